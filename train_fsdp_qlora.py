@@ -1,0 +1,1604 @@
+#!/usr/bin/env python3
+"""Fine-tune a large language model: 4-bit NF4 base weights, LoRA adapters, sharded by FSDP2.
+
+    torchrun --nproc_per_node=2 train_fsdp_qlora.py
+    torchrun --nproc_per_node=2 train_fsdp_qlora.py --model meta-llama/Llama-2-70b-hf \
+        --dataset data.jsonl --max_seq_len 2048
+    torchrun --nproc_per_node=2 train_fsdp_qlora.py --output_dir runs/my-run --resume
+
+The first command needs nothing but this file: it makes a small model and data set and trains on
+them, on GPUs (NCCL) or, where there are none, on the CPU (gloo). Written to --output_dir:
+
+    adapter_model.safetensors, adapter_config.json   the adapter, in PEFT's format, fp32
+    train_config.json                                the resolved configuration, for merging
+    metrics.jsonl                                    one JSON object a step
+    tensorboard/                                     the same numbers for TensorBoard
+    checkpoint-NNNNNN/                               what --resume needs
+
+Tested with torch 2.11 and 2.13, transformers 5.17 and 5.23, peft 0.21, bitsandbytes 0.50.
+"""
+
+import argparse
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import os
+import random
+import resource
+import shutil
+import sys
+import time
+import types
+import typing
+import zlib
+from datetime import timedelta
+from pathlib import Path
+
+import bitsandbytes as bnb
+import peft
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import transformers
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+# ------------------------------------------------------------------------------------------------
+# Configuration
+# ------------------------------------------------------------------------------------------------
+
+BLOCK = 64  # weights that share one absmax; QLoRA's choice and bitsandbytes' default
+NESTED_BLOCK = 256  # absmax values that share one second-level absmax (double quantisation)
+STATE_BLOCK = 256  # optimizer values that share one scale in bitsandbytes' 8-bit state
+WARMUP_FRACTION = 0.03  # of all steps, linear, before the cosine
+MAX_GRAD_NORM = 1.0  # over the whole adapter
+LOGITS_BYTES = 256 * 2**20  # fp32 logits alive at once; bounds the cross-entropy's memory
+IGNORE = -100  # the label of a token that is not trained on
+
+
+def knob(default, help_text, **extra):
+    """One field of Config: its default, its help and argparse's other keywords."""
+    return dataclasses.field(default=default, metadata={"help": help_text, **extra})
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Every flag of the script. None means: derived from the rest, and printed."""
+
+    model: str | None = knob(None, "Hub id or directory of safetensors; none: a built-in demo")
+    dataset: str | None = knob(None, "JSONL file or Hub id; none: the demo's instructions")
+    output_dir: str | None = knob(None, "where results go; none: a new directory below runs/")
+    resume: bool = knob(False, "continue from the newest whole checkpoint of --output_dir")
+    random_weights: bool = knob(False, "random weights: of the model, only config.json is read")
+    attn: str | None = knob(
+        None,
+        "attention; none: flash_attention_2 on CUDA where installed, else sdpa;"
+        " auto: the faster of the two, measured at start",
+        choices=("flash_attention_2", "sdpa", "auto"),
+    )
+    compute_dtype: str = knob(
+        "bfloat16", "dtype of activations and products", choices=("bfloat16", "float32")
+    )
+    lora_rank: int = knob(16, "rank of the adapter")
+    lora_alpha: int = knob(32, "the adapter's output is scaled by lora_alpha / lora_rank")
+    lora_dropout: float = knob(0.0, "dropout on the adapter's input")
+    target_modules: tuple[str, ...] = knob(
+        ("all-linear",), "linear layers that get an adapter, by name: q_proj v_proj"
+    )
+    reshard_after_forward: bool = knob(
+        True, "free a block's gathered weights after its forward (FULL_SHARD), or not until its"
+        " backward is done (SHARD_GRAD_OP): faster, needs the whole 4-bit model on each GPU",
+    )
+    recompute: str = knob("all", "decoder blocks recomputed in backward: all, none or a number")
+    max_seq_len: int = knob(2048, "tokens; longer rows are cut")
+    batch_size: int | None = knob(None, "rows an optimizer step, over all GPUs; none: 16 or more")
+    micro_batch_size: int = knob(2, "rows a GPU works on at once")
+    num_epochs: float = knob(1.0, "passes over the data set; --max_steps overrides it")
+    max_steps: int | None = knob(None, "optimizer steps")
+    learning_rate: float | None = knob(None, "peak; none: 2e-4, for the demo 5e-3")
+    save_every: int = knob(0, "steps between checkpoints; 0: only at the end")
+    seed: int = knob(0, "of the adapter's initial values, the data order, dropout")
+
+
+def parse_config(argv):
+    """Flags to Config. Raises ValueError where argparse would exit."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0],
+        allow_abbrev=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+
+    def fail(message):
+        raise ValueError(f"{message} (see --help)")
+
+    parser.error = fail
+    hints = typing.get_type_hints(Config)
+    for f in dataclasses.fields(Config):
+        kind = next(t for t in typing.get_args(hints[f.name]) or (hints[f.name],) if t is not None)
+        options = dict(f.metadata, default=f.default)
+        if kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        elif f.name == "target_modules":
+            options["nargs"] = "+"
+        else:
+            options["type"] = kind
+        parser.add_argument(f"--{f.name}", **options)
+    values = vars(parser.parse_args(argv))
+    values["target_modules"] = tuple(values["target_modules"])
+    return Config(**values)
+
+
+def resolve_config(config, world_size):
+    """Check what the flags alone can tell and fill in what is derived from them."""
+    for name in ("lora_rank", "lora_alpha", "max_seq_len", "micro_batch_size"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"--{name} {getattr(config, name)}: must be at least 1")
+    for name in ("max_steps", "batch_size", "num_epochs", "learning_rate"):
+        if getattr(config, name) is not None and not 0 < getattr(config, name) < math.inf:
+            raise ValueError(f"--{name} {getattr(config, name)}: must be positive")
+    if not 0 <= config.lora_dropout < 1:
+        raise ValueError(f"--lora_dropout {config.lora_dropout}: must be at least 0 and below 1")
+    if config.save_every < 0:
+        raise ValueError(f"--save_every {config.save_every}: must be 0 (off) or more")
+    if config.recompute not in ("all", "none") and not config.recompute.isdecimal():
+        raise ValueError(f"--recompute {config.recompute}: must be all, none or a number of blocks")
+    if config.attn == "flash_attention_2" and config.compute_dtype != "bfloat16":
+        raise ValueError("--attn flash_attention_2 computes in bfloat16: drop it or use sdpa")
+    if config.model and not config.dataset and not config.random_weights:
+        raise ValueError(f"--model {config.model} needs a --dataset: a JSONL file or a Hub id")
+    if config.random_weights and not config.model:
+        raise ValueError("--random_weights needs a --model whose config.json gives the shapes")
+    step_rows = config.micro_batch_size * world_size
+    batch_size = config.batch_size or math.ceil(16 / step_rows) * step_rows
+    if batch_size % step_rows:
+        above = math.ceil(batch_size / step_rows) * step_rows
+        fits = f"{above - step_rows} or {above}" if batch_size > step_rows else f"{above}"
+        raise ValueError(
+            f"--batch_size {batch_size} is not a multiple of {config.micro_batch_size} micro-batch"
+            f" x {world_size} processes = {step_rows}: use {fits}"
+        )
+    return dataclasses.replace(
+        config,
+        batch_size=batch_size,
+        learning_rate=config.learning_rate or (2e-4 if config.model else 5e-3),
+        max_steps=config.max_steps or (None if config.model or config.dataset else 60),
+        output_dir=config.output_dir or default_output_dir(config.resume),
+    )
+
+
+def default_output_dir(resume):
+    """A new directory below runs/, or with --resume the newest there."""
+    if not resume:
+        return f"runs/{time.strftime('%Y%m%d-%H%M%S')}"
+    runs = sorted(p.parent for p in Path("runs").glob("*/train_config.json"))
+    if not runs:
+        raise ValueError("--resume without --output_dir: no run below runs/ to continue")
+    return str(runs[-1])
+
+
+# ------------------------------------------------------------------------------------------------
+# Distributed set-up
+# ------------------------------------------------------------------------------------------------
+
+
+def init_distributed():
+    """Join torchrun's processes, or be the only one; returns this rank's device."""
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    cuda = torch.cuda.is_available()
+    if cuda and local_rank >= torch.cuda.device_count():
+        sys.exit(f"rank on GPU {local_rank}, but there are {torch.cuda.device_count()} GPUs")
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    options = {"backend": "cpu:gloo,cuda:nccl" if cuda else "gloo", "timeout": timedelta(hours=1)}
+    if "RANK" not in os.environ:  # plain `python`: no rendezvous needed
+        options.update(store=dist.HashStore(), rank=0, world_size=1)
+    if cuda:
+        torch.cuda.set_device(device)
+        options["device_id"] = device
+    else:  # torchrun allows each process one thread; share the cores instead
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world_size))
+    dist.init_process_group(**options)
+    return device
+
+
+def say(message=""):
+    """Print from rank 0."""
+    if dist.get_rank() == 0:
+        tqdm.write(message)
+        sys.stdout.flush()
+
+
+def gather_texts(text):
+    """Every rank's text, in rank order. All ranks must call this."""
+    data = torch.frombuffer(bytearray(text.encode()) or bytearray(1), dtype=torch.uint8)
+    world_size = dist.get_world_size()
+    sizes = torch.zeros(world_size, dtype=torch.int64)
+    dist.all_gather_into_tensor(sizes, torch.tensor([len(text.encode())]))
+    row = torch.zeros(max(int(sizes.max()), 1), dtype=torch.uint8)
+    row[: data.numel()] = data
+    rows = torch.zeros(world_size * row.numel(), dtype=torch.uint8)
+    dist.all_gather_into_tensor(rows, row)
+    rows = rows.view(world_size, -1)
+    return [bytes(rows[r, : sizes[r]].tolist()).decode() for r in range(world_size)]
+
+
+class Stop(Exception):
+    """An error that all ranks know of and raise together, so that none is left waiting."""
+
+
+def together(function, *args):
+    """Run `function` on every rank; if it fails on one, all raise Stop with that rank's error.
+
+    `function` must not use collectives. All ranks must call this.
+    """
+    result, error = None, ""
+    try:
+        result = function(*args)
+    except (ValueError, OSError, SafetensorError) as e:
+        error = " ".join(str(e).split()) or type(e).__name__
+    failed = [e for e in gather_texts(error) if e]
+    if failed:
+        raise Stop(failed[0])
+    return result
+
+
+def on_rank_0(function, *args):
+    """Run `function` on rank 0 alone; its text result goes to all. All ranks must call this."""
+    return gather_texts(together(lambda: function(*args) if dist.get_rank() == 0 else "") or "")[0]
+
+
+def memory_gib(device):
+    """Now and peak: allocated on a GPU, else the resident memory of the process (peak twice)."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated() / 2**30, torch.cuda.max_memory_allocated() / 2**30
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return peak, peak
+
+
+def say_memory(when, device):
+    """All ranks must call this."""
+    now, peak = memory_gib(device)
+    kind = "GPU memory" if device.type == "cuda" else "host memory"
+    texts = gather_texts(f"{now:.2f} (peak {peak:.2f})")
+    say(f"{kind} per rank {when}, GiB: " + ", ".join(texts))
+
+
+# ------------------------------------------------------------------------------------------------
+# Data
+# ------------------------------------------------------------------------------------------------
+
+
+def write_demo(directory):
+    """A 2.6 M parameter Llama with random weights, its tokenizer and 512 instructions. Rank 0 only.
+
+    The frozen base knows nothing, so what the loss falls by is what the adapter has learnt.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    directory.mkdir(parents=True, exist_ok=True)
+    draw = random.Random(0)
+    rows = []
+    for _ in range(512):
+        a, b = draw.randrange(10), draw.randrange(10)
+        word, answer = draw.choice([("plus", a + b), ("times", a * b), ("minus", a - b)])
+        rows.append({"prompt": f"What is {a} {word} {b}?\n", "completion": f"The answer is {answer}."})
+    (directory / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=384,
+        special_tokens=["<pad>", "<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator((row["prompt"] + row["completion"] for row in rows), trainer)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=bpe, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role + ': ' + m.content }}"
+        "{{ eos_token if m.role == 'assistant' else '\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    tokenizer.save_pretrained(directory / "model")
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=256,
+            intermediate_size=512,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=4096,
+            initializer_range=0.06,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+    model.to(torch.bfloat16).save_pretrained(directory / "model")
+
+
+def read_rows(source):
+    """The rows of a JSONL file, or of a Hub data set's train split, as a list of dicts."""
+    path = Path(source)
+    if not path.exists():
+        if path.suffix in (".jsonl", ".json") or source.startswith((".", "/")):
+            raise ValueError(f"--dataset {source}: no such file")
+        import datasets
+
+        try:
+            return list(datasets.load_dataset(source, split="train"))
+        except Exception as e:  # the Hub client has a dozen kinds of errors; each is the user's
+            raise ValueError(f"--dataset {source}: neither a file nor readable from the Hub: {e}")
+    if not path.is_file():
+        raise ValueError(f"--dataset {source}: is a directory; name a JSONL file")
+    rows = []
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as e:
+                raise ValueError(f"{source} line {number}: not JSON: {e}")
+            if not isinstance(row, dict):
+                raise ValueError(f"{source} line {number}: {type(row).__name__}, want an object")
+            rows.append(row)
+    return rows
+
+
+def render_chat(messages, tokenizer):
+    """A conversation as text, with the (start, end) characters of what the assistant says.
+
+    Each assistant turn begins after the template's generation prompt and ends where the template
+    of the conversation up to it ends, so that its end-of-turn token is learnt.
+    """
+    template = functools.partial(tokenizer.apply_chat_template, tokenize=False)
+    text, spans = template(messages), []
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            start = template(messages[:i], add_generation_prompt=True)
+            end = template(messages[: i + 1])
+            if not (end.startswith(start) and text.startswith(end)):
+                raise ValueError("the chat template rewrites earlier turns, so the assistant's"
+                                 " part cannot be told; use prompt and completion")
+            spans.append((len(start), len(end)))
+    if not spans:
+        raise ValueError("messages has no assistant turn")
+    if not text.rstrip().endswith(tokenizer.eos_token) and spans[-1][1] == len(text):
+        text += tokenizer.eos_token
+        spans[-1] = (spans[-1][0], len(text))
+    return text, spans
+
+
+def encode_row(row, tokenizer):
+    """One row as (input_ids, labels), two lists; labels are IGNORE where nothing is learnt."""
+    eos = [tokenizer.eos_token_id]
+    if "messages" in row:
+        if not tokenizer.chat_template:
+            raise ValueError("has messages, but the tokenizer has no chat template")
+        text, spans = render_chat(row["messages"], tokenizer)
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        ids = encoded["input_ids"]
+        labels = [
+            token if any(start <= a < end for start, end in spans) else IGNORE
+            for token, (a, _) in zip(ids, encoded["offset_mapping"])
+        ]
+        return ids, labels
+    # add_special_tokens puts BOS in front where the tokenizer has one; some also add EOS
+    if "prompt" in row and "completion" in row:
+        prompt = tokenizer(row["prompt"])["input_ids"]
+        prompt = prompt[:-1] if prompt[-1:] == eos else prompt
+        completion = tokenizer(row["completion"], add_special_tokens=False)["input_ids"] + eos
+        return prompt + completion, [IGNORE] * len(prompt) + completion
+    if "text" in row:
+        ids = tokenizer(row["text"])["input_ids"]
+        ids = ids if ids[-1:] == eos else ids + eos
+        return ids, list(ids)
+    raise ValueError(f"has {sorted(row)}; want prompt and completion, text, or messages")
+
+
+def encode_dataset(rows, tokenizer, max_seq_len, source):
+    """All rows as (input_ids, labels) int32 tensors, cut to max_seq_len; those that then have
+    nothing to learn are left out. Returns them and the numbers of rows cut and left out."""
+    if tokenizer.eos_token_id is None:
+        raise ValueError("the tokenizer has no EOS token: generation would never stop")
+    examples, cut = [], 0
+    for number, row in enumerate(rows, 1):
+        try:
+            ids, labels = encode_row(row, tokenizer)
+        except (ValueError, TypeError, KeyError, AttributeError) as e:
+            raise ValueError(f"{source} row {number}: {e}")
+        cut += len(ids) > max_seq_len
+        ids, labels = ids[:max_seq_len], labels[:max_seq_len]
+        # the first token has no predecessor to be predicted from
+        if any(label != IGNORE for label in labels[1:]):
+            examples.append(
+                (torch.tensor(ids, dtype=torch.int32), torch.tensor(labels, dtype=torch.int32))
+            )
+    if not examples:
+        raise ValueError(f"{source}: none of its {len(rows)} rows has anything to learn")
+    return examples, cut, len(rows) - len(examples)
+
+
+def random_examples(vocab_size, config):
+    """Rows of random tokens, all of full length: for measuring without a data set."""
+    generator = torch.Generator().manual_seed(config.seed)
+    shape = (config.batch_size, config.max_seq_len)
+    ids = torch.randint(vocab_size, shape, generator=generator, dtype=torch.int32)
+    return [(row, row) for row in ids]
+
+
+def say_example(examples, tokenizer):
+    """Show one row as the model sees it, with what is not learnt in grey brackets. Rank 0 only."""
+    ids, labels = (t.tolist() for t in examples[0])
+    parts, learnt = [], None
+    for token, label in zip(ids, labels):
+        if learnt != (label != IGNORE):
+            learnt = label != IGNORE
+            parts.append((learnt, []))
+        parts[-1][1].append(token)
+    text = "".join(
+        tokenizer.decode(tokens) if learnt else f"[not learnt: {tokenizer.decode(tokens)}]"
+        for learnt, tokens in parts
+    )
+    say(f"first row: {text[:600]!r}")
+
+
+def step_rows(step, n_examples, config):
+    """Indices of the rows of an optimizer step (the first is 1): every epoch is a new shuffle."""
+    indices, orders = [], {}
+    for position in range((step - 1) * config.batch_size, step * config.batch_size):
+        epoch, i = divmod(position, n_examples)
+        if epoch not in orders:
+            generator = torch.Generator().manual_seed(config.seed * 1_000_003 + epoch)
+            orders[epoch] = torch.randperm(n_examples, generator=generator)
+        indices.append(int(orders[epoch][i]))
+    return indices
+
+
+def collate(examples, device):
+    """Rows to one micro-batch.
+
+    input_ids [rows, longest] is padded on the right, where causal attention never looks back
+    from a real token, so that no mask is needed; positions [n] index the flattened tokens whose
+    successor is learnt, and labels [n] are those successors.
+    """
+    longest = max(len(ids) for ids, _ in examples)
+    input_ids = torch.zeros(len(examples), longest, dtype=torch.int64)
+    labels = torch.full((len(examples), longest), IGNORE)
+    for row, (ids, row_labels) in enumerate(examples):
+        input_ids[row, : len(ids)] = ids
+        labels[row, : len(ids) - 1] = row_labels[1:]
+    positions = (labels.view(-1) != IGNORE).nonzero().view(-1)
+    batch = (input_ids, positions, labels.view(-1)[positions])
+    if device.type == "cuda":
+        batch = [tensor.pin_memory().to(device, non_blocking=True) for tensor in batch]
+    return batch
+
+
+# ------------------------------------------------------------------------------------------------
+# Model: load and quantise
+# ------------------------------------------------------------------------------------------------
+
+
+class NF4Blocks(torch.Tensor):
+    """Storage of one NF4 weight: n blocks of 64 weights. Outside a bf16 tensor of shape [n];
+    inside packed uint8 [n, 32], the 4-bit codes, and absmax_codes uint8 [n], the 8-bit scales.
+
+    FSDP2 copies parameters into its gather buffer with torch._foreach_copy_, whose CUDA kernel
+    rewrites the bf16 NaN patterns among packed codes (torch 2.11: 0.08 % of all words, and no
+    error). The two hooks make it gather bytes instead, the scales along with the codes. Outside
+    it is bf16 because FSDP2 took no integer parameters before torch 2.13.
+    """
+
+    @staticmethod
+    def __new__(cls, packed, absmax_codes):
+        return torch.Tensor._make_wrapper_subclass(
+            cls, (packed.shape[0],), dtype=torch.bfloat16, device=packed.device
+        )
+
+    def __init__(self, packed, absmax_codes):
+        self.packed, self.absmax_codes = packed, absmax_codes
+
+    @classmethod
+    def empty(cls, n_blocks, device):
+        packed = torch.empty(n_blocks, BLOCK // 2, dtype=torch.uint8, device=device)
+        return cls(packed, torch.empty(n_blocks, dtype=torch.uint8, device=device))
+
+    def __repr__(self):
+        return f"NF4Blocks({self.shape[0]} blocks, {self.device})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func, _, args, kwargs=None):
+        """What FSDP2 and DTensor do to a parameter: all of it acts on whole blocks."""
+        aten, op = torch.ops.aten, func.overloadpacket
+        inner = [args[0].packed, args[0].absmax_codes]
+        kwargs = {k: v for k, v in (kwargs or {}).items() if k not in ("dtype", "layout")}
+        if op is aten.copy_:
+            args[0].packed.copy_(args[1].packed)
+            args[0].absmax_codes.copy_(args[1].absmax_codes)
+            return args[0]
+        if op is aten.is_pinned:
+            return args[0].packed.is_pinned()
+        if op is aten.split:
+            return [cls(*pair) for pair in zip(*(func(t, *args[1:]) for t in inner))]
+        if op is aten.new_zeros:
+            (n,) = args[1]
+            return cls(inner[0].new_zeros(n, BLOCK // 2, **kwargs), inner[1].new_zeros(n, **kwargs))
+        if op in (aten.view, aten.as_strided):  # FSDP2 only ever asks for the shape it has
+            assert args[1] in ([-1], list(args[0].shape)), f"{func} of NF4Blocks to {args[1:]}"
+            return cls(*inner)
+        if op in (aten.detach, aten.slice, aten._to_copy, aten._pin_memory, aten.clone):
+            return cls(*(func(t, *args[1:], **kwargs) for t in inner))
+        raise NotImplementedError(f"{func} of NF4Blocks")
+
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+        return (self.packed, self.absmax_codes), None
+
+    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
+        if out is None:
+            return NF4Blocks(*outputs), outputs
+        assert out.packed.data_ptr() == outputs[0].data_ptr(), "FSDP2 gathered to another place"
+
+
+class NF4Linear(nn.Linear):
+    """A frozen linear layer whose weight [out_features, in_features] is stored as NF4.
+
+    `weight` holds its blocks in row-major order, padded to a multiple of `shards` so that FSDP2
+    shards it evenly. The second level of the double quantisation, 5 bytes for 16,384 weights, is
+    small enough to be replicated.
+    """
+
+    def __init__(self, linear, shards):
+        nn.Module.__init__(self)  # nn.Linear's own would allocate the weight
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.n_blocks = math.ceil(linear.weight.numel() / BLOCK)
+        padded = math.ceil(self.n_blocks / shards) * shards
+        self.weight = nn.Parameter(NF4Blocks.empty(padded, "meta"), requires_grad=False)
+        self.bias = linear.bias
+        self.dtype = linear.weight.dtype
+        self.quant_state = None
+
+    def set_nested_state(self, nested_absmax, offset):
+        """nested_absmax fp32 [n_blocks / 256] and offset fp32 [] undo the 8-bit absmax codes."""
+        device = nested_absmax.device
+        nested = bnb.functional.QuantState(
+            absmax=nested_absmax,
+            code=dynamic_map(device),
+            blocksize=NESTED_BLOCK,
+            dtype=torch.float32,
+        )
+        self.quant_state = bnb.functional.QuantState(
+            absmax=None,  # the gathered codes, set at each use
+            shape=torch.Size((self.out_features, self.in_features)),
+            dtype=self.dtype,
+            code=bnb.functional.get_4bit_type("nf4", device=device),
+            blocksize=BLOCK,
+            quant_type="nf4",
+            offset=offset,
+            state2=nested,
+        )
+
+    def dequantize(self):
+        """The gathered weight as bitsandbytes gives it: [out_features, in_features]."""
+        n_bytes = self.out_features * self.in_features // 2
+        self.quant_state.absmax = self.weight.absmax_codes[: self.n_blocks]
+        packed = self.weight.packed.view(-1, 1)[:n_bytes]
+        weight = bnb.functional.dequantize_4bit(packed, self.quant_state)
+        self.quant_state.absmax = None
+        return weight
+
+    def forward(self, x):
+        return FrozenProduct.apply(x, self.bias, self)
+
+
+class FrozenProduct(torch.autograd.Function):
+    """x [..., in] times a frozen NF4 weight, added onto `base`: [..., out], a bias [out] or None.
+
+    Nothing is saved for backward: the weight is dequantised again there. With nothing after it
+    that the recomputation of a checkpoint needs, a block's last product is not recomputed at all.
+    """
+
+    @staticmethod
+    def forward(ctx, x, base, layer):
+        ctx.layer, ctx.has_base = layer, base is not None and base.requires_grad
+        weight, rows = layer.dequantize(), x.reshape(-1, x.shape[-1])
+        if base is None:
+            return (rows @ weight.t()).view(*x.shape[:-1], -1)
+        if base.dim() == 1:
+            return torch.addmm(base, rows, weight.t()).view(*x.shape[:-1], -1)
+        base.view(-1, base.shape[-1]).addmm_(rows, weight.t())
+        ctx.mark_dirty(base)
+        return base
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = (grad.reshape(-1, grad.shape[-1]) @ ctx.layer.dequantize())
+            grad_x = grad_x.view(*grad.shape[:-1], -1)
+        return grad_x, grad if ctx.has_base else None, None
+
+
+class LMHead(nn.Linear):
+    """The output layer: logits, or with labels the sum of the token losses."""
+
+    def forward(self, hidden, labels=None):
+        if labels is None:
+            return super().forward(hidden)
+        return ChunkedCrossEntropy.apply(hidden, self.weight, self.bias, labels)
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """Sum over tokens of the cross-entropy of hidden [n, d] @ weight.T [d, vocabulary], fp32.
+
+    The head is frozen, so that the gradient of `hidden` is all there is to compute: it is taken
+    in forward, a chunk of tokens at a time. The full logits never exist (5.25 GB at 4,096 tokens
+    and a vocabulary of 128k), and backward needs neither them nor the head.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, labels):
+        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        grad = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        chunk = max(1, LOGITS_BYTES // (4 * weight.shape[0]))
+        for start in range(0, hidden.shape[0], chunk):
+            rows = slice(start, start + chunk)
+            logits = F.linear(hidden[rows], weight, bias).float()
+            log_sum = logits.logsumexp(-1, keepdim=True)
+            targets = labels[rows, None]
+            loss += (log_sum - logits.gather(-1, targets)).sum()
+            if grad is not None:
+                probabilities = logits.sub_(log_sum).exp_()
+                probabilities.scatter_add_(-1, targets, -torch.ones_like(log_sum))
+                torch.mm(probabilities.to(weight.dtype), weight, out=grad[rows])
+        ctx.grad = grad
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad_loss):
+        return ctx.grad.mul_(grad_loss), None, None, None
+
+
+def token_losses(model, input_ids, positions, labels):
+    """Sum of the losses of one micro-batch (see collate); becomes the model's forward."""
+    hidden = model.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state
+    return model.get_output_embeddings()(hidden.flatten(0, 1)[positions], labels)
+
+
+@functools.lru_cache(None)
+def dynamic_map(device):
+    """The 256 values of bitsandbytes' 8-bit code, fp32."""
+    return bnb.functional.create_dynamic_map().to(device)
+
+
+def model_directory(name, random_weights):
+    """The local directory of a model; downloads it first if `name` is a Hub id."""
+    path = Path(name)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"--model {name}: the directory has no config.json")
+        return path
+    if path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise ValueError(f"--model {name}: neither a directory nor a Hub id (owner/name)")
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.model", "*.txt", "*.jinja"]
+    try:  # every rank calls it; the Hub client's file locks let one of a node download
+        files = patterns if random_weights else [*patterns, "*.safetensors"]
+        return Path(snapshot_download(name, allow_patterns=files))
+    except Exception as e:
+        raise ValueError(f"--model {name}: not a directory, and the Hub says: {e}")
+
+
+def read_model_config(directory, config):
+    """The model's own configuration, checked against what this script can do with it."""
+    model_config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    if getattr(model_config, "quantization_config", None):
+        raise ValueError(f"--model {config.model}: is quantised already; name the original model")
+    longest = getattr(model_config, "max_position_embeddings", None)
+    if longest and config.max_seq_len > longest and config.dataset:
+        raise ValueError(f"--max_seq_len {config.max_seq_len}: the model was made for {longest}")
+    return model_config
+
+
+def weight_files(directory):
+    """Which file of the directory holds each tensor: {name: path}."""
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        names = json.loads(index.read_text())["weight_map"]
+        for file in set(names.values()):
+            if Path(file).name != file:
+                raise ValueError(f"{index}: names {file!r}, a path outside the directory")
+            if not (directory / file).is_file():
+                raise ValueError(f"{directory / file}: missing, but named in {index.name}")
+        return {name: directory / file for name, file in names.items()}
+    file = directory / "model.safetensors"
+    if not file.is_file():
+        raise ValueError(f"{directory}: has neither {index.name} nor {file.name}; only safetensors"
+                         " are read")
+    with safe_open(file, "pt") as tensors:
+        return {name: file for name in tensors.keys()}
+
+
+def check_weights(files, shapes):
+    """Every tensor of `shapes` {name: shape} must be in `files`, with that shape. Rank 0 only."""
+    missing = [name for name in shapes if name not in files]
+    if missing:
+        raise ValueError(f"the checkpoint lacks {len(missing)} of {len(shapes)} tensors that its"
+                         f" config.json asks for, the first is {missing[0]}")
+    layers = {name.split(".layers.")[0]: 0 for name in shapes if ".layers." in name}
+    extra = [n for n in files if n not in shapes and n.split(".layers.")[0] in layers
+             and ".layers." in n and not n.endswith("inv_freq")]
+    if extra:
+        raise ValueError(f"the checkpoint has {len(extra)} tensors that its config.json knows"
+                         f" nothing of, the first is {extra[0]}")
+    for file in sorted(set(files.values())):
+        try:
+            with safe_open(file, "pt") as tensors:
+                for name in (n for n in tensors.keys() if n in shapes):
+                    shape = tuple(tensors.get_slice(name).get_shape())
+                    if shape != tuple(shapes[name]):
+                        raise ValueError(f"{file.name}: {name} has shape {list(shape)}, but"
+                                         f" config.json asks for {list(shapes[name])}")
+        except SafetensorError as e:
+            raise ValueError(f"{file}: not a whole safetensors file: {e}")
+
+
+def decoder_blocks(model):
+    """The decoder blocks: the longest ModuleList below the decoder."""
+    lists = [m for m in model.get_decoder().modules() if isinstance(m, nn.ModuleList)]
+    return max(lists, key=len)
+
+
+def build_model(model_config, attention, dtype, shards):
+    """The model on the meta device, its blocks' linear layers to be NF4.
+
+    Returns it and the shapes {name: shape} of the tensors that a checkpoint must have.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            model_config, attn_implementation=attention, dtype=dtype, trust_remote_code=False
+        )
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    blocks = decoder_blocks(model)
+    linears = [m for m in blocks.modules() if isinstance(m, nn.Linear)]
+    in_linears = sum(m.weight.numel() for m in linears)
+    in_blocks = sum(p.numel() for p in blocks.parameters())
+    if in_linears < 0.95 * in_blocks:
+        raise ValueError(f"{type(model).__name__}: {1 - in_linears / in_blocks:.0%} of its blocks'"
+                         " weights are not in linear layers (a mixture of experts?) and could"
+                         " not be quantised")
+    for module in list(blocks.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear):
+                if child.weight.numel() % 4:
+                    raise ValueError(f"{name}: {list(child.weight.shape)} weights do not fill"
+                                     " whole 16-bit words of 4-bit codes")
+                setattr(module, name, NF4Linear(child, shards))
+    head = model.get_output_embeddings()
+    new_head = LMHead(1, 1, bias=False, device="meta")
+    new_head.in_features, new_head.out_features = head.in_features, head.out_features
+    new_head.weight, new_head.bias = head.weight, head.bias  # the same Parameter where tied
+    model.set_output_embeddings(new_head)
+    model.requires_grad_(False)
+    model.forward = types.MethodType(token_losses, model)
+    model.train()
+    return model, shapes
+
+
+def file_reader(files):
+    """A function (name, shape, rows) that reads those rows of a tensor from its file."""
+
+    def read(name, shape, rows):
+        # opened anew for each tensor, so that the pages it mapped do not add up in this process
+        with safe_open(files[name], "pt") as tensors:
+            return tensors.get_slice(name)[rows.start : rows.stop]
+
+    return read
+
+
+def random_reader(seed, std, dtype, device):
+    """The same with random values, which depend on the name and not on who reads."""
+
+    def read(name, shape, rows):
+        if len(shape) == 1:
+            value = float(name.endswith("weight"))  # norms start at 1, biases at 0
+            return torch.full((len(rows),), value, dtype=dtype, device=device)
+        generator = torch.Generator(device).manual_seed(seed ^ zlib.crc32(name.encode()))
+        whole = torch.empty(shape, dtype=dtype, device=device)
+        return whole.normal_(0, std, generator=generator)[rows.start : rows.stop].clone()
+
+    return read
+
+
+def shard_range(n, shard, shards):
+    """The rows of `n` that FSDP2 gives to a shard: as torch.chunk does."""
+    size = math.ceil(n / shards)
+    return range(min(shard * size, n), min((shard + 1) * size, n))
+
+
+def quantize_shard(read, name, layer, group, device):
+    """This rank's NF4Blocks of one layer, and its nested state. All ranks of `group` must call.
+
+    Blocks are quantised independently, so that a rank's own blocks have the bytes they would
+    have in the whole tensor. The second level takes the mean over all of them: their fp32 absmax,
+    4 bytes for 64 weights, is gathered and every rank does that part alike.
+    """
+    shape = (layer.out_features, layer.in_features)
+    local = layer.weight.to_local().shape[0]
+    first = dist.get_rank(group) * local * BLOCK  # of this rank's weights, in row-major order
+    last = min(first + local * BLOCK, math.prod(shape))
+    blocks = NF4Blocks(
+        torch.zeros(local, BLOCK // 2, dtype=torch.uint8, device=device),
+        torch.zeros(local, dtype=torch.uint8, device=device),
+    )
+    absmax = torch.zeros(local, dtype=torch.float32, device=device)
+    if first < last:
+        rows = range(first // shape[1], math.ceil(last / shape[1]))
+        weights = read(name, shape, rows).to(device, layer.dtype).view(-1)
+        skip = first - rows.start * shape[1]
+        weights = weights[skip : skip + last - first].contiguous()
+        packed, state = bnb.functional.quantize_4bit(weights, blocksize=BLOCK, quant_type="nf4")
+        blocks.packed.view(-1)[: packed.numel()] = packed.view(-1)
+        absmax[: state.absmax.numel()] = state.absmax
+    all_absmax = torch.empty(local * dist.get_world_size(group), device=device)
+    dist.all_gather_into_tensor(all_absmax, absmax, group=group)
+    all_absmax = all_absmax[: layer.n_blocks]
+    offset = all_absmax.mean()
+    codes, nested = bnb.functional.quantize_blockwise(
+        all_absmax - offset, code=dynamic_map(device), blocksize=NESTED_BLOCK
+    )
+    mine = codes[first // BLOCK : first // BLOCK + local]
+    blocks.absmax_codes[: mine.numel()] = mine
+    return blocks, nested.absmax, offset
+
+
+def set_local(module, name, local):
+    """Give a sharded meta parameter its local values; returns the new parameter."""
+    old = getattr(module, name)
+    value = DTensor.from_local(
+        local, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
+    )
+    setattr(module, name, nn.Parameter(value, requires_grad=old.requires_grad))
+    return getattr(module, name)
+
+
+def load_weights(model, read, mesh, dtype, device):
+    """Fill every frozen parameter: this rank's rows alone. All ranks must call this."""
+    group = mesh.get_group()
+    shard, shards = dist.get_rank(group), dist.get_world_size(group)
+    todo = [
+        (f"{path}.{name}".replace(".base_layer", ""), module, name)
+        for path, module in model.named_modules()
+        for name, p in module._parameters.items()
+        if p is not None and not p.requires_grad
+    ]
+    done = {}  # a tied weight is one parameter of two modules, and must stay one
+    bar = tqdm(todo, "load and quantise", unit="tensor", disable=dist.get_rank() != 0)
+    for full_name, module, name in bar:
+        old = getattr(module, name)
+        if old in done:
+            setattr(module, name, done[old])
+        elif isinstance(module, NF4Linear) and name == "weight":
+            blocks, nested_absmax, offset = quantize_shard(read, full_name, module, group, device)
+            set_local(module, name, blocks)
+            module.set_nested_state(nested_absmax, offset)
+        else:
+            rows = shard_range(old.shape[0], shard, shards)
+            local = read(full_name, old.shape, rows).to(device, dtype)
+            done[old] = set_local(module, name, local)
+    for module in model.modules():  # rotary frequencies: computed from the config, never stored
+        if any(b.is_meta for b in module.buffers(recurse=False)):
+            module.to_empty(device=device, recurse=False)
+            model._init_weights(module)
+
+
+# ------------------------------------------------------------------------------------------------
+# LoRA
+# ------------------------------------------------------------------------------------------------
+
+
+class LoraNF4Linear(nn.Module, LoraLayer):
+    """PEFT's LoRA layer with a forward for NF4Linear: the adapter first, then the frozen product
+    accumulated onto its output, which costs no pass of its own (see FrozenProduct)."""
+
+    def __init__(self, base_layer, adapter_name, config, r, lora_alpha, **kwargs):
+        super().__init__()
+        LoraLayer.__init__(self, base_layer, **kwargs)
+        self._active_adapter = adapter_name
+        self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config)
+
+    def forward(self, x):
+        (name,) = self.active_adapters
+        down = self.lora_A[name](self.lora_dropout[name](x)) * self.scaling[name]
+        return FrozenProduct.apply(
+            x, F.linear(down, self.lora_B[name].weight, self.base_layer.bias), self.base_layer
+        )
+
+
+def add_lora(model, config):
+    """Inject PEFT's LoRA layers, still on the meta device; returns PEFT's LoraConfig."""
+    linear = {name for name, m in model.named_modules() if isinstance(m, NF4Linear)}
+    targets = config.target_modules
+    for target in () if targets == ("all-linear",) else targets:
+        if not any(name == target or name.endswith(f".{target}") for name in linear):
+            names = sorted({name.rsplit(".", 1)[-1] for name in linear})
+            raise ValueError(f"--target_modules {target}: no such linear layer in the decoder"
+                             f" blocks; there are {', '.join(names)}, or all-linear")
+    lora_config = LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        target_modules="all-linear" if targets == ("all-linear",) else list(targets),
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=config.model,
+    )
+    lora_config._register_custom_module({NF4Linear: LoraNF4Linear})
+    inject_adapter_in_model(lora_config, model)
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            p.data = p.data.float()  # master weights; PEFT gave them the base's dtype
+    return lora_config
+
+
+def init_lora(name, shape, seed):
+    """PEFT's initial values of a LoRA weight, the same whatever the number of ranks: fp32, CPU."""
+    weight = torch.zeros(shape)
+    if ".lora_A." in name:
+        generator = torch.Generator().manual_seed(seed ^ zlib.crc32(name.encode()))
+        nn.init.kaiming_uniform_(weight, a=math.sqrt(5), generator=generator)
+    return weight
+
+
+def load_lora(model, read, mesh, device):
+    """Give every LoRA weight its values: `read(name, shape)` returns the whole tensor.
+
+    Returns the masters: one fp32 parameter [n] that holds this rank's part of the whole adapter,
+    and {name: its view there}. One tensor instead of a thousand makes the optimizer one kernel
+    and all of its state pageable; each view starts at a multiple of 256 so that the blocks of the
+    8-bit state are those that each weight would have alone.
+    """
+    group = mesh.get_group()
+    shard, shards = dist.get_rank(group), dist.get_world_size(group)
+    todo = [
+        (f"{path}.{name}", module, name)
+        for path, module in model.named_modules()
+        for name, p in module._parameters.items()
+        if p is not None and p.requires_grad
+    ]
+    parts = [getattr(m, name).to_local() for _, m, name in todo]
+    aligned = [math.ceil(p.numel() / STATE_BLOCK) * STATE_BLOCK for p in parts]
+    flat = torch.zeros(sum(aligned), device=device)
+    views, offset = {}, 0
+    for (full_name, module, name), part, size in zip(todo, parts, aligned):
+        rows = shard_range(getattr(module, name).shape[0], shard, shards)
+        view = flat[offset : offset + part.numel()].view(part.shape)
+        view.copy_(read(full_name, getattr(module, name).shape)[rows.start : rows.stop])
+        set_local(module, name, view)
+        views[full_name] = view
+        offset += size
+    return nn.Parameter(flat), views
+
+
+# ------------------------------------------------------------------------------------------------
+# Sharding
+# ------------------------------------------------------------------------------------------------
+
+
+def recompute_blocks(model, config):
+    """Let the chosen decoder blocks keep only their input and recompute the rest in backward.
+
+    Around the block's own forward, inside FSDP2's hooks, so that they run once. Not transformers'
+    switch: 5.17 puts its checkpoint outside those hooks, 5.23 inside.
+    """
+    blocks = decoder_blocks(model)
+    n = {"all": len(blocks), "none": 0}.get(config.recompute) if not config.recompute.isdecimal() \
+        else int(config.recompute)
+    for block in list(blocks)[:n]:
+        block.forward = functools.partial(
+            checkpoint,
+            block.forward,
+            use_reentrant=False,
+            preserve_rng_state=config.lora_dropout > 0,
+        )
+
+
+def shard_model(model, mesh, compute_dtype, reshard_after_forward):
+    """FSDP2 units: a decoder block each, the embedding, and norm + head.
+
+    In the root unit, embedding and head would stay gathered from forward to backward. Norm and
+    head are not resharded after forward: backward begins with them. A tied weight belongs to both
+    ends of the model and stays in the root unit.
+    """
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy)
+    for block in decoder_blocks(model):
+        shard(block, reshard_after_forward=reshard_after_forward)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if embedding.weight is not head.weight:
+        in_units = {id(m) for m in (*decoder_blocks(model).modules(), embedding, head)}
+        norms = [m for m in model.modules() if m._parameters and id(m) not in in_units]
+        shard(embedding, reshard_after_forward=True)
+        shard([*norms, head], reshard_after_forward=False)
+    shard(model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # the loss is divided by the global number of tokens already, so gradients add up
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+
+
+def verify_model(model, compute_dtype):
+    """Assert that loading, LoRA and sharding left what they should; print the bytes per rank.
+
+    All ranks must call this.
+    """
+    n_bytes = {"4-bit": 0, "other frozen": 0, "adapter": 0}
+    for path, module in model.named_modules():
+        for name, p in module._parameters.items():
+            if p is None:
+                continue
+            full_name, local = f"{path}.{name}", p.to_local()
+            assert isinstance(p, DTensor) and not local.is_meta, f"{full_name} was not loaded"
+            assert p.requires_grad == (".lora_" in full_name), f"{full_name} {p.requires_grad=}"
+            if isinstance(local, NF4Blocks):
+                shards = p.device_mesh.size()
+                assert local.shape[0] * shards == p.shape[0], f"{full_name} is not sharded"
+                n_bytes["4-bit"] += local.packed.numel() + local.absmax_codes.numel()
+            else:
+                want = torch.float32 if p.requires_grad else compute_dtype
+                assert p.dtype == want, f"{full_name} is {p.dtype}, not {want}"
+                kind = "adapter" if p.requires_grad else "other frozen"
+                n_bytes[kind] += local.numel() * local.element_size()
+        assert not any(b.is_meta for b in module.buffers(recurse=False)), f"{path} buffers on meta"
+    text = ", ".join(f"{kind} {n / 2**30:.3f}" for kind, n in n_bytes.items())
+    for rank, line in enumerate(gather_texts(text)):
+        say(f"rank {rank} holds, GiB: {line}")
+
+
+# ------------------------------------------------------------------------------------------------
+# Attention
+# ------------------------------------------------------------------------------------------------
+
+
+def choose_attention(config, model_config, device):
+    """The attention to use and why, as 'name: reason'. Rank 0 only."""
+    from transformers.utils import is_flash_attn_2_available
+
+    flash = device.type == "cuda" and is_flash_attn_2_available()
+    get_it = "`make flash-attn` builds Flash Attention 2"
+    if config.attn == "flash_attention_2" and not flash:
+        raise ValueError("--attn flash_attention_2: flash-attn is not installed or there is no GPU;"
+                         f" {get_it}, or use --attn sdpa")
+    if config.attn in ("sdpa", "flash_attention_2"):
+        return f"{config.attn}: as asked"
+    if not flash or config.compute_dtype != "bfloat16":
+        why = "no GPU" if device.type == "cpu" else f"flash-attn is not installed ({get_it})"
+        return f"sdpa: {why if config.compute_dtype == 'bfloat16' else 'computing in float32'}"
+    if config.attn is None:
+        return "flash_attention_2: installed"
+    times = time_attention(config, model_config, device)
+    best = min(times, key=times.get)
+    return f"{best}: " + ", ".join(f"{name} {ms:.2f} ms" for name, ms in times.items())
+
+
+def time_attention(config, model_config, device):
+    """Milliseconds of forward + backward of one layer's attention, at the run's own shape."""
+    from flash_attn import flash_attn_func
+
+    heads = model_config.num_attention_heads
+    kv_heads = getattr(model_config, "num_key_value_heads", None) or heads
+    size = getattr(model_config, "head_dim", None) or model_config.hidden_size // heads
+    shape = (config.micro_batch_size, config.max_seq_len)
+    q, k, v = (
+        torch.randn(*shape, n, size, dtype=torch.bfloat16, device=device, requires_grad=True)
+        for n in (heads, kv_heads, kv_heads)
+    )
+
+    def sdpa():
+        args = (t.transpose(1, 2) for t in (q, k, v))
+        return F.scaled_dot_product_attention(*args, is_causal=True, enable_gqa=True)
+
+    times = {}
+    for name, run in ("sdpa", sdpa), ("flash_attention_2", lambda: flash_attn_func(q, k, v, causal=True)):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for i in range(8):
+            if i == 3:
+                start.record()
+            run().sum().backward()
+        end.record()
+        torch.cuda.synchronize()
+        times[name] = start.elapsed_time(end) / 5
+    return times
+
+
+# ------------------------------------------------------------------------------------------------
+# Optimizer and schedule
+# ------------------------------------------------------------------------------------------------
+
+
+def learning_rate(step, max_steps, peak):
+    """Of step 1..max_steps: linear warm-up to `peak`, then a cosine to 0."""
+    warmup = max(1, round(WARMUP_FRACTION * max_steps))
+    if step <= warmup:
+        return peak * step / warmup
+    return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (max_steps + 1 - warmup)))
+
+
+def make_optimizer(masters):
+    """bitsandbytes' paged 8-bit AdamW over this rank's part of the adapter."""
+    return bnb.optim.PagedAdamW8bit([masters], lr=0.0, weight_decay=0.0)
+
+
+def set_master_grad(masters, views, params):
+    """Collect the sharded gradients of {name: parameter} in the masters' one gradient."""
+    masters.grad = torch.zeros_like(masters)
+    grads = [params[name].grad.to_local() for name in views]
+    slots = [
+        masters.grad[v.storage_offset() : v.storage_offset() + v.numel()].view(v.shape)
+        for v in views.values()
+    ]
+    torch._foreach_copy_(slots, grads)
+    for p in params.values():
+        p.grad = None
+
+
+@torch.no_grad()
+def publish_masters(views, params):
+    """Where a weight does not divide by the ranks, FSDP2 trains with a padded copy: renew it."""
+    for name, view in views.items():
+        local = params[name].to_local()
+        if local.data_ptr() != view.data_ptr():
+            local.copy_(view)
+
+
+# ------------------------------------------------------------------------------------------------
+# Checkpoints
+# ------------------------------------------------------------------------------------------------
+
+CHECKPOINT = "checkpoint-{:06d}"
+MUST_MATCH = (  # what a resumed run cannot change and still be the same run
+    "model", "dataset", "random_weights", "compute_dtype", "lora_rank", "lora_alpha",
+    "lora_dropout", "target_modules", "max_seq_len", "batch_size", "seed",
+)  # fmt: skip
+
+
+def peft_name(name):
+    """A LoRA parameter's name in an adapter file of PEFT's."""
+    return f"base_model.model.{name.replace('.default.', '.')}"
+
+
+def sync_file(path):
+    """Make a written file or directory survive a power cut."""
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)
+
+
+def write_text(path, text):
+    """Replace a file whole: a reader sees the old text or the new."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text)
+    sync_file(part)
+    os.replace(part, path)
+    sync_file(path.parent)
+
+
+def write_tensors(path, tensors):
+    """Replace a safetensors file whole; safetensors itself neither syncs nor leaves it readable."""
+    part = path.with_name(f".{path.name}.part")
+    save_file(tensors, part, metadata={"format": "pt"})
+    part.chmod(0o644)
+    sync_file(part)
+    os.replace(part, path)
+    sync_file(path.parent)
+
+
+def digest(path):
+    """SHA-256 of a file; safetensors has no checksum of its own."""
+    sha = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 24):
+            sha.update(chunk)
+    return sha.hexdigest()
+
+
+def gather_adapter(params):
+    """{PEFT name: whole fp32 weight on the CPU} on rank 0, {} elsewhere. All ranks must call."""
+    adapter = {}
+    for name, p in params.items():
+        whole = p.detach().full_tensor()
+        if dist.get_rank() == 0:
+            adapter[peft_name(name)] = whole.cpu()
+    return adapter
+
+
+def write_adapter(directory, adapter, lora_config):
+    """Rank 0 only."""
+    write_tensors(directory / "adapter_model.safetensors", adapter)
+    lora_config.inference_mode = True
+    lora_config.save_pretrained(directory)
+
+
+def state_slices(optimizer, masters, views):
+    """The optimizer's state a weight at a time, {name.key: the slice of the live tensor}."""
+    state, slices = optimizer.state[masters], {}
+    for name, view in views.items():
+        start, stop = view.storage_offset(), view.storage_offset() + view.numel()
+        for key in ("state1", "state2"):
+            slices[f"{name}.{key}"] = state[key][start:stop]
+        for key in ("absmax1", "absmax2") if "absmax1" in state else ():
+            blocks = slice(start // STATE_BLOCK, math.ceil(stop / STATE_BLOCK))
+            slices[f"{name}.{key}"] = state[key][blocks]
+    return slices
+
+
+def rank_file():
+    return f"rank-{dist.get_rank():05d}-of-{dist.get_world_size():05d}.safetensors"
+
+
+def save_checkpoint(directory, step, params, masters, views, optimizer, lora_config, config):
+    """Write checkpoint-<step>, whole or not at all. All ranks must call this.
+
+    Everything goes to a hidden directory that gets its name when each rank's part is written,
+    synced and listed with its SHA-256: a directory with the right name is a whole checkpoint.
+    """
+    rank, final = dist.get_rank(), directory / CHECKPOINT.format(step)
+    temporary = directory / f".{final.name}.part"
+    adapter = gather_adapter(params)
+    if params and masters.is_cuda:
+        torch.cuda.synchronize()  # paged state is read on the host, where no stream orders it
+
+    def prepare():
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+
+    def write_part():
+        tensors = {k: v.cpu().clone() for k, v in state_slices(optimizer, masters, views).items()}
+        tensors["rng.cpu"] = torch.get_rng_state()
+        if masters.is_cuda:
+            tensors["rng.cuda"] = torch.cuda.get_rng_state()
+        write_tensors(temporary / rank_file(), tensors)
+        return f"{rank_file()} {digest(temporary / rank_file())}"
+
+    def finish(lines):
+        write_adapter(temporary, adapter, lora_config)
+        files = dict(line.split() for line in lines)
+        for name in ("adapter_model.safetensors", "adapter_config.json"):
+            files[name] = digest(temporary / name)
+        state = {
+            "step": step,
+            "rows_seen": step * config.batch_size,
+            "world_size": dist.get_world_size(),
+            "optimizer_step": optimizer.state[masters]["step"],
+            "config": dataclasses.asdict(config),
+            "files": files,
+        }
+        write_text(temporary / "checkpoint.json", json.dumps(state, indent=2))
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(temporary, final)
+        sync_file(directory)
+        return ""
+
+    together(lambda: prepare() if rank == 0 else None)  # and nobody writes before it is there
+    lines = gather_texts(together(write_part))
+    on_rank_0(finish, lines)
+
+
+def whole_checkpoint(directory):
+    """The newest checkpoint of a run whose files are all what its list says. Rank 0 only."""
+    broken = []
+    for path in sorted(directory.glob("checkpoint-*"), reverse=True):
+        try:
+            files = json.loads((path / "checkpoint.json").read_text())["files"]
+            bad = [name for name, sha in files.items() if digest(path / name) != sha]
+        except (OSError, ValueError, KeyError) as e:
+            bad = [str(e)]
+        if not bad:
+            for text in broken:
+                say(f"skipped {text}")
+            return str(path)
+        broken.append(f"{path}, which is not whole: {bad[0]}")
+    raise ValueError(f"--resume: {directory} has no whole checkpoint"
+                     + "".join(f"; {text}" for text in broken))
+
+
+def check_resume(path, config):
+    """The state of a checkpoint, if this run can continue it."""
+    state = json.loads((path / "checkpoint.json").read_text())
+    now = json.loads(json.dumps(dataclasses.asdict(config)))
+    for name in MUST_MATCH:
+        if state["config"][name] != now[name]:
+            raise ValueError(f"--resume: {path} was made with --{name} {state['config'][name]},"
+                             f" not {now[name]}")
+    if state["world_size"] != dist.get_world_size():
+        raise ValueError(f"--resume: {path} was made by {state['world_size']} processes, not"
+                         f" {dist.get_world_size()}: use --nproc_per_node {state['world_size']}")
+    return state
+
+
+def load_optimizer(path, state, masters, views, optimizer):
+    """Restore this rank's optimizer and random state."""
+    optimizer.init_state(optimizer.param_groups[0], masters, 0, 0)
+    optimizer.state[masters]["step"] = state["optimizer_step"]
+    with safe_open(path / rank_file(), "pt") as tensors:
+        for name, live in state_slices(optimizer, masters, views).items():
+            live.copy_(tensors.get_tensor(name))
+        torch.set_rng_state(tensors.get_tensor("rng.cpu"))
+        if masters.is_cuda:
+            torch.cuda.set_rng_state(tensors.get_tensor("rng.cuda"))
+
+
+# ------------------------------------------------------------------------------------------------
+# Training step
+# ------------------------------------------------------------------------------------------------
+
+
+def train_step(model, params, masters, views, optimizer, examples, step, config):
+    """One optimizer step. Returns its loss (mean over the learnt tokens of the global batch),
+    gradient norm before clipping, tokens and learnt tokens. All ranks must call this."""
+    rank, world_size, rows = dist.get_rank(), dist.get_world_size(), config.micro_batch_size
+    batch = [examples[i] for i in step_rows(step, len(examples), config)]
+    # every rank holds all rows' tokens, so that the global count needs no communication
+    learnt_tokens = sum(int((labels[1:] != IGNORE).sum()) for _, labels in batch)
+    local_loss = torch.zeros((), dtype=torch.float64, device=masters.device)
+    for start in range(rank * rows, config.batch_size, world_size * rows):
+        loss = model(*collate(batch[start : start + rows], masters.device))
+        (loss / learnt_tokens).backward()
+        local_loss += loss.detach()
+    set_master_grad(masters, views, params)
+
+    local = torch.stack([local_loss, masters.grad.norm().double() ** 2])
+    everyone = torch.empty(world_size * 2, dtype=torch.float64, device=masters.device)
+    dist.all_gather_into_tensor(everyone, local)
+    # the only wait for the GPU in a step; all ranks see the same numbers and decide alike
+    loss, norm = everyone.view(world_size, 2).sum(0).tolist()
+    loss, norm = loss / learnt_tokens, math.sqrt(norm) if norm >= 0 else math.nan
+    if not math.isfinite(loss + norm):
+        raise Stop(f"step {step}: loss {loss}, gradient norm {norm}; stopped before the update."
+                   " A lower --learning_rate may help; --resume continues the last checkpoint")
+    if norm > MAX_GRAD_NORM:
+        masters.grad.mul_(MAX_GRAD_NORM / norm)
+    optimizer.param_groups[0]["lr"] = learning_rate(step, config.max_steps, config.learning_rate)
+    optimizer.step()
+    masters.grad = None
+    publish_masters(views, params)
+    return loss, norm, sum(len(ids) for ids, _ in batch), learnt_tokens
+
+
+# ------------------------------------------------------------------------------------------------
+# Main
+# ------------------------------------------------------------------------------------------------
+
+
+def open_output(config, directory):
+    """Make the output directory, or say why not. Rank 0 only."""
+    directory.mkdir(parents=True, exist_ok=True)
+    used = [p.name for p in directory.iterdir() if p.name.startswith(("adapter_", "checkpoint-"))]
+    if used and not config.resume:
+        raise ValueError(f"--output_dir {directory} holds a run already ({used[0]}): add --resume to"
+                         " continue it, or name another directory")
+    write_text(directory / ".writable", "")
+    (directory / ".writable").unlink()
+    return ""
+
+
+def prepare_data(config, directory, tokenizer, vocab_size):
+    """The examples, and a line on what became of the rows."""
+    if config.random_weights and not config.dataset:
+        examples = random_examples(vocab_size, config)
+        return examples, f"data: {len(examples)} rows of random tokens"
+    source = config.dataset or str(directory / "demo" / "data.jsonl")
+    rows = read_rows(source)
+    if not rows:
+        raise ValueError(f"--dataset {source}: has no rows")
+    examples, cut, dropped = encode_dataset(rows, tokenizer, config.max_seq_len, source)
+    largest = max(int(ids.max()) for ids, _ in examples)
+    if largest >= vocab_size:
+        raise ValueError(f"the tokenizer gives token {largest}, but the model's vocabulary ends at"
+                         f" {vocab_size - 1}")
+    tokens = sum(len(ids) for ids, _ in examples)
+    learnt = sum(int((labels[1:] != IGNORE).sum()) for _, labels in examples)
+    return examples, (
+        f"data: {source}: {len(rows)} rows, {dropped} left out with nothing to learn, {cut} cut to"
+        f" {config.max_seq_len} tokens; {tokens:,} tokens, {learnt:,} of them learnt"
+    )
+
+
+def describe_run(config, base, attention, device, examples):
+    """What train_config.json holds: the configuration, and all that a merge must know."""
+    return {
+        "config": dataclasses.asdict(config),
+        "base_model": str(base) if Path(config.model or base).is_dir() else config.model,
+        "quantization": {
+            "quant_type": "nf4",
+            "blocksize": BLOCK,
+            "double_quant": True,
+            "nested_blocksize": NESTED_BLOCK,
+            "quantized_from_dtype": config.compute_dtype,
+            "device": device.type,
+        },
+        "attention": attention,
+        "world_size": dist.get_world_size(),
+        "versions": {m.__name__: m.__version__ for m in (torch, transformers, peft, bnb)},
+        "probe_input_ids": [ids[:64].tolist() for ids, _ in examples[:4]],
+    }
+
+
+def train(config, device):
+    """The whole job, from flags to adapter. All ranks must call this."""
+    world_size = dist.get_world_size()
+    config = together(resolve_config, config, world_size)
+    config = dataclasses.replace(config, output_dir=on_rank_0(lambda: config.output_dir))
+    directory = Path(config.output_dir)
+    on_rank_0(open_output, config, directory)
+    if not config.model:
+        say("No --model: training the built-in demo, a small Llama with random weights"
+            + ("." if config.dataset else " and 512 made-up instructions (no --dataset)."))
+    if not (config.model and (config.dataset or config.random_weights)):
+        on_rank_0(lambda: write_demo(directory / "demo") or "")
+    torch.manual_seed(config.seed + dist.get_rank())
+
+    # what can be wrong is found out before any weight is read
+    base = together(model_directory, config.model or str(directory / "demo" / "model"),
+                    config.random_weights)
+    model_config = together(read_model_config, base, config)
+    attention = on_rank_0(choose_attention, config, model_config, device)
+    compute_dtype = getattr(torch, config.compute_dtype)
+    tokenizer = None
+    if config.dataset or not config.random_weights:
+        tokenizer = together(functools.partial(AutoTokenizer.from_pretrained, trust_remote_code=False),
+                             base)
+    examples, data_line = together(
+        prepare_data, config, directory, tokenizer, model_config.vocab_size
+    )
+    epoch_steps = math.ceil(config.num_epochs * len(examples) / config.batch_size)
+    config = dataclasses.replace(config, max_steps=config.max_steps or epoch_steps)
+    done, resume_from = 0, None
+    if config.resume:
+        resume_from = Path(on_rank_0(whole_checkpoint, directory))
+        resume_state = together(check_resume, resume_from, config)
+        done = resume_state["step"]
+
+    # order: NF4 layers, LoRA, recomputation, FSDP2, all on meta; then each rank's own bytes
+    mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
+    model, shapes = together(
+        build_model, model_config, attention.partition(":")[0], compute_dtype, world_size
+    )
+    read = random_reader(config.seed, 0.02, compute_dtype, device)
+    if not config.random_weights:
+        files = together(weight_files, base)
+        on_rank_0(lambda: check_weights(files, shapes) or "")
+        read = file_reader(files)
+    lora_config = together(add_lora, model, config)
+    recompute_blocks(model, config)
+    shard_model(model, mesh, compute_dtype, config.reshard_after_forward)
+
+    say(f"configuration: {json.dumps(dataclasses.asdict(config))}")
+    versions = ", ".join(f"{m.__name__} {m.__version__}" for m in (torch, transformers, peft, bnb))
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, gloo"
+    say(f"{versions}; {world_size} x {gpu}")
+    say(f"attention: {attention}")
+    say(data_line)
+    if tokenizer:
+        say_example(examples, tokenizer)
+    run = describe_run(config, base.resolve(), attention, device, examples)
+    on_rank_0(lambda: write_text(directory / "train_config.json", json.dumps(run, indent=2)) or "")
+
+    load_weights(model, read, mesh, compute_dtype, device)
+    say_memory("after loading", device)
+
+    def first_values(name, shape):
+        if resume_from:
+            with safe_open(resume_from / "adapter_model.safetensors", "pt") as tensors:
+                return tensors.get_tensor(peft_name(name))
+        return init_lora(name, shape, config.seed)
+
+    masters, views = load_lora(model, first_values, mesh, device)
+    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert list(params) == list(views), "the adapter's weights are not all in the optimizer"
+    verify_model(model, compute_dtype)
+    total = sum(math.prod(shape) for shape in shapes.values())
+    trainable = sum(p.numel() for p in params.values())
+    say(f"parameters: {trainable:,} trainable (LoRA), {total:,} frozen")
+    say_memory("before step 1", device)
+    optimizer = make_optimizer(masters)
+    if resume_from:
+        together(load_optimizer, resume_from, resume_state, masters, views, optimizer)
+        say(f"resumed from {resume_from}")
+
+    run_steps(model, params, masters, views, optimizer, examples, lora_config, done, config)
+
+    adapter = gather_adapter(params)
+    on_rank_0(lambda: write_adapter(directory, adapter, lora_config) or "")
+    say_memory("at the end", device)
+    say(f"adapter saved in {directory}; to merge it into the base model:")
+    say(f"python merge_adapters.py --adapter_dir {directory} --output_dir {directory}/merged")
+
+
+def run_steps(model, params, masters, views, optimizer, examples, lora_config, done, config):
+    """The training loop: steps, metrics, checkpoints. All ranks must call this."""
+    rank, world_size, directory = dist.get_rank(), dist.get_world_size(), Path(config.output_dir)
+    accumulation = config.batch_size // (config.micro_batch_size * world_size)
+    say(f"steps: {config.max_steps} of {config.batch_size} rows = {world_size} processes x"
+        f" {config.micro_batch_size} rows x {accumulation} accumulation; peak learning rate"
+        f" {config.learning_rate}")
+    metrics, board = None, None
+    if rank == 0:
+        from torch.utils.tensorboard import SummaryWriter
+
+        path = directory / "metrics.jsonl"
+        kept = path.read_text().splitlines(True) if done and path.is_file() else []
+        write_text(path, "".join(kept[:done]))
+        metrics, board = path.open("a"), SummaryWriter(directory / "tensorboard", purge_step=done + 1)
+    bar = tqdm(range(done + 1, config.max_steps + 1), initial=done, total=config.max_steps,
+               unit="step", disable=rank != 0)  # fmt: skip
+    for step in bar:
+        started = time.perf_counter()
+        loss, norm, tokens, learnt_tokens = train_step(
+            model, params, masters, views, optimizer, examples, step, config
+        )
+        seconds = time.perf_counter() - started
+        if rank == 0:
+            row = {
+                "step": step,
+                "loss": loss,
+                "learning_rate": optimizer.param_groups[0]["lr"],
+                "grad_norm": norm,
+                "tokens_per_second_per_gpu": tokens / seconds / world_size,
+                "peak_memory_gib": memory_gib(masters.device)[1],
+                "tokens": tokens,
+                "learnt_tokens": learnt_tokens,
+                "seconds": seconds,
+            }
+            metrics.write(json.dumps(row) + "\n")
+            metrics.flush()
+            for key, value in row.items():
+                board.add_scalar(key, value, step)
+            say(f"step {step:6d}/{config.max_steps}  loss {loss:7.4f}  lr {row['learning_rate']:.2e}"
+                f"  grad {norm:8.4f}  {row['tokens_per_second_per_gpu']:9,.0f} tok/s/GPU"
+                f"  peak {row['peak_memory_gib']:6.2f} GiB")
+        if step == config.max_steps or config.save_every and step % config.save_every == 0:
+            save_checkpoint(
+                directory, step, params, masters, views, optimizer, lora_config, config
+            )
+    if rank == 0:
+        metrics.close()
+        board.close()
+
+
+def main(argv=None):
+    device = init_distributed()
+    exit_code = 0
+    try:
+        train(together(parse_config, argv), device)
+    except Stop as e:
+        if dist.get_rank() == 0:
+            print(f"error: {e}", file=sys.stderr, flush=True)
+        dist.barrier()  # torchrun kills rank 0 when another exits; let it print first
+        exit_code = 1
+    dist.destroy_process_group()
+    sys.exit(exit_code)
+
+
+if __name__ == "__main__":
+    main()
