@@ -32,6 +32,7 @@ import sys
 import time
 import types
 import typing
+import warnings
 import zlib
 from datetime import timedelta
 from pathlib import Path
@@ -209,6 +210,9 @@ def init_distributed():
     else:  # torchrun allows each process one thread; share the cores instead
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world_size))
     dist.init_process_group(**options)
+    transformers.utils.logging.disable_progress_bar()
+    # on a CPU bitsandbytes keeps the paged optimizer's state unpaged, which is what we want there
+    warnings.filterwarnings("ignore", "Paged optimizers are not supported on CPU")
     return device
 
 
@@ -219,18 +223,19 @@ def say(message=""):
         sys.stdout.flush()
 
 
+def all_gather(tensor, group=None):
+    """[ranks, *shape] of every rank's tensor [*shape]. All ranks of the group must call this."""
+    rows = tensor.new_empty(dist.get_world_size(group), *tensor.shape)
+    dist.all_gather(list(rows), tensor, group=group)
+    return rows
+
+
 def gather_texts(text):
     """Every rank's text, in rank order. All ranks must call this."""
-    data = torch.frombuffer(bytearray(text.encode()) or bytearray(1), dtype=torch.uint8)
-    world_size = dist.get_world_size()
-    sizes = torch.zeros(world_size, dtype=torch.int64)
-    dist.all_gather_into_tensor(sizes, torch.tensor([len(text.encode())]))
-    row = torch.zeros(max(int(sizes.max()), 1), dtype=torch.uint8)
-    row[: data.numel()] = data
-    rows = torch.zeros(world_size * row.numel(), dtype=torch.uint8)
-    dist.all_gather_into_tensor(rows, row)
-    rows = rows.view(world_size, -1)
-    return [bytes(rows[r, : sizes[r]].tolist()).decode() for r in range(world_size)]
+    data = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    sizes = all_gather(torch.tensor(data.numel())).tolist()
+    rows = all_gather(F.pad(data, (0, max(sizes) - data.numel())))
+    return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes)]
 
 
 class Stop(Exception):
@@ -549,12 +554,17 @@ class NF4Blocks(torch.Tensor):
         raise NotImplementedError(f"{func} of NF4Blocks")
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+        if mesh.size() == 1:  # one rank's FSDP2 takes the first of several tensors only
+            return (torch.cat([self.packed.view(-1), self.absmax_codes]),), None
         return (self.packed, self.absmax_codes), None
 
     def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
+        packed, absmax_codes = outputs if len(outputs) == 2 else outputs[0].split(
+            [outputs[0].numel() // (BLOCK // 2 + 1) * n for n in (BLOCK // 2, 1)]
+        )
         if out is None:
-            return NF4Blocks(*outputs), outputs
-        assert out.packed.data_ptr() == outputs[0].data_ptr(), "FSDP2 gathered to another place"
+            return NF4Blocks(packed.view(-1, BLOCK // 2), absmax_codes), outputs
+        assert out.packed.data_ptr() == packed.data_ptr(), "FSDP2 gathered to another place"
 
 
 class NF4Linear(nn.Linear):
@@ -605,11 +615,11 @@ class NF4Linear(nn.Linear):
         return weight
 
     def forward(self, x):
-        return FrozenProduct.apply(x, self.bias, self)
+        return FrozenProduct.apply(x.flatten(0, -2), self.bias, self).unflatten(0, x.shape[:-1])
 
 
 class FrozenProduct(torch.autograd.Function):
-    """x [..., in] times a frozen NF4 weight, added onto `base`: [..., out], a bias [out] or None.
+    """x [n, in] times a frozen NF4 weight plus `base`: [n, out], overwritten; a bias [out]; None.
 
     Nothing is saved for backward: the weight is dequantised again there. With nothing after it
     that the recomputation of a checkpoint needs, a block's last product is not recomputed at all.
@@ -617,23 +627,18 @@ class FrozenProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, base, layer):
-        ctx.layer, ctx.has_base = layer, base is not None and base.requires_grad
-        weight, rows = layer.dequantize(), x.reshape(-1, x.shape[-1])
+        ctx.layer, weight = layer, layer.dequantize()
         if base is None:
-            return (rows @ weight.t()).view(*x.shape[:-1], -1)
+            return x @ weight.t()
         if base.dim() == 1:
-            return torch.addmm(base, rows, weight.t()).view(*x.shape[:-1], -1)
-        base.view(-1, base.shape[-1]).addmm_(rows, weight.t())
+            return torch.addmm(base, x, weight.t())
         ctx.mark_dirty(base)
-        return base
+        return base.addmm_(x, weight.t())
 
     @staticmethod
     def backward(ctx, grad):
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = (grad.reshape(-1, grad.shape[-1]) @ ctx.layer.dequantize())
-            grad_x = grad_x.view(*grad.shape[:-1], -1)
-        return grad_x, grad if ctx.has_base else None, None
+        grad_x = grad @ ctx.layer.dequantize() if ctx.needs_input_grad[0] else None
+        return grad_x, grad if ctx.needs_input_grad[1] else None, None
 
 
 class LMHead(nn.Linear):
@@ -858,9 +863,7 @@ def quantize_shard(read, name, layer, group, device):
         packed, state = bnb.functional.quantize_4bit(weights, blocksize=BLOCK, quant_type="nf4")
         blocks.packed.view(-1)[: packed.numel()] = packed.view(-1)
         absmax[: state.absmax.numel()] = state.absmax
-    all_absmax = torch.empty(local * dist.get_world_size(group), device=device)
-    dist.all_gather_into_tensor(all_absmax, absmax, group=group)
-    all_absmax = all_absmax[: layer.n_blocks]
+    all_absmax = all_gather(absmax, group).view(-1)[: layer.n_blocks]
     offset = all_absmax.mean()
     codes, nested = bnb.functional.quantize_blockwise(
         all_absmax - offset, code=dynamic_map(device), blocksize=NESTED_BLOCK
@@ -927,10 +930,10 @@ class LoraNF4Linear(nn.Module, LoraLayer):
 
     def forward(self, x):
         (name,) = self.active_adapters
-        down = self.lora_A[name](self.lora_dropout[name](x)) * self.scaling[name]
-        return FrozenProduct.apply(
-            x, F.linear(down, self.lora_B[name].weight, self.base_layer.bias), self.base_layer
-        )
+        rows = x.flatten(0, -2)  # autograd's in-place rules want no view of a product here
+        down = self.lora_A[name](self.lora_dropout[name](rows)) * self.scaling[name]
+        out = F.linear(down, self.lora_B[name].weight, self.base_layer.bias)
+        return FrozenProduct.apply(rows, out, self.base_layer).unflatten(0, x.shape[:-1])
 
 
 def add_lora(model, config):
@@ -1368,10 +1371,8 @@ def train_step(model, params, masters, views, optimizer, examples, step, config)
     set_master_grad(masters, views, params)
 
     local = torch.stack([local_loss, masters.grad.norm().double() ** 2])
-    everyone = torch.empty(world_size * 2, dtype=torch.float64, device=masters.device)
-    dist.all_gather_into_tensor(everyone, local)
     # the only wait for the GPU in a step; all ranks see the same numbers and decide alike
-    loss, norm = everyone.view(world_size, 2).sum(0).tolist()
+    loss, norm = all_gather(local).sum(0).tolist()
     loss, norm = loss / learnt_tokens, math.sqrt(norm) if norm >= 0 else math.nan
     if not math.isfinite(loss + norm):
         raise Stop(f"step {step}: loss {loss}, gradient norm {norm}; stopped before the update."
@@ -1587,6 +1588,7 @@ def run_steps(model, params, masters, views, optimizer, examples, lora_config, d
 
 
 def main(argv=None):
+    """Returns the exit code."""
     device = init_distributed()
     exit_code = 0
     try:
@@ -1597,8 +1599,13 @@ def main(argv=None):
         dist.barrier()  # torchrun kills rank 0 when another exits; let it print first
         exit_code = 1
     dist.destroy_process_group()
-    sys.exit(exit_code)
+    return exit_code
 
 
 if __name__ == "__main__":
-    main()
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # not sys.exit: with torch 2.13 and gloo, one exit in ten aborts in a C++ thread's destructor
+    # ("terminate called without an active exception"), after everything was written
+    os._exit(code)

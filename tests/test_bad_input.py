@@ -1,0 +1,450 @@
+"""What a user can get wrong: one line that names it, an exit code, and no weight read before."""
+
+import io
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import train_fsdp_qlora as script
+
+LOADING = "load and quantise"  # the progress bar of the weights
+
+
+def refused(result, *words):
+    """Assert that a run_main() ended by one line of all these words; returns the line."""
+    code, out, err = result
+    assert code not in (0, None), "it ran"
+    lines = err.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), err
+    for word in words:
+        assert str(word) in lines[0]
+    assert LOADING not in out + err
+    return lines[0]
+
+
+@pytest.fixture
+def data(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "What is 1 plus 1?", "completion": "The answer is 2."}\n' * 8)
+    return path
+
+
+@pytest.fixture
+def model(tiny_model, tmp_path):
+    """A private copy of a model in one file."""
+    return Path(shutil.copytree(tiny_model("llama"), tmp_path / "model"))
+
+
+@pytest.fixture
+def sharded(tiny_model, tmp_path):
+    """A private copy of a model in several files with an index."""
+    directory = tiny_model("llama", max_shard_size="400KB")
+    assert len(list(directory.glob("*.safetensors"))) > 2
+    return Path(shutil.copytree(directory, tmp_path / "sharded"))
+
+
+@pytest.fixture
+def start(run_main, tmp_path, data):
+    """Function (model, *flags): main() with that model, a good data set, a new directory."""
+
+    def run(model, *flags, dataset=data, output_dir=tmp_path / "out"):
+        args = ["--dataset", dataset, "--output_dir", output_dir, "--max_seq_len", 64]
+        return run_main("--model", model, *args, "--max_steps", 1, "--batch_size", 2, *flags)
+
+    return run
+
+
+def edit_json(path, **changes):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def edit_tensors(path, change):
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def edit_map(directory, change):
+    """Change the {tensor: file} of an index in place."""
+    path = directory / "model.safetensors.index.json"
+    weight_map = json.loads(path.read_text())["weight_map"]
+    change(weight_map)
+    edit_json(path, weight_map=weight_map)
+
+
+# ------------------------------------------------------------------------------------------------
+# Flags
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--no_such_flag", "3"], ["--no_such_flag", "--help"]),
+        (["--max_step", "3"], ["--max_step"]),  # not taken for --max_steps
+        (["word"], ["word"]),
+        (["--max_steps", "many"], ["--max_steps", "many"]),
+        (["--attn", "fast"], ["--attn", "fast", "sdpa"]),
+        (["--batch_size", "6", "--micro_batch_size", "4"], ["--batch_size 6", "use 4 or 8"]),
+        (["--batch_size", "3", "--micro_batch_size", "4"], ["--batch_size 3", "use 4"]),
+        (["--batch_size", "0"], ["--batch_size 0"]),
+        (["--max_steps", "0"], ["--max_steps 0"]),
+        (["--max_seq_len", "0"], ["--max_seq_len 0"]),
+        (["--learning_rate", "nan"], ["--learning_rate nan"]),
+        (["--num_epochs", "-1"], ["--num_epochs -1"]),
+        (["--lora_rank", "0"], ["--lora_rank 0"]),
+        (["--lora_dropout", "1"], ["--lora_dropout 1"]),
+        (["--save_every", "-1"], ["--save_every -1"]),
+        (["--recompute", "some"], ["--recompute some", "all, none"]),
+        (["--seed", str(2**64)], ["--seed"]),
+        (["--model", "some/model"], ["--model some/model", "--dataset"]),
+        (["--random_weights"], ["--random_weights", "--model"]),
+        (["--attn", "flash_attention_2", "--compute_dtype", "float32"], ["flash_attention_2"]),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_flags_are_refused_before_anything_is_written(run_main, tmp_path, monkeypatch, flags, words):
+    monkeypatch.chdir(tmp_path)
+    refused(run_main(*flags), *words)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU it may be there")
+def test_flash_attention_without_a_gpu_is_refused(start, model):
+    refused(start(model, "--attn", "flash_attention_2"), "--attn flash_attention_2", "--attn sdpa")
+
+
+def test_target_that_matches_nothing_is_refused(start, model):
+    line = refused(start(model, "--target_modules", "q_proj", "qproj"), "--target_modules qproj")
+    for name in ("q_proj", "k_proj", "o_proj", "gate_proj", "down_proj", "all-linear"):
+        assert name in line
+    refused(start(model, "--target_modules", "lm_head"), "--target_modules lm_head")
+
+
+def test_longer_rows_than_the_model_are_refused(start, model):
+    refused(start(model, "--max_seq_len", "4096"), "--max_seq_len 4096", "2048")
+
+
+# ------------------------------------------------------------------------------------------------
+# The model
+# ------------------------------------------------------------------------------------------------
+
+
+def test_missing_model_is_refused(start, tmp_path):
+    missing = tmp_path / "nowhere"
+    refused(start(missing), f"--model {missing}")
+    refused(start("nobody/nothing"), "--model nobody/nothing", "Hub")  # which is offline
+    (tmp_path / "empty").mkdir()
+    refused(start(tmp_path / "empty"), f"--model {tmp_path / 'empty'}", "no config.json")
+    (tmp_path / "file").touch()
+    refused(start(tmp_path / "file"), f"--model {tmp_path / 'file'}")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "{",
+        "{}",
+        "[]",
+        '{"model_type": "nothing"}',
+        '{"model_type": "clip"}',  # no language model
+        '{"model_type": "mixtral", "hidden_size": 64, "num_hidden_layers": 1}',  # of experts
+        '{"model_type": "llama", "hidden_size": "many"}',
+        '{"model_type": "llama", "hidden_size": 128, "num_attention_heads": 3}',
+        '{"model_type": "llama", "hidden_act": "nothing"}',
+    ],
+)
+def test_config_that_cannot_be_used_is_refused(start, model, config):
+    (model / "config.json").write_text(config)
+    refused(start(model, "--random_weights"))
+
+
+def test_quantised_model_is_refused(start, model):
+    edit_json(model / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
+    refused(start(model), f"--model {model}", "quantised")
+
+
+def test_remote_code_is_neither_run_nor_asked_about(start, model, tmp_path, monkeypatch):
+    (model / "own.py").write_text(f"open({str(tmp_path / 'was_run')!r}, 'w')\n")
+    auto_map = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    edit_json(model / "config.json", model_type="own", auto_map=auto_map)
+    answers = io.StringIO("y\n" * 9)
+    monkeypatch.setattr(sys, "stdin", answers)
+    refused(start(model), model, "code")
+    assert answers.tell() == 0 and not (tmp_path / "was_run").exists()
+
+
+def test_missing_or_malformed_tokenizer_is_refused(start, model):
+    (model / "tokenizer.json").write_text("{}")
+    refused(start(model), model)
+    (model / "tokenizer.json").write_text("{")
+    refused(start(model), model)
+    (model / "tokenizer.json").unlink()
+    (model / "tokenizer_config.json").unlink()
+    refused(start(model), model)
+
+
+def test_tokenizer_of_another_model_is_refused(start, model):
+    edit_json(model / "config.json", vocab_size=40)
+    refused(start(model, "--random_weights"), "vocabulary", "39")
+
+
+# ------------------------------------------------------------------------------------------------
+# Its weights
+# ------------------------------------------------------------------------------------------------
+
+
+def test_missing_files_are_named(start, model, sharded):
+    (model / "model.safetensors").unlink()
+    refused(start(model), model, "model.safetensors")
+    shard = sorted(sharded.glob("*.safetensors"))[1]
+    shard.unlink()
+    refused(start(sharded), shard, "missing", "model.safetensors.index.json")
+
+
+@pytest.mark.parametrize("file", ["../model.safetensors", "/etc/passwd", "..", 3])
+def test_index_that_leads_elsewhere_is_refused(start, sharded, file):
+    def change(weight_map):
+        weight_map["model.norm.weight"] = file
+
+    edit_map(sharded, change)
+    refused(start(sharded), "model.safetensors.index.json", file)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": []}'])
+def test_malformed_index_is_named(start, sharded, text):
+    (sharded / "model.safetensors.index.json").write_text(text)
+    refused(start(sharded), "model.safetensors.index.json")
+
+
+def test_tensor_that_the_index_puts_in_another_file_is_named(start, sharded):
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    def change(weight_map):
+        weight_map[name] = next(file for file in weight_map.values() if file != weight_map[name])
+
+    edit_map(sharded, change)
+    refused(start(sharded), name)
+
+
+def test_missing_tensor_is_named(start, model, sharded):
+    name = "model.layers.1.self_attn.k_proj.weight"
+    edit_tensors(model / "model.safetensors", lambda tensors: tensors.pop(name))
+    refused(start(model), "lacks 1 of", name)
+    edit_map(sharded, lambda weight_map: weight_map.pop(name))
+    refused(start(sharded), "lacks 1 of", name)
+
+
+@pytest.mark.parametrize("shape", [(128, 64), (64 * 128,), (65, 128), (0, 128)])
+def test_tensor_of_another_shape_is_named(start, model, shape):
+    name = "model.layers.1.self_attn.k_proj.weight"
+    other = {name: torch.zeros(shape, dtype=torch.bfloat16)}
+    edit_tensors(model / "model.safetensors", lambda tensors: tensors.update(other))
+    refused(start(model), "model.safetensors", name, list(shape), "[64, 128]")
+
+
+@pytest.mark.parametrize("keep", [0, 5, 300, -1])
+def test_truncated_file_is_named(start, model, sharded, keep):
+    for directory in (model, sharded):
+        file = sorted(directory.glob("*.safetensors"))[-1]
+        file.write_bytes(file.read_bytes()[:keep])
+        refused(start(directory), file)
+
+
+def test_other_number_of_layers_is_refused(start, model):
+    edit_json(model / "config.json", num_hidden_layers=2)
+    refused(start(model), "config.json", "model.layers.2.")
+    edit_json(model / "config.json", num_hidden_layers=4)
+    refused(start(model), "config.json", "model.layers.3.")
+
+
+# ------------------------------------------------------------------------------------------------
+# The data set
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", ["no rows"]),
+        ("\n\r\n", ["no rows"]),
+        ('{"text": "a"}\n\n{"text"\n', ["line 3"]),
+        ('{"text": "a"}\n{"question": "a"}\n', ["row 2", "question", "prompt and completion"]),
+        ('{"text": "a"}\n{"prompt": 3, "completion": "a"}\n', ["row 2"]),
+        ('{"text": "a"}\n{"text": ["a"]}\n', ["row 2"]),
+        ('{"text": ""}\n{"text": ""}\n', ["none of its 2 rows"]),
+        (json.dumps({"prompt": "a " * 99, "completion": "b"}), ["none of its 1 rows"]),
+        ('{"messages": [{"role": "user", "content": "a"}]}\n', ["row 1", "assistant"]),
+    ],
+    ids=lambda value: None if isinstance(value, list) else ascii(value)[:40],
+)
+def test_data_set_that_cannot_be_used_is_refused(start, model, data, content, words):
+    data.write_text(content)
+    refused(start(model), data, *words)
+
+
+def test_missing_data_set_is_refused(start, model, tmp_path):
+    refused(start(model, dataset=tmp_path / "no.jsonl"), "no.jsonl: no such file")
+    refused(start(model, dataset=tmp_path), "--dataset", tmp_path)
+    refused(start(model, dataset="nobody/nothing"), "--dataset nobody/nothing", "Hub")
+
+
+# ------------------------------------------------------------------------------------------------
+# The output directory and its checkpoints
+# ------------------------------------------------------------------------------------------------
+
+
+def test_output_directory_that_cannot_be_is_refused(start, model, tmp_path):
+    (tmp_path / "file").touch()
+    refused(start(model, output_dir=tmp_path / "file"), "--output_dir", tmp_path / "file")
+    below = tmp_path / "file" / "below"
+    refused(start(model, output_dir=below), "--output_dir", below)
+
+
+@pytest.fixture(scope="module")
+def finished_run(tiny_model, tmp_path_factory):
+    """A run of two steps with a checkpoint at each, its flags, and a function to continue copies."""
+    directory = tmp_path_factory.mktemp("finished")
+    data = directory / "data.jsonl"
+    data.write_text('{"prompt": "What is 1 plus 1?", "completion": "The answer is 2."}\n' * 8)
+    flags = ["--model", tiny_model("llama"), "--dataset", data, "--max_seq_len", 64]
+    flags = [str(flag) for flag in [*flags, "--batch_size", 2, "--max_steps", 2, "--save_every", 1]]
+    with pytest.raises(SystemExit) as stopped:
+        script.main([*flags, "--output_dir", str(directory / "run")])
+    assert stopped.value.code in (0, None)
+    return directory / "run", flags
+
+
+@pytest.fixture
+def resume(finished_run, tmp_path, run_main):
+    """A copy of the finished run, and a function (*flags) that starts there again."""
+    run, flags = finished_run
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    return copy, lambda *more: run_main(*flags, "--output_dir", copy, *more)
+
+
+def flip_byte(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_run_is_not_overwritten(resume):
+    run, again = resume
+    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    refused(again(), f"--output_dir {run}", "--resume")
+    assert before == {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+
+
+def test_resume_without_checkpoint_is_refused(resume, run_main, tmp_path, monkeypatch):
+    run, again = resume
+    for path in run.glob("checkpoint-*"):
+        shutil.rmtree(path)
+    refused(again("--resume"), "--resume", run, "no whole checkpoint")
+    monkeypatch.chdir(tmp_path)
+    refused(run_main("--resume"), "--resume", "runs/")
+
+
+def test_resume_with_other_settings_is_refused(resume):
+    run, again = resume
+    refused(again("--resume", "--lora_rank", 4), "--resume", "--lora_rank 16", "not 4")
+    refused(again("--resume", "--seed", 4), "--resume", "--seed 0", "not 4")
+
+
+@pytest.mark.parametrize("file", ["adapter_model.safetensors", "rank-*", "checkpoint.json"])
+@pytest.mark.parametrize("damage", [flip_byte, Path.unlink, lambda path: path.write_bytes(b"")])
+def test_damaged_checkpoint_is_passed_over(resume, file, damage):
+    run, again = resume
+    (path,) = (run / "checkpoint-000002").glob(file)
+    damage(path)
+    code, out, _ = again("--resume", "--max_steps", 1)  # continues the older one, with no step
+    assert code in (0, None)
+    assert f"skipped {run / 'checkpoint-000002'}" in out
+    assert f"resumed from {run / 'checkpoint-000001'}" in out
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"files": {}}', '{"files": []}', '{"files": "ab"}'])
+def test_checkpoint_of_another_shape_is_passed_over(resume, text):
+    run, again = resume
+    for path in run.glob("checkpoint-*/checkpoint.json"):
+        path.write_text(text)
+    refused(again("--resume"), "no whole checkpoint", "checkpoint-000001", "checkpoint-000002")
+
+
+def test_changed_step_of_a_checkpoint_is_not_believed(resume):
+    run, again = resume
+    for path in run.glob("checkpoint-*/checkpoint.json"):
+        edit_json(path, step=7)
+    refused(again("--resume"), "no whole checkpoint")
+
+
+def test_no_whole_checkpoint_names_them_all(resume):
+    run, again = resume
+    for path in run.glob("checkpoint-*/adapter_model.safetensors"):
+        flip_byte(path)
+    line = refused(again("--resume"), "--resume", "no whole checkpoint")
+    assert str(run / "checkpoint-000001") in line and str(run / "checkpoint-000002") in line
+    assert "adapter_model.safetensors" in line
+
+
+# ------------------------------------------------------------------------------------------------
+# The real command line
+# ------------------------------------------------------------------------------------------------
+
+
+def refused_by_torchrun(result, *words):
+    """The same for CompletedProcess of several ranks, among what torchrun says itself."""
+    assert result.returncode != 0
+    lines = [line for line in result.stderr.splitlines() if "error: " in line]
+    assert len(lines) == 1 and lines[0].startswith("error: "), result.stderr
+    for word in words:
+        assert str(word) in lines[0]
+    assert f'File "{script.__file__}"' not in result.stderr  # a traceback; torchrun has its own
+    assert LOADING not in result.stderr + result.stdout
+
+
+def test_two_ranks_say_once_that_the_batch_does_not_divide(run_training, tmp_path):
+    result = run_training(["--batch_size", 6], nproc=2, cwd=tmp_path, timeout=60)
+    refused_by_torchrun(
+        result, "--batch_size 6 is not a multiple of 2 micro-batch x 2 processes = 4: use 4 or 8"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_rank_waits_when_rank_0_alone_finds_the_error(run_training, model, data, tmp_path):
+    wrong = {"model.layers.1.mlp.up_proj.weight": torch.zeros(3, 128, dtype=torch.bfloat16)}
+    edit_tensors(model / "model.safetensors", lambda tensors: tensors.update(wrong))
+    args = ["--model", model, "--dataset", data, "--output_dir", tmp_path / "out"]
+    result = run_training(args, nproc=2, cwd=tmp_path, timeout=60)
+    refused_by_torchrun(result, *wrong, "[3, 128]")
+
+
+def test_rank_0_reports_what_another_rank_finds(run_training, model, data, tmp_path):
+    """As on a second node that lacks the data set: rank 1 starts in another directory."""
+    launcher = tmp_path / "launcher.py"
+    launcher.write_text(
+        "import os, runpy, sys\n"
+        "if os.environ['RANK'] == '1':\n"
+        f"    os.chdir({str(model)!r})\n"
+        f"sys.argv[0] = {script.__file__!r}\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    args = ["--model", model, "--dataset", data.name, "--output_dir", tmp_path / "out"]
+    result = run_training(args, nproc=2, cwd=data.parent, timeout=60, script=launcher)
+    refused_by_torchrun(result, "--dataset data.jsonl: no such file")
+
+
+@pytest.mark.parametrize("nproc", [None, 2])
+def test_help_is_printed_once_by_a_copy_in_an_empty_directory(run_training, tmp_path, nproc):
+    copy = shutil.copy(script.__file__, tmp_path)
+    result = run_training(["--help"], nproc=nproc, cwd=tmp_path, timeout=60, script=copy)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("usage: ") and result.stdout.count("usage: ") == 1
+    for name in script.Config.__dataclass_fields__:
+        assert f"--{name}" in result.stdout
+    assert [p.name for p in tmp_path.iterdir()] == [Path(copy).name]

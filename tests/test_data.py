@@ -1,0 +1,361 @@
+"""From rows of text to micro-batches: what is learnt, and that every row gets its turn."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+import train_fsdp_qlora as script
+
+IGNORE = script.IGNORE
+CHATML = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+REWRITING = (  # as templates that drop the reasoning of earlier turns do
+    "{% for m in messages %}{{ m.role }}: {{ m.content if loop.last or m.role == 'user' else '-' }}"
+    "{{ eos_token if m.role == 'assistant' else '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+STRICT = (
+    "{% for m in messages %}{% if m.role not in ('user', 'assistant') %}"
+    "{{ raise_exception('only user and assistant') }}{% endif %}{{ m.content }}{% endfor %}"
+)
+CONVERSATION = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is 3 plus 4?"},
+    {"role": "assistant", "content": "The answer is 7."},
+    {"role": "user", "content": "And 2 times 2?"},
+    {"role": "assistant", "content": "It is 4."},
+]
+
+
+@pytest.fixture
+def tokenizer(demo_directory):
+    """A new one for each test, which may change it."""
+    return AutoTokenizer.from_pretrained(demo_directory / "model")
+
+
+def add_specials(tokenizer, template):
+    """Let it add BOS and EOS itself, or not: template is '$A', '<s> $A', '$A </s>', ..."""
+    names = ("<s>", "</s>")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=template,
+        special_tokens=[(n, tokenizer.convert_tokens_to_ids(n)) for n in names if n in template],
+    )
+    return tokenizer
+
+
+def plain(tokenizer, text):
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def learnt_text(tokenizer, ids, labels):
+    return tokenizer.decode([t for t, label in zip(ids, labels) if label != IGNORE])
+
+
+def make_config(**settings):
+    return dataclasses.replace(script.Config(), **settings)
+
+
+# ------------------------------------------------------------------------------------------------
+# One row
+# ------------------------------------------------------------------------------------------------
+
+TEMPLATES = ("$A", "<s> $A", "$A </s>", "<s> $A </s>")
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("prompt", ["What is 3 plus 4?\n", ""])
+@pytest.mark.parametrize("completion", ["The answer is 7.", ""])
+def test_completion_and_one_eos_are_learnt(tokenizer, template, prompt, completion):
+    add_specials(tokenizer, template)
+    ids, labels = script.encode_row({"prompt": prompt, "completion": completion}, tokenizer)
+    bos = [tokenizer.bos_token_id] if "<s>" in template else []
+    not_learnt = bos + plain(tokenizer, prompt)
+    learnt = plain(tokenizer, completion) + [tokenizer.eos_token_id]
+    assert ids == not_learnt + learnt
+    assert labels == [IGNORE] * len(not_learnt) + learnt
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("text", ["The answer is 7.", "The answer is 7.</s>", ""])
+def test_text_is_learnt_with_one_eos(tokenizer, template, text):
+    add_specials(tokenizer, template)
+    ids, labels = script.encode_row({"text": text}, tokenizer)
+    bos = [tokenizer.bos_token_id] if "<s>" in template else []
+    body = plain(tokenizer, text.removesuffix("</s>"))
+    assert ids == bos + body + [tokenizer.eos_token_id]
+    assert labels == ids
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_completion_that_ends_with_eos_gets_no_second(tokenizer, template):
+    add_specials(tokenizer, template)
+    row = {"prompt": "What is 3 plus 4?\n", "completion": "The answer is 7.</s>"}
+    without = {**row, "completion": "The answer is 7."}
+    assert script.encode_row(row, tokenizer) == script.encode_row(without, tokenizer)
+
+
+def test_row_of_no_known_format_is_refused(tokenizer):
+    with pytest.raises(ValueError, match=r"\['instruction'\].*prompt and completion.*messages"):
+        script.encode_row({"instruction": "x"}, tokenizer)
+
+
+# ------------------------------------------------------------------------------------------------
+# Conversations
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_assistant_turns_and_their_end_are_learnt(tokenizer, template):
+    add_specials(tokenizer, template)
+    ids, labels = script.encode_row({"messages": CONVERSATION}, tokenizer)
+    assert ids == plain(tokenizer, tokenizer.apply_chat_template(CONVERSATION, tokenize=False))
+    assert learnt_text(tokenizer, ids, labels) == "The answer is 7.</s>It is 4.</s>"
+    assert all(label in (token, IGNORE) for token, label in zip(ids, labels))
+
+
+def test_eos_is_learnt_once_where_the_template_has_none(tokenizer):
+    tokenizer.chat_template = CHATML
+    ids, labels = script.encode_row({"messages": CONVERSATION}, tokenizer)
+    assert ids.count(tokenizer.eos_token_id) == 1 and labels[-1] == tokenizer.eos_token_id
+    learnt = learnt_text(tokenizer, ids, labels)
+    assert learnt.replace("\n", "") == "The answer is 7.<|end|>It is 4.<|end|></s>"
+
+
+def test_conversation_that_ends_with_the_user_gets_no_eos(tokenizer):
+    tokenizer.chat_template = CHATML
+    ids, labels = script.encode_row({"messages": CONVERSATION[:4]}, tokenizer)
+    assert tokenizer.eos_token_id not in ids and labels[-1] == IGNORE
+    learnt = learnt_text(tokenizer, ids, labels)
+    assert learnt.strip() == "The answer is 7.<|end|>"
+
+
+def test_first_word_is_learnt_where_its_token_takes_the_space_before(tokenizer):
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(["assistant: The answer", "user: Hi"] * 10, trainer)
+    own = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>")
+    own.chat_template = tokenizer.chat_template  # its generation prompt is "assistant: "
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "The answer"}]
+    ids, labels = script.encode_row({"messages": messages}, own)
+    assert learnt_text(own, ids, labels).strip() == "The answer</s>"
+
+
+def test_template_that_rewrites_earlier_turns_is_refused(tokenizer):
+    tokenizer.chat_template = REWRITING
+    with pytest.raises(ValueError, match="rewrites earlier turns.*use prompt and completion"):
+        script.encode_row({"messages": CONVERSATION}, tokenizer)
+    ids, labels = script.encode_row({"messages": CONVERSATION[1:3]}, tokenizer)  # nothing earlier
+    assert learnt_text(tokenizer, ids, labels) == "The answer is 7.</s>"
+
+
+def test_tokenizer_without_template_is_refused(tokenizer):
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="no chat template"):
+        script.encode_row({"messages": CONVERSATION}, tokenizer)
+
+
+def test_conversation_without_assistant_is_refused(tokenizer):
+    with pytest.raises(ValueError, match="no assistant turn"):
+        script.encode_row({"messages": CONVERSATION[:2]}, tokenizer)
+
+
+def test_template_that_refuses_a_role_names_the_row(tokenizer):
+    tokenizer.chat_template = STRICT
+    rows = [{"text": "fine"}, {"messages": CONVERSATION}]
+    with pytest.raises(ValueError, match="data row 2.*only user and assistant"):
+        script.encode_dataset(rows, tokenizer, 64, "data")
+
+
+# ------------------------------------------------------------------------------------------------
+# Files and whole data sets
+# ------------------------------------------------------------------------------------------------
+
+
+def test_lines_are_read_whatever_their_ends(tmp_path):
+    rows = [{"text": "ä ✓ 🙂 \u2028 \x85"}, {"text": "two\nlines"}, {"text": ""}, {"text": "last"}]
+    lines = [json.dumps(row, ensure_ascii=i % 2 == 0).encode() for i, row in enumerate(rows)]
+    lines[0] = json.dumps(rows[0], ensure_ascii=False).encode()
+    for name, content in {
+        "unix": b"\n".join(lines) + b"\n",
+        "dos": b"\r\n".join(lines),
+        "blank lines": b"\n\n" + b"\n \t\r\n\n".join(lines) + b"\n\n",
+        "byte order mark": b"\xef\xbb\xbf" + b"\n".join(lines),
+    }.items():
+        path = tmp_path / "data.jsonl"
+        path.write_bytes(content)
+        assert script.read_rows(str(path)) == rows, name
+
+
+@pytest.mark.parametrize(
+    "bad", [b'{"text": ', b"[1, 2]", b"nonsense", b'"text"', b'{"text": "\xe4"}', b"\0"]
+)
+def test_malformed_line_is_named(tmp_path, bad):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b'{"text": "a"}\r\n\r\n{"text": "b"}\n' + bad + b'\n{"text": "c"}\n')
+    with pytest.raises(ValueError, match=r"data\.jsonl line 4\b"):
+        script.read_rows(str(path))
+
+
+def test_missing_file_and_directory_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="none.jsonl: no such file"):
+        script.read_rows(str(tmp_path / "none.jsonl"))
+    with pytest.raises(ValueError, match="is a directory"):
+        script.read_rows(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": 3, "completion": "x"},
+        {"prompt": "x", "completion": None},
+        {"prompt": ["x"], "completion": "x"},
+        {"prompt": "x", "completion": ["x"]},
+        {"text": 3},
+        {"text": ["x"]},
+        {"text": []},
+        {"text": "\ud800"},
+        {"messages": None},
+        {"messages": []},
+        {"messages": "x"},
+        {"messages": [3]},
+        {"messages": [{"role": "user", "content": "x"}, {"role": "assistant"}]},
+        {"messages": [{"content": "x"}]},
+        {},
+    ],
+    ids=json.dumps,
+)
+def test_value_of_another_kind_names_the_row(tokenizer, row):
+    with pytest.raises(ValueError, match="data row 2: "):
+        script.encode_dataset([{"text": "fine"}, row], tokenizer, 64, "data")
+
+
+def test_long_rows_are_cut_and_rows_with_nothing_to_learn_left_out(tokenizer):
+    rows = [
+        {"prompt": "aaaaaaaa", "completion": "bbbb"},  # cut before its EOS
+        {"prompt": "aaaaaaaaaaaa", "completion": "bbbb"},  # cut before its completion
+        {"text": "c"},
+        {"text": ""},  # EOS alone: nothing comes before it
+    ]
+    whole = [script.encode_row(row, tokenizer) for row in rows]
+    assert len(whole[0][0]) == 13
+    examples, cut, left_out = script.encode_dataset(rows, tokenizer, 12, "data")
+    assert (len(examples), cut, left_out) == (2, 2, 2)
+    for (ids, labels), row in zip(examples, (0, 2)):
+        assert ids.dtype == labels.dtype == torch.int32
+        assert ids.tolist() == whole[row][0][:12] and labels.tolist() == whole[row][1][:12]
+    assert examples[0][1].tolist() == [IGNORE] * 8 + plain(tokenizer, "bbbb")
+    with pytest.raises(ValueError, match="data: none of its 4 rows has anything to learn"):
+        script.encode_dataset(rows, tokenizer, 1, "data")
+
+
+def test_tokenizer_without_eos_is_refused(tokenizer):
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="no EOS token"):
+        script.encode_dataset([{"text": "x"}], tokenizer, 64, "data")
+
+
+def test_random_examples_are_full_rows_that_depend_on_the_seed_alone():
+    config = make_config(batch_size=6, max_seq_len=50, seed=3)
+    examples = script.random_examples(97, config)
+    assert len(examples) == 6
+    for ids, labels in examples:
+        assert ids.shape == (50,) and torch.equal(ids, labels)
+        assert 0 <= int(ids.min()) and int(ids.max()) < 97
+    torch.manual_seed(9)
+    again = script.random_examples(97, config)
+    other = script.random_examples(97, dataclasses.replace(config, seed=4))
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(examples, again))
+    assert not any(torch.equal(a[0], b[0]) for a, b in zip(examples, other))
+
+
+# ------------------------------------------------------------------------------------------------
+# Order and micro-batches
+# ------------------------------------------------------------------------------------------------
+
+
+def draw(n_steps, n_examples, **settings):
+    """The rows of the first steps, one after the other."""
+    config = make_config(**settings)
+    steps = [script.step_rows(step, n_examples, config) for step in range(1, n_steps + 1)]
+    assert all(len(step) == config.batch_size for step in steps)
+    return [row for step in steps for row in step]
+
+
+@pytest.mark.parametrize("n_examples", [1, 7, 10, 12])
+@pytest.mark.parametrize("batch_size", [1, 4, 12, 30])  # 30: several epochs in one step
+def test_every_row_comes_once_an_epoch(n_examples, batch_size):
+    rows = draw(60, n_examples, batch_size=batch_size)
+    whole_epochs = len(rows) // n_examples
+    for epoch in range(whole_epochs):
+        part = rows[epoch * n_examples : (epoch + 1) * n_examples]
+        assert sorted(part) == list(range(n_examples)), f"epoch {epoch}"
+    assert len(set(rows[whole_epochs * n_examples :])) == len(rows) % n_examples
+
+
+def test_order_depends_on_seed_and_epoch_alone():
+    rows = draw(15, 100, batch_size=20, seed=1)
+    torch.manual_seed(9)  # not on the global generator
+    assert rows == draw(15, 100, batch_size=20, seed=1)
+    assert rows != draw(15, 100, batch_size=20, seed=2)
+    epochs = [rows[i : i + 100] for i in (0, 100, 200)]
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+    assert list(range(100)) not in epochs
+
+
+def test_neither_batch_size_nor_micro_batch_changes_the_order():
+    rows = draw(6, 10, batch_size=8)
+    assert rows == draw(12, 10, batch_size=4)
+    for micro_batch_size in (1, 4, 8):  # nor so the number of GPUs: it is not asked for
+        assert rows == draw(6, 10, batch_size=8, micro_batch_size=micro_batch_size)
+
+
+def naive_batch(examples):
+    """What collate says it returns, one token at a time."""
+    longest = max(len(ids) for ids, _ in examples)
+    input_ids, positions, successors = [], [], []
+    for row, (ids, labels) in enumerate(examples):
+        input_ids.append(ids.tolist() + [0] * (longest - len(ids)))
+        for t in range(len(ids) - 1):
+            if labels[t + 1] != IGNORE:
+                positions.append(row * longest + t)
+                successors.append(int(labels[t + 1]))
+    return input_ids, positions, successors
+
+
+def test_collate_equals_one_token_at_a_time():
+    generator = torch.Generator().manual_seed(0)
+    for n_rows in (1, 2, 5):
+        for _ in range(20):
+            examples = []
+            for _ in range(n_rows):
+                n = int(torch.randint(1, 30, (), generator=generator))
+                ids = torch.randint(0, 5, (n,), generator=generator, dtype=torch.int32)
+                learnt = torch.rand(n, generator=generator) < 0.5
+                examples.append((ids, torch.where(learnt, ids, IGNORE)))
+            got = script.collate(examples, torch.device("cpu"))
+            for tensor, want in zip(got, naive_batch(examples), strict=True):
+                assert tensor.dtype == torch.int64
+                assert tensor.tolist() == want
+
+
+def test_padding_is_never_learnt():
+    short = torch.tensor([5, 6], dtype=torch.int32)
+    long = torch.tensor([7, 0, 8, 0, 9], dtype=torch.int32)  # 0, what is padded with, as a token
+    input_ids, positions, labels = script.collate([(short, short), (long, long)], torch.device("cpu"))
+    assert input_ids.tolist() == [[5, 6, 0, 0, 0], [7, 0, 8, 0, 9]]
+    assert positions.tolist() == [0, 5, 6, 7, 8]
+    assert labels.tolist() == [6, 0, 8, 0, 9]

@@ -1,0 +1,178 @@
+"""The README's commands, flags, error texts, metrics and files are the real ones."""
+
+import ast
+import dataclasses
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import train_fsdp_qlora as script
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+MAKEFILE = (ROOT / "Makefile").read_text()
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, re.M | re.S)
+INLINE = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", README, flags=re.M | re.S))
+COMMANDS = [
+    line
+    for language, text in BLOCKS
+    if language == "bash"
+    for line in text.replace("\\\n", " ").splitlines()
+] + INLINE
+
+
+def arguments_after(file):
+    """The words after `file` in each command that runs it."""
+    runs = re.compile(rf"(torchrun|python) .*?{re.escape(file)}(.*)")
+    return [shlex.split(m[2]) for m in map(runs.fullmatch, COMMANDS) if m]
+
+
+@pytest.mark.parametrize("argv", arguments_after("train_fsdp_qlora.py"), ids=" ".join)
+def test_training_commands_parse(argv):
+    if argv == ["--help"]:
+        with pytest.raises(SystemExit) as e:
+            script.parse_config(argv)
+        assert e.value.code == 0
+    else:
+        script.resolve_config(script.parse_config(argv), world_size=2)
+
+
+def merge_flags():
+    command = [sys.executable, str(ROOT / "merge_adapters.py"), "--help"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return set(re.findall(r"--([a-z_-]+)", text))
+
+
+def test_flags_exist():
+    fields = {f.name: f.type for f in dataclasses.fields(script.Config)}
+    known = set(fields) | {f"no-{name}" for name, kind in fields.items() if kind in (bool, "bool")}
+    others = {"help", "nproc_per_node", "logdir", "lr"}  # torchrun's, TensorBoard's, the wrong one
+    used = set(re.findall(r"(?<![\w-])--([a-z][a-z_-]*)", README)) - others
+    unknown = used - known
+    assert not unknown or unknown <= merge_flags(), unknown
+
+
+def test_merge_commands_have_real_flags():
+    commands = arguments_after("merge_adapters.py")
+    assert commands
+    used = {word[2:] for argv in commands for word in argv if word.startswith("--")}
+    assert used <= merge_flags()
+
+
+def test_make_targets_and_variables_exist():
+    targets = set(re.findall(r"^([a-z-]+):.*?## ", MAKEFILE, re.M))
+    variables = set(re.findall(r"^([A-Z]+) \?=", MAKEFILE, re.M)) | {"CUDA_HOME"}
+    commands = [shlex.split(c)[1:] for c in COMMANDS if c.startswith("make ")]
+    assert commands
+    for words in commands:
+        assert words[0] in targets, words
+        assert {word.partition("=")[0] for word in words[1:]} <= variables, words
+    assert {word[:-1] for word in INLINE if re.fullmatch("[A-Z]+=", word)} <= variables
+
+
+def test_make_passes_real_flags():
+    """What `make train` does with the README's variables."""
+    env = {"PATH": os.environ["PATH"]}  # not the variables of the make that may run the tests
+    for command in (c for c in COMMANDS if c.startswith("make train")):
+        make = ["make", "--dry-run", *shlex.split(command)[1:], "NPROC=2"]
+        done = subprocess.run(make, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+        argv = shlex.split(done.stdout.replace("\\\n", " ").partition("train_fsdp_qlora.py")[2])
+        script.resolve_config(script.parse_config(argv), world_size=2)
+
+
+def test_named_functions_exist():
+    named = [word[:-2] for word in INLINE if re.fullmatch(r"\w+\(\)", word)]
+    assert len(named) > 10
+    missing = {name for name in named if not hasattr(script, name)}
+    assert missing <= {"merge_and_unload"}  # PEFT's
+    classes = {word for word in INLINE if re.fullmatch(r"([A-Z]\w*[a-z]\w*){2,}", word)}
+    assert not {name for name in classes - {"Makefile"} if not hasattr(script, name)}
+
+
+def error_patterns():
+    """(regular expression, length of its fixed text) for each text and f-string of the scripts."""
+    for file in ("train_fsdp_qlora.py", "merge_adapters.py"):
+        for node in ast.walk(ast.parse((ROOT / file).read_text())):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            texts = [p.value if isinstance(p, ast.Constant) else None for p in parts]
+            if all(isinstance(t, str | None) for t in texts):
+                pattern = "".join(".+" if t is None else re.escape(t) for t in texts)
+                yield re.compile(pattern), sum(len(t) for t in texts if t)
+
+
+ERRORS = [word[len("error: ") :] for word in INLINE if word.startswith("error: ")]
+
+
+@pytest.mark.parametrize("error", [e for e in ERRORS if not e.endswith("(see --help)")])
+def test_error_texts_are_the_scripts(error):
+    if error.endswith(" ..."):
+        assert any(re.escape(error[: -len(" ...")]) in p.pattern for p, _ in error_patterns())
+    else:
+        assert any(p.search(error) and fixed >= 0.4 * len(error) for p, fixed in error_patterns())
+
+
+@pytest.mark.parametrize("error", [e for e in ERRORS if e.endswith("(see --help)")])
+def test_flag_errors_are_argparses(error):
+    argv = shlex.split(re.search(r"arguments: (.*) \(see", error)[1])
+    with pytest.raises(ValueError, match=re.escape(error)):
+        script.parse_config(argv)
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """One step of the demo, as the README's plain `python` command."""
+    directory = tmp_path_factory.mktemp("demo")
+    command = [sys.executable, script.__file__, "--max_steps", "1", "--output_dir", "run"]
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return directory / "run", done.stdout.splitlines()
+
+
+def test_metrics_are_documented(demo):
+    directory, _ = demo
+    (row,) = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+    table = README.partition("| field of `metrics.jsonl` |")[2].partition("\n\n")[0]
+    assert list(row) == re.findall(r"^\| `(\w+)` \|", table, re.M)
+
+
+def test_written_files_are_documented(demo):
+    directory, _ = demo
+    table = README.partition("| file | what it is |")[2].partition("\n\n")[0]
+    cells = " ".join(re.findall(r"^\| (`.*?) \|", table, re.M))
+    documented = {name.rstrip("/") for name in re.findall(r"`([^`]+)`", cells)}
+    written = {re.sub(r"-\d+$", "-NNNNNN", p.name) for p in directory.iterdir()}
+    assert written == documented
+
+
+def test_last_lines_have_the_form_shown(demo):
+    _, lines = demo
+    shown = next(text for language, text in BLOCKS if language == "text").splitlines()
+
+    def form(line):
+        line = line.replace("0.49 (peak 0.49), ", "")  # the README shows two ranks, here is one
+        line = re.sub(r"runs/[\d-]+|\brun\b", "RUN", line)
+        return re.sub(r"[ \d.e+-]*\d", "#", line)
+
+    assert [form(line) for line in lines[-4:]] == [form(line) for line in shown[-4:]]
+
+
+def test_file_tree():
+    """Equal in a clean checkout; a file of your own beside them is no failure."""
+
+    def listed(*kinds):
+        git = ["git", "-c", f"safe.directory={ROOT}", "ls-files", *kinds]
+        done = subprocess.run(git, cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"no git checkout: {done.stderr.strip()}")
+        return {line.split("/")[0] for line in done.stdout.splitlines()}
+
+    tree = [text for language, text in BLOCKS if language == "text"][-1]
+    shown = {line.split()[0].split("/")[0] for line in tree.splitlines()}
+    assert listed("--cached") <= shown
+    assert shown <= listed("--cached", "--others", "--exclude-standard")

@@ -1,0 +1,199 @@
+"""What the numeric tests run under torchrun: python -m torch.distributed.run worker.py JOB.json.
+
+The job is a list of cases, {"case": a function below, "out": file, ...its inputs}; each case's
+results go to its file as safetensors. One launch runs many cases: starting costs more than they do.
+"""
+
+import ctypes
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+import train_fsdp_qlora as script
+
+
+def make_model(model_dir, device, adapter=None, mesh=None, **settings):
+    """The sharded model with its adapter, wired as train() does."""
+    config = dataclasses.replace(script.Config(), model=model_dir, **settings)
+    dtype = getattr(torch, config.compute_dtype)
+    mesh = mesh or init_device_mesh(device.type, (dist.get_world_size(),))
+    model_config = script.read_model_config(Path(model_dir), config)
+    model, shapes = script.build_model(model_config, config.attn or "sdpa", dtype, mesh.size())
+    files = script.weight_files(Path(model_dir))
+    script.check_weights(files, shapes)
+    script.add_lora(model, config)
+    script.recompute_blocks(model, config)
+    script.shard_model(model, mesh, dtype, config.reshard_after_forward)
+    script.load_weights(model, script.file_reader(files), mesh, dtype, device)
+    values = load_file(adapter) if adapter else None
+
+    def read(name, shape):
+        return values[script.peft_name(name)] if values else script.init_lora(name, shape, 0)
+
+    masters, views = script.load_lora(model, read, mesh, device)
+    script.verify_model(model, dtype)
+    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return model, params, masters, views
+
+
+def quantized(job, device):
+    """Every NF4 layer as the forward sees it: gathered bytes, nested state, dequantised weight."""
+    out = {}
+    for model_dir in job["models"]:
+        model, *_ = make_model(model_dir, device)
+        seen = {}
+
+        def look(layer, args, seen=seen):
+            blocks = layer.weight
+            seen[layer] = {
+                "packed": blocks.packed[: layer.n_blocks].clone(),
+                "codes": blocks.absmax_codes[: layer.n_blocks].clone(),
+                "nested_absmax": layer.quant_state.state2.absmax,
+                "nested_code": layer.quant_state.state2.code.clone(),
+                "offset": layer.quant_state.offset,
+                "dequantized": layer.dequantize(),
+            }
+
+        layers = {n: m for n, m in model.named_modules() if isinstance(m, script.LoraNF4Linear)}
+        for layer in layers.values():
+            layer.register_forward_pre_hook(lambda m, args: look(m.base_layer, args))
+        ids = torch.arange(8, device=device)[None]
+        with torch.no_grad():
+            model(ids, torch.arange(7, device=device), ids[0, 1:])
+        for name, layer in layers.items():
+            for key, value in seen[layer.base_layer].items():
+                out[f"{Path(model_dir).name}/{name}.{key}"] = value.cpu().contiguous()
+    return out
+
+
+def gradients(job, device):
+    """Loss and gradients of one batch, its rows dealt to the ranks as train_step does."""
+    batch = load_file(job["batch"])
+    out = {}
+    for name, settings in job["settings"].items():
+        model, params, masters, views = make_model(job["model"], device, job["adapter"], **settings)
+        rows = list(zip(batch["input_ids"], batch["labels"]))
+        tokens = sum(int((labels[1:] != script.IGNORE).sum()) for _, labels in rows)
+        mine = rows[dist.get_rank() :: dist.get_world_size()]
+        loss = model(*script.collate(mine, device))
+        (loss / tokens).backward()
+        loss = loss.detach().clone()
+        dist.all_reduce(loss)
+        out[f"{name}/loss"] = (loss / tokens).cpu()
+        for key, p in params.items():
+            out[f"{name}/{script.peft_name(key)}"] = p.grad.full_tensor().cpu()
+    return out
+
+
+def optimizer(job, device):
+    """Every rank: values and gradients of its own shards before and after each of some steps."""
+    model, params, masters, views = make_model(job["model"], device, job["adapter"])
+    adam = script.make_optimizer(masters)
+    adam.param_groups[0]["lr"] = job["lr"]
+    batch, out = load_file(job["batch"]), {}
+    rows = list(zip(batch["input_ids"], batch["labels"]))[dist.get_rank() :: dist.get_world_size()]
+    for step in range(job["steps"]):
+        (model(*script.collate(rows, device)) / 100).backward()
+        for name, p in params.items():
+            out[f"{step}/{name}/before"] = p.to_local().detach().clone()
+            out[f"{step}/{name}/grad"] = p.grad.to_local().clone()
+        script.set_master_grad(masters, views, params)
+        adam.step()
+        script.publish_masters(views, params)
+        for name, p in params.items():
+            out[f"{step}/{name}/after"] = p.to_local().detach().clone()
+    state = adam.state[masters]
+    out["state1_is_uint8"] = torch.tensor(state["state1"].dtype == torch.uint8)
+    out["paged"] = torch.tensor(getattr(state["state1"], "is_paged", False))
+    if device.type == "cuda":
+        out["managed"] = torch.tensor(is_managed(state["state1"].data_ptr()))
+    return out
+
+
+def is_managed(address):
+    """Whether CUDA's runtime calls this address managed (paged) memory."""
+    attributes = (ctypes.c_byte * 64)()
+    runtime = ctypes.CDLL("libcudart.so.13" if torch.version.cuda >= "13" else "libcudart.so.12")
+    assert runtime.cudaPointerGetAttributes(attributes, ctypes.c_void_p(address)) == 0
+    return int.from_bytes(bytes(attributes[:4]), "little") == 3  # cudaMemoryTypeManaged
+
+
+def logits(job, device):
+    """The logits of one batch by the model sharded over all ranks, and over this rank alone."""
+    out, ids = {}, load_file(job["batch"])["input_ids"].to(device)
+    alone = DeviceMesh.from_group(
+        [dist.new_group([r]) for r in range(dist.get_world_size())][dist.get_rank()], device.type
+    )
+    for name, mesh in ("sharded", None), ("whole", alone):
+        model, *_ = make_model(job["model"], device, job["adapter"], mesh=mesh, lora_rank=4)
+        del model.forward  # the model's own, which returns logits
+        with torch.no_grad():
+            out[name] = model(input_ids=ids, use_cache=False).logits.cpu()
+    return out
+
+
+def patterns(job, device):
+    """All 65,536 16-bit patterns through FSDP2: as NF4Blocks under each policy, and as plain bf16."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    words = torch.arange(65536, dtype=torch.int32, device=device).to(torch.int16)
+    packed = words.view(torch.uint8).view(-1, 32)
+    codes = torch.arange(packed.shape[0], device=device).to(torch.uint8)
+    out = {"expected": packed.cpu(), "expected_codes": codes.cpu()}
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    offload = {"offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda")}
+    for name, settings in {
+        "plain": {},
+        "mixed": {"mp_policy": mixed},
+        "offload": {"mp_policy": mixed, **offload},
+        "unprotected": {},
+    }.items():
+        module, seen = torch.nn.Module(), {}
+        if name == "unprotected":
+            weight = words.view(torch.bfloat16)
+        else:
+            weight = script.NF4Blocks.empty(packed.shape[0], "meta")
+        module.weight = torch.nn.Parameter(weight, requires_grad=False)
+        module.bias = torch.nn.Parameter(torch.zeros(8, device=weight.device))  # as norms, LoRA do
+        module.forward = lambda module=module, seen=seen: seen.update(w=module.weight)
+        fully_shard(module, mesh=mesh, **settings)
+        rows = script.shard_range(packed.shape[0], dist.get_rank(), dist.get_world_size())
+        part = slice(rows.start, rows.stop)
+        where = "cpu" if "offload_policy" in settings else device
+        if name != "unprotected":
+            mine = script.NF4Blocks(packed[part].to(where), codes[part].to(where))
+            script.set_local(module, "weight", mine)
+            script.set_local(module, "bias", torch.zeros(8 // dist.get_world_size(), device=where))
+        for _ in range(2):  # the first gather allocates, the second fills what was freed
+            module()
+            gathered = seen["w"].packed if name != "unprotected" else seen["w"].detach()
+            out[name] = gathered.view(torch.uint8).view(-1, 32).clone()
+            if name != "unprotected":
+                out[f"{name}_codes"] = seen["w"].absmax_codes.clone()
+            module.reshard()
+    return out
+
+
+def main():
+    device = script.init_distributed()
+    for job in json.loads(Path(sys.argv[1]).read_text()):
+        results = globals()[job["case"]](job, device)
+        if dist.get_rank() == 0 or job["case"] == "optimizer":
+            out = job["out"] + (f".{dist.get_rank()}" if job["case"] == "optimizer" else "")
+            save_file({k: v.cpu().contiguous() for k, v in results.items()}, out)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)  # as the script does
