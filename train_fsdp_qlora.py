@@ -66,6 +66,8 @@ WARMUP_FRACTION = 0.03  # of all steps, linear, before the cosine
 MAX_GRAD_NORM = 1.0  # over the whole adapter
 LOGITS_BYTES = 256 * 2**20  # fp32 logits alive at once; bounds the cross-entropy's memory
 IGNORE = -100  # the label of a token that is not trained on
+RANDOM_STD = 0.02  # of --random_weights
+LIBRARIES = (torch, transformers, peft, bnb)
 
 
 def knob(default, help_text, **extra):
@@ -124,6 +126,7 @@ def parse_config(argv):
         raise ValueError(f"{message} (see --help)")
 
     parser.error = fail
+    parser.print_help = lambda: say(parser.format_help())  # from rank 0 alone
     hints = typing.get_type_hints(Config)
     for f in dataclasses.fields(Config):
         kind = next(t for t in typing.get_args(hints[f.name]) or (hints[f.name],) if t is not None)
@@ -142,6 +145,9 @@ def parse_config(argv):
 
 def resolve_config(config, world_size):
     """Check what the flags alone can tell and fill in what is derived from them."""
+    for name, value in vars(config).items():
+        if value == "":
+            raise ValueError(f"--{name} is empty: leave it out or give a value")
     for name in ("lora_rank", "lora_alpha", "max_seq_len", "micro_batch_size"):
         if getattr(config, name) < 1:
             raise ValueError(f"--{name} {getattr(config, name)}: must be at least 1")
@@ -150,10 +156,12 @@ def resolve_config(config, world_size):
             raise ValueError(f"--{name} {getattr(config, name)}: must be positive")
     if not 0 <= config.lora_dropout < 1:
         raise ValueError(f"--lora_dropout {config.lora_dropout}: must be at least 0 and below 1")
+    if not 0 <= config.seed < 2**40:
+        raise ValueError(f"--seed {config.seed}: must be at least 0 and below 2^40")
     if config.save_every < 0:
         raise ValueError(f"--save_every {config.save_every}: must be 0 (off) or more")
     if config.recompute not in ("all", "none") and not config.recompute.isdecimal():
-        raise ValueError(f"--recompute {config.recompute}: must be all, none or a number of blocks")
+        raise ValueError(f"--recompute {config.recompute}: must be all, none or a number")
     if config.attn == "flash_attention_2" and config.compute_dtype != "bfloat16":
         raise ValueError("--attn flash_attention_2 computes in bfloat16: drop it or use sdpa")
     if config.model and not config.dataset and not config.random_weights:
@@ -218,7 +226,7 @@ def init_distributed():
 
 def say(message=""):
     """Print from rank 0."""
-    if dist.get_rank() == 0:
+    if int(os.environ.get("RANK", 0)) == 0:
         tqdm.write(message)
         sys.stdout.flush()
 
@@ -245,13 +253,18 @@ class Stop(Exception):
 def together(function, *args):
     """Run `function` on every rank; if it fails on one, all raise Stop with that rank's error.
 
-    `function` must not use collectives. All ranks must call this.
+    Libraries raise all kinds of errors for what a user can cause, so that only an assertion counts
+    as a bug here. `function` must not use collectives. All ranks must call this.
     """
     result, error = None, ""
     try:
         result = function(*args)
-    except (ValueError, OSError, SafetensorError) as e:
-        error = " ".join(str(e).split()) or type(e).__name__
+    except AssertionError:
+        raise
+    except Exception as e:
+        error = " ".join(str(e).split())
+        if not error or not isinstance(e, (ValueError, OSError)):
+            error = f"{type(e).__name__}: {error}"
     failed = [e for e in gather_texts(error) if e]
     if failed:
         raise Stop(failed[0])
@@ -259,8 +272,9 @@ def together(function, *args):
 
 
 def on_rank_0(function, *args):
-    """Run `function` on rank 0 alone; its text result goes to all. All ranks must call this."""
-    return gather_texts(together(lambda: function(*args) if dist.get_rank() == 0 else "") or "")[0]
+    """Run `function` on rank 0 alone; a text it returns goes to all. All ranks must call this."""
+    text = together(lambda: function(*args) if dist.get_rank() == 0 else None)
+    return gather_texts(text or "")[0]
 
 
 def memory_gib(device):
@@ -297,7 +311,8 @@ def write_demo(directory):
     for _ in range(512):
         a, b = draw.randrange(10), draw.randrange(10)
         word, answer = draw.choice([("plus", a + b), ("times", a * b), ("minus", a - b)])
-        rows.append({"prompt": f"What is {a} {word} {b}?\n", "completion": f"The answer is {answer}."})
+        prompt, completion = f"What is {a} {word} {b}?\n", f"The answer is {answer}."
+        rows.append({"prompt": prompt, "completion": completion})
     (directory / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     bpe = Tokenizer(models.BPE())
@@ -353,13 +368,13 @@ def read_rows(source):
     if not path.is_file():
         raise ValueError(f"--dataset {source}: is a directory; name a JSONL file")
     rows = []
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:  # bytes: json tells the encoding, and names the bad line
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
                 row = json.loads(line)
-            except ValueError as e:
+            except (ValueError, RecursionError) as e:
                 raise ValueError(f"{source} line {number}: not JSON: {e}")
             if not isinstance(row, dict):
                 raise ValueError(f"{source} line {number}: {type(row).__name__}, want an object")
@@ -394,26 +409,34 @@ def render_chat(messages, tokenizer):
 def encode_row(row, tokenizer):
     """One row as (input_ids, labels), two lists; labels are IGNORE where nothing is learnt."""
     eos = [tokenizer.eos_token_id]
+    for name in ("prompt", "completion", "text"):
+        if name in row and not isinstance(row[name], str):
+            raise ValueError(f"{name} is {type(row[name]).__name__}, want a string")
+
+    def without_eos(ids):
+        while ids[-1:] == eos:
+            ids = ids[:-1]
+        return ids
+
     if "messages" in row:
         if not tokenizer.chat_template:
             raise ValueError("has messages, but the tokenizer has no chat template")
         text, spans = render_chat(row["messages"], tokenizer)
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids = encoded["input_ids"]
-        labels = [
-            token if any(start <= a < end for start, end in spans) else IGNORE
-            for token, (a, _) in zip(ids, encoded["offset_mapping"])
+        labels = [  # by overlap: a token may begin with the space before the turn
+            token if any(a < end and b > start for start, end in spans) else IGNORE
+            for token, (a, b) in zip(ids, encoded["offset_mapping"])
         ]
         return ids, labels
-    # add_special_tokens puts BOS in front where the tokenizer has one; some also add EOS
+    # tokenizers put BOS in front, if they have one; some append EOS too, others do not
     if "prompt" in row and "completion" in row:
-        prompt = tokenizer(row["prompt"])["input_ids"]
-        prompt = prompt[:-1] if prompt[-1:] == eos else prompt
-        completion = tokenizer(row["completion"], add_special_tokens=False)["input_ids"] + eos
+        prompt = without_eos(tokenizer(row["prompt"])["input_ids"])
+        completion = tokenizer(row["completion"], add_special_tokens=False)["input_ids"]
+        completion = without_eos(completion) + eos
         return prompt + completion, [IGNORE] * len(prompt) + completion
     if "text" in row:
-        ids = tokenizer(row["text"])["input_ids"]
-        ids = ids if ids[-1:] == eos else ids + eos
+        ids = without_eos(tokenizer(row["text"])["input_ids"]) + eos
         return ids, list(ids)
     raise ValueError(f"has {sorted(row)}; want prompt and completion, text, or messages")
 
@@ -427,7 +450,7 @@ def encode_dataset(rows, tokenizer, max_seq_len, source):
     for number, row in enumerate(rows, 1):
         try:
             ids, labels = encode_row(row, tokenizer)
-        except (ValueError, TypeError, KeyError, AttributeError) as e:
+        except Exception as e:  # the chat template's own errors are jinja2's
             raise ValueError(f"{source} row {number}: {e}")
         cut += len(ids) > max_seq_len
         ids, labels = ids[:max_seq_len], labels[:max_seq_len]
@@ -447,6 +470,15 @@ def random_examples(vocab_size, config):
     shape = (config.batch_size, config.max_seq_len)
     ids = torch.randint(vocab_size, shape, generator=generator, dtype=torch.int32)
     return [(row, row) for row in ids]
+
+
+def digest_examples(examples):
+    """SHA-256 of all rows' tokens and labels: whether a resumed run sees the same data."""
+    sha = hashlib.sha256()
+    for ids, labels in examples:
+        sha.update(ids.numpy().tobytes())
+        sha.update(labels.numpy().tobytes())
+    return sha.hexdigest()
 
 
 def say_example(examples, tokenizer):
@@ -714,7 +746,13 @@ def model_directory(name, random_weights):
 
 def read_model_config(directory, config):
     """The model's own configuration, checked against what this script can do with it."""
-    model_config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    try:
+        model_config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    except Exception as e:
+        raise ValueError(f"--model {config.model}: {e}")
+    if not hasattr(model_config, "vocab_size"):
+        kind = type(model_config).__name__
+        raise ValueError(f"--model {config.model}: {kind} is no plain language model")
     if getattr(model_config, "quantization_config", None):
         raise ValueError(f"--model {config.model}: is quantised already; name the original model")
     longest = getattr(model_config, "max_position_embeddings", None)
@@ -727,9 +765,14 @@ def weight_files(directory):
     """Which file of the directory holds each tensor: {name: path}."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        names = json.loads(index.read_text())["weight_map"]
+        try:
+            names = dict(json.loads(index.read_text())["weight_map"])
+        except (ValueError, KeyError, TypeError) as e:
+            raise ValueError(f"{index}: no index of safetensors files: {e!r}")
+        if not names:
+            raise ValueError(f"{index}: weight_map is empty")
         for file in set(names.values()):
-            if Path(file).name != file:
+            if not isinstance(file, str) or Path(file).name != file:
                 raise ValueError(f"{index}: names {file!r}, a path outside the directory")
             if not (directory / file).is_file():
                 raise ValueError(f"{directory / file}: missing, but named in {index.name}")
@@ -738,8 +781,18 @@ def weight_files(directory):
     if not file.is_file():
         raise ValueError(f"{directory}: has neither {index.name} nor {file.name}; only safetensors"
                          " are read")
-    with safe_open(file, "pt") as tensors:
-        return {name: file for name in tensors.keys()}
+    try:
+        with safe_open(file, "pt") as tensors:
+            return dict.fromkeys(tensors.keys(), file)
+    except SafetensorError as e:
+        raise ValueError(f"{file}: not a whole safetensors file: {e}")
+
+
+def load_tokenizer(directory):
+    try:
+        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    except Exception as e:
+        raise ValueError(f"{directory}: its tokenizer cannot be loaded: {e!r}")
 
 
 def check_weights(files, shapes):
@@ -757,6 +810,9 @@ def check_weights(files, shapes):
     for file in sorted(set(files.values())):
         try:
             with safe_open(file, "pt") as tensors:
+                absent = {n for n in shapes if files[n] == file}.difference(tensors.keys())
+                if absent:
+                    raise ValueError(f"{file}: lacks {min(absent)}, which the index puts there")
                 for name in (n for n in tensors.keys() if n in shapes):
                     shape = tuple(tensors.get_slice(name).get_shape())
                     if shape != tuple(shapes[name]):
@@ -819,7 +875,7 @@ def file_reader(files):
     return read
 
 
-def random_reader(seed, std, dtype, device):
+def random_reader(seed, dtype, device):
     """The same with random values, which depend on the name and not on who reads."""
 
     def read(name, shape, rows):
@@ -828,7 +884,7 @@ def random_reader(seed, std, dtype, device):
             return torch.full((len(rows),), value, dtype=dtype, device=device)
         generator = torch.Generator(device).manual_seed(seed ^ zlib.crc32(name.encode()))
         whole = torch.empty(shape, dtype=dtype, device=device)
-        return whole.normal_(0, std, generator=generator)[rows.start : rows.stop].clone()
+        return whole.normal_(0, RANDOM_STD, generator=generator)[rows.start : rows.stop].clone()
 
     return read
 
@@ -876,15 +932,17 @@ def quantize_shard(read, name, layer, group, device):
 def set_local(module, name, local):
     """Give a sharded meta parameter its local values; returns the new parameter."""
     old = getattr(module, name)
-    value = DTensor.from_local(
-        local, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
-    )
+    where = {"device_mesh": old.device_mesh, "placements": old.placements, "run_check": False}
+    value = DTensor.from_local(local, **where, shape=old.shape, stride=old.stride())
     setattr(module, name, nn.Parameter(value, requires_grad=old.requires_grad))
     return getattr(module, name)
 
 
 def load_weights(model, read, mesh, dtype, device):
-    """Fill every frozen parameter: this rank's rows alone. All ranks must call this."""
+    """Fill every frozen parameter: this rank's rows alone. All ranks must call this.
+
+    Returns {layer: its mean absmax}, a fingerprint of the base model.
+    """
     group = mesh.get_group()
     shard, shards = dist.get_rank(group), dist.get_world_size(group)
     todo = [
@@ -893,7 +951,7 @@ def load_weights(model, read, mesh, dtype, device):
         for name, p in module._parameters.items()
         if p is not None and not p.requires_grad
     ]
-    done = {}  # a tied weight is one parameter of two modules, and must stay one
+    offsets, done = {}, {}  # a tied weight is one parameter of two modules, and must stay one
     bar = tqdm(todo, "load and quantise", unit="tensor", disable=dist.get_rank() != 0)
     for full_name, module, name in bar:
         old = getattr(module, name)
@@ -903,6 +961,7 @@ def load_weights(model, read, mesh, dtype, device):
             blocks, nested_absmax, offset = quantize_shard(read, full_name, module, group, device)
             set_local(module, name, blocks)
             module.set_nested_state(nested_absmax, offset)
+            offsets[full_name] = offset.item()
         else:
             rows = shard_range(old.shape[0], shard, shards)
             local = read(full_name, old.shape, rows).to(device, dtype)
@@ -911,6 +970,7 @@ def load_weights(model, read, mesh, dtype, device):
         if any(b.is_meta for b in module.buffers(recurse=False)):
             module.to_empty(device=device, recurse=False)
             model._init_weights(module)
+    return offsets
 
 
 # ------------------------------------------------------------------------------------------------
@@ -955,7 +1015,7 @@ def add_lora(model, config):
     )
     lora_config._register_custom_module({NF4Linear: LoraNF4Linear})
     inject_adapter_in_model(lora_config, model)
-    for name, p in model.named_parameters():
+    for p in model.parameters():
         if p.requires_grad:
             p.data = p.data.float()  # master weights; PEFT gave them the base's dtype
     return lora_config
@@ -968,6 +1028,12 @@ def init_lora(name, shape, seed):
         generator = torch.Generator().manual_seed(seed ^ zlib.crc32(name.encode()))
         nn.init.kaiming_uniform_(weight, a=math.sqrt(5), generator=generator)
     return weight
+
+
+def saved_lora(name, shape, directory):
+    """The same from a checkpoint."""
+    with safe_open(directory / "adapter_model.safetensors", "pt") as tensors:
+        return tensors.get_tensor(peft_name(name))
 
 
 def load_lora(model, read, mesh, device):
@@ -990,7 +1056,7 @@ def load_lora(model, read, mesh, device):
     aligned = [math.ceil(p.numel() / STATE_BLOCK) * STATE_BLOCK for p in parts]
     flat = torch.zeros(sum(aligned), device=device)
     views, offset = {}, 0
-    for (full_name, module, name), part, size in zip(todo, parts, aligned):
+    for (full_name, module, name), part, size in zip(todo, parts, aligned, strict=True):
         rows = shard_range(getattr(module, name).shape[0], shard, shards)
         view = flat[offset : offset + part.numel()].view(part.shape)
         view.copy_(read(full_name, getattr(module, name).shape)[rows.start : rows.stop])
@@ -1012,8 +1078,10 @@ def recompute_blocks(model, config):
     switch: 5.17 puts its checkpoint outside those hooks, 5.23 inside.
     """
     blocks = decoder_blocks(model)
-    n = {"all": len(blocks), "none": 0}.get(config.recompute) if not config.recompute.isdecimal() \
-        else int(config.recompute)
+    n = {"all": len(blocks), "none": 0}.get(config.recompute)
+    n = int(config.recompute) if n is None else n
+    if n > len(blocks):
+        raise ValueError(f"--recompute {n}: the model has {len(blocks)} blocks")
     for block in list(blocks)[:n]:
         block.forward = functools.partial(
             checkpoint,
@@ -1121,8 +1189,11 @@ def time_attention(config, model_config, device):
         args = (t.transpose(1, 2) for t in (q, k, v))
         return F.scaled_dot_product_attention(*args, is_causal=True, enable_gqa=True)
 
+    def flash():
+        return flash_attn_func(q, k, v, causal=True)
+
     times = {}
-    for name, run in ("sdpa", sdpa), ("flash_attention_2", lambda: flash_attn_func(q, k, v, causal=True)):
+    for name, run in ("sdpa", sdpa), ("flash_attention_2", flash):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         for i in range(8):
             if i == 3:
@@ -1242,10 +1313,10 @@ def write_adapter(directory, adapter, lora_config):
     lora_config.save_pretrained(directory)
 
 
-def state_slices(optimizer, masters, views):
+def state_slices(run):
     """The optimizer's state a weight at a time, {name.key: the slice of the live tensor}."""
-    state, slices = optimizer.state[masters], {}
-    for name, view in views.items():
+    state, slices = run.optimizer.state[run.masters], {}
+    for name, view in run.views.items():
         start, stop = view.storage_offset(), view.storage_offset() + view.numel()
         for key in ("state1", "state2"):
             slices[f"{name}.{key}"] = state[key][start:stop]
@@ -1259,16 +1330,16 @@ def rank_file():
     return f"rank-{dist.get_rank():05d}-of-{dist.get_world_size():05d}.safetensors"
 
 
-def save_checkpoint(directory, step, params, masters, views, optimizer, lora_config, config):
+def save_checkpoint(run, directory, step):
     """Write checkpoint-<step>, whole or not at all. All ranks must call this.
 
     Everything goes to a hidden directory that gets its name when each rank's part is written,
     synced and listed with its SHA-256: a directory with the right name is a whole checkpoint.
     """
-    rank, final = dist.get_rank(), directory / CHECKPOINT.format(step)
+    final = directory / CHECKPOINT.format(step)
     temporary = directory / f".{final.name}.part"
-    adapter = gather_adapter(params)
-    if params and masters.is_cuda:
+    adapter = gather_adapter(run.params)
+    if run.masters.is_cuda:
         torch.cuda.synchronize()  # paged state is read on the host, where no stream orders it
 
     def prepare():
@@ -1276,78 +1347,98 @@ def save_checkpoint(directory, step, params, masters, views, optimizer, lora_con
         temporary.mkdir(parents=True)
 
     def write_part():
-        tensors = {k: v.cpu().clone() for k, v in state_slices(optimizer, masters, views).items()}
+        tensors = {k: v.cpu().clone() for k, v in state_slices(run).items()}
         tensors["rng.cpu"] = torch.get_rng_state()
-        if masters.is_cuda:
+        if run.masters.is_cuda:
             tensors["rng.cuda"] = torch.cuda.get_rng_state()
         write_tensors(temporary / rank_file(), tensors)
         return f"{rank_file()} {digest(temporary / rank_file())}"
 
     def finish(lines):
-        write_adapter(temporary, adapter, lora_config)
+        write_adapter(temporary, adapter, run.lora_config)
         files = dict(line.split() for line in lines)
         for name in ("adapter_model.safetensors", "adapter_config.json"):
             files[name] = digest(temporary / name)
         state = {
             "step": step,
-            "rows_seen": step * config.batch_size,
+            "rows_seen": step * run.config.batch_size,
             "world_size": dist.get_world_size(),
-            "optimizer_step": optimizer.state[masters]["step"],
-            "config": dataclasses.asdict(config),
+            "optimizer_step": run.optimizer.state[run.masters]["step"],
+            "data_sha256": run.data_sha256,
+            "config": dataclasses.asdict(run.config),
             "files": files,
         }
+        state["sha256"] = text_digest(state)
         write_text(temporary / "checkpoint.json", json.dumps(state, indent=2))
         shutil.rmtree(final, ignore_errors=True)
         os.replace(temporary, final)
         sync_file(directory)
-        return ""
 
-    together(lambda: prepare() if rank == 0 else None)  # and nobody writes before it is there
+    on_rank_0(prepare)  # nobody writes before it is there
     lines = gather_texts(together(write_part))
     on_rank_0(finish, lines)
 
 
+def text_digest(state):
+    """SHA-256 of a JSON object, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+
+
+def read_checkpoint(path):
+    """The state in a checkpoint's list, if it and all files it names are what was written."""
+    try:
+        state = json.loads((path / "checkpoint.json").read_text())
+        if state.pop("sha256") != text_digest(state):
+            raise ValueError("checkpoint.json has another SHA-256 than when it was written")
+        for name, sha in state["files"].items():
+            if digest(path / name) != sha:
+                raise ValueError(f"{name} has another SHA-256 than when it was written")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        raise ValueError(f"{path}, which is not whole: {e}")
+    return state
+
+
 def whole_checkpoint(directory):
-    """The newest checkpoint of a run whose files are all what its list says. Rank 0 only."""
+    """The newest whole checkpoint of a run. Rank 0 only."""
     broken = []
     for path in sorted(directory.glob("checkpoint-*"), reverse=True):
         try:
-            files = json.loads((path / "checkpoint.json").read_text())["files"]
-            bad = [name for name, sha in files.items() if digest(path / name) != sha]
-        except (OSError, ValueError, KeyError) as e:
-            bad = [str(e)]
-        if not bad:
-            for text in broken:
-                say(f"skipped {text}")
-            return str(path)
-        broken.append(f"{path}, which is not whole: {bad[0]}")
-    raise ValueError(f"--resume: {directory} has no whole checkpoint"
-                     + "".join(f"; {text}" for text in broken))
+            read_checkpoint(path)
+        except ValueError as e:
+            broken.append(str(e))
+            continue
+        for text in broken:
+            say(f"skipped {text}")
+        return str(path)
+    raise ValueError("; ".join([f"--resume: {directory} has no whole checkpoint", *broken]))
 
 
-def check_resume(path, config):
-    """The state of a checkpoint, if this run can continue it."""
+def check_resume(path, config, data_sha256):
+    """The state of a whole checkpoint, if this run can continue it."""
     state = json.loads((path / "checkpoint.json").read_text())
     now = json.loads(json.dumps(dataclasses.asdict(config)))
     for name in MUST_MATCH:
         if state["config"][name] != now[name]:
             raise ValueError(f"--resume: {path} was made with --{name} {state['config'][name]},"
                              f" not {now[name]}")
+    if state["data_sha256"] != data_sha256:
+        raise ValueError(f"--resume: the rows are not those that {path} was made with: the data"
+                         " set or the tokenizer has changed")
     if state["world_size"] != dist.get_world_size():
         raise ValueError(f"--resume: {path} was made by {state['world_size']} processes, not"
                          f" {dist.get_world_size()}: use --nproc_per_node {state['world_size']}")
     return state
 
 
-def load_optimizer(path, state, masters, views, optimizer):
+def load_optimizer(run, path, state):
     """Restore this rank's optimizer and random state."""
-    optimizer.init_state(optimizer.param_groups[0], masters, 0, 0)
-    optimizer.state[masters]["step"] = state["optimizer_step"]
+    run.optimizer.init_state(run.optimizer.param_groups[0], run.masters, 0, 0)
+    run.optimizer.state[run.masters]["step"] = state["optimizer_step"]
     with safe_open(path / rank_file(), "pt") as tensors:
-        for name, live in state_slices(optimizer, masters, views).items():
+        for name, live in state_slices(run).items():
             live.copy_(tensors.get_tensor(name))
         torch.set_rng_state(tensors.get_tensor("rng.cpu"))
-        if masters.is_cuda:
+        if run.masters.is_cuda:
             torch.cuda.set_rng_state(tensors.get_tensor("rng.cuda"))
 
 
@@ -1356,19 +1447,20 @@ def load_optimizer(path, state, masters, views, optimizer):
 # ------------------------------------------------------------------------------------------------
 
 
-def train_step(model, params, masters, views, optimizer, examples, step, config):
+def train_step(run, step):
     """One optimizer step. Returns its loss (mean over the learnt tokens of the global batch),
     gradient norm before clipping, tokens and learnt tokens. All ranks must call this."""
+    config, masters = run.config, run.masters
     rank, world_size, rows = dist.get_rank(), dist.get_world_size(), config.micro_batch_size
-    batch = [examples[i] for i in step_rows(step, len(examples), config)]
+    batch = [run.examples[i] for i in step_rows(step, len(run.examples), config)]
     # every rank holds all rows' tokens, so that the global count needs no communication
     learnt_tokens = sum(int((labels[1:] != IGNORE).sum()) for _, labels in batch)
     local_loss = torch.zeros((), dtype=torch.float64, device=masters.device)
     for start in range(rank * rows, config.batch_size, world_size * rows):
-        loss = model(*collate(batch[start : start + rows], masters.device))
+        loss = run.model(*collate(batch[start : start + rows], masters.device))
         (loss / learnt_tokens).backward()
         local_loss += loss.detach()
-    set_master_grad(masters, views, params)
+    set_master_grad(masters, run.views, run.params)
 
     local = torch.stack([local_loss, masters.grad.norm().double() ** 2])
     # the only wait for the GPU in a step; all ranks see the same numbers and decide alike
@@ -1379,11 +1471,19 @@ def train_step(model, params, masters, views, optimizer, examples, step, config)
                    " A lower --learning_rate may help; --resume continues the last checkpoint")
     if norm > MAX_GRAD_NORM:
         masters.grad.mul_(MAX_GRAD_NORM / norm)
-    optimizer.param_groups[0]["lr"] = learning_rate(step, config.max_steps, config.learning_rate)
-    optimizer.step()
+    rate = learning_rate(step, config.max_steps, config.learning_rate)
+    run.optimizer.param_groups[0]["lr"] = rate
+    run.optimizer.step()
     masters.grad = None
-    publish_masters(views, params)
-    return loss, norm, sum(len(ids) for ids, _ in batch), learnt_tokens
+    publish_masters(run.views, run.params)
+    return {
+        "step": step,
+        "loss": loss,
+        "learning_rate": rate,
+        "grad_norm": norm,
+        "tokens": sum(len(ids) for ids, _ in batch),
+        "learnt_tokens": learnt_tokens,
+    }
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1393,14 +1493,16 @@ def train_step(model, params, masters, views, optimizer, examples, step, config)
 
 def open_output(config, directory):
     """Make the output directory, or say why not. Rank 0 only."""
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ValueError(f"--output_dir {directory}: cannot be made: {e}; name another")
     used = [p.name for p in directory.iterdir() if p.name.startswith(("adapter_", "checkpoint-"))]
     if used and not config.resume:
-        raise ValueError(f"--output_dir {directory} holds a run already ({used[0]}): add --resume to"
-                         " continue it, or name another directory")
+        raise ValueError(f"--output_dir {directory} holds a run already ({used[0]}): add --resume"
+                         " to continue it, or name another directory")
     write_text(directory / ".writable", "")
     (directory / ".writable").unlink()
-    return ""
 
 
 def prepare_data(config, directory, tokenizer, vocab_size):
@@ -1425,7 +1527,7 @@ def prepare_data(config, directory, tokenizer, vocab_size):
     )
 
 
-def describe_run(config, base, attention, device, examples):
+def describe_run(config, base, attention, device, examples, offsets):
     """What train_config.json holds: the configuration, and all that a merge must know."""
     return {
         "config": dataclasses.asdict(config),
@@ -1437,151 +1539,138 @@ def describe_run(config, base, attention, device, examples):
             "nested_blocksize": NESTED_BLOCK,
             "quantized_from_dtype": config.compute_dtype,
             "device": device.type,
+            "absmax_offsets": offsets,  # the mean absmax of each layer: tells one base from another
         },
         "attention": attention,
         "world_size": dist.get_world_size(),
-        "versions": {m.__name__: m.__version__ for m in (torch, transformers, peft, bnb)},
+        "versions": {m.__name__: m.__version__ for m in LIBRARIES},
         "probe_input_ids": [ids[:64].tolist() for ids, _ in examples[:4]],
     }
 
 
 def train(config, device):
     """The whole job, from flags to adapter. All ranks must call this."""
-    world_size = dist.get_world_size()
-    config = together(resolve_config, config, world_size)
+    config = together(resolve_config, config, dist.get_world_size())
     config = dataclasses.replace(config, output_dir=on_rank_0(lambda: config.output_dir))
     directory = Path(config.output_dir)
     on_rank_0(open_output, config, directory)
     if not config.model:
         say("No --model: training the built-in demo, a small Llama with random weights"
             + ("." if config.dataset else " and 512 made-up instructions (no --dataset)."))
-    if not (config.model and (config.dataset or config.random_weights)):
-        on_rank_0(lambda: write_demo(directory / "demo") or "")
-    torch.manual_seed(config.seed + dist.get_rank())
+        on_rank_0(write_demo, directory / "demo")
+    torch.manual_seed(config.seed + dist.get_rank())  # dropout differs between ranks
 
     # what can be wrong is found out before any weight is read
     base = together(model_directory, config.model or str(directory / "demo" / "model"),
-                    config.random_weights)
+                    config.random_weights)  # fmt: skip
     model_config = together(read_model_config, base, config)
     attention = on_rank_0(choose_attention, config, model_config, device)
-    compute_dtype = getattr(torch, config.compute_dtype)
     tokenizer = None
     if config.dataset or not config.random_weights:
-        tokenizer = together(functools.partial(AutoTokenizer.from_pretrained, trust_remote_code=False),
-                             base)
-    examples, data_line = together(
-        prepare_data, config, directory, tokenizer, model_config.vocab_size
-    )
+        tokenizer = together(load_tokenizer, base)
+    vocab_size = model_config.vocab_size
+    examples, data_line = together(prepare_data, config, directory, tokenizer, vocab_size)
+    data_sha256 = digest_examples(examples)
     epoch_steps = math.ceil(config.num_epochs * len(examples) / config.batch_size)
     config = dataclasses.replace(config, max_steps=config.max_steps or epoch_steps)
     done, resume_from = 0, None
     if config.resume:
         resume_from = Path(on_rank_0(whole_checkpoint, directory))
-        resume_state = together(check_resume, resume_from, config)
+        resume_state = together(check_resume, resume_from, config, data_sha256)
         done = resume_state["step"]
 
     # order: NF4 layers, LoRA, recomputation, FSDP2, all on meta; then each rank's own bytes
-    mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
+    compute_dtype = getattr(torch, config.compute_dtype)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
     model, shapes = together(
-        build_model, model_config, attention.partition(":")[0], compute_dtype, world_size
+        build_model, model_config, attention.partition(":")[0], compute_dtype, mesh.size()
     )
-    read = random_reader(config.seed, 0.02, compute_dtype, device)
-    if not config.random_weights:
+    if config.random_weights:
+        read = random_reader(config.seed, compute_dtype, device)
+    else:
         files = together(weight_files, base)
-        on_rank_0(lambda: check_weights(files, shapes) or "")
+        on_rank_0(check_weights, files, shapes)
         read = file_reader(files)
     lora_config = together(add_lora, model, config)
-    recompute_blocks(model, config)
+    together(recompute_blocks, model, config)
     shard_model(model, mesh, compute_dtype, config.reshard_after_forward)
 
     say(f"configuration: {json.dumps(dataclasses.asdict(config))}")
-    versions = ", ".join(f"{m.__name__} {m.__version__}" for m in (torch, transformers, peft, bnb))
+    versions = ", ".join(f"{m.__name__} {m.__version__}" for m in LIBRARIES)
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, gloo"
-    say(f"{versions}; {world_size} x {gpu}")
+    say(f"{versions}; {dist.get_world_size()} x {gpu}")
     say(f"attention: {attention}")
     say(data_line)
     if tokenizer:
         say_example(examples, tokenizer)
-    run = describe_run(config, base.resolve(), attention, device, examples)
-    on_rank_0(lambda: write_text(directory / "train_config.json", json.dumps(run, indent=2)) or "")
 
-    load_weights(model, read, mesh, compute_dtype, device)
+    offsets = load_weights(model, read, mesh, compute_dtype, device)
     say_memory("after loading", device)
+    described = describe_run(config, base.resolve(), attention, device, examples, offsets)
+    on_rank_0(write_text, directory / "train_config.json", json.dumps(described, indent=2))
 
-    def first_values(name, shape):
-        if resume_from:
-            with safe_open(resume_from / "adapter_model.safetensors", "pt") as tensors:
-                return tensors.get_tensor(peft_name(name))
-        return init_lora(name, shape, config.seed)
-
+    first_values = functools.partial(init_lora, seed=config.seed)
+    if resume_from:
+        first_values = functools.partial(saved_lora, directory=resume_from)
     masters, views = load_lora(model, first_values, mesh, device)
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert list(params) == list(views), "the adapter's weights are not all in the optimizer"
     verify_model(model, compute_dtype)
-    total = sum(math.prod(shape) for shape in shapes.values())
-    trainable = sum(p.numel() for p in params.values())
+    trainable, total = sum(p.numel() for p in params.values()), sum(map(math.prod, shapes.values()))
     say(f"parameters: {trainable:,} trainable (LoRA), {total:,} frozen")
     say_memory("before step 1", device)
-    optimizer = make_optimizer(masters)
+    run = types.SimpleNamespace(
+        config=config, model=model, params=params, masters=masters, views=views,
+        optimizer=make_optimizer(masters), examples=examples, data_sha256=data_sha256,
+        lora_config=lora_config,
+    )  # fmt: skip
     if resume_from:
-        together(load_optimizer, resume_from, resume_state, masters, views, optimizer)
-        say(f"resumed from {resume_from}")
+        together(load_optimizer, run, resume_from, resume_state)
+        say(f"resumed from {resume_from}: {done} of {config.max_steps} steps are done")
 
-    run_steps(model, params, masters, views, optimizer, examples, lora_config, done, config)
+    run_steps(run, directory, done)
 
     adapter = gather_adapter(params)
-    on_rank_0(lambda: write_adapter(directory, adapter, lora_config) or "")
+    on_rank_0(write_adapter, directory, adapter, lora_config)
     say_memory("at the end", device)
     say(f"adapter saved in {directory}; to merge it into the base model:")
     say(f"python merge_adapters.py --adapter_dir {directory} --output_dir {directory}/merged")
 
 
-def run_steps(model, params, masters, views, optimizer, examples, lora_config, done, config):
+def run_steps(run, directory, done):
     """The training loop: steps, metrics, checkpoints. All ranks must call this."""
-    rank, world_size, directory = dist.get_rank(), dist.get_world_size(), Path(config.output_dir)
+    config, rank, world_size = run.config, dist.get_rank(), dist.get_world_size()
     accumulation = config.batch_size // (config.micro_batch_size * world_size)
     say(f"steps: {config.max_steps} of {config.batch_size} rows = {world_size} processes x"
         f" {config.micro_batch_size} rows x {accumulation} accumulation; peak learning rate"
         f" {config.learning_rate}")
-    metrics, board = None, None
+    metrics = board = None
     if rank == 0:
         from torch.utils.tensorboard import SummaryWriter
 
         path = directory / "metrics.jsonl"
         kept = path.read_text().splitlines(True) if done and path.is_file() else []
         write_text(path, "".join(kept[:done]))
-        metrics, board = path.open("a"), SummaryWriter(directory / "tensorboard", purge_step=done + 1)
-    bar = tqdm(range(done + 1, config.max_steps + 1), initial=done, total=config.max_steps,
-               unit="step", disable=rank != 0)  # fmt: skip
-    for step in bar:
+        metrics = path.open("a")
+        board = SummaryWriter(directory / "tensorboard", purge_step=done + 1)
+    steps = range(done + 1, config.max_steps + 1)
+    for step in tqdm(steps, initial=done, total=config.max_steps, unit="step", disable=rank != 0):
         started = time.perf_counter()
-        loss, norm, tokens, learnt_tokens = train_step(
-            model, params, masters, views, optimizer, examples, step, config
-        )
-        seconds = time.perf_counter() - started
+        row = train_step(run, step)
+        row["seconds"] = time.perf_counter() - started
+        row["tokens_per_second_per_gpu"] = row["tokens"] / row["seconds"] / world_size
+        row["peak_memory_gib"] = memory_gib(run.masters.device)[1]
         if rank == 0:
-            row = {
-                "step": step,
-                "loss": loss,
-                "learning_rate": optimizer.param_groups[0]["lr"],
-                "grad_norm": norm,
-                "tokens_per_second_per_gpu": tokens / seconds / world_size,
-                "peak_memory_gib": memory_gib(masters.device)[1],
-                "tokens": tokens,
-                "learnt_tokens": learnt_tokens,
-                "seconds": seconds,
-            }
             metrics.write(json.dumps(row) + "\n")
             metrics.flush()
             for key, value in row.items():
                 board.add_scalar(key, value, step)
-            say(f"step {step:6d}/{config.max_steps}  loss {loss:7.4f}  lr {row['learning_rate']:.2e}"
-                f"  grad {norm:8.4f}  {row['tokens_per_second_per_gpu']:9,.0f} tok/s/GPU"
+            say(f"step {step:6d}/{config.max_steps}  loss {row['loss']:7.4f}"
+                f"  lr {row['learning_rate']:.2e}  grad {row['grad_norm']:8.4f}"
+                f"  {row['tokens_per_second_per_gpu']:9,.0f} tok/s/GPU"
                 f"  peak {row['peak_memory_gib']:6.2f} GiB")
         if step == config.max_steps or config.save_every and step % config.save_every == 0:
-            save_checkpoint(
-                directory, step, params, masters, views, optimizer, lora_config, config
-            )
+            save_checkpoint(run, directory, step)
     if rank == 0:
         metrics.close()
         board.close()

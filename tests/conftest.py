@@ -129,13 +129,13 @@ def read_metrics():
 def run_main(capsys):
     """Function (*args): the script's main() in this process; (exit code, stdout, stderr)."""
     import torch.distributed as dist
+
     import train_fsdp_qlora
 
     def run(*args):
         capsys.readouterr()
-        code = "main() did not exit"
         try:
-            train_fsdp_qlora.main([str(arg) for arg in args])
+            code = train_fsdp_qlora.main([str(arg) for arg in args])
         except SystemExit as e:
             code = e.code
         finally:

@@ -18,7 +18,7 @@ LOADING = "load and quantise"  # the progress bar of the weights
 def refused(result, *words):
     """Assert that a run_main() ended by one line of all these words; returns the line."""
     code, out, err = result
-    assert code not in (0, None), "it ran"
+    assert code != 0, "it ran"
     lines = err.strip().splitlines()
     assert len(lines) == 1 and lines[0].startswith("error: "), err
     for word in words:
@@ -108,7 +108,9 @@ def edit_map(directory, change):
     ],
     ids=lambda value: " ".join(value),
 )
-def test_flags_are_refused_before_anything_is_written(run_main, tmp_path, monkeypatch, flags, words):
+def test_flags_are_refused_before_anything_is_written(
+    run_main, tmp_path, monkeypatch, flags, words
+):
     monkeypatch.chdir(tmp_path)
     refused(run_main(*flags), *words)
     assert list(tmp_path.iterdir()) == []
@@ -308,15 +310,13 @@ def test_output_directory_that_cannot_be_is_refused(start, model, tmp_path):
 
 @pytest.fixture(scope="module")
 def finished_run(tiny_model, tmp_path_factory):
-    """A run of two steps with a checkpoint at each, its flags, and a function to continue copies."""
+    """The directory of a run of two steps with a checkpoint at each, and its flags."""
     directory = tmp_path_factory.mktemp("finished")
     data = directory / "data.jsonl"
     data.write_text('{"prompt": "What is 1 plus 1?", "completion": "The answer is 2."}\n' * 8)
     flags = ["--model", tiny_model("llama"), "--dataset", data, "--max_seq_len", 64]
     flags = [str(flag) for flag in [*flags, "--batch_size", 2, "--max_steps", 2, "--save_every", 1]]
-    with pytest.raises(SystemExit) as stopped:
-        script.main([*flags, "--output_dir", str(directory / "run")])
-    assert stopped.value.code in (0, None)
+    assert script.main([*flags, "--output_dir", str(directory / "run")]) == 0
     return directory / "run", flags
 
 
@@ -363,7 +363,7 @@ def test_damaged_checkpoint_is_passed_over(resume, file, damage):
     (path,) = (run / "checkpoint-000002").glob(file)
     damage(path)
     code, out, _ = again("--resume", "--max_steps", 1)  # continues the older one, with no step
-    assert code in (0, None)
+    assert code == 0
     assert f"skipped {run / 'checkpoint-000002'}" in out
     assert f"resumed from {run / 'checkpoint-000001'}" in out
 

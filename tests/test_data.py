@@ -274,7 +274,7 @@ def test_random_examples_are_full_rows_that_depend_on_the_seed_alone():
     assert len(examples) == 6
     for ids, labels in examples:
         assert ids.shape == (50,) and torch.equal(ids, labels)
-        assert 0 <= int(ids.min()) and int(ids.max()) < 97
+        assert int(ids.min()) >= 0 and int(ids.max()) < 97
     torch.manual_seed(9)
     again = script.random_examples(97, config)
     other = script.random_examples(97, dataclasses.replace(config, seed=4))
@@ -355,7 +355,9 @@ def test_collate_equals_one_token_at_a_time():
 def test_padding_is_never_learnt():
     short = torch.tensor([5, 6], dtype=torch.int32)
     long = torch.tensor([7, 0, 8, 0, 9], dtype=torch.int32)  # 0, what is padded with, as a token
-    input_ids, positions, labels = script.collate([(short, short), (long, long)], torch.device("cpu"))
+    input_ids, positions, labels = script.collate(
+        [(short, short), (long, long)], torch.device("cpu")
+    )
     assert input_ids.tolist() == [[5, 6, 0, 0, 0], [7, 0, 8, 0, 9]]
     assert positions.tolist() == [0, 5, 6, 7, 8]
     assert labels.tolist() == [6, 0, 8, 0, 9]

@@ -118,6 +118,7 @@ def worked(models, tmp_path_factory):
     done = {}
 
     def work(nproc):
+        needs_ranks(nproc)
         if nproc in done:
             return done[nproc]
         out = done[nproc] = tmp_path_factory.mktemp(f"ranks-{nproc}")
@@ -203,19 +204,6 @@ def test_loss_and_gradients_equal_transformers_and_peft(kind, models, worked):
     for name, grad in exact.items():
         assert (got[f"float32/{name}"] - grad).norm() <= 1e-5 * grad.norm(), name
 
-    # bf16: both sides round some fifty times in a row, each in its own places. The reference's
-    # gradients are 1.1 to 1.9 % (Frobenius) away from the exact ones; ours must be as near.
-    loss, theirs = reference(models[kind], adapter, batch, torch.bfloat16)
-    ours = {name: got[f"bfloat16/{name}"] for name in exact}
-    assert abs(got["bfloat16/loss"] - loss) <= 1e-3 * loss
-    distance = {
-        who: torch.cat([(a[n] - b[n]).flatten() for n in exact]).norm()
-        / torch.cat([g.flatten() for g in exact.values()]).norm()
-        for who, a, b in (("ours", ours, exact), ("theirs", theirs, exact), ("both", ours, theirs))
-    }
-    print(f"{kind} bfloat16 gradients: ours {distance['ours']:.2%} from exact, the reference's"
-          f" {distance['theirs']:.2%}, {distance['both']:.2%} from each other")
-    assert distance["ours"] <= 1.15 * distance["theirs"]
     for other in "kept", "unsharded", "one block":
         for key in (k for k in got if k.startswith("float32/")):
             other_value = got[key.replace("float32", other, 1)]
@@ -223,6 +211,31 @@ def test_loss_and_gradients_equal_transformers_and_peft(kind, models, worked):
                 assert torch.equal(got[key], other_value), (other, key)
             else:  # the attention's backward adds with atomics there, in any order
                 torch.testing.assert_close(got[key], other_value, rtol=1e-5, atol=1e-6)
+
+
+def test_bf16_gradients_are_as_near_the_exact_ones_as_the_references(models, worked):
+    """Both sides round some fifty times in a row, each in its own places: the reference's own
+    gradients are 1.5 to 2.2 % (Frobenius) away from the exact ones. Ours must be as near; over
+    the three models, so that chance averages out."""
+    work, adapters, batch = worked
+    squares = {"ours": 0.0, "theirs": 0.0}
+    for kind, model in models.items():
+        got = load_file(work(2) / kind)
+        _, exact = reference(model, adapters[kind], batch, torch.float32)
+        loss, theirs = reference(model, adapters[kind], batch, torch.bfloat16)
+        assert abs(got["bfloat16/loss"] - loss) <= 1e-3 * loss
+        norm = torch.cat([g.flatten() for g in exact.values()]).norm()
+        ours = {name: got[f"bfloat16/{name}"] for name in exact}
+        distance = {
+            who: float(torch.cat([(a[n] - b[n]).flatten() for n in exact]).norm() / norm)
+            for who, a, b in (
+                ("ours", ours, exact), ("theirs", theirs, exact), ("between", ours, theirs)
+            )
+        }  # fmt: skip
+        print(f"{kind} bf16 gradients from exact: ", distance)
+        for who in squares:
+            squares[who] += distance[who] ** 2
+    assert squares["ours"] ** 0.5 <= 1.1 * squares["theirs"] ** 0.5
 
 
 @pytest.mark.parametrize("nproc", [2, 3])  # 16 rows do not divide by 3

@@ -143,7 +143,7 @@ def logits(job, device):
 
 
 def patterns(job, device):
-    """All 65,536 16-bit patterns through FSDP2: as NF4Blocks under each policy, and as plain bf16."""
+    """All 65,536 16-bit patterns through FSDP2: as NF4Blocks per policy, and as plain bf16."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     words = torch.arange(65536, dtype=torch.int32, device=device).to(torch.int16)
     packed = words.view(torch.uint8).view(-1, 32)
@@ -164,7 +164,7 @@ def patterns(job, device):
             weight = script.NF4Blocks.empty(packed.shape[0], "meta")
         module.weight = torch.nn.Parameter(weight, requires_grad=False)
         module.bias = torch.nn.Parameter(torch.zeros(8, device=weight.device))  # as norms, LoRA do
-        module.forward = lambda module=module, seen=seen: seen.update(w=module.weight)
+        module.forward = lambda _, module=module, seen=seen: seen.update(w=module.weight)
         fully_shard(module, mesh=mesh, **settings)
         rows = script.shard_range(packed.shape[0], dist.get_rank(), dist.get_world_size())
         part = slice(rows.start, rows.stop)
@@ -174,7 +174,7 @@ def patterns(job, device):
             script.set_local(module, "weight", mine)
             script.set_local(module, "bias", torch.zeros(8 // dist.get_world_size(), device=where))
         for _ in range(2):  # the first gather allocates, the second fills what was freed
-            module()
+            module(torch.zeros(1, device=device))  # torch 2.11 wants an argument
             gathered = seen["w"].packed if name != "unprotected" else seen["w"].detach()
             out[name] = gathered.view(torch.uint8).view(-1, 32).clone()
             if name != "unprotected":
