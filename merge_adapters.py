@@ -48,6 +48,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 NF4 = {"quant_type": "nf4", "blocksize": 64, "double_quant": True, "nested_blocksize": 256}
 LARGE_ERROR = 0.20  # of the adapter's own effect: said plainly from here on
 FAILED_ERROR = 1.0  # further from what was trained than the base is: not a merge of it
+SAME_OFFSET = 1e-5  # relative; summing in another order, on another device, moves it by 1e-7
 CHUNK = 2**24  # weights whose rounding error is summed in fp64 at once: 128 MiB
 HUB_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # a model's small files
 # what adapter_config.json may say of a plain LoRA; other options must have their default
@@ -265,12 +266,19 @@ def choose_device(asked, run):
 # ------------------------------------------------------------------------------------------------
 
 
-def training_weight(weight, dtype, device):
-    """What training computed with: quantised from `dtype` to NF4, and back."""
+def training_weight(weight, dtype, device, trained_offset):
+    """What training computed with: quantised from `dtype` to NF4, and back.
+
+    `trained_offset` is the mean absmax that training saw, None where it was not recorded.
+    """
     packed, state = bnb.functional.quantize_4bit(
         weight.to(device, dtype), blocksize=NF4["blocksize"], compress_statistics=True,
         quant_type="nf4",
     )  # fmt: skip
+    offset = state.offset.item()
+    if trained_offset and abs(offset - trained_offset) > SAME_OFFSET * trained_offset:
+        raise ValueError(f"has a mean absmax of {offset:.8g}, in training it was"
+                         f" {trained_offset:.8g}: this is not the base model trained on")
     return bnb.functional.dequantize_4bit(packed, state)
 
 
@@ -287,14 +295,17 @@ def add_adapter(weight, lora_a, lora_b, scaling, sums):
     return merged
 
 
-def merged_tensor(file, name, quantised, scaling, adapter_dir, dtype, device, sums):
+def merged_tensor(file, name, quantised, scaling, adapter_dir, offsets, dtype, device, sums):
     """One tensor of the merged model, bf16 on the CPU."""
     # files are opened anew each time, so that the pages they mapped do not add up in this process
     with open_tensors(file) as tensors:
         tensor = tensors.get_tensor(name)
     module = name.removesuffix(".weight")
     if module in quantised:
-        tensor = training_weight(tensor, dtype, device)
+        try:
+            tensor = training_weight(tensor, dtype, device, offsets.get(name))
+        except ValueError as e:
+            raise ValueError(f"{file}: {name} {e}")
     if module in scaling:
         prefix = f"base_model.model.{module}"
         with open_tensors(adapter_dir / "adapter_model.safetensors") as adapter:
@@ -493,7 +504,8 @@ def merge(args):
         print(f"left out {len(left_out)} tensors that the model does not use, as {left_out[0]}")
     sums = {"error": 0.0, "effect": 0.0}
     tensor_of = functools.partial(merged_tensor, quantised=quantised, scaling=scaling,
-                                  adapter_dir=adapter_dir, dtype=dtype, device=device, sums=sums)
+                                  adapter_dir=adapter_dir, dtype=dtype, device=device, sums=sums,
+                                  offsets=run["quantization"].get("absmax_offsets", {}))
     try:
         write_weights(temporary, files, shapes, tensor_of)
         write_small_files(temporary, base)

@@ -822,6 +822,60 @@ def check_weights(files, shapes):
             raise ValueError(f"{file}: not a whole safetensors file: {e}")
 
 
+def choose_attention(config, model_config, device):
+    """The attention to use and why, as 'name: reason'. Rank 0 only."""
+    from transformers.utils import is_flash_attn_2_available
+
+    flash = device.type == "cuda" and is_flash_attn_2_available()
+    get_it = "`make flash-attn` builds Flash Attention 2"
+    if config.attn == "flash_attention_2" and not flash:
+        raise ValueError("--attn flash_attention_2: flash-attn is not installed or there is no GPU;"
+                         f" {get_it}, or use --attn sdpa")
+    if config.attn in ("sdpa", "flash_attention_2"):
+        return f"{config.attn}: as asked"
+    if not flash or config.compute_dtype != "bfloat16":
+        why = "no GPU" if device.type == "cpu" else f"flash-attn is not installed ({get_it})"
+        return f"sdpa: {why if config.compute_dtype == 'bfloat16' else 'computing in float32'}"
+    if config.attn is None:
+        return "flash_attention_2: installed"
+    times = time_attention(config, model_config, device)
+    best = min(times, key=times.get)
+    return f"{best}: " + ", ".join(f"{name} {ms:.2f} ms" for name, ms in times.items())
+
+
+def time_attention(config, model_config, device):
+    """Milliseconds of forward + backward of one layer's attention, at the run's own shape."""
+    from flash_attn import flash_attn_func
+
+    heads = model_config.num_attention_heads
+    kv_heads = getattr(model_config, "num_key_value_heads", None) or heads
+    size = getattr(model_config, "head_dim", None) or model_config.hidden_size // heads
+    shape = (config.micro_batch_size, config.max_seq_len)
+    q, k, v = (
+        torch.randn(*shape, n, size, dtype=torch.bfloat16, device=device, requires_grad=True)
+        for n in (heads, kv_heads, kv_heads)
+    )
+
+    def sdpa():
+        args = (t.transpose(1, 2) for t in (q, k, v))
+        return F.scaled_dot_product_attention(*args, is_causal=True, enable_gqa=True)
+
+    def flash():
+        return flash_attn_func(q, k, v, causal=True)
+
+    times = {}
+    for name, run in ("sdpa", sdpa), ("flash_attention_2", flash):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for i in range(8):
+            if i == 3:
+                start.record()
+            run().sum().backward()
+        end.record()
+        torch.cuda.synchronize()
+        times[name] = start.elapsed_time(end) / 5
+    return times
+
+
 def decoder_blocks(model):
     """The decoder blocks: the longest ModuleList below the decoder."""
     lists = [m for m in model.get_decoder().modules() if isinstance(m, nn.ModuleList)]
@@ -1144,65 +1198,6 @@ def verify_model(model, compute_dtype):
     text = ", ".join(f"{kind} {n / 2**30:.3f}" for kind, n in n_bytes.items())
     for rank, line in enumerate(gather_texts(text)):
         say(f"rank {rank} holds, GiB: {line}")
-
-
-# ------------------------------------------------------------------------------------------------
-# Attention
-# ------------------------------------------------------------------------------------------------
-
-
-def choose_attention(config, model_config, device):
-    """The attention to use and why, as 'name: reason'. Rank 0 only."""
-    from transformers.utils import is_flash_attn_2_available
-
-    flash = device.type == "cuda" and is_flash_attn_2_available()
-    get_it = "`make flash-attn` builds Flash Attention 2"
-    if config.attn == "flash_attention_2" and not flash:
-        raise ValueError("--attn flash_attention_2: flash-attn is not installed or there is no GPU;"
-                         f" {get_it}, or use --attn sdpa")
-    if config.attn in ("sdpa", "flash_attention_2"):
-        return f"{config.attn}: as asked"
-    if not flash or config.compute_dtype != "bfloat16":
-        why = "no GPU" if device.type == "cpu" else f"flash-attn is not installed ({get_it})"
-        return f"sdpa: {why if config.compute_dtype == 'bfloat16' else 'computing in float32'}"
-    if config.attn is None:
-        return "flash_attention_2: installed"
-    times = time_attention(config, model_config, device)
-    best = min(times, key=times.get)
-    return f"{best}: " + ", ".join(f"{name} {ms:.2f} ms" for name, ms in times.items())
-
-
-def time_attention(config, model_config, device):
-    """Milliseconds of forward + backward of one layer's attention, at the run's own shape."""
-    from flash_attn import flash_attn_func
-
-    heads = model_config.num_attention_heads
-    kv_heads = getattr(model_config, "num_key_value_heads", None) or heads
-    size = getattr(model_config, "head_dim", None) or model_config.hidden_size // heads
-    shape = (config.micro_batch_size, config.max_seq_len)
-    q, k, v = (
-        torch.randn(*shape, n, size, dtype=torch.bfloat16, device=device, requires_grad=True)
-        for n in (heads, kv_heads, kv_heads)
-    )
-
-    def sdpa():
-        args = (t.transpose(1, 2) for t in (q, k, v))
-        return F.scaled_dot_product_attention(*args, is_causal=True, enable_gqa=True)
-
-    def flash():
-        return flash_attn_func(q, k, v, causal=True)
-
-    times = {}
-    for name, run in ("sdpa", sdpa), ("flash_attention_2", flash):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        for i in range(8):
-            if i == 3:
-                start.record()
-            run().sum().backward()
-        end.record()
-        torch.cuda.synchronize()
-        times[name] = start.elapsed_time(end) / 5
-    return times
 
 
 # ------------------------------------------------------------------------------------------------

@@ -394,3 +394,20 @@ def test_unknown_flag(trained, tmp_path, capsys):
         merge_adapters.main(merge_command(trained, tmp_path / "out", "--adapter", "x")[2:])
     assert "error: unrecognized arguments: --adapter x" in capsys.readouterr().err
     assert not any(tmp_path.iterdir())
+
+
+def test_another_base_of_the_same_shapes(trained, tmp_path, capsys):
+    run, out = tmp_path / "run", tmp_path / "out"
+    shutil.copytree(trained, run, ignore=shutil.ignore_patterns("checkpoint-*"))
+    base = Path(json.loads((run / "train_config.json").read_text())["base_model"])
+    shutil.copytree(base, tmp_path / "base")
+    weights = load_file(tmp_path / "base" / "model.safetensors")
+    weights["model.layers.2.mlp.up_proj.weight"][:8] *= 1.01  # 8 of 512 rows
+    save_file(weights, tmp_path / "base" / "model.safetensors", metadata={"format": "pt"})
+    edit_json("train_config.json", base_model=str(tmp_path / "base"))(run, out)
+    with pytest.raises(SystemExit, match="1"):
+        merge_adapters.main(merge_command(run, out)[2:])
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ") and "layers.2.mlp.up_proj" in error
+    assert "not the base model trained on" in error
+    assert not out.exists() and not (tmp_path / ".out.partial").exists()
