@@ -510,6 +510,7 @@ def merge(args):
         write_weights(temporary, files, shapes, tensor_of)
         write_small_files(temporary, base)
     except BaseException:
+        print(file=sys.stderr)  # ends the progress bar's line
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     rounding = math.sqrt(sums["error"] / sums["effect"])

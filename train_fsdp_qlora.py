@@ -22,6 +22,7 @@ import argparse
 import dataclasses
 import functools
 import hashlib
+import inspect
 import json
 import math
 import os
@@ -54,6 +55,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # comes with torch on CUDA alone
+    triton = None
 
 # ------------------------------------------------------------------------------------------------
 # Configuration
@@ -103,6 +110,9 @@ class Config:
         True, "free a block's gathered weights after its forward (FULL_SHARD), or not until its"
         " backward is done (SHARD_GRAD_OP): faster, needs the whole 4-bit model on each GPU",
     )
+    fused: bool | None = knob(
+        None, "Triton dequantisation and compiled elementwise work; none: on CUDA, where Triton is"
+    )
     recompute: str = knob("all", "decoder blocks recomputed in backward: all, none or a number")
     max_seq_len: int = knob(2048, "tokens; longer rows are cut")
     batch_size: int | None = knob(None, "rows an optimizer step, over all GPUs; none: 16 or more")
@@ -143,7 +153,7 @@ def parse_config(argv):
     return Config(**values)
 
 
-def resolve_config(config, world_size):
+def resolve_config(config, world_size, device):
     """Check what the flags alone can tell and fill in what is derived from them."""
     for name, value in vars(config).items():
         if value == "":
@@ -168,6 +178,9 @@ def resolve_config(config, world_size):
         raise ValueError(f"--model {config.model} needs a --dataset: a JSONL file or a Hub id")
     if config.random_weights and not config.model:
         raise ValueError("--random_weights needs a --model whose config.json gives the shapes")
+    can_fuse = device.type == "cuda" and triton is not None
+    if config.fused and not can_fuse:
+        raise ValueError("--fused needs a GPU and Triton: leave it out")
     step_rows = config.micro_batch_size * world_size
     batch_size = config.batch_size or math.ceil(16 / step_rows) * step_rows
     if batch_size % step_rows:
@@ -180,6 +193,7 @@ def resolve_config(config, world_size):
     return dataclasses.replace(
         config,
         batch_size=batch_size,
+        fused=can_fuse if config.fused is None else config.fused,
         learning_rate=config.learning_rate or (2e-4 if config.model else 5e-3),
         max_steps=config.max_steps or (None if config.model or config.dataset else 60),
         output_dir=config.output_dir or default_output_dir(config.resume),
@@ -616,6 +630,7 @@ class NF4Linear(nn.Linear):
         self.bias = linear.bias
         self.dtype = linear.weight.dtype
         self.quant_state = None
+        self.fused = False
 
     def set_nested_state(self, nested_absmax, offset):
         """nested_absmax fp32 [n_blocks / 256] and offset fp32 [] undo the 8-bit absmax codes."""
@@ -639,6 +654,8 @@ class NF4Linear(nn.Linear):
 
     def dequantize(self):
         """The gathered weight as bitsandbytes gives it: [out_features, in_features]."""
+        if self.fused:
+            return dequantize_fused(self.weight, self.n_blocks, self.quant_state)
         n_bytes = self.out_features * self.in_features // 2
         self.quant_state.absmax = self.weight.absmax_codes[: self.n_blocks]
         packed = self.weight.packed.view(-1, 1)[:n_bytes]
@@ -648,6 +665,43 @@ class NF4Linear(nn.Linear):
 
     def forward(self, x):
         return FrozenProduct.apply(x.flatten(0, -2), self.bias, self).unflatten(0, x.shape[:-1])
+
+
+if triton:
+
+    @triton.jit
+    def dequantize_kernel(
+        packed, absmax_codes, nested_absmax, offset, nf4_code, absmax_code, out,
+        n_blocks, n_weights, BLOCKS: tl.constexpr,
+        BLOCK: tl.constexpr, NESTED_BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        """BLOCKS blocks of 64 weights: 4-bit codes and 8-bit scales to `out`'s dtype."""
+        block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+        inside = block < n_blocks
+        absmax = tl.load(absmax_code + tl.load(absmax_codes + block, inside, 0).to(tl.int32))
+        absmax = absmax * tl.load(nested_absmax + block // NESTED_BLOCK, inside, 0.0)
+        absmax = absmax + tl.load(offset)
+        byte = block[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
+        codes = tl.load(packed + byte, inside[:, None], 0).to(tl.int32)
+        high = tl.load(nf4_code + (codes >> 4)) * absmax[:, None]
+        low = tl.load(nf4_code + (codes & 15)) * absmax[:, None]
+        weight = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        values = tl.interleave(high, low).to(out.dtype.element_ty)
+        tl.store(out + weight, values, weight < n_weights)
+
+
+def dequantize_fused(blocks, n_blocks, state):
+    """NF4Blocks of a layer to its weight in one kernel, bit for bit what bitsandbytes' three give.
+
+    Without floating-point fusion: bitsandbytes rounds between the scale's product and its offset.
+    """
+    out = torch.empty(state.shape, dtype=state.dtype, device=blocks.device)
+    dequantize_kernel[(triton.cdiv(n_blocks, 64),)](
+        blocks.packed, blocks.absmax_codes, state.state2.absmax, state.offset, state.code,
+        state.state2.code, out, n_blocks, out.numel(), 64, BLOCK, NESTED_BLOCK,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
 
 
 class FrozenProduct(torch.autograd.Function):
@@ -918,6 +972,53 @@ def build_model(model_config, attention, dtype, shards):
     return model, shapes
 
 
+# what a class must do for its forward to be replaced, as its source says it
+RMS_NORM = "return self.weight * hidden_states.to(input_dtype)"
+SWIGLU_MLP = "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"
+
+
+@torch.compile
+def rms_norm(x, weight, epsilon):
+    x32 = x.float()
+    x32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + epsilon)
+    return weight * x32.to(x.dtype)
+
+
+@torch.compile
+def swiglu(gate, up):
+    return F.silu(gate) * up
+
+
+def fuse_model(model):
+    """Swap in the Triton dequantisation, and compile what is elementwise in the decoder blocks:
+    norms, rotary embedding and gated activation, each a function of tensors alone.
+
+    Not whole blocks: compiled inside the checkpoint, a block's last product is recomputed after
+    all, and with the checkpoint inside, torch stops recomputing without a word. Not modules:
+    FSDP2 changes their parameters beneath dynamo's guards.
+    """
+    for module in decoder_blocks(model).modules():
+        if isinstance(module, NF4Linear):
+            module.fused = True
+            continue
+        source = inspect.getsource(type(module).forward)
+        if RMS_NORM in source:
+            module.forward = functools.partial(norm_forward, module)
+        elif SWIGLU_MLP in source and model.config.hidden_act == "silu":
+            module.forward = functools.partial(mlp_forward, module)
+    modeling = sys.modules[type(model).__module__]
+    if hasattr(modeling, "apply_rotary_pos_emb"):
+        modeling.apply_rotary_pos_emb = torch.compile(modeling.apply_rotary_pos_emb)
+
+
+def norm_forward(norm, x):
+    return rms_norm(x, norm.weight, norm.variance_epsilon)
+
+
+def mlp_forward(mlp, x):
+    return mlp.down_proj(swiglu(mlp.gate_proj(x), mlp.up_proj(x)))
+
+
 def file_reader(files):
     """A function (name, shape, rows) that reads those rows of a tensor from its file."""
 
@@ -986,8 +1087,8 @@ def quantize_shard(read, name, layer, group, device):
 def set_local(module, name, local):
     """Give a sharded meta parameter its local values; returns the new parameter."""
     old = getattr(module, name)
-    where = {"device_mesh": old.device_mesh, "placements": old.placements, "run_check": False}
-    value = DTensor.from_local(local, **where, shape=old.shape, stride=old.stride())
+    # as FSDP2 does it; DTensor.from_local would move an offloaded shard to the GPU
+    value = DTensor(local, old._spec, requires_grad=False)
     setattr(module, name, nn.Parameter(value, requires_grad=old.requires_grad))
     return getattr(module, name)
 
@@ -1545,7 +1646,7 @@ def describe_run(config, base, attention, device, examples, offsets):
 
 def train(config, device):
     """The whole job, from flags to adapter. All ranks must call this."""
-    config = together(resolve_config, config, dist.get_world_size())
+    config = together(resolve_config, config, dist.get_world_size(), device)
     config = dataclasses.replace(config, output_dir=on_rank_0(lambda: config.output_dir))
     directory = Path(config.output_dir)
     on_rank_0(open_output, config, directory)
@@ -1586,6 +1687,8 @@ def train(config, device):
         files = together(weight_files, base)
         on_rank_0(check_weights, files, shapes)
         read = file_reader(files)
+    if config.fused:
+        fuse_model(model)
     lora_config = together(add_lora, model, config)
     together(recompute_blocks, model, config)
     shard_model(model, mesh, compute_dtype, config.reshard_after_forward)

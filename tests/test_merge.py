@@ -407,7 +407,7 @@ def test_another_base_of_the_same_shapes(trained, tmp_path, capsys):
     edit_json("train_config.json", base_model=str(tmp_path / "base"))(run, out)
     with pytest.raises(SystemExit, match="1"):
         merge_adapters.main(merge_command(run, out)[2:])
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("error: ") and "layers.2.mlp.up_proj" in error
+    (error,) = re.findall("error: .*", capsys.readouterr().err)  # behind the progress bar
+    assert "layers.2.mlp.up_proj" in error
     assert "not the base model trained on" in error
     assert not out.exists() and not (tmp_path / ".out.partial").exists()

@@ -31,6 +31,8 @@ def make_model(model_dir, device, adapter=None, mesh=None, **settings):
     model, shapes = script.build_model(model_config, config.attn or "sdpa", dtype, mesh.size())
     files = script.weight_files(Path(model_dir))
     script.check_weights(files, shapes)
+    if config.fused:
+        script.fuse_model(model)
     script.add_lora(model, config)
     script.recompute_blocks(model, config)
     script.shard_model(model, mesh, dtype, config.reshard_after_forward)
@@ -63,6 +65,10 @@ def quantized(job, device):
                 "offset": layer.quant_state.offset,
                 "dequantized": layer.dequantize(),
             }
+
+            if device.type == "cuda":
+                layer.fused = True
+                seen[layer]["fused"] = layer.dequantize()
 
         layers = {n: m for n, m in model.named_modules() if isinstance(m, script.LoraNF4Linear)}
         for layer in layers.values():
