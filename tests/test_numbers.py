@@ -119,7 +119,7 @@ def worked(models, tmp_path_factory):
         kind: write_adapter(inputs / f"{kind}.safetensors", model, rank=4)
         for kind, model in models.items()
     }
-    adam = write_adapter(inputs / "adam.safetensors", models["llama"], rank=16)
+    adam = write_adapter(inputs / "adam.safetensors", models["llama"], rank=64)
     done = {}
 
     def work(nproc):
@@ -130,7 +130,7 @@ def worked(models, tmp_path_factory):
         jobs = [{"case": "quantized", "models": list(models.values()), "out": "quantized"}]
         if nproc in (2, 3):
             jobs.append({"case": "optimizer", "model": models["llama"], "adapter": adam,
-                         "batch": batch, "steps": 4, "lr": 1e-2, "out": "optimizer"})
+                         "batch": batch, "rank": 64, "steps": 4, "lr": 1e-2, "out": "optimizer"})
         if nproc == 2:
             jobs += [{"case": "gradients", "model": model, "adapter": adapters[kind],
                       "batch": batch, "settings": {k: {"lora_rank": 4, **v}
@@ -241,7 +241,7 @@ def test_bf16_gradients_are_as_near_the_exact_ones_as_the_references(models, wor
         assert squares[who] ** 0.5 <= 1.1 * squares["theirs"] ** 0.5, who
 
 
-@pytest.mark.parametrize("nproc", [2, 3])  # 16 rows do not divide by 3
+@pytest.mark.parametrize("nproc", [2, 3])  # rank 64: 3 does not divide it, and CUDA pages it
 def test_8bit_adam_over_shards_equals_one_process(nproc, worked):
     for rank in range(nproc):
         got = load_file(worked[0](nproc) / f"optimizer.{rank}")
@@ -304,10 +304,10 @@ def test_same_losses_whatever_the_processes_and_accumulation(dtype, bar, tmp_pat
         (nproc, micro): run_losses(
             nproc, tmp_path, f"{nproc}-{micro}", *flags, "--micro_batch_size", str(micro)
         )
-        for nproc, micro in [(1, 8), (2, 1), (2, 2), (4, 2)]
+        for nproc, micro in [(1, 2), (2, 2), (4, 2)]
         if nproc <= (torch.cuda.device_count() or nproc)
     }
-    first = runs.pop((1, 8))
+    first = runs.pop((1, 2))
     assert len(first) == 20 and first[-1]["loss"] < first[0]["loss"]
     for key, run in runs.items():
         gaps = [abs(a["loss"] - b["loss"]) / a["loss"] for a, b in zip(first, run)]

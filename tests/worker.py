@@ -103,7 +103,9 @@ def gradients(job, device):
 
 def optimizer(job, device):
     """Every rank: values and gradients of its own shards before and after each of some steps."""
-    model, params, masters, views = make_model(job["model"], device, job["adapter"])
+    model, params, masters, views = make_model(
+        job["model"], device, job["adapter"], lora_rank=job["rank"]
+    )
     adam = script.make_optimizer(masters)
     adam.param_groups[0]["lr"] = job["lr"]
     batch, out = load_file(job["batch"]), {}
@@ -161,7 +163,7 @@ def patterns(job, device):
         "plain": {},
         "mixed": {"mp_policy": mixed},
         "offload": {"mp_policy": mixed, **offload},
-        "unprotected": {},
+        "unprotected": {"mp_policy": mixed},  # without, the fp32 bias makes FSDP2 copy bytes
     }.items():
         module, seen = torch.nn.Module(), {}
         if name == "unprotected":
