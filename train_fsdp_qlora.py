@@ -496,7 +496,7 @@ def digest_examples(examples):
 
 
 def say_example(examples, tokenizer):
-    """Show one row as the model sees it, with what is not learnt in grey brackets. Rank 0 only."""
+    """Show one row as the model sees it, with what is not learnt in brackets."""
     ids, labels = (t.tolist() for t in examples[0])
     parts, learnt = [], None
     for token, label in zip(ids, labels):
@@ -617,7 +617,7 @@ class NF4Linear(nn.Linear):
     """A frozen linear layer whose weight [out_features, in_features] is stored as NF4.
 
     `weight` holds its blocks in row-major order, padded to a multiple of `shards` so that FSDP2
-    shards it evenly. The second level of the double quantisation, 5 bytes for 16,384 weights, is
+    shards it evenly. The second level of the double quantisation, 4 bytes for 16,384 weights, is
     small enough to be replicated.
     """
 
@@ -809,6 +809,10 @@ def read_model_config(directory, config):
         raise ValueError(f"--model {config.model}: {kind} is no plain language model")
     if getattr(model_config, "quantization_config", None):
         raise ValueError(f"--model {config.model}: is quantised already; name the original model")
+    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
+        if getattr(model_config, name, None) not in (None, 1.0):
+            raise ValueError(f"--model {config.model}: its logits are changed by {name} after the"
+                             " head, which the loss here would leave out")
     longest = getattr(model_config, "max_position_embeddings", None)
     if longest and config.max_seq_len > longest and config.dataset:
         raise ValueError(f"--max_seq_len {config.max_seq_len}: the model was made for {longest}")
@@ -855,7 +859,7 @@ def check_weights(files, shapes):
     if missing:
         raise ValueError(f"the checkpoint lacks {len(missing)} of {len(shapes)} tensors that its"
                          f" config.json asks for, the first is {missing[0]}")
-    layers = {name.split(".layers.")[0]: 0 for name in shapes if ".layers." in name}
+    layers = {name.split(".layers.")[0] for name in shapes if ".layers." in name}
     extra = [n for n in files if n not in shapes and n.split(".layers.")[0] in layers
              and ".layers." in n and not n.endswith("inv_freq")]
     if extra:
@@ -1151,7 +1155,7 @@ class LoraNF4Linear(nn.Module, LoraLayer):
         return FrozenProduct.apply(rows, out, self.base_layer).unflatten(0, x.shape[:-1])
 
 
-def add_lora(model, config):
+def add_lora(model, config, base_name):
     """Inject PEFT's LoRA layers, still on the meta device; returns PEFT's LoraConfig."""
     linear = {name for name, m in model.named_modules() if isinstance(m, NF4Linear)}
     targets = config.target_modules
@@ -1166,7 +1170,7 @@ def add_lora(model, config):
         lora_dropout=config.lora_dropout,
         target_modules="all-linear" if targets == ("all-linear",) else list(targets),
         task_type="CAUSAL_LM",
-        base_model_name_or_path=config.model,
+        base_model_name_or_path=base_name,
     )
     lora_config._register_custom_module({NF4Linear: LoraNF4Linear})
     inject_adapter_in_model(lora_config, model)
@@ -1283,8 +1287,10 @@ def verify_model(model, compute_dtype):
         for name, p in module._parameters.items():
             if p is None:
                 continue
-            full_name, local = f"{path}.{name}", p.to_local()
-            assert isinstance(p, DTensor) and not local.is_meta, f"{full_name} was not loaded"
+            full_name = f"{path}.{name}"
+            assert isinstance(p, DTensor), f"{full_name} is not sharded"
+            local = p.to_local()
+            assert not local.is_meta, f"{full_name} was not loaded"
             assert p.requires_grad == (".lora_" in full_name), f"{full_name} {p.requires_grad=}"
             if isinstance(local, NF4Blocks):
                 shards = p.device_mesh.size()
@@ -1599,6 +1605,8 @@ def open_output(config, directory):
                          " to continue it, or name another directory")
     write_text(directory / ".writable", "")
     (directory / ".writable").unlink()
+    for torn in directory.glob(".checkpoint-*.part"):  # of a run that ended while saving
+        shutil.rmtree(torn)
 
 
 def prepare_data(config, directory, tokenizer, vocab_size):
@@ -1689,7 +1697,7 @@ def train(config, device):
         read = file_reader(files)
     if config.fused:
         fuse_model(model)
-    lora_config = together(add_lora, model, config)
+    lora_config = together(add_lora, model, config, config.model or str(base))
     together(recompute_blocks, model, config)
     shard_model(model, mesh, compute_dtype, config.reshard_after_forward)
 
@@ -1732,7 +1740,17 @@ def train(config, device):
     on_rank_0(write_adapter, directory, adapter, lora_config)
     say_memory("at the end", device)
     say(f"adapter saved in {directory}; to merge it into the base model:")
-    say(f"python merge_adapters.py --adapter_dir {directory} --output_dir {directory}/merged")
+    say(f"{this_python()} merge_adapters.py --adapter_dir {directory}"
+        f" --output_dir {directory}/merged")
+
+
+def this_python():
+    """What to type for the Python that runs this: `python` only where that is the same one."""
+    found = shutil.which("python")
+    if found and Path(found).parent == Path(sys.executable).parent:
+        return "python"
+    path = os.path.relpath(sys.executable)
+    return sys.executable if path.startswith("..") else path
 
 
 def run_steps(run, directory, done):

@@ -33,7 +33,7 @@ def make_model(model_dir, device, adapter=None, mesh=None, **settings):
     script.check_weights(files, shapes)
     if config.fused:
         script.fuse_model(model)
-    script.add_lora(model, config)
+    script.add_lora(model, config, model_dir)
     script.recompute_blocks(model, config)
     script.shard_model(model, mesh, dtype, config.reshard_after_forward)
     script.load_weights(model, script.file_reader(files), mesh, dtype, device)
