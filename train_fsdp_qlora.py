@@ -1011,8 +1011,9 @@ def fuse_model(model):
         elif SWIGLU_MLP in source and model.config.hidden_act == "silu":
             module.forward = functools.partial(mlp_forward, module)
     modeling = sys.modules[type(model).__module__]
-    if hasattr(modeling, "apply_rotary_pos_emb"):
-        modeling.apply_rotary_pos_emb = torch.compile(modeling.apply_rotary_pos_emb)
+    rotary = getattr(modeling, "apply_rotary_pos_emb", None)
+    if rotary and not hasattr(rotary, "_torchdynamo_orig_callable"):  # once in a process
+        modeling.apply_rotary_pos_emb = torch.compile(rotary)
 
 
 def norm_forward(norm, x):

@@ -130,7 +130,7 @@ def optimizer(job, device):
 
 def is_managed(address):
     """Whether CUDA's runtime calls this address managed (paged) memory."""
-    attributes = (ctypes.c_byte * 64)()
+    attributes = (ctypes.c_byte * 256)()  # CUDA 13's struct is 88 bytes, CUDA 12's was 24
     runtime = ctypes.CDLL("libcudart.so.13" if torch.version.cuda >= "13" else "libcudart.so.12")
     assert runtime.cudaPointerGetAttributes(attributes, ctypes.c_void_p(address)) == 0
     return int.from_bytes(bytes(attributes[:4]), "little") == 3  # cudaMemoryTypeManaged
