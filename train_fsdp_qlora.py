@@ -153,7 +153,7 @@ def parse_config(argv):
     return Config(**values)
 
 
-def resolve_config(config, world_size, device):
+def resolve_config(config, world_size):
     """Check what the flags alone can tell and fill in what is derived from them."""
     for name, value in vars(config).items():
         if value == "":
@@ -178,9 +178,6 @@ def resolve_config(config, world_size, device):
         raise ValueError(f"--model {config.model} needs a --dataset: a JSONL file or a Hub id")
     if config.random_weights and not config.model:
         raise ValueError("--random_weights needs a --model whose config.json gives the shapes")
-    can_fuse = device.type == "cuda" and triton is not None
-    if config.fused and not can_fuse:
-        raise ValueError("--fused needs a GPU and Triton: leave it out")
     step_rows = config.micro_batch_size * world_size
     batch_size = config.batch_size or math.ceil(16 / step_rows) * step_rows
     if batch_size % step_rows:
@@ -193,7 +190,6 @@ def resolve_config(config, world_size, device):
     return dataclasses.replace(
         config,
         batch_size=batch_size,
-        fused=can_fuse if config.fused is None else config.fused,
         learning_rate=config.learning_rate or (2e-4 if config.model else 5e-3),
         max_steps=config.max_steps or (None if config.model or config.dataset else 60),
         output_dir=config.output_dir or default_output_dir(config.resume),
@@ -993,6 +989,33 @@ def swiglu(gate, up):
     return F.silu(gate) * up
 
 
+def try_fused(device):
+    """Why the Triton kernel cannot be used on this machine, or nothing. It is compiled at its first
+    use, which takes a C compiler and Python's headers, and must give what bitsandbytes gives."""
+    if device.type != "cuda" or triton is None:
+        return "there is no GPU" if device.type != "cuda" else "there is no Triton"
+    weight = torch.randn(256, 256, dtype=torch.bfloat16, device=device)
+    packed, state = bnb.functional.quantize_4bit(
+        weight, blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
+    )
+    try:
+        blocks = NF4Blocks(packed.view(-1, BLOCK // 2), state.absmax)
+        fused = dequantize_fused(blocks, blocks.shape[0], state)
+    except Exception as e:
+        return f"Triton cannot compile here, {type(e).__name__}: {str(e)[:200]}"
+    same = torch.equal(fused, bnb.functional.dequantize_4bit(packed, state))
+    return "" if same else "its result is not what bitsandbytes gives on this GPU"
+
+
+def choose_fused(config, why_not):
+    """--fused as it will be used; `why_not` is empty where it can be."""
+    if config.fused and why_not:
+        raise ValueError(f"--fused: {why_not}; leave it out")
+    if config.fused is None and why_not and "no GPU" not in why_not:
+        say(f"slower than need be, without fused kernels: {why_not}")
+    return dataclasses.replace(config, fused=not why_not if config.fused is None else config.fused)
+
+
 def fuse_model(model):
     """Swap in the Triton dequantisation, and compile what is elementwise in the decoder blocks:
     norms, rotary embedding and gated activation, each a function of tensors alone.
@@ -1655,7 +1678,9 @@ def describe_run(config, base, attention, device, examples, offsets):
 
 def train(config, device):
     """The whole job, from flags to adapter. All ranks must call this."""
-    config = together(resolve_config, config, dist.get_world_size(), device)
+    config = together(resolve_config, config, dist.get_world_size())
+    why_not = next((text for text in gather_texts(try_fused(device)) if text), "")
+    config = together(choose_fused, config, why_not)
     config = dataclasses.replace(config, output_dir=on_rank_0(lambda: config.output_dir))
     directory = Path(config.output_dir)
     on_rank_0(open_output, config, directory)

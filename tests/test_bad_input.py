@@ -121,6 +121,16 @@ def test_flash_attention_without_a_gpu_is_refused(start, model):
     refused(start(model, "--attn", "flash_attention_2"), "--attn flash_attention_2", "--attn sdpa")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there they can be had")
+def test_fused_kernels_without_a_gpu_are_refused(start, model):
+    refused(start(model, "--fused"), "--fused: there is no GPU", "leave it out")
+
+
+def test_model_whose_logits_change_after_the_head_is_refused(start, model):
+    edit_json(model / "config.json", final_logit_softcapping=30.0)
+    refused(start(model), "final_logit_softcapping", "loss")
+
+
 def test_target_that_matches_nothing_is_refused(start, model):
     line = refused(start(model, "--target_modules", "q_proj", "qproj"), "--target_modules qproj")
     for name in ("q_proj", "k_proj", "o_proj", "gate_proj", "down_proj", "all-linear"):

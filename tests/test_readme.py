@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 import train_fsdp_qlora as script
 
@@ -41,7 +40,7 @@ def test_training_commands_parse(argv):
             script.parse_config(argv)
         assert e.value.code == 0
     else:
-        script.resolve_config(script.parse_config(argv), world_size=2, device=torch.device("cpu"))
+        script.resolve_config(script.parse_config(argv), world_size=2)
 
 
 def merge_flags():
@@ -84,7 +83,7 @@ def test_make_passes_real_flags():
         make = ["make", "--dry-run", *shlex.split(command)[1:], "NPROC=2"]
         done = subprocess.run(make, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
         argv = shlex.split(done.stdout.replace("\\\n", " ").partition("train_fsdp_qlora.py")[2])
-        script.resolve_config(script.parse_config(argv), world_size=2, device=torch.device("cpu"))
+        script.resolve_config(script.parse_config(argv), world_size=2)
 
 
 def test_named_functions_exist():
