@@ -1452,8 +1452,8 @@ def state_slices(run):
     return slices
 
 
-def rank_file():
-    return f"rank-{dist.get_rank():05d}-of-{dist.get_world_size():05d}.safetensors"
+def rank_file(rank, world_size):
+    return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
 
 
 def save_checkpoint(run, directory, step):
@@ -1464,6 +1464,7 @@ def save_checkpoint(run, directory, step):
     """
     final = directory / CHECKPOINT.format(step)
     temporary = directory / f".{final.name}.part"
+    part = rank_file(dist.get_rank(), dist.get_world_size())
     adapter = gather_adapter(run.params)
     if run.masters.is_cuda:
         torch.cuda.synchronize()  # paged state is read on the host, where no stream orders it
@@ -1477,8 +1478,8 @@ def save_checkpoint(run, directory, step):
         tensors["rng.cpu"] = torch.get_rng_state()
         if run.masters.is_cuda:
             tensors["rng.cuda"] = torch.cuda.get_rng_state()
-        write_tensors(temporary / rank_file(), tensors)
-        return f"{rank_file()} {digest(temporary / rank_file())}"
+        write_tensors(temporary / part, tensors)
+        return f"{part} {digest(temporary / part)}"
 
     def finish(lines):
         write_adapter(temporary, adapter, run.lora_config)
@@ -1550,22 +1551,54 @@ def check_resume(path, config, data_sha256):
     if state["data_sha256"] != data_sha256:
         raise ValueError(f"--resume: the rows are not those that {path} was made with: the data"
                          " set or the tokenizer has changed")
-    if state["world_size"] != dist.get_world_size():
-        raise ValueError(f"--resume: {path} was made by {state['world_size']} processes, not"
-                         f" {dist.get_world_size()}: use --nproc_per_node {state['world_size']}")
     return state
 
 
 def load_optimizer(run, path, state):
-    """Restore this rank's optimizer and random state."""
+    """Restore this rank's optimizer and random state, bit for bit on as many ranks as saved it."""
     run.optimizer.init_state(run.optimizer.param_groups[0], run.masters, 0, 0)
     run.optimizer.state[run.masters]["step"] = state["optimizer_step"]
-    with safe_open(path / rank_file(), "pt") as tensors:
+    if state["world_size"] != dist.get_world_size():
+        recut_optimizer(run, path, state["world_size"])
+        torch.manual_seed(run.config.seed + dist.get_rank() + 2**40 * state["step"])
+        return
+    with safe_open(path / rank_file(dist.get_rank(), dist.get_world_size()), "pt") as tensors:
         for name, live in state_slices(run).items():
             live.copy_(tensors.get_tensor(name))
         torch.set_rng_state(tensors.get_tensor("rng.cpu"))
         if run.masters.is_cuda:
             torch.cuda.set_rng_state(tensors.get_tensor("rng.cuda"))
+
+
+def recut_optimizer(run, path, saved_ranks):
+    """Restore the optimizer's state from what another number of ranks saved.
+
+    A weight's state is put together, and this rank's rows are quantised anew: the same bytes where
+    the shards begin at whole blocks, else within the rounding of 8 bits.
+    """
+    state, slices = run.optimizer.state[run.masters], state_slices(run)
+    files = [safe_open(path / rank_file(rank, saved_ranks), "pt") for rank in range(saved_ranks)]
+    for name, view in run.views.items():
+        rows, columns = run.params[name].shape
+        mine = shard_range(rows, dist.get_rank(), dist.get_world_size())
+        mine = slice(mine.start * columns, mine.stop * columns)
+        for n in "12":
+            parts = [file.get_tensor(f"{name}.state{n}") for file in files]
+            if f"{name}.absmax{n}" not in slices:  # small adapters have 32-bit state
+                slices[f"{name}.state{n}"].copy_(torch.cat(parts)[mine])
+            elif view.numel():
+                code = state[f"qmap{n}"].cpu()
+                scales = [file.get_tensor(f"{name}.absmax{n}") for file in files]
+                whole = torch.cat([
+                    bnb.functional.dequantize_blockwise(
+                        part, absmax=scale, code=code, blocksize=STATE_BLOCK
+                    ) for part, scale in zip(parts, scales) if part.numel()
+                ])  # fmt: skip
+                codes, quantized = bnb.functional.quantize_blockwise(
+                    whole[mine], code=code, blocksize=STATE_BLOCK
+                )
+                slices[f"{name}.state{n}"].copy_(codes)
+                slices[f"{name}.absmax{n}"].copy_(quantized.absmax)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1759,6 +1792,9 @@ def train(config, device):
     if resume_from:
         together(load_optimizer, run, resume_from, resume_state)
         say(f"resumed from {resume_from}: {done} of {config.max_steps} steps are done")
+        if resume_state["world_size"] != dist.get_world_size():
+            say(f"saved by {resume_state['world_size']} processes: the optimizer's state is cut"
+                " anew, and dropout goes on with other random numbers")
 
     run_steps(run, directory, done)
 
