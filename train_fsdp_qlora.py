@@ -39,6 +39,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import bitsandbytes as bnb
+import huggingface_hub
 import peft
 import torch
 import torch.distributed as dist
@@ -229,6 +230,8 @@ def init_distributed():
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world_size))
     dist.init_process_group(**options)
     transformers.utils.logging.disable_progress_bar()
+    if local_rank:  # one rank of a machine shows how the Hub's downloads go
+        huggingface_hub.utils.disable_progress_bars()
     # on a CPU bitsandbytes keeps the paged optimizer's state unpaged, which is what we want there
     warnings.filterwarnings("ignore", "Paged optimizers are not supported on CPU")
     return device
@@ -507,16 +510,20 @@ def say_example(examples, tokenizer):
     say(f"first row: {text[:600]!r}")
 
 
+@functools.lru_cache(2)  # a step may span two epochs
+def epoch_order(epoch, n_examples, seed):
+    """The shuffled indices of one epoch's rows."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    return torch.randperm(n_examples, generator=generator)
+
+
 def step_rows(step, n_examples, config):
     """Indices of the rows of an optimizer step (the first is 1): every epoch is a new shuffle."""
-    indices, orders = [], {}
-    for position in range((step - 1) * config.batch_size, step * config.batch_size):
-        epoch, i = divmod(position, n_examples)
-        if epoch not in orders:
-            generator = torch.Generator().manual_seed(config.seed * 1_000_003 + epoch)
-            orders[epoch] = torch.randperm(n_examples, generator=generator)
-        indices.append(int(orders[epoch][i]))
-    return indices
+    positions = range((step - 1) * config.batch_size, step * config.batch_size)
+    return [
+        int(epoch_order(position // n_examples, n_examples, config.seed)[position % n_examples])
+        for position in positions
+    ]
 
 
 def collate(examples, device):
@@ -784,12 +791,10 @@ def model_directory(name, random_weights):
         return path
     if path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ValueError(f"--model {name}: neither a directory nor a Hub id (owner/name)")
-    from huggingface_hub import snapshot_download
-
     patterns = ["*.json", "*.model", "*.txt", "*.jinja"]
     try:  # every rank calls it; the Hub client's file locks let one of a node download
         files = patterns if random_weights else [*patterns, "*.safetensors"]
-        return Path(snapshot_download(name, allow_patterns=files))
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=files))
     except Exception as e:
         raise ValueError(f"--model {name}: not a directory, and the Hub says: {e}")
 
