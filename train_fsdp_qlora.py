@@ -1559,6 +1559,16 @@ def check_resume(path, config, data_sha256):
     return state
 
 
+def check_base(directory, offsets):
+    """Whether a resumed run's base model is the one it began with, by each layer's mean absmax."""
+    before = json.loads((directory / "train_config.json").read_text())["quantization"]
+    for name, now in offsets.items():
+        was = before["absmax_offsets"][name]
+        if abs(now - was) > 1e-5 * was:  # another kind of device moves it by 1e-7
+            raise ValueError(f"--resume: the base model has changed: {name} has a mean absmax of"
+                             f" {now:.8g}, when the run began it was {was:.8g}")
+
+
 def load_optimizer(run, path, state):
     """Restore this rank's optimizer and random state, bit for bit on as many ranks as saved it."""
     run.optimizer.init_state(run.optimizer.param_groups[0], run.masters, 0, 0)
@@ -1725,7 +1735,8 @@ def train(config, device):
     if not config.model:
         say("No --model: training the built-in demo, a small Llama with random weights"
             + ("." if config.dataset else " and 512 made-up instructions (no --dataset)."))
-        on_rank_0(write_demo, directory / "demo")
+        if not config.resume:  # the base that an adapter belongs to is not made anew
+            on_rank_0(write_demo, directory / "demo")
     torch.manual_seed(config.seed + dist.get_rank())  # dropout differs between ranks
 
     # what can be wrong is found out before any weight is read
@@ -1776,6 +1787,8 @@ def train(config, device):
 
     offsets = load_weights(model, read, mesh, compute_dtype, device)
     say_memory("after loading", device)
+    if resume_from:
+        on_rank_0(check_base, directory, offsets)
     described = describe_run(config, base.resolve(), attention, device, examples, offsets)
     on_rank_0(write_text, directory / "train_config.json", json.dumps(described, indent=2))
 

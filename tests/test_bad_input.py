@@ -378,6 +378,26 @@ def test_damaged_checkpoint_is_passed_over(resume, file, damage):
     assert f"resumed from {run / 'checkpoint-000001'}" in out
 
 
+def test_changed_base_model_is_refused(resume, tmp_path, finished_run):
+    run, again = resume
+    flags = [str(flag) for flag in finished_run[1]]
+    base = tmp_path / "base"
+    shutil.copytree(flags[flags.index("--model") + 1], base)
+    weights = load_file(base / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"] *= 1.01
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    for path in run.glob("checkpoint-*/checkpoint.json"):  # as if it had changed in its place
+        state = json.loads(path.read_text())
+        state["config"]["model"] = str(base)
+        del state["sha256"]
+        path.write_text(json.dumps({**state, "sha256": script.text_digest(state)}))
+    before = (run / "train_config.json").read_bytes()
+    code, _, errors = again("--resume", "--model", base)
+    (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert code == 1 and "base model has changed: model.layers.1.mlp.up_proj" in line
+    assert before == (run / "train_config.json").read_bytes()
+
+
 @pytest.mark.parametrize("text", ["[]", "{}", '{"files": {}}', '{"files": []}', '{"files": "ab"}'])
 def test_checkpoint_of_another_shape_is_passed_over(resume, text):
     run, again = resume
