@@ -44,7 +44,7 @@ def torchrun(nproc, *command, cwd=None):
         capture_output=True, text=True, timeout=300, cwd=cwd,
         env={**os.environ, "PYTHONFAULTHANDLER": "1"},
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-6000:]
+    assert done.returncode == 0, done.stderr
 
 
 def write_model(path, config, dtype=torch.bfloat16):
