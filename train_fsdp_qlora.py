@@ -1131,7 +1131,7 @@ def load_weights(model, read, mesh, dtype, device):
 
     Returns {layer: its mean absmax}, a fingerprint of the base model.
     """
-    group = mesh.get_group()
+    group = mesh.get_group("shard")
     shard, shards = dist.get_rank(group), dist.get_world_size(group)
     todo = [
         (f"{path}.{name}".replace(".base_layer", ""), module, name)
@@ -1232,7 +1232,7 @@ def load_lora(model, read, mesh, device):
     and all of its state pageable; each view starts at a multiple of 256 so that the blocks of the
     8-bit state are those that each weight would have alone.
     """
-    group = mesh.get_group()
+    group = mesh.get_group("shard")
     shard, shards = dist.get_rank(group), dist.get_world_size(group)
     todo = [
         (f"{path}.{name}", module, name)

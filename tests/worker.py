@@ -26,7 +26,9 @@ def make_model(model_dir, device, adapter=None, mesh=None, **settings):
     """The sharded model with its adapter, wired as train() does."""
     config = dataclasses.replace(script.Config(), model=model_dir, **settings)
     dtype = getattr(torch, config.compute_dtype)
-    mesh = mesh or init_device_mesh(device.type, (dist.get_world_size(),))
+    mesh = mesh or init_device_mesh(
+        device.type, (dist.get_world_size(),), mesh_dim_names=("shard",)
+    )
     model_config = script.read_model_config(Path(model_dir), config)
     model, shapes = script.build_model(model_config, config.attn or "sdpa", dtype, mesh.size())
     files = script.weight_files(Path(model_dir))
@@ -140,7 +142,9 @@ def logits(job, device):
     """The logits of one batch by the model sharded over all ranks, and over this rank alone."""
     out, ids = {}, load_file(job["batch"])["input_ids"].to(device)
     alone = DeviceMesh.from_group(
-        [dist.new_group([r]) for r in range(dist.get_world_size())][dist.get_rank()], device.type
+        [dist.new_group([r]) for r in range(dist.get_world_size())][dist.get_rank()],
+        device.type,
+        mesh_dim_names=("shard",),
     )
     for name, mesh in ("sharded", None), ("whole", alone):
         model, *_ = make_model(job["model"], device, job["adapter"], mesh=mesh, lora_rank=4)
