@@ -323,22 +323,27 @@ def test_neither_batch_size_nor_micro_batch_changes_the_order():
         assert rows == draw(6, 10, batch_size=8, micro_batch_size=micro_batch_size)
 
 
-def naive_batch(examples):
+def naive_batch(examples, rank, ranks):
     """What collate says it returns, one token at a time."""
     longest = max(len(ids) for ids, _ in examples)
-    input_ids, positions, successors = [], [], []
-    for row, (ids, labels) in enumerate(examples):
-        input_ids.append(ids.tolist() + [0] * (longest - len(ids)))
-        for t in range(len(ids) - 1):
-            if labels[t + 1] != IGNORE:
-                positions.append(row * longest + t)
-                successors.append(int(labels[t + 1]))
-    return input_ids, positions, successors
+    rows, parts = len(examples) // ranks, []
+    for part in range(ranks):
+        input_ids, positions, successors = [], [], []
+        for row, (ids, labels) in enumerate(examples[part * rows : (part + 1) * rows]):
+            input_ids.append(ids.tolist() + [0] * (longest - len(ids)))
+            for t in range(len(ids) - 1):
+                if labels[t + 1] != IGNORE:
+                    positions.append(row * longest + t)
+                    successors.append(int(labels[t + 1]))
+        parts.append((input_ids, positions, successors))
+    input_ids, positions, successors = parts[rank]
+    padding = max(len(p) for _, p, _ in parts) - len(positions)
+    return input_ids, positions + [0] * padding, successors + [IGNORE] * padding
 
 
 def test_collate_equals_one_token_at_a_time():
     generator = torch.Generator().manual_seed(0)
-    for n_rows in (1, 2, 5):
+    for n_rows, rank, ranks in (1, 0, 1), (2, 0, 1), (5, 0, 1), (2, 1, 2), (6, 0, 3), (6, 2, 3):
         for _ in range(20):
             examples = []
             for _ in range(n_rows):
@@ -346,8 +351,8 @@ def test_collate_equals_one_token_at_a_time():
                 ids = torch.randint(0, 5, (n,), generator=generator, dtype=torch.int32)
                 learnt = torch.rand(n, generator=generator) < 0.5
                 examples.append((ids, torch.where(learnt, ids, IGNORE)))
-            got = script.collate(examples, torch.device("cpu"))
-            for tensor, want in zip(got, naive_batch(examples), strict=True):
+            got = script.collate(examples, rank, ranks, torch.device("cpu"))
+            for tensor, want in zip(got, naive_batch(examples, rank, ranks), strict=True):
                 assert tensor.dtype == torch.int64
                 assert tensor.tolist() == want
 
@@ -356,7 +361,7 @@ def test_padding_is_never_learnt():
     short = torch.tensor([5, 6], dtype=torch.int32)
     long = torch.tensor([7, 0, 8, 0, 9], dtype=torch.int32)  # 0, what is padded with, as a token
     input_ids, positions, labels = script.collate(
-        [(short, short), (long, long)], torch.device("cpu")
+        [(short, short), (long, long)], 0, 1, torch.device("cpu")
     )
     assert input_ids.tolist() == [[5, 6, 0, 0, 0], [7, 0, 8, 0, 9]]
     assert positions.tolist() == [0, 5, 6, 7, 8]

@@ -128,7 +128,8 @@ def worked(models, tmp_path_factory):
         if nproc in done:
             return done[nproc]
         out = done[nproc] = tmp_path_factory.mktemp(f"ranks-{nproc}")
-        jobs = [{"case": "quantized", "models": list(models.values()), "out": "quantized"}]
+        jobs = [{"case": "quantized", "models": list(models.values()), "out": "quantized"},
+                {"case": "vocabulary", "out": "vocabulary"}]
         if nproc in (2, 3):
             jobs.append({"case": "optimizer", "model": models["llama"], "adapter": adam,
                          "batch": batch, "rank": 64, "steps": 4, "lr": 1e-2, "out": "optimizer"})
@@ -351,19 +352,19 @@ def test_resume_on_another_number_of_processes(tmp_path):
         assert gaps[:3] == [0, 0, 0] and max(gaps) <= 5e-3
 
 
-def test_chunked_cross_entropy_equals_cross_entropy(monkeypatch):
-    torch.manual_seed(0)
-    hidden = torch.randn(37, 16, requires_grad=True)
-    head = script.LMHead(16, 50, bias=True).requires_grad_(False)
-    labels = torch.randint(50, (37,))
-    want = F.cross_entropy(F.linear(hidden, head.weight, head.bias), labels, reduction="sum")
-    (want_grad,) = torch.autograd.grad(want * 0.3, hidden)
-    for logits_bytes in (4 * 50 * 8, 4 * 50 * 37, 1):  # chunks of 8, all at once, one at a time
-        monkeypatch.setattr(script, "LOGITS_BYTES", logits_bytes)
-        loss = head(hidden, labels)
-        (grad,) = torch.autograd.grad(loss * 0.3, hidden)
-        torch.testing.assert_close(loss, want, rtol=1e-6, atol=0)
-        torch.testing.assert_close(grad, want_grad, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("nproc", [1, 2, 3])
+def test_sharded_vocabulary_equals_embedding_and_cross_entropy(nproc, worked):
+    """17 tokens a rank, some without a label, whole and in chunks, over 50 rows of vocabulary."""
+    got = load_file(worked[0](nproc) / "vocabulary")
+    weight, bias, hidden = (got[name].float() for name in ("weight", "bias", "hidden"))
+    hidden.requires_grad_()
+    logits = F.linear(hidden, weight, bias)
+    want = F.cross_entropy(logits, got["labels"], ignore_index=-100, reduction="sum")
+    (grad,) = torch.autograd.grad(want * 0.3, hidden)
+    for chunk in "8", "all", "one":
+        assert torch.equal(got[f"{chunk}/embedded"], weight[got["ids"]])
+        torch.testing.assert_close(got[f"{chunk}/loss"], want, rtol=1e-6, atol=0)
+        torch.testing.assert_close(got[f"{chunk}/grad"], grad, rtol=1e-5, atol=1e-6)
 
 
 def test_learning_rate_warms_up_and_falls_to_nearly_nothing():

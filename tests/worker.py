@@ -84,6 +84,47 @@ def quantized(job, device):
     return out
 
 
+def vocabulary(job, device):
+    """Embedding and loss of all ranks' tokens by a sharded vocabulary, and what they came from."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
+    generator = torch.Generator().manual_seed(0)
+    weight, bias, hidden = (
+        torch.randn(*shape, generator=generator).to(device)
+        for shape in ((50, 16), (50,), (17 * ranks, 16))
+    )
+    labels = torch.randint(50, (17 * ranks,), generator=generator).to(device)
+    ids = labels.flip(0).clone()
+    labels[[2, 9, -1]] = script.IGNORE
+    model = torch.nn.Module()
+    model.embedding, model.head = torch.nn.Embedding(50, 16), torch.nn.Linear(16, 50)
+    model.get_input_embeddings, model.get_output_embeddings = (
+        lambda: model.embedding,
+        lambda: model.head,
+    )
+    script.make_vocabulary(model)
+    script.shard_vocabulary(model, mesh)
+    rows = script.shard_range(50, rank, ranks)
+    for module, name, value in (
+        (model.embedding, "weight", weight), (model.head, "weight", weight),
+        (model.head, "bias", bias),
+    ):  # fmt: skip
+        script.set_local(module, name, value[rows.start : rows.stop].clone())
+    out = {"weight": weight, "bias": bias, "hidden": hidden, "labels": labels, "ids": ids}
+    mine = slice(rank * 17, (rank + 1) * 17)
+    chunk_bytes = script.CHUNK_BYTES
+    for chunk, script.CHUNK_BYTES in ("8", 4 * 50 * 8), ("all", chunk_bytes), ("one", 1):
+        embedded = model.embedding(ids[mine][None])[0]
+        local = hidden[mine].clone().requires_grad_()
+        loss = model.head(local, labels[mine])
+        (grad,) = torch.autograd.grad(loss * 0.3, local)
+        out[f"{chunk}/embedded"] = script.all_gather(embedded).flatten(0, 1)
+        out[f"{chunk}/grad"] = script.all_gather(grad).flatten(0, 1)
+        out[f"{chunk}/loss"] = script.all_gather(loss.detach()).sum()
+    script.CHUNK_BYTES = chunk_bytes
+    return out
+
+
 def gradients(job, device):
     """Loss and gradients of one batch, its rows dealt to the ranks as train_step does."""
     batch = load_file(job["batch"])
@@ -92,8 +133,9 @@ def gradients(job, device):
         model, params, masters, views = make_model(job["model"], device, job["adapter"], **settings)
         rows = list(zip(batch["input_ids"], batch["labels"]))
         tokens = sum(int((labels[1:] != script.IGNORE).sum()) for _, labels in rows)
-        mine = rows[dist.get_rank() :: dist.get_world_size()]
-        loss = model(*script.collate(mine, device))
+        ranks = dist.get_world_size()
+        rows = [row for rank in range(ranks) for row in rows[rank::ranks]]
+        loss = model(*script.collate(rows, dist.get_rank(), ranks, device))
         (loss / tokens).backward()
         loss = loss.detach().clone()
         dist.all_reduce(loss)
@@ -111,9 +153,11 @@ def optimizer(job, device):
     adam = script.make_optimizer(masters)
     adam.param_groups[0]["lr"] = job["lr"]
     batch, out = load_file(job["batch"]), {}
-    rows = list(zip(batch["input_ids"], batch["labels"]))[dist.get_rank() :: dist.get_world_size()]
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rows = list(zip(batch["input_ids"], batch["labels"]))
+    rows = rows[: len(rows) // ranks * ranks]
     for step in range(job["steps"]):
-        (model(*script.collate(rows, device)) / 100).backward()
+        (model(*script.collate(rows, rank, ranks, device)) / 100).backward()
         for name, p in params.items():
             out[f"{step}/{name}/before"] = p.to_local().detach().clone()
             out[f"{step}/{name}/grad"] = p.grad.to_local().clone()
