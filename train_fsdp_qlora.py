@@ -72,6 +72,7 @@ NESTED_BLOCK = 256  # absmax values that share one second-level absmax (double q
 STATE_BLOCK = 256  # optimizer values that share one scale in bitsandbytes' 8-bit state
 WARMUP_FRACTION = 0.03  # of all steps, linear, before the cosine
 MAX_GRAD_NORM = 1.0  # over the whole adapter
+SLICE_TOKENS = 4096  # of a recomputed block's MLP at once; fewer make its products slower
 CHUNK_BYTES = 256 * 2**20  # of logits alive at once, of embedded tokens before their sum
 IGNORE = -100  # the label of a token that is not trained on
 RANDOM_STD = 0.02  # of --random_weights
@@ -115,6 +116,12 @@ class Config:
         None, "Triton dequantisation and compiled elementwise work; none: on CUDA, where Triton is"
     )
     recompute: str = knob("all", "decoder blocks recomputed in backward: all, none or a number")
+    offload_activations: bool = knob(
+        False, "keep the inputs of recomputed blocks in pinned host memory until their backward"
+    )
+    offload_params: bool = knob(
+        False, "keep the 4-bit weights in pinned host memory; each block is copied when needed"
+    )
     max_seq_len: int = knob(2048, "tokens; longer rows are cut")
     batch_size: int | None = knob(None, "rows an optimizer step, over all GPUs; none: 16 or more")
     micro_batch_size: int = knob(2, "rows a GPU works on at once")
@@ -565,16 +572,19 @@ class NF4Blocks(torch.Tensor):
     FSDP2 copies parameters into its gather buffer with torch._foreach_copy_, whose CUDA kernel
     rewrites the bf16 NaN patterns among packed codes (torch 2.11: 0.08 % of all words, and no
     error). The two hooks make it gather bytes instead, the scales along with the codes. Outside
-    it is bf16 because FSDP2 took no integer parameters before torch 2.13.
+    it is bf16 because FSDP2 took no integer parameters before torch 2.13. With --offload_params
+    the inner tensors are in pinned host memory, and a gather begins with their copy to the GPU,
+    on FSDP2's own stream and thus a block ahead; FSDP2's CPUOffloadPolicy would take the adapter,
+    its gradients and the optimizer to the CPU too.
     """
 
     @staticmethod
-    def __new__(cls, packed, absmax_codes):
+    def __new__(cls, packed, absmax_codes, device=None):
         return torch.Tensor._make_wrapper_subclass(
-            cls, (packed.shape[0],), dtype=torch.bfloat16, device=packed.device
+            cls, (packed.shape[0],), dtype=torch.bfloat16, device=device or packed.device
         )
 
-    def __init__(self, packed, absmax_codes):
+    def __init__(self, packed, absmax_codes, device=None):
         self.packed, self.absmax_codes = packed, absmax_codes
 
     @classmethod
@@ -599,20 +609,24 @@ class NF4Blocks(torch.Tensor):
             return args[0].packed.is_pinned()
         if op is aten.split:
             return [cls(*pair) for pair in zip(*(func(t, *args[1:]) for t in inner))]
+        offloaded = inner[0].is_cpu and args[0].is_cuda
         if op is aten.new_zeros:
             (n,) = args[1]
             return cls(inner[0].new_zeros(n, BLOCK // 2, **kwargs), inner[1].new_zeros(n, **kwargs))
         if op in (aten.view, aten.as_strided):  # FSDP2 only ever asks for the shape it has
             assert args[1] in ([-1], list(args[0].shape)), f"{func} of NF4Blocks to {args[1:]}"
-            return cls(*inner)
+            return cls(*inner, args[0].device if offloaded else None)
         if op in (aten.detach, aten.slice, aten._to_copy, aten._pin_memory, aten.clone):
-            return cls(*(func(t, *args[1:], **kwargs) for t in inner))
+            device = args[0].device if offloaded and op is not aten._to_copy else None
+            return cls(*(func(t, *args[1:], **kwargs) for t in inner), device)
         raise NotImplementedError(f"{func} of NF4Blocks")
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+        packed = self.packed.to(self.device, non_blocking=True)
+        absmax_codes = self.absmax_codes.to(self.device, non_blocking=True)
         if mesh.size() == 1:  # one rank's FSDP2 takes the first of several tensors only
-            return (torch.cat([self.packed.view(-1), self.absmax_codes]),), None
-        return (self.packed, self.absmax_codes), None
+            return (torch.cat([packed.view(-1), absmax_codes]),), None
+        return (packed, absmax_codes), None
 
     def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
         packed, absmax_codes = outputs if len(outputs) == 2 else outputs[0].split(
@@ -621,6 +635,23 @@ class NF4Blocks(torch.Tensor):
         if out is None:
             return NF4Blocks(packed.view(-1, BLOCK // 2), absmax_codes), outputs
         assert out.packed.data_ptr() == packed.data_ptr(), "FSDP2 gathered to another place"
+
+
+def pinned_copy(tensor):
+    """A copy in pinned host memory; on a CPU just a copy."""
+    host = pinned_empty(tensor.nbytes, tensor.device).view(tensor.dtype).view(tensor.shape)
+    return host.copy_(tensor)
+
+
+def pinned_empty(n_bytes, device):
+    """Host memory that `device` copies from and to without waiting, uint8 [n_bytes], for the rest
+    of the run. Registered here because torch's own pinned memory is rounded up to a power of 2."""
+    buffer = torch.empty(n_bytes, dtype=torch.uint8)
+    if device.type == "cuda" and n_bytes:
+        error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), n_bytes, 0)
+        if int(error):
+            raise MemoryError(f"{n_bytes / 2**30:.2f} GiB of host memory cannot be pinned: {error}")
+    return buffer
 
 
 class NF4Linear(nn.Linear):
@@ -640,7 +671,7 @@ class NF4Linear(nn.Linear):
         self.bias = linear.bias
         self.dtype = linear.weight.dtype
         self.quant_state = None
-        self.fused = False
+        self.fused = self.skipped = False
 
     def set_nested_state(self, nested_absmax, offset):
         """nested_absmax fp32 [n_blocks / 256] and offset fp32 [] undo the 8-bit absmax codes."""
@@ -723,7 +754,13 @@ class FrozenProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, base, layer):
-        ctx.layer, weight = layer, layer.dequantize()
+        ctx.layer = layer
+        if layer.skipped:  # only the graph is wanted, see SlicedMLP
+            if base is None or base.dim() == 1:
+                return x.new_empty(len(x), layer.out_features)
+            ctx.mark_dirty(base)
+            return base
+        weight = layer.dequantize()
         if base is None:
             return x @ weight.t()
         if base.dim() == 1:
@@ -1208,7 +1245,7 @@ def set_local(module, name, local):
     return getattr(module, name)
 
 
-def load_weights(model, read, mesh, dtype, device):
+def load_weights(model, read, mesh, dtype, device, offload=False):
     """Fill every frozen parameter: this rank's rows alone. All ranks must call this.
 
     Returns {layer: its mean absmax}, a fingerprint of the base model.
@@ -1229,6 +1266,9 @@ def load_weights(model, read, mesh, dtype, device):
             setattr(module, name, done[old])
         elif isinstance(module, NF4Linear) and name == "weight":
             blocks, nested_absmax, offset = quantize_shard(read, full_name, module, group, device)
+            if offload:
+                inner = (pinned_copy(t) for t in (blocks.packed, blocks.absmax_codes))
+                blocks = NF4Blocks(*inner, device)
             set_local(module, name, blocks)
             module.set_nested_state(nested_absmax, offset)
             offsets[full_name] = offset.item()
@@ -1341,24 +1381,175 @@ def load_lora(model, read, mesh, device):
 # ------------------------------------------------------------------------------------------------
 
 
-def recompute_blocks(model, config):
-    """Let the chosen decoder blocks keep only their input and recompute the rest in backward.
+class SaveInput(torch.autograd.Function):
+    """x as it is, kept for the SlicedMLP after it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class SlicedMLP(torch.autograd.Function):
+    """mlp(x) in slices of SLICE_TOKENS; backward recomputes a slice at a time.
+
+    The widest tensors of a block then have the length of a slice, whatever that of the sequence:
+    at 8,192 tokens of Llama-2-70B 1.6 GB less. The input is saved by SaveInput, before the slices,
+    so that the recomputation of the block around it stops there and none of them runs twice.
+    """
+
+    @staticmethod
+    def forward(ctx, x, saver, mlp, mlp_forward, *lora):
+        ctx.saver, ctx.mlp, ctx.mlp_forward, ctx.lora = saver, mlp, mlp_forward, lora
+        ctx.rng = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if x.is_cuda else [])]
+        rows, out = x.flatten(0, -2), torch.empty_like(x)
+        for start in range(0, len(rows), SLICE_TOKENS):
+            part = slice(start, start + SLICE_TOKENS)
+            out.view_as(rows)[part] = mlp_forward(rows[part])
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saver.saved_tensors  # recomputes the block up to here
+        grad_x, rows, grad = torch.empty_like(x), x.flatten(0, -2), grad.flatten(0, -2)
+        # in fp32, so that the sum over slices is rounded once
+        grad_lora = [torch.zeros_like(p, dtype=torch.float32) for p in ctx.lora]
+        down = getattr(ctx.mlp.down_proj, "base_layer", ctx.mlp.down_proj)
+        with torch.random.fork_rng([rows.device] if rows.is_cuda else []), torch.enable_grad():
+            torch.set_rng_state(ctx.rng[0])  # dropout as in forward
+            if rows.is_cuda:
+                torch.cuda.set_rng_state(ctx.rng[1])
+            for start in range(0, len(rows), SLICE_TOKENS):
+                part = slice(start, start + SLICE_TOKENS)
+                part_x = rows[part].detach().requires_grad_()
+                down.skipped = True  # its value is of no use here
+                out = ctx.mlp_forward(part_x)
+                down.skipped = False
+                got, *grads = torch.autograd.grad(out, [part_x, *ctx.lora], grad[part])
+                grad_x.flatten(0, -2)[part] = got
+                torch._foreach_add_(grad_lora, [g.float() for g in grads])
+        grad_lora = [g.to(p.dtype) for g, p in zip(grad_lora, ctx.lora)]
+        return grad_x, None, None, None, *grad_lora
+
+
+def sliced_mlp(mlp, mlp_forward, x):
+    if x[..., 0].numel() <= SLICE_TOKENS or not torch.is_grad_enabled():
+        return mlp_forward(x)
+    saved = SaveInput.apply(x)
+    lora = [p for p in mlp.parameters() if p.requires_grad]
+    return SlicedMLP.apply(saved, saved.grad_fn, mlp, mlp_forward, *lora)
+
+
+def host_hooks(n_blocks, n_bytes, device):
+    """Functions pack(i, tensor) and unpack(i) that keep the input of block i, at most n_bytes, in
+    pinned host memory from its forward to its backward.
+
+    Copies have a stream of their own and come back a block ahead. A tensor is let go when the
+    next block is packed, by when its copy has long ended: at most three are on the GPU. The last
+    block's input stays, its backward comes first.
+    """
+    cuda = device.type == "cuda"
+    stream = torch.cuda.Stream() if cuda else None
+    buffers, shapes, leaving, here = {}, {}, [], {}
+
+    def copy(to, source):
+        """Returns the event of its end."""
+        if not cuda:
+            to.copy_(source)
+            return None
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            to.copy_(source, non_blocking=True)
+            return stream.record_event()
+
+    def let_go():
+        while leaving:
+            _, event = leaving.pop()
+            if cuda:  # from here on the memory may be used for something else
+                torch.cuda.current_stream().wait_event(event)
+
+    def view(i):
+        shape, dtype = shapes[i]
+        return buffers[i].view(dtype)[: shape.numel()].view(shape)
+
+    def pack(i, tensor):
+        let_go()
+        if i == n_blocks - 1:
+            here[i] = tensor.detach(), None
+            return i
+        if i not in buffers:
+            buffers[i] = pinned_empty(n_bytes, device)
+        shapes[i] = tensor.shape, tensor.dtype
+        leaving.append((tensor.detach(), copy(view(i), tensor.detach())))
+        return i
+
+    def fetch(i):
+        tensor = torch.empty(shapes[i][0], dtype=shapes[i][1], device=device)
+        here[i] = tensor, copy(tensor, view(i))
+
+    def unpack(i):
+        let_go()
+        if i not in here:
+            fetch(i)
+        tensor, event = here.pop(i)
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)
+        if i > 0:
+            fetch(i - 1)
+        return tensor
+
+    return pack, unpack
+
+
+def recompute_blocks(model, config, device, longest):
+    """Let the chosen decoder blocks keep only their input and recompute the rest in backward;
+    `longest` is the longest row of all.
 
     Around the block's own forward, inside FSDP2's hooks, so that they run once. Not transformers'
     switch: 5.17 puts its checkpoint outside those hooks, 5.23 inside.
     """
     blocks = decoder_blocks(model)
-    n = {"all": len(blocks), "none": 0}.get(config.recompute)
-    n = int(config.recompute) if n is None else n
-    if n > len(blocks):
-        raise ValueError(f"--recompute {n}: the model has {len(blocks)} blocks")
+    n = recomputed_blocks(config, len(blocks))
     for block in list(blocks)[:n]:
+        for module in block.modules():
+            if SWIGLU_MLP in inspect.getsource(type(module).forward):
+                module.forward = functools.partial(sliced_mlp, module, module.forward)
         block.forward = functools.partial(
             checkpoint,
             block.forward,
             use_reentrant=False,
             preserve_rng_state=config.lora_dropout > 0,
         )
+    if not config.offload_activations:
+        return
+    values = config.micro_batch_size * longest * model.config.hidden_size
+    pack, unpack = host_hooks(n, values * getattr(torch, config.compute_dtype).itemsize, device)
+    for i, block in enumerate(list(blocks)[:n]):
+        block.forward = functools.partial(with_input_on_host, block.forward, i, pack, unpack)
+
+
+def with_input_on_host(forward, i, pack, unpack, hidden_states, **kwargs):
+    def only_input(tensor):  # torch 2.11's checkpoint also saves an empty tensor
+        return pack(i, tensor) if tensor.numel() else tensor
+
+    def restore(kept):
+        return kept if isinstance(kept, torch.Tensor) else unpack(kept)
+
+    with torch.autograd.graph.saved_tensors_hooks(only_input, restore):
+        return forward(hidden_states, **kwargs)
+
+
+def recomputed_blocks(config, n_blocks):
+    """How many of the decoder blocks --recompute means."""
+    n = {"all": n_blocks, "none": 0}.get(config.recompute)
+    n = int(config.recompute) if n is None else n
+    if n > n_blocks:
+        raise ValueError(f"--recompute {n}: the model has {n_blocks} blocks")
+    return n
 
 
 def shard_vocabulary(model, mesh):
@@ -1865,7 +2056,8 @@ def train(config, device):
     if config.fused:
         fuse_model(model)
     lora_config = together(add_lora, model, config, config.model or str(base))
-    together(recompute_blocks, model, config)
+    longest = max(len(ids) for ids, _ in examples)
+    together(recompute_blocks, model, config, device, longest)
     shard_model(model, mesh, compute_dtype, config.reshard_after_forward)
 
     say(f"configuration: {json.dumps(dataclasses.asdict(config))}")
@@ -1877,7 +2069,7 @@ def train(config, device):
     if tokenizer:
         say_example(examples, tokenizer)
 
-    offsets = load_weights(model, read, mesh, compute_dtype, device)
+    offsets = load_weights(model, read, mesh, compute_dtype, device, config.offload_params)
     say_memory("after loading", device)
     if resume_from:
         on_rank_0(check_base, directory, offsets)

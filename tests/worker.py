@@ -24,6 +24,7 @@ import train_fsdp_qlora as script
 
 def make_model(model_dir, device, adapter=None, mesh=None, **settings):
     """The sharded model with its adapter, wired as train() does."""
+    script.SLICE_TOKENS = settings.pop("slice_tokens", 4096)
     config = dataclasses.replace(script.Config(), model=model_dir, **settings)
     dtype = getattr(torch, config.compute_dtype)
     mesh = mesh or init_device_mesh(
@@ -36,9 +37,10 @@ def make_model(model_dir, device, adapter=None, mesh=None, **settings):
     if config.fused:
         script.fuse_model(model)
     script.add_lora(model, config, model_dir)
-    script.recompute_blocks(model, config)
+    script.recompute_blocks(model, config, device, 128)
     script.shard_model(model, mesh, dtype, config.reshard_after_forward)
-    script.load_weights(model, script.file_reader(files), mesh, dtype, device)
+    read = script.file_reader(files)
+    script.load_weights(model, read, mesh, dtype, device, config.offload_params)
     values = load_file(adapter) if adapter else None
 
     def read(name, shape):
