@@ -77,6 +77,20 @@ CHUNK_BYTES = 256 * 2**20  # of logits alive at once, of embedded tokens before 
 IGNORE = -100  # the label of a token that is not trained on
 RANDOM_STD = 0.02  # of --random_weights
 LIBRARIES = (torch, transformers, peft, bnb)
+SHAPES = {  # what --random_weights knows without a config.json
+    name: dict(
+        zip(("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+             "num_attention_heads", "num_key_value_heads", "max_position_embeddings"), values),
+        tie_word_embeddings=False,
+    )
+    for name, *values in (
+        ("llama-2-7b", "llama", 32000, 4096, 11008, 32, 32, 32, 4096),
+        ("llama-2-70b", "llama", 32000, 8192, 28672, 80, 64, 8, 4096),
+        ("llama-3-8b", "llama", 128256, 4096, 14336, 32, 32, 8, 8192),
+        ("llama-3-70b", "llama", 128256, 8192, 28672, 80, 64, 8, 8192),
+        ("qwen2.5-32b", "qwen2", 152064, 5120, 27648, 64, 40, 8, 32768),
+    )
+}  # fmt: skip
 
 
 def knob(default, help_text, **extra):
@@ -88,7 +102,10 @@ def knob(default, help_text, **extra):
 class Config:
     """Every flag of the script. None means: derived from the rest, and printed."""
 
-    model: str | None = knob(None, "Hub id or directory of safetensors; none: a built-in demo")
+    model: str | None = knob(
+        None, "Hub id or directory of safetensors; none: a built-in demo;"
+        " with --random_weights also " + ", ".join(SHAPES),
+    )
     dataset: str | None = knob(None, "JSONL file or Hub id; none: the demo's instructions")
     output_dir: str | None = knob(None, "where results go; none: a new directory below runs/")
     resume: bool = knob(False, "continue from the newest whole checkpoint of --output_dir")
@@ -115,12 +132,18 @@ class Config:
     fused: bool | None = knob(
         None, "Triton dequantisation and compiled elementwise work; none: on CUDA, where Triton is"
     )
-    recompute: str = knob("all", "decoder blocks recomputed in backward: all, none or a number")
+    recompute: str = knob(
+        "all", "decoder blocks recomputed in backward: all, none, a number, or auto: as few as the"
+        " memory allows"
+    )
     offload_activations: bool = knob(
         False, "keep the inputs of recomputed blocks in pinned host memory until their backward"
     )
     offload_params: bool = knob(
         False, "keep the 4-bit weights in pinned host memory; each block is copied when needed"
+    )
+    memory_limit_gib: float | None = knob(
+        None, "GPU memory to plan for and never to exceed; none: what is free"
     )
     max_seq_len: int = knob(2048, "tokens; longer rows are cut")
     batch_size: int | None = knob(None, "rows an optimizer step, over all GPUs; none: 16 or more")
@@ -169,7 +192,7 @@ def resolve_config(config, world_size):
     for name in ("lora_rank", "lora_alpha", "max_seq_len", "micro_batch_size"):
         if getattr(config, name) < 1:
             raise ValueError(f"--{name} {getattr(config, name)}: must be at least 1")
-    for name in ("max_steps", "batch_size", "num_epochs", "learning_rate"):
+    for name in ("max_steps", "batch_size", "num_epochs", "learning_rate", "memory_limit_gib"):
         if getattr(config, name) is not None and not 0 < getattr(config, name) < math.inf:
             raise ValueError(f"--{name} {getattr(config, name)}: must be positive")
     if not 0 <= config.lora_dropout < 1:
@@ -178,8 +201,11 @@ def resolve_config(config, world_size):
         raise ValueError(f"--seed {config.seed}: must be at least 0 and below 2^40")
     if config.save_every < 0:
         raise ValueError(f"--save_every {config.save_every}: must be 0 (off) or more")
-    if config.recompute not in ("all", "none") and not config.recompute.isdecimal():
-        raise ValueError(f"--recompute {config.recompute}: must be all, none or a number")
+    if config.recompute not in ("all", "none", "auto") and not config.recompute.isdecimal():
+        raise ValueError(f"--recompute {config.recompute}: must be all, none, auto or a number")
+    if config.offload_activations and config.recompute in ("none", "0"):
+        raise ValueError(f"--offload_activations has nothing to keep with --recompute"
+                         f" {config.recompute}: drop one of them")
     if config.attn == "flash_attention_2" and config.compute_dtype != "bfloat16":
         raise ValueError("--attn flash_attention_2 computes in bfloat16: drop it or use sdpa")
     if config.model and not config.dataset and not config.random_weights:
@@ -231,6 +257,8 @@ def init_distributed():
     if "RANK" not in os.environ:  # plain `python`: no rendezvous needed
         options.update(store=dist.HashStore(), rank=0, world_size=1)
     if cuda:
+        # blocks of all sizes come and go: fixed segments lose 5 to 10 % to gaps between them
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         torch.cuda.set_device(device)
         options["device_id"] = device
     else:  # torchrun allows each process one thread; share the cores instead
@@ -295,6 +323,22 @@ def on_rank_0(function, *args):
     """Run `function` on rank 0 alone; a text it returns goes to all. All ranks must call this."""
     text = together(lambda: function(*args) if dist.get_rank() == 0 else None)
     return gather_texts(text or "")[0]
+
+
+def limit_memory(config, device):
+    """The GPU memory in bytes that this run may use: --memory_limit_gib or what is free now; None
+    on a CPU without that flag. The limit is what torch allocates: what CUDA and NCCL need for
+    themselves, about 1 GiB, is beside it."""
+    limit = config.memory_limit_gib and int(config.memory_limit_gib * 2**30)
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        if limit and limit > free:
+            raise ValueError(f"--memory_limit_gib {config.memory_limit_gib}: of this GPU's"
+                             f" {total / 2**30:.1f} GiB only {free / 2**30:.1f} are free")
+        if limit:
+            torch.cuda.set_per_process_memory_fraction(limit / total)
+        limit = limit or free
+    return limit
 
 
 def memory_gib(device):
@@ -895,6 +939,8 @@ def dynamic_map(device):
 def model_directory(name, random_weights):
     """The local directory of a model; downloads it first if `name` is a Hub id."""
     path = Path(name)
+    if random_weights and name in SHAPES:
+        return path
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ValueError(f"--model {name}: the directory has no config.json")
@@ -912,7 +958,10 @@ def model_directory(name, random_weights):
 def read_model_config(directory, config):
     """The model's own configuration, checked against what this script can do with it."""
     try:
-        model_config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        if config.random_weights and config.model in SHAPES:
+            model_config = AutoConfig.for_model(**SHAPES[config.model])
+        else:
+            model_config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except Exception as e:
         raise ValueError(f"--model {config.model}: {e}")
     if not hasattr(model_config, "vocab_size"):
@@ -1374,6 +1423,176 @@ def load_lora(model, read, mesh, device):
         views[full_name] = view
         offset += size
     return nn.Parameter(flat), views
+
+
+# ------------------------------------------------------------------------------------------------
+# Memory plan
+# ------------------------------------------------------------------------------------------------
+
+
+def model_sizes(model, config, shards, longest):
+    """What the plan needs to know of the model, still whole and on meta. Bytes, but for widths."""
+    block, c = decoder_blocks(model)[0], model.config
+    item = getattr(torch, config.compute_dtype).itemsize
+    n = {"codes": 0, "scales": 0, "plain": 0, "adapter": 0, "gathered": 0}
+    in_block = set(block.parameters())
+    for p in model.parameters():
+        if isinstance(p, NF4Blocks):
+            sizes = {"codes": p.packed.nbytes, "scales": p.absmax_codes.nbytes}
+        else:
+            sizes = {"adapter" if p.requires_grad else "plain": p.numel() * item}
+        for kind, size in sizes.items():
+            n[kind] += size / shards
+            n["gathered"] += size if p in in_block else 0
+    head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    kv_heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
+    linears = [m for m in block.modules() if isinstance(m, NF4Linear)]
+    return types.SimpleNamespace(
+        **n,
+        item=item,
+        blocks=len(decoder_blocks(model)),
+        longest=longest,
+        hidden=c.hidden_size,
+        query=c.num_attention_heads * head_dim,
+        key_value=2 * kv_heads * head_dim,
+        inner=getattr(c, "intermediate_size", None) or 4 * c.hidden_size,
+        adapted=sum(config.lora_rank for m in block.modules() if isinstance(m, LoraNF4Linear)),
+        widest=max(m.in_features * m.out_features for m in linears) * item,
+        vocabulary=c.vocab_size,
+    )
+
+
+def memory_plan(config, sizes):
+    """{component: bytes} of one GPU at the peak of a step: in backward, or in the head."""
+    tokens = config.micro_batch_size * min(sizes.longest, config.max_seq_len)
+    recomputed = recomputed_blocks(config, sizes.blocks)
+    row = tokens * sizes.item  # bytes of one value a token
+    block_input = row * sizes.hidden
+    # what autograd saves of a block: norms' inputs and outputs, rotated query and key, value,
+    # attention's output; gate, up and their product; the adapter's inner values
+    attention = row * (3 * sizes.hidden + 2 * sizes.query + sizes.key_value + sizes.adapted)
+    mlp = row * 3 * sizes.inner
+    sliced = mlp * min(1, SLICE_TOKENS / tokens) if recomputed else mlp
+    live_mlp = attention + row * 2 * sizes.hidden + 2 * sliced + sizes.widest
+    live_attention = attention + row * (3 * sizes.hidden + 2 * sizes.query + sizes.key_value)
+    live = max(live_mlp, live_attention)
+    kept = (sizes.blocks - recomputed) * (block_input + attention + mlp)
+    if recomputed < sizes.blocks:  # the last block, whose backward comes first, is among them
+        live -= attention + mlp
+    inputs = recomputed * block_input
+    if config.offload_activations:
+        inputs = min(recomputed, 3) * block_input
+    held = sizes.blocks if not config.reshard_after_forward else 2
+    head = 4 * block_input + 3 * CHUNK_BYTES
+    return {
+        "4-bit weights": 0 if config.offload_params else sizes.codes,
+        "their scales": 0 if config.offload_params else sizes.scales,
+        "embedding, head, norms": sizes.plain,
+        "adapter and gradients": sizes.adapter * 8 / sizes.item,
+        "block inputs": inputs,
+        "kept blocks": kept,
+        "live block or head": max(live, head),
+        "gathered weights": (held + 1) * sizes.gathered,
+    }
+
+
+def host_bytes(config, sizes):
+    """Pinned host memory of one process."""
+    tokens = config.micro_batch_size * min(sizes.longest, config.max_seq_len)
+    inputs = (recomputed_blocks(config, sizes.blocks) - 1) * tokens * sizes.item * sizes.hidden
+    return (inputs if config.offload_activations else 0) + (
+        sizes.codes + sizes.scales if config.offload_params else 0
+    )
+
+
+def choose_recompute(config, sizes, limit):
+    """Resolve --recompute auto: the fewest blocks whose plan leaves 5 % of the limit free."""
+    if config.recompute != "auto":
+        recomputed_blocks(config, sizes.blocks)  # raises where there are not so many
+        return config
+    for n in range(sizes.blocks + 1):
+        config = dataclasses.replace(config, recompute=str(n))
+        if limit is None or sum(memory_plan(config, sizes).values()) <= 0.95 * limit:
+            break
+    return config
+
+
+def check_plan(config, sizes, limit):
+    """Raise ValueError, with what would help, if the plan does not fit."""
+    needed = sum(memory_plan(config, sizes).values())
+    needed_of_host = host_bytes(config, sizes) * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    meminfo = Path("/proc/meminfo")
+    if needed_of_host and meminfo.is_file():
+        lines = dict(line.split(":") for line in meminfo.read_text().splitlines())
+        available = int(lines["MemAvailable"].split()[0]) * 2**10
+        if needed_of_host > available:
+            raise ValueError(
+                f"offloading takes {needed_of_host / 2**30:.1f} GiB of host memory on this machine,"
+                f" of which {available / 2**30:.1f} GiB are available: offload less"
+            )
+    if limit is None or needed <= limit:
+        return
+    flags, smaller = [], config
+    for change in (
+        {"recompute": "all"}, {"offload_activations": True}, {"micro_batch_size": 1},
+        {"offload_params": True}, {"max_seq_len": config.max_seq_len // 2},
+    ):  # fmt: skip
+        if all(getattr(smaller, name) != value for name, value in change.items()):
+            smaller = dataclasses.replace(smaller, **change)
+            ((name, value),) = change.items()
+            flags.append(f"--{name}" + ("" if value is True else f" {value}"))
+            if sum(memory_plan(smaller, sizes).values()) <= limit:
+                break
+    left = sum(memory_plan(smaller, sizes).values())
+    raise ValueError(
+        f"this does not fit: predicted peak {needed / 2**30:.1f} GiB of {limit / 2**30:.1f} GiB;"
+        f" {' '.join(flags)}{' and more GPUs' if left > limit else ''} would bring it to"
+        f" {left / 2**30:.1f} GiB"
+    )
+
+
+def say_plan(config, sizes, limit):
+    plan = memory_plan(config, sizes)
+    parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in plan.items() if size)
+    host = host_bytes(config, sizes)
+    say(f"memory plan of one GPU, GiB: {parts}")
+    say(f"predicted peak {sum(plan.values()) / 2**30:.2f} GiB"
+        + (f" of {limit / 2**30:.2f} GiB" if limit else "")
+        + (f", and {host / 2**30:.2f} GiB of pinned host memory" if host else "")
+        + f"; {recomputed_blocks(config, sizes.blocks)} of {sizes.blocks} blocks are recomputed")
+
+
+def gemm_ceiling(model, dtype, tokens, device):
+    """TFLOP/s of nothing but the products of a block's linear layers, each as often as it is."""
+    tokens, flops, seconds = min(tokens, 8192), 0, 0.0
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    for m in decoder_blocks(model)[0].modules():
+        if isinstance(m, NF4Linear):
+            a = torch.randn(tokens, m.in_features, device=device, dtype=dtype)
+            b = torch.randn(m.out_features, m.in_features, device=device, dtype=dtype)
+            a @ b.t()
+            wait()
+            started, rounds = time.perf_counter(), 20 if device.type == "cuda" else 1
+            for _ in range(rounds):
+                a @ b.t()
+            wait()
+            seconds += (time.perf_counter() - started) / rounds
+            flops += 2 * tokens * m.in_features * m.out_features
+    return flops / seconds / 1e12
+
+
+def say_speed(run, rows, sizes):
+    """The answer of a dry run: how fast, how near to what the GPU can do, how much memory."""
+    linears = [m for m in run.model.modules() if isinstance(m, (NF4Linear, LMHead))]
+    weights = sum(m.in_features * m.out_features for m in linears)
+    recomputed = recomputed_blocks(run.config, sizes.blocks) / sizes.blocks
+    rates = sorted(row["tokens_per_second_per_gpu"] for row in rows[2:] or rows[-1:])
+    rate = rates[len(rates) // 2]
+    # forward 2 and backward 2 operations a weight and token, recomputation 2 more
+    tflops = rate * (4 + 2 * recomputed) * weights / 1e12
+    say(f"measured: {rate:,.0f} tokens/s per GPU, {tflops:.1f} TFLOP/s,"
+        f" {100 * tflops / run.ceiling:.1f} % of the GEMM ceiling of {run.ceiling:.1f},"
+        f" peak {rows[-1]['peak_memory_gib']:.2f} GiB")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -2013,6 +2232,8 @@ def train(config, device):
     why_not = next((text for text in gather_texts(try_fused(device)) if text), "")
     config = together(choose_fused, config, why_not)
     config = dataclasses.replace(config, output_dir=on_rank_0(lambda: config.output_dir))
+    limit = together(limit_memory, config, device)
+    limit = limit and min(int(text) for text in gather_texts(str(limit)))
     directory = Path(config.output_dir)
     on_rank_0(open_output, config, directory)
     if not config.model:
@@ -2056,8 +2277,11 @@ def train(config, device):
     if config.fused:
         fuse_model(model)
     lora_config = together(add_lora, model, config, config.model or str(base))
-    longest = max(len(ids) for ids, _ in examples)
-    together(recompute_blocks, model, config, device, longest)
+    sizes = model_sizes(model, config, mesh["shard"].size(), max(len(ids) for ids, _ in examples))
+    config = together(choose_recompute, config, sizes, limit)
+    say_plan(config, sizes, limit)
+    together(check_plan, config, sizes, limit)
+    recompute_blocks(model, config, device, sizes.longest)
     shard_model(model, mesh, compute_dtype, config.reshard_after_forward)
 
     say(f"configuration: {json.dumps(dataclasses.asdict(config))}")
@@ -2069,6 +2293,9 @@ def train(config, device):
     if tokenizer:
         say_example(examples, tokenizer)
 
+    tokens, ceiling = config.micro_batch_size * sizes.longest, None
+    if config.random_weights:
+        ceiling = gemm_ceiling(model, compute_dtype, tokens, device)
     offsets = load_weights(model, read, mesh, compute_dtype, device, config.offload_params)
     say_memory("after loading", device)
     if resume_from:
@@ -2089,7 +2316,7 @@ def train(config, device):
     run = types.SimpleNamespace(
         config=config, model=model, params=params, masters=masters, views=views,
         optimizer=make_optimizer(masters), examples=examples, data_sha256=data_sha256,
-        lora_config=lora_config,
+        lora_config=lora_config, ceiling=ceiling,
     )  # fmt: skip
     if resume_from:
         together(load_optimizer, run, resume_from, resume_state)
@@ -2098,7 +2325,9 @@ def train(config, device):
             say(f"saved by {resume_state['world_size']} processes: the optimizer's state is cut"
                 " anew, and dropout goes on with other random numbers")
 
-    run_steps(run, directory, done)
+    rows = run_steps(run, directory, done)
+    if config.random_weights and rows:
+        say_speed(run, rows, sizes)
 
     adapter = gather_adapter(params)
     on_rank_0(write_adapter, directory, adapter, lora_config)
@@ -2118,7 +2347,8 @@ def this_python():
 
 
 def run_steps(run, directory, done):
-    """The training loop: steps, metrics, checkpoints. All ranks must call this."""
+    """The training loop: steps, metrics, checkpoints. Returns the metrics of its steps. All ranks
+    must call this."""
     config, rank, world_size = run.config, dist.get_rank(), dist.get_world_size()
     accumulation = config.batch_size // (config.micro_batch_size * world_size)
     say(f"steps: {config.max_steps} of {config.batch_size} rows = {world_size} processes x"
@@ -2133,13 +2363,14 @@ def run_steps(run, directory, done):
         write_text(path, "".join(kept[:done]))
         metrics = path.open("a")
         board = SummaryWriter(directory / "tensorboard", purge_step=done + 1)
-    steps = range(done + 1, config.max_steps + 1)
+    steps, rows = range(done + 1, config.max_steps + 1), []
     for step in tqdm(steps, initial=done, total=config.max_steps, unit="step", disable=rank != 0):
         started = time.perf_counter()
         row = train_step(run, step)
         row["seconds"] = time.perf_counter() - started
         row["tokens_per_second_per_gpu"] = row["tokens"] / row["seconds"] / world_size
         row["peak_memory_gib"] = memory_gib(run.masters.device)[1]
+        rows.append(row)
         if rank == 0:
             metrics.write(json.dumps(row) + "\n")
             metrics.flush()
@@ -2154,6 +2385,7 @@ def run_steps(run, directory, done):
     if rank == 0:
         metrics.close()
         board.close()
+    return rows
 
 
 def main(argv=None):
