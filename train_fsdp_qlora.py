@@ -25,6 +25,7 @@ import hashlib
 import inspect
 import json
 import math
+import mmap
 import os
 import random
 import resource
@@ -687,14 +688,19 @@ def pinned_copy(tensor):
     return host.copy_(tensor)
 
 
+PINNED = []  # holds what is registered: its pages must not go back to the system
+
+
 def pinned_empty(n_bytes, device):
     """Host memory that `device` copies from and to without waiting, uint8 [n_bytes], for the rest
-    of the run. Registered here because torch's own pinned memory is rounded up to a power of 2."""
-    buffer = torch.empty(n_bytes, dtype=torch.uint8)
-    if device.type == "cuda" and n_bytes:
-        error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), n_bytes, 0)
-        if int(error):
-            raise MemoryError(f"{n_bytes / 2**30:.2f} GiB of host memory cannot be pinned: {error}")
+    of the process. Torch's own pinned memory is rounded up to a power of 2."""
+    if device.type != "cuda" or not n_bytes:
+        return torch.empty(n_bytes, dtype=torch.uint8)
+    PINNED.append(mmap.mmap(-1, n_bytes))  # whole pages of its own, as registering wants
+    buffer = torch.frombuffer(PINNED[-1], dtype=torch.uint8)
+    error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), n_bytes, 0)
+    if int(error):
+        raise MemoryError(f"{n_bytes / 2**30:.2f} GiB of host memory cannot be pinned: {error}")
     return buffer
 
 
@@ -1472,8 +1478,11 @@ def memory_plan(config, sizes):
     # attention's output; gate, up and their product; the adapter's inner values
     attention = row * (3 * sizes.hidden + 2 * sizes.query + sizes.key_value + sizes.adapted)
     mlp = row * 3 * sizes.inner
-    sliced = mlp * min(1, SLICE_TOKENS / tokens) if recomputed else mlp
-    live_mlp = attention + row * 2 * sizes.hidden + 2 * sliced + sizes.widest
+    # its backward, as measured: 3.5 times the inner width where autograd frees as it goes, else 5
+    at_once = 3.5 * row * sizes.inner
+    if recomputed and tokens > SLICE_TOKENS:
+        at_once = 5 * SLICE_TOKENS * sizes.item * sizes.inner
+    live_mlp = attention + row * 2 * sizes.hidden + at_once + sizes.widest
     live_attention = attention + row * (3 * sizes.hidden + 2 * sizes.query + sizes.key_value)
     live = max(live_mlp, live_attention)
     kept = (sizes.blocks - recomputed) * (block_input + attention + mlp)
@@ -1482,7 +1491,7 @@ def memory_plan(config, sizes):
     inputs = recomputed * block_input
     if config.offload_activations:
         inputs = min(recomputed, 3) * block_input
-    held = sizes.blocks if not config.reshard_after_forward else 2
+    gathered = 2 if config.reshard_after_forward else sizes.blocks + 1  # and the next one
     head = 4 * block_input + 3 * CHUNK_BYTES
     return {
         "4-bit weights": 0 if config.offload_params else sizes.codes,
@@ -1492,7 +1501,7 @@ def memory_plan(config, sizes):
         "block inputs": inputs,
         "kept blocks": kept,
         "live block or head": max(live, head),
-        "gathered weights": (held + 1) * sizes.gathered,
+        "gathered weights": gathered * sizes.gathered,
     }
 
 
