@@ -264,7 +264,8 @@ def run_peer(chosen, gpus, out, scratch, limit, peer):
     code, seconds, text = launch(gpus, [peer, *flags], out / f"{name}.log", limit,
                                  BASELINE_OUT=str(scratch / name))  # fmt: skip
     row = {"case": name, "work": describe(chosen), "gpus": gpus, "base": None, "seconds": seconds}
-    ranks = [json.loads(line) for line in re.findall(r"RESULT (\{.*\})", text)]
+    decoder = json.JSONDecoder()  # two ranks' lines may run together
+    ranks = [decoder.raw_decode(part)[0] for part in re.split(r"RESULT (?=\{)", text)[1:]]
     if ranks:
         row |= {"tokens_per_second": statistics.mean(rank["tok_s_gpu"] for rank in ranks),
                 "peak_gib": max(rank.get("train_peak_alloc", 0) for rank in ranks),
