@@ -1,0 +1,188 @@
+"""benchmarks/run.py: its arithmetic, its cases' flags, and tiny cases as it runs the real ones."""
+
+import dataclasses
+import doctest
+import importlib.util
+import json
+import random
+
+import pytest
+from conftest import ROOT
+
+import train_fsdp_qlora as script
+
+spec = importlib.util.spec_from_file_location("benchmark", ROOT / "benchmarks" / "run.py")
+bench = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(bench)
+
+FLASH_BACKWARD = (
+    "void flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits<128, 64, 128, 8, 4,"
+    " 2, 2, false, false, cutlass::bfloat16_t> >(Flash_bwd_params)"
+)
+
+
+def test_examples():
+    assert doctest.testmod(bench).attempted == 2
+    assert doctest.testmod(bench).failed == 0
+
+
+def test_covered_counts_every_point_once():
+    draw = random.Random(0)
+    for _ in range(50):
+        starts = [draw.randrange(40) for _ in range(draw.randrange(12))]
+        spans = [(start, start + draw.randrange(9)) for start in starts]
+        points = {point for start, end in spans for point in range(start, end)}
+        assert bench.covered(spans) == len(points)
+
+
+def test_breakdown_of_two_streams():
+    """Computation 0-3 and 5-9, NCCL 2-6 and 10-12, a copy inside NCCL; 20 in all."""
+    times = bench.breakdown(
+        [
+            ("nvjet_tst_128x256", 0, 2),
+            ("triton_poi_fused_mm_0", 2, 3),
+            ("flash_fwd_kernel", 5, 9),
+            ("ncclDevKernel_AllGather_RING_LL", 2, 6),
+            ("ncclDevKernel_ReduceScatter", 10, 12),
+            ("Memcpy DtoH (Device -> Pinned)", 10, 11),
+        ],
+        20,
+    )
+    assert times["NCCL"] == (6, 4)
+    assert times["memcpy"] == (1, 1)
+    assert times["GEMM"] == (2, None)
+    assert times["attention"] == (4, None)
+    assert times["idle"] == (20 - 11, None)
+
+
+@pytest.mark.parametrize(
+    "kind, name",
+    [
+        ("GEMM", "nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NNT"),
+        ("GEMM", "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_cublas"),
+        ("GEMM", "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu>(Params)"),
+        ("GEMM", "void cublasLt::splitKreduce_kernel<32, 16, int, float>(float)"),
+        ("attention", FLASH_BACKWARD),
+        ("attention", "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_32"),
+        ("attention", "void cudnn::fusion::compute_dot_do_o_specialized<true>(float)"),
+        ("dequantise", "dequantize_kernel"),
+        ("dequantise", "void kDequantizeBlockwise<__nv_bfloat16, 512, 64, 8, 2>(float*)"),
+        ("NCCL", "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"),
+        ("memcpy", "Memset (Device)"),
+        ("elementwise, other", "triton_poi_fused__flash_attention_gemm_0"),
+        ("elementwise, other", "void at::native::vectorized_elementwise_kernel<4>(int)"),
+    ],
+)
+def test_kernels_are_told_by_name(kind, name):
+    assert bench.kind_of(name) == kind
+
+
+@pytest.mark.parametrize("name", bench.CASES)
+def test_flags_are_the_scripts(name, tmp_path):
+    chosen = bench.CASES[name]
+    gpus = chosen["gpus"] or 4
+    known = {f.name for f in dataclasses.fields(script.Config)}
+    words, keep = [], True
+    for word in bench.script_flags(chosen, gpus, tmp_path):
+        if word.startswith("--"):
+            keep = word[2:] in known
+        words += [word] * keep
+    config = script.parse_config(words)
+    assert config.recompute in ("all", "none", "auto")
+    script.resolve_config(dataclasses.replace(config, recompute="all"), gpus)
+    if chosen["layers"]:
+        model = script.read_model_config(script.model_directory(config.model, True), config)
+        assert model.num_hidden_layers == chosen["layers"]
+
+
+def test_names_and_bases_exist():
+    """Each case has a log of its own, and what its ratio is to is measured in the same group."""
+    assert len(bench.CASES) == sum(len(bench.GROUPS[g]) for g in ("memory", "scale", "peer"))
+    for group in ("memory", "scale"):
+        names = {case["name"] for case in bench.GROUPS[group]}
+        assert {case["base"] for case in bench.GROUPS[group]} - {None} <= names
+
+
+@pytest.mark.parametrize(
+    "model, parameters, vocab, hidden, layers, block",
+    [  # of the whole published model, and of a block's linear layers
+        ("llama-2-70b", 68_976_648_192, 32000, 8192, 80, 855_638_016),
+        ("llama-3-70b", 70_553_706_496, 128256, 8192, 80, 855_638_016),
+        ("llama-3-8b", 8_030_261_248, 128256, 4096, 32, 218_103_808),
+    ],
+)
+def test_shapes_are_the_published_ones(model, parameters, vocab, hidden, layers, block):
+    whole = bench.case("x", model, 2, 2048, 1)
+    linear = parameters - vocab * hidden - (2 * layers + 1) * hidden  # the embedding, the norms
+    assert bench.tflops(whole, 1000) == pytest.approx(6 * linear / 1e9)
+    part = bench.tflops({**whole, "layers": 8}, 1000)
+    assert bench.tflops(whole, 1000) - part == pytest.approx(6 * (layers - 8) * block / 1e9)
+
+
+def test_output_is_read():
+    text = (
+        "predicted peak 99.00 GiB\npredicted peak 21.00 GiB of 22.50\nstep 1\r 50%| | 1/2"
+        "\nmeasured: 1,259.5 tokens/s per GPU, 520 TFLOP/s, 71.4 % of the GEMM ceiling, peak 20.00"
+        " GiB\n"
+    )
+    row = bench.measurements(text, [])
+    assert (row["predicted_gib"], row["peak_gib"]) == (21, 20)
+    assert row["script_percent"] == 71.4
+    assert row["off_percent"] == pytest.approx(5)
+    nothing = bench.measurements("", [])
+    assert not any(nothing.values())
+
+
+@pytest.mark.parametrize(
+    "result, code, text, steps",
+    [
+        ("ok", 0, "all well", [1]),
+        ("time limit", None, "", []),
+        ("refused", 1, "x\nerror: --lora_rank 0\n", []),
+        ("exit code 1", 1, "50%|# | 1/2 [00:01]error: step 2: loss nan\n", [1]),
+        ("exit code 1", 1, "Traceback\n[rank0]: RuntimeError: CUDA error: launch failed\n", []),
+        ("out of memory", 1, "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried\n", [1]),
+        ("out of memory", 1, "error: OutOfMemoryError: CUDA out of memory. Tried\n", []),
+        ("out of memory", 1, "DistBackendError: NCCL: Cuda failure 2 'out of memory'\n", []),
+    ],
+)
+def test_outcomes(result, code, text, steps):
+    row = bench.outcome(code, text, steps)
+    assert row["result"] == result
+    assert bool(row["error"]) == (code not in (0, None))
+
+
+def test_cases_run_and_a_bad_one_stops_none(tmp_path, monkeypatch):
+    monkeypatch.setitem(bench.SHAPES, "demo", (256, 512, 4, 4, 2, 384))
+    cases = [
+        bench.case("bad", "demo", 2, 64, 1, "--lora_rank 0", gpus=1, layers=1),
+        bench.case("good", "demo", 2, 64, 4, layers=1, base="bad"),
+    ]
+    rows = bench.run_cases("memory", cases, 0, tmp_path, 100)
+    assert [row["result"] for row in rows] == ["refused", "ok"], rows
+    bad, good = rows
+    assert "lora_rank" in bad["error"]
+    speeds = [step["tokens_per_second_per_gpu"] for step in good["steps"]]
+    assert good["tokens_per_second"] == pytest.approx(sum(speeds[2:]) / 2)
+    assert good["peak_gib"] > 0.1
+    assert 4 < good["last_loss"] != good["first_loss"] < 8
+    lines = (tmp_path / "results.jsonl").read_text().splitlines()
+    assert [json.loads(line)["case"] for line in lines] == ["bad", "good"]
+    table = (tmp_path / "memory.md").read_text()
+    assert "2 x CPU, gloo" in table
+    cells = [line.split("|") for line in table.splitlines() if line.startswith("| ")]
+    assert [row[1].strip() for row in cells] == ["case", "bad", "good"]
+    assert f"{good['tokens_per_second']:,.0f}" in cells[2][4]
+
+
+def test_profile_runs(tmp_path, monkeypatch):
+    """On a CPU there are no kernels, so that all of a step is idle."""
+    monkeypatch.setitem(bench.SHAPES, "demo", (256, 512, 4, 4, 2, 384))
+    case = bench.case("tiny", "demo", 2, 32, 1, layers=1, gpus=1)
+    (row,) = bench.run_cases("profile", [case], 0, tmp_path, 100)
+    assert row["result"] == "ok", (tmp_path / "tiny.profile.log").read_text()
+    assert len(row["steps"]) == bench.WARM_STEPS + bench.PROFILED_STEPS
+    text = (tmp_path / "tiny.profile.md").read_text()
+    idle, wall = text.partition("| idle | ")[2].split(" ")[0], text.split(" ")[0]
+    assert float(idle) == float(wall) > 0
+    assert (tmp_path / "tiny.trace.json.gz").stat().st_size > 1000
