@@ -101,6 +101,8 @@ def edit_map(directory, change):
         (["--lora_dropout", "1"], ["--lora_dropout 1"]),
         (["--save_every", "-1"], ["--save_every -1"]),
         (["--recompute", "some"], ["--recompute some", "all, none"]),
+        (["--recompute", "none", "--offload_activations"], ["--offload_activations", "none"]),
+        (["--memory_limit_gib", "0"], ["--memory_limit_gib 0"]),
         (["--seed", str(2**64)], ["--seed"]),
         (["--model", "some/model"], ["--model some/model", "--dataset"]),
         (["--random_weights"], ["--random_weights", "--model"]),
@@ -136,6 +138,24 @@ def test_target_that_matches_nothing_is_refused(start, model):
     for name in ("q_proj", "k_proj", "o_proj", "gate_proj", "down_proj", "all-linear"):
         assert name in line
     refused(start(model, "--target_modules", "lm_head"), "--target_modules lm_head")
+
+
+def test_what_does_not_fit_is_refused_with_what_would(run_main, tmp_path):
+    line = refused(
+        run_main("--model", "llama-2-70b", "--random_weights", "--memory_limit_gib", 20,
+                 "--output_dir", tmp_path / "out"),
+        "predicted peak", "of 20.0 GiB", "--offload_params",
+    )  # fmt: skip
+    assert "--recompute all" not in line
+
+
+def test_offloading_more_than_the_host_has_is_refused(run_main, tmp_path):
+    refused(
+        run_main("--model", "llama-2-70b", "--random_weights", "--offload_activations",
+                 "--micro_batch_size", 1, "--max_seq_len", 2**22, "--output_dir", tmp_path / "out",
+                 "--batch_size", 1),
+        "of host memory on this machine", "offload less",
+    )  # fmt: skip
 
 
 def test_longer_rows_than_the_model_are_refused(start, model):

@@ -102,17 +102,25 @@ def write_batch(path):
 SETTINGS = {
     "float32": {"compute_dtype": "float32"},
     "bfloat16": {"compute_dtype": "bfloat16"},
-    "kept": {"compute_dtype": "float32", "recompute": "none"},
-    "unsharded": {"compute_dtype": "float32", "reshard_after_forward": False},
-    "one block": {"compute_dtype": "float32", "recompute": "1"},
-    "offloaded": {"compute_dtype": "float32", "offload_activations": True, "offload_params": True},
-    "two offloaded": {"compute_dtype": "float32", "recompute": "2", "offload_activations": True},
     "sliced": {"compute_dtype": "float32", "offload_activations": True, "slice_tokens": 7},
     "sliced bfloat16": {"compute_dtype": "bfloat16", "slice_tokens": 7},
 }
 if DEVICE == "cuda":
     SETTINGS["fused"] = {"compute_dtype": "float32", "fused": True}
     SETTINGS["fused bfloat16"] = {"compute_dtype": "bfloat16", "fused": True}
+
+
+MEMORY_FLAGS = {  # every combination must give the same numbers
+    f"{recompute} {activations} {params} {reshard}": {
+        "compute_dtype": "float32", "recompute": recompute, "offload_activations": activations,
+        "offload_params": params, "reshard_after_forward": reshard,
+    }
+    for recompute in ("all", "none", "1", "2")
+    for activations in (False, True)
+    if not (recompute == "none" and activations)
+    for params in (False, True)
+    for reshard in (False, True)
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +150,8 @@ def worked(models, tmp_path_factory):
                       "batch": batch, "settings": {k: {"lora_rank": 4, **v}
                                                    for k, v in SETTINGS.items()}, "out": kind}
                      for kind, model in models.items()]
+            jobs.append({**jobs[-len(models)], "out": "memory", "settings": {
+                k: {"lora_rank": 4, **v} for k, v in MEMORY_FLAGS.items()}})
             jobs.append({"case": "logits", "model": models["llama"], "batch": batch,
                          "adapter": adapters["llama"], "out": "logits"})
             jobs.append({"case": "patterns", "out": "patterns"})
@@ -218,14 +228,21 @@ def test_loss_and_gradients_equal_transformers_and_peft(kind, models, worked):
         assert (got[f"float32/{name}"] - grad).norm() <= 1e-5 * grad.norm(), name
 
     for other in (name for name, v in SETTINGS.items() if v["compute_dtype"] == "float32"):
-        for key in (k for k in got if k.startswith("float32/")):
-            other_value = got[key.replace("float32", other, 1)]
-            if other == "sliced":  # other sums of the same terms
-                assert (got[key] - other_value).norm() <= 1e-6 * got[key].norm(), key
-            elif DEVICE == "cpu":
-                assert torch.equal(got[key], other_value), (other, key)
+        for name in exact:  # other sums of the same terms
+            want = got[f"float32/{name}"]
+            assert (got[f"{other}/{name}"] - want).norm() <= 1e-6 * want.norm(), (other, name)
+
+
+def test_memory_flags_change_no_number(models, worked):
+    got = load_file(worked[0](2) / "memory")
+    assert len(MEMORY_FLAGS) == 28 and len(got) == 28 * (1 + 3 * 7 * 2)
+    for flags in MEMORY_FLAGS:
+        for key in (k for k in got if k.startswith("all False False True/")):
+            want, value = got[key], got[key.replace("all False False True", flags)]
+            if DEVICE == "cpu":
+                assert torch.equal(value, want), (flags, key)
             else:  # the attention's backward adds with atomics there, in any order
-                torch.testing.assert_close(got[key], other_value, rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(value, want, rtol=1e-5, atol=1e-6)
 
 
 def test_bf16_gradients_are_as_near_the_exact_ones_as_the_references(models, worked):
