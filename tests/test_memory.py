@@ -1,0 +1,133 @@
+"""The memory plan against what was measured, and what follows from it."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import train_fsdp_qlora as script
+
+# peak allocated, GiB, on 2 H200 (benchmarks/RESULTS.md), random weights, rank 16 on all layers
+MEASURED = [
+    ("llama-3-8b", 32, 4.86, {}),
+    ("llama-3-8b", 32, 20.47, {"recompute": "none"}),
+    ("llama-3-8b", 32, 10.15, {"max_seq_len": 65536, "micro_batch_size": 1,
+                               "offload_activations": True}),
+    ("llama-2-70b", 8, 5.18, {}),
+    ("llama-2-70b", 8, 4.78, {"offload_activations": True}),
+    ("llama-2-70b", 8, 3.47, {"offload_params": True}),
+    ("llama-2-70b", 8, 5.84, {"max_seq_len": 8192, "micro_batch_size": 1,
+                              "offload_activations": True}),
+    ("llama-2-70b", 8, 8.25, {"max_seq_len": 32768, "micro_batch_size": 1,
+                              "offload_activations": True, "offload_params": True}),
+]  # fmt: skip
+
+
+def sizes_of(name, layers, config, shards=2):
+    model_config = script.read_model_config(script.Path(name), config)
+    model_config.num_hidden_layers = layers
+    model, _ = script.build_model(model_config, "sdpa", torch.bfloat16, shards)
+    script.add_lora(model, config, name)
+    return script.model_sizes(model, config, shards, config.max_seq_len)
+
+
+def make_config(name, **flags):
+    return dataclasses.replace(script.Config(), model=name, random_weights=True, **flags)
+
+
+@pytest.mark.parametrize("name, layers, measured, flags", MEASURED)
+def test_predicted_peak_is_what_was_measured(name, layers, measured, flags):
+    config = make_config(name, **flags)
+    plan = script.memory_plan(config, sizes_of(name, layers, config))
+    predicted = sum(plan.values()) / 2**30
+    print(f"predicted {predicted:.2f}, measured {measured:.2f}: {predicted / measured - 1:+.1%}")
+    assert abs(predicted - measured) <= 0.07 * measured
+
+
+def test_auto_keeps_as_many_blocks_as_fit():
+    config = make_config("llama-3-8b", recompute="auto")
+    sizes, chosen = sizes_of("llama-3-8b", 32, config), []
+    for limit_gib in (6, 12, 22.5, 40):
+        limit = limit_gib * 2**30
+        resolved = script.choose_recompute(config, sizes, limit)
+        n = int(resolved.recompute)
+        assert sum(script.memory_plan(resolved, sizes).values()) <= 0.95 * limit
+        if n:
+            more = dataclasses.replace(resolved, recompute=str(n - 1))
+            assert sum(script.memory_plan(more, sizes).values()) > 0.95 * limit
+        chosen.append(n)
+    assert chosen == sorted(chosen, reverse=True) and chosen[0] > chosen[1] > chosen[3] == 0
+    assert script.choose_recompute(config, sizes, None).recompute == "0"
+    assert script.choose_recompute(config, sizes, 2**30).recompute == "32"  # nothing fits
+
+
+def test_refusal_names_flags_that_bring_it_under():
+    config = make_config("llama-2-70b")
+    sizes = sizes_of("llama-2-70b", 80, config)
+    script.check_plan(config, sizes, 27 * 2**30)
+    with pytest.raises(ValueError, match="predicted peak 2.* of 22.5 GiB; --offload_activations w"):
+        script.check_plan(config, sizes, 22.5 * 2**30)
+    with pytest.raises(ValueError, match="--offload_activations --micro_batch_size 1 --offload_p"):
+        script.check_plan(config, sizes, 5 * 2**30)
+    with pytest.raises(ValueError, match="and more GPUs would bring it to"):
+        script.check_plan(config, sizes, 2**30)
+    with pytest.raises(ValueError, match="of host memory on this machine"):
+        huge = dataclasses.replace(
+            config, offload_activations=True, micro_batch_size=512, max_seq_len=2**20
+        )
+        sizes.longest = 2**20
+        script.check_plan(huge, sizes, None)
+
+
+def test_sliced_mlp_draws_the_same_dropout_again(monkeypatch):
+    """Slices with dropout against a loop that autograd records."""
+    monkeypatch.setattr(script, "SLICE_TOKENS", 5)
+    torch.manual_seed(0)
+
+    class MLP(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up_proj, self.down_proj = nn.Linear(8, 12), nn.Linear(12, 8)
+
+        def forward(self, x):
+            return self.down_proj(torch.tanh(self.up_proj(nn.functional.dropout(x, 0.5))))
+
+    mlp, x = MLP(), torch.randn(2, 9, 8, requires_grad=True)
+    parameters = [x, *mlp.parameters()]
+    torch.manual_seed(1)
+    want = torch.cat([mlp(x.flatten(0, 1)[i : i + 5]) for i in range(0, 18, 5)]).view_as(x)
+    want_grads = torch.autograd.grad(want.square().sum(), parameters)
+    state = torch.get_rng_state()
+    torch.manual_seed(1)
+    got = script.sliced_mlp(mlp, mlp.forward, x)
+    torch.manual_seed(2)  # whatever was drawn in between
+    grads = torch.autograd.grad(got.square().sum(), parameters)
+    assert torch.equal(got, want)
+    for grad, want_grad in zip(grads, want_grads):
+        torch.testing.assert_close(grad, want_grad, rtol=1e-6, atol=1e-6)
+    torch.manual_seed(1)
+    script.sliced_mlp(mlp, mlp.forward, x)
+    assert torch.equal(torch.get_rng_state(), state)  # forward draws as many numbers
+
+
+def test_pinned_memory_holds_what_was_put_there():
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    values = [torch.randn(n, 3, device=device, dtype=torch.bfloat16) for n in (1, 2, 700)]
+    for value in values:
+        copy = script.pinned_copy(value)
+        assert copy.device.type == "cpu" and torch.equal(copy, value.cpu())
+        assert copy.is_pinned() == (device.type == "cuda")
+
+
+def test_shapes_have_the_parameters_of_their_names():
+    billions = {"llama-2-7b": 6.74, "llama-2-70b": 68.98, "llama-3-8b": 8.03,
+                "llama-3-70b": 70.55, "qwen2.5-32b": 32.76}  # fmt: skip
+    assert billions.keys() == script.SHAPES.keys()
+    for name, want in billions.items():
+        config = make_config(name)
+        _, shapes = script.build_model(
+            script.read_model_config(script.Path(name), config), "sdpa", torch.bfloat16, 1
+        )
+        assert sum(map(math.prod, shapes.values())) / 1e9 == pytest.approx(want, abs=0.006)
