@@ -32,13 +32,13 @@ def make_model(model_dir, device, adapter=None, mesh=None, **settings):
     model_config = script.read_model_config(Path(model_dir), config)
     model, shapes = script.build_model(model_config, config.attn or "sdpa", dtype, mesh.size())
     files = script.weight_files(Path(model_dir))
-    script.check_weights(files, shapes)
+    stored = script.check_files(files, shapes, model, model_config)
     if config.fused:
         script.fuse_model(model)
     script.add_lora(model, config, model_dir)
     script.recompute_blocks(model, config)
     script.shard_model(model, mesh, dtype, config.reshard_after_forward)
-    script.load_weights(model, script.file_reader(files), mesh, dtype, device)
+    script.load_weights(model, script.file_reader(files, device), mesh, dtype, device, stored)
     values = load_file(adapter) if adapter else None
 
     def read(name, shape):
