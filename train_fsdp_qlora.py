@@ -320,7 +320,7 @@ def say_loading(before, seconds, n_bytes):
     text, after = f"{n_bytes / 1e9:.3f} GB at {n_bytes / 1e9 / seconds:.2f} GB/s", host_memory()
     if after:  # the peak may be from before: no more than this
         text += f" with at most {(after[1] - before[0]) / 2**30:.2f} GiB more host memory"
-    say(f"weights loaded in {seconds:.1f} s; each rank: " + ", ".join(gather_texts(text)))
+    say(f"weights loaded in {seconds:.2f} s; each rank: " + ", ".join(gather_texts(text)))
 
 
 def say_memory(when, device):
@@ -963,7 +963,11 @@ def stored_states(files, shapes, layers):
             for key in tensors.keys():
                 name, _, part = key.partition(".weight.")
                 if part == NF4_STATE:
-                    states[f"{name}.weight"] = json.loads(bytes(tensors.get_tensor(key).tolist()))
+                    try:
+                        state = json.loads(bytes(tensors.get_tensor(key).tolist()))
+                    except ValueError as e:
+                        raise ValueError(f"{file}: {key} is not JSON: {e}")
+                    states[f"{name}.weight"] = state
                 # what it stores may be of another version, and then differ in the last bits
                 elif part in tables and not torch.allclose(tensors.get_tensor(key), tables[part]):
                     raise ValueError(f"{file}: {key} is not the code of bitsandbytes' NF4")
@@ -1205,7 +1209,7 @@ def read_chunk(path, start, target, staging):
     except OSError as e:
         raise OSError(f"{path}: cannot be read at byte {start + done}: {e.strerror}")
     if done < len(view):
-        raise OSError(f"{path}: ends at byte {start + done}: was it cut off after the start?")
+        raise OSError(f"{path}: ends before byte {start + len(view)}: cut off since the start?")
     if target.is_cuda:
         # in the stream that `target` is used in, and done when it returns: the buffer is free again
         target.copy_(buffer)

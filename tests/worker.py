@@ -84,6 +84,14 @@ def quantized(job, device):
     return out
 
 
+def memory(job, device):
+    """How far every rank's host memory grew while it made a model."""
+    script.READ_AHEAD = job["ahead"]
+    before, _ = script.host_memory()
+    make_model(job["model"], device)
+    return {"grown": script.all_gather(torch.tensor(script.host_memory()[1] - before))}
+
+
 def gradients(job, device):
     """Loss and gradients of one batch, its rows dealt to the ranks as train_step does."""
     batch = load_file(job["batch"])
