@@ -6,9 +6,10 @@
     python merge_adapters.py --adapter_dir runs/my-run --output_dir merged --no-check
 
 The adapter was trained on NF4 weights, so those are what it is added to: W + D, where W is the
-base's weight quantised and dequantised as in training and D = scaling * B @ A, is computed in fp32
-and rounded to bf16 once. Linear layers without an adapter are W, all other tensors the base's own.
-Weights pass through one at a time. Written to --output_dir, which appears only when all is done:
+base's weight quantised and dequantised as in training (only dequantised where the base is stored in
+4-bit already) and D = scaling * B @ A, is computed in fp32 and rounded to bf16 once. Linear layers
+without an adapter are W, all other tensors the base's own. Weights pass through one at a time.
+Written to --output_dir, which appears only when all is done:
 
     *.safetensors, model.safetensors.index.json    one file for each of the base's
     config.json, generation_config.json, tokenizer files, chat template

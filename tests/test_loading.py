@@ -21,6 +21,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import loading  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LAYER = "model.layers.1.mlp.up_proj.weight"
 STORAGES = {"uint8": torch.uint8, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -157,15 +158,14 @@ def in_4bit(tiny_model, tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize("nproc", [2, 3])
-def test_stored_bytes_are_those_computed_with(tiny_model, tmp_path, nproc):
+def test_stored_bytes_are_those_computed_with(tiny_model, tmp_path):
     # 64 x 191 weights are 191 blocks, 96 x 171 are 256.5: shards begin inside rows, and are padded
     bases = {
         "uint8": tiny_model("llama", hidden_size=64, intermediate_size=191),
         "bfloat16": tiny_model("qwen2", hidden_size=96, intermediate_size=171),
     }
     models = [save_4bit(base, tmp_path / name, STORAGES[name]) for name, base in bases.items()]
-    seen = run_worker(tmp_path, nproc, case="quantized", models=[str(m) for m in models])
+    seen = run_worker(tmp_path, 2, case="quantized", models=[str(m) for m in models])
     for directory in models:
         tensors = stored_tensors(directory)
         assert len(list(directory.glob("*.safetensors"))) > 2
@@ -223,10 +223,20 @@ def test_training_and_merging_equal_those_of_the_original(
 
 def test_model_in_4bit_from_another_dtype(run_main, in_4bit, tmp_path, capsys):
     model = in_4bit("float32", torch.float16)
-    losses, out, _ = run_and_merge(run_main, model, tmp_path / "run", capsys)
+    losses, out, merged = run_and_merge(run_main, model, tmp_path / "run", capsys)
     assert "quantised from float16" in out and "dequantised to bfloat16" in out
     # the merge's own check, against a model that dequantises to bfloat16 as well
     assert "are 0.0" in out.partition("merged model's ")[2]
+    tensors, adapter = stored_tensors(model), load_file(tmp_path / "run/adapter_model.safetensors")
+    state = {k: v for k, v in tensors.items() if k.startswith(f"{LAYER}.")}
+    state = bnb.functional.QuantState.from_dict(state, DEVICE)
+    assert state.dtype == torch.float16
+    state.dtype = torch.bfloat16
+    packed = tensors[LAYER].view(torch.uint8).to(DEVICE)
+    a, b = (adapter[f"base_model.model.{LAYER.removesuffix('weight')}lora_{x}.weight"].to(DEVICE)
+            for x in "AB")  # fmt: skip
+    want = bnb.functional.dequantize_4bit(packed, state).float() + 32 / 16 * (b @ a)
+    assert torch.equal(merged[LAYER], want.bfloat16().cpu())
 
 
 def test_merge_wants_the_model_trained_on(run_main, in_4bit, tiny_model, tmp_path, capsys):
@@ -239,9 +249,6 @@ def test_merge_wants_the_model_trained_on(run_main, in_4bit, tiny_model, tmp_pat
                                  "--base_model", other])  # fmt: skip
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("error: base model") and words in line
-
-
-LAYER = "model.layers.1.mlp.up_proj.weight"
 
 
 def edit(part, change):
@@ -335,10 +342,9 @@ def test_tensors_in_4bit_that_cannot_be_used_are_refused(refused, case):
     refused(*words, change=change)
 
 
-def test_benchmark_measures_a_load(tiny_model, tmp_path):
-    command = [sys.executable, ROOT / "benchmarks" / "loading.py", tmp_path / "model", "--gb"]
-    command += ["0.001", "--shapes", tiny_model("llama"), "--nproc", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    header, _, row = done.stdout.splitlines()[-3:]
+def test_benchmark_measures_a_load(tiny_model, tmp_path, monkeypatch, capsys):
+    flags = ["--gb", "0.001", "--shapes", str(tiny_model("llama")), "--nproc", "1"]
+    monkeypatch.setattr(sys, "argv", ["loading.py", str(tmp_path / "model"), *flags])
+    loading.main()
+    header, _, row = capsys.readouterr().out.splitlines()[-3:]
     assert header.count("|") == row.count("|") == 7 and row.startswith("| 0.0 ")
