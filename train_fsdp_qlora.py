@@ -890,7 +890,8 @@ def load_tokenizer(directory):
         raise ValueError(f"{directory}: its tokenizer cannot be loaded: {e!r}")
 
 
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8}
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = {**FLOATS, "U8": torch.uint8}
 NF4_STATE = "quant_state.bitsandbytes__nf4"  # bitsandbytes' name, behind that of the weight
 
 
@@ -918,9 +919,10 @@ def check_weights(files, shapes):
                     if shapes[name] is not None and shape != tuple(shapes[name]):
                         raise ValueError(f"{file.name}: {name} has shape {list(shape)}, but"
                                          f" config.json asks for {list(shapes[name])}")
-                    if stored.get_dtype() not in DTYPES:
+                    in_4bit = shapes[name] is None or name.endswith(".absmax")
+                    if stored.get_dtype() not in (DTYPES if in_4bit else FLOATS):
                         raise ValueError(f"{file.name}: {name} is {stored.get_dtype()}, which is"
-                                         f" not read; {', '.join(DTYPES)} are")
+                                         f" not read; {', '.join(FLOATS)} are")
         except SafetensorError as e:
             raise ValueError(f"{file}: not a whole safetensors file: {e}")
 
