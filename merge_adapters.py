@@ -6,9 +6,10 @@
     python merge_adapters.py --adapter_dir runs/my-run --output_dir merged --no-check
 
 The adapter was trained on NF4 weights, so those are what it is added to: W + D, where W is the
-base's weight quantised and dequantised as in training and D = scaling * B @ A, is computed in fp32
-and rounded to bf16 once. Linear layers without an adapter are W, all other tensors the base's own.
-Weights pass through one at a time. Written to --output_dir, which appears only when all is done:
+base's weight quantised and dequantised as in training (only dequantised where the base is stored in
+4-bit already) and D = scaling * B @ A, is computed in fp32 and rounded to bf16 once. Linear layers
+without an adapter are W, all other tensors the base's own. Weights pass through one at a time.
+Written to --output_dir, which appears only when all is done:
 
     *.safetensors, model.safetensors.index.json    one file for each of the base's
     config.json, generation_config.json, tokenizer files, chat template
@@ -50,6 +51,8 @@ LARGE_ERROR = 0.20  # of the adapter's own effect: said plainly from here on
 FAILED_ERROR = 1.0  # further from what was trained than the base is: not a merge of it
 SAME_OFFSET = 1e-5  # relative; summing in another order, on another device, moves it by 1e-7
 CHUNK = 2**24  # weights whose rounding error is summed in fp64 at once: 128 MiB
+NF4_STATE = "quant_state.bitsandbytes__nf4"  # what bitsandbytes stores beside a weight, and
+NF4_PARTS = ("absmax", "nested_absmax", "nested_quant_map", "quant_map", NF4_STATE)
 HUB_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # a model's small files
 # what adapter_config.json may say of a plain LoRA; other options must have their default
 PLAIN_LORA = {
@@ -162,11 +165,14 @@ def weight_files(base):
     return files
 
 
-def meta_model(base):
-    """The base model without its weights, for names and shapes."""
+def meta_model(base, prequantized):
+    """The base model without its weights, for names and shapes; checked to be as in training."""
     config = AutoConfig.from_pretrained(base, trust_remote_code=False)
-    if getattr(config, "quantization_config", None):
+    if getattr(config, "quantization_config", None) and not prequantized:
         raise ValueError(f"base model {base}: is quantised already; the original one is needed")
+    if prequantized and not vars(config).pop("quantization_config", None):
+        raise ValueError(f"base model {base}: is not quantised; the one in 4-bit is needed that the"
+                         " adapter was trained on")
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
@@ -181,15 +187,17 @@ def linear_layers(model):
     return quantised, [name for name, m in linear.items() if m not in in_blocks]
 
 
-def check_base(base, files, shapes):
-    """Every tensor of `shapes` must be in `files`, with that shape."""
-    missing = [name for name in shapes if name not in files]
+def check_base(base, files, shapes, stored):
+    """Every tensor of `shapes` must be in `files`, with that shape; those of `stored` in 4-bit,
+    with all that bitsandbytes stores of them."""
+    wanted = [*shapes, *(f"{name}.{part}" for name in stored for part in NF4_PARTS)]
+    missing = [name for name in wanted if name not in files]
     if missing:
-        raise ValueError(f"base model {base}: lacks {len(missing)} of {len(shapes)} tensors that"
+        raise ValueError(f"base model {base}: lacks {len(missing)} of {len(wanted)} tensors that"
                          f" its config.json asks for, the first is {missing[0]}")
     for file in sorted(set(files.values())):
         with open_tensors(file) as tensors:
-            for name in (n for n in tensors.keys() if n in shapes):
+            for name in (n for n in tensors.keys() if n in shapes and n not in stored):
                 shape = tuple(tensors.get_slice(name).get_shape())
                 if shape != shapes[name]:
                     raise ValueError(f"{file}: {name} has shape {list(shape)}, but config.json"
@@ -275,11 +283,30 @@ def training_weight(weight, dtype, device, trained_offset):
         weight.to(device, dtype), blocksize=NF4["blocksize"], compress_statistics=True,
         quant_type="nf4",
     )  # fmt: skip
+    check_offset(state, trained_offset)
+    return bnb.functional.dequantize_4bit(packed, state)
+
+
+def check_offset(state, trained_offset):
     offset = state.offset.item()
     if trained_offset and abs(offset - trained_offset) > SAME_OFFSET * trained_offset:
         raise ValueError(f"has a mean absmax of {offset:.8g}, in training it was"
                          f" {trained_offset:.8g}: this is not the base model trained on")
-    return bnb.functional.dequantize_4bit(packed, state)
+
+
+def stored_weight(packed, name, shape, files, dtype, device, trained_offset):
+    """The same of a weight that bitsandbytes has quantised and stored: its bytes, dequantised."""
+    parts = {}
+    for part in NF4_PARTS:
+        with open_tensors(files[f"{name}.{part}"]) as tensors:
+            parts[part] = tensors.get_tensor(f"{name}.{part}")
+    state = bnb.functional.QuantState.from_dict(parts, device)
+    if state.shape != shape or packed.nbytes != math.prod(shape) // 2:
+        raise ValueError(f"has {packed.nbytes} bytes of {list(state.shape)} weights, but"
+                         f" config.json asks for {list(shape)}")
+    check_offset(state, trained_offset)
+    state.dtype = dtype  # of training, whatever it was quantised from
+    return bnb.functional.dequantize_4bit(packed.view(torch.uint8).to(device), state)
 
 
 def add_adapter(weight, lora_a, lora_b, scaling, sums):
@@ -295,15 +322,16 @@ def add_adapter(weight, lora_a, lora_b, scaling, sums):
     return merged
 
 
-def merged_tensor(file, name, quantised, scaling, adapter_dir, offsets, dtype, device, sums):
-    """One tensor of the merged model, bf16 on the CPU."""
+def merged_tensor(file, name, quantised, dequantise, scaling, adapter_dir, device, sums):
+    """One tensor of the merged model, bf16 on the CPU. `dequantise(weight, name)` is what training
+    computed with."""
     # files are opened anew each time, so that the pages they mapped do not add up in this process
     with open_tensors(file) as tensors:
         tensor = tensors.get_tensor(name)
     module = name.removesuffix(".weight")
     if module in quantised:
         try:
-            tensor = training_weight(tensor, dtype, device, offsets.get(name))
+            tensor = dequantise(tensor, name)
         except ValueError as e:
             raise ValueError(f"{file}: {name} {e}")
     if module in scaling:
@@ -372,6 +400,7 @@ def write_small_files(directory, base):
     """config.json of a bf16 model, and the base's other small files as they are."""
     config = read_json(base / "config.json")
     config.update(dict.fromkeys(["dtype", *config.keys() & {"torch_dtype"}], "bfloat16"))
+    config.pop("quantization_config", None)  # of a base in 4-bit
     config.pop("auto_map", None)  # remote code, which is neither used nor copied here
     write_file(directory / "config.json", [json.dumps(config, indent=2).encode()])
     for path in sorted(p for pattern in HUB_FILES for p in base.glob(pattern)):
@@ -404,6 +433,7 @@ def all_logits(model, rows):
             # in eval mode, which PEFT sets as well, on CPUs with AVX512-BF16, bitsandbytes 0.50
             # rounds the scales to bf16, and fails where in_features is no multiple of 64
             module.training = True
+            module.weight.quant_state.dtype = module.compute_dtype  # whatever it was quantised from
     device = model.get_input_embeddings().weight.device
     return torch.cat([model(torch.tensor([row], device=device)).logits[0].float().cpu()
                       for row in rows])  # fmt: skip
@@ -432,7 +462,12 @@ def compare(base, adapter_dir, merged_dir, others, rows, dtype, device):
         bnb_4bit_compute_dtype=dtype,
         llm_int8_skip_modules=others,
     )
-    model = load_model(base, dtype, device, quantization_config=quantization)
+    config = AutoConfig.from_pretrained(base, trust_remote_code=False)
+    settings = {"quantization_config": quantization}
+    if getattr(config, "quantization_config", None):  # which would be taken all the same
+        config.quantization_config["bnb_4bit_compute_dtype"] = str(dtype).removeprefix("torch.")
+        settings = {"config": config}
+    model = load_model(base, dtype, device, **settings)
     plain = all_logits(model, rows)
     model = PeftModel.from_pretrained(model, adapter_dir, torch_device=str(device))
     trained = all_logits(model, rows)
@@ -486,12 +521,14 @@ def merge(args):
     adapter_dir, output = Path(args.adapter_dir), Path(args.output_dir)
     run = read_run(adapter_dir)
     base = model_directory(args.base_model or run["base_model"])
-    model = meta_model(base)
+    prequantized = run["quantization"].get("prequantized", False)
+    model = meta_model(base, prequantized)
     # a tied weight is listed once, under its first name, and is written once
     shapes = {name: p.shape for name, p in model.named_parameters()}
     quantised, others = linear_layers(model)
     files = weight_files(base)
-    check_base(base, files, shapes)
+    stored = {f"{name}.weight" for name in quantised} if prequantized else set()
+    check_base(base, files, shapes, stored)
     scaling = read_adapter(adapter_dir, shapes, quantised)
     rows = probe_rows(run, model.get_input_embeddings().num_embeddings)
     dtype = getattr(torch, run["quantization"]["quantized_from_dtype"])
@@ -499,13 +536,21 @@ def merge(args):
     temporary = open_output(output, n_bytes(shapes))
 
     print(f"base model {base}: {len(quantised)} layers in NF4, {len(scaling)} with an adapter")
-    left_out = [name for name in files if name not in shapes]
+    left_out = [n for n in files if n not in shapes and n.partition(".weight.")[2] not in NF4_PARTS]
     if left_out:
         print(f"left out {len(left_out)} tensors that the model does not use, as {left_out[0]}")
     sums = {"error": 0.0, "effect": 0.0}
-    tensor_of = functools.partial(merged_tensor, quantised=quantised, scaling=scaling,
-                                  adapter_dir=adapter_dir, dtype=dtype, device=device, sums=sums,
-                                  offsets=run["quantization"].get("absmax_offsets", {}))
+    offsets = run["quantization"].get("absmax_offsets", {})
+
+    def dequantise(weight, name):
+        if prequantized:
+            return stored_weight(weight, name, shapes[name], files, dtype, device,
+                                 offsets.get(name))  # fmt: skip
+        return training_weight(weight, dtype, device, offsets.get(name))
+
+    tensor_of = functools.partial(merged_tensor, quantised=quantised, dequantise=dequantise,
+                                  scaling=scaling, adapter_dir=adapter_dir, device=device,
+                                  sums=sums)  # fmt: skip
     try:
         write_weights(temporary, files, shapes, tensor_of)
         write_small_files(temporary, base)

@@ -19,6 +19,8 @@ Tested with torch 2.11 and 2.13, transformers 5.17 and 5.23, peft 0.21, bitsandb
 """
 
 import argparse
+import collections
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -31,11 +33,13 @@ import random
 import resource
 import shutil
 import sys
+import threading
 import time
 import types
 import typing
 import warnings
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -77,6 +81,9 @@ SLICE_TOKENS = 4096  # of a recomputed block's MLP at once; fewer make its produ
 CHUNK_BYTES = 256 * 2**20  # of logits alive at once, of embedded tokens before their sum
 IGNORE = -100  # the label of a token that is not trained on
 RANDOM_STD = 0.02  # of --random_weights
+READERS = 8  # threads of a rank that read weights; one copies some 5 GB/s out of the page cache
+READ_CHUNK = 2**24  # bytes that a thread reads at once
+READ_AHEAD = 2**29  # bytes read but not yet quantised, so that reading and quantising overlap
 LIBRARIES = (torch, transformers, peft, bnb)
 SHAPES = {  # what --random_weights knows without a config.json
     name: dict(
@@ -348,6 +355,24 @@ def memory_gib(device):
         return torch.cuda.memory_allocated() / 2**30, torch.cuda.max_memory_allocated() / 2**30
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     return peak, peak
+
+
+def host_memory():
+    """This process's resident bytes now and at their peak; None where there is no /proc."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    sizes = dict(line.split(":") for line in lines if line.startswith(("VmRSS", "VmHWM")))
+    return tuple(int(sizes[name].split()[0]) * 2**10 for name in ("VmRSS", "VmHWM"))
+
+
+def say_loading(before, seconds, n_bytes):
+    """`before` is host_memory() at the start. All ranks must call this."""
+    text, after = f"{n_bytes / 1e9:.3f} GB at {n_bytes / 1e9 / seconds:.2f} GB/s", host_memory()
+    if after:  # the peak may be from before: no more than this
+        text += f" with at most {(after[1] - before[0]) / 2**30:.2f} GiB more host memory"
+    say(f"weights loaded in {seconds:.2f} s; each rank: " + ", ".join(gather_texts(text)))
 
 
 def say_memory(when, device):
@@ -723,12 +748,13 @@ class NF4Linear(nn.Linear):
         self.quant_state = None
         self.fused = self.skipped = False
 
-    def set_nested_state(self, nested_absmax, offset):
-        """nested_absmax fp32 [n_blocks / 256] and offset fp32 [] undo the 8-bit absmax codes."""
+    def set_nested_state(self, nested_absmax, offset, code=None):
+        """nested_absmax fp32 [n_blocks / 256] and offset fp32 [] undo the 8-bit absmax codes, whose
+        values are those of `code` fp32 [256], None for today's bitsandbytes'."""
         device = nested_absmax.device
         nested = bnb.functional.QuantState(
             absmax=nested_absmax,
-            code=dynamic_map(device),
+            code=dynamic_map(device) if code is None else code,
             blocksize=NESTED_BLOCK,
             dtype=torch.float32,
         )
@@ -973,8 +999,7 @@ def read_model_config(directory, config):
     if not hasattr(model_config, "vocab_size"):
         kind = type(model_config).__name__
         raise ValueError(f"--model {config.model}: {kind} is no plain language model")
-    if getattr(model_config, "quantization_config", None):
-        raise ValueError(f"--model {config.model}: is quantised already; name the original model")
+    check_quantization(getattr(model_config, "quantization_config", None), config.model)
     for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
         if getattr(model_config, name, None) not in (None, 1.0):
             raise ValueError(f"--model {config.model}: its logits are changed by {name} after the"
@@ -983,6 +1008,17 @@ def read_model_config(directory, config):
     if longest and config.max_seq_len > longest and config.dataset:
         raise ValueError(f"--max_seq_len {config.max_seq_len}: the model was made for {longest}")
     return model_config
+
+
+def check_quantization(settings, name):
+    """A model that is quantised already must be so as this script does it."""
+    want = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": True}  # fmt: skip
+    for key, value in want.items() if settings else ():
+        if settings.get(key) != value:
+            raise ValueError(f"--model {name}: is quantised already, with {key}"
+                             f" {settings.get(key)}; only {value} can be read, so name the original"
+                             " model")
 
 
 def weight_files(directory):
@@ -1019,6 +1055,11 @@ def load_tokenizer(directory):
         raise ValueError(f"{directory}: its tokenizer cannot be loaded: {e!r}")
 
 
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = {**FLOATS, "U8": torch.uint8}
+NF4_STATE = "quant_state.bitsandbytes__nf4"  # bitsandbytes' name, behind that of the weight
+
+
 def check_weights(files, shapes):
     """Every tensor of `shapes` {name: shape} must be in `files`, with that shape. Rank 0 only."""
     missing = [name for name in shapes if name not in files]
@@ -1038,12 +1079,102 @@ def check_weights(files, shapes):
                 if absent:
                     raise ValueError(f"{file}: lacks {min(absent)}, which the index puts there")
                 for name in (n for n in tensors.keys() if n in shapes):
-                    shape = tuple(tensors.get_slice(name).get_shape())
-                    if shape != tuple(shapes[name]):
+                    stored = tensors.get_slice(name)
+                    shape = tuple(stored.get_shape())
+                    if shapes[name] is not None and shape != tuple(shapes[name]):
                         raise ValueError(f"{file.name}: {name} has shape {list(shape)}, but"
                                          f" config.json asks for {list(shapes[name])}")
+                    in_4bit = shapes[name] is None or name.endswith(".absmax")
+                    if stored.get_dtype() not in (DTYPES if in_4bit else FLOATS):
+                        raise ValueError(f"{file.name}: {name} is {stored.get_dtype()}, which is"
+                                         f" not read; {', '.join(FLOATS)} are")
         except SafetensorError as e:
             raise ValueError(f"{file}: not a whole safetensors file: {e}")
+
+
+def stored_shapes(files, shapes, layers):
+    """`shapes` as a checkpoint has them whose `layers` bitsandbytes has quantised: {name: shape},
+    None where the shape does not matter."""
+    plain = [name for name in layers if f"{name}.{NF4_STATE}" not in files]
+    if plain:
+        raise ValueError(f"config.json says that the model is in 4-bit NF4, but {len(plain)} of its"
+                         f" blocks' {len(layers)} linear layers are not, the first is {plain[0]}:"
+                         " name the original model")
+    other = [n for n in files if n.endswith(".absmax") and n.removesuffix(".absmax") not in layers
+             and not n.endswith("nested_absmax")]
+    if other:
+        raise ValueError(f"{other[0]}: only linear layers of decoder blocks can be in 4-bit: name"
+                         " the original model")
+    shapes = dict(shapes)
+    for name in layers:
+        n_blocks = math.ceil(math.prod(shapes[name]) / BLOCK)
+        shapes.update({
+            name: None,  # packed, in integers or floats of any size
+            f"{name}.absmax": (n_blocks,),
+            f"{name}.nested_absmax": (math.ceil(n_blocks / NESTED_BLOCK),),
+            f"{name}.nested_quant_map": (256,),
+            f"{name}.quant_map": (16,),
+            f"{name}.{NF4_STATE}": None,
+        })  # fmt: skip
+    return shapes
+
+
+def stored_states(files, shapes, layers):
+    """What bitsandbytes has stored of each layer's quantisation, {weight name: its JSON object},
+    checked to be what NF4Linear computes with."""
+    states, places = {}, tensor_places(files)
+    tables = {"quant_map": bnb.functional.get_4bit_type("nf4", device="cpu"),
+              "nested_quant_map": dynamic_map(torch.device("cpu"))}  # fmt: skip
+    for file in sorted(set(files.values())):
+        with safe_open(file, "pt") as tensors:
+            for key in tensors.keys():
+                name, _, part = key.partition(".weight.")
+                if part == NF4_STATE:
+                    try:
+                        state = json.loads(bytes(tensors.get_tensor(key).tolist()))
+                    except ValueError as e:
+                        raise ValueError(f"{file}: {key} is not JSON: {e}")
+                    states[f"{name}.weight"] = state
+                # what it stores may be of another version, and then differ in the last bits
+                elif part in tables and not torch.allclose(tensors.get_tensor(key), tables[part]):
+                    raise ValueError(f"{file}: {key} is not the code of bitsandbytes' NF4")
+    for name in layers:
+        want = {"quant_type": "nf4", "blocksize": BLOCK, "shape": list(shapes[name]),
+                "nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32"}  # fmt: skip
+        for key, value in want.items():
+            if states[name].get(key) != value:
+                raise ValueError(f"{files[name]}: {name} was quantised with {key}"
+                                 f" {states[name].get(key)}, only {value} can be read")
+        _, _, start, stop = places[name]
+        if stop - start != math.prod(shapes[name]) // 2:
+            raise ValueError(f"{files[name]}: {name} has {stop - start} bytes, but"
+                             f" {list(shapes[name])} weights of 4 bits are asked for")
+        for part, dtype in ("absmax", torch.uint8), ("nested_absmax", torch.float32):
+            if places[f"{name}.{part}"][1] != dtype:
+                raise ValueError(f"{files[name]}: {name}.{part} is not {dtype}: without double"
+                                 " quantisation?")
+    return states
+
+
+def check_files(files, shapes, model, model_config):
+    """What is wrong with a checkpoint's tensors, before they are read; returns stored_states of one
+    that is quantised already, else None. All ranks must call this."""
+    if not getattr(model_config, "quantization_config", None):
+        on_rank_0(check_weights, files, shapes)
+        return None
+    layers = [f"{n}.weight" for n, m in model.named_modules() if isinstance(m, NF4Linear)]
+    on_rank_0(check_weights, files, together(stored_shapes, files, shapes, layers))
+    return together(stored_states, files, shapes, layers)
+
+
+def say_stored(states, compute_dtype):
+    """Of a model that is quantised already."""
+    dtypes = sorted({state["dtype"] for state in states.values()})
+    say(f"model: quantised already, loaded as it is: {len(states)} layers in NF4")
+    if dtypes != [compute_dtype]:
+        say(f"they were quantised from {', '.join(dtypes)}, to which bitsandbytes dequantises them;"
+            f" here they are dequantised to {compute_dtype}, so that some weights differ by its"
+            " rounding")
 
 
 def choose_attention(config, model_config, device):
@@ -1111,6 +1242,8 @@ def build_model(model_config, attention, dtype, shards):
 
     Returns it and the shapes {name: shape} of the tensors that a checkpoint must have.
     """
+    model_config = copy.copy(model_config)
+    vars(model_config).pop("quantization_config", None)  # what is in 4-bit is decided here
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             model_config, attn_implementation=attention, dtype=dtype, trust_remote_code=False
@@ -1226,19 +1359,90 @@ def mlp_forward(mlp, x):
     return mlp.down_proj(swiglu(mlp.gate_proj(x), mlp.up_proj(x)))
 
 
-def file_reader(files):
-    """A function (name, shape, rows) that reads those rows of a tensor from its file."""
+def tensor_places(files):
+    """Where each tensor's bytes are: {name: (file, dtype, start, stop)}."""
+    places = {}
+    for path in sorted(set(files.values())):
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size))
+        header.pop("__metadata__", None)
+        for name, tensor in header.items():
+            start, stop = (8 + size + offset for offset in tensor["data_offsets"])
+            places[name] = path, DTYPES.get(tensor["dtype"]), start, stop
+    return places
 
-    def read(name, shape, rows):
-        # opened anew for each tensor, so that the pages it mapped do not add up in this process
-        with safe_open(files[name], "pt") as tensors:
-            return tensors.get_slice(name)[rows.start : rows.stop]
+
+def read_chunk(path, start, target, staging):
+    """Read bytes from `start` of a file into `target`, a slice of a uint8 tensor."""
+    buffer = getattr(staging, "buffer", target)[: target.numel()]
+    view, done = memoryview(buffer.numpy()), 0
+    try:
+        with path.open("rb", buffering=0) as file:
+            file.seek(start)
+            while n := file.readinto(view[done:]):
+                done += n
+    except OSError as e:
+        raise OSError(f"{path}: cannot be read at byte {start + done}: {e.strerror}")
+    if done < len(view):
+        raise OSError(f"{path}: ends before byte {start + len(view)}: cut off since the start?")
+    if target.is_cuda:
+        # in the stream that `target` is used in, and done when it returns: the buffer is free again
+        target.copy_(buffer)
+
+
+def file_reader(files, device):
+    """A function of requests [(name, shape, rows)] that yields those rows of the tensors, flat.
+
+    Threads read at most READ_AHEAD bytes ahead, with plain reads: a mapping is read one page fault
+    at a time, and its pages count as this process's memory. If a read fails, nothing more is read:
+    the tensors are then garbage, so that no rank waits in a collective for this one, and the error
+    is raised after the last.
+    """
+    places, staging = tensor_places(files), threading.local()
+
+    def prepare_thread():
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            staging.buffer = torch.empty(READ_CHUNK, dtype=torch.uint8, pin_memory=True)
+
+    def locate(name, shape, rows):
+        path, dtype, start, stop = places[name]
+        row = (stop - start) // shape[0]  # bytes
+        return path, dtype, start + rows.start * row, len(rows) * row
+
+    def begin(pool, path, dtype, start, size):
+        target = torch.empty(size, dtype=torch.uint8, device=device)
+        slices = ((start + at, target[at : at + READ_CHUNK]) for at in range(0, size, READ_CHUNK))
+        chunks = [pool.submit(read_chunk, path, at, part, staging) for at, part in slices]
+        return target.view(dtype), chunks
+
+    def read(requests):
+        todo = collections.deque(locate(*request) for request in requests)
+        ahead, in_flight, error = collections.deque(), 0, None
+        with ThreadPoolExecutor(READERS, initializer=prepare_thread) as pool:
+            while todo or ahead:
+                while todo and (not ahead or in_flight + todo[0][3] <= READ_AHEAD) and not error:
+                    in_flight += todo[0][3]
+                    ahead.append(begin(pool, *todo.popleft()))
+                if ahead:
+                    target, chunks = ahead.popleft()
+                    error = next((e for c in chunks if (e := c.exception())), error)
+                    in_flight -= target.nbytes
+                else:
+                    _, dtype, _, size = todo.popleft()
+                    target = torch.zeros(size, dtype=torch.uint8, device=device).view(dtype)
+                yield target
+                del target  # or it would be kept while the next is waited for
+        if error:
+            raise error
 
     return read
 
 
 def random_reader(seed, dtype, device):
-    """The same with random values, which depend on the name and not on who reads."""
+    """The same with random values, which depend on the name and not on who reads. Not ahead: the
+    GPU makes them at once, and whole."""
 
     def read(name, shape, rows):
         if len(shape) == 1:
@@ -1248,7 +1452,7 @@ def random_reader(seed, dtype, device):
         whole = torch.empty(shape, dtype=dtype, device=device)
         return whole.normal_(0, RANDOM_STD, generator=generator)[rows.start : rows.stop].clone()
 
-    return read
+    return lambda requests: (read(*request) for request in requests)
 
 
 def shard_range(n, shard, shards):
@@ -1257,27 +1461,51 @@ def shard_range(n, shard, shards):
     return range(min(shard * size, n), min((shard + 1) * size, n))
 
 
-def quantize_shard(read, name, layer, group, device):
+def shard_blocks(layer, shard):
+    """The range of blocks that a shard has of an NF4Linear, without padding."""
+    local = layer.weight.to_local().shape[0]
+    return range(min(shard * local, layer.n_blocks), min((shard + 1) * local, layer.n_blocks))
+
+
+def layer_requests(name, layer, shard, stored):
+    """What a rank reads of one NF4Linear, for `file_reader`: whole rows of the weight; or, where it
+    is quantised already, packed codes, absmax codes and the nested state."""
+    shape, blocks = (layer.out_features, layer.in_features), shard_blocks(layer, shard)
+    if not stored:
+        first, last = blocks.start * BLOCK, min(blocks.stop * BLOCK, math.prod(shape))
+        return [(name, shape, range(first // shape[1], math.ceil(last / shape[1])))]
+    n_bytes, n_nested = math.prod(shape) // 2, math.ceil(layer.n_blocks / NESTED_BLOCK)
+    rows = range(blocks.start * BLOCK // 2, min(blocks.stop * BLOCK // 2, n_bytes))
+    return [
+        (name, (n_bytes,), rows),
+        (f"{name}.absmax", (layer.n_blocks,), blocks),
+        (f"{name}.nested_absmax", (n_nested,), range(n_nested)),
+        (f"{name}.nested_quant_map", (256,), range(256)),
+    ]
+
+
+def empty_shard(layer, device):
+    """Zeroed NF4Blocks of one rank; blocks of padding stay so."""
+    blocks = NF4Blocks.empty(layer.weight.to_local().shape[0], device)
+    blocks.packed.zero_(), blocks.absmax_codes.zero_()
+    return blocks
+
+
+def quantize_shard(values, layer, group, device):
     """This rank's NF4Blocks of one layer, and its nested state. All ranks of `group` must call.
 
     Blocks are quantised independently, so that a rank's own blocks have the bytes they would
     have in the whole tensor. The second level takes the mean over all of them: their fp32 absmax,
     4 bytes for 64 weights, is gathered and every rank does that part alike.
     """
-    shape = (layer.out_features, layer.in_features)
-    local = layer.weight.to_local().shape[0]
-    first = dist.get_rank(group) * local * BLOCK  # of this rank's weights, in row-major order
-    last = min(first + local * BLOCK, math.prod(shape))
-    blocks = NF4Blocks(
-        torch.zeros(local, BLOCK // 2, dtype=torch.uint8, device=device),
-        torch.zeros(local, dtype=torch.uint8, device=device),
-    )
-    absmax = torch.zeros(local, dtype=torch.float32, device=device)
-    if first < last:
-        rows = range(first // shape[1], math.ceil(last / shape[1]))
-        weights = read(name, shape, rows).to(device, layer.dtype).view(-1)
-        skip = first - rows.start * shape[1]
-        weights = weights[skip : skip + last - first].contiguous()
+    mine, weights = shard_blocks(layer, dist.get_rank(group)), next(values)
+    blocks = empty_shard(layer, device)
+    absmax = torch.zeros(blocks.shape[0], dtype=torch.float32, device=device)
+    if mine:
+        first = mine.start * BLOCK
+        last = min(mine.stop * BLOCK, layer.out_features * layer.in_features)
+        skip = first % layer.in_features  # what whole rows have in front of the first block
+        weights = weights.to(device, layer.dtype).view(-1)[skip : skip + last - first].contiguous()
         packed, state = bnb.functional.quantize_4bit(weights, blocksize=BLOCK, quant_type="nf4")
         blocks.packed.view(-1)[: packed.numel()] = packed.view(-1)
         absmax[: state.absmax.numel()] = state.absmax
@@ -1286,9 +1514,19 @@ def quantize_shard(read, name, layer, group, device):
     codes, nested = bnb.functional.quantize_blockwise(
         all_absmax - offset, code=dynamic_map(device), blocksize=NESTED_BLOCK
     )
-    mine = codes[first // BLOCK : first // BLOCK + local]
-    blocks.absmax_codes[: mine.numel()] = mine
-    return blocks, nested.absmax, offset
+    blocks.absmax_codes[: len(mine)] = codes[mine.start : mine.stop]
+    return blocks, nested.absmax, offset, None
+
+
+def stored_shard(values, layer, state, device):
+    """The same of a layer that bitsandbytes has quantised and stored: its bytes as they are."""
+    blocks = empty_shard(layer, device)
+    packed, codes, nested_absmax, nested_code = (next(values) for _ in range(4))
+    packed = packed.view(torch.uint8)
+    blocks.packed.view(-1)[: packed.numel()] = packed
+    blocks.absmax_codes[: codes.numel()] = codes
+    offset = torch.tensor(state["nested_offset"], dtype=torch.float32, device=device)
+    return blocks, nested_absmax, offset, nested_code
 
 
 def set_local(module, name, local):
@@ -1300,37 +1538,56 @@ def set_local(module, name, local):
     return getattr(module, name)
 
 
-def load_weights(model, read, mesh, dtype, device, offload=False):
+def load_weights(model, read, mesh, dtype, device, stored=None, offload=False):
     """Fill every frozen parameter: this rank's rows alone. All ranks must call this.
 
-    Returns {layer: its mean absmax}, a fingerprint of the base model.
+    `read` is file_reader's or random_reader's result, `stored` that of stored_states where the
+    model is quantised already. Returns {layer: its mean absmax}, a fingerprint of the base model.
     """
     group = mesh.get_group("shard")
     shard, shards = dist.get_rank(group), dist.get_world_size(group)
-    todo = [
-        (f"{path}.{name}".replace(".base_layer", ""), module, name)
-        for path, module in model.named_modules()
-        for name, p in module._parameters.items()
-        if p is not None and not p.requires_grad
-    ]
-    offsets, done = {}, {}  # a tied weight is one parameter of two modules, and must stay one
+    todo, requests, done = [], [], {}
+    for path, module in model.named_modules():
+        for name, p in module._parameters.items():
+            if p is None or p.requires_grad:
+                continue
+            full_name = f"{path}.{name}".replace(".base_layer", "")
+            todo.append((full_name, module, name))
+            if isinstance(module, NF4Linear) and name == "weight":
+                requests += layer_requests(full_name, module, shard, stored)
+            elif p not in done:  # a tied weight is one parameter of two modules, and must stay one
+                requests.append((full_name, p.shape, shard_range(p.shape[0], shard, shards)))
+                done[p] = None
+    offsets, n_bytes, before, started = {}, 0, host_memory(), time.perf_counter()
+
+    def count(value):
+        nonlocal n_bytes
+        n_bytes += value.nbytes
+        return value
+
+    values = map(count, read(requests))
     bar = tqdm(todo, "load and quantise", unit="tensor", disable=dist.get_rank() != 0)
     for full_name, module, name in bar:
         old = getattr(module, name)
-        if old in done:
-            setattr(module, name, done[old])
-        elif isinstance(module, NF4Linear) and name == "weight":
-            blocks, nested_absmax, offset = quantize_shard(read, full_name, module, group, device)
+        if isinstance(module, NF4Linear) and name == "weight":
+            blocks, *nested = (
+                stored_shard(values, module, stored[full_name], device) if stored
+                else quantize_shard(values, module, group, device)
+            )  # fmt: skip
             if offload:
                 inner = (pinned_copy(t) for t in (blocks.packed, blocks.absmax_codes))
                 blocks = NF4Blocks(*inner, device)
             set_local(module, name, blocks)
-            module.set_nested_state(nested_absmax, offset)
-            offsets[full_name] = offset.item()
+            module.set_nested_state(*nested)
+            offsets[full_name] = nested[1]
+        elif done[old] is not None:
+            setattr(module, name, done[old])
         else:
-            rows = shard_range(old.shape[0], shard, shards)
-            local = read(full_name, old.shape, rows).to(device, dtype)
+            local = next(values).view(-1, *old.shape[1:]).to(device, dtype)
             done[old] = set_local(module, name, local)
+    together(next, values, None)  # a reader's error
+    offsets = dict(zip(offsets, torch.stack(list(offsets.values())).tolist()))  # one wait for all
+    say_loading(before, time.perf_counter() - started, n_bytes)
     for module in model.modules():  # rotary frequencies: computed from the config, never stored
         if any(b.is_meta for b in module.buffers(recurse=False)):
             module.to_empty(device=device, recurse=False)
@@ -2214,7 +2471,7 @@ def prepare_data(config, directory, tokenizer, vocab_size):
     )
 
 
-def describe_run(config, base, attention, device, examples, offsets):
+def describe_run(config, base, attention, device, examples, offsets, stored):
     """What train_config.json holds: the configuration, and all that a merge must know."""
     return {
         "config": dataclasses.asdict(config),
@@ -2225,6 +2482,7 @@ def describe_run(config, base, attention, device, examples, offsets):
             "double_quant": True,
             "nested_blocksize": NESTED_BLOCK,
             "quantized_from_dtype": config.compute_dtype,
+            "prequantized": bool(stored),  # its bytes are the base's own, dequantised to that dtype
             "device": device.type,
             "absmax_offsets": offsets,  # the mean absmax of each layer: tells one base from another
         },
@@ -2277,12 +2535,13 @@ def train(config, device):
     model, shapes = together(
         build_model, model_config, attention.partition(":")[0], compute_dtype, mesh.size()
     )
+    stored = None
     if config.random_weights:
         read = random_reader(config.seed, compute_dtype, device)
     else:
         files = together(weight_files, base)
-        on_rank_0(check_weights, files, shapes)
-        read = file_reader(files)
+        stored = check_files(files, shapes, model, model_config)
+        read = together(file_reader, files, device)
     if config.fused:
         fuse_model(model)
     lora_config = together(add_lora, model, config, config.model or str(base))
@@ -2305,11 +2564,17 @@ def train(config, device):
     tokens, ceiling = config.micro_batch_size * sizes.longest, None
     if config.random_weights:
         ceiling = gemm_ceiling(model, compute_dtype, tokens, device)
-    offsets = load_weights(model, read, mesh, compute_dtype, device, config.offload_params)
+    if stored:
+        say_stored(stored, config.compute_dtype)
+    offload = config.offload_params
+    offsets = load_weights(model, read, mesh, compute_dtype, device, stored, offload)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading used and training would use in other sizes
     say_memory("after loading", device)
     if resume_from:
         on_rank_0(check_base, directory, offsets)
-    described = describe_run(config, base.resolve(), attention, device, examples, offsets)
+    described = describe_run(config, base.resolve(), attention, device, examples, offsets,
+                             stored)  # fmt: skip
     on_rank_0(write_text, directory / "train_config.json", json.dumps(described, indent=2))
 
     first_values = functools.partial(init_lora, seed=config.seed)

@@ -280,6 +280,14 @@ def test_tensor_of_another_shape_is_named(start, model, shape):
     refused(start(model), "model.safetensors", name, list(shape), "[64, 128]")
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.uint8, torch.float8_e4m3fn])
+def test_tensor_of_another_dtype_is_named(start, model, dtype):
+    name = "model.layers.1.self_attn.k_proj.weight"
+    other = {name: torch.zeros(64, 128).to(dtype)}
+    edit_tensors(model / "model.safetensors", lambda tensors: tensors.update(other))
+    refused(start(model), "model.safetensors", name, "BF16")
+
+
 @pytest.mark.parametrize("keep", [0, 5, 300, -1])
 def test_truncated_file_is_named(start, model, sharded, keep):
     for directory in (model, sharded):

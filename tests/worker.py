@@ -33,14 +33,14 @@ def make_model(model_dir, device, adapter=None, mesh=None, **settings):
     model_config = script.read_model_config(Path(model_dir), config)
     model, shapes = script.build_model(model_config, config.attn or "sdpa", dtype, mesh.size())
     files = script.weight_files(Path(model_dir))
-    script.check_weights(files, shapes)
+    stored = script.check_files(files, shapes, model, model_config)
     if config.fused:
         script.fuse_model(model)
     script.add_lora(model, config, model_dir)
     script.recompute_blocks(model, config, device, 128)
     script.shard_model(model, mesh, dtype, config.reshard_after_forward)
-    read = script.file_reader(files)
-    script.load_weights(model, read, mesh, dtype, device, config.offload_params)
+    read = script.file_reader(files, device)
+    script.load_weights(model, read, mesh, dtype, device, stored, config.offload_params)
     values = load_file(adapter) if adapter else None
 
     def read(name, shape):
@@ -125,6 +125,14 @@ def vocabulary(job, device):
         out[f"{chunk}/loss"] = script.all_gather(loss.detach()).sum()
     script.CHUNK_BYTES = chunk_bytes
     return out
+
+
+def memory(job, device):
+    """How far every rank's host memory grew while it made a model."""
+    script.READ_AHEAD = job["ahead"]
+    before, _ = script.host_memory()
+    make_model(job["model"], device)
+    return {"grown": script.all_gather(torch.tensor(script.host_memory()[1] - before))}
 
 
 def gradients(job, device):
