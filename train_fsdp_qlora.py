@@ -29,6 +29,7 @@ import os
 import random
 import resource
 import shutil
+import socket
 import sys
 import time
 import types
@@ -111,6 +112,10 @@ class Config:
         True, "free a block's gathered weights after its forward (FULL_SHARD), or not until its"
         " backward is done (SHARD_GRAD_OP): faster, needs the whole 4-bit model on each GPU",
     )
+    shard_group_size: int | None = knob(
+        None, "processes that share one copy of the model, for instance those of a node; every such"
+        " group holds one; none: all of them",
+    )
     fused: bool | None = knob(
         None, "Triton dequantisation and compiled elementwise work; none: on CUDA, where Triton is"
     )
@@ -179,6 +184,11 @@ def resolve_config(config, world_size):
         raise ValueError(f"--model {config.model} needs a --dataset: a JSONL file or a Hub id")
     if config.random_weights and not config.model:
         raise ValueError("--random_weights needs a --model whose config.json gives the shapes")
+    shards = world_size if config.shard_group_size is None else config.shard_group_size
+    if shards < 1 or world_size % shards:
+        sizes = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+        raise ValueError(f"--shard_group_size {shards} does not divide {world_size} processes: use"
+                         f" one of {sizes}")
     step_rows = config.micro_batch_size * world_size
     batch_size = config.batch_size or math.ceil(16 / step_rows) * step_rows
     if batch_size % step_rows:
@@ -190,6 +200,7 @@ def resolve_config(config, world_size):
         )
     return dataclasses.replace(
         config,
+        shard_group_size=shards,
         batch_size=batch_size,
         learning_rate=config.learning_rate or (2e-4 if config.model else 5e-3),
         max_steps=config.max_steps or (None if config.model or config.dataset else 60),
@@ -272,7 +283,7 @@ def together(function, *args):
     result, error = None, ""
     try:
         result = function(*args)
-    except AssertionError:
+    except (AssertionError, torch.OutOfMemoryError):
         raise
     except Exception as e:
         error = " ".join(str(e).split())
@@ -288,6 +299,29 @@ def on_rank_0(function, *args):
     """Run `function` on rank 0 alone; a text it returns goes to all. All ranks must call this."""
     text = together(lambda: function(*args) if dist.get_rank() == 0 else None)
     return gather_texts(text or "")[0]
+
+
+def check_same(config):
+    """Stop unless every rank runs the same flags, script and versions. All ranks must call this."""
+    versions = {m.__name__: m.__version__ for m in LIBRARIES}
+    versions["python"] = "{}.{}".format(*sys.version_info)
+    script = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+    mine = {"host": socket.gethostname(), "script": script, "versions": versions}
+    texts = gather_texts(json.dumps({**mine, "flags": dataclasses.asdict(config)}))
+    first, *others = map(json.loads, texts)
+    for rank, other in enumerate(others, 1):
+        who = f"rank {rank} on {other['host']}"
+        if other["script"] != first["script"]:
+            raise Stop(f"{who} runs another version of {Path(__file__).name} than rank 0 on"
+                       f" {first['host']}: copy one to all nodes")
+        for kind, dashes, way_out in (
+            ("versions", "", "install the same on all nodes"),
+            ("flags", "--", "start all nodes with the same command"),
+        ):
+            for name, value in first[kind].items():
+                if other[kind][name] != value:
+                    raise Stop(f"{who} runs {dashes}{name} {other[kind][name]}, rank 0 on"
+                               f" {first['host']} {dashes}{name} {value}: {way_out}")
 
 
 def memory_gib(device):
@@ -603,6 +637,7 @@ class NF4Blocks(torch.Tensor):
         raise NotImplementedError(f"{func} of NF4Blocks")
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+        # FSDP2 passes the mesh of the shards alone, without its replicas
         if mesh.size() == 1:  # one rank's FSDP2 takes the first of several tensors only
             return (torch.cat([self.packed.view(-1), self.absmax_codes]),), None
         return (self.packed, self.absmax_codes), None
@@ -1279,6 +1314,17 @@ def recompute_blocks(model, config):
         )
 
 
+def make_mesh(shards, device):
+    """Groups of `shards` consecutive ranks hold a copy of the model each (HSDP), or all ranks one.
+    Within a group weights are gathered and gradients scattered, all the time; across groups only
+    the adapter's gradients are summed."""
+    replicas = dist.get_world_size() // shards
+    if replicas == 1:
+        return init_device_mesh(device.type, (shards,), mesh_dim_names=("shard",))
+    names = ("replicate", "shard")
+    return init_device_mesh(device.type, (replicas, shards), mesh_dim_names=names)
+
+
 def shard_model(model, mesh, compute_dtype, reshard_after_forward):
     """FSDP2 units: a decoder block each, the embedding, and norm + head.
 
@@ -1322,7 +1368,7 @@ def verify_model(model, compute_dtype):
             assert not local.is_meta, f"{full_name} was not loaded"
             assert p.requires_grad == (".lora_" in full_name), f"{full_name} {p.requires_grad=}"
             if isinstance(local, NF4Blocks):
-                shards = p.device_mesh.size()
+                shards = p.device_mesh["shard"].size()
                 assert local.shape[0] * shards == p.shape[0], f"{full_name} is not sharded"
                 n_bytes["4-bit"] += local.packed.numel() + local.absmax_codes.numel()
             else:
@@ -1569,12 +1615,17 @@ def check_base(directory, offsets):
                              f" {now:.8g}, when the run began it was {was:.8g}")
 
 
+def saved_layout(state):
+    """Of a checkpoint: how many processes saved it, and how many of them held one copy."""
+    return state["world_size"], state["config"]["shard_group_size"]
+
+
 def load_optimizer(run, path, state):
-    """Restore this rank's optimizer and random state, bit for bit on as many ranks as saved it."""
+    """Restore this rank's optimizer and random state, bit for bit in the layout that saved it."""
     run.optimizer.init_state(run.optimizer.param_groups[0], run.masters, 0, 0)
     run.optimizer.state[run.masters]["step"] = state["optimizer_step"]
-    if state["world_size"] != dist.get_world_size():
-        recut_optimizer(run, path, state["world_size"])
+    if saved_layout(state) != (dist.get_world_size(), run.config.shard_group_size):
+        recut_optimizer(run, path, *saved_layout(state))
         torch.manual_seed(run.config.seed + dist.get_rank() + 2**40 * state["step"])
         return
     with safe_open(path / rank_file(dist.get_rank(), dist.get_world_size()), "pt") as tensors:
@@ -1585,17 +1636,19 @@ def load_optimizer(run, path, state):
             torch.cuda.set_rng_state(tensors.get_tensor("rng.cuda"))
 
 
-def recut_optimizer(run, path, saved_ranks):
-    """Restore the optimizer's state from what another number of ranks saved.
+def recut_optimizer(run, path, saved_ranks, saved_shards):
+    """Restore the optimizer's state from what another layout of ranks saved.
 
-    A weight's state is put together, and this rank's rows are quantised anew: the same bytes where
-    the shards begin at whole blocks, else within the rounding of 8 bits.
+    A weight's state is put together from the first of the replicas, which are all alike, and this
+    rank's rows are quantised anew: the same bytes where the shards begin at whole blocks, else
+    within the rounding of 8 bits.
     """
     state, slices = run.optimizer.state[run.masters], state_slices(run)
-    files = [safe_open(path / rank_file(rank, saved_ranks), "pt") for rank in range(saved_ranks)]
+    shards = run.config.shard_group_size
+    files = [safe_open(path / rank_file(rank, saved_ranks), "pt") for rank in range(saved_shards)]
     for name, view in run.views.items():
         rows, columns = run.params[name].shape
-        mine = shard_range(rows, dist.get_rank(), dist.get_world_size())
+        mine = shard_range(rows, dist.get_rank() % shards, shards)
         mine = slice(mine.start * columns, mine.stop * columns)
         for n in "12":
             parts = [file.get_tensor(f"{name}.state{n}") for file in files]
@@ -1631,14 +1684,18 @@ def train_step(run, step):
     learnt_tokens = sum(int((labels[1:] != IGNORE).sum()) for _, labels in batch)
     local_loss = torch.zeros((), dtype=torch.float64, device=masters.device)
     for start in range(rank * rows, config.batch_size, world_size * rows):
-        loss = run.model(*collate(batch[start : start + rows], masters.device))
+        micro_batch = collate(batch[start : start + rows], masters.device)
+        run.micro_batch_shape = micro_batch[0].shape
+        loss = run.model(*micro_batch)
         (loss / learnt_tokens).backward()
         local_loss += loss.detach()
     set_master_grad(masters, run.views, run.params)
 
     local = torch.stack([local_loss, masters.grad.norm().double() ** 2])
     # the only wait for the GPU in a step; all ranks see the same numbers and decide alike
-    loss, norm = all_gather(local).sum(0).tolist()
+    everyone = all_gather(local)
+    everyone[config.shard_group_size :, 1] = 0  # replicas, which have the same gradients
+    loss, norm = everyone.sum(0).tolist()
     loss, norm = loss / learnt_tokens, math.sqrt(norm) if norm >= 0 else math.nan
     if not math.isfinite(loss + norm):
         raise Stop(f"step {step}: loss {loss}, gradient norm {norm}; stopped before the update."
@@ -1665,8 +1722,12 @@ def train_step(run, step):
 # ------------------------------------------------------------------------------------------------
 
 
+MARK = ".opened"  # a file of the output directory by which ranks tell that it is the same one
+
+
 def open_output(config, directory):
-    """Make the output directory, or say why not. Rank 0 only."""
+    """Make the output directory, or say why not; returns what see_output() must find there. Rank 0
+    only."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as e:
@@ -1675,10 +1736,23 @@ def open_output(config, directory):
     if used and not config.resume:
         raise ValueError(f"--output_dir {directory} holds a run already ({used[0]}): add --resume"
                          " to continue it, or name another directory")
-    write_text(directory / ".writable", "")
-    (directory / ".writable").unlink()
     for torn in directory.glob(".checkpoint-*.part"):  # of a run that ended while saving
         shutil.rmtree(torn)
+    mark = f"{socket.gethostname()} {time.time_ns()}"
+    write_text(directory / MARK, mark)
+    return mark
+
+
+def see_output(directory, mark):
+    """Whether this rank sees the directory that rank 0 opened: all of them write checkpoints."""
+    try:
+        seen = (directory / MARK).read_text() == mark
+    except OSError:
+        seen = False
+    if not seen:
+        raise ValueError(f"--output_dir {directory}: rank {dist.get_rank()} on"
+                         f" {socket.gethostname()} does not see what rank 0 wrote there on"
+                         f" {mark.split()[0]}: name a directory that all nodes share")
 
 
 def prepare_data(config, directory, tokenizer, vocab_size):
@@ -1731,7 +1805,8 @@ def train(config, device):
     config = together(choose_fused, config, why_not)
     config = dataclasses.replace(config, output_dir=on_rank_0(lambda: config.output_dir))
     directory = Path(config.output_dir)
-    on_rank_0(open_output, config, directory)
+    together(see_output, directory, on_rank_0(open_output, config, directory))
+    on_rank_0((directory / MARK).unlink)
     if not config.model:
         say("No --model: training the built-in demo, a small Llama with random weights"
             + ("." if config.dataset else " and 512 made-up instructions (no --dataset)."))
@@ -1760,9 +1835,10 @@ def train(config, device):
 
     # order: NF4 layers, LoRA, recomputation, FSDP2, all on meta; then each rank's own bytes
     compute_dtype = getattr(torch, config.compute_dtype)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+    mesh = make_mesh(config.shard_group_size, device)
+    shards = mesh["shard"].size()
     model, shapes = together(
-        build_model, model_config, attention.partition(":")[0], compute_dtype, mesh.size()
+        build_model, model_config, attention.partition(":")[0], compute_dtype, shards
     )
     if config.random_weights:
         read = random_reader(config.seed, compute_dtype, device)
@@ -1805,14 +1881,15 @@ def train(config, device):
     run = types.SimpleNamespace(
         config=config, model=model, params=params, masters=masters, views=views,
         optimizer=make_optimizer(masters), examples=examples, data_sha256=data_sha256,
-        lora_config=lora_config,
+        lora_config=lora_config, micro_batch_shape=(0, 0),
     )  # fmt: skip
     if resume_from:
         together(load_optimizer, run, resume_from, resume_state)
         say(f"resumed from {resume_from}: {done} of {config.max_steps} steps are done")
-        if resume_state["world_size"] != dist.get_world_size():
-            say(f"saved by {resume_state['world_size']} processes: the optimizer's state is cut"
-                " anew, and dropout goes on with other random numbers")
+        if saved_layout(resume_state) != (dist.get_world_size(), config.shard_group_size):
+            say("saved by {} processes with --shard_group_size {}: the optimizer's state is cut"
+                " anew, and dropout goes on with other random numbers"
+                .format(*saved_layout(resume_state)))
 
     run_steps(run, directory, done)
 
@@ -1852,7 +1929,12 @@ def run_steps(run, directory, done):
     steps = range(done + 1, config.max_steps + 1)
     for step in tqdm(steps, initial=done, total=config.max_steps, unit="step", disable=rank != 0):
         started = time.perf_counter()
-        row = train_step(run, step)
+        try:
+            row = train_step(run, step)
+        except torch.OutOfMemoryError as e:
+            rows, tokens = run.micro_batch_shape
+            e.where = f"at step {step}, micro-batch of {rows} rows x {tokens} tokens"
+            raise
         row["seconds"] = time.perf_counter() - started
         row["tokens_per_second_per_gpu"] = row["tokens"] / row["seconds"] / world_size
         row["peak_memory_gib"] = memory_gib(run.masters.device)[1]
@@ -1872,12 +1954,34 @@ def run_steps(run, directory, done):
         board.close()
 
 
+def say_out_of_memory(error, config, device):
+    """One line from the rank that it happened to."""
+    helps = [flag for flag, is_on in (
+        ("--reshard_after_forward", config.reshard_after_forward),
+        ("--recompute all", config.recompute == "all"),
+        ("a smaller --micro_batch_size", config.micro_batch_size == 1),
+        ("--offload_activations", getattr(config, "offload_activations", True)),
+        ("a shorter --max_seq_len", False),
+        ("--offload_params", getattr(config, "offload_params", True)),
+    ) if not is_on]  # fmt: skip
+    where = getattr(error, "where", "outside of the steps (loading or saving)")
+    print(f"error: rank {dist.get_rank()} on {socket.gethostname()} ran out of memory {where}; peak"
+          f" {memory_gib(device)[1]:.2f} GiB allocated; try, in this order: {', '.join(helps)}",
+          file=sys.stderr, flush=True)
+
+
 def main(argv=None):
     """Returns the exit code."""
     device = init_distributed()
     exit_code = 0
     try:
-        train(together(parse_config, argv), device)
+        config = together(parse_config, argv)
+        check_same(config)
+        train(config, device)
+    except torch.OutOfMemoryError as e:
+        # the others wait in a collective that this rank will never join: torchrun ends them
+        say_out_of_memory(e, config, device)
+        return 1
     except Stop as e:
         if dist.get_rank() == 0:
             print(f"error: {e}", file=sys.stderr, flush=True)
