@@ -1965,9 +1965,10 @@ def say_out_of_memory(error, config, device):
         ("--offload_params", getattr(config, "offload_params", True)),
     ) if not is_on]  # fmt: skip
     where = getattr(error, "where", "outside of the steps (loading or saving)")
-    print(f"error: rank {dist.get_rank()} on {socket.gethostname()} ran out of memory {where}; peak"
-          f" {memory_gib(device)[1]:.2f} GiB allocated; try, in this order: {', '.join(helps)}",
-          file=sys.stderr, flush=True)
+    text = (f"rank {dist.get_rank()} on {socket.gethostname()} ran out of memory {where}; peak"
+            f" {memory_gib(device)[1]:.2f} GiB allocated; try, in this order: {', '.join(helps)}")
+    # on a new line: rank 0 may have drawn a progress bar on this one
+    print(f"\nerror: {text}", file=sys.stderr, flush=True)
 
 
 def main(argv=None):
