@@ -51,7 +51,7 @@ from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -223,6 +223,9 @@ def default_output_dir(resume):
 # ------------------------------------------------------------------------------------------------
 
 
+TIMEOUT = timedelta(hours=1)  # a node may be slow to read a model that another has in memory
+
+
 def init_distributed():
     """Join torchrun's processes, or be the only one; returns this rank's device."""
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -231,7 +234,7 @@ def init_distributed():
     if cuda and local_rank >= torch.cuda.device_count():
         sys.exit(f"rank on GPU {local_rank}, but there are {torch.cuda.device_count()} GPUs")
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    options = {"backend": "cpu:gloo,cuda:nccl" if cuda else "gloo", "timeout": timedelta(hours=1)}
+    options = {"backend": "cpu:gloo,cuda:nccl" if cuda else "gloo", "timeout": TIMEOUT}
     if "RANK" not in os.environ:  # plain `python`: no rendezvous needed
         options.update(store=dist.HashStore(), rank=0, world_size=1)
     if cuda:
@@ -1318,11 +1321,17 @@ def make_mesh(shards, device):
     """Groups of `shards` consecutive ranks hold a copy of the model each (HSDP), or all ranks one.
     Within a group weights are gathered and gradients scattered, all the time; across groups only
     the adapter's gradients are summed."""
-    replicas = dist.get_world_size() // shards
-    if replicas == 1:
+    ranks = torch.arange(dist.get_world_size()).view(-1, shards)
+    if len(ranks) == 1:
         return init_device_mesh(device.type, (shards,), mesh_dim_names=("shard",))
+    # not init_device_mesh: it splits the default group, which torch may refuse where that has a
+    # backend each for CPU and GPU ("Unknown c10d backend type", pytorch issue 159200)
+    groups = [
+        dist.new_subgroups_by_enumeration(rows.tolist(), timeout=TIMEOUT)[0]
+        for rows in (ranks.t(), ranks)
+    ]
     names = ("replicate", "shard")
-    return init_device_mesh(device.type, (replicas, shards), mesh_dim_names=names)
+    return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=names)
 
 
 def shard_model(model, mesh, compute_dtype, reshard_after_forward):
