@@ -310,21 +310,21 @@ def check_same(config):
     versions["python"] = "{}.{}".format(*sys.version_info)
     script = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
     mine = {"host": socket.gethostname(), "script": script, "versions": versions}
-    texts = gather_texts(json.dumps({**mine, "flags": dataclasses.asdict(config)}))
-    first, *others = map(json.loads, texts)
+    mine["flags"] = {name: str(value) for name, value in vars(config).items()}
+    first, *others = map(json.loads, gather_texts(json.dumps(mine)))
     for rank, other in enumerate(others, 1):
         who = f"rank {rank} on {other['host']}"
         if other["script"] != first["script"]:
             raise Stop(f"{who} runs another version of {Path(__file__).name} than rank 0 on"
                        f" {first['host']}: copy one to all nodes")
-        for kind, dashes, way_out in (
-            ("versions", "", "install the same on all nodes"),
-            ("flags", "--", "start all nodes with the same command"),
-        ):
-            for name, value in first[kind].items():
-                if other[kind][name] != value:
-                    raise Stop(f"{who} runs {dashes}{name} {other[kind][name]}, rank 0 on"
-                               f" {first['host']} {dashes}{name} {value}: {way_out}")
+        for name, value in first["versions"].items():
+            if other["versions"][name] != value:
+                raise Stop(f"{who} has {name} {other['versions'][name]}, rank 0 on {first['host']}"
+                           f" {value}: install the same on all nodes")
+        for name, value in first["flags"].items():
+            if other["flags"][name] != value:
+                raise Stop(f"{who} runs --{name} {other['flags'][name]}, rank 0 on {first['host']}"
+                           f" --{name} {value}: start all nodes with the same command")
 
 
 def memory_gib(device):
