@@ -1626,7 +1626,8 @@ def check_base(directory, offsets):
 
 def saved_layout(state):
     """Of a checkpoint: how many processes saved it, and how many of them held one copy."""
-    return state["world_size"], state["config"]["shard_group_size"]
+    ranks = state["world_size"]  # a checkpoint from before the flag was one copy over all of them
+    return ranks, state["config"].get("shard_group_size", ranks)
 
 
 def load_optimizer(run, path, state):

@@ -23,7 +23,7 @@ NODES, NPROC = 2, 2
 WRONG = {  # what differs on the second node: the words of the one line that says so
     "flags": ["--lora_rank 8,", "--lora_rank 16:", "the same command"],
     "script": ["another version of train_fsdp_qlora.py", "copy one to all nodes"],
-    "versions": ["peft 0.0,", f"peft {script.peft.__version__}: install"],
+    "versions": ["has peft 0.0,", f" {script.peft.__version__}: install the same"],
     "directory": ["--output_dir unshared: ", "a directory that all nodes share"],
 }
 
