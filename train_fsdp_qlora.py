@@ -32,6 +32,7 @@ import os
 import random
 import resource
 import shutil
+import socket
 import sys
 import threading
 import time
@@ -55,7 +56,7 @@ from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
@@ -136,6 +137,10 @@ class Config:
     reshard_after_forward: bool = knob(
         True, "free a block's gathered weights after its forward (FULL_SHARD), or not until its"
         " backward is done (SHARD_GRAD_OP): faster, needs the whole 4-bit model on each GPU",
+    )
+    shard_group_size: int | None = knob(
+        None, "processes that share one copy of the model, for instance those of a node; every such"
+        " group holds one; none: all of them",
     )
     fused: bool | None = knob(
         None, "Triton dequantisation and compiled elementwise work; none: on CUDA, where Triton is"
@@ -220,6 +225,11 @@ def resolve_config(config, world_size):
         raise ValueError(f"--model {config.model} needs a --dataset: a JSONL file or a Hub id")
     if config.random_weights and not config.model:
         raise ValueError("--random_weights needs a --model whose config.json gives the shapes")
+    shards = world_size if config.shard_group_size is None else config.shard_group_size
+    if shards < 1 or world_size % shards:
+        sizes = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+        raise ValueError(f"--shard_group_size {shards} does not divide {world_size} processes: use"
+                         f" one of {sizes}")
     step_rows = config.micro_batch_size * world_size
     batch_size = config.batch_size or math.ceil(16 / step_rows) * step_rows
     if batch_size % step_rows:
@@ -231,6 +241,7 @@ def resolve_config(config, world_size):
         )
     return dataclasses.replace(
         config,
+        shard_group_size=shards,
         batch_size=batch_size,
         learning_rate=config.learning_rate or (2e-4 if config.model else 5e-3),
         max_steps=config.max_steps or (None if config.model or config.dataset else 60),
@@ -253,6 +264,9 @@ def default_output_dir(resume):
 # ------------------------------------------------------------------------------------------------
 
 
+TIMEOUT = timedelta(hours=1)  # a node may be slow to read a model that another has in memory
+
+
 def init_distributed():
     """Join torchrun's processes, or be the only one; returns this rank's device."""
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -261,7 +275,7 @@ def init_distributed():
     if cuda and local_rank >= torch.cuda.device_count():
         sys.exit(f"rank on GPU {local_rank}, but there are {torch.cuda.device_count()} GPUs")
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    options = {"backend": "cpu:gloo,cuda:nccl" if cuda else "gloo", "timeout": timedelta(hours=1)}
+    options = {"backend": "cpu:gloo,cuda:nccl" if cuda else "gloo", "timeout": TIMEOUT}
     if "RANK" not in os.environ:  # plain `python`: no rendezvous needed
         options.update(store=dist.HashStore(), rank=0, world_size=1)
     if cuda:
@@ -315,7 +329,7 @@ def together(function, *args):
     result, error = None, ""
     try:
         result = function(*args)
-    except AssertionError:
+    except (AssertionError, torch.OutOfMemoryError):
         raise
     except Exception as e:
         error = " ".join(str(e).split())
@@ -347,6 +361,29 @@ def limit_memory(config, device):
             torch.cuda.set_per_process_memory_fraction(limit / total)
         limit = limit or free
     return limit
+
+
+def check_same(config):
+    """Stop unless every rank runs the same flags, script and versions. All ranks must call this."""
+    versions = {m.__name__: m.__version__ for m in LIBRARIES}
+    versions["python"] = "{}.{}".format(*sys.version_info)
+    script = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+    mine = {"host": socket.gethostname(), "script": script, "versions": versions}
+    mine["flags"] = {name: str(value) for name, value in vars(config).items()}
+    first, *others = map(json.loads, gather_texts(json.dumps(mine)))
+    for rank, other in enumerate(others, 1):
+        who = f"rank {rank} on {other['host']}"
+        if other["script"] != first["script"]:
+            raise Stop(f"{who} runs another version of {Path(__file__).name} than rank 0 on"
+                       f" {first['host']}: copy one to all nodes")
+        for name, value in first["versions"].items():
+            if other["versions"][name] != value:
+                raise Stop(f"{who} has {name} {other['versions'][name]}, rank 0 on {first['host']}"
+                           f" {value}: install the same on all nodes")
+        for name, value in first["flags"].items():
+            if other["flags"][name] != value:
+                raise Stop(f"{who} runs --{name} {other['flags'][name]}, rank 0 on {first['host']}"
+                           f" --{name} {value}: start all nodes with the same command")
 
 
 def memory_gib(device):
@@ -694,6 +731,7 @@ class NF4Blocks(torch.Tensor):
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         packed = self.packed.to(self.device, non_blocking=True)
         absmax_codes = self.absmax_codes.to(self.device, non_blocking=True)
+        # FSDP2 passes the mesh of the shards alone, without its replicas
         if mesh.size() == 1:  # one rank's FSDP2 takes the first of several tensors only
             return (torch.cat([packed.view(-1), absmax_codes]),), None
         return (packed, absmax_codes), None
@@ -2056,6 +2094,23 @@ def shard_vocabulary(model, mesh):
     return set(sharded.values())
 
 
+def make_mesh(shards, device):
+    """Groups of `shards` consecutive ranks hold a copy of the model each (HSDP), or all ranks one.
+    Within a group weights are gathered and gradients scattered, all the time; across groups only
+    the adapter's gradients are summed."""
+    ranks = torch.arange(dist.get_world_size()).view(-1, shards)
+    if len(ranks) == 1:
+        return init_device_mesh(device.type, (shards,), mesh_dim_names=("shard",))
+    # not init_device_mesh: it splits the default group, which torch may refuse where that has a
+    # backend each for CPU and GPU ("Unknown c10d backend type", pytorch issue 159200)
+    groups = [
+        dist.new_subgroups_by_enumeration(rows.tolist(), timeout=TIMEOUT)[0]
+        for rows in (ranks.t(), ranks)
+    ]
+    names = ("replicate", "shard")
+    return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=names)
+
+
 def shard_model(model, mesh, compute_dtype, reshard_after_forward):
     """FSDP2 units: a decoder block each, and the root with what is left, the last norm."""
     policy = MixedPrecisionPolicy(
@@ -2089,7 +2144,7 @@ def verify_model(model, compute_dtype):
             assert not local.is_meta, f"{full_name} was not loaded"
             assert p.requires_grad == (".lora_" in full_name), f"{full_name} {p.requires_grad=}"
             if isinstance(local, NF4Blocks):
-                shards = p.device_mesh.size()
+                shards = p.device_mesh["shard"].size()
                 assert local.shape[0] * shards == p.shape[0], f"{full_name} is not sharded"
                 n_bytes["4-bit"] += local.packed.numel() + local.absmax_codes.numel()
             else:
@@ -2336,12 +2391,18 @@ def check_base(directory, offsets):
                              f" {now:.8g}, when the run began it was {was:.8g}")
 
 
+def saved_layout(state):
+    """Of a checkpoint: how many processes saved it, and how many of them held one copy."""
+    ranks = state["world_size"]  # a checkpoint from before the flag was one copy over all of them
+    return ranks, state["config"].get("shard_group_size", ranks)
+
+
 def load_optimizer(run, path, state):
-    """Restore this rank's optimizer and random state, bit for bit on as many ranks as saved it."""
+    """Restore this rank's optimizer and random state, bit for bit in the layout that saved it."""
     run.optimizer.init_state(run.optimizer.param_groups[0], run.masters, 0, 0)
     run.optimizer.state[run.masters]["step"] = state["optimizer_step"]
-    if state["world_size"] != dist.get_world_size():
-        recut_optimizer(run, path, state["world_size"])
+    if saved_layout(state) != (dist.get_world_size(), run.config.shard_group_size):
+        recut_optimizer(run, path, *saved_layout(state))
         torch.manual_seed(run.config.seed + dist.get_rank() + 2**40 * state["step"])
         return
     with safe_open(path / rank_file(dist.get_rank(), dist.get_world_size()), "pt") as tensors:
@@ -2352,17 +2413,19 @@ def load_optimizer(run, path, state):
             torch.cuda.set_rng_state(tensors.get_tensor("rng.cuda"))
 
 
-def recut_optimizer(run, path, saved_ranks):
-    """Restore the optimizer's state from what another number of ranks saved.
+def recut_optimizer(run, path, saved_ranks, saved_shards):
+    """Restore the optimizer's state from what another layout of ranks saved.
 
-    A weight's state is put together, and this rank's rows are quantised anew: the same bytes where
-    the shards begin at whole blocks, else within the rounding of 8 bits.
+    A weight's state is put together from the first of the replicas, which are all alike, and this
+    rank's rows are quantised anew: the same bytes where the shards begin at whole blocks, else
+    within the rounding of 8 bits.
     """
     state, slices = run.optimizer.state[run.masters], state_slices(run)
-    files = [safe_open(path / rank_file(rank, saved_ranks), "pt") for rank in range(saved_ranks)]
+    shards = run.config.shard_group_size
+    files = [safe_open(path / rank_file(rank, saved_ranks), "pt") for rank in range(saved_shards)]
     for name, view in run.views.items():
         rows, columns = run.params[name].shape
-        mine = shard_range(rows, dist.get_rank(), dist.get_world_size())
+        mine = shard_range(rows, dist.get_rank() % shards, shards)
         mine = slice(mine.start * columns, mine.stop * columns)
         for n in "12":
             parts = [file.get_tensor(f"{name}.state{n}") for file in files]
@@ -2399,14 +2462,18 @@ def train_step(run, step):
     local_loss = torch.zeros((), dtype=torch.float64, device=masters.device)
     for start in range(0, config.batch_size, world_size * rows):
         micro_batch = batch[start : start + world_size * rows]
-        loss = run.model(*collate(micro_batch, rank, world_size, masters.device))
+        micro_batch = collate(micro_batch, rank, world_size, masters.device)
+        run.micro_batch_shape = micro_batch[0].shape
+        loss = run.model(*micro_batch)
         (loss / learnt_tokens).backward()
         local_loss += loss.detach()
     set_master_grad(masters, run.views, run.params)
 
     local = torch.stack([local_loss, masters.grad.norm().double() ** 2])
     # the only wait for the GPU in a step; all ranks see the same numbers and decide alike
-    loss, norm = all_gather(local).sum(0).tolist()
+    everyone = all_gather(local)
+    everyone[config.shard_group_size :, 1] = 0  # replicas, which have the same gradients
+    loss, norm = everyone.sum(0).tolist()
     loss, norm = loss / learnt_tokens, math.sqrt(norm) if norm >= 0 else math.nan
     if not math.isfinite(loss + norm):
         raise Stop(f"step {step}: loss {loss}, gradient norm {norm}; stopped before the update."
@@ -2433,8 +2500,12 @@ def train_step(run, step):
 # ------------------------------------------------------------------------------------------------
 
 
+MARK = ".opened"  # a file of the output directory by which ranks tell that it is the same one
+
+
 def open_output(config, directory):
-    """Make the output directory, or say why not. Rank 0 only."""
+    """Make the output directory, or say why not; returns what see_output() must find there. Rank 0
+    only."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as e:
@@ -2443,10 +2514,23 @@ def open_output(config, directory):
     if used and not config.resume:
         raise ValueError(f"--output_dir {directory} holds a run already ({used[0]}): add --resume"
                          " to continue it, or name another directory")
-    write_text(directory / ".writable", "")
-    (directory / ".writable").unlink()
     for torn in directory.glob(".checkpoint-*.part"):  # of a run that ended while saving
         shutil.rmtree(torn)
+    mark = f"{socket.gethostname()} {time.time_ns()}"
+    write_text(directory / MARK, mark)
+    return mark
+
+
+def see_output(directory, mark):
+    """Whether this rank sees the directory that rank 0 opened: all of them write checkpoints."""
+    try:
+        seen = (directory / MARK).read_text() == mark
+    except OSError:
+        seen = False
+    if not seen:
+        raise ValueError(f"--output_dir {directory}: rank {dist.get_rank()} on"
+                         f" {socket.gethostname()} does not see what rank 0 wrote there on"
+                         f" {mark.split()[0]}: name a directory that all nodes share")
 
 
 def prepare_data(config, directory, tokenizer, vocab_size):
@@ -2502,7 +2586,8 @@ def train(config, device):
     limit = together(limit_memory, config, device)
     limit = limit and min(int(text) for text in gather_texts(str(limit)))
     directory = Path(config.output_dir)
-    on_rank_0(open_output, config, directory)
+    together(see_output, directory, on_rank_0(open_output, config, directory))
+    on_rank_0((directory / MARK).unlink)
     if not config.model:
         say("No --model: training the built-in demo, a small Llama with random weights"
             + ("." if config.dataset else " and 512 made-up instructions (no --dataset)."))
@@ -2531,9 +2616,10 @@ def train(config, device):
 
     # order: NF4 layers, LoRA, recomputation, FSDP2, all on meta; then each rank's own bytes
     compute_dtype = getattr(torch, config.compute_dtype)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+    mesh = make_mesh(config.shard_group_size, device)
+    shards = mesh["shard"].size()
     model, shapes = together(
-        build_model, model_config, attention.partition(":")[0], compute_dtype, mesh.size()
+        build_model, model_config, attention.partition(":")[0], compute_dtype, shards
     )
     stored = None
     if config.random_weights:
@@ -2545,7 +2631,7 @@ def train(config, device):
     if config.fused:
         fuse_model(model)
     lora_config = together(add_lora, model, config, config.model or str(base))
-    sizes = model_sizes(model, config, mesh["shard"].size(), max(len(ids) for ids, _ in examples))
+    sizes = model_sizes(model, config, shards, max(len(ids) for ids, _ in examples))
     config = together(choose_recompute, config, sizes, limit)
     say_plan(config, sizes, limit)
     together(check_plan, config, sizes, limit)
@@ -2590,14 +2676,15 @@ def train(config, device):
     run = types.SimpleNamespace(
         config=config, model=model, params=params, masters=masters, views=views,
         optimizer=make_optimizer(masters), examples=examples, data_sha256=data_sha256,
-        lora_config=lora_config, ceiling=ceiling,
+        lora_config=lora_config, ceiling=ceiling, micro_batch_shape=(0, 0),
     )  # fmt: skip
     if resume_from:
         together(load_optimizer, run, resume_from, resume_state)
         say(f"resumed from {resume_from}: {done} of {config.max_steps} steps are done")
-        if resume_state["world_size"] != dist.get_world_size():
-            say(f"saved by {resume_state['world_size']} processes: the optimizer's state is cut"
-                " anew, and dropout goes on with other random numbers")
+        if saved_layout(resume_state) != (dist.get_world_size(), config.shard_group_size):
+            say("saved by {} processes with --shard_group_size {}: the optimizer's state is cut"
+                " anew, and dropout goes on with other random numbers"
+                .format(*saved_layout(resume_state)))
 
     rows = run_steps(run, directory, done)
     if config.random_weights and rows:
@@ -2640,7 +2727,12 @@ def run_steps(run, directory, done):
     steps, rows = range(done + 1, config.max_steps + 1), []
     for step in tqdm(steps, initial=done, total=config.max_steps, unit="step", disable=rank != 0):
         started = time.perf_counter()
-        row = train_step(run, step)
+        try:
+            row = train_step(run, step)
+        except torch.OutOfMemoryError as e:
+            n_rows, n_tokens = run.micro_batch_shape
+            e.where = f"at step {step}, micro-batch of {n_rows} rows x {n_tokens} tokens"
+            raise
         row["seconds"] = time.perf_counter() - started
         row["tokens_per_second_per_gpu"] = row["tokens"] / row["seconds"] / world_size
         row["peak_memory_gib"] = memory_gib(run.masters.device)[1]
@@ -2662,12 +2754,35 @@ def run_steps(run, directory, done):
     return rows
 
 
+def say_out_of_memory(error, config, device):
+    """One line from the rank that it happened to."""
+    helps = [flag for flag, is_on in (
+        ("--reshard_after_forward", config.reshard_after_forward),
+        ("--recompute all", config.recompute == "all"),
+        ("a smaller --micro_batch_size", config.micro_batch_size == 1),
+        ("--offload_activations", config.offload_activations),
+        ("a shorter --max_seq_len", False),
+        ("--offload_params", config.offload_params),
+    ) if not is_on]  # fmt: skip
+    where = getattr(error, "where", "outside of the steps (loading or saving)")
+    text = (f"rank {dist.get_rank()} on {socket.gethostname()} ran out of memory {where}; peak"
+            f" {memory_gib(device)[1]:.2f} GiB allocated; try, in this order: {', '.join(helps)}")
+    # on a new line: rank 0 may have drawn a progress bar on this one
+    print(f"\nerror: {text}", file=sys.stderr, flush=True)
+
+
 def main(argv=None):
     """Returns the exit code."""
     device = init_distributed()
     exit_code = 0
     try:
-        train(together(parse_config, argv), device)
+        config = together(parse_config, argv)
+        check_same(config)
+        train(config, device)
+    except torch.OutOfMemoryError as e:
+        # the others wait in a collective that this rank will never join: torchrun ends them
+        say_out_of_memory(e, config, device)
+        return 1
     except Stop as e:
         if dist.get_rank() == 0:
             print(f"error: {e}", file=sys.stderr, flush=True)

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import json
+import math
 import os
 import re
 import shlex
@@ -11,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 import train_fsdp_qlora as script
 
@@ -27,20 +29,48 @@ COMMANDS = [
 ] + INLINE
 
 
-def arguments_after(file):
+def arguments_after(file, commands=COMMANDS):
     """The words after `file` in each command that runs it."""
     runs = re.compile(rf"(torchrun|python) .*?{re.escape(file)}(.*)")
-    return [shlex.split(m[2]) for m in map(runs.fullmatch, COMMANDS) if m]
+    return [shlex.split(m[2]) for m in map(runs.fullmatch, commands) if m]
 
 
-@pytest.mark.parametrize("argv", arguments_after("train_fsdp_qlora.py"), ids=" ".join)
-def test_training_commands_parse(argv):
+TRAINING = [(c, *arguments_after("train_fsdp_qlora.py", [c])) for c in COMMANDS]
+
+
+@pytest.mark.parametrize("command,argv", [pair for pair in TRAINING if len(pair) == 2])
+def test_training_commands_parse(command, argv):
     if argv == ["--help"]:
         with pytest.raises(SystemExit) as e:
             script.parse_config(argv)
         assert e.value.code == 0
     else:
-        script.resolve_config(script.parse_config(argv), world_size=2)
+        counts = re.findall(r"--(?:nnodes|nproc_per_node)=(\d+)", command)
+        script.resolve_config(script.parse_config(argv), math.prod(map(int, counts)))
+
+
+def test_slurm_job_resumes_once_there_is_a_checkpoint(tmp_path):
+    """The job script as it is, with a stand-in for srun that says what it was given."""
+    (job,) = [text for _, text in BLOCKS if "#SBATCH" in text]
+    (tmp_path / "job").write_text(job.replace("/shared/", f"{tmp_path}/"))
+    (tmp_path / "srun").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "srun").chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}",
+           "SLURM_JOB_ID": "7", "SLURM_NNODES": "2"}  # fmt: skip
+
+    def start():
+        done = subprocess.run(["bash", tmp_path / "job"], env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        words = done.stdout.splitlines()
+        at = words.index("train_fsdp_qlora.py")
+        torchrun = get_args_parser().parse_args(words[words.index("torchrun") + 1 : at + 1])
+        assert (torchrun.nnodes, torchrun.nproc_per_node, torchrun.rdzv_id) == ("2", "8", "7")
+        return script.resolve_config(script.parse_config(words[at + 1 :]), 16)
+
+    first = start()
+    assert not first.resume and first.shard_group_size == 8
+    (Path(first.output_dir) / "checkpoint-000050").mkdir(parents=True)
+    assert start() == dataclasses.replace(first, resume=True)
 
 
 def merge_flags():
@@ -52,7 +82,10 @@ def merge_flags():
 def test_flags_exist():
     fields = {f.name: f.type for f in dataclasses.fields(script.Config)}
     known = set(fields) | {f"no-{name}" for name, kind in fields.items() if "bool" in str(kind)}
-    others = {"help", "nproc_per_node", "logdir", "lr"}  # torchrun's, TensorBoard's, the wrong one
+    others = {"help", "logdir", "lr"}  # TensorBoard's, the wrong one
+    others |= {o.lstrip("-") for a in get_args_parser()._actions for o in a.option_strings}
+    others |= {"nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "exclusive", "time",
+               "requeue", "open-mode", "signal", "kill-on-bad-exit"}  # Slurm's  # fmt: skip
     used = set(re.findall(r"(?<![\w-])--([a-z][a-z_-]*)", README)) - others
     unknown = used - known
     assert not unknown or unknown <= merge_flags(), unknown
