@@ -10,7 +10,7 @@ from torch import nn
 import train_fsdp_qlora as script
 
 # peak allocated, GiB, on 2 H200 (benchmarks/RESULTS.md), random weights, rank 16 on all layers
-MEASURED = [
+MEASURED = [  # with the embedding on the GPU
     ("llama-3-8b", 32, 4.86, {}),
     ("llama-3-8b", 32, 20.47, {"recompute": "none"}),
     ("llama-3-8b", 32, 10.15, {"max_seq_len": 65536, "micro_batch_size": 1,
@@ -53,10 +53,10 @@ def test_auto_keeps_as_many_blocks_as_fit():
         limit = limit_gib * 2**30
         resolved = script.choose_recompute(config, sizes, limit)
         n = int(resolved.recompute)
-        assert sum(script.memory_plan(resolved, sizes).values()) <= 0.95 * limit
+        assert sum(script.memory_plan(resolved, sizes).values()) <= (1 - script.GAPS) * limit
         if n:
             more = dataclasses.replace(resolved, recompute=str(n - 1))
-            assert sum(script.memory_plan(more, sizes).values()) > 0.95 * limit
+            assert sum(script.memory_plan(more, sizes).values()) > (1 - script.GAPS) * limit
         chosen.append(n)
     assert chosen == sorted(chosen, reverse=True) and chosen[0] > chosen[1] > chosen[3] == 0
     assert script.choose_recompute(config, sizes, None).recompute == "0"

@@ -117,6 +117,11 @@ def vocabulary(job, device):
     chunk_bytes = script.CHUNK_BYTES
     for chunk, script.CHUNK_BYTES in ("8", 4 * 50 * 8), ("all", chunk_bytes), ("one", 1):
         embedded = model.embedding(ids[mine][None])[0]
+        if script.triton:
+            on_gpu = model.embedding.weight
+            script.set_local(model.embedding, "weight", script.pinned_copy(on_gpu.to_local()))
+            assert torch.equal(model.embedding(ids[mine][None])[0], embedded), "pinned table"
+            model.embedding.weight = on_gpu
         local = hidden[mine].clone().requires_grad_()
         loss = model.head(local, labels[mine])
         (grad,) = torch.autograd.grad(loss * 0.3, local)
