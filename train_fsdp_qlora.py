@@ -674,7 +674,7 @@ def collate(examples, rank, world_size, device):
 
 
 class NF4Blocks(torch.Tensor):
-    """Storage of one NF4 weight: n blocks of 64 weights. Outside a bf16 tensor of shape [n];
+    """Storage of NF4 weights: n blocks of 64 weights. Outside a bf16 tensor of shape [n];
     inside packed uint8 [n, 32], the 4-bit codes, and absmax_codes uint8 [n], the 8-bit scales.
 
     FSDP2 copies parameters into its gather buffer with torch._foreach_copy_, whose CUDA kernel
@@ -774,17 +774,17 @@ def pinned_empty(n_bytes, device):
 class NF4Linear(nn.Linear):
     """A frozen linear layer whose weight [out_features, in_features] is stored as NF4.
 
-    `weight` holds its blocks in row-major order, padded to a multiple of `shards` so that FSDP2
-    shards it evenly. The second level of the double quantisation, 4 bytes for 16,384 weights, is
-    small enough to be replicated.
+    All such layers of a decoder block have one parameter, `weight`, in which this one's blocks
+    are those from first_block on, in row-major order: FSDP2's work on the host is by parameter.
+    The second level of the double quantisation, 4 bytes for 16,384 weights, is small enough to be
+    replicated.
     """
 
-    def __init__(self, linear, shards):
+    def __init__(self, linear, first_block):
         nn.Module.__init__(self)  # nn.Linear's own would allocate the weight
         self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.first_block = first_block
         self.n_blocks = math.ceil(linear.weight.numel() / BLOCK)
-        padded = math.ceil(self.n_blocks / shards) * shards
-        self.weight = nn.Parameter(NF4Blocks.empty(padded, "meta"), requires_grad=False)
         self.bias = linear.bias
         self.dtype = linear.weight.dtype
         self.quant_state = None
@@ -811,14 +811,19 @@ class NF4Linear(nn.Linear):
             state2=nested,
         )
 
+    def gathered(self):
+        """packed uint8 [n_blocks, 32] and absmax_codes uint8 [n_blocks] of this layer."""
+        mine = slice(self.first_block, self.first_block + self.n_blocks)
+        return self.weight.packed[mine], self.weight.absmax_codes[mine]
+
     def dequantize(self):
         """The gathered weight as bitsandbytes gives it: [out_features, in_features]."""
+        packed, absmax_codes = self.gathered()
         if self.fused:
-            return dequantize_fused(self.weight, self.n_blocks, self.quant_state)
+            return dequantize_fused(packed, absmax_codes, self.quant_state)
         n_bytes = self.out_features * self.in_features // 2
-        self.quant_state.absmax = self.weight.absmax_codes[: self.n_blocks]
-        packed = self.weight.packed.view(-1, 1)[:n_bytes]
-        weight = bnb.functional.dequantize_4bit(packed, self.quant_state)
+        self.quant_state.absmax = absmax_codes
+        weight = bnb.functional.dequantize_4bit(packed.view(-1, 1)[:n_bytes], self.quant_state)
         self.quant_state.absmax = None
         return weight
 
@@ -873,15 +878,15 @@ def look_up(ids, table, first):
     return F.embedding(local.masked_fill(absent, 0), table).masked_fill_(absent[:, None], 0)
 
 
-def dequantize_fused(blocks, n_blocks, state):
-    """NF4Blocks of a layer to its weight in one kernel, bit for bit what bitsandbytes' three give.
+def dequantize_fused(packed, absmax_codes, state):
+    """A layer's blocks to its weight in one kernel, bit for bit what bitsandbytes' three give.
 
     Without floating-point fusion: bitsandbytes rounds between the scale's product and its offset.
     """
-    out = torch.empty(state.shape, dtype=state.dtype, device=blocks.device)
-    dequantize_kernel[(triton.cdiv(n_blocks, 64),)](
-        blocks.packed, blocks.absmax_codes, state.state2.absmax, state.offset, state.code,
-        state.state2.code, out, n_blocks, out.numel(), 64, BLOCK, NESTED_BLOCK,
+    out = torch.empty(state.shape, dtype=state.dtype, device=packed.device)
+    dequantize_kernel[(triton.cdiv(len(packed), 64),)](
+        packed, absmax_codes, state.state2.absmax, state.offset, state.code,
+        state.state2.code, out, len(packed), out.numel(), 64, BLOCK, NESTED_BLOCK,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return out
@@ -1325,13 +1330,19 @@ def build_model(model_config, attention, dtype, shards):
         raise ValueError(f"{type(model).__name__}: {1 - in_linears / in_blocks:.0%} of its blocks'"
                          " weights are not in linear layers (a mixture of experts?) and could"
                          " not be quantised")
-    for module in list(blocks.modules()):
-        for name, child in list(module.named_children()):
-            if isinstance(child, nn.Linear):
-                if child.weight.numel() % 4:
-                    raise ValueError(f"{name}: {list(child.weight.shape)} weights do not fill"
-                                     " whole 16-bit words of 4-bit codes")
-                setattr(module, name, NF4Linear(child, shards))
+    for block in blocks:
+        layers, n_blocks = [], 0
+        for name, linear in [(n, m) for n, m in block.named_modules() if isinstance(m, nn.Linear)]:
+            if linear.weight.numel() % 4:
+                raise ValueError(f"{name}: {list(linear.weight.shape)} weights do not fill"
+                                 " whole 16-bit words of 4-bit codes")
+            layers.append(NF4Linear(linear, n_blocks))
+            n_blocks += layers[-1].n_blocks
+            block.set_submodule(name, layers[-1])
+        padded = math.ceil(n_blocks / shards) * shards  # so that FSDP2 shards it evenly
+        weight = nn.Parameter(NF4Blocks.empty(padded, "meta"), requires_grad=False)
+        for layer in layers:
+            layer.weight = weight
     make_vocabulary(model)
     model.requires_grad_(False)
     model.forward = types.MethodType(token_losses, model)
@@ -1377,8 +1388,7 @@ def try_fused(device):
         weight, blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
     )
     try:
-        blocks = NF4Blocks(packed.view(-1, BLOCK // 2), state.absmax)
-        fused = dequantize_fused(blocks, blocks.shape[0], state)
+        fused = dequantize_fused(packed.view(-1, BLOCK // 2), state.absmax, state)
         ids = torch.arange(250, 262, device=device)
         rows = look_up(ids, pinned_copy(weight), 5)
     except Exception as e:
@@ -1534,71 +1544,83 @@ def shard_range(n, shard, shards):
 
 
 def shard_blocks(layer, shard):
-    """The range of blocks that a shard has of an NF4Linear, without padding."""
+    """Which blocks a shard has of an NF4Linear, of its own n_blocks, and where they are in the
+    shard: two slices."""
     local = layer.weight.to_local().shape[0]
-    return range(min(shard * local, layer.n_blocks), min((shard + 1) * local, layer.n_blocks))
+    start, stop = (min(max(at - layer.first_block, 0), layer.n_blocks)
+                   for at in (shard * local, (shard + 1) * local))  # fmt: skip
+    place = start + layer.first_block - shard * local
+    return slice(start, stop), slice(place, place + stop - start)
 
 
 def layer_requests(name, layer, shard, stored):
     """What a rank reads of one NF4Linear, for `file_reader`: whole rows of the weight; or, where it
     is quantised already, packed codes, absmax codes and the nested state."""
-    shape, blocks = (layer.out_features, layer.in_features), shard_blocks(layer, shard)
+    shape, (blocks, _) = (layer.out_features, layer.in_features), shard_blocks(layer, shard)
     if not stored:
         first, last = blocks.start * BLOCK, min(blocks.stop * BLOCK, math.prod(shape))
-        return [(name, shape, range(first // shape[1], math.ceil(last / shape[1])))]
+        rows = range(first // shape[1], math.ceil(last / shape[1]))
+        return [(name, shape, rows if first < last else range(0))]
     n_bytes, n_nested = math.prod(shape) // 2, math.ceil(layer.n_blocks / NESTED_BLOCK)
     rows = range(blocks.start * BLOCK // 2, min(blocks.stop * BLOCK // 2, n_bytes))
     return [
         (name, (n_bytes,), rows),
-        (f"{name}.absmax", (layer.n_blocks,), blocks),
+        (f"{name}.absmax", (layer.n_blocks,), range(blocks.start, blocks.stop)),
         (f"{name}.nested_absmax", (n_nested,), range(n_nested)),
         (f"{name}.nested_quant_map", (256,), range(256)),
     ]
 
 
-def empty_shard(layer, device):
-    """Zeroed NF4Blocks of one rank; blocks of padding stay so."""
-    blocks = NF4Blocks.empty(layer.weight.to_local().shape[0], device)
-    blocks.packed.zero_(), blocks.absmax_codes.zero_()
-    return blocks
-
-
-def quantize_shard(values, layer, group, device):
-    """This rank's NF4Blocks of one layer, and its nested state. All ranks of `group` must call.
+def quantize_shard(values, layers, group, device):
+    """This rank's NF4Blocks of a decoder block's layers, and the nested state of each. All ranks of
+    `group` must call this.
 
     Blocks are quantised independently, so that a rank's own blocks have the bytes they would
-    have in the whole tensor. The second level takes the mean over all of them: their fp32 absmax,
-    4 bytes for 64 weights, is gathered and every rank does that part alike.
+    have in the whole tensor. The second level takes the mean over all of a layer's: their fp32
+    absmax, 4 bytes for 64 weights, is gathered and every rank does that part alike.
     """
-    mine, weights = shard_blocks(layer, dist.get_rank(group)), next(values)
-    blocks = empty_shard(layer, device)
-    absmax = torch.zeros(blocks.shape[0], dtype=torch.float32, device=device)
-    if mine:
-        first = mine.start * BLOCK
-        last = min(mine.stop * BLOCK, layer.out_features * layer.in_features)
+    shard, n = dist.get_rank(group), layers[0].weight.to_local().shape[0]
+    packed = torch.zeros(n, BLOCK // 2, dtype=torch.uint8, device=device)
+    absmax = torch.zeros(n, dtype=torch.float32, device=device)
+    for layer, weights in zip(layers, values):
+        blocks, place = shard_blocks(layer, shard)
+        if blocks.start == blocks.stop:
+            continue
+        first = blocks.start * BLOCK
+        last = min(blocks.stop * BLOCK, layer.out_features * layer.in_features)
         skip = first % layer.in_features  # what whole rows have in front of the first block
         weights = weights.to(device, layer.dtype).view(-1)[skip : skip + last - first].contiguous()
-        packed, state = bnb.functional.quantize_4bit(weights, blocksize=BLOCK, quant_type="nf4")
-        blocks.packed.view(-1)[: packed.numel()] = packed.view(-1)
-        absmax[: state.absmax.numel()] = state.absmax
-    all_absmax = all_gather(absmax, group).view(-1)[: layer.n_blocks]
-    offset = all_absmax.mean()
-    codes, nested = bnb.functional.quantize_blockwise(
-        all_absmax - offset, code=dynamic_map(device), blocksize=NESTED_BLOCK
-    )
-    blocks.absmax_codes[: len(mine)] = codes[mine.start : mine.stop]
-    return blocks, nested.absmax, offset, None
+        codes, state = bnb.functional.quantize_4bit(weights, blocksize=BLOCK, quant_type="nf4")
+        packed[place].view(-1)[: codes.numel()] = codes.view(-1)
+        absmax[place] = state.absmax
+    all_absmax, states = all_gather(absmax, group).view(-1), []
+    absmax_codes = torch.zeros(n, dtype=torch.uint8, device=device)
+    for layer in layers:
+        # a tensor of its own: how a sum is split, and rounded, depends on where a tensor begins
+        whole = all_absmax[layer.first_block : layer.first_block + layer.n_blocks].clone()
+        offset = whole.mean()
+        codes, nested = bnb.functional.quantize_blockwise(
+            whole - offset, code=dynamic_map(device), blocksize=NESTED_BLOCK
+        )
+        blocks, place = shard_blocks(layer, shard)
+        absmax_codes[place] = codes[blocks]
+        states.append((nested.absmax, offset, None))
+    return NF4Blocks(packed, absmax_codes), states
 
 
-def stored_shard(values, layer, state, device):
-    """The same of a layer that bitsandbytes has quantised and stored: its bytes as they are."""
-    blocks = empty_shard(layer, device)
-    packed, codes, nested_absmax, nested_code = (next(values) for _ in range(4))
-    packed = packed.view(torch.uint8)
-    blocks.packed.view(-1)[: packed.numel()] = packed
-    blocks.absmax_codes[: codes.numel()] = codes
-    offset = torch.tensor(state["nested_offset"], dtype=torch.float32, device=device)
-    return blocks, nested_absmax, offset, nested_code
+def stored_shard(values, layers, stored, shard, device):
+    """The same of layers that bitsandbytes has quantised and stored: their bytes as they are."""
+    n, states = layers[0].weight.to_local().shape[0], []
+    packed = torch.zeros(n, BLOCK // 2, dtype=torch.uint8, device=device)
+    absmax_codes = torch.zeros(n, dtype=torch.uint8, device=device)
+    for layer, state in zip(layers, stored, strict=True):
+        _, place = shard_blocks(layer, shard)
+        codes, scales, nested_absmax, nested_code = (next(values) for _ in range(4))
+        packed[place].view(-1)[: codes.nbytes] = codes.view(torch.uint8)
+        absmax_codes[place] = scales
+        offset = torch.tensor(state["nested_offset"], dtype=torch.float32, device=device)
+        states.append((nested_absmax, offset, nested_code))
+    return NF4Blocks(packed, absmax_codes), states
 
 
 def set_local(module, name, local):
@@ -1618,18 +1640,19 @@ def load_weights(model, read, mesh, dtype, device, stored=None, offload=False):
     """
     group = mesh.get_group("shard")
     shard, shards = dist.get_rank(group), dist.get_world_size(group)
-    todo, requests, done = [], [], {}
+    users, requests = {}, []  # a parameter may have several, and must stay one
     for path, module in model.named_modules():
         for name, p in module._parameters.items():
             if p is None or p.requires_grad:
                 continue
             full_name = f"{path}.{name}".replace(".base_layer", "")
-            todo.append((full_name, module, name))
-            if isinstance(module, NF4Linear) and name == "weight":
-                requests += layer_requests(full_name, module, shard, stored)
-            elif p not in done:  # a tied weight is one parameter of two modules, and must stay one
-                requests.append((full_name, p.shape, shard_range(p.shape[0], shard, shards)))
-                done[p] = None
+            users.setdefault(p, []).append((full_name, module, name))
+    for p, ((full_name, *_), *_) in users.items():
+        if isinstance(p.to_local(), NF4Blocks):
+            for layer_name, layer, _ in users[p]:
+                requests += layer_requests(layer_name, layer, shard, stored)
+        else:
+            requests.append((full_name, p.shape, shard_range(p.shape[0], shard, shards)))
     offsets, n_bytes, before, started = {}, 0, host_memory(), time.perf_counter()
 
     def count(value):
@@ -1638,27 +1661,28 @@ def load_weights(model, read, mesh, dtype, device, stored=None, offload=False):
         return value
 
     values = map(count, read(requests))
-    bar = tqdm(todo, "load and quantise", unit="tensor", disable=dist.get_rank() != 0)
-    for full_name, module, name in bar:
-        old = getattr(module, name)
-        if isinstance(module, NF4Linear) and name == "weight":
-            blocks, *nested = (
-                stored_shard(values, module, stored[full_name], device) if stored
-                else quantize_shard(values, module, group, device)
-            )  # fmt: skip
+    bar = tqdm(users.items(), "load and quantise", unit="tensor", disable=dist.get_rank() != 0)
+    for p, places in bar:
+        names, modules, (key, *_) = zip(*places)
+        if isinstance(p.to_local(), NF4Blocks):
+            if stored:
+                states = [stored[name] for name in names]
+                local, states = stored_shard(values, modules, states, shard, device)
+            else:
+                local, states = quantize_shard(values, modules, group, device)
             if offload:
-                inner = (pinned_copy(t) for t in (blocks.packed, blocks.absmax_codes))
-                blocks = NF4Blocks(*inner, device)
-            set_local(module, name, blocks)
-            module.set_nested_state(*nested)
-            offsets[full_name] = nested[1]
-        elif done[old] is not None:
-            setattr(module, name, done[old])
+                inner = (pinned_copy(t) for t in (local.packed, local.absmax_codes))
+                local = NF4Blocks(*inner, device)
+            for layer, state in zip(modules, states):
+                layer.set_nested_state(*state)
+            offsets.update({name: offset for name, (_, offset, _) in zip(names, states)})
         else:
-            local = next(values).view(-1, *old.shape[1:]).to(device, dtype)
-            if getattr(module, "on_host", False):
+            local = next(values).view(-1, *p.shape[1:]).to(device, dtype)
+            if getattr(modules[0], "on_host", False):
                 local = pinned_copy(local)
-            done[old] = set_local(module, name, local)
+        new = set_local(modules[0], key, local)
+        for module in modules[1:]:
+            setattr(module, key, new)
     together(next, values, None)  # a reader's error
     offsets = dict(zip(offsets, torch.stack(list(offsets.values())).tolist()))  # one wait for all
     say_loading(before, time.perf_counter() - started, n_bytes)
@@ -1910,8 +1934,8 @@ def check_plan(config, sizes, limit):
         return
     flags, smaller = [], config
     for change in (
-        {"recompute": "all"}, {"offload_activations": True}, {"micro_batch_size": 1},
-        {"offload_params": True}, {"max_seq_len": config.max_seq_len // 2},
+        {"recompute": "all"}, {"offload_activations": True}, {"offload_params": True},
+        {"micro_batch_size": 1}, {"max_seq_len": config.max_seq_len // 2},
     ):  # fmt: skip
         if all(getattr(smaller, name) != value for name, value in change.items()):
             smaller = dataclasses.replace(smaller, **change)
@@ -2207,6 +2231,7 @@ def verify_model(model, compute_dtype):
     All ranks must call this.
     """
     n_bytes = {"4-bit": 0, "other frozen": 0, "adapter": 0, "of these on the host": 0}
+    seen = set()
     for path, module in model.named_modules():
         for name, p in module._parameters.items():
             if p is None:
@@ -2224,6 +2249,9 @@ def verify_model(model, compute_dtype):
                 want = torch.float32 if p.requires_grad else compute_dtype
                 assert p.dtype == want, f"{full_name} is {p.dtype}, not {want}"
                 kind, parts = "adapter" if p.requires_grad else "other frozen", [local]
+            if p in seen:
+                continue
+            seen.add(p)
             on_host = parts[0].is_cpu and p.device_mesh.device_type != "cpu"
             n_bytes["of these on the host"] += on_host * sum(part.nbytes for part in parts)
             n_bytes[kind] += sum(part.nbytes for part in parts)
@@ -2834,10 +2862,10 @@ def say_out_of_memory(error, config, device):
     helps = [flag for flag, is_on in (
         ("--reshard_after_forward", config.reshard_after_forward),
         ("--recompute all", config.recompute == "all"),
-        ("a smaller --micro_batch_size", config.micro_batch_size == 1),
         ("--offload_activations", config.offload_activations),
-        ("a shorter --max_seq_len", False),
         ("--offload_params", config.offload_params),
+        ("a smaller --micro_batch_size", config.micro_batch_size == 1),
+        ("a shorter --max_seq_len", False),
     ) if not is_on]  # fmt: skip
     where = getattr(error, "where", "outside of the steps (loading or saving)")
     text = (f"rank {dist.get_rank()} on {socket.gethostname()} ran out of memory {where}; peak"

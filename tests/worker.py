@@ -60,10 +60,10 @@ def quantized(job, device):
         seen = {}
 
         def look(layer, args, seen=seen):
-            blocks = layer.weight
+            packed, codes = layer.gathered()
             seen[layer] = {
-                "packed": blocks.packed[: layer.n_blocks].clone(),
-                "codes": blocks.absmax_codes[: layer.n_blocks].clone(),
+                "packed": packed.clone(),
+                "codes": codes.clone(),
                 "nested_absmax": layer.quant_state.state2.absmax,
                 "nested_code": layer.quant_state.state2.code.clone(),
                 "offset": layer.quant_state.offset,
