@@ -153,6 +153,9 @@ def gradients(job, device):
         loss = model(*script.collate(rows, dist.get_rank(), ranks, device))
         (loss / tokens).backward()
         loss = loss.detach().clone()
+        with torch.no_grad():  # backward must have left everything as it was
+            again = model(*script.collate(rows, dist.get_rank(), ranks, device))
+        torch.testing.assert_close(again, loss, rtol=1e-6, atol=0)
         dist.all_reduce(loss)
         out[f"{name}/loss"] = (loss / tokens).cpu()
         for key, p in params.items():
