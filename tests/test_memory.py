@@ -10,7 +10,7 @@ from torch import nn
 import train_fsdp_qlora as script
 
 # peak allocated, GiB, on 2 H200 (benchmarks/RESULTS.md), random weights, rank 16 on all layers
-MEASURED = [  # with the embedding on the GPU
+MEASURED = [
     ("llama-3-8b", 32, 4.86, {}),
     ("llama-3-8b", 32, 20.47, {"recompute": "none"}),
     ("llama-3-8b", 32, 10.15, {"max_seq_len": 65536, "micro_batch_size": 1,
@@ -61,6 +61,24 @@ def test_auto_keeps_as_many_blocks_as_fit():
     assert chosen == sorted(chosen, reverse=True) and chosen[0] > chosen[1] > chosen[3] == 0
     assert script.choose_recompute(config, sizes, None).recompute == "0"
     assert script.choose_recompute(config, sizes, 2**30).recompute == "32"  # nothing fits
+
+
+def test_embedding_moves_to_the_host_where_that_makes_it_fit():
+    config = make_config("llama-3-70b", offload_activations=True, fused=True)
+    model_config = script.read_model_config(script.Path("llama-3-70b"), config)
+    for tied in (False, True):
+        model_config.tie_word_embeddings = tied
+        model, _ = script.build_model(model_config, "sdpa", torch.bfloat16, 2)
+        script.add_lora(model, config, "llama-3-70b")
+        for limit_gib, moves in (22.5, not tied), (24, False), (15, False):
+            sizes = script.model_sizes(model, config, 2, config.max_seq_len)
+            before = sum(script.memory_plan(config, sizes).values())
+            script.make_room(model, config, sizes, limit_gib * 2**30)
+            saved = before - sum(script.memory_plan(config, sizes).values())
+            assert model.get_input_embeddings().on_host == moves, (tied, limit_gib)
+            assert saved == (128256 * 8192 if moves else 0)
+            assert script.host_bytes(config, sizes) == 79 * 4096 * 8192 * 2 + saved
+            model.get_input_embeddings().on_host = False
 
 
 def test_refusal_names_flags_that_bring_it_under():
