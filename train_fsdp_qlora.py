@@ -2572,6 +2572,9 @@ def train_step(run, step):
         micro_batch = batch[start : start + world_size * rows]
         micro_batch = collate(micro_batch, rank, world_size, masters.device)
         run.micro_batch_shape = micro_batch[0].shape
+        if config.shard_group_size < world_size:
+            # copies of the model exchange gradients once a step, not once a micro-batch
+            run.model.set_requires_all_reduce(start + world_size * rows >= config.batch_size)
         loss = run.model(*micro_batch)
         (loss / learnt_tokens).backward()
         local_loss += loss.detach()

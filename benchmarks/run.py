@@ -46,6 +46,7 @@ def case(name, model, rows, seq, steps, flags="", gpus=2, layers=None, base=None
 
 
 CAP, OFFLOAD, FLASH = "--memory_limit_gib 22.5", "--offload_activations", "--attn flash_attention_2"
+KEPT = "--no-reshard_after_forward"
 GROUPS = {
     "memory": [
         case("70b-2k", "llama-2-70b", 2, 2048, 6, f"{CAP} {OFFLOAD}", base="70b-2k-nooffload"),
@@ -65,6 +66,8 @@ GROUPS = {
         case("70b-all", "llama-2-70b", 2, 2048, 6, gpus=None, base="70b-2gpus"),
         case("8b-2gpus", "llama-3-8b", 2, 2048, 12),
         case("8b-all", "llama-3-8b", 2, 2048, 12, gpus=None, base="8b-2gpus"),
+        case("8b-2gpus-kept", "llama-3-8b", 2, 2048, 12, KEPT),
+        case("8b-all-kept", "llama-3-8b", 2, 2048, 12, KEPT, gpus=None, base="8b-2gpus-kept"),
         case("8b-all-groups", "llama-3-8b", 2, 2048, 12, "--shard_group_size 2", gpus=None,
              base="8b-2gpus"),
     ],
