@@ -59,7 +59,9 @@ def test_auto_keeps_as_many_blocks_as_fit():
             assert sum(script.memory_plan(more, sizes).values()) > (1 - script.GAPS) * limit
         chosen.append(n)
     assert chosen == sorted(chosen, reverse=True) and chosen[0] > chosen[1] > chosen[3] == 0
-    assert script.choose_recompute(config, sizes, None).recompute == "0"
+    none = script.choose_recompute(config, sizes, None)
+    assert none.recompute == "0"
+    assert script.host_bytes(dataclasses.replace(none, offload_activations=True), sizes) == 0
     assert script.choose_recompute(config, sizes, 2**30).recompute == "32"  # nothing fits
 
 
