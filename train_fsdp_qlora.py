@@ -979,7 +979,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     """Sum over this rank's tokens of the cross-entropy of hidden [n, d] @ weight.T, fp32.
 
     Each rank computes the logits of all ranks' tokens for its own part of the vocabulary; what
-    the softmax needs of the others is two numbers a token. The head is never gathered, and the
+    the softmax needs of the others is three numbers a token. The head is never gathered, and the
     full logits never exist (5.25 GB at 4,096 tokens and a vocabulary of 128k): the head is frozen,
     so that the gradient of `hidden` is all there is to compute, and it is taken in forward, a
     chunk of tokens at a time. Backward needs neither logits nor head.
@@ -2024,9 +2024,9 @@ class SlicedMLP(torch.autograd.Function):
     """mlp(x) in slices of SLICE_TOKENS; backward recomputes a slice at a time.
 
     The widest tensors of a block then have the length of a slice, whatever that of the sequence:
-    at 32,768 tokens of Llama-2-70B 1.2 GB instead of 6.6. The input is saved by SaveInput, before
-    the slices, so that the recomputation of the block around it stops there and none of them runs
-    twice.
+    at 32,768 tokens of Llama-2-70B, by the plan, 1.2 GB instead of 6.6. The input is saved by
+    SaveInput, before the slices, so that the recomputation of the block around it stops there and
+    none of them runs twice.
     """
 
     @staticmethod
@@ -2873,7 +2873,7 @@ def run_steps(run, directory, done):
 
 
 def say_out_of_memory(error, config, device):
-    """One line from the rank that it happened to."""
+    """One line from the rank that it happened to, whether on its GPU or on the host."""
     helps = [flag for flag, is_on in (
         ("--reshard_after_forward", config.reshard_after_forward),
         ("--recompute all", config.recompute == "all"),
@@ -2885,6 +2885,9 @@ def say_out_of_memory(error, config, device):
     where = getattr(error, "where", "outside of the steps (loading or saving)")
     text = (f"rank {dist.get_rank()} on {socket.gethostname()} ran out of memory {where}; peak"
             f" {memory_gib(device)[1]:.2f} GiB allocated; try, in this order: {', '.join(helps)}")
+    if isinstance(error, MemoryError):
+        text = (f"rank {dist.get_rank()} on {socket.gethostname()}:"
+                f" {error or 'no host memory left'}; offload less")
     # on a new line: rank 0 may have drawn a progress bar on this one
     print(f"\nerror: {text}", file=sys.stderr, flush=True)
 
@@ -2897,7 +2900,7 @@ def main(argv=None):
         config = together(parse_config, argv)
         check_same(config)
         train(config, device)
-    except torch.OutOfMemoryError as e:
+    except (torch.OutOfMemoryError, MemoryError) as e:
         # the others wait in a collective that this rank will never join: torchrun ends them
         say_out_of_memory(e, config, device)
         return 1

@@ -158,6 +158,21 @@ def test_offloading_more_than_the_host_has_is_refused(run_main, tmp_path):
     )  # fmt: skip
 
 
+def test_host_memory_that_cannot_be_pinned_ends_the_run_in_one_line(
+    run_main, tmp_path, monkeypatch
+):
+    def fail(n_bytes, device):
+        raise MemoryError("1.00 GiB of host memory cannot be pinned")
+
+    monkeypatch.setattr(script, "pinned_empty", fail)
+    flags = ["--output_dir", tmp_path / "out", "--max_steps", 1]
+    for offload in "--offload_params", "--offload_activations":
+        code, _, errors = run_main(*flags, offload)
+        lines = [line for line in errors.splitlines() if line.startswith("error: ")]
+        assert code == 1 and len(lines) == 1 and "Traceback" not in errors
+        assert "rank 0 on" in lines[0] and "cannot be pinned; offload less" in lines[0]
+
+
 def test_longer_rows_than_the_model_are_refused(start, model):
     refused(start(model, "--max_seq_len", "4096"), "--max_seq_len 4096", "2048")
 

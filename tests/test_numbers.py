@@ -230,7 +230,7 @@ def test_loss_and_gradients_equal_transformers_and_peft(kind, models, worked):
     for other in (name for name, v in SETTINGS.items() if v["compute_dtype"] == "float32"):
         for name in exact:  # other sums of the same terms
             want = got[f"float32/{name}"]
-            close = 1e-6 if DEVICE == "cpu" else 1e-5  # its attention sums in any order
+            close = 1e-6 if DEVICE == "cpu" else 1e-5  # other kernels, other orders
             assert (got[f"{other}/{name}"] - want).norm() <= close * want.norm(), (other, name)
 
 
