@@ -235,7 +235,7 @@ def patterns(job, device):
         if name == "unprotected":
             weight = words.view(torch.bfloat16)
         else:
-            weight = script.NF4Blocks.empty(packed.shape[0], "meta")
+            weight = script.NF4Blocks.zeros(packed.shape[0], "meta")
         module.weight = torch.nn.Parameter(weight, requires_grad=False)
         module.bias = torch.nn.Parameter(torch.zeros(8, device=weight.device))  # as norms, LoRA do
         module.forward = lambda _, module=module, seen=seen: seen.update(w=module.weight)
