@@ -873,7 +873,7 @@ def look_up(ids, table, first):
     if table.is_cpu and ids.is_cuda:
         out = torch.empty(len(ids), table.shape[1], dtype=table.dtype, device=ids.device)
         grid = (len(ids), triton.cdiv(table.shape[1], 1024))
-        look_up_kernel[grid](ids, table, out, first, len(table), table.shape[1], 1024)
+        look_up_kernel[grid](ids.contiguous(), table, out, first, len(table), table.shape[1], 1024)
         return out
     local = ids - first
     absent = (local < 0) | (local >= len(table))
