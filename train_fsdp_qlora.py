@@ -19,7 +19,9 @@ Tested with torch 2.11 and 2.13, transformers 5.17 and 5.23, peft 0.21, bitsandb
 """
 
 import argparse
+import ast
 import collections
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -36,6 +38,7 @@ import resource
 import shutil
 import socket
 import sys
+import textwrap
 import threading
 import time
 import types
@@ -151,6 +154,14 @@ class Config:
     recompute: str = knob(
         "all", "decoder blocks recomputed in backward: all, none, a number, or auto: as few as the"
         " memory allows"
+    )
+    keep_residual: bool | None = knob(
+        None, "of a recomputed block also keep what is between attention and MLP, so that"
+        " attention's last product is not recomputed; none: where the memory allows"
+    )
+    reuse_weights: bool | None = knob(
+        None, "keep the dequantised weights of a block's recomputation until its backward; none:"
+        " where the memory allows"
     )
     offload_activations: bool = knob(
         False, "keep the inputs of recomputed blocks in pinned host memory until their backward"
@@ -790,7 +801,8 @@ class NF4Linear(nn.Linear):
         self.bias = linear.bias
         self.dtype = linear.weight.dtype
         self.quant_state = None
-        self.fused = self.skipped = False
+        self.fused = self.skipped = self.reused = False
+        self.recomputed_weight = None
 
     def set_nested_state(self, nested_absmax, offset, code=None):
         """nested_absmax fp32 [n_blocks / 256] and offset fp32 [] undo the 8-bit absmax codes, whose
@@ -897,8 +909,9 @@ def dequantize_fused(packed, absmax_codes, state):
 class FrozenProduct(torch.autograd.Function):
     """x [n, in] times a frozen NF4 weight plus `base`: [n, out], overwritten; a bias [out]; None.
 
-    Nothing is saved for backward: the weight is dequantised again there. With nothing after it
-    that the recomputation of a checkpoint needs, a block's last product is not recomputed at all.
+    Nothing is saved for backward: the weight is dequantised again there, unless the recomputation
+    has left it (see weights_reused). With nothing after it that the recomputation of a checkpoint
+    needs, a block's last product is not recomputed at all.
     """
 
     @staticmethod
@@ -910,6 +923,8 @@ class FrozenProduct(torch.autograd.Function):
             ctx.mark_dirty(base)
             return base
         weight = layer.dequantize()
+        if layer.reused:
+            layer.recomputed_weight = weight
         if base is None:
             return x @ weight.t()
         if base.dim() == 1:
@@ -919,7 +934,10 @@ class FrozenProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        grad_x = grad @ ctx.layer.dequantize() if ctx.needs_input_grad[0] else None
+        weight, ctx.layer.recomputed_weight = ctx.layer.recomputed_weight, None
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grad @ (ctx.layer.dequantize() if weight is None else weight)
         return grad_x, grad if ctx.needs_input_grad[1] else None, None
 
 
@@ -1849,6 +1867,11 @@ def model_sizes(model, config, shards, longest):
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     kv_heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
     linears = [m for m in block.modules() if isinstance(m, NF4Linear)]
+    inner = getattr(c, "intermediate_size", None) or 4 * c.hidden_size
+    weights = {True: [], False: []}  # dequantised bytes of the MLP's layers, of attention's
+    for m in linears:
+        in_mlp = inner in (m.in_features, m.out_features)
+        weights[in_mlp].append(m.in_features * m.out_features * item)
     return types.SimpleNamespace(
         **n,
         item=item,
@@ -1857,9 +1880,12 @@ def model_sizes(model, config, shards, longest):
         hidden=c.hidden_size,
         query=c.num_attention_heads * head_dim,
         key_value=2 * kv_heads * head_dim,
-        inner=getattr(c, "intermediate_size", None) or 4 * c.hidden_size,
+        inner=inner,
         adapted=sum(config.lora_rank for m in block.modules() if isinstance(m, LoraNF4Linear)),
-        widest=max(m.in_features * m.out_features for m in linears) * item,
+        widest=max(weights[True] + weights[False]),
+        mlp_weights=sum(weights[True]),
+        attention_weights=sum(weights[False]),
+        has_halves=has_halves(block),
         embedding=embedding.numel() * item / shards,
         on_host=0,
     )
@@ -1879,15 +1905,22 @@ def memory_plan(config, sizes):
     at_once = 3.5 * row * sizes.inner
     if recomputed and tokens > SLICE_TOKENS:
         at_once = 5 * SLICE_TOKENS * sizes.item * sizes.inner
-    live_mlp = attention + row * 2 * sizes.hidden + at_once + sizes.widest
+    live_mlp = row * 2 * sizes.hidden + at_once + sizes.widest
     live_attention = attention + row * (3 * sizes.hidden + 2 * sizes.query + sizes.key_value)
+    in_halves = config.keep_residual and recomputed == sizes.blocks
+    if not in_halves:
+        live_mlp += attention
+    if config.reuse_weights and recomputed == sizes.blocks:
+        if tokens <= SLICE_TOKENS:
+            live_mlp += sizes.mlp_weights - sizes.widest  # down_proj's is in use at that time
+        live_mlp += 0 if in_halves else sizes.attention_weights
+        live_attention += sizes.attention_weights
     live = max(live_mlp, live_attention)
     kept = (sizes.blocks - recomputed) * (block_input + attention + mlp)
     if recomputed < sizes.blocks:  # the last block, whose backward comes first, is among them
         live -= attention + mlp
-    inputs = recomputed * block_input
-    if config.offload_activations:
-        inputs = min(recomputed, 3) * block_input
+    n_inputs = kept_inputs(config, sizes.blocks)
+    inputs = min(n_inputs, 3 if config.offload_activations else n_inputs) * block_input
     gathered = 2 if config.reshard_after_forward else sizes.blocks + 1  # and the next one
     head = 4 * block_input + 3 * CHUNK_BYTES
     return {
@@ -1905,22 +1938,50 @@ def memory_plan(config, sizes):
 def host_bytes(config, sizes):
     """Pinned host memory of one process."""
     tokens = config.micro_batch_size * min(sizes.longest, config.max_seq_len)
-    kept = max(0, recomputed_blocks(config, sizes.blocks) - 1)  # the last one's stays on the GPU
+    kept = max(0, kept_inputs(config, sizes.blocks) - 1)  # the last one stays on the GPU
     inputs = kept * tokens * sizes.item * sizes.hidden if config.offload_activations else 0
     params = sizes.codes + sizes.scales if config.offload_params else 0
     return sizes.on_host + params + inputs
 
 
+def planned(config, sizes):
+    return sum(memory_plan(config, sizes).values())
+
+
+def fits(config, sizes, limit, free=GAPS):
+    return limit is None or planned(config, sizes) <= (1 - free) * limit
+
+
 def choose_recompute(config, sizes, limit):
-    """Resolve --recompute auto: the fewest blocks whose plan fits."""
-    if config.recompute != "auto":
-        recomputed_blocks(config, sizes.blocks)  # raises where there are not so many
-        return config
-    for n in range(sizes.blocks + 1):
-        config = dataclasses.replace(config, recompute=str(n))
-        if limit is None or sum(memory_plan(config, sizes).values()) <= (1 - GAPS) * limit:
-            break
+    """Resolve --recompute auto, the fewest blocks whose plan fits, and then what recomputed blocks
+    may keep besides, if a tenth of the memory stays free."""
+    if config.keep_residual and not sizes.has_halves:
+        raise ValueError("--keep_residual: this model's blocks are not made of an attention and an"
+                         " MLP with a residual sum each; leave it out")
+    if config.recompute == "auto":
+        for n in range(sizes.blocks + 1):
+            config = dataclasses.replace(config, recompute=str(n))
+            if fits(config, sizes, limit):
+                break
+    n = recomputed_blocks(config, sizes.blocks)  # raises where there are not so many
+    for name, possible in ("keep_residual", sizes.has_halves), ("reuse_weights", True):
+        if getattr(config, name) is None:
+            more = dataclasses.replace(config, **{name: bool(possible and n)})
+            enough = fits(more, sizes, limit, 0.1) or planned(more, sizes) < planned(config, sizes)
+            if not enough or host_bytes(more, sizes) > host_share() / 2:
+                more = dataclasses.replace(config, **{name: False})
+            config = more
     return config
+
+
+def host_share():
+    """Bytes of this machine's free memory for each of its processes."""
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.is_file():
+        return math.inf
+    lines = dict(line.split(":") for line in meminfo.read_text().splitlines())
+    available = int(lines["MemAvailable"].split()[0]) * 2**10
+    return available / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def make_room(model, config, sizes, limit):
@@ -1929,25 +1990,20 @@ def make_room(model, config, sizes, limit):
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if not config.fused or embedding.weight is head.weight:
         return
-    too_much = sum(memory_plan(config, sizes).values()) - (1 - GAPS) * limit
+    too_much = planned(config, sizes) - (1 - GAPS) * limit
     if 0 < too_much <= sizes.embedding:
         embedding.on_host, sizes.on_host = True, sizes.embedding
 
 
 def check_plan(config, sizes, limit):
     """Raise ValueError, with what would help, if the plan does not fit."""
-    needed = sum(memory_plan(config, sizes).values())
-    needed_of_host = host_bytes(config, sizes) * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    meminfo = Path("/proc/meminfo")
-    if needed_of_host and meminfo.is_file():
-        lines = dict(line.split(":") for line in meminfo.read_text().splitlines())
-        available = int(lines["MemAvailable"].split()[0]) * 2**10
-        if needed_of_host > available:
-            raise ValueError(
-                f"this takes {needed_of_host / 2**30:.1f} GiB of host memory on this machine,"
-                f" of which {available / 2**30:.1f} GiB are available: offload less"
-            )
-    if limit is None or needed <= (1 - GAPS) * limit:
+    needed = planned(config, sizes)
+    of_host, share = host_bytes(config, sizes), host_share()
+    if of_host > share:
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / 2**30
+        raise ValueError(f"this takes {of_host * processes:.1f} GiB of host memory on this machine,"
+                         f" of which {share * processes:.1f} GiB are available: offload less")
+    if fits(config, sizes, limit):
         return
     flags, smaller = [], config
     for change in (
@@ -1958,13 +2014,13 @@ def check_plan(config, sizes, limit):
             smaller = dataclasses.replace(smaller, **change)
             ((name, value),) = change.items()
             flags.append(f"--{name}" + ("" if value is True else f" {value}"))
-            if sum(memory_plan(smaller, sizes).values()) <= (1 - GAPS) * limit:
+            if fits(smaller, sizes, limit):
                 break
-    left = sum(memory_plan(smaller, sizes).values())
+    left = planned(smaller, sizes)
     raise ValueError(
         f"this does not fit: predicted peak {needed / 2**30:.1f} GiB, and {GAPS:.0%} for gaps, of"
         f" {limit / 2**30:.1f} GiB; {' '.join(flags)}"
-        f"{' and more GPUs' if left > (1 - GAPS) * limit else ''} would bring it to"
+        f"{'' if fits(smaller, sizes, limit) else ' and more GPUs'} would bring it to"
         f" {left / 2**30:.1f} GiB"
     )
 
@@ -1977,7 +2033,9 @@ def say_plan(config, sizes, limit):
     say(f"predicted peak {sum(plan.values()) / 2**30:.2f} GiB"
         + (f" of {limit / 2**30:.2f} GiB" if limit else "")
         + (f", and {host / 2**30:.2f} GiB of pinned host memory" if host else "")
-        + f"; {recomputed_blocks(config, sizes.blocks)} of {sizes.blocks} blocks are recomputed")
+        + f"; {recomputed_blocks(config, sizes.blocks)} of {sizes.blocks} blocks are recomputed"
+        + (" in halves" if config.keep_residual else "")
+        + (", with weights that backward uses again" if config.reuse_weights else ""))
 
 
 def gemm_ceiling(model, dtype, tokens, device):
@@ -2082,13 +2140,13 @@ def sliced_mlp(mlp, mlp_forward, x):
     return SlicedMLP.apply(saved, saved.grad_fn, mlp, mlp_forward, *lora)
 
 
-def host_hooks(n_blocks, n_bytes, device):
-    """Functions pack(i, tensor) and unpack(i) that keep the input of block i, at most n_bytes, in
-    pinned host memory from its forward to its backward.
+def host_hooks(n_kept, n_bytes, device):
+    """Functions pack(i, tensor) and unpack(i) that keep the i-th of n_kept inputs, of blocks or of
+    their halves, of at most n_bytes, in pinned host memory from its forward to its backward.
 
-    Copies have a stream of their own and come back a block ahead. A tensor is let go when the
-    next block is packed, by when its copy has long ended: at most three are on the GPU. The last
-    block's input stays, its backward comes first.
+    Copies have a stream of their own and come back one ahead. A tensor is let go when the next
+    is packed, by when its copy has long ended: at most three are on the GPU. The last one stays,
+    its backward comes first.
     """
     cuda = device.type == "cuda"
     stream = torch.cuda.Stream() if cuda else None
@@ -2116,7 +2174,7 @@ def host_hooks(n_blocks, n_bytes, device):
 
     def pack(i, tensor):
         let_go()
-        if i == n_blocks - 1:
+        if i == n_kept - 1:
             here[i] = tensor.detach(), None
             return i
         if i not in buffers:
@@ -2143,31 +2201,91 @@ def host_hooks(n_blocks, n_bytes, device):
     return pack, unpack
 
 
+# a decoder block's forward as Llama and its like have it, as ast.unparse writes it
+RESIDUAL_BLOCK = re.compile(
+    r"""residual = hidden_states
+hidden_states = self\.input_layernorm\(hidden_states\)
+hidden_states, _ = self\.self_attn\(hidden_states=hidden_states, [^()]*\)
+hidden_states = residual \+ hidden_states
+residual = hidden_states
+hidden_states = self\.post_attention_layernorm\(hidden_states\)
+hidden_states = self\.mlp\(hidden_states\)
+hidden_states = residual \+ hidden_states
+return hidden_states"""
+)
+
+
+def has_halves(block):
+    """Whether attention_half and mlp_half are what this decoder block computes."""
+    source = textwrap.dedent(inspect.getsource(type(block).forward))
+    function = ast.parse(source).body[0]
+    return bool(RESIDUAL_BLOCK.fullmatch("\n".join(map(ast.unparse, function.body))))
+
+
+def attention_half(block, hidden_states, **kwargs):
+    attended, _ = block.self_attn(
+        hidden_states=block.input_layernorm(hidden_states), **kwargs
+    )
+    return hidden_states + attended
+
+
+def mlp_half(block, hidden_states):
+    return hidden_states + block.mlp(block.post_attention_layernorm(hidden_states))
+
+
+def both_halves(attention, mlp, hidden_states, **kwargs):
+    return mlp(attention(hidden_states, **kwargs))
+
+
+@contextlib.contextmanager
+def weights_reused(layers):
+    """What a recomputation dequantises of these NF4Linears is what its backward uses."""
+    for layer in layers:
+        layer.reused = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.reused = False
+
+
 def recompute_blocks(model, config, device, longest):
-    """Let the chosen decoder blocks keep only their input and recompute the rest in backward;
-    `longest` is the longest row of all.
+    """Let the chosen decoder blocks keep only their input and recompute the rest in backward; with
+    keep_residual each of their halves its own. `longest` is the longest row of all.
 
     Around the block's own forward, inside FSDP2's hooks, so that they run once. Not transformers'
     switch: 5.17 puts its checkpoint outside those hooks, 5.23 inside.
     """
     blocks = decoder_blocks(model)
-    n = recomputed_blocks(config, len(blocks))
-    for block in list(blocks)[:n]:
+    blocks = list(blocks)[: recomputed_blocks(config, len(blocks))]
+    values = config.micro_batch_size * longest * model.config.hidden_size
+    n_bytes = values * getattr(torch, config.compute_dtype).itemsize
+    pack, unpack = host_hooks(kept_inputs(config, len(blocks)), n_bytes, device)
+
+    def recomputed(forward, layers, i):
+        """`forward` from its input, the i-th that is kept of all."""
+        contexts = lambda: (contextlib.nullcontext(), weights_reused(layers))  # noqa: E731
+        forward = functools.partial(
+            checkpoint, forward, use_reentrant=False, context_fn=contexts,
+            preserve_rng_state=config.lora_dropout > 0,
+        )  # fmt: skip
+        if not config.offload_activations:
+            return forward
+        return functools.partial(with_input_on_host, forward, i, pack, unpack)
+
+    for i, block in enumerate(blocks):
         for module in block.modules():
             if SWIGLU_MLP in inspect.getsource(type(module).forward):
                 module.forward = functools.partial(sliced_mlp, module, module.forward)
-        block.forward = functools.partial(
-            checkpoint,
-            block.forward,
-            use_reentrant=False,
-            preserve_rng_state=config.lora_dropout > 0,
-        )
-    if not config.offload_activations:
-        return
-    values = config.micro_batch_size * longest * model.config.hidden_size
-    pack, unpack = host_hooks(n, values * getattr(torch, config.compute_dtype).itemsize, device)
-    for i, block in enumerate(list(blocks)[:n]):
-        block.forward = functools.partial(with_input_on_host, block.forward, i, pack, unpack)
+        layers = [m for m in block.modules() if isinstance(m, NF4Linear) and config.reuse_weights]
+        if config.keep_residual:
+            block.forward = functools.partial(
+                both_halves,
+                recomputed(functools.partial(attention_half, block), layers, 2 * i),
+                recomputed(functools.partial(mlp_half, block), layers, 2 * i + 1),
+            )
+        else:
+            block.forward = recomputed(block.forward, layers, i)
 
 
 def with_input_on_host(forward, i, pack, unpack, hidden_states, **kwargs):
@@ -2188,6 +2306,11 @@ def recomputed_blocks(config, n_blocks):
     if n > n_blocks:
         raise ValueError(f"--recompute {n}: the model has {n_blocks} blocks")
     return n
+
+
+def kept_inputs(config, n_blocks):
+    """How many tensors of a block input's size recomputed blocks keep."""
+    return recomputed_blocks(config, n_blocks) * (2 if config.keep_residual else 1)
 
 
 def shard_vocabulary(model, mesh):

@@ -80,6 +80,29 @@ def test_auto_keeps_as_many_blocks_as_fit():
     assert script.choose_recompute(config, sizes, 2**30).recompute == "32"  # nothing fits
 
 
+def test_recomputed_blocks_keep_more_where_memory_allows(monkeypatch):
+    config = make_config("llama-2-70b", offload_activations=True)
+    sizes = sizes_of("llama-2-70b", 80, config)
+
+    def kept(config, limit_gib, host_gib=64):
+        monkeypatch.setattr(script, "host_share", lambda: host_gib * 2**30)
+        resolved = script.choose_recompute(config, sizes, limit_gib * 2**30)
+        return resolved.keep_residual, resolved.reuse_weights
+
+    assert kept(config, 22.5) == (True, False)  # two inputs on the host, less to recompute at once
+    assert kept(config, 24) == (True, True)
+    assert kept(config, 22.5, host_gib=16) == (False, False)
+    on_gpu = dataclasses.replace(config, offload_activations=False)
+    assert kept(on_gpu, 27) == (False, False)
+    assert kept(on_gpu, 34) == (True, False)
+    assert kept(dataclasses.replace(config, keep_residual=False), 24) == (False, True)
+    assert kept(dataclasses.replace(on_gpu, recompute="none"), 140) == (False, False)
+    sizes.has_halves = False
+    assert kept(config, 24) == (False, True)
+    with pytest.raises(ValueError, match="--keep_residual: this model's blocks"):
+        kept(dataclasses.replace(config, keep_residual=True), 24)
+
+
 def test_embedding_moves_to_the_host_where_that_makes_it_fit():
     config = make_config("llama-3-70b", offload_activations=True, fused=True)
     model_config = script.read_model_config(script.Path("llama-3-70b"), config)

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -120,6 +121,14 @@ MEMORY_FLAGS = {  # every combination must give the same numbers
     if not (recompute == "none" and activations)
     for params in (False, True)
     for reshard in (False, True)
+} | {
+    f"{recompute} {activations} residual {residual} reuse {reuse}": {
+        "compute_dtype": "float32", "recompute": recompute, "offload_activations": activations,
+        "keep_residual": residual, "reuse_weights": reuse,
+    }
+    for recompute in ("all", "2")
+    for activations in (False, True)
+    for residual, reuse in ((True, False), (False, True), (True, True))
 }  # fmt: skip
 
 
@@ -235,9 +244,17 @@ def test_loss_and_gradients_equal_transformers_and_peft(kind, models, worked):
 
 def test_memory_flags_change_no_number(models, worked):
     got = load_file(worked[0](2) / "memory")
-    assert len(MEMORY_FLAGS) == 28 and len(got) == 28 * (1 + 3 * 7 * 2)
+    assert len(MEMORY_FLAGS) == 40 and len(got) == 40 * (2 + 3 * 7 * 2)
+    # q k v o gate up down, three blocks: forward, recomputation (but of down), backward (but of
+    # the first q k v)
+    assert got["all False False True/dequantised"].tolist() == [8, 8, 8, 9, 9, 9, 6]
+    for activations in "False", "True":
+        flags = f"all {activations} residual %s reuse %s/dequantised"
+        assert got[flags % (True, False)].tolist() == [8, 8, 8, 6, 9, 9, 6]
+        assert got[flags % (False, True)].tolist() == [6] * 7
+        assert got[flags % (True, True)].tolist() == [6] * 7
     for flags in MEMORY_FLAGS:
-        for key in (k for k in got if k.startswith("all False False True/")):
+        for key in (k for k in got if re.match("all False False True/.*(loss|lora)", k)):
             want, value = got[key], got[key.replace("all False False True", flags)]
             if DEVICE == "cpu":
                 assert torch.equal(value, want), (flags, key)

@@ -4,11 +4,13 @@ The job is a list of cases, {"case": a function below, "out": file, ...its input
 results go to its file as safetensors. One launch runs many cases: starting costs more than they do.
 """
 
+import contextlib
 import ctypes
 import dataclasses
 import json
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -140,6 +142,24 @@ def memory(job, device):
     return {"grown": script.all_gather(torch.tensor(script.host_memory()[1] - before))}
 
 
+LINEARS = "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
+
+
+@contextlib.contextmanager
+def counted_dequantisations(model):
+    """Counts by the layers' own names how often a layer's weight is dequantised."""
+    counts, dequantize = Counter(), script.NF4Linear.dequantize
+    names = {m: n.split(".")[-2] for n, m in model.named_modules() if hasattr(m, "quant_state")}
+
+    def counted(layer):
+        counts[names[layer]] += 1
+        return dequantize(layer)
+
+    script.NF4Linear.dequantize = counted
+    yield counts
+    script.NF4Linear.dequantize = dequantize
+
+
 def gradients(job, device):
     """Loss and gradients of one batch, its rows dealt to the ranks as train_step does."""
     batch = load_file(job["batch"])
@@ -150,8 +170,10 @@ def gradients(job, device):
         tokens = sum(int((labels[1:] != script.IGNORE).sum()) for _, labels in rows)
         ranks = dist.get_world_size()
         rows = [row for rank in range(ranks) for row in rows[rank::ranks]]
-        loss = model(*script.collate(rows, dist.get_rank(), ranks, device))
-        (loss / tokens).backward()
+        with counted_dequantisations(model) as counts:
+            loss = model(*script.collate(rows, dist.get_rank(), ranks, device))
+            (loss / tokens).backward()
+        out[f"{name}/dequantised"] = torch.tensor([counts[n] for n in LINEARS])
         loss = loss.detach().clone()
         with torch.no_grad():  # backward must have left everything as it was
             again = model(*script.collate(rows, dist.get_rank(), ranks, device))
