@@ -828,7 +828,10 @@ class NF4Linear(nn.Linear):
     def gathered(self):
         """packed uint8 [n_blocks, 32] and absmax_codes uint8 [n_blocks] of this layer."""
         mine = slice(self.first_block, self.first_block + self.n_blocks)
-        return self.weight.packed[mine], self.weight.absmax_codes[mine]
+        weight = self.weight
+        if isinstance(weight, DTensor):  # all of it is here, see shard_model
+            weight = weight.to_local()
+        return weight.packed[mine], weight.absmax_codes[mine]
 
     def dequantize(self):
         """The gathered weight as bitsandbytes gives it: [out_features, in_features]."""
@@ -1863,7 +1866,8 @@ def model_sizes(model, config, shards, longest):
             sizes = {"adapter" if p.requires_grad else "plain": p.numel() * item}
         for kind, size in sizes.items():
             n[kind] += size / shards
-            n["gathered"] += size if p in in_block else 0
+            whole = kind in ("codes", "scales") and shards == 1 and not config.offload_params
+            n["gathered"] += size if p in in_block and not whole else 0
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     kv_heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
     linears = [m for m in block.modules() if isinstance(m, NF4Linear)]
@@ -2349,21 +2353,40 @@ def make_mesh(shards, device):
     return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=names)
 
 
-def shard_model(model, mesh, compute_dtype, reshard_after_forward):
+def shard_model(model, mesh, compute_dtype, config):
     """FSDP2 units: a decoder block each, and the root with what is left, the last norm."""
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy)
-    vocabulary = shard_vocabulary(model, mesh)
-    for block in decoder_blocks(model):
-        shard(block, reshard_after_forward=reshard_after_forward)
-    shard(model, ignored_params=vocabulary)
+    ignored, blocks = shard_vocabulary(model, mesh), decoder_blocks(model)
+    if mesh["shard"].size() == 1 and not config.offload_params:
+        # on one GPU they are whole: FSDP2 would copy them three times at each use
+        ignored |= keep_whole(blocks, mesh)
+    shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, ignored_params=ignored)
+    for block in blocks:
+        shard(block, reshard_after_forward=config.reshard_after_forward)
+    shard(model)
+    for unit, following in zip([model, *blocks], blocks):
+        # before its own work, not when the next one begins: there the host may be late
+        unit.set_modules_to_forward_prefetch([following])
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # the loss is divided by the global number of tokens already, so gradients add up
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
+
+
+def keep_whole(blocks, mesh):
+    """Make the blocks' 4-bit parameters DTensors that nothing gathers; returns them."""
+    kept = set()
+    for block in blocks:
+        layers = [m for m in block.modules() if isinstance(m, NF4Linear)]
+        whole = DTensor.from_local(layers[0].weight, mesh, [Shard(0)] * mesh.ndim)
+        weight = nn.Parameter(whole, requires_grad=False)
+        for layer in layers:
+            layer.weight = weight
+        kept.add(weight)
+    return kept
 
 
 def verify_model(model, compute_dtype):
@@ -2890,7 +2913,7 @@ def train(config, device):
     say_plan(config, sizes, limit)
     together(check_plan, config, sizes, limit)
     recompute_blocks(model, config, device, sizes.longest)
-    shard_model(model, mesh, compute_dtype, config.reshard_after_forward)
+    shard_model(model, mesh, compute_dtype, config)
 
     say_start(config, attention, data_line, device)
     if tokenizer:

@@ -40,7 +40,7 @@ def make_model(model_dir, device, adapter=None, mesh=None, **settings):
         script.fuse_model(model)
     script.add_lora(model, config, model_dir)
     script.recompute_blocks(model, config, device, 128)
-    script.shard_model(model, mesh, dtype, config.reshard_after_forward)
+    script.shard_model(model, mesh, dtype, config)
     read = script.file_reader(files, device)
     script.load_weights(model, read, mesh, dtype, device, stored, config.offload_params)
     values = load_file(adapter) if adapter else None
