@@ -330,6 +330,18 @@ def test_layer_called_otherwise_than_its_siblings_works_alone():
     assert_near(got, want[:2] + want[3:])
 
 
+@pytest.mark.parametrize("targets", [("q_proj",), ("v_proj",)])  # v_proj without an adapter, with
+def test_last_product_of_a_checkpoint_is_not_run_again(targets, monkeypatch):
+    calls, dequantize = [], script.NF4Linear.dequantize
+    monkeypatch.setattr(
+        script.NF4Linear, "dequantize", lambda layer: calls.append(layer) or dequantize(layer)
+    )
+    *_, v = make_attention(targets=targets).children()
+    x = torch.randn(5, 64, device=DEVICE, requires_grad=True)
+    checkpoint(v, x, use_reentrant=False).sum().backward()
+    assert len(calls) == 2 and x.grad.norm() > 0
+
+
 def test_no_tensor_outlives_the_block_that_made_it():
     model = make_attention()
     q, k, v = model.children()
