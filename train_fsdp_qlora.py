@@ -844,6 +844,16 @@ class NF4Linear(nn.Linear):
         self.quant_state.absmax = None
         return weight
 
+    def forward_weight(self):
+        """The weight; if this is a recomputation that leaves it for backward, it does."""
+        weight = self.dequantize()
+        if self.reused:
+            self.recomputed_weight = weight
+        return weight
+
+    def backward_weight(self):
+        return self.dequantize() if self.recomputed_weight is None else self.recomputed_weight
+
     def forward(self, x):
         return FrozenProduct.apply(x.flatten(0, -2), self.bias, self).unflatten(0, x.shape[:-1])
 
@@ -910,38 +920,25 @@ def dequantize_fused(packed, absmax_codes, state):
 
 
 class FrozenProduct(torch.autograd.Function):
-    """x [n, in] times a frozen NF4 weight plus `base`: [n, out], overwritten; a bias [out]; None.
+    """x [n, in] times a frozen NF4 weight, plus a frozen bias [out] or None: [n, out].
 
     Nothing is saved for backward: the weight is dequantised again there, unless the recomputation
-    has left it (see weights_reused). With nothing after it that the recomputation of a checkpoint
-    needs, a block's last product is not recomputed at all.
+    has left it. With nothing after it that the recomputation of a checkpoint needs, a block's last
+    product is not recomputed at all.
     """
 
     @staticmethod
-    def forward(ctx, x, base, layer):
+    def forward(ctx, x, bias, layer):
         ctx.layer = layer
         if layer.skipped:  # only the graph is wanted, see SlicedMLP
-            if base is None or base.dim() == 1:
-                return x.new_empty(len(x), layer.out_features)
-            ctx.mark_dirty(base)
-            return base
-        weight = layer.dequantize()
-        if layer.reused:
-            layer.recomputed_weight = weight
-        if base is None:
-            return x @ weight.t()
-        if base.dim() == 1:
-            return torch.addmm(base, x, weight.t())
-        ctx.mark_dirty(base)
-        return base.addmm_(x, weight.t())
+            return x.new_empty(len(x), layer.out_features)
+        return F.linear(x, layer.forward_weight(), bias)
 
     @staticmethod
     def backward(ctx, grad):
-        weight, ctx.layer.recomputed_weight = ctx.layer.recomputed_weight, None
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = grad @ (ctx.layer.dequantize() if weight is None else weight)
-        return grad_x, grad if ctx.needs_input_grad[1] else None, None
+        grad_x = grad @ ctx.layer.backward_weight()
+        ctx.layer.recomputed_weight = None
+        return grad_x, None, None
 
 
 class Embedding(nn.Embedding):
@@ -1727,31 +1724,68 @@ def load_weights(model, read, mesh, dtype, device, stored=None, offload=False):
 
 
 class LoraDown(torch.autograd.Function):
-    """x [n, in] times A.T times `scaling`: [n, r]; and x as it is, for the frozen product.
+    """The first half of the adapters of layers that have one input: x [n, in] times all their A.T
+    in one product, times `scaling`: down [n, sum of ranks]. `weights`: all A, then all B.
 
-    What that product's backward gives for x, this one's adds its own part to in place, inside the
-    multiplication: one pass over [n, in] instead of three.
+    Also x as it is, whose graph leads here, where all is saved that LoraUp's backward needs: before
+    the frozen products, so that the recomputation of a checkpoint can stop in front of them.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, scaling):
-        ctx.save_for_backward(x, weight)
-        ctx.scaling = scaling
+    def forward(ctx, x, scaling, *weights):
+        n = len(weights) // 2
+        a = weights[0] if n == 1 else torch.cat(weights[:n])
+        down = scaled_product(x, a.t(), scaling)
+        ctx.save_for_backward(x, down, a, *weights[n:])
+        ctx.mark_non_differentiable(down)
         ctx.set_materialize_grads(False)
-        x_as_it_is = x.view_as(x)
-        if not ctx.needs_input_grad[0]:
-            ctx.mark_non_differentiable(x_as_it_is)
-        return scaled_product(x, weight.t(), scaling), x_as_it_is
+        return x.view_as(x), down
 
     @staticmethod
-    def backward(ctx, grad, grad_x):
-        x, weight = ctx.saved_tensors
-        grad_weight = scaled_product(grad.t(), x, ctx.scaling)
-        if not ctx.needs_input_grad[0]:
-            return None, grad_weight, None
-        if grad_x is None:
-            return scaled_product(grad, weight, ctx.scaling), grad_weight, None
-        return grad_x.addmm_(grad, weight, alpha=ctx.scaling), grad_weight, None
+    def backward(ctx, grad, _):
+        return grad, *[None] * (len(ctx.needs_input_grad) - 1)
+
+
+class LoraUp(torch.autograd.Function):
+    """The second half, and the frozen products accumulated onto it, which then cost no pass of
+    their own: a tuple of [n, out], one for each of `layers`. `weights` are LoraDown's.
+
+    x is LoraDown's, `plain` what it was before dropout, None without. Backward sums the gradients
+    of x inside its products too: a pass over [n, in] less for each.
+    """
+
+    @staticmethod
+    def forward(ctx, x, plain, down, saver, scaling, layers, *weights):
+        ctx.saver, ctx.scaling, ctx.layers, ctx.dropped = saver, scaling, layers, plain is not None
+        x = plain if ctx.dropped else x
+        outs, b = [], weights[len(layers) :]
+        ranks = [b_i.shape[1] for b_i in b]
+        for layer, b_i, down_i in zip(layers, b, down.split_with_sizes(ranks, 1)):
+            outs.append(F.linear(down_i, b_i, layer.bias))
+            if not layer.skipped:  # else only the graph is wanted, see SlicedMLP
+                outs[-1].addmm_(x, layer.forward_weight().t())
+        return tuple(outs)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        x, down, a, *b = ctx.saver.saved_tensors  # a checkpoint lets them be asked for once
+        ranks = [b_i.shape[1] for b_i in b]
+        grad_down, grad_b, grad_x, grad_plain = torch.empty_like(down), [], None, None
+        downs = down.split_with_sizes(ranks, 1), grad_down.split_with_sizes(ranks, 1)
+        for layer, grad, b_i, down_i, grad_down_i in zip(ctx.layers, grads, b, *downs):
+            torch.mm(grad, b_i, out=grad_down_i)
+            grad_b.append(grad.t() @ down_i)
+            if ctx.saver.needs_input_grad[0]:
+                # no name for the weight: it must go before the next layer's is there
+                grad_x = (grad @ layer.backward_weight() if grad_x is None
+                          else grad_x.addmm_(grad, layer.backward_weight()))
+            layer.recomputed_weight = None
+        grad_a = scaled_product(grad_down.t(), x, ctx.scaling).split_with_sizes(ranks)
+        if ctx.dropped:
+            grad_x, grad_plain = scaled_product(grad_down, a, ctx.scaling), grad_x
+        elif grad_x is not None:
+            grad_x.addmm_(grad_down, a, alpha=ctx.scaling)
+        return grad_x, grad_plain, None, None, None, None, *grad_a, *grad_b
 
 
 def scaled_product(a, b, scaling):
@@ -1760,7 +1794,15 @@ def scaled_product(a, b, scaling):
 
 class LoraNF4Linear(nn.Module, LoraLayer):
     """PEFT's LoRA layer with a forward for NF4Linear: the adapter first, then the frozen product
-    accumulated onto its output, which costs no pass of its own (see FrozenProduct)."""
+    accumulated onto its output (see LoraUp).
+
+    A layer with `siblings` computes their outputs too and leaves them in `waiting`. A sibling takes
+    its own if it is called next with the very same x. Any other call of a layer first drops all
+    that waits: whoever was not called, nothing is kept from one block to the next.
+    """
+
+    waiting = {}  # of all layers: {sibling: (x, its output)}
+    siblings = ()  # the second and third of find_siblings; a tuple is no submodule
 
     def __init__(self, base_layer, adapter_name, config, r, lora_alpha, **kwargs):
         super().__init__()
@@ -1769,13 +1811,22 @@ class LoraNF4Linear(nn.Module, LoraLayer):
         self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config)
 
     def forward(self, x):
+        known_x, out = self.waiting.pop(self, (None, None))
+        if known_x is x:
+            return out
+        self.waiting.clear()
         (name,) = self.active_adapters
-        rows = x.flatten(0, -2)  # autograd's in-place rules want no view of a product here
+        layers, scaling, rows = (self, *self.siblings), self.scaling[name], x.flatten(0, -2)
+        weights = [layer.lora_A[name].weight for layer in layers]
+        weights += [layer.lora_B[name].weight for layer in layers]
         dropped = self.lora_dropout[name](rows)
-        down, same = LoraDown.apply(dropped, self.lora_A[name].weight, self.scaling[name])
-        rows = same if dropped is rows else rows
-        out = F.linear(down, self.lora_B[name].weight, self.base_layer.bias)
-        return FrozenProduct.apply(rows, out, self.base_layer).unflatten(0, x.shape[:-1])
+        same, down = LoraDown.apply(dropped, scaling, *weights)
+        plain = None if dropped is rows else rows
+        frozen = [layer.base_layer for layer in layers]
+        outs = LoraUp.apply(same, plain, down, same.grad_fn, scaling, frozen, *weights)
+        out, *others = [out.unflatten(0, x.shape[:-1]) for out in outs]
+        self.waiting.update(zip(self.siblings, ((x, other) for other in others)))
+        return out
 
 
 def add_lora(model, config, base_name):
@@ -1800,7 +1851,20 @@ def add_lora(model, config, base_name):
     for p in model.parameters():
         if p.requires_grad:
             p.data = p.data.float()  # master weights; PEFT gave them the base's dtype
+    if not config.lora_dropout:  # with it each layer's adapter has an input of its own
+        find_siblings(model)
     return lora_config
+
+
+def find_siblings(model):
+    """Let the layers that a block calls one after the other with the same tensor work together;
+    rank and scaling of all are those of one LoraConfig."""
+    for parent in model.modules():
+        for names in ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"):
+            layers = [getattr(parent, name, None) for name in names]
+            layers = [layer for layer in layers if isinstance(layer, LoraNF4Linear)]
+            if layers:
+                layers[0].siblings = tuple(layers[1:])
 
 
 def init_lora(name, shape, seed):
@@ -2243,7 +2307,7 @@ def both_halves(attention, mlp, hidden_states, **kwargs):
 
 @contextlib.contextmanager
 def weights_reused(layers):
-    """What a recomputation dequantises of these NF4Linears is what its backward uses."""
+    """What a recomputation dequantises of these NF4Linears stays until their backward."""
     for layer in layers:
         layer.reused = True
     try:

@@ -1,5 +1,7 @@
 """The numbers: what is gathered, computed and optimised equals what a reference gives."""
 
+import dataclasses
+import gc
 import json
 import os
 import random
@@ -7,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import bitsandbytes as bnb
@@ -15,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
@@ -240,6 +244,128 @@ def test_loss_and_gradients_equal_transformers_and_peft(kind, models, worked):
         for name in exact:  # the same terms, summed in another order: up to 1.02e-6, by the CPU
             want = got[f"float32/{name}"]
             assert (got[f"{other}/{name}"] - want).norm() <= 1e-5 * want.norm(), (other, name)
+
+
+def make_attention(bias=False, targets=("q_proj", "k_proj", "v_proj"), **flags):
+    """A module with only q_proj, k_proj and v_proj, of 64 inputs, and what reads all three."""
+    torch.manual_seed(0)
+    model = torch.nn.Module()
+    for name, width in ("q_proj", 128), ("k_proj", 64), ("v_proj", 32):
+        linear = torch.nn.Linear(64, width, bias, device=DEVICE).requires_grad_(False)
+        packed, state = bnb.functional.quantize_4bit(
+            linear.weight, blocksize=64, compress_statistics=True, quant_type="nf4"
+        )
+        layer = script.NF4Linear(linear, 0)
+        blocks = script.NF4Blocks(packed.view(-1, 32), state.absmax)
+        layer.weight = torch.nn.Parameter(blocks, requires_grad=False)
+        layer.set_nested_state(state.state2.absmax, state.offset)
+        model.add_module(name, layer)
+    config = dataclasses.replace(script.Config(), target_modules=targets, lora_rank=4, **flags)
+    script.add_lora(model, config, "test")
+    for p in model.parameters():
+        if p.requires_grad:
+            torch.nn.init.normal_(p, std=0.2)
+    model.forward = lambda x: [layer(x) for layer in model.children()]
+    return model
+
+
+def by_formula(layer, x):
+    """The layer's output as autograd records it."""
+    base, (name,) = layer.base_layer, layer.active_adapters
+    down = F.linear(layer.lora_dropout[name](x), layer.lora_A[name].weight)
+    up = F.linear(down, layer.lora_B[name].weight) * layer.scaling[name]
+    return F.linear(x, base.dequantize(), base.bias) + up
+
+
+def outputs_and_gradients(model, forward, x):
+    torch.manual_seed(1)  # of dropout
+    outs = forward(x)
+    inputs = [t for t in (x, *model.parameters()) if t.requires_grad]
+    return [*outs, *torch.autograd.grad(sum(out.square().sum() for out in outs), inputs)]
+
+
+def assert_near(got, want):
+    for one, other in zip(got, want, strict=True):
+        assert (one - other).norm() <= 1e-6 * other.norm()
+
+
+@pytest.mark.parametrize("input_grad", [True, False])
+@pytest.mark.parametrize("bias, dropout", [(False, 0.0), (True, 0.0), (True, 0.5)])
+def test_layers_with_one_input_give_together_what_each_gives_alone(bias, dropout, input_grad):
+    model = make_attention(bias, lora_dropout=dropout)
+    q, k, v = model.children()
+    assert [q.siblings, k.siblings, v.siblings] == [() if dropout else (k, v), (), ()]
+    x = torch.randn(2, 5, 64, device=DEVICE, requires_grad=input_grad)
+    together = outputs_and_gradients(model, model, x)
+    recomputed = outputs_and_gradients(
+        model, lambda x: checkpoint(lambda x: [t + 0 for t in model(x)], x, use_reentrant=False), x
+    )
+    assert not script.LoraNF4Linear.waiting
+    q.siblings = ()
+    alone = outputs_and_gradients(model, model, x)
+    formula = outputs_and_gradients(model, lambda x: [by_formula(m, x) for m in (q, k, v)], x)
+    assert len(together) == 3 + input_grad + 6
+    assert all(t.norm() > 0 for t in together)
+    assert all(map(torch.equal, together, recomputed))
+    assert_near(together, alone)
+    assert_near(together, formula)
+
+
+def test_layers_without_an_adapter_do_not_join_in():
+    q, k, v = make_attention(targets=("q_proj", "v_proj")).children()
+    assert q.siblings == (v,) and isinstance(k, script.NF4Linear)
+    q, k, v = make_attention(targets=("k_proj",)).children()
+    assert k.siblings == ()
+
+
+def test_layer_called_otherwise_than_its_siblings_works_alone():
+    model = make_attention()
+    q, k, v = model.children()
+    x, y = torch.randn(2, 5, 64, device=DEVICE)
+    for layer, t in (q, x), (k, y), (v, x), (q, x), (v, x), (q, y), (k, x), (v, y), (k, y), (q, y):
+        assert_near([layer(t)], [by_formula(layer, t)])
+    for p in model.parameters():
+        if p.requires_grad:
+            p.data.mul_(2)
+    for layer in q, k, v:  # not what the call before that has left for k and v
+        assert_near([layer(y)], [by_formula(layer, y)])
+    # an output that nobody asks for has no part in any gradient
+    x.requires_grad_()
+    got = outputs_and_gradients(model, lambda x: [q(x), v(x)], x)
+    want = outputs_and_gradients(
+        model, lambda x: [by_formula(q, x), by_formula(v, x), 0 * by_formula(k, x)], x
+    )
+    assert_near(got, want[:2] + want[3:])
+
+
+@pytest.mark.parametrize("targets", [("q_proj",), ("v_proj",)])  # v_proj without an adapter, with
+def test_last_product_of_a_checkpoint_is_not_run_again(targets, monkeypatch):
+    calls, dequantize = [], script.NF4Linear.dequantize
+    monkeypatch.setattr(
+        script.NF4Linear, "dequantize", lambda layer: calls.append(layer) or dequantize(layer)
+    )
+    *_, v = make_attention(targets=targets).children()
+    x = torch.randn(5, 64, device=DEVICE, requires_grad=True)
+    checkpoint(v, x, use_reentrant=False).sum().backward()
+    assert len(calls) == 2 and x.grad.norm() > 0
+
+
+def test_no_tensor_outlives_the_block_that_made_it():
+    model = make_attention()
+    q, k, v = model.children()
+    gc.collect()
+    gc.disable()  # cycles would keep a block's tensors until some later time
+    try:
+        for called in (q, k, v), (q, v), (q,):
+            x = torch.randn(2, 5, 64, device=DEVICE).requires_grad_() * 1
+            outs = [layer(x) for layer in called]
+            seen = [weakref.ref(t) for t in (x, *outs, *(t for t, _ in q.waiting.values()))]
+            del x, outs
+            if called != (q, k, v):
+                v(torch.zeros(1, 64, device=DEVICE))  # any layer's next call
+            assert not any(ref() is not None for ref in seen), called
+    finally:
+        gc.enable()
 
 
 def test_memory_flags_change_no_number(models, worked):

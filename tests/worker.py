@@ -175,6 +175,10 @@ def gradients(job, device):
             (loss / tokens).backward()
         out[f"{name}/dequantised"] = torch.tensor([counts[n] for n in LINEARS])
         loss = loss.detach().clone()
+        layers = [m for m in model.modules() if isinstance(m, script.LoraNF4Linear)]
+        # in each block k and v come with q, and up with gate; and all was taken
+        assert sum(len(layer.siblings) for layer in layers) == 3 * len(layers) / 7
+        assert not script.LoraNF4Linear.waiting
         with torch.no_grad():  # backward must have left everything as it was
             again = model(*script.collate(rows, dist.get_rank(), ranks, device))
         torch.testing.assert_close(again, loss, rtol=1e-6, atol=0)
