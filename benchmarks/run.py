@@ -3,7 +3,7 @@
 
     python benchmarks/run.py memory --out bench [--cases 70b-2k,70b-8k] [--flags='--attn sdpa']
     python benchmarks/run.py scale --out bench        # 2 GPUs against all of the machine
-    python benchmarks/run.py peer --out bench --peer baseline_trl.py
+    python benchmarks/run.py speed --out bench [--peer baseline_trl.py]    # TRL beside it
     python benchmarks/run.py profile --out bench --cases 70b8-nooffload     # of any group
     python benchmarks/run.py ceiling llama-2-70b:4096 # of bf16 products on 4,096 tokens
     python benchmarks/run.py memory --list
@@ -71,17 +71,19 @@ GROUPS = {
         case("8b-all-groups", "llama-3-8b", 2, 2048, 12, "--shard_group_size 2", gpus=None,
              base="8b-2gpus"),
     ],
-    "peer": [
-        case(name, model, 2, 2048, 9, flags, layers=layers, base=f"trl-{name}")
-        for name, model, layers, flags in (
-            ("70b8-sdpa", "llama-2-70b", 8, "--attn sdpa"),
-            ("70b8-flash", "llama-2-70b", 8, FLASH),
-            ("8b16-flash", "llama-3-8b", 16, FLASH),
-            ("8b16-flash-none", "llama-3-8b", 16, f"{FLASH} --recompute none"),
-        )
+    "speed": [
+        *(case(name, model, 2, 2048, 9, flags, layers=layers, base=f"trl-{name}")
+          for name, model, layers, flags in (
+              ("70b8-sdpa", "llama-2-70b", 8, "--attn sdpa"),
+              ("70b8-flash", "llama-2-70b", 8, FLASH),
+              ("8b16-flash", "llama-3-8b", 16, FLASH),
+              ("8b16-flash-none", "llama-3-8b", 16, f"{FLASH} --recompute none"),
+          )),
+        case("8b-1gpu-none", "llama-3-8b", 2, 2048, 9, "--recompute none --attn sdpa", gpus=1),
     ],
 }  # fmt: skip
 CASES = {c["name"]: c for group in GROUPS.values() for c in group}
+GROUPS["speed"] += [CASES["70b-auto"], CASES["70b-2k"]]
 GROUPS["profile"] = [CASES["70b8-nooffload"], CASES["8b-2gpus"]]
 
 COLUMNS = {  # title: (key of a row, format)
@@ -436,7 +438,7 @@ def run_cases(group, cases, device_count, out, limit, peer=None):
                 print(f"{chosen['name']}: skipped, here are {device_count} GPUs", flush=True)
                 continue
             common = gpus, out, Path(scratch), limit
-            if group == "peer":
+            if peer and (chosen["base"] or "").startswith("trl-"):
                 finish(run_peer(chosen, *common, peer), chosen)
             if group == "profile":
                 chosen = {**chosen, "steps": WARM_STEPS + PROFILED_STEPS}
@@ -463,7 +465,7 @@ def main(argv):
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="where results go")
     parser.add_argument("--limit", type=float, default=240, help="seconds a case may take")
     parser.add_argument("--flags", default="", help="added to every case: --flags='--attn sdpa'")
-    parser.add_argument("--peer", type=Path, help="TRL's script, for the group peer")
+    parser.add_argument("--peer", type=Path, help="TRL's script, for the group speed")
     args = parser.parse_args(argv)
     known = CASES if args.group == "profile" else {c["name"]: c for c in GROUPS[args.group]}
     names = args.cases.split(",") if args.cases else [c["name"] for c in GROUPS[args.group]]
@@ -474,8 +476,6 @@ def main(argv):
         for chosen in cases:
             print(f"{chosen['name']:18} {chosen['gpus'] or 'all'} GPUs  {describe(chosen)}")
         return
-    if args.group == "peer" and not args.peer:
-        sys.exit("peer: skipped, --peer SCRIPT is missing")
     import torch
 
     if not torch.cuda.device_count():  # asks the driver and takes no GPU memory
