@@ -1953,6 +1953,8 @@ def model_sizes(model, config, shards, longest):
         widest=max(weights[True] + weights[False]),
         mlp_weights=sum(weights[True]),
         attention_weights=sum(weights[False]),
+        last_mlp_weight=weights[True][-1],
+        last_attention_weight=weights[False][-1],
         has_halves=has_halves(block),
         embedding=embedding.numel() * item / shards,
         on_host=0,
@@ -2129,11 +2131,13 @@ def say_speed(run, rows, sizes):
     """The answer of a dry run: how fast, how near to what the GPU can do, how much memory."""
     linears = [m for m in run.model.modules() if isinstance(m, (NF4Linear, LMHead))]
     weights = sum(m.in_features * m.out_features for m in linears)
-    recomputed = recomputed_blocks(run.config, sizes.blocks) / sizes.blocks
+    recomputed = sizes.mlp_weights + sizes.attention_weights - sizes.last_mlp_weight
+    recomputed -= sizes.last_attention_weight if run.config.keep_residual else 0
+    recomputed *= recomputed_blocks(run.config, sizes.blocks) / sizes.item
     rates = sorted(row["tokens_per_second_per_gpu"] for row in rows[2:] or rows[-1:])
     rate = rates[len(rates) // 2]
     # forward 2 and backward 2 operations a weight and token, recomputation 2 more
-    tflops = rate * (4 + 2 * recomputed) * weights / 1e12
+    tflops = rate * (4 * weights + 2 * recomputed) / 1e12
     say(f"measured: {rate:,.0f} tokens/s per GPU, {tflops:.1f} TFLOP/s,"
         f" {100 * tflops / run.ceiling:.1f} % of the GEMM ceiling of {run.ceiling:.1f},"
         f" peak {rows[-1]['peak_memory_gib']:.2f} GiB")
