@@ -2782,18 +2782,29 @@ def recut_optimizer(run, path, saved_ranks, saved_shards):
 # ------------------------------------------------------------------------------------------------
 
 
+def prepare_step(run, step):
+    """(step, its rows, how many of their tokens are learnt, its first micro-batch)."""
+    config, rank, world_size = run.config, dist.get_rank(), dist.get_world_size()
+    batch = [run.examples[i] for i in step_rows(step, len(run.examples), config)]
+    # every rank holds all rows' tokens, so that the global count needs no communication
+    learnt_tokens = sum(int((labels[1:] != IGNORE).sum()) for _, labels in batch)
+    first = batch[: config.micro_batch_size * world_size]
+    return step, batch, learnt_tokens, collate(first, rank, world_size, run.masters.device)
+
+
 def train_step(run, step):
     """One optimizer step. Returns its loss (mean over the learnt tokens of the global batch),
     gradient norm before clipping, tokens and learnt tokens. All ranks must call this."""
     config, masters = run.config, run.masters
     rank, world_size, rows = dist.get_rank(), dist.get_world_size(), config.micro_batch_size
-    batch = [run.examples[i] for i in step_rows(step, len(run.examples), config)]
-    # every rank holds all rows' tokens, so that the global count needs no communication
-    learnt_tokens = sum(int((labels[1:] != IGNORE).sum()) for _, labels in batch)
+    if run.prepared is None or run.prepared[0] != step:
+        run.prepared = prepare_step(run, step)
+    _, batch, learnt_tokens, micro_batch = run.prepared
     local_loss = torch.zeros((), dtype=torch.float64, device=masters.device)
     for start in range(0, config.batch_size, world_size * rows):
-        micro_batch = batch[start : start + world_size * rows]
-        micro_batch = collate(micro_batch, rank, world_size, masters.device)
+        if start:
+            micro_batch = batch[start : start + world_size * rows]
+            micro_batch = collate(micro_batch, rank, world_size, masters.device)
         run.micro_batch_shape = micro_batch[0].shape
         if config.shard_group_size < world_size:
             # copies of the model exchange gradients once a step, not once a micro-batch
@@ -2803,17 +2814,17 @@ def train_step(run, step):
         local_loss += loss.detach()
     set_master_grad(masters, run.views, run.params)
 
-    local = torch.stack([local_loss, masters.grad.norm().double() ** 2])
-    # the only wait for the GPU in a step; all ranks see the same numbers and decide alike
-    everyone = all_gather(local)
+    everyone = all_gather(torch.stack([local_loss, masters.grad.norm().double() ** 2]))
     everyone[config.shard_group_size :, 1] = 0  # replicas, which have the same gradients
-    loss, norm = everyone.sum(0).tolist()
-    loss, norm = loss / learnt_tokens, math.sqrt(norm) if norm >= 0 else math.nan
+    loss, norm = everyone.sum(0).unbind()
+    loss, norm = loss / learnt_tokens, norm.sqrt()
+    masters.grad.mul_((MAX_GRAD_NORM / norm).clamp(max=1))
+    run.prepared = prepare_step(run, step + 1)  # while the GPU is busy
+    # the only wait for the GPU in a step; all ranks see the same numbers and decide alike
+    loss, norm = torch.stack([loss, norm]).tolist()
     if not math.isfinite(loss + norm):
         raise Stop(f"step {step}: loss {loss}, gradient norm {norm}; stopped before the update."
                    " A lower --learning_rate may help; --resume continues the last checkpoint")
-    if norm > MAX_GRAD_NORM:
-        masters.grad.mul_(MAX_GRAD_NORM / norm)
     rate = learning_rate(step, config.max_steps, config.learning_rate)
     run.optimizer.param_groups[0]["lr"] = rate
     run.optimizer.step()
@@ -3015,7 +3026,7 @@ def train(config, device):
     run = types.SimpleNamespace(
         config=config, model=model, params=params, masters=masters, views=views,
         optimizer=make_optimizer(masters), examples=examples, data_sha256=data_sha256,
-        lora_config=lora_config, ceiling=ceiling, micro_batch_shape=(0, 0),
+        lora_config=lora_config, ceiling=ceiling, micro_batch_shape=(0, 0), prepared=None,
     )  # fmt: skip
     if resume_from:
         together(load_optimizer, run, resume_from, resume_state)

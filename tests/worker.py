@@ -179,9 +179,9 @@ def gradients(job, device):
         # in each block k and v come with q, and up with gate; and all was taken
         assert sum(len(layer.siblings) for layer in layers) == 3 * len(layers) / 7
         assert not script.LoraNF4Linear.waiting
-        with torch.no_grad():  # backward must have left everything as it was
-            again = model(*script.collate(rows, dist.get_rank(), ranks, device))
-        torch.testing.assert_close(again, loss, rtol=1e-6, atol=0)
+        # backward must have left everything as it was
+        again = model(*script.collate(rows, dist.get_rank(), ranks, device)).detach()
+        torch.testing.assert_close(again, loss, rtol=1e-6, atol=0, msg=name)
         dist.all_reduce(loss)
         out[f"{name}/loss"] = (loss / tokens).cpu()
         for key, p in params.items():
