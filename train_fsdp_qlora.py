@@ -1971,13 +1971,14 @@ def memory_plan(config, sizes):
     # attention's output; gate, up and their product; the adapter's inner values
     attention = row * (3 * sizes.hidden + 2 * sizes.query + sizes.key_value + sizes.adapted)
     mlp = row * 3 * sizes.inner
-    # its backward, as measured: 3.5 times the inner width where autograd frees as it goes, else 5
-    at_once = 3.5 * row * sizes.inner
+    # its backward, as measured: of a half 4 times the inner width (down_proj's: gate, up, product,
+    # gradient), of a block 3.5 where autograd frees as it goes, else 5
+    in_halves = config.keep_residual and recomputed == sizes.blocks
+    at_once = (4 if in_halves else 3.5) * row * sizes.inner
     if recomputed and tokens > SLICE_TOKENS:
         at_once = 5 * SLICE_TOKENS * sizes.item * sizes.inner
-    live_mlp = row * 2 * sizes.hidden + at_once + sizes.widest
+    live_mlp = row * (4 if in_halves else 2) * sizes.hidden + at_once + sizes.widest
     live_attention = attention + row * (3 * sizes.hidden + 2 * sizes.query + sizes.key_value)
-    in_halves = config.keep_residual and recomputed == sizes.blocks
     if not in_halves:
         live_mlp += attention
     if config.reuse_weights and recomputed == sizes.blocks:

@@ -14,6 +14,7 @@ import train_fsdp_qlora as script
 # name, layers, GPUs, peak, flags. Two constants of the plan were fitted to the first eight.
 CAPPED = {"offload_activations": True}
 ONE_ROW = {"micro_batch_size": 1, **CAPPED}
+HALVES = {"keep_residual": True}
 MEASURED = [
     ("llama-3-8b", 32, 2, 4.86, {}),
     ("llama-3-8b", 32, 2, 20.47, {"recompute": "none"}),
@@ -31,6 +32,10 @@ MEASURED = [
     ("llama-3-8b", 32, 1, 7.07, {"max_seq_len": 8192, **ONE_ROW}),
     ("llama-2-70b", 80, 4, 16.12, {}),
     ("llama-3-8b", 32, 4, 3.44, {}),
+    ("llama-2-70b", 80, 2, 20.25, {**CAPPED, **HALVES}),
+    ("llama-3-70b", 80, 2, 21.72, {**CAPPED, **HALVES}),
+    ("llama-2-70b", 8, 2, 6.45, {"reuse_weights": True, **HALVES}),
+    ("llama-3-8b", 16, 2, 4.06, {"reuse_weights": True, **HALVES}),
 ]
 
 

@@ -1,0 +1,81 @@
+#!/usr/bin/env python3
+"""Loss curves of this script's own compute path against the plain one, from the same seed.
+
+    python benchmarks/curves.py --out bench [--steps 200] [--gpus 2]
+
+Plain: bitsandbytes' dequantisation, PEFT's formula, autograd's backward, nothing compiled. Loading,
+sharding, data and optimizer are the script's in both, so that all that differs is the arithmetic of
+a decoder block. Each in bf16 and fp32, on the built-in demo; a table of the gaps is the last thing
+printed. Without a GPU --gpus is the number of CPU processes.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from run import ROOT, launch
+
+sys.path.insert(0, str(ROOT))
+
+
+def plain_forward(layer, x):
+    (name,) = layer.active_adapters
+    base, dropped = layer.base_layer, layer.lora_dropout[name](x)
+    frozen = F.linear(x, base.dequantize(), base.bias)
+    return frozen + layer.lora_B[name](layer.lora_A[name](dropped)) * layer.scaling[name]
+
+
+def driver(path, argv):
+    import train_fsdp_qlora as script
+
+    if path == "plain":
+        script.LoraNF4Linear.forward = plain_forward
+    code = script.main(argv)
+    sys.stdout.flush()
+    os._exit(code)  # for the reason that the script does
+
+
+def losses(path, dtype, args):
+    """Of one run, a torchrun of its own."""
+    name = f"curve-{path}-{dtype}"
+    results = args.out / name
+    shutil.rmtree(results, ignore_errors=True)
+    flags = ["--output_dir", results, "--max_steps", args.steps, "--compute_dtype", dtype,
+             "--batch_size", 16, "--attn", "sdpa"]  # fmt: skip
+    flags += ["--no-fused", "--recompute", "none"] if path == "plain" else []
+    program = [__file__, "driver", path, *flags]
+    code, _, text = launch(args.gpus, program, args.out / f"{name}.log", args.limit)
+    if code != 0:
+        sys.exit(f"{name}: exit code {code}: {text[-600:]}")
+    rows = map(json.loads, (results / "metrics.jsonl").read_text().splitlines())
+    return torch.tensor([row["loss"] for row in rows], dtype=torch.float64)
+
+
+def main(argv):
+    if argv[:1] == ["driver"]:
+        driver(argv[1], argv[2:])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="where results go")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--limit", type=float, default=600, help="seconds a run may take")
+    args = parser.parse_args(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    lines = ["| dtype | first loss | last loss | largest gap | at step | mean gap |",
+             "|---|---|---|---|---|---|"]  # fmt: skip
+    for dtype in "bfloat16", "float32":
+        ours, plain = (losses(path, dtype, args) for path in ("ours", "plain"))
+        gap = (ours - plain).abs()
+        lines.append(f"| {dtype} | {ours[0]:.4f} | {ours[-1]:.4f} | {gap.max():.1e} |"
+                     f" {int(gap.argmax()) + 1} | {gap.mean():.1e} |")  # fmt: skip
+        (args.out / "curves.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
