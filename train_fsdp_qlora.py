@@ -2447,10 +2447,10 @@ def shard_model(model, mesh, compute_dtype, config):
 
 def keep_whole(blocks, mesh):
     """Make the blocks' 4-bit parameters DTensors that nothing gathers; returns them."""
-    kept = set()
+    placements, kept = [*[Replicate()] * (mesh.ndim - 1), Shard(0)], set()
     for block in blocks:
         layers = [m for m in block.modules() if isinstance(m, NF4Linear)]
-        whole = DTensor.from_local(layers[0].weight, mesh, [Shard(0)] * mesh.ndim)
+        whole = DTensor.from_local(layers[0].weight, mesh, placements)
         weight = nn.Parameter(whole, requires_grad=False)
         for layer in layers:
             layer.weight = weight
@@ -3119,13 +3119,13 @@ def say_out_of_memory(error, config, device):
         ("a shorter --max_seq_len", False),
     ) if not is_on]  # fmt: skip
     where = getattr(error, "where", "outside of the steps (loading or saving)")
-    asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
-    gaps = re.search(r"([\d.]+ \w+) is reserved by PyTorch but unallocated", str(error))
+    details = "".join(f", {found[1]} {what}" for what, pattern in (
+        ("more asked for", r"Tried to allocate ([\d.]+ \w+)"),
+        ("in gaps", r"([\d.]+ \w+) is reserved by PyTorch but unallocated"),
+    ) if (found := re.search(pattern, str(error))))  # fmt: skip
     text = (f"rank {dist.get_rank()} on {socket.gethostname()} ran out of memory {where}; peak"
-            f" {memory_gib(device)[1]:.2f} GiB allocated"
-            + (f", {asked[1]} more asked for" if asked else "")
-            + (f", {gaps[1]} lost in gaps" if gaps else "")
-            + f"; try, in this order: {', '.join(helps)}")
+            f" {memory_gib(device)[1]:.2f} GiB allocated{details}; try, in this order:"
+            f" {', '.join(helps)}")
     if isinstance(error, MemoryError):
         text = (f"rank {dist.get_rank()} on {socket.gethostname()}:"
                 f" {error or 'no host memory left'}; offload less")
