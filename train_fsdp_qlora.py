@@ -84,6 +84,7 @@ STATE_BLOCK = 256  # optimizer values that share one scale in bitsandbytes' 8-bi
 WARMUP_FRACTION = 0.03  # of all steps, linear, before the cosine
 MAX_GRAD_NORM = 1.0  # over the whole adapter
 GAPS = 0.04  # of the GPU's memory that gaps between blocks cost: 21.4 of 22.5 GiB ran, 21.8 did not
+HOST_SPARE = 32 * 2**30  # bytes a process may pin for speed alone; pinning takes a second a GiB
 SLICE_TOKENS = 4096  # of a recomputed block's MLP at once; fewer make its products slower
 CHUNK_BYTES = 256 * 2**20  # of logits alive at once, of embedded tokens before their sum
 IGNORE = -100  # the label of a token that is not trained on
@@ -2039,7 +2040,7 @@ def choose_recompute(config, sizes, limit):
         if getattr(config, name) is None:
             more = dataclasses.replace(config, **{name: bool(possible and n)})
             enough = fits(more, sizes, limit, 0.1) or planned(more, sizes) < planned(config, sizes)
-            if not enough or host_bytes(more, sizes) > host_share() / 2:
+            if not enough or host_bytes(more, sizes) > min(host_share() / 2, HOST_SPARE):
                 more = dataclasses.replace(config, **{name: False})
             config = more
     return config

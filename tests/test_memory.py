@@ -97,6 +97,9 @@ def test_recomputed_blocks_keep_more_where_memory_allows(monkeypatch):
     assert kept(config, 22.5) == (True, False)  # two inputs on the host, less to recompute at once
     assert kept(config, 24) == (True, True)
     assert kept(config, 22.5, host_gib=16) == (False, False)
+    sizes.longest = 32768  # 85 GiB would be pinned
+    assert not kept(dataclasses.replace(config, max_seq_len=32768), 140, host_gib=400)[0]
+    sizes.longest = 2048
     on_gpu = dataclasses.replace(config, offload_activations=False)
     assert kept(on_gpu, 27) == (False, False)
     assert kept(on_gpu, 34) == (True, False)
