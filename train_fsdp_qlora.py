@@ -2297,9 +2297,7 @@ def has_halves(block):
 
 
 def attention_half(block, hidden_states, **kwargs):
-    attended, _ = block.self_attn(
-        hidden_states=block.input_layernorm(hidden_states), **kwargs
-    )
+    attended, _ = block.self_attn(hidden_states=block.input_layernorm(hidden_states), **kwargs)
     return hidden_states + attended
 
 
@@ -2338,7 +2336,10 @@ def recompute_blocks(model, config, device, longest):
 
     def recomputed(forward, layers, i):
         """`forward` from its input, the i-th that is kept of all."""
-        contexts = lambda: (contextlib.nullcontext(), weights_reused(layers))  # noqa: E731
+
+        def contexts():  # of forward and of its recomputation
+            return contextlib.nullcontext(), weights_reused(layers)
+
         forward = functools.partial(
             checkpoint, forward, use_reentrant=False, context_fn=contexts,
             preserve_rng_state=config.lora_dropout > 0,
