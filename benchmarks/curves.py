@@ -46,7 +46,7 @@ def losses(path, dtype, args):
     results = args.out / name
     shutil.rmtree(results, ignore_errors=True)
     flags = ["--output_dir", results, "--max_steps", args.steps, "--compute_dtype", dtype,
-             "--batch_size", 16, "--attn", "sdpa"]  # fmt: skip
+             "--batch_size", 16, "--attn", "sdpa", "--learning_rate", args.learning_rate]  # fmt: skip
     flags += ["--no-fused", "--recompute", "none"] if path == "plain" else []
     program = [__file__, "driver", path, *flags]
     code, _, text = launch(args.gpus, program, args.out / f"{name}.log", args.limit)
@@ -63,12 +63,14 @@ def main(argv):
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="where results go")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--learning_rate", default="1e-3", help="at the demo's 5e-3 spikes grow")
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--limit", type=float, default=600, help="seconds a run may take")
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     lines = ["| dtype | first loss | last loss | largest gap | at step | mean gap |",
              "|---|---|---|---|---|---|"]  # fmt: skip
-    for dtype in "bfloat16", "float32":
+    for dtype in args.dtypes:
         ours, plain = (losses(path, dtype, args) for path in ("ours", "plain"))
         gap = (ours - plain).abs()
         lines.append(f"| {dtype} | {ours[0]:.4f} | {ours[-1]:.4f} | {gap.max():.1e} |"
