@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Loss curves of this script's own compute path against the plain one, from the same seed.
 
-    python benchmarks/curves.py --out bench [--steps 200] [--gpus 2]
+    python benchmarks/curves.py --out bench [--steps 200] [--gpus 2] [--dtypes float32]
 
 Plain: bitsandbytes' dequantisation, PEFT's formula, autograd's backward, nothing compiled. Loading,
 sharding, data and optimizer are the script's in both, so that all that differs is the arithmetic of
@@ -46,7 +46,7 @@ def losses(path, dtype, args):
     results = args.out / name
     shutil.rmtree(results, ignore_errors=True)
     flags = ["--output_dir", results, "--max_steps", args.steps, "--compute_dtype", dtype,
-             "--batch_size", 16, "--attn", "sdpa", "--learning_rate", args.learning_rate]  # fmt: skip
+             "--batch_size", 16, "--learning_rate", args.learning_rate, "--attn", "sdpa"]
     flags += ["--no-fused", "--recompute", "none"] if path == "plain" else []
     program = [__file__, "driver", path, *flags]
     code, _, text = launch(args.gpus, program, args.out / f"{name}.log", args.limit)
