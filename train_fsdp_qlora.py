@@ -3086,8 +3086,8 @@ def run_steps(run, directory, done):
             n_rows, n_tokens = run.micro_batch_shape
             e.where = f"at step {step}, micro-batch of {n_rows} rows x {n_tokens} tokens"
             raise
-        if step == done + 1:  # what is there now stays; or a rank at a time would look through it
-            gc.collect()  # every few steps, while all others wait for a quarter of a second
+        if step == done + 1:  # what is there now stays: a full collection would go through it all,
+            gc.collect()  # on one rank at a time, while the others wait
             gc.freeze()
         row["seconds"] = time.perf_counter() - started
         row["tokens_per_second_per_gpu"] = row["tokens"] / row["seconds"] / world_size
