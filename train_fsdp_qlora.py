@@ -2511,7 +2511,20 @@ def learning_rate(step, max_steps, peak):
 
 def make_optimizer(masters):
     """bitsandbytes' paged 8-bit AdamW over this rank's part of the adapter."""
-    return bnb.optim.PagedAdamW8bit([masters], lr=0.0, weight_decay=0.0)
+    optimizer = bnb.optim.PagedAdamW8bit([masters], lr=0.0, weight_decay=0.0)
+    optimizer.init_state(optimizer.param_groups[0], masters, 0, 0)
+    return optimizer
+
+
+@torch.no_grad()
+def update_masters(optimizer, masters, rate):
+    """What the optimizer's step() does, which would also wait for the GPU, twice: of its paged
+    state nothing is read on the host but in save_checkpoint, which waits itself."""
+    (group,) = optimizer.param_groups
+    group["lr"] = rate
+    optimizer.prefetch_state(masters)
+    optimizer.update_step(group, masters, 0, 0)
+    masters.grad = None
 
 
 def set_master_grad(masters, views, params):
@@ -2733,7 +2746,6 @@ def saved_layout(state):
 
 def load_optimizer(run, path, state):
     """Restore this rank's optimizer and random state, bit for bit in the layout that saved it."""
-    run.optimizer.init_state(run.optimizer.param_groups[0], run.masters, 0, 0)
     run.optimizer.state[run.masters]["step"] = state["optimizer_step"]
     if saved_layout(state) != (dist.get_world_size(), run.config.shard_group_size):
         recut_optimizer(run, path, *saved_layout(state))
@@ -2785,29 +2797,36 @@ def recut_optimizer(run, path, saved_ranks, saved_shards):
 # ------------------------------------------------------------------------------------------------
 
 
-def prepare_step(run, step):
-    """(step, its rows, how many of their tokens are learnt, its first micro-batch)."""
-    config, rank, world_size = run.config, dist.get_rank(), dist.get_world_size()
-    batch = [run.examples[i] for i in step_rows(step, len(run.examples), config)]
-    # every rank holds all rows' tokens, so that the global count needs no communication
-    learnt_tokens = sum(int((labels[1:] != IGNORE).sum()) for _, labels in batch)
-    first = batch[: config.micro_batch_size * world_size]
-    return step, batch, learnt_tokens, collate(first, rank, world_size, run.masters.device)
+def later(tensor):
+    """A function that gives a tensor's present values as a list. It waits for the GPU to come to
+    them, and for nothing that the GPU is told to do after this call."""
+    if tensor.is_cpu:
+        return tensor.tolist
+    host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    copied = torch.cuda.current_stream().record_event()
+
+    def values():
+        copied.synchronize()
+        return host.tolist()
+
+    return values
 
 
 def train_step(run, step):
-    """One optimizer step. Returns its loss (mean over the learnt tokens of the global batch),
-    gradient norm before clipping, tokens and learnt tokens. All ranks must call this."""
+    """Tell the GPU all of one optimizer step. Returns a function that waits until it is done and
+    gives its metrics: loss (mean over the learnt tokens of the global batch), gradient norm before
+    clipping, tokens. The next step may be begun before that is called, so that the GPU never waits
+    for the host. All ranks must call both."""
     config, masters = run.config, run.masters
     rank, world_size, rows = dist.get_rank(), dist.get_world_size(), config.micro_batch_size
-    if run.prepared is None or run.prepared[0] != step:
-        run.prepared = prepare_step(run, step)
-    _, batch, learnt_tokens, micro_batch = run.prepared
+    batch = [run.examples[i] for i in step_rows(step, len(run.examples), config)]
+    # every rank holds all rows' tokens, so that the global count needs no communication
+    learnt_tokens = sum(int((labels[1:] != IGNORE).sum()) for _, labels in batch)
     local_loss = torch.zeros((), dtype=torch.float64, device=masters.device)
     for start in range(0, config.batch_size, world_size * rows):
-        if start:
-            micro_batch = batch[start : start + world_size * rows]
-            micro_batch = collate(micro_batch, rank, world_size, masters.device)
+        micro_batch = batch[start : start + world_size * rows]
+        micro_batch = collate(micro_batch, rank, world_size, masters.device)
         run.micro_batch_shape = micro_batch[0].shape
         if config.shard_group_size < world_size:
             # copies of the model exchange gradients once a step, not once a micro-batch
@@ -2822,25 +2841,23 @@ def train_step(run, step):
     loss, norm = everyone.sum(0).unbind()
     loss, norm = loss / learnt_tokens, norm.sqrt()
     masters.grad.mul_((MAX_GRAD_NORM / norm).clamp(max=1))
-    run.prepared = prepare_step(run, step + 1)  # while the GPU is busy
-    # the only wait for the GPU in a step; all ranks see the same numbers and decide alike
-    loss, norm = torch.stack([loss, norm]).tolist()
-    if not math.isfinite(loss + norm):
-        raise Stop(f"step {step}: loss {loss}, gradient norm {norm}; stopped before the update."
-                   " A lower --learning_rate may help; --resume continues the last checkpoint")
     rate = learning_rate(step, config.max_steps, config.learning_rate)
-    run.optimizer.param_groups[0]["lr"] = rate
-    run.optimizer.step()
-    masters.grad = None
+    update_masters(run.optimizer, masters, rate)
     publish_masters(run.views, run.params)
-    return {
-        "step": step,
-        "loss": loss,
-        "learning_rate": rate,
-        "grad_norm": norm,
-        "tokens": sum(len(ids) for ids, _ in batch),
-        "learnt_tokens": learnt_tokens,
-    }
+    row = {"step": step, "loss": None, "learning_rate": rate, "grad_norm": None,
+           "tokens": sum(len(ids) for ids, _ in batch), "learnt_tokens": learnt_tokens}  # fmt: skip
+    return functools.partial(finish_step, row, later(torch.stack([loss, norm])))
+
+
+def finish_step(row, numbers):
+    """The metrics of a step. All ranks see the same numbers and stop together if these are no
+    numbers; the update that they led to is never saved."""
+    loss, norm = numbers()
+    if not math.isfinite(loss + norm):
+        raise Stop(f"step {row['step']}: loss {loss}, gradient norm {norm}; stopped, and nothing of"
+                   " this step is saved. A lower --learning_rate may help; --resume continues the"
+                   " last checkpoint")
+    return {**row, "loss": loss, "grad_norm": norm}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -3029,7 +3046,7 @@ def train(config, device):
     run = types.SimpleNamespace(
         config=config, model=model, params=params, masters=masters, views=views,
         optimizer=make_optimizer(masters), examples=examples, data_sha256=data_sha256,
-        lora_config=lora_config, ceiling=ceiling, micro_batch_shape=(0, 0), prepared=None,
+        lora_config=lora_config, ceiling=ceiling, micro_batch_shape=(0, 0),
     )  # fmt: skip
     if resume_from:
         together(load_optimizer, run, resume_from, resume_state)
@@ -3077,11 +3094,23 @@ def run_steps(run, directory, done):
         write_text(path, "".join(kept[:done]))
         metrics = path.open("a")
         board = SummaryWriter(directory / "tensorboard", purge_step=done + 1)
-    steps, rows = range(done + 1, config.max_steps + 1), []
-    for step in tqdm(steps, initial=done, total=config.max_steps, unit="step", disable=rank != 0):
-        started = time.perf_counter()
+    bar = tqdm(initial=done, total=config.max_steps, unit="step", disable=rank != 0)
+    rows, unfinished, since = [], None, time.perf_counter()
+
+    def finish(of_step):
+        nonlocal since
+        row, before, since = of_step(), since, time.perf_counter()
+        row["seconds"] = since - before
+        row["tokens_per_second_per_gpu"] = row["tokens"] / row["seconds"] / world_size
+        row["peak_memory_gib"] = memory_gib(run.masters.device)[1]
+        rows.append(row)
+        if rank == 0:
+            log_step(row, config.max_steps, metrics, board)
+        bar.update()
+
+    for step in range(done + 1, config.max_steps + 1):
         try:
-            row = train_step(run, step)
+            of_step = train_step(run, step)
         except torch.OutOfMemoryError as e:
             n_rows, n_tokens = run.micro_batch_shape
             e.where = f"at step {step}, micro-batch of {n_rows} rows x {n_tokens} tokens"
@@ -3089,25 +3118,31 @@ def run_steps(run, directory, done):
         if step == done + 1:  # what is there now stays: a full collection would go through it all,
             gc.collect()  # on one rank at a time, while the others wait
             gc.freeze()
-        row["seconds"] = time.perf_counter() - started
-        row["tokens_per_second_per_gpu"] = row["tokens"] / row["seconds"] / world_size
-        row["peak_memory_gib"] = memory_gib(run.masters.device)[1]
-        rows.append(row)
-        if rank == 0:
-            metrics.write(json.dumps(row) + "\n")
-            metrics.flush()
-            for key, value in row.items():
-                board.add_scalar(key, value, step)
-            say(f"step {step:6d}/{config.max_steps}  loss {row['loss']:7.4f}"
-                f"  lr {row['learning_rate']:.2e}  grad {row['grad_norm']:8.4f}"
-                f"  {row['tokens_per_second_per_gpu']:9,.0f} tok/s/GPU"
-                f"  peak {row['peak_memory_gib']:6.2f} GiB")
+        if unfinished:  # the GPU has the next one to do by now
+            finish(unfinished)
+        unfinished = of_step
         if step == config.max_steps or config.save_every and step % config.save_every == 0:
+            finish(unfinished)
+            unfinished = None
             save_checkpoint(run, directory, step)
+            since = time.perf_counter()
+    bar.close()
     if rank == 0:
         metrics.close()
         board.close()
     return rows
+
+
+def log_step(row, max_steps, metrics, board):
+    """One step's numbers to metrics.jsonl, TensorBoard and the log. Rank 0 only."""
+    metrics.write(json.dumps(row) + "\n")
+    metrics.flush()
+    for key, value in row.items():
+        board.add_scalar(key, value, row["step"])
+    say(f"step {row['step']:6d}/{max_steps}  loss {row['loss']:7.4f}"
+        f"  lr {row['learning_rate']:.2e}  grad {row['grad_norm']:8.4f}"
+        f"  {row['tokens_per_second_per_gpu']:9,.0f} tok/s/GPU"
+        f"  peak {row['peak_memory_gib']:6.2f} GiB")
 
 
 def say_out_of_memory(error, config, device):

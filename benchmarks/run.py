@@ -328,12 +328,11 @@ def breakdown(kernels, wall):
     return {**times, "idle": (wall - covered(sum(spans.values(), [])), None)}
 
 
-def profile_text(kernels, wall, before):
+def profile_text(kernels, wall):
     """Markdown, in milliseconds a step; kernels and wall are microseconds of PROFILED_STEPS."""
     scale = 1 / 1000 / PROFILED_STEPS
-    before = ", ".join(f"{1000 * seconds:.1f}" for seconds in before)
-    lines = [f"{wall * scale:.1f} ms a step under the profiler, before it: {before}", "",
-             "| kind of kernel | ms a step | exposed |", "|---|---|---|"]  # fmt: skip
+    lines = [f"{wall * scale:.1f} ms a step under the profiler, {len(kernels) / PROFILED_STEPS:.0f}"
+             " kernels", "", "| kind of kernel | ms a step | exposed |", "|---|---|---|"]  # fmt: skip
     for kind, (total, exposed) in breakdown(kernels, wall).items():
         cell = "" if exposed is None else f"{exposed * scale:.1f}"
         lines.append(f"| {kind} | {total * scale:.1f} | {cell} |")
@@ -361,21 +360,20 @@ def driver(stem, argv):
         activities=[activity.CUDA if cuda else activity.CPU],
         schedule=torch.profiler.schedule(wait=WARM_STEPS - 1, warmup=1, active=PROFILED_STEPS),
     )
-    seconds = []
+    edges = []  # the profiled steps may run into one another, as they do without it
 
     def profiled_step(run, step):
         if rank == 0 and step == 1:
             profiler.start()
-        started = time.perf_counter()
-        row = train_step(run, step)
-        if step == WARM_STEPS:
+        of_step = train_step(run, step)
+        if step in (WARM_STEPS, WARM_STEPS + PROFILED_STEPS):
             dist.barrier()  # so that the profile begins with no wait for another rank
-        if cuda:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - started)
+            if cuda:
+                torch.cuda.synchronize()
+            edges.append(time.perf_counter())
         if rank == 0:
             profiler.step()
-        return row
+        return of_step
 
     script.train_step = profiled_step
     code = script.main(argv)
@@ -386,7 +384,7 @@ def driver(stem, argv):
             kernels = [(e["name"], e["ts"], e["ts"] + e["dur"])
                        for e in json.load(file)["traceEvents"]
                        if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]  # fmt: skip
-        text = profile_text(kernels, 1e6 * sum(seconds[WARM_STEPS:]), seconds[1:WARM_STEPS])
+        text = profile_text(kernels, 1e6 * (edges[1] - edges[0]))
         Path(f"{stem}.profile.md").write_text(text)
     sys.stdout.flush()
     os._exit(code)  # for the reason that the script does

@@ -195,7 +195,6 @@ def optimizer(job, device):
         job["model"], device, job["adapter"], lora_rank=job["rank"]
     )
     adam = script.make_optimizer(masters)
-    adam.param_groups[0]["lr"] = job["lr"]
     batch, out = load_file(job["batch"]), {}
     rank, ranks = dist.get_rank(), dist.get_world_size()
     rows = list(zip(batch["input_ids"], batch["labels"]))
@@ -206,7 +205,7 @@ def optimizer(job, device):
             out[f"{step}/{name}/before"] = p.to_local().detach().clone()
             out[f"{step}/{name}/grad"] = p.grad.to_local().clone()
         script.set_master_grad(masters, views, params)
-        adam.step()
+        script.update_masters(adam, masters, job["lr"])
         script.publish_masters(views, params)
         for name, p in params.items():
             out[f"{step}/{name}/after"] = p.to_local().detach().clone()
