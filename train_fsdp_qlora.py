@@ -1197,6 +1197,7 @@ def attend_in_documents(model, attention, config, device):
         "documents", functools.partial(document_attention, kernel)
     )
     model.set_attn_implementation("documents")
+    assert model.config._attn_implementation == "documents", "transformers kept its own attention"
 
 
 @functools.lru_cache(None)

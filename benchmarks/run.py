@@ -79,6 +79,10 @@ GROUPS = {
               ("8b16-flash", "llama-3-8b", 16, FLASH),
               ("8b16-flash-none", "llama-3-8b", 16, f"{FLASH} --recompute none"),
           )),
+        case("8b16-packed", "llama-3-8b", 2, 2048, 9, f"{FLASH} --packing", layers=16,
+             base="8b16-flash"),
+        case("8b16-packed-sdpa", "llama-3-8b", 2, 2048, 9, "--attn sdpa --packing", layers=16,
+             base="8b16-flash"),
         case("8b-1gpu-none", "llama-3-8b", 2, 2048, 9, "--recompute none --attn sdpa", gpus=1),
     ],
 }  # fmt: skip
