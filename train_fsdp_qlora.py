@@ -20,6 +20,7 @@ Tested with torch 2.11 and 2.13, transformers 5.17 and 5.23, peft 0.21, bitsandb
 
 import argparse
 import ast
+import bisect
 import collections
 import contextlib
 import copy
@@ -28,6 +29,7 @@ import functools
 import gc
 import hashlib
 import inspect
+import itertools
 import json
 import math
 import mmap
@@ -174,6 +176,10 @@ class Config:
         None, "GPU memory to plan for and never to exceed; none: what is free"
     )
     max_seq_len: int = knob(2048, "tokens; longer rows are cut")
+    packing: bool = knob(
+        False, "put rows together to packs of at most --max_seq_len tokens, which then count as"
+        " rows; what was a row still sees nothing but itself",
+    )
     batch_size: int | None = knob(None, "rows an optimizer step, over all GPUs; none: 16 or more")
     micro_batch_size: int = knob(2, "rows a GPU works on at once")
     num_epochs: float = knob(1.0, "passes over the data set; --max_steps overrides it")
@@ -607,25 +613,66 @@ def encode_dataset(rows, tokenizer, max_seq_len, source):
 
 
 def random_examples(vocab_size, config):
-    """Rows of random tokens, all of full length: for measuring without a data set."""
+    """Rows of random tokens, for measuring without a data set: all of full length, or with
+    --packing of any from a sixteenth of it, and enough of them to fill packs well."""
     generator = torch.Generator().manual_seed(config.seed)
-    shape = (config.batch_size, config.max_seq_len)
+    shape, most = (config.batch_size, config.max_seq_len), config.max_seq_len
+    if config.packing:
+        n_rows = (2 * max(64, config.batch_size),)
+        lengths = torch.randint(max(1, most // 16), most + 1, n_rows, generator=generator)
+        rows = (torch.randint(vocab_size, (n,), generator=generator, dtype=torch.int32)
+                for n in lengths.tolist())  # fmt: skip
+        return [(row, row) for row in rows]
     ids = torch.randint(vocab_size, shape, generator=generator, dtype=torch.int32)
     return [(row, row) for row in ids]
+
+
+def best_fit(lengths, size):
+    """Indices of `lengths` in packs whose sum is at most `size`, each index once: the longest
+    first, each into the fullest pack that still has room. In O(n log n), whatever the order."""
+    packs, spaces, with_space = [], [], collections.defaultdict(list)  # spaces: sorted, those left
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        at = bisect.bisect_left(spaces, lengths[i])
+        if at == len(spaces):
+            packs.append([])
+            space, pack = size, packs[-1]
+        else:
+            space, pack = spaces[at], with_space[spaces[at]].pop()
+            if not with_space[space]:
+                del spaces[at]
+        pack.append(i)
+        space -= lengths[i]
+        if space and not with_space[space]:
+            bisect.insort(spaces, space)
+        with_space[space].append(pack)
+    return packs
+
+
+def pack_examples(examples, max_seq_len):
+    """Rows as packs: (input_ids, labels, lengths), the rows' tokens end to end and how many each
+    has. No row's first token is learnt: it would be predicted from another's last."""
+    packs = []
+    for indices in best_fit([len(ids) for ids, _ in examples], max_seq_len):
+        ids, labels = (torch.cat([examples[i][part] for i in indices]) for part in (0, 1))
+        lengths = tuple(len(examples[i][0]) for i in indices)
+        labels[[0, *itertools.accumulate(lengths[:-1])]] = IGNORE
+        packs.append((ids, labels, lengths))
+    return packs
 
 
 def digest_examples(examples):
     """SHA-256 of all rows' tokens and labels: whether a resumed run sees the same data."""
     sha = hashlib.sha256()
-    for ids, labels in examples:
+    for ids, labels, *lengths in examples:
         sha.update(ids.numpy().tobytes())
         sha.update(labels.numpy().tobytes())
+        sha.update(str(*lengths).encode())  # nothing where it is no pack
     return sha.hexdigest()
 
 
 def say_example(examples, tokenizer):
     """Show one row as the model sees it, with what is not learnt in brackets."""
-    ids, labels = (t.tolist() for t in examples[0])
+    ids, labels = (t.tolist() for t in examples[0][:2])
     parts, learnt = [], None
     for token, label in zip(ids, labels):
         if learnt != (label != IGNORE):
@@ -655,6 +702,12 @@ def step_rows(step, n_examples, config):
     ]
 
 
+def join_packs(packs):
+    """Several packs as one."""
+    ids, labels, lengths = zip(*packs)
+    return torch.cat(ids), torch.cat(labels), sum(lengths, ())
+
+
 def collate(examples, rank, world_size, device):
     """This rank's part of one micro-batch; `examples` are the rows of all ranks.
 
@@ -663,12 +716,19 @@ def collate(examples, rank, world_size, device):
     successor is learnt, and labels [n] are those successors. All ranks get the same shapes,
     padded with labels of IGNORE: embedding and head are computed together (see Embedding), and
     for the longest row of a micro-batch all wait anyway.
+
+    A rank's packs are one row of documents, its padding the last of them. Three more things say
+    where these begin and end: position_ids [1, longest], 0 at the first token of each; cu_seq_lens
+    int32 [documents + 1]; and lengths, a tuple.
     """
-    rows = len(examples) // world_size
-    longest = max(len(ids) for ids, _ in examples)
+    rows, packed = len(examples) // world_size, len(examples[0]) == 3
+    if packed:
+        examples = [join_packs(examples[i : i + rows]) for i in range(0, len(examples), rows)]
+        rows = 1
+    longest = max(len(ids) for ids, *_ in examples)
     input_ids = torch.zeros(len(examples), longest, dtype=torch.int64)
     labels = torch.full((len(examples), longest), IGNORE)
-    for row, (ids, row_labels) in enumerate(examples):
+    for row, (ids, row_labels, *_) in enumerate(examples):
         input_ids[row, : len(ids)] = ids
         labels[row, : len(ids) - 1] = row_labels[1:]
     most = int((labels != IGNORE).view(world_size, -1).sum(-1).max())
@@ -677,9 +737,16 @@ def collate(examples, rank, world_size, device):
     positions = (labels != IGNORE).nonzero().view(-1)
     padding = (0, most - len(positions))
     batch = (input_ids, F.pad(positions, padding), F.pad(labels[positions], padding, value=IGNORE))
+    lengths = ()
+    if packed:
+        lengths = examples[rank][2]
+        lengths += (longest - sum(lengths),) * (longest > sum(lengths))
+        starts = torch.tensor([0, *lengths]).cumsum(0)
+        position_ids = torch.arange(longest) - starts[:-1].repeat_interleave(starts.diff())
+        batch += position_ids[None], starts.int()
     if device.type == "cuda":
         batch = [tensor.pin_memory().to(device, non_blocking=True) for tensor in batch]
-    return batch
+    return (*batch, lengths) if packed else batch
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1050,10 +1117,87 @@ def exact_product(a, b):
     return a.float() @ b.float()
 
 
-def token_losses(model, input_ids, positions, labels):
+def token_losses(model, input_ids, positions, labels, *documents):
     """Sum of the losses of one micro-batch (see collate); becomes the model's forward."""
-    hidden = model.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state
-    return model.get_output_embeddings()(hidden.flatten(0, 1)[positions], labels)
+    # transformers hands down to the attention what it does not know itself
+    documents = dict(zip(("position_ids", "cu_seq_lens", "lengths"), documents))
+    hidden = model.get_decoder()(input_ids=input_ids, use_cache=False, **documents)
+    return model.get_output_embeddings()(hidden.last_hidden_state.flatten(0, 1)[positions], labels)
+
+
+def document_attention(
+    kernel, module, query, key, value, attention_mask=None, *, cu_seq_lens, lengths, scaling=None,
+    dropout=0.0, sliding_window=None, softcap=None, s_aux=None, **_,
+):  # fmt: skip
+    """Causal attention of each document of a row to itself, called as transformers does: query
+    [1, heads, tokens, size], key and value alike; returns [1, tokens, heads, size].
+
+    Where documents begin and end is known on the host and on the GPU: neither asks the other.
+    """
+    assert attention_mask is None, "packs need no mask"
+    if softcap is not None or s_aux is not None:
+        raise ValueError("--packing: not for a model with soft-capped attention or with sinks")
+    if kernel and not dropout:
+        q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+        window = (-1 if sliding_window is None else sliding_window - 1, 0)
+        return kernel(q, k, v, cu_seq_lens, max(lengths), scaling, window)[None], None
+    outs = []
+    for q, k, v in zip(*(t.split(lengths, 2) for t in (query, key, value))):
+        mask, n = None, q.shape[2]
+        if sliding_window is not None and n > sliding_window:
+            ones = torch.ones(n, n, dtype=torch.bool, device=q.device)
+            mask = ones.tril().triu(1 - sliding_window)
+        outs.append(F.scaled_dot_product_attention(
+            q, k, v, mask, dropout, mask is None, scale=scaling, enable_gqa=True
+        ))  # fmt: skip
+    return torch.cat(outs, 2).transpose(1, 2), None
+
+
+def varlen_kernel(attention, config, device):
+    """A function (q, k, v [tokens, heads, size], cu_seq_lens, longest, scaling, window) for all of
+    a row's documents at once, or None."""
+    if attention == "flash_attention_2":
+        from flash_attn import flash_attn_varlen_func
+
+        def flash(q, k, v, bounds, longest, scaling, window):
+            return flash_attn_varlen_func(
+                q, k, v, bounds, bounds, longest, longest, softmax_scale=scaling, causal=True,
+                window_size=window,
+            )  # fmt: skip
+
+        return flash
+    flash_gpu = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    if not flash_gpu or config.compute_dtype != "bfloat16":
+        return None
+    from torch.nn.attention.varlen import varlen_attn
+
+    # torch 2.11 takes fewer heads of keys as they are, later ones want to be told
+    grouped = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    options = {"enable_gqa": True} if grouped else {}
+
+    def torchs(q, k, v, bounds, longest, scaling, window):
+        return varlen_attn(
+            q, k, v, bounds, bounds, longest, longest, scale=scaling, window_size=window, **options
+        )
+
+    return torchs
+
+
+def attend_in_documents(model, attention, config, device):
+    """Make document_attention the model's.
+
+    Under a name of its own transformers makes no mask for it. Otherwise it would find out from
+    position_ids whether there are several documents, for which the host waits for the GPU.
+    """
+    if not model._supports_attention_backend:
+        raise ValueError(f"--packing: the attention of {type(model).__name__} cannot be told where"
+                         " documents begin; leave it out")
+    kernel = varlen_kernel(attention, config, device)
+    transformers.AttentionInterface.register(
+        "documents", functools.partial(document_attention, kernel)
+    )
+    model.set_attn_implementation("documents")
+    assert model.config._attn_implementation == "documents", "transformers kept its own attention"
 
 
 @functools.lru_cache(None)
@@ -1285,7 +1429,7 @@ def choose_attention(config, model_config, device):
     if not flash or config.compute_dtype != "bfloat16":
         why = "no GPU" if device.type == "cpu" else f"flash-attn is not installed ({get_it})"
         return f"sdpa: {why if config.compute_dtype == 'bfloat16' else 'computing in float32'}"
-    if config.attn is None:
+    if config.attn is None or config.packing:  # the time of packs depends on what is in them
         return "flash_attention_2: installed"
     times = time_attention(config, model_config, device)
     best = min(times, key=times.get)
@@ -2552,7 +2696,7 @@ def publish_masters(views, params):
 CHECKPOINT = "checkpoint-{:06d}"
 MUST_MATCH = (  # what a resumed run cannot change and still be the same run
     "model", "dataset", "random_weights", "compute_dtype", "lora_rank", "lora_alpha",
-    "lora_dropout", "target_modules", "max_seq_len", "batch_size", "seed",
+    "lora_dropout", "target_modules", "max_seq_len", "packing", "batch_size", "seed",
 )  # fmt: skip
 
 
@@ -2719,9 +2863,9 @@ def check_resume(path, config, data_sha256):
     state = json.loads((path / "checkpoint.json").read_text())
     now = json.loads(json.dumps(dataclasses.asdict(config)))
     for name in MUST_MATCH:
-        if state["config"][name] != now[name]:
-            raise ValueError(f"--resume: {path} was made with --{name} {state['config'][name]},"
-                             f" not {now[name]}")
+        was = state["config"].get(name, getattr(Config, name))  # it may be from before the flag
+        if was != now[name]:
+            raise ValueError(f"--resume: {path} was made with --{name} {was}, not {now[name]}")
     if state["data_sha256"] != data_sha256:
         raise ValueError(f"--resume: the rows are not those that {path} was made with: the data"
                          " set or the tokenizer has changed")
@@ -2822,7 +2966,7 @@ def train_step(run, step):
     rank, world_size, rows = dist.get_rank(), dist.get_world_size(), config.micro_batch_size
     batch = [run.examples[i] for i in step_rows(step, len(run.examples), config)]
     # every rank holds all rows' tokens, so that the global count needs no communication
-    learnt_tokens = sum(int((labels[1:] != IGNORE).sum()) for _, labels in batch)
+    learnt_tokens = sum(int((labels[1:] != IGNORE).sum()) for _, labels, *_ in batch)
     local_loss = torch.zeros((), dtype=torch.float64, device=masters.device)
     for start in range(0, config.batch_size, world_size * rows):
         micro_batch = batch[start : start + world_size * rows]
@@ -2844,8 +2988,9 @@ def train_step(run, step):
     rate = learning_rate(step, config.max_steps, config.learning_rate)
     update_masters(run.optimizer, masters, rate)
     publish_masters(run.views, run.params)
-    row = {"step": step, "loss": None, "learning_rate": rate, "grad_norm": None,
-           "tokens": sum(len(ids) for ids, _ in batch), "learnt_tokens": learnt_tokens}  # fmt: skip
+    tokens = sum(len(ids) for ids, *_ in batch)
+    row = {"step": step, "loss": None, "learning_rate": rate, "grad_norm": None, "tokens": tokens,
+           "learnt_tokens": learnt_tokens}  # fmt: skip
     return functools.partial(finish_step, row, later(torch.stack([loss, norm])))
 
 
@@ -2902,7 +3047,7 @@ def prepare_data(config, directory, tokenizer, vocab_size):
     """The examples, and a line on what became of the rows."""
     if config.random_weights and not config.dataset:
         examples = random_examples(vocab_size, config)
-        return examples, f"data: {len(examples)} rows of random tokens"
+        return pack_data(examples, config, f"data: {len(examples)} rows of random tokens")
     source = config.dataset or str(directory / "demo" / "data.jsonl")
     rows = read_rows(source)
     if not rows:
@@ -2914,10 +3059,21 @@ def prepare_data(config, directory, tokenizer, vocab_size):
                          f" {vocab_size - 1}")
     tokens = sum(len(ids) for ids, _ in examples)
     learnt = sum(int((labels[1:] != IGNORE).sum()) for _, labels in examples)
-    return examples, (
+    return pack_data(
+        examples, config,
         f"data: {source}: {len(rows)} rows, {dropped} left out with nothing to learn, {cut} cut to"
-        f" {config.max_seq_len} tokens; {tokens:,} tokens, {learnt:,} of them learnt"
-    )
+        f" {config.max_seq_len} tokens; {tokens:,} tokens, {learnt:,} of them learnt",
+    )  # fmt: skip
+
+
+def pack_data(examples, config, data_line):
+    """What prepare_data returns, with packs in place of rows where that is asked for."""
+    if not config.packing:
+        return examples, data_line
+    packs = pack_examples(examples, config.max_seq_len)
+    full = sum(len(ids) for ids, *_ in packs) / len(packs) / config.max_seq_len
+    return packs, (f"{data_line}\npacking: {len(examples)} rows in {len(packs)} packs of at most"
+                   f" {config.max_seq_len} tokens, {full:.1%} full")
 
 
 def describe_run(config, base, attention, device, examples, offsets, stored):
@@ -2938,7 +3094,7 @@ def describe_run(config, base, attention, device, examples, offsets, stored):
         "attention": attention,
         "world_size": dist.get_world_size(),
         "versions": {m.__name__: m.__version__ for m in LIBRARIES},
-        "probe_input_ids": [ids[:64].tolist() for ids, _ in examples[:4]],
+        "probe_input_ids": [ids[:64].tolist() for ids, *_ in examples[:4]],
     }
 
 
@@ -2996,6 +3152,8 @@ def train(config, device):
     model, shapes = together(
         build_model, model_config, attention.partition(":")[0], compute_dtype, shards
     )
+    if config.packing:
+        together(attend_in_documents, model, attention.partition(":")[0], config, device)
     stored = None
     if config.random_weights:
         read = random_reader(config.seed, compute_dtype, device)
@@ -3006,7 +3164,7 @@ def train(config, device):
     if config.fused:
         fuse_model(model)
     lora_config = together(add_lora, model, config, config.model or str(base))
-    sizes = model_sizes(model, config, shards, max(len(ids) for ids, _ in examples))
+    sizes = model_sizes(model, config, shards, max(len(ids) for ids, *_ in examples))
     config = together(choose_recompute, config, sizes, limit)
     make_room(model, config, sizes, limit)
     say_plan(config, sizes, limit)

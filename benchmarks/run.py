@@ -79,6 +79,10 @@ GROUPS = {
               ("8b16-flash", "llama-3-8b", 16, FLASH),
               ("8b16-flash-none", "llama-3-8b", 16, f"{FLASH} --recompute none"),
           )),
+        case("8b16-packed", "llama-3-8b", 2, 2048, 9, f"{FLASH} --packing", layers=16,
+             base="8b16-flash"),
+        case("8b16-packed-sdpa", "llama-3-8b", 2, 2048, 9, "--attn sdpa --packing", layers=16,
+             base="8b16-flash"),
         case("8b-1gpu-none", "llama-3-8b", 2, 2048, 9, "--recompute none --attn sdpa", gpus=1),
     ],
 }  # fmt: skip
@@ -331,8 +335,9 @@ def breakdown(kernels, wall):
 def profile_text(kernels, wall):
     """Markdown, in milliseconds a step; kernels and wall are microseconds of PROFILED_STEPS."""
     scale = 1 / 1000 / PROFILED_STEPS
-    lines = [f"{wall * scale:.1f} ms a step under the profiler, {len(kernels) / PROFILED_STEPS:.0f}"
-             " kernels", "", "| kind of kernel | ms a step | exposed |", "|---|---|---|"]  # fmt: skip
+    launches = len(kernels) // PROFILED_STEPS
+    lines = [f"{wall * scale:.1f} ms a step under the profiler, {launches:,} kernels", "",
+             "| kind of kernel | ms a step | exposed |", "|---|---|---|"]  # fmt: skip
     for kind, (total, exposed) in breakdown(kernels, wall).items():
         cell = "" if exposed is None else f"{exposed * scale:.1f}"
         lines.append(f"| {kind} | {total * scale:.1f} | {cell} |")

@@ -34,6 +34,8 @@ def make_model(model_dir, device, adapter=None, mesh=None, **settings):
     )
     model_config = script.read_model_config(Path(model_dir), config)
     model, shapes = script.build_model(model_config, config.attn or "sdpa", dtype, mesh.size())
+    if config.packing:
+        script.attend_in_documents(model, config.attn or "sdpa", config, device)
     files = script.weight_files(Path(model_dir))
     stored = script.check_files(files, shapes, model, model_config)
     if config.fused:
@@ -186,6 +188,40 @@ def gradients(job, device):
         out[f"{name}/loss"] = (loss / tokens).cpu()
         for key, p in params.items():
             out[f"{name}/{script.peft_name(key)}"] = p.grad.full_tensor().cpu()
+    return out
+
+
+def packed(job, device):
+    """Loss and gradients of the same rows, as they are and in packs, dealt to the ranks; and each
+    row's own loss in a pack, before and after another row of it is changed."""
+    data, out = load_file(job["rows"]), {}
+    rows = [(data[f"{i}/ids"], data[f"{i}/labels"]) for i in range(len(data) // 2)]
+    tokens = sum(int((labels[1:] != script.IGNORE).sum()) for _, labels in rows)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for name, settings in job["settings"].items():
+        model, params, *_ = make_model(job["model"], device, job["adapter"], **settings)
+        packs = script.pack_examples(rows, job["size"])
+        batch = script.collate(packs if settings.get("packing") else rows, rank, ranks, device)
+        loss = model(*batch)
+        (loss / tokens).backward()
+        loss = loss.detach().clone()
+        dist.all_reduce(loss)
+        out[f"{name}/loss"] = loss / tokens
+        for key, p in params.items():
+            out[f"{name}/{script.peft_name(key)}"] = p.grad.full_tensor()
+    out["lengths"] = script.all_gather(torch.tensor([len(batch[-1]), batch[0].shape[1]]))
+
+    input_ids, positions, labels, *documents = script.collate(packs, 0, 1, device)
+    starts = documents[1].tolist()
+    for when in "before", "after":
+        losses = []
+        for start, end in zip(starts, starts[1:]):
+            mine = (positions >= start) & (positions < end)
+            with torch.no_grad():
+                losses.append(model(input_ids, positions[mine], labels[mine], *documents))
+        out[f"losses {when}"] = torch.stack(losses)
+        changed = slice(starts[job["changed"]], starts[job["changed"] + 1])
+        input_ids[:, changed] = input_ids[:, changed].flip(1)
     return out
 
 
