@@ -88,6 +88,16 @@ def quantized(job, device):
     return out
 
 
+def magnitudes(job, device):
+    """The values that DoRA's magnitudes begin with."""
+    model, params, masters, views = make_model(
+        job["model"], device, use_dora=True, compute_dtype="bfloat16"
+    )
+    mesh = next(iter(params.values())).device_mesh
+    script.init_magnitudes(model, mesh, views, params)
+    return {k: v for k, v in script.gather_adapter(params).items() if "magnitude" in k}
+
+
 def vocabulary(job, device):
     """Embedding and loss of all ranks' tokens by a sharded vocabulary, and what they came from."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
