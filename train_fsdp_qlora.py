@@ -2807,7 +2807,10 @@ def saved_layout(state):
 def load_optimizer(run, path, state):
     """Restore this rank's optimizer and random state, bit for bit in the layout that saved it."""
     run.optimizer.init_state(run.optimizer.param_groups[0], run.masters, 0, 0)
-    run.optimizer.state[run.masters]["step"] = state["optimizer_step"]
+    live_state = run.optimizer.state[run.masters]
+    live_state["step"] = state["optimizer_step"]
+    if "qmap1" in live_state:  # momentum of padding is 0; the code 0 would be the block's largest
+        live_state["state1"].fill_(int(live_state["qmap1"].abs().argmin()))
     if saved_layout(state) != (dist.get_world_size(), run.config.shard_group_size):
         recut_optimizer(run, path, *saved_layout(state))
         torch.manual_seed(run.config.seed + dist.get_rank() + 2**40 * state["step"])

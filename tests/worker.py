@@ -185,6 +185,9 @@ def gradients(job, device):
             (loss / tokens).backward()
         out[f"{name}/dequantised"] = torch.tensor([counts[n] for n in LINEARS])
         loss = loss.detach().clone()
+        for layer in (m for m in model.modules() if isinstance(m, script.PeftLinear)):
+            # what is gathered: bf16 has no room for what magnitudes learn
+            assert layer.lora_magnitude_vector["default"].weight.dtype == torch.float32
         layers = [m for m in model.modules() if isinstance(m, script.LoraNF4Linear)]
         # in each block k and v come with q, and up with gate; and all was taken
         assert sum(len(layer.siblings) for layer in layers) == 3 * len(layers) / 7
