@@ -73,9 +73,9 @@ def test_adapter_in_peft_gives_the_loss_of_training(kind, runs):
 
 
 def test_every_adapter_begins_as_nothing(runs):
-    """bf16: that DoRA computes its share in fp32 and rounds the sum is all that may differ."""
+    """Magnitude by norm is exactly 1, and B is 0."""
     dora, plain = losses(runs / "dora"), losses(runs / "plain")
-    assert losses(runs / "rslora")[0] == plain[0] == pytest.approx(dora[0], rel=1e-5)
+    assert dora[0] == losses(runs / "rslora")[0] == plain[0]
     assert abs(dora[-1] - plain[-1]) > 1e-4 * plain[-1]
 
 
