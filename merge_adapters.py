@@ -7,7 +7,8 @@
 
 The adapter was trained on NF4 weights, so those are what it is added to: W + D, where W is the
 base's weight quantised and dequantised as in training (only dequantised where the base is stored in
-4-bit already) and D = scaling * B @ A, is computed in fp32 and rounded to bf16 once. Linear layers
+4-bit already) and D = scaling * B @ A, is computed in fp32 and rounded to bf16 once. With DoRA each
+row of the sum is scaled to the norm that its magnitude says, before it is rounded. Linear layers
 without an adapter are W, all other tensors the base's own. Weights pass through one at a time.
 Written to --output_dir, which appears only when all is done:
 
@@ -53,13 +54,14 @@ SAME_OFFSET = 1e-5  # relative; summing in another order, on another device, mov
 CHUNK = 2**24  # weights whose rounding error is summed in fp64 at once: 128 MiB
 NF4_STATE = "quant_state.bitsandbytes__nf4"  # what bitsandbytes stores beside a weight, and
 NF4_PARTS = ("absmax", "nested_absmax", "nested_quant_map", "quant_map", NF4_STATE)
+ADAPTER_NAME = r"base_model\.model\.(.+)\.lora_(?:([AB])\.weight|(magnitude_vector))"
 HUB_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # a model's small files
-# what adapter_config.json may say of a plain LoRA; other options must have their default
-PLAIN_LORA = {
+# what adapter_config.json may say; other options must have their default
+MERGEABLE = {
     "peft_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision",
     "task_type", "inference_mode", "r", "lora_alpha", "lora_dropout", "rank_pattern",
-    "alpha_pattern", "use_rslora", "init_lora_weights", "target_modules", "exclude_modules",
-    "layers_to_transform", "layers_pattern",
+    "alpha_pattern", "use_rslora", "use_dora", "init_lora_weights", "target_modules",
+    "exclude_modules", "layers_to_transform", "layers_pattern",
 }  # fmt: skip
 
 
@@ -205,19 +207,19 @@ def check_base(base, files, shapes, stored):
 
 
 def read_lora_config(path):
-    """PEFT's LoraConfig of an adapter that is plain LoRA."""
+    """PEFT's LoraConfig of an adapter that is LoRA, rsLoRA or DoRA."""
     settings, defaults = read_json(path), LoraConfig().to_dict()
     for name, value in settings.items():
-        if name not in PLAIN_LORA and value and value != defaults.get(name):
-            raise ValueError(f"{path}: {name} {value!r} is more than plain LoRA and is not merged"
-                             " here")
+        if name not in MERGEABLE and value and value != defaults.get(name):
+            raise ValueError(f"{path}: {name} {value!r} is more than LoRA, rsLoRA and DoRA and is"
+                             " not merged here")
     if settings.get("peft_type") != "LORA" or "r" not in settings or "lora_alpha" not in settings:
         raise ValueError(f"{path}: not LoRA, or without r and lora_alpha")
     # these leave the base as it is; PiSSA, OLoRA, LoftQ and CorDA train on a changed one
     if settings.get("init_lora_weights", True) not in (True, False, "gaussian"):
         raise ValueError(f"{path}: init_lora_weights {settings['init_lora_weights']!r} changes the"
                          " base's weights and is not merged here")
-    return LoraConfig(**{name: value for name, value in settings.items() if name in PLAIN_LORA})
+    return LoraConfig(**{name: value for name, value in settings.items() if name in MERGEABLE})
 
 
 def read_adapter(adapter_dir, shapes, quantised):
@@ -227,24 +229,30 @@ def read_adapter(adapter_dir, shapes, quantised):
     path, found, trained = adapter_dir / "adapter_model.safetensors", {}, False
     with open_tensors(path) as tensors:
         for name in tensors.keys():
-            match = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])\.weight", name)
+            match = re.fullmatch(ADAPTER_NAME, name)
             if not match or match[1] not in quantised:
                 raise ValueError(f"{path}: {name} belongs to no linear layer of the base's decoder"
                                  " blocks: another base model?")
             tensor = tensors.get_tensor(name)
             if not tensor.isfinite().all():
                 raise ValueError(f"{path}: {name} has values that are NaN or infinite")
-            found.setdefault(match[1], {})[match[2]] = tuple(tensor.shape)
+            found.setdefault(match[1], {})[match[2] or match[3]] = tuple(tensor.shape)
             trained |= match[2] == "B" and bool(tensor.any())
     scaling = {}
-    for module, pair in found.items():
+    for module, parts in found.items():
         r = lora.rank_pattern.get(get_pattern_key(lora.rank_pattern, module), lora.r)
         alpha = lora.alpha_pattern.get(get_pattern_key(lora.alpha_pattern, module), lora.lora_alpha)
         out_features, in_features = shapes[f"{module}.weight"]
-        for side, shape in ("A", (r, in_features)), ("B", (out_features, r)):
-            if pair.get(side) != shape:
-                has = f"has shape {list(pair[side])}" if side in pair else "is missing"
-                raise ValueError(f"{path}: lora_{side} of {module} {has}; the base model and rank"
+        wanted = {"A": (r, in_features), "B": (out_features, r)}
+        if lora.use_dora:
+            wanted["magnitude_vector"] = (out_features,)
+        elif "magnitude_vector" in parts:
+            raise ValueError(f"{path}: {module} has a lora_magnitude_vector, but"
+                             " adapter_config.json says use_dora False")
+        for part, shape in wanted.items():
+            if parts.get(part) != shape:
+                has = f"has shape {list(parts[part])}" if part in parts else "is missing"
+                raise ValueError(f"{path}: lora_{part} of {module} {has}; the base model and rank"
                                  f" {r} ask for {list(shape)}")
         scaling[module] = alpha / (math.sqrt(r) if lora.use_rslora else r)
     wanted = [name for name in quantised if check_target_module_exists(lora, name)]
@@ -309,13 +317,18 @@ def stored_weight(packed, name, shape, files, dtype, device, trained_offset):
     return bnb.functional.dequantize_4bit(packed.view(torch.uint8).to(device), state)
 
 
-def add_adapter(weight, lora_a, lora_b, scaling, sums):
-    """bf16(W + D), D = scaling * B @ A in fp32; adds to `sums` the squares of its rounding error
-    and of D."""
+def add_adapter(weight, lora_a, lora_b, scaling, sums, magnitude=None):
+    """bf16(W + D), D = scaling * B @ A in fp32, or with DoRA's magnitude [out] that in the norms it
+    gives to rows; adds to `sums` the squares of its rounding error and of what W changes by."""
     total = (lora_b.float() @ lora_a.float()).mul_(scaling)
     chunks = total.view(-1).split(CHUNK)
-    sums["effect"] += sum(float(d.double().square().sum()) for d in chunks)
+    if magnitude is None:
+        sums["effect"] += sum(float(d.double().square().sum()) for d in chunks)
     total += weight  # in place: the largest layer of a 70B is 0.9 GiB in fp32
+    if magnitude is not None:
+        total *= (magnitude.float() / torch.linalg.norm(total, dim=1))[:, None]
+        sums["effect"] += sum(float((new.double() - old.double()).square().sum())
+                              for new, old in zip(chunks, weight.reshape(-1).split(CHUNK)))
     merged = total.bfloat16()
     for exact, rounded in zip(chunks, merged.view(-1).split(CHUNK)):
         sums["error"] += float((rounded.double() - exact.double()).square().sum())
@@ -338,7 +351,10 @@ def merged_tensor(file, name, quantised, dequantise, scaling, adapter_dir, devic
         prefix = f"base_model.model.{module}"
         with open_tensors(adapter_dir / "adapter_model.safetensors") as adapter:
             pair = [adapter.get_tensor(f"{prefix}.lora_{x}.weight").to(device) for x in "AB"]
-        tensor = add_adapter(tensor, *pair, scaling[module], sums)
+            magnitude = None
+            if f"{prefix}.lora_magnitude_vector" in adapter.keys():  # just where DoRA is, see above
+                magnitude = adapter.get_tensor(f"{prefix}.lora_magnitude_vector").to(device)
+        tensor = add_adapter(tensor, *pair, scaling[module], sums, magnitude)
     return tensor.to("cpu", torch.bfloat16).contiguous()
 
 

@@ -59,6 +59,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import Linear as PeftLinear
 from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -140,6 +141,10 @@ class Config:
     lora_rank: int = knob(16, "rank of the adapter")
     lora_alpha: int = knob(32, "the adapter's output is scaled by lora_alpha / lora_rank")
     lora_dropout: float = knob(0.0, "dropout on the adapter's input")
+    use_rslora: bool = knob(False, "rsLoRA: scale by lora_alpha / sqrt(lora_rank) instead")
+    use_dora: bool = knob(
+        False, "DoRA: also train the norm of each weight's rows; computed by PEFT, slower"
+    )
     target_modules: tuple[str, ...] = knob(
         ("all-linear",), "linear layers that get an adapter, by name: q_proj v_proj"
     )
@@ -872,6 +877,11 @@ class NF4Linear(nn.Linear):
         self.fused = self.skipped = self.reused = False
         self.recomputed_weight = None
 
+    @property
+    def W_q(self):
+        """By this attribute, HQQ's, PEFT 0.21 knows a layer that it must ask to dequantize()."""
+        return self.weight
+
     def set_nested_state(self, nested_absmax, offset, code=None):
         """nested_absmax fp32 [n_blocks / 256] and offset fp32 [] undo the 8-bit absmax codes, whose
         values are those of `code` fp32 [256], None for today's bitsandbytes'."""
@@ -903,6 +913,9 @@ class NF4Linear(nn.Linear):
 
     def dequantize(self):
         """The gathered weight as bitsandbytes gives it: [out_features, in_features]."""
+        if self.quant_state is None:  # not loaded yet; PEFT asks for its shape
+            shape = self.out_features, self.in_features
+            return torch.empty(shape, dtype=self.dtype, device="meta")
         packed, absmax_codes = self.gathered()
         if self.fused:
             return dequantize_fused(packed, absmax_codes, self.quant_state)
@@ -1975,7 +1988,8 @@ class LoraNF4Linear(nn.Module, LoraLayer):
 
 
 def add_lora(model, config, base_name):
-    """Inject PEFT's LoRA layers, still on the meta device; returns PEFT's LoraConfig."""
+    """Inject PEFT's LoRA layers, still on the meta device; returns PEFT's LoraConfig. What is more
+    than the formula of LoraNF4Linear, as DoRA, keeps PEFT's own layer and its forward."""
     linear = {name for name, m in model.named_modules() if isinstance(m, NF4Linear)}
     targets = config.target_modules
     for target in () if targets == ("all-linear",) else targets:
@@ -1987,11 +2001,19 @@ def add_lora(model, config, base_name):
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
+        use_rslora=config.use_rslora,
+        use_dora=config.use_dora,
         target_modules="all-linear" if targets == ("all-linear",) else list(targets),
         task_type="CAUSAL_LM",
         base_model_name_or_path=base_name,
     )
-    lora_config._register_custom_module({NF4Linear: LoraNF4Linear})
+    variants = [f.name for f in dataclasses.fields(lora_config)
+                if f.metadata.get("is_lora_variant") and getattr(lora_config, f.name)]
+    if variants:
+        say(f"adapter: {', '.join(variants)} runs in PEFT's own forward, which is slower than the"
+            " one for plain LoRA here and takes more memory")
+    else:
+        lora_config._register_custom_module({NF4Linear: LoraNF4Linear})
     inject_adapter_in_model(lora_config, model)
     for p in model.parameters():
         if p.requires_grad:
@@ -2013,7 +2035,9 @@ def find_siblings(model):
 
 
 def init_lora(name, shape, seed):
-    """PEFT's initial values of a LoRA weight, the same whatever the number of ranks: fp32, CPU."""
+    """PEFT's initial values of a LoRA weight, the same whatever the number of ranks: fp32, CPU.
+    Those of DoRA's magnitudes come from the base, see init_magnitudes."""
+    assert re.search(r"\.lora_(A|B|magnitude_vector)\.", name), f"{name}: begins at what?"
     weight = torch.zeros(shape)
     if ".lora_A." in name:
         generator = torch.Generator().manual_seed(seed ^ zlib.crc32(name.encode()))
@@ -2057,6 +2081,29 @@ def load_lora(model, read, mesh, device):
     return nn.Parameter(flat), views
 
 
+@torch.no_grad()
+def init_magnitudes(model, mesh, views, params):
+    """DoRA's magnitudes begin as the norms of the base weights' rows, so that the adapter begins as
+    nothing; one block at a time is gathered for it. All ranks must call this.
+
+    In fp32, as the forward computes the norms that it divides by: rounded to bf16, as PEFT 0.21
+    leaves them, they would be up to 0.4 % off.
+    """
+    group = mesh.get_group("shard")
+    layers = {m: name for name, m in model.named_modules() if isinstance(m, PeftLinear)}
+    for block in decoder_blocks(model):
+        block.unshard()
+        for layer in (m for m in block.modules() if m in layers):
+            for key, magnitude in layer.lora_magnitude_vector.items():
+                weight = layer.base_layer.dequantize().float()
+                norms = magnitude.get_weight_norm(weight, 0.0, 1.0)  # PEFT's own formula, B = 0
+                rows = shard_range(len(norms), dist.get_rank(group), dist.get_world_size(group))
+                view = views[f"{layers[layer]}.lora_magnitude_vector.{key}.weight"]
+                view.copy_(norms[rows.start : rows.stop])
+        block.reshard()
+    publish_masters(views, params)
+
+
 # ------------------------------------------------------------------------------------------------
 # Memory plan
 # ------------------------------------------------------------------------------------------------
@@ -2094,7 +2141,8 @@ def model_sizes(model, config, shards, longest):
         query=c.num_attention_heads * head_dim,
         key_value=2 * kv_heads * head_dim,
         inner=inner,
-        adapted=sum(config.lora_rank for m in block.modules() if isinstance(m, LoraNF4Linear)),
+        adapted=sum(config.lora_rank for m in block.modules() if isinstance(m, LoraLayer)),
+        **peft_sizes(block, config),
         widest=max(weights[True] + weights[False]),
         mlp_weights=sum(weights[True]),
         attention_weights=sum(weights[False]),
@@ -2104,6 +2152,22 @@ def model_sizes(model, config, shards, longest):
         embedding=embedding.numel() * item / shards,
         on_host=0,
     )
+
+
+def peft_sizes(block, config):
+    """What PEFT's own forward of DoRA takes of a block besides, in bytes: until backward for each
+    token, and for the weights; and for the largest layer's weight while it runs. In fp32, and
+    counted from PEFT 0.21's source as if nothing were shared: an upper bound."""
+    layers = [m for m in block.modules() if isinstance(m, PeftLinear)]
+    weights = [m.in_features * m.out_features for m in layers if config.lora_dropout]
+    return {
+        # input and dropout's mask; the base's output and the adapter's
+        "peft_token": sum(5 * m.in_features + 8 * m.out_features for m in layers),
+        "peft_weights": 4 * sum(weights),  # with dropout they are multiplied, and kept, in fp32
+        # the weight and B @ A, that scaled, their sum; the unit matrix that gives B @ A
+        "peft_at_once": max((4 * m.in_features * (4 * m.out_features + m.in_features)
+                             for m in layers), default=0),
+    }  # fmt: skip
 
 
 def memory_plan(config, sizes):
@@ -2139,6 +2203,8 @@ def memory_plan(config, sizes):
     inputs = min(n_inputs, 3 if config.offload_activations else n_inputs) * block_input
     gathered = 2 if config.reshard_after_forward else sizes.blocks + 1  # and the next one
     head = 4 * block_input + 3 * CHUNK_BYTES
+    by_peft = tokens * sizes.peft_token + sizes.peft_weights
+    by_peft = by_peft * max(1, sizes.blocks - recomputed) + sizes.peft_at_once
     return {
         "4-bit weights": 0 if config.offload_params else sizes.codes,
         "their scales": 0 if config.offload_params else sizes.scales,
@@ -2147,6 +2213,7 @@ def memory_plan(config, sizes):
         "block inputs": inputs,
         "kept blocks": kept,
         "live block or head": max(live, head),
+        "PEFT's forward, at most": by_peft,
         "gathered weights": gathered * sizes.gathered,
     }
 
@@ -2333,6 +2400,7 @@ class SlicedMLP(torch.autograd.Function):
         # in fp32, so that the sum over slices is rounded once
         grad_lora = [torch.zeros_like(p, dtype=torch.float32) for p in ctx.lora]
         down = getattr(ctx.mlp.down_proj, "base_layer", ctx.mlp.down_proj)
+        unread = not isinstance(ctx.mlp.down_proj, PeftLinear)  # a magnitude's gradient reads it
         with torch.random.fork_rng([rows.device] if rows.is_cuda else []), torch.enable_grad():
             torch.set_rng_state(ctx.rng[0])  # dropout as in forward
             if rows.is_cuda:
@@ -2340,7 +2408,7 @@ class SlicedMLP(torch.autograd.Function):
             for start in range(0, len(rows), SLICE_TOKENS):
                 part = slice(start, start + SLICE_TOKENS)
                 part_x = rows[part].detach().requires_grad_()
-                down.skipped = True  # its value is of no use here
+                down.skipped = unread  # its value is of no use here
                 out = ctx.mlp_forward(part_x)
                 down.skipped = False
                 got, *grads = torch.autograd.grad(out, [part_x, *ctx.lora], grad[part])
@@ -2570,9 +2638,13 @@ def make_mesh(shards, device):
 
 def shard_model(model, mesh, compute_dtype, config):
     """FSDP2 units: a decoder block each, and the root with what is left, the last norm."""
+    # PEFT's own forward computes in the adapter's dtype: in bf16 DoRA's factors, magnitude by norm,
+    # would round to steps of 0.4 %, as large as what they learn
+    by_peft = any(isinstance(m, PeftLinear) for m in model.modules())
     policy = MixedPrecisionPolicy(
-        param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
+        param_dtype=None if by_peft else compute_dtype, reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
+    )  # fmt: skip
     ignored, blocks = shard_vocabulary(model, mesh), decoder_blocks(model)
     if mesh["shard"].size() == 1 and not config.offload_params:
         # on one GPU they are whole: FSDP2 would copy them three times at each use
@@ -2696,12 +2768,14 @@ def publish_masters(views, params):
 CHECKPOINT = "checkpoint-{:06d}"
 MUST_MATCH = (  # what a resumed run cannot change and still be the same run
     "model", "dataset", "random_weights", "compute_dtype", "lora_rank", "lora_alpha",
-    "lora_dropout", "target_modules", "max_seq_len", "packing", "batch_size", "seed",
+    "lora_dropout", "use_rslora", "use_dora", "target_modules", "max_seq_len", "packing",
+    "batch_size", "seed",
 )  # fmt: skip
 
 
 def peft_name(name):
     """A LoRA parameter's name in an adapter file of PEFT's."""
+    name = name.replace(".lora_magnitude_vector.default.weight", ".lora_magnitude_vector")
     return f"base_model.model.{name.replace('.default.', '.')}"
 
 
@@ -2890,7 +2964,10 @@ def saved_layout(state):
 
 def load_optimizer(run, path, state):
     """Restore this rank's optimizer and random state, bit for bit in the layout that saved it."""
-    run.optimizer.state[run.masters]["step"] = state["optimizer_step"]
+    live_state = run.optimizer.state[run.masters]
+    live_state["step"] = state["optimizer_step"]
+    if "qmap1" in live_state:  # momentum of padding is 0; the code 0 would be the block's largest
+        live_state["state1"].fill_(int(live_state["qmap1"].abs().argmin()))
     if saved_layout(state) != (dist.get_world_size(), run.config.shard_group_size):
         recut_optimizer(run, path, *saved_layout(state))
         torch.manual_seed(run.config.seed + dist.get_rank() + 2**40 * state["step"])
@@ -2914,9 +2991,9 @@ def recut_optimizer(run, path, saved_ranks, saved_shards):
     shards = run.config.shard_group_size
     files = [safe_open(path / rank_file(rank, saved_ranks), "pt") for rank in range(saved_shards)]
     for name, view in run.views.items():
-        rows, columns = run.params[name].shape
+        rows, *columns = run.params[name].shape  # of a magnitude none
         mine = shard_range(rows, dist.get_rank() % shards, shards)
-        mine = slice(mine.start * columns, mine.stop * columns)
+        mine = slice(mine.start * math.prod(columns), mine.stop * math.prod(columns))
         for n in "12":
             parts = [file.get_tensor(f"{name}.state{n}") for file in files]
             if f"{name}.absmax{n}" not in slices:  # small adapters have 32-bit state
@@ -3197,6 +3274,8 @@ def train(config, device):
     masters, views = load_lora(model, first_values, mesh, device)
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert list(params) == list(views), "the adapter's weights are not all in the optimizer"
+    if config.use_dora and not resume_from:
+        init_magnitudes(model, mesh, views, params)
     verify_model(model, compute_dtype)
     trainable, total = sum(p.numel() for p in params.values()), sum(map(math.prod, shapes.values()))
     say(f"parameters: {trainable:,} trainable (LoRA), {total:,} frozen")

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from test_numbers import DEVICE, make_attention
 from torch import nn
 
 import train_fsdp_qlora as script
@@ -64,6 +65,37 @@ def test_predicted_peak_is_what_was_measured(name, layers, gpus, measured, flags
     predicted = sum(plan.values()) / 2**30
     print(f"predicted {predicted:.2f}, measured {measured:.2f}: {predicted / measured - 1:+.1%}")
     assert abs(predicted - measured) <= 0.07 * measured
+
+
+def test_plan_of_dora_has_what_pefts_forward_keeps():
+    """By what autograd saves of one layer, and not a byte more for plain LoRA."""
+    plain, config = (make_config("llama-3-8b", use_dora=dora) for dora in (False, True))
+    sizes = sizes_of("llama-3-8b", 4, plain)
+    assert sizes.peft_token == sizes.peft_weights == sizes.peft_at_once == 0
+    model_config = script.read_model_config(script.Path("llama-3-8b"), config)
+    model_config.num_hidden_layers = 4
+    model, _ = script.build_model(model_config, "sdpa", torch.bfloat16, 2)
+    script.add_lora(model, config, "llama-3-8b")
+    with_dora = script.model_sizes(model, config, 2, 2048)
+    plans = [script.planned(plain, sizes), script.planned(config, with_dora)]
+    print("plain and DoRA, GiB:", *(round(size / 2**30, 2) for size in plans))
+    assert plans[1] > plans[0] + with_dora.peft_at_once > plans[0] + 14336**2 * 4
+
+    layer = make_attention(targets=("q_proj",), use_dora=True).q_proj
+    x, saved = torch.randn(100, 64, dtype=torch.bfloat16, requires_grad=True), {}
+
+    def keep(t):
+        saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    layer.base_layer.dtype = layer.base_layer.quant_state.dtype = torch.bfloat16
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        out = layer(x.to(DEVICE))
+    weights = sum(p.nbytes for p in layer.parameters() if p.requires_grad)
+    per_token = (sum(saved.values()) - weights) / len(x)
+    bound = script.peft_sizes(layer, config)["peft_token"]
+    print(f"{per_token} bytes a token are saved, {bound} planned")
+    assert out.requires_grad and 0.6 * bound <= per_token <= bound
 
 
 def test_auto_keeps_as_many_blocks_as_fit():

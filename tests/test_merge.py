@@ -333,6 +333,12 @@ def put_nan(tensors):
     tensors[first(tensors, "A")][0, 0] = float("nan")
 
 
+def add_magnitude(tensors):
+    name = first(tensors, "B")
+    norms = tensors[name].norm(dim=1)
+    tensors[name.replace("lora_B.weight", "lora_magnitude_vector")] = norms
+
+
 def wrong_base(run, out):
     config = Qwen2Config(
         vocab_size=400, hidden_size=64, intermediate_size=96, num_hidden_layers=4,
@@ -356,7 +362,11 @@ BAD = {
         edit_adapter(lambda t: [t[n].zero_() for n in t if "lora_B" in n]), "untrained",
     ),
     "wrong base": (wrong_base, "the base model and rank 16 ask for [16, 96]"),
-    "DoRA": (edit_json("adapter_config.json", use_dora=True), "use_dora True is more than"),
+    "no magnitudes": (
+        edit_json("adapter_config.json", use_dora=True), "lora_magnitude_vector of model.layers.0",
+    ),
+    "magnitudes without DoRA": (edit_adapter(add_magnitude), "use_dora False"),
+    "another variant": (edit_json("adapter_config.json", lora_bias=True), "lora_bias True is more"),
     "PiSSA": (edit_json("adapter_config.json", init_lora_weights="pissa"), "'pissa' changes"),
     "other alpha rank": (edit_json("adapter_config.json", r=8), "rank 8 ask for [8, 512]"),
     "no run": (lambda run, out: (run / "train_config.json").unlink(), "train_config.json that"),

@@ -15,7 +15,7 @@ import bitsandbytes as bnb
 import pytest
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from test_nodes import SEVERAL, free_ports
 from torch.utils.checkpoint import checkpoint
@@ -82,13 +82,17 @@ def linear_weights(model_dir):
     return {k: v for k, v in weights.items() if k.endswith("_proj.weight")}
 
 
-def write_adapter(path, model_dir, rank=4):
-    """Random values for A and B: a fresh adapter's B is zero and would hide half the gradients."""
+def write_adapter(path, model_dir, rank=4, dora=False):
+    """Random values for A and B: a fresh adapter's B is zero and would hide half the gradients.
+    With DoRA also for the magnitudes, which a fresh adapter has as the norms of rows."""
     generator, adapter = torch.Generator().manual_seed(1), {}
     for name, weight in linear_weights(model_dir).items():
         base = f"base_model.model.{name.removesuffix('.weight')}"
         for key, shape in ("lora_A", (rank, weight.shape[1])), ("lora_B", (weight.shape[0], rank)):
             adapter[f"{base}.{key}.weight"] = torch.randn(shape, generator=generator) * 0.05
+        if dora:
+            factors = 1 + 0.2 * torch.randn(weight.shape[0], generator=generator)
+            adapter[f"{base}.lora_magnitude_vector"] = weight.float().norm(dim=1) * factors
     save_file(adapter, path)
     return str(path)
 
@@ -109,6 +113,15 @@ SETTINGS = {
     "bfloat16": {"compute_dtype": "bfloat16"},
     "sliced": {"compute_dtype": "float32", "offload_activations": True, "slice_tokens": 7},
     "sliced bfloat16": {"compute_dtype": "bfloat16", "slice_tokens": 7},
+    "rslora": {"compute_dtype": "float32", "use_rslora": True},
+}
+DORA = {  # of an adapter of its own
+    "float32": {"compute_dtype": "float32"},
+    "bfloat16": {"compute_dtype": "bfloat16"},
+    "none": {"compute_dtype": "float32", "recompute": "none"},
+    "sliced": {"compute_dtype": "float32", "offload_activations": True, "slice_tokens": 7},
+    "halves": {"compute_dtype": "float32", "keep_residual": True, "reuse_weights": True},
+    "offload": {"compute_dtype": "float32", "offload_params": True},
 }
 if DEVICE == "cuda":
     SETTINGS["fused"] = {"compute_dtype": "float32", "fused": True}
@@ -146,6 +159,7 @@ def worked(models, tmp_path_factory):
         for kind, model in models.items()
     }
     adam = write_adapter(inputs / "adam.safetensors", models["llama"], rank=64)
+    adapters["dora"] = write_adapter(inputs / "dora.safetensors", models["qwen2"], dora=True)
     done = {}
 
     def work(nproc):
@@ -154,6 +168,7 @@ def worked(models, tmp_path_factory):
             return done[nproc]
         out = done[nproc] = tmp_path_factory.mktemp(f"ranks-{nproc}")
         jobs = [{"case": "quantized", "models": list(models.values()), "out": "quantized"},
+                {"case": "magnitudes", "model": models["qwen2"], "out": "magnitudes"},
                 {"case": "vocabulary", "out": "vocabulary"}]
         if nproc in (2, 3):
             jobs.append({"case": "optimizer", "model": models["llama"], "adapter": adam,
@@ -165,6 +180,10 @@ def worked(models, tmp_path_factory):
                      for kind, model in models.items()]
             jobs.append({**jobs[-len(models)], "out": "memory", "settings": {
                 k: {"lora_rank": 4, **v} for k, v in MEMORY_FLAGS.items()}})
+            jobs.append({"case": "gradients", "model": models["qwen2"], "batch": batch,
+                         "adapter": adapters["dora"], "out": "dora",
+                         "settings": {k: {"lora_rank": 4, "use_dora": True, **v}
+                                      for k, v in DORA.items()}})
             jobs.append({"case": "logits", "model": models["llama"], "batch": batch,
                          "adapter": adapters["llama"], "out": "logits"})
             jobs.append({"case": "patterns", "out": "patterns"})
@@ -204,7 +223,7 @@ def test_gathered_bytes_equal_bitsandbytes_on_whole_tensors(nproc, models, worke
     assert checked == 3 * 3 * 7
 
 
-def reference(model_dir, adapter, batch, dtype):
+def reference(model_dir, adapter, batch, dtype, **variant):
     """transformers + bitsandbytes + PEFT in one process: the loss and every LoRA gradient."""
     quantization = BitsAndBytesConfig(
         load_in_4bit=True,
@@ -216,18 +235,22 @@ def reference(model_dir, adapter, batch, dtype):
     model = AutoModelForCausalLM.from_pretrained(
         model_dir, quantization_config=quantization, dtype=dtype, device_map={"": DEVICE}
     )
-    config = LoraConfig(r=4, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    config = LoraConfig(
+        r=4, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM", **variant
+    )
     model = get_peft_model(model, config).train()
     values = load_file(adapter)
-    params = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    assert len(params) == len(values)
-    for name, p in params.items():
-        p.data.copy_(values[name.replace(".default", "")])
+    set_peft_model_state_dict(model, values)
+    taken = get_peft_model_state_dict(model)
+    assert taken.keys() == values.keys()
+    assert all(torch.equal(taken[name].cpu(), values[name]) for name in values)
     data = {name: tensor.to(DEVICE) for name, tensor in load_file(batch).items()}
     logits = model(input_ids=data["input_ids"]).logits[:, :-1].float()
     loss = F.cross_entropy(logits.flatten(0, 1), data["labels"][:, 1:].flatten())
     loss.backward()
-    return loss.item(), {n.replace(".default", ""): p.grad.cpu() for n, p in params.items()}
+    grads = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+    grads = get_peft_model_state_dict(model, grads)  # by the names that files have
+    return loss.item(), {n: grad.cpu() for n, grad in grads.items()}
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2"])
@@ -240,10 +263,62 @@ def test_loss_and_gradients_equal_transformers_and_peft(kind, models, worked):
     for name, grad in exact.items():
         assert (got[f"float32/{name}"] - grad).norm() <= 1e-5 * grad.norm(), name
 
-    for other in (name for name, v in SETTINGS.items() if v["compute_dtype"] == "float32"):
+    for other in (n for n in SETTINGS if "bfloat16" not in n and n != "rslora"):
         for name in exact:  # the same terms, summed in another order: up to 1.02e-6, by the CPU
             want = got[f"float32/{name}"]
             assert (got[f"{other}/{name}"] - want).norm() <= 1e-5 * want.norm(), (other, name)
+
+
+def assert_equal_reference(got, loss, exact):
+    assert abs(got["loss"] - loss) <= 1e-5 * loss
+    for name, grad in exact.items():
+        assert (got[name] - grad).norm() <= 1e-5 * grad.norm(), name
+
+
+def of_setting(got, setting):
+    return {k.removeprefix(f"{setting}/"): v for k, v in got.items() if k.startswith(f"{setting}/")}
+
+
+def test_rslora_equals_peft(models, worked):
+    work, adapters, batch = worked
+    got = of_setting(load_file(work(2) / "llama"), "rslora")
+    plain, _ = reference(models["llama"], adapters["llama"], batch, torch.float32)
+    loss, exact = reference(
+        models["llama"], adapters["llama"], batch, torch.float32, use_rslora=True
+    )
+    assert abs(loss - plain) > 1e-3 * plain
+    assert_equal_reference(got, loss, exact)
+
+
+def test_dora_equals_peft(models, worked):
+    """With biases, which PEFT's DoRA must leave alone, and whatever is recomputed or offloaded."""
+    work, adapters, batch = worked
+    got = load_file(work(2) / "dora")
+    exact = reference(models["qwen2"], adapters["dora"], batch, torch.float32, use_dora=True)
+    assert len(exact[1]) == 3 * 7 * 3
+    for setting in (name for name, v in DORA.items() if v["compute_dtype"] == "float32"):
+        assert_equal_reference(of_setting(got, setting), *exact)
+    loss, theirs = reference(
+        models["qwen2"], adapters["dora"], batch, torch.bfloat16, use_dora=True
+    )
+    assert abs(got["bfloat16/loss"] - loss) <= 1e-3 * loss
+    norm = torch.cat([g.flatten() for g in exact[1].values()]).norm()
+    for who, grads in ("theirs", theirs), ("ours", of_setting(got, "bfloat16")):
+        off = torch.cat([(grads[n] - g).flatten() for n, g in exact[1].items()]).norm() / norm
+        print(f"bf16 gradients of {who}: {off:.2%} from the exact ones")
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3, 4])
+def test_magnitudes_begin_as_norms_of_what_bitsandbytes_gives(nproc, models, worked):
+    got, weights = load_file(worked[0](nproc) / "magnitudes"), linear_weights(models["qwen2"])
+    assert len(got) == len(weights)
+    for name, weight in weights.items():
+        packed, state = bnb.functional.quantize_4bit(
+            weight.to(DEVICE), blocksize=64, compress_statistics=True, quant_type="nf4"
+        )
+        want = bnb.functional.dequantize_4bit(packed, state).float().norm(dim=1)
+        key = f"base_model.model.{name.removesuffix('.weight')}.lora_magnitude_vector"
+        assert torch.equal(got[key], want.cpu()), name
 
 
 def make_attention(bias=False, targets=("q_proj", "k_proj", "v_proj"), **flags):

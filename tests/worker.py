@@ -90,6 +90,16 @@ def quantized(job, device):
     return out
 
 
+def magnitudes(job, device):
+    """The values that DoRA's magnitudes begin with."""
+    model, params, masters, views = make_model(
+        job["model"], device, use_dora=True, compute_dtype="bfloat16"
+    )
+    mesh = next(iter(params.values())).device_mesh
+    script.init_magnitudes(model, mesh, views, params)
+    return {k: v for k, v in script.gather_adapter(params).items() if "magnitude" in k}
+
+
 def vocabulary(job, device):
     """Embedding and loss of all ranks' tokens by a sharded vocabulary, and what they came from."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
@@ -177,6 +187,9 @@ def gradients(job, device):
             (loss / tokens).backward()
         out[f"{name}/dequantised"] = torch.tensor([counts[n] for n in LINEARS])
         loss = loss.detach().clone()
+        for layer in (m for m in model.modules() if isinstance(m, script.PeftLinear)):
+            # what is gathered: bf16 has no room for what magnitudes learn
+            assert layer.lora_magnitude_vector["default"].weight.dtype == torch.float32
         layers = [m for m in model.modules() if isinstance(m, script.LoraNF4Linear)]
         # in each block k and v come with q, and up with gate; and all was taken
         assert sum(len(layer.siblings) for layer in layers) == 3 * len(layers) / 7

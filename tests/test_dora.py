@@ -1,0 +1,145 @@
+"""DoRA and rsLoRA from training to the merged model, against PEFT itself.
+
+What one step computes is in test_numbers.py. All runs here are one launch of two processes.
+"""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from test_merge import ROWS, load_4bit, logits_of, nf4_and_back
+from test_nodes import SEVERAL, free_ports
+from test_numbers import torchrun
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import merge_adapters
+import train_fsdp_qlora as script
+
+STEPS = 8
+MAGNITUDE = "lora_magnitude_vector"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The directory of the runs below, each of which takes all 16 rows in every step."""
+    base = tmp_path_factory.mktemp("dora")
+    (base / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    flags = ["--dataset", "data.jsonl", "--batch_size", "16", "--max_steps", str(STEPS)]
+    flags += ["--save_every", str(STEPS - 1), "--target_modules", "q_proj", "v_proj", "down_proj"]
+    cut = ["--use_dora", "--lora_dropout", "0.1", "--max_steps", "4", "--save_every", "2"]
+    break_off = "cp -r whole resumed; rm -r resumed/adapter_* resumed/checkpoint-000004"
+    jobs = [
+        {"argv": [*flags, "--use_dora", "--output_dir", "dora"]},
+        {"argv": [*flags, "--use_rslora", "--output_dir", "rslora"]},
+        {"argv": [*flags, "--output_dir", "plain"]},
+        {"argv": [*flags, *cut, "--output_dir", "whole"]},
+        {"argv": [*flags, *cut, "--output_dir", "resumed", "--resume"], "before": break_off},
+    ]
+    for job, port in zip(jobs, free_ports(len(jobs))):
+        job["port"] = port
+    (base / "jobs.json").write_text(json.dumps(jobs))
+    torchrun(2, SEVERAL, base / "jobs.json", cwd=base)
+    return base
+
+
+def losses(run):
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("kind", ["dora", "rslora"])
+def test_adapter_in_peft_gives_the_loss_of_training(kind, runs):
+    base = runs / kind / "demo" / "model"
+    # the adapter of one step less: a step's loss is taken before its update
+    checkpoint = runs / kind / f"checkpoint-{STEPS - 1:06d}"
+    model = PeftModel.from_pretrained(load_4bit(base), checkpoint)
+    settings = json.loads((checkpoint / "adapter_config.json").read_text())
+    assert (settings["use_dora"], settings["use_rslora"]) == (kind == "dora", kind == "rslora")
+    tokenizer, loss, tokens = AutoTokenizer.from_pretrained(base), 0.0, 0
+    for row in ROWS:
+        prompt = tokenizer(row["prompt"])["input_ids"]
+        answer = tokenizer(row["completion"])["input_ids"] + [tokenizer.eos_token_id]
+        logits = logits_of(model, [prompt + answer])[len(prompt) - 1 : -1]
+        target = torch.tensor(answer)
+        loss += float(torch.nn.functional.cross_entropy(logits, target, reduction="sum"))
+        tokens += len(answer)
+    first, *_, last = losses(runs / kind)
+    print(f"{kind}: {first:.5f} to {last:.5f} in training, {loss / tokens:.5f} with PEFT")
+    assert last < 0.99 * first
+    assert loss / tokens == pytest.approx(last, rel=2e-3)
+
+
+def test_every_adapter_begins_as_nothing(runs):
+    """Magnitude by norm is exactly 1, and B is 0."""
+    dora, plain = losses(runs / "dora"), losses(runs / "plain")
+    assert dora[0] == losses(runs / "rslora")[0] == plain[0]
+    assert abs(dora[-1] - plain[-1]) > 1e-4 * plain[-1]
+
+
+@pytest.mark.parametrize("kind", ["dora", "rslora"])
+def test_merged_weights_are_what_peft_merges_in_fp32(kind, runs, tmp_path, capsys):
+    run, out = runs / kind, tmp_path / "merged"
+    merge_adapters.main(["--adapter_dir", str(run), "--output_dir", str(out), "--device", "cpu"])
+    text = capsys.readouterr().out
+    error, = map(float, re.findall(r"are ([\d.]+) of that away", text))
+    rounding, = map(float, re.findall(r"differs from the exact sum by ([\d.]+)", text))
+    print(f"{kind}: {error} of the adapter's effect, by rounding {rounding}")
+    assert error < 0.1 and rounding < 0.1
+
+    model = AutoModelForCausalLM.from_pretrained(run / "demo" / "model", dtype=torch.float32)
+    for name, p in model.named_parameters():
+        if "_proj." in name:
+            p.data = nf4_and_back(p.data.bfloat16()).float()
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+    want = PeftModel.from_pretrained(model, run).merge_and_unload().state_dict()
+    got, changed = load_file(out / "model.safetensors"), 0
+    for name, weight in got.items():
+        # half a step of bf16, and where fp32 ends up on the other side of its middle, no more
+        distance = (weight.double() - want[name].double()).abs()
+        assert (distance <= 2**-8 * 1.001 * want[name].double().abs()).all(), name
+        changed += not torch.equal(before[name], want[name])
+    assert changed == 4 * 3
+
+
+def test_magnitudes_are_trained_and_resumed_bit_for_bit(runs):
+    """A rank's part of some magnitudes is no whole block of 8-bit state: 64 of 256 values."""
+    got, want = (load_file(runs / n / "adapter_model.safetensors") for n in ("resumed", "whole"))
+    assert got.keys() == want.keys() and len(got) == 4 * 3 * 3
+    assert all(torch.equal(got[name], want[name]) for name in got)
+    assert losses(runs / "resumed") == losses(runs / "whole")
+    early = load_file(runs / "whole" / "checkpoint-000002" / "adapter_model.safetensors")
+    magnitudes = [name for name in want if name.endswith(f".{MAGNITUDE}")]
+    assert len(magnitudes) == 4 * 3
+    for name in magnitudes:
+        assert want[name].dtype == torch.float32 and want[name].dim() == 1
+        assert (want[name] != early[name]).float().mean() > 0.99
+
+
+def test_dora_is_resumed_on_another_number_of_processes(runs, run_main, monkeypatch):
+    shutil.copytree(runs / "resumed", runs / "alone")
+    shutil.rmtree(runs / "alone" / "checkpoint-000004")
+    monkeypatch.chdir(runs)
+    job = json.loads((runs / "jobs.json").read_text())[-1]["argv"]
+    code, out, err = run_main(*job, "--lora_dropout", "0", "--output_dir", "alone")
+    assert code == 1 and "--lora_dropout 0.1, not 0.0" in err
+    code, out, err = run_main(*job, "--output_dir", "alone")
+    assert code == 0, err
+    assert "cut anew" in out and "use_dora runs in PEFT's own forward" in out
+    for got, want in zip(losses(runs / "alone"), losses(runs / "whole"), strict=True):
+        assert got == pytest.approx(want, rel=5e-3)
+
+
+def test_checkpoint_from_before_the_flags_is_of_plain_lora(runs, tmp_path):
+    state = json.loads((runs / "plain" / f"checkpoint-{STEPS:06d}" / "checkpoint.json").read_text())
+    now = script.Config(**{**state["config"], "target_modules": ("q_proj", "v_proj", "down_proj")})
+    for name in "use_dora", "use_rslora":
+        assert state["config"].pop(name) is False
+    (tmp_path / "checkpoint.json").write_text(json.dumps(state))
+    assert script.check_resume(tmp_path, now, state["data_sha256"])["step"] == STEPS
+    for name in "use_dora", "use_rslora":
+        other = script.dataclasses.replace(now, **{name: True})
+        with pytest.raises(ValueError, match=f"--{name} False, not True"):
+            script.check_resume(tmp_path, other, state["data_sha256"])
