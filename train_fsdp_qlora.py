@@ -167,9 +167,10 @@ class Config:
         None, "of a recomputed block also keep what is between attention and MLP, so that"
         " attention's last product is not recomputed; none: where the memory allows"
     )
-    reuse_weights: bool | None = knob(
-        None, "keep the dequantised weights of a block's recomputation until its backward; none:"
-        " where the memory allows"
+    reuse_weights: str | None = knob(
+        None, "blocks whose dequantised weights are kept for backward: none; recomputed, from their"
+        " recomputation on; all, the others from forward on; none given: what the memory allows",
+        choices=("none", "recomputed", "all"),
     )
     offload_activations: bool = knob(
         False, "keep the inputs of recomputed blocks in pinned host memory until their backward"
@@ -875,7 +876,7 @@ class NF4Linear(nn.Linear):
         self.dtype = linear.weight.dtype
         self.quant_state = None
         self.fused = self.skipped = self.reused = False
-        self.recomputed_weight = None
+        self.kept_weight = None
 
     @property
     def W_q(self):
@@ -907,8 +908,6 @@ class NF4Linear(nn.Linear):
         """packed uint8 [n_blocks, 32] and absmax_codes uint8 [n_blocks] of this layer."""
         mine = slice(self.first_block, self.first_block + self.n_blocks)
         weight = self.weight
-        if isinstance(weight, DTensor):  # all of it is here, see shard_model
-            weight = weight.to_local()
         return weight.packed[mine], weight.absmax_codes[mine]
 
     def dequantize(self):
@@ -926,14 +925,14 @@ class NF4Linear(nn.Linear):
         return weight
 
     def forward_weight(self):
-        """The weight; if this is a recomputation that leaves it for backward, it does."""
+        """The weight; where backward is to use it again, it is left there."""
         weight = self.dequantize()
         if self.reused:
-            self.recomputed_weight = weight
+            self.kept_weight = weight
         return weight
 
     def backward_weight(self):
-        return self.dequantize() if self.recomputed_weight is None else self.recomputed_weight
+        return self.dequantize() if self.kept_weight is None else self.kept_weight
 
     def forward(self, x):
         return FrozenProduct.apply(x.flatten(0, -2), self.bias, self).unflatten(0, x.shape[:-1])
@@ -1018,7 +1017,7 @@ class FrozenProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         grad_x = grad @ ctx.layer.backward_weight()
-        ctx.layer.recomputed_weight = None
+        ctx.layer.kept_weight = None
         return grad_x, None, None
 
 
@@ -1138,23 +1137,23 @@ def token_losses(model, input_ids, positions, labels, *documents):
     return model.get_output_embeddings()(hidden.last_hidden_state.flatten(0, 1)[positions], labels)
 
 
-def document_attention(
-    kernel, module, query, key, value, attention_mask=None, *, cu_seq_lens, lengths, scaling=None,
-    dropout=0.0, sliding_window=None, softcap=None, s_aux=None, **_,
+def causal_attention(
+    kernel, module, query, key, value, attention_mask=None, *, cu_seq_lens=None, lengths=None,
+    scaling=None, dropout=0.0, sliding_window=None, softcap=None, s_aux=None, **_,
 ):  # fmt: skip
-    """Causal attention of each document of a row to itself, called as transformers does: query
-    [1, heads, tokens, size], key and value alike; returns [1, tokens, heads, size].
+    """Causal attention, called as transformers does: query [rows, heads, tokens, size], key and
+    value alike; returns [rows, tokens, heads, size]. With `lengths` there is one row, of documents
+    that see nothing but themselves.
 
     Where documents begin and end is known on the host and on the GPU: neither asks the other.
     """
-    assert attention_mask is None, "packs need no mask"
-    if softcap is not None or s_aux is not None:
-        raise ValueError("--packing: not for a model with soft-capped attention or with sinks")
+    assert attention_mask is None and softcap is None and s_aux is None, "attends without these"
     if kernel and not dropout:
-        q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+        q, k, v = (t.transpose(1, 2) for t in (query, key, value))
         window = (-1 if sliding_window is None else sliding_window - 1, 0)
-        return kernel(q, k, v, cu_seq_lens, max(lengths), scaling, window)[None], None
+        return kernel(q, k, v, scaling, window, cu_seq_lens, lengths and max(lengths)), None
     outs = []
+    lengths = lengths or (query.shape[2],)
     for q, k, v in zip(*(t.split(lengths, 2) for t in (query, key, value))):
         mask, n = None, q.shape[2]
         if sliding_window is not None and n > sliding_window:
@@ -1163,24 +1162,25 @@ def document_attention(
         outs.append(F.scaled_dot_product_attention(
             q, k, v, mask, dropout, mask is None, scale=scaling, enable_gqa=True
         ))  # fmt: skip
-    return torch.cat(outs, 2).transpose(1, 2), None
+    return (outs[0] if len(outs) == 1 else torch.cat(outs, 2)).transpose(1, 2), None
 
 
-def varlen_kernel(attention, config, device):
-    """A function (q, k, v [tokens, heads, size], cu_seq_lens, longest, scaling, window) for all of
-    a row's documents at once, or None."""
+def attention_kernel(attention, config, device):
+    """A function (q, k, v [rows, tokens, heads, size], scaling, window, cu_seq_lens, longest) that
+    returns the same; with --packing for all of a row's documents at once. None: sdpa is."""
     if attention == "flash_attention_2":
-        from flash_attn import flash_attn_varlen_func
+        from flash_attn import flash_attn_func, flash_attn_varlen_func
 
-        def flash(q, k, v, bounds, longest, scaling, window):
-            return flash_attn_varlen_func(
-                q, k, v, bounds, bounds, longest, longest, softmax_scale=scaling, causal=True,
-                window_size=window,
-            )  # fmt: skip
+        def flash(q, k, v, scaling, window, bounds, longest):
+            options = dict(softmax_scale=scaling, causal=True, window_size=window)
+            if bounds is None:
+                return flash_attn_func(q, k, v, **options)
+            bounds, longest = (bounds, bounds), (longest, longest)
+            return flash_attn_varlen_func(q[0], k[0], v[0], *bounds, *longest, **options)[None]
 
         return flash
     flash_gpu = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-    if not flash_gpu or config.compute_dtype != "bfloat16":
+    if not config.packing or not flash_gpu or config.compute_dtype != "bfloat16":
         return None
     from torch.nn.attention.varlen import varlen_attn
 
@@ -1188,29 +1188,35 @@ def varlen_kernel(attention, config, device):
     grouped = "enable_gqa" in inspect.signature(varlen_attn).parameters
     options = {"enable_gqa": True} if grouped else {}
 
-    def torchs(q, k, v, bounds, longest, scaling, window):
+    def torchs(q, k, v, scaling, window, bounds, longest):
+        bounds, longest = (bounds, bounds), (longest, longest)
         return varlen_attn(
-            q, k, v, bounds, bounds, longest, longest, scale=scaling, window_size=window, **options
-        )
+            q[0], k[0], v[0], *bounds, *longest, scale=scaling, window_size=window, **options
+        )[None]
 
     return torchs
 
 
-def attend_in_documents(model, attention, config, device):
-    """Make document_attention the model's.
+def attend_causally(model, attention, config, device):
+    """Make causal_attention the model's, where that is all it does.
 
     Under a name of its own transformers makes no mask for it. Otherwise it would find out from
-    position_ids whether there are several documents, for which the host waits for the GPU.
+    position_ids whether there are several documents, for which the host waits for the GPU in each
+    forward, and with Flash Attention 2 and one row in each layer.
     """
-    if not model._supports_attention_backend:
-        raise ValueError(f"--packing: the attention of {type(model).__name__} cannot be told where"
-                         " documents begin; leave it out")
-    kernel = varlen_kernel(attention, config, device)
-    transformers.AttentionInterface.register(
-        "documents", functools.partial(document_attention, kernel)
-    )
-    model.set_attn_implementation("documents")
-    assert model.config._attn_implementation == "documents", "transformers kept its own attention"
+    able = model._supports_attention_backend
+    if not able or getattr(model.config, "attn_logit_softcapping", None):
+        if config.packing:
+            raise ValueError(f"--packing: the attention of {type(model).__name__} cannot be told"
+                             " where documents begin; leave it out")
+        return
+    window = getattr(model.config, "sliding_window", None)
+    if not config.packing and attention == "sdpa" and window and window < config.max_seq_len:
+        return  # it makes one mask for all layers
+    kernel = attention_kernel(attention, config, device)
+    transformers.AttentionInterface.register("causal", functools.partial(causal_attention, kernel))
+    model.set_attn_implementation("causal")
+    assert model.config._attn_implementation == "causal", "transformers kept its own attention"
 
 
 @functools.lru_cache(None)
@@ -1727,7 +1733,7 @@ def shard_range(n, shard, shards):
 def shard_blocks(layer, shard):
     """Which blocks a shard has of an NF4Linear, of its own n_blocks, and where they are in the
     shard: two slices."""
-    local = layer.weight.to_local().shape[0]
+    local = len(local_part(layer.weight))
     start, stop = (min(max(at - layer.first_block, 0), layer.n_blocks)
                    for at in (shard * local, (shard + 1) * local))  # fmt: skip
     place = start + layer.first_block - shard * local
@@ -1801,10 +1807,13 @@ def stored_shard(values, layers, stored, shard, local):
 
 
 def set_local(module, name, local):
-    """Give a sharded meta parameter its local values; returns the new parameter."""
+    """Give a meta parameter its local values; returns the new parameter."""
     old = getattr(module, name)
-    # as FSDP2 does it; DTensor.from_local would move an offloaded shard to the GPU
-    value = DTensor(local, old._spec, requires_grad=False)
+    if isinstance(old, DTensor):
+        # as FSDP2 does it; DTensor.from_local would move an offloaded shard to the GPU
+        value = DTensor(local, old._spec, requires_grad=False)
+    else:
+        value = local.to(old.dtype)
     setattr(module, name, nn.Parameter(value, requires_grad=old.requires_grad))
     return getattr(module, name)
 
@@ -1826,9 +1835,9 @@ def load_weights(model, read, mesh, dtype, device, stored=None, offload=False):
             users.setdefault(p, []).append((full_name, module, name))
     homes = {}
     for p, ((full_name, *_), *_) in users.items():
-        if isinstance(p.to_local(), NF4Blocks):
+        if isinstance(local_part(p), NF4Blocks):
             if not offload:  # all before what comes and goes: gaps between them would stay
-                homes[p] = NF4Blocks.zeros(len(p.to_local()), device)
+                homes[p] = NF4Blocks.zeros(len(local_part(p)), device)
             for layer_name, layer, _ in users[p]:
                 requests += layer_requests(layer_name, layer, shard, stored)
         else:
@@ -1844,10 +1853,10 @@ def load_weights(model, read, mesh, dtype, device, stored=None, offload=False):
     bar = tqdm(users.items(), "load and quantise", unit="tensor", disable=dist.get_rank() != 0)
     for p, places in bar:
         names, modules, (key, *_) = zip(*places)
-        if isinstance(p.to_local(), NF4Blocks):
+        if isinstance(local_part(p), NF4Blocks):
             local = homes.pop(p, None)
             if local is None:
-                local = NF4Blocks.zeros(len(p.to_local()), device)
+                local = NF4Blocks.zeros(len(local_part(p)), device)
             if stored:
                 states = [stored[name] for name in names]
                 states = stored_shard(values, modules, states, shard, local)
@@ -1937,7 +1946,7 @@ class LoraUp(torch.autograd.Function):
                 # no name for the weight: it must go before the next layer's is there
                 grad_x = (grad @ layer.backward_weight() if grad_x is None
                           else grad_x.addmm_(grad, layer.backward_weight()))
-            layer.recomputed_weight = None
+            layer.kept_weight = None
         grad_a = scaled_product(grad_down.t(), x, ctx.scaling).split_with_sizes(ranks)
         if ctx.dropped:
             grad_x, grad_plain = scaled_product(grad_down, a, ctx.scaling), grad_x
@@ -2067,7 +2076,7 @@ def load_lora(model, read, mesh, device):
         for name, p in module._parameters.items()
         if p is not None and p.requires_grad
     ]
-    parts = [getattr(m, name).to_local() for _, m, name in todo]
+    parts = [local_part(getattr(m, name)) for _, m, name in todo]
     aligned = [math.ceil(p.numel() / STATE_BLOCK) * STATE_BLOCK for p in parts]
     flat = torch.zeros(sum(aligned), device=device)
     views, offset = {}, 0
@@ -2092,7 +2101,8 @@ def init_magnitudes(model, mesh, views, params):
     group = mesh.get_group("shard")
     layers = {m: name for name, m in model.named_modules() if isinstance(m, PeftLinear)}
     for block in decoder_blocks(model):
-        block.unshard()
+        if isinstance(block, FSDPModule):
+            block.unshard()
         for layer in (m for m in block.modules() if m in layers):
             for key, magnitude in layer.lora_magnitude_vector.items():
                 weight = layer.base_layer.dequantize().float()
@@ -2100,7 +2110,8 @@ def init_magnitudes(model, mesh, views, params):
                 rows = shard_range(len(norms), dist.get_rank(group), dist.get_world_size(group))
                 view = views[f"{layers[layer]}.lora_magnitude_vector.{key}.weight"]
                 view.copy_(norms[rows.start : rows.stop])
-        block.reshard()
+        if isinstance(block, FSDPModule):
+            block.reshard()
     publish_masters(views, params)
 
 
@@ -2122,7 +2133,7 @@ def model_sizes(model, config, shards, longest):
             sizes = {"adapter" if p.requires_grad else "plain": p.numel() * item}
         for kind, size in sizes.items():
             n[kind] += size / shards
-            whole = kind in ("codes", "scales") and shards == 1 and not config.offload_params
+            whole = shards == 1 and not config.offload_params
             n["gathered"] += size if p in in_block and not whole else 0
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     kv_heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
@@ -2190,13 +2201,17 @@ def memory_plan(config, sizes):
     live_attention = attention + row * (3 * sizes.hidden + 2 * sizes.query + sizes.key_value)
     if not in_halves:
         live_mlp += attention
-    if config.reuse_weights and recomputed == sizes.blocks:
+    reused = config.reuse_weights in ("recomputed", "all")
+    if reused and recomputed == sizes.blocks:
         if tokens <= SLICE_TOKENS:
             live_mlp += sizes.mlp_weights - sizes.widest  # down_proj's is in use at that time
         live_mlp += 0 if in_halves else sizes.attention_weights
         live_attention += sizes.attention_weights
     live = max(live_mlp, live_attention)
-    kept = (sizes.blocks - recomputed) * (block_input + attention + mlp)
+    kept_block = block_input + attention + mlp
+    if config.reuse_weights == "all":
+        kept_block += sizes.mlp_weights + sizes.attention_weights
+    kept = (sizes.blocks - recomputed) * kept_block
     if recomputed < sizes.blocks:  # the last block, whose backward comes first, is among them
         live -= attention + mlp
     n_inputs = kept_inputs(config, sizes.blocks)
@@ -2247,13 +2262,17 @@ def choose_recompute(config, sizes, limit):
             if fits(config, sizes, limit):
                 break
     n = recomputed_blocks(config, sizes.blocks)  # raises where there are not so many
-    for name, possible in ("keep_residual", sizes.has_halves), ("reuse_weights", True):
-        if getattr(config, name) is None:
-            more = dataclasses.replace(config, **{name: bool(possible and n)})
+    choices = {  # the first that there is room for, else the last
+        "keep_residual": [True] * (sizes.has_halves and n > 0) + [False],
+        "reuse_weights": ["all"] * (n < sizes.blocks) + ["recomputed"] * (n > 0) + ["none"],
+    }
+    for name, values in choices.items():
+        for value in values if getattr(config, name) is None else ():
+            more = dataclasses.replace(config, **{name: value})
             enough = fits(more, sizes, limit, 0.1) or planned(more, sizes) < planned(config, sizes)
-            if not enough or host_bytes(more, sizes) > min(host_share() / 2, HOST_SPARE):
-                more = dataclasses.replace(config, **{name: False})
-            config = more
+            if enough and host_bytes(more, sizes) <= min(host_share() / 2, HOST_SPARE):
+                break
+        config = more if getattr(config, name) is None else config
     return config
 
 
@@ -2318,7 +2337,7 @@ def say_plan(config, sizes, limit):
         + (f", and {host / 2**30:.2f} GiB of pinned host memory" if host else "")
         + f"; {recomputed_blocks(config, sizes.blocks)} of {sizes.blocks} blocks are recomputed"
         + (" in halves" if config.keep_residual else "")
-        + (", with weights that backward uses again" if config.reuse_weights else ""))
+        + (", with weights that backward uses again" if config.reuse_weights != "none" else ""))
 
 
 def gemm_ceiling(model, dtype, tokens, device):
@@ -2541,7 +2560,11 @@ def recompute_blocks(model, config, device, longest):
     switch: 5.17 puts its checkpoint outside those hooks, 5.23 inside.
     """
     blocks = decoder_blocks(model)
-    blocks = list(blocks)[: recomputed_blocks(config, len(blocks))]
+    n = recomputed_blocks(config, len(blocks))
+    for layer in blocks[n:].modules():
+        if isinstance(layer, NF4Linear):
+            layer.reused = config.reuse_weights == "all"
+    blocks = list(blocks)[:n]
     values = config.micro_batch_size * longest * model.config.hidden_size
     n_bytes = values * getattr(torch, config.compute_dtype).itemsize
     pack, unpack = host_hooks(kept_inputs(config, len(blocks)), n_bytes, device)
@@ -2564,7 +2587,8 @@ def recompute_blocks(model, config, device, longest):
         for module in block.modules():
             if SWIGLU_MLP in inspect.getsource(type(module).forward):
                 module.forward = functools.partial(sliced_mlp, module, module.forward)
-        layers = [m for m in block.modules() if isinstance(m, NF4Linear) and config.reuse_weights]
+        layers = [m for m in block.modules() if isinstance(m, NF4Linear)]
+        layers = layers if config.reuse_weights in ("recomputed", "all") else []
         if config.keep_residual:
             block.forward = functools.partial(
                 both_halves,
@@ -2637,7 +2661,9 @@ def make_mesh(shards, device):
 
 
 def shard_model(model, mesh, compute_dtype, config):
-    """FSDP2 units: a decoder block each, and the root with what is left, the last norm."""
+    """FSDP2 units: a decoder block each, and the root with what is left, the last norm. Where one
+    GPU holds a copy of the model there is nothing to gather, and FSDP2 would copy and cast each
+    weight at each use all the same: a third of the 8B's kernels. There are none then."""
     # PEFT's own forward computes in the adapter's dtype: in bf16 DoRA's factors, magnitude by norm,
     # would round to steps of 0.4 %, as large as what they learn
     by_peft = any(isinstance(m, PeftLinear) for m in model.modules())
@@ -2646,9 +2672,11 @@ def shard_model(model, mesh, compute_dtype, config):
         cast_forward_inputs=False,
     )  # fmt: skip
     ignored, blocks = shard_vocabulary(model, mesh), decoder_blocks(model)
-    if mesh["shard"].size() == 1 and not config.offload_params:
-        # on one GPU they are whole: FSDP2 would copy them three times at each use
-        ignored |= keep_whole(blocks, mesh)
+    if is_whole(mesh, config):
+        for p in model.parameters():
+            if p.requires_grad and not by_peft:  # the masters stay in fp32
+                p.data = p.data.to(compute_dtype)
+        return
     shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, ignored_params=ignored)
     for block in blocks:
         shard(block, reshard_after_forward=config.reshard_after_forward)
@@ -2663,17 +2691,14 @@ def shard_model(model, mesh, compute_dtype, config):
             module.set_gradient_divide_factor(1.0)
 
 
-def keep_whole(blocks, mesh):
-    """Make the blocks' 4-bit parameters DTensors that nothing gathers; returns them."""
-    placements, kept = [*[Replicate()] * (mesh.ndim - 1), Shard(0)], set()
-    for block in blocks:
-        layers = [m for m in block.modules() if isinstance(m, NF4Linear)]
-        whole = DTensor.from_local(layers[0].weight, mesh, placements)
-        weight = nn.Parameter(whole, requires_grad=False)
-        for layer in layers:
-            layer.weight = weight
-        kept.add(weight)
-    return kept
+def is_whole(mesh, config):
+    """Whether one GPU holds a copy of the model; offloaded weights are FSDP2's to bring."""
+    return mesh["shard"].size() == 1 and not config.offload_params
+
+
+def local_part(parameter):
+    """What this rank has of a parameter; DTensor.to_local() takes 5 us, for autograd's sake."""
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
 
 
 def verify_model(model, compute_dtype):
@@ -2682,28 +2707,29 @@ def verify_model(model, compute_dtype):
     All ranks must call this.
     """
     n_bytes = {"4-bit": 0, "other frozen": 0, "adapter": 0, "of these on the host": 0}
-    seen = set()
+    seen, whole = set(), not isinstance(model, FSDPModule)
+    by_peft = any(isinstance(m, PeftLinear) for m in model.modules())
     for path, module in model.named_modules():
         for name, p in module._parameters.items():
             if p is None:
                 continue
             full_name = f"{path}.{name}"
-            assert isinstance(p, DTensor), f"{full_name} is not sharded"
-            local = p.to_local()
+            local = local_part(p)
+            assert whole or isinstance(p, DTensor), f"{full_name} is not sharded"
             assert not local.is_meta, f"{full_name} was not loaded"
             assert p.requires_grad == (".lora_" in full_name), f"{full_name} {p.requires_grad=}"
             if isinstance(local, NF4Blocks):
-                shards = p.device_mesh["shard"].size()
+                shards = 1 if whole else p.device_mesh["shard"].size()
                 assert local.shape[0] * shards == p.shape[0], f"{full_name} is not sharded"
                 kind, parts = "4-bit", [local.packed, local.absmax_codes]
             else:
-                want = torch.float32 if p.requires_grad else compute_dtype
-                assert p.dtype == want, f"{full_name} is {p.dtype}, not {want}"
+                want = torch.float32 if p.requires_grad and not whole else compute_dtype
+                assert by_peft or p.dtype == want, f"{full_name} is {p.dtype}, not {want}"
                 kind, parts = "adapter" if p.requires_grad else "other frozen", [local]
             if p in seen:
                 continue
             seen.add(p)
-            on_host = parts[0].is_cpu and p.device_mesh.device_type != "cpu"
+            on_host = parts[0].is_cpu and torch.cuda.is_available()
             n_bytes["of these on the host"] += on_host * sum(part.nbytes for part in parts)
             n_bytes[kind] += sum(part.nbytes for part in parts)
         assert not any(b.is_meta for b in module.buffers(recurse=False)), f"{path} buffers on meta"
@@ -2744,21 +2770,23 @@ def update_masters(optimizer, masters, rate):
 
 
 def set_master_grad(masters, views, params):
-    """Collect the sharded gradients of {name: parameter} in the masters' one gradient."""
-    parts, padding = [], masters.new_zeros(STATE_BLOCK)
+    """Add the gradients of {name: parameter} to the masters' one gradient."""
+    parts = []
     for name in views:
-        grad, params[name].grad = params[name].grad._local_tensor.view(-1), None
-        parts += [grad, padding[: -grad.numel() % STATE_BLOCK]]
-    masters.grad = torch.cat(parts)  # the GPU waits for this: not a copy for each
+        grad, params[name].grad = local_part(params[name].grad).reshape(-1), None
+        parts += [grad, grad.new_zeros(-grad.numel() % STATE_BLOCK)]
+    grad = torch.cat(parts).float()  # the GPU waits for this: not a copy for each
+    masters.grad = grad if masters.grad is None else masters.grad.add_(grad)
 
 
 @torch.no_grad()
 def publish_masters(views, params):
-    """Where a weight does not divide by the ranks, FSDP2 trains with a padded copy: renew it."""
-    for name, view in views.items():
-        local = params[name]._local_tensor  # to_local() takes 2 ms a step for 448 of them
-        if local.data_ptr() != view.data_ptr():
-            local.copy_(view)
+    """Renew what is computed with where that is not the masters themselves: a copy in the compute
+    dtype, or FSDP2's padded one of a weight that does not divide by the ranks."""
+    pairs = [(local_part(params[name]), view) for name, view in views.items()]
+    pairs = [(local, view) for local, view in pairs if local.data_ptr() != view.data_ptr()]
+    if pairs:
+        torch._foreach_copy_(*map(list, zip(*pairs)))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -2814,11 +2842,11 @@ def digest(path):
     return sha.hexdigest()
 
 
-def gather_adapter(params):
+def gather_adapter(params, views):
     """{PEFT name: whole fp32 weight on the CPU} on rank 0, {} elsewhere. All ranks must call."""
     adapter = {}
     for name, p in params.items():
-        whole = p.detach().full_tensor()
+        whole = p.detach().full_tensor() if isinstance(p, DTensor) else views[name]
         if dist.get_rank() == 0:
             adapter[peft_name(name)] = whole.cpu()
     return adapter
@@ -2857,7 +2885,7 @@ def save_checkpoint(run, directory, step):
     final = directory / CHECKPOINT.format(step)
     temporary = directory / f".{final.name}.part"
     part = rank_file(dist.get_rank(), dist.get_world_size())
-    adapter = gather_adapter(run.params)
+    adapter = gather_adapter(run.params, run.views)
     if run.masters.is_cuda:
         torch.cuda.synchronize()  # paged state is read on the host, where no stream orders it
 
@@ -3041,6 +3069,7 @@ def train_step(run, step):
     for the host. All ranks must call both."""
     config, masters = run.config, run.masters
     rank, world_size, rows = dist.get_rank(), dist.get_world_size(), config.micro_batch_size
+    sharded = isinstance(run.model, FSDPModule)
     batch = [run.examples[i] for i in step_rows(step, len(run.examples), config)]
     # every rank holds all rows' tokens, so that the global count needs no communication
     learnt_tokens = sum(int((labels[1:] != IGNORE).sum()) for _, labels, *_ in batch)
@@ -3049,13 +3078,17 @@ def train_step(run, step):
         micro_batch = batch[start : start + world_size * rows]
         micro_batch = collate(micro_batch, rank, world_size, masters.device)
         run.micro_batch_shape = micro_batch[0].shape
-        if config.shard_group_size < world_size:
+        last = start + world_size * rows >= config.batch_size
+        if sharded and config.shard_group_size < world_size:
             # copies of the model exchange gradients once a step, not once a micro-batch
-            run.model.set_requires_all_reduce(start + world_size * rows >= config.batch_size)
+            run.model.set_requires_all_reduce(last)
         loss = run.model(*micro_batch)
         (loss / learnt_tokens).backward()
         local_loss += loss.detach()
-    set_master_grad(masters, run.views, run.params)
+        if last or not sharded:  # FSDP2 adds up in fp32 by itself
+            set_master_grad(masters, run.views, run.params)
+    if not sharded and world_size > 1:
+        dist.all_reduce(masters.grad)
 
     everyone = all_gather(torch.stack([local_loss, masters.grad.norm().double() ** 2]))
     everyone[config.shard_group_size :, 1] = 0  # replicas, which have the same gradients
@@ -3229,8 +3262,7 @@ def train(config, device):
     model, shapes = together(
         build_model, model_config, attention.partition(":")[0], compute_dtype, shards
     )
-    if config.packing:
-        together(attend_in_documents, model, attention.partition(":")[0], config, device)
+    together(attend_causally, model, attention.partition(":")[0], config, device)
     stored = None
     if config.random_weights:
         read = random_reader(config.seed, compute_dtype, device)
@@ -3297,7 +3329,7 @@ def train(config, device):
     if config.random_weights and rows:
         say_speed(run, rows, sizes)
 
-    adapter = gather_adapter(params)
+    adapter = gather_adapter(params, views)
     on_rank_0(write_adapter, directory, adapter, lora_config)
     say_memory("at the end", device)
     say(f"adapter saved in {directory}; to merge it into the base model:")

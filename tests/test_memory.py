@@ -35,8 +35,8 @@ MEASURED = [
     ("llama-3-8b", 32, 4, 3.44, {}),
     ("llama-2-70b", 80, 2, 20.25, {**CAPPED, **HALVES}),
     ("llama-3-70b", 80, 2, 21.72, {**CAPPED, **HALVES}),
-    ("llama-2-70b", 8, 2, 6.45, {"reuse_weights": True, **HALVES}),
-    ("llama-3-8b", 16, 2, 4.06, {"reuse_weights": True, **HALVES}),
+    ("llama-2-70b", 8, 2, 6.45, {"reuse_weights": "recomputed", **HALVES}),
+    ("llama-3-8b", 16, 2, 4.06, {"reuse_weights": "recomputed", **HALVES}),
 ]
 
 
@@ -126,19 +126,22 @@ def test_recomputed_blocks_keep_more_where_memory_allows(monkeypatch):
         resolved = script.choose_recompute(config, sizes, limit_gib * 2**30)
         return resolved.keep_residual, resolved.reuse_weights
 
-    assert kept(config, 22.5) == (True, False)  # two inputs on the host, less to recompute at once
-    assert kept(config, 24) == (True, True)
-    assert kept(config, 22.5, host_gib=16) == (False, False)
+    assert kept(config, 22.5) == (True, "none")  # two inputs on the host, less to recompute at once
+    assert kept(config, 24) == (True, "recomputed")
+    assert kept(config, 22.5, host_gib=16) == (False, "none")
     sizes.longest = 32768  # 85 GiB would be pinned
     assert not kept(dataclasses.replace(config, max_seq_len=32768), 140, host_gib=400)[0]
     sizes.longest = 2048
     on_gpu = dataclasses.replace(config, offload_activations=False)
-    assert kept(on_gpu, 27) == (False, False)
-    assert kept(on_gpu, 34) == (True, False)
-    assert kept(dataclasses.replace(config, keep_residual=False), 24) == (False, True)
-    assert kept(dataclasses.replace(on_gpu, recompute="none"), 140) == (False, False)
+    assert kept(on_gpu, 27) == (False, "none")
+    assert kept(on_gpu, 34) == (True, "none")
+    assert kept(dataclasses.replace(config, keep_residual=False), 24) == (False, "recomputed")
+    assert kept(dataclasses.replace(on_gpu, recompute="none"), 140) == (False, "none")
+    some = dataclasses.replace(on_gpu, recompute="40", keep_residual=False)
+    assert kept(some, 80) == (False, "recomputed")
+    assert kept(some, 160) == (False, "all")
     sizes.has_halves = False
-    assert kept(config, 24) == (False, True)
+    assert kept(config, 24) == (False, "recomputed")
     with pytest.raises(ValueError, match="--keep_residual: this model's blocks"):
         kept(dataclasses.replace(config, keep_residual=True), 24)
 

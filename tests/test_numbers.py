@@ -113,6 +113,7 @@ SETTINGS = {
     "bfloat16": {"compute_dtype": "bfloat16"},
     "sliced": {"compute_dtype": "float32", "offload_activations": True, "slice_tokens": 7},
     "sliced bfloat16": {"compute_dtype": "bfloat16", "slice_tokens": 7},
+    "kept": {"compute_dtype": "float32", "recompute": "none", "reuse_weights": "all"},
     "rslora": {"compute_dtype": "float32", "use_rslora": True},
 }
 DORA = {  # of an adapter of its own
@@ -120,7 +121,7 @@ DORA = {  # of an adapter of its own
     "bfloat16": {"compute_dtype": "bfloat16"},
     "none": {"compute_dtype": "float32", "recompute": "none"},
     "sliced": {"compute_dtype": "float32", "offload_activations": True, "slice_tokens": 7},
-    "halves": {"compute_dtype": "float32", "keep_residual": True, "reuse_weights": True},
+    "halves": {"compute_dtype": "float32", "keep_residual": True, "reuse_weights": "recomputed"},
     "offload": {"compute_dtype": "float32", "offload_params": True},
 }
 if DEVICE == "cuda":
@@ -145,7 +146,7 @@ MEMORY_FLAGS = {  # every combination must give the same numbers
     }
     for recompute in ("all", "2")
     for activations in (False, True)
-    for residual, reuse in ((True, False), (False, True), (True, True))
+    for residual, reuse in ((True, "none"), (False, "recomputed"), (True, "all"))
 }  # fmt: skip
 
 
@@ -173,20 +174,22 @@ def worked(models, tmp_path_factory):
         if nproc in (2, 3):
             jobs.append({"case": "optimizer", "model": models["llama"], "adapter": adam,
                          "batch": batch, "rank": 64, "steps": 4, "lr": 1e-2, "out": "optimizer"})
-        if nproc == 2:
+        if nproc in (1, 2):
             jobs += [{"case": "gradients", "model": model, "adapter": adapters[kind],
                       "batch": batch, "settings": {k: {"lora_rank": 4, **v}
                                                    for k, v in SETTINGS.items()}, "out": kind}
                      for kind, model in models.items()]
+        if nproc == 2:
             jobs.append({**jobs[-len(models)], "out": "memory", "settings": {
                 k: {"lora_rank": 4, **v} for k, v in MEMORY_FLAGS.items()}})
+            jobs.append({"case": "logits", "model": models["llama"], "batch": batch,
+                         "adapter": adapters["llama"], "out": "logits"})
+            jobs.append({"case": "patterns", "out": "patterns"})
+        if nproc in (1, 2):
             jobs.append({"case": "gradients", "model": models["qwen2"], "batch": batch,
                          "adapter": adapters["dora"], "out": "dora",
                          "settings": {k: {"lora_rank": 4, "use_dora": True, **v}
                                       for k, v in DORA.items()}})
-            jobs.append({"case": "logits", "model": models["llama"], "batch": batch,
-                         "adapter": adapters["llama"], "out": "logits"})
-            jobs.append({"case": "patterns", "out": "patterns"})
         for job in jobs:
             job["out"] = str(out / job["out"])
         (out / "job.json").write_text(json.dumps(jobs))
@@ -253,10 +256,11 @@ def reference(model_dir, adapter, batch, dtype, **variant):
     return loss.item(), {n: grad.cpu() for n, grad in grads.items()}
 
 
+@pytest.mark.parametrize("nproc", [1, 2])
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2"])
-def test_loss_and_gradients_equal_transformers_and_peft(kind, models, worked):
+def test_loss_and_gradients_equal_transformers_and_peft(kind, nproc, models, worked):
     work, adapters, batch = worked
-    got, adapter = load_file(work(2) / kind), adapters[kind]
+    got, adapter = load_file(work(nproc) / kind), adapters[kind]
     loss, exact = reference(models[kind], adapter, batch, torch.float32)
     assert len(exact) == 3 * 7 * 2
     assert abs(got["float32/loss"] - loss) <= 1e-5 * loss
@@ -290,10 +294,11 @@ def test_rslora_equals_peft(models, worked):
     assert_equal_reference(got, loss, exact)
 
 
-def test_dora_equals_peft(models, worked):
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_dora_equals_peft(nproc, models, worked):
     """With biases, which PEFT's DoRA must leave alone, and whatever is recomputed or offloaded."""
     work, adapters, batch = worked
-    got = load_file(work(2) / "dora")
+    got = load_file(work(nproc) / "dora")
     exact = reference(models["qwen2"], adapters["dora"], batch, torch.float32, use_dora=True)
     assert len(exact[1]) == 3 * 7 * 3
     for setting in (name for name, v in DORA.items() if v["compute_dtype"] == "float32"):
@@ -451,9 +456,13 @@ def test_memory_flags_change_no_number(models, worked):
     assert got["all False False True/dequantised"].tolist() == [8, 8, 8, 9, 9, 9, 6]
     for activations in "False", "True":
         flags = f"all {activations} residual %s reuse %s/dequantised"
-        assert got[flags % (True, False)].tolist() == [8, 8, 8, 6, 9, 9, 6]
-        assert got[flags % (False, True)].tolist() == [6] * 7
-        assert got[flags % (True, True)].tolist() == [6] * 7
+        assert got[flags % (True, "none")].tolist() == [8, 8, 8, 6, 9, 9, 6]
+        assert got[flags % (False, "recomputed")].tolist() == [6] * 7
+        assert got[flags % (True, "all")].tolist() == [6] * 7
+        # two blocks are recomputed, the third is not
+        flags = flags.replace("all", "2")
+        assert got[flags % (False, "recomputed")].tolist() == [6, 6, 6, 6, 6, 6, 6]
+        assert got[flags % (True, "all")].tolist() == [5, 5, 5, 5, 5, 5, 5]
     for flags in MEMORY_FLAGS:
         for key in (k for k in got if re.match("all False False True/.*(loss|lora)", k)):
             want, value = got[key], got[key.replace("all False False True", flags)]

@@ -183,8 +183,8 @@ if DEVICE == "cuda":
 @pytest.mark.parametrize("window", [None, 8])
 def test_attention_equals_one_with_a_mask(name, dtype, window):
     torch.manual_seed(0)
-    config, lengths = make_config(compute_dtype=dtype), (30, 9, 1, 17, 8)
-    kernel = script.varlen_kernel(name, config, torch.device(DEVICE))
+    config, lengths = make_config(compute_dtype=dtype, packing=True), (30, 9, 1, 17, 8)
+    kernel = script.attention_kernel(name, config, torch.device(DEVICE))
     assert (kernel is None) == (dtype == "float32")
     q, k, v = (
         torch.randn(1, sum(lengths), heads, 64, device=DEVICE).transpose(1, 2)
@@ -198,7 +198,7 @@ def test_attention_equals_one_with_a_mask(name, dtype, window):
         if exact:
             out = masked_attention(*inputs, lengths, window, 0.1)
         else:
-            out, _ = script.document_attention(
+            out, _ = script.causal_attention(
                 kernel, None, *inputs, cu_seq_lens=bounds, lengths=lengths, scaling=0.1,
                 sliding_window=window, position_ids=None,
             )  # fmt: skip
@@ -218,7 +218,7 @@ SETTINGS = {
     "plain": {},
     "packed": {"packing": True},
     "nothing recomputed": {"packing": True, "recompute": "none"},
-    "in halves": {"packing": True, "keep_residual": True, "reuse_weights": True,
+    "in halves": {"packing": True, "keep_residual": True, "reuse_weights": "all",
                   "offload_activations": True, "offload_params": True},
     "sliced": {"packing": True, "slice_tokens": 7},
 }  # fmt: skip
@@ -279,7 +279,7 @@ def test_model_whose_attention_cannot_be_told_is_refused():
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     with pytest.raises(ValueError, match="--packing: the attention of FalconForCausalLM cannot"):
-        script.attend_in_documents(model, "sdpa", make_config(), torch.device("cpu"))
+        script.attend_causally(model, "sdpa", make_config(packing=True), torch.device("cpu"))
 
 
 # ------------------------------------------------------------------------------------------------

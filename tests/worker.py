@@ -34,8 +34,7 @@ def make_model(model_dir, device, adapter=None, mesh=None, **settings):
     )
     model_config = script.read_model_config(Path(model_dir), config)
     model, shapes = script.build_model(model_config, config.attn or "sdpa", dtype, mesh.size())
-    if config.packing:
-        script.attend_in_documents(model, config.attn or "sdpa", config, device)
+    script.attend_causally(model, config.attn or "sdpa", config, device)
     files = script.weight_files(Path(model_dir))
     stored = script.check_files(files, shapes, model, model_config)
     if config.fused:
@@ -92,12 +91,14 @@ def quantized(job, device):
 
 def magnitudes(job, device):
     """The values that DoRA's magnitudes begin with."""
-    model, params, masters, views = make_model(
-        job["model"], device, use_dora=True, compute_dtype="bfloat16"
+    mesh = init_device_mesh(
+        device.type, (dist.get_world_size(),), mesh_dim_names=("shard",)
     )
-    mesh = next(iter(params.values())).device_mesh
+    model, params, masters, views = make_model(
+        job["model"], device, mesh=mesh, use_dora=True, compute_dtype="bfloat16"
+    )
     script.init_magnitudes(model, mesh, views, params)
-    return {k: v for k, v in script.gather_adapter(params).items() if "magnitude" in k}
+    return {k: v for k, v in script.gather_adapter(params, views).items() if "magnitude" in k}
 
 
 def vocabulary(job, device):
@@ -154,6 +155,11 @@ def memory(job, device):
     return {"grown": script.all_gather(torch.tensor(script.host_memory()[1] - before))}
 
 
+def whole(tensor):
+    """On one GPU, or one process, nothing is sharded."""
+    return getattr(tensor, "full_tensor", lambda: tensor)()
+
+
 LINEARS = "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
 
 
@@ -200,7 +206,7 @@ def gradients(job, device):
         dist.all_reduce(loss)
         out[f"{name}/loss"] = (loss / tokens).cpu()
         for key, p in params.items():
-            out[f"{name}/{script.peft_name(key)}"] = p.grad.full_tensor().cpu()
+            out[f"{name}/{script.peft_name(key)}"] = whole(p.grad).cpu()
     return out
 
 
@@ -221,7 +227,7 @@ def packed(job, device):
         dist.all_reduce(loss)
         out[f"{name}/loss"] = loss / tokens
         for key, p in params.items():
-            out[f"{name}/{script.peft_name(key)}"] = p.grad.full_tensor()
+            out[f"{name}/{script.peft_name(key)}"] = whole(p.grad)
     out["lengths"] = script.all_gather(torch.tensor([len(batch[-1]), batch[0].shape[1]]))
 
     input_ids, positions, labels, *documents = script.collate(packs, 0, 1, device)
