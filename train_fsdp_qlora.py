@@ -2495,7 +2495,7 @@ def make_mesh(shards, device):
 def shard_model(model, mesh, compute_dtype, config):
     """FSDP2 units: a decoder block each, and the root with what is left, the last norm."""
     # PEFT's own forward computes in the adapter's dtype: in bf16 DoRA's factors, magnitude by norm,
-    # would round to steps of 0.4 %, as large as what they learn
+    # would round by up to 0.4 %, as much as they learn in many steps
     by_peft = any(isinstance(m, PeftLinear) for m in model.modules())
     policy = MixedPrecisionPolicy(
         param_dtype=None if by_peft else compute_dtype, reduce_dtype=torch.float32,
