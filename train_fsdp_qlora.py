@@ -2665,7 +2665,7 @@ def shard_model(model, mesh, compute_dtype, config):
     GPU holds a copy of the model there is nothing to gather, and FSDP2 would copy and cast each
     weight at each use all the same: a third of the 8B's kernels. There are none then."""
     # PEFT's own forward computes in the adapter's dtype: in bf16 DoRA's factors, magnitude by norm,
-    # would round to steps of 0.4 %, as large as what they learn
+    # would round by up to 0.4 %, as much as they learn in many steps
     by_peft = any(isinstance(m, PeftLinear) for m in model.modules())
     policy = MixedPrecisionPolicy(
         param_dtype=None if by_peft else compute_dtype, reduce_dtype=torch.float32,

@@ -178,6 +178,11 @@ def counted_dequantisations(model):
     script.NF4Linear.dequantize = dequantize
 
 
+def assert_gathered_in_fp32(layer, args):
+    """bf16 has no room for what DoRA's magnitudes learn."""
+    assert all(p.dtype == torch.float32 for p in layer.lora_magnitude_vector.parameters())
+
+
 def gradients(job, device):
     """Loss and gradients of one batch, its rows dealt to the ranks as train_step does."""
     batch = load_file(job["batch"])
@@ -187,15 +192,14 @@ def gradients(job, device):
         rows = list(zip(batch["input_ids"], batch["labels"]))
         tokens = sum(int((labels[1:] != script.IGNORE).sum()) for _, labels in rows)
         ranks = dist.get_world_size()
+        for layer in (m for m in model.modules() if isinstance(m, script.PeftLinear)):
+            layer.register_forward_pre_hook(assert_gathered_in_fp32)
         rows = [row for rank in range(ranks) for row in rows[rank::ranks]]
         with counted_dequantisations(model) as counts:
             loss = model(*script.collate(rows, dist.get_rank(), ranks, device))
             (loss / tokens).backward()
         out[f"{name}/dequantised"] = torch.tensor([counts[n] for n in LINEARS])
         loss = loss.detach().clone()
-        for layer in (m for m in model.modules() if isinstance(m, script.PeftLinear)):
-            # what is gathered: bf16 has no room for what magnitudes learn
-            assert layer.lora_magnitude_vector["default"].weight.dtype == torch.float32
         layers = [m for m in model.modules() if isinstance(m, script.LoraNF4Linear)]
         # in each block k and v come with q, and up with gate; and all was taken
         assert sum(len(layer.siblings) for layer in layers) == 3 * len(layers) / 7
