@@ -714,7 +714,7 @@ def join_packs(packs):
     return torch.cat(ids), torch.cat(labels), sum(lengths, ())
 
 
-def collate(examples, rank, world_size, device):
+def collate(examples, rank, world_size, device, longest=0):
     """This rank's part of one micro-batch; `examples` are the rows of all ranks.
 
     input_ids [rows, longest] is padded on the right, where causal attention never looks back
@@ -723,15 +723,15 @@ def collate(examples, rank, world_size, device):
     padded with labels of IGNORE: embedding and head are computed together (see Embedding), and
     for the longest row of a micro-batch all wait anyway.
 
-    A rank's packs are one row of documents, its padding the last of them. Three more things say
-    where these begin and end: position_ids [1, longest], 0 at the first token of each; cu_seq_lens
-    int32 [documents + 1]; and lengths, a tuple.
+    A rank's packs are one row of documents, its padding, to `longest` tokens, the last of them.
+    Three more things say where these begin and end: position_ids [1, longest], 0 at the first token
+    of each; cu_seq_lens int32 [documents + 1]; and lengths, a tuple.
     """
     rows, packed = len(examples) // world_size, len(examples[0]) == 3
     if packed:
         examples = [join_packs(examples[i : i + rows]) for i in range(0, len(examples), rows)]
         rows = 1
-    longest = max(len(ids) for ids, *_ in examples)
+    longest = max(longest, *(len(ids) for ids, *_ in examples))
     input_ids = torch.zeros(len(examples), longest, dtype=torch.int64)
     labels = torch.full((len(examples), longest), IGNORE)
     for row, (ids, row_labels, *_) in enumerate(examples):
@@ -1152,9 +1152,10 @@ def causal_attention(
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))
         window = (-1 if sliding_window is None else sliding_window - 1, 0)
         return kernel(q, k, v, scaling, window, cu_seq_lens, lengths and max(lengths)), None
-    outs = []
-    lengths = lengths or (query.shape[2],)
-    for q, k, v in zip(*(t.split(lengths, 2) for t in (query, key, value))):
+    outs, parts = [], [(query, key, value)]
+    if lengths:
+        parts = zip(*(t.split(lengths, 2) for t in (query, key, value)))
+    for q, k, v in parts:
         mask, n = None, q.shape[2]
         if sliding_window is not None and n > sliding_window:
             ones = torch.ones(n, n, dtype=torch.bool, device=q.device)
@@ -3046,27 +3047,28 @@ def recut_optimizer(run, path, saved_ranks, saved_shards):
 # ------------------------------------------------------------------------------------------------
 
 
-def later(tensor):
-    """A function that gives a tensor's present values as a list. It waits for the GPU to come to
-    them, and for nothing that the GPU is told to do after this call."""
-    if tensor.is_cpu:
-        return tensor.tolist
-    host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-    host.copy_(tensor, non_blocking=True)
-    copied = torch.cuda.current_stream().record_event()
+def moment(device):
+    """A point in the GPU's work; on a CPU, which does its work at once, in time."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
-    def values():
-        copied.synchronize()
-        return host.tolist()
 
-    return values
+def seconds_between(before, after):
+    """Waits for the GPU to come to `after`, and for nothing that it is told to do after that."""
+    if isinstance(after, float):
+        return after - before
+    after.synchronize()
+    return before.elapsed_time(after) / 1000
 
 
 def train_step(run, step):
-    """Tell the GPU all of one optimizer step. Returns a function that waits until it is done and
-    gives its metrics: loss (mean over the learnt tokens of the global batch), gradient norm before
-    clipping, tokens. The next step may be begun before that is called, so that the GPU never waits
-    for the host. All ranks must call both."""
+    """Tell the GPU all of one optimizer step. Returns what finish_step makes its metrics of: loss
+    (mean over the learnt tokens of the global batch), gradient norm before clipping, tokens. The
+    next step may be begun before that, so that the GPU never waits for the host. All ranks must
+    call this."""
     config, masters = run.config, run.masters
     rank, world_size, rows = dist.get_rank(), dist.get_world_size(), config.micro_batch_size
     sharded = isinstance(run.model, FSDPModule)
@@ -3076,7 +3078,7 @@ def train_step(run, step):
     local_loss = torch.zeros((), dtype=torch.float64, device=masters.device)
     for start in range(0, config.batch_size, world_size * rows):
         micro_batch = batch[start : start + world_size * rows]
-        micro_batch = collate(micro_batch, rank, world_size, masters.device)
+        micro_batch = collate(micro_batch, rank, world_size, masters.device, run.pack_tokens)
         run.micro_batch_shape = micro_batch[0].shape
         last = start + world_size * rows >= config.batch_size
         if sharded and config.shard_group_size < world_size:
@@ -3101,13 +3103,22 @@ def train_step(run, step):
     tokens = sum(len(ids) for ids, *_ in batch)
     row = {"step": step, "loss": None, "learning_rate": rate, "grad_norm": None, "tokens": tokens,
            "learnt_tokens": learnt_tokens}  # fmt: skip
-    return functools.partial(finish_step, row, later(torch.stack([loss, norm])))
+    numbers = torch.stack([loss, norm])
+    numbers = torch.empty_like(numbers, device="cpu", pin_memory=numbers.is_cuda).copy_(
+        numbers, non_blocking=True
+    )
+    return row, numbers, moment(masters.device)
 
 
-def finish_step(row, numbers):
-    """The metrics of a step. All ranks see the same numbers and stop together if these are no
-    numbers; the update that they led to is never saved."""
-    loss, norm = numbers()
+def finish_step(step, before, device):
+    """The metrics of what train_step returned, which is waited for; `before` is the moment when it
+    began. All ranks see the same numbers and stop together if these are no numbers; the update
+    that they led to is never saved."""
+    row, numbers, end = step
+    row["seconds"] = seconds_between(before, end)
+    row["tokens_per_second_per_gpu"] = row["tokens"] / row["seconds"] / dist.get_world_size()
+    row["peak_memory_gib"] = memory_gib(device)[1]
+    loss, norm = numbers.tolist()
     if not math.isfinite(loss + norm):
         raise Stop(f"step {row['step']}: loss {loss}, gradient norm {norm}; stopped, and nothing of"
                    " this step is saved. A lower --learning_rate may help; --resume continues the"
@@ -3285,6 +3296,8 @@ def train(config, device):
     if tokenizer:
         say_example(examples, tokenizer)
     tokens, ceiling = config.micro_batch_size * sizes.longest, None
+    # micro-batches of packs have all one shape: nothing is compiled, or memory cut, anew
+    pack_tokens = tokens if config.packing else 0
     if config.random_weights:
         ceiling = gemm_ceiling(model, compute_dtype, tokens, device)
     if stored:
@@ -3316,6 +3329,7 @@ def train(config, device):
         config=config, model=model, params=params, masters=masters, views=views,
         optimizer=make_optimizer(masters), examples=examples, data_sha256=data_sha256,
         lora_config=lora_config, ceiling=ceiling, micro_batch_shape=(0, 0),
+        pack_tokens=pack_tokens,
     )  # fmt: skip
     if resume_from:
         together(load_optimizer, run, resume_from, resume_state)
@@ -3364,22 +3378,11 @@ def run_steps(run, directory, done):
         metrics = path.open("a")
         board = SummaryWriter(directory / "tensorboard", purge_step=done + 1)
     bar = tqdm(initial=done, total=config.max_steps, unit="step", disable=rank != 0)
-    rows, unfinished, since = [], None, time.perf_counter()
-
-    def finish(of_step):
-        nonlocal since
-        row, before, since = of_step(), since, time.perf_counter()
-        row["seconds"] = since - before
-        row["tokens_per_second_per_gpu"] = row["tokens"] / row["seconds"] / world_size
-        row["peak_memory_gib"] = memory_gib(run.masters.device)[1]
-        rows.append(row)
-        if rank == 0:
-            log_step(row, config.max_steps, metrics, board)
-        bar.update()
-
+    device, rows, launched = run.masters.device, [], []
+    before = moment(device)
     for step in range(done + 1, config.max_steps + 1):
         try:
-            of_step = train_step(run, step)
+            launched.append(train_step(run, step))
         except torch.OutOfMemoryError as e:
             n_rows, n_tokens = run.micro_batch_shape
             e.where = f"at step {step}, micro-batch of {n_rows} rows x {n_tokens} tokens"
@@ -3387,14 +3390,16 @@ def run_steps(run, directory, done):
         if step == done + 1:  # what is there now stays: a full collection would go through it all,
             gc.collect()  # on one rank at a time, while the others wait
             gc.freeze()
-        if unfinished:  # the GPU has the next one to do by now
-            finish(unfinished)
-        unfinished = of_step
-        if step == config.max_steps or config.save_every and step % config.save_every == 0:
-            finish(unfinished)
-            unfinished = None
+        save = step == config.max_steps or config.save_every and step % config.save_every == 0
+        while len(launched) > (0 if save else 1):  # else the GPU has the last one yet to do
+            rows.append(finish_step(launched[0], before, device))
+            *_, before = launched.pop(0)
+            bar.update()
+            if rank == 0:
+                log_step(rows[-1], config.max_steps, metrics, board)
+        if save:
             save_checkpoint(run, directory, step)
-            since = time.perf_counter()
+            before = moment(device)
     bar.close()
     if rank == 0:
         metrics.close()
