@@ -90,6 +90,7 @@ GAPS = 0.04  # of the GPU's memory that gaps between blocks cost: 21.4 of 22.5 G
 HOST_SPARE = 32 * 2**30  # bytes a process may pin for speed alone; pinning takes a second a GiB
 SLICE_TOKENS = 4096  # of a recomputed block's MLP at once; fewer make its products slower
 CHUNK_BYTES = 256 * 2**20  # of logits alive at once, of embedded tokens before their sum
+ROUND_TO = 64  # tokens; on a GPU cuBLAS and cuDNN choose kernels anew for each new length of rows
 IGNORE = -100  # the label of a token that is not trained on
 RANDOM_STD = 0.02  # of --random_weights
 READERS = 8  # threads of a rank that read weights; one copies some 5 GB/s out of the page cache
@@ -714,6 +715,10 @@ def join_packs(packs):
     return torch.cat(ids), torch.cat(labels), sum(lengths, ())
 
 
+def round_length(n_tokens, device):
+    return math.ceil(n_tokens / ROUND_TO) * ROUND_TO if device.type == "cuda" else n_tokens
+
+
 def collate(examples, rank, world_size, device, longest=0):
     """This rank's part of one micro-batch; `examples` are the rows of all ranks.
 
@@ -731,7 +736,7 @@ def collate(examples, rank, world_size, device, longest=0):
     if packed:
         examples = [join_packs(examples[i : i + rows]) for i in range(0, len(examples), rows)]
         rows = 1
-    longest = max(longest, *(len(ids) for ids, *_ in examples))
+    longest = round_length(max(longest, *(len(ids) for ids, *_ in examples)), device)
     input_ids = torch.zeros(len(examples), longest, dtype=torch.int64)
     labels = torch.full((len(examples), longest), IGNORE)
     for row, (ids, row_labels, *_) in enumerate(examples):
@@ -1198,6 +1203,18 @@ def attention_kernel(attention, config, device):
     return torchs
 
 
+def has_windows(kernel, device):
+    """Whether it computes sliding windows. A flash-attn can be built without, and then gives
+    anything, without an error."""
+    q = torch.randn(1, 2, 64, 64, dtype=torch.bfloat16, device=device)
+    bounds = torch.tensor([0, 64], dtype=torch.int32, device=device)
+    got, want = (
+        causal_attention(k, None, q, q, q, cu_seq_lens=bounds, lengths=(64,), sliding_window=8)[0]
+        for k in (kernel, None)
+    )
+    return bool((got - want).norm() < 0.05 * want.norm())
+
+
 def attend_causally(model, attention, config, device):
     """Make causal_attention the model's, where that is all it does.
 
@@ -1215,6 +1232,10 @@ def attend_causally(model, attention, config, device):
     if not config.packing and attention == "sdpa" and window and window < config.max_seq_len:
         return  # it makes one mask for all layers
     kernel = attention_kernel(attention, config, device)
+    if kernel and window and window < config.max_seq_len and not has_windows(kernel, device):
+        raise ValueError(f"--attn {attention}: as installed it computes no sliding windows, and the"
+                         f" model has one of {window} tokens; use --attn sdpa, a"
+                         f" --max_seq_len of up to {window}, or build flash-attn with them")
     transformers.AttentionInterface.register("causal", functools.partial(causal_attention, kernel))
     model.set_attn_implementation("causal")
     assert model.config._attn_implementation == "causal", "transformers kept its own attention"
@@ -2184,7 +2205,8 @@ def peft_sizes(block, config):
 
 def memory_plan(config, sizes):
     """{component: bytes} of one GPU at the peak of a step: in backward, or in the head."""
-    tokens = config.micro_batch_size * min(sizes.longest, config.max_seq_len)
+    longest = min(sizes.longest, math.ceil(config.max_seq_len / ROUND_TO) * ROUND_TO)
+    tokens = config.micro_batch_size * longest
     recomputed = recomputed_blocks(config, sizes.blocks)
     row = tokens * sizes.item  # bytes of one value a token
     block_input = row * sizes.hidden
@@ -2236,7 +2258,8 @@ def memory_plan(config, sizes):
 
 def host_bytes(config, sizes):
     """Pinned host memory of one process."""
-    tokens = config.micro_batch_size * min(sizes.longest, config.max_seq_len)
+    longest = min(sizes.longest, math.ceil(config.max_seq_len / ROUND_TO) * ROUND_TO)
+    tokens = config.micro_batch_size * longest
     kept = max(0, kept_inputs(config, sizes.blocks) - 1)  # the last one stays on the GPU
     inputs = kept * tokens * sizes.item * sizes.hidden if config.offload_activations else 0
     params = sizes.codes + sizes.scales if config.offload_params else 0
@@ -3284,7 +3307,8 @@ def train(config, device):
     if config.fused:
         fuse_model(model)
     lora_config = together(add_lora, model, config, config.model or str(base))
-    sizes = model_sizes(model, config, shards, max(len(ids) for ids, *_ in examples))
+    longest = round_length(max(len(ids) for ids, *_ in examples), device)
+    sizes = model_sizes(model, config, shards, longest)
     config = together(choose_recompute, config, sizes, limit)
     make_room(model, config, sizes, limit)
     say_plan(config, sizes, limit)

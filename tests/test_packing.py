@@ -186,6 +186,8 @@ def test_attention_equals_one_with_a_mask(name, dtype, window):
     config, lengths = make_config(compute_dtype=dtype, packing=True), (30, 9, 1, 17, 8)
     kernel = script.attention_kernel(name, config, torch.device(DEVICE))
     assert (kernel is None) == (dtype == "float32")
+    if kernel and window and not script.has_windows(kernel, torch.device(DEVICE)):
+        pytest.skip(f"{name} is built without sliding windows")
     q, k, v = (
         torch.randn(1, sum(lengths), heads, 64, device=DEVICE).transpose(1, 2)
         for heads in (4, 2, 2)
