@@ -87,7 +87,7 @@ STATE_BLOCK = 256  # optimizer values that share one scale in bitsandbytes' 8-bi
 WARMUP_FRACTION = 0.03  # of all steps, linear, before the cosine
 MAX_GRAD_NORM = 1.0  # over the whole adapter
 GAPS = 0.04  # of the GPU's memory that gaps between blocks cost: 21.4 of 22.5 GiB ran, 21.8 did not
-HOST_SPARE = 32 * 2**30  # bytes a process may pin for speed alone; pinning takes a second a GiB
+HOST_SPARE = 32 * 2**30  # bytes a process may pin for speed alone; pinning takes 0.2 s a GiB
 SLICE_TOKENS = 4096  # of a recomputed block's MLP at once; fewer make its products slower
 CHUNK_BYTES = 256 * 2**20  # of logits alive at once, of embedded tokens before their sum
 ROUND_TO = 64  # tokens; on a GPU cuBLAS and cuDNN choose kernels anew for each new length of rows
@@ -855,7 +855,10 @@ def pinned_empty(n_bytes, device):
     of the process. Torch's own pinned memory is rounded up to a power of 2."""
     if device.type != "cuda" or not n_bytes:
         return torch.empty(n_bytes, dtype=torch.uint8)
-    PINNED.append(mmap.mmap(-1, n_bytes))  # whole pages of its own, as registering wants
+    # whole pages of its own, as registering wants, and large ones: 0.2 s a GiB, with small ones 0.4
+    PINNED.append(mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        PINNED[-1].madvise(mmap.MADV_HUGEPAGE)
     buffer = torch.frombuffer(PINNED[-1], dtype=torch.uint8)
     error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), n_bytes, 0)
     if int(error):
@@ -2356,6 +2359,11 @@ def say_plan(config, sizes, limit):
     parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in plan.items() if size)
     host = host_bytes(config, sizes)
     say(f"memory plan of one GPU, GiB: {parts}")
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        used = total - free - torch.cuda.memory_reserved()
+        say(f"beside the plan: CUDA's context, and what else runs on this GPU, hold"
+            f" {used / 2**30:.2f} GiB; NCCL will take some more")
     say(f"predicted peak {sum(plan.values()) / 2**30:.2f} GiB"
         + (f" of {limit / 2**30:.2f} GiB" if limit else "")
         + (f", and {host / 2**30:.2f} GiB of pinned host memory" if host else "")
@@ -2589,6 +2597,7 @@ def recompute_blocks(model, config, device, longest):
         if isinstance(layer, NF4Linear):
             layer.reused = config.reuse_weights == "all"
     blocks = list(blocks)[:n]
+    dropout = config.lora_dropout or getattr(model.config, "attention_dropout", None) or 0
     values = config.micro_batch_size * longest * model.config.hidden_size
     n_bytes = values * getattr(torch, config.compute_dtype).itemsize
     pack, unpack = host_hooks(kept_inputs(config, len(blocks)), n_bytes, device)
@@ -2601,7 +2610,7 @@ def recompute_blocks(model, config, device, longest):
 
         forward = functools.partial(
             checkpoint, forward, use_reentrant=False, context_fn=contexts,
-            preserve_rng_state=config.lora_dropout > 0,
+            preserve_rng_state=dropout > 0,
         )  # fmt: skip
         if not config.offload_activations:
             return forward

@@ -217,7 +217,7 @@ def gradients(job, device):
 def packed(job, device):
     """Loss and gradients of the same rows, as they are and in packs, dealt to the ranks; and each
     row's own loss in a pack, before and after another row of it is changed."""
-    data, out = load_file(job["rows"]), {}
+    data, out, script.ROUND_TO = load_file(job["rows"]), {}, 1
     rows = [(data[f"{i}/ids"], data[f"{i}/labels"]) for i in range(len(data) // 2)]
     tokens = sum(int((labels[1:] != script.IGNORE).sum()) for _, labels in rows)
     rank, ranks = dist.get_rank(), dist.get_world_size()
