@@ -1209,11 +1209,11 @@ def attention_kernel(attention, config, device):
 def has_windows(kernel, device):
     """Whether it computes sliding windows. A flash-attn can be built without, and then gives
     anything, without an error."""
-    q = torch.randn(1, 2, 64, 64, dtype=torch.bfloat16, device=device)
+    q, k, v = torch.randn(3, 1, 2, 64, 64, dtype=torch.bfloat16, device=device)
     bounds = torch.tensor([0, 64], dtype=torch.int32, device=device)
     got, want = (
-        causal_attention(k, None, q, q, q, cu_seq_lens=bounds, lengths=(64,), sliding_window=8)[0]
-        for k in (kernel, None)
+        causal_attention(way, None, q, k, v, cu_seq_lens=bounds, lengths=(64,), sliding_window=8)[0]
+        for way in (kernel, None)
     )
     return bool((got - want).norm() < 0.05 * want.norm())
 

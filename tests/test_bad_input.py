@@ -373,6 +373,18 @@ def finished_run(tiny_model, tmp_path_factory):
     return directory / "run", flags
 
 
+def test_diverged_run_stops_and_saves_nothing_of_it(run_main, tmp_path, read_metrics):
+    """Step 2's loss is known when step 3 has been begun, which would be saved."""
+    run = tmp_path / "run"
+    flags = ["--learning_rate", "1e25", "--max_steps", "5", "--save_every", "3", "--batch_size", 2]
+    code, _, errors = run_main(*flags, "--output_dir", run)
+    assert code == 1
+    (line,) = [line for line in errors.splitlines() if "error: " in line]
+    assert "error: step 2: loss nan" in line and "nothing of this step is saved" in line
+    assert [row["step"] for row in read_metrics(run)] == [1]
+    assert not list(run.glob("*checkpoint*")) and not list(run.glob("adapter*"))
+
+
 @pytest.fixture
 def resume(finished_run, tmp_path, run_main):
     """A copy of the finished run, and a function (*flags) that starts there again."""

@@ -366,3 +366,9 @@ def test_padding_is_never_learnt():
     assert input_ids.tolist() == [[5, 6, 0, 0, 0], [7, 0, 8, 0, 9]]
     assert positions.tolist() == [0, 5, 6, 7, 8]
     assert labels.tolist() == [6, 0, 8, 0, 9]
+
+
+def test_rows_end_at_round_lengths_on_a_gpu():
+    lengths = [script.round_length(n, torch.device("cuda")) for n in (1, 63, 64, 65, 2000, 2048)]
+    assert lengths == [64, 64, 64, 128, 2048, 2048]
+    assert script.round_length(65, torch.device("cpu")) == 65

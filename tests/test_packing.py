@@ -1,6 +1,7 @@
 """Packs: every row once, no row seen by another, and the numbers that the rows have alone."""
 
 import dataclasses
+import functools
 import json
 import random
 import time
@@ -210,6 +211,19 @@ def test_attention_equals_one_with_a_mask(name, dtype, window):
     for want, got in zip(*results):
         distance = (got.float() - want).norm() / want.norm()
         assert distance <= (1e-6 if dtype == "float32" else 1e-2)
+
+
+def test_kernel_that_ignores_the_window_is_found_out():
+    def attend(window_used, q, k, v, scaling, window, bounds, longest):
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        window = window[0] + 1 if window_used else None
+        out, _ = script.causal_attention(None, None, q, k, v, scaling=scaling,
+                                         sliding_window=window)  # fmt: skip
+        return out
+
+    for window_used in True, False:
+        kernel = functools.partial(attend, window_used)
+        assert script.has_windows(kernel, torch.device(DEVICE)) == window_used
 
 
 # ------------------------------------------------------------------------------------------------
