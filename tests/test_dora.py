@@ -55,7 +55,7 @@ def test_adapter_in_peft_gives_the_loss_of_training(kind, runs):
     base = runs / kind / "demo" / "model"
     # the adapter of one step less: a step's loss is taken before its update
     checkpoint = runs / kind / f"checkpoint-{STEPS - 1:06d}"
-    model = PeftModel.from_pretrained(load_4bit(base), checkpoint)
+    model = PeftModel.from_pretrained(load_4bit(base, torch.float32), checkpoint)
     settings = json.loads((checkpoint / "adapter_config.json").read_text())
     assert (settings["use_dora"], settings["use_rslora"]) == (kind == "dora", kind == "rslora")
     tokenizer, loss, tokens = AutoTokenizer.from_pretrained(base), 0.0, 0
