@@ -552,7 +552,9 @@ def small_runs(tiny_model, tmp_path_factory):
     """small_runs(name): the metrics of one of the runs below, None where there are too few GPUs.
     Of a model so small that a CPU without bf16 products is quick with it, too."""
     base = tmp_path_factory.mktemp("small-runs")
-    model = tiny_model("llama", hidden_size=64, intermediate_size=160, num_hidden_layers=2)
+    sizes = dict(hidden_size=128, intermediate_size=160, num_hidden_layers=2)
+    # heads of 64, which any build of flash-attn knows
+    model = tiny_model("llama", num_attention_heads=2, num_key_value_heads=1, **sizes)
     write_rows(base / "rows.jsonl")
     flags = ["--model", str(model), "--dataset", "rows.jsonl", "--learning_rate", "1e-3"]
     cut = [*flags, "--max_steps", "6", "--save_every", "3", "--batch_size", "12"]
