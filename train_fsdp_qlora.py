@@ -761,7 +761,7 @@ def collate(examples, rank, world_size, device, longest=0):
 
 
 # ------------------------------------------------------------------------------------------------
-# Model: load and quantise
+# Model: 4-bit layers
 # ------------------------------------------------------------------------------------------------
 
 
@@ -864,6 +864,12 @@ def pinned_empty(n_bytes, device):
     if int(error):
         raise MemoryError(f"{n_bytes / 2**30:.2f} GiB of host memory cannot be pinned: {error}")
     return buffer
+
+
+@functools.lru_cache(None)
+def dynamic_map(device):
+    """The 256 values of bitsandbytes' 8-bit code, fp32."""
+    return bnb.functional.create_dynamic_map().to(device)
 
 
 class NF4Linear(nn.Linear):
@@ -1029,6 +1035,11 @@ class FrozenProduct(torch.autograd.Function):
         return grad_x, None, None
 
 
+# ------------------------------------------------------------------------------------------------
+# Model: vocabulary and loss
+# ------------------------------------------------------------------------------------------------
+
+
 class Embedding(nn.Embedding):
     """The embedding, each rank with its own rows of the vocabulary (see shard_vocabulary).
 
@@ -1145,6 +1156,11 @@ def token_losses(model, input_ids, positions, labels, *documents):
     return model.get_output_embeddings()(hidden.last_hidden_state.flatten(0, 1)[positions], labels)
 
 
+# ------------------------------------------------------------------------------------------------
+# Model: attention
+# ------------------------------------------------------------------------------------------------
+
+
 def causal_attention(
     kernel, module, query, key, value, attention_mask=None, *, cu_seq_lens=None, lengths=None,
     scaling=None, dropout=0.0, sliding_window=None, softcap=None, s_aux=None, **_,
@@ -1244,10 +1260,63 @@ def attend_causally(model, attention, config, device):
     assert model.config._attn_implementation == "causal", "transformers kept its own attention"
 
 
-@functools.lru_cache(None)
-def dynamic_map(device):
-    """The 256 values of bitsandbytes' 8-bit code, fp32."""
-    return bnb.functional.create_dynamic_map().to(device)
+def choose_attention(config, model_config, device):
+    """The attention to use and why, as 'name: reason'. Rank 0 only."""
+    from transformers.utils import is_flash_attn_2_available
+
+    flash = device.type == "cuda" and is_flash_attn_2_available()
+    get_it = "`make flash-attn` builds Flash Attention 2"
+    if config.attn == "flash_attention_2" and not flash:
+        raise ValueError("--attn flash_attention_2: flash-attn is not installed or there is no GPU;"
+                         f" {get_it}, or use --attn sdpa")
+    if config.attn in ("sdpa", "flash_attention_2"):
+        return f"{config.attn}: as asked"
+    if not flash or config.compute_dtype != "bfloat16":
+        why = "no GPU" if device.type == "cpu" else f"flash-attn is not installed ({get_it})"
+        return f"sdpa: {why if config.compute_dtype == 'bfloat16' else 'computing in float32'}"
+    if config.attn is None or config.packing:  # the time of packs depends on what is in them
+        return "flash_attention_2: installed"
+    times = time_attention(config, model_config, device)
+    best = min(times, key=times.get)
+    return f"{best}: " + ", ".join(f"{name} {ms:.2f} ms" for name, ms in times.items())
+
+
+def time_attention(config, model_config, device):
+    """Milliseconds of forward + backward of one layer's attention, at the run's own shape."""
+    from flash_attn import flash_attn_func
+
+    heads = model_config.num_attention_heads
+    kv_heads = getattr(model_config, "num_key_value_heads", None) or heads
+    size = getattr(model_config, "head_dim", None) or model_config.hidden_size // heads
+    shape = (config.micro_batch_size, config.max_seq_len)
+    q, k, v = (
+        torch.randn(*shape, n, size, dtype=torch.bfloat16, device=device, requires_grad=True)
+        for n in (heads, kv_heads, kv_heads)
+    )
+
+    def sdpa():
+        args = (t.transpose(1, 2) for t in (q, k, v))
+        return F.scaled_dot_product_attention(*args, is_causal=True, enable_gqa=True)
+
+    def flash():
+        return flash_attn_func(q, k, v, causal=True)
+
+    times = {}
+    for name, run in ("sdpa", sdpa), ("flash_attention_2", flash):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for i in range(8):
+            if i == 3:
+                start.record()
+            run().sum().backward()
+        end.record()
+        torch.cuda.synchronize()
+        times[name] = start.elapsed_time(end) / 5
+    return times
+
+
+# ------------------------------------------------------------------------------------------------
+# Model: its files
+# ------------------------------------------------------------------------------------------------
 
 
 def model_directory(name, random_weights):
@@ -1459,58 +1528,9 @@ def say_stored(states, compute_dtype):
             " rounding")
 
 
-def choose_attention(config, model_config, device):
-    """The attention to use and why, as 'name: reason'. Rank 0 only."""
-    from transformers.utils import is_flash_attn_2_available
-
-    flash = device.type == "cuda" and is_flash_attn_2_available()
-    get_it = "`make flash-attn` builds Flash Attention 2"
-    if config.attn == "flash_attention_2" and not flash:
-        raise ValueError("--attn flash_attention_2: flash-attn is not installed or there is no GPU;"
-                         f" {get_it}, or use --attn sdpa")
-    if config.attn in ("sdpa", "flash_attention_2"):
-        return f"{config.attn}: as asked"
-    if not flash or config.compute_dtype != "bfloat16":
-        why = "no GPU" if device.type == "cpu" else f"flash-attn is not installed ({get_it})"
-        return f"sdpa: {why if config.compute_dtype == 'bfloat16' else 'computing in float32'}"
-    if config.attn is None or config.packing:  # the time of packs depends on what is in them
-        return "flash_attention_2: installed"
-    times = time_attention(config, model_config, device)
-    best = min(times, key=times.get)
-    return f"{best}: " + ", ".join(f"{name} {ms:.2f} ms" for name, ms in times.items())
-
-
-def time_attention(config, model_config, device):
-    """Milliseconds of forward + backward of one layer's attention, at the run's own shape."""
-    from flash_attn import flash_attn_func
-
-    heads = model_config.num_attention_heads
-    kv_heads = getattr(model_config, "num_key_value_heads", None) or heads
-    size = getattr(model_config, "head_dim", None) or model_config.hidden_size // heads
-    shape = (config.micro_batch_size, config.max_seq_len)
-    q, k, v = (
-        torch.randn(*shape, n, size, dtype=torch.bfloat16, device=device, requires_grad=True)
-        for n in (heads, kv_heads, kv_heads)
-    )
-
-    def sdpa():
-        args = (t.transpose(1, 2) for t in (q, k, v))
-        return F.scaled_dot_product_attention(*args, is_causal=True, enable_gqa=True)
-
-    def flash():
-        return flash_attn_func(q, k, v, causal=True)
-
-    times = {}
-    for name, run in ("sdpa", sdpa), ("flash_attention_2", flash):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        for i in range(8):
-            if i == 3:
-                start.record()
-            run().sum().backward()
-        end.record()
-        torch.cuda.synchronize()
-        times[name] = start.elapsed_time(end) / 5
-    return times
+# ------------------------------------------------------------------------------------------------
+# Model: built on meta, fused
+# ------------------------------------------------------------------------------------------------
 
 
 def decoder_blocks(model):
@@ -1651,6 +1671,11 @@ def norm_forward(norm, x):
 
 def mlp_forward(mlp, x):
     return mlp.down_proj(swiglu(mlp.gate_proj(x), mlp.up_proj(x)))
+
+
+# ------------------------------------------------------------------------------------------------
+# Model: load and quantise
+# ------------------------------------------------------------------------------------------------
 
 
 def tensor_places(files):
