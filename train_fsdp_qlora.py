@@ -3423,8 +3423,9 @@ def run_steps(run, directory, done):
     must call this."""
     config, rank, world_size = run.config, dist.get_rank(), dist.get_world_size()
     accumulation = config.batch_size // (config.micro_batch_size * world_size)
-    say(f"steps: {config.max_steps} of {config.batch_size} rows = {world_size} processes x"
-        f" {config.micro_batch_size} rows x {accumulation} accumulation; peak learning rate"
+    unit = "packs" if config.packing else "rows"
+    say(f"steps: {config.max_steps} of {config.batch_size} {unit} = {world_size} processes x"
+        f" {config.micro_batch_size} {unit} x {accumulation} accumulation; peak learning rate"
         f" {config.learning_rate}")
     metrics = board = None
     if rank == 0:
