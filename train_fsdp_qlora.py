@@ -2203,7 +2203,7 @@ def model_sizes(model, config, shards, longest):
         key_value=2 * kv_heads * head_dim,
         inner=inner,
         adapted=sum(config.lora_rank for m in block.modules() if isinstance(m, LoraLayer)),
-        **peft_sizes(block, config),
+        **peft_sizes(block, config, unkept=item * (2 * c.hidden_size + inner)),
         widest=max(weights[True] + weights[False]),
         mlp_weights=sum(weights[True]),
         attention_weights=sum(weights[False]),
@@ -2215,15 +2215,19 @@ def model_sizes(model, config, shards, longest):
     )
 
 
-def peft_sizes(block, config):
+def peft_sizes(block, config, unkept):
     """What PEFT's own forward of DoRA takes of a block besides, in bytes: until backward for each
-    token, and for the weights; and for the largest layer's weight while it runs. In fp32, and
-    counted from PEFT 0.21's source as if nothing were shared: an upper bound."""
+    token, and for the weights; and for the largest layer's weight while it runs. In fp32, counted
+    from PEFT 0.21's source. In the compute dtype it keeps no norm's output and no product of gate
+    and up: `unkept` bytes a token less."""
     layers = [m for m in block.modules() if isinstance(m, PeftLinear)]
     weights = [m.in_features * m.out_features for m in layers if config.lora_dropout]
+    # the input, each layer its own copy, and dropout's mask; the base's output, which is in the
+    # compute dtype without dropout, and the adapter's; its inner values
+    a, b = (5, 8) if config.lora_dropout else (4, 6)
+    token = sum(a * m.in_features + b * m.out_features + 4 * config.lora_rank for m in layers)
     return {
-        # input and dropout's mask; the base's output and the adapter's
-        "peft_token": sum(5 * m.in_features + 8 * m.out_features for m in layers),
+        "peft_token": max(0, token - unkept),
         "peft_weights": 4 * sum(weights),  # with dropout they are multiplied, and kept, in fp32
         # the weight and B @ A, that scaled, their sum; the unit matrix that gives B @ A
         "peft_at_once": max((4 * m.in_features * (4 * m.out_features + m.in_features)
@@ -2279,7 +2283,7 @@ def memory_plan(config, sizes):
         "block inputs": inputs,
         "kept blocks": kept,
         "live block or head": max(live, head),
-        "PEFT's forward, at most": by_peft,
+        "PEFT's forward": by_peft,
         "gathered weights": gathered * sizes.gathered,
     }
 
