@@ -56,6 +56,7 @@ NF4_STATE = "quant_state.bitsandbytes__nf4"  # what bitsandbytes stores beside a
 NF4_PARTS = ("absmax", "nested_absmax", "nested_quant_map", "quant_map", NF4_STATE)
 ADAPTER_NAME = r"base_model\.model\.(.+)\.lora_(?:([AB])\.weight|(magnitude_vector))"
 HUB_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # a model's small files
+TWICE = ["consolidated*"]  # the same weights in another form, with Mistral's models
 # what adapter_config.json may say; other options must have their default
 MERGEABLE = {
     "peft_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision",
@@ -147,7 +148,8 @@ def model_directory(name):
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=[*HUB_FILES, "*.safetensors"]))
+        files = [*HUB_FILES, "*.safetensors"]
+        return Path(snapshot_download(name, allow_patterns=files, ignore_patterns=TWICE))
     except Exception as e:  # the Hub client has a dozen kinds of errors; each is the user's
         raise ValueError(f"base model {name}: not a directory, and the Hub says: {e}")
 
@@ -392,9 +394,9 @@ def safetensors_header(shapes):
 def write_weights(directory, files, shapes, tensor_of):
     """All weight files, one for each of the base's, and their index. `tensor_of(file, name)`
     makes a tensor when its turn has come."""
-    weight_map, bar = {}, tqdm(total=len(shapes), desc="merge", unit="tensor")
+    weight_map = {}
 
-    def pieces(file, names):
+    def pieces(file, names, bar):
         yield safetensors_header({name: shapes[name] for name in names})
         for name in names:
             tensor = tensor_of(file, name)
@@ -402,12 +404,12 @@ def write_weights(directory, files, shapes, tensor_of):
             yield tensor.view(-1).view(torch.uint8).numpy()
             bar.update()
 
-    for file in sorted(set(files.values())):
-        names = [name for name in files if files[name] == file and name in shapes]
-        if names:
-            write_file(directory / file.name, pieces(file, names))
-            weight_map.update(dict.fromkeys(names, file.name))
-    bar.close()
+    with tqdm(total=len(shapes), desc="merge", unit="tensor") as bar:  # closed before any error
+        for file in sorted(set(files.values())):
+            names = [name for name in files if files[name] == file and name in shapes]
+            if names:
+                write_file(directory / file.name, pieces(file, names, bar))
+                weight_map.update(dict.fromkeys(names, file.name))
     index = {"metadata": {"total_size": n_bytes(shapes)}, "weight_map": weight_map}
     write_file(directory / "model.safetensors.index.json", [json.dumps(index, indent=2).encode()])
 
@@ -503,6 +505,9 @@ def compare(base, adapter_dir, merged_dir, others, rows, dtype, device):
 
 def open_output(output, size):
     """The hidden directory that becomes `output`; on an error before that, nothing is left."""
+    if output.resolve().is_mount():
+        raise ValueError(f"--output_dir {output}: is a mount point, which cannot be replaced; name"
+                         " a new directory in it")
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise ValueError(f"--output_dir {output}: exists already and is not an empty directory;"
                          " name a new one")
@@ -571,7 +576,6 @@ def merge(args):
         write_weights(temporary, files, shapes, tensor_of)
         write_small_files(temporary, base)
     except BaseException:
-        print(file=sys.stderr)  # ends the progress bar's line
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     rounding = math.sqrt(sums["error"] / sums["effect"])
@@ -583,18 +587,19 @@ def merge(args):
     if args.check:
         try:
             figures = compare(base, adapter_dir, temporary, others, rows, dtype, device)
-        except (ValueError, torch.OutOfMemoryError) as e:
-            raise ValueError(f"the check did not run, the merged model is left in {temporary};"
-                             f" --no-check merges without it: {e}")
+        except (ValueError, RuntimeError, OSError, ImportError) as e:  # libraries raise all kinds
+            raise ValueError(f"the check did not run; the merged model in {temporary} is whole:"
+                             f" rename it, since a new merge deletes it; --no-check does without"
+                             f" the check: {e}")
         report_check(*figures, rounding, temporary)
-    os.replace(temporary, output)
+    os.replace(temporary, output.resolve())
     print(f'merged model saved; to load it: AutoModelForCausalLM.from_pretrained("{output}")')
 
 
 def main(argv=None):
     try:
         merge(parse_config(argv))
-    except (ValueError, OSError, SafetensorError) as e:
+    except (ValueError, OSError, SafetensorError, torch.OutOfMemoryError) as e:
         print("error: " + " ".join(str(e).split()), file=sys.stderr, flush=True)
         sys.exit(1)
 

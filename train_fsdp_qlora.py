@@ -37,6 +37,7 @@ import os
 import random
 import re
 import resource
+import shlex
 import shutil
 import socket
 import sys
@@ -1331,9 +1332,12 @@ def model_directory(name, random_weights):
     if path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ValueError(f"--model {name}: neither a directory nor a Hub id (owner/name)")
     patterns = ["*.json", "*.model", "*.txt", "*.jinja"]
+    twice = ["consolidated*"]  # the same weights in another form, with Mistral's models
     try:  # every rank calls it; the Hub client's file locks let one of a node download
         files = patterns if random_weights else [*patterns, "*.safetensors"]
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=files))
+        return Path(huggingface_hub.snapshot_download(
+            name, allow_patterns=files, ignore_patterns=twice
+        ))  # fmt: skip
     except Exception as e:
         raise ValueError(f"--model {name}: not a directory, and the Hub says: {e}")
 
@@ -2365,8 +2369,8 @@ def check_plan(config, sizes, limit):
         return
     flags, smaller = [], config
     for change in (
-        {"recompute": "all"}, {"offload_activations": True}, {"offload_params": True},
-        {"micro_batch_size": 1}, {"max_seq_len": config.max_seq_len // 2},
+        {"reshard_after_forward": True}, {"recompute": "all"}, {"offload_activations": True},
+        {"offload_params": True}, {"micro_batch_size": 1}, {"max_seq_len": config.max_seq_len // 2},
     ):  # fmt: skip
         if all(getattr(smaller, name) != value for name, value in change.items()):
             smaller = dataclasses.replace(smaller, **change)
@@ -3409,8 +3413,10 @@ def train(config, device):
     on_rank_0(write_adapter, directory, adapter, lora_config)
     say_memory("at the end", device)
     say(f"adapter saved in {directory}; to merge it into the base model:")
-    say(f"{this_python()} merge_adapters.py --adapter_dir {directory}"
-        f" --output_dir {directory}/merged")
+    merge = Path(__file__).with_name("merge_adapters.py")
+    merge = os.path.relpath(merge) if merge.is_file() else merge.name  # copied alone
+    say(shlex.join([this_python(), merge, "--adapter_dir", str(directory),
+                    "--output_dir", f"{directory}/merged"]))  # fmt: skip
 
 
 def this_python():

@@ -133,6 +133,8 @@ def main():
         started = time.perf_counter()
         write_model(args.directory, *model_shapes(args.shapes, args.gb))
         print(f"written in {time.perf_counter() - started:.0f} s", flush=True)
+    else:
+        print(f"{args.directory}: measures the checkpoint there; --gb and --shapes are not used")
     files = sorted(args.directory.glob("*.safetensors"))
     gb = sum(path.stat().st_size for path in files) / 1e9
     prepare = empty_page_cache if args.cold else lambda: read_plainly(files)

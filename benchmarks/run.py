@@ -176,7 +176,10 @@ def launch(gpus, program, log, limit, **env):
         finally:
             if child.poll() is None:  # SIGKILL would leave torchrun's workers running
                 child.terminate()
-                child.wait(90)  # it gives them 30 s
+                try:
+                    child.wait(90)  # it gives them 30 s
+                except subprocess.TimeoutExpired:
+                    child.kill()
     text = log.read_text(errors="replace").replace("\r", "\n")  # tqdm's bar ends no line
     return code, time.perf_counter() - started, text
 
@@ -188,7 +191,7 @@ def outcome(code, text, steps):
     result = f"exit code {code}"
     if code in (0, None):
         result = "time limit" if code is None else "ok"
-    elif re.search(r"OutOfMemoryError|(?i:cuda\b.{0,20}out of memory)", text):
+    elif re.search(r"OutOfMemoryError|ran out of memory|(?i:cuda\b.{0,20}out of memory)", text):
         result = "out of memory"
     elif said and not steps:
         result = "refused"
@@ -265,7 +268,7 @@ def run_peer(chosen, gpus, out, scratch, limit, peer):
         make = [peer, "--make-model", model, "--size", size, "--layers", chosen["layers"]]
         launch(0, make, out / f"{name}-weights.log", limit)
     flags = {
-        "model": model, "attn": re.search(r"--attn (\w+)", chosen["flags"])[1], "fsdp": 1,
+        "model": model, "attn": re.findall(r"--attn (\w+)", chosen["flags"])[-1], "fsdp": 1,
         "gc": "none" if "--recompute none" in chosen["flags"] else "nonreentrant",
         "bs": chosen["rows"], "seq": chosen["seq"], "steps": chosen["steps"], "warmup": 3,
     }  # fmt: skip

@@ -143,6 +143,7 @@ def test_output_is_read():
         ("exit code 1", 1, "50%|# | 1/2 [00:01]error: step 2: loss nan\n", [1]),
         ("exit code 1", 1, "Traceback\n[rank0]: RuntimeError: CUDA error: launch failed\n", []),
         ("out of memory", 1, "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried\n", [1]),
+        ("out of memory", 1, "error: rank 1 on node-a ran out of memory at step 3, peak\n", [1]),
         ("out of memory", 1, "error: OutOfMemoryError: CUDA out of memory. Tried\n", []),
         ("out of memory", 1, "DistBackendError: NCCL: Cuda failure 2 'out of memory'\n", []),
     ],

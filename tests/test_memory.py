@@ -177,6 +177,9 @@ def test_refusal_names_flags_that_bring_it_under():
     script.check_plan(config, sizes, 27 * 2**30)
     with pytest.raises(ValueError, match="predicted peak 2.* of 22.5 GiB; --offload_activations w"):
         script.check_plan(config, sizes, 22.5 * 2**30)
+    kept = dataclasses.replace(config, reshard_after_forward=False)
+    with pytest.raises(ValueError, match="; --reshard_after_forward --offload_activations w"):
+        script.check_plan(kept, sizes, 22.5 * 2**30)
     with pytest.raises(ValueError, match="--offload_activations --offload_params w"):
         script.check_plan(config, sizes, 5 * 2**30)
     with pytest.raises(ValueError, match="and more GPUs would bring it to"):

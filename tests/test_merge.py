@@ -6,6 +6,7 @@ One run of the real training script on two processes is shared by the tests of t
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -95,16 +96,18 @@ def trained(tmp_path_factory):
     command += ["--target_modules", *TARGETS]
     result = call(command, directory)
     assert result.returncode == 0, result.stderr[-3000:]
+    (directory / "stdout").write_text(result.stdout)
     return directory / "run"
 
 
 @pytest.fixture(scope="module")
 def merged(trained):
-    """The merged model's directory and what the merge printed."""
-    output = trained.parent / "merged"
-    result = call(merge_command(trained, output), trained.parent)
+    """The merged model's directory and what the merge printed, by the command that training ended
+    with, from the folder that it was started in."""
+    command = shlex.split((trained.parent / "stdout").read_text().splitlines()[-1])
+    result = call(command, trained.parent)
     assert result.returncode == 0, result.stderr[-3000:]
-    return output, result.stdout
+    return trained / "merged", result.stdout
 
 
 @pytest.fixture(scope="module")
@@ -207,9 +210,9 @@ def test_files(trained, merged):
     assert index["metadata"]["total_size"] == sum(2 * t.numel() for t in tensors.values())
     config = json.loads((merged[0] / "config.json").read_text())
     assert config["dtype"] == "bfloat16" and "quantization_config" not in config
-    assert not [p for p in trained.parent.iterdir() if p.name.startswith(".")]
+    assert not [p for p in trained.iterdir() if p.name.startswith(".")]
     last = merged[1].splitlines()[-1]
-    assert last.endswith(f'AutoModelForCausalLM.from_pretrained("{merged[0]}")')
+    assert last.endswith('AutoModelForCausalLM.from_pretrained("run/merged")')
 
 
 def test_checkpoint_merges_alike(trained, merged, tmp_path):
@@ -398,6 +401,34 @@ def test_bad_input_by_command_line(trained, tmp_path):
     assert result.returncode == 1 and "Traceback" not in result.stderr and not result.stdout
     assert result.stderr.splitlines()[-1].startswith("error: --adapter_dir")
     assert not any(tmp_path.iterdir())
+
+
+def test_link_to_an_empty_directory_is_filled(trained, tmp_path, capsys):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    flags = ["--output_dir", str(tmp_path / "link"), "--no-check"]
+    merge_adapters.main(["--adapter_dir", str(trained), *flags])
+    assert (tmp_path / "real" / "model.safetensors").is_file()
+    assert (tmp_path / "link").is_symlink()
+
+
+@pytest.mark.skipif(not os.path.ismount("/proc"), reason="not Linux")
+def test_mount_point_is_refused_before_any_work(trained, capsys):
+    with pytest.raises(SystemExit):
+        merge_adapters.main(["--adapter_dir", str(trained), "--output_dir", "/proc"])
+    assert capsys.readouterr().err.startswith("error: --output_dir /proc: is a mount point")
+
+
+def test_check_that_cannot_run_leaves_the_merged_model(trained, tmp_path, monkeypatch, capsys):
+    def compare(*args):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")  # what torch raises
+
+    monkeypatch.setattr(merge_adapters, "compare", compare)
+    with pytest.raises(SystemExit):
+        merge_adapters.main(["--adapter_dir", str(trained), "--output_dir", str(tmp_path / "out")])
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: the check did not run") and last.endswith("allocate memory")
+    assert (tmp_path / ".out.partial" / "model.safetensors").is_file()
 
 
 def test_unknown_flag(trained, tmp_path, capsys):
