@@ -5,10 +5,14 @@ started by torchrun. To see a test fail, copy the script and tests/ to another f
 script there and run pytest there: everything is found from where this file lies.
 """
 
+import contextlib
+import gc
 import json
 import os
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 # before any Hugging Face library is imported, here and in every child process
@@ -17,9 +21,12 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "train_fsdp_qlora.py"
+SEVERAL = ROOT / "tests" / "several.py"
 sys.path.insert(0, str(ROOT))
 
 import pytest  # noqa: E402
+import torch  # noqa: E402
+from several import write_whole  # noqa: E402
 
 # gate, up and down hold 320 x 128 / 64 = 640 blocks, which 3 ranks cannot share evenly. For what 2
 # and 4 cannot share either, and blocks that straddle rows: intermediate_size=191, hidden_size=64
@@ -87,6 +94,96 @@ def tiny_model(tmp_path_factory, demo_directory):
         return made[key]
 
     return make
+
+
+def pytest_collection_finish():
+    gc.freeze()  # no collection looks again and again through all that was imported
+
+
+def needs_ranks(nproc):
+    """On a machine with GPUs each rank needs its own."""
+    if 0 < torch.cuda.device_count() < nproc:
+        pytest.skip(f"{nproc} ranks on {torch.cuda.device_count()} GPUs")
+
+
+def free_ports(n):
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(n)]
+        for s in sockets:
+            s.bind(("localhost", 0))
+        return [str(s.getsockname()[1]) for s in sockets]
+
+
+class Launch:
+    """A torchrun of several.py, which waits for jobs until it is ended."""
+
+    def __init__(self, nproc, directory):
+        self.nproc, self.directory, self.n_lists = nproc, directory, 0
+        command = ["torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", SEVERAL]
+        with (directory / "stdout").open("w") as out, (directory / "stderr").open("w") as err:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", *map(str, command), str(directory)],
+                stdin=subprocess.PIPE, stdout=out, stderr=err,
+                env={**os.environ, "PYTHONFAULTHANDLER": "1"},
+            )  # fmt: skip
+        self.output = [(directory / name).open() for name in ("stdout", "stderr")]
+
+    def run(self, jobs, timeout):
+        """Each rank's exit codes, or None where a rank ended or none came in time; and what was
+        written to stdout and stderr meanwhile."""
+        path = self.directory / f"{self.n_lists}.json"
+        self.n_lists += 1
+        write_whole(path, json.dumps(jobs))
+        results = [path.with_suffix(f".{rank}") for rank in range(self.nproc)]
+        until = time.monotonic() + timeout
+        while not (done := all(result.exists() for result in results)):
+            if self.process.poll() is not None or time.monotonic() > until:
+                break
+            time.sleep(0.02)
+        codes = [json.loads(result.read_text()) for result in results] if done else None
+        return codes, *(file.read() for file in self.output)
+
+    def end(self, patience=60):
+        self.process.stdin.close()
+        try:
+            self.process.wait(patience)
+        except subprocess.TimeoutExpired:
+            self.process.terminate()  # torchrun then ends its processes
+            self.process.wait()
+        for file in self.output:
+            file.close()
+
+
+@pytest.fixture(scope="session")
+def run_jobs(tmp_path_factory):
+    """Function (nproc, jobs, cwd, code=0): has torchrun's `nproc` ranks do these jobs of several.py
+    there, each of which must end with that exit code on all ranks; (stdout, stderr).
+
+    One launch for each number of ranks serves the whole session. On GPUs, where it would keep
+    memory and what was compiled, each call has its own.
+    """
+    launches = {}
+
+    def run(nproc, jobs, cwd, code=0, timeout=300):
+        needs_ranks(nproc)
+        if nproc not in launches:
+            launches[nproc] = Launch(nproc, tmp_path_factory.mktemp(f"launch-{nproc}"))
+        jobs = [
+            {"cwd": str(cwd), "port": port, **job} for job, port in zip(jobs, free_ports(len(jobs)))
+        ]
+        codes, out, err = launches[nproc].run(jobs, timeout)
+        if codes is None:
+            launches.pop(nproc).end(patience=0)
+        elif torch.cuda.is_available():
+            launches.pop(nproc).end()
+        assert codes == [[code] * len(jobs)] * nproc, err
+        return out, err
+
+    yield run
+    for launch in launches.values():
+        launch.process.stdin.close()
+    for launch in launches.values():
+        launch.end()
 
 
 @pytest.fixture(scope="session")
