@@ -18,6 +18,9 @@ from pathlib import Path
 # before any Hugging Face library is imported, here and in every child process
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# a thread that waits for another leaves its core to those that have work; otherwise what else runs
+# on the machine makes a process of several threads ten times slower
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "train_fsdp_qlora.py"
@@ -143,10 +146,10 @@ class Launch:
         codes = [json.loads(result.read_text()) for result in results] if done else None
         return codes, *(file.read() for file in self.output)
 
-    def end(self, patience=60):
+    def end(self):
         self.process.stdin.close()
         try:
-            self.process.wait(patience)
+            self.process.wait(5)
         except subprocess.TimeoutExpired:
             self.process.terminate()  # torchrun then ends its processes
             self.process.wait()
@@ -154,36 +157,47 @@ class Launch:
             file.close()
 
 
-@pytest.fixture(scope="session")
-def run_jobs(tmp_path_factory):
-    """Function (nproc, jobs, cwd, code=0): has torchrun's `nproc` ranks do these jobs of several.py
-    there, each of which must end with that exit code on all ranks; (stdout, stderr).
+@pytest.fixture(scope="session", autouse=True)
+def launches(request, tmp_path_factory):
+    """Function (nproc): the Launch of so many ranks, one for the whole session.
 
-    One launch for each number of ranks serves the whole session. On GPUs, where it would keep
-    memory and what was compiled, each call has its own.
+    What the tests will ask for, as the RANKS of their files say, starts now, while tests of a
+    single process run. On a GPU, where it would hold memory, it starts when it is asked for.
     """
-    launches = {}
+    started = {}
+
+    def launch(nproc):
+        if nproc not in started or started[nproc].process.poll() is not None:
+            started[nproc] = Launch(nproc, tmp_path_factory.mktemp(f"launch-{nproc}"))
+        return started[nproc]
+
+    if not torch.cuda.is_available():
+        asking = [item.module for item in request.session.items if "run_jobs" in item.fixturenames]
+        for nproc in dict.fromkeys(nproc for module in asking for nproc in module.RANKS):
+            launch(nproc)
+    yield launch
+    for one in started.values():
+        one.end()
+
+
+@pytest.fixture(scope="session")
+def run_jobs(launches):
+    """Function (nproc, jobs, cwd, code=0): has torchrun's `nproc` ranks do these jobs of several.py
+    there, each of which must end with that exit code on all ranks; (stdout, stderr)."""
 
     def run(nproc, jobs, cwd, code=0, timeout=300):
         needs_ranks(nproc)
-        if nproc not in launches:
-            launches[nproc] = Launch(nproc, tmp_path_factory.mktemp(f"launch-{nproc}"))
         jobs = [
             {"cwd": str(cwd), "port": port, **job} for job, port in zip(jobs, free_ports(len(jobs)))
         ]
-        codes, out, err = launches[nproc].run(jobs, timeout)
-        if codes is None:
-            launches.pop(nproc).end(patience=0)
-        elif torch.cuda.is_available():
-            launches.pop(nproc).end()
+        launch = launches(nproc)
+        codes, out, err = launch.run(jobs, timeout)
+        if codes is None or torch.cuda.is_available():  # where it would keep what was compiled
+            launch.end()
         assert codes == [[code] * len(jobs)] * nproc, err
         return out, err
 
-    yield run
-    for launch in launches.values():
-        launch.process.stdin.close()
-    for launch in launches.values():
-        launch.end()
+    return run
 
 
 @pytest.fixture(scope="session")

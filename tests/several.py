@@ -12,14 +12,17 @@ that this node seems to have; "out_of_memory", the step at which rank 1 runs out
 different for the ranks but 0.
 """
 
+import contextlib
 import gc
 import importlib.util
 import itertools
 import json
 import os
 import select
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 gc.disable()  # it would look through ever more of what is imported, a fifth of the time
@@ -76,6 +79,14 @@ def call_main(job):
         return e.code
 
 
+def wait_for_rank_0(port):
+    """Until its store is there: torch would try again only after a while."""
+    while True:
+        with contextlib.suppress(ConnectionRefusedError):
+            return socket.create_connection(("localhost", port)).close()
+        time.sleep(0.01)
+
+
 def do(job, rank):
     """The exit code of one job."""
     if rank:
@@ -92,6 +103,8 @@ def do(job, rank):
         run_out_of_memory(job["out_of_memory"])
     if "cut_off" in job:
         cut_off(*job["cut_off"])
+    if rank and "port" in job:
+        wait_for_rank_0(job["port"])
     code = worker.run(job) if "case" in job else call_main(job)
     vars(script).update(names)  # faults end with their job, and what a case has changed
     return code
