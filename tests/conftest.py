@@ -5,21 +5,31 @@ started by torchrun. To see a test fail, copy the script and tests/ to another f
 script there and run pytest there: everything is found from where this file lies.
 """
 
+import contextlib
+import gc
 import json
 import os
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 # before any Hugging Face library is imported, here and in every child process
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# a thread that waits for another leaves its core to those that have work; otherwise what else runs
+# on the machine makes a process of several threads ten times slower
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "train_fsdp_qlora.py"
+SEVERAL = ROOT / "tests" / "several.py"
 sys.path.insert(0, str(ROOT))
 
 import pytest  # noqa: E402
+import torch  # noqa: E402
+from several import write_whole  # noqa: E402
 
 # gate, up and down hold 320 x 128 / 64 = 640 blocks, which 3 ranks cannot share evenly. For what 2
 # and 4 cannot share either, and blocks that straddle rows: intermediate_size=191, hidden_size=64
@@ -87,6 +97,107 @@ def tiny_model(tmp_path_factory, demo_directory):
         return made[key]
 
     return make
+
+
+def pytest_collection_finish():
+    gc.freeze()  # no collection looks again and again through all that was imported
+
+
+def needs_ranks(nproc):
+    """On a machine with GPUs each rank needs its own."""
+    if 0 < torch.cuda.device_count() < nproc:
+        pytest.skip(f"{nproc} ranks on {torch.cuda.device_count()} GPUs")
+
+
+def free_ports(n):
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(n)]
+        for s in sockets:
+            s.bind(("localhost", 0))
+        return [str(s.getsockname()[1]) for s in sockets]
+
+
+class Launch:
+    """A torchrun of several.py, which waits for jobs until it is ended."""
+
+    def __init__(self, nproc, directory):
+        self.nproc, self.directory, self.n_lists = nproc, directory, 0
+        command = ["torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", SEVERAL]
+        with (directory / "stdout").open("w") as out, (directory / "stderr").open("w") as err:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", *map(str, command), str(directory)],
+                stdin=subprocess.PIPE, stdout=out, stderr=err,
+                env={**os.environ, "PYTHONFAULTHANDLER": "1"},
+            )  # fmt: skip
+        self.output = [(directory / name).open() for name in ("stdout", "stderr")]
+
+    def run(self, jobs, timeout):
+        """Each rank's exit codes, or None where a rank ended or none came in time; and what was
+        written to stdout and stderr meanwhile."""
+        path = self.directory / f"{self.n_lists}.json"
+        self.n_lists += 1
+        write_whole(path, json.dumps(jobs))
+        results = [path.with_suffix(f".{rank}") for rank in range(self.nproc)]
+        until = time.monotonic() + timeout
+        while not (done := all(result.exists() for result in results)):
+            if self.process.poll() is not None or time.monotonic() > until:
+                break
+            time.sleep(0.02)
+        codes = [json.loads(result.read_text()) for result in results] if done else None
+        return codes, *(file.read() for file in self.output)
+
+    def end(self):
+        self.process.stdin.close()
+        try:
+            self.process.wait(5)
+        except subprocess.TimeoutExpired:
+            self.process.terminate()  # torchrun then ends its processes
+            self.process.wait()
+        for file in self.output:
+            file.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def launches(request, tmp_path_factory):
+    """Function (nproc): the Launch of so many ranks, one for the whole session.
+
+    What the tests will ask for, as the RANKS of their files say, starts now, while tests of a
+    single process run. On a GPU, where it would hold memory, it starts when it is asked for.
+    """
+    started = {}
+
+    def launch(nproc):
+        if nproc not in started or started[nproc].process.poll() is not None:
+            started[nproc] = Launch(nproc, tmp_path_factory.mktemp(f"launch-{nproc}"))
+        return started[nproc]
+
+    if not torch.cuda.is_available():
+        asking = [item.module for item in request.session.items if "run_jobs" in item.fixturenames]
+        for nproc in dict.fromkeys(nproc for module in asking for nproc in module.RANKS):
+            launch(nproc)
+    yield launch
+    for one in started.values():
+        one.end()
+
+
+@pytest.fixture(scope="session")
+def run_jobs(launches):
+    """Function (nproc, jobs, cwd, code=0): has torchrun's `nproc` ranks do these jobs of several.py
+    there, each of which must end with that exit code on all ranks; (stdout, stderr)."""
+
+    def run(nproc, jobs, cwd, code=0, timeout=300):
+        needs_ranks(nproc)
+        jobs = [
+            {"cwd": str(cwd), "port": port, **job} for job, port in zip(jobs, free_ports(len(jobs)))
+        ]
+        launch = launches(nproc)
+        codes, out, err = launch.run(jobs, timeout)
+        if codes is None or torch.cuda.is_available():  # where it would keep what was compiled
+            launch.end()
+        assert codes == [[code] * len(jobs)] * nproc, err
+        return out, err
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -1,31 +1,52 @@
-"""What test_nodes.py runs under torchrun: python -m torch.distributed.run several.py JOBS.json.
+"""What the tests run under torchrun: python -m torch.distributed.run several.py DIRECTORY.
 
-Each job is one main() of the script, with its "argv" and what may be given besides: "port", where
-its processes meet (torchrun's own store serves one main() only); "script", a copy to run instead;
-"cwd"; "peft", the version that this node seems to have; "before", a command that rank 0 runs first;
-"out_of_memory", the step at which rank 1 runs out of memory. Every rank writes the exit codes
-beside the jobs. One launch for many jobs: starting costs more than they do.
+Every rank does the jobs of DIRECTORY/0.json, then of 1.json and so on as they appear, until its
+standard input has ended; the jobs' exit codes are in 0.RANK and so on. One launch for many jobs:
+starting costs more than they do.
+
+A job is one main() of the script, with its "argv", or a "case" of worker.py. What may be given
+besides: "port", where its processes meet (torchrun's own store serves one job only); "cwd";
+"before", a command that rank 0 runs first; "script", a copy to run instead; "peft", the version
+that this node seems to have; "out_of_memory", the step at which rank 1 runs out of memory;
+"cut_off", a file that rank 1 cuts off before the weights are read, and where; "others", what is
+different for the ranks but 0.
 """
 
+import contextlib
+import gc
 import importlib.util
+import itertools
 import json
 import os
+import select
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
-import peft
-import torch
+gc.disable()  # it would look through ever more of what is imported, a fifth of the time
+
+import peft  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import worker  # noqa: E402
+from worker import script  # noqa: E402
+
+gc.freeze()
+gc.enable()
+PEFT_VERSION = peft.__version__
 
 
 def load(path):
+    sys.dont_write_bytecode = True  # nothing appears beside the copy
     spec = importlib.util.spec_from_file_location("train_fsdp_qlora", path)
     sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def run_out_of_memory(script, at):
+def run_out_of_memory(at):
     """An injected fault: torch's own error, in place of what a CPU cannot do."""
     train_step = script.train_step
 
@@ -37,24 +58,85 @@ def run_out_of_memory(script, at):
     script.train_step = step_or_fail
 
 
+def cut_off(file, size):
+    """An injected fault: after the check of the files, before the read."""
+    load_weights = script.load_weights
+
+    def cut_off_first(*args):
+        if dist.get_rank() == 1:
+            os.truncate(file, size)
+        dist.barrier()
+        return load_weights(*args)
+
+    script.load_weights = cut_off_first
+
+
+def call_main(job):
+    try:
+        return (load(job["script"]) if "script" in job else script).main(job["argv"])
+    except SystemExit as e:  # of --help
+        dist.destroy_process_group()
+        return e.code
+
+
+def wait_for_rank_0(port):
+    """Until its store is there: torch would try again only after a while."""
+    while True:
+        with contextlib.suppress(ConnectionRefusedError):
+            return socket.create_connection(("localhost", port)).close()
+        time.sleep(0.01)
+
+
+def do(job, rank):
+    """The exit code of one job."""
+    if rank:
+        job.update(job.get("others", {}))
+    if "port" in job:
+        os.environ.update(MASTER_PORT=job["port"], TORCHELASTIC_USE_AGENT_STORE="False")
+    if "cwd" in job:
+        os.chdir(job["cwd"])
+    peft.__version__ = job.get("peft", PEFT_VERSION)
+    if rank == 0 and "before" in job:
+        subprocess.run(job["before"], shell=True, check=True)
+    names = vars(script).copy()
+    if "out_of_memory" in job:
+        run_out_of_memory(job["out_of_memory"])
+    if "cut_off" in job:
+        cut_off(*job["cut_off"])
+    if rank and "port" in job:
+        wait_for_rank_0(job["port"])
+    code = worker.run(job) if "case" in job else call_main(job)
+    vars(script).update(names)  # faults end with their job, and what a case has changed
+    return code
+
+
+def write_whole(path, text):
+    """For a reader that looks for the file: it is there once all of it is."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text)
+    part.rename(path)
+
+
+def lists_of_jobs(directory):
+    """The paths of 0.json, 1.json and so on, each once it is there."""
+    for number in itertools.count():
+        path = directory / f"{number}.json"
+        while not path.exists():
+            # nothing is ever written there, but it ends with pytest, however that ends
+            if select.select([sys.stdin], [], [], 0.02)[0]:
+                return
+        yield path
+
+
 def main():
-    path, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-    original = Path(__file__).resolve().parents[1] / "train_fsdp_qlora.py"
-    version, codes = peft.__version__, []
-    script = load(original)
-    for job in json.loads(path.read_text()):
-        if "port" in job:
-            os.environ.update(MASTER_PORT=job["port"], TORCHELASTIC_USE_AGENT_STORE="False")
-        os.chdir(job.get("cwd", path.parent))
-        peft.__version__ = job.get("peft", version)
-        if rank == 0 and "before" in job:
-            subprocess.run(job["before"], shell=True, check=True)
-        if "out_of_memory" in job:
-            run_out_of_memory(script, job["out_of_memory"])
-        codes.append((load(job["script"]) if "script" in job else script).main(job["argv"]))
+    rank, worst = int(os.environ["RANK"]), 0
+    for path in lists_of_jobs(Path(sys.argv[1])):
+        codes = [do(job, rank) for job in json.loads(path.read_text())]
+        sys.stdout.flush()
         sys.stderr.flush()
-    path.with_suffix(f".{rank}").write_text(json.dumps(codes))
-    return max(codes)
+        write_whole(path.with_suffix(f".{rank}"), json.dumps(codes))
+        worst = max(worst, *codes)
+    return worst
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import train_fsdp_qlora as script
 
+RANKS = (2,)  # that run_jobs is asked for
 LOADING = "load and quantise"  # the progress bar of the weights
 
 
@@ -482,22 +483,22 @@ def test_no_whole_checkpoint_names_them_all(resume):
 # ------------------------------------------------------------------------------------------------
 
 
-def refused_by_torchrun(result, *words):
-    """The same for CompletedProcess of several ranks, among what torchrun says itself."""
-    assert result.returncode != 0
-    lines = [line for line in result.stderr.splitlines() if "error: " in line]
-    assert len(lines) == 1 and lines[0].startswith("error: "), result.stderr
+def refused_by_ranks(out, err, *words):
+    """The same for what several ranks wrote, among what torchrun says itself."""
+    assert err.count("error: ") == 1, err  # lines of two ranks may come as one
+    (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
     for word in words:
-        assert str(word) in lines[0]
-    assert f'File "{script.__file__}"' not in result.stderr  # a traceback; torchrun has its own
-    assert LOADING not in result.stderr + result.stdout
+        assert str(word) in line
+    assert f'File "{script.__file__}"' not in err  # a traceback; torchrun has its own
+    assert LOADING not in err + out
 
 
-def test_two_ranks_say_once_that_the_batch_does_not_divide(run_training, tmp_path):
-    result = run_training(["--batch_size", 6], nproc=2, cwd=tmp_path, timeout=60)
-    refused_by_torchrun(
-        result, "--batch_size 6 is not a multiple of 2 micro-batch x 2 processes = 4: use 4 or 8"
-    )
+def test_two_ranks_say_once_that_the_batch_does_not_divide(run_jobs, tmp_path):
+    out, err = run_jobs(2, [{"argv": ["--batch_size", "6"]}], cwd=tmp_path, code=1)
+    refused_by_ranks(
+        out, err,
+        "--batch_size 6 is not a multiple of 2 micro-batch x 2 processes = 4: use 4 or 8",
+    )  # fmt: skip
     assert list(tmp_path.iterdir()) == []
 
 
@@ -506,30 +507,34 @@ def test_no_rank_waits_when_rank_0_alone_finds_the_error(run_training, model, da
     edit_tensors(model / "model.safetensors", lambda tensors: tensors.update(wrong))
     args = ["--model", model, "--dataset", data, "--output_dir", tmp_path / "out"]
     result = run_training(args, nproc=2, cwd=tmp_path, timeout=60)
-    refused_by_torchrun(result, *wrong, "[3, 128]")
+    assert result.returncode != 0
+    refused_by_ranks(result.stdout, result.stderr, *wrong, "[3, 128]")
 
 
-def test_rank_0_reports_what_another_rank_finds(run_training, model, data, tmp_path):
+def test_rank_0_reports_what_another_rank_finds(run_jobs, model, data, tmp_path):
     """As on a second node that lacks the data set: rank 1 starts in another directory."""
-    launcher = tmp_path / "launcher.py"
-    launcher.write_text(
-        "import os, runpy, sys\n"
-        "if os.environ['RANK'] == '1':\n"
-        f"    os.chdir({str(model)!r})\n"
-        f"sys.argv[0] = {script.__file__!r}\n"
-        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
-    )
     args = ["--model", model, "--dataset", data.name, "--output_dir", tmp_path / "out"]
-    result = run_training(args, nproc=2, cwd=data.parent, timeout=60, script=launcher)
-    refused_by_torchrun(result, "--dataset data.jsonl: no such file")
+    job = {"argv": list(map(str, args)), "others": {"cwd": str(model)}}
+    out, err = run_jobs(2, [job], cwd=data.parent, code=1)
+    refused_by_ranks(out, err, "--dataset data.jsonl: no such file")
 
 
-@pytest.mark.parametrize("nproc", [None, 2])
-def test_help_is_printed_once_by_a_copy_in_an_empty_directory(run_training, tmp_path, nproc):
-    copy = shutil.copy(script.__file__, tmp_path)
-    result = run_training(["--help"], nproc=nproc, cwd=tmp_path, timeout=60, script=copy)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("usage: ") and result.stdout.count("usage: ") == 1
+def assert_help(text):
+    assert text.startswith("usage: ") and text.count("usage: ") == 1
     for name in script.Config.__dataclass_fields__:
-        assert f"--{name}" in result.stdout
+        assert f"--{name}" in text
+
+
+def test_help_is_printed_by_a_copy_in_an_empty_directory(run_training, tmp_path):
+    copy = shutil.copy(script.__file__, tmp_path)
+    result = run_training(["--help"], cwd=tmp_path, timeout=60, script=copy)
+    assert result.returncode == 0, result.stderr
+    assert_help(result.stdout)
+    assert [p.name for p in tmp_path.iterdir()] == [Path(copy).name]
+
+
+def test_help_is_printed_once_by_two_ranks(run_jobs, tmp_path):
+    copy = shutil.copy(script.__file__, tmp_path)
+    out, _ = run_jobs(2, [{"argv": ["--help"], "script": copy}], cwd=tmp_path)
+    assert_help(out)
     assert [p.name for p in tmp_path.iterdir()] == [Path(copy).name]

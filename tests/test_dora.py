@@ -12,20 +12,20 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 from test_merge import ROWS, load_4bit, logits_of, nf4_and_back
-from test_nodes import SEVERAL, free_ports
-from test_numbers import torchrun
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import merge_adapters
 import train_fsdp_qlora as script
 
+RANKS = (2,)  # that run_jobs is asked for
 STEPS = 8
 MAGNITUDE = "lora_magnitude_vector"
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """The directory of the runs below, each of which takes all 16 rows in every step."""
+def all_runs(tmp_path_factory, run_jobs):
+    """The directory of the runs below, each of which takes all 16 rows in every step, and the
+    flags of the one that was resumed."""
     base = tmp_path_factory.mktemp("dora")
     (base / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     flags = ["--dataset", "data.jsonl", "--batch_size", "16", "--max_steps", str(STEPS)]
@@ -39,11 +39,13 @@ def runs(tmp_path_factory):
         {"argv": [*flags, *cut, "--output_dir", "whole"]},
         {"argv": [*flags, *cut, "--output_dir", "resumed", "--resume"], "before": break_off},
     ]
-    for job, port in zip(jobs, free_ports(len(jobs))):
-        job["port"] = port
-    (base / "jobs.json").write_text(json.dumps(jobs))
-    torchrun(2, SEVERAL, base / "jobs.json", cwd=base)
-    return base
+    run_jobs(2, jobs, cwd=base)
+    return base, jobs[-1]["argv"]
+
+
+@pytest.fixture
+def runs(all_runs):
+    return all_runs[0]
 
 
 def losses(run):
@@ -118,14 +120,14 @@ def test_magnitudes_are_trained_and_resumed_bit_for_bit(runs):
         assert (want[name] != early[name]).float().mean() > 0.99
 
 
-def test_dora_is_resumed_on_another_number_of_processes(runs, run_main, monkeypatch):
+def test_dora_is_resumed_on_another_number_of_processes(all_runs, run_main, monkeypatch):
+    runs, flags = all_runs
     shutil.copytree(runs / "resumed", runs / "alone")
     shutil.rmtree(runs / "alone" / "checkpoint-000004")
     monkeypatch.chdir(runs)
-    job = json.loads((runs / "jobs.json").read_text())[-1]["argv"]
-    code, out, err = run_main(*job, "--lora_dropout", "0", "--output_dir", "alone")
+    code, out, err = run_main(*flags, "--lora_dropout", "0", "--output_dir", "alone")
     assert code == 1 and "--lora_dropout 0.1, not 0.0" in err
-    code, out, err = run_main(*job, "--output_dir", "alone")
+    code, out, err = run_main(*flags, "--output_dir", "alone")
     assert code == 0, err
     assert "cut anew" in out and "use_dora runs in PEFT's own forward" in out
     for got, want in zip(losses(runs / "alone"), losses(runs / "whole"), strict=True):

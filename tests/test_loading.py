@@ -1,15 +1,14 @@
 """Loading: reading ahead within bounded memory, broken reads, and models in 4-bit already."""
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import bitsandbytes as bnb
 import pytest
 import torch
+from conftest import SEVERAL
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
@@ -20,22 +19,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import loading  # noqa: E402
 
+RANKS = (2,)  # that run_jobs is asked for
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYER = "model.layers.1.mlp.up_proj.weight"
 STORAGES = {"uint8": torch.uint8, "bfloat16": torch.bfloat16, "float32": torch.float32}
-
-
-def run_worker(directory, nproc, env=(), **job):
-    """The results of one case of worker.py."""
-    if 0 < torch.cuda.device_count() < nproc:
-        pytest.skip(f"{nproc} ranks on {torch.cuda.device_count()} GPUs")
-    (directory / "job.json").write_text(json.dumps([{**job, "out": str(directory / "out")}]))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc_per_node={nproc}", ROOT / "tests" / "worker.py", directory / "job.json"]
-    env = {**os.environ, **dict(env)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
-    assert done.returncode == 0, done.stderr
-    return load_file(directory / "out")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -63,7 +50,7 @@ def test_any_rows_of_any_dtype_are_read(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="hidden by CUDA's own; see benchmarks/")
-def test_reading_stops_within_bounded_memory(tmp_path, monkeypatch):
+def test_reading_stops_within_bounded_memory(run_training, tmp_path, monkeypatch):
     """A rank reads 200 of 400 MB and keeps 56; what it needs beyond that is 65 MB, mostly
     bitsandbytes' own. Read all at once it would be 200."""
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8}
@@ -75,45 +62,29 @@ def test_reading_stops_within_bounded_memory(tmp_path, monkeypatch):
     assert len(files) >= 4 and sum(files) > 0.4e9
     # glibc would keep what bitsandbytes' CPU code frees, in a heap full of holes
     env = {"MALLOC_MMAP_THRESHOLD_": "65536"}
-    grown = run_worker(tmp_path, 2, env, case="memory", model=str(model), ahead=2**24)["grown"]
+    job = {"case": "memory", "model": str(model), "ahead": 2**24, "out": str(tmp_path / "out")}
+    (tmp_path / "0.json").write_text(json.dumps([job]))
+    result = run_training([tmp_path], nproc=2, env=env, script=SEVERAL)
+    assert result.returncode == 0, result.stderr
+    grown = load_file(tmp_path / "out")["grown"]
     print(f"host memory grew by {grown.tolist()} bytes")
     assert 0 < grown.max() < 0.18e9
 
 
-CUT_OFF = """
-import os, sys
-from pathlib import Path
-sys.path.insert(0, {root!r})
-import torch.distributed as dist
-import train_fsdp_qlora as script
-
-load_weights = script.load_weights
-
-def cut_off_first(*args):
-    if dist.get_rank() == 1:
-        os.truncate({file!r}, {size})
-    dist.barrier()
-    return load_weights(*args)
-
-script.load_weights = cut_off_first
-os._exit(script.main())
-"""
-
-
-def test_file_cut_off_while_loading_ends_all_ranks(run_training, tiny_model, tmp_path):
+def test_file_cut_off_while_loading_ends_all_ranks(run_jobs, tiny_model, tmp_path):
     """After the check, before the read: of the last tensor, 256 bytes, rank 1 alone misses some."""
     model = Path(shutil.copytree(tiny_model("llama"), tmp_path / "model"))
     file = model / "model.safetensors"
-    launcher, size = tmp_path / "launcher.py", file.stat().st_size - 100
-    launcher.write_text(CUT_OFF.format(root=str(ROOT), file=str(file), size=size))
+    size = file.stat().st_size - 100
     data = tmp_path / "data.jsonl"
     data.write_text('{"text": "What is 1 plus 1?"}\n' * 8)
     args = ["--model", model, "--dataset", data, "--output_dir", tmp_path / "out"]
-    result = run_training(args, nproc=2, script=launcher, timeout=60)
-    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert result.returncode != 0 and len(lines) == 1, result.stderr
+    job = {"argv": list(map(str, args)), "cut_off": [str(file), size]}
+    _, err = run_jobs(2, [job], cwd=tmp_path, code=1, timeout=60)
+    lines = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, err
     assert f"{file}: ends before byte {size + 100}" in lines[0]
-    assert "Traceback" not in result.stderr.partition("error: ")[0]
+    assert "Traceback" not in err.partition("error: ")[0]
     assert not (tmp_path / "out" / "train_config.json").exists()
 
 
@@ -159,14 +130,17 @@ def in_4bit(tiny_model, tmp_path_factory):
     return make
 
 
-def test_stored_bytes_are_those_computed_with(tiny_model, tmp_path):
+def test_stored_bytes_are_those_computed_with(run_jobs, tiny_model, tmp_path):
     # 64 x 191 weights are 191 blocks, 96 x 171 are 256.5: shards begin inside rows, and are padded
     bases = {
         "uint8": tiny_model("llama", hidden_size=64, intermediate_size=191),
         "bfloat16": tiny_model("qwen2", hidden_size=96, intermediate_size=171),
     }
     models = [save_4bit(base, tmp_path / name, STORAGES[name]) for name, base in bases.items()]
-    seen = run_worker(tmp_path, 2, case="quantized", models=[str(m) for m in models])
+    out = tmp_path / "out"
+    job = {"case": "quantized", "models": [str(m) for m in models], "out": str(out)}
+    run_jobs(2, [job], cwd=tmp_path)
+    seen = load_file(out)
     for directory in models:
         tensors = stored_tensors(directory)
         assert len(list(directory.glob("*.safetensors"))) > 2

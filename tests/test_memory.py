@@ -44,16 +44,16 @@ MEASURED = [
 
 
 @functools.lru_cache(None)
-def meta_model(name, layers, shards, config):
+def meta_model(name, layers, shards, config, tied):
     model_config = script.read_model_config(script.Path(name), config)
-    model_config.num_hidden_layers = layers
+    model_config.num_hidden_layers, model_config.tie_word_embeddings = layers, tied
     model, _ = script.build_model(model_config, "sdpa", torch.bfloat16, shards)
     script.add_lora(model, config, name)
     return model
 
 
 def sizes_of(name, layers, config, shards=2):
-    model = meta_model(name, layers, shards, make_config(name, use_dora=config.use_dora))
+    model = meta_model(name, layers, shards, make_config(name, use_dora=config.use_dora), False)
     return script.model_sizes(model, config, shards, config.max_seq_len)
 
 
@@ -155,11 +155,8 @@ def test_recomputed_blocks_keep_more_where_memory_allows(monkeypatch):
 
 def test_embedding_moves_to_the_host_where_that_makes_it_fit():
     config = make_config("llama-3-70b", offload_activations=True, fused=True)
-    model_config = script.read_model_config(script.Path("llama-3-70b"), config)
     for tied in (False, True):
-        model_config.tie_word_embeddings = tied
-        model, _ = script.build_model(model_config, "sdpa", torch.bfloat16, 2)
-        script.add_lora(model, config, "llama-3-70b")
+        model = meta_model("llama-3-70b", 80, 2, make_config("llama-3-70b"), tied)
         for limit_gib, moves in (22.5, not tied), (24, False), (15, False):
             sizes = script.model_sizes(model, config, 2, config.max_seq_len)
             before = sum(script.memory_plan(config, sizes).values())

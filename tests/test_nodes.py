@@ -1,6 +1,5 @@
 """Several nodes: replicas agree, and what differs between nodes is named."""
 
-import contextlib
 import json
 import os
 import socket
@@ -10,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import SEVERAL, free_ports, needs_ranks
 from safetensors.torch import load_file
 
 import train_fsdp_qlora as script
 
-SEVERAL = Path(__file__).with_name("several.py")
 FLAGS = ["--max_steps", "3", "--save_every", "2", "--batch_size", "8", "--micro_batch_size", "1",
          "--compute_dtype", "float32", "--learning_rate", "1e-3"]  # fmt: skip
 DROPOUT = ["--lora_dropout", "0.1", "--shard_group_size", "2"]
@@ -28,39 +27,30 @@ WRONG = {  # what differs on the second node: the words of the one line that say
 }
 
 
-def free_ports(n):
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(n)]
-        for s in sockets:
-            s.bind(("localhost", 0))
-        return [str(s.getsockname()[1]) for s in sockets]
-
-
-def start_node(node, port, jobs):
+def start_node(node, port, directory):
     """torchrun as on a node of its own; on GPUs each node has its own two."""
     command = ["torch.distributed.run", f"--nnodes={NODES}", f"--nproc_per_node={NPROC}",
                "--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{port}", "--rdzv_id=test",
-               "--local_addr=localhost", str(SEVERAL), str(jobs)]  # fmt: skip
+               "--local_addr=localhost", str(SEVERAL), str(directory)]  # fmt: skip
     gpus = ",".join(str(node * NPROC + i) for i in range(NPROC))
-    with jobs.with_suffix(".stderr").open("w") as stderr:
+    with (directory / "stderr").open("w") as stderr:
         return subprocess.Popen(
-            [sys.executable, "-m", *command], stdout=subprocess.DEVNULL, stderr=stderr,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": gpus},
+            [sys.executable, "-m", *command], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            stderr=stderr, env={**os.environ, "CUDA_VISIBLE_DEVICES": gpus},
         )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory):
     """Where two nodes of two processes left their runs, and what they wrote to stderr."""
-    if 0 < torch.cuda.device_count() < NODES * NPROC:
-        pytest.skip(f"{NODES * NPROC} ranks on {torch.cuda.device_count()} GPUs")
+    needs_ranks(NODES * NPROC)
     base = tmp_path_factory.mktemp("nodes")
     (base / "elsewhere").mkdir()
     copy = base / script.__file__.rpartition("/")[2]
     copy.write_text(Path(script.__file__).read_text() + "# another line\n")
 
     def run(name, *flags, **other):
-        return {"argv": ["--output_dir", name, *FLAGS, *flags], **other}
+        return {"argv": ["--output_dir", name, *FLAGS, *flags], "cwd": str(base), **other}
 
     good = [
         run("all"),
@@ -81,18 +71,19 @@ def nodes(tmp_path_factory):
     ports, agents = free_ports(1 + len(good) + len(bad)), []
     for node in range(NODES):
         mine = good + [pair[node] for pair in bad]
-        jobs = base / f"node-{node}.json"
-        jobs.write_text(json.dumps([{**job, "port": port} for job, port in zip(mine, ports[1:])]))
-        agents.append(start_node(node, ports[0], jobs))
+        mine = [{**job, "port": port} for job, port in zip(mine, ports[1:])]
+        (base / f"node-{node}").mkdir()
+        (base / f"node-{node}" / "0.json").write_text(json.dumps(mine))
+        agents.append(start_node(node, ports[0], base / f"node-{node}"))
     try:
         for agent in agents:
             agent.wait(timeout=120)
     finally:
         for agent in agents:
             agent.terminate()  # and its processes with it; nothing where it has ended
-    errors = "".join(path.read_text() for path in base.glob("*.stderr"))
+    errors = "".join(path.read_text() for path in base.glob("node-*/stderr"))
     for rank in range(NODES * NPROC):
-        codes = base / f"node-{rank // NPROC}.{rank}"
+        codes = base / f"node-{rank // NPROC}" / f"0.{rank}"
         assert codes.is_file(), errors
         assert json.loads(codes.read_text()) == [0] * len(good) + [1] * len(bad), errors
     return base, errors.splitlines()
@@ -159,12 +150,10 @@ def test_difference_between_nodes_is_named_once(nodes, what):
 
 
 def test_rank_that_runs_out_of_memory_says_so(run_training, run_main, tmp_path):
-    if torch.cuda.device_count() == 1:
-        pytest.skip("2 ranks on 1 GPU")
+    needs_ranks(2)
     flags = ["--max_steps", "4", "--save_every", "2", "--batch_size", "4", "--output_dir", "run"]
-    jobs = tmp_path / "jobs.json"
-    jobs.write_text(json.dumps([{"argv": flags, "out_of_memory": 3}]))
-    result = run_training([jobs], nproc=2, cwd=tmp_path, timeout=60, script=SEVERAL)
+    (tmp_path / "0.json").write_text(json.dumps([{"argv": flags, "out_of_memory": 3}]))
+    result = run_training([tmp_path], nproc=2, cwd=tmp_path, timeout=60, script=SEVERAL)
     assert result.returncode != 0
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     for words in ("rank 1 on", "out of memory at step 3", "2 rows x", "GiB",

@@ -3,11 +3,8 @@
 import dataclasses
 import gc
 import json
-import os
 import random
 import re
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 
@@ -15,9 +12,9 @@ import bitsandbytes as bnb
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import needs_ranks
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
-from test_nodes import SEVERAL, free_ports
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoModelForCausalLM,
@@ -29,27 +26,10 @@ from transformers import (
 
 import train_fsdp_qlora as script
 
-ROOT = Path(__file__).resolve().parents[1]
+RANKS = (2, 1, 3, 4)  # that run_jobs is asked for
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = dict(vocab_size=320, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
              max_position_embeddings=128, initializer_range=0.06)  # fmt: skip
-
-
-def needs_ranks(nproc):
-    """On a machine with GPUs each rank needs its own."""
-    if 0 < torch.cuda.device_count() < nproc:
-        pytest.skip(f"{nproc} ranks on {torch.cuda.device_count()} GPUs")
-
-
-def torchrun(nproc, *command, cwd=None):
-    needs_ranks(nproc)
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}",
-         *map(str, command)],
-        capture_output=True, text=True, timeout=300, cwd=cwd,
-        env={**os.environ, "PYTHONFAULTHANDLER": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
 
 
 def write_model(path, config, dtype=torch.bfloat16):
@@ -151,8 +131,8 @@ MEMORY_FLAGS = {  # every combination must give the same numbers
 
 
 @pytest.fixture(scope="module")
-def worked(models, tmp_path_factory):
-    """worked(nproc): the directory where one launch of `nproc` ranks left all cases' results."""
+def worked(models, tmp_path_factory, run_jobs):
+    """worked(nproc): the directory where `nproc` ranks left all cases' results."""
     inputs = tmp_path_factory.mktemp("inputs")
     batch = write_batch(inputs / "batch.safetensors")
     adapters = {
@@ -164,9 +144,9 @@ def worked(models, tmp_path_factory):
     done = {}
 
     def work(nproc):
-        needs_ranks(nproc)
         if nproc in done:
             return done[nproc]
+        needs_ranks(nproc)
         out = done[nproc] = tmp_path_factory.mktemp(f"ranks-{nproc}")
         jobs = [{"case": "quantized", "models": list(models.values()), "out": "quantized"},
                 {"case": "magnitudes", "model": models["qwen2"], "out": "magnitudes"},
@@ -192,8 +172,7 @@ def worked(models, tmp_path_factory):
                                       for k, v in DORA.items()}})
         for job in jobs:
             job["out"] = str(out / job["out"])
-        (out / "job.json").write_text(json.dumps(jobs))
-        torchrun(nproc, ROOT / "tests" / "worker.py", out / "job.json")
+        run_jobs(nproc, jobs, cwd=out)
         return out
 
     return work, adapters, batch
@@ -540,15 +519,8 @@ def write_rows(path):
             file.write(json.dumps({"prompt": text[0], "completion": text[1]}) + "\n")
 
 
-def run_losses(nproc, tmp_path, name, *flags):
-    """The losses of a run of the real command line."""
-    torchrun(nproc, ROOT / "train_fsdp_qlora.py", "--output_dir", name, *flags, cwd=tmp_path)
-    lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
 @pytest.fixture(scope="module")
-def small_runs(tiny_model, tmp_path_factory):
+def small_runs(tiny_model, tmp_path_factory, run_jobs):
     """small_runs(name): the metrics of one of the runs below, None where there are too few GPUs.
     Of a model so small that a CPU without bf16 products is quick with it, too."""
     base = tmp_path_factory.mktemp("small-runs")
@@ -572,11 +544,9 @@ def small_runs(tiny_model, tmp_path_factory):
             jobs[name] = {"argv": [*cut, "--resume"], "before": before}
         if nproc > (torch.cuda.device_count() or nproc):
             continue
-        for (name, job), port in zip(jobs.items(), free_ports(len(jobs))):
+        for name, job in jobs.items():
             job["argv"] += ["--output_dir", name]
-            job["port"] = port
-        (base / f"{nproc}.json").write_text(json.dumps(list(jobs.values())))
-        torchrun(nproc, SEVERAL, base / f"{nproc}.json", cwd=base)
+        run_jobs(nproc, jobs.values(), cwd=base)
 
     def metrics(name):
         path = base / name / "metrics.jsonl"
@@ -611,9 +581,13 @@ def test_resume_on_another_number_of_processes(small_runs):
         assert gaps[:3] == [0, 0, 0] and max(gaps) <= 5e-3
 
 
-def test_resumed_run_equals_the_uninterrupted_one(tmp_path):
-    flags = ["--max_steps", "6", "--save_every", "3", "--lora_dropout", "0.1"]
-    whole = run_losses(2, tmp_path, "whole", *flags)
+def test_resumed_run_equals_the_uninterrupted_one(
+    run_jobs, run_training, read_metrics, tmp_path
+):
+    """Resumed in new processes, by the real command line."""
+    flags = ["--max_steps", "6", "--save_every", "3", "--lora_dropout", "0.1", "--output_dir"]
+    run_jobs(2, [{"argv": [*flags, "whole"]}], cwd=tmp_path)
+    whole = read_metrics(tmp_path / "whole")
     (tmp_path / "whole").rename(tmp_path / "broken-off")
     broken_off = tmp_path / "broken-off"
     expected = load_file(broken_off / "adapter_model.safetensors")
@@ -621,7 +595,9 @@ def test_resumed_run_equals_the_uninterrupted_one(tmp_path):
         (broken_off / name).unlink()
     # the newest checkpoint is torn, as by a full disk: the one before it must be taken
     (broken_off / "checkpoint-000006" / "rank-00001-of-00002.safetensors").write_bytes(b"")
-    resumed = run_losses(2, tmp_path, "broken-off", *flags, "--resume")
+    result = run_training([*flags, "broken-off", "--resume"], nproc=2, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    resumed = read_metrics(broken_off)
     got = load_file(broken_off / "adapter_model.safetensors")
     assert expected.keys() == got.keys() and len(got) == 4 * 7 * 2
     assert all(torch.equal(expected[k], got[k]) for k in got)

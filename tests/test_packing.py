@@ -5,19 +5,18 @@ import functools
 import json
 import random
 import time
-from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from test_nodes import SEVERAL, free_ports
-from test_numbers import DEVICE, SIZES, torchrun, write_model, write_rows
+from test_numbers import DEVICE, SIZES, write_model, write_rows
 from test_numbers import write_adapter as write_random_adapter
 
 import train_fsdp_qlora as script
 
-IGNORE, ROOT = script.IGNORE, Path(__file__).resolve().parents[1]
+RANKS = (2,)  # that run_jobs is asked for
+IGNORE = script.IGNORE
 LENGTHS = [4, 30, 12, 25, 3, 21, 17, 9, 14, 6]  # packs of 40: 30 9, 25 14, 21 17, 12 6 4 3
 CHANGED = 4  # of the documents in these packs
 
@@ -241,7 +240,7 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def worked(tmp_path_factory):
+def worked(tmp_path_factory, run_jobs):
     """{model: the results of worker.packed on 2 ranks}. Mistral has a window of 8 tokens."""
     base = tmp_path_factory.mktemp("packed")
     sizes = dict(SIZES, hidden_size=96, intermediate_size=172)
@@ -264,8 +263,7 @@ def worked(tmp_path_factory):
         jobs.append({"case": "packed", "model": model, "adapter": adapter, "size": 40,
                      "rows": str(base / "rows"), "settings": settings, "changed": CHANGED,
                      "out": str(base / f"{kind}.out")})  # fmt: skip
-    (base / "jobs.json").write_text(json.dumps(jobs))
-    torchrun(2, ROOT / "tests" / "worker.py", base / "jobs.json")
+    run_jobs(2, jobs, cwd=base)
     return {kind: load_file(base / f"{kind}.out") for kind in configs}
 
 
@@ -308,7 +306,7 @@ FLAGS = ["--dataset", "rows.jsonl", "--packing", "--max_seq_len", "200", "--max_
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, tiny_model):
+def runs(tmp_path_factory, tiny_model, run_jobs):
     """The directory with runs of 2 processes, and the flags of all."""
     base = tmp_path_factory.mktemp("packed-runs")
     write_rows(base / "rows.jsonl")
@@ -320,10 +318,7 @@ def runs(tmp_path_factory, tiny_model):
         {"argv": [*flags, "0.1", "--output_dir", "whole"]},
         {"argv": [*flags, "0.1", "--output_dir", "resumed", "--resume"], "before": broken_off},
     ]
-    for job, port in zip(jobs, free_ports(len(jobs))):
-        job["port"] = port
-    (base / "jobs.json").write_text(json.dumps(jobs))
-    torchrun(2, SEVERAL, base / "jobs.json", cwd=base)
+    run_jobs(2, jobs, cwd=base)
     return base, flags
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
+import merge_adapters
 import train_fsdp_qlora as script
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -73,13 +74,14 @@ def test_slurm_job_resumes_once_there_is_a_checkpoint(tmp_path):
     assert start() == dataclasses.replace(first, resume=True)
 
 
-def merge_flags():
-    command = [sys.executable, str(ROOT / "merge_adapters.py"), "--help"]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return set(re.findall(r"--([a-z_-]+)", text))
+@pytest.fixture
+def merge_flags(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        merge_adapters.main(["--help"])
+    return set(re.findall(r"--([a-z_-]+)", capsys.readouterr().out))
 
 
-def test_flags_exist():
+def test_flags_exist(merge_flags):
     fields = {f.name: f.type for f in dataclasses.fields(script.Config)}
     known = set(fields) | {f"no-{name}" for name, kind in fields.items() if "bool" in str(kind)}
     others = {"help", "logdir", "lr"}  # TensorBoard's, the wrong one
@@ -88,14 +90,14 @@ def test_flags_exist():
                "requeue", "open-mode", "signal", "kill-on-bad-exit"}  # Slurm's  # fmt: skip
     used = set(re.findall(r"(?<![\w-])--([a-z][a-z_-]*)", README)) - others
     unknown = used - known
-    assert not unknown or unknown <= merge_flags(), unknown
+    assert not unknown or unknown <= merge_flags, unknown
 
 
-def test_merge_commands_have_real_flags():
+def test_merge_commands_have_real_flags(merge_flags):
     commands = arguments_after("merge_adapters.py")
     assert commands
     used = {word[2:] for argv in commands for word in argv if word.startswith("--")}
-    assert used <= merge_flags()
+    assert used <= merge_flags
 
 
 def test_make_targets_and_variables_exist():

@@ -1,14 +1,12 @@
-"""What the numeric tests run under torchrun: python -m torch.distributed.run worker.py JOB.json.
+"""What the numeric tests run on each rank of several.py, on the script's own functions.
 
-The job is a list of cases, {"case": a function below, "out": file, ...its inputs}; each case's
-results go to its file as safetensors. One launch runs many cases: starting costs more than they do.
+A job is {"case": a function below, "out": file, ...its inputs}; the results of rank 0, of the
+optimizer's case those of every rank, go to the file as safetensors.
 """
 
 import contextlib
 import ctypes
 import dataclasses
-import json
-import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -341,17 +339,12 @@ def patterns(job, device):
     return out
 
 
-def main():
+def run(job):
     device = script.init_distributed()
-    for job in json.loads(Path(sys.argv[1]).read_text()):
-        results = globals()[job["case"]](job, device)
-        if dist.get_rank() == 0 or job["case"] == "optimizer":
-            out = job["out"] + (f".{dist.get_rank()}" if job["case"] == "optimizer" else "")
-            save_file({k: v.cpu().contiguous() for k, v in results.items()}, out)
+    results = globals()[job["case"]](job, device)
+    if dist.get_rank() == 0 or job["case"] == "optimizer":
+        out = job["out"] + (f".{dist.get_rank()}" if job["case"] == "optimizer" else "")
+        save_file({k: v.cpu().contiguous() for k, v in results.items()}, out)
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
-    os._exit(0)  # as the script does
+    return 0
