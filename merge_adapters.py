@@ -56,7 +56,7 @@ NF4_STATE = "quant_state.bitsandbytes__nf4"  # what bitsandbytes stores beside a
 NF4_PARTS = ("absmax", "nested_absmax", "nested_quant_map", "quant_map", NF4_STATE)
 ADAPTER_NAME = r"base_model\.model\.(.+)\.lora_(?:([AB])\.weight|(magnitude_vector))"
 HUB_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # a model's small files
-TWICE = ["consolidated*"]  # the same weights in another form, with Mistral's models
+TWICE = ["consolidated*", "*/*.safetensors"]  # the same weights in another form
 # what adapter_config.json may say; other options must have their default
 MERGEABLE = {
     "peft_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision",

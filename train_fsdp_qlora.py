@@ -49,7 +49,7 @@ import typing
 import warnings
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import bitsandbytes as bnb
@@ -538,6 +538,23 @@ def read_rows(source):
     return rows
 
 
+def fix_date(day):
+    """Let chat templates take `day`, YYYY-MM-DD, for today, as those of Llama 3 do who print it: a
+    run that is resumed must see the same rows, and so must all ranks around midnight."""
+
+    class RunDay(datetime):
+        now = classmethod(lambda cls, tz=None: cls.fromisoformat(day))
+
+    transformers.utils.chat_template_utils.datetime = RunDay
+
+
+def run_date(config, directory):
+    """The day when the run was begun. Rank 0 only."""
+    path = directory / "train_config.json"
+    begun = json.loads(path.read_text()) if config.resume and path.is_file() else {}
+    return begun.get("date", time.strftime("%Y-%m-%d"))
+
+
 def render_chat(messages, tokenizer):
     """A conversation as text, with the (start, end) characters of what the assistant says.
 
@@ -592,6 +609,8 @@ def encode_row(row, tokenizer):
         completion = without_eos(completion) + eos
         return prompt + completion, [IGNORE] * len(prompt) + completion
     if "text" in row:
+        if not row["text"].strip():
+            return [], []  # else it would be learnt to stop at once
         ids = without_eos(tokenizer(row["text"])["input_ids"]) + eos
         return ids, list(ids)
     raise ValueError(f"has {sorted(row)}; want prompt and completion, text, or messages")
@@ -752,7 +771,9 @@ def collate(examples, rank, world_size, device, longest=0):
     lengths = ()
     if packed:
         lengths = examples[rank][2]
-        lengths += (longest - sum(lengths),) * (longest > sum(lengths))
+        padding, most = longest - sum(lengths), max(lengths)
+        # in documents no longer than the others: some rotary embeddings change with the longest
+        lengths += (most,) * (padding // most) + (padding % most,) * (padding % most > 0)
         starts = torch.tensor([0, *lengths]).cumsum(0)
         position_ids = torch.arange(longest) - starts[:-1].repeat_interleave(starts.diff())
         batch += position_ids[None], starts.int()
@@ -1332,7 +1353,7 @@ def model_directory(name, random_weights):
     if path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ValueError(f"--model {name}: neither a directory nor a Hub id (owner/name)")
     patterns = ["*.json", "*.model", "*.txt", "*.jinja"]
-    twice = ["consolidated*"]  # the same weights in another form, with Mistral's models
+    twice = ["consolidated*", "*/*.safetensors"]  # the same weights in another form
     try:  # every rank calls it; the Hub client's file locks let one of a node download
         files = patterns if random_weights else [*patterns, "*.safetensors"]
         return Path(huggingface_hub.snapshot_download(
@@ -1555,6 +1576,13 @@ def build_model(model_config, attention, dtype, shards):
             model_config, attn_implementation=attention, dtype=dtype, trust_remote_code=False
         )
     shapes = {name: p.shape for name, p in model.named_parameters()}
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    if others := sorted(model.state_dict().keys() - tied):
+        raise ValueError(f"{type(model).__name__}: its checkpoints hold more than parameters, the"
+                         f" first is {others[0]}, which is not read here")
+    if not shard_range(model_config.vocab_size, shards - 1, shards):
+        raise ValueError(f"a vocabulary of {model_config.vocab_size} cannot be shared by {shards}"
+                         " processes: use fewer, or a smaller --shard_group_size")
     blocks = decoder_blocks(model)
     linears = [m for m in blocks.modules() if isinstance(m, nn.Linear)]
     in_linears = sum(m.weight.numel() for m in linears)
@@ -1597,6 +1625,19 @@ def make_vocabulary(model):
 # what a class must do for its forward to be replaced, as its source says it
 RMS_NORM = "return self.weight * hidden_states.to(input_dtype)"
 SWIGLU_MLP = "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"
+SWIGLU_MLPS = f"return {SWIGLU_MLP}", f"down_proj = {SWIGLU_MLP}\nreturn down_proj"
+
+
+@functools.lru_cache(None)
+def forward_body(cls):
+    """The statements of a module class's forward as ast.unparse writes them."""
+    source = textwrap.dedent(inspect.getsource(cls.forward))
+    return "\n".join(map(ast.unparse, ast.parse(source).body[0].body))
+
+
+def is_swiglu_mlp(cls):
+    """Whether its forward is mlp_forward, but for the activation, and nothing besides."""
+    return forward_body(cls) in SWIGLU_MLPS
 
 
 @torch.compile
@@ -1649,10 +1690,9 @@ def fuse_model(model):
         if isinstance(module, NF4Linear):
             module.fused = True
             continue
-        source = inspect.getsource(type(module).forward)
-        if RMS_NORM in source:
+        if RMS_NORM in forward_body(type(module)):
             module.forward = functools.partial(norm_forward, module)
-        elif SWIGLU_MLP in source and model.config.hidden_act == "silu":
+        elif is_swiglu_mlp(type(module)) and model.config.hidden_act == "silu":
             module.forward = functools.partial(mlp_forward, module)
     head = model.get_output_embeddings()
     head.maximum, head.gradient = torch.compile(logits_maximum), torch.compile(logits_gradient)
@@ -2211,9 +2251,10 @@ def model_sizes(model, config, shards, longest):
         widest=max(weights[True] + weights[False]),
         mlp_weights=sum(weights[True]),
         attention_weights=sum(weights[False]),
-        last_mlp_weight=weights[True][-1],
-        last_attention_weight=weights[False][-1],
+        last_mlp_weight=(weights[True] or [0])[-1],
+        last_attention_weight=(weights[False] or [0])[-1],
         has_halves=has_halves(block),
+        sliced=any(is_swiglu_mlp(type(m)) for m in block.modules()),
         embedding=embedding.numel() * item / shards,
         on_host=0,
     )
@@ -2254,7 +2295,7 @@ def memory_plan(config, sizes):
     # gradient), of a block 3.5 where autograd frees as it goes, else 5
     in_halves = config.keep_residual and recomputed == sizes.blocks
     at_once = (4 if in_halves else 3.5) * row * sizes.inner
-    if recomputed and tokens > SLICE_TOKENS:
+    if recomputed and tokens > SLICE_TOKENS and sizes.sliced:
         at_once = 5 * SLICE_TOKENS * sizes.item * sizes.inner
     live_mlp = row * (4 if in_halves else 2) * sizes.hidden + at_once + sizes.widest
     live_attention = attention + row * (3 * sizes.hidden + 2 * sizes.query + sizes.key_value)
@@ -2262,7 +2303,7 @@ def memory_plan(config, sizes):
         live_mlp += attention
     reused = config.reuse_weights in ("recomputed", "all")
     if reused and recomputed == sizes.blocks:
-        if tokens <= SLICE_TOKENS:
+        if tokens <= SLICE_TOKENS or not sizes.sliced:
             live_mlp += sizes.mlp_weights - sizes.widest  # down_proj's is in use at that time
         live_mlp += 0 if in_halves else sizes.attention_weights
         live_attention += sizes.attention_weights
@@ -2330,7 +2371,10 @@ def choose_recompute(config, sizes, limit):
         for value in values if getattr(config, name) is None else ():
             more = dataclasses.replace(config, **{name: value})
             enough = fits(more, sizes, limit, 0.1) or planned(more, sizes) < planned(config, sizes)
-            if enough and host_bytes(more, sizes) <= min(host_share() / 2, HOST_SPARE):
+            pinned = host_bytes(more, sizes)
+            for_speed = pinned - host_bytes(config, sizes)
+            spare = for_speed <= HOST_SPARE and pinned <= host_share() / 2
+            if enough and (spare or for_speed <= 0):
                 break
         config = more if getattr(config, name) is None else config
     return config
@@ -2446,16 +2490,17 @@ def say_speed(run, rows, sizes):
 
 
 class SaveInput(torch.autograd.Function):
-    """x as it is, kept for the SlicedMLP after it."""
+    """x as it is, kept for the SlicedMLP after it. With that one's `lora`, so that there is a graph
+    to keep it where no adapter comes before the first MLP."""
 
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx, x, *lora):
         ctx.save_for_backward(x)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad):
-        return grad
+        return grad, *[None] * (len(ctx.needs_input_grad) - 1)
 
 
 class SlicedMLP(torch.autograd.Function):
@@ -2505,8 +2550,8 @@ class SlicedMLP(torch.autograd.Function):
 def sliced_mlp(mlp, mlp_forward, x):
     if x[..., 0].numel() <= SLICE_TOKENS or not torch.is_grad_enabled():
         return mlp_forward(x)
-    saved = SaveInput.apply(x)
     lora = [p for p in mlp.parameters() if p.requires_grad]
+    saved = SaveInput.apply(x, *lora)
     return SlicedMLP.apply(saved, saved.grad_fn, mlp, mlp_forward, *lora)
 
 
@@ -2587,9 +2632,7 @@ return hidden_states"""
 
 def has_halves(block):
     """Whether attention_half and mlp_half are what this decoder block computes."""
-    source = textwrap.dedent(inspect.getsource(type(block).forward))
-    function = ast.parse(source).body[0]
-    return bool(RESIDUAL_BLOCK.fullmatch("\n".join(map(ast.unparse, function.body))))
+    return bool(RESIDUAL_BLOCK.fullmatch(forward_body(type(block))))
 
 
 def attention_half(block, hidden_states, **kwargs):
@@ -2630,7 +2673,9 @@ def recompute_blocks(model, config, device, longest):
         if isinstance(layer, NF4Linear):
             layer.reused = config.reuse_weights == "all"
     blocks = list(blocks)[:n]
-    dropout = config.lora_dropout or getattr(model.config, "attention_dropout", None) or 0
+    # attention's own dropout is no module
+    dropouts = [m.p for m in model.modules() if isinstance(m, nn.Dropout)]
+    dropout = max([getattr(model.config, "attention_dropout", None) or 0, *dropouts])
     values = config.micro_batch_size * longest * model.config.hidden_size
     n_bytes = values * getattr(torch, config.compute_dtype).itemsize
     pack, unpack = host_hooks(kept_inputs(config, len(blocks)), n_bytes, device)
@@ -2651,7 +2696,7 @@ def recompute_blocks(model, config, device, longest):
 
     for i, block in enumerate(blocks):
         for module in block.modules():
-            if SWIGLU_MLP in inspect.getsource(type(module).forward):
+            if is_swiglu_mlp(type(module)):
                 module.forward = functools.partial(sliced_mlp, module, module.forward)
         layers = [m for m in block.modules() if isinstance(m, NF4Linear)]
         layers = layers if config.reuse_weights in ("recomputed", "all") else []
@@ -2819,7 +2864,8 @@ def learning_rate(step, max_steps, peak):
 
 def make_optimizer(masters):
     """bitsandbytes' paged 8-bit AdamW over this rank's part of the adapter."""
-    optimizer = bnb.optim.PagedAdamW8bit([masters], lr=0.0, weight_decay=0.0)
+    # in 8 bits whatever the size: another number of ranks must find the same kind of state
+    optimizer = bnb.optim.PagedAdamW8bit([masters], lr=0.0, weight_decay=0.0, min_8bit_size=0)
     optimizer.init_state(optimizer.param_groups[0], masters, 0, 0)
     return optimizer
 
@@ -2932,7 +2978,7 @@ def state_slices(run):
         start, stop = view.storage_offset(), view.storage_offset() + view.numel()
         for key in ("state1", "state2"):
             slices[f"{name}.{key}"] = state[key][start:stop]
-        for key in ("absmax1", "absmax2") if "absmax1" in state else ():
+        for key in ("absmax1", "absmax2"):
             blocks = slice(start // STATE_BLOCK, math.ceil(stop / STATE_BLOCK))
             slices[f"{name}.{key}"] = state[key][blocks]
     return slices
@@ -3060,8 +3106,8 @@ def load_optimizer(run, path, state):
     """Restore this rank's optimizer and random state, bit for bit in the layout that saved it."""
     live_state = run.optimizer.state[run.masters]
     live_state["step"] = state["optimizer_step"]
-    if "qmap1" in live_state:  # momentum of padding is 0; the code 0 would be the block's largest
-        live_state["state1"].fill_(int(live_state["qmap1"].abs().argmin()))
+    # momentum of padding is 0; the code 0 would be the block's largest
+    live_state["state1"].fill_(int(live_state["qmap1"].abs().argmin()))
     if saved_layout(state) != (dist.get_world_size(), run.config.shard_group_size):
         recut_optimizer(run, path, *saved_layout(state))
         torch.manual_seed(run.config.seed + dist.get_rank() + 2**40 * state["step"])
@@ -3090,9 +3136,7 @@ def recut_optimizer(run, path, saved_ranks, saved_shards):
         mine = slice(mine.start * math.prod(columns), mine.stop * math.prod(columns))
         for n in "12":
             parts = [file.get_tensor(f"{name}.state{n}") for file in files]
-            if f"{name}.absmax{n}" not in slices:  # small adapters have 32-bit state
-                slices[f"{name}.state{n}"].copy_(torch.cat(parts)[mine])
-            elif view.numel():
+            if view.numel():
                 code = state[f"qmap{n}"].cpu()
                 scales = [file.get_tensor(f"{name}.absmax{n}") for file in files]
                 whole = torch.cat([
@@ -3262,7 +3306,7 @@ def pack_data(examples, config, data_line):
                    f" {config.max_seq_len} tokens, {full:.1%} full")
 
 
-def describe_run(config, base, attention, device, examples, offsets, stored):
+def describe_run(config, base, attention, device, examples, offsets, stored, date):
     """What train_config.json holds: the configuration, and all that a merge must know."""
     return {
         "config": dataclasses.asdict(config),
@@ -3279,6 +3323,7 @@ def describe_run(config, base, attention, device, examples, offsets, stored):
         },
         "attention": attention,
         "world_size": dist.get_world_size(),
+        "date": date,
         "versions": {m.__name__: m.__version__ for m in LIBRARIES},
         "probe_input_ids": [ids[:64].tolist() for ids, *_ in examples[:4]],
     }
@@ -3321,6 +3366,8 @@ def train(config, device):
     if config.dataset or not config.random_weights:
         tokenizer = together(load_tokenizer, base)
     vocab_size = model_config.vocab_size
+    date = on_rank_0(run_date, config, directory)
+    fix_date(date)
     examples, data_line = together(prepare_data, config, directory, tokenizer, vocab_size)
     data_sha256 = digest_examples(examples)
     epoch_steps = math.ceil(config.num_epochs * len(examples) / config.batch_size)
@@ -3350,7 +3397,7 @@ def train(config, device):
         fuse_model(model)
     lora_config = together(add_lora, model, config, config.model or str(base))
     longest = round_length(max(len(ids) for ids, *_ in examples), device)
-    sizes = model_sizes(model, config, shards, longest)
+    sizes = together(model_sizes, model, config, shards, longest)
     config = together(choose_recompute, config, sizes, limit)
     make_room(model, config, sizes, limit)
     say_plan(config, sizes, limit)
@@ -3376,7 +3423,7 @@ def train(config, device):
     if resume_from:
         on_rank_0(check_base, directory, offsets)
     described = describe_run(config, base.resolve(), attention, device, examples, offsets,
-                             stored)  # fmt: skip
+                             stored, date)  # fmt: skip
     on_rank_0(write_text, directory / "train_config.json", json.dumps(described, indent=2))
 
     first_values = functools.partial(init_lora, seed=config.seed)

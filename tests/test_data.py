@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+import time
 
 import pytest
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -83,7 +85,7 @@ def test_completion_and_one_eos_are_learnt(tokenizer, template, prompt, completi
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-@pytest.mark.parametrize("text", ["The answer is 7.", "The answer is 7.</s>", ""])
+@pytest.mark.parametrize("text", ["The answer is 7.", "The answer is 7.</s>"])
 def test_text_is_learnt_with_one_eos(tokenizer, template, text):
     add_specials(tokenizer, template)
     ids, labels = script.encode_row({"text": text}, tokenizer)
@@ -152,6 +154,23 @@ def test_first_word_is_learnt_where_its_token_takes_the_space_before(tokenizer):
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "The answer"}]
     ids, labels = script.encode_row({"messages": messages}, own)
     assert learnt_text(own, ids, labels).strip() == "The answer</s>"
+
+
+def test_template_prints_the_date_of_the_runs_start(tokenizer, tmp_path):
+    today = "{{ strftime_now('%d %b %Y') }} " + tokenizer.chat_template
+    tokenizer.chat_template = today
+    original = transformers.utils.chat_template_utils.datetime
+    try:
+        script.fix_date("2020-01-31")
+        ids, _ = script.encode_row({"messages": CONVERSATION}, tokenizer)
+    finally:
+        transformers.utils.chat_template_utils.datetime = original
+    assert tokenizer.decode(ids).startswith("31 Jan 2020 ")
+    (tmp_path / "train_config.json").write_text('{"date": "2020-01-31"}')
+    config = script.Config()
+    assert script.run_date(config, tmp_path) == time.strftime("%Y-%m-%d")
+    resumed = dataclasses.replace(config, resume=True)
+    assert script.run_date(resumed, tmp_path) == "2020-01-31"
 
 
 def test_template_that_rewrites_earlier_turns_is_refused(tokenizer):
@@ -248,7 +267,7 @@ def test_long_rows_are_cut_and_rows_with_nothing_to_learn_left_out(tokenizer):
         {"prompt": "aaaaaaaa", "completion": "bbbb"},  # cut before its EOS
         {"prompt": "aaaaaaaaaaaa", "completion": "bbbb"},  # cut before its completion
         {"text": "c"},
-        {"text": ""},  # EOS alone: nothing comes before it
+        {"text": " \n"},  # else EOS alone would be learnt
     ]
     whole = [script.encode_row(row, tokenizer) for row in rows]
     assert len(whole[0][0]) == 13

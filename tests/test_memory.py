@@ -140,6 +140,8 @@ def test_recomputed_blocks_keep_more_where_memory_allows(monkeypatch):
     assert not kept(dataclasses.replace(config, max_seq_len=32768), 140, host_gib=400)[0]
     sizes.longest = 2048
     on_gpu = dataclasses.replace(config, offload_activations=False)
+    # 17 GiB of weights a process are on the host anyway
+    assert kept(dataclasses.replace(on_gpu, offload_params=True), 140, 20) == (True, "recomputed")
     assert kept(on_gpu, 27) == (False, "none")
     assert kept(on_gpu, 34) == (True, "none")
     assert kept(dataclasses.replace(config, keep_residual=False), 24) == (False, "recomputed")

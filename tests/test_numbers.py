@@ -493,6 +493,14 @@ def test_8bit_adam_over_shards_equals_one_process(nproc, worked):
                 assert torch.equal(alone.data.cpu(), got[f"{step}/{name}/after"]), (name, step)
 
 
+def test_state_of_a_small_adapter_is_in_8_bits_too():
+    """Shared by more ranks, each part is smaller: a resumed run must find the same kind."""
+    masters = torch.nn.Parameter(torch.zeros(512, device=DEVICE))
+    state = script.make_optimizer(masters).state[masters]
+    assert state["state1"].dtype == state["state2"].dtype == torch.uint8
+    assert len(state["absmax1"]) == 2
+
+
 def test_sharded_logits_equal_the_unsharded_models(worked):
     got = load_file(worked[0](2) / "logits")
     assert got["whole"].std() > 0

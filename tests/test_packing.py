@@ -138,11 +138,14 @@ def naive_batch(packs, rank, ranks):
         parts.append((ids, positions, successors, position_ids, lengths))
     longest, most = max(len(p[0]) for p in parts), max(len(p[1]) for p in parts)
     ids, positions, successors, position_ids, lengths = parts[rank]
-    padding, more = longest - len(ids), most - len(positions)
-    lengths += [padding] * (padding > 0)
+    padding, more, longest_row = longest - len(ids), most - len(positions), max(lengths)
+    ids += [0] * padding
+    while padding:  # in documents that are no longer than the rows
+        lengths.append(min(padding, longest_row))
+        position_ids += range(lengths[-1])
+        padding -= lengths[-1]
     return (
-        [ids + [0] * padding], positions + [0] * more, successors + [IGNORE] * more,
-        [position_ids + list(range(padding))],
+        [ids], positions + [0] * more, successors + [IGNORE] * more, [position_ids],
         [sum(lengths[:i]) for i in range(len(lengths) + 1)], lengths,
     )  # fmt: skip
 
