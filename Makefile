@@ -49,7 +49,7 @@ merge: $(READY) ## After training: the newest run below runs/, or OUT=, as a pla
 	$(VENV)/bin/python merge_adapters.py --adapter_dir '$(run)' --output_dir '$(run)/merged' $(ARGS)
 
 test: $(READY) ## After any change: all tests, on the GPUs if there are any
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest --numprocesses auto --dist loadfile $(ARGS)
 
 lint: $(READY) ## Before you commit
 	$(VENV)/bin/ruff check

@@ -9,6 +9,7 @@ import contextlib
 import gc
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -99,6 +100,12 @@ def tiny_model(tmp_path_factory, demo_directory):
     return make
 
 
+def pytest_xdist_auto_num_workers():
+    """Two of pytest-xdist's processes, which `make test` asks for; on GPUs one, as memory is short
+    there."""
+    return 1 if torch.cuda.is_available() else 2
+
+
 def pytest_collection_finish():
     gc.freeze()  # no collection looks again and again through all that was imported
 
@@ -110,11 +117,14 @@ def needs_ranks(nproc):
 
 
 def free_ports(n):
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(n)]
-        for s in sockets:
-            s.bind(("localhost", 0))
-        return [str(s.getsockname()[1]) for s in sockets]
+    """Below those that the system gives to connections, which could take them meanwhile."""
+    ports = []
+    while len(ports) < n:
+        port = random.randrange(10_000, 32_000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("localhost", port))
+            ports += [str(port)] if str(port) not in ports else []
+    return ports
 
 
 class Launch:
@@ -157,13 +167,9 @@ class Launch:
             file.close()
 
 
-@pytest.fixture(scope="session", autouse=True)
-def launches(request, tmp_path_factory):
-    """Function (nproc): the Launch of so many ranks, one for the whole session.
-
-    What the tests will ask for, as the RANKS of their files say, starts now, while tests of a
-    single process run. On a GPU, where it would hold memory, it starts when it is asked for.
-    """
+@pytest.fixture(scope="session")
+def launches(tmp_path_factory):
+    """Function (nproc): the Launch of so many ranks, one for the whole session."""
     started = {}
 
     def launch(nproc):
@@ -171,10 +177,6 @@ def launches(request, tmp_path_factory):
             started[nproc] = Launch(nproc, tmp_path_factory.mktemp(f"launch-{nproc}"))
         return started[nproc]
 
-    if not torch.cuda.is_available():
-        asking = [item.module for item in request.session.items if "run_jobs" in item.fixturenames]
-        for nproc in dict.fromkeys(nproc for module in asking for nproc in module.RANKS):
-            launch(nproc)
     yield launch
     for one in started.values():
         one.end()

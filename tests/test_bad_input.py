@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 
 import train_fsdp_qlora as script
 
-RANKS = (2,)  # that run_jobs is asked for
 LOADING = "load and quantise"  # the progress bar of the weights
 
 

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import merge_adapters
 import train_fsdp_qlora as script
 
-RANKS = (2,)  # that run_jobs is asked for
 STEPS = 8
 MAGNITUDE = "lora_magnitude_vector"
 

@@ -19,7 +19,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import loading  # noqa: E402
 
-RANKS = (2,)  # that run_jobs is asked for
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYER = "model.layers.1.mlp.up_proj.weight"
 STORAGES = {"uint8": torch.uint8, "bfloat16": torch.bfloat16, "float32": torch.float32}

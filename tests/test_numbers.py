@@ -26,7 +26,6 @@ from transformers import (
 
 import train_fsdp_qlora as script
 
-RANKS = (2, 1, 3, 4)  # that run_jobs is asked for
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = dict(vocab_size=320, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
              max_position_embeddings=128, initializer_range=0.06)  # fmt: skip

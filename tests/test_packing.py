@@ -15,7 +15,6 @@ from test_numbers import write_adapter as write_random_adapter
 
 import train_fsdp_qlora as script
 
-RANKS = (2,)  # that run_jobs is asked for
 IGNORE = script.IGNORE
 LENGTHS = [4, 30, 12, 25, 3, 21, 17, 9, 14, 6]  # packs of 40: 30 9, 25 14, 21 17, 12 6 4 3
 CHANGED = 4  # of the documents in these packs
