@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import time
 
 import pytest
@@ -171,6 +172,28 @@ def test_template_prints_the_date_of_the_runs_start(tokenizer, tmp_path):
     assert script.run_date(config, tmp_path) == time.strftime("%Y-%m-%d")
     resumed = dataclasses.replace(config, resume=True)
     assert script.run_date(resumed, tmp_path) == "2020-01-31"
+
+
+def test_resumed_run_goes_on_with_the_date_of_its_start(tokenizer, run_main, tiny_model, tmp_path):
+    model = shutil.copytree(tiny_model("llama"), tmp_path / "model")
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }} " + tokenizer.chat_template
+    tokenizer.save_pretrained(model)
+    (tmp_path / "data.jsonl").write_text(json.dumps({"messages": CONVERSATION}) + "\n")
+    flags = ["--model", model, "--dataset", tmp_path / "data.jsonl", "--max_steps", 1]
+    flags += ["--batch_size", 1, "--micro_batch_size", 1, "--output_dir", tmp_path / "run"]
+    original = transformers.utils.chat_template_utils.datetime
+    try:
+        code, out, err = run_main(*flags)
+        assert code == 0 and time.strftime("%d %b %Y") in out, err
+        path = tmp_path / "run" / "train_config.json"
+        begun = json.loads(path.read_text())
+        assert begun["date"] == time.strftime("%Y-%m-%d")
+        assert run_main(*flags, "--resume")[0] == 0
+        path.write_text(json.dumps({**begun, "date": "2020-01-31"}))
+        code, out, err = run_main(*flags, "--resume")
+        assert code == 1 and "the rows are not those" in err
+    finally:
+        transformers.utils.chat_template_utils.datetime = original
 
 
 def test_template_that_rewrites_earlier_turns_is_refused(tokenizer):
