@@ -5,105 +5,225 @@
     python merge_adapters.py --adapter_dir runs/my-run/checkpoint-000040 --output_dir merged-40
     python merge_adapters.py --adapter_dir runs/my-run --output_dir merged --no-check
 
-The adapter was trained on NF4 weights, so those are what it is added to: W + D, where W is the
-base's weight quantised and dequantised as in training (only dequantised where the base is stored in
-4-bit already) and D = scaling * B @ A, is computed in fp32 and rounded to bf16 once. With DoRA each
-row of the sum is scaled to the norm that its magnitude says, before it is rounded. Linear layers
-without an adapter are W, all other tensors the base's own. Weights pass through one at a time.
-Written to --output_dir, which appears only when all is done:
-
-    *.safetensors, model.safetensors.index.json    one file for each of the base's
-    config.json, generation_config.json, tokenizer files, chat template
-
-Then the check: the same prompts through the 4-bit base, the same with the adapter, and the merged
-model, which must agree with the second. It needs room for one model at a time.
-
+The adapter was trained on NF4 weights, so it is added to those: W + scaling * B @ A in fp32, once
+rounded to bf16. W is the base's weight as training had it: quantised to NF4 and dequantised, or
+only dequantised where the base is in 4-bit already. DoRA scales each row of the sum to its
+magnitude. A linear of the decoder's layers without an adapter becomes W; all else stays the base's
+own, files and tensor names too. One weight at a time is in memory. --output_dir appears when all is
+done. The check gives the same prompts to the 4-bit base, to the same with the adapter, and to the
+merged model, which must agree with the second. It needs room for one model at a time.
+Part I, the recipe: flags, merge(), what becomes of one weight, the check.
+Part II, the engine room: the run, the base model, the adapter, writing.
 Tested with torch 2.13, transformers 5.23, peft 0.21, bitsandbytes 0.50.
 """
 
 import argparse
-import functools
 import gc
+import itertools
 import json
 import math
 import os
-import re
 import resource
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import bitsandbytes as bnb
 import torch
+import transformers
+from huggingface_hub import snapshot_download
 from peft import LoraConfig, PeftModel
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError, safe_open
-from torch import nn
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
-# ------------------------------------------------------------------------------------------------
-# Configuration
-# ------------------------------------------------------------------------------------------------
+# ---- Part I: the recipe ------------------------------------------------------------------------
 
-NF4 = {"quant_type": "nf4", "blocksize": 64, "double_quant": True, "nested_blocksize": 256}
-LARGE_ERROR = 0.20  # of the adapter's own effect: said plainly from here on
+LARGE_ERROR = 0.20  # of the adapter's own effect: a warning from here on
 FAILED_ERROR = 1.0  # further from what was trained than the base is: not a merge of it
 SAME_OFFSET = 1e-5  # relative; summing in another order, on another device, moves it by 1e-7
-CHUNK = 2**24  # weights whose rounding error is summed in fp64 at once: 128 MiB
-NF4_STATE = "quant_state.bitsandbytes__nf4"  # what bitsandbytes stores beside a weight, and
-NF4_PARTS = ("absmax", "nested_absmax", "nested_quant_map", "quant_map", NF4_STATE)
-ADAPTER_NAME = r"base_model\.model\.(.+)\.lora_(?:([AB])\.weight|(magnitude_vector))"
-HUB_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # a model's small files
-TWICE = ["consolidated*", "*/*.safetensors"]  # the same weights in another form
-# what adapter_config.json may say; other options must have their default
-MERGEABLE = {
-    "peft_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision",
-    "task_type", "inference_mode", "r", "lora_alpha", "lora_dropout", "rank_pattern",
-    "alpha_pattern", "use_rslora", "use_dora", "init_lora_weights", "target_modules",
-    "exclude_modules", "layers_to_transform", "layers_pattern",
-}  # fmt: skip
 
 
 def parse_config(argv):
     """The flags. Raises ValueError where argparse would exit."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-
-    def fail(message):
-        raise ValueError(f"{message} (see --help)")
-
-    parser.error = fail
-    parser.add_argument("--adapter_dir", required=True,
-                        help="run directory of train_fsdp_qlora.py, or a checkpoint-NNNNNN in it")
-    parser.add_argument("--output_dir", required=True,
-                        help="where the merged model goes: a new directory")
-    parser.add_argument("--base_model",
-                        help="Hub id or directory; default: the one that train_config.json names")
-    parser.add_argument("--device", choices=("cpu", "cuda"),
-                        help="that quantises and checks; default: the kind that training used")
-    parser.add_argument("--check", action=argparse.BooleanOptionalAction, default=True,
-                        help="compare with the 4-bit model; needs room for one model at a time")
+    parser.error = lambda message: require(False, f"{message} (see --help)")
+    add = parser.add_argument
+    add("--adapter_dir", required=True, help="run of train_fsdp_qlora.py, or a checkpoint in it")
+    add("--output_dir", required=True, help="where the merged model goes: a new directory")
+    add("--base_model", help="Hub id or directory; default: the one that train_config.json names")
+    add("--device", choices=("cpu", "cuda"), help="quantises and checks; default: as in training")
+    add("--check", action=argparse.BooleanOptionalAction, default=True, help="compare at the end")
     return parser.parse_args(argv)
 
 
-# ------------------------------------------------------------------------------------------------
-# The run: its configuration, base model and adapter
-# ------------------------------------------------------------------------------------------------
+def merge(args):
+    """The whole job, from flags to merged model."""
+    adapter_dir, output = Path(args.adapter_dir), Path(args.output_dir)
+    run = read_run(adapter_dir)
+    base = read_base(args.base_model or run["base_model"], run["quantization"])
+    adapter = read_adapter(adapter_dir, base)
+    rows = probe_rows(run, base.vocab_size)
+    device = choose_device(args.device, run["quantization"].get("device", "cpu"))
+    size = 2 * sum(math.prod(shape) for shape in base.shapes.values())
+    temporary = open_output(output, size)
+    print(f"base model {base.directory}: {len(base.quantised)} linear layers in NF4,"
+          f" {len(adapter)} with an adapter")
+    unused = [n for n in base.files if n not in base.shapes and not n.endswith(NF4_PARTS)]
+    if unused:
+        print(f"left out {len(unused)} tensors that the model does not use, as {unused[0]}")
+    sums = {"error": 0.0, "effect": 0.0}
+    try:
+        tensors = (merged_tensor(name, base, adapter, device, sums) for name in base.shapes)
+        write_weights(temporary, base, tensors, size)
+        write_small_files(temporary, base.directory)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    rounding = math.sqrt(sums["error"] / max(sums["effect"], sys.float_info.min))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(f"wrote {len(base.shapes)} tensors, {size / 2**30:.3f} GiB; peak memory {peak:.2f} GiB;"
+          f" rounding to bf16 differs from the exact sum by {rounding:.4f} of the adapter's effect")
+    if args.check:
+        try:
+            figures = compare(base, adapter_dir, temporary, rows, device)
+        except (ValueError, RuntimeError, OSError, ImportError) as e:  # libraries raise all kinds
+            raise ValueError(f"the check did not run, --no-check does without; the merged model in"
+                             f" {temporary} is whole, rename it to keep it: {e}")
+        report_check(*figures, rounding, temporary)
+    os.replace(temporary, output.resolve())
+    print(f'merged model saved; to load it: {base.auto_class.__name__}.from_pretrained("{output}")')
+
+
+def merged_tensor(name, base, adapter, device, sums):
+    """One tensor of the merged model, bf16 on the CPU."""
+    tensor = open_tensors(base.files[name]).get_tensor(name)
+    if name in base.quantised:
+        tensor = trained_weight(tensor.to(device), name, base)
+    if name in adapter:
+        file, part_names, scaling = adapter[name]
+        parts = [open_tensors(file).get_tensor(part).to(device) for part in part_names]
+        tensor = add_adapter(tensor, sums, scaling, *parts)
+    return tensor.to("cpu", torch.bfloat16).contiguous()
+
+
+def trained_weight(weight, name, base):
+    """What training computed with: a weight of the decoder's layers in NF4, dequantised."""
+    shape = base.shapes[name]
+    if base.in_4bit:
+        names = [f"{name}.{part}" for part in NF4_PARTS]
+        parts = {n: open_tensors(base.files[n]).get_tensor(n) for n in names}
+        state = bnb.functional.QuantState.from_dict(parts, weight.device)
+        packed = weight.view(torch.uint8)
+        state.dtype = base.dtype  # of training, whatever it was quantised from
+        require(state.shape == shape and packed.numel() == math.prod(shape) // 2,
+                f"{base.files[name]}: {name} has {packed.numel()} bytes of {list(state.shape)}"
+                f" weights, but config.json asks for {list(shape)}")
+    else:
+        packed, state = bnb.functional.quantize_4bit(
+            weight.to(base.dtype), blocksize=64, compress_statistics=True, quant_type="nf4")
+    offset = state.offset.item()
+    trained = base.absmax_offsets.get(name) or offset  # where it was not recorded
+    require(abs(offset - trained) <= SAME_OFFSET * trained,
+            f"{base.files[name]}: {name} has a mean absmax of {offset:.8g}, in training it was"
+            f" {trained:.8g}: this is not the base model trained on")
+    return bnb.functional.dequantize_4bit(packed, state)
+
+
+def add_adapter(weight, sums, scaling, lora_a, lora_b, magnitude=None):
+    """bf16(W + scaling * B @ A), its rows scaled to DoRA's magnitude [out]; adds to `sums` the
+    squares of what it changes in W and of its rounding error."""
+    # in place: the largest weight of a 70B is 0.9 GiB in fp32
+    total = (lora_b.float() @ lora_a.float()).mul_(scaling).add_(weight)
+    if magnitude is not None:
+        total *= (magnitude.float() / torch.linalg.norm(total, dim=1))[:, None]
+    merged = total.bfloat16()
+    chunks = [t.reshape(-1).split(2**24) for t in (weight, total, merged)]  # 128 MiB in fp64
+    for old, exact, rounded in zip(*chunks):
+        sums["effect"] += float((exact.double() - old).square().sum())
+        sums["error"] += float((exact.double() - rounded).square().sum())
+    return merged
+
+
+def compare(base, adapter_dir, merged_dir, rows, device):
+    """Three ratios: how far the merged model's logits are from those of the 4-bit base with the
+    adapter, by the adapter's own effect; that effect by the logits; equal greedy tokens by all."""
+    settings = {"dtype": base.dtype, "trust_remote_code": False, "use_safetensors": True,
+                "device_map": "auto" if device.type == "cuda" else {"": "cpu"}}
+    nf4 = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_quant_storage=torch.bfloat16, llm_int8_skip_modules=base.unquantised)
+    nf4 = {} if base.in_4bit else {"quantization_config": nf4}
+    model = base.auto_class.from_pretrained(base.directory, **nf4, **settings)
+    plain = all_logits(model, rows, base.dtype)
+    model = PeftModel.from_pretrained(model, adapter_dir, torch_device=str(device))
+    trained = all_logits(model, rows, base.dtype)
+    del model  # room for the next one
+    gc.collect()
+    torch.cuda.empty_cache()
+    merged = all_logits(base.auto_class.from_pretrained(merged_dir, **settings), rows, base.dtype)
+    effect = (trained - plain).norm()
+    agreement = (merged.argmax(-1) == trained.argmax(-1)).float().mean()
+    return float((merged - trained).norm() / effect), float(effect / trained.norm()), agreement
+
+
+@torch.no_grad()
+def all_logits(model, rows, dtype):
+    """fp32 [tokens of all rows, vocabulary], on the CPU."""
+    for module in model.modules():
+        if isinstance(module, bnb.nn.Linear4bit):
+            # in eval mode, which PEFT sets as well, on CPUs with AVX512-BF16, bitsandbytes 0.50
+            # rounds the scales to bf16, and fails where in_features is no multiple of 64
+            module.training = True
+            module.compute_dtype = module.weight.quant_state.dtype = dtype  # files may say another
+    device = model.get_input_embeddings().weight.device
+    inputs = [torch.tensor([row], device=device) for row in rows]
+    return torch.cat([model(input_ids).logits[0].float().cpu() for input_ids in inputs])
+
+
+def report_check(error, effect, agreement, rounding, temporary):
+    """Print how far the merged model is from what was trained; ValueError if it is another one."""
+    print(f"check: the adapter moves the 4-bit model's logits by {effect:.1%} of their norm; the"
+          f" merged model's are {error:.4f} of that away; {agreement:.2%} of greedy tokens agree")
+    why = "the base model, the device or a version must be another than in training"
+    if rounding > LARGE_ERROR / 2 or effect < 0.1:
+        why = "the adapter's effect is too small for bf16: train it longer, or use it unmerged"
+    require(error <= FAILED_ERROR, "the merged model does not agree with what was trained, it is"
+            f" {error:.2f} of the adapter's effect away: {why}; left in {temporary}")  # NaN too
+    if error > LARGE_ERROR:
+        print(f"WARNING: the merged model loses {error:.0%} of the adapter's effect: {why}")
+
+
+# ---- Part II: the engine room ------------------------------------------------------------------
+
+QUANTIZATIONS = {  # what train_config.json may say
+    "quant_type": ["nf4"], "blocksize": [64], "double_quant": [True], "nested_blocksize": [256],
+    "quantized_from_dtype": ["bfloat16", "float16", "float32"]}
+NF4_PARTS = ("absmax", "nested_absmax", "nested_quant_map", "quant_map",
+             "quant_state.bitsandbytes__nf4")  # what bitsandbytes stores beside a weight
+HUB_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # a model's small files
+# what adapter_config.json may say; other options must have their default
+MERGEABLE = """peft_version auto_mapping base_model_name_or_path revision task_type inference_mode r
+    lora_alpha lora_dropout rank_pattern alpha_pattern use_rslora use_dora target_modules
+    exclude_modules layers_to_transform layers_pattern""".split()
+
+
+def require(condition, message):
+    if not condition:
+        raise ValueError(message)
 
 
 def read_json(path):
     try:
-        content = json.loads(path.read_text())
-    except ValueError as e:
-        raise ValueError(f"{path}: not JSON: {e}")
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: not a JSON object")
-    return content
+        return dict(json.loads(path.read_text()))
+    except (ValueError, TypeError) as e:
+        raise ValueError(f"{path}: not a JSON object: {e}")
 
 
 def open_tensors(path):
-    """safe_open with the file's name in its errors."""
+    """A safetensors file. It is opened anew for each tensor: mapped pages would add up."""
     try:
         return safe_open(path, "pt")
     except (SafetensorError, OSError) as e:
@@ -112,29 +232,41 @@ def open_tensors(path):
 
 def read_run(adapter_dir):
     """train_config.json of a run directory or of a checkpoint's parent, checked."""
-    if not adapter_dir.is_dir():
-        raise ValueError(f"--adapter_dir {adapter_dir}: no such directory")
     for name in ("adapter_config.json", "adapter_model.safetensors"):
-        if not (adapter_dir / name).is_file():
-            raise ValueError(f"--adapter_dir {adapter_dir}: has no {name}; name a run directory of"
-                             " train_fsdp_qlora.py or a checkpoint in it")
+        require((adapter_dir / name).is_file(), f"--adapter_dir {adapter_dir}: has no {name}; name"
+                " a run directory of train_fsdp_qlora.py or a checkpoint in it")
     path = adapter_dir / "train_config.json"
     if not path.is_file():
-        path = adapter_dir.resolve().parent / "train_config.json"
-    if not path.is_file():
-        raise ValueError(f"--adapter_dir {adapter_dir}: neither it nor the directory above has the"
-                         " train_config.json that says what the adapter was trained on")
+        path = adapter_dir.resolve().parent / path.name
+    require(path.is_file(), f"--adapter_dir {adapter_dir}: neither it nor the directory above has"
+            " the train_config.json that says what the adapter was trained on")
     run = read_json(path)
-    quantization = run.get("quantization", {})
-    for name, value in NF4.items():
-        if quantization.get(name) != value:
-            raise ValueError(f"{path}: quantization has {name} {quantization.get(name)}; only"
-                             f" {value} can be merged")
-    if quantization.get("quantized_from_dtype") not in ("bfloat16", "float16", "float32"):
-        raise ValueError(f"{path}: quantization has no known quantized_from_dtype")
-    if run.get("config", {}).get("random_weights") or not run.get("base_model"):
-        raise ValueError(f"{path}: trained with --random_weights, on a base that is nowhere saved")
+    for name, values in QUANTIZATIONS.items():
+        value = run.get("quantization", {}).get(name)
+        require(value in values, f"{path}: quantization has {name} {value}; only {values} can be"
+                " merged")
+    require(run.get("base_model") and not run.get("config", {}).get("random_weights"),
+            f"{path}: trained with --random_weights, on a base that is nowhere saved")
     return run
+
+
+def probe_rows(run, vocab_size):
+    """Token ids [rows of any length] to compare the models on: the run's own, or random ones."""
+    rows = [row for row in run.get("probe_input_ids", []) if row]
+    require(all(0 <= token < vocab_size for row in rows for token in row), "train_config.json has"
+            f" probe_input_ids outside the base's vocabulary of {vocab_size}: another base model?")
+    seed = torch.Generator().manual_seed(0)
+    return rows or torch.randint(vocab_size, (4, 64), generator=seed).tolist()
+
+
+def choose_device(asked, trained):
+    """The kind of device that training quantised on, where there is one."""
+    device = asked or (trained if torch.cuda.is_available() else "cpu")
+    require(device == "cpu" or torch.cuda.is_available(), "--device cuda: there is no GPU here")
+    if device != trained:
+        print(f"note: trained on {trained}, merging on {device}: the scales' mean can differ in its"
+              " last bit, and some weights then by one bf16 step from those trained on")
+    return torch.device(device)
 
 
 def model_directory(name):
@@ -142,458 +274,168 @@ def model_directory(name):
     path = Path(name)
     if (path / "config.json").is_file():
         return path
-    if path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise ValueError(f"base model {name}: not a directory with a config.json; if it has moved,"
-                         " name it with --base_model")
-    from huggingface_hub import snapshot_download
-
+    require(not path.exists() and name[0] not in "./~" and name.count("/") == 1, "base model"
+            f" {name}: not a directory with a config.json; if it has moved, name --base_model")
     try:
-        files = [*HUB_FILES, "*.safetensors"]
-        return Path(snapshot_download(name, allow_patterns=files, ignore_patterns=TWICE))
+        return Path(snapshot_download(name, allow_patterns=[*HUB_FILES, "*.safetensors"],
+                                      ignore_patterns=["consolidated*", "*/*.safetensors"]))
     except Exception as e:  # the Hub client has a dozen kinds of errors; each is the user's
         raise ValueError(f"base model {name}: not a directory, and the Hub says: {e}")
 
 
-def weight_files(base):
-    """Which file of the base holds each tensor: {name: path}, in the files' order."""
-    index = base / "model.safetensors.index.json"
-    names = {"model.safetensors"}
-    if index.is_file():
-        names = set(read_json(index)["weight_map"].values())
-    files = {}
-    for name in sorted(names):
-        if Path(name).name != name or not (base / name).is_file():
-            raise ValueError(f"base model {base}: has no file {name}; only safetensors are read")
-        with open_tensors(base / name) as tensors:
-            files.update(dict.fromkeys(tensors.offset_keys(), base / name))
-    return files
-
-
-def meta_model(base, prequantized):
-    """The base model without its weights, for names and shapes; checked to be as in training."""
-    config = AutoConfig.from_pretrained(base, trust_remote_code=False)
-    if getattr(config, "quantization_config", None) and not prequantized:
-        raise ValueError(f"base model {base}: is quantised already; the original one is needed")
-    if prequantized and not vars(config).pop("quantization_config", None):
-        raise ValueError(f"base model {base}: is not quantised; the one in 4-bit is needed that the"
-                         " adapter was trained on")
+def read_base(name, quantization):
+    """The base model, its files compared with what transformers' class for it asks for."""
+    directory, in_4bit = model_directory(name), quantization.get("prequantized", False)
+    config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    found = "quantised already" if vars(config).pop("quantization_config", 0) else "not quantised"
+    require(in_4bit == (found != "not quantised"), f"base model {directory}: is {found}; with"
+            " --base_model name the one that was trained on")
+    kind = "ImageTextToText" if hasattr(config, "text_config") else "CausalLM"
+    auto_class = getattr(transformers, f"AutoModelFor{kind}")
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        model = auto_class.from_config(config, trust_remote_code=False)
+    decoder = next(n for n, module in model.named_modules() if module is model.get_decoder())
+    # a vision tower is copied, whatever it holds: transformers may have other names for it
+    text = (f"{decoder}.", "lm_head.") if hasattr(config, "text_config") else ""
+    linear = [n for n, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    trained = {n for n in linear if n.startswith(f"{decoder}.layers.")}
+    wanted = {n: p.shape for n, p in model.named_parameters(remove_duplicate=False)}
+    files, shapes, quantised, names = {}, {}, {}, set()
+    for tensor, path, shape in stored_tensors(directory):
+        # older multimodal files have their own prefixes, which transformers renames on load
+        n = tensor.replace("language_model.model.", "model.language_model.")
+        n = n.replace("language_model.lm_head.", "lm_head.")
+        files[tensor] = path
+        names |= {tensor, n}
+        if n.removesuffix(".weight") in trained:
+            quantised[tensor] = n.removesuffix(".weight")
+        if n in wanted and n.startswith(text):
+            shapes[tensor] = wanted[n]
+            require(shape == wanted[n] or (in_4bit and tensor in quantised), f"{path}: {tensor} has"
+                    f" shape {list(shape)}, but config.json asks for {list(wanted[n])}")
+        elif not n.startswith(text):
+            shapes[tensor] = shape
+            require(not n.endswith(NF4_PARTS), f"{path}: {tensor} is of a weight in 4-bit outside"
+                    " the text model's layers, which is not merged")
+    needed = [n for n, _ in model.named_parameters() if n.startswith(text)]  # a tied weight once
+    needed += [f"{tensor}.{part}" for tensor in quantised for part in NF4_PARTS if in_4bit]
+    missing = [n for n in needed if n not in names]
+    require(not missing, f"base model {directory}: lacks {len(missing)} of {len(needed)} tensors"
+            f" that its config.json asks for, the first is {next(iter(missing), None)}")
+    return SimpleNamespace(
+        directory=directory, auto_class=auto_class, files=files,  # {tensor name: path}
+        vocab_size=model.get_input_embeddings().num_embeddings,
+        shapes=shapes,  # {tensor name: shape} of what the merged model holds, file by file
+        quantised=quantised,  # {tensor name: module name} of the weights that training had in NF4
+        unquantised=[n for n in linear if n not in trained],  # module names of the other linears
+        in_4bit=in_4bit, dtype=getattr(torch, quantization["quantized_from_dtype"]),
+        absmax_offsets=quantization.get("absmax_offsets", {}))  # they tell one base from another
 
 
-def linear_layers(model):
-    """The names of the linear layers that training quantised, those of the decoder blocks (the
-    longest ModuleList), and of the others."""
-    lists = [m for m in model.get_decoder().modules() if isinstance(m, nn.ModuleList)]
-    in_blocks = {id(m) for m in max(lists, key=len).modules()}
-    linear = {name: id(m) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    quantised = [name for name, m in linear.items() if m in in_blocks]
-    return quantised, [name for name, m in linear.items() if m not in in_blocks]
+def stored_tensors(directory):
+    """Name, file and shape of each of the base's tensors, file by file."""
+    index, names = directory / "model.safetensors.index.json", ["model.safetensors"]
+    if index.is_file():
+        names = sorted(set(read_json(index)["weight_map"].values()))
+    for path in [directory / name for name in names]:
+        require(path.parent == directory and path.is_file(),
+                f"base model {directory}: has no file {path.name}; only safetensors are read")
+        with open_tensors(path) as tensors:
+            for name in tensors.offset_keys():
+                yield name, path, tuple(tensors.get_slice(name).get_shape())
 
 
-def check_base(base, files, shapes, stored):
-    """Every tensor of `shapes` must be in `files`, with that shape; those of `stored` in 4-bit,
-    with all that bitsandbytes stores of them."""
-    wanted = [*shapes, *(f"{name}.{part}" for name in stored for part in NF4_PARTS)]
-    missing = [name for name in wanted if name not in files]
-    if missing:
-        raise ValueError(f"base model {base}: lacks {len(missing)} of {len(wanted)} tensors that"
-                         f" its config.json asks for, the first is {missing[0]}")
-    for file in sorted(set(files.values())):
-        with open_tensors(file) as tensors:
-            for name in (n for n in tensors.keys() if n in shapes and n not in stored):
-                shape = tuple(tensors.get_slice(name).get_shape())
-                if shape != shapes[name]:
-                    raise ValueError(f"{file}: {name} has shape {list(shape)}, but config.json"
-                                     f" asks for {list(shapes[name])}")
-
-
-def read_lora_config(path):
-    """PEFT's LoraConfig of an adapter that is LoRA, rsLoRA or DoRA."""
+def read_adapter(adapter_dir, base):
+    """{tensor name in the base: (file, names of its A, B and DoRA's magnitude there, scaling)}."""
+    file, path = adapter_dir / "adapter_model.safetensors", adapter_dir / "adapter_config.json"
     settings, defaults = read_json(path), LoraConfig().to_dict()
-    for name, value in settings.items():
-        if name not in MERGEABLE and value and value != defaults.get(name):
-            raise ValueError(f"{path}: {name} {value!r} is more than LoRA, rsLoRA and DoRA and is"
-                             " not merged here")
-    if settings.get("peft_type") != "LORA" or "r" not in settings or "lora_alpha" not in settings:
-        raise ValueError(f"{path}: not LoRA, or without r and lora_alpha")
-    # these leave the base as it is; PiSSA, OLoRA, LoftQ and CorDA train on a changed one
-    if settings.get("init_lora_weights", True) not in (True, False, "gaussian"):
-        raise ValueError(f"{path}: init_lora_weights {settings['init_lora_weights']!r} changes the"
-                         " base's weights and is not merged here")
-    return LoraConfig(**{name: value for name, value in settings.items() if name in MERGEABLE})
-
-
-def read_adapter(adapter_dir, shapes, quantised):
-    """The adapter's scaling by module: {module: scaling}. PEFT itself takes adapters that are
-    empty, broken, partial or of another model, and says nothing or prints a warning."""
-    lora = read_lora_config(adapter_dir / "adapter_config.json")
-    path, found, trained = adapter_dir / "adapter_model.safetensors", {}, False
-    with open_tensors(path) as tensors:
-        for name in tensors.keys():
-            match = re.fullmatch(ADAPTER_NAME, name)
-            if not match or match[1] not in quantised:
-                raise ValueError(f"{path}: {name} belongs to no linear layer of the base's decoder"
-                                 " blocks: another base model?")
-            tensor = tensors.get_tensor(name)
-            if not tensor.isfinite().all():
-                raise ValueError(f"{path}: {name} has values that are NaN or infinite")
-            found.setdefault(match[1], {})[match[2] or match[3]] = tuple(tensor.shape)
-            trained |= match[2] == "B" and bool(tensor.any())
-    scaling = {}
-    for module, parts in found.items():
+    for name, value in settings.items():  # PiSSA, OLoRA and others train on a changed base
+        require(name in MERGEABLE or not value or value in (defaults.get(name), "gaussian"),
+                f"{path}: {name} {value!r} is more than LoRA, rsLoRA and DoRA and is not merged")
+    lora = LoraConfig(**{name: settings[name] for name in MERGEABLE if name in settings})
+    adapter, shapes = {}, {}
+    for name, module in base.quantised.items():
+        if not check_target_module_exists(lora, module):
+            continue
         r = lora.rank_pattern.get(get_pattern_key(lora.rank_pattern, module), lora.r)
         alpha = lora.alpha_pattern.get(get_pattern_key(lora.alpha_pattern, module), lora.lora_alpha)
-        out_features, in_features = shapes[f"{module}.weight"]
-        wanted = {"A": (r, in_features), "B": (out_features, r)}
+        out_features, in_features = base.shapes[name]
+        parts = {"A.weight": (r, in_features), "B.weight": (out_features, r)}
         if lora.use_dora:
-            wanted["magnitude_vector"] = (out_features,)
-        elif "magnitude_vector" in parts:
-            raise ValueError(f"{path}: {module} has a lora_magnitude_vector, but"
-                             " adapter_config.json says use_dora False")
-        for part, shape in wanted.items():
-            if parts.get(part) != shape:
-                has = f"has shape {list(parts[part])}" if part in parts else "is missing"
-                raise ValueError(f"{path}: lora_{part} of {module} {has}; the base model and rank"
-                                 f" {r} ask for {list(shape)}")
-        scaling[module] = alpha / (math.sqrt(r) if lora.use_rslora else r)
-    wanted = [name for name in quantised if check_target_module_exists(lora, name)]
-    missing = [name for name in wanted if name not in scaling]
-    if missing:
-        raise ValueError(f"{path}: lacks {len(missing)} of the {len(wanted)} layers that"
-                         f" adapter_config.json targets, the first is {missing[0]}")
-    if not trained:
-        raise ValueError(f"{path}: is empty or untrained: no lora_B has a value other than 0")
-    return scaling
+            parts["magnitude_vector"] = (out_features,)
+        parts = {f"base_model.model.{module}.lora_{part}": shape for part, shape in parts.items()}
+        adapter[name] = file, list(parts), alpha / (math.sqrt(r) if lora.use_rslora else r)
+        shapes.update(parts)
+    check_adapter(file, shapes, lora.use_dora)
+    return adapter
 
 
-def choose_device(asked, run):
-    """The kind of device that training quantised on, where there is one."""
-    trained = run["quantization"].get("device", "cpu")
-    device = asked or (trained if trained == "cpu" or torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: there is no GPU here")
-    if device != trained:
-        print(f"note: trained on {trained}, merging on {device}: the scales' mean can differ in its"
-              " last bit, and some weights then by one bf16 step from those trained on")
-    return torch.device(device)
-
-
-# ------------------------------------------------------------------------------------------------
-# Merge
-# ------------------------------------------------------------------------------------------------
-
-
-def training_weight(weight, dtype, device, trained_offset):
-    """What training computed with: quantised from `dtype` to NF4, and back.
-
-    `trained_offset` is the mean absmax that training saw, None where it was not recorded.
-    """
-    packed, state = bnb.functional.quantize_4bit(
-        weight.to(device, dtype), blocksize=NF4["blocksize"], compress_statistics=True,
-        quant_type="nf4",
-    )  # fmt: skip
-    check_offset(state, trained_offset)
-    return bnb.functional.dequantize_4bit(packed, state)
-
-
-def check_offset(state, trained_offset):
-    offset = state.offset.item()
-    if trained_offset and abs(offset - trained_offset) > SAME_OFFSET * trained_offset:
-        raise ValueError(f"has a mean absmax of {offset:.8g}, in training it was"
-                         f" {trained_offset:.8g}: this is not the base model trained on")
-
-
-def stored_weight(packed, name, shape, files, dtype, device, trained_offset):
-    """The same of a weight that bitsandbytes has quantised and stored: its bytes, dequantised."""
-    parts = {}
-    for part in NF4_PARTS:
-        with open_tensors(files[f"{name}.{part}"]) as tensors:
-            parts[part] = tensors.get_tensor(f"{name}.{part}")
-    state = bnb.functional.QuantState.from_dict(parts, device)
-    if state.shape != shape or packed.nbytes != math.prod(shape) // 2:
-        raise ValueError(f"has {packed.nbytes} bytes of {list(state.shape)} weights, but"
-                         f" config.json asks for {list(shape)}")
-    check_offset(state, trained_offset)
-    state.dtype = dtype  # of training, whatever it was quantised from
-    return bnb.functional.dequantize_4bit(packed.view(torch.uint8).to(device), state)
-
-
-def add_adapter(weight, lora_a, lora_b, scaling, sums, magnitude=None):
-    """bf16(W + D), D = scaling * B @ A in fp32, or with DoRA's magnitude [out] that in the norms it
-    gives to rows; adds to `sums` the squares of its rounding error and of what W changes by."""
-    total = (lora_b.float() @ lora_a.float()).mul_(scaling)
-    chunks = total.view(-1).split(CHUNK)
-    if magnitude is None:
-        sums["effect"] += sum(float(d.double().square().sum()) for d in chunks)
-    total += weight  # in place: the largest layer of a 70B is 0.9 GiB in fp32
-    if magnitude is not None:
-        total *= (magnitude.float() / torch.linalg.norm(total, dim=1))[:, None]
-        sums["effect"] += sum(float((new.double() - old.double()).square().sum())
-                              for new, old in zip(chunks, weight.reshape(-1).split(CHUNK)))
-    merged = total.bfloat16()
-    for exact, rounded in zip(chunks, merged.view(-1).split(CHUNK)):
-        sums["error"] += float((rounded.double() - exact.double()).square().sum())
-    return merged
-
-
-def merged_tensor(file, name, quantised, dequantise, scaling, adapter_dir, device, sums):
-    """One tensor of the merged model, bf16 on the CPU. `dequantise(weight, name)` is what training
-    computed with."""
-    # files are opened anew each time, so that the pages they mapped do not add up in this process
+def check_adapter(file, shapes, use_dora):
+    """It must hold the trained {name: shape}: PEFT takes broken adapters with a warning at most."""
+    trained, missing = False, dict(shapes)
     with open_tensors(file) as tensors:
-        tensor = tensors.get_tensor(name)
-    module = name.removesuffix(".weight")
-    if module in quantised:
-        try:
-            tensor = dequantise(tensor, name)
-        except ValueError as e:
-            raise ValueError(f"{file}: {name} {e}")
-    if module in scaling:
-        prefix = f"base_model.model.{module}"
-        with open_tensors(adapter_dir / "adapter_model.safetensors") as adapter:
-            pair = [adapter.get_tensor(f"{prefix}.lora_{x}.weight").to(device) for x in "AB"]
-            magnitude = None
-            if f"{prefix}.lora_magnitude_vector" in adapter.keys():  # just where DoRA is, see above
-                magnitude = adapter.get_tensor(f"{prefix}.lora_magnitude_vector").to(device)
-        tensor = add_adapter(tensor, *pair, scaling[module], sums, magnitude)
-    return tensor.to("cpu", torch.bfloat16).contiguous()
-
-
-def write_file(path, pieces):
-    """Write bytes so that the file is there whole or not at all, and readable by others."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        for piece in pieces:
-            file.write(piece)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.chmod(0o644)
-    os.replace(temporary, path)
-
-
-def n_bytes(shapes):
-    """Of all tensors {name: shape} in bf16."""
-    return 2 * sum(math.prod(shape) for shape in shapes.values())
-
-
-def safetensors_header(shapes):
-    """The head of a safetensors file of bf16 tensors {name: shape}, stored in that order.
-
-    Written by hand because safetensors' own writer takes a file's tensors all at once.
-    """
-    header, end = {"__metadata__": {"format": "pt"}}, 0
-    for name, shape in shapes.items():
-        start, end = end, end + 2 * math.prod(shape)
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def write_weights(directory, files, shapes, tensor_of):
-    """All weight files, one for each of the base's, and their index. `tensor_of(file, name)`
-    makes a tensor when its turn has come."""
-    weight_map = {}
-
-    def pieces(file, names, bar):
-        yield safetensors_header({name: shapes[name] for name in names})
-        for name in names:
-            tensor = tensor_of(file, name)
-            assert tensor.shape == shapes[name], f"{name}: {tensor.shape}, not {shapes[name]}"
-            yield tensor.view(-1).view(torch.uint8).numpy()
-            bar.update()
-
-    with tqdm(total=len(shapes), desc="merge", unit="tensor") as bar:  # closed before any error
-        for file in sorted(set(files.values())):
-            names = [name for name in files if files[name] == file and name in shapes]
-            if names:
-                write_file(directory / file.name, pieces(file, names, bar))
-                weight_map.update(dict.fromkeys(names, file.name))
-    index = {"metadata": {"total_size": n_bytes(shapes)}, "weight_map": weight_map}
-    write_file(directory / "model.safetensors.index.json", [json.dumps(index, indent=2).encode()])
-
-
-def write_small_files(directory, base):
-    """config.json of a bf16 model, and the base's other small files as they are."""
-    config = read_json(base / "config.json")
-    config.update(dict.fromkeys(["dtype", *config.keys() & {"torch_dtype"}], "bfloat16"))
-    config.pop("quantization_config", None)  # of a base in 4-bit
-    config.pop("auto_map", None)  # remote code, which is neither used nor copied here
-    write_file(directory / "config.json", [json.dumps(config, indent=2).encode()])
-    for path in sorted(p for pattern in HUB_FILES for p in base.glob(pattern)):
-        if path.name != "config.json" and not path.name.endswith(".index.json"):
-            write_file(directory / path.name, [path.read_bytes()])
-
-
-# ------------------------------------------------------------------------------------------------
-# Check
-# ------------------------------------------------------------------------------------------------
-
-
-def probe_rows(run, vocab_size):
-    """Token ids [rows of any length] to compare the models on: the run's own, or random ones."""
-    rows = [row for row in run.get("probe_input_ids", []) if row]
-    if not rows:
-        generator = torch.Generator().manual_seed(0)
-        rows = torch.randint(vocab_size, (4, 64), generator=generator).tolist()
-    if not all(0 <= token < vocab_size for row in rows for token in row):
-        raise ValueError(f"train_config.json: probe_input_ids has tokens outside the base model's"
-                         f" vocabulary of {vocab_size}: another base model?")
-    return rows
-
-
-@torch.no_grad()
-def all_logits(model, rows):
-    """fp32 [tokens of all rows, vocabulary], on the CPU."""
-    for module in model.modules():
-        if isinstance(module, bnb.nn.Linear4bit):
-            # in eval mode, which PEFT sets as well, on CPUs with AVX512-BF16, bitsandbytes 0.50
-            # rounds the scales to bf16, and fails where in_features is no multiple of 64
-            module.training = True
-            module.weight.quant_state.dtype = module.compute_dtype  # whatever it was quantised from
-    device = model.get_input_embeddings().weight.device
-    return torch.cat([model(torch.tensor([row], device=device)).logits[0].float().cpu()
-                      for row in rows])  # fmt: skip
-
-
-def load_model(directory, dtype, device, **kwargs):
-    """from_pretrained, over all GPUs where one is not enough."""
-    return AutoModelForCausalLM.from_pretrained(
-        directory,
-        dtype=dtype,
-        device_map="auto" if device.type == "cuda" else {"": "cpu"},
-        trust_remote_code=False,
-        use_safetensors=True,
-        **kwargs,
-    ).eval()
-
-
-def compare(base, adapter_dir, merged_dir, others, rows, dtype, device):
-    """Three ratios: how far the merged model's logits are from those of the 4-bit base with the
-    adapter, by the adapter's own effect; that effect by the logits; equal greedy tokens by all."""
-    quantization = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_quant_storage=torch.bfloat16,
-        bnb_4bit_compute_dtype=dtype,
-        llm_int8_skip_modules=others,
-    )
-    config = AutoConfig.from_pretrained(base, trust_remote_code=False)
-    settings = {"quantization_config": quantization}
-    if getattr(config, "quantization_config", None):  # which would be taken all the same
-        config.quantization_config["bnb_4bit_compute_dtype"] = str(dtype).removeprefix("torch.")
-        settings = {"config": config}
-    model = load_model(base, dtype, device, **settings)
-    plain = all_logits(model, rows)
-    model = PeftModel.from_pretrained(model, adapter_dir, torch_device=str(device))
-    trained = all_logits(model, rows)
-    del model  # room for the next one
-    gc.collect()
-    torch.cuda.empty_cache()
-    merged = all_logits(load_model(merged_dir, dtype, device), rows)
-    effect = (trained - plain).norm()
-    agreement = (merged.argmax(-1) == trained.argmax(-1)).float().mean()
-    return float((merged - trained).norm() / effect), float(effect / trained.norm()), agreement
-
-
-# ------------------------------------------------------------------------------------------------
-# Main
-# ------------------------------------------------------------------------------------------------
+        for name in tensors.keys():
+            require(name in shapes, f"{file}: {name} belongs to no weight that adapter_config.json,"
+                    f" with use_dora {use_dora}, targets in the base: another base model?")
+            tensor, shape = tensors.get_tensor(name), missing.pop(name)
+            require(tensor.shape == shape, f"{file}: {name} has shape {list(tensor.shape)}; the"
+                    f" base model and adapter_config.json ask for {list(shape)}")
+            require(tensor.isfinite().all(), f"{file}: {name} has values that are NaN or infinite")
+            trained |= "lora_B" in name and bool(tensor.any())
+    require(not missing, f"{file}: lacks {len(missing)} of the {len(shapes)} tensors that"
+            f" adapter_config.json targets, the first is {next(iter(missing), None)}")
+    require(trained, f"{file}: is empty or untrained: no lora_B has a value other than 0")
 
 
 def open_output(output, size):
     """The hidden directory that becomes `output`; on an error before that, nothing is left."""
-    if output.resolve().is_mount():
-        raise ValueError(f"--output_dir {output}: is a mount point, which cannot be replaced; name"
-                         " a new directory in it")
-    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
-        raise ValueError(f"--output_dir {output}: exists already and is not an empty directory;"
-                         " name a new one")
-    temporary = output.resolve().with_name(f".{output.resolve().name}.partial")
+    target = output.resolve()
+    require(not target.is_mount(), f"--output_dir {output}: is a mount point, which cannot be"
+            " replaced; name a new directory in it")
+    require(not output.exists() or (output.is_dir() and not any(output.iterdir())),
+            f"--output_dir {output}: exists already and is not an empty directory; name a new one")
+    temporary = target.with_name(f".{target.name}.partial")
     shutil.rmtree(temporary, ignore_errors=True)  # of an earlier merge that did not end well
+    free = shutil.disk_usage(next(p for p in target.parents if p.exists())).free
+    require(free >= size, f"--output_dir {output}: the merged model needs {size / 2**30:.1f} GiB,"
+            f" the disk has {free / 2**30:.1f} GiB free")
     temporary.mkdir(parents=True)
-    free = shutil.disk_usage(temporary).free
-    if free < size:
-        temporary.rmdir()
-        raise ValueError(f"--output_dir {output}: the merged model needs {size / 2**30:.1f} GiB,"
-                         f" the disk has {free / 2**30:.1f} GiB free")
     return temporary
 
 
-def report_check(error, effect, agreement, rounding, temporary):
-    """Print how far the merged model is from what was trained; ValueError if it is another one."""
-    print(f"check: the adapter moves the 4-bit model's logits by {effect:.1%} of their norm; the"
-          f" merged model's are {error:.4f} of that away; {agreement:.2%} of greedy tokens agree")
-    if error <= LARGE_ERROR:
-        return
-    why = "the base model, the device or a version must be another than in training"
-    if rounding > LARGE_ERROR / 2 or effect < 0.1:
-        why = ("the adapter's effect is too small for bf16: train it longer, or use it unmerged")
-    if not error <= FAILED_ERROR:  # NaN too
-        raise ValueError("the merged model does not agree with what was trained, it is"
-                         f" {error:.2f} of the adapter's effect away: {why}; left in {temporary}")
-    print(f"WARNING: the merged model loses {error:.0%} of the adapter's effect: {why}")
+def write_weights(directory, base, tensors, size):
+    """All weight files and their index; safetensors' own writer takes a file's tensors at once."""
+    weight_map = {name: base.files[name].name for name in base.shapes}
+    with tqdm(total=len(weight_map), desc="merge", unit="tensor") as bar:  # closed before any error
+        for file, names in itertools.groupby(weight_map, weight_map.get):
+            header, end = {}, 0
+            for name in names:
+                start, end = end, end + 2 * math.prod(base.shapes[name])
+                header[name] = {"dtype": "BF16", "shape": list(base.shapes[name]),
+                                "data_offsets": [start, end]}
+            text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+            text += b" " * (-len(text) % 8)
+            with (directory / file).open("wb") as out:
+                out.write(len(text).to_bytes(8, "little") + text)
+                for name, tensor in zip(header, tensors):
+                    assert tensor.shape == base.shapes[name], f"{name} became {tensor.shape}"
+                    out.write(tensor.view(-1).view(torch.uint8).numpy())
+                    bar.update()
+    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
-def merge(args):
-    """The whole job, from flags to merged model."""
-    adapter_dir, output = Path(args.adapter_dir), Path(args.output_dir)
-    run = read_run(adapter_dir)
-    base = model_directory(args.base_model or run["base_model"])
-    prequantized = run["quantization"].get("prequantized", False)
-    model = meta_model(base, prequantized)
-    # a tied weight is listed once, under its first name, and is written once
-    shapes = {name: p.shape for name, p in model.named_parameters()}
-    quantised, others = linear_layers(model)
-    files = weight_files(base)
-    stored = {f"{name}.weight" for name in quantised} if prequantized else set()
-    check_base(base, files, shapes, stored)
-    scaling = read_adapter(adapter_dir, shapes, quantised)
-    rows = probe_rows(run, model.get_input_embeddings().num_embeddings)
-    dtype = getattr(torch, run["quantization"]["quantized_from_dtype"])
-    device = choose_device(args.device, run)
-    temporary = open_output(output, n_bytes(shapes))
-
-    print(f"base model {base}: {len(quantised)} layers in NF4, {len(scaling)} with an adapter")
-    left_out = [n for n in files if n not in shapes and n.partition(".weight.")[2] not in NF4_PARTS]
-    if left_out:
-        print(f"left out {len(left_out)} tensors that the model does not use, as {left_out[0]}")
-    sums = {"error": 0.0, "effect": 0.0}
-    offsets = run["quantization"].get("absmax_offsets", {})
-
-    def dequantise(weight, name):
-        if prequantized:
-            return stored_weight(weight, name, shapes[name], files, dtype, device,
-                                 offsets.get(name))  # fmt: skip
-        return training_weight(weight, dtype, device, offsets.get(name))
-
-    tensor_of = functools.partial(merged_tensor, quantised=quantised, dequantise=dequantise,
-                                  scaling=scaling, adapter_dir=adapter_dir, device=device,
-                                  sums=sums)  # fmt: skip
-    try:
-        write_weights(temporary, files, shapes, tensor_of)
-        write_small_files(temporary, base)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    rounding = math.sqrt(sums["error"] / sums["effect"])
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(f"wrote {len(shapes)} tensors, {n_bytes(shapes) / 2**30:.3f} GiB; peak host memory"
-          f" {peak:.2f} GiB")
-    print(f"weights: rounding to bf16 differs from the exact sum by {rounding:.4f} of the adapter's"
-          " effect")
-    if args.check:
-        try:
-            figures = compare(base, adapter_dir, temporary, others, rows, dtype, device)
-        except (ValueError, RuntimeError, OSError, ImportError) as e:  # libraries raise all kinds
-            raise ValueError(f"the check did not run; the merged model in {temporary} is whole:"
-                             f" rename it, since a new merge deletes it; --no-check does without"
-                             f" the check: {e}")
-        report_check(*figures, rounding, temporary)
-    os.replace(temporary, output.resolve())
-    print(f'merged model saved; to load it: AutoModelForCausalLM.from_pretrained("{output}")')
+def write_small_files(directory, base_directory):
+    """config.json of a bf16 model, and the base's other small files as they are."""
+    config = read_json(base_directory / "config.json")
+    config.update(dict.fromkeys(["dtype", *config.keys() & {"torch_dtype"}], "bfloat16"))
+    config.pop("quantization_config", None)  # of a base in 4-bit
+    config.pop("auto_map", None)  # remote code, which is neither used nor copied here
+    (directory / "config.json").write_text(json.dumps(config, indent=2))
+    for path in (p for pattern in HUB_FILES for p in base_directory.glob(pattern)):
+        if path.name != "config.json" and not path.name.endswith(".index.json"):
+            shutil.copyfile(path, directory / path.name)
+    os.sync()  # all is on the disk before the directory gets its name
 
 
 def main(argv=None):

@@ -15,12 +15,18 @@ them, on GPUs (NCCL) or, where there are none, on the CPU (gloo). Written to --o
     tensorboard/                                     the same numbers for TensorBoard
     checkpoint-NNNNNN/                               what --resume needs
 
+Map of this file. Part I is what you read and change, Part II what it stands on.
+
+    Part I, the recipe         flags; train(), the whole job in six steps; data: rows, their tokens,
+                               bins; what is adapted, sharded, recomputed; optimizer; training step
+    Part II, the engine room   ranks and errors; the decoder layer, forward and backward; NF4;
+                               vocabulary and loss; CUDA graphs; families of models; files and
+                               loading; the plan; checkpoints; the check at start; the demo
+
 Tested with torch 2.11 and 2.13, transformers 5.17 and 5.23, peft 0.21, bitsandbytes 0.50.
 """
 
 import argparse
-import ast
-import bisect
 import collections
 import contextlib
 import copy
@@ -28,8 +34,8 @@ import dataclasses
 import functools
 import gc
 import hashlib
+import heapq
 import inspect
-import itertools
 import json
 import math
 import mmap
@@ -41,7 +47,6 @@ import shlex
 import shutil
 import socket
 import sys
-import textwrap
 import threading
 import time
 import types
@@ -59,18 +64,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import Linear as PeftLinear
-from peft.tuners.lora import LoraLayer
+from peft import LoraConfig
+from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 try:
     import triton
@@ -78,21 +82,25 @@ try:
 except ImportError:  # comes with torch on CUDA alone
     triton = None
 
+# ================================================================================================
+# Part I, the recipe
+# ================================================================================================
+
 # ------------------------------------------------------------------------------------------------
-# Configuration
+# Flags
 # ------------------------------------------------------------------------------------------------
 
+WARMUP_FRACTION = 0.03  # of all steps, linear, before the cosine
+MAX_GRAD_NORM = 1.0  # over the whole adapter
+IGNORE = -100  # the label of a token that is not learnt
 BLOCK = 64  # weights that share one absmax; QLoRA's choice and bitsandbytes' default
 NESTED_BLOCK = 256  # absmax values that share one second-level absmax (double quantisation)
 STATE_BLOCK = 256  # optimizer values that share one scale in bitsandbytes' 8-bit state
-WARMUP_FRACTION = 0.03  # of all steps, linear, before the cosine
-MAX_GRAD_NORM = 1.0  # over the whole adapter
-GAPS = 0.04  # of the GPU's memory that gaps between blocks cost: 21.4 of 22.5 GiB ran, 21.8 did not
-HOST_SPARE = 32 * 2**30  # bytes a process may pin for speed alone; pinning takes 0.2 s a GiB
-SLICE_TOKENS = 4096  # of a recomputed block's MLP at once; fewer make its products slower
+COLUMNS = 64  # an adapter's columns of a product are filled up to whole cache lines
+SLICE_TOKENS = 4096  # of a recomputed MLP at once; fewer make its products slower
 CHUNK_BYTES = 256 * 2**20  # of logits alive at once, of embedded tokens before their sum
-ROUND_TO = 64  # tokens; on a GPU cuBLAS and cuDNN choose kernels anew for each new length of rows
-IGNORE = -100  # the label of a token that is not trained on
+GAPS = 0.04  # of the GPU's memory that gaps between tensors cost: 21.4 of 22.5 GiB ran, 21.8 not
+HOST_SPARE = 32 * 2**30  # bytes a process may pin for speed alone; pinning takes 0.2 s a GiB
 RANDOM_STD = 0.02  # of --random_weights
 READERS = 8  # threads of a rank that read weights; one copies some 5 GB/s out of the page cache
 READ_CHUNK = 2**24  # bytes that a thread reads at once
@@ -131,70 +139,55 @@ class Config:
     output_dir: str | None = knob(None, "where results go; none: a new directory below runs/")
     resume: bool = knob(False, "continue from the newest whole checkpoint of --output_dir")
     random_weights: bool = knob(False, "random weights: of the model, only config.json is read")
-    attn: str | None = knob(
-        None,
-        "attention; none: flash_attention_2 on CUDA where installed, else sdpa;"
-        " auto: the faster of the two, measured at start",
-        choices=("flash_attention_2", "sdpa", "auto"),
-    )
-    compute_dtype: str = knob(
-        "bfloat16", "dtype of activations and products", choices=("bfloat16", "float32")
+    max_seq_len: int = knob(2048, "tokens; longer rows are cut")
+    batch_size: int = knob(16, "rows an optimizer step, over all GPUs")
+    num_epochs: float = knob(1.0, "passes over the data set; --max_steps overrides it")
+    max_steps: int | None = knob(None, "optimizer steps")
+    learning_rate: float | None = knob(None, "peak; none: 2e-4, for the demo 5e-3")
+    adapter: str = knob(
+        "lora", "kind: lora; rslora, which scales by lora_alpha / sqrt(lora_rank); dora, which also"
+        " trains the norm of each weight's rows", choices=("lora", "rslora", "dora"),
     )
     lora_rank: int = knob(16, "rank of the adapter")
     lora_alpha: int = knob(32, "the adapter's output is scaled by lora_alpha / lora_rank")
     lora_dropout: float = knob(0.0, "dropout on the adapter's input")
-    use_rslora: bool = knob(False, "rsLoRA: scale by lora_alpha / sqrt(lora_rank) instead")
-    use_dora: bool = knob(
-        False, "DoRA: also train the norm of each weight's rows; computed by PEFT, slower"
-    )
     target_modules: tuple[str, ...] = knob(
-        ("all-linear",), "linear layers that get an adapter, by name: q_proj v_proj"
+        ("all-linear",), "linears that get an adapter, by name: q_proj v_proj"
     )
-    reshard_after_forward: bool = knob(
-        True, "free a block's gathered weights after its forward (FULL_SHARD), or not until its"
-        " backward is done (SHARD_GRAD_OP): faster, needs the whole 4-bit model on each GPU",
+    save_every: int = knob(0, "steps between checkpoints; 0: only at the end")
+    seed: int = knob(0, "of the adapter's initial values, the data order, dropout")
+    micro_batch_tokens: int | None = knob(
+        None, "tokens a GPU works on at once, at least the longest row; none: what is fastest and"
+        " fits"
     )
     shard_group_size: int | None = knob(
         None, "processes that share one copy of the model, for instance those of a node; every such"
-        " group holds one; none: all of them",
+        " group holds one; none: as few as the memory allows, if that is faster",
     )
-    fused: bool | None = knob(
-        None, "Triton dequantisation and compiled elementwise work; none: on CUDA, where Triton is"
+    reshard_after_forward: bool = knob(
+        True, "free a layer's gathered weights after its forward (FULL_SHARD), or not until its"
+        " backward is done (SHARD_GRAD_OP): faster, needs the whole 4-bit model on each GPU",
     )
     recompute: str = knob(
-        "all", "decoder blocks recomputed in backward: all, none, a number, or auto: as few as the"
+        "auto", "decoder layers recomputed in backward: all, none, a number, or auto: as few as the"
         " memory allows"
     )
-    keep_residual: bool | None = knob(
-        None, "of a recomputed block also keep what is between attention and MLP, so that"
-        " attention's last product is not recomputed; none: where the memory allows"
-    )
-    reuse_weights: str | None = knob(
-        None, "blocks whose dequantised weights are kept for backward: none; recomputed, from their"
-        " recomputation on; all, the others from forward on; none given: what the memory allows",
-        choices=("none", "recomputed", "all"),
-    )
     offload_activations: bool = knob(
-        False, "keep the inputs of recomputed blocks in pinned host memory until their backward"
+        False, "keep the inputs of recomputed layers in pinned host memory until their backward"
     )
     offload_params: bool = knob(
-        False, "keep the 4-bit weights in pinned host memory; each block is copied when needed"
+        False, "keep the 4-bit weights in pinned host memory; each layer is copied when needed"
     )
     memory_limit_gib: float | None = knob(
         None, "GPU memory to plan for and never to exceed; none: what is free"
     )
-    max_seq_len: int = knob(2048, "tokens; longer rows are cut")
-    packing: bool = knob(
-        False, "put rows together to packs of at most --max_seq_len tokens, which then count as"
-        " rows; what was a row still sees nothing but itself",
+    attn: str | None = knob(
+        None, "attention; none: on Hopper sdpa for rows of one length, else flash_attention_2 where"
+        " it is installed, else sdpa", choices=("flash_attention_2", "sdpa"),
     )
-    batch_size: int | None = knob(None, "rows an optimizer step, over all GPUs; none: 16 or more")
-    micro_batch_size: int = knob(2, "rows a GPU works on at once")
-    num_epochs: float = knob(1.0, "passes over the data set; --max_steps overrides it")
-    max_steps: int | None = knob(None, "optimizer steps")
-    learning_rate: float | None = knob(None, "peak; none: 2e-4, for the demo 5e-3")
-    save_every: int = knob(0, "steps between checkpoints; 0: only at the end")
-    seed: int = knob(0, "of the adapter's initial values, the data order, dropout")
+    compute_dtype: str = knob(
+        "bfloat16", "dtype of activations and products", choices=("bfloat16", "float32")
+    )
 
 
 def parse_config(argv):
@@ -227,14 +220,15 @@ def parse_config(argv):
 
 
 def resolve_config(config, world_size):
-    """Check what the flags alone can tell and fill in what is derived from them."""
+    """Check what the flags alone can tell and fill in what follows from them."""
     for name, value in vars(config).items():
         if value == "":
             raise ValueError(f"--{name} is empty: leave it out or give a value")
-    for name in ("lora_rank", "lora_alpha", "max_seq_len", "micro_batch_size"):
+    for name in ("lora_rank", "lora_alpha", "max_seq_len", "batch_size"):
         if getattr(config, name) < 1:
             raise ValueError(f"--{name} {getattr(config, name)}: must be at least 1")
-    for name in ("max_steps", "batch_size", "num_epochs", "learning_rate", "memory_limit_gib"):
+    for name in ("max_steps", "num_epochs", "learning_rate", "memory_limit_gib",
+                 "micro_batch_tokens"):  # fmt: skip
         if getattr(config, name) is not None and not 0 < getattr(config, name) < math.inf:
             raise ValueError(f"--{name} {getattr(config, name)}: must be positive")
     if not 0 <= config.lora_dropout < 1:
@@ -254,24 +248,16 @@ def resolve_config(config, world_size):
         raise ValueError(f"--model {config.model} needs a --dataset: a JSONL file or a Hub id")
     if config.random_weights and not config.model:
         raise ValueError("--random_weights needs a --model whose config.json gives the shapes")
-    shards = world_size if config.shard_group_size is None else config.shard_group_size
-    if shards < 1 or world_size % shards:
+    shards = config.shard_group_size
+    if shards is None and not config.model:
+        shards = world_size  # the demo is there to show sharding
+    if shards is not None and (shards < 1 or world_size % shards):
         sizes = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
         raise ValueError(f"--shard_group_size {shards} does not divide {world_size} processes: use"
                          f" one of {sizes}")
-    step_rows = config.micro_batch_size * world_size
-    batch_size = config.batch_size or math.ceil(16 / step_rows) * step_rows
-    if batch_size % step_rows:
-        above = math.ceil(batch_size / step_rows) * step_rows
-        fits = f"{above - step_rows} or {above}" if batch_size > step_rows else f"{above}"
-        raise ValueError(
-            f"--batch_size {batch_size} is not a multiple of {config.micro_batch_size} micro-batch"
-            f" x {world_size} processes = {step_rows}: use {fits}"
-        )
     return dataclasses.replace(
         config,
         shard_group_size=shards,
-        batch_size=batch_size,
         learning_rate=config.learning_rate or (2e-4 if config.model else 5e-3),
         max_steps=config.max_steps or (None if config.model or config.dataset else 60),
         output_dir=config.output_dir or default_output_dir(config.resume),
@@ -289,225 +275,200 @@ def default_output_dir(resume):
 
 
 # ------------------------------------------------------------------------------------------------
-# Distributed set-up
+# The whole job
 # ------------------------------------------------------------------------------------------------
 
 
-TIMEOUT = timedelta(hours=1)  # a node may be slow to read a model that another has in memory
+def main(argv=None):
+    """Returns the exit code."""
+    device, config = init_distributed(), None
+    exit_code = 0
+    try:
+        with together():
+            config = parse_config(argv)
+        train(config, device)
+    except (torch.OutOfMemoryError, MemoryError) as e:
+        # the others wait in a collective that this rank will never join: torchrun ends them
+        say_out_of_memory(e, config, device)
+        return 1
+    except Stop as e:
+        if dist.get_rank() == 0:
+            print(f"error: {e}", file=sys.stderr, flush=True)
+        dist.barrier()  # torchrun kills rank 0 when another exits; let it print first
+        exit_code = 1
+    dist.destroy_process_group()
+    return exit_code
 
 
-def init_distributed():
-    """Join torchrun's processes, or be the only one; returns this rank's device."""
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    cuda = torch.cuda.is_available()
-    if cuda and local_rank >= torch.cuda.device_count():
-        sys.exit(f"rank on GPU {local_rank}, but there are {torch.cuda.device_count()} GPUs")
-    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    options = {"backend": "cpu:gloo,cuda:nccl" if cuda else "gloo", "timeout": TIMEOUT}
-    if "RANK" not in os.environ:  # plain `python`: no rendezvous needed
-        options.update(store=dist.HashStore(), rank=0, world_size=1)
-    if cuda:
-        # tensors of all sizes come and go, and gaps between fixed segments cannot be joined
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-        torch.cuda.set_device(device)
-        options["device_id"] = device
-    else:  # torchrun allows each process one thread; share the cores instead
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world_size))
-    dist.init_process_group(**options)
-    transformers.utils.logging.disable_progress_bar()
-    if local_rank:  # one rank of a machine shows how the Hub's downloads go
-        huggingface_hub.utils.disable_progress_bars()
-    # on a CPU bitsandbytes keeps the paged optimizer's state unpaged, which is what we want there
-    warnings.filterwarnings("ignore", "Paged optimizers are not supported on CPU")
-    return device
+def train(config, device):
+    """The whole job, from flags to adapter. All ranks must call this."""
+    # 1. Agree: the same flags, script and versions on all ranks, one output directory
+    check_same(config)
+    with together():
+        config = resolve_config(config, dist.get_world_size())
+    config = dataclasses.replace(config, output_dir=on_rank_0(lambda: config.output_dir))
+    directory = open_output(config)
+    limit = limit_memory(config, device)
+
+    # 2. Data: all that can be wrong is found out before any weight is read
+    if not config.model:
+        make_demo(config, directory)
+    with together():
+        base = model_directory(config.model or str(directory / "demo" / "model"),
+                               config.random_weights)  # fmt: skip
+        model_config, arch = read_model_config(base, config)
+        tokenizer = None
+        if config.dataset or not config.random_weights:
+            tokenizer = load_tokenizer(base)
+    date = on_rank_0(run_date, config, directory)
+    fix_date(date)
+    with together():
+        examples, data_line = prepare_data(config, directory, tokenizer, arch.vocab_size)
+        data_sha256 = digest_examples(examples)
+    epoch_steps = math.ceil(config.num_epochs * len(examples) / config.batch_size)
+    config = dataclasses.replace(config, max_steps=config.max_steps or epoch_steps)
+    resume_from = find_checkpoint(config, directory, data_sha256) if config.resume else None
+
+    # 3. Model: what of it is adapted, and the plan: what is sharded, recomputed, offloaded
+    with together():
+        lora_config, adapted = choose_adapted(arch, config, config.model or str(base))
+        layout = make_layout(arch, adapted, config)
+        kernels = choose_attention(config, arch, device)
+    plan = agree_on_plan(config, arch, layout, examples, limit, device, kernels)
+    say_start(config, plan, limit, data_line, device)
+    if tokenizer:
+        say_example(examples, tokenizer)
+    if not config.random_weights:
+        on_rank_0(check_family, model_config, config)
+
+    # 4. Shard and load: built on meta, sharded by FSDP2, then each rank reads its own part
+    mesh = make_mesh(plan.shard_group_size, device)
+    model = Model(arch, layout, plan, plan.shard_group_size, mesh.get_group("shard"))
+    shard_model(model, mesh, plan)
+    names, stored = tensor_names(arch, {}), None
+    if config.random_weights:
+        read = random_reader(config.seed, getattr(torch, config.compute_dtype), device)
+    else:
+        with together():
+            files = weight_files(base)
+            names = tensor_names(arch, files)
+        stored = check_files(files, names, model_config, config.compute_dtype)
+        with together():
+            read = file_reader(files, device)
+    ceiling = gemm_ceiling(arch, plan, device) if config.random_weights else None
+    offsets = load_weights(model, names, read, device, stored)
+    model.frequencies = [
+        (f.to(device), factor) for f, factor in
+        (rope_frequencies(rope, arch, config.max_seq_len, model_config) for rope in arch.ropes)
+    ]
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading used and training would use in other sizes
+    say_memory("after loading", device)
+
+    # 5. Adapter: fresh or from a checkpoint
+    if resume_from:
+        on_rank_0(check_base, directory, offsets)
+    described = describe_run(config, plan, base.resolve(), device, examples, offsets, stored, date)
+    on_rank_0(write_text, directory / "train_config.json", json.dumps(described, indent=2))
+    adapter = Adapter(model, arch, layout, mesh, device)
+    if config.adapter == "dora":
+        measure_rows(model)
+    done = adapter.resume(resume_from, config) if resume_from else adapter.start(config.seed)
+    verify_model(model, plan)
+    frozen = sum(map(math.prod, names.shapes.values()))
+    say(f"parameters: {adapter.n_trainable:,} trainable ({config.adapter}), {frozen:,} frozen")
+    say_memory("before step 1", device)
+
+    # 6. Loop and save
+    run = types.SimpleNamespace(
+        config=config, plan=plan, model=model, adapter=adapter, examples=examples, device=device,
+        data_sha256=data_sha256, lora_config=lora_config, directory=directory, mesh=mesh,
+        kernels=kernels, store=make_store(plan, layout, arch, device), graphs={},
+    )  # fmt: skip
+    rows = run_steps(run, done)
+    if ceiling and rows:
+        say_speed(run, rows, ceiling)
+    weights = adapter.gather()
+    on_rank_0(write_adapter, directory, weights, lora_config)
+    say_memory("at the end", device)
+    say(f"adapter saved in {directory}; to merge it into the base model:\n{merge_command(directory)}")
 
 
-def say(message=""):
-    """Print from rank 0."""
-    if int(os.environ.get("RANK", 0)) == 0:
-        tqdm.write(message)
-        sys.stdout.flush()
+def merge_command(directory):
+    """What to type to merge the adapter of a run."""
+    merge = Path(__file__).with_name("merge_adapters.py")
+    merge = os.path.relpath(merge) if merge.is_file() else merge.name  # copied alone
+    found, python = shutil.which("python"), os.path.relpath(sys.executable)
+    python = sys.executable if python.startswith("..") else python
+    if found and Path(found).parent == Path(sys.executable).parent:
+        python = "python"
+    output = f"{directory}/merged"
+    return shlex.join([python, merge, "--adapter_dir", str(directory), "--output_dir", output])
 
 
-def all_gather(tensor, group=None):
-    """[ranks, *shape] of every rank's tensor [*shape]. All ranks of the group must call this."""
-    rows = tensor.new_empty(dist.get_world_size(group), *tensor.shape)
-    dist.all_gather(list(rows), tensor, group=group)
+def run_steps(run, done):
+    """The training loop: steps, metrics, checkpoints. Returns the metrics of its steps. All ranks
+    must call this."""
+    config, plan, device, rank = run.config, run.plan, run.device, dist.get_rank()
+    say(f"steps: {config.max_steps} of {config.batch_size} rows, in bins of at most"
+        f" {plan.bin_tokens:,} tokens on {dist.get_world_size()} processes; peak learning rate"
+        f" {config.learning_rate}")
+    metrics, board = open_metrics(run.directory, done) if rank == 0 else (None, None)
+    bar = tqdm(initial=done, total=config.max_steps, unit="step", disable=rank != 0)
+    rows, launched, before = [], [], moment(device)
+    for step in range(done + 1, config.max_steps + 1):
+        try:
+            launched.append(train_step(run, step))
+        except torch.OutOfMemoryError as e:
+            e.where = f"at step {step}, in bins of at most {plan.bin_tokens} tokens"
+            raise
+        if step == done + 1:  # what is there now stays: a full collection would go through it all,
+            gc.collect()  # on one rank at a time, while the others wait
+            gc.freeze()
+        save = step == config.max_steps or config.save_every and step % config.save_every == 0
+        while len(launched) > (0 if save else 1):  # else the GPU has the last one yet to do
+            rows.append(finish_step(launched[0], before, device))
+            *_, before = launched.pop(0)
+            bar.update()
+            if rank == 0:
+                log_step(rows[-1], config.max_steps, metrics, board)
+        if save:
+            save_checkpoint(run, step)
+            before = moment(device)
+    bar.close()
+    if rank == 0:
+        metrics.close()
+        board.close()
     return rows
 
 
-def gather_texts(text):
-    """Every rank's text, in rank order. All ranks must call this."""
-    data = torch.tensor(list(text.encode()), dtype=torch.uint8)
-    sizes = all_gather(torch.tensor(data.numel())).tolist()
-    rows = all_gather(F.pad(data, (0, max(sizes) - data.numel())))
-    return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes)]
+def open_metrics(directory, done):
+    """metrics.jsonl and TensorBoard, without what a resumed run will do again. Rank 0 only."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    path = directory / "metrics.jsonl"
+    kept = path.read_text().splitlines(True) if done and path.is_file() else []
+    write_text(path, "".join(kept[:done]))
+    return path.open("a"), SummaryWriter(directory / "tensorboard", purge_step=done + 1)
 
 
-class Stop(Exception):
-    """An error that all ranks know of and raise together, so that none is left waiting."""
-
-
-def together(function, *args):
-    """Run `function` on every rank; if it fails on one, all raise Stop with that rank's error.
-
-    Libraries raise all kinds of errors for what a user can cause, so that only an assertion counts
-    as a bug here. `function` must not use collectives. All ranks must call this.
-    """
-    result, error = None, ""
-    try:
-        result = function(*args)
-    except (AssertionError, torch.OutOfMemoryError):
-        raise
-    except Exception as e:
-        error = " ".join(str(e).split())
-        if not error or not isinstance(e, (ValueError, OSError)):
-            error = f"{type(e).__name__}: {error}"
-    failed = [e for e in gather_texts(error) if e]
-    if failed:
-        raise Stop(failed[0])
-    return result
-
-
-def on_rank_0(function, *args):
-    """Run `function` on rank 0 alone; a text it returns goes to all. All ranks must call this."""
-    text = together(lambda: function(*args) if dist.get_rank() == 0 else None)
-    return gather_texts(text or "")[0]
-
-
-def limit_memory(config, device):
-    """The GPU memory in bytes that this run may use: --memory_limit_gib or what is free now; None
-    on a CPU without that flag. The limit is what torch allocates: what CUDA and NCCL need for
-    themselves, about 1 GiB, is beside it."""
-    limit = config.memory_limit_gib and int(config.memory_limit_gib * 2**30)
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info()
-        if limit and limit > free:
-            raise ValueError(f"--memory_limit_gib {config.memory_limit_gib}: of this GPU's"
-                             f" {total / 2**30:.1f} GiB only {free / 2**30:.1f} are free")
-        if limit:
-            torch.cuda.set_per_process_memory_fraction(limit / total)
-        limit = limit or free
-    return limit
-
-
-def check_same(config):
-    """Stop unless every rank runs the same flags, script and versions. All ranks must call this."""
-    versions = {m.__name__: m.__version__ for m in LIBRARIES}
-    versions["python"] = "{}.{}".format(*sys.version_info)
-    script = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
-    mine = {"host": socket.gethostname(), "script": script, "versions": versions}
-    mine["flags"] = {name: str(value) for name, value in vars(config).items()}
-    first, *others = map(json.loads, gather_texts(json.dumps(mine)))
-    for rank, other in enumerate(others, 1):
-        who = f"rank {rank} on {other['host']}"
-        if other["script"] != first["script"]:
-            raise Stop(f"{who} runs another version of {Path(__file__).name} than rank 0 on"
-                       f" {first['host']}: copy one to all nodes")
-        for name, value in first["versions"].items():
-            if other["versions"][name] != value:
-                raise Stop(f"{who} has {name} {other['versions'][name]}, rank 0 on {first['host']}"
-                           f" {value}: install the same on all nodes")
-        for name, value in first["flags"].items():
-            if other["flags"][name] != value:
-                raise Stop(f"{who} runs --{name} {other['flags'][name]}, rank 0 on {first['host']}"
-                           f" --{name} {value}: start all nodes with the same command")
-
-
-def memory_gib(device):
-    """Now and peak: allocated on a GPU, else the resident memory of the process (peak twice)."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated() / 2**30, torch.cuda.max_memory_allocated() / 2**30
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    return peak, peak
-
-
-def host_memory():
-    """This process's resident bytes now and at their peak; None where there is no /proc."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return None
-    sizes = dict(line.split(":") for line in lines if line.startswith(("VmRSS", "VmHWM")))
-    return tuple(int(sizes[name].split()[0]) * 2**10 for name in ("VmRSS", "VmHWM"))
-
-
-def say_loading(before, seconds, n_bytes):
-    """`before` is host_memory() at the start. All ranks must call this."""
-    text, after = f"{n_bytes / 1e9:.3f} GB at {n_bytes / 1e9 / seconds:.2f} GB/s", host_memory()
-    if after:  # the peak may be from before: no more than this
-        text += f" with at most {(after[1] - before[0]) / 2**30:.2f} GiB more host memory"
-    say(f"weights loaded in {seconds:.2f} s; each rank: " + ", ".join(gather_texts(text)))
-
-
-def say_memory(when, device):
-    """All ranks must call this."""
-    now, peak = memory_gib(device)
-    kind = "GPU memory" if device.type == "cuda" else "host memory"
-    texts = gather_texts(f"{now:.2f} (peak {peak:.2f})")
-    say(f"{kind} per rank {when}, GiB: " + ", ".join(texts))
+def log_step(row, max_steps, metrics, board):
+    """One step's numbers to metrics.jsonl, TensorBoard and the log. Rank 0 only."""
+    metrics.write(json.dumps(row) + "\n")
+    metrics.flush()
+    for key, value in row.items():
+        board.add_scalar(key, value, row["step"])
+    say(f"step {row['step']:6d}/{max_steps}  loss {row['loss']:7.4f}"
+        f"  lr {row['learning_rate']:.2e}  grad {row['grad_norm']:8.4f}"
+        f"  {row['rows']} rows  {row['tokens']:,} tokens in {row['bins']} bins"
+        f" {row['bins_full']:.0%} full"
+        f"  {row['tokens_per_second_per_gpu']:9,.0f} tok/s/GPU"
+        f"  peak {row['peak_memory_gib']:6.2f} GiB")
 
 
 # ------------------------------------------------------------------------------------------------
-# Data
+# Data: rows
 # ------------------------------------------------------------------------------------------------
-
-
-def write_demo(directory):
-    """A 2.6 M parameter Llama with random weights, its tokenizer and 512 instructions. Rank 0 only.
-
-    The frozen base knows nothing, so what the loss falls by is what the adapter has learnt.
-    """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    directory.mkdir(parents=True, exist_ok=True)
-    draw = random.Random(0)
-    rows = []
-    for _ in range(512):
-        a, b = draw.randrange(10), draw.randrange(10)
-        word, answer = draw.choice([("plus", a + b), ("times", a * b), ("minus", a - b)])
-        prompt, completion = f"What is {a} {word} {b}?\n", f"The answer is {answer}."
-        rows.append({"prompt": prompt, "completion": completion})
-    (directory / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=384,
-        special_tokens=["<pad>", "<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator((row["prompt"] + row["completion"] for row in rows), trainer)
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=bpe, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
-    )
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.role + ': ' + m.content }}"
-        "{{ eos_token if m.role == 'assistant' else '\\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-    )
-    tokenizer.save_pretrained(directory / "model")
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=256,
-            intermediate_size=512,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=4096,
-            initializer_range=0.06,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
-    model.to(torch.bfloat16).save_pretrained(directory / "model")
-
 
 def read_rows(source):
     """The rows of a JSONL file, or of a Hub data set's train split, as a list of dicts."""
@@ -639,72 +600,55 @@ def encode_dataset(rows, tokenizer, max_seq_len, source):
     return examples, cut, len(rows) - len(examples)
 
 
+
 def random_examples(vocab_size, config):
-    """Rows of random tokens, for measuring without a data set: all of full length, or with
-    --packing of any from a sixteenth of it, and enough of them to fill packs well."""
+    """Rows of random tokens, all of full length, for measuring without a data set."""
     generator = torch.Generator().manual_seed(config.seed)
-    shape, most = (config.batch_size, config.max_seq_len), config.max_seq_len
-    if config.packing:
-        n_rows = (2 * max(64, config.batch_size),)
-        lengths = torch.randint(max(1, most // 16), most + 1, n_rows, generator=generator)
-        rows = (torch.randint(vocab_size, (n,), generator=generator, dtype=torch.int32)
-                for n in lengths.tolist())  # fmt: skip
-        return [(row, row) for row in rows]
+    shape = (config.batch_size, config.max_seq_len)
     ids = torch.randint(vocab_size, shape, generator=generator, dtype=torch.int32)
     return [(row, row) for row in ids]
 
 
-def best_fit(lengths, size):
-    """Indices of `lengths` in packs whose sum is at most `size`, each index once: the longest
-    first, each into the fullest pack that still has room. In O(n log n), whatever the order."""
-    packs, spaces, with_space = [], [], collections.defaultdict(list)  # spaces: sorted, those left
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        at = bisect.bisect_left(spaces, lengths[i])
-        if at == len(spaces):
-            packs.append([])
-            space, pack = size, packs[-1]
-        else:
-            space, pack = spaces[at], with_space[spaces[at]].pop()
-            if not with_space[space]:
-                del spaces[at]
-        pack.append(i)
-        space -= lengths[i]
-        if space and not with_space[space]:
-            bisect.insort(spaces, space)
-        with_space[space].append(pack)
-    return packs
+def prepare_data(config, directory, tokenizer, vocab_size):
+    """The examples, and a line on what became of the rows."""
+    if config.random_weights and not config.dataset:
+        examples = random_examples(vocab_size, config)
+        return examples, f"data: {len(examples)} rows of random tokens"
+    source = config.dataset or str(directory / "demo" / "data.jsonl")
+    rows = read_rows(source)
+    if not rows:
+        raise ValueError(f"--dataset {source}: has no rows")
+    examples, cut, dropped = encode_dataset(rows, tokenizer, config.max_seq_len, source)
+    largest = max(int(ids.max()) for ids, _ in examples)
+    if largest >= vocab_size:
+        raise ValueError(f"the tokenizer gives token {largest}, but the model's vocabulary ends at"
+                         f" {vocab_size - 1}")
+    tokens = sum(len(ids) for ids, _ in examples)
+    return examples, (
+        f"data: {source}: {len(rows)} rows, {dropped} left out with nothing to learn, {cut} cut to"
+        f" {config.max_seq_len} tokens; {tokens:,} tokens, {count_learnt(examples):,} of them learnt"
+    )
 
 
-def pack_examples(examples, max_seq_len):
-    """Rows as packs: (input_ids, labels, lengths), the rows' tokens end to end and how many each
-    has. No row's first token is learnt: it would be predicted from another's last."""
-    packs = []
-    for indices in best_fit([len(ids) for ids, _ in examples], max_seq_len):
-        ids, labels = (torch.cat([examples[i][part] for i in indices]) for part in (0, 1))
-        lengths = tuple(len(examples[i][0]) for i in indices)
-        labels[[0, *itertools.accumulate(lengths[:-1])]] = IGNORE
-        packs.append((ids, labels, lengths))
-    return packs
+def count_learnt(examples):
+    """Tokens that the loss is taken of; the first has no predecessor to be predicted from."""
+    return sum(int((labels[1:] != IGNORE).sum()) for _, labels in examples)
 
 
 def digest_examples(examples):
     """SHA-256 of all rows' tokens and labels: whether a resumed run sees the same data."""
     sha = hashlib.sha256()
-    for ids, labels, *lengths in examples:
-        sha.update(ids.numpy().tobytes())
-        sha.update(labels.numpy().tobytes())
-        sha.update(str(*lengths).encode())  # nothing where it is no pack
+    for ids, labels in examples:
+        sha.update(len(ids).to_bytes(8, "little") + ids.numpy().tobytes() + labels.numpy().tobytes())
     return sha.hexdigest()
 
 
 def say_example(examples, tokenizer):
     """Show one row as the model sees it, with what is not learnt in brackets."""
-    ids, labels = (t.tolist() for t in examples[0][:2])
-    parts, learnt = [], None
-    for token, label in zip(ids, labels):
-        if learnt != (label != IGNORE):
-            learnt = label != IGNORE
-            parts.append((learnt, []))
+    parts = []
+    for token, label in zip(*(t.tolist() for t in examples[0])):
+        if not parts or parts[-1][0] != (label != IGNORE):
+            parts.append((label != IGNORE, []))
         parts[-1][1].append(token)
     text = "".join(
         tokenizer.decode(tokens) if learnt else f"[not learnt: {tokenizer.decode(tokens)}]"
@@ -717,73 +661,1449 @@ def say_example(examples, tokenizer):
 def epoch_order(epoch, n_examples, seed):
     """The shuffled indices of one epoch's rows."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-    return torch.randperm(n_examples, generator=generator)
+    return torch.randperm(n_examples, generator=generator).tolist()
 
 
 def step_rows(step, n_examples, config):
     """Indices of the rows of an optimizer step (the first is 1): every epoch is a new shuffle."""
     positions = range((step - 1) * config.batch_size, step * config.batch_size)
     return [
-        int(epoch_order(position // n_examples, n_examples, config.seed)[position % n_examples])
+        epoch_order(position // n_examples, n_examples, config.seed)[position % n_examples]
         for position in positions
     ]
 
 
-def join_packs(packs):
-    """Several packs as one."""
-    ids, labels, lengths = zip(*packs)
-    return torch.cat(ids), torch.cat(labels), sum(lengths, ())
+# ------------------------------------------------------------------------------------------------
+# Data: bins
+# ------------------------------------------------------------------------------------------------
 
 
-def round_length(n_tokens, device):
-    return math.ceil(n_tokens / ROUND_TO) * ROUND_TO if device.type == "cuda" else n_tokens
+def deal_rows(lengths, processes, most):
+    """Deal rows of these lengths into bins of at most `most` tokens: the fewest micro-batches of
+    one bin a process, all about equally full. Returns for each micro-batch a list of row indices
+    for each process; the same on all ranks, which all know all lengths."""
+    longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    for n in range(max(1, math.ceil(sum(lengths) / (processes * most))), len(lengths) + 1):
+        bins = [(0, at, []) for at in range(n * processes)]  # a heap: the emptiest comes first
+        for i in longest_first:
+            tokens, at, rows = bins[0]
+            heapq.heapreplace(bins, (tokens + lengths[i], at, [*rows, i]))
+        if max(bins)[0] <= most:
+            break
+    fullest_first = [sorted(rows) for _, _, rows in sorted(bins, key=lambda b: (-b[0], b[1]))]
+    return [fullest_first[i : i + processes] for i in range(0, len(bins), processes)]
 
 
-def collate(examples, rank, world_size, device, longest=0):
-    """This rank's part of one micro-batch; `examples` are the rows of all ranks.
-
-    input_ids [rows, longest] is padded on the right, where causal attention never looks back
-    from a real token, so that no mask is needed; positions [n] index the flattened tokens whose
-    successor is learnt, and labels [n] are those successors. All ranks get the same shapes,
-    padded with labels of IGNORE: embedding and head are computed together (see Embedding), and
-    for the longest row of a micro-batch all wait anyway.
-
-    A rank's packs are one row of documents, its padding, to `longest` tokens, the last of them.
-    Three more things say where these begin and end: position_ids [1, longest], 0 at the first token
-    of each; cu_seq_lens int32 [documents + 1]; and lengths, a tuple.
-    """
-    rows, packed = len(examples) // world_size, len(examples[0]) == 3
-    if packed:
-        examples = [join_packs(examples[i : i + rows]) for i in range(0, len(examples), rows)]
-        rows = 1
-    longest = round_length(max(longest, *(len(ids) for ids, *_ in examples)), device)
-    input_ids = torch.zeros(len(examples), longest, dtype=torch.int64)
-    labels = torch.full((len(examples), longest), IGNORE)
-    for row, (ids, row_labels, *_) in enumerate(examples):
-        input_ids[row, : len(ids)] = ids
-        labels[row, : len(ids) - 1] = row_labels[1:]
-    most = int((labels != IGNORE).view(world_size, -1).sum(-1).max())
-    mine = slice(rank * rows, (rank + 1) * rows)
-    input_ids, labels = input_ids[mine], labels[mine].view(-1)
-    positions = (labels != IGNORE).nonzero().view(-1)
-    padding = (0, most - len(positions))
-    batch = (input_ids, F.pad(positions, padding), F.pad(labels[positions], padding, value=IGNORE))
-    lengths = ()
-    if packed:
-        lengths = examples[rank][2]
-        padding, most = longest - sum(lengths), max(lengths)
-        # in documents no longer than the others: some rotary embeddings change with the longest
-        lengths += (most,) * (padding // most) + (padding % most,) * (padding % most > 0)
-        starts = torch.tensor([0, *lengths]).cumsum(0)
-        position_ids = torch.arange(longest) - starts[:-1].repeat_interleave(starts.diff())
-        batch += position_ids[None], starts.int()
+def round_up(n, device):
+    """On a GPU, n up to the next of a few lengths, 16 from one power of 2 to the next: cuBLAS and
+    cuDNN choose kernels anew for each new length, and a CUDA graph has one."""
+    step = 64 if device.type == "cuda" else 1
     if device.type == "cuda":
-        batch = [tensor.pin_memory().to(device, non_blocking=True) for tensor in batch]
-    return (*batch, lengths) if packed else batch
+        step = max(step, 2 ** (max(n, 1).bit_length() - 5))
+    return math.ceil(n / step) * step
+
+
+@dataclasses.dataclass
+class Bin:
+    """What a GPU works on at once: documents, which are rows of the data set, end to end. Padding
+    to a round length is documents of its own, no longer than the others."""
+
+    input_ids: torch.Tensor  # int64 [tokens]
+    position_ids: torch.Tensor  # int64 [tokens], 0 at the first token of each document
+    cu_seqlens: torch.Tensor  # int32 [documents + 1], where they begin and end
+    learnt: torch.Tensor  # int64 [n], tokens whose successor is learnt, padded with 0
+    labels: torch.Tensor  # int64 [n], these successors, padded with IGNORE
+    dropout_keys: torch.Tensor  # int64 [tokens], see drop()
+    lengths: tuple  # of the documents
+    seeds: tuple  # of the documents, for attention's own dropout
+    longest: int  # upper bound of `lengths`
+    kernels: dict = None  # the attention to use: {"full": function, "window": function}
+    store: object = None  # where layers put what they keep
+    ropes: dict = None  # cos and sin, see rope_tables
+
+
+def make_bin(batch, micro_batch, rank, step_key, run):
+    """This rank's Bin of a micro-batch of deal_rows(); `batch` are the rows of the step. All ranks'
+    bins have one shape: embedding and head are computed together, and for the longest all wait."""
+    device, graphs = run.device, run.plan.graphs
+    lengths = [[len(batch[i][0]) for i in rows] for rows in micro_batch]
+    all_lengths = {n for row in lengths for n in row}
+    n_tokens, longest = max(map(sum, lengths)), max(all_lengths)
+    if len(all_lengths) > 1 or graphs and n_tokens < run.plan.bin_tokens:
+        n_tokens = max(all_lengths) if len(all_lengths) == 1 else 1
+        n_tokens = max(round_up(max(map(sum, lengths)), device), n_tokens)
+    most = max(count_learnt([batch[i] for i in rows]) for rows in micro_batch)
+    mine, lengths = micro_batch[rank], lengths[rank]
+    left = n_tokens - sum(lengths)
+    lengths = lengths + [longest] * (left // longest) + [left % longest] * (left % longest > 0)
+    ids, labels = torch.zeros(n_tokens, dtype=torch.int64), torch.full((n_tokens,), IGNORE)
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    for i, start in zip(mine, starts.tolist()):
+        row_ids, row_labels = batch[i]
+        ids[start : start + len(row_ids)] = row_ids
+        labels[start : start + len(row_ids) - 1] = row_labels[1:]
+    learnt = (labels != IGNORE).nonzero().view(-1)
+    padding = (0, round_up(most, device) - len(learnt))
+    position_ids = torch.arange(n_tokens) - starts[:-1].repeat_interleave(starts.diff())
+    seeds = mix(step_key + torch.tensor([*mine, *[-1] * (len(lengths) - len(mine))]))
+    same = len(set(lengths)) == 1
+    if graphs and not same:  # one graph serves several numbers of documents, and longest ones
+        longest = 2 ** (longest - 1).bit_length()
+        spare = 2 ** len(lengths).bit_length() - len(lengths)
+        starts = F.pad(starts, (0, spare), value=n_tokens)
+    tensors = (
+        ids, position_ids, starts.int(), F.pad(learnt, padding),
+        F.pad(labels[learnt], padding, value=IGNORE),
+        seeds.repeat_interleave(torch.tensor(lengths)) + position_ids,
+    )  # fmt: skip
+    if device.type == "cuda":
+        tensors = [tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors]
+    kernels = run.kernels["same" if same else "any"]
+    seeds = tuple(abs(seed) for seed in seeds.tolist())
+    return Bin(*tensors, tuple(lengths), seeds, longest, kernels, run.store)
 
 
 # ------------------------------------------------------------------------------------------------
-# Model: 4-bit layers
+# What is adapted, and what is sharded
+# ------------------------------------------------------------------------------------------------
+
+
+def choose_adapted(arch, config, base_name):
+    """PEFT's LoraConfig, and the names below a layer of the linears that get an adapter."""
+    stem = f"{arch.module_prefix}layers.0."
+    names = [linear.name for linear in arch.linears]
+    targets = config.target_modules
+    for target in () if targets == ("all-linear",) else targets:
+        if not any(name == target or name.endswith(f".{target}") for name in names):
+            short = sorted({name.rsplit(".", 1)[-1] for name in names})
+            raise ValueError(f"--target_modules {target}: no such linear in the decoder layers;"
+                             f" there are {', '.join(short)}, or all-linear")
+    if targets == ("all-linear",):
+        targets = sorted(name.rsplit(".", 1)[-1] for name in names)
+    if arch.module_prefix != "model.":  # a vision tower may have linears of the same names
+        ends = "|".join(re.escape(target) for target in targets)
+        targets = rf"{re.escape(arch.module_prefix)}layers\.\d+\..*\b({ends})"
+    lora_config = LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        use_rslora=config.adapter == "rslora",
+        use_dora=config.adapter == "dora",
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base_name,
+    )
+    adapted = [n for n in names if check_target_module_exists(lora_config, stem + n)]
+    return lora_config, adapted
+
+
+def make_mesh(shards, device):
+    """Groups of `shards` consecutive ranks hold a copy of the model each (HSDP), or all ranks one.
+    Within a group weights are gathered and gradients scattered, all the time; across groups only
+    the adapter's gradients are summed."""
+    ranks = torch.arange(dist.get_world_size()).view(-1, shards)
+    if len(ranks) == 1:
+        return init_device_mesh(device.type, (shards,), mesh_dim_names=("shard",))
+    # not init_device_mesh: it splits the default group, which torch may refuse where that has a
+    # backend each for CPU and GPU ("Unknown c10d backend type", pytorch issue 159200)
+    groups = [
+        dist.new_subgroups_by_enumeration(rows.tolist(), timeout=TIMEOUT)[0]
+        for rows in (ranks.t(), ranks)
+    ]
+    names = ("replicate", "shard")
+    return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=names)
+
+
+def shard_model(model, mesh, plan):
+    """Make each decoder layer an FSDP2 unit. Where a GPU holds a whole copy of the model there is
+    nothing to gather, and no FSDP2; offloaded weights are FSDP2's to bring."""
+    if plan.whole:
+        return
+    dtype = getattr(torch, plan.compute_dtype)
+    policy = MixedPrecisionPolicy(
+        # in bf16 DoRA's magnitudes would round by up to 0.4 %, as much as they learn in many steps
+        param_dtype=None if model.layers[0].layout.qkv.m else dtype,
+        reduce_dtype=torch.float32, cast_forward_inputs=False,
+    )  # fmt: skip
+    shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy)
+    for layer in model.layers:
+        shard(layer, reshard_after_forward=plan.reshard_after_forward)
+    shard(model)
+    for unit, following in zip([model, *model.layers], model.layers):
+        # before its own work, not when the next one begins: there the host may be late
+        unit.set_modules_to_forward_prefetch([following])
+    for unit in (model, *model.layers):
+        # the loss is divided by the global number of tokens already, so gradients add up
+        unit.set_force_sum_reduction_for_comms(True)
+        unit.set_gradient_divide_factor(1.0)
+
+
+def verify_model(model, plan):
+    """Assert that loading and sharding left what they should; print the bytes per rank. All ranks
+    must call this."""
+    n_bytes = collections.Counter()
+    for i, layer in enumerate(model.layers):
+        for name, p in layer.named_parameters():
+            local = local_part(p)
+            assert plan.whole or isinstance(p, DTensor), f"layer {i}: {name} is not sharded"
+            assert not local.is_meta, f"layer {i}: {name} was not loaded"
+            assert p.requires_grad == (name == "adapter"), f"layer {i}: {name} {p.requires_grad=}"
+            shards = 1 if plan.whole else p.device_mesh["shard"].size()
+            assert len(local) * shards == len(p), f"layer {i}: {name} is not sharded evenly"
+            parts = [local.packed, local.absmax_codes] if name == "nf4" else [local]
+            kind = {"nf4": "4-bit", "vectors": "other frozen"}.get(name, "adapter")
+            n_bytes[kind] += sum(part.nbytes for part in parts)
+            if parts[0].is_cpu and torch.cuda.is_available():
+                n_bytes["of these on the host"] += sum(part.nbytes for part in parts)
+    tables = {id(t): t.nbytes for t in (model.embedding, model.head, model.norm)}
+    n_bytes["other frozen"] += sum(tables.values())
+    text = ", ".join(f"{kind} {n / 2**30:.3f}" for kind, n in n_bytes.items())
+    for rank, line in enumerate(gather_texts(text)):
+        say(f"rank {rank} holds, GiB: {line}")
+
+
+# ------------------------------------------------------------------------------------------------
+# The adapter and its optimizer
+# ------------------------------------------------------------------------------------------------
+
+
+def learning_rate(step, max_steps, peak):
+    """Of step 1..max_steps: linear warm-up to `peak`, then a cosine to 0."""
+    warmup = max(1, round(WARMUP_FRACTION * max_steps))
+    if step <= warmup:
+        return peak * step / warmup
+    return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (max_steps + 1 - warmup)))
+
+
+class Adapter:
+    """All that is trained, this rank's part of each layer's, as one fp32 vector [layers x part]:
+    `weights`, its gradient, and bitsandbytes' paged 8-bit AdamW over it.
+
+    One tensor instead of a thousand makes the optimizer one kernel and its state pageable. Layers
+    compute with views of it. A part is whole blocks of the 8-bit state, so that on any number of
+    GPUs the state is the same vector, cut elsewhere.
+    """
+
+    def __init__(self, model, arch, layout, mesh, device):
+        self.arch, self.layout, self.layers, self.group = arch, layout, model.layers, model.group
+        self.parts = layout.adapter_parts()
+        self.rank, self.shards = model.place
+        self.copies = dist.get_world_size() // self.shards
+        self.part = len(local_part(model.layers[0].adapter))
+        n = len(self.layers) * self.part
+        self.weights = nn.Parameter(torch.zeros(n, device=device))
+        self.weights.grad = torch.zeros_like(self.weights)
+        for layer, weights, grad in zip(self.layers, *map(self.by_layer, self.flat())):
+            set_local(layer, "adapter", weights)
+            p = layer.adapter
+            p.grad = DTensor(grad, p._spec, requires_grad=False) if isinstance(p, DTensor) else grad
+        # in 8 bits whatever the size: another number of ranks must find the same kind of state
+        self.optimizer = bnb.optim.PagedAdamW8bit(
+            [self.weights], lr=0.0, weight_decay=0.0, min_8bit_size=0
+        )
+        self.optimizer.init_state(self.optimizer.param_groups[0], self.weights, 0, 0)
+        self.state = self.optimizer.state[self.weights]
+
+    @property
+    def n_trainable(self):
+        return len(self.layers) * sum(math.prod(shape) for _, shape in self.parts.values())
+
+    def flat(self):
+        return self.weights.data, self.weights.grad
+
+    def by_layer(self, tensor):
+        return tensor.view(len(self.layers), -1)
+
+    def names(self, i):
+        """{PEFT's name in an adapter file: (slice of the layer's adapter, shape)}."""
+        stem = f"base_model.model.{self.arch.module_prefix}layers.{i}."
+        return {f"{stem}{linear}.{key}": part for (linear, key), part in self.parts.items()}
+
+    def set_layer(self, i, values):
+        """Give layer i its part of the whole values {PEFT's name: tensor}."""
+        whole = torch.zeros(self.part * self.shards)
+        for name, (where, shape) in self.names(i).items():
+            whole[where] = values[name].reshape(-1)
+        mine = slice(self.rank * self.part, (self.rank + 1) * self.part)
+        self.by_layer(self.weights.data)[i] = whole[mine]
+
+    def start(self, seed):
+        """PEFT's initial values, the same whatever the number of ranks: A at random, B zero, DoRA's
+        magnitudes the norms of the base weights' rows. Returns the steps done: 0."""
+        for i, layer in enumerate(self.layers):
+            values = {}
+            for name, (_, shape) in self.names(i).items():
+                values[name] = torch.zeros(shape)
+                if name.endswith("lora_A.weight"):
+                    generator = torch.Generator().manual_seed(seed ^ zlib.crc32(name.encode()))
+                    nn.init.kaiming_uniform_(values[name], a=math.sqrt(5), generator=generator)
+            for group in self.layout.groups if self.layout.qkv.m else ():
+                for at, (rows, *_) in zip(group.adapted, group.adapted_parts()):
+                    stem = f"base_model.model.{self.arch.module_prefix}layers.{i}."
+                    name = f"{stem}{group.linears[at].name}.lora_magnitude_vector"
+                    values[name] = layer.row_norms[group.site][rows].cpu()
+            self.set_layer(i, values)
+        return 0
+
+    def gather(self):
+        """{PEFT's name: whole fp32 tensor on the CPU} on rank 0, {} elsewhere. All ranks must call
+        this."""
+        weights = {}
+        for i, part in enumerate(self.by_layer(self.weights.data)):
+            whole = part if self.shards == 1 else all_gather(part, self.group).view(-1)
+            if dist.get_rank() == 0:
+                whole = whole.cpu()
+                for name, (where, shape) in self.names(i).items():
+                    weights[name] = whole[where].view(shape).clone()
+        return weights
+
+    def clip(self, local_loss):
+        """Sum loss and gradient over all ranks, scale the gradient to a norm of at most
+        MAX_GRAD_NORM. Returns the global loss and that norm before, without a host sync. All ranks
+        must call this."""
+        grad = self.weights.grad
+        if self.shards == 1 and self.copies > 1 and not isinstance(self.layers[0], FSDPModule):
+            dist.all_reduce(grad)
+        everyone = all_gather(torch.stack([local_loss, grad.norm().double() ** 2]))
+        everyone[self.shards :, 1] = 0  # other copies of the model have the same gradients
+        loss, norm = everyone.sum(0).unbind()
+        norm = norm.sqrt()
+        grad.mul_((MAX_GRAD_NORM / norm).clamp(max=1))
+        return loss, norm
+
+    @torch.no_grad()
+    def update(self, rate):
+        """What the optimizer's step() does, which would also wait for the GPU, twice: of its paged
+        state nothing is read on the host but in save_checkpoint, which waits itself."""
+        (group,) = self.optimizer.param_groups
+        group["lr"] = rate
+        self.optimizer.prefetch_state(self.weights)
+        self.optimizer.update_step(group, self.weights, 0, 0)
+        self.weights.grad.zero_()
+
+    def state_parts(self):
+        """The optimizer's state by layer: {key: [layers, this rank's part]}."""
+        return {key: self.by_layer(self.state[key]) for key in ("state1", "state2", "absmax1",
+                                                               "absmax2")}  # fmt: skip
+
+    def resume(self, path, config):
+        """Weights and state of a checkpoint, whatever the number of ranks that saved it. Returns
+        the steps done. All ranks must call this."""
+        with together():
+            saved = json.loads((path / "checkpoint.json").read_text())
+            weights = load_file(path / "adapter_model.safetensors")
+            for i in range(len(self.layers)):
+                self.set_layer(i, weights)
+            files = [load_file(path / name) for name in saved["optimizer_files"]]
+            blank = int(self.state["qmap1"].abs().argmin())  # padding's momentum is 0, not code 0
+            for key, live in self.state_parts().items():
+                whole = torch.cat([file[key] for file in files], 1)
+                values = blank if key == "state1" else 0
+                whole = F.pad(whole, (0, max(0, live.shape[1] * self.shards - whole.shape[1])),
+                              value=values)  # fmt: skip
+                live.copy_(whole[:, self.rank * live.shape[1] : (self.rank + 1) * live.shape[1]])
+            self.state["step"] = saved["optimizer_step"]
+        say(f"resumed from {path}: {saved['step']} of {config.max_steps} steps are done")
+        return saved["step"]
+
+
+# ------------------------------------------------------------------------------------------------
+# Training step
+# ------------------------------------------------------------------------------------------------
+
+
+def train_step(run, step):
+    """Launch one optimizer step; do not wait. Returns what finish_step makes its metrics of: loss
+    (mean over the learnt tokens of the global batch), gradient norm before clipping, tokens. The
+    next step may be begun before that, so that the GPU never waits for the host. All ranks must
+    call this."""
+    config, plan, adapter = run.config, run.plan, run.adapter
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    batch = [run.examples[i] for i in step_rows(step, len(run.examples), config)]
+    # every rank holds all rows' tokens, so that the global count needs no communication
+    learnt_tokens, tokens = count_learnt(batch), sum(len(ids) for ids, _ in batch)
+    micro_batches = deal_rows([len(ids) for ids, _ in batch], world_size, plan.bin_tokens)
+    step_key = mix(torch.tensor(config.seed * 1_000_003 + step))
+    local_loss, room = torch.zeros((), dtype=torch.float64, device=run.device), 0
+    for micro_batch in micro_batches:
+        bin = make_bin(batch, micro_batch, rank, step_key, run)
+        room += world_size * len(bin.input_ids)
+        if isinstance(run.model, FSDPModule) and plan.shard_group_size < world_size:
+            # copies of the model exchange gradients once a step, not once a micro-batch
+            run.model.set_requires_all_reduce(micro_batch is micro_batches[-1])
+        local_loss += bin_loss(run, bin, 1 / learnt_tokens)
+    loss, norm = adapter.clip(local_loss)
+    rate = learning_rate(step, config.max_steps, config.learning_rate)
+    adapter.update(rate)
+    row = {"step": step, "loss": None, "learning_rate": rate, "grad_norm": None,
+           "rows": len(batch), "tokens": tokens, "learnt_tokens": learnt_tokens,
+           "bins": world_size * len(micro_batches), "bins_full": tokens / room}  # fmt: skip
+    numbers = torch.stack([loss / learnt_tokens, norm])
+    numbers = torch.empty_like(numbers, device="cpu", pin_memory=numbers.is_cuda).copy_(
+        numbers, non_blocking=True
+    )
+    return row, numbers, moment(run.device)
+
+
+def bin_loss(run, bin, scale):
+    """The sum of the bin's token losses; adds the gradient of `scale` times it to the adapter's.
+    All ranks must call this."""
+    if run.plan.graphs:
+        return graphed_loss(run, bin, scale)
+    loss = run.model(bin)
+    (loss * scale).backward()
+    return loss.detach()
+
+
+def moment(device):
+    """A point in the GPU's work; on a CPU, which does its work at once, in time."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(before, after):
+    """Waits for the GPU to come to `after`, and for nothing that it is told to do after that."""
+    if isinstance(after, float):
+        return after - before
+    after.synchronize()
+    return before.elapsed_time(after) / 1000
+
+
+def finish_step(step, before, device):
+    """The metrics of what train_step returned, which is waited for; `before` is the moment when it
+    began. All ranks see the same numbers and stop together if these are no numbers; the update
+    that they led to is never saved."""
+    row, numbers, end = step
+    row["seconds"] = seconds_between(before, end)
+    row["tokens_per_second_per_gpu"] = row["tokens"] / row["seconds"] / dist.get_world_size()
+    row["peak_memory_gib"] = memory_gib(device)[1]
+    loss, norm = numbers.tolist()
+    if not math.isfinite(loss + norm):
+        raise Stop(f"step {row['step']}: loss {loss}, gradient norm {norm}; stopped, and nothing of"
+                   " this step is saved. A lower --learning_rate may help; --resume continues the"
+                   " last checkpoint")
+    return {**row, "loss": loss, "grad_norm": norm}
+
+
+# ------------------------------------------------------------------------------------------------
+# Ranks and errors
+# ------------------------------------------------------------------------------------------------
+
+TIMEOUT = timedelta(hours=1)  # a node may be slow to read a model that another has in memory
+
+
+def init_distributed():
+    """Join torchrun's processes, or be the only one; returns this rank's device."""
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    cuda = torch.cuda.is_available()
+    if cuda and local_rank >= torch.cuda.device_count():
+        sys.exit(f"rank on GPU {local_rank}, but there are {torch.cuda.device_count()} GPUs")
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    options = {"backend": "cpu:gloo,cuda:nccl" if cuda else "gloo", "timeout": TIMEOUT}
+    if "RANK" not in os.environ:  # plain `python`: no rendezvous needed
+        options.update(store=dist.HashStore(), rank=0, world_size=1)
+    if cuda:
+        # tensors of all sizes come and go, and gaps between fixed segments cannot be joined
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+        torch.cuda.set_device(device)
+        options["device_id"] = device
+        torch.set_num_threads(1)  # what the host computes is small: waking threads takes longer
+    else:  # torchrun allows each process one thread; share the cores instead
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world_size))
+    dist.init_process_group(**options)
+    transformers.utils.logging.disable_progress_bar()
+    if local_rank:  # one rank of a machine shows how the Hub's downloads go
+        huggingface_hub.utils.disable_progress_bars()
+    # on a CPU bitsandbytes keeps the paged optimizer's state unpaged, which is what we want there
+    warnings.filterwarnings("ignore", "Paged optimizers are not supported on CPU")
+    return device
+
+
+def is_rank_0():
+    return int(os.environ.get("RANK", 0)) == 0
+
+
+def say(message=""):
+    """Print from rank 0."""
+    if is_rank_0():
+        tqdm.write(message)
+        sys.stdout.flush()
+
+
+def all_gather(tensor, group=None):
+    """[ranks, *shape] of every rank's tensor [*shape]. All ranks of the group must call this."""
+    rows = tensor.new_empty(dist.get_world_size(group), *tensor.shape)
+    dist.all_gather(list(rows), tensor, group=group)
+    return rows
+
+
+def gather_texts(text):
+    """Every rank's text, in rank order. All ranks must call this."""
+    data = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    sizes = all_gather(torch.tensor(data.numel())).tolist()
+    rows = all_gather(F.pad(data, (0, max(sizes) - data.numel())))
+    return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes)]
+
+
+class Stop(Exception):
+    """An error that all ranks know of and raise together, so that none is left waiting."""
+
+
+@contextlib.contextmanager
+def together():
+    """If the block fails on one rank, all ranks raise Stop with that rank's error.
+
+    Libraries raise all kinds of errors for what a user can cause, so that only an assertion counts
+    as a bug here. The block must not use collectives. All ranks must call this.
+    """
+    error = ""
+    try:
+        yield
+    except (AssertionError, torch.OutOfMemoryError):
+        raise
+    except Exception as e:
+        error = " ".join(str(e).split())
+        if not error or not isinstance(e, (ValueError, OSError)):
+            error = f"{type(e).__name__}: {error}"
+    failed = [e for e in gather_texts(error) if e]
+    if failed:
+        raise Stop(failed[0])
+
+
+def on_rank_0(function, *args):
+    """Run `function` on rank 0 alone; a text it returns goes to all. All ranks must call this."""
+    text = None
+    with together():
+        if dist.get_rank() == 0:
+            text = function(*args)
+    return gather_texts(text or "")[0]
+
+
+def check_same(config):
+    """Stop unless every rank runs the same flags, script and versions. All ranks must call this."""
+    versions = {m.__name__: m.__version__ for m in LIBRARIES}
+    versions["python"] = "{}.{}".format(*sys.version_info)
+    script = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+    mine = {"host": socket.gethostname(), "script": script, "versions": versions}
+    mine["flags"] = {name: str(value) for name, value in vars(config).items()}
+    first, *others = map(json.loads, gather_texts(json.dumps(mine)))
+    for rank, other in enumerate(others, 1):
+        who = f"rank {rank} on {other['host']}"
+        if other["script"] != first["script"]:
+            raise Stop(f"{who} runs another version of {Path(__file__).name} than rank 0 on"
+                       f" {first['host']}: copy one to all nodes")
+        for name, value in first["versions"].items():
+            if other["versions"][name] != value:
+                raise Stop(f"{who} has {name} {other['versions'][name]}, rank 0 on {first['host']}"
+                           f" {value}: install the same on all nodes")
+        for name, value in first["flags"].items():
+            if other["flags"][name] != value:
+                raise Stop(f"{who} runs --{name} {other['flags'][name]}, rank 0 on {first['host']}"
+                           f" --{name} {value}: start all nodes with the same command")
+
+
+def open_output(config):
+    """Make the output directory, which all ranks must see: each writes its part of a checkpoint.
+    All ranks must call this."""
+    directory = Path(config.output_dir)
+    mark = directory / ".opened"  # rank 0 writes it, the others look for it
+
+    def make():
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise ValueError(f"--output_dir {directory}: cannot be made: {e}; name another")
+        used = [p.name for p in directory.iterdir() if p.name.startswith(("adapter_", "checkpoint-"))]
+        if used and not config.resume:
+            raise ValueError(f"--output_dir {directory} holds a run already ({used[0]}): add --resume"
+                             " to continue it, or name another directory")
+        for torn in directory.glob(".checkpoint-*.part"):  # of a run that ended while saving
+            shutil.rmtree(torn)
+        text = f"{socket.gethostname()} {time.time_ns()}"
+        write_text(mark, text)
+        return text
+
+    want = on_rank_0(make)
+    with together():
+        if not mark.is_file() or mark.read_text() != want:
+            raise ValueError(f"--output_dir {directory}: rank {dist.get_rank()} on"
+                             f" {socket.gethostname()} does not see what rank 0 wrote there on"
+                             f" {want.split()[0]}: name a directory that all nodes share")
+    on_rank_0(mark.unlink)
+    return directory
+
+
+def limit_memory(config, device):
+    """The GPU memory in bytes that this run may use: --memory_limit_gib or what is free now, of all
+    GPUs the least; 0 on a CPU without that flag. The limit is what torch allocates: what CUDA and
+    NCCL need for themselves, about 1 GiB, is beside it. All ranks must call this."""
+    limit = int((config.memory_limit_gib or 0) * 2**30)
+    with together():
+        if device.type == "cuda":
+            free, total = torch.cuda.mem_get_info()
+            if limit > free:
+                raise ValueError(f"--memory_limit_gib {config.memory_limit_gib}: of this GPU's"
+                                 f" {total / 2**30:.1f} GiB only {free / 2**30:.1f} are free")
+            if limit:
+                torch.cuda.set_per_process_memory_fraction(limit / total)
+            limit = limit or free
+    return min(int(text) for text in gather_texts(str(limit)))
+
+
+def memory_gib(device):
+    """Now and peak: allocated on a GPU, else the resident memory of the process (peak twice)."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated() / 2**30, torch.cuda.max_memory_allocated() / 2**30
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return peak, peak
+
+
+def host_memory():
+    """This process's resident bytes now and at their peak; None where there is no /proc."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    sizes = dict(line.split(":") for line in lines if line.startswith(("VmRSS", "VmHWM")))
+    return tuple(int(sizes[name].split()[0]) * 2**10 for name in ("VmRSS", "VmHWM"))
+
+
+def host_share():
+    """Bytes of this machine's free memory for each of its processes."""
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.is_file():
+        return math.inf
+    lines = dict(line.split(":") for line in meminfo.read_text().splitlines())
+    available = int(lines["MemAvailable"].split()[0]) * 2**10
+    return available / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def say_loading(before, seconds, n_bytes):
+    """`before` is host_memory() at the start. All ranks must call this."""
+    text, after = f"{n_bytes / 1e9:.3f} GB at {n_bytes / 1e9 / seconds:.2f} GB/s", host_memory()
+    if after:  # the peak may be from before: no more than this
+        text += f" with at most {(after[1] - before[0]) / 2**30:.2f} GiB more host memory"
+    say(f"weights loaded in {seconds:.2f} s; each rank: " + ", ".join(gather_texts(text)))
+
+
+def say_memory(when, device):
+    """All ranks must call this."""
+    now, peak = memory_gib(device)
+    kind = "GPU memory" if device.type == "cuda" else "host memory"
+    texts = gather_texts(f"{now:.2f} (peak {peak:.2f})")
+    say(f"{kind} per rank {when}, GiB: " + ", ".join(texts))
+
+
+def say_out_of_memory(error, config, device):
+    """One line from the rank that it happened to, whether on its GPU or on the host."""
+    helps = [flag for flag, is_on in (
+        ("--reshard_after_forward", config.reshard_after_forward),
+        ("--recompute all", config.recompute == "all"),
+        ("--offload_activations", config.offload_activations),
+        ("--offload_params", config.offload_params),
+        ("a smaller --micro_batch_tokens", False),
+        ("a shorter --max_seq_len", False),
+    ) if not is_on]  # fmt: skip
+    where = getattr(error, "where", "outside of the steps (loading or saving)")
+    details = "".join(f", {found[1]} {what}" for what, pattern in (
+        ("more asked for", r"Tried to allocate ([\d.]+ \w+)"),
+        ("in gaps", r"([\d.]+ \w+) is reserved by PyTorch but unallocated"),
+    ) if (found := re.search(pattern, str(error))))  # fmt: skip
+    text = (f"rank {dist.get_rank()} on {socket.gethostname()} ran out of memory {where}; peak"
+            f" {memory_gib(device)[1]:.2f} GiB allocated{details}; try, in this order:"
+            f" {', '.join(helps)}")
+    if isinstance(error, MemoryError):
+        text = (f"rank {dist.get_rank()} on {socket.gethostname()}:"
+                f" {error or 'no host memory left'}; offload less")
+    # on a new line: rank 0 may have drawn a progress bar on this one
+    print(f"\nerror: {text}", file=sys.stderr, flush=True)
+
+
+# ================================================================================================
+# Part II, the engine room
+# ================================================================================================
+
+# ------------------------------------------------------------------------------------------------
+# The decoder layer: forward and backward
+# ------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Group:
+    """Linears that read one input and are computed as one product, and where their values are in
+    the layer's three parameters."""
+
+    linears: tuple  # of Linear
+    blocks: tuple  # of slices of `nf4`, one a linear
+    bias: slice | None  # of `vectors`
+    adapted: tuple  # indices of the linears that have an adapter
+    rank: int  # of each of these
+    a: slice  # of `adapter`: A of all, [ranks, in]
+    b: slice  # of `adapter`: B of all, one after the other, [rows of the adapted linears, rank]
+    m: slice | None  # of `adapter`: DoRA's magnitudes, [rows of the adapted linears]
+    site: int  # tells the dropout of one group from that of another
+    @property
+    def in_features(self):
+        return self.linears[0].in_features
+
+    @property
+    def out_features(self):
+        return sum(linear.out_features for linear in self.linears)
+
+    @property
+    def ranks(self):
+        return len(self.adapted) * self.rank
+
+    @property
+    def width(self):
+        """Columns of an input and of the weight: `in_features`, then one a rank, filled up to
+        whole cache lines."""
+        return self.in_features + math.ceil(self.ranks / COLUMNS) * COLUMNS
+
+    def rows(self, i):
+        """The i-th linear's rows of the weight."""
+        start = sum(linear.out_features for linear in self.linears[:i])
+        return slice(start, start + self.linears[i].out_features)
+
+    def adapted_parts(self):
+        """Of each adapted linear: its rows of the weight, of A, and of B and the magnitudes."""
+        start = 0
+        for i, at in enumerate(self.adapted):
+            stop = start + self.linears[at].out_features
+            yield self.rows(at), slice(i * self.rank, (i + 1) * self.rank), slice(start, stop)
+            start = stop
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """What a layer's three parameters hold; the same for all layers of a model."""
+
+    qkv: Group
+    out: Group
+    gate_up: Group
+    down: Group
+    vectors: dict  # {name below the layer: (slice, shape)}
+    n_blocks: int  # of `nf4`
+    n_vectors: int  # values of `vectors`
+    n_adapter: int  # values of `adapter`, a multiple of STATE_BLOCK
+    scaling: float  # of B @ A
+    dropout: float  # on the adapters' input
+
+    @property
+    def groups(self):
+        return self.qkv, self.out, self.gate_up, self.down
+
+    def linears(self):
+        """[(Linear, slice of `nf4`)] of all groups."""
+        return [pair for group in self.groups for pair in zip(group.linears, group.blocks)]
+
+    def adapter_parts(self):
+        """{(linear's name, PEFT's key): (slice of `adapter`, shape)}."""
+        parts = {}
+        for group in self.groups:
+            for at, (_, ranks, rows) in zip(group.adapted, group.adapted_parts()):
+                name, n_in, r = group.linears[at].name, group.in_features, group.rank
+                n_out = rows.stop - rows.start
+                parts[name, "lora_A.weight"] = part_of(group.a, ranks.start * n_in, (r, n_in))
+                parts[name, "lora_B.weight"] = part_of(group.b, rows.start * r, (n_out, r))
+                if group.m:
+                    parts[name, "lora_magnitude_vector"] = part_of(group.m, rows.start, (n_out,))
+        return parts
+
+
+def part_of(whole, start, shape):
+    start += whole.start
+    return slice(start, start + math.prod(shape)), shape
+
+
+def make_layout(arch, adapted, config):
+    """The Layout of a model whose linears named `adapted`, below a layer, get an adapter."""
+    vectors, n_vectors, n_blocks, n_adapter, groups = {}, 0, 0, 0, []
+    for name, shape in arch.vectors.items():  # biases of one group follow one another
+        vectors[name], n_vectors = part_of(slice(n_vectors, 0), 0, shape), n_vectors + math.prod(shape)
+
+    def take(n):  # so that a block of the optimizer's state belongs to one of A, B, magnitudes
+        nonlocal n_adapter
+        start, n_adapter = n_adapter, n_adapter + math.ceil(n / STATE_BLOCK) * STATE_BLOCK
+        return slice(start, start + n)
+
+    for site, linears in enumerate((arch.qkv, arch.out, arch.gate_up, arch.down)):
+        blocks = []
+        for linear in linears:
+            n = math.ceil(linear.out_features * linear.in_features / BLOCK)
+            blocks.append(slice(n_blocks, n_blocks + n))
+            n_blocks += n
+        chosen = tuple(i for i, linear in enumerate(linears) if linear.name in adapted)
+        rows = sum(linears[i].out_features for i in chosen)
+        bias = None
+        if linears[0].bias:
+            first, last = (vectors[f"{linears[i].name}.bias"][0] for i in (0, -1))
+            bias = slice(first.start, last.stop)
+        groups.append(Group(
+            linears, tuple(blocks), bias, chosen, config.lora_rank,
+            a=take(len(chosen) * config.lora_rank * linears[0].in_features),
+            b=take(rows * config.lora_rank),
+            m=take(rows) if config.adapter == "dora" else None, site=site,
+        ))  # fmt: skip
+    root = math.sqrt(config.lora_rank) if config.adapter == "rslora" else config.lora_rank
+    return Layout(*groups, vectors, n_blocks, n_vectors, n_adapter, config.lora_alpha / root,
+                  config.lora_dropout)  # fmt: skip
+
+
+class DecoderLayer(nn.Module):
+    """One decoder layer. It has three parameters, because FSDP2's work on the host is by parameter:
+    `nf4`, the weights of all linears; `vectors`, norms and biases; `adapter`, A and B of all."""
+
+    def __init__(self, arch, layout, index, plan, shards):
+        super().__init__()
+        self.arch, self.layout, self.index, self.plan = arch, layout, index, plan
+        self.keeps = plan.keeps(index)
+        self.window, self.rope = arch.layer_window[index], arch.layer_rope[index]
+        dtype = getattr(torch, plan.compute_dtype)
+
+        def padded(n, multiple=1):  # so that FSDP2 shards evenly
+            return math.ceil(n / multiple / shards) * multiple * shards
+
+        nf4, vectors = NF4Blocks.zeros(padded(layout.n_blocks), "meta"), padded(layout.n_vectors)
+        self.nf4 = nn.Parameter(nf4, requires_grad=False)
+        vectors = torch.empty(vectors, dtype=dtype, device="meta")
+        self.vectors = nn.Parameter(vectors, requires_grad=False)
+        self.adapter = nn.Parameter(
+            torch.empty(padded(layout.n_adapter, STATE_BLOCK), device="meta")
+        )
+        self.nested = {}  # {group's site: Nested}
+        self.row_norms = {}  # DoRA: {group's site: norms of the rows of W, fp32}
+
+    def vector(self, name):
+        """A norm's weight or a bias by its name below the layer; None for None."""
+        if name is None:
+            return None
+        where, shape = self.layout.vectors[f"{name}.weight"]
+        return self.vectors[where].view(shape)
+
+    def forward(self, x, bin):
+        return LayerFunction.apply(x, self.adapter, self, bin)
+
+
+class LayerFunction(torch.autograd.Function):
+    """A decoder layer from x [tokens, hidden] to the same: attention, then the MLP, each with its
+    residual sum.
+
+    What is kept from forward to backward is one of three: "all"; "middle", which is x and the sum
+    after attention; "x" alone. What is not kept is computed again in backward. There the parameters
+    are read from the layer, where FSDP2 has put the gathered ones back.
+    """
+
+    @staticmethod
+    def forward(ctx, x, adapter, layer, bin):
+        ctx.layer, ctx.bin, x = layer, bin, x.detach()
+        run, keep = LayerRun(layer, bin), layer.keeps == "all"
+        middle, of_attention = attention_half(run, x)
+        if not keep:
+            put, of_attention = bin.store.put, None
+            ctx.kept = put(x), put(middle) if layer.keeps == "middle" else None
+        out, of_mlp = mlp_half(run, middle, x, keep)
+        if keep:
+            ctx.kept = of_attention, of_mlp
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        layer, bin, (first, second) = ctx.layer, ctx.bin, ctx.kept
+        ctx.kept, run = None, LayerRun(layer, bin, gradients=True)
+        if layer.keeps == "all":
+            of_attention, of_mlp = first, second
+            grad_middle = mlp_half_backward(run, of_mlp, grad)
+        else:
+            take, of_attention = bin.store.take, None
+            middle = take(second) if layer.keeps == "middle" else None
+            x = take(first)
+            if middle is None:
+                middle, of_attention = attention_half(run, x)
+            grad_middle = mlp_half_again(run, middle, x, grad)
+            run.held.clear()
+            if of_attention is None:
+                _, of_attention = attention_half(run, x, again=True)
+            del middle, x
+        # in a parallel layer (Cohere) attention gets the layer's own gradient, and what came
+        # through the MLP is x's already
+        upstream = grad if layer.arch.parallel else grad_middle
+        grad_x = attention_half_backward(
+            run, of_attention, upstream, grad_middle, ctx.needs_input_grad[0]
+        )
+        return grad_x, run.grad_adapter, None, None
+
+
+class LayerRun:
+    """What one forward or backward of a layer works with: the gathered adapter in the compute
+    dtype, dequantised weights, and in backward the adapter's gradient, fp32."""
+
+    def __init__(self, layer, bin, gradients=False):
+        self.layer, self.bin, self.layout, self.arch = layer, bin, layer.layout, layer.arch
+        self.adapter = layer.adapter.detach().to(layer.vectors.dtype)
+        self.held, self.hold = {}, gradients and layer.plan.hold_weights  # {group's site: weight}
+        if gradients:
+            self.grad_adapter = torch.zeros(
+                len(self.adapter), dtype=torch.float32, device=self.adapter.device
+            )
+
+    def weight(self, group):
+        """[W, B] of a group, [out, width]; in backward held, where memory allows, for its second
+        use."""
+        if group.site in self.held:
+            return self.held[group.site]
+        weight = dequantise_group(self.layer, group, self.adapter)
+        if self.hold:
+            self.held[group.site] = weight
+        return weight
+
+    def adapter_of(self, group):
+        """A [ranks, in] and B [rows of the adapted linears, rank]."""
+        return (self.adapter[group.a].view(-1, group.in_features),
+                self.adapter[group.b].view(-1, group.rank))  # fmt: skip
+
+
+def attention_half(run, x, again=False):
+    """x + attention(norm(x)) [tokens, hidden], and what its backward needs. `again`: in backward,
+    where the sum is not wanted."""
+    arch, layout, kept = run.arch, run.layout, types.SimpleNamespace(x=x, branch=None)
+    kept.inputs = norm_inputs(run, arch.attention_norm, x, layout.qkv)
+    qkv = product(run, layout.qkv, kept.inputs)
+    kept.qkv = qkv if arch.qk_norm else None  # the norms' backward reads it
+    heads = split_heads(arch, rotate_heads(run, qkv))
+    del qkv
+    with torch.enable_grad():  # autograd is asked here alone: for the kernel's own backward
+        kept.heads = [part.detach().requires_grad_() for part in heads]
+        kept.attended = attention(run, *kept.heads)
+    kept.out_inputs = with_columns(kept.attended.detach().flatten(1), layout.out)
+    if again and not arch.attention_post_norm:
+        fill_columns(run, layout.out, kept.out_inputs)
+        return None, kept
+    branch = product(run, layout.out, kept.out_inputs)
+    kept.branch = branch if arch.attention_post_norm else None
+    return None if again else residual_sum(run, arch.attention_post_norm, x, branch, 0), kept
+
+
+def attention_half_backward(run, kept, grad, residual, needs_x):
+    """The gradient of x: `residual`, and what comes through attention from `grad`, that of the
+    sum."""
+    arch, layout = run.arch, run.layout
+    grad = branch_gradient(run, arch.attention_post_norm, kept.branch, grad, 0)
+    grad = product_backward(run, layout.out, kept.out_inputs, grad)
+    kept.out_inputs = kept.branch = None
+    grad = grad.reshape(kept.attended.shape)
+    grads = torch.autograd.grad(kept.attended, kept.heads, grad)
+    kept.attended = kept.heads = None
+    grad = rotate_heads_backward(run, grads, kept.qkv)
+    del grads
+    grad = product_backward(run, layout.qkv, kept.inputs, grad, needs_x)
+    if not needs_x:
+        return None
+    return norm_gradient(run, arch.attention_norm, kept.x, grad, residual)
+
+
+def mlp_half(run, middle, x, keep):
+    """middle + mlp(norm(middle)), in a parallel layer norm(x), [tokens, hidden]; and with `keep`
+    what its backward needs. Without, the widest tensors are as long as a slice of the tokens."""
+    source = x if run.arch.parallel else middle
+    if keep:
+        return mlp_slice(run, middle, source, slice(None))
+    out = torch.empty_like(middle)
+    for part in token_slices(len(middle)):
+        out[part], _ = mlp_slice(run, middle, source, part)
+    return out, None
+
+
+def mlp_half_again(run, middle, x, grad):
+    """Compute the MLP again and return mlp_half_backward's gradient, a slice at a time."""
+    source = x if run.arch.parallel else middle
+    out = torch.empty_like(grad)
+    for part in token_slices(len(middle)):
+        _, kept = mlp_slice(run, middle, source, part, again=True)
+        out[part] = mlp_half_backward(run, kept, grad[part])
+    return out
+
+
+def token_slices(n):
+    """Even slices of n tokens, each at most SLICE_TOKENS."""
+    size = math.ceil(n / math.ceil(n / SLICE_TOKENS))
+    return [slice(start, min(start + size, n)) for start in range(0, n, size)]
+
+
+def mlp_slice(run, middle, source, part, again=False):
+    arch, layout = run.arch, run.layout
+    kept = types.SimpleNamespace(source=source[part], part=part, branch=None)
+    kept.inputs = norm_inputs(run, arch.mlp_norm, kept.source, layout.gate_up, part)
+    kept.gate_up = product(run, layout.gate_up, kept.inputs, part)
+    kept.activated = with_columns(None, layout.down, like=kept.gate_up)
+    gate(kept.activated[:, : layout.down.in_features], kept.gate_up, arch.activation)
+    if again and not arch.mlp_post_norm:
+        fill_columns(run, layout.down, kept.activated, part)
+        return None, kept
+    branch = product(run, layout.down, kept.activated, part)
+    kept.branch = branch if arch.mlp_post_norm else None
+    if again:
+        return None, kept
+    return residual_sum(run, arch.mlp_post_norm, middle[part], branch, 1, part), kept
+
+
+def mlp_half_backward(run, kept, grad):
+    """`grad`, that of the sum, plus what comes through the MLP to its source."""
+    arch, layout, part = run.arch, run.layout, kept.part
+    upstream = branch_gradient(run, arch.mlp_post_norm, kept.branch, grad, 1, part)
+    upstream = product_backward(run, layout.down, kept.activated, upstream, part=part)
+    kept.activated = kept.branch = None
+    # in place; as two tensors, whose columns one kernel can then read and write at once
+    gate_backward(*kept.gate_up.chunk(2, -1), upstream, arch.activation)
+    upstream = product_backward(run, layout.gate_up, kept.inputs, kept.gate_up, part=part)
+    return norm_gradient(run, arch.mlp_norm, kept.source, upstream, grad)
+
+
+# ------------------------------------------------------------------------------------------------
+# The layer's products, with the adapter
+# ------------------------------------------------------------------------------------------------
+
+# y = x W.T + s x A.T B.T is one product, [x, d] [W, B].T with d = s x A.T: the adapter costs a few
+# columns, not a pass over y. So is its backward: y's gradient times [W, B] is x's and d's.
+
+
+def with_columns(x, group, like=None):
+    """x [n, in] at the left of a new [n, group.width]; with `like` nothing yet, for its n rows."""
+    like = x if like is None else like
+    wide = like.new_empty(len(like), group.width)
+    if x is not None:
+        wide[:, : group.in_features] = x
+    return wide
+
+
+def fill_columns(run, group, inputs, part=slice(None)):
+    """Compute d = s x A.T of all adapted linears into the last columns of inputs [n, width]."""
+    x, columns = inputs[:, : group.in_features], inputs[:, group.in_features :]
+    if not group.ranks:
+        return
+    a, _ = run.adapter_of(group)
+    x = dropped(run, group, x, part)
+    columns.zero_()  # torch 2.13 on a CPU reads what is there even with beta=0, and 0 * NaN is NaN
+    torch.addmm(a.new_zeros(()), x, a.t(), beta=0, alpha=run.layout.scaling,
+                out=columns[:, : group.ranks])  # fmt: skip
+
+
+def product(run, group, inputs, part=slice(None)):
+    """Outputs [n, out] of a group's linears with their adapters; fills the last columns of
+    inputs [n, width]."""
+    fill_columns(run, group, inputs, part)
+    bias = None if group.bias is None else run.layer.vectors[group.bias]
+    weight = run.weight(group)
+    if group.m is None or not group.adapted:
+        return F.linear(inputs, weight, bias)
+    factor, _ = dora_factors(run, group, weight)
+    return scale_columns(inputs @ weight.t(), factor, bias)
+
+
+def product_backward(run, group, inputs, grad, needs_x=True, part=slice(None)):
+    """From the outputs' gradient [n, out] that of x [n, in]; adds those of A, B and magnitudes to
+    run.grad_adapter."""
+    weight, n_in, scaling = run.weight(group), group.in_features, run.layout.scaling
+    if group.m is not None and group.adapted:
+        # y = c u + bias with c = m / norm, where PEFT takes the norm for a constant
+        factor, norm = dora_factors(run, group, weight)
+        sums = (grad.float() * (inputs @ weight.t()).float()).sum(0) / norm
+        for rows, _, part_b in group.adapted_parts():
+            run.grad_adapter[group.m][part_b] += sums[rows]
+        grad = scale_columns(grad, factor, None)
+    if not needs_x:
+        weight = weight[:, n_in:]
+    grad_inputs = grad @ weight
+    del weight
+    grad_x, grad_d = grad_inputs[:, : -(group.width - n_in) or None], None
+    if not group.adapted:
+        return grad_x
+    grad_d = grad_inputs[:, -(group.width - n_in) :][:, : group.ranks]
+    a, _ = run.adapter_of(group)
+    x, d = inputs[:, :n_in], inputs[:, n_in:]
+    grad_a = run.grad_adapter[group.a].view(group.ranks, n_in)
+    grad_a.add_(exact_product(grad_d.t(), dropped(run, group, x, part)), alpha=scaling)
+    grad_b = run.grad_adapter[group.b].view(-1, group.rank)
+    for rows, ranks, part_b in group.adapted_parts():
+        grad_b[part_b] += exact_product(grad[:, rows].t(), d[:, ranks])
+    if not needs_x:
+        return None
+    if run.layout.dropout:
+        return grad_x + dropped(run, group, scaling * (grad_d @ a), part)
+    return grad_x.addmm_(grad_d, a, alpha=scaling)
+
+
+def dora_factors(run, group, weight):
+    """DoRA's c = m / ||W + s B A|| and that norm, both fp32 [out]; 1 where there is no adapter.
+
+    The norm needs no [out, in] of its own: it is ||W||^2 + 2 s B.(W A.T) + s^2 B.(B A A.T), by row.
+    """
+    a, b = (t.float() for t in run.adapter_of(group))
+    n_in, s = group.in_features, run.layout.scaling
+    factor = torch.ones(group.out_features, device=weight.device)
+    norm = factor.clone()
+    magnitudes = run.layer.adapter.detach()[group.m].float()
+    w_a = exact_product(weight[:, :n_in], run.adapter_of(group)[0].t())
+    squares = run.layer.row_norms[group.site].square()
+    for rows, ranks, part_b in group.adapted_parts():
+        a_i, b_i = a[ranks], b[part_b]
+        cross = (b_i * w_a[rows, ranks]).sum(1)
+        own = (b_i @ (a_i @ a_i.t()) * b_i).sum(1)
+        norm[rows] = (squares[rows] + 2 * s * cross + s * s * own).sqrt()
+        factor[rows] = magnitudes[part_b] / norm[rows]
+    return factor, norm
+
+
+def exact_product(a, b):
+    """a @ b in fp32, whatever the dtype of the two, so that sums of parts are rounded once."""
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
+def dropped(run, group, x, part):
+    """x [n, in] after the dropout in front of the group's adapters."""
+    if not run.layout.dropout:
+        return x
+    return drop(x, run.bin.dropout_keys[part], site_key(run, group.site), run.layout.dropout)
+
+
+def site_key(run, site):
+    return run.layer.index * 8 + site
+
+
+# ------------------------------------------------------------------------------------------------
+# The layer's elementwise work, one compiled kernel each on a GPU
+# ------------------------------------------------------------------------------------------------
+
+
+def elementwise(function):
+    """Compile `function` where its tensors are on a GPU; on a CPU that would take minutes."""
+    compiled = torch.compile(function)
+
+    @functools.wraps(function)
+    def call(first, *args):
+        return (compiled if first.is_cuda and not why_no_triton() else function)(first, *args)
+
+    return call
+
+
+def norm_inputs(run, name, x, group, part=slice(None)):
+    """norm(x) [n, in] at the left of a new [n, group.width]; without a norm x itself."""
+    if name is None:
+        return with_columns(x, group)
+    inputs = with_columns(None, group, like=x)
+    normalise(inputs[:, : group.in_features], x, run.layer.vector(name), run.arch.norm,
+              run.arch.norm_eps)  # fmt: skip
+    return inputs
+
+
+def norm_gradient(run, name, x, grad, residual):
+    """`residual` + the gradient of x from that of norm(x)."""
+    if name is None:
+        return residual + grad
+    return norm_backward(x, grad, run.layer.vector(name), residual, run.arch.norm, run.arch.norm_eps)
+
+
+def residual_sum(run, post_norm, x, branch, site, part=slice(None)):
+    """x + multiplier * norm(branch), after the model's own dropout."""
+    arch = run.arch
+    if arch.residual_dropout:
+        keys = run.bin.dropout_keys[part]
+        branch = drop(branch, keys, site_key(run, 4 + site), arch.residual_dropout)
+    if post_norm:
+        normed = torch.empty_like(branch)
+        normalise(normed, branch, run.layer.vector(post_norm), arch.norm, arch.norm_eps)
+        branch = normed
+    return torch.add(x, branch, alpha=arch.residual_multiplier)
+
+
+def branch_gradient(run, post_norm, branch, grad, site, part=slice(None)):
+    """The gradient of what residual_sum adds, from that of the sum."""
+    arch = run.arch
+    if arch.residual_multiplier != 1:
+        grad = grad * arch.residual_multiplier
+    if post_norm:
+        if arch.residual_dropout:
+            raise NotImplementedError("dropout in front of a post-norm")
+        weight = run.layer.vector(post_norm)
+        grad = norm_backward(branch, grad, weight, None, arch.norm, arch.norm_eps)
+    if arch.residual_dropout:
+        keys = run.bin.dropout_keys[part]
+        grad = drop(grad, keys, site_key(run, 4 + site), arch.residual_dropout)
+    return grad
+
+
+def standardised(x, kind, eps):
+    """x in fp32, of mean square 1 (with "layer" after its mean is taken off), and 1 / its root."""
+    x = x.float()
+    if kind == "layer":
+        x = x - x.mean(-1, keepdim=True)
+    scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return x * scale, scale
+
+
+def norm_of(x, weight, kind, eps):
+    """The norm over the last dimension; `weight` must broadcast. Families round differently."""
+    standard, _ = standardised(x, kind, eps)
+    if kind == "rms":
+        return weight * standard.to(x.dtype)
+    weight = weight.float() + (kind == "rms_plus_one")
+    return (weight * standard).to(x.dtype)
+
+
+def norm_grad_of(grad, x, weight, kind, eps):
+    """The gradient of x, fp32."""
+    standard, scale = standardised(x, kind, eps)
+    grad = grad.float() * (weight.float() + (kind == "rms_plus_one"))
+    inner = grad - standard * (grad * standard).mean(-1, keepdim=True)
+    if kind == "layer":
+        inner = inner - grad.mean(-1, keepdim=True)
+    return inner * scale
+
+
+@elementwise
+def normalise(out, x, weight, kind, eps):
+    out.copy_(norm_of(x, weight, kind, eps))
+
+
+@elementwise
+def norm_backward(x, grad, weight, residual, kind, eps):
+    grad_x = norm_grad_of(grad, x, weight, kind, eps)
+    return (grad_x if residual is None else grad_x + residual).to(x.dtype)
+
+
+@elementwise
+def scale_columns(y, factor, bias):
+    """y [n, out] * factor [out] + bias [out] or None."""
+    y32 = y.float() * factor
+    return (y32 if bias is None else y32 + bias).to(y.dtype)
+
+
+SILU = F.silu, torch.ops.aten.silu_backward  # with torch's formula for the backward
+GELU_TANH = (functools.partial(F.gelu, approximate="tanh"),
+             functools.partial(torch.ops.aten.gelu_backward, approximate="tanh"))  # fmt: skip
+ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu": (F.gelu, torch.ops.aten.gelu_backward),
+               "gelu_pytorch_tanh": GELU_TANH, "gelu_new": GELU_TANH}  # fmt: skip
+
+
+@elementwise
+def gate(out, gate_up, activation):
+    """activation(gate) * up into `out` [n, inner], from gate_up [n, 2 inner]."""
+    gates, ups = gate_up.float().chunk(2, -1)
+    out.copy_(ACTIVATIONS[activation][0](gates) * ups)
+
+
+@elementwise
+def gate_backward(gates, ups, grad, activation):
+    """Replace gate and up, each [n, inner], by their gradients, from that of gate()'s result."""
+    forward, backward = ACTIVATIONS[activation]
+    gates32, ups32, grad = gates.float(), ups.float(), grad.float()
+    grads = backward(grad * ups32, gates32), grad * forward(gates32)
+    gates.copy_(grads[0])
+    ups.copy_(grads[1])
+
+
+@elementwise
+def drop(x, keys, site, probability):
+    """x [n, width] with each value 0 or divided by 1 - probability. Which is a pure function of the
+    token's key [n], the site and the column: the same when computed again, in whatever bin a row
+    lies, on however many GPUs."""
+    columns = torch.arange(x.shape[1], device=x.device, dtype=torch.int64)
+    bits = mix(mix(keys + site)[:, None] + columns)
+    uniform = (bits & (2**24 - 1)).float() / 2**24
+    return torch.where(uniform < probability, 0, x.float() / (1 - probability)).to(x.dtype)
+
+
+def mix(bits):
+    """Well mixed int64 from int64, by the finaliser of MurmurHash3; products wrap around."""
+    for factor in (-49064778989728563, -4265267296055464877):
+        bits = (bits ^ (bits >> 33 & 0x7FFFFFFF)) * factor
+    return bits ^ (bits >> 33 & 0x7FFFFFFF)
+
+
+# ------------------------------------------------------------------------------------------------
+# Rotary embedding and attention
+# ------------------------------------------------------------------------------------------------
+
+
+def split_heads(arch, qkv):
+    """Views of query, key, value [n, heads, head_dim] in qkv [n, all their widths]."""
+    widths = [heads * arch.head_dim for heads in (arch.n_heads, arch.n_kv_heads, arch.n_kv_heads)]
+    return [part.unflatten(1, (-1, arch.head_dim)) for part in qkv.split(widths, 1)]
+
+
+def rotate_heads(run, qkv):
+    """qkv [n, ...] with query and key normed, where the family does that, and rotated."""
+    arch, layer = run.arch, run.layer
+    weights = layer.vector(arch.q_norm), layer.vector(arch.k_norm)
+    if layer.rope is None and weights[0] is None:
+        return qkv
+    return rotate_forward(qkv, *run.bin.ropes[layer.rope], *weights, arch)
+
+
+def rotate_heads_backward(run, grads, qkv):
+    """The gradient of qkv from those of query, key and value; qkv itself where it was normed."""
+    arch, layer = run.arch, run.layer
+    weights = layer.vector(arch.q_norm), layer.vector(arch.k_norm)
+    return rotate_backward(*grads, qkv, *run.bin.ropes[layer.rope], *weights, arch)
+
+
+def rotate(x, cos, sin, arch):
+    """Rotary embedding of x [n, heads, head_dim] by cos and sin fp32 [n, rotary_dim / 2]; with -sin
+    its backward."""
+    if cos is None:
+        return x
+    turned, rest = x[..., : arch.rotary_dim], x[..., arch.rotary_dim :]
+    if arch.rotary_interleaved:
+        first, second = turned.unflatten(-1, (-1, 2)).unbind(-1)
+    else:
+        first, second = turned.chunk(2, -1)
+    cos, sin = cos[:, None], sin[:, None]
+    parts = first * cos - second * sin, second * cos + first * sin
+    if arch.rotary_interleaved:
+        turned = torch.stack(parts, -1).flatten(-2)
+    else:
+        turned = torch.cat(parts, -1)
+    return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
+
+
+def normed_heads(x, weight, arch, grad=None):
+    """The norm of x [n, heads, head_dim], by head or over all of them; with `grad`, its gradient's."""
+    if weight is None:
+        return x if grad is None else grad
+    shape = x.shape
+    if arch.qk_norm == "full":
+        x, grad = x.flatten(1), None if grad is None else grad.flatten(1)
+    if grad is None:
+        return norm_of(x, weight, arch.norm, arch.norm_eps).view(shape)
+    return norm_grad_of(grad, x, weight, arch.norm, arch.norm_eps).view(shape)
+
+
+@elementwise
+def rotate_forward(qkv, cos, sin, temperature, q_weight, k_weight, arch):
+    query, key, value = split_heads(arch, qkv)
+    out = []
+    for x, weight in (query, q_weight), (key, k_weight):
+        if not arch.qk_norm_after_rotary:
+            x = normed_heads(x, weight, arch)
+        x = rotate(x.float(), cos, sin, arch).to(qkv.dtype)
+        if arch.qk_norm_after_rotary:
+            x = normed_heads(x, weight, arch)
+        out.append(x)
+    if temperature is not None:
+        out[0] = (out[0] * temperature[:, None, None]).to(qkv.dtype)
+    return torch.cat([x.flatten(1) for x in (*out, value)], 1)
+
+
+@elementwise
+def rotate_backward(query, key, value, qkv, cos, sin, temperature, q_weight, k_weight, arch):
+    """The gradient of qkv [n, ...] from those of query, key, value [n, heads, head_dim]."""
+    before = (None, None) if qkv is None else split_heads(arch, qkv)[:2]
+    grads, out = [query.float(), key.float()], []
+    if temperature is not None:
+        grads[0] = grads[0] * temperature[:, None, None]
+    back = None if sin is None else -sin
+    for grad, x, weight in zip(grads, before, (q_weight, k_weight)):
+        if x is not None and arch.qk_norm_after_rotary:
+            turned = rotate(x.float(), cos, sin, arch).to(qkv.dtype)
+            grad = normed_heads(turned, weight, arch, grad)
+        grad = rotate(grad, cos, back, arch)
+        if x is not None and not arch.qk_norm_after_rotary:
+            grad = normed_heads(x, weight, arch, grad)
+        out.append(grad)
+    return torch.cat([x.flatten(1).to(value.dtype) for x in (*out, value)], 1)
+
+
+def attention(run, query, key, value):
+    """Causal attention of query [n, heads, head_dim], key and value [n, kv_heads, head_dim] inside
+    each document of the bin; returns [n, heads, head_dim]."""
+    arch, bin, window = run.arch, run.bin, run.layer.window
+    if window is not None and window >= bin.longest:
+        window = None
+    kernel = bin.kernels["window" if window else "full"]
+    return kernel(query, key, value, bin, arch, window, run.layer.index)
+
+
+def batched_attention(query, key, value, bin, arch, window, index):
+    """Documents of one length by torch's SDPA, on Hopper cuDNN's kernel."""
+    rows = [t.unflatten(0, (len(bin.lengths), -1)).transpose(1, 2) for t in (query, key, value)]
+    out = F.scaled_dot_product_attention(
+        *rows, is_causal=True, scale=arch.attention_scale, enable_gqa=True
+    )
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+def flash_attention(query, key, value, bin, arch, window, index):
+    """Documents of any lengths by Flash Attention 2."""
+    from flash_attn import flash_attn_varlen_func
+
+    bounds, longest = (bin.cu_seqlens, bin.cu_seqlens), (bin.longest, bin.longest)
+    return flash_attn_varlen_func(
+        query, key, value, *bounds, *longest, softmax_scale=arch.attention_scale, causal=True,
+        window_size=(window - 1 if window else -1, 0), softcap=arch.attention_softcap or 0.0,
+    )  # fmt: skip
+
+
+def varlen_attention(query, key, value, bin, arch, window, index):
+    """Documents of any lengths by torch's own kernel."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    bounds, longest = (bin.cu_seqlens, bin.cu_seqlens), (bin.longest, bin.longest)
+    # torch 2.11 takes fewer heads of keys as they are, later ones want to be told
+    grouped = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return varlen_attn(
+        query, key, value, *bounds, *longest, scale=arch.attention_scale,
+        window_size=(window - 1 if window else -1, 0), **({"enable_gqa": True} if grouped else {}),
+    )  # fmt: skip
+
+
+def document_attention(query, key, value, bin, arch, window, index):
+    """Each document by itself, in plain torch: whatever the others cannot do, and on a CPU."""
+    outs = []
+    parts = zip(*(t.split(bin.lengths) for t in (query, key, value)), bin.seeds)
+    for q, k, v, seed in parts:
+        q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+        n, mask = q.shape[2], None
+        if window is not None and n > window or arch.attention_softcap:
+            mask = torch.ones(n, n, dtype=torch.bool, device=q.device).tril()
+            mask = mask.triu(1 - window) if window else mask
+        with seeded(arch.attention_dropout and seed + index, q.device):
+            if arch.attention_softcap:
+                out = capped_attention(q, k, v, mask, arch)
+            else:
+                out = F.scaled_dot_product_attention(
+                    q, k, v, mask, arch.attention_dropout, mask is None,
+                    scale=arch.attention_scale, enable_gqa=True,
+                )  # fmt: skip
+        outs.append(out[0].transpose(0, 1))
+    return torch.cat(outs)
+
+
+def capped_attention(q, k, v, mask, arch):
+    """Gemma 2: scores are cap * tanh(scores / cap)."""
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+    scores = (q @ k.transpose(-1, -2)).float() * arch.attention_scale
+    scores = arch.attention_softcap * torch.tanh(scores / arch.attention_softcap)
+    weights = scores.masked_fill(~mask, -math.inf).softmax(-1).to(q.dtype)
+    return F.dropout(weights, arch.attention_dropout) @ v
+
+
+@contextlib.contextmanager
+def seeded(seed, device):
+    """Random numbers that depend on `seed` alone, for attention's own dropout; 0: nothing to do."""
+    if not seed:
+        yield
+        return
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+# ------------------------------------------------------------------------------------------------
+# NF4: storage and kernels
 # ------------------------------------------------------------------------------------------------
 
 
@@ -796,7 +2116,7 @@ class NF4Blocks(torch.Tensor):
     error). The two hooks make it gather bytes instead, the scales along with the codes. Outside
     it is bf16 because FSDP2 took no integer parameters before torch 2.13. With --offload_params
     the inner tensors are in pinned host memory, and a gather begins with their copy to the GPU,
-    on FSDP2's own stream and thus a block ahead; FSDP2's CPUOffloadPolicy would take the adapter,
+    on FSDP2's own stream and thus a layer ahead; FSDP2's CPUOffloadPolicy would take the adapter,
     its gradients and the optimizer to the CPU too.
     """
 
@@ -851,7 +2171,7 @@ class NF4Blocks(torch.Tensor):
             return (torch.cat([packed.view(-1), absmax_codes]),), None
         return (packed, absmax_codes), None
 
-    # FSDP2 asks for it at every gather; finding it out anew took 5 of 150 ms a micro-batch on a CPU
+    # FSDP2 asks for it at every gather; finding it out anew took 5 of 150 ms a micro-bin on a CPU
     fsdp_pre_all_gather.__signature__ = inspect.signature(fsdp_pre_all_gather)
 
     def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
@@ -863,10 +2183,171 @@ class NF4Blocks(torch.Tensor):
         assert out.packed.data_ptr() == packed.data_ptr(), "FSDP2 gathered to another place"
 
 
-def pinned_copy(tensor):
-    """A copy in pinned host memory; on a CPU just a copy."""
-    host = pinned_empty(tensor.nbytes, tensor.device).view(tensor.dtype).view(tensor.shape)
-    return host.copy_(tensor)
+@dataclasses.dataclass
+class Nested:
+    """The second level of quantisation of a group's linears, which undoes the 8-bit codes of their
+    absmax. At 4 bytes for 16,384 weights it is small enough for every rank to have it whole."""
+
+    absmax: torch.Tensor  # fp32 [blocks / 256], of one linear after the other
+    offsets: torch.Tensor  # fp32 [linears], the mean absmax of each
+    codes: torch.Tensor  # fp32 [linears, 256], the values of the codes
+
+
+@functools.lru_cache(None)
+def dynamic_map(device):
+    """The 256 values of bitsandbytes' 8-bit code, fp32."""
+    return bnb.functional.create_dynamic_map().to(device)
+
+
+@functools.lru_cache(None)
+def nf4_code(device):
+    """The 16 values of NF4, fp32."""
+    return bnb.functional.get_4bit_type("nf4", device=device)
+
+
+def dequantise_group(layer, group, adapter):
+    """[W, B] of a group's linears, [out, width]: their weights below one another, bit for bit what
+    bitsandbytes gives, and B of each in the columns of its ranks, else 0. `adapter` is the layer's
+    whole one in the dtype of the result."""
+    shape = group.out_features, group.width
+    weight = torch.empty(shape, dtype=adapter.dtype, device=adapter.device)
+    blocks = slice(group.blocks[0].start, group.blocks[-1].stop)
+    packed, codes = layer.nf4.packed[blocks], layer.nf4.absmax_codes[blocks]
+    nested, b = layer.nested[group.site], adapter[group.b].view(-1, group.rank)
+    if weight.is_cuda and not why_no_triton():
+        tiles, n_columns = triton.cdiv(len(packed), 64), group.width - group.in_features
+        dequantise_kernel[(tiles + triton.cdiv(len(weight), 64) * (n_columns // COLUMNS),)](
+            packed, codes, nested.absmax, nested.offsets, nested.codes, nf4_code(packed.device),
+            b, group_table(group, packed.device), weight, len(packed), tiles, len(weight),
+            group.in_features, n_columns, group.rank, len(group.linears), 64, BLOCK, NESTED_BLOCK,
+            COLUMNS, num_warps=4,
+            enable_fp_fusion=False,  # bitsandbytes rounds between the scale's product and its offset
+        )  # fmt: skip
+        return weight
+    starts = group_table(group, packed.device).tolist()
+    for i, (linear, (start, row, at, *_)) in enumerate(zip(group.linears, starts)):
+        n_weights = linear.out_features * linear.in_features
+        mine = slice(start, start + math.ceil(n_weights / BLOCK))
+        state = bnb.functional.QuantState(
+            absmax=codes[mine], shape=torch.Size((linear.out_features, linear.in_features)),
+            dtype=weight.dtype, code=nf4_code(packed.device), blocksize=BLOCK, quant_type="nf4",
+            offset=nested.offsets[i],
+            state2=bnb.functional.QuantState(
+                absmax=nested.absmax[at:], code=nested.codes[i], blocksize=NESTED_BLOCK,
+                dtype=torch.float32,
+            ),
+        )  # fmt: skip
+        values = packed[mine].view(-1, 1)[: n_weights // 2]
+        rows = slice(row, row + linear.out_features)
+        weight[rows, : group.in_features] = bnb.functional.dequantize_4bit(values, state)
+    weight[:, group.in_features :] = 0
+    for rows, ranks, part_b in group.adapted_parts():
+        weight[rows, group.in_features :][:, ranks] = b[part_b]
+    return weight
+
+
+@functools.lru_cache(None)
+def group_table(group, device):
+    """For each linear of a group where it begins: its blocks, its rows, its second-level absmax, its
+    rows of B, its columns of ranks, -1 without an adapter. int32 [linears, 5]."""
+    table, row, nested = [], 0, 0
+    parts = dict(zip(group.adapted, group.adapted_parts()))
+    for i, (linear, blocks) in enumerate(zip(group.linears, group.blocks)):
+        _, ranks, part_b = parts.get(i, (None, slice(-1, 0), slice(0, 0)))
+        table.append([blocks.start - group.blocks[0].start, row, nested, part_b.start, ranks.start])
+        row += linear.out_features
+        nested += math.ceil((blocks.stop - blocks.start) / NESTED_BLOCK)
+    return torch.tensor(table, dtype=torch.int32, device=device)
+
+
+if triton:
+
+    @triton.jit
+    def dequantise_kernel(
+        packed, absmax_codes, nested_absmax, offsets, nested_codes, nf4_code, b, table, out,
+        n_blocks, n_tiles, n_rows, n_in, n_columns, rank, LINEARS: tl.constexpr,
+        BLOCKS: tl.constexpr, BLOCK: tl.constexpr, NESTED_BLOCK: tl.constexpr,
+        COLUMNS: tl.constexpr,
+    ):  # fmt: skip
+        """See dequantise_group: first tiles of BLOCKS blocks, 4-bit codes and 8-bit scales to
+        `out`'s dtype, then tiles of 64 rows and COLUMNS columns of B."""
+        tile = tl.program_id(0)
+        stride = n_in + n_columns
+        if tile < n_tiles:
+            block = tile.to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+            inside = block < n_blocks
+            linear = tl.zeros([BLOCKS], tl.int32)
+            for i in tl.static_range(1, LINEARS):
+                linear += (block >= tl.load(table + i * 5)).to(tl.int32)
+            block_of = block.to(tl.int32) - tl.load(table + linear * 5)
+            nested = tl.load(table + linear * 5 + 2) + block_of // NESTED_BLOCK
+            code = tl.load(absmax_codes + block, inside, 0).to(tl.int32)
+            absmax = tl.load(nested_codes + linear * 256 + code)
+            absmax = absmax * tl.load(nested_absmax + nested, inside, 0.0)
+            absmax = absmax + tl.load(offsets + linear)
+            byte = block[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
+            codes = tl.load(packed + byte, inside[:, None], 0).to(tl.int32)
+            high = tl.load(nf4_code + (codes >> 4)) * absmax[:, None]
+            low = tl.load(nf4_code + (codes & 15)) * absmax[:, None]
+            values = tl.interleave(high, low).to(out.dtype.element_ty)
+            weight = block_of[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+            first, last = tl.load(table + linear * 5 + 1), tl.full([BLOCKS], n_rows, tl.int32)
+            for i in tl.static_range(1, LINEARS):
+                last = tl.where(linear == i - 1, tl.load(table + i * 5 + 1), last)
+            row = weight // n_in  # of the linear
+            if n_in % BLOCK == 0:  # then a block lies in one row: fewer divisions
+                row = (block_of * BLOCK // n_in)[:, None] + tl.zeros([1, BLOCK], tl.int32)
+            place = first.to(tl.int64)[:, None] * stride + weight + row * n_columns
+            inside = inside[:, None] & (first[:, None] + row < last[:, None])
+            tl.store(out + place, values, inside)
+        else:  # other names: Triton wants one type for a name in both branches
+            b_tile = tile - n_tiles
+            out_row = b_tile // (n_columns // COLUMNS) * 64 + tl.arange(0, 64)
+            column = b_tile % (n_columns // COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
+            of = tl.zeros([64], tl.int32)
+            for i in tl.static_range(1, LINEARS):
+                of += (out_row >= tl.load(table + i * 5 + 1)).to(tl.int32)
+            b_row = out_row - tl.load(table + of * 5 + 1) + tl.load(table + of * 5 + 3)
+            at = tl.load(table + of * 5 + 4)
+            r = column[None, :] - at[:, None]
+            there = (at >= 0)[:, None] & (r >= 0) & (r < rank) & (out_row < n_rows)[:, None]
+            b_values = tl.load(b + b_row.to(tl.int64)[:, None] * rank + r, there, 0.0)
+            b_place = out_row.to(tl.int64)[:, None] * stride + n_in + column[None, :]
+            tl.store(out + b_place, b_values, (out_row < n_rows)[:, None] & (column >= 0)[None, :])
+
+
+    @triton.jit
+    def look_up_kernel(ids, table, out, first, n_rows, width, COLUMNS: tl.constexpr):
+        """Rows `ids` - first of `table` [n_rows, width]; 0 for those that it does not have."""
+        token = tl.program_id(0).to(tl.int64)
+        row = tl.load(ids + token) - first
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        there = (column < width) & (row >= 0) & (row < n_rows)
+        values = tl.load(table + row * width + column, there, 0.0)
+        tl.store(out + token * width + column, values, column < width)
+
+
+@functools.lru_cache(None)
+def why_no_triton():
+    """Why Triton's kernels cannot be used on this machine, or "". They are compiled at their first
+    use, which takes a C compiler and Python's headers, and must give what others give."""
+    if not torch.cuda.is_available() or triton is None:
+        return "there is no GPU" if triton is None else "there is no Triton"
+    weight = torch.randn(256, 256, dtype=torch.bfloat16, device="cuda")
+    packed, state = bnb.functional.quantize_4bit(
+        weight, blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
+    )
+    out, table = torch.empty_like(weight), torch.zeros(1, 5, dtype=torch.int32, device="cuda")
+    try:
+        dequantise_kernel[(16,)](
+            packed.view(-1, BLOCK // 2), state.absmax, state.state2.absmax, state.offset,
+            state.state2.code, nf4_code(weight.device), weight, table, out, 1024, 16, 256, 256, 0,
+            16, 1, 64, BLOCK, NESTED_BLOCK, COLUMNS, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    except Exception as e:
+        return f"Triton cannot compile here, {type(e).__name__}: {str(e)[:200]}"
+    same = torch.equal(out, bnb.functional.dequantize_4bit(packed, state))
+    return "" if same else "its result is not what bitsandbytes gives on this GPU"
 
 
 PINNED = []  # holds what is registered: its pages must not go back to the system
@@ -888,124 +2369,140 @@ def pinned_empty(n_bytes, device):
     return buffer
 
 
-@functools.lru_cache(None)
-def dynamic_map(device):
-    """The 256 values of bitsandbytes' 8-bit code, fp32."""
-    return bnb.functional.create_dynamic_map().to(device)
+def pinned_copy(tensor):
+    """A copy in pinned host memory; on a CPU just a copy."""
+    host = pinned_empty(tensor.nbytes, tensor.device).view(tensor.dtype).view(tensor.shape)
+    return host.copy_(tensor)
 
 
-class NF4Linear(nn.Linear):
-    """A frozen linear layer whose weight [out_features, in_features] is stored as NF4.
+class GPUStore:
+    """Where layers put what they keep of a micro-bin: here it stays as it is."""
 
-    All such layers of a decoder block have one parameter, `weight`, in which this one's blocks
-    are those from first_block on, in row-major order: FSDP2's work on the host is by parameter.
-    The second level of the double quantisation, 4 bytes for 16,384 weights, is small enough to be
-    replicated.
+    put = take = staticmethod(lambda tensor: tensor)
+
+
+class HostStore:
+    """The same in pinned host memory, from forward to backward, where it is taken in reverse.
+
+    Copies have a stream of their own and come back one ahead. A tensor is let go when the next
+    is put, by when its copy has long ended: at most three are on the GPU. The last of `n_kept`
+    stays, its backward comes first.
     """
 
-    def __init__(self, linear, first_block):
-        nn.Module.__init__(self)  # nn.Linear's own would allocate the weight
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.first_block = first_block
-        self.n_blocks = math.ceil(linear.weight.numel() / BLOCK)
-        self.bias = linear.bias
-        self.dtype = linear.weight.dtype
-        self.quant_state = None
-        self.fused = self.skipped = self.reused = False
-        self.kept_weight = None
+    def __init__(self, n_kept, n_bytes, device):
+        self.n_kept, self.n_bytes, self.device = n_kept, n_bytes, device
+        self.stream = torch.cuda.Stream() if device.type == "cuda" else None
+        self.buffers, self.shapes, self.leaving, self.here = {}, {}, [], {}
+        self.next = 0  # of this micro-bin
+
+    def copy(self, to, source):
+        """Returns the event of its end."""
+        if self.stream is None:
+            to.copy_(source)
+            return None
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            to.copy_(source, non_blocking=True)
+            return self.stream.record_event()
+
+    def let_go(self):
+        while self.leaving:
+            _, event = self.leaving.pop()
+            if event is not None:  # from here on the memory may be used for something else
+                torch.cuda.current_stream().wait_event(event)
+
+    def view(self, i):
+        shape, dtype = self.shapes[i]
+        return self.buffers[i].view(dtype)[: shape.numel()].view(shape)
+
+    def put(self, tensor):
+        """Returns what take() wants to know."""
+        self.let_go()
+        i, self.next = self.next, (self.next + 1) % self.n_kept
+        if i == self.n_kept - 1:
+            self.here[i] = tensor, None
+            return i
+        if i not in self.buffers:
+            self.buffers[i] = pinned_empty(self.n_bytes, self.device)
+        self.shapes[i] = tensor.shape, tensor.dtype
+        self.leaving.append((tensor, self.copy(self.view(i), tensor)))
+        return i
+
+    def fetch(self, i):
+        tensor = torch.empty(self.shapes[i][0], dtype=self.shapes[i][1], device=self.device)
+        self.here[i] = tensor, self.copy(tensor, self.view(i))
+
+    def take(self, i):
+        self.let_go()
+        if i not in self.here:
+            self.fetch(i)
+        tensor, event = self.here.pop(i)
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)
+        if i > 0:
+            self.fetch(i - 1)
+        return tensor
+
+
+# ------------------------------------------------------------------------------------------------
+# The model around its layers: vocabulary and loss
+# ------------------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    """Embedding, decoder layers, norm and head. A forward of a Bin returns the sum of its token
+    losses.
+
+    Each rank of a group has its own rows of embedding and head, outside FSDP2, which would gather
+    them whole: 2.1 GB each for Llama-3-70B, and twice that while it copies.
+    """
+
+    def __init__(self, arch, layout, plan, shards, group=None):
+        super().__init__()
+        self.arch, self.group, self.plan = arch, group, plan  # group None: of this process alone
+        self.layers = nn.ModuleList(
+            DecoderLayer(arch, layout, i, plan, shards) for i in range(arch.n_layers)
+        )
+        self.embedding = self.norm = self.head = None  # tensors, see load_weights
+        self.frequencies = None  # of each kind of rotary embedding: (fp32 [rotary_dim / 2], factor)
 
     @property
-    def W_q(self):
-        """By this attribute, HQQ's, PEFT 0.21 knows a layer that it must ask to dequantize()."""
-        return self.weight
+    def place(self):
+        """(rank, ranks) in the group that shares one vocabulary."""
+        if self.group is None:
+            return 0, 1
+        return dist.get_rank(self.group), dist.get_world_size(self.group)
 
-    def set_nested_state(self, nested_absmax, offset, code=None):
-        """nested_absmax fp32 [n_blocks / 256] and offset fp32 [] undo the 8-bit absmax codes, whose
-        values are those of `code` fp32 [256], None for today's bitsandbytes'."""
-        device = nested_absmax.device
-        nested = bnb.functional.QuantState(
-            absmax=nested_absmax,
-            code=dynamic_map(device) if code is None else code,
-            blocksize=NESTED_BLOCK,
-            dtype=torch.float32,
-        )
-        self.quant_state = bnb.functional.QuantState(
-            absmax=None,  # the gathered codes, set at each use
-            shape=torch.Size((self.out_features, self.in_features)),
-            dtype=self.dtype,
-            code=bnb.functional.get_4bit_type("nf4", device=device),
-            blocksize=BLOCK,
-            quant_type="nf4",
-            offset=offset,
-            state2=nested,
-        )
+    def forward(self, bin):
+        return HeadLoss.apply(self.hidden(bin), self, bin)
 
-    def gathered(self):
-        """packed uint8 [n_blocks, 32] and absmax_codes uint8 [n_blocks] of this layer."""
-        mine = slice(self.first_block, self.first_block + self.n_blocks)
-        weight = self.weight
-        return weight.packed[mine], weight.absmax_codes[mine]
-
-    def dequantize(self):
-        """The gathered weight as bitsandbytes gives it: [out_features, in_features]."""
-        if self.quant_state is None:  # not loaded yet; PEFT asks for its shape
-            shape = self.out_features, self.in_features
-            return torch.empty(shape, dtype=self.dtype, device="meta")
-        packed, absmax_codes = self.gathered()
-        if self.fused:
-            return dequantize_fused(packed, absmax_codes, self.quant_state)
-        n_bytes = self.out_features * self.in_features // 2
-        self.quant_state.absmax = absmax_codes
-        weight = bnb.functional.dequantize_4bit(packed.view(-1, 1)[:n_bytes], self.quant_state)
-        self.quant_state.absmax = None
-        return weight
-
-    def forward_weight(self):
-        """The weight; where backward is to use it again, it is left there."""
-        weight = self.dequantize()
-        if self.reused:
-            self.kept_weight = weight
-        return weight
-
-    def backward_weight(self):
-        return self.dequantize() if self.kept_weight is None else self.kept_weight
-
-    def forward(self, x):
-        return FrozenProduct.apply(x.flatten(0, -2), self.bias, self).unflatten(0, x.shape[:-1])
+    def hidden(self, bin):
+        """What the last layer returns, [tokens, hidden]."""
+        x = embed(self, bin.input_ids)
+        bin.ropes = {i: rope_tables(self, bin, i) for i in (None, *range(len(self.arch.ropes)))}
+        for layer in self.layers:
+            x = layer(x, bin)
+        return x
 
 
-if triton:
-
-    @triton.jit
-    def dequantize_kernel(
-        packed, absmax_codes, nested_absmax, offset, nf4_code, absmax_code, out,
-        n_blocks, n_weights, BLOCKS: tl.constexpr,
-        BLOCK: tl.constexpr, NESTED_BLOCK: tl.constexpr,
-    ):  # fmt: skip
-        """BLOCKS blocks of 64 weights: 4-bit codes and 8-bit scales to `out`'s dtype."""
-        block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-        inside = block < n_blocks
-        absmax = tl.load(absmax_code + tl.load(absmax_codes + block, inside, 0).to(tl.int32))
-        absmax = absmax * tl.load(nested_absmax + block // NESTED_BLOCK, inside, 0.0)
-        absmax = absmax + tl.load(offset)
-        byte = block[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
-        codes = tl.load(packed + byte, inside[:, None], 0).to(tl.int32)
-        high = tl.load(nf4_code + (codes >> 4)) * absmax[:, None]
-        low = tl.load(nf4_code + (codes & 15)) * absmax[:, None]
-        weight = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        values = tl.interleave(high, low).to(out.dtype.element_ty)
-        tl.store(out + weight, values, weight < n_weights)
+def rope_tables(model, bin, i):
+    """cos and sin fp32 [tokens, rotary_dim / 2] of the i-th kind of rotary embedding, None: of
+    none; and Ministral 3's factor on queries, [tokens], or None."""
+    temperature = None
+    if model.arch.query_temperature:
+        beta, original = model.arch.query_temperature
+        temperature = 1 + beta * torch.log1p((bin.position_ids // original).float())
+    if i is None:
+        return None, None, temperature
+    frequencies, factor = model.frequencies[i]
+    angles = bin.position_ids[:, None].float() * frequencies
+    return angles.cos() * factor, angles.sin() * factor, temperature
 
 
-    @triton.jit
-    def look_up_kernel(ids, table, out, first, n_rows, width, COLUMNS: tl.constexpr):
-        """Rows `ids` - first of `table` [n_rows, width]; 0 for those that it does not have."""
-        token = tl.program_id(0).to(tl.int64)
-        row = tl.load(ids + token) - first
-        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        there = (column < width) & (row >= 0) & (row < n_rows)
-        values = tl.load(table + row * width + column, there, 0.0)
-        tl.store(out + token * width + column, values, column < width)
+def shard_range(n, shard, shards):
+    """The rows of `n` that FSDP2 gives to a shard: as torch.chunk does."""
+    size = math.ceil(n / shards)
+    return range(min(shard * size, n), min((shard + 1) * size, n))
 
 
 def look_up(ids, table, first):
@@ -1021,323 +2518,487 @@ def look_up(ids, table, first):
     return F.embedding(local.masked_fill(absent, 0), table).masked_fill_(absent[:, None], 0)
 
 
-def dequantize_fused(packed, absmax_codes, state):
-    """A layer's blocks to its weight in one kernel, bit for bit what bitsandbytes' three give.
+def embed(model, ids):
+    """Embeddings [n, hidden] of ids [n]. All ranks of the group must call this, with as many ids.
 
-    Without floating-point fusion: bitsandbytes rounds between the scale's product and its offset.
+    Nothing is gathered but the ids: each rank looks all ranks' tokens up among its own rows, and
+    the sum, in which one term is not zero, goes to whom it belongs. Of a vocabulary of 128k that is
+    0.1 GB for 4,096 tokens on 2 GPUs instead of a weight of 2.1 GB.
     """
-    out = torch.empty(state.shape, dtype=state.dtype, device=packed.device)
-    dequantize_kernel[(triton.cdiv(len(packed), 64),)](
-        packed, absmax_codes, state.state2.absmax, state.offset, state.code,
-        state.state2.code, out, len(packed), out.numel(), 64, BLOCK, NESTED_BLOCK,
-        num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
-    return out
-
-
-class FrozenProduct(torch.autograd.Function):
-    """x [n, in] times a frozen NF4 weight, plus a frozen bias [out] or None: [n, out].
-
-    Nothing is saved for backward: the weight is dequantised again there, unless the recomputation
-    has left it. With nothing after it that the recomputation of a checkpoint needs, a block's last
-    product is not recomputed at all.
-    """
-
-    @staticmethod
-    def forward(ctx, x, bias, layer):
-        ctx.layer = layer
-        if layer.skipped:  # only the graph is wanted, see SlicedMLP
-            return x.new_empty(len(x), layer.out_features)
-        return F.linear(x, layer.forward_weight(), bias)
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad_x = grad @ ctx.layer.backward_weight()
-        ctx.layer.kept_weight = None
-        return grad_x, None, None
-
-
-# ------------------------------------------------------------------------------------------------
-# Model: vocabulary and loss
-# ------------------------------------------------------------------------------------------------
-
-
-class Embedding(nn.Embedding):
-    """The embedding, each rank with its own rows of the vocabulary (see shard_vocabulary).
-
-    Nothing is gathered but the tokens: each rank looks all ranks' tokens up among its own rows,
-    and the sum, in which one term is not zero, goes to whom it belongs. Of a vocabulary of 128k
-    that is 0.1 GB for 4,096 tokens on 2 GPUs instead of a weight of 2.1 GB. Where memory is short
-    the rows are in pinned host memory (see look_up): on 2 GPUs 1 GB less for each.
-    """
-
-    on_host = False
-
-    def forward(self, input_ids):
-        group, table = self.group, self.weight.to_local()
-        ranks = dist.get_world_size(group)
-        first = shard_range(self.num_embeddings, dist.get_rank(group), ranks).start
-        if ranks == 1:
-            return look_up(input_ids.view(-1), table, 0).view(*input_ids.shape, -1)
-        ids = all_gather(input_ids.view(-1), group)  # [ranks, n]
-        out = torch.empty(
-            ids.shape[1], table.shape[1], dtype=table.dtype, device=input_ids.device
-        )
+    (rank, ranks), table = model.place, model.embedding
+    first = shard_range(model.arch.vocab_size, rank, ranks).start
+    if ranks == 1:
+        out = look_up(ids, table, 0)
+    else:
+        ids = all_gather(ids, model.group)  # [ranks, n]
+        out = torch.empty(ids.shape[1], table.shape[1], dtype=table.dtype, device=ids.device)
         step = max(1, CHUNK_BYTES // (ranks * table[:1].nbytes))
         for chunk in (slice(i, i + step) for i in range(0, len(out), step)):
             rows = look_up(ids[:, chunk].flatten(), table, first)
-            dist.reduce_scatter_tensor(out[chunk], rows, group=group)
-        return out.view(*input_ids.shape, -1)
+            dist.reduce_scatter_tensor(out[chunk], rows, group=model.group)
+    if model.arch.embedding_multiplier == 1:
+        return out
+    # rounded to the dtype first, as Gemma does
+    return out * torch.tensor(model.arch.embedding_multiplier, dtype=out.dtype)
 
 
-class LMHead(nn.Linear):
-    """The output layer, sharded like the embedding: with labels the sum of this rank's token
-    losses, without them the logits. All ranks must call it, with as many tokens each."""
-
-    def forward(self, hidden, labels=None):
-        if labels is None:
-            bias = None if self.bias is None else self.bias.full_tensor()
-            return F.linear(hidden, self.weight.full_tensor(), bias)
-        return ChunkedCrossEntropy.apply(hidden, labels, self)
+@elementwise
+def scaled_logits(logits, multiplier, cap):
+    """Logits as the model means them, fp32."""
+    logits = logits.float() * multiplier
+    return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
-def logits_maximum(logits):
-    """Of each row its maximum and the sum of exp(logits - maximum), fp32."""
-    logits = logits.float()
+@elementwise
+def logits_statistics(logits, multiplier, cap, targets):
+    """Of each row its maximum, the sum of exp(logit - maximum), the logit at the target or 0 where
+    that is -1: fp32 [3, n]."""
+    logits = logits.float() * multiplier
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
     top = logits.amax(-1)
-    return top, (logits - top[:, None]).exp().sum(-1)
+    at_target = logits.gather(-1, targets.clamp(min=0)[:, None])[:, 0]
+    return torch.stack([top, (logits - top[:, None]).exp().sum(-1), at_target * (targets >= 0)])
 
 
-def logits_gradient(logits, log_sum, targets, absent):
+@elementwise
+def logits_gradient(logits, multiplier, cap, log_sum, targets, absent):
     """The gradient of the token losses: probabilities minus 1 at the target, 0 without a label."""
+    scaled = logits.float() * multiplier
+    capped = scaled if cap is None else cap * torch.tanh(scaled / cap)
     columns = torch.arange(logits.shape[1], device=logits.device)
     hit = (columns[None] == targets[:, None]).float()
-    gradient = (logits.float() - log_sum[:, None]).exp() - hit
+    gradient = ((capped - log_sum[:, None]).exp() - hit) * multiplier
+    if cap is not None:
+        gradient = gradient * (1 - (capped / cap).square())
     return gradient.masked_fill(absent[:, None], 0).to(logits.dtype)
 
 
-class ChunkedCrossEntropy(torch.autograd.Function):
-    """Sum over this rank's tokens of the cross-entropy of hidden [n, d] @ weight.T, fp32.
+class HeadLoss(torch.autograd.Function):
+    """From what the last layer returns [tokens, hidden] to the sum of this rank's token losses,
+    fp32: norm, head, cross-entropy of the tokens that are learnt.
 
     Each rank computes the logits of all ranks' tokens for its own part of the vocabulary; what
     the softmax needs of the others is three numbers a token. The head is never gathered, and the
     full logits never exist (5.25 GB at 4,096 tokens and a vocabulary of 128k): the head is frozen,
-    so that the gradient of `hidden` is all there is to compute, and it is taken in forward, a
-    chunk of tokens at a time. Backward needs neither logits nor head.
+    so that the gradient of x is all there is to compute, and it is taken in forward, a chunk of
+    tokens at a time. Backward needs neither logits nor head.
     """
 
     @staticmethod
-    def forward(ctx, hidden, labels, head):
-        group, weight = head.group, head.weight.to_local()
-        bias = None if head.bias is None else head.bias.to_local()
-        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-        gather = functools.partial(all_gather, group=group) if ranks > 1 else lambda t: t[None]
-        first = shard_range(head.out_features, rank, ranks).start
-        targets = gather(labels)  # [ranks, n]
-        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        ctx.grad = torch.empty_like(hidden)
-        step = max(1, CHUNK_BYTES // (4 * head.out_features))
-        for chunk in (slice(i, i + step) for i in range(0, len(hidden), step)):
-            logits = F.linear(gather(hidden[chunk]).flatten(0, 1), weight, bias)
+    def forward(ctx, x, model, bin):
+        arch, weight, (rank, ranks) = model.arch, model.head, model.place
+        gather = functools.partial(all_gather, group=model.group) if ranks > 1 else lambda t: t[None]
+        first = shard_range(arch.vocab_size, rank, ranks).start
+        change = arch.logits_multiplier, arch.logits_softcap
+        loss = torch.zeros((), dtype=torch.float32, device=x.device)
+        grad_x = torch.zeros_like(x)
+        targets = gather(bin.labels)  # [ranks, n]
+        step = max(1, CHUNK_BYTES // (4 * arch.vocab_size))
+        for chunk in (slice(i, i + step) for i in range(0, len(bin.labels), step)):
+            part = x[bin.learnt[chunk]]
+            hidden = torch.empty_like(part)
+            normalise(hidden, part, model.norm, arch.norm, arch.norm_eps)
+            logits = gather(hidden).flatten(0, 1) @ weight.t()
             absent = targets[:, chunk].flatten() == IGNORE
             local = targets[:, chunk].flatten() - first
-            mine = (local >= 0) & (local < len(weight)) & ~absent
-            at_target = logits.gather(-1, local.where(mine, 0)[:, None])[:, 0].float()
-            top, total = head.maximum(logits)
-            top, total, at_target = gather(torch.stack([top, total, at_target * mine])).unbind(1)
+            local = local.where((local >= 0) & (local < len(weight)) & ~absent, -1)
+            top, total, at_target = gather(logits_statistics(logits, *change, local)).unbind(1)
             top_of_all = top.amax(0)
             log_sum = top_of_all + ((top - top_of_all).exp() * total).sum(0).log()
             losses = (log_sum - at_target.sum(0)).masked_fill(absent, 0)
             loss += losses.view(ranks, -1)[rank].sum()
-            gradient = head.gradient(logits, log_sum, local.where(mine, -1), absent)
-            grad = exact_product(gradient, weight)
+            grad = exact_product(logits_gradient(logits, *change, log_sum, local, absent), weight)
             if ranks > 1:
-                part = grad.new_empty(len(grad) // ranks, grad.shape[1])
-                dist.reduce_scatter_tensor(part, grad, group=group)
-                grad = part
-            ctx.grad[chunk] = grad
+                own = grad.new_empty(len(grad) // ranks, grad.shape[1])
+                dist.reduce_scatter_tensor(own, grad, group=model.group)
+                grad = own
+            grad = norm_backward(part, grad, model.norm, None, arch.norm, arch.norm_eps)
+            grad_x.index_add_(0, bin.learnt[chunk], grad)  # padding adds 0 to token 0
+        ctx.grad_x = grad_x
         return loss
 
     @staticmethod
     def backward(ctx, grad_loss):
-        return ctx.grad.mul_(grad_loss), None, None
-
-
-def exact_product(a, b):
-    """a @ b in fp32, whatever the dtype of the two: ranks' parts are added before rounding."""
-    if a.is_cuda and a.dtype != torch.float32:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return a.float() @ b.float()
-
-
-def token_losses(model, input_ids, positions, labels, *documents):
-    """Sum of the losses of one micro-batch (see collate); becomes the model's forward."""
-    # transformers hands down to the attention what it does not know itself
-    documents = dict(zip(("position_ids", "cu_seq_lens", "lengths"), documents))
-    hidden = model.get_decoder()(input_ids=input_ids, use_cache=False, **documents)
-    return model.get_output_embeddings()(hidden.last_hidden_state.flatten(0, 1)[positions], labels)
-
-
+        grad_x, ctx.grad_x = ctx.grad_x, None
+        return grad_x.mul_(grad_loss), None, None
 # ------------------------------------------------------------------------------------------------
-# Model: attention
+# Families of models
 # ------------------------------------------------------------------------------------------------
 
 
-def causal_attention(
-    kernel, module, query, key, value, attention_mask=None, *, cu_seq_lens=None, lengths=None,
-    scaling=None, dropout=0.0, sliding_window=None, softcap=None, s_aux=None, **_,
-):  # fmt: skip
-    """Causal attention, called as transformers does: query [rows, heads, tokens, size], key and
-    value alike; returns [rows, tokens, heads, size]. With `lengths` there is one row, of documents
-    that see nothing but themselves.
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    name: str            # below the layer, as transformers and checkpoints name it
+    out_features: int
+    in_features: int
+    bias: bool = False
 
-    Where documents begin and end is known on the host and on the GPU: neither asks the other.
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """One model, resolved from its config; what a layer computes follows from this alone."""
+    family: str                      # model_type of the text model
+    n_layers: int
+    hidden_size: int
+    intermediate_size: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    qkv: tuple[Linear, ...]          # their outputs, concatenated, are q, k, v
+    out: tuple[Linear, ...]
+    gate_up: tuple[Linear, ...]      # their outputs, concatenated, are gate, up
+    down: tuple[Linear, ...]
+    activation: str                  # a value of ACTIVATIONS
+    norm: str                        # see Family.norm; of the final norm, q_norm, k_norm too
+    norm_eps: float
+    attention_norm: str | None       # names below the layer; None: there is none
+    attention_post_norm: str | None
+    mlp_norm: str | None
+    mlp_post_norm: str | None
+    parallel: bool                   # the MLP reads attention's normed input and both are added
+    q_norm: str | None
+    k_norm: str | None
+    qk_norm: str | None              # None, "head", "full" or "heads": see Family.qk_norm
+    qk_norm_after_rotary: bool
+    rotary_dim: int                  # the first dimensions of a head that are rotated
+    rotary_interleaved: bool         # pairs (0, 1), (2, 3), .. instead of halves
+    ropes: tuple[dict, ...]          # settings for rope_frequencies, one for each kind of rotary
+    layer_rope: tuple[int | None, ...]    # for each layer which of `ropes`; None: no rotary
+    layer_window: tuple[int | None, ...]  # a query sees this many keys, itself included; None: all
+    attention_scale: float
+    attention_softcap: float | None
+    logits_softcap: float | None
+    query_temperature: tuple | None  # (beta, length): q *= 1 + beta * log(1 + position // length)
+    embedding_multiplier: float      # round it to the embedding's dtype first (Gemma)
+    residual_multiplier: float       # on what attention and the MLP add, after their post-norms
+    logits_multiplier: float
+    attention_dropout: float
+    residual_dropout: float          # on what o_proj and down_proj return
+    tied: bool
+    module_prefix: str               # module = module_prefix + f"layers.{i}." + name
+    checkpoint_prefixes: tuple[str, ...]  # the same in files; tried in turn
+    head_names: tuple[str, ...]      # the head's weight in files; tried in turn
+
+    @property
+    def linears(self):
+        return self.qkv + self.out + self.gate_up + self.down
+
+    @property
+    def vectors(self):
+        """{name below the layer: shape} of all of a layer's parameters but its linears' weights."""
+        norms = self.attention_norm, self.attention_post_norm, self.mlp_norm, self.mlp_post_norm
+        shapes = {f"{name}.weight": (self.hidden_size,) for name in norms if name}
+        for name, heads in ((self.q_norm, self.n_heads), (self.k_norm, self.n_kv_heads)):
+            if name:
+                shapes[f"{name}.weight"] = {
+                    "head": (self.head_dim,), "heads": (heads, self.head_dim),
+                    "full": (heads * self.head_dim,)}[self.qk_norm]
+        return shapes | {f"{x.name}.bias": (x.out_features,) for x in self.linears if x.bias}
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """How a model type differs from Llama. A string in place of a value names a config field."""
+    norm: str = "rms"                # "rms": w * x_hat.to(dtype); "rms_fp32": (w * x_hat) in fp32;
+    #                                  "rms_plus_one": (1 + w) * x_hat in fp32; "layer": LayerNorm's
+    #                                  x_hat, w * x_hat in fp32, no bias
+    norm_eps: str = "rms_norm_eps"
+    norms: tuple = ("input_layernorm", None, "post_attention_layernorm", None)
+    #                                  before and after attention, before and after the MLP
+    qkv_bias: bool | str = False
+    out_bias: bool | str = False
+    mlp_bias: bool | str = False
+    fused_qkv: bool = False          # one linear "qkv_proj"
+    fused_gate_up: bool = False      # one linear "gate_up_proj"
+    parallel: bool = False           # the MLP reads attention's normed input
+    activation: str = "hidden_act"
+    qk_norm: str | None = None       # "head": weight [head_dim]; "full": over all heads' width;
+    #                                  "heads": weight [heads, head_dim], mean over head_dim
+    qk_norm_if: bool | str = True
+    qk_norm_names: tuple = ("self_attn.q_norm", "self_attn.k_norm")
+    qk_norm_after_rotary: bool = False
+    rotary_interleaved: bool = False
+    partial_rotary: bool = False     # partial_rotary_factor of rope_parameters counts
+    ropes_by_layer_type: bool = False     # rope_parameters has an entry for each layer type
+    ntk_alpha: bool = False          # alpha of rope_parameters counts, whatever the length
+    no_rotary: str | None = None     # layers without: "no_rope_layers" (config field), "full", or
+    #                                  "full_if_window": full ones if the model has a window
+    window: str | None = None        # layers with a sliding window: None, "all" or "layer_types"
+    attention_scale: str | None = None    # None: head_dim ** -0.5
+    query_scalar: str | None = None  # scale = this ** -0.5
+    attention_softcap: str | None = None
+    logits_softcap: str | None = None
+    query_temperature: bool = False  # llama_4_scaling_beta of rope_parameters counts
+    sqrt_embedding: bool = False     # embedding times sqrt(hidden_size)
+    embedding_multiplier: float | str = 1.0
+    residual_multiplier: float | str = 1.0
+    logits_multiplier: float | str = 1.0
+    logits_divisor: float | str = 1.0
+    attention_dropout: float | str = "attention_dropout"
+    residual_dropout: float | str = 0.0
+
+
+SANDWICH = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
+            "post_feedforward_layernorm")
+POST_ONLY = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+LLAMA = Family(qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias")
+QWEN3 = Family(qkv_bias="attention_bias", out_bias="attention_bias", qk_norm="head",
+               window="layer_types")
+GEMMA = Family(norm="rms_plus_one", qkv_bias="attention_bias", out_bias="attention_bias",
+               sqrt_embedding=True)
+GEMMA2 = dataclasses.replace(
+    GEMMA, norms=SANDWICH, activation="hidden_activation", window="layer_types",
+    query_scalar="query_pre_attn_scalar", attention_softcap="attn_logit_softcapping",
+    logits_softcap="final_logit_softcapping")
+GRANITE = dataclasses.replace(
+    LLAMA, attention_scale="attention_multiplier", embedding_multiplier="embedding_multiplier",
+    residual_multiplier="residual_multiplier", logits_divisor="logits_scaling")
+COHERE = Family(norm="layer", norm_eps="layer_norm_eps", parallel=True,
+                norms=("input_layernorm", None, "input_layernorm", None), qkv_bias="attention_bias",
+                out_bias="attention_bias", rotary_interleaved=True, logits_multiplier="logit_scale")
+OLMO2 = Family(norm="rms_fp32", norms=POST_ONLY, qkv_bias="attention_bias",
+               out_bias="attention_bias", qk_norm="full")
+GLM = Family(qkv_bias="attention_bias", fused_gate_up=True, rotary_interleaved=True,
+             partial_rotary=True)
+FAMILIES = {
+    "llama": LLAMA,
+    "internlm3": LLAMA,
+    "iquestcoder": LLAMA,
+    "cwm": Family(mlp_bias="mlp_bias", window="layer_types"),
+    "mistral": Family(window="all"),
+    "ministral": Family(window="layer_types"),
+    "ministral3": Family(window="all", query_temperature=True),
+    "qwen2": Family(qkv_bias=True, window="layer_types"),
+    "qwen3": QWEN3,
+    "phi3": Family(fused_qkv=True, fused_gate_up=True, partial_rotary=True, window="all"),
+    "gemma": GEMMA,
+    "gemma2": GEMMA2,
+    "gemma3_text": dataclasses.replace(GEMMA2, qk_norm="head", ropes_by_layer_type=True,
+                                       attention_softcap=None, logits_softcap=None),
+    "vaultgemma": dataclasses.replace(
+        GEMMA2, norms=("input_layernorm", None, "pre_feedforward_layernorm", None)),
+    "granite": GRANITE,
+    "hyperclovax": dataclasses.replace(
+        GRANITE, logits_divisor=1.0, logits_multiplier="logits_scaling",  # not as Granite
+        norms=("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2")),
+    "cohere": dataclasses.replace(COHERE, qk_norm="heads", qk_norm_if="use_qk_norm"),
+    "cohere2": dataclasses.replace(COHERE, no_rotary="full", window="layer_types"),
+    "olmo2": OLMO2,
+    "olmo3": dataclasses.replace(OLMO2, ropes_by_layer_type=True, window="layer_types"),
+    "smollm3": dataclasses.replace(LLAMA, no_rotary="no_rope_layers", window="layer_types"),
+    "glm": GLM,
+    "glm4": dataclasses.replace(GLM, norms=("input_layernorm", "post_self_attn_layernorm",
+                                            "post_attention_layernorm", "post_mlp_layernorm")),
+    "helium": Family(norm="rms_fp32", qkv_bias="attention_bias", mlp_bias="mlp_bias",
+                     rotary_interleaved=True),
+    "ernie4_5": Family(qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias",
+                       rotary_interleaved=True, attention_dropout=0.0),
+    "seed_oss": Family(qkv_bias="attention_bias", out_bias="attention_out_bias",
+                       mlp_bias="mlp_bias", residual_dropout="residual_dropout"),
+    "exaone4": Family(norms=POST_ONLY, qk_norm="head", no_rotary="full_if_window",
+                      window="layer_types"),
+    "hunyuan_v1_dense": Family(
+        qkv_bias="attention_bias", out_bias="attention_bias", qk_norm="head",
+        qk_norm_names=("self_attn.query_layernorm", "self_attn.key_layernorm"),
+        qk_norm_after_rotary=True, ntk_alpha=True),
+}
+MULTIMODAL = {"gemma3": ("gemma3_text",), "mistral3": ("mistral", "ministral3")}  # outer: text's
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+ROPE_KEYS = set("""rope_type type rope_theta factor partial_rotary_factor alpha attention_factor
+    original_max_position_embeddings max_position_embeddings beta_fast beta_slow mscale
+    mscale_all_dim truncate short_factor long_factor low_freq_factor high_freq_factor
+    llama_4_scaling_beta""".split())
+# Fields of config classes that describe_model reads for every family, or that change no output.
+# Any other field that no record names must have its default: it could be a mechanism unknown here.
+KNOWN_FIELDS = set("""vocab_size hidden_size intermediate_size num_hidden_layers head_dim
+    num_attention_heads num_key_value_heads tie_word_embeddings rope_parameters layer_types
+    sliding_window use_sliding_window max_window_layers sliding_window_pattern no_rope_layers
+    no_rope_layer_interval max_position_embeddings original_max_position_embeddings
+    initializer_range use_cache pad_token_id bos_token_id eos_token_id eod_token_id dtype
+    transformers_version architectures output_hidden_states return_dict id2label label2id
+    problem_type""".split())
+
+
+def text_config(model_config):
+    """The language model's config inside a multimodal one; else the config itself."""
+    return model_config.text_config if model_config.model_type in MULTIMODAL else model_config
+
+
+def check_model(model_config):
+    """Raise ValueError for a model that the table lacks or that its record cannot express."""
+    outer, c = model_config.model_type, text_config(model_config)
+    name = outer if c is model_config else f"{outer} with {c.model_type}"
+    if c.model_type not in (MULTIMODAL.get(outer) or FAMILIES):
+        words = ("num_local_experts", "num_experts", "n_routed_experts", "is_encoder_decoder")
+        why = [f"{x}={getattr(c, x)}" for x in words if getattr(c, x, None)]
+        why += sorted(set(getattr(c, "layer_types", None) or ())
+                      - {"full_attention", "sliding_attention"})
+        raise ValueError(f"model_type {name} is not supported{' (' * bool(why)}{', '.join(why)}"
+                         f"{')' * bool(why)}: use one of {', '.join([*FAMILIES, *MULTIMODAL])}")
+    if getattr(c, "is_causal", True) is False:
+        raise ValueError(f"{name}: is_causal=False is not supported: only causal attention is")
+    named = {x for x in dataclasses.astuple(FAMILIES[c.model_type]) if isinstance(x, str)}
+    for field in dataclasses.fields(c):
+        value, default = getattr(c, field.name), field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        if field.name not in KNOWN_FIELDS | named and value != default and (value or default):
+            raise ValueError(f"{name}: {field.name}={value} is not supported, only {default}")
+
+
+def describe_rotary(c, family, head_dim):
+    """(rotary_dim, ropes, layer_rope, layer_window) of a text config; see Architecture."""
+    kinds = getattr(c, "layer_types", None) or ["full_attention"] * c.num_hidden_layers
+    if set(kinds) - {"full_attention", "sliding_attention"} or len(kinds) != c.num_hidden_layers:
+        raise ValueError(f"layer_types has {len(kinds)} entries for {c.num_hidden_layers} layers: "
+                         f"{sorted(set(kinds))}; full_attention and sliding_attention work")
+    window = getattr(c, "sliding_window", None)
+    slides = [family.window == "all" and window is not None
+              or family.window == "layer_types" and kind == "sliding_attention" for kind in kinds]
+    if any(slides) and not (window and getattr(c, "use_sliding_window", True)):
+        raise ValueError(f"layers with a sliding window, but sliding_window={window}, "
+                         f"use_sliding_window={getattr(c, 'use_sliding_window', None)}")
+    rotated = [True] * len(kinds)
+    if family.no_rotary == "no_rope_layers":
+        rotated = c.no_rope_layers
+    elif family.no_rotary == "full" or family.no_rotary == "full_if_window" and window is not None:
+        rotated = slides
+    ropes, layer_rope = [], []
+    for kind, rotates in zip(kinds, rotated, strict=True):
+        rope = dict(c.rope_parameters)
+        if family.ropes_by_layer_type and "rope_type" not in rope:  # else they are of no layer type
+            rope = dict(rope.get(kind) or {})
+        if rope.get("rope_type") not in ROPE_TYPES or not rope.keys() <= ROPE_KEYS:
+            raise ValueError(f"rope_parameters {c.rope_parameters} are not supported")
+        if family.query_temperature and not rope.get("llama_4_scaling_beta"):
+            raise ValueError(f"rope_parameters {rope} have no llama_4_scaling_beta")
+        if family.ntk_alpha and rope["rope_type"] == "dynamic" and rope.get("alpha"):
+            theta = rope["rope_theta"] * rope["alpha"] ** (head_dim / (head_dim - 2))
+            rope = {"rope_type": "default", "rope_theta": theta}  # no longer depends on length
+        if rope not in ropes:
+            ropes.append(rope)
+        layer_rope.append(ropes.index(rope) if rotates else None)
+    part = ropes[0].get("partial_rotary_factor") or 1.0
+    if len({x.get("partial_rotary_factor") for x in ropes}) > 1 or int(head_dim * part) % 2 \
+            or part != 1.0 and not family.partial_rotary:
+        raise ValueError(f"partial_rotary_factor={part} of {head_dim} dimensions is not supported")
+    return (int(head_dim * part), tuple(ropes), tuple(layer_rope),
+            tuple(window if slide else None for slide in slides))
+
+
+def describe_model(model_config) -> Architecture:
+    """Resolve a config, from AutoConfig; ValueError where a layer needs what no record can say."""
+    check_model(model_config)
+    c = text_config(model_config)
+    family = FAMILIES[c.model_type]
+
+    def setting(name):
+        value = getattr(family, name)
+        return getattr(c, value) if isinstance(value, str) else value
+
+    hidden, inner, heads, kv_heads = (c.hidden_size, c.intermediate_size, c.num_attention_heads,
+                                      c.num_key_value_heads)
+    head_dim = getattr(c, "head_dim", None) or hidden // heads
+    if setting("activation") not in ACTIVATIONS:
+        raise ValueError(f"{family.activation} {setting('activation')} is not supported: only "
+                         f"{', '.join(ACTIVATIONS)}")
+    if heads % kv_heads:
+        raise ValueError(f"{heads} attention heads are no multiple of {kv_heads} key-value heads")
+    widths = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
+    qkv = {"qkv": sum(widths.values())} if family.fused_qkv else widths
+    gate_up = {"gate_up": 2 * inner} if family.fused_gate_up else {"gate": inner, "up": inner}
+    qkv_bias, out_bias, mlp_bias = (bool(setting(x)) for x in ("qkv_bias", "out_bias", "mlp_bias"))
+    rotary_dim, ropes, layer_rope, layer_window = describe_rotary(c, family, head_dim)
+    scale = head_dim ** -0.5 if family.attention_scale is None else setting("attention_scale")
+    has_qk_norm = family.qk_norm and setting("qk_norm_if")
+    inside = c is not model_config
+    return Architecture(
+        family=c.model_type, n_layers=c.num_hidden_layers, hidden_size=hidden,
+        intermediate_size=inner, n_heads=heads, n_kv_heads=kv_heads, head_dim=head_dim,
+        vocab_size=c.vocab_size,
+        qkv=tuple(Linear(f"self_attn.{x}_proj", n, hidden, qkv_bias) for x, n in qkv.items()),
+        out=(Linear("self_attn.o_proj", hidden, widths["q"], out_bias),),
+        gate_up=tuple(Linear(f"mlp.{x}_proj", n, hidden, mlp_bias) for x, n in gate_up.items()),
+        down=(Linear("mlp.down_proj", hidden, inner, mlp_bias),),
+        activation=setting("activation"), norm=family.norm,
+        norm_eps=setting("norm_eps"),
+        **dict(zip(("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm"),
+                   family.norms)),
+        parallel=family.parallel, qk_norm=family.qk_norm if has_qk_norm else None,
+        **dict(zip(("q_norm", "k_norm"), family.qk_norm_names if has_qk_norm else (None, None))),
+        qk_norm_after_rotary=family.qk_norm_after_rotary, rotary_dim=rotary_dim,
+        rotary_interleaved=family.rotary_interleaved,
+        ropes=ropes, layer_rope=layer_rope, layer_window=layer_window,
+        attention_scale=setting("query_scalar") ** -0.5 if family.query_scalar else float(scale),
+        attention_softcap=setting("attention_softcap"), logits_softcap=setting("logits_softcap"),
+        query_temperature=family.query_temperature and (
+            ropes[0]["llama_4_scaling_beta"], ropes[0]["original_max_position_embeddings"]) or None,
+        embedding_multiplier=hidden ** 0.5 if family.sqrt_embedding else
+        float(setting("embedding_multiplier")),
+        residual_multiplier=float(setting("residual_multiplier")),
+        logits_multiplier=float(setting("logits_multiplier")) / setting("logits_divisor"),
+        attention_dropout=float(setting("attention_dropout") or 0),
+        residual_dropout=float(setting("residual_dropout") or 0),
+        # mistral3's outer flag is True by default though released models are not tied
+        tied=bool(c.tie_word_embeddings and model_config.tie_word_embeddings),
+        module_prefix="model.language_model." if inside else "model.",
+        checkpoint_prefixes=("model.language_model.", "language_model.model.") if inside else
+        ("model.",),
+        head_names=("lm_head.weight", "language_model.lm_head.weight")[:1 + inside])
+
+
+def rope_frequencies(rope, arch, max_seq_len, model_config):
+    """(fp32 [rotary_dim / 2] inverse frequencies, factor on cos and sin) of one of arch.ropes.
+
+    max_seq_len chooses longrope's factors and dynamic's base once, for all batches.
     """
-    assert attention_mask is None and softcap is None and s_aux is None, "attends without these"
-    if kernel and not dropout:
-        q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-        window = (-1 if sliding_window is None else sliding_window - 1, 0)
-        return kernel(q, k, v, scaling, window, cu_seq_lens, lengths and max(lengths)), None
-    outs, parts = [], [(query, key, value)]
-    if lengths:
-        parts = zip(*(t.split(lengths, 2) for t in (query, key, value)))
-    for q, k, v in parts:
-        mask, n = None, q.shape[2]
-        if sliding_window is not None and n > sliding_window:
-            ones = torch.ones(n, n, dtype=torch.bool, device=q.device)
-            mask = ones.tril().triu(1 - sliding_window)
-        outs.append(F.scaled_dot_product_attention(
-            q, k, v, mask, dropout, mask is None, scale=scaling, enable_gqa=True
-        ))  # fmt: skip
-    return (outs[0] if len(outs) == 1 else torch.cat(outs, 2)).transpose(1, 2), None
+    if rope["rope_type"] == "default":
+        exponents = torch.arange(0, arch.rotary_dim, 2, dtype=torch.float) / arch.rotary_dim
+        return 1.0 / rope["rope_theta"] ** exponents, 1.0
+    view = types.SimpleNamespace(
+        rope_parameters=rope | {"partial_rotary_factor": 1.0}, head_dim=arch.rotary_dim,
+        hidden_size=arch.hidden_size, num_attention_heads=arch.n_heads,
+        max_position_embeddings=text_config(model_config).max_position_embeddings,
+        standardize_rope_params=lambda: None)
+    inv_freq, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](view, "cpu", seq_len=max_seq_len)
+    return inv_freq.float(), float(factor)
 
 
-def attention_kernel(attention, config, device):
-    """A function (q, k, v [rows, tokens, heads, size], scaling, window, cu_seq_lens, longest) that
-    returns the same; with --packing for all of a row's documents at once. None: sdpa is."""
-    if attention == "flash_attention_2":
-        from flash_attn import flash_attn_func, flash_attn_varlen_func
-
-        def flash(q, k, v, scaling, window, bounds, longest):
-            options = dict(softmax_scale=scaling, causal=True, window_size=window)
-            if bounds is None:
-                return flash_attn_func(q, k, v, **options)
-            bounds, longest = (bounds, bounds), (longest, longest)
-            return flash_attn_varlen_func(q[0], k[0], v[0], *bounds, *longest, **options)[None]
-
-        return flash
-    flash_gpu = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-    if not config.packing or not flash_gpu or config.compute_dtype != "bfloat16":
-        return None
-    from torch.nn.attention.varlen import varlen_attn
-
-    # torch 2.11 takes fewer heads of keys as they are, later ones want to be told
-    grouped = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    options = {"enable_gqa": True} if grouped else {}
-
-    def torchs(q, k, v, scaling, window, bounds, longest):
-        bounds, longest = (bounds, bounds), (longest, longest)
-        return varlen_attn(
-            q[0], k[0], v[0], *bounds, *longest, scale=scaling, window_size=window, **options
-        )[None]
-
-    return torchs
-
-
-def has_windows(kernel, device):
-    """Whether it computes sliding windows. A flash-attn can be built without, and then gives
-    anything, without an error."""
-    q, k, v = torch.randn(3, 1, 2, 64, 64, dtype=torch.bfloat16, device=device)
-    bounds = torch.tensor([0, 64], dtype=torch.int32, device=device)
-    got, want = (
-        causal_attention(way, None, q, k, v, cu_seq_lens=bounds, lengths=(64,), sliding_window=8)[0]
-        for way in (kernel, None)
-    )
-    return bool((got - want).norm() < 0.05 * want.norm())
-
-
-def attend_causally(model, attention, config, device):
-    """Make causal_attention the model's, where that is all it does.
-
-    Under a name of its own transformers makes no mask for it. Otherwise it would find out from
-    position_ids whether there are several documents, for which the host waits for the GPU in each
-    forward, and with Flash Attention 2 and one row in each layer.
-    """
-    able = model._supports_attention_backend
-    if not able or getattr(model.config, "attn_logit_softcapping", None):
-        if config.packing:
-            raise ValueError(f"--packing: the attention of {type(model).__name__} cannot be told"
-                             " where documents begin; leave it out")
-        return
-    window = getattr(model.config, "sliding_window", None)
-    if not config.packing and attention == "sdpa" and window and window < config.max_seq_len:
-        return  # it makes one mask for all layers
-    kernel = attention_kernel(attention, config, device)
-    if kernel and window and window < config.max_seq_len and not has_windows(kernel, device):
-        raise ValueError(f"--attn {attention}: as installed it computes no sliding windows, and the"
-                         f" model has one of {window} tokens; use --attn sdpa, a"
-                         f" --max_seq_len of up to {window}, or build flash-attn with them")
-    transformers.AttentionInterface.register("causal", functools.partial(causal_attention, kernel))
-    model.set_attn_implementation("causal")
-    assert model.config._attn_implementation == "causal", "transformers kept its own attention"
-
-
-def choose_attention(config, model_config, device):
-    """The attention to use and why, as 'name: reason'. Rank 0 only."""
-    from transformers.utils import is_flash_attn_2_available
-
-    flash = device.type == "cuda" and is_flash_attn_2_available()
-    get_it = "`make flash-attn` builds Flash Attention 2"
-    if config.attn == "flash_attention_2" and not flash:
-        raise ValueError("--attn flash_attention_2: flash-attn is not installed or there is no GPU;"
-                         f" {get_it}, or use --attn sdpa")
-    if config.attn in ("sdpa", "flash_attention_2"):
-        return f"{config.attn}: as asked"
-    if not flash or config.compute_dtype != "bfloat16":
-        why = "no GPU" if device.type == "cpu" else f"flash-attn is not installed ({get_it})"
-        return f"sdpa: {why if config.compute_dtype == 'bfloat16' else 'computing in float32'}"
-    if config.attn is None or config.packing:  # the time of packs depends on what is in them
-        return "flash_attention_2: installed"
-    times = time_attention(config, model_config, device)
-    best = min(times, key=times.get)
-    return f"{best}: " + ", ".join(f"{name} {ms:.2f} ms" for name, ms in times.items())
-
-
-def time_attention(config, model_config, device):
-    """Milliseconds of forward + backward of one layer's attention, at the run's own shape."""
-    from flash_attn import flash_attn_func
-
-    heads = model_config.num_attention_heads
-    kv_heads = getattr(model_config, "num_key_value_heads", None) or heads
-    size = getattr(model_config, "head_dim", None) or model_config.hidden_size // heads
-    shape = (config.micro_batch_size, config.max_seq_len)
-    q, k, v = (
-        torch.randn(*shape, n, size, dtype=torch.bfloat16, device=device, requires_grad=True)
-        for n in (heads, kv_heads, kv_heads)
-    )
-
-    def sdpa():
-        args = (t.transpose(1, 2) for t in (q, k, v))
-        return F.scaled_dot_product_attention(*args, is_causal=True, enable_gqa=True)
-
-    def flash():
-        return flash_attn_func(q, k, v, causal=True)
-
-    times = {}
-    for name, run in ("sdpa", sdpa), ("flash_attention_2", flash):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        for i in range(8):
-            if i == 3:
-                start.record()
-            run().sum().backward()
-        end.record()
-        torch.cuda.synchronize()
-        times[name] = start.elapsed_time(end) / 5
-    return times
+def shrunk_config(model_config):
+    """A text config of two small layers, one of each kind, that has every feature of the model."""
+    arch = describe_model(model_config)
+    c = copy.deepcopy(text_config(model_config))
+    kinds = list(zip(arch.layer_rope, arch.layer_window))
+    other = next((i for i, kind in enumerate(kinds) if kind != kinds[0]), 0)
+    for name in ("layer_types", "no_rope_layers"):
+        if getattr(c, name, None):
+            setattr(c, name, [getattr(c, name)[0], getattr(c, name)[other]])
+    c.num_hidden_layers, c.vocab_size, c.intermediate_size = 2, 128, 96
+    c.initializer_range = 0.2  # at 0.02 attention is so even that a wrong scale goes unnoticed
+    c.num_attention_heads = 4
+    c.num_key_value_heads = {1: 1, arch.n_heads: 4}.get(arch.n_kv_heads, 2)
+    c.hidden_size = 64 if arch.n_heads * arch.head_dim == arch.hidden_size else 48
+    if hasattr(c, "head_dim"):
+        c.head_dim = 16
+    if getattr(c, "sliding_window", None):
+        c.sliding_window = 5
+    n_factors = arch.rotary_dim * 8 // arch.head_dim
+    for rope in [c.rope_parameters, *c.rope_parameters.values()]:
+        if isinstance(rope, dict) and ("long_factor" in rope or "llama_4_scaling_beta" in rope):
+            ratio = c.max_position_embeddings / rope["original_max_position_embeddings"]
+            rope["original_max_position_embeddings"] = 16  # so that short rows reach both sides
+            c.max_position_embeddings = int(16 * ratio)
+            if hasattr(c, "original_max_position_embeddings"):
+                c.original_max_position_embeddings = 16
+            for name in {"short_factor", "long_factor"} & rope.keys():
+                rope[name] = rope[name][:n_factors]
+    c.pad_token_id, c.bos_token_id, c.eos_token_id = None, 1, 2
+    return c
 
 
 # ------------------------------------------------------------------------------------------------
-# Model: its files
+# Files of a model, and loading
 # ------------------------------------------------------------------------------------------------
 
 
@@ -1364,7 +3025,7 @@ def model_directory(name, random_weights):
 
 
 def read_model_config(directory, config):
-    """The model's own configuration, checked against what this script can do with it."""
+    """The model's own configuration and its Architecture."""
     try:
         if config.random_weights and config.model in SHAPES:
             model_config = AutoConfig.for_model(**SHAPES[config.model])
@@ -1372,18 +3033,15 @@ def read_model_config(directory, config):
             model_config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except Exception as e:
         raise ValueError(f"--model {config.model}: {e}")
-    if not hasattr(model_config, "vocab_size"):
-        kind = type(model_config).__name__
-        raise ValueError(f"--model {config.model}: {kind} is no plain language model")
     check_quantization(getattr(model_config, "quantization_config", None), config.model)
-    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
-        if getattr(model_config, name, None) not in (None, 1.0):
-            raise ValueError(f"--model {config.model}: its logits are changed by {name} after the"
-                             " head, which the loss here would leave out")
-    longest = getattr(model_config, "max_position_embeddings", None)
+    try:
+        arch = describe_model(model_config)
+    except ValueError as e:
+        raise ValueError(f"--model {config.model}: {e}")
+    longest = text_config(model_config).max_position_embeddings
     if longest and config.max_seq_len > longest and config.dataset:
         raise ValueError(f"--max_seq_len {config.max_seq_len}: the model was made for {longest}")
-    return model_config
+    return model_config, arch
 
 
 def check_quantization(settings, name):
@@ -1395,6 +3053,13 @@ def check_quantization(settings, name):
             raise ValueError(f"--model {name}: is quantised already, with {key}"
                              f" {settings.get(key)}; only {value} can be read, so name the original"
                              " model")
+
+
+def load_tokenizer(directory):
+    try:
+        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    except Exception as e:
+        raise ValueError(f"{directory}: its tokenizer cannot be loaded: {e!r}")
 
 
 def weight_files(directory):
@@ -1424,11 +3089,36 @@ def weight_files(directory):
         raise ValueError(f"{file}: not a whole safetensors file: {e}")
 
 
-def load_tokenizer(directory):
-    try:
-        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except Exception as e:
-        raise ValueError(f"{directory}: its tokenizer cannot be loaded: {e!r}")
+@dataclasses.dataclass(frozen=True)
+class Names:
+    """What a checkpoint calls the tensors that are read: {our name: theirs}, {theirs: shape}."""
+
+    linears: dict  # {(layer, linear's name): name}
+    vectors: dict  # {(layer, name below the layer): name}
+    embedding: str
+    norm: str
+    head: str | None  # None: the embedding
+    shapes: dict
+
+
+def tensor_names(arch, files):
+    """The Names of a checkpoint's tensors; `files` tells which of several spellings it has."""
+    stems = arch.checkpoint_prefixes
+    stem = next((s for s in stems if f"{s}embed_tokens.weight" in files), stems[0])
+    head = next((name for name in arch.head_names if name in files), arch.head_names[0])
+    linears, vectors, shapes = {}, {}, {}
+    for i in range(arch.n_layers):
+        for linear in arch.linears:
+            name = linears[i, linear.name] = f"{stem}layers.{i}.{linear.name}.weight"
+            shapes[name] = (linear.out_features, linear.in_features)
+        for key, shape in arch.vectors.items():
+            name = vectors[i, key] = f"{stem}layers.{i}.{key}"
+            shapes[name] = shape
+    embedding, norm = f"{stem}embed_tokens.weight", f"{stem}norm.weight"
+    shapes[embedding], shapes[norm] = (arch.vocab_size, arch.hidden_size), (arch.hidden_size,)
+    if not arch.tied:
+        shapes[head] = shapes[embedding]
+    return Names(linears, vectors, embedding, norm, None if arch.tied else head, shapes)
 
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -1468,21 +3158,22 @@ def check_weights(files, shapes):
             raise ValueError(f"{file}: not a whole safetensors file: {e}")
 
 
-def stored_shapes(files, shapes, layers):
-    """`shapes` as a checkpoint has them whose `layers` bitsandbytes has quantised: {name: shape},
-    None where the shape does not matter."""
-    plain = [name for name in layers if f"{name}.{NF4_STATE}" not in files]
+def stored_shapes(files, names):
+    """names.shapes as a checkpoint has them whose linears bitsandbytes has quantised: {name:
+    shape}, None where the shape does not matter."""
+    linears = names.linears.values()
+    plain = [name for name in linears if f"{name}.{NF4_STATE}" not in files]
     if plain:
         raise ValueError(f"config.json says that the model is in 4-bit NF4, but {len(plain)} of its"
-                         f" blocks' {len(layers)} linear layers are not, the first is {plain[0]}:"
+                         f" layers' {len(linears)} linears are not, the first is {plain[0]}:"
                          " name the original model")
-    other = [n for n in files if n.endswith(".absmax") and n.removesuffix(".absmax") not in layers
-             and not n.endswith("nested_absmax")]
+    other = [n for n in files if n.endswith(".absmax") and not n.endswith("nested_absmax")
+             and n.removesuffix(".absmax") not in linears]
     if other:
-        raise ValueError(f"{other[0]}: only linear layers of decoder blocks can be in 4-bit: name"
-                         " the original model")
-    shapes = dict(shapes)
-    for name in layers:
+        raise ValueError(f"{other[0]}: only linears of decoder layers can be in 4-bit: name the"
+                         " original model")
+    shapes = dict(names.shapes)
+    for name in linears:
         n_blocks = math.ceil(math.prod(shapes[name]) / BLOCK)
         shapes.update({
             name: None,  # packed, in integers or floats of any size
@@ -1495,12 +3186,11 @@ def stored_shapes(files, shapes, layers):
     return shapes
 
 
-def stored_states(files, shapes, layers):
-    """What bitsandbytes has stored of each layer's quantisation, {weight name: its JSON object},
-    checked to be what NF4Linear computes with."""
-    states, places = {}, tensor_places(files)
-    tables = {"quant_map": bnb.functional.get_4bit_type("nf4", device="cpu"),
-              "nested_quant_map": dynamic_map(torch.device("cpu"))}  # fmt: skip
+def stored_states(files, names):
+    """What bitsandbytes has stored of each linear's quantisation, {weight name: its JSON object},
+    checked to be what is computed with here."""
+    states, places, shapes = {}, tensor_places(files), names.shapes
+    tables = {"quant_map": nf4_code("cpu"), "nested_quant_map": dynamic_map(torch.device("cpu"))}
     for file in sorted(set(files.values())):
         with safe_open(file, "pt") as tensors:
             for key in tensors.keys():
@@ -1514,7 +3204,7 @@ def stored_states(files, shapes, layers):
                 # what it stores may be of another version, and then differ in the last bits
                 elif part in tables and not torch.allclose(tensors.get_tensor(key), tables[part]):
                     raise ValueError(f"{file}: {key} is not the code of bitsandbytes' NF4")
-    for name in layers:
+    for name in names.linears.values():
         want = {"quant_type": "nf4", "blocksize": BLOCK, "shape": list(shapes[name]),
                 "nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32"}  # fmt: skip
         for key, value in want.items():
@@ -1532,194 +3222,29 @@ def stored_states(files, shapes, layers):
     return states
 
 
-def check_files(files, shapes, model, model_config):
+def check_files(files, names, model_config, compute_dtype):
     """What is wrong with a checkpoint's tensors, before they are read; returns stored_states of one
     that is quantised already, else None. All ranks must call this."""
     if not getattr(model_config, "quantization_config", None):
-        on_rank_0(check_weights, files, shapes)
+        on_rank_0(check_weights, files, names.shapes)
         return None
-    layers = [f"{n}.weight" for n, m in model.named_modules() if isinstance(m, NF4Linear)]
-    on_rank_0(check_weights, files, together(stored_shapes, files, shapes, layers))
-    return together(stored_states, files, shapes, layers)
+    with together():
+        shapes = stored_shapes(files, names)
+    on_rank_0(check_weights, files, shapes)
+    with together():
+        states = stored_states(files, names)
+    say_stored(states, compute_dtype)
+    return states
 
 
 def say_stored(states, compute_dtype):
     """Of a model that is quantised already."""
     dtypes = sorted({state["dtype"] for state in states.values()})
-    say(f"model: quantised already, loaded as it is: {len(states)} layers in NF4")
+    say(f"model: quantised already, loaded as it is: {len(states)} linears in NF4")
     if dtypes != [compute_dtype]:
         say(f"they were quantised from {', '.join(dtypes)}, to which bitsandbytes dequantises them;"
             f" here they are dequantised to {compute_dtype}, so that some weights differ by its"
             " rounding")
-
-
-# ------------------------------------------------------------------------------------------------
-# Model: built on meta, fused
-# ------------------------------------------------------------------------------------------------
-
-
-def decoder_blocks(model):
-    """The decoder blocks: the longest ModuleList below the decoder."""
-    lists = [m for m in model.get_decoder().modules() if isinstance(m, nn.ModuleList)]
-    return max(lists, key=len)
-
-
-def build_model(model_config, attention, dtype, shards):
-    """The model on the meta device, its blocks' linear layers to be NF4.
-
-    Returns it and the shapes {name: shape} of the tensors that a checkpoint must have.
-    """
-    model_config = copy.copy(model_config)
-    vars(model_config).pop("quantization_config", None)  # what is in 4-bit is decided here
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            model_config, attn_implementation=attention, dtype=dtype, trust_remote_code=False
-        )
-    shapes = {name: p.shape for name, p in model.named_parameters()}
-    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    if others := sorted(model.state_dict().keys() - tied):
-        raise ValueError(f"{type(model).__name__}: its checkpoints hold more than parameters, the"
-                         f" first is {others[0]}, which is not read here")
-    if not shard_range(model_config.vocab_size, shards - 1, shards):
-        raise ValueError(f"a vocabulary of {model_config.vocab_size} cannot be shared by {shards}"
-                         " processes: use fewer, or a smaller --shard_group_size")
-    blocks = decoder_blocks(model)
-    linears = [m for m in blocks.modules() if isinstance(m, nn.Linear)]
-    in_linears = sum(m.weight.numel() for m in linears)
-    in_blocks = sum(p.numel() for p in blocks.parameters())
-    if in_linears < 0.95 * in_blocks:
-        raise ValueError(f"{type(model).__name__}: {1 - in_linears / in_blocks:.0%} of its blocks'"
-                         " weights are not in linear layers (a mixture of experts?) and could"
-                         " not be quantised")
-    for block in blocks:
-        layers, n_blocks = [], 0
-        for name, linear in [(n, m) for n, m in block.named_modules() if isinstance(m, nn.Linear)]:
-            if linear.weight.numel() % 4:
-                raise ValueError(f"{name}: {list(linear.weight.shape)} weights do not fill"
-                                 " whole 16-bit words of 4-bit codes")
-            layers.append(NF4Linear(linear, n_blocks))
-            n_blocks += layers[-1].n_blocks
-            block.set_submodule(name, layers[-1])
-        padded = math.ceil(n_blocks / shards) * shards  # so that FSDP2 shards it evenly
-        weight = nn.Parameter(NF4Blocks.zeros(padded, "meta"), requires_grad=False)
-        for layer in layers:
-            layer.weight = weight
-    make_vocabulary(model)
-    model.requires_grad_(False)
-    model.forward = types.MethodType(token_losses, model)
-    model.train()
-    return model, shapes
-
-
-def make_vocabulary(model):
-    """Make embedding and head those above; their parameters stay, the same one where tied."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    for module, plain, sharded in (embedding, nn.Embedding, Embedding), (head, nn.Linear, LMHead):
-        if type(module) is not plain:
-            raise ValueError(f"{type(model).__name__}: its {type(module).__name__} is no plain"
-                             f" {plain.__name__}, which this script takes it for")
-        module.__class__ = sharded
-    head.maximum, head.gradient = logits_maximum, logits_gradient
-
-
-# what a class must do for its forward to be replaced, as its source says it
-RMS_NORM = "return self.weight * hidden_states.to(input_dtype)"
-SWIGLU_MLP = "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"
-SWIGLU_MLPS = f"return {SWIGLU_MLP}", f"down_proj = {SWIGLU_MLP}\nreturn down_proj"
-
-
-@functools.lru_cache(None)
-def forward_body(cls):
-    """The statements of a module class's forward as ast.unparse writes them."""
-    source = textwrap.dedent(inspect.getsource(cls.forward))
-    return "\n".join(map(ast.unparse, ast.parse(source).body[0].body))
-
-
-def is_swiglu_mlp(cls):
-    """Whether its forward is mlp_forward, but for the activation, and nothing besides."""
-    return forward_body(cls) in SWIGLU_MLPS
-
-
-@torch.compile
-def rms_norm(x, weight, epsilon):
-    x32 = x.float()
-    x32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + epsilon)
-    return weight * x32.to(x.dtype)
-
-
-@torch.compile
-def swiglu(gate, up):
-    return F.silu(gate) * up
-
-
-def try_fused(device):
-    """Why Triton's kernels cannot be used on this machine, or nothing. They are compiled at their
-    first use, which takes a C compiler and Python's headers, and must give what others give."""
-    if device.type != "cuda" or triton is None:
-        return "there is no GPU" if device.type != "cuda" else "there is no Triton"
-    weight = torch.randn(256, 256, dtype=torch.bfloat16, device=device)
-    packed, state = bnb.functional.quantize_4bit(
-        weight, blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
-    )
-    try:
-        fused = dequantize_fused(packed.view(-1, BLOCK // 2), state.absmax, state)
-    except Exception as e:
-        return f"Triton cannot compile here, {type(e).__name__}: {str(e)[:200]}"
-    same = torch.equal(fused, bnb.functional.dequantize_4bit(packed, state))
-    return "" if same else "its result is not what bitsandbytes gives on this GPU"
-
-
-def choose_fused(config, why_not):
-    """--fused as it will be used; `why_not` is empty where it can be."""
-    if config.fused and why_not:
-        raise ValueError(f"--fused: {why_not}; leave it out")
-    if config.fused is None and why_not and "no GPU" not in why_not:
-        say(f"slower than need be, without fused kernels: {why_not}")
-    return dataclasses.replace(config, fused=not why_not if config.fused is None else config.fused)
-
-
-def fuse_model(model):
-    """Swap in the Triton dequantisation, and compile what is elementwise in the decoder blocks:
-    norms, rotary embedding and gated activation, each a function of tensors alone.
-
-    Not whole blocks: compiled inside the checkpoint, a block's last product is recomputed after
-    all, and with the checkpoint inside, torch stops recomputing without a word. Not modules:
-    FSDP2 changes their parameters beneath dynamo's guards.
-    """
-    for module in decoder_blocks(model).modules():
-        if isinstance(module, NF4Linear):
-            module.fused = True
-            continue
-        if RMS_NORM in forward_body(type(module)):
-            module.forward = functools.partial(norm_forward, module)
-        elif is_swiglu_mlp(type(module)) and model.config.hidden_act == "silu":
-            module.forward = functools.partial(mlp_forward, module)
-    head = model.get_output_embeddings()
-    head.maximum, head.gradient = torch.compile(logits_maximum), torch.compile(logits_gradient)
-    modeling = sys.modules[type(model).__module__]
-    rotary = getattr(modeling, "apply_rotary_pos_emb", None)
-    if rotary and not isinstance(rotary, functools.partial):  # once in a process
-        modeling.apply_rotary_pos_emb = functools.partial(rotate, torch.compile(rotary))
-
-
-def rotate(rotary, q, k, cos, sin):
-    """Rotary embedding of query and key [rows, heads, tokens, size], computed on [rows, tokens,
-    heads, size], which is how they and their gradients lie in memory: nothing is copied."""
-    q, k = rotary(q.transpose(1, 2), k.transpose(1, 2), cos, sin, unsqueeze_dim=2)
-    return q.transpose(1, 2), k.transpose(1, 2)
-
-
-def norm_forward(norm, x):
-    return rms_norm(x, norm.weight, norm.variance_epsilon)
-
-
-def mlp_forward(mlp, x):
-    return mlp.down_proj(swiglu(mlp.gate_proj(x), mlp.up_proj(x)))
-
-
-# ------------------------------------------------------------------------------------------------
-# Model: load and quantise
-# ------------------------------------------------------------------------------------------------
 
 
 def tensor_places(files):
@@ -1818,993 +3343,80 @@ def random_reader(seed, dtype, device):
     return lambda requests: (read(*request) for request in requests)
 
 
-def shard_range(n, shard, shards):
-    """The rows of `n` that FSDP2 gives to a shard: as torch.chunk does."""
-    size = math.ceil(n / shards)
-    return range(min(shard * size, n), min((shard + 1) * size, n))
-
-
-def shard_blocks(layer, shard):
-    """Which blocks a shard has of an NF4Linear, of its own n_blocks, and where they are in the
-    shard: two slices."""
-    local = len(local_part(layer.weight))
-    start, stop = (min(max(at - layer.first_block, 0), layer.n_blocks)
+def shard_blocks(where, local, shard):
+    """Which blocks a shard of `local` blocks has of a linear whose blocks are `where` of the layer's,
+    counted from its own first, and where they are in the shard: two slices."""
+    start, stop = (min(max(at - where.start, 0), where.stop - where.start)
                    for at in (shard * local, (shard + 1) * local))  # fmt: skip
-    place = start + layer.first_block - shard * local
+    place = start + where.start - shard * local
     return slice(start, stop), slice(place, place + stop - start)
 
 
-def layer_requests(name, layer, shard, stored):
-    """What a rank reads of one NF4Linear, for `file_reader`: whole rows of the weight; or, where it
-    is quantised already, packed codes, absmax codes and the nested state."""
-    shape, (blocks, _) = (layer.out_features, layer.in_features), shard_blocks(layer, shard)
+def linear_requests(name, shape, where, local, shard, stored):
+    """What a rank reads of one linear, for `file_reader`: whole rows of the weight; or, where it is
+    quantised already, packed codes, absmax codes and the nested state."""
+    blocks, _ = shard_blocks(where, local, shard)
     if not stored:
         first, last = blocks.start * BLOCK, min(blocks.stop * BLOCK, math.prod(shape))
         rows = range(first // shape[1], math.ceil(last / shape[1]))
         return [(name, shape, rows if first < last else range(0))]
-    n_bytes, n_nested = math.prod(shape) // 2, math.ceil(layer.n_blocks / NESTED_BLOCK)
+    n_bytes, n_blocks = math.prod(shape) // 2, where.stop - where.start
+    n_nested = math.ceil(n_blocks / NESTED_BLOCK)
     rows = range(blocks.start * BLOCK // 2, min(blocks.stop * BLOCK // 2, n_bytes))
     return [
         (name, (n_bytes,), rows),
-        (f"{name}.absmax", (layer.n_blocks,), range(blocks.start, blocks.stop)),
+        (f"{name}.absmax", (n_blocks,), range(blocks.start, blocks.stop)),
         (f"{name}.nested_absmax", (n_nested,), range(n_nested)),
         (f"{name}.nested_quant_map", (256,), range(256)),
     ]
 
 
-def quantize_shard(values, layers, group, local):
-    """Fill `local`, this rank's NF4Blocks of a decoder block's layers, which are zeros; returns the
-    nested state of each. All ranks of `group` must call this.
+def quantise_shard(values, linears, local, dtype, place):
+    """Fill `local`, this rank's NF4Blocks of a layer's linears [(Linear, blocks)], which are zeros;
+    returns (nested absmax, offset, code) of each. `place` is (rank, ranks, group) of the shards: all must call this.
 
     Blocks are quantised independently, so that a rank's own blocks have the bytes they would
-    have in the whole tensor. The second level takes the mean over all of a layer's: their fp32
+    have in the whole tensor. The second level takes the mean over all of a linear's: their fp32
     absmax, 4 bytes for 64 weights, is gathered and every rank does that part alike.
     """
-    shard, device = dist.get_rank(group), local.device
+    (shard, shards, group), device = place, local.device
     absmax = torch.zeros(len(local), dtype=torch.float32, device=device)
-    for layer, weights in zip(layers, values):
-        blocks, place = shard_blocks(layer, shard)
+    for linear, where in linears:
+        weights, (blocks, at) = next(values), shard_blocks(where, len(local), shard)
         if blocks.start == blocks.stop:
             continue
         first = blocks.start * BLOCK
-        last = min(blocks.stop * BLOCK, layer.out_features * layer.in_features)
-        skip = first % layer.in_features  # what whole rows have in front of the first block
-        weights = weights.to(device, layer.dtype).view(-1)[skip : skip + last - first].contiguous()
+        last = min(blocks.stop * BLOCK, linear.out_features * linear.in_features)
+        skip = first % linear.in_features  # what whole rows have in front of the first block
+        weights = weights.to(device, dtype).view(-1)[skip : skip + last - first].contiguous()
         codes, state = bnb.functional.quantize_4bit(weights, blocksize=BLOCK, quant_type="nf4")
-        local.packed[place].view(-1)[: codes.numel()] = codes.view(-1)
-        absmax[place] = state.absmax
-    all_absmax, states = all_gather(absmax, group).view(-1), []
-    for layer in layers:
+        local.packed[at].view(-1)[: codes.numel()] = codes.view(-1)
+        absmax[at] = state.absmax
+    all_absmax, nested = absmax if shards == 1 else all_gather(absmax, group).view(-1), []
+    for _, where in linears:
         # a tensor of its own: how a sum is split, and rounded, depends on where a tensor begins
-        whole = all_absmax[layer.first_block : layer.first_block + layer.n_blocks].clone()
-        offset = whole.mean()
-        codes, nested = bnb.functional.quantize_blockwise(
-            whole - offset, code=dynamic_map(device), blocksize=NESTED_BLOCK
+        whole = all_absmax[where].clone()
+        offset, code = whole.mean(), dynamic_map(device)
+        codes, state = bnb.functional.quantize_blockwise(
+            whole - offset, code=code, blocksize=NESTED_BLOCK
         )
-        blocks, place = shard_blocks(layer, shard)
-        local.absmax_codes[place] = codes[blocks]
-        states.append((nested.absmax, offset, None))
-    return states
+        blocks, at = shard_blocks(where, len(local), shard)
+        local.absmax_codes[at] = codes[blocks]
+        nested.append((state.absmax, offset, code))
+    return nested
 
 
-def stored_shard(values, layers, stored, shard, local):
-    """The same of layers that bitsandbytes has quantised and stored: their bytes as they are."""
-    states = []
-    for layer, state in zip(layers, stored, strict=True):
-        _, place = shard_blocks(layer, shard)
-        codes, scales, nested_absmax, nested_code = (next(values) for _ in range(4))
-        local.packed[place].view(-1)[: codes.nbytes] = codes.view(torch.uint8)
-        local.absmax_codes[place] = scales
+def stored_shard(values, linears, local, states, shard):
+    """The same of linears that bitsandbytes has quantised and stored: their bytes as they are."""
+    nested = []
+    for (_, where), state in zip(linears, states, strict=True):
+        _, at = shard_blocks(where, len(local), shard)
+        codes, scales, nested_absmax, code = (next(values) for _ in range(4))
+        local.packed[at].view(-1)[: codes.nbytes] = codes.view(torch.uint8)
+        local.absmax_codes[at] = scales
         offset = torch.tensor(state["nested_offset"], dtype=torch.float32, device=local.device)
-        states.append((nested_absmax, offset, nested_code))
-    return states
-
-
-def set_local(module, name, local):
-    """Give a meta parameter its local values; returns the new parameter."""
-    old = getattr(module, name)
-    if isinstance(old, DTensor):
-        # as FSDP2 does it; DTensor.from_local would move an offloaded shard to the GPU
-        value = DTensor(local, old._spec, requires_grad=False)
-    else:
-        value = local.to(old.dtype)
-    setattr(module, name, nn.Parameter(value, requires_grad=old.requires_grad))
-    return getattr(module, name)
-
-
-def load_weights(model, read, mesh, dtype, device, stored=None, offload=False):
-    """Fill every frozen parameter: this rank's rows alone. All ranks must call this.
-
-    `read` is file_reader's or random_reader's result, `stored` that of stored_states where the
-    model is quantised already. Returns {layer: its mean absmax}, a fingerprint of the base model.
-    """
-    group = mesh.get_group("shard")
-    shard, shards = dist.get_rank(group), dist.get_world_size(group)
-    users, requests = {}, []  # a parameter may have several, and must stay one
-    for path, module in model.named_modules():
-        for name, p in module._parameters.items():
-            if p is None or p.requires_grad:
-                continue
-            full_name = f"{path}.{name}".replace(".base_layer", "")
-            users.setdefault(p, []).append((full_name, module, name))
-    homes = {}
-    for p, ((full_name, *_), *_) in users.items():
-        if isinstance(local_part(p), NF4Blocks):
-            if not offload:  # all before what comes and goes: gaps between them would stay
-                homes[p] = NF4Blocks.zeros(len(local_part(p)), device)
-            for layer_name, layer, _ in users[p]:
-                requests += layer_requests(layer_name, layer, shard, stored)
-        else:
-            requests.append((full_name, p.shape, shard_range(p.shape[0], shard, shards)))
-    offsets, n_bytes, before, started = {}, 0, host_memory(), time.perf_counter()
-
-    def count(value):
-        nonlocal n_bytes
-        n_bytes += value.nbytes
-        return value
-
-    values = map(count, read(requests))
-    bar = tqdm(users.items(), "load and quantise", unit="tensor", disable=dist.get_rank() != 0)
-    for p, places in bar:
-        names, modules, (key, *_) = zip(*places)
-        if isinstance(local_part(p), NF4Blocks):
-            local = homes.pop(p, None)
-            if local is None:
-                local = NF4Blocks.zeros(len(local_part(p)), device)
-            if stored:
-                states = [stored[name] for name in names]
-                states = stored_shard(values, modules, states, shard, local)
-            else:
-                states = quantize_shard(values, modules, group, local)
-            if offload:
-                inner = (pinned_copy(t) for t in (local.packed, local.absmax_codes))
-                local = NF4Blocks(*inner, device)
-            for layer, state in zip(modules, states):
-                layer.set_nested_state(*state)
-            offsets.update({name: offset for name, (_, offset, _) in zip(names, states)})
-        else:
-            local = next(values).view(-1, *p.shape[1:]).to(device, dtype)
-            if getattr(modules[0], "on_host", False):
-                local = pinned_copy(local)
-        new = set_local(modules[0], key, local)
-        for module in modules[1:]:
-            setattr(module, key, new)
-    together(next, values, None)  # a reader's error
-    offsets = dict(zip(offsets, torch.stack(list(offsets.values())).tolist()))  # one wait for all
-    say_loading(before, time.perf_counter() - started, n_bytes)
-    for module in model.modules():  # rotary frequencies: computed from the config, never stored
-        if any(b.is_meta for b in module.buffers(recurse=False)):
-            module.to_empty(device=device, recurse=False)
-            model._init_weights(module)
-    return offsets
-
-
-# ------------------------------------------------------------------------------------------------
-# LoRA
-# ------------------------------------------------------------------------------------------------
-
-
-class LoraDown(torch.autograd.Function):
-    """The first half of the adapters of layers that have one input: x [n, in] times all their A.T
-    in one product, times `scaling`: down [n, sum of ranks]. `weights`: all A, then all B.
-
-    Also x as it is, whose graph leads here, where all is saved that LoraUp's backward needs: before
-    the frozen products, so that the recomputation of a checkpoint can stop in front of them.
-    """
-
-    @staticmethod
-    def forward(ctx, x, scaling, *weights):
-        n = len(weights) // 2
-        a = weights[0] if n == 1 else torch.cat(weights[:n])
-        down = scaled_product(x, a.t(), scaling)
-        ctx.save_for_backward(x, down, a, *weights[n:])
-        ctx.mark_non_differentiable(down)
-        ctx.set_materialize_grads(False)
-        return x.view_as(x), down
-
-    @staticmethod
-    def backward(ctx, grad, _):
-        return grad, *[None] * (len(ctx.needs_input_grad) - 1)
-
-
-class LoraUp(torch.autograd.Function):
-    """The second half, and the frozen products accumulated onto it, which then cost no pass of
-    their own: a tuple of [n, out], one for each of `layers`. `weights` are LoraDown's.
-
-    x is LoraDown's, `plain` what it was before dropout, None without. Backward sums the gradients
-    of x inside its products too: a pass over [n, in] less for each.
-    """
-
-    @staticmethod
-    def forward(ctx, x, plain, down, saver, scaling, layers, *weights):
-        ctx.saver, ctx.scaling, ctx.layers, ctx.dropped = saver, scaling, layers, plain is not None
-        x = plain if ctx.dropped else x
-        outs, b = [], weights[len(layers) :]
-        ranks = [b_i.shape[1] for b_i in b]
-        for layer, b_i, down_i in zip(layers, b, down.split_with_sizes(ranks, 1)):
-            outs.append(F.linear(down_i, b_i, layer.bias))
-            if not layer.skipped:  # else only the graph is wanted, see SlicedMLP
-                outs[-1].addmm_(x, layer.forward_weight().t())
-        return tuple(outs)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        x, down, a, *b = ctx.saver.saved_tensors  # a checkpoint lets them be asked for once
-        ranks = [b_i.shape[1] for b_i in b]
-        grad_down, grad_b, grad_x, grad_plain = torch.empty_like(down), [], None, None
-        downs = down.split_with_sizes(ranks, 1), grad_down.split_with_sizes(ranks, 1)
-        for layer, grad, b_i, down_i, grad_down_i in zip(ctx.layers, grads, b, *downs):
-            torch.mm(grad, b_i, out=grad_down_i)
-            grad_b.append(grad.t() @ down_i)
-            if ctx.saver.needs_input_grad[0]:
-                # no name for the weight: it must go before the next layer's is there
-                grad_x = (grad @ layer.backward_weight() if grad_x is None
-                          else grad_x.addmm_(grad, layer.backward_weight()))
-            layer.kept_weight = None
-        grad_a = scaled_product(grad_down.t(), x, ctx.scaling).split_with_sizes(ranks)
-        if ctx.dropped:
-            grad_x, grad_plain = scaled_product(grad_down, a, ctx.scaling), grad_x
-        elif grad_x is not None:
-            grad_x.addmm_(grad_down, a, alpha=ctx.scaling)
-        return grad_x, grad_plain, None, None, None, None, *grad_a, *grad_b
-
-
-def scaled_product(a, b, scaling):
-    return torch.addmm(a.new_empty(()), a, b, beta=0, alpha=scaling)
-
-
-class LoraNF4Linear(nn.Module, LoraLayer):
-    """PEFT's LoRA layer with a forward for NF4Linear: the adapter first, then the frozen product
-    accumulated onto its output (see LoraUp).
-
-    A layer with `siblings` computes their outputs too and leaves them in `waiting`. A sibling takes
-    its own if it is called next with the very same x. Any other call of a layer first drops all
-    that waits: whoever was not called, nothing is kept from one block to the next.
-    """
-
-    waiting = {}  # of all layers: {sibling: (x, its output)}
-    siblings = ()  # the second and third of find_siblings; a tuple is no submodule
-
-    def __init__(self, base_layer, adapter_name, config, r, lora_alpha, **kwargs):
-        super().__init__()
-        LoraLayer.__init__(self, base_layer, **kwargs)
-        self._active_adapter = adapter_name
-        self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config)
-
-    def forward(self, x):
-        known_x, out = self.waiting.pop(self, (None, None))
-        if known_x is x:
-            return out
-        self.waiting.clear()
-        (name,) = self.active_adapters
-        layers, scaling, rows = (self, *self.siblings), self.scaling[name], x.flatten(0, -2)
-        weights = [layer.lora_A[name].weight for layer in layers]
-        weights += [layer.lora_B[name].weight for layer in layers]
-        dropped = self.lora_dropout[name](rows)
-        same, down = LoraDown.apply(dropped, scaling, *weights)
-        plain = None if dropped is rows else rows
-        frozen = [layer.base_layer for layer in layers]
-        outs = LoraUp.apply(same, plain, down, same.grad_fn, scaling, frozen, *weights)
-        out, *others = [out.unflatten(0, x.shape[:-1]) for out in outs]
-        self.waiting.update(zip(self.siblings, ((x, other) for other in others)))
-        return out
-
-
-def add_lora(model, config, base_name):
-    """Inject PEFT's LoRA layers, still on the meta device; returns PEFT's LoraConfig. What is more
-    than the formula of LoraNF4Linear, as DoRA, keeps PEFT's own layer and its forward."""
-    linear = {name for name, m in model.named_modules() if isinstance(m, NF4Linear)}
-    targets = config.target_modules
-    for target in () if targets == ("all-linear",) else targets:
-        if not any(name == target or name.endswith(f".{target}") for name in linear):
-            names = sorted({name.rsplit(".", 1)[-1] for name in linear})
-            raise ValueError(f"--target_modules {target}: no such linear layer in the decoder"
-                             f" blocks; there are {', '.join(names)}, or all-linear")
-    lora_config = LoraConfig(
-        r=config.lora_rank,
-        lora_alpha=config.lora_alpha,
-        lora_dropout=config.lora_dropout,
-        use_rslora=config.use_rslora,
-        use_dora=config.use_dora,
-        target_modules="all-linear" if targets == ("all-linear",) else list(targets),
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=base_name,
-    )
-    variants = [f.name for f in dataclasses.fields(lora_config)
-                if f.metadata.get("is_lora_variant") and getattr(lora_config, f.name)]
-    if variants:
-        say(f"adapter: {', '.join(variants)} runs in PEFT's own forward, which is slower than the"
-            " one for plain LoRA here and takes more memory")
-    else:
-        lora_config._register_custom_module({NF4Linear: LoraNF4Linear})
-    inject_adapter_in_model(lora_config, model)
-    for p in model.parameters():
-        if p.requires_grad:
-            p.data = p.data.float()  # master weights; PEFT gave them the base's dtype
-    if not config.lora_dropout:  # with it each layer's adapter has an input of its own
-        find_siblings(model)
-    return lora_config
-
-
-def find_siblings(model):
-    """Let the layers that a block calls one after the other with the same tensor work together;
-    rank and scaling of all are those of one LoraConfig."""
-    for parent in model.modules():
-        for names in ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"):
-            layers = [getattr(parent, name, None) for name in names]
-            layers = [layer for layer in layers if isinstance(layer, LoraNF4Linear)]
-            if layers:
-                layers[0].siblings = tuple(layers[1:])
-
-
-def init_lora(name, shape, seed):
-    """PEFT's initial values of a LoRA weight, the same whatever the number of ranks: fp32, CPU.
-    Those of DoRA's magnitudes come from the base, see init_magnitudes."""
-    assert re.search(r"\.lora_(A|B|magnitude_vector)\.", name), f"{name}: begins at what?"
-    weight = torch.zeros(shape)
-    if ".lora_A." in name:
-        generator = torch.Generator().manual_seed(seed ^ zlib.crc32(name.encode()))
-        nn.init.kaiming_uniform_(weight, a=math.sqrt(5), generator=generator)
-    return weight
-
-
-def saved_lora(name, shape, directory):
-    """The same from a checkpoint."""
-    with safe_open(directory / "adapter_model.safetensors", "pt") as tensors:
-        return tensors.get_tensor(peft_name(name))
-
-
-def load_lora(model, read, mesh, device):
-    """Give every LoRA weight its values: `read(name, shape)` returns the whole tensor.
-
-    Returns the masters: one fp32 parameter [n] that holds this rank's part of the whole adapter,
-    and {name: its view there}. One tensor instead of a thousand makes the optimizer one kernel
-    and all of its state pageable; each view starts at a multiple of 256 so that the blocks of the
-    8-bit state are those that each weight would have alone.
-    """
-    group = mesh.get_group("shard")
-    shard, shards = dist.get_rank(group), dist.get_world_size(group)
-    todo = [
-        (f"{path}.{name}", module, name)
-        for path, module in model.named_modules()
-        for name, p in module._parameters.items()
-        if p is not None and p.requires_grad
-    ]
-    parts = [local_part(getattr(m, name)) for _, m, name in todo]
-    aligned = [math.ceil(p.numel() / STATE_BLOCK) * STATE_BLOCK for p in parts]
-    flat = torch.zeros(sum(aligned), device=device)
-    views, offset = {}, 0
-    for (full_name, module, name), part, size in zip(todo, parts, aligned, strict=True):
-        rows = shard_range(getattr(module, name).shape[0], shard, shards)
-        view = flat[offset : offset + part.numel()].view(part.shape)
-        view.copy_(read(full_name, getattr(module, name).shape)[rows.start : rows.stop])
-        set_local(module, name, view)
-        views[full_name] = view
-        offset += size
-    return nn.Parameter(flat), views
-
-
-@torch.no_grad()
-def init_magnitudes(model, mesh, views, params):
-    """DoRA's magnitudes begin as the norms of the base weights' rows, so that the adapter begins as
-    nothing; one block at a time is gathered for it. All ranks must call this.
-
-    In fp32, as the forward computes the norms that it divides by: rounded to bf16, as PEFT 0.21
-    leaves them, they would be up to 0.4 % off.
-    """
-    group = mesh.get_group("shard")
-    layers = {m: name for name, m in model.named_modules() if isinstance(m, PeftLinear)}
-    for block in decoder_blocks(model):
-        if isinstance(block, FSDPModule):
-            block.unshard()
-        for layer in (m for m in block.modules() if m in layers):
-            for key, magnitude in layer.lora_magnitude_vector.items():
-                weight = layer.base_layer.dequantize().float()
-                norms = magnitude.get_weight_norm(weight, 0.0, 1.0)  # PEFT's own formula, B = 0
-                rows = shard_range(len(norms), dist.get_rank(group), dist.get_world_size(group))
-                view = views[f"{layers[layer]}.lora_magnitude_vector.{key}.weight"]
-                view.copy_(norms[rows.start : rows.stop])
-        if isinstance(block, FSDPModule):
-            block.reshard()
-    publish_masters(views, params)
-
-
-# ------------------------------------------------------------------------------------------------
-# Memory plan
-# ------------------------------------------------------------------------------------------------
-
-
-def model_sizes(model, config, shards, longest):
-    """What the plan needs to know of the model, still whole and on meta. Bytes, but for widths."""
-    block, c = decoder_blocks(model)[0], model.config
-    item = getattr(torch, config.compute_dtype).itemsize
-    n = {"codes": 0, "scales": 0, "plain": 0, "adapter": 0, "gathered": 0}
-    in_block, embedding = set(block.parameters()), model.get_input_embeddings().weight
-    for p in model.parameters():
-        if isinstance(p, NF4Blocks):
-            sizes = {"codes": p.packed.nbytes, "scales": p.absmax_codes.nbytes}
-        else:
-            sizes = {"adapter" if p.requires_grad else "plain": p.numel() * item}
-        for kind, size in sizes.items():
-            n[kind] += size / shards
-            whole = shards == 1 and not config.offload_params
-            n["gathered"] += size if p in in_block and not whole else 0
-    head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    kv_heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
-    linears = [m for m in block.modules() if isinstance(m, NF4Linear)]
-    inner = getattr(c, "intermediate_size", None) or 4 * c.hidden_size
-    weights = {True: [], False: []}  # dequantised bytes of the MLP's layers, of attention's
-    for m in linears:
-        in_mlp = inner in (m.in_features, m.out_features)
-        weights[in_mlp].append(m.in_features * m.out_features * item)
-    return types.SimpleNamespace(
-        **n,
-        item=item,
-        blocks=len(decoder_blocks(model)),
-        longest=longest,
-        hidden=c.hidden_size,
-        query=c.num_attention_heads * head_dim,
-        key_value=2 * kv_heads * head_dim,
-        inner=inner,
-        adapted=sum(config.lora_rank for m in block.modules() if isinstance(m, LoraLayer)),
-        **peft_sizes(block, config, unkept=item * (2 * c.hidden_size + inner)),
-        widest=max(weights[True] + weights[False]),
-        mlp_weights=sum(weights[True]),
-        attention_weights=sum(weights[False]),
-        last_mlp_weight=(weights[True] or [0])[-1],
-        last_attention_weight=(weights[False] or [0])[-1],
-        has_halves=has_halves(block),
-        sliced=any(is_swiglu_mlp(type(m)) for m in block.modules()),
-        embedding=embedding.numel() * item / shards,
-        on_host=0,
-    )
-
-
-def peft_sizes(block, config, unkept):
-    """What PEFT's own forward of DoRA takes of a block besides, in bytes: until backward for each
-    token, and for the weights; and for the largest layer's weight while it runs. In fp32, counted
-    from PEFT 0.21's source. In the compute dtype it keeps no norm's output and no product of gate
-    and up: `unkept` bytes a token less."""
-    layers = [m for m in block.modules() if isinstance(m, PeftLinear)]
-    weights = [m.in_features * m.out_features for m in layers if config.lora_dropout]
-    # the input, each layer its own copy, and dropout's mask; the base's output, which is in the
-    # compute dtype without dropout, and the adapter's; its inner values
-    a, b = (5, 8) if config.lora_dropout else (4, 6)
-    token = sum(a * m.in_features + b * m.out_features + 4 * config.lora_rank for m in layers)
-    return {
-        "peft_token": max(0, token - unkept),
-        "peft_weights": 4 * sum(weights),  # with dropout they are multiplied, and kept, in fp32
-        # the weight and B @ A, that scaled, their sum; the unit matrix that gives B @ A
-        "peft_at_once": max((4 * m.in_features * (4 * m.out_features + m.in_features)
-                             for m in layers), default=0),
-    }  # fmt: skip
-
-
-def memory_plan(config, sizes):
-    """{component: bytes} of one GPU at the peak of a step: in backward, or in the head."""
-    longest = min(sizes.longest, math.ceil(config.max_seq_len / ROUND_TO) * ROUND_TO)
-    tokens = config.micro_batch_size * longest
-    recomputed = recomputed_blocks(config, sizes.blocks)
-    row = tokens * sizes.item  # bytes of one value a token
-    block_input = row * sizes.hidden
-    # what autograd saves of a block: norms' inputs and outputs, rotated query and key, value,
-    # attention's output; gate, up and their product; the adapter's inner values
-    attention = row * (3 * sizes.hidden + 2 * sizes.query + sizes.key_value + sizes.adapted)
-    mlp = row * 3 * sizes.inner
-    # its backward, as measured: of a half 4 times the inner width (down_proj's: gate, up, product,
-    # gradient), of a block 3.5 where autograd frees as it goes, else 5
-    in_halves = config.keep_residual and recomputed == sizes.blocks
-    at_once = (4 if in_halves else 3.5) * row * sizes.inner
-    if recomputed and tokens > SLICE_TOKENS and sizes.sliced:
-        at_once = 5 * SLICE_TOKENS * sizes.item * sizes.inner
-    live_mlp = row * (4 if in_halves else 2) * sizes.hidden + at_once + sizes.widest
-    live_attention = attention + row * (3 * sizes.hidden + 2 * sizes.query + sizes.key_value)
-    if not in_halves:
-        live_mlp += attention
-    reused = config.reuse_weights in ("recomputed", "all")
-    if reused and recomputed == sizes.blocks:
-        if tokens <= SLICE_TOKENS or not sizes.sliced:
-            live_mlp += sizes.mlp_weights - sizes.widest  # down_proj's is in use at that time
-        live_mlp += 0 if in_halves else sizes.attention_weights
-        live_attention += sizes.attention_weights
-    live = max(live_mlp, live_attention)
-    kept_block = block_input + attention + mlp
-    if config.reuse_weights == "all":
-        kept_block += sizes.mlp_weights + sizes.attention_weights
-    kept = (sizes.blocks - recomputed) * kept_block
-    if recomputed < sizes.blocks:  # the last block, whose backward comes first, is among them
-        live -= attention + mlp
-    n_inputs = kept_inputs(config, sizes.blocks)
-    inputs = min(n_inputs, 3 if config.offload_activations else n_inputs) * block_input
-    gathered = 2 if config.reshard_after_forward else sizes.blocks + 1  # and the next one
-    head = 4 * block_input + 3 * CHUNK_BYTES
-    by_peft = tokens * sizes.peft_token + sizes.peft_weights
-    by_peft = by_peft * max(1, sizes.blocks - recomputed) + sizes.peft_at_once
-    return {
-        "4-bit weights": 0 if config.offload_params else sizes.codes,
-        "their scales": 0 if config.offload_params else sizes.scales,
-        "embedding, head, norms": sizes.plain - sizes.on_host,
-        "adapter and gradients": sizes.adapter * 8 / sizes.item,
-        "block inputs": inputs,
-        "kept blocks": kept,
-        "live block or head": max(live, head),
-        "PEFT's forward": by_peft,
-        "gathered weights": gathered * sizes.gathered,
-    }
-
-
-def host_bytes(config, sizes):
-    """Pinned host memory of one process."""
-    longest = min(sizes.longest, math.ceil(config.max_seq_len / ROUND_TO) * ROUND_TO)
-    tokens = config.micro_batch_size * longest
-    kept = max(0, kept_inputs(config, sizes.blocks) - 1)  # the last one stays on the GPU
-    inputs = kept * tokens * sizes.item * sizes.hidden if config.offload_activations else 0
-    params = sizes.codes + sizes.scales if config.offload_params else 0
-    return sizes.on_host + params + inputs
-
-
-def planned(config, sizes):
-    return sum(memory_plan(config, sizes).values())
-
-
-def fits(config, sizes, limit, free=GAPS):
-    return limit is None or planned(config, sizes) <= (1 - free) * limit
-
-
-def choose_recompute(config, sizes, limit):
-    """Resolve --recompute auto, the fewest blocks whose plan fits, and then what recomputed blocks
-    may keep besides, if a tenth of the memory stays free."""
-    if config.keep_residual and not sizes.has_halves:
-        raise ValueError("--keep_residual: this model's blocks are not made of an attention and an"
-                         " MLP with a residual sum each; leave it out")
-    if config.recompute == "auto":
-        for n in range(sizes.blocks + 1):
-            config = dataclasses.replace(config, recompute=str(n))
-            if fits(config, sizes, limit):
-                break
-    n = recomputed_blocks(config, sizes.blocks)  # raises where there are not so many
-    choices = {  # the first that there is room for, else the last
-        "keep_residual": [True] * (sizes.has_halves and n > 0) + [False],
-        "reuse_weights": ["all"] * (n < sizes.blocks) + ["recomputed"] * (n > 0) + ["none"],
-    }
-    for name, values in choices.items():
-        for value in values if getattr(config, name) is None else ():
-            more = dataclasses.replace(config, **{name: value})
-            enough = fits(more, sizes, limit, 0.1) or planned(more, sizes) < planned(config, sizes)
-            pinned = host_bytes(more, sizes)
-            for_speed = pinned - host_bytes(config, sizes)
-            spare = for_speed <= HOST_SPARE and pinned <= host_share() / 2
-            if enough and (spare or for_speed <= 0):
-                break
-        config = more if getattr(config, name) is None else config
-    return config
-
-
-def host_share():
-    """Bytes of this machine's free memory for each of its processes."""
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.is_file():
-        return math.inf
-    lines = dict(line.split(":") for line in meminfo.read_text().splitlines())
-    available = int(lines["MemAvailable"].split()[0]) * 2**10
-    return available / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-
-
-def make_room(model, config, sizes, limit):
-    """Keep the embedding in host memory if that makes it fit: the same numbers, a copy of the
-    tokens' rows for each micro-batch. A tied one is the head, too, and stays."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if not config.fused or embedding.weight is head.weight:
-        return
-    too_much = planned(config, sizes) - (1 - GAPS) * limit
-    if 0 < too_much <= sizes.embedding:
-        embedding.on_host, sizes.on_host = True, sizes.embedding
-
-
-def check_plan(config, sizes, limit):
-    """Raise ValueError, with what would help, if the plan does not fit."""
-    needed = planned(config, sizes)
-    of_host, share = host_bytes(config, sizes), host_share()
-    if of_host > share:
-        processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / 2**30
-        raise ValueError(f"this takes {of_host * processes:.1f} GiB of host memory on this machine,"
-                         f" of which {share * processes:.1f} GiB are available: offload less")
-    if fits(config, sizes, limit):
-        return
-    flags, smaller = [], config
-    for change in (
-        {"reshard_after_forward": True}, {"recompute": "all"}, {"offload_activations": True},
-        {"offload_params": True}, {"micro_batch_size": 1}, {"max_seq_len": config.max_seq_len // 2},
-    ):  # fmt: skip
-        if all(getattr(smaller, name) != value for name, value in change.items()):
-            smaller = dataclasses.replace(smaller, **change)
-            ((name, value),) = change.items()
-            flags.append(f"--{name}" + ("" if value is True else f" {value}"))
-            if fits(smaller, sizes, limit):
-                break
-    left = planned(smaller, sizes)
-    raise ValueError(
-        f"this does not fit: predicted peak {needed / 2**30:.1f} GiB, and {GAPS:.0%} for gaps, of"
-        f" {limit / 2**30:.1f} GiB; {' '.join(flags)}"
-        f"{'' if fits(smaller, sizes, limit) else ' and more GPUs'} would bring it to"
-        f" {left / 2**30:.1f} GiB"
-    )
-
-
-def say_plan(config, sizes, limit):
-    plan = memory_plan(config, sizes)
-    parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in plan.items() if size)
-    host = host_bytes(config, sizes)
-    say(f"memory plan of one GPU, GiB: {parts}")
-    if torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
-        used = total - free - torch.cuda.memory_reserved()
-        say(f"beside the plan: CUDA's context, and what else runs on this GPU, hold"
-            f" {used / 2**30:.2f} GiB; NCCL will take some more")
-    say(f"predicted peak {sum(plan.values()) / 2**30:.2f} GiB"
-        + (f" of {limit / 2**30:.2f} GiB" if limit else "")
-        + (f", and {host / 2**30:.2f} GiB of pinned host memory" if host else "")
-        + f"; {recomputed_blocks(config, sizes.blocks)} of {sizes.blocks} blocks are recomputed"
-        + (" in halves" if config.keep_residual else "")
-        + (", with weights that backward uses again" if config.reuse_weights != "none" else ""))
-
-
-def gemm_ceiling(model, dtype, tokens, device):
-    """TFLOP/s of nothing but the products of a block's linear layers, each as often as it is."""
-    tokens, flops, seconds = min(tokens, 8192), 0, 0.0
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    for m in decoder_blocks(model)[0].modules():
-        if isinstance(m, NF4Linear):
-            a = torch.randn(tokens, m.in_features, device=device, dtype=dtype)
-            b = torch.randn(m.out_features, m.in_features, device=device, dtype=dtype)
-            a @ b.t()
-            wait()
-            started, rounds = time.perf_counter(), 20 if device.type == "cuda" else 1
-            for _ in range(rounds):
-                a @ b.t()
-            wait()
-            seconds += (time.perf_counter() - started) / rounds
-            flops += 2 * tokens * m.in_features * m.out_features
-    return flops / seconds / 1e12
-
-
-def say_speed(run, rows, sizes):
-    """The answer of a dry run: how fast, how near to what the GPU can do, how much memory."""
-    linears = [m for m in run.model.modules() if isinstance(m, (NF4Linear, LMHead))]
-    weights = sum(m.in_features * m.out_features for m in linears)
-    recomputed = sizes.mlp_weights + sizes.attention_weights - sizes.last_mlp_weight
-    recomputed -= sizes.last_attention_weight if run.config.keep_residual else 0
-    recomputed *= recomputed_blocks(run.config, sizes.blocks) / sizes.item
-    rates = sorted(row["tokens_per_second_per_gpu"] for row in rows[2:] or rows[-1:])
-    rate = rates[len(rates) // 2]
-    # forward 2 and backward 2 operations a weight and token, recomputation 2 more
-    tflops = rate * (4 * weights + 2 * recomputed) / 1e12
-    say(f"measured: {rate:,.0f} tokens/s per GPU, {tflops:.1f} TFLOP/s,"
-        f" {100 * tflops / run.ceiling:.1f} % of the GEMM ceiling of {run.ceiling:.1f},"
-        f" peak {rows[-1]['peak_memory_gib']:.2f} GiB")
-
-
-# ------------------------------------------------------------------------------------------------
-# Sharding
-# ------------------------------------------------------------------------------------------------
-
-
-class SaveInput(torch.autograd.Function):
-    """x as it is, kept for the SlicedMLP after it. With that one's `lora`, so that there is a graph
-    to keep it where no adapter comes before the first MLP."""
-
-    @staticmethod
-    def forward(ctx, x, *lora):
-        ctx.save_for_backward(x)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, *[None] * (len(ctx.needs_input_grad) - 1)
-
-
-class SlicedMLP(torch.autograd.Function):
-    """mlp(x) in slices of SLICE_TOKENS; backward recomputes a slice at a time.
-
-    The widest tensors of a block then have the length of a slice, whatever that of the sequence:
-    at 32,768 tokens of Llama-2-70B, by the plan, 1.2 GB instead of 6.6. The input is saved by
-    SaveInput, before the slices, so that the recomputation of the block around it stops there and
-    none of them runs twice.
-    """
-
-    @staticmethod
-    def forward(ctx, x, saver, mlp, mlp_forward, *lora):
-        ctx.saver, ctx.mlp, ctx.mlp_forward, ctx.lora = saver, mlp, mlp_forward, lora
-        ctx.rng = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if x.is_cuda else [])]
-        rows, out = x.flatten(0, -2), torch.empty_like(x)
-        for start in range(0, len(rows), SLICE_TOKENS):
-            part = slice(start, start + SLICE_TOKENS)
-            out.view_as(rows)[part] = mlp_forward(rows[part])
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saver.saved_tensors  # recomputes the block up to here
-        grad_x, rows, grad = torch.empty_like(x), x.flatten(0, -2), grad.flatten(0, -2)
-        # in fp32, so that the sum over slices is rounded once
-        grad_lora = [torch.zeros_like(p, dtype=torch.float32) for p in ctx.lora]
-        down = getattr(ctx.mlp.down_proj, "base_layer", ctx.mlp.down_proj)
-        unread = not isinstance(ctx.mlp.down_proj, PeftLinear)  # a magnitude's gradient reads it
-        with torch.random.fork_rng([rows.device] if rows.is_cuda else []), torch.enable_grad():
-            torch.set_rng_state(ctx.rng[0])  # dropout as in forward
-            if rows.is_cuda:
-                torch.cuda.set_rng_state(ctx.rng[1])
-            for start in range(0, len(rows), SLICE_TOKENS):
-                part = slice(start, start + SLICE_TOKENS)
-                part_x = rows[part].detach().requires_grad_()
-                down.skipped = unread  # its value is of no use here
-                out = ctx.mlp_forward(part_x)
-                down.skipped = False
-                got, *grads = torch.autograd.grad(out, [part_x, *ctx.lora], grad[part])
-                grad_x.flatten(0, -2)[part] = got
-                torch._foreach_add_(grad_lora, [g.float() for g in grads])
-        grad_lora = [g.to(p.dtype) for g, p in zip(grad_lora, ctx.lora)]
-        return grad_x, None, None, None, *grad_lora
-
-
-def sliced_mlp(mlp, mlp_forward, x):
-    if x[..., 0].numel() <= SLICE_TOKENS or not torch.is_grad_enabled():
-        return mlp_forward(x)
-    lora = [p for p in mlp.parameters() if p.requires_grad]
-    saved = SaveInput.apply(x, *lora)
-    return SlicedMLP.apply(saved, saved.grad_fn, mlp, mlp_forward, *lora)
-
-
-def host_hooks(n_kept, n_bytes, device):
-    """Functions pack(i, tensor) and unpack(i) that keep the i-th of n_kept inputs, of blocks or of
-    their halves, of at most n_bytes, in pinned host memory from its forward to its backward.
-
-    Copies have a stream of their own and come back one ahead. A tensor is let go when the next
-    is packed, by when its copy has long ended: at most three are on the GPU. The last one stays,
-    its backward comes first.
-    """
-    cuda = device.type == "cuda"
-    stream = torch.cuda.Stream() if cuda else None
-    buffers, shapes, leaving, here = {}, {}, [], {}
-
-    def copy(to, source):
-        """Returns the event of its end."""
-        if not cuda:
-            to.copy_(source)
-            return None
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            to.copy_(source, non_blocking=True)
-            return stream.record_event()
-
-    def let_go():
-        while leaving:
-            _, event = leaving.pop()
-            if cuda:  # from here on the memory may be used for something else
-                torch.cuda.current_stream().wait_event(event)
-
-    def view(i):
-        shape, dtype = shapes[i]
-        return buffers[i].view(dtype)[: shape.numel()].view(shape)
-
-    def pack(i, tensor):
-        let_go()
-        if i == n_kept - 1:
-            here[i] = tensor.detach(), None
-            return i
-        if i not in buffers:
-            buffers[i] = pinned_empty(n_bytes, device)
-        shapes[i] = tensor.shape, tensor.dtype
-        leaving.append((tensor.detach(), copy(view(i), tensor.detach())))
-        return i
-
-    def fetch(i):
-        tensor = torch.empty(shapes[i][0], dtype=shapes[i][1], device=device)
-        here[i] = tensor, copy(tensor, view(i))
-
-    def unpack(i):
-        let_go()
-        if i not in here:
-            fetch(i)
-        tensor, event = here.pop(i)
-        if event is not None:
-            torch.cuda.current_stream().wait_event(event)
-        if i > 0:
-            fetch(i - 1)
-        return tensor
-
-    return pack, unpack
-
-
-# a decoder block's forward as Llama and its like have it, as ast.unparse writes it
-RESIDUAL_BLOCK = re.compile(
-    r"""residual = hidden_states
-hidden_states = self\.input_layernorm\(hidden_states\)
-hidden_states, _ = self\.self_attn\(hidden_states=hidden_states, [^()]*\)
-hidden_states = residual \+ hidden_states
-residual = hidden_states
-hidden_states = self\.post_attention_layernorm\(hidden_states\)
-hidden_states = self\.mlp\(hidden_states\)
-hidden_states = residual \+ hidden_states
-return hidden_states"""
-)
-
-
-def has_halves(block):
-    """Whether attention_half and mlp_half are what this decoder block computes."""
-    return bool(RESIDUAL_BLOCK.fullmatch(forward_body(type(block))))
-
-
-def attention_half(block, hidden_states, **kwargs):
-    attended, _ = block.self_attn(hidden_states=block.input_layernorm(hidden_states), **kwargs)
-    return hidden_states + attended
-
-
-def mlp_half(block, hidden_states):
-    return hidden_states + block.mlp(block.post_attention_layernorm(hidden_states))
-
-
-def both_halves(attention, mlp, hidden_states, **kwargs):
-    return mlp(attention(hidden_states, **kwargs))
-
-
-@contextlib.contextmanager
-def weights_reused(layers):
-    """What a recomputation dequantises of these NF4Linears stays until their backward."""
-    for layer in layers:
-        layer.reused = True
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.reused = False
-
-
-def recompute_blocks(model, config, device, longest):
-    """Let the chosen decoder blocks keep only their input and recompute the rest in backward; with
-    keep_residual each of their halves its own. `longest` is the longest row of all.
-
-    Around the block's own forward, inside FSDP2's hooks, so that they run once. Not transformers'
-    switch: 5.17 puts its checkpoint outside those hooks, 5.23 inside.
-    """
-    blocks = decoder_blocks(model)
-    n = recomputed_blocks(config, len(blocks))
-    for layer in blocks[n:].modules():
-        if isinstance(layer, NF4Linear):
-            layer.reused = config.reuse_weights == "all"
-    blocks = list(blocks)[:n]
-    # attention's own dropout is no module
-    dropouts = [m.p for m in model.modules() if isinstance(m, nn.Dropout)]
-    dropout = max([getattr(model.config, "attention_dropout", None) or 0, *dropouts])
-    values = config.micro_batch_size * longest * model.config.hidden_size
-    n_bytes = values * getattr(torch, config.compute_dtype).itemsize
-    pack, unpack = host_hooks(kept_inputs(config, len(blocks)), n_bytes, device)
-
-    def recomputed(forward, layers, i):
-        """`forward` from its input, the i-th that is kept of all."""
-
-        def contexts():  # of forward and of its recomputation
-            return contextlib.nullcontext(), weights_reused(layers)
-
-        forward = functools.partial(
-            checkpoint, forward, use_reentrant=False, context_fn=contexts,
-            preserve_rng_state=dropout > 0,
-        )  # fmt: skip
-        if not config.offload_activations:
-            return forward
-        return functools.partial(with_input_on_host, forward, i, pack, unpack)
-
-    for i, block in enumerate(blocks):
-        for module in block.modules():
-            if is_swiglu_mlp(type(module)):
-                module.forward = functools.partial(sliced_mlp, module, module.forward)
-        layers = [m for m in block.modules() if isinstance(m, NF4Linear)]
-        layers = layers if config.reuse_weights in ("recomputed", "all") else []
-        if config.keep_residual:
-            block.forward = functools.partial(
-                both_halves,
-                recomputed(functools.partial(attention_half, block), layers, 2 * i),
-                recomputed(functools.partial(mlp_half, block), layers, 2 * i + 1),
-            )
-        else:
-            block.forward = recomputed(block.forward, layers, i)
-
-
-def with_input_on_host(forward, i, pack, unpack, hidden_states, **kwargs):
-    def only_input(tensor):  # torch 2.11's checkpoint also saves an empty tensor
-        return pack(i, tensor) if tensor.numel() else tensor
-
-    def restore(kept):
-        return kept if isinstance(kept, torch.Tensor) else unpack(kept)
-
-    with torch.autograd.graph.saved_tensors_hooks(only_input, restore):
-        return forward(hidden_states, **kwargs)
-
-
-def recomputed_blocks(config, n_blocks):
-    """How many of the decoder blocks --recompute means."""
-    n = {"all": n_blocks, "none": 0}.get(config.recompute)
-    n = int(config.recompute) if n is None else n
-    if n > n_blocks:
-        raise ValueError(f"--recompute {n}: the model has {n_blocks} blocks")
-    return n
-
-
-def kept_inputs(config, n_blocks):
-    """How many tensors of a block input's size recomputed blocks keep."""
-    return recomputed_blocks(config, n_blocks) * (2 if config.keep_residual else 1)
-
-
-def shard_vocabulary(model, mesh):
-    """Give each rank its rows of embedding and head, outside FSDP2, which would gather them whole:
-    2.1 GB each for Llama-3-70B, and twice that while it copies. Returns these parameters."""
-    placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
-    group, sharded = mesh.get_group("shard"), {}
-    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
-        module.group = group
-        for name, p in module._parameters.items():
-            if p is not None and p not in sharded:  # a tied weight stays one parameter
-                rows = shard_range(len(p), dist.get_rank(group), dist.get_world_size(group))
-                local = DTensor.from_local(
-                    p[: len(rows)], mesh, placements, shape=p.shape, stride=p.stride()
-                )
-                sharded[p] = nn.Parameter(local, requires_grad=False)
-            if p is not None:
-                setattr(module, name, sharded[p])
-    return set(sharded.values())
-
-
-def make_mesh(shards, device):
-    """Groups of `shards` consecutive ranks hold a copy of the model each (HSDP), or all ranks one.
-    Within a group weights are gathered and gradients scattered, all the time; across groups only
-    the adapter's gradients are summed."""
-    ranks = torch.arange(dist.get_world_size()).view(-1, shards)
-    if len(ranks) == 1:
-        return init_device_mesh(device.type, (shards,), mesh_dim_names=("shard",))
-    # not init_device_mesh: it splits the default group, which torch may refuse where that has a
-    # backend each for CPU and GPU ("Unknown c10d backend type", pytorch issue 159200)
-    groups = [
-        dist.new_subgroups_by_enumeration(rows.tolist(), timeout=TIMEOUT)[0]
-        for rows in (ranks.t(), ranks)
-    ]
-    names = ("replicate", "shard")
-    return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=names)
-
-
-def shard_model(model, mesh, compute_dtype, config):
-    """FSDP2 units: a decoder block each, and the root with what is left, the last norm. Where one
-    GPU holds a copy of the model there is nothing to gather, and FSDP2 would copy and cast each
-    weight at each use all the same: a third of the 8B's kernels. There are none then."""
-    # PEFT's own forward computes in the adapter's dtype: in bf16 DoRA's factors, magnitude by norm,
-    # would round by up to 0.4 %, as much as they learn in many steps
-    by_peft = any(isinstance(m, PeftLinear) for m in model.modules())
-    policy = MixedPrecisionPolicy(
-        param_dtype=None if by_peft else compute_dtype, reduce_dtype=torch.float32,
-        cast_forward_inputs=False,
-    )  # fmt: skip
-    ignored, blocks = shard_vocabulary(model, mesh), decoder_blocks(model)
-    if is_whole(mesh, config):
-        for p in model.parameters():
-            if p.requires_grad and not by_peft:  # the masters stay in fp32
-                p.data = p.data.to(compute_dtype)
-        return
-    shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, ignored_params=ignored)
-    for block in blocks:
-        shard(block, reshard_after_forward=config.reshard_after_forward)
-    shard(model)
-    for unit, following in zip([model, *blocks], blocks):
-        # before its own work, not when the next one begins: there the host may be late
-        unit.set_modules_to_forward_prefetch([following])
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # the loss is divided by the global number of tokens already, so gradients add up
-            module.set_force_sum_reduction_for_comms(True)
-            module.set_gradient_divide_factor(1.0)
-
-
-def is_whole(mesh, config):
-    """Whether one GPU holds a copy of the model; offloaded weights are FSDP2's to bring."""
-    return mesh["shard"].size() == 1 and not config.offload_params
+        nested.append((nested_absmax, offset, code))
+    return nested
 
 
 def local_part(parameter):
@@ -2812,93 +3424,610 @@ def local_part(parameter):
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
 
 
-def verify_model(model, compute_dtype):
-    """Assert that loading, LoRA and sharding left what they should; print the bytes per rank.
+def set_local(module, name, local):
+    """Give a meta parameter this rank's values."""
+    old = getattr(module, name)
+    if isinstance(old, DTensor):
+        # as FSDP2 does it; DTensor.from_local would move an offloaded shard to the GPU
+        local = DTensor(local, old._spec, requires_grad=False)
+    setattr(module, name, nn.Parameter(local, requires_grad=old.requires_grad))
 
-    All ranks must call this.
+
+def load_weights(model, names, read, device, stored=None):
+    """Fill all that is frozen: of embedding, head and each layer this rank's part alone. All ranks
+    must call this.
+
+    `read` is file_reader's or random_reader's result, `stored` that of stored_states where the
+    model is quantised already. Returns {linear's name in the checkpoint: its mean absmax}, a
+    fingerprint of the base model.
     """
-    n_bytes = {"4-bit": 0, "other frozen": 0, "adapter": 0, "of these on the host": 0}
-    seen, whole = set(), not isinstance(model, FSDPModule)
-    by_peft = any(isinstance(m, PeftLinear) for m in model.modules())
-    for path, module in model.named_modules():
-        for name, p in module._parameters.items():
-            if p is None:
-                continue
-            full_name = f"{path}.{name}"
-            local = local_part(p)
-            assert whole or isinstance(p, DTensor), f"{full_name} is not sharded"
-            assert not local.is_meta, f"{full_name} was not loaded"
-            assert p.requires_grad == (".lora_" in full_name), f"{full_name} {p.requires_grad=}"
-            if isinstance(local, NF4Blocks):
-                shards = 1 if whole else p.device_mesh["shard"].size()
-                assert local.shape[0] * shards == p.shape[0], f"{full_name} is not sharded"
-                kind, parts = "4-bit", [local.packed, local.absmax_codes]
-            else:
-                want = torch.float32 if p.requires_grad and not whole else compute_dtype
-                assert by_peft or p.dtype == want, f"{full_name} is {p.dtype}, not {want}"
-                kind, parts = "adapter" if p.requires_grad else "other frozen", [local]
-            if p in seen:
-                continue
-            seen.add(p)
-            on_host = parts[0].is_cpu and torch.cuda.is_available()
-            n_bytes["of these on the host"] += on_host * sum(part.nbytes for part in parts)
-            n_bytes[kind] += sum(part.nbytes for part in parts)
-        assert not any(b.is_meta for b in module.buffers(recurse=False)), f"{path} buffers on meta"
-    text = ", ".join(f"{kind} {n / 2**30:.3f}" for kind, n in n_bytes.items() if n)
-    for rank, line in enumerate(gather_texts(text)):
-        say(f"rank {rank} holds, GiB: {line}")
+    n_bytes, before, started = 0, host_memory(), time.perf_counter()
+
+    def count(value):
+        nonlocal n_bytes
+        n_bytes += value.nbytes
+        return value
+
+    # 4-bit weights before all that comes and goes: gaps between them would stay
+    sizes = [len(local_part(layer.nf4)) for layer in model.layers]
+    homes = [None if model.plan.offload_params else NF4Blocks.zeros(n, device) for n in sizes]
+    values = map(count, read(weight_requests(model, names, stored)))
+    fill_model(model, names, values, homes, device, stored)
+    with together():
+        next(values, None)  # a reader's error
+    offsets = torch.cat([n.offsets for layer in model.layers for n in layer.nested.values()])
+    say_loading(before, time.perf_counter() - started, n_bytes)
+    return dict(zip(names.linears.values(), offsets.tolist()))
 
 
-# ------------------------------------------------------------------------------------------------
-# Optimizer and schedule
-# ------------------------------------------------------------------------------------------------
+def weight_requests(model, names, stored=None):
+    """What this rank reads, in fill_model's order: [(name, shape, rows)]."""
+    arch, (shard, shards) = model.arch, model.place
+    own_rows = shard_range(arch.vocab_size, shard, shards)
+    table = (arch.vocab_size, arch.hidden_size), own_rows
+    requests = [(names.embedding, *table)]
+    for i, layer in enumerate(model.layers):
+        for linear, where in layer.layout.linears():
+            name = names.linears[i, linear.name]
+            requests += linear_requests(name, names.shapes[name], where,
+                                        len(local_part(layer.nf4)), shard, stored)  # fmt: skip
+        for key, shape in arch.vectors.items():
+            requests.append((names.vectors[i, key], shape, range(shape[0])))
+    requests.append((names.norm, (arch.hidden_size,), range(arch.hidden_size)))
+    return requests + [(names.head, *table)] * (names.head is not None)
 
 
-def learning_rate(step, max_steps, peak):
-    """Of step 1..max_steps: linear warm-up to `peak`, then a cosine to 0."""
-    warmup = max(1, round(WARMUP_FRACTION * max_steps))
-    if step <= warmup:
-        return peak * step / warmup
-    return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (max_steps + 1 - warmup)))
+def fill_model(model, names, values, homes, device, stored=None):
+    """Give the model what weight_requests() asked for, one tensor of `values` after the other."""
+    plan, layout, (shard, shards) = model.plan, model.layers[0].layout, model.place
+    dtype, linears = getattr(torch, plan.compute_dtype), layout.linears()
+
+    def table():
+        return next(values).view(-1, model.arch.hidden_size).to(device, dtype)
+
+    model.embedding = pinned_copy(table()) if plan.embedding_on_host else table()
+    bar = tqdm(model.layers, "load and quantise", unit="layer", leave=False,
+               disable=len(model.layers) < 3 or not is_rank_0())  # fmt: skip
+    for i, layer in enumerate(bar):
+        local, homes[i] = homes[i], None
+        if local is None:
+            local = NF4Blocks.zeros(len(local_part(layer.nf4)), device)
+        if stored:
+            states = [stored[names.linears[i, linear.name]] for linear, _ in linears]
+            nested = stored_shard(values, linears, local, states, shard)
+        else:
+            nested = quantise_shard(values, linears, local, dtype, (shard, shards, model.group))
+        if plan.offload_params:
+            local = NF4Blocks(*map(pinned_copy, (local.packed, local.absmax_codes)), device)
+        rest = iter(nested)
+        for group in layout.groups:
+            absmax, offsets, codes = zip(*(next(rest) for _ in group.linears))
+            layer.nested[group.site] = Nested(torch.cat(absmax), torch.stack(offsets),
+                                              torch.stack(codes))  # fmt: skip
+        set_local(layer, "nf4", local)
+        vectors = torch.zeros(len(local_part(layer.vectors)) * shards, dtype=dtype, device=device)
+        for where, _ in layout.vectors.values():
+            vectors[where] = next(values).to(device, dtype)
+        set_local(layer, "vectors", vectors.view(shards, -1)[shard].clone())
+    model.norm = next(values).to(device, dtype)
+    model.head = table() if names.head else model.embedding
 
 
-def make_optimizer(masters):
-    """bitsandbytes' paged 8-bit AdamW over this rank's part of the adapter."""
-    # in 8 bits whatever the size: another number of ranks must find the same kind of state
-    optimizer = bnb.optim.PagedAdamW8bit([masters], lr=0.0, weight_decay=0.0, min_8bit_size=0)
-    optimizer.init_state(optimizer.param_groups[0], masters, 0, 0)
-    return optimizer
+@contextlib.contextmanager
+def gathered(layer):
+    """The layer's whole parameters, outside of a forward. All ranks must call this."""
+    if isinstance(layer, FSDPModule):
+        layer.unshard()
+    yield
+    if isinstance(layer, FSDPModule):
+        layer.reshard()
 
 
 @torch.no_grad()
-def update_masters(optimizer, masters, rate):
-    """What the optimizer's step() does, which would also wait for the GPU, twice: of its paged
-    state nothing is read on the host but in save_checkpoint, which waits itself."""
-    (group,) = optimizer.param_groups
-    group["lr"] = rate
-    optimizer.prefetch_state(masters)
-    optimizer.update_step(group, masters, 0, 0)
-    masters.grad = None
+def measure_rows(model):
+    """For DoRA: the norms of all weights' rows, fp32. All ranks must call this."""
+    for layer in model.layers:
+        with gathered(layer):
+            blank = torch.zeros(layer.layout.n_adapter, dtype=layer.vectors.dtype,
+                                device=layer.vectors.device)  # fmt: skip
+            for group in layer.layout.groups:
+                if group.adapted:
+                    weight = dequantise_group(layer, group, blank)[:, : group.in_features]
+                    norms = torch.cat([rows.float().norm(dim=1) for rows in weight.split(4096)])
+                    layer.row_norms[group.site] = norms
+
+# ------------------------------------------------------------------------------------------------
+# The plan
+# ------------------------------------------------------------------------------------------------
 
 
-def set_master_grad(masters, views, params):
-    """Add the gradients of {name: parameter} to the masters' one gradient."""
-    parts = []
-    for name in views:
-        grad, params[name].grad = local_part(params[name].grad).reshape(-1), None
-        parts += [grad, grad.new_zeros(-grad.numel() % STATE_BLOCK)]
-    grad = torch.cat(parts).float()  # the GPU waits for this: not a copy for each
-    masters.grad = grad if masters.grad is None else masters.grad.add_(grad)
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How the work is laid out on the GPUs, what that takes, and how long."""
+
+    compute_dtype: str
+    n_layers: int
+    shard_group_size: int  # processes that share one copy of the model
+    reshard_after_forward: bool
+    bin_tokens: int  # the most in one bin
+    recomputed: int  # layers, the first ones, that do not keep everything
+    keep_middle: bool  # of these: keep the sum after attention, too
+    hold_weights: bool  # dequantise a weight once in a layer's backward, not twice
+    offload_activations: bool
+    offload_params: bool
+    embedding_on_host: bool = False
+    graphs: bool = False  # CUDA graphs
+    memory: tuple = ()  # of (kind, bytes) of one GPU at the peak of a step
+    host_bytes: int = 0  # pinned, of one process
+    token_seconds: float = 0.0  # of one GPU, predicted
+
+    @property
+    def whole(self):
+        """Whether a GPU holds a copy of the model of its own; offloaded weights are FSDP2's to
+        bring."""
+        return self.shard_group_size == 1 and not self.offload_params
+
+    @property
+    def bytes(self):
+        return sum(size for _, size in self.memory)
+
+    def keeps(self, index):
+        """What a layer keeps from forward to backward, see LayerFunction."""
+        if index >= self.recomputed:
+            return "all"
+        return "middle" if self.keep_middle else "x"
+
+    def fits(self, limit, free=GAPS):
+        return not limit or self.bytes <= (1 - free) * limit
 
 
-@torch.no_grad()
-def publish_masters(views, params):
-    """Renew what is computed with where that is not the masters themselves: a copy in the compute
-    dtype, or FSDP2's padded one of a weight that does not divide by the ranks."""
-    pairs = [(local_part(params[name]), view) for name, view in views.items()]
-    pairs = [(local, view) for local, view in pairs if local.data_ptr() != view.data_ptr()]
-    if pairs:
-        torch._foreach_copy_(*map(list, zip(*pairs)))
+GRAPH_MEMORY = ("kept by recomputed layers", "kept by other layers", "live layer or head")
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What a plan's time is predicted by."""
+
+    flops: float  # a second, of large products in the compute dtype
+    bandwidth: float  # bytes a second, of the GPU's memory
+    link: float  # bytes a second that a GPU receives in an all-gather
+    launch: float = 40e-6  # seconds of the host for a kernel, Python around it included
+
+
+def kept_values(arch, layout, keeps):
+    """Values a token that a layer keeps from forward to backward: see LayerFunction."""
+    hidden, query = arch.hidden_size, arch.n_heads * arch.head_dim
+    heads = query + 2 * arch.n_kv_heads * arch.head_dim
+    if keeps != "all":
+        return hidden * (2 if keeps == "middle" else 1)
+    norms = (arch.attention_post_norm is not None) + (arch.mlp_post_norm is not None)
+    lse = 2 * arch.n_heads  # attention's own, fp32
+    return (
+        hidden + layout.qkv.width + heads * (2 if arch.qk_norm else 1) + query + lse
+        + layout.out.width + hidden * (not arch.parallel) + layout.gate_up.width
+        + 2 * arch.intermediate_size + layout.down.width + norms * hidden
+    )  # fmt: skip
+
+
+def live_bytes(arch, layout, plan, keeps, item):
+    """The most bytes that one layer's backward takes besides what is kept: gradients, and what is
+    computed again."""
+    n, hidden, inner = plan.bin_tokens, arch.hidden_size, arch.intermediate_size
+    query, t = arch.n_heads * arch.head_dim, len(range(*token_slices(n)[0].indices(n)))
+    heads = query + 2 * arch.n_kv_heads * arch.head_dim
+    weights = {g.site: g.width * g.out_features * item for g in layout.groups}
+    again = keeps != "all"
+    if not again:
+        t = n
+    # the MLP: gate and up, its activation, that one's gradient, down's weight; then gate and up's
+    # weight and its input's gradient
+    mlp = t * (2 * inner + layout.gate_up.width) * again
+    first = t * (layout.down.width * (1 + again) + hidden) * item + weights[layout.down.site]
+    first += weights[layout.gate_up.site] if plan.hold_weights else 0
+    second = t * (layout.gate_up.width + layout.down.width) * item + weights[layout.gate_up.site]
+    second += weights[layout.down.site] if plan.hold_weights else 0
+    mlp = mlp * item + max(first, second) + 2 * n * hidden * item
+    middle = {"all": 0, "middle": 2, "x": 2}[keeps] * n * hidden * item
+    if keeps == "x":
+        middle += n * (kept_values(arch, layout, "all") - layout.gate_up.width - 2 * inner
+                       - layout.down.width) * item  # fmt: skip
+    # attention: all that it keeps, and its gradients; some kernels add up query's in fp32
+    attention = n * (heads + query + layout.qkv.width + layout.out.width) * again
+    attention += n * (2 * heads + query + layout.qkv.width + 2 * hidden + 2 * query)
+    attention = attention * item + weights[layout.qkv.site] + middle
+    if plan.hold_weights:
+        attention += weights[layout.out.site]
+    return max(mlp + middle, attention)
+
+
+def predict(plan, arch, layout):
+    """The plan with its memory filled in."""
+    item, shards = getattr(torch, plan.compute_dtype).itemsize, plan.shard_group_size
+    n_layers, n = arch.n_layers, plan.bin_tokens
+    codes = layout.n_blocks * (BLOCK // 2 + 1)
+    vocabulary = arch.vocab_size * arch.hidden_size * item / shards
+    tables = vocabulary * ((0 if plan.embedding_on_host else 1) + (not arch.tied))
+    kept = [kept_values(arch, layout, plan.keeps(i)) * n * item for i in range(n_layers)]
+    recomputed, others = sum(kept[: plan.recomputed]), sum(kept[plan.recomputed :])
+    inputs = recomputed
+    if plan.offload_activations:
+        inputs = min(recomputed, 3 * n * arch.hidden_size * item)
+    live = max(live_bytes(arch, layout, plan, plan.keeps(i), item) for i in {0, n_layers - 1})
+    if plan.recomputed < n_layers and plan.recomputed:  # the last layers' are gone by then
+        last = live_bytes(arch, layout, plan, "all", item)
+        first = live_bytes(arch, layout, plan, plan.keeps(0), item)
+        live = max(last, first - others)
+    head = 2 * n * arch.hidden_size * item + 1.25 * CHUNK_BYTES * item / 2  # logits, their gradient
+    adapter, own = layout.n_adapter * 4, 0 if plan.whole else 1
+    gathered = codes * own + layout.n_vectors * item * own + layout.n_adapter * item
+    copies = 2 if plan.reshard_after_forward or plan.whole else n_layers + 1
+    dora = 4 * sum(g.out_features for g in layout.groups) * n_layers if layout.qkv.m else 0
+    if dora:  # the outputs computed again, in fp32 with their gradient
+        dora += 10 * min(n, SLICE_TOKENS) * max(g.out_features for g in layout.groups)
+    memory = {
+        "4-bit weights": 0 if plan.offload_params else n_layers * codes / shards,
+        "embedding, head, norms": tables + n_layers * layout.n_vectors * item / shards,
+        "adapter and gradients": 2 * n_layers * adapter / shards,
+        "kept by recomputed layers": inputs,
+        "kept by other layers": others,
+        "live layer or head": max(live, head),
+        "one layer's adapter gradient": adapter * (1 + 2 * own),
+        "gathered weights": copies * gathered,
+        "DoRA": dora,
+    }
+    host = vocabulary * plan.embedding_on_host
+    host += n_layers * codes / shards * plan.offload_params
+    if plan.offload_activations:
+        host += max(0, recomputed - n * arch.hidden_size * item)
+    memory = tuple((kind, int(size)) for kind, size in memory.items() if size)
+    return dataclasses.replace(plan, memory=memory, host_bytes=int(host))
+
+
+def predict_time(plan, arch, layout, machine):
+    """Seconds that one GPU takes for a token."""
+    item, n = getattr(torch, plan.compute_dtype).itemsize, plan.bin_tokens
+    weights = sum(x.out_features * x.in_features for x in arch.linears)
+    again = plan.recomputed / arch.n_layers  # products of the second half are not computed again
+    skipped = layout.down.linears[0].in_features * arch.hidden_size
+    if plan.keep_middle:
+        skipped += layout.out.linears[0].in_features * arch.hidden_size
+    flops = 2 * n * (2 * weights + again * (weights - skipped))
+    flops += 2 * n * 3.5 * min(n, 2048) * arch.n_heads * arch.head_dim
+    # each use of a weight: 4 bits read, a number written and read
+    uses = 2 + again * (0.5 if plan.hold_weights else 1)
+    passes = 30 * arch.hidden_size + 12 * arch.intermediate_size
+    moved = uses * weights * (0.5 + item) + n * passes * item
+    compute = flops / (machine.flops * n / (n + 256)) + moved / machine.bandwidth
+    gathered = layout.n_blocks * (BLOCK // 2 + 1) + layout.n_adapter * item
+    shards = plan.shard_group_size
+    gathers = gathered * (shards - 1) / shards * (2 if plan.reshard_after_forward else 1)
+    gathers = gathers / machine.link
+    if plan.offload_params:
+        gathers += 2 * gathered / shards / 20e9
+    launches = (100 + 80 * again + (40 if not plan.whole else 0)) * machine.launch
+    layer = max(compute, gathers, 0 if plan.graphs else launches)
+    layer += 0.1 * min(compute, gathers)  # they slow each other down
+    head = 4 * n * arch.vocab_size * arch.hidden_size / machine.flops
+    return (layer * arch.n_layers + head) / n
+
+
+def measure_machine(device):
+    """The Machine, in round numbers, so that the same plan is found again. All ranks must call
+    this: all take rank 0's."""
+    if device.type == "cpu":
+        return Machine(1e11, 1e10, 1e9)
+
+    def seconds(run, times=20):
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        for i in range(2 * times):
+            if i == times:  # clocks are up by now
+                events[0].record()
+            run()
+        events[1].record()
+        torch.cuda.synchronize()
+        return events[0].elapsed_time(events[1]) / 1000 / times
+
+    a, b = torch.randn(2, 8192, 8192, dtype=torch.bfloat16, device=device)
+    parts = torch.empty(dist.get_world_size(), 2**26, dtype=torch.uint8, device=device)
+    figures = {
+        "flops": 2 * 8192**3 / seconds(lambda: a @ b),
+        "bandwidth": 2 * 4 * a.nbytes / seconds(lambda: torch.cat([a, a, b, b])),
+        "link": parts.nbytes / seconds(lambda: dist.all_gather_into_tensor(parts, parts[0].clone())),
+    }
+    rounded = {name: float(f"{figure:.1g}") for name, figure in figures.items()}
+    return Machine(**json.loads(on_rank_0(json.dumps, rounded)))
+
+
+def choose_plan(config, arch, layout, tokens, longest, limit, machine, device, world_size, graphs):
+    """The fastest plan that fits: over group sizes, bins and layers recomputed. `tokens` are the
+    most of any step, `longest` the longest row, `graphs` whether attention can be captured. Raises
+    ValueError with what would help."""
+    if config.recompute.isdecimal() and int(config.recompute) > arch.n_layers:
+        raise ValueError(f"--recompute {config.recompute}: the model has {arch.n_layers} layers")
+    groups = [n for n in range(1, world_size + 1) if world_size % n == 0]
+    if config.shard_group_size:
+        groups = [config.shard_group_size]
+    groups = [n for n in groups if shard_range(arch.vocab_size, n - 1, n)]
+    if not groups:
+        raise ValueError(f"a vocabulary of {arch.vocab_size} cannot be shared by"
+                         f" {config.shard_group_size} processes: use a smaller --shard_group_size")
+    if config.micro_batch_tokens and config.micro_batch_tokens < longest:
+        raise ValueError(f"--micro_batch_tokens {config.micro_batch_tokens}: the longest row has"
+                         f" {longest} tokens; use at least that or a shorter --max_seq_len")
+    best, best_cost = None, (2, 0.0)
+    for shards in groups:
+        for bin_tokens in bin_sizes(config, tokens, longest, world_size, device):
+            plan = fill_plan(config, arch, layout, shards, bin_tokens, limit, machine, device)
+            plan = use_graphs(plan, arch, layout, machine, limit, graphs)
+            seconds = predict_time(plan, arch, layout, machine)
+            plan = dataclasses.replace(plan, token_seconds=seconds)
+            cost = (0, seconds) if plan.fits(limit) else (1, plan.bytes)
+            # smaller groups and bins come first, and stay unless another is clearly faster
+            if cost[0] < best_cost[0] or cost < (best_cost[0], 0.98 * best_cost[1]):
+                best, best_cost = plan, cost
+    check_plan(best, config, arch, layout, limit)
+    return best
+
+
+def bin_sizes(config, tokens, longest, world_size, device):
+    """Sizes of bins to choose from: the longest row, and more by factors of about 2 up to what a
+    step has for each process."""
+    if config.micro_batch_tokens:
+        return [config.micro_batch_tokens]
+    most = max(longest, math.ceil(tokens / world_size))
+    sizes = {most}
+    while most > max(longest, 2048):
+        most = math.ceil(most / 2)
+        sizes.add(max(longest, most))
+    return sorted(round_up(n, device) if n != longest else n for n in sizes)
+
+
+def fill_plan(config, arch, layout, shards, bin_tokens, limit, machine, device):
+    """The fastest plan of one group and bin size, with a tenth of the memory free if that can be;
+    if none fits, the smallest."""
+    counts = {"all": [arch.n_layers], "none": [0], "auto": range(arch.n_layers + 1)}
+    counts = counts.get(config.recompute) or [int(config.recompute)]
+    keep = [(True, True), (True, False), (False, True), (False, False)]
+    base = Plan(config.compute_dtype, arch.n_layers, shards, config.reshard_after_forward,
+                bin_tokens, 0, False, False, config.offload_activations, config.offload_params)
+    plans = [
+        predict(dataclasses.replace(base, recomputed=n, keep_middle=middle, hold_weights=hold),
+                arch, layout)
+        for n in counts for middle, hold in (keep if n else keep[-1:])
+    ]  # fmt: skip
+    least = min(plan.host_bytes for plan in plans)
+    most = min(least + HOST_SPARE, max(least, host_share() / 2))  # what is pinned for speed alone
+    plans = [plan for plan in plans if plan.host_bytes <= most]
+    if not any(plan.fits(limit) for plan in plans) and device.type == "cuda" and not (
+        arch.tied or why_no_triton()
+    ):  # the same numbers, at the price of a copy of the tokens' rows for each micro-batch
+        plans = [predict(dataclasses.replace(plan, embedding_on_host=True), arch, layout)
+                 for plan in plans]  # fmt: skip
+    for spare in 0.1, 0.07, GAPS:
+        if fitting := [plan for plan in plans if plan.fits(limit, spare)]:
+            return min(fitting, key=lambda plan: predict_time(plan, arch, layout, machine))
+    return min(plans, key=lambda plan: plan.bytes)
+
+
+def use_graphs(plan, arch, layout, machine, limit, graphs):
+    """CUDA graphs where the host would be slower than the GPU. What is offloaded and what FSDP2
+    gathers is not captured."""
+    if not graphs or not plan.whole or plan.offload_activations:
+        return plan
+    own = sum(size for kind, size in plan.memory if kind in GRAPH_MEMORY)
+    graphed = dataclasses.replace(
+        plan, graphs=True, memory=(*plan.memory, ("CUDA graphs' own", own))
+    )
+    gain = predict_time(plan, arch, layout, machine) / predict_time(graphed, arch, layout, machine)
+    return graphed if gain > 1.05 and graphed.fits(limit) else plan
+
+
+def check_plan(plan, config, arch, layout, limit):
+    """Raise ValueError, with what would help, if the plan does not fit."""
+    share = host_share()
+    if plan.host_bytes > share:
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / 2**30
+        raise ValueError(f"this takes {plan.host_bytes * processes:.1f} GiB of host memory on this"
+                         f" machine, of which {share * processes:.1f} GiB are available: offload"
+                         " less")
+    if plan.fits(limit):
+        return
+    flags, smaller = [], plan
+    halves = math.ceil(plan.bin_tokens / 2)
+    for flag, change in (
+        ("--reshard_after_forward", {"reshard_after_forward": True}),
+        ("--recompute all", {"recomputed": arch.n_layers}),
+        ("--offload_activations", {"offload_activations": True}),
+        ("--offload_params", {"offload_params": True}),
+        (f"--max_seq_len {config.max_seq_len // 2}", {"bin_tokens": halves}),
+    ):
+        if all(getattr(smaller, name) != value for name, value in change.items()):
+            smaller = predict(dataclasses.replace(smaller, **change), arch, layout)
+            flags.append(flag)
+            if smaller.fits(limit):
+                break
+    more = "" if smaller.fits(limit) else " and more GPUs"
+    raise ValueError(
+        f"this does not fit: predicted peak {plan.bytes / 2**30:.1f} GiB, and {GAPS:.0%} for gaps,"
+        f" of {limit / 2**30:.1f} GiB; {' '.join(flags)}{more} would bring it to"
+        f" {smaller.bytes / 2**30:.1f} GiB"
+    )
+
+
+def agree_on_plan(config, arch, layout, examples, limit, device, kernels):
+    """The plan of this run. All ranks must call this."""
+    machine, world_size = measure_machine(device), dist.get_world_size()
+    lengths, plan = [len(ids) for ids, _ in examples], None
+    steps = range(1, min(config.max_steps, 200) + 1)
+    tokens = max(sum(lengths[i] for i in step_rows(s, len(lengths), config)) for s in steps)
+    used = {function for pair in kernels.values() for function in pair.values()}
+    graphs = device.type == "cuda" and document_attention not in used
+    with together():
+        plan = choose_plan(config, arch, layout, tokens, max(lengths), limit, machine, device,
+                           world_size, graphs)  # fmt: skip
+    return plan
+
+
+def say_plan(plan, config, limit):
+    parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in plan.memory)
+    say(f"memory plan of one GPU, GiB: {parts}")
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        used = total - free - torch.cuda.memory_reserved()
+        say(f"beside the plan: CUDA's context, NCCL, and what else runs on this GPU, hold"
+            f" {used / 2**30:.2f} GiB")
+    why = "as asked" if config.shard_group_size else "the fastest that fits"
+    say(f"plan: {plan.shard_group_size} of {dist.get_world_size()} processes share one copy of the"
+        f" model ({why}); bins of at most {plan.bin_tokens:,} tokens;"
+        f" {plan.recomputed} of {plan.n_layers} layers are recomputed"
+        + (", from x and the sum after attention" if plan.recomputed and plan.keep_middle else "")
+        + (", weights dequantised once a backward" if plan.hold_weights else "")
+        + ("; the embedding is in host memory" if plan.embedding_on_host else "")
+        + ("; CUDA graphs" if plan.graphs else "")
+        + f"; {1e6 * plan.token_seconds:.3g} us a token predicted")
+    say(f"predicted peak {plan.bytes / 2**30:.2f} GiB"
+        + (f" of {limit / 2**30:.2f} GiB" if limit else "")
+        + (f", and {plan.host_bytes / 2**30:.2f} GiB of pinned host memory"
+           if plan.host_bytes else ""))  # fmt: skip
+
+
+def make_store(plan, layout, arch, device):
+    """Where recomputed layers keep their inputs."""
+    if not plan.offload_activations or not plan.recomputed:
+        return GPUStore()
+    n_bytes = plan.bin_tokens * arch.hidden_size * getattr(torch, plan.compute_dtype).itemsize
+    return HostStore(plan.recomputed * (2 if plan.keep_middle else 1), n_bytes, device)
+
+
+def gemm_ceiling(arch, plan, device):
+    """TFLOP/s of nothing but the products of a layer's linears, each as often as it is."""
+    tokens, flops, seconds = min(plan.bin_tokens, 8192), 0, 0.0
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    dtype = getattr(torch, plan.compute_dtype)
+    for linear in arch.linears:
+        a = torch.randn(tokens, linear.in_features, device=device, dtype=dtype)
+        b = torch.randn(linear.out_features, linear.in_features, device=device, dtype=dtype)
+        a @ b.t()
+        wait()
+        started, rounds = time.perf_counter(), 20 if device.type == "cuda" else 1
+        for _ in range(rounds):
+            a @ b.t()
+        wait()
+        seconds += (time.perf_counter() - started) / rounds
+        flops += 2 * tokens * linear.in_features * linear.out_features
+    return flops / seconds / 1e12
+
+
+def say_speed(run, rows, ceiling):
+    """The answer of a dry run: how fast, how near to what the GPU can do, how much memory."""
+    arch, plan = run.model.arch, run.plan
+    layer = sum(x.in_features * x.out_features for x in arch.linears)
+    weights = arch.n_layers * layer + arch.vocab_size * arch.hidden_size
+    again = layer - arch.down[0].in_features * arch.hidden_size
+    again -= arch.out[0].in_features * arch.hidden_size if plan.keep_middle else 0
+    rates = sorted(row["tokens_per_second_per_gpu"] for row in rows[2:] or rows[-1:])
+    rate = rates[len(rates) // 2]
+    # forward 2 and backward 2 operations a weight and token, recomputation 2 more
+    tflops = rate * (4 * weights + 2 * again * plan.recomputed) / 1e12
+    say(f"measured: {rate:,.0f} tokens/s per GPU, {tflops:.1f} TFLOP/s,"
+        f" {100 * tflops / ceiling:.1f} % of the GEMM ceiling of {ceiling:.1f},"
+        f" peak {rows[-1]['peak_memory_gib']:.2f} GiB; predicted"
+        f" {1 / plan.token_seconds:,.0f} tokens/s")
+
+
+# ------------------------------------------------------------------------------------------------
+# Attention's kernel, and CUDA graphs
+# ------------------------------------------------------------------------------------------------
+
+
+def choose_attention(config, arch, device):
+    """The attention to use, {"same": bins of documents of one length, "any": others}, each as
+    {"full": function, "window": function}.
+
+    On Hopper torch's SDPA (cuDNN) is the fastest for rows of one length, else Flash Attention 2;
+    torch's own kernel for any lengths is where that is not installed. A kernel that does not give
+    what plain torch gives is not used: a flash-attn can be built without sliding windows or caps,
+    and computes anything, silently.
+    """
+    from transformers.utils import is_flash_attn_2_available
+
+    has_flash = device.type == "cuda" and is_flash_attn_2_available()
+    if config.attn == "flash_attention_2" and not has_flash:
+        raise ValueError("--attn flash_attention_2: flash-attn is not installed or there is no GPU;"
+                         " `make flash-attn` builds it, or use --attn sdpa")
+    plain = {"full": document_attention, "window": document_attention}
+    bf16 = config.compute_dtype == "bfloat16" and not arch.attention_dropout
+    if device.type == "cpu" or not bf16 or torch.cuda.get_device_capability(device) < (8, 0):
+        return {"same": plain, "any": plain}
+    flash = [flash_attention] if has_flash and config.attn != "sdpa" else []
+    varlen = [*flash, varlen_attention]
+    hopper = torch.cuda.get_device_capability(device) >= (9, 0)
+    same = [*flash, batched_attention]
+    if hopper and config.attn != "flash_attention_2":
+        same = [batched_attention]
+    wanted = {"same": (same, varlen), "any": (varlen, varlen)}
+    chosen = {
+        kind: {window: next((f for f in functions if attends(f, arch, window, device)),
+                            document_attention)
+               for window, functions in zip(("full", "window"), pair)}
+        for kind, pair in wanted.items()
+    }  # fmt: skip
+    if config.attn == "flash_attention_2" and flash_attention not in chosen["any"].values():
+        raise ValueError("--attn flash_attention_2: as installed it does not compute this model's"
+                         " attention; use --attn sdpa")
+    return chosen
+
+
+def attends(kernel, arch, window, device):
+    """Whether a kernel gives what plain torch gives, on two short documents."""
+    generator = torch.Generator(device).manual_seed(0)
+    heads = arch.n_heads, arch.n_kv_heads, arch.n_kv_heads
+    q, k, v = (torch.randn(128, n, arch.head_dim, dtype=torch.bfloat16, device=device,
+                           generator=generator) for n in heads)  # fmt: skip
+    bounds = torch.tensor([0, 64, 128], dtype=torch.int32, device=device)
+    probe = types.SimpleNamespace(lengths=(64, 64), longest=64, cu_seqlens=bounds, seeds=(0, 0))
+    if arch.attention_softcap and kernel is not flash_attention:
+        return False
+    args = probe, arch, 8 if window == "window" else None, 0
+    if kernel is batched_attention and args[2]:
+        return False
+    try:
+        got, want = kernel(q, k, v, *args), document_attention(q, k, v, *args)
+    except (RuntimeError, TypeError, ValueError):
+        return False
+    return bool((got - want).norm() < 0.05 * want.norm())
+
+
+def graphed_loss(run, bin, scale):
+    """bin_loss() by a CUDA graph of the bin's shape, captured when the shape comes a second time:
+    then the host launches one thing instead of thousands."""
+    tensors = [f.name for f in dataclasses.fields(bin)
+               if isinstance(getattr(bin, f.name), torch.Tensor)]  # fmt: skip
+    same = bin.kernels is run.kernels["same"]
+    key = (same and bin.lengths, bin.longest, *(len(getattr(bin, name)) for name in tensors))
+    graph = run.graphs.get(key)
+    if graph is None or graph == "seen":
+        static = dataclasses.replace(bin, lengths=bin.lengths)
+        factor = torch.tensor(scale, device=run.device)
+        if graph is None:  # kernels are compiled and chosen outside of a capture
+            run.graphs[key] = "seen"
+            loss = run.model(bin)
+            (loss * factor).backward()
+            return loss.detach()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=run.graphs.get("pool")):
+            loss = run.model(static)
+            (loss * factor).backward()
+            loss = loss.detach()
+        run.graphs.setdefault("pool", graph.pool())
+        torch.cuda.empty_cache()  # what runs without a graph had taken
+        run.graphs[key] = graph, static, factor, loss
+    graph, static, factor, loss = run.graphs[key]
+    for name in tensors:
+        getattr(static, name).copy_(getattr(bin, name), non_blocking=True)
+    factor.fill_(scale)
+    graph.replay()
+    return loss.clone()
 
 
 # ------------------------------------------------------------------------------------------------
@@ -2907,16 +4036,9 @@ def publish_masters(views, params):
 
 CHECKPOINT = "checkpoint-{:06d}"
 MUST_MATCH = (  # what a resumed run cannot change and still be the same run
-    "model", "dataset", "random_weights", "compute_dtype", "lora_rank", "lora_alpha",
-    "lora_dropout", "use_rslora", "use_dora", "target_modules", "max_seq_len", "packing",
-    "batch_size", "seed",
+    "model", "dataset", "random_weights", "compute_dtype", "adapter", "lora_rank", "lora_alpha",
+    "lora_dropout", "target_modules", "max_seq_len", "batch_size", "seed",
 )  # fmt: skip
-
-
-def peft_name(name):
-    """A LoRA parameter's name in an adapter file of PEFT's."""
-    name = name.replace(".lora_magnitude_vector.default.weight", ".lora_magnitude_vector")
-    return f"base_model.model.{name.replace('.default.', '.')}"
 
 
 def sync_file(path):
@@ -2926,23 +4048,22 @@ def sync_file(path):
     os.close(fd)
 
 
-def write_text(path, text):
-    """Replace a file whole: a reader sees the old text or the new."""
+def write_whole(path, write):
+    """Replace a file whole, by write(path of a temporary one): a reader sees the old or the new."""
     part = path.with_name(f".{path.name}.part")
-    part.write_text(text)
+    write(part)
+    part.chmod(0o644)  # safetensors leaves it readable by its owner alone
     sync_file(part)
     os.replace(part, path)
     sync_file(path.parent)
+
+
+def write_text(path, text):
+    write_whole(path, lambda part: part.write_text(text))
 
 
 def write_tensors(path, tensors):
-    """Replace a safetensors file whole; safetensors itself neither syncs nor leaves it readable."""
-    part = path.with_name(f".{path.name}.part")
-    save_file(tensors, part, metadata={"format": "pt"})
-    part.chmod(0o644)
-    sync_file(part)
-    os.replace(part, path)
-    sync_file(path.parent)
+    write_whole(path, lambda part: save_file(tensors, part, metadata={"format": "pt"}))
 
 
 def digest(path):
@@ -2954,93 +4075,68 @@ def digest(path):
     return sha.hexdigest()
 
 
-def gather_adapter(params, views):
-    """{PEFT name: whole fp32 weight on the CPU} on rank 0, {} elsewhere. All ranks must call."""
-    adapter = {}
-    for name, p in params.items():
-        whole = p.detach().full_tensor() if isinstance(p, DTensor) else views[name]
-        if dist.get_rank() == 0:
-            adapter[peft_name(name)] = whole.cpu()
-    return adapter
+def text_digest(state):
+    """SHA-256 of a JSON object, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
-def write_adapter(directory, adapter, lora_config):
-    """Rank 0 only."""
-    write_tensors(directory / "adapter_model.safetensors", adapter)
+def write_adapter(directory, weights, lora_config):
+    """The adapter in PEFT's format. Rank 0 only."""
+    write_tensors(directory / "adapter_model.safetensors", weights)
     lora_config.inference_mode = True
     lora_config.save_pretrained(directory)
+    sync_file(directory / "adapter_config.json")
 
 
-def state_slices(run):
-    """The optimizer's state a weight at a time, {name.key: the slice of the live tensor}."""
-    state, slices = run.optimizer.state[run.masters], {}
-    for name, view in run.views.items():
-        start, stop = view.storage_offset(), view.storage_offset() + view.numel()
-        for key in ("state1", "state2"):
-            slices[f"{name}.{key}"] = state[key][start:stop]
-        for key in ("absmax1", "absmax2"):
-            blocks = slice(start // STATE_BLOCK, math.ceil(stop / STATE_BLOCK))
-            slices[f"{name}.{key}"] = state[key][blocks]
-    return slices
+def optimizer_file(rank, ranks):
+    return f"optimizer-{rank:05d}-of-{ranks:05d}.safetensors"
 
 
-def rank_file(rank, world_size):
-    return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
-
-
-def save_checkpoint(run, directory, step):
+def save_checkpoint(run, step):
     """Write checkpoint-<step>, whole or not at all. All ranks must call this.
 
     Everything goes to a hidden directory that gets its name when each rank's part is written,
     synced and listed with its SHA-256: a directory with the right name is a whole checkpoint.
     """
-    final = directory / CHECKPOINT.format(step)
-    temporary = directory / f".{final.name}.part"
-    part = rank_file(dist.get_rank(), dist.get_world_size())
-    adapter = gather_adapter(run.params, run.views)
-    if run.masters.is_cuda:
+    adapter, rank = run.adapter, dist.get_rank()
+    final = run.directory / CHECKPOINT.format(step)
+    temporary = run.directory / f".{final.name}.part"
+    weights = adapter.gather()
+    if run.device.type == "cuda":
         torch.cuda.synchronize()  # paged state is read on the host, where no stream orders it
 
     def prepare():
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
 
-    def write_part():
-        tensors = {k: v.cpu().clone() for k, v in state_slices(run).items()}
-        tensors["rng.cpu"] = torch.get_rng_state()
-        if run.masters.is_cuda:
-            tensors["rng.cuda"] = torch.cuda.get_rng_state()
-        write_tensors(temporary / part, tensors)
-        return f"{part} {digest(temporary / part)}"
-
     def finish(lines):
-        write_adapter(temporary, adapter, run.lora_config)
-        files = dict(line.split() for line in lines)
-        for name in ("adapter_model.safetensors", "adapter_config.json"):
-            files[name] = digest(temporary / name)
+        write_adapter(temporary, weights, run.lora_config)
+        files = dict(line.split() for line in lines if line)
         state = {
             "step": step,
             "rows_seen": step * run.config.batch_size,
-            "world_size": dist.get_world_size(),
-            "optimizer_step": run.optimizer.state[run.masters]["step"],
+            "optimizer_step": adapter.state["step"],
+            "optimizer_files": sorted(files),
             "data_sha256": run.data_sha256,
             "config": dataclasses.asdict(run.config),
-            "files": files,
         }
+        for name in ("adapter_model.safetensors", "adapter_config.json"):
+            files[name] = digest(temporary / name)
+        state["files"] = files
         state["sha256"] = text_digest(state)
         write_text(temporary / "checkpoint.json", json.dumps(state, indent=2))
         shutil.rmtree(final, ignore_errors=True)
         os.replace(temporary, final)
-        sync_file(directory)
+        sync_file(run.directory)
 
     on_rank_0(prepare)  # nobody writes before it is there
-    lines = gather_texts(together(write_part))
-    on_rank_0(finish, lines)
-
-
-def text_digest(state):
-    """SHA-256 of a JSON object, whatever the order of its keys."""
-    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+    line = ""
+    with together():
+        if rank < adapter.shards:  # other copies of the model have the same state
+            part = temporary / optimizer_file(rank, adapter.shards)
+            write_tensors(part, {k: v.cpu().clone() for k, v in adapter.state_parts().items()})
+            line = f"{part.name} {digest(part)}"
+    on_rank_0(finish, gather_texts(line))
 
 
 def read_checkpoint(path):
@@ -3072,22 +4168,28 @@ def whole_checkpoint(directory):
     raise ValueError("; ".join([f"--resume: {directory} has no whole checkpoint", *broken]))
 
 
-def check_resume(path, config, data_sha256):
-    """The state of a whole checkpoint, if this run can continue it."""
-    state = json.loads((path / "checkpoint.json").read_text())
-    now = json.loads(json.dumps(dataclasses.asdict(config)))
-    for name in MUST_MATCH:
-        was = state["config"].get(name, getattr(Config, name))  # it may be from before the flag
-        if was != now[name]:
-            raise ValueError(f"--resume: {path} was made with --{name} {was}, not {now[name]}")
-    if state["data_sha256"] != data_sha256:
-        raise ValueError(f"--resume: the rows are not those that {path} was made with: the data"
-                         " set or the tokenizer has changed")
-    return state
+def find_checkpoint(config, directory, data_sha256):
+    """The newest whole checkpoint, if this run can continue it. All ranks must call this."""
+    path = Path(on_rank_0(whole_checkpoint, directory))
+    with together():
+        state = json.loads((path / "checkpoint.json").read_text())
+        now = json.loads(json.dumps(dataclasses.asdict(config)))
+        if "optimizer_files" not in state:
+            raise ValueError(f"--resume: {path} was made by an older version of this script, whose"
+                             " optimizer state was laid out otherwise: finish the run with that"
+                             " version")
+        for name in MUST_MATCH:
+            if state["config"][name] != now[name]:
+                raise ValueError(f"--resume: {path} was made with --{name} {state['config'][name]},"
+                                 f" not {now[name]}")
+        if state["data_sha256"] != data_sha256:
+            raise ValueError(f"--resume: the rows are not those that {path} was made with: the data"
+                             " set or the tokenizer has changed")
+    return path
 
 
 def check_base(directory, offsets):
-    """Whether a resumed run's base model is the one it began with, by each layer's mean absmax."""
+    """Whether a resumed run's base model is the one it began with, by each linear's mean absmax."""
     before = json.loads((directory / "train_config.json").read_text())["quantization"]
     for name, now in offsets.items():
         was = before["absmax_offsets"][name]
@@ -3096,220 +4198,11 @@ def check_base(directory, offsets):
                              f" {now:.8g}, when the run began it was {was:.8g}")
 
 
-def saved_layout(state):
-    """Of a checkpoint: how many processes saved it, and how many of them held one copy."""
-    ranks = state["world_size"]  # a checkpoint from before the flag was one copy over all of them
-    return ranks, state["config"].get("shard_group_size", ranks)
-
-
-def load_optimizer(run, path, state):
-    """Restore this rank's optimizer and random state, bit for bit in the layout that saved it."""
-    live_state = run.optimizer.state[run.masters]
-    live_state["step"] = state["optimizer_step"]
-    # momentum of padding is 0; the code 0 would be the block's largest
-    live_state["state1"].fill_(int(live_state["qmap1"].abs().argmin()))
-    if saved_layout(state) != (dist.get_world_size(), run.config.shard_group_size):
-        recut_optimizer(run, path, *saved_layout(state))
-        torch.manual_seed(run.config.seed + dist.get_rank() + 2**40 * state["step"])
-        return
-    with safe_open(path / rank_file(dist.get_rank(), dist.get_world_size()), "pt") as tensors:
-        for name, live in state_slices(run).items():
-            live.copy_(tensors.get_tensor(name))
-        torch.set_rng_state(tensors.get_tensor("rng.cpu"))
-        if run.masters.is_cuda:
-            torch.cuda.set_rng_state(tensors.get_tensor("rng.cuda"))
-
-
-def recut_optimizer(run, path, saved_ranks, saved_shards):
-    """Restore the optimizer's state from what another layout of ranks saved.
-
-    A weight's state is put together from the first of the replicas, which are all alike, and this
-    rank's rows are quantised anew: the same bytes where the shards begin at whole blocks, else
-    within the rounding of 8 bits.
-    """
-    state, slices = run.optimizer.state[run.masters], state_slices(run)
-    shards = run.config.shard_group_size
-    files = [safe_open(path / rank_file(rank, saved_ranks), "pt") for rank in range(saved_shards)]
-    for name, view in run.views.items():
-        rows, *columns = run.params[name].shape  # of a magnitude none
-        mine = shard_range(rows, dist.get_rank() % shards, shards)
-        mine = slice(mine.start * math.prod(columns), mine.stop * math.prod(columns))
-        for n in "12":
-            parts = [file.get_tensor(f"{name}.state{n}") for file in files]
-            if view.numel():
-                code = state[f"qmap{n}"].cpu()
-                scales = [file.get_tensor(f"{name}.absmax{n}") for file in files]
-                whole = torch.cat([
-                    bnb.functional.dequantize_blockwise(
-                        part, absmax=scale, code=code, blocksize=STATE_BLOCK
-                    ) for part, scale in zip(parts, scales) if part.numel()
-                ])  # fmt: skip
-                codes, quantized = bnb.functional.quantize_blockwise(
-                    whole[mine], code=code, blocksize=STATE_BLOCK
-                )
-                slices[f"{name}.state{n}"].copy_(codes)
-                slices[f"{name}.absmax{n}"].copy_(quantized.absmax)
-
-
-# ------------------------------------------------------------------------------------------------
-# Training step
-# ------------------------------------------------------------------------------------------------
-
-
-def moment(device):
-    """A point in the GPU's work; on a CPU, which does its work at once, in time."""
-    if device.type == "cpu":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def seconds_between(before, after):
-    """Waits for the GPU to come to `after`, and for nothing that it is told to do after that."""
-    if isinstance(after, float):
-        return after - before
-    after.synchronize()
-    return before.elapsed_time(after) / 1000
-
-
-def train_step(run, step):
-    """Tell the GPU all of one optimizer step. Returns what finish_step makes its metrics of: loss
-    (mean over the learnt tokens of the global batch), gradient norm before clipping, tokens. The
-    next step may be begun before that, so that the GPU never waits for the host. All ranks must
-    call this."""
-    config, masters = run.config, run.masters
-    rank, world_size, rows = dist.get_rank(), dist.get_world_size(), config.micro_batch_size
-    sharded = isinstance(run.model, FSDPModule)
-    batch = [run.examples[i] for i in step_rows(step, len(run.examples), config)]
-    # every rank holds all rows' tokens, so that the global count needs no communication
-    learnt_tokens = sum(int((labels[1:] != IGNORE).sum()) for _, labels, *_ in batch)
-    local_loss = torch.zeros((), dtype=torch.float64, device=masters.device)
-    for start in range(0, config.batch_size, world_size * rows):
-        micro_batch = batch[start : start + world_size * rows]
-        micro_batch = collate(micro_batch, rank, world_size, masters.device, run.pack_tokens)
-        run.micro_batch_shape = micro_batch[0].shape
-        last = start + world_size * rows >= config.batch_size
-        if sharded and config.shard_group_size < world_size:
-            # copies of the model exchange gradients once a step, not once a micro-batch
-            run.model.set_requires_all_reduce(last)
-        loss = run.model(*micro_batch)
-        (loss / learnt_tokens).backward()
-        local_loss += loss.detach()
-        if last or not sharded:  # FSDP2 adds up in fp32 by itself
-            set_master_grad(masters, run.views, run.params)
-    if not sharded and world_size > 1:
-        dist.all_reduce(masters.grad)
-
-    everyone = all_gather(torch.stack([local_loss, masters.grad.norm().double() ** 2]))
-    everyone[config.shard_group_size :, 1] = 0  # replicas, which have the same gradients
-    loss, norm = everyone.sum(0).unbind()
-    loss, norm = loss / learnt_tokens, norm.sqrt()
-    masters.grad.mul_((MAX_GRAD_NORM / norm).clamp(max=1))
-    rate = learning_rate(step, config.max_steps, config.learning_rate)
-    update_masters(run.optimizer, masters, rate)
-    publish_masters(run.views, run.params)
-    tokens = sum(len(ids) for ids, *_ in batch)
-    row = {"step": step, "loss": None, "learning_rate": rate, "grad_norm": None, "tokens": tokens,
-           "learnt_tokens": learnt_tokens}  # fmt: skip
-    numbers = torch.stack([loss, norm])
-    numbers = torch.empty_like(numbers, device="cpu", pin_memory=numbers.is_cuda).copy_(
-        numbers, non_blocking=True
-    )
-    return row, numbers, moment(masters.device)
-
-
-def finish_step(step, before, device):
-    """The metrics of what train_step returned, which is waited for; `before` is the moment when it
-    began. All ranks see the same numbers and stop together if these are no numbers; the update
-    that they led to is never saved."""
-    row, numbers, end = step
-    row["seconds"] = seconds_between(before, end)
-    row["tokens_per_second_per_gpu"] = row["tokens"] / row["seconds"] / dist.get_world_size()
-    row["peak_memory_gib"] = memory_gib(device)[1]
-    loss, norm = numbers.tolist()
-    if not math.isfinite(loss + norm):
-        raise Stop(f"step {row['step']}: loss {loss}, gradient norm {norm}; stopped, and nothing of"
-                   " this step is saved. A lower --learning_rate may help; --resume continues the"
-                   " last checkpoint")
-    return {**row, "loss": loss, "grad_norm": norm}
-
-
-# ------------------------------------------------------------------------------------------------
-# Main
-# ------------------------------------------------------------------------------------------------
-
-
-MARK = ".opened"  # a file of the output directory by which ranks tell that it is the same one
-
-
-def open_output(config, directory):
-    """Make the output directory, or say why not; returns what see_output() must find there. Rank 0
-    only."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise ValueError(f"--output_dir {directory}: cannot be made: {e}; name another")
-    used = [p.name for p in directory.iterdir() if p.name.startswith(("adapter_", "checkpoint-"))]
-    if used and not config.resume:
-        raise ValueError(f"--output_dir {directory} holds a run already ({used[0]}): add --resume"
-                         " to continue it, or name another directory")
-    for torn in directory.glob(".checkpoint-*.part"):  # of a run that ended while saving
-        shutil.rmtree(torn)
-    mark = f"{socket.gethostname()} {time.time_ns()}"
-    write_text(directory / MARK, mark)
-    return mark
-
-
-def see_output(directory, mark):
-    """Whether this rank sees the directory that rank 0 opened: all of them write checkpoints."""
-    try:
-        seen = (directory / MARK).read_text() == mark
-    except OSError:
-        seen = False
-    if not seen:
-        raise ValueError(f"--output_dir {directory}: rank {dist.get_rank()} on"
-                         f" {socket.gethostname()} does not see what rank 0 wrote there on"
-                         f" {mark.split()[0]}: name a directory that all nodes share")
-
-
-def prepare_data(config, directory, tokenizer, vocab_size):
-    """The examples, and a line on what became of the rows."""
-    if config.random_weights and not config.dataset:
-        examples = random_examples(vocab_size, config)
-        return pack_data(examples, config, f"data: {len(examples)} rows of random tokens")
-    source = config.dataset or str(directory / "demo" / "data.jsonl")
-    rows = read_rows(source)
-    if not rows:
-        raise ValueError(f"--dataset {source}: has no rows")
-    examples, cut, dropped = encode_dataset(rows, tokenizer, config.max_seq_len, source)
-    largest = max(int(ids.max()) for ids, _ in examples)
-    if largest >= vocab_size:
-        raise ValueError(f"the tokenizer gives token {largest}, but the model's vocabulary ends at"
-                         f" {vocab_size - 1}")
-    tokens = sum(len(ids) for ids, _ in examples)
-    learnt = sum(int((labels[1:] != IGNORE).sum()) for _, labels in examples)
-    return pack_data(
-        examples, config,
-        f"data: {source}: {len(rows)} rows, {dropped} left out with nothing to learn, {cut} cut to"
-        f" {config.max_seq_len} tokens; {tokens:,} tokens, {learnt:,} of them learnt",
-    )  # fmt: skip
-
-
-def pack_data(examples, config, data_line):
-    """What prepare_data returns, with packs in place of rows where that is asked for."""
-    if not config.packing:
-        return examples, data_line
-    packs = pack_examples(examples, config.max_seq_len)
-    full = sum(len(ids) for ids, *_ in packs) / len(packs) / config.max_seq_len
-    return packs, (f"{data_line}\npacking: {len(examples)} rows in {len(packs)} packs of at most"
-                   f" {config.max_seq_len} tokens, {full:.1%} full")
-
-
-def describe_run(config, base, attention, device, examples, offsets, stored, date):
+def describe_run(config, plan, base, device, examples, offsets, stored, date):
     """What train_config.json holds: the configuration, and all that a merge must know."""
     return {
         "config": dataclasses.asdict(config),
+        "plan": dataclasses.asdict(plan),
         "base_model": str(base) if Path(config.model or base).is_dir() else config.model,
         "quantization": {
             "quant_type": "nf4",
@@ -3319,267 +4212,164 @@ def describe_run(config, base, attention, device, examples, offsets, stored, dat
             "quantized_from_dtype": config.compute_dtype,
             "prequantized": bool(stored),  # its bytes are the base's own, dequantised to that dtype
             "device": device.type,
-            "absmax_offsets": offsets,  # the mean absmax of each layer: tells one base from another
+            "absmax_offsets": offsets,  # the mean absmax of each linear: tells one base from another
         },
-        "attention": attention,
         "world_size": dist.get_world_size(),
         "date": date,
         "versions": {m.__name__: m.__version__ for m in LIBRARIES},
-        "probe_input_ids": [ids[:64].tolist() for ids, *_ in examples[:4]],
+        "probe_input_ids": [ids[:64].tolist() for ids, _ in examples[:4]],
     }
 
 
-def say_start(config, attention, data_line, device):
+def say_start(config, plan, limit, data_line, device):
     """What this run is, before it begins."""
     say(f"configuration: {json.dumps(dataclasses.asdict(config))}")
     versions = ", ".join(f"{m.__name__} {m.__version__}" for m in LIBRARIES)
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, gloo"
     say(f"{versions}; {dist.get_world_size()} x {gpu}")
-    say(f"attention: {attention}")
+    if device.type == "cuda" and why_no_triton():
+        say(f"slower than need be, without fused kernels: {why_no_triton()}")
     say(data_line)
+    say_plan(plan, config, limit)
 
 
-def train(config, device):
-    """The whole job, from flags to adapter. All ranks must call this."""
-    config = together(resolve_config, config, dist.get_world_size())
-    why_not = next((text for text in gather_texts(try_fused(device)) if text), "")
-    config = together(choose_fused, config, why_not)
-    config = dataclasses.replace(config, output_dir=on_rank_0(lambda: config.output_dir))
-    limit = together(limit_memory, config, device)
-    limit = limit and min(int(text) for text in gather_texts(str(limit)))
-    directory = Path(config.output_dir)
-    together(see_output, directory, on_rank_0(open_output, config, directory))
-    on_rank_0((directory / MARK).unlink)
-    if not config.model:
-        say("No --model: training the built-in demo, a small Llama with random weights"
-            + ("." if config.dataset else " and 512 made-up instructions (no --dataset)."))
-        if not config.resume:  # the base that an adapter belongs to is not made anew
-            on_rank_0(write_demo, directory / "demo")
-    torch.manual_seed(config.seed + dist.get_rank())  # dropout differs between ranks
+# ------------------------------------------------------------------------------------------------
+# The check at start, and the demo
+# ------------------------------------------------------------------------------------------------
 
-    # what can be wrong is found out before any weight is read
-    base = together(model_directory, config.model or str(directory / "demo" / "model"),
-                    config.random_weights)  # fmt: skip
-    model_config = together(read_model_config, base, config)
-    attention = on_rank_0(choose_attention, config, model_config, device)
-    tokenizer = None
-    if config.dataset or not config.random_weights:
-        tokenizer = together(load_tokenizer, base)
-    vocab_size = model_config.vocab_size
-    date = on_rank_0(run_date, config, directory)
-    fix_date(date)
-    examples, data_line = together(prepare_data, config, directory, tokenizer, vocab_size)
-    data_sha256 = digest_examples(examples)
-    epoch_steps = math.ceil(config.num_epochs * len(examples) / config.batch_size)
-    config = dataclasses.replace(config, max_steps=config.max_steps or epoch_steps)
-    done, resume_from = 0, None
-    if config.resume:
-        resume_from = Path(on_rank_0(whole_checkpoint, directory))
-        resume_state = together(check_resume, resume_from, config, data_sha256)
-        done = resume_state["step"]
 
-    # order: NF4 layers, LoRA, recomputation, FSDP2, all on meta; then each rank's own bytes
-    compute_dtype = getattr(torch, config.compute_dtype)
-    mesh = make_mesh(config.shard_group_size, device)
-    shards = mesh["shard"].size()
-    model, shapes = together(
-        build_model, model_config, attention.partition(":")[0], compute_dtype, shards
-    )
-    together(attend_causally, model, attention.partition(":")[0], config, device)
-    stored = None
-    if config.random_weights:
-        read = random_reader(config.seed, compute_dtype, device)
-    else:
-        files = together(weight_files, base)
-        stored = check_files(files, shapes, model, model_config)
-        read = together(file_reader, files, device)
-    if config.fused:
-        fuse_model(model)
-    lora_config = together(add_lora, model, config, config.model or str(base))
-    longest = round_length(max(len(ids) for ids, *_ in examples), device)
-    sizes = together(model_sizes, model, config, shards, longest)
-    config = together(choose_recompute, config, sizes, limit)
-    make_room(model, config, sizes, limit)
-    say_plan(config, sizes, limit)
-    together(check_plan, config, sizes, limit)
-    recompute_blocks(model, config, device, sizes.longest)
-    shard_model(model, mesh, compute_dtype, config)
-
-    say_start(config, attention, data_line, device)
-    if tokenizer:
-        say_example(examples, tokenizer)
-    tokens, ceiling = config.micro_batch_size * sizes.longest, None
-    # micro-batches of packs have all one shape: nothing is compiled, or memory cut, anew
-    pack_tokens = tokens if config.packing else 0
-    if config.random_weights:
-        ceiling = gemm_ceiling(model, compute_dtype, tokens, device)
-    if stored:
-        say_stored(stored, config.compute_dtype)
-    offload = config.offload_params
-    offsets = load_weights(model, read, mesh, compute_dtype, device, stored, offload)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # what loading used and training would use in other sizes
-    say_memory("after loading", device)
-    if resume_from:
-        on_rank_0(check_base, directory, offsets)
-    described = describe_run(config, base.resolve(), attention, device, examples, offsets,
-                             stored, date)  # fmt: skip
-    on_rank_0(write_text, directory / "train_config.json", json.dumps(described, indent=2))
-
-    first_values = functools.partial(init_lora, seed=config.seed)
-    if resume_from:
-        first_values = functools.partial(saved_lora, directory=resume_from)
-    masters, views = load_lora(model, first_values, mesh, device)
-    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    assert list(params) == list(views), "the adapter's weights are not all in the optimizer"
-    if config.use_dora and not resume_from:
-        init_magnitudes(model, mesh, views, params)
-    verify_model(model, compute_dtype)
-    trainable, total = sum(p.numel() for p in params.values()), sum(map(math.prod, shapes.values()))
-    say(f"parameters: {trainable:,} trainable (LoRA), {total:,} frozen")
-    say_memory("before step 1", device)
+@torch.no_grad()
+def check_family(model_config, config):
+    """Compare the layer here with transformers' on two layers of the user's own model, shrunk, with
+    two documents in one bin: logits and loss in fp32 on the CPU. Rank 0 only."""
+    small = shrunk_config(model_config)
+    arch, lengths, cpu = describe_model(small), (24, 21), torch.device("cpu")
+    arch = dataclasses.replace(arch, attention_dropout=0.0, residual_dropout=0.0)
+    generator = torch.Generator().manual_seed(0)
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        reference = AutoModelForCausalLM.from_config(
+            small, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+        ).eval()
+    for p in reference.parameters():  # norms of 1 and biases of 0 would hide mistakes
+        if p.dim() == 1:
+            p += torch.empty_like(p).normal_(0, 0.2, generator=generator)
+    model = plain_model(small, arch, dict(reference.state_dict()), max(lengths))
+    linears = dict(reference.named_modules())
+    for i, layer in enumerate(model.layers):  # the reference gets what NF4 has made of its weights
+        for group in layer.layout.groups:
+            weight = dequantise_group(layer, group, layer.adapter)
+            for at, linear in enumerate(group.linears):
+                target = linears[f"model.layers.{i}.{linear.name}"].weight
+                target.copy_(weight[group.rows(at), : group.in_features])
+    ids = torch.randint(3, arch.vocab_size, (sum(lengths),), generator=generator)
     run = types.SimpleNamespace(
-        config=config, model=model, params=params, masters=masters, views=views,
-        optimizer=make_optimizer(masters), examples=examples, data_sha256=data_sha256,
-        lora_config=lora_config, ceiling=ceiling, micro_batch_shape=(0, 0),
-        pack_tokens=pack_tokens,
+        device=cpu, store=GPUStore(), plan=model.plan,
+        kernels=dict.fromkeys(("same", "any"), dict.fromkeys(("full", "window"), document_attention)),
     )  # fmt: skip
-    if resume_from:
-        together(load_optimizer, run, resume_from, resume_state)
-        say(f"resumed from {resume_from}: {done} of {config.max_steps} steps are done")
-        if saved_layout(resume_state) != (dist.get_world_size(), config.shard_group_size):
-            say("saved by {} processes with --shard_group_size {}: the optimizer's state is cut"
-                " anew, and dropout goes on with other random numbers"
-                .format(*saved_layout(resume_state)))
-
-    rows = run_steps(run, directory, done)
-    if config.random_weights and rows:
-        say_speed(run, rows, sizes)
-
-    adapter = gather_adapter(params, views)
-    on_rank_0(write_adapter, directory, adapter, lora_config)
-    say_memory("at the end", device)
-    say(f"adapter saved in {directory}; to merge it into the base model:")
-    merge = Path(__file__).with_name("merge_adapters.py")
-    merge = os.path.relpath(merge) if merge.is_file() else merge.name  # copied alone
-    say(shlex.join([this_python(), merge, "--adapter_dir", str(directory),
-                    "--output_dir", f"{directory}/merged"]))  # fmt: skip
-
-
-def this_python():
-    """What to type for the Python that runs this: `python` only where that is the same one."""
-    found = shutil.which("python")
-    if found and Path(found).parent == Path(sys.executable).parent:
-        return "python"
-    path = os.path.relpath(sys.executable)
-    return sys.executable if path.startswith("..") else path
+    batch = [(part.int(), part.int()) for part in ids.split(lengths)]
+    bin = make_bin(batch, [[0, 1]], 0, torch.tensor(0), run)
+    hidden = model.hidden(bin)
+    normed = torch.empty_like(hidden)
+    normalise(normed, hidden, model.norm, arch.norm, arch.norm_eps)
+    got = scaled_logits(normed @ model.head.t(), arch.logits_multiplier, arch.logits_softcap)
+    got_loss, loss = model(bin), 0.0
+    for start, part in zip((0, lengths[0]), ids.split(lengths)):
+        logits = reference(part[None]).logits[0].float()
+        loss += F.cross_entropy(logits[:-1], part[1:], reduction="sum")
+        rows = got[start : start + len(part)]
+        kinds = {(layer.window, layer.rope) for layer in model.layers}
+        off = ((rows - logits).norm() / logits.norm()).item()
+        if not off < 1e-4:
+            raise ValueError(
+                f"--model {config.model}: the check at start failed: {arch.family} with layers"
+                f" {sorted(map(str, kinds))} (window, rotary) gives logits that are {off:.1e} from"
+                f" those of transformers {transformers.__version__}: please report this"
+            )
+    if not abs(got_loss - loss) < 1e-4 * loss:
+        raise ValueError(f"--model {config.model}: the check at start failed: {arch.family} has a"
+                         f" loss of {got_loss:.6f}, transformers one of {loss:.6f}")
 
 
-def run_steps(run, directory, done):
-    """The training loop: steps, metrics, checkpoints. Returns the metrics of its steps. All ranks
-    must call this."""
-    config, rank, world_size = run.config, dist.get_rank(), dist.get_world_size()
-    accumulation = config.batch_size // (config.micro_batch_size * world_size)
-    unit = "packs" if config.packing else "rows"
-    say(f"steps: {config.max_steps} of {config.batch_size} {unit} = {world_size} processes x"
-        f" {config.micro_batch_size} {unit} x {accumulation} accumulation; peak learning rate"
-        f" {config.learning_rate}")
-    metrics = board = None
-    if rank == 0:
-        from torch.utils.tensorboard import SummaryWriter
-
-        path = directory / "metrics.jsonl"
-        kept = path.read_text().splitlines(True) if done and path.is_file() else []
-        write_text(path, "".join(kept[:done]))
-        metrics = path.open("a")
-        board = SummaryWriter(directory / "tensorboard", purge_step=done + 1)
-    bar = tqdm(initial=done, total=config.max_steps, unit="step", disable=rank != 0)
-    device, rows, launched = run.masters.device, [], []
-    before = moment(device)
-    for step in range(done + 1, config.max_steps + 1):
-        try:
-            launched.append(train_step(run, step))
-        except torch.OutOfMemoryError as e:
-            n_rows, n_tokens = run.micro_batch_shape
-            e.where = f"at step {step}, micro-batch of {n_rows} rows x {n_tokens} tokens"
-            raise
-        if step == done + 1:  # what is there now stays: a full collection would go through it all,
-            gc.collect()  # on one rank at a time, while the others wait
-            gc.freeze()
-        save = step == config.max_steps or config.save_every and step % config.save_every == 0
-        while len(launched) > (0 if save else 1):  # else the GPU has the last one yet to do
-            rows.append(finish_step(launched[0], before, device))
-            *_, before = launched.pop(0)
-            bar.update()
-            if rank == 0:
-                log_step(rows[-1], config.max_steps, metrics, board)
-        if save:
-            save_checkpoint(run, directory, step)
-            before = moment(device)
-    bar.close()
-    if rank == 0:
-        metrics.close()
-        board.close()
-    return rows
+def plain_model(model_config, arch, tensors, max_seq_len):
+    """A Model of this process alone, in fp32 on the CPU, from tensors {checkpoint name: tensor}."""
+    config = Config(compute_dtype="float32")
+    plan = Plan("float32", arch.n_layers, 1, True, 64, 0, False, False, False, False)
+    model = Model(arch, make_layout(arch, (), config), plan, 1)
+    names, cpu = tensor_names(arch, tensors), torch.device("cpu")
+    values = (tensors[name][rows.start : rows.stop].flatten()
+              for name, _, rows in weight_requests(model, names))
+    homes = [NF4Blocks.zeros(len(layer.nf4), cpu) for layer in model.layers]
+    fill_model(model, names, values, homes, cpu)
+    for layer in model.layers:
+        set_local(layer, "adapter", torch.zeros(len(layer.adapter)))
+    ropes = arch.ropes
+    model.frequencies = [rope_frequencies(r, arch, max_seq_len, model_config) for r in ropes]
+    return model
 
 
-def log_step(row, max_steps, metrics, board):
-    """One step's numbers to metrics.jsonl, TensorBoard and the log. Rank 0 only."""
-    metrics.write(json.dumps(row) + "\n")
-    metrics.flush()
-    for key, value in row.items():
-        board.add_scalar(key, value, row["step"])
-    say(f"step {row['step']:6d}/{max_steps}  loss {row['loss']:7.4f}"
-        f"  lr {row['learning_rate']:.2e}  grad {row['grad_norm']:8.4f}"
-        f"  {row['tokens_per_second_per_gpu']:9,.0f} tok/s/GPU"
-        f"  peak {row['peak_memory_gib']:6.2f} GiB")
+def make_demo(config, directory):
+    """The demo's model and data, unless the base that an adapter belongs to is there already. All
+    ranks must call this."""
+    say("No --model: training the built-in demo, a small Llama with random weights"
+        + ("." if config.dataset else " and 512 made-up instructions (no --dataset)."))
+    if not config.resume:
+        on_rank_0(write_demo, directory / "demo")
 
 
-def say_out_of_memory(error, config, device):
-    """One line from the rank that it happened to, whether on its GPU or on the host."""
-    helps = [flag for flag, is_on in (
-        ("--reshard_after_forward", config.reshard_after_forward),
-        ("--recompute all", config.recompute == "all"),
-        ("--offload_activations", config.offload_activations),
-        ("--offload_params", config.offload_params),
-        ("a smaller --micro_batch_size", config.micro_batch_size == 1),
-        ("a shorter --max_seq_len", False),
-    ) if not is_on]  # fmt: skip
-    where = getattr(error, "where", "outside of the steps (loading or saving)")
-    details = "".join(f", {found[1]} {what}" for what, pattern in (
-        ("more asked for", r"Tried to allocate ([\d.]+ \w+)"),
-        ("in gaps", r"([\d.]+ \w+) is reserved by PyTorch but unallocated"),
-    ) if (found := re.search(pattern, str(error))))  # fmt: skip
-    text = (f"rank {dist.get_rank()} on {socket.gethostname()} ran out of memory {where}; peak"
-            f" {memory_gib(device)[1]:.2f} GiB allocated{details}; try, in this order:"
-            f" {', '.join(helps)}")
-    if isinstance(error, MemoryError):
-        text = (f"rank {dist.get_rank()} on {socket.gethostname()}:"
-                f" {error or 'no host memory left'}; offload less")
-    # on a new line: rank 0 may have drawn a progress bar on this one
-    print(f"\nerror: {text}", file=sys.stderr, flush=True)
+def write_demo(directory):
+    """A 2.6 M parameter Llama with random weights, its tokenizer and 512 instructions. Rank 0 only.
 
+    The frozen base knows nothing, so what the loss falls by is what the adapter has learnt.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-def main(argv=None):
-    """Returns the exit code."""
-    device = init_distributed()
-    exit_code = 0
-    try:
-        config = together(parse_config, argv)
-        check_same(config)
-        train(config, device)
-    except (torch.OutOfMemoryError, MemoryError) as e:
-        # the others wait in a collective that this rank will never join: torchrun ends them
-        say_out_of_memory(e, config, device)
-        return 1
-    except Stop as e:
-        if dist.get_rank() == 0:
-            print(f"error: {e}", file=sys.stderr, flush=True)
-        dist.barrier()  # torchrun kills rank 0 when another exits; let it print first
-        exit_code = 1
-    dist.destroy_process_group()
-    return exit_code
+    directory.mkdir(parents=True, exist_ok=True)
+    draw = random.Random(0)
+    rows = []
+    for _ in range(512):
+        a, b = draw.randrange(10), draw.randrange(10)
+        word, answer = draw.choice([("plus", a + b), ("times", a * b), ("minus", a - b)])
+        prompt, completion = f"What is {a} {word} {b}?\n", f"The answer is {answer}."
+        rows.append({"prompt": prompt, "completion": completion})
+    (directory / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=384,
+        special_tokens=["<pad>", "<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator((row["prompt"] + row["completion"] for row in rows), trainer)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=bpe, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role + ': ' + m.content }}"
+        "{{ eos_token if m.role == 'assistant' else '\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    tokenizer.save_pretrained(directory / "model")
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=256,
+            intermediate_size=512,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=4096,
+            initializer_range=0.06,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+    model.to(torch.bfloat16).save_pretrained(directory / "model")
 
 if __name__ == "__main__":
     code = main()

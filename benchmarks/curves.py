@@ -5,7 +5,7 @@
 
 Plain: bitsandbytes' dequantisation, PEFT's formula, autograd's backward, nothing compiled. Loading,
 sharding, data and optimizer are the script's in both, so that all that differs is the arithmetic of
-a decoder block. Each in bf16 and fp32, on the built-in demo; a table of the gaps is the last thing
+a decoder layer. Each in bf16 and fp32, on the built-in demo; a table of the gaps is the last thing
 printed. Without a GPU --gpus is the number of CPU processes.
 """
 
@@ -23,18 +23,56 @@ from run import ROOT, launch
 sys.path.insert(0, str(ROOT))
 
 
-def plain_forward(layer, x):
-    (name,) = layer.active_adapters
-    base, dropped = layer.base_layer, layer.lora_dropout[name](x)
-    frozen = F.linear(x, base.dequantize(), base.bias)
-    return frozen + layer.lora_B[name](layer.lora_A[name](dropped)) * layer.scaling[name]
+def plain_product(layer, group, x):
+    """A group's outputs by a frozen weight, and what PEFT's formula adds to them."""
+    import train_fsdp_qlora as script
+
+    adapter = layer.adapter.to(x.dtype)
+    blank = torch.zeros_like(adapter, requires_grad=False)
+    weight = script.dequantise_group(layer, group, blank)[:, : group.in_features]
+    outputs = list(F.linear(x, weight).split([n.out_features for n in group.linears], -1))
+    all_a = adapter[group.a].view(-1, group.in_features)
+    all_b = adapter[group.b].view(-1, group.rank)
+    for at, (_, ranks, rows) in zip(group.adapted, group.adapted_parts()):
+        added = F.linear(F.linear(x, all_a[ranks]), all_b[rows])
+        outputs[at] = outputs[at] + added * layer.layout.scaling
+    return outputs
+
+
+def plain_layer(layer, x, bin):
+    """A Llama decoder layer as one would write it, for autograd."""
+    arch, layout = layer.arch, layer.layout
+
+    def norm(name, x):
+        scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + arch.norm_eps)
+        return layer.vector(name) * (x.float() * scale).to(x.dtype)
+
+    def rotated(x):
+        cos, sin = (t[:, None] for t in bin.ropes[layer.rope][:2])
+        first, second = x.float().chunk(2, -1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+    normed = norm(arch.attention_norm, x)
+    query, key, value = (part.unflatten(1, (-1, arch.head_dim))
+                         for part in plain_product(layer, layout.qkv, normed))  # fmt: skip
+    documents = zip(*(t.split(bin.lengths) for t in (rotated(query), rotated(key), value)))
+    attended = [
+        F.scaled_dot_product_attention(*(t.transpose(0, 1)[None] for t in document), is_causal=True,
+                                       enable_gqa=True)[0].transpose(0, 1).flatten(1)
+        for document in documents
+    ]  # fmt: skip
+    x = x + plain_product(layer, layout.out, torch.cat(attended))[0]
+    gates, ups = plain_product(layer, layout.gate_up, norm(arch.mlp_norm, x))
+    return x + plain_product(layer, layout.down, F.silu(gates) * ups)[0]
 
 
 def driver(path, argv):
     import train_fsdp_qlora as script
 
     if path == "plain":
-        script.LoraNF4Linear.forward = plain_forward
+        script.DecoderLayer.forward = plain_layer
+        script.why_no_triton = lambda: "plain"
+        script.use_graphs = lambda plan, *_: plan
     code = script.main(argv)
     sys.stdout.flush()
     os._exit(code)  # for the reason that the script does
@@ -46,8 +84,8 @@ def losses(path, dtype, args):
     results = args.out / name
     shutil.rmtree(results, ignore_errors=True)
     flags = ["--output_dir", results, "--max_steps", args.steps, "--compute_dtype", dtype,
-             "--batch_size", 16, "--learning_rate", args.learning_rate, "--attn", "sdpa"]
-    flags += ["--no-fused", "--recompute", "none"] if path == "plain" else []
+             "--batch_size", 16, "--learning_rate", args.learning_rate, "--attn", "sdpa",
+             "--recompute", "none" if path == "plain" else "all"]  # fmt: skip
     program = [__file__, "driver", path, *flags]
     code, _, text = launch(args.gpus, program, args.out / f"{name}.log", args.limit)
     if code != 0:

@@ -100,7 +100,7 @@ def load(directory, nproc):
         [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}",
          script.__file__, "--model", directory, "--dataset", directory / "demo" / "data.jsonl",
          "--output_dir", out, "--max_steps", "1", "--max_seq_len", "64", "--batch_size", str(nproc),
-         "--micro_batch_size", "1", "--lora_rank", "1", "--no-fused"],  # nothing to compile
+         "--shard_group_size", str(nproc), "--lora_rank", "1"],
         stdout=subprocess.PIPE, text=True,
         env={**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
     )  # fmt: skip

@@ -4,20 +4,27 @@
     python benchmarks/run.py memory --out bench [--cases 70b-2k,70b-8k] [--flags='--attn sdpa']
     python benchmarks/run.py scale --out bench        # 2 GPUs against all of the machine
     python benchmarks/run.py speed --out bench [--peer baseline_trl.py]    # TRL beside it
+    python benchmarks/run.py chat --out bench [--peer baseline_trl.py]     # rows of uneven length
+    python benchmarks/run.py small --out bench        # small models, with and without CUDA graphs
+    python benchmarks/run.py start --out bench        # seconds from the launch to the first step
     python benchmarks/run.py profile --out bench --cases 70b8-nooffload     # of any group
     python benchmarks/run.py ceiling llama-2-70b:4096 # of bf16 products on 4,096 tokens
     python benchmarks/run.py memory --list
 
 Written to --out after each case: GROUP.md, the table; results.jsonl, one object a case, appended;
 CASE.log; for a profile CASE.profile.md and CASE.trace.json.gz. A case that fails stops no other.
-tokens/s: median of the steps after the second, or after the first where that leaves none. TFLOP/s:
-6 x the parameters of the linear layers, head included, a token, whatever is really computed.
+tokens/s: without padding, median of the steps after the second, or after the first where that
+leaves none. TFLOP/s: 6 x the parameters of the linear layers, head included, a token, whatever is
+really computed. NCCL_P2P_DISABLE=1 in front of a command imitates a bus without NVLink.
 """
 
 import argparse
+import contextlib
 import gzip
 import json
+import math
 import os
+import random
 import re
 import shlex
 import shutil
@@ -36,54 +43,83 @@ SHAPES = {  # hidden, intermediate, layers, heads, key/value heads, vocabulary
     "llama-2-70b": (8192, 28672, 80, 64, 8, 32000),
     "llama-3-8b": (4096, 14336, 32, 32, 8, 128256),
     "llama-3-70b": (8192, 28672, 80, 64, 8, 128256),
+    "qwen2.5-72b": (8192, 29568, 80, 64, 8, 152064),
+    "llama-3.2-1b": (2048, 8192, 16, 32, 8, 128256),
+    "smollm2-135m": (576, 1536, 30, 9, 3, 49152),
 }
+TIED = "llama-3.2-1b", "smollm2-135m"  # embedding and head
 
 
-def case(name, model, rows, seq, steps, flags="", gpus=2, layers=None, base=None):
-    """One measurement: `rows` of `seq` tokens a GPU and step. gpus None: all of the machine;
-    layers None: the whole model; base: the case that the table's ratio is to."""
+def case(name, model, rows, seq, steps, flags="", gpus=2, layers=None, base=None, bins=None,
+         chat=False, graphs=True, cache=None):  # fmt: skip
+    """One measurement: `rows` of `seq` tokens a GPU and step. gpus None: all of the machine, which
+    {gpus} in the flags stands for; layers None: the whole model; base: the case that the table's
+    ratio is to; bins: tokens at once, None: all of them, 0: what the script chooses; chat: `seq` is
+    the longest of rows of uneven length; graphs: whether CUDA graphs are allowed; cache: the one of
+    compiled kernels, "cold" or "warm", None: the user's own."""
     return locals()
 
 
 CAP, OFFLOAD, FLASH = "--memory_limit_gib 22.5", "--offload_activations", "--attn flash_attention_2"
-KEPT = "--no-reshard_after_forward"
+ALL, KEPT, NONE = "--recompute all", "--no-reshard_after_forward", "--recompute none"
+SHARED = "--shard_group_size {gpus}"  # one copy of the model on all GPUs
+MEDIAN, SPREAD, SHORTEST = 200, 0.9, 16  # of chat rows' lengths, which are log-normal
 GROUPS = {
     "memory": [
-        case("70b-2k", "llama-2-70b", 2, 2048, 6, f"{CAP} {OFFLOAD}", base="70b-2k-nooffload"),
-        case("70b-2k-nooffload", "llama-2-70b", 2, 2048, 6),
-        case("70b8-offload", "llama-2-70b", 2, 2048, 12, OFFLOAD, layers=8, base="70b8-nooffload"),
-        case("70b8-nooffload", "llama-2-70b", 2, 2048, 12, layers=8),
-        case("l3-70b-2k", "llama-3-70b", 2, 2048, 6, f"{CAP} {OFFLOAD}"),
-        case("70b-8k", "llama-2-70b", 1, 8192, 3, f"{CAP} {OFFLOAD}"),
-        case("70b-32k", "llama-2-70b", 1, 32768, 2, f"{CAP} {OFFLOAD} --offload_params"),
-        case("8b-none", "llama-3-8b", 2, 2048, 8, f"{CAP} --recompute none"),
-        case("8b-64k", "llama-3-8b", 1, 65536, 2, f"{CAP} {OFFLOAD}"),
-        case("8b-1gpu", "llama-3-8b", 1, 8192, 4, f"{CAP} {OFFLOAD}", gpus=1),
-        case("70b-auto", "llama-2-70b", 2, 2048, 6, "--recompute auto", base="70b-2k-nooffload"),
+        case("70b-2k", "llama-2-70b", 2, 2048, 6, f"{CAP} {OFFLOAD} {ALL}",
+             base="70b-2k-nooffload"),
+        case("70b-2k-nooffload", "llama-2-70b", 2, 2048, 6, f"{ALL} {SHARED}"),
+        case("70b8-offload", "llama-2-70b", 2, 2048, 12, f"{OFFLOAD} {ALL} {SHARED}", layers=8,
+             base="70b8-nooffload"),
+        case("70b8-nooffload", "llama-2-70b", 2, 2048, 12, f"{ALL} {SHARED}", layers=8),
+        case("l3-70b-2k", "llama-3-70b", 2, 2048, 6, f"{CAP} {OFFLOAD} {ALL}"),
+        case("qwen-72b-2k", "qwen2.5-72b", 2, 2048, 6, f"{CAP} {OFFLOAD} {ALL}"),
+        case("70b-8k", "llama-2-70b", 1, 8192, 3, f"{CAP} {OFFLOAD} {ALL}"),
+        case("70b-32k", "llama-2-70b", 1, 32768, 2, f"{CAP} {OFFLOAD} --offload_params {ALL}"),
+        case("8b-none", "llama-3-8b", 2, 2048, 8, f"{CAP} {NONE} {SHARED}"),
+        case("8b-64k", "llama-3-8b", 1, 65536, 2, f"{CAP} {OFFLOAD} {ALL} {SHARED}"),
+        case("8b-1gpu", "llama-3-8b", 1, 8192, 4, f"{CAP} {OFFLOAD} {ALL}", gpus=1),
+        case("8b-dora", "llama-3-8b", 2, 2048, 8, f"{NONE} --adapter dora", gpus=1),
+        case("70b-auto", "llama-2-70b", 2, 2048, 6, base="70b-2k-nooffload"),
     ],
     "scale": [
-        case("70b-2gpus", "llama-2-70b", 2, 2048, 6),
-        case("70b-all", "llama-2-70b", 2, 2048, 6, gpus=None, base="70b-2gpus"),
-        case("8b-2gpus", "llama-3-8b", 2, 2048, 12),
-        case("8b-all", "llama-3-8b", 2, 2048, 12, gpus=None, base="8b-2gpus"),
-        case("8b-2gpus-kept", "llama-3-8b", 2, 2048, 12, KEPT),
-        case("8b-all-kept", "llama-3-8b", 2, 2048, 12, KEPT, gpus=None, base="8b-2gpus-kept"),
-        case("8b-all-groups", "llama-3-8b", 2, 2048, 12, "--shard_group_size 2", gpus=None,
+        case("70b-2gpus", "llama-2-70b", 2, 2048, 6, f"{ALL} {SHARED}"),
+        case("70b-all", "llama-2-70b", 2, 2048, 6, f"{ALL} {SHARED}", gpus=None, base="70b-2gpus"),
+        case("8b-2gpus", "llama-3-8b", 2, 2048, 12, f"{ALL} {SHARED}"),
+        case("8b-all", "llama-3-8b", 2, 2048, 12, f"{ALL} {SHARED}", gpus=None, base="8b-2gpus"),
+        case("8b-2gpus-kept", "llama-3-8b", 2, 2048, 12, f"{ALL} {SHARED} {KEPT}"),
+        case("8b-all-kept", "llama-3-8b", 2, 2048, 12, f"{ALL} {SHARED} {KEPT}", gpus=None,
+             base="8b-2gpus-kept"),
+        case("8b-all-groups", "llama-3-8b", 2, 2048, 12, f"{ALL} --shard_group_size 2", gpus=None,
              base="8b-2gpus"),
+        case("8b-all-copies", "llama-3-8b", 2, 2048, 12, ALL, gpus=None, base="8b-2gpus"),
     ],
     "speed": [
         *(case(name, model, 2, 2048, 9, flags, layers=layers, base=f"trl-{name}")
           for name, model, layers, flags in (
-              ("70b8-sdpa", "llama-2-70b", 8, "--attn sdpa"),
-              ("70b8-flash", "llama-2-70b", 8, FLASH),
-              ("8b16-flash", "llama-3-8b", 16, FLASH),
-              ("8b16-flash-none", "llama-3-8b", 16, f"{FLASH} --recompute none"),
+              ("70b8-sdpa", "llama-2-70b", 8, f"--attn sdpa {ALL} {SHARED}"),
+              ("70b8-flash", "llama-2-70b", 8, f"{FLASH} {ALL} {SHARED}"),
+              ("8b16-flash", "llama-3-8b", 16, f"{FLASH} {ALL}"),
+              ("8b16-flash-none", "llama-3-8b", 16, f"{FLASH} {NONE}"),
           )),
-        case("8b16-packed", "llama-3-8b", 2, 2048, 9, f"{FLASH} --packing", layers=16,
-             base="8b16-flash"),
-        case("8b16-packed-sdpa", "llama-3-8b", 2, 2048, 9, "--attn sdpa --packing", layers=16,
-             base="8b16-flash"),
-        case("8b-1gpu-none", "llama-3-8b", 2, 2048, 9, "--recompute none --attn sdpa", gpus=1),
+        case("8b-default", "llama-3-8b", 2, 2048, 12, base="8b-shared"),
+        case("8b-copies", "llama-3-8b", 2, 2048, 12, ALL, base="8b-shared"),
+        case("8b-shared", "llama-3-8b", 2, 2048, 12, f"{ALL} {SHARED}"),
+        case("8b-1gpu-none", "llama-3-8b", 2, 2048, 9, f"{NONE} --attn sdpa", gpus=1),
+    ],
+    "chat": [  # 32 chat rows have some 9,600 tokens
+        case("8b-fixed", "llama-3-8b", 4, 2048, 12, bins=0),
+        case("8b-chat", "llama-3-8b", 32, 2048, 12, bins=0, chat=True, base="8b-fixed"),
+        case("8b16-chat", "llama-3-8b", 32, 2048, 12, FLASH, layers=16, bins=0, chat=True,
+             base="trl-8b16-chat"),
+    ],
+    "small": [
+        case(f"{short}{name}", model, 2, 2048, 24, gpus=1, graphs=graphs, base=f"{short}-plain")
+        for short, model in (("1b", "llama-3.2-1b"), ("135m", "smollm2-135m"))
+        for name, graphs in (("", True), ("-plain", False))
+    ],
+    "start": [
+        case(f"8b-{cache}", "llama-3-8b", 2, 2048, 1, cache=cache) for cache in ("cold", "warm")
     ],
 }  # fmt: skip
 CASES = {c["name"]: c for group in GROUPS.values() for c in group}
@@ -94,6 +130,7 @@ COLUMNS = {  # title: (key of a row, format)
     "case": ("case", ""), "work": ("work", ""), "GPUs": ("gpus", ""),
     "tokens/s per GPU": ("tokens_per_second", ",.0f"), "TFLOP/s": ("tflops", ".0f"),
     "% of ceiling": ("ceiling_percent", ".1f"), "by the script": ("script_percent", ".1f"),
+    "bins full": ("bins_full", ".2f"), "first step, s": ("first_step_seconds", ".1f"),
     "predicted GiB": ("predicted_gib", ".2f"), "peak GiB": ("peak_gib", ".2f"),
     "off by %": ("off_percent", "+.1f"), "first loss": ("first_loss", ".4f"),
     "last loss": ("last_loss", ".4f"), "seconds": ("seconds", ".0f"), "result": ("result", ""),
@@ -104,7 +141,7 @@ COLUMNS = {  # title: (key of a row, format)
 
 
 def products(model):
-    """(how many, inputs, outputs) of a block's matrix products: qkv, o, gate and up, down."""
+    """(how many, inputs, outputs) of a layer's matrix products: qkv, o, gate and up, down."""
     hidden, intermediate, _, heads, kv_heads, _ = SHAPES[model]
     return ((1, hidden, hidden + 2 * hidden * kv_heads // heads), (1, hidden, hidden),
             (2, hidden, intermediate), (1, intermediate, hidden))  # fmt: skip
@@ -112,26 +149,53 @@ def products(model):
 
 def tflops(chosen, tokens_per_second):
     hidden, _, layers, *_, vocab = SHAPES[chosen["model"]]
-    block = sum(n * inputs * outputs for n, inputs, outputs in products(chosen["model"]))
-    parameters = (chosen["layers"] or layers) * block + hidden * vocab
+    layer = sum(n * inputs * outputs for n, inputs, outputs in products(chosen["model"]))
+    parameters = (chosen["layers"] or layers) * layer + hidden * vocab
     return 6 * parameters * tokens_per_second / 1e12
 
 
 def shape_of(chosen):
-    """What its GEMM ceiling depends on."""
-    return f"{chosen['model']}:{chosen['rows'] * chosen['seq']}"
+    """What its GEMM ceiling depends on; with more tokens it stays as it is."""
+    return f"{chosen['model']}:{min(8192, chosen['rows'] * chosen['seq'])}"
 
 
 def write_config(directory, model, layers):
-    """The model's config.json with that many blocks."""
-    hidden, intermediate, _, heads, kv_heads, vocab = SHAPES[model]
+    """The model's config.json with that many layers, None: its own."""
+    hidden, intermediate, whole, heads, kv_heads, vocab = SHAPES[model]
     directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps({
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16",
-        "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": vocab,
-        "rms_norm_eps": 1e-5, "max_position_embeddings": 8192, "tie_word_embeddings": False,
+        "model_type": "qwen2" if model.startswith("qwen2") else "llama", "dtype": "bfloat16",
+        "hidden_size": hidden, "intermediate_size": intermediate,
+        "num_hidden_layers": layers or whole, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "vocab_size": vocab, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 8192, "tie_word_embeddings": model in TIED,
     }))  # fmt: skip
+
+
+def chat_lengths(n, longest):
+    """Tokens of n chat rows.
+
+    >>> chat_lengths(4, 2048), chat_lengths(4, 180)
+    ([169, 205, 375, 183], [169, 180, 180, 180])
+    """
+    draw = random.Random(0)
+    lengths = (int(draw.lognormvariate(math.log(MEDIAN), SPREAD)) for _ in range(n))
+    return [min(max(length, SHORTEST), longest) for length in lengths]
+
+
+def write_chat(directory, lengths):
+    """data.jsonl with rows of these lengths, and the demo's tokenizer, which makes one token of
+    each character that the demo does not have, and puts EOS behind them."""
+    sys.path.insert(0, str(ROOT))
+    import train_fsdp_qlora as script
+
+    script.write_demo(directory / "demo")
+    for path in (directory / "demo" / "model").glob("*token*"):
+        shutil.copy(path, directory)
+    draw, path = random.Random(1), directory / "data.jsonl"
+    texts = ("".join(draw.choices("#$%&*+/<=>@^_{|}~", k=length - 1)) for length in lengths)
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
 
 
 def gemm_ceiling(model, tokens):
@@ -158,21 +222,29 @@ def gemm_ceiling(model, tokens):
 
 # ---- one case ----------------------------------------------------------------------------------
 
+MARKS = ("configuration: ", "plan: ", "weights loaded", "before step 1", "step +1/")  # of a log
+
 
 def launch(gpus, program, log, limit, **env):
-    """`program` by torchrun, or with gpus 0 by plain Python, its output in `log`. Returns the exit
-    code (None: time limit), seconds and output."""
+    """`program` by torchrun, or with gpus 0 by plain Python, its output in `log`, and at its end
+    when each of MARKS was reached. Returns the exit code (None: time limit), seconds and output."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}"]
     command = [sys.executable, *(torchrun if gpus else []), *map(str, program)]
-    started, code = time.perf_counter(), None
+    started, code, reached = time.perf_counter(), None, {}
     with log.open("w") as file:
         print("$", shlex.join(command), file=file, flush=True)
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file,
                                  stderr=subprocess.STDOUT, env={**os.environ, **env})  # fmt: skip
         try:
-            code = child.wait(limit)
-        except subprocess.TimeoutExpired:
-            print(f"time limit: {limit} s", file=file, flush=True)
+            while code is None and (seconds := time.perf_counter() - started) < limit:
+                text = log.read_text(errors="replace") if len(reached) < len(MARKS) else ""
+                for mark in MARKS:
+                    if mark not in reached and re.search(mark, text):
+                        reached[mark] = f"reached after {seconds:.1f} s: {mark}"
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    code = child.wait(min(0.1, limit - seconds))
+            if code is None:
+                print(f"time limit: {limit} s", file=file, flush=True)
         finally:
             if child.poll() is None:  # SIGKILL would leave torchrun's workers running
                 child.terminate()
@@ -180,6 +252,7 @@ def launch(gpus, program, log, limit, **env):
                     child.wait(90)  # it gives them 30 s
                 except subprocess.TimeoutExpired:
                     child.kill()
+            print("", *reached.values(), sep="\n", file=file, flush=True)
     text = log.read_text(errors="replace").replace("\r", "\n")  # tqdm's bar ends no line
     return code, time.perf_counter() - started, text
 
@@ -219,37 +292,60 @@ def measurements(text, steps):
         "off_percent": 100 * (predicted / peak - 1) if predicted and peak else None,
         "first_loss": steps[0]["loss"] if steps else None,
         "last_loss": steps[-1]["loss"] if steps else None, "steps": steps,
+        "bins_full": statistics.mean(step["bins_full"] for step in steps) if steps else None,
+        "first_step_seconds": number_in(r"reached after N s: step", text),
         "machine": (re.findall(r"^torch \d.*; \d+ x .*", text, re.M) or [""])[0],
     }  # fmt: skip
 
 
 def describe(chosen):
     layers = f", {chosen['layers']} layers" if chosen["layers"] else ""
-    return f"{chosen['model']}{layers}, {chosen['rows']} x {chosen['seq']:,} {chosen['flags']}"
+    rows = f"{chosen['rows']} {'chat rows up to' if chosen['chat'] else 'x'} {chosen['seq']:,}"
+    graphs = "" if chosen["graphs"] else " without CUDA graphs"
+    flags = chosen["flags"].replace("{gpus}", str(chosen["gpus"] or "all"))
+    return f"{chosen['model']}{layers}, {rows} {flags}{graphs}".strip()
 
 
 def script_flags(chosen, gpus, scratch):
-    """For a part of a model this writes its config.json below `scratch`."""
-    model = chosen["model"]
-    if chosen["layers"]:
-        model = scratch / f"{model}-{chosen['layers']}"
-        write_config(model, chosen["model"], chosen["layers"])
-    return shlex.split(
-        f"--model {model} --random_weights --lora_rank 16 --target_modules all-linear"
-        f" --max_seq_len {chosen['seq']} --micro_batch_size {chosen['rows']}"
-        f" --batch_size {chosen['rows'] * gpus} --max_steps {chosen['steps']} {chosen['flags']}"
-    )
+    """Writes the model's config.json, and chat rows, below `scratch`."""
+    model, batch = scratch / f"{chosen['model']}-{chosen['layers']}", chosen["rows"] * gpus
+    write_config(model, chosen["model"], chosen["layers"])
+    flags = [f"--model {model} --random_weights --max_seq_len {chosen['seq']} --batch_size {batch}"
+             f" --max_steps {chosen['steps']}"]  # fmt: skip
+    if chosen["bins"] != 0:
+        tokens = chosen["bins"] or chosen["rows"] * chosen["seq"]
+        flags.append(f"--micro_batch_tokens {tokens}")
+    if chosen["chat"]:
+        lengths = chat_lengths(batch * chosen["steps"], chosen["seq"])
+        flags.append(f"--dataset {write_chat(model, lengths)}")
+    return shlex.split(" ".join([*flags, chosen["flags"].replace("{gpus}", str(gpus))]))
+
+
+def cache_of(chosen, scratch):
+    """Where compiled kernels are kept, by environment variables."""
+    if not chosen["cache"]:
+        return {}
+    if chosen["cache"] == "cold":
+        shutil.rmtree(scratch / "cache", ignore_errors=True)
+    names = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+    return {name: str(scratch / "cache" / below) for name, below in names.items()}
 
 
 def run_case(chosen, gpus, out, scratch, limit, profile=False):
-    """The row of one run of the script, or with `profile` of the driver below around it."""
+    """The row of one run of the script, or with `profile` or without CUDA graphs of the driver
+    below around it."""
     name = chosen["name"]
+    if chosen["cache"] == "warm" and not (scratch / "cache").exists():
+        run_case({**chosen, "cache": "cold"}, gpus, out, scratch, limit)  # chosen without that one
     results = scratch / f"run-{name}"  # not in `out`: adapters and checkpoints are gigabytes
     flags = [*script_flags(chosen, gpus, scratch), "--output_dir", str(results)]
     program, log = [ROOT / "train_fsdp_qlora.py"], out / f"{name}.log"
     if profile:
-        program, log = [__file__, "driver", out / name], out / f"{name}.profile.log"
-    code, seconds, text = launch(gpus, [*program, *flags], log, limit)
+        program, log = [__file__, "profiled", out / name], out / f"{name}.profile.log"
+    elif not chosen["graphs"]:
+        program = [__file__, "plain"]
+    cache = cache_of(chosen, scratch)
+    code, seconds, text = launch(gpus, [*program, *flags], log, limit, **cache)
     metrics = results / "metrics.jsonl"
     lines = metrics.read_text().splitlines(True) if metrics.is_file() else []
     steps = [json.loads(line) for line in lines if line.endswith("\n")]
@@ -261,7 +357,8 @@ def run_case(chosen, gpus, out, scratch, limit, profile=False):
 
 def run_peer(chosen, gpus, out, scratch, limit, peer):
     """The same work by TRL. It reads its weights from a disk, so they are made first; its tokens/s
-    are the mean of the steps after the third."""
+    are the mean of the steps after the third. Chat rows it packs, and counts as full: that is a few
+    tokens more than there are."""
     name, size = chosen["base"], chosen["model"].rpartition("-")[2]
     model = scratch / f"peer-{size}"
     if not model.is_dir():
@@ -269,11 +366,13 @@ def run_peer(chosen, gpus, out, scratch, limit, peer):
         launch(0, make, out / f"{name}-weights.log", limit)
     flags = {
         "model": model, "attn": re.findall(r"--attn (\w+)", chosen["flags"])[-1], "fsdp": 1,
-        "gc": "none" if "--recompute none" in chosen["flags"] else "nonreentrant",
-        "bs": chosen["rows"], "seq": chosen["seq"], "steps": chosen["steps"], "warmup": 3,
+        "gc": "nonreentrant" if ALL in chosen["flags"] else "none",
+        "bs": 4 if chosen["chat"] else chosen["rows"], "seq": chosen["seq"],
+        "steps": chosen["steps"], "warmup": 3,
     }  # fmt: skip
-    flags = [word for flag, value in flags.items() for word in (f"--{flag}", value)]
-    code, seconds, text = launch(gpus, [peer, *flags], out / f"{name}.log", limit,
+    program = [__file__, "packed", peer] if chosen["chat"] else [peer]
+    program += [word for flag, value in flags.items() for word in (f"--{flag}", value)]
+    code, seconds, text = launch(gpus, program, out / f"{name}.log", limit,
                                  BASELINE_OUT=str(scratch / name))  # fmt: skip
     row = {"case": name, "work": describe(chosen), "gpus": gpus, "base": None, "seconds": seconds}
     decoder = json.JSONDecoder()  # two ranks' lines may run together
@@ -355,13 +454,17 @@ def profile_text(kernels, wall):
 
 
 def driver(stem, argv):
-    """The script with rank 0's last steps profiled. All ranks must call this."""
+    """The script with rank 0's last steps profiled; with stem None without CUDA graphs instead. All
+    ranks must call this."""
     import torch
     import torch.distributed as dist
 
     sys.path.insert(0, str(ROOT))
     import train_fsdp_qlora as script
 
+    if stem is None:
+        script.use_graphs = lambda plan, *_: plan
+        os._exit(script.main(argv))
     train_step, cuda, rank = script.train_step, torch.cuda.is_available(), int(os.environ["RANK"])
     activity = torch.profiler.ProfilerActivity
     profiler = torch.profiler.profile(
@@ -396,6 +499,28 @@ def driver(stem, argv):
         Path(f"{stem}.profile.md").write_text(text)
     sys.stdout.flush()
     os._exit(code)  # for the reason that the script does
+
+
+def packed(peer, argv):
+    """TRL's script with packing, on chat rows in place of its own rows of one length."""
+    import runpy
+
+    import datasets
+    import trl
+
+    make, config = datasets.Dataset.from_dict, trl.SFTConfig
+    longest = int(argv[argv.index("--seq") + 1])
+
+    def chat(columns, **settings):
+        datasets.Dataset.from_dict = make  # what TRL itself makes later stays
+        draw, rows = random.Random(1), columns["input_ids"]
+        lengths = chat_lengths(8 * len(rows), longest)  # more tokens than its own rows have
+        return make({"input_ids": [draw.choices(rows[0], k=n) for n in lengths]}, **settings)
+
+    datasets.Dataset.from_dict = chat
+    trl.SFTConfig = lambda **settings: config(**{**settings, "packing": True})
+    sys.argv = [peer, *argv]
+    runpy.run_path(peer, run_name="__main__")
 
 
 # ---- all cases ---------------------------------------------------------------------------------
@@ -457,8 +582,12 @@ def run_cases(group, cases, device_count, out, limit, peer=None):
 
 
 def main(argv):
-    if argv[:1] == ["driver"]:
+    if argv[:1] == ["profiled"]:
         driver(argv[1], argv[2:])
+    if argv[:1] == ["plain"]:
+        driver(None, argv[1:])
+    if argv[:1] == ["packed"]:
+        return packed(argv[1], argv[2:])
     if argv[:1] == ["ceiling"]:
         for shape in argv[1:]:
             model, _, tokens = shape.partition(":")
@@ -471,7 +600,7 @@ def main(argv):
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="where results go")
     parser.add_argument("--limit", type=float, default=240, help="seconds a case may take")
     parser.add_argument("--flags", default="", help="added to every case: --flags='--attn sdpa'")
-    parser.add_argument("--peer", type=Path, help="TRL's script, for the group speed")
+    parser.add_argument("--peer", type=Path, help="TRL's script, for speed and chat")
     args = parser.parse_args(argv)
     known = CASES if args.group == "profile" else {c["name"]: c for c in GROUPS[args.group]}
     names = args.cases.split(",") if args.cases else [c["name"] for c in GROUPS[args.group]]

@@ -32,6 +32,8 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from several import write_whole  # noqa: E402
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 # gate, up and down hold 320 x 128 / 64 = 640 blocks, which 3 ranks cannot share evenly. For what 2
 # and 4 cannot share either, and blocks that straddle rows: intermediate_size=191, hidden_size=64
 # (not with bitsandbytes' own CPU inference, which wants rows of whole blocks)
@@ -114,6 +116,16 @@ def needs_ranks(nproc):
     """On a machine with GPUs each rank needs its own."""
     if 0 < torch.cuda.device_count() < nproc:
         pytest.skip(f"{nproc} ranks on {torch.cuda.device_count()} GPUs")
+
+
+def write_rows(path, n=64):
+    """n rows whose lengths and learnt parts differ by a factor of up to twenty."""
+    draw = random.Random(3)
+    words = "what is the answer to this plus minus times 1 2 3 4 5 6 7 8 9".split()
+    with open(path, "w") as file:
+        for _ in range(n):
+            text = [" ".join(draw.choices(words, k=draw.randint(1, 20))) for _ in range(2)]
+            file.write(json.dumps({"prompt": text[0], "completion": text[1]}) + "\n")
 
 
 def free_ports(n):

@@ -1,7 +1,9 @@
 """What a user can get wrong: one line that names it, an exit code, and no weight read before."""
 
+import importlib.util
 import io
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -89,9 +91,13 @@ def edit_map(directory, change):
         (["--max_step", "3"], ["--max_step"]),  # not taken for --max_steps
         (["word"], ["word"]),
         (["--max_steps", "many"], ["--max_steps", "many"]),
-        (["--attn", "fast"], ["--attn", "fast", "sdpa"]),
-        (["--batch_size", "6", "--micro_batch_size", "4"], ["--batch_size 6", "use 4 or 8"]),
-        (["--batch_size", "3", "--micro_batch_size", "4"], ["--batch_size 3", "use 4"]),
+        (["--attn", "auto"], ["--attn", "auto", "sdpa"]),
+        (["--adapter", "vera"], ["--adapter", "vera", "lora", "rslora", "dora"]),
+        (["--micro_batch_size", "4"], ["--micro_batch_size", "--help"]),
+        (["--packing"], ["--packing"]),
+        (["--micro_batch_tokens", "0"], ["--micro_batch_tokens 0"]),
+        (["--shard_group_size", "2"], ["--shard_group_size 2 does not divide 1", "use one of 1"]),
+        (["--shard_group_size", "0"], ["--shard_group_size 0"]),
         (["--batch_size", "0"], ["--batch_size 0"]),
         (["--max_steps", "0"], ["--max_steps 0"]),
         (["--max_seq_len", "0"], ["--max_seq_len 0"]),
@@ -101,6 +107,7 @@ def edit_map(directory, change):
         (["--lora_dropout", "1"], ["--lora_dropout 1"]),
         (["--save_every", "-1"], ["--save_every -1"]),
         (["--recompute", "some"], ["--recompute some", "all, none"]),
+        (["--recompute", "-1"], ["--recompute -1", "all, none"]),
         (["--recompute", "none", "--offload_activations"], ["--offload_activations", "none"]),
         (["--memory_limit_gib", "0"], ["--memory_limit_gib 0"]),
         (["--seed", str(2**64)], ["--seed"]),
@@ -123,14 +130,17 @@ def test_flash_attention_without_a_gpu_is_refused(start, model):
     refused(start(model, "--attn", "flash_attention_2"), "--attn flash_attention_2", "--attn sdpa")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there they can be had")
-def test_fused_kernels_without_a_gpu_are_refused(start, model):
-    refused(start(model, "--fused"), "--fused: there is no GPU", "leave it out")
+def test_bins_below_the_longest_row_are_refused(start, model):
+    flag = "--micro_batch_tokens"
+    line = refused(start(model, flag, 9), f"{flag} 9", "--max_seq_len")
+    longest = int(line.partition("the longest row has ")[2].split()[0])
+    refused(start(model, flag, longest - 1), f"{flag} {longest - 1}")
+    code, out, err = start(model, flag, longest)
+    assert code == 0 and f"bins of at most {longest} tokens" in out, err
 
 
-def test_model_whose_logits_change_after_the_head_is_refused(start, model):
-    edit_json(model / "config.json", final_logit_softcapping=30.0)
-    refused(start(model), "final_logit_softcapping", "loss")
+def test_more_recomputed_layers_than_there_are_are_refused(start, model):
+    refused(start(model, "--recompute", "4"), "--recompute 4", "3 layers")
 
 
 def test_target_that_matches_nothing_is_refused(start, model):
@@ -152,7 +162,7 @@ def test_what_does_not_fit_is_refused_with_what_would(run_main, tmp_path):
 def test_offloading_more_than_the_host_has_is_refused(run_main, tmp_path):
     refused(
         run_main("--model", "llama-2-70b", "--random_weights", "--offload_activations",
-                 "--micro_batch_size", 1, "--max_seq_len", 2**22, "--output_dir", tmp_path / "out",
+                 "--recompute", "all", "--max_seq_len", 2**22, "--output_dir", tmp_path / "out",
                  "--batch_size", 1),
         "of host memory on this machine", "offload less",
     )  # fmt: skip
@@ -165,7 +175,7 @@ def test_host_memory_that_cannot_be_pinned_ends_the_run_in_one_line(
         raise MemoryError("1.00 GiB of host memory cannot be pinned")
 
     monkeypatch.setattr(script, "pinned_empty", fail)
-    flags = ["--output_dir", tmp_path / "out", "--max_steps", 1]
+    flags = ["--output_dir", tmp_path / "out", "--max_steps", 1, "--recompute", "all"]
     for offload in "--offload_params", "--offload_activations":
         code, _, errors = run_main(*flags, offload)
         lines = [line for line in errors.splitlines() if line.startswith("error: ")]
@@ -192,6 +202,10 @@ def test_missing_model_is_refused(start, tmp_path):
     refused(start(tmp_path / "file"), f"--model {tmp_path / 'file'}")
 
 
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 400,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "config",
     [
@@ -199,8 +213,6 @@ def test_missing_model_is_refused(start, tmp_path):
         "{}",
         "[]",
         '{"model_type": "nothing"}',
-        '{"model_type": "clip"}',  # no language model
-        '{"model_type": "mixtral", "hidden_size": 64, "num_hidden_layers": 1}',  # of experts
         '{"model_type": "llama", "hidden_size": "many"}',
         '{"model_type": "llama", "hidden_size": 128, "num_attention_heads": 3}',
         '{"model_type": "llama", "hidden_act": "nothing"}',
@@ -209,6 +221,74 @@ def test_missing_model_is_refused(start, tmp_path):
 def test_config_that_cannot_be_used_is_refused(start, model, config):
     (model / "config.json").write_text(config)
     refused(start(model, "--random_weights"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"model_type": "gpt2"}, ["gpt2"]),
+        ({"model_type": "clip"}, ["clip"]),  # no language model
+        ({"model_type": "mixtral", **SMALL}, ["mixtral", "num_local_experts=8"]),
+        ({"model_type": "qwen3_moe", **SMALL}, ["qwen3_moe", "num_experts=128"]),
+        ({"model_type": "deepseek_v3", **SMALL}, ["deepseek_v3", "n_routed_experts=256"]),
+        ({"model_type": "falcon_h1", **SMALL}, ["falcon_h1"]),  # state spaces beside attention
+        ({"model_type": "lfm2", **SMALL, "layer_types": ["conv", "full_attention"]}, ["(conv)"]),
+        ({"model_type": "recurrent_gemma", **SMALL}, ["recurrent_gemma"]),
+        ({"model_type": "mamba"}, ["mamba"]),
+        ({"model_type": "bert"}, ["bert"]),  # encoders
+        ({"model_type": "modernbert"}, ["modernbert"]),
+        ({"model_type": "t5"}, ["t5", "is_encoder_decoder=True"]),
+        ({"model_type": "gemma3", "text_config": {"model_type": "gemma2"}}, ["gemma3"]),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_model_type_that_the_table_lacks_is_refused_with_what_it_has(
+    start, model, settings, words
+):
+    (model / "config.json").write_text(json.dumps(settings))
+    line = refused(start(model, "--random_weights"), f"--model {model}: model_type ", *words)
+    for name in ("llama", "qwen3", "gemma2", "cohere2", "phi3", "mistral3"):
+        assert f" {name}" in line.partition("use one of")[2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"model_type": "llama", "is_causal": False}, ["is_causal"]),
+        ({"model_type": "llama", "hidden_act": "relu"}, ["hidden_act relu", "silu"]),
+        ({"model_type": "llama", "pretraining_tp": 2}, ["pretraining_tp=2"]),
+        ({"model_type": "llama", "num_key_value_heads": 3}, ["4 attention heads", "3 key-value"]),
+        ({"model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
+                                                     "partial_rotary_factor": 0.5}},
+         ["partial_rotary_factor=0.5"]),
+        ({"model_type": "llama", "rope_parameters": {"rope_type": "proportional",
+                                                     "rope_theta": 1e4}}, ["rope"]),
+        ({"model_type": "qwen3", "layer_types": ["full_attention", "chunked_attention"]},
+         ["chunked_attention"]),
+        ({"model_type": "qwen3", "layer_types": ["full_attention"]}, ["layer"]),
+        ({"model_type": "phi3", "resid_pdrop": 0.1}, ["resid_pdrop=0.1"]),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True},
+         ["use_bidirectional_attention=True"]),
+    ],
+    ids=lambda value: str({**value, "model_type": 0}) if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_settings_that_no_record_can_express_are_refused(start, model, settings, words):
+    (model / "config.json").write_text(json.dumps({**SMALL, **settings}))
+    refused(start(model, "--random_weights"), f"--model {model}", *words)
+
+
+def test_failed_check_at_start_ends_the_run_in_one_line(start, model, tmp_path, monkeypatch):
+    """A copy of the script whose norm is wrong."""
+    text = Path(script.__file__).read_text()
+    broken = text.replace("x = x.float()\n", "x = x.float() + 0.1\n", 1)
+    assert broken != text
+    copy = tmp_path / "broken_copy.py"
+    copy.write_text(broken)
+    spec = importlib.util.spec_from_file_location("broken_copy", copy)
+    monkeypatch.setitem(sys.modules, "broken_copy", module := importlib.util.module_from_spec(spec))
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(script, "main", module.main)
+    refused(start(model), f"--model {model}", "check at start failed", "llama", "transformers")
 
 
 def test_quantised_model_is_refused(start, model):
@@ -415,13 +495,107 @@ def test_resume_without_checkpoint_is_refused(resume, run_main, tmp_path, monkey
     refused(run_main("--resume"), "--resume", "runs/")
 
 
+def test_resume_without_a_directory_continues_the_newest_run(
+    finished_run, run_main, tmp_path, monkeypatch
+):
+    run, flags = finished_run
+    for name in ("20300101-000000", "20200101-000000", "20290101-000000"):
+        shutil.copytree(run, tmp_path / "runs" / name)
+    (tmp_path / "runs" / "20310101-000000").mkdir()  # which ended before it began
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run_main(*flags, "--resume", "--max_steps", 3)
+    assert code == 0 and "resumed from runs/20300101-000000/checkpoint-000002: 2 of 3" in out, err
+    assert (tmp_path / "runs/20300101-000000/checkpoint-000003").is_dir()
+
+
+def test_checkpoint_is_on_the_disk_before_it_gets_its_name(
+    finished_run, run_main, tmp_path, monkeypatch
+):
+    """By the order of the calls: a power cut after any of them leaves whole checkpoints."""
+    _, flags = finished_run
+    synced, renamed, at_rename, fsync, replace = {}, [], [], os.fsync, os.replace
+
+    def watched_fsync(fd):
+        fsync(fd)
+        state = os.fstat(fd)
+        synced[state.st_ino] = state.st_mtime_ns
+
+    def on_disk(path):
+        return synced.get(path.stat().st_ino) == path.stat().st_mtime_ns
+
+    def watched_replace(source, target):
+        source, target = Path(source), Path(target)
+        if not source.is_dir():
+            assert on_disk(source), f"{source} is renamed before it is on the disk"
+        elif target.name.startswith("checkpoint-"):
+            listed = script.read_checkpoint(source)["files"]  # and all of it is as listed
+            assert {*listed, "checkpoint.json"} == {p.name for p in source.iterdir()}
+            at_rename.extend(p for p in source.iterdir() if not on_disk(p))
+            assert on_disk(source), "its directory's entries are not on the disk"
+            renamed.append(target)
+        replace(source, target)
+        synced.pop(target.parent.stat().st_ino, None)  # until it is synced again
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(os, "replace", watched_replace)
+    code, _, err = run_main(*flags, "--output_dir", tmp_path / "run")
+    assert code == 0, err
+    assert not at_rename
+    assert [path.name for path in renamed] == ["checkpoint-000001", "checkpoint-000002"]
+    assert {path.name for path in (tmp_path / "run").glob("*checkpoint*")} == {
+        path.name for path in renamed
+    }
+    for name in "adapter_model.safetensors", "adapter_config.json", "train_config.json":
+        assert on_disk(tmp_path / "run" / name), name
+    assert (tmp_path / "run").stat().st_ino in synced
+
+
 def test_resume_with_other_settings_is_refused(resume):
     run, again = resume
     refused(again("--resume", "--lora_rank", 4), "--resume", "--lora_rank 16", "not 4")
     refused(again("--resume", "--seed", 4), "--resume", "--seed 0", "not 4")
+    refused(again("--resume", "--adapter", "dora"), "--resume", "--adapter lora", "not dora")
 
 
-@pytest.mark.parametrize("file", ["adapter_model.safetensors", "rank-*", "checkpoint.json"])
+def test_checkpoint_of_an_older_version_is_refused(resume):
+    """As f8a0fcb wrote them: a file a rank, other flags, and another list."""
+    run, again = resume
+    for path in run.glob("checkpoint-*/checkpoint.json"):
+        state = json.loads(path.read_text())
+        for name in ("sha256", "optimizer_files"):
+            del state[name]
+        del state["config"]["adapter"], state["config"]["micro_batch_tokens"]
+        state["config"].update(use_dora=False, use_rslora=False, micro_batch_size=2, fused=None)
+        (old,) = path.parent.glob("optimizer-*")
+        new = old.rename(path.with_name("rank-00000-of-00001.safetensors"))
+        state["files"][new.name] = state["files"].pop(old.name)
+        path.write_text(json.dumps({**state, "sha256": script.text_digest(state)}))
+    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    refused(again("--resume"), "--resume", "checkpoint-000002", "older version of this script")
+    assert before == {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+
+
+def test_resume_with_other_rows_is_refused(model, run_main, tmp_path):
+    """Other tokens, and the same tokens of which others are learnt."""
+    data = tmp_path / "data.jsonl"
+    flags = ["--model", model, "--dataset", data, "--output_dir", tmp_path / "run"]
+    flags += ["--batch_size", 2, "--max_steps", 1]
+
+    def write(prompt, completion):
+        data.write_text(json.dumps({"prompt": prompt, "completion": completion}) + "\n")
+
+    write("####%%", "@@")
+    code, _, err = run_main(*flags)
+    assert code == 0, err
+    for row in ("####%%", "@@@"), ("####", "%%@@"):
+        write(*row)
+        refused(run_main(*flags, "--resume"), "--resume", "the rows are not those that")
+    write("####%%", "@@")
+    code, _, err = run_main(*flags, "--resume")
+    assert code == 0, err
+
+
+@pytest.mark.parametrize("file", ["adapter_model.safetensors", "optimizer-*", "checkpoint.json"])
 @pytest.mark.parametrize("damage", [flip_byte, Path.unlink, lambda path: path.write_bytes(b"")])
 def test_damaged_checkpoint_is_passed_over(resume, file, damage):
     run, again = resume
@@ -492,12 +666,11 @@ def refused_by_ranks(out, err, *words):
     assert LOADING not in err + out
 
 
-def test_two_ranks_say_once_that_the_batch_does_not_divide(run_jobs, tmp_path):
-    out, err = run_jobs(2, [{"argv": ["--batch_size", "6"]}], cwd=tmp_path, code=1)
+def test_two_ranks_say_once_that_the_groups_do_not_divide_them(run_jobs, tmp_path):
+    out, err = run_jobs(2, [{"argv": ["--shard_group_size", "3"]}], cwd=tmp_path, code=1)
     refused_by_ranks(
-        out, err,
-        "--batch_size 6 is not a multiple of 2 micro-batch x 2 processes = 4: use 4 or 8",
-    )  # fmt: skip
+        out, err, "--shard_group_size 3 does not divide 2 processes: use one of 1, 2"
+    )
     assert list(tmp_path.iterdir()) == []
 
 

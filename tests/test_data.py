@@ -1,9 +1,10 @@
-"""From rows of text to micro-batches: what is learnt, and that every row gets its turn."""
+"""From rows of text to bins: what is learnt, and that every row gets its turn."""
 
 import dataclasses
 import json
 import shutil
 import time
+import types
 
 import pytest
 import torch
@@ -180,7 +181,7 @@ def test_resumed_run_goes_on_with_the_date_of_its_start(tokenizer, run_main, tin
     tokenizer.save_pretrained(model)
     (tmp_path / "data.jsonl").write_text(json.dumps({"messages": CONVERSATION}) + "\n")
     flags = ["--model", model, "--dataset", tmp_path / "data.jsonl", "--max_steps", 1]
-    flags += ["--batch_size", 1, "--micro_batch_size", 1, "--output_dir", tmp_path / "run"]
+    flags += ["--batch_size", 1, "--output_dir", tmp_path / "run"]
     original = transformers.utils.chat_template_utils.datetime
     try:
         code, out, err = run_main(*flags)
@@ -325,7 +326,7 @@ def test_random_examples_are_full_rows_that_depend_on_the_seed_alone():
 
 
 # ------------------------------------------------------------------------------------------------
-# Order and micro-batches
+# Order
 # ------------------------------------------------------------------------------------------------
 
 
@@ -358,59 +359,154 @@ def test_order_depends_on_seed_and_epoch_alone():
     assert list(range(100)) not in epochs
 
 
-def test_neither_batch_size_nor_micro_batch_changes_the_order():
+def test_neither_batch_size_nor_size_of_bins_changes_the_order():
     rows = draw(6, 10, batch_size=8)
     assert rows == draw(12, 10, batch_size=4)
-    for micro_batch_size in (1, 4, 8):  # nor so the number of GPUs: it is not asked for
-        assert rows == draw(6, 10, batch_size=8, micro_batch_size=micro_batch_size)
+    for tokens in (64, 2048, None):  # nor so the number of GPUs: it is not asked for
+        assert rows == draw(6, 10, batch_size=8, micro_batch_tokens=tokens)
 
 
-def naive_batch(examples, rank, ranks):
-    """What collate says it returns, one token at a time."""
-    longest = max(len(ids) for ids, _ in examples)
-    rows, parts = len(examples) // ranks, []
-    for part in range(ranks):
-        input_ids, positions, successors = [], [], []
-        for row, (ids, labels) in enumerate(examples[part * rows : (part + 1) * rows]):
-            input_ids.append(ids.tolist() + [0] * (longest - len(ids)))
-            for t in range(len(ids) - 1):
-                if labels[t + 1] != IGNORE:
-                    positions.append(row * longest + t)
-                    successors.append(int(labels[t + 1]))
-        parts.append((input_ids, positions, successors))
-    input_ids, positions, successors = parts[rank]
-    padding = max(len(p) for _, p, _ in parts) - len(positions)
-    return input_ids, positions + [0] * padding, successors + [IGNORE] * padding
+@pytest.mark.parametrize("epochs, steps", [("1", 3), ("2", 5), ("1.5", 4), ("0.4", 1), ("0.1", 1)])
+def test_run_has_as_many_steps_as_its_epochs_take(run_main, tiny_model, tmp_path, epochs, steps):
+    """10 rows in batches of 4; a part of a step is a whole one. With --max_steps that many."""
+    (tmp_path / "data.jsonl").write_text('{"text": "The answer is 7."}\n' * 10)
+    flags = ["--model", tiny_model("llama"), "--dataset", tmp_path / "data.jsonl"]
+    flags += ["--batch_size", 4, "--output_dir", tmp_path / "run", "--num_epochs", epochs]
+    code, _, err = run_main(*flags)
+    assert code == 0, err
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    assert all(row["rows"] == 4 for row in rows)
+    flags[flags.index(tmp_path / "run")] = tmp_path / "other"
+    if epochs == "2":
+        code, out, err = run_main(*flags, "--max_steps", 2)
+        assert code == 0 and "steps: 2 of 4 rows" in out, err
 
 
-def test_collate_equals_one_token_at_a_time():
+# ------------------------------------------------------------------------------------------------
+# Bins
+# ------------------------------------------------------------------------------------------------
+
+
+def random_lengths(n, longest, generator):
+    return torch.randint(1, longest + 1, (n,), generator=generator).tolist()
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 8])
+@pytest.mark.parametrize("n_rows", [1, 2, 9, 64])
+def test_each_row_is_dealt_once_into_bins_that_hold_it(n_rows, processes):
+    generator = torch.Generator().manual_seed(n_rows * 10 + processes)
+    for _ in range(20):
+        lengths = random_lengths(n_rows, 100, generator)
+        most = max(lengths) + int(torch.randint(200, (), generator=generator))
+        micro_batches = script.deal_rows(lengths, processes, most)
+        assert all(len(bins) == processes for bins in micro_batches)
+        dealt = [row for bins in micro_batches for rows in bins for row in rows]
+        assert sorted(dealt) == list(range(n_rows))
+        sizes = [sum(lengths[i] for i in rows) for bins in micro_batches for rows in bins]
+        assert max(sizes) <= most
+        # no more micro-batches than need be, where rows of a quarter of a bin leave at most that
+        if max(lengths) * 4 <= most:
+            assert len(micro_batches) <= -(-sum(lengths) // (processes * most * 0.75))
+        assert micro_batches == script.deal_rows(lengths, processes, most)  # nothing is drawn
+
+
+def test_rows_of_one_length_fill_every_bin_alike():
+    for rows, processes, most in (16, 2, 200), (8, 4, 100), (8, 4, 200), (6, 1, 250):
+        micro_batches = script.deal_rows([100] * rows, processes, most)
+        at_once = processes * (most // 100)
+        assert len(micro_batches) == -(-rows // at_once)
+        if rows % (len(micro_batches) * processes) == 0:
+            assert len({len(one) for bins in micro_batches for one in bins}) == 1
+
+
+def test_bins_of_uneven_rows_are_about_equally_full():
+    """What the slowest process makes all others wait for: chat rows, 32 a process."""
     generator = torch.Generator().manual_seed(0)
-    for n_rows, rank, ranks in (1, 0, 1), (2, 0, 1), (5, 0, 1), (2, 1, 2), (6, 0, 3), (6, 2, 3):
-        for _ in range(20):
-            examples = []
-            for _ in range(n_rows):
-                n = int(torch.randint(1, 30, (), generator=generator))
-                ids = torch.randint(0, 5, (n,), generator=generator, dtype=torch.int32)
-                learnt = torch.rand(n, generator=generator) < 0.5
-                examples.append((ids, torch.where(learnt, ids, IGNORE)))
-            got = script.collate(examples, rank, ranks, torch.device("cpu"))
-            for tensor, want in zip(got, naive_batch(examples, rank, ranks), strict=True):
-                assert tensor.dtype == torch.int64
-                assert tensor.tolist() == want
+    normal = torch.randn(64, generator=generator)
+    lengths = (200 * (0.9 * normal).exp()).int().clamp(16, 2048).tolist()
+    for processes, most in (2, 8192), (2, 4096), (4, 4096), (8, 2048):
+        for bins in script.deal_rows(lengths, processes, most):
+            sizes = [sum(lengths[i] for i in rows) for rows in bins]
+            if max(lengths) < min(sizes):
+                assert min(sizes) > 0.95 * max(sizes)
 
 
-def test_padding_is_never_learnt():
-    short = torch.tensor([5, 6], dtype=torch.int32)
-    long = torch.tensor([7, 0, 8, 0, 9], dtype=torch.int32)  # 0, what is padded with, as a token
-    input_ids, positions, labels = script.collate(
-        [(short, short), (long, long)], 0, 1, torch.device("cpu")
-    )
-    assert input_ids.tolist() == [[5, 6, 0, 0, 0], [7, 0, 8, 0, 9]]
-    assert positions.tolist() == [0, 5, 6, 7, 8]
-    assert labels.tolist() == [6, 0, 8, 0, 9]
+def make_run(device="cpu", bin_tokens=10_000):
+    plan = script.Plan("float32", 1, 1, True, bin_tokens, 0, False, False, False, False)
+    kernels = {"same": "kernel of one length", "any": "kernel of any"}
+    device = torch.device(device)
+    return types.SimpleNamespace(device=device, plan=plan, kernels=kernels, store=None)
 
 
-def test_rows_end_at_round_lengths_on_a_gpu():
-    lengths = [script.round_length(n, torch.device("cuda")) for n in (1, 63, 64, 65, 2000, 2048)]
-    assert lengths == [64, 64, 64, 128, 2048, 2048]
-    assert script.round_length(65, torch.device("cpu")) == 65
+def naive_bin(batch, rows):
+    """Token by token: input, position, and where a successor is learnt, and which."""
+    input_ids, positions, learnt, labels = [], [], [], []
+    for row in rows:
+        ids, row_labels = (t.tolist() for t in batch[row])
+        for t, token in enumerate(ids):
+            if t + 1 < len(ids) and row_labels[t + 1] != IGNORE:
+                learnt.append(len(input_ids))
+                labels.append(row_labels[t + 1])
+            input_ids.append(token)
+            positions.append(t)
+    return input_ids, positions, learnt, labels
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("lengths", [[5], [5, 5, 5, 5], [1, 30, 2, 2, 17, 9], [3, 3, 3, 8, 8, 1]],
+                         ids=str)  # fmt: skip
+def test_bin_equals_one_token_at_a_time(lengths, ranks):
+    generator, batch = torch.Generator().manual_seed(0), []
+    for n in lengths:
+        ids = torch.randint(1, 9, (n,), generator=generator, dtype=torch.int32)
+        learnt = torch.rand(n, generator=generator) < 0.5
+        batch.append((ids, torch.where(learnt, ids, IGNORE)))
+    (micro_batch,) = script.deal_rows(lengths, ranks, sum(lengths))
+    bins = [script.make_bin(batch, micro_batch, r, torch.tensor(0), make_run())
+            for r in range(ranks)]  # fmt: skip
+    assert len({len(one.input_ids) for one in bins}) == len({len(one.labels) for one in bins}) == 1
+    fullest = max(sum(lengths[i] for i in rows) for rows in micro_batch)
+    assert len(bins[0].input_ids) == fullest
+    for rows, one in zip(micro_batch, bins):
+        input_ids, positions, learnt, labels = naive_bin(batch, rows)
+        padding = fullest - len(input_ids)
+        assert one.input_ids.tolist() == input_ids + [0] * padding
+        assert one.position_ids.tolist()[: len(positions)] == positions
+        n = len(learnt)
+        assert one.learnt.tolist()[:n] == learnt and one.labels.tolist()[:n] == labels
+        assert set(one.labels.tolist()[n:]) <= {IGNORE}  # padding is never learnt
+        # documents: the rows, then padding in documents no longer than the longest row
+        bounds = one.cu_seqlens.tolist()
+        assert list(one.lengths) == [b - a for a, b in zip(bounds, bounds[1:])]
+        assert bounds[0] == 0 and bounds[-1] == fullest
+        assert list(one.lengths[: len(rows)]) == [lengths[i] for i in rows]
+        assert max(one.lengths) <= one.longest == max(lengths)
+        kernel = "kernel of one length" if len(set(one.lengths)) == 1 else "kernel of any"
+        assert one.kernels == kernel
+
+
+def test_dropout_keys_belong_to_a_row_and_not_to_its_place():
+    """In any bin, on any rank; padding and other rows, steps and seeds have others."""
+    batch = [(torch.arange(1, n + 1, dtype=torch.int32),) * 2 for n in (4, 9, 6)]
+    key = torch.tensor(7)
+
+    def keys(micro_batch, rank, row, key=key):
+        one = script.make_bin(batch, micro_batch, rank, key, make_run())
+        start = one.cu_seqlens[micro_batch[rank].index(row)]
+        return one.dropout_keys[start : start + len(batch[row][0])].tolist()
+
+    want = keys([[2]], 0, 2)
+    assert len(set(want)) == 6
+    for micro_batch, rank in ([[0, 2]], 0), ([[0, 1], [2]], 1), ([[2, 1], [0]], 0):
+        assert keys(micro_batch, rank, 2) == want
+    assert not set(want) & set(keys([[1, 2]], 0, 1))
+    assert not set(want) & set(keys([[2]], 0, 2, torch.tensor(8)))
+
+
+def test_bins_end_at_a_few_lengths_on_a_gpu():
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    lengths = [script.round_up(n, gpu) for n in (1, 63, 64, 65, 2000, 2048, 2049, 9580)]
+    assert lengths == [64, 64, 64, 128, 2048, 2048, 2176, 9728]
+    assert script.round_up(65, cpu) == 65
+    assert len({script.round_up(n, gpu) for n in range(4096, 8193)}) <= 17

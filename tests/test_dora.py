@@ -1,6 +1,6 @@
 """DoRA and rsLoRA from training to the merged model, against PEFT itself.
 
-What one step computes is in test_numbers.py. All runs here are one launch of two processes.
+What one layer computes is in test_layer.py, one step in test_step.py. All runs here are one launch of two processes.
 """
 
 import json
@@ -29,11 +29,11 @@ def all_runs(tmp_path_factory, run_jobs):
     (base / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     flags = ["--dataset", "data.jsonl", "--batch_size", "16", "--max_steps", str(STEPS)]
     flags += ["--save_every", str(STEPS - 1), "--target_modules", "q_proj", "v_proj", "down_proj"]
-    cut = ["--use_dora", "--lora_dropout", "0.1", "--max_steps", "4", "--save_every", "2"]
+    cut = ["--adapter", "dora", "--lora_dropout", "0.1", "--max_steps", "4", "--save_every", "2"]
     break_off = "cp -r whole resumed; rm -r resumed/adapter_* resumed/checkpoint-000004"
     jobs = [
-        {"argv": [*flags, "--use_dora", "--output_dir", "dora"]},
-        {"argv": [*flags, "--use_rslora", "--output_dir", "rslora"]},
+        {"argv": [*flags, "--adapter", "dora", "--output_dir", "dora"]},
+        {"argv": [*flags, "--adapter", "rslora", "--output_dir", "rslora"]},
         {"argv": [*flags, "--output_dir", "plain"]},
         {"argv": [*flags, *cut, "--output_dir", "whole"]},
         {"argv": [*flags, *cut, "--output_dir", "resumed", "--resume"], "before": break_off},
@@ -119,19 +119,16 @@ def test_dora_is_resumed_on_another_number_of_processes(all_runs, run_main, monk
     assert code == 1 and "--lora_dropout 0.1, not 0.0" in err
     code, out, err = run_main(*flags, "--output_dir", "alone")
     assert code == 0, err
-    assert "cut anew" in out and "use_dora runs in PEFT's own forward" in out
+    assert "2 of 4 steps are done" in out
+    assert losses(runs / "alone")[:2] == losses(runs / "whole")[:2]
     for got, want in zip(losses(runs / "alone"), losses(runs / "whole"), strict=True):
         assert got == pytest.approx(want, rel=5e-3)
 
 
-def test_checkpoint_from_before_the_flags_is_of_plain_lora(runs, tmp_path):
-    state = json.loads((runs / "plain" / f"checkpoint-{STEPS:06d}" / "checkpoint.json").read_text())
-    now = script.Config(**{**state["config"], "target_modules": ("q_proj", "v_proj", "down_proj")})
-    for name in "use_dora", "use_rslora":
-        assert state["config"].pop(name) is False
-    (tmp_path / "checkpoint.json").write_text(json.dumps(state))
-    assert script.check_resume(tmp_path, now, state["data_sha256"])["step"] == STEPS
-    for name in "use_dora", "use_rslora":
-        other = script.dataclasses.replace(now, **{name: True})
-        with pytest.raises(ValueError, match=f"--{name} False, not True"):
-            script.check_resume(tmp_path, other, state["data_sha256"])
+def test_run_is_not_resumed_with_another_adapter(all_runs, run_main, monkeypatch):
+    runs, flags = all_runs
+    monkeypatch.chdir(runs)
+    for name, was, kind in ("whole", "dora", "lora"), ("rslora", "rslora", "dora"):
+        code, _, err = run_main(*flags, "--adapter", kind, "--output_dir", name)
+        (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
+        assert code == 1 and f"was made with --adapter {was}, not {kind}" in line

@@ -189,7 +189,7 @@ def test_training_and_merging_equal_those_of_the_original(
     for storage in "uint8", "bfloat16":
         got = run_and_merge(run_main, in_4bit(storage), tmp_path / storage, capsys)
         assert got[0][0] == losses[0]
-        assert "quantised already, loaded as it is: 21 layers" in got[1]
+        assert "quantised already, loaded as it is: 21 linears" in got[1]
         assert "dequantised to" not in got[1]
         assert got[2].keys() == merged.keys()
         if DEVICE == "cpu":  # the attention's backward adds with atomics on a GPU, in any order
@@ -258,7 +258,7 @@ def quantise_head(tensors):
 
 
 WRONG_TENSORS = {
-    "skipped layer": (leave_out_of_4bit, [LAYER, "1 of its blocks' 21"]),
+    "skipped layer": (leave_out_of_4bit, [LAYER, "1 of its layers' 21"]),
     "head in 4-bit": (quantise_head, ["lm_head.weight"]),
     "fp4": (edit_state(quant_type="fp4"), [LAYER, "quant_type fp4"]),
     "blocksize": (edit_state(blocksize=128), [LAYER, "blocksize 128"]),

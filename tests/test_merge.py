@@ -15,10 +15,14 @@ from pathlib import Path
 import bitsandbytes as bnb
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     BitsAndBytesConfig,
     Qwen2Config,
@@ -226,6 +230,16 @@ def test_checkpoint_merges_alike(trained, merged, tmp_path):
     assert (tmp_path / "out" / name).read_bytes() == (merged[0] / name).read_bytes()
 
 
+def write_train_config(run, base, **quantization):
+    """What training writes beside an adapter that PEFT saved in `run`."""
+    quantization = {
+        "quant_type": "nf4", "blocksize": 64, "double_quant": True, "nested_blocksize": 256,
+        "quantized_from_dtype": "bfloat16", **quantization,
+    }  # fmt: skip
+    content = {"base_model": str(base), "quantization": quantization}
+    (run / "train_config.json").write_text(json.dumps(content))
+
+
 @pytest.fixture
 def qwen(tmp_path):
     """A run made by PEFT alone: a tied fp16 base in several files with attention biases, whose
@@ -252,14 +266,7 @@ def qwen(tmp_path):
             if "lora_B" in name:
                 p.data.normal_(0, scale)
         model.save_pretrained(tmp_path / "run")
-        run = {
-            "base_model": str(tmp_path / "base"),
-            "quantization": {
-                "quant_type": "nf4", "blocksize": 64, "double_quant": True,
-                "nested_blocksize": 256, "quantized_from_dtype": "bfloat16", "device": "cuda",
-            },
-        }  # fmt: skip
-        (tmp_path / "run" / "train_config.json").write_text(json.dumps(run))
+        write_train_config(tmp_path / "run", tmp_path / "base", device="cuda")
         return model
 
     return make
@@ -294,6 +301,128 @@ def test_tied_sharded_fp16_base(qwen, tmp_path, capsys):
         assert torch.equal(result[plain], want.bfloat16()), name
     loaded = AutoModelForCausalLM.from_pretrained(out)
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+
+
+SMALL = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.1, "pad_token_id": 0,
+}  # fmt: skip
+VISION = {
+    "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "image_size": 28, "patch_size": 14, "head_dim": 16,
+}  # fmt: skip
+MISTRAL3 = {
+    "text_config": {**SMALL, "model_type": "mistral", "head_dim": 16}, "vision_config": VISION,
+    "image_token_index": 63, "tie_word_embeddings": False,
+}  # fmt: skip
+OLD_NAMES = {
+    "model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head.",
+    "model.vision_tower.": "vision_tower.", "model.multi_modal": "multi_modal",
+}  # fmt: skip
+IN_TEXT = r"model\.language_model\.layers\.\d+\.(self_attn|mlp)\.(q_proj|down_proj)"
+# config's settings, target modules, linear layers in a decoder layer, new names' old ones
+FAMILIES = {
+    "gemma2": ({**SMALL, "head_dim": 24}, ["o_proj", "up_proj"], 7, {}),
+    "cohere": ({**SMALL, "use_qk_norm": True}, ["q_proj", "down_proj"], 7, {}),
+    "phi3": ({**SMALL, "num_key_value_heads": 4}, ["qkv_proj", "gate_up_proj"], 4, {}),
+    "mistral3": (MISTRAL3, IN_TEXT, 7, OLD_NAMES),
+    "mistral3 by its new names": (MISTRAL3, IN_TEXT, 7, {}),
+}
+
+
+@pytest.fixture
+def family(tmp_path):
+    """Function (case): a run made by PEFT for one of FAMILIES, on a base whose files have its old
+    names. Returns {module's weight: its LoRA layer or None} of the decoder layers' linears, and
+    {name in the files: (weight's name in transformers, weight)}."""
+
+    def make(case):
+        torch.manual_seed(0)
+        settings, targets, n_linears, old_names = FAMILIES[case]
+        config = AutoConfig.for_model(case.split()[0], **settings)
+        auto = AutoModelForImageTextToText if "text_config" in settings else AutoModelForCausalLM
+        model = auto.from_config(config).bfloat16()
+        stored = {}
+        for name, p in model.named_parameters():
+            if "norm" in name:
+                p.data += 0.3 * torch.randn_like(p)
+            new = next(filter(name.startswith, old_names), "")
+            stored[old_names.get(new, "") + name.removeprefix(new)] = name, p.detach().clone()
+        model.save_pretrained(tmp_path / "base")  # for its config
+        tensors = {name: p for name, (_, p) in stored.items()}
+        save_file(tensors, tmp_path / "base" / "model.safetensors", metadata={"format": "pt"})
+        model = get_peft_model(model.float(), LoraConfig(r=4, lora_alpha=8, target_modules=targets))
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.data.normal_(0, 0.1)
+        model.save_pretrained(tmp_path / "run")
+        pattern = r"model\.(language_model\.)?layers\.\d+\.(self_attn|mlp)\.\w+_proj"
+        modules = model.base_model.model.named_modules()
+        layers = {f"{n}.weight": m for n, m in modules if re.fullmatch(pattern, n)}
+        assert len(layers) == 2 * n_linears
+        offsets = {name: nf4_offset(p) for name, (new, p) in stored.items() if new in layers}
+        write_train_config(tmp_path / "run", tmp_path / "base", absmax_offsets=offsets)
+        return layers, stored
+
+    return make
+
+
+def nf4_offset(weight):
+    """The mean absmax, which training records."""
+    _, state = bnb.functional.quantize_4bit(weight, compress_statistics=True, quant_type="nf4")
+    return state.offset.item()
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_families(case, family, tmp_path, monkeypatch, capsys):
+    layers, stored = family(case)
+    in_4bit, all_logits = [], merge_adapters.all_logits
+
+    def spy(model, *args):
+        in_4bit.append({n for n, m in model.named_modules() if isinstance(m, bnb.nn.Linear4bit)})
+        return all_logits(model, *args)
+
+    monkeypatch.setattr(merge_adapters, "all_logits", spy)
+    merge_adapters.main(merge_command(tmp_path / "run", tmp_path / "out")[2:])
+    text = capsys.readouterr().out
+    print(error := float(re.search(r"are ([\d.]+) of that away", text)[1]))
+    assert error < 0.05 and "left out" not in text
+    # the check's 4-bit model is the one trained on, its vision tower and head as they are
+    assert in_4bit[0] == {name.removesuffix(".weight") for name in layers} and not in_4bit[2]
+    result, n_adapted = load_file(tmp_path / "out" / "model.safetensors"), 0
+    assert result.keys() == stored.keys()
+    for name, (new, weight) in stored.items():
+        want = nf4_and_back(weight) if new in layers else weight
+        if isinstance(layers.get(new), LoraLayer):  # PEFT knows the scaling
+            want = (want.float() + layers[new].get_delta_weight("default")).bfloat16()
+            n_adapted += 1
+        assert result[name].dtype == torch.bfloat16 and torch.equal(result[name], want), name
+    assert n_adapted == 2 * 2
+    auto_class = getattr(transformers, re.search(r"load it: (\w+)\.from_pretrained", text)[1])
+    loaded = auto_class.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(loaded[new], result[name]) for name, (new, _) in stored.items())
+
+
+def test_lost_tensor_of_a_multimodal_base(family, tmp_path, capsys):
+    family("mistral3")
+    path = tmp_path / "base" / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["language_model.lm_head.weight"]
+    save_file(tensors, path)
+    with pytest.raises(SystemExit):
+        merge_adapters.main(merge_command(tmp_path / "run", tmp_path / "out")[2:])
+    assert "the first is lm_head.weight" in capsys.readouterr().err
+
+
+def test_vision_tower_in_4bit_is_refused(family, tmp_path, capsys):
+    family("mistral3")
+    path = tmp_path / "base" / "model.safetensors"
+    tensors = load_file(path)
+    name = "vision_tower.transformer.layers.0.attention.q_proj.weight.absmax"
+    save_file({**tensors, name: torch.zeros(16, dtype=torch.uint8)}, path)
+    with pytest.raises(SystemExit):
+        merge_adapters.main(merge_command(tmp_path / "run", tmp_path / "out")[2:])
+    assert f"{name} is of a weight in 4-bit outside" in capsys.readouterr().err
 
 
 def test_too_small_an_effect_is_no_merge(qwen, tmp_path, capsys):
@@ -364,19 +493,23 @@ def occupy(run, out):
 BAD = {
     "empty adapter": (edit_adapter(dict.clear), "adapter_config.json targets"),
     "NaN": (edit_adapter(put_nan), "NaN or infinite"),
-    "no partner": (edit_adapter(lambda t: t.pop(first(t, "A"))), "lora_A of"),
-    "lost layer": (edit_adapter(drop_layer), "lacks 1 of the 12 layers"),
+    "no partner": (
+        edit_adapter(lambda t: t.pop(first(t, "A"))), "lacks 1 of the 24 tensors",
+    ),
+    "lost layer": (edit_adapter(drop_layer), "lacks 2 of the 24 tensors"),
     "untrained": (
         edit_adapter(lambda t: [t[n].zero_() for n in t if "lora_B" in n]), "untrained",
     ),
-    "wrong base": (wrong_base, "the base model and rank 16 ask for [16, 96]"),
+    "wrong base": (wrong_base, "and adapter_config.json ask for [16, 96]"),
     "no magnitudes": (
-        edit_json("adapter_config.json", use_dora=True), "lora_magnitude_vector of model.layers.0",
+        edit_json("adapter_config.json", use_dora=True),
+        "lacks 12 of the 36 tensors that adapter_config.json targets, the first is"
+        " base_model.model.model.layers.0.mlp.down_proj.lora_magnitude_vector",
     ),
-    "magnitudes without DoRA": (edit_adapter(add_magnitude), "use_dora False"),
+    "magnitudes without DoRA": (edit_adapter(add_magnitude), "lora_magnitude_vector belongs"),
     "another variant": (edit_json("adapter_config.json", lora_bias=True), "lora_bias True is more"),
-    "PiSSA": (edit_json("adapter_config.json", init_lora_weights="pissa"), "'pissa' changes"),
-    "other alpha rank": (edit_json("adapter_config.json", r=8), "rank 8 ask for [8, 512]"),
+    "PiSSA": (edit_json("adapter_config.json", init_lora_weights="pissa"), "'pissa' is more"),
+    "other alpha rank": (edit_json("adapter_config.json", r=8), "json ask for [8, 512]"),
     "no run": (lambda run, out: (run / "train_config.json").unlink(), "train_config.json that"),
     "no such base": (edit_json("train_config.json", base_model="/nowhere"), "--base_model"),
     "fp4": (edit_json("train_config.json", quantization={"quant_type": "fp4"}), "quant_type fp4"),

@@ -1,81 +1,93 @@
-"""What other models than Llama do differently: dropout of their own, MLPs that only look alike."""
+"""What other models than Llama do: dropout of their own, layers of one width, small vocabularies.
 
-import dataclasses
+What each family computes is in test_layer.py.
+"""
+
+import inspect
 
 import pytest
 import torch
 import transformers
-from transformers.models.llama.modeling_llama import LlamaMLP
-from transformers.models.mistral.modeling_mistral import MistralMLP
-from transformers.models.phi3.modeling_phi3 import Phi3MLP
-from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
-from transformers.models.seed_oss.modeling_seed_oss import SeedOssMLP
+from families import tiny, write_model
 
 import train_fsdp_qlora as script
 
-SIZES = dict(hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=2,
-             num_key_value_heads=2, max_position_embeddings=2048)  # fmt: skip
+DROPOUT = {  # tiny configs whose own dropout is in one place
+    "residual": tiny("seed_oss", head_dim=24, residual_dropout=0.2, attention_dropout=0.0),
+    "attention": tiny("llama", attention_dropout=0.2),
+    "both": tiny("seed_oss", head_dim=24, residual_dropout=0.2, attention_dropout=0.2),
+    "window": tiny("mistral", sliding_window=7, attention_dropout=0.2),
+    "none": tiny("seed_oss", head_dim=24, residual_dropout=0.0, attention_dropout=0.0),
+}
+SMALL_BINS = "--micro_batch_tokens", 64
 
 
 @pytest.fixture
 def train(run_main, demo_directory, read_metrics, tmp_path):
-    """Function (name, model directory, *flags): the metrics of a run of two steps in fp32."""
+    """Function (name, model directory, *flags): (loss, gradient norm) of two steps in fp32."""
 
     def run(name, model, *flags):
         data = "--dataset", demo_directory / "data.jsonl", "--max_seq_len", 64, "--max_steps", 2
-        code, out, err = run_main("--model", model, *data, "--output_dir", tmp_path / name,
-                                  "--compute_dtype", "float32", "--learning_rate", "1e-3",
-                                  *flags)  # fmt: skip
+        code, _, err = run_main("--model", model, *data, "--output_dir", tmp_path / name,
+                                "--compute_dtype", "float32", "--learning_rate", "1e-3",
+                                "--batch_size", 5, *flags)  # fmt: skip
         assert code == 0, err
         return [(row["loss"], row["grad_norm"]) for row in read_metrics(tmp_path / name)]
 
     return run
 
 
-def build(config, shards=1):
-    return script.build_model(config, "sdpa", torch.bfloat16, shards)[0]
+@pytest.fixture(scope="module")
+def model_with_dropout(tmp_path_factory, demo_directory):
+    made, tokenizer = {}, transformers.AutoTokenizer.from_pretrained(demo_directory / "model")
+
+    def make(kind):
+        if kind not in made:
+            made[kind] = tmp_path_factory.mktemp(kind)
+            write_model(made[kind], DROPOUT[kind](len(tokenizer)))
+            tokenizer.save_pretrained(made[kind])
+        return made[kind]
+
+    return make
 
 
-def test_models_own_dropout_is_the_same_when_recomputed(train, demo_directory, tmp_path):
-    tokenizer = transformers.AutoTokenizer.from_pretrained(demo_directory / "model")
-    config = transformers.PhiConfig(vocab_size=len(tokenizer), resid_pdrop=0.2, **SIZES)
-    torch.manual_seed(0)
-    transformers.PhiForCausalLM(config).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    runs = [train(n, tmp_path / "model", "--recompute", n) for n in ("none", "all")]
-    assert runs[0] == runs[1]
+@pytest.mark.parametrize("kind", ["residual", "attention", "both", "window"])
+def test_models_own_dropout_is_the_same_when_recomputed(kind, train, model_with_dropout):
+    model = model_with_dropout(kind)
+    kept = train("kept", model, "--recompute", "none", *SMALL_BINS)
+    assert train("again", model, "--recompute", "all", *SMALL_BINS) == kept
+    offloaded = "--recompute", 2, "--offload_activations", "--offload_params"
+    assert train("offloaded", model, *offloaded, *SMALL_BINS) == kept
 
 
-@pytest.mark.parametrize("residual", ["--keep_residual", "--no-keep_residual"])
-def test_adapters_of_the_mlp_alone_are_sliced(train, tiny_model, monkeypatch, residual):
+def test_models_own_dropout_is_the_same_when_recomputed_in_slices(
+    train, model_with_dropout, monkeypatch
+):
+    kept = train("kept", model_with_dropout("both"), "--recompute", "none")
+    monkeypatch.setattr(script, "SLICE_TOKENS", 16)
+    sliced = train("sliced", model_with_dropout("both"), "--recompute", "all")
+    assert sliced == [pytest.approx(row, rel=1e-5) for row in kept]
+
+
+@pytest.mark.parametrize("kind", ["residual", "attention", "both"])
+def test_models_own_dropout_is_there_and_does_not_depend_on_bins(kind, train, model_with_dropout):
+    large, small = (
+        train(name, model_with_dropout(kind), "--micro_batch_tokens", tokens)
+        for name, tokens in (("large", 1000), ("small", 64))
+    )
+    assert small == [pytest.approx(row, rel=1e-5) for row in large]
+    without = train("without", model_with_dropout("none"))
+    assert abs(large[0][1] - without[0][1]) > 1e-2 * without[0][1]
+
+
+@pytest.mark.parametrize("recompute", ["none", "all", "1"])
+def test_adapters_of_the_mlp_alone_are_sliced(train, tiny_model, monkeypatch, recompute):
     """The first MLP's input then needs no gradient."""
     flags = tiny_model("llama"), "--target_modules", "gate_proj", "down_proj"
     want = train("whole", *flags, "--recompute", "none")
     monkeypatch.setattr(script, "SLICE_TOKENS", 16)
-    got = train("sliced", *flags, residual)
+    got = train("sliced", *flags, "--recompute", recompute)
     assert got == [pytest.approx(row, rel=1e-5) for row in want]
-
-
-def test_mlp_is_replaced_only_where_its_forward_does_nothing_else():
-    assert all(map(script.is_swiglu_mlp, (LlamaMLP, MistralMLP, Qwen2MLP)))
-    # dropout at the end; gate and up in one
-    assert not any(map(script.is_swiglu_mlp, (SeedOssMLP, Phi3MLP)))
-
-
-def test_plan_slices_no_mlp_that_training_does_not():
-    config = dataclasses.replace(
-        script.Config(), model="x", recompute="all", max_seq_len=32768, micro_batch_size=1
-    )
-    plans = []
-    for kind in transformers.Phi3Config, transformers.LlamaConfig:
-        wide = {**SIZES, "intermediate_size": 65536}  # so that no head needs more
-        model = build(kind(vocab_size=320, pad_token_id=0, **wide))
-        sizes = script.model_sizes(model, config, 1, 32768)
-        sizes.widest = sizes.mlp_weights = 0
-        plans.append(script.memory_plan(config, sizes)["live block or head"])
-    unsliced, sliced = plans
-    # at 3.5 times the inner width for each token, instead of 5 times for each of a slice
-    assert unsliced - sliced == (3.5 * 32768 - 5 * script.SLICE_TOKENS) * 2 * 65536
 
 
 def test_layers_of_one_width_are_planned_for(train, tiny_model):
@@ -83,13 +95,19 @@ def test_layers_of_one_width_are_planned_for(train, tiny_model):
 
 
 def test_vocabulary_of_fewer_rows_than_ranks_is_refused():
-    config = transformers.LlamaConfig(vocab_size=325, **SIZES)
-    build(config, 25)
+    """25 ranks have 13 rows each, 32 have 11 but for the last ones, which have none."""
+    arch, cpu = script.describe_model(tiny("llama")(325)), torch.device("cpu")
+    layout = script.make_layout(arch, (), script.Config())
+    values = dict(
+        arch=arch, layout=layout, tokens=1000, longest=100, limit=None, device=cpu, graphs=False,
+        machine=script.measure_machine(cpu),
+    )  # fmt: skip
+    names = inspect.signature(script.choose_plan).parameters
+
+    def choose(size):
+        given = dict(values, config=script.Config(shard_group_size=size), world_size=size)
+        return script.choose_plan(**{name: given[name] for name in names})
+
+    assert choose(25).shard_group_size == 25
     with pytest.raises(ValueError, match="325 cannot be shared by 32 processes"):
-        build(config, 32)
-
-
-def test_buffers_in_a_checkpoint_are_refused():
-    config = transformers.ApertusConfig(vocab_size=320, **SIZES)
-    with pytest.raises(ValueError, match="hold more than parameters, the first is .*act_fn"):
-        build(config)
+        choose(32)

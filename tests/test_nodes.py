@@ -1,5 +1,6 @@
 """Several nodes: replicas agree, and what differs between nodes is named."""
 
+import dataclasses
 import json
 import os
 import socket
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 
 import train_fsdp_qlora as script
 
-FLAGS = ["--max_steps", "3", "--save_every", "2", "--batch_size", "8", "--micro_batch_size", "1",
+FLAGS = ["--max_steps", "3", "--save_every", "2", "--batch_size", "8", "--micro_batch_tokens", "16",
          "--compute_dtype", "float32", "--learning_rate", "1e-3"]  # fmt: skip
 DROPOUT = ["--lora_dropout", "0.1", "--shard_group_size", "2"]
 BROKEN_OFF = "cp -r {0} {1}; rm -r {1}/checkpoint-000003 {1}/adapter_*"
@@ -114,7 +115,9 @@ def test_any_sharding_on_two_nodes_is_the_same_run(nodes, run_main, tmp_path):
     alone = read_run(tmp_path / "alone")
     assert alone[0][-1]["loss"] < alone[0][0]["loss"]
     for name in "all", "groups", "copies":
-        assert_near(read_run(nodes[0] / name), alone, 1e-4)
+        run = read_run(nodes[0] / name)
+        assert_near(run, alone, 1e-4)
+        assert run[0][0]["bins"] == 8  # two micro-batches
 
 
 def test_replicas_resume_bit_for_bit(nodes):
@@ -127,17 +130,24 @@ def test_replicas_resume_bit_for_bit(nodes):
 
 @pytest.mark.parametrize("before,after", [("groups", "all"), ("all", "groups")])
 def test_resume_in_another_layout(nodes, before, after):
-    assert_near(read_run(nodes[0] / f"{before}-{after}"), read_run(nodes[0] / before), 1e-3)
+    assert_near(read_run(nodes[0] / f"{before}-{after}"), read_run(nodes[0] / before), 1e-4)
 
 
-def test_each_replica_has_the_same_optimizer_state(nodes):
-    checkpoint = nodes[0] / "groups" / "checkpoint-000003"
-    parts = [load_file(checkpoint / script.rank_file(rank, 4)) for rank in range(4)]
-    names = [name for name in parts[0] if not name.startswith("rng")]
-    assert names
-    for first, second in (0, 2), (1, 3):
-        assert all(torch.equal(parts[first][name], parts[second][name]) for name in names)
-    assert any(not torch.equal(parts[0][name], parts[1][name]) for name in names)
+@pytest.mark.parametrize("run,shards", [("all", 4), ("groups", 2), ("copies", 1)])
+def test_checkpoint_has_the_optimizer_state_of_one_copy(nodes, run, shards):
+    """Whose parts are different; that other copies have the same is what resuming them shows."""
+    checkpoint = nodes[0] / run / "checkpoint-000003"
+    names = [f"optimizer-{rank:05d}-of-{shards:05d}.safetensors" for rank in range(shards)]
+    assert sorted(p.name for p in checkpoint.glob("optimizer-*")) == names
+    parts = [load_file(checkpoint / name) for name in names]
+    assert all(part["state1"].shape == parts[0]["state1"].shape for part in parts)
+    whole = torch.cat([part["state1"] for part in parts], 1)
+    other = sorted((nodes[0] / "all" / "checkpoint-000003").glob("optimizer-*"))
+    want = torch.cat([load_file(path)["state1"] for path in other], 1)
+    n = min(whole.shape[1], want.shape[1])  # padded to different multiples
+    same = (whole[:, :n] == want[:, :n]).float().mean()
+    print(f"{same:.4%} of the 8-bit codes are those of one copy on all")
+    assert same > 0.999  # sums over ranks differ in the last bit, codes where that rounds otherwise
 
 
 @pytest.mark.parametrize("what", WRONG)
@@ -149,6 +159,44 @@ def test_difference_between_nodes_is_named_once(nodes, what):
     assert len([line for line in nodes[1] if line.startswith("error: ")]) == len(WRONG)
 
 
+def other_value(field):
+    """A flag that gives the field another value than its default."""
+    if isinstance(field.default, bool):
+        return [f"--{'no-' if field.default else ''}{field.name}"]
+    if "choices" in field.metadata:
+        return [f"--{field.name}", next(c for c in field.metadata["choices"] if c != field.default)]
+    return [f"--{field.name}", "7"]
+
+
+FIELDS = {field.name: other_value(field) for field in dataclasses.fields(script.Config)}
+
+
+@pytest.fixture(scope="module")
+def ranks_with_other_flags(launches, tmp_path_factory):
+    """Exit codes and errors of runs that all end before anything is read, as there is no such
+    model; in each the second rank has one more flag."""
+    needs_ranks(2)
+    base = ["--model", "./none", "--dataset", "none", "--output_dir", "out"]
+    cwd = str(tmp_path_factory.mktemp("flags"))
+    jobs = [
+        {"argv": base, "cwd": cwd, "port": port, "others": {"argv": [*base, *flag]}}
+        for flag, port in zip(FIELDS.values(), free_ports(len(FIELDS)))
+    ]
+    codes, _, errors = launches(2).run(jobs, 120)
+    assert codes, errors
+    return codes, [line for line in errors.splitlines() if line.startswith("error: ")]
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_flag_must_be_the_same_on_all_ranks(ranks_with_other_flags, name):
+    codes, errors = ranks_with_other_flags
+    i = list(FIELDS).index(name)
+    assert [rank[i] for rank in codes] == [1, 1]
+    start = f"error: rank 1 on {socket.gethostname()} runs --{name} "
+    assert len(errors) == len(FIELDS) and errors[i].startswith(start), errors[i]
+    assert errors[i].endswith(": start all nodes with the same command")
+
+
 def test_rank_that_runs_out_of_memory_says_so(run_training, run_main, tmp_path):
     needs_ranks(2)
     flags = ["--max_steps", "4", "--save_every", "2", "--batch_size", "4", "--output_dir", "run"]
@@ -156,10 +204,11 @@ def test_rank_that_runs_out_of_memory_says_so(run_training, run_main, tmp_path):
     result = run_training([tmp_path], nproc=2, cwd=tmp_path, timeout=60, script=SEVERAL)
     assert result.returncode != 0
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    for words in ("rank 1 on", "out of memory at step 3", "2 rows x", "GiB",
-                  "a smaller --micro_batch_size, ", "a shorter --max_seq_len"):  # fmt: skip
+    for words in ("rank 1 on", "out of memory at step 3, in bins of at most", "GiB",
+                  "--recompute all, ", "a smaller --micro_batch_tokens, ",
+                  "a shorter --max_seq_len"):  # fmt: skip
         assert words in line
-    assert not any(f"--{flag}" in line for flag in ("recompute", "reshard_after_forward"))
+    assert "--reshard_after_forward" not in line  # it is on
     flags[-1] = tmp_path / "run"
     code, out, errors = run_main(*flags, "--resume")
     assert code == 0 and "checkpoint-000002: 2 of 4 steps" in out, errors

@@ -1,0 +1,265 @@
+"""Tiny configs of every supported family and variant, and checkpoints of them as released ones
+look."""
+
+import copy
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+LLAMA3 = dict(
+    rope_type="llama3",
+    rope_theta=10000.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+)
+YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=16)
+# As Ministral 3 ships it: query temperature counts from position 8 on
+YARN_LLAMA4 = YARN | dict(
+    original_max_position_embeddings=8,
+    mscale=1.0,
+    mscale_all_dim=1.0,
+    beta_fast=32.0,
+    beta_slow=1.0,
+    llama_4_scaling_beta=0.1,
+)
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+
+
+def longrope(n_factors):
+    """Factors as Phi-3 ships them: near 1 for short, growing with the wavelength for long rows."""
+    return dict(
+        rope_type="longrope",
+        rope_theta=10000.0,
+        short_factor=[1.0 + 0.05 * i for i in range(n_factors)],
+        long_factor=[1.0 + 0.9 * i for i in range(n_factors)],
+    )
+
+
+def tiny(model_type, head_dim=16, **settings):
+    """A function vocab_size -> config of three layers; head_dim None: the family has none."""
+
+    def make(vocab_size):
+        base = dict(
+            vocab_size=vocab_size,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            initializer_range=0.06,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+        if head_dim:
+            base["head_dim"] = head_dim
+        return AutoConfig.for_model(model_type, **copy.deepcopy(base | settings))
+
+    return make
+
+
+def multimodal(model_type, text, vision_type, tied, **settings):
+    """A function vocab_size -> config with a vision tower of one layer and text's tiny config."""
+
+    def make(vocab_size):
+        vision = dict(
+            model_type=vision_type,
+            hidden_size=32,
+            intermediate_size=48,
+            image_size=28,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            patch_size=14,
+            head_dim=16,
+        )
+        text_config = text(vocab_size).to_dict() | {"tie_word_embeddings": tied}
+        return AutoConfig.for_model(
+            model_type,
+            text_config=text_config,
+            vision_config=vision,
+            tie_word_embeddings=tied,
+            image_token_index=vocab_size - 1,
+            initializer_range=0.06,
+            **settings,
+        )
+
+    return make
+
+
+GEMMA3 = tiny(
+    "gemma3_text",
+    query_pre_attn_scalar=24,
+    sliding_window=7,
+    layer_types=MIXED,
+    rope_parameters={
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+)
+MINISTRAL3 = tiny("ministral3", head_dim=24, rope_parameters=YARN_LLAMA4)
+TINY = {
+    "llama": tiny("llama"),
+    "llama_bias": tiny(
+        "llama", attention_bias=True, mlp_bias=True, head_dim=24, num_key_value_heads=4
+    ),
+    "llama3": tiny(
+        "llama", rope_parameters=LLAMA3, tie_word_embeddings=True, num_key_value_heads=1
+    ),
+    "llama_linear": tiny(
+        "llama", rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=4.0)
+    ),
+    "llama_dynamic": tiny(
+        "llama",
+        max_position_embeddings=16,
+        rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0),
+    ),
+    "llama_yarn": tiny("llama", rope_parameters=YARN),
+    "internlm3": tiny("internlm3", attention_bias=True, mlp_bias=True),
+    "iquestcoder": tiny("iquestcoder"),
+    "cwm": tiny("cwm", sliding_window=7, layer_types=MIXED, rope_parameters=LLAMA3),
+    "mistral": tiny("mistral", sliding_window=7),
+    "mistral_full": tiny("mistral", sliding_window=None, head_dim=24),
+    "ministral": tiny("ministral", sliding_window=7, layer_types=MIXED),
+    "ministral3": MINISTRAL3,
+    "qwen2": tiny("qwen2", None),
+    "qwen2_window": tiny(
+        "qwen2",
+        None,
+        use_sliding_window=True,
+        sliding_window=7,
+        max_window_layers=1,
+        tie_word_embeddings=True,
+    ),
+    "qwen3": tiny("qwen3", head_dim=24),
+    "qwen3_yarn": tiny(
+        "qwen3", rope_parameters=YARN, attention_bias=True, tie_word_embeddings=True
+    ),
+    "phi3": tiny("phi3", None, num_key_value_heads=4),
+    "phi3_window": tiny("phi3", None, sliding_window=7, num_key_value_heads=4),
+    "phi3_longrope": tiny(
+        "phi3",
+        None,
+        original_max_position_embeddings=16,
+        num_key_value_heads=4,
+        rope_parameters=longrope(8),
+    ),
+    "phi4_mini": tiny(
+        "phi3",
+        None,
+        original_max_position_embeddings=16,
+        tie_word_embeddings=True,
+        rope_parameters=longrope(6) | dict(partial_rotary_factor=0.75),
+    ),
+    "gemma": tiny("gemma", head_dim=32, num_key_value_heads=1),
+    "gemma2": tiny(
+        "gemma2",
+        query_pre_attn_scalar=24,
+        sliding_window=7,
+        layer_types=MIXED,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+    ),
+    "gemma3_text": tiny(
+        "gemma3_text", sliding_window=7, layer_types=MIXED, query_pre_attn_scalar=16
+    ),
+    "gemma3_text_linear": GEMMA3,
+    "vaultgemma": tiny(
+        "vaultgemma",
+        sliding_window=7,
+        layer_types=MIXED,
+        attn_logit_softcapping=2.0,
+        query_pre_attn_scalar=24,
+    ),
+    "granite": tiny(
+        "granite",
+        None,
+        embedding_multiplier=12.0,
+        residual_multiplier=0.22,
+        attention_multiplier=0.1,
+        logits_scaling=8.0,
+        tie_word_embeddings=True,
+    ),
+    "hyperclovax": tiny(
+        "hyperclovax",
+        embedding_multiplier=10.0,
+        residual_multiplier=0.5,
+        attention_multiplier=0.1,
+        logits_scaling=4.0,
+    ),
+    "cohere": tiny("cohere", None, logit_scale=0.25),
+    "cohere_qk_norm": tiny("cohere", None, use_qk_norm=True, attention_bias=True),
+    "cohere2": tiny("cohere2", None, sliding_window=7, layer_types=MIXED, logit_scale=0.25),
+    "olmo2": tiny("olmo2", None),
+    "olmo3": tiny("olmo3", None, sliding_window=7, layer_types=MIXED),
+    "olmo3_yarn": tiny(
+        "olmo3",
+        None,
+        sliding_window=7,
+        layer_types=MIXED,
+        rope_parameters={
+            "full_attention": YARN,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+    "smollm3": tiny("smollm3", None, no_rope_layers=[1, 0, 1]),
+    "smollm3_window": tiny(
+        "smollm3", None, no_rope_layers=[1, 0, 1], use_sliding_window=True, sliding_window=7
+    ),
+    "glm": tiny("glm"),
+    "glm4": tiny("glm4", head_dim=24),
+    "helium": tiny("helium", num_key_value_heads=4),
+    "ernie4_5": tiny("ernie4_5", head_dim=24),
+    "ernie4_5_bias": tiny("ernie4_5", use_bias=True),
+    "seed_oss": tiny("seed_oss", head_dim=24),
+    "exaone4": tiny("exaone4", None, sliding_window=7, layer_types=MIXED),
+    "exaone4_full": tiny("exaone4", None, sliding_window=None, layer_types=["full_attention"] * 3),
+    "hunyuan": tiny("hunyuan_v1_dense"),
+    "hunyuan_alpha": tiny(
+        "hunyuan_v1_dense",
+        head_dim=24,
+        tie_word_embeddings=True,
+        rope_parameters=dict(
+            rope_type="dynamic",
+            rope_theta=1e4,
+            alpha=1000.0,
+            factor=1.0,
+            beta_fast=32,
+            beta_slow=1,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+        ),
+    ),
+    "gemma3": multimodal(
+        "gemma3",
+        GEMMA3,
+        "siglip_vision_model",
+        True,
+        mm_tokens_per_image=4,
+        boi_token_index=3,
+        eoi_token_index=4,
+    ),
+    "mistral3": multimodal(
+        "mistral3", tiny("mistral", sliding_window=None, head_dim=24), "pixtral", False
+    ),
+    "mistral3_ministral3": multimodal("mistral3", MINISTRAL3, "pixtral", True),
+}
+
+
+def make_model(config, seed=0, dtype=torch.float32, **settings):
+    """The model with random norms and biases too, which transformers initializes to 1 and 0."""
+    auto = AutoModelForImageTextToText if hasattr(config, "text_config") else AutoModelForCausalLM
+    torch.manual_seed(seed)
+    model = auto.from_config(config, **settings)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "norm" in name or name.endswith(".bias"):
+                value.add_(torch.randn_like(value) * 0.3)
+    return model.to(dtype).eval()
+
+
+def write_model(directory, config, seed=0, dtype=torch.bfloat16):
+    """Write config.json and model.safetensors, named as transformers saves them."""
+    make_model(config, seed, dtype).save_pretrained(directory)

@@ -1,0 +1,310 @@
+"""Bins: every row once, as few micro-batches as it takes, and tensors made one token at a time."""
+
+import itertools
+import json
+import math
+import random
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+import train_fsdp_qlora as script
+
+IGNORE = script.IGNORE
+CPU = torch.device("cpu")
+
+
+def make_rows(lengths, seed=0, vocabulary=320):
+    """Rows of random tokens, each with a random part of them learnt, the last one always."""
+    generator, rows = torch.Generator().manual_seed(seed), []
+    for n in lengths:
+        ids = torch.randint(3, vocabulary, (n,), generator=generator, dtype=torch.int32)
+        learnt = torch.rand(n, generator=generator) < torch.rand((), generator=generator)
+        learnt[-1] = True
+        rows.append((ids, torch.where(learnt, ids, IGNORE)))
+    return rows
+
+
+# ------------------------------------------------------------------------------------------------
+# Which rows share a bin
+# ------------------------------------------------------------------------------------------------
+
+
+def filled(lengths, micro_batches):
+    return [sum(lengths[i] for i in rows) for batch in micro_batches for rows in batch]
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 8])
+@pytest.mark.parametrize("most", [1, 7, 64, 1000])
+def test_every_row_is_in_one_bin_and_no_bin_is_too_full(most, processes):
+    draw = random.Random(most)
+    for n_rows in (1, 2, 5, 30, 300):
+        lengths = [draw.randint(1, most) for _ in range(n_rows)]
+        dealt = script.deal_rows(lengths, processes, most)
+        assert all(len(batch) == processes for batch in dealt)
+        rows = [i for batch in dealt for bin in batch for i in bin]
+        assert sorted(rows) == list(range(n_rows))
+        sums = filled(lengths, dealt)
+        assert max(sums) <= most
+        assert len(dealt) >= math.ceil(sum(lengths) / (processes * most))
+        assert dealt == script.deal_rows(list(lengths), processes, most)
+
+
+def fits(lengths, bins, most):
+    """Whether so many bins can hold all, trying every way there is."""
+    room = [most] * bins
+
+    def place(at):
+        if at == len(lengths):
+            return True
+        for i in range(bins):
+            if room[i] >= lengths[at] and room[i] not in room[:i]:
+                room[i] -= lengths[at]
+                if place(at + 1):
+                    return True
+                room[i] += lengths[at]
+        return False
+
+    return place(0)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_number_of_micro_batches_is_as_good_as_the_least_one(processes):
+    """Finding the least is hard: of small steps one in twenty may take one more, none takes two."""
+    draw, more = random.Random(processes), 0
+    for _ in range(200):
+        most = draw.choice((8, 20, 50))
+        lengths = [draw.randint(1, most) for _ in range(draw.randint(1, 10))]
+        n = len(script.deal_rows(lengths, processes, most))
+        longest_first = sorted(lengths, reverse=True)
+        least = next(k for k in itertools.count(1) if fits(longest_first, k * processes, most))
+        assert least <= n <= least + 1, (lengths, most)
+        more += n > least
+    print(f"{processes} processes: {more} of 200 take one more than the least")
+    assert more <= 10
+
+
+@pytest.mark.parametrize("processes", [1, 2, 8])
+def test_chat_rows_fill_their_bins(processes):
+    """Lengths as of chats: bins as few as their tokens ask for, and each about as full."""
+    draw = random.Random(processes)
+    for _ in range(20):
+        lengths = [min(2048, max(16, int(math.exp(draw.gauss(5.3, 0.9))))) for _ in range(64)]
+        dealt = script.deal_rows(lengths, processes, 4096)
+        sums = filled(lengths, dealt)
+        assert len(dealt) <= max(1, math.ceil(1.02 * sum(lengths) / (processes * 4096)))
+        if len(sums) <= 8:  # of so many rows that their lengths even out
+            assert max(sums) - min(sums) <= max(lengths)
+            assert max(sums) <= max(1.05 * sum(lengths) / len(sums), max(lengths))
+
+
+def test_rows_are_balanced_over_processes():
+    """Between bins of one micro-batch, for whose longest all wait."""
+    lengths = [100, 10, 10, 10, 10, 10, 50, 50, 90, 60]
+    dealt = script.deal_rows(lengths, 2, 1000)
+    assert len(dealt) == 1 and filled(lengths, dealt) == [200, 200]
+    dealt = script.deal_rows([5, 5], 4, 1000)  # fewer rows than processes
+    assert len(dealt) == 1 and sorted(map(len, dealt[0])) == [0, 0, 1, 1]
+
+
+def test_many_rows_are_dealt():
+    draw = random.Random(0)
+    lengths = [draw.randint(2, 4096) for _ in range(200_000)]
+    dealt = script.deal_rows(lengths, 8, 4096 * 2)
+    assert sum(lengths) > 0.95 * 8 * 4096 * 2 * len(dealt)
+    assert sum(len(bin) for batch in dealt for bin in batch) == len(lengths)
+
+
+# ------------------------------------------------------------------------------------------------
+# What a bin holds
+# ------------------------------------------------------------------------------------------------
+
+
+def make_run(bin_tokens):
+    plan = types.SimpleNamespace(graphs=False, bin_tokens=bin_tokens)
+    kernels = {"same": {"full": "same"}, "any": {"full": "any"}}
+    return types.SimpleNamespace(device=CPU, plan=plan, store=None, kernels=kernels)
+
+
+def naive_bin(rows, micro_batch, rank):
+    """What a Bin says it holds, one token at a time."""
+    bins = []
+    for mine in micro_batch:
+        ids, position_ids, lengths, learnt, labels = [], [], [], [], []
+        for i in mine:
+            row_ids, row_labels = (t.tolist() for t in rows[i])
+            for t, token in enumerate(row_ids):
+                if t + 1 < len(row_ids) and row_labels[t + 1] != IGNORE:
+                    learnt.append(len(ids))
+                    labels.append(row_labels[t + 1])
+                ids.append(token)
+                position_ids.append(t)
+            lengths.append(len(row_ids))
+        bins.append((ids, position_ids, lengths, learnt, labels))
+    n_tokens, most = max(len(b[0]) for b in bins), max(len(b[3]) for b in bins)
+    longest = max(n for b in bins for n in b[2])
+    ids, position_ids, lengths, learnt, labels = bins[rank]
+    while len(ids) < n_tokens:  # documents that are no longer than the rows
+        lengths.append(min(n_tokens - len(ids), longest))
+        ids += [0] * lengths[-1]
+        position_ids += range(lengths[-1])
+    padding = most - len(learnt)
+    bounds = [0, *itertools.accumulate(lengths)]
+    return ids, position_ids, bounds, learnt + [0] * padding, labels + [IGNORE] * padding, lengths
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_bin_equals_one_token_at_a_time(processes):
+    draw, checked = random.Random(0), 0
+    for seed in range(10):
+        rows = make_rows([draw.randint(2, 20) for _ in range(draw.randint(1, 24))], seed)
+        for most in (20, 45, 400):
+            dealt = script.deal_rows([len(ids) for ids, _ in rows], processes, most)
+            for micro_batch in dealt:
+                for rank in range(processes):
+                    got = script.make_bin(rows, micro_batch, rank, torch.tensor(7), make_run(most))
+                    ids, position_ids, bounds, learnt, labels, lengths = naive_bin(
+                        rows, micro_batch, rank
+                    )
+                    assert got.input_ids.tolist() == ids
+                    assert got.position_ids.tolist() == position_ids
+                    assert got.cu_seqlens.tolist() == bounds
+                    assert got.learnt.tolist() == learnt and got.labels.tolist() == labels
+                    assert got.lengths == tuple(lengths) and got.longest >= max(lengths)
+                    assert got.input_ids.dtype == got.position_ids.dtype == torch.int64
+                    assert got.cu_seqlens.dtype == torch.int32
+                    # torch's batched kernel, where all documents have one length
+                    assert got.kernels["full"] == ("same" if len(set(lengths)) == 1 else "any")
+                    checked += len(ids)
+    assert checked > 4000
+
+
+def test_first_token_is_never_learnt():
+    rows = [(ids, ids) for ids, _ in make_rows([5, 3])]
+    got = script.make_bin(rows, [[0, 1]], 0, torch.tensor(0), make_run(8))
+    assert got.learnt.tolist() == [0, 1, 2, 3, 5, 6]
+    assert got.labels.tolist() == [*rows[0][0][1:].tolist(), *rows[1][0][1:].tolist()]
+    assert script.count_learnt(rows) == 6
+
+
+def keys_of_rows(rows, most, processes, step):
+    """{row: the dropout keys of its tokens}, however the rows are dealt."""
+    keys, lengths = {}, [len(ids) for ids, _ in rows]
+    for micro_batch in script.deal_rows(lengths, processes, most):
+        for rank, mine in enumerate(micro_batch):
+            key = script.mix(torch.tensor(step))
+            bin = script.make_bin(rows, micro_batch, rank, key, make_run(most))
+            parts = bin.dropout_keys.split(bin.lengths)
+            seeds = bin.seeds
+            keys.update({i: (part.tolist(), seed) for i, part, seed in zip(mine, parts, seeds)})
+    return keys
+
+
+def test_dropout_of_a_token_does_not_depend_on_its_bin():
+    rows = make_rows([9, 4, 12, 7, 3, 11])
+    first = keys_of_rows(rows, 12, 1, 1)
+    assert len(first) == 6
+    for most, processes in (100, 1), (12, 2), (30, 3), (20, 4):
+        assert keys_of_rows(rows, most, processes, 1) == first
+    everything = [key for keys, _ in first.values() for key in keys]
+    assert len(set(everything)) == len(everything) == 46
+    seeds = {seed for _, seed in first.values()}  # of attention's own dropout; 0 would be none
+    assert len(seeds) == 6 and min(seeds) > 0
+    again = [key for keys, _ in keys_of_rows(rows, 12, 1, 2).values() for key in keys]
+    assert not set(everything) & set(again)
+
+
+def test_dropout_differs_between_rows_tokens_layers_places_and_steps():
+    p, n, width = 0.3, 64, 257
+    masks = {}
+    for step in (1, 2):
+        for row in (0, 1):
+            key = script.mix(script.mix(torch.tensor(step)) + row)
+            for layer in (0, 1):
+                for place in range(4):
+                    ones = torch.ones(n, width)
+                    out = script.drop(ones, key + torch.arange(n), layer * 8 + place, p)
+                    masks[step, row, layer, place] = out > 0
+                    kept = 1 / (1 - p)
+                    assert ((out == 0) | ((out - kept).abs() < 1e-6)).all()
+    dropped = 1 - torch.stack(list(masks.values())).float().mean()
+    assert abs(dropped - p) < 0.005
+    for one, other in itertools.combinations(masks.values(), 2):  # as two throws of a die agree
+        assert abs((one == other).float().mean() - (p * p + (1 - p) ** 2)) < 0.03
+    (mask, *_) = masks.values()
+    for shifted in mask[1:] == mask[:-1], mask[:, 1:] == mask[:, :-1]:  # tokens, columns
+        assert abs(shifted.float().mean() - (p * p + (1 - p) ** 2)) < 0.03
+    again = script.drop(torch.ones(n, width), script.mix(script.mix(torch.tensor(1)))
+                        + torch.arange(n), 0, p) > 0  # fmt: skip
+    assert torch.equal(again, mask)
+
+
+def test_digest_tells_tokens_labels_and_where_rows_end():
+    def digest(*rows):
+        tensors = [tuple(torch.tensor(t, dtype=torch.int32) for t in row) for row in rows]
+        return script.digest_examples(tensors)
+
+    same = digest(([1, 2, 3, 4], [1, 2, 3, 4]))
+    assert digest(([1, 2, 3, 4], [1, 2, 3, 4])) == same
+    others = {
+        digest(([1, 2, 3, 4], [IGNORE, 2, 3, 4])),
+        digest(([1, 2, 3, 4], [IGNORE, IGNORE, 3, 4])),
+        digest(([1, 2, 4, 3], [1, 2, 3, 4])),
+        digest(([1, 2], [1, 2]), ([3, 4], [3, 4])),
+        digest(([1], [1]), ([2, 3, 4], [2, 3, 4])),
+        digest(([1, 2, 3], [1, 2, 3]), ([4], [4])),
+        digest(([1, 2, 1, 2, 3, 4, 3, 4], []), ([], [])),
+        digest(([3, 4], [3, 4]), ([1, 2], [1, 2])),
+    }
+    assert len(others) == 8 and same not in others
+
+
+# ------------------------------------------------------------------------------------------------
+# Whole runs
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_data_sets(tmp_path, monkeypatch):
+    """first.jsonl and second.jsonl, of the same tokens, of which not the same are learnt."""
+    rows = [(f"What is {a} plus {b}?", f" It is {a + b}.") for a in range(4) for b in range(4)]
+    for name, more in ("first", 0), ("second", 3):
+        with (tmp_path / f"{name}.jsonl").open("w") as file:
+            for prompt, completion in rows:
+                row = {"prompt": prompt + completion[:more], "completion": completion[more:]}
+                file.write(json.dumps(row) + "\n")
+    monkeypatch.chdir(tmp_path)
+
+
+def test_run_is_not_resumed_with_other_labels(two_data_sets, run_main, demo_directory):
+    """The file has the same name, and the same tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(demo_directory / "model")
+    first, second = (
+        script.encode_dataset(script.read_rows(name), tokenizer, 64, name)[0]
+        for name in ("first.jsonl", "second.jsonl")
+    )
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(first, second))
+    flags = ["--dataset", "rows.jsonl", "--output_dir", "run", "--batch_size", 4, "--save_every", 1]
+    Path("rows.jsonl").symlink_to("first.jsonl")
+    code, _, err = run_main(*flags, "--max_steps", 1)
+    assert code == 0, err
+    Path("rows.jsonl").unlink()
+    Path("rows.jsonl").symlink_to("second.jsonl")
+    code, _, err = run_main(*flags, "--max_steps", 2, "--resume")
+    (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert code == 1 and "the rows are not those that" in line
+
+
+def test_metrics_say_how_full_the_bins_are(two_data_sets, run_main, read_metrics):
+    code, out, err = run_main("--dataset", "first.jsonl", "--output_dir", "full", "--batch_size", 5,
+                              "--max_steps", 2, "--micro_batch_tokens", 40)  # fmt: skip
+    assert code == 0, err
+    rows = read_metrics("full")
+    assert [row["rows"] for row in rows] == [5, 5]
+    for row in rows:
+        assert row["bins"] >= row["tokens"] / 40 and 0.5 < row["bins_full"] <= 1
+        assert f"5 rows  {row['tokens']:,} tokens in {row['bins']} bins" in out
+        assert f" {row['bins_full']:.0%} full" in out

@@ -1,0 +1,370 @@
+"""Whole optimizer steps by the command line, against one process of plain PyTorch.
+
+The reference is transformers' model with bitsandbytes' 4-bit linears in PEFT: it takes the rows of
+a step one by one, sums loss and gradients, clips, and lets bitsandbytes' 8-bit AdamW update one
+vector laid out as a layer's adapter is. What the script must give is that, whatever the processes,
+groups, bins and memory flags: the losses and gradient norms of two steps, and the adapter after
+them.
+"""
+
+import dataclasses
+import json
+import math
+import random
+import zlib
+
+import bitsandbytes as bnb
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import DEVICE, needs_ranks
+from families import TINY, write_model
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+import train_fsdp_qlora as script
+
+BATCH, RANK, ALPHA, PEAK, DROPOUT = 7, 4, 64, 1e-2, 0.3
+STEPS = 2
+FLAGS = ["--dataset", "rows.jsonl", "--batch_size", BATCH, "--max_steps", STEPS, "--lora_rank", RANK,
+         "--lora_alpha", ALPHA, "--learning_rate", PEAK, "--compute_dtype", "float32",
+         "--max_seq_len", 64]  # fmt: skip
+KINDS = {
+    "lora": [],
+    "dropout": ["--lora_dropout", DROPOUT],
+    "dora": ["--adapter", "dora"],
+    "some": ["--target_modules", "q_proj", "v_proj", "down_proj"],
+}
+SMALL = ["--micro_batch_tokens", 64]  # the longest row
+MIDDLE = ["--micro_batch_tokens", 100]
+LARGE = ["--micro_batch_tokens", 1000]
+MEMORY = {
+    "all recomputed": ["--recompute", "all"],
+    "none recomputed": ["--recompute", "none"],
+    "one recomputed": ["--recompute", "1"],
+    "two recomputed": ["--recompute", "2"],
+    "activations offloaded": ["--recompute", "all", "--offload_activations"],
+    "two offloaded": ["--recompute", "2", "--offload_activations"],
+    "weights offloaded": ["--offload_params", "--recompute", "none"],
+    "everything offloaded": ["--offload_params", "--offload_activations", "--recompute", "all"],
+    "not resharded": ["--no-reshard_after_forward"],
+    "not resharded, offloaded": ["--no-reshard_after_forward", "--offload_activations",
+                                 "--offload_params", "--recompute", "2"],
+}  # fmt: skip
+# (processes, kind): {name of a run: its flags}
+RUNS = {
+    (1, "lora"): {"small bins": SMALL, "middle bins": MIDDLE, "one bin": LARGE,
+                  **{name: flags + MIDDLE for name, flags in MEMORY.items()}},
+    (1, "dropout"): {"small bins": SMALL, "one bin": LARGE,
+                     "recomputed": [*MEMORY["all recomputed"], *MIDDLE],
+                     "offloaded": [*MEMORY["everything offloaded"], *MIDDLE]},
+    (1, "dora"): {"recomputed": [*MEMORY["all recomputed"], *MIDDLE],
+                  "kept": [*MEMORY["none recomputed"], *MIDDLE]},
+    (1, "some"): {"kept": [*MEMORY["none recomputed"], *MIDDLE],
+                  "offloaded": [*MEMORY["two offloaded"], *SMALL]},
+    (2, "lora"): {"a copy each": [*SMALL, "--shard_group_size", 1],
+                  "sharded, small bins": [*SMALL, "--shard_group_size", 2],
+                  **{name: [*flags, *MIDDLE, "--shard_group_size", 2]
+                     for name, flags in MEMORY.items()},
+                  "a copy each, offloaded": [*MEMORY["everything offloaded"], *SMALL,
+                                             "--shard_group_size", 1]},
+    (2, "dropout"): {"a copy each": [*MIDDLE, "--shard_group_size", 1],
+                     "sharded": [*SMALL, "--shard_group_size", 2, "--recompute", "2"]},
+    (2, "dora"): {"sharded": [*MIDDLE, "--shard_group_size", 2]},
+    (3, "lora"): {"sharded": [*SMALL, "--shard_group_size", 3],
+                  "a copy each": [*MIDDLE, "--shard_group_size", 1]},
+    (4, "lora"): {"sharded": [*MIDDLE, "--shard_group_size", 4],
+                  "two copies": [*SMALL, "--shard_group_size", 2],
+                  "two copies, offloaded": [*MEMORY["not resharded, offloaded"], *SMALL,
+                                            "--shard_group_size", 2],
+                  "a copy each": [*SMALL, "--shard_group_size", 1]},
+    (4, "dropout"): {"two copies": [*MIDDLE, "--shard_group_size", 2]},
+}  # fmt: skip
+CASES = [(n, kind, name) for (n, kind), runs in RUNS.items() for name in runs]
+
+
+def write_uneven_rows(path):
+    """10 rows of 6 to 64 tokens, of which few or nearly all are learnt."""
+    draw, words = random.Random(3), "what is the answer to this plus minus times 1 2 3".split()
+    with path.open("w") as file:
+        for n in (1, 30, 4, 3, 12, 2, 22, 7, 1, 16):
+            parts = [" ".join(draw.choices(words, k=k)) for k in (draw.randint(1, 9), n)]
+            file.write(json.dumps({"prompt": parts[0], "completion": parts[1]}) + "\n")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, tiny_model):
+    """The directory of model/ and rows.jsonl; attention has biases, shards begin inside rows."""
+    directory = tmp_path_factory.mktemp("step")
+    model = tiny_model("qwen2", hidden_size=96, intermediate_size=171)
+    (directory / "model").symlink_to(model)
+    write_uneven_rows(directory / "rows.jsonl")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def runs(base, run_jobs):
+    """runs(processes, kind): makes these runs; each is the directory base / its name."""
+    done = set()
+
+    def directory(nproc, kind, name):
+        return f"{nproc}, {kind}, {name}"
+
+    def work(nproc, wanted, name):
+        needs_ranks(nproc)
+        if nproc not in done:
+            done.add(nproc)
+            argv = [
+                ["--model", "model", *FLAGS, *KINDS[kind], *flags,
+                 "--output_dir", directory(n, kind, each)]
+                for (n, kind), of_kind in RUNS.items() if n == nproc
+                for each, flags in of_kind.items()
+            ]  # fmt: skip
+            run_jobs(nproc, [{"argv": list(map(str, one))} for one in argv], cwd=base)
+        return base / directory(nproc, wanted, name)
+
+    return work
+
+
+def all_rows(base):
+    """The rows as (input_ids, labels)."""
+    tokenizer = AutoTokenizer.from_pretrained(base / "model")
+    rows = script.read_rows(str(base / "rows.jsonl"))
+    return script.encode_dataset(rows, tokenizer, 64, "rows")[0]
+
+
+def rows_of_step(step, rows):
+    """Which rows a step has: every epoch is a new shuffle, seeded with its number."""
+    order = []
+    for epoch in range(math.ceil(step * BATCH / len(rows))):
+        generator = torch.Generator().manual_seed(epoch)
+        order += torch.randperm(len(rows), generator=generator).tolist()
+    return [rows[i] for i in order[(step - 1) * BATCH : step * BATCH]]
+
+
+class Dropout(torch.nn.Module):
+    """In place of PEFT's: the values that the script drops at this place, from `keys` a token."""
+
+    def __init__(self, site):
+        super().__init__()
+        self.site, self.keys = site, None
+
+    def forward(self, x):
+        return script.drop(x[0], self.keys, self.site, DROPOUT)[None]
+
+
+def load_reference(base, kind):
+    """transformers + bitsandbytes + PEFT in fp32 on one process."""
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(
+        base / "model", quantization_config=quantization, dtype=torch.float32,
+        device_map={"": DEVICE},
+    )  # fmt: skip
+    targets = ["q_proj", "v_proj", "down_proj"] if kind == "some" else "all-linear"
+    config = LoraConfig(r=RANK, lora_alpha=ALPHA, use_dora=kind == "dora", target_modules=targets,
+                        task_type="CAUSAL_LM")  # fmt: skip
+    return get_peft_model(model, config).train()
+
+
+def put_dropout(model):
+    """The script's dropout in front of every A; the sites are told by number."""
+    sites = ["q_proj k_proj v_proj", "o_proj", "gate_proj up_proj", "down_proj"]
+    made = []
+    for name, module in model.named_modules():
+        if hasattr(module, "lora_dropout"):
+            layer, linear = int(name.split(".layers.")[1].split(".")[0]), name.split(".")[-1]
+            site = next(i for i, names in enumerate(sites) if linear in names.split())
+            made.append(Dropout(layer * 8 + site))
+            module.lora_dropout = torch.nn.ModuleDict({"default": made[-1]})
+    return made
+
+
+class Vector:
+    """All adapters of a model as one vector, laid out as the script's, with bitsandbytes' AdamW."""
+
+    def __init__(self, base, kind, model):
+        targets = ("q_proj", "v_proj", "down_proj") if kind == "some" else ("all-linear",)
+        arch = script.describe_model(AutoConfig.from_pretrained(base / "model"))
+        config = dataclasses.replace(
+            script.Config(), lora_rank=RANK, lora_alpha=ALPHA, target_modules=targets,
+            adapter="dora" if kind == "dora" else "lora",
+        )  # fmt: skip
+        adapted = [
+            x.name for x in arch.linears
+            if targets == ("all-linear",) or x.name.split(".")[-1] in targets
+        ]  # fmt: skip
+        layout = script.make_layout(arch, adapted, config)
+        self.params = {
+            n.replace(".default", "").replace("vector.weight", "vector"): p
+            for n, p in model.named_parameters() if p.requires_grad
+        }  # fmt: skip
+        assert self.params.keys() == get_peft_model_state_dict(model).keys()
+        self.places = {}
+        for i in range(arch.n_layers):
+            for (linear, key), (where, shape) in layout.adapter_parts().items():
+                name = f"base_model.model.model.layers.{i}.{linear}.{key}"
+                start = i * layout.n_adapter
+                self.places[name] = slice(start + where.start, start + where.stop), shape
+        assert self.places.keys() == self.params.keys()
+        self.weights = torch.nn.Parameter(torch.zeros(arch.n_layers * layout.n_adapter,
+                                                      device=DEVICE))  # fmt: skip
+        self.weights.grad = torch.zeros_like(self.weights)
+        self.adam = bnb.optim.AdamW8bit([self.weights], lr=0.0, weight_decay=0.0, min_8bit_size=0)
+
+    def start(self):
+        """PEFT's distribution, drawn as the script does for the seed 0."""
+        for name, p in self.params.items():
+            if name.endswith("lora_A.weight"):
+                generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+                bound = 1 / math.sqrt(p.shape[1])
+                p.data = torch.empty(p.shape).uniform_(-bound, bound, generator=generator)
+                p.data = p.data.to(DEVICE)
+            where, _ = self.places[name]
+            self.weights.data[where] = p.data.flatten()
+
+    def step(self, rate):
+        """Clips to a norm of 1 and updates. Returns the norm before."""
+        for name, p in self.params.items():
+            self.weights.grad[self.places[name][0]] = p.grad.flatten()
+            p.grad = None
+        norm = self.weights.grad.norm().item()
+        self.weights.grad.mul_(min(1.0, 1.0 / norm))
+        self.adam.param_groups[0]["lr"] = rate
+        self.adam.step()
+        for name, p in self.params.items():
+            where, shape = self.places[name]
+            p.data = self.weights.data[where].view(shape).clone()
+        return norm
+
+
+def token_keys(step, row, n):
+    """What the dropout of a row's tokens follows from: seed 0, the step, the row's place in it."""
+    return script.mix(script.mix(torch.tensor(step)) + row) + torch.arange(n)
+
+
+@pytest.fixture(scope="module")
+def expected(base):
+    """expected(kind): [(loss, gradient norm) of each step], the adapter before and after them."""
+    done = {}
+
+    def compute(kind):
+        if kind in done:
+            return done[kind]
+        model, rows, steps = load_reference(base, kind), all_rows(base), []
+        vector = Vector(base, kind, model)
+        vector.start()
+        before = {name: p.detach().clone() for name, p in vector.params.items()}
+        dropouts = put_dropout(model) if "--lora_dropout" in KINDS[kind] else []
+        for step in range(1, STEPS + 1):
+            batch, loss = rows_of_step(step, rows), 0.0
+            learnt = sum(int((labels[1:] != -100).sum()) for _, labels in batch)
+            for i, (ids, labels) in enumerate(batch):
+                for dropout in dropouts:
+                    dropout.keys = token_keys(step, i, len(ids)).to(DEVICE)
+                logits = model(ids.long()[None].to(DEVICE)).logits[0, :-1].float()
+                target = labels[1:].long().to(DEVICE)
+                part = F.cross_entropy(logits, target, reduction="sum") / learnt
+                part.backward()
+                loss += part.item()
+            # one step of warm-up, then a cosine to 0 after the last step
+            rate = PEAK * 0.5 * (1 + math.cos(math.pi * (step - 1) / STEPS))
+            steps.append((loss, vector.step(rate)))
+        after = {name: p.detach().cpu() for name, p in vector.params.items()}
+        done[kind] = steps, {name: p.cpu() for name, p in before.items()}, after
+        return done[kind]
+
+    return compute
+
+
+def distance(one, other):
+    return math.sqrt(sum(float((one[name] - other[name]).norm()) ** 2 for name in other))
+
+
+@pytest.mark.parametrize("nproc, kind, name", CASES, ids=lambda value: str(value))
+def test_steps_equal_the_reference(nproc, kind, name, runs, expected):
+    directory = runs(nproc, kind, name)
+    steps, before, after = expected(kind)
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").open()]
+    got = load_file(directory / "adapter_model.safetensors")
+    assert got.keys() == after.keys()
+    off = distance(got, after) / distance(before, after)
+    assert len(rows) == STEPS
+    for row, (loss, norm) in zip(rows, steps, strict=True):
+        assert norm > 1.5, "nothing is clipped"
+        assert abs(row["loss"] - loss) <= 1e-5 * loss
+        assert abs(row["grad_norm"] - norm) <= 1e-5 * norm
+    assert off <= 1e-3
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3, 4])
+def test_speed_is_per_gpu(nproc, runs, read_metrics):
+    for row in read_metrics(runs(nproc, "lora", next(iter(RUNS[nproc, "lora"])))):
+        tokens = row["tokens_per_second_per_gpu"] * row["seconds"] * nproc
+        assert tokens == pytest.approx(row["tokens"], rel=1e-9) and row["tokens"] > 20
+
+
+def test_tensorboard_has_the_same_numbers_at_the_same_steps(runs, read_metrics):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    directory = runs(1, "lora", "small bins")
+    rows, events = read_metrics(directory), EventAccumulator(str(directory / "tensorboard"))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == set(rows[0])
+    for key in rows[0]:
+        seen = [(event.step, event.value) for event in events.Scalars(key)]
+        assert seen == [(i, pytest.approx(row[key], rel=1e-6)) for i, row in enumerate(rows, 1)]
+
+
+@pytest.mark.parametrize("epochs, steps", [(1, 2), (0.5, 1), (0.8, 2), (1.5, 3), (2.8, 4)])
+def test_epochs_are_rounded_up_to_whole_steps(epochs, steps, base, run_main, monkeypatch, tmp_path):
+    """10 rows, 7 a step."""
+    monkeypatch.chdir(base)
+    flags = ["--model", "model", "--dataset", "rows.jsonl", "--batch_size", 7, "--output_dir"]
+    code, out, err = run_main(*flags, tmp_path / "run", "--num_epochs", epochs)
+    assert code == 0, err
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    assert [row["rows"] for row in rows] == [7] * steps
+    assert 0 < rows[-1]["learning_rate"] == script.learning_rate(steps, steps, 2e-4)
+
+
+# ------------------------------------------------------------------------------------------------
+# Families on two processes
+# ------------------------------------------------------------------------------------------------
+
+SHARDED = ["gemma2", "cohere_qk_norm", "olmo3", "granite", "phi4_mini", "qwen3", "smollm3_window",
+           "gemma3", "hunyuan_alpha"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def family_runs(base, run_jobs, demo_directory):
+    needs_ranks(2)
+    jobs, tokenizer = {1: [], 2: []}, AutoTokenizer.from_pretrained(demo_directory / "model")
+    for name in SHARDED:
+        write_model(base / name, TINY[name](len(tokenizer)))
+        tokenizer.save_pretrained(base / name)
+        for nproc in jobs:
+            argv = ["--model", name, *FLAGS, *SMALL, "--shard_group_size", nproc,
+                    "--output_dir", f"{name} on {nproc}"]  # fmt: skip
+            jobs[nproc].append({"argv": list(map(str, argv))})
+    for nproc in jobs:
+        run_jobs(nproc, jobs[nproc], cwd=base)
+    return base
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_families_give_the_same_on_two_processes(name, family_runs, read_metrics):
+    """What they give on one is in test_layer.py."""
+    one, two = (family_runs / f"{name} on {nproc}" for nproc in (1, 2))
+    for row, other in zip(read_metrics(one), read_metrics(two), strict=True):
+        for key in "loss", "grad_norm":
+            assert row[key] > 0 and abs(row[key] - other[key]) <= 1e-5 * row[key]
+    one, two = (load_file(run / "adapter_model.safetensors") for run in (one, two))
+    assert one.keys() == two.keys() and distance(one, two) <= 1e-3 * distance(
+        {name: torch.zeros_like(t) for name, t in one.items() if "lora_B" in name},
+        {name: t for name, t in one.items() if "lora_B" in name},
+    )
