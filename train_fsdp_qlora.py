@@ -36,6 +36,7 @@ import gc
 import hashlib
 import heapq
 import inspect
+import itertools
 import json
 import math
 import mmap
@@ -355,7 +356,6 @@ def train(config, device):
         stored = check_files(files, names, model_config, config.compute_dtype)
         with together():
             read = file_reader(files, device)
-    ceiling = gemm_ceiling(arch, plan, device) if config.random_weights else None
     offsets = load_weights(model, names, read, device, stored)
     model.frequencies = [
         (f.to(device), factor) for f, factor in
@@ -386,24 +386,13 @@ def train(config, device):
         kernels=kernels, store=make_store(plan, layout, arch, device), graphs={},
     )  # fmt: skip
     rows = run_steps(run, done)
-    if ceiling and rows:
-        say_speed(run, rows, ceiling)
+    if config.random_weights and rows:
+        say_speed(run, rows)
     weights = adapter.gather()
     on_rank_0(write_adapter, directory, weights, lora_config)
     say_memory("at the end", device)
-    say(f"adapter saved in {directory}; to merge it into the base model:\n{merge_command(directory)}")
-
-
-def merge_command(directory):
-    """What to type to merge the adapter of a run."""
-    merge = Path(__file__).with_name("merge_adapters.py")
-    merge = os.path.relpath(merge) if merge.is_file() else merge.name  # copied alone
-    found, python = shutil.which("python"), os.path.relpath(sys.executable)
-    python = sys.executable if python.startswith("..") else python
-    if found and Path(found).parent == Path(sys.executable).parent:
-        python = "python"
-    output = f"{directory}/merged"
-    return shlex.join([python, merge, "--adapter_dir", str(directory), "--output_dir", output])
+    say(f"adapter saved in {directory}; to merge it into the base model:")
+    say(merge_command(directory))
 
 
 def run_steps(run, done):
@@ -440,30 +429,6 @@ def run_steps(run, done):
         metrics.close()
         board.close()
     return rows
-
-
-def open_metrics(directory, done):
-    """metrics.jsonl and TensorBoard, without what a resumed run will do again. Rank 0 only."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    path = directory / "metrics.jsonl"
-    kept = path.read_text().splitlines(True) if done and path.is_file() else []
-    write_text(path, "".join(kept[:done]))
-    return path.open("a"), SummaryWriter(directory / "tensorboard", purge_step=done + 1)
-
-
-def log_step(row, max_steps, metrics, board):
-    """One step's numbers to metrics.jsonl, TensorBoard and the log. Rank 0 only."""
-    metrics.write(json.dumps(row) + "\n")
-    metrics.flush()
-    for key, value in row.items():
-        board.add_scalar(key, value, row["step"])
-    say(f"step {row['step']:6d}/{max_steps}  loss {row['loss']:7.4f}"
-        f"  lr {row['learning_rate']:.2e}  grad {row['grad_norm']:8.4f}"
-        f"  {row['rows']} rows  {row['tokens']:,} tokens in {row['bins']} bins"
-        f" {row['bins_full']:.0%} full"
-        f"  {row['tokens_per_second_per_gpu']:9,.0f} tok/s/GPU"
-        f"  peak {row['peak_memory_gib']:6.2f} GiB")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -623,10 +588,10 @@ def prepare_data(config, directory, tokenizer, vocab_size):
     if largest >= vocab_size:
         raise ValueError(f"the tokenizer gives token {largest}, but the model's vocabulary ends at"
                          f" {vocab_size - 1}")
-    tokens = sum(len(ids) for ids, _ in examples)
+    tokens, learnt = sum(len(ids) for ids, _ in examples), count_learnt(examples)
     return examples, (
         f"data: {source}: {len(rows)} rows, {dropped} left out with nothing to learn, {cut} cut to"
-        f" {config.max_seq_len} tokens; {tokens:,} tokens, {count_learnt(examples):,} of them learnt"
+        f" {config.max_seq_len} tokens; {tokens:,} tokens, {learnt:,} of them learnt"
     )
 
 
@@ -639,22 +604,9 @@ def digest_examples(examples):
     """SHA-256 of all rows' tokens and labels: whether a resumed run sees the same data."""
     sha = hashlib.sha256()
     for ids, labels in examples:
-        sha.update(len(ids).to_bytes(8, "little") + ids.numpy().tobytes() + labels.numpy().tobytes())
+        sha.update(len(ids).to_bytes(8, "little"))  # where rows end
+        sha.update(ids.numpy().tobytes() + labels.numpy().tobytes())
     return sha.hexdigest()
-
-
-def say_example(examples, tokenizer):
-    """Show one row as the model sees it, with what is not learnt in brackets."""
-    parts = []
-    for token, label in zip(*(t.tolist() for t in examples[0])):
-        if not parts or parts[-1][0] != (label != IGNORE):
-            parts.append((label != IGNORE, []))
-        parts[-1][1].append(token)
-    text = "".join(
-        tokenizer.decode(tokens) if learnt else f"[not learnt: {tokenizer.decode(tokens)}]"
-        for learnt, tokens in parts
-    )
-    say(f"first row: {text[:600]!r}")
 
 
 @functools.lru_cache(2)  # a step may span two epochs
@@ -697,9 +649,9 @@ def deal_rows(lengths, processes, most):
 def round_up(n, device):
     """On a GPU, n up to the next of a few lengths, 16 from one power of 2 to the next: cuBLAS and
     cuDNN choose kernels anew for each new length, and a CUDA graph has one."""
-    step = 64 if device.type == "cuda" else 1
-    if device.type == "cuda":
-        step = max(step, 2 ** (max(n, 1).bit_length() - 5))
+    if device.type == "cpu":
+        return n
+    step = max(64, 2 ** n.bit_length() // 32)
     return math.ceil(n / step) * step
 
 
@@ -725,13 +677,12 @@ class Bin:
 def make_bin(batch, micro_batch, rank, step_key, run):
     """This rank's Bin of a micro-batch of deal_rows(); `batch` are the rows of the step. All ranks'
     bins have one shape: embedding and head are computed together, and for the longest all wait."""
-    device, graphs = run.device, run.plan.graphs
+    device = run.device
     lengths = [[len(batch[i][0]) for i in rows] for rows in micro_batch]
     all_lengths = {n for row in lengths for n in row}
     n_tokens, longest = max(map(sum, lengths)), max(all_lengths)
-    if len(all_lengths) > 1 or graphs and n_tokens < run.plan.bin_tokens:
-        n_tokens = max(all_lengths) if len(all_lengths) == 1 else 1
-        n_tokens = max(round_up(max(map(sum, lengths)), device), n_tokens)
+    if len(all_lengths) > 1:
+        n_tokens = round_up(n_tokens, device)
     most = max(count_learnt([batch[i] for i in rows]) for rows in micro_batch)
     mine, lengths = micro_batch[rank], lengths[rank]
     left = n_tokens - sum(lengths)
@@ -747,7 +698,7 @@ def make_bin(batch, micro_batch, rank, step_key, run):
     position_ids = torch.arange(n_tokens) - starts[:-1].repeat_interleave(starts.diff())
     seeds = mix(step_key + torch.tensor([*mine, *[-1] * (len(lengths) - len(mine))]))
     same = len(set(lengths)) == 1
-    if graphs and not same:  # one graph serves several numbers of documents, and longest ones
+    if run.plan.graphs and not same:  # one graph serves several numbers of documents, and longest ones
         longest = 2 ** (longest - 1).bit_length()
         spare = 2 ** len(lengths).bit_length() - len(lengths)
         starts = F.pad(starts, (0, spare), value=n_tokens)
@@ -797,23 +748,6 @@ def choose_adapted(arch, config, base_name):
     return lora_config, adapted
 
 
-def make_mesh(shards, device):
-    """Groups of `shards` consecutive ranks hold a copy of the model each (HSDP), or all ranks one.
-    Within a group weights are gathered and gradients scattered, all the time; across groups only
-    the adapter's gradients are summed."""
-    ranks = torch.arange(dist.get_world_size()).view(-1, shards)
-    if len(ranks) == 1:
-        return init_device_mesh(device.type, (shards,), mesh_dim_names=("shard",))
-    # not init_device_mesh: it splits the default group, which torch may refuse where that has a
-    # backend each for CPU and GPU ("Unknown c10d backend type", pytorch issue 159200)
-    groups = [
-        dist.new_subgroups_by_enumeration(rows.tolist(), timeout=TIMEOUT)[0]
-        for rows in (ranks.t(), ranks)
-    ]
-    names = ("replicate", "shard")
-    return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=names)
-
-
 def shard_model(model, mesh, plan):
     """Make each decoder layer an FSDP2 unit. Where a GPU holds a whole copy of the model there is
     nothing to gather, and no FSDP2; offloaded weights are FSDP2's to bring."""
@@ -822,7 +756,7 @@ def shard_model(model, mesh, plan):
     dtype = getattr(torch, plan.compute_dtype)
     policy = MixedPrecisionPolicy(
         # in bf16 DoRA's magnitudes would round by up to 0.4 %, as much as they learn in many steps
-        param_dtype=None if model.layers[0].layout.qkv.m else dtype,
+        param_dtype=None if model.layers[0].layout.dora else dtype,
         reduce_dtype=torch.float32, cast_forward_inputs=False,
     )  # fmt: skip
     shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy)
@@ -838,32 +772,8 @@ def shard_model(model, mesh, plan):
         unit.set_gradient_divide_factor(1.0)
 
 
-def verify_model(model, plan):
-    """Assert that loading and sharding left what they should; print the bytes per rank. All ranks
-    must call this."""
-    n_bytes = collections.Counter()
-    for i, layer in enumerate(model.layers):
-        for name, p in layer.named_parameters():
-            local = local_part(p)
-            assert plan.whole or isinstance(p, DTensor), f"layer {i}: {name} is not sharded"
-            assert not local.is_meta, f"layer {i}: {name} was not loaded"
-            assert p.requires_grad == (name == "adapter"), f"layer {i}: {name} {p.requires_grad=}"
-            shards = 1 if plan.whole else p.device_mesh["shard"].size()
-            assert len(local) * shards == len(p), f"layer {i}: {name} is not sharded evenly"
-            parts = [local.packed, local.absmax_codes] if name == "nf4" else [local]
-            kind = {"nf4": "4-bit", "vectors": "other frozen"}.get(name, "adapter")
-            n_bytes[kind] += sum(part.nbytes for part in parts)
-            if parts[0].is_cpu and torch.cuda.is_available():
-                n_bytes["of these on the host"] += sum(part.nbytes for part in parts)
-    tables = {id(t): t.nbytes for t in (model.embedding, model.head, model.norm)}
-    n_bytes["other frozen"] += sum(tables.values())
-    text = ", ".join(f"{kind} {n / 2**30:.3f}" for kind, n in n_bytes.items())
-    for rank, line in enumerate(gather_texts(text)):
-        say(f"rank {rank} holds, GiB: {line}")
-
-
 # ------------------------------------------------------------------------------------------------
-# The adapter and its optimizer
+# Schedule and training step
 # ------------------------------------------------------------------------------------------------
 
 
@@ -873,143 +783,6 @@ def learning_rate(step, max_steps, peak):
     if step <= warmup:
         return peak * step / warmup
     return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (max_steps + 1 - warmup)))
-
-
-class Adapter:
-    """All that is trained, this rank's part of each layer's, as one fp32 vector [layers x part]:
-    `weights`, its gradient, and bitsandbytes' paged 8-bit AdamW over it.
-
-    One tensor instead of a thousand makes the optimizer one kernel and its state pageable. Layers
-    compute with views of it. A part is whole blocks of the 8-bit state, so that on any number of
-    GPUs the state is the same vector, cut elsewhere.
-    """
-
-    def __init__(self, model, arch, layout, mesh, device):
-        self.arch, self.layout, self.layers, self.group = arch, layout, model.layers, model.group
-        self.parts = layout.adapter_parts()
-        self.rank, self.shards = model.place
-        self.copies = dist.get_world_size() // self.shards
-        self.part = len(local_part(model.layers[0].adapter))
-        n = len(self.layers) * self.part
-        self.weights = nn.Parameter(torch.zeros(n, device=device))
-        self.weights.grad = torch.zeros_like(self.weights)
-        for layer, weights, grad in zip(self.layers, *map(self.by_layer, self.flat())):
-            set_local(layer, "adapter", weights)
-            p = layer.adapter
-            p.grad = DTensor(grad, p._spec, requires_grad=False) if isinstance(p, DTensor) else grad
-        # in 8 bits whatever the size: another number of ranks must find the same kind of state
-        self.optimizer = bnb.optim.PagedAdamW8bit(
-            [self.weights], lr=0.0, weight_decay=0.0, min_8bit_size=0
-        )
-        self.optimizer.init_state(self.optimizer.param_groups[0], self.weights, 0, 0)
-        self.state = self.optimizer.state[self.weights]
-
-    @property
-    def n_trainable(self):
-        return len(self.layers) * sum(math.prod(shape) for _, shape in self.parts.values())
-
-    def flat(self):
-        return self.weights.data, self.weights.grad
-
-    def by_layer(self, tensor):
-        return tensor.view(len(self.layers), -1)
-
-    def names(self, i):
-        """{PEFT's name in an adapter file: (slice of the layer's adapter, shape)}."""
-        stem = f"base_model.model.{self.arch.module_prefix}layers.{i}."
-        return {f"{stem}{linear}.{key}": part for (linear, key), part in self.parts.items()}
-
-    def set_layer(self, i, values):
-        """Give layer i its part of the whole values {PEFT's name: tensor}."""
-        whole = torch.zeros(self.part * self.shards)
-        for name, (where, shape) in self.names(i).items():
-            whole[where] = values[name].reshape(-1)
-        mine = slice(self.rank * self.part, (self.rank + 1) * self.part)
-        self.by_layer(self.weights.data)[i] = whole[mine]
-
-    def start(self, seed):
-        """PEFT's initial values, the same whatever the number of ranks: A at random, B zero, DoRA's
-        magnitudes the norms of the base weights' rows. Returns the steps done: 0."""
-        for i, layer in enumerate(self.layers):
-            values = {}
-            for name, (_, shape) in self.names(i).items():
-                values[name] = torch.zeros(shape)
-                if name.endswith("lora_A.weight"):
-                    generator = torch.Generator().manual_seed(seed ^ zlib.crc32(name.encode()))
-                    nn.init.kaiming_uniform_(values[name], a=math.sqrt(5), generator=generator)
-            for group in self.layout.groups if self.layout.qkv.m else ():
-                for at, (rows, *_) in zip(group.adapted, group.adapted_parts()):
-                    stem = f"base_model.model.{self.arch.module_prefix}layers.{i}."
-                    name = f"{stem}{group.linears[at].name}.lora_magnitude_vector"
-                    values[name] = layer.row_norms[group.site][rows].cpu()
-            self.set_layer(i, values)
-        return 0
-
-    def gather(self):
-        """{PEFT's name: whole fp32 tensor on the CPU} on rank 0, {} elsewhere. All ranks must call
-        this."""
-        weights = {}
-        for i, part in enumerate(self.by_layer(self.weights.data)):
-            whole = part if self.shards == 1 else all_gather(part, self.group).view(-1)
-            if dist.get_rank() == 0:
-                whole = whole.cpu()
-                for name, (where, shape) in self.names(i).items():
-                    weights[name] = whole[where].view(shape).clone()
-        return weights
-
-    def clip(self, local_loss):
-        """Sum loss and gradient over all ranks, scale the gradient to a norm of at most
-        MAX_GRAD_NORM. Returns the global loss and that norm before, without a host sync. All ranks
-        must call this."""
-        grad = self.weights.grad
-        if self.shards == 1 and self.copies > 1 and not isinstance(self.layers[0], FSDPModule):
-            dist.all_reduce(grad)
-        everyone = all_gather(torch.stack([local_loss, grad.norm().double() ** 2]))
-        everyone[self.shards :, 1] = 0  # other copies of the model have the same gradients
-        loss, norm = everyone.sum(0).unbind()
-        norm = norm.sqrt()
-        grad.mul_((MAX_GRAD_NORM / norm).clamp(max=1))
-        return loss, norm
-
-    @torch.no_grad()
-    def update(self, rate):
-        """What the optimizer's step() does, which would also wait for the GPU, twice: of its paged
-        state nothing is read on the host but in save_checkpoint, which waits itself."""
-        (group,) = self.optimizer.param_groups
-        group["lr"] = rate
-        self.optimizer.prefetch_state(self.weights)
-        self.optimizer.update_step(group, self.weights, 0, 0)
-        self.weights.grad.zero_()
-
-    def state_parts(self):
-        """The optimizer's state by layer: {key: [layers, this rank's part]}."""
-        return {key: self.by_layer(self.state[key]) for key in ("state1", "state2", "absmax1",
-                                                               "absmax2")}  # fmt: skip
-
-    def resume(self, path, config):
-        """Weights and state of a checkpoint, whatever the number of ranks that saved it. Returns
-        the steps done. All ranks must call this."""
-        with together():
-            saved = json.loads((path / "checkpoint.json").read_text())
-            weights = load_file(path / "adapter_model.safetensors")
-            for i in range(len(self.layers)):
-                self.set_layer(i, weights)
-            files = [load_file(path / name) for name in saved["optimizer_files"]]
-            blank = int(self.state["qmap1"].abs().argmin())  # padding's momentum is 0, not code 0
-            for key, live in self.state_parts().items():
-                whole = torch.cat([file[key] for file in files], 1)
-                values = blank if key == "state1" else 0
-                whole = F.pad(whole, (0, max(0, live.shape[1] * self.shards - whole.shape[1])),
-                              value=values)  # fmt: skip
-                live.copy_(whole[:, self.rank * live.shape[1] : (self.rank + 1) * live.shape[1]])
-            self.state["step"] = saved["optimizer_step"]
-        say(f"resumed from {path}: {saved['step']} of {config.max_steps} steps are done")
-        return saved["step"]
-
-
-# ------------------------------------------------------------------------------------------------
-# Training step
-# ------------------------------------------------------------------------------------------------
 
 
 def train_step(run, step):
@@ -1055,23 +828,6 @@ def bin_loss(run, bin, scale):
     return loss.detach()
 
 
-def moment(device):
-    """A point in the GPU's work; on a CPU, which does its work at once, in time."""
-    if device.type == "cpu":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def seconds_between(before, after):
-    """Waits for the GPU to come to `after`, and for nothing that it is told to do after that."""
-    if isinstance(after, float):
-        return after - before
-    after.synchronize()
-    return before.elapsed_time(after) / 1000
-
-
 def finish_step(step, before, device):
     """The metrics of what train_step returned, which is waited for; `before` is the moment when it
     began. All ranks see the same numbers and stop together if these are no numbers; the update
@@ -1087,6 +843,10 @@ def finish_step(step, before, device):
                    " last checkpoint")
     return {**row, "loss": loss, "grad_norm": norm}
 
+
+# ================================================================================================
+# Part II, the engine room
+# ================================================================================================
 
 # ------------------------------------------------------------------------------------------------
 # Ranks and errors
@@ -1323,9 +1083,118 @@ def say_out_of_memory(error, config, device):
     print(f"\nerror: {text}", file=sys.stderr, flush=True)
 
 
-# ================================================================================================
-# Part II, the engine room
-# ================================================================================================
+# ------------------------------------------------------------------------------------------------
+# Sharding and logs
+# ------------------------------------------------------------------------------------------------
+
+
+def make_mesh(shards, device):
+    """Groups of `shards` consecutive ranks hold a copy of the model each (HSDP), or all ranks one.
+    Within a group weights are gathered and gradients scattered, all the time; across groups only
+    the adapter's gradients are summed."""
+    ranks = torch.arange(dist.get_world_size()).view(-1, shards)
+    if len(ranks) == 1:
+        return init_device_mesh(device.type, (shards,), mesh_dim_names=("shard",))
+    # not init_device_mesh: it splits the default group, which torch may refuse where that has a
+    # backend each for CPU and GPU ("Unknown c10d backend type", pytorch issue 159200)
+    groups = [
+        dist.new_subgroups_by_enumeration(rows.tolist(), timeout=TIMEOUT)[0]
+        for rows in (ranks.t(), ranks)
+    ]
+    names = ("replicate", "shard")
+    return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=names)
+
+
+def verify_model(model, plan):
+    """Assert that loading and sharding left what they should; print the bytes per rank. All ranks
+    must call this."""
+    n_bytes = collections.Counter()
+    for i, layer in enumerate(model.layers):
+        for name, p in layer.named_parameters():
+            local = local_part(p)
+            assert plan.whole or isinstance(p, DTensor), f"layer {i}: {name} is not sharded"
+            assert not local.is_meta, f"layer {i}: {name} was not loaded"
+            assert p.requires_grad == (name == "adapter"), f"layer {i}: {name} {p.requires_grad=}"
+            shards = 1 if plan.whole else p.device_mesh["shard"].size()
+            assert len(local) * shards == len(p), f"layer {i}: {name} is not sharded evenly"
+            parts = [local.packed, local.absmax_codes] if name == "nf4" else [local]
+            kind = {"nf4": "4-bit", "vectors": "other frozen"}.get(name, "adapter")
+            n_bytes[kind] += sum(part.nbytes for part in parts)
+            if parts[0].is_cpu and torch.cuda.is_available():
+                n_bytes["of these on the host"] += sum(part.nbytes for part in parts)
+    tables = {id(t): t.nbytes for t in (model.embedding, model.head, model.norm)}
+    n_bytes["other frozen"] += sum(tables.values())
+    text = ", ".join(f"{kind} {n / 2**30:.3f}" for kind, n in n_bytes.items())
+    for rank, line in enumerate(gather_texts(text)):
+        say(f"rank {rank} holds, GiB: {line}")
+
+
+def open_metrics(directory, done):
+    """metrics.jsonl and TensorBoard, without what a resumed run will do again. Rank 0 only."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    path = directory / "metrics.jsonl"
+    kept = path.read_text().splitlines(True) if done and path.is_file() else []
+    write_text(path, "".join(kept[:done]))
+    return path.open("a"), SummaryWriter(directory / "tensorboard", purge_step=done + 1)
+
+
+def log_step(row, max_steps, metrics, board):
+    """One step's numbers to metrics.jsonl, TensorBoard and the log. Rank 0 only."""
+    metrics.write(json.dumps(row) + "\n")
+    metrics.flush()
+    for key, value in row.items():
+        board.add_scalar(key, value, row["step"])
+    say(f"step {row['step']:6d}/{max_steps}  loss {row['loss']:7.4f}"
+        f"  lr {row['learning_rate']:.2e}  grad {row['grad_norm']:8.4f}"
+        f"  {row['rows']} rows  {row['tokens']:,} tokens in {row['bins']} bins"
+        f" {row['bins_full']:.0%} full"
+        f"  {row['tokens_per_second_per_gpu']:9,.0f} tok/s/GPU"
+        f"  peak {row['peak_memory_gib']:6.2f} GiB")
+
+
+def say_example(examples, tokenizer):
+    """Show one row as the model sees it, with what is not learnt in brackets."""
+    parts = []
+    for token, label in zip(*(t.tolist() for t in examples[0])):
+        if not parts or parts[-1][0] != (label != IGNORE):
+            parts.append((label != IGNORE, []))
+        parts[-1][1].append(token)
+    text = "".join(
+        tokenizer.decode(tokens) if learnt else f"[not learnt: {tokenizer.decode(tokens)}]"
+        for learnt, tokens in parts
+    )
+    say(f"first row: {text[:600]!r}")
+
+
+def moment(device):
+    """A point in the GPU's work; on a CPU, which does its work at once, in time."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(before, after):
+    """Waits for the GPU to come to `after`, and for nothing that it is told to do after that."""
+    if isinstance(after, float):
+        return after - before
+    after.synchronize()
+    return before.elapsed_time(after) / 1000
+
+
+def merge_command(directory):
+    """What to type to merge the adapter of a run."""
+    merge = Path(__file__).with_name("merge_adapters.py")
+    merge = os.path.relpath(merge) if merge.is_file() else merge.name  # copied alone
+    found, python = shutil.which("python"), os.path.relpath(sys.executable)
+    python = sys.executable if python.startswith("..") else python
+    if found and Path(found).parent == Path(sys.executable).parent:
+        python = "python"
+    output = f"{directory}/merged"
+    return shlex.join([python, merge, "--adapter_dir", str(directory), "--output_dir", output])
+
 
 # ------------------------------------------------------------------------------------------------
 # The decoder layer: forward and backward
@@ -1333,26 +1202,33 @@ def say_out_of_memory(error, config, device):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Place:
+    """Where one linear's values are in its layer's parameters and in its group's tensors."""
+
+    linear: object  # a Linear
+    blocks: slice  # of the layer's `nf4`
+    rows: slice  # of the group's weight and outputs
+    ranks: slice | None  # of the adapter's columns; None: no adapter
+    b_rows: slice | None  # of the group's B and magnitudes
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Group:
-    """Linears that read one input and are computed as one product, and where their values are in
-    the layer's three parameters."""
+    """Linears that read one input and are computed as one product."""
 
-    linears: tuple  # of Linear
-    blocks: tuple  # of slices of `nf4`, one a linear
-    bias: slice | None  # of `vectors`
-    adapted: tuple  # indices of the linears that have an adapter
-    rank: int  # of each of these
-    a: slice  # of `adapter`: A of all, [ranks, in]
-    b: slice  # of `adapter`: B of all, one after the other, [rows of the adapted linears, rank]
-    m: slice | None  # of `adapter`: DoRA's magnitudes, [rows of the adapted linears]
-    site: int  # tells the dropout of one group from that of another
-    @property
-    def in_features(self):
-        return self.linears[0].in_features
+    site: int  # 0 to 3: tells groups apart, and their dropout
+    places: tuple  # of Place, one a linear
+    in_features: int
+    out_features: int
+    rank: int  # of each adapter
+    a: slice  # of the layer's `adapter`: A of all, [ranks, in]
+    b: slice  # B of all, one below the other, [rows of the adapted linears, rank]
+    m: slice | None  # DoRA's magnitudes, [rows of the adapted linears]
+    bias: slice | None  # of the layer's `vectors`
 
     @property
-    def out_features(self):
-        return sum(linear.out_features for linear in self.linears)
+    def adapted(self):
+        return [place for place in self.places if place.ranks]
 
     @property
     def ranks(self):
@@ -1364,94 +1240,82 @@ class Group:
         whole cache lines."""
         return self.in_features + math.ceil(self.ranks / COLUMNS) * COLUMNS
 
-    def rows(self, i):
-        """The i-th linear's rows of the weight."""
-        start = sum(linear.out_features for linear in self.linears[:i])
-        return slice(start, start + self.linears[i].out_features)
-
-    def adapted_parts(self):
-        """Of each adapted linear: its rows of the weight, of A, and of B and the magnitudes."""
-        start = 0
-        for i, at in enumerate(self.adapted):
-            stop = start + self.linears[at].out_features
-            yield self.rows(at), slice(i * self.rank, (i + 1) * self.rank), slice(start, stop)
-            start = stop
-
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """What a layer's three parameters hold; the same for all layers of a model."""
 
-    qkv: Group
-    out: Group
-    gate_up: Group
-    down: Group
+    groups: tuple  # of Group: qkv, out, gate_up, down
     vectors: dict  # {name below the layer: (slice, shape)}
     n_blocks: int  # of `nf4`
     n_vectors: int  # values of `vectors`
     n_adapter: int  # values of `adapter`, a multiple of STATE_BLOCK
     scaling: float  # of B @ A
     dropout: float  # on the adapters' input
+    dora: bool
 
     @property
-    def groups(self):
-        return self.qkv, self.out, self.gate_up, self.down
-
-    def linears(self):
-        """[(Linear, slice of `nf4`)] of all groups."""
-        return [pair for group in self.groups for pair in zip(group.linears, group.blocks)]
+    def places(self):
+        return [place for group in self.groups for place in group.places]
 
     def adapter_parts(self):
         """{(linear's name, PEFT's key): (slice of `adapter`, shape)}."""
+
+        def part(whole, first_row, *shape):
+            start = whole.start + first_row * math.prod(shape[1:])
+            return slice(start, start + math.prod(shape)), shape
+
         parts = {}
         for group in self.groups:
-            for at, (_, ranks, rows) in zip(group.adapted, group.adapted_parts()):
-                name, n_in, r = group.linears[at].name, group.in_features, group.rank
-                n_out = rows.stop - rows.start
-                parts[name, "lora_A.weight"] = part_of(group.a, ranks.start * n_in, (r, n_in))
-                parts[name, "lora_B.weight"] = part_of(group.b, rows.start * r, (n_out, r))
-                if group.m:
-                    parts[name, "lora_magnitude_vector"] = part_of(group.m, rows.start, (n_out,))
+            for p in group.adapted:
+                name, n_out = p.linear.name, p.linear.out_features
+                parts[name, "lora_A.weight"] = part(
+                    group.a, p.ranks.start, group.rank, group.in_features
+                )
+                parts[name, "lora_B.weight"] = part(group.b, p.b_rows.start, n_out, group.rank)
+                if self.dora:
+                    parts[name, "lora_magnitude_vector"] = part(group.m, p.b_rows.start, n_out)
         return parts
-
-
-def part_of(whole, start, shape):
-    start += whole.start
-    return slice(start, start + math.prod(shape)), shape
 
 
 def make_layout(arch, adapted, config):
     """The Layout of a model whose linears named `adapted`, below a layer, get an adapter."""
-    vectors, n_vectors, n_blocks, n_adapter, groups = {}, 0, 0, 0, []
-    for name, shape in arch.vectors.items():  # biases of one group follow one another
-        vectors[name], n_vectors = part_of(slice(n_vectors, 0), 0, shape), n_vectors + math.prod(shape)
+    vectors, counts, groups = {}, collections.Counter(), []
 
-    def take(n):  # so that a block of the optimizer's state belongs to one of A, B, magnitudes
-        nonlocal n_adapter
-        start, n_adapter = n_adapter, n_adapter + math.ceil(n / STATE_BLOCK) * STATE_BLOCK
+    def take(kind, n, multiple=1):
+        start = counts[kind]
+        counts[kind] += math.ceil(n / multiple) * multiple
         return slice(start, start + n)
 
+    for name, shape in arch.vectors.items():  # biases of one group follow one another
+        vectors[name] = take("vectors", math.prod(shape)), shape
     for site, linears in enumerate((arch.qkv, arch.out, arch.gate_up, arch.down)):
-        blocks = []
-        for linear in linears:
-            n = math.ceil(linear.out_features * linear.in_features / BLOCK)
-            blocks.append(slice(n_blocks, n_blocks + n))
-            n_blocks += n
-        chosen = tuple(i for i, linear in enumerate(linears) if linear.name in adapted)
-        rows = sum(linears[i].out_features for i in chosen)
+        places, rows, ranks, b_rows = [], 0, 0, 0
+        for x in linears:
+            blocks = take("blocks", math.ceil(x.out_features * x.in_features / BLOCK))
+            place = Place(x, blocks, slice(rows, rows + x.out_features), None, None)
+            if x.name in adapted:
+                place = dataclasses.replace(
+                    place, ranks=slice(ranks, ranks + config.lora_rank),
+                    b_rows=slice(b_rows, b_rows + x.out_features),
+                )  # fmt: skip
+                ranks, b_rows = place.ranks.stop, place.b_rows.stop
+            places.append(place)
+            rows += x.out_features
         bias = None
         if linears[0].bias:
             first, last = (vectors[f"{linears[i].name}.bias"][0] for i in (0, -1))
             bias = slice(first.start, last.stop)
-        groups.append(Group(
-            linears, tuple(blocks), bias, chosen, config.lora_rank,
-            a=take(len(chosen) * config.lora_rank * linears[0].in_features),
-            b=take(rows * config.lora_rank),
-            m=take(rows) if config.adapter == "dora" else None, site=site,
+        # so that no block of the optimizer's state belongs to two of A, B, magnitudes
+        a, b, m = (take("adapter", n, STATE_BLOCK) for n in (
+            ranks * linears[0].in_features, b_rows * config.lora_rank,
+            b_rows * (config.adapter == "dora"),
         ))  # fmt: skip
+        groups.append(Group(site, tuple(places), linears[0].in_features, rows, config.lora_rank,
+                            a, b, m if config.adapter == "dora" else None, bias))  # fmt: skip
     root = math.sqrt(config.lora_rank) if config.adapter == "rslora" else config.lora_rank
-    return Layout(*groups, vectors, n_blocks, n_vectors, n_adapter, config.lora_alpha / root,
-                  config.lora_dropout)  # fmt: skip
+    return Layout(tuple(groups), vectors, counts["blocks"], counts["vectors"], counts["adapter"],
+                  config.lora_alpha / root, config.lora_dropout, config.adapter == "dora")
 
 
 class DecoderLayer(nn.Module):
@@ -1463,27 +1327,17 @@ class DecoderLayer(nn.Module):
         self.arch, self.layout, self.index, self.plan = arch, layout, index, plan
         self.keeps = plan.keeps(index)
         self.window, self.rope = arch.layer_window[index], arch.layer_rope[index]
-        dtype = getattr(torch, plan.compute_dtype)
-
-        def padded(n, multiple=1):  # so that FSDP2 shards evenly
-            return math.ceil(n / multiple / shards) * multiple * shards
-
-        nf4, vectors = NF4Blocks.zeros(padded(layout.n_blocks), "meta"), padded(layout.n_vectors)
-        self.nf4 = nn.Parameter(nf4, requires_grad=False)
-        vectors = torch.empty(vectors, dtype=dtype, device="meta")
-        self.vectors = nn.Parameter(vectors, requires_grad=False)
-        self.adapter = nn.Parameter(
-            torch.empty(padded(layout.n_adapter, STATE_BLOCK), device="meta")
-        )
         self.nested = {}  # {group's site: Nested}
         self.row_norms = {}  # DoRA: {group's site: norms of the rows of W, fp32}
 
-    def vector(self, name):
-        """A norm's weight or a bias by its name below the layer; None for None."""
-        if name is None:
-            return None
-        where, shape = self.layout.vectors[f"{name}.weight"]
-        return self.vectors[where].view(shape)
+        def parameter(n, multiple, make, trained=False):  # padded, so that FSDP2 shards evenly
+            n = math.ceil(n / multiple / shards) * multiple * shards
+            return nn.Parameter(make(n, device="meta"), requires_grad=trained)
+
+        dtype = getattr(torch, plan.compute_dtype)
+        self.nf4 = parameter(layout.n_blocks, 1, NF4Blocks.zeros)
+        self.vectors = parameter(layout.n_vectors, 1, functools.partial(torch.empty, dtype=dtype))
+        self.adapter = parameter(layout.n_adapter, STATE_BLOCK, torch.empty, trained=True)
 
     def forward(self, x, bin):
         return LayerFunction.apply(x, self.adapter, self, bin)
@@ -1514,10 +1368,10 @@ class LayerFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         layer, bin, (first, second) = ctx.layer, ctx.bin, ctx.kept
-        ctx.kept, run = None, LayerRun(layer, bin, gradients=True)
+        ctx.kept, run = None, LayerRun(layer, bin, backward=True)
         if layer.keeps == "all":
             of_attention, of_mlp = first, second
-            grad_middle = mlp_half_backward(run, of_mlp, grad)
+            grad_middle = mlp_backward(run, of_mlp, grad)
         else:
             take, of_attention = bin.store.take, None
             middle = take(second) if layer.keeps == "middle" else None
@@ -1532,9 +1386,8 @@ class LayerFunction(torch.autograd.Function):
         # in a parallel layer (Cohere) attention gets the layer's own gradient, and what came
         # through the MLP is x's already
         upstream = grad if layer.arch.parallel else grad_middle
-        grad_x = attention_half_backward(
-            run, of_attention, upstream, grad_middle, ctx.needs_input_grad[0]
-        )
+        needs_x = ctx.needs_input_grad[0]
+        grad_x = attention_backward(run, of_attention, upstream, grad_middle, needs_x)
         return grad_x, run.grad_adapter, None, None
 
 
@@ -1542,68 +1395,75 @@ class LayerRun:
     """What one forward or backward of a layer works with: the gathered adapter in the compute
     dtype, dequantised weights, and in backward the adapter's gradient, fp32."""
 
-    def __init__(self, layer, bin, gradients=False):
-        self.layer, self.bin, self.layout, self.arch = layer, bin, layer.layout, layer.arch
+    def __init__(self, layer, bin, backward=False):
+        self.layer, self.bin, self.arch, self.layout = layer, bin, layer.arch, layer.layout
+        self.tokens = slice(None)  # of the bin: those that are worked on, see mlp_half
         self.adapter = layer.adapter.detach().to(layer.vectors.dtype)
-        self.held, self.hold = {}, gradients and layer.plan.hold_weights  # {group's site: weight}
-        if gradients:
-            self.grad_adapter = torch.zeros(
-                len(self.adapter), dtype=torch.float32, device=self.adapter.device
-            )
+        self.held, self.hold = {}, backward and layer.plan.hold_weights  # {group's site: weight}
+        if backward:
+            self.grad_adapter = torch.zeros_like(self.adapter, dtype=torch.float32)
 
     def weight(self, group):
         """[W, B] of a group, [out, width]; in backward held, where memory allows, for its second
         use."""
-        if group.site in self.held:
-            return self.held[group.site]
-        weight = dequantise_group(self.layer, group, self.adapter)
+        weight = self.held.get(group.site)
+        if weight is None:
+            weight = dequantise_group(self.layer, group, self.adapter)
         if self.hold:
             self.held[group.site] = weight
         return weight
 
-    def adapter_of(self, group):
-        """A [ranks, in] and B [rows of the adapted linears, rank]."""
-        return (self.adapter[group.a].view(-1, group.in_features),
-                self.adapter[group.b].view(-1, group.rank))  # fmt: skip
+    def vector(self, name):
+        """A norm's weight by its name below the layer; None for None."""
+        if name is None:
+            return None
+        where, shape = self.layout.vectors[f"{name}.weight"]
+        return self.layer.vectors[where].view(shape)
+
+    def drop(self, x, probability, site):
+        """x [n, width] after dropout; the same at the same site when computed again."""
+        if not probability:
+            return x
+        return drop(x, self.bin.dropout_keys[self.tokens], self.layer.index * 8 + site, probability)
 
 
 def attention_half(run, x, again=False):
     """x + attention(norm(x)) [tokens, hidden], and what its backward needs. `again`: in backward,
     where the sum is not wanted."""
-    arch, layout, kept = run.arch, run.layout, types.SimpleNamespace(x=x, branch=None)
-    kept.inputs = norm_inputs(run, arch.attention_norm, x, layout.qkv)
-    qkv = product(run, layout.qkv, kept.inputs)
-    kept.qkv = qkv if arch.qk_norm else None  # the norms' backward reads it
-    heads = split_heads(arch, rotate_heads(run, qkv))
-    del qkv
+    arch, (qkv, out, *_) = run.arch, run.layout.groups
+    kept = types.SimpleNamespace(x=x, branch=None, qkv=None)
+    kept.inputs = norm_inputs(run, arch.attention_norm, x, qkv)
+    projected = product(run, qkv, kept.inputs)
+    if arch.qk_norm:
+        kept.qkv = projected  # the norms' backward reads it
+    heads = split_heads(arch, rotate_heads(run, projected))
+    del projected
     with torch.enable_grad():  # autograd is asked here alone: for the kernel's own backward
         kept.heads = [part.detach().requires_grad_() for part in heads]
         kept.attended = attention(run, *kept.heads)
-    kept.out_inputs = with_columns(kept.attended.detach().flatten(1), layout.out)
+    kept.out_inputs = widen(kept.attended.detach().flatten(1), out)
     if again and not arch.attention_post_norm:
-        fill_columns(run, layout.out, kept.out_inputs)
+        fill_columns(run, out, kept.out_inputs)
         return None, kept
-    branch = product(run, layout.out, kept.out_inputs)
-    kept.branch = branch if arch.attention_post_norm else None
-    return None if again else residual_sum(run, arch.attention_post_norm, x, branch, 0), kept
+    branch = product(run, out, kept.out_inputs)
+    if arch.attention_post_norm:
+        kept.branch = branch
+    return None if again else residual_sum(run, x, branch, arch.attention_post_norm, 4), kept
 
 
-def attention_half_backward(run, kept, grad, residual, needs_x):
+def attention_backward(run, kept, grad, residual, needs_x):
     """The gradient of x: `residual`, and what comes through attention from `grad`, that of the
     sum."""
-    arch, layout = run.arch, run.layout
-    grad = branch_gradient(run, arch.attention_post_norm, kept.branch, grad, 0)
-    grad = product_backward(run, layout.out, kept.out_inputs, grad)
+    arch, (qkv, out, *_) = run.arch, run.layout.groups
+    grad = branch_gradient(run, kept.branch, grad, arch.attention_post_norm, 4)
+    grad = product_backward(run, out, kept.out_inputs, grad)
     kept.out_inputs = kept.branch = None
-    grad = grad.reshape(kept.attended.shape)
-    grads = torch.autograd.grad(kept.attended, kept.heads, grad)
+    grads = torch.autograd.grad(kept.attended, kept.heads, grad.reshape(kept.attended.shape))
     kept.attended = kept.heads = None
     grad = rotate_heads_backward(run, grads, kept.qkv)
     del grads
-    grad = product_backward(run, layout.qkv, kept.inputs, grad, needs_x)
-    if not needs_x:
-        return None
-    return norm_gradient(run, arch.attention_norm, kept.x, grad, residual)
+    grad = product_backward(run, qkv, kept.inputs, grad, needs_x)
+    return norm_gradient(run, arch.attention_norm, kept.x, grad, residual) if needs_x else None
 
 
 def mlp_half(run, middle, x, keep):
@@ -1611,20 +1471,20 @@ def mlp_half(run, middle, x, keep):
     what its backward needs. Without, the widest tensors are as long as a slice of the tokens."""
     source = x if run.arch.parallel else middle
     if keep:
-        return mlp_slice(run, middle, source, slice(None))
+        return mlp(run, middle, source)
     out = torch.empty_like(middle)
-    for part in token_slices(len(middle)):
-        out[part], _ = mlp_slice(run, middle, source, part)
+    for run.tokens in token_slices(len(middle)):
+        out[run.tokens], _ = mlp(run, middle[run.tokens], source[run.tokens])
     return out, None
 
 
 def mlp_half_again(run, middle, x, grad):
-    """Compute the MLP again and return mlp_half_backward's gradient, a slice at a time."""
-    source = x if run.arch.parallel else middle
-    out = torch.empty_like(grad)
-    for part in token_slices(len(middle)):
-        _, kept = mlp_slice(run, middle, source, part, again=True)
-        out[part] = mlp_half_backward(run, kept, grad[part])
+    """Compute the MLP again and return mlp_backward's gradient, a slice at a time."""
+    source, out = x if run.arch.parallel else middle, torch.empty_like(grad)
+    for run.tokens in token_slices(len(middle)):
+        _, kept = mlp(run, middle[run.tokens], source[run.tokens], again=True)
+        out[run.tokens] = mlp_backward(run, kept, grad[run.tokens])
+    run.tokens = slice(None)
     return out
 
 
@@ -1634,33 +1494,72 @@ def token_slices(n):
     return [slice(start, min(start + size, n)) for start in range(0, n, size)]
 
 
-def mlp_slice(run, middle, source, part, again=False):
-    arch, layout = run.arch, run.layout
-    kept = types.SimpleNamespace(source=source[part], part=part, branch=None)
-    kept.inputs = norm_inputs(run, arch.mlp_norm, kept.source, layout.gate_up, part)
-    kept.gate_up = product(run, layout.gate_up, kept.inputs, part)
-    kept.activated = with_columns(None, layout.down, like=kept.gate_up)
-    gate(kept.activated[:, : layout.down.in_features], kept.gate_up, arch.activation)
+def mlp(run, middle, source, again=False):
+    """One slice of mlp_half."""
+    arch, (*_, gate_up, down) = run.arch, run.layout.groups
+    kept = types.SimpleNamespace(source=source, branch=None)
+    kept.inputs = norm_inputs(run, arch.mlp_norm, source, gate_up)
+    kept.gate_up = product(run, gate_up, kept.inputs)
+    kept.activated = kept.gate_up.new_empty(len(source), down.width)
+    gate(kept.activated[:, : down.in_features], kept.gate_up, arch.activation)
     if again and not arch.mlp_post_norm:
-        fill_columns(run, layout.down, kept.activated, part)
+        fill_columns(run, down, kept.activated)
         return None, kept
-    branch = product(run, layout.down, kept.activated, part)
-    kept.branch = branch if arch.mlp_post_norm else None
-    if again:
-        return None, kept
-    return residual_sum(run, arch.mlp_post_norm, middle[part], branch, 1, part), kept
+    branch = product(run, down, kept.activated)
+    if arch.mlp_post_norm:
+        kept.branch = branch
+    return None if again else residual_sum(run, middle, branch, arch.mlp_post_norm, 5), kept
 
 
-def mlp_half_backward(run, kept, grad):
+def mlp_backward(run, kept, grad):
     """`grad`, that of the sum, plus what comes through the MLP to its source."""
-    arch, layout, part = run.arch, run.layout, kept.part
-    upstream = branch_gradient(run, arch.mlp_post_norm, kept.branch, grad, 1, part)
-    upstream = product_backward(run, layout.down, kept.activated, upstream, part=part)
+    arch, (*_, gate_up, down) = run.arch, run.layout.groups
+    upstream = branch_gradient(run, kept.branch, grad, arch.mlp_post_norm, 5)
+    upstream = product_backward(run, down, kept.activated, upstream)
     kept.activated = kept.branch = None
     # in place; as two tensors, whose columns one kernel can then read and write at once
     gate_backward(*kept.gate_up.chunk(2, -1), upstream, arch.activation)
-    upstream = product_backward(run, layout.gate_up, kept.inputs, kept.gate_up, part=part)
+    upstream = product_backward(run, gate_up, kept.inputs, kept.gate_up)
     return norm_gradient(run, arch.mlp_norm, kept.source, upstream, grad)
+
+
+def kept_values(arch, layout, keeps):
+    """For the plan: values a token that a layer keeps from forward to backward, as above."""
+    qkv, out, gate_up, down = (group.width for group in layout.groups)
+    hidden, query = arch.hidden_size, arch.n_heads * arch.head_dim
+    if keeps != "all":
+        return hidden * (2 if keeps == "middle" else 1)
+    heads = query + 2 * arch.n_kv_heads * arch.head_dim
+    log_sums = 2 * arch.n_heads  # attention's own, fp32
+    attention = hidden + qkv + heads * (2 if arch.qk_norm else 1) + query + log_sums + out
+    attention += hidden * (arch.attention_post_norm is not None)
+    mlp = hidden * (not arch.parallel) + gate_up + layout.groups[2].out_features + down
+    return attention + mlp + hidden * (arch.mlp_post_norm is not None)
+
+
+def live_bytes(arch, layout, plan, keeps):
+    """The most bytes that a layer's backward takes besides what is kept: gradients, weights, and
+    what is computed again."""
+    item, n = getattr(torch, plan.compute_dtype).itemsize, plan.bin_tokens
+    qkv, out, gate_up, down = (group.width for group in layout.groups)
+    w_qkv, w_out, w_gate_up, w_down = (g.width * g.out_features * item for g in layout.groups)
+    hidden, query = arch.hidden_size, arch.n_heads * arch.head_dim
+    heads, again, hold = layout.groups[0].out_features, keeps != "all", plan.hold_weights
+    t = token_slices(n)[0].stop if again else n  # tokens of the MLP at once
+    # the MLP: the gradient of its inner values, with down's weight; then that of its input, with
+    # gate and up's
+    first = t * (down * (1 + again) + hidden) * item + w_down + hold * w_gate_up
+    second = t * (gate_up + down) * item + w_gate_up + hold * w_down
+    mlp = again * t * (layout.groups[2].out_features + gate_up) * item + max(first, second)
+    mlp += 2 * n * hidden * item
+    # attention: all that it keeps, and its gradients; some kernels add up query's in fp32
+    attention = again * (heads + query + qkv + out)
+    attention += 2 * heads + query + qkv + 2 * hidden + 2 * query
+    attention = attention * n * item + w_qkv + hold * w_out
+    taken = 2 * n * hidden * item * again  # x and the sum, where they are not counted as kept
+    if keeps == "x":  # attention is computed again first, to come to the sum
+        taken += n * (hidden + qkv + heads + query + out) * item
+    return max(mlp, attention) + taken
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1671,70 +1570,71 @@ def mlp_half_backward(run, kept, grad):
 # columns, not a pass over y. So is its backward: y's gradient times [W, B] is x's and d's.
 
 
-def with_columns(x, group, like=None):
-    """x [n, in] at the left of a new [n, group.width]; with `like` nothing yet, for its n rows."""
-    like = x if like is None else like
-    wide = like.new_empty(len(like), group.width)
-    if x is not None:
-        wide[:, : group.in_features] = x
+def widen(x, group):
+    """x [n, in] at the left of a new [n, group.width]."""
+    wide = x.new_empty(len(x), group.width)
+    wide[:, : group.in_features] = x
     return wide
 
 
-def fill_columns(run, group, inputs, part=slice(None)):
+def adapter_of(run, group):
+    """A [ranks, in] and B [rows of the adapted linears, rank]."""
+    return (run.adapter[group.a].view(-1, group.in_features),
+            run.adapter[group.b].view(-1, group.rank))  # fmt: skip
+
+
+def fill_columns(run, group, inputs):
     """Compute d = s x A.T of all adapted linears into the last columns of inputs [n, width]."""
-    x, columns = inputs[:, : group.in_features], inputs[:, group.in_features :]
     if not group.ranks:
         return
-    a, _ = run.adapter_of(group)
-    x = dropped(run, group, x, part)
+    x, columns = inputs[:, : group.in_features], inputs[:, group.in_features :]
+    a, _ = adapter_of(run, group)
     columns.zero_()  # torch 2.13 on a CPU reads what is there even with beta=0, and 0 * NaN is NaN
-    torch.addmm(a.new_zeros(()), x, a.t(), beta=0, alpha=run.layout.scaling,
-                out=columns[:, : group.ranks])  # fmt: skip
+    torch.addmm(a.new_zeros(()), run.drop(x, run.layout.dropout, group.site), a.t(), beta=0,
+                alpha=run.layout.scaling, out=columns[:, : group.ranks])  # fmt: skip
 
 
-def product(run, group, inputs, part=slice(None)):
+def product(run, group, inputs):
     """Outputs [n, out] of a group's linears with their adapters; fills the last columns of
     inputs [n, width]."""
-    fill_columns(run, group, inputs, part)
+    fill_columns(run, group, inputs)
     bias = None if group.bias is None else run.layer.vectors[group.bias]
     weight = run.weight(group)
-    if group.m is None or not group.adapted:
+    if not run.layout.dora or not group.ranks:
         return F.linear(inputs, weight, bias)
     factor, _ = dora_factors(run, group, weight)
     return scale_columns(inputs @ weight.t(), factor, bias)
 
 
-def product_backward(run, group, inputs, grad, needs_x=True, part=slice(None)):
+def product_backward(run, group, inputs, grad, needs_x=True):
     """From the outputs' gradient [n, out] that of x [n, in]; adds those of A, B and magnitudes to
     run.grad_adapter."""
-    weight, n_in, scaling = run.weight(group), group.in_features, run.layout.scaling
-    if group.m is not None and group.adapted:
+    weight, n_in, layout = run.weight(group), group.in_features, run.layout
+    if layout.dora and group.ranks:
         # y = c u + bias with c = m / norm, where PEFT takes the norm for a constant
         factor, norm = dora_factors(run, group, weight)
         sums = (grad.float() * (inputs @ weight.t()).float()).sum(0) / norm
-        for rows, _, part_b in group.adapted_parts():
-            run.grad_adapter[group.m][part_b] += sums[rows]
+        for p in group.adapted:
+            run.grad_adapter[group.m][p.b_rows] += sums[p.rows]
         grad = scale_columns(grad, factor, None)
-    if not needs_x:
-        weight = weight[:, n_in:]
-    grad_inputs = grad @ weight
+    grad_inputs = grad @ (weight if needs_x else weight[:, n_in:])
     del weight
-    grad_x, grad_d = grad_inputs[:, : -(group.width - n_in) or None], None
-    if not group.adapted:
+    columns = group.width - n_in
+    grad_x, grad_d = grad_inputs.split([grad_inputs.shape[1] - columns, columns], 1)
+    if not group.ranks:
         return grad_x
-    grad_d = grad_inputs[:, -(group.width - n_in) :][:, : group.ranks]
-    a, _ = run.adapter_of(group)
-    x, d = inputs[:, :n_in], inputs[:, n_in:]
-    grad_a = run.grad_adapter[group.a].view(group.ranks, n_in)
-    grad_a.add_(exact_product(grad_d.t(), dropped(run, group, x, part)), alpha=scaling)
+    a, _ = adapter_of(run, group)
+    x, d, grad_d = inputs[:, :n_in], inputs[:, n_in:], grad_d[:, : group.ranks]
+    grad_a = exact_product(grad_d.t(), run.drop(x, layout.dropout, group.site))
+    run.grad_adapter[group.a].view(-1, n_in).add_(grad_a, alpha=layout.scaling)
     grad_b = run.grad_adapter[group.b].view(-1, group.rank)
-    for rows, ranks, part_b in group.adapted_parts():
-        grad_b[part_b] += exact_product(grad[:, rows].t(), d[:, ranks])
+    for p in group.adapted:
+        grad_b[p.b_rows] += exact_product(grad[:, p.rows].t(), d[:, p.ranks])
     if not needs_x:
         return None
-    if run.layout.dropout:
-        return grad_x + dropped(run, group, scaling * (grad_d @ a), part)
-    return grad_x.addmm_(grad_d, a, alpha=scaling)
+    if layout.dropout:
+        return grad_x + run.drop(layout.scaling * (grad_d @ a), layout.dropout, group.site)
+    return grad_x.addmm_(grad_d, a, alpha=layout.scaling)
 
 
 def dora_factors(run, group, weight):
@@ -1742,19 +1642,18 @@ def dora_factors(run, group, weight):
 
     The norm needs no [out, in] of its own: it is ||W||^2 + 2 s B.(W A.T) + s^2 B.(B A A.T), by row.
     """
-    a, b = (t.float() for t in run.adapter_of(group))
-    n_in, s = group.in_features, run.layout.scaling
-    factor = torch.ones(group.out_features, device=weight.device)
-    norm = factor.clone()
-    magnitudes = run.layer.adapter.detach()[group.m].float()
-    w_a = exact_product(weight[:, :n_in], run.adapter_of(group)[0].t())
-    squares = run.layer.row_norms[group.site].square()
-    for rows, ranks, part_b in group.adapted_parts():
-        a_i, b_i = a[ranks], b[part_b]
-        cross = (b_i * w_a[rows, ranks]).sum(1)
-        own = (b_i @ (a_i @ a_i.t()) * b_i).sum(1)
-        norm[rows] = (squares[rows] + 2 * s * cross + s * s * own).sqrt()
-        factor[rows] = magnitudes[part_b] / norm[rows]
+    a, b = adapter_of(run, group)
+    w_a, s = exact_product(weight[:, : group.in_features], a.t()), run.layout.scaling
+    a, b, norm = a.float(), b.float(), torch.ones(group.out_features, device=weight.device)
+    factor = norm.clone()
+    for p in group.adapted:
+        a_p, b_p = a[p.ranks], b[p.b_rows]
+        cross = (b_p * w_a[p.rows, p.ranks]).sum(1)
+        own = (b_p @ (a_p @ a_p.t()) * b_p).sum(1)
+        squares = run.layer.row_norms[group.site][p.rows].square()
+        norm[p.rows] = (squares + 2 * s * cross + s * s * own).sqrt()
+        magnitudes = run.layer.adapter.detach()[group.m][p.b_rows].float()
+        factor[p.rows] = magnitudes / norm[p.rows]
     return factor, norm
 
 
@@ -1763,17 +1662,6 @@ def exact_product(a, b):
     if a.is_cuda and a.dtype != torch.float32:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()
-
-
-def dropped(run, group, x, part):
-    """x [n, in] after the dropout in front of the group's adapters."""
-    if not run.layout.dropout:
-        return x
-    return drop(x, run.bin.dropout_keys[part], site_key(run, group.site), run.layout.dropout)
-
-
-def site_key(run, site):
-    return run.layer.index * 8 + site
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1792,13 +1680,12 @@ def elementwise(function):
     return call
 
 
-def norm_inputs(run, name, x, group, part=slice(None)):
+def norm_inputs(run, name, x, group):
     """norm(x) [n, in] at the left of a new [n, group.width]; without a norm x itself."""
     if name is None:
-        return with_columns(x, group)
-    inputs = with_columns(None, group, like=x)
-    normalise(inputs[:, : group.in_features], x, run.layer.vector(name), run.arch.norm,
-              run.arch.norm_eps)  # fmt: skip
+        return widen(x, group)
+    inputs = x.new_empty(len(x), group.width)
+    normalise(inputs[:, : group.in_features], x, run.vector(name), run.arch.norm, run.arch.norm_eps)
     return inputs
 
 
@@ -1806,36 +1693,28 @@ def norm_gradient(run, name, x, grad, residual):
     """`residual` + the gradient of x from that of norm(x)."""
     if name is None:
         return residual + grad
-    return norm_backward(x, grad, run.layer.vector(name), residual, run.arch.norm, run.arch.norm_eps)
+    return norm_backward(x, grad, run.vector(name), residual, run.arch.norm, run.arch.norm_eps)
 
 
-def residual_sum(run, post_norm, x, branch, site, part=slice(None)):
+def residual_sum(run, x, branch, post_norm, site):
     """x + multiplier * norm(branch), after the model's own dropout."""
-    arch = run.arch
-    if arch.residual_dropout:
-        keys = run.bin.dropout_keys[part]
-        branch = drop(branch, keys, site_key(run, 4 + site), arch.residual_dropout)
+    arch, branch = run.arch, run.drop(branch, run.arch.residual_dropout, site)
     if post_norm:
         normed = torch.empty_like(branch)
-        normalise(normed, branch, run.layer.vector(post_norm), arch.norm, arch.norm_eps)
+        normalise(normed, branch, run.vector(post_norm), arch.norm, arch.norm_eps)
         branch = normed
     return torch.add(x, branch, alpha=arch.residual_multiplier)
 
 
-def branch_gradient(run, post_norm, branch, grad, site, part=slice(None)):
+def branch_gradient(run, branch, grad, post_norm, site):
     """The gradient of what residual_sum adds, from that of the sum."""
     arch = run.arch
     if arch.residual_multiplier != 1:
         grad = grad * arch.residual_multiplier
     if post_norm:
-        if arch.residual_dropout:
-            raise NotImplementedError("dropout in front of a post-norm")
-        weight = run.layer.vector(post_norm)
+        weight = run.vector(post_norm)
         grad = norm_backward(branch, grad, weight, None, arch.norm, arch.norm_eps)
-    if arch.residual_dropout:
-        keys = run.bin.dropout_keys[part]
-        grad = drop(grad, keys, site_key(run, 4 + site), arch.residual_dropout)
-    return grad
+    return run.drop(grad, arch.residual_dropout, site)
 
 
 def standardised(x, kind, eps):
@@ -1852,8 +1731,7 @@ def norm_of(x, weight, kind, eps):
     standard, _ = standardised(x, kind, eps)
     if kind == "rms":
         return weight * standard.to(x.dtype)
-    weight = weight.float() + (kind == "rms_plus_one")
-    return (weight * standard).to(x.dtype)
+    return ((weight.float() + (kind == "rms_plus_one")) * standard).to(x.dtype)
 
 
 def norm_grad_of(grad, x, weight, kind, eps):
@@ -1940,7 +1818,7 @@ def split_heads(arch, qkv):
 def rotate_heads(run, qkv):
     """qkv [n, ...] with query and key normed, where the family does that, and rotated."""
     arch, layer = run.arch, run.layer
-    weights = layer.vector(arch.q_norm), layer.vector(arch.k_norm)
+    weights = run.vector(arch.q_norm), run.vector(arch.k_norm)
     if layer.rope is None and weights[0] is None:
         return qkv
     return rotate_forward(qkv, *run.bin.ropes[layer.rope], *weights, arch)
@@ -1949,7 +1827,7 @@ def rotate_heads(run, qkv):
 def rotate_heads_backward(run, grads, qkv):
     """The gradient of qkv from those of query, key and value; qkv itself where it was normed."""
     arch, layer = run.arch, run.layer
-    weights = layer.vector(arch.q_norm), layer.vector(arch.k_norm)
+    weights = run.vector(arch.q_norm), run.vector(arch.k_norm)
     return rotate_backward(*grads, qkv, *run.bin.ropes[layer.rope], *weights, arch)
 
 
@@ -1973,7 +1851,8 @@ def rotate(x, cos, sin, arch):
 
 
 def normed_heads(x, weight, arch, grad=None):
-    """The norm of x [n, heads, head_dim], by head or over all of them; with `grad`, its gradient's."""
+    """The norm of x [n, heads, head_dim], by head or over all of them; with `grad`, that of the
+    norm, the gradient of x."""
     if weight is None:
         return x if grad is None else grad
     shape = x.shape
@@ -2211,52 +2090,47 @@ def dequantise_group(layer, group, adapter):
     whole one in the dtype of the result."""
     shape = group.out_features, group.width
     weight = torch.empty(shape, dtype=adapter.dtype, device=adapter.device)
-    blocks = slice(group.blocks[0].start, group.blocks[-1].stop)
+    blocks = slice(group.places[0].blocks.start, group.places[-1].blocks.stop)
     packed, codes = layer.nf4.packed[blocks], layer.nf4.absmax_codes[blocks]
     nested, b = layer.nested[group.site], adapter[group.b].view(-1, group.rank)
+    table, device = group_table(group, packed.device), packed.device
     if weight.is_cuda and not why_no_triton():
         tiles, n_columns = triton.cdiv(len(packed), 64), group.width - group.in_features
         dequantise_kernel[(tiles + triton.cdiv(len(weight), 64) * (n_columns // COLUMNS),)](
-            packed, codes, nested.absmax, nested.offsets, nested.codes, nf4_code(packed.device),
-            b, group_table(group, packed.device), weight, len(packed), tiles, len(weight),
-            group.in_features, n_columns, group.rank, len(group.linears), 64, BLOCK, NESTED_BLOCK,
-            COLUMNS, num_warps=4,
-            enable_fp_fusion=False,  # bitsandbytes rounds between the scale's product and its offset
+            packed, codes, nested.absmax, nested.offsets, nested.codes, nf4_code(device), b, table,
+            weight, len(packed), tiles, len(weight), group.in_features, n_columns, group.rank,
+            len(group.places), 64, BLOCK, NESTED_BLOCK, COLUMNS, num_warps=4,
+            enable_fp_fusion=False,  # bitsandbytes rounds between a scale's product and offset
         )  # fmt: skip
         return weight
-    starts = group_table(group, packed.device).tolist()
-    for i, (linear, (start, row, at, *_)) in enumerate(zip(group.linears, starts)):
-        n_weights = linear.out_features * linear.in_features
-        mine = slice(start, start + math.ceil(n_weights / BLOCK))
-        state = bnb.functional.QuantState(
-            absmax=codes[mine], shape=torch.Size((linear.out_features, linear.in_features)),
-            dtype=weight.dtype, code=nf4_code(packed.device), blocksize=BLOCK, quant_type="nf4",
-            offset=nested.offsets[i],
-            state2=bnb.functional.QuantState(
-                absmax=nested.absmax[at:], code=nested.codes[i], blocksize=NESTED_BLOCK,
-                dtype=torch.float32,
-            ),
-        )  # fmt: skip
-        values = packed[mine].view(-1, 1)[: n_weights // 2]
-        rows = slice(row, row + linear.out_features)
-        weight[rows, : group.in_features] = bnb.functional.dequantize_4bit(values, state)
     weight[:, group.in_features :] = 0
-    for rows, ranks, part_b in group.adapted_parts():
-        weight[rows, group.in_features :][:, ranks] = b[part_b]
+    for i, (p, (start, _, at, *_)) in enumerate(zip(group.places, table.tolist())):
+        mine = slice(start, start + p.blocks.stop - p.blocks.start)
+        nested_state = bnb.functional.QuantState(
+            absmax=nested.absmax[at:], code=nested.codes[i], blocksize=NESTED_BLOCK,
+            dtype=torch.float32,
+        )  # fmt: skip
+        state = bnb.functional.QuantState(
+            absmax=codes[mine], shape=torch.Size((p.linear.out_features, p.linear.in_features)),
+            dtype=weight.dtype, code=nf4_code(device), blocksize=BLOCK, quant_type="nf4",
+            offset=nested.offsets[i], state2=nested_state,
+        )  # fmt: skip
+        values = packed[mine].view(-1, 1)[: math.prod(state.shape) // 2]
+        weight[p.rows, : group.in_features] = bnb.functional.dequantize_4bit(values, state)
+        if p.ranks:
+            weight[p.rows, group.in_features :][:, p.ranks] = b[p.b_rows]
     return weight
 
 
 @functools.lru_cache(None)
 def group_table(group, device):
-    """For each linear of a group where it begins: its blocks, its rows, its second-level absmax, its
-    rows of B, its columns of ranks, -1 without an adapter. int32 [linears, 5]."""
-    table, row, nested = [], 0, 0
-    parts = dict(zip(group.adapted, group.adapted_parts()))
-    for i, (linear, blocks) in enumerate(zip(group.linears, group.blocks)):
-        _, ranks, part_b = parts.get(i, (None, slice(-1, 0), slice(0, 0)))
-        table.append([blocks.start - group.blocks[0].start, row, nested, part_b.start, ranks.start])
-        row += linear.out_features
-        nested += math.ceil((blocks.stop - blocks.start) / NESTED_BLOCK)
+    """Where each linear of a group begins: its blocks, rows, second-level absmax, rows of B and
+    columns of ranks, -1 without an adapter. int32 [linears, 5]."""
+    table, nested, first = [], 0, group.places[0].blocks.start
+    for p in group.places:
+        adapter = (p.b_rows.start, p.ranks.start) if p.ranks else (0, -1)
+        table.append([p.blocks.start - first, p.rows.start, nested, *adapter])
+        nested += math.ceil((p.blocks.stop - p.blocks.start) / NESTED_BLOCK)
     return torch.tensor(table, dtype=torch.int32, device=device)
 
 
@@ -2587,7 +2461,10 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, model, bin):
         arch, weight, (rank, ranks) = model.arch, model.head, model.place
-        gather = functools.partial(all_gather, group=model.group) if ranks > 1 else lambda t: t[None]
+
+        def gather(tensor):
+            return all_gather(tensor, model.group) if ranks > 1 else tensor[None]
+
         first = shard_range(arch.vocab_size, rank, ranks).start
         change = arch.logits_multiplier, arch.logits_softcap
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
@@ -3371,46 +3248,46 @@ def linear_requests(name, shape, where, local, shard, stored):
     ]
 
 
-def quantise_shard(values, linears, local, dtype, place):
-    """Fill `local`, this rank's NF4Blocks of a layer's linears [(Linear, blocks)], which are zeros;
-    returns (nested absmax, offset, code) of each. `place` is (rank, ranks, group) of the shards: all must call this.
+def quantise_shard(values, places, local, dtype, shards):
+    """Fill `local`, this rank's NF4Blocks of a layer's linears, which are zeros; returns (nested
+    absmax, offset, code) of each. `shards` is (rank, ranks, group): all of them must call this.
 
     Blocks are quantised independently, so that a rank's own blocks have the bytes they would
     have in the whole tensor. The second level takes the mean over all of a linear's: their fp32
     absmax, 4 bytes for 64 weights, is gathered and every rank does that part alike.
     """
-    (shard, shards, group), device = place, local.device
+    (shard, ranks, group), device = shards, local.device
     absmax = torch.zeros(len(local), dtype=torch.float32, device=device)
-    for linear, where in linears:
-        weights, (blocks, at) = next(values), shard_blocks(where, len(local), shard)
+    for p in places:
+        weights, (blocks, at) = next(values), shard_blocks(p.blocks, len(local), shard)
         if blocks.start == blocks.stop:
             continue
         first = blocks.start * BLOCK
-        last = min(blocks.stop * BLOCK, linear.out_features * linear.in_features)
-        skip = first % linear.in_features  # what whole rows have in front of the first block
+        last = min(blocks.stop * BLOCK, p.linear.out_features * p.linear.in_features)
+        skip = first % p.linear.in_features  # what whole rows have in front of the first block
         weights = weights.to(device, dtype).view(-1)[skip : skip + last - first].contiguous()
         codes, state = bnb.functional.quantize_4bit(weights, blocksize=BLOCK, quant_type="nf4")
         local.packed[at].view(-1)[: codes.numel()] = codes.view(-1)
         absmax[at] = state.absmax
-    all_absmax, nested = absmax if shards == 1 else all_gather(absmax, group).view(-1), []
-    for _, where in linears:
+    all_absmax, nested = absmax if ranks == 1 else all_gather(absmax, group).view(-1), []
+    for p in places:
         # a tensor of its own: how a sum is split, and rounded, depends on where a tensor begins
-        whole = all_absmax[where].clone()
+        whole = all_absmax[p.blocks].clone()
         offset, code = whole.mean(), dynamic_map(device)
         codes, state = bnb.functional.quantize_blockwise(
             whole - offset, code=code, blocksize=NESTED_BLOCK
         )
-        blocks, at = shard_blocks(where, len(local), shard)
+        blocks, at = shard_blocks(p.blocks, len(local), shard)
         local.absmax_codes[at] = codes[blocks]
         nested.append((state.absmax, offset, code))
     return nested
 
 
-def stored_shard(values, linears, local, states, shard):
+def stored_shard(values, places, local, states, shard):
     """The same of linears that bitsandbytes has quantised and stored: their bytes as they are."""
     nested = []
-    for (_, where), state in zip(linears, states, strict=True):
-        _, at = shard_blocks(where, len(local), shard)
+    for p, state in zip(places, states, strict=True):
+        _, at = shard_blocks(p.blocks, len(local), shard)
         codes, scales, nested_absmax, code = (next(values) for _ in range(4))
         local.packed[at].view(-1)[: codes.nbytes] = codes.view(torch.uint8)
         local.absmax_codes[at] = scales
@@ -3467,9 +3344,9 @@ def weight_requests(model, names, stored=None):
     table = (arch.vocab_size, arch.hidden_size), own_rows
     requests = [(names.embedding, *table)]
     for i, layer in enumerate(model.layers):
-        for linear, where in layer.layout.linears():
-            name = names.linears[i, linear.name]
-            requests += linear_requests(name, names.shapes[name], where,
+        for p in layer.layout.places:
+            name = names.linears[i, p.linear.name]
+            requests += linear_requests(name, names.shapes[name], p.blocks,
                                         len(local_part(layer.nf4)), shard, stored)  # fmt: skip
         for key, shape in arch.vectors.items():
             requests.append((names.vectors[i, key], shape, range(shape[0])))
@@ -3480,7 +3357,7 @@ def weight_requests(model, names, stored=None):
 def fill_model(model, names, values, homes, device, stored=None):
     """Give the model what weight_requests() asked for, one tensor of `values` after the other."""
     plan, layout, (shard, shards) = model.plan, model.layers[0].layout, model.place
-    dtype, linears = getattr(torch, plan.compute_dtype), layout.linears()
+    dtype, places = getattr(torch, plan.compute_dtype), layout.places
 
     def table():
         return next(values).view(-1, model.arch.hidden_size).to(device, dtype)
@@ -3493,15 +3370,15 @@ def fill_model(model, names, values, homes, device, stored=None):
         if local is None:
             local = NF4Blocks.zeros(len(local_part(layer.nf4)), device)
         if stored:
-            states = [stored[names.linears[i, linear.name]] for linear, _ in linears]
-            nested = stored_shard(values, linears, local, states, shard)
+            states = [stored[names.linears[i, p.linear.name]] for p in places]
+            nested = stored_shard(values, places, local, states, shard)
         else:
-            nested = quantise_shard(values, linears, local, dtype, (shard, shards, model.group))
+            nested = quantise_shard(values, places, local, dtype, (shard, shards, model.group))
         if plan.offload_params:
             local = NF4Blocks(*map(pinned_copy, (local.packed, local.absmax_codes)), device)
         rest = iter(nested)
         for group in layout.groups:
-            absmax, offsets, codes = zip(*(next(rest) for _ in group.linears))
+            absmax, offsets, codes = zip(*(next(rest) for _ in group.places))
             layer.nested[group.site] = Nested(torch.cat(absmax), torch.stack(offsets),
                                               torch.stack(codes))  # fmt: skip
         set_local(layer, "nf4", local)
@@ -3531,7 +3408,7 @@ def measure_rows(model):
             blank = torch.zeros(layer.layout.n_adapter, dtype=layer.vectors.dtype,
                                 device=layer.vectors.device)  # fmt: skip
             for group in layer.layout.groups:
-                if group.adapted:
+                if group.ranks:
                     weight = dequantise_group(layer, group, blank)[:, : group.in_features]
                     norms = torch.cat([rows.float().norm(dim=1) for rows in weight.split(4096)])
                     layer.row_norms[group.site] = norms
@@ -3556,7 +3433,8 @@ class Plan:
     offload_activations: bool
     offload_params: bool
     embedding_on_host: bool = False
-    graphs: bool = False  # CUDA graphs
+    graphs: bool = False  # CUDA graphs; if not:
+    why_no_graphs: str = ""
     memory: tuple = ()  # of (kind, bytes) of one GPU at the peak of a step
     host_bytes: int = 0  # pinned, of one process
     token_seconds: float = 0.0  # of one GPU, predicted
@@ -3577,11 +3455,49 @@ class Plan:
             return "all"
         return "middle" if self.keep_middle else "x"
 
-    def fits(self, limit, free=GAPS):
-        return not limit or self.bytes <= (1 - free) * limit
+    def fits(self, limit, spare=GAPS):
+        return not limit or self.bytes <= (1 - spare) * limit
 
 
-GRAPH_MEMORY = ("kept by recomputed layers", "kept by other layers", "live layer or head")
+def predict(plan, arch, layout):
+    """The plan with its memory filled in."""
+    item, shards = getattr(torch, plan.compute_dtype).itemsize, plan.shard_group_size
+    n_layers, n, sharded = arch.n_layers, plan.bin_tokens, not plan.whole
+    token = n * item  # bytes of one value a token
+    codes, adapter = layout.n_blocks * (BLOCK // 2 + 1), layout.n_adapter * 4
+    table = arch.vocab_size * arch.hidden_size * item / shards
+    first, last = plan.keeps(0), plan.keeps(n_layers - 1)
+    inputs = plan.recomputed * kept_values(arch, layout, first) * token if plan.recomputed else 0
+    others = (n_layers - plan.recomputed) * kept_values(arch, layout, "all") * token
+    live = live_bytes(arch, layout, plan, last)
+    if first != last:  # when the first layer's backward runs, what the last ones kept is gone
+        live = max(live, live_bytes(arch, layout, plan, first) - others)
+    logits = 1.25 * CHUNK_BYTES * item / 2  # a chunk of them and their gradient
+    gathered = sharded * (codes + layout.n_vectors * item) + layout.n_adapter * item
+    copies = 2 if plan.reshard_after_forward or plan.whole else n_layers + 1  # and the next one
+    dora = 0
+    if layout.dora:  # norms of rows; the outputs computed again, in fp32 with their gradient
+        dora = 4 * n_layers * sum(g.out_features for g in layout.groups)
+        dora += 10 * min(n, SLICE_TOKENS) * max(g.out_features for g in layout.groups)
+    memory = {
+        "4-bit weights": 0 if plan.offload_params else n_layers * codes / shards,
+        "embedding, head, norms": table * (2 - arch.tied - plan.embedding_on_host)
+        + n_layers * layout.n_vectors * item / shards,
+        "adapter and gradients": 2 * n_layers * adapter / shards,
+        "kept by recomputed layers": min(inputs, 3 * arch.hidden_size * token)
+        if plan.offload_activations else inputs,
+        "kept by other layers": others,
+        "live layer or head": max(live, 2 * arch.hidden_size * token + logits),
+        "one layer's adapter gradient": adapter * (3 if sharded else 1),
+        "gathered weights": copies * gathered,
+        "DoRA": dora,
+    }  # fmt: skip
+    if plan.graphs:  # they keep what they ran in
+        memory["CUDA graphs' own"] = inputs + others + live
+    host = table * plan.embedding_on_host + n_layers * codes / shards * plan.offload_params
+    host += plan.offload_activations * max(0, inputs - arch.hidden_size * token)
+    memory = tuple((kind, int(size)) for kind, size in memory.items() if size)
+    return dataclasses.replace(plan, memory=memory, host_bytes=int(host))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -3594,103 +3510,13 @@ class Machine:
     launch: float = 40e-6  # seconds of the host for a kernel, Python around it included
 
 
-def kept_values(arch, layout, keeps):
-    """Values a token that a layer keeps from forward to backward: see LayerFunction."""
-    hidden, query = arch.hidden_size, arch.n_heads * arch.head_dim
-    heads = query + 2 * arch.n_kv_heads * arch.head_dim
-    if keeps != "all":
-        return hidden * (2 if keeps == "middle" else 1)
-    norms = (arch.attention_post_norm is not None) + (arch.mlp_post_norm is not None)
-    lse = 2 * arch.n_heads  # attention's own, fp32
-    return (
-        hidden + layout.qkv.width + heads * (2 if arch.qk_norm else 1) + query + lse
-        + layout.out.width + hidden * (not arch.parallel) + layout.gate_up.width
-        + 2 * arch.intermediate_size + layout.down.width + norms * hidden
-    )  # fmt: skip
-
-
-def live_bytes(arch, layout, plan, keeps, item):
-    """The most bytes that one layer's backward takes besides what is kept: gradients, and what is
-    computed again."""
-    n, hidden, inner = plan.bin_tokens, arch.hidden_size, arch.intermediate_size
-    query, t = arch.n_heads * arch.head_dim, len(range(*token_slices(n)[0].indices(n)))
-    heads = query + 2 * arch.n_kv_heads * arch.head_dim
-    weights = {g.site: g.width * g.out_features * item for g in layout.groups}
-    again = keeps != "all"
-    if not again:
-        t = n
-    # the MLP: gate and up, its activation, that one's gradient, down's weight; then gate and up's
-    # weight and its input's gradient
-    mlp = t * (2 * inner + layout.gate_up.width) * again
-    first = t * (layout.down.width * (1 + again) + hidden) * item + weights[layout.down.site]
-    first += weights[layout.gate_up.site] if plan.hold_weights else 0
-    second = t * (layout.gate_up.width + layout.down.width) * item + weights[layout.gate_up.site]
-    second += weights[layout.down.site] if plan.hold_weights else 0
-    mlp = mlp * item + max(first, second) + 2 * n * hidden * item
-    middle = {"all": 0, "middle": 2, "x": 2}[keeps] * n * hidden * item
-    if keeps == "x":
-        middle += n * (kept_values(arch, layout, "all") - layout.gate_up.width - 2 * inner
-                       - layout.down.width) * item  # fmt: skip
-    # attention: all that it keeps, and its gradients; some kernels add up query's in fp32
-    attention = n * (heads + query + layout.qkv.width + layout.out.width) * again
-    attention += n * (2 * heads + query + layout.qkv.width + 2 * hidden + 2 * query)
-    attention = attention * item + weights[layout.qkv.site] + middle
-    if plan.hold_weights:
-        attention += weights[layout.out.site]
-    return max(mlp + middle, attention)
-
-
-def predict(plan, arch, layout):
-    """The plan with its memory filled in."""
-    item, shards = getattr(torch, plan.compute_dtype).itemsize, plan.shard_group_size
-    n_layers, n = arch.n_layers, plan.bin_tokens
-    codes = layout.n_blocks * (BLOCK // 2 + 1)
-    vocabulary = arch.vocab_size * arch.hidden_size * item / shards
-    tables = vocabulary * ((0 if plan.embedding_on_host else 1) + (not arch.tied))
-    kept = [kept_values(arch, layout, plan.keeps(i)) * n * item for i in range(n_layers)]
-    recomputed, others = sum(kept[: plan.recomputed]), sum(kept[plan.recomputed :])
-    inputs = recomputed
-    if plan.offload_activations:
-        inputs = min(recomputed, 3 * n * arch.hidden_size * item)
-    live = max(live_bytes(arch, layout, plan, plan.keeps(i), item) for i in {0, n_layers - 1})
-    if plan.recomputed < n_layers and plan.recomputed:  # the last layers' are gone by then
-        last = live_bytes(arch, layout, plan, "all", item)
-        first = live_bytes(arch, layout, plan, plan.keeps(0), item)
-        live = max(last, first - others)
-    head = 2 * n * arch.hidden_size * item + 1.25 * CHUNK_BYTES * item / 2  # logits, their gradient
-    adapter, own = layout.n_adapter * 4, 0 if plan.whole else 1
-    gathered = codes * own + layout.n_vectors * item * own + layout.n_adapter * item
-    copies = 2 if plan.reshard_after_forward or plan.whole else n_layers + 1
-    dora = 4 * sum(g.out_features for g in layout.groups) * n_layers if layout.qkv.m else 0
-    if dora:  # the outputs computed again, in fp32 with their gradient
-        dora += 10 * min(n, SLICE_TOKENS) * max(g.out_features for g in layout.groups)
-    memory = {
-        "4-bit weights": 0 if plan.offload_params else n_layers * codes / shards,
-        "embedding, head, norms": tables + n_layers * layout.n_vectors * item / shards,
-        "adapter and gradients": 2 * n_layers * adapter / shards,
-        "kept by recomputed layers": inputs,
-        "kept by other layers": others,
-        "live layer or head": max(live, head),
-        "one layer's adapter gradient": adapter * (1 + 2 * own),
-        "gathered weights": copies * gathered,
-        "DoRA": dora,
-    }
-    host = vocabulary * plan.embedding_on_host
-    host += n_layers * codes / shards * plan.offload_params
-    if plan.offload_activations:
-        host += max(0, recomputed - n * arch.hidden_size * item)
-    memory = tuple((kind, int(size)) for kind, size in memory.items() if size)
-    return dataclasses.replace(plan, memory=memory, host_bytes=int(host))
-
-
 def predict_time(plan, arch, layout, machine):
-    """Seconds that one GPU takes for a token."""
+    """The plan with the seconds that one GPU takes for a token."""
     item, n = getattr(torch, plan.compute_dtype).itemsize, plan.bin_tokens
     weights = sum(x.out_features * x.in_features for x in arch.linears)
     again = plan.recomputed / arch.n_layers  # products of the second half are not computed again
-    skipped = layout.down.linears[0].in_features * arch.hidden_size
-    if plan.keep_middle:
-        skipped += layout.out.linears[0].in_features * arch.hidden_size
+    skipped = arch.down[0].in_features * arch.hidden_size
+    skipped += plan.keep_middle * arch.out[0].in_features * arch.hidden_size
     flops = 2 * n * (2 * weights + again * (weights - skipped))
     flops += 2 * n * 3.5 * min(n, 2048) * arch.n_heads * arch.head_dim
     # each use of a weight: 4 bits read, a number written and read
@@ -3700,15 +3526,14 @@ def predict_time(plan, arch, layout, machine):
     compute = flops / (machine.flops * n / (n + 256)) + moved / machine.bandwidth
     gathered = layout.n_blocks * (BLOCK // 2 + 1) + layout.n_adapter * item
     shards = plan.shard_group_size
-    gathers = gathered * (shards - 1) / shards * (2 if plan.reshard_after_forward else 1)
-    gathers = gathers / machine.link
-    if plan.offload_params:
-        gathers += 2 * gathered / shards / 20e9
-    launches = (100 + 80 * again + (40 if not plan.whole else 0)) * machine.launch
+    gathers = gathered * (shards - 1) / shards / machine.link
+    gathers *= 2 if plan.reshard_after_forward else 1
+    gathers += plan.offload_params * 2 * gathered / shards / 20e9  # over PCI Express
+    launches = (100 + 80 * again + 40 * (not plan.whole)) * machine.launch
     layer = max(compute, gathers, 0 if plan.graphs else launches)
     layer += 0.1 * min(compute, gathers)  # they slow each other down
     head = 4 * n * arch.vocab_size * arch.hidden_size / machine.flops
-    return (layer * arch.n_layers + head) / n
+    return dataclasses.replace(plan, token_seconds=(layer * arch.n_layers + head) / n)
 
 
 def measure_machine(device):
@@ -3729,72 +3554,54 @@ def measure_machine(device):
 
     a, b = torch.randn(2, 8192, 8192, dtype=torch.bfloat16, device=device)
     parts = torch.empty(dist.get_world_size(), 2**26, dtype=torch.uint8, device=device)
+    own = parts[0].clone()
     figures = {
         "flops": 2 * 8192**3 / seconds(lambda: a @ b),
         "bandwidth": 2 * 4 * a.nbytes / seconds(lambda: torch.cat([a, a, b, b])),
-        "link": parts.nbytes / seconds(lambda: dist.all_gather_into_tensor(parts, parts[0].clone())),
+        "link": parts.nbytes / seconds(lambda: dist.all_gather_into_tensor(parts, own)),
     }
     rounded = {name: float(f"{figure:.1g}") for name, figure in figures.items()}
     return Machine(**json.loads(on_rank_0(json.dumps, rounded)))
 
 
-def choose_plan(config, arch, layout, tokens, longest, limit, machine, device, world_size, graphs):
-    """The fastest plan that fits: over group sizes, bins and layers recomputed. `tokens` are the
-    most of any step, `longest` the longest row, `graphs` whether attention can be captured. Raises
+def possible_plans(config, arch, layout, tokens, longest, world_size, device):
+    """All plans that the flags leave open, those that keep most first: smaller groups, smaller
+    bins, fewer layers recomputed."""
+    groups = [n for n in range(1, world_size + 1) if world_size % n == 0]
+    groups = [config.shard_group_size] if config.shard_group_size else groups
+    counts = {"all": [arch.n_layers], "none": [0], "auto": range(arch.n_layers + 1)}
+    counts = counts.get(config.recompute) or [int(config.recompute)]
+    sizes = [config.micro_batch_tokens]
+    if not config.micro_batch_tokens:  # by factors of 2 up to what a step has for each process
+        sizes = [max(longest, math.ceil(tokens / world_size))]
+        while sizes[0] > max(longest, 2048):
+            sizes.insert(0, max(longest, math.ceil(sizes[0] / 2)))
+        sizes = sorted({n if n == longest else round_up(n, device) for n in sizes})
+    keep = [(True, True), (True, False), (False, True), (False, False)]
+    for shards, bin_tokens, n in itertools.product(groups, sizes, counts):
+        if shard_range(arch.vocab_size, shards - 1, shards):
+            for middle, hold in keep if n else keep[-1:]:
+                plan = Plan(config.compute_dtype, arch.n_layers, shards,
+                            config.reshard_after_forward, bin_tokens, n, middle, hold,
+                            config.offload_activations, config.offload_params)  # fmt: skip
+                yield predict(plan, arch, layout)
+
+
+def choose_plan(config, arch, layout, tokens, longest, limit, machine, device, world_size,
+                capturable):
+    """The fastest plan that fits, with a tenth of the memory free if that can be. `tokens` are the
+    most of any step, `longest` the longest row, `capturable` whether CUDA graphs can
+    capture attention. Raises
     ValueError with what would help."""
     if config.recompute.isdecimal() and int(config.recompute) > arch.n_layers:
         raise ValueError(f"--recompute {config.recompute}: the model has {arch.n_layers} layers")
-    groups = [n for n in range(1, world_size + 1) if world_size % n == 0]
-    if config.shard_group_size:
-        groups = [config.shard_group_size]
-    groups = [n for n in groups if shard_range(arch.vocab_size, n - 1, n)]
-    if not groups:
-        raise ValueError(f"a vocabulary of {arch.vocab_size} cannot be shared by"
-                         f" {config.shard_group_size} processes: use a smaller --shard_group_size")
     if config.micro_batch_tokens and config.micro_batch_tokens < longest:
         raise ValueError(f"--micro_batch_tokens {config.micro_batch_tokens}: the longest row has"
                          f" {longest} tokens; use at least that or a shorter --max_seq_len")
-    best, best_cost = None, (2, 0.0)
-    for shards in groups:
-        for bin_tokens in bin_sizes(config, tokens, longest, world_size, device):
-            plan = fill_plan(config, arch, layout, shards, bin_tokens, limit, machine, device)
-            plan = use_graphs(plan, arch, layout, machine, limit, graphs)
-            seconds = predict_time(plan, arch, layout, machine)
-            plan = dataclasses.replace(plan, token_seconds=seconds)
-            cost = (0, seconds) if plan.fits(limit) else (1, plan.bytes)
-            # smaller groups and bins come first, and stay unless another is clearly faster
-            if cost[0] < best_cost[0] or cost < (best_cost[0], 0.98 * best_cost[1]):
-                best, best_cost = plan, cost
-    check_plan(best, config, arch, layout, limit)
-    return best
-
-
-def bin_sizes(config, tokens, longest, world_size, device):
-    """Sizes of bins to choose from: the longest row, and more by factors of about 2 up to what a
-    step has for each process."""
-    if config.micro_batch_tokens:
-        return [config.micro_batch_tokens]
-    most = max(longest, math.ceil(tokens / world_size))
-    sizes = {most}
-    while most > max(longest, 2048):
-        most = math.ceil(most / 2)
-        sizes.add(max(longest, most))
-    return sorted(round_up(n, device) if n != longest else n for n in sizes)
-
-
-def fill_plan(config, arch, layout, shards, bin_tokens, limit, machine, device):
-    """The fastest plan of one group and bin size, with a tenth of the memory free if that can be;
-    if none fits, the smallest."""
-    counts = {"all": [arch.n_layers], "none": [0], "auto": range(arch.n_layers + 1)}
-    counts = counts.get(config.recompute) or [int(config.recompute)]
-    keep = [(True, True), (True, False), (False, True), (False, False)]
-    base = Plan(config.compute_dtype, arch.n_layers, shards, config.reshard_after_forward,
-                bin_tokens, 0, False, False, config.offload_activations, config.offload_params)
-    plans = [
-        predict(dataclasses.replace(base, recomputed=n, keep_middle=middle, hold_weights=hold),
-                arch, layout)
-        for n in counts for middle, hold in (keep if n else keep[-1:])
-    ]  # fmt: skip
+    plans = list(possible_plans(config, arch, layout, tokens, longest, world_size, device))
+    if not plans:
+        raise ValueError(f"a vocabulary of {arch.vocab_size} cannot be shared by"
+                         f" {config.shard_group_size} processes: use a smaller --shard_group_size")
     least = min(plan.host_bytes for plan in plans)
     most = min(least + HOST_SPARE, max(least, host_share() / 2))  # what is pinned for speed alone
     plans = [plan for plan in plans if plan.host_bytes <= most]
@@ -3805,21 +3612,29 @@ def fill_plan(config, arch, layout, shards, bin_tokens, limit, machine, device):
                  for plan in plans]  # fmt: skip
     for spare in 0.1, 0.07, GAPS:
         if fitting := [plan for plan in plans if plan.fits(limit, spare)]:
-            return min(fitting, key=lambda plan: predict_time(plan, arch, layout, machine))
-    return min(plans, key=lambda plan: plan.bytes)
+            fitting = [predict_time(plan, arch, layout, machine) for plan in fitting]
+            fastest = min(plan.token_seconds for plan in fitting)
+            # the first within 2 %: the order is from what keeps most
+            plan = next(plan for plan in fitting if plan.token_seconds <= 1.02 * fastest)
+            return use_graphs(plan, arch, layout, machine, limit, capturable)
+    smallest = min(plans, key=lambda plan: plan.bytes)
+    check_plan(smallest, config, arch, layout, limit)
+    return smallest
 
 
-def use_graphs(plan, arch, layout, machine, limit, graphs):
-    """CUDA graphs where the host would be slower than the GPU. What is offloaded and what FSDP2
-    gathers is not captured."""
-    if not graphs or not plan.whole or plan.offload_activations:
-        return plan
-    own = sum(size for kind, size in plan.memory if kind in GRAPH_MEMORY)
-    graphed = dataclasses.replace(
-        plan, graphs=True, memory=(*plan.memory, ("CUDA graphs' own", own))
-    )
-    gain = predict_time(plan, arch, layout, machine) / predict_time(graphed, arch, layout, machine)
-    return graphed if gain > 1.05 and graphed.fits(limit) else plan
+def use_graphs(plan, arch, layout, machine, limit, capturable):
+    """CUDA graphs where the host would be slower than the GPU, or the reason why not."""
+    graphed = predict(dataclasses.replace(plan, graphs=True), arch, layout)
+    graphed = predict_time(graphed, arch, layout, machine)
+    reasons = {
+        "FSDP2 gathers the weights": not plan.whole,
+        "activations are offloaded": plan.offload_activations,
+        "attention runs in plain torch": not capturable,
+        "the host is fast enough": graphed.token_seconds > 0.95 * plan.token_seconds,
+        "no memory for them": not graphed.fits(limit),
+    }
+    reason = next((text for text, is_so in reasons.items() if is_so), "")
+    return dataclasses.replace(plan, why_no_graphs=reason) if reason else graphed
 
 
 def check_plan(plan, config, arch, layout, limit):
@@ -3833,13 +3648,12 @@ def check_plan(plan, config, arch, layout, limit):
     if plan.fits(limit):
         return
     flags, smaller = [], plan
-    halves = math.ceil(plan.bin_tokens / 2)
     for flag, change in (
         ("--reshard_after_forward", {"reshard_after_forward": True}),
         ("--recompute all", {"recomputed": arch.n_layers}),
         ("--offload_activations", {"offload_activations": True}),
         ("--offload_params", {"offload_params": True}),
-        (f"--max_seq_len {config.max_seq_len // 2}", {"bin_tokens": halves}),
+        (f"--max_seq_len {config.max_seq_len // 2}", {"bin_tokens": plan.bin_tokens // 2}),
     ):
         if all(getattr(smaller, name) != value for name, value in change.items()):
             smaller = predict(dataclasses.replace(smaller, **change), arch, layout)
@@ -3856,15 +3670,15 @@ def check_plan(plan, config, arch, layout, limit):
 
 def agree_on_plan(config, arch, layout, examples, limit, device, kernels):
     """The plan of this run. All ranks must call this."""
-    machine, world_size = measure_machine(device), dist.get_world_size()
-    lengths, plan = [len(ids) for ids, _ in examples], None
+    machine, lengths = measure_machine(device), [len(ids) for ids, _ in examples]
     steps = range(1, min(config.max_steps, 200) + 1)
     tokens = max(sum(lengths[i] for i in step_rows(s, len(lengths), config)) for s in steps)
     used = {function for pair in kernels.values() for function in pair.values()}
-    graphs = device.type == "cuda" and document_attention not in used
+    capturable = device.type == "cuda" and document_attention not in used
     with together():
         plan = choose_plan(config, arch, layout, tokens, max(lengths), limit, machine, device,
-                           world_size, graphs)  # fmt: skip
+                           dist.get_world_size(), capturable)  # fmt: skip
+        check_plan(plan, config, arch, layout, limit)
     return plan
 
 
@@ -3883,7 +3697,7 @@ def say_plan(plan, config, limit):
         + (", from x and the sum after attention" if plan.recomputed and plan.keep_middle else "")
         + (", weights dequantised once a backward" if plan.hold_weights else "")
         + ("; the embedding is in host memory" if plan.embedding_on_host else "")
-        + ("; CUDA graphs" if plan.graphs else "")
+        + ("; CUDA graphs" if plan.graphs else f"; no CUDA graphs: {plan.why_no_graphs}")
         + f"; {1e6 * plan.token_seconds:.3g} us a token predicted")
     say(f"predicted peak {plan.bytes / 2**30:.2f} GiB"
         + (f" of {limit / 2**30:.2f} GiB" if limit else "")
@@ -3899,40 +3713,19 @@ def make_store(plan, layout, arch, device):
     return HostStore(plan.recomputed * (2 if plan.keep_middle else 1), n_bytes, device)
 
 
-def gemm_ceiling(arch, plan, device):
-    """TFLOP/s of nothing but the products of a layer's linears, each as often as it is."""
-    tokens, flops, seconds = min(plan.bin_tokens, 8192), 0, 0.0
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    dtype = getattr(torch, plan.compute_dtype)
-    for linear in arch.linears:
-        a = torch.randn(tokens, linear.in_features, device=device, dtype=dtype)
-        b = torch.randn(linear.out_features, linear.in_features, device=device, dtype=dtype)
-        a @ b.t()
-        wait()
-        started, rounds = time.perf_counter(), 20 if device.type == "cuda" else 1
-        for _ in range(rounds):
-            a @ b.t()
-        wait()
-        seconds += (time.perf_counter() - started) / rounds
-        flops += 2 * tokens * linear.in_features * linear.out_features
-    return flops / seconds / 1e12
-
-
-def say_speed(run, rows, ceiling):
-    """The answer of a dry run: how fast, how near to what the GPU can do, how much memory."""
+def say_speed(run, rows):
+    """The answer of a dry run: how fast, how much is computed, how much memory."""
     arch, plan = run.model.arch, run.plan
     layer = sum(x.in_features * x.out_features for x in arch.linears)
-    weights = arch.n_layers * layer + arch.vocab_size * arch.hidden_size
     again = layer - arch.down[0].in_features * arch.hidden_size
-    again -= arch.out[0].in_features * arch.hidden_size if plan.keep_middle else 0
+    again -= plan.keep_middle * arch.out[0].in_features * arch.hidden_size
     rates = sorted(row["tokens_per_second_per_gpu"] for row in rows[2:] or rows[-1:])
     rate = rates[len(rates) // 2]
     # forward 2 and backward 2 operations a weight and token, recomputation 2 more
-    tflops = rate * (4 * weights + 2 * again * plan.recomputed) / 1e12
-    say(f"measured: {rate:,.0f} tokens/s per GPU, {tflops:.1f} TFLOP/s,"
-        f" {100 * tflops / ceiling:.1f} % of the GEMM ceiling of {ceiling:.1f},"
-        f" peak {rows[-1]['peak_memory_gib']:.2f} GiB; predicted"
-        f" {1 / plan.token_seconds:,.0f} tokens/s")
+    weights = 4 * (arch.n_layers * layer + arch.vocab_size * arch.hidden_size)
+    tflops = rate * (weights + 2 * again * plan.recomputed) / 1e12
+    say(f"measured: {rate:,.0f} tokens/s per GPU, {tflops:.1f} TFLOP/s, peak"
+        f" {rows[-1]['peak_memory_gib']:.2f} GiB; predicted {1 / plan.token_seconds:,.0f} tokens/s")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -3965,20 +3758,20 @@ def choose_attention(config, arch, device):
     same = [*flash, batched_attention]
     if hopper and config.attn != "flash_attention_2":
         same = [batched_attention]
-    wanted = {"same": (same, varlen), "any": (varlen, varlen)}
-    chosen = {
-        kind: {window: next((f for f in functions if attends(f, arch, window, device)),
-                            document_attention)
-               for window, functions in zip(("full", "window"), pair)}
-        for kind, pair in wanted.items()
-    }  # fmt: skip
+    wanted = {("same", "full"): same, ("same", "window"): varlen, ("any", "full"): varlen,
+              ("any", "window"): varlen}  # fmt: skip
+    chosen = {"same": {}, "any": {}}
+    for (kind, reach), kernels in wanted.items():
+        if reach == "full" or any(arch.layer_window):
+            works = (f for f in kernels if attends(f, arch, reach, device))
+            chosen[kind][reach] = next(works, document_attention)
     if config.attn == "flash_attention_2" and flash_attention not in chosen["any"].values():
         raise ValueError("--attn flash_attention_2: as installed it does not compute this model's"
                          " attention; use --attn sdpa")
     return chosen
 
 
-def attends(kernel, arch, window, device):
+def attends(kernel, arch, reach, device):
     """Whether a kernel gives what plain torch gives, on two short documents."""
     generator = torch.Generator(device).manual_seed(0)
     heads = arch.n_heads, arch.n_kv_heads, arch.n_kv_heads
@@ -3988,7 +3781,7 @@ def attends(kernel, arch, window, device):
     probe = types.SimpleNamespace(lengths=(64, 64), longest=64, cu_seqlens=bounds, seeds=(0, 0))
     if arch.attention_softcap and kernel is not flash_attention:
         return False
-    args = probe, arch, 8 if window == "window" else None, 0
+    args = probe, arch, 8 if reach == "window" else None, 0
     if kernel is batched_attention and args[2]:
         return False
     try:
@@ -4028,6 +3821,143 @@ def graphed_loss(run, bin, scale):
     factor.fill_(scale)
     graph.replay()
     return loss.clone()
+
+
+# ------------------------------------------------------------------------------------------------
+# The adapter and its optimizer
+# ------------------------------------------------------------------------------------------------
+
+
+class Adapter:
+    """All that is trained, this rank's part of each layer's, as one fp32 vector [layers x part]:
+    `weights`, its gradient, and bitsandbytes' paged 8-bit AdamW over it.
+
+    One tensor instead of a thousand makes the optimizer one kernel and its state pageable. Layers
+    compute with views of it. A part is whole blocks of the 8-bit state, so that on any number of
+    GPUs the state is the same vector, cut elsewhere.
+    """
+
+    def __init__(self, model, arch, layout, mesh, device):
+        self.arch, self.layout, self.layers, self.group = arch, layout, model.layers, model.group
+        self.parts = layout.adapter_parts()
+        self.rank, self.shards = model.place
+        self.copies = dist.get_world_size() // self.shards
+        self.part = len(local_part(model.layers[0].adapter))
+        n = len(self.layers) * self.part
+        self.weights = nn.Parameter(torch.zeros(n, device=device))
+        self.weights.grad = torch.zeros_like(self.weights)
+        for layer, weights, grad in zip(self.layers, *map(self.by_layer, self.flat())):
+            set_local(layer, "adapter", weights)
+            p = layer.adapter
+            p.grad = DTensor(grad, p._spec, requires_grad=False) if isinstance(p, DTensor) else grad
+        # in 8 bits whatever the size: another number of ranks must find the same kind of state
+        self.optimizer = bnb.optim.PagedAdamW8bit(
+            [self.weights], lr=0.0, weight_decay=0.0, min_8bit_size=0
+        )
+        self.optimizer.init_state(self.optimizer.param_groups[0], self.weights, 0, 0)
+        self.state = self.optimizer.state[self.weights]
+
+    @property
+    def n_trainable(self):
+        return len(self.layers) * sum(math.prod(shape) for _, shape in self.parts.values())
+
+    def flat(self):
+        return self.weights.data, self.weights.grad
+
+    def by_layer(self, tensor):
+        return tensor.view(len(self.layers), -1)
+
+    def names(self, i):
+        """{PEFT's name in an adapter file: (slice of the layer's adapter, shape)}."""
+        stem = f"base_model.model.{self.arch.module_prefix}layers.{i}."
+        return {f"{stem}{linear}.{key}": part for (linear, key), part in self.parts.items()}
+
+    def set_layer(self, i, values):
+        """Give layer i its part of the whole values {PEFT's name: tensor}."""
+        whole = torch.zeros(self.part * self.shards)
+        for name, (where, shape) in self.names(i).items():
+            whole[where] = values[name].reshape(-1)
+        mine = slice(self.rank * self.part, (self.rank + 1) * self.part)
+        self.by_layer(self.weights.data)[i] = whole[mine]
+
+    def start(self, seed):
+        """PEFT's initial values, the same whatever the number of ranks: A at random, B zero, DoRA's
+        magnitudes the norms of the base weights' rows. Returns the steps done: 0."""
+        for i, layer in enumerate(self.layers):
+            values = {}
+            for name, (_, shape) in self.names(i).items():
+                values[name] = torch.zeros(shape)
+                if name.endswith("lora_A.weight"):
+                    generator = torch.Generator().manual_seed(seed ^ zlib.crc32(name.encode()))
+                    nn.init.kaiming_uniform_(values[name], a=math.sqrt(5), generator=generator)
+            for group in self.layout.groups if self.layout.dora else ():
+                for p in group.adapted:
+                    stem = f"base_model.model.{self.arch.module_prefix}layers.{i}."
+                    norms = layer.row_norms[group.site][p.rows].cpu()
+                    values[f"{stem}{p.linear.name}.lora_magnitude_vector"] = norms
+            self.set_layer(i, values)
+        return 0
+
+    def gather(self):
+        """{PEFT's name: whole fp32 tensor on the CPU} on rank 0, {} elsewhere. All ranks must call
+        this."""
+        weights = {}
+        for i, part in enumerate(self.by_layer(self.weights.data)):
+            whole = part if self.shards == 1 else all_gather(part, self.group).view(-1)
+            if dist.get_rank() == 0:
+                whole = whole.cpu()
+                for name, (where, shape) in self.names(i).items():
+                    weights[name] = whole[where].view(shape).clone()
+        return weights
+
+    def clip(self, local_loss):
+        """Sum loss and gradient over all ranks, scale the gradient to a norm of at most
+        MAX_GRAD_NORM. Returns the global loss and that norm before, without a host sync. All ranks
+        must call this."""
+        grad = self.weights.grad
+        if self.shards == 1 and self.copies > 1 and not isinstance(self.layers[0], FSDPModule):
+            dist.all_reduce(grad)
+        everyone = all_gather(torch.stack([local_loss, grad.norm().double() ** 2]))
+        everyone[self.shards :, 1] = 0  # other copies of the model have the same gradients
+        loss, norm = everyone.sum(0).unbind()
+        norm = norm.sqrt()
+        grad.mul_((MAX_GRAD_NORM / norm).clamp(max=1))
+        return loss, norm
+
+    @torch.no_grad()
+    def update(self, rate):
+        """What the optimizer's step() does, which would also wait for the GPU, twice: of its paged
+        state nothing is read on the host but in save_checkpoint, which waits itself."""
+        (group,) = self.optimizer.param_groups
+        group["lr"] = rate
+        self.optimizer.prefetch_state(self.weights)
+        self.optimizer.update_step(group, self.weights, 0, 0)
+        self.weights.grad.zero_()
+
+    def state_parts(self):
+        """The optimizer's state by layer: {key: [layers, this rank's part]}."""
+        return {key: self.by_layer(self.state[key]) for key in ("state1", "state2", "absmax1",
+                                                               "absmax2")}  # fmt: skip
+
+    def resume(self, path, config):
+        """Weights and state of a checkpoint, whatever the number of ranks that saved it. Returns
+        the steps done. All ranks must call this."""
+        with together():
+            saved = json.loads((path / "checkpoint.json").read_text())
+            weights = load_file(path / "adapter_model.safetensors")
+            for i in range(len(self.layers)):
+                self.set_layer(i, weights)
+            files = [load_file(path / name) for name in saved["optimizer_files"]]
+            blank = int(self.state["qmap1"].abs().argmin())  # padding's momentum is 0, not code 0
+            for key, live in self.state_parts().items():
+                whole = torch.cat([file[key] for file in files], 1)
+                values = blank if key == "state1" else 0
+                whole = F.pad(whole, (0, max(0, live.shape[1] * self.shards - whole.shape[1])),
+                              value=values)  # fmt: skip
+                live.copy_(whole[:, self.rank * live.shape[1] : (self.rank + 1) * live.shape[1]])
+            self.state["step"] = saved["optimizer_step"]
+        say(f"resumed from {path}: {saved['step']} of {config.max_steps} steps are done")
+        return saved["step"]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -4259,9 +4189,9 @@ def check_family(model_config, config):
     for i, layer in enumerate(model.layers):  # the reference gets what NF4 has made of its weights
         for group in layer.layout.groups:
             weight = dequantise_group(layer, group, layer.adapter)
-            for at, linear in enumerate(group.linears):
-                target = linears[f"model.layers.{i}.{linear.name}"].weight
-                target.copy_(weight[group.rows(at), : group.in_features])
+            for p in group.places:
+                target = linears[f"model.layers.{i}.{p.linear.name}"].weight
+                target.copy_(weight[p.rows, : group.in_features])
     ids = torch.randint(3, arch.vocab_size, (sum(lengths),), generator=generator)
     run = types.SimpleNamespace(
         device=cpu, store=GPUStore(), plan=model.plan,

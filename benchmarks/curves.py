@@ -24,24 +24,24 @@ sys.path.insert(0, str(ROOT))
 
 
 def plain_product(layer, group, x):
-    """A group's outputs by a frozen weight, and what PEFT's formula adds to them."""
+    """The outputs of a group's linears by frozen weights, and what PEFT's formula adds to them."""
     import train_fsdp_qlora as script
 
-    adapter = layer.adapter.to(x.dtype)
+    adapter, parts = layer.adapter.to(x.dtype), layer.layout.adapter_parts()
     blank = torch.zeros_like(adapter, requires_grad=False)
-    weight = script.dequantise_group(layer, group, blank)[:, : group.in_features]
-    outputs = list(F.linear(x, weight).split([n.out_features for n in group.linears], -1))
-    all_a = adapter[group.a].view(-1, group.in_features)
-    all_b = adapter[group.b].view(-1, group.rank)
-    for at, (_, ranks, rows) in zip(group.adapted, group.adapted_parts()):
-        added = F.linear(F.linear(x, all_a[ranks]), all_b[rows])
-        outputs[at] = outputs[at] + added * layer.layout.scaling
+    weights = script.dequantise_group(layer, group, blank)[:, : group.in_features]
+    outputs = []
+    for place in group.places:
+        a, b = (adapter[where].view(shape) for where, shape in (
+            parts[place.linear.name, f"lora_{which}.weight"] for which in "AB"))  # fmt: skip
+        added = F.linear(F.linear(x, a), b) * layer.layout.scaling
+        outputs.append(F.linear(x, weights[place.rows]) + added)
     return outputs
 
 
 def plain_layer(layer, x, bin):
     """A Llama decoder layer as one would write it, for autograd."""
-    arch, layout = layer.arch, layer.layout
+    arch, (qkv, out, gate_up, down) = layer.arch, layer.layout.groups
 
     def norm(name, x):
         scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + arch.norm_eps)
@@ -54,16 +54,16 @@ def plain_layer(layer, x, bin):
 
     normed = norm(arch.attention_norm, x)
     query, key, value = (part.unflatten(1, (-1, arch.head_dim))
-                         for part in plain_product(layer, layout.qkv, normed))  # fmt: skip
+                         for part in plain_product(layer, qkv, normed))  # fmt: skip
     documents = zip(*(t.split(bin.lengths) for t in (rotated(query), rotated(key), value)))
     attended = [
         F.scaled_dot_product_attention(*(t.transpose(0, 1)[None] for t in document), is_causal=True,
                                        enable_gqa=True)[0].transpose(0, 1).flatten(1)
         for document in documents
     ]  # fmt: skip
-    x = x + plain_product(layer, layout.out, torch.cat(attended))[0]
-    gates, ups = plain_product(layer, layout.gate_up, norm(arch.mlp_norm, x))
-    return x + plain_product(layer, layout.down, F.silu(gates) * ups)[0]
+    x = x + plain_product(layer, out, torch.cat(attended))[0]
+    gates, ups = plain_product(layer, gate_up, norm(arch.mlp_norm, x))
+    return x + plain_product(layer, down, F.silu(gates) * ups)[0]
 
 
 def driver(path, argv):

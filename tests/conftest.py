@@ -1,12 +1,24 @@
 """What the tests share: tiny models on disk, and the real command line.
 
-Nothing here is a stand-in: the models are real ones with random weights, the runs are the script
-started by torchrun. To see a test fail, copy the script and tests/ to another folder, break the
-script there and run pytest there: everything is found from where this file lies.
+How it all runs. Nothing here is a stand-in: the models are real ones with random weights (three
+layers of every family in families.py), the references are transformers, PEFT and bitsandbytes
+themselves, the runs are the script's own. Three ways lead to it. run_main calls its main() in this
+process. run_training starts the file by torchrun, as a user does. run_jobs has the ranks of a
+launch of several.py call main() with one list of flags after the other: a launch serves the whole
+session, since to start one takes longer than most runs. A file's runs are made together, by a
+fixture, when its first test asks for them, and each test then reads what its own run has left:
+a case that goes wrong fails under its own name. Where files do not tell, a job is a case of
+worker.py, which looks at the run that train() has wired, in place of its steps. Computed in fp32
+and on a CPU, numbers equal the references to 1e-5; what must be the same bytes is compared by
+torch.equal. `make test` shares the files out to two processes, each with launches of its own.
+
+To see a test fail, copy the script and tests/ to another folder, break the script there and run
+pytest there: everything is found from where this file lies.
 """
 
 import contextlib
 import gc
+import io
 import json
 import os
 import random
@@ -30,7 +42,8 @@ sys.path.insert(0, str(ROOT))
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from several import write_whole  # noqa: E402
+import worker  # noqa: E402
+from several import do, write_whole  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -194,6 +207,20 @@ def launches(tmp_path_factory):
         one.end()
 
 
+def do_here(jobs, cwd):
+    """The same in this process, which is one rank as well as any; a case leaves nothing behind."""
+    out, err, before, names = io.StringIO(), io.StringIO(), Path.cwd(), vars(worker.script).copy()
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            codes = [do({"cwd": str(cwd), **job}, 0) for job in jobs]
+    finally:
+        os.chdir(before)
+        vars(worker.script).update(names)
+        if torch.distributed.is_initialized():  # an exception that main() knows nothing of
+            torch.distributed.destroy_process_group()
+    return codes, out.getvalue(), err.getvalue()
+
+
 @pytest.fixture(scope="session")
 def run_jobs(launches):
     """Function (nproc, jobs, cwd, code=0): has torchrun's `nproc` ranks do these jobs of several.py
@@ -201,6 +228,11 @@ def run_jobs(launches):
 
     def run(nproc, jobs, cwd, code=0, timeout=300):
         needs_ranks(nproc)
+        jobs = list(jobs)
+        if nproc == 1 and not any("script" in job for job in jobs):
+            codes, out, err = do_here(jobs, cwd)
+            assert codes == [code] * len(jobs), err
+            return out, err
         jobs = [
             {"cwd": str(cwd), "port": port, **job} for job, port in zip(jobs, free_ports(len(jobs)))
         ]

@@ -513,41 +513,42 @@ def test_checkpoint_is_on_the_disk_before_it_gets_its_name(
 ):
     """By the order of the calls: a power cut after any of them leaves whole checkpoints."""
     _, flags = finished_run
-    synced, renamed, at_rename, fsync, replace = {}, [], [], os.fsync, os.replace
+    fsync, replace = os.fsync, os.replace
+    synced, unsynced, renamed = {}, {}, []  # {inode: its time}, {inode of a directory: name}
 
     def watched_fsync(fd):
         fsync(fd)
         state = os.fstat(fd)
         synced[state.st_ino] = state.st_mtime_ns
+        unsynced.pop(state.st_ino, None)
 
     def on_disk(path):
         return synced.get(path.stat().st_ino) == path.stat().st_mtime_ns
 
     def watched_replace(source, target):
         source, target = Path(source), Path(target)
+        assert not unsynced, f"{unsynced}: a name that is not on the disk before the next"
         if not source.is_dir():
             assert on_disk(source), f"{source} is renamed before it is on the disk"
         elif target.name.startswith("checkpoint-"):
             listed = script.read_checkpoint(source)["files"]  # and all of it is as listed
             assert {*listed, "checkpoint.json"} == {p.name for p in source.iterdir()}
-            at_rename.extend(p for p in source.iterdir() if not on_disk(p))
-            assert on_disk(source), "its directory's entries are not on the disk"
+            assert all(map(on_disk, [source, *source.iterdir()]))
             renamed.append(target)
         replace(source, target)
-        synced.pop(target.parent.stat().st_ino, None)  # until it is synced again
+        unsynced[target.parent.stat().st_ino] = target
 
     monkeypatch.setattr(os, "fsync", watched_fsync)
     monkeypatch.setattr(os, "replace", watched_replace)
     code, _, err = run_main(*flags, "--output_dir", tmp_path / "run")
     assert code == 0, err
-    assert not at_rename
+    assert not unsynced
     assert [path.name for path in renamed] == ["checkpoint-000001", "checkpoint-000002"]
     assert {path.name for path in (tmp_path / "run").glob("*checkpoint*")} == {
         path.name for path in renamed
     }
     for name in "adapter_model.safetensors", "adapter_config.json", "train_config.json":
         assert on_disk(tmp_path / "run" / name), name
-    assert (tmp_path / "run").stat().st_ino in synced
 
 
 def test_resume_with_other_settings_is_refused(resume):

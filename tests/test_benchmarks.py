@@ -96,7 +96,8 @@ def test_flags_are_the_scripts(name, tmp_path):
                                                   kv_heads, vocab)  # fmt: skip
     gpus = chosen["gpus"] or 4
     assert config.batch_size == chosen["rows"] * gpus
-    assert config.micro_batch_tokens in (chosen["rows"] * chosen["seq"], None)
+    tokens = chosen["rows"] * chosen["seq"] if chosen["bins"] is None else chosen["bins"] or None
+    assert config.micro_batch_tokens == tokens
     assert (config.dataset is None) == (not chosen["chat"])
 
 

@@ -1,6 +1,7 @@
 """DoRA and rsLoRA from training to the merged model, against PEFT itself.
 
-What one layer computes is in test_layer.py, one step in test_step.py. All runs here are one launch of two processes.
+What one layer computes is in test_layer.py, one step in test_step.py. All runs here are one launch
+of two processes.
 """
 
 import json
@@ -15,7 +16,6 @@ from test_merge import ROWS, loss_in_peft, nf4_and_back
 from transformers import AutoModelForCausalLM
 
 import merge_adapters
-import train_fsdp_qlora as script
 
 STEPS = 8
 MAGNITUDE = "lora_magnitude_vector"
@@ -76,8 +76,8 @@ def test_merged_weights_are_what_peft_merges_in_fp32(kind, runs, tmp_path, capsy
     run, out = runs / kind, tmp_path / "merged"
     merge_adapters.main(["--adapter_dir", str(run), "--output_dir", str(out), "--device", "cpu"])
     text = capsys.readouterr().out
-    error, = map(float, re.findall(r"are ([\d.]+) of that away", text))
-    rounding, = map(float, re.findall(r"differs from the exact sum by ([\d.]+)", text))
+    (error,) = map(float, re.findall(r"are ([\d.]+) of that away", text))
+    (rounding,) = map(float, re.findall(r"differs from the exact sum by ([\d.]+)", text))
     print(f"{kind}: {error} of the adapter's effect, by rounding {rounding}")
     assert error < 0.1 and rounding < 0.1
 

@@ -100,7 +100,7 @@ def adapter_values(model, values):
     for name, where, _, i in adapter_names(model):
         with torch.no_grad():
             model.layers[i].adapter[where] = values[name].flatten()
-    if model.layers[0].layout.qkv.m:
+    if model.layers[0].layout.dora:
         script.measure_rows(model)
 
 
@@ -127,9 +127,9 @@ class Pair:
         for i, layer in enumerate(model.layers):  # the reference computes with what NF4 has left
             for group in layer.layout.groups:
                 weight = script.dequantise_group(layer, group, layer.adapter)
-                for at, linear in enumerate(group.linears):
-                    target = linears[f"model.layers.{i}.{linear.name}"].weight
-                    target.data.copy_(weight[group.rows(at), : group.in_features])
+                for p in group.places:
+                    target = linears[f"model.layers.{i}.{p.linear.name}"].weight
+                    target.data.copy_(weight[p.rows, : group.in_features])
         generator = torch.Generator().manual_seed(1)
         self.values = {}
         for key, _, shape, _ in adapter_names(model):  # a fresh B of 0 hides half the gradients
@@ -311,9 +311,7 @@ def test_check_at_start_catches(error, monkeypatch):
         script.check_family(model_config, CONFIG)
 
 
-def test_failed_check_ends_a_run_with_one_line(
-    run_main, monkeypatch, demo_directory, tmp_path
-):
+def test_failed_check_ends_a_run_with_one_line(run_main, monkeypatch, demo_directory, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(demo_directory / "model")
     write_model(tmp_path / "model", TINY["qwen3"](len(tokenizer)))
     tokenizer.save_pretrained(tmp_path / "model")

@@ -99,14 +99,14 @@ def test_vocabulary_of_fewer_rows_than_ranks_is_refused():
     arch, cpu = script.describe_model(tiny("llama")(325)), torch.device("cpu")
     layout = script.make_layout(arch, (), script.Config())
     values = dict(
-        arch=arch, layout=layout, tokens=1000, longest=100, limit=None, device=cpu, graphs=False,
+        arch=arch, layout=layout, tokens=1000, longest=100, limit=None, device=cpu,
         machine=script.measure_machine(cpu),
     )  # fmt: skip
     names = inspect.signature(script.choose_plan).parameters
 
     def choose(size):
         given = dict(values, config=script.Config(shard_group_size=size), world_size=size)
-        return script.choose_plan(**{name: given[name] for name in names})
+        return script.choose_plan(**{name: given.get(name, False) for name in names})
 
     assert choose(25).shard_group_size == 25
     with pytest.raises(ValueError, match="325 cannot be shared by 32 processes"):

@@ -182,7 +182,10 @@ def ranks_with_other_flags(launches, tmp_path_factory):
         {"argv": base, "cwd": cwd, "port": port, "others": {"argv": [*base, *flag]}}
         for flag, port in zip(FIELDS.values(), free_ports(len(FIELDS)))
     ]
-    codes, _, errors = launches(2).run(jobs, 120)
+    launch = launches(2)
+    codes, _, errors = launch.run(jobs, 120)
+    if codes is None or torch.cuda.is_available():  # as run_jobs does
+        launch.end()
     assert codes, errors
     return codes, [line for line in errors.splitlines() if line.startswith("error: ")]
 

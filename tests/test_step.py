@@ -27,9 +27,9 @@ import train_fsdp_qlora as script
 
 BATCH, RANK, ALPHA, PEAK, DROPOUT = 7, 4, 64, 1e-2, 0.3
 STEPS = 2
-FLAGS = ["--dataset", "rows.jsonl", "--batch_size", BATCH, "--max_steps", STEPS, "--lora_rank", RANK,
-         "--lora_alpha", ALPHA, "--learning_rate", PEAK, "--compute_dtype", "float32",
-         "--max_seq_len", 64]  # fmt: skip
+FLAGS = ["--dataset", "rows.jsonl", "--batch_size", BATCH, "--max_steps", STEPS,
+         "--lora_rank", RANK, "--lora_alpha", ALPHA, "--learning_rate", PEAK,
+         "--compute_dtype", "float32", "--max_seq_len", 64]  # fmt: skip
 KINDS = {
     "lora": [],
     "dropout": ["--lora_dropout", DROPOUT],
@@ -300,6 +300,20 @@ def test_steps_equal_the_reference(nproc, kind, name, runs, expected):
     assert off <= 1e-3
 
 
+@pytest.mark.parametrize("name", list(MEMORY)[1:])
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_memory_flags_change_no_bit(nproc, name, runs, read_metrics):
+    first, other = (runs(nproc, "lora", run) for run in (next(iter(MEMORY)), name))
+    for row, same in zip(read_metrics(first), read_metrics(other), strict=True):
+        for key in "loss", "grad_norm":  # on GPUs attention's backward adds in any order
+            bar = 0 if DEVICE == "cpu" else 1e-5
+            assert abs(row[key] - same[key]) <= bar * row[key]
+    first, other = (load_file(run / "adapter_model.safetensors") for run in (first, other))
+    assert first.keys() == other.keys() and len(first) == 3 * 7 * 2
+    if DEVICE == "cpu":
+        assert all(torch.equal(value, other[key]) for key, value in first.items())
+
+
 @pytest.mark.parametrize("nproc", [1, 2, 3, 4])
 def test_speed_is_per_gpu(nproc, runs, read_metrics):
     for row in read_metrics(runs(nproc, "lora", next(iter(RUNS[nproc, "lora"])))):
@@ -360,9 +374,10 @@ def family_runs(base, run_jobs, demo_directory):
 def test_families_give_the_same_on_two_processes(name, family_runs, read_metrics):
     """What they give on one is in test_layer.py."""
     one, two = (family_runs / f"{name} on {nproc}" for nproc in (1, 2))
-    for row, other in zip(read_metrics(one), read_metrics(two), strict=True):
+    rows = zip(read_metrics(one), read_metrics(two), strict=True)
+    for bar, (row, other) in zip((1e-5, 1e-4), rows):  # the second one's is after an 8-bit update
         for key in "loss", "grad_norm":
-            assert row[key] > 0 and abs(row[key] - other[key]) <= 1e-5 * row[key]
+            assert row[key] > 0 and abs(row[key] - other[key]) <= bar * row[key]
     one, two = (load_file(run / "adapter_model.safetensors") for run in (one, two))
     assert one.keys() == two.keys() and distance(one, two) <= 1e-3 * distance(
         {name: torch.zeros_like(t) for name, t in one.items() if "lora_B" in name},
