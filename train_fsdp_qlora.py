@@ -3616,6 +3616,7 @@ def choose_plan(config, arch, layout, tokens, longest, limit, machine, device, w
             fastest = min(plan.token_seconds for plan in fitting)
             # the first within 2 %: the order is from what keeps most
             plan = next(plan for plan in fitting if plan.token_seconds <= 1.02 * fastest)
+            check_plan(plan, config, arch, layout, limit)
             return use_graphs(plan, arch, layout, machine, limit, capturable)
     smallest = min(plans, key=lambda plan: plan.bytes)
     check_plan(smallest, config, arch, layout, limit)
@@ -3678,7 +3679,6 @@ def agree_on_plan(config, arch, layout, examples, limit, device, kernels):
     with together():
         plan = choose_plan(config, arch, layout, tokens, max(lengths), limit, machine, device,
                            dist.get_world_size(), capturable)  # fmt: skip
-        check_plan(plan, config, arch, layout, limit)
     return plan
 
 
@@ -3696,6 +3696,7 @@ def say_plan(plan, config, limit):
         f" {plan.recomputed} of {plan.n_layers} layers are recomputed"
         + (", from x and the sum after attention" if plan.recomputed and plan.keep_middle else "")
         + (", weights dequantised once a backward" if plan.hold_weights else "")
+        + ("; nothing to offload" if plan.offload_activations and not plan.recomputed else "")
         + ("; the embedding is in host memory" if plan.embedding_on_host else "")
         + ("; CUDA graphs" if plan.graphs else f"; no CUDA graphs: {plan.why_no_graphs}")
         + f"; {1e6 * plan.token_seconds:.3g} us a token predicted")

@@ -32,10 +32,12 @@ def plain_product(layer, group, x):
     weights = script.dequantise_group(layer, group, blank)[:, : group.in_features]
     outputs = []
     for place in group.places:
-        a, b = (adapter[where].view(shape) for where, shape in (
-            parts[place.linear.name, f"lora_{which}.weight"] for which in "AB"))  # fmt: skip
-        added = F.linear(F.linear(x, a), b) * layer.layout.scaling
-        outputs.append(F.linear(x, weights[place.rows]) + added)
+        outputs.append(F.linear(x, weights[place.rows]))
+        name = place.linear.name
+        if (name, "lora_A.weight") in parts:  # the check at start has none
+            a, b = (adapter[where].view(shape) for where, shape in (
+                parts[name, f"lora_{which}.weight"] for which in "AB"))  # fmt: skip
+            outputs[-1] = outputs[-1] + F.linear(F.linear(x, a), b) * layer.layout.scaling
     return outputs
 
 
@@ -45,7 +47,8 @@ def plain_layer(layer, x, bin):
 
     def norm(name, x):
         scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + arch.norm_eps)
-        return layer.vector(name) * (x.float() * scale).to(x.dtype)
+        where, shape = layer.layout.vectors[f"{name}.weight"]
+        return layer.vectors[where].view(shape) * (x.float() * scale).to(x.dtype)
 
     def rotated(x):
         cos, sin = (t[:, None] for t in bin.ropes[layer.rope][:2])

@@ -259,6 +259,20 @@ def test_peer_is_given_chat_rows_to_pack(tmp_path):
     assert own["input_ids"] == [[5, 6, 7] * 40] * 4
 
 
+def test_plain_curve_is_the_scripts(run_main, tmp_path, monkeypatch, read_metrics):
+    """What benchmarks/curves.py compares with, which also passes the check at start."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import curves
+
+    flags = ["--max_steps", 3, "--compute_dtype", "float32", "--batch_size", 4]
+    for name in "ours", "plain":
+        code, _, err = run_main(*flags, "--output_dir", tmp_path / name)
+        assert code == 0, err
+        monkeypatch.setattr(script.DecoderLayer, "forward", curves.plain_layer)
+    ours, plain = ([row["loss"] for row in read_metrics(tmp_path / n)] for n in ("ours", "plain"))
+    assert plain == pytest.approx(ours, rel=1e-5) and plain != ours
+
+
 def test_profile_of_chat_rows_runs(tmp_path, monkeypatch):
     """On a CPU there are no kernels, so that all of a step is idle."""
     monkeypatch.setitem(bench.SHAPES, "demo", (256, 512, 4, 4, 2, 384))

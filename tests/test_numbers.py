@@ -243,7 +243,7 @@ def test_8bit_adam_over_shards_equals_one_process(nproc, worked):
         return torch.cat([got[name] for got in ranks], 1)[:, :n].contiguous().to(DEVICE)
 
     padding = sum(got["0/before"].shape[1] for got in ranks) - n
-    assert (padding > 0) == (nproc == 3)
+    assert padding > 0
     alone = torch.nn.Parameter(whole("0/before"))
     adam = bnb.optim.AdamW8bit([alone], lr=0.0, weight_decay=0.0, min_8bit_size=0)
     for step in range(4):

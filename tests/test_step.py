@@ -378,8 +378,3 @@ def test_families_give_the_same_on_two_processes(name, family_runs, read_metrics
     for bar, (row, other) in zip((1e-5, 1e-4), rows):  # the second one's is after an 8-bit update
         for key in "loss", "grad_norm":
             assert row[key] > 0 and abs(row[key] - other[key]) <= bar * row[key]
-    one, two = (load_file(run / "adapter_model.safetensors") for run in (one, two))
-    assert one.keys() == two.keys() and distance(one, two) <= 1e-3 * distance(
-        {name: torch.zeros_like(t) for name, t in one.items() if "lora_B" in name},
-        {name: t for name, t in one.items() if "lora_B" in name},
-    )

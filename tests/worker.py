@@ -69,16 +69,17 @@ def quantized(job, device):
                 for group in layer.layout.groups:
                     weight = script.dequantise_group(layer, group, blank)
                     nested, start = layer.nested[group.site], 0
-                    for at, (linear, blocks) in enumerate(zip(group.linears, group.blocks)):
+                    for at, place in enumerate(group.places):
+                        blocks, rows = place.blocks, place.rows
                         stop = start + math.ceil((blocks.stop - blocks.start) / 256)
-                        name = f"model.layers.{i}.{linear.name}"
+                        name = f"model.layers.{i}.{place.linear.name}"
                         values = {
                             "packed": layer.nf4.packed[blocks].clone(),
                             "codes": layer.nf4.absmax_codes[blocks].clone(),
                             "nested_absmax": nested.absmax[start:stop].clone(),
                             "nested_code": nested.codes[at].clone(),
                             "offset": nested.offsets[at].clone(),
-                            "dequantized": weight[group.rows(at), : group.in_features].clone(),
+                            "dequantized": weight[rows, : group.in_features].clone(),
                         }
                         start = stop
                         out.update({f"{name}.{key}": value for key, value in values.items()})
