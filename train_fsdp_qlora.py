@@ -43,7 +43,6 @@ import mmap
 import os
 import random
 import re
-import resource
 import shlex
 import shutil
 import socket
@@ -326,6 +325,8 @@ def train(config, device):
     with together():
         examples, data_line = prepare_data(config, directory, tokenizer, arch.vocab_size)
         data_sha256 = digest_examples(examples)
+    if len(set(gather_objects(data_sha256))) > 1:
+        raise Stop(f"--dataset {config.dataset}: not the same rows on all nodes: copy one to all")
     epoch_steps = math.ceil(config.num_epochs * len(examples) / config.batch_size)
     config = dataclasses.replace(config, max_steps=config.max_steps or epoch_steps)
     resume_from = find_checkpoint(config, directory, data_sha256) if config.resume else None
@@ -369,7 +370,7 @@ def train(config, device):
     if resume_from:
         on_rank_0(check_base, directory, offsets)
     described = describe_run(config, plan, base.resolve(), device, examples, offsets, stored, date)
-    on_rank_0(write_text, directory / "train_config.json", json.dumps(described, indent=2))
+    on_rank_0(write_whole, directory / "train_config.json", json.dumps(described, indent=2))
     adapter = Adapter(model, arch, layout, mesh, device)
     if config.adapter == "dora":
         measure_rows(model)
@@ -465,8 +466,8 @@ def read_rows(source):
 
 
 def fix_date(day):
-    """Let chat templates take `day`, YYYY-MM-DD, for today, as those of Llama 3 do who print it: a
-    run that is resumed must see the same rows, and so must all ranks around midnight."""
+    """Let chat templates that print today's date, as Llama 3's does, print `day`, YYYY-MM-DD: a
+    resumed run must see the same rows, and so must all ranks around midnight."""
 
     class RunDay(datetime):
         now = classmethod(lambda cls, tz=None: cls.fromisoformat(day))
@@ -481,14 +482,14 @@ def run_date(config, directory):
     return begun.get("date", time.strftime("%Y-%m-%d"))
 
 
-def render_chat(messages, tokenizer):
-    """A conversation as text, with the (start, end) characters of what the assistant says.
+def encode_chat(messages, tokenizer):
+    """A conversation as (input_ids, labels); what the assistant says is learnt.
 
     Each assistant turn begins after the template's generation prompt and ends where the template
     of the conversation up to it ends, so that its end-of-turn token is learnt.
     """
     template = functools.partial(tokenizer.apply_chat_template, tokenize=False)
-    text, spans = template(messages), []
+    text, spans = template(messages), []  # (start, end) in characters
     for i, message in enumerate(messages):
         if message["role"] == "assistant":
             start = template(messages[:i], add_generation_prompt=True)
@@ -502,43 +503,40 @@ def render_chat(messages, tokenizer):
     if not text.rstrip().endswith(tokenizer.eos_token) and spans[-1][1] == len(text):
         text += tokenizer.eos_token
         spans[-1] = (spans[-1][0], len(text))
-    return text, spans
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids = encoded["input_ids"]
+    labels = [  # by overlap: a token may begin with the space before the turn
+        token if any(a < end and b > start for start, end in spans) else IGNORE
+        for token, (a, b) in zip(ids, encoded["offset_mapping"])
+    ]
+    return ids, labels
 
 
 def encode_row(row, tokenizer):
     """One row as (input_ids, labels), two lists; labels are IGNORE where nothing is learnt."""
-    eos = [tokenizer.eos_token_id]
     for name in ("prompt", "completion", "text"):
         if name in row and not isinstance(row[name], str):
             raise ValueError(f"{name} is {type(row[name]).__name__}, want a string")
+    if "messages" in row:
+        if not tokenizer.chat_template:
+            raise ValueError("has messages, but the tokenizer has no chat template")
+        return encode_chat(row["messages"], tokenizer)
+    eos = [tokenizer.eos_token_id]
 
-    def without_eos(ids):
+    def tokenize(text, **options):  # tokenizers put BOS in front, if they have one; some append EOS
+        ids = tokenizer(text, **options)["input_ids"]
         while ids[-1:] == eos:
             ids = ids[:-1]
         return ids
 
-    if "messages" in row:
-        if not tokenizer.chat_template:
-            raise ValueError("has messages, but the tokenizer has no chat template")
-        text, spans = render_chat(row["messages"], tokenizer)
-        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        ids = encoded["input_ids"]
-        labels = [  # by overlap: a token may begin with the space before the turn
-            token if any(a < end and b > start for start, end in spans) else IGNORE
-            for token, (a, b) in zip(ids, encoded["offset_mapping"])
-        ]
-        return ids, labels
-    # tokenizers put BOS in front, if they have one; some append EOS too, others do not
     if "prompt" in row and "completion" in row:
-        prompt = without_eos(tokenizer(row["prompt"])["input_ids"])
-        completion = tokenizer(row["completion"], add_special_tokens=False)["input_ids"]
-        completion = without_eos(completion) + eos
+        prompt = tokenize(row["prompt"])
+        completion = tokenize(row["completion"], add_special_tokens=False) + eos
         return prompt + completion, [IGNORE] * len(prompt) + completion
     if "text" in row:
-        if not row["text"].strip():
-            return [], []  # else it would be learnt to stop at once
-        ids = without_eos(tokenizer(row["text"])["input_ids"]) + eos
-        return ids, list(ids)
+        # without text EOS would be learnt alone: to stop at once
+        ids = tokenize(row["text"]) + eos if row["text"].strip() else []
+        return ids, ids
     raise ValueError(f"has {sorted(row)}; want prompt and completion, text, or messages")
 
 
@@ -554,12 +552,9 @@ def encode_dataset(rows, tokenizer, max_seq_len, source):
         except Exception as e:  # the chat template's own errors are jinja2's
             raise ValueError(f"{source} row {number}: {e}")
         cut += len(ids) > max_seq_len
-        ids, labels = ids[:max_seq_len], labels[:max_seq_len]
-        # the first token has no predecessor to be predicted from
-        if any(label != IGNORE for label in labels[1:]):
-            examples.append(
-                (torch.tensor(ids, dtype=torch.int32), torch.tensor(labels, dtype=torch.int32))
-            )
+        ids, labels = torch.tensor([ids[:max_seq_len], labels[:max_seq_len]], dtype=torch.int32)
+        if (labels[1:] != IGNORE).any():  # the first token has no predecessor to be predicted from
+            examples.append((ids, labels))
     if not examples:
         raise ValueError(f"{source}: none of its {len(rows)} rows has anything to learn")
     return examples, cut, len(rows) - len(examples)
@@ -698,7 +693,7 @@ def make_bin(batch, micro_batch, rank, step_key, run):
     position_ids = torch.arange(n_tokens) - starts[:-1].repeat_interleave(starts.diff())
     seeds = mix(step_key + torch.tensor([*mine, *[-1] * (len(lengths) - len(mine))]))
     same = len(set(lengths)) == 1
-    if run.plan.graphs and not same:  # one graph serves several numbers of documents, and longest ones
+    if run.plan.graphs and not same:  # one graph serves several numbers of documents
         longest = 2 ** (longest - 1).bit_length()
         spare = 2 ** len(lengths).bit_length() - len(lengths)
         starts = F.pad(starts, (0, spare), value=n_tokens)
@@ -856,24 +851,24 @@ TIMEOUT = timedelta(hours=1)  # a node may be slow to read a model that another 
 
 
 def init_distributed():
-    """Join torchrun's processes, or be the only one; returns this rank's device."""
+    """Join torchrun's processes, or be the only one. Returns this rank's device."""
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    cuda = torch.cuda.is_available()
-    if cuda and local_rank >= torch.cuda.device_count():
-        sys.exit(f"rank on GPU {local_rank}, but there are {torch.cuda.device_count()} GPUs")
-    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    options = {"backend": "cpu:gloo,cuda:nccl" if cuda else "gloo", "timeout": TIMEOUT}
+    options = {"backend": "gloo", "timeout": TIMEOUT}
     if "RANK" not in os.environ:  # plain `python`: no rendezvous needed
         options.update(store=dist.HashStore(), rank=0, world_size=1)
-    if cuda:
+    if torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            sys.exit(f"rank on GPU {local_rank}, but there are {torch.cuda.device_count()} GPUs")
+        device = torch.device("cuda", local_rank)
+        options.update(backend="cpu:gloo,cuda:nccl", device_id=device)
         # tensors of all sizes come and go, and gaps between fixed segments cannot be joined
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         torch.cuda.set_device(device)
-        options["device_id"] = device
         torch.set_num_threads(1)  # what the host computes is small: waking threads takes longer
     else:  # torchrun allows each process one thread; share the cores instead
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world_size))
+        device = torch.device("cpu")
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
     dist.init_process_group(**options)
     transformers.utils.logging.disable_progress_bar()
     if local_rank:  # one rank of a machine shows how the Hub's downloads go
@@ -887,7 +882,12 @@ def is_rank_0():
     return int(os.environ.get("RANK", 0)) == 0
 
 
-def say(message=""):
+def this_rank():
+    """What errors call this process."""
+    return f"rank {dist.get_rank()} on {socket.gethostname()}"
+
+
+def say(message):
     """Print from rank 0."""
     if is_rank_0():
         tqdm.write(message)
@@ -901,12 +901,11 @@ def all_gather(tensor, group=None):
     return rows
 
 
-def gather_texts(text):
-    """Every rank's text, in rank order. All ranks must call this."""
-    data = torch.tensor(list(text.encode()), dtype=torch.uint8)
-    sizes = all_gather(torch.tensor(data.numel())).tolist()
-    rows = all_gather(F.pad(data, (0, max(sizes) - data.numel())))
-    return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes)]
+def gather_objects(value):
+    """Every rank's value, in rank order. All ranks must call this."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 class Stop(Exception):
@@ -929,70 +928,61 @@ def together():
         error = " ".join(str(e).split())
         if not error or not isinstance(e, (ValueError, OSError)):
             error = f"{type(e).__name__}: {error}"
-    failed = [e for e in gather_texts(error) if e]
+    failed = [e for e in gather_objects(error) if e]
     if failed:
         raise Stop(failed[0])
 
 
 def on_rank_0(function, *args):
-    """Run `function` on rank 0 alone; a text it returns goes to all. All ranks must call this."""
-    text = None
+    """Run `function` on rank 0 alone; all get what it returns. All ranks must call this."""
+    value = None
     with together():
         if dist.get_rank() == 0:
-            text = function(*args)
-    return gather_texts(text or "")[0]
+            value = function(*args)
+    return gather_objects(value)[0]
 
 
 def check_same(config):
-    """Stop unless every rank runs the same flags, script and versions. All ranks must call this."""
-    versions = {m.__name__: m.__version__ for m in LIBRARIES}
-    versions["python"] = "{}.{}".format(*sys.version_info)
-    script = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
-    mine = {"host": socket.gethostname(), "script": script, "versions": versions}
-    mine["flags"] = {name: str(value) for name, value in vars(config).items()}
-    first, *others = map(json.loads, gather_texts(json.dumps(mine)))
-    for rank, other in enumerate(others, 1):
-        who = f"rank {rank} on {other['host']}"
-        if other["script"] != first["script"]:
-            raise Stop(f"{who} runs another version of {Path(__file__).name} than rank 0 on"
-                       f" {first['host']}: copy one to all nodes")
-        for name, value in first["versions"].items():
-            if other["versions"][name] != value:
-                raise Stop(f"{who} has {name} {other['versions'][name]}, rank 0 on {first['host']}"
-                           f" {value}: install the same on all nodes")
-        for name, value in first["flags"].items():
-            if other["flags"][name] != value:
-                raise Stop(f"{who} runs --{name} {other['flags'][name]}, rank 0 on {first['host']}"
-                           f" --{name} {value}: start all nodes with the same command")
+    """Stop unless every rank runs the same script, versions and flags. All ranks must call this."""
+    script, python = Path(__file__), "python {}.{}".format(*sys.version_info)
+    facts = [(f"runs a script with SHA-256 {digest(script)}",
+              f"another version of {script.name}, copy one to all nodes")]
+    for version in [*(f"{m.__name__} {m.__version__}" for m in LIBRARIES), python]:
+        facts.append((f"has {version}", "install the same on all nodes"))
+    for name, value in vars(config).items():
+        facts.append((f"runs --{name} {value}", "start all nodes with the same command"))
+    (first, first_facts), *others = gather_objects((this_rank(), facts))
+    for other, other_facts in others:
+        for (fact, remedy), (other_fact, _) in zip(first_facts, other_facts):
+            if other_fact != fact:
+                raise Stop(f"{other} {other_fact}, {first} {fact}: {remedy}")
 
 
 def open_output(config):
     """Make the output directory, which all ranks must see: each writes its part of a checkpoint.
     All ranks must call this."""
     directory = Path(config.output_dir)
-    mark = directory / ".opened"  # rank 0 writes it, the others look for it
 
     def make():
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as e:
             raise ValueError(f"--output_dir {directory}: cannot be made: {e}; name another")
-        used = [p.name for p in directory.iterdir() if p.name.startswith(("adapter_", "checkpoint-"))]
+        used = [*directory.glob("adapter_*"), *directory.glob("checkpoint-*")]
         if used and not config.resume:
-            raise ValueError(f"--output_dir {directory} holds a run already ({used[0]}): add --resume"
-                             " to continue it, or name another directory")
+            raise ValueError(f"--output_dir {directory} holds a run already ({used[0].name}): add"
+                             " --resume to continue it, or name another directory")
         for torn in directory.glob(".checkpoint-*.part"):  # of a run that ended while saving
             shutil.rmtree(torn)
-        text = f"{socket.gethostname()} {time.time_ns()}"
-        write_text(mark, text)
-        return text
+        mark = directory / f".opened-on-{socket.gethostname()}-{time.time_ns()}"
+        mark.touch()
+        return mark
 
-    want = on_rank_0(make)
+    mark = on_rank_0(make)
     with together():
-        if not mark.is_file() or mark.read_text() != want:
-            raise ValueError(f"--output_dir {directory}: rank {dist.get_rank()} on"
-                             f" {socket.gethostname()} does not see what rank 0 wrote there on"
-                             f" {want.split()[0]}: name a directory that all nodes share")
+        if not mark.is_file():
+            raise ValueError(f"--output_dir {directory}: {this_rank()} does not see {mark.name},"
+                             " which rank 0 wrote there: name a directory that all nodes share")
     on_rank_0(mark.unlink)
     return directory
 
@@ -1011,76 +1001,72 @@ def limit_memory(config, device):
             if limit:
                 torch.cuda.set_per_process_memory_fraction(limit / total)
             limit = limit or free
-    return min(int(text) for text in gather_texts(str(limit)))
+    return min(gather_objects(limit))
 
 
-def memory_gib(device):
-    """Now and peak: allocated on a GPU, else the resident memory of the process (peak twice)."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated() / 2**30, torch.cuda.max_memory_allocated() / 2**30
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    return peak, peak
+def proc_bytes(file, name):
+    """A size that a file of /proc names, in bytes; inf where there is no /proc, as on macOS."""
+    path = Path("/proc", file)
+    sizes = re.findall(rf"{name}:\s*(\d+) kB", path.read_text()) if path.is_file() else ["inf"]
+    return float(sizes[0]) * 2**10
 
 
 def host_memory():
-    """This process's resident bytes now and at their peak; None where there is no /proc."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return None
-    sizes = dict(line.split(":") for line in lines if line.startswith(("VmRSS", "VmHWM")))
-    return tuple(int(sizes[name].split()[0]) * 2**10 for name in ("VmRSS", "VmHWM"))
+    """This process's resident bytes now and at their peak."""
+    return proc_bytes("self/status", "VmRSS"), proc_bytes("self/status", "VmHWM")
 
 
 def host_share():
     """Bytes of this machine's free memory for each of its processes."""
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.is_file():
-        return math.inf
-    lines = dict(line.split(":") for line in meminfo.read_text().splitlines())
-    available = int(lines["MemAvailable"].split()[0]) * 2**10
-    return available / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return proc_bytes("meminfo", "MemAvailable") / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def memory_gib(device):
+    """Now and at the peak: allocated on a GPU, else the resident memory of the process."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated() / 2**30, torch.cuda.max_memory_allocated() / 2**30
+    now, peak = host_memory()
+    return now / 2**30, peak / 2**30
 
 
 def say_loading(before, seconds, n_bytes):
     """`before` is host_memory() at the start. All ranks must call this."""
-    text, after = f"{n_bytes / 1e9:.3f} GB at {n_bytes / 1e9 / seconds:.2f} GB/s", host_memory()
-    if after:  # the peak may be from before: no more than this
-        text += f" with at most {(after[1] - before[0]) / 2**30:.2f} GiB more host memory"
-    say(f"weights loaded in {seconds:.2f} s; each rank: " + ", ".join(gather_texts(text)))
+    more = (host_memory()[1] - before[0]) / 2**30  # the peak may be from before
+    texts = gather_objects(f"{n_bytes / 1e9:.3f} GB at {n_bytes / 1e9 / seconds:.2f} GB/s with at"
+                           f" most {more:.2f} GiB more host memory")
+    say(f"weights loaded in {seconds:.2f} s; each rank: {', '.join(texts)}")
 
 
 def say_memory(when, device):
     """All ranks must call this."""
     now, peak = memory_gib(device)
     kind = "GPU memory" if device.type == "cuda" else "host memory"
-    texts = gather_texts(f"{now:.2f} (peak {peak:.2f})")
-    say(f"{kind} per rank {when}, GiB: " + ", ".join(texts))
+    texts = gather_objects(f"{now:.2f} (peak {peak:.2f})")
+    say(f"{kind} per rank {when}, GiB: {', '.join(texts)}")
 
 
 def say_out_of_memory(error, config, device):
     """One line from the rank that it happened to, whether on its GPU or on the host."""
-    helps = [flag for flag, is_on in (
-        ("--reshard_after_forward", config.reshard_after_forward),
-        ("--recompute all", config.recompute == "all"),
-        ("--offload_activations", config.offload_activations),
-        ("--offload_params", config.offload_params),
-        ("a smaller --micro_batch_tokens", False),
-        ("a shorter --max_seq_len", False),
-    ) if not is_on]  # fmt: skip
-    where = getattr(error, "where", "outside of the steps (loading or saving)")
-    details = "".join(f", {found[1]} {what}" for what, pattern in (
-        ("more asked for", r"Tried to allocate ([\d.]+ \w+)"),
-        ("in gaps", r"([\d.]+ \w+) is reserved by PyTorch but unallocated"),
-    ) if (found := re.search(pattern, str(error))))  # fmt: skip
-    text = (f"rank {dist.get_rank()} on {socket.gethostname()} ran out of memory {where}; peak"
-            f" {memory_gib(device)[1]:.2f} GiB allocated{details}; try, in this order:"
-            f" {', '.join(helps)}")
     if isinstance(error, MemoryError):
-        text = (f"rank {dist.get_rank()} on {socket.gethostname()}:"
-                f" {error or 'no host memory left'}; offload less")
+        text = f": {error or 'no host memory left'}; offload less"
+    else:
+        is_on = {
+            "--reshard_after_forward": config.reshard_after_forward,
+            "--recompute all": config.recompute == "all",
+            "--offload_activations": config.offload_activations,
+            "--offload_params": config.offload_params,
+        }
+        helps = [flag for flag in is_on if not is_on[flag]]
+        helps += ["a smaller --micro_batch_tokens", "a shorter --max_seq_len"]
+        where = getattr(error, "where", "outside of the steps (loading or saving)")
+        text = f" ran out of memory {where}; peak {memory_gib(device)[1]:.2f} GiB allocated"
+        if asked := re.search(r"Tried to allocate ([\d.]+ \w+)", str(error)):
+            text += f", {asked[1]} more asked for"
+        if gaps := re.search(r"([\d.]+ \w+) is reserved by PyTorch but unallocated", str(error)):
+            text += f", {gaps[1]} in gaps"
+        text += f"; try, in this order: {', '.join(helps)}"
     # on a new line: rank 0 may have drawn a progress bar on this one
-    print(f"\nerror: {text}", file=sys.stderr, flush=True)
+    print(f"\nerror: {this_rank()}{text}", file=sys.stderr, flush=True)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1125,7 +1111,7 @@ def verify_model(model, plan):
     tables = {id(t): t.nbytes for t in (model.embedding, model.head, model.norm)}
     n_bytes["other frozen"] += sum(tables.values())
     text = ", ".join(f"{kind} {n / 2**30:.3f}" for kind, n in n_bytes.items())
-    for rank, line in enumerate(gather_texts(text)):
+    for rank, line in enumerate(gather_objects(text)):
         say(f"rank {rank} holds, GiB: {line}")
 
 
@@ -1135,7 +1121,7 @@ def open_metrics(directory, done):
 
     path = directory / "metrics.jsonl"
     kept = path.read_text().splitlines(True) if done and path.is_file() else []
-    write_text(path, "".join(kept[:done]))
+    write_whole(path, "".join(kept[:done]))
     return path.open("a"), SummaryWriter(directory / "tensorboard", purge_step=done + 1)
 
 
@@ -1519,8 +1505,9 @@ def mlp_backward(run, kept, grad):
     kept.activated = kept.branch = None
     # in place; as two tensors, whose columns one kernel can then read and write at once
     gate_backward(*kept.gate_up.chunk(2, -1), upstream, arch.activation)
-    upstream = product_backward(run, gate_up, kept.inputs, kept.gate_up)
-    return norm_gradient(run, arch.mlp_norm, kept.source, upstream, grad)
+    del upstream
+    grad_inputs = product_backward(run, gate_up, kept.inputs, kept.gate_up)
+    return norm_gradient(run, arch.mlp_norm, kept.source, grad_inputs, grad)
 
 
 def kept_values(arch, layout, keeps):
@@ -1549,7 +1536,7 @@ def live_bytes(arch, layout, plan, keeps):
     # the MLP: the gradient of its inner values, with down's weight; then that of its input, with
     # gate and up's
     first = t * (down * (1 + again) + hidden) * item + w_down + hold * w_gate_up
-    second = t * (gate_up + down) * item + w_gate_up + hold * w_down
+    second = t * gate_up * item + w_gate_up + hold * w_down
     mlp = again * t * (layout.groups[2].out_features + gate_up) * item + max(first, second)
     mlp += 2 * n * hidden * item
     # attention: all that it keeps, and its gradients; some kernels add up query's in fp32
@@ -2206,7 +2193,7 @@ def why_no_triton():
     """Why Triton's kernels cannot be used on this machine, or "". They are compiled at their first
     use, which takes a C compiler and Python's headers, and must give what others give."""
     if not torch.cuda.is_available() or triton is None:
-        return "there is no GPU" if triton is None else "there is no Triton"
+        return "there is no Triton" if torch.cuda.is_available() else "there is no GPU"
     weight = torch.randn(256, 256, dtype=torch.bfloat16, device="cuda")
     packed, state = bnb.functional.quantize_4bit(
         weight, blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
@@ -2504,17 +2491,108 @@ class HeadLoss(torch.autograd.Function):
 
 
 @dataclasses.dataclass(frozen=True)
-class Linear:
-    name: str            # below the layer, as transformers and checkpoints name it
-    out_features: int
-    in_features: int
-    bias: bool = False
+class Family:
+    """How a model type differs from Llama. "config.x": the config's x, None if it declares none."""
+
+    norm: str = "rms"  # a kind of norm_of; of the final norm, q_norm and k_norm too
+    norm_eps: float | str = "config.rms_norm_eps"
+    attention_norm: str | None = "input_layernorm"  # its name below the layer; None: there is none
+    attention_post_norm: str | None = None  # of what attention returns
+    mlp_norm: str | None = "post_attention_layernorm"
+    mlp_post_norm: str | None = None  # of what the MLP returns
+    parallel: bool = False  # the MLP reads attention's normed input and both are added
+    activation: str = "config.hidden_act"  # a key of ACTIVATIONS
+    qkv_bias: bool | str = "config.attention_bias"
+    out_bias: bool | str = "config.attention_bias"
+    mlp_bias: bool | str = "config.mlp_bias"
+    fused_qkv: bool = False  # one linear "qkv_proj"
+    fused_gate_up: bool = False  # one linear "gate_up_proj"
+    qk_norm: str | None = None  # weight: "head" [head_dim], "heads" [heads, head_dim], "full" [all]
+    qk_norm_if: bool | str = True  # where a config can switch it off
+    q_norm: str | None = "self_attn.q_norm"  # None in an Architecture without qk_norm
+    k_norm: str | None = "self_attn.k_norm"
+    qk_norm_after_rotary: bool = False
+    rotary_interleaved: bool = False  # pairs (0, 1), (2, 3), .. instead of halves
+    partial_rotary: bool = False  # partial_rotary_factor of rope_parameters counts
+    ropes_by_layer_type: bool = False  # rope_parameters has an entry for each layer type
+    ntk_alpha: bool = False  # alpha of rope_parameters counts, whatever the length
+    no_rotary: str | None = None  # layers without: those of "no_rope_layers", "full" ones, or with
+    #                               "full_if_window" full ones if the model has a window at all
+    window: str | None = None  # layers with a sliding window: "all", or those of "layer_types"
+    attention_scale: float | str | None = None  # None: head_dim ** -0.5
+    query_scalar: float | str | None = None  # attention_scale = this ** -0.5
+    attention_softcap: float | str | None = None
+    logits_softcap: float | str | None = None
+    query_temperature: bool | tuple = False  # beta, n: q *= 1 + beta * log(1 + position // n)
+    sqrt_embedding: bool = False  # embedding_multiplier = hidden_size ** 0.5
+    embedding_multiplier: float | str = 1.0  # round it to the embedding's dtype first (Gemma)
+    residual_multiplier: float | str = 1.0  # on what attention and the MLP add, after post-norms
+    logits_multiplier: float | str = 1.0
+    logits_divisor: float | str = 1.0
+    attention_dropout: float | str = "config.attention_dropout"
+    residual_dropout: float | str = 0.0  # on what o_proj and down_proj return
+
+
+POST_NORMS = dict(attention_norm=None, attention_post_norm="post_attention_layernorm",
+                  mlp_norm=None, mlp_post_norm="post_feedforward_layernorm")
+GEMMA = dict(norm="rms_plus_one", sqrt_embedding=True)
+GEMMA2 = GEMMA | POST_NORMS | dict(
+    attention_norm="input_layernorm", mlp_norm="pre_feedforward_layernorm", window="layer_types",
+    activation="config.hidden_activation", query_scalar="config.query_pre_attn_scalar")
+COHERE = dict(norm="layer", norm_eps="config.layer_norm_eps", mlp_norm="input_layernorm",
+              parallel=True, rotary_interleaved=True, logits_multiplier="config.logit_scale")
+OLMO2 = POST_NORMS | dict(norm="rms_fp32", qk_norm="full")
+GLM = dict(out_bias=False, fused_gate_up=True, rotary_interleaved=True, partial_rotary=True)
+FAMILIES = {
+    "llama": Family(),
+    "mistral": Family(window="all"),
+    "ministral": Family(window="layer_types"),
+    "ministral3": Family(window="all", query_temperature=True),
+    "qwen2": Family(qkv_bias=True, window="layer_types"),
+    "qwen3": Family(qk_norm="head", window="layer_types"),
+    "phi3": Family(fused_qkv=True, fused_gate_up=True, partial_rotary=True, window="all"),
+    "gemma": Family(**GEMMA),
+    "gemma2": Family(**GEMMA2, attention_softcap="config.attn_logit_softcapping",
+                     logits_softcap="config.final_logit_softcapping"),
+    "gemma3_text": Family(**GEMMA2, qk_norm="head", ropes_by_layer_type=True),
+    "granite": Family(attention_scale="config.attention_multiplier",
+                      embedding_multiplier="config.embedding_multiplier",
+                      residual_multiplier="config.residual_multiplier",
+                      logits_divisor="config.logits_scaling"),
+    "cohere": Family(**COHERE, qk_norm="heads", qk_norm_if="config.use_qk_norm"),
+    "cohere2": Family(**COHERE, no_rotary="full", window="layer_types"),
+    "olmo2": Family(**OLMO2),
+    "olmo3": Family(**OLMO2, ropes_by_layer_type=True, window="layer_types"),
+    "smollm3": Family(no_rotary="no_rope_layers", window="layer_types"),
+    "glm": Family(**GLM),
+    "glm4": Family(**GLM, attention_post_norm="post_self_attn_layernorm",
+                   mlp_post_norm="post_mlp_layernorm"),
+    "ernie4_5": Family(qkv_bias="config.use_bias", out_bias="config.use_bias",
+                       mlp_bias="config.use_bias", rotary_interleaved=True),
+    "seed_oss": Family(out_bias="config.attention_out_bias",
+                       residual_dropout="config.residual_dropout"),
+    "exaone4": Family(**POST_NORMS, qk_norm="head", window="layer_types",
+                      no_rotary="full_if_window"),
+    "hunyuan_v1_dense": Family(qk_norm="head", qk_norm_after_rotary=True, ntk_alpha=True,
+                               q_norm="self_attn.query_layernorm",
+                               k_norm="self_attn.key_layernorm"),
+}
+MULTIMODAL = {"gemma3": ("gemma3_text",), "mistral3": ("mistral", "ministral3")}  # outer: text's
 
 
 @dataclasses.dataclass(frozen=True)
-class Architecture:
-    """One model, resolved from its config; what a layer computes follows from this alone."""
-    family: str                      # model_type of the text model
+class Linear:
+    name: str  # below the layer, as transformers and checkpoints name it
+    out_features: int
+    in_features: int
+    bias: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Architecture(Family):
+    """A family's record with one model's values; what a layer computes follows from this alone."""
+
+    family: str  # model_type of the text model
     n_layers: int
     hidden_size: int
     intermediate_size: int
@@ -2522,40 +2600,18 @@ class Architecture:
     n_kv_heads: int
     head_dim: int
     vocab_size: int
-    qkv: tuple[Linear, ...]          # their outputs, concatenated, are q, k, v
-    out: tuple[Linear, ...]
-    gate_up: tuple[Linear, ...]      # their outputs, concatenated, are gate, up
-    down: tuple[Linear, ...]
-    activation: str                  # a value of ACTIVATIONS
-    norm: str                        # see Family.norm; of the final norm, q_norm, k_norm too
-    norm_eps: float
-    attention_norm: str | None       # names below the layer; None: there is none
-    attention_post_norm: str | None
-    mlp_norm: str | None
-    mlp_post_norm: str | None
-    parallel: bool                   # the MLP reads attention's normed input and both are added
-    q_norm: str | None
-    k_norm: str | None
-    qk_norm: str | None              # None, "head", "full" or "heads": see Family.qk_norm
-    qk_norm_after_rotary: bool
-    rotary_dim: int                  # the first dimensions of a head that are rotated
-    rotary_interleaved: bool         # pairs (0, 1), (2, 3), .. instead of halves
-    ropes: tuple[dict, ...]          # settings for rope_frequencies, one for each kind of rotary
-    layer_rope: tuple[int | None, ...]    # for each layer which of `ropes`; None: no rotary
-    layer_window: tuple[int | None, ...]  # a query sees this many keys, itself included; None: all
-    attention_scale: float
-    attention_softcap: float | None
-    logits_softcap: float | None
-    query_temperature: tuple | None  # (beta, length): q *= 1 + beta * log(1 + position // length)
-    embedding_multiplier: float      # round it to the embedding's dtype first (Gemma)
-    residual_multiplier: float       # on what attention and the MLP add, after their post-norms
-    logits_multiplier: float
-    attention_dropout: float
-    residual_dropout: float          # on what o_proj and down_proj return
+    qkv: list[Linear]  # their outputs, concatenated, are q, k, v
+    out: list[Linear]
+    gate_up: list[Linear]  # their outputs, concatenated, are gate, up
+    down: list[Linear]
+    rotary_dim: int  # the first dimensions of a head that are rotated
+    ropes: list[dict]  # settings for rope_frequencies, one for each kind of rotary
+    layer_rope: list[int | None]  # for each layer which of `ropes`; None: no rotary
+    layer_window: list[int | None]  # a query sees this many keys, itself included; None: all
     tied: bool
-    module_prefix: str               # module = module_prefix + f"layers.{i}." + name
-    checkpoint_prefixes: tuple[str, ...]  # the same in files; tried in turn
-    head_names: tuple[str, ...]      # the head's weight in files; tried in turn
+    module_prefix: str  # module = module_prefix + f"layers.{i}." + name
+    checkpoint_prefixes: list[str]  # the same in files; tried in turn
+    head_names: list[str]  # the head's weight in files; tried in turn
 
     @property
     def linears(self):
@@ -2566,135 +2622,28 @@ class Architecture:
         """{name below the layer: shape} of all of a layer's parameters but its linears' weights."""
         norms = self.attention_norm, self.attention_post_norm, self.mlp_norm, self.mlp_post_norm
         shapes = {f"{name}.weight": (self.hidden_size,) for name in norms if name}
-        for name, heads in ((self.q_norm, self.n_heads), (self.k_norm, self.n_kv_heads)):
-            if name:
+        if self.qk_norm:
+            for name, heads in ((self.q_norm, self.n_heads), (self.k_norm, self.n_kv_heads)):
                 shapes[f"{name}.weight"] = {
                     "head": (self.head_dim,), "heads": (heads, self.head_dim),
                     "full": (heads * self.head_dim,)}[self.qk_norm]
         return shapes | {f"{x.name}.bias": (x.out_features,) for x in self.linears if x.bias}
 
 
-@dataclasses.dataclass(frozen=True)
-class Family:
-    """How a model type differs from Llama. A string in place of a value names a config field."""
-    norm: str = "rms"                # "rms": w * x_hat.to(dtype); "rms_fp32": (w * x_hat) in fp32;
-    #                                  "rms_plus_one": (1 + w) * x_hat in fp32; "layer": LayerNorm's
-    #                                  x_hat, w * x_hat in fp32, no bias
-    norm_eps: str = "rms_norm_eps"
-    norms: tuple = ("input_layernorm", None, "post_attention_layernorm", None)
-    #                                  before and after attention, before and after the MLP
-    qkv_bias: bool | str = False
-    out_bias: bool | str = False
-    mlp_bias: bool | str = False
-    fused_qkv: bool = False          # one linear "qkv_proj"
-    fused_gate_up: bool = False      # one linear "gate_up_proj"
-    parallel: bool = False           # the MLP reads attention's normed input
-    activation: str = "hidden_act"
-    qk_norm: str | None = None       # "head": weight [head_dim]; "full": over all heads' width;
-    #                                  "heads": weight [heads, head_dim], mean over head_dim
-    qk_norm_if: bool | str = True
-    qk_norm_names: tuple = ("self_attn.q_norm", "self_attn.k_norm")
-    qk_norm_after_rotary: bool = False
-    rotary_interleaved: bool = False
-    partial_rotary: bool = False     # partial_rotary_factor of rope_parameters counts
-    ropes_by_layer_type: bool = False     # rope_parameters has an entry for each layer type
-    ntk_alpha: bool = False          # alpha of rope_parameters counts, whatever the length
-    no_rotary: str | None = None     # layers without: "no_rope_layers" (config field), "full", or
-    #                                  "full_if_window": full ones if the model has a window
-    window: str | None = None        # layers with a sliding window: None, "all" or "layer_types"
-    attention_scale: str | None = None    # None: head_dim ** -0.5
-    query_scalar: str | None = None  # scale = this ** -0.5
-    attention_softcap: str | None = None
-    logits_softcap: str | None = None
-    query_temperature: bool = False  # llama_4_scaling_beta of rope_parameters counts
-    sqrt_embedding: bool = False     # embedding times sqrt(hidden_size)
-    embedding_multiplier: float | str = 1.0
-    residual_multiplier: float | str = 1.0
-    logits_multiplier: float | str = 1.0
-    logits_divisor: float | str = 1.0
-    attention_dropout: float | str = "attention_dropout"
-    residual_dropout: float | str = 0.0
-
-
-SANDWICH = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
-            "post_feedforward_layernorm")
-POST_ONLY = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
-LLAMA = Family(qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias")
-QWEN3 = Family(qkv_bias="attention_bias", out_bias="attention_bias", qk_norm="head",
-               window="layer_types")
-GEMMA = Family(norm="rms_plus_one", qkv_bias="attention_bias", out_bias="attention_bias",
-               sqrt_embedding=True)
-GEMMA2 = dataclasses.replace(
-    GEMMA, norms=SANDWICH, activation="hidden_activation", window="layer_types",
-    query_scalar="query_pre_attn_scalar", attention_softcap="attn_logit_softcapping",
-    logits_softcap="final_logit_softcapping")
-GRANITE = dataclasses.replace(
-    LLAMA, attention_scale="attention_multiplier", embedding_multiplier="embedding_multiplier",
-    residual_multiplier="residual_multiplier", logits_divisor="logits_scaling")
-COHERE = Family(norm="layer", norm_eps="layer_norm_eps", parallel=True,
-                norms=("input_layernorm", None, "input_layernorm", None), qkv_bias="attention_bias",
-                out_bias="attention_bias", rotary_interleaved=True, logits_multiplier="logit_scale")
-OLMO2 = Family(norm="rms_fp32", norms=POST_ONLY, qkv_bias="attention_bias",
-               out_bias="attention_bias", qk_norm="full")
-GLM = Family(qkv_bias="attention_bias", fused_gate_up=True, rotary_interleaved=True,
-             partial_rotary=True)
-FAMILIES = {
-    "llama": LLAMA,
-    "internlm3": LLAMA,
-    "iquestcoder": LLAMA,
-    "cwm": Family(mlp_bias="mlp_bias", window="layer_types"),
-    "mistral": Family(window="all"),
-    "ministral": Family(window="layer_types"),
-    "ministral3": Family(window="all", query_temperature=True),
-    "qwen2": Family(qkv_bias=True, window="layer_types"),
-    "qwen3": QWEN3,
-    "phi3": Family(fused_qkv=True, fused_gate_up=True, partial_rotary=True, window="all"),
-    "gemma": GEMMA,
-    "gemma2": GEMMA2,
-    "gemma3_text": dataclasses.replace(GEMMA2, qk_norm="head", ropes_by_layer_type=True,
-                                       attention_softcap=None, logits_softcap=None),
-    "vaultgemma": dataclasses.replace(
-        GEMMA2, norms=("input_layernorm", None, "pre_feedforward_layernorm", None)),
-    "granite": GRANITE,
-    "hyperclovax": dataclasses.replace(
-        GRANITE, logits_divisor=1.0, logits_multiplier="logits_scaling",  # not as Granite
-        norms=("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2")),
-    "cohere": dataclasses.replace(COHERE, qk_norm="heads", qk_norm_if="use_qk_norm"),
-    "cohere2": dataclasses.replace(COHERE, no_rotary="full", window="layer_types"),
-    "olmo2": OLMO2,
-    "olmo3": dataclasses.replace(OLMO2, ropes_by_layer_type=True, window="layer_types"),
-    "smollm3": dataclasses.replace(LLAMA, no_rotary="no_rope_layers", window="layer_types"),
-    "glm": GLM,
-    "glm4": dataclasses.replace(GLM, norms=("input_layernorm", "post_self_attn_layernorm",
-                                            "post_attention_layernorm", "post_mlp_layernorm")),
-    "helium": Family(norm="rms_fp32", qkv_bias="attention_bias", mlp_bias="mlp_bias",
-                     rotary_interleaved=True),
-    "ernie4_5": Family(qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias",
-                       rotary_interleaved=True, attention_dropout=0.0),
-    "seed_oss": Family(qkv_bias="attention_bias", out_bias="attention_out_bias",
-                       mlp_bias="mlp_bias", residual_dropout="residual_dropout"),
-    "exaone4": Family(norms=POST_ONLY, qk_norm="head", no_rotary="full_if_window",
-                      window="layer_types"),
-    "hunyuan_v1_dense": Family(
-        qkv_bias="attention_bias", out_bias="attention_bias", qk_norm="head",
-        qk_norm_names=("self_attn.query_layernorm", "self_attn.key_layernorm"),
-        qk_norm_after_rotary=True, ntk_alpha=True),
-}
-MULTIMODAL = {"gemma3": ("gemma3_text",), "mistral3": ("mistral", "ministral3")}  # outer: text's
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+LAYER_TYPES = {"full_attention", "sliding_attention"}
+ROPE_TYPES = {"default", "linear", "dynamic", "yarn", "longrope", "llama3"}
 ROPE_KEYS = set("""rope_type type rope_theta factor partial_rotary_factor alpha attention_factor
-    original_max_position_embeddings max_position_embeddings beta_fast beta_slow mscale
-    mscale_all_dim truncate short_factor long_factor low_freq_factor high_freq_factor
-    llama_4_scaling_beta""".split())
+    original_max_position_embeddings max_position_embeddings beta_fast beta_slow mscale truncate
+    mscale_all_dim short_factor long_factor low_freq_factor high_freq_factor llama_4_scaling_beta
+    """.split())
 # Fields of config classes that describe_model reads for every family, or that change no output.
 # Any other field that no record names must have its default: it could be a mechanism unknown here.
-KNOWN_FIELDS = set("""vocab_size hidden_size intermediate_size num_hidden_layers head_dim
+KNOWN_FIELDS = set("""vocab_size hidden_size intermediate_size num_hidden_layers head_dim dtype
     num_attention_heads num_key_value_heads tie_word_embeddings rope_parameters layer_types
     sliding_window use_sliding_window max_window_layers sliding_window_pattern no_rope_layers
-    no_rope_layer_interval max_position_embeddings original_max_position_embeddings
-    initializer_range use_cache pad_token_id bos_token_id eos_token_id eod_token_id dtype
-    transformers_version architectures output_hidden_states return_dict id2label label2id
-    problem_type""".split())
+    no_rope_layer_interval max_position_embeddings original_max_position_embeddings use_cache
+    initializer_range pad_token_id bos_token_id eos_token_id eod_token_id transformers_version
+    architectures output_hidden_states return_dict id2label label2id problem_type""".split())
 
 
 def text_config(model_config):
@@ -2707,39 +2656,88 @@ def check_model(model_config):
     outer, c = model_config.model_type, text_config(model_config)
     name = outer if c is model_config else f"{outer} with {c.model_type}"
     if c.model_type not in (MULTIMODAL.get(outer) or FAMILIES):
-        words = ("num_local_experts", "num_experts", "n_routed_experts", "is_encoder_decoder")
+        words = "num_local_experts", "num_experts", "n_routed_experts", "is_encoder_decoder"
         why = [f"{x}={getattr(c, x)}" for x in words if getattr(c, x, None)]
-        why += sorted(set(getattr(c, "layer_types", None) or ())
-                      - {"full_attention", "sliding_attention"})
-        raise ValueError(f"model_type {name} is not supported{' (' * bool(why)}{', '.join(why)}"
-                         f"{')' * bool(why)}: use one of {', '.join([*FAMILIES, *MULTIMODAL])}")
+        why += sorted(set(getattr(c, "layer_types", None) or ()) - LAYER_TYPES)
+        why = f" ({', '.join(why)})" if why else ""
+        raise ValueError(f"model_type {name} is not supported{why}: use one of"
+                         f" {', '.join([*FAMILIES, *MULTIMODAL])}")
     if getattr(c, "is_causal", True) is False:
         raise ValueError(f"{name}: is_causal=False is not supported: only causal attention is")
-    named = {x for x in dataclasses.astuple(FAMILIES[c.model_type]) if isinstance(x, str)}
+    record = vars(FAMILIES[c.model_type]).values()
+    known = KNOWN_FIELDS | {str(value).removeprefix("config.") for value in record}
     for field in dataclasses.fields(c):
         value, default = getattr(c, field.name), field.default
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
-        if field.name not in KNOWN_FIELDS | named and value != default and (value or default):
+        if field.name not in known and value != default and (value or default):
             raise ValueError(f"{name}: {field.name}={value} is not supported, only {default}")
 
 
-def describe_rotary(c, family, head_dim):
-    """(rotary_dim, ropes, layer_rope, layer_window) of a text config; see Architecture."""
-    kinds = getattr(c, "layer_types", None) or ["full_attention"] * c.num_hidden_layers
-    if set(kinds) - {"full_attention", "sliding_attention"} or len(kinds) != c.num_hidden_layers:
-        raise ValueError(f"layer_types has {len(kinds)} entries for {c.num_hidden_layers} layers: "
-                         f"{sorted(set(kinds))}; full_attention and sliding_attention work")
-    window = getattr(c, "sliding_window", None)
+def describe_model(model_config):
+    """The Architecture of a config from AutoConfig; ValueError where no record can express it."""
+    check_model(model_config)
+    c = text_config(model_config)
+    record, values = FAMILIES[c.model_type], {}
+    declared = {field.name for field in dataclasses.fields(c)}
+    for key, value in vars(record).items():
+        if str(value).startswith("config."):
+            name = value.removeprefix("config.")
+            value = getattr(c, name) if name in declared else None
+        values[key] = value
+    family = dataclasses.replace(record, **values)
+    if family.activation not in ACTIVATIONS:
+        raise ValueError(f"{record.activation.removeprefix('config.')} {family.activation} is not"
+                         f" supported: only {', '.join(ACTIVATIONS)}")
+    hidden, inner = c.hidden_size, c.intermediate_size
+    heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
+    if heads % kv_heads:
+        raise ValueError(f"{heads} attention heads are no multiple of {kv_heads} key-value heads")
+    head_dim = getattr(c, "head_dim", None) or hidden // heads
+    values.update(describe_positions(c, family, head_dim))
+    if not (family.qk_norm and family.qk_norm_if):
+        values.update(qk_norm=None, q_norm=None, k_norm=None)
+    if family.query_scalar or family.attention_scale is None:
+        values["attention_scale"] = (family.query_scalar or head_dim) ** -0.5
+    if family.sqrt_embedding:
+        values["embedding_multiplier"] = hidden**0.5
+    values["logits_multiplier"] = family.logits_multiplier / family.logits_divisor
+    values["attention_dropout"] = family.attention_dropout or 0.0
+    qkv = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
+    qkv = {"qkv": sum(qkv.values())} if family.fused_qkv else qkv
+    gate_up = {"gate_up": 2 * inner} if family.fused_gate_up else {"gate": inner, "up": inner}
+    prefixes = ["model."]
+    if c is not model_config:
+        prefixes = ["model.language_model.", "language_model.model."]
+    return Architecture(
+        **values, family=c.model_type, n_layers=c.num_hidden_layers, hidden_size=hidden,
+        intermediate_size=inner, n_heads=heads, n_kv_heads=kv_heads, head_dim=head_dim,
+        vocab_size=c.vocab_size,
+        qkv=[Linear(f"self_attn.{x}_proj", n, hidden, family.qkv_bias) for x, n in qkv.items()],
+        out=[Linear("self_attn.o_proj", hidden, heads * head_dim, family.out_bias)],
+        gate_up=[Linear(f"mlp.{x}_proj", n, hidden, family.mlp_bias) for x, n in gate_up.items()],
+        down=[Linear("mlp.down_proj", hidden, inner, family.mlp_bias)],
+        # mistral3's outer flag is True by default though released models are not tied
+        tied=c.tie_word_embeddings and model_config.tie_word_embeddings,
+        module_prefix=prefixes[0], checkpoint_prefixes=prefixes,
+        head_names=["lm_head.weight", "language_model.lm_head.weight"][: len(prefixes)])
+
+
+def describe_positions(c, family, head_dim):
+    """What an Architecture says of positions: {name of its field: value}, from a text config."""
+    n_layers, window = c.num_hidden_layers, getattr(c, "sliding_window", None)
+    kinds = getattr(c, "layer_types", None) or ["full_attention"] * n_layers
+    if set(kinds) - LAYER_TYPES or len(kinds) != n_layers:
+        raise ValueError(f"layer_types has {len(kinds)} entries for {n_layers} layers:"
+                         f" {sorted(set(kinds))}; full_attention and sliding_attention work")
     slides = [family.window == "all" and window is not None
               or family.window == "layer_types" and kind == "sliding_attention" for kind in kinds]
-    if any(slides) and not (window and getattr(c, "use_sliding_window", True)):
-        raise ValueError(f"layers with a sliding window, but sliding_window={window}, "
-                         f"use_sliding_window={getattr(c, 'use_sliding_window', None)}")
-    rotated = [True] * len(kinds)
-    if family.no_rotary == "no_rope_layers":
-        rotated = c.no_rope_layers
-    elif family.no_rotary == "full" or family.no_rotary == "full_if_window" and window is not None:
+    used = getattr(c, "use_sliding_window", True)
+    if any(slides) and not (window and used):
+        raise ValueError(f"layers with a sliding window, but sliding_window={window},"
+                         f" use_sliding_window={used}")
+    rotated = c.no_rope_layers if family.no_rotary == "no_rope_layers" else [True] * n_layers
+    if family.no_rotary == "full" or family.no_rotary == "full_if_window" and window is not None:
         rotated = slides
     ropes, layer_rope = [], []
     for kind, rotates in zip(kinds, rotated, strict=True):
@@ -2760,76 +2758,16 @@ def describe_rotary(c, family, head_dim):
     if len({x.get("partial_rotary_factor") for x in ropes}) > 1 or int(head_dim * part) % 2 \
             or part != 1.0 and not family.partial_rotary:
         raise ValueError(f"partial_rotary_factor={part} of {head_dim} dimensions is not supported")
-    return (int(head_dim * part), tuple(ropes), tuple(layer_rope),
-            tuple(window if slide else None for slide in slides))
-
-
-def describe_model(model_config) -> Architecture:
-    """Resolve a config, from AutoConfig; ValueError where a layer needs what no record can say."""
-    check_model(model_config)
-    c = text_config(model_config)
-    family = FAMILIES[c.model_type]
-
-    def setting(name):
-        value = getattr(family, name)
-        return getattr(c, value) if isinstance(value, str) else value
-
-    hidden, inner, heads, kv_heads = (c.hidden_size, c.intermediate_size, c.num_attention_heads,
-                                      c.num_key_value_heads)
-    head_dim = getattr(c, "head_dim", None) or hidden // heads
-    if setting("activation") not in ACTIVATIONS:
-        raise ValueError(f"{family.activation} {setting('activation')} is not supported: only "
-                         f"{', '.join(ACTIVATIONS)}")
-    if heads % kv_heads:
-        raise ValueError(f"{heads} attention heads are no multiple of {kv_heads} key-value heads")
-    widths = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
-    qkv = {"qkv": sum(widths.values())} if family.fused_qkv else widths
-    gate_up = {"gate_up": 2 * inner} if family.fused_gate_up else {"gate": inner, "up": inner}
-    qkv_bias, out_bias, mlp_bias = (bool(setting(x)) for x in ("qkv_bias", "out_bias", "mlp_bias"))
-    rotary_dim, ropes, layer_rope, layer_window = describe_rotary(c, family, head_dim)
-    scale = head_dim ** -0.5 if family.attention_scale is None else setting("attention_scale")
-    has_qk_norm = family.qk_norm and setting("qk_norm_if")
-    inside = c is not model_config
-    return Architecture(
-        family=c.model_type, n_layers=c.num_hidden_layers, hidden_size=hidden,
-        intermediate_size=inner, n_heads=heads, n_kv_heads=kv_heads, head_dim=head_dim,
-        vocab_size=c.vocab_size,
-        qkv=tuple(Linear(f"self_attn.{x}_proj", n, hidden, qkv_bias) for x, n in qkv.items()),
-        out=(Linear("self_attn.o_proj", hidden, widths["q"], out_bias),),
-        gate_up=tuple(Linear(f"mlp.{x}_proj", n, hidden, mlp_bias) for x, n in gate_up.items()),
-        down=(Linear("mlp.down_proj", hidden, inner, mlp_bias),),
-        activation=setting("activation"), norm=family.norm,
-        norm_eps=setting("norm_eps"),
-        **dict(zip(("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm"),
-                   family.norms)),
-        parallel=family.parallel, qk_norm=family.qk_norm if has_qk_norm else None,
-        **dict(zip(("q_norm", "k_norm"), family.qk_norm_names if has_qk_norm else (None, None))),
-        qk_norm_after_rotary=family.qk_norm_after_rotary, rotary_dim=rotary_dim,
-        rotary_interleaved=family.rotary_interleaved,
-        ropes=ropes, layer_rope=layer_rope, layer_window=layer_window,
-        attention_scale=setting("query_scalar") ** -0.5 if family.query_scalar else float(scale),
-        attention_softcap=setting("attention_softcap"), logits_softcap=setting("logits_softcap"),
-        query_temperature=family.query_temperature and (
-            ropes[0]["llama_4_scaling_beta"], ropes[0]["original_max_position_embeddings"]) or None,
-        embedding_multiplier=hidden ** 0.5 if family.sqrt_embedding else
-        float(setting("embedding_multiplier")),
-        residual_multiplier=float(setting("residual_multiplier")),
-        logits_multiplier=float(setting("logits_multiplier")) / setting("logits_divisor"),
-        attention_dropout=float(setting("attention_dropout") or 0),
-        residual_dropout=float(setting("residual_dropout") or 0),
-        # mistral3's outer flag is True by default though released models are not tied
-        tied=bool(c.tie_word_embeddings and model_config.tie_word_embeddings),
-        module_prefix="model.language_model." if inside else "model.",
-        checkpoint_prefixes=("model.language_model.", "language_model.model.") if inside else
-        ("model.",),
-        head_names=("lm_head.weight", "language_model.lm_head.weight")[:1 + inside])
+    temperature = family.query_temperature and (
+        ropes[0]["llama_4_scaling_beta"], ropes[0]["original_max_position_embeddings"])
+    return dict(rotary_dim=int(head_dim * part), ropes=ropes, layer_rope=layer_rope,
+                layer_window=[window if slide else None for slide in slides],
+                query_temperature=temperature)
 
 
 def rope_frequencies(rope, arch, max_seq_len, model_config):
     """(fp32 [rotary_dim / 2] inverse frequencies, factor on cos and sin) of one of arch.ropes.
-
-    max_seq_len chooses longrope's factors and dynamic's base once, for all batches.
-    """
+    max_seq_len chooses longrope's factors and dynamic's base once, for all batches."""
     if rope["rope_type"] == "default":
         exponents = torch.arange(0, arch.rotary_dim, 2, dtype=torch.float) / arch.rotary_dim
         return 1.0 / rope["rope_theta"] ** exponents, 1.0
@@ -2860,7 +2798,6 @@ def shrunk_config(model_config):
         c.head_dim = 16
     if getattr(c, "sliding_window", None):
         c.sliding_window = 5
-    n_factors = arch.rotary_dim * 8 // arch.head_dim
     for rope in [c.rope_parameters, *c.rope_parameters.values()]:
         if isinstance(rope, dict) and ("long_factor" in rope or "llama_4_scaling_beta" in rope):
             ratio = c.max_position_embeddings / rope["original_max_position_embeddings"]
@@ -2869,7 +2806,7 @@ def shrunk_config(model_config):
             if hasattr(c, "original_max_position_embeddings"):
                 c.original_max_position_embeddings = 16
             for name in {"short_factor", "long_factor"} & rope.keys():
-                rope[name] = rope[name][:n_factors]
+                rope[name] = rope[name][: arch.rotary_dim * 8 // arch.head_dim]
     c.pad_token_id, c.bos_token_id, c.eos_token_id = None, 1, 2
     return c
 
@@ -2890,15 +2827,13 @@ def model_directory(name, random_weights):
         return path
     if path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ValueError(f"--model {name}: neither a directory nor a Hub id (owner/name)")
-    patterns = ["*.json", "*.model", "*.txt", "*.jinja"]
+    files = ["*.json", "*.model", "*.txt", "*.jinja"] + ["*.safetensors"] * (not random_weights)
     twice = ["consolidated*", "*/*.safetensors"]  # the same weights in another form
     try:  # every rank calls it; the Hub client's file locks let one of a node download
-        files = patterns if random_weights else [*patterns, "*.safetensors"]
-        return Path(huggingface_hub.snapshot_download(
-            name, allow_patterns=files, ignore_patterns=twice
-        ))  # fmt: skip
+        path = huggingface_hub.snapshot_download(name, allow_patterns=files, ignore_patterns=twice)
     except Exception as e:
         raise ValueError(f"--model {name}: not a directory, and the Hub says: {e}")
+    return Path(path)
 
 
 def read_model_config(directory, config):
@@ -2908,28 +2843,21 @@ def read_model_config(directory, config):
             model_config = AutoConfig.for_model(**SHAPES[config.model])
         else:
             model_config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        arch = describe_model(model_config)
     except Exception as e:
         raise ValueError(f"--model {config.model}: {e}")
-    check_quantization(getattr(model_config, "quantization_config", None), config.model)
-    try:
-        arch = describe_model(model_config)
-    except ValueError as e:
-        raise ValueError(f"--model {config.model}: {e}")
+    settings = getattr(model_config, "quantization_config", None)
+    want = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": True}  # fmt: skip
+    for key, value in want.items():
+        if settings and settings.get(key) != value:
+            raise ValueError(f"--model {config.model}: is quantised already, with {key}"
+                             f" {settings.get(key)}; only {value} can be read, so name the original"
+                             " model")
     longest = text_config(model_config).max_position_embeddings
     if longest and config.max_seq_len > longest and config.dataset:
         raise ValueError(f"--max_seq_len {config.max_seq_len}: the model was made for {longest}")
     return model_config, arch
-
-
-def check_quantization(settings, name):
-    """A model that is quantised already must be so as this script does it."""
-    want = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
-            "bnb_4bit_use_double_quant": True}  # fmt: skip
-    for key, value in want.items() if settings else ():
-        if settings.get(key) != value:
-            raise ValueError(f"--model {name}: is quantised already, with {key}"
-                             f" {settings.get(key)}; only {value} can be read, so name the original"
-                             " model")
 
 
 def load_tokenizer(directory):
@@ -2959,183 +2887,147 @@ def weight_files(directory):
     if not file.is_file():
         raise ValueError(f"{directory}: has neither {index.name} nor {file.name}; only safetensors"
                          " are read")
-    try:
-        with safe_open(file, "pt") as tensors:
-            return dict.fromkeys(tensors.keys(), file)
-    except SafetensorError as e:
-        raise ValueError(f"{file}: not a whole safetensors file: {e}")
-
-
-@dataclasses.dataclass(frozen=True)
-class Names:
-    """What a checkpoint calls the tensors that are read: {our name: theirs}, {theirs: shape}."""
-
-    linears: dict  # {(layer, linear's name): name}
-    vectors: dict  # {(layer, name below the layer): name}
-    embedding: str
-    norm: str
-    head: str | None  # None: the embedding
-    shapes: dict
-
-
-def tensor_names(arch, files):
-    """The Names of a checkpoint's tensors; `files` tells which of several spellings it has."""
-    stems = arch.checkpoint_prefixes
-    stem = next((s for s in stems if f"{s}embed_tokens.weight" in files), stems[0])
-    head = next((name for name in arch.head_names if name in files), arch.head_names[0])
-    linears, vectors, shapes = {}, {}, {}
-    for i in range(arch.n_layers):
-        for linear in arch.linears:
-            name = linears[i, linear.name] = f"{stem}layers.{i}.{linear.name}.weight"
-            shapes[name] = (linear.out_features, linear.in_features)
-        for key, shape in arch.vectors.items():
-            name = vectors[i, key] = f"{stem}layers.{i}.{key}"
-            shapes[name] = shape
-    embedding, norm = f"{stem}embed_tokens.weight", f"{stem}norm.weight"
-    shapes[embedding], shapes[norm] = (arch.vocab_size, arch.hidden_size), (arch.hidden_size,)
-    if not arch.tied:
-        shapes[head] = shapes[embedding]
-    return Names(linears, vectors, embedding, norm, None if arch.tied else head, shapes)
+    return {name: file for _, name in tensor_places([file])}
 
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DTYPES = {**FLOATS, "U8": torch.uint8}
 NF4_STATE = "quant_state.bitsandbytes__nf4"  # bitsandbytes' name, behind that of the weight
+Stored = collections.namedtuple("Stored", "dtype shape start stop")  # bytes [start, stop) of a file
+Names = collections.namedtuple("Names", "shapes linears tables in_layers")  # see tensor_names
 
 
-def check_weights(files, shapes):
-    """Every tensor of `shapes` {name: shape} must be in `files`, with that shape. Rank 0 only."""
-    missing = [name for name in shapes if name not in files]
-    if missing:
-        raise ValueError(f"the checkpoint lacks {len(missing)} of {len(shapes)} tensors that its"
-                         f" config.json asks for, the first is {missing[0]}")
-    layers = {name.split(".layers.")[0] for name in shapes if ".layers." in name}
-    extra = [n for n in files if n not in shapes and n.split(".layers.")[0] in layers
-             and ".layers." in n and not n.endswith("inv_freq")]
-    if extra:
-        raise ValueError(f"the checkpoint has {len(extra)} tensors that its config.json knows"
-                         f" nothing of, the first is {extra[0]}")
-    for file in sorted(set(files.values())):
-        try:
-            with safe_open(file, "pt") as tensors:
-                absent = {n for n in shapes if files[n] == file}.difference(tensors.keys())
-                if absent:
-                    raise ValueError(f"{file}: lacks {min(absent)}, which the index puts there")
-                for name in (n for n in tensors.keys() if n in shapes):
-                    stored = tensors.get_slice(name)
-                    shape = tuple(stored.get_shape())
-                    if shapes[name] is not None and shape != tuple(shapes[name]):
-                        raise ValueError(f"{file.name}: {name} has shape {list(shape)}, but"
-                                         f" config.json asks for {list(shapes[name])}")
-                    in_4bit = shapes[name] is None or name.endswith(".absmax")
-                    if stored.get_dtype() not in (DTYPES if in_4bit else FLOATS):
-                        raise ValueError(f"{file.name}: {name} is {stored.get_dtype()}, which is"
-                                         f" not read; {', '.join(FLOATS)} are")
-        except SafetensorError as e:
-            raise ValueError(f"{file}: not a whole safetensors file: {e}")
-
-
-def stored_shapes(files, names):
-    """names.shapes as a checkpoint has them whose linears bitsandbytes has quantised: {name:
-    shape}, None where the shape does not matter."""
-    linears = names.linears.values()
-    plain = [name for name in linears if f"{name}.{NF4_STATE}" not in files]
-    if plain:
-        raise ValueError(f"config.json says that the model is in 4-bit NF4, but {len(plain)} of its"
-                         f" layers' {len(linears)} linears are not, the first is {plain[0]}:"
-                         " name the original model")
-    other = [n for n in files if n.endswith(".absmax") and not n.endswith("nested_absmax")
-             and n.removesuffix(".absmax") not in linears]
-    if other:
-        raise ValueError(f"{other[0]}: only linears of decoder layers can be in 4-bit: name the"
-                         " original model")
-    shapes = dict(names.shapes)
-    for name in linears:
-        n_blocks = math.ceil(math.prod(shapes[name]) / BLOCK)
-        shapes.update({
-            name: None,  # packed, in integers or floats of any size
-            f"{name}.absmax": (n_blocks,),
-            f"{name}.nested_absmax": (math.ceil(n_blocks / NESTED_BLOCK),),
-            f"{name}.nested_quant_map": (256,),
-            f"{name}.quant_map": (16,),
-            f"{name}.{NF4_STATE}": None,
-        })  # fmt: skip
-    return shapes
-
-
-def stored_states(files, names):
-    """What bitsandbytes has stored of each linear's quantisation, {weight name: its JSON object},
-    checked to be what is computed with here."""
-    states, places, shapes = {}, tensor_places(files), names.shapes
-    tables = {"quant_map": nf4_code("cpu"), "nested_quant_map": dynamic_map(torch.device("cpu"))}
-    for file in sorted(set(files.values())):
-        with safe_open(file, "pt") as tensors:
-            for key in tensors.keys():
-                name, _, part = key.partition(".weight.")
-                if part == NF4_STATE:
-                    try:
-                        state = json.loads(bytes(tensors.get_tensor(key).tolist()))
-                    except ValueError as e:
-                        raise ValueError(f"{file}: {key} is not JSON: {e}")
-                    states[f"{name}.weight"] = state
-                # what it stores may be of another version, and then differ in the last bits
-                elif part in tables and not torch.allclose(tensors.get_tensor(key), tables[part]):
-                    raise ValueError(f"{file}: {key} is not the code of bitsandbytes' NF4")
-    for name in names.linears.values():
-        want = {"quant_type": "nf4", "blocksize": BLOCK, "shape": list(shapes[name]),
-                "nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32"}  # fmt: skip
-        for key, value in want.items():
-            if states[name].get(key) != value:
-                raise ValueError(f"{files[name]}: {name} was quantised with {key}"
-                                 f" {states[name].get(key)}, only {value} can be read")
-        _, _, start, stop = places[name]
-        if stop - start != math.prod(shapes[name]) // 2:
-            raise ValueError(f"{files[name]}: {name} has {stop - start} bytes, but"
-                             f" {list(shapes[name])} weights of 4 bits are asked for")
-        for part, dtype in ("absmax", torch.uint8), ("nested_absmax", torch.float32):
-            if places[f"{name}.{part}"][1] != dtype:
-                raise ValueError(f"{files[name]}: {name}.{part} is not {dtype}: without double"
-                                 " quantisation?")
-    return states
-
-
-def check_files(files, names, model_config, compute_dtype):
-    """What is wrong with a checkpoint's tensors, before they are read; returns stored_states of one
-    that is quantised already, else None. All ranks must call this."""
-    if not getattr(model_config, "quantization_config", None):
-        on_rank_0(check_weights, files, names.shapes)
-        return None
-    with together():
-        shapes = stored_shapes(files, names)
-    on_rank_0(check_weights, files, shapes)
-    with together():
-        states = stored_states(files, names)
-    say_stored(states, compute_dtype)
-    return states
-
-
-def say_stored(states, compute_dtype):
-    """Of a model that is quantised already."""
-    dtypes = sorted({state["dtype"] for state in states.values()})
-    say(f"model: quantised already, loaded as it is: {len(states)} linears in NF4")
-    if dtypes != [compute_dtype]:
-        say(f"they were quantised from {', '.join(dtypes)}, to which bitsandbytes dequantises them;"
-            f" here they are dequantised to {compute_dtype}, so that some weights differ by its"
-            " rounding")
-
-
-def tensor_places(files):
-    """Where each tensor's bytes are: {name: (file, dtype, start, stop)}."""
+def tensor_places(paths):
+    """What safetensors files hold, by their headers: {(path, tensor's name): Stored}."""
     places = {}
-    for path in sorted(set(files.values())):
+    for path in set(paths):
+        try:
+            with safe_open(path, "pt"):
+                pass  # it is whole
+        except SafetensorError as e:
+            raise ValueError(f"{path}: not a whole safetensors file: {e}")
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(size))
         header.pop("__metadata__", None)
         for name, tensor in header.items():
             start, stop = (8 + size + offset for offset in tensor["data_offsets"])
-            places[name] = path, DTYPES.get(tensor["dtype"]), start, stop
+            places[path, name] = Stored(tensor["dtype"], tuple(tensor["shape"]), start, stop)
     return places
+
+
+def tensor_names(arch, files):
+    """What a checkpoint calls the tensors that are read: {name: shape} in the order of reading;
+    {name: Linear} of those that are in 4 bits here; the names of embedding and head, of which each
+    rank has its own rows; how the names in layers begin. `files` tells which spelling it has."""
+    stems = arch.checkpoint_prefixes
+    stem = next((s for s in stems if f"{s}embed_tokens.weight" in files), stems[0])
+    head = next((name for name in arch.head_names if name in files), arch.head_names[0])
+    embedding, table = f"{stem}embed_tokens.weight", (arch.vocab_size, arch.hidden_size)
+    shapes, linears = {embedding: table}, {}
+    for i in range(arch.n_layers):
+        for linear in arch.linears:
+            name = f"{stem}layers.{i}.{linear.name}.weight"
+            shapes[name], linears[name] = (linear.out_features, linear.in_features), linear
+        for key, shape in arch.vectors.items():
+            shapes[f"{stem}layers.{i}.{key}"] = shape
+    shapes[f"{stem}norm.weight"] = (arch.hidden_size,)
+    if not arch.tied:
+        shapes[head] = table
+    return Names(shapes, linears, (embedding, head), f"{stem}layers.")
+
+
+def check_files(files, names, model_config, compute_dtype):
+    """Check a checkpoint's tensors before they are read. Returns check_stored's states of a model
+    that is quantised already, else None. All ranks must call this."""
+    with together():
+        wanted = {name: (shape, FLOATS) for name, shape in names.shapes.items()}
+        if not getattr(model_config, "quantization_config", None):
+            check_tensors(files, names, wanted)
+            return None
+        states = check_stored(files, names, wanted)
+        dtypes = sorted({state["dtype"] for state in states.values()})
+    say(f"model: quantised already, loaded as it is: {len(states)} linears in NF4")
+    if dtypes != [compute_dtype]:
+        say(f"they were quantised from {', '.join(dtypes)}, to which bitsandbytes dequantises them;"
+            f" here they are dequantised to {compute_dtype}, so that some weights differ by its"
+            " rounding")
+    return states
+
+
+def check_tensors(files, names, wanted):
+    """The files must have the tensors `wanted`, {name: (shape or None, dtypes)}, and no others in
+    layers. Returns their tensor_places."""
+    missing = [name for name in wanted if name not in files]
+    if missing:
+        raise ValueError(f"the checkpoint lacks {len(missing)} of {len(wanted)} tensors that its"
+                         f" config.json asks for, the first is {missing[0]}")
+    extra = [name for name in files if name.startswith(names.in_layers) and name not in wanted
+             and not name.endswith("inv_freq")]
+    if extra:
+        raise ValueError(f"the checkpoint has {len(extra)} tensors that its config.json knows"
+                         f" nothing of, the first is {extra[0]}")
+    places = tensor_places(files.values())
+    for name, (shape, dtypes) in wanted.items():
+        file = files[name]
+        if (file, name) not in places:
+            raise ValueError(f"{file}: lacks {name}, which the index puts there")
+        stored = places[file, name]
+        if shape not in (None, stored.shape):
+            raise ValueError(f"{file.name}: {name} has shape {list(stored.shape)}, but config.json"
+                             f" asks for {list(shape)}")
+        if stored.dtype not in dtypes:
+            hint = ": without double quantisation?" if name.endswith("absmax") else ""
+            raise ValueError(f"{file.name}: {name} is {stored.dtype}, which is not read;"
+                             f" {', '.join(dtypes)} are{hint}")
+    return places
+
+
+def check_stored(files, names, wanted):
+    """The same where bitsandbytes has quantised the linears, which must be as it is done here.
+    Returns what it has stored of each, {weight's name: its JSON object}."""
+    other = [name for name in names.linears if f"{name}.{NF4_STATE}" not in files]
+    if other:
+        raise ValueError(f"config.json says that the model is in 4-bit NF4, but {len(other)} of its"
+                         f" layers' {len(names.linears)} linears are not, the first is {other[0]}:"
+                         " name the original model")
+    for name in files:
+        if name.endswith(".absmax") and name.removesuffix(".absmax") not in names.linears:
+            raise ValueError(f"{name}: only linears of decoder layers can be in 4-bit: name the"
+                             " original model")
+    for name in names.linears:
+        n_blocks = math.ceil(math.prod(names.shapes[name]) / BLOCK)
+        wanted[name] = None, DTYPES  # packed, in integers or floats of any size
+        wanted[f"{name}.absmax"] = (n_blocks,), ["U8"]
+        wanted[f"{name}.nested_absmax"] = (math.ceil(n_blocks / NESTED_BLOCK),), ["F32"]
+        wanted[f"{name}.quant_map"] = (16,), ["F32"]
+        wanted[f"{name}.nested_quant_map"] = (256,), ["F32"]
+        wanted[f"{name}.{NF4_STATE}"] = None, ["U8"]
+    places, states, cpu = check_tensors(files, names, wanted), {}, torch.device("cpu")
+    tables = {"quant_map": nf4_code(cpu), "nested_quant_map": dynamic_map(cpu)}
+    parts = [f"{name}.{part}" for name in names.linears for part in (NF4_STATE, *tables)]
+    values = file_reader(files, cpu)((part, (1,), range(1)) for part in parts)
+    for name in names.linears:
+        file, shape = files[name], list(names.shapes[name])
+        try:
+            state = states[name] = json.loads(bytes(next(values).tolist()))
+        except ValueError as e:
+            raise ValueError(f"{file}: {name}.{NF4_STATE} is not JSON: {e}")
+        want = {"quant_type": "nf4", "blocksize": BLOCK, "shape": shape,
+                "nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32"}  # fmt: skip
+        for key, value in want.items():
+            if state.get(key) != value:
+                raise ValueError(f"{file}: {name} was quantised with {key} {state.get(key)}, only"
+                                 f" {value} can be read")
+        n_bytes = places[file, name].stop - places[file, name].start
+        if n_bytes != math.prod(shape) // 2:
+            raise ValueError(f"{file}: {name} has {n_bytes} bytes, but {shape} weights of 4 bits"
+                             " are asked for")
+        for part, table in tables.items():
+            # what it stores may be of another version, and then differ in the last bits
+            if not torch.allclose(next(values), table):
+                raise ValueError(f"{file}: {name}.{part} is not the code of bitsandbytes' NF4")
+    return states
 
 
 def read_chunk(path, start, target, staging):
@@ -3161,46 +3053,42 @@ def file_reader(files, device):
 
     Threads read at most READ_AHEAD bytes ahead, with plain reads: a mapping is read one page fault
     at a time, and its pages count as this process's memory. If a read fails, nothing more is read:
-    the tensors are then garbage, so that no rank waits in a collective for this one, and the error
+    the tensors are then zeros, so that no rank waits in a collective for this one, and the error
     is raised after the last.
     """
-    places, staging = tensor_places(files), threading.local()
+    places, staging = tensor_places(files.values()), threading.local()
+    ahead, errors = collections.deque(), []
 
     def prepare_thread():
         if device.type == "cuda":
             torch.cuda.set_device(device)
             staging.buffer = torch.empty(READ_CHUNK, dtype=torch.uint8, pin_memory=True)
 
-    def locate(name, shape, rows):
-        path, dtype, start, stop = places[name]
-        row = (stop - start) // shape[0]  # bytes
-        return path, dtype, start + rows.start * row, len(rows) * row
-
     def begin(pool, path, dtype, start, size):
         target = torch.empty(size, dtype=torch.uint8, device=device)
-        slices = ((start + at, target[at : at + READ_CHUNK]) for at in range(0, size, READ_CHUNK))
-        chunks = [pool.submit(read_chunk, path, at, part, staging) for at, part in slices]
-        return target.view(dtype), chunks
+        slices = [slice(at, at + READ_CHUNK) for at in range(0, 0 if errors else size, READ_CHUNK)]
+        return target.view(dtype), [
+            pool.submit(read_chunk, path, start + s.start, target[s], staging) for s in slices
+        ]
+
+    def finish():
+        target, chunks = ahead.popleft()
+        errors.extend(e for chunk in chunks if (e := chunk.exception()))
+        return target.zero_() if errors else target
 
     def read(requests):
-        todo = collections.deque(locate(*request) for request in requests)
-        ahead, in_flight, error = collections.deque(), 0, None
         with ThreadPoolExecutor(READERS, initializer=prepare_thread) as pool:
-            while todo or ahead:
-                while todo and (not ahead or in_flight + todo[0][3] <= READ_AHEAD) and not error:
-                    in_flight += todo[0][3]
-                    ahead.append(begin(pool, *todo.popleft()))
-                if ahead:
-                    target, chunks = ahead.popleft()
-                    error = next((e for c in chunks if (e := c.exception())), error)
-                    in_flight -= target.nbytes
-                else:
-                    _, dtype, _, size = todo.popleft()
-                    target = torch.zeros(size, dtype=torch.uint8, device=device).view(dtype)
-                yield target
-                del target  # or it would be kept while the next is waited for
-        if error:
-            raise error
+            for name, shape, rows in requests:
+                dtype, _, start, stop = places[files[name], name]
+                row = (stop - start) // shape[0]  # bytes
+                while ahead and sum(t.nbytes for t, _ in ahead) + len(rows) * row > READ_AHEAD:
+                    yield finish()
+                start += rows.start * row
+                ahead.append(begin(pool, files[name], DTYPES[dtype], start, len(rows) * row))
+            while ahead:
+                yield finish()
+        if errors:
+            raise errors[0]
 
     return read
 
@@ -3210,9 +3098,9 @@ def random_reader(seed, dtype, device):
     GPU makes them at once, and whole."""
 
     def read(name, shape, rows):
-        if len(shape) == 1:
+        if "norm" in name or name.endswith("bias"):
             value = float(name.endswith("weight"))  # norms start at 1, biases at 0
-            return torch.full((len(rows),), value, dtype=dtype, device=device)
+            return torch.full((math.prod(shape),), value, dtype=dtype, device=device)
         generator = torch.Generator(device).manual_seed(seed ^ zlib.crc32(name.encode()))
         whole = torch.empty(shape, dtype=dtype, device=device)
         return whole.normal_(0, RANDOM_STD, generator=generator)[rows.start : rows.stop].clone()
@@ -3220,79 +3108,59 @@ def random_reader(seed, dtype, device):
     return lambda requests: (read(*request) for request in requests)
 
 
-def shard_blocks(where, local, shard):
-    """Which blocks a shard of `local` blocks has of a linear whose blocks are `where` of the layer's,
-    counted from its own first, and where they are in the shard: two slices."""
-    start, stop = (min(max(at - where.start, 0), where.stop - where.start)
-                   for at in (shard * local, (shard + 1) * local))  # fmt: skip
-    place = start + where.start - shard * local
-    return slice(start, stop), slice(place, place + stop - start)
+def own_blocks(model):
+    """Which blocks this rank has of each of a layer's linears: [(Place, blocks counted from the
+    linear's first, where they are in the rank's part of `nf4`)]. All layers are alike."""
+    layer, found = model.layers[0], []
+    n = len(local_part(layer.nf4))
+    first = model.place[0] * n
+    for p in layer.layout.places:
+        start, stop = (min(max(at, p.blocks.start), p.blocks.stop) for at in (first, first + n))
+        blocks = slice(start - p.blocks.start, stop - p.blocks.start)
+        found.append((p, blocks, slice(start - first, stop - first)))
+    return found
 
 
-def linear_requests(name, shape, where, local, shard, stored):
-    """What a rank reads of one linear, for `file_reader`: whole rows of the weight; or, where it is
-    quantised already, packed codes, absmax codes and the nested state."""
-    blocks, _ = shard_blocks(where, local, shard)
-    if not stored:
-        first, last = blocks.start * BLOCK, min(blocks.stop * BLOCK, math.prod(shape))
-        rows = range(first // shape[1], math.ceil(last / shape[1]))
-        return [(name, shape, rows if first < last else range(0))]
-    n_bytes, n_blocks = math.prod(shape) // 2, where.stop - where.start
-    n_nested = math.ceil(n_blocks / NESTED_BLOCK)
-    rows = range(blocks.start * BLOCK // 2, min(blocks.stop * BLOCK // 2, n_bytes))
-    return [
-        (name, (n_bytes,), rows),
-        (f"{name}.absmax", (n_blocks,), range(blocks.start, blocks.stop)),
-        (f"{name}.nested_absmax", (n_nested,), range(n_nested)),
-        (f"{name}.nested_quant_map", (256,), range(256)),
-    ]
-
-
-def quantise_shard(values, places, local, dtype, shards):
-    """Fill `local`, this rank's NF4Blocks of a layer's linears, which are zeros; returns (nested
-    absmax, offset, code) of each. `shards` is (rank, ranks, group): all of them must call this.
+def quantise_shard(own, values, local, dtype, group):
+    """Fill `local`, this rank's NF4Blocks of a layer, which are zeros. Returns (nested absmax,
+    offset, code) of each linear. All ranks of the group must call this.
 
     Blocks are quantised independently, so that a rank's own blocks have the bytes they would
     have in the whole tensor. The second level takes the mean over all of a linear's: their fp32
     absmax, 4 bytes for 64 weights, is gathered and every rank does that part alike.
     """
-    (shard, ranks, group), device = shards, local.device
+    device, nested = local.device, []
     absmax = torch.zeros(len(local), dtype=torch.float32, device=device)
-    for p in places:
-        weights, (blocks, at) = next(values), shard_blocks(p.blocks, len(local), shard)
+    for p, blocks, at in own:
+        weights = next(values)
         if blocks.start == blocks.stop:
             continue
-        first = blocks.start * BLOCK
-        last = min(blocks.stop * BLOCK, p.linear.out_features * p.linear.in_features)
-        skip = first % p.linear.in_features  # what whole rows have in front of the first block
-        weights = weights.to(device, dtype).view(-1)[skip : skip + last - first].contiguous()
+        skip = blocks.start * BLOCK % p.linear.in_features  # of its row, before the first block
+        weights = weights.to(device, dtype).view(-1)[skip:][: (blocks.stop - blocks.start) * BLOCK]
         codes, state = bnb.functional.quantize_4bit(weights, blocksize=BLOCK, quant_type="nf4")
         local.packed[at].view(-1)[: codes.numel()] = codes.view(-1)
         absmax[at] = state.absmax
-    all_absmax, nested = absmax if ranks == 1 else all_gather(absmax, group).view(-1), []
-    for p in places:
+    all_absmax = all_gather(absmax, group).view(-1) if group else absmax
+    for p, blocks, at in own:
         # a tensor of its own: how a sum is split, and rounded, depends on where a tensor begins
         whole = all_absmax[p.blocks].clone()
         offset, code = whole.mean(), dynamic_map(device)
-        codes, state = bnb.functional.quantize_blockwise(
-            whole - offset, code=code, blocksize=NESTED_BLOCK
-        )
-        blocks, at = shard_blocks(p.blocks, len(local), shard)
+        whole -= offset
+        codes, state = bnb.functional.quantize_blockwise(whole, code, blocksize=NESTED_BLOCK)
         local.absmax_codes[at] = codes[blocks]
         nested.append((state.absmax, offset, code))
     return nested
 
 
-def stored_shard(values, places, local, states, shard):
+def stored_shard(own, values, local, states):
     """The same of linears that bitsandbytes has quantised and stored: their bytes as they are."""
     nested = []
-    for p, state in zip(places, states, strict=True):
-        _, at = shard_blocks(p.blocks, len(local), shard)
-        codes, scales, nested_absmax, code = (next(values) for _ in range(4))
+    for _, _, at in own:
+        codes, absmax_codes, absmax, code = (next(values) for _ in range(4))
         local.packed[at].view(-1)[: codes.nbytes] = codes.view(torch.uint8)
-        local.absmax_codes[at] = scales
-        offset = torch.tensor(state["nested_offset"], dtype=torch.float32, device=local.device)
-        nested.append((nested_absmax, offset, code))
+        local.absmax_codes[at] = absmax_codes
+        offset = torch.tensor(next(states)["nested_offset"], dtype=torch.float32)
+        nested.append((absmax, offset.to(local.device), code))
     return nested
 
 
@@ -3311,13 +3179,9 @@ def set_local(module, name, local):
 
 
 def load_weights(model, names, read, device, stored=None):
-    """Fill all that is frozen: of embedding, head and each layer this rank's part alone. All ranks
-    must call this.
-
-    `read` is file_reader's or random_reader's result, `stored` that of stored_states where the
-    model is quantised already. Returns {linear's name in the checkpoint: its mean absmax}, a
-    fingerprint of the base model.
-    """
+    """Fill all that is frozen: of embedding, head and each layer this rank's part alone. `read` is
+    file_reader's or random_reader's result, `stored` that of check_files. Returns {linear's name in
+    the checkpoint: its mean absmax}, a fingerprint of the base model. All ranks must call this."""
     n_bytes, before, started = 0, host_memory(), time.perf_counter()
 
     def count(value):
@@ -3334,51 +3198,59 @@ def load_weights(model, names, read, device, stored=None):
         next(values, None)  # a reader's error
     offsets = torch.cat([n.offsets for layer in model.layers for n in layer.nested.values()])
     say_loading(before, time.perf_counter() - started, n_bytes)
-    return dict(zip(names.linears.values(), offsets.tolist()))
+    return dict(zip(names.linears, offsets.tolist()))
 
 
 def weight_requests(model, names, stored=None):
-    """What this rank reads, in fill_model's order: [(name, shape, rows)]."""
-    arch, (shard, shards) = model.arch, model.place
-    own_rows = shard_range(arch.vocab_size, shard, shards)
-    table = (arch.vocab_size, arch.hidden_size), own_rows
-    requests = [(names.embedding, *table)]
-    for i, layer in enumerate(model.layers):
-        for p in layer.layout.places:
-            name = names.linears[i, p.linear.name]
-            requests += linear_requests(name, names.shapes[name], p.blocks,
-                                        len(local_part(layer.nf4)), shard, stored)  # fmt: skip
-        for key, shape in arch.vectors.items():
-            requests.append((names.vectors[i, key], shape, range(shape[0])))
-    requests.append((names.norm, (arch.hidden_size,), range(arch.hidden_size)))
-    return requests + [(names.head, *table)] * (names.head is not None)
+    """What this rank reads, in fill_model's order: [(name, shape, rows)]. Of a linear it is whole
+    rows; or, where it is quantised already, packed codes, absmax codes and the nested state."""
+    requests, own = [], {p.linear: blocks for p, blocks, _ in own_blocks(model)}
+    own_rows = shard_range(model.arch.vocab_size, *model.place)
+    for name, shape in names.shapes.items():
+        if name not in names.linears:
+            rows = own_rows if name in names.tables else range(shape[0])
+            requests.append((name, shape, rows))
+            continue
+        (n_out, n_in), blocks = shape, own[names.linears[name]]
+        if not stored:
+            stop = min(math.ceil(blocks.stop * BLOCK / n_in), n_out)
+            requests.append((name, shape, range(blocks.start * BLOCK // n_in, stop)))
+            continue
+        n_bytes, n_blocks, half = n_out * n_in // 2, math.ceil(n_out * n_in / BLOCK), BLOCK // 2
+        requests += [
+            (name, (n_bytes,), range(blocks.start * half, min(blocks.stop * half, n_bytes))),
+            (f"{name}.absmax", (n_blocks,), range(blocks.start, blocks.stop)),
+            (f"{name}.nested_absmax", (1,), range(1)),  # all of it
+            (f"{name}.nested_quant_map", (1,), range(1)),
+        ]
+    return requests
 
 
 def fill_model(model, names, values, homes, device, stored=None):
-    """Give the model what weight_requests() asked for, one tensor of `values` after the other."""
+    """Give the model what weight_requests() asked for, one tensor of `values` after the other.
+    `homes` are zeros for each layer's NF4 weights; None: made when it is their turn."""
     plan, layout, (shard, shards) = model.plan, model.layers[0].layout, model.place
-    dtype, places = getattr(torch, plan.compute_dtype), layout.places
+    dtype, own = getattr(torch, plan.compute_dtype), own_blocks(model)
+    states = stored and iter([stored[name] for name in names.linears])
 
     def table():
         return next(values).view(-1, model.arch.hidden_size).to(device, dtype)
 
     model.embedding = pinned_copy(table()) if plan.embedding_on_host else table()
-    bar = tqdm(model.layers, "load and quantise", unit="layer", leave=False,
-               disable=len(model.layers) < 3 or not is_rank_0())  # fmt: skip
-    for i, layer in enumerate(bar):
-        local, homes[i] = homes[i], None
+    hidden = len(model.layers) < 3 or not is_rank_0()
+    bar = tqdm(model.layers, "load and quantise", unit="layer", leave=False, disable=hidden)
+    for layer, local in zip(bar, homes):
         if local is None:
             local = NF4Blocks.zeros(len(local_part(layer.nf4)), device)
         if stored:
-            states = [stored[names.linears[i, p.linear.name]] for p in places]
-            nested = stored_shard(values, places, local, states, shard)
+            nested = iter(stored_shard(own, values, local, states))
         else:
-            nested = quantise_shard(values, places, local, dtype, (shard, shards, model.group))
+            group = model.group if shards > 1 else None
+            nested = iter(quantise_shard(own, values, local, dtype, group))
         if plan.offload_params:
             local = NF4Blocks(*map(pinned_copy, (local.packed, local.absmax_codes)), device)
-        rest = iter(nested)
         for group in layout.groups:
-            absmax, offsets, codes = zip(*(next(rest) for _ in group.places))
+            absmax, offsets, codes = zip(*(next(nested) for _ in group.places))
             layer.nested[group.site] = Nested(torch.cat(absmax), torch.stack(offsets),
                                               torch.stack(codes))  # fmt: skip
         set_local(layer, "nf4", local)
@@ -3387,7 +3259,7 @@ def fill_model(model, names, values, homes, device, stored=None):
             vectors[where] = next(values).to(device, dtype)
         set_local(layer, "vectors", vectors.view(shards, -1)[shard].clone())
     model.norm = next(values).to(device, dtype)
-    model.head = table() if names.head else model.embedding
+    model.head = model.embedding if model.arch.tied else table()
 
 
 @contextlib.contextmanager
@@ -3405,8 +3277,7 @@ def measure_rows(model):
     """For DoRA: the norms of all weights' rows, fp32. All ranks must call this."""
     for layer in model.layers:
         with gathered(layer):
-            blank = torch.zeros(layer.layout.n_adapter, dtype=layer.vectors.dtype,
-                                device=layer.vectors.device)  # fmt: skip
+            blank = layer.vectors.new_zeros(layer.layout.n_adapter)
             for group in layer.layout.groups:
                 if group.ranks:
                     weight = dequantise_group(layer, group, blank)[:, : group.in_features]
@@ -3610,17 +3481,17 @@ def choose_plan(config, arch, layout, tokens, longest, limit, machine, device, w
     ):  # the same numbers, at the price of a copy of the tokens' rows for each micro-batch
         plans = [predict(dataclasses.replace(plan, embedding_on_host=True), arch, layout)
                  for plan in plans]  # fmt: skip
-    for spare in 0.1, 0.07, GAPS:
+    for spare in 0.1, 0.07:
         if fitting := [plan for plan in plans if plan.fits(limit, spare)]:
             fitting = [predict_time(plan, arch, layout, machine) for plan in fitting]
             fastest = min(plan.token_seconds for plan in fitting)
             # the first within 2 %: the order is from what keeps most
             plan = next(plan for plan in fitting if plan.token_seconds <= 1.02 * fastest)
-            check_plan(plan, config, arch, layout, limit)
-            return use_graphs(plan, arch, layout, machine, limit, capturable)
-    smallest = min(plans, key=lambda plan: plan.bytes)
-    check_plan(smallest, config, arch, layout, limit)
-    return smallest
+            break
+    else:
+        plan = predict_time(min(plans, key=lambda plan: plan.bytes), arch, layout, machine)
+    check_plan(plan, config, arch, layout, limit)
+    return use_graphs(plan, arch, layout, machine, limit, capturable)
 
 
 def use_graphs(plan, arch, layout, machine, limit, capturable):
@@ -3965,7 +3836,6 @@ class Adapter:
 # Checkpoints
 # ------------------------------------------------------------------------------------------------
 
-CHECKPOINT = "checkpoint-{:06d}"
 MUST_MATCH = (  # what a resumed run cannot change and still be the same run
     "model", "dataset", "random_weights", "compute_dtype", "adapter", "lora_rank", "lora_alpha",
     "lora_dropout", "target_modules", "max_seq_len", "batch_size", "seed",
@@ -3973,28 +3843,23 @@ MUST_MATCH = (  # what a resumed run cannot change and still be the same run
 
 
 def sync_file(path):
-    """Make a written file or directory survive a power cut."""
+    """Make a file or directory that was written survive a power cut."""
     fd = os.open(path, os.O_RDONLY)
     os.fsync(fd)
     os.close(fd)
 
 
-def write_whole(path, write):
-    """Replace a file whole, by write(path of a temporary one): a reader sees the old or the new."""
+def write_whole(path, content):
+    """Replace a file whole by a text or by {name: tensor}: a reader sees the old or the new."""
     part = path.with_name(f".{path.name}.part")
-    write(part)
+    if isinstance(content, str):
+        part.write_text(content)
+    else:
+        save_file(content, part, metadata={"format": "pt"})
     part.chmod(0o644)  # safetensors leaves it readable by its owner alone
     sync_file(part)
     os.replace(part, path)
     sync_file(path.parent)
-
-
-def write_text(path, text):
-    write_whole(path, lambda part: part.write_text(text))
-
-
-def write_tensors(path, tensors):
-    write_whole(path, lambda part: save_file(tensors, part, metadata={"format": "pt"}))
 
 
 def digest(path):
@@ -4013,14 +3878,10 @@ def text_digest(state):
 
 def write_adapter(directory, weights, lora_config):
     """The adapter in PEFT's format. Rank 0 only."""
-    write_tensors(directory / "adapter_model.safetensors", weights)
+    write_whole(directory / "adapter_model.safetensors", weights)
     lora_config.inference_mode = True
     lora_config.save_pretrained(directory)
     sync_file(directory / "adapter_config.json")
-
-
-def optimizer_file(rank, ranks):
-    return f"optimizer-{rank:05d}-of-{ranks:05d}.safetensors"
 
 
 def save_checkpoint(run, step):
@@ -4029,45 +3890,41 @@ def save_checkpoint(run, step):
     Everything goes to a hidden directory that gets its name when each rank's part is written,
     synced and listed with its SHA-256: a directory with the right name is a whole checkpoint.
     """
-    adapter, rank = run.adapter, dist.get_rank()
-    final = run.directory / CHECKPOINT.format(step)
-    temporary = run.directory / f".{final.name}.part"
+    adapter, rank, entry = run.adapter, dist.get_rank(), None
+    final = run.directory / f"checkpoint-{step:06d}"
+    hidden = run.directory / f".{final.name}.part"
     weights = adapter.gather()
     if run.device.type == "cuda":
         torch.cuda.synchronize()  # paged state is read on the host, where no stream orders it
+    on_rank_0(hidden.mkdir)  # nobody writes before it is there
+    with together():
+        if rank < adapter.shards:  # other copies of the model have the same state
+            part = hidden / f"optimizer-{rank:05d}-of-{adapter.shards:05d}.safetensors"
+            write_whole(part, {k: v.cpu().clone() for k, v in adapter.state_parts().items()})
+            entry = part.name, digest(part)
+    files = dict(filter(None, gather_objects(entry)))
 
-    def prepare():
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-
-    def finish(lines):
-        write_adapter(temporary, weights, run.lora_config)
-        files = dict(line.split() for line in lines if line)
+    def finish():
+        optimizer_files = sorted(files)
+        write_adapter(hidden, weights, run.lora_config)
+        for name in ("adapter_model.safetensors", "adapter_config.json"):
+            files[name] = digest(hidden / name)
         state = {
             "step": step,
             "rows_seen": step * run.config.batch_size,
             "optimizer_step": adapter.state["step"],
-            "optimizer_files": sorted(files),
+            "optimizer_files": optimizer_files,
             "data_sha256": run.data_sha256,
             "config": dataclasses.asdict(run.config),
+            "files": files,
         }
-        for name in ("adapter_model.safetensors", "adapter_config.json"):
-            files[name] = digest(temporary / name)
-        state["files"] = files
         state["sha256"] = text_digest(state)
-        write_text(temporary / "checkpoint.json", json.dumps(state, indent=2))
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(temporary, final)
+        write_whole(hidden / "checkpoint.json", json.dumps(state, indent=2))
+        shutil.rmtree(final, ignore_errors=True)  # one that was not whole
+        os.replace(hidden, final)
         sync_file(run.directory)
 
-    on_rank_0(prepare)  # nobody writes before it is there
-    line = ""
-    with together():
-        if rank < adapter.shards:  # other copies of the model have the same state
-            part = temporary / optimizer_file(rank, adapter.shards)
-            write_tensors(part, {k: v.cpu().clone() for k, v in adapter.state_parts().items()})
-            line = f"{part.name} {digest(part)}"
-    on_rank_0(finish, gather_texts(line))
+    on_rank_0(finish)
 
 
 def read_checkpoint(path):
@@ -4084,31 +3941,27 @@ def read_checkpoint(path):
     return state
 
 
-def whole_checkpoint(directory):
-    """The newest whole checkpoint of a run. Rank 0 only."""
+def newest_checkpoint(directory):
+    """The newest whole checkpoint of a run and its state. Rank 0 only."""
     broken = []
     for path in sorted(directory.glob("checkpoint-*"), reverse=True):
         try:
-            read_checkpoint(path)
+            return path, read_checkpoint(path)
         except ValueError as e:
             broken.append(str(e))
-            continue
-        for text in broken:
-            say(f"skipped {text}")
-        return str(path)
+            say(f"skipped {e}")
     raise ValueError("; ".join([f"--resume: {directory} has no whole checkpoint", *broken]))
 
 
 def find_checkpoint(config, directory, data_sha256):
     """The newest whole checkpoint, if this run can continue it. All ranks must call this."""
-    path = Path(on_rank_0(whole_checkpoint, directory))
+    path, state = on_rank_0(newest_checkpoint, directory)
     with together():
-        state = json.loads((path / "checkpoint.json").read_text())
-        now = json.loads(json.dumps(dataclasses.asdict(config)))
         if "optimizer_files" not in state:
             raise ValueError(f"--resume: {path} was made by an older version of this script, whose"
                              " optimizer state was laid out otherwise: finish the run with that"
                              " version")
+        now = json.loads(json.dumps(dataclasses.asdict(config)))
         for name in MUST_MATCH:
             if state["config"][name] != now[name]:
                 raise ValueError(f"--resume: {path} was made with --{name} {state['config'][name]},"
@@ -4143,7 +3996,7 @@ def describe_run(config, plan, base, device, examples, offsets, stored, date):
             "quantized_from_dtype": config.compute_dtype,
             "prequantized": bool(stored),  # its bytes are the base's own, dequantised to that dtype
             "device": device.type,
-            "absmax_offsets": offsets,  # the mean absmax of each linear: tells one base from another
+            "absmax_offsets": offsets,  # each linear's mean absmax: tells one base from another
         },
         "world_size": dist.get_world_size(),
         "date": date,
@@ -4154,9 +4007,9 @@ def describe_run(config, plan, base, device, examples, offsets, stored, date):
 
 def say_start(config, plan, limit, data_line, device):
     """What this run is, before it begins."""
-    say(f"configuration: {json.dumps(dataclasses.asdict(config))}")
     versions = ", ".join(f"{m.__name__} {m.__version__}" for m in LIBRARIES)
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, gloo"
+    say(f"configuration: {json.dumps(dataclasses.asdict(config))}")
     say(f"{versions}; {dist.get_world_size()} x {gpu}")
     if device.type == "cuda" and why_no_triton():
         say(f"slower than need be, without fused kernels: {why_no_triton()}")
@@ -4173,9 +4026,8 @@ def say_start(config, plan, limit, data_line, device):
 def check_family(model_config, config):
     """Compare the layer here with transformers' on two layers of the user's own model, shrunk, with
     two documents in one bin: logits and loss in fp32 on the CPU. Rank 0 only."""
-    small = shrunk_config(model_config)
-    arch, lengths, cpu = describe_model(small), (24, 21), torch.device("cpu")
-    arch = dataclasses.replace(arch, attention_dropout=0.0, residual_dropout=0.0)
+    small, cpu = shrunk_config(model_config), torch.device("cpu")
+    arch = dataclasses.replace(describe_model(small), attention_dropout=0.0, residual_dropout=0.0)
     generator = torch.Generator().manual_seed(0)
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
@@ -4185,41 +4037,37 @@ def check_family(model_config, config):
     for p in reference.parameters():  # norms of 1 and biases of 0 would hide mistakes
         if p.dim() == 1:
             p += torch.empty_like(p).normal_(0, 0.2, generator=generator)
+    lengths = (24, 21)
     model = plain_model(small, arch, dict(reference.state_dict()), max(lengths))
-    linears = dict(reference.named_modules())
     for i, layer in enumerate(model.layers):  # the reference gets what NF4 has made of its weights
         for group in layer.layout.groups:
             weight = dequantise_group(layer, group, layer.adapter)
             for p in group.places:
-                target = linears[f"model.layers.{i}.{p.linear.name}"].weight
+                target = reference.get_parameter(f"model.layers.{i}.{p.linear.name}.weight")
                 target.copy_(weight[p.rows, : group.in_features])
     ids = torch.randint(3, arch.vocab_size, (sum(lengths),), generator=generator)
-    run = types.SimpleNamespace(
-        device=cpu, store=GPUStore(), plan=model.plan,
-        kernels=dict.fromkeys(("same", "any"), dict.fromkeys(("full", "window"), document_attention)),
-    )  # fmt: skip
-    batch = [(part.int(), part.int()) for part in ids.split(lengths)]
+    documents = ids.split(lengths)
+    logits = [reference(document[None]).logits[0].float() for document in documents]
+    loss = sum(F.cross_entropy(rows[:-1], document[1:], reduction="sum")
+               for rows, document in zip(logits, documents))
+    kernels = choose_attention(Config(), arch, cpu)
+    run = types.SimpleNamespace(device=cpu, store=GPUStore(), plan=model.plan, kernels=kernels)
+    batch = [(document.int(), document.int()) for document in documents]
     bin = make_bin(batch, [[0, 1]], 0, torch.tensor(0), run)
     hidden = model.hidden(bin)
     normed = torch.empty_like(hidden)
     normalise(normed, hidden, model.norm, arch.norm, arch.norm_eps)
-    got = scaled_logits(normed @ model.head.t(), arch.logits_multiplier, arch.logits_softcap)
-    got_loss, loss = model(bin), 0.0
-    for start, part in zip((0, lengths[0]), ids.split(lengths)):
-        logits = reference(part[None]).logits[0].float()
-        loss += F.cross_entropy(logits[:-1], part[1:], reduction="sum")
-        rows = got[start : start + len(part)]
-        kinds = {(layer.window, layer.rope) for layer in model.layers}
-        off = ((rows - logits).norm() / logits.norm()).item()
-        if not off < 1e-4:
-            raise ValueError(
-                f"--model {config.model}: the check at start failed: {arch.family} with layers"
-                f" {sorted(map(str, kinds))} (window, rotary) gives logits that are {off:.1e} from"
-                f" those of transformers {transformers.__version__}: please report this"
-            )
-    if not abs(got_loss - loss) < 1e-4 * loss:
-        raise ValueError(f"--model {config.model}: the check at start failed: {arch.family} has a"
-                         f" loss of {got_loss:.6f}, transformers one of {loss:.6f}")
+    here = scaled_logits(normed @ model.head.t(), arch.logits_multiplier, arch.logits_softcap)
+    loss_here = model(bin)
+    off = (here - torch.cat(logits)).norm() / torch.cat(logits).norm()
+    if not (off < 1e-4 and abs(loss_here - loss) < 1e-4 * loss):
+        kinds = sorted({str((layer.window, layer.rope)) for layer in model.layers})
+        raise ValueError(
+            f"--model {config.model}: the check at start failed: {arch.family} with layers {kinds}"
+            f" (window, rotary) gives logits that are {off:.1e} from those of transformers"
+            f" {transformers.__version__}, and a loss of {loss_here:.6f}, not {loss:.6f}: please"
+            " report this"
+        )
 
 
 def plain_model(model_config, arch, tensors, max_seq_len):
@@ -4234,8 +4082,9 @@ def plain_model(model_config, arch, tensors, max_seq_len):
     fill_model(model, names, values, homes, cpu)
     for layer in model.layers:
         set_local(layer, "adapter", torch.zeros(len(layer.adapter)))
-    ropes = arch.ropes
-    model.frequencies = [rope_frequencies(r, arch, max_seq_len, model_config) for r in ropes]
+    model.frequencies = [
+        rope_frequencies(rope, arch, max_seq_len, model_config) for rope in arch.ropes
+    ]
     return model
 
 
@@ -4256,8 +4105,7 @@ def write_demo(directory):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     directory.mkdir(parents=True, exist_ok=True)
-    draw = random.Random(0)
-    rows = []
+    draw, rows = random.Random(0), []
     for _ in range(512):
         a, b = draw.randrange(10), draw.randrange(10)
         word, answer = draw.choice([("plus", a + b), ("times", a * b), ("minus", a - b)])
@@ -4265,42 +4113,31 @@ def write_demo(directory):
         rows.append({"prompt": prompt, "completion": completion})
     (directory / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    bpe = Tokenizer(models.BPE())
+    bpe, alphabet = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel.alphabet()
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=384,
-        special_tokens=["<pad>", "<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    specials = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    trainer = trainers.BpeTrainer(vocab_size=384, special_tokens=list(specials.values()),
+                                  initial_alphabet=alphabet, show_progress=False)
     bpe.train_from_iterator((row["prompt"] + row["completion"] for row in rows), trainer)
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=bpe, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
-    )
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, **specials)
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role + ': ' + m.content }}"
         "{{ eos_token if m.role == 'assistant' else '\\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
     )
     tokenizer.save_pretrained(directory / "model")
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=256,
-            intermediate_size=512,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=4096,
-            initializer_range=0.06,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
+
+    model_config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=256, intermediate_size=512, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096,
+        initializer_range=0.06, bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(model_config)
     model.to(torch.bfloat16).save_pretrained(directory / "model")
+
 
 if __name__ == "__main__":
     code = main()

@@ -196,7 +196,7 @@ def test_last_lines_have_the_form_shown(demo):
         line = re.sub(r"runs/[\d-]+|\brun\b", "RUN", line)
         # the environment's, or its path; the script's from the folder that training ran in
         line = re.sub(r"^\S*python[\d.]* \S*merge_", "PYTHON merge_", line)
-        return re.sub(r"[ \d.e+-]*\d", "#", line)
+        return re.sub(r"[ \d.,e+-]*\d", "#", line)
 
     assert [form(line) for line in lines[-4:]] == [form(line) for line in shown[-4:]]
 
