@@ -1830,10 +1830,8 @@ def rotate(x, cos, sin, arch):
         first, second = turned.chunk(2, -1)
     cos, sin = cos[:, None], sin[:, None]
     parts = first * cos - second * sin, second * cos + first * sin
-    if arch.rotary_interleaved:
-        turned = torch.stack(parts, -1).flatten(-2)
-    else:
-        turned = torch.cat(parts, -1)
+    pairs = arch.rotary_interleaved
+    turned = torch.stack(parts, -1).flatten(-2) if pairs else torch.cat(parts, -1)
     return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
 
 
@@ -3460,10 +3458,9 @@ def possible_plans(config, arch, layout, tokens, longest, world_size, device):
 
 def choose_plan(config, arch, layout, tokens, longest, limit, machine, device, world_size,
                 capturable):
-    """The fastest plan that fits, with a tenth of the memory free if that can be. `tokens` are the
-    most of any step, `longest` the longest row, `capturable` whether CUDA graphs can
-    capture attention. Raises
-    ValueError with what would help."""
+    """The fastest plan that fits, give or take 2 % for a tenth of the memory free. `tokens` are the
+    most of any step, `longest` the longest row, `capturable` whether CUDA graphs can capture
+    attention. Raises ValueError with what would help."""
     if config.recompute.isdecimal() and int(config.recompute) > arch.n_layers:
         raise ValueError(f"--recompute {config.recompute}: the model has {arch.n_layers} layers")
     if config.micro_batch_tokens and config.micro_batch_tokens < longest:
@@ -3481,15 +3478,13 @@ def choose_plan(config, arch, layout, tokens, longest, limit, machine, device, w
     ):  # the same numbers, at the price of a copy of the tokens' rows for each micro-batch
         plans = [predict(dataclasses.replace(plan, embedding_on_host=True), arch, layout)
                  for plan in plans]  # fmt: skip
-    for spare in 0.1, 0.07:
-        if fitting := [plan for plan in plans if plan.fits(limit, spare)]:
-            fitting = [predict_time(plan, arch, layout, machine) for plan in fitting]
-            fastest = min(plan.token_seconds for plan in fitting)
-            # the first within 2 %: the order is from what keeps most
-            plan = next(plan for plan in fitting if plan.token_seconds <= 1.02 * fastest)
-            break
-    else:
-        plan = predict_time(min(plans, key=lambda plan: plan.bytes), arch, layout, machine)
+    plan = min(plans, key=lambda plan: plan.bytes)
+    fitting = [p for p in plans if p.fits(limit, 0.07)]
+    fitting = [predict_time(p, arch, layout, machine) for p in fitting or [plan]]
+    fastest = min(p.token_seconds for p in fitting)
+    near = [p for p in fitting if p.token_seconds <= 1.02 * fastest]
+    roomy = [p for p in near if p.fits(limit, 0.1)]  # in the order from what keeps most
+    plan = roomy[0] if roomy else min(near, key=lambda plan: plan.bytes)
     check_plan(plan, config, arch, layout, limit)
     return use_graphs(plan, arch, layout, machine, limit, capturable)
 
@@ -3747,7 +3742,7 @@ class Adapter:
     def set_layer(self, i, values):
         """Give layer i its part of the whole values {PEFT's name: tensor}."""
         whole = torch.zeros(self.part * self.shards)
-        for name, (where, shape) in self.names(i).items():
+        for name, (where, _) in self.names(i).items():
             whole[where] = values[name].reshape(-1)
         mine = slice(self.rank * self.part, (self.rank + 1) * self.part)
         self.by_layer(self.weights.data)[i] = whole[mine]
