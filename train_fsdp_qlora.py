@@ -18,10 +18,10 @@ them, on GPUs (NCCL) or, where there are none, on the CPU (gloo). Written to --o
 Map of this file. Part I is what you read and change, Part II what it stands on.
 
     Part I, the recipe         flags; train(), the whole job in six steps; data: rows, their tokens,
-                               bins; what is adapted, sharded, recomputed; optimizer; training step
-    Part II, the engine room   ranks and errors; the decoder layer, forward and backward; NF4;
-                               vocabulary and loss; CUDA graphs; families of models; files and
-                               loading; the plan; checkpoints; the check at start; the demo
+                               bins; what is adapted, what is sharded; schedule, training step
+    Part II, the engine room   ranks, errors, logs; the decoder layer, forward and backward; NF4;
+                               vocabulary and loss; families of models; files and loading; the plan;
+                               CUDA graphs; adapter and optimizer; checkpoints; check at start; demo
 
 Tested with torch 2.11 and 2.13, transformers 5.17 and 5.23, peft 0.21, bitsandbytes 0.50.
 """
@@ -110,16 +110,13 @@ SHAPES = {  # what --random_weights knows without a config.json
     name: dict(
         zip(("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
              "num_attention_heads", "num_key_value_heads", "max_position_embeddings"), values),
-        tie_word_embeddings=False,
-    )
+        tie_word_embeddings=False)
     for name, *values in (
         ("llama-2-7b", "llama", 32000, 4096, 11008, 32, 32, 32, 4096),
         ("llama-2-70b", "llama", 32000, 8192, 28672, 80, 64, 8, 4096),
         ("llama-3-8b", "llama", 128256, 4096, 14336, 32, 32, 8, 8192),
         ("llama-3-70b", "llama", 128256, 8192, 28672, 80, 64, 8, 8192),
-        ("qwen2.5-32b", "qwen2", 152064, 5120, 27648, 64, 40, 8, 32768),
-    )
-}  # fmt: skip
+        ("qwen2.5-32b", "qwen2", 152064, 5120, 27648, 64, 40, 8, 32768))}
 
 
 def knob(default, help_text, **extra):
@@ -133,8 +130,7 @@ class Config:
 
     model: str | None = knob(
         None, "Hub id or directory of safetensors; none: a built-in demo;"
-        " with --random_weights also " + ", ".join(SHAPES),
-    )
+        " with --random_weights also " + ", ".join(SHAPES))
     dataset: str | None = knob(None, "JSONL file or Hub id; none: the demo's instructions")
     output_dir: str | None = knob(None, "where results go; none: a new directory below runs/")
     resume: bool = knob(False, "continue from the newest whole checkpoint of --output_dir")
@@ -146,48 +142,37 @@ class Config:
     learning_rate: float | None = knob(None, "peak; none: 2e-4, for the demo 5e-3")
     adapter: str = knob(
         "lora", "kind: lora; rslora, which scales by lora_alpha / sqrt(lora_rank); dora, which also"
-        " trains the norm of each weight's rows", choices=("lora", "rslora", "dora"),
-    )
+        " trains the norm of each weight's rows", choices=("lora", "rslora", "dora"))
     lora_rank: int = knob(16, "rank of the adapter")
     lora_alpha: int = knob(32, "the adapter's output is scaled by lora_alpha / lora_rank")
     lora_dropout: float = knob(0.0, "dropout on the adapter's input")
     target_modules: tuple[str, ...] = knob(
-        ("all-linear",), "linears that get an adapter, by name: q_proj v_proj"
-    )
+        ("all-linear",), "linears that get an adapter, by name: q_proj v_proj")
     save_every: int = knob(0, "steps between checkpoints; 0: only at the end")
     seed: int = knob(0, "of the adapter's initial values, the data order, dropout")
     micro_batch_tokens: int | None = knob(
         None, "tokens a GPU works on at once, at least the longest row; none: what is fastest and"
-        " fits"
-    )
+        " fits")
     shard_group_size: int | None = knob(
         None, "processes that share one copy of the model, for instance those of a node; every such"
-        " group holds one; none: as few as the memory allows, if that is faster",
-    )
+        " group holds one; none: as few as the memory allows, if that is faster")
     reshard_after_forward: bool = knob(
         True, "free a layer's gathered weights after its forward (FULL_SHARD), or not until its"
-        " backward is done (SHARD_GRAD_OP): faster, needs the whole 4-bit model on each GPU",
-    )
+        " backward is done (SHARD_GRAD_OP): faster, needs the whole 4-bit model on each GPU")
     recompute: str = knob(
         "auto", "decoder layers recomputed in backward: all, none, a number, or auto: as few as the"
-        " memory allows"
-    )
+        " memory allows")
     offload_activations: bool = knob(
-        False, "keep the inputs of recomputed layers in pinned host memory until their backward"
-    )
+        False, "keep the inputs of recomputed layers in pinned host memory until their backward")
     offload_params: bool = knob(
-        False, "keep the 4-bit weights in pinned host memory; each layer is copied when needed"
-    )
+        False, "keep the 4-bit weights in pinned host memory; each layer is copied when needed")
     memory_limit_gib: float | None = knob(
-        None, "GPU memory to plan for and never to exceed; none: what is free"
-    )
+        None, "GPU memory to plan for and never to exceed; none: what is free")
     attn: str | None = knob(
         None, "attention; none: on Hopper sdpa for rows of one length, else flash_attention_2 where"
-        " it is installed, else sdpa", choices=("flash_attention_2", "sdpa"),
-    )
+        " it is installed, else sdpa", choices=("flash_attention_2", "sdpa"))
     compute_dtype: str = knob(
-        "bfloat16", "dtype of activations and products", choices=("bfloat16", "float32")
-    )
+        "bfloat16", "dtype of activations and products", choices=("bfloat16", "float32"))
 
 
 def parse_config(argv):
@@ -195,8 +180,7 @@ def parse_config(argv):
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0],
         allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter)
 
     def fail(message):
         raise ValueError(f"{message} (see --help)")
@@ -228,7 +212,7 @@ def resolve_config(config, world_size):
         if getattr(config, name) < 1:
             raise ValueError(f"--{name} {getattr(config, name)}: must be at least 1")
     for name in ("max_steps", "num_epochs", "learning_rate", "memory_limit_gib",
-                 "micro_batch_tokens"):  # fmt: skip
+                 "micro_batch_tokens"):
         if getattr(config, name) is not None and not 0 < getattr(config, name) < math.inf:
             raise ValueError(f"--{name} {getattr(config, name)}: must be positive")
     if not 0 <= config.lora_dropout < 1:
@@ -260,8 +244,7 @@ def resolve_config(config, world_size):
         shard_group_size=shards,
         learning_rate=config.learning_rate or (2e-4 if config.model else 5e-3),
         max_steps=config.max_steps or (None if config.model or config.dataset else 60),
-        output_dir=config.output_dir or default_output_dir(config.resume),
-    )
+        output_dir=config.output_dir or default_output_dir(config.resume))
 
 
 def default_output_dir(resume):
@@ -281,8 +264,7 @@ def default_output_dir(resume):
 
 def main(argv=None):
     """Returns the exit code."""
-    device, config = init_distributed(), None
-    exit_code = 0
+    device, config, exit_code = init_distributed(), None, 0
     try:
         with together():
             config = parse_config(argv)
@@ -315,11 +297,9 @@ def train(config, device):
         make_demo(config, directory)
     with together():
         base = model_directory(config.model or str(directory / "demo" / "model"),
-                               config.random_weights)  # fmt: skip
+                               config.random_weights)
         model_config, arch = read_model_config(base, config)
-        tokenizer = None
-        if config.dataset or not config.random_weights:
-            tokenizer = load_tokenizer(base)
+        tokenizer = load_tokenizer(base) if config.dataset or not config.random_weights else None
     date = on_rank_0(run_date, config, directory)
     fix_date(date)
     with together():
@@ -360,8 +340,7 @@ def train(config, device):
     offsets = load_weights(model, names, read, device, stored)
     model.frequencies = [
         (f.to(device), factor) for f, factor in
-        (rope_frequencies(rope, arch, config.max_seq_len, model_config) for rope in arch.ropes)
-    ]
+        (rope_frequencies(rope, arch, config.max_seq_len, model_config) for rope in arch.ropes)]
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what loading used and training would use in other sizes
     say_memory("after loading", device)
@@ -371,7 +350,7 @@ def train(config, device):
         on_rank_0(check_base, directory, offsets)
     described = describe_run(config, plan, base.resolve(), device, examples, offsets, stored, date)
     on_rank_0(write_whole, directory / "train_config.json", json.dumps(described, indent=2))
-    adapter = Adapter(model, arch, layout, mesh, device)
+    adapter = Adapter(model, arch, layout, device)
     if config.adapter == "dora":
         measure_rows(model)
     done = adapter.resume(resume_from, config) if resume_from else adapter.start(config.seed)
@@ -383,12 +362,11 @@ def train(config, device):
     # 6. Loop and save
     run = types.SimpleNamespace(
         config=config, plan=plan, model=model, adapter=adapter, examples=examples, device=device,
-        data_sha256=data_sha256, lora_config=lora_config, directory=directory, mesh=mesh,
-        kernels=kernels, store=make_store(plan, layout, arch, device), graphs={},
-    )  # fmt: skip
-    rows = run_steps(run, done)
-    if config.random_weights and rows:
-        say_speed(run, rows)
+        data_sha256=data_sha256, lora_config=lora_config, directory=directory, kernels=kernels,
+        store=make_store(plan, arch, device), graphs={})
+    records = run_steps(run, done)
+    if config.random_weights and records:
+        say_speed(run, records)
     weights = adapter.gather()
     on_rank_0(write_adapter, directory, weights, lora_config)
     say_memory("at the end", device)
@@ -397,15 +375,15 @@ def train(config, device):
 
 
 def run_steps(run, done):
-    """The training loop: steps, metrics, checkpoints. Returns the metrics of its steps. All ranks
-    must call this."""
+    """The training loop: steps, metrics, checkpoints. Returns one record of metrics a step. All
+    ranks must call this."""
     config, plan, device, rank = run.config, run.plan, run.device, dist.get_rank()
     say(f"steps: {config.max_steps} of {config.batch_size} rows, in bins of at most"
         f" {plan.bin_tokens:,} tokens on {dist.get_world_size()} processes; peak learning rate"
         f" {config.learning_rate}")
     metrics, board = open_metrics(run.directory, done) if rank == 0 else (None, None)
     bar = tqdm(initial=done, total=config.max_steps, unit="step", disable=rank != 0)
-    rows, launched, before = [], [], moment(device)
+    records, launched, before = [], [], moment(device)
     for step in range(done + 1, config.max_steps + 1):
         try:
             launched.append(train_step(run, step))
@@ -416,12 +394,12 @@ def run_steps(run, done):
             gc.collect()  # on one rank at a time, while the others wait
             gc.freeze()
         save = step == config.max_steps or config.save_every and step % config.save_every == 0
-        while len(launched) > (0 if save else 1):  # else the GPU has the last one yet to do
-            rows.append(finish_step(launched[0], before, device))
+        while len(launched) > (0 if save else 1):  # one stays launched: the GPU never waits
+            records.append(finish_step(launched[0], before, device))
             *_, before = launched.pop(0)
             bar.update()
             if rank == 0:
-                log_step(rows[-1], config.max_steps, metrics, board)
+                log_step(records[-1], config.max_steps, metrics, board)
         if save:
             save_checkpoint(run, step)
             before = moment(device)
@@ -429,12 +407,13 @@ def run_steps(run, done):
     if rank == 0:
         metrics.close()
         board.close()
-    return rows
+    return records
 
 
 # ------------------------------------------------------------------------------------------------
 # Data: rows
 # ------------------------------------------------------------------------------------------------
+
 
 def read_rows(source):
     """The rows of a JSONL file, or of a Hub data set's train split, as a list of dicts."""
@@ -507,8 +486,7 @@ def encode_chat(messages, tokenizer):
     ids = encoded["input_ids"]
     labels = [  # by overlap: a token may begin with the space before the turn
         token if any(a < end and b > start for start, end in spans) else IGNORE
-        for token, (a, b) in zip(ids, encoded["offset_mapping"])
-    ]
+        for token, (a, b) in zip(ids, encoded["offset_mapping"])]
     return ids, labels
 
 
@@ -560,7 +538,6 @@ def encode_dataset(rows, tokenizer, max_seq_len, source):
     return examples, cut, len(rows) - len(examples)
 
 
-
 def random_examples(vocab_size, config):
     """Rows of random tokens, all of full length, for measuring without a data set."""
     generator = torch.Generator().manual_seed(config.seed)
@@ -586,8 +563,7 @@ def prepare_data(config, directory, tokenizer, vocab_size):
     tokens, learnt = sum(len(ids) for ids, _ in examples), count_learnt(examples)
     return examples, (
         f"data: {source}: {len(rows)} rows, {dropped} left out with nothing to learn, {cut} cut to"
-        f" {config.max_seq_len} tokens; {tokens:,} tokens, {learnt:,} of them learnt"
-    )
+        f" {config.max_seq_len} tokens; {tokens:,} tokens, {learnt:,} of them learnt")
 
 
 def count_learnt(examples):
@@ -613,11 +589,8 @@ def epoch_order(epoch, n_examples, seed):
 
 def step_rows(step, n_examples, config):
     """Indices of the rows of an optimizer step (the first is 1): every epoch is a new shuffle."""
-    positions = range((step - 1) * config.batch_size, step * config.batch_size)
-    return [
-        epoch_order(position // n_examples, n_examples, config.seed)[position % n_examples]
-        for position in positions
-    ]
+    return [epoch_order(at // n_examples, n_examples, config.seed)[at % n_examples]
+            for at in range((step - 1) * config.batch_size, step * config.batch_size)]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -700,8 +673,7 @@ def make_bin(batch, micro_batch, rank, step_key, run):
     tensors = (
         ids, position_ids, starts.int(), F.pad(learnt, padding),
         F.pad(labels[learnt], padding, value=IGNORE),
-        seeds.repeat_interleave(torch.tensor(lengths)) + position_ids,
-    )  # fmt: skip
+        seeds.repeat_interleave(torch.tensor(lengths)) + position_ids)
     if device.type == "cuda":
         tensors = [tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors]
     kernels = run.kernels["same" if same else "any"]
@@ -716,16 +688,13 @@ def make_bin(batch, micro_batch, rank, step_key, run):
 
 def choose_adapted(arch, config, base_name):
     """PEFT's LoraConfig, and the names below a layer of the linears that get an adapter."""
-    stem = f"{arch.module_prefix}layers.0."
     names = [linear.name for linear in arch.linears]
-    targets = config.target_modules
-    for target in () if targets == ("all-linear",) else targets:
+    short = sorted({name.rsplit(".", 1)[-1] for name in names})
+    targets = short if config.target_modules == ("all-linear",) else list(config.target_modules)
+    for target in targets:
         if not any(name == target or name.endswith(f".{target}") for name in names):
-            short = sorted({name.rsplit(".", 1)[-1] for name in names})
             raise ValueError(f"--target_modules {target}: no such linear in the decoder layers;"
                              f" there are {', '.join(short)}, or all-linear")
-    if targets == ("all-linear",):
-        targets = sorted(name.rsplit(".", 1)[-1] for name in names)
     if arch.module_prefix != "model.":  # a vision tower may have linears of the same names
         ends = "|".join(re.escape(target) for target in targets)
         targets = rf"{re.escape(arch.module_prefix)}layers\.\d+\..*\b({ends})"
@@ -735,10 +704,10 @@ def choose_adapted(arch, config, base_name):
         lora_dropout=config.lora_dropout,
         use_rslora=config.adapter == "rslora",
         use_dora=config.adapter == "dora",
-        target_modules=targets if isinstance(targets, str) else list(targets),
+        target_modules=targets,
         task_type="CAUSAL_LM",
-        base_model_name_or_path=base_name,
-    )
+        base_model_name_or_path=base_name)
+    stem = f"{arch.module_prefix}layers.0."
     adapted = [n for n in names if check_target_module_exists(lora_config, stem + n)]
     return lora_config, adapted
 
@@ -752,8 +721,7 @@ def shard_model(model, mesh, plan):
     policy = MixedPrecisionPolicy(
         # in bf16 DoRA's magnitudes would round by up to 0.4 %, as much as they learn in many steps
         param_dtype=None if model.layers[0].layout.dora else dtype,
-        reduce_dtype=torch.float32, cast_forward_inputs=False,
-    )  # fmt: skip
+        reduce_dtype=torch.float32, cast_forward_inputs=False)
     shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy)
     for layer in model.layers:
         shard(layer, reshard_after_forward=plan.reshard_after_forward)
@@ -781,10 +749,9 @@ def learning_rate(step, max_steps, peak):
 
 
 def train_step(run, step):
-    """Launch one optimizer step; do not wait. Returns what finish_step makes its metrics of: loss
-    (mean over the learnt tokens of the global batch), gradient norm before clipping, tokens. The
-    next step may be begun before that, so that the GPU never waits for the host. All ranks must
-    call this."""
+    """Launch one optimizer step; do not wait. Returns what finish_step needs: a record of metrics;
+    loss (mean over the learnt tokens of the global batch) and gradient norm before clipping, on
+    their way to the host; the moment of its end. All ranks must call this."""
     config, plan, adapter = run.config, run.plan, run.adapter
     rank, world_size = dist.get_rank(), dist.get_world_size()
     batch = [run.examples[i] for i in step_rows(step, len(run.examples), config)]
@@ -803,14 +770,13 @@ def train_step(run, step):
     loss, norm = adapter.clip(local_loss)
     rate = learning_rate(step, config.max_steps, config.learning_rate)
     adapter.update(rate)
-    row = {"step": step, "loss": None, "learning_rate": rate, "grad_norm": None,
-           "rows": len(batch), "tokens": tokens, "learnt_tokens": learnt_tokens,
-           "bins": world_size * len(micro_batches), "bins_full": tokens / room}  # fmt: skip
+    record = {"step": step, "loss": None, "learning_rate": rate, "grad_norm": None,
+              "rows": len(batch), "tokens": tokens, "learnt_tokens": learnt_tokens,
+              "bins": world_size * len(micro_batches), "bins_full": tokens / room}
     numbers = torch.stack([loss / learnt_tokens, norm])
     numbers = torch.empty_like(numbers, device="cpu", pin_memory=numbers.is_cuda).copy_(
-        numbers, non_blocking=True
-    )
-    return row, numbers, moment(run.device)
+        numbers, non_blocking=True)
+    return record, numbers, moment(run.device)
 
 
 def bin_loss(run, bin, scale):
@@ -823,20 +789,20 @@ def bin_loss(run, bin, scale):
     return loss.detach()
 
 
-def finish_step(step, before, device):
-    """The metrics of what train_step returned, which is waited for; `before` is the moment when it
-    began. All ranks see the same numbers and stop together if these are no numbers; the update
-    that they led to is never saved."""
-    row, numbers, end = step
-    row["seconds"] = seconds_between(before, end)
-    row["tokens_per_second_per_gpu"] = row["tokens"] / row["seconds"] / dist.get_world_size()
-    row["peak_memory_gib"] = memory_gib(device)[1]
+def finish_step(launched, before, device):
+    """Wait for what train_step launched and return its record; `before`: the moment when the step
+    before it ended. All ranks see the same loss and norm, and stop together if they are not finite;
+    the update that they led to is never saved."""
+    record, numbers, end = launched
+    record["seconds"] = seconds = seconds_between(before, end)
+    record["tokens_per_second_per_gpu"] = record["tokens"] / seconds / dist.get_world_size()
+    record["peak_memory_gib"] = memory_gib(device)[1]
     loss, norm = numbers.tolist()
     if not math.isfinite(loss + norm):
-        raise Stop(f"step {row['step']}: loss {loss}, gradient norm {norm}; stopped, and nothing of"
-                   " this step is saved. A lower --learning_rate may help; --resume continues the"
-                   " last checkpoint")
-    return {**row, "loss": loss, "grad_norm": norm}
+        raise Stop(f"step {record['step']}: loss {loss}, gradient norm {norm}; stopped, and nothing"
+                   " of this step is saved. A lower --learning_rate may help; --resume continues"
+                   " the last checkpoint")
+    return {**record, "loss": loss, "grad_norm": norm}
 
 
 # ================================================================================================
@@ -914,10 +880,10 @@ class Stop(Exception):
 
 @contextlib.contextmanager
 def together():
-    """If the block fails on one rank, all ranks raise Stop with that rank's error.
+    """If the `with` body fails on one rank, all ranks raise Stop with that rank's error.
 
     Libraries raise all kinds of errors for what a user can cause, so that only an assertion counts
-    as a bug here. The block must not use collectives. All ranks must call this.
+    as a bug here. The body must not use collectives. All ranks must call this.
     """
     error = ""
     try:
@@ -1054,8 +1020,7 @@ def say_out_of_memory(error, config, device):
             "--reshard_after_forward": config.reshard_after_forward,
             "--recompute all": config.recompute == "all",
             "--offload_activations": config.offload_activations,
-            "--offload_params": config.offload_params,
-        }
+            "--offload_params": config.offload_params}
         helps = [flag for flag in is_on if not is_on[flag]]
         helps += ["a smaller --micro_batch_tokens", "a shorter --max_seq_len"]
         where = getattr(error, "where", "outside of the steps (loading or saving)")
@@ -1085,8 +1050,7 @@ def make_mesh(shards, device):
     # backend each for CPU and GPU ("Unknown c10d backend type", pytorch issue 159200)
     groups = [
         dist.new_subgroups_by_enumeration(rows.tolist(), timeout=TIMEOUT)[0]
-        for rows in (ranks.t(), ranks)
-    ]
+        for rows in (ranks.t(), ranks)]
     names = ("replicate", "shard")
     return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=names)
 
@@ -1125,18 +1089,16 @@ def open_metrics(directory, done):
     return path.open("a"), SummaryWriter(directory / "tensorboard", purge_step=done + 1)
 
 
-def log_step(row, max_steps, metrics, board):
-    """One step's numbers to metrics.jsonl, TensorBoard and the log. Rank 0 only."""
-    metrics.write(json.dumps(row) + "\n")
+def log_step(record, max_steps, metrics, board):
+    """One step's record to metrics.jsonl, TensorBoard and the log. Rank 0 only."""
+    metrics.write(json.dumps(record) + "\n")
     metrics.flush()
-    for key, value in row.items():
-        board.add_scalar(key, value, row["step"])
-    say(f"step {row['step']:6d}/{max_steps}  loss {row['loss']:7.4f}"
-        f"  lr {row['learning_rate']:.2e}  grad {row['grad_norm']:8.4f}"
-        f"  {row['rows']} rows  {row['tokens']:,} tokens in {row['bins']} bins"
-        f" {row['bins_full']:.0%} full"
-        f"  {row['tokens_per_second_per_gpu']:9,.0f} tok/s/GPU"
-        f"  peak {row['peak_memory_gib']:6.2f} GiB")
+    for key, value in record.items():
+        board.add_scalar(key, value, record["step"])
+    say("step {step:6d}/{max_steps}  loss {loss:7.4f}  lr {learning_rate:.2e}"
+        "  grad {grad_norm:8.4f}  {rows} rows  {tokens:,} tokens in {bins} bins"
+        " {bins_full:.0%} full  {tokens_per_second_per_gpu:9,.0f} tok/s/GPU"
+        "  peak {peak_memory_gib:6.2f} GiB".format(max_steps=max_steps, **record))
 
 
 def say_example(examples, tokenizer):
@@ -1148,13 +1110,12 @@ def say_example(examples, tokenizer):
         parts[-1][1].append(token)
     text = "".join(
         tokenizer.decode(tokens) if learnt else f"[not learnt: {tokenizer.decode(tokens)}]"
-        for learnt, tokens in parts
-    )
+        for learnt, tokens in parts)
     say(f"first row: {text[:600]!r}")
 
 
 def moment(device):
-    """A point in the GPU's work; on a CPU, which does its work at once, in time."""
+    """A time stamp among the GPU's launched work; on a CPU, which does not launch ahead, now."""
     if device.type == "cpu":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -1163,7 +1124,7 @@ def moment(device):
 
 
 def seconds_between(before, after):
-    """Waits for the GPU to come to `after`, and for nothing that it is told to do after that."""
+    """Seconds between two moments. Waits until the GPU has come to `after`, not for later work."""
     if isinstance(after, float):
         return after - before
     after.synchronize()
@@ -1256,8 +1217,7 @@ class Layout:
             for p in group.adapted:
                 name, n_out = p.linear.name, p.linear.out_features
                 parts[name, "lora_A.weight"] = part(
-                    group.a, p.ranks.start, group.rank, group.in_features
-                )
+                    group.a, p.ranks.start, group.rank, group.in_features)
                 parts[name, "lora_B.weight"] = part(group.b, p.b_rows.start, n_out, group.rank)
                 if self.dora:
                     parts[name, "lora_magnitude_vector"] = part(group.m, p.b_rows.start, n_out)
@@ -1283,8 +1243,7 @@ def make_layout(arch, adapted, config):
             if x.name in adapted:
                 place = dataclasses.replace(
                     place, ranks=slice(ranks, ranks + config.lora_rank),
-                    b_rows=slice(b_rows, b_rows + x.out_features),
-                )  # fmt: skip
+                    b_rows=slice(b_rows, b_rows + x.out_features))
                 ranks, b_rows = place.ranks.stop, place.b_rows.stop
             places.append(place)
             rows += x.out_features
@@ -1295,10 +1254,9 @@ def make_layout(arch, adapted, config):
         # so that no block of the optimizer's state belongs to two of A, B, magnitudes
         a, b, m = (take("adapter", n, STATE_BLOCK) for n in (
             ranks * linears[0].in_features, b_rows * config.lora_rank,
-            b_rows * (config.adapter == "dora"),
-        ))  # fmt: skip
+            b_rows * (config.adapter == "dora")))
         groups.append(Group(site, tuple(places), linears[0].in_features, rows, config.lora_rank,
-                            a, b, m if config.adapter == "dora" else None, bias))  # fmt: skip
+                            a, b, m if config.adapter == "dora" else None, bias))
     root = math.sqrt(config.lora_rank) if config.adapter == "rslora" else config.lora_rank
     return Layout(tuple(groups), vectors, counts["blocks"], counts["vectors"], counts["adapter"],
                   config.lora_alpha / root, config.lora_dropout, config.adapter == "dora")
@@ -1438,8 +1396,8 @@ def attention_half(run, x, again=False):
 
 
 def attention_backward(run, kept, grad, residual, needs_x):
-    """The gradient of x: `residual`, and what comes through attention from `grad`, that of the
-    sum."""
+    """The gradient of x: `residual` plus what comes through attention from `grad`, the gradient of
+    attention_half's sum."""
     arch, (qkv, out, *_) = run.arch, run.layout.groups
     grad = branch_gradient(run, kept.branch, grad, arch.attention_post_norm, 4)
     grad = product_backward(run, out, kept.out_inputs, grad)
@@ -1498,7 +1456,7 @@ def mlp(run, middle, source, again=False):
 
 
 def mlp_backward(run, kept, grad):
-    """`grad`, that of the sum, plus what comes through the MLP to its source."""
+    """`grad`, the gradient of mlp's sum, plus what comes from it through the MLP to its source."""
     arch, (*_, gate_up, down) = run.arch, run.layout.groups
     upstream = branch_gradient(run, kept.branch, grad, arch.mlp_post_norm, 5)
     upstream = product_backward(run, down, kept.activated, upstream)
@@ -1567,7 +1525,7 @@ def widen(x, group):
 def adapter_of(run, group):
     """A [ranks, in] and B [rows of the adapted linears, rank]."""
     return (run.adapter[group.a].view(-1, group.in_features),
-            run.adapter[group.b].view(-1, group.rank))  # fmt: skip
+            run.adapter[group.b].view(-1, group.rank))
 
 
 def fill_columns(run, group, inputs):
@@ -1578,7 +1536,7 @@ def fill_columns(run, group, inputs):
     a, _ = adapter_of(run, group)
     columns.zero_()  # torch 2.13 on a CPU reads what is there even with beta=0, and 0 * NaN is NaN
     torch.addmm(a.new_zeros(()), run.drop(x, run.layout.dropout, group.site), a.t(), beta=0,
-                alpha=run.layout.scaling, out=columns[:, : group.ranks])  # fmt: skip
+                alpha=run.layout.scaling, out=columns[:, : group.ranks])
 
 
 def product(run, group, inputs):
@@ -1751,9 +1709,9 @@ def scale_columns(y, factor, bias):
 
 SILU = F.silu, torch.ops.aten.silu_backward  # with torch's formula for the backward
 GELU_TANH = (functools.partial(F.gelu, approximate="tanh"),
-             functools.partial(torch.ops.aten.gelu_backward, approximate="tanh"))  # fmt: skip
+             functools.partial(torch.ops.aten.gelu_backward, approximate="tanh"))
 ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu": (F.gelu, torch.ops.aten.gelu_backward),
-               "gelu_pytorch_tanh": GELU_TANH, "gelu_new": GELU_TANH}  # fmt: skip
+               "gelu_pytorch_tanh": GELU_TANH, "gelu_new": GELU_TANH}
 
 
 @elementwise
@@ -1824,13 +1782,10 @@ def rotate(x, cos, sin, arch):
     if cos is None:
         return x
     turned, rest = x[..., : arch.rotary_dim], x[..., arch.rotary_dim :]
-    if arch.rotary_interleaved:
-        first, second = turned.unflatten(-1, (-1, 2)).unbind(-1)
-    else:
-        first, second = turned.chunk(2, -1)
+    pairs = arch.rotary_interleaved
+    first, second = turned.unflatten(-1, (-1, 2)).unbind(-1) if pairs else turned.chunk(2, -1)
     cos, sin = cos[:, None], sin[:, None]
     parts = first * cos - second * sin, second * cos + first * sin
-    pairs = arch.rotary_interleaved
     turned = torch.stack(parts, -1).flatten(-2) if pairs else torch.cat(parts, -1)
     return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
 
@@ -1897,8 +1852,7 @@ def batched_attention(query, key, value, bin, arch, window, index):
     """Documents of one length by torch's SDPA, on Hopper cuDNN's kernel."""
     rows = [t.unflatten(0, (len(bin.lengths), -1)).transpose(1, 2) for t in (query, key, value)]
     out = F.scaled_dot_product_attention(
-        *rows, is_causal=True, scale=arch.attention_scale, enable_gqa=True
-    )
+        *rows, is_causal=True, scale=arch.attention_scale, enable_gqa=True)
     return out.transpose(1, 2).flatten(0, 1)
 
 
@@ -1909,8 +1863,7 @@ def flash_attention(query, key, value, bin, arch, window, index):
     bounds, longest = (bin.cu_seqlens, bin.cu_seqlens), (bin.longest, bin.longest)
     return flash_attn_varlen_func(
         query, key, value, *bounds, *longest, softmax_scale=arch.attention_scale, causal=True,
-        window_size=(window - 1 if window else -1, 0), softcap=arch.attention_softcap or 0.0,
-    )  # fmt: skip
+        window_size=(window - 1 if window else -1, 0), softcap=arch.attention_softcap or 0.0)
 
 
 def varlen_attention(query, key, value, bin, arch, window, index):
@@ -1922,8 +1875,7 @@ def varlen_attention(query, key, value, bin, arch, window, index):
     grouped = "enable_gqa" in inspect.signature(varlen_attn).parameters
     return varlen_attn(
         query, key, value, *bounds, *longest, scale=arch.attention_scale,
-        window_size=(window - 1 if window else -1, 0), **({"enable_gqa": True} if grouped else {}),
-    )  # fmt: skip
+        window_size=(window - 1 if window else -1, 0), **({"enable_gqa": True} if grouped else {}))
 
 
 def document_attention(query, key, value, bin, arch, window, index):
@@ -1942,8 +1894,7 @@ def document_attention(query, key, value, bin, arch, window, index):
             else:
                 out = F.scaled_dot_product_attention(
                     q, k, v, mask, arch.attention_dropout, mask is None,
-                    scale=arch.attention_scale, enable_gqa=True,
-                )  # fmt: skip
+                    scale=arch.attention_scale, enable_gqa=True)
         outs.append(out[0].transpose(0, 1))
     return torch.cat(outs)
 
@@ -1966,6 +1917,8 @@ def seeded(seed, device):
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield
+
+
 # ------------------------------------------------------------------------------------------------
 # NF4: storage and kernels
 # ------------------------------------------------------------------------------------------------
@@ -1987,8 +1940,7 @@ class NF4Blocks(torch.Tensor):
     @staticmethod
     def __new__(cls, packed, absmax_codes, device=None):
         return torch.Tensor._make_wrapper_subclass(
-            cls, (packed.shape[0],), dtype=torch.bfloat16, device=device or packed.device
-        )
+            cls, (packed.shape[0],), dtype=torch.bfloat16, device=device or packed.device)
 
     def __init__(self, packed, absmax_codes, device=None):
         self.packed, self.absmax_codes = packed, absmax_codes
@@ -2040,8 +1992,7 @@ class NF4Blocks(torch.Tensor):
 
     def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
         packed, absmax_codes = outputs if len(outputs) == 2 else outputs[0].split(
-            [outputs[0].numel() // (BLOCK // 2 + 1) * n for n in (BLOCK // 2, 1)]
-        )
+            [outputs[0].numel() // (BLOCK // 2 + 1) * n for n in (BLOCK // 2, 1)])
         if out is None:
             return NF4Blocks(packed.view(-1, BLOCK // 2), absmax_codes), outputs
         assert out.packed.data_ptr() == packed.data_ptr(), "FSDP2 gathered to another place"
@@ -2073,8 +2024,7 @@ def dequantise_group(layer, group, adapter):
     """[W, B] of a group's linears, [out, width]: their weights below one another, bit for bit what
     bitsandbytes gives, and B of each in the columns of its ranks, else 0. `adapter` is the layer's
     whole one in the dtype of the result."""
-    shape = group.out_features, group.width
-    weight = torch.empty(shape, dtype=adapter.dtype, device=adapter.device)
+    weight = adapter.new_empty(group.out_features, group.width)
     blocks = slice(group.places[0].blocks.start, group.places[-1].blocks.stop)
     packed, codes = layer.nf4.packed[blocks], layer.nf4.absmax_codes[blocks]
     nested, b = layer.nested[group.site], adapter[group.b].view(-1, group.rank)
@@ -2086,20 +2036,18 @@ def dequantise_group(layer, group, adapter):
             weight, len(packed), tiles, len(weight), group.in_features, n_columns, group.rank,
             len(group.places), 64, BLOCK, NESTED_BLOCK, COLUMNS, num_warps=4,
             enable_fp_fusion=False,  # bitsandbytes rounds between a scale's product and offset
-        )  # fmt: skip
+        )
         return weight
     weight[:, group.in_features :] = 0
     for i, (p, (start, _, at, *_)) in enumerate(zip(group.places, table.tolist())):
         mine = slice(start, start + p.blocks.stop - p.blocks.start)
         nested_state = bnb.functional.QuantState(
             absmax=nested.absmax[at:], code=nested.codes[i], blocksize=NESTED_BLOCK,
-            dtype=torch.float32,
-        )  # fmt: skip
+            dtype=torch.float32)
         state = bnb.functional.QuantState(
             absmax=codes[mine], shape=torch.Size((p.linear.out_features, p.linear.in_features)),
             dtype=weight.dtype, code=nf4_code(device), blocksize=BLOCK, quant_type="nf4",
-            offset=nested.offsets[i], state2=nested_state,
-        )  # fmt: skip
+            offset=nested.offsets[i], state2=nested_state)
         values = packed[mine].view(-1, 1)[: math.prod(state.shape) // 2]
         weight[p.rows, : group.in_features] = bnb.functional.dequantize_4bit(values, state)
         if p.ranks:
@@ -2127,7 +2075,7 @@ if triton:
         n_blocks, n_tiles, n_rows, n_in, n_columns, rank, LINEARS: tl.constexpr,
         BLOCKS: tl.constexpr, BLOCK: tl.constexpr, NESTED_BLOCK: tl.constexpr,
         COLUMNS: tl.constexpr,
-    ):  # fmt: skip
+    ):
         """See dequantise_group: first tiles of BLOCKS blocks, 4-bit codes and 8-bit scales to
         `out`'s dtype, then tiles of 64 rows and COLUMNS columns of B."""
         tile = tl.program_id(0)
@@ -2194,15 +2142,13 @@ def why_no_triton():
         return "there is no Triton" if torch.cuda.is_available() else "there is no GPU"
     weight = torch.randn(256, 256, dtype=torch.bfloat16, device="cuda")
     packed, state = bnb.functional.quantize_4bit(
-        weight, blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
-    )
+        weight, blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
     out, table = torch.empty_like(weight), torch.zeros(1, 5, dtype=torch.int32, device="cuda")
     try:
         dequantise_kernel[(16,)](
             packed.view(-1, BLOCK // 2), state.absmax, state.state2.absmax, state.offset,
             state.state2.code, nf4_code(weight.device), weight, table, out, 1024, 16, 256, 256, 0,
-            16, 1, 64, BLOCK, NESTED_BLOCK, COLUMNS, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+            16, 1, 64, BLOCK, NESTED_BLOCK, COLUMNS, num_warps=4, enable_fp_fusion=False)
     except Exception as e:
         return f"Triton cannot compile here, {type(e).__name__}: {str(e)[:200]}"
     same = torch.equal(out, bnb.functional.dequantize_4bit(packed, state))
@@ -2235,24 +2181,24 @@ def pinned_copy(tensor):
 
 
 class GPUStore:
-    """Where layers put what they keep of a micro-bin: here it stays as it is."""
+    """Where layers put what they keep of a bin from forward to backward: here it stays as it is."""
 
     put = take = staticmethod(lambda tensor: tensor)
 
 
 class HostStore:
-    """The same in pinned host memory, from forward to backward, where it is taken in reverse.
+    """The same in pinned host memory; backward takes in the reverse order.
 
-    Copies have a stream of their own and come back one ahead. A tensor is let go when the next
-    is put, by when its copy has long ended: at most three are on the GPU. The last of `n_kept`
-    stays, its backward comes first.
+    A stream of its own copies, and fetches one tensor ahead. put() frees the GPU memory of the
+    tensor before, whose copy has long ended: at most three are on the GPU. The last of `n_kept`
+    stays there, because its backward comes first.
     """
 
     def __init__(self, n_kept, n_bytes, device):
         self.n_kept, self.n_bytes, self.device = n_kept, n_bytes, device
         self.stream = torch.cuda.Stream() if device.type == "cuda" else None
         self.buffers, self.shapes, self.leaving, self.here = {}, {}, [], {}
-        self.next = 0  # of this micro-bin
+        self.next = 0  # of this bin
 
     def copy(self, to, source):
         """Returns the event of its end."""
@@ -2320,8 +2266,7 @@ class Model(nn.Module):
         super().__init__()
         self.arch, self.group, self.plan = arch, group, plan  # group None: of this process alone
         self.layers = nn.ModuleList(
-            DecoderLayer(arch, layout, i, plan, shards) for i in range(arch.n_layers)
-        )
+            DecoderLayer(arch, layout, i, plan, shards) for i in range(arch.n_layers))
         self.embedding = self.norm = self.head = None  # tensors, see load_weights
         self.frequencies = None  # of each kind of rotary embedding: (fp32 [rotary_dim / 2], factor)
 
@@ -2401,7 +2346,6 @@ def embed(model, ids):
     return out * torch.tensor(model.arch.embedding_multiplier, dtype=out.dtype)
 
 
-@elementwise
 def scaled_logits(logits, multiplier, cap):
     """Logits as the model means them, fp32."""
     logits = logits.float() * multiplier
@@ -2412,8 +2356,7 @@ def scaled_logits(logits, multiplier, cap):
 def logits_statistics(logits, multiplier, cap, targets):
     """Of each row its maximum, the sum of exp(logit - maximum), the logit at the target or 0 where
     that is -1: fp32 [3, n]."""
-    logits = logits.float() * multiplier
-    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    logits = scaled_logits(logits, multiplier, cap)
     top = logits.amax(-1)
     at_target = logits.gather(-1, targets.clamp(min=0)[:, None])[:, 0]
     return torch.stack([top, (logits - top[:, None]).exp().sum(-1), at_target * (targets >= 0)])
@@ -2422,8 +2365,7 @@ def logits_statistics(logits, multiplier, cap, targets):
 @elementwise
 def logits_gradient(logits, multiplier, cap, log_sum, targets, absent):
     """The gradient of the token losses: probabilities minus 1 at the target, 0 without a label."""
-    scaled = logits.float() * multiplier
-    capped = scaled if cap is None else cap * torch.tanh(scaled / cap)
+    capped = scaled_logits(logits, multiplier, cap)
     columns = torch.arange(logits.shape[1], device=logits.device)
     hit = (columns[None] == targets[:, None]).float()
     gradient = ((capped - log_sum[:, None]).exp() - hit) * multiplier
@@ -2461,8 +2403,8 @@ class HeadLoss(torch.autograd.Function):
             hidden = torch.empty_like(part)
             normalise(hidden, part, model.norm, arch.norm, arch.norm_eps)
             logits = gather(hidden).flatten(0, 1) @ weight.t()
-            absent = targets[:, chunk].flatten() == IGNORE
-            local = targets[:, chunk].flatten() - first
+            target = targets[:, chunk].flatten()
+            absent, local = target == IGNORE, target - first
             local = local.where((local >= 0) & (local < len(weight)) & ~absent, -1)
             top, total, at_target = gather(logits_statistics(logits, *change, local)).unbind(1)
             top_of_all = top.amax(0)
@@ -2573,8 +2515,7 @@ FAMILIES = {
                       no_rotary="full_if_window"),
     "hunyuan_v1_dense": Family(qk_norm="head", qk_norm_after_rotary=True, ntk_alpha=True,
                                q_norm="self_attn.query_layernorm",
-                               k_norm="self_attn.key_layernorm"),
-}
+                               k_norm="self_attn.key_layernorm")}
 MULTIMODAL = {"gemma3": ("gemma3_text",), "mistral3": ("mistral", "ministral3")}  # outer: text's
 
 
@@ -2846,7 +2787,7 @@ def read_model_config(directory, config):
         raise ValueError(f"--model {config.model}: {e}")
     settings = getattr(model_config, "quantization_config", None)
     want = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
-            "bnb_4bit_use_double_quant": True}  # fmt: skip
+            "bnb_4bit_use_double_quant": True}
     for key, value in want.items():
         if settings and settings.get(key) != value:
             raise ValueError(f"--model {config.model}: is quantised already, with {key}"
@@ -3012,7 +2953,7 @@ def check_stored(files, names, wanted):
         except ValueError as e:
             raise ValueError(f"{file}: {name}.{NF4_STATE} is not JSON: {e}")
         want = {"quant_type": "nf4", "blocksize": BLOCK, "shape": shape,
-                "nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32"}  # fmt: skip
+                "nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32"}
         for key, value in want.items():
             if state.get(key) != value:
                 raise ValueError(f"{file}: {name} was quantised with {key} {state.get(key)}, only"
@@ -3066,8 +3007,7 @@ def file_reader(files, device):
         target = torch.empty(size, dtype=torch.uint8, device=device)
         slices = [slice(at, at + READ_CHUNK) for at in range(0, 0 if errors else size, READ_CHUNK)]
         return target.view(dtype), [
-            pool.submit(read_chunk, path, start + s.start, target[s], staging) for s in slices
-        ]
+            pool.submit(read_chunk, path, start + s.start, target[s], staging) for s in slices]
 
     def finish():
         target, chunks = ahead.popleft()
@@ -3092,10 +3032,10 @@ def file_reader(files, device):
 
 
 def random_reader(seed, dtype, device):
-    """The same with random values, which depend on the name and not on who reads. Not ahead: the
-    GPU makes them at once, and whole."""
+    """The same with random values, which depend on the name and not on the rank. Not ahead of use:
+    the GPU makes a whole tensor at once."""
 
-    def read(name, shape, rows):
+    def make(name, shape, rows):
         if "norm" in name or name.endswith("bias"):
             value = float(name.endswith("weight"))  # norms start at 1, biases at 0
             return torch.full((math.prod(shape),), value, dtype=dtype, device=device)
@@ -3103,7 +3043,7 @@ def random_reader(seed, dtype, device):
         whole = torch.empty(shape, dtype=dtype, device=device)
         return whole.normal_(0, RANDOM_STD, generator=generator)[rows.start : rows.stop].clone()
 
-    return lambda requests: (read(*request) for request in requests)
+    return lambda requests: (make(*request) for request in requests)
 
 
 def own_blocks(model):
@@ -3219,8 +3159,7 @@ def weight_requests(model, names, stored=None):
             (name, (n_bytes,), range(blocks.start * half, min(blocks.stop * half, n_bytes))),
             (f"{name}.absmax", (n_blocks,), range(blocks.start, blocks.stop)),
             (f"{name}.nested_absmax", (1,), range(1)),  # all of it
-            (f"{name}.nested_quant_map", (1,), range(1)),
-        ]
+            (f"{name}.nested_quant_map", (1,), range(1))]
     return requests
 
 
@@ -3250,7 +3189,7 @@ def fill_model(model, names, values, homes, device, stored=None):
         for group in layout.groups:
             absmax, offsets, codes = zip(*(next(nested) for _ in group.places))
             layer.nested[group.site] = Nested(torch.cat(absmax), torch.stack(offsets),
-                                              torch.stack(codes))  # fmt: skip
+                                              torch.stack(codes))
         set_local(layer, "nf4", local)
         vectors = torch.zeros(len(local_part(layer.vectors)) * shards, dtype=dtype, device=device)
         for where, _ in layout.vectors.values():
@@ -3359,8 +3298,7 @@ def predict(plan, arch, layout):
         "live layer or head": max(live, 2 * arch.hidden_size * token + logits),
         "one layer's adapter gradient": adapter * (3 if sharded else 1),
         "gathered weights": copies * gathered,
-        "DoRA": dora,
-    }  # fmt: skip
+        "DoRA": dora}
     if plan.graphs:  # they keep what they ran in
         memory["CUDA graphs' own"] = inputs + others + live
     host = table * plan.embedding_on_host + n_layers * codes / shards * plan.offload_params
@@ -3427,8 +3365,7 @@ def measure_machine(device):
     figures = {
         "flops": 2 * 8192**3 / seconds(lambda: a @ b),
         "bandwidth": 2 * 4 * a.nbytes / seconds(lambda: torch.cat([a, a, b, b])),
-        "link": parts.nbytes / seconds(lambda: dist.all_gather_into_tensor(parts, own)),
-    }
+        "link": parts.nbytes / seconds(lambda: dist.all_gather_into_tensor(parts, own))}
     rounded = {name: float(f"{figure:.1g}") for name, figure in figures.items()}
     return Machine(**json.loads(on_rank_0(json.dumps, rounded)))
 
@@ -3452,7 +3389,7 @@ def possible_plans(config, arch, layout, tokens, longest, world_size, device):
             for middle, hold in keep if n else keep[-1:]:
                 plan = Plan(config.compute_dtype, arch.n_layers, shards,
                             config.reshard_after_forward, bin_tokens, n, middle, hold,
-                            config.offload_activations, config.offload_params)  # fmt: skip
+                            config.offload_activations, config.offload_params)
                 yield predict(plan, arch, layout)
 
 
@@ -3477,7 +3414,7 @@ def choose_plan(config, arch, layout, tokens, longest, limit, machine, device, w
         arch.tied or why_no_triton()
     ):  # the same numbers, at the price of a copy of the tokens' rows for each micro-batch
         plans = [predict(dataclasses.replace(plan, embedding_on_host=True), arch, layout)
-                 for plan in plans]  # fmt: skip
+                 for plan in plans]
     plan = min(plans, key=lambda plan: plan.bytes)
     fitting = [p for p in plans if p.fits(limit, 0.07)]
     fitting = [predict_time(p, arch, layout, machine) for p in fitting or [plan]]
@@ -3498,8 +3435,7 @@ def use_graphs(plan, arch, layout, machine, limit, capturable):
         "activations are offloaded": plan.offload_activations,
         "attention runs in plain torch": not capturable,
         "the host is fast enough": graphed.token_seconds > 0.95 * plan.token_seconds,
-        "no memory for them": not graphed.fits(limit),
-    }
+        "no memory for them": not graphed.fits(limit)}
     reason = next((text for text, is_so in reasons.items() if is_so), "")
     return dataclasses.replace(plan, why_no_graphs=reason) if reason else graphed
 
@@ -3531,8 +3467,7 @@ def check_plan(plan, config, arch, layout, limit):
     raise ValueError(
         f"this does not fit: predicted peak {plan.bytes / 2**30:.1f} GiB, and {GAPS:.0%} for gaps,"
         f" of {limit / 2**30:.1f} GiB; {' '.join(flags)}{more} would bring it to"
-        f" {smaller.bytes / 2**30:.1f} GiB"
-    )
+        f" {smaller.bytes / 2**30:.1f} GiB")
 
 
 def agree_on_plan(config, arch, layout, examples, limit, device, kernels):
@@ -3544,7 +3479,7 @@ def agree_on_plan(config, arch, layout, examples, limit, device, kernels):
     capturable = device.type == "cuda" and document_attention not in used
     with together():
         plan = choose_plan(config, arch, layout, tokens, max(lengths), limit, machine, device,
-                           dist.get_world_size(), capturable)  # fmt: skip
+                           dist.get_world_size(), capturable)
     return plan
 
 
@@ -3569,10 +3504,10 @@ def say_plan(plan, config, limit):
     say(f"predicted peak {plan.bytes / 2**30:.2f} GiB"
         + (f" of {limit / 2**30:.2f} GiB" if limit else "")
         + (f", and {plan.host_bytes / 2**30:.2f} GiB of pinned host memory"
-           if plan.host_bytes else ""))  # fmt: skip
+           if plan.host_bytes else ""))
 
 
-def make_store(plan, layout, arch, device):
+def make_store(plan, arch, device):
     """Where recomputed layers keep their inputs."""
     if not plan.offload_activations or not plan.recomputed:
         return GPUStore()
@@ -3580,19 +3515,19 @@ def make_store(plan, layout, arch, device):
     return HostStore(plan.recomputed * (2 if plan.keep_middle else 1), n_bytes, device)
 
 
-def say_speed(run, rows):
+def say_speed(run, records):
     """The answer of a dry run: how fast, how much is computed, how much memory."""
     arch, plan = run.model.arch, run.plan
     layer = sum(x.in_features * x.out_features for x in arch.linears)
     again = layer - arch.down[0].in_features * arch.hidden_size
     again -= plan.keep_middle * arch.out[0].in_features * arch.hidden_size
-    rates = sorted(row["tokens_per_second_per_gpu"] for row in rows[2:] or rows[-1:])
-    rate = rates[len(rates) // 2]
+    rates = sorted(r["tokens_per_second_per_gpu"] for r in records[2:] or records[-1:])
+    rate, peak = rates[len(rates) // 2], records[-1]["peak_memory_gib"]
     # forward 2 and backward 2 operations a weight and token, recomputation 2 more
     weights = 4 * (arch.n_layers * layer + arch.vocab_size * arch.hidden_size)
     tflops = rate * (weights + 2 * again * plan.recomputed) / 1e12
-    say(f"measured: {rate:,.0f} tokens/s per GPU, {tflops:.1f} TFLOP/s, peak"
-        f" {rows[-1]['peak_memory_gib']:.2f} GiB; predicted {1 / plan.token_seconds:,.0f} tokens/s")
+    say(f"measured: {rate:,.0f} tokens/s per GPU, {tflops:.1f} TFLOP/s, peak {peak:.2f} GiB;"
+        f" predicted {1 / plan.token_seconds:,.0f} tokens/s")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -3622,14 +3557,11 @@ def choose_attention(config, arch, device):
     flash = [flash_attention] if has_flash and config.attn != "sdpa" else []
     varlen = [*flash, varlen_attention]
     hopper = torch.cuda.get_device_capability(device) >= (9, 0)
-    same = [*flash, batched_attention]
-    if hopper and config.attn != "flash_attention_2":
-        same = [batched_attention]
-    wanted = {("same", "full"): same, ("same", "window"): varlen, ("any", "full"): varlen,
-              ("any", "window"): varlen}  # fmt: skip
+    same = [*([] if hopper and config.attn != "flash_attention_2" else flash), batched_attention]
     chosen = {"same": {}, "any": {}}
-    for (kind, reach), kernels in wanted.items():
+    for kind, reach in itertools.product(chosen, ("full", "window")):
         if reach == "full" or any(arch.layer_window):
+            kernels = same if (kind, reach) == ("same", "full") else varlen
             works = (f for f in kernels if attends(f, arch, reach, device))
             chosen[kind][reach] = next(works, document_attention)
     if config.attn == "flash_attention_2" and flash_attention not in chosen["any"].values():
@@ -3643,14 +3575,12 @@ def attends(kernel, arch, reach, device):
     generator = torch.Generator(device).manual_seed(0)
     heads = arch.n_heads, arch.n_kv_heads, arch.n_kv_heads
     q, k, v = (torch.randn(128, n, arch.head_dim, dtype=torch.bfloat16, device=device,
-                           generator=generator) for n in heads)  # fmt: skip
+                           generator=generator) for n in heads)
     bounds = torch.tensor([0, 64, 128], dtype=torch.int32, device=device)
     probe = types.SimpleNamespace(lengths=(64, 64), longest=64, cu_seqlens=bounds, seeds=(0, 0))
     if arch.attention_softcap and kernel is not flash_attention:
         return False
     args = probe, arch, 8 if reach == "window" else None, 0
-    if kernel is batched_attention and args[2]:
-        return False
     try:
         got, want = kernel(q, k, v, *args), document_attention(q, k, v, *args)
     except (RuntimeError, TypeError, ValueError):
@@ -3662,7 +3592,7 @@ def graphed_loss(run, bin, scale):
     """bin_loss() by a CUDA graph of the bin's shape, captured when the shape comes a second time:
     then the host launches one thing instead of thousands."""
     tensors = [f.name for f in dataclasses.fields(bin)
-               if isinstance(getattr(bin, f.name), torch.Tensor)]  # fmt: skip
+               if isinstance(getattr(bin, f.name), torch.Tensor)]
     same = bin.kernels is run.kernels["same"]
     key = (same and bin.lengths, bin.longest, *(len(getattr(bin, name)) for name in tensors))
     graph = run.graphs.get(key)
@@ -3704,32 +3634,28 @@ class Adapter:
     GPUs the state is the same vector, cut elsewhere.
     """
 
-    def __init__(self, model, arch, layout, mesh, device):
+    def __init__(self, model, arch, layout, device):
         self.arch, self.layout, self.layers, self.group = arch, layout, model.layers, model.group
         self.parts = layout.adapter_parts()
         self.rank, self.shards = model.place
-        self.copies = dist.get_world_size() // self.shards
         self.part = len(local_part(model.layers[0].adapter))
         n = len(self.layers) * self.part
         self.weights = nn.Parameter(torch.zeros(n, device=device))
         self.weights.grad = torch.zeros_like(self.weights)
-        for layer, weights, grad in zip(self.layers, *map(self.by_layer, self.flat())):
+        flat = self.weights.data, self.weights.grad
+        for layer, weights, grad in zip(self.layers, *map(self.by_layer, flat)):
             set_local(layer, "adapter", weights)
             p = layer.adapter
             p.grad = DTensor(grad, p._spec, requires_grad=False) if isinstance(p, DTensor) else grad
         # in 8 bits whatever the size: another number of ranks must find the same kind of state
         self.optimizer = bnb.optim.PagedAdamW8bit(
-            [self.weights], lr=0.0, weight_decay=0.0, min_8bit_size=0
-        )
+            [self.weights], lr=0.0, weight_decay=0.0, min_8bit_size=0)
         self.optimizer.init_state(self.optimizer.param_groups[0], self.weights, 0, 0)
         self.state = self.optimizer.state[self.weights]
 
     @property
     def n_trainable(self):
         return len(self.layers) * sum(math.prod(shape) for _, shape in self.parts.values())
-
-    def flat(self):
-        return self.weights.data, self.weights.grad
 
     def by_layer(self, tensor):
         return tensor.view(len(self.layers), -1)
@@ -3782,7 +3708,7 @@ class Adapter:
         MAX_GRAD_NORM. Returns the global loss and that norm before, without a host sync. All ranks
         must call this."""
         grad = self.weights.grad
-        if self.shards == 1 and self.copies > 1 and not isinstance(self.layers[0], FSDPModule):
+        if 1 == self.shards < dist.get_world_size() and not isinstance(self.layers[0], FSDPModule):
             dist.all_reduce(grad)
         everyone = all_gather(torch.stack([local_loss, grad.norm().double() ** 2]))
         everyone[self.shards :, 1] = 0  # other copies of the model have the same gradients
@@ -3804,7 +3730,7 @@ class Adapter:
     def state_parts(self):
         """The optimizer's state by layer: {key: [layers, this rank's part]}."""
         return {key: self.by_layer(self.state[key]) for key in ("state1", "state2", "absmax1",
-                                                               "absmax2")}  # fmt: skip
+                                                               "absmax2")}
 
     def resume(self, path, config):
         """Weights and state of a checkpoint, whatever the number of ranks that saved it. Returns
@@ -3820,7 +3746,7 @@ class Adapter:
                 whole = torch.cat([file[key] for file in files], 1)
                 values = blank if key == "state1" else 0
                 whole = F.pad(whole, (0, max(0, live.shape[1] * self.shards - whole.shape[1])),
-                              value=values)  # fmt: skip
+                              value=values)
                 live.copy_(whole[:, self.rank * live.shape[1] : (self.rank + 1) * live.shape[1]])
             self.state["step"] = saved["optimizer_step"]
         say(f"resumed from {path}: {saved['step']} of {config.max_steps} steps are done")
@@ -3833,8 +3759,7 @@ class Adapter:
 
 MUST_MATCH = (  # what a resumed run cannot change and still be the same run
     "model", "dataset", "random_weights", "compute_dtype", "adapter", "lora_rank", "lora_alpha",
-    "lora_dropout", "target_modules", "max_seq_len", "batch_size", "seed",
-)  # fmt: skip
+    "lora_dropout", "target_modules", "max_seq_len", "batch_size", "seed")
 
 
 def sync_file(path):
@@ -3911,8 +3836,7 @@ def save_checkpoint(run, step):
             "optimizer_files": optimizer_files,
             "data_sha256": run.data_sha256,
             "config": dataclasses.asdict(run.config),
-            "files": files,
-        }
+            "files": files}
         state["sha256"] = text_digest(state)
         write_whole(hidden / "checkpoint.json", json.dumps(state, indent=2))
         shutil.rmtree(final, ignore_errors=True)  # one that was not whole
@@ -3996,8 +3920,7 @@ def describe_run(config, plan, base, device, examples, offsets, stored, date):
         "world_size": dist.get_world_size(),
         "date": date,
         "versions": {m.__name__: m.__version__ for m in LIBRARIES},
-        "probe_input_ids": [ids[:64].tolist() for ids, _ in examples[:4]],
-    }
+        "probe_input_ids": [ids[:64].tolist() for ids, _ in examples[:4]]}
 
 
 def say_start(config, plan, limit, data_line, device):
@@ -4061,8 +3984,7 @@ def check_family(model_config, config):
             f"--model {config.model}: the check at start failed: {arch.family} with layers {kinds}"
             f" (window, rotary) gives logits that are {off:.1e} from those of transformers"
             f" {transformers.__version__}, and a loss of {loss_here:.6f}, not {loss:.6f}: please"
-            " report this"
-        )
+            " report this")
 
 
 def plain_model(model_config, arch, tensors, max_seq_len):
@@ -4078,8 +4000,7 @@ def plain_model(model_config, arch, tensors, max_seq_len):
     for layer in model.layers:
         set_local(layer, "adapter", torch.zeros(len(layer.adapter)))
     model.frequencies = [
-        rope_frequencies(rope, arch, max_seq_len, model_config) for rope in arch.ropes
-    ]
+        rope_frequencies(rope, arch, max_seq_len, model_config) for rope in arch.ropes]
     return model
 
 
@@ -4119,16 +4040,14 @@ def write_demo(directory):
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role + ': ' + m.content }}"
         "{{ eos_token if m.role == 'assistant' else '\\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-    )
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}")
     tokenizer.save_pretrained(directory / "model")
 
     model_config = transformers.LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=256, intermediate_size=512, num_hidden_layers=4,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096,
         initializer_range=0.06, bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(model_config)
     model.to(torch.bfloat16).save_pretrained(directory / "model")
