@@ -317,7 +317,7 @@ def train(config, device):
         layout = make_layout(arch, adapted, config)
         kernels = choose_attention(config, arch, device)
     plan = agree_on_plan(config, arch, layout, examples, limit, device, kernels)
-    say_start(config, plan, limit, data_line, device)
+    say_start(config, plan, kernels, limit, data_line, device)
     if tokenizer:
         say_example(examples, tokenizer)
     if not config.random_weights:
@@ -363,7 +363,7 @@ def train(config, device):
     run = types.SimpleNamespace(
         config=config, plan=plan, model=model, adapter=adapter, examples=examples, device=device,
         data_sha256=data_sha256, lora_config=lora_config, directory=directory, kernels=kernels,
-        store=make_store(plan, arch, device), graphs={})
+        store=make_store(plan, arch, device), graphs={}, graph_pool=None)
     records = run_steps(run, done)
     if config.random_weights and records:
         say_speed(run, records)
@@ -650,7 +650,7 @@ def make_bin(batch, micro_batch, rank, step_key, run):
     all_lengths = {n for row in lengths for n in row}
     n_tokens, longest = max(map(sum, lengths)), max(all_lengths)
     if len(all_lengths) > 1:
-        n_tokens = round_up(n_tokens, device)
+        n_tokens = min(round_up(n_tokens, device), run.plan.bin_tokens)  # no more than planned
     most = max(count_learnt([batch[i] for i in rows]) for rows in micro_batch)
     mine, lengths = micro_batch[rank], lengths[rank]
     left = n_tokens - sum(lengths)
@@ -1299,11 +1299,12 @@ class LayerFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, adapter, layer, bin):
         ctx.layer, ctx.bin, x = layer, bin, x.detach()
-        run, keep = LayerRun(layer, bin), layer.keeps == "all"
+        run, keep, put = LayerRun(layer, bin), layer.keeps == "all", bin.store.put
+        first = None if keep else put(x)  # on its way to the host while attention runs
         middle, of_attention = attention_half(run, x)
         if not keep:
-            put, of_attention = bin.store.put, None
-            ctx.kept = put(x), put(middle) if layer.keeps == "middle" else None
+            of_attention = None
+            ctx.kept = first, put(middle) if layer.keeps == "middle" else None
         out, of_mlp = mlp_half(run, middle, x, keep)
         if keep:
             ctx.kept = of_attention, of_mlp
@@ -1319,10 +1320,11 @@ class LayerFunction(torch.autograd.Function):
         else:
             take, of_attention = bin.store.take, None
             middle = take(second) if layer.keeps == "middle" else None
-            x = take(first)
+            x = take(first) if middle is None or layer.arch.parallel else None
             if middle is None:
                 middle, of_attention = attention_half(run, x)
             grad_middle = mlp_half_again(run, middle, x, grad)
+            x = take(first) if x is None else x  # it came back while the MLP ran
             run.held.clear()
             if of_attention is None:
                 _, of_attention = attention_half(run, x, again=True)
@@ -1868,14 +1870,20 @@ def flash_attention(query, key, value, bin, arch, window, index):
 
 def varlen_attention(query, key, value, bin, arch, window, index):
     """Documents of any lengths by torch's own kernel."""
+    kernel, options = varlen_kernel()
+    bounds, longest = (bin.cu_seqlens, bin.cu_seqlens), (bin.longest, bin.longest)
+    return kernel(query, key, value, *bounds, *longest, scale=arch.attention_scale,
+                  window_size=(window - 1 if window else -1, 0), **options)
+
+
+@functools.lru_cache(None)
+def varlen_kernel():
+    """torch's varlen_attn and the options that this version wants."""
     from torch.nn.attention.varlen import varlen_attn
 
-    bounds, longest = (bin.cu_seqlens, bin.cu_seqlens), (bin.longest, bin.longest)
     # torch 2.11 takes fewer heads of keys as they are, later ones want to be told
     grouped = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    return varlen_attn(
-        query, key, value, *bounds, *longest, scale=arch.attention_scale,
-        window_size=(window - 1 if window else -1, 0), **({"enable_gqa": True} if grouped else {}))
+    return varlen_attn, {"enable_gqa": True} if grouped else {}
 
 
 def document_attention(query, key, value, bin, arch, window, index):
@@ -3343,7 +3351,7 @@ def predict_time(plan, arch, layout, machine):
     return dataclasses.replace(plan, token_seconds=(layer * arch.n_layers + head) / n)
 
 
-def measure_machine(device):
+def measure_machine(dtype, device):
     """The Machine, in round numbers, so that the same plan is found again. All ranks must call
     this: all take rank 0's."""
     if device.type == "cpu":
@@ -3359,11 +3367,11 @@ def measure_machine(device):
         torch.cuda.synchronize()
         return events[0].elapsed_time(events[1]) / 1000 / times
 
-    a, b = torch.randn(2, 8192, 8192, dtype=torch.bfloat16, device=device)
+    a, b = torch.randn(2, 4096, 4096, dtype=dtype, device=device)
     parts = torch.empty(dist.get_world_size(), 2**26, dtype=torch.uint8, device=device)
     own = parts[0].clone()
     figures = {
-        "flops": 2 * 8192**3 / seconds(lambda: a @ b),
+        "flops": 2 * 4096**3 / seconds(lambda: a @ b),
         "bandwidth": 2 * 4 * a.nbytes / seconds(lambda: torch.cat([a, a, b, b])),
         "link": parts.nbytes / seconds(lambda: dist.all_gather_into_tensor(parts, own))}
     rounded = {name: float(f"{figure:.1g}") for name, figure in figures.items()}
@@ -3472,7 +3480,11 @@ def check_plan(plan, config, arch, layout, limit):
 
 def agree_on_plan(config, arch, layout, examples, limit, device, kernels):
     """The plan of this run. All ranks must call this."""
-    machine, lengths = measure_machine(device), [len(ids) for ids, _ in examples]
+    lengths = [len(ids) for ids, _ in examples]
+    machine = measure_machine(getattr(torch, config.compute_dtype), device)
+    if device.type == "cuda":  # peaks are to be those of training
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     steps = range(1, min(config.max_steps, 200) + 1)
     tokens = max(sum(lengths[i] for i in step_rows(s, len(lengths), config)) for s in steps)
     used = {function for pair in kernels.values() for function in pair.values()}
@@ -3480,7 +3492,7 @@ def agree_on_plan(config, arch, layout, examples, limit, device, kernels):
     with together():
         plan = choose_plan(config, arch, layout, tokens, max(lengths), limit, machine, device,
                            dist.get_world_size(), capturable)
-    return plan
+    return gather_objects(plan)[0]  # host memory differs by rank and moment: all take rank 0's
 
 
 def say_plan(plan, config, limit):
@@ -3550,20 +3562,19 @@ def choose_attention(config, arch, device):
     if config.attn == "flash_attention_2" and not has_flash:
         raise ValueError("--attn flash_attention_2: flash-attn is not installed or there is no GPU;"
                          " `make flash-attn` builds it, or use --attn sdpa")
-    plain = {"full": document_attention, "window": document_attention}
+    chosen = dict.fromkeys(("same", "any"), dict.fromkeys(("full", "window"), document_attention))
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     bf16 = config.compute_dtype == "bfloat16" and not arch.attention_dropout
-    if device.type == "cpu" or not bf16 or torch.cuda.get_device_capability(device) < (8, 0):
-        return {"same": plain, "any": plain}
-    flash = [flash_attention] if has_flash and config.attn != "sdpa" else []
-    varlen = [*flash, varlen_attention]
-    hopper = torch.cuda.get_device_capability(device) >= (9, 0)
-    same = [*([] if hopper and config.attn != "flash_attention_2" else flash), batched_attention]
-    chosen = {"same": {}, "any": {}}
-    for kind, reach in itertools.product(chosen, ("full", "window")):
-        if reach == "full" or any(arch.layer_window):
-            kernels = same if (kind, reach) == ("same", "full") else varlen
-            works = (f for f in kernels if attends(f, arch, reach, device))
-            chosen[kind][reach] = next(works, document_attention)
+    if bf16 and capability >= (8, 0):
+        flash = [flash_attention] if has_flash and config.attn != "sdpa" else []
+        batched_first = capability >= (9, 0) and config.attn != "flash_attention_2"
+        same = [*([] if batched_first else flash), batched_attention]
+        chosen = {"same": {}, "any": {}}
+        for kind, reach in itertools.product(chosen, ("full", "window")):
+            if reach == "full" or any(arch.layer_window):
+                kernels = same if (kind, reach) == ("same", "full") else [*flash, varlen_attention]
+                works = (f for f in kernels if attends(f, arch, reach, device))
+                chosen[kind][reach] = next(works, document_attention)
     if config.attn == "flash_attention_2" and flash_attention not in chosen["any"].values():
         raise ValueError("--attn flash_attention_2: as installed it does not compute this model's"
                          " attention; use --attn sdpa")
@@ -3571,53 +3582,67 @@ def choose_attention(config, arch, device):
 
 
 def attends(kernel, arch, reach, device):
-    """Whether a kernel gives what plain torch gives, on two short documents."""
-    generator = torch.Generator(device).manual_seed(0)
-    heads = arch.n_heads, arch.n_kv_heads, arch.n_kv_heads
-    q, k, v = (torch.randn(128, n, arch.head_dim, dtype=torch.bfloat16, device=device,
-                           generator=generator) for n in heads)
-    bounds = torch.tensor([0, 64, 128], dtype=torch.int32, device=device)
-    probe = types.SimpleNamespace(lengths=(64, 64), longest=64, cu_seqlens=bounds, seeds=(0, 0))
+    """Whether a kernel gives what plain torch gives, forward and backward, on two documents."""
     if arch.attention_softcap and kernel is not flash_attention:
         return False
-    args = probe, arch, 8 if reach == "window" else None, 0
+    generator = torch.Generator(device).manual_seed(0)
+    heads = arch.n_heads, arch.n_kv_heads, arch.n_kv_heads, arch.n_heads
+    q, k, v, grad = (torch.randn(128, n, arch.head_dim, dtype=torch.bfloat16, device=device,
+                                 generator=generator) for n in heads)
+    q = q * (arch.attention_softcap or 1)  # else no score comes near the cap
+    bounds = torch.tensor([0, 64, 128], dtype=torch.int32, device=device)
+    probe = types.SimpleNamespace(lengths=(64, 64), longest=64, cu_seqlens=bounds, seeds=(0, 0))
+
+    def both(function):
+        inputs = [t.detach().requires_grad_() for t in (q, k, v)]
+        out = function(*inputs, probe, arch, 8 if reach == "window" else None, 0)
+        return out.detach(), *torch.autograd.grad(out, inputs, grad)
+
     try:
-        got, want = kernel(q, k, v, *args), document_attention(q, k, v, *args)
-    except (RuntimeError, TypeError, ValueError):
+        pairs = list(zip(both(kernel), both(document_attention)))
+    except (ImportError, RuntimeError, TypeError, ValueError):
         return False
-    return bool((got - want).norm() < 0.05 * want.norm())
+    return all(bool((got - want).norm() < 0.05 * want.norm()) for got, want in pairs)
+
+
+MAX_GRAPHS = 64  # each takes some GPU memory beside torch's, which no plan counts
 
 
 def graphed_loss(run, bin, scale):
     """bin_loss() by a CUDA graph of the bin's shape, captured when the shape comes a second time:
     then the host launches one thing instead of thousands."""
-    tensors = [f.name for f in dataclasses.fields(bin)
-               if isinstance(getattr(bin, f.name), torch.Tensor)]
+    tensors = {name: t for name, t in vars(bin).items() if isinstance(t, torch.Tensor)}
     same = bin.kernels is run.kernels["same"]
-    key = (same and bin.lengths, bin.longest, *(len(getattr(bin, name)) for name in tensors))
-    graph = run.graphs.get(key)
-    if graph is None or graph == "seen":
-        static = dataclasses.replace(bin, lengths=bin.lengths)
-        factor = torch.tensor(scale, device=run.device)
-        if graph is None:  # kernels are compiled and chosen outside of a capture
-            run.graphs[key] = "seen"
+    key = (same and bin.lengths, bin.longest, *map(len, tensors.values()))
+    if run.graphs.get(key) is None:
+        captured = sum(graph is not None for graph in run.graphs.values())
+        if key not in run.graphs or captured >= MAX_GRAPHS:
+            run.graphs[key] = None  # kernels are compiled and chosen outside of a capture
             loss = run.model(bin)
-            (loss * factor).backward()
+            (loss * scale).backward()
             return loss.detach()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=run.graphs.get("pool")):
-            loss = run.model(static)
-            (loss * factor).backward()
-            loss = loss.detach()
-        run.graphs.setdefault("pool", graph.pool())
-        torch.cuda.empty_cache()  # what runs without a graph had taken
-        run.graphs[key] = graph, static, factor, loss
+        run.graphs[key] = capture_graph(run, bin)
     graph, static, factor, loss = run.graphs[key]
-    for name in tensors:
-        getattr(static, name).copy_(getattr(bin, name), non_blocking=True)
+    for name, tensor in tensors.items():
+        getattr(static, name).copy_(tensor, non_blocking=True)
     factor.fill_(scale)
     graph.replay()
     return loss.clone()
+
+
+def capture_graph(run, bin):
+    """A graph of a bin's forward and backward, and what it reads and writes: the Bin, the factor on
+    the loss, the loss."""
+    static, factor = dataclasses.replace(bin), torch.ones((), device=run.device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=run.graph_pool):
+        loss = run.model(static)
+        (loss * factor).backward()
+        loss = loss.detach()
+    run.graph_pool = run.graph_pool or graph.pool()
+    static.ropes = None
+    torch.cuda.empty_cache()  # what ran without a graph had taken
+    return graph, static, factor, loss
 
 
 # ------------------------------------------------------------------------------------------------
@@ -3923,7 +3948,7 @@ def describe_run(config, plan, base, device, examples, offsets, stored, date):
         "probe_input_ids": [ids[:64].tolist() for ids, _ in examples[:4]]}
 
 
-def say_start(config, plan, limit, data_line, device):
+def say_start(config, plan, kernels, limit, data_line, device):
     """What this run is, before it begins."""
     versions = ", ".join(f"{m.__name__} {m.__version__}" for m in LIBRARIES)
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, gloo"
@@ -3931,6 +3956,10 @@ def say_start(config, plan, limit, data_line, device):
     say(f"{versions}; {dist.get_world_size()} x {gpu}")
     if device.type == "cuda" and why_no_triton():
         say(f"slower than need be, without fused kernels: {why_no_triton()}")
+    say("attention: " + "; ".join(
+        f"bins of {'rows of one length' if kind == 'same' else 'other rows'}:"
+        f" {', '.join(sorted({function.__name__ for function in kernels[kind].values()}))}"
+        for kind in kernels))
     say(data_line)
     say_plan(plan, config, limit)
 

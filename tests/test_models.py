@@ -100,7 +100,7 @@ def test_vocabulary_of_fewer_rows_than_ranks_is_refused():
     layout = script.make_layout(arch, (), script.Config())
     values = dict(
         arch=arch, layout=layout, tokens=1000, longest=100, limit=None, device=cpu,
-        machine=script.measure_machine(cpu),
+        machine=script.measure_machine(torch.float32, cpu),
     )  # fmt: skip
     names = inspect.signature(script.choose_plan).parameters
 
