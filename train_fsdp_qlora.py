@@ -868,10 +868,12 @@ def all_gather(tensor, group=None):
 
 
 def gather_objects(value):
-    """Every rank's value, in rank order. All ranks must call this."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+    """Every rank's value, of a kind that JSON has, in rank order. All ranks must call this."""
+    # not torch's all_gather_object: it pickles
+    data = torch.frombuffer(bytearray(json.dumps(value), "utf-8"), dtype=torch.uint8)
+    sizes = all_gather(torch.tensor(len(data))).tolist()
+    rows = all_gather(F.pad(data, (0, max(sizes) - len(data))))
+    return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes)]
 
 
 class Stop(Exception):
@@ -942,9 +944,9 @@ def open_output(config):
             shutil.rmtree(torn)
         mark = directory / f".opened-on-{socket.gethostname()}-{time.time_ns()}"
         mark.touch()
-        return mark
+        return str(mark)
 
-    mark = on_rank_0(make)
+    mark = Path(on_rank_0(make))
     with together():
         if not mark.is_file():
             raise ValueError(f"--output_dir {directory}: {this_rank()} does not see {mark.name},"
@@ -3375,7 +3377,7 @@ def measure_machine(dtype, device):
         "bandwidth": 2 * 4 * a.nbytes / seconds(lambda: torch.cat([a, a, b, b])),
         "link": parts.nbytes / seconds(lambda: dist.all_gather_into_tensor(parts, own))}
     rounded = {name: float(f"{figure:.1g}") for name, figure in figures.items()}
-    return Machine(**json.loads(on_rank_0(json.dumps, rounded)))
+    return Machine(**gather_objects(rounded)[0])
 
 
 def possible_plans(config, arch, layout, tokens, longest, world_size, device):
@@ -3492,7 +3494,9 @@ def agree_on_plan(config, arch, layout, examples, limit, device, kernels):
     with together():
         plan = choose_plan(config, arch, layout, tokens, max(lengths), limit, machine, device,
                            dist.get_world_size(), capturable)
-    return gather_objects(plan)[0]  # host memory differs by rank and moment: all take rank 0's
+    # host memory differs by rank and moment: all take rank 0's plan
+    first = gather_objects(dataclasses.asdict(plan))[0]
+    return Plan(**{**first, "memory": tuple(map(tuple, first["memory"]))})
 
 
 def say_plan(plan, config, limit):
@@ -3890,7 +3894,7 @@ def newest_checkpoint(directory):
     broken = []
     for path in sorted(directory.glob("checkpoint-*"), reverse=True):
         try:
-            return path, read_checkpoint(path)
+            return str(path), read_checkpoint(path)
         except ValueError as e:
             broken.append(str(e))
             say(f"skipped {e}")
@@ -3900,6 +3904,7 @@ def newest_checkpoint(directory):
 def find_checkpoint(config, directory, data_sha256):
     """The newest whole checkpoint, if this run can continue it. All ranks must call this."""
     path, state = on_rank_0(newest_checkpoint, directory)
+    path = Path(path)
     with together():
         if "optimizer_files" not in state:
             raise ValueError(f"--resume: {path} was made by an older version of this script, whose"
