@@ -599,8 +599,8 @@ def step_rows(step, n_examples, config):
 
 
 def deal_rows(lengths, processes, most):
-    """Deal rows of these lengths into bins of at most `most` tokens: the fewest micro-batches of
-    one bin a process, all about equally full. Returns for each micro-batch a list of row indices
+    """Deal rows of these lengths into bins of at most `most` tokens: as few micro-batches of one
+    bin a process as even bins allow. Returns for each micro-batch a list of row indices
     for each process; the same on all ranks, which all know all lengths."""
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     for n in range(max(1, math.ceil(sum(lengths) / (processes * most))), len(lengths) + 1):
@@ -1997,7 +1997,7 @@ class NF4Blocks(torch.Tensor):
             return (torch.cat([packed.view(-1), absmax_codes]),), None
         return (packed, absmax_codes), None
 
-    # FSDP2 asks for it at every gather; finding it out anew took 5 of 150 ms a micro-bin on a CPU
+    # FSDP2 asks for it at every gather; finding it out anew took 5 of 150 ms a micro-batch on a CPU
     fsdp_pre_all_gather.__signature__ = inspect.signature(fsdp_pre_all_gather)
 
     def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
