@@ -3,12 +3,13 @@
 What each family computes is in test_layer.py.
 """
 
+import dataclasses
 import inspect
 
 import pytest
 import torch
 import transformers
-from families import tiny, write_model
+from families import TINY, tiny, write_model
 
 import train_fsdp_qlora as script
 
@@ -111,3 +112,41 @@ def test_vocabulary_of_fewer_rows_than_ranks_is_refused():
     assert choose(25).shard_group_size == 25
     with pytest.raises(ValueError, match="325 cannot be shared by 32 processes"):
         choose(32)
+
+
+def test_bins_are_never_rounded_above_the_plan(train, tiny_model, monkeypatch):
+    """On a GPU bins have round lengths; what is kept on the host has room for the plan's."""
+    flags = tiny_model("llama"), "--recompute", "all", "--micro_batch_tokens", 100
+    want = train("plain", *flags)
+    monkeypatch.setattr(script, "round_up", lambda n, device: -(-n // 64) * 64)  # as on a GPU
+    monkeypatch.setattr(script, "check_family", lambda *args: None)  # it stays on the CPU
+    got = train("round", *flags, "--offload_activations")
+    assert got == [pytest.approx(row, rel=1e-5) for row in want]
+
+
+@pytest.mark.parametrize("kind, reach", [("gemma2", "full"), ("gemma2", "window"),
+                                         ("mistral", "window"), ("llama", "full")])  # fmt: skip
+def test_kernel_that_computes_something_else_is_found_out(kind, reach, monkeypatch):
+    """One without soft caps or windows, or with a wrong backward, as flash-attn may be built."""
+    arch, cpu = script.describe_model(TINY[kind](320)), torch.device("cpu")
+    if arch.attention_softcap:
+        arch = dataclasses.replace(arch, attention_softcap=50.0)  # Gemma 2's, far from most scores
+    plain = script.document_attention
+
+    def uncapped(q, k, v, bin, arch, window, index):
+        return plain(q, k, v, bin, dataclasses.replace(arch, attention_softcap=None), window, index)
+
+    def without_window(q, k, v, bin, arch, window, index):
+        return plain(q, k, v, bin, arch, None, index)
+
+    def halved_backward(*args):
+        out = plain(*args)
+        return out.detach() + (out - out.detach()) / 2
+
+    right = lambda *args: plain(*args)  # noqa: E731
+    wrong = [halved_backward]
+    wrong += [uncapped] if arch.attention_softcap else []
+    wrong += [without_window] if reach == "window" else []
+    for kernel in (right, *wrong):
+        monkeypatch.setattr(script, "flash_attention", kernel)
+        assert script.attends(kernel, arch, reach, cpu) == (kernel is right), kernel.__name__

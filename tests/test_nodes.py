@@ -215,3 +215,16 @@ def test_rank_that_runs_out_of_memory_says_so(run_training, run_main, tmp_path):
     flags[-1] = tmp_path / "run"
     code, out, errors = run_main(*flags, "--resume")
     assert code == 0 and "checkpoint-000002: 2 of 4 steps" in out, errors
+
+
+def test_nodes_with_other_rows_are_refused(run_jobs, demo_directory, tmp_path):
+    """The same relative path on both, but not the same file."""
+    lines = (demo_directory / "data.jsonl").read_text().splitlines(True)[:32]
+    for name, rows in ("a", lines), ("b", [*lines[:-1], lines[0]]):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rows.jsonl").write_text("".join(rows))
+    argv = ["--model", str(demo_directory / "model"), "--dataset", "rows.jsonl", "--max_steps", "1",
+            "--output_dir", str(tmp_path / "run")]  # fmt: skip
+    job = {"argv": argv, "others": {"cwd": str(tmp_path / "b")}}
+    _, err = run_jobs(2, [job], cwd=tmp_path / "a", code=1)
+    assert [line for line in err.splitlines() if "not the same rows on all nodes" in line]
