@@ -27,6 +27,7 @@ PLAN = {"compute_dtype": "bfloat16", "shard_group_size": 1, "reshard_after_forwa
         "offload_activations": False, "offload_params": False}  # fmt: skip
 HELD = {"shard_group_size": 2, "keep_middle": True, "hold_weights": True}
 MEASURED = [
+    # of trees before e37af64; the head's part of the plan was corrected by these two
     ("llama-3-8b", 32, 24.11, {}),
     ("llama-3-8b", 32, 78.69, {"bin_tokens": 16384}),
     ("llama-3-8b", 32, 25.36, {"adapter": "dora"}),
