@@ -3,17 +3,13 @@
 
     python merge_adapters.py --adapter_dir runs/my-run --output_dir runs/my-run/merged
     python merge_adapters.py --adapter_dir runs/my-run/checkpoint-000040 --output_dir merged-40
-    python merge_adapters.py --adapter_dir runs/my-run --output_dir merged --no-check
 
 The adapter was trained on NF4 weights, so it is added to those: W + scaling * B @ A in fp32, once
 rounded to bf16. W is the base's weight as training had it: quantised to NF4 and dequantised, or
 only dequantised where the base is in 4-bit already. DoRA scales each row of the sum to its
 magnitude. A linear of the decoder's layers without an adapter becomes W; all else stays the base's
-own, files and tensor names too. One weight at a time is in memory. --output_dir appears when all is
-done. The check gives the same prompts to the 4-bit base, to the same with the adapter, and to the
-merged model, which must agree with the second. It needs room for one model at a time.
-Part I, the recipe: flags, merge(), what becomes of one weight, the check.
-Part II, the engine room: the run, the base model, the adapter, writing.
+own. One weight at a time is in memory; --output_dir appears when all is done. The check compares
+the merged model with the 4-bit base and the adapter, one model at a time in memory.
 Tested with torch 2.13, transformers 5.23, peft 0.21, bitsandbytes 0.50.
 """
 
@@ -67,12 +63,10 @@ def merge(args):
     adapter = read_adapter(adapter_dir, base)
     rows = probe_rows(run, base.vocab_size)
     device = choose_device(args.device, run["quantization"].get("device", "cpu"))
-    size = 2 * sum(math.prod(shape) for shape in base.shapes.values())
-    temporary = open_output(output, size)
+    temporary = open_output(output, size := 2 * sum(map(math.prod, base.shapes.values())))
     print(f"base model {base.directory}: {len(base.quantised)} linear layers in NF4,"
           f" {len(adapter)} with an adapter")
-    unused = [n for n in base.files if n not in base.shapes and not n.endswith(NF4_PARTS)]
-    if unused:
+    if unused := [n for n in base.files if n not in base.shapes and not n.endswith(NF4_PARTS)]:
         print(f"left out {len(unused)} tensors that the model does not use, as {unused[0]}")
     sums = {"error": 0.0, "effect": 0.0}
     try:
@@ -83,8 +77,8 @@ def merge(args):
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     rounding = math.sqrt(sums["error"] / max(sums["effect"], sys.float_info.min))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(f"wrote {len(base.shapes)} tensors, {size / 2**30:.3f} GiB; peak memory {peak:.2f} GiB;"
+    print(f"wrote {len(base.shapes)} tensors, {size / 2**30:.3f} GiB; peak memory"
+          f" {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB;"
           f" rounding to bf16 differs from the exact sum by {rounding:.4f} of the adapter's effect")
     if args.check:
         try:
@@ -92,7 +86,7 @@ def merge(args):
         except (ValueError, RuntimeError, OSError, ImportError) as e:  # libraries raise all kinds
             raise ValueError(f"the check did not run, --no-check does without; the merged model in"
                              f" {temporary} is whole, rename it to keep it: {e}")
-        report_check(*figures, rounding, temporary)
+        report_check(*figures, rounding, temporary, adapter_dir)
     os.replace(temporary, output.resolve())
     print(f'merged model saved; to load it: {base.auto_class.__name__}.from_pretrained("{output}")')
 
@@ -164,9 +158,8 @@ def compare(base, adapter_dir, merged_dir, rows, device):
     gc.collect()
     torch.cuda.empty_cache()
     merged = all_logits(base.auto_class.from_pretrained(merged_dir, **settings), rows, base.dtype)
-    effect = (trained - plain).norm()
-    agreement = (merged.argmax(-1) == trained.argmax(-1)).float().mean()
-    return float((merged - trained).norm() / effect), float(effect / trained.norm()), agreement
+    effect, agree = (trained - plain).norm(), (merged.argmax(-1) == trained.argmax(-1)).float()
+    return float((merged - trained).norm() / effect), float(effect / trained.norm()), agree.mean()
 
 
 @torch.no_grad()
@@ -183,7 +176,13 @@ def all_logits(model, rows, dtype):
     return torch.cat([model(input_ids).logits[0].float().cpu() for input_ids in inputs])
 
 
-def report_check(error, effect, agreement, rounding, temporary):
+UNMERGED = """; to use the adapter without merging it:
+    nf4 = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16)
+    model = peft.AutoPeftModelForCausalLM.from_pretrained("{}", quantization_config=nf4)"""
+
+
+def report_check(error, effect, agreement, rounding, temporary, adapter_dir):
     """Print how far the merged model is from what was trained; ValueError if it is another one."""
     print(f"check: the adapter moves the 4-bit model's logits by {effect:.1%} of their norm; the"
           f" merged model's are {error:.4f} of that away; {agreement:.2%} of greedy tokens agree")
@@ -193,7 +192,8 @@ def report_check(error, effect, agreement, rounding, temporary):
     require(error <= FAILED_ERROR, "the merged model does not agree with what was trained, it is"
             f" {error:.2f} of the adapter's effect away: {why}; left in {temporary}")  # NaN too
     if error > LARGE_ERROR:
-        print(f"WARNING: the merged model loses {error:.0%} of the adapter's effect: {why}")
+        print(f"WARNING: the merged model loses {error:.0%} of the adapter's effect: {why}"
+              + UNMERGED.format(adapter_dir))
 
 
 # ---- Part II: the engine room ------------------------------------------------------------------

@@ -11,17 +11,20 @@ them, on GPUs (NCCL) or, where there are none, on the CPU (gloo). Written to --o
 
     adapter_model.safetensors, adapter_config.json   the adapter, in PEFT's format, fp32
     train_config.json                                the resolved configuration, for merging
-    metrics.jsonl                                    one JSON object a step
+    metrics.jsonl, loss.png                          one JSON object a step or evaluation
     tensorboard/                                     the same numbers for TensorBoard
+    tokenizer.json, ..                               the tokenizer with its chat template
     checkpoint-NNNNNN/                               what --resume needs
 
 Map of this file. Part I is what you read and change, Part II what it stands on.
 
-    Part I, the recipe         flags; train(), the whole job in six steps; data: rows, their tokens,
-                               bins; what is adapted, what is sharded; schedule, training step
-    Part II, the engine room   ranks, errors, logs; the decoder layer, forward and backward; NF4;
-                               vocabulary and loss; families of models; files and loading; the plan;
-                               CUDA graphs; adapter and optimizer; checkpoints; check at start; demo
+    Part I, the recipe         flags; train(), the whole job in six steps, its loop and evaluation;
+                               data: what of a row is learnt, the order of rows, bins; what is
+                               adapted, what is sharded; schedule, training step
+    Part II, the engine room   parsing of flags; ranks, errors, logs; data: files, conversations,
+                               encoding; the decoder layer, forward and backward; NF4; vocabulary
+                               and loss; families of models; files and loading; the plan; CUDA
+                               graphs; adapter and optimizer; checkpoints; check at start; demo
 
 Tested with torch 2.11 and 2.13, transformers 5.17 and 5.23, peft 0.21, bitsandbytes 0.50.
 """
@@ -31,13 +34,18 @@ import collections
 import contextlib
 import copy
 import dataclasses
+import difflib
 import functools
 import gc
+import glob
+import gzip
 import hashlib
 import heapq
+import importlib.util
 import inspect
 import itertools
 import json
+import logging
 import math
 import mmap
 import os
@@ -57,8 +65,12 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta
 from pathlib import Path
 
+# on a CPU it warns that a package is missing, which only its own inference would use
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
 import bitsandbytes as bnb
 import huggingface_hub
+import numpy as np
 import peft
 import torch
 import torch.distributed as dist
@@ -75,6 +87,7 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.utils.chat_template_utils import render_jinja_template
 
 try:
     import triton
@@ -90,13 +103,12 @@ except ImportError:  # comes with torch on CUDA alone
 # Flags
 # ------------------------------------------------------------------------------------------------
 
-WARMUP_FRACTION = 0.03  # of all steps, linear, before the cosine
-MAX_GRAD_NORM = 1.0  # over the whole adapter
 IGNORE = -100  # the label of a token that is not learnt
 BLOCK = 64  # weights that share one absmax; QLoRA's choice and bitsandbytes' default
 NESTED_BLOCK = 256  # absmax values that share one second-level absmax (double quantisation)
 STATE_BLOCK = 256  # optimizer values that share one scale in bitsandbytes' 8-bit state
 COLUMNS = 64  # an adapter's columns of a product are filled up to whole cache lines
+LARGE_WEIGHT = 2**28  # weights; a group of linears with more is dequantised one by one
 SLICE_TOKENS = 4096  # of a recomputed MLP at once; fewer make its products slower
 CHUNK_BYTES = 256 * 2**20  # of logits alive at once, of embedded tokens before their sum
 GAPS = 0.04  # of the GPU's memory that gaps between tensors cost: 21.4 of 22.5 GiB ran, 21.8 not
@@ -104,6 +116,8 @@ HOST_SPARE = 32 * 2**30  # bytes a process may pin for speed alone; pinning take
 RANDOM_STD = 0.02  # of --random_weights
 READERS = 8  # threads of a rank that read weights; one copies some 5 GB/s out of the page cache
 READ_CHUNK = 2**24  # bytes that a thread reads at once
+NO_BEST = {"eval_loss": math.inf, "step": None}  # of the evaluations so far
+LOG_SECONDS = 2  # between lines of steps in the log
 READ_AHEAD = 2**29  # bytes read but not yet quantised, so that reading and quantising overlap
 LIBRARIES = (torch, transformers, peft, bnb)
 SHAPES = {  # what --random_weights knows without a config.json
@@ -124,22 +138,49 @@ def knob(default, help_text, **extra):
     return dataclasses.field(default=default, metadata={"help": help_text, **extra})
 
 
+GROUPS = {"model": "model and data", "batch_size": "training", "adapter": "adapter",
+          "micro_batch_tokens": "memory and speed"}  # the first flag of each group in --help
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Every flag of the script. None means: derived from the rest, and printed."""
 
     model: str | None = knob(
-        None, "Hub id or directory of safetensors; none: a built-in demo;"
+        None, "Hub id or directory of safetensors; left out: a built-in demo;"
         " with --random_weights also " + ", ".join(SHAPES))
-    dataset: str | None = knob(None, "JSONL file or Hub id; none: the demo's instructions")
-    output_dir: str | None = knob(None, "where results go; none: a new directory below runs/")
-    resume: bool = knob(False, "continue from the newest whole checkpoint of --output_dir")
+    dataset: tuple[str, ...] | None = knob(
+        None, "files (JSONL, JSON, Parquet, CSV, also .gz), patterns, directories, what"
+        " save_to_disk wrote, or a Hub id; behind any of these ,split=train_sft ,name=CONFIGURATION"
+        " ,revision=TAG; left out: the demo's instructions")
+    eval_dataset: tuple[str, ...] | None = knob(
+        None, "the same for evaluation, or a fraction of the rows of --dataset: 0.02")
+    max_seq_len: int | None = knob(
+        None, "tokens; longer rows are cut; left out: 2048, or what the model was made for if less")
+    chat_template: str | None = knob(None, "Jinja file to use instead of the tokenizer's own")
+    output_dir: str | None = knob(None, "where results go; left out: a new directory below runs/")
+    resume: bool = knob(
+        False, "go on from the newest whole checkpoint of --output_dir, with the flags that the run"
+        " began with")
     random_weights: bool = knob(False, "random weights: of the model, only config.json is read")
-    max_seq_len: int = knob(2048, "tokens; longer rows are cut")
     batch_size: int = knob(16, "rows an optimizer step, over all GPUs")
     num_epochs: float = knob(1.0, "passes over the data set; --max_steps overrides it")
     max_steps: int | None = knob(None, "optimizer steps")
-    learning_rate: float | None = knob(None, "peak; none: 2e-4, for the demo 5e-3")
+    learning_rate: float | None = knob(None, "peak; left out: 2e-4, for the demo 5e-3")
+    lr_schedule: str = knob(
+        "cosine", "after the warm-up: to 0 as a cosine or linear, or constant",
+        choices=("cosine", "linear", "constant"))
+    warmup_fraction: float = knob(0.03, "of all steps, in which the rate rises to its peak")
+    weight_decay: float = knob(0.0, "of AdamW, on all of the adapter")
+    max_grad_norm: float = knob(1.0, "the adapter's whole gradient is scaled down to this norm")
+    eval_every: int | None = knob(
+        None, "steps between evaluations, besides the one before the first step and the one at the"
+        " end; 0: only these two; left out: a tenth of all steps")
+    save_every: int = knob(0, "steps between checkpoints; 0: only at the end")
+    seed: int = knob(0, "of the adapter's initial values, the data order, dropout")
+    report_to: str = knob(
+        "tensorboard", "where metrics go besides metrics.jsonl; wandb must be installed",
+        choices=("tensorboard", "wandb", "none"))
     adapter: str = knob(
         "lora", "kind: lora; rslora, which scales by lora_alpha / sqrt(lora_rank); dora, which also"
         " trains the norm of each weight's rows", choices=("lora", "rslora", "dora"))
@@ -148,17 +189,14 @@ class Config:
     lora_dropout: float = knob(0.0, "dropout on the adapter's input")
     target_modules: tuple[str, ...] = knob(
         ("all-linear",), "linears that get an adapter, by name: q_proj v_proj")
-    save_every: int = knob(0, "steps between checkpoints; 0: only at the end")
-    seed: int = knob(0, "of the adapter's initial values, the data order, dropout")
+    init_adapter: str | None = knob(
+        None, "directory of an adapter to begin with, of this script or of PEFT")
     micro_batch_tokens: int | None = knob(
-        None, "tokens a GPU works on at once, at least the longest row; none: what is fastest and"
-        " fits")
+        None, "tokens a GPU works on at once, at least the longest row; left out: what is fastest"
+        " and fits")
     shard_group_size: int | None = knob(
         None, "processes that share one copy of the model, for instance those of a node; every such"
-        " group holds one; none: as few as the memory allows, if that is faster")
-    reshard_after_forward: bool = knob(
-        True, "free a layer's gathered weights after its forward (FULL_SHARD), or not until its"
-        " backward is done (SHARD_GRAD_OP): faster, needs the whole 4-bit model on each GPU")
+        " group holds one; left out: as few as the memory allows, if that is faster")
     recompute: str = knob(
         "auto", "decoder layers recomputed in backward: all, none, a number, or auto: as few as the"
         " memory allows")
@@ -167,60 +205,31 @@ class Config:
     offload_params: bool = knob(
         False, "keep the 4-bit weights in pinned host memory; each layer is copied when needed")
     memory_limit_gib: float | None = knob(
-        None, "GPU memory to plan for and never to exceed; none: what is free")
+        None, "GPU memory to plan for and never to exceed; left out: what is free")
     attn: str | None = knob(
-        None, "attention; none: on Hopper sdpa for rows of one length, else flash_attention_2 where"
-        " it is installed, else sdpa", choices=("flash_attention_2", "sdpa"))
+        None, "attention; left out: on Hopper sdpa for rows of one length, else flash_attention_2"
+        " where it is installed, else sdpa", choices=("flash_attention_2", "sdpa"))
     compute_dtype: str = knob(
         "bfloat16", "dtype of activations and products", choices=("bfloat16", "float32"))
-
-
-def parse_config(argv):
-    """Flags to Config. Raises ValueError where argparse would exit."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0],
-        allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-
-    def fail(message):
-        raise ValueError(f"{message} (see --help)")
-
-    parser.error = fail
-    parser.print_help = lambda: say(parser.format_help())  # from rank 0 alone
-    hints = typing.get_type_hints(Config)
-    for f in dataclasses.fields(Config):
-        kind = next(t for t in typing.get_args(hints[f.name]) or (hints[f.name],) if t is not None)
-        options = dict(f.metadata, default=f.default)
-        if kind is bool:
-            options["action"] = argparse.BooleanOptionalAction
-        elif f.name == "target_modules":
-            options["nargs"] = "+"
-        else:
-            options["type"] = kind
-        parser.add_argument(f"--{f.name}", **options)
-    values = vars(parser.parse_args(argv))
-    values["target_modules"] = tuple(values["target_modules"])
-    return Config(**values)
 
 
 def resolve_config(config, world_size):
     """Check what the flags alone can tell and fill in what follows from them."""
     for name, value in vars(config).items():
-        if value == "":
+        if value == "" or isinstance(value, tuple) and "" in value:
             raise ValueError(f"--{name} is empty: leave it out or give a value")
-    for name in ("lora_rank", "lora_alpha", "max_seq_len", "batch_size"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"--{name} {getattr(config, name)}: must be at least 1")
-    for name in ("max_steps", "num_epochs", "learning_rate", "memory_limit_gib",
-                 "micro_batch_tokens"):
-        if getattr(config, name) is not None and not 0 < getattr(config, name) < math.inf:
-            raise ValueError(f"--{name} {getattr(config, name)}: must be positive")
-    if not 0 <= config.lora_dropout < 1:
-        raise ValueError(f"--lora_dropout {config.lora_dropout}: must be at least 0 and below 1")
-    if not 0 <= config.seed < 2**40:
-        raise ValueError(f"--seed {config.seed}: must be at least 0 and below 2^40")
-    if config.save_every < 0:
-        raise ValueError(f"--save_every {config.save_every}: must be 0 (off) or more")
+    def check(names, is_right, wanted):
+        for name in names.split():
+            value = getattr(config, name)
+            if value is not None and not is_right(value):
+                raise ValueError(f"--{name} {value}: must be {wanted}")
+
+    check("lora_rank lora_alpha max_seq_len batch_size", lambda n: n >= 1, "at least 1")
+    check("max_steps num_epochs learning_rate memory_limit_gib micro_batch_tokens max_grad_norm",
+          lambda x: 0 < x < math.inf, "positive")
+    check("save_every eval_every weight_decay", lambda x: 0 <= x < math.inf, "0 or more")
+    check("lora_dropout warmup_fraction", lambda x: 0 <= x < 1, "at least 0 and below 1")
+    check("seed", lambda n: 0 <= n < 2**40, "at least 0 and below 2^40")
     if config.recompute not in ("all", "none", "auto") and not config.recompute.isdecimal():
         raise ValueError(f"--recompute {config.recompute}: must be all, none, auto or a number")
     if config.offload_activations and config.recompute in ("none", "0"):
@@ -229,7 +238,9 @@ def resolve_config(config, world_size):
     if config.attn == "flash_attention_2" and config.compute_dtype != "bfloat16":
         raise ValueError("--attn flash_attention_2 computes in bfloat16: drop it or use sdpa")
     if config.model and not config.dataset and not config.random_weights:
-        raise ValueError(f"--model {config.model} needs a --dataset: a JSONL file or a Hub id")
+        raise ValueError(f"--model {config.model} needs a --dataset: files or a Hub id")
+    if config.report_to == "wandb" and importlib.util.find_spec("wandb") is None:
+        raise ValueError("--report_to wandb: wandb is not installed: pip install wandb")
     if config.random_weights and not config.model:
         raise ValueError("--random_weights needs a --model whose config.json gives the shapes")
     shards = config.shard_group_size
@@ -244,17 +255,7 @@ def resolve_config(config, world_size):
         shard_group_size=shards,
         learning_rate=config.learning_rate or (2e-4 if config.model else 5e-3),
         max_steps=config.max_steps or (None if config.model or config.dataset else 60),
-        output_dir=config.output_dir or default_output_dir(config.resume))
-
-
-def default_output_dir(resume):
-    """A new directory below runs/, or with --resume the newest there."""
-    if not resume:
-        return f"runs/{time.strftime('%Y%m%d-%H%M%S')}"
-    runs = sorted(p.parent for p in Path("runs").glob("*/train_config.json"))
-    if not runs:
-        raise ValueError("--resume without --output_dir: no run below runs/ to continue")
-    return str(runs[-1])
+        output_dir=config.output_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -282,107 +283,99 @@ def main(argv=None):
     return exit_code
 
 
-def train(config, device):
-    """The whole job, from flags to adapter. All ranks must call this."""
+def train(given, device):
+    """The whole job, from the flags that were given to the adapter. All ranks must call this."""
     # 1. Agree: the same flags, script and versions on all ranks, one output directory
-    check_same(config)
+    check_same(given)
     with together():
-        config = resolve_config(config, dist.get_world_size())
+        config = resolve_config(given, dist.get_world_size())
     config = dataclasses.replace(config, output_dir=on_rank_0(lambda: config.output_dir))
-    directory = open_output(config)
-    limit = limit_memory(config, device)
+    with open_output(config) as directory:
+        limit = limit_memory(config, device)
 
-    # 2. Data: all that can be wrong is found out before any weight is read
-    if not config.model:
-        make_demo(config, directory)
-    with together():
-        base = model_directory(config.model or str(directory / "demo" / "model"),
-                               config.random_weights)
-        model_config, arch = read_model_config(base, config)
-        tokenizer = load_tokenizer(base) if config.dataset or not config.random_weights else None
-    date = on_rank_0(run_date, config, directory)
-    fix_date(date)
-    with together():
-        examples, data_line = prepare_data(config, directory, tokenizer, arch.vocab_size)
-        data_sha256 = digest_examples(examples)
-    if len(set(gather_objects(data_sha256))) > 1:
-        raise Stop(f"--dataset {config.dataset}: not the same rows on all nodes: copy one to all")
-    epoch_steps = math.ceil(config.num_epochs * len(examples) / config.batch_size)
-    config = dataclasses.replace(config, max_steps=config.max_steps or epoch_steps)
-    resume_from = find_checkpoint(config, directory, data_sha256) if config.resume else None
-
-    # 3. Model: what of it is adapted, and the plan: what is sharded, recomputed, offloaded
-    with together():
-        lora_config, adapted = choose_adapted(arch, config, config.model or str(base))
-        layout = make_layout(arch, adapted, config)
-        kernels = choose_attention(config, arch, device)
-    plan = agree_on_plan(config, arch, layout, examples, limit, device, kernels)
-    say_start(config, plan, kernels, limit, data_line, device)
-    if tokenizer:
-        say_example(examples, tokenizer)
-    if not config.random_weights:
-        on_rank_0(check_family, model_config, config)
-
-    # 4. Shard and load: built on meta, sharded by FSDP2, then each rank reads its own part
-    mesh = make_mesh(plan.shard_group_size, device)
-    model = Model(arch, layout, plan, plan.shard_group_size, mesh.get_group("shard"))
-    shard_model(model, mesh, plan)
-    names, stored = tensor_names(arch, {}), None
-    if config.random_weights:
-        read = random_reader(config.seed, getattr(torch, config.compute_dtype), device)
-    else:
+        # 2. Data: all that can be wrong is found out before any weight is read
+        if not config.model:
+            make_demo(config, directory)
         with together():
-            files = weight_files(base)
-            names = tensor_names(arch, files)
-        stored = check_files(files, names, model_config, config.compute_dtype)
+            base = model_directory(config.model or str(directory / "demo" / "model"),
+                                   config.random_weights)
+            config, model_config, arch = read_model_config(base, config)
+            tokenizer = load_tokenizer(base, config)
+        date = on_rank_0(run_date, config, directory)
+        fix_date(date)
+        rows, eval_rows = prepare_data(config, directory, tokenizer, arch.vocab_size, date)
+        epoch_steps = math.ceil(config.num_epochs * len(rows) / config.batch_size)
+        steps = config.max_steps or epoch_steps
+        every = max(1, steps // 10) if config.eval_every is None else config.eval_every
+        config = dataclasses.replace(config, max_steps=steps, eval_every=every)
+        data_sha256 = rows.sha256()
+        if len(set(gather_objects(data_sha256))) > 1:
+            raise Stop(f"--dataset {config.dataset}: not the same rows on all nodes")
+        resume_from = find_checkpoint(config, directory, data_sha256) if config.resume else None
+
+        # 3. Model: what of it is adapted, and the plan: what is sharded, recomputed, offloaded
         with together():
-            read = file_reader(files, device)
-    offsets = load_weights(model, names, read, device, stored)
-    model.frequencies = [
-        (f.to(device), factor) for f, factor in
-        (rope_frequencies(rope, arch, config.max_seq_len, model_config) for rope in arch.ropes)]
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # what loading used and training would use in other sizes
-    say_memory("after loading", device)
+            lora_config, adapted = choose_adapted(arch, config, config.model or str(base))
+            layout = make_layout(arch, adapted, config)
+            kernels = choose_attention(config, arch, device)
+        plan = agree_on_plan(config, arch, layout, rows, eval_rows, limit, device, kernels)
+        say_start(config, plan, kernels, limit, device)
+        if tokenizer:
+            say_example(rows, tokenizer)
+        if not config.random_weights:
+            on_rank_0(check_family, model_config, config)
 
-    # 5. Adapter: fresh or from a checkpoint
-    if resume_from:
-        on_rank_0(check_base, directory, offsets)
-    described = describe_run(config, plan, base.resolve(), device, examples, offsets, stored, date)
-    on_rank_0(write_whole, directory / "train_config.json", json.dumps(described, indent=2))
-    adapter = Adapter(model, arch, layout, device)
-    if config.adapter == "dora":
-        measure_rows(model)
-    done = adapter.resume(resume_from, config) if resume_from else adapter.start(config.seed)
-    verify_model(model, plan)
-    frozen = sum(map(math.prod, names.shapes.values()))
-    say(f"parameters: {adapter.n_trainable:,} trainable ({config.adapter}), {frozen:,} frozen")
-    say_memory("before step 1", device)
+        # 4. Shard and load: built on meta, sharded by FSDP2, then each rank reads its own part
+        mesh = make_mesh(plan.shard_group_size, device)
+        model = Model(arch, layout, plan, plan.shard_group_size, mesh.get_group("shard"))
+        shard_model(model, mesh, plan)
+        frozen = load_model(model, base, model_config, config, device)
+        say_memory("after loading", device)
 
-    # 6. Loop and save
-    run = types.SimpleNamespace(
-        config=config, plan=plan, model=model, adapter=adapter, examples=examples, device=device,
-        data_sha256=data_sha256, lora_config=lora_config, directory=directory, kernels=kernels,
-        store=make_store(plan, arch, device), graphs={}, graph_pool=None)
-    records = run_steps(run, done)
-    if config.random_weights and records:
-        say_speed(run, records)
-    weights = adapter.gather()
-    on_rank_0(write_adapter, directory, weights, lora_config)
-    say_memory("at the end", device)
-    say(f"adapter saved in {directory}; to merge it into the base model:")
-    say(merge_command(directory))
+        # 5. Adapter: fresh, another run's, or from a checkpoint
+        if resume_from:
+            on_rank_0(check_base, directory, frozen.offsets)
+        on_rank_0(describe_run, directory, given, config, plan, base.resolve(), device, rows,
+                  frozen, date, tokenizer)
+        adapter = Adapter(model, arch, layout, config, device)
+        if config.adapter == "dora":
+            measure_rows(model)
+        done, best = adapter.resume(resume_from, config) if resume_from else adapter.start(config)
+        verify_model(model, plan)
+        say(f"parameters: {adapter.n_trainable:,} trainable ({config.adapter}),"
+            f" {frozen.n_parameters:,} frozen")
+        say_memory("before step 1", device)
+
+        # 6. Loop and save
+        run = types.SimpleNamespace(
+            config=config, plan=plan, model=model, adapter=adapter, rows=rows, eval_rows=eval_rows,
+            device=device, data_sha256=data_sha256, lora_config=lora_config, directory=directory,
+            kernels=kernels, store=make_store(plan, arch, device), best=best, graphs={},
+            graph_pool=None)
+        records = run_steps(run, done)
+        if config.random_weights and records:
+            say_speed(run, records)
+        weights = adapter.gather()
+        on_rank_0(write_adapter, directory, weights, lora_config)
+        on_rank_0(draw_losses, directory)
+        if run.best["step"]:
+            say(f"the best evaluation was after step {run.best['step']}, loss"
+                f" {run.best['eval_loss']:.4f}: {directory}/checkpoint-{run.best['step']:06d}")
+        say_memory("at the end", device)
+        say(f"adapter saved in {directory}; to merge it into the base model:")
+        say(merge_command(directory))
 
 
 def run_steps(run, done):
-    """The training loop: steps, metrics, checkpoints. Returns one record of metrics a step. All
-    ranks must call this."""
-    config, plan, device, rank = run.config, run.plan, run.device, dist.get_rank()
+    """The training loop: steps, evaluations, metrics, checkpoints. Returns one record of metrics a
+    step. All ranks must call this."""
+    config, plan, device = run.config, run.plan, run.device
     say(f"steps: {config.max_steps} of {config.batch_size} rows, in bins of at most"
         f" {plan.bin_tokens:,} tokens on {dist.get_world_size()} processes; peak learning rate"
         f" {config.learning_rate}")
-    metrics, board = open_metrics(run.directory, done) if rank == 0 else (None, None)
-    bar = tqdm(initial=done, total=config.max_steps, unit="step", disable=rank != 0)
+    log = open_log(run, done) if dist.get_rank() == 0 else None
+    if run.eval_rows and not done:
+        log_evaluation(run, log, 0)
     records, launched, before = [], [], moment(device)
     for step in range(done + 1, config.max_steps + 1):
         try:
@@ -393,204 +386,267 @@ def run_steps(run, done):
         if step == done + 1:  # what is there now stays: a full collection would go through it all,
             gc.collect()  # on one rank at a time, while the others wait
             gc.freeze()
-        save = step == config.max_steps or config.save_every and step % config.save_every == 0
-        while len(launched) > (0 if save else 1):  # one stays launched: the GPU never waits
+        is_last = step == config.max_steps
+        evaluates = is_last or config.eval_every and step % config.eval_every == 0
+        evaluates = run.eval_rows and evaluates
+        saves = is_last or config.save_every and step % config.save_every == 0
+        # one stays launched, so that the GPU never waits; the first loss is wanted at once
+        while len(launched) > (0 if evaluates or saves or step == done + 1 else 1):
             records.append(finish_step(launched[0], before, device))
             *_, before = launched.pop(0)
-            bar.update()
-            if rank == 0:
-                log_step(records[-1], config.max_steps, metrics, board)
-        if save:
+            if log:
+                log_step(log, records[-1])
+        if evaluates:
+            saves = log_evaluation(run, log, step) or saves
+        if saves:
             save_checkpoint(run, step)
+        if evaluates or saves:
             before = moment(device)
-    bar.close()
-    if rank == 0:
-        metrics.close()
-        board.close()
+    if log:
+        close_log(log)
     return records
 
 
-# ------------------------------------------------------------------------------------------------
-# Data: rows
-# ------------------------------------------------------------------------------------------------
+@torch.no_grad()
+def evaluate(run):
+    """The mean loss over the learnt tokens of all evaluation rows, without dropout. All ranks must
+    call this."""
+    rows, rank, world_size = run.eval_rows, dist.get_rank(), dist.get_world_size()
+    total = torch.zeros((), dtype=torch.float64, device=run.device)
+    for some in torch.arange(len(rows)).split(max(64, run.config.batch_size)):
+        batch = rows.select(some)
+        for micro_batch in deal_rows(batch.lengths.tolist(), world_size, run.plan.bin_tokens):
+            bin = make_bin(batch, micro_batch, rank, None, run)
+            total += run.model(bin)
+    for unit in run.model.modules():  # nothing that was gathered may stay: the adapter will change
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
+    return float(all_gather(total).sum()) / int(rows.learnt.sum())
 
 
-def read_rows(source):
-    """The rows of a JSONL file, or of a Hub data set's train split, as a list of dicts."""
-    path = Path(source)
-    if not path.exists():
-        if path.suffix in (".jsonl", ".json") or source.startswith((".", "/")):
-            raise ValueError(f"--dataset {source}: no such file")
-        import datasets
-
-        try:
-            return list(datasets.load_dataset(source, split="train"))
-        except Exception as e:  # the Hub client has a dozen kinds of errors; each is the user's
-            raise ValueError(f"--dataset {source}: neither a file nor readable from the Hub: {e}")
-    if not path.is_file():
-        raise ValueError(f"--dataset {source}: is a directory; name a JSONL file")
-    rows = []
-    with path.open("rb") as file:  # bytes: json tells the encoding, and names the bad line
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as e:
-                raise ValueError(f"{source} line {number}: not JSON: {e}")
-            if not isinstance(row, dict):
-                raise ValueError(f"{source} line {number}: {type(row).__name__}, want an object")
-            rows.append(row)
-    return rows
-
-
-def fix_date(day):
-    """Let chat templates that print today's date, as Llama 3's does, print `day`, YYYY-MM-DD: a
-    resumed run must see the same rows, and so must all ranks around midnight."""
-
-    class RunDay(datetime):
-        now = classmethod(lambda cls, tz=None: cls.fromisoformat(day))
-
-    transformers.utils.chat_template_utils.datetime = RunDay
-
-
-def run_date(config, directory):
-    """The day when the run was begun. Rank 0 only."""
-    path = directory / "train_config.json"
-    begun = json.loads(path.read_text()) if config.resume and path.is_file() else {}
-    return begun.get("date", time.strftime("%Y-%m-%d"))
-
-
-def encode_chat(messages, tokenizer):
-    """A conversation as (input_ids, labels); what the assistant says is learnt.
-
-    Each assistant turn begins after the template's generation prompt and ends where the template
-    of the conversation up to it ends, so that its end-of-turn token is learnt.
+def log_evaluation(run, log, step):
+    """Evaluate after `step`. Returns whether the loss is the best so far. All ranks must call this.
     """
-    template = functools.partial(tokenizer.apply_chat_template, tokenize=False)
-    text, spans = template(messages), []  # (start, end) in characters
-    for i, message in enumerate(messages):
-        if message["role"] == "assistant":
-            start = template(messages[:i], add_generation_prompt=True)
-            end = template(messages[: i + 1])
-            if not (end.startswith(start) and text.startswith(end)):
-                raise ValueError("the chat template rewrites earlier turns, so the assistant's"
-                                 " part cannot be told; use prompt and completion")
-            spans.append((len(start), len(end)))
-    if not spans:
-        raise ValueError("messages has no assistant turn")
-    if not text.rstrip().endswith(tokenizer.eos_token) and spans[-1][1] == len(text):
-        text += tokenizer.eos_token
-        spans[-1] = (spans[-1][0], len(text))
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ids = encoded["input_ids"]
-    labels = [  # by overlap: a token may begin with the space before the turn
-        token if any(a < end and b > start for start, end in spans) else IGNORE
-        for token, (a, b) in zip(ids, encoded["offset_mapping"])]
-    return ids, labels
+    started, loss = time.perf_counter(), evaluate(run)
+    perplexity, is_best = math.exp(min(loss, 700)), loss < run.best["eval_loss"]
+    if is_best:
+        run.best = {"eval_loss": loss, "step": step}
+    if log:
+        log_record(log, {"step": step, "eval_loss": loss, "eval_perplexity": perplexity,
+                         "eval_tokens": int(run.eval_rows.learnt.sum()),
+                         "eval_seconds": time.perf_counter() - started})
+    say(f"evaluation after step {step}: loss {loss:.4f}, perplexity {perplexity:.2f}"
+        + (", the best so far" if is_best and step else ""))
+    return is_best and step > 0
 
 
-def encode_row(row, tokenizer):
-    """One row as (input_ids, labels), two lists; labels are IGNORE where nothing is learnt."""
-    for name in ("prompt", "completion", "text"):
-        if name in row and not isinstance(row[name], str):
-            raise ValueError(f"{name} is {type(row[name]).__name__}, want a string")
+# ------------------------------------------------------------------------------------------------
+# Data: what of a row is learnt
+# ------------------------------------------------------------------------------------------------
+
+class RefusedRow(ValueError):
+    """A row that ends the run: what it asks for would be lost in all rows like it."""
+
+
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function": "tool"}
+FORMS = {  # keys that a row must have: keys that it may have
+    ("messages",): ("tools",), ("conversations",): ("system", "tools"),
+    ("prompt", "completion"): ("tools",), ("instruction", "output"): ("input",),
+    ("question", "answer"): (), ("text",): (), ("input_ids",): ("labels",)}
+
+
+def parse_row(row, tokenizer):
+    """A row's form with the keys that it ignores, and its documents. A document is a list of
+    (text, what of it is learnt, whether the tokenizer may put BOS in front); what is learnt is
+    everything, nothing, or spans of characters. A ValueError leaves the row out, a RefusedRow ends
+    the run."""
+    if isinstance(row, Exception):
+        raise row
+    if not isinstance(row, dict):
+        raise ValueError(f"is {type(row).__name__}, want an object")
+    nulls = [key for key, value in row.items() if value is None]
+    row = {key: value for key, value in row.items() if value is not None}
+    form = next((form for form in FORMS if row.keys() >= set(form)), None)
+    if form is None:
+        if any({*row, *nulls} >= set(form) for form in FORMS):
+            raise ValueError(f"{' and '.join(nulls)} null")
+        wanted = "; ".join(" and ".join(form) for form in FORMS)
+        advice = "name its keys like one of these"
+        if row.keys() & {"chosen", "rejected"}:
+            advice = "preferences are not learnt; name the better answer completion to learn it"
+        raise RefusedRow(f"has {', '.join(row) or 'no keys'}; want {wanted}: {advice}")
+    ignored = [key for key in row if key not in form + FORMS[form]]
+    said = " and ".join(form) + (f" (ignored: {', '.join(ignored)})" if ignored else "")
+    row = plain_form(row, form, tokenizer.chat_template is not None)
     if "messages" in row:
-        if not tokenizer.chat_template:
-            raise ValueError("has messages, but the tokenizer has no chat template")
-        return encode_chat(row["messages"], tokenizer)
-    eos = [tokenizer.eos_token_id]
-
-    def tokenize(text, **options):  # tokenizers put BOS in front, if they have one; some append EOS
-        ids = tokenizer(text, **options)["input_ids"]
-        while ids[-1:] == eos:
-            ids = ids[:-1]
-        return ids
-
-    if "prompt" in row and "completion" in row:
-        prompt = tokenize(row["prompt"])
-        completion = tokenize(row["completion"], add_special_tokens=False) + eos
-        return prompt + completion, [IGNORE] * len(prompt) + completion
+        return said, parse_chat(row["messages"], row.get("tools"), tokenizer)
+    if "input_ids" in row:
+        return said, [(row["input_ids"], row.get("labels", row["input_ids"]))]
     if "text" in row:
-        # without text EOS would be learnt alone: to stop at once
-        ids = tokenize(row["text"]) + eos if row["text"].strip() else []
-        return ids, ids
-    raise ValueError(f"has {sorted(row)}; want prompt and completion, text, or messages")
+        if not as_text(row, "text").strip():  # EOS would be learnt alone: to stop at once
+            raise ValueError("text is empty")
+        return said, [[(row["text"], True, True)]]
+    prompt, completion = as_text(row, "prompt"), as_text(row, "completion")
+    return said, [[(prompt, False, True), (completion, True, False)]]
 
 
-def encode_dataset(rows, tokenizer, max_seq_len, source):
-    """All rows as (input_ids, labels) int32 tensors, cut to max_seq_len; those that then have
-    nothing to learn are left out. Returns them and the numbers of rows cut and left out."""
-    if tokenizer.eos_token_id is None:
-        raise ValueError("the tokenizer has no EOS token: generation would never stop")
-    examples, cut = [], 0
-    for number, row in enumerate(rows, 1):
+def plain_form(row, form, has_template):
+    """The row as text, prompt and completion, messages or input_ids."""
+    if form == ("conversations",):
+        messages = [
+            {"role": SHAREGPT_ROLES.get(m["from"], m["from"]), "content": m.get("value")}
+            if isinstance(m, dict) and isinstance(m.get("from"), str) else m
+            for m in as_list(row, "conversations")]
+        system = [{"role": "system", "content": row["system"]}] * bool(row.get("system"))
+        return {"messages": system + messages, "tools": row.get("tools")}
+    if form == ("prompt", "completion") and isinstance(row["prompt"], list):
+        read_only = [m | {"train": False} if isinstance(m, dict) else m
+                     for m in as_list(row, "prompt")]
+        return {"messages": read_only + as_list(row, "completion"), "tools": row.get("tools")}
+    if form == ("instruction", "output"):
+        prompt, more = as_text(row, "instruction"), as_text({"input": "", **row}, "input")
+        answer = as_text(row, "output")
+        if not has_template:
+            more = f"### Input:\n{more}\n\n" if more else ""
+            prompt = f"### Instruction:\n{prompt}\n\n{more}### Response:\n"
+        elif more:
+            prompt = f"{prompt}\n\n{more}"
+    elif form == ("question", "answer"):
+        prompt, answer = as_text(row, "question"), as_text(row, "answer")
+        prompt += "" if has_template else "\n"
+    else:
+        return row
+    if has_template:
+        return {"messages": [{"role": "user", "content": prompt},
+                             {"role": "assistant", "content": answer}]}
+    return {"prompt": prompt, "completion": answer}
+
+
+def as_text(row, key):
+    if not isinstance(row[key], str):
+        raise ValueError(f"{key} is {type(row[key]).__name__}, want a string")
+    if not row[key].isascii() and re.search("[\ud800-\udfff]", row[key]):
+        raise ValueError(f"{key} has half a character (a lone surrogate of UTF-16)")
+    return row[key]
+
+
+def as_list(row, key):
+    if not isinstance(row[key], list):
+        raise ValueError(f"{key} is {type(row[key]).__name__}, want a list of messages")
+    return row[key]
+
+
+def parse_chat(messages, tools, tokenizer):
+    """The documents of a conversation. Each assistant turn that is learnt is learnt as the model
+    will see it at that point: from the generation prompt to the turn's closing token, or what the
+    template marks by {% generation %}, behind what the template makes of the turns before it. A
+    turn that it writes otherwise when more follow, as Qwen3 does to drop reasoning, has a document
+    of its own."""
+    if not tokenizer.chat_template:
+        raise RefusedRow("is a conversation, but the tokenizer has no chat template: give one by"
+                         " --chat_template, or use prompt and completion")
+    special, as_parts = chat_traits(tokenizer, tokenizer.chat_template)
+    cleaned = [clean_message(message, as_parts) for message in messages]
+    messages, learnt = [m for m, _ in cleaned], [is_learnt for _, is_learnt in cleaned]
+    if not any(learnt):
+        raise ValueError("no message of the assistant is learnt")
+    tools = json.loads(tools) if isinstance(tools, str) else tools
+
+    def render(n, **options):
         try:
-            ids, labels = encode_row(row, tokenizer)
-        except Exception as e:  # the chat template's own errors are jinja2's
-            raise ValueError(f"{source} row {number}: {e}")
-        cut += len(ids) > max_seq_len
-        ids, labels = torch.tensor([ids[:max_seq_len], labels[:max_seq_len]], dtype=torch.int32)
-        if (labels[1:] != IGNORE).any():  # the first token has no predecessor to be predicted from
-            examples.append((ids, labels))
-    if not examples:
-        raise ValueError(f"{source}: none of its {len(rows)} rows has anything to learn")
-    return examples, cut, len(rows) - len(examples)
+            return tokenizer.apply_chat_template(
+                messages[:n], tools=tools or None, tokenize=False, **options)
+        except Exception as e:  # Jinja's own, and whatever the template's operations raise
+            raise ValueError(f"the chat template fails: {' '.join(str(e).split())}")
+
+    documents = []  # (text, spans), the last turn's first
+    for i in reversed([i for i, is_learnt in enumerate(learnt) if is_learnt]):
+        before, text = render(i, add_generation_prompt=True), render(i + 1)
+        start, end = len(os.path.commonprefix([before, text])), len(text.rstrip())
+        if marks_turns(tokenizer.chat_template):
+            start, end = marked_span(messages[: i + 1], tools, tokenizer)
+        elif start < len(before) and start <= len(os.path.commonprefix([before, render(i)])):
+            raise RefusedRow(f"the chat template mixes message {i + 1} with those before it: its"
+                             " tokens cannot be told")
+        elif not text[:end].endswith(special):
+            end = None  # a turn that the template does not close is closed by EOS
+        check_rendered(messages[: i + 1], tools, text, text[start:])
+        for whole, spans in documents:
+            if whole.startswith(text):
+                spans.append((start, end or len(text)))
+                break
+        else:
+            whole = text[:end] if end else text + tokenizer.eos_token
+            documents.append((whole, [(start, len(whole))]))
+    return [[(text, spans, False)] for text, spans in reversed(documents)]
 
 
-def random_examples(vocab_size, config):
-    """Rows of random tokens, all of full length, for measuring without a data set."""
-    generator = torch.Generator().manual_seed(config.seed)
-    shape = (config.batch_size, config.max_seq_len)
-    ids = torch.randint(vocab_size, shape, generator=generator, dtype=torch.int32)
-    return [(row, row) for row in ids]
+# ------------------------------------------------------------------------------------------------
+# Data: rows and their order
+# ------------------------------------------------------------------------------------------------
 
 
-def prepare_data(config, directory, tokenizer, vocab_size):
-    """The examples, and a line on what became of the rows."""
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Encoded rows. Their tokens lie in a memory-mapped file, which all ranks of a node share."""
+
+    table: object  # table[i] has `input_ids` and `labels`, int64 [tokens]
+    index: torch.Tensor  # int64 [rows], where in the table they are
+    lengths: torch.Tensor  # int64 [rows], tokens
+    learnt: torch.Tensor  # int64 [rows], tokens that the loss is taken of
+    digests: torch.Tensor  # int64 [rows], of tokens and labels
+
+    def __len__(self):
+        return len(self.index)
+
+    def tokens(self, i):
+        """(input_ids, labels) of a row; labels are IGNORE where nothing is learnt."""
+        row = self.table[int(self.index[i])]
+        return row["input_ids"], row["labels"]
+
+    def select(self, which):
+        columns = {name: column[which] for name, column in vars(self).items() if name != "table"}
+        return Rows(self.table, **columns)
+
+    def sha256(self):
+        """Whether a resumed run sees the same data."""
+        return hashlib.sha256(self.digests.numpy().tobytes()).hexdigest()
+
+
+def prepare_data(config, directory, tokenizer, vocab_size, date):
+    """The Rows to train on and those to evaluate on, or None. All ranks must call this."""
     if config.random_weights and not config.dataset:
-        examples = random_examples(vocab_size, config)
-        return examples, f"data: {len(examples)} rows of random tokens"
-    source = config.dataset or str(directory / "demo" / "data.jsonl")
-    rows = read_rows(source)
-    if not rows:
-        raise ValueError(f"--dataset {source}: has no rows")
-    examples, cut, dropped = encode_dataset(rows, tokenizer, config.max_seq_len, source)
-    largest = max(int(ids.max()) for ids, _ in examples)
-    if largest >= vocab_size:
-        raise ValueError(f"the tokenizer gives token {largest}, but the model's vocabulary ends at"
-                         f" {vocab_size - 1}")
-    tokens, learnt = sum(len(ids) for ids, _ in examples), count_learnt(examples)
-    return examples, (
-        f"data: {source}: {len(rows)} rows, {dropped} left out with nothing to learn, {cut} cut to"
-        f" {config.max_seq_len} tokens; {tokens:,} tokens, {learnt:,} of them learnt")
-
-
-def count_learnt(examples):
-    """Tokens that the loss is taken of; the first has no predecessor to be predicted from."""
-    return sum(int((labels[1:] != IGNORE).sum()) for _, labels in examples)
-
-
-def digest_examples(examples):
-    """SHA-256 of all rows' tokens and labels: whether a resumed run sees the same data."""
-    sha = hashlib.sha256()
-    for ids, labels in examples:
-        sha.update(len(ids).to_bytes(8, "little"))  # where rows end
-        sha.update(ids.numpy().tobytes() + labels.numpy().tobytes())
-    return sha.hexdigest()
+        say(f"data: {config.batch_size} rows of random tokens")
+        return random_rows(vocab_size, config), None
+    settings = tokenizer, config.max_seq_len, vocab_size, date
+    sources = config.dataset or (str(directory / "demo" / "data.jsonl"),)
+    rows, line = prepare_rows(sources, *settings)
+    say(f"data: {line}")
+    if not config.eval_dataset:
+        return rows, None
+    with contextlib.suppress(ValueError):
+        n = round(float(config.eval_dataset[0]) * len(rows))
+        if not 0 < n < len(rows):
+            raise Stop(f"--eval_dataset {config.eval_dataset[0]}: is {n} of {len(rows)} rows")
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(config.seed))
+        say(f"evaluation: {n:,} of these rows, which are not trained on")
+        return rows.select(order[n:].sort().values), rows.select(order[:n].sort().values)
+    eval_rows, line = prepare_rows(config.eval_dataset, *settings)
+    say(f"evaluation: {line}")
+    return rows, eval_rows
 
 
 @functools.lru_cache(2)  # a step may span two epochs
-def epoch_order(epoch, n_examples, seed):
+def epoch_order(epoch, n_rows, seed):
     """The shuffled indices of one epoch's rows."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-    return torch.randperm(n_examples, generator=generator).tolist()
+    return torch.randperm(n_rows, generator=generator)
 
 
-def step_rows(step, n_examples, config):
+def step_rows(step, n_rows, config):
     """Indices of the rows of an optimizer step (the first is 1): every epoch is a new shuffle."""
-    return [epoch_order(at // n_examples, n_examples, config.seed)[at % n_examples]
-            for at in range((step - 1) * config.batch_size, step * config.batch_size)]
+    at = range((step - 1) * config.batch_size, step * config.batch_size)
+    return torch.stack([epoch_order(i // n_rows, n_rows, config.seed)[i % n_rows] for i in at])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -633,9 +689,8 @@ class Bin:
     cu_seqlens: torch.Tensor  # int32 [documents + 1], where they begin and end
     learnt: torch.Tensor  # int64 [n], tokens whose successor is learnt, padded with 0
     labels: torch.Tensor  # int64 [n], these successors, padded with IGNORE
-    dropout_keys: torch.Tensor  # int64 [tokens], see drop()
+    dropout_keys: torch.Tensor | None  # int64 [tokens], see drop(); None: no dropout
     lengths: tuple  # of the documents
-    seeds: tuple  # of the documents, for attention's own dropout
     longest: int  # upper bound of `lengths`
     kernels: dict = None  # the attention to use: {"full": function, "window": function}
     store: object = None  # where layers put what they keep
@@ -643,42 +698,45 @@ class Bin:
 
 
 def make_bin(batch, micro_batch, rank, step_key, run):
-    """This rank's Bin of a micro-batch of deal_rows(); `batch` are the rows of the step. All ranks'
-    bins have one shape: embedding and head are computed together, and for the longest all wait."""
-    device = run.device
-    lengths = [[len(batch[i][0]) for i in rows] for rows in micro_batch]
+    """This rank's Bin of a micro-batch of deal_rows(); `batch` are the Rows of the step, step_key
+    seeds dropout, None: there is none. All ranks' bins have one shape: embedding and head are
+    computed together, and for the longest all wait."""
+    device, batch_lengths = run.device, batch.lengths.tolist()
+    lengths = [[batch_lengths[i] for i in rows] for rows in micro_batch]
     all_lengths = {n for row in lengths for n in row}
     n_tokens, longest = max(map(sum, lengths)), max(all_lengths)
     if len(all_lengths) > 1:
         n_tokens = min(round_up(n_tokens, device), run.plan.bin_tokens)  # no more than planned
-    most = max(count_learnt([batch[i] for i in rows]) for rows in micro_batch)
+    most = max(int(batch.learnt[rows].sum()) for rows in micro_batch)
     mine, lengths = micro_batch[rank], lengths[rank]
     left = n_tokens - sum(lengths)
     lengths = lengths + [longest] * (left // longest) + [left % longest] * (left % longest > 0)
     ids, labels = torch.zeros(n_tokens, dtype=torch.int64), torch.full((n_tokens,), IGNORE)
     starts = torch.tensor([0, *lengths]).cumsum(0)
     for i, start in zip(mine, starts.tolist()):
-        row_ids, row_labels = batch[i]
+        row_ids, row_labels = batch.tokens(i)
         ids[start : start + len(row_ids)] = row_ids
         labels[start : start + len(row_ids) - 1] = row_labels[1:]
     learnt = (labels != IGNORE).nonzero().view(-1)
     padding = (0, round_up(most, device) - len(learnt))
     position_ids = torch.arange(n_tokens) - starts[:-1].repeat_interleave(starts.diff())
-    seeds = mix(step_key + torch.tensor([*mine, *[-1] * (len(lengths) - len(mine))]))
+    keys = None
+    if step_key is not None:
+        seeds = mix(step_key + torch.tensor([*mine, *[-1] * (len(lengths) - len(mine))]))
+        keys = seeds.repeat_interleave(torch.tensor(lengths)) + position_ids
     same = len(set(lengths)) == 1
     if run.plan.graphs and not same:  # one graph serves several numbers of documents
         longest = 2 ** (longest - 1).bit_length()
         spare = 2 ** len(lengths).bit_length() - len(lengths)
         starts = F.pad(starts, (0, spare), value=n_tokens)
-    tensors = (
-        ids, position_ids, starts.int(), F.pad(learnt, padding),
-        F.pad(labels[learnt], padding, value=IGNORE),
-        seeds.repeat_interleave(torch.tensor(lengths)) + position_ids)
+    tensors = [ids, position_ids, starts.int(), F.pad(learnt, padding),
+               F.pad(labels[learnt], padding, value=IGNORE), keys]
     if device.type == "cuda":
-        tensors = [tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors]
+        tensors = [t if t is None else t.pin_memory().to(device, non_blocking=True)
+                   for t in tensors]
     kernels = run.kernels["same" if same else "any"]
-    seeds = tuple(abs(seed) for seed in seeds.tolist())
-    return Bin(*tensors, tuple(lengths), seeds, longest, kernels, run.store)
+    store = GPUStore() if step_key is None else run.store  # an evaluation has no backward
+    return Bin(*tensors, tuple(lengths), longest, kernels, store)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -740,12 +798,14 @@ def shard_model(model, mesh, plan):
 # ------------------------------------------------------------------------------------------------
 
 
-def learning_rate(step, max_steps, peak):
-    """Of step 1..max_steps: linear warm-up to `peak`, then a cosine to 0."""
-    warmup = max(1, round(WARMUP_FRACTION * max_steps))
+def learning_rate(step, config):
+    """Of step 1..max_steps: linear warm-up to the peak, then by --lr_schedule."""
+    warmup = max(1, round(config.warmup_fraction * config.max_steps))
     if step <= warmup:
-        return peak * step / warmup
-    return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (max_steps + 1 - warmup)))
+        return config.learning_rate * step / warmup
+    done = (step - warmup) / (config.max_steps + 1 - warmup)
+    shapes = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done, "constant": 1.0}
+    return config.learning_rate * shapes[config.lr_schedule]
 
 
 def train_step(run, step):
@@ -754,10 +814,10 @@ def train_step(run, step):
     their way to the host; the moment of its end. All ranks must call this."""
     config, plan, adapter = run.config, run.plan, run.adapter
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    batch = [run.examples[i] for i in step_rows(step, len(run.examples), config)]
-    # every rank holds all rows' tokens, so that the global count needs no communication
-    learnt_tokens, tokens = count_learnt(batch), sum(len(ids) for ids, _ in batch)
-    micro_batches = deal_rows([len(ids) for ids, _ in batch], world_size, plan.bin_tokens)
+    batch = run.rows.select(step_rows(step, len(run.rows), config))
+    # every rank knows all rows' lengths, so that the global count needs no communication
+    learnt_tokens, tokens = int(batch.learnt.sum()), int(batch.lengths.sum())
+    micro_batches = deal_rows(batch.lengths.tolist(), world_size, plan.bin_tokens)
     step_key = mix(torch.tensor(config.seed * 1_000_003 + step))
     local_loss, room = torch.zeros((), dtype=torch.float64, device=run.device), 0
     for micro_batch in micro_batches:
@@ -767,8 +827,8 @@ def train_step(run, step):
             # copies of the model exchange gradients once a step, not once a micro-batch
             run.model.set_requires_all_reduce(micro_batch is micro_batches[-1])
         local_loss += bin_loss(run, bin, 1 / learnt_tokens)
-    loss, norm = adapter.clip(local_loss)
-    rate = learning_rate(step, config.max_steps, config.learning_rate)
+    loss, norm = adapter.clip(local_loss, config.max_grad_norm)
+    rate = learning_rate(step, config)
     adapter.update(rate)
     record = {"step": step, "loss": None, "learning_rate": rate, "grad_norm": None,
               "rows": len(batch), "tokens": tokens, "learnt_tokens": learnt_tokens,
@@ -810,6 +870,104 @@ def finish_step(launched, before, device):
 # ================================================================================================
 
 # ------------------------------------------------------------------------------------------------
+# Flags: parsing
+# ------------------------------------------------------------------------------------------------
+
+def make_parser():
+    """A parser of Config's fields that raises ValueError where argparse would exit."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], allow_abbrev=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+
+    def fail(message):
+        raise ValueError(f"{message} (see --help)")
+
+    parser.error = fail
+    parser.print_help = lambda: say(parser.format_help())  # from rank 0 alone
+    hints = typing.get_type_hints(Config)
+    for f in dataclasses.fields(Config):
+        if f.name in GROUPS:
+            group = parser.add_argument_group(GROUPS[f.name])
+        kind = next(t for t in typing.get_args(hints[f.name]) or (hints[f.name],) if t is not None)
+        options = dict(f.metadata, default=f.default)
+        if kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        elif isinstance(f.default, tuple) or typing.get_origin(kind) is tuple:
+            options["nargs"] = "+"
+        else:
+            options["type"] = kind
+        group.add_argument(f"--{f.name}", **options)
+    group.add_argument("--config", help="YAML or JSON file of these flags, or a run's"
+                       " train_config.json; what the command line says as well counts instead")
+    return parser
+
+
+def parse_config(argv=None):
+    """Flags to Config: those of --config, or of the run that is resumed, then the command line's.
+    Raises ValueError for what is wrong with them."""
+    parser, argv = make_parser(), list(sys.argv[1:] if argv is None else argv)
+
+    def parse(argv):
+        values, unknown = parser.parse_known_args(argv)
+        for word in unknown:
+            name = re.sub("^--(no-)?|=.*", "", word)
+            if name != word:
+                raise ValueError(f"unknown flag --{name}: --{nearest(name)}? (see --help)")
+            raise ValueError(f"{word}: belongs to no flag (see --help)")
+        return vars(values)
+
+    values = parse(argv)
+    if values["resume"]:
+        values["output_dir"] = values["output_dir"] or newest_run()
+        argv = [*argv, f"--output_dir={values['output_dir']}"]
+        begun = Path(values["output_dir"], "train_config.json")
+        values["config"] = values["config"] or (begun if begun.is_file() else None)
+    if values["config"]:
+        values = parse(read_flags(Path(values["config"])) + argv)
+    del values["config"]
+    return Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+
+
+def nearest(name):
+    """The flag that an unknown one is likely to mean, as lr means learning_rate."""
+
+    def likeness(known):
+        initials = "".join(word[0] for word in known.split("_"))
+        return (name == initials) + difflib.SequenceMatcher(None, name, known).ratio()
+
+    return max((f.name for f in dataclasses.fields(Config)), key=likeness)
+
+
+def read_flags(path):
+    """The flags that a YAML or JSON file stands for, as on a command line."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as e:
+        raise ValueError(f"--config {path}: cannot be read: {e}")
+    content = content.get("flags", content) if isinstance(content, dict) else content
+    if not isinstance(content, dict):
+        raise ValueError(f"--config {path}: is no table of flags and their values")
+    argv = []
+    for name, value in content.items():
+        if isinstance(value, bool):
+            argv.append(f"--{name}" if value else f"--no-{name}")
+        elif isinstance(value, list):
+            argv += [f"--{name}", *map(str, value)]
+        elif value is not None:
+            argv.append(f"--{name}={value}")
+    return argv
+
+
+def newest_run():
+    runs = sorted(p.parent for p in Path("runs").glob("*/train_config.json"))
+    if not runs:
+        raise ValueError("--resume without --output_dir: no run below runs/ to continue")
+    return str(runs[-1])
+
+
+# ------------------------------------------------------------------------------------------------
 # Ranks and errors
 # ------------------------------------------------------------------------------------------------
 
@@ -841,6 +999,7 @@ def init_distributed():
         huggingface_hub.utils.disable_progress_bars()
     # on a CPU bitsandbytes keeps the paged optimizer's state unpaged, which is what we want there
     warnings.filterwarnings("ignore", "Paged optimizers are not supported on CPU")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.")
     return device
 
 
@@ -926,12 +1085,14 @@ def check_same(config):
                 raise Stop(f"{other} {other_fact}, {first} {fact}: {remedy}")
 
 
+@contextlib.contextmanager
 def open_output(config):
-    """Make the output directory, which all ranks must see: each writes its part of a checkpoint.
-    All ranks must call this."""
+    """Make the output directory, which all ranks must see: each writes its part of a checkpoint. A
+    start that fails leaves none behind. All ranks must call this."""
     directory = Path(config.output_dir)
 
     def make():
+        made = next((p for p in (*reversed(directory.parents), directory) if not p.exists()), None)
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as e:
@@ -944,15 +1105,21 @@ def open_output(config):
             shutil.rmtree(torn)
         mark = directory / f".opened-on-{socket.gethostname()}-{time.time_ns()}"
         mark.touch()
-        return str(mark)
+        return str(mark), made and str(made)
 
-    mark = Path(on_rank_0(make))
-    with together():
-        if not mark.is_file():
-            raise ValueError(f"--output_dir {directory}: {this_rank()} does not see {mark.name},"
-                             " which rank 0 wrote there: name a directory that all nodes share")
-    on_rank_0(mark.unlink)
-    return directory
+    mark, made = on_rank_0(make)
+    try:
+        with together():
+            if not Path(mark).is_file():
+                raise ValueError(f"--output_dir {directory}: {this_rank()} does not see"
+                                 f" {Path(mark).name}, which rank 0 wrote there: name a directory"
+                                 " that all nodes share")
+        on_rank_0(os.unlink, mark)
+        yield directory
+    except Stop:
+        if is_rank_0() and made and not (directory / "train_config.json").exists():
+            shutil.rmtree(made)
+        raise
 
 
 def limit_memory(config, device):
@@ -997,20 +1164,17 @@ def memory_gib(device):
     return now / 2**30, peak / 2**30
 
 
-def say_loading(before, seconds, n_bytes):
-    """`before` is host_memory() at the start. All ranks must call this."""
-    more = (host_memory()[1] - before[0]) / 2**30  # the peak may be from before
-    texts = gather_objects(f"{n_bytes / 1e9:.3f} GB at {n_bytes / 1e9 / seconds:.2f} GB/s with at"
-                           f" most {more:.2f} GiB more host memory")
-    say(f"weights loaded in {seconds:.2f} s; each rank: {', '.join(texts)}")
+def say_each(what, text):
+    """Print what each rank says, once if all say the same. All ranks must call this."""
+    texts = gather_objects(text)
+    say(f"{what}, each rank: {texts[0] if len(set(texts)) == 1 else '; '.join(texts)}")
 
 
 def say_memory(when, device):
     """All ranks must call this."""
     now, peak = memory_gib(device)
     kind = "GPU memory" if device.type == "cuda" else "host memory"
-    texts = gather_objects(f"{now:.2f} (peak {peak:.2f})")
-    say(f"{kind} per rank {when}, GiB: {', '.join(texts)}")
+    say_each(f"{kind} {when}", f"{now:.2f} GiB (peak {peak:.2f})")
 
 
 def say_out_of_memory(error, config, device):
@@ -1019,7 +1183,6 @@ def say_out_of_memory(error, config, device):
         text = f": {error or 'no host memory left'}; offload less"
     else:
         is_on = {
-            "--reshard_after_forward": config.reshard_after_forward,
             "--recompute all": config.recompute == "all",
             "--offload_activations": config.offload_activations,
             "--offload_params": config.offload_params}
@@ -1076,37 +1239,93 @@ def verify_model(model, plan):
                 n_bytes["of these on the host"] += sum(part.nbytes for part in parts)
     tables = {id(t): t.nbytes for t in (model.embedding, model.head, model.norm)}
     n_bytes["other frozen"] += sum(tables.values())
-    text = ", ".join(f"{kind} {n / 2**30:.3f}" for kind, n in n_bytes.items())
-    for rank, line in enumerate(gather_objects(text)):
-        say(f"rank {rank} holds, GiB: {line}")
+    say_each("weights, GiB", ", ".join(f"{kind} {n / 2**30:.3f}" for kind, n in n_bytes.items()))
 
 
-def open_metrics(directory, done):
-    """metrics.jsonl and TensorBoard, without what a resumed run will do again. Rank 0 only."""
-    from torch.utils.tensorboard import SummaryWriter
+def open_log(run, done):
+    """metrics.jsonl without what a resumed run will do again, what --report_to names, and a bar.
+    Rank 0 only."""
+    config, path, kept = run.config, run.directory / "metrics.jsonl", []
+    for line in path.read_text().splitlines(True) if done and path.is_file() else ():
+        with contextlib.suppress(ValueError):  # torn by the end of the run
+            kept += [line] * (json.loads(line)["step"] <= done)
+    write_whole(path, "".join(kept))
+    log = types.SimpleNamespace(max_steps=config.max_steps, file=path.open("a"), printed=0,
+                                board=None, wandb=None, bar=None)
+    if config.report_to == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter
 
-    path = directory / "metrics.jsonl"
-    kept = path.read_text().splitlines(True) if done and path.is_file() else []
-    write_whole(path, "".join(kept[:done]))
-    return path.open("a"), SummaryWriter(directory / "tensorboard", purge_step=done + 1)
+        log.board = SummaryWriter(run.directory / "tensorboard", purge_step=done + 1)
+    elif config.report_to == "wandb":
+        import wandb
+
+        name = run.directory.resolve().name
+        log.wandb = wandb.init(project="fsdp-qlora", id=name, name=name, resume="allow",
+                               dir=run.directory, config=dataclasses.asdict(config))
+    return log
 
 
-def log_step(record, max_steps, metrics, board):
-    """One step's record to metrics.jsonl, TensorBoard and the log. Rank 0 only."""
-    metrics.write(json.dumps(record) + "\n")
-    metrics.flush()
-    for key, value in record.items():
-        board.add_scalar(key, value, record["step"])
-    say("step {step:6d}/{max_steps}  loss {loss:7.4f}  lr {learning_rate:.2e}"
-        "  grad {grad_norm:8.4f}  {rows} rows  {tokens:,} tokens in {bins} bins"
-        " {bins_full:.0%} full  {tokens_per_second_per_gpu:9,.0f} tok/s/GPU"
-        "  peak {peak_memory_gib:6.2f} GiB".format(max_steps=max_steps, **record))
+def log_record(log, record):
+    """Rank 0 only."""
+    log.file.write(json.dumps(record) + "\n")
+    log.file.flush()
+    for key, value in record.items() if log.board else ():
+        log.board.add_scalar(key, value, record["step"])
+    if log.wandb:
+        log.wandb.log(record, step=record["step"])
 
 
-def say_example(examples, tokenizer):
+def log_step(log, record):
+    """Log a step; print it unless another has just been printed. Rank 0 only."""
+    log_record(log, record)
+    step, now = record["step"], time.monotonic()
+    if log.bar is None:  # from here on, so that its rate is without the first step's compiling
+        log.bar = tqdm(initial=step, total=log.max_steps, unit="step",
+                       disable=not sys.stderr.isatty())
+    else:
+        log.bar.update()
+    if now - log.printed >= LOG_SECONDS or step == log.max_steps:
+        log.printed = now
+        say("step {step:6d}/{max_steps}  loss {loss:7.4f}  lr {learning_rate:.2e}"
+            "  grad {grad_norm:8.4f}  {rows} rows  {tokens:,} tokens in {bins} bins"
+            " {bins_full:.0%} full  {tokens_per_second_per_gpu:9,.0f} tok/s/GPU"
+            "  peak {peak_memory_gib:6.2f} GiB".format(max_steps=log.max_steps, **record))
+
+
+def close_log(log):
+    for part, close in ((log.bar, "close"), (log.file, "close"), (log.board, "close"),
+                        (log.wandb, "finish")):
+        if part is not None:
+            getattr(part, close)()
+
+
+def draw_losses(directory):
+    """loss.png from metrics.jsonl. Rank 0 only."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        say("no loss.png: matplotlib is not installed")
+        return
+    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    if not records:
+        return
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    losses, rates = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    for axes, key, style in ((losses, "loss", "-"), (losses, "eval_loss", "o-"),
+                             (rates, "learning_rate", "-")):
+        points = [(record["step"], record[key]) for record in records if key in record]
+        if points:
+            axes.plot(*zip(*points), style, label=key.replace("_", " "))
+            axes.set_ylabel("loss, nats a token" if axes is losses else "learning rate")
+    losses.legend()
+    rates.set_xlabel("optimizer step")
+    figure.savefig(directory / "loss.png", dpi=120)
+
+
+def say_example(rows, tokenizer):
     """Show one row as the model sees it, with what is not learnt in brackets."""
     parts = []
-    for token, label in zip(*(t.tolist() for t in examples[0])):
+    for token, label in zip(*(t.tolist() for t in rows.tokens(0))):
         if not parts or parts[-1][0] != (label != IGNORE):
             parts.append((label != IGNORE, []))
         parts[-1][1].append(token)
@@ -1146,6 +1365,410 @@ def merge_command(directory):
 
 
 # ------------------------------------------------------------------------------------------------
+# Data: files
+# ------------------------------------------------------------------------------------------------
+
+JSON_KINDS, TABLE_KINDS = (".jsonl", ".json", ".ndjson"), {".parquet": "parquet", ".csv": "csv"}
+PIECE_BYTES, PIECE_ROWS = 2**20, 5000  # of JSON or of a table: what a process takes at once
+BATCH = 256  # rows that the tokenizer takes at once
+
+
+def find_pieces(source):
+    """What a --dataset names, as pieces that processes can read side by side, (file or table,
+    start, stop) in bytes or rows; and what tells its content from any other."""
+    name, *options = source.split(",")
+    options = dict(option.partition("=")[::2] for option in options)
+    if not options.keys() <= {"split", "name", "revision"}:
+        raise ValueError(f"--dataset {source}: behind a comma stands split=, name= or revision=")
+    paths = sorted(glob.glob(name, recursive=True)) if glob.has_magic(name) else [name]
+    if not paths:
+        raise ValueError(f"--dataset {name}: no file matches")
+    pieces, contents = [], []
+    for path in map(Path, paths):
+        kinds = *JSON_KINDS, *TABLE_KINDS
+        files, is_saved = [path], {"state.json", "dataset_dict.json"} & set(
+            os.listdir(path) if path.is_dir() else ())
+        if path.is_dir() and not is_saved:
+            files = sorted(p for p in path.rglob("*") if p.is_file() and file_kind(p) in kinds)
+            if not files:
+                raise ValueError(f"--dataset {path}: no file in it ends in {', '.join(kinds)}")
+        for file in files:
+            if file.is_file() and file_kind(file) in JSON_KINDS:
+                whole = file.suffix == ".gz" or first_byte(file) == b"["
+                size, content = file.stat().st_size, digest(file)
+                step, source_of = size if whole else PIECE_BYTES, str(file)
+            else:
+                source_of = open_table(source, file, options, is_saved)
+                size, step, content = len(source_of), PIECE_ROWS, source_of._fingerprint
+            pieces += [(source_of, at, at + step) for at in range(0, size, max(1, step))]
+            contents.append(content)
+    return pieces, contents
+
+
+def file_kind(path):
+    return Path(path.name.removesuffix(".gz")).suffix
+
+
+def open_file(path):
+    return gzip.open(path, "rb") if str(path).endswith(".gz") else open(path, "rb")
+
+
+def first_byte(path):
+    with open_file(path) as file:
+        return file.read(2**16).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+
+
+def open_table(source, path, options, is_saved):
+    """The datasets.Dataset of a Parquet or CSV file, a directory of save_to_disk or a Hub id."""
+    import datasets
+
+    kind, split = TABLE_KINDS.get(file_kind(path)), options.get("split", "train")
+    as_text = {"dtype": str, "keep_default_na": False} if kind == "csv" else {}
+    try:
+        if is_saved:
+            table = datasets.load_from_disk(str(path))
+            table = table[split] if isinstance(table, datasets.DatasetDict) else table
+        elif kind and path.is_file():
+            table = datasets.load_dataset(kind, data_files=str(path), split="train", **as_text)
+        elif path.exists() or file_kind(path) or source[0] in "./~" or source.count("/") != 1:
+            raise ValueError("neither a Hub id (owner/name) nor a file, pattern or directory; files"
+                             f" end in {', '.join((*JSON_KINDS, *TABLE_KINDS))}, or that and .gz")
+        else:
+            table = datasets.load_dataset(str(path), **{"split": "train", **options})
+    except Exception as e:  # the Hub client has a dozen kinds of errors; each is the user's
+        raise ValueError(f"--dataset {source}: {e}")
+    return table
+
+
+def read_piece(source, start, stop):
+    """Yield ((source, start, number of the line or row behind it), row) of a piece. What is no row
+    is the exception that says why."""
+    if not isinstance(source, str):
+        for i, row in enumerate(source.select(range(start, min(stop, len(source)))), 1):
+            yield ("row", start, i), {key: without_none(value) for key, value in row.items()}
+    elif first_byte(source) == b"[":
+        with open_file(source) as file:
+            try:
+                rows = json.load(file)
+            except (ValueError, RecursionError) as e:
+                raise RefusedRow(f"{source}: is no JSON: {e}")
+        yield from (((f"{source} row", 0, i), row) for i, row in enumerate(rows, 1))
+    else:
+        with open_file(source) as file:
+            if start:  # the line that it begins in is the piece's before
+                file.seek(start - 1)
+                file.readline()
+            lines = iter(lambda: file.readline() if file.tell() < stop else b"", b"")
+            if source.endswith(".gz"):
+                lines = file
+            for i, line in enumerate(lines, 1):
+                try:
+                    row = json.loads(line) if line.strip() else None
+                except (ValueError, RecursionError) as e:
+                    row = ValueError(f"is no JSON: {e}")
+                if row is not None:
+                    yield (source, start, i), row
+
+
+@functools.lru_cache(None)
+def lines_before(path, start):
+    with open(path, "rb") as file:
+        return sum(file.read(min(2**20, start - at)).count(b"\n") for at in range(0, start, 2**20))
+
+
+def say_where(source, start, number):
+    """In words where read_piece found a row."""
+    if Path(source).is_file():
+        return f"{source} line {number + lines_before(source, start)}"
+    return f"{source} {start + number}"
+
+
+def without_none(value):
+    """Arrow gives each row all keys that any row has."""
+    if isinstance(value, dict):
+        return {k: without_none(v) for k, v in value.items() if v is not None}
+    return [without_none(v) for v in value] if isinstance(value, list) else value
+
+
+# ------------------------------------------------------------------------------------------------
+# Data: conversations
+# ------------------------------------------------------------------------------------------------
+
+def marks_turns(template):
+    return re.search(r"\{%-?\s*generation\b", template) is not None
+
+
+def marked_span(messages, tools, tokenizer):
+    """Where in the rendered messages the last {% generation %} block stands."""
+    _, (blocks,) = render_jinja_template(
+        [messages], tools=tools or None, chat_template=tokenizer.chat_template,
+        return_assistant_tokens_mask=True, **tokenizer.special_tokens_map)
+    if not blocks:
+        raise RefusedRow("the chat template has {% generation %} marks, but none for the assistant")
+    return blocks[-1]
+
+
+@functools.lru_cache(1)
+def chat_traits(tokenizer, template):
+    """The special tokens that can close a turn; whether a template wants content as parts."""
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    probe = [{"role": "user", "content": "probe"}, {"role": "assistant", "content": "probe"}]
+    try:
+        as_parts = "probe" not in tokenizer.apply_chat_template(probe, tokenize=False)
+    except Exception:
+        as_parts = True
+    return tuple(special), as_parts
+
+
+def clean_message(message, as_parts):
+    """A message as templates want it, and whether it is learnt."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise ValueError("a message is no object with a role")
+    message = {key: value for key, value in message.items() if value is not None}
+    weight, train = message.pop("weight", 1), message.pop("train", True)
+    if weight not in (0, 1) or train not in (False, True):
+        raise ValueError(f"a message has weight {weight}, train {train}: want 0 or 1")
+    content, calls = message.get("content"), message.get("tool_calls")
+    if isinstance(content, list):
+        texts = [part.get("text") if isinstance(part, dict) else part for part in content]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("a message has content that is no text")
+        content = "".join(texts)
+    if calls:
+        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+            raise ValueError("a message has tool_calls that are no list of objects")
+        message["tool_calls"] = [clean_call(call) for call in calls]
+    if content is None and not calls:
+        raise ValueError("a message has no content")
+    learnt = message["role"] == "assistant" and bool(train and weight)
+    if learnt and not calls and not str(content).strip():
+        raise ValueError("a message of the assistant is empty")
+    text = as_text({"content": content or ""}, "content")
+    return message | {"content": [{"type": "text", "text": text}] if as_parts else text}, learnt
+
+
+def clean_call(call):
+    """OpenAI writes a call's arguments as JSON text, templates want the object."""
+    function = dict(call.get("function") or call)
+    if isinstance(function.get("arguments"), str):
+        with contextlib.suppress(ValueError):
+            function["arguments"] = json.loads(function["arguments"])
+    return {**call, "function": function} if "function" in call else function
+
+
+def check_rendered(messages, tools, text, answer):
+    """Refuse a row of which the chat template leaves something out. `answer` is the part of `text`
+    that the last message became."""
+
+    def strings(value):  # in an object or list
+        if isinstance(value, (dict, list)):
+            values = value.values() if isinstance(value, dict) else value
+            return [string for item in values for string in strings(item)]
+        return [value] if isinstance(value, str) else []
+
+    wanted = [("tools", tool.get("function", tool).get("name"), text) for tool in tools or ()]
+    for i, message in enumerate(messages, 1):
+        is_last, content = i == len(messages), message["content"]
+        where = answer if is_last else text
+        content = content[0]["text"] if isinstance(content, list) else content
+        wanted.append((f"the content of message {i}", content, where))
+        for call in message.get("tool_calls", ()):
+            call = call.get("function", call)
+            wanted += [(f"a tool call of message {i}", string, where)
+                       for string in [call.get("name"), *strings(call.get("arguments"))]]
+        for key in ("reasoning_content", "thinking") if is_last else ():  # else it may be dropped
+            wanted.append((f"{key} of message {i}", message.get(key), where))
+    for what, string, where in wanted:
+        string = str(string or "").rpartition("</think>")[2].strip()  # templates take it apart
+        if string not in where and not all(w in where for w in re.findall(r"\w+", string)):
+            raise RefusedRow(f"the chat template leaves out {what}; the roles are"
+                             f" {', '.join(m['role'] for m in messages)}")
+
+
+def fix_date(day):
+    """Let chat templates that print today's date, as Llama 3's does, print `day`, YYYY-MM-DD: a
+    resumed run must see the same rows, and so must all ranks around midnight."""
+
+    class RunDay(datetime):
+        now = classmethod(lambda cls, tz=None: cls.fromisoformat(day))
+
+    transformers.utils.chat_template_utils.datetime = RunDay
+
+
+def run_date(config, directory):
+    """The day when the run was begun. Rank 0 only."""
+    path = directory / "train_config.json"
+    begun = json.loads(path.read_text()) if config.resume and path.is_file() else {}
+    return begun.get("date", time.strftime("%Y-%m-%d"))
+
+
+# ------------------------------------------------------------------------------------------------
+# Data: encoded rows
+# ------------------------------------------------------------------------------------------------
+
+REFUSED = "refused: "  # how encode_pieces marks the reason of a RefusedRow
+
+
+def columns_of(ids, labels, most):
+    """What the table holds of one document, cut to `most` tokens."""
+    cut, ids, labels = len(ids) > most, *(np.asarray(x[:most], np.int32) for x in (ids, labels))
+    sha = hashlib.blake2b(ids.tobytes() + labels.tobytes(), digest_size=8).digest()
+    learnt = int((labels[1:] != IGNORE).sum())  # the first token is not predicted from anything
+    return {"input_ids": ids, "labels": labels, "length": len(ids), "learnt": learnt, "cut": cut,
+            "digest": int.from_bytes(sha, "little", signed=True)}
+
+
+def tokenize(documents, tokenizer):
+    """(input_ids, labels), two lists, of each document of parse_row."""
+    texts, eos = {True: [], False: []}, tokenizer.eos_token_id
+    for document in documents:
+        for text, _, may_begin in document if isinstance(document, list) else ():
+            texts[may_begin].append(text)
+    encodings = {}
+    for may_begin, strings in texts.items():
+        options = {"add_special_tokens": may_begin, "return_offsets_mapping": True}
+        encoded = tokenizer(strings, verbose=False, **options) if strings else {
+            "input_ids": [], "offset_mapping": []}
+        encodings[may_begin] = zip(encoded["input_ids"], encoded["offset_mapping"])
+    found = []
+    for document in documents:
+        if not isinstance(document, list):
+            found.append(document)
+            continue
+        ids, labels = [], []
+        for _, learnt, may_begin in document:
+            new, offsets = next(encodings[may_begin])
+            if isinstance(learnt, bool):
+                while new[-1:] == [eos]:  # some tokenizers append it to all texts
+                    new = new[:-1]
+                labels += new if learnt else [IGNORE] * len(new)
+            else:  # by overlap: a token may begin with the space before the turn
+                a, b = np.array(offsets).reshape(-1, 2).T
+                is_learnt = sum((a < end) & (b > start) for start, end in learnt)
+                labels += np.where(is_learnt, new, IGNORE).tolist()
+            ids += new
+        if learnt is True:
+            ids, labels = [*ids, eos], [*labels, eos]
+        found.append((ids, labels))
+    return found
+
+
+def encode_pieces(pieces, tokenizer, max_seq_len, vocab_size):
+    """Yield what the table holds of each document of each row, and of a row left out the reason.
+    Runs in processes of its own, which share out the pieces."""
+    rows = itertools.chain.from_iterable(read_piece(*piece) for piece in pieces)
+    nothing = [([], [])]
+    while batch := list(itertools.islice(rows, BATCH)):
+        parsed = []
+        for where, row in batch:
+            try:
+                parsed.append((where, *parse_row(row, tokenizer), ""))
+            except RefusedRow as e:
+                parsed.append((where, "", nothing, REFUSED + f"{say_where(*where)}: {e}"))
+            except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as e:
+                parsed.append((where, "", nothing, str(e) or type(e).__name__))
+        tokens = iter(tokenize([d for _, _, documents, _ in parsed for d in documents], tokenizer))
+        for where, form, documents, reason in parsed:
+            for _ in documents:
+                columns, why = columns_of(*next(tokens), max_seq_len), reason
+                largest = columns["input_ids"].max(initial=0)
+                if largest >= vocab_size:
+                    why = (f"{REFUSED}{say_where(*where)}: has token {largest}, but the model's"
+                           f" vocabulary ends at {vocab_size - 1}")
+                elif not columns["learnt"]:
+                    why = why or "nothing to learn in it"
+                yield {**columns, "form": form, "kept": not why, "left_out": why,
+                       "where": say_where(*where) if why else ""}
+
+
+def encode_table(pieces, key, **settings):
+    """The datasets.Dataset of encode_pieces(), None where there are no rows: from the file that an
+    earlier call with this key has left in the cache of datasets, or else encoded by all cores."""
+    import datasets
+
+    kinds = {"input_ids": "int32", "labels": "int32", "length": "int32", "learnt": "int32",
+             "digest": "int64", "cut": "bool", "kept": "bool", "form": "string",
+             "left_out": "string", "where": "string"}
+    features = {name: datasets.Value(kind) for name, kind in kinds.items()}
+    features.update({name: datasets.List(features[name]) for name in ("input_ids", "labels")})
+    processes = min(os.cpu_count(), len(pieces))
+    if not (is_rank_0() and sys.stderr.isatty()):
+        datasets.disable_progress_bars()
+    try:
+        return datasets.Dataset.from_generator(
+            encode_pieces, datasets.Features(features), gen_kwargs={"pieces": pieces, **settings},
+            fingerprint=key, num_proc=processes if processes > 1 else None)
+    except datasets.exceptions.DatasetGenerationError as e:
+        raise ValueError(f"the rows cannot be encoded: {e.__cause__ or e}")
+    except ValueError:  # nothing was yielded
+        return None
+
+
+def prepare_rows(sources, tokenizer, max_seq_len, vocab_size, day):
+    """The Rows of all `sources`, and a line on what became of them. All ranks must call this."""
+    with together():
+        if tokenizer.eos_token_id is None:
+            raise ValueError("the tokenizer has no EOS token: generation would never stop")
+        found = [find_pieces(source) for source in sources]
+        template = tokenizer.chat_template or ""
+        key = text_digest([
+            digest(__file__), [contents for _, contents in found], max_seq_len, vocab_size,
+            template, tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map,
+            day if "strftime_now" in template else ""])
+        pieces, table = [piece for pieces, _ in found for piece in pieces], None
+    is_first = int(os.environ.get("LOCAL_RANK", 0)) == 0
+    for turn in (is_first, not is_first):  # the first rank of a node encodes, the others find it
+        with together():
+            if turn and pieces:
+                table = encode_table(pieces, key, tokenizer=tokenizer, max_seq_len=max_seq_len,
+                                     vocab_size=vocab_size)
+    with together():
+        if table is None:
+            raise ValueError(f"--dataset {' '.join(sources)}: has no rows")
+        column = table.data.column
+        counts = {name: {c["values"]: c["counts"] for c in column(name).value_counts().to_pylist()}
+                  for name in ("form", "left_out")}
+        where = {reason: column("where")[column("left_out").index(reason).as_py()].as_py()
+                 for reason in counts["left_out"] if reason}
+        for reason in where:
+            if reason.startswith(REFUSED):
+                raise ValueError(reason.removeprefix(REFUSED))
+        numbers = {name: torch.from_numpy(column(name).to_numpy().copy())
+                   for name in ("kept", "length", "learnt", "digest", "cut")}
+        kept = numbers.pop("kept").nonzero().view(-1)
+        reasons = "; ".join(f"{counts['left_out'][r]} left out: {r} ({where[r]})"
+                            for r in sorted(where, key=counts["left_out"].get, reverse=True)[:5])
+        if not len(kept):
+            raise ValueError(f"{' '.join(sources)}: none of its {len(table)} rows can be learnt:"
+                             f" {reasons}")
+        cut, *columns = (numbers[name][kept] for name in ("cut", "length", "learnt", "digest"))
+        rows = Rows(table.with_format("torch", columns=["input_ids", "labels"]), kept, *columns)
+        forms = ", ".join(f"{n:,} {form}" for form, n in counts["form"].items() if form)
+        return rows, (
+            f"{' '.join(sources)}: {len(rows):,} rows, {forms}; {rows.lengths.sum():,} tokens,"
+            f" {rows.learnt.sum():,} of them learnt"
+            + f"; {cut.sum():,} cut to {max_seq_len} tokens" * bool(cut.any())
+            + f"; {reasons}" * bool(reasons))
+
+
+def random_rows(vocab_size, config):
+    """Rows of random tokens, all of full length, for measuring without a data set."""
+    generator = torch.Generator().manual_seed(config.seed)
+    shape = (config.batch_size, config.max_seq_len)
+    ids = torch.randint(vocab_size, shape, generator=generator, dtype=torch.int32)
+    return rows_of([(row, row) for row in ids])
+
+
+def rows_of(pairs):
+    """Rows in memory from [(input_ids, labels)]."""
+    columns = [columns_of(ids, labels, len(ids)) for ids, labels in pairs]
+    table = [{key: torch.as_tensor(c[key], dtype=torch.int64) for key in ("input_ids", "labels")}
+             for c in columns]
+    return Rows(table, torch.arange(len(table)), *(
+        torch.tensor([c[key] for c in columns]) for key in ("length", "learnt", "digest")))
+
+
+# ------------------------------------------------------------------------------------------------
 # The decoder layer: forward and backward
 # ------------------------------------------------------------------------------------------------
 
@@ -1155,7 +1778,9 @@ class Place:
     """Where one linear's values are in its layer's parameters and in its group's tensors."""
 
     linear: object  # a Linear
+    index: int  # in its group
     blocks: slice  # of the layer's `nf4`
+    nested: int  # where its second-level absmax begin in its group's
     rows: slice  # of the group's weight and outputs
     ranks: slice | None  # of the adapter's columns; None: no adapter
     b_rows: slice | None  # of the group's B and magnitudes
@@ -1170,6 +1795,7 @@ class Group:
     in_features: int
     out_features: int
     rank: int  # of each adapter
+    ranks: int  # of all adapters
     a: slice  # of the layer's `adapter`: A of all, [ranks, in]
     b: slice  # B of all, one below the other, [rows of the adapted linears, rank]
     m: slice | None  # DoRA's magnitudes, [rows of the adapted linears]
@@ -1180,8 +1806,21 @@ class Group:
         return [place for place in self.places if place.ranks]
 
     @property
-    def ranks(self):
-        return len(self.adapted) * self.rank
+    def rows(self):
+        """Of the whole group's weight and outputs."""
+        return slice(self.places[0].rows.start, self.places[-1].rows.stop)
+
+    def local(self, place):
+        """The place's rows counted from the first of these."""
+        return slice(place.rows.start - self.rows.start, place.rows.stop - self.rows.start)
+
+    @functools.cached_property
+    def pieces(self):
+        """What is dequantised and multiplied at once: the group, or each of its linears."""
+        if self.out_features * self.in_features <= LARGE_WEIGHT:
+            return (self,)
+        return tuple(dataclasses.replace(self, places=(p,), out_features=p.linear.out_features)
+                     for p in self.places)
 
     @property
     def width(self):
@@ -1238,10 +1877,11 @@ def make_layout(arch, adapted, config):
     for name, shape in arch.vectors.items():  # biases of one group follow one another
         vectors[name] = take("vectors", math.prod(shape)), shape
     for site, linears in enumerate((arch.qkv, arch.out, arch.gate_up, arch.down)):
-        places, rows, ranks, b_rows = [], 0, 0, 0
-        for x in linears:
+        places, rows, nested, ranks, b_rows = [], 0, 0, 0, 0
+        for i, x in enumerate(linears):
             blocks = take("blocks", math.ceil(x.out_features * x.in_features / BLOCK))
-            place = Place(x, blocks, slice(rows, rows + x.out_features), None, None)
+            place = Place(x, i, blocks, nested, slice(rows, rows + x.out_features), None, None)
+            nested += math.ceil((blocks.stop - blocks.start) / NESTED_BLOCK)
             if x.name in adapted:
                 place = dataclasses.replace(
                     place, ranks=slice(ranks, ranks + config.lora_rank),
@@ -1258,7 +1898,7 @@ def make_layout(arch, adapted, config):
             ranks * linears[0].in_features, b_rows * config.lora_rank,
             b_rows * (config.adapter == "dora")))
         groups.append(Group(site, tuple(places), linears[0].in_features, rows, config.lora_rank,
-                            a, b, m if config.adapter == "dora" else None, bias))
+                            ranks, a, b, m if config.adapter == "dora" else None, bias))
     root = math.sqrt(config.lora_rank) if config.adapter == "rslora" else config.lora_rank
     return Layout(tuple(groups), vectors, counts["blocks"], counts["vectors"], counts["adapter"],
                   config.lora_alpha / root, config.lora_dropout, config.adapter == "dora")
@@ -1347,18 +1987,18 @@ class LayerRun:
         self.layer, self.bin, self.arch, self.layout = layer, bin, layer.arch, layer.layout
         self.tokens = slice(None)  # of the bin: those that are worked on, see mlp_half
         self.adapter = layer.adapter.detach().to(layer.vectors.dtype)
-        self.held, self.hold = {}, backward and layer.plan.hold_weights  # {group's site: weight}
+        self.held, self.hold = {}, backward and layer.plan.hold_weights  # {piece: weight}
         if backward:
             self.grad_adapter = torch.zeros_like(self.adapter, dtype=torch.float32)
 
-    def weight(self, group):
-        """[W, B] of a group, [out, width]; in backward held, where memory allows, for its second
-        use."""
-        weight = self.held.get(group.site)
+    def weight(self, piece):
+        """[W, B] of a piece of a group, [out, width]; in backward held, where memory allows, for
+        its second use."""
+        weight = self.held.get(piece)
         if weight is None:
-            weight = dequantise_group(self.layer, group, self.adapter)
+            weight = dequantise_group(self.layer, piece, self.adapter)
         if self.hold:
-            self.held[group.site] = weight
+            self.held[piece] = weight
         return weight
 
     def vector(self, name):
@@ -1370,7 +2010,7 @@ class LayerRun:
 
     def drop(self, x, probability, site):
         """x [n, width] after dropout; the same at the same site when computed again."""
-        if not probability:
+        if not probability or self.bin.dropout_keys is None:
             return x
         return drop(x, self.bin.dropout_keys[self.tokens], self.layer.index * 8 + site, probability)
 
@@ -1491,7 +2131,9 @@ def live_bytes(arch, layout, plan, keeps):
     what is computed again."""
     item, n = getattr(torch, plan.compute_dtype).itemsize, plan.bin_tokens
     qkv, out, gate_up, down = (group.width for group in layout.groups)
-    w_qkv, w_out, w_gate_up, w_down = (g.width * g.out_features * item for g in layout.groups)
+    at_once = sum if plan.hold_weights else max  # pieces
+    w_qkv, w_out, w_gate_up, w_down = (
+        g.width * at_once(piece.out_features for piece in g.pieces) * item for g in layout.groups)
     hidden, query = arch.hidden_size, arch.n_heads * arch.head_dim
     heads, again, hold = layout.groups[0].out_features, keeps != "all", plan.hold_weights
     t = token_slices(n)[0].stop if again else n  # tokens of the MLP at once
@@ -1547,38 +2189,57 @@ def product(run, group, inputs):
     """Outputs [n, out] of a group's linears with their adapters; fills the last columns of
     inputs [n, width]."""
     fill_columns(run, group, inputs)
-    bias = None if group.bias is None else run.layer.vectors[group.bias]
-    weight = run.weight(group)
-    if not run.layout.dora or not group.ranks:
+    if len(group.pieces) == 1:
+        return piece_product(run, group, inputs)
+    out = inputs.new_empty(len(inputs), group.out_features)
+    for piece in group.pieces:
+        if inputs.is_cuda and piece.bias is None and not run.layout.dora:
+            torch.mm(inputs, run.weight(piece).t(), out=out[:, piece.rows])  # without a copy
+        else:
+            out[:, piece.rows] = piece_product(run, piece, inputs)
+    return out
+
+
+def piece_product(run, piece, inputs):
+    bias = None if piece.bias is None else run.layer.vectors[piece.bias][piece.rows]
+    weight = run.weight(piece)
+    if not run.layout.dora or not piece.adapted:
         return F.linear(inputs, weight, bias)
-    factor, _ = dora_factors(run, group, weight)
+    factor, _ = dora_factors(run, piece, weight)
     return scale_columns(inputs @ weight.t(), factor, bias)
 
 
 def product_backward(run, group, inputs, grad, needs_x=True):
     """From the outputs' gradient [n, out] that of x [n, in]; adds those of A, B and magnitudes to
     run.grad_adapter."""
-    weight, n_in, layout = run.weight(group), group.in_features, run.layout
-    if layout.dora and group.ranks:
-        # y = c u + bias with c = m / norm, where PEFT takes the norm for a constant
-        factor, norm = dora_factors(run, group, weight)
-        sums = (grad.float() * (inputs @ weight.t()).float()).sum(0) / norm
-        for p in group.adapted:
-            run.grad_adapter[group.m][p.b_rows] += sums[p.rows]
-        grad = scale_columns(grad, factor, None)
-    grad_inputs = grad @ (weight if needs_x else weight[:, n_in:])
-    del weight
+    n_in, layout, grad_inputs = group.in_features, run.layout, None
+    a, _ = adapter_of(run, group)
+    x, d = inputs[:, :n_in], inputs[:, n_in:]
+    grad_b = run.grad_adapter[group.b].view(-1, group.rank)
+    for piece in group.pieces:
+        weight, part = run.weight(piece), grad[:, piece.rows]
+        if layout.dora and piece.adapted:
+            # y = c u + bias with c = m / norm, where PEFT takes the norm for a constant
+            factor, norm = dora_factors(run, piece, weight)
+            sums = (part.float() * (inputs @ weight.t()).float()).sum(0) / norm
+            for p in piece.adapted:
+                run.grad_adapter[group.m][p.b_rows] += sums[piece.local(p)]
+            part = scale_columns(part, factor, None)
+        used = weight if needs_x else weight[:, n_in:]
+        if grad_inputs is None:
+            grad_inputs = part @ used
+        else:
+            grad_inputs.addmm_(part, used)
+        del weight, used
+        for p in piece.adapted:
+            grad_b[p.b_rows] += exact_product(part[:, piece.local(p)].t(), d[:, p.ranks])
     columns = group.width - n_in
     grad_x, grad_d = grad_inputs.split([grad_inputs.shape[1] - columns, columns], 1)
     if not group.ranks:
         return grad_x
-    a, _ = adapter_of(run, group)
-    x, d, grad_d = inputs[:, :n_in], inputs[:, n_in:], grad_d[:, : group.ranks]
+    grad_d = grad_d[:, : group.ranks]
     grad_a = exact_product(grad_d.t(), run.drop(x, layout.dropout, group.site))
     run.grad_adapter[group.a].view(-1, n_in).add_(grad_a, alpha=layout.scaling)
-    grad_b = run.grad_adapter[group.b].view(-1, group.rank)
-    for p in group.adapted:
-        grad_b[p.b_rows] += exact_product(grad[:, p.rows].t(), d[:, p.ranks])
     if not needs_x:
         return None
     if layout.dropout:
@@ -1586,23 +2247,23 @@ def product_backward(run, group, inputs, grad, needs_x=True):
     return grad_x.addmm_(grad_d, a, alpha=layout.scaling)
 
 
-def dora_factors(run, group, weight):
+def dora_factors(run, piece, weight):
     """DoRA's c = m / ||W + s B A|| and that norm, both fp32 [out]; 1 where there is no adapter.
 
     The norm needs no [out, in] of its own: it is ||W||^2 + 2 s B.(W A.T) + s^2 B.(B A A.T), by row.
     """
-    a, b = adapter_of(run, group)
-    w_a, s = exact_product(weight[:, : group.in_features], a.t()), run.layout.scaling
-    a, b, norm = a.float(), b.float(), torch.ones(group.out_features, device=weight.device)
+    a, b = adapter_of(run, piece)
+    w_a, s = exact_product(weight[:, : piece.in_features], a.t()), run.layout.scaling
+    a, b, norm = a.float(), b.float(), torch.ones(piece.out_features, device=weight.device)
     factor = norm.clone()
-    for p in group.adapted:
-        a_p, b_p = a[p.ranks], b[p.b_rows]
-        cross = (b_p * w_a[p.rows, p.ranks]).sum(1)
+    for p in piece.adapted:
+        a_p, b_p, rows = a[p.ranks], b[p.b_rows], piece.local(p)
+        cross = (b_p * w_a[rows, p.ranks]).sum(1)
         own = (b_p @ (a_p @ a_p.t()) * b_p).sum(1)
-        squares = run.layer.row_norms[group.site][p.rows].square()
-        norm[p.rows] = (squares + 2 * s * cross + s * s * own).sqrt()
-        magnitudes = run.layer.adapter.detach()[group.m][p.b_rows].float()
-        factor[p.rows] = magnitudes / norm[p.rows]
+        squares = run.layer.row_norms[piece.site][p.rows].square()
+        norm[rows] = (squares + 2 * s * cross + s * s * own).sqrt()
+        magnitudes = run.layer.adapter.detach()[piece.m][p.b_rows].float()
+        factor[rows] = magnitudes / norm[rows]
     return factor, norm
 
 
@@ -1890,43 +2551,36 @@ def varlen_kernel():
 
 def document_attention(query, key, value, bin, arch, window, index):
     """Each document by itself, in plain torch: whatever the others cannot do, and on a CPU."""
-    outs = []
-    parts = zip(*(t.split(bin.lengths) for t in (query, key, value)), bin.seeds)
-    for q, k, v, seed in parts:
+    outs, start = [], 0
+    for q, k, v in zip(*(t.split(bin.lengths) for t in (query, key, value))):
         q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
         n, mask = q.shape[2], None
-        if window is not None and n > window or arch.attention_softcap:
+        keys = None if bin.dropout_keys is None else bin.dropout_keys[start : start + n]
+        dropout = 0.0 if keys is None else arch.attention_dropout
+        if window is not None and n > window or arch.attention_softcap or dropout:
             mask = torch.ones(n, n, dtype=torch.bool, device=q.device).tril()
             mask = mask.triu(1 - window) if window else mask
-        with seeded(arch.attention_dropout and seed + index, q.device):
-            if arch.attention_softcap:
-                out = capped_attention(q, k, v, mask, arch)
-            else:
-                out = F.scaled_dot_product_attention(
-                    q, k, v, mask, arch.attention_dropout, mask is None,
-                    scale=arch.attention_scale, enable_gqa=True)
+        if arch.attention_softcap or dropout:
+            out = explicit_attention(q, k, v, mask, arch, keys, dropout, index * 8 + 6)
+        else:
+            out = F.scaled_dot_product_attention(
+                q, k, v, mask, is_causal=mask is None, scale=arch.attention_scale, enable_gqa=True)
         outs.append(out[0].transpose(0, 1))
+        start += n
     return torch.cat(outs)
 
 
-def capped_attention(q, k, v, mask, arch):
-    """Gemma 2: scores are cap * tanh(scores / cap)."""
+def explicit_attention(q, k, v, mask, arch, keys, dropout, site):
+    """Gemma 2's scores are cap * tanh(scores / cap); dropout is on the weights, see drop()."""
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
     scores = (q @ k.transpose(-1, -2)).float() * arch.attention_scale
-    scores = arch.attention_softcap * torch.tanh(scores / arch.attention_softcap)
+    if arch.attention_softcap:
+        scores = arch.attention_softcap * torch.tanh(scores / arch.attention_softcap)
     weights = scores.masked_fill(~mask, -math.inf).softmax(-1).to(q.dtype)
-    return F.dropout(weights, arch.attention_dropout) @ v
-
-
-@contextlib.contextmanager
-def seeded(seed, device):
-    """Random numbers that depend on `seed` alone, for attention's own dropout; 0: nothing to do."""
-    if not seed:
-        yield
-        return
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        yield
+    if dropout:  # a query's heads side by side
+        rows = weights[0].transpose(0, 1)
+        weights = drop(rows.flatten(1), keys, site, dropout).view(rows.shape).transpose(0, 1)[None]
+    return weights @ v
 
 
 # ------------------------------------------------------------------------------------------------
@@ -2030,50 +2684,51 @@ def nf4_code(device):
     return bnb.functional.get_4bit_type("nf4", device=device)
 
 
-def dequantise_group(layer, group, adapter):
-    """[W, B] of a group's linears, [out, width]: their weights below one another, bit for bit what
-    bitsandbytes gives, and B of each in the columns of its ranks, else 0. `adapter` is the layer's
-    whole one in the dtype of the result."""
-    weight = adapter.new_empty(group.out_features, group.width)
-    blocks = slice(group.places[0].blocks.start, group.places[-1].blocks.stop)
+def dequantise_group(layer, piece, adapter):
+    """[W, B] of a group's linears, or of a piece of it, [out, width]: their weights below one
+    another, bit for bit what bitsandbytes gives, and B of each in the columns of its ranks, else 0.
+    `adapter` is the layer's whole one in the dtype of the result."""
+    weight = adapter.new_empty(piece.out_features, piece.width)
+    first = piece.places[0]
+    blocks = slice(first.blocks.start, piece.places[-1].blocks.stop)
     packed, codes = layer.nf4.packed[blocks], layer.nf4.absmax_codes[blocks]
-    nested, b = layer.nested[group.site], adapter[group.b].view(-1, group.rank)
-    table, device = group_table(group, packed.device), packed.device
+    nested, b = layer.nested[piece.site], adapter[piece.b].view(-1, piece.rank)
+    offsets, nested_codes = nested.offsets[first.index :], nested.codes[first.index :]
+    table, device = piece_table(piece, packed.device), packed.device
     if weight.is_cuda and not why_no_triton():
-        tiles, n_columns = triton.cdiv(len(packed), 64), group.width - group.in_features
+        tiles, n_columns = triton.cdiv(len(packed), 64), piece.width - piece.in_features
         dequantise_kernel[(tiles + triton.cdiv(len(weight), 64) * (n_columns // COLUMNS),)](
-            packed, codes, nested.absmax, nested.offsets, nested.codes, nf4_code(device), b, table,
-            weight, len(packed), tiles, len(weight), group.in_features, n_columns, group.rank,
-            len(group.places), 64, BLOCK, NESTED_BLOCK, COLUMNS, num_warps=4,
+            packed, codes, nested.absmax, offsets, nested_codes, nf4_code(device), b, table,
+            weight, len(packed), tiles, len(weight), piece.in_features, n_columns, piece.rank,
+            len(piece.places), 64, BLOCK, NESTED_BLOCK, COLUMNS, num_warps=4,
             enable_fp_fusion=False,  # bitsandbytes rounds between a scale's product and offset
         )
         return weight
-    weight[:, group.in_features :] = 0
-    for i, (p, (start, _, at, *_)) in enumerate(zip(group.places, table.tolist())):
-        mine = slice(start, start + p.blocks.stop - p.blocks.start)
+    weight[:, piece.in_features :] = 0
+    for i, p in enumerate(piece.places):
+        mine = slice(p.blocks.start - blocks.start, p.blocks.stop - blocks.start)
         nested_state = bnb.functional.QuantState(
-            absmax=nested.absmax[at:], code=nested.codes[i], blocksize=NESTED_BLOCK,
+            absmax=nested.absmax[p.nested :], code=nested_codes[i], blocksize=NESTED_BLOCK,
             dtype=torch.float32)
         state = bnb.functional.QuantState(
             absmax=codes[mine], shape=torch.Size((p.linear.out_features, p.linear.in_features)),
             dtype=weight.dtype, code=nf4_code(device), blocksize=BLOCK, quant_type="nf4",
-            offset=nested.offsets[i], state2=nested_state)
+            offset=offsets[i], state2=nested_state)
         values = packed[mine].view(-1, 1)[: math.prod(state.shape) // 2]
-        weight[p.rows, : group.in_features] = bnb.functional.dequantize_4bit(values, state)
+        weight[piece.local(p), : piece.in_features] = bnb.functional.dequantize_4bit(values, state)
         if p.ranks:
-            weight[p.rows, group.in_features :][:, p.ranks] = b[p.b_rows]
+            weight[piece.local(p), piece.in_features :][:, p.ranks] = b[p.b_rows]
     return weight
 
 
 @functools.lru_cache(None)
-def group_table(group, device):
-    """Where each linear of a group begins: its blocks, rows, second-level absmax, rows of B and
+def piece_table(piece, device):
+    """Where each linear of a piece begins: its blocks, rows, second-level absmax, rows of B and
     columns of ranks, -1 without an adapter. int32 [linears, 5]."""
-    table, nested, first = [], 0, group.places[0].blocks.start
-    for p in group.places:
+    table, first = [], piece.places[0].blocks.start
+    for p in piece.places:
         adapter = (p.b_rows.start, p.ranks.start) if p.ranks else (0, -1)
-        table.append([p.blocks.start - first, p.rows.start, nested, *adapter])
-        nested += math.ceil((p.blocks.stop - p.blocks.start) / NESTED_BLOCK)
+        table.append([p.blocks.start - first, piece.local(p).start, p.nested, *adapter])
     return torch.tensor(table, dtype=torch.int32, device=device)
 
 
@@ -2421,6 +3076,8 @@ class HeadLoss(torch.autograd.Function):
             log_sum = top_of_all + ((top - top_of_all).exp() * total).sum(0).log()
             losses = (log_sum - at_target.sum(0)).masked_fill(absent, 0)
             loss += losses.view(ranks, -1)[rank].sum()
+            if not ctx.needs_input_grad[0]:  # an evaluation
+                continue
             grad = exact_product(logits_gradient(logits, *change, log_sum, local, absent), weight)
             if ranks > 1:
                 own = grad.new_empty(len(grad) // ranks, grad.shape[1])
@@ -2786,7 +3443,7 @@ def model_directory(name, random_weights):
 
 
 def read_model_config(directory, config):
-    """The model's own configuration and its Architecture."""
+    """The Config with --max_seq_len filled in, the model's own configuration, its Architecture."""
     try:
         if config.random_weights and config.model in SHAPES:
             model_config = AutoConfig.for_model(**SHAPES[config.model])
@@ -2804,16 +3461,25 @@ def read_model_config(directory, config):
                              f" {settings.get(key)}; only {value} can be read, so name the original"
                              " model")
     longest = text_config(model_config).max_position_embeddings
-    if longest and config.max_seq_len > longest and config.dataset:
+    if longest and (config.max_seq_len or 0) > longest and config.dataset:
         raise ValueError(f"--max_seq_len {config.max_seq_len}: the model was made for {longest}")
-    return model_config, arch
+    max_seq_len = config.max_seq_len or min(2048, longest or 2048)
+    return dataclasses.replace(config, max_seq_len=max_seq_len), model_config, arch
 
 
-def load_tokenizer(directory):
+def load_tokenizer(directory, config):
+    """The model's tokenizer, with --chat_template; None where there is no text."""
+    if config.random_weights and not config.dataset:
+        return None
     try:
-        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except Exception as e:
         raise ValueError(f"{directory}: its tokenizer cannot be loaded: {e!r}")
+    if not tokenizer.is_fast:
+        raise ValueError(f"{directory}: its tokenizer has no fast version (tokenizer.json)")
+    if config.chat_template:
+        tokenizer.chat_template = Path(config.chat_template).read_text()
+    return tokenizer
 
 
 def weight_files(directory):
@@ -3126,6 +3792,30 @@ def set_local(module, name, local):
     setattr(module, name, nn.Parameter(local, requires_grad=old.requires_grad))
 
 
+def load_model(model, base, model_config, config, device):
+    """Fill all of the model that is frozen. Returns `offsets`, see load_weights, whether the files
+    are `stored` in 4 bits, and `n_parameters`. All ranks must call this."""
+    arch, stored = model.arch, None
+    names = tensor_names(arch, {})
+    if config.random_weights:
+        read = random_reader(config.seed, getattr(torch, config.compute_dtype), device)
+    else:
+        with together():
+            files = weight_files(base)
+            names = tensor_names(arch, files)
+        stored = check_files(files, names, model_config, config.compute_dtype)
+        with together():
+            read = file_reader(files, device)
+    offsets = load_weights(model, names, read, device, stored)
+    model.frequencies = [
+        (f.to(device), factor) for f, factor in
+        (rope_frequencies(rope, arch, config.max_seq_len, model_config) for rope in arch.ropes)]
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading used and training would use in other sizes
+    return types.SimpleNamespace(offsets=offsets, stored=bool(stored),
+                                 n_parameters=sum(map(math.prod, names.shapes.values())))
+
+
 def load_weights(model, names, read, device, stored=None):
     """Fill all that is frozen: of embedding, head and each layer this rank's part alone. `read` is
     file_reader's or random_reader's result, `stored` that of check_files. Returns {linear's name in
@@ -3145,7 +3835,9 @@ def load_weights(model, names, read, device, stored=None):
     with together():
         next(values, None)  # a reader's error
     offsets = torch.cat([n.offsets for layer in model.layers for n in layer.nested.values()])
-    say_loading(before, time.perf_counter() - started, n_bytes)
+    seconds, more = time.perf_counter() - started, (host_memory()[1] - before[0]) / 2**30
+    say_each(f"weights loaded in {seconds:.2f} s", f"{n_bytes / 1e9:.3f} GB at"
+             f" {n_bytes / 1e9 / seconds:.2f} GB/s with at most {more:.2f} GiB more host memory")
     return dict(zip(names.linears, offsets.tolist()))
 
 
@@ -3184,7 +3876,7 @@ def fill_model(model, names, values, homes, device, stored=None):
         return next(values).view(-1, model.arch.hidden_size).to(device, dtype)
 
     model.embedding = pinned_copy(table()) if plan.embedding_on_host else table()
-    hidden = len(model.layers) < 3 or not is_rank_0()
+    hidden = len(model.layers) < 3 or not (is_rank_0() and sys.stderr.isatty())
     bar = tqdm(model.layers, "load and quantise", unit="layer", leave=False, disable=hidden)
     for layer, local in zip(bar, homes):
         if local is None:
@@ -3243,7 +3935,7 @@ class Plan:
     compute_dtype: str
     n_layers: int
     shard_group_size: int  # processes that share one copy of the model
-    reshard_after_forward: bool
+    reshard_after_forward: bool  # free a layer's gathered weights until its backward (FULL_SHARD)
     bin_tokens: int  # the most in one bin
     recomputed: int  # layers, the first ones, that do not keep everything
     keep_middle: bool  # of these: keep the sum after attention, too
@@ -3396,10 +4088,10 @@ def possible_plans(config, arch, layout, tokens, longest, world_size, device):
     keep = [(True, True), (True, False), (False, True), (False, False)]
     for shards, bin_tokens, n in itertools.product(groups, sizes, counts):
         if shard_range(arch.vocab_size, shards - 1, shards):
-            for middle, hold in keep if n else keep[-1:]:
-                plan = Plan(config.compute_dtype, arch.n_layers, shards,
-                            config.reshard_after_forward, bin_tokens, n, middle, hold,
-                            config.offload_activations, config.offload_params)
+            reshards = [True] if shards == 1 or config.offload_params else [True, False]
+            for reshard, (middle, hold) in itertools.product(reshards, keep if n else keep[-1:]):
+                plan = Plan(config.compute_dtype, arch.n_layers, shards, reshard, bin_tokens, n,
+                            middle, hold, config.offload_activations, config.offload_params)
                 yield predict(plan, arch, layout)
 
 
@@ -3462,7 +4154,6 @@ def check_plan(plan, config, arch, layout, limit):
         return
     flags, smaller = [], plan
     for flag, change in (
-        ("--reshard_after_forward", {"reshard_after_forward": True}),
         ("--recompute all", {"recomputed": arch.n_layers}),
         ("--offload_activations", {"offload_activations": True}),
         ("--offload_params", {"offload_params": True}),
@@ -3480,19 +4171,19 @@ def check_plan(plan, config, arch, layout, limit):
         f" {smaller.bytes / 2**30:.1f} GiB")
 
 
-def agree_on_plan(config, arch, layout, examples, limit, device, kernels):
+def agree_on_plan(config, arch, layout, rows, eval_rows, limit, device, kernels):
     """The plan of this run. All ranks must call this."""
-    lengths = [len(ids) for ids, _ in examples]
+    longest = max(int(r.lengths.max()) for r in (rows, eval_rows) if r)
     machine = measure_machine(getattr(torch, config.compute_dtype), device)
     if device.type == "cuda":  # peaks are to be those of training
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     steps = range(1, min(config.max_steps, 200) + 1)
-    tokens = max(sum(lengths[i] for i in step_rows(s, len(lengths), config)) for s in steps)
+    tokens = max(int(rows.lengths[step_rows(s, len(rows), config)].sum()) for s in steps)
     used = {function for pair in kernels.values() for function in pair.values()}
     capturable = device.type == "cuda" and document_attention not in used
     with together():
-        plan = choose_plan(config, arch, layout, tokens, max(lengths), limit, machine, device,
+        plan = choose_plan(config, arch, layout, tokens, longest, limit, machine, device,
                            dist.get_world_size(), capturable)
     # host memory differs by rank and moment: all take rank 0's plan
     first = gather_objects(dataclasses.asdict(plan))[0]
@@ -3500,7 +4191,8 @@ def agree_on_plan(config, arch, layout, examples, limit, device, kernels):
 
 
 def say_plan(plan, config, limit):
-    parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in plan.memory)
+    parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in plan.memory
+                      if size > 2**30 / 200)
     say(f"memory plan of one GPU, GiB: {parts}")
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
@@ -3513,6 +4205,7 @@ def say_plan(plan, config, limit):
         f" {plan.recomputed} of {plan.n_layers} layers are recomputed"
         + (", from x and the sum after attention" if plan.recomputed and plan.keep_middle else "")
         + (", weights dequantised once a backward" if plan.hold_weights else "")
+        + ("" if plan.reshard_after_forward else "; gathered weights stay until backward")
         + ("; nothing to offload" if plan.offload_activations and not plan.recomputed else "")
         + ("; the embedding is in host memory" if plan.embedding_on_host else "")
         + ("; CUDA graphs" if plan.graphs else f"; no CUDA graphs: {plan.why_no_graphs}")
@@ -3595,7 +4288,8 @@ def attends(kernel, arch, reach, device):
                                  generator=generator) for n in heads)
     q = q * (arch.attention_softcap or 1)  # else no score comes near the cap
     bounds = torch.tensor([0, 64, 128], dtype=torch.int32, device=device)
-    probe = types.SimpleNamespace(lengths=(64, 64), longest=64, cu_seqlens=bounds, seeds=(0, 0))
+    probe = types.SimpleNamespace(lengths=(64, 64), longest=64, cu_seqlens=bounds,
+                                  dropout_keys=None)
 
     def both(function):
         inputs = [t.detach().requires_grad_() for t in (q, k, v)]
@@ -3663,7 +4357,7 @@ class Adapter:
     GPUs the state is the same vector, cut elsewhere.
     """
 
-    def __init__(self, model, arch, layout, device):
+    def __init__(self, model, arch, layout, config, device):
         self.arch, self.layout, self.layers, self.group = arch, layout, model.layers, model.group
         self.parts = layout.adapter_parts()
         self.rank, self.shards = model.place
@@ -3678,7 +4372,7 @@ class Adapter:
             p.grad = DTensor(grad, p._spec, requires_grad=False) if isinstance(p, DTensor) else grad
         # in 8 bits whatever the size: another number of ranks must find the same kind of state
         self.optimizer = bnb.optim.PagedAdamW8bit(
-            [self.weights], lr=0.0, weight_decay=0.0, min_8bit_size=0)
+            [self.weights], lr=0.0, weight_decay=config.weight_decay, min_8bit_size=0)
         self.optimizer.init_state(self.optimizer.param_groups[0], self.weights, 0, 0)
         self.state = self.optimizer.state[self.weights]
 
@@ -3702,23 +4396,27 @@ class Adapter:
         mine = slice(self.rank * self.part, (self.rank + 1) * self.part)
         self.by_layer(self.weights.data)[i] = whole[mine]
 
-    def start(self, seed):
-        """PEFT's initial values, the same whatever the number of ranks: A at random, B zero, DoRA's
-        magnitudes the norms of the base weights' rows. Returns the steps done: 0."""
+    def start(self, config):
+        """The values of --init_adapter, or PEFT's initial ones, the same whatever the number of
+        ranks: A at random, B zero, DoRA's magnitudes the norms of the base weights' rows. Returns
+        the steps done, 0, and that no evaluation was the best. All ranks must call this."""
+        with together():
+            given = read_adapter(config, self) if config.init_adapter else None
         for i, layer in enumerate(self.layers):
             values = {}
-            for name, (_, shape) in self.names(i).items():
+            for name, (_, shape) in self.names(i).items() if given is None else ():
                 values[name] = torch.zeros(shape)
                 if name.endswith("lora_A.weight"):
-                    generator = torch.Generator().manual_seed(seed ^ zlib.crc32(name.encode()))
+                    seed = config.seed ^ zlib.crc32(name.encode())
+                    generator = torch.Generator().manual_seed(seed)
                     nn.init.kaiming_uniform_(values[name], a=math.sqrt(5), generator=generator)
-            for group in self.layout.groups if self.layout.dora else ():
+            for group in self.layout.groups if self.layout.dora and given is None else ():
                 for p in group.adapted:
                     stem = f"base_model.model.{self.arch.module_prefix}layers.{i}."
                     norms = layer.row_norms[group.site][p.rows].cpu()
                     values[f"{stem}{p.linear.name}.lora_magnitude_vector"] = norms
-            self.set_layer(i, values)
-        return 0
+            self.set_layer(i, given or values)
+        return 0, NO_BEST
 
     def gather(self):
         """{PEFT's name: whole fp32 tensor on the CPU} on rank 0, {} elsewhere. All ranks must call
@@ -3732,10 +4430,9 @@ class Adapter:
                     weights[name] = whole[where].view(shape).clone()
         return weights
 
-    def clip(self, local_loss):
-        """Sum loss and gradient over all ranks, scale the gradient to a norm of at most
-        MAX_GRAD_NORM. Returns the global loss and that norm before, without a host sync. All ranks
-        must call this."""
+    def clip(self, local_loss, max_norm):
+        """Sum loss and gradient over all ranks, scale the gradient down to `max_norm`. Returns the
+        global loss and the norm before, without a host sync. All ranks must call this."""
         grad = self.weights.grad
         if 1 == self.shards < dist.get_world_size() and not isinstance(self.layers[0], FSDPModule):
             dist.all_reduce(grad)
@@ -3743,7 +4440,7 @@ class Adapter:
         everyone[self.shards :, 1] = 0  # other copies of the model have the same gradients
         loss, norm = everyone.sum(0).unbind()
         norm = norm.sqrt()
-        grad.mul_((MAX_GRAD_NORM / norm).clamp(max=1))
+        grad.mul_((max_norm / norm).clamp(max=1))
         return loss, norm
 
     @torch.no_grad()
@@ -3763,7 +4460,7 @@ class Adapter:
 
     def resume(self, path, config):
         """Weights and state of a checkpoint, whatever the number of ranks that saved it. Returns
-        the steps done. All ranks must call this."""
+        the steps done and the best evaluation. All ranks must call this."""
         with together():
             saved = json.loads((path / "checkpoint.json").read_text())
             weights = load_file(path / "adapter_model.safetensors")
@@ -3779,7 +4476,35 @@ class Adapter:
                 live.copy_(whole[:, self.rank * live.shape[1] : (self.rank + 1) * live.shape[1]])
             self.state["step"] = saved["optimizer_step"]
         say(f"resumed from {path}: {saved['step']} of {config.max_steps} steps are done")
-        return saved["step"]
+        return saved["step"], {**NO_BEST, **saved["best"]}
+
+
+def read_adapter(config, adapter):
+    """The tensors of --init_adapter, an adapter like this run's: {PEFT's name: fp32}."""
+    directory = Path(config.init_adapter)
+    try:
+        settings = json.loads((directory / "adapter_config.json").read_text())
+        values = load_file(directory / "adapter_model.safetensors")
+    except (OSError, ValueError, SafetensorError) as e:
+        raise ValueError(f"--init_adapter {directory}: is no adapter in PEFT's format: {e}")
+    for flag, now, key in (
+        ("lora_rank", config.lora_rank, "r"), ("lora_alpha", config.lora_alpha, "lora_alpha"),
+        ("adapter", config.adapter == "dora", "use_dora"),
+        ("adapter", config.adapter == "rslora", "use_rslora")):
+        if settings.get(key, False) != now:
+            raise ValueError(f"--init_adapter {directory}: has {key} {settings.get(key)}: give the"
+                             f" same by --{flag}")
+    shapes = {}
+    for i in range(len(adapter.layers)):
+        shapes.update((name, shape) for name, (_, shape) in adapter.names(i).items())
+    if shapes != {name: tuple(value.shape) for name, value in values.items()}:
+        odd = sorted(shapes.keys() ^ values.keys()) or ["one of another shape"]
+        raise ValueError(f"--init_adapter {directory}: its tensors are not those of this adapter,"
+                         f" the first is {odd[0]}: same model and --target_modules?")
+    for name, value in values.items():
+        if not value.isfinite().all():
+            raise ValueError(f"--init_adapter {directory}: {name} has values that are not finite")
+    return {name: value.float() for name, value in values.items()}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -3864,6 +4589,7 @@ def save_checkpoint(run, step):
             "optimizer_step": adapter.state["step"],
             "optimizer_files": optimizer_files,
             "data_sha256": run.data_sha256,
+            "best": {k: v for k, v in run.best.items() if run.best["step"]},
             "config": dataclasses.asdict(run.config),
             "files": files}
         state["sha256"] = text_digest(state)
@@ -3931,9 +4657,12 @@ def check_base(directory, offsets):
                              f" {now:.8g}, when the run began it was {was:.8g}")
 
 
-def describe_run(config, plan, base, device, examples, offsets, stored, date):
-    """What train_config.json holds: the configuration, and all that a merge must know."""
-    return {
+def describe_run(directory, given, config, plan, base, device, rows, frozen, date, tokenizer):
+    """Write train_config.json, the configuration and all that a merge must know, and the tokenizer.
+    Rank 0 only."""
+    flags = dataclasses.asdict(given)
+    described = {
+        "flags": {k: v for k, v in flags.items() if k not in ("resume", "output_dir")},
         "config": dataclasses.asdict(config),
         "plan": dataclasses.asdict(plan),
         "base_model": str(base) if Path(config.model or base).is_dir() else config.model,
@@ -3943,17 +4672,20 @@ def describe_run(config, plan, base, device, examples, offsets, stored, date):
             "double_quant": True,
             "nested_blocksize": NESTED_BLOCK,
             "quantized_from_dtype": config.compute_dtype,
-            "prequantized": bool(stored),  # its bytes are the base's own, dequantised to that dtype
+            "prequantized": frozen.stored,  # its bytes are the base's own
             "device": device.type,
-            "absmax_offsets": offsets,  # each linear's mean absmax: tells one base from another
+            "absmax_offsets": frozen.offsets,  # each linear's mean absmax: tells bases apart
         },
         "world_size": dist.get_world_size(),
         "date": date,
         "versions": {m.__name__: m.__version__ for m in LIBRARIES},
-        "probe_input_ids": [ids[:64].tolist() for ids, _ in examples[:4]]}
+        "probe_input_ids": [rows.tokens(i)[0][:64].tolist() for i in range(min(4, len(rows)))]}
+    write_whole(directory / "train_config.json", json.dumps(described, indent=2))
+    if tokenizer:
+        tokenizer.save_pretrained(directory)
 
 
-def say_start(config, plan, kernels, limit, data_line, device):
+def say_start(config, plan, kernels, limit, device):
     """What this run is, before it begins."""
     versions = ", ".join(f"{m.__name__} {m.__version__}" for m in LIBRARIES)
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, gloo"
@@ -3965,7 +4697,6 @@ def say_start(config, plan, kernels, limit, data_line, device):
         f"bins of {'rows of one length' if kind == 'same' else 'other rows'}:"
         f" {', '.join(sorted({function.__name__ for function in kernels[kind].values()}))}"
         for kind in kernels))
-    say(data_line)
     say_plan(plan, config, limit)
 
 
@@ -3979,7 +4710,7 @@ def check_family(model_config, config):
     """Compare the layer here with transformers' on two layers of the user's own model, shrunk, with
     two documents in one bin: logits and loss in fp32 on the CPU. Rank 0 only."""
     small, cpu = shrunk_config(model_config), torch.device("cpu")
-    arch = dataclasses.replace(describe_model(small), attention_dropout=0.0, residual_dropout=0.0)
+    arch = describe_model(small)
     generator = torch.Generator().manual_seed(0)
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
@@ -4004,8 +4735,7 @@ def check_family(model_config, config):
                for rows, document in zip(logits, documents))
     kernels = choose_attention(Config(), arch, cpu)
     run = types.SimpleNamespace(device=cpu, store=GPUStore(), plan=model.plan, kernels=kernels)
-    batch = [(document.int(), document.int()) for document in documents]
-    bin = make_bin(batch, [[0, 1]], 0, torch.tensor(0), run)
+    bin = make_bin(rows_of([(ids, ids) for ids in documents]), [[0, 1]], 0, None, run)
     hidden = model.hidden(bin)
     normed = torch.empty_like(hidden)
     normalise(normed, hidden, model.norm, arch.norm, arch.norm_eps)

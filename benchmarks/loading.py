@@ -107,10 +107,11 @@ def load(directory, nproc):
     if done.returncode:
         sys.exit(done.stdout + f"the load ended with exit code {done.returncode}")
     (line,) = re.findall("^weights loaded in .*", done.stdout, re.M)
-    (memory,) = re.findall("^.* memory per rank after loading, GiB: .*", done.stdout, re.M)
+    (memory,) = re.findall("^.* memory after loading, each rank: .*", done.stdout, re.M)
     print(f"{line}\n{memory}")
     ranks = re.findall(r"([\d.]+) GB at [\d.]+ GB/s with at most ([\d.]+) GiB", line)
-    peaks = re.findall(r"([\d.]+) \(peak ([\d.]+)\)", memory)
+    peaks = re.findall(r"([\d.]+) GiB \(peak ([\d.]+)\)", memory)
+    ranks = ranks * nproc if len(ranks) == 1 else ranks  # what all say alike is said once
     return {
         "seconds": float(re.search(r"loaded in ([\d.]+) s", line)[1]),
         "gb": sum(float(gb) for gb, _ in ranks),

@@ -61,7 +61,7 @@ def case(name, model, rows, seq, steps, flags="", gpus=2, layers=None, base=None
 
 
 CAP, OFFLOAD, FLASH = "--memory_limit_gib 22.5", "--offload_activations", "--attn flash_attention_2"
-ALL, KEPT, NONE = "--recompute all", "--no-reshard_after_forward", "--recompute none"
+ALL, NONE = "--recompute all", "--recompute none"
 SHARED = "--shard_group_size {gpus}"  # one copy of the model on all GPUs
 MEDIAN, SPREAD, SHORTEST = 200, 0.9, 16  # of chat rows' lengths, which are log-normal
 GROUPS = {
@@ -87,9 +87,6 @@ GROUPS = {
         case("70b-all", "llama-2-70b", 2, 2048, 6, f"{ALL} {SHARED}", gpus=None, base="70b-2gpus"),
         case("8b-2gpus", "llama-3-8b", 2, 2048, 12, f"{ALL} {SHARED}"),
         case("8b-all", "llama-3-8b", 2, 2048, 12, f"{ALL} {SHARED}", gpus=None, base="8b-2gpus"),
-        case("8b-2gpus-kept", "llama-3-8b", 2, 2048, 12, f"{ALL} {SHARED} {KEPT}"),
-        case("8b-all-kept", "llama-3-8b", 2, 2048, 12, f"{ALL} {SHARED} {KEPT}", gpus=None,
-             base="8b-2gpus-kept"),
         case("8b-all-groups", "llama-3-8b", 2, 2048, 12, f"{ALL} --shard_group_size 2", gpus=None,
              base="8b-2gpus"),
         case("8b-all-copies", "llama-3-8b", 2, 2048, 12, ALL, gpus=None, base="8b-2gpus"),

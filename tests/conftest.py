@@ -25,12 +25,16 @@ import random
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 # before any Hugging Face library is imported, here and in every child process
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+if "PYTEST_XDIST_WORKER" not in os.environ:  # else it is that of the process that started this one
+    CACHE = tempfile.TemporaryDirectory(prefix="datasets-", ignore_cleanup_errors=True)
+    os.environ["HF_DATASETS_CACHE"] = CACHE.name
 # a thread that waits for another leaves its core to those that have work; otherwise what else runs
 # on the machine makes a process of several threads ten times slower
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -139,6 +143,21 @@ def write_rows(path, n=64):
         for _ in range(n):
             text = [" ".join(draw.choices(words, k=draw.randint(1, 20))) for _ in range(2)]
             file.write(json.dumps({"prompt": text[0], "completion": text[1]}) + "\n")
+
+
+def read_rows(path, tokenizer, max_seq_len=64):
+    """The rows of a file that are learnt, as the script's (input_ids, labels), int64."""
+    found = encode_file(path, tokenizer, max_seq_len)
+    return [tuple(torch.as_tensor(row[key], dtype=torch.int64) for key in ("input_ids", "labels"))
+            for row in found if row["kept"]]  # fmt: skip
+
+
+def encode_file(path, tokenizer, max_seq_len=64):
+    """What the script's table holds of each document of a file's rows."""
+    import train_fsdp_qlora
+
+    pieces, _ = train_fsdp_qlora.find_pieces(str(path))
+    return list(train_fsdp_qlora.encode_pieces(pieces, tokenizer, max_seq_len, len(tokenizer)))
 
 
 def free_ports(n):

@@ -7,12 +7,13 @@ starting costs more than they do.
 A job is one main() of the script, with its "argv", or a "case" of worker.py. What may be given
 besides: "port", where its processes meet (torchrun's own store serves one job only); "cwd";
 "before", a command that rank 0 runs first; "script", a copy to run instead; "peft", the version
-that this node seems to have; "out_of_memory", the step at which rank 1 runs out of memory;
-"cut_off", a file that rank 1 cuts off before the weights are read, and where; "others", what is
-different for the ranks but 0.
+that this node seems to have; "plan", what the plan is to have whatever would be chosen;
+"out_of_memory", the step at which rank 1 runs out of memory; "cut_off", a file that rank 1 cuts off
+before the weights are read, and where; "others", what is different for the ranks but 0.
 """
 
 import contextlib
+import dataclasses
 import gc
 import importlib.util
 import itertools
@@ -44,6 +45,12 @@ def load(path):
     sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def replace_plan(fields):
+    """What no flag asks for, as it depends on the machine."""
+    choose_plan = script.choose_plan
+    script.choose_plan = lambda *args: dataclasses.replace(choose_plan(*args), **fields)
 
 
 def run_out_of_memory(at):
@@ -99,6 +106,8 @@ def do(job, rank):
     if rank == 0 and "before" in job:
         subprocess.run(job["before"], shell=True, check=True)
     names = vars(script).copy()
+    if "plan" in job:
+        replace_plan(job["plan"])
     if "out_of_memory" in job:
         run_out_of_memory(job["out_of_memory"])
     if "cut_off" in job:

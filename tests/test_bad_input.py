@@ -408,13 +408,13 @@ def test_other_number_of_layers_is_refused(start, model):
     [
         ("", ["no rows"]),
         ("\n\r\n", ["no rows"]),
-        ('{"text": "a"}\n\n{"text"\n', ["line 3"]),
-        ('{"text": "a"}\n{"question": "a"}\n', ["row 2", "question", "prompt and completion"]),
-        ('{"text": "a"}\n{"prompt": 3, "completion": "a"}\n', ["row 2"]),
-        ('{"text": "a"}\n{"text": ["a"]}\n', ["row 2"]),
-        ('{"text": ""}\n{"text": ""}\n', ["none of its 2 rows"]),
+        ('{"text"\n\n{"text"\n', ["none of its 2 rows", "2 left out", "no JSON", "line 1"]),
+        ('{"text": "a"}\n{"question": "a"}\n', ["line 2", "question", "prompt and completion"]),
+        ('\n{"prompt": 3, "completion": "a"}\n', ["none of its 1 rows", "line 2", "prompt is int"]),
+        ('{"text": ["a"]}\n', ["none of its 1 rows", "line 1", "text is list"]),
+        ('{"text": ""}\n{"text": ""}\n', ["none of its 2 rows", "text is empty"]),
         (json.dumps({"prompt": "a " * 99, "completion": "b"}), ["none of its 1 rows"]),
-        ('{"messages": [{"role": "user", "content": "a"}]}\n', ["row 1", "assistant"]),
+        ('{"messages": [{"role": "user", "content": "a"}]}\n', ["line 1", "assistant is learnt"]),
     ],
     ids=lambda value: None if isinstance(value, list) else ascii(value)[:40],
 )
@@ -423,9 +423,22 @@ def test_data_set_that_cannot_be_used_is_refused(start, model, data, content, wo
     refused(start(model), data, *words)
 
 
+def test_rows_that_cannot_be_used_are_left_out_and_counted(start, model, data, read_metrics):
+    lines = data.read_text().splitlines()[:2]
+    lines += ['{"text"', "", '{"text": ["a"]}', '{"text": ""}', '{"text": " "}']
+    data.write_text("\n".join(lines))
+    code, out, err = start(model)
+    assert code == 0, err
+    (line,) = [line for line in out.splitlines() if line.startswith("data: ")]
+    assert f"{data}: 2 rows, 2 prompt and completion; " in line
+    assert f"; 2 left out: text is empty ({data} line 6); 1 left out: " in line
+    assert f" ({data} line 3)" in line and f"text is list, want a string ({data} line 5)" in line
+
+
 def test_missing_data_set_is_refused(start, model, tmp_path):
-    refused(start(model, dataset=tmp_path / "no.jsonl"), "no.jsonl: no such file")
-    refused(start(model, dataset=tmp_path), "--dataset", tmp_path)
+    refused(start(model, dataset=tmp_path / "no.jsonl"), "no.jsonl: neither", "nor a file")
+    (tmp_path / "empty").mkdir()
+    refused(start(model, dataset=tmp_path / "empty"), tmp_path / "empty", "no file in it ends in")
     refused(start(model, dataset="nobody/nothing"), "--dataset nobody/nothing", "Hub")
 
 
@@ -689,7 +702,7 @@ def test_rank_0_reports_what_another_rank_finds(run_jobs, model, data, tmp_path)
     args = ["--model", model, "--dataset", data.name, "--output_dir", tmp_path / "out"]
     job = {"argv": list(map(str, args)), "others": {"cwd": str(model)}}
     out, err = run_jobs(2, [job], cwd=data.parent, code=1)
-    refused_by_ranks(out, err, "--dataset data.jsonl: no such file")
+    refused_by_ranks(out, err, "--dataset data.jsonl: neither a Hub id", "nor a file")
 
 
 def assert_help(text):

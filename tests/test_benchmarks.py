@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, encode_file
 
 import train_fsdp_qlora as script
 
@@ -83,7 +83,8 @@ def parsed(name, directory):
     gpus = chosen["gpus"] or 4
     words = bench.script_flags(chosen, gpus, directory)
     config = script.resolve_config(script.parse_config(words), gpus)
-    _, arch = script.read_model_config(script.model_directory(config.model, True), config)
+    base = script.model_directory(config.model, True)
+    config, _, arch = script.read_model_config(base, config)
     return chosen, config, arch
 
 
@@ -102,13 +103,13 @@ def test_flags_are_the_scripts(name, tmp_path):
 
 
 def test_chat_rows_have_the_lengths_asked_for(tmp_path):
-    _, config, arch = parsed("8b-chat", tmp_path)
-    rows = script.read_rows(config.dataset)
-    tokenizer = script.load_tokenizer(tmp_path / "llama-3-8b-None")
-    examples, cut, left_out = script.encode_dataset(rows, tokenizer, config.max_seq_len, "")
-    assert [len(ids) for ids, _ in examples] == bench.chat_lengths(len(rows), 2048)
-    assert len(rows) == config.max_steps * config.batch_size == 12 * 64 and cut == left_out == 0
-    lengths = sorted(len(ids) for ids, _ in examples)
+    _, config, _ = parsed("8b-chat", tmp_path)
+    tokenizer = script.load_tokenizer(tmp_path / "llama-3-8b-None", config)
+    rows = encode_file(config.dataset[0], tokenizer, config.max_seq_len)
+    assert [row["length"] for row in rows] == bench.chat_lengths(len(rows), 2048)
+    assert len(rows) == config.max_steps * config.batch_size == 12 * 64
+    assert all(row["kept"] and not row["cut"] for row in rows)
+    lengths = sorted(row["length"] for row in rows)
     assert lengths[0] == 16 and lengths[-1] == 2048
     assert abs(lengths[len(lengths) // 2] - 200) < 20  # the median
 
@@ -242,7 +243,7 @@ print(json.dumps([data, settings, Dataset.from_dict({"input_ids": rows})]))
 
 
 def test_peer_is_given_chat_rows_to_pack(tmp_path):
-    """By stand-ins for datasets and TRL, which are not among what is installed for the tests."""
+    """By stand-ins for datasets and TRL, which is not among what is installed for the tests."""
     (tmp_path / "peer.py").write_text(PEER)
     (tmp_path / "trl.py").write_text("SFTConfig = dict\n")
     (tmp_path / "datasets.py").write_text(

@@ -9,6 +9,7 @@ import types
 import pytest
 import torch
 import transformers
+from conftest import encode_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -21,9 +22,13 @@ CHATML = (
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 REWRITING = (  # as templates that drop the reasoning of earlier turns do
-    "{% for m in messages %}{{ m.role }}: {{ m.content if loop.last or m.role == 'user' else '-' }}"
+    "{% for m in messages %}{{ m.role }}: "
+    "{{ m.content if loop.last else m.content.split('</think>')[-1] }}"
     "{{ eos_token if m.role == 'assistant' else '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+FORGETFUL = (
+    "{% for m in messages %}{{ m.content if loop.last or m.role == 'user' else '-' }}{% endfor %}"
 )
 STRICT = (
     "{% for m in messages %}{% if m.role not in ('user', 'assistant') %}"
@@ -58,8 +63,25 @@ def plain(tokenizer, text):
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
+def encode_all(row, tokenizer):
+    """[(input_ids, labels)] of the documents of a row."""
+    _, documents = script.parse_row(row, tokenizer)
+    return script.tokenize(documents, tokenizer)
+
+
+def encode(row, tokenizer):
+    """(input_ids, labels) of a row that is one document."""
+    (document,) = encode_all(row, tokenizer)
+    return document
+
+
 def learnt_text(tokenizer, ids, labels):
     return tokenizer.decode([t for t, label in zip(ids, labels) if label != IGNORE])
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 def make_config(**settings):
@@ -78,7 +100,7 @@ TEMPLATES = ("$A", "<s> $A", "$A </s>", "<s> $A </s>")
 @pytest.mark.parametrize("completion", ["The answer is 7.", ""])
 def test_completion_and_one_eos_are_learnt(tokenizer, template, prompt, completion):
     add_specials(tokenizer, template)
-    ids, labels = script.encode_row({"prompt": prompt, "completion": completion}, tokenizer)
+    ids, labels = encode({"prompt": prompt, "completion": completion}, tokenizer)
     bos = [tokenizer.bos_token_id] if "<s>" in template else []
     not_learnt = bos + plain(tokenizer, prompt)
     learnt = plain(tokenizer, completion) + [tokenizer.eos_token_id]
@@ -90,7 +112,7 @@ def test_completion_and_one_eos_are_learnt(tokenizer, template, prompt, completi
 @pytest.mark.parametrize("text", ["The answer is 7.", "The answer is 7.</s>"])
 def test_text_is_learnt_with_one_eos(tokenizer, template, text):
     add_specials(tokenizer, template)
-    ids, labels = script.encode_row({"text": text}, tokenizer)
+    ids, labels = encode({"text": text}, tokenizer)
     bos = [tokenizer.bos_token_id] if "<s>" in template else []
     body = plain(tokenizer, text.removesuffix("</s>"))
     assert ids == bos + body + [tokenizer.eos_token_id]
@@ -102,12 +124,12 @@ def test_completion_that_ends_with_eos_gets_no_second(tokenizer, template):
     add_specials(tokenizer, template)
     row = {"prompt": "What is 3 plus 4?\n", "completion": "The answer is 7.</s>"}
     without = {**row, "completion": "The answer is 7."}
-    assert script.encode_row(row, tokenizer) == script.encode_row(without, tokenizer)
+    assert encode(row, tokenizer) == encode(without, tokenizer)
 
 
-def test_row_of_no_known_format_is_refused(tokenizer):
-    with pytest.raises(ValueError, match=r"\['instruction'\].*prompt and completion.*messages"):
-        script.encode_row({"instruction": "x"}, tokenizer)
+def test_row_of_no_known_form_is_refused(tokenizer):
+    with pytest.raises(script.RefusedRow, match="has instruction; want messages;.* prompt and"):
+        encode({"instruction": "x"}, tokenizer)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -118,7 +140,7 @@ def test_row_of_no_known_format_is_refused(tokenizer):
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_assistant_turns_and_their_end_are_learnt(tokenizer, template):
     add_specials(tokenizer, template)
-    ids, labels = script.encode_row({"messages": CONVERSATION}, tokenizer)
+    ids, labels = encode({"messages": CONVERSATION}, tokenizer)
     assert ids == plain(tokenizer, tokenizer.apply_chat_template(CONVERSATION, tokenize=False))
     assert learnt_text(tokenizer, ids, labels) == "The answer is 7.</s>It is 4.</s>"
     assert all(label in (token, IGNORE) for token, label in zip(ids, labels))
@@ -126,18 +148,20 @@ def test_assistant_turns_and_their_end_are_learnt(tokenizer, template):
 
 def test_eos_is_learnt_once_where_the_template_has_none(tokenizer):
     tokenizer.chat_template = CHATML
-    ids, labels = script.encode_row({"messages": CONVERSATION}, tokenizer)
+    ids, labels = encode({"messages": CONVERSATION}, tokenizer)
     assert ids.count(tokenizer.eos_token_id) == 1 and labels[-1] == tokenizer.eos_token_id
     learnt = learnt_text(tokenizer, ids, labels)
     assert learnt.replace("\n", "") == "The answer is 7.<|end|>It is 4.<|end|></s>"
 
 
-def test_conversation_that_ends_with_the_user_gets_no_eos(tokenizer):
-    tokenizer.chat_template = CHATML
-    ids, labels = script.encode_row({"messages": CONVERSATION[:4]}, tokenizer)
-    assert tokenizer.eos_token_id not in ids and labels[-1] == IGNORE
-    learnt = learnt_text(tokenizer, ids, labels)
-    assert learnt.strip() == "The answer is 7.<|end|>"
+@pytest.mark.parametrize("template", [None, CHATML], ids=["closed by EOS", "not closed"])
+def test_conversation_ends_with_its_last_learnt_turn(tokenizer, template):
+    """What the user says behind it is nothing to learn from."""
+    tokenizer.chat_template = template or tokenizer.chat_template
+    ids, labels = encode({"messages": CONVERSATION[:4]}, tokenizer)
+    assert (ids, labels) == encode({"messages": CONVERSATION[:3]}, tokenizer)
+    assert ids[-1] == labels[-1] == tokenizer.eos_token_id
+    assert ids.count(tokenizer.eos_token_id) == 1
 
 
 def test_first_word_is_learnt_where_its_token_takes_the_space_before(tokenizer):
@@ -154,7 +178,7 @@ def test_first_word_is_learnt_where_its_token_takes_the_space_before(tokenizer):
     own = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>")
     own.chat_template = tokenizer.chat_template  # its generation prompt is "assistant: "
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "The answer"}]
-    ids, labels = script.encode_row({"messages": messages}, own)
+    ids, labels = encode({"messages": messages}, own)
     assert learnt_text(own, ids, labels).strip() == "The answer</s>"
 
 
@@ -164,7 +188,7 @@ def test_template_prints_the_date_of_the_runs_start(tokenizer, tmp_path):
     original = transformers.utils.chat_template_utils.datetime
     try:
         script.fix_date("2020-01-31")
-        ids, _ = script.encode_row({"messages": CONVERSATION}, tokenizer)
+        ids, _ = encode({"messages": CONVERSATION}, tokenizer)
     finally:
         transformers.utils.chat_template_utils.datetime = original
     assert tokenizer.decode(ids).startswith("31 Jan 2020 ")
@@ -197,35 +221,60 @@ def test_resumed_run_goes_on_with_the_date_of_its_start(tokenizer, run_main, tin
         transformers.utils.chat_template_utils.datetime = original
 
 
-def test_template_that_rewrites_earlier_turns_is_refused(tokenizer):
+def test_turn_that_is_rewritten_when_more_follow_is_learnt_as_it_was(tokenizer):
+    """In a document of its own; in the next one it is there as rewritten, and not learnt."""
     tokenizer.chat_template = REWRITING
-    with pytest.raises(ValueError, match="rewrites earlier turns.*use prompt and completion"):
-        script.encode_row({"messages": CONVERSATION}, tokenizer)
-    ids, labels = script.encode_row({"messages": CONVERSATION[1:3]}, tokenizer)  # nothing earlier
-    assert learnt_text(tokenizer, ids, labels) == "The answer is 7.</s>"
+    thoughts = ("<think>three and four</think>", "<think>two and two</think>")
+    messages = [dict(message) for message in CONVERSATION]
+    messages[2]["content"] = thoughts[0] + messages[2]["content"]
+    messages[4]["content"] = thoughts[1] + messages[4]["content"]
+    first, second = encode_all({"messages": messages}, tokenizer)
+    assert learnt_text(tokenizer, *first) == thoughts[0] + "The answer is 7.</s>"
+    assert learnt_text(tokenizer, *second) == thoughts[1] + "It is 4.</s>"
+    text = tokenizer.decode(second[0])
+    assert "The answer is 7.</s>" in text and thoughts[0] not in text
+    (alone,) = encode_all({"messages": CONVERSATION}, tokenizer)  # nothing is rewritten
+    assert learnt_text(tokenizer, *alone) == "The answer is 7.</s>It is 4.</s>"
+
+
+def test_template_that_leaves_out_a_turn_is_refused(tokenizer):
+    tokenizer.chat_template = FORGETFUL
+    with pytest.raises(script.RefusedRow, match="leaves out the content of message [13];"):
+        encode({"messages": CONVERSATION}, tokenizer)
+    encode({"messages": CONVERSATION[1:3]}, tokenizer)  # nothing earlier
 
 
 def test_tokenizer_without_template_is_refused(tokenizer):
     tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="no chat template"):
-        script.encode_row({"messages": CONVERSATION}, tokenizer)
+    with pytest.raises(script.RefusedRow, match="no chat template.*use prompt and completion"):
+        encode({"messages": CONVERSATION}, tokenizer)
 
 
-def test_conversation_without_assistant_is_refused(tokenizer):
-    with pytest.raises(ValueError, match="no assistant turn"):
-        script.encode_row({"messages": CONVERSATION[:2]}, tokenizer)
+def test_conversation_without_assistant_is_left_out(tokenizer, tmp_path):
+    rows = [{"text": "fine"}, {"messages": CONVERSATION[:2]}]
+    first, second = encode_file(write_jsonl(tmp_path / "data.jsonl", rows), tokenizer)
+    assert first["kept"] and not second["kept"]
+    assert second["left_out"] == "no message of the assistant is learnt"
 
 
-def test_template_that_refuses_a_role_names_the_row(tokenizer):
+def test_row_that_the_template_refuses_is_left_out_and_named(tokenizer, tmp_path):
     tokenizer.chat_template = STRICT
-    rows = [{"text": "fine"}, {"messages": CONVERSATION}]
-    with pytest.raises(ValueError, match="data row 2.*only user and assistant"):
-        script.encode_dataset(rows, tokenizer, 64, "data")
+    path = write_jsonl(tmp_path / "data.jsonl", [{"text": "fine"}, {"messages": CONVERSATION}])
+    first, second = encode_file(path, tokenizer)
+    assert first["kept"] and not second["kept"]
+    assert second["left_out"] == "the chat template fails: only user and assistant"
+    assert second["where"] == f"{path} line 2"
 
 
 # ------------------------------------------------------------------------------------------------
 # Files and whole data sets
 # ------------------------------------------------------------------------------------------------
+
+
+def read_all(path):
+    """The rows of a file, which are exceptions where there is no row."""
+    pieces, _ = script.find_pieces(str(path))
+    return [row for piece in pieces for _, row in script.read_piece(*piece)]
 
 
 def test_lines_are_read_whatever_their_ends(tmp_path):
@@ -240,89 +289,114 @@ def test_lines_are_read_whatever_their_ends(tmp_path):
     }.items():
         path = tmp_path / "data.jsonl"
         path.write_bytes(content)
-        assert script.read_rows(str(path)) == rows, name
+        assert read_all(path) == rows, name
 
 
 @pytest.mark.parametrize(
     "bad", [b'{"text": ', b"[1, 2]", b"nonsense", b'"text"', b'{"text": "\xe4"}', b"\0"]
 )
-def test_malformed_line_is_named(tmp_path, bad):
+def test_malformed_line_is_left_out_and_named(tokenizer, tmp_path, bad):
     path = tmp_path / "data.jsonl"
     path.write_bytes(b'{"text": "a"}\r\n\r\n{"text": "b"}\n' + bad + b'\n{"text": "c"}\n')
-    with pytest.raises(ValueError, match=r"data\.jsonl line 4\b"):
-        script.read_rows(str(path))
+    found = encode_file(path, tokenizer)
+    assert [row["kept"] for row in found] == [True, True, False, True]
+    assert found[2]["where"] == f"{path} line 4"
+    assert found[2]["left_out"].startswith(("is no JSON: ", "is list, want", "is str, want"))
 
 
-def test_missing_file_and_directory_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="none.jsonl: no such file"):
-        script.read_rows(str(tmp_path / "none.jsonl"))
-    with pytest.raises(ValueError, match="is a directory"):
-        script.read_rows(str(tmp_path))
+def test_missing_file_and_directory_without_any_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="none.jsonl: neither a Hub id .* nor a file"):
+        script.find_pieces(str(tmp_path / "none.jsonl"))
+    with pytest.raises(ValueError, match=f"{tmp_path}: no file in it ends in .jsonl"):
+        script.find_pieces(str(tmp_path))
 
 
 @pytest.mark.parametrize(
     "row",
     [
         {"prompt": 3, "completion": "x"},
-        {"prompt": "x", "completion": None},
         {"prompt": ["x"], "completion": "x"},
         {"prompt": "x", "completion": ["x"]},
         {"text": 3},
         {"text": ["x"]},
         {"text": []},
         {"text": "\ud800"},
-        {"messages": None},
         {"messages": []},
         {"messages": "x"},
         {"messages": [3]},
         {"messages": [{"role": "user", "content": "x"}, {"role": "assistant"}]},
         {"messages": [{"content": "x"}]},
-        {},
     ],
     ids=json.dumps,
 )
-def test_value_of_another_kind_names_the_row(tokenizer, row):
-    with pytest.raises(ValueError, match="data row 2: "):
-        script.encode_dataset([{"text": "fine"}, row], tokenizer, 64, "data")
+def test_row_with_a_value_of_another_kind_is_left_out_and_named(tokenizer, tmp_path, row):
+    path = write_jsonl(tmp_path / "data.jsonl", [{"text": "fine"}, row, {"text": "fine"}])
+    found = encode_file(path, tokenizer)
+    assert [row["kept"] for row in found] == [True, False, True]
+    assert found[1]["left_out"] and not found[1]["left_out"].startswith(script.REFUSED)
+    assert found[1]["where"] == f"{path} line 2"
 
 
-def test_long_rows_are_cut_and_rows_with_nothing_to_learn_left_out(tokenizer):
+def test_row_of_no_known_form_ends_the_run(tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "data.jsonl", [{"text": "fine"}, {}])
+    _, found = encode_file(path, tokenizer)
+    assert found["left_out"].startswith(f"{script.REFUSED}{path} line 2: has ")
+
+
+@pytest.mark.parametrize(
+    "row", [{"messages": None}, {"prompt": "x", "completion": None}], ids=json.dumps
+)
+def test_row_with_null_where_something_should_be_is_left_out(tokenizer, tmp_path, row):
+    path = write_jsonl(tmp_path / "data.jsonl", [{"text": "fine"}, row])
+    _, found = encode_file(path, tokenizer)
+    assert found["left_out"] == f"{list(row)[-1]} null"
+
+
+def test_long_rows_are_cut_and_rows_with_nothing_to_learn_left_out(tokenizer, tmp_path):
     rows = [
         {"prompt": "aaaaaaaa", "completion": "bbbb"},  # cut before its EOS
         {"prompt": "aaaaaaaaaaaa", "completion": "bbbb"},  # cut before its completion
         {"text": "c"},
         {"text": " \n"},  # else EOS alone would be learnt
     ]
-    whole = [script.encode_row(row, tokenizer) for row in rows]
+    path = write_jsonl(tmp_path / "data.jsonl", rows)
+    whole = [encode(row, tokenizer) for row in rows[:3]]
     assert len(whole[0][0]) == 13
-    examples, cut, left_out = script.encode_dataset(rows, tokenizer, 12, "data")
-    assert (len(examples), cut, left_out) == (2, 2, 2)
-    for (ids, labels), row in zip(examples, (0, 2)):
-        assert ids.dtype == labels.dtype == torch.int32
-        assert ids.tolist() == whole[row][0][:12] and labels.tolist() == whole[row][1][:12]
-    assert examples[0][1].tolist() == [IGNORE] * 8 + plain(tokenizer, "bbbb")
-    with pytest.raises(ValueError, match="data: none of its 4 rows has anything to learn"):
-        script.encode_dataset(rows, tokenizer, 1, "data")
+    found = encode_file(path, tokenizer, 12)
+    assert [row["kept"] for row in found] == [True, False, True, False]
+    assert [row["cut"] for row in found] == [True, True, False, False]
+    assert [row["left_out"] for row in found[1::2]] == ["nothing to learn in it", "text is empty"]
+    for row, (ids, labels) in zip(found[::2], whole[::2]):
+        assert row["input_ids"].dtype == row["labels"].dtype == "int32"
+        assert row["input_ids"].tolist() == ids[:12] and row["labels"].tolist() == labels[:12]
+        assert row["length"] == len(ids[:12])
+    assert found[0]["labels"].tolist() == [IGNORE] * 8 + plain(tokenizer, "bbbb")
+    assert found[0]["learnt"] == 4
+    assert not any(row["kept"] for row in encode_file(path, tokenizer, 1))
 
 
-def test_tokenizer_without_eos_is_refused(tokenizer):
+def test_tokenizer_without_eos_is_refused(tokenizer, run_main, tiny_model, tmp_path):
+    model = shutil.copytree(tiny_model("llama"), tmp_path / "model")
     tokenizer.eos_token = None
-    with pytest.raises(ValueError, match="no EOS token"):
-        script.encode_dataset([{"text": "x"}], tokenizer, 64, "data")
+    tokenizer.save_pretrained(model)
+    data = write_jsonl(tmp_path / "data.jsonl", [{"text": "x"}])
+    code, _, err = run_main("--model", model, "--dataset", data, "--output_dir", tmp_path / "run")
+    assert code == 1 and "error: the tokenizer has no EOS token" in err
 
 
-def test_random_examples_are_full_rows_that_depend_on_the_seed_alone():
+def test_random_rows_are_full_rows_that_depend_on_the_seed_alone():
     config = make_config(batch_size=6, max_seq_len=50, seed=3)
-    examples = script.random_examples(97, config)
-    assert len(examples) == 6
-    for ids, labels in examples:
+    rows = script.random_rows(97, config)
+    assert len(rows) == 6
+    for i in range(6):
+        ids, labels = rows.tokens(i)
         assert ids.shape == (50,) and torch.equal(ids, labels)
         assert int(ids.min()) >= 0 and int(ids.max()) < 97
     torch.manual_seed(9)
-    again = script.random_examples(97, config)
-    other = script.random_examples(97, dataclasses.replace(config, seed=4))
-    assert all(torch.equal(a[0], b[0]) for a, b in zip(examples, again))
-    assert not any(torch.equal(a[0], b[0]) for a, b in zip(examples, other))
+    again = script.random_rows(97, config)
+    other = script.random_rows(97, dataclasses.replace(config, seed=4))
+    assert torch.equal(rows.digests, again.digests)
+    assert not (rows.digests == other.digests).any()
 
 
 # ------------------------------------------------------------------------------------------------
@@ -335,7 +409,7 @@ def draw(n_steps, n_examples, **settings):
     config = make_config(**settings)
     steps = [script.step_rows(step, n_examples, config) for step in range(1, n_steps + 1)]
     assert all(len(step) == config.batch_size for step in steps)
-    return [row for step in steps for row in step]
+    return [int(row) for step in steps for row in step]
 
 
 @pytest.mark.parametrize("n_examples", [1, 7, 10, 12])
@@ -443,7 +517,7 @@ def naive_bin(batch, rows):
     """Token by token: input, position, and where a successor is learnt, and which."""
     input_ids, positions, learnt, labels = [], [], [], []
     for row in rows:
-        ids, row_labels = (t.tolist() for t in batch[row])
+        ids, row_labels = (t.tolist() for t in batch.tokens(row))
         for t, token in enumerate(ids):
             if t + 1 < len(ids) and row_labels[t + 1] != IGNORE:
                 learnt.append(len(input_ids))
@@ -457,11 +531,12 @@ def naive_bin(batch, rows):
 @pytest.mark.parametrize("lengths", [[5], [5, 5, 5, 5], [1, 30, 2, 2, 17, 9], [3, 3, 3, 8, 8, 1]],
                          ids=str)  # fmt: skip
 def test_bin_equals_one_token_at_a_time(lengths, ranks):
-    generator, batch = torch.Generator().manual_seed(0), []
+    generator, pairs = torch.Generator().manual_seed(0), []
     for n in lengths:
-        ids = torch.randint(1, 9, (n,), generator=generator, dtype=torch.int32)
+        ids = torch.randint(1, 9, (n,), generator=generator)
         learnt = torch.rand(n, generator=generator) < 0.5
-        batch.append((ids, torch.where(learnt, ids, IGNORE)))
+        pairs.append((ids, torch.where(learnt, ids, IGNORE)))
+    batch = script.rows_of(pairs)
     (micro_batch,) = script.deal_rows(lengths, ranks, sum(lengths))
     bins = [script.make_bin(batch, micro_batch, r, torch.tensor(0), make_run())
             for r in range(ranks)]  # fmt: skip
@@ -488,13 +563,13 @@ def test_bin_equals_one_token_at_a_time(lengths, ranks):
 
 def test_dropout_keys_belong_to_a_row_and_not_to_its_place():
     """In any bin, on any rank; padding and other rows, steps and seeds have others."""
-    batch = [(torch.arange(1, n + 1, dtype=torch.int32),) * 2 for n in (4, 9, 6)]
+    batch = script.rows_of([(torch.arange(1, n + 1),) * 2 for n in (4, 9, 6)])
     key = torch.tensor(7)
 
     def keys(micro_batch, rank, row, key=key):
         one = script.make_bin(batch, micro_batch, rank, key, make_run())
         start = one.cu_seqlens[micro_batch[rank].index(row)]
-        return one.dropout_keys[start : start + len(batch[row][0])].tolist()
+        return one.dropout_keys[start : start + int(batch.lengths[row])].tolist()
 
     want = keys([[2]], 0, 2)
     assert len(set(want)) == 6

@@ -84,7 +84,7 @@ def test_file_cut_off_while_loading_ends_all_ranks(run_jobs, tiny_model, tmp_pat
     assert len(lines) == 1, err
     assert f"{file}: ends before byte {size + 100}" in lines[0]
     assert "Traceback" not in err.partition("error: ")[0]
-    assert not (tmp_path / "out" / "train_config.json").exists()
+    assert not (tmp_path / "out").exists()
 
 
 # ------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ MEASURED = [
 def shapes_of(name, layers=None, **flags):
     """(Config, Architecture, Layout) of one of the script's SHAPES."""
     config = dataclasses.replace(script.Config(), model=name, random_weights=True, **flags)
-    _, arch = script.read_model_config(Path(name), config)
+    config, _, arch = script.read_model_config(Path(name), config)
     if layers:
         ropes, windows = arch.layer_rope[:layers], arch.layer_window[:layers]
         arch = dataclasses.replace(arch, n_layers=layers, layer_rope=ropes, layer_window=windows)
@@ -115,14 +115,14 @@ def tiny_plain_model(family):
 
 def held_bytes(arch, model, n_layers, n_tokens):
     """Of all tensors that are there after a forward of n_tokens and were not before it."""
-    ids = torch.arange(n_tokens, dtype=torch.int32) % 100
+    ids = torch.arange(n_tokens) % 100
     kernel = {kind: lambda q, k, v, *_: CountedAttention.apply(q, k, v)
               for kind in ("full", "window")}  # fmt: skip
     run = script.types.SimpleNamespace(
         device=torch.device("cpu"), plan=model.plan, store=script.GPUStore(),
         kernels={"same": kernel, "any": kernel},
     )  # fmt: skip
-    bin = script.make_bin([(ids, ids)], [[0]], 0, torch.tensor(0), run)
+    bin = script.make_bin(script.rows_of([(ids, ids)]), [[0]], 0, torch.tensor(0), run)
 
     def storages():
         found = (o for o in gc.get_objects() if issubclass(type(o), torch.Tensor))
@@ -253,6 +253,26 @@ def test_group_is_weighed_against_recomputation_by_time():
         assert chosen.token_seconds < forced.token_seconds
 
 
+def test_gathered_weights_stay_until_backward_where_that_is_faster_and_fits():
+    """Gathering them again costs time on a slow link alone: a fast one hides it."""
+    flags = {"shard_group_size": 2, "micro_batch_tokens": 4096}
+    for machine, limit_gib, more, frees in (
+        (SLOW_BUS, 140, {}, False),
+        (SLOW_BUS, 8, {}, True),
+        (H200, 140, {}, True),
+        (SLOW_BUS, 140, {"offload_params": True}, True),
+        (SLOW_BUS, 140, {"shard_group_size": 1}, True),
+    ):
+        plan = choose("llama-3-8b", limit_gib, machine=machine, **{**flags, **more})
+        assert plan.reshard_after_forward == frees, (limit_gib, more)
+    _, arch, layout = shapes_of("llama-3-8b")
+    kept, freed = (
+        predicted(arch, layout, shard_group_size=2, reshard_after_forward=frees).bytes
+        for frees in (False, True)
+    )
+    assert kept > freed + GIB
+
+
 def test_bins_hold_the_longest_row_and_no_more_than_a_step_has():
     for longest, rows in (2048, 4), (2048, 1), (5000, 2), (300, 40):
         plan = choose("llama-3-8b", 140, longest=longest, rows=rows)
@@ -323,8 +343,6 @@ def test_graphs_are_left_where_their_memory_is_not_there():
     "limit_gib, flags, words",
     [
         (22.5, {}, "of 22.5 GiB; --offload_activations would bring it to"),
-        (22.5, {"reshard_after_forward": False},
-         "; --reshard_after_forward --offload_activations would"),
         (22.5, {"recompute": "none"}, "; --recompute all --offload_activations would"),
         (60, {"recompute": "none"}, "; --recompute all would"),
         (5, {}, "; --offload_activations --offload_params would"),
@@ -342,8 +360,7 @@ def test_refusal_names_flags_that_bring_it_under(limit_gib, flags, words):
     if "more GPUs" not in text:  # and with these it runs
         named = {"--offload_activations": {"offload_activations": True},
                  "--offload_params": {"offload_params": True},
-                 "--recompute all": {"recompute": "all"},
-                 "--reshard_after_forward": {"reshard_after_forward": True}}  # fmt: skip
+                 "--recompute all": {"recompute": "all"}}  # fmt: skip
         for flag, change in named.items():
             if flag in text.partition("; ")[2]:
                 flags = {**flags, **change}

@@ -211,7 +211,6 @@ def test_rank_that_runs_out_of_memory_says_so(run_training, run_main, tmp_path):
                   "--recompute all, ", "a smaller --micro_batch_tokens, ",
                   "a shorter --max_seq_len"):  # fmt: skip
         assert words in line
-    assert "--reshard_after_forward" not in line  # it is on
     flags[-1] = tmp_path / "run"
     code, out, errors = run_main(*flags, "--resume")
     assert code == 0 and "checkpoint-000002: 2 of 4 steps" in out, errors

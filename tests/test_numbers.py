@@ -10,7 +10,7 @@ import bitsandbytes as bnb
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import DEVICE, needs_ranks, write_rows
+from conftest import DEVICE, needs_ranks, read_rows, write_rows
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
@@ -178,11 +178,9 @@ def reference(model_dir, adapter, rows_file, dtype, **variant):
     taken = get_peft_model_state_dict(model)
     assert taken.keys() == values.keys()
     assert all(torch.equal(taken[name].cpu(), values[name]) for name in values)
-    rows = script.read_rows(str(rows_file))
-    tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    rows, *_ = script.encode_dataset(rows, tokenizer, 64, "rows")
+    rows = read_rows(rows_file, AutoTokenizer.from_pretrained(model_dir))
     ids, labels = (
-        torch.nn.utils.rnn.pad_sequence([row[i] for row in rows], True, padding).long().to(DEVICE)
+        torch.nn.utils.rnn.pad_sequence([row[i] for row in rows], True, padding).to(DEVICE)
         for i, padding in enumerate((0, -100))
     )  # what pads a row comes after it, and nothing looks ahead
     logits = model(input_ids=ids).logits[:, :-1].float()
@@ -437,8 +435,9 @@ def test_resumed_run_equals_the_uninterrupted_one(run_jobs, run_training, read_m
 
 
 def test_learning_rate_warms_up_and_falls_to_nearly_nothing():
-    rates = [script.learning_rate(step, 100, 1.0) for step in range(1, 101)]
+    config = script.Config(max_steps=100, learning_rate=1.0)
+    rates = [script.learning_rate(step, config) for step in range(1, 101)]
     assert rates[:3] == [1 / 3, 2 / 3, 1.0]
     assert rates == sorted(rates[:3]) + sorted(rates[3:], reverse=True)
     assert 0 < rates[-1] < 1e-3
-    assert script.learning_rate(1, 1, 0.5) == 0.5
+    assert script.learning_rate(1, script.Config(max_steps=1, learning_rate=0.5)) == 0.5

@@ -84,14 +84,14 @@ def merge_flags(capsys):
 def test_flags_exist(merge_flags):
     fields = {f.name: f.type for f in dataclasses.fields(script.Config)}
     known = set(fields) | {f"no-{name}" for name, kind in fields.items() if "bool" in str(kind)}
-    others = {"help", "logdir", "lr"}  # TensorBoard's, the wrong one
+    others = {"help", "config"}
     others |= {o.lstrip("-") for a in get_args_parser()._actions for o in a.option_strings}
     others |= {"nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "exclusive", "time",
                "requeue", "open-mode", "signal", "kill-on-bad-exit"}  # Slurm's  # fmt: skip
     used = set(re.findall(r"(?<![\w-])--([a-z][a-z_-]*)", README)) - others
     unknown = used - known
     assert not unknown or unknown <= merge_flags, unknown
-    assert len(fields) <= 26
+    assert len(fields) <= 34
 
 
 def test_merge_commands_have_real_flags(merge_flags):
@@ -162,9 +162,10 @@ def test_flag_errors_are_argparses(error):
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
-    """One step of the demo, as the README's plain `python` command."""
+    """One step of the demo with an evaluation, as the README shows its log."""
     directory = tmp_path_factory.mktemp("demo")
-    command = [sys.executable, script.__file__, "--max_steps", "1", "--output_dir", "run"]
+    command = [sys.executable, script.__file__, "--max_steps", "1", "--output_dir", "run",
+               "--eval_dataset", "0.1"]  # fmt: skip
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return directory / "run", done.stdout.splitlines()
@@ -172,7 +173,10 @@ def demo(tmp_path_factory):
 
 def test_metrics_are_documented(demo):
     directory, _ = demo
-    (row,) = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    (row,) = [row for row in rows if "loss" in row]
+    evaluated = [list(row)[1:] for row in rows if "loss" not in row]
+    assert len(evaluated) == 2 and all(f"`{key}`" in README for key in evaluated[0])
     table = README.partition("| field of `metrics.jsonl` |")[2].partition("\n\n")[0]
     assert list(row) == re.findall(r"^\| `(\w+)` \|", table, re.M)
 
@@ -192,7 +196,7 @@ def test_last_lines_have_the_form_shown(demo):
 
     def form(line):
         # the README shows two ranks, here is one
-        line = re.sub(r"[\d.]+ \(peak [\d.]+\), ", "", line)
+        line = re.sub(r"[\d.]+ GiB \(peak [\d.]+\); ", "", line)
         line = re.sub(r"runs/[\d-]+|\brun\b", "RUN", line)
         # the environment's, or its path; the script's from the folder that training ran in
         line = re.sub(r"^\S*python[\d.]* \S*merge_", "PYTHON merge_", line)

@@ -17,7 +17,7 @@ import bitsandbytes as bnb
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import DEVICE, needs_ranks
+from conftest import DEVICE, needs_ranks, read_rows
 from families import TINY, write_model
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
@@ -48,10 +48,9 @@ MEMORY = {
     "two offloaded": ["--recompute", "2", "--offload_activations"],
     "weights offloaded": ["--offload_params", "--recompute", "none"],
     "everything offloaded": ["--offload_params", "--offload_activations", "--recompute", "all"],
-    "not resharded": ["--no-reshard_after_forward"],
-    "not resharded, offloaded": ["--no-reshard_after_forward", "--offload_activations",
-                                 "--offload_params", "--recompute", "2"],
-}  # fmt: skip
+}
+KEPT = "not resharded"  # in a run's name: gathered weights stay, which the plan chooses and no flag
+GATHERED = {KEPT: [], f"{KEPT}, offloaded": MEMORY["two offloaded"]}
 # (processes, kind): {name of a run: its flags}
 RUNS = {
     (1, "lora"): {"small bins": SMALL, "middle bins": MIDDLE, "one bin": LARGE,
@@ -66,7 +65,7 @@ RUNS = {
     (2, "lora"): {"a copy each": [*SMALL, "--shard_group_size", 1],
                   "sharded, small bins": [*SMALL, "--shard_group_size", 2],
                   **{name: [*flags, *MIDDLE, "--shard_group_size", 2]
-                     for name, flags in MEMORY.items()},
+                     for name, flags in (MEMORY | GATHERED).items()},
                   "a copy each, offloaded": [*MEMORY["everything offloaded"], *SMALL,
                                              "--shard_group_size", 1]},
     (2, "dropout"): {"a copy each": [*MIDDLE, "--shard_group_size", 1],
@@ -76,8 +75,8 @@ RUNS = {
                   "a copy each": [*MIDDLE, "--shard_group_size", 1]},
     (4, "lora"): {"sharded": [*MIDDLE, "--shard_group_size", 4],
                   "two copies": [*SMALL, "--shard_group_size", 2],
-                  "two copies, offloaded": [*MEMORY["not resharded, offloaded"], *SMALL,
-                                            "--shard_group_size", 2],
+                  f"two copies, {KEPT}": [*MEMORY["two offloaded"], *SMALL,
+                                          "--shard_group_size", 2],
                   "a copy each": [*SMALL, "--shard_group_size", 1]},
     (4, "dropout"): {"two copies": [*MIDDLE, "--shard_group_size", 2]},
 }  # fmt: skip
@@ -115,13 +114,14 @@ def runs(base, run_jobs):
         needs_ranks(nproc)
         if nproc not in done:
             done.add(nproc)
-            argv = [
-                ["--model", "model", *FLAGS, *KINDS[kind], *flags,
-                 "--output_dir", directory(n, kind, each)]
+            jobs = [
+                {"argv": [*map(str, ["--model", "model", *FLAGS, *KINDS[kind], *flags,
+                                     "--output_dir", directory(n, kind, each)])],
+                 "plan": {"reshard_after_forward": KEPT not in each}}
                 for (n, kind), of_kind in RUNS.items() if n == nproc
                 for each, flags in of_kind.items()
             ]  # fmt: skip
-            run_jobs(nproc, [{"argv": list(map(str, one))} for one in argv], cwd=base)
+            run_jobs(nproc, jobs, cwd=base)
         return base / directory(nproc, wanted, name)
 
     return work
@@ -129,9 +129,7 @@ def runs(base, run_jobs):
 
 def all_rows(base):
     """The rows as (input_ids, labels)."""
-    tokenizer = AutoTokenizer.from_pretrained(base / "model")
-    rows = script.read_rows(str(base / "rows.jsonl"))
-    return script.encode_dataset(rows, tokenizer, 64, "rows")[0]
+    return read_rows(base / "rows.jsonl", AutoTokenizer.from_pretrained(base / "model"))
 
 
 def rows_of_step(step, rows):
@@ -265,8 +263,8 @@ def expected(base):
             for i, (ids, labels) in enumerate(batch):
                 for dropout in dropouts:
                     dropout.keys = token_keys(step, i, len(ids)).to(DEVICE)
-                logits = model(ids.long()[None].to(DEVICE)).logits[0, :-1].float()
-                target = labels[1:].long().to(DEVICE)
+                logits = model(ids[None].to(DEVICE)).logits[0, :-1].float()
+                target = labels[1:].to(DEVICE)
                 part = F.cross_entropy(logits, target, reduction="sum") / learnt
                 part.backward()
                 loss += part.item()
@@ -300,10 +298,12 @@ def test_steps_equal_the_reference(nproc, kind, name, runs, expected):
     assert off <= 1e-3
 
 
-@pytest.mark.parametrize("name", list(MEMORY)[1:])
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc, name", [*((1, name) for name in list(MEMORY)[1:]),
+                                         *((2, name) for name in list(MEMORY | GATHERED)[1:])])
 def test_memory_flags_change_no_bit(nproc, name, runs, read_metrics):
     first, other = (runs(nproc, "lora", run) for run in (next(iter(MEMORY)), name))
+    plan = json.loads((other / "train_config.json").read_text())["plan"]
+    assert plan["reshard_after_forward"] == (name not in GATHERED)
     for row, same in zip(read_metrics(first), read_metrics(other), strict=True):
         for key in "loss", "grad_norm":  # on GPUs attention's backward adds in any order
             bar = 0 if DEVICE == "cpu" else 1e-5
@@ -343,7 +343,9 @@ def test_epochs_are_rounded_up_to_whole_steps(epochs, steps, base, run_main, mon
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
     assert [row["rows"] for row in rows] == [7] * steps
-    assert 0 < rows[-1]["learning_rate"] == script.learning_rate(steps, steps, 2e-4)
+    assert 0 < rows[-1]["learning_rate"] == script.learning_rate(
+        steps, script.Config(max_steps=steps, learning_rate=2e-4)
+    )
 
 
 # ------------------------------------------------------------------------------------------------
