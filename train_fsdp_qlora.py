@@ -335,12 +335,12 @@ def train(given, device):
         # 5. Adapter: fresh, another run's, or from a checkpoint
         if resume_from:
             on_rank_0(check_base, directory, frozen.offsets)
-        on_rank_0(describe_run, directory, given, config, plan, base.resolve(), device, rows,
-                  frozen, date, tokenizer)
         adapter = Adapter(model, arch, layout, config, device)
         if config.adapter == "dora":
             measure_rows(model)
         done, best = adapter.resume(resume_from, config) if resume_from else adapter.start(config)
+        on_rank_0(describe_run, directory, given, config, plan, base.resolve(), device, rows,
+                  frozen, date, tokenizer)
         verify_model(model, plan)
         say(f"parameters: {adapter.n_trainable:,} trainable ({config.adapter}),"
             f" {frozen.n_parameters:,} frozen")
@@ -476,12 +476,12 @@ def parse_row(row, tokenizer):
             advice = "preferences are not learnt; name the better answer completion to learn it"
         raise RefusedRow(f"has {', '.join(row) or 'no keys'}; want {wanted}: {advice}")
     ignored = [key for key in row if key not in form + FORMS[form]]
-    said = " and ".join(form) + (f" (ignored: {', '.join(ignored)})" if ignored else "")
+    said = printable(" and ".join(form) + f" (ignored: {', '.join(ignored)})" * bool(ignored))
     row = plain_form(row, form, tokenizer.chat_template is not None)
     if "messages" in row:
         return said, parse_chat(row["messages"], row.get("tools"), tokenizer)
     if "input_ids" in row:
-        return said, [(row["input_ids"], row.get("labels", row["input_ids"]))]
+        return said, [as_ids(row["input_ids"], row.get("labels", row["input_ids"]))]
     if "text" in row:
         if not as_text(row, "text").strip():  # EOS would be learnt alone: to stop at once
             raise ValueError("text is empty")
@@ -497,7 +497,7 @@ def plain_form(row, form, has_template):
             {"role": SHAREGPT_ROLES.get(m["from"], m["from"]), "content": m.get("value")}
             if isinstance(m, dict) and isinstance(m.get("from"), str) else m
             for m in as_list(row, "conversations")]
-        system = [{"role": "system", "content": row["system"]}] * bool(row.get("system"))
+        system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
         return {"messages": system + messages, "tools": row.get("tools")}
     if form == ("prompt", "completion") and isinstance(row["prompt"], list):
         read_only = [m | {"train": False} if isinstance(m, dict) else m
@@ -522,12 +522,27 @@ def plain_form(row, form, has_template):
     return {"prompt": prompt, "completion": answer}
 
 
+def printable(text):
+    return text.encode(errors="replace").decode()
+
+
 def as_text(row, key):
     if not isinstance(row[key], str):
         raise ValueError(f"{key} is {type(row[key]).__name__}, want a string")
     if not row[key].isascii() and re.search("[\ud800-\udfff]", row[key]):
         raise ValueError(f"{key} has half a character (a lone surrogate of UTF-16)")
     return row[key]
+
+
+def as_ids(ids, labels):
+    for key, values in ("input_ids", ids), ("labels", labels):
+        if not isinstance(values, list) or not all(
+            type(n) is int and (0 <= n < 2**31 or n == IGNORE and values is labels) for n in values
+        ):
+            raise ValueError(f"{key} is no list of tokens")
+    if len(ids) != len(labels):
+        raise ValueError("labels and input_ids are not equally many")
+    return ids, labels
 
 
 def as_list(row, key):
@@ -545,26 +560,28 @@ def parse_chat(messages, tools, tokenizer):
     if not tokenizer.chat_template:
         raise RefusedRow("is a conversation, but the tokenizer has no chat template: give one by"
                          " --chat_template, or use prompt and completion")
-    special, as_parts = chat_traits(tokenizer, tokenizer.chat_template)
+    special, as_parts = chat_traits(tokenizer, str(tokenizer.chat_template))
+    tools = (json.loads(tools) if isinstance(tools, str) else tools) or None
+    template = tokenizer.get_chat_template(tools=tools)
     cleaned = [clean_message(message, as_parts) for message in messages]
     messages, learnt = [m for m, _ in cleaned], [is_learnt for _, is_learnt in cleaned]
-    if not any(learnt):
+    if not any(learnt[1:]):  # before the first message there is no generation prompt
         raise ValueError("no message of the assistant is learnt")
-    tools = json.loads(tools) if isinstance(tools, str) else tools
 
     def render(n, **options):
         try:
             return tokenizer.apply_chat_template(
-                messages[:n], tools=tools or None, tokenize=False, **options)
+                messages[:n], tools=tools, tokenize=False, **options)
         except Exception as e:  # Jinja's own, and whatever the template's operations raise
             raise ValueError(f"the chat template fails: {' '.join(str(e).split())}")
 
     documents = []  # (text, spans), the last turn's first
-    for i in reversed([i for i, is_learnt in enumerate(learnt) if is_learnt]):
+    for i in reversed([i for i, is_learnt in enumerate(learnt) if is_learnt and i > 0]):
         before, text = render(i, add_generation_prompt=True), render(i + 1)
+        as_text({"the conversation": text}, "the conversation")
         start, end = len(os.path.commonprefix([before, text])), len(text.rstrip())
-        if marks_turns(tokenizer.chat_template):
-            start, end = marked_span(messages[: i + 1], tools, tokenizer)
+        if re.search(r"\{%-?\s*generation\b", template):
+            start, end = marked_span(messages[: i + 1], tools, template, tokenizer)
         elif start < len(before) and start <= len(os.path.commonprefix([before, render(i)])):
             raise RefusedRow(f"the chat template mixes message {i + 1} with those before it: its"
                              " tokens cannot be told")
@@ -624,10 +641,11 @@ def prepare_data(config, directory, tokenizer, vocab_size, date):
     say(f"data: {line}")
     if not config.eval_dataset:
         return rows, None
-    with contextlib.suppress(ValueError):
+    if re.fullmatch(r"[\d.]+(e-\d+)?", config.eval_dataset[0]):
         n = round(float(config.eval_dataset[0]) * len(rows))
-        if not 0 < n < len(rows):
-            raise Stop(f"--eval_dataset {config.eval_dataset[0]}: is {n} of {len(rows)} rows")
+        if not 0 < n < len(rows) or len(config.eval_dataset) > 1:
+            raise Stop(f"--eval_dataset {' '.join(config.eval_dataset)}: is {n} of {len(rows)}"
+                       " rows: give one fraction between 0 and 1, or files")
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(config.seed))
         say(f"evaluation: {n:,} of these rows, which are not trained on")
         return rows.select(order[n:].sort().values), rows.select(order[:n].sort().values)
@@ -933,7 +951,7 @@ def nearest(name):
 
     def likeness(known):
         initials = "".join(word[0] for word in known.split("_"))
-        return (name == initials) + difflib.SequenceMatcher(None, name, known).ratio()
+        return 2 if name == initials else difflib.SequenceMatcher(None, name, known).ratio()
 
     return max((f.name for f in dataclasses.fields(Config)), key=likeness)
 
@@ -1092,7 +1110,7 @@ def open_output(config):
     directory = Path(config.output_dir)
 
     def make():
-        made = next((p for p in (*reversed(directory.parents), directory) if not p.exists()), None)
+        made = [str(p) for p in (directory, *directory.parents) if not p.exists()]
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as e:
@@ -1105,7 +1123,7 @@ def open_output(config):
             shutil.rmtree(torn)
         mark = directory / f".opened-on-{socket.gethostname()}-{time.time_ns()}"
         mark.touch()
-        return str(mark), made and str(made)
+        return str(mark), made
 
     mark, made = on_rank_0(make)
     try:
@@ -1118,7 +1136,10 @@ def open_output(config):
         yield directory
     except Stop:
         if is_rank_0() and made and not (directory / "train_config.json").exists():
-            shutil.rmtree(made)
+            shutil.rmtree(directory)
+            with contextlib.suppress(OSError):  # another run may be beside it
+                for parent in made[1:]:
+                    os.rmdir(parent)
         raise
 
 
@@ -1421,15 +1442,20 @@ def first_byte(path):
 def open_table(source, path, options, is_saved):
     """The datasets.Dataset of a Parquet or CSV file, a directory of save_to_disk or a Hub id."""
     import datasets
+    import pandas
 
     kind, split = TABLE_KINDS.get(file_kind(path)), options.get("split", "train")
-    as_text = {"dtype": str, "keep_default_na": False} if kind == "csv" else {}
     try:
         if is_saved:
             table = datasets.load_from_disk(str(path))
             table = table[split] if isinstance(table, datasets.DatasetDict) else table
         elif kind and path.is_file():
-            table = datasets.load_dataset(kind, data_files=str(path), split="train", **as_text)
+            all_text = {}
+            if kind == "csv":  # "12" stays text, and "null"
+                names = pandas.read_csv(path, nrows=0).columns
+                kinds = {name: datasets.Value("string") for name in names}
+                all_text = {"features": datasets.Features(kinds), "keep_default_na": False}
+            table = datasets.load_dataset(kind, data_files=str(path), split="train", **all_text)
         elif path.exists() or file_kind(path) or source[0] in "./~" or source.count("/") != 1:
             raise ValueError("neither a Hub id (owner/name) nor a file, pattern or directory; files"
                              f" end in {', '.join((*JSON_KINDS, *TABLE_KINDS))}, or that and .gz")
@@ -1455,9 +1481,10 @@ def read_piece(source, start, stop):
         yield from (((f"{source} row", 0, i), row) for i, row in enumerate(rows, 1))
     else:
         with open_file(source) as file:
+            skipped = 0
             if start:  # the line that it begins in is the piece's before
                 file.seek(start - 1)
-                file.readline()
+                skipped = file.readline() != b"\n"
             lines = iter(lambda: file.readline() if file.tell() < stop else b"", b"")
             if source.endswith(".gz"):
                 lines = file
@@ -1467,7 +1494,7 @@ def read_piece(source, start, stop):
                 except (ValueError, RecursionError) as e:
                     row = ValueError(f"is no JSON: {e}")
                 if row is not None:
-                    yield (source, start, i), row
+                    yield (source, start, i + skipped), row
 
 
 @functools.lru_cache(None)
@@ -1494,15 +1521,11 @@ def without_none(value):
 # Data: conversations
 # ------------------------------------------------------------------------------------------------
 
-def marks_turns(template):
-    return re.search(r"\{%-?\s*generation\b", template) is not None
-
-
-def marked_span(messages, tools, tokenizer):
+def marked_span(messages, tools, template, tokenizer):
     """Where in the rendered messages the last {% generation %} block stands."""
     _, (blocks,) = render_jinja_template(
-        [messages], tools=tools or None, chat_template=tokenizer.chat_template,
-        return_assistant_tokens_mask=True, **tokenizer.special_tokens_map)
+        [messages], tools=tools, chat_template=template, return_assistant_tokens_mask=True,
+        **tokenizer.special_tokens_map)
     if not blocks:
         raise RefusedRow("the chat template has {% generation %} marks, but none for the assistant")
     return blocks[-1]
@@ -1543,7 +1566,7 @@ def clean_message(message, as_parts):
     learnt = message["role"] == "assistant" and bool(train and weight)
     if learnt and not calls and not str(content).strip():
         raise ValueError("a message of the assistant is empty")
-    text = as_text({"content": content or ""}, "content")
+    text = as_text({"content": "" if content is None else content}, "content")
     return message | {"content": [{"type": "text", "text": text}] if as_parts else text}, learnt
 
 
@@ -1579,7 +1602,10 @@ def check_rendered(messages, tools, text, answer):
         for key in ("reasoning_content", "thinking") if is_last else ():  # else it may be dropped
             wanted.append((f"{key} of message {i}", message.get(key), where))
     for what, string, where in wanted:
-        string = str(string or "").rpartition("</think>")[2].strip()  # templates take it apart
+        string = str(string or "")
+        if where is not answer:  # of earlier turns reasoning may be dropped
+            string = string.rpartition("</think>")[2]
+        string = string.strip()
         if string not in where and not all(w in where for w in re.findall(r"\w+", string)):
             raise RefusedRow(f"the chat template leaves out {what}; the roles are"
                              f" {', '.join(m['role'] for m in messages)}")
@@ -1671,13 +1697,13 @@ def encode_pieces(pieces, tokenizer, max_seq_len, vocab_size):
         for where, form, documents, reason in parsed:
             for _ in documents:
                 columns, why = columns_of(*next(tokens), max_seq_len), reason
-                largest = columns["input_ids"].max(initial=0)
+                largest = max(columns[key].max(initial=0) for key in ("input_ids", "labels"))
                 if largest >= vocab_size:
                     why = (f"{REFUSED}{say_where(*where)}: has token {largest}, but the model's"
                            f" vocabulary ends at {vocab_size - 1}")
                 elif not columns["learnt"]:
                     why = why or "nothing to learn in it"
-                yield {**columns, "form": form, "kept": not why, "left_out": why,
+                yield {**columns, "form": form, "kept": not why, "left_out": printable(why),
                        "where": say_where(*where) if why else ""}
 
 
@@ -1710,9 +1736,9 @@ def prepare_rows(sources, tokenizer, max_seq_len, vocab_size, day):
         if tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no EOS token: generation would never stop")
         found = [find_pieces(source) for source in sources]
-        template = tokenizer.chat_template or ""
+        template = str(tokenizer.chat_template or "")
         key = text_digest([
-            digest(__file__), [contents for _, contents in found], max_seq_len, vocab_size,
+            digest(__file__), sources, [contents for _, contents in found], max_seq_len, vocab_size,
             template, tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map,
             day if "strftime_now" in template else ""])
         pieces, table = [piece for pieces, _ in found for piece in pieces], None
@@ -4589,7 +4615,7 @@ def save_checkpoint(run, step):
             "optimizer_step": adapter.state["step"],
             "optimizer_files": optimizer_files,
             "data_sha256": run.data_sha256,
-            "best": {k: v for k, v in run.best.items() if run.best["step"]},
+            "best": {} if run.best["step"] is None else run.best,
             "config": dataclasses.asdict(run.config),
             "files": files}
         state["sha256"] = text_digest(state)
