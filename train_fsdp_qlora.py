@@ -641,8 +641,12 @@ def prepare_data(config, directory, tokenizer, vocab_size, date):
     say(f"data: {line}")
     if not config.eval_dataset:
         return rows, None
-    if re.fullmatch(r"[\d.]+(e-\d+)?", config.eval_dataset[0]):
-        n = round(float(config.eval_dataset[0]) * len(rows))
+    try:
+        fraction = float(config.eval_dataset[0])
+    except ValueError:
+        fraction = None
+    if fraction is not None:
+        n = round(fraction * len(rows)) if abs(fraction) < 1e9 else fraction
         if not 0 < n < len(rows) or len(config.eval_dataset) > 1:
             raise Stop(f"--eval_dataset {' '.join(config.eval_dataset)}: is {n} of {len(rows)}"
                        " rows: give one fraction between 0 and 1, or files")
@@ -4187,7 +4191,8 @@ def check_plan(plan, config, arch, layout, limit):
     ):
         if all(getattr(smaller, name) != value for name, value in change.items()):
             smaller = predict(dataclasses.replace(smaller, **change), arch, layout)
-            flags.append(flag)
+            if flag != "--recompute all" or config.recompute != "auto":
+                flags.append(flag)
             if smaller.fits(limit):
                 break
     more = "" if smaller.fits(limit) else " and more GPUs"

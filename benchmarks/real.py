@@ -13,8 +13,9 @@ without its docstring, the answer the docstring's first paragraph. Held out are 
 
 ours: the script, in a torchrun of its own. nf4, bf16: PEFT's LoRA on a base in NF4 and in bf16, by
 a plain loop on one GPU, with the script's labels, batches, learning rates and optimizer, but other
-initial adapters. Losses are means over the assistant's tokens; seconds are those of the steps, for
-ours with what the first one compiles. Written to --out: real.md, results.json, logs, loss.png.
+initial adapters. PEFT adds an adapter's outputs to the base's in bf16, where the first steps' are
+rounded away in part. Losses are means over the assistant's tokens; seconds are those of the steps,
+for ours with what the first compiles. Written to --out: real.md, results.json, logs, loss.png.
 """
 
 import argparse
