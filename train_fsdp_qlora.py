@@ -411,7 +411,9 @@ def run_steps(run, done):
 def evaluate(run):
     """The mean loss over the learnt tokens of all evaluation rows, without dropout. All ranks must
     call this."""
-    rows, rank, world_size = run.eval_rows, dist.get_rank(), dist.get_world_size()
+    global evaluating
+    evaluating, rows = True, run.eval_rows
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     total = torch.zeros((), dtype=torch.float64, device=run.device)
     for some in torch.arange(len(rows)).split(max(64, run.config.batch_size)):
         batch = rows.select(some)
@@ -421,6 +423,7 @@ def evaluate(run):
     for unit in run.model.modules():  # nothing that was gathered may stay: the adapter will change
         if isinstance(unit, FSDPModule):
             unit.reshard()
+    evaluating = False
     return float(all_gather(total).sum()) / int(rows.learnt.sum())
 
 
@@ -2309,13 +2312,21 @@ def exact_product(a, b):
 # ------------------------------------------------------------------------------------------------
 
 
+evaluating = False  # see elementwise
+
+
 def elementwise(function):
-    """Compile `function` where its tensors are on a GPU; on a CPU that would take minutes."""
-    compiled = torch.compile(function)
+    """Compile `function` where its tensors are on a GPU; on a CPU that would take minutes. An
+    evaluation has kernels of its own, by a code object of its own: torch compiles anew for the
+    lengths that it has seen, and these must not change training's kernels, nor their last bit."""
+    code = function.__code__.replace(co_name=f"{function.__name__}_of_evaluation")
+    twin = types.FunctionType(code, function.__globals__)
+    compiled = {False: torch.compile(function), True: torch.compile(twin)}
 
     @functools.wraps(function)
     def call(first, *args):
-        return (compiled if first.is_cuda and not why_no_triton() else function)(first, *args)
+        on_gpu = first.is_cuda and not why_no_triton()
+        return (compiled[evaluating] if on_gpu else function)(first, *args)
 
     return call
 

@@ -969,7 +969,7 @@ def test_any_row_is_learnt_or_left_out_or_refused(template, made, tmp_path):
                 assert not is_refused or one["where"] in one["left_out"]
 
     check()
-    assert min(seen.values()) > 10, seen
+    assert min(seen.values()) > 3, seen  # all three come up
 
 
 # ------------------------------------------------------------------------------------------------
