@@ -30,6 +30,7 @@ Tested with torch 2.11 and 2.13, transformers 5.17 and 5.23, peft 0.21, bitsandb
 """
 
 import argparse
+import bisect
 import collections
 import contextlib
 import copy
@@ -98,6 +99,7 @@ except ImportError:  # comes with torch on CUDA alone
 # ================================================================================================
 # Part I, the recipe
 # ================================================================================================
+
 
 # ------------------------------------------------------------------------------------------------
 # Flags
@@ -447,6 +449,7 @@ def log_evaluation(run, log, step):
 # Data: what of a row is learnt
 # ------------------------------------------------------------------------------------------------
 
+
 class RefusedRow(ValueError):
     """A row that ends the run: what it asks for would be lost in all rows like it."""
 
@@ -583,7 +586,7 @@ def parse_chat(messages, tools, tokenizer):
         before, text = render(i, add_generation_prompt=True), render(i + 1)
         as_text({"the conversation": text}, "the conversation")
         start, end = len(os.path.commonprefix([before, text])), len(text.rstrip())
-        if re.search(r"\{%-?\s*generation\b", template):
+        if marks_turns(template):
             start, end = marked_span(messages[: i + 1], tools, template, tokenizer)
         elif start < len(before) and start <= len(os.path.commonprefix([before, render(i)])):
             raise RefusedRow(f"the chat template mixes message {i + 1} with those before it: its"
@@ -894,9 +897,11 @@ def finish_step(launched, before, device):
 # Part II, the engine room
 # ================================================================================================
 
+
 # ------------------------------------------------------------------------------------------------
 # Flags: parsing
 # ------------------------------------------------------------------------------------------------
+
 
 def make_parser():
     """A parser of Config's fields that raises ValueError where argparse would exit."""
@@ -1528,6 +1533,12 @@ def without_none(value):
 # Data: conversations
 # ------------------------------------------------------------------------------------------------
 
+
+@functools.lru_cache(2)
+def marks_turns(template):
+    return re.search(r"\{%-?\s*generation\b", template) is not None
+
+
 def marked_span(messages, tools, template, tokenizer):
     """Where in the rendered messages the last {% generation %} block stands."""
     _, (blocks,) = render_jinja_template(
@@ -1676,9 +1687,12 @@ def tokenize(documents, tokenizer):
                     new = new[:-1]
                 labels += new if learnt else [IGNORE] * len(new)
             else:  # by overlap: a token may begin with the space before the turn
-                a, b = np.array(offsets).reshape(-1, 2).T
-                is_learnt = sum((a < end) & (b > start) for start, end in learnt)
-                labels += np.where(is_learnt, new, IGNORE).tolist()
+                chosen = [IGNORE] * len(new)
+                for start, end in learnt:
+                    part = slice(bisect.bisect_right(offsets, start, key=lambda token: token[1]),
+                                 bisect.bisect_left(offsets, end, key=lambda token: token[0]))
+                    chosen[part] = new[part]
+                labels += chosen
             ids += new
         if learnt is True:
             ids, labels = [*ids, eos], [*labels, eos]
@@ -3133,6 +3147,8 @@ class HeadLoss(torch.autograd.Function):
     def backward(ctx, grad_loss):
         grad_x, ctx.grad_x = ctx.grad_x, None
         return grad_x.mul_(grad_loss), None, None
+
+
 # ------------------------------------------------------------------------------------------------
 # Families of models
 # ------------------------------------------------------------------------------------------------
@@ -3963,6 +3979,7 @@ def measure_rows(model):
                     weight = dequantise_group(layer, group, blank)[:, : group.in_features]
                     norms = torch.cat([rows.float().norm(dim=1) for rows in weight.split(4096)])
                     layer.row_norms[group.site] = norms
+
 
 # ------------------------------------------------------------------------------------------------
 # The plan

@@ -943,7 +943,7 @@ def test_any_row_is_learnt_or_left_out_or_refused(template, made, tmp_path):
     path = tmp_path / "data.jsonl"
     seen = {"kept": 0, "left out": 0, "refused": 0}
 
-    @settings(max_examples=110, derandomize=True, deadline=None, database=None,
+    @settings(max_examples=70, derandomize=True, deadline=None, database=None,
               phases=[Phase.generate], suppress_health_check=list(HealthCheck))  # fmt: skip
     @given(rows=st.lists(ROWS, min_size=1, max_size=3))
     def check(rows):
