@@ -28,10 +28,10 @@ space := $(empty) $(empty)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train merge test lint flash-attn can-build-flash-attn clean
+.PHONY: help setup train merge test test-benchmarks lint flash-attn can-build-flash-attn clean
 
 help: ## When you want to know what there is
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
 	@echo "Variables: MODEL= DATASET= OUT= NPROC= ARGS='any other flags' PYTHON=python3"
 
 setup: $(READY) ## Before you call the scripts yourself: makes .venv with all they need
@@ -50,6 +50,9 @@ merge: $(READY) ## After training: the newest run below runs/, or OUT=, as a pla
 
 test: $(READY) ## After any change: all tests, on the GPUs if there are any
 	$(VENV)/bin/python -m pytest --numprocesses auto --dist loadfile $(ARGS)
+
+test-benchmarks: $(READY) ## After a change in benchmarks/: what `make test` leaves out, a minute
+	$(VENV)/bin/python -m pytest -m slow $(ARGS)
 
 lint: $(READY) ## Before you commit
 	$(VENV)/bin/ruff check

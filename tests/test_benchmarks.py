@@ -180,6 +180,7 @@ def test_outcomes(result, code, text, steps):
     assert bool(row["error"]) == (code not in (0, None))
 
 
+@pytest.mark.slow
 def test_cases_run_and_a_bad_one_stops_none(tmp_path, monkeypatch):
     monkeypatch.setitem(bench.SHAPES, "demo", (256, 512, 4, 4, 2, 384))
     cases = [
@@ -274,6 +275,7 @@ def test_plain_curve_is_the_scripts(run_main, tmp_path, monkeypatch, read_metric
     assert plain == pytest.approx(ours, rel=1e-5) and plain != ours
 
 
+@pytest.mark.slow
 def test_profile_of_chat_rows_runs(tmp_path, monkeypatch):
     """On a CPU there are no kernels, so that all of a step is idle."""
     monkeypatch.setitem(bench.SHAPES, "demo", (256, 512, 4, 4, 2, 384))
