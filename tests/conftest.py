@@ -46,6 +46,7 @@ sys.path.insert(0, str(ROOT))
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 import worker  # noqa: E402
 from several import do, write_whole  # noqa: E402
 
@@ -133,6 +134,16 @@ def needs_ranks(nproc):
     """On a machine with GPUs each rank needs its own."""
     if 0 < torch.cuda.device_count() < nproc:
         pytest.skip(f"{nproc} ranks on {torch.cuda.device_count()} GPUs")
+
+
+@contextlib.contextmanager
+def one_process():
+    """What prepare_rows and others that speak to all ranks need, here."""
+    dist.init_process_group(backend="gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def write_rows(path, n=64):

@@ -6,7 +6,6 @@ have left. The loss of an evaluation is compared with transformers' 4-bit model 
 PEFT; a run with evaluations with the same run without, bit by bit.
 """
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -16,9 +15,8 @@ import shutil
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import DEVICE, needs_ranks, read_rows
+from conftest import DEVICE, needs_ranks, one_process, read_rows
 from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from test_step import ALPHA, RANK, load_reference, write_uneven_rows
@@ -352,15 +350,6 @@ def test_fraction_depends_on_the_seed_alone(base, monkeypatch, capsys):
     for fraction in "1.0", "0.001", "0", "2", "-1":
         with pytest.raises(script.Stop, match=f"--eval_dataset {fraction}: is .* of 40 rows"):
             parts(eval_dataset=(fraction,))
-
-
-@contextlib.contextmanager
-def one_process():
-    dist.init_process_group(backend="gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ The templates here are small, each with a trait of released ones. What is learnt
 the encoded rows, never by what the script says of them.
 """
 
-import contextlib
 import copy
 import csv
 import gzip
@@ -13,7 +12,7 @@ import re
 
 import datasets
 import pytest
-import torch.distributed as dist
+from conftest import one_process
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from transformers import AddedToken, AutoTokenizer
@@ -56,15 +55,6 @@ def encode_row(row, tokenizer, directory):
     documents = encode(write_jsonl(directory / "row.jsonl", [row]), tokenizer)
     assert [one["left_out"] for one in documents] == [""] * len(documents)
     return documents
-
-
-@contextlib.contextmanager
-def one_process():
-    dist.init_process_group(backend="gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def prepare(sources, tokenizer, max_seq_len=1024, day="2020-01-31"):
