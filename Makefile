@@ -28,7 +28,7 @@ space := $(empty) $(empty)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train merge test test-benchmarks lint flash-attn can-build-flash-attn clean
+.PHONY: help setup train merge test test-benchmarks chaos lint flash-attn can-build-flash-attn clean
 
 help: ## When you want to know what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -53,6 +53,9 @@ test: $(READY) ## After any change: all tests, on the GPUs if there are any
 
 test-benchmarks: $(READY) ## After a change in benchmarks/: what `make test` leaves out, a minute
 	$(VENV)/bin/python -m pytest -m slow $(ARGS)
+
+chaos: $(READY) ## Before a release: kills, signals and faults by the hundred, 20 minutes
+	$(VENV)/bin/python -m pytest -m chaos $(ARGS)
 
 lint: $(READY) ## Before you commit
 	$(VENV)/bin/ruff check

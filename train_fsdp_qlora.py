@@ -4,27 +4,30 @@
     torchrun --nproc_per_node=2 train_fsdp_qlora.py
     torchrun --nproc_per_node=2 train_fsdp_qlora.py --model meta-llama/Llama-2-70b-hf \
         --dataset data.jsonl --max_seq_len 2048
-    torchrun --nproc_per_node=2 train_fsdp_qlora.py --output_dir runs/my-run --resume
+    torchrun --nproc_per_node=2 train_fsdp_qlora.py --output_dir runs/my-run --resume must
 
 The first command needs nothing but this file: it makes a small model and data set and trains on
-them, on GPUs (NCCL) or, where there are none, on the CPU (gloo). Written to --output_dir:
+them, on GPUs (NCCL) or, where there are none, on the CPU (gloo). The same command line starts a
+run, goes on with it, and does nothing once it is complete. Written to --output_dir:
 
     adapter_model.safetensors, adapter_config.json   the adapter, in PEFT's format, fp32
     train_config.json                                the resolved configuration, for merging
     metrics.jsonl, loss.png                          one JSON object a step or evaluation
     tensorboard/                                     the same numbers for TensorBoard
     tokenizer.json, ..                               the tokenizer with its chat template
-    checkpoint-NNNNNN/                               what --resume needs
+    checkpoint-NNNNNN/                               what going on needs
+    status.json                                      what the run does, or how it ended
 
 Map of this file. Part I is what you read and change, Part II what it stands on.
 
     Part I, the recipe         flags; train(), the whole job in six steps, its loop and evaluation;
                                data: what of a row is learnt, the order of rows, bins; what is
                                adapted, what is sharded; schedule, training step
-    Part II, the engine room   parsing of flags; ranks, errors, logs; data: files, conversations,
-                               encoding; the decoder layer, forward and backward; NF4; vocabulary
-                               and loss; families of models; files and loading; the plan; CUDA
-                               graphs; adapter and optimizer; checkpoints; check at start; demo
+    Part II, the engine room   parsing of flags; ranks and errors; signals and how a run ends;
+                               output directory and logs; data: files, conversations, encoding;
+                               the decoder layer, forward and backward; NF4; vocabulary and loss;
+                               families of models; files and loading; the plan; CUDA graphs;
+                               adapter and optimizer; checkpoints; check at start; demo
 
 Tested with torch 2.11 and 2.13, transformers 5.17 and 5.23, peft 0.21, bitsandbytes 0.50.
 """
@@ -36,6 +39,9 @@ import contextlib
 import copy
 import dataclasses
 import difflib
+import errno
+import faulthandler
+import fcntl
 import functools
 import gc
 import glob
@@ -52,12 +58,16 @@ import mmap
 import os
 import random
 import re
+import select
 import shlex
 import shutil
+import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
+import traceback
 import types
 import typing
 import warnings
@@ -118,10 +128,15 @@ HOST_SPARE = 32 * 2**30  # bytes a process may pin for speed alone; pinning take
 RANDOM_STD = 0.02  # of --random_weights
 READERS = 8  # threads of a rank that read weights; one copies some 5 GB/s out of the page cache
 READ_CHUNK = 2**24  # bytes that a thread reads at once
-NO_BEST = {"eval_loss": math.inf, "step": None}  # of the evaluations so far
+SAMPLES, SAMPLE = 16, 256  # places of a tensor, and bytes at each, that tell one base from another
 LOG_SECONDS = 2  # between lines of steps in the log
+RETRY_SECONDS = 60  # after a save that failed
+RENDER_SECONDS, BUILD_SECONDS = 20, 120  # of a chat template, of what a config.json asks for
+PATIENCE = 50  # steps after the warm-up; a run whose loss was never below the first by then ..
+LARGEST_WEIGHT = 1000  # .. and whose adapter has a weight above this has diverged
 READ_AHEAD = 2**29  # bytes read but not yet quantised, so that reading and quantising overlap
 LIBRARIES = (torch, transformers, peft, bnb)
+now = time.monotonic
 SHAPES = {  # what --random_weights knows without a config.json
     name: dict(
         zip(("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
@@ -161,9 +176,11 @@ class Config:
         None, "tokens; longer rows are cut; left out: 2048, or what the model was made for if less")
     chat_template: str | None = knob(None, "Jinja file to use instead of the tokenizer's own")
     output_dir: str | None = knob(None, "where results go; left out: a new directory below runs/")
-    resume: bool = knob(
-        False, "go on from the newest whole checkpoint of --output_dir, with the flags that the run"
-        " began with")
+    resume: str = knob(
+        "auto", "auto: go on with the run that is in --output_dir, if there is one, by the same"
+        " flags; never: begin a new one; must, or no value: go on, with the flags that it began"
+        " with where others are not given", choices=("auto", "never", "must"),
+        nargs="?", const="must")
     random_weights: bool = knob(False, "random weights: of the model, only config.json is read")
     batch_size: int = knob(16, "rows an optimizer step, over all GPUs")
     num_epochs: float = knob(1.0, "passes over the data set; --max_steps overrides it")
@@ -178,7 +195,14 @@ class Config:
     eval_every: int | None = knob(
         None, "steps between evaluations, besides the one before the first step and the one at the"
         " end; 0: only these two; left out: a tenth of all steps")
-    save_every: int = knob(0, "steps between checkpoints; 0: only at the end")
+    save_every: str = knob(
+        "5m", "between checkpoints: minutes, 5m, or steps, 100; 0: only at the end")
+    keep_checkpoints: int = knob(2, "the newest that stay, besides the one of the best evaluation")
+    max_minutes: float | None = knob(
+        None, "from the launch; then the run saves and ends, to be gone on with")
+    step_timeout_minutes: float | None = knob(
+        None, "in which a step must end, else all ranks write down where they are and end; left"
+        " out: 20 times the longest step so far and at least 10 minutes")
     seed: int = knob(0, "of the adapter's initial values, the data order, dropout")
     report_to: str = knob(
         "tensorboard", "where metrics go besides metrics.jsonl; wandb must be installed",
@@ -227,9 +251,12 @@ def resolve_config(config, world_size):
                 raise ValueError(f"--{name} {value}: must be {wanted}")
 
     check("lora_rank lora_alpha max_seq_len batch_size", lambda n: n >= 1, "at least 1")
-    check("max_steps num_epochs learning_rate memory_limit_gib micro_batch_tokens max_grad_norm",
-          lambda x: 0 < x < math.inf, "positive")
-    check("save_every eval_every weight_decay", lambda x: 0 <= x < math.inf, "0 or more")
+    check("keep_checkpoints", lambda n: n >= 2, "at least 2")
+    check("max_steps num_epochs learning_rate memory_limit_gib micro_batch_tokens max_grad_norm"
+          " max_minutes step_timeout_minutes", lambda x: 0 < x < math.inf, "positive")
+    check("eval_every weight_decay", lambda x: 0 <= x < math.inf, "0 or more")
+    check("save_every", lambda x: re.fullmatch(r"\d{1,9}m?", x),
+          "minutes, as 5m, or a number of steps, or 0")
     check("lora_dropout warmup_fraction", lambda x: 0 <= x < 1, "at least 0 and below 1")
     check("seed", lambda n: 0 <= n < 2**40, "at least 0 and below 2^40")
     if config.recompute not in ("all", "none", "auto") and not config.recompute.isdecimal():
@@ -266,23 +293,26 @@ def resolve_config(config, world_size):
 
 
 def main(argv=None):
-    """Returns the exit code."""
-    device, config, exit_code = init_distributed(), None, 0
-    try:
-        with together():
-            config = parse_config(argv)
-        train(config, device)
-    except (torch.OutOfMemoryError, MemoryError) as e:
-        # the others wait in a collective that this rank will never join: torchrun ends them
-        say_out_of_memory(e, config, device)
-        return 1
-    except Stop as e:
-        if dist.get_rank() == 0:
-            print(f"error: {e}", file=sys.stderr, flush=True)
-        dist.barrier()  # torchrun kills rank 0 when another exits; let it print first
-        exit_code = 1
+    """Returns the exit code, one of EXITS or 0."""
+    device, config, code = init_distributed(), None, 0
+    with watched():
+        try:
+            with together():
+                config = parse_config(argv)
+            train(config, device)
+        except Stop as e:
+            code, status.ending = e.code, True
+            if is_rank_0():
+                say_end(code, str(e))
+            dist.barrier()  # torchrun kills rank 0 when another exits; let it print first
+        except SystemExit:  # of --help; some ranks may not have joined yet
+            dist.barrier()
+            raise
+        except Exception as e:
+            # the others wait in a collective that this rank will never join: torchrun ends them
+            return end_alone(e, config, device)
     dist.destroy_process_group()
-    return exit_code
+    return code
 
 
 def train(given, device):
@@ -292,30 +322,37 @@ def train(given, device):
     with together():
         config = resolve_config(given, dist.get_world_size())
     config = dataclasses.replace(config, output_dir=on_rank_0(lambda: config.output_dir))
-    with open_output(config) as directory:
+    with open_output(config, given) as (directory, is_complete):
+        if is_complete:
+            say(f"already complete: {directory}; nothing was touched")
+            return
         limit = limit_memory(config, device)
 
         # 2. Data: all that can be wrong is found out before any weight is read
         if not config.model:
             make_demo(config, directory)
+        enter("model")
         with together():
             base = model_directory(config.model or str(directory / "demo" / "model"),
                                    config.random_weights)
             config, model_config, arch = read_model_config(base, config)
             tokenizer = load_tokenizer(base, config)
-        date = on_rank_0(run_date, config, directory)
+        enter("data")
+        date = on_rank_0(run_date, directory)
         fix_date(date)
         rows, eval_rows = prepare_data(config, directory, tokenizer, arch.vocab_size, date)
         epoch_steps = math.ceil(config.num_epochs * len(rows) / config.batch_size)
         steps = config.max_steps or epoch_steps
         every = max(1, steps // 10) if config.eval_every is None else config.eval_every
         config = dataclasses.replace(config, max_steps=steps, eval_every=every)
-        data_sha256 = rows.sha256()
-        if len(set(gather_objects(data_sha256))) > 1:
-            raise Stop(f"--dataset {config.dataset}: not the same rows on all nodes")
-        resume_from = find_checkpoint(config, directory, data_sha256) if config.resume else None
+        content = agree_on_content(config, rows, base)
+        enter("checkpoint")
+        resume_from = on_rank_0(find_checkpoint, config, directory, content)
+        status.directory, status.max_steps = directory, steps
+        status.checkpoint = resume_from and Path(resume_from).name
 
         # 3. Model: what of it is adapted, and the plan: what is sharded, recomputed, offloaded
+        enter("model")
         with together():
             lora_config, adapted = choose_adapted(arch, config, config.model or str(base))
             layout = make_layout(arch, adapted, config)
@@ -335,89 +372,108 @@ def train(given, device):
         say_memory("after loading", device)
 
         # 5. Adapter: fresh, another run's, or from a checkpoint
-        if resume_from:
-            on_rank_0(check_base, directory, frozen.offsets)
         adapter = Adapter(model, arch, layout, config, device)
         if config.adapter == "dora":
             measure_rows(model)
-        done, best = adapter.resume(resume_from, config) if resume_from else adapter.start(config)
+        if resume_from:
+            done, progress = adapter.resume(Path(resume_from), config)
+        else:
+            done, progress = adapter.start(config)
         on_rank_0(describe_run, directory, given, config, plan, base.resolve(), device, rows,
-                  frozen, date, tokenizer)
+                  frozen, content, date, tokenizer)
         verify_model(model, plan)
         say(f"parameters: {adapter.n_trainable:,} trainable ({config.adapter}),"
             f" {frozen.n_parameters:,} frozen")
         say_memory("before step 1", device)
 
         # 6. Loop and save
+        enter("training")
         run = types.SimpleNamespace(
             config=config, plan=plan, model=model, adapter=adapter, rows=rows, eval_rows=eval_rows,
-            device=device, data_sha256=data_sha256, lora_config=lora_config, directory=directory,
-            kernels=kernels, store=make_store(plan, arch, device), best=best, graphs={},
-            graph_pool=None)
+            device=device, content=content, lora_config=lora_config, directory=directory,
+            kernels=kernels, store=make_store(plan, arch, device), graphs={}, graph_pool=None,
+            progress=progress, dealt={}, saved=done, save_due=math.inf, longest_step=0,
+            clock_start=now())
         records = run_steps(run, done)
+        enter("saving")
         if config.random_weights and records:
             say_speed(run, records)
         weights = adapter.gather()
-        on_rank_0(write_adapter, directory, weights, lora_config)
+        on_rank_0(save_result, directory, weights, lora_config)
         on_rank_0(draw_losses, directory)
-        if run.best["step"]:
-            say(f"the best evaluation was after step {run.best['step']}, loss"
-                f" {run.best['eval_loss']:.4f}: {directory}/checkpoint-{run.best['step']:06d}")
+        if best := progress["best_step"]:
+            path = checkpoint_path(directory, best)
+            say(f"the best evaluation was after step {best}, loss {progress['best_loss']:.4f}:"
+                f" {path if path.is_dir() else 'which could not be saved'}")
         say_memory("at the end", device)
         say(f"adapter saved in {directory}; to merge it into the base model:")
         say(merge_command(directory))
+        write_status("complete", 0, "the adapter is saved")
 
 
 def run_steps(run, done):
     """The training loop: steps, evaluations, metrics, checkpoints. Returns one record of metrics a
     step. All ranks must call this."""
-    config, plan, device = run.config, run.plan, run.device
+    config, plan, progress, records = run.config, run.plan, run.progress, []
     say(f"steps: {config.max_steps} of {config.batch_size} rows, in bins of at most"
         f" {plan.bin_tokens:,} tokens on {dist.get_world_size()} processes; peak learning rate"
         f" {config.learning_rate}")
-    log = open_log(run, done) if dist.get_rank() == 0 else None
-    if run.eval_rows and not done:
-        log_evaluation(run, log, 0)
-    records, launched, before = [], [], moment(device)
-    for step in range(done + 1, config.max_steps + 1):
-        try:
-            launched.append(train_step(run, step))
-        except torch.OutOfMemoryError as e:
-            e.where = f"at step {step}, in bins of at most {plan.bin_tokens} tokens"
-            raise
-        if step == done + 1:  # what is there now stays: a full collection would go through it all,
-            gc.collect()  # on one rank at a time, while the others wait
-            gc.freeze()
-        is_last = step == config.max_steps
-        evaluates = is_last or config.eval_every and step % config.eval_every == 0
-        evaluates = run.eval_rows and evaluates
-        saves = is_last or config.save_every and step % config.save_every == 0
-        # one stays launched, so that the GPU never waits; the first loss is wanted at once
-        while len(launched) > (0 if evaluates or saves or step == done + 1 else 1):
-            records.append(finish_step(launched[0], before, device))
-            *_, before = launched.pop(0)
-            if log:
-                log_step(log, records[-1])
-        if evaluates:
-            saves = log_evaluation(run, log, step) or saves
-        if saves:
-            save_checkpoint(run, step)
-        if evaluates or saves:
-            before = moment(device)
-    if log:
-        close_log(log)
+    with together():
+        log = open_log(run, done) if dist.get_rank() == 0 else None
+    save_steps, save_seconds = save_interval(config)
+    run.save_due = now() + save_seconds
+    try:
+        # from `done`: a run that was stopped before the evaluation of that step does it now
+        for step in range(done, config.max_steps + 1):
+            request, is_last, is_best = None, step == config.max_steps, False
+            extend_deadline(run)
+            status.step = step
+            if step > done:
+                status.where = f"at step {step}, in bins of at most {plan.bin_tokens} tokens"
+                record, request = train_step(run, step)
+                records.append(record)
+                if log:
+                    log_step(log, record)
+            # what there is now lives to the end: frozen, it is not scanned by each full garbage
+            # collection, on one rank at a time while the others wait
+            if step == done + 1:
+                gc.collect()
+                gc.freeze()
+            evaluates = step == 0 or is_last or (config.eval_every
+                                                 and step % config.eval_every == 0)
+            if run.eval_rows and evaluates and progress["evaluated"] != step and request != "stop":
+                is_best = log_evaluation(run, log, step)
+                if is_best is None:  # it was broken off
+                    request = "stop"
+            saves = is_last or request or is_best or (save_steps and step % save_steps == 0)
+            if saves and run.saved < step:
+                save_checkpoint(run, step)
+            if evaluates or saves:
+                run.clock_start = now()  # they do not count as time of a step
+            if request == "stop":
+                why = next(filter(None, gather_objects(status.stop_reason)))
+                saved = checkpoint_path(run.directory, run.saved).name
+                left = f"{saved} is whole" if run.saved else "nothing is saved"
+                raise Stop(f"{why}, after step {step}; {left}; the same command goes on", AGAIN)
+    finally:
+        status.deadline = math.inf
+        if log:
+            close_log(log)
     return records
 
 
 @torch.no_grad()
 def evaluate(run):
-    """The mean loss over the learnt tokens of all evaluation rows, without dropout. All ranks must
-    call this."""
+    """The mean loss over the learnt tokens of all evaluation rows, without dropout; None if the run
+    was asked to stop meanwhile. All ranks must call this."""
     global evaluating
     evaluating, rows = True, run.eval_rows
     rank, world_size = dist.get_rank(), dist.get_world_size()
     total = torch.zeros((), dtype=torch.float64, device=run.device)
     for some in torch.arange(len(rows)).split(max(64, run.config.batch_size)):
+        if any(gather_objects(status.stop_reason)):
+            break
+        extend_deadline(run)
         batch = rows.select(some)
         for micro_batch in deal_rows(batch.lengths.tolist(), world_size, run.plan.bin_tokens):
             bin = make_bin(batch, micro_batch, rank, None, run)
@@ -425,21 +481,25 @@ def evaluate(run):
     for unit in run.model.modules():  # nothing that was gathered may stay: the adapter will change
         if isinstance(unit, FSDPModule):
             unit.reshard()
-    evaluating = False
-    return float(all_gather(total).sum()) / int(rows.learnt.sum())
+    evaluating, loss = False, float(all_gather(total).sum()) / int(rows.learnt.sum())
+    return None if any(gather_objects(status.stop_reason)) else loss
 
 
 def log_evaluation(run, log, step):
-    """Evaluate after `step`. Returns whether the loss is the best so far. All ranks must call this.
-    """
-    started, loss = time.perf_counter(), evaluate(run)
-    perplexity, is_best = math.exp(min(loss, 700)), loss < run.best["eval_loss"]
+    """Evaluate after `step`. Returns whether the loss is the best so far, None where the run was
+    asked to stop. All ranks must call this."""
+    progress, started = run.progress, now()
+    if (loss := evaluate(run)) is None:
+        return None
+    is_best = progress["best_loss"] is None or loss < progress["best_loss"]
+    progress["evaluated"] = step
     if is_best:
-        run.best = {"eval_loss": loss, "step": step}
+        progress.update(best_loss=loss, best_step=step)
+    perplexity = math.exp(min(loss, 700))
     if log:
         log_record(log, {"step": step, "eval_loss": loss, "eval_perplexity": perplexity,
                          "eval_tokens": int(run.eval_rows.learnt.sum()),
-                         "eval_seconds": time.perf_counter() - started})
+                         "eval_seconds": now() - started})
     say(f"evaluation after step {step}: loss {loss:.4f}, perplexity {perplexity:.2f}"
         + (", the best so far" if is_best and step else ""))
     return is_best and step > 0
@@ -485,7 +545,11 @@ def parse_row(row, tokenizer):
     said = printable(" and ".join(form) + f" (ignored: {', '.join(ignored)})" * bool(ignored))
     row = plain_form(row, form, tokenizer.chat_template is not None)
     if "messages" in row:
-        return said, parse_chat(row["messages"], row.get("tools"), tokenizer)
+        try:
+            with time_limit(RENDER_SECONDS, "rendering"):
+                return said, parse_chat(row["messages"], row.get("tools"), tokenizer)
+        except TimeoutError as e:
+            raise RefusedRow(f"is not rendered by the chat template: {e}")
     if "input_ids" in row:
         return said, [as_ids(row["input_ids"], row.get("labels", row["input_ids"]))]
     if "text" in row:
@@ -632,7 +696,7 @@ class Rows:
         return Rows(self.table, **columns)
 
     def sha256(self):
-        """Whether a resumed run sees the same data."""
+        """Hash of all rows in order, by which a resumed run sees that its data are the same."""
         return hashlib.sha256(self.digests.numpy().tobytes()).hexdigest()
 
 
@@ -837,34 +901,44 @@ def learning_rate(step, config):
 
 
 def train_step(run, step):
-    """Launch one optimizer step; do not wait. Returns what finish_step needs: a record of metrics;
-    loss (mean over the learnt tokens of the global batch) and gradient norm before clipping, on
-    their way to the host; the moment of its end. All ranks must call this."""
+    """One optimizer step. Returns its record of metrics, whose loss is the mean over the learnt
+    tokens of the global batch and whose gradient norm is that before clipping; and what any rank
+    requests of all: "save", "stop" or None. All ranks must call this."""
     config, plan, adapter = run.config, run.plan, run.adapter
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    batch = run.rows.select(step_rows(step, len(run.rows), config))
+    batch, bins = run.dealt.pop(step, None) or deal_step(run, step)
     # every rank knows all rows' lengths, so that the global count needs no communication
     learnt_tokens, tokens = int(batch.learnt.sum()), int(batch.lengths.sum())
-    micro_batches = deal_rows(batch.lengths.tolist(), world_size, plan.bin_tokens)
-    step_key = mix(torch.tensor(config.seed * 1_000_003 + step))
-    local_loss, room = torch.zeros((), dtype=torch.float64, device=run.device), 0
-    for micro_batch in micro_batches:
-        bin = make_bin(batch, micro_batch, rank, step_key, run)
-        room += world_size * len(bin.input_ids)
-        if isinstance(run.model, FSDPModule) and plan.shard_group_size < world_size:
+    local_loss, n_bins, room = torch.zeros((), dtype=torch.float64, device=run.device), 0, 0
+    while bins:
+        bin = bins.pop(0)
+        n_bins, room = n_bins + dist.get_world_size(), room + len(bin.input_ids)
+        if isinstance(run.model, FSDPModule) and plan.shard_group_size < dist.get_world_size():
             # copies of the model exchange gradients once a step, not once a micro-batch
-            run.model.set_requires_all_reduce(micro_batch is micro_batches[-1])
+            run.model.set_requires_all_reduce(not bins)
         local_loss += bin_loss(run, bin, 1 / learnt_tokens)
-    loss, norm = adapter.clip(local_loss, config.max_grad_norm)
+    numbers = adapter.clip(local_loss, config.max_grad_norm, request_here(run))
+    if step < config.max_steps:  # on the host, while the GPU computes
+        run.dealt[step + 1] = deal_step(run, step + 1)
+    loss, norm, request = numbers.tolist()  # waits for the GPU
+    loss /= learnt_tokens
+    check_progress(run, step, loss, norm)
     rate = learning_rate(step, config)
     adapter.update(rate)
-    record = {"step": step, "loss": None, "learning_rate": rate, "grad_norm": None,
-              "rows": len(batch), "tokens": tokens, "learnt_tokens": learnt_tokens,
-              "bins": world_size * len(micro_batches), "bins_full": tokens / room}
-    numbers = torch.stack([loss / learnt_tokens, norm])
-    numbers = torch.empty_like(numbers, device="cpu", pin_memory=numbers.is_cuda).copy_(
-        numbers, non_blocking=True)
-    return record, numbers, moment(run.device)
+    seconds, run.clock_start = now() - run.clock_start, now()
+    run.longest_step = max(run.longest_step, seconds)
+    return {"step": step, "loss": loss, "learning_rate": rate, "grad_norm": norm,
+            "rows": len(batch), "tokens": tokens, "learnt_tokens": learnt_tokens, "bins": n_bins,
+            "bins_full": tokens / (room * dist.get_world_size()), "seconds": seconds,
+            "tokens_per_second_per_gpu": tokens / seconds / dist.get_world_size(),
+            "peak_memory_gib": memory_gib(run.device)[1]}, (None, "save", "stop")[int(request)]
+
+
+def deal_step(run, step):
+    """The rows of a step and this rank's bins of them."""
+    batch = run.rows.select(step_rows(step, len(run.rows), run.config))
+    micro_batches = deal_rows(batch.lengths.tolist(), dist.get_world_size(), run.plan.bin_tokens)
+    step_key = mix(torch.tensor(run.config.seed * 1_000_003 + step))
+    return batch, [make_bin(batch, m, dist.get_rank(), step_key, run) for m in micro_batches]
 
 
 def bin_loss(run, bin, scale):
@@ -877,20 +951,29 @@ def bin_loss(run, bin, scale):
     return loss.detach()
 
 
-def finish_step(launched, before, device):
-    """Wait for what train_step launched and return its record; `before`: the moment when the step
-    before it ended. All ranks see the same loss and norm, and stop together if they are not finite;
-    the update that they led to is never saved."""
-    record, numbers, end = launched
-    record["seconds"] = seconds = seconds_between(before, end)
-    record["tokens_per_second_per_gpu"] = record["tokens"] / seconds / dist.get_world_size()
-    record["peak_memory_gib"] = memory_gib(device)[1]
-    loss, norm = numbers.tolist()
+def check_progress(run, step, loss, norm):
+    """End a run that learns nothing any more, on all ranks and before the update. All ranks must
+    call this."""
+    config, progress = run.config, run.progress
+    warmup = config.warmup_fraction * config.max_steps
+    if progress["first_loss"] is None:
+        progress["first_loss"] = loss
+    if step > warmup:
+        progress["lowest_loss"] = min(loss, progress["lowest_loss"] or math.inf)
     if not math.isfinite(loss + norm):
-        raise Stop(f"step {record['step']}: loss {loss}, gradient norm {norm}; stopped, and nothing"
-                   " of this step is saved. A lower --learning_rate may help; --resume continues"
-                   " the last checkpoint")
-    return {**record, "loss": loss, "grad_norm": norm}
+        why = f"loss {loss}, gradient norm {norm}"
+    elif norm == 0:
+        why = f"loss {loss:.4f}, but a gradient norm of exactly 0: nothing is learnt any more"
+    elif (step > warmup + PATIENCE and progress["lowest_loss"] > progress["first_loss"]
+            and (largest := run.adapter.largest()) > LARGEST_WEIGHT):
+        why = (f"since the warm-up the loss has not been below the first step's"
+               f" {progress['first_loss']:.4f}, and the adapter has weights of {largest:.0f}")
+    else:
+        return
+    advice = "a lower --learning_rate may help; the same command goes on from the last checkpoint"
+    if run.adapter.state["step"] == 0:
+        advice = "nothing was trained yet: --compute_dtype float32, or is the model damaged?"
+    raise Stop(f"step {step}: {why}; nothing of this step is saved; {advice}", DIVERGED)
 
 
 # ================================================================================================
@@ -947,7 +1030,7 @@ def parse_config(argv=None):
         return vars(values)
 
     values = parse(argv)
-    if values["resume"]:
+    if values["resume"] == "must":
         values["output_dir"] = values["output_dir"] or newest_run()
         argv = [*argv, f"--output_dir={values['output_dir']}"]
         begun = Path(values["output_dir"], "train_config.json")
@@ -990,10 +1073,17 @@ def read_flags(path):
     return argv
 
 
+def save_interval(config):
+    """Steps and seconds between checkpoints; 0 and inf: not by these."""
+    if config.save_every.endswith("m"):
+        return 0, 60 * int(config.save_every[:-1]) or math.inf
+    return int(config.save_every), math.inf
+
+
 def newest_run():
     runs = sorted(p.parent for p in Path("runs").glob("*/train_config.json"))
     if not runs:
-        raise ValueError("--resume without --output_dir: no run below runs/ to continue")
+        raise ValueError("--resume must without --output_dir: no run below runs/ to go on with")
     return str(runs[-1])
 
 
@@ -1044,9 +1134,17 @@ def this_rank():
 
 def say(message):
     """Print from rank 0."""
-    if is_rank_0():
-        tqdm.write(message)
-        sys.stdout.flush()
+    with contextlib.suppress(OSError):  # the terminal may be gone, and the run shall be saved yet
+        if is_rank_0():
+            tqdm.write(message)
+            sys.stdout.flush()
+
+
+def print_error(message):
+    """Print to stderr, on a line of its own: there may be a progress bar on this one."""
+    with contextlib.suppress(OSError):
+        start = "\n" if sys.stderr.isatty() else ""
+        print(f"{start}{' '.join(message.split())}", file=sys.stderr, flush=True)
 
 
 def all_gather(tensor, group=None):
@@ -1066,7 +1164,12 @@ def gather_objects(value):
 
 
 class Stop(Exception):
-    """An error that all ranks know of and raise together, so that none is left waiting."""
+    """Ends the run on all ranks together, so that none is left waiting: an error, or a stop that
+    was asked for. `code` is the exit code; None: that of the phase, see EXITS."""
+
+    def __init__(self, message, code=None):
+        super().__init__(message)
+        self.code = EXITS[status.phase] if code is None else code
 
 
 @contextlib.contextmanager
@@ -1115,46 +1218,6 @@ def check_same(config):
                 raise Stop(f"{other} {other_fact}, {first} {fact}: {remedy}")
 
 
-@contextlib.contextmanager
-def open_output(config):
-    """Make the output directory, which all ranks must see: each writes its part of a checkpoint. A
-    start that fails leaves none behind. All ranks must call this."""
-    directory = Path(config.output_dir)
-
-    def make():
-        made = [str(p) for p in (directory, *directory.parents) if not p.exists()]
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as e:
-            raise ValueError(f"--output_dir {directory}: cannot be made: {e}; name another")
-        used = [*directory.glob("adapter_*"), *directory.glob("checkpoint-*")]
-        if used and not config.resume:
-            raise ValueError(f"--output_dir {directory} holds a run already ({used[0].name}): add"
-                             " --resume to continue it, or name another directory")
-        for torn in directory.glob(".checkpoint-*.part"):  # of a run that ended while saving
-            shutil.rmtree(torn)
-        mark = directory / f".opened-on-{socket.gethostname()}-{time.time_ns()}"
-        mark.touch()
-        return str(mark), made
-
-    mark, made = on_rank_0(make)
-    try:
-        with together():
-            if not Path(mark).is_file():
-                raise ValueError(f"--output_dir {directory}: {this_rank()} does not see"
-                                 f" {Path(mark).name}, which rank 0 wrote there: name a directory"
-                                 " that all nodes share")
-        on_rank_0(os.unlink, mark)
-        yield directory
-    except Stop:
-        if is_rank_0() and made and not (directory / "train_config.json").exists():
-            shutil.rmtree(directory)
-            with contextlib.suppress(OSError):  # another run may be beside it
-                for parent in made[1:]:
-                    os.rmdir(parent)
-        raise
-
-
 def limit_memory(config, device):
     """The GPU memory in bytes that this run may use: --memory_limit_gib or what is free now, of all
     GPUs the least; 0 on a CPU without that flag. The limit is what torch allocates: what CUDA and
@@ -1193,8 +1256,8 @@ def memory_gib(device):
     """Now and at the peak: allocated on a GPU, else the resident memory of the process."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated() / 2**30, torch.cuda.max_memory_allocated() / 2**30
-    now, peak = host_memory()
-    return now / 2**30, peak / 2**30
+    current, peak = host_memory()
+    return current / 2**30, peak / 2**30
 
 
 def say_each(what, text):
@@ -1205,89 +1268,383 @@ def say_each(what, text):
 
 def say_memory(when, device):
     """All ranks must call this."""
-    now, peak = memory_gib(device)
+    current, peak = memory_gib(device)
     kind = "GPU memory" if device.type == "cuda" else "host memory"
-    say_each(f"{kind} {when}", f"{now:.2f} GiB (peak {peak:.2f})")
+    say_each(f"{kind} {when}", f"{current:.2f} GiB (peak {peak:.2f})")
 
 
-def say_out_of_memory(error, config, device):
-    """One line from the rank that it happened to, whether on its GPU or on the host."""
-    if isinstance(error, MemoryError):
-        text = f": {error or 'no host memory left'}; offload less"
+# ------------------------------------------------------------------------------------------------
+# Signals, and how a run ends
+# ------------------------------------------------------------------------------------------------
+
+# What all ranks know of is a Stop, with which main() ends them together. What happens to one rank
+# alone goes to end_alone(), and torchrun ends the others. The thread of watch() cannot wait for the
+# main thread: it calls leave().
+AGAIN, DISK, DIVERGED, OUT_OF_MEMORY, FROZEN, BUG = 75, 5, 6, 8, 9, 70  # exit codes
+EXITS = {"flags": 2, "model": 3, "data": 4, "training": DISK, "saving": DISK,
+         "checkpoint": 7}  # by phase
+LOST = "another process of this run has ended; the same command goes on"
+SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
+status = types.SimpleNamespace(phase="flags", stop_reason=None, lock=None)  # see watched()
+
+
+@contextlib.contextmanager
+def watched():
+    """While the `with` body runs, a thread looks after this process, whatever its main thread waits
+    for: signals, the end of torchrun, a step that does not end, see watch()."""
+    global status
+    status = types.SimpleNamespace(
+        phase="flags", directory=None, step=0, max_steps=None, checkpoint=None, lock=None,
+        where="outside of the steps (loading or saving)", ending=False,
+        started=now(), deadline=math.inf, stop_reason=None, signal_at=-math.inf,
+        end=threading.Lock(), end_said=False)
+    receive, send = socket.socketpair()
+    send.setblocking(False)
+    under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS
+                if not (under_nohup and number == signal.SIGHUP)}
+    wakeup = signal.set_wakeup_fd(send.fileno(), warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=forget_signals)  # the data's processes end by theirs
+    thread = threading.Thread(target=watch, args=(receive,), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        send.close()
+        thread.join()
+        receive.close()
+        if status.lock is not None:
+            os.close(status.lock)
+            status.lock = None
+
+
+def forget_signals():
+    """In a forked process, which would also hold the lock after this one's end."""
+    if status.lock is not None:
+        os.close(status.lock)
+    signal.set_wakeup_fd(-1)
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+
+
+def watch(receive):
+    """Look after this process until `receive` is closed."""
+    torchrun = parent = os.getppid()
+    most = 0
+    while True:
+        reasons = []
+        if select.select([receive], [], [], 0.2)[0]:
+            if not (numbers := receive.recv(64)):
+                return
+            reasons = [signal.Signals(n).name for n in numbers if n in SIGNALS]
+        if os.getppid() != parent and "RANK" in os.environ:  # plain Python may outlive its shell
+            reasons, parent = ["torchrun has ended"], os.getppid()
+        if reasons and not status.ending:
+            ask_to_stop(reasons[0])
+        if status.phase == "training" and not status.ending:
+            most = max(most, processes := processes_here())
+            is_one_lost = processes < min(most, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+            if is_one_lost and os.getppid() == torchrun:  # else they have another parent now
+                leave(AGAIN, LOST)  # NCCL would wait for it
+        if now() > status.deadline:
+            leave_frozen()
+
+
+def processes_here():
+    """How many processes torchrun has on this node; 0 where Linux does not tell."""
+    path = Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children")
+    with contextlib.suppress(OSError):
+        return len(path.read_text().split())
+    return 0
+
+
+def ask_to_stop(why):
+    """A signal: let the run save after this step and end; at once before the first step, or at a
+    second signal."""
+    if now() < status.signal_at + 3:
+        return  # torchrun passes on what a terminal has sent to all
+    if status.signal_at > 0 or status.phase not in ("training", "saving"):
+        again = status.signal_at > 0
+        leave(AGAIN, f"{why} {'again' if again else 'before the first step'}; the same command goes"
+              " on")
+    status.stop_reason, status.signal_at = status.stop_reason or why, now()
+    if is_rank_0():
+        print_error(f"{why}: what the run is at is finished and saved; again: it ends at once")
+
+
+def leave(code, message):
+    """End this process now, whatever its main thread does."""
+    status.ending = True
+    say_end(code, message)
+    os._exit(code)
+
+
+def say_end(code, message):
+    """Write down why the run ends, and print it; of a stop, rank 0 alone."""
+    with status.end:  # the main thread and that of watch() may come here at once
+        if (is_rank_0() or code != AGAIN) and not status.end_said:
+            write_status("stopped" if code == AGAIN else "failed", code, message)
+            print_error(f"{'stopped' if code == AGAIN else 'error'}: {message}")
+        status.end_said = True
+
+
+def end_alone(error, config, device):
+    """Say and write down what happened to this rank alone. Returns its exit code."""
+    status.ending = True
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        code, text = OUT_OF_MEMORY, out_of_memory_text(error, config, device)
+    elif isinstance(error, RuntimeError) and re.search(  # gloo's and NCCL's
+        "onnection (closed|reset|refused)|Broken pipe|[Tt]imed out", str(error)
+    ):
+        code, text = AGAIN, LOST
     else:
-        is_on = {
-            "--recompute all": config.recompute == "all",
-            "--offload_activations": config.offload_activations,
-            "--offload_params": config.offload_params}
-        helps = [flag for flag in is_on if not is_on[flag]]
-        helps += ["a smaller --micro_batch_tokens", "a shorter --max_seq_len"]
-        where = getattr(error, "where", "outside of the steps (loading or saving)")
-        text = f" ran out of memory {where}; peak {memory_gib(device)[1]:.2f} GiB allocated"
-        if asked := re.search(r"Tried to allocate ([\d.]+ \w+)", str(error)):
-            text += f", {asked[1]} more asked for"
-        if gaps := re.search(r"([\d.]+ \w+) is reserved by PyTorch but unallocated", str(error)):
-            text += f", {gaps[1]} in gaps"
-        text += f"; try, in this order: {', '.join(helps)}"
-    # on a new line: rank 0 may have drawn a progress bar on this one
-    print(f"\nerror: {this_rank()}{text}", file=sys.stderr, flush=True)
+        traceback.print_exception(error)
+        code, text = BUG, f"has a bug: {type(error).__name__}: {error}: please report it"
+    say_end(code, text if code == AGAIN else f"{this_rank()} {text}")
+    return code
+
+
+def out_of_memory_text(error, config, device):
+    """What ran out, on the GPU or on the host, and what helps."""
+    if isinstance(error, MemoryError):
+        return f"ran out of host memory: {error}; offload less"
+    is_on = {
+        "--recompute all": config.recompute == "all",
+        "--offload_activations": config.offload_activations,
+        "--offload_params": config.offload_params}
+    helps = [flag for flag in is_on if not is_on[flag]]
+    helps += ["a smaller --micro_batch_tokens", "a shorter --max_seq_len"]
+    text = f"ran out of memory {status.where}; peak {memory_gib(device)[1]:.2f} GiB allocated"
+    if asked := re.search(r"Tried to allocate ([\d.]+ \w+)", str(error)):
+        text += f", {asked[1]} more asked for"
+    if gaps := re.search(r"([\d.]+ \w+) is reserved by PyTorch but unallocated", str(error)):
+        text += f", {gaps[1]} in gaps"
+    return f"{text}; try, in this order: {', '.join(helps)}"
+
+
+def leave_frozen():
+    """Write down where all threads are and end: some rank does nothing any more."""
+    path = status.directory / f"stacks-{os.environ.get('RANK', 0)}.txt"
+    with contextlib.suppress(OSError), path.open("w") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+    time.sleep(2)  # all ranks come here at about the same time, before torchrun ends them
+    leave(FROZEN, f"{this_rank()} has waited too long {status.where}: is another process frozen, or"
+          f" its node? See {status.directory}/stacks-*.txt, and --step_timeout_minutes")
+
+
+def extend_deadline(run):
+    """The step, or the like of it, that begins now has as long as --step_timeout_minutes says."""
+    minutes = run.config.step_timeout_minutes
+    longest = run.longest_step or TIMEOUT.total_seconds() / 20
+    status.deadline = now() + (60 * minutes if minutes else max(600, 20 * longest))
+
+
+def request_here(run):
+    """2 if this rank wants to stop, 1 to save, 0 for nothing. When --max_minutes are over, it wants
+    to stop."""
+    minutes = run.config.max_minutes
+    if minutes and now() + run.longest_step > status.started + 60 * minutes:
+        status.stop_reason = status.stop_reason or f"--max_minutes {minutes:g} are over"
+    return 2 if status.stop_reason else int(now() > run.save_due)
+
+
+def enter(phase):
+    """Say in status.json what the run does now."""
+    status.phase = phase
+    write_status(phase)
+
+
+def write_status(state, code=None, message=""):
+    """Replace status.json: rank 0, and others with an exit code. A stop never replaces a failure
+    that another rank has written, which may be its cause."""
+    if status.directory is None or not (is_rank_0() or code):
+        return
+    path = status.directory / "status.json"
+    content = {
+        "state": state, "code": code, "message": message, "step": status.step,
+        "max_steps": status.max_steps, "last_checkpoint": status.checkpoint,
+        "process": f"{os.getpid()} on {socket.gethostname()}",
+        "time": time.strftime("%Y-%m-%d %H:%M:%S")}
+    part = path.with_name(f".status.{os.environ.get('RANK', 0)}.{threading.get_ident()}")
+    with contextlib.suppress(OSError, ValueError):
+        if code == AGAIN and read_json(path, {}).get("state") == "failed":
+            return
+        part.write_text(json.dumps(content, indent=2) + "\n")
+        os.replace(part, path)
+
+
+class TooLong(BaseException):
+    """Not an Exception, which the code that takes too long may catch."""
+
+
+@contextlib.contextmanager
+def time_limit(seconds, what):
+    """Raise TimeoutError if the `with` body, somebody else's code, takes longer. Main thread only.
+    """
+
+    def fail(*_):
+        raise TooLong
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    except TooLong:
+        raise TimeoutError(f"{what} took more than {seconds:g} seconds")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 # ------------------------------------------------------------------------------------------------
-# Sharding and logs
+# Output directory and logs
 # ------------------------------------------------------------------------------------------------
 
 
-def make_mesh(shards, device):
-    """Groups of `shards` consecutive ranks hold a copy of the model each (HSDP), or all ranks one.
-    Within a group weights are gathered and gradients scattered, all the time; across groups only
-    the adapter's gradients are summed."""
-    ranks = torch.arange(dist.get_world_size()).view(-1, shards)
-    if len(ranks) == 1:
-        return init_device_mesh(device.type, (shards,), mesh_dim_names=("shard",))
-    # not init_device_mesh: it splits the default group, which torch may refuse where that has a
-    # backend each for CPU and GPU ("Unknown c10d backend type", pytorch issue 159200)
-    groups = [
-        dist.new_subgroups_by_enumeration(rows.tolist(), timeout=TIMEOUT)[0]
-        for rows in (ranks.t(), ranks)]
-    names = ("replicate", "shard")
-    return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=names)
+@contextlib.contextmanager
+def open_output(config, given):
+    """Yields the output directory, locked, and whether the run in it is complete. All ranks must
+    see it: each writes its part of a checkpoint. A directory that this start has made is removed
+    where it ends by a Stop before it is used. All ranks must call this."""
+    directory = Path(config.output_dir)
+
+    def make():
+        made = [str(p) for p in (directory, *directory.parents) if not p.exists()]
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            holder = lock(directory)
+        except OSError as e:
+            raise ValueError(f"--output_dir {directory}: cannot be made: {e}; name another")
+        begun = read_json(directory / "train_config.json", {})
+        used = [*directory.glob("adapter_*"), *directory.glob("checkpoint-*")]
+        if used and not begun or begun and config.resume == "never":
+            raise ValueError(f"--output_dir {directory} holds a run already: name another directory"
+                             + (", or --resume must goes on with it" if begun else ""))
+        is_own = begun.get("flags") == as_json(flags_of(given))
+        state = read_json(directory / "status.json", {}).get("state")
+        has_adapter = (directory / "adapter_model.safetensors").is_file()
+        is_complete = is_own and state == "complete" and has_adapter
+        if not is_complete:
+            for torn in directory.glob(".checkpoint-*"):  # of a run that ended while saving
+                shutil.rmtree(torn, ignore_errors=True)
+            for torn in directory.glob(".status.*"):
+                torn.unlink()
+        return holder, made, is_complete, not is_complete and (is_own or not begun)
+
+    holder, made, is_complete, is_own = on_rank_0(make)
+    # another run's status.json is not touched until find_checkpoint has accepted these flags
+    status.directory = directory if is_own else None
+    try:
+        with together():
+            if not (path := directory / ".lock").is_file() or path.read_text() != holder:
+                raise ValueError(f"--output_dir {directory}: {this_rank()} does not see the {path}"
+                                 " that rank 0 wrote: name a directory that all nodes share")
+        yield directory, is_complete
+    except Stop:
+        if is_rank_0() and made and not (directory / "train_config.json").exists():
+            shutil.rmtree(directory, ignore_errors=True)
+            with contextlib.suppress(OSError):  # another run may be beside it
+                for parent in made[1:]:
+                    os.rmdir(parent)
+        raise
 
 
-def verify_model(model, plan):
-    """Assert that loading and sharding left what they should; print the bytes per rank. All ranks
-    must call this."""
-    n_bytes = collections.Counter()
-    for i, layer in enumerate(model.layers):
-        for name, p in layer.named_parameters():
-            local = local_part(p)
-            assert plan.whole or isinstance(p, DTensor), f"layer {i}: {name} is not sharded"
-            assert not local.is_meta, f"layer {i}: {name} was not loaded"
-            assert p.requires_grad == (name == "adapter"), f"layer {i}: {name} {p.requires_grad=}"
-            shards = 1 if plan.whole else p.device_mesh["shard"].size()
-            assert len(local) * shards == len(p), f"layer {i}: {name} is not sharded evenly"
-            parts = [local.packed, local.absmax_codes] if name == "nf4" else [local]
-            kind = {"nf4": "4-bit", "vectors": "other frozen"}.get(name, "adapter")
-            n_bytes[kind] += sum(part.nbytes for part in parts)
-            if parts[0].is_cpu and torch.cuda.is_available():
-                n_bytes["of these on the host"] += sum(part.nbytes for part in parts)
-    tables = {id(t): t.nbytes for t in (model.embedding, model.head, model.norm)}
-    n_bytes["other frozen"] += sum(tables.values())
-    say_each("weights, GiB", ", ".join(f"{kind} {n / 2**30:.3f}" for kind, n in n_bytes.items()))
+def lock(directory):
+    """Hold the directory's .lock until this process ends, however it ends, and say in it who does.
+    By flock, which NFS from version 4 and Lustre with -o flock pass on between nodes. Returns what
+    it says. Rank 0 only."""
+    status.lock = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(status.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(status.lock, 200).decode(errors="replace")
+        raise ValueError(f"--output_dir {directory}: in use by {holder or 'a run that begins'}:"
+                         " wait for it, or name another directory")
+    except OSError as e:
+        say(f"--output_dir {directory}: its file system has no locks ({e.strerror}): two runs in it"
+            " at once will not be noticed")
+    holder = (f"process {os.getpid()} on {socket.gethostname()} since"
+              f" {time.strftime('%Y-%m-%d %H:%M:%S')}")
+    os.ftruncate(status.lock, 0)
+    os.pwrite(status.lock, holder.encode(), 0)
+    os.fsync(status.lock)  # other nodes read it
+    return holder
+
+
+def read_json(path, default=None):
+    """What a JSON file says; without it, or where it is damaged, `default` if that is not None."""
+    try:
+        if not path.is_file():  # a FIFO would be waited for
+            raise ValueError("is no file")
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError, RecursionError) as e:
+        if default is None:
+            raise ValueError(f"{path}: {' '.join(str(e).split())}")
+        return default
+
+
+def sync_file(path):
+    """Make a file or directory that was written survive a power cut."""
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)
+
+
+def write_whole(path, content):
+    """Replace a file whole by a text or by {name: tensor}: a reader sees the old or the new."""
+    part = path.with_name(f".{path.name}.part")
+    if isinstance(content, str):
+        part.write_text(content)
+    else:
+        save_file(content, part, metadata={"format": "pt"})
+    part.chmod(0o644)  # safetensors leaves it readable by its owner alone
+    sync_file(part)
+    os.replace(part, path)
+    sync_file(path.parent)
+
+
+def digest(path):
+    """SHA-256 of a file; safetensors has no checksum of its own."""
+    sha = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 24):
+            sha.update(chunk)
+    return sha.hexdigest()
+
+
+def text_digest(state):
+    """SHA-256 of a JSON object, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+
+
+def as_json(value):
+    """As it comes back from a file, with lists for tuples."""
+    return json.loads(json.dumps(value))
 
 
 def open_log(run, done):
     """metrics.jsonl without what a resumed run will do again, what --report_to names, and a bar.
     Rank 0 only."""
-    config, path, kept = run.config, run.directory / "metrics.jsonl", []
-    for line in path.read_text().splitlines(True) if done and path.is_file() else ():
+    config, path, records = run.config, run.directory / "metrics.jsonl", {}
+    for line in path.read_text().splitlines() if done and path.is_file() else ():
         with contextlib.suppress(ValueError):  # torn by the end of the run
-            kept += [line] * (json.loads(line)["step"] <= done)
-    write_whole(path, "".join(kept))
-    log = types.SimpleNamespace(max_steps=config.max_steps, file=path.open("a"), printed=0,
-                                board=None, wandb=None, bar=None)
+            record = json.loads(line)
+            is_evaluation = "eval_loss" in record  # that of step `done` may be done again
+            if record["step"] <= (run.progress["evaluated"] or 0 if is_evaluation else done):
+                records[record["step"], is_evaluation] = line + "\n"
+    write_whole(path, "".join(records.values()))
+    log = types.SimpleNamespace(
+        max_steps=config.max_steps, path=path, size=path.stat().st_size, unwritten=b"", printed=0,
+        failed=False, board=None, wandb=None, bar=None)
     if config.report_to == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
+        # its thread would print a traceback of a full disk, which the next add_scalar() raises
+        threading.excepthook = lambda hook: (
+            isinstance(hook.exc_value, OSError) or threading.__excepthook__(hook))
         log.board = SummaryWriter(run.directory / "tensorboard", purge_step=done + 1)
     elif config.report_to == "wandb":
         import wandb
@@ -1298,12 +1655,35 @@ def open_log(run, done):
     return log
 
 
+def write_metrics(log):
+    """Append what is unwritten to metrics.jsonl. What the disk does not take is kept for the next
+    time, and written over what it took of it. Rank 0 only."""
+    try:
+        file = os.open(log.path, os.O_WRONLY | os.O_CREAT, 0o644)
+        try:
+            while log.unwritten:
+                n = os.pwrite(file, log.unwritten, log.size)
+                log.size, log.unwritten = log.size + n, log.unwritten[n:]
+        finally:
+            os.close(file)
+        log.failed = False
+    except OSError as e:
+        if not log.failed:
+            say(f"{log.path}: cannot be written ({e.strerror}): training goes on, and its lines"
+                " are written when they can be")
+        log.failed = True
+
+
 def log_record(log, record):
     """Rank 0 only."""
-    log.file.write(json.dumps(record) + "\n")
-    log.file.flush()
-    for key, value in record.items() if log.board else ():
-        log.board.add_scalar(key, value, record["step"])
+    log.unwritten += json.dumps(record).encode() + b"\n"
+    write_metrics(log)
+    try:
+        for key, value in record.items() if log.board else ():
+            log.board.add_scalar(key, value, record["step"])
+    except OSError as e:
+        say(f"tensorboard: cannot be written ({e.strerror}): it gets nothing more")
+        log.board = None
     if log.wandb:
         log.wandb.log(record, step=record["step"])
 
@@ -1311,14 +1691,16 @@ def log_record(log, record):
 def log_step(log, record):
     """Log a step; print it unless another has just been printed. Rank 0 only."""
     log_record(log, record)
-    step, now = record["step"], time.monotonic()
-    if log.bar is None:  # from here on, so that its rate is without the first step's compiling
-        log.bar = tqdm(initial=step, total=log.max_steps, unit="step",
-                       disable=not sys.stderr.isatty())
-    else:
-        log.bar.update()
-    if now - log.printed >= LOG_SECONDS or step == log.max_steps:
-        log.printed = now
+    step = record["step"]
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        if log.bar is None:  # from here on, so that its rate is without the first step's compiling
+            log.bar = tqdm(initial=step, total=log.max_steps, unit="step",
+                           disable=not sys.stderr.isatty())
+        else:
+            log.bar.update()
+    if now() - log.printed >= LOG_SECONDS or step == log.max_steps:
+        log.printed = now()
+        write_status("training")
         say("step {step:6d}/{max_steps}  loss {loss:7.4f}  lr {learning_rate:.2e}"
             "  grad {grad_norm:8.4f}  {rows} rows  {tokens:,} tokens in {bins} bins"
             " {bins_full:.0%} full  {tokens_per_second_per_gpu:9,.0f} tok/s/GPU"
@@ -1326,33 +1708,83 @@ def log_step(log, record):
 
 
 def close_log(log):
-    for part, close in ((log.bar, "close"), (log.file, "close"), (log.board, "close"),
-                        (log.wandb, "finish")):
-        if part is not None:
-            getattr(part, close)()
+    """Rank 0 only."""
+    write_metrics(log)
+    for part, close in (log.bar, "close"), (log.board, "close"), (log.wandb, "finish"):
+        with contextlib.suppress(OSError):
+            if part is not None:
+                getattr(part, close)()
 
 
 def draw_losses(directory):
-    """loss.png from metrics.jsonl. Rank 0 only."""
+    """loss.png from metrics.jsonl; nothing that goes wrong with it is the run's. Rank 0 only."""
     try:
         from matplotlib.figure import Figure
-    except ImportError:
-        say("no loss.png: matplotlib is not installed")
-        return
-    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    if not records:
-        return
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    losses, rates = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    for axes, key, style in ((losses, "loss", "-"), (losses, "eval_loss", "o-"),
-                             (rates, "learning_rate", "-")):
-        points = [(record["step"], record[key]) for record in records if key in record]
-        if points:
-            axes.plot(*zip(*points), style, label=key.replace("_", " "))
-            axes.set_ylabel("loss, nats a token" if axes is losses else "learning rate")
-    losses.legend()
-    rates.set_xlabel("optimizer step")
-    figure.savefig(directory / "loss.png", dpi=120)
+
+        lines = (directory / "metrics.jsonl").read_text().splitlines()
+        records, figure = [json.loads(line) for line in lines], Figure(figsize=(8, 5))
+        losses, rates = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+        for axes, key, style in ((losses, "loss", "-"), (losses, "eval_loss", "o-"),
+                                 (rates, "learning_rate", "-")):
+            points = [(record["step"], record[key]) for record in records if key in record]
+            if points:
+                axes.plot(*zip(*points), style, label=key.replace("_", " "))
+                axes.set_ylabel("loss, nats a token" if axes is losses else "learning rate")
+        losses.legend()
+        rates.set_xlabel("optimizer step")
+        figure.savefig(directory / "loss.png", dpi=120)
+    except Exception as e:
+        say(f"no loss.png: {e}")
+
+
+def flags_of(given):
+    """The flags that a run is made of."""
+    flags = dataclasses.asdict(given)
+    return {name: value for name, value in flags.items() if name not in ("resume", "output_dir")}
+
+
+def describe_run(directory, given, config, plan, base, device, rows, frozen, content, date,
+                 tokenizer):
+    """Write train_config.json, the configuration and all that a merge must know, and the tokenizer.
+    Rank 0 only."""
+    described = {
+        "flags": flags_of(given),
+        "config": dataclasses.asdict(config),
+        **content,
+        "plan": dataclasses.asdict(plan),
+        "base_model": str(base) if Path(config.model or base).is_dir() else config.model,
+        "quantization": {
+            "quant_type": "nf4",
+            "blocksize": BLOCK,
+            "double_quant": True,
+            "nested_blocksize": NESTED_BLOCK,
+            "quantized_from_dtype": config.compute_dtype,
+            "prequantized": frozen.stored,  # its bytes are the base's own
+            "device": device.type,
+            "absmax_offsets": frozen.offsets,  # each linear's mean absmax: tells bases apart
+        },
+        "world_size": dist.get_world_size(),
+        "date": date,
+        "versions": {m.__name__: m.__version__ for m in LIBRARIES},
+        "probe_input_ids": [rows.tokens(i)[0][:64].tolist() for i in range(min(4, len(rows)))]}
+    write_whole(directory / "train_config.json", json.dumps(described, indent=2))
+    if tokenizer:
+        tokenizer.save_pretrained(directory)
+
+
+def say_start(config, plan, kernels, limit, device):
+    """What this run is, before it begins."""
+    versions = ", ".join(f"{m.__name__} {m.__version__}" for m in LIBRARIES)
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, gloo"
+    say(f"configuration: {json.dumps(dataclasses.asdict(config))}")
+    say(f"{versions}; {dist.get_world_size()} x {gpu}")
+    if device.type == "cuda" and why_no_triton():
+        say(f"slower than need be, without fused kernels: {why_no_triton()}")
+    say("attention: " + "; ".join(
+        f"bins of {'rows of one length' if kind == 'same' else 'other rows'}:"
+        f" {', '.join(sorted({function.__name__ for function in kernels[kind].values()}))}"
+        for kind in kernels))
+    say_plan(plan, config, limit)
 
 
 def say_example(rows, tokenizer):
@@ -1366,23 +1798,6 @@ def say_example(rows, tokenizer):
         tokenizer.decode(tokens) if learnt else f"[not learnt: {tokenizer.decode(tokens)}]"
         for learnt, tokens in parts)
     say(f"first row: {text[:600]!r}")
-
-
-def moment(device):
-    """A time stamp among the GPU's launched work; on a CPU, which does not launch ahead, now."""
-    if device.type == "cpu":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def seconds_between(before, after):
-    """Seconds between two moments. Waits until the GPU has come to `after`, not for later work."""
-    if isinstance(after, float):
-        return after - before
-    after.synchronize()
-    return before.elapsed_time(after) / 1000
 
 
 def merge_command(directory):
@@ -1639,10 +2054,9 @@ def fix_date(day):
     transformers.utils.chat_template_utils.datetime = RunDay
 
 
-def run_date(config, directory):
+def run_date(directory):
     """The day when the run was begun. Rank 0 only."""
-    path = directory / "train_config.json"
-    begun = json.loads(path.read_text()) if config.resume and path.is_file() else {}
+    begun = read_json(directory / "train_config.json", {})
     return begun.get("date", time.strftime("%Y-%m-%d"))
 
 
@@ -3475,7 +3889,7 @@ def shrunk_config(model_config):
 
 
 # ------------------------------------------------------------------------------------------------
-# Files of a model, and loading
+# Files of a model, sharding, loading
 # ------------------------------------------------------------------------------------------------
 
 
@@ -3506,7 +3920,8 @@ def read_model_config(directory, config):
             model_config = AutoConfig.for_model(**SHAPES[config.model])
         else:
             model_config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-        arch = describe_model(model_config)
+        with time_limit(BUILD_SECONDS, "building it from its config.json"):
+            arch = describe_model(model_config)
     except Exception as e:
         raise ValueError(f"--model {config.model}: {e}")
     settings = getattr(model_config, "quantization_config", None)
@@ -3877,22 +4292,30 @@ def load_weights(model, names, read, device, stored=None):
     """Fill all that is frozen: of embedding, head and each layer this rank's part alone. `read` is
     file_reader's or random_reader's result, `stored` that of check_files. Returns {linear's name in
     the checkpoint: its mean absmax}, a fingerprint of the base model. All ranks must call this."""
-    n_bytes, before, started = 0, host_memory(), time.perf_counter()
+    n_bytes, before, started, finite = 0, host_memory(), now(), {}
+    requests = weight_requests(model, names, stored)
 
-    def count(value):
+    def check(value, name):
         nonlocal n_bytes
         n_bytes += value.nbytes
+        if value.is_floating_point() and not (stored and name in names.linears):  # packed codes
+            finite[name] = value.sum(dtype=torch.float32).isfinite()  # no copy, as all() has
         return value
 
     # 4-bit weights before all that comes and goes: gaps between them would stay
     sizes = [len(local_part(layer.nf4)) for layer in model.layers]
     homes = [None if model.plan.offload_params else NF4Blocks.zeros(n, device) for n in sizes]
-    values = map(count, read(weight_requests(model, names, stored)))
+    values = map(check, read(requests), (name for name, *_ in requests))
     fill_model(model, names, values, homes, device, stored)
     with together():
         next(values, None)  # a reader's error
+        are_finite = torch.stack(list(finite.values())).tolist()
+        if not all(are_finite):
+            damaged = list(finite)[are_finite.index(False)]
+            raise ValueError(f"the model's {damaged} has values that are not finite: is its file"
+                             " damaged? Fetch it again")
     offsets = torch.cat([n.offsets for layer in model.layers for n in layer.nested.values()])
-    seconds, more = time.perf_counter() - started, (host_memory()[1] - before[0]) / 2**30
+    seconds, more = now() - started, (host_memory()[1] - before[0]) / 2**30
     say_each(f"weights loaded in {seconds:.2f} s", f"{n_bytes / 1e9:.3f} GB at"
              f" {n_bytes / 1e9 / seconds:.2f} GB/s with at most {more:.2f} GiB more host memory")
     return dict(zip(names.linears, offsets.tolist()))
@@ -3979,6 +4402,44 @@ def measure_rows(model):
                     weight = dequantise_group(layer, group, blank)[:, : group.in_features]
                     norms = torch.cat([rows.float().norm(dim=1) for rows in weight.split(4096)])
                     layer.row_norms[group.site] = norms
+
+
+def make_mesh(shards, device):
+    """Groups of `shards` consecutive ranks hold a copy of the model each (HSDP), or all ranks one.
+    Within a group weights are gathered and gradients scattered, all the time; across groups only
+    the adapter's gradients are summed."""
+    ranks = torch.arange(dist.get_world_size()).view(-1, shards)
+    if len(ranks) == 1:
+        return init_device_mesh(device.type, (shards,), mesh_dim_names=("shard",))
+    # not init_device_mesh: it splits the default group, which torch may refuse where that has a
+    # backend each for CPU and GPU ("Unknown c10d backend type", pytorch issue 159200)
+    groups = [
+        dist.new_subgroups_by_enumeration(rows.tolist(), timeout=TIMEOUT)[0]
+        for rows in (ranks.t(), ranks)]
+    names = ("replicate", "shard")
+    return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=names)
+
+
+def verify_model(model, plan):
+    """Assert that loading and sharding left what they should; print the bytes per rank. All ranks
+    must call this."""
+    n_bytes = collections.Counter()
+    for i, layer in enumerate(model.layers):
+        for name, p in layer.named_parameters():
+            local = local_part(p)
+            assert plan.whole or isinstance(p, DTensor), f"layer {i}: {name} is not sharded"
+            assert not local.is_meta, f"layer {i}: {name} was not loaded"
+            assert p.requires_grad == (name == "adapter"), f"layer {i}: {name} {p.requires_grad=}"
+            shards = 1 if plan.whole else p.device_mesh["shard"].size()
+            assert len(local) * shards == len(p), f"layer {i}: {name} is not sharded evenly"
+            parts = [local.packed, local.absmax_codes] if name == "nf4" else [local]
+            kind = {"nf4": "4-bit", "vectors": "other frozen"}.get(name, "adapter")
+            n_bytes[kind] += sum(part.nbytes for part in parts)
+            if parts[0].is_cpu and torch.cuda.is_available():
+                n_bytes["of these on the host"] += sum(part.nbytes for part in parts)
+    tables = {id(t): t.nbytes for t in (model.embedding, model.head, model.norm)}
+    n_bytes["other frozen"] += sum(tables.values())
+    say_each("weights, GiB", ", ".join(f"{kind} {n / 2**30:.3f}" for kind, n in n_bytes.items()))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -4458,7 +4919,7 @@ class Adapter:
     def start(self, config):
         """The values of --init_adapter, or PEFT's initial ones, the same whatever the number of
         ranks: A at random, B zero, DoRA's magnitudes the norms of the base weights' rows. Returns
-        the steps done, 0, and that no evaluation was the best. All ranks must call this."""
+        the steps done, 0, and the progress of a new run. All ranks must call this."""
         with together():
             given = read_adapter(config, self) if config.init_adapter else None
         for i, layer in enumerate(self.layers):
@@ -4475,7 +4936,7 @@ class Adapter:
                     norms = layer.row_norms[group.site][p.rows].cpu()
                     values[f"{stem}{p.linear.name}.lora_magnitude_vector"] = norms
             self.set_layer(i, given or values)
-        return 0, NO_BEST
+        return 0, dict.fromkeys(PROGRESS)
 
     def gather(self):
         """{PEFT's name: whole fp32 tensor on the CPU} on rank 0, {} elsewhere. All ranks must call
@@ -4489,23 +4950,28 @@ class Adapter:
                     weights[name] = whole[where].view(shape).clone()
         return weights
 
-    def clip(self, local_loss, max_norm):
+    def clip(self, local_loss, max_norm, request=0):
         """Sum loss and gradient over all ranks, scale the gradient down to `max_norm`. Returns the
-        global loss and the norm before, without a host sync. All ranks must call this."""
-        grad = self.weights.grad
-        if 1 == self.shards < dist.get_world_size() and not isinstance(self.layers[0], FSDPModule):
+        global loss, the norm before and the largest `request` of a rank, without a host sync. All
+        ranks must call this."""
+        grad, copies = self.weights.grad, dist.get_world_size() // self.shards
+        if copies > 1 and not isinstance(self.layers[0], FSDPModule):  # which sums them itself
             dist.all_reduce(grad)
-        everyone = all_gather(torch.stack([local_loss, grad.norm().double() ** 2]))
+        request = torch.full_like(local_loss, request)
+        everyone = all_gather(torch.stack([local_loss, grad.norm().double() ** 2, request]))
         everyone[self.shards :, 1] = 0  # other copies of the model have the same gradients
-        loss, norm = everyone.sum(0).unbind()
-        norm = norm.sqrt()
+        loss, norm = everyone[:, 0].sum(), everyone[:, 1].sum().sqrt()
         grad.mul_((max_norm / norm).clamp(max=1))
-        return loss, norm
+        return torch.stack([loss, norm, everyone[:, 2].max()])
+
+    def largest(self):
+        """The largest magnitude of all weights. All ranks must call this."""
+        return float(all_gather(self.weights.detach().abs().max()).max())
 
     @torch.no_grad()
     def update(self, rate):
         """What the optimizer's step() does, which would also wait for the GPU, twice: of its paged
-        state nothing is read on the host but in save_checkpoint, which waits itself."""
+        state nothing is read on the host but in write_checkpoint, which waits itself."""
         (group,) = self.optimizer.param_groups
         group["lr"] = rate
         self.optimizer.prefetch_state(self.weights)
@@ -4519,7 +4985,7 @@ class Adapter:
 
     def resume(self, path, config):
         """Weights and state of a checkpoint, whatever the number of ranks that saved it. Returns
-        the steps done and the best evaluation. All ranks must call this."""
+        the steps done and the progress until then. All ranks must call this."""
         with together():
             saved = json.loads((path / "checkpoint.json").read_text())
             weights = load_file(path / "adapter_model.safetensors")
@@ -4535,7 +5001,7 @@ class Adapter:
                 live.copy_(whole[:, self.rank * live.shape[1] : (self.rank + 1) * live.shape[1]])
             self.state["step"] = saved["optimizer_step"]
         say(f"resumed from {path}: {saved['step']} of {config.max_steps} steps are done")
-        return saved["step"], {**NO_BEST, **saved["best"]}
+        return saved["step"], saved["progress"]
 
 
 def read_adapter(config, adapter):
@@ -4546,11 +5012,11 @@ def read_adapter(config, adapter):
         values = load_file(directory / "adapter_model.safetensors")
     except (OSError, ValueError, SafetensorError) as e:
         raise ValueError(f"--init_adapter {directory}: is no adapter in PEFT's format: {e}")
-    for flag, now, key in (
+    for flag, wanted, key in (
         ("lora_rank", config.lora_rank, "r"), ("lora_alpha", config.lora_alpha, "lora_alpha"),
         ("adapter", config.adapter == "dora", "use_dora"),
         ("adapter", config.adapter == "rslora", "use_rslora")):
-        if settings.get(key, False) != now:
+        if settings.get(key, False) != wanted:
             raise ValueError(f"--init_adapter {directory}: has {key} {settings.get(key)}: give the"
                              f" same by --{flag}")
     shapes = {}
@@ -4571,101 +5037,161 @@ def read_adapter(config, adapter):
 # ------------------------------------------------------------------------------------------------
 
 MUST_MATCH = (  # what a resumed run cannot change and still be the same run
-    "model", "dataset", "random_weights", "compute_dtype", "adapter", "lora_rank", "lora_alpha",
-    "lora_dropout", "target_modules", "max_seq_len", "batch_size", "seed")
-
-
-def sync_file(path):
-    """Make a file or directory that was written survive a power cut."""
-    fd = os.open(path, os.O_RDONLY)
-    os.fsync(fd)
-    os.close(fd)
-
-
-def write_whole(path, content):
-    """Replace a file whole by a text or by {name: tensor}: a reader sees the old or the new."""
-    part = path.with_name(f".{path.name}.part")
-    if isinstance(content, str):
-        part.write_text(content)
-    else:
-        save_file(content, part, metadata={"format": "pt"})
-    part.chmod(0o644)  # safetensors leaves it readable by its owner alone
-    sync_file(part)
-    os.replace(part, path)
-    sync_file(path.parent)
-
-
-def digest(path):
-    """SHA-256 of a file; safetensors has no checksum of its own."""
-    sha = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(1 << 24):
-            sha.update(chunk)
-    return sha.hexdigest()
-
-
-def text_digest(state):
-    """SHA-256 of a JSON object, whatever the order of its keys."""
-    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+    "model", "dataset", "eval_dataset", "random_weights", "compute_dtype", "adapter", "lora_rank",
+    "lora_alpha", "lora_dropout", "target_modules", "max_seq_len", "batch_size", "seed")
+SCHEDULE = ("max_steps", "learning_rate", "lr_schedule", "warmup_fraction", "weight_decay",
+            "max_grad_norm")  # what it can, and says
+# of a run, kept in checkpoints: the first three are log_evaluation's, the others check_progress's
+PROGRESS = ("evaluated", "best_loss", "best_step", "first_loss", "lowest_loss")
 
 
 def write_adapter(directory, weights, lora_config):
     """The adapter in PEFT's format. Rank 0 only."""
     write_whole(directory / "adapter_model.safetensors", weights)
     lora_config.inference_mode = True
-    lora_config.save_pretrained(directory)
-    sync_file(directory / "adapter_config.json")
+    settings = {key: sorted(value) if isinstance(value, set) else value
+                for key, value in lora_config.to_dict().items()}
+    write_whole(directory / "adapter_config.json", json.dumps(settings, indent=2, sort_keys=True))
+
+
+def save_result(directory, weights, lora_config):
+    """Write the trained adapter, elsewhere if --output_dir does not take it. Rank 0 only."""
+    errors = []
+    for place in directory, directory.resolve().parent, Path(tempfile.gettempdir()):
+        try:
+            if errors:
+                place = Path(tempfile.mkdtemp(prefix=f"{directory.name}-adapter-", dir=place))
+            write_adapter(place, weights, lora_config)
+            break
+        except (OSError, SafetensorError) as e:
+            errors.append(f"{place}: {e}")
+    if errors:
+        where = f"it is in {place}" if len(errors) < 3 else "the last checkpoint has what there is"
+        raise OSError(f"the adapter could not be saved in {'; nor in '.join(errors)}; {where}")
+
+
+def checkpoint_path(directory, step):
+    return directory / f"checkpoint-{step:06d}"
 
 
 def save_checkpoint(run, step):
+    """Write checkpoint-<step>; if that fails, say so and try again later. All ranks must call this.
+    """
+    extend_deadline(run)
+    started = now()
+    try:
+        write_checkpoint(run, step)
+    except Stop as e:
+        run.save_due = now() + RETRY_SECONDS
+        say(f"checkpoint-{step:06d} could not be saved: {e}; a run that goes on tries again"
+            f" in {RETRY_SECONDS} s")
+        return
+    run.saved, run.save_due = step, now() + save_interval(run.config)[1]
+    status.checkpoint = checkpoint_path(run.directory, step).name
+    say(f"{status.checkpoint} saved in {now() - started:.2f} s")
+    write_status("training")
+    on_rank_0(drop_checkpoints, run, step)
+
+
+def write_checkpoint(run, step):
     """Write checkpoint-<step>, whole or not at all. All ranks must call this.
 
     Everything goes to a hidden directory that gets its name when each rank's part is written,
     synced and listed with its SHA-256: a directory with the right name is a whole checkpoint.
     """
     adapter, rank, entry = run.adapter, dist.get_rank(), None
-    final = run.directory / f"checkpoint-{step:06d}"
+    final = checkpoint_path(run.directory, step)
     hidden = run.directory / f".{final.name}.part"
     weights = adapter.gather()
     if run.device.type == "cuda":
         torch.cuda.synchronize()  # paged state is read on the host, where no stream orders it
-    on_rank_0(hidden.mkdir)  # nobody writes before it is there
-    with together():
-        if rank < adapter.shards:  # other copies of the model have the same state
-            part = hidden / f"optimizer-{rank:05d}-of-{adapter.shards:05d}.safetensors"
-            write_whole(part, {k: v.cpu().clone() for k, v in adapter.state_parts().items()})
-            entry = part.name, digest(part)
-    files = dict(filter(None, gather_objects(entry)))
 
-    def finish():
-        optimizer_files = sorted(files)
-        write_adapter(hidden, weights, run.lora_config)
-        for name in ("adapter_model.safetensors", "adapter_config.json"):
-            files[name] = digest(hidden / name)
-        state = {
-            "step": step,
-            "rows_seen": step * run.config.batch_size,
-            "optimizer_step": adapter.state["step"],
-            "optimizer_files": optimizer_files,
-            "data_sha256": run.data_sha256,
-            "best": {} if run.best["step"] is None else run.best,
-            "config": dataclasses.asdict(run.config),
-            "files": files}
-        state["sha256"] = text_digest(state)
-        write_whole(hidden / "checkpoint.json", json.dumps(state, indent=2))
-        shutil.rmtree(final, ignore_errors=True)  # one that was not whole
-        os.replace(hidden, final)
-        sync_file(run.directory)
+    def make():
+        remove_at_once(hidden)  # of a save that failed
+        needed = 1.02 * (4 + 2) * adapter.n_trainable + 2**20  # weights, two states of 8 bits
+        if (free := shutil.disk_usage(run.directory).free) < needed:
+            raise OSError(errno.ENOSPC, f"it takes {needed / 2**30:.3f} GiB, and {free / 2**30:.3f}"
+                          " are free")
+        hidden.mkdir()
 
-    on_rank_0(finish)
+    on_rank_0(make)  # nobody writes before it is there
+    try:
+        with together():
+            if rank < adapter.shards:  # other copies of the model have the same state
+                part = hidden / f"optimizer-{rank:05d}-of-{adapter.shards:05d}.safetensors"
+                write_whole(part, {k: v.cpu().clone() for k, v in adapter.state_parts().items()})
+                entry = part.name, digest(part)
+        files = dict(filter(None, gather_objects(entry)))
+        on_rank_0(finish_checkpoint, run, step, files, weights, hidden, final)
+    except Stop:
+        on_rank_0(remove_at_once, hidden)  # its room may be what is missing
+        raise
+
+
+def finish_checkpoint(run, step, files, weights, hidden, final):
+    """Add what rank 0 writes of a checkpoint, and give it its name. Rank 0 only."""
+    optimizer_files = sorted(files)
+    write_adapter(hidden, weights, run.lora_config)
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        files[name] = digest(hidden / name)
+    state = {
+        "step": step,
+        "rows_seen": step * run.config.batch_size,
+        "optimizer_step": run.adapter.state["step"],
+        "optimizer_files": optimizer_files,
+        **run.content,
+        "progress": run.progress,
+        "config": dataclasses.asdict(run.config),
+        "files": files}
+    state["sha256"] = text_digest(state)
+    write_whole(hidden / "checkpoint.json", json.dumps(state, indent=2))
+    remove_at_once(final)  # something else of that name
+    os.replace(hidden, final)
+    sync_file(run.directory)
+
+
+def remove_at_once(path):
+    """Delete a file, link or directory: renamed first, its path is free even if that takes long or
+    is broken off. Rank 0 only."""
+    if path.is_symlink() or path.exists():
+        aside = path.with_name(f".checkpoint-{time.time_ns()}.old")
+        os.replace(path, aside)
+        if aside.is_dir() and not aside.is_symlink():
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            aside.unlink()
+
+
+def checkpoints_of(directory):
+    """[(step, path)] of what is named like a checkpoint, the newest first. Rank 0 only."""
+    found = [(int(match[1]), path) for path in directory.iterdir()
+             if (match := re.fullmatch(r"checkpoint-(\d{6,18})", path.name))]
+    return sorted(found, reverse=True)
+
+
+def drop_checkpoints(run, step):
+    """Remove those that --keep_checkpoints does not keep, once the newest is seen to be whole. Rank
+    0 only."""
+    try:
+        older = [(s, path) for s, path in checkpoints_of(run.directory) if s < step]
+        older = [path for s, path in older[run.config.keep_checkpoints - 1 :]
+                 if s != run.progress["best_step"]]
+        if older:
+            read_checkpoint(checkpoint_path(run.directory, step))
+        for path in older:
+            remove_at_once(path)
+    except (OSError, ValueError) as e:
+        say(f"older checkpoints stay: {e}")
 
 
 def read_checkpoint(path):
     """The state in a checkpoint's list, if it and all files it names are what was written."""
     try:
-        state = json.loads((path / "checkpoint.json").read_text())
+        state = read_json(path / "checkpoint.json")
         if state.pop("sha256") != text_digest(state):
             raise ValueError("checkpoint.json has another SHA-256 than when it was written")
+        if checkpoint_path(path.parent, state["step"]) != path:
+            raise ValueError(f"it is a copy of that of step {state['step']}")
         for name, sha in state["files"].items():
             if digest(path / name) != sha:
                 raise ValueError(f"{name} has another SHA-256 than when it was written")
@@ -4675,88 +5201,75 @@ def read_checkpoint(path):
 
 
 def newest_checkpoint(directory):
-    """The newest whole checkpoint of a run and its state. Rank 0 only."""
+    """The path and the state of a run's newest whole checkpoint, or two None; what is skipped is
+    said. Rank 0 only."""
     broken = []
-    for path in sorted(directory.glob("checkpoint-*"), reverse=True):
+    for _, path in checkpoints_of(directory):
         try:
-            return str(path), read_checkpoint(path)
+            return path, read_checkpoint(path)
         except ValueError as e:
             broken.append(str(e))
             say(f"skipped {e}")
-    raise ValueError("; ".join([f"--resume: {directory} has no whole checkpoint", *broken]))
+    if broken:
+        raise ValueError("; ".join([f"--resume: {directory} has no whole checkpoint", *broken]))
+    return None, None
 
 
-def find_checkpoint(config, directory, data_sha256):
-    """The newest whole checkpoint, if this run can continue it. All ranks must call this."""
-    path, state = on_rank_0(newest_checkpoint, directory)
-    path = Path(path)
+def find_checkpoint(config, directory, content):
+    """The newest whole checkpoint of the run in --output_dir, None if it has none yet. Raises
+    ValueError if this is another run: with other flags, data or base model. Rank 0 only."""
+    path, state = newest_checkpoint(directory)
+    begun = state or read_json(directory / "train_config.json", {})
+    if config.resume == "must" and not path:
+        raise ValueError(f"--resume must: {directory} has no whole checkpoint")
+    if not begun:
+        return None
+    if path and "progress" not in state:
+        raise ValueError(f"--resume: {path} was made by an older version of this script: finish the"
+                         " run with that version")
+    before, same = begun.get("config", {}), as_json(dataclasses.asdict(config))
+    changed = [f"--{name} {before.get(name)}, not {same[name]}" for name in MUST_MATCH
+               if before.get(name) != same[name]]
+    if changed:
+        raise ValueError(f"--output_dir {directory} holds a run with {'; '.join(changed)}: name"
+                         " another directory, or go on with its own flags by --resume must")
+    for key, what in (("data_sha256", "rows: the data set or the tokenizer has changed"),
+                      ("base_sha256", "base model: its files or its config.json have changed")):
+        if begun.get(key) != content[key]:
+            raise ValueError(f"--output_dir {directory} holds a run with another {what}")
+    for name in SCHEDULE if path else ():
+        if before.get(name) != same[name]:
+            say(f"changed: --{name} is {same[name]}, and was {before.get(name)} until step"
+                f" {state['step']}")
+    if path and state["step"] > config.max_steps:
+        raise ValueError(f"--max_steps {config.max_steps}: {path} has more steps")
+    return path and str(path)
+
+
+def agree_on_content(config, rows, base):
+    """What tells the rows and the base model from others. All ranks must call this."""
     with together():
-        if "optimizer_files" not in state:
-            raise ValueError(f"--resume: {path} was made by an older version of this script, whose"
-                             " optimizer state was laid out otherwise: finish the run with that"
-                             " version")
-        now = json.loads(json.dumps(dataclasses.asdict(config)))
-        for name in MUST_MATCH:
-            if state["config"][name] != now[name]:
-                raise ValueError(f"--resume: {path} was made with --{name} {state['config'][name]},"
-                                 f" not {now[name]}")
-        if state["data_sha256"] != data_sha256:
-            raise ValueError(f"--resume: the rows are not those that {path} was made with: the data"
-                             " set or the tokenizer has changed")
-    return path
+        content = {"data_sha256": rows.sha256(),
+                   "base_sha256": None if config.random_weights else base_digest(base)}
+    for other in gather_objects(content):
+        for key, flag in ("data_sha256", "dataset"), ("base_sha256", "model"):
+            if other[key] != content[key]:
+                raise Stop(f"--{flag} {vars(config)[flag]}: not the same on all nodes")
+    return content
 
 
-def check_base(directory, offsets):
-    """Whether a resumed run's base model is the one it began with, by each linear's mean absmax."""
-    before = json.loads((directory / "train_config.json").read_text())["quantization"]
-    for name, now in offsets.items():
-        was = before["absmax_offsets"][name]
-        if abs(now - was) > 1e-5 * was:  # another kind of device moves it by 1e-7
-            raise ValueError(f"--resume: the base model has changed: {name} has a mean absmax of"
-                             f" {now:.8g}, when the run began it was {was:.8g}")
-
-
-def describe_run(directory, given, config, plan, base, device, rows, frozen, date, tokenizer):
-    """Write train_config.json, the configuration and all that a merge must know, and the tokenizer.
-    Rank 0 only."""
-    flags = dataclasses.asdict(given)
-    described = {
-        "flags": {k: v for k, v in flags.items() if k not in ("resume", "output_dir")},
-        "config": dataclasses.asdict(config),
-        "plan": dataclasses.asdict(plan),
-        "base_model": str(base) if Path(config.model or base).is_dir() else config.model,
-        "quantization": {
-            "quant_type": "nf4",
-            "blocksize": BLOCK,
-            "double_quant": True,
-            "nested_blocksize": NESTED_BLOCK,
-            "quantized_from_dtype": config.compute_dtype,
-            "prequantized": frozen.stored,  # its bytes are the base's own
-            "device": device.type,
-            "absmax_offsets": frozen.offsets,  # each linear's mean absmax: tells bases apart
-        },
-        "world_size": dist.get_world_size(),
-        "date": date,
-        "versions": {m.__name__: m.__version__ for m in LIBRARIES},
-        "probe_input_ids": [rows.tokens(i)[0][:64].tolist() for i in range(min(4, len(rows)))]}
-    write_whole(directory / "train_config.json", json.dumps(described, indent=2))
-    if tokenizer:
-        tokenizer.save_pretrained(directory)
-
-
-def say_start(config, plan, kernels, limit, device):
-    """What this run is, before it begins."""
-    versions = ", ".join(f"{m.__name__} {m.__version__}" for m in LIBRARIES)
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, gloo"
-    say(f"configuration: {json.dumps(dataclasses.asdict(config))}")
-    say(f"{versions}; {dist.get_world_size()} x {gpu}")
-    if device.type == "cuda" and why_no_triton():
-        say(f"slower than need be, without fused kernels: {why_no_triton()}")
-    say("attention: " + "; ".join(
-        f"bins of {'rows of one length' if kind == 'same' else 'other rows'}:"
-        f" {', '.join(sorted({function.__name__ for function in kernels[kind].values()}))}"
-        for kind in kernels))
-    say_plan(plan, config, limit)
+def base_digest(base):
+    """SHA-256 of the base model: of config.json, of what its files have by their headers, and of
+    some bytes of every tensor."""
+    sha = hashlib.sha256((base / "config.json").read_bytes())
+    places = sorted(tensor_places(weight_files(base).values()).items())
+    for path, stored in itertools.groupby(places, lambda place: place[0][0]):
+        with path.open("rb") as file:
+            for (_, name), (dtype, shape, start, stop) in stored:
+                sha.update(f"{name} {dtype} {shape}".encode())
+                for at in np.linspace(start, max(start, stop - SAMPLE), SAMPLES, dtype=np.int64):
+                    sha.update(os.pread(file.fileno(), min(SAMPLE, stop - start), int(at)))
+    return sha.hexdigest()
 
 
 # ------------------------------------------------------------------------------------------------
@@ -4832,7 +5345,7 @@ def make_demo(config, directory):
     ranks must call this."""
     say("No --model: training the built-in demo, a small Llama with random weights"
         + ("." if config.dataset else " and 512 made-up instructions (no --dataset)."))
-    if not config.resume:
+    if on_rank_0(lambda: not (directory / "train_config.json").exists()):
         on_rank_0(write_demo, directory / "demo")
 
 

@@ -73,7 +73,7 @@ GROUPS = {
              base="70b8-nooffload"),
         case("70b8-nooffload", "llama-2-70b", 2, 2048, 12, f"{ALL} {SHARED}", layers=8),
         case("l3-70b-2k", "llama-3-70b", 2, 2048, 6, f"{CAP} {OFFLOAD} {ALL}"),
-        case("qwen-72b-2k", "qwen2.5-72b", 2, 2048, 6, f"{CAP} {OFFLOAD} {ALL}"),
+        case("qwen-72b-2k", "qwen2.5-72b", 2, 2048, 6, f"{CAP} {OFFLOAD} {ALL}", bins=0),
         case("70b-8k", "llama-2-70b", 1, 8192, 3, f"{CAP} {OFFLOAD} {ALL}"),
         case("70b-32k", "llama-2-70b", 1, 32768, 2, f"{CAP} {OFFLOAD} --offload_params {ALL}"),
         case("8b-none", "llama-3-8b", 2, 2048, 8, f"{CAP} {NONE} {SHARED}"),

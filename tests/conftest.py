@@ -5,7 +5,8 @@ layers of every family in families.py), the references are transformers, PEFT an
 themselves, the runs are the script's own. Three ways lead to it. run_main calls its main() in this
 process. run_training starts the file by torchrun, as a user does. run_jobs has the ranks of a
 launch of several.py call main() with one list of flags after the other: a launch serves the whole
-session, since to start one takes longer than most runs. A file's runs are made together, by a
+session, since to start one takes longer than most runs; on a CPU it imports the libraries once and
+forks its ranks then. A file's runs are made together, by a
 fixture, when its first test asks for them, and each test then reads what its own run has left:
 a case that goes wrong fails under its own name. Where files do not tell, a job is a case of
 worker.py, which looks at the run that train() has wired, in place of its steps. Computed in fp32
@@ -183,16 +184,20 @@ def free_ports(n):
 
 
 class Launch:
-    """A torchrun of several.py, which waits for jobs until it is ended."""
+    """The ranks of several.py, which wait for jobs until they are ended."""
 
     def __init__(self, nproc, directory):
         self.nproc, self.directory, self.n_lists = nproc, directory, 0
-        command = ["torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", SEVERAL]
+        # bitsandbytes asks the driver when it is imported, and that does not survive a fork
+        command = [SEVERAL, directory, str(nproc)]
+        if DEVICE == "cuda":
+            torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
+            command = [*torchrun, *command[:2]]
         with (directory / "stdout").open("w") as out, (directory / "stderr").open("w") as err:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", *map(str, command), str(directory)],
+                [sys.executable, *command],
                 stdin=subprocess.PIPE, stdout=out, stderr=err,
-                env={**os.environ, "PYTHONFAULTHANDLER": "1"},
+                env={**os.environ, "PYTHONFAULTHANDLER": "1", "OMP_NUM_THREADS": "1"},
             )  # fmt: skip
         self.output = [(directory / name).open() for name in ("stdout", "stderr")]
 
@@ -216,7 +221,7 @@ class Launch:
         try:
             self.process.wait(5)
         except subprocess.TimeoutExpired:
-            self.process.terminate()  # torchrun then ends its processes
+            self.process.terminate()  # it then ends its ranks
             self.process.wait()
         for file in self.output:
             file.close()

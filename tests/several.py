@@ -1,15 +1,17 @@
-"""What the tests run under torchrun: python -m torch.distributed.run several.py DIRECTORY.
+"""What the tests run on several ranks: python -m torch.distributed.run several.py DIRECTORY, or
+python several.py DIRECTORY RANKS, which forks them and is faster.
 
 Every rank does the jobs of DIRECTORY/0.json, then of 1.json and so on as they appear, until its
 standard input has ended; the jobs' exit codes are in 0.RANK and so on. One launch for many jobs:
 starting costs more than they do.
 
 A job is one main() of the script, with its "argv", or a "case" of worker.py. What may be given
-besides: "port", where its processes meet (torchrun's own store serves one job only); "cwd";
-"before", a command that rank 0 runs first; "script", a copy to run instead; "peft", the version
-that this node seems to have; "plan", what the plan is to have whatever would be chosen;
-"out_of_memory", the step at which rank 1 runs out of memory; "cut_off", a file that rank 1 cuts off
-before the weights are read, and where; "others", what is different for the ranks but 0.
+besides: "deterministic", for what must be the same to the last bit on a GPU, where the attention's
+backward adds in any order otherwise; "port", where its processes meet (torchrun's own store serves
+one job only); "cwd"; "before", a command that rank 0 runs first; "script", a copy to run instead;
+"peft", the version that this node seems to have; "plan", what the plan is to have whatever would be
+chosen; "out_of_memory", the step at which rank 1 runs out of memory; "cut_off", a file that rank 1
+cuts off before the weights are read, and where; "others", what is different for the ranks but 0.
 """
 
 import contextlib
@@ -20,6 +22,7 @@ import itertools
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -106,6 +109,8 @@ def do(job, rank):
     if rank == 0 and "before" in job:
         subprocess.run(job["before"], shell=True, check=True)
     names = vars(script).copy()
+    if torch.cuda.is_available():
+        torch.use_deterministic_algorithms(job.get("deterministic", False), warn_only=True)
     if "plan" in job:
         replace_plan(job["plan"])
     if "out_of_memory" in job:
@@ -137,7 +142,36 @@ def lists_of_jobs(directory):
         yield path
 
 
+def fork_ranks(n):
+    """Become one of n ranks; the process that was started waits for them and ends them all when
+    one fails, as torchrun does."""
+    ranks = []
+    for rank in range(n):
+        if (child := os.fork()) == 0:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(n),
+                              LOCAL_WORLD_SIZE=str(n), MASTER_ADDR="localhost")  # fmt: skip
+            return
+        ranks.append(child)
+
+    def end(*_):
+        for child in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+
+    signal.signal(signal.SIGTERM, end)
+    worst = 0
+    while ranks:
+        child, status = os.wait()
+        ranks.remove(child)
+        if status and not worst:
+            worst = 1
+            end()
+    os._exit(worst)
+
+
 def main():
+    if len(sys.argv) > 2:
+        fork_ranks(int(sys.argv[2]))
     rank, worst = int(os.environ["RANK"]), 0
     for path in lists_of_jobs(Path(sys.argv[1])):
         codes = [do(job, rank) for job in json.loads(path.read_text())]

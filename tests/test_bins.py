@@ -290,7 +290,7 @@ def test_run_is_not_resumed_with_other_labels(two_data_sets, run_main, demo_dire
     Path("rows.jsonl").symlink_to("second.jsonl")
     code, _, err = run_main(*flags, "--max_steps", 2, "--resume")
     (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert code == 1 and "the rows are not those that" in line
+    assert code == 7 and "another rows: the data set" in line
 
 
 def test_metrics_say_how_full_the_bins_are(two_data_sets, run_main, read_metrics):

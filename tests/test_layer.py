@@ -328,6 +328,6 @@ def test_failed_check_ends_a_run_with_one_line(run_main, monkeypatch, demo_direc
     plant(monkeypatch, "qwen3", {"qk_norm_after_rotary": True})
     code, _, err = run_main(*flags, tmp_path / "wrong")
     (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert code == 1 and "the check at start failed: qwen3 " in line and "Traceback" not in err
+    assert code == 3 and "the check at start failed: qwen3 " in line and "Traceback" not in err
     assert str(tmp_path / "model") in line
     assert not list((tmp_path / "wrong").glob("adapter*"))

@@ -3,16 +3,24 @@
 One run of the real training script on two processes is shared by the tests of this file.
 """
 
+import copy
+import errno
+import fcntl
+import hashlib
 import json
 import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import textwrap
+import time
 from pathlib import Path
 
 import bitsandbytes as bnb
+import peft
 import pytest
 import torch
 import transformers
@@ -118,8 +126,41 @@ def trained(tmp_path_factory):
     return directory / "run"
 
 
+MERGER = """
+import os, signal, sys
+import merge_adapters
+
+def die(*args):
+    print("holding", flush=True)
+    sys.stdin.readline()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+print("ready", flush=True)
+while line := sys.stdin.readline():
+    run, out, end = line.split()
+    if end == "dies":
+        merge_adapters.add_adapter = die
+    try:
+        merge_adapters.main(["--adapter_dir", run, "--output_dir", out, "--no-check"])
+        print("won", flush=True)
+    except SystemExit:
+        print("lost", flush=True)
+"""
+
+
 @pytest.fixture(scope="module")
-def merged(trained):
+def merger():
+    """A process that merges what it is told to, line by line."""
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, "-c", MERGER], env=env, text=True, **pipes)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+@pytest.fixture(scope="module")
+def merged(trained, merger):  # which starts meanwhile
     """The merged model's directory and what the merge printed, by the command that training ended
     with, from the folder that it was started in."""
     command = shlex.split((trained.parent / "stdout").read_text().splitlines()[-1])
@@ -218,7 +259,7 @@ def test_files(trained, merged):
     assert index["metadata"]["total_size"] == sum(2 * t.numel() for t in tensors.values())
     config = json.loads((merged[0] / "config.json").read_text())
     assert config["dtype"] == "bfloat16" and "quantization_config" not in config
-    assert not [p for p in trained.iterdir() if p.name.startswith(".")]
+    assert {p.name for p in trained.glob(".*")} <= {".lock"}  # which is the training's
     last = merged[1].splitlines()[-1]
     assert last.endswith('AutoModelForCausalLM.from_pretrained("run/merged")')
 
@@ -230,20 +271,26 @@ def test_checkpoint_merges_alike(trained, merged, tmp_path):
     assert (tmp_path / "out" / name).read_bytes() == (merged[0] / name).read_bytes()
 
 
-def write_train_config(run, base, **quantization):
+def write_train_config(run, base, lora, target_modules, **quantization):
     """What training writes beside an adapter that PEFT saved in `run`."""
+    config = {
+        "lora_rank": lora.r, "lora_alpha": lora.lora_alpha, "target_modules": target_modules,
+        "adapter": "rslora" if lora.use_rslora else "lora", "random_weights": False,
+    }  # fmt: skip
     quantization = {
         "quant_type": "nf4", "blocksize": 64, "double_quant": True, "nested_blocksize": 256,
-        "quantized_from_dtype": "bfloat16", **quantization,
+        "quantized_from_dtype": "bfloat16", "prequantized": False, "device": "cpu",
+        "absmax_offsets": {}, **quantization,
     }  # fmt: skip
-    content = {"base_model": str(base), "quantization": quantization}
-    (run / "train_config.json").write_text(json.dumps(content))
+    probes = torch.randint(64, (4, 64), generator=torch.Generator().manual_seed(0)).tolist()
+    content = {"config": config, "quantization": quantization, "probe_input_ids": probes}
+    (run / "train_config.json").write_text(json.dumps({"base_model": str(base), **content}))
 
 
 @pytest.fixture
 def qwen(tmp_path):
     """A run made by PEFT alone: a tied fp16 base in several files with attention biases, whose
-    adapter has two ranks and rsLoRA. `scale` of the B matrices decides the adapter's effect."""
+    adapter is by rsLoRA. `scale` of the B matrices decides the adapter's effect."""
 
     def make(scale):
         torch.manual_seed(0)
@@ -259,14 +306,15 @@ def qwen(tmp_path):
         model.half().save_pretrained(tmp_path / "base", max_shard_size="60KB")
         lora = LoraConfig(
             r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"], use_rslora=True,
-            rank_pattern={"up_proj": 2}, alpha_pattern={"layers.1.mlp.up_proj": 3},
+            task_type="CAUSAL_LM",
         )  # fmt: skip
         model = get_peft_model(model.float(), lora)
         for name, p in model.named_parameters():
             if "lora_B" in name:
                 p.data.normal_(0, scale)
         model.save_pretrained(tmp_path / "run")
-        write_train_config(tmp_path / "run", tmp_path / "base", device="cuda")
+        names = ["q_proj", "up_proj"]
+        write_train_config(tmp_path / "run", tmp_path / "base", lora, names, device="cuda")
         return model
 
     return make
@@ -351,7 +399,8 @@ def family(tmp_path):
         model.save_pretrained(tmp_path / "base")  # for its config
         tensors = {name: p for name, (_, p) in stored.items()}
         save_file(tensors, tmp_path / "base" / "model.safetensors", metadata={"format": "pt"})
-        model = get_peft_model(model.float(), LoraConfig(r=4, lora_alpha=8, target_modules=targets))
+        lora = LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM")
+        model = get_peft_model(model.float(), lora)
         for name, p in model.named_parameters():
             if "lora_B" in name:
                 p.data.normal_(0, 0.1)
@@ -361,7 +410,10 @@ def family(tmp_path):
         layers = {f"{n}.weight": m for n, m in modules if re.fullmatch(pattern, n)}
         assert len(layers) == 2 * n_linears
         offsets = {name: nf4_offset(p) for name, (new, p) in stored.items() if new in layers}
-        write_train_config(tmp_path / "run", tmp_path / "base", absmax_offsets=offsets)
+        names = ["q_proj", "down_proj"] if targets == IN_TEXT else targets
+        write_train_config(
+            tmp_path / "run", tmp_path / "base", lora, names, absmax_offsets=offsets
+        )
         return layers, stored
 
     return make
@@ -386,7 +438,7 @@ def test_families(case, family, tmp_path, monkeypatch, capsys):
     merge_adapters.main(merge_command(tmp_path / "run", tmp_path / "out")[2:])
     text = capsys.readouterr().out
     print(error := float(re.search(r"are ([\d.]+) of that away", text)[1]))
-    assert error < 0.05 and "left out" not in text
+    assert error < 0.05 and "does not use: 0 []" in text
     # the check's 4-bit model is the one trained on, its vision tower and head as they are
     assert in_4bit[0] == {name.removesuffix(".weight") for name in layers} and not in_4bit[2]
     result, n_adapted = load_file(tmp_path / "out" / "model.safetensors"), 0
@@ -490,31 +542,103 @@ def occupy(run, out):
     (out / "config.json").write_text("{}")
 
 
+def edit_config(**values):
+    """A change of the configuration in train_config.json."""
+
+    def apply(run, out):
+        config = json.loads((run / "train_config.json").read_text())["config"]
+        edit_json("train_config.json", config={**config, **values})(run, out)
+
+    return apply
+
+
+def edit_base(name, value):
+    """One value of one tensor of a copy of the base, which becomes the base."""
+
+    def apply(run, out):
+        shutil.copytree(run / "demo" / "model", run / "other")
+        path = run / "other" / "model.safetensors"
+        tensors = load_file(path)
+        tensors[name].view(-1)[5] = value
+        save_file(tensors, path, metadata={"format": "pt"})
+        edit_json("train_config.json", base_model=str(run / "other"))(run, out)
+
+    return apply
+
+
+def put_fifo(name):
+    def apply(run, out):
+        (run / name).unlink()
+        os.mkfifo(run / name)
+
+    return apply
+
+
+def put_text(name, text):
+    return lambda run, out: (run / name).write_text(text)
+
+
 BAD = {
-    "empty adapter": (edit_adapter(dict.clear), "adapter_config.json targets"),
+    "empty adapter": (edit_adapter(dict.clear), "lora_A.weight is missing"),
     "NaN": (edit_adapter(put_nan), "NaN or infinite"),
-    "no partner": (
-        edit_adapter(lambda t: t.pop(first(t, "A"))), "lacks 1 of the 24 tensors",
+    "no partner": (edit_adapter(lambda t: t.pop(first(t, "A"))), "lora_A.weight is missing"),
+    "lost layer": (
+        edit_adapter(drop_layer), "mlp.down_proj.lora_A.weight is missing, but the base model and"
+        " train_config.json ask for (16, 512)",
     ),
-    "lost layer": (edit_adapter(drop_layer), "lacks 2 of the 24 tensors"),
     "untrained": (
         edit_adapter(lambda t: [t[n].zero_() for n in t if "lora_B" in n]), "untrained",
     ),
-    "wrong base": (wrong_base, "and adapter_config.json ask for [16, 96]"),
-    "no magnitudes": (
-        edit_json("adapter_config.json", use_dora=True),
-        "lacks 12 of the 36 tensors that adapter_config.json targets, the first is"
-        " base_model.model.model.layers.0.mlp.down_proj.lora_magnitude_vector",
+    "wrong base": (wrong_base, "and train_config.json ask for (16, 96)"),
+    "magnitudes without DoRA": (
+        edit_adapter(add_magnitude), "lora_magnitude_vector is (256,), but the base model and"
+        " train_config.json ask for none",
     ),
-    "magnitudes without DoRA": (edit_adapter(add_magnitude), "lora_magnitude_vector belongs"),
-    "another variant": (edit_json("adapter_config.json", lora_bias=True), "lora_bias True is more"),
-    "PiSSA": (edit_json("adapter_config.json", init_lora_weights="pissa"), "'pissa' is more"),
-    "other alpha rank": (edit_json("adapter_config.json", r=8), "json ask for [8, 512]"),
-    "no run": (lambda run, out: (run / "train_config.json").unlink(), "train_config.json that"),
+    "another variant": (
+        edit_json("adapter_config.json", lora_bias=True), "lora_bias is True, by train_config.json"
+        " False",
+    ),
+    "PiSSA": (
+        edit_json("adapter_config.json", init_lora_weights="pissa"), "is 'pissa', by train_config",
+    ),
+    "option of the future": (
+        edit_json("adapter_config.json", use_more=2), "use_more is 2, by train_config.json None",
+    ),
+    "rank": (edit_json("adapter_config.json", r=8), "r is 8, by train_config.json 16"),
+    "trained rank": (edit_config(lora_rank=8), "r is 16, by train_config.json 8"),
+    "alpha": (edit_json("adapter_config.json", lora_alpha=8), "is 8, by train_config.json 32"),
+    "trained alpha": (edit_config(lora_alpha=8), "lora_alpha is 32, by train_config.json 8"),
+    "rank of some": (
+        edit_json("adapter_config.json", rank_pattern={"q_proj": 8}), "rank_pattern is {'q_proj'",
+    ),
+    "DoRA": (edit_json("adapter_config.json", use_dora=True), "use_dora is True, by train_config"),
+    "trained as DoRA": (edit_config(adapter="dora"), "use_dora is False, by train_config"),
+    "rsLoRA": (edit_json("adapter_config.json", use_rslora=True), "use_rslora is True"),
+    "trained as rsLoRA": (edit_config(adapter="rslora"), "use_rslora is False"),
+    "targets": (
+        edit_json("adapter_config.json", target_modules=["q_proj", "v_proj"]), "['q_proj',"
+        " 'v_proj'] and those of train_config.json, ['q_proj', 'v_proj', 'down_proj'], differ on"
+        " model.layers.0.mlp.down_proj",
+    ),
+    "trained targets": (edit_config(target_modules=["all-linear"]), "differ on model.layers.0.ml"),
+    "no base": (lambda run, out: (run / "train_config.json").unlink(), "has no train_config.json"),
     "no such base": (edit_json("train_config.json", base_model="/nowhere"), "--base_model"),
-    "fp4": (edit_json("train_config.json", quantization={"quant_type": "fp4"}), "quant_type fp4"),
+    "random weights": (edit_config(random_weights=True), "random_weights is true; a merge takes"),
+    "fp4": (
+        edit_json("train_config.json", quantization={"quant_type": "fp4"}), 'quant_type is "fp4"',
+    ),
     "probes": (edit_json("train_config.json", probe_input_ids=[[5, 999]]), "vocabulary of"),
     "output there": (occupy, "exists already"),
+    "output is a file": (lambda run, out: out.write_text("mine"), "Not a directory"),
+    "config FIFO": (put_fifo("adapter_config.json"), "has no adapter_config.json"),
+    "adapter FIFO": (put_fifo("adapter_model.safetensors"), "has no adapter_model.safetensors"),
+    "checkpoint FIFO": (lambda run, out: os.mkfifo(run / "checkpoint.json"), "no file"),
+    "list": (put_text("adapter_config.json", '[["r", 16]]'), "config.json: not a JSON object"),
+    "not text": (
+        lambda run, out: (run / "adapter_config.json").write_bytes(b"\xff{}"), "not a JSON object",
+    ),
+    "nothing": (put_text("train_config.json", ""), "train_config.json: not a JSON object"),
+    "deep": (put_text("train_config.json", '{"a":' * 10**5), "config.json: not a JSON object"),
 }  # fmt: skip
 
 
@@ -557,15 +681,16 @@ def test_mount_point_is_refused_before_any_work(trained, capsys):
 
 
 def test_check_that_cannot_run_leaves_the_merged_model(trained, tmp_path, monkeypatch, capsys):
-    def compare(*args):
+    def all_logits(*args):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")  # what torch raises
 
-    monkeypatch.setattr(merge_adapters, "compare", compare)
+    monkeypatch.setattr(merge_adapters, "all_logits", all_logits)
     with pytest.raises(SystemExit):
         merge_adapters.main(["--adapter_dir", str(trained), "--output_dir", str(tmp_path / "out")])
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("error: the check did not run") and last.endswith("allocate memory")
-    assert (tmp_path / ".out.partial" / "model.safetensors").is_file()
+    left = {path.name for path in (tmp_path / ".out.partial").iterdir()}
+    assert "model.safetensors" in left and ".lock" not in left
 
 
 def test_unknown_flag(trained, tmp_path, capsys):
@@ -590,3 +715,287 @@ def test_another_base_of_the_same_shapes(trained, tmp_path, capsys):
     assert "layers.2.mlp.up_proj" in error
     assert "not the base model trained on" in error
     assert not out.exists() and not (tmp_path / ".out.partial").exists()
+
+
+def error_of(capsys, *arguments):
+    """What a merge that must fail says: one line, maybe behind the progress bar."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="1"):
+        merge_adapters.main(merge_command(*arguments)[2:])
+    (error,) = re.findall("error: .*", capsys.readouterr().err)
+    return error
+
+
+def make_huge(tensors):
+    for side in "AB":
+        tensors[first(tensors, side)].fill_(1e30)
+
+
+NORM, UP = "model.norm.weight", "model.layers.2.mlp.up_proj.weight"
+NOT_FINITE = {
+    "copied": (edit_base(NORM, float("inf")), f"what {NORM} becomes"),
+    "quantised": (edit_base(UP, float("nan")), UP),
+    "sum": (edit_adapter(make_huge), "what model.layers.0.mlp.down_proj.weight becomes"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NOT_FINITE)
+def test_what_is_not_finite_is_refused(case, trained, tmp_path, capsys):
+    spoil, what = NOT_FINITE[case]
+    run, out = tmp_path / "run", tmp_path / "out"
+    shutil.copytree(trained, run, ignore=shutil.ignore_patterns("checkpoint-*"))
+    spoil(run, out)
+    before = tree(tmp_path)
+    error = error_of(capsys, run, out)
+    assert error.endswith(f"/model.safetensors: {what} has values that are NaN or infinite")
+    assert tree(tmp_path) == before
+
+
+def flip(name, at):
+    """One bit of a file; of an adapter in its values, so that it is as readable as before."""
+
+    def apply(directory):
+        content = bytearray((directory / name).read_bytes())
+        content[at] ^= 1
+        (directory / name).write_bytes(content)
+
+    return apply
+
+
+def rewrite_list(change):
+    """checkpoint.json with a SHA-256 that is right for what it says."""
+
+    def apply(directory):
+        state = json.loads((directory / "checkpoint.json").read_text())
+        del state["sha256"]
+        change(state)
+        text = json.dumps(state, sort_keys=True)
+        state["sha256"] = hashlib.sha256(text.encode()).hexdigest()
+        (directory / "checkpoint.json").write_text(json.dumps(state))
+
+    return apply
+
+
+CHANGED = {
+    "adapter": (flip("adapter_model.safetensors", -9), "adapter_model.safetensors"),
+    "configuration": (
+        lambda d: edit_json("adapter_config.json", revision=None)(d, None), "adapter_config.json",
+    ),
+    "list": (lambda d: edit_json("checkpoint.json", step=7)(d, None), "checkpoint.json"),
+    "not listed": (
+        rewrite_list(lambda s: s["files"].pop("adapter_config.json")), "adapter_config.json",
+    ),
+    "no files": (rewrite_list(lambda state: state.update(files=3)), "checkpoint.json"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CHANGED)
+def test_changed_checkpoint_is_refused(case, trained, tmp_path, capsys):
+    spoil, file = CHANGED[case]
+    run = tmp_path / "checkpoint"
+    shutil.copytree(trained / f"checkpoint-{STEPS:06d}", run)
+    shutil.copyfile(trained / "train_config.json", tmp_path / "train_config.json")
+    for path in run.glob("optimizer-*"):  # of no use here
+        path.unlink()
+    spoil(run)
+    error = error_of(capsys, run, tmp_path / "out")
+    assert error == f"error: {run / file}: has another SHA-256 than when it was written"
+
+
+SLOW = r"(\w+\.?)+!"  # some 2**30 ways to fail on a module's name
+DEEP = json.loads("[" * 900 + "]" * 900)
+MISSING = object()
+VALUES = [None, True, -1, 0, 2.5, 10**400, float("nan"), "", "x", "(a+)+$", SLOW, "\0", [],
+          [[1]], [-1], ["(a+)+$", 5], {}, {"(a+)+$": -1}, {SLOW: {"a": [4]}}, DEEP]  # fmt: skip
+EDITED = [
+    *(("adapter_config.json", key) for key in """r lora_alpha use_rslora use_dora target_modules
+    rank_pattern peft_type bias modules_to_save layers_to_transform""".split()),
+    *(("train_config.json", key) for key in """base_model config config.lora_rank config.adapter
+    config.target_modules quantization quantization.blocksize quantization.quantized_from_dtype
+    quantization.prequantized quantization.absmax_offsets probe_input_ids""".split()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("file, key", EDITED)
+def test_no_edit_of_the_configuration_hurts(
+    file, key, trained, merged, tmp_path, monkeypatch, capsys
+):
+    """Each edit is refused in one line, or leads to the very same model."""
+    monkeypatch.setattr(merge_adapters, "LONGEST_SECONDS", 0.5)
+    run, out = tmp_path / "run", tmp_path / "out"
+    shutil.copytree(trained, run, ignore=shutil.ignore_patterns("checkpoint-*"))
+    before, original = tree(tmp_path), json.loads((run / file).read_text())
+    *section, name = key.split(".")
+    n_refused = 0
+    for value in [*VALUES, MISSING]:
+        content = copy.deepcopy(original)
+        inner = content[section[0]] if section else content
+        inner[name] = value
+        if value is MISSING:
+            del inner[name]
+        (run / file).write_text(json.dumps(content))
+        capsys.readouterr()
+        start = time.monotonic()
+        try:
+            merge_adapters.main(merge_command(run, out, "--no-check")[2:])
+        except SystemExit as e:
+            (line,) = capsys.readouterr().err.splitlines()
+            assert e.code == 1 and line.startswith("error: "), value
+            assert tree(tmp_path).keys() == before.keys()
+            n_refused += 1
+        else:
+            for path in merged[0].iterdir():
+                assert (out / path.name).read_bytes() == path.read_bytes(), value
+            shutil.rmtree(out)
+        assert time.monotonic() - start < 5, value
+    assert n_refused >= len(VALUES) - 3  # 0 is as good as False where PEFT has it
+
+
+def test_endless_model_is_given_up(trained, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(merge_adapters, "LONGEST_SECONDS", 0.5)
+    shutil.copytree(trained / "demo" / "model", tmp_path / "base")
+    edit_json("config.json", num_hidden_layers=10**9)(tmp_path / "base", None)
+    start = time.monotonic()
+    error = error_of(capsys, trained, tmp_path / "out", "--base_model", str(tmp_path / "base"))
+    assert f"{tmp_path / 'base' / 'config.json'}: ValueError: longer than 0.5 s" in error
+    assert time.monotonic() - start < 5 and signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+
+
+def test_second_merge_is_refused(trained, merged, tmp_path, monkeypatch, capsys):
+    """Whether the first is writing, about to rename its directory, or has just done so."""
+    out, replace, write_files = tmp_path / "out", os.replace, merge_adapters.write_files
+    lines = []
+
+    def second():
+        with monkeypatch.context() as patch:
+            patch.setattr(merge_adapters, "write_files", write_files)
+            patch.setattr(os, "replace", replace)
+            lines.append(error_of(capsys, trained, out))
+
+    def second_meanwhile(*args):
+        write_files(*args)
+        second()
+
+    def second_around(*paths):
+        second()
+        replace(*paths)
+        second()
+
+    monkeypatch.setattr(merge_adapters, "write_files", second_meanwhile)
+    monkeypatch.setattr(os, "replace", second_around)
+    merge_adapters.main(merge_command(trained, out)[2:])
+    who = f"process {os.getpid()} on {os.uname().nodename} since "
+    assert all(f"error: --output_dir {out}: in use by {who}" in line for line in lines[:2])
+    assert "exists already" in lines[2] and len(lines) == 3
+    files = {p.name: p.read_bytes() for p in merged[0].iterdir()}
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == files
+    assert {p.name for p in tmp_path.iterdir()} == {"out"}
+
+
+def test_lock_of_a_merge_that_ends_meanwhile(trained, tmp_path, monkeypatch, capsys):
+    """Another merge renames the directory between this one's look at it and its lock."""
+    partial, out, flock = tmp_path / ".out.partial", tmp_path / "out", fcntl.flock
+
+    def end_of_another(*args):
+        monkeypatch.setattr(fcntl, "flock", flock)
+        (partial / "model.safetensors").write_text("of another")
+        partial.rename(out)
+        flock(*args)
+
+    monkeypatch.setattr(fcntl, "flock", end_of_another)
+    assert "exists already" in error_of(capsys, trained, out)
+    assert (out / "model.safetensors").read_text() == "of another" and not partial.exists()
+
+
+def test_file_system_without_locks(trained, tmp_path, monkeypatch, capsys):
+    def flock(*args):
+        raise OSError(errno.ENOLCK, "No locks available")  # what NFS says
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    merge_adapters.main(merge_command(trained, tmp_path / "out", "--no-check")[2:])
+    (note,) = [n for n in capsys.readouterr().out.splitlines() if n.startswith("note: ")]
+    assert "No locks available" in note and (tmp_path / "out" / "config.json").is_file()
+
+
+def test_two_merges_at_once(trained, merged, merger, tmp_path, capsys):
+    """Ten times one of this process and one of another; then the other is killed in the middle."""
+
+    def tell(out, end):
+        print(trained, out, end, file=merger.stdin, flush=True)
+
+    def answer(*words):
+        return next(line.strip() for line in merger.stdout if line.strip() in words)
+
+    answer("ready")
+    capsys.readouterr()
+    n_won, files = 0, {p.name: p.read_bytes() for p in merged[0].iterdir()}
+    for i in range(10):
+        out = tmp_path / f"out-{i}"
+        tell(out, "ends")
+        try:
+            merge_adapters.main(merge_command(trained, out, "--no-check")[2:])
+            assert answer("won", "lost") == "lost"
+            n_won += 1
+        except SystemExit:
+            assert answer("won", "lost") == "won"
+        assert {p.name for p in tmp_path.iterdir()} == {f"out-{n}" for n in range(i + 1)}
+        assert {p.name: p.read_bytes() for p in out.iterdir()} == files
+
+    errors = re.findall("error: .*", capsys.readouterr().err)
+    assert len(errors) == 10 - n_won
+    who = f"process {merger.pid} on {os.uname().nodename} since "
+    held = [error for error in errors if f": in use by {who}" in error]
+    print(f"{n_won} merges of this process were first, of the others {len(held)} saw who was")
+    assert all("exists already" in error for error in errors if error not in held)
+
+    out = tmp_path / "out"
+    tell(out, "dies")
+    answer("holding")
+    assert error_of(capsys, trained, out).startswith(f"error: --output_dir {out}: in use by {who}")
+    print(file=merger.stdin, flush=True)
+    assert merger.wait(60) == -signal.SIGKILL
+    assert (tmp_path / ".out.partial" / ".lock").read_text().startswith(who)
+    (tmp_path / ".out.partial" / "model-00002.safetensors").write_text("of another base")
+    merge_adapters.main(merge_command(trained, out, "--no-check")[2:])
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == files
+    assert not (tmp_path / ".out.partial").exists()
+    lines = re.findall("error: .*", merger.stderr.read())
+    assert len(lines) == n_won and all("in use by" in s or "exists already" in s for s in lines)
+
+
+def test_all_is_on_the_disk_before_it_has_its_name(trained, tmp_path, monkeypatch, capsys):
+    events, fsync, replace = [], os.fsync, os.replace
+
+    def note_fsync(fd):
+        fsync(fd)
+        events.append(os.readlink(f"/proc/self/fd/{fd}"))
+
+    def note_replace(*paths):
+        replace(*paths)
+        events.append(paths)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "replace", note_replace)
+    partial, out = tmp_path / ".out.partial", tmp_path / "out"
+    merge_adapters.main(merge_command(trained, out, "--no-check")[2:])
+    at = events.index((partial, out))
+    assert {str(partial), *(str(partial / p.name) for p in out.iterdir())} <= {*events[:at]}
+    assert str(tmp_path) in events[at + 1 :]
+
+
+def test_merge_that_loses_much_prints_what_uses_the_adapter_unmerged(
+    trained, tmp_path, capsys, monkeypatch
+):
+    """And these lines do it."""
+    monkeypatch.chdir(trained.parent)  # which the path of the base model begins at
+    monkeypatch.setattr(merge_adapters, "LARGE_ERROR", 0.0)
+    merge_adapters.main(merge_command(trained, tmp_path / "out")[2:])
+    warning, _, recipe = capsys.readouterr().out.partition("without merging it:\n")
+    assert "WARNING: the merged model loses" in warning
+    lines = recipe.splitlines()
+    names = {"transformers": transformers, "torch": torch, "peft": peft}
+    exec(textwrap.dedent("\n".join(lines[:3])), names)
+    adapter = load_file(trained / "adapter_model.safetensors")
+    name = next(name for name in adapter if name.endswith("lora_B.weight"))
+    got = dict(names["model"].named_parameters())[name.replace("lora_B", "lora_B.default")]
+    assert torch.equal(got, adapter[name])

@@ -86,7 +86,7 @@ def nodes(tmp_path_factory):
     for rank in range(NODES * NPROC):
         codes = base / f"node-{rank // NPROC}" / f"0.{rank}"
         assert codes.is_file(), errors
-        assert json.loads(codes.read_text()) == [0] * len(good) + [1] * len(bad), errors
+        assert json.loads(codes.read_text()) == [0] * len(good) + [2] * len(bad), errors
     return base, errors.splitlines()
 
 
@@ -194,7 +194,7 @@ def ranks_with_other_flags(launches, tmp_path_factory):
 def test_every_flag_must_be_the_same_on_all_ranks(ranks_with_other_flags, name):
     codes, errors = ranks_with_other_flags
     i = list(FIELDS).index(name)
-    assert [rank[i] for rank in codes] == [1, 1]
+    assert [rank[i] for rank in codes] == [2, 2]
     start = f"error: rank 1 on {socket.gethostname()} runs --{name} "
     assert len(errors) == len(FIELDS) and errors[i].startswith(start), errors[i]
     assert errors[i].endswith(": start all nodes with the same command")
@@ -225,5 +225,5 @@ def test_nodes_with_other_rows_are_refused(run_jobs, demo_directory, tmp_path):
     argv = ["--model", str(demo_directory / "model"), "--dataset", "rows.jsonl", "--max_steps", "1",
             "--output_dir", str(tmp_path / "run")]  # fmt: skip
     job = {"argv": argv, "others": {"cwd": str(tmp_path / "b")}}
-    _, err = run_jobs(2, [job], cwd=tmp_path / "a", code=1)
-    assert [line for line in err.splitlines() if "not the same rows on all nodes" in line]
+    _, err = run_jobs(2, [job], cwd=tmp_path / "a", code=4)
+    assert [line for line in err.splitlines() if "rows.jsonl',): not the same on all nodes" in line]

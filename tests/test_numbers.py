@@ -10,7 +10,7 @@ import bitsandbytes as bnb
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import DEVICE, needs_ranks, read_rows, write_rows
+from conftest import DEVICE, SEVERAL, needs_ranks, read_rows, write_rows
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
@@ -357,9 +357,9 @@ def small_runs(tiny_model, tmp_path_factory, run_jobs):
             jobs["whole"] = {"argv": cut}
         elif nproc < 4:
             name = f"resumed-{nproc}"
-            before = f"cp -r whole {name}; rm -r {name}/checkpoint-000006"
+            before = f"cp -r whole {name}; rm -r {name}/checkpoint-000006 {name}/adapter_*"
             looked = f"rm -rf looked-{nproc}; cp -r {name} looked-{nproc}"
-            looked += f"; rm -rf looked-{nproc}/checkpoint-000006"
+            looked += f"; rm -rf looked-{nproc}/checkpoint-000006 looked-{nproc}/adapter_*"
             jobs[name] = {"argv": [*cut, "--resume"], "before": before}
             jobs[f"looked-{nproc}"] = {"case": "resumed", "out": str(base / f"state-{nproc}"),
                                        "argv": [*cut, "--resume"], "before": looked}  # fmt: skip
@@ -410,9 +410,9 @@ def test_resume_on_another_number_of_processes(nproc, small_runs, read_metrics):
 
 
 def test_resumed_run_equals_the_uninterrupted_one(run_jobs, run_training, read_metrics, tmp_path):
-    """Resumed in new processes, by the real command line."""
+    """Resumed in new processes, by torchrun."""
     flags = ["--max_steps", "6", "--save_every", "3", "--lora_dropout", "0.1", "--output_dir"]
-    run_jobs(2, [{"argv": [*flags, "whole"]}], cwd=tmp_path)
+    run_jobs(2, [{"argv": [*flags, "whole"], "deterministic": True}], cwd=tmp_path)
     whole = read_metrics(tmp_path / "whole")
     (tmp_path / "whole").rename(tmp_path / "broken-off")
     broken_off = tmp_path / "broken-off"
@@ -422,7 +422,9 @@ def test_resumed_run_equals_the_uninterrupted_one(run_jobs, run_training, read_m
     # the newest checkpoint is torn, as by a full disk: the one before it must be taken
     torn = broken_off / "checkpoint-000006"
     (torn / "optimizer-00001-of-00002.safetensors").write_bytes(b"")
-    result = run_training([*flags, "broken-off", "--resume"], nproc=2, cwd=tmp_path)
+    job = {"argv": [*flags, "broken-off", "--resume"], "deterministic": True}
+    (tmp_path / "0.json").write_text(json.dumps([job]))
+    result = run_training([tmp_path], nproc=2, cwd=tmp_path, script=SEVERAL)
     assert result.returncode == 0, result.stderr
     assert "3 of 6 steps are done" in result.stdout
     resumed = read_metrics(broken_off)

@@ -50,28 +50,39 @@ def test_training_commands_parse(command, argv):
         script.resolve_config(script.parse_config(argv), math.prod(map(int, counts)))
 
 
-def test_slurm_job_resumes_once_there_is_a_checkpoint(tmp_path):
-    """The job script as it is, with a stand-in for srun that says what it was given."""
+def test_slurm_job_is_begun_again_unless_complete_or_failed(tmp_path):
+    """The job script as it is, with stand-ins for Slurm's commands that say what they are given."""
     (job,) = [text for _, text in BLOCKS if "#SBATCH" in text]
     (tmp_path / "job").write_text(job.replace("/shared/", f"{tmp_path}/"))
-    (tmp_path / "srun").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    (tmp_path / "srun").chmod(0o755)
+    for name in "srun", "scontrol":
+        (tmp_path / name).write_text(f'#!/bin/sh\nprintf "%s\\n" {name} "$@"\n')
+        (tmp_path / name).chmod(0o755)
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}",
            "SLURM_JOB_ID": "7", "SLURM_NNODES": "2"}  # fmt: skip
-
-    def start():
+    run = tmp_path / "runs" / "llama"
+    run.mkdir(parents=True)
+    for state in "complete", "failed", "training", "stopped":
+        again = state in ("training", "stopped")
+        (run / "status.json").write_text(json.dumps({"state": state}, indent=2))
         done = subprocess.run(["bash", tmp_path / "job"], env=env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        assert not done.stderr
         words = done.stdout.splitlines()
-        at = words.index("train_fsdp_qlora.py")
-        torchrun = get_args_parser().parse_args(words[words.index("torchrun") + 1 : at + 1])
-        assert (torchrun.nnodes, torchrun.nproc_per_node, torchrun.rdzv_id) == ("2", "8", "7")
-        return script.resolve_config(script.parse_config(words[at + 1 :]), 16)
+        assert words[words.index("scontrol") :] == ["scontrol", "requeue", "7"] if again else (
+            "scontrol" not in words)  # fmt: skip
+    words = words[: words.index("scontrol")]
+    at = words.index("train_fsdp_qlora.py")
+    torchrun = get_args_parser().parse_args(words[words.index("torchrun") + 1 : at + 1])
+    assert (torchrun.nnodes, torchrun.nproc_per_node, torchrun.rdzv_id) == ("2", "8", "7")
+    config = script.resolve_config(script.parse_config(words[at + 1 :]), 16)
+    assert config.resume == "auto" and config.shard_group_size == 8
 
-    first = start()
-    assert not first.resume and first.shard_group_size == 8
-    (Path(first.output_dir) / "checkpoint-000050").mkdir(parents=True)
-    assert start() == dataclasses.replace(first, resume=True)
+
+def test_exit_codes_are_documented():
+    table = README.partition("| code | what happened |")[2].partition("\n\n")[0]
+    cells = " ".join(re.findall(r"^\| ([\d, ]+) \|", table, re.M))
+    assert {int(code) for code in re.findall(r"\d+", cells)} == {
+        0, *script.EXITS.values(), script.AGAIN, script.DISK, script.DIVERGED, script.OUT_OF_MEMORY,
+        script.FROZEN, script.BUG}  # fmt: skip
 
 
 @pytest.fixture
@@ -91,7 +102,7 @@ def test_flags_exist(merge_flags):
     used = set(re.findall(r"(?<![\w-])--([a-z][a-z_-]*)", README)) - others
     unknown = used - known
     assert not unknown or unknown <= merge_flags, unknown
-    assert len(fields) <= 34
+    assert len(fields) <= 37
 
 
 def test_merge_commands_have_real_flags(merge_flags):

@@ -161,7 +161,7 @@ def gradients(job, device):
         for i in range(len(run.model.layers)):
             adapter.set_layer(i, values)
         adapter.update = lambda rate: None
-        row = script.finish_step(script.train_step(run, 1), script.moment(device), device)
+        row, _ = script.train_step(run, 1)
         adapter.weights.data.copy_(adapter.weights.grad)
         return {"loss": torch.tensor(row["loss"]), **adapter.gather()}
 
@@ -274,7 +274,8 @@ def patterns(job, device):
 
 def run(job):
     device, case = script.init_distributed(), globals()[job["case"]]
-    results = case(job, device)
+    with script.watched():
+        results = case(job, device)
     every_rank = getattr(case, "every_rank", False)
     if dist.get_rank() == 0 or every_rank:
         out = job["out"] + (f".{dist.get_rank()}" if every_rank else "")

@@ -1,0 +1,716 @@
+"""Nothing is lost: a run that is killed, stopped, out of disk or started twice ends as if nothing
+had happened, once the same command has been given often enough.
+
+The runs are the script's own, of two processes on a CPU, and start within a moment by the server of
+forks.py. Ten steps, with dropout, evaluations and a checkpoint at every other step, are compared
+with the same command left alone: adapter and last checkpoint byte by byte, metrics.jsonl in all but
+its times. A dozen kills and a sample of the rest are in `make test`; `make chaos` has hundreds.
+What one process can show is further below, by main() in this process.
+"""
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import write_rows
+from forks import Forks
+from safetensors.torch import load_file, save_file
+
+import train_fsdp_qlora as script
+
+STEPS = 10
+TIMES = {"seconds", "eval_seconds", "tokens_per_second_per_gpu", "peak_memory_gib"}
+SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
+TARGETS = 0, 1, "launcher", "all"
+# of a rank that has lost another: where it has not begun or is about to end it hears no signals
+ENDS = {0, script.AGAIN, -signal.SIGTERM}
+
+
+@pytest.fixture(scope="module")
+def forks():
+    server = Forks()
+    yield server
+    server.end()
+
+
+@pytest.fixture(scope="module")
+def flags(tiny_model, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("rows")
+    model = tiny_model("llama", hidden_size=64, intermediate_size=96, num_hidden_layers=2)
+    write_rows(directory / "rows.jsonl", 24)
+    write_rows(directory / "eval.jsonl", 6)
+    return ["--model", model, "--dataset", directory / "rows.jsonl", "--max_seq_len", 64,
+            "--eval_dataset", directory / "eval.jsonl", "--max_steps", STEPS, "--batch_size", 4,
+            "--save_every", 2, "--eval_every", 3, "--lora_rank", 4, "--lora_dropout", 0.1,
+            "--shard_group_size", 2, "--output_dir", "run"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def start(forks, flags):
+    """Function (directory, *more flags, **faults of forks.py): a Run with its output in
+    directory/run."""
+    return lambda cwd, *more, **faults: forks.start([*flags, *more], cwd, **faults)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(start, tmp_path_factory):
+    """The directory `run` of the command left alone, how long that takes, and rank 0's and rank 1's
+    file operations of all saves."""
+    cwds = [tmp_path_factory.mktemp("undisturbed") for _ in range(2)]
+    for cwd in cwds:
+        run = start(cwd, fault={"rank": None, "operation": None})
+        assert run.wait() == [0, 0], run.err
+        seconds = time.monotonic() - run.started
+    assert differences(cwds[0], cwds[1] / "run") == []
+    return types.SimpleNamespace(run=cwd / "run", seconds=seconds, operations=[
+        run.operations(rank) for rank in (0, 1)])  # fmt: skip
+
+
+def read_metrics(directory):
+    """Without times."""
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").open()]
+    return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
+
+
+def differences(cwd, expected, has_last=True):
+    """What a complete run differs in from the directory of another; has_last: also its checkpoint
+    after the last step."""
+    found, run, last = [], cwd / "run", f"checkpoint-{STEPS:06d}"
+    names = ["adapter_model.safetensors", "adapter_config.json"]
+    if has_last:
+        names += [f"{last}/{path.name}" for path in (expected / last).glob("*.safetensors")]
+    for name in names:
+        if not (run / name).is_file():
+            found.append(f"no {name}")
+        elif (run / name).read_bytes() != (expected / name).read_bytes():
+            found.append(name)
+    try:
+        if has_last:
+            script.read_checkpoint(run / last)  # is whole
+        if read_metrics(run) != read_metrics(expected):
+            found.append(f"metrics.jsonl: steps {[row['step'] for row in read_metrics(run)]}")
+    except ValueError as e:
+        found.append(str(e))
+    status, whole = (script.read_json(path / "status.json", {}) for path in (run, expected))
+    for key in ("state", "code", "message", "step", "max_steps") + ("last_checkpoint",) * has_last:
+        if status.get(key) != whole[key]:
+            found.append(f"status.json: {key} {status.get(key)}")
+    found += [f"left: {path.name}" for path in run.glob(".checkpoint*.part")]
+    return found
+
+
+def last_words(run):
+    """The lines that say why a run ended; there is no traceback of the script beside them."""
+    assert f'File "{script.__file__}"' not in run.err, run.err
+    return [line for line in run.err.splitlines() if line.startswith(("error: ", "stopped: "))]
+
+
+def finish(start, cwd, *more, most=3, **faults):
+    """Give the same command until the run is complete."""
+    for _ in range(most):
+        run = start(cwd, *more, **faults)
+        if (codes := run.wait()) == [0, 0]:
+            return run
+        assert set(codes) == {script.AGAIN}, (codes, run.err)
+    raise AssertionError(f"not complete after {most} starts: {run.err}")
+
+
+def check_stopped(run, state="stopped", code=75, words=""):
+    """One line says why, and status.json tells the same and where the run is."""
+    (line,) = last_words(run)
+    assert words in line
+    status = json.loads((run.log.parent / "run" / "status.json").read_text())
+    kept = sorted(path.name for path in (run.log.parent / "run").glob("checkpoint-*"))
+    assert (status["state"], status["code"]) == (state, code), status
+    assert status["message"] in line
+    assert status["last_checkpoint"] == (kept[-1] if kept else None), status
+    assert status["max_steps"] == STEPS
+    return status
+
+
+# ------------------------------------------------------------------------------------------------
+# Kills
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kills", [12, pytest.param(200, marks=pytest.mark.chaos)])
+def test_killed_at_random_times(kills, start, forks, undisturbed, tmp_path):
+    """Of a rank, the launcher or all, at any time of a start; and again until the run is complete,
+    then another run, until so many kills are done."""
+    draw, done, cwd = random.Random(kills), 0, None
+    while done < kills or cwd:
+        if cwd is None:
+            cwd = tmp_path / str(len(list(tmp_path.iterdir())))
+            cwd.mkdir()
+        run = start(cwd)
+        if done < kills:
+            forks.wait_for(run.has_ended, draw.uniform(0, undisturbed.seconds))
+            if not run.has_ended():
+                run.kill(signal.SIGKILL, draw.choice(TARGETS))
+                done += 1
+        codes = run.wait(30)
+        assert set(codes) <= ENDS | {-signal.SIGKILL}, run.err
+        assert len(last_words(run)) <= 1, run.err
+        if codes == [0, 0]:
+            assert differences(cwd, undisturbed.run) == []
+            cwd = None
+
+
+# ------------------------------------------------------------------------------------------------
+# Files
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def before_last_save(start, undisturbed, tmp_path_factory):
+    """A run that was killed between its last step and the save of it; and of a start that goes on
+    with it, all file operations: [(rank, number)]."""
+    cwd = tmp_path_factory.mktemp("before-last-save")
+    last = [i for i, (name, path, _) in enumerate(undisturbed.operations[0])
+            if name == "mkdir" and path.endswith(f"checkpoint-{STEPS:06d}.part")]  # fmt: skip
+    run = start(cwd, fault={"rank": 0, "operation": last[0], "how": "kill"})
+    assert run.wait()[0] == -signal.SIGKILL
+    dry = shutil.copytree(cwd, tmp_path_factory.mktemp("dry") / "run")
+    run = start(dry, fault={"rank": None, "operation": None})
+    assert run.wait() == [0, 0], run.err
+    return cwd, [(rank, i) for rank in (0, 1) for i in range(len(run.operations(rank)))]
+
+
+def lost_by_fault(start, copy, rank, operation, how, expected):
+    """What a run lost by a fault of one file operation, with the same command afterwards."""
+    run = start(copy, fault={"rank": rank, "operation": operation, "how": how})
+    codes = run.wait()
+    done = run.operations(rank)
+    what = f"{how} of {rank}/{operation}, {done[min(operation, len(done) - 1)]}"
+    if len(done) <= operation:
+        return [f"{what}: not reached"]
+    if how in ("kill", "torn"):
+        is_right = codes[rank] == -signal.SIGKILL and codes[1 - rank] in ENDS
+    elif done[operation][2] in ("save_checkpoint", "write_metrics"):
+        is_right = codes == [0, 0] and last_words(run) == []  # training goes on
+    else:
+        is_right = codes[0] == codes[1] and len(last_words(run)) == bool(codes[0])
+    found = [] if is_right else [f"codes {codes}: {run.err}"]
+    stayed = codes == [0, 0]
+    if not stayed:
+        again = start(copy)
+        if again.wait() != [0, 0]:
+            return [f"{what}: a lost run: {again.err}"]
+    # a save of the last step that failed is not tried again: the adapter itself comes next
+    has_last = not stayed or "could not be saved" not in run.out
+    return [f"{what}: {text}" for text in found + differences(copy, expected, has_last)]
+
+
+@pytest.mark.parametrize("how", ["kill", "torn", "ENOSPC", "EIO"])
+@pytest.mark.parametrize("sample", [2, pytest.param(None, marks=pytest.mark.chaos)])
+def test_faults_of_file_operations(how, sample, start, undisturbed, before_last_save, tmp_path):
+    """Each operation of a start that resumes, saves, and writes the adapter."""
+    cwd, operations = before_last_save
+    found = []
+    for rank, i in random.Random(how).sample(operations, sample or len(operations)):
+        copy = shutil.copytree(cwd, tmp_path / "copy", ignore=shutil.ignore_patterns("log-*"))
+        found += lost_by_fault(start, copy, rank, i, how, undisturbed.run)
+        shutil.rmtree(copy)
+    assert not found, "\n".join(found)
+
+
+def test_full_disk_ends_no_training(start, undisturbed, tmp_path):
+    """Between two saves nothing is left on it, and later there is room again."""
+    (tmp_path / "run").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", tmp_path / "run"]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mount needs root")
+    try:
+        run = start(tmp_path, slow=[["train_step", 5, 0.5], ["train_step", 9, 0.5]])
+        run.wait_for_slow("train_step", 5, [0, 1])
+        with contextlib.suppress(OSError), (tmp_path / "run" / "filler").open("wb", 0) as filler:
+            while True:
+                filler.write(bytes(4096))
+        run.wait_for_slow("train_step", 9, [0, 1])
+        assert {path.name for path in (tmp_path / "run").glob("*checkpoint-*")} == {
+            "checkpoint-000003", "checkpoint-000004"}  # fmt: skip
+        for step in 6, 8:
+            assert f"checkpoint-{step:06d} could not be saved" in run.out
+        os.unlink(tmp_path / "run" / "filler")
+        assert run.wait() == [0, 0], run.err
+        assert last_words(run) == []
+        assert differences(tmp_path, undisturbed.run) == []
+    finally:
+        subprocess.run(["umount", "-l", tmp_path / "run"], check=True)
+
+
+# ------------------------------------------------------------------------------------------------
+# Signals
+# ------------------------------------------------------------------------------------------------
+
+PHASES = {  # function of the script: which call of it, after which step the run then stops
+    "load_weights": (1, 0), "train_step": (3, 3), "evaluate": (1, 3), "write_checkpoint": (1, 5),
+    "save_result": (1, None)}  # fmt: skip
+
+
+def check_signals(start, undisturbed, cwd, chosen):
+    """One run that gets a signal in each phase, and goes on by the same command."""
+    for (function, (call, step)), (number, target) in zip(PHASES.items(), chosen, strict=True):
+        run = start(cwd, slow=[[function, call, 0.5]])
+        run.wait_for_slow(function, call, [0] if step is None else [0, 1])
+        run.kill(number, target)
+        codes = run.wait(10)
+        if step is None:  # there is nothing left to stop
+            assert (codes, last_words(run)) == ([0, 0], []), run.err
+            continue
+        assert codes == [script.AGAIN] * 2, (function, codes, run.err)
+        assert check_stopped(run)["step"] == step, function
+        if step and (number, target) not in USR1_ENDS_TORCHRUN:
+            assert f"stopped: {number.name}, after step {step}" in run.err
+    assert differences(cwd, undisturbed.run) == []
+
+
+USR1_ENDS_TORCHRUN = (signal.SIGUSR1, "launcher"), (signal.SIGUSR1, "all")
+SAMPLE = [(signal.SIGTERM, "launcher"), (signal.SIGINT, "all"), (signal.SIGUSR1, 1),
+          (signal.SIGUSR1, "launcher"), (signal.SIGTERM, 0)]  # fmt: skip
+
+
+def test_signals_in_each_phase(start, undisturbed, tmp_path):
+    check_signals(start, undisturbed, tmp_path, SAMPLE)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("number", SIGNALS)
+def test_all_signals_in_each_phase(number, target, start, undisturbed, tmp_path):
+    check_signals(start, undisturbed, tmp_path, [(number, target)] * len(PHASES))
+
+
+def test_torchrun_is_killed(start, undisturbed, tmp_path):
+    run = start(tmp_path, slow=[["train_step", 5, 0.5]])
+    run.wait_for_slow("train_step", 5, [0, 1])
+    run.kill(signal.SIGKILL, "launcher")
+    assert run.wait(10) == [script.AGAIN] * 2, run.err
+    assert check_stopped(run, words="torchrun has ended, after step 5")["step"] == 5
+    finish(start, tmp_path)
+    assert differences(tmp_path, undisturbed.run) == []
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("number", [*SIGNALS, signal.SIGKILL])
+def test_torchrun_itself(number, flags, tmp_path):
+    """Does to its ranks what the launcher of forks.py does."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += [script.__file__, *flags, "--max_steps", 100_000]
+    with (tmp_path / "err").open("w") as err:
+        torchrun = subprocess.Popen(list(map(str, command)), cwd=tmp_path, stderr=err)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    wait_until(lambda: metrics.is_file() and len(metrics.read_bytes().splitlines()) > 9, 60)
+    ranks = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
+    assert len(ranks) == 2
+    torchrun.send_signal(number)
+    wait_until(lambda: torchrun.poll() is not None, 10)
+    wait_until(lambda: not any(Path("/proc", rank, "cmdline").exists() for rank in ranks), 10)
+    status = script.read_json(tmp_path / "run" / "status.json")
+    assert (status["state"], status["code"]) == ("stopped", script.AGAIN)
+    script.read_checkpoint(tmp_path / "run" / status["last_checkpoint"])
+    lines = (tmp_path / "err").read_text().splitlines()
+    assert [line for line in lines if line.startswith("stopped: ")] == [
+        f"stopped: {status['message']}"]  # fmt: skip
+
+
+def wait_until(what, seconds):
+    until = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < until, f"not within {seconds} s"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("function", "rank"),
+    [("train_step", 1)]
+    + [pytest.param(function, rank, marks=pytest.mark.chaos)
+       for function in ("train_step", "evaluate", "write_checkpoint") for rank in (0, 1)],
+)  # fmt: skip
+def test_rank_is_frozen(function, rank, start, undisturbed, tmp_path):
+    """The other writes down where it waits, and ends; torchrun then ends the frozen one."""
+    run = start(tmp_path, "--step_timeout_minutes", 0.05, slow=[[function, 2, 0.5]], grace=1)
+    run.wait_for_slow(function, 2, [0, 1])
+    run.kill(signal.SIGSTOP, rank)
+    codes = run.wait(30)
+    assert codes[1 - rank] == script.FROZEN and codes[rank] == -signal.SIGKILL, run.err
+    check_stopped(run, "failed", script.FROZEN, f"rank {1 - rank} on")
+    stacks = [path.name for path in (tmp_path / "run").glob("stacks-*.txt")]
+    assert stacks == [f"stacks-{1 - rank}.txt"]
+    assert "run_steps" in (tmp_path / "run" / stacks[0]).read_text()
+    finish(start, tmp_path, "--step_timeout_minutes", 0.05)
+    assert differences(tmp_path, undisturbed.run) == []
+
+
+# ------------------------------------------------------------------------------------------------
+# Two starts
+# ------------------------------------------------------------------------------------------------
+
+
+def check_refused(run, other):
+    assert run.wait(10) == [2, 2], run.err
+    (line,) = last_words(run)
+    assert "--output_dir run: in use by" in line
+    assert f"process {other.ranks[0]} on " in line or "a run that begins" in line
+
+
+@pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.chaos)])
+def test_second_start_leaves_a_live_run_alone(times, start, undisturbed, tmp_path):
+    for i in range(times):
+        cwd = tmp_path / str(i)
+        cwd.mkdir()
+        run = start(cwd, slow=[["train_step", 5, 0.5]])
+        run.wait_for_slow("train_step", 5, [0, 1])
+        run.kill(signal.SIGSTOP, 0, 1)
+        for more in [], ["--resume", "must"]:
+            check_refused(start(cwd, *more), run)
+        assert script.read_json(cwd / "run" / "status.json")["state"] == "training"
+        run.kill(signal.SIGCONT, 0, 1)
+        assert run.wait() == [0, 0], run.err
+        assert differences(cwd, undisturbed.run) == []
+
+
+@pytest.mark.chaos
+def test_one_of_two_starts_at_once_wins(start, undisturbed, tmp_path):
+    for i in range(10):
+        check_double_start(start, undisturbed, tmp_path / str(i))
+
+
+def check_double_start(start, undisturbed, cwd):
+    cwd.mkdir()
+    runs = [start(cwd), start(cwd)]
+    won, lost = runs if runs[0].wait() == [0, 0] else runs[::-1]
+    assert won.wait() == [0, 0], won.err
+    check_refused(lost, won)
+    assert differences(cwd, undisturbed.run) == []
+
+
+# ------------------------------------------------------------------------------------------------
+# That these tests find what they look for
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("plant", ["write_in_place", "forget_state", "append_metrics"])
+def test_loss_would_be_found(plant, start, undisturbed, tmp_path):
+    """By a kill in the save of step 4 of a run that writes or reads in another way."""
+    (tmp_path / "dry").mkdir()
+    run = start(tmp_path / "dry", plant=plant, fault={"rank": None, "operation": None})
+    assert run.wait() == [0, 0], run.err
+    assert differences(tmp_path / "dry", undisturbed.run, False) == []  # as nobody killed it
+    found = []
+    for i, (name, path, _) in enumerate(run.operations(0)):
+        if name == "save_file" and "checkpoint-000004" in path:
+            cwd = tmp_path / str(i)
+            cwd.mkdir()
+            run = start(cwd, plant=plant, fault={"rank": 0, "operation": i, "how": "torn"})
+            assert run.wait()[0] == -signal.SIGKILL
+            run = start(cwd, plant=plant)
+            found.append(run.wait() != [0, 0] or differences(cwd, undisturbed.run, False))
+    assert any(found)
+
+
+@pytest.mark.chaos
+def test_missing_lock_and_deaf_run_would_be_found(start, undisturbed, tmp_path):
+    def planted(plant):
+        return lambda *args, **faults: start(*args, plant=plant, **faults)
+
+    with pytest.raises(AssertionError, match=r"== \[2, 2\]"):  # both run
+        check_double_start(planted("lock_nothing"), undisturbed, tmp_path / "two")
+    with pytest.raises(AssertionError, match=r"\[0, 0\] == \[75\] \* 2|\[0, 0\] == \[75, 75\]"):
+        check_signals(planted("hear_nothing"), undisturbed, tmp_path, SAMPLE)
+
+
+# ------------------------------------------------------------------------------------------------
+# One process: what is resumed, and what lies in its way
+# ------------------------------------------------------------------------------------------------
+
+FLAGS = ["--model", "model", "--dataset", "rows.jsonl", "--max_seq_len", 64, "--batch_size", 4,
+         "--max_steps", 5, "--save_every", 1, "--keep_checkpoints", 9, "--lora_rank", 4,
+         "--report_to", "none", "--output_dir", "run"]  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def deterministic():
+    """On a GPU attention's backward else adds in any order."""
+    torch.use_deterministic_algorithms(torch.cuda.is_available(), warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="module")
+def complete(tiny_model, tmp_path_factory):
+    """The directory of a model, rows, and a run of five steps with a checkpoint at each."""
+    directory, before = tmp_path_factory.mktemp("complete"), Path.cwd()
+    model = tiny_model("llama", hidden_size=64, intermediate_size=96, num_hidden_layers=2)
+    shutil.copytree(model, directory / "model")
+    write_rows(directory / "rows.jsonl", 24)
+    try:
+        os.chdir(directory)
+        assert script.main([str(flag) for flag in FLAGS]) == 0
+    finally:
+        os.chdir(before)
+    return directory
+
+
+@pytest.fixture
+def cut(complete, tmp_path, monkeypatch):
+    """A copy whose run was killed in step 4, and the current directory; the path of its run."""
+    run = Path(shutil.copytree(complete, tmp_path / "cut")) / "run"
+    for path in run.glob("checkpoint-00000[45]"):
+        shutil.rmtree(path)
+    for name in "adapter_model.safetensors", "adapter_config.json", "loss.png":
+        (run / name).unlink(missing_ok=True)
+    (run / "status.json").write_text('{"state": "training"}')
+    monkeypatch.chdir(run.parent)
+    return run
+
+
+@pytest.fixture
+def again(cut, run_main):
+    """Function (*more flags): the same command there."""
+    return lambda *more: run_main(*FLAGS, *more)
+
+
+def refused(result, code, *words):
+    """Ended with this exit code and one line of all these words."""
+    assert result[0] == code, result
+    (line,) = result[2].strip().splitlines()
+    assert line.startswith("error: ")
+    for word in words:
+        assert str(word) in line
+    return line
+
+
+def is_whole(result, run, complete):
+    """The run has ended as if nothing had happened."""
+    assert result[0] == 0 and result[2] == "", result
+    for name in "adapter_model.safetensors", "adapter_config.json":
+        assert (run / name).read_bytes() == (complete / "run" / name).read_bytes()
+    assert read_metrics(run) == read_metrics(complete / "run")
+    assert script.read_json(run / "status.json")["state"] == "complete"
+
+
+def test_cut_run_goes_on(again, cut, complete):
+    is_whole(again(), cut, complete)
+
+
+def edit_json(path, change):
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def edit_tensor(name, change):
+    def edit(model):
+        tensors = load_file(model / "model.safetensors")
+        tensors[name] = change(tensors[name]).contiguous()
+        save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+
+    return edit
+
+
+def edit_rope(model):
+    edit_json(
+        model / "config.json", lambda config: config["rope_parameters"].update(rope_theta=5e5)
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    {
+        "embedding": edit_tensor("model.embed_tokens.weight", lambda weight: weight * 1.5),
+        "norm": edit_tensor("model.layers.1.input_layernorm.weight", lambda weight: weight * 2),
+        "linear": edit_tensor("model.layers.0.mlp.up_proj.weight", lambda weight: weight.flip(0)),
+        "rotary": edit_rope,
+    }.items(),
+    ids=lambda change: change[0],
+)
+def test_changed_base_is_refused(change, again, cut):
+    change[1](cut.parent / "model")
+    refused(again(), 7, "--output_dir run holds a run with another base model")
+    assert len(list(cut.glob("checkpoint-*"))) == 3 and not list(cut.glob("adapter_*"))
+
+
+@pytest.mark.parametrize("put", {
+    "fifo": os.mkfifo, "file": Path.touch, "empty directory": Path.mkdir,
+    "link": lambda path: path.symlink_to("checkpoint-000001"),
+    "link to nowhere": lambda path: path.symlink_to("nowhere"),
+    "copy": lambda path: shutil.copytree(path.with_name("checkpoint-000003"), path),
+}.items(), ids=lambda put: put[0])  # fmt: skip
+def test_what_is_no_checkpoint_is_skipped(put, again, cut, complete):
+    """Also where the next save belongs, and after all steps."""
+    for step in 4, 7:
+        put[1](script.checkpoint_path(cut, step))
+    others = [cut / "checkpoint-best", cut / "checkpoint-000099.bak"]
+    for path in others:
+        shutil.copytree(cut / "checkpoint-000001", path)
+    result = again()
+    assert "resumed from run/checkpoint-000003" in result[1]
+    is_whole(result, cut, complete)
+    for step in 1, 2, 3, 4, 5:
+        script.read_checkpoint(script.checkpoint_path(cut, step))
+    assert not script.checkpoint_path(cut, 4).is_symlink()
+    assert all(path.is_dir() for path in others) and not list(cut.glob(".checkpoint*"))
+
+
+def damage(how, path):
+    path.unlink()
+    if how == "directory":
+        path.mkdir()
+    else:
+        path.write_text({"nested": "[" * 100_000, "empty": "", "torn": '{"step": 3, "co'}[how])
+
+
+@pytest.mark.parametrize("how", ["nested", "empty", "torn", "directory"])
+def test_damaged_json_is_one_line_or_nothing(how, again, cut, complete):
+    damage(how, cut / "status.json")
+    damage(how, cut / "checkpoint-000003" / "checkpoint.json")
+    described = (cut / "train_config.json").read_text()
+    damage(how, cut / "train_config.json")
+    refused(again(), 2, "run")
+    refused(again("--resume", "must"), 2, "run")
+    if how == "directory":
+        (cut / "train_config.json").rmdir()
+    (cut / "train_config.json").write_text(described)
+    result = again()
+    assert "skipped run/checkpoint-000003, which is not whole" in result[1]
+    assert "resumed from run/checkpoint-000002" in result[1]
+    if how == "directory":
+        (cut / "status.json").rmdir()
+        result = again()
+    is_whole(result, cut, complete)
+
+
+def test_metrics_are_cut_by_step(again, cut, complete):
+    lines = (cut / "metrics.jsonl").read_text().splitlines()
+    lines = [lines[0], lines[1][:20], *lines[:4], lines[1], "\0" * 40, lines[4][:-9]]
+    (cut / "metrics.jsonl").write_text("\n".join(lines))
+    is_whole(again(), cut, complete)
+
+
+def test_metrics_that_are_lost_begin_again(again, cut, complete):
+    (cut / "metrics.jsonl").unlink()
+    code, _, err = again()
+    assert code == 0 and [row["step"] for row in read_metrics(cut)] == [4, 5], err
+
+
+def test_flags_that_differ_are_all_named(again, cut):
+    before = (cut / "train_config.json").read_bytes()
+    refused(again("--lora_rank", 8, "--seed", 3, "--batch_size", 2), 7, "--lora_rank 4, not 8",
+            "--seed 0, not 3", "--batch_size 4, not 2")  # fmt: skip
+    assert before == (cut / "train_config.json").read_bytes()
+
+
+def test_schedule_that_differs_is_said(again):
+    code, out, err = again("--learning_rate", 1e-3, "--lr_schedule", "linear")
+    assert code == 0, err
+    assert [line for line in out.splitlines() if line.startswith("changed: ")] == [
+        "changed: --learning_rate is 0.001, and was 0.0002 until step 3",
+        "changed: --lr_schedule is linear, and was cosine until step 3"]  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------
+# One process: when is saved, what is kept, how it ends
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def begin(complete, tmp_path, run_main, monkeypatch):
+    """Function (*more flags): a run of its own, on a copy of the model and the rows."""
+    shutil.copytree(complete / "model", tmp_path / "model")
+    shutil.copy(complete / "rows.jsonl", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return lambda *more: run_main(*FLAGS, *more)
+
+
+def kept(run):
+    return [int(path.name[-6:]) for path in sorted(run.glob("checkpoint-*"))]
+
+
+@pytest.mark.parametrize(
+    ("every", "steps"), [("0", [5]), ("3", [3, 5]), ("1m", [3, 5]), ("9m", [5])]
+)
+def test_checkpoints_come_as_often_as_save_every_says(every, steps, begin, tmp_path, monkeypatch):
+    """On a clock on which a step takes 25 seconds."""
+    train_step, passed = script.train_step, [0]
+
+    def slow_step(run, step):
+        passed[0] += 25
+        return train_step(run, step)
+
+    monkeypatch.setattr(script, "now", lambda: time.monotonic() + passed[0])
+    monkeypatch.setattr(script, "train_step", slow_step)
+    code, _, err = begin("--save_every", every)
+    assert code == 0, err
+    assert kept(tmp_path / "run") == steps
+
+
+def test_newest_checkpoints_and_the_best_are_kept(begin, tmp_path, monkeypatch):
+    """Evaluations find these losses, before the first step and after each."""
+    losses = iter([9, 6, 5, 3, 4, 6, 7, 5, 4])
+    monkeypatch.setattr(script, "evaluate", lambda run: next(losses))
+    code, out, err = begin("--eval_dataset", "rows.jsonl", "--eval_every", 1, "--max_steps", 8,
+                           "--keep_checkpoints", 3)  # fmt: skip
+    assert code == 0 and kept(tmp_path / "run") == [3, 6, 7, 8], err
+    assert "the best evaluation was after step 3, loss 3.0000: run/checkpoint-000003" in out
+
+
+def test_time_limit_ends_a_run_that_the_same_command_goes_on_with(begin, tmp_path, complete):
+    for step in 1, 2, 3, 4:
+        code, _, err = begin("--max_minutes", 0.001)
+        assert code == script.AGAIN and err == (
+            f"stopped: --max_minutes 0.001 are over, after step {step};"
+            f" checkpoint-{step:06d} is whole; the same command goes on\n")  # fmt: skip
+    code, _, err = begin("--max_minutes", 0.001)
+    if code:  # asked to stop in the last step, before the adapter is written
+        code, _, err = begin("--max_minutes", 0.001)
+    is_whole((code, _, err), tmp_path / "run", complete)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.embed_tokens.weight", "model.layers.1.post_attention_layernorm.weight",
+             "model.layers.1.self_attn.k_proj.weight"])  # fmt: skip
+def test_weight_that_is_not_finite_is_named(name, begin, tmp_path):
+    def spoil(weight):
+        weight.view(-1)[-7] = float("nan")
+        return weight
+
+    edit_tensor(name, spoil)(tmp_path / "model")
+    refused(begin(), 3, f"the model's {name} has values that are not finite")
+    assert not (tmp_path / "run").exists()
+
+
+def test_template_that_never_ends_is_refused(begin, tmp_path, monkeypatch):
+    monkeypatch.setattr(script, "RENDER_SECONDS", 0.3)
+    many = "{% for i in range(20000) %}"  # 15 seconds in all
+    (tmp_path / "chat.jinja").write_text(f"{many}{many}{{% endfor %}}{{% endfor %}}")
+    rows = [[{"role": "user", "content": "2?"}, {"role": "assistant", "content": "2"}]] * 3
+    (tmp_path / "rows.jsonl").write_text("".join(
+        json.dumps({"messages": row}) + "\n" for row in rows))  # fmt: skip
+    began = time.monotonic()
+    refused(begin("--chat_template", "chat.jinja"), 4, "rows.jsonl line 1",
+            "is not rendered by the chat template", "0.3 seconds")  # fmt: skip
+    assert time.monotonic() - began < 10
+
+
+def test_gradient_of_zero_ends_the_run(begin, tmp_path):
+    code, _, err = begin("--learning_rate", 1e6)
+    assert code == script.DIVERGED and err.startswith("error: step 2: "), err
+    assert "gradient norm of exactly 0" in err and kept(tmp_path / "run") == [1]
+
+
+def test_target_modules_are_sorted(complete):
+    for path in (complete / "run").rglob("adapter_config.json"):
+        names = json.loads(path.read_text())["target_modules"]
+        assert names == sorted(names) and len(names) == 7
