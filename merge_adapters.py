@@ -232,12 +232,15 @@ def finite(tensor, what):
 @contextlib.contextmanager
 def time_limit(seconds, what):
     """Makes any error in the block a ValueError about `what`, and a longer time (0: no limit)."""
-    signal.signal(signal.SIGALRM, lambda *_: require(False, f"longer than {seconds} s"))
+    start = time.monotonic()
+    signal.signal(signal.SIGALRM, lambda *_: require(False, ""))
     signal.setitimer(signal.ITIMER_REAL, seconds, 1)  # again each second: a library may catch it
     try:
         yield
-    except Exception as e:
-        raise ValueError(f"{what}: {type(e).__name__}: {e}")
+    except Exception as e:  # a library may have made any other of the alarm's
+        late = 0 < seconds <= time.monotonic() - start
+        why = f"longer than {seconds} s" if late else f"{type(e).__name__}: {e}"
+        raise ValueError(f"{what}: {why}")
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
