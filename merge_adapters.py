@@ -32,7 +32,6 @@ import torch
 import transformers
 from huggingface_hub import snapshot_download
 from peft import LoraConfig, PeftModel
-from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
@@ -212,7 +211,7 @@ TRAINED = {  # what train_config.json may say: the JSON of each value, as a regu
     "quantization.prequantized": "true|false", "quantization.device": '"(cpu|cuda)"',
     "quantization.absmax_offsets": r'\{("[^"]+": [\de.-]{1,25}(, )?)*\}'}
 FREE = """peft_version base_model_name_or_path task_type inference_mode lora_dropout
-    target_modules""".split()  # of adapter_config.json: the last is matched, the others not used
+    target_modules""".split()  # of adapter_config.json: not used here
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 NF4_PARTS = ("absmax", "nested_absmax", "nested_quant_map", "quant_map",
              "quant_state.bitsandbytes__nf4")  # what bitsandbytes stores beside a weight
@@ -347,7 +346,7 @@ def read_base(name, quantization):
         vocab_size=vocab_size, in_4bit=in_4bit, size=2 * sum(map(math.prod, shapes.values())),
         shapes=shapes,  # {tensor name: shape} of what the merged model holds, file by file
         quantised=quantised,  # {tensor name: module name} of the weights that training had in NF4
-        linears=linears, unquantised=[n for n in linears if n not in trained],  # module names
+        unquantised=[n for n in linears if n not in trained],  # module names
         dtype=getattr(torch, quantization["quantized_from_dtype"]),
         absmax_offsets=quantization["absmax_offsets"])  # they tell one base from another
 
@@ -365,7 +364,8 @@ def stored_tensors(directory):
 
 
 def read_adapter(adapter_dir, config, base):
-    """PEFT's configuration; {tensor name in the base: (file, names of A, B and more, scaling)}."""
+    """PEFT's configuration; {tensor name in the base: (file, names of A, B and more, scaling)}.
+    Which linears have an adapter is what train_config.json says and the tensors' names must say."""
     path, file = [adapter_dir / name for name in ADAPTER_FILES]
     r, alpha, kind = config["lora_rank"], config["lora_alpha"], config["adapter"]
     ends = tuple("" if n == "all-linear" else f".{n}" for n in config["target_modules"])
@@ -376,11 +376,6 @@ def read_adapter(adapter_dir, config, base):
     for name, value in found.items():  # PiSSA, OLoRA and others train on a changed base
         require(name in FREE or value == wanted.get(name) or not (value or name in wanted),
                 f"{path}: {name} is {value!r:.80}, by train_config.json {wanted.get(name)!r}")
-    with time_limit(LONGEST_SECONDS, f"{path}: matching target_modules"):
-        given = LoraConfig(target_modules=found["target_modules"])
-        odd = {n for n in base.linears if check_target_module_exists(given, n)} ^ targets
-    require(not odd, f"{path}: target_modules {found['target_modules']!r:.80} and those of"
-            f" train_config.json, {config['target_modules']}, differ on {min(odd, default='')}")
     adapter, shapes = {}, {}
     for name, module in base.quantised.items():
         if module in targets:

@@ -395,20 +395,9 @@ def train(given, device):
             progress=progress, dealt={}, saved=done, save_due=math.inf, longest_step=0,
             clock_start=now())
         records = run_steps(run, done)
-        enter("saving")
         if config.random_weights and records:
             say_speed(run, records)
-        weights = adapter.gather()
-        on_rank_0(save_result, directory, weights, lora_config)
-        on_rank_0(draw_losses, directory)
-        if best := progress["best_step"]:
-            path = checkpoint_path(directory, best)
-            say(f"the best evaluation was after step {best}, loss {progress['best_loss']:.4f}:"
-                f" {path if path.is_dir() else 'which could not be saved'}")
-        say_memory("at the end", device)
-        say(f"adapter saved in {directory}; to merge it into the base model:")
-        say(merge_command(directory))
-        write_status("complete", 0, "the adapter is saved")
+        finish_run(run)
 
 
 def run_steps(run, done):
@@ -462,6 +451,22 @@ def run_steps(run, done):
     return records
 
 
+def finish_run(run):
+    """The adapter, the picture of the losses, and what to type next. All ranks must call this."""
+    enter("saving")
+    weights, directory, progress = run.adapter.gather(), run.directory, run.progress
+    on_rank_0(save_adapter, directory, weights, run.lora_config)
+    on_rank_0(draw_losses, directory)
+    if best := progress["best_step"]:
+        path = checkpoint_path(directory, best)
+        say(f"the best evaluation was after step {best}, loss {progress['best_loss']:.4f}:"
+            f" {path if path.is_dir() else 'which could not be saved'}")
+    say_memory("at the end", run.device)
+    say(f"adapter saved in {directory}; to merge it into the base model:")
+    say(merge_command(directory))
+    write_status("complete", 0, "the adapter is saved")
+
+
 @torch.no_grad()
 def evaluate(run):
     """The mean loss over the learnt tokens of all evaluation rows, without dropout; None if the run
@@ -481,7 +486,7 @@ def evaluate(run):
     for unit in run.model.modules():  # nothing that was gathered may stay: the adapter will change
         if isinstance(unit, FSDPModule):
             unit.reshard()
-    evaluating, loss = False, float(all_gather(total).sum()) / int(rows.learnt.sum())
+    evaluating, loss = False, float(all_gather(total).sum()) / int(rows.n_learnt.sum())
     return None if any(gather_objects(status.stop_reason)) else loss
 
 
@@ -498,7 +503,7 @@ def log_evaluation(run, log, step):
     perplexity = math.exp(min(loss, 700))
     if log:
         log_record(log, {"step": step, "eval_loss": loss, "eval_perplexity": perplexity,
-                         "eval_tokens": int(run.eval_rows.learnt.sum()),
+                         "eval_tokens": int(run.eval_rows.n_learnt.sum()),
                          "eval_seconds": now() - started})
     say(f"evaluation after step {step}: loss {loss:.4f}, perplexity {perplexity:.2f}"
         + (", the best so far" if is_best and step else ""))
@@ -680,7 +685,7 @@ class Rows:
     table: object  # table[i] has `input_ids` and `labels`, int64 [tokens]
     index: torch.Tensor  # int64 [rows], where in the table they are
     lengths: torch.Tensor  # int64 [rows], tokens
-    learnt: torch.Tensor  # int64 [rows], tokens that the loss is taken of
+    n_learnt: torch.Tensor  # int64 [rows], tokens that the loss is taken of
     digests: torch.Tensor  # int64 [rows], of tokens and labels
 
     def __len__(self):
@@ -779,7 +784,7 @@ class Bin:
     input_ids: torch.Tensor  # int64 [tokens]
     position_ids: torch.Tensor  # int64 [tokens], 0 at the first token of each document
     cu_seqlens: torch.Tensor  # int32 [documents + 1], where they begin and end
-    learnt: torch.Tensor  # int64 [n], tokens whose successor is learnt, padded with 0
+    learnt_at: torch.Tensor  # int64 [n], tokens whose successor is learnt, padded with 0
     labels: torch.Tensor  # int64 [n], these successors, padded with IGNORE
     dropout_keys: torch.Tensor | None  # int64 [tokens], see drop(); None: no dropout
     lengths: tuple  # of the documents
@@ -799,7 +804,7 @@ def make_bin(batch, micro_batch, rank, step_key, run):
     n_tokens, longest = max(map(sum, lengths)), max(all_lengths)
     if len(all_lengths) > 1:
         n_tokens = min(round_up(n_tokens, device), run.plan.bin_tokens)  # no more than planned
-    most = max(int(batch.learnt[rows].sum()) for rows in micro_batch)
+    most = max(int(batch.n_learnt[rows].sum()) for rows in micro_batch)
     mine, lengths = micro_batch[rank], lengths[rank]
     left = n_tokens - sum(lengths)
     lengths = lengths + [longest] * (left // longest) + [left % longest] * (left % longest > 0)
@@ -809,8 +814,8 @@ def make_bin(batch, micro_batch, rank, step_key, run):
         row_ids, row_labels = batch.tokens(i)
         ids[start : start + len(row_ids)] = row_ids
         labels[start : start + len(row_ids) - 1] = row_labels[1:]
-    learnt = (labels != IGNORE).nonzero().view(-1)
-    padding = (0, round_up(most, device) - len(learnt))
+    learnt_at = (labels != IGNORE).nonzero().view(-1)
+    padding = (0, round_up(most, device) - len(learnt_at))
     position_ids = torch.arange(n_tokens) - starts[:-1].repeat_interleave(starts.diff())
     keys = None
     if step_key is not None:
@@ -821,8 +826,8 @@ def make_bin(batch, micro_batch, rank, step_key, run):
         longest = 2 ** (longest - 1).bit_length()
         spare = 2 ** len(lengths).bit_length() - len(lengths)
         starts = F.pad(starts, (0, spare), value=n_tokens)
-    tensors = [ids, position_ids, starts.int(), F.pad(learnt, padding),
-               F.pad(labels[learnt], padding, value=IGNORE), keys]
+    tensors = [ids, position_ids, starts.int(), F.pad(learnt_at, padding),
+               F.pad(labels[learnt_at], padding, value=IGNORE), keys]
     if device.type == "cuda":
         tensors = [t if t is None else t.pin_memory().to(device, non_blocking=True)
                    for t in tensors]
@@ -907,7 +912,7 @@ def train_step(run, step):
     config, plan, adapter = run.config, run.plan, run.adapter
     batch, bins = run.dealt.pop(step, None) or deal_step(run, step)
     # every rank knows all rows' lengths, so that the global count needs no communication
-    learnt_tokens, tokens = int(batch.learnt.sum()), int(batch.lengths.sum())
+    learnt_tokens, tokens = int(batch.n_learnt.sum()), int(batch.lengths.sum())
     local_loss, n_bins, room = torch.zeros((), dtype=torch.float64, device=run.device), 0, 0
     while bins:
         bin = bins.pop(0)
@@ -1218,59 +1223,10 @@ def check_same(config):
                 raise Stop(f"{other} {other_fact}, {first} {fact}: {remedy}")
 
 
-def limit_memory(config, device):
-    """The GPU memory in bytes that this run may use: --memory_limit_gib or what is free now, of all
-    GPUs the least; 0 on a CPU without that flag. The limit is what torch allocates: what CUDA and
-    NCCL need for themselves, about 1 GiB, is beside it. All ranks must call this."""
-    limit = int((config.memory_limit_gib or 0) * 2**30)
-    with together():
-        if device.type == "cuda":
-            free, total = torch.cuda.mem_get_info()
-            if limit > free:
-                raise ValueError(f"--memory_limit_gib {config.memory_limit_gib}: of this GPU's"
-                                 f" {total / 2**30:.1f} GiB only {free / 2**30:.1f} are free")
-            if limit:
-                torch.cuda.set_per_process_memory_fraction(limit / total)
-            limit = limit or free
-    return min(gather_objects(limit))
-
-
-def proc_bytes(file, name):
-    """A size that a file of /proc names, in bytes; inf where there is no /proc, as on macOS."""
-    path = Path("/proc", file)
-    sizes = re.findall(rf"{name}:\s*(\d+) kB", path.read_text()) if path.is_file() else ["inf"]
-    return float(sizes[0]) * 2**10
-
-
-def host_memory():
-    """This process's resident bytes now and at their peak."""
-    return proc_bytes("self/status", "VmRSS"), proc_bytes("self/status", "VmHWM")
-
-
-def host_share():
-    """Bytes of this machine's free memory for each of its processes."""
-    return proc_bytes("meminfo", "MemAvailable") / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-
-
-def memory_gib(device):
-    """Now and at the peak: allocated on a GPU, else the resident memory of the process."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated() / 2**30, torch.cuda.max_memory_allocated() / 2**30
-    current, peak = host_memory()
-    return current / 2**30, peak / 2**30
-
-
 def say_each(what, text):
     """Print what each rank says, once if all say the same. All ranks must call this."""
     texts = gather_objects(text)
     say(f"{what}, each rank: {texts[0] if len(set(texts)) == 1 else '; '.join(texts)}")
-
-
-def say_memory(when, device):
-    """All ranks must call this."""
-    current, peak = memory_gib(device)
-    kind = "GPU memory" if device.type == "cuda" else "host memory"
-    say_each(f"{kind} {when}", f"{current:.2f} GiB (peak {peak:.2f})")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1476,24 +1432,17 @@ def write_status(state, code=None, message=""):
         os.replace(part, path)
 
 
-class TooLong(BaseException):
-    """Not an Exception, which the code that takes too long may catch."""
-
-
 @contextlib.contextmanager
 def time_limit(seconds, what):
     """Raise TimeoutError if the `with` body, somebody else's code, takes longer. Main thread only.
     """
     start = now()
-
-    def fail(*_):
-        raise TooLong
-
-    before = signal.signal(signal.SIGALRM, fail)
+    # it raises KeyboardInterrupt, which the body's `except Exception` lets pass
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
-    except BaseException:  # torch makes a RuntimeError of a TooLong that meets it at the wrong place
+    except BaseException:  # torch makes a RuntimeError of one that comes at a wrong moment
         if now() < start + seconds:
             raise
         raise TimeoutError(f"{what} took more than {seconds:g} seconds")
@@ -2074,9 +2023,9 @@ def columns_of(ids, labels, most):
     """What the table holds of one document, cut to `most` tokens."""
     cut, ids, labels = len(ids) > most, *(np.asarray(x[:most], np.int32) for x in (ids, labels))
     sha = hashlib.blake2b(ids.tobytes() + labels.tobytes(), digest_size=8).digest()
-    learnt = int((labels[1:] != IGNORE).sum())  # the first token is not predicted from anything
-    return {"input_ids": ids, "labels": labels, "length": len(ids), "learnt": learnt, "cut": cut,
-            "digest": int.from_bytes(sha, "little", signed=True)}
+    n_learnt = int((labels[1:] != IGNORE).sum())  # the first token is not predicted from anything
+    return {"input_ids": ids, "labels": labels, "length": len(ids), "n_learnt": n_learnt,
+            "cut": cut, "digest": int.from_bytes(sha, "little", signed=True)}
 
 
 def tokenize(documents, tokenizer):
@@ -2139,7 +2088,7 @@ def encode_pieces(pieces, tokenizer, max_seq_len, vocab_size):
                 if largest >= vocab_size:
                     why = (f"{REFUSED}{say_where(*where)}: has token {largest}, but the model's"
                            f" vocabulary ends at {vocab_size - 1}")
-                elif not columns["learnt"]:
+                elif not columns["n_learnt"]:
                     why = why or "nothing to learn in it"
                 yield {**columns, "form": form, "kept": not why, "left_out": printable(why),
                        "where": say_where(*where) if why else ""}
@@ -2150,7 +2099,7 @@ def encode_table(pieces, key, **settings):
     earlier call with this key has left in the cache of datasets, or else encoded by all cores."""
     import datasets
 
-    kinds = {"input_ids": "int32", "labels": "int32", "length": "int32", "learnt": "int32",
+    kinds = {"input_ids": "int32", "labels": "int32", "length": "int32", "n_learnt": "int32",
              "digest": "int64", "cut": "bool", "kept": "bool", "form": "string",
              "left_out": "string", "where": "string"}
     features = {name: datasets.Value(kind) for name, kind in kinds.items()}
@@ -2198,19 +2147,19 @@ def prepare_rows(sources, tokenizer, max_seq_len, vocab_size, day):
             if reason.startswith(REFUSED):
                 raise ValueError(reason.removeprefix(REFUSED))
         numbers = {name: torch.from_numpy(column(name).to_numpy().copy())
-                   for name in ("kept", "length", "learnt", "digest", "cut")}
+                   for name in ("kept", "length", "n_learnt", "digest", "cut")}
         kept = numbers.pop("kept").nonzero().view(-1)
         reasons = "; ".join(f"{counts['left_out'][r]} left out: {r} ({where[r]})"
                             for r in sorted(where, key=counts["left_out"].get, reverse=True)[:5])
         if not len(kept):
             raise ValueError(f"{' '.join(sources)}: none of its {len(table)} rows can be learnt:"
                              f" {reasons}")
-        cut, *columns = (numbers[name][kept] for name in ("cut", "length", "learnt", "digest"))
+        cut, *columns = (numbers[name][kept] for name in ("cut", "length", "n_learnt", "digest"))
         rows = Rows(table.with_format("torch", columns=["input_ids", "labels"]), kept, *columns)
         forms = ", ".join(f"{n:,} {form}" for form, n in counts["form"].items() if form)
         return rows, (
             f"{' '.join(sources)}: {len(rows):,} rows, {forms}; {rows.lengths.sum():,} tokens,"
-            f" {rows.learnt.sum():,} of them learnt"
+            f" {rows.n_learnt.sum():,} of them learnt"
             + f"; {cut.sum():,} cut to {max_seq_len} tokens" * bool(cut.any())
             + f"; {reasons}" * bool(reasons))
 
@@ -2229,7 +2178,7 @@ def rows_of(pairs):
     table = [{key: torch.as_tensor(c[key], dtype=torch.int64) for key in ("input_ids", "labels")}
              for c in columns]
     return Rows(table, torch.arange(len(table)), *(
-        torch.tensor([c[key] for c in columns]) for key in ("length", "learnt", "digest")))
+        torch.tensor([c[key] for c in columns]) for key in ("length", "n_learnt", "digest")))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -3536,7 +3485,7 @@ class HeadLoss(torch.autograd.Function):
         targets = gather(bin.labels)  # [ranks, n]
         step = max(1, CHUNK_BYTES // (4 * arch.vocab_size))
         for chunk in (slice(i, i + step) for i in range(0, len(bin.labels), step)):
-            part = x[bin.learnt[chunk]]
+            part = x[bin.learnt_at[chunk]]
             hidden = torch.empty_like(part)
             normalise(hidden, part, model.norm, arch.norm, arch.norm_eps)
             logits = gather(hidden).flatten(0, 1) @ weight.t()
@@ -3556,7 +3505,7 @@ class HeadLoss(torch.autograd.Function):
                 dist.reduce_scatter_tensor(own, grad, group=model.group)
                 grad = own
             grad = norm_backward(part, grad, model.norm, None, arch.norm, arch.norm_eps)
-            grad_x.index_add_(0, bin.learnt[chunk], grad)  # padding adds 0 to token 0
+            grad_x.index_add_(0, bin.learnt_at[chunk], grad)  # padding adds 0 to token 0
         ctx.grad_x = grad_x
         return loss
 
@@ -4450,6 +4399,55 @@ def verify_model(model, plan):
 # ------------------------------------------------------------------------------------------------
 
 
+def limit_memory(config, device):
+    """The GPU memory in bytes that this run may use: --memory_limit_gib or what is free now, of all
+    GPUs the least; 0 on a CPU without that flag. The limit is what torch allocates: what CUDA and
+    NCCL need for themselves, about 1 GiB, is beside it. All ranks must call this."""
+    limit = int((config.memory_limit_gib or 0) * 2**30)
+    with together():
+        if device.type == "cuda":
+            free, total = torch.cuda.mem_get_info()
+            if limit > free:
+                raise ValueError(f"--memory_limit_gib {config.memory_limit_gib}: of this GPU's"
+                                 f" {total / 2**30:.1f} GiB only {free / 2**30:.1f} are free")
+            if limit:
+                torch.cuda.set_per_process_memory_fraction(limit / total)
+            limit = limit or free
+    return min(gather_objects(limit))
+
+
+def proc_bytes(file, name):
+    """A size that a file of /proc names, in bytes; inf where there is no /proc, as on macOS."""
+    path = Path("/proc", file)
+    sizes = re.findall(rf"{name}:\s*(\d+) kB", path.read_text()) if path.is_file() else ["inf"]
+    return float(sizes[0]) * 2**10
+
+
+def host_memory():
+    """This process's resident bytes now and at their peak."""
+    return proc_bytes("self/status", "VmRSS"), proc_bytes("self/status", "VmHWM")
+
+
+def host_share():
+    """Bytes of this machine's free memory for each of its processes."""
+    return proc_bytes("meminfo", "MemAvailable") / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def memory_gib(device):
+    """Now and at the peak: allocated on a GPU, else the resident memory of the process."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated() / 2**30, torch.cuda.max_memory_allocated() / 2**30
+    current, peak = host_memory()
+    return current / 2**30, peak / 2**30
+
+
+def say_memory(when, device):
+    """All ranks must call this."""
+    current, peak = memory_gib(device)
+    kind = "GPU memory" if device.type == "cuda" else "host memory"
+    say_each(f"{kind} {when}", f"{current:.2f} GiB (peak {peak:.2f})")
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """How the work is laid out on the GPUs, what that takes, and how long."""
@@ -5057,7 +5055,7 @@ def write_adapter(directory, weights, lora_config):
     write_whole(directory / "adapter_config.json", json.dumps(settings, indent=2, sort_keys=True))
 
 
-def save_result(directory, weights, lora_config):
+def save_adapter(directory, weights, lora_config):
     """Write the trained adapter, elsewhere if --output_dir does not take it. Rank 0 only."""
     errors = []
     for place in directory, directory.resolve().parent, Path(tempfile.gettempdir()):

@@ -151,8 +151,8 @@ def ours(config, model, files, rows, held_out, args):
     steps, evals = ([r for r in records if key in r] for key in ("loss", "eval_loss"))
     for step in steps:
         which = script.step_rows(step["step"], len(rows), config)
-        assert step["learnt_tokens"] == rows.learnt[which].sum(), "PEFT would get other batches"
-    assert evals[0]["eval_tokens"] == held_out.learnt.sum(), "PEFT would get other labels"
+        assert step["learnt_tokens"] == rows.n_learnt[which].sum(), "PEFT would get other batches"
+    assert evals[0]["eval_tokens"] == held_out.n_learnt.sum(), "PEFT would get other labels"
     if config.seed == args.seeds[0] and (results / "loss.png").is_file():
         shutil.copy(results / "loss.png", args.out)
     return evals[0]["eval_loss"], evals[-1]["eval_loss"], sum(step["seconds"] for step in steps)
@@ -172,7 +172,8 @@ def summed_loss(model, rows, which):
 @torch.no_grad()
 def evaluate(model, rows):
     batches = rows.lengths.argsort().split(16)
-    return sum(summed_loss(model, rows, which).item() for which in batches) / int(rows.learnt.sum())
+    total = sum(summed_loss(model, rows, which).item() for which in batches)
+    return total / int(rows.n_learnt.sum())
 
 
 def by_peft(method, config, model, rows, held_out, args):
@@ -191,7 +192,7 @@ def by_peft(method, config, model, rows, held_out, args):
     before, started = evaluate(model, held_out), time.perf_counter()
     for step in range(1, config.max_steps + 1):
         which = script.step_rows(step, len(rows), config)
-        (summed_loss(model, rows, which) / int(rows.learnt[which].sum())).backward()
+        (summed_loss(model, rows, which) / int(rows.n_learnt[which].sum())).backward()
         torch.nn.utils.clip_grad_norm_(trained, config.max_grad_norm)
         for group in optimizer.param_groups:
             group["lr"] = script.learning_rate(step, config)
@@ -255,7 +256,7 @@ def main(argv):
     settings = {"batch_size": args.batch_size, "max_steps": args.steps,
                 "learning_rate": args.learning_rate}  # fmt: skip
     counts = {"rows": len(data[0]), "held_out": len(data[1]),
-              "held_out_tokens": int(data[1].learnt.sum())}  # fmt: skip
+              "held_out_tokens": int(data[1].n_learnt.sum())}  # fmt: skip
     for method in (m for m in METHODS if m in args.only.split(",")):  # PEFT leaves memory taken
         for seed in args.seeds:
             config = script.Config(**settings, seed=seed)

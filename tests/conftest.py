@@ -5,10 +5,10 @@ layers of every family in families.py), the references are transformers, PEFT an
 themselves, the runs are the script's own. Three ways lead to it. run_main calls its main() in this
 process. run_training starts the file by torchrun, as a user does. run_jobs has the ranks of a
 launch of several.py call main() with one list of flags after the other: a launch serves the whole
-session, since to start one takes longer than most runs; on a CPU it imports the libraries once and
-forks its ranks then. A file's runs are made together, by a
-fixture, when its first test asks for them, and each test then reads what its own run has left:
-a case that goes wrong fails under its own name. Where files do not tell, a job is a case of
+session, since to start one takes longer than most runs; on a CPU it imports the libraries once,
+then forks four ranks, of which a job takes as many as it wants. A file's runs are made together, by
+a fixture, when its first test asks for them, and each test then reads what its own run has left: a
+case that goes wrong fails under its own name. Where files do not tell, a job is a case of
 worker.py, which looks at the run that train() has wired, in place of its steps. Computed in fp32
 and on a CPU, numbers equal the references to 1e-5; what must be the same bytes is compared by
 torch.equal. `make test` shares the files out to two processes, each with launches of its own.
@@ -23,7 +23,6 @@ import io
 import json
 import os
 import random
-import socket
 import subprocess
 import sys
 import tempfile
@@ -36,6 +35,9 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 if "PYTEST_XDIST_WORKER" not in os.environ:  # else it is that of the process that started this one
     CACHE = tempfile.TemporaryDirectory(prefix="datasets-", ignore_cleanup_errors=True)
     os.environ["HF_DATASETS_CACHE"] = CACHE.name
+# torch asks for the name of each address that it connects to, also 127.0.0.1; where the name server
+# does not answer, each time for the 5 seconds that are the default
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 # a thread that waits for another leaves its core to those that have work; otherwise what else runs
 # on the machine makes a process of several threads ten times slower
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -172,48 +174,53 @@ def encode_file(path, tokenizer, max_seq_len=64):
     return list(train_fsdp_qlora.encode_pieces(pieces, tokenizer, max_seq_len, len(tokenizer)))
 
 
-def free_ports(n):
-    """Below those that the system gives to connections, which could take them meanwhile."""
-    ports = []
-    while len(ports) < n:
-        port = random.randrange(10_000, 32_000)
-        with socket.socket() as s, contextlib.suppress(OSError):
-            s.bind(("localhost", port))
-            ports += [str(port)] if str(port) not in ports else []
-    return ports
+def ranks_command(nproc, directory):
+    """What starts the ranks of several.py."""
+    if DEVICE == "cpu":
+        return [sys.executable, SEVERAL, directory, str(nproc)]
+    # bitsandbytes asks the driver when it is imported, and that does not survive a fork
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
+    return [sys.executable, *torchrun, SEVERAL, directory]
+
+
+def run_once(nproc, job, directory, env=None):
+    """CompletedProcess of a launch of several.py for one job, which may end its ranks."""
+    (directory / "0.json").write_text(json.dumps([job]))
+    return subprocess.run(
+        ranks_command(nproc, directory), cwd=directory, env={**os.environ, **(env or {})},
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
 
 
 class Launch:
     """The ranks of several.py, which wait for jobs until they are ended."""
 
-    def __init__(self, nproc, directory):
-        self.nproc, self.directory, self.n_lists = nproc, directory, 0
-        # bitsandbytes asks the driver when it is imported, and that does not survive a fork
-        command = [SEVERAL, directory, str(nproc)]
-        if DEVICE == "cuda":
-            torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
-            command = [*torchrun, *command[:2]]
+    def __init__(self, directory):
+        self.directory, self.n_lists = directory, 0
+        self.ranks = min(4, torch.cuda.device_count() or 4)
         with (directory / "stdout").open("w") as out, (directory / "stderr").open("w") as err:
             self.process = subprocess.Popen(
-                [sys.executable, *command],
+                ranks_command(self.ranks, directory),
                 stdin=subprocess.PIPE, stdout=out, stderr=err,
                 env={**os.environ, "PYTHONFAULTHANDLER": "1", "OMP_NUM_THREADS": "1"},
             )  # fmt: skip
         self.output = [(directory / name).open() for name in ("stdout", "stderr")]
 
-    def run(self, jobs, timeout):
-        """Each rank's exit codes, or None where a rank ended or none came in time; and what was
-        written to stdout and stderr meanwhile."""
+    def run(self, nproc, jobs, timeout):
+        """The exit codes of each of `nproc` ranks, or None where a rank ended or none came in time;
+        and what was written to stdout and stderr meanwhile."""
         path = self.directory / f"{self.n_lists}.json"
         self.n_lists += 1
-        write_whole(path, json.dumps(jobs))
-        results = [path.with_suffix(f".{rank}") for rank in range(self.nproc)]
+        write_whole(path, json.dumps([{"nproc": nproc, **job} for job in jobs]))
+        results = [path.with_suffix(f".{rank}") for rank in range(self.ranks)]
         until = time.monotonic() + timeout
         while not (done := all(result.exists() for result in results)):
             if self.process.poll() is not None or time.monotonic() > until:
                 break
             time.sleep(0.02)
-        codes = [json.loads(result.read_text()) for result in results] if done else None
+        codes = [json.loads(result.read_text()) for result in results[:nproc]] if done else None
+        if codes is None or DEVICE == "cuda":  # where it would keep what was compiled
+            self.end()
         return codes, *(file.read() for file in self.output)
 
     def end(self):
@@ -223,22 +230,20 @@ class Launch:
         except subprocess.TimeoutExpired:
             self.process.terminate()  # it then ends its ranks
             self.process.wait()
-        for file in self.output:
-            file.close()
 
 
 @pytest.fixture(scope="session")
-def launches(tmp_path_factory):
-    """Function (nproc): the Launch of so many ranks, one for the whole session."""
-    started = {}
+def launch(tmp_path_factory):
+    """Function (): the Launch, one for the whole session unless it has ended."""
+    started = []
 
-    def launch(nproc):
-        if nproc not in started or started[nproc].process.poll() is not None:
-            started[nproc] = Launch(nproc, tmp_path_factory.mktemp(f"launch-{nproc}"))
-        return started[nproc]
+    def launch():
+        if not started or started[-1].process.poll() is not None:
+            started.append(Launch(tmp_path_factory.mktemp("launch")))
+        return started[-1]
 
     yield launch
-    for one in started.values():
+    for one in started:
         one.end()
 
 
@@ -257,7 +262,7 @@ def do_here(jobs, cwd):
 
 
 @pytest.fixture(scope="session")
-def run_jobs(launches):
+def run_jobs(launch):
     """Function (nproc, jobs, cwd, code=0): has torchrun's `nproc` ranks do these jobs of several.py
     there, each of which must end with that exit code on all ranks; (stdout, stderr)."""
 
@@ -268,13 +273,7 @@ def run_jobs(launches):
             codes, out, err = do_here(jobs, cwd)
             assert codes == [code] * len(jobs), err
             return out, err
-        jobs = [
-            {"cwd": str(cwd), "port": port, **job} for job, port in zip(jobs, free_ports(len(jobs)))
-        ]
-        launch = launches(nproc)
-        codes, out, err = launch.run(jobs, timeout)
-        if codes is None or torch.cuda.is_available():  # where it would keep what was compiled
-            launch.end()
+        codes, out, err = launch().run(nproc, [{"cwd": str(cwd), **job} for job in jobs], timeout)
         assert codes == [[code] * len(jobs)] * nproc, err
         return out, err
 

@@ -292,7 +292,7 @@ def slow_down(script, name, call, seconds, mark):
     setattr(script, name, slow)
 
 
-SAVES = "save_checkpoint save_result write_metrics open_log describe_run".split()
+SAVES = "save_checkpoint save_adapter write_metrics open_log describe_run".split()
 # by where they are found, as Path's mkdir, unlink and chmod are os's; what one calls of the others,
 # as rmtree does, is part of it
 OPERATIONS = {

@@ -6,14 +6,16 @@ standard input has ended; the jobs' exit codes are in 0.RANK and so on. One laun
 starting costs more than they do.
 
 A job is one main() of the script, with its "argv", or a "case" of worker.py. What may be given
-besides: "deterministic", for what must be the same to the last bit on a GPU, where the attention's
-backward adds in any order otherwise; "port", where its processes meet (torchrun's own store serves
-one job only); "cwd"; "before", a command that rank 0 runs first; "script", a copy to run instead;
-"peft", the version that this node seems to have; "plan", what the plan is to have whatever would be
-chosen; "out_of_memory", the step at which rank 1 runs out of memory; "cut_off", a file that rank 1
-cuts off before the weights are read, and where; "others", what is different for the ranks but 0.
+besides: "nproc", where the first ranks alone take part; "nodes", of how many machines they are to
+take themselves for processes; "deterministic", for what must be the same to the last bit on a GPU,
+where the attention's backward adds in any order otherwise; "cwd"; "before", a command that rank 0
+runs first; "script", a copy to run instead; "peft", the version that this node seems to have;
+"plan", what the plan is to have whatever would be chosen; "out_of_memory", the step at which rank 1
+runs out of memory; "cut_off", a file that rank 1 cuts off before the weights are read, and where;
+"others", what is different for the ranks but 0, or from "first_other" on.
 """
 
+import collections
 import contextlib
 import dataclasses
 import gc
@@ -23,7 +25,6 @@ import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -89,20 +90,23 @@ def call_main(job):
         return e.code
 
 
-def wait_for_rank_0(port):
-    """Until its store is there: torch would try again only after a while."""
-    while True:
-        with contextlib.suppress(ConnectionRefusedError):
-            return socket.create_connection(("localhost", port)).close()
-        time.sleep(0.01)
+stores = collections.deque(maxlen=2)  # of rank 0; the others may not have left the one before
+
+
+def meet(path, rank):
+    """Let the processes of a job find each other by a store of its own, as torchrun makes one:
+    without that rank 1 would try again and again until rank 0 has come."""
+    if rank == 0:
+        stores.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+        write_whole(path, str(stores[-1].port))
+    while not path.exists():
+        time.sleep(0.005)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=path.read_text(),
+                      TORCHELASTIC_USE_AGENT_STORE="True")  # fmt: skip
 
 
 def do(job, rank):
     """The exit code of one job."""
-    if rank:
-        job.update(job.get("others", {}))
-    if "port" in job:
-        os.environ.update(MASTER_PORT=job["port"], TORCHELASTIC_USE_AGENT_STORE="False")
     if "cwd" in job:
         os.chdir(job["cwd"])
     peft.__version__ = job.get("peft", PEFT_VERSION)
@@ -117,11 +121,23 @@ def do(job, rank):
         run_out_of_memory(job["out_of_memory"])
     if "cut_off" in job:
         cut_off(*job["cut_off"])
-    if rank and "port" in job:
-        wait_for_rank_0(job["port"])
     code = worker.run(job) if "case" in job else call_main(job)
     vars(script).update(names)  # faults end with their job, and what a case has changed
     return code
+
+
+def take_part(job, rank, ranks, meeting):
+    """The exit code of one job; 0 of a rank that it does not want."""
+    nproc = job.get("nproc", ranks)
+    if rank >= nproc:
+        return 0
+    if rank >= job.get("first_other", 1):
+        job.update(job.get("others", {}))
+    local = nproc // job.get("nodes", 1)
+    os.environ.update(WORLD_SIZE=str(nproc), LOCAL_WORLD_SIZE=str(local),
+                      LOCAL_RANK=str(rank % local))  # fmt: skip
+    meet(meeting, rank)
+    return do(job, rank)
 
 
 def write_whole(path, text):
@@ -148,8 +164,7 @@ def fork_ranks(n):
     ranks = []
     for rank in range(n):
         if (child := os.fork()) == 0:
-            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(n),
-                              LOCAL_WORLD_SIZE=str(n), MASTER_ADDR="localhost")  # fmt: skip
+            os.environ.update(RANK=str(rank), WORLD_SIZE=str(n))
             return
         ranks.append(child)
 
@@ -172,9 +187,10 @@ def fork_ranks(n):
 def main():
     if len(sys.argv) > 2:
         fork_ranks(int(sys.argv[2]))
-    rank, worst = int(os.environ["RANK"]), 0
+    rank, ranks, worst = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), 0
     for path in lists_of_jobs(Path(sys.argv[1])):
-        codes = [do(job, rank) for job in json.loads(path.read_text())]
+        codes = [take_part(job, rank, ranks, path.with_suffix(f".meeting-{i}"))
+                 for i, job in enumerate(json.loads(path.read_text()))]  # fmt: skip
         sys.stdout.flush()
         sys.stderr.flush()
         write_whole(path.with_suffix(f".{rank}"), json.dumps(codes))

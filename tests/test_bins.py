@@ -174,7 +174,7 @@ def test_bin_equals_one_token_at_a_time(processes):
                     assert got.input_ids.tolist() == ids
                     assert got.position_ids.tolist() == position_ids
                     assert got.cu_seqlens.tolist() == bounds
-                    assert got.learnt.tolist() == learnt and got.labels.tolist() == labels
+                    assert got.learnt_at.tolist() == learnt and got.labels.tolist() == labels
                     assert got.lengths == tuple(lengths) and got.longest >= max(lengths)
                     assert got.input_ids.dtype == got.position_ids.dtype == torch.int64
                     assert got.cu_seqlens.dtype == torch.int32
@@ -188,9 +188,9 @@ def test_first_token_is_never_learnt():
     rows = [(ids, ids) for ids, _ in make_rows([5, 3])]
     batch = script.rows_of(rows)
     got = script.make_bin(batch, [[0, 1]], 0, torch.tensor(0), make_run(8))
-    assert got.learnt.tolist() == [0, 1, 2, 3, 5, 6]
+    assert got.learnt_at.tolist() == [0, 1, 2, 3, 5, 6]
     assert got.labels.tolist() == [*rows[0][0][1:].tolist(), *rows[1][0][1:].tolist()]
-    assert batch.learnt.tolist() == [4, 2]
+    assert batch.n_learnt.tolist() == [4, 2]
 
 
 def keys_of_rows(rows, most, processes, step):

@@ -371,7 +371,7 @@ def test_long_rows_are_cut_and_rows_with_nothing_to_learn_left_out(tokenizer, tm
         assert row["input_ids"].tolist() == ids[:12] and row["labels"].tolist() == labels[:12]
         assert row["length"] == len(ids[:12])
     assert found[0]["labels"].tolist() == [IGNORE] * 8 + plain(tokenizer, "bbbb")
-    assert found[0]["learnt"] == 4
+    assert found[0]["n_learnt"] == 4
     assert not any(row["kept"] for row in encode_file(path, tokenizer, 1))
 
 
@@ -549,7 +549,7 @@ def test_bin_equals_one_token_at_a_time(lengths, ranks):
         assert one.input_ids.tolist() == input_ids + [0] * padding
         assert one.position_ids.tolist()[: len(positions)] == positions
         n = len(learnt)
-        assert one.learnt.tolist()[:n] == learnt and one.labels.tolist()[:n] == labels
+        assert one.learnt_at.tolist()[:n] == learnt and one.labels.tolist()[:n] == labels
         assert set(one.labels.tolist()[n:]) <= {IGNORE}  # padding is never learnt
         # documents: the rows, then padding in documents no longer than the longest row
         bounds = one.cu_seqlens.tolist()

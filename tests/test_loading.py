@@ -8,7 +8,7 @@ from pathlib import Path
 import bitsandbytes as bnb
 import pytest
 import torch
-from conftest import SEVERAL
+from conftest import run_once
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
@@ -49,7 +49,7 @@ def test_any_rows_of_any_dtype_are_read(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="hidden by CUDA's own; see benchmarks/")
-def test_reading_stops_within_bounded_memory(run_training, tmp_path, monkeypatch):
+def test_reading_stops_within_bounded_memory(tmp_path, monkeypatch):
     """A rank reads 200 of 400 MB and keeps 56; what it needs beyond that is 65 MB, mostly
     bitsandbytes' own. Read all at once it would be 200."""
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8}
@@ -62,8 +62,7 @@ def test_reading_stops_within_bounded_memory(run_training, tmp_path, monkeypatch
     # glibc would keep what bitsandbytes' CPU code frees, in a heap full of holes
     env = {"MALLOC_MMAP_THRESHOLD_": "65536"}
     job = {"case": "memory", "model": str(model), "ahead": 2**24, "out": str(tmp_path / "out")}
-    (tmp_path / "0.json").write_text(json.dumps([job]))
-    result = run_training([tmp_path], nproc=2, env=env, script=SEVERAL)
+    result = run_once(2, job, tmp_path, env)
     assert result.returncode == 0, result.stderr
     grown = load_file(tmp_path / "out")["grown"]
     print(f"host memory grew by {grown.tolist()} bytes")

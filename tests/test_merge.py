@@ -616,12 +616,12 @@ BAD = {
     "trained as DoRA": (edit_config(adapter="dora"), "use_dora is False, by train_config"),
     "rsLoRA": (edit_json("adapter_config.json", use_rslora=True), "use_rslora is True"),
     "trained as rsLoRA": (edit_config(adapter="rslora"), "use_rslora is False"),
-    "targets": (
-        edit_json("adapter_config.json", target_modules=["q_proj", "v_proj"]), "['q_proj',"
-        " 'v_proj'] and those of train_config.json, ['q_proj', 'v_proj', 'down_proj'], differ on"
-        " model.layers.0.mlp.down_proj",
+    "fewer trained targets": (
+        edit_config(target_modules=["q_proj", "v_proj"]), "down_proj.lora_A.weight is (16, ",
     ),
-    "trained targets": (edit_config(target_modules=["all-linear"]), "differ on model.layers.0.ml"),
+    "trained targets": (
+        edit_config(target_modules=["all-linear"]), "layers.0.mlp.gate_proj.lora_A.weight is miss",
+    ),
     "no base": (lambda run, out: (run / "train_config.json").unlink(), "has no train_config.json"),
     "no such base": (edit_json("train_config.json", base_model="/nowhere"), "--base_model"),
     "random weights": (edit_config(random_weights=True), "random_weights is true; a merge takes"),

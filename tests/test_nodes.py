@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SEVERAL, free_ports, needs_ranks
+from conftest import DEVICE, SEVERAL, needs_ranks, run_once
 from safetensors.torch import load_file
 
 import train_fsdp_qlora as script
@@ -34,59 +34,78 @@ def start_node(node, port, directory):
                "--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{port}", "--rdzv_id=test",
                "--local_addr=localhost", str(SEVERAL), str(directory)]  # fmt: skip
     gpus = ",".join(str(node * NPROC + i) for i in range(NPROC))
-    with (directory / "stderr").open("w") as stderr:
+    with (directory / f"stderr-{node}").open("w") as stderr:
         return subprocess.Popen(
             [sys.executable, "-m", *command], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
             stderr=stderr, env={**os.environ, "CUDA_VISIBLE_DEVICES": gpus},
         )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def nodes(tmp_path_factory):
-    """Where two nodes of two processes left their runs, and what they wrote to stderr."""
-    needs_ranks(NODES * NPROC)
-    base = tmp_path_factory.mktemp("nodes")
-    (base / "elsewhere").mkdir()
-    copy = base / script.__file__.rpartition("/")[2]
-    copy.write_text(Path(script.__file__).read_text() + "# another line\n")
-
-    def run(name, *flags, **other):
-        return {"argv": ["--output_dir", name, *FLAGS, *flags], "cwd": str(base), **other}
-
-    good = [
-        run("all"),
-        run("groups", "--shard_group_size", "2"),
-        run("copies", "--shard_group_size", "1"),
-        run("dropout", *DROPOUT),
-        run("resumed", *DROPOUT, "--resume", before=BROKEN_OFF.format("dropout", "resumed")),
-        run("groups-all", "--resume", before=BROKEN_OFF.format("groups", "groups-all")),
-        run("all-groups", "--resume", "--shard_group_size", "2",
-            before=BROKEN_OFF.format("all", "all-groups")),
-    ]  # fmt: skip
-    bad = [
-        [run("none"), run("none", "--lora_rank", "8")],
-        [run("none"), run("none", script=str(copy))],
-        [run("none"), run("none", peft="0.0")],
-        [run("unshared"), run("unshared", cwd=str(base / "elsewhere"))],
-    ]
-    ports, agents = free_ports(1 + len(good) + len(bad)), []
-    for node in range(NODES):
-        mine = good + [pair[node] for pair in bad]
-        mine = [{**job, "port": port} for job, port in zip(mine, ports[1:])]
-        (base / f"node-{node}").mkdir()
-        (base / f"node-{node}" / "0.json").write_text(json.dumps(mine))
-        agents.append(start_node(node, ports[0], base / f"node-{node}"))
+def run_by_torchrun(jobs, directory):
+    """Each rank's exit codes of the jobs, and what was written to stderr: by a torchrun a node."""
+    (directory / "0.json").write_text(json.dumps(jobs))
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    agents = [start_node(node, port, directory) for node in range(NODES)]
     try:
         for agent in agents:
             agent.wait(timeout=120)
     finally:
         for agent in agents:
             agent.terminate()  # and its processes with it; nothing where it has ended
-    errors = "".join(path.read_text() for path in base.glob("node-*/stderr"))
-    for rank in range(NODES * NPROC):
-        codes = base / f"node-{rank // NPROC}" / f"0.{rank}"
-        assert codes.is_file(), errors
-        assert json.loads(codes.read_text()) == [0] * len(good) + [2] * len(bad), errors
+    errors = "".join(path.read_text() for path in directory.glob("stderr-*"))
+    found = [directory / f"0.{rank}" for rank in range(NODES * NPROC)]
+    return [json.loads(path.read_text()) for path in found if path.is_file()], errors
+
+
+def two_nodes(*argv, cwd, **other):
+    """A job for two nodes' processes."""
+    argv = [str(arg) for arg in argv]
+    return {"argv": argv, "cwd": str(cwd), "nodes": NODES, "first_other": NPROC, **other}
+
+
+@pytest.fixture(scope="module")
+def flags(tiny_model, demo_directory):
+    model = tiny_model("llama", hidden_size=64, intermediate_size=192, num_hidden_layers=2)
+    return ["--model", model, "--dataset", demo_directory / "data.jsonl", *FLAGS]
+
+
+@pytest.fixture(scope="module")
+def nodes(launch, flags, tmp_path_factory):
+    """Where two nodes of two processes left their runs, and what they wrote to stderr. On a CPU the
+    processes are one launch's, which take themselves for two nodes'."""
+    needs_ranks(NODES * NPROC)
+    base = tmp_path_factory.mktemp("nodes")
+    (base / "elsewhere").mkdir()
+    copy = base / script.__file__.rpartition("/")[2]
+    copy.write_text(Path(script.__file__).read_text() + "# another line\n")
+
+    def run(name, *more, **other):
+        return two_nodes("--output_dir", name, *flags, *more, cwd=base, **other)
+
+    good = [
+        run("all", "--shard_group_size", "4"),
+        run("groups", "--shard_group_size", "2"),
+        run("copies", "--shard_group_size", "1"),
+        run("dropout", *DROPOUT),
+        run("resumed", *DROPOUT, "--resume", before=BROKEN_OFF.format("dropout", "resumed")),
+        run("groups-all", "--resume", "--shard_group_size", "4",
+            before=BROKEN_OFF.format("groups", "groups-all")),
+        run("all-groups", "--resume", "--shard_group_size", "2",
+            before=BROKEN_OFF.format("all", "all-groups")),
+    ]  # fmt: skip
+    bad = [
+        run("none", others=run("none", "--lora_rank", "8")),
+        run("none", others={"script": str(copy)}),
+        run("none", others={"peft": "0.0"}),
+        run("unshared", others={"cwd": str(base / "elsewhere")}),
+    ]
+    if DEVICE == "cuda":
+        codes, errors = run_by_torchrun(good + bad, base)
+    else:
+        codes, _, errors = launch().run(NODES * NPROC, good + bad, 120)
+    assert codes == [[0] * len(good) + [2] * len(bad)] * NODES * NPROC, errors
     return base, errors.splitlines()
 
 
@@ -109,8 +128,8 @@ def assert_near(run, reference, bar):
     assert gap <= bar
 
 
-def test_any_sharding_on_two_nodes_is_the_same_run(nodes, run_main, tmp_path):
-    code, _, errors = run_main("--output_dir", tmp_path / "alone", *FLAGS)
+def test_any_sharding_on_two_nodes_is_the_same_run(nodes, flags, run_main, tmp_path):
+    code, _, errors = run_main("--output_dir", tmp_path / "alone", *flags)
     assert code == 0, errors
     alone = read_run(tmp_path / "alone")
     assert alone[0][-1]["loss"] < alone[0][0]["loss"]
@@ -118,6 +137,16 @@ def test_any_sharding_on_two_nodes_is_the_same_run(nodes, run_main, tmp_path):
         run = read_run(nodes[0] / name)
         assert_near(run, alone, 1e-4)
         assert run[0][0]["bins"] == 8  # two micro-batches
+
+
+@pytest.mark.chaos
+def test_two_nodes_of_torchrun(flags, run_main, tmp_path):
+    needs_ranks(NODES * NPROC)
+    job = two_nodes("--output_dir", "groups", *flags, "--shard_group_size", "2", cwd=tmp_path)
+    codes, errors = run_by_torchrun([job], tmp_path)
+    assert codes == [[0]] * NODES * NPROC, errors
+    assert run_main("--output_dir", tmp_path / "alone", *flags)[0] == 0
+    assert_near(read_run(tmp_path / "groups"), read_run(tmp_path / "alone"), 1e-4)
 
 
 def test_replicas_resume_bit_for_bit(nodes):
@@ -172,20 +201,15 @@ FIELDS = {field.name: other_value(field) for field in dataclasses.fields(script.
 
 
 @pytest.fixture(scope="module")
-def ranks_with_other_flags(launches, tmp_path_factory):
+def ranks_with_other_flags(launch, tmp_path_factory):
     """Exit codes and errors of runs that all end before anything is read, as there is no such
     model; in each the second rank has one more flag."""
     needs_ranks(2)
     base = ["--model", "./none", "--dataset", "none", "--output_dir", "out"]
     cwd = str(tmp_path_factory.mktemp("flags"))
-    jobs = [
-        {"argv": base, "cwd": cwd, "port": port, "others": {"argv": [*base, *flag]}}
-        for flag, port in zip(FIELDS.values(), free_ports(len(FIELDS)))
-    ]
-    launch = launches(2)
-    codes, _, errors = launch.run(jobs, 120)
-    if codes is None or torch.cuda.is_available():  # as run_jobs does
-        launch.end()
+    jobs = [{"argv": base, "cwd": cwd, "others": {"argv": [*base, *flag]}}
+            for flag in FIELDS.values()]  # fmt: skip
+    codes, _, errors = launch().run(2, jobs, 120)
     assert codes, errors
     return codes, [line for line in errors.splitlines() if line.startswith("error: ")]
 
@@ -200,11 +224,10 @@ def test_every_flag_must_be_the_same_on_all_ranks(ranks_with_other_flags, name):
     assert errors[i].endswith(": start all nodes with the same command")
 
 
-def test_rank_that_runs_out_of_memory_says_so(run_training, run_main, tmp_path):
+def test_rank_that_runs_out_of_memory_says_so(run_main, tmp_path):
     needs_ranks(2)
     flags = ["--max_steps", "4", "--save_every", "2", "--batch_size", "4", "--output_dir", "run"]
-    (tmp_path / "0.json").write_text(json.dumps([{"argv": flags, "out_of_memory": 3}]))
-    result = run_training([tmp_path], nproc=2, cwd=tmp_path, timeout=60, script=SEVERAL)
+    result = run_once(2, {"argv": flags, "out_of_memory": 3}, tmp_path)
     assert result.returncode != 0
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     for words in ("rank 1 on", "out of memory at step 3, in bins of at most", "GiB",

@@ -255,7 +255,7 @@ def test_full_disk_ends_no_training(start, undisturbed, tmp_path):
 
 PHASES = {  # function of the script: which call of it, after which step the run then stops
     "load_weights": (1, 0), "train_step": (3, 3), "evaluate": (1, 3), "write_checkpoint": (1, 5),
-    "save_result": (1, None)}  # fmt: skip
+    "save_adapter": (1, None)}  # fmt: skip
 
 
 def check_signals(start, undisturbed, cwd, chosen):

@@ -263,7 +263,7 @@ def test_form_is_learnt_as_specified(name, tokenizer, tmp_path):
     assert whole(documents, tokenizer) == [text]
     assert learnt(documents, tokenizer) == [parts]
     (document,) = documents
-    assert document["learnt"] == sum(int(x) != IGNORE for x in document["labels"][1:])
+    assert document["n_learnt"] == sum(int(x) != IGNORE for x in document["labels"][1:])
     assert document["length"] == len(document["input_ids"]) and not document["cut"]
 
 
@@ -273,7 +273,7 @@ def test_ids_are_taken_as_they_are(labels, tokenizer, tmp_path):
     (document,) = encode_row(row, tokenizer, tmp_path)
     assert document["input_ids"].tolist() == [5, 6, 7, 8]
     assert document["labels"].tolist() == (labels or [5, 6, 7, 8])
-    assert document["learnt"] == (1 if labels and IGNORE in labels else 3)
+    assert document["n_learnt"] == (1 if labels and IGNORE in labels else 3)
 
 
 @pytest.mark.parametrize(
@@ -505,7 +505,7 @@ def test_every_kind_of_file_gives_the_same_rows(kind, tokenizer, tmp_path):
             ids, labels = (t.tolist() for t in found.tokens(i))
             assert ids == one["input_ids"].tolist() and labels == one["labels"].tolist()
         assert found.lengths.tolist() == [one["length"] for one in want]
-        assert found.learnt.tolist() == [one["learnt"] for one in want]
+        assert found.n_learnt.tolist() == [one["n_learnt"] for one in want]
         assert found.digests.tolist() == [one["digest"] for one in want]
 
 
@@ -950,7 +950,7 @@ def test_any_row_is_learnt_or_left_out_or_refused(template, made, tmp_path):
                 assert len(ids) == len(labels) == one["length"] <= most
                 assert all(0 <= token < len(tokenizer) for token in ids)
                 assert all(label == IGNORE or 0 <= label < len(tokenizer) for label in labels)
-                assert one["learnt"] == sum(label != IGNORE for label in labels[1:]) > 0
+                assert one["n_learnt"] == sum(label != IGNORE for label in labels[1:]) > 0
             else:
                 is_refused = one["left_out"].startswith(script.REFUSED)
                 seen["refused" if is_refused else "left out"] += 1

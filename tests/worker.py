@@ -114,7 +114,7 @@ def vocabulary(job, device):
         mine = slice(rank * 17, (rank + 1) * 17)
         x, labels, ids = (t[mine].to(device) for t in (x, labels, ids))
         learnt = torch.arange(17, device=device).flip(0)  # of tokens in any order
-        bin = types.SimpleNamespace(labels=labels[learnt], learnt=learnt)
+        bin = types.SimpleNamespace(labels=labels[learnt], learnt_at=learnt)
         chunk_bytes, row = script.CHUNK_BYTES, 4 * model.arch.vocab_size
         for chunk, script.CHUNK_BYTES in ("8", row * 8), ("all", chunk_bytes), ("one", 1):
             embedded = script.embed(model, ids)
