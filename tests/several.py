@@ -32,9 +32,14 @@ from pathlib import Path
 
 gc.disable()  # it would look through ever more of what is imported, a fifth of the time
 
+# what the script imports when it comes to it, here once for all ranks
+import datasets  # noqa: E402, F401
+import matplotlib.backends.backend_agg  # noqa: E402, F401
+import matplotlib.figure  # noqa: E402, F401
 import peft  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+import torch.utils.tensorboard  # noqa: E402, F401
 import worker  # noqa: E402
 from worker import script  # noqa: E402
 

@@ -24,6 +24,7 @@ import peft
 import pytest
 import torch
 import transformers
+from conftest import ROOT, SEVERAL
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
@@ -37,10 +38,8 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-import merge_adapters  # noqa: E402
-import train_fsdp_qlora  # noqa: E402
+import merge_adapters
+import train_fsdp_qlora
 
 STEPS = 15
 ROWS = [
@@ -54,7 +53,8 @@ TARGETS = ["q_proj", "v_proj", "down_proj"]  # so that layers without an adapter
 def call(command, cwd, **env):
     """Run a command without a GPU; returns its CompletedProcess with text output."""
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **env}
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+    options = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": 300}
+    return subprocess.run(command, cwd=cwd, env=env, **options)
 
 
 def merge_command(run, output, *flags):
@@ -117,11 +117,10 @@ def trained(tmp_path_factory):
     """A run directory: 16 rows, all of them in every step."""
     directory = tmp_path_factory.mktemp("trained")
     (directory / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += [str(ROOT / "train_fsdp_qlora.py"), "--output_dir", "run", "--dataset", "data.jsonl"]
-    command += ["--batch_size", "16", "--max_steps", str(STEPS), "--save_every", str(STEPS - 1)]
-    command += ["--target_modules", *TARGETS]
-    result = call(command, directory)
+    argv = ["--output_dir", "run", "--dataset", "data.jsonl", "--batch_size", "16", "--max_steps",
+            str(STEPS), "--save_every", str(STEPS - 1), "--target_modules", *TARGETS]  # fmt: skip
+    (directory / "0.json").write_text(json.dumps([{"argv": argv}]))
+    result = call([sys.executable, SEVERAL, directory, "2"], directory)
     assert result.returncode == 0, result.stderr[-3000:]
     (directory / "stdout").write_text(result.stdout)
     return directory / "run"
@@ -809,8 +808,8 @@ MISSING = object()
 VALUES = [None, True, -1, 0, 2.5, 10**400, float("nan"), "", "x", "(a+)+$", SLOW, "\0", [],
           [[1]], [-1], ["(a+)+$", 5], {}, {"(a+)+$": -1}, {SLOW: {"a": [4]}}, DEEP]  # fmt: skip
 EDITED = [
-    *(("adapter_config.json", key) for key in """r lora_alpha use_rslora use_dora target_modules
-    rank_pattern peft_type bias modules_to_save layers_to_transform""".split()),
+    *(("adapter_config.json", key) for key in """r lora_alpha use_rslora use_dora rank_pattern
+    peft_type bias modules_to_save layers_to_transform""".split()),
     *(("train_config.json", key) for key in """base_model config config.lora_rank config.adapter
     config.target_modules quantization quantization.blocksize quantization.quantized_from_dtype
     quantization.prequantized quantization.absmax_offsets probe_input_ids""".split()),
