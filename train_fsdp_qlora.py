@@ -796,8 +796,8 @@ class Bin:
 
 def make_bin(batch, micro_batch, rank, step_key, run):
     """This rank's Bin of a micro-batch of deal_rows(); `batch` are the Rows of the step, step_key
-    seeds dropout, None: there is none. All ranks' bins have one shape: embedding and head are
-    computed together, and for the longest all wait."""
+    seeds dropout, None: an evaluation, which has none. All ranks' bins have one shape: embedding
+    and head are computed together, and for the longest all wait."""
     device, batch_lengths = run.device, batch.lengths.tolist()
     lengths = [[batch_lengths[i] for i in rows] for rows in micro_batch]
     all_lengths = {n for row in lengths for n in row}
@@ -1184,7 +1184,7 @@ def together():
     Libraries raise all kinds of errors for what a user can cause, so that only an assertion counts
     as a bug here. The body must not use collectives. All ranks must call this.
     """
-    error = ""
+    error, code = "", None
     try:
         yield
     except (AssertionError, torch.OutOfMemoryError):
@@ -1193,9 +1193,11 @@ def together():
         error = " ".join(str(e).split())
         if not error or not isinstance(e, (ValueError, OSError)):
             error = f"{type(e).__name__}: {error}"
-    failed = [e for e in gather_objects(error) if e]
+        if isinstance(e, MemoryError):
+            code = OUT_OF_MEMORY
+    failed = [pair for pair in gather_objects((error, code)) if pair[0]]
     if failed:
-        raise Stop(failed[0])
+        raise Stop(*failed[0])
 
 
 def on_rank_0(function, *args):
@@ -1241,7 +1243,18 @@ EXITS = {"flags": 2, "model": 3, "data": 4, "training": DISK, "saving": DISK,
          "checkpoint": 7}  # by phase
 LOST = "another process of this run has ended; the same command goes on"
 SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
-status = types.SimpleNamespace(phase="flags", stop_reason=None, lock=None)  # see watched()
+
+
+def new_status():
+    """What the main thread and that of watch() tell each other, and status.json."""
+    return types.SimpleNamespace(
+        phase="flags", directory=None, step=0, max_steps=None, checkpoint=None, lock=None,
+        where="outside of the steps (loading or saving)", ending=False,
+        started=now(), deadline=math.inf, stop_reason=None, signal_at=-math.inf,
+        end=threading.Lock(), end_said=False)
+
+
+status = new_status()
 
 
 @contextlib.contextmanager
@@ -1249,11 +1262,7 @@ def watched():
     """While the `with` body runs, a thread looks after this process, whatever its main thread waits
     for: signals, the end of torchrun, a step that does not end, see watch()."""
     global status
-    status = types.SimpleNamespace(
-        phase="flags", directory=None, step=0, max_steps=None, checkpoint=None, lock=None,
-        where="outside of the steps (loading or saving)", ending=False,
-        started=now(), deadline=math.inf, stop_reason=None, signal_at=-math.inf,
-        end=threading.Lock(), end_said=False)
+    status = new_status()
     receive, send = socket.socketpair()
     send.setblocking(False)
     under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN

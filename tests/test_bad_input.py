@@ -181,6 +181,9 @@ def test_host_memory_that_cannot_be_pinned_ends_the_run_in_one_line(
         lines = [line for line in errors.splitlines() if line.startswith("error: ")]
         assert code == script.OUT_OF_MEMORY and len(lines) == 1 and "Traceback" not in errors
         assert "rank 0 on" in lines[0] and "cannot be pinned; offload less" in lines[0]
+    monkeypatch.setattr(script, "load_tokenizer", fail)  # where all ranks hear of it
+    code, _, errors = run_main(*flags)
+    assert code == script.OUT_OF_MEMORY and "error: MemoryError: 1.00 GiB of host" in errors
 
 
 def test_longer_rows_than_the_model_are_refused(start, model):

@@ -47,7 +47,7 @@ INIT = ["--init_adapter", "peft", "--max_steps", 1]
 SCHEDULED = ["--max_steps", 5, "--warmup_fraction", 0.4, "--batch_size", 1, "--lr_schedule"]
 # (processes, name): flags of a run of its own
 SINGLE = {
-    (1, "wide steps"): [*EVALUATED, "--eval_every", 1, "--max_steps", 3, "--learning_rate", 0.03,
+    (1, "wide steps"): [*EVALUATED, "--eval_every", 1, "--max_steps", 3, "--learning_rate", 0.1,
                         "--lr_schedule", "constant", "--report_to", "tensorboard",
                         "--chat_template", "chat.jinja"],
     (1, "fraction"): ["--dataset", "many.jsonl", "--eval_dataset", 0.1, "--max_steps", 9,
@@ -74,7 +74,7 @@ SINGLE = {
 def base(tmp_path_factory, tiny_model):
     """A directory of model/, rows to train and to evaluate on, adapters of PEFT, a template."""
     directory = tmp_path_factory.mktemp("evaluation")
-    model = tiny_model("qwen2", hidden_size=96, intermediate_size=171)
+    model = tiny_model("qwen2", hidden_size=96, intermediate_size=171, num_hidden_layers=2)
     (directory / "model").symlink_to(model)
     write_uneven_rows(directory / "rows.jsonl")
     draw, words = random.Random(5), "what is the answer to this plus minus times 1 2 3".split()
@@ -154,7 +154,7 @@ def adapter_of(directory):
 
 
 def assert_same(got, want):
-    assert got.keys() == want.keys() and len(got) >= 42
+    assert got.keys() == want.keys() and len(got) >= 28
     assert [key for key in want if not torch.equal(got[key], want[key])] == []
 
 
