@@ -2045,7 +2045,8 @@ def tokenize(documents, tokenizer):
             texts[may_begin].append(text)
     encodings = {}
     for may_begin, strings in texts.items():
-        options = {"add_special_tokens": may_begin, "return_offsets_mapping": True}
+        options = {"add_special_tokens": may_begin, "return_offsets_mapping": True,
+                   "return_attention_mask": False, "return_token_type_ids": False}
         encoded = tokenizer(strings, verbose=False, **options) if strings else {
             "input_ids": [], "offset_mapping": []}
         encodings[may_begin] = zip(encoded["input_ids"], encoded["offset_mapping"])
