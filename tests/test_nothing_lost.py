@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import write_rows
+from conftest import DEVICE, SEVERAL, needs_ranks, write_rows
 from forks import Forks
 from safetensors.torch import load_file, save_file
 
@@ -82,10 +82,10 @@ def read_metrics(directory):
     return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
 
 
-def differences(cwd, expected, has_last=True):
+def differences(cwd, expected, has_last=True, steps=STEPS):
     """What a complete run differs in from the directory of another; has_last: also its checkpoint
     after the last step."""
-    found, run, last = [], cwd / "run", f"checkpoint-{STEPS:06d}"
+    found, run, last = [], cwd / "run", f"checkpoint-{steps:06d}"
     names = ["adapter_model.safetensors", "adapter_config.json"]
     if has_last:
         names += [f"{last}/{path.name}" for path in (expected / last).glob("*.safetensors")]
@@ -322,6 +322,68 @@ def test_torchrun_itself(number, flags, tmp_path):
     lines = (tmp_path / "err").read_text().splitlines()
     assert [line for line in lines if line.startswith("stopped: ")] == [
         f"stopped: {status['message']}"]  # fmt: skip
+
+
+@pytest.mark.chaos
+def test_torchrun_killed_at_random_times(flags, tmp_path):
+    """Of torchrun or a rank, a third of them while it starts; on GPUs, if there are two, with
+    torch's deterministic algorithms."""
+    needs_ranks(2)
+    steps, kills, draw = 150, 20 if DEVICE == "cuda" else 6, random.Random(0)
+    argv = [*flags, "--max_steps", steps, "--save_every", 10, "--eval_every", 40]
+    job = {"argv": [str(arg) for arg in argv], "deterministic": True}
+
+    def start(cwd):
+        """torchrun, and the seconds until the first step."""
+        log, begun = cwd / f"log-{len(list(cwd.iterdir()))}", time.monotonic()
+        log.mkdir()
+        (log / "0.json").write_text(json.dumps([job]))
+        command = ["torch.distributed.run", "--standalone", "--nproc_per_node=2", SEVERAL, log]
+        with (log / "err").open("w") as err:
+            torchrun = subprocess.Popen(
+                [sys.executable, "-m", *map(str, command)], cwd=cwd, stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL, stderr=err)  # fmt: skip
+        return torchrun, begun, log
+
+    def state(cwd):
+        return script.read_json(cwd / "run" / "status.json", {}).get("state")
+
+    def is_alive(pid):
+        with contextlib.suppress(OSError):
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+    def new():
+        cwd = tmp_path / str(len(list(tmp_path.iterdir())))
+        cwd.mkdir()
+        return cwd
+
+    whole = new()
+    torchrun, begun, log = start(whole)
+    wait_until(lambda: state(whole) == "training", 120)
+    loading = time.monotonic() - begun
+    assert torchrun.wait(300) == 0, (log / "err").read_text()
+    training, done, cwd = time.monotonic() - begun - loading, 0, new()
+    while done < kills or cwd:
+        torchrun, begun, log = start(cwd)
+        if done < kills:
+            seconds = draw.uniform(0.3, loading)
+            if draw.random() > 1 / 3:
+                seconds = loading + draw.uniform(0, training)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                torchrun.wait(seconds)
+            if torchrun.poll() is None:
+                children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text()
+                family = [torchrun.pid, *map(int, children.split())]
+                os.kill(draw.choice(family), signal.SIGKILL)
+                done += 1
+                wait_until(lambda: not any(map(is_alive, family)), 60)  # noqa: B023
+        if torchrun.wait(300) == 0:
+            assert differences(cwd, whole / "run", steps=steps) == []
+            cwd = new() if done < kills else None
+        else:
+            assert f'File "{script.__file__}"' not in (log / "err").read_text()
+    print(f"{done} kills, {len(list(tmp_path.glob('*/log-*')))} starts, each {loading:.0f} s until"
+          f" the first step, {training:.0f} s of training")  # fmt: skip
 
 
 def wait_until(what, seconds):
