@@ -15,6 +15,7 @@ A command may name faults, which end with their process:
              does within the functions SAVES, see OPERATIONS: "kill" kills the process before it,
              "torn" after half of it, "ENOSPC" and "EIO" are what it fails with. Each operation is
              listed in operations.RANK, also where "operation" is None
+    "out_of_memory"  the step at which rank 1 runs out of memory
     "plant"  a mistake of the script's, see PLANTS: what the tests of the tests want to see found
 """
 
@@ -266,6 +267,8 @@ def be_rank(script, command, rank, address, meeting, tell):
     log = Path(command["log"])
     if plant := command.get("plant"):
         PLANTS[plant](script)
+    if rank == 1 and "out_of_memory" in command:
+        run_out_of_memory(script, command["out_of_memory"])
     for function, call, seconds in command.get("slow", ()):
         slow_down(script, function, call, seconds, log / f"slow.{function}.{call}.{rank}")
     if fault := command.get("fault"):
@@ -290,6 +293,18 @@ def slow_down(script, name, call, seconds, mark):
         return function(*args, **kwargs)
 
     setattr(script, name, slow)
+
+
+def run_out_of_memory(script, at):
+    """By torch's own error, in place of what a CPU cannot do."""
+    train_step = script.train_step
+
+    def step_or_fail(run, step):
+        if step == at:
+            raise script.torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return train_step(run, step)
+
+    script.train_step = step_or_fail
 
 
 SAVES = "save_checkpoint save_adapter write_metrics open_log describe_run".split()

@@ -10,9 +10,9 @@ besides: "nproc", where the first ranks alone take part; "nodes", of how many ma
 take themselves for processes; "deterministic", for what must be the same to the last bit on a GPU,
 where the attention's backward adds in any order otherwise; "cwd"; "before", a command that rank 0
 runs first; "script", a copy to run instead; "peft", the version that this node seems to have;
-"plan", what the plan is to have whatever would be chosen; "out_of_memory", the step at which rank 1
-runs out of memory; "cut_off", a file that rank 1 cuts off before the weights are read, and where;
-"others", what is different for the ranks but 0, or from "first_other" on.
+"plan", what the plan is to have whatever would be chosen; "cut_off", a file that rank 1 cuts off
+before the weights are read, and where; "others", what is different for the ranks but 0, or from
+"first_other" on.
 """
 
 import collections
@@ -60,18 +60,6 @@ def replace_plan(fields):
     """What no flag asks for, as it depends on the machine."""
     choose_plan = script.choose_plan
     script.choose_plan = lambda *args: dataclasses.replace(choose_plan(*args), **fields)
-
-
-def run_out_of_memory(at):
-    """An injected fault: torch's own error, in place of what a CPU cannot do."""
-    train_step = script.train_step
-
-    def step_or_fail(run, step):
-        if step == at and os.environ["RANK"] == "1":
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return train_step(run, step)
-
-    script.train_step = step_or_fail
 
 
 def cut_off(file, size):
@@ -122,8 +110,6 @@ def do(job, rank):
         torch.use_deterministic_algorithms(job.get("deterministic", False), warn_only=True)
     if "plan" in job:
         replace_plan(job["plan"])
-    if "out_of_memory" in job:
-        run_out_of_memory(job["out_of_memory"])
     if "cut_off" in job:
         cut_off(*job["cut_off"])
     code = worker.run(job) if "case" in job else call_main(job)

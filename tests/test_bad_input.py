@@ -723,14 +723,6 @@ def assert_help(text):
         assert f"--{name}" in text
 
 
-def test_help_is_printed_by_a_copy_in_an_empty_directory(run_training, tmp_path):
-    copy = shutil.copy(script.__file__, tmp_path)
-    result = run_training(["--help"], cwd=tmp_path, timeout=60, script=copy)
-    assert result.returncode == 0, result.stderr
-    assert_help(result.stdout)
-    assert [p.name for p in tmp_path.iterdir()] == [Path(copy).name]
-
-
 def test_help_is_printed_once_by_two_ranks(run_jobs, tmp_path):
     copy = shutil.copy(script.__file__, tmp_path)
     out, _ = run_jobs(2, [{"argv": ["--help"], "script": copy}], cwd=tmp_path)

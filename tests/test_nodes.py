@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import DEVICE, SEVERAL, needs_ranks, run_once
+from conftest import DEVICE, SEVERAL, needs_ranks
 from safetensors.torch import load_file
 
 import train_fsdp_qlora as script
@@ -222,21 +222,6 @@ def test_every_flag_must_be_the_same_on_all_ranks(ranks_with_other_flags, name):
     start = f"error: rank 1 on {socket.gethostname()} runs --{name} "
     assert len(errors) == len(FIELDS) and errors[i].startswith(start), errors[i]
     assert errors[i].endswith(": start all nodes with the same command")
-
-
-def test_rank_that_runs_out_of_memory_says_so(run_main, tmp_path):
-    needs_ranks(2)
-    flags = ["--max_steps", "4", "--save_every", "2", "--batch_size", "4", "--output_dir", "run"]
-    result = run_once(2, {"argv": flags, "out_of_memory": 3}, tmp_path)
-    assert result.returncode != 0
-    (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    for words in ("rank 1 on", "out of memory at step 3, in bins of at most", "GiB",
-                  "--recompute all, ", "a smaller --micro_batch_tokens, ",
-                  "a shorter --max_seq_len"):  # fmt: skip
-        assert words in line
-    flags[-1] = tmp_path / "run"
-    code, out, errors = run_main(*flags, "--resume")
-    assert code == 0 and "checkpoint-000002: 2 of 4 steps" in out, errors
 
 
 def test_nodes_with_other_rows_are_refused(run_jobs, demo_directory, tmp_path):

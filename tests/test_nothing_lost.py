@@ -414,6 +414,20 @@ def test_rank_is_frozen(function, rank, start, undisturbed, tmp_path):
     assert differences(tmp_path, undisturbed.run) == []
 
 
+def test_rank_that_runs_out_of_memory_says_so(start, undisturbed, tmp_path):
+    run = start(tmp_path, out_of_memory=5)
+    assert run.wait()[1] == script.OUT_OF_MEMORY, run.err
+    (line,) = [line for line in last_words(run) if line.startswith("error: ")]
+    for words in ("rank 1 on", "out of memory at step 5, in bins of at most", "GiB",
+                  "--recompute all, ", "a smaller --micro_batch_tokens, ",
+                  "a shorter --max_seq_len"):  # fmt: skip
+        assert words in line
+    status = script.read_json(tmp_path / "run" / "status.json")
+    assert (status["state"], status["code"]) == ("failed", script.OUT_OF_MEMORY)
+    finish(start, tmp_path)
+    assert differences(tmp_path, undisturbed.run) == []
+
+
 # ------------------------------------------------------------------------------------------------
 # Two starts
 # ------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -173,10 +174,12 @@ def test_flag_errors_are_argparses(error):
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
-    """One step of the demo with an evaluation, as the README shows its log."""
+    """One step of the demo with an evaluation, as the README shows its log; by a copy of the script
+    alone, as people may take it."""
     directory = tmp_path_factory.mktemp("demo")
-    command = [sys.executable, script.__file__, "--max_steps", "1", "--output_dir", "run",
-               "--eval_dataset", "0.1"]  # fmt: skip
+    copy = shutil.copy(script.__file__, directory)
+    command = [sys.executable, copy, "--max_steps", "1", "--output_dir", "run", "--eval_dataset",
+               "0.1"]  # fmt: skip
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return directory / "run", done.stdout.splitlines()
