@@ -95,6 +95,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.attention.varlen import varlen_attn
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -338,11 +339,11 @@ def train(given, device):
             config, model_config, arch = read_model_config(base, config)
             tokenizer = load_tokenizer(base, config)
         enter("data")
-        date = on_rank_0(run_date, directory)
+        begun = on_rank_0(read_json, directory / "train_config.json", {})
+        date = begun.get("date", on_rank_0(time.strftime, "%Y-%m-%d"))
         fix_date(date)
         rows, eval_rows = prepare_data(config, directory, tokenizer, arch.vocab_size, date)
-        epoch_steps = math.ceil(config.num_epochs * len(rows) / config.batch_size)
-        steps = config.max_steps or epoch_steps
+        steps = config.max_steps or math.ceil(config.num_epochs * len(rows) / config.batch_size)
         every = max(1, steps // 10) if config.eval_every is None else config.eval_every
         config = dataclasses.replace(config, max_steps=steps, eval_every=every)
         content = agree_on_content(config, rows, base)
@@ -366,7 +367,7 @@ def train(given, device):
 
         # 4. Shard and load: built on meta, sharded by FSDP2, then each rank reads its own part
         mesh = make_mesh(plan.shard_group_size, device)
-        model = Model(arch, layout, plan, plan.shard_group_size, mesh.get_group("shard"))
+        model = Model(arch, layout, plan, mesh.get_group("shard"))
         shard_model(model, mesh, plan)
         frozen = load_model(model, base, model_config, config, device)
         say_memory("after loading", device)
@@ -379,8 +380,13 @@ def train(given, device):
             done, progress = adapter.resume(Path(resume_from), config)
         else:
             done, progress = adapter.start(config)
-        on_rank_0(describe_run, directory, given, config, plan, base.resolve(), device, rows,
-                  frozen, content, date, tokenizer)
+        run = types.SimpleNamespace(
+            config=config, plan=plan, model=model, adapter=adapter, rows=rows, eval_rows=eval_rows,
+            device=device, content=content, lora_config=lora_config, directory=directory,
+            kernels=kernels, store=make_store(plan, arch, device), graphs={}, graph_pool=None,
+            progress=progress, dealt={}, saved=done, save_due=math.inf, longest_step=0,
+            clock_start=now())
+        on_rank_0(describe_run, run, given, base.resolve(), frozen, date, tokenizer)
         verify_model(model, plan)
         say(f"parameters: {adapter.n_trainable:,} trainable ({config.adapter}),"
             f" {frozen.n_parameters:,} frozen")
@@ -388,12 +394,6 @@ def train(given, device):
 
         # 6. Loop and save
         enter("training")
-        run = types.SimpleNamespace(
-            config=config, plan=plan, model=model, adapter=adapter, rows=rows, eval_rows=eval_rows,
-            device=device, content=content, lora_config=lora_config, directory=directory,
-            kernels=kernels, store=make_store(plan, arch, device), graphs={}, graph_pool=None,
-            progress=progress, dealt={}, saved=done, save_due=math.inf, longest_step=0,
-            clock_start=now())
         records = run_steps(run, done)
         if config.random_weights and records:
             say_speed(run, records)
@@ -410,7 +410,7 @@ def run_steps(run, done):
     with together():
         log = open_log(run, done) if dist.get_rank() == 0 else None
     save_steps, save_seconds = save_interval(config)
-    run.save_due = now() + save_seconds
+    run.clock_start, run.save_due = now(), now() + save_seconds
     try:
         # from `done`: a run that was stopped before the evaluation of that step does it now
         for step in range(done, config.max_steps + 1):
@@ -481,8 +481,7 @@ def evaluate(run):
         extend_deadline(run)
         batch = rows.select(some)
         for micro_batch in deal_rows(batch.lengths.tolist(), world_size, run.plan.bin_tokens):
-            bin = make_bin(batch, micro_batch, rank, None, run)
-            total += run.model(bin)
+            total += run.model(make_bin(batch, micro_batch, rank, None, run))
     for unit in run.model.modules():  # nothing that was gathered may stay: the adapter will change
         if isinstance(unit, FSDPModule):
             unit.reshard()
@@ -655,7 +654,7 @@ def parse_chat(messages, tools, tokenizer):
         before, text = render(i, add_generation_prompt=True), render(i + 1)
         as_text({"the conversation": text}, "the conversation")
         start, end = len(os.path.commonprefix([before, text])), len(text.rstrip())
-        if marks_turns(template):
+        if re.search(r"\{%-?\s*generation\b", template):
             start, end = marked_span(messages[: i + 1], tools, template, tokenizer)
         elif start < len(before) and start <= len(os.path.commonprefix([before, render(i)])):
             raise RefusedRow(f"the chat template mixes message {i + 1} with those before it: its"
@@ -743,8 +742,7 @@ def prepare_data(config, directory, tokenizer, vocab_size, date):
 @functools.lru_cache(2)  # a step may span two epochs
 def epoch_order(epoch, n_rows, seed):
     """The shuffled indices of one epoch's rows."""
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-    return torch.randperm(n_rows, generator=generator)
+    return torch.randperm(n_rows, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
 
 
 def step_rows(step, n_rows, config):
@@ -956,10 +954,10 @@ def deal_step(run, step):
 def bin_loss(run, bin, scale):
     """The sum of the bin's token losses; adds the gradient of `scale` times it to the adapter's.
     All ranks must call this."""
-    if run.plan.graphs:
-        return graphed_loss(run, bin, scale)
-    loss = run.model(bin)
-    (loss * scale).backward()
+    loss = graphed_loss(run, bin, scale) if run.plan.graphs else None
+    if loss is None:
+        loss = run.model(bin)
+        (loss * scale).backward()
     return loss.detach()
 
 
@@ -1009,11 +1007,10 @@ def make_parser():
 
     parser.error = fail
     parser.print_help = lambda: say(parser.format_help())  # from rank 0 alone
-    hints = typing.get_type_hints(Config)
     for f in dataclasses.fields(Config):
         if f.name in GROUPS:
             group = parser.add_argument_group(GROUPS[f.name])
-        kind = next(t for t in typing.get_args(hints[f.name]) or (hints[f.name],) if t is not None)
+        kind = [*typing.get_args(f.type), f.type][0]  # of "int | None" int
         options = dict(f.metadata, default=f.default)
         if kind is bool:
             options["action"] = argparse.BooleanOptionalAction
@@ -1043,7 +1040,11 @@ def parse_config(argv=None):
 
     values = parse(argv)
     if values["resume"] == "must":
-        values["output_dir"] = values["output_dir"] or newest_run()
+        if not values["output_dir"]:
+            if not (runs := sorted(Path("runs").glob("*/train_config.json"))):
+                raise ValueError("--resume must without --output_dir: no run below runs/ to go on"
+                                 " with")
+            values["output_dir"] = str(runs[-1].parent)
         argv = [*argv, f"--output_dir={values['output_dir']}"]
         begun = Path(values["output_dir"], "train_config.json")
         values["config"] = values["config"] or (begun if begun.is_file() else None)
@@ -1090,13 +1091,6 @@ def save_interval(config):
     if config.save_every.endswith("m"):
         return 0, 60 * int(config.save_every[:-1]) or math.inf
     return int(config.save_every), math.inf
-
-
-def newest_run():
-    runs = sorted(p.parent for p in Path("runs").glob("*/train_config.json"))
-    if not runs:
-        raise ValueError("--resume must without --output_dir: no run below runs/ to go on with")
-    return str(runs[-1])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1209,10 +1203,8 @@ def together():
 
 def on_rank_0(function, *args):
     """Run `function` on rank 0 alone; all get what it returns. All ranks must call this."""
-    value = None
     with together():
-        if dist.get_rank() == 0:
-            value = function(*args)
+        value = function(*args) if dist.get_rank() == 0 else None
     return gather_objects(value)[0]
 
 
@@ -1662,8 +1654,7 @@ def log_step(log, record):
     step = record["step"]
     with contextlib.suppress(OSError):  # the terminal may be gone
         if log.bar is None:  # from here on, so that its rate is without the first step's compiling
-            log.bar = tqdm(initial=step, total=log.max_steps, unit="step",
-                           disable=not sys.stderr.isatty())
+            log.bar = tqdm(initial=step, total=log.max_steps, unit="step", disable=None)
         else:
             log.bar.update()
     if now() - log.printed >= LOG_SECONDS or step == log.max_steps:
@@ -1711,15 +1702,15 @@ def flags_of(given):
     return {name: value for name, value in flags.items() if name not in ("resume", "output_dir")}
 
 
-def describe_run(directory, given, config, plan, base, device, rows, frozen, content, date,
-                 tokenizer):
+def describe_run(run, given, base, frozen, date, tokenizer):
     """Write train_config.json, the configuration and all that a merge must know, and the tokenizer.
     Rank 0 only."""
+    config, rows = run.config, run.rows
     described = {
         "flags": flags_of(given),
         "config": dataclasses.asdict(config),
-        **content,
-        "plan": dataclasses.asdict(plan),
+        **run.content,
+        "plan": dataclasses.asdict(run.plan),
         "base_model": str(base) if Path(config.model or base).is_dir() else config.model,
         "quantization": {
             "quant_type": "nf4",
@@ -1728,16 +1719,16 @@ def describe_run(directory, given, config, plan, base, device, rows, frozen, con
             "nested_blocksize": NESTED_BLOCK,
             "quantized_from_dtype": config.compute_dtype,
             "prequantized": frozen.stored,  # its bytes are the base's own
-            "device": device.type,
+            "device": run.device.type,
             "absmax_offsets": frozen.offsets,  # each linear's mean absmax: tells bases apart
         },
         "world_size": dist.get_world_size(),
         "date": date,
         "versions": {m.__name__: m.__version__ for m in LIBRARIES},
         "probe_input_ids": [rows.tokens(i)[0][:64].tolist() for i in range(min(4, len(rows)))]}
-    write_whole(directory / "train_config.json", json.dumps(described, indent=2))
+    write_whole(run.directory / "train_config.json", json.dumps(described, indent=2))
     if tokenizer:
-        tokenizer.save_pretrained(directory)
+        tokenizer.save_pretrained(run.directory)
 
 
 def say_start(config, plan, kernels, limit, device):
@@ -1757,14 +1748,10 @@ def say_start(config, plan, kernels, limit, device):
 
 def say_example(rows, tokenizer):
     """Show one row as the model sees it, with what is not learnt in brackets."""
-    parts = []
-    for token, label in zip(*(t.tolist() for t in rows.tokens(0))):
-        if not parts or parts[-1][0] != (label != IGNORE):
-            parts.append((label != IGNORE, []))
-        parts[-1][1].append(token)
-    text = "".join(
-        tokenizer.decode(tokens) if learnt else f"[not learnt: {tokenizer.decode(tokens)}]"
-        for learnt, tokens in parts)
+    text, pairs = "", zip(*(t.tolist() for t in rows.tokens(0)))
+    for is_learnt, part in itertools.groupby(pairs, lambda pair: pair[1] != IGNORE):
+        decoded = tokenizer.decode([token for token, _ in part])
+        text += decoded if is_learnt else f"[not learnt: {decoded}]"
     say(f"first row: {text[:600]!r}")
 
 
@@ -1917,11 +1904,6 @@ def without_none(value):
 # ------------------------------------------------------------------------------------------------
 
 
-@functools.lru_cache(2)
-def marks_turns(template):
-    return re.search(r"\{%-?\s*generation\b", template) is not None
-
-
 def marked_span(messages, tools, template, tokenizer):
     """Where in the rendered messages the last {% generation %} block stands."""
     _, (blocks,) = render_jinja_template(
@@ -2020,12 +2002,6 @@ def fix_date(day):
         now = classmethod(lambda cls, tz=None: cls.fromisoformat(day))
 
     transformers.utils.chat_template_utils.datetime = RunDay
-
-
-def run_date(directory):
-    """The day when the run was begun. Rank 0 only."""
-    begun = read_json(directory / "train_config.json", {})
-    return begun.get("date", time.strftime("%Y-%m-%d"))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -2288,10 +2264,6 @@ class Layout:
     dropout: float  # on the adapters' input
     dora: bool
 
-    @property
-    def places(self):
-        return [place for group in self.groups for place in group.places]
-
     def adapter_parts(self):
         """{(linear's name, PEFT's key): (slice of `adapter`, shape)}."""
 
@@ -2354,16 +2326,17 @@ class DecoderLayer(nn.Module):
     """One decoder layer. It has three parameters, because FSDP2's work on the host is by parameter:
     `nf4`, the weights of all linears; `vectors`, norms and biases; `adapter`, A and B of all."""
 
-    def __init__(self, arch, layout, index, plan, shards):
+    def __init__(self, arch, layout, index, plan):
         super().__init__()
         self.arch, self.layout, self.index, self.plan = arch, layout, index, plan
         self.keeps = plan.keeps(index)
         self.window, self.rope = arch.layer_window[index], arch.layer_rope[index]
         self.nested = {}  # {group's site: Nested}
-        self.row_norms = {}  # DoRA: {group's site: norms of the rows of W, fp32}
+        self.row_norms = {}  # DoRA: {adapted linear's name: norms of the rows of W, fp32}
 
         def parameter(n, multiple, make, trained=False):  # padded, so that FSDP2 shards evenly
-            n = math.ceil(n / multiple / shards) * multiple * shards
+            multiple *= plan.shard_group_size
+            n = math.ceil(n / multiple) * multiple
             return nn.Parameter(make(n, device="meta"), requires_grad=trained)
 
         dtype = getattr(torch, plan.compute_dtype)
@@ -2403,8 +2376,7 @@ class LayerFunction(torch.autograd.Function):
         layer, bin, (first, second) = ctx.layer, ctx.bin, ctx.kept
         ctx.kept, run = None, LayerRun(layer, bin, backward=True)
         if layer.keeps == "all":
-            of_attention, of_mlp = first, second
-            grad_middle = mlp_backward(run, of_mlp, grad)
+            of_attention, grad_middle = first, mlp_backward(run, second, grad)
         else:
             take, of_attention = bin.store.take, None
             middle = take(second) if layer.keeps == "middle" else None
@@ -2434,6 +2406,8 @@ class LayerRun:
         self.tokens = slice(None)  # of the bin: those that are worked on, see mlp_half
         self.adapter = layer.adapter.detach().to(layer.vectors.dtype)
         self.held, self.hold = {}, backward and layer.plan.hold_weights  # {piece: weight}
+        norms = self.vector(self.arch.q_norm), self.vector(self.arch.k_norm)
+        self.rotary = *bin.ropes[layer.rope], *norms, self.arch  # for rotate_forward and _backward
         if backward:
             self.grad_adapter = torch.zeros_like(self.adapter, dtype=torch.float32)
 
@@ -2465,12 +2439,11 @@ def attention_half(run, x, again=False):
     """x + attention(norm(x)) [tokens, hidden], and what its backward needs. `again`: in backward,
     where the sum is not wanted."""
     arch, (qkv, out, *_) = run.arch, run.layout.groups
-    kept = types.SimpleNamespace(x=x, branch=None, qkv=None)
+    kept = types.SimpleNamespace(x=x, branch=None)
     kept.inputs = norm_inputs(run, arch.attention_norm, x, qkv)
     projected = product(run, qkv, kept.inputs)
-    if arch.qk_norm:
-        kept.qkv = projected  # the norms' backward reads it
-    heads = split_heads(arch, rotate_heads(run, projected))
+    kept.qkv = projected if arch.qk_norm else None  # the norms' backward reads it
+    heads = split_heads(arch, rotate_forward(projected, *run.rotary))
     del projected
     with torch.enable_grad():  # autograd is asked here alone: for the kernel's own backward
         kept.heads = [part.detach().requires_grad_() for part in heads]
@@ -2480,8 +2453,7 @@ def attention_half(run, x, again=False):
         fill_columns(run, out, kept.out_inputs)
         return None, kept
     branch = product(run, out, kept.out_inputs)
-    if arch.attention_post_norm:
-        kept.branch = branch
+    kept.branch = branch if arch.attention_post_norm else None
     return None if again else residual_sum(run, x, branch, arch.attention_post_norm, 4), kept
 
 
@@ -2494,7 +2466,7 @@ def attention_backward(run, kept, grad, residual, needs_x):
     kept.out_inputs = kept.branch = None
     grads = torch.autograd.grad(kept.attended, kept.heads, grad.reshape(kept.attended.shape))
     kept.attended = kept.heads = None
-    grad = rotate_heads_backward(run, grads, kept.qkv)
+    grad = rotate_backward(*grads, kept.qkv, *run.rotary)
     del grads
     grad = product_backward(run, qkv, kept.inputs, grad, needs_x)
     return norm_gradient(run, arch.attention_norm, kept.x, grad, residual) if needs_x else None
@@ -2540,8 +2512,7 @@ def mlp(run, middle, source, again=False):
         fill_columns(run, down, kept.activated)
         return None, kept
     branch = product(run, down, kept.activated)
-    if arch.mlp_post_norm:
-        kept.branch = branch
+    kept.branch = branch if arch.mlp_post_norm else None
     return None if again else residual_sum(run, middle, branch, arch.mlp_post_norm, 5), kept
 
 
@@ -2614,18 +2585,12 @@ def widen(x, group):
     return wide
 
 
-def adapter_of(run, group):
-    """A [ranks, in] and B [rows of the adapted linears, rank]."""
-    return (run.adapter[group.a].view(-1, group.in_features),
-            run.adapter[group.b].view(-1, group.rank))
-
-
 def fill_columns(run, group, inputs):
     """Compute d = s x A.T of all adapted linears into the last columns of inputs [n, width]."""
     if not group.ranks:
         return
     x, columns = inputs[:, : group.in_features], inputs[:, group.in_features :]
-    a, _ = adapter_of(run, group)
+    a = run.adapter[group.a].view(-1, group.in_features)
     columns.zero_()  # torch 2.13 on a CPU reads what is there even with beta=0, and 0 * NaN is NaN
     torch.addmm(a.new_zeros(()), run.drop(x, run.layout.dropout, group.site), a.t(), beta=0,
                 alpha=run.layout.scaling, out=columns[:, : group.ranks])
@@ -2659,7 +2624,7 @@ def product_backward(run, group, inputs, grad, needs_x=True):
     """From the outputs' gradient [n, out] that of x [n, in]; adds those of A, B and magnitudes to
     run.grad_adapter."""
     n_in, layout, grad_inputs = group.in_features, run.layout, None
-    a, _ = adapter_of(run, group)
+    a = run.adapter[group.a].view(-1, n_in)  # [ranks, in]
     x, d = inputs[:, :n_in], inputs[:, n_in:]
     grad_b = run.grad_adapter[group.b].view(-1, group.rank)
     for piece in group.pieces:
@@ -2698,7 +2663,8 @@ def dora_factors(run, piece, weight):
 
     The norm needs no [out, in] of its own: it is ||W||^2 + 2 s B.(W A.T) + s^2 B.(B A A.T), by row.
     """
-    a, b = adapter_of(run, piece)
+    a = run.adapter[piece.a].view(-1, piece.in_features)
+    b = run.adapter[piece.b].view(-1, piece.rank)
     w_a, s = exact_product(weight[:, : piece.in_features], a.t()), run.layout.scaling
     a, b, norm = a.float(), b.float(), torch.ones(piece.out_features, device=weight.device)
     factor = norm.clone()
@@ -2706,7 +2672,7 @@ def dora_factors(run, piece, weight):
         a_p, b_p, rows = a[p.ranks], b[p.b_rows], piece.local(p)
         cross = (b_p * w_a[rows, p.ranks]).sum(1)
         own = (b_p @ (a_p @ a_p.t()) * b_p).sum(1)
-        squares = run.layer.row_norms[piece.site][p.rows].square()
+        squares = run.layer.row_norms[p.linear.name].square()
         norm[rows] = (squares + 2 * s * cross + s * s * own).sqrt()
         magnitudes = run.layer.adapter.detach()[piece.m][p.b_rows].float()
         factor[rows] = magnitudes / norm[rows]
@@ -2879,22 +2845,6 @@ def split_heads(arch, qkv):
     return [part.unflatten(1, (-1, arch.head_dim)) for part in qkv.split(widths, 1)]
 
 
-def rotate_heads(run, qkv):
-    """qkv [n, ...] with query and key normed, where the family does that, and rotated."""
-    arch, layer = run.arch, run.layer
-    weights = run.vector(arch.q_norm), run.vector(arch.k_norm)
-    if layer.rope is None and weights[0] is None:
-        return qkv
-    return rotate_forward(qkv, *run.bin.ropes[layer.rope], *weights, arch)
-
-
-def rotate_heads_backward(run, grads, qkv):
-    """The gradient of qkv from those of query, key and value; qkv itself where it was normed."""
-    arch, layer = run.arch, run.layer
-    weights = run.vector(arch.q_norm), run.vector(arch.k_norm)
-    return rotate_backward(*grads, qkv, *run.bin.ropes[layer.rope], *weights, arch)
-
-
 def rotate(x, cos, sin, arch):
     """Rotary embedding of x [n, heads, head_dim] by cos and sin fp32 [n, rotary_dim / 2]; with -sin
     its backward."""
@@ -2924,6 +2874,7 @@ def normed_heads(x, weight, arch, grad=None):
 
 @elementwise
 def rotate_forward(qkv, cos, sin, temperature, q_weight, k_weight, arch):
+    """qkv [n, ...] with query and key normed, where the family does that, and rotated."""
     query, key, value = split_heads(arch, qkv)
     out = []
     for x, weight in (query, q_weight), (key, k_weight):
@@ -2940,7 +2891,8 @@ def rotate_forward(qkv, cos, sin, temperature, q_weight, k_weight, arch):
 
 @elementwise
 def rotate_backward(query, key, value, qkv, cos, sin, temperature, q_weight, k_weight, arch):
-    """The gradient of qkv [n, ...] from those of query, key, value [n, heads, head_dim]."""
+    """The gradient of qkv [n, ...] from those of query, key, value [n, heads, head_dim]; `qkv`
+    itself where it was normed, else None."""
     before = (None, None) if qkv is None else split_heads(arch, qkv)[:2]
     grads, out = [query.float(), key.float()], []
     if temperature is not None:
@@ -2987,20 +2939,13 @@ def flash_attention(query, key, value, bin, arch, window, index):
 
 def varlen_attention(query, key, value, bin, arch, window, index):
     """Documents of any lengths by torch's own kernel."""
-    kernel, options = varlen_kernel()
     bounds, longest = (bin.cu_seqlens, bin.cu_seqlens), (bin.longest, bin.longest)
-    return kernel(query, key, value, *bounds, *longest, scale=arch.attention_scale,
-                  window_size=(window - 1 if window else -1, 0), **options)
+    return varlen_attn(query, key, value, *bounds, *longest, scale=arch.attention_scale,
+                       window_size=(window - 1 if window else -1, 0), **GROUPED)
 
 
-@functools.lru_cache(None)
-def varlen_kernel():
-    """torch's varlen_attn and the options that this version wants."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    # torch 2.11 takes fewer heads of keys as they are, later ones want to be told
-    grouped = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    return varlen_attn, {"enable_gqa": True} if grouped else {}
+# torch 2.11 takes fewer heads of keys as they are, later ones want to be told
+GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def document_attention(query, key, value, bin, arch, window, index):
@@ -3284,8 +3229,7 @@ def pinned_empty(n_bytes, device):
         return torch.empty(n_bytes, dtype=torch.uint8)
     # whole pages of its own, as registering wants, and large ones: 0.2 s a GiB, with small ones 0.4
     PINNED.append(mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        PINNED[-1].madvise(mmap.MADV_HUGEPAGE)
+    PINNED[-1].madvise(mmap.MADV_HUGEPAGE)
     buffer = torch.frombuffer(PINNED[-1], dtype=torch.uint8)
     error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), n_bytes, 0)
     if int(error):
@@ -3381,20 +3325,15 @@ class Model(nn.Module):
     them whole: 2.1 GB each for Llama-3-70B, and twice that while it copies.
     """
 
-    def __init__(self, arch, layout, plan, shards, group=None):
+    def __init__(self, arch, layout, plan, group=None):
         super().__init__()
-        self.arch, self.group, self.plan = arch, group, plan  # group None: of this process alone
+        self.arch, self.group, self.plan = arch, group, plan
+        # (rank, ranks) in the group that shares one vocabulary; without one this process alone
+        self.place = (dist.get_rank(group), dist.get_world_size(group)) if group else (0, 1)
         self.layers = nn.ModuleList(
-            DecoderLayer(arch, layout, i, plan, shards) for i in range(arch.n_layers))
+            DecoderLayer(arch, layout, i, plan) for i in range(arch.n_layers))
         self.embedding = self.norm = self.head = None  # tensors, see load_weights
         self.frequencies = None  # of each kind of rotary embedding: (fp32 [rotary_dim / 2], factor)
-
-    @property
-    def place(self):
-        """(rank, ranks) in the group that shares one vocabulary."""
-        if self.group is None:
-            return 0, 1
-        return dist.get_rank(self.group), dist.get_world_size(self.group)
 
     def forward(self, bin):
         return HeadLoss.apply(self.hidden(bin), self, bin)
@@ -3940,52 +3879,49 @@ def load_tokenizer(directory, config):
 
 
 def weight_files(directory):
-    """Which file of the directory holds each tensor: {name: path}."""
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = dict(json.loads(index.read_text())["weight_map"])
-        except (ValueError, KeyError, TypeError) as e:
-            raise ValueError(f"{index}: no index of safetensors files: {e!r}")
-        if not names:
-            raise ValueError(f"{index}: weight_map is empty")
-        for file in set(names.values()):
-            if not isinstance(file, str) or Path(file).name != file:
-                raise ValueError(f"{index}: names {file!r}, a path outside the directory")
-            if not (directory / file).is_file():
-                raise ValueError(f"{directory / file}: missing, but named in {index.name}")
-        return {name: directory / file for name, file in names.items()}
-    file = directory / "model.safetensors"
-    if not file.is_file():
-        raise ValueError(f"{directory}: has neither {index.name} nor {file.name}; only safetensors"
-                         " are read")
-    return {name: file for _, name in tensor_places([file])}
+    """Where the directory's safetensors files hold each tensor: {name: Stored}."""
+    whole, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if not index.is_file():
+        if not whole.is_file():
+            raise ValueError(f"{directory}: has neither {index.name} nor {whole.name}; only"
+                             " safetensors are read")
+        return tensors_of(whole)
+    names = read_json(index).get("weight_map")
+    if not names or not isinstance(names, dict):
+        raise ValueError(f"{index}: has no weight_map from tensors to files")
+    for file in set(names.values()):
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ValueError(f"{index}: names {file!r}, a path outside the directory")
+        if not (directory / file).is_file():
+            raise ValueError(f"{directory / file}: missing, but named in {index.name}")
+    found = {file: tensors_of(directory / file) for file in set(names.values())}
+    for name, file in names.items():
+        if name not in found[file]:
+            raise ValueError(f"{directory / file}: lacks {name}, which the index puts there")
+    return {name: found[file][name] for name, file in names.items()}
 
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DTYPES = {**FLOATS, "U8": torch.uint8}
 NF4_STATE = "quant_state.bitsandbytes__nf4"  # bitsandbytes' name, behind that of the weight
-Stored = collections.namedtuple("Stored", "dtype shape start stop")  # bytes [start, stop) of a file
+Stored = collections.namedtuple("Stored", "path dtype shape start stop")  # bytes [start, stop)
 Names = collections.namedtuple("Names", "shapes linears tables in_layers")  # see tensor_names
 
 
-def tensor_places(paths):
-    """What safetensors files hold, by their headers: {(path, tensor's name): Stored}."""
-    places = {}
-    for path in set(paths):
-        try:
-            with safe_open(path, "pt"):
-                pass  # it is whole
-        except SafetensorError as e:
-            raise ValueError(f"{path}: not a whole safetensors file: {e}")
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(size))
-        header.pop("__metadata__", None)
-        for name, tensor in header.items():
-            start, stop = (8 + size + offset for offset in tensor["data_offsets"])
-            places[path, name] = Stored(tensor["dtype"], tuple(tensor["shape"]), start, stop)
-    return places
+def tensors_of(path):
+    """What a safetensors file holds, by its header: {tensor's name: Stored}."""
+    try:
+        with safe_open(path, "pt"):
+            pass  # it is whole
+    except SafetensorError as e:
+        raise ValueError(f"{path}: not a whole safetensors file: {e}")
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    header.pop("__metadata__", None)
+    return {name: Stored(path, tensor["dtype"], tuple(tensor["shape"]),
+                         *(8 + size + offset for offset in tensor["data_offsets"]))
+            for name, tensor in header.items()}
 
 
 def tensor_names(arch, files):
@@ -4011,14 +3947,13 @@ def tensor_names(arch, files):
 
 def check_files(files, names, model_config, compute_dtype):
     """Check a checkpoint's tensors before they are read. Returns check_stored's states of a model
-    that is quantised already, else None. All ranks must call this."""
-    with together():
-        wanted = {name: (shape, FLOATS) for name, shape in names.shapes.items()}
-        if not getattr(model_config, "quantization_config", None):
-            check_tensors(files, names, wanted)
-            return None
-        states = check_stored(files, names, wanted)
-        dtypes = sorted({state["dtype"] for state in states.values()})
+    that is quantised already, else None."""
+    wanted = {name: (shape, FLOATS) for name, shape in names.shapes.items()}
+    if not getattr(model_config, "quantization_config", None):
+        check_tensors(files, names, wanted)
+        return None
+    states = check_stored(files, names, wanted)
+    dtypes = sorted({state["dtype"] for state in states.values()})
     say(f"model: quantised already, loaded as it is: {len(states)} linears in NF4")
     if dtypes != [compute_dtype]:
         say(f"they were quantised from {', '.join(dtypes)}, to which bitsandbytes dequantises them;"
@@ -4029,7 +3964,7 @@ def check_files(files, names, model_config, compute_dtype):
 
 def check_tensors(files, names, wanted):
     """The files must have the tensors `wanted`, {name: (shape or None, dtypes)}, and no others in
-    layers. Returns their tensor_places."""
+    layers."""
     missing = [name for name in wanted if name not in files]
     if missing:
         raise ValueError(f"the checkpoint lacks {len(missing)} of {len(wanted)} tensors that its"
@@ -4039,20 +3974,15 @@ def check_tensors(files, names, wanted):
     if extra:
         raise ValueError(f"the checkpoint has {len(extra)} tensors that its config.json knows"
                          f" nothing of, the first is {extra[0]}")
-    places = tensor_places(files.values())
     for name, (shape, dtypes) in wanted.items():
-        file = files[name]
-        if (file, name) not in places:
-            raise ValueError(f"{file}: lacks {name}, which the index puts there")
-        stored = places[file, name]
-        if shape not in (None, stored.shape):
-            raise ValueError(f"{file.name}: {name} has shape {list(stored.shape)}, but config.json"
-                             f" asks for {list(shape)}")
-        if stored.dtype not in dtypes:
+        path, dtype, found, *_ = files[name]
+        if shape not in (None, found):
+            raise ValueError(f"{path.name}: {name} has shape {list(found)}, but config.json asks"
+                             f" for {list(shape)}")
+        if dtype not in dtypes:
             hint = ": without double quantisation?" if name.endswith("absmax") else ""
-            raise ValueError(f"{file.name}: {name} is {stored.dtype}, which is not read;"
+            raise ValueError(f"{path.name}: {name} is {dtype}, which is not read;"
                              f" {', '.join(dtypes)} are{hint}")
-    return places
 
 
 def check_stored(files, names, wanted):
@@ -4075,12 +4005,13 @@ def check_stored(files, names, wanted):
         wanted[f"{name}.quant_map"] = (16,), ["F32"]
         wanted[f"{name}.nested_quant_map"] = (256,), ["F32"]
         wanted[f"{name}.{NF4_STATE}"] = None, ["U8"]
-    places, states, cpu = check_tensors(files, names, wanted), {}, torch.device("cpu")
+    check_tensors(files, names, wanted)
+    states, cpu = {}, torch.device("cpu")
     tables = {"quant_map": nf4_code(cpu), "nested_quant_map": dynamic_map(cpu)}
     parts = [f"{name}.{part}" for name in names.linears for part in (NF4_STATE, *tables)]
     values = file_reader(files, cpu)((part, (1,), range(1)) for part in parts)
     for name in names.linears:
-        file, shape = files[name], list(names.shapes[name])
+        (file, *_, start, stop), shape = files[name], list(names.shapes[name])
         try:
             state = states[name] = json.loads(bytes(next(values).tolist()))
         except ValueError as e:
@@ -4091,10 +4022,9 @@ def check_stored(files, names, wanted):
             if state.get(key) != value:
                 raise ValueError(f"{file}: {name} was quantised with {key} {state.get(key)}, only"
                                  f" {value} can be read")
-        n_bytes = places[file, name].stop - places[file, name].start
-        if n_bytes != math.prod(shape) // 2:
-            raise ValueError(f"{file}: {name} has {n_bytes} bytes, but {shape} weights of 4 bits"
-                             " are asked for")
+        if stop - start != math.prod(shape) // 2:
+            raise ValueError(f"{file}: {name} has {stop - start} bytes, but {shape} weights of 4"
+                             " bits are asked for")
         for part, table in tables.items():
             # what it stores may be of another version, and then differ in the last bits
             if not torch.allclose(next(values), table):
@@ -4128,8 +4058,7 @@ def file_reader(files, device):
     the tensors are then zeros, so that no rank waits in a collective for this one, and the error
     is raised after the last.
     """
-    places, staging = tensor_places(files.values()), threading.local()
-    ahead, errors = collections.deque(), []
+    staging, ahead, errors = threading.local(), collections.deque(), []
 
     def prepare_thread():
         if device.type == "cuda":
@@ -4150,12 +4079,12 @@ def file_reader(files, device):
     def read(requests):
         with ThreadPoolExecutor(READERS, initializer=prepare_thread) as pool:
             for name, shape, rows in requests:
-                dtype, _, start, stop = places[files[name], name]
+                path, dtype, _, start, stop = files[name]
                 row = (stop - start) // shape[0]  # bytes
                 while ahead and sum(t.nbytes for t, _ in ahead) + len(rows) * row > READ_AHEAD:
                     yield finish()
                 start += rows.start * row
-                ahead.append(begin(pool, files[name], DTYPES[dtype], start, len(rows) * row))
+                ahead.append(begin(pool, path, DTYPES[dtype], start, len(rows) * row))
             while ahead:
                 yield finish()
         if errors:
@@ -4185,7 +4114,7 @@ def own_blocks(model):
     layer, found = model.layers[0], []
     n = len(local_part(layer.nf4))
     first = model.place[0] * n
-    for p in layer.layout.places:
+    for p in itertools.chain.from_iterable(group.places for group in layer.layout.groups):
         start, stop = (min(max(at, p.blocks.start), p.blocks.stop) for at in (first, first + n))
         blocks = slice(start - p.blocks.start, stop - p.blocks.start)
         found.append((p, blocks, slice(start - first, stop - first)))
@@ -4260,15 +4189,13 @@ def load_model(model, base, model_config, config, device):
         with together():
             files = weight_files(base)
             names = tensor_names(arch, files)
-        stored = check_files(files, names, model_config, config.compute_dtype)
-        with together():
-            read = file_reader(files, device)
+            stored = check_files(files, names, model_config, config.compute_dtype)
+        read = file_reader(files, device)
     offsets = load_weights(model, names, read, device, stored)
     model.frequencies = [
         (f.to(device), factor) for f, factor in
         (rope_frequencies(rope, arch, config.max_seq_len, model_config) for rope in arch.ropes)]
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # what loading used and training would use in other sizes
+    torch.cuda.empty_cache()  # what loading used and training would use in other sizes
     return types.SimpleNamespace(offsets=offsets, stored=bool(stored),
                                  n_parameters=sum(map(math.prod, names.shapes.values())))
 
@@ -4386,7 +4313,7 @@ def measure_rows(model):
                 if group.ranks:
                     weight = dequantise_group(layer, group, blank)[:, : group.in_features]
                     norms = torch.cat([rows.float().norm(dim=1) for rows in weight.split(4096)])
-                    layer.row_norms[group.site] = norms
+                    layer.row_norms.update((p.linear.name, norms[p.rows]) for p in group.adapted)
 
 
 def make_mesh(shards, device):
@@ -4470,8 +4397,7 @@ def memory_gib(device):
     """Now and at the peak: allocated on a GPU, else the resident memory of the process."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated() / 2**30, torch.cuda.max_memory_allocated() / 2**30
-    current, peak = host_memory()
-    return current / 2**30, peak / 2**30
+    return tuple(n_bytes / 2**30 for n_bytes in host_memory())
 
 
 def say_memory(when, device):
@@ -4862,7 +4788,7 @@ MAX_GRAPHS = 64  # each takes some GPU memory beside torch's, which no plan coun
 
 def graphed_loss(run, bin, scale):
     """bin_loss() by a CUDA graph of the bin's shape, captured when the shape comes a second time:
-    then the host launches one thing instead of thousands."""
+    then the host launches one thing instead of thousands. None: without a graph."""
     tensors = {name: t for name, t in vars(bin).items() if isinstance(t, torch.Tensor)}
     same = bin.kernels is run.kernels["same"]
     key = (same and bin.lengths, bin.longest, *map(len, tensors.values()))
@@ -4870,9 +4796,7 @@ def graphed_loss(run, bin, scale):
         captured = sum(graph is not None for graph in run.graphs.values())
         if key not in run.graphs or captured >= MAX_GRAPHS:
             run.graphs[key] = None  # kernels are compiled and chosen outside of a capture
-            loss = run.model(bin)
-            (loss * scale).backward()
-            return loss.detach()
+            return None
         run.graphs[key] = capture_graph(run, bin)
     graph, static, factor, loss = run.graphs[key]
     for name, tensor in tensors.items():
@@ -4929,10 +4853,8 @@ class Adapter:
             [self.weights], lr=0.0, weight_decay=config.weight_decay, min_8bit_size=0)
         self.optimizer.init_state(self.optimizer.param_groups[0], self.weights, 0, 0)
         self.state = self.optimizer.state[self.weights]
-
-    @property
-    def n_trainable(self):
-        return len(self.layers) * sum(math.prod(shape) for _, shape in self.parts.values())
+        parts = self.parts.values()
+        self.n_trainable = len(self.layers) * sum(math.prod(shape) for _, shape in parts)
 
     def by_layer(self, tensor):
         return tensor.view(len(self.layers), -1)
@@ -4958,17 +4880,14 @@ class Adapter:
             given = read_adapter(config, self) if config.init_adapter else None
         for i, layer in enumerate(self.layers):
             values = {}
-            for name, (_, shape) in self.names(i).items() if given is None else ():
+            for (linear, key), (name, (_, shape)) in zip(self.parts, self.names(i).items()):
                 values[name] = torch.zeros(shape)
-                if name.endswith("lora_A.weight"):
+                if key == "lora_magnitude_vector":
+                    values[name] = layer.row_norms[linear].cpu()
+                elif key == "lora_A.weight":
                     seed = config.seed ^ zlib.crc32(name.encode())
                     generator = torch.Generator().manual_seed(seed)
                     nn.init.kaiming_uniform_(values[name], a=math.sqrt(5), generator=generator)
-            for group in self.layout.groups if self.layout.dora and given is None else ():
-                for p in group.adapted:
-                    stem = f"base_model.model.{self.arch.module_prefix}layers.{i}."
-                    norms = layer.row_norms[group.site][p.rows].cpu()
-                    values[f"{stem}{p.linear.name}.lora_magnitude_vector"] = norms
             self.set_layer(i, given or values)
         return 0, dict.fromkeys(PROGRESS)
 
@@ -5053,9 +4972,8 @@ def read_adapter(config, adapter):
         if settings.get(key, False) != wanted:
             raise ValueError(f"--init_adapter {directory}: has {key} {settings.get(key)}: give the"
                              f" same by --{flag}")
-    shapes = {}
-    for i in range(len(adapter.layers)):
-        shapes.update((name, shape) for name, (_, shape) in adapter.names(i).items())
+    shapes = {name: shape for i in range(len(adapter.layers))
+              for name, (_, shape) in adapter.names(i).items()}
     if shapes != {name: tuple(value.shape) for name, value in values.items()}:
         odd = sorted(shapes.keys() ^ values.keys()) or ["one of another shape"]
         raise ValueError(f"--init_adapter {directory}: its tensors are not those of this adapter,"
@@ -5137,8 +5055,7 @@ def write_checkpoint(run, step):
     final = checkpoint_path(run.directory, step)
     hidden = run.directory / f".{final.name}.part"
     weights = adapter.gather()
-    if run.device.type == "cuda":
-        torch.cuda.synchronize()  # paged state is read on the host, where no stream orders it
+    torch.get_device_module(run.device).synchronize()  # no stream orders reads of paged state
 
     def make():
         remove_at_once(hidden)  # of a save that failed
@@ -5296,10 +5213,10 @@ def base_digest(base):
     """SHA-256 of the base model: of config.json, of what its files have by their headers, and of
     some bytes of every tensor."""
     sha = hashlib.sha256((base / "config.json").read_bytes())
-    places = sorted(tensor_places(weight_files(base).values()).items())
-    for path, stored in itertools.groupby(places, lambda place: place[0][0]):
+    tensors = sorted(weight_files(base).items(), key=lambda tensor: (tensor[1].path, tensor[0]))
+    for path, some in itertools.groupby(tensors, lambda tensor: tensor[1].path):
         with path.open("rb") as file:
-            for (_, name), (dtype, shape, start, stop) in stored:
+            for name, (_, dtype, shape, start, stop) in some:
                 sha.update(f"{name} {dtype} {shape}".encode())
                 for at in np.linspace(start, max(start, stop - SAMPLE), SAMPLES, dtype=np.int64):
                     sha.update(os.pread(file.fileno(), min(SAMPLE, stop - start), int(at)))
@@ -5361,7 +5278,7 @@ def plain_model(model_config, arch, tensors, max_seq_len):
     """A Model of this process alone, in fp32 on the CPU, from tensors {checkpoint name: tensor}."""
     config = Config(compute_dtype="float32")
     plan = Plan("float32", arch.n_layers, 1, True, 64, 0, False, False, False, False)
-    model = Model(arch, make_layout(arch, (), config), plan, 1)
+    model = Model(arch, make_layout(arch, (), config), plan)
     names, cpu = tensor_names(arch, tensors), torch.device("cpu")
     values = (tensors[name][rows.start : rows.stop].flatten()
               for name, _, rows in weight_requests(model, names))
@@ -5379,8 +5296,7 @@ def make_demo(config, directory):
     ranks must call this."""
     say("No --model: training the built-in demo, a small Llama with random weights"
         + ("." if config.dataset else " and 512 made-up instructions (no --dataset)."))
-    if on_rank_0(lambda: not (directory / "train_config.json").exists()):
-        on_rank_0(write_demo, directory / "demo")
+    on_rank_0(lambda: (directory / "train_config.json").exists() or write_demo(directory / "demo"))
 
 
 def write_demo(directory):

@@ -182,7 +182,7 @@ def test_first_word_is_learnt_where_its_token_takes_the_space_before(tokenizer):
     assert learnt_text(own, ids, labels).strip() == "The answer</s>"
 
 
-def test_template_prints_the_date_of_the_runs_start(tokenizer, tmp_path):
+def test_template_prints_the_date_of_the_runs_start(tokenizer):
     today = "{{ strftime_now('%d %b %Y') }} " + tokenizer.chat_template
     tokenizer.chat_template = today
     original = transformers.utils.chat_template_utils.datetime
@@ -192,10 +192,6 @@ def test_template_prints_the_date_of_the_runs_start(tokenizer, tmp_path):
     finally:
         transformers.utils.chat_template_utils.datetime = original
     assert tokenizer.decode(ids).startswith("31 Jan 2020 ")
-    (tmp_path / "train_config.json").write_text('{"date": "2020-01-31"}')
-    assert script.run_date(tmp_path) == "2020-01-31"
-    (tmp_path / "train_config.json").unlink()
-    assert script.run_date(tmp_path) == time.strftime("%Y-%m-%d")
 
 
 def test_resumed_run_goes_on_with_the_date_of_its_start(tokenizer, run_main, tiny_model, tmp_path):

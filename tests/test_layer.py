@@ -80,7 +80,7 @@ def make_model(model_config, arch, tensors, config=CONFIG, plan=None):
     """The script's model of this process alone, from transformers' tensors; adapters are zero."""
     plan = plan or make_plan(arch.n_layers)
     _, adapted = script.choose_adapted(arch, config, "test")
-    model = script.Model(arch, script.make_layout(arch, adapted, config), plan, 1)
+    model = script.Model(arch, script.make_layout(arch, adapted, config), plan)
     names = script.tensor_names(arch, tensors)
     values = (
         tensors[name][rows.start : rows.stop].flatten()
