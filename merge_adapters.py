@@ -59,7 +59,7 @@ def parse_config(argv):
 def merge(args):
     """The whole job, from flags to merged model."""
     adapter_dir, output = Path(args.adapter_dir), Path(args.output_dir)
-    run = read_run(adapter_dir)
+    run, begun = read_run(adapter_dir), os.stat(adapter_dir / ADAPTER_FILES[1])
     base = read_base(args.base_model or run["base_model"], run["quantization"])
     lora, adapter = read_adapter(adapter_dir, run["config"], base)
     rows, trained_on = run["probe_input_ids"], run["quantization"]["device"]
@@ -91,6 +91,8 @@ def merge(args):
         try:
             if args.check:
                 check(base, lora, adapter_dir, temporary, rows, device)
+            require(os.path.samestat(begun, os.stat(adapter_dir / ADAPTER_FILES[1])),
+                    f"{adapter_dir}: has got another adapter meanwhile: merge again")
             temporary = temporary.replace(output.resolve())
         finally:  # not before: another merge would take the directory for that of a dead one
             (temporary / ".lock").unlink()
@@ -117,7 +119,8 @@ def trained_weight(weight, name, base):
     if base.in_4bit:
         parts = [f"{name}.{part}" for part in NF4_PARTS]
         parts = {part: open_tensors(base.files[part]).get_tensor(part) for part in parts}
-        state = bnb.functional.QuantState.from_dict(parts, weight.device)
+        with time_limit(0, f"{file}: {name}: its quantisation is damaged"):
+            state = bnb.functional.QuantState.from_dict(parts, weight.device)
         state.dtype = base.dtype  # of training, whatever it was quantised from
         packed = weight.view(torch.uint8)
         require(state.shape == shape and packed.numel() == math.prod(shape) // 2, f"{file}: {name}"
@@ -253,8 +256,10 @@ def read_json(path):
 def sync(path):
     """Make a file or directory that was written survive a power cut."""
     fd = os.open(path, os.O_RDONLY)
-    os.fsync(fd)
-    os.close(fd)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def open_tensors(path):

@@ -37,6 +37,7 @@ import bisect
 import collections
 import contextlib
 import copy
+import ctypes
 import dataclasses
 import difflib
 import errno
@@ -305,7 +306,8 @@ def main(argv=None):
             code, status.ending = e.code, True
             if is_rank_0():
                 say_end(code, str(e))
-            dist.barrier()  # torchrun kills rank 0 when another exits; let it print first
+            with contextlib.suppress(RuntimeError):  # of a rank that has left alone
+                dist.barrier()  # torchrun kills rank 0 when another exits; let it print first
         except SystemExit:  # of --help; some ranks may not have joined yet
             dist.barrier()
             raise
@@ -323,6 +325,8 @@ def train(given, device):
     with together():
         config = resolve_config(given, dist.get_world_size())
     config = dataclasses.replace(config, output_dir=on_rank_0(lambda: config.output_dir))
+    if not given.output_dir:
+        status.go_on = f"--resume must --output_dir {config.output_dir} goes on"
     with open_output(config, given) as (directory, is_complete):
         if is_complete:
             say(f"already complete: {directory}; nothing was touched")
@@ -336,6 +340,7 @@ def train(given, device):
         with together():
             base = model_directory(config.model or str(directory / "demo" / "model"),
                                    config.random_weights)
+            base_sha256 = None if config.random_weights else base_digest(base)
             config, model_config, arch = read_model_config(base, config)
             tokenizer = load_tokenizer(base, config)
         enter("data")
@@ -346,11 +351,12 @@ def train(given, device):
         steps = config.max_steps or math.ceil(config.num_epochs * len(rows) / config.batch_size)
         every = max(1, steps // 10) if config.eval_every is None else config.eval_every
         config = dataclasses.replace(config, max_steps=steps, eval_every=every)
-        content = agree_on_content(config, rows, base)
+        content = agree_on_content(config, rows, base_sha256)
         enter("checkpoint")
         resume_from = on_rank_0(find_checkpoint, config, directory, content)
         status.directory, status.max_steps = directory, steps
         status.checkpoint = resume_from and Path(resume_from).name
+        status.step = int(status.checkpoint.rpartition("-")[2]) if resume_from else 0
 
         # 3. Model: what of it is adapted, and the plan: what is sharded, recomputed, offloaded
         enter("model")
@@ -377,6 +383,7 @@ def train(given, device):
         if config.adapter == "dora":
             measure_rows(model)
         if resume_from:
+            enter("checkpoint")
             done, progress = adapter.resume(Path(resume_from), config)
         else:
             done, progress = adapter.start(config)
@@ -386,6 +393,7 @@ def train(given, device):
             kernels=kernels, store=make_store(plan, arch, device), graphs={}, graph_pool=None,
             progress=progress, dealt={}, saved=done, save_due=math.inf, longest_step=0,
             clock_start=now())
+        enter("saving")
         on_rank_0(describe_run, run, given, base.resolve(), frozen, date, tokenizer)
         verify_model(model, plan)
         say(f"parameters: {adapter.n_trainable:,} trainable ({config.adapter}),"
@@ -443,7 +451,7 @@ def run_steps(run, done):
                 why = next(filter(None, gather_objects(status.stop_reason)))
                 saved = checkpoint_path(run.directory, run.saved).name
                 left = f"{saved} is whole" if run.saved else "nothing is saved"
-                raise Stop(f"{why}, after step {step}; {left}; the same command goes on", AGAIN)
+                raise Stop(f"{why}, after step {step}; {left}; {status.go_on}", AGAIN)
     finally:
         status.deadline = math.inf
         if log:
@@ -476,6 +484,7 @@ def evaluate(run):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     total = torch.zeros((), dtype=torch.float64, device=run.device)
     for some in torch.arange(len(rows)).split(max(64, run.config.batch_size)):
+        request_here(run)  # --max_minutes may be over
         if any(gather_objects(status.stop_reason)):
             break
         extend_deadline(run)
@@ -980,7 +989,7 @@ def check_progress(run, step, loss, norm):
                f" {progress['first_loss']:.4f}, and the adapter has weights of {largest:.0f}")
     else:
         return
-    advice = "a lower --learning_rate may help; the same command goes on from the last checkpoint"
+    advice = f"a lower --learning_rate may help; {status.go_on} from the last checkpoint"
     if run.adapter.state["step"] == 0:
         advice = "nothing was trained yet: --compute_dtype float32, or is the model damaged?"
     raise Stop(f"step {step}: {why}; nothing of this step is saved; {advice}", DIVERGED)
@@ -1039,17 +1048,17 @@ def parse_config(argv=None):
         return vars(values)
 
     values = parse(argv)
-    if values["resume"] == "must":
-        if not values["output_dir"]:
-            if not (runs := sorted(Path("runs").glob("*/train_config.json"))):
-                raise ValueError("--resume must without --output_dir: no run below runs/ to go on"
-                                 " with")
-            values["output_dir"] = str(runs[-1].parent)
-        argv = [*argv, f"--output_dir={values['output_dir']}"]
-        begun = Path(values["output_dir"], "train_config.json")
-        values["config"] = values["config"] or (begun if begun.is_file() else None)
     if values["config"]:
-        values = parse(read_flags(Path(values["config"])) + argv)
+        argv = read_flags(Path(values["config"])) + argv
+        values = parse(argv)
+    if values["resume"] == "must":
+        runs = sorted(Path("runs").glob("*/train_config.json"), key=lambda p: p.stat().st_mtime)
+        if not (values["output_dir"] or runs):
+            raise ValueError("--resume must without --output_dir: no run below runs/ to go on with")
+        directory = values["output_dir"] or str(runs[-1].parent)
+        begun = Path(directory, "train_config.json")
+        flags = read_flags(begun) if begun.is_file() else []
+        values = parse([*flags, *argv, f"--output_dir={directory}"])
     del values["config"]
     return Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
 
@@ -1097,7 +1106,7 @@ def save_interval(config):
 # Ranks and errors
 # ------------------------------------------------------------------------------------------------
 
-TIMEOUT = timedelta(hours=1)  # a node may be slow to read a model that another has in memory
+TIMEOUT = timedelta(hours=12)  # one process may encode a large file while the others wait
 
 
 def init_distributed():
@@ -1108,7 +1117,9 @@ def init_distributed():
         options.update(store=dist.HashStore(), rank=0, world_size=1)
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
-            sys.exit(f"rank on GPU {local_rank}, but there are {torch.cuda.device_count()} GPUs")
+            print_error(f"error: rank on GPU {local_rank}, but there are"
+                        f" {torch.cuda.device_count()} GPUs: lower --nproc_per_node")
+            sys.exit(EXITS["flags"])
         device = torch.device("cuda", local_rank)
         options.update(backend="cpu:gloo,cuda:nccl", device_id=device)
         # tensors of all sizes come and go, and gaps between fixed segments cannot be joined
@@ -1240,8 +1251,9 @@ def say_each(what, text):
 AGAIN, DISK, DIVERGED, OUT_OF_MEMORY, FROZEN, BUG = 75, 5, 6, 8, 9, 70  # exit codes
 EXITS = {"flags": 2, "model": 3, "data": 4, "training": DISK, "saving": DISK,
          "checkpoint": 7}  # by phase
-LOST = "another process of this run has ended; the same command goes on"
+LOST = "another process of this run has ended"
 SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
+SET_PDEATHSIG = 1  # of prctl(2)
 
 
 def new_status():
@@ -1250,7 +1262,7 @@ def new_status():
         phase="flags", directory=None, step=0, max_steps=None, checkpoint=None, lock=None,
         where="outside of the steps (loading or saving)", ending=False,
         started=now(), deadline=math.inf, stop_reason=None, signal_at=-math.inf,
-        end=threading.Lock(), end_said=False)
+        end=threading.Lock(), end_said=False, go_on="the same command goes on")
 
 
 status = new_status()
@@ -1286,20 +1298,27 @@ def watched():
 
 
 def forget_signals():
-    """In a forked process, which would also hold the lock after this one's end."""
+    """In a forked process: it ends with this one, whose lock and signals are not its own."""
+    with contextlib.suppress(AttributeError, OSError):  # of Linux alone
+        ctypes.CDLL(None).prctl(SET_PDEATHSIG, signal.SIGKILL)
     if status.lock is not None:
         os.close(status.lock)
+        status.lock = None
     signal.set_wakeup_fd(-1)
     for number in SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, signal.SIG_DFL)
 
 
 def watch(receive):
     """Look after this process until `receive` is closed."""
     torchrun = parent = os.getppid()
-    most = 0
+    most, looked = 0, now()
     while True:
         reasons = []
+        if (gap := now() - looked) > 5:  # this process was stopped, perhaps the whole job
+            status.deadline += gap
+        looked = now()
         if select.select([receive], [], [], 0.2)[0]:
             if not (numbers := receive.recv(64)):
                 return
@@ -1312,7 +1331,7 @@ def watch(receive):
             most = max(most, processes := processes_here())
             is_one_lost = processes < min(most, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
             if is_one_lost and os.getppid() == torchrun:  # else they have another parent now
-                leave(AGAIN, LOST)  # NCCL would wait for it
+                leave(AGAIN, f"{LOST}; {status.go_on}")  # NCCL would wait for it
         if now() > status.deadline:
             leave_frozen()
 
@@ -1332,8 +1351,7 @@ def ask_to_stop(why):
         return  # torchrun passes on what a terminal has sent to all
     if status.signal_at > 0 or status.phase not in ("training", "saving"):
         again = status.signal_at > 0
-        leave(AGAIN, f"{why} {'again' if again else 'before the first step'}; the same command goes"
-              " on")
+        leave(AGAIN, f"{why} {'again' if again else 'before the first step'}; {status.go_on}")
     status.stop_reason, status.signal_at = status.stop_reason or why, now()
     if is_rank_0():
         print_error(f"{why}: what the run is at is finished and saved; again: it ends at once")
@@ -1342,8 +1360,16 @@ def ask_to_stop(why):
 def leave(code, message):
     """End this process now, whatever its main thread does."""
     status.ending = True
+    end_within(15, code)
     say_end(code, message)
     os._exit(code)
+
+
+def end_within(seconds, code):
+    """End this process then, also if the disk or the terminal answers nobody any more."""
+    timer = threading.Timer(seconds, os._exit, [code])
+    timer.daemon = True
+    timer.start()
 
 
 def say_end(code, message):
@@ -1360,10 +1386,10 @@ def end_alone(error, config, device):
     status.ending = True
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         code, text = OUT_OF_MEMORY, out_of_memory_text(error, config, device)
-    elif isinstance(error, RuntimeError) and re.search(  # gloo's and NCCL's
-        "onnection (closed|reset|refused)|Broken pipe|[Tt]imed out", str(error)
+    elif isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and re.search(
+        "onnection |Broken pipe|[Tt]imed? ?out|unreachable|No route", str(error)  # gloo's
     ):
-        code, text = AGAIN, LOST
+        code, text = AGAIN, f"{LOST}; {status.go_on}"
     else:
         traceback.print_exception(error)
         code, text = BUG, f"has a bug: {type(error).__name__}: {error}: please report it"
@@ -1391,6 +1417,7 @@ def out_of_memory_text(error, config, device):
 
 def leave_frozen():
     """Write down where all threads are and end: some rank does nothing any more."""
+    end_within(15, FROZEN)
     path = status.directory / f"stacks-{os.environ.get('RANK', 0)}.txt"
     with contextlib.suppress(OSError), path.open("w") as file:
         faulthandler.dump_traceback(file, all_threads=True)
@@ -1402,7 +1429,7 @@ def leave_frozen():
 def extend_deadline(run):
     """The step, or the like of it, that begins now has as long as --step_timeout_minutes says."""
     minutes = run.config.step_timeout_minutes
-    longest = run.longest_step or TIMEOUT.total_seconds() / 20
+    longest = run.longest_step or 180  # the first step compiles, too
     status.deadline = now() + (60 * minutes if minutes else max(600, 20 * longest))
 
 
@@ -1434,7 +1461,8 @@ def write_status(state, code=None, message=""):
         "time": time.strftime("%Y-%m-%d %H:%M:%S")}
     part = path.with_name(f".status.{os.environ.get('RANK', 0)}.{threading.get_ident()}")
     with contextlib.suppress(OSError, ValueError):
-        if code == AGAIN and read_json(path, {}).get("state") == "failed":
+        is_weaker = code == AGAIN or state == "training"  # than what another rank has written
+        if is_weaker and read_json(path, {}).get("state") == "failed":
             return
         part.write_text(json.dumps(content, indent=2) + "\n")
         os.replace(part, path)
@@ -1549,8 +1577,10 @@ def read_json(path, default=None):
 def sync_file(path):
     """Make a file or directory that was written survive a power cut."""
     fd = os.open(path, os.O_RDONLY)
-    os.fsync(fd)
-    os.close(fd)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def write_whole(path, content):
@@ -1610,8 +1640,11 @@ def open_log(run, done):
         import wandb
 
         name = run.directory.resolve().name
-        log.wandb = wandb.init(project="fsdp-qlora", id=name, name=name, resume="allow",
-                               dir=run.directory, config=dataclasses.asdict(config))
+        try:
+            log.wandb = wandb.init(project="fsdp-qlora", id=name, name=name, resume="allow",
+                                   dir=run.directory, config=dataclasses.asdict(config))
+        except Exception as e:
+            raise ValueError(f"--report_to wandb: {e}")
     return log
 
 
@@ -1619,14 +1652,13 @@ def write_metrics(log):
     """Append what is unwritten to metrics.jsonl. What the disk does not take is kept for the next
     time, and written over what it took of it. Rank 0 only."""
     try:
-        file = os.open(log.path, os.O_WRONLY | os.O_CREAT, 0o644)
+        file, done = os.open(log.path, os.O_WRONLY | os.O_CREAT, 0o644), 0
         try:
-            while log.unwritten:
-                n = os.pwrite(file, log.unwritten, log.size)
-                log.size, log.unwritten = log.size + n, log.unwritten[n:]
+            while done < len(log.unwritten):
+                done += os.pwrite(file, log.unwritten[done:], log.size + done)
         finally:
-            os.close(file)
-        log.failed = False
+            os.close(file)  # NFS may say here alone that the disk is full
+        log.size, log.unwritten, log.failed = log.size + done, b"", False
     except OSError as e:
         if not log.failed:
             say(f"{log.path}: cannot be written ({e.strerror}): training goes on, and its lines"
@@ -1644,8 +1676,12 @@ def log_record(log, record):
     except OSError as e:
         say(f"tensorboard: cannot be written ({e.strerror}): it gets nothing more")
         log.board = None
-    if log.wandb:
-        log.wandb.log(record, step=record["step"])
+    try:
+        if log.wandb:
+            log.wandb.log(record, step=record["step"])
+    except Exception as e:
+        say(f"wandb: {e}: it gets nothing more")
+        log.wandb = None
 
 
 def log_step(log, record):
@@ -1670,7 +1706,7 @@ def close_log(log):
     """Rank 0 only."""
     write_metrics(log)
     for part, close in (log.bar, "close"), (log.board, "close"), (log.wandb, "finish"):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(Exception):  # nothing that goes wrong with these is the run's
             if part is not None:
                 getattr(part, close)()
 
@@ -4621,12 +4657,16 @@ def use_graphs(plan, arch, layout, machine, limit, capturable):
     return dataclasses.replace(plan, why_no_graphs=reason) if reason else graphed
 
 
+class DoesNotFit(ValueError, MemoryError):
+    """Memory that a run would not have; found before anything is read."""
+
+
 def check_plan(plan, config, arch, layout, limit):
-    """Raise ValueError, with what would help, if the plan does not fit."""
+    """Raise DoesNotFit, with what would help, if the plan does not fit."""
     share = host_share()
     if plan.host_bytes > share:
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / 2**30
-        raise ValueError(f"this takes {plan.host_bytes * processes:.1f} GiB of host memory on this"
+        raise DoesNotFit(f"this takes {plan.host_bytes * processes:.1f} GiB of host memory on this"
                          f" machine, of which {share * processes:.1f} GiB are available: offload"
                          " less")
     if plan.fits(limit):
@@ -4645,7 +4685,7 @@ def check_plan(plan, config, arch, layout, limit):
             if smaller.fits(limit):
                 break
     more = "" if smaller.fits(limit) else " and more GPUs"
-    raise ValueError(
+    raise DoesNotFit(
         f"this does not fit: predicted peak {plan.bytes / 2**30:.1f} GiB, and {GAPS:.0%} for gaps,"
         f" of {limit / 2**30:.1f} GiB; {' '.join(flags)}{more} would bring it to"
         f" {smaller.bytes / 2**30:.1f} GiB")
@@ -5194,14 +5234,16 @@ def find_checkpoint(config, directory, content):
                 f" {state['step']}")
     if path and state["step"] > config.max_steps:
         raise ValueError(f"--max_steps {config.max_steps}: {path} has more steps")
+    for step, skipped in checkpoints_of(directory) if path else ():
+        if step > state["step"]:  # else it would count as one of --keep_checkpoints, or come back
+            with contextlib.suppress(OSError):
+                os.replace(skipped, skipped.with_name(f"{skipped.name}.broken-{time.time_ns()}"))
     return path and str(path)
 
 
-def agree_on_content(config, rows, base):
+def agree_on_content(config, rows, base_sha256):
     """What tells the rows and the base model from others. All ranks must call this."""
-    with together():
-        content = {"data_sha256": rows.sha256(),
-                   "base_sha256": None if config.random_weights else base_digest(base)}
+    content = {"data_sha256": rows.sha256(), "base_sha256": base_sha256}
     for other in gather_objects(content):
         for key, flag in ("data_sha256", "dataset"), ("base_sha256", "model"):
             if other[key] != content[key]:

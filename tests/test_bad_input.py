@@ -151,12 +151,10 @@ def test_target_that_matches_nothing_is_refused(start, model):
 
 
 def test_what_does_not_fit_is_refused_with_what_would(run_main, tmp_path):
-    line = refused(
-        run_main("--model", "llama-2-70b", "--random_weights", "--memory_limit_gib", 20,
-                 "--output_dir", tmp_path / "out"),
-        "predicted peak", "of 20.0 GiB", "--offload_params",
-    )  # fmt: skip
-    assert "--recompute all" not in line
+    result = run_main("--model", "llama-2-70b", "--random_weights", "--memory_limit_gib", 20,
+                      "--output_dir", tmp_path / "out")  # fmt: skip
+    line = refused(result, "predicted peak", "of 20.0 GiB", "--offload_params")
+    assert "--recompute all" not in line and result[0] == script.OUT_OF_MEMORY
 
 
 def test_offloading_more_than_the_host_has_is_refused(run_main, tmp_path):
@@ -331,7 +329,9 @@ def test_tokenizer_of_another_model_is_refused(start, model):
 
 def test_missing_files_are_named(start, model, sharded):
     (model / "model.safetensors").unlink()
-    refused(start(model), model, "model.safetensors")
+    result = start(model)
+    refused(result, model, "model.safetensors")
+    assert result[0] == 3  # of the model
     shard = sorted(sharded.glob("*.safetensors"))[1]
     shard.unlink()
     refused(start(sharded), shard, "missing", "model.safetensors.index.json")
@@ -521,8 +521,9 @@ def test_resume_without_a_directory_continues_the_newest_run(
     finished_run, run_main, tmp_path, monkeypatch
 ):
     run, flags = finished_run
-    for name in ("20300101-000000", "20200101-000000", "20290101-000000"):
+    for i, name in enumerate(("chat", "20200101-000000", "20300101-000000")):  # the last is newest
         shutil.copytree(run, tmp_path / "runs" / name)
+        os.utime(tmp_path / "runs" / name / "train_config.json", (i, i))
     (tmp_path / "runs" / "20310101-000000").mkdir()  # which ended before it began
     monkeypatch.chdir(tmp_path)
     code, out, err = run_main(*flags, "--resume", "--max_steps", 3)

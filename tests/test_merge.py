@@ -3,6 +3,7 @@
 One run of the real training script on two processes is shared by the tests of this file.
 """
 
+import argparse
 import copy
 import errno
 import fcntl
@@ -871,6 +872,36 @@ def test_time_limit_is_named_whatever_a_library_makes_of_it(script):
             raise RuntimeError("of the library")
     with pytest.raises(Exception, match="of the body"), script.time_limit(9, "this"):
         raise ValueError("of the body")
+
+
+def test_adapter_that_is_replaced_meanwhile_is_noticed(
+    trained, tmp_path, monkeypatch, capsys
+):
+    run, out, write_files = tmp_path / "run", tmp_path / "out", merge_adapters.write_files
+    shutil.copytree(trained, run)
+
+    def replace_after(*args):
+        write_files(*args)
+        adapter = run / "adapter_model.safetensors"
+        shutil.copy(adapter, run / "new")
+        os.replace(run / "new", adapter)
+
+    monkeypatch.setattr(merge_adapters, "write_files", replace_after)
+    assert "got another adapter meanwhile" in error_of(capsys, run, out)
+    assert not out.exists()
+
+
+def test_damaged_state_of_a_base_in_4bit_is_named(tmp_path):
+    """By the kind of ValueError that is shown in one line."""
+    codes, file = torch.zeros(32, 1, dtype=torch.uint8), tmp_path / "model.safetensors"
+    tensors = {f"w.{part}": torch.zeros(16) for part in merge_adapters.NF4_PARTS}
+    text = list(json.dumps({"quant_type": "nf4", "blocksize": 64}).encode())
+    tensors["w.quant_state.bitsandbytes__nf4"] = torch.tensor(text, dtype=torch.uint8)
+    save_file(tensors, file)
+    base = argparse.Namespace(
+        in_4bit=True, shapes={"w": (1, 64)}, files=dict.fromkeys(["w", *tensors], file))
+    with pytest.raises(ValueError, match="model.safetensors: w: its quantisation is damaged: Key"):
+        merge_adapters.trained_weight(codes, "w", base)
 
 
 def test_second_merge_is_refused(trained, merged, tmp_path, monkeypatch, capsys):

@@ -9,6 +9,7 @@ What one process can show is further below, by main() in this process.
 """
 
 import contextlib
+import errno
 import json
 import os
 import random
@@ -26,6 +27,7 @@ from conftest import DEVICE, SEVERAL, needs_ranks, write_rows
 from forks import Forks
 from safetensors.torch import load_file, save_file
 
+import merge_adapters
 import train_fsdp_qlora as script
 
 STEPS = 10
@@ -428,6 +430,27 @@ def test_rank_that_runs_out_of_memory_says_so(start, undisturbed, tmp_path):
     assert differences(tmp_path, undisturbed.run) == []
 
 
+@pytest.mark.chaos
+def test_job_that_was_suspended_goes_on(start, undisturbed, tmp_path):
+    """As by Slurm: nobody is frozen, all have slept."""
+    run = start(tmp_path, "--step_timeout_minutes", 0.1, slow=[["train_step", 3, 0.5]])
+    run.wait_for_slow("train_step", 3, [0, 1])
+    run.kill(signal.SIGSTOP, 0, 1)
+    time.sleep(10)
+    run.kill(signal.SIGCONT, 0, 1)
+    assert run.wait() == [0, 0], run.err
+    assert differences(tmp_path, undisturbed.run) == []
+
+
+def test_processes_that_encode_end_with_their_rank(start, tmp_path):
+    write_rows(tmp_path / "rows.jsonl", 12_000)  # more than one process takes
+    run = start(tmp_path, "--dataset", "rows.jsonl", slow=[["encode_batches", 1, 60]])
+    run.wait_for_slow("encode_batches", 1, [0])
+    assert len(run.left()) > 4
+    run.kill(signal.SIGKILL, 0)
+    run.wait()  # none of them is left
+
+
 # ------------------------------------------------------------------------------------------------
 # Two starts
 # ------------------------------------------------------------------------------------------------
@@ -699,6 +722,61 @@ def test_schedule_that_differs_is_said(again):
 # ------------------------------------------------------------------------------------------------
 # One process: when is saved, what is kept, how it ends
 # ------------------------------------------------------------------------------------------------
+
+
+def test_broken_checkpoint_is_put_aside(again, cut, complete):
+    """It neither counts as one of those that stay nor comes back."""
+    shutil.copytree(cut / "checkpoint-000003", cut / "checkpoint-000009")
+    result = again("--keep_checkpoints", 2)
+    assert "skipped" in result[1]
+    is_whole(result, cut, complete)
+    names = sorted(path.name.rpartition("-")[0] for path in cut.glob("checkpoint-*"))
+    assert names[-1] == "checkpoint-000009.broken"
+
+
+def test_metrics_that_the_disk_refuses_at_the_end_are_written_again(tmp_path, monkeypatch):
+    """As NFS says only when a file is closed that there was no room."""
+    log = types.SimpleNamespace(path=tmp_path / "metrics", size=0, unwritten=b"a\n", failed=False)
+    close = os.close
+
+    def close_and_fail(file):
+        close(file)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", close_and_fail)
+        script.write_metrics(log)
+    assert log.failed
+    log.path.write_text("")  # what was written is gone
+    log.unwritten += b"b\n"
+    script.write_metrics(log)
+    assert log.path.read_text() == "a\nb\n" and not log.failed
+
+
+@pytest.mark.parametrize("sync", [script.sync_file, merge_adapters.sync])
+def test_failed_sync_leaves_no_file_open(sync, tmp_path, monkeypatch):
+    def fail(file):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="No space"):
+        sync(tmp_path)
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_run_to_go_on_with_is_the_configurations_or_the_newest(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for i, (name, rank) in enumerate((("later-by-name", 4), ("b", 8), ("a", 16))):
+        path = tmp_path / "runs" / name / "train_config.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps({"flags": {"lora_rank": rank}}))
+        os.utime(path, (i, i))
+    (tmp_path / "mine.yaml").write_text("output_dir: runs/b\nseed: 3\n")
+    config = script.parse_config(["--resume"])
+    assert (config.output_dir, config.lora_rank) == ("runs/a", 16)
+    config = script.parse_config(["--config", "mine.yaml", "--resume", "must"])
+    assert (config.output_dir, config.lora_rank, config.seed) == ("runs/b", 8, 3)
 
 
 @pytest.fixture

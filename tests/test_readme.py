@@ -62,11 +62,14 @@ def test_slurm_job_is_begun_again_unless_complete_or_failed(tmp_path):
            "SLURM_JOB_ID": "7", "SLURM_NNODES": "2"}  # fmt: skip
     run = tmp_path / "runs" / "llama"
     run.mkdir(parents=True)
-    for state in "complete", "failed", "training", "stopped":
-        again = state in ("training", "stopped")
-        (run / "status.json").write_text(json.dumps({"state": state}, indent=2))
+    for state, restarts in (None, 0), ("complete", 0), ("failed", 0), ("stopped", 50), (
+            "training", 1), ("stopped", 1):  # fmt: skip
+        again = state in ("training", "stopped") and restarts < 50
+        env["SLURM_RESTART_COUNT"] = str(restarts)
+        if state:
+            (run / "status.json").write_text(json.dumps({"state": state}, indent=2))
         done = subprocess.run(["bash", tmp_path / "job"], env=env, capture_output=True, text=True)
-        assert not done.stderr
+        assert not done.stderr or state is None
         words = done.stdout.splitlines()
         assert words[words.index("scontrol") :] == ["scontrol", "requeue", "7"] if again else (
             "scontrol" not in words)  # fmt: skip
