@@ -50,8 +50,6 @@ sys.path.insert(0, str(ROOT))
 import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-import worker  # noqa: E402
-from several import do, write_whole  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -209,6 +207,8 @@ class Launch:
     def run(self, nproc, jobs, timeout):
         """The exit codes of each of `nproc` ranks, or None where a rank ended or none came in time;
         and what was written to stdout and stderr meanwhile."""
+        from several import write_whole
+
         path = self.directory / f"{self.n_lists}.json"
         self.n_lists += 1
         write_whole(path, json.dumps([{"nproc": nproc, **job} for job in jobs]))
@@ -249,6 +249,9 @@ def launch(tmp_path_factory):
 
 def do_here(jobs, cwd):
     """The same in this process, which is one rank as well as any; a case leaves nothing behind."""
+    import worker
+    from several import do
+
     out, err, before, names = io.StringIO(), io.StringIO(), Path.cwd(), vars(worker.script).copy()
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
