@@ -1384,7 +1384,8 @@ def say_end(code, message):
 def end_alone(error, config, device):
     """Say and write down what happened to this rank alone. Returns its exit code."""
     status.ending = True
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+    is_lack = isinstance(error, RuntimeError) and "out of memory" in str(error)  # CUDA's, NCCL's
+    if is_lack or isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         code, text = OUT_OF_MEMORY, out_of_memory_text(error, config, device)
     elif isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and re.search(
         "onnection |Broken pipe|[Tt]imed? ?out|unreachable|No route", str(error)  # gloo's

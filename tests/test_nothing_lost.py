@@ -23,7 +23,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import DEVICE, SEVERAL, needs_ranks, write_rows
+import torch.distributed as dist
+from conftest import DEVICE, SEVERAL, needs_ranks, one_process, write_rows
 from forks import Forks
 from safetensors.torch import load_file, save_file
 
@@ -751,6 +752,24 @@ def test_metrics_that_the_disk_refuses_at_the_end_are_written_again(tmp_path, mo
     log.unwritten += b"b\n"
     script.write_metrics(log)
     assert log.path.read_text() == "a\nb\n" and not log.failed
+
+
+@pytest.mark.parametrize(("error", "code"), [
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), 8),
+    (dist.DistBackendError("NCCL error: Cuda failure 2 'out of memory'"), 8),
+    (MemoryError("1.00 GiB of host memory cannot be pinned"), 8),
+    (dist.DistBackendError("NCCL error: remote process exited or there was a network error"), 75),
+    (RuntimeError("Connection closed by peer [127.0.0.1]:2000"), 75),
+    (RuntimeError("Application timeout caused pair closure"), 75),
+    (RuntimeError("The size of tensor a (2) must match the size of tensor b (3)"), 70),
+    (KeyError("weight"), 70),
+], ids=str)  # fmt: skip
+def test_error_of_one_rank_has_the_code_of_its_cause(error, code, capsys):
+    script.status = script.new_status()
+    with one_process():
+        assert script.end_alone(error, script.Config(), torch.device("cpu")) == code
+    words = {8: "rank 0 on", 75: "another process of this run has ended", 70: "has a bug"}
+    assert words[code] in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("sync", [script.sync_file, merge_adapters.sync])
