@@ -1253,7 +1253,7 @@ EXITS = {"flags": 2, "model": 3, "data": 4, "training": DISK, "saving": DISK,
          "checkpoint": 7}  # by phase
 LOST = "another process of this run has ended"
 SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
-SET_PDEATHSIG = 1  # of prctl(2)
+LIBC, SET_PDEATHSIG = ctypes.CDLL(None), 1  # of prctl(2)
 
 
 def new_status():
@@ -1300,7 +1300,7 @@ def watched():
 def forget_signals():
     """In a forked process: it ends with this one, whose lock and signals are not its own."""
     with contextlib.suppress(AttributeError, OSError):  # of Linux alone
-        ctypes.CDLL(None).prctl(SET_PDEATHSIG, signal.SIGKILL)
+        LIBC.prctl(SET_PDEATHSIG, signal.SIGKILL)
     if status.lock is not None:
         os.close(status.lock)
         status.lock = None
