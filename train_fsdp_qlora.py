@@ -1313,7 +1313,7 @@ def forget_signals():
 def watch(receive):
     """Look after this process until `receive` is closed."""
     torchrun = parent = os.getppid()
-    most, looked = 0, now()
+    most, missing, looked = 0, 0, now()
     while True:
         reasons = []
         if (gap := now() - looked) > 5:  # this process was stopped, perhaps the whole job
@@ -1330,7 +1330,9 @@ def watch(receive):
         if status.phase == "training" and not status.ending:
             most = max(most, processes := processes_here())
             is_one_lost = processes < min(most, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-            if is_one_lost and os.getppid() == torchrun:  # else they have another parent now
+            is_one_lost = is_one_lost and os.getppid() == torchrun  # else theirs has changed, too
+            missing = missing + 1 if is_one_lost else 0
+            if missing > 1:  # a second look, as torchrun may just be ending
                 leave(AGAIN, f"{LOST}; {status.go_on}")  # NCCL would wait for it
         if now() > status.deadline:
             leave_frozen()
