@@ -1316,13 +1316,13 @@ def watch(receive):
     most, missing, looked = 0, 0, now()
     while True:
         reasons = []
-        if (gap := now() - looked) > 5:  # this process was stopped, perhaps the whole job
-            status.deadline += gap
-        looked = now()
         if select.select([receive], [], [], 0.2)[0]:
             if not (numbers := receive.recv(64)):
                 return
             reasons = [signal.Signals(n).name for n in numbers if n in SIGNALS]
+        if (gap := now() - looked) > 5:  # this process was stopped, perhaps the whole job
+            status.deadline += gap
+        looked = now()
         if os.getppid() != parent and "RANK" in os.environ:  # plain Python may outlive its shell
             reasons, parent = ["torchrun has ended"], os.getppid()
         if reasons and not status.ending:
