@@ -1329,8 +1329,8 @@ def watch(receive):
             ask_to_stop(reasons[0])
         if status.phase == "training" and not status.ending:
             most = max(most, processes := processes_here())
-            is_one_lost = processes < min(most, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-            is_one_lost = is_one_lost and os.getppid() == torchrun  # else theirs has changed, too
+            is_one_lost = (processes < min(most, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+                           and os.getppid() == torchrun)  # else all have another parent now
             missing = missing + 1 if is_one_lost else 0
             if missing > 1:  # a second look, as torchrun may just be ending
                 leave(AGAIN, f"{LOST}; {status.go_on}")  # NCCL would wait for it
