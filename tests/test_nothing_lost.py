@@ -327,47 +327,59 @@ def test_torchrun_itself(number, flags, tmp_path):
         f"stopped: {status['message']}"]  # fmt: skip
 
 
-@pytest.mark.chaos
-def test_torchrun_killed_at_random_times(flags, tmp_path):
-    """Of torchrun or a rank, a third of them while it starts; on GPUs, if there are two, with
-    torch's deterministic algorithms."""
-    needs_ranks(2)
-    steps, kills, draw = 150, 20 if DEVICE == "cuda" else 6, random.Random(0)
-    argv = [*flags, "--max_steps", steps, "--save_every", 10, "--eval_every", 40]
+def start_torchrun(flags, cwd):
+    """torchrun of the command on two ranks, by several.py for torch's deterministic algorithms on
+    GPUs; and the directory of its output."""
+    log = cwd / f"log-{len(list(cwd.iterdir()))}"
+    log.mkdir()
+    argv = [*flags, "--max_steps", 150, "--save_every", 10, "--eval_every", 40]
     job = {"argv": [str(arg) for arg in argv], "deterministic": True}
+    (log / "0.json").write_text(json.dumps([job]))
+    command = ["torch.distributed.run", "--standalone", "--nproc_per_node=2", SEVERAL, log]
+    with (log / "err").open("w") as err:
+        torchrun = subprocess.Popen(
+            [sys.executable, "-m", *map(str, command)], cwd=cwd, stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL, stderr=err)  # fmt: skip
+    return torchrun, log
 
-    def start(cwd):
-        """torchrun, and the seconds until the first step."""
-        log, begun = cwd / f"log-{len(list(cwd.iterdir()))}", time.monotonic()
-        log.mkdir()
-        (log / "0.json").write_text(json.dumps([job]))
-        command = ["torch.distributed.run", "--standalone", "--nproc_per_node=2", SEVERAL, log]
-        with (log / "err").open("w") as err:
-            torchrun = subprocess.Popen(
-                [sys.executable, "-m", *map(str, command)], cwd=cwd, stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL, stderr=err)  # fmt: skip
-        return torchrun, begun, log
 
-    def state(cwd):
-        return script.read_json(cwd / "run" / "status.json", {}).get("state")
+@pytest.fixture(scope="module")
+def whole_run(flags, tmp_path_factory):
+    """The directory `run` of a torchrun left alone, its seconds until the first step, and after."""
+    needs_ranks(2)
+    cwd, begun = tmp_path_factory.mktemp("whole"), time.monotonic()
+    torchrun, log = start_torchrun(flags, cwd)
+    status = cwd / "run" / "status.json"
+    wait_until(lambda: script.read_json(status, {}).get("state") == "training", 120)
+    loading = time.monotonic() - begun
+    assert torchrun.wait(300) == 0, (log / "err").read_text()
+    return cwd / "run", loading, time.monotonic() - begun - loading
+
+
+def kill_one(torchrun, draw):
+    """torchrun or a rank of it; and wait until all of them have ended."""
 
     def is_alive(pid):
         with contextlib.suppress(OSError):
             return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
-    def new():
-        cwd = tmp_path / str(len(list(tmp_path.iterdir())))
-        cwd.mkdir()
-        return cwd
+    children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text()
+    family = [torchrun.pid, *map(int, children.split())]
+    os.kill(draw.choice(family), signal.SIGKILL)
+    wait_until(lambda: not any(map(is_alive, family)), 60)
 
-    whole = new()
-    torchrun, begun, log = start(whole)
-    wait_until(lambda: state(whole) == "training", 120)
-    loading = time.monotonic() - begun
-    assert torchrun.wait(300) == 0, (log / "err").read_text()
-    training, done, cwd = time.monotonic() - begun - loading, 0, new()
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("seed", range(4))
+def test_torchrun_killed_at_random_times(seed, flags, whole_run, tmp_path):
+    """Of torchrun or a rank, a third of them while it starts: 20 kills on GPUs, 8 on a CPU."""
+    whole, loading, training = whole_run
+    draw, kills, done, cwd = random.Random(seed), 5 if DEVICE == "cuda" else 2, 0, None
     while done < kills or cwd:
-        torchrun, begun, log = start(cwd)
+        if cwd is None:
+            cwd = tmp_path / str(len(list(tmp_path.iterdir())))
+            cwd.mkdir()
+        torchrun, log = start_torchrun(flags, cwd)
         if done < kills:
             seconds = draw.uniform(0.3, loading)
             if draw.random() > 1 / 3:
@@ -375,14 +387,11 @@ def test_torchrun_killed_at_random_times(flags, tmp_path):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 torchrun.wait(seconds)
             if torchrun.poll() is None:
-                children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text()
-                family = [torchrun.pid, *map(int, children.split())]
-                os.kill(draw.choice(family), signal.SIGKILL)
+                kill_one(torchrun, draw)
                 done += 1
-                wait_until(lambda: not any(map(is_alive, family)), 60)  # noqa: B023
         if torchrun.wait(300) == 0:
-            assert differences(cwd, whole / "run", steps=steps) == []
-            cwd = new() if done < kills else None
+            assert differences(cwd, whole, steps=150) == []
+            cwd = None
         else:
             assert f'File "{script.__file__}"' not in (log / "err").read_text()
     print(f"{done} kills, {len(list(tmp_path.glob('*/log-*')))} starts, each {loading:.0f} s until"
