@@ -9,6 +9,7 @@ import inspect
 import pytest
 import torch
 import transformers
+from conftest import DEVICE
 from families import TINY, tiny, write_model
 
 import train_fsdp_qlora as script
@@ -25,13 +26,16 @@ SMALL_BINS = "--micro_batch_tokens", 64
 
 @pytest.fixture
 def train(run_main, demo_directory, read_metrics, tmp_path):
-    """Function (name, model directory, *flags): (loss, gradient norm) of two steps in fp32."""
+    """Function (name, model directory, *flags): (loss, gradient norm) of two steps in fp32, on a
+    GPU with torch's deterministic algorithms."""
 
     def run(name, model, *flags):
         data = "--dataset", demo_directory / "data.jsonl", "--max_seq_len", 64, "--max_steps", 2
+        torch.use_deterministic_algorithms(DEVICE == "cuda", warn_only=True)
         code, _, err = run_main("--model", model, *data, "--output_dir", tmp_path / name,
                                 "--compute_dtype", "float32", "--learning_rate", "1e-3",
                                 "--batch_size", 5, *flags)  # fmt: skip
+        torch.use_deterministic_algorithms(False)
         assert code == 0, err
         return [(row["loss"], row["grad_norm"]) for row in read_metrics(tmp_path / name)]
 

@@ -350,7 +350,7 @@ def whole_run(flags, tmp_path_factory):
     cwd, begun = tmp_path_factory.mktemp("whole"), time.monotonic()
     torchrun, log = start_torchrun(flags, cwd)
     status = cwd / "run" / "status.json"
-    wait_until(lambda: script.read_json(status, {}).get("state") == "training", 120)
+    wait_until(lambda: script.read_json(status, {}).get("state") == "training", 240)
     loading = time.monotonic() - begun
     assert torchrun.wait(300) == 0, (log / "err").read_text()
     return cwd / "run", loading, time.monotonic() - begun - loading
@@ -370,11 +370,11 @@ def kill_one(torchrun, draw):
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(10 if DEVICE == "cuda" else 4))
 def test_torchrun_killed_at_random_times(seed, flags, whole_run, tmp_path):
     """Of torchrun or a rank, a third of them while it starts: 20 kills on GPUs, 8 on a CPU."""
     whole, loading, training = whole_run
-    draw, kills, done, cwd = random.Random(seed), 5 if DEVICE == "cuda" else 2, 0, None
+    draw, kills, done, cwd = random.Random(seed), 2, 0, None
     while done < kills or cwd:
         if cwd is None:
             cwd = tmp_path / str(len(list(tmp_path.iterdir())))
