@@ -1375,9 +1375,10 @@ def end_within(seconds, code):
 
 
 def say_end(code, message):
-    """Write down why the run ends, and print it; of a stop, rank 0 alone."""
+    """Write down why the run ends, and print it; of a stop that all know of, rank 0 alone."""
     with status.end:  # the main thread and that of watch() may come here at once
-        if (is_rank_0() or code != AGAIN) and not status.end_said:
+        is_alone = code != AGAIN or message.startswith(LOST)  # rank 0 may be what is lost
+        if (is_rank_0() or is_alone) and not status.end_said:
             write_status("stopped" if code == AGAIN else "failed", code, message)
             print_error(f"{'stopped' if code == AGAIN else 'error'}: {message}")
         status.end_said = True

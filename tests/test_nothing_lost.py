@@ -294,6 +294,18 @@ def test_all_signals_in_each_phase(number, target, start, undisturbed, tmp_path)
     check_signals(start, undisturbed, tmp_path, [(number, target)] * len(PHASES))
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_is_killed(rank, start, undisturbed, tmp_path):
+    """The other says so and in status.json, as nobody else can where it is rank 0."""
+    run = start(tmp_path, slow=[["train_step", 5, 0.5]])
+    run.wait_for_slow("train_step", 5, [0, 1])
+    run.kill(signal.SIGKILL, rank)
+    assert run.wait(10)[1 - rank] == script.AGAIN, run.err
+    assert check_stopped(run, words=script.LOST)["step"] == 5
+    finish(start, tmp_path)
+    assert differences(tmp_path, undisturbed.run) == []
+
+
 def test_torchrun_is_killed(start, undisturbed, tmp_path):
     run = start(tmp_path, slow=[["train_step", 5, 0.5]])
     run.wait_for_slow("train_step", 5, [0, 1])
