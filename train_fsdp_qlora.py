@@ -945,11 +945,13 @@ def train_step(run, step):
     adapter.update(rate)
     seconds, run.clock_start = now() - run.clock_start, now()
     run.longest_step = max(run.longest_step, seconds)
-    return {"step": step, "loss": loss, "learning_rate": rate, "grad_norm": norm,
-            "rows": len(batch), "tokens": tokens, "learnt_tokens": learnt_tokens, "bins": n_bins,
-            "bins_full": tokens / (room * dist.get_world_size()), "seconds": seconds,
-            "tokens_per_second_per_gpu": tokens / seconds / dist.get_world_size(),
-            "peak_memory_gib": memory_gib(run.device)[1]}, (None, "save", "stop")[int(request)]
+    record = {
+        "step": step, "loss": loss, "learning_rate": rate, "grad_norm": norm, "rows": len(batch),
+        "tokens": tokens, "learnt_tokens": learnt_tokens, "bins": n_bins,
+        "bins_full": tokens / (room * dist.get_world_size()), "seconds": seconds,
+        "tokens_per_second_per_gpu": tokens / seconds / dist.get_world_size(),
+        "peak_memory_gib": memory_gib(run.device, plan.graphs)[1]}
+    return record, (None, "save", "stop")[int(request)]
 
 
 def deal_step(run, step):
@@ -4433,8 +4435,11 @@ def host_share():
     return proc_bytes("meminfo", "MemAvailable") / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
-def memory_gib(device):
-    """Now and at the peak: allocated on a GPU, else the resident memory of the process."""
+def memory_gib(device, graphs=False):
+    """Now and at the peak: allocated on a GPU, with CUDA graphs reserved, as no tensor is allocated
+    in what they keep for themselves; else the resident memory of the process."""
+    if graphs:
+        return torch.cuda.memory_reserved() / 2**30, torch.cuda.max_memory_reserved() / 2**30
     if device.type == "cuda":
         return torch.cuda.memory_allocated() / 2**30, torch.cuda.max_memory_allocated() / 2**30
     return tuple(n_bytes / 2**30 for n_bytes in host_memory())
@@ -4464,6 +4469,7 @@ class Plan:
     embedding_on_host: bool = False
     graphs: bool = False  # CUDA graphs; if not:
     why_no_graphs: str = ""
+    graph_room: int = 0  # memory that they have for themselves, in whole bins, see use_graphs
     memory: tuple = ()  # of (kind, bytes) of one GPU at the peak of a step
     host_bytes: int = 0  # pinned, of one process
     token_seconds: float = 0.0  # of one GPU, predicted
@@ -4520,8 +4526,7 @@ def predict(plan, arch, layout):
         "one layer's adapter gradient": adapter * (3 if sharded else 1),
         "gathered weights": copies * gathered,
         "DoRA": dora}
-    if plan.graphs:  # they keep what they ran in
-        memory["CUDA graphs' own"] = inputs + others + live
+    memory["CUDA graphs' own"] = plan.graph_room * (inputs + others + live)
     host = table * plan.embedding_on_host + n_layers * codes / shards * plan.offload_params
     host += plan.offload_activations * max(0, inputs - arch.hidden_size * token)
     memory = tuple((kind, int(size)) for kind, size in memory.items() if size)
@@ -4614,11 +4619,11 @@ def possible_plans(config, arch, layout, tokens, longest, world_size, device):
                 yield predict(plan, arch, layout)
 
 
-def choose_plan(config, arch, layout, tokens, longest, limit, machine, device, world_size,
+def choose_plan(config, arch, layout, tokens, longest, uneven, limit, machine, device, world_size,
                 capturable):
     """The fastest plan that fits, give or take 2 % for a tenth of the memory free. `tokens` are the
-    most of any step, `longest` the longest row, `capturable` whether CUDA graphs can capture
-    attention. Raises ValueError with what would help."""
+    most of any step, `longest` the longest row, `uneven` whether others are shorter, `capturable`
+    whether CUDA graphs can capture attention. Raises ValueError with what would help."""
     if config.recompute.isdecimal() and int(config.recompute) > arch.n_layers:
         raise ValueError(f"--recompute {config.recompute}: the model has {arch.n_layers} layers")
     if config.micro_batch_tokens and config.micro_batch_tokens < longest:
@@ -4644,12 +4649,16 @@ def choose_plan(config, arch, layout, tokens, longest, limit, machine, device, w
     roomy = [p for p in near if p.fits(limit, 0.1)]  # in the order from what keeps most
     plan = roomy[0] if roomy else min(near, key=lambda plan: plan.bytes)
     check_plan(plan, config, arch, layout, limit)
-    return use_graphs(plan, arch, layout, machine, limit, capturable)
+    uneven = uneven or config.batch_size % (world_size * (plan.bin_tokens // longest)) > 0
+    return use_graphs(plan, arch, layout, machine, limit, capturable, uneven)
 
 
-def use_graphs(plan, arch, layout, machine, limit, capturable):
-    """CUDA graphs where the host would be slower than the GPU, or the reason why not."""
-    graphed = predict(dataclasses.replace(plan, graphs=True), arch, layout)
+def use_graphs(plan, arch, layout, machine, limit, capturable, uneven):
+    """CUDA graphs where the host would be slower than the GPU, or the reason why not. What they ran
+    in is theirs for good; with bins of several shapes there are gaps in it, and others still run
+    beside it. Where all have one shape, what ran before the graph was freed."""
+    graphed = dataclasses.replace(plan, graphs=True, graph_room=2 if uneven else 0)
+    graphed = predict(graphed, arch, layout)
     graphed = predict_time(graphed, arch, layout, machine)
     reasons = {
         "FSDP2 gathers the weights": not plan.whole,
@@ -4698,6 +4707,7 @@ def check_plan(plan, config, arch, layout, limit):
 def agree_on_plan(config, arch, layout, rows, eval_rows, limit, device, kernels):
     """The plan of this run. All ranks must call this."""
     longest = max(int(r.lengths.max()) for r in (rows, eval_rows) if r)
+    uneven = bool((rows.lengths < longest).any())
     machine = measure_machine(getattr(torch, config.compute_dtype), device)
     if device.type == "cuda":  # peaks are to be those of training
         torch.cuda.empty_cache()
@@ -4707,7 +4717,7 @@ def agree_on_plan(config, arch, layout, rows, eval_rows, limit, device, kernels)
     used = {function for pair in kernels.values() for function in pair.values()}
     capturable = device.type == "cuda" and document_attention not in used
     with together():
-        plan = choose_plan(config, arch, layout, tokens, longest, limit, machine, device,
+        plan = choose_plan(config, arch, layout, tokens, longest, uneven, limit, machine, device,
                            dist.get_world_size(), capturable)
     # host memory differs by rank and moment: all take rank 0's plan
     first = gather_objects(dataclasses.asdict(plan))[0]

@@ -5,6 +5,7 @@ import functools
 import gc
 import inspect
 import math
+import unittest.mock
 from pathlib import Path
 
 import pytest
@@ -36,14 +37,22 @@ MEASURED = [
     # at 1f31ede
     ("llama-2-70b", 80, 20.46, {"recomputed": 80, **HELD, "hold_weights": False,
                                 "offload_activations": True}),
+    # at c00ebea, one shape of bins
+    ("llama-3.2-1b", 16, 6.37, {"graphs": True}),
 ]  # fmt: skip
+
+LLAMA_1B = {
+    "model_type": "llama", "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192,
+    "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "max_position_embeddings": 8192, "tie_word_embeddings": True}  # fmt: skip
 
 
 @functools.lru_cache(None)
 def shapes_of(name, layers=None, **flags):
-    """(Config, Architecture, Layout) of one of the script's SHAPES."""
+    """(Config, Architecture, Layout) of one of the script's SHAPES, or of the 1B."""
     config = dataclasses.replace(script.Config(), model=name, random_weights=True, **flags)
-    config, _, arch = script.read_model_config(Path(name), config)
+    with unittest.mock.patch.dict(script.SHAPES, {"llama-3.2-1b": LLAMA_1B}):
+        config, _, arch = script.read_model_config(Path(name), config)
     if layers:
         ropes, windows = arch.layer_rope[:layers], arch.layer_window[:layers]
         arch = dataclasses.replace(arch, n_layers=layers, layer_rope=ropes, layer_window=windows)
@@ -62,13 +71,14 @@ def predicted(arch, layout, **settings):
 
 
 def choose(name, limit_gib, gpus=2, machine=H200, capturable=True, rows=4, longest=2048,
-           tied=False, **flags):  # fmt: skip
+           tied=False, uneven=True, **flags):  # fmt: skip
     """The plan of a run on so many GPUs with such a limit, for steps of `rows` full rows a GPU."""
-    config, arch, layout = shapes_of(name, **flags)
+    config, arch, layout = shapes_of(name, **{"batch_size": gpus * rows, **flags})
     return call(
         script.choose_plan, config=config, arch=dataclasses.replace(arch, tied=tied),
-        layout=layout, tokens=gpus * rows * longest, longest=longest, limit=int(limit_gib * GIB),
-        machine=machine, device=torch.device("cuda"), world_size=gpus, capturable=capturable,
+        layout=layout, tokens=gpus * rows * longest, longest=longest, uneven=uneven,
+        limit=int(limit_gib * GIB), machine=machine, device=torch.device("cuda"), world_size=gpus,
+        capturable=capturable,
     )  # fmt: skip
 
 
@@ -288,7 +298,8 @@ def test_vocabulary_smaller_than_the_group_is_refused():
     def plan(config):
         return call(
             script.choose_plan, config=config, arch=arch, layout=layout, tokens=4096, longest=2048,
-            limit=0, machine=H200, device=torch.device("cuda"), world_size=8, capturable=True,
+            uneven=False, limit=0, machine=H200, device=torch.device("cuda"), world_size=8,
+            capturable=True,
         )  # fmt: skip
 
     with pytest.raises(ValueError, match="vocabulary of 12 cannot be shared by 8 processes"):
@@ -328,6 +339,18 @@ def test_graphs_only_where_a_gpu_holds_a_whole_copy_and_nothing_is_offloaded():
     ):
         plan = choose("llama-3-8b", 140, **short, **settings)
         assert not plan.graphs and GRAPHS not in " ".join(kind for kind, _ in plan.memory)
+
+
+def test_memory_of_graphs_by_how_many_shapes_the_bins_have():
+    """At c00ebea graphs of 32 chat rows a step, on a 1B, reserved 15.10 GiB."""
+    _, arch, layout = shapes_of("llama-3.2-1b", 16)
+    assert 15.10 < predicted(arch, layout, graphs=True, graph_room=2).bytes / GIB < 1.1 * 15.10
+    short = {"longest": 200, "rows": 4}
+    one = choose("llama-3-8b", 140, **short, uneven=False)
+    assert one.graphs and one.graph_room == 0
+    assert choose("llama-3-8b", 140, **short, uneven=True).graph_room == 2
+    odd = choose("llama-3-8b", 140, **short, uneven=False, batch_size=9)  # its last bin is shorter
+    assert odd.graphs and odd.graph_room == 2
 
 
 def test_graphs_are_left_where_their_memory_is_not_there():
