@@ -170,8 +170,8 @@ class Config:
         " with --random_weights also " + ", ".join(SHAPES))
     dataset: tuple[str, ...] | None = knob(
         None, "files (JSONL, JSON, Parquet, CSV, also .gz), patterns, directories, what"
-        " save_to_disk wrote, or a Hub id; behind any of these ,split=train_sft ,name=CONFIGURATION"
-        " ,revision=TAG; left out: the demo's instructions")
+        " save_to_disk wrote, or a Hub id, behind which may stand ,split=train_sft"
+        " ,name=CONFIGURATION ,revision=TAG; left out: the demo's instructions")
     eval_dataset: tuple[str, ...] | None = knob(
         None, "the same for evaluation, or a fraction of the rows of --dataset: 0.02")
     max_seq_len: int | None = knob(
@@ -270,8 +270,12 @@ def resolve_config(config, world_size):
         raise ValueError("--attn flash_attention_2 computes in bfloat16: drop it or use sdpa")
     if config.model and not config.dataset and not config.random_weights:
         raise ValueError(f"--model {config.model} needs a --dataset: files or a Hub id")
-    if config.report_to == "wandb" and importlib.util.find_spec("wandb") is None:
-        raise ValueError("--report_to wandb: wandb is not installed: pip install wandb")
+    tracker = config.report_to
+    if tracker != "none" and importlib.util.find_spec(tracker) is None:
+        raise ValueError(f"--report_to {tracker}: is not installed: pip install {tracker}, or use"
+                         " none")
+    if config.random_weights and config.eval_dataset and not config.dataset:
+        raise ValueError("--eval_dataset needs a --dataset beside --random_weights")
     if config.random_weights and not config.model:
         raise ValueError("--random_weights needs a --model whose config.json gives the shapes")
     shards = config.shard_group_size
@@ -565,6 +569,9 @@ def parse_row(row, tokenizer):
             raise RefusedRow(f"is not rendered by the chat template: {e}")
     if "input_ids" in row:
         return said, [as_ids(row["input_ids"], row.get("labels", row["input_ids"]))]
+    if "tools" in row:
+        raise RefusedRow("has tools, which a prompt in plain text cannot take: write prompt and"
+                         " completion as lists of messages")
     if "text" in row:
         if not as_text(row, "text").strip():  # EOS would be learnt alone: to stop at once
             raise ValueError("text is empty")
@@ -620,7 +627,7 @@ def as_text(row, key):
 def as_ids(ids, labels):
     for key, values in ("input_ids", ids), ("labels", labels):
         if not isinstance(values, list) or not all(
-            type(n) is int and (0 <= n < 2**31 or n == IGNORE and values is labels) for n in values
+            type(n) is int and (0 <= n < 2**31 or n == IGNORE and key == "labels") for n in values
         ):
             raise ValueError(f"{key} is no list of tokens")
     if len(ids) != len(labels):
@@ -662,22 +669,24 @@ def parse_chat(messages, tools, tokenizer):
     for i in reversed([i for i, is_learnt in enumerate(learnt) if is_learnt and i > 0]):
         before, text = render(i, add_generation_prompt=True), render(i + 1)
         as_text({"the conversation": text}, "the conversation")
-        start, end = len(os.path.commonprefix([before, text])), len(text.rstrip())
+        start, whole = len(os.path.commonprefix([before, text])), text.rstrip()
         if re.search(r"\{%-?\s*generation\b", template):
-            start, end = marked_span(messages[: i + 1], tools, template, tokenizer)
+            turn = marked_spans(messages[: i + 1], tools, template, tokenizer)
+            start, whole = turn[0][0], text[: turn[-1][1]]
         elif start < len(before) and start <= len(os.path.commonprefix([before, render(i)])):
             raise RefusedRow(f"the chat template mixes message {i + 1} with those before it: its"
                              " tokens cannot be told")
-        elif not text[:end].endswith(special):
-            end = None  # a turn that the template does not close is closed by EOS
+        else:
+            if not whole.endswith(special):  # a turn that the template does not close
+                whole = text + tokenizer.eos_token
+            turn = [(start, len(whole))]
         check_rendered(messages[: i + 1], tools, text, text[start:])
-        for whole, spans in documents:
-            if whole.startswith(text):
-                spans.append((start, end or len(text)))
+        for longer, spans in documents:
+            if longer.startswith(text):
+                spans += [(start, min(end, len(text))) for start, end in turn]
                 break
         else:
-            whole = text[:end] if end else text + tokenizer.eos_token
-            documents.append((whole, [(start, len(whole))]))
+            documents.append((whole, turn))
     return [[(text, spans, False)] for text, spans in reversed(documents)]
 
 
@@ -698,6 +707,7 @@ class Rows:
     lengths: torch.Tensor  # [rows], tokens
     n_learnt: torch.Tensor  # [rows], tokens that the loss is taken of
     digests: torch.Tensor  # int64 [rows], of tokens and labels
+    sources: torch.Tensor  # int64 [rows], numbers of the data set's rows that they were made of
 
     def __len__(self):
         return len(self.starts)
@@ -736,13 +746,15 @@ def prepare_data(config, directory, tokenizer, vocab_size, date):
     except ValueError:
         fraction = None
     if fraction is not None:
-        n = round(fraction * len(rows)) if abs(fraction) < 1e9 else fraction
-        if not 0 < n < len(rows) or len(config.eval_dataset) > 1:
-            raise Stop(f"--eval_dataset {' '.join(config.eval_dataset)}: is {n} of {len(rows)}"
+        sources = rows.sources.unique()  # conversations, of which one may have become several rows
+        n = round(fraction * len(sources)) if abs(fraction) < 1e9 else fraction
+        if not 0 < n < len(sources) or len(config.eval_dataset) > 1:
+            raise Stop(f"--eval_dataset {' '.join(config.eval_dataset)}: is {n} of {len(sources)}"
                        " rows: give one fraction between 0 and 1, or files")
-        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(config.seed))
-        say(f"evaluation: {n:,} of these rows, which are not trained on")
-        return rows.select(order[n:].sort().values), rows.select(order[:n].sort().values)
+        order = torch.randperm(len(sources), generator=torch.Generator().manual_seed(config.seed))
+        held_out = torch.isin(rows.sources, sources[order[:n]])
+        say(f"evaluation: {held_out.sum():,} of these rows, which are not trained on")
+        return rows.select(~held_out), rows.select(held_out)
     eval_rows, line = prepare_rows(config.eval_dataset, *settings)
     say(f"evaluation: {line}")
     return rows, eval_rows
@@ -834,7 +846,8 @@ def make_bin(batch, micro_batch, rank, step_key, run):
     keys = None
     if step_key is not None:
         seeds = mix(step_key + torch.tensor([*mine, *[-1] * (len(lengths) - len(mine))]))
-        keys = seeds.repeat_interleave(torch.tensor(lengths)) + position_ids
+        # mixed, as drop() adds a number for the layer and the site to each
+        keys = mix(seeds.repeat_interleave(torch.tensor(lengths)) + position_ids)
     same = len(set(lengths)) == 1
     if run.plan.graphs and not same:  # one graph serves several numbers of documents
         longest = 2 ** (longest - 1).bit_length()
@@ -1059,8 +1072,9 @@ def parse_config(argv=None):
             raise ValueError("--resume must without --output_dir: no run below runs/ to go on with")
         directory = values["output_dir"] or str(runs[-1].parent)
         begun = Path(directory, "train_config.json")
-        flags = read_flags(begun) if begun.is_file() else []
-        values = parse([*flags, *argv, f"--output_dir={directory}"])
+        if not begun.is_file():
+            raise ValueError(f"--resume must: no run in {directory} (no {begun.name})")
+        values = parse([*read_flags(begun), *argv, f"--output_dir={directory}"])
     del values["config"]
     return Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
 
@@ -1131,7 +1145,7 @@ def init_distributed():
     else:  # torchrun allows each process one thread; share the cores instead
         device = torch.device("cpu")
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
+        torch.set_num_threads(max(1, n_cores() // processes))
     dist.init_process_group(**options)
     transformers.utils.logging.disable_progress_bar()
     if local_rank:  # one rank of a machine shows how the Hub's downloads go
@@ -1140,6 +1154,12 @@ def init_distributed():
     warnings.filterwarnings("ignore", "Paged optimizers are not supported on CPU")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.")
     return device
+
+
+def n_cores():
+    """That this process may use, of a machine that others may use as well."""
+    affinity = getattr(os, "sched_getaffinity", None)  # of Linux
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def is_rank_0():
@@ -1833,6 +1853,10 @@ def find_pieces(source):
         kinds = *JSON_KINDS, *TABLE_KINDS
         files, is_saved = [path], {"state.json", "dataset_dict.json"} & set(
             os.listdir(path) if path.is_dir() else ())
+        taken = {"split"} if "dataset_dict.json" in is_saved else set()
+        if path.exists() and options.keys() - taken:
+            raise ValueError(f"--dataset {source}: what stands behind the comma is for Hub ids, and"
+                             " split= for several splits by save_to_disk: name the files you want")
         if path.is_dir() and not is_saved:
             files = sorted(p for p in path.rglob("*") if p.is_file() and file_kind(p) in kinds)
             if not files:
@@ -1880,7 +1904,9 @@ def open_table(source, path, options, is_saved):
                 kinds = {name: datasets.Value("string") for name in names}
                 all_text = {"features": datasets.Features(kinds), "keep_default_na": False}
             table = datasets.load_dataset(kind, data_files=str(path), split="train", **all_text)
-        elif path.exists() or file_kind(path) or source[0] in "./~" or source.count("/") != 1:
+        elif path.exists() or file_kind(path) in (*JSON_KINDS, *TABLE_KINDS) or (
+            source[0] in "./~" or str(path).count("/") != 1
+        ):
             raise ValueError("neither a Hub id (owner/name) nor a file, pattern or directory; files"
                              f" end in {', '.join((*JSON_KINDS, *TABLE_KINDS))}, or that and .gz")
         else:
@@ -1909,16 +1935,16 @@ def read_piece(source, start, stop):
             if start:  # the line that it begins in is the piece's before
                 file.seek(start - 1)
                 skipped = file.readline() != b"\n"
-            lines = iter(lambda: file.readline() if file.tell() < stop else b"", b"")
-            if source.endswith(".gz"):
-                lines = file
-            for i, line in enumerate(lines, 1):
+            lines = file if source.endswith(".gz") else iter(
+                lambda: file.readline() if file.tell() < stop else b"", b"")
+            for i, line in enumerate(lines, 1 + skipped):
+                if not line.strip():
+                    continue
                 try:
-                    row = json.loads(line) if line.strip() else None
-                except (ValueError, RecursionError) as e:
-                    row = ValueError(f"is no JSON: {e}")
-                if row is not None:
-                    yield (source, start, i + skipped), row
+                    row = json.loads(line)
+                except (ValueError, RecursionError) as e:  # in one word for all rows like it
+                    row = ValueError(f"is no JSON: {str(e).partition(':')[0]}")
+                yield (source, start, i), row
 
 
 @functools.lru_cache(None)
@@ -1946,14 +1972,15 @@ def without_none(value):
 # ------------------------------------------------------------------------------------------------
 
 
-def marked_span(messages, tools, template, tokenizer):
-    """Where in the rendered messages the last {% generation %} block stands."""
-    _, (blocks,) = render_jinja_template(
-        [messages], tools=tools, chat_template=template, return_assistant_tokens_mask=True,
-        **tokenizer.special_tokens_map)
-    if not blocks:
-        raise RefusedRow("the chat template has {% generation %} marks, but none for the assistant")
-    return blocks[-1]
+def marked_spans(messages, tools, template, tokenizer):
+    """Where in the rendered messages the last one's {% generation %} blocks stand."""
+    _, (before, blocks) = render_jinja_template(
+        [messages[:-1], messages], tools=tools, chat_template=template,
+        return_assistant_tokens_mask=True, **tokenizer.special_tokens_map)
+    if len(blocks) <= len(before):
+        raise RefusedRow("the chat template has {% generation %} marks, but none for message"
+                         f" {len(messages)}")
+    return blocks[len(before) :]
 
 
 @functools.lru_cache(1)
@@ -2052,7 +2079,7 @@ def fix_date(day):
 
 REFUSED = "refused: "  # how encode_pieces marks the reason of a RefusedRow
 ENCODED = {"input_ids": "int32", "labels": "int32", "length": "int32", "n_learnt": "int32",
-           "digest": "int64", "cut": "bool", "kept": "bool", "form": "string",
+           "digest": "int64", "cut": "bool", "kept": "bool", "is_first": "bool", "form": "string",
            "left_out": "string", "where": "string"}  # see encode_pieces
 
 
@@ -2067,17 +2094,16 @@ def columns_of(ids, labels, most):
 
 def tokenize(documents, tokenizer):
     """(input_ids, labels), two lists, of each document of parse_row."""
-    texts, eos = {True: [], False: []}, tokenizer.eos_token_id
+    texts, encodings, eos = {True: [], False: []}, {}, tokenizer.eos_token_id
     for document in documents:
         for text, _, may_begin in document if isinstance(document, list) else ():
             texts[may_begin].append(text)
-    encodings = {}
     for may_begin, strings in texts.items():
-        options = {"add_special_tokens": may_begin, "return_offsets_mapping": True,
-                   "return_attention_mask": False, "return_token_type_ids": False}
-        encoded = tokenizer(strings, verbose=False, **options) if strings else {
-            "input_ids": [], "offset_mapping": []}
-        encodings[may_begin] = zip(encoded["input_ids"], encoded["offset_mapping"])
+        if strings:
+            encoded = tokenizer(strings, verbose=False, add_special_tokens=may_begin,
+                                return_offsets_mapping=True, return_attention_mask=False,
+                                return_token_type_ids=False)
+            encodings[may_begin] = zip(encoded["input_ids"], encoded["offset_mapping"])
     found = []
     for document in documents:
         if not isinstance(document, list):
@@ -2087,8 +2113,8 @@ def tokenize(documents, tokenizer):
         for _, learnt, may_begin in document:
             new, offsets = next(encodings[may_begin])
             if isinstance(learnt, bool):
-                while new[-1:] == [eos]:  # some tokenizers append it to all texts
-                    new = new[:-1]
+                while new[-1:] == [eos] and offsets[len(new) - 1] == (0, 0):
+                    new = new[:-1]  # it was not in the text: some tokenizers append it to all
                 labels += new if learnt else [IGNORE] * len(new)
             else:  # by overlap: a token may begin with the space before the turn
                 chosen = [IGNORE] * len(new)
@@ -2098,7 +2124,7 @@ def tokenize(documents, tokenizer):
                     chosen[part] = new[part]
                 labels += chosen
             ids += new
-        if learnt is True:
+        if learnt is True and ids[-1:] != [eos]:
             ids, labels = [*ids, eos], [*labels, eos]
         found.append((ids, labels))
     return found
@@ -2119,7 +2145,7 @@ def encode_pieces(pieces, tokenizer, max_seq_len, vocab_size):
                 parsed.append((where, "", nothing, str(e) or type(e).__name__))
         tokens = iter(tokenize([d for _, _, documents, _ in parsed for d in documents], tokenizer))
         for where, form, documents, reason in parsed:
-            for _ in documents:
+            for i in range(len(documents)):
                 columns, why = columns_of(*next(tokens), max_seq_len), reason
                 largest = max(columns[key].max(initial=0) for key in ("input_ids", "labels"))
                 if largest >= vocab_size:
@@ -2127,8 +2153,8 @@ def encode_pieces(pieces, tokenizer, max_seq_len, vocab_size):
                            f" vocabulary ends at {vocab_size - 1}")
                 elif not columns["n_learnt"]:
                     why = why or "nothing to learn in it"
-                yield {**columns, "form": form, "kept": not why, "left_out": printable(why),
-                       "where": say_where(*where) if why else ""}
+                yield {**columns, "is_first": i == 0, "kept": not why, "form": form,
+                       "left_out": printable(why), "where": say_where(*where) if why else ""}
 
 
 def encode_batches(pieces, **settings):
@@ -2149,7 +2175,7 @@ def encode_table(pieces, key, **settings):
     from pyarrow.compute import list_flatten
 
     features = {name: datasets.List(datasets.Value(kind)) for name, kind in ENCODED.items()}
-    processes = min(os.cpu_count(), len(pieces))
+    processes = min(n_cores(), len(pieces))
     if not (is_rank_0() and sys.stderr.isatty()):
         datasets.disable_progress_bars()
     try:
@@ -2184,30 +2210,35 @@ def prepare_rows(sources, tokenizer, max_seq_len, vocab_size, day):
     with together():
         if table is None:
             raise ValueError(f"--dataset {' '.join(sources)}: has no rows")
-        counts = {name: {c["values"]: c["counts"] for c in table[name].value_counts().to_pylist()}
-                  for name in ("form", "left_out")}
-        where = {reason: table["where"][table["left_out"].index(reason).as_py()].as_py()
-                 for reason in counts["left_out"] if reason}
-        for reason in where:
+        forms, reasons = (
+            {c["values"]: c["counts"] for c in column.value_counts().to_pylist()}
+            for column in (table["form"].filter(table["kept"]), table["left_out"]))
+        reasons.pop("", None)
+        for reason in reasons:
             if reason.startswith(REFUSED):
                 raise ValueError(reason.removeprefix(REFUSED))
-        kept, cut, lengths, n_learnt, digests = (
+        left_out, rare = [], sum(reasons.values())
+        for reason in sorted(reasons, key=reasons.get, reverse=True)[:5]:
+            first = table["where"][table["left_out"].index(reason).as_py()]
+            left_out.append(f"{reasons[reason]:,} left out: {reason} ({first})")
+            rare -= reasons[reason]
+        left_out = "; ".join(left_out) + f"; {rare:,} left out for other reasons" * bool(rare)
+        kept, cut, is_first, lengths, n_learnt, digests = (
             torch.from_numpy(table[name].to_numpy().copy())
-            for name in ("kept", "cut", "length", "n_learnt", "digest"))
-        reasons = "; ".join(f"{counts['left_out'][r]} left out: {r} ({where[r]})"
-                            for r in sorted(where, key=counts["left_out"].get, reverse=True)[:5])
+            for name in ("kept", "cut", "is_first", "length", "n_learnt", "digest"))
         if not kept.any():
             raise ValueError(f"{' '.join(sources)}: none of its {len(kept)} rows can be learnt:"
-                             f" {reasons}")
+                             f" {left_out}")
         arrays = ([chunk.to_numpy() for chunk in table[name].chunks]
                   for name in ("input_ids", "labels"))
-        rows, cut = make_rows(*arrays, lengths, n_learnt, digests).select(kept), cut & kept
-        forms = ", ".join(f"{n:,} {form}" for form, n in counts["form"].items() if form)
+        rows = make_rows(*arrays, lengths, n_learnt, digests, is_first.cumsum(0)).select(kept)
+        cut &= kept
+        forms = ", ".join(f"{n:,} {form}" for form, n in forms.items())
         return rows, (
             f"{' '.join(sources)}: {len(rows):,} rows, {forms}; {rows.lengths.sum():,} tokens,"
             f" {rows.n_learnt.sum():,} of them learnt"
             + f"; {cut.sum():,} cut to {max_seq_len} tokens" * bool(cut.any())
-            + f"; {reasons}" * bool(reasons))
+            + f"; {left_out}" * bool(left_out))
 
 
 def random_rows(vocab_size, config):
@@ -2228,8 +2259,8 @@ def rows_of(pairs):
     """Rows in memory from [(input_ids, labels)]."""
     columns = [columns_of(ids, labels, len(ids)) for ids, labels in pairs]
     tokens = ([np.concatenate([c[key] for c in columns])] for key in ("input_ids", "labels"))
-    return make_rows(*tokens, *(
-        torch.tensor([c[key] for c in columns]) for key in ("length", "n_learnt", "digest")))
+    numbers = (torch.tensor([c[key] for c in columns]) for key in ("length", "n_learnt", "digest"))
+    return make_rows(*tokens, *numbers, torch.arange(len(columns)))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -5026,6 +5057,11 @@ def read_adapter(config, adapter):
         if settings.get(key, False) != wanted:
             raise ValueError(f"--init_adapter {directory}: has {key} {settings.get(key)}: give the"
                              f" same by --{flag}")
+    plain = LoraConfig().to_dict()  # PiSSA and others train on a changed base
+    for key in ("init_lora_weights", "alpha_pattern", "rank_pattern", "lora_bias"):
+        if settings.get(key, plain[key]) not in (plain[key], None, False, "gaussian"):
+            raise ValueError(f"--init_adapter {directory}: has {key} {settings[key]}, which means"
+                             f" another adapter than its values do here; only {plain[key]} works")
     shapes = {name: shape for i in range(len(adapter.layers))
               for name, (_, shape) in adapter.names(i).items()}
     if shapes != {name: tuple(value.shape) for name, value in values.items()}:

@@ -114,6 +114,9 @@ def edit_map(directory, change):
         (["--model", "some/model"], ["--model some/model", "--dataset"]),
         (["--random_weights"], ["--random_weights", "--model"]),
         (["--attn", "flash_attention_2", "--compute_dtype", "float32"], ["flash_attention_2"]),
+        (["--model", "llama-2-7b", "--random_weights", "--eval_dataset", "0.1"],
+         ["--eval_dataset needs a --dataset"]),
+        (["--resume", "must", "--output_dir", "typo"], ["--resume must: no run in typo"]),
     ],
     ids=lambda value: " ".join(value),
 )
@@ -122,6 +125,14 @@ def test_flags_are_refused_before_anything_is_written(
 ):
     monkeypatch.chdir(tmp_path)
     refused(run_main(*flags), *words)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])
+def test_tracker_that_is_not_there_is_named(run_main, tmp_path, monkeypatch, tracker):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, tracker, None)  # as if it were not installed
+    refused(run_main("--report_to", tracker), f"--report_to {tracker}", f"pip install {tracker}")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -572,6 +572,8 @@ def test_dropout_keys_belong_to_a_row_and_not_to_its_place():
     for micro_batch, rank in ([[0, 2]], 0), ([[0, 1], [2]], 1), ([[2, 1], [0]], 0):
         assert keys(micro_batch, rank, 2) == want
     assert not set(want) & set(keys([[1, 2]], 0, 1))
+    # drop() adds to them what tells layers and their places: no mask is another one's, shifted
+    assert not {one + n for one in want for n in range(1, 1000)} & set(want)
     assert not set(want) & set(keys([[2]], 0, 2, torch.tensor(8)))
 
 

@@ -20,7 +20,7 @@ from conftest import DEVICE, needs_ranks, one_process, read_rows
 from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from test_step import ALPHA, RANK, load_reference, write_uneven_rows
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer
 
 import train_fsdp_qlora as script
 
@@ -86,7 +86,8 @@ def base(tmp_path_factory, tiny_model):
     (directory / "chat.jinja").write_text("{% for m in messages %}>{{ m.content }}{% endfor %}")
     for name, more in {
         "peft": {}, "peft-dora": {"use_dora": True}, "peft-rank": {"r": RANK + 1},
-        "peft-targets": {"target_modules": ["q_proj"]},
+        "peft-targets": {"target_modules": ["q_proj"]}, "peft-alphas": {"alpha_pattern": {"k": 7}},
+        "peft-pissa": {"init_lora_weights": "pissa"},
     }.items():  # fmt: skip
         write_peft_adapter(directory, name, **more)
     values = load_file(directory / "peft" / "adapter_model.safetensors")
@@ -325,6 +326,27 @@ def test_fraction_of_the_rows_is_not_trained_on(base, runs, read_metrics):
     assert sum(record.get("rows", 0) for record in records) == 36
 
 
+def test_fraction_is_one_of_conversations(base, tmp_path):
+    """Of which each turn has a row of its own where the template rewrites earlier ones."""
+    from test_rows import REASONING, SPECIAL
+
+    tokenizer = AutoTokenizer.from_pretrained(base / "model")
+    tokenizer.add_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    tokenizer.chat_template = REASONING
+    talks = [[{"role": "user", "content": f"{i} times {j}?"} if j % 2 == 0 else
+              {"role": "assistant", "content": f"{i} and {j}."} for j in range(6)]
+             for i in range(10)]  # fmt: skip
+    path = tmp_path / "talks.jsonl"
+    path.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    config = script.Config(dataset=(str(path),), eval_dataset=("0.3",), max_seq_len=512)
+    with one_process():
+        parts = script.prepare_data(config, base, tokenizer, len(tokenizer), "2020-01-31")
+    assert [len(rows) for rows in parts] == [21, 9]
+    asked = [{tokenizer.decode(rows.tokens(i)[0]).partition(" times")[0][-1]
+              for i in range(len(rows))} for rows in parts]  # fmt: skip
+    assert [len(one) for one in asked] == [7, 3] and not asked[0] & asked[1]
+
+
 def test_fraction_depends_on_the_seed_alone(base, monkeypatch, capsys):
     monkeypatch.chdir(base)
     tokenizer = AutoTokenizer.from_pretrained(base / "model")
@@ -397,6 +419,8 @@ REFUSED = {
     "other linears": (["--init_adapter", "peft-targets"], "same model and --target_modules?"),
     "another model": (["--init_adapter", "peft", "--model", "{other}"], "same model"),
     "values not finite": (["--init_adapter", "peft-nan"], "not finite"),
+    "another scale by linear": (["--init_adapter", "peft-alphas"], "has alpha_pattern"),
+    "another base": (["--init_adapter", "peft-pissa"], "has init_lora_weights pissa"),
     "no adapter": (["--init_adapter", "model"], "is no adapter in PEFT's format"),
     "no data": (["--dataset", "none.jsonl"], "none.jsonl"),
     "no rows to evaluate on": (["--eval_dataset", "none.jsonl"], "none.jsonl"),

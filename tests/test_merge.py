@@ -266,6 +266,16 @@ def test_files(trained, merged):
     assert last.endswith('AutoModelForCausalLM.from_pretrained("run/merged")')
 
 
+def test_chat_template_is_that_of_training(trained, tmp_path):
+    """Of --chat_template, not the base's; also where a checkpoint is merged."""
+    run = shutil.copytree(trained, tmp_path / "run")
+    (run / "chat_template.jinja").write_text("of training")
+    for i, adapter in enumerate((run, run / f"checkpoint-{STEPS:06d}")):
+        out = tmp_path / f"out-{i}"
+        merge_adapters.main(merge_command(adapter, out, "--no-check")[2:])
+        assert (out / "chat_template.jinja").read_text() == "of training"
+
+
 def test_checkpoint_merges_alike(trained, merged, tmp_path):
     run = trained / f"checkpoint-{STEPS:06d}"
     merge_adapters.main(merge_command(run, tmp_path / "out", "--no-check")[2:])

@@ -163,7 +163,9 @@ TOOLS = (
 # SmolLM3: what is learnt is marked, here without the header but with the line's end
 MARKED = (
     "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant\n"
-    "{% generation %}{{ m.content }}<|im_end|>{{ '\\n' }}{% endgeneration %}"
+    "{% if m.unmarked %}{{ m.content }}{% else %}"
+    "{% generation %}{{ m.content }}<|im_end|>{{ '\\n' }}{% endgeneration %}{% endif %}"
+    "{% if m.note %} {% generation %}{{ m.note }}{% endgeneration %}{% endif %}"
     "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -288,6 +290,7 @@ def test_ids_are_taken_as_they_are(labels, tokenizer, tmp_path):
         {"input_ids": [[1, 2], [3]]},
         {"input_ids": [1.5, 2.5]},
         {"input_ids": [-5, 2]},
+        {"input_ids": [5, IGNORE, 7]},
         {"input_ids": [5, 2, 99999]},
         {"input_ids": [2**40, 1]},
         {"input_ids": [5, 6, 7], "labels": [5, 6]},
@@ -560,7 +563,7 @@ def test_bad_line_is_named_in_a_file_of_several_pieces(at, size, monkeypatch, to
     path = tmp_path / "data.jsonl"
     path.write_text("\n".join(lines) + "\n")
     monkeypatch.setattr(script, "PIECE_BYTES", size)
-    monkeypatch.setattr(script.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(script, "n_cores", lambda: 1)
     rows, line = prepare([path], tokenizer)
     assert len(rows) == 49 and "1 left out: is no JSON" in line
     assert f"({path} line {at + 1})" in line
@@ -604,6 +607,9 @@ def test_row_of_an_array_is_named(tokenizer, tmp_path):
         ("none/*.jsonl", "no file matches"),
         ("nothing", "no file in it ends in"),
         ("data.jsonl,part=3", "split=, name= or revision="),
+        ("data.jsonl,split=test", "what stands behind the comma is for Hub ids"),
+        ("nothing,split=test", "what stands behind the comma is for Hub ids"),
+        ("saved,name=large", "what stands behind the comma is for Hub ids"),
         ("saved,split=test", "test"),
         ("empty.jsonl", "has no rows"),
         ("broken.json", "is no JSON"),
@@ -620,6 +626,36 @@ def test_source_that_has_no_rows_is_refused(source, wanted, tokenizer, tmp_path,
     if source.startswith("saved"):
         datasets.DatasetDict({"train": datasets.Dataset.from_list(FLAT)}).save_to_disk("saved")
     assert wanted in refusal([f"./{source}"], tokenizer)
+
+
+@pytest.mark.parametrize("source", ["owner/rows-2.5", "owner/rows,revision=refs/convert/parquet"])
+def test_name_like_that_of_a_hub_id_is_asked_for_there(source, tokenizer):
+    assert "neither a Hub id" not in refusal([source], tokenizer)
+
+
+def test_all_rows_that_are_left_out_are_counted(tokenizer, tmp_path):
+    """Also those of rare reasons; of lines that are no JSON wherever in them that shows."""
+    lines = ['{"text": "fine"}', *('{"text": "' + "x" * n for n in range(1, 5))]
+    kinds = 1, 1.5, None, [1], {"a": 1}, True  # six more reasons
+    lines += [json.dumps({"text": kind}) for kind in kinds]
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(lines))
+    _, line = prepare([path], tokenizer)
+    assert "data.jsonl: 1 rows, 1 text; " in line
+    assert f"; 4 left out: is no JSON: Invalid control character at ({path} line 2)" in line
+    assert line.endswith("; 2 left out for other reasons")
+
+
+def test_end_of_a_prompt_stays_where_it_was_written(tokenizer, tmp_path):
+    row = {"prompt": "What is 3 plus 4?</s>", "completion": "It is 7."}
+    (document,) = encode_row(row, tokenizer, tmp_path)
+    assert whole([document], tokenizer) == ["What is 3 plus 4?</s>It is 7.</s>"]
+
+
+def test_tools_beside_text_are_not_lost(tokenizer, tmp_path):
+    row = {"prompt": "What is 3 plus 4?", "completion": "It is 7.", "tools": [ADD]}
+    path = write_jsonl(tmp_path / "data.jsonl", [{"text": "fine"}, row])
+    assert f"{path} line 2: has tools, which a prompt in plain text" in refusal([path], tokenizer)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -819,6 +855,22 @@ LEFT_OUT = {
 }  # fmt: skip
 
 
+def test_turn_marked_twice_is_learnt_in_both_places(tokenizer, tmp_path):
+    tokenizer.chat_template = MARKED
+    messages = [*ASKED, AGAIN[0], turn("assistant", "It is 4.", note="Indeed")]
+    documents = encode_row({"messages": messages}, tokenizer, tmp_path)
+    assert learnt(documents, tokenizer) == [
+        ["The answer is 7.<|im_end|>\n", "It is 4.<|im_end|>\n", "Indeed"]]  # fmt: skip
+
+
+def test_turn_without_marks_is_not_taken_for_the_one_before(tokenizer, tmp_path):
+    tokenizer.chat_template = MARKED
+    unmarked = turn("assistant", "It is 4.", unmarked=True)
+    messages = [ASKED[0], turn("assistant", "The answer is 7.", weight=0), AGAIN[0], unmarked]
+    path = write_jsonl(tmp_path / "data.jsonl", [{"messages": messages}])
+    assert "marks, but none for message 4" in refusal([path], tokenizer)
+
+
 @pytest.mark.parametrize("name", LEFT_OUT)
 def test_row_of_which_the_template_leaves_something_out_is_refused(name, tokenizer, tmp_path):
     tokenizer.chat_template, row, what, roles = LEFT_OUT[name]
@@ -977,7 +1029,7 @@ def parsed(monkeypatch):
         return parse_row(row, tokenizer)
 
     monkeypatch.setattr(script, "parse_row", counted)
-    monkeypatch.setattr(script.os, "cpu_count", lambda: 1)  # in this process
+    monkeypatch.setattr(script, "n_cores", lambda: 1)  # in this process
     return rows
 
 
