@@ -8,14 +8,14 @@
 
 The first command needs nothing but this file: it makes a small model and data set and trains on
 them, on GPUs (NCCL) or, where there are none, on the CPU (gloo). The same command line starts a
-run, goes on with it, and does nothing once it is complete. Written to --output_dir:
+run, resumes it, and does nothing once it is complete. Written to --output_dir:
 
     adapter_model.safetensors, adapter_config.json   the adapter, in PEFT's format, fp32
     train_config.json                                the resolved configuration, for merging
     metrics.jsonl, loss.png                          one JSON object a step or evaluation
     tensorboard/                                     the same numbers for TensorBoard
     tokenizer.json, ..                               the tokenizer with its chat template
-    checkpoint-NNNNNN/                               what going on needs
+    checkpoint-NNNNNN/                               what resuming needs
     status.json                                      what the run does, or how it ended
 
 Map of this file. Part I is what you read and change, Part II what it stands on.
@@ -89,7 +89,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from peft import LoraConfig
-from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -125,7 +124,7 @@ COLUMNS = 64  # an adapter's columns of a product are filled up to whole cache l
 LARGE_WEIGHT = 2**28  # weights; a group of linears with more is dequantised one by one
 SLICE_TOKENS = 4096  # of a recomputed MLP at once; fewer make its products slower
 CHUNK_BYTES = 256 * 2**20  # of logits alive at once, of embedded tokens before their sum
-GAPS = 0.04  # of the GPU's memory that gaps between tensors cost: 21.4 of 22.5 GiB ran, 21.8 not
+GAPS = 0.04  # of the GPU's memory lost between tensors: of 22.5 GiB a plan of 21.4 ran, 21.8 not
 HOST_SPARE = 32 * 2**30  # bytes a process may pin for speed alone; pinning takes 0.2 s a GiB
 RANDOM_STD = 0.02  # of --random_weights
 READERS = 8  # threads of a rank that read weights; one copies some 5 GB/s out of the page cache
@@ -179,9 +178,9 @@ class Config:
     chat_template: str | None = knob(None, "Jinja file to use instead of the tokenizer's own")
     output_dir: str | None = knob(None, "where results go; left out: a new directory below runs/")
     resume: str = knob(
-        "auto", "auto: go on with the run that is in --output_dir, if there is one, by the same"
-        " flags; never: begin a new one; must, or no value: go on, with the flags that it began"
-        " with where others are not given", choices=("auto", "never", "must"),
+        "auto", "auto: resume the run in --output_dir, if there is one with the same flags; never:"
+        " begin a new one; must, or no value: resume it, with the flags that it began with unless"
+        " others are given", choices=("auto", "never", "must"),
         nargs="?", const="must")
     random_weights: bool = knob(False, "random weights: of the model, only config.json is read")
     batch_size: int = knob(16, "rows an optimizer step, over all GPUs")
@@ -201,7 +200,7 @@ class Config:
         "5m", "between checkpoints: minutes, 5m, or steps, 100; 0: only at the end")
     keep_checkpoints: int = knob(2, "the newest that stay, besides the one of the best evaluation")
     max_minutes: float | None = knob(
-        None, "from the launch; then the run saves and ends, to be gone on with")
+        None, "from the launch; then the run saves and ends, and the same command resumes it")
     step_timeout_minutes: float | None = knob(
         None, "in which a step must end, else all ranks write down where they are and end; left"
         " out: 20 times the longest step so far and at least 10 minutes")
@@ -330,7 +329,7 @@ def train(given, device):
         config = resolve_config(given, dist.get_world_size())
     config = dataclasses.replace(config, output_dir=on_rank_0(lambda: config.output_dir))
     if not given.output_dir:
-        status.go_on = f"--resume must --output_dir {config.output_dir} goes on"
+        status.how_to_resume = f"--resume must --output_dir {config.output_dir} resumes it"
     with open_output(config, given) as (directory, is_complete):
         if is_complete:
             say(f"already complete: {directory}; nothing was touched")
@@ -357,10 +356,9 @@ def train(given, device):
         config = dataclasses.replace(config, max_steps=steps, eval_every=every)
         content = agree_on_content(config, rows, base_sha256)
         enter("checkpoint")
-        resume_from = on_rank_0(find_checkpoint, config, directory, content)
-        status.directory, status.max_steps = directory, steps
-        status.checkpoint = resume_from and Path(resume_from).name
-        status.step = int(status.checkpoint.rpartition("-")[2]) if resume_from else 0
+        done = on_rank_0(find_checkpoint, config, directory, content)  # steps; 0: a new run
+        status.directory, status.max_steps, status.step = directory, steps, done
+        status.checkpoint = checkpoint_path(directory, done).name if done else None
 
         # 3. Model: what of it is adapted, and the plan: what is sharded, recomputed, offloaded
         enter("model")
@@ -385,17 +383,17 @@ def train(given, device):
         # 5. Adapter: fresh, another run's, or from a checkpoint
         adapter = Adapter(model, arch, layout, config, device)
         if config.adapter == "dora":
-            measure_rows(model)
-        if resume_from:
+            measure_weight_norms(model)
+        if done:
             enter("checkpoint")
-            done, progress = adapter.resume(Path(resume_from), config)
+            progress = adapter.resume(checkpoint_path(directory, done), config)
         else:
-            done, progress = adapter.start(config)
+            progress = adapter.start(config)
         run = types.SimpleNamespace(
             config=config, plan=plan, model=model, adapter=adapter, rows=rows, eval_rows=eval_rows,
             device=device, content=content, lora_config=lora_config, directory=directory,
             kernels=kernels, store=make_store(plan, arch, device), graphs={}, graph_pool=None,
-            progress=progress, dealt={}, saved=done, save_due=math.inf, longest_step=0,
+            progress=progress, dealt=None, saved=done, save_due=math.inf, longest_step=0,
             clock_start=now())
         enter("saving")
         on_rank_0(describe_run, run, given, base.resolve(), frozen, date, tokenizer)
@@ -420,7 +418,7 @@ def run_steps(run, done):
         f" {plan.bin_tokens:,} tokens on {dist.get_world_size()} processes; peak learning rate"
         f" {config.learning_rate}")
     with together():
-        log = open_log(run, done) if dist.get_rank() == 0 else None
+        log = open_log(run, done) if is_rank_0() else None
     save_steps, save_seconds = save_interval(config)
     run.clock_start, run.save_due = now(), now() + save_seconds
     try:
@@ -455,7 +453,7 @@ def run_steps(run, done):
                 why = next(filter(None, gather_objects(status.stop_reason)))
                 saved = checkpoint_path(run.directory, run.saved).name
                 left = f"{saved} is whole" if run.saved else "nothing is saved"
-                raise Stop(f"{why}, after step {step}; {left}; {status.go_on}", AGAIN)
+                raise Stop(f"{why}, after step {step}; {left}; {status.how_to_resume}", AGAIN)
     finally:
         status.deadline = math.inf
         if log:
@@ -541,8 +539,8 @@ FORMS = {  # keys that a row must have: keys that it may have
 def parse_row(row, tokenizer):
     """A row's form with the keys that it ignores, and its documents. A document is a list of
     (text, what of it is learnt, whether the tokenizer may put BOS in front); what is learnt is
-    everything, nothing, or spans of characters. A ValueError leaves the row out, a RefusedRow ends
-    the run."""
+    everything, nothing, or spans of characters; of input_ids it is (input_ids, labels). A
+    ValueError leaves the row out, a RefusedRow ends the run."""
     if isinstance(row, Exception):
         raise row
     if not isinstance(row, dict):
@@ -778,9 +776,9 @@ def step_rows(step, n_rows, config):
 
 
 def deal_rows(lengths, processes, most):
-    """Deal rows of these lengths into bins of at most `most` tokens: as few micro-batches of one
-    bin a process as even bins allow. Returns for each micro-batch a list of row indices
-    for each process; the same on all ranks, which all know all lengths."""
+    """Deal rows of these lengths into the fewest micro-batches, of one bin per process, for which
+    every bin, all filled evenly, stays within `most` tokens. Returns for each micro-batch a list of
+    row indices per process; the same on all ranks, which all know all lengths."""
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     for n in range(max(1, math.ceil(sum(lengths) / (processes * most))), len(lengths) + 1):
         bins = [(0, at, []) for at in range(n * processes)]  # a heap: the emptiest comes first
@@ -822,8 +820,8 @@ class Bin:
 
 def make_bin(batch, micro_batch, rank, step_key, run):
     """This rank's Bin of a micro-batch of deal_rows(); `batch` are the Rows of the step, step_key
-    seeds dropout, None: an evaluation, which has none. All ranks' bins have one shape: embedding
-    and head are computed together, and for the longest all wait."""
+    seeds dropout, None in an evaluation. All ranks pad to one shape, because they compute embedding
+    and head together, and every rank waits for the longest bin anyway."""
     device, batch_lengths = run.device, batch.lengths.tolist()
     lengths = [[batch_lengths[i] for i in rows] for rows in micro_batch]
     all_lengths = {n for row in lengths for n in row}
@@ -873,13 +871,14 @@ def choose_adapted(arch, config, base_name):
     names = [linear.name for linear in arch.linears]
     short = sorted({name.rsplit(".", 1)[-1] for name in names})
     targets = short if config.target_modules == ("all-linear",) else list(config.target_modules)
+    ends = tuple(f".{target}" for target in targets)
     for target in targets:
-        if not any(name == target or name.endswith(f".{target}") for name in names):
+        if not any(f".{name}".endswith(f".{target}") for name in names):
             raise ValueError(f"--target_modules {target}: no such linear in the decoder layers;"
                              f" there are {', '.join(short)}, or all-linear")
     if arch.module_prefix != "model.":  # a vision tower may have linears of the same names
-        ends = "|".join(re.escape(target) for target in targets)
-        targets = rf"{re.escape(arch.module_prefix)}layers\.\d+\..*\b({ends})"
+        either = "|".join(re.escape(target) for target in targets)
+        targets = rf"{re.escape(arch.module_prefix)}layers\.\d+\..*\b({either})"
     lora_config = LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
@@ -889,15 +888,12 @@ def choose_adapted(arch, config, base_name):
         target_modules=targets,
         task_type="CAUSAL_LM",
         base_model_name_or_path=base_name)
-    stem = f"{arch.module_prefix}layers.0."
-    adapted = [n for n in names if check_target_module_exists(lora_config, stem + n)]
-    return lora_config, adapted
+    return lora_config, [name for name in names if f".{name}".endswith(ends)]
 
 
 def shard_model(model, mesh, plan):
-    """Make each decoder layer an FSDP2 unit. Where a GPU holds a whole copy of the model there is
-    nothing to gather, and no FSDP2; offloaded weights are FSDP2's to bring."""
-    if plan.whole:
+    """Make each decoder layer an FSDP2 unit, where there is something to gather."""
+    if not plan.uses_fsdp:
         return
     dtype = getattr(torch, plan.compute_dtype)
     policy = MixedPrecisionPolicy(
@@ -937,7 +933,7 @@ def train_step(run, step):
     tokens of the global batch and whose gradient norm is that before clipping; and what any rank
     requests of all: "save", "stop" or None. All ranks must call this."""
     config, plan, adapter = run.config, run.plan, run.adapter
-    batch, bins = run.dealt.pop(step, None) or deal_step(run, step)
+    batch, bins = run.dealt or deal_step(run, step)
     # every rank knows all rows' lengths, so that the global count needs no communication
     learnt_tokens, tokens = int(batch.n_learnt.sum()), int(batch.lengths.sum())
     local_loss, n_bins, room = torch.zeros((), dtype=torch.float64, device=run.device), 0, 0
@@ -949,8 +945,8 @@ def train_step(run, step):
             run.model.set_requires_all_reduce(not bins)
         local_loss += bin_loss(run, bin, 1 / learnt_tokens)
     numbers = adapter.clip(local_loss, config.max_grad_norm, request_here(run))
-    if step < config.max_steps:  # on the host, while the GPU computes
-        run.dealt[step + 1] = deal_step(run, step + 1)
+    # on the host, while the GPU computes
+    run.dealt = deal_step(run, step + 1) if step < config.max_steps else None
     loss, norm, request = numbers.tolist()  # waits for the GPU
     loss /= learnt_tokens
     check_progress(run, step, loss, norm)
@@ -964,7 +960,7 @@ def train_step(run, step):
         "bins_full": tokens / (room * dist.get_world_size()), "seconds": seconds,
         "tokens_per_second_per_gpu": tokens / seconds / dist.get_world_size(),
         "peak_memory_gib": memory_gib(run.device, plan.graphs)[1]}
-    return record, (None, "save", "stop")[int(request)]
+    return record, REQUESTS[int(request)]
 
 
 def deal_step(run, step):
@@ -1004,7 +1000,7 @@ def check_progress(run, step, loss, norm):
                f" {progress['first_loss']:.4f}, and the adapter has weights of {largest:.0f}")
     else:
         return
-    advice = f"a lower --learning_rate may help; {status.go_on} from the last checkpoint"
+    advice = f"a lower --learning_rate may help; {status.how_to_resume} from the last checkpoint"
     if run.adapter.state["step"] == 0:
         advice = "nothing was trained yet: --compute_dtype float32, or is the model damaged?"
     raise Stop(f"step {step}: {why}; nothing of this step is saved; {advice}", DIVERGED)
@@ -1023,8 +1019,7 @@ def check_progress(run, step, loss, norm):
 def make_parser():
     """A parser of Config's fields that raises ValueError where argparse would exit."""
     parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        description=__doc__.splitlines()[0], allow_abbrev=False)
 
     def fail(message):
         raise ValueError(f"{message} (see --help)")
@@ -1036,6 +1031,8 @@ def make_parser():
             group = parser.add_argument_group(GROUPS[f.name])
         kind = [*typing.get_args(f.type), f.type][0]  # of "int | None" int
         options = dict(f.metadata, default=f.default)
+        if f.default is not None:
+            options["help"] += " (default: %(default)s)"
         if kind is bool:
             options["action"] = argparse.BooleanOptionalAction
         elif isinstance(f.default, tuple) or typing.get_origin(kind) is tuple:
@@ -1069,7 +1066,7 @@ def parse_config(argv=None):
     if values["resume"] == "must":
         runs = sorted(Path("runs").glob("*/train_config.json"), key=lambda p: p.stat().st_mtime)
         if not (values["output_dir"] or runs):
-            raise ValueError("--resume must without --output_dir: no run below runs/ to go on with")
+            raise ValueError("--resume must without --output_dir: no run below runs/ to resume")
         directory = values["output_dir"] or str(runs[-1].parent)
         begun = Path(directory, "train_config.json")
         if not begun.is_file():
@@ -1194,7 +1191,8 @@ def all_gather(tensor, group=None):
 
 
 def gather_objects(value):
-    """Every rank's value, of a kind that JSON has, in rank order. All ranks must call this."""
+    """Every rank's JSON value in rank order; tuples come back as lists. All ranks must call this.
+    """
     # not torch's all_gather_object: it pickles
     data = torch.frombuffer(bytearray(json.dumps(value), "utf-8"), dtype=torch.uint8)
     sizes = all_gather(torch.tensor(len(data))).tolist()
@@ -1237,7 +1235,7 @@ def together():
 def on_rank_0(function, *args):
     """Run `function` on rank 0 alone; all get what it returns. All ranks must call this."""
     with together():
-        value = function(*args) if dist.get_rank() == 0 else None
+        value = function(*args) if is_rank_0() else None
     return gather_objects(value)[0]
 
 
@@ -1273,6 +1271,7 @@ def say_each(what, text):
 AGAIN, DISK, DIVERGED, OUT_OF_MEMORY, FROZEN, BUG = 75, 5, 6, 8, 9, 70  # exit codes
 EXITS = {"flags": 2, "model": 3, "data": 4, "training": DISK, "saving": DISK,
          "checkpoint": 7}  # by phase
+REQUESTS = (None, "save", "stop")  # of one rank to all; the last counts most
 LOST = "another process of this run has ended"
 SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
 LIBC, SET_PDEATHSIG = ctypes.CDLL(None), 1  # of prctl(2)
@@ -1284,7 +1283,7 @@ def new_status():
         phase="flags", directory=None, step=0, max_steps=None, checkpoint=None, lock=None,
         where="outside of the steps (loading or saving)", ending=False,
         started=now(), deadline=math.inf, stop_reason=None, signal_at=-math.inf,
-        end=threading.Lock(), end_said=False, go_on="the same command goes on")
+        end=threading.Lock(), end_said=False, how_to_resume="the same command resumes it")
 
 
 status = new_status()
@@ -1320,7 +1319,8 @@ def watched():
 
 
 def forget_signals():
-    """In a forked process: it ends with this one, whose lock and signals are not its own."""
+    """In a forked process: it ends with its parent, drops the parent's lock and takes default
+    signals."""
     with contextlib.suppress(AttributeError, OSError):  # of Linux alone
         LIBC.prctl(SET_PDEATHSIG, signal.SIGKILL)
     if status.lock is not None:
@@ -1355,7 +1355,7 @@ def watch(receive):
                            and os.getppid() == torchrun)  # else all have another parent now
             missing = missing + 1 if is_one_lost else 0
             if missing > 1:  # a second look, as torchrun may just be ending
-                leave(AGAIN, f"{LOST}; {status.go_on}")  # NCCL would wait for it
+                leave(AGAIN, f"{LOST}; {status.how_to_resume}")  # NCCL would wait for it
         if now() > status.deadline:
             leave_frozen()
 
@@ -1374,8 +1374,8 @@ def ask_to_stop(why):
     if now() < status.signal_at + 3:
         return  # torchrun passes on what a terminal has sent to all
     if status.signal_at > 0 or status.phase not in ("training", "saving"):
-        again = status.signal_at > 0
-        leave(AGAIN, f"{why} {'again' if again else 'before the first step'}; {status.go_on}")
+        when = "again" if status.signal_at > 0 else "before the first step"
+        leave(AGAIN, f"{why} {when}; {status.how_to_resume}")
     status.stop_reason, status.signal_at = status.stop_reason or why, now()
     if is_rank_0():
         print_error(f"{why}: what the run is at is finished and saved; again: it ends at once")
@@ -1415,7 +1415,7 @@ def end_alone(error, config, device):
     elif isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and re.search(
         "onnection |Broken pipe|[Tt]imed? ?out|unreachable|No route", str(error)  # gloo's
     ):
-        code, text = AGAIN, f"{LOST}; {status.go_on}"
+        code, text = AGAIN, f"{LOST}; {status.how_to_resume}"
     else:
         traceback.print_exception(error)
         code, text = BUG, f"has a bug: {type(error).__name__}: {error}: please report it"
@@ -1460,12 +1460,13 @@ def extend_deadline(run):
 
 
 def request_here(run):
-    """2 if this rank wants to stop, 1 to save, 0 for nothing. When --max_minutes are over, it wants
-    to stop."""
+    """What this rank wants, an index of REQUESTS. When --max_minutes are over, it wants to stop."""
     minutes = run.config.max_minutes
     if minutes and now() + run.longest_step > status.started + 60 * minutes:
         status.stop_reason = status.stop_reason or f"--max_minutes {minutes:g} are over"
-    return 2 if status.stop_reason else int(now() > run.save_due)
+    if status.stop_reason:
+        return REQUESTS.index("stop")
+    return REQUESTS.index("save" if now() > run.save_due else None)
 
 
 def enter(phase):
@@ -1536,7 +1537,7 @@ def open_output(config, given):
         used = [*directory.glob("adapter_*"), *directory.glob("checkpoint-*")]
         if used and not begun or begun and config.resume == "never":
             raise ValueError(f"--output_dir {directory} holds a run already: name another directory"
-                             + (", or --resume must goes on with it" if begun else ""))
+                             + (", or resume it by --resume must" if begun else ""))
         is_own = begun.get("flags") == as_json(flags_of(given))
         state = read_json(directory / "status.json", {}).get("state")
         has_adapter = (directory / "adapter_model.safetensors").is_file()
@@ -1548,9 +1549,9 @@ def open_output(config, given):
                 torn.unlink()
         return holder, made, is_complete, not is_complete and (is_own or not begun)
 
-    holder, made, is_complete, is_own = on_rank_0(make)
+    holder, made, is_complete, may_write_status = on_rank_0(make)
     # another run's status.json is not touched until find_checkpoint has accepted these flags
-    status.directory = directory if is_own else None
+    status.directory = directory if may_write_status else None
     try:
         with together():
             if not (path := directory / ".lock").is_file() or path.read_text() != holder:
@@ -1589,7 +1590,7 @@ def lock(directory):
 
 
 def read_json(path, default=None):
-    """What a JSON file says; without it, or where it is damaged, `default` if that is not None."""
+    """The object in a JSON file. Missing or damaged, `default`, or ValueError if that is None."""
     try:
         if not path.is_file():  # a FIFO would be waited for
             raise ValueError("is no file")
@@ -1839,8 +1840,8 @@ BATCH = 256  # rows that the tokenizer takes at once
 
 
 def find_pieces(source):
-    """What a --dataset names, as pieces that processes can read side by side, (file or table,
-    start, stop) in bytes or rows; and what tells its content from any other."""
+    """Split a --dataset into pieces (file or table, start, stop), in bytes or rows, which processes
+    can read in parallel. Also returns what tells its content from any other."""
     name, *options = source.split(",")
     options = dict(option.partition("=")[::2] for option in options)
     if not options.keys() <= {"split", "name", "revision"}:
@@ -2041,23 +2042,21 @@ def check_rendered(messages, tools, text, answer):
             return [string for item in values for string in strings(item)]
         return [value] if isinstance(value, str) else []
 
-    wanted = [("tools", tool.get("function", tool).get("name"), text) for tool in tools or ()]
+    wanted = [("tools", tool.get("function", tool).get("name"), False) for tool in tools or ()]
     for i, message in enumerate(messages, 1):
         is_last, content = i == len(messages), message["content"]
-        where = answer if is_last else text
         content = content[0]["text"] if isinstance(content, list) else content
-        wanted.append((f"the content of message {i}", content, where))
+        wanted.append((f"the content of message {i}", content, is_last))
         for call in message.get("tool_calls", ()):
             call = call.get("function", call)
-            wanted += [(f"a tool call of message {i}", string, where)
+            wanted += [(f"a tool call of message {i}", string, is_last)
                        for string in [call.get("name"), *strings(call.get("arguments"))]]
-        for key in ("reasoning_content", "thinking") if is_last else ():  # else it may be dropped
-            wanted.append((f"{key} of message {i}", message.get(key), where))
-    for what, string, where in wanted:
-        string = str(string or "")
-        if where is not answer:  # of earlier turns reasoning may be dropped
-            string = string.rpartition("</think>")[2]
-        string = string.strip()
+        if is_last:  # of earlier turns reasoning may be dropped
+            wanted += [(f"{key} of message {i}", message.get(key), True)
+                       for key in ("reasoning_content", "thinking")]
+    for what, string, is_last in wanted:
+        string, where = str(string or ""), answer if is_last else text
+        string = (string if is_last else string.rpartition("</think>")[2]).strip()
         if string not in where and not all(w in where for w in re.findall(r"\w+", string)):
             raise RefusedRow(f"the chat template leaves out {what}; the roles are"
                              f" {', '.join(m['role'] for m in messages)}")
@@ -2158,9 +2157,9 @@ def encode_pieces(pieces, tokenizer, max_seq_len, vocab_size):
 
 
 def encode_batches(pieces, **settings):
-    """Yield the columns of BATCH documents at a time, their tokens end to end: to datasets a batch
-    is what a row is else, which saves a third of the time. Runs in processes of its own, which
-    share out the pieces."""
+    """Yield the columns of BATCH documents at a time, their tokens end to end, as one row of
+    datasets; a row per document takes half as long again. Runs in several processes, which share
+    out the pieces."""
     documents = encode_pieces(pieces, **settings)
     while batch := list(itertools.islice(documents, BATCH)):
         columns = {name: [document[name] for document in batch] for name in ENCODED}
@@ -2268,6 +2267,11 @@ def rows_of(pairs):
 # ------------------------------------------------------------------------------------------------
 
 
+# where dropout is in a layer, besides the groups' inputs, 0 to 3: on what attention and the MLP
+# add, and on attention's weights
+ATTENTION_SITE, MLP_SITE, WEIGHTS_SITE = 4, 5, 6
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Place:
     """Where one linear's values are in its layer's parameters and in its group's tensors."""
@@ -2277,7 +2281,7 @@ class Place:
     blocks: slice  # of the layer's `nf4`
     nested: int  # where its second-level absmax begin in its group's
     rows: slice  # of the group's weight and outputs
-    ranks: slice | None  # of the adapter's columns; None: no adapter
+    columns: slice | None  # its adapter's, among all that the group's have; None: no adapter
     b_rows: slice | None  # of the group's B and magnitudes
 
 
@@ -2289,16 +2293,16 @@ class Group:
     places: tuple  # of Place, one a linear
     in_features: int
     out_features: int
-    rank: int  # of each adapter
-    ranks: int  # of all adapters
-    a: slice  # of the layer's `adapter`: A of all, [ranks, in]
-    b: slice  # B of all, one below the other, [rows of the adapted linears, rank]
-    m: slice | None  # DoRA's magnitudes, [rows of the adapted linears]
+    lora_rank: int
+    n_columns: int  # of all adapters, lora_rank each
+    a: slice  # of the layer's `adapter`: A of all, [n_columns, in]
+    b: slice  # B of all, one below the other, [rows of the adapted linears, lora_rank]
+    m: slice  # DoRA's magnitudes, [rows of the adapted linears]; else empty
     bias: slice | None  # of the layer's `vectors`
 
     @property
     def adapted(self):
-        return [place for place in self.places if place.ranks]
+        return [place for place in self.places if place.columns]
 
     @property
     def rows(self):
@@ -2321,7 +2325,7 @@ class Group:
     def width(self):
         """Columns of an input and of the weight: `in_features`, then one a rank, filled up to
         whole cache lines."""
-        return self.in_features + math.ceil(self.ranks / COLUMNS) * COLUMNS
+        return self.in_features + math.ceil(self.n_columns / COLUMNS) * COLUMNS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -2349,8 +2353,8 @@ class Layout:
             for p in group.adapted:
                 name, n_out = p.linear.name, p.linear.out_features
                 parts[name, "lora_A.weight"] = part(
-                    group.a, p.ranks.start, group.rank, group.in_features)
-                parts[name, "lora_B.weight"] = part(group.b, p.b_rows.start, n_out, group.rank)
+                    group.a, p.columns.start, group.lora_rank, group.in_features)
+                parts[name, "lora_B.weight"] = part(group.b, p.b_rows.start, n_out, group.lora_rank)
                 if self.dora:
                     parts[name, "lora_magnitude_vector"] = part(group.m, p.b_rows.start, n_out)
         return parts
@@ -2368,17 +2372,17 @@ def make_layout(arch, adapted, config):
     for name, shape in arch.vectors.items():  # biases of one group follow one another
         vectors[name] = take("vectors", math.prod(shape)), shape
     for site, linears in enumerate((arch.qkv, arch.out, arch.gate_up, arch.down)):
-        places, rows, nested, ranks, b_rows = [], 0, 0, 0, 0
+        places, rows, nested, n_columns, b_rows = [], 0, 0, 0, 0
         for i, x in enumerate(linears):
             blocks = take("blocks", math.ceil(x.out_features * x.in_features / BLOCK))
-            place = Place(x, i, blocks, nested, slice(rows, rows + x.out_features), None, None)
-            nested += math.ceil((blocks.stop - blocks.start) / NESTED_BLOCK)
+            columns = of_b = None
             if x.name in adapted:
-                place = dataclasses.replace(
-                    place, ranks=slice(ranks, ranks + config.lora_rank),
-                    b_rows=slice(b_rows, b_rows + x.out_features))
-                ranks, b_rows = place.ranks.stop, place.b_rows.stop
-            places.append(place)
+                columns = slice(n_columns, n_columns + config.lora_rank)
+                of_b = slice(b_rows, b_rows + x.out_features)
+                n_columns, b_rows = columns.stop, of_b.stop
+            own_rows = slice(rows, rows + x.out_features)
+            places.append(Place(x, i, blocks, nested, own_rows, columns, of_b))
+            nested += math.ceil((blocks.stop - blocks.start) / NESTED_BLOCK)
             rows += x.out_features
         bias = None
         if linears[0].bias:
@@ -2386,10 +2390,10 @@ def make_layout(arch, adapted, config):
             bias = slice(first.start, last.stop)
         # so that no block of the optimizer's state belongs to two of A, B, magnitudes
         a, b, m = (take("adapter", n, STATE_BLOCK) for n in (
-            ranks * linears[0].in_features, b_rows * config.lora_rank,
+            n_columns * linears[0].in_features, b_rows * config.lora_rank,
             b_rows * (config.adapter == "dora")))
         groups.append(Group(site, tuple(places), linears[0].in_features, rows, config.lora_rank,
-                            ranks, a, b, m if config.adapter == "dora" else None, bias))
+                            n_columns, a, b, m, bias))
     root = math.sqrt(config.lora_rank) if config.adapter == "rslora" else config.lora_rank
     return Layout(tuple(groups), vectors, counts["blocks"], counts["vectors"], counts["adapter"],
                   config.lora_alpha / root, config.lora_dropout, config.adapter == "dora")
@@ -2405,7 +2409,7 @@ class DecoderLayer(nn.Module):
         self.keeps = plan.keeps(index)
         self.window, self.rope = arch.layer_window[index], arch.layer_rope[index]
         self.nested = {}  # {group's site: Nested}
-        self.row_norms = {}  # DoRA: {adapted linear's name: norms of the rows of W, fp32}
+        self.weight_norms = {}  # DoRA: {adapted linear's name: norms of the rows of W, fp32}
 
         def parameter(n, multiple, make, trained=False):  # padded, so that FSDP2 shards evenly
             multiple *= plan.shard_group_size
@@ -2433,60 +2437,62 @@ class LayerFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, adapter, layer, bin):
         ctx.layer, ctx.bin, x = layer, bin, x.detach()
-        run, keep, put = LayerRun(layer, bin), layer.keeps == "all", bin.store.put
-        first = None if keep else put(x)  # on its way to the host while attention runs
-        middle, of_attention = attention_half(run, x)
-        if not keep:
-            of_attention = None
-            ctx.kept = first, put(middle) if layer.keeps == "middle" else None
-        out, of_mlp = mlp_half(run, middle, x, keep)
-        if keep:
+        work, put = LayerWork(layer, bin), bin.store.put
+        if layer.keeps == "all":
+            middle, of_attention = attention_half(work, x)
+            out, of_mlp = mlp(work, middle, x if layer.arch.parallel else middle)
             ctx.kept = of_attention, of_mlp
-        return out
+            return out
+        first = put(x)  # on its way to the host while attention runs
+        middle = attention_half(work, x)[0]
+        ctx.kept = first, put(middle) if layer.keeps == "middle" else None
+        return mlp_in_slices(work, middle, x)
 
     @staticmethod
     def backward(ctx, grad):
         layer, bin, (first, second) = ctx.layer, ctx.bin, ctx.kept
-        ctx.kept, run = None, LayerRun(layer, bin, backward=True)
+        ctx.kept, work, take = None, LayerWork(layer, bin, backward=True), bin.store.take
+        parallel = layer.arch.parallel
         if layer.keeps == "all":
-            of_attention, grad_middle = first, mlp_backward(run, second, grad)
+            of_attention, grad_middle = first, mlp_backward(work, second, grad)
+        elif layer.keeps == "middle":
+            middle, x = take(second), take(first) if parallel else None
+            grad_middle = mlp_recomputed_backward(work, middle, x, grad)
+            del middle
+            x = x if parallel else take(first)  # it came back while the MLP ran
+            of_attention = attention_half(work, x, want_sum=False)[1]
         else:
-            take, of_attention = bin.store.take, None
-            middle = take(second) if layer.keeps == "middle" else None
-            x = take(first) if middle is None or layer.arch.parallel else None
-            if middle is None:
-                middle, of_attention = attention_half(run, x)
-            grad_middle = mlp_half_again(run, middle, x, grad)
-            x = take(first) if x is None else x  # it came back while the MLP ran
-            run.held.clear()
-            if of_attention is None:
-                _, of_attention = attention_half(run, x, again=True)
-            del middle, x
+            x = take(first)
+            middle, of_attention = attention_half(work, x)
+            work.held.clear()  # room for the MLP's weights
+            grad_middle = mlp_recomputed_backward(work, middle, x, grad)
+            del middle
         # in a parallel layer (Cohere) attention gets the layer's own gradient, and what came
         # through the MLP is x's already
-        upstream = grad if layer.arch.parallel else grad_middle
+        upstream = grad if parallel else grad_middle
         needs_x = ctx.needs_input_grad[0]
-        grad_x = attention_backward(run, of_attention, upstream, grad_middle, needs_x)
-        return grad_x, run.grad_adapter, None, None
+        grad_x = attention_backward(work, of_attention, upstream, grad_middle, needs_x)
+        return grad_x, work.grad_adapter, None, None
 
 
-class LayerRun:
+class LayerWork:
     """What one forward or backward of a layer works with: the gathered adapter in the compute
-    dtype, dequantised weights, and in backward the adapter's gradient, fp32."""
+    dtype, dequantised weights, and in backward the adapter's gradient, fp32, which FSDP2, where it
+    is used, is given in the compute dtype."""
 
     def __init__(self, layer, bin, backward=False):
         self.layer, self.bin, self.arch, self.layout = layer, bin, layer.arch, layer.layout
-        self.tokens = slice(None)  # of the bin: those that are worked on, see mlp_half
+        self.tokens = slice(None)  # of the bin: those that are worked on, see mlp_in_slices
         self.adapter = layer.adapter.detach().to(layer.vectors.dtype)
-        self.held, self.hold = {}, backward and layer.plan.hold_weights  # {piece: weight}
+        self.held = {}  # {piece: weight}, where each is used twice and memory allows
+        self.hold = backward and layer.plan.hold_weights and layer.keeps != "all"
         norms = self.vector(self.arch.q_norm), self.vector(self.arch.k_norm)
         self.rotary = *bin.ropes[layer.rope], *norms, self.arch  # for rotate_forward and _backward
         if backward:
             self.grad_adapter = torch.zeros_like(self.adapter, dtype=torch.float32)
 
     def weight(self, piece):
-        """[W, B] of a piece of a group, [out, width]; in backward held, where memory allows, for
-        its second use."""
+        """[W, B] of a piece of a group, [out, width]."""
         weight = self.held.get(piece)
         if weight is None:
             weight = dequantise_group(self.layer, piece, self.adapter)
@@ -2508,62 +2514,64 @@ class LayerRun:
         return drop(x, self.bin.dropout_keys[self.tokens], self.layer.index * 8 + site, probability)
 
 
-def attention_half(run, x, again=False):
-    """x + attention(norm(x)) [tokens, hidden], and what its backward needs. `again`: in backward,
-    where the sum is not wanted."""
-    arch, (qkv, out, *_) = run.arch, run.layout.groups
+def attention_half(work, x, want_sum=True):
+    """x + attention(norm(x)) [tokens, hidden], unless only its backward is wanted, and what that
+    needs."""
+    arch, (qkv, out, *_) = work.arch, work.layout.groups
     kept = types.SimpleNamespace(x=x, branch=None)
-    kept.inputs = norm_inputs(run, arch.attention_norm, x, qkv)
-    projected = product(run, qkv, kept.inputs)
+    kept.inputs = norm_inputs(work, arch.attention_norm, x, qkv)
+    projected = product(work, qkv, kept.inputs)
     kept.qkv = projected if arch.qk_norm else None  # the norms' backward reads it
-    heads = split_heads(arch, rotate_forward(projected, *run.rotary))
+    heads = split_heads(arch, rotate_forward(projected, *work.rotary))
     del projected
     with torch.enable_grad():  # autograd is asked here alone: for the kernel's own backward
         kept.heads = [part.detach().requires_grad_() for part in heads]
-        kept.attended = attention(run, *kept.heads)
+        kept.attended = attention(work, *kept.heads)
     kept.out_inputs = widen(kept.attended.detach().flatten(1), out)
-    if again and not arch.attention_post_norm:
-        fill_columns(run, out, kept.out_inputs)
+    if not (want_sum or arch.attention_post_norm):
+        fill_columns(work, out, kept.out_inputs)
         return None, kept
-    branch = product(run, out, kept.out_inputs)
+    branch = product(work, out, kept.out_inputs)
     kept.branch = branch if arch.attention_post_norm else None
-    return None if again else residual_sum(run, x, branch, arch.attention_post_norm, 4), kept
+    if not want_sum:
+        return None, kept
+    return residual_sum(work, x, branch, arch.attention_post_norm, ATTENTION_SITE), kept
 
 
-def attention_backward(run, kept, grad, residual, needs_x):
+def attention_backward(work, kept, grad, residual, needs_x):
     """The gradient of x: `residual` plus what comes through attention from `grad`, the gradient of
     attention_half's sum."""
-    arch, (qkv, out, *_) = run.arch, run.layout.groups
-    grad = branch_gradient(run, kept.branch, grad, arch.attention_post_norm, 4)
-    grad = product_backward(run, out, kept.out_inputs, grad)
+    arch, (qkv, out, *_) = work.arch, work.layout.groups
+    grad = branch_gradient(work, kept.branch, grad, arch.attention_post_norm, ATTENTION_SITE)
+    grad = product_backward(work, out, kept.out_inputs, grad)
     kept.out_inputs = kept.branch = None
     grads = torch.autograd.grad(kept.attended, kept.heads, grad.reshape(kept.attended.shape))
     kept.attended = kept.heads = None
-    grad = rotate_backward(*grads, kept.qkv, *run.rotary)
+    grad = rotate_backward(*grads, kept.qkv, *work.rotary)
     del grads
-    grad = product_backward(run, qkv, kept.inputs, grad, needs_x)
-    return norm_gradient(run, arch.attention_norm, kept.x, grad, residual) if needs_x else None
+    grad = product_backward(work, qkv, kept.inputs, grad, needs_x)
+    return norm_gradient(work, arch.attention_norm, kept.x, grad, residual) if needs_x else None
 
 
-def mlp_half(run, middle, x, keep):
-    """middle + mlp(norm(middle)), in a parallel layer norm(x), [tokens, hidden]; and with `keep`
-    what its backward needs. Without, the widest tensors are as long as a slice of the tokens."""
-    source = x if run.arch.parallel else middle
-    if keep:
-        return mlp(run, middle, source)
-    out = torch.empty_like(middle)
-    for run.tokens in token_slices(len(middle)):
-        out[run.tokens], _ = mlp(run, middle[run.tokens], source[run.tokens])
-    return out, None
+def mlp_in_slices(work, middle, x):
+    """mlp() of all tokens [tokens, hidden], with the widest tensors as long as a slice of them."""
+    source, out = x if work.arch.parallel else middle, torch.empty_like(middle)
+    for tokens in token_slices(len(middle)):
+        work.tokens = tokens
+        out[tokens] = mlp(work, middle[tokens], source[tokens])[0]
+    return out
 
 
-def mlp_half_again(run, middle, x, grad):
+def mlp_recomputed_backward(work, middle, x, grad):
     """Compute the MLP again and return mlp_backward's gradient, a slice at a time."""
-    source, out = x if run.arch.parallel else middle, torch.empty_like(grad)
-    for run.tokens in token_slices(len(middle)):
-        _, kept = mlp(run, middle[run.tokens], source[run.tokens], again=True)
-        out[run.tokens] = mlp_backward(run, kept, grad[run.tokens])
-    run.tokens = slice(None)
+    source, out = x if work.arch.parallel else middle, torch.empty_like(grad)
+    for tokens in token_slices(len(middle)):
+        work.tokens = tokens
+        kept = mlp(work, middle[tokens], source[tokens], want_sum=False)[1]
+        out[tokens] = mlp_backward(work, kept, grad[tokens])
+        del kept  # not beside the next slice's
+    work.tokens = slice(None)
+    work.held.clear()
     return out
 
 
@@ -2573,37 +2581,41 @@ def token_slices(n):
     return [slice(start, min(start + size, n)) for start in range(0, n, size)]
 
 
-def mlp(run, middle, source, again=False):
-    """One slice of mlp_half."""
-    arch, (*_, gate_up, down) = run.arch, run.layout.groups
+def mlp(work, middle, source, want_sum=True):
+    """middle + MLP(norm(source)) of the tokens work.tokens, unless only its backward is wanted, and
+    what that needs. `source` is middle, in a parallel layer x."""
+    arch, (*_, gate_up, down) = work.arch, work.layout.groups
     kept = types.SimpleNamespace(source=source, branch=None)
-    kept.inputs = norm_inputs(run, arch.mlp_norm, source, gate_up)
-    kept.gate_up = product(run, gate_up, kept.inputs)
+    kept.inputs = norm_inputs(work, arch.mlp_norm, source, gate_up)
+    kept.gate_up = product(work, gate_up, kept.inputs)
     kept.activated = kept.gate_up.new_empty(len(source), down.width)
     gate(kept.activated[:, : down.in_features], kept.gate_up, arch.activation)
-    if again and not arch.mlp_post_norm:
-        fill_columns(run, down, kept.activated)
+    if not (want_sum or arch.mlp_post_norm):
+        fill_columns(work, down, kept.activated)
         return None, kept
-    branch = product(run, down, kept.activated)
+    branch = product(work, down, kept.activated)
     kept.branch = branch if arch.mlp_post_norm else None
-    return None if again else residual_sum(run, middle, branch, arch.mlp_post_norm, 5), kept
+    if not want_sum:
+        return None, kept
+    return residual_sum(work, middle, branch, arch.mlp_post_norm, MLP_SITE), kept
 
 
-def mlp_backward(run, kept, grad):
+def mlp_backward(work, kept, grad):
     """`grad`, the gradient of mlp's sum, plus what comes from it through the MLP to its source."""
-    arch, (*_, gate_up, down) = run.arch, run.layout.groups
-    upstream = branch_gradient(run, kept.branch, grad, arch.mlp_post_norm, 5)
-    upstream = product_backward(run, down, kept.activated, upstream)
+    arch, (*_, gate_up, down) = work.arch, work.layout.groups
+    upstream = branch_gradient(work, kept.branch, grad, arch.mlp_post_norm, MLP_SITE)
+    upstream = product_backward(work, down, kept.activated, upstream)
     kept.activated = kept.branch = None
     # in place; as two tensors, whose columns one kernel can then read and write at once
     gate_backward(*kept.gate_up.chunk(2, -1), upstream, arch.activation)
     del upstream
-    grad_inputs = product_backward(run, gate_up, kept.inputs, kept.gate_up)
-    return norm_gradient(run, arch.mlp_norm, kept.source, grad_inputs, grad)
+    grad_inputs = product_backward(work, gate_up, kept.inputs, kept.gate_up)
+    return norm_gradient(work, arch.mlp_norm, kept.source, grad_inputs, grad)
 
 
 def kept_values(arch, layout, keeps):
-    """For the plan: values a token that a layer keeps from forward to backward, as above."""
+    """For the plan: values per token that a layer keeps from forward to backward, by what the
+    functions above put into `kept`."""
     qkv, out, gate_up, down = (group.width for group in layout.groups)
     hidden, query = arch.hidden_size, arch.n_heads * arch.head_dim
     if keeps != "all":
@@ -2621,11 +2633,13 @@ def live_bytes(arch, layout, plan, keeps):
     what is computed again."""
     item, n = getattr(torch, plan.compute_dtype).itemsize, plan.bin_tokens
     qkv, out, gate_up, down = (group.width for group in layout.groups)
-    at_once = sum if plan.hold_weights else max  # pieces
+    again = keeps != "all"
+    hold = plan.hold_weights and again
+    at_once = sum if hold else max  # pieces
     w_qkv, w_out, w_gate_up, w_down = (
         g.width * at_once(piece.out_features for piece in g.pieces) * item for g in layout.groups)
     hidden, query = arch.hidden_size, arch.n_heads * arch.head_dim
-    heads, again, hold = layout.groups[0].out_features, keeps != "all", plan.hold_weights
+    heads = layout.groups[0].out_features
     t = token_slices(n)[0].stop if again else n  # tokens of the MLP at once
     # the MLP: the gradient of its inner values, with down's weight; then that of its input, with
     # gate and up's
@@ -2658,56 +2672,56 @@ def widen(x, group):
     return wide
 
 
-def fill_columns(run, group, inputs):
+def fill_columns(work, group, inputs):
     """Compute d = s x A.T of all adapted linears into the last columns of inputs [n, width]."""
-    if not group.ranks:
+    if not group.n_columns:
         return
     x, columns = inputs[:, : group.in_features], inputs[:, group.in_features :]
-    a = run.adapter[group.a].view(-1, group.in_features)
+    a = work.adapter[group.a].view(-1, group.in_features)
     columns.zero_()  # torch 2.13 on a CPU reads what is there even with beta=0, and 0 * NaN is NaN
-    torch.addmm(a.new_zeros(()), run.drop(x, run.layout.dropout, group.site), a.t(), beta=0,
-                alpha=run.layout.scaling, out=columns[:, : group.ranks])
+    torch.addmm(a.new_zeros(()), work.drop(x, work.layout.dropout, group.site), a.t(), beta=0,
+                alpha=work.layout.scaling, out=columns[:, : group.n_columns])
 
 
-def product(run, group, inputs):
+def product(work, group, inputs):
     """Outputs [n, out] of a group's linears with their adapters; fills the last columns of
     inputs [n, width]."""
-    fill_columns(run, group, inputs)
+    fill_columns(work, group, inputs)
     if len(group.pieces) == 1:
-        return piece_product(run, group, inputs)
+        return piece_product(work, group, inputs)
     out = inputs.new_empty(len(inputs), group.out_features)
     for piece in group.pieces:
-        if inputs.is_cuda and piece.bias is None and not run.layout.dora:
-            torch.mm(inputs, run.weight(piece).t(), out=out[:, piece.rows])  # without a copy
+        if inputs.is_cuda and piece.bias is None and not work.layout.dora:
+            torch.mm(inputs, work.weight(piece).t(), out=out[:, piece.rows])  # without a copy
         else:
-            out[:, piece.rows] = piece_product(run, piece, inputs)
+            out[:, piece.rows] = piece_product(work, piece, inputs)
     return out
 
 
-def piece_product(run, piece, inputs):
-    bias = None if piece.bias is None else run.layer.vectors[piece.bias][piece.rows]
-    weight = run.weight(piece)
-    if not run.layout.dora or not piece.adapted:
+def piece_product(work, piece, inputs):
+    bias = None if piece.bias is None else work.layer.vectors[piece.bias][piece.rows]
+    weight = work.weight(piece)
+    if not work.layout.dora or not piece.adapted:
         return F.linear(inputs, weight, bias)
-    factor, _ = dora_factors(run, piece, weight)
+    factor, _ = dora_factors(work, piece, weight)
     return scale_columns(inputs @ weight.t(), factor, bias)
 
 
-def product_backward(run, group, inputs, grad, needs_x=True):
+def product_backward(work, group, inputs, grad, needs_x=True):
     """From the outputs' gradient [n, out] that of x [n, in]; adds those of A, B and magnitudes to
-    run.grad_adapter."""
-    n_in, layout, grad_inputs = group.in_features, run.layout, None
-    a = run.adapter[group.a].view(-1, n_in)  # [ranks, in]
+    work.grad_adapter."""
+    n_in, layout, grad_inputs = group.in_features, work.layout, None
+    a = work.adapter[group.a].view(-1, n_in)  # [ranks, in]
     x, d = inputs[:, :n_in], inputs[:, n_in:]
-    grad_b = run.grad_adapter[group.b].view(-1, group.rank)
+    grad_b = work.grad_adapter[group.b].view(-1, group.lora_rank)
     for piece in group.pieces:
-        weight, part = run.weight(piece), grad[:, piece.rows]
+        weight, part = work.weight(piece), grad[:, piece.rows]
         if layout.dora and piece.adapted:
             # y = c u + bias with c = m / norm, where PEFT takes the norm for a constant
-            factor, norm = dora_factors(run, piece, weight)
+            factor, norm = dora_factors(work, piece, weight)
             sums = (part.float() * (inputs @ weight.t()).float()).sum(0) / norm
             for p in piece.adapted:
-                run.grad_adapter[group.m][p.b_rows] += sums[piece.local(p)]
+                work.grad_adapter[group.m][p.b_rows] += sums[piece.local(p)]
             part = scale_columns(part, factor, None)
         used = weight if needs_x else weight[:, n_in:]
         if grad_inputs is None:
@@ -2716,43 +2730,43 @@ def product_backward(run, group, inputs, grad, needs_x=True):
             grad_inputs.addmm_(part, used)
         del weight, used
         for p in piece.adapted:
-            grad_b[p.b_rows] += exact_product(part[:, piece.local(p)].t(), d[:, p.ranks])
+            grad_b[p.b_rows] += fp32_product(part[:, piece.local(p)].t(), d[:, p.columns])
     columns = group.width - n_in
     grad_x, grad_d = grad_inputs.split([grad_inputs.shape[1] - columns, columns], 1)
-    if not group.ranks:
+    if not group.n_columns:
         return grad_x
-    grad_d = grad_d[:, : group.ranks]
-    grad_a = exact_product(grad_d.t(), run.drop(x, layout.dropout, group.site))
-    run.grad_adapter[group.a].view(-1, n_in).add_(grad_a, alpha=layout.scaling)
+    grad_d = grad_d[:, : group.n_columns]
+    grad_a = fp32_product(grad_d.t(), work.drop(x, layout.dropout, group.site))
+    work.grad_adapter[group.a].view(-1, n_in).add_(grad_a, alpha=layout.scaling)
     if not needs_x:
         return None
     if layout.dropout:
-        return grad_x + run.drop(layout.scaling * (grad_d @ a), layout.dropout, group.site)
+        return grad_x + work.drop(layout.scaling * (grad_d @ a), layout.dropout, group.site)
     return grad_x.addmm_(grad_d, a, alpha=layout.scaling)
 
 
-def dora_factors(run, piece, weight):
+def dora_factors(work, piece, weight):
     """DoRA's c = m / ||W + s B A|| and that norm, both fp32 [out]; 1 where there is no adapter.
 
     The norm needs no [out, in] of its own: it is ||W||^2 + 2 s B.(W A.T) + s^2 B.(B A A.T), by row.
     """
-    a = run.adapter[piece.a].view(-1, piece.in_features)
-    b = run.adapter[piece.b].view(-1, piece.rank)
-    w_a, s = exact_product(weight[:, : piece.in_features], a.t()), run.layout.scaling
+    a = work.adapter[piece.a].view(-1, piece.in_features)
+    b = work.adapter[piece.b].view(-1, piece.lora_rank)
+    w_a, s = fp32_product(weight[:, : piece.in_features], a.t()), work.layout.scaling
     a, b, norm = a.float(), b.float(), torch.ones(piece.out_features, device=weight.device)
     factor = norm.clone()
     for p in piece.adapted:
-        a_p, b_p, rows = a[p.ranks], b[p.b_rows], piece.local(p)
-        cross = (b_p * w_a[rows, p.ranks]).sum(1)
+        a_p, b_p, rows = a[p.columns], b[p.b_rows], piece.local(p)
+        cross = (b_p * w_a[rows, p.columns]).sum(1)
         own = (b_p @ (a_p @ a_p.t()) * b_p).sum(1)
-        squares = run.layer.row_norms[p.linear.name].square()
+        squares = work.layer.weight_norms[p.linear.name].square()
         norm[rows] = (squares + 2 * s * cross + s * s * own).sqrt()
-        magnitudes = run.layer.adapter.detach()[piece.m][p.b_rows].float()
+        magnitudes = work.layer.adapter.detach()[piece.m][p.b_rows].float()
         factor[rows] = magnitudes / norm[rows]
     return factor, norm
 
 
-def exact_product(a, b):
+def fp32_product(a, b):
     """a @ b in fp32, whatever the dtype of the two, so that sums of parts are rounded once."""
     if a.is_cuda and a.dtype != torch.float32:
         return torch.mm(a, b, out_dtype=torch.float32)
@@ -2783,41 +2797,41 @@ def elementwise(function):
     return call
 
 
-def norm_inputs(run, name, x, group):
+def norm_inputs(work, name, x, group):
     """norm(x) [n, in] at the left of a new [n, group.width]; without a norm x itself."""
     if name is None:
         return widen(x, group)
-    inputs = x.new_empty(len(x), group.width)
-    normalise(inputs[:, : group.in_features], x, run.vector(name), run.arch.norm, run.arch.norm_eps)
+    arch, inputs = work.arch, x.new_empty(len(x), group.width)
+    normalise(inputs[:, : group.in_features], x, work.vector(name), arch.norm, arch.norm_eps)
     return inputs
 
 
-def norm_gradient(run, name, x, grad, residual):
+def norm_gradient(work, name, x, grad, residual):
     """`residual` + the gradient of x from that of norm(x)."""
     if name is None:
         return residual + grad
-    return norm_backward(x, grad, run.vector(name), residual, run.arch.norm, run.arch.norm_eps)
+    return norm_backward(x, grad, work.vector(name), residual, work.arch.norm, work.arch.norm_eps)
 
 
-def residual_sum(run, x, branch, post_norm, site):
+def residual_sum(work, x, branch, post_norm, site):
     """x + multiplier * norm(branch), after the model's own dropout."""
-    arch, branch = run.arch, run.drop(branch, run.arch.residual_dropout, site)
+    arch, branch = work.arch, work.drop(branch, work.arch.residual_dropout, site)
     if post_norm:
         normed = torch.empty_like(branch)
-        normalise(normed, branch, run.vector(post_norm), arch.norm, arch.norm_eps)
+        normalise(normed, branch, work.vector(post_norm), arch.norm, arch.norm_eps)
         branch = normed
     return torch.add(x, branch, alpha=arch.residual_multiplier)
 
 
-def branch_gradient(run, branch, grad, post_norm, site):
+def branch_gradient(work, branch, grad, post_norm, site):
     """The gradient of what residual_sum adds, from that of the sum."""
-    arch = run.arch
+    arch = work.arch
     if arch.residual_multiplier != 1:
         grad = grad * arch.residual_multiplier
     if post_norm:
-        weight = run.vector(post_norm)
+        weight = work.vector(post_norm)
         grad = norm_backward(branch, grad, weight, None, arch.norm, arch.norm_eps)
-    return run.drop(grad, arch.residual_dropout, site)
+    return work.drop(grad, arch.residual_dropout, site)
 
 
 def standardised(x, kind, eps):
@@ -2936,7 +2950,7 @@ def normed_heads(x, weight, arch, grad=None):
     """The norm of x [n, heads, head_dim], by head or over all of them; with `grad`, that of the
     norm, the gradient of x."""
     if weight is None:
-        return x if grad is None else grad
+        return x
     shape = x.shape
     if arch.qk_norm == "full":
         x, grad = x.flatten(1), None if grad is None else grad.flatten(1)
@@ -2982,14 +2996,14 @@ def rotate_backward(query, key, value, qkv, cos, sin, temperature, q_weight, k_w
     return torch.cat([x.flatten(1).to(value.dtype) for x in (*out, value)], 1)
 
 
-def attention(run, query, key, value):
+def attention(work, query, key, value):
     """Causal attention of query [n, heads, head_dim], key and value [n, kv_heads, head_dim] inside
     each document of the bin; returns [n, heads, head_dim]."""
-    arch, bin, window = run.arch, run.bin, run.layer.window
+    arch, bin, window = work.arch, work.bin, work.layer.window
     if window is not None and window >= bin.longest:
         window = None
     kernel = bin.kernels["window" if window else "full"]
-    return kernel(query, key, value, bin, arch, window, run.layer.index)
+    return kernel(query, key, value, bin, arch, window, work.layer.index)
 
 
 def batched_attention(query, key, value, bin, arch, window, index):
@@ -3033,7 +3047,7 @@ def document_attention(query, key, value, bin, arch, window, index):
             mask = torch.ones(n, n, dtype=torch.bool, device=q.device).tril()
             mask = mask.triu(1 - window) if window else mask
         if arch.attention_softcap or dropout:
-            out = explicit_attention(q, k, v, mask, arch, keys, dropout, index * 8 + 6)
+            out = explicit_attention(q, k, v, mask, arch, keys, dropout, index * 8 + WEIGHTS_SITE)
         else:
             out = F.scaled_dot_product_attention(
                 q, k, v, mask, is_causal=mask is None, scale=arch.attention_scale, enable_gqa=True)
@@ -3164,15 +3178,16 @@ def dequantise_group(layer, piece, adapter):
     first = piece.places[0]
     blocks = slice(first.blocks.start, piece.places[-1].blocks.stop)
     packed, codes = layer.nf4.packed[blocks], layer.nf4.absmax_codes[blocks]
-    nested, b = layer.nested[piece.site], adapter[piece.b].view(-1, piece.rank)
+    nested, b = layer.nested[piece.site], adapter[piece.b].view(-1, piece.lora_rank)
     offsets, nested_codes = nested.offsets[first.index :], nested.codes[first.index :]
-    table, device = piece_table(piece, packed.device), packed.device
+    device = packed.device
     if weight.is_cuda and not why_no_triton():
         tiles, n_columns = triton.cdiv(len(packed), 64), piece.width - piece.in_features
         dequantise_kernel[(tiles + triton.cdiv(len(weight), 64) * (n_columns // COLUMNS),)](
-            packed, codes, nested.absmax, offsets, nested_codes, nf4_code(device), b, table,
-            weight, len(packed), tiles, len(weight), piece.in_features, n_columns, piece.rank,
-            len(piece.places), 64, BLOCK, NESTED_BLOCK, COLUMNS, num_warps=4,
+            packed, codes, nested.absmax, offsets, nested_codes, nf4_code(device), b,
+            piece_table(piece, device), weight, len(packed), tiles, len(weight),
+            piece.in_features, n_columns, piece.lora_rank, len(piece.places), 64, BLOCK,
+            NESTED_BLOCK, COLUMNS, num_warps=4,
             enable_fp_fusion=False,  # bitsandbytes rounds between a scale's product and offset
         )
         return weight
@@ -3188,8 +3203,8 @@ def dequantise_group(layer, piece, adapter):
             offset=offsets[i], state2=nested_state)
         values = packed[mine].view(-1, 1)[: math.prod(state.shape) // 2]
         weight[piece.local(p), : piece.in_features] = bnb.functional.dequantize_4bit(values, state)
-        if p.ranks:
-            weight[piece.local(p), piece.in_features :][:, p.ranks] = b[p.b_rows]
+        if p.columns:
+            weight[piece.local(p), piece.in_features :][:, p.columns] = b[p.b_rows]
     return weight
 
 
@@ -3199,7 +3214,7 @@ def piece_table(piece, device):
     columns of ranks, -1 without an adapter. int32 [linears, 5]."""
     table, first = [], piece.places[0].blocks.start
     for p in piece.places:
-        adapter = (p.b_rows.start, p.ranks.start) if p.ranks else (0, -1)
+        adapter = (p.b_rows.start, p.columns.start) if p.columns else (0, -1)
         table.append([p.blocks.start - first, piece.local(p).start, p.nested, *adapter])
     return torch.tensor(table, dtype=torch.int32, device=device)
 
@@ -3357,7 +3372,7 @@ class HostStore:
         return self.buffers[i].view(dtype)[: shape.numel()].view(shape)
 
     def put(self, tensor):
-        """Returns what take() wants to know."""
+        """Returns the key for take()."""
         self.let_go()
         i, self.next = self.next, (self.next + 1) % self.n_kept
         if i == self.n_kept - 1:
@@ -3375,8 +3390,6 @@ class HostStore:
 
     def take(self, i):
         self.let_go()
-        if i not in self.here:
-            self.fetch(i)
         tensor, event = self.here.pop(i)
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
@@ -3401,8 +3414,10 @@ class Model(nn.Module):
     def __init__(self, arch, layout, plan, group=None):
         super().__init__()
         self.arch, self.group, self.plan = arch, group, plan
-        # (rank, ranks) in the group that shares one vocabulary; without one this process alone
-        self.place = (dist.get_rank(group), dist.get_world_size(group)) if group else (0, 1)
+        # of the processes that share one copy of the model; without a group this one alone
+        self.shard, self.shards = (
+            (dist.get_rank(group), dist.get_world_size(group)) if group else (0, 1))
+        self.own_rows = shard_range(arch.vocab_size, self.shard, self.shards)  # of both tables
         self.layers = nn.ModuleList(
             DecoderLayer(arch, layout, i, plan) for i in range(arch.n_layers))
         self.embedding = self.norm = self.head = None  # tensors, see load_weights
@@ -3421,8 +3436,8 @@ class Model(nn.Module):
 
 
 def rope_tables(model, bin, i):
-    """cos and sin fp32 [tokens, rotary_dim / 2] of the i-th kind of rotary embedding, None: of
-    none; and Ministral 3's factor on queries, [tokens], or None."""
+    """(cos, sin, temperature): cos and sin fp32 [tokens, rotary_dim / 2] by arch.ropes[i], None
+    where i is None; temperature [tokens], Ministral 3's factor on queries, else None."""
     temperature = None
     if model.arch.query_temperature:
         beta, original = model.arch.query_temperature
@@ -3460,14 +3475,13 @@ def embed(model, ids):
     the sum, in which one term is not zero, goes to whom it belongs. Of a vocabulary of 128k that is
     0.1 GB for 4,096 tokens on 2 GPUs instead of a weight of 2.1 GB.
     """
-    (rank, ranks), table = model.place, model.embedding
-    first = shard_range(model.arch.vocab_size, rank, ranks).start
-    if ranks == 1:
+    shards, table, first = model.shards, model.embedding, model.own_rows.start
+    if shards == 1:
         out = look_up(ids, table, 0)
     else:
-        ids = all_gather(ids, model.group)  # [ranks, n]
+        ids = all_gather(ids, model.group)  # [shards, n]
         out = torch.empty(ids.shape[1], table.shape[1], dtype=table.dtype, device=ids.device)
-        step = max(1, CHUNK_BYTES // (ranks * table[:1].nbytes))
+        step = max(1, CHUNK_BYTES // (shards * table[:1].nbytes))
         for chunk in (slice(i, i + step) for i in range(0, len(out), step)):
             rows = look_up(ids[:, chunk].flatten(), table, first)
             dist.reduce_scatter_tensor(out[chunk], rows, group=model.group)
@@ -3518,16 +3532,15 @@ class HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, model, bin):
-        arch, weight, (rank, ranks) = model.arch, model.head, model.place
+        arch, weight, shards = model.arch, model.head, model.shards
 
         def gather(tensor):
-            return all_gather(tensor, model.group) if ranks > 1 else tensor[None]
+            return all_gather(tensor, model.group) if shards > 1 else tensor[None]
 
-        first = shard_range(arch.vocab_size, rank, ranks).start
         change = arch.logits_multiplier, arch.logits_softcap
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
         grad_x = torch.zeros_like(x)
-        targets = gather(bin.labels)  # [ranks, n]
+        targets = gather(bin.labels)  # [shards, n]
         step = max(1, CHUNK_BYTES // (4 * arch.vocab_size))
         for chunk in (slice(i, i + step) for i in range(0, len(bin.labels), step)):
             part = x[bin.learnt_at[chunk]]
@@ -3535,18 +3548,18 @@ class HeadLoss(torch.autograd.Function):
             normalise(hidden, part, model.norm, arch.norm, arch.norm_eps)
             logits = gather(hidden).flatten(0, 1) @ weight.t()
             target = targets[:, chunk].flatten()
-            absent, local = target == IGNORE, target - first
+            absent, local = target == IGNORE, target - model.own_rows.start
             local = local.where((local >= 0) & (local < len(weight)) & ~absent, -1)
             top, total, at_target = gather(logits_statistics(logits, *change, local)).unbind(1)
             top_of_all = top.amax(0)
             log_sum = top_of_all + ((top - top_of_all).exp() * total).sum(0).log()
             losses = (log_sum - at_target.sum(0)).masked_fill(absent, 0)
-            loss += losses.view(ranks, -1)[rank].sum()
+            loss += losses.view(shards, -1)[model.shard].sum()
             if not ctx.needs_input_grad[0]:  # an evaluation
                 continue
-            grad = exact_product(logits_gradient(logits, *change, log_sum, local, absent), weight)
-            if ranks > 1:
-                own = grad.new_empty(len(grad) // ranks, grad.shape[1])
+            grad = fp32_product(logits_gradient(logits, *change, log_sum, local, absent), weight)
+            if shards > 1:
+                own = grad.new_empty(len(grad) // shards, grad.shape[1])
                 dist.reduce_scatter_tensor(own, grad, group=model.group)
                 grad = own
             grad = norm_backward(part, grad, model.norm, None, arch.norm, arch.norm_eps)
@@ -3591,8 +3604,9 @@ class Family:
     partial_rotary: bool = False  # partial_rotary_factor of rope_parameters counts
     ropes_by_layer_type: bool = False  # rope_parameters has an entry for each layer type
     ntk_alpha: bool = False  # alpha of rope_parameters counts, whatever the length
-    no_rotary: str | None = None  # layers without: those of "no_rope_layers", "full" ones, or with
-    #                               "full_if_window" full ones if the model has a window at all
+    no_rotary: str | None = None  # layers without: "no_rope_layers": those that this list of the
+    #                               config marks; "full": those without a window; "full_if_window":
+    #                               the same, but none if the model has no window
     window: str | None = None  # layers with a sliding window: "all", or those of "layer_types"
     attention_scale: float | str | None = None  # None: head_dim ** -0.5
     query_scalar: float | str | None = None  # attention_scale = this ** -0.5
@@ -3978,7 +3992,7 @@ FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DTYPES = {**FLOATS, "U8": torch.uint8}
 NF4_STATE = "quant_state.bitsandbytes__nf4"  # bitsandbytes' name, behind that of the weight
 Stored = collections.namedtuple("Stored", "path dtype shape start stop")  # bytes [start, stop)
-Names = collections.namedtuple("Names", "shapes linears tables in_layers")  # see tensor_names
+Names = collections.namedtuple("Names", "shapes linears tables layer_prefix")  # see tensor_names
 
 
 def tensors_of(path):
@@ -4042,7 +4056,7 @@ def check_tensors(files, names, wanted):
     if missing:
         raise ValueError(f"the checkpoint lacks {len(missing)} of {len(wanted)} tensors that its"
                          f" config.json asks for, the first is {missing[0]}")
-    extra = [name for name in files if name.startswith(names.in_layers) and name not in wanted
+    extra = [name for name in files if name.startswith(names.layer_prefix) and name not in wanted
              and not name.endswith("inv_freq")]
     if extra:
         raise ValueError(f"the checkpoint has {len(extra)} tensors that its config.json knows"
@@ -4186,7 +4200,7 @@ def own_blocks(model):
     linear's first, where they are in the rank's part of `nf4`)]. All layers are alike."""
     layer, found = model.layers[0], []
     n = len(local_part(layer.nf4))
-    first = model.place[0] * n
+    first = model.shard * n
     for p in itertools.chain.from_iterable(group.places for group in layer.layout.groups):
         start, stop = (min(max(at, p.blocks.start), p.blocks.stop) for at in (first, first + n))
         blocks = slice(start - p.blocks.start, stop - p.blocks.start)
@@ -4280,7 +4294,7 @@ def load_weights(model, names, read, device, stored=None):
     n_bytes, before, started, finite = 0, host_memory(), now(), {}
     requests = weight_requests(model, names, stored)
 
-    def check(value, name):
+    def note(value, name):
         nonlocal n_bytes
         n_bytes += value.nbytes
         if value.is_floating_point() and not (stored and name in names.linears):  # packed codes
@@ -4290,7 +4304,7 @@ def load_weights(model, names, read, device, stored=None):
     # 4-bit weights before all that comes and goes: gaps between them would stay
     sizes = [len(local_part(layer.nf4)) for layer in model.layers]
     homes = [None if model.plan.offload_params else NF4Blocks.zeros(n, device) for n in sizes]
-    values = map(check, read(requests), (name for name, *_ in requests))
+    values = map(note, read(requests), (name for name, *_ in requests))
     fill_model(model, names, values, homes, device, stored)
     with together():
         next(values, None)  # a reader's error
@@ -4310,10 +4324,9 @@ def weight_requests(model, names, stored=None):
     """What this rank reads, in fill_model's order: [(name, shape, rows)]. Of a linear it is whole
     rows; or, where it is quantised already, packed codes, absmax codes and the nested state."""
     requests, own = [], {p.linear: blocks for p, blocks, _ in own_blocks(model)}
-    own_rows = shard_range(model.arch.vocab_size, *model.place)
     for name, shape in names.shapes.items():
         if name not in names.linears:
-            rows = own_rows if name in names.tables else range(shape[0])
+            rows = model.own_rows if name in names.tables else range(shape[0])
             requests.append((name, shape, rows))
             continue
         (n_out, n_in), blocks = shape, own[names.linears[name]]
@@ -4333,16 +4346,16 @@ def weight_requests(model, names, stored=None):
 def fill_model(model, names, values, homes, device, stored=None):
     """Give the model what weight_requests() asked for, one tensor of `values` after the other.
     `homes` are zeros for each layer's NF4 weights; None: made when it is their turn."""
-    plan, layout, (shard, shards) = model.plan, model.layers[0].layout, model.place
+    plan, layout, shards = model.plan, model.layers[0].layout, model.shards
     dtype, own = getattr(torch, plan.compute_dtype), own_blocks(model)
-    states = stored and iter([stored[name] for name in names.linears])
+    states = stored and iter(stored.values())
 
     def table():
         return next(values).view(-1, model.arch.hidden_size).to(device, dtype)
 
     model.embedding = pinned_copy(table()) if plan.embedding_on_host else table()
-    hidden = len(model.layers) < 3 or not (is_rank_0() and sys.stderr.isatty())
-    bar = tqdm(model.layers, "load and quantise", unit="layer", leave=False, disable=hidden)
+    quiet = len(model.layers) < 3 or not (is_rank_0() and sys.stderr.isatty())
+    bar = tqdm(model.layers, "load and quantise", unit="layer", leave=False, disable=quiet)
     for layer, local in zip(bar, homes):
         if local is None:
             local = NF4Blocks.zeros(len(local_part(layer.nf4)), device)
@@ -4361,7 +4374,7 @@ def fill_model(model, names, values, homes, device, stored=None):
         vectors = torch.zeros(len(local_part(layer.vectors)) * shards, dtype=dtype, device=device)
         for where, _ in layout.vectors.values():
             vectors[where] = next(values).to(device, dtype)
-        set_local(layer, "vectors", vectors.view(shards, -1)[shard].clone())
+        set_local(layer, "vectors", vectors.view(shards, -1)[model.shard].clone())
     model.norm = next(values).to(device, dtype)
     model.head = model.embedding if model.arch.tied else table()
 
@@ -4377,16 +4390,16 @@ def gathered(layer):
 
 
 @torch.no_grad()
-def measure_rows(model):
+def measure_weight_norms(model):
     """For DoRA: the norms of all weights' rows, fp32. All ranks must call this."""
     for layer in model.layers:
         with gathered(layer):
             blank = layer.vectors.new_zeros(layer.layout.n_adapter)
             for group in layer.layout.groups:
-                if group.ranks:
+                if group.n_columns:
                     weight = dequantise_group(layer, group, blank)[:, : group.in_features]
                     norms = torch.cat([rows.float().norm(dim=1) for rows in weight.split(4096)])
-                    layer.row_norms.update((p.linear.name, norms[p.rows]) for p in group.adapted)
+                    layer.weight_norms.update((p.linear.name, norms[p.rows]) for p in group.adapted)
 
 
 def make_mesh(shards, device):
@@ -4412,10 +4425,10 @@ def verify_model(model, plan):
     for i, layer in enumerate(model.layers):
         for name, p in layer.named_parameters():
             local = local_part(p)
-            assert plan.whole or isinstance(p, DTensor), f"layer {i}: {name} is not sharded"
+            assert isinstance(p, DTensor) == plan.uses_fsdp, f"layer {i}: {name} is not sharded"
             assert not local.is_meta, f"layer {i}: {name} was not loaded"
             assert p.requires_grad == (name == "adapter"), f"layer {i}: {name} {p.requires_grad=}"
-            shards = 1 if plan.whole else p.device_mesh["shard"].size()
+            shards = p.device_mesh["shard"].size() if plan.uses_fsdp else 1
             assert len(local) * shards == len(p), f"layer {i}: {name} is not sharded evenly"
             parts = [local.packed, local.absmax_codes] if name == "nf4" else [local]
             kind = {"nf4": "4-bit", "vectors": "other frozen"}.get(name, "adapter")
@@ -4501,19 +4514,18 @@ class Plan:
     graphs: bool = False  # CUDA graphs; if not:
     why_no_graphs: str = ""
     graph_room: int = 0  # memory that they have for themselves, in whole bins, see use_graphs
-    memory: tuple = ()  # of (kind, bytes) of one GPU at the peak of a step
+    memory: dict = dataclasses.field(default_factory=dict)  # {kind: bytes} at a step's peak
     host_bytes: int = 0  # pinned, of one process
     token_seconds: float = 0.0  # of one GPU, predicted
 
     @property
-    def whole(self):
-        """Whether a GPU holds a copy of the model of its own; offloaded weights are FSDP2's to
-        bring."""
-        return self.shard_group_size == 1 and not self.offload_params
+    def uses_fsdp(self):
+        """Whether FSDP2 brings the weights: they are sharded, or offloaded to the host."""
+        return self.shard_group_size > 1 or self.offload_params
 
     @property
     def bytes(self):
-        return sum(size for _, size in self.memory)
+        return sum(self.memory.values())
 
     def keeps(self, index):
         """What a layer keeps from forward to backward, see LayerFunction."""
@@ -4528,19 +4540,19 @@ class Plan:
 def predict(plan, arch, layout):
     """The plan with its memory filled in."""
     item, shards = getattr(torch, plan.compute_dtype).itemsize, plan.shard_group_size
-    n_layers, n, sharded = arch.n_layers, plan.bin_tokens, not plan.whole
+    n_layers, n, sharded = arch.n_layers, plan.bin_tokens, plan.uses_fsdp
     token = n * item  # bytes of one value a token
     codes, adapter = layout.n_blocks * (BLOCK // 2 + 1), layout.n_adapter * 4
     table = arch.vocab_size * arch.hidden_size * item / shards
     first, last = plan.keeps(0), plan.keeps(n_layers - 1)
-    inputs = plan.recomputed * kept_values(arch, layout, first) * token if plan.recomputed else 0
+    inputs = plan.recomputed * kept_values(arch, layout, first) * token
     others = (n_layers - plan.recomputed) * kept_values(arch, layout, "all") * token
     live = live_bytes(arch, layout, plan, last)
     if first != last:  # when the first layer's backward runs, what the last ones kept is gone
         live = max(live, live_bytes(arch, layout, plan, first) - others)
     logits = 1.25 * CHUNK_BYTES * item / 2  # a chunk of them and their gradient
     gathered = sharded * (codes + layout.n_vectors * item) + layout.n_adapter * item
-    copies = 2 if plan.reshard_after_forward or plan.whole else n_layers + 1  # and the next one
+    copies = 2 if plan.reshard_after_forward or not sharded else n_layers + 1  # and the next one
     dora = 0
     if layout.dora:  # norms of rows; the outputs computed again, in fp32 with their gradient
         dora = 4 * n_layers * sum(g.out_features for g in layout.groups)
@@ -4560,7 +4572,7 @@ def predict(plan, arch, layout):
     memory["CUDA graphs' own"] = plan.graph_room * (inputs + others + live)
     host = table * plan.embedding_on_host + n_layers * codes / shards * plan.offload_params
     host += plan.offload_activations * max(0, inputs - arch.hidden_size * token)
-    memory = tuple((kind, int(size)) for kind, size in memory.items() if size)
+    memory = {kind: int(size) for kind, size in memory.items() if size}
     return dataclasses.replace(plan, memory=memory, host_bytes=int(host))
 
 
@@ -4575,7 +4587,9 @@ class Machine:
 
 
 def predict_time(plan, arch, layout, machine):
-    """The plan with the seconds that one GPU takes for a token."""
+    """The plan with the seconds that one GPU takes for a token. Its numbers are fitted to the H200
+    rows of benchmarks/RESULTS.md, which take 10 to 30 % longer than it says; plans need no more
+    than to be compared."""
     item, n = getattr(torch, plan.compute_dtype).itemsize, plan.bin_tokens
     weights = sum(x.out_features * x.in_features for x in arch.linears)
     again = plan.recomputed / arch.n_layers  # products of the second half are not computed again
@@ -4593,7 +4607,7 @@ def predict_time(plan, arch, layout, machine):
     gathers = gathered * (shards - 1) / shards / machine.link
     gathers *= 2 if plan.reshard_after_forward else 1
     gathers += plan.offload_params * 2 * gathered / shards / 20e9  # over PCI Express
-    launches = (100 + 80 * again + 40 * (not plan.whole)) * machine.launch
+    launches = (100 + 80 * again + 40 * plan.uses_fsdp) * machine.launch
     layer = max(compute, gathers, 0 if plan.graphs else launches)
     layer += 0.1 * min(compute, gathers)  # they slow each other down
     head = 4 * n * arch.vocab_size * arch.hidden_size / machine.flops
@@ -4606,8 +4620,8 @@ def measure_machine(dtype, device):
     if device.type == "cpu":
         return Machine(1e11, 1e10, 1e9)
 
-    def seconds(run, times=20):
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    def seconds(run):
+        times, events = 20, [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         for i in range(2 * times):
             if i == times:  # clocks are up by now
                 events[0].record()
@@ -4652,9 +4666,11 @@ def possible_plans(config, arch, layout, tokens, longest, world_size, device):
 
 def choose_plan(config, arch, layout, tokens, longest, uneven, limit, machine, device, world_size,
                 capturable):
-    """The fastest plan that fits, give or take 2 % for a tenth of the memory free. `tokens` are the
-    most of any step, `longest` the longest row, `uneven` whether others are shorter, `capturable`
-    whether CUDA graphs can capture attention. Raises ValueError with what would help."""
+    """Of the plans that leave 7 % of the memory free, those within 2 % of the fastest; of these the
+    first that leaves 10 %, else the smallest. If none leaves 7 %: the smallest, which must leave
+    GAPS. `tokens` are the most of any step, `longest` the longest row, `uneven` whether others are
+    shorter, `capturable` whether CUDA graphs can capture attention. Raises ValueError with what
+    would help."""
     if config.recompute.isdecimal() and int(config.recompute) > arch.n_layers:
         raise ValueError(f"--recompute {config.recompute}: the model has {arch.n_layers} layers")
     if config.micro_batch_tokens and config.micro_batch_tokens < longest:
@@ -4692,7 +4708,7 @@ def use_graphs(plan, arch, layout, machine, limit, capturable, uneven):
     graphed = predict(graphed, arch, layout)
     graphed = predict_time(graphed, arch, layout, machine)
     reasons = {
-        "FSDP2 gathers the weights": not plan.whole,
+        "FSDP2 brings the weights": plan.uses_fsdp,
         "activations are offloaded": plan.offload_activations,
         "attention runs in plain torch": not capturable,
         "the host is fast enough": graphed.token_seconds > 0.95 * plan.token_seconds,
@@ -4707,12 +4723,10 @@ class DoesNotFit(ValueError, MemoryError):
 
 def check_plan(plan, config, arch, layout, limit):
     """Raise DoesNotFit, with what would help, if the plan does not fit."""
-    share = host_share()
-    if plan.host_bytes > share:
-        processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / 2**30
-        raise DoesNotFit(f"this takes {plan.host_bytes * processes:.1f} GiB of host memory on this"
-                         f" machine, of which {share * processes:.1f} GiB are available: offload"
-                         " less")
+    if plan.host_bytes > (share := host_share()):
+        raise DoesNotFit(f"this takes {plan.host_bytes / 2**30:.1f} GiB of host memory on this"
+                         f" machine for each process, and {share / 2**30:.1f} GiB are available:"
+                         " offload less")
     if plan.fits(limit):
         return
     flags, smaller = [], plan
@@ -4751,12 +4765,11 @@ def agree_on_plan(config, arch, layout, rows, eval_rows, limit, device, kernels)
         plan = choose_plan(config, arch, layout, tokens, longest, uneven, limit, machine, device,
                            dist.get_world_size(), capturable)
     # host memory differs by rank and moment: all take rank 0's plan
-    first = gather_objects(dataclasses.asdict(plan))[0]
-    return Plan(**{**first, "memory": tuple(map(tuple, first["memory"]))})
+    return Plan(**gather_objects(dataclasses.asdict(plan))[0])
 
 
 def say_plan(plan, config, limit):
-    parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in plan.memory
+    parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in plan.memory.items()
                       if size > 2**30 / 200)
     say(f"memory plan of one GPU, GiB: {parts}")
     if torch.cuda.is_available():
@@ -4826,8 +4839,8 @@ def choose_attention(config, arch, device):
                          " `make flash-attn` builds it, or use --attn sdpa")
     chosen = dict.fromkeys(("same", "any"), dict.fromkeys(("full", "window"), document_attention))
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    bf16 = config.compute_dtype == "bfloat16" and not arch.attention_dropout
-    if bf16 and capability >= (8, 0):
+    kernels_can = config.compute_dtype == "bfloat16" and not arch.attention_dropout
+    if kernels_can and capability >= (8, 0):
         flash = [flash_attention] if has_flash and config.attn != "sdpa" else []
         batched_first = capability >= (9, 0) and config.attn != "flash_attention_2"
         same = [*([] if batched_first else flash), batched_attention]
@@ -4873,11 +4886,11 @@ MAX_GRAPHS = 64  # each takes some GPU memory beside torch's, which no plan coun
 
 def graphed_loss(run, bin, scale):
     """bin_loss() by a CUDA graph of the bin's shape, captured when the shape comes a second time:
-    then the host launches one thing instead of thousands. None: without a graph."""
+    then the host launches one thing instead of thousands. None where it must do without."""
     tensors = {name: t for name, t in vars(bin).items() if isinstance(t, torch.Tensor)}
     same = bin.kernels is run.kernels["same"]
     key = (same and bin.lengths, bin.longest, *map(len, tensors.values()))
-    if run.graphs.get(key) is None:
+    if run.graphs.get(key) is None:  # not seen yet, or seen and run without
         captured = sum(graph is not None for graph in run.graphs.values())
         if key not in run.graphs or captured >= MAX_GRAPHS:
             run.graphs[key] = None  # kernels are compiled and chosen outside of a capture
@@ -4923,7 +4936,7 @@ class Adapter:
     def __init__(self, model, arch, layout, config, device):
         self.arch, self.layout, self.layers, self.group = arch, layout, model.layers, model.group
         self.parts = layout.adapter_parts()
-        self.rank, self.shards = model.place
+        self.shard, self.shards = model.shard, model.shards
         self.part = len(local_part(model.layers[0].adapter))
         n = len(self.layers) * self.part
         self.weights = nn.Parameter(torch.zeros(n, device=device))
@@ -4938,8 +4951,7 @@ class Adapter:
             [self.weights], lr=0.0, weight_decay=config.weight_decay, min_8bit_size=0)
         self.optimizer.init_state(self.optimizer.param_groups[0], self.weights, 0, 0)
         self.state = self.optimizer.state[self.weights]
-        parts = self.parts.values()
-        self.n_trainable = len(self.layers) * sum(math.prod(shape) for _, shape in parts)
+        self.n_trainable = len(self.layers) * sum(math.prod(s) for _, s in self.parts.values())
 
     def by_layer(self, tensor):
         return tensor.view(len(self.layers), -1)
@@ -4951,16 +4963,15 @@ class Adapter:
 
     def set_layer(self, i, values):
         """Give layer i its part of the whole values {PEFT's name: tensor}."""
-        whole = torch.zeros(self.part * self.shards)
+        whole = torch.zeros(self.shards, self.part)
         for name, (where, _) in self.names(i).items():
-            whole[where] = values[name].reshape(-1)
-        mine = slice(self.rank * self.part, (self.rank + 1) * self.part)
-        self.by_layer(self.weights.data)[i] = whole[mine]
+            whole.view(-1)[where] = values[name].reshape(-1)
+        self.by_layer(self.weights.data)[i] = whole[self.shard]
 
     def start(self, config):
         """The values of --init_adapter, or PEFT's initial ones, the same whatever the number of
         ranks: A at random, B zero, DoRA's magnitudes the norms of the base weights' rows. Returns
-        the steps done, 0, and the progress of a new run. All ranks must call this."""
+        the progress of a new run. All ranks must call this."""
         with together():
             given = read_adapter(config, self) if config.init_adapter else None
         for i, layer in enumerate(self.layers):
@@ -4968,13 +4979,13 @@ class Adapter:
             for (linear, key), (name, (_, shape)) in zip(self.parts, self.names(i).items()):
                 values[name] = torch.zeros(shape)
                 if key == "lora_magnitude_vector":
-                    values[name] = layer.row_norms[linear].cpu()
+                    values[name] = layer.weight_norms[linear].cpu()
                 elif key == "lora_A.weight":
                     seed = config.seed ^ zlib.crc32(name.encode())
                     generator = torch.Generator().manual_seed(seed)
                     nn.init.kaiming_uniform_(values[name], a=math.sqrt(5), generator=generator)
             self.set_layer(i, given or values)
-        return 0, dict.fromkeys(PROGRESS)
+        return dict.fromkeys(PROGRESS)
 
     def gather(self):
         """{PEFT's name: whole fp32 tensor on the CPU} on rank 0, {} elsewhere. All ranks must call
@@ -5023,7 +5034,7 @@ class Adapter:
 
     def resume(self, path, config):
         """Weights and state of a checkpoint, whatever the number of ranks that saved it. Returns
-        the steps done and the progress until then. All ranks must call this."""
+        the progress until then. All ranks must call this."""
         with together():
             saved = json.loads((path / "checkpoint.json").read_text())
             weights = load_file(path / "adapter_model.safetensors")
@@ -5033,13 +5044,12 @@ class Adapter:
             blank = int(self.state["qmap1"].abs().argmin())  # padding's momentum is 0, not code 0
             for key, live in self.state_parts().items():
                 whole = torch.cat([file[key] for file in files], 1)
-                values = blank if key == "state1" else 0
-                whole = F.pad(whole, (0, max(0, live.shape[1] * self.shards - whole.shape[1])),
-                              value=values)
-                live.copy_(whole[:, self.rank * live.shape[1] : (self.rank + 1) * live.shape[1]])
+                missing = live.shape[1] * self.shards - whole.shape[1]  # below 0: padding to cut
+                whole = F.pad(whole, (0, missing), value=blank if key == "state1" else 0)
+                live.copy_(whole.unflatten(1, (self.shards, -1))[:, self.shard])
             self.state["step"] = saved["optimizer_step"]
         say(f"resumed from {path}: {saved['step']} of {config.max_steps} steps are done")
-        return saved["step"], saved["progress"]
+        return saved["progress"]
 
 
 def read_adapter(config, adapter):
@@ -5125,7 +5135,7 @@ def save_checkpoint(run, step):
         write_checkpoint(run, step)
     except Stop as e:
         run.save_due = now() + RETRY_SECONDS
-        say(f"checkpoint-{step:06d} could not be saved: {e}; a run that goes on tries again"
+        say(f"checkpoint-{step:06d} could not be saved: {e}; training tries again"
             f" in {RETRY_SECONDS} s")
         return
     run.saved, run.save_due = step, now() + save_interval(run.config)[1]
@@ -5177,7 +5187,6 @@ def finish_checkpoint(run, step, files, weights, hidden, final):
         files[name] = digest(hidden / name)
     state = {
         "step": step,
-        "rows_seen": step * run.config.batch_size,
         "optimizer_step": run.adapter.state["step"],
         "optimizer_files": optimizer_files,
         **run.content,
@@ -5257,14 +5266,14 @@ def newest_checkpoint(directory):
 
 
 def find_checkpoint(config, directory, content):
-    """The newest whole checkpoint of the run in --output_dir, None if it has none yet. Raises
-    ValueError if this is another run: with other flags, data or base model. Rank 0 only."""
+    """The step of the newest whole checkpoint of the run in --output_dir, 0 if it has none yet.
+    Raises ValueError if this is another run: with other flags, data or base model. Rank 0 only."""
     path, state = newest_checkpoint(directory)
     begun = state or read_json(directory / "train_config.json", {})
     if config.resume == "must" and not path:
         raise ValueError(f"--resume must: {directory} has no whole checkpoint")
     if not begun:
-        return None
+        return 0
     if path and "progress" not in state:
         raise ValueError(f"--resume: {path} was made by an older version of this script: finish the"
                          " run with that version")
@@ -5273,7 +5282,7 @@ def find_checkpoint(config, directory, content):
                if before.get(name) != same[name]]
     if changed:
         raise ValueError(f"--output_dir {directory} holds a run with {'; '.join(changed)}: name"
-                         " another directory, or go on with its own flags by --resume must")
+                         " another directory, or resume it with its own flags by --resume must")
     for key, what in (("data_sha256", "rows: the data set or the tokenizer has changed"),
                       ("base_sha256", "base model: its files or its config.json have changed")):
         if begun.get(key) != content[key]:
@@ -5288,7 +5297,7 @@ def find_checkpoint(config, directory, content):
         if step > state["step"]:  # else it would count as one of --keep_checkpoints, or come back
             with contextlib.suppress(OSError):
                 os.replace(skipped, skipped.with_name(f"{skipped.name}.broken-{time.time_ns()}"))
-    return path and str(path)
+    return state["step"] if path else 0
 
 
 def agree_on_content(config, rows, base_sha256):

@@ -625,4 +625,4 @@ def test_resume_needs_the_directory_alone(base, runs, run_main, read_metrics, mo
         assert_same(adapter_of(tmp_path / "runs" / "1"), adapter_of(whole))
     shutil.rmtree("runs")
     code, _, err = run_main("--resume")
-    assert code == 2 and "no run below runs/ to go on with" in err
+    assert code == 2 and "no run below runs/ to resume" in err

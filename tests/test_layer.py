@@ -102,7 +102,7 @@ def adapter_values(model, values):
         with torch.no_grad():
             model.layers[i].adapter[where] = values[name].flatten()
     if model.layers[0].layout.dora:
-        script.measure_rows(model)
+        script.measure_weight_norms(model)
 
 
 def adapter_names(model):

@@ -865,7 +865,7 @@ def test_time_limit_ends_a_run_that_the_same_command_goes_on_with(begin, tmp_pat
         code, _, err = begin("--max_minutes", 0.001)
         assert code == script.AGAIN and err == (
             f"stopped: --max_minutes 0.001 are over, after step {step};"
-            f" checkpoint-{step:06d} is whole; the same command goes on\n")  # fmt: skip
+            f" checkpoint-{step:06d} is whole; the same command resumes it\n")  # fmt: skip
     code, _, err = begin("--max_minutes", 0.001)
     if code:  # asked to stop in the last step, before the adapter is written
         code, _, err = begin("--max_minutes", 0.001)

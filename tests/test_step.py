@@ -241,7 +241,7 @@ class Vector:
 
 def token_keys(step, row, n):
     """What the dropout of a row's tokens follows from: seed 0, the step, the row's place in it."""
-    return script.mix(script.mix(torch.tensor(step)) + row) + torch.arange(n)
+    return script.mix(script.mix(script.mix(torch.tensor(step)) + row) + torch.arange(n))
 
 
 @pytest.fixture(scope="module")
