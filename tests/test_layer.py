@@ -8,6 +8,7 @@ script's model in one bin.
 import dataclasses
 import functools
 import types
+import weakref
 
 import pytest
 import torch
@@ -196,6 +197,28 @@ def assert_equal(kept, monkeypatch, name, **settings):
 @pytest.mark.parametrize("name", TINY)
 def test_every_family_equals_transformers_and_peft(name, kept, monkeypatch):
     assert_equal(kept, monkeypatch, name)
+
+
+@pytest.mark.parametrize("keeps", ["all", "middle", "x"])
+@pytest.mark.parametrize("name", ["llama", "cohere", "glm4"])
+def test_what_is_computed_again_is_there_once(name, keeps, monkeypatch):
+    """One slice of the MLP at a time; weights are held for their second use alone, and the
+    attention's not beside the MLP's."""
+    pair, mlp, slices, at_once = pair_and_expected(name)[0], script.mlp, [], []
+
+    def watched(work, *args, **settings):
+        at_once.append(sum(ref() is not None for ref in slices))
+        out = mlp(work, *args, **settings)
+        if keeps != "all":
+            slices.append(weakref.ref(out[1].gate_up))
+        assert {piece.site for piece in work.held} <= {2, 3}
+        assert bool(work.held) == (work.hold and keeps != "all")
+        return out
+
+    monkeypatch.setattr(script, "mlp", watched)
+    monkeypatch.setattr(script, "SLICE_TOKENS", SLICED)
+    pair.computed(keeps, True)
+    assert len(at_once) > 4 * (keeps != "all") and set(at_once) == {0}
 
 
 @pytest.mark.parametrize("kept", KEPT)
