@@ -311,9 +311,9 @@ def main(argv=None):
                 say_end(code, str(e))
             with contextlib.suppress(RuntimeError):  # of a rank that has left alone
                 dist.barrier()  # torchrun kills rank 0 when another exits; let it print first
-        except SystemExit:  # of --help; some ranks may not have joined yet
+        except SystemExit as e:  # of --help; some ranks may not have joined yet
             dist.barrier()
-            raise
+            code = e.code or 0
         except Exception as e:
             # the others wait in a collective that this rank will never join: torchrun ends them
             return end_alone(e, config, device)
@@ -1840,8 +1840,9 @@ BATCH = 256  # rows that the tokenizer takes at once
 
 
 def find_pieces(source):
-    """Split a --dataset into pieces (file or table, start, stop), in bytes or rows, which processes
-    can read in parallel. Also returns what tells its content from any other."""
+    """Split a --dataset into pieces that processes can read in parallel, (file, None, start, stop)
+    in bytes or (name, table, start, stop) in rows. Also returns what tells its content from any
+    other."""
     name, *options = source.split(",")
     options = dict(option.partition("=")[::2] for option in options)
     if not options.keys() <= {"split", "name", "revision"}:
@@ -1865,12 +1866,12 @@ def find_pieces(source):
         for file in files:
             if file.is_file() and file_kind(file) in JSON_KINDS:
                 whole = file.suffix == ".gz" or first_byte(file) == b"["
-                size, content = file.stat().st_size, digest(file)
-                step, source_of = size if whole else PIECE_BYTES, str(file)
+                table, size, content = None, file.stat().st_size, digest(file)
+                step = size if whole else PIECE_BYTES
             else:
-                source_of = open_table(source, file, options, is_saved)
-                size, step, content = len(source_of), PIECE_ROWS, source_of._fingerprint
-            pieces += [(source_of, at, at + step) for at in range(0, size, max(1, step))]
+                table = open_table(source, file, options, is_saved)
+                size, step, content = len(table), PIECE_ROWS, table._fingerprint
+            pieces += [(str(file), table, at, at + step) for at in range(0, size, max(1, step))]
             contents.append(content)
     return pieces, contents
 
@@ -1917,12 +1918,12 @@ def open_table(source, path, options, is_saved):
     return table
 
 
-def read_piece(source, start, stop):
+def read_piece(source, table, start, stop):
     """Yield ((source, start, number of the line or row behind it), row) of a piece. What is no row
     is the exception that says why."""
-    if not isinstance(source, str):
-        for i, row in enumerate(source.select(range(start, min(stop, len(source)))), 1):
-            yield ("row", start, i), {key: without_none(value) for key, value in row.items()}
+    if table is not None:
+        for i, row in enumerate(table.select(range(start, min(stop, len(table)))), 1):
+            yield (f"{source} row", start, i), without_none(row)
     elif first_byte(source) == b"[":
         with open_file(source) as file:
             try:

@@ -76,11 +76,7 @@ def cut_off(file, size):
 
 
 def call_main(job):
-    try:
-        return (load(job["script"]) if "script" in job else script).main(job["argv"])
-    except SystemExit as e:  # of --help
-        dist.destroy_process_group()
-        return e.code
+    return (load(job["script"]) if "script" in job else script).main(job["argv"])
 
 
 stores = collections.deque(maxlen=2)  # of rank 0; the others may not have left the one before

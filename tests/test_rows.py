@@ -521,7 +521,7 @@ def test_table_is_read_whole_whatever_its_pieces(rows, monkeypatch, tokenizer, t
     read = [(where, row) for piece in pieces for where, row in script.read_piece(*piece)]
     assert [row for _, row in read[:-1]] == FLAT and read[-1][1]["prompt"] == "x"
     named = [script.say_where(*where) for where, _ in read]
-    assert [name.split()[-2:] for name in named] == [["row", str(i)] for i in range(1, 10)]
+    assert named == [f"{source} row {i}" for i in range(1, 10)]
 
 
 LINES = {
