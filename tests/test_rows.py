@@ -522,6 +522,7 @@ def test_table_is_read_whole_whatever_its_pieces(rows, monkeypatch, tokenizer, t
     assert [row for _, row in read[:-1]] == FLAT and read[-1][1]["prompt"] == "x"
     named = [script.say_where(*where) for where, _ in read]
     assert named == [f"{source} row {i}" for i in range(1, 10)]
+    assert f"; 1 left out: completion null ({source} row 9)" in prepare([source], tokenizer)[1]
 
 
 LINES = {
@@ -639,11 +640,13 @@ def test_all_rows_that_are_left_out_are_counted(tokenizer, tmp_path):
     kinds = 1, 1.5, None, [1], {"a": 1}, True  # six more reasons
     lines += [json.dumps({"text": kind}) for kind in kinds]
     path = tmp_path / "data.jsonl"
-    path.write_text("\n".join(lines))
+    latin = [f'{{"text": "{"x" * n}ä"}}'.encode("latin-1") for n in (1, 3)]
+    path.write_bytes(b"\n".join([*map(str.encode, lines), *latin]))
     _, line = prepare([path], tokenizer)
     assert "data.jsonl: 1 rows, 1 text; " in line
     assert f"; 4 left out: is no JSON: Invalid control character at ({path} line 2)" in line
-    assert line.endswith("; 2 left out for other reasons")
+    assert f"; 2 left out: is no JSON: invalid continuation byte ({path} line 12)" in line
+    assert line.endswith("; 3 left out for other reasons")
 
 
 def test_end_of_a_prompt_stays_where_it_was_written(tokenizer, tmp_path):
@@ -656,6 +659,8 @@ def test_tools_beside_text_are_not_lost(tokenizer, tmp_path):
     row = {"prompt": "What is 3 plus 4?", "completion": "It is 7.", "tools": [ADD]}
     path = write_jsonl(tmp_path / "data.jsonl", [{"text": "fine"}, row])
     assert f"{path} line 2: has tools, which a prompt in plain text" in refusal([path], tokenizer)
+    for other in {**row, "tools": []}, {"text": "rendered with them", "tools": [ADD]}:
+        encode_row(other, tokenizer, tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -861,6 +866,15 @@ def test_turn_marked_twice_is_learnt_in_both_places(tokenizer, tmp_path):
     documents = encode_row({"messages": messages}, tokenizer, tmp_path)
     assert learnt(documents, tokenizer) == [
         ["The answer is 7.<|im_end|>\n", "It is 4.<|im_end|>\n", "Indeed"]]  # fmt: skip
+
+
+def test_turn_of_which_less_is_marked_once_another_follows_is_refused(tokenizer, tmp_path):
+    """Which marks are the last turn's cannot be told."""
+    tokenizer.chat_template = MARKED.replace("{% if m.note %}", "{% if m.note and loop.last %}")
+    messages = [*ASKED[:1], turn("assistant", "It is 7.", note="Indeed"),
+                turn("assistant", "Yes, 7.", note="Surely")]  # fmt: skip
+    path = write_jsonl(tmp_path / "data.jsonl", [{"messages": messages}])
+    assert "marks, but none for message 3 alone" in refusal([path], tokenizer)
 
 
 def test_turn_without_marks_is_not_taken_for_the_one_before(tokenizer, tmp_path):
