@@ -2539,14 +2539,8 @@ def attention_half(work, x, want_sum=True):
         kept.heads = [part.detach().requires_grad_() for part in heads]
         kept.attended = attention(work, *kept.heads)
     kept.out_inputs = widen(kept.attended.detach().flatten(1), out)
-    if not (want_sum or arch.attention_post_norm):
-        fill_columns(work, out, kept.out_inputs)
-        return None, kept
-    branch = product(work, out, kept.out_inputs)
-    kept.branch = branch if arch.attention_post_norm else None
-    if not want_sum:
-        return None, kept
-    return residual_sum(work, x, branch, arch.attention_post_norm, ATTENTION_SITE), kept
+    site, post_norm = ATTENTION_SITE, arch.attention_post_norm
+    return add_branch(work, x, out, kept.out_inputs, kept, site, post_norm, want_sum), kept
 
 
 def attention_backward(work, kept, grad, residual, needs_x):
@@ -2601,14 +2595,19 @@ def mlp(work, middle, source, want_sum=True):
     kept.gate_up = product(work, gate_up, kept.inputs)
     kept.activated = kept.gate_up.new_empty(len(source), down.width)
     gate(kept.activated[:, : down.in_features], kept.gate_up, arch.activation)
-    if not (want_sum or arch.mlp_post_norm):
-        fill_columns(work, down, kept.activated)
-        return None, kept
-    branch = product(work, down, kept.activated)
-    kept.branch = branch if arch.mlp_post_norm else None
-    if not want_sum:
-        return None, kept
-    return residual_sum(work, middle, branch, arch.mlp_post_norm, MLP_SITE), kept
+    site, post_norm = MLP_SITE, arch.mlp_post_norm
+    return add_branch(work, middle, down, kept.activated, kept, site, post_norm, want_sum), kept
+
+
+def add_branch(work, x, group, inputs, kept, site, post_norm, want_sum):
+    """The end of both halves: x plus the product of `inputs`, normed where the family does that,
+    which is then kept; None where only the backward is wanted."""
+    if not (want_sum or post_norm):
+        fill_columns(work, group, inputs)
+        return None
+    branch = product(work, group, inputs)
+    kept.branch = branch if post_norm else None
+    return residual_sum(work, x, branch, post_norm, site) if want_sum else None
 
 
 def mlp_backward(work, kept, grad):
@@ -2961,7 +2960,7 @@ def normed_heads(x, weight, arch, grad=None):
     """The norm of x [n, heads, head_dim], by head or over all of them; with `grad`, that of the
     norm, the gradient of x."""
     if weight is None:
-        return x
+        return x if grad is None else grad
     shape = x.shape
     if arch.qk_norm == "full":
         x, grad = x.flatten(1), None if grad is None else grad.flatten(1)

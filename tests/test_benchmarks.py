@@ -289,3 +289,15 @@ def test_profile_of_chat_rows_runs(tmp_path, monkeypatch):
     idle, wall = text.partition("| idle | ")[2].split(" ")[0], text.split(" ")[0]
     assert float(idle) == float(wall) > 0
     assert (tmp_path / "tiny.trace.json.gz").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_table_of_what_fits_is_that_of_the_plan(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    for name in "SHAPES", "host_share", "why_no_triton":  # which it changes
+        value = getattr(script, name)
+        monkeypatch.setattr(script, name, value.copy() if isinstance(value, dict) else value)
+    import fits
+
+    readme = (ROOT / "README.md").read_text().splitlines()
+    assert [line for line in fits.table() if line not in readme] == []
