@@ -886,6 +886,14 @@ def test_time_limit_ends_a_run_that_the_same_command_goes_on_with(begin, tmp_pat
     is_whole((code, _, err), tmp_path / "run", complete)
 
 
+def test_time_limit_below_one_evaluation_is_not_tried_for_ever(begin, tmp_path):
+    flags = "--eval_dataset", "rows.jsonl", "--eval_every", 2, "--max_minutes", 0.001
+    code, _, err = begin(*flags)
+    assert code == 2 and err == (
+        "error: --max_minutes 0.001 are over before the evaluation after step 0 was done, and so it"
+        " would go again: give more, or evaluate fewer rows\n")  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "name", ["model.embed_tokens.weight", "model.layers.1.post_attention_layernorm.weight",
              "model.layers.1.self_attn.k_proj.weight"])  # fmt: skip

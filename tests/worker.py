@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import train_fsdp_qlora as script
 
@@ -239,11 +239,10 @@ def patterns(job, device):
     codes = torch.arange(packed.shape[0], device=device).to(torch.uint8)
     out = {"expected": packed.cpu(), "expected_codes": codes.cpu()}
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    offload = {"offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda")}
     for name, settings in {
         "plain": {},
         "mixed": {"mp_policy": mixed},
-        "offload": {"mp_policy": mixed, **offload},
+        "offload": {"mp_policy": mixed},
         "unprotected": {"mp_policy": mixed},  # without, the fp32 bias makes FSDP2 copy bytes
     }.items():
         module, seen = torch.nn.Module(), {}
@@ -257,11 +256,11 @@ def patterns(job, device):
         fully_shard(module, mesh=mesh, **settings)
         rows = script.shard_range(packed.shape[0], dist.get_rank(), dist.get_world_size())
         part = slice(rows.start, rows.stop)
-        where = "cpu" if "offload_policy" in settings else device
         if name != "unprotected":
-            mine = script.NF4Blocks(packed[part].to(where), codes[part].to(where))
+            place = script.pinned_copy if name == "offload" else torch.clone  # --offload_params
+            mine = script.NF4Blocks(place(packed[part]), place(codes[part]), device)
             script.set_local(module, "weight", mine)
-            script.set_local(module, "bias", torch.zeros(8 // dist.get_world_size(), device=where))
+            script.set_local(module, "bias", torch.zeros(8 // dist.get_world_size(), device=device))
         for _ in range(2):  # the first gather allocates, the second fills what was freed
             module(torch.zeros(1, device=device))  # torch 2.11 wants an argument
             gathered = seen["w"].packed if name != "unprotected" else seen["w"].detach()
