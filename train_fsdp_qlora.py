@@ -142,7 +142,7 @@ GROUPS = {"model": "model and data", "batch_size": "training", "adapter": "adapt
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Every flag of the script. None means: derived from the rest, and printed."""
+    """Every flag of the script. None means: derived from the rest, and printed, or not used."""
 
     model: str | None = knob(
         None, "Hub id or directory of safetensors; left out: a built-in demo;"
@@ -278,7 +278,7 @@ def resolve_config(config, world_size):
 
 
 def main(argv=None):
-    """Returns the exit code, one of EXITS or 0."""
+    """Returns the exit code: 0, or one of those above EXITS."""
     device, config, code = init_distributed(), None, 0
     with watched():
         try:
@@ -323,21 +323,21 @@ def train(given, device):
         with together():
             base = model_directory(config.model or str(directory / "demo" / "model"),
                                    config.random_weights)
-            base_sha256 = None if config.random_weights else base_digest(base)
+            base_sha256 = text_digest(str(base)) if config.random_weights else base_digest(base)
             config, model_config, arch = read_model_config(base, config)
             tokenizer = load_tokenizer(base, config)
         enter("data")
         begun = on_rank_0(read_json, directory / "train_config.json", {})
-        date = begun.get("date", on_rank_0(time.strftime, "%Y-%m-%d"))
-        fix_date(date)
-        rows, eval_rows = prepare_data(config, directory, tokenizer, arch.vocab_size, date)
+        day = begun.get("date", on_rank_0(time.strftime, "%Y-%m-%d"))
+        fix_date(day)
+        rows, eval_rows = prepare_data(config, directory, tokenizer, arch.vocab_size, day)
         steps = config.max_steps or math.ceil(config.num_epochs * len(rows) / config.batch_size)
         every = max(1, steps // 10) if config.eval_every is None else config.eval_every
         config = dataclasses.replace(config, max_steps=steps, eval_every=every)
-        content = agree_on_content(config, rows, base_sha256)
+        content = agree_on_content(config, rows, eval_rows, base_sha256)
         enter("checkpoint")
         done = on_rank_0(find_checkpoint, config, directory, content)  # steps; 0: a new run
-        status.directory, status.max_steps, status.step = directory, steps, done
+        status.is_ours, status.max_steps, status.step = True, steps, done
         status.checkpoint = checkpoint_path(directory, done).name if done else None
 
         # 3. Model: what of it is adapted, and the plan: what is sharded, recomputed, offloaded
@@ -376,7 +376,7 @@ def train(given, device):
             progress=progress, dealt=None, saved=done, save_due=math.inf, longest_step=0,
             clock_start=now())
         enter("saving")
-        on_rank_0(describe_run, run, given, base.resolve(), frozen, date, tokenizer)
+        on_rank_0(describe_run, run, given, base.resolve(), frozen, day, tokenizer)
         verify_model(model, plan)
         say(f"parameters: {adapter.n_trainable:,} trainable ({config.adapter}),"
             f" {frozen.n_parameters:,} frozen")
@@ -394,9 +394,10 @@ def run_steps(run, done):
     """The training loop: steps, evaluations, metrics, checkpoints. Returns one record of metrics a
     step. All ranks must call this."""
     config, plan, progress, records = run.config, run.plan, run.progress, []
-    say(f"steps: {config.max_steps} of {config.batch_size} rows, in bins of at most"
-        f" {plan.bin_tokens:,} tokens on {dist.get_world_size()} processes; peak learning rate"
-        f" {config.learning_rate}")
+    passes = config.max_steps * config.batch_size / len(run.rows)
+    say(f"steps: {config.max_steps} of {config.batch_size} rows, in all {passes:.3g} passes over"
+        f" them, in bins of at most {plan.bin_tokens:,} tokens on {dist.get_world_size()}"
+        f" processes; peak learning rate {config.learning_rate}")
     with together():
         log = open_log(run, done) if is_rank_0() else None
     save_steps, save_seconds = save_interval(config)
@@ -465,22 +466,24 @@ def evaluate(run):
     """The mean loss over the learnt tokens of all evaluation rows, without dropout; None if the run
     was asked to stop meanwhile. All ranks must call this."""
     global evaluating
-    evaluating, rows = True, run.eval_rows
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    evaluating = True
+    rows, loss, rank, world_size = run.eval_rows, None, dist.get_rank(), dist.get_world_size()
     total = torch.zeros((), dtype=torch.float64, device=run.device)
     for some in torch.arange(len(rows)).split(max(64, run.config.batch_size)):
-        request_here(run)  # --max_minutes may be over
+        check_time(run)
         if any(gather_objects(status.stop_reason)):
             break
         extend_deadline(run)
         batch = rows.select(some)
         for micro_batch in deal_rows(batch.lengths.tolist(), world_size, run.plan.bin_tokens):
             total += run.model(make_bin(batch, micro_batch, rank, None, run))
+    else:
+        loss = float(all_gather(total).sum()) / int(rows.n_learnt.sum())
     for unit in run.model.modules():  # nothing that was gathered may stay: the adapter will change
         if isinstance(unit, FSDPModule):
             unit.reshard()
-    evaluating, loss = False, float(all_gather(total).sum()) / int(rows.n_learnt.sum())
-    return None if any(gather_objects(status.stop_reason)) else loss
+    evaluating = False
+    return loss
 
 
 def log_evaluation(run, log, step):
@@ -515,8 +518,8 @@ class RefusedRow(ValueError):
 
 
 FORMS = {  # keys that a row must have: keys that it may have
-    ("messages",): ("tools",), ("conversations",): ("system", "tools"),
-    ("prompt", "completion"): ("tools",), ("instruction", "output"): ("input",),
+    ("messages",): ("system", "tools"), ("conversations",): ("system", "tools"),
+    ("prompt", "completion"): ("tools",), ("instruction", "output"): ("input", "system", "history"),
     ("question", "answer"): (), ("text",): (), ("input_ids",): ("labels",)}
 
 
@@ -541,25 +544,27 @@ def parse_row(row, tokenizer):
             advice = "preferences are not learnt; name the better answer completion to learn it"
         raise RefusedRow(f"has {', '.join(row) or 'no keys'}; want {wanted}: {advice}")
     ignored = [key for key in row if key not in form + FORMS[form]]
-    said = printable(" and ".join(form) + f" (ignored: {', '.join(ignored)})" * bool(ignored))
+    form_text = printable(" and ".join(form) + f" (ignored: {', '.join(ignored)})" * bool(ignored))
     row = plain_form(row, form, tokenizer.chat_template is not None)
     if "messages" in row:
         try:
             with time_limit(RENDER_SECONDS, "rendering"):
-                return said, parse_chat(row["messages"], row.get("tools"), tokenizer)
+                return form_text, parse_chat(row["messages"], row.get("tools"), tokenizer)
         except TimeoutError as e:
             raise RefusedRow(f"is not rendered by the chat template: {e}")
     if "input_ids" in row:
-        return said, [as_ids(row["input_ids"], row.get("labels", row["input_ids"]))]
+        return form_text, [as_ids(row["input_ids"], row.get("labels", row["input_ids"]))]
     if "tools" in FORMS[form] and row.get("tools") not in (None, [], "", "[]"):
         raise RefusedRow("has tools, which a prompt in plain text cannot take: write prompt and"
                          " completion as lists of messages")
     if "text" in row:
         if not as_text(row, "text").strip():  # EOS would be learnt alone: to stop at once
             raise ValueError("text is empty")
-        return said, [[(row["text"], True, True)]]
+        return form_text, [[(row["text"], True, True)]]
     prompt, completion = as_text(row, "prompt"), as_text(row, "completion")
-    return said, [[(prompt, False, True), (completion, True, False)]]
+    if not completion.strip():
+        raise ValueError("completion is empty")
+    return form_text, [[(prompt, False, True), (completion, True, False)]]
 
 
 def parse_chat(messages, tools, tokenizer):
@@ -572,7 +577,7 @@ def parse_chat(messages, tools, tokenizer):
         raise RefusedRow("is a conversation, but the tokenizer has no chat template: give one by"
                          " --chat_template, or use prompt and completion")
     special, as_parts = chat_traits(tokenizer, str(tokenizer.chat_template))
-    tools = (json.loads(tools) if isinstance(tools, str) else tools) or None
+    tools = (json.loads(tools or "null") if isinstance(tools, str) else tools) or None
     template = tokenizer.get_chat_template(tools=tools)
     cleaned = [clean_message(message, as_parts) for message in messages]
     messages, learnt = [m for m, _ in cleaned], [is_learnt for _, is_learnt in cleaned]
@@ -618,8 +623,9 @@ def parse_chat(messages, tools, tokenizer):
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Encoded rows. Their tokens lie end to end in a few arrays, int32, views of a memory-mapped
-    file, which all ranks of a node share."""
+    """Encoded rows, one for each document of parse_row(): a row of the data set may become several.
+    Their tokens lie end to end in a few arrays, int32, views of a memory-mapped file, which all
+    ranks of a node share."""
 
     input_ids: list  # of arrays
     labels: list  # of arrays of the same sizes
@@ -651,12 +657,12 @@ class Rows:
         return hashlib.sha256(self.digests.numpy().tobytes()).hexdigest()
 
 
-def prepare_data(config, directory, tokenizer, vocab_size, date):
+def prepare_data(config, directory, tokenizer, vocab_size, day):
     """The Rows to train on and those to evaluate on, or None. All ranks must call this."""
     if config.random_weights and not config.dataset:
         say(f"data: {config.batch_size} rows of random tokens")
         return random_rows(vocab_size, config), None
-    settings = tokenizer, config.max_seq_len, vocab_size, date
+    settings = tokenizer, config.max_seq_len, vocab_size, day
     sources = config.dataset or (str(directory / "demo" / "data.jsonl"),)
     rows, line = prepare_rows(sources, *settings)
     say(f"data: {line}")
@@ -725,8 +731,8 @@ def round_up(n, device):
 
 @dataclasses.dataclass
 class Bin:
-    """What a GPU works on at once: documents, which are rows of the data set, end to end. Padding
-    to a round length is documents of its own, no longer than the others."""
+    """What a GPU works on at once: documents, each one of Rows, end to end. Padding to a round
+    length is documents of its own, no longer than the others."""
 
     input_ids: torch.Tensor  # int64 [tokens]
     position_ids: torch.Tensor  # int64 [tokens], 0 at the first token of each document
@@ -998,6 +1004,9 @@ def read_flags(path):
     argv = []
     for name, value in content.items():
         if isinstance(value, bool):
+            if not isinstance(getattr(Config, name, False), bool):
+                raise ValueError(f"--config {path}: {name}: {value}: YAML takes yes, no, on and off"
+                                 " for these: put the value in quotes")
             argv.append(f"--{name}" if value else f"--no-{name}")
         elif isinstance(value, list):
             argv += [f"--{name}", *map(str, value)]
@@ -1178,10 +1187,10 @@ LIBC, SET_PDEATHSIG = ctypes.CDLL(None), 1  # of prctl(2)
 def new_status():
     """What the main thread and that of watch() tell each other, and status.json."""
     return types.SimpleNamespace(
-        phase="flags", directory=None, step=0, max_steps=None, checkpoint=None, lock=None,
-        where="outside of the steps (loading or saving)", ending=False,
+        phase="flags", directory=None, is_ours=False, step=0, max_steps=None, checkpoint=None,
+        lock_fd=None, where="outside of the steps (loading or saving)", ending=False,
         started=now(), deadline=math.inf, stop_reason=None, signal_at=-math.inf,
-        end=threading.Lock(), end_said=False, how_to_resume="the same command resumes it")
+        end_lock=threading.Lock(), end_said=False, how_to_resume="the same command resumes it")
 
 
 status = new_status()
@@ -1211,9 +1220,9 @@ def watched():
         send.close()
         thread.join()
         receive.close()
-        if status.lock is not None:
-            os.close(status.lock)
-            status.lock = None
+        if status.lock_fd is not None:
+            os.close(status.lock_fd)
+            status.lock_fd = None
 
 
 def forget_signals():
@@ -1221,9 +1230,9 @@ def forget_signals():
     signals."""
     with contextlib.suppress(AttributeError, OSError):  # of Linux alone
         LIBC.prctl(SET_PDEATHSIG, signal.SIGKILL)
-    if status.lock is not None:
-        os.close(status.lock)
-        status.lock = None
+    if status.lock_fd is not None:
+        os.close(status.lock_fd)
+        status.lock_fd = None
     signal.set_wakeup_fd(-1)
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
@@ -1282,21 +1291,21 @@ def ask_to_stop(why):
 def leave(code, message):
     """End this process now, whatever its main thread does."""
     status.ending = True
-    end_within(15, code)
+    end_soon(code)
     say_end(code, message)
     os._exit(code)
 
 
-def end_within(seconds, code):
-    """End this process then, also if the disk or the terminal answers nobody any more."""
-    timer = threading.Timer(seconds, os._exit, [code])
+def end_soon(code):
+    """End this process in 15 s, also if the disk or the terminal answers nobody any more."""
+    timer = threading.Timer(15, os._exit, [code])
     timer.daemon = True
     timer.start()
 
 
 def say_end(code, message):
     """Write down why the run ends, and print it; of a stop that all know of, rank 0 alone."""
-    with status.end:  # the main thread and that of watch() may come here at once
+    with status.end_lock:  # the main thread and that of watch() may come here at once
         is_alone = code != AGAIN or message.startswith(LOST)  # rank 0 may be what is lost
         if (is_rank_0() or is_alone) and not status.end_said:
             write_status("stopped" if code == AGAIN else "failed", code, message)
@@ -1341,7 +1350,7 @@ def out_of_memory_text(error, config, device):
 
 def leave_frozen():
     """Write down where all threads are and end: some rank does nothing any more."""
-    end_within(15, FROZEN)
+    end_soon(FROZEN)
     path = status.directory / f"stacks-{os.environ.get('RANK', 0)}.txt"
     with contextlib.suppress(OSError), path.open("w") as file:
         faulthandler.dump_traceback(file, all_threads=True)
@@ -1357,18 +1366,24 @@ def extend_deadline(run):
     status.deadline = now() + (60 * minutes if minutes else max(600, 20 * longest))
 
 
-def request_here(run):
-    """What this rank wants, an index of REQUESTS. When --max_minutes are over, it wants to stop."""
+def check_time(run):
+    """When --max_minutes are over, or would be after another step, this rank asks to stop."""
     minutes = run.config.max_minutes
     if minutes and now() + run.longest_step > status.started + 60 * minutes:
         status.stop_reason = status.stop_reason or f"--max_minutes {minutes:g} are over"
+
+
+def request_here(run):
+    """What this rank wants of all, an index of REQUESTS."""
+    check_time(run)
     if status.stop_reason:
         return REQUESTS.index("stop")
     return REQUESTS.index("save" if now() > run.save_due else None)
 
 
 def enter(phase):
-    """Say in status.json what the run does now."""
+    """Begin a phase of the run. It decides which exit code an error has, what a signal does, and
+    stands in status.json."""
     status.phase = phase
     write_status(phase)
 
@@ -1376,7 +1391,8 @@ def enter(phase):
 def write_status(state, code=None, message=""):
     """Replace status.json: rank 0, and others with an exit code. A stop never replaces a failure
     that another rank has written, which may be its cause."""
-    if status.directory is None or not (is_rank_0() or code):
+    may_write = status.is_ours or code == AGAIN  # of a run that was complete and shall go on, too
+    if status.directory is None or not may_write or not (is_rank_0() or code):
         return
     path = status.directory / "status.json"
     content = {
@@ -1386,7 +1402,7 @@ def write_status(state, code=None, message=""):
         "time": time.strftime("%Y-%m-%d %H:%M:%S")}
     part = path.with_name(f".status.{os.environ.get('RANK', 0)}.{threading.get_ident()}")
     with contextlib.suppress(OSError, ValueError):
-        was = read_json(path, {}).get("state")  # by another rank, perhaps
+        was = read_json(path, {}).get("state") if status.is_ours else None  # by another rank?
         if was == "failed" and (code == AGAIN or state == "training"):
             return
         if was in ("stopped", "complete") and message.startswith(LOST):
@@ -1418,7 +1434,9 @@ def check_progress(run, step, loss, norm):
                f" {progress['first_loss']:.4f}, and the adapter has weights of {largest:.0f}")
     else:
         return
-    advice = f"a lower --learning_rate may help; {status.how_to_resume} from the last checkpoint"
+    advice = "a lower --learning_rate may help"
+    if status.checkpoint:
+        advice += f"; with it, {status.how_to_resume} from {status.checkpoint}"
     if run.adapter.state["step"] == 0:
         advice = "nothing was trained yet: --compute_dtype float32, or is the model damaged?"
     raise Stop(f"step {step}: {why}; nothing of this step is saved; {advice}", DIVERGED)
@@ -1482,7 +1500,7 @@ def open_output(config, given):
 
     holder, made, is_complete, may_write_status = on_rank_0(make)
     # another run's status.json is not touched until find_checkpoint has accepted these flags
-    status.directory = directory if may_write_status else None
+    status.directory, status.is_ours = directory, may_write_status
     try:
         with together():
             if not (path := directory / ".lock").is_file() or path.read_text() != holder:
@@ -1502,11 +1520,11 @@ def lock(directory):
     """Hold the directory's .lock until this process ends, however it ends, and say in it who does.
     By flock, which NFS from version 4 and Lustre with -o flock pass on between nodes. Returns what
     it says. Rank 0 only."""
-    status.lock = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    status.lock_fd = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        fcntl.flock(status.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(status.lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        holder = os.read(status.lock, 200).decode(errors="replace")
+        holder = os.read(status.lock_fd, 200).decode(errors="replace")
         raise ValueError(f"--output_dir {directory}: in use by {holder or 'a run that begins'}:"
                          " wait for it, or name another directory")
     except OSError as e:
@@ -1514,9 +1532,9 @@ def lock(directory):
             " at once will not be noticed")
     holder = (f"process {os.getpid()} on {socket.gethostname()} since"
               f" {time.strftime('%Y-%m-%d %H:%M:%S')}")
-    os.ftruncate(status.lock, 0)
-    os.pwrite(status.lock, holder.encode(), 0)
-    os.fsync(status.lock)  # other nodes read it
+    os.ftruncate(status.lock_fd, 0)
+    os.pwrite(status.lock_fd, holder.encode(), 0)
+    os.fsync(status.lock_fd)  # other nodes read it
     return holder
 
 
@@ -1548,7 +1566,8 @@ def write_whole(path, content):
         part.write_text(content)
     else:
         save_file(content, part, metadata={"format": "pt"})
-    part.chmod(0o644)  # safetensors leaves it readable by its owner alone
+    os.umask(umask := os.umask(0o077))
+    part.chmod(0o666 & ~umask)  # safetensors leaves it readable by its owner alone
     sync_file(part)
     os.replace(part, path)
     sync_file(path.parent)
@@ -1581,7 +1600,8 @@ def open_log(run, done):
         with contextlib.suppress(ValueError):  # torn by the end of the run
             record = json.loads(line)
             is_evaluation = "eval_loss" in record  # that of step `done` may be done again
-            if record["step"] <= (run.progress["evaluated"] or 0 if is_evaluation else done):
+            newest = (run.progress["evaluated"] or 0) if is_evaluation else done
+            if record["step"] <= newest:
                 records[record["step"], is_evaluation] = line + "\n"
     write_whole(path, "".join(records.values()))
     log = types.SimpleNamespace(
@@ -1597,10 +1617,11 @@ def open_log(run, done):
     elif config.report_to == "wandb":
         import wandb
 
-        name = run.directory.resolve().name
+        path = run.directory.resolve()
         try:
-            log.wandb = wandb.init(project="fsdp-qlora", id=name, name=name, resume="allow",
-                                   dir=run.directory, config=dataclasses.asdict(config))
+            log.wandb = wandb.init(
+                project="fsdp-qlora", id=f"{path.name}-{text_digest(str(path))[:8]}",
+                name=path.name, resume="allow", dir=path, config=dataclasses.asdict(config))
         except Exception as e:
             raise ValueError(f"--report_to wandb: {e}")
     return log
@@ -1610,7 +1631,7 @@ def write_metrics(log):
     """Append what is unwritten to metrics.jsonl. What the disk does not take is kept for the next
     time, and written over what it took of it. Rank 0 only."""
     try:
-        file, done = os.open(log.path, os.O_WRONLY | os.O_CREAT, 0o644), 0
+        file, done = os.open(log.path, os.O_WRONLY | os.O_CREAT, 0o666), 0
         try:
             while done < len(log.unwritten):
                 done += os.pwrite(file, log.unwritten[done:], log.size + done)
@@ -1696,7 +1717,7 @@ def flags_of(given):
     return {name: value for name, value in flags.items() if name not in ("resume", "output_dir")}
 
 
-def describe_run(run, given, base, frozen, date, tokenizer):
+def describe_run(run, given, base, frozen, day, tokenizer):
     """Write train_config.json, the configuration and all that a merge must know, and the tokenizer.
     Rank 0 only."""
     config, rows = run.config, run.rows
@@ -1712,12 +1733,12 @@ def describe_run(run, given, base, frozen, date, tokenizer):
             "double_quant": True,
             "nested_blocksize": NESTED_BLOCK,
             "quantized_from_dtype": config.compute_dtype,
-            "prequantized": frozen.stored,  # its bytes are the base's own
+            "prequantized": frozen.prequantised,  # its bytes are the base's own
             "device": run.device.type,
             "absmax_offsets": frozen.offsets,  # each linear's mean absmax: tells bases apart
         },
         "world_size": dist.get_world_size(),
-        "date": date,
+        "date": day,
         "versions": {m.__name__: m.__version__ for m in LIBRARIES},
         "probe_input_ids": [rows.tokens(i)[0][:64].tolist() for i in range(min(4, len(rows)))]}
     write_whole(run.directory / "train_config.json", json.dumps(described, indent=2))
@@ -1774,24 +1795,26 @@ def find_pieces(source):
     """Split a --dataset into pieces that processes can read in parallel, (file, None, start, stop)
     in bytes or (name, table, start, stop) in rows. Also returns what tells its content from any
     other."""
-    name, *options = source.split(",")
+    name, *options = [source] if Path(source).exists() else source.split(",")
     options = dict(option.partition("=")[::2] for option in options)
     if not options.keys() <= {"split", "name", "revision"}:
         raise ValueError(f"--dataset {source}: behind a comma stands split=, name= or revision=")
-    paths = sorted(glob.glob(name, recursive=True)) if glob.has_magic(name) else [name]
+    is_pattern = glob.has_magic(name) and not Path(name).exists()
+    paths = sorted(glob.glob(name, recursive=True)) if is_pattern else [name]
     if not paths:
         raise ValueError(f"--dataset {name}: no file matches")
     pieces, contents = [], []
     for path in map(Path, paths):
         kinds = *JSON_KINDS, *TABLE_KINDS
-        files, is_saved = [path], {"state.json", "dataset_dict.json"} & set(
+        files, saved = [path], {"state.json", "dataset_dict.json"} & set(
             os.listdir(path) if path.is_dir() else ())
-        taken = {"split"} if "dataset_dict.json" in is_saved else set()
+        taken = {"split"} if "dataset_dict.json" in saved else set()
         if path.exists() and options.keys() - taken:
             raise ValueError(f"--dataset {source}: what stands behind the comma is for Hub ids, and"
                              " split= for several splits by save_to_disk: name the files you want")
-        if path.is_dir() and not is_saved:
-            files = sorted(p for p in path.rglob("*") if p.is_file() and file_kind(p) in kinds)
+        if path.is_dir() and not saved:
+            files = sorted(p for p in path.rglob("*") if p.is_file() and file_kind(p) in kinds
+                           and not is_set_aside(p, path))
             if not files:
                 raise ValueError(f"--dataset {path}: no file in it ends in {', '.join(kinds)}")
         for file in files:
@@ -1800,11 +1823,18 @@ def find_pieces(source):
                 table, size, content = None, file.stat().st_size, digest(file)
                 step = size if whole else PIECE_BYTES
             else:
-                table = open_table(source, file, options, is_saved)
+                table = open_table(source, file, options, saved)
                 size, step, content = len(table), PIECE_ROWS, table._fingerprint
             pieces += [(str(file), table, at, at + step) for at in range(0, size, max(1, step))]
             contents.append(content)
     return pieces, contents
+
+
+def is_set_aside(file, directory):
+    """Whether a file below a --dataset is hidden, or what a run has written there."""
+    below = file.relative_to(directory)
+    return any(part.startswith(".") for part in below.parts) or any(
+        (directory / parent / ".lock").exists() for parent in below.parents)
 
 
 def file_kind(path):
@@ -1820,23 +1850,26 @@ def first_byte(path):
         return file.read(2**16).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
 
 
-def open_table(source, path, options, is_saved):
+def open_table(source, path, options, saved):
     """The datasets.Dataset of a Parquet or CSV file, a directory of save_to_disk or a Hub id."""
     import datasets
     import pandas
 
     kind, split, what = TABLE_KINDS.get(file_kind(path)), options.get("split", "train"), ""
     try:
-        if is_saved:
+        if saved:
             table = datasets.load_from_disk(str(path))
             table = table[split] if isinstance(table, datasets.DatasetDict) else table
         elif kind and path.is_file():
             all_text = {}
-            if kind == "csv":  # "12" stays text, and "null"
-                names = pandas.read_csv(path, nrows=0).columns
+            if kind == "csv":  # "12" stays text, and "null"; the first column is no index
+                names = pandas.read_csv(path, nrows=0, index_col=False).columns
                 kinds = {name: datasets.Value("string") for name in names}
-                all_text = {"features": datasets.Features(kinds), "keep_default_na": False}
-            table = datasets.load_dataset(kind, data_files=str(path), split="train", **all_text)
+                all_text = {"features": datasets.Features(kinds), "keep_default_na": False,
+                            "index_col": False}
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", pandas.errors.ParserWarning)  # of cells beyond it
+                table = datasets.load_dataset(kind, data_files=str(path), split="train", **all_text)
         elif path.exists() or file_kind(path) in (*JSON_KINDS, *TABLE_KINDS) or (
             source[0] in "./~" or str(path).count("/") != 1
         ):
@@ -1846,7 +1879,7 @@ def open_table(source, path, options, is_saved):
             what = "no such file here, and the Hub says: "
             table = datasets.load_dataset(str(path), **{"split": "train", **options})
     except Exception as e:  # the Hub client has a dozen kinds of errors; each is the user's
-        raise ValueError(f"--dataset {source}: {what}{e}")
+        raise ValueError(f"--dataset {source}: {what}{e.__cause__ or e}")
     return table
 
 
@@ -1861,7 +1894,7 @@ def read_piece(source, table, start, stop):
             try:
                 rows = json.load(file)
             except (ValueError, RecursionError) as e:
-                raise RefusedRow(f"{source}: is no JSON: {e}")
+                rows = [RefusedRow(f"is no JSON: {e}")]
         yield from (((f"{source} row", 0, i), row) for i, row in enumerate(rows, 1))
     else:
         with open_file(source) as file:
@@ -1880,6 +1913,17 @@ def read_piece(source, table, start, stop):
                     why = getattr(e, "reason", str(e).partition(":")[0])
                     row = ValueError(f"is no JSON: {why}")
                 yield (source, start, i), row
+
+
+def read_pieces(pieces):
+    """What read_piece yields of each; a file that cannot be read ends with a RefusedRow."""
+    for source, table, start, stop in pieces:
+        where = source, start, 0
+        try:
+            for where, row in read_piece(source, table, start, stop):
+                yield where, row
+        except (OSError, EOFError, zlib.error) as e:
+            yield (*where[:2], where[2] + 1), RefusedRow(f"cannot be read: {e}")
 
 
 @functools.lru_cache(None)
@@ -1907,28 +1951,35 @@ def without_none(value):
 # ------------------------------------------------------------------------------------------------
 
 RENDER_SECONDS = 20  # of a chat template
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function": "tool"}
+SHAREGPT_ROLES = {
+    "system": "system", "human": "user", "user": "user", "gpt": "assistant", "model": "assistant",
+    "assistant": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
+    "tool": "tool", "observation": "tool", "function": "tool"}
 
 
 def plain_form(row, form, has_template):
     """The row as text, prompt and completion, messages or input_ids."""
+    system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+    if form == ("messages",):
+        return row | {"messages": system + as_list(row, "messages")}
     if form == ("conversations",):
-        messages = [
-            {"role": SHAREGPT_ROLES.get(m["from"], m["from"]), "content": m.get("value")}
-            if isinstance(m, dict) and isinstance(m.get("from"), str) else m
-            for m in as_list(row, "conversations")]
-        system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+        messages = as_list(row, "conversations")
+        messages = [from_sharegpt(m) if isinstance(m, dict) and "from" in m else m
+                    for m in messages]
         return {"messages": system + messages, "tools": row.get("tools")}
     if form == ("prompt", "completion") and isinstance(row["prompt"], list):
         read_only = [m | {"train": False} if isinstance(m, dict) else m
                      for m in as_list(row, "prompt")]
         return {"messages": read_only + as_list(row, "completion"), "tools": row.get("tools")}
     if form == ("instruction", "output"):
+        if row.get("history"):
+            raise RefusedRow("has history, which would be lost: write it as messages")
         prompt, more = as_text(row, "instruction"), as_text({"input": "", **row}, "input")
         answer = as_text(row, "output")
         if not has_template:
             more = f"### Input:\n{more}\n\n" if more else ""
             prompt = f"### Instruction:\n{prompt}\n\n{more}### Response:\n"
+            prompt = as_text(row, "system") + "\n\n" + prompt if system else prompt
         elif more:
             prompt = f"{prompt}\n\n{more}"
     elif form == ("question", "answer"):
@@ -1937,9 +1988,17 @@ def plain_form(row, form, has_template):
     else:
         return row
     if has_template:
-        return {"messages": [{"role": "user", "content": prompt},
+        return {"messages": [*system, {"role": "user", "content": prompt},
                              {"role": "assistant", "content": answer}]}
     return {"prompt": prompt, "completion": answer}
+
+
+def from_sharegpt(message):
+    """A message of ShareGPT in OpenAI's words."""
+    if (role := message["from"]) not in SHAREGPT_ROLES:
+        raise RefusedRow(f"has a message from {role!r}; known are {', '.join(SHAREGPT_ROLES)}")
+    more = {key: message[key] for key in ("weight", "train") if key in message}
+    return {"role": SHAREGPT_ROLES[role], "content": message.get("value"), **more}
 
 
 def printable(text):
@@ -2115,6 +2174,8 @@ def tokenize(documents, tokenizer):
         ids, labels = [], []
         for _, learnt, may_begin in document:
             new, offsets = next(encodings[may_begin])
+            if new[:2] == 2 * [tokenizer.bos_token_id] and offsets[0] == (0, 0):
+                new, offsets = new[1:], offsets[1:]  # the text has its own
             if isinstance(learnt, bool):
                 while new[-1:] == [eos] and offsets[len(new) - 1] == (0, 0):
                     new = new[:-1]  # it was not in the text: some tokenizers append it to all
@@ -2135,8 +2196,7 @@ def tokenize(documents, tokenizer):
 
 def encode_pieces(pieces, tokenizer, max_seq_len, vocab_size):
     """Yield ENCODED of each document of each row, and of a row left out the reason."""
-    rows = itertools.chain.from_iterable(read_piece(*piece) for piece in pieces)
-    nothing = [([], [])]
+    rows, nothing = read_pieces(pieces), [([], [])]
     while batch := list(itertools.islice(rows, BATCH)):
         parsed = []
         for where, row in batch:
@@ -2155,7 +2215,8 @@ def encode_pieces(pieces, tokenizer, max_seq_len, vocab_size):
                     why = (f"{REFUSED}{say_where(*where)}: has token {largest}, but the model's"
                            f" vocabulary ends at {vocab_size - 1}")
                 elif not columns["n_learnt"]:
-                    why = why or "nothing to learn in it"
+                    start = f"its first {max_seq_len} tokens" if columns["cut"] else "it"
+                    why = why or f"nothing to learn in {start}"
                 yield {**columns, "is_first": i == 0, "kept": not why, "form": form,
                        "left_out": printable(why), "where": say_where(*where) if why else ""}
 
@@ -2186,7 +2247,9 @@ def encode_table(pieces, key, **settings):
             encode_batches, datasets.Features(features), gen_kwargs={"pieces": pieces, **settings},
             fingerprint=key, num_proc=processes if processes > 1 else None, writer_batch_size=16)
     except datasets.exceptions.DatasetGenerationError as e:
-        raise ValueError(f"the rows cannot be encoded: {e.__cause__ or e}")
+        # of another process this is the text of a traceback, and of what came of it
+        first = str(e.__cause__ or e).partition("\nThe above exception was")[0]
+        raise ValueError(f"the rows cannot be encoded: {first.strip().splitlines()[-1]}")
     except ValueError:  # nothing was yielded
         return None
     return {name: list_flatten(table.data.column(name)) for name in ENCODED}
@@ -2204,8 +2267,8 @@ def prepare_rows(sources, tokenizer, max_seq_len, vocab_size, day):
             template, tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map,
             day if "strftime_now" in template else ""])
         pieces, table = [piece for pieces, _ in found for piece in pieces], None
-    is_first = int(os.environ.get("LOCAL_RANK", 0)) == 0
-    for turn in (is_first, not is_first):  # the first rank of a node encodes, the others find it
+    encodes = int(os.environ.get("LOCAL_RANK", 0)) == 0  # the others of its node find the file
+    for turn in (encodes, not encodes):
         with together():
             if turn and pieces:
                 table = encode_table(pieces, key, tokenizer=tokenizer, max_seq_len=max_seq_len,
@@ -2273,9 +2336,9 @@ def rows_of(pairs):
 COLUMNS = 64  # an adapter's columns of a product are filled up to whole cache lines
 LARGE_WEIGHT = 2**28  # weights; a group of linears with more is dequantised one by one
 SLICE_TOKENS = 4096  # of a recomputed MLP at once; fewer make its products slower
-# where dropout is in a layer, besides the groups' inputs, 0 to 3: on what attention and the MLP
-# add, and on attention's weights
-ATTENTION_SITE, MLP_SITE, WEIGHTS_SITE = 4, 5, 6
+# where dropout is in a layer, besides the inputs of its groups, which are 0 to 3: on what attention
+# and the MLP add, and on attention's weights
+ATTENTION_SITE, MLP_SITE, WEIGHTS_SITE, SITES = 4, 5, 6, 8
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -2407,12 +2470,13 @@ def make_layout(arch, adapted, config):
 
 class DecoderLayer(nn.Module):
     """One decoder layer. It has three parameters, because FSDP2's work on the host is by parameter:
-    `nf4`, the weights of all linears; `vectors`, norms and biases; `adapter`, A and B of all."""
+    `nf4`, the weights of all linears; `vectors`, norms and biases; `adapter`, what is trained."""
 
     def __init__(self, arch, layout, index, plan):
         super().__init__()
         self.arch, self.layout, self.index, self.plan = arch, layout, index, plan
         self.keeps = plan.keeps(index)
+        assert not (arch.parallel and self.keeps == "middle"), "the MLP of a parallel layer reads x"
         self.window, self.rope = arch.layer_window[index], arch.layer_rope[index]
         self.nested = {}  # {group's site: Nested}
         self.weight_norms = {}  # DoRA: {adapted linear's name: norms of the rows of W, fp32}
@@ -2436,8 +2500,9 @@ class LayerFunction(torch.autograd.Function):
     residual sum.
 
     What is kept from forward to backward is one of three: "all"; "middle", which is x and the sum
-    after attention; "x" alone. What is not kept is computed again in backward. There the parameters
-    are read from the layer, where FSDP2 has put the gathered ones back.
+    after attention, in a parallel layer never, as its MLP reads x; "x" alone. What is not kept is
+    computed again in backward. There the parameters are read from the layer, where FSDP2 has put
+    the gathered ones back.
     """
 
     @staticmethod
@@ -2462,16 +2527,14 @@ class LayerFunction(torch.autograd.Function):
         if layer.keeps == "all":
             of_attention, grad_middle = first, mlp_backward(work, second, grad)
         elif layer.keeps == "middle":
-            middle, x = take(second), take(first) if parallel else None
-            grad_middle = mlp_recomputed_backward(work, middle, x, grad)
-            del middle
-            x = x if parallel else take(first)  # it came back while the MLP ran
+            grad_middle = mlp_recomputed_backward(work, take(second), grad)
+            x = take(first)  # it came back while the MLP ran
             of_attention = attention_half(work, x, want_sum=False)[1]
         else:
             x = take(first)
-            middle, of_attention = attention_half(work, x)
+            middle, of_attention = attention_half(work, x, want_sum=not parallel)
             work.held.clear()  # room for the MLP's weights
-            grad_middle = mlp_recomputed_backward(work, middle, x, grad)
+            grad_middle = mlp_recomputed_backward(work, x if parallel else middle, grad)
             del middle
         # in a parallel layer (Cohere) attention gets the layer's own gradient, and what came
         # through the MLP is x's already
@@ -2483,8 +2546,8 @@ class LayerFunction(torch.autograd.Function):
 
 class LayerWork:
     """What one forward or backward of a layer works with: the gathered adapter in the compute
-    dtype, dequantised weights, and in backward the adapter's gradient, fp32, which FSDP2, where it
-    is used, is given in its param_dtype."""
+    dtype, dequantised weights, and in backward the adapter's gradient, fp32, which autograd then
+    gives the dtype of the parameter, under FSDP2 its param_dtype."""
 
     def __init__(self, layer, bin, backward=False):
         self.layer, self.bin, self.arch, self.layout = layer, bin, layer.arch, layer.layout
@@ -2517,7 +2580,8 @@ class LayerWork:
         """x [n, width] after dropout; the same at the same site when computed again."""
         if not probability or self.bin.dropout_keys is None:
             return x
-        return drop(x, self.bin.dropout_keys[self.tokens], self.layer.index * 8 + site, probability)
+        return drop(x, self.bin.dropout_keys[self.tokens], self.layer.index * SITES + site,
+                    probability)
 
 
 def attention_half(work, x, want_sum=True):
@@ -2562,12 +2626,12 @@ def mlp_in_slices(work, middle, x):
     return torch.cat(sums)
 
 
-def mlp_recomputed_backward(work, middle, x, grad):
-    """Compute the MLP again and return mlp_backward's gradient, a slice at a time."""
-    source, grads = x if work.arch.parallel else middle, []
-    for tokens in token_slices(len(middle)):
+def mlp_recomputed_backward(work, source, grad):
+    """Compute the MLP of `source` again and return mlp_backward's gradient, a slice at a time."""
+    grads = []
+    for tokens in token_slices(len(source)):
         work.tokens = tokens
-        kept = mlp(work, middle[tokens], source[tokens], want_sum=False)[1]
+        kept = mlp(work, None, source[tokens], want_sum=False)[1]
         grads.append(mlp_backward(work, kept, grad[tokens]))
         del kept  # not beside the next slice's
     work.tokens = slice(None)
@@ -2621,15 +2685,15 @@ def mlp_backward(work, kept, grad):
 def kept_values(arch, layout, keeps):
     """For the plan: values per token that a layer keeps from forward to backward, by what the
     functions above put into `kept`."""
-    qkv, out, gate_up, down = (group.width for group in layout.groups)
+    qkv_in, out_in, gate_up_in, down_in = (group.width for group in layout.groups)
+    heads, _, gate_up, _ = (group.out_features for group in layout.groups)
     hidden, query = arch.hidden_size, arch.n_heads * arch.head_dim
     if keeps != "all":
         return hidden * (2 if keeps == "middle" else 1)
-    heads = query + 2 * arch.n_kv_heads * arch.head_dim
     log_sums = 2 * arch.n_heads  # attention's own, fp32
-    attention = hidden + qkv + heads * (2 if arch.qk_norm else 1) + query + log_sums + out
+    attention = hidden + qkv_in + heads * (2 if arch.qk_norm else 1) + query + log_sums + out_in
     attention += hidden * (arch.attention_post_norm is not None)
-    mlp = hidden * (not arch.parallel) + gate_up + layout.groups[2].out_features + down
+    mlp = hidden * (not arch.parallel) + gate_up_in + gate_up + down_in
     return attention + mlp + hidden * (arch.mlp_post_norm is not None)
 
 
@@ -2637,28 +2701,28 @@ def live_bytes(arch, layout, plan, keeps):
     """The most bytes that a layer's backward takes besides what is kept: gradients, weights, and
     what is computed again."""
     item, n = getattr(torch, plan.compute_dtype).itemsize, plan.bin_tokens
-    qkv, out, gate_up, down = (group.width for group in layout.groups)
+    qkv_in, out_in, gate_up_in, down_in = (group.width for group in layout.groups)
+    heads, _, gate_up, _ = (group.out_features for group in layout.groups)
     again = keeps != "all"
     hold = plan.hold_weights and again
     at_once = sum if hold else max  # pieces
     w_qkv, w_out, w_gate_up, w_down = (
         g.width * at_once(piece.out_features for piece in g.pieces) * item for g in layout.groups)
     hidden, query = arch.hidden_size, arch.n_heads * arch.head_dim
-    heads = layout.groups[0].out_features
     t = token_slices(n)[0].stop if again else n  # tokens of the MLP at once
     # the MLP: the gradient of its inner values, with down's weight; then that of its input, with
     # gate and up's
-    first = t * (down * (1 + again) + hidden) * item + w_down + hold * w_gate_up
-    second = t * gate_up * item + w_gate_up + hold * w_down
-    mlp = again * t * (layout.groups[2].out_features + gate_up) * item + max(first, second)
+    first = t * (down_in * (1 + again) + hidden) * item + w_down + hold * w_gate_up
+    second = t * gate_up_in * item + w_gate_up + hold * w_down
+    mlp = again * t * (gate_up + gate_up_in) * item + max(first, second)
     mlp += (2 * n - again * t) * hidden * item  # the sum's, and those of slices that are done
     # attention: all that it keeps, and its gradients; some kernels add up query's in fp32
-    attention = again * (heads + query + qkv + out)
-    attention += 2 * heads + query + qkv + 2 * hidden + 2 * query
+    attention = again * (heads + query + qkv_in + out_in)
+    attention += 2 * heads + query + qkv_in + 2 * hidden + 2 * query
     attention = attention * n * item + w_qkv + hold * w_out
     taken = 2 * n * hidden * item * again  # x and the sum, where they are not counted as kept
     if keeps == "x":  # attention is computed again first, to come to the sum
-        taken += n * (hidden + qkv + heads + query + out) * item
+        taken += n * (hidden + qkv_in + heads + query + out_in) * item
     return max(mlp, attention) + taken
 
 
@@ -2791,7 +2855,8 @@ def elementwise(function):
     evaluation has kernels of its own, by a code object of its own: torch compiles anew for the
     lengths that it has seen, and these must not change training's kernels, nor their last bit."""
     code = function.__code__.replace(co_name=f"{function.__name__}_of_evaluation")
-    twin = types.FunctionType(code, function.__globals__)
+    twin = types.FunctionType(code, function.__globals__, function.__name__,
+                              function.__defaults__, function.__closure__)
     compiled = {False: torch.compile(function), True: torch.compile(twin)}
 
     @functools.wraps(function)
@@ -2952,10 +3017,10 @@ def rotate(x, cos, sin, arch):
 
 
 def normed_heads(x, weight, arch, grad=None):
-    """The norm of x [n, heads, head_dim], by head or over all of them; with `grad`, that of the
-    norm, the gradient of x."""
+    """The norm of x [n, heads, head_dim], by head or over all of them; x itself without a weight.
+    Given `grad`, the gradient of that norm, the gradient of x instead."""
     if weight is None:
-        return x if grad is None else grad
+        return x
     shape = x.shape
     if arch.qk_norm == "full":
         x, grad = x.flatten(1), None if grad is None else grad.flatten(1)
@@ -3052,7 +3117,8 @@ def document_attention(query, key, value, bin, arch, window, index):
             mask = torch.ones(n, n, dtype=torch.bool, device=q.device).tril()
             mask = mask.triu(1 - window) if window else mask
         if arch.attention_softcap or dropout:
-            out = explicit_attention(q, k, v, mask, arch, keys, dropout, index * 8 + WEIGHTS_SITE)
+            site = index * SITES + WEIGHTS_SITE
+            out = explicit_attention(q, k, v, mask, arch, keys, dropout, site)
         else:
             out = F.scaled_dot_product_attention(
                 q, k, v, mask, is_causal=mask is None, scale=arch.attention_scale, enable_gqa=True)
@@ -3161,7 +3227,7 @@ class Nested:
 
     absmax: torch.Tensor  # fp32 [blocks / 256], of one linear after the other
     offsets: torch.Tensor  # fp32 [linears], the mean absmax of each
-    codes: torch.Tensor  # fp32 [linears, 256], the values of the codes
+    code_values: torch.Tensor  # fp32 [linears, 256], of the 8-bit codes
 
 
 @functools.lru_cache(None)
@@ -3183,14 +3249,14 @@ def dequantise_group(layer, piece, adapter):
     weight = adapter.new_empty(piece.out_features, piece.width)
     first = piece.places[0]
     blocks = slice(first.blocks.start, piece.places[-1].blocks.stop)
-    packed, codes = layer.nf4.packed[blocks], layer.nf4.absmax_codes[blocks]
+    packed, absmax_codes = layer.nf4.packed[blocks], layer.nf4.absmax_codes[blocks]
     nested, b = layer.nested[piece.site], adapter[piece.b].view(-1, piece.lora_rank)
-    offsets, nested_codes = nested.offsets[first.index :], nested.codes[first.index :]
+    offsets, code_values = nested.offsets[first.index :], nested.code_values[first.index :]
     device = packed.device
     if weight.is_cuda and not why_no_triton():
         tiles, n_columns = triton.cdiv(len(packed), 64), piece.width - piece.in_features
         dequantise_kernel[(tiles + triton.cdiv(len(weight), 64) * (n_columns // COLUMNS),)](
-            packed, codes, nested.absmax, offsets, nested_codes, nf4_code(device), b,
+            packed, absmax_codes, nested.absmax, offsets, code_values, nf4_code(device), b,
             piece_table(piece, device), weight, len(packed), tiles, len(weight),
             piece.in_features, n_columns, piece.lora_rank, len(piece.places), 64, BLOCK,
             NESTED_BLOCK, COLUMNS, num_warps=4,
@@ -3201,11 +3267,11 @@ def dequantise_group(layer, piece, adapter):
     for i, p in enumerate(piece.places):
         mine = slice(p.blocks.start - blocks.start, p.blocks.stop - blocks.start)
         nested_state = bnb.functional.QuantState(
-            absmax=nested.absmax[p.nested :], code=nested_codes[i], blocksize=NESTED_BLOCK,
+            absmax=nested.absmax[p.nested :], code=code_values[i], blocksize=NESTED_BLOCK,
             dtype=torch.float32)
         state = bnb.functional.QuantState(
-            absmax=codes[mine], shape=torch.Size((p.linear.out_features, p.linear.in_features)),
-            dtype=weight.dtype, code=nf4_code(device), blocksize=BLOCK, quant_type="nf4",
+            absmax=absmax_codes[mine], code=nf4_code(device), blocksize=BLOCK, quant_type="nf4",
+            shape=torch.Size((p.linear.out_features, p.linear.in_features)), dtype=weight.dtype,
             offset=offsets[i], state2=nested_state)
         values = packed[mine].view(-1, 1)[: math.prod(state.shape) // 2]
         weight[piece.local(p), : piece.in_features] = bnb.functional.dequantize_4bit(values, state)
@@ -3229,7 +3295,7 @@ if triton:
 
     @triton.jit
     def dequantise_kernel(
-        packed, absmax_codes, nested_absmax, offsets, nested_codes, nf4_code, b, table, out,
+        packed, absmax_codes, nested_absmax, offsets, code_values, nf4_code, b, table, out,
         n_blocks, n_tiles, n_rows, n_in, n_columns, rank, LINEARS: tl.constexpr,
         BLOCKS: tl.constexpr, BLOCK: tl.constexpr, NESTED_BLOCK: tl.constexpr,
         COLUMNS: tl.constexpr,
@@ -3247,7 +3313,7 @@ if triton:
             block_of = block.to(tl.int32) - tl.load(table + linear * 5)
             nested = tl.load(table + linear * 5 + 2) + block_of // NESTED_BLOCK
             code = tl.load(absmax_codes + block, inside, 0).to(tl.int32)
-            absmax = tl.load(nested_codes + linear * 256 + code)
+            absmax = tl.load(code_values + linear * 256 + code)
             absmax = absmax * tl.load(nested_absmax + nested, inside, 0.0)
             absmax = absmax + tl.load(offsets + linear)
             byte = block[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
@@ -3533,9 +3599,9 @@ class HeadLoss(torch.autograd.Function):
 
     Each rank computes the logits of all ranks' tokens for its own part of the vocabulary; what
     the softmax needs of the others is three numbers a token. The head is never gathered, and the
-    full logits never exist (5.25 GB at 4,096 tokens and a vocabulary of 128k): the head is frozen,
-    so that the gradient of x is all there is to compute, and it is taken in forward, a chunk of
-    tokens at a time. Backward needs neither logits nor head.
+    full logits never exist (in fp32 2.1 GB at 4,096 tokens and a vocabulary of 128k): the head is
+    frozen, so that the gradient of x is all there is to compute, and it is taken in forward, a
+    chunk of tokens at a time. Backward needs neither logits nor head.
     """
 
     @staticmethod
@@ -4047,13 +4113,13 @@ def tensor_names(arch, files):
 
 
 def check_files(files, names, model_config, compute_dtype):
-    """Check a checkpoint's tensors before they are read. Returns check_stored's states of a model
-    that is quantised already, else None."""
+    """Check a checkpoint's tensors before they are read. Returns check_prequantised's states of a
+    model that is quantised already, else None."""
     wanted = {name: (shape, FLOATS) for name, shape in names.shapes.items()}
     if not getattr(model_config, "quantization_config", None):
         check_tensors(files, names, wanted)
         return None
-    states = check_stored(files, names, wanted)
+    states = check_prequantised(files, names, wanted)
     dtypes = sorted({state["dtype"] for state in states.values()})
     say(f"model: quantised already, loaded as it is: {len(states)} linears in NF4")
     if dtypes != [compute_dtype]:
@@ -4086,7 +4152,7 @@ def check_tensors(files, names, wanted):
                              f" {', '.join(dtypes)} are{hint}")
 
 
-def check_stored(files, names, wanted):
+def check_prequantised(files, names, wanted):
     """The same where bitsandbytes has quantised the linears, which must be as it is done here.
     Returns what it has stored of each, {weight's name: its JSON object}."""
     other = [name for name in names.linears if f"{name}.{NF4_STATE}" not in files]
@@ -4253,8 +4319,8 @@ def quantise_shard(own, values, local, dtype, group):
     return nested
 
 
-def stored_shard(own, values, local, states):
-    """The same of linears that bitsandbytes has quantised and stored: their bytes as they are."""
+def prequantised_shard(own, values, local, states):
+    """The same of linears that bitsandbytes has quantised: their bytes as they are."""
     nested = []
     for _, _, at in own:
         codes, absmax_codes, absmax, code = (next(values) for _ in range(4))
@@ -4281,8 +4347,8 @@ def set_local(module, name, local):
 
 def load_model(model, base, model_config, config, device):
     """Fill all of the model that is frozen. Returns `offsets`, see load_weights, whether the files
-    are `stored` in 4 bits, and `n_parameters`. All ranks must call this."""
-    arch, stored = model.arch, None
+    are `prequantised`, and `n_parameters`. All ranks must call this."""
+    arch, prequantised = model.arch, None
     names = tensor_names(arch, {})
     if config.random_weights:
         read = random_reader(config.seed, getattr(torch, config.compute_dtype), device)
@@ -4290,28 +4356,30 @@ def load_model(model, base, model_config, config, device):
         with together():
             files = weight_files(base)
             names = tensor_names(arch, files)
-            stored = check_files(files, names, model_config, config.compute_dtype)
+            prequantised = check_files(files, names, model_config, config.compute_dtype)
         read = file_reader(files, device)
-    offsets = load_weights(model, names, read, device, stored)
+    offsets = load_weights(model, names, read, device, prequantised)
     model.frequencies = [
         (f.to(device), factor) for f, factor in
         (rope_frequencies(rope, arch, config.max_seq_len, model_config) for rope in arch.ropes)]
     torch.cuda.empty_cache()  # what loading used and training would use in other sizes
-    return types.SimpleNamespace(offsets=offsets, stored=bool(stored),
+    return types.SimpleNamespace(offsets=offsets, prequantised=bool(prequantised),
                                  n_parameters=sum(map(math.prod, names.shapes.values())))
 
 
-def load_weights(model, names, read, device, stored=None):
+def load_weights(model, names, read, device, prequantised=None):
     """Fill all that is frozen: of embedding, head and each layer this rank's part alone. `read` is
-    file_reader's or random_reader's result, `stored` that of check_files. Returns {linear's name in
-    the checkpoint: its mean absmax}, a fingerprint of the base model. All ranks must call this."""
+    file_reader's or random_reader's result, `prequantised` that of check_files. Returns {linear's
+    name in the checkpoint: its mean absmax}, a fingerprint of the base model. All ranks must call
+    this."""
     n_bytes, before, started, finite = 0, host_memory(), now(), {}
-    requests = weight_requests(model, names, stored)
+    requests = weight_requests(model, names, prequantised)
 
     def note(value, name):
         nonlocal n_bytes
         n_bytes += value.nbytes
-        if value.is_floating_point() and not (stored and name in names.linears):  # packed codes
+        packed = prequantised and name in names.linears
+        if value.is_floating_point() and not packed:
             finite[name] = value.sum(dtype=torch.float32).isfinite()  # no copy, as all() has
         return value
 
@@ -4319,7 +4387,7 @@ def load_weights(model, names, read, device, stored=None):
     sizes = [len(local_part(layer.nf4)) for layer in model.layers]
     homes = [None if model.plan.offload_params else NF4Blocks.zeros(n, device) for n in sizes]
     values = map(note, read(requests), (name for name, *_ in requests))
-    fill_model(model, names, values, homes, device, stored)
+    fill_model(model, names, values, homes, device, prequantised)
     with together():
         next(values, None)  # a reader's error
         are_finite = torch.stack(list(finite.values())).tolist()
@@ -4334,7 +4402,7 @@ def load_weights(model, names, read, device, stored=None):
     return dict(zip(names.linears, offsets.tolist()))
 
 
-def weight_requests(model, names, stored=None):
+def weight_requests(model, names, prequantised=None):
     """What this rank reads, in fill_model's order: [(name, shape, rows)]. Of a linear it is whole
     rows; or, where it is quantised already, packed codes, absmax codes and the nested state."""
     requests, own = [], {p.linear: blocks for p, blocks, _ in own_blocks(model)}
@@ -4344,7 +4412,7 @@ def weight_requests(model, names, stored=None):
             requests.append((name, shape, rows))
             continue
         (n_out, n_in), blocks = shape, own[names.linears[name]]
-        if not stored:
+        if not prequantised:
             stop = min(math.ceil(blocks.stop * BLOCK / n_in), n_out)
             requests.append((name, shape, range(blocks.start * BLOCK // n_in, stop)))
             continue
@@ -4357,12 +4425,12 @@ def weight_requests(model, names, stored=None):
     return requests
 
 
-def fill_model(model, names, values, homes, device, stored=None):
+def fill_model(model, names, values, homes, device, prequantised=None):
     """Give the model what weight_requests() asked for, one tensor of `values` after the other.
     `homes` are zeros for each layer's NF4 weights; None: made when it is their turn."""
     plan, layout, shards = model.plan, model.layers[0].layout, model.shards
     dtype, own = getattr(torch, plan.compute_dtype), own_blocks(model)
-    states = stored and iter(stored.values())
+    states = prequantised and iter(prequantised.values())
 
     def table():
         return next(values).view(-1, model.arch.hidden_size).to(device, dtype)
@@ -4373,11 +4441,11 @@ def fill_model(model, names, values, homes, device, stored=None):
     for layer, local in zip(bar, homes):
         if local is None:
             local = NF4Blocks.zeros(len(local_part(layer.nf4)), device)
-        if stored:
-            nested = iter(stored_shard(own, values, local, states))
+        if prequantised:
+            nested = iter(prequantised_shard(own, values, local, states))
         else:
-            group = model.group if shards > 1 else None
-            nested = iter(quantise_shard(own, values, local, dtype, group))
+            among = model.group if shards > 1 else None
+            nested = iter(quantise_shard(own, values, local, dtype, among))
         if plan.offload_params:
             local = NF4Blocks(*map(pinned_copy, (local.packed, local.absmax_codes)), device)
         for group in layout.groups:
@@ -4439,7 +4507,8 @@ def verify_model(model, plan):
     for i, layer in enumerate(model.layers):
         for name, p in layer.named_parameters():
             local = local_part(p)
-            assert isinstance(p, DTensor) == plan.uses_fsdp, f"layer {i}: {name} is not sharded"
+            assert isinstance(p, DTensor) == plan.uses_fsdp, (
+                f"layer {i}: {name} is{' not' * plan.uses_fsdp} FSDP2's")
             assert not local.is_meta, f"layer {i}: {name} was not loaded"
             assert p.requires_grad == (name == "adapter"), f"layer {i}: {name} {p.requires_grad=}"
             shards = p.device_mesh["shard"].size() if plan.uses_fsdp else 1
@@ -4557,9 +4626,9 @@ class Plan:
 def predict(plan, arch, layout):
     """The plan with its memory filled in."""
     item, shards = getattr(torch, plan.compute_dtype).itemsize, plan.shard_group_size
-    n_layers, n, sharded = arch.n_layers, plan.bin_tokens, plan.uses_fsdp
+    n_layers, n, by_fsdp = arch.n_layers, plan.bin_tokens, plan.uses_fsdp
     token = n * item  # bytes of one value a token
-    codes, adapter = layout.n_blocks * (BLOCK // 2 + 1), layout.n_adapter * 4
+    nf4, adapter = layout.n_blocks * (BLOCK // 2 + 1), layout.n_adapter * 4
     table = arch.vocab_size * arch.hidden_size * item / shards
     first, last = plan.keeps(0), plan.keeps(n_layers - 1)
     inputs = plan.recomputed * kept_values(arch, layout, first) * token
@@ -4568,14 +4637,14 @@ def predict(plan, arch, layout):
     if first != last:  # when the first layer's backward runs, what the last ones kept is gone
         live = max(live, live_bytes(arch, layout, plan, first) - others)
     logits = 1.25 * CHUNK_BYTES * item / 2  # a chunk of them and their gradient
-    gathered = sharded * (codes + layout.n_vectors * item) + layout.n_adapter * item
-    copies = 2 if plan.reshard_after_forward or not sharded else n_layers + 1  # and the next one
+    gathered = by_fsdp * (nf4 + layout.n_vectors * item) + layout.n_adapter * item
+    copies = 2 if plan.reshard_after_forward or not by_fsdp else n_layers + 1  # and the next one
     dora = 0
     if layout.dora:  # norms of rows; the outputs computed again, in fp32 with their gradient
         dora = 4 * n_layers * sum(g.out_features for g in layout.groups)
         dora += 10 * min(n, SLICE_TOKENS) * max(g.out_features for g in layout.groups)
     memory = {
-        "4-bit weights": 0 if plan.offload_params else n_layers * codes / shards,
+        "4-bit weights": 0 if plan.offload_params else n_layers * nf4 / shards,
         "embedding, head, norms": table * (2 - arch.tied - plan.embedding_on_host)
         + n_layers * layout.n_vectors * item / shards,
         "adapter and gradients": 2 * n_layers * adapter / shards,
@@ -4583,12 +4652,12 @@ def predict(plan, arch, layout):
         if plan.offload_activations else inputs,
         "kept by other layers": others,
         "live layer or head": max(live, 2 * arch.hidden_size * token + logits),
-        "one layer's adapter gradient": adapter * (3 if sharded else 1),
+        "one layer's adapter gradient": adapter * (3 if by_fsdp else 1),
         "gathered weights": copies * gathered,
         "DoRA": dora}
     if plan.graphs:  # beside which evaluations run
         memory["CUDA graphs' own"] = plan.graph_room * (inputs + others + live) + live
-    host = table * plan.embedding_on_host + n_layers * codes / shards * plan.offload_params
+    host = table * plan.embedding_on_host + n_layers * nf4 / shards * plan.offload_params
     host += plan.offload_activations * max(0, inputs - arch.hidden_size * token)
     memory = {kind: int(size) for kind, size in memory.items() if size}
     return dataclasses.replace(plan, memory=memory, host_bytes=int(host))
@@ -4669,12 +4738,13 @@ def possible_plans(config, arch, layout, tokens, longest, world_size, device):
     sizes = [config.micro_batch_tokens]
     if not config.micro_batch_tokens:  # by factors of 2 up to what a step has for each process
         sizes = [max(longest, math.ceil(tokens / world_size))]
-        while sizes[0] > max(longest, 2048):
+        while sizes[0] > longest:
             sizes.insert(0, max(longest, math.ceil(sizes[0] / 2)))
         sizes = sorted({n if n == longest else round_up(n, device) for n in sizes})
-    keep = [(True, True), (True, False), (False, True), (False, False)]
+    middles = (False,) if arch.parallel else (True, False)  # there the MLP reads x
+    keep = list(itertools.product(middles, (True, False)))
     for shards, bin_tokens, n in itertools.product(groups, sizes, counts):
-        if shard_range(arch.vocab_size, shards - 1, shards):
+        if shard_range(arch.vocab_size, shards - 1, shards):  # else a process would have no rows
             reshards = [True] if shards == 1 or config.offload_params else [True, False]
             for reshard, (middle, hold) in itertools.product(reshards, keep if n else keep[-1:]):
                 plan = Plan(config.compute_dtype, arch.n_layers, shards, reshard, bin_tokens, n,
@@ -4686,7 +4756,7 @@ def choose_plan(config, arch, layout, tokens, longest, uneven, limit, machine, d
                 capturable):
     """Of the plans that leave 7 % of the memory free, those within 2 % of the fastest; of these the
     first that leaves 10 %, else the smallest. If none leaves 7 %: the smallest, which must leave
-    GAPS. `tokens` are the most of any step, `longest` the longest row, `uneven` whether bins of
+    GAPS. `tokens` are the most of a step, `longest` the longest row, `uneven` whether bins of
     them have several shapes, `capturable` whether CUDA graphs can capture attention. Raises
     ValueError with what would help."""
     if config.recompute.isdecimal() and int(config.recompute) > arch.n_layers:
@@ -4713,7 +4783,7 @@ def choose_plan(config, arch, layout, tokens, longest, uneven, limit, machine, d
     near = [p for p in fitting if p.token_seconds <= 1.02 * fastest]
     roomy = [p for p in near if p.fits(limit, 0.1)]  # in the order from what keeps most
     plan = roomy[0] if roomy else min(near, key=lambda plan: plan.bytes)
-    check_plan(plan, config, arch, layout, limit)
+    check_plan(plan, arch, layout, longest, limit, config.recompute == "auto")
     uneven = uneven or config.batch_size % (world_size * (plan.bin_tokens // longest)) > 0
     return use_graphs(plan, arch, layout, machine, limit, capturable, uneven)
 
@@ -4739,7 +4809,7 @@ class DoesNotFit(ValueError, MemoryError):
     """Memory that a run would not have; found before anything is read."""
 
 
-def check_plan(plan, config, arch, layout, limit):
+def check_plan(plan, arch, layout, longest, limit, recompute_is_auto):
     """Raise DoesNotFit, with what would help, if the plan does not fit."""
     if plan.host_bytes > (share := host_share()):
         raise DoesNotFit(f"this takes {plan.host_bytes / 2**30:.1f} GiB of host memory on this"
@@ -4748,15 +4818,18 @@ def check_plan(plan, config, arch, layout, limit):
     if plan.fits(limit):
         return
     flags, smaller = [], plan
+    fewer, shorter = longest, f"--micro_batch_tokens {longest}"
+    if plan.bin_tokens <= longest:
+        fewer, shorter = longest // 2, f"--max_seq_len {longest // 2}"
     for flag, change in (
         ("--recompute all", {"recomputed": arch.n_layers}),
         ("--offload_activations", {"offload_activations": True}),
         ("--offload_params", {"offload_params": True}),
-        (f"--max_seq_len {config.max_seq_len // 2}", {"bin_tokens": plan.bin_tokens // 2}),
+        (shorter, {"bin_tokens": fewer}),
     ):
         if all(getattr(smaller, name) != value for name, value in change.items()):
             smaller = predict(dataclasses.replace(smaller, **change), arch, layout)
-            if flag != "--recompute all" or config.recompute != "auto":
+            if flag != "--recompute all" or not recompute_is_auto:
                 flags.append(flag)
             if smaller.fits(limit):
                 break
@@ -4945,7 +5018,7 @@ STATE_BLOCK = 256  # optimizer values that share one scale in bitsandbytes' 8-bi
 
 
 class Adapter:
-    """All that is trained, this rank's part of each layer's, as one fp32 vector [layers x part]:
+    """All that is trained, this rank's part of each layer's, as one fp32 vector [layers x n_own]:
     `weights`, its gradient, and bitsandbytes' paged 8-bit AdamW over it.
 
     One tensor instead of a thousand makes the optimizer one kernel and its state pageable. Layers
@@ -4955,10 +5028,10 @@ class Adapter:
 
     def __init__(self, model, arch, layout, config, device):
         self.arch, self.layout, self.layers, self.group = arch, layout, model.layers, model.group
-        self.parts = layout.adapter_parts()
+        self.tensors = layout.adapter_parts()
         self.shard, self.shards = model.shard, model.shards
-        self.part = len(local_part(model.layers[0].adapter))
-        n = len(self.layers) * self.part
+        self.n_own = len(local_part(model.layers[0].adapter))
+        n = len(self.layers) * self.n_own
         self.weights = nn.Parameter(torch.zeros(n, device=device))
         self.weights.grad = torch.zeros_like(self.weights)
         flat = self.weights.data, self.weights.grad
@@ -4971,7 +5044,7 @@ class Adapter:
             [self.weights], lr=0.0, weight_decay=config.weight_decay, min_8bit_size=0)
         self.optimizer.init_state(self.optimizer.param_groups[0], self.weights, 0, 0)
         self.state = self.optimizer.state[self.weights]
-        self.n_trainable = len(self.layers) * sum(math.prod(s) for _, s in self.parts.values())
+        self.n_trainable = len(self.layers) * sum(math.prod(s) for _, s in self.tensors.values())
 
     def by_layer(self, tensor):
         return tensor.view(len(self.layers), -1)
@@ -4979,11 +5052,11 @@ class Adapter:
     def names(self, i):
         """{PEFT's name in an adapter file: (slice of the layer's adapter, shape)}."""
         stem = f"base_model.model.{self.arch.module_prefix}layers.{i}."
-        return {f"{stem}{linear}.{key}": part for (linear, key), part in self.parts.items()}
+        return {f"{stem}{linear}.{key}": part for (linear, key), part in self.tensors.items()}
 
     def set_layer(self, i, values):
         """Give layer i its part of the whole values {PEFT's name: tensor}."""
-        whole = torch.zeros(self.shards, self.part)
+        whole = torch.zeros(self.shards, self.n_own)
         for name, (where, _) in self.names(i).items():
             whole.view(-1)[where] = values[name].reshape(-1)
         self.by_layer(self.weights.data)[i] = whole[self.shard]
@@ -4996,7 +5069,7 @@ class Adapter:
             given = read_adapter(config, self) if config.init_adapter else None
         for i, layer in enumerate(self.layers):
             values = {}
-            for (linear, key), (name, (_, shape)) in zip(self.parts, self.names(i).items()):
+            for (linear, key), (name, (_, shape)) in zip(self.tensors, self.names(i).items()):
                 values[name] = torch.zeros(shape)
                 if key == "lora_magnitude_vector":
                     values[name] = layer.weight_norms[linear].cpu()
@@ -5011,9 +5084,9 @@ class Adapter:
         """{PEFT's name: whole fp32 tensor on the CPU} on rank 0, {} elsewhere. All ranks must call
         this."""
         weights = {}
-        for i, part in enumerate(self.by_layer(self.weights.data)):
-            whole = part if self.shards == 1 else all_gather(part, self.group).view(-1)
-            if dist.get_rank() == 0:
+        for i, own in enumerate(self.by_layer(self.weights.data)):
+            whole = own if self.shards == 1 else all_gather(own, self.group).view(-1)
+            if is_rank_0():
                 whole = whole.cpu()
                 for name, (where, shape) in self.names(i).items():
                     weights[name] = whole[where].view(shape).clone()
@@ -5110,9 +5183,9 @@ def read_adapter(config, adapter):
 
 RETRY_SECONDS = 60  # after a save that failed
 SAMPLES, SAMPLE = 16, 256  # places of a tensor, and bytes at each, that tell one base from another
-MUST_MATCH = (  # what a resumed run cannot change and still be the same run
-    "model", "dataset", "eval_dataset", "random_weights", "compute_dtype", "adapter", "lora_rank",
-    "lora_alpha", "lora_dropout", "target_modules", "max_seq_len", "batch_size", "seed")
+MUST_MATCH = (  # what a resumed run cannot change, besides rows and base model, see content
+    "random_weights", "compute_dtype", "adapter", "lora_rank", "lora_alpha", "lora_dropout",
+    "target_modules", "init_adapter", "max_seq_len", "batch_size", "seed")
 SCHEDULE = ("max_steps", "learning_rate", "lr_schedule", "warmup_fraction", "weight_decay",
             "max_grad_norm")  # what it can, and says
 # of a run, kept in checkpoints: the first three are log_evaluation's, the others check_progress's
@@ -5294,20 +5367,26 @@ def find_checkpoint(config, directory, content):
     begun = state or read_json(directory / "train_config.json", {})
     if config.resume == "must" and not path:
         raise ValueError(f"--resume must: {directory} has no whole checkpoint")
+    if not path and (directory / "adapter_model.safetensors").is_file():
+        raise ValueError(f"--output_dir {directory} holds a trained adapter, but no checkpoint to"
+                         " resume from: name another directory; --init_adapter can begin with it")
     if not begun:
         return 0
     if path and "progress" not in state:
         raise ValueError(f"--resume: {path} was made by an older version of this script: finish the"
                          " run with that version")
     before, same = begun.get("config", {}), as_json(dataclasses.asdict(config))
+    for values in before, same:
+        values["target_modules"] = sorted(values.get("target_modules", ()))
     changed = [f"--{name} {before.get(name)}, not {same[name]}" for name in MUST_MATCH
                if before.get(name) != same[name]]
     if changed:
         raise ValueError(f"--output_dir {directory} holds a run with {'; '.join(changed)}: name"
                          " another directory, or resume it with its own flags by --resume must")
     for key, what in (("data_sha256", "rows: the data set or the tokenizer has changed"),
-                      ("base_sha256", "base model: its files or its config.json have changed")):
-        if begun.get(key) != content[key]:
+                      ("base_sha256", "base model: its files or its config.json have changed"),
+                      ("eval_sha256", "evaluation rows: --eval_dataset has changed")):
+        if begun.get(key, content[key]) != content[key]:  # older runs have no eval_sha256
             raise ValueError(f"--output_dir {directory} holds a run with another {what}")
     for name in SCHEDULE if path else ():
         if before.get(name) != same[name]:
@@ -5322,13 +5401,17 @@ def find_checkpoint(config, directory, content):
     return state["step"] if path else 0
 
 
-def agree_on_content(config, rows, base_sha256):
+def agree_on_content(config, rows, eval_rows, base_sha256):
     """What tells the rows and the base model from others. All ranks must call this."""
-    content = {"data_sha256": rows.sha256(), "base_sha256": base_sha256}
+    content = {"data_sha256": rows.sha256(), "base_sha256": base_sha256,
+               "eval_sha256": eval_rows and eval_rows.sha256()}
+    flags = {"data_sha256": "dataset", "base_sha256": "model", "eval_sha256": "eval_dataset"}
     for other in gather_objects(content):
-        for key, flag in ("data_sha256", "dataset"), ("base_sha256", "model"):
+        for key, flag in flags.items():
             if other[key] != content[key]:
-                raise Stop(f"--{flag} {vars(config)[flag]}: not the same on all nodes")
+                value = as_json(vars(config)[flag])
+                value = " ".join(value) if isinstance(value, list) else value
+                raise Stop(f"--{flag} {value}: not the same on all nodes")
     return content
 
 
@@ -5400,7 +5483,10 @@ def check_family(model_config, config):
 def plain_model(model_config, arch, tensors, max_seq_len):
     """A Model of this process alone, in fp32 on the CPU, from tensors {checkpoint name: tensor}."""
     config = Config(compute_dtype="float32")
-    plan = Plan("float32", arch.n_layers, 1, True, 64, 0, False, False, False, False)
+    plan = Plan(
+        compute_dtype="float32", n_layers=arch.n_layers, shard_group_size=1,
+        reshard_after_forward=True, bin_tokens=64, recomputed=0, keep_middle=False,
+        hold_weights=False, offload_activations=False, offload_params=False)
     model = Model(arch, make_layout(arch, (), config), plan)
     names, cpu = tensor_names(arch, tensors), torch.device("cpu")
     values = (tensors[name][rows.start : rows.stop].flatten()
@@ -5463,6 +5549,8 @@ def write_demo(directory):
 
 
 if __name__ == "__main__":
+    for stream in sys.stdout, sys.stderr:  # a row may have what the terminal cannot show
+        stream.reconfigure(errors="backslashreplace")
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()

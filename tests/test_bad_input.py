@@ -128,6 +128,13 @@ def test_flags_are_refused_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("line", ["recompute: no", "report_to: off"])
+def test_yaml_that_makes_a_word_a_truth_value_is_refused(line, run_main, tmp_path):
+    (tmp_path / "flags.yaml").write_text(f"lora_rank: 4\nrandom_weights: no\n{line}\n")
+    refused(run_main("--config", tmp_path / "flags.yaml"), line.split(":")[0], "in quotes")
+
+
+
 @pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])
 def test_tracker_that_is_not_there_is_named(run_main, tmp_path, monkeypatch, tracker):
     monkeypatch.chdir(tmp_path)

@@ -162,6 +162,8 @@ class Pair:
 
     def computed(self, keeps, hold_weights, compute_dtype="float32"):
         """The same by the script's model."""
+        if self.arch.parallel and keeps == "middle":
+            keeps = "x"  # which is what its MLP reads
         model = self.make(make_plan(self.arch.n_layers, keeps, hold_weights, compute_dtype))
         adapter_values(model, self.values)
         rows = script.rows_of([(part, part) for part in self.ids.split(LENGTHS)])

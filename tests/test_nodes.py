@@ -224,14 +224,17 @@ def test_every_flag_must_be_the_same_on_all_ranks(ranks_with_other_flags, name):
     assert errors[i].endswith(": start all nodes with the same command")
 
 
-def test_nodes_with_other_rows_are_refused(run_jobs, demo_directory, tmp_path):
+@pytest.mark.parametrize("flag", ["dataset", "eval_dataset"])
+def test_nodes_with_other_rows_are_refused(flag, run_jobs, demo_directory, tmp_path):
     """The same relative path on both, but not the same file."""
     lines = (demo_directory / "data.jsonl").read_text().splitlines(True)[:32]
     for name, rows in ("a", lines), ("b", [*lines[:-1], lines[0]]):
         (tmp_path / name).mkdir()
         (tmp_path / name / "rows.jsonl").write_text("".join(rows))
-    argv = ["--model", str(demo_directory / "model"), "--dataset", "rows.jsonl", "--max_steps", "1",
-            "--output_dir", str(tmp_path / "run")]  # fmt: skip
+    argv = ["--model", str(demo_directory / "model"), "--max_steps", "1",
+            "--dataset", str(demo_directory / "data.jsonl"), "--output_dir", str(tmp_path / "run"),
+            f"--{flag}", "rows.jsonl"]  # fmt: skip
     job = {"argv": argv, "others": {"cwd": str(tmp_path / "b")}}
     _, err = run_jobs(2, [job], cwd=tmp_path / "a", code=4)
-    assert [line for line in err.splitlines() if "rows.jsonl',): not the same on all nodes" in line]
+    words = f"--{flag} rows.jsonl: not the same on all nodes"
+    assert [line for line in err.splitlines() if words in line]

@@ -287,6 +287,19 @@ def test_signals_in_each_phase(start, undisturbed, tmp_path):
     check_signals(start, undisturbed, tmp_path, SAMPLE)
 
 
+@pytest.mark.parametrize("state", ["complete", "failed"])
+def test_stop_before_other_flags_are_accepted_is_told(state, start, undisturbed, tmp_path):
+    """A scheduler that looks at status.json would not start it again."""
+    path = Path(shutil.copytree(undisturbed.run, tmp_path / "run")) / "status.json"
+    path.write_text(path.read_text().replace('"complete"', f'"{state}"'))
+    run = start(tmp_path, "--learning_rate", 1e-3, slow=[["prepare_data", 1, 0.5]])
+    run.wait_for_slow("prepare_data", 1, [0, 1])
+    assert json.loads(path.read_text())["state"] == state
+    run.kill(signal.SIGTERM, "launcher")
+    assert run.wait(10) == [script.AGAIN] * 2
+    assert json.loads(path.read_text())["state"] == "stopped"
+
+
 @pytest.mark.chaos
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("number", SIGNALS)
@@ -309,7 +322,7 @@ def test_rank_is_killed(rank, start, undisturbed, tmp_path):
 @pytest.mark.parametrize("state", ["stopped", "failed", "complete"])
 def test_lost_process_does_not_hide_why_a_run_has_ended(state, tmp_path):
     with script.watched():
-        script.status.directory = tmp_path
+        script.status.directory, script.status.is_ours = tmp_path, True
         script.write_status("training")
         script.write_status(state, 0, "the reason")
         script.write_status("stopped", script.AGAIN, f"{script.LOST}; the same command resumes it")
@@ -745,6 +758,58 @@ def test_flags_that_differ_are_all_named(again, cut):
     refused(again("--lora_rank", 8, "--seed", 3, "--batch_size", 2), 7, "--lora_rank 4, not 8",
             "--seed 0, not 3", "--batch_size 4, not 2")  # fmt: skip
     assert before == (cut / "train_config.json").read_bytes()
+
+
+def test_run_goes_on_with_data_and_model_elsewhere(again, cut, complete):
+    """What they are is told by their content; and targets have no order."""
+    for name in "rows.jsonl", "model":
+        (cut.parent / name).rename(cut.parent / f"moved-{name}")
+    code, out, err = again("--model", "moved-model", "--dataset", "moved-rows.jsonl")
+    assert code == 0 and "resumed from" in out, err
+    assert (cut / "adapter_model.safetensors").read_bytes() == (
+        complete / "run" / "adapter_model.safetensors").read_bytes()  # fmt: skip
+    targets = "q_proj", "v_proj"
+    for steps, names in (1, targets), (2, targets[::-1]):
+        code, out, err = again("--model", "moved-model", "--dataset", "moved-rows.jsonl",
+                               "--output_dir", "other", "--max_steps", steps,
+                               "--target_modules", *names)  # fmt: skip
+        assert code == 0, err
+    assert "resumed from" in out
+
+
+def test_adapter_whose_checkpoints_are_gone_is_not_trained_over(again, cut, complete):
+    shutil.copy(complete / "run" / "adapter_model.safetensors", cut)
+    for path in cut.glob("checkpoint-*"):
+        shutil.rmtree(path)
+    kept = {path: path.read_bytes() for path in cut.glob("[!.]*.*") if path.name != "status.json"}
+    refused(again("--max_steps", 6), 7, "holds a trained adapter, but no checkpoint")
+    assert all(path.read_bytes() == content for path, content in kept.items())
+
+
+def test_other_initial_adapter_is_refused(again, cut, complete):
+    refused(again("--init_adapter", complete / "run"), 7, "--init_adapter None, not ")
+
+
+def test_changed_evaluation_rows_are_refused(again, cut):
+    """Its best loss would be of other rows."""
+    shutil.copy("rows.jsonl", "eval.jsonl")
+    shutil.rmtree(cut)
+    more = "--eval_dataset", "eval.jsonl", "--max_minutes"
+    assert again(*more, 0.05)[0] in (0, script.AGAIN)
+    with open("eval.jsonl", "a") as file:
+        file.write('{"text": "one more"}\n')
+    refused(again(*more, 1, "--max_steps", 6), 7, "another evaluation rows: --eval_dataset")
+
+
+@pytest.mark.parametrize("content", ["text", {"tensor": torch.zeros(3)}], ids=["text", "tensors"])
+def test_files_are_as_readable_as_umask_says(content, tmp_path):
+    umask = os.umask(0o027)
+    try:
+        script.write_whole(tmp_path / "file", content)
+        assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640
+        assert os.umask(0o027) == 0o027
+    finally:
+        os.umask(umask)
 
 
 def test_schedule_that_differs_is_said(again):

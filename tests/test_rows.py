@@ -12,6 +12,7 @@ import re
 
 import datasets
 import pytest
+import tokenizers
 from conftest import one_process
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -224,6 +225,9 @@ FORMS = {
         ["The answer is 7.<|im_end|>", "It is 4.<|im_end|>"]),
     "messages": (
         {"messages": TALK}, True, CHAT_TEXT, ["The answer is 7.<|im_end|>", "It is 4.<|im_end|>"]),
+    "messages with system and empty tools beside them": (
+        {"system": "Be brief.", "messages": TALK[1:], "tools": ""}, True, CHAT_TEXT,
+        ["The answer is 7.<|im_end|>", "It is 4.<|im_end|>"]),
     "messages that end with the user": (
         {"messages": [*ASKED, AGAIN[0]]}, True, SHORT_TEXT, ["The answer is 7.<|im_end|>"]),
     "sharegpt": (
@@ -236,6 +240,18 @@ FORMS = {
             {"from": {"user": "human", "assistant": "gpt"}[m["role"]], "value": m["content"]}
             for m in TALK[1:]]}, True,
         CHAT_TEXT, ["The answer is 7.<|im_end|>", "It is 4.<|im_end|>"]),
+    "sharegpt with other names": (
+        {"conversations": [
+            {"from": {"user": "user", "assistant": "chatgpt"}.get(m["role"], m["role"]),
+             "value": m["content"], "weight": i == 2} for i, m in enumerate(TALK)]}, True,
+        SHORT_TEXT.replace("<|im_start|>user", CHAT_TEXT[:39] + "<|im_start|>user", 1),
+        ["The answer is 7.<|im_end|>"]),
+    "alpaca with system": (
+        {**NO_INPUT, "system": "Be brief.", "history": []}, True, CHAT_TEXT[:39] + NO_INPUT_CHAT,
+        ["It is 7.<|im_end|>"]),
+    "alpaca with system and without template": (
+        {**ALPACA, "system": "Be brief."}, False, "Be brief.\n\n" + ALPACA_PLAIN,
+        ["It is 7.</s>"]),
     "alpaca": (ALPACA, True, ALPACA_CHAT, ["It is 7.<|im_end|>"]),
     "alpaca without input": (NO_INPUT, True, NO_INPUT_CHAT, ["It is 7.<|im_end|>"]),
     "alpaca with empty input": (
@@ -324,8 +340,8 @@ def test_several_forms_in_one_file_train_together(tokenizer, run_main, tiny_mode
     (line,) = re.findall("^data: .*", out, re.M)
     assert f"data.jsonl: {len(rows)} rows, " in line and "left out" not in line
     for form in (
-        "2 text", "3 prompt and completion", "2 messages", "3 instruction and output",
-        "2 conversations", "1 question and answer", "1 text (ignored: id, source)",
+        "2 text", "3 prompt and completion", "3 messages", "4 instruction and output",
+        "3 conversations", "1 question and answer", "1 text (ignored: id, source)",
     ):  # fmt: skip
         assert f", {form}" in line or f": {form}" in line, form
     (record,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").open())
@@ -379,8 +395,10 @@ def test_conversation_without_a_template_is_refused(tokenizer, tmp_path):
         ({"messages": [turn("user", "x"), {"content": "y"}]}, "no object with a role"),
         ({"messages": [turn("user", [{"type": "image"}]), ASKED[1]]}, "content that is no text"),
         ({"messages": [ASKED[0], turn("assistant", "y", weight=0.5)]}, "weight 0.5"),
-        ({"messages": "x"}, "no object with a role"),
-        ({"messages": 3}, ""),
+        ({"messages": "x"}, "messages is str, want a list"),
+        ({"messages": 3}, "messages is int, want a list"),
+        ({"prompt": "x", "completion": " "}, "completion is empty"),
+        ({"instruction": "x", "output": ""}, "assistant is empty"),
         ({"messages": [turn("user\ud800", "x"), ASKED[1]]}, ""),
         ({"messages": ASKED, "tools": "{"}, ""),
         ({"conversations": "x"}, "conversations is str"),
@@ -410,9 +428,37 @@ def test_long_rows_are_cut_and_counted(tokenizer, tmp_path):
     path = write_jsonl(tmp_path / "data.jsonl", [*rows, {"text": "c"}])
     found, line = prepare([path], tokenizer, max_seq_len=12)
     assert found.lengths.tolist() == [12, 2] and "; 1 cut to 12 tokens" in line
-    assert "1 left out: nothing to learn in it" in line and "line 2" in line
+    assert "1 left out: nothing to learn in its first 12 tokens" in line and "line 2" in line
     ids, labels = (t.tolist() for t in found.tokens(0))
     assert tokenizer.decode(ids) == "aaaaaaaabbbb" and labels == [IGNORE] * 8 + ids[8:]
+
+
+@pytest.mark.parametrize(
+    "row, words",
+    [({"conversations": [{"from": "human", "value": "x"}, {"from": "function_call", "value": "y"},
+                         {"from": "gpt", "value": "z"}]}, "message from 'function_call'; known"),
+     ({**NO_INPUT, "history": [["x", "y"]]}, "has history, which would be lost")],
+    ids=["role", "history"],
+)  # fmt: skip
+def test_what_would_not_be_learnt_ends_the_run(row, words, tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "data.jsonl", [{"text": "fine"}, row])
+    assert f"{path} line 2: has " in refusal([path], tokenizer)
+    assert words in refusal([path], tokenizer)
+
+
+def test_text_that_begins_with_bos_gets_no_second(tokenizer, tmp_path):
+    tokenizer = copy.deepcopy(tokenizer)
+    bos = tokenizer.bos_token_id
+    tokenizer._tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", bos)])  # fmt: skip
+    for row in {"text": "{}It is 7."}, {"prompt": "{}What?", "completion": "It is 7."}:
+        first, *rest = row
+        for start in "", "<s>":
+            filled = {first: row[first].format(start), **{key: row[key] for key in rest}}
+            (one,) = encode_row(filled, tokenizer, tmp_path)
+            ids = one["input_ids"].tolist()
+            assert ids[0] == bos and ids.count(bos) == 1
+            assert one["length"] == len(one["labels"])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -627,6 +673,53 @@ def test_source_that_has_no_rows_is_refused(source, wanted, tokenizer, tmp_path,
     if source.startswith("saved"):
         datasets.DatasetDict({"train": datasets.Dataset.from_list(FLAT)}).save_to_disk("saved")
     assert wanted in refusal([f"./{source}"], tokenizer)
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [("prompt,completion\nWhat is 1+1?,two,\nWhat is 2+2?,four,\n", "Length of header"),
+     ("question,answer\nIn Paris, who?,the mayor\nWhat?,four\n", "Length of header"),
+     ("question,answer\nWhat?,four\nIn Paris, who?,the mayor\n", "Expected 2 fields in line 3"),
+     ("question,answer\n", "no data")],
+    ids=["trailing comma", "first row too long", "later row too long", "header only"],
+)  # fmt: skip
+def test_csv_of_more_cells_than_names_is_refused(text, words, tokenizer, tmp_path):
+    """Pandas would take the first column for an index, and shift the others."""
+    (tmp_path / "data.csv").write_text(text)
+    found = refusal([tmp_path / "data.csv"], tokenizer)
+    assert "data.csv" in found and words in found
+
+
+def test_what_lies_aside_in_a_directory_is_no_data(tokenizer, tmp_path):
+    """Hidden copies, and what runs have written there."""
+    path = tmp_path / "data"
+    for name in ".ipynb_checkpoints/a.jsonl", "run/metrics.jsonl", "run/demo/data.jsonl", "a.jsonl":
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        write_jsonl(path / name, [{"text": name}])
+    (path / "run" / ".lock").touch()
+    assert len(prepare([path], tokenizer)[0]) == 1
+    assert "no file in it" in refusal([path / "run"], tokenizer)
+
+
+@pytest.mark.parametrize("name", ["lr=1,bs=4.jsonl", "a[1].jsonl", "what?.jsonl"])
+def test_name_of_a_file_is_taken_as_it_is(name, tokenizer, tmp_path):
+    write_jsonl(tmp_path / name, [{"text": "x"}])
+    assert len(prepare([tmp_path / name], tokenizer)[0]) == 1
+
+
+@pytest.mark.parametrize(
+    "name, content, words",
+    [("bad.json", b"[1,", "bad.json row 1: is no JSON"),
+     ("bad.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 99)[:-9], "bad.jsonl.gz line "),
+     ("bad.jsonl.gz", b"PK", "bad.jsonl.gz")],
+    ids=["array", "torn", "no gzip"],
+)  # fmt: skip
+def test_bad_file_among_others_is_named_in_one_line(name, content, words, tokenizer, tmp_path):
+    """They are read by several processes, whose errors come with a traceback."""
+    good = write_jsonl(tmp_path / "good.jsonl", [{"text": "x"}])
+    (tmp_path / name).write_bytes(content)
+    found = refusal([good, tmp_path / name], tokenizer)
+    assert words in found and len(found) < 400
 
 
 @pytest.mark.parametrize("source", ["owner/rows-2.5", "owner/rows,revision=refs/convert/parquet"])

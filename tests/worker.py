@@ -78,7 +78,7 @@ def quantized(job, device):
                             "packed": layer.nf4.packed[blocks].clone(),
                             "codes": layer.nf4.absmax_codes[blocks].clone(),
                             "nested_absmax": nested.absmax[start:stop].clone(),
-                            "nested_code": nested.codes[at].clone(),
+                            "nested_code": nested.code_values[at].clone(),
                             "offset": nested.offsets[at].clone(),
                             "dequantized": weight[rows, : group.in_features].clone(),
                         }
