@@ -219,6 +219,7 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 NF4_PARTS = ("absmax", "nested_absmax", "nested_quant_map", "quant_map",
              "quant_state.bitsandbytes__nf4")  # what bitsandbytes stores beside a weight
 HUB_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # a model's small files
+TEMPLATES = "additional_chat_templates"  # where those stand that are not the default
 
 
 def require(condition, message):
@@ -422,7 +423,7 @@ def open_output(output):
     lock.truncate(0)
     print(f"process {os.getpid()} on {os.uname().nodename} since {time.ctime()}", file=lock)
     for path in {*temporary.iterdir()} - {temporary / ".lock"}:  # of a merge that died
-        path.unlink()
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
     return temporary, lock
 
 
@@ -456,7 +457,10 @@ def write_files(directory, base, template, tensors):
     for path in others + template:
         if path.name != "config.json" and not path.name.endswith(".index.json"):
             shutil.copyfile(path, directory / path.name)
-    for path in [*directory.iterdir(), directory]:
+    for path in base.directory.glob(f"{TEMPLATES}/*.jinja"):
+        (directory / TEMPLATES).mkdir(exist_ok=True)
+        shutil.copyfile(path, directory / TEMPLATES / path.name)
+    for path in [*directory.rglob("*"), directory]:
         sync(path)
 
 

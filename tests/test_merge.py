@@ -267,8 +267,12 @@ def test_files(trained, merged):
 
 
 def test_chat_template_is_that_of_training(trained, tmp_path):
-    """Where it was given by --chat_template, also where a checkpoint is merged; else the base's."""
+    """Where it was given by --chat_template, also where a checkpoint is merged; else the base's.
+    Those that are not the default stay the base's."""
     run = shutil.copytree(trained, tmp_path / "run")
+    other = run / "demo" / "model" / "additional_chat_templates" / "tool_use.jinja"
+    other.parent.mkdir()
+    other.write_text("of tools")
     (run / "chat_template.jinja").write_text("of training")
     config = json.loads((run / "train_config.json").read_text())
     for i, (adapter, given) in enumerate([
@@ -277,7 +281,10 @@ def test_chat_template_is_that_of_training(trained, tmp_path):
         config["config"]["chat_template"] = given
         (run / "train_config.json").write_text(json.dumps(config))
         out = tmp_path / f"out-{i}"
-        merge_adapters.main(merge_command(adapter, out, "--no-check")[2:])
+        base = run / "demo" / "model"
+        merge_adapters.main(
+            merge_command(adapter, out, "--no-check", "--base_model", str(base))[2:])  # fmt: skip
+        assert (out / other.relative_to(base)).read_text() == "of tools"
         is_its = (out / "chat_template.jinja").read_text() == "of training"
         assert is_its == (given is not None)
 
@@ -1016,6 +1023,7 @@ def test_two_merges_at_once(trained, merged, merger, tmp_path, capsys):
     assert merger.wait(60) == -signal.SIGKILL
     assert (tmp_path / ".out.partial" / ".lock").read_text().startswith(who)
     (tmp_path / ".out.partial" / "model-00002.safetensors").write_text("of another base")
+    (tmp_path / ".out.partial" / "templates").mkdir()
     merge_adapters.main(merge_command(trained, out, "--no-check")[2:])
     assert {p.name: p.read_bytes() for p in out.iterdir()} == files
     assert not (tmp_path / ".out.partial").exists()
