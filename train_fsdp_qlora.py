@@ -4673,16 +4673,24 @@ class Machine:
     launch: float = 40e-6  # seconds of the host for a kernel, Python around it included
 
 
+def product_weights(plan, arch):
+    """The weights of a layer's products, and of those that a backward computes again: down's is
+    not, nor out's where the sum after attention is kept or not read."""
+    weights = sum(x.out_features * x.in_features for x in arch.linears)
+    again = weights - arch.down[0].in_features * arch.hidden_size
+    if plan.keep_middle or arch.parallel:
+        again -= arch.out[0].in_features * arch.hidden_size
+    return weights, again
+
+
 def predict_time(plan, arch, layout, machine):
     """The plan with the seconds that one GPU takes for a token. Its numbers are fitted to the H200
     rows of benchmarks/RESULTS.md, which take 10 to 30 % longer than it says; plans need no more
     than to be compared."""
     item, n = getattr(torch, plan.compute_dtype).itemsize, plan.bin_tokens
-    weights = sum(x.out_features * x.in_features for x in arch.linears)
-    again = plan.recomputed / arch.n_layers  # products of the second half are not computed again
-    skipped = arch.down[0].in_features * arch.hidden_size
-    skipped += plan.keep_middle * arch.out[0].in_features * arch.hidden_size
-    flops = 2 * n * (2 * weights + again * (weights - skipped))
+    weights, weights_again = product_weights(plan, arch)
+    again = plan.recomputed / arch.n_layers
+    flops = 2 * n * (2 * weights + again * weights_again)
     flops += 2 * n * 3.5 * min(n, 2048) * arch.n_heads * arch.head_dim
     # each use of a weight: 4 bits read, a number written and read
     uses = 2 + again * (0.5 if plan.hold_weights else 1)
@@ -4896,9 +4904,7 @@ def make_store(plan, arch, device):
 def say_speed(run, records):
     """The answer of a dry run: how fast, how much is computed, how much memory."""
     arch, plan = run.model.arch, run.plan
-    layer = sum(x.in_features * x.out_features for x in arch.linears)
-    again = layer - arch.down[0].in_features * arch.hidden_size
-    again -= plan.keep_middle * arch.out[0].in_features * arch.hidden_size
+    layer, again = product_weights(plan, arch)
     rates = sorted(r["tokens_per_second_per_gpu"] for r in records[2:] or records[-1:])
     rate, peak = rates[len(rates) // 2], records[-1]["peak_memory_gib"]
     # forward 2 and backward 2 operations a weight and token, recomputation 2 more
