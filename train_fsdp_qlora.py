@@ -1964,8 +1964,8 @@ def plain_form(row, form, has_template):
         return row | {"messages": system + as_list(row, "messages")}
     if form == ("conversations",):
         messages = as_list(row, "conversations")
-        messages = [from_sharegpt(m) if isinstance(m, dict) and "from" in m else m
-                    for m in messages]
+        messages = [from_sharegpt(m) if isinstance(m, dict) and isinstance(m.get("from"), str)
+                    else m for m in messages]
         return {"messages": system + messages, "tools": row.get("tools")}
     if form == ("prompt", "completion") and isinstance(row["prompt"], list):
         read_only = [m | {"train": False} if isinstance(m, dict) else m

@@ -402,6 +402,7 @@ def test_conversation_without_a_template_is_refused(tokenizer, tmp_path):
         ({"messages": [turn("user\ud800", "x"), ASKED[1]]}, ""),
         ({"messages": ASKED, "tools": "{"}, ""),
         ({"conversations": "x"}, "conversations is str"),
+        ({"conversations": [{"from": None, "value": "x"}]}, "no object with a role"),
         ({"question": 3, "answer": "x"}, "question is int"),
         (["x"], "is list, want an object"),
     ],
