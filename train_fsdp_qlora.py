@@ -395,9 +395,9 @@ def run_steps(run, done):
     step. All ranks must call this."""
     config, plan, progress, records = run.config, run.plan, run.progress, []
     passes = config.max_steps * config.batch_size / len(run.rows)
-    say(f"steps: {config.max_steps} of {config.batch_size} rows, in all {passes:.3g} passes over"
-        f" them, in bins of at most {plan.bin_tokens:,} tokens on {dist.get_world_size()}"
-        f" processes; peak learning rate {config.learning_rate}")
+    say(f"steps: {config.max_steps} of {config.batch_size} rows, {passes:.3g} passes over the data,"
+        f" in bins of at most {plan.bin_tokens:,} tokens on {dist.get_world_size()} processes; peak"
+        f" learning rate {config.learning_rate}")
     with together():
         log = open_log(run, done) if is_rank_0() else None
     save_steps, save_seconds = save_interval(config)
@@ -4877,8 +4877,11 @@ def say_plan(plan, config, limit):
         say(f"beside the plan: CUDA's context, NCCL, and what else runs on this GPU, hold"
             f" {used / 2**30:.2f} GiB")
     why = "as asked" if config.shard_group_size else "the fastest that fits"
-    say(f"plan: {plan.shard_group_size} of {dist.get_world_size()} processes share one copy of the"
-        f" model ({why}); bins of at most {plan.bin_tokens:,} tokens;"
+    copy_of = "each process has a copy of the model"
+    if plan.shard_group_size > 1:
+        copy_of = (f"{plan.shard_group_size} of {dist.get_world_size()} processes share one copy of"
+                   " the model")
+    say(f"plan: {copy_of} ({why}); bins of at most {plan.bin_tokens:,} tokens;"
         f" {plan.recomputed} of {plan.n_layers} layers are recomputed"
         + (", from x and the sum after attention" if plan.recomputed and plan.keep_middle else "")
         + (", weights dequantised once a backward" if plan.hold_weights else "")
@@ -4886,7 +4889,7 @@ def say_plan(plan, config, limit):
         + ("; nothing to offload" if plan.offload_activations and not plan.recomputed else "")
         + ("; the embedding is in host memory" if plan.embedding_on_host else "")
         + ("; CUDA graphs" if plan.graphs else f"; no CUDA graphs: {plan.why_no_graphs}")
-        + f"; {1e6 * plan.token_seconds:.3g} us a token predicted")
+        + f"; {1e6 * plan.token_seconds:,.1f} us a token predicted")
     say(f"predicted peak {plan.bytes / 2**30:.2f} GiB"
         + (f" of {limit / 2**30:.2f} GiB" if limit else "")
         + (f", and {plan.host_bytes / 2**30:.2f} GiB of pinned host memory"
