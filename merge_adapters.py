@@ -467,8 +467,9 @@ def write_files(directory, base, template, tensors):
 def main(argv=None):
     try:
         merge(parse_config(argv))
-    except (ValueError, OSError, SafetensorError, MemoryError, torch.OutOfMemoryError) as e:
-        print("error: " + " ".join(str(e).split()), file=sys.stderr, flush=True)
+    except (ValueError, OSError, SafetensorError, MemoryError, torch.OutOfMemoryError,
+            KeyboardInterrupt) as e:
+        print(f"error: {' '.join(str(e).split()) or 'stopped'}", file=sys.stderr, flush=True)
         sys.exit(1)
 
 

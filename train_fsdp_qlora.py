@@ -3805,7 +3805,8 @@ KNOWN_FIELDS = set("""vocab_size hidden_size intermediate_size num_hidden_layers
     sliding_window use_sliding_window max_window_layers sliding_window_pattern no_rope_layers
     no_rope_layer_interval max_position_embeddings original_max_position_embeddings use_cache
     initializer_range pad_token_id bos_token_id eos_token_id eod_token_id transformers_version
-    architectures output_hidden_states return_dict id2label label2id problem_type""".split())
+    architectures output_hidden_states return_dict id2label label2id problem_type
+    pretraining_tp""".split())
 
 
 def text_config(model_config):

@@ -275,7 +275,6 @@ def test_model_type_that_the_table_lacks_is_refused_with_what_it_has(
     [
         ({"model_type": "llama", "is_causal": False}, ["is_causal"]),
         ({"model_type": "llama", "hidden_act": "relu"}, ["hidden_act relu", "silu"]),
-        ({"model_type": "llama", "pretraining_tp": 2}, ["pretraining_tp=2"]),
         ({"model_type": "llama", "num_key_value_heads": 3}, ["4 attention heads", "3 key-value"]),
         ({"model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
                                                      "partial_rotary_factor": 0.5}},

@@ -705,6 +705,21 @@ def test_mount_point_is_refused_before_any_work(trained, capsys):
     assert capsys.readouterr().err.startswith("error: --output_dir /proc: is a mount point")
 
 
+def test_merge_that_is_interrupted_leaves_nothing(trained, tmp_path, monkeypatch, capsys):
+    """By Ctrl-C while it writes."""
+    add_adapter = merge_adapters.add_adapter
+
+    def interrupted(*args):
+        os.kill(os.getpid(), signal.SIGINT)
+        return add_adapter(*args)
+
+    monkeypatch.setattr(merge_adapters, "add_adapter", interrupted)
+    with pytest.raises(SystemExit, match="1"):
+        merge_adapters.main(merge_command(trained, tmp_path / "out")[2:])
+    assert capsys.readouterr().err.splitlines()[-1] == "error: stopped"
+    assert not list(tmp_path.iterdir())
+
+
 def test_check_that_cannot_run_leaves_the_merged_model(trained, tmp_path, monkeypatch, capsys):
     def all_logits(*args):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")  # what torch raises

@@ -1,0 +1,185 @@
+"""Configurations with the fields and spelling of models on the Hub, sizes and all: each must be
+read and pass the check at start. What a family computes is in test_layer.py.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import train_fsdp_qlora as script
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 8192, "rope_type": "llama3"}  # fmt: skip
+LONGROPE = {"type": "longrope", "long_factor": [1 + i / 10 for i in range(48)],
+            "short_factor": [1 + i / 100 for i in range(48)]}  # fmt: skip
+YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 16.0, "llama_4_scaling_beta": 0.1,
+        "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 16384,
+        "rope_theta": 1e6, "rope_type": "yarn", "type": "yarn"}  # fmt: skip
+HUNYUAN = {"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0,
+           "mscale_all_dim": 1.0, "type": "dynamic"}  # fmt: skip
+SLIDING = ["sliding_attention"] * 3 + ["full_attention"]
+SIGLIP = {"hidden_size": 1152, "image_size": 896, "intermediate_size": 4304, "patch_size": 14,
+          "model_type": "siglip_vision_model", "num_attention_heads": 16,
+          "num_hidden_layers": 27, "vision_use_head": False}  # fmt: skip
+PIXTRAL = {"attention_dropout": 0.0, "head_dim": 64, "hidden_act": "silu", "hidden_size": 1024,
+           "image_size": 1540, "intermediate_size": 4096, "model_type": "pixtral",
+           "num_attention_heads": 16, "num_hidden_layers": 24, "patch_size": 14}  # fmt: skip
+PHI3 = {"attention_bias": False, "attention_dropout": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
+        "hidden_act": "silu", "rms_norm_eps": 1e-5, "tie_word_embeddings": False}  # fmt: skip
+GRANITE = {"attention_multiplier": 0.0078125, "embedding_multiplier": 12.0, "logits_scaling": 16.0,
+           "residual_multiplier": 0.22, "hidden_act": "silu", "mlp_bias": False,
+           "rope_scaling": None, "tie_word_embeddings": True}  # fmt: skip
+EXAONE = {"factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+          "original_max_position_embeddings": 8192, "rope_type": "llama3"}  # fmt: skip
+
+
+def text(model_type, *sizes, **more):
+    """A config.json of hidden and inner size, layers, heads, heads of keys, vocabulary."""
+    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+            "num_key_value_heads", "vocab_size")  # fmt: skip
+    return {"model_type": model_type, "torch_dtype": "bfloat16", "use_cache": True,
+            "initializer_range": 0.02, "transformers_version": "4.46.0",
+            **dict(zip(keys, sizes, strict=False)), **more}  # fmt: skip
+
+
+def multimodal(model_type, text_config, vision_config, **more):
+    return {"model_type": model_type, "torch_dtype": "bfloat16", "image_token_index": 10,
+            "text_config": text_config, "vision_config": vision_config, **more}  # fmt: skip
+
+
+CONFIGS = {
+    "Llama 2 7B": text("llama", 4096, 11008, 32, 32, 32, 32000, max_position_embeddings=4096,
+                       rope_scaling=None, tie_word_embeddings=False),
+    "Llama 3.1 8B": text("llama", 4096, 14336, 32, 32, 8, 128256, rope_scaling=LLAMA3,
+                         rope_theta=5e5, max_position_embeddings=131072, attention_bias=False,
+                         eos_token_id=[128001, 128008, 128009], pretraining_tp=1),
+    "Code Llama 13B": text("llama", 5120, 13824, 40, 40, 40, 32016, rope_theta=1e6,
+                           max_position_embeddings=16384, pretraining_tp=2),
+    "linear": text("llama", 7168, 19200, 62, 56, 8, 32256, rope_theta=1e5,
+                   max_position_embeddings=16384, rope_scaling={"factor": 4.0, "type": "linear"}),
+    "dynamic": text("llama", 4096, 10240, 48, 32, 2, 128512, head_dim=128, rope_theta=5e7,
+                    max_position_embeddings=32768, bias=False, qkv_bias=False,
+                    rope_scaling={"factor": 6.0, "rope_type": "dynamic"}),
+    "SmolLM2 1.7B": text("llama", 2048, 8192, 24, 32, 32, 49152, rope_theta=130000,
+                         max_position_embeddings=8192, tie_word_embeddings=True,
+                         rope_interleaved=False, is_llama_config=True),
+    "Mistral 7B v0.1": text("mistral", 4096, 14336, 32, 32, 8, 32000, sliding_window=4096,
+                            max_position_embeddings=32768, rope_theta=1e4),
+    "Mistral Nemo": text("mistral", 5120, 14336, 40, 32, 8, 131072, head_dim=128, rope_theta=1e6,
+                         max_position_embeddings=131072, sliding_window=None),
+    "Mistral Small 3.1": multimodal(
+        "mistral3", text("mistral", 5120, 32768, 40, 32, 8, 131072, head_dim=128, rope_theta=1e9,
+                         max_position_embeddings=131072, sliding_window=None), PIXTRAL,
+        multimodal_projector_bias=False, spatial_merge_size=2, vision_feature_layer=-1),
+    "Ministral 3 8B": multimodal(
+        "mistral3", text("ministral3", 4096, 14336, 34, 32, 8, 131072, head_dim=128,
+                         max_position_embeddings=262144, sliding_window=None, rope_parameters=YARN,
+                         tie_word_embeddings=False), PIXTRAL, spatial_merge_size=2),
+    "Qwen2 1.5B, YaRN": text("qwen2", 1536, 8960, 28, 12, 2, 151936, max_window_layers=28,
+                             max_position_embeddings=32768, rope_theta=1e6, sliding_window=32768,
+                             use_sliding_window=False, use_mrope=False, tie_word_embeddings=True,
+                             rope_scaling={"factor": 4.0, "type": "yarn",
+                                           "original_max_position_embeddings": 32768}),
+    "Qwen2.5 7B": text("qwen2", 3584, 18944, 28, 28, 4, 152064, max_window_layers=28,
+                       max_position_embeddings=32768, rope_theta=1e6, sliding_window=131072,
+                       use_sliding_window=False),
+    "Qwen3 8B": text("qwen3", 4096, 12288, 36, 32, 8, 151936, head_dim=128, max_window_layers=36,
+                     max_position_embeddings=40960, rope_theta=1e6, rope_scaling=None,
+                     sliding_window=None, use_sliding_window=False, attention_bias=False),
+    "Phi-3 mini 4k": text("phi3", 3072, 8192, 32, 32, 32, 32064, **PHI3, sliding_window=2047,
+                          max_position_embeddings=4096, original_max_position_embeddings=4096),
+    "Phi-3.5 mini": text("phi3", 3072, 8192, 32, 32, 32, 32064, **PHI3, sliding_window=262144,
+                         max_position_embeddings=131072, original_max_position_embeddings=4096,
+                         rope_scaling=LONGROPE, auto_map={"AutoConfig": "a.B"}),
+    "Phi-4": text("phi3", 5120, 17920, 40, 40, 10, 100352, **PHI3, rope_theta=250000,
+                  max_position_embeddings=16384, sliding_window=None, rope_scaling=None),
+    "Phi-4 mini": text("phi3", 3072, 8192, 32, 24, 8, 200064,
+                       **PHI3 | {"tie_word_embeddings": True}, partial_rotary_factor=0.75,
+                       rope_scaling=LONGROPE, sliding_window=262144,
+                       max_position_embeddings=131072, original_max_position_embeddings=4096,
+                       full_attn_mod=1, interpolate_factor=1, lm_head_bias=False, mlp_bias=False),
+    "Gemma 7B": text("gemma", 3072, 24576, 28, 16, 16, 256000, head_dim=256, hidden_act="gelu",
+                     hidden_activation=None, max_position_embeddings=8192),
+    "Gemma 2 27B": text("gemma2", 4608, 36864, 46, 32, 16, 256000, head_dim=128,
+                        hidden_activation="gelu_pytorch_tanh", attn_logit_softcapping=50.0,
+                        final_logit_softcapping=30.0, query_pre_attn_scalar=144,
+                        sliding_window=4096, sliding_window_size=4096,
+                        cache_implementation="hybrid", max_position_embeddings=8192),
+    "Gemma 3 1B": text("gemma3_text", 1152, 6912, 26, 4, 1, 262144, head_dim=256,
+                       rope_local_base_freq=10000, rope_theta=1e6, sliding_window=512,
+                       sliding_window_pattern=6, query_pre_attn_scalar=256, rope_scaling=None,
+                       attn_logit_softcapping=None, final_logit_softcapping=None),
+    "Gemma 3 4B": multimodal(
+        "gemma3", {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
+                   "num_hidden_layers": 34, "sliding_window": 1024,
+                   "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}, SIGLIP),
+    "Gemma 3 27B": multimodal(
+        "gemma3", text("gemma3_text", 5376, 21504, 62, 32, 16, head_dim=128, sliding_window=1024,
+                       query_pre_attn_scalar=168,
+                       rope_scaling={"factor": 8.0, "rope_type": "linear"}), SIGLIP),
+    "Granite 3.0 8B": text("granite", 4096, 12800, 40, 32, 8, 49155, **GRANITE,
+                           attention_dropout=0.1, max_position_embeddings=4096),
+    "Granite 3.3 8B": text("granite", 4096, 12800, 40, 32, 8, 49159, **GRANITE, rope_theta=1e7,
+                           attention_dropout=0.0, max_position_embeddings=131072),
+    "Aya Expanse 8B": text("cohere", 4096, 14336, 32, 32, 8, 256000, logit_scale=0.125,
+                           layer_norm_eps=1e-5, max_position_embeddings=8192, use_qk_norm=False,
+                           model_max_length=131072, rope_theta=1e4),
+    "Command R+": text("cohere", 12288, 33792, 64, 96, 8, 256000, logit_scale=0.8333333333333334,
+                       layer_norm_eps=1e-5, max_position_embeddings=8192, use_qk_norm=True,
+                       model_max_length=131072, rope_theta=75000000.0),
+    "Command R7B": text("cohere2", 4096, 14336, 32, 32, 8, 256000, logit_scale=0.25, head_dim=128,
+                        layer_norm_eps=1e-5, max_position_embeddings=132096, rope_theta=50000,
+                        sliding_window=4096, sliding_window_pattern=4, rope_scaling=None,
+                        position_embedding_type="rope_gptj", rotary_pct=1.0, layer_switch=4,
+                        order_of_interleaved_layers="local_attn_first",
+                        use_embedding_sharing=True, use_parallel_block=True),
+    "OLMo 2 7B": text("olmo2", 4096, 11008, 32, 32, 32, 100352, max_position_embeddings=4096,
+                      rms_norm_eps=1e-6, rope_scaling=None, rope_theta=5e5),
+    "OLMo 3 7B": text("olmo3", 4096, 11008, 32, 32, 32, 100278, max_position_embeddings=65536,
+                      layer_types=SLIDING * 8, sliding_window=4096, rope_theta=5e5,
+                      rope_scaling={"attention_factor": 1.2079441541679836, "beta_fast": 32,
+                                    "beta_slow": 1, "factor": 8.0, "rope_type": "yarn",
+                                    "original_max_position_embeddings": 8192}),
+    "SmolLM3 3B": text("smollm3", 2048, 11008, 36, 16, 4, 128256, max_position_embeddings=65536,
+                       layer_types=["full_attention"] * 36, no_rope_layers=[1, 1, 1, 0] * 9,
+                       no_rope_layer_interval=4, max_window_layers=28, pretraining_tp=2,
+                       rope_theta=5e6, sliding_window=None, use_sliding_window=False),
+    "GLM-4 9B": text("glm", 4096, 13696, 40, 32, 2, 151552, attention_bias=True, head_dim=128,
+                     partial_rotary_factor=0.5, rms_norm_eps=1.5625e-7, pad_token_id=151329,
+                     max_position_embeddings=131072),
+    "GLM-4 9B 0414": text("glm4", 4096, 13696, 40, 32, 2, 151552, attention_bias=True,
+                          head_dim=128, partial_rotary_factor=0.5, pad_token_id=151329,
+                          max_position_embeddings=32768),
+    "ERNIE 4.5 0.3B": text("ernie4_5", 1024, 3072, 18, 16, 2, 103424, head_dim=128, use_bias=False,
+                           max_position_embeddings=131072, rope_theta=5e5, rope_scaling=None,
+                           tie_word_embeddings=True, use_flash_attention=False),
+    "Seed-OSS 36B": text("seed_oss", 5120, 27648, 64, 80, 8, 155136, attention_bias=True,
+                         attention_out_bias=False, attention_dropout=0.1, residual_dropout=0.1,
+                         head_dim=128, max_position_embeddings=524288, rope_theta=1e7,
+                         rope_scaling={"rope_type": "default"}, pretraining_tp=1),
+    "EXAONE 4.0 32B": text("exaone4", 5120, 27392, 64, 40, 8, 102400, head_dim=128,
+                           layer_types=SLIDING * 16, sliding_window=4096, rope_theta=1e6,
+                           sliding_window_pattern="LLLG", rope_scaling=EXAONE,
+                           max_position_embeddings=131072),
+    "EXAONE 4.0 1.2B": text("exaone4", 2048, 4096, 30, 32, 8, 102400, head_dim=64, rope_theta=1e6,
+                            layer_types=["full_attention"] * 30, sliding_window=None,
+                            sliding_window_pattern=None, rope_scaling=EXAONE,
+                            max_position_embeddings=65536, tie_word_embeddings=True),
+    "Hunyuan 7B": text("hunyuan_v1_dense", 4096, 14336, 32, 32, 8, 128167, head_dim=128,
+                       attention_head_dim=128, max_position_embeddings=32768, rope_scaling=HUNYUAN,
+                       use_qk_norm=True, use_cla=False, cla_share_factor=2, norm_type="rms",
+                       mask_init_id=12, org_vocab_size=128167, add_classification_head=False,
+                       tie_word_embeddings=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_config_as_released_passes_the_check_at_start(name, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
+    config = script.Config(model=name, dataset=("rows.jsonl",))
+    config, model_config, arch = script.read_model_config(Path(tmp_path), config)
+    script.check_family(model_config, config)
+    text_model = CONFIGS[name].get("text_config", CONFIGS[name])
+    assert arch.family == text_model["model_type"]
+    assert arch.hidden_size == text_model["hidden_size"] and config.max_seq_len == 2048
