@@ -4561,9 +4561,25 @@ def host_memory():
     return proc_bytes("self/status", "VmRSS"), proc_bytes("self/status", "VmHWM")
 
 
+def cgroup_free(root="/sys/fs/cgroup", own="/proc/self/cgroup"):
+    """Bytes that the container or job which this process is in may still take (cgroup v2); inf
+    where nothing limits it."""
+    free, own = math.inf, Path(own)
+    inside = own.read_text().rpartition("0::/")[2].strip() if own.is_file() else ""
+    for group in Path(inside, "_").parents:  # a limit of each counts
+        with contextlib.suppress(OSError, ValueError, KeyError):  # it has none; "max" is none
+            texts = {name: Path(root, group, f"memory.{name}").read_text()
+                     for name in ("max", "current", "stat")}
+            cached = dict(map(str.split, texts["stat"].splitlines()))["inactive_file"]
+            free = min(free, int(texts["max"]) - int(texts["current"]) + int(cached))
+    return free
+
+
 def host_share():
-    """Bytes of this machine's free memory for each of its processes."""
-    return proc_bytes("meminfo", "MemAvailable") / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    """Bytes of free memory, of this machine or of what limits this job, for each of its processes.
+    """
+    free = min(proc_bytes("meminfo", "MemAvailable"), cgroup_free())
+    return free / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def memory_gib(device, graphs=False):

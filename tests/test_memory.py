@@ -401,6 +401,35 @@ def test_refusal_names_flags_that_bring_it_under(limit_gib, flags, words):
         choose("llama-2-70b", limit_gib, **flags)
 
 
+def test_limits_of_a_container_count(tmp_path, monkeypatch):
+    """Of cgroup v2, as Docker, Kubernetes and Slurm set them, at any level; what is cached is not
+    taken."""
+    own, root = tmp_path / "own", tmp_path / "root"
+
+    def write(directory, limit, current, cached):
+        (root / directory).mkdir(parents=True, exist_ok=True)
+        stat = f"anon 5\ninactive_file {cached}\nslab 7"
+        for name, value in {"max": limit, "current": current, "stat": stat}.items():
+            (root / directory / f"memory.{name}").write_text(f"{value}\n")
+
+    assert script.cgroup_free(root, own) == math.inf
+    own.write_text("4:memory:/old\n0::/slurm/job_7/step\n")
+    assert script.cgroup_free(root, own) == math.inf
+    write("slurm", "max", 50, 5)
+    write("slurm/job_7/step", "max", 50, 5)
+    assert script.cgroup_free(root, own) == math.inf
+    write("slurm/job_7", 1000, 300, 100)
+    assert script.cgroup_free(root, own) == 800
+    write(".", 500, 300, 0)
+    assert script.cgroup_free(root, own) == 200
+    own.write_text("0::/\n")  # in a container of its own
+    assert script.cgroup_free(root, own) == 200
+    monkeypatch.undo()  # what all of these tests set
+    monkeypatch.setattr(script, "cgroup_free", lambda: 800)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert script.host_share() == 400
+
+
 def test_offloading_more_than_the_host_has_is_refused(monkeypatch):
     flags = {"offload_activations": True, "recompute": "all", "shard_group_size": 2}
     assert 4 * GIB < choose("llama-2-70b", 140, **flags).host_bytes < 64 * GIB
