@@ -951,6 +951,21 @@ def test_time_limit_ends_a_run_that_the_same_command_goes_on_with(begin, tmp_pat
     is_whole((code, _, err), tmp_path / "run", complete)
 
 
+def test_evaluation_that_has_ended_is_not_thrown_away(begin, monkeypatch):
+    """By a signal that came in its last rows."""
+    deal_rows = script.deal_rows
+
+    def signalled(*args):
+        if script.evaluating:
+            script.status.stop_reason = "SIGTERM"
+        return deal_rows(*args)
+
+    monkeypatch.setattr(script, "deal_rows", signalled)
+    code, out, err = begin("--eval_dataset", "rows.jsonl", "--eval_every", 0)
+    assert code == script.AGAIN and "evaluation after step 0: loss" in out
+    assert err.startswith("stopped: SIGTERM, after step 1; checkpoint-000001 is whole")
+
+
 def test_time_limit_below_one_evaluation_is_not_tried_for_ever(begin, tmp_path):
     flags = "--eval_dataset", "rows.jsonl", "--eval_every", 2, "--max_minutes", 0.001
     code, _, err = begin(*flags)
