@@ -1390,8 +1390,9 @@ def enter(phase):
 
 def write_status(state, code=None, message=""):
     """Replace status.json: rank 0, and others with an exit code. A stop never replaces a failure
-    that another rank has written, which may be its cause."""
-    may_write = status.is_ours or code == AGAIN  # of a run that was complete and shall go on, too
+    that another rank has written, which may be its cause. Until find_checkpoint has accepted these
+    flags for the run in the directory, nothing but a stop is written."""
+    may_write = status.is_ours or code == AGAIN
     if status.directory is None or not may_write or not (is_rank_0() or code):
         return
     path = status.directory / "status.json"
@@ -1499,7 +1500,7 @@ def open_output(config, given):
         return holder, made, is_complete, not is_complete and (is_own or not begun)
 
     holder, made, is_complete, may_write_status = on_rank_0(make)
-    # another run's status.json is not touched until find_checkpoint has accepted these flags
+    # whether this start has the flags of the run in it, or begins one, see write_status
     status.directory, status.is_ours = directory, may_write_status
     try:
         with together():
@@ -1566,7 +1567,7 @@ def write_whole(path, content):
         part.write_text(content)
     else:
         save_file(content, part, metadata={"format": "pt"})
-    os.umask(umask := os.umask(0o077))
+    os.umask(umask := os.umask(0o077))  # to read it is to set it
     part.chmod(0o666 & ~umask)  # safetensors leaves it readable by its owner alone
     sync_file(part)
     os.replace(part, path)
@@ -1868,7 +1869,8 @@ def open_table(source, path, options, saved):
                 all_text = {"features": datasets.Features(kinds), "keep_default_na": False,
                             "index_col": False}
             with warnings.catch_warnings():
-                warnings.simplefilter("error", pandas.errors.ParserWarning)  # of cells beyond it
+                # of a row with more cells than the header has names
+                warnings.simplefilter("error", pandas.errors.ParserWarning)
                 table = datasets.load_dataset(kind, data_files=str(path), split="train", **all_text)
         elif path.exists() or file_kind(path) in (*JSON_KINDS, *TABLE_KINDS) or (
             source[0] in "./~" or str(path).count("/") != 1
@@ -1959,14 +1961,13 @@ SHAREGPT_ROLES = {
 
 def plain_form(row, form, has_template):
     """The row as text, prompt and completion, messages or input_ids."""
-    system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
     if form == ("messages",):
-        return row | {"messages": system + as_list(row, "messages")}
+        return row | {"messages": with_system(row, as_list(row, "messages"))}
     if form == ("conversations",):
         messages = as_list(row, "conversations")
         messages = [from_sharegpt(m) if isinstance(m, dict) and isinstance(m.get("from"), str)
                     else m for m in messages]
-        return {"messages": system + messages, "tools": row.get("tools")}
+        return {"messages": with_system(row, messages), "tools": row.get("tools")}
     if form == ("prompt", "completion") and isinstance(row["prompt"], list):
         read_only = [m | {"train": False} if isinstance(m, dict) else m
                      for m in as_list(row, "prompt")]
@@ -1979,7 +1980,7 @@ def plain_form(row, form, has_template):
         if not has_template:
             more = f"### Input:\n{more}\n\n" if more else ""
             prompt = f"### Instruction:\n{prompt}\n\n{more}### Response:\n"
-            prompt = as_text(row, "system") + "\n\n" + prompt if system else prompt
+            prompt = as_text(row, "system") + "\n\n" + prompt if row.get("system") else prompt
         elif more:
             prompt = f"{prompt}\n\n{more}"
     elif form == ("question", "answer"):
@@ -1988,9 +1989,21 @@ def plain_form(row, form, has_template):
     else:
         return row
     if has_template:
-        return {"messages": [*system, {"role": "user", "content": prompt},
-                             {"role": "assistant", "content": answer}]}
+        turns = {"role": "user", "content": prompt}, {"role": "assistant", "content": answer}
+        return {"messages": with_system(row, list(turns))}
     return {"prompt": prompt, "completion": answer}
+
+
+def with_system(row, messages):
+    """The messages behind the row's `system`, which they may begin with already."""
+    if not row.get("system"):
+        return messages
+    first = {"role": "system", "content": row["system"]}
+    if not messages or not isinstance(messages[0], dict) or messages[0].get("role") != "system":
+        return [first, *messages]
+    if messages[0].get("content") != row["system"]:
+        raise RefusedRow("has a system message and another one in system: keep one of them")
+    return messages
 
 
 def from_sharegpt(message):
