@@ -18,6 +18,10 @@ count_gpus := import torch; print(torch.cuda.is_available() and torch.cuda.devic
 newest_adapter = $(shell ls -t runs/*/adapter_model.safetensors 2>/dev/null | head -n 1)
 run = $(or $(OUT),$(patsubst %/adapter_model.safetensors,%,$(newest_adapter)))
 
+# What needs no launch of several processes; and the longest of its tests, which try many random rows.
+fast := layer forms models bins files chat memory cache released
+slower := any_row or many_rows
+
 nvcc = $(firstword $(wildcard $(CUDA_HOME)/bin/nvcc) $(shell command -v nvcc) \
     $(wildcard /usr/local/cuda/bin/nvcc))
 # Compute capabilities as flash-attn names them: 8.0, 8.6 and 8.9 are 80, 9.0 is 90.
@@ -28,7 +32,8 @@ space := $(empty) $(empty)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train merge test test-benchmarks chaos lint flash-attn can-build-flash-attn clean
+.PHONY: help setup train merge standalone test test-fast test-benchmarks chaos lint flash-attn \
+    can-build-flash-attn clean
 
 help: ## When you want to know what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -48,8 +53,15 @@ merge: $(READY) ## After training: the newest run below runs/, or OUT=, as a pla
 	$(if $(run),,$(error no run to merge below runs/: `make train` first, or name one with OUT=))
 	$(VENV)/bin/python merge_adapters.py --adapter_dir '$(run)' --output_dir '$(run)/merged' $(ARGS)
 
+standalone: $(READY) ## To take one file away: each script with all it stands on, as one file in dist/
+	$(VENV)/bin/python standalone.py $(ARGS)
+
 test: $(READY) ## After any change: all tests, on the GPUs if there are any
 	$(VENV)/bin/python -m pytest --numprocesses auto --dist loadfile $(ARGS)
+
+test-fast: $(READY) ## While you edit: layer, families, plan, data; less than a minute on two cores
+	$(VENV)/bin/python -m pytest --numprocesses auto --dist loadfile -k 'not ($(slower))' \
+	    $(fast:%=tests/test_%.py) $(ARGS)
 
 test-benchmarks: $(READY) ## After a change in benchmarks/: what `make test` leaves out, a minute
 	$(VENV)/bin/python -m pytest -m slow $(ARGS)
@@ -74,8 +86,9 @@ can-build-flash-attn:
 	$(if $(nvcc),,$(error no CUDA compiler (nvcc), so no flash-attn; nothing else needs it))
 	@true
 
-clean: ## To start over, or before you give the folder away: removes .venv and caches, never runs/
-	rm -rf $(VENV) .pytest_cache .ruff_cache __pycache__ tests/__pycache__
+clean: ## To start over, or before you give the folder away: removes .venv, dist and caches, never runs/
+	rm -rf $(VENV) dist .pytest_cache .ruff_cache __pycache__ benchmarks/__pycache__ tests/__pycache__ \
+	    fsdp_qlora/__pycache__ fsdp_qlora/*/__pycache__
 
 $(READY): requirements.txt
 	@$(VENV)/bin/python -m pip --version >/dev/null 2>&1 || { \

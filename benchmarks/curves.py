@@ -23,16 +23,16 @@ from run import ROOT, launch
 sys.path.insert(0, str(ROOT))
 
 
-def plain_product(layer, group, x):
-    """The outputs of a group's linears by frozen weights, and what PEFT's formula adds to them."""
-    import train_fsdp_qlora as script
+def plain_product(layer, fused, x):
+    """The outputs of a fused linear's frozen weights, and what PEFT's formula adds to them."""
+    from fsdp_qlora.nf4 import dequantise
 
     adapter, parts = layer.adapter.to(x.dtype), layer.layout.adapter_parts()
     blank = torch.zeros_like(adapter, requires_grad=False)
-    weights = script.dequantise_group(layer, group, blank)[:, : group.in_features]
+    weights = dequantise(layer, fused, blank)[:, : fused.in_features]
     outputs = []
-    for place in group.places:
-        outputs.append(F.linear(x, weights[place.rows]))
+    for place in fused.places:
+        outputs.append(F.linear(x, weights[place.outputs]))
         name = place.linear.name
         if (name, "lora_A.weight") in parts:  # the check at start has none
             a, b = (adapter[where].view(shape) for where, shape in (
@@ -43,7 +43,7 @@ def plain_product(layer, group, x):
 
 def plain_layer(layer, x, bin):
     """A Llama decoder layer as one would write it, for autograd."""
-    arch, (qkv, out, gate_up, down) = layer.arch, layer.layout.groups
+    arch, (qkv, out, gate_up, down) = layer.arch, layer.layout.fused_linears
 
     def norm(name, x):
         scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + arch.norm_eps)
@@ -51,7 +51,7 @@ def plain_layer(layer, x, bin):
         return layer.vectors[where].view(shape) * (x.float() * scale).to(x.dtype)
 
     def rotated(x):
-        cos, sin = (t[:, None] for t in bin.ropes[layer.rope][:2])
+        cos, sin = (t[:, None] for t in bin.ropes[layer.layout.attention.rope][:2])
         first, second = x.float().chunk(2, -1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
@@ -71,11 +71,13 @@ def plain_layer(layer, x, bin):
 
 def driver(path, argv):
     import train_fsdp_qlora as script
+    from fsdp_qlora import elementwise, layer, logs, nf4, plan
 
     if path == "plain":
-        script.DecoderLayer.forward = plain_layer
-        script.why_no_triton = lambda: "plain"
-        script.use_graphs = lambda plan, *_: plan
+        layer.DecoderLayer.forward = plain_layer
+        for user in (elementwise, logs, nf4, plan):
+            user.why_no_triton = lambda: "plain"
+        plan.use_graphs = lambda plan, *_: plan
     code = script.main(argv)
     sys.stdout.flush()
     os._exit(code)  # for the reason that the script does

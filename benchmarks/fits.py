@@ -16,14 +16,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-import train_fsdp_qlora as script
+from fsdp_qlora import plan
+from fsdp_qlora.adapter import choose_adapted
+from fsdp_qlora.base import read_model_config
+from fsdp_qlora.families import SHAPES
+from fsdp_qlora.layer import make_layouts
+from fsdp_qlora.machine import Machine
+from train_fsdp_qlora import Config
 
 LIMITS, GPUS, HOST, ROWS = (22.5, 46, 77.5, 138), (1, 2, 4, 8), 120, 16  # GiB, GPUs, GiB, rows
 FLAGS = {"": {}, "a": {"offload_activations": True},
          "p": {"offload_activations": True, "offload_params": True}}
 KEYS = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
         "num_attention_heads", "num_key_value_heads", "head_dim")
-SHAPES = {  # besides the script's own
+MORE_SHAPES = {  # besides those of fsdp_qlora/families.py
     "mistral-large-123b": ("mistral", 32768, 12288, 28672, 88, 96, 8, 128),
     "llama-3.1-405b": ("llama", 128256, 16384, 53248, 126, 128, 8, 128)}
 MODELS = {"8B": "llama-3-8b", "32B": "qwen2.5-32b", "70B": "llama-3-70b",
@@ -31,30 +37,30 @@ MODELS = {"8B": "llama-3-8b", "32B": "qwen2.5-32b", "70B": "llama-3-70b",
 
 
 def cell(name, limit, gpus):
-    machine = script.Machine(flops=7e14, bandwidth=4e12, link=3e11)
+    machine = Machine(flops=7e14, bandwidth=4e12, link=3e11)
     for mark, flags in FLAGS.items():
-        config = script.Config(model=name, random_weights=True, max_seq_len=2048, **flags)
-        config, _, arch = script.read_model_config(Path(name), config)
-        _, adapted = script.choose_adapted(arch, config, name)
-        layout = script.make_layout(arch, adapted, config)
+        config = Config(model=name, random_weights=True, max_seq_len=2048, **flags)
+        config, _, arch = read_model_config(Path(name), config)
+        _, adapted = choose_adapted(arch, config, name)
+        layouts = make_layouts(arch, adapted, config)
         try:
-            plan = script.choose_plan(
-                config, arch, layout, ROWS * 2048, 2048, True, int(limit * 2**30), machine,
+            chosen = plan.choose_plan(
+                config, arch, layouts, ROWS * 2048, 2048, True, int(limit * 2**30), machine,
                 torch.device("cuda"), gpus, capturable=True)
         except ValueError:
             continue
-        return f"{plan.bytes / 2**30:.0f}{mark}"
+        return f"{chosen.bytes / 2**30:.0f}{mark}"
     return "-"
 
 
 def table():
     """The rows below README's headings."""
-    for name, values in SHAPES.items():
-        script.SHAPES[name] = {**dict(zip(KEYS, values)), "max_position_embeddings": 131072,
-                               "tie_word_embeddings": False}
+    for name, values in MORE_SHAPES.items():
+        SHAPES[name] = {**dict(zip(KEYS, values)), "max_position_embeddings": 131072,
+                        "tie_word_embeddings": False}
         if values[0] == "mistral":
-            script.SHAPES[name]["sliding_window"] = None
-    script.host_share, script.why_no_triton = lambda: HOST * 2**30, lambda: ""  # as on GPUs
+            SHAPES[name]["sliding_window"] = None
+    plan.host_share, plan.why_no_triton = lambda: HOST * 2**30, lambda: ""  # as on GPUs
     return [f"| {short} | " + " | ".join(
         ", ".join(cell(name, limit, gpus) for gpus in GPUS) for limit in LIMITS) + " |"
         for short, name in MODELS.items()]

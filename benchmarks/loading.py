@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-import train_fsdp_qlora as script  # noqa: E402
+from fsdp_qlora.demo import write_demo  # noqa: E402
 
 SHARD = 5e9  # bytes of a file
 BUFFER = 2**26  # bytes of random weights, written over and over; of a plain read
@@ -47,7 +47,7 @@ def model_shapes(shapes_dir, gb):
 
 def write_model(directory, shapes, config):
     """Random weights in files of about 5 GB, an index, the config, a tokenizer and a few rows."""
-    script.write_demo(directory / "demo")
+    write_demo(directory / "demo")
     for path in (directory / "demo" / "model").glob("*token*"):
         shutil.copy(path, directory)
     config.save_pretrained(directory)
@@ -98,9 +98,10 @@ def load(directory, nproc):
     shutil.rmtree(out, ignore_errors=True)
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}",
-         script.__file__, "--model", directory, "--dataset", directory / "demo" / "data.jsonl",
-         "--output_dir", out, "--max_steps", "1", "--max_seq_len", "64", "--batch_size", str(nproc),
-         "--shard_group_size", str(nproc), "--lora_rank", "1"],
+         ROOT / "train_fsdp_qlora.py", "--model", directory,
+         "--dataset", directory / "demo" / "data.jsonl", "--output_dir", out, "--max_steps", "1",
+         "--max_seq_len", "64", "--batch_size", str(nproc), "--shard_group_size", str(nproc),
+         "--lora_rank", "1"],
         stdout=subprocess.PIPE, text=True,
         env={**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
     )  # fmt: skip

@@ -46,7 +46,11 @@ from tokenizers import pre_tokenizers
 from torch.nn.utils.rnn import pad_sequence
 
 sys.path.insert(0, str(ROOT))
-import train_fsdp_qlora as script
+from fsdp_qlora.base import load_tokenizer
+from fsdp_qlora.data.bins import step_rows
+from fsdp_qlora.data.encode import rows_of, tokenize
+from fsdp_qlora.data.forms import parse_row
+from train_fsdp_qlora import Config, learning_rate
 
 METHODS, MEASURED = ("ours", "nf4", "bf16"), ("before", "after", "seconds")
 ROWS, HELD_OUT, OF_A_FILE = 2000, 200, 4  # rows to make, and of one file at most
@@ -127,10 +131,10 @@ def make_rows():
 
 def encode(path, model):
     """A file's Rows, as the script makes them."""
-    tokenizer = script.load_tokenizer(model, script.Config())
+    tokenizer = load_tokenizer(model, Config())
     rows = map(json.loads, path.read_text().splitlines())
-    documents = [d for row in rows for d in script.parse_row(row, tokenizer)[1]]
-    return script.rows_of(script.tokenize(documents, tokenizer))
+    documents = [d for row in rows for d in parse_row(row, tokenizer)[1]]
+    return rows_of(tokenize(documents, tokenizer))
 
 
 # ---- one run: held-out loss before, after, seconds of the steps --------------------------------
@@ -150,9 +154,9 @@ def ours(config, model, files, rows, held_out, args):
     records = [json.loads(line) for line in (results / "metrics.jsonl").read_text().splitlines()]
     steps, evals = ([r for r in records if key in r] for key in ("loss", "eval_loss"))
     for step in steps:
-        which = script.step_rows(step["step"], len(rows), config)
-        assert step["learnt_tokens"] == rows.n_learnt[which].sum(), "PEFT would get other batches"
-    assert evals[0]["eval_tokens"] == held_out.n_learnt.sum(), "PEFT would get other labels"
+        which = step_rows(step["step"], len(rows), config)
+        assert step["learnt_tokens"] == rows.n_trained[which].sum(), "PEFT would get other batches"
+    assert evals[0]["eval_tokens"] == held_out.n_trained.sum(), "PEFT would get other labels"
     if config.seed == args.seeds[0] and (results / "loss.png").is_file():
         shutil.copy(results / "loss.png", args.out)
     return evals[0]["eval_loss"], evals[-1]["eval_loss"], sum(step["seconds"] for step in steps)
@@ -165,15 +169,15 @@ def summed_loss(model, rows, which):
     labels = pad_sequence(labels, batch_first=True, padding_value=-100).to(model.device)[:, 1:]
     with torch.autocast(model.device.type, torch.bfloat16):
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
-    learnt = labels != -100
-    return F.cross_entropy(logits[learnt].float(), labels[learnt], reduction="sum")
+    trained = labels != -100
+    return F.cross_entropy(logits[trained].float(), labels[trained], reduction="sum")
 
 
 @torch.no_grad()
 def evaluate(model, rows):
     batches = rows.lengths.argsort().split(16)
     total = sum(summed_loss(model, rows, which).item() for which in batches)
-    return total / int(rows.n_learnt.sum())
+    return total / int(rows.n_trained.sum())
 
 
 def by_peft(method, config, model, rows, held_out, args):
@@ -191,11 +195,11 @@ def by_peft(method, config, model, rows, held_out, args):
     optimizer = bnb.optim.PagedAdamW8bit(trained, weight_decay=0.0, min_8bit_size=0)
     before, started = evaluate(model, held_out), time.perf_counter()
     for step in range(1, config.max_steps + 1):
-        which = script.step_rows(step, len(rows), config)
-        (summed_loss(model, rows, which) / int(rows.n_learnt[which].sum())).backward()
+        which = step_rows(step, len(rows), config)
+        (summed_loss(model, rows, which) / int(rows.n_trained[which].sum())).backward()
         torch.nn.utils.clip_grad_norm_(trained, config.max_grad_norm)
         for group in optimizer.param_groups:
-            group["lr"] = script.learning_rate(step, config)
+            group["lr"] = learning_rate(step, config)
         optimizer.step()  # waits for the GPU
         optimizer.zero_grad()
     seconds = time.perf_counter() - started
@@ -256,10 +260,10 @@ def main(argv):
     settings = {"batch_size": args.batch_size, "max_steps": args.steps,
                 "learning_rate": args.learning_rate}  # fmt: skip
     counts = {"rows": len(data[0]), "held_out": len(data[1]),
-              "held_out_tokens": int(data[1].n_learnt.sum())}  # fmt: skip
+              "held_out_tokens": int(data[1].n_trained.sum())}  # fmt: skip
     for method in (m for m in METHODS if m in args.only.split(",")):  # PEFT leaves memory taken
         for seed in args.seeds:
-            config = script.Config(**settings, seed=seed)
+            config = Config(**settings, seed=seed)
             run, started = {"method": method, "seed": seed}, time.perf_counter()
             if method == "ours":
                 run |= zip(MEASURED, ours(config, model, files, *data, args))

@@ -184,9 +184,9 @@ def write_chat(directory, lengths):
     """data.jsonl with rows of these lengths, and the demo's tokenizer, which makes one token of
     each character that the demo does not have, and puts EOS behind them."""
     sys.path.insert(0, str(ROOT))
-    import train_fsdp_qlora as script
+    from fsdp_qlora.demo import write_demo
 
-    script.write_demo(directory / "demo")
+    write_demo(directory / "demo")
     for path in (directory / "demo" / "model").glob("*token*"):
         shutil.copy(path, directory)
     draw, path = random.Random(1), directory / "data.jsonl"
@@ -458,9 +458,10 @@ def driver(stem, argv):
 
     sys.path.insert(0, str(ROOT))
     import train_fsdp_qlora as script
+    from fsdp_qlora import plan
 
     if stem is None:
-        script.use_graphs = lambda plan, *_: plan
+        plan.use_graphs = lambda plan, *_: plan
         os._exit(script.main(argv))
     train_step, cuda, rank = script.train_step, torch.cuda.is_available(), int(os.environ["RANK"])
     activity = torch.profiler.ProfilerActivity

@@ -13,8 +13,8 @@ worker.py, which looks at the run that train() has wired, in place of its steps.
 and on a CPU, numbers equal the references to 1e-5; what must be the same bytes is compared by
 torch.equal. `make test` shares the files out to two processes, each with launches of its own.
 
-To see a test fail, copy the script and tests/ to another folder, break the script there and run
-pytest there: everything is found from where this file lies.
+To see a test fail, copy the scripts, fsdp_qlora/ and tests/ to another folder, break something
+there and run pytest there: everything is found from where this file lies.
 """
 
 import contextlib
@@ -70,10 +70,10 @@ SIZES = {
 @pytest.fixture(scope="session")
 def demo_directory(tmp_path_factory):
     """The script's own demo: model/ with a tokenizer, and data.jsonl."""
-    import train_fsdp_qlora
+    from fsdp_qlora.demo import write_demo
 
     directory = tmp_path_factory.mktemp("demo")
-    train_fsdp_qlora.write_demo(directory)
+    write_demo(directory)
     return directory
 
 
@@ -148,7 +148,7 @@ def one_process():
 
 
 def write_rows(path, n=64):
-    """n rows whose lengths and learnt parts differ by a factor of up to twenty."""
+    """n rows whose lengths and trained parts differ by a factor of up to twenty."""
     draw = random.Random(3)
     words = "what is the answer to this plus minus times 1 2 3 4 5 6 7 8 9".split()
     with open(path, "w") as file:
@@ -158,7 +158,7 @@ def write_rows(path, n=64):
 
 
 def read_rows(path, tokenizer, max_seq_len=64):
-    """The rows of a file that are learnt, as the script's (input_ids, labels), int64."""
+    """The rows of a file that are trained on, as the script's (input_ids, labels), int64."""
     found = encode_file(path, tokenizer, max_seq_len)
     return [tuple(torch.as_tensor(row[key], dtype=torch.int64) for key in ("input_ids", "labels"))
             for row in found if row["kept"]]  # fmt: skip
@@ -166,10 +166,11 @@ def read_rows(path, tokenizer, max_seq_len=64):
 
 def encode_file(path, tokenizer, max_seq_len=64):
     """What the script's table holds of each document of a file's rows."""
-    import train_fsdp_qlora
+    from fsdp_qlora.data.encode import encode_pieces
+    from fsdp_qlora.data.files import find_pieces
 
-    pieces, _ = train_fsdp_qlora.find_pieces(str(path))
-    return list(train_fsdp_qlora.encode_pieces(pieces, tokenizer, max_seq_len, len(tokenizer)))
+    pieces, _ = find_pieces(str(path))
+    return list(encode_pieces(pieces, tokenizer, max_seq_len, len(tokenizer)))
 
 
 def ranks_command(nproc, directory):
@@ -249,16 +250,16 @@ def launch(tmp_path_factory):
 
 def do_here(jobs, cwd):
     """The same in this process, which is one rank as well as any; a case leaves nothing behind."""
-    import worker
+    import house
     from several import do
 
-    out, err, before, names = io.StringIO(), io.StringIO(), Path.cwd(), vars(worker.script).copy()
+    out, err, before, names = io.StringIO(), io.StringIO(), Path.cwd(), house.snapshot()
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             codes = [do({"cwd": str(cwd), **job}, 0) for job in jobs]
     finally:
         os.chdir(before)
-        vars(worker.script).update(names)
+        house.restore(names)
         if torch.distributed.is_initialized():  # an exception that main() knows nothing of
             torch.distributed.destroy_process_group()
     return codes, out.getvalue(), err.getvalue()
@@ -284,9 +285,21 @@ def run_jobs(launch):
 
 
 @pytest.fixture(scope="session")
+def standalone(tmp_path_factory):
+    """The directory of both scripts as `make standalone` builds them, with nothing beside them."""
+    from standalone import SCRIPTS, assemble
+
+    directory = tmp_path_factory.mktemp("standalone")
+    for script in SCRIPTS:
+        (directory / script).write_text(assemble(script))
+    return directory
+
+
+@pytest.fixture(scope="session")
 def run_training():
-    """Function (args, nproc=None, cwd=None, env=None, timeout=120, script=SCRIPT): runs the script
-    by torchrun on nproc processes, or with nproc=None by plain python; returns CompletedProcess.
+    """Function (args, nproc=None, cwd=None, env=None, timeout=120, script=SCRIPT): runs the script,
+    or another, by torchrun on nproc processes, or with nproc=None by plain python; returns
+    CompletedProcess.
 
     A run that hangs raises TimeoutExpired.
     """

@@ -7,21 +7,24 @@ in "cwd"; both ranks' output goes to the files `out` and `err` of the directory 
 answered, a line each: {"id", "launcher", "ranks"}, their process ids, and of each of these later
 {"pid", "code"}. Forks is the test's side of all this, Run one start.
 
-A command may name faults, which end with their process:
+A command may name faults, which end with their process. They are put into every module of the house
+that has the name, see house.py:
 
-    "slow"   [[function, call, seconds], ..]: the script's function, when it is called for the
+    "slow"   [[function, call, seconds], ..]: this function, when it is called for the
              `call`th time, writes the file slow.FUNCTION.CALL.RANK and sleeps before it works
     "fault"  {"rank", "operation", "how"}: the file operation of this number, of those that the rank
              does within the functions SAVES, see OPERATIONS: "kill" kills the process before it,
              "torn" after half of it, "ENOSPC" and "EIO" are what it fails with. Each operation is
              listed in operations.RANK, also where "operation" is None
     "out_of_memory"  the step at which rank 1 runs out of memory
-    "plant"  a mistake of the script's, see PLANTS: what the tests of the tests want to see found
+    "plant"  a mistake of the house's, see PLANTS: what the tests of the tests want to see found
 """
 
 import contextlib
 import ctypes
+import dataclasses
 import errno
+import fcntl
 import functools
 import gc
 import itertools
@@ -35,6 +38,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+import house
 
 SCRIPT = Path(__file__).resolve().parent.parent / "train_fsdp_qlora.py"
 PASSED_ON = signal.SIGTERM, signal.SIGINT, signal.SIGHUP  # by torchrun; others end it
@@ -148,8 +153,9 @@ class Run:
         return (self.log / "err").read_text()
 
     def operations(self, rank):
-        """[name of the file operation, path, function of the script]."""
-        return [json.loads(line) for line in (self.log / f"operations.{rank}").open()]
+        """[name of the file operation, path, which of SAVES it is part of]."""
+        path = self.log / f"operations.{rank}"  # there is none of a rank that writes nothing
+        return [json.loads(line) for line in path.open()] if path.exists() else []
 
 
 # ------------------------------------------------------------------------------------------------
@@ -162,7 +168,7 @@ def prctl(option, value):
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def serve(script):
+def serve():
     """Start what is read until standard input ends, then end what still runs."""
     tell, launchers, unread = os.dup(1), set(), b""
     os.dup2(2, 1)  # nobody else writes there
@@ -173,7 +179,7 @@ def serve(script):
                 break
             *lines, unread = (unread + data).split(b"\n")
             for line in lines:
-                launchers.add(fork(launch, script, json.loads(line), tell))
+                launchers.add(fork(launch, json.loads(line), tell))
         for pid, code in ended_children():
             launchers.discard(pid)
             say(tell, pid=pid, code=code)
@@ -211,7 +217,7 @@ def ended_children():
             yield pid_and_status[0], os.waitstatus_to_exitcode(pid_and_status[1])
 
 
-def launch(script, command, tell):
+def launch(command, tell):
     """What torchrun does, for one command."""
     prctl(SET_PDEATHSIG, signal.SIGKILL)
     os.setsid()
@@ -223,13 +229,13 @@ def launch(script, command, tell):
     meeting = socket.create_server(("localhost", 0), backlog=64)
     address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(meeting.getsockname()[1])}
     signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # until there are ranks to pass it on to
-    ranks = [fork(be_rank, script, command, rank, address, meeting, tell)
+    ranks = [fork(be_rank, command, rank, address, meeting, tell)
              for rank in range(command["nproc"])]  # fmt: skip
     for number in PASSED_ON:
         signal.signal(number, lambda number, _: asked.append(number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     say(tell, id=command["id"], launcher=os.getpid(), ranks=ranks)
-    store = script.dist.TCPStore(  # noqa: F841, the ranks are its clients
+    store = dist.TCPStore(  # noqa: F841, the ranks are its clients
         "localhost", 0, is_master=True, wait_for_workers=False, master_listen_fd=meeting.detach()
     )
     worst, kill_at = 0, float("inf")
@@ -253,7 +259,7 @@ def launch(script, command, tell):
     return 1 if worst else 0
 
 
-def be_rank(script, command, rank, address, meeting, tell):
+def be_rank(command, rank, address, meeting, tell):
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     os.close(tell)
     meeting.close()
@@ -266,15 +272,15 @@ def be_rank(script, command, rank, address, meeting, tell):
     datasets.config.HF_DATASETS_CACHE = Path("cache").absolute()  # a kill may hit its making
     log = Path(command["log"])
     if plant := command.get("plant"):
-        PLANTS[plant](script)
+        PLANTS[plant]()
     if rank == 1 and "out_of_memory" in command:
-        run_out_of_memory(script, command["out_of_memory"])
+        run_out_of_memory(command["out_of_memory"])
     for function, call, seconds in command.get("slow", ()):
-        slow_down(script, function, call, seconds, log / f"slow.{function}.{call}.{rank}")
+        slow_down(function, call, seconds, log / f"slow.{function}.{call}.{rank}")
     if fault := command.get("fault"):
         mine = fault["operation"] if fault["rank"] == rank else None
-        watch_files(script, mine, fault.get("how"), log / f"operations.{rank}")
-    return script.main(command["argv"])
+        watch_files(mine, fault.get("how"), log / f"operations.{rank}")
+    return train_fsdp_qlora.main(command["argv"])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -282,8 +288,8 @@ def be_rank(script, command, rank, address, meeting, tell):
 # ------------------------------------------------------------------------------------------------
 
 
-def slow_down(script, name, call, seconds, mark):
-    function, calls = getattr(script, name), itertools.count(1)
+def slow_down(name, call, seconds, mark):
+    function, calls = house.get(name), itertools.count(1)
 
     @functools.wraps(function)
     def slow(*args, **kwargs):
@@ -292,40 +298,40 @@ def slow_down(script, name, call, seconds, mark):
             time.sleep(seconds)
         return function(*args, **kwargs)
 
-    setattr(script, name, slow)
+    house.replace(name, slow)
 
 
-def run_out_of_memory(script, at):
+def run_out_of_memory(at):
     """By torch's own error, in place of what a CPU cannot do."""
-    train_step = script.train_step
+    train_step = house.get("train_step")
 
     def step_or_fail(run, step):
         if step == at:
-            raise script.torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return train_step(run, step)
 
-    script.train_step = step_or_fail
+    house.replace("train_step", step_or_fail)
 
 
-SAVES = "save_checkpoint save_adapter write_metrics open_log describe_run".split()
+SAVES = ["save_checkpoint", "save_adapter", "describe_run", ("Log", "write"), ("Log", "__init__")]
 # by where they are found, as Path's mkdir, unlink and chmod are os's; what one calls of the others,
 # as rmtree does, is part of it
 OPERATIONS = {
     "os": "replace fsync mkdir open unlink chmod ftruncate pwrite".split(),
     "shutil": ["rmtree"],
     "Path": ["write_text"],
-    "script": ["save_file", "digest"],
+    "house": ["save_file", "digest"],
 }
 
 
-def watch_files(script, chosen, how, listed):
+def watch_files(chosen, how, listed):
     """List the file operations of SAVES, and let the one whose number is `chosen` go wrong."""
     within, busy, numbers = [], [], itertools.count()
 
     def in_save(function):
         @functools.wraps(function)
         def save(*args, **kwargs):
-            within.append(function.__name__)
+            within.append(function.__qualname__)
             try:
                 return function(*args, **kwargs)
             finally:
@@ -345,7 +351,7 @@ def watch_files(script, chosen, how, listed):
                 with listed.open("a") as file:
                     print(json.dumps([operation.__name__, str(path), within[-1]]), file=file)
                 if number == chosen:
-                    return go_wrong(script, how, operation, args, kwargs)
+                    return go_wrong(how, operation, args, kwargs)
                 return operation(*args, **kwargs)
             finally:
                 busy.pop()
@@ -353,14 +359,21 @@ def watch_files(script, chosen, how, listed):
         return work
 
     for name in SAVES:
-        setattr(script, name, in_save(getattr(script, name)))
+        if isinstance(name, str):
+            house.wrap(name, in_save)
+        else:
+            holder, method = house.get(name[0]), name[1]
+            setattr(holder, method, in_save(getattr(holder, method)))
     for place, names in OPERATIONS.items():
-        place = {"os": os, "shutil": shutil, "Path": Path, "script": script}[place]
         for name in names:
-            setattr(place, name, watched(getattr(place, name)))
+            if place == "house":
+                house.wrap(name, watched)
+            else:
+                holder = {"os": os, "shutil": shutil, "Path": Path}[place]
+                setattr(holder, name, watched(getattr(holder, name)))
 
 
-def go_wrong(script, how, operation, args, kwargs):
+def go_wrong(how, operation, args, kwargs):
     name = operation.__name__
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -383,7 +396,7 @@ def go_wrong(script, how, operation, args, kwargs):
     if kwargs.get("ignore_errors"):
         return
     if name == "save_file":  # of Rust's I/O
-        raise script.SafetensorError(f"Error while serializing: I/O error: {os.strerror(code)}")
+        raise SafetensorError(f"Error while serializing: I/O error: {os.strerror(code)}")
     raise OSError(code, os.strerror(code))
 
 
@@ -392,71 +405,69 @@ def go_wrong(script, how, operation, args, kwargs):
 # ------------------------------------------------------------------------------------------------
 
 
-def write_in_place(script):
+def write_in_place():
     """Checkpoints are written under their own names, are believed without a look, and the one
     before goes first, as if there were room for one only."""
 
-    def write_checkpoint(run, step):
-        adapter, rank = run.adapter, script.dist.get_rank()
-        path, weights = script.checkpoint_path(run.directory, step), adapter.gather()
-        parts = {k: v.cpu().clone() for k, v in adapter.state_parts().items()}
-        names = [f"optimizer-{r}.safetensors" for r in range(adapter.shards)]
-        state = {"step": step, "optimizer_step": adapter.state["step"], "optimizer_files": names,
-                 "progress": run.progress, "config": script.dataclasses.asdict(run.config),
-                 **run.content}  # fmt: skip
+    def write(run, step, weights, optimizer_tensors):
+        path, state = house.get("checkpoint_path")(run.directory, step), run.optimizer.state
+        for old in run.directory.glob("checkpoint-*"):
+            shutil.rmtree(old)
+        path.mkdir()
+        described = {
+            "step": step, "optimizer_step": state[run.adapter.weights]["step"],
+            "optimizer_files": ["optimizer.safetensors"], "progress": run.progress,
+            "config": dataclasses.asdict(run.config), **run.content}  # fmt: skip
+        (path / "checkpoint.json").write_text(json.dumps(described))
+        save_file = house.get("save_file")
+        save_file(weights, path / "adapter_model.safetensors")
+        stacked = {key: torch.stack(layers) for key, layers in optimizer_tensors.items()}
+        save_file(stacked, path / "optimizer.safetensors")
 
-        def write():
-            for old in run.directory.glob("checkpoint-*"):
-                shutil.rmtree(old)
-            path.mkdir()
-            (path / "checkpoint.json").write_text(json.dumps(state))
-            script.save_file(weights, path / "adapter_model.safetensors")
-
-        script.on_rank_0(write)
-        with script.together():
-            script.save_file(parts, path / names[rank])
-
-    script.write_checkpoint = write_checkpoint
-    script.read_checkpoint = lambda path: json.loads((path / "checkpoint.json").read_text())
+    house.replace("_write_checkpoint", write)
+    house.replace(
+        "read_checkpoint", lambda path: json.loads((path / "checkpoint.json").read_text())
+    )
 
 
-def forget_state(script):
+def forget_state():
     """The optimizer of a resumed run begins anew."""
-    resume = script.Adapter.resume
+    load_checkpoint = house.get("load_checkpoint")
 
-    def resume_weights(self, path, config):
-        fresh = {key: value.clone() for key, value in self.state_parts().items()}
-        done = resume(self, path, config)
-        for key, value in self.state_parts().items():
-            value.copy_(fresh[key])
-        return done
+    def load_weights(path, adapter, optimizer):
+        state = optimizer.state[adapter.weights]
+        fresh = {key: state[key].clone() for key in house.get("STATE_KEYS")}
+        progress = load_checkpoint(path, adapter, optimizer)
+        for key, value in fresh.items():
+            state[key].copy_(value)
+        return progress
 
-    script.Adapter.resume = resume_weights
+    house.replace("load_checkpoint", load_weights)
 
 
-def append_metrics(script):
+def append_metrics():
     """metrics.jsonl keeps what a resumed run does again."""
-    open_log = script.open_log
+    log_class = house.get("Log")
+    begin = log_class.__init__
 
-    def open_log_behind(run, done):
+    def begin_behind(self, run, done):
         path = run.directory / "metrics.jsonl"
         before = path.read_bytes() if path.exists() else b""
-        log = open_log(run, done)
+        begin(self, run, done)
         path.write_bytes(before)
-        log.size = len(before)
-        return log
+        self.size = len(before)
 
-    script.open_log = open_log_behind
+    log_class.__init__ = begin_behind
 
 
-def lock_nothing(script):
+def lock_nothing():
     """Two runs may have the same output directory."""
-    script.fcntl.flock = lambda file, how: None
+    fcntl.flock = lambda file, how: None
 
 
-def hear_nothing(script):
+def hear_nothing():
     """Nobody can ask a run to stop."""
-    script.ask_to_stop = lambda why: None
+    house.get("Status").on_signal = lambda self, name: None
 
 
 PLANTS = {function.__name__: function for function in (
@@ -464,20 +475,23 @@ PLANTS = {function.__name__: function for function in (
 
 
 def main():
-    global datasets
+    global SafetensorError, datasets, dist, torch, train_fsdp_qlora
     sys.path.insert(0, str(SCRIPT.parent))
     # what the script imports when it comes to it, each a tenth of a second or more
     import datasets
     import matplotlib.backends.backend_agg  # noqa: F401
     import matplotlib.figure  # noqa: F401
+    import torch
+    import torch.distributed as dist
     import torch.utils.tensorboard  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
+    from safetensors import SafetensorError
 
-    import train_fsdp_qlora as script
+    import train_fsdp_qlora
 
     gc.collect()
     gc.freeze()
-    serve(script)
+    serve()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ A job is one main() of the script, with its "argv", or a "case" of worker.py. Wh
 besides: "nproc", where the first ranks alone take part; "nodes", of how many machines they are to
 take themselves for processes; "deterministic", for what must be the same to the last bit on a GPU,
 where the attention's backward adds in any order otherwise; "cwd"; "before", a command that rank 0
-runs first; "script", a copy to run instead; "peft", the version that this node seems to have;
+runs first; "script", another to run instead: an assembled one, one with its package beside it, or
+one that stands on this tree's package; "peft", the version that this node seems to have;
 "plan", what the plan is to have whatever would be chosen; "cut_off", a file that rank 1 cuts off
 before the weights are read, and where; "others", what is different for the ranks but 0, or from
 "first_other" on.
@@ -36,47 +37,60 @@ gc.disable()  # it would look through ever more of what is imported, a fifth of 
 import datasets  # noqa: E402, F401
 import matplotlib.backends.backend_agg  # noqa: E402, F401
 import matplotlib.figure  # noqa: E402, F401
-import peft  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.utils.tensorboard  # noqa: E402, F401
+import house  # noqa: E402
 import worker  # noqa: E402
-from worker import script  # noqa: E402
 
 gc.freeze()
 gc.enable()
-PEFT_VERSION = peft.__version__
 
 
-def load(path):
-    sys.dont_write_bytecode = True  # nothing appears beside the copy
-    spec = importlib.util.spec_from_file_location("train_fsdp_qlora", path)
-    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@contextlib.contextmanager
+def other_script(path):
+    """In the `with` body the script at `path` is the house, with the package beside it if there is
+    one."""
+    ours, folder = {module.__name__: module for module in house.modules()}, Path(path).parent
+    for name in ours if (folder / "fsdp_qlora").is_dir() else ["train_fsdp_qlora"]:
+        del sys.modules[name]
+    sys.dont_write_bytecode = True  # nothing appears beside it
+    sys.path.insert(0, str(folder))
+    try:
+        spec = importlib.util.spec_from_file_location("train_fsdp_qlora", path)
+        sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        yield
+    finally:
+        sys.path.remove(str(folder))
+        for module in house.modules():
+            del sys.modules[module.__name__]
+        sys.modules.update(ours)
 
 
 def replace_plan(fields):
     """What no flag asks for, as it depends on the machine."""
-    choose_plan = script.choose_plan
-    script.choose_plan = lambda *args: dataclasses.replace(choose_plan(*args), **fields)
+    house.wrap("choose_plan", lambda choose: (
+        lambda *args, **kwargs: dataclasses.replace(choose(*args, **kwargs), **fields)))
 
 
 def cut_off(file, size):
     """An injected fault: after the check of the files, before the read."""
-    load_weights = script.load_weights
 
-    def cut_off_first(*args):
-        if dist.get_rank() == 1:
-            os.truncate(file, size)
-        dist.barrier()
-        return load_weights(*args)
+    def after_cutting(make_reader):
+        def cut_off_first(*args):
+            if dist.get_rank() == 1:
+                os.truncate(file, size)
+            dist.barrier()
+            return make_reader(*args)
 
-    script.load_weights = cut_off_first
+        return cut_off_first
+
+    house.wrap("WeightReader", after_cutting)
 
 
 def call_main(job):
-    return (load(job["script"]) if "script" in job else script).main(job["argv"])
+    return sys.modules["train_fsdp_qlora"].main(job["argv"])
 
 
 stores = collections.deque(maxlen=2)  # of rank 0; the others may not have left the one before
@@ -98,18 +112,20 @@ def do(job, rank):
     """The exit code of one job."""
     if "cwd" in job:
         os.chdir(job["cwd"])
-    peft.__version__ = job.get("peft", PEFT_VERSION)
     if rank == 0 and "before" in job:
         subprocess.run(job["before"], shell=True, check=True)
-    names = vars(script).copy()
+    names = house.snapshot()
     if torch.cuda.is_available():
         torch.use_deterministic_algorithms(job.get("deterministic", False), warn_only=True)
-    if "plan" in job:
-        replace_plan(job["plan"])
-    if "cut_off" in job:
-        cut_off(*job["cut_off"])
-    code = worker.run(job) if "case" in job else call_main(job)
-    vars(script).update(names)  # faults end with their job, and what a case has changed
+    with other_script(job["script"]) if "script" in job else contextlib.nullcontext():
+        if "peft" in job:
+            house.wrap("VERSIONS", lambda versions: versions | {"peft": job["peft"]})
+        if "plan" in job:
+            replace_plan(job["plan"])
+        if "cut_off" in job:
+            cut_off(*job["cut_off"])
+        code = worker.run(job) if "case" in job else call_main(job)
+    house.restore(names)  # faults end with their job, and what a case has changed
     return code
 
 

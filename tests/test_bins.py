@@ -1,5 +1,9 @@
-"""Bins: every row once, as few micro-batches as it takes, and tensors made one token at a time."""
+"""Steps and bins: every row once an epoch, few micro-batches, and what the tensors of a bin hold.
 
+What a bin must hold is made here one token at a time.
+"""
+
+import dataclasses
 import itertools
 import json
 import math
@@ -12,21 +16,79 @@ import torch
 from conftest import read_rows
 from transformers import AutoTokenizer
 
-import train_fsdp_qlora as script
+from fsdp_qlora.data.bins import deal_rows, make_bin, round_up, step_rows
+from fsdp_qlora.data.encode import random_rows, rows_of
+from fsdp_qlora.data.forms import IGNORE
+from fsdp_qlora.elementwise import N_SITES, drop, mix
+from train_fsdp_qlora import Config
 
-IGNORE = script.IGNORE
 CPU = torch.device("cpu")
 
 
 def make_rows(lengths, seed=0, vocabulary=320):
-    """Rows of random tokens, each with a random part of them learnt, the last one always."""
+    """Rows of random tokens, each with a random part of them trained, the last one always."""
     generator, rows = torch.Generator().manual_seed(seed), []
     for n in lengths:
         ids = torch.randint(3, vocabulary, (n,), generator=generator)
-        learnt = torch.rand(n, generator=generator) < torch.rand((), generator=generator)
-        learnt[-1] = True
-        rows.append((ids, torch.where(learnt, ids, IGNORE)))
+        trained = torch.rand(n, generator=generator) < torch.rand((), generator=generator)
+        trained[-1] = True
+        rows.append((ids, torch.where(trained, ids, IGNORE)))
     return rows
+
+
+# ------------------------------------------------------------------------------------------------
+# Which rows a step works on
+# ------------------------------------------------------------------------------------------------
+
+def draw(n_steps, n_examples, **settings):
+    """The rows of the first steps, one after the other."""
+    config = Config(**settings)
+    steps = [step_rows(step, n_examples, config) for step in range(1, n_steps + 1)]
+    assert all(len(step) == config.batch_size for step in steps)
+    return [int(row) for step in steps for row in step]
+
+
+@pytest.mark.parametrize("n_examples", [1, 7, 10, 12])
+@pytest.mark.parametrize("batch_size", [1, 4, 12, 30])  # 30: several epochs in one step
+def test_every_row_comes_once_an_epoch(n_examples, batch_size):
+    rows = draw(60, n_examples, batch_size=batch_size)
+    whole_epochs = len(rows) // n_examples
+    for epoch in range(whole_epochs):
+        part = rows[epoch * n_examples : (epoch + 1) * n_examples]
+        assert sorted(part) == list(range(n_examples)), f"epoch {epoch}"
+    assert len(set(rows[whole_epochs * n_examples :])) == len(rows) % n_examples
+
+
+def test_order_depends_on_seed_and_epoch_alone():
+    rows = draw(15, 100, batch_size=20, seed=1)
+    torch.manual_seed(9)  # not on the global generator
+    assert rows == draw(15, 100, batch_size=20, seed=1)
+    assert rows != draw(15, 100, batch_size=20, seed=2)
+    epochs = [rows[i : i + 100] for i in (0, 100, 200)]
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+    assert list(range(100)) not in epochs
+
+
+def test_neither_batch_size_nor_size_of_bins_changes_the_order():
+    rows = draw(6, 10, batch_size=8)
+    assert rows == draw(12, 10, batch_size=4)
+    for tokens in (64, 2048, None):  # nor so the number of GPUs: it is not asked for
+        assert rows == draw(6, 10, batch_size=8, micro_batch_tokens=tokens)
+
+
+def test_random_rows_are_full_rows_that_depend_on_the_seed_alone():
+    config = Config(batch_size=6, max_seq_len=50, seed=3)
+    rows = random_rows(97, config)
+    assert len(rows) == 6
+    for i in range(6):
+        ids, labels = rows.tokens(i)
+        assert ids.shape == (50,) and torch.equal(ids, labels)
+        assert int(ids.min()) >= 0 and int(ids.max()) < 97
+    torch.manual_seed(9)
+    again = random_rows(97, config)
+    other = random_rows(97, dataclasses.replace(config, seed=4))
+    assert torch.equal(rows.digests, again.digests)
+    assert not (rows.digests == other.digests).any()
 
 
 # ------------------------------------------------------------------------------------------------
@@ -44,14 +106,14 @@ def test_every_row_is_in_one_bin_and_no_bin_is_too_full(most, processes):
     draw = random.Random(most)
     for n_rows in (1, 2, 5, 30, 300):
         lengths = [draw.randint(1, most) for _ in range(n_rows)]
-        dealt = script.deal_rows(lengths, processes, most)
+        dealt = deal_rows(lengths, processes, most)
         assert all(len(batch) == processes for batch in dealt)
         rows = [i for batch in dealt for bin in batch for i in bin]
         assert sorted(rows) == list(range(n_rows))
         sums = filled(lengths, dealt)
         assert max(sums) <= most
         assert len(dealt) >= math.ceil(sum(lengths) / (processes * most))
-        assert dealt == script.deal_rows(list(lengths), processes, most)
+        assert dealt == deal_rows(list(lengths), processes, most)
 
 
 def fits(lengths, bins, most):
@@ -79,7 +141,7 @@ def test_number_of_micro_batches_is_as_good_as_the_least_one(processes):
     for _ in range(200):
         most = draw.choice((8, 20, 50))
         lengths = [draw.randint(1, most) for _ in range(draw.randint(1, 10))]
-        n = len(script.deal_rows(lengths, processes, most))
+        n = len(deal_rows(lengths, processes, most))
         longest_first = sorted(lengths, reverse=True)
         least = next(k for k in itertools.count(1) if fits(longest_first, k * processes, most))
         assert least <= n <= least + 1, (lengths, most)
@@ -94,7 +156,7 @@ def test_chat_rows_fill_their_bins(processes):
     draw = random.Random(processes)
     for _ in range(20):
         lengths = [min(2048, max(16, int(math.exp(draw.gauss(5.3, 0.9))))) for _ in range(64)]
-        dealt = script.deal_rows(lengths, processes, 4096)
+        dealt = deal_rows(lengths, processes, 4096)
         sums = filled(lengths, dealt)
         assert len(dealt) <= max(1, math.ceil(1.02 * sum(lengths) / (processes * 4096)))
         if len(sums) <= 8:  # of so many rows that their lengths even out
@@ -102,19 +164,40 @@ def test_chat_rows_fill_their_bins(processes):
             assert max(sums) <= max(1.05 * sum(lengths) / len(sums), max(lengths))
 
 
+def test_rows_of_one_length_fill_every_bin_alike():
+    for rows, processes, most in (16, 2, 200), (8, 4, 100), (8, 4, 200), (6, 1, 250):
+        micro_batches = deal_rows([100] * rows, processes, most)
+        at_once = processes * (most // 100)
+        assert len(micro_batches) == -(-rows // at_once)
+        if rows % (len(micro_batches) * processes) == 0:
+            assert len({len(one) for bins in micro_batches for one in bins}) == 1
+
+
+def test_bins_of_uneven_rows_are_about_equally_full():
+    """The slowest process makes all others wait: chat rows, 32 a process."""
+    generator = torch.Generator().manual_seed(0)
+    normal = torch.randn(64, generator=generator)
+    lengths = (200 * (0.9 * normal).exp()).int().clamp(16, 2048).tolist()
+    for processes, most in (2, 8192), (2, 4096), (4, 4096), (8, 2048):
+        for bins in deal_rows(lengths, processes, most):
+            sizes = [sum(lengths[i] for i in rows) for rows in bins]
+            if max(lengths) < min(sizes):
+                assert min(sizes) > 0.95 * max(sizes)
+
+
 def test_rows_are_balanced_over_processes():
     """Between bins of one micro-batch, for whose longest all wait."""
     lengths = [100, 10, 10, 10, 10, 10, 50, 50, 90, 60]
-    dealt = script.deal_rows(lengths, 2, 1000)
+    dealt = deal_rows(lengths, 2, 1000)
     assert len(dealt) == 1 and filled(lengths, dealt) == [200, 200]
-    dealt = script.deal_rows([5, 5], 4, 1000)  # fewer rows than processes
+    dealt = deal_rows([5, 5], 4, 1000)  # fewer rows than processes
     assert len(dealt) == 1 and sorted(map(len, dealt[0])) == [0, 0, 1, 1]
 
 
 def test_many_rows_are_dealt():
     draw = random.Random(0)
     lengths = [draw.randint(2, 4096) for _ in range(200_000)]
-    dealt = script.deal_rows(lengths, 8, 4096 * 2)
+    dealt = deal_rows(lengths, 8, 4096 * 2)
     assert sum(lengths) > 0.95 * 8 * 4096 * 2 * len(dealt)
     assert sum(len(bin) for batch in dealt for bin in batch) == len(lengths)
 
@@ -134,27 +217,27 @@ def naive_bin(rows, micro_batch, rank):
     """What a Bin says it holds, one token at a time."""
     bins = []
     for mine in micro_batch:
-        ids, position_ids, lengths, learnt, labels = [], [], [], [], []
+        ids, position_ids, lengths, trained, labels = [], [], [], [], []
         for i in mine:
             row_ids, row_labels = (t.tolist() for t in rows[i])
             for t, token in enumerate(row_ids):
                 if t + 1 < len(row_ids) and row_labels[t + 1] != IGNORE:
-                    learnt.append(len(ids))
+                    trained.append(len(ids))
                     labels.append(row_labels[t + 1])
                 ids.append(token)
                 position_ids.append(t)
             lengths.append(len(row_ids))
-        bins.append((ids, position_ids, lengths, learnt, labels))
+        bins.append((ids, position_ids, lengths, trained, labels))
     n_tokens, most = max(len(b[0]) for b in bins), max(len(b[3]) for b in bins)
     longest = max(n for b in bins for n in b[2])
-    ids, position_ids, lengths, learnt, labels = bins[rank]
+    ids, position_ids, lengths, trained, labels = bins[rank]
     while len(ids) < n_tokens:  # documents that are no longer than the rows
         lengths.append(min(n_tokens - len(ids), longest))
         ids += [0] * lengths[-1]
         position_ids += range(lengths[-1])
-    padding = most - len(learnt)
+    padding = most - len(trained)
     bounds = [0, *itertools.accumulate(lengths)]
-    return ids, position_ids, bounds, learnt + [0] * padding, labels + [IGNORE] * padding, lengths
+    return ids, position_ids, bounds, trained + [0] * padding, labels + [IGNORE] * padding, lengths
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
@@ -163,18 +246,18 @@ def test_bin_equals_one_token_at_a_time(processes):
     for seed in range(10):
         rows = make_rows([draw.randint(2, 20) for _ in range(draw.randint(1, 24))], seed)
         for most in (20, 45, 400):
-            dealt = script.deal_rows([len(ids) for ids, _ in rows], processes, most)
+            dealt = deal_rows([len(ids) for ids, _ in rows], processes, most)
             for micro_batch in dealt:
                 for rank in range(processes):
-                    batch, run = script.rows_of(rows), make_run(most)
-                    got = script.make_bin(batch, micro_batch, rank, torch.tensor(7), run)
-                    ids, position_ids, bounds, learnt, labels, lengths = naive_bin(
+                    batch, run = rows_of(rows), make_run(most)
+                    got = make_bin(batch, micro_batch, rank, torch.tensor(7), run)
+                    ids, position_ids, bounds, trained, labels, lengths = naive_bin(
                         rows, micro_batch, rank
                     )
                     assert got.input_ids.tolist() == ids
                     assert got.position_ids.tolist() == position_ids
                     assert got.cu_seqlens.tolist() == bounds
-                    assert got.learnt_at.tolist() == learnt and got.labels.tolist() == labels
+                    assert got.trained_at.tolist() == trained and got.labels.tolist() == labels
                     assert got.lengths == tuple(lengths) and got.longest >= max(lengths)
                     assert got.input_ids.dtype == got.position_ids.dtype == torch.int64
                     assert got.cu_seqlens.dtype == torch.int32
@@ -184,22 +267,30 @@ def test_bin_equals_one_token_at_a_time(processes):
     assert checked > 4000
 
 
-def test_first_token_is_never_learnt():
+def test_bins_end_at_a_few_lengths_on_a_gpu():
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    lengths = [round_up(n, gpu) for n in (1, 63, 64, 65, 2000, 2048, 2049, 9580)]
+    assert lengths == [64, 64, 64, 128, 2048, 2048, 2176, 9728]
+    assert round_up(65, cpu) == 65
+    assert len({round_up(n, gpu) for n in range(4096, 8193)}) <= 17
+
+
+def test_first_token_is_never_trained():
     rows = [(ids, ids) for ids, _ in make_rows([5, 3])]
-    batch = script.rows_of(rows)
-    got = script.make_bin(batch, [[0, 1]], 0, torch.tensor(0), make_run(8))
-    assert got.learnt_at.tolist() == [0, 1, 2, 3, 5, 6]
+    batch = rows_of(rows)
+    got = make_bin(batch, [[0, 1]], 0, torch.tensor(0), make_run(8))
+    assert got.trained_at.tolist() == [0, 1, 2, 3, 5, 6]
     assert got.labels.tolist() == [*rows[0][0][1:].tolist(), *rows[1][0][1:].tolist()]
-    assert batch.n_learnt.tolist() == [4, 2]
+    assert batch.n_trained.tolist() == [4, 2]
 
 
 def keys_of_rows(rows, most, processes, step):
     """{row: the dropout keys of its tokens}, however the rows are dealt."""
-    keys, batch = {}, script.rows_of(rows)
-    for micro_batch in script.deal_rows(batch.lengths.tolist(), processes, most):
+    keys, batch = {}, rows_of(rows)
+    for micro_batch in deal_rows(batch.lengths.tolist(), processes, most):
         for rank, mine in enumerate(micro_batch):
-            key = script.mix(torch.tensor(step))
-            bin = script.make_bin(batch, micro_batch, rank, key, make_run(most))
+            key = mix(torch.tensor(step))
+            bin = make_bin(batch, micro_batch, rank, key, make_run(most))
             parts = bin.dropout_keys.split(bin.lengths)
             keys.update({i: part.tolist() for i, part in zip(mine, parts)})
     return keys
@@ -215,6 +306,8 @@ def test_dropout_of_a_token_does_not_depend_on_its_bin():
     assert len(set(everything)) == len(everything) == 46
     again = [key for keys in keys_of_rows(rows, 12, 1, 2).values() for key in keys]
     assert not set(everything) & set(again)
+    # drop() adds to them what tells layers and sites: no mask is another one's, shifted
+    assert not {key + n for key in everything for n in range(1, 1000)} & set(everything)
 
 
 def test_dropout_differs_between_rows_tokens_layers_places_and_steps():
@@ -222,32 +315,32 @@ def test_dropout_differs_between_rows_tokens_layers_places_and_steps():
     masks = {}
     for step in (1, 2):
         for row in (0, 1):
-            key = script.mix(script.mix(torch.tensor(step)) + row)
+            key = mix(mix(torch.tensor(step)) + row)
             for layer in (0, 1):
                 for place in range(4):
                     ones = torch.ones(n, width)
-                    keys = script.mix(key + torch.arange(n))
-                    out = script.drop(ones, keys, layer * 8 + place, p)
+                    keys = mix(key + torch.arange(n))
+                    out = drop(ones, keys, layer * N_SITES + place, p)
                     masks[step, row, layer, place] = out > 0
                     kept = 1 / (1 - p)
                     assert ((out == 0) | ((out - kept).abs() < 1e-6)).all()
     dropped = 1 - torch.stack(list(masks.values())).float().mean()
     assert abs(dropped - p) < 0.005
     for one, other in itertools.permutations(masks.values(), 2):  # as two throws of a die agree
-        for shift in 0, 1, 8:  # drop() adds 8 for a layer, 1 for a place in it
+        for shift in 0, 1, N_SITES:  # what layers and sites add to the keys
             same = one[shift:] == other[: n - shift]
             assert abs(same.float().mean() - (p * p + (1 - p) ** 2)) < 0.03
     (mask, *_) = masks.values()
     for shifted in mask[1:] == mask[:-1], mask[:, 1:] == mask[:, :-1]:  # tokens, columns
         assert abs(shifted.float().mean() - (p * p + (1 - p) ** 2)) < 0.03
-    keys = script.mix(script.mix(script.mix(torch.tensor(1))) + torch.arange(n))
-    again = script.drop(torch.ones(n, width), keys, 0, p) > 0
+    keys = mix(mix(mix(torch.tensor(1))) + torch.arange(n))
+    again = drop(torch.ones(n, width), keys, 0, p) > 0
     assert torch.equal(again, mask)
 
 
 def test_digest_tells_tokens_labels_and_where_rows_end():
     def digest(*rows):
-        return script.rows_of(rows).sha256()
+        return rows_of(rows).sha256()
 
     same = digest(([1, 2, 3, 4], [1, 2, 3, 4]))
     assert digest(([1, 2, 3, 4], [1, 2, 3, 4])) == same
@@ -270,7 +363,7 @@ def test_digest_tells_tokens_labels_and_where_rows_end():
 
 @pytest.fixture
 def two_data_sets(tmp_path, monkeypatch):
-    """first.jsonl and second.jsonl, of the same tokens, of which not the same are learnt."""
+    """first.jsonl and second.jsonl, of the same tokens, of which not the same are trained."""
     rows = [(f"What is {a} plus {b}?", f" It is {a + b}.") for a in range(4) for b in range(4)]
     for name, more in ("first", 0), ("second", 3):
         with (tmp_path / f"{name}.jsonl").open("w") as file:
@@ -293,7 +386,7 @@ def test_run_is_not_resumed_with_other_labels(two_data_sets, run_main, demo_dire
     Path("rows.jsonl").symlink_to("second.jsonl")
     code, _, err = run_main(*flags, "--max_steps", 2, "--resume")
     (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert code == 7 and "another rows: the data set" in line
+    assert code == 7 and "--output_dir run" in line and "data set" in line
 
 
 def test_metrics_say_how_full_the_bins_are(two_data_sets, run_main, read_metrics):
@@ -306,3 +399,20 @@ def test_metrics_say_how_full_the_bins_are(two_data_sets, run_main, read_metrics
         assert row["bins"] >= row["tokens"] / 40 and 0.5 < row["bins_full"] <= 1
         assert f"5 rows  {row['tokens']:,} tokens in {row['bins']} bins" in out
         assert f" {row['bins_full']:.0%} full" in out
+
+
+@pytest.mark.parametrize("epochs, steps", [("1", 3), ("2", 5), ("1.5", 4), ("0.4", 1), ("0.1", 1)])
+def test_run_has_as_many_steps_as_its_epochs_take(run_main, tiny_model, tmp_path, epochs, steps):
+    """10 rows in batches of 4; a part of a step is a whole one. With --max_steps that many."""
+    (tmp_path / "data.jsonl").write_text('{"text": "The answer is 7."}\n' * 10)
+    flags = ["--model", tiny_model("llama"), "--dataset", tmp_path / "data.jsonl"]
+    flags += ["--batch_size", 4, "--output_dir", tmp_path / "run", "--num_epochs", epochs]
+    code, _, err = run_main(*flags)
+    assert code == 0, err
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    assert all(row["rows"] == 4 for row in rows)
+    flags[flags.index(tmp_path / "run")] = tmp_path / "other"
+    if epochs == "2":
+        code, out, err = run_main(*flags, "--max_steps", 2)
+        assert code == 0 and "steps: 2 of 4 rows" in out, err

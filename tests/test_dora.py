@@ -120,7 +120,7 @@ def test_dora_is_resumed_on_another_number_of_processes(all_runs, run_main, monk
     assert code == 7 and "--lora_dropout 0.1, not 0.0" in err
     code, out, err = run_main(*flags, "--output_dir", "alone")
     assert code == 0, err
-    assert "2 of 4 steps are done" in out
+    assert "checkpoint-000002: 2 of" in out
     assert losses(runs / "alone")[:2] == losses(runs / "whole")[:2]
     for got, want in zip(losses(runs / "alone"), losses(runs / "whole"), strict=True):
         assert got == pytest.approx(want, rel=5e-3)

@@ -1,6 +1,8 @@
 """Loading: reading ahead within bounded memory, broken reads, and models in 4-bit already."""
 
 import json
+import os
+import random
 import shutil
 import sys
 from pathlib import Path
@@ -8,18 +10,25 @@ from pathlib import Path
 import bitsandbytes as bnb
 import pytest
 import torch
-from conftest import run_once
+from conftest import DEVICE, run_once
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 import merge_adapters
-import train_fsdp_qlora as script
+from fsdp_qlora.weights import (
+    DTYPES,
+    NF4_STATE,
+    RandomWeights,
+    Request,
+    WeightReader,
+    tensors_of,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import loading  # noqa: E402
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HERE = torch.empty(0, device=DEVICE).device
 LAYER = "model.layers.1.mlp.up_proj.weight"
 STORAGES = {"uint8": torch.uint8, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -29,24 +38,112 @@ STORAGES = {"uint8": torch.uint8, "bfloat16": torch.bfloat16, "float32": torch.f
 # ------------------------------------------------------------------------------------------------
 
 
-def test_any_rows_of_any_dtype_are_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(script, "READ_CHUNK", 1000)  # neither whole rows nor whole weights
-    monkeypatch.setattr(script, "READ_AHEAD", 20_000)  # less than the largest
+@pytest.fixture
+def stored(tmp_path, monkeypatch):
+    """Tensors of all dtypes in four files, to be read in small pieces: {name: tensor}, {name:
+    Stored} and Requests of whole and partial tensors and of no rows."""
+    monkeypatch.setattr("fsdp_qlora.weights.READ_CHUNK", 1000)  # neither whole rows nor weights
+    monkeypatch.setattr("fsdp_qlora.weights.READ_AHEAD", 20_000)  # less than the largest
+    generator = torch.Generator().manual_seed(0)
     tensors, files, requests = {}, {}, []
-    for dtype in script.DTYPES.values():
+    for dtype in DTYPES.values():
         for shape in (7,), (9, 31), (101, 77), (5, 3, 2):
-            name = f"{dtype}-{len(shape)}-{shape[0]}"
-            tensors[name] = (torch.randn(shape) * 100).abs().to(dtype)
-            files[name] = tmp_path / f"{len(files) % 3}.safetensors"
-            rows = (range(shape[0]), range(2, 5), range(4, 4))
-            requests += [(name, shape, part) for part in rows]
+            for rows in range(shape[0]), range(2, 5), range(4, 4):
+                name = f"{dtype}-{len(shape)}-{shape[0]}-{len(rows)}"
+                tensors[name] = (torch.randn(shape, generator=generator) * 100).abs().to(dtype)
+                files[name] = tmp_path / f"{len(files) % 4}.safetensors"
+                requests.append(Request(name, shape, rows))
     for file in set(files.values()):
         save_file({n: t for n, t in tensors.items() if files[n] == file}, file)
-    stored = {n: script.tensors_of(file)[n] for n, file in files.items()}
-    read = script.file_reader(stored, torch.empty(0, device=DEVICE).device)
-    for (name, _, rows), got in zip(requests, read(requests), strict=True):
-        want = tensors[name][rows.start : rows.stop]
-        assert got.dtype == want.dtype and torch.equal(got.cpu().view(want.shape), want), name
+    return tensors, {n: tensors_of(file)[n] for n, file in files.items()}, requests
+
+
+def right(tensors, request, got):
+    """Whether `got` is what was requested."""
+    want = tensors[request.name][request.rows.start : request.rows.stop]
+    return got.dtype == want.dtype and torch.equal(got.cpu(), want.flatten())
+
+
+@pytest.mark.parametrize("order", ["as requested", "backwards", "shuffled"])
+def test_any_rows_of_any_dtype_are_read_in_any_order(stored, order):
+    tensors, files, requests = stored
+    reader, asked = WeightReader(files, requests, HERE), list(requests)
+    if order == "backwards":
+        asked.reverse()
+    elif order == "shuffled":
+        random.Random(3).shuffle(asked)
+    for request in asked:
+        assert right(tensors, request, reader.read(request.name)), request
+    reader.close()
+
+
+def test_what_is_read_ahead_is_bounded(stored):
+    """What was asked for counts no more, so that at most one tensor is there besides."""
+    tensors, files, requests = stored
+    reader, most = WeightReader(files, requests, HERE), 0
+    for request in requests:
+        assert right(tensors, request, reader.read(request.name))
+        most = max(most, sum(tensor.nbytes for tensor, _ in reader.ahead.values()))
+    assert 10_000 < most <= 20_000
+
+
+def test_after_a_failed_read_there_are_zeros_and_an_error_at_the_end(stored):
+    """Of a file that was cut off: what comes before is right, all that comes after is zeros."""
+    tensors, files, requests = stored
+    requests = [request for request in requests if request.rows]
+    cut = files[requests[20].name]
+    os.truncate(cut.path, cut.start + 1)
+    missing = [r.name for r in requests if files[r.name].path == cut.path
+               and files[r.name].start >= cut.start]  # fmt: skip
+    reader = WeightReader(files, requests, HERE)
+    are_right = []
+    for request in requests:
+        got = reader.read(request.name)
+        assert got.numel() == tensors[request.name][request.rows.start : request.rows.stop].numel()
+        are_right.append(right(tensors, request, got))
+        assert are_right[-1] or not got.any()
+    first = are_right.index(False)
+    assert requests[first].name in missing and first > 0
+    assert not any(are_right[first:])
+    with pytest.raises(OSError, match=f"{cut.path}: ends before byte "):
+        reader.close()
+
+
+def test_random_weights_follow_from_names(stored):
+    _, _, requests = stored
+    whole = [Request(r.name, r.shape, range(r.shape[0])) for r in requests]
+    readers = [RandomWeights(r, 7, torch.float32, HERE) for r in (requests, whole, whole[::-1])]
+    for request in requests:
+        part, *wholes = (reader.read(request.name) for reader in readers)
+        assert torch.equal(*wholes) and wholes[0].std() > 0.005
+        rows = wholes[0].view(request.shape)[request.rows.start : request.rows.stop]
+        assert torch.equal(part, rows.flatten())
+    other = RandomWeights(requests, 8, torch.float32, HERE).read(requests[0].name)
+    assert not torch.equal(other, readers[1].read(requests[0].name))
+
+
+def test_weights_are_told_by_name_alone(run_main, tiny_model, tmp_path):
+    """Gate and up are of one shape: where they have changed names in the file it is another model,
+    where the tensors lie in other files it is the same."""
+    base, up, gate = tiny_model("llama"), LAYER, LAYER.replace("up_proj", "gate_proj")
+    swapped = Path(shutil.copytree(base, tmp_path / "swapped"))
+    tensors = load_file(base / "model.safetensors")
+    tensors[up], tensors[gate] = tensors[gate], tensors[up]
+    save_file(tensors, swapped / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "data.jsonl").write_text('{"text": "What is 1 plus 1?"}\n' * 8)
+    seen = []
+    for i, model in enumerate((base, tiny_model("llama", max_shard_size="100KB"), swapped)):
+        out = tmp_path / f"run {i}"
+        flags = "--dataset", tmp_path / "data.jsonl", "--max_steps", 1, "--batch_size", 4
+        code, _, err = run_main("--model", model, *flags, "--output_dir", out)
+        assert code == 0, err
+        offsets = json.loads((out / "train_config.json").read_text())["quantization"]
+        loss = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])["loss"]
+        seen.append((offsets["absmax_offsets"], loss))
+    (offsets, loss), same, (exchanged, other_loss) = seen
+    assert same == (offsets, loss)
+    assert abs(other_loss - loss) > 1e-5 * loss
+    assert exchanged == {**offsets, up: offsets[gate], gate: offsets[up]} != offsets
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="hidden by CUDA's own; see benchmarks/")
@@ -244,7 +341,7 @@ def edit_state(**values):
         state = {**json.loads(bytes(tensor.tolist())), **values}
         return torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
 
-    return edit(script.NF4_STATE, change)
+    return edit(NF4_STATE, change)
 
 
 def leave_out_of_4bit(tensors):
@@ -270,7 +367,7 @@ WRONG_TENSORS = {
     "short absmax": (edit("absmax", lambda t: t[1:].clone()), ["absmax", "[639]", "[640]"]),
     "float absmax": (edit("absmax", lambda t: t.float()), ["absmax", "double"]),
     "short weight": (edit("", lambda t: t[1:].clone()), [LAYER, "20479 bytes"]),
-    "not JSON": (edit(script.NF4_STATE, lambda t: t[:9].clone()), [LAYER, "not JSON"]),
+    "not JSON": (edit(NF4_STATE, lambda t: t[:9].clone()), [LAYER, "not JSON"]),
 }
 
 

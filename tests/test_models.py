@@ -1,10 +1,9 @@
-"""What other models than Llama do: dropout of their own, layers of one width, small vocabularies.
+"""What other models than Llama do: dropout of their own, layers of one width, odd kernels.
 
 What each family computes is in test_layer.py.
 """
 
 import dataclasses
-import inspect
 
 import pytest
 import torch
@@ -12,7 +11,8 @@ import transformers
 from conftest import DEVICE
 from families import TINY, tiny, write_model
 
-import train_fsdp_qlora as script
+from fsdp_qlora.families import describe_model
+from fsdp_qlora.attention import attends, document_attention
 
 DROPOUT = {  # tiny configs whose own dropout is in one place
     "residual": tiny("seed_oss", head_dim=24, residual_dropout=0.2, attention_dropout=0.0),
@@ -69,7 +69,7 @@ def test_models_own_dropout_is_the_same_when_recomputed_in_slices(
     train, model_with_dropout, monkeypatch
 ):
     kept = train("kept", model_with_dropout("both"), "--recompute", "none")
-    monkeypatch.setattr(script, "SLICE_TOKENS", 16)
+    monkeypatch.setattr("fsdp_qlora.mlp.SLICE_TOKENS", 16)
     sliced = train("sliced", model_with_dropout("both"), "--recompute", "all")
     assert sliced == [pytest.approx(row, rel=1e-5) for row in kept]
 
@@ -90,7 +90,7 @@ def test_adapters_of_the_mlp_alone_are_sliced(train, tiny_model, monkeypatch, re
     """The first MLP's input then needs no gradient."""
     flags = tiny_model("llama"), "--target_modules", "gate_proj", "down_proj"
     want = train("whole", *flags, "--recompute", "none")
-    monkeypatch.setattr(script, "SLICE_TOKENS", 16)
+    monkeypatch.setattr("fsdp_qlora.mlp.SLICE_TOKENS", 16)
     got = train("sliced", *flags, "--recompute", recompute)
     assert got == [pytest.approx(row, rel=1e-5) for row in want]
 
@@ -99,31 +99,13 @@ def test_layers_of_one_width_are_planned_for(train, tiny_model):
     assert len(train("run", tiny_model("llama", hidden_size=64, intermediate_size=64))) == 2
 
 
-def test_vocabulary_of_fewer_rows_than_ranks_is_refused():
-    """25 ranks have 13 rows each, 32 have 11 but for the last ones, which have none."""
-    arch, cpu = script.describe_model(tiny("llama")(325)), torch.device("cpu")
-    layout = script.make_layout(arch, (), script.Config())
-    values = dict(
-        arch=arch, layout=layout, tokens=1000, longest=100, limit=None, device=cpu,
-        machine=script.measure_machine(torch.float32, cpu),
-    )  # fmt: skip
-    names = inspect.signature(script.choose_plan).parameters
-
-    def choose(size):
-        given = dict(values, config=script.Config(shard_group_size=size), world_size=size)
-        return script.choose_plan(**{name: given.get(name, False) for name in names})
-
-    assert choose(25).shard_group_size == 25
-    with pytest.raises(ValueError, match="325 cannot be shared by 32 processes"):
-        choose(32)
-
-
 def test_bins_are_never_rounded_above_the_plan(train, tiny_model, monkeypatch):
     """On a GPU bins have round lengths; what is kept on the host has room for the plan's."""
     flags = tiny_model("llama"), "--recompute", "all", "--micro_batch_tokens", 100
     want = train("plain", *flags)
-    monkeypatch.setattr(script, "round_up", lambda n, device: -(-n // 64) * 64)  # as on a GPU
-    monkeypatch.setattr(script, "check_family", lambda *args: None)  # it stays on the CPU
+    # as on a GPU; the check at start stays on the CPU
+    monkeypatch.setattr("fsdp_qlora.data.bins.round_up", lambda n, device: -(-n // 64) * 64)
+    monkeypatch.setattr("train_fsdp_qlora.check_family", lambda *args: None)
     got = train("round", *flags, "--offload_activations")
     assert got == [pytest.approx(row, rel=1e-5) for row in want]
 
@@ -132,10 +114,10 @@ def test_bins_are_never_rounded_above_the_plan(train, tiny_model, monkeypatch):
                                          ("mistral", "window"), ("llama", "full")])  # fmt: skip
 def test_kernel_that_computes_something_else_is_found_out(kind, reach, monkeypatch):
     """One without soft caps or windows, or with a wrong backward, as flash-attn may be built."""
-    arch, cpu = script.describe_model(TINY[kind](320)), torch.device("cpu")
+    arch, cpu = describe_model(TINY[kind](320)), torch.device("cpu")
     if arch.attention_softcap:
         arch = dataclasses.replace(arch, attention_softcap=50.0)  # Gemma 2's, far from most scores
-    plain = script.document_attention
+    plain = document_attention
 
     def uncapped(q, k, v, bin, arch, window, index):
         return plain(q, k, v, bin, dataclasses.replace(arch, attention_softcap=None), window, index)
@@ -152,5 +134,5 @@ def test_kernel_that_computes_something_else_is_found_out(kind, reach, monkeypat
     wrong += [uncapped] if arch.attention_softcap else []
     wrong += [without_window] if reach == "window" else []
     for kernel in (right, *wrong):
-        monkeypatch.setattr(script, "flash_attention", kernel)
-        assert script.attends(kernel, arch, reach, cpu) == (kernel is right), kernel.__name__
+        monkeypatch.setattr("fsdp_qlora.attention.flash_attention", kernel)
+        assert attends(kernel, arch, reach, cpu) == (kernel is right), kernel.__name__

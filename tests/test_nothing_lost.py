@@ -21,22 +21,29 @@ import time
 import types
 from pathlib import Path
 
+import bitsandbytes as bnb
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import DEVICE, SEVERAL, needs_ranks, one_process, write_rows
+import torch.nn.functional as F
+from conftest import DEVICE, ROOT, SCRIPT, SEVERAL, needs_ranks, one_process, write_rows
 from forks import Forks
+from house import parse_config
 from safetensors.torch import load_file, save_file
 
-import merge_adapters
-import train_fsdp_qlora as script
+import train_fsdp_qlora
+from fsdp_qlora.checkpoints import checkpoint_path, read_checkpoint
+from fsdp_qlora.files import digest, read_json, sync_file, text_digest, write_whole
+from fsdp_qlora.lifecycle import LOST, Status
+from fsdp_qlora.logs import Log
+from fsdp_qlora.ranks import AGAIN, DIVERGED, FROZEN, OUT_OF_MEMORY
 
 STEPS = 10
 TIMES = {"seconds", "eval_seconds", "tokens_per_second_per_gpu", "peak_memory_gib"}
 SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
 TARGETS = 0, 1, "launcher", "all"
 # of a rank that has lost another: where it has not begun or is about to end it hears no signals
-ENDS = {0, script.AGAIN, -signal.SIGTERM}
+ENDS = {0, AGAIN, -signal.SIGTERM}
 
 
 @pytest.fixture(scope="module")
@@ -99,12 +106,12 @@ def differences(cwd, expected, has_last=True, steps=STEPS):
             found.append(name)
     try:
         if has_last:
-            script.read_checkpoint(run / last)  # is whole
+            read_checkpoint(run / last)  # is whole
         if read_metrics(run) != read_metrics(expected):
             found.append(f"metrics.jsonl: steps {[row['step'] for row in read_metrics(run)]}")
     except ValueError as e:
         found.append(str(e))
-    status, whole = (script.read_json(path / "status.json", {}) for path in (run, expected))
+    status, whole = (read_json(path / "status.json", {}) for path in (run, expected))
     for key in ("state", "code", "message", "step", "max_steps") + ("last_checkpoint",) * has_last:
         if status.get(key) != whole[key]:
             found.append(f"status.json: {key} {status.get(key)}")
@@ -112,9 +119,14 @@ def differences(cwd, expected, has_last=True, steps=STEPS):
     return found
 
 
+def has_traceback(err):
+    """Of the house's own functions; those of torch or of an exit may have one."""
+    return any(f'File "{path}' in err for path in (SCRIPT, ROOT / "fsdp_qlora"))
+
+
 def last_words(run):
-    """The lines that say why a run ended; there is no traceback of the script beside them."""
-    assert f'File "{script.__file__}"' not in run.err, run.err
+    """The lines that say why a run ended; there is no traceback of the house beside them."""
+    assert not has_traceback(run.err), run.err
     return [line for line in run.err.splitlines() if line.startswith(("error: ", "stopped: "))]
 
 
@@ -124,7 +136,7 @@ def finish(start, cwd, *more, most=3, **faults):
         run = start(cwd, *more, **faults)
         if (codes := run.wait()) == [0, 0]:
             return run
-        assert set(codes) == {script.AGAIN}, (codes, run.err)
+        assert set(codes) == {AGAIN}, (codes, run.err)
     raise AssertionError(f"not complete after {most} starts: {run.err}")
 
 
@@ -199,7 +211,7 @@ def lost_by_fault(start, copy, rank, operation, how, expected):
         return [f"{what}: not reached"]
     if how in ("kill", "torn"):
         is_right = codes[rank] == -signal.SIGKILL and codes[1 - rank] in ENDS
-    elif done[operation][2] in ("save_checkpoint", "write_metrics"):
+    elif done[operation][2] in ("save_checkpoint", "Log.write"):
         is_right = codes == [0, 0] and last_words(run) == []  # training goes on
     else:
         is_right = codes[0] == codes[1] and len(last_words(run)) == bool(codes[0])
@@ -256,8 +268,8 @@ def test_full_disk_ends_no_training(start, undisturbed, tmp_path):
 # Signals
 # ------------------------------------------------------------------------------------------------
 
-PHASES = {  # function of the script: which call of it, after which step the run then stops
-    "load_weights": (1, 0), "train_step": (3, 3), "evaluate": (1, 3), "write_checkpoint": (1, 5),
+PHASES = {  # function: which call of it, after which step the run then stops
+    "load_model": (1, 0), "train_step": (3, 3), "evaluate": (1, 3), "write_checkpoint": (1, 5),
     "save_adapter": (1, None)}  # fmt: skip
 
 
@@ -271,7 +283,7 @@ def check_signals(start, undisturbed, cwd, chosen):
         if step is None:  # there is nothing left to stop
             assert (codes, last_words(run)) == ([0, 0], []), run.err
             continue
-        assert codes == [script.AGAIN] * 2, (function, codes, run.err)
+        assert codes == [AGAIN] * 2, (function, codes, run.err)
         assert check_stopped(run)["step"] == step, function
         if step and (number, target) not in USR1_ENDS_TORCHRUN:
             assert f"stopped: {number.name}, after step {step}" in run.err
@@ -296,7 +308,7 @@ def test_stop_before_other_flags_are_accepted_is_told(state, start, undisturbed,
     run.wait_for_slow("prepare_data", 1, [0, 1])
     assert json.loads(path.read_text())["state"] == state
     run.kill(signal.SIGTERM, "launcher")
-    assert run.wait(10) == [script.AGAIN] * 2
+    assert run.wait(10) == [AGAIN] * 2
     assert json.loads(path.read_text())["state"] == "stopped"
 
 
@@ -313,31 +325,30 @@ def test_rank_is_killed(rank, start, undisturbed, tmp_path):
     run = start(tmp_path, slow=[["train_step", 5, 0.5]])
     run.wait_for_slow("train_step", 5, [0, 1])
     run.kill(signal.SIGKILL, rank)
-    assert run.wait(10)[1 - rank] == script.AGAIN, run.err
-    assert check_stopped(run, words=script.LOST)["step"] == 5
+    assert run.wait(10)[1 - rank] == AGAIN, run.err
+    assert check_stopped(run, words=LOST)["step"] == 5
     finish(start, tmp_path)
     assert differences(tmp_path, undisturbed.run) == []
 
 
 @pytest.mark.parametrize("state", ["stopped", "failed", "complete"])
 def test_lost_process_does_not_hide_why_a_run_has_ended(state, tmp_path):
-    with script.watched():
-        script.status.directory, script.status.is_ours = tmp_path, True
-        script.write_status("training")
-        script.write_status(state, 0, "the reason")
-        script.write_status("stopped", script.AGAIN, f"{script.LOST}; the same command resumes it")
-        assert script.read_json(tmp_path / "status.json")["message"] == "the reason"
-        script.write_status("training")
-        script.write_status("stopped", script.AGAIN, f"{script.LOST}; the same command resumes it")
-    assert script.read_json(tmp_path / "status.json")["state"] == ("failed" if state == "failed"
-                                                                   else "stopped")  # fmt: skip
+    status, path = Status(), tmp_path / "status.json"
+    status.directory, status.may_write = tmp_path, True
+    status.write("training")
+    status.write(state, 0, "the reason")
+    status.write("stopped", AGAIN, f"{LOST}; the same command resumes it")
+    assert read_json(path)["message"] == "the reason"
+    status.write("training")
+    status.write("stopped", AGAIN, f"{LOST}; the same command resumes it")
+    assert read_json(path)["state"] == ("failed" if state == "failed" else "stopped")
 
 
 def test_torchrun_is_killed(start, undisturbed, tmp_path):
     run = start(tmp_path, slow=[["train_step", 5, 0.5]])
     run.wait_for_slow("train_step", 5, [0, 1])
     run.kill(signal.SIGKILL, "launcher")
-    assert run.wait(10) == [script.AGAIN] * 2, run.err
+    assert run.wait(10) == [AGAIN] * 2, run.err
     assert check_stopped(run, words="torchrun has ended, after step 5")["step"] == 5
     finish(start, tmp_path)
     assert differences(tmp_path, undisturbed.run) == []
@@ -345,10 +356,10 @@ def test_torchrun_is_killed(start, undisturbed, tmp_path):
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("number", [*SIGNALS, signal.SIGKILL])
-def test_torchrun_itself(number, flags, tmp_path):
-    """Does to its ranks what the launcher of forks.py does."""
+def test_torchrun_itself(number, flags, standalone, tmp_path):
+    """Does to its ranks, here of the assembled script, what the launcher of forks.py does."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += [script.__file__, *flags, "--max_steps", 100_000]
+    command += [standalone / SCRIPT.name, *flags, "--max_steps", 100_000]
     with (tmp_path / "err").open("w") as err:
         torchrun = subprocess.Popen(list(map(str, command)), cwd=tmp_path, stderr=err)
     metrics = tmp_path / "run" / "metrics.jsonl"
@@ -358,9 +369,9 @@ def test_torchrun_itself(number, flags, tmp_path):
     torchrun.send_signal(number)
     wait_until(lambda: torchrun.poll() is not None, 10)
     wait_until(lambda: not any(Path("/proc", rank, "cmdline").exists() for rank in ranks), 10)
-    status = script.read_json(tmp_path / "run" / "status.json")
-    assert (status["state"], status["code"]) == ("stopped", script.AGAIN)
-    script.read_checkpoint(tmp_path / "run" / status["last_checkpoint"])
+    status = read_json(tmp_path / "run" / "status.json")
+    assert (status["state"], status["code"]) == ("stopped", AGAIN)
+    read_checkpoint(tmp_path / "run" / status["last_checkpoint"])
     lines = (tmp_path / "err").read_text().splitlines()
     assert [line for line in lines if line.startswith("stopped: ")] == [
         f"stopped: {status['message']}"]  # fmt: skip
@@ -389,7 +400,7 @@ def whole_run(flags, tmp_path_factory):
     cwd, begun = tmp_path_factory.mktemp("whole"), time.monotonic()
     torchrun, log = start_torchrun(flags, cwd)
     status = cwd / "run" / "status.json"
-    wait_until(lambda: script.read_json(status, {}).get("state") == "training", 240)
+    wait_until(lambda: read_json(status, {}).get("state") == "training", 240)
     loading = time.monotonic() - begun
     assert torchrun.wait(300) == 0, (log / "err").read_text()
     return cwd / "run", loading, time.monotonic() - begun - loading
@@ -432,7 +443,7 @@ def test_torchrun_killed_at_random_times(seed, flags, whole_run, tmp_path):
             assert differences(cwd, whole, steps=150) == []
             cwd = None
         else:
-            assert f'File "{script.__file__}"' not in (log / "err").read_text()
+            assert not has_traceback((log / "err").read_text())
     print(f"{done} kills, {len(list(tmp_path.glob('*/log-*')))} starts, each {loading:.0f} s until"
           f" the first step, {training:.0f} s of training")  # fmt: skip
 
@@ -456,8 +467,8 @@ def test_rank_is_frozen(function, rank, start, undisturbed, tmp_path):
     run.wait_for_slow(function, 2, [0, 1])
     run.kill(signal.SIGSTOP, rank)
     codes = run.wait(30)
-    assert codes[1 - rank] == script.FROZEN and codes[rank] == -signal.SIGKILL, run.err
-    check_stopped(run, "failed", script.FROZEN, f"rank {1 - rank} on")
+    assert codes[1 - rank] == FROZEN and codes[rank] == -signal.SIGKILL, run.err
+    check_stopped(run, "failed", FROZEN, f"rank {1 - rank} on")
     stacks = [path.name for path in (tmp_path / "run").glob("stacks-*.txt")]
     assert stacks == [f"stacks-{1 - rank}.txt"]
     assert "run_steps" in (tmp_path / "run" / stacks[0]).read_text()
@@ -467,14 +478,14 @@ def test_rank_is_frozen(function, rank, start, undisturbed, tmp_path):
 
 def test_rank_that_runs_out_of_memory_says_so(start, undisturbed, tmp_path):
     run = start(tmp_path, out_of_memory=5)
-    assert run.wait()[1] == script.OUT_OF_MEMORY, run.err
+    assert run.wait()[1] == OUT_OF_MEMORY, run.err
     (line,) = [line for line in last_words(run) if line.startswith("error: ")]
     for words in ("rank 1 on", "out of memory at step 5, in bins of at most", "GiB",
                   "--recompute all, ", "a smaller --micro_batch_tokens, ",
                   "a shorter --max_seq_len"):  # fmt: skip
         assert words in line
-    status = script.read_json(tmp_path / "run" / "status.json")
-    assert (status["state"], status["code"]) == ("failed", script.OUT_OF_MEMORY)
+    status = read_json(tmp_path / "run" / "status.json")
+    assert (status["state"], status["code"]) == ("failed", OUT_OF_MEMORY)
     finish(start, tmp_path)
     assert differences(tmp_path, undisturbed.run) == []
 
@@ -522,7 +533,7 @@ def test_second_start_leaves_a_live_run_alone(times, start, undisturbed, tmp_pat
         run.kill(signal.SIGSTOP, 0, 1)
         for more in [], ["--resume", "must"]:
             check_refused(start(cwd, *more), run)
-        assert script.read_json(cwd / "run" / "status.json")["state"] == "training"
+        assert read_json(cwd / "run" / "status.json")["state"] == "training"
         run.kill(signal.SIGCONT, 0, 1)
         assert run.wait() == [0, 0], run.err
         assert differences(cwd, undisturbed.run) == []
@@ -605,7 +616,7 @@ def complete(tiny_model, tmp_path_factory):
     write_rows(directory / "rows.jsonl", 24)
     try:
         os.chdir(directory)
-        assert script.main([str(flag) for flag in FLAGS]) == 0
+        assert train_fsdp_qlora.main([str(flag) for flag in FLAGS]) == 0
     finally:
         os.chdir(before)
     return directory
@@ -646,7 +657,7 @@ def is_whole(result, run, complete):
     for name in "adapter_model.safetensors", "adapter_config.json":
         assert (run / name).read_bytes() == (complete / "run" / name).read_bytes()
     assert read_metrics(run) == read_metrics(complete / "run")
-    assert script.read_json(run / "status.json")["state"] == "complete"
+    assert read_json(run / "status.json")["state"] == "complete"
 
 
 def test_cut_run_goes_on(again, cut, complete):
@@ -699,7 +710,7 @@ def test_changed_base_is_refused(change, again, cut):
 def test_what_is_no_checkpoint_is_skipped(put, again, cut, complete):
     """Also where the next save belongs, and after all steps."""
     for step in 4, 7:
-        put[1](script.checkpoint_path(cut, step))
+        put[1](checkpoint_path(cut, step))
     others = [cut / "checkpoint-best", cut / "checkpoint-000099.bak"]
     for path in others:
         shutil.copytree(cut / "checkpoint-000001", path)
@@ -707,9 +718,62 @@ def test_what_is_no_checkpoint_is_skipped(put, again, cut, complete):
     assert "resumed from run/checkpoint-000003" in result[1]
     is_whole(result, cut, complete)
     for step in 1, 2, 3, 4, 5:
-        script.read_checkpoint(script.checkpoint_path(cut, step))
-    assert not script.checkpoint_path(cut, 4).is_symlink()
+        read_checkpoint(checkpoint_path(cut, step))
+    assert not checkpoint_path(cut, 4).is_symlink()
     assert all(path.is_dir() for path in others) and not list(cut.glob(".checkpoint*"))
+
+
+def split_optimizer(checkpoint):
+    """Make a checkpoint what two ranks wrote when each had a file of its own: state is padded to
+    whole blocks of 256 on both, and what pads the momentum is its code of 0."""
+    whole = load_file(checkpoint / "optimizer.safetensors")
+    missing = whole["absmax1"].shape[1] % 2
+    names = [f"optimizer-{rank:05d}-of-00002.safetensors" for rank in range(2)]
+    files = [{}, {}]
+    for key, values in whole.items():
+        code = int(bnb.functional.create_dynamic_map().abs().argmin()) if key == "state1" else 0
+        pad = missing * (256 if key.startswith("state") else 1)
+        for file, half in zip(files, F.pad(values, (0, pad), value=code).chunk(2, 1)):
+            file[key] = half.contiguous()
+    for name, file in zip(names, files):
+        save_file(file, checkpoint / name, metadata={"format": "pt"})
+    (checkpoint / "optimizer.safetensors").unlink()
+
+    def describe(content):
+        content["optimizer_files"] = names
+        del content["sha256"], content["files"]["optimizer.safetensors"]
+        content["files"].update({name: digest(checkpoint / name) for name in names})
+        content["sha256"] = text_digest(content)
+
+    edit_json(checkpoint / "checkpoint.json", describe)
+    return checkpoint / names[1]
+
+
+def test_older_checkpoint_of_several_optimizer_files_goes_on(again, cut, complete):
+    split_optimizer(cut / "checkpoint-000003")
+    result = again()
+    assert "resumed from run/checkpoint-000003" in result[1]
+    is_whole(result, cut, complete)
+    for name in "adapter_model.safetensors", "optimizer.safetensors":
+        assert (cut / "checkpoint-000005" / name).read_bytes() == (
+            complete / "run" / "checkpoint-000005" / name).read_bytes()  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "optimizer.safetensors", "second"])
+@pytest.mark.parametrize("how", ["missing", "cut off", "one bit"])
+def test_checkpoint_with_a_damaged_file_is_skipped(how, name, again, cut, complete):
+    """`second`: of the files that older checkpoints have."""
+    checkpoint = cut / "checkpoint-000003"
+    path = split_optimizer(checkpoint) if name == "second" else checkpoint / name
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.unlink()
+    if how != "missing":
+        path.write_bytes(content if how == "one bit" else content[:-1])
+    result = again()
+    assert "skipped run/checkpoint-000003, which is not whole" in result[1]
+    assert "resumed from run/checkpoint-000002" in result[1]
+    is_whole(result, cut, complete)
 
 
 def damage(how, path):
@@ -795,7 +859,7 @@ def test_changed_evaluation_rows_are_refused(again, cut):
     shutil.copy("rows.jsonl", "eval.jsonl")
     shutil.rmtree(cut)
     more = "--eval_dataset", "eval.jsonl", "--max_minutes"
-    assert again(*more, 0.05)[0] in (0, script.AGAIN)
+    assert again(*more, 0.05)[0] in (0, AGAIN)
     with open("eval.jsonl", "a") as file:
         file.write('{"text": "one more"}\n')
     refused(again(*more, 1, "--max_steps", 6), 7, "another evaluation rows: --eval_dataset")
@@ -805,7 +869,7 @@ def test_changed_evaluation_rows_are_refused(again, cut):
 def test_files_are_as_readable_as_umask_says(content, tmp_path):
     umask = os.umask(0o027)
     try:
-        script.write_whole(tmp_path / "file", content)
+        write_whole(tmp_path / "file", content)
         assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640
         assert os.umask(0o027) == 0o027
     finally:
@@ -835,10 +899,15 @@ def test_broken_checkpoint_is_put_aside(again, cut, complete):
     assert names[-1] == "checkpoint-000009.broken"
 
 
-def test_metrics_that_the_disk_refuses_at_the_end_are_written_again(tmp_path, monkeypatch):
+def test_metrics_that_the_disk_refuses_at_the_end_are_written_again(
+    tmp_path, monkeypatch, capsys
+):
     """As NFS says only when a file is closed that there was no room."""
-    log = types.SimpleNamespace(path=tmp_path / "metrics", size=0, unwritten=b"a\n", failed=False)
-    close = os.close
+    config = types.SimpleNamespace(max_steps=2, report_to="none")
+    run = types.SimpleNamespace(
+        config=config, status=None, directory=tmp_path, progress={"evaluated": None}
+    )
+    log, path, close = Log(run, 0), tmp_path / "metrics.jsonl", os.close
 
     def close_and_fail(file):
         close(file)
@@ -846,12 +915,12 @@ def test_metrics_that_the_disk_refuses_at_the_end_are_written_again(tmp_path, mo
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "close", close_and_fail)
-        script.write_metrics(log)
-    assert log.failed
-    log.path.write_text("")  # what was written is gone
-    log.unwritten += b"b\n"
-    script.write_metrics(log)
-    assert log.path.read_text() == "a\nb\n" and not log.failed
+        log.record({"step": 1})
+    assert "cannot be written (No space left on device)" in capsys.readouterr().out
+    path.write_text("")  # what was written is gone
+    log.record({"step": 2})
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(("error", "code"), [
@@ -865,22 +934,21 @@ def test_metrics_that_the_disk_refuses_at_the_end_are_written_again(tmp_path, mo
     (KeyError("weight"), 70),
 ], ids=str)  # fmt: skip
 def test_error_of_one_rank_has_the_code_of_its_cause(error, code, capsys):
-    script.status = script.new_status()
     with one_process():
-        assert script.end_alone(error, script.Config(), torch.device("cpu")) == code
+        config, device = train_fsdp_qlora.Config(), torch.device("cpu")
+        assert Status().end_alone(error, config, device) == code
     words = {8: "rank 0 on", 75: "another process of this run has ended", 70: "has a bug"}
     assert words[code] in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("sync", [script.sync_file, merge_adapters.sync])
-def test_failed_sync_leaves_no_file_open(sync, tmp_path, monkeypatch):
+def test_failed_sync_leaves_no_file_open(tmp_path, monkeypatch):
     def fail(file):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", fail)
     before = os.listdir("/proc/self/fd")
     with pytest.raises(OSError, match="No space"):
-        sync(tmp_path)
+        sync_file(tmp_path)
     assert os.listdir("/proc/self/fd") == before
 
 
@@ -892,9 +960,9 @@ def test_run_to_go_on_with_is_the_configurations_or_the_newest(tmp_path, monkeyp
         path.write_text(json.dumps({"flags": {"lora_rank": rank}}))
         os.utime(path, (i, i))
     (tmp_path / "mine.yaml").write_text("output_dir: runs/b\nseed: 3\n")
-    config = script.parse_config(["--resume"])
+    config = parse_config(["--resume"])
     assert (config.output_dir, config.lora_rank) == ("runs/a", 16)
-    config = script.parse_config(["--config", "mine.yaml", "--resume", "must"])
+    config = parse_config(["--config", "mine.yaml", "--resume", "must"])
     assert (config.output_dir, config.lora_rank, config.seed) == ("runs/b", 8, 3)
 
 
@@ -916,14 +984,14 @@ def kept(run):
 )
 def test_checkpoints_come_as_often_as_save_every_says(every, steps, begin, tmp_path, monkeypatch):
     """On a clock on which a step takes 25 seconds."""
-    train_step, passed = script.train_step, [0]
+    train_step, passed = train_fsdp_qlora.train_step, [0]
 
     def slow_step(run, step):
         passed[0] += 25
         return train_step(run, step)
 
-    monkeypatch.setattr(script, "now", lambda: time.monotonic() + passed[0])
-    monkeypatch.setattr(script, "train_step", slow_step)
+    monkeypatch.setattr(train_fsdp_qlora, "clock", lambda: time.monotonic() + passed[0])
+    monkeypatch.setattr(train_fsdp_qlora, "train_step", slow_step)
     code, _, err = begin("--save_every", every)
     assert code == 0, err
     assert kept(tmp_path / "run") == steps
@@ -932,7 +1000,7 @@ def test_checkpoints_come_as_often_as_save_every_says(every, steps, begin, tmp_p
 def test_newest_checkpoints_and_the_best_are_kept(begin, tmp_path, monkeypatch):
     """Evaluations find these losses, before the first step and after each."""
     losses = iter([9, 6, 5, 3, 4, 6, 7, 5, 4])
-    monkeypatch.setattr(script, "evaluate", lambda run: next(losses))
+    monkeypatch.setattr(train_fsdp_qlora, "evaluate", lambda run: next(losses))
     code, out, err = begin("--eval_dataset", "rows.jsonl", "--eval_every", 1, "--max_steps", 8,
                            "--keep_checkpoints", 3)  # fmt: skip
     assert code == 0 and kept(tmp_path / "run") == [3, 6, 7, 8], err
@@ -942,7 +1010,7 @@ def test_newest_checkpoints_and_the_best_are_kept(begin, tmp_path, monkeypatch):
 def test_time_limit_ends_a_run_that_the_same_command_goes_on_with(begin, tmp_path, complete):
     for step in 1, 2, 3, 4:
         code, _, err = begin("--max_minutes", 0.001)
-        assert code == script.AGAIN and err == (
+        assert code == AGAIN and err == (
             f"stopped: --max_minutes 0.001 are over, after step {step};"
             f" checkpoint-{step:06d} is whole; the same command resumes it\n")  # fmt: skip
     code, _, err = begin("--max_minutes", 0.001)
@@ -953,16 +1021,20 @@ def test_time_limit_ends_a_run_that_the_same_command_goes_on_with(begin, tmp_pat
 
 def test_evaluation_that_has_ended_is_not_thrown_away(begin, monkeypatch):
     """By a signal that came in its last rows."""
-    deal_rows = script.deal_rows
+    deal_rows, evaluate = train_fsdp_qlora.deal_rows, train_fsdp_qlora.evaluate
 
-    def signalled(*args):
-        if script.evaluating:
-            script.status.stop_reason = "SIGTERM"
-        return deal_rows(*args)
+    def evaluate_signalled(run):
+        def signalled(*args):
+            run.status.stop_reason = "SIGTERM"
+            return deal_rows(*args)
 
-    monkeypatch.setattr(script, "deal_rows", signalled)
+        with monkeypatch.context() as patch:
+            patch.setattr(train_fsdp_qlora, "deal_rows", signalled)
+            return evaluate(run)
+
+    monkeypatch.setattr(train_fsdp_qlora, "evaluate", evaluate_signalled)
     code, out, err = begin("--eval_dataset", "rows.jsonl", "--eval_every", 0)
-    assert code == script.AGAIN and "evaluation after step 0: loss" in out
+    assert code == AGAIN and "evaluation after step 0: loss" in out
     assert err.startswith("stopped: SIGTERM, after step 1; checkpoint-000001 is whole")
 
 
@@ -987,22 +1059,9 @@ def test_weight_that_is_not_finite_is_named(name, begin, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_template_that_never_ends_is_refused(begin, tmp_path, monkeypatch):
-    monkeypatch.setattr(script, "RENDER_SECONDS", 0.3)
-    many = "{% for i in range(20000) %}"  # 15 seconds in all
-    (tmp_path / "chat.jinja").write_text(f"{many}{many}{{% endfor %}}{{% endfor %}}")
-    rows = [[{"role": "user", "content": "2?"}, {"role": "assistant", "content": "2"}]] * 3
-    (tmp_path / "rows.jsonl").write_text("".join(
-        json.dumps({"messages": row}) + "\n" for row in rows))  # fmt: skip
-    began = time.monotonic()
-    refused(begin("--chat_template", "chat.jinja"), 4, "rows.jsonl line 1",
-            "is not rendered by the chat template", "0.3 seconds")  # fmt: skip
-    assert time.monotonic() - began < 10
-
-
 def test_gradient_of_zero_ends_the_run(begin, tmp_path):
     code, _, err = begin("--learning_rate", 1e6)
-    assert code == script.DIVERGED and err.startswith("error: step 2: "), err
+    assert code == DIVERGED and err.startswith("error: step 2: "), err
     assert "gradient norm of exactly 0" in err and kept(tmp_path / "run") == [1]
 
 

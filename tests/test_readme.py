@@ -1,4 +1,5 @@
-"""The README's commands, flags, error texts, metrics and files are the real ones."""
+"""The README's commands, flags, error texts, metrics and files are the real ones; so are the names
+of tests in tests/README.md."""
 
 import ast
 import dataclasses
@@ -13,10 +14,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from house import parse_config
 from torch.distributed.run import get_args_parser
 
 import merge_adapters
-import train_fsdp_qlora as script
+from fsdp_qlora import ranks
+from fsdp_qlora.flags import resolve_config
+from train_fsdp_qlora import Config
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -44,11 +48,11 @@ TRAINING = [(c, *arguments_after("train_fsdp_qlora.py", [c])) for c in COMMANDS]
 def test_training_commands_parse(command, argv):
     if argv == ["--help"]:
         with pytest.raises(SystemExit) as e:
-            script.parse_config(argv)
+            parse_config(argv)
         assert e.value.code == 0
     else:
         counts = re.findall(r"--(?:nnodes|nproc_per_node)=(\d+)", command)
-        script.resolve_config(script.parse_config(argv), math.prod(map(int, counts)))
+        resolve_config(parse_config(argv), math.prod(map(int, counts)))
 
 
 def test_slurm_job_is_begun_again_unless_complete_or_failed(tmp_path):
@@ -77,7 +81,7 @@ def test_slurm_job_is_begun_again_unless_complete_or_failed(tmp_path):
     at = words.index("train_fsdp_qlora.py")
     torchrun = get_args_parser().parse_args(words[words.index("torchrun") + 1 : at + 1])
     assert (torchrun.nnodes, torchrun.nproc_per_node, torchrun.rdzv_id) == ("2", "8", "7")
-    config = script.resolve_config(script.parse_config(words[at + 1 :]), 16)
+    config = resolve_config(parse_config(words[at + 1 :]), 16)
     assert config.resume == "auto" and config.shard_group_size == 8
 
 
@@ -85,8 +89,8 @@ def test_exit_codes_are_documented():
     table = README.partition("| code | what happened |")[2].partition("\n\n")[0]
     cells = " ".join(re.findall(r"^\| ([\d, ]+) \|", table, re.M))
     assert {int(code) for code in re.findall(r"\d+", cells)} == {
-        0, *script.EXITS.values(), script.AGAIN, script.DISK, script.DIVERGED, script.OUT_OF_MEMORY,
-        script.FROZEN, script.BUG}  # fmt: skip
+        0, *ranks.EXITS.values(), ranks.AGAIN, ranks.DISK, ranks.DIVERGED, ranks.OUT_OF_MEMORY,
+        ranks.FROZEN, ranks.BUG}  # fmt: skip
 
 
 @pytest.fixture
@@ -97,7 +101,7 @@ def merge_flags(capsys):
 
 
 def test_flags_exist(merge_flags):
-    fields = {f.name: f.type for f in dataclasses.fields(script.Config)}
+    fields = {f.name: f.type for f in dataclasses.fields(Config)}
     known = set(fields) | {f"no-{name}" for name, kind in fields.items() if "bool" in str(kind)}
     others = {"help", "config"}
     others |= {o.lstrip("-") for a in get_args_parser()._actions for o in a.option_strings}
@@ -134,22 +138,89 @@ def test_make_passes_real_flags():
         make = ["make", "--dry-run", *shlex.split(command)[1:], "NPROC=2"]
         done = subprocess.run(make, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
         argv = shlex.split(done.stdout.replace("\\\n", " ").partition("train_fsdp_qlora.py")[2])
-        script.resolve_config(script.parse_config(argv), world_size=2)
+        resolve_config(parse_config(argv), world_size=2)
+
+
+def test_quick_tests_exist():
+    """What `make test-fast` names: files, and words of tests that are left out."""
+    make = ["make", "--dry-run", "test-fast"]
+    env = {"PATH": os.environ["PATH"]}
+    done = subprocess.run(make, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    files = re.findall(r"tests/test_\w+\.py", done.stdout)
+    tests = "".join((ROOT / file).read_text() for file in files)
+    left_out = re.search(r"not \((.*?)\)", done.stdout)[1].split(" or ")
+    assert len(files) > 5 and len(left_out) > 1
+    assert all(re.search(rf"^def test_\w*{word}", tests, re.M) for word in left_out)
+
+
+SOURCES = {
+    str(path.relative_to(ROOT)): ast.parse(path.read_text())
+    for path in (*ROOT.glob("*.py"), *sorted((ROOT / "fsdp_qlora").rglob("*.py")))
+    if path.name != "__init__.py"
+}
+
+
+def defined(tree):
+    """The functions, methods, classes and constants of a file."""
+    kinds = ast.FunctionDef | ast.ClassDef
+    constants = (target for node in tree.body if isinstance(node, ast.Assign)
+                 for target in node.targets if isinstance(target, ast.Name))  # fmt: skip
+    return {node.name for node in ast.walk(tree) if isinstance(node, kinds)} | {
+        target.id for target in constants}  # fmt: skip
+
+
+def named(words):
+    """Functions with their (), CamelCase and UPPER_CASE names."""
+    shapes = r"(\w+)\(\)|((?:[A-Z]\w*[a-z]\w*){2,}|[A-Z]+_[A-Z_]+|FAMILIES|FORMS|Config)"
+    return {m[1] or m[2] for m in (re.fullmatch(shapes, word) for word in words) if m}
 
 
 def test_named_functions_exist():
-    named = [word[:-2] for word in INLINE if re.fullmatch(r"\w+\(\)", word)]
-    assert len(named) > 10
-    missing = {name for name in named if not hasattr(script, name)}
+    names = named(INLINE)
+    assert len(names) > 12
+    missing = names - set().union(*map(defined, SOURCES.values()))
     assert missing <= {"merge_and_unload"}  # PEFT's
-    classes = {word for word in INLINE if re.fullmatch(r"([A-Z]\w*[a-z]\w*){2,}", word)}
-    assert not {name for name in classes - {"Makefile"} if not hasattr(script, name)}
+
+
+def test_what_people_change_is_where_the_readme_says():
+    """In the table of what to change each name is followed by the file that has it."""
+    table = README.partition("| to change | where |")[2].partition("\n\n")[0]
+    waiting, found = [], 0
+    for word in re.findall(r"`([^`]+)`", table):
+        if word.endswith(".py"):
+            assert waiting and set(waiting) <= defined(SOURCES[word]), (waiting, word)
+            found, waiting = found + len(waiting), []
+        else:
+            waiting += named([word])
+    assert found > 10 and not waiting
+
+
+def test_the_map_has_every_module_once():
+    shown = [name for name in tree_names() if name.endswith(".py")]
+    assert sorted(shown) == sorted(SOURCES)
+
+
+def test_table_of_claims_names_tests_that_exist():
+    text = (ROOT / "tests" / "README.md").read_text()
+    named = re.findall(r"`(test_\w+\.py)(?:::(\w+))?`", text)
+    assert len(named) > 40
+    for file, test in named:
+        wanted = f"\ndef {test}(" if test else "\ndef test_"
+        assert wanted in (ROOT / "tests" / file).read_text(), (file, test)
+    rows = [line for line in text.splitlines() if line.startswith("| ")][1:]
+    assert all("`test_" in row or row.startswith("| **") for row in rows)
+
+
+def tree_names():
+    """The files and folders of the README's last block, which is the map of the repository."""
+    tree = [text for language, text in BLOCKS if language == "text"][-1]
+    return [name for line in tree.splitlines() for name in line.split("  ")[0].split(", ")]
 
 
 def error_patterns():
     """(regular expression, length of its fixed text) for each text and f-string of the scripts."""
-    for file in ("train_fsdp_qlora.py", "merge_adapters.py"):
-        for node in ast.walk(ast.parse((ROOT / file).read_text())):
+    for tree in SOURCES.values():
+        for node in ast.walk(tree):
             parts = node.values if isinstance(node, ast.JoinedStr) else [node]
             texts = [p.value if isinstance(p, ast.Constant) else None for p in parts]
             if all(isinstance(t, str | None) for t in texts):
@@ -160,27 +231,17 @@ def error_patterns():
 ERRORS = [word[len("error: ") :] for word in INLINE if word.startswith("error: ")]
 
 
-@pytest.mark.parametrize("error", [e for e in ERRORS if not e.endswith("(see --help)")])
+@pytest.mark.parametrize("error", ERRORS)
 def test_error_texts_are_the_scripts(error):
-    if error.endswith(" ..."):
-        assert any(re.escape(error[: -len(" ...")]) in p.pattern for p, _ in error_patterns())
-    else:
-        assert any(p.search(error) and fixed >= 0.4 * len(error) for p, fixed in error_patterns())
-
-
-@pytest.mark.parametrize("error", [e for e in ERRORS if e.endswith("(see --help)")])
-def test_flag_errors_are_argparses(error):
-    argv = shlex.split(re.search(r"arguments: (.*) \(see", error)[1])
-    with pytest.raises(ValueError, match=re.escape(error)):
-        script.parse_config(argv)
+    assert any(p.search(error) and fixed >= 0.4 * len(error) for p, fixed in error_patterns())
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory):
-    """One step of the demo with an evaluation, as the README shows its log; by a copy of the script
-    alone, as people may take it."""
+def demo(standalone, tmp_path_factory):
+    """One step of the demo with an evaluation, as the README shows its log; by a copy of the single
+    file alone, as people may take it."""
     directory = tmp_path_factory.mktemp("demo")
-    copy = shutil.copy(script.__file__, directory)
+    copy = shutil.copy(standalone / "train_fsdp_qlora.py", directory)
     command = [sys.executable, copy, "--max_steps", "1", "--output_dir", "run", "--eval_dataset",
                "0.1"]  # fmt: skip
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=300)
@@ -195,7 +256,8 @@ def test_metrics_are_documented(demo):
     evaluated = [list(row)[1:] for row in rows if "loss" not in row]
     assert len(evaluated) == 2 and all(f"`{key}`" in README for key in evaluated[0])
     table = README.partition("| field of `metrics.jsonl` |")[2].partition("\n\n")[0]
-    assert list(row) == re.findall(r"^\| `(\w+)` \|", table, re.M)
+    cells = " ".join(re.findall(r"^\| (`.*?) \|", table, re.M))
+    assert list(row) == re.findall(r"`(\w+)`", cells)
 
 
 def test_written_files_are_documented(demo):
@@ -232,7 +294,6 @@ def test_file_tree():
             pytest.skip(f"no git checkout: {done.stderr.strip()}")
         return {line.split("/")[0] for line in done.stdout.splitlines()}
 
-    tree = [text for language, text in BLOCKS if language == "text"][-1]
-    shown = {line.split()[0].split("/")[0] for line in tree.splitlines()}
+    shown = {name.split("/")[0] for name in tree_names()}
     assert listed("--cached") <= shown
     assert shown <= listed("--cached", "--others", "--exclude-standard")

@@ -3,11 +3,12 @@ read and pass the check at start. What a family computes is in test_layer.py.
 """
 
 import json
-from pathlib import Path
 
 import pytest
 
-import train_fsdp_qlora as script
+from fsdp_qlora.base import read_model_config
+from fsdp_qlora.check import check_family
+from train_fsdp_qlora import Config, fill_model
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 8192, "rope_type": "llama3"}  # fmt: skip
@@ -177,9 +178,9 @@ CONFIGS = {
 @pytest.mark.parametrize("name", CONFIGS)
 def test_config_as_released_passes_the_check_at_start(name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
-    config = script.Config(model=name, dataset=("rows.jsonl",))
-    config, model_config, arch = script.read_model_config(Path(tmp_path), config)
-    script.check_family(model_config, config)
+    config = Config(model=name, dataset=("rows.jsonl",))
+    config, model_config, arch = read_model_config(tmp_path, config)
+    check_family(model_config, name, fill_model)
     text_model = CONFIGS[name].get("text_config", CONFIGS[name])
     assert arch.family == text_model["model_type"]
     assert arch.hidden_size == text_model["hidden_size"] and config.max_seq_len == 2048

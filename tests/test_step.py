@@ -7,7 +7,6 @@ groups, bins and memory flags: the losses and gradient norms of two steps, and t
 them.
 """
 
-import dataclasses
 import json
 import math
 import random
@@ -23,7 +22,10 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
-import train_fsdp_qlora as script
+from fsdp_qlora.elementwise import drop, mix
+from fsdp_qlora.families import describe_model
+from fsdp_qlora.layer import make_layouts
+from train_fsdp_qlora import Config, learning_rate
 
 BATCH, RANK, ALPHA, PEAK, DROPOUT = 7, 4, 64, 1e-2, 0.3
 STEPS = 2
@@ -84,7 +86,7 @@ CASES = [(n, kind, name) for (n, kind), runs in RUNS.items() for name in runs]
 
 
 def write_uneven_rows(path):
-    """10 rows of 6 to 64 tokens, of which few or nearly all are learnt."""
+    """10 rows of 6 to 64 tokens, of which few or nearly all are trained."""
     draw, words = random.Random(3), "what is the answer to this plus minus times 1 2 3".split()
     with path.open("w") as file:
         for n in (1, 30, 4, 3, 12, 2, 22, 7, 1, 16):
@@ -142,14 +144,14 @@ def rows_of_step(step, rows):
 
 
 class Dropout(torch.nn.Module):
-    """In place of PEFT's: the values that the script drops at this place, from `keys` a token."""
+    """In place of PEFT's: the values that are dropped at this place, from `keys` a token."""
 
     def __init__(self, site):
         super().__init__()
         self.site, self.keys = site, None
 
     def forward(self, x):
-        return script.drop(x[0], self.keys, self.site, DROPOUT)[None]
+        return drop(x[0], self.keys, self.site, DROPOUT)[None]
 
 
 def load_reference(base, kind):
@@ -186,16 +188,14 @@ class Vector:
 
     def __init__(self, base, kind, model):
         targets = ("q_proj", "v_proj", "down_proj") if kind == "some" else ("all-linear",)
-        arch = script.describe_model(AutoConfig.from_pretrained(base / "model"))
-        config = dataclasses.replace(
-            script.Config(), lora_rank=RANK, lora_alpha=ALPHA, target_modules=targets,
-            adapter="dora" if kind == "dora" else "lora",
-        )  # fmt: skip
+        arch = describe_model(AutoConfig.from_pretrained(base / "model"))
+        config = Config(lora_rank=RANK, lora_alpha=ALPHA, target_modules=targets,
+                        adapter="dora" if kind == "dora" else "lora")  # fmt: skip
         adapted = [
             x.name for x in arch.linears
             if targets == ("all-linear",) or x.name.split(".")[-1] in targets
         ]  # fmt: skip
-        layout = script.make_layout(arch, adapted, config)
+        layout = make_layouts(arch, adapted, config)[0]  # those of all layers are alike
         self.params = {
             n.replace(".default", "").replace("vector.weight", "vector"): p
             for n, p in model.named_parameters() if p.requires_grad
@@ -241,7 +241,7 @@ class Vector:
 
 def token_keys(step, row, n):
     """What the dropout of a row's tokens follows from: seed 0, the step, the row's place in it."""
-    return script.mix(script.mix(script.mix(torch.tensor(step)) + row) + torch.arange(n))
+    return mix(mix(mix(torch.tensor(step)) + row) + torch.arange(n))
 
 
 @pytest.fixture(scope="module")
@@ -259,13 +259,13 @@ def expected(base):
         dropouts = put_dropout(model) if "--lora_dropout" in KINDS[kind] else []
         for step in range(1, STEPS + 1):
             batch, loss = rows_of_step(step, rows), 0.0
-            learnt = sum(int((labels[1:] != -100).sum()) for _, labels in batch)
+            trained = sum(int((labels[1:] != -100).sum()) for _, labels in batch)
             for i, (ids, labels) in enumerate(batch):
                 for dropout in dropouts:
                     dropout.keys = token_keys(step, i, len(ids)).to(DEVICE)
                 logits = model(ids[None].to(DEVICE)).logits[0, :-1].float()
                 target = labels[1:].to(DEVICE)
-                part = F.cross_entropy(logits, target, reduction="sum") / learnt
+                part = F.cross_entropy(logits, target, reduction="sum") / trained
                 part.backward()
                 loss += part.item()
             # one step of warm-up, then a cosine to 0 after the last step
@@ -343,9 +343,8 @@ def test_epochs_are_rounded_up_to_whole_steps(epochs, steps, base, run_main, mon
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
     assert [row["rows"] for row in rows] == [7] * steps
-    assert 0 < rows[-1]["learning_rate"] == script.learning_rate(
-        steps, script.Config(max_steps=steps, learning_rate=2e-4)
-    )
+    config = Config(max_steps=steps, learning_rate=2e-4)
+    assert 0 < rows[-1]["learning_rate"] == learning_rate(steps, config)
 
 
 # ------------------------------------------------------------------------------------------------

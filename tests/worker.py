@@ -3,11 +3,10 @@
 A job is {"case": a function below, "out": file, ...its inputs}; the results of rank 0, those of
 every rank where the case says so, go to the file as safetensors. What a case looks at is wired by
 the script's train() itself: training() runs it from flags to adapter, with a function of the
-test's in place of its steps.
+test's in place of its steps. `process` is what train() wants besides flags: device and Status.
 """
 
 import ctypes
-import math
 import shutil
 import sys
 import tempfile
@@ -22,17 +21,29 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-import train_fsdp_qlora as script
+import house
+import train_fsdp_qlora
+from fsdp_qlora.checkpoints import STATE_KEYS
+from fsdp_qlora.data.forms import IGNORE
+from fsdp_qlora.demo import write_demo
+from fsdp_qlora.lifecycle import watch_process
+from fsdp_qlora.linears import STATE_BLOCK
+from fsdp_qlora.machine import host_memory
+from fsdp_qlora.model import gathered, set_local
+from fsdp_qlora.nf4 import NF4Blocks, dequantise
+from fsdp_qlora.offload import pinned_copy
+from fsdp_qlora.ranks import all_gather, on_rank_0
+from fsdp_qlora.vocabulary import HeadLoss, embed, shard_range
 
 
-def training(job, device, model, flags, look):
+def training(job, process, model, flags, look):
     """What `look(run)` returns where train() would do its steps. The data set and the tokenizer are
     made where the job and the model have none."""
     seen = {}
 
     def prepare():
         with tempfile.TemporaryDirectory() as demo:
-            script.write_demo(Path(demo))
+            write_demo(Path(demo))
             if not list(Path(model).glob("tokenizer*")):
                 for path in (Path(demo) / "model").glob("*token*"):
                     shutil.copy(path, model)
@@ -40,17 +51,17 @@ def training(job, device, model, flags, look):
                 shutil.copy(Path(demo) / "data.jsonl", f"{job['out']}.jsonl")
         return tempfile.mkdtemp(dir=Path(job["out"]).parent)
 
-    directory = script.on_rank_0(prepare)
+    directory = on_rank_0(prepare)
 
     def run_steps(run, done):
         seen.update(look(run))
         (run.directory / "metrics.jsonl").touch()  # of no steps
         return []
 
-    script.run_steps = run_steps
+    house.replace("run_steps", run_steps)
     dataset = job.get("dataset", f"{job['out']}.jsonl")
     argv = ["--model", model, "--dataset", dataset, "--output_dir", directory, *flags]
-    script.train(script.parse_config([str(arg) for arg in argv]), device)
+    train_fsdp_qlora.train(house.parse_config([str(arg) for arg in argv]), *process)
     return seen
 
 
@@ -59,47 +70,43 @@ def sharded(*flags):
     return "--shard_group_size", dist.get_world_size(), "--max_steps", 4, *flags
 
 
-def quantized(job, device):
+def quantized(job, process):
     """Every linear as a forward has it: gathered bytes, nested state, dequantised weight."""
 
     def look(run):
         out = {}
         for i, layer in enumerate(run.model.layers):
-            with script.gathered(layer):
-                blank = torch.zeros(len(layer.adapter), dtype=torch.bfloat16, device=device)
-                for group in layer.layout.groups:
-                    weight = script.dequantise_group(layer, group, blank)
-                    nested, start = layer.nested[group.site], 0
-                    for at, place in enumerate(group.places):
-                        blocks, rows = place.blocks, place.rows
-                        stop = start + math.ceil((blocks.stop - blocks.start) / 256)
+            with gathered(layer):
+                no_adapter = layer.vectors.new_zeros(len(layer.adapter))
+                for fused in layer.layout.fused_linears:
+                    weight = dequantise(layer, fused, no_adapter)
+                    for place in fused.places:
                         name = f"model.layers.{i}.{place.linear.name}"
                         values = {
-                            "packed": layer.nf4.packed[blocks].clone(),
-                            "codes": layer.nf4.absmax_codes[blocks].clone(),
-                            "nested_absmax": nested.absmax[start:stop].clone(),
-                            "nested_code": nested.code_values[at].clone(),
-                            "offset": nested.offsets[at].clone(),
-                            "dequantized": weight[rows, : group.in_features].clone(),
+                            "packed": layer.nf4.packed[place.blocks].clone(),
+                            "codes": layer.nf4.absmax_codes[place.blocks].clone(),
+                            "nested_absmax": layer.nested.absmax[place.nested].clone(),
+                            "nested_code": layer.nested.code_values[place.index].clone(),
+                            "offset": layer.nested.offsets[place.index].clone(),
+                            "dequantized": weight[place.outputs, : fused.in_features].clone(),
                         }
-                        start = stop
                         out.update({f"{name}.{key}": value for key, value in values.items()})
         return out
 
     return {
         f"{Path(model).name}/{key}": value.cpu()
         for model in job["models"]
-        for key, value in training(job, device, model, sharded(), look).items()
+        for key, value in training(job, process, model, sharded(), look).items()
     }
 
 
-def initial(job, device):
+def initial(job, process):
     """The adapter that a run begins with."""
-    look = lambda run: run.adapter.gather()  # noqa: E731
-    return training(job, device, job["model"], sharded(*job["flags"]), look)
+    look = lambda run: run.adapter.gather_weights()  # noqa: E731
+    return training(job, process, job["model"], sharded(*job["flags"]), look)
 
 
-def vocabulary(job, device):
+def vocabulary(job, process):
     """Embedding and loss of all ranks' tokens by a sharded vocabulary, and what they came from."""
 
     def look(run):
@@ -109,96 +116,97 @@ def vocabulary(job, device):
         x = torch.randn(17 * ranks, hidden, generator=generator).to(model.norm.dtype)
         labels = torch.randint(model.arch.vocab_size, (17 * ranks,), generator=generator)
         ids = labels.flip(0).clone()
-        labels[[2, 9, -1]] = script.IGNORE
+        labels[[2, 9, -1]] = IGNORE
         out.update(hidden=x, labels=labels, ids=ids)
         mine = slice(rank * 17, (rank + 1) * 17)
-        x, labels, ids = (t[mine].to(device) for t in (x, labels, ids))
-        learnt = torch.arange(17, device=device).flip(0)  # of tokens in any order
-        bin = types.SimpleNamespace(labels=labels[learnt], learnt_at=learnt)
-        chunk_bytes, row = script.CHUNK_BYTES, 4 * model.arch.vocab_size
-        for chunk, script.CHUNK_BYTES in ("8", row * 8), ("all", chunk_bytes), ("one", 1):
-            embedded = script.embed(model, ids)
+        x, labels, ids = (t[mine].to(run.device) for t in (x, labels, ids))
+        trained_at = torch.arange(17, device=run.device).flip(0)  # of tokens in any order
+        bin = types.SimpleNamespace(labels=labels[trained_at], trained_at=trained_at)
+        chunk_bytes, row = house.get("CHUNK_BYTES"), 4 * model.arch.vocab_size
+        for chunk, n_bytes in ("8", row * 8), ("all", chunk_bytes), ("one", 1):
+            house.replace("CHUNK_BYTES", n_bytes)
+            embedded = embed(model, ids)
             local = x.clone().requires_grad_()
-            loss = script.HeadLoss.apply(local, model, bin)
+            loss = HeadLoss.apply(local, model, bin)
             (grad,) = torch.autograd.grad(loss * 0.25, local)
-            gather = lambda t: script.all_gather(t, model.group)  # noqa: E731
+            gather = lambda t: all_gather(t, model.group)  # noqa: E731
             out[f"{chunk}/embedded"] = gather(embedded).flatten(0, 1)
             out[f"{chunk}/grad"] = gather(grad).flatten(0, 1)
             out[f"{chunk}/loss"] = gather(loss.detach()).sum()
-        script.CHUNK_BYTES = chunk_bytes
+        house.replace("CHUNK_BYTES", chunk_bytes)
         return out
 
     return {
         f"{dtype}/{key}": value
         for dtype in ("float32", "bfloat16")
         for key, value in training(
-            job, device, job["model"], sharded("--compute_dtype", dtype), look
+            job, process, job["model"], sharded("--compute_dtype", dtype), look
         ).items()
     }
 
 
-def memory(job, device):
+def memory(job, process):
     """How far every rank's host memory grew while it loaded a model."""
-    script.READ_AHEAD, load_weights = job["ahead"], script.load_weights
-    grown = []
+    house.replace("READ_AHEAD", job["ahead"])
+    load_model, grown = house.get("load_model"), []
 
     def measured(*args):
-        before, _ = script.host_memory()
-        offsets = load_weights(*args)
-        grown.append(script.host_memory()[1] - before)
-        return offsets
+        before, _ = host_memory()
+        frozen = load_model(*args)
+        grown.append(host_memory()[1] - before)
+        return frozen
 
-    script.load_weights = measured
-    training(job, device, job["model"], sharded(), lambda run: {})
-    return {"grown": script.all_gather(torch.tensor(grown))}
+    house.replace("load_model", measured)
+    training(job, process, job["model"], sharded(), lambda run: {})
+    return {"grown": all_gather(torch.tensor(grown))}
 
 
-def gradients(job, device):
+def gradients(job, process):
     """Loss and gradients of one step's rows, by train_step without its clipping and update."""
 
     def look(run):
         adapter, values = run.adapter, load_file(job["adapter"])
         for i in range(len(run.model.layers)):
             adapter.set_layer(i, values)
-        adapter.update = lambda rate: None
-        row, _ = script.train_step(run, 1)
+        record, _ = train_fsdp_qlora.train_step(run, 1)
         adapter.weights.data.copy_(adapter.weights.grad)
-        return {"loss": torch.tensor(row["loss"]), **adapter.gather()}
+        return {"loss": torch.tensor(record["loss"]), **adapter.gather_weights()}
 
+    house.replace("update", lambda optimizer, adapter, rate: None)
     return {
         f"{name}/{key}": value
         for name, flags in job["settings"].items()
         for key, value in training(
-            job, device, job["model"], sharded(*flags, "--max_grad_norm", "1e30"), look
+            job, process, job["model"], sharded(*flags, "--max_grad_norm", "1e30"), look
         ).items()
     }
 
 
-def optimizer(job, device):
+def optimizer(job, process):
     """Every rank: its own part of weights and gradients before and after each of some steps."""
 
     def look(run):
-        adapter, out, update = run.adapter, {}, run.adapter.update
+        adapter, out, update = run.adapter, {}, house.get("update")
 
-        def watched(rate):
+        def watched(optimizer, adapter, rate):
             step = len(out) // 4
             out[f"{step}/before"] = adapter.by_layer(adapter.weights.data).clone()
             out[f"{step}/grad"] = adapter.by_layer(adapter.weights.grad).clone()
             out[f"{step}/rate"] = torch.tensor(rate, dtype=torch.float64)
-            update(rate)
+            update(optimizer, adapter, rate)
             out[f"{step}/after"] = adapter.by_layer(adapter.weights.data).clone()
 
-        adapter.update = watched
+        house.replace("update", watched)
         for step in range(1, job["steps"] + 1):
-            script.train_step(run, step)
-        state = adapter.state
+            train_fsdp_qlora.train_step(run, step)
+        state = run.optimizer.state[adapter.weights]
         out["state1_is_uint8"] = torch.tensor(state["state1"].dtype == torch.uint8)
-        if device.type == "cuda":
+        if run.device.type == "cuda":
             out["managed"] = torch.tensor(is_managed(state["state1"].data_ptr()))
-        out["n_adapter"] = torch.tensor(adapter.layout.n_adapter)
+        out["n_adapter"] = torch.tensor(run.model.layers[0].layout.n_adapter)
         return out
 
-    return training(job, device, job["model"], sharded(*job["flags"]), look)
+    return training(job, process, job["model"], sharded(*job["flags"]), look)
 
 
 optimizer.every_rank = True
@@ -212,27 +220,28 @@ def is_managed(address):
     return int.from_bytes(bytes(attributes[:4]), "little") == 3  # cudaMemoryTypeManaged
 
 
-def resumed(job, device):
+def resumed(job, process):
     """The optimizer's state as a resumed run goes on with it: each layer's whole, unpadded."""
     out = {}
 
     def run_steps(run, done):
-        adapter = run.adapter
-        n = adapter.layout.n_adapter
-        for key, part in adapter.state_parts().items():
-            whole = script.all_gather(part.contiguous(), adapter.group)
+        adapter, n = run.adapter, run.model.layers[0].layout.n_adapter
+        state = run.optimizer.state[adapter.weights]
+        for key in STATE_KEYS:
+            whole = all_gather(adapter.by_layer(state[key]).contiguous(), adapter.group)
             whole = whole.transpose(0, 1).flatten(1)  # [layers, all ranks' parts]
-            out[key] = whole[:, : n if key.startswith("state") else n // script.STATE_BLOCK]
-        out["done"] = torch.tensor([done, adapter.state["step"]])
+            out[key] = whole[:, : n if key.startswith("state") else n // STATE_BLOCK]
+        out["done"] = torch.tensor([done, state["step"]])
         return []
 
-    script.run_steps = run_steps
-    script.train(script.parse_config(job["argv"]), device)
+    house.replace("run_steps", run_steps)
+    train_fsdp_qlora.train(house.parse_config(job["argv"]), *process)
     return out
 
 
-def patterns(job, device):
+def patterns(job, process):
     """All 65,536 16-bit patterns through FSDP2: as NF4Blocks per policy, and as plain bf16."""
+    device, _ = process
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     words = torch.arange(65536, dtype=torch.int32, device=device).to(torch.int16)
     packed = words.view(torch.uint8).view(-1, 32)
@@ -249,18 +258,18 @@ def patterns(job, device):
         if name == "unprotected":
             weight = words.view(torch.bfloat16)
         else:
-            weight = script.NF4Blocks.zeros(packed.shape[0], "meta")
+            weight = NF4Blocks.zeros(packed.shape[0], "meta")
         module.weight = torch.nn.Parameter(weight, requires_grad=False)
         module.bias = torch.nn.Parameter(torch.zeros(8, device=weight.device))  # as norms, LoRA do
         module.forward = lambda _, module=module, seen=seen: seen.update(w=module.weight)
         fully_shard(module, mesh=mesh, **settings)
-        rows = script.shard_range(packed.shape[0], dist.get_rank(), dist.get_world_size())
+        rows = shard_range(packed.shape[0], dist.get_rank(), dist.get_world_size())
         part = slice(rows.start, rows.stop)
         if name != "unprotected":
-            place = script.pinned_copy if name == "offload" else torch.clone  # --offload_params
-            mine = script.NF4Blocks(place(packed[part]), place(codes[part]), device)
-            script.set_local(module, "weight", mine)
-            script.set_local(module, "bias", torch.zeros(8 // dist.get_world_size(), device=device))
+            place = pinned_copy if name == "offload" else torch.clone  # --offload_params
+            mine = NF4Blocks(place(packed[part]), place(codes[part]), device)
+            set_local(module, "weight", mine)
+            set_local(module, "bias", torch.zeros(8 // dist.get_world_size(), device=device))
         for _ in range(2):  # the first gather allocates, the second fills what was freed
             module(torch.zeros(1, device=device))  # torch 2.11 wants an argument
             gathered = seen["w"].packed if name != "unprotected" else seen["w"].detach()
@@ -272,9 +281,9 @@ def patterns(job, device):
 
 
 def run(job):
-    device, case = script.init_distributed(), globals()[job["case"]]
-    with script.watched():
-        results = case(job, device)
+    device, case = train_fsdp_qlora.join_processes(), globals()[job["case"]]
+    with watch_process() as status:
+        results = case(job, (device, status))
     every_rank = getattr(case, "every_rank", False)
     if dist.get_rank() == 0 or every_rank:
         out = job["out"] + (f".{dist.get_rank()}" if every_rank else "")

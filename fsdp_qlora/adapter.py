@@ -1,0 +1,176 @@
+"""All that is trained: one flat fp32 vector, its names in PEFT's files, and its first values.
+
+Stands on model for a rank's shard of a layer. The optimizer over the vector is in the script, its
+checkpoints are in checkpoints.
+"""
+
+import json
+import math
+import re
+import zlib
+from pathlib import Path
+
+import torch
+from peft import LoraConfig
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_qlora.files import write_whole
+from fsdp_qlora.model import local_part, set_local
+from fsdp_qlora.ranks import all_gather, is_rank_0, together
+
+
+def choose_adapted(arch, config, base_name):
+    """PEFT's LoraConfig, and the names in a layer of the linears that get an adapter. Raises
+    ValueError."""
+    names = [linear.name for linear in arch.linears]
+    short = sorted({name.rsplit(".", 1)[-1] for name in names})
+    targets = short if config.target_modules == ("all-linear",) else list(config.target_modules)
+    ends = tuple(f".{target}" for target in targets)
+    for target in targets:
+        if not any(f".{name}".endswith(f".{target}") for name in names):
+            raise ValueError(f"--target_modules {target}: no such linear in the decoder layers;"
+                             f" there are {', '.join(short)}, or all-linear")
+    if arch.module_prefix != "model.":  # a vision tower may have linears of the same names
+        either = "|".join(re.escape(target) for target in targets)
+        targets = rf"{re.escape(arch.module_prefix)}layers\.\d+\..*\b({either})"
+    lora_config = LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        use_rslora=config.adapter == "rslora",
+        use_dora=config.adapter == "dora",
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base_name)
+    return lora_config, [name for name in names if f".{name}".endswith(ends)]
+
+
+class Adapter:
+    """This rank's shard of all layers' adapters, one fp32 vector [layers x n_own]: `weights`, with
+    its gradient.
+
+    One tensor instead of a thousand makes the optimizer one kernel and its state pageable. Layers
+    compute with views of it. A shard is whole blocks of the optimizer's 8-bit state, so that on any
+    number of GPUs the state is the same vector, cut elsewhere.
+    """
+
+    def __init__(self, model, device):
+        self.arch, self.layers, self.group = model.arch, model.layers, model.group
+        self.shard, self.shards = model.shard, model.shards
+        (self.n_own,) = {len(local_part(layer.adapter)) for layer in model.layers}  # all alike
+        self.weights = nn.Parameter(torch.zeros(len(self.layers) * self.n_own, device=device))
+        self.weights.grad = torch.zeros_like(self.weights)
+        views = self.by_layer(self.weights.data), self.by_layer(self.weights.grad)
+        for layer, weights, grad in zip(self.layers, *views):
+            set_local(layer, "adapter", weights)
+            p = layer.adapter
+            p.grad = DTensor(grad, p._spec, requires_grad=False) if isinstance(p, DTensor) else grad
+        self.n_trainable = sum(math.prod(shape) for i in range(len(self.layers))
+                               for _, shape in self.names(i).values())
+
+    def by_layer(self, tensor):
+        return tensor.view(len(self.layers), -1)
+
+    def stem(self, i):
+        """What PEFT's names of layer i begin with."""
+        return f"base_model.model.{self.arch.module_prefix}layers.{i}."
+
+    def names(self, i):
+        """{PEFT's name in an adapter file: (slice of layer i's adapter, shape)}."""
+        parts = self.layers[i].layout.adapter_parts()
+        return {f"{self.stem(i)}{linear}.{key}": part for (linear, key), part in parts.items()}
+
+    def set_layer(self, i, values):
+        """Give layer i its values out of {PEFT's name: whole tensor}."""
+        whole = torch.zeros(self.shards, self.n_own)
+        for name, (where, _) in self.names(i).items():
+            whole.view(-1)[where] = values[name].reshape(-1)
+        self.by_layer(self.weights.data)[i] = whole[self.shard]
+
+    def initialise(self, config):
+        """Set the values of --init_adapter, or PEFT's initial ones: A at random, the same on any
+        number of ranks, B zero, DoRA's magnitudes the norms of the base weights' rows. All ranks
+        must call this."""
+        with together():
+            given = read_adapter(config, self) if config.init_adapter else None
+        for i, layer in enumerate(self.layers):
+            self.set_layer(i, given or self.initial_values(i, layer, config.seed))
+
+    def initial_values(self, i, layer, seed):
+        """{PEFT's name: tensor} of layer i."""
+        values = {}
+        for (linear, key), (_, shape) in layer.layout.adapter_parts().items():
+            name = f"{self.stem(i)}{linear}.{key}"
+            values[name] = torch.zeros(shape)
+            if key == "lora_magnitude_vector":
+                values[name] = layer.weight_norms[linear].cpu()
+            elif key == "lora_A.weight":
+                generator = torch.Generator().manual_seed(seed ^ zlib.crc32(name.encode()))
+                nn.init.kaiming_uniform_(values[name], a=math.sqrt(5), generator=generator)
+        return values
+
+    def gather(self, vector):
+        """Yield of each layer, out of a vector cut as `weights` is, the whole on rank 0's CPU; None
+        on other ranks. All ranks must call this, and use all of it."""
+        for own in self.by_layer(vector):
+            if self.shards > 1:  # a clone: NCCL is not to read paged memory
+                own = all_gather(own.clone(), self.group).view(-1)
+            yield own.cpu() if is_rank_0() else None
+
+    def gather_weights(self):
+        """{PEFT's name: whole fp32 tensor on the CPU} on rank 0, {} on others. All ranks must call
+        this."""
+        weights = {}
+        for i, whole in enumerate(self.gather(self.weights.data)):
+            if is_rank_0():
+                for name, (where, shape) in self.names(i).items():
+                    weights[name] = whole[where].view(shape).clone()
+        return weights
+
+    def largest(self):
+        """The largest magnitude of all weights. All ranks must call this."""
+        return float(all_gather(self.weights.detach().abs().max()).max())
+
+
+def read_adapter(config, adapter):
+    """The tensors of --init_adapter, an adapter like this run's: {PEFT's name: fp32}."""
+    directory = Path(config.init_adapter)
+    try:
+        settings = json.loads((directory / "adapter_config.json").read_text())
+        values = load_file(directory / "adapter_model.safetensors")
+    except (OSError, ValueError, SafetensorError) as e:
+        raise ValueError(f"--init_adapter {directory}: is no adapter in PEFT's format: {e}")
+    for flag, wanted, key in (
+        ("lora_rank", config.lora_rank, "r"), ("lora_alpha", config.lora_alpha, "lora_alpha"),
+        ("adapter", config.adapter == "dora", "use_dora"),
+        ("adapter", config.adapter == "rslora", "use_rslora")):
+        if settings.get(key, False) != wanted:
+            raise ValueError(f"--init_adapter {directory}: has {key} {settings.get(key)}: give the"
+                             f" same by --{flag}")
+    for key, works in (("init_lora_weights", (True, False, None, "gaussian", "eva", "orthogonal")),
+                       ("alpha_pattern", ({}, None)), ("lora_bias", (False, None))):
+        if settings.get(key) not in works:  # PiSSA and others train on a changed base
+            raise ValueError(f"--init_adapter {directory}: has {key} {settings[key]}, by which its"
+                             " values mean another adapter than they would here")
+    shapes = {name: shape for i in range(len(adapter.layers))
+              for name, (_, shape) in adapter.names(i).items()}
+    if shapes != {name: tuple(value.shape) for name, value in values.items()}:
+        odd = sorted(shapes.keys() ^ values.keys()) or ["one of another shape"]
+        raise ValueError(f"--init_adapter {directory}: its tensors are not those of this adapter,"
+                         f" the first is {odd[0]}: same model and --target_modules?")
+    for name, value in values.items():
+        if not value.isfinite().all():
+            raise ValueError(f"--init_adapter {directory}: {name} has values that are not finite")
+    return {name: value.float() for name, value in values.items()}
+
+
+def write_adapter(directory, weights, lora_config):
+    """The adapter in PEFT's format. Rank 0 only."""
+    write_whole(directory / "adapter_model.safetensors", weights)
+    lora_config.inference_mode = True
+    settings = {key: sorted(value) if isinstance(value, set) else value
+                for key, value in lora_config.to_dict().items()}
+    write_whole(directory / "adapter_config.json", json.dumps(settings, indent=2, sort_keys=True))

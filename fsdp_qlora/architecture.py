@@ -1,0 +1,104 @@
+"""What a model computes, as records: a family of models, its linears, one model's architecture.
+
+Stands on nothing. The table of families and how a config.json becomes a record are in families;
+where the values of a layer lie in memory is in linears.
+"""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """How a model type differs from Llama. "config.x" means the config's field x, or None."""
+
+    norm: str = "rms"  # kind, see norm_of(); also of the final norm, q_norm and k_norm
+    norm_eps: float | str = "config.rms_norm_eps"
+    attention_norm: str | None = "input_layernorm"  # its name in the layer; None: there is none
+    attention_post_norm: str | None = None  # of what attention returns
+    mlp_norm: str | None = "post_attention_layernorm"
+    mlp_post_norm: str | None = None  # of what the MLP returns
+    parallel: bool = False  # the MLP reads attention's normed input and both are added
+    activation: str = "config.hidden_act"  # a key of ACTIVATIONS
+    qkv_bias: bool | str = "config.attention_bias"
+    out_bias: bool | str = "config.attention_bias"
+    mlp_bias: bool | str = "config.mlp_bias"
+    fused_qkv: bool = False  # one linear "qkv_proj"
+    fused_gate_up: bool = False  # one linear "gate_up_proj"
+    qk_norm: str | None = None  # weight: "head" [head_dim], "heads" [heads, head_dim], "full" [all]
+    qk_norm_if: bool | str = True  # where a config can switch it off
+    q_norm: str | None = "self_attn.q_norm"  # None in an Architecture without qk_norm
+    k_norm: str | None = "self_attn.k_norm"
+    qk_norm_after_rotary: bool = False
+    rotary_interleaved: bool = False  # pairs (0, 1), (2, 3), .. instead of halves
+    partial_rotary: bool = False  # partial_rotary_factor of rope_parameters counts
+    ropes_by_layer_type: bool = False  # rope_parameters has an entry for each layer type
+    ntk_alpha: bool = False  # alpha of rope_parameters counts, whatever the length
+    no_rotary: str | None = None  # layers without: "no_rope_layers": those that this list of the
+    #                               config marks; "full": those without a window; "full_if_window":
+    #                               the same, but none if the model has no window
+    window: str | None = None  # layers with a sliding window: "all", or those of "layer_types"
+    attention_scale: float | str | None = None  # None: head_dim ** -0.5
+    query_scalar: float | str | None = None  # attention_scale = this ** -0.5
+    attention_softcap: float | str | None = None
+    logits_softcap: float | str | None = None
+    query_temperature: bool | tuple = False  # beta, n: q *= 1 + beta * log(1 + position // n)
+    sqrt_embedding: bool = False  # embedding_multiplier = hidden_size ** 0.5
+    embedding_multiplier: float | str = 1.0  # round it to the embedding's dtype first (Gemma)
+    residual_multiplier: float | str = 1.0  # on what attention and the MLP add, after post-norms
+    logits_multiplier: float | str = 1.0
+    logits_divisor: float | str = 1.0
+    attention_dropout: float | str = "config.attention_dropout"
+    residual_dropout: float | str = 0.0  # on what o_proj and down_proj return
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    name: str  # below the layer, as transformers and checkpoints name it
+    out_features: int
+    in_features: int
+    bias: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Architecture(Family):
+    """A family's record with one model's values; what a layer computes follows from this alone."""
+
+    family: str  # model_type of the text model
+    n_layers: int
+    hidden_size: int
+    intermediate_size: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    qkv: list[Linear]  # their outputs, concatenated, are q, k, v
+    out: list[Linear]
+    gate_up: list[Linear]  # their outputs, concatenated, are gate, up
+    down: list[Linear]
+    rotary_dim: int  # the first dimensions of a head that are rotated
+    ropes: list[dict]  # settings for rope_frequencies, one for each kind of rotary
+    layer_rope: list[int | None]  # for each layer which of `ropes`; None: no rotary
+    layer_window: list[int | None]  # a query sees this many keys, itself included; None: all
+    tied: bool
+    module_prefix: str  # module = module_prefix + f"layers.{i}." + name
+    checkpoint_prefixes: list[str]  # the same in files; tried in turn
+    head_names: list[str]  # the head's weight in files; tried in turn
+
+    @property
+    def linears(self):
+        return self.qkv + self.out + self.gate_up + self.down
+
+    @property
+    def vectors(self):
+        """{name below the layer: shape} of all of a layer's parameters but its linears' weights."""
+        norms = self.attention_norm, self.attention_post_norm, self.mlp_norm, self.mlp_post_norm
+        shapes = {f"{name}.weight": (self.hidden_size,) for name in norms if name}
+        if self.qk_norm:
+            for name, heads in ((self.q_norm, self.n_heads), (self.k_norm, self.n_kv_heads)):
+                shapes[f"{name}.weight"] = {
+                    "head": (self.head_dim,), "heads": (heads, self.head_dim),
+                    "full": (heads * self.head_dim,)}[self.qk_norm]
+        return shapes | {f"{x.name}.bias": (x.out_features,) for x in self.linears if x.bias}
+
+
+LAYER_TYPES = {"full_attention", "sliding_attention"}

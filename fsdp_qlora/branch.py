@@ -1,0 +1,77 @@
+"""What the two halves of a layer share: the norm before them, and the residual sum after them.
+
+Stands on elementwise and products. A half is x + norm(products(norm(x))), with each norm only where
+the family has one; `work` is a LayerWork of layer.
+"""
+
+import types
+
+import torch
+
+from fsdp_qlora.elementwise import norm_backward, normalise
+from fsdp_qlora.products import fill_columns, product, widen
+
+
+def norm_inputs(work, name, x, fused):
+    """A new [n, fused.width] with the norm of x [n, in] in its first columns; x without a norm."""
+    if name is None:
+        return widen(x, fused)
+    arch, inputs = work.arch, x.new_empty(len(x), fused.width)
+    normalise(inputs[:, : fused.in_features], x, work.vector(name), arch.norm, arch.norm_eps,
+              evaluation=work.evaluation)
+    return inputs
+
+
+def norm_gradient(work, name, x, grad, residual):
+    """`residual` + the gradient of x from `grad`, that of norm_inputs()."""
+    if name is None:
+        return residual + grad
+    return norm_backward(x, grad, residual, work.vector(name), work.arch.norm, work.arch.norm_eps)
+
+
+def add_branch(work, x, fused, inputs, kept, site, post_norm, want_sum):
+    """The end of both halves: returns x + norm(product of `inputs`), None without want_sum.
+
+    kept.branch becomes what the norm's backward needs, None without a norm.
+    """
+    kept.branch = None
+    if not (want_sum or post_norm):
+        fill_columns(work, fused, inputs)  # backward reads them
+        return None
+    branch = product(work, fused, inputs)
+    if post_norm:
+        kept.branch = branch
+    return _residual_sum(work, x, branch, post_norm, site) if want_sum else None
+
+
+def _residual_sum(work, x, branch, post_norm, site):
+    """x + multiplier * norm(branch), after the model's own dropout."""
+    arch, branch = work.arch, work.drop(branch, work.arch.residual_dropout, site)
+    if post_norm:
+        normed = torch.empty_like(branch)
+        normalise(normed, branch, work.vector(post_norm), arch.norm, arch.norm_eps,
+                  evaluation=work.evaluation)
+        branch = normed
+    return torch.add(x, branch, alpha=arch.residual_multiplier)
+
+
+def branch_gradient(work, branch, grad, post_norm, site):
+    """The gradient of the product that add_branch() adds, from `grad`, that of the sum."""
+    arch = work.arch
+    if arch.residual_multiplier != 1:
+        grad = grad * arch.residual_multiplier
+    if post_norm:
+        weight = work.vector(post_norm)
+        grad = norm_backward(branch, grad, None, weight, arch.norm, arch.norm_eps)
+    return work.drop(grad, arch.residual_dropout, site)
+
+
+def keep(**values):
+    """What a half keeps for its backward, which drops each part after its use."""
+    return types.SimpleNamespace(**values)
+
+
+def weight_bytes(fused, item, hold_weights):
+    """Bytes of the dequantised weights of a FusedLinear that are alive at once."""
+    sizes = [one.out_features for one in fused.products]
+    return fused.width * (sum(sizes) if hold_weights else max(sizes)) * item

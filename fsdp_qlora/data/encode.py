@@ -1,0 +1,325 @@
+"""The rows of all --dataset as tokens and labels, encoded once by all cores into the cache of
+`datasets` and mapped from there. It stands on files.py for rows, forms.py for what they mean, and
+leaves to bins.py which of them a step works on."""
+
+import bisect
+import dataclasses
+import hashlib
+import inspect
+import itertools
+import os
+import sys
+
+import numpy as np
+import torch
+
+from fsdp_qlora.data.chat import parse_chat, with_day
+from fsdp_qlora.data.files import RefusedRow, find_pieces, read_pieces
+from fsdp_qlora.data.forms import IGNORE, parse_row
+from fsdp_qlora.files import digest, text_digest
+from fsdp_qlora.ranks import Stop, is_rank_0, n_cores, say, together
+
+BATCH = 256  # rows that the tokenizer gets at once
+ENCODED = {  # what encode_pieces() yields of a document
+    "input_ids": "int32", "labels": "int32", "length": "int32", "n_trained": "int32",
+    "digest": "int64", "cut": "bool",  # of these six see columns_of()
+    "kept": "bool", "refused": "bool",  # neither: the row is left out
+    "is_first": "bool",  # of its row
+    "form": "string",  # of its row, with the keys that are ignored
+    "left_out": "string", "where": "string"}  # why, and which row; "" if it is kept
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The encoded data set. From here on a row is one document of parse_row(), of which a
+    conversation may have become several. The tokens lie end to end in a few arrays, int32, views of
+    a memory-mapped file, which all ranks of a node share."""
+
+    input_ids: list  # of arrays
+    labels: list  # of arrays of the same sizes
+    bounds: list  # where among all tokens each array begins
+    starts: torch.Tensor  # int64 [rows], where among all tokens each row begins
+    lengths: torch.Tensor  # [rows], in tokens
+    n_trained: torch.Tensor  # [rows], trained tokens: those that the loss is the mean of
+    digests: torch.Tensor  # int64 [rows], of tokens and labels
+    sources: torch.Tensor  # int64 [rows], the number of the example that each was made of
+
+    def __len__(self):
+        return len(self.starts)
+
+    def tokens(self, i):
+        """(input_ids, labels) of row i, int64 [tokens]; labels are IGNORE where nothing is trained.
+        """
+        start, n_tokens = int(self.starts[i]), int(self.lengths[i])
+        array = bisect.bisect_right(self.bounds, start) - 1
+        first = start - self.bounds[array]
+        part = slice(first, first + n_tokens)
+        return tuple(torch.from_numpy(arrays[array][part].astype(np.int64))
+                     for arrays in (self.input_ids, self.labels))
+
+    def select(self, which):
+        """The Rows of these indices, or where this mask [rows] is true, in the same arrays."""
+        columns = {name: column[which] for name, column in vars(self).items()
+                   if isinstance(column, torch.Tensor)}
+        return dataclasses.replace(self, **columns)
+
+    def sha256(self):
+        """Hash of all rows in order, by which a resumed run sees that its data are the same."""
+        return hashlib.sha256(self.digests.numpy().tobytes()).hexdigest()
+
+
+def prepare_data(config, directory, tokenizer, vocab_size, day):
+    """The Rows to train on and those to evaluate on, or None. All ranks must call this."""
+    if config.random_weights and not config.dataset:
+        say(f"data: {config.batch_size} rows of random tokens")
+        return random_rows(vocab_size, config), None
+    settings = tokenizer, config.max_seq_len, vocab_size, day
+    sources = config.dataset or (str(directory / "demo" / "data.jsonl"),)
+    rows, line = prepare_rows(sources, *settings)
+    say(f"data: {line}")
+    if not config.eval_dataset:
+        return rows, None
+    try:
+        fraction = float(config.eval_dataset[0])
+    except ValueError:
+        eval_rows, line = prepare_rows(config.eval_dataset, *settings)
+        say(f"evaluation: {line}")
+        return rows, eval_rows
+    return hold_out(rows, fraction, config)
+
+
+def hold_out(rows, fraction, config):
+    """Split the rows into those to train on and a fraction to evaluate on. Rows that were made of
+    one example stay together."""
+    sources = rows.sources.unique()
+    n = round(fraction * len(sources)) if abs(fraction) < 1e9 else fraction
+    if not 0 < n < len(sources) or len(config.eval_dataset) > 1:
+        raise Stop(f"--eval_dataset {' '.join(config.eval_dataset)}: is {n} of {len(sources)}"
+                   " rows: give one fraction between 0 and 1, or files")
+    order = torch.randperm(len(sources), generator=torch.Generator().manual_seed(config.seed))
+    held_out = torch.isin(rows.sources, sources[order[:n]])
+    say(f"evaluation: {held_out.sum():,} of these rows, which are not trained on")
+    return rows.select(~held_out), rows.select(held_out)
+
+
+def prepare_rows(sources, tokenizer, max_seq_len, vocab_size, day):
+    """The Rows of all `sources`, and a line on what became of them. All ranks must call this."""
+    name, table = " ".join(sources), None
+    with together():
+        if tokenizer.eos_token_id is None:
+            raise ValueError("the tokenizer has no EOS token: generation would never stop")
+        tokenizer = with_day(tokenizer, day)
+        settings = {"tokenizer": tokenizer, "max_seq_len": max_seq_len, "vocab_size": vocab_size}
+        pieces, contents = [], []
+        for source in sources:
+            more, digests = find_pieces(source)
+            pieces += more
+            contents.append(digests)
+        key = cache_key(sources, contents, **settings)
+    is_local_rank_0 = int(os.environ.get("LOCAL_RANK", 0)) == 0
+    for local_rank_0_encodes in (True, False):  # then the others of its node find the file
+        with together():
+            if pieces and is_local_rank_0 == local_rank_0_encodes:
+                table = encode_table(pieces, key, **settings)
+    with together():
+        if table is None:
+            raise ValueError(f"--dataset {name}: has no rows")
+        if (first := table["refused"].index(True).as_py()) >= 0:
+            raise ValueError(f"{table['where'][first]}: {table['left_out'][first]}")
+        left_out = describe_left_out(table)
+        rows = rows_of_table(table)
+        if not len(rows):
+            raise ValueError(f"{name}: none of its {len(table['kept'])} rows can be trained on:"
+                             f" {left_out}")
+        forms = counts_of(table["form"].filter(table["kept"]))
+        forms = ", ".join(f"{n:,} {form}" for form, n in forms.items())
+        line = (f"{name}: {len(rows):,} rows, {forms}; {rows.lengths.sum():,} tokens,"
+                f" {rows.n_trained.sum():,} of them trained")
+        n_cut = int(table["cut"].filter(table["kept"]).to_numpy().sum())
+        if n_cut:
+            line += f"; {n_cut:,} cut to {max_seq_len} tokens"
+        return rows, f"{line}; {left_out}" if left_out else line
+
+
+def cache_key(sources, contents, tokenizer, max_seq_len, vocab_size):
+    """Digest of all that decides what the rows become, the code included."""
+    code = {inspect.getsourcefile(f) for f in (find_pieces, parse_row, parse_chat, encode_pieces)}
+    return text_digest([
+        sorted(map(digest, code)), sources, contents, max_seq_len, vocab_size,
+        str(tokenizer.chat_template or ""), tokenizer.backend_tokenizer.to_str(),
+        tokenizer.special_tokens_map])
+
+
+def encode_table(pieces, key, **settings):
+    """The columns ENCODED of all documents, {name: pyarrow's ChunkedArray}, None where there are no
+    rows: from the file that an earlier call with this key has left in the cache of `datasets`, or
+    else encoded by all cores."""
+    import datasets
+    from pyarrow.compute import list_flatten
+
+    features = {name: datasets.List(datasets.Value(kind)) for name, kind in ENCODED.items()}
+    processes = min(n_cores(), len(pieces))
+    if not (is_rank_0() and sys.stderr.isatty()):
+        datasets.disable_progress_bars()
+    try:
+        table = datasets.Dataset.from_generator(
+            encode_batches, datasets.Features(features), gen_kwargs={"pieces": pieces, **settings},
+            fingerprint=key, num_proc=processes if processes > 1 else None, writer_batch_size=16)
+    except datasets.exceptions.DatasetGenerationError as e:
+        # of another process this is the text of a traceback, and of what came of it
+        first = str(e.__cause__ or e).partition("\nThe above exception was")[0]
+        raise ValueError(f"the rows cannot be encoded: {first.strip().splitlines()[-1]}")
+    except ValueError:  # nothing was yielded
+        return None
+    return {name: list_flatten(table.data.column(name)) for name in ENCODED}
+
+
+def encode_batches(pieces, **settings):
+    """Yield the columns of BATCH documents at a time, their tokens end to end, as one row of
+    `datasets`; a row per document would make this half as long again. Runs in several processes,
+    which share out the pieces."""
+    documents = encode_pieces(pieces, **settings)
+    while batch := list(itertools.islice(documents, BATCH)):
+        columns = {name: [document[name] for document in batch] for name in ENCODED}
+        yield columns | {name: np.concatenate(columns[name]) for name in ("input_ids", "labels")}
+
+
+def encode_pieces(pieces, tokenizer, max_seq_len, vocab_size):
+    """Yield {name: value}, see ENCODED, for each document of each row; of a row that cannot be used
+    one, without tokens."""
+    rows = read_pieces(pieces)
+    while batch := list(itertools.islice(rows, BATCH)):
+        parsed = [(where, *try_row(row, tokenizer)) for where, row in batch]
+        tokens = iter(tokenize([d for *_, documents in parsed for d in documents], tokenizer))
+        for where, row_error, form, documents in parsed:
+            for i in range(len(documents)):
+                columns = columns_of(*next(tokens), max_seq_len)
+                error = row_error or check_tokens(columns, max_seq_len, vocab_size)
+                why = (str(error) or type(error).__name__) if error else ""
+                # Arrow takes no half characters
+                form, why = (text.encode(errors="replace").decode() for text in (form, why))
+                yield {**columns, "kept": not error, "refused": isinstance(error, RefusedRow),
+                       "is_first": i == 0, "form": form, "left_out": why,
+                       "where": where if error else ""}
+
+
+def try_row(row, tokenizer):
+    """(error, form, documents) of a row: no error, or one document without tokens."""
+    try:
+        return None, *parse_row(row, tokenizer)
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as e:
+        return e, "", [([], [])]
+
+
+def tokenize(documents, tokenizer):
+    """(input_ids, labels), two lists, of each document of parse_row()."""
+    parts = [part for document in documents if isinstance(document, list) for part in document]
+    encoded = {}  # may_begin: the tokens of all such parts in order
+    for may_begin in (True, False):
+        texts = [part.text for part in parts if part.may_begin == may_begin]
+        if texts:
+            batch = tokenizer(texts, verbose=False, add_special_tokens=may_begin,
+                              return_offsets_mapping=True, return_attention_mask=False,
+                              return_token_type_ids=False)
+            encoded[may_begin] = zip(batch["input_ids"], batch["offset_mapping"])
+    pairs = []
+    for document in documents:
+        if not isinstance(document, list):  # it is tokens already
+            pairs.append(document)
+            continue
+        ids, labels = [], []
+        for part in document:
+            new_ids, new_labels = part_labels(part, *next(encoded[part.may_begin]), tokenizer)
+            ids, labels = ids + new_ids, labels + new_labels
+        eos = tokenizer.eos_token_id
+        if document[-1].trained is True and ids[-1:] != [eos]:
+            ids, labels = [*ids, eos], [*labels, eos]
+        pairs.append((ids, labels))
+    return pairs
+
+
+def part_labels(part, ids, offsets, tokenizer):
+    """(input_ids, labels) of a Part, from its tokens and where in its text each (begins, ends)."""
+    if ids[:2] == 2 * [tokenizer.bos_token_id] and offsets[0] == (0, 0):
+        ids, offsets = ids[1:], offsets[1:]  # the text has BOS itself
+    if isinstance(part.trained, bool):
+        while ids[-1:] == [tokenizer.eos_token_id] and offsets[len(ids) - 1] == (0, 0):
+            ids = ids[:-1]  # it was not in the text: some tokenizers append it to all
+        return ids, ids if part.trained else [IGNORE] * len(ids)
+    labels = [IGNORE] * len(ids)
+    for start, end in part.trained:  # by overlap: a token may begin with the space before the span
+        chosen = slice(bisect.bisect_right(offsets, start, key=lambda token: token[1]),
+                       bisect.bisect_left(offsets, end, key=lambda token: token[0]))
+        labels[chosen] = ids[chosen]
+    return ids, labels
+
+
+def columns_of(ids, labels, max_tokens):
+    """What ENCODED has of the tokens of one document, cut to `max_tokens`."""
+    is_cut = len(ids) > max_tokens
+    ids, labels = (np.asarray(values[:max_tokens], np.int32) for values in (ids, labels))
+    sha = hashlib.blake2b(ids.tobytes() + labels.tobytes(), digest_size=8).digest()
+    n_trained = int((labels[1:] != IGNORE).sum())  # nothing predicts the first token
+    return {"input_ids": ids, "labels": labels, "length": len(ids), "n_trained": n_trained,
+            "cut": is_cut, "digest": int.from_bytes(sha, "little", signed=True)}
+
+
+def check_tokens(columns, max_seq_len, vocab_size):
+    """An error that says why the tokens of a document cannot be trained on, or None."""
+    largest = max(columns[key].max(initial=0) for key in ("input_ids", "labels"))
+    if largest >= vocab_size:
+        return RefusedRow(f"has token {largest}, but the model's vocabulary ends at"
+                          f" {vocab_size - 1}")
+    if not columns["n_trained"]:
+        which = f"first {max_seq_len} tokens" if columns["cut"] else "tokens"
+        return ValueError(f"none of its {which} is trained")
+    return None
+
+
+def describe_left_out(table):
+    """How many rows of encode_table() are left out, and why: the five commonest reasons, each with
+    the first such row."""
+    counts, parts = counts_of(table["left_out"]), []
+    counts.pop("", None)
+    for reason in sorted(counts, key=counts.get, reverse=True)[:5]:
+        first = table["where"][table["left_out"].index(reason).as_py()]
+        parts.append(f"{counts.pop(reason):,} left out: {reason} ({first})")
+    if counts:
+        parts.append(f"{sum(counts.values()):,} left out for other reasons")
+    return "; ".join(parts)
+
+
+def counts_of(column):
+    """{value: how often it occurs}."""
+    return {pair["values"]: pair["counts"] for pair in column.value_counts().to_pylist()}
+
+
+def rows_of_table(table):
+    """The Rows of what encode_table() returns that are kept."""
+    kept, is_first, lengths, *columns = (
+        torch.from_numpy(table[name].to_numpy().copy())
+        for name in ("kept", "is_first", "length", "n_trained", "digest"))
+    input_ids, labels = ([chunk.to_numpy() for chunk in table[name].chunks]
+                         for name in ("input_ids", "labels"))
+    bounds = np.cumsum([0, *map(len, input_ids)]).tolist()[:-1]
+    starts, sources = lengths.cumsum(0) - lengths, is_first.cumsum(0)
+    return Rows(input_ids, labels, bounds, starts, lengths, *columns, sources).select(kept)
+
+
+def rows_of(pairs):
+    """Rows in memory from [(input_ids, labels)]."""
+    documents = [columns_of(ids, labels, len(ids)) for ids, labels in pairs]
+    input_ids, labels = (np.concatenate([document[name] for document in documents])
+                         for name in ("input_ids", "labels"))
+    lengths, *columns = (torch.tensor([document[name] for document in documents])
+                         for name in ("length", "n_trained", "digest"))
+    starts, sources = lengths.cumsum(0) - lengths, torch.arange(len(documents))
+    return Rows([input_ids], [labels], [0], starts, lengths, *columns, sources)
+
+
+def random_rows(vocab_size, config):
+    """Rows of random tokens, all of full length, for measuring without a data set."""
+    generator = torch.Generator().manual_seed(config.seed)
+    shape = (config.batch_size, config.max_seq_len)
+    ids = torch.randint(vocab_size, shape, generator=generator, dtype=torch.int32)
+    return rows_of([(row, row) for row in ids])

@@ -1,0 +1,133 @@
+"""Elementwise work of layers and loss, one compiled kernel each on a GPU: norms, gates, dropout.
+
+Stands on nf4, which knows whether Triton works here. What needs a bin or a layer is not here.
+"""
+
+import functools
+import types
+
+import torch
+import torch.nn.functional as F
+
+from fsdp_qlora.nf4 import why_no_triton
+
+
+def elementwise(function):
+    """A decorator: on a GPU the function is compiled to one kernel; on a CPU that takes minutes.
+
+    With evaluation=True a second kernel is used. Torch compiles anew once lengths differ, and those
+    of an evaluation are not to change training's kernels, nor the last bit of their results. (One
+    kernel for changing lengths from the start cost 2 % of a step of Llama-3-8B on an H200.)
+    """
+    code = function.__code__.replace(co_name=f"{function.__name__}_of_evaluation")
+    twin = types.FunctionType(code, function.__globals__, function.__name__,
+                              function.__defaults__, function.__closure__)
+    compiled = functools.cache(lambda evaluation: torch.compile(twin if evaluation else function))
+
+    @functools.wraps(function)
+    def call(first, *args, evaluation=False):
+        if first.is_cuda and not why_no_triton():
+            return compiled(evaluation)(first, *args)
+        return function(first, *args)
+
+    return call
+
+
+def standardised(x, kind, eps):
+    """Returns x / rms(x) and 1 / rms(x), fp32; kind "layer" subtracts the mean of x first."""
+    x = x.float()
+    if kind == "layer":
+        x = x - x.mean(-1, keepdim=True)
+    scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return x * scale, scale
+
+
+def norm_of(x, weight, kind, eps):
+    """The norm of x over its last dimension; `weight` must broadcast.
+
+    `kind` is "rms" (Llama: rounds before the weight), "rms_fp32" (OLMo 2: rounds after it),
+    "rms_plus_one" (Gemma: times 1 + weight) or "layer" (Cohere: mean subtracted, no bias).
+    """
+    standard, _ = standardised(x, kind, eps)
+    if kind == "rms":
+        return weight * standard.to(x.dtype)
+    return ((weight.float() + (kind == "rms_plus_one")) * standard).to(x.dtype)
+
+
+def norm_grad_of(grad, x, weight, kind, eps):
+    """The gradient of x, fp32, from that of norm_of(x)."""
+    standard, scale = standardised(x, kind, eps)
+    grad = grad.float() * (weight.float() + (kind == "rms_plus_one"))
+    inner = grad - standard * (grad * standard).mean(-1, keepdim=True)
+    if kind == "layer":
+        inner = inner - grad.mean(-1, keepdim=True)
+    return inner * scale
+
+
+@elementwise
+def normalise(out, x, weight, kind, eps):
+    """Write the norm of x [n, width] into `out`."""
+    out.copy_(norm_of(x, weight, kind, eps))
+
+
+@elementwise
+def norm_backward(x, grad, residual, weight, kind, eps):
+    """The gradient of x [n, width] from that of its norm, plus `residual` or None."""
+    grad_x = norm_grad_of(grad, x, weight, kind, eps)
+    return (grad_x if residual is None else grad_x + residual).to(x.dtype)
+
+
+@elementwise
+def scale_columns(y, factor, bias):
+    """y [n, out] * factor [out] + bias [out] or None."""
+    y32 = y.float() * factor
+    return (y32 if bias is None else y32 + bias).to(y.dtype)
+
+
+SILU = F.silu, torch.ops.aten.silu_backward  # the function and its gradient
+GELU_TANH = (functools.partial(F.gelu, approximate="tanh"),
+             functools.partial(torch.ops.aten.gelu_backward, approximate="tanh"))
+ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu": (F.gelu, torch.ops.aten.gelu_backward),
+               "gelu_pytorch_tanh": GELU_TANH, "gelu_new": GELU_TANH}
+
+
+@elementwise
+def gate(out, gate_up, activation):
+    """activation(gate) * up into `out` [n, inner], from gate_up [n, 2 inner]."""
+    gates, ups = gate_up.float().chunk(2, -1)
+    out.copy_(ACTIVATIONS[activation][0](gates) * ups)
+
+
+@elementwise
+def gate_backward(gates, ups, grad, activation):
+    """Replace gates and ups, each [n, inner], by their gradients from that of gate()'s result."""
+    forward, backward = ACTIVATIONS[activation]
+    gates32, ups32, grad = gates.float(), ups.float(), grad.float()
+    grads = backward(grad * ups32, gates32), grad * forward(gates32)
+    gates.copy_(grads[0])
+    ups.copy_(grads[1])
+
+
+# Where in a layer dropout is, besides the inputs of its fused linears, whose sites are 0 to 3: what
+# attention adds, what the MLP adds, attention's weights. A layer has N_SITES numbers.
+ATTENTION_SITE, MLP_SITE, WEIGHTS_SITE, N_SITES = 4, 5, 6, 8
+
+
+@elementwise
+def drop(x, keys, site, probability):
+    """Dropout of x [n, width]: each value becomes 0 or is divided by 1 - probability.
+
+    The choice depends only on the token's key [n], the site and the column. So it is the same when
+    it is computed again, in any bin and on any number of GPUs.
+    """
+    columns = torch.arange(x.shape[1], device=x.device, dtype=torch.int64)
+    bits = mix(mix(keys + site)[:, None] + columns)
+    uniform = (bits & (2**24 - 1)).float() / 2**24
+    return torch.where(uniform < probability, 0, x.float() / (1 - probability)).to(x.dtype)
+
+
+def mix(bits):
+    """A hash of int64 to int64: the finaliser of MurmurHash3; products wrap around."""
+    for factor in (-49064778989728563, -4265267296055464877):
+        bits = (bits ^ (bits >> 33 & 0x7FFFFFFF)) * factor
+    return bits ^ (bits >> 33 & 0x7FFFFFFF)

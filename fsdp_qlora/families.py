@@ -1,0 +1,249 @@
+"""Families of models: how each model type differs from Llama, and a config.json as an Architecture.
+
+Stands on architecture. To add a family whose parts are known: one record in FAMILIES.
+"""
+
+import copy
+import dataclasses
+import types
+
+import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from fsdp_qlora.architecture import LAYER_TYPES, Architecture, Family, Linear
+from fsdp_qlora.elementwise import ACTIVATIONS
+
+SHAPES = {  # what --random_weights knows without a config.json
+    name: dict(
+        zip(("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+             "num_attention_heads", "num_key_value_heads", "max_position_embeddings"), values),
+        tie_word_embeddings=False)
+    for name, *values in (
+        ("llama-2-7b", "llama", 32000, 4096, 11008, 32, 32, 32, 4096),
+        ("llama-2-70b", "llama", 32000, 8192, 28672, 80, 64, 8, 4096),
+        ("llama-3-8b", "llama", 128256, 4096, 14336, 32, 32, 8, 8192),
+        ("llama-3-70b", "llama", 128256, 8192, 28672, 80, 64, 8, 8192),
+        ("qwen2.5-32b", "qwen2", 152064, 5120, 27648, 64, 40, 8, 32768))}
+POST_NORMS = dict(attention_norm=None, attention_post_norm="post_attention_layernorm",
+                  mlp_norm=None, mlp_post_norm="post_feedforward_layernorm")
+GEMMA = dict(norm="rms_plus_one", sqrt_embedding=True)
+GEMMA2 = GEMMA | POST_NORMS | dict(
+    attention_norm="input_layernorm", mlp_norm="pre_feedforward_layernorm", window="layer_types",
+    activation="config.hidden_activation", query_scalar="config.query_pre_attn_scalar")
+COHERE = dict(norm="layer", norm_eps="config.layer_norm_eps", mlp_norm="input_layernorm",
+              parallel=True, rotary_interleaved=True, logits_multiplier="config.logit_scale")
+OLMO2 = POST_NORMS | dict(norm="rms_fp32", qk_norm="full")
+GLM = dict(out_bias=False, fused_gate_up=True, rotary_interleaved=True, partial_rotary=True)
+FAMILIES = {
+    "llama": Family(),
+    "mistral": Family(window="all"),
+    "ministral": Family(window="layer_types"),
+    "ministral3": Family(window="all", query_temperature=True),
+    "qwen2": Family(qkv_bias=True, window="layer_types"),
+    "qwen3": Family(qk_norm="head", window="layer_types"),
+    "phi3": Family(fused_qkv=True, fused_gate_up=True, partial_rotary=True, window="all"),
+    "gemma": Family(**GEMMA),
+    "gemma2": Family(**GEMMA2, attention_softcap="config.attn_logit_softcapping",
+                     logits_softcap="config.final_logit_softcapping"),
+    "gemma3_text": Family(**GEMMA2, qk_norm="head", ropes_by_layer_type=True),
+    "granite": Family(attention_scale="config.attention_multiplier",
+                      embedding_multiplier="config.embedding_multiplier",
+                      residual_multiplier="config.residual_multiplier",
+                      logits_divisor="config.logits_scaling"),
+    "cohere": Family(**COHERE, qk_norm="heads", qk_norm_if="config.use_qk_norm"),
+    "cohere2": Family(**COHERE, no_rotary="full", window="layer_types"),
+    "olmo2": Family(**OLMO2),
+    "olmo3": Family(**OLMO2, ropes_by_layer_type=True, window="layer_types"),
+    "smollm3": Family(no_rotary="no_rope_layers", window="layer_types"),
+    "glm": Family(**GLM),
+    "glm4": Family(**GLM, attention_post_norm="post_self_attn_layernorm",
+                   mlp_post_norm="post_mlp_layernorm"),
+    "ernie4_5": Family(qkv_bias="config.use_bias", out_bias="config.use_bias",
+                       mlp_bias="config.use_bias", rotary_interleaved=True),
+    "seed_oss": Family(out_bias="config.attention_out_bias",
+                       residual_dropout="config.residual_dropout"),
+    "exaone4": Family(**POST_NORMS, qk_norm="head", window="layer_types",
+                      no_rotary="full_if_window"),
+    "hunyuan_v1_dense": Family(qk_norm="head", qk_norm_after_rotary=True, ntk_alpha=True,
+                               q_norm="self_attn.query_layernorm",
+                               k_norm="self_attn.key_layernorm")}
+MULTIMODAL = {"gemma3": ("gemma3_text",), "mistral3": ("mistral", "ministral3")}  # outer: text's
+ROPE_TYPES = {"default", "linear", "dynamic", "yarn", "longrope", "llama3"}
+ROPE_KEYS = set("""rope_type type rope_theta factor partial_rotary_factor alpha attention_factor
+    original_max_position_embeddings max_position_embeddings beta_fast beta_slow mscale truncate
+    mscale_all_dim short_factor long_factor low_freq_factor high_freq_factor llama_4_scaling_beta
+    """.split())
+# Fields of config classes that describe_model reads for every family, or that change no output.
+# Any other field that no record names must have its default: it could be a mechanism unknown here.
+KNOWN_FIELDS = set("""vocab_size hidden_size intermediate_size num_hidden_layers head_dim dtype
+    num_attention_heads num_key_value_heads tie_word_embeddings rope_parameters layer_types
+    sliding_window use_sliding_window max_window_layers sliding_window_pattern no_rope_layers
+    no_rope_layer_interval max_position_embeddings original_max_position_embeddings use_cache
+    initializer_range pad_token_id bos_token_id eos_token_id eod_token_id transformers_version
+    architectures output_hidden_states return_dict id2label label2id problem_type
+    pretraining_tp""".split())
+
+
+def text_config(model_config):
+    """The language model's config inside a multimodal one; else the config itself."""
+    return model_config.text_config if model_config.model_type in MULTIMODAL else model_config
+
+
+def check_model(model_config):
+    """Raise ValueError for a model that the table lacks or that its record cannot express."""
+    outer, c = model_config.model_type, text_config(model_config)
+    name = outer if c is model_config else f"{outer} with {c.model_type}"
+    if c.model_type not in (MULTIMODAL.get(outer) or FAMILIES):
+        words = "num_local_experts", "num_experts", "n_routed_experts", "is_encoder_decoder"
+        why = [f"{x}={getattr(c, x)}" for x in words if getattr(c, x, None)]
+        why += sorted(set(getattr(c, "layer_types", None) or ()) - LAYER_TYPES)
+        why = f" ({', '.join(why)})" if why else ""
+        raise ValueError(f"model_type {name} is not supported{why}: use one of"
+                         f" {', '.join([*FAMILIES, *MULTIMODAL])}")
+    if getattr(c, "is_causal", True) is False:
+        raise ValueError(f"{name}: is_causal=False is not supported: only causal attention is")
+    record = vars(FAMILIES[c.model_type]).values()
+    known = KNOWN_FIELDS | {str(value).removeprefix("config.") for value in record}
+    for field in dataclasses.fields(c):
+        value, default = getattr(c, field.name), field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        if field.name not in known and value != default and (value or default):
+            raise ValueError(f"{name}: {field.name}={value} is not supported, only {default}")
+
+
+def describe_model(model_config):
+    """The Architecture of a config from AutoConfig; ValueError where no record can express it."""
+    check_model(model_config)
+    c = text_config(model_config)
+    record, values = FAMILIES[c.model_type], {}
+    declared = {field.name for field in dataclasses.fields(c)}
+    for key, value in vars(record).items():
+        if str(value).startswith("config."):
+            name = value.removeprefix("config.")
+            value = getattr(c, name) if name in declared else None
+        values[key] = value
+    family = dataclasses.replace(record, **values)
+    if family.activation not in ACTIVATIONS:
+        raise ValueError(f"{record.activation.removeprefix('config.')} {family.activation} is not"
+                         f" supported: only {', '.join(ACTIVATIONS)}")
+    hidden, inner = c.hidden_size, c.intermediate_size
+    heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
+    if heads % kv_heads:
+        raise ValueError(f"{heads} attention heads are no multiple of {kv_heads} key-value heads")
+    head_dim = getattr(c, "head_dim", None) or hidden // heads
+    values.update(describe_positions(c, family, head_dim))
+    if not (family.qk_norm and family.qk_norm_if):
+        values.update(qk_norm=None, q_norm=None, k_norm=None)
+    if family.query_scalar or family.attention_scale is None:
+        values["attention_scale"] = (family.query_scalar or head_dim) ** -0.5
+    if family.sqrt_embedding:
+        values["embedding_multiplier"] = hidden**0.5
+    values["logits_multiplier"] = family.logits_multiplier / family.logits_divisor
+    values["attention_dropout"] = family.attention_dropout or 0.0
+    qkv = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
+    qkv = {"qkv": sum(qkv.values())} if family.fused_qkv else qkv
+    gate_up = {"gate_up": 2 * inner} if family.fused_gate_up else {"gate": inner, "up": inner}
+    prefixes = ["model."]
+    if c is not model_config:
+        prefixes = ["model.language_model.", "language_model.model."]
+    return Architecture(
+        **values, family=c.model_type, n_layers=c.num_hidden_layers, hidden_size=hidden,
+        intermediate_size=inner, n_heads=heads, n_kv_heads=kv_heads, head_dim=head_dim,
+        vocab_size=c.vocab_size,
+        qkv=[Linear(f"self_attn.{x}_proj", n, hidden, family.qkv_bias) for x, n in qkv.items()],
+        out=[Linear("self_attn.o_proj", hidden, heads * head_dim, family.out_bias)],
+        gate_up=[Linear(f"mlp.{x}_proj", n, hidden, family.mlp_bias) for x, n in gate_up.items()],
+        down=[Linear("mlp.down_proj", hidden, inner, family.mlp_bias)],
+        # mistral3's outer flag is True by default though released models are not tied
+        tied=c.tie_word_embeddings and model_config.tie_word_embeddings,
+        module_prefix=prefixes[0], checkpoint_prefixes=prefixes,
+        head_names=["lm_head.weight", "language_model.lm_head.weight"][: len(prefixes)])
+
+
+def describe_positions(c, family, head_dim):
+    """What an Architecture says of positions: {name of its field: value}, from a text config."""
+    n_layers, window = c.num_hidden_layers, getattr(c, "sliding_window", None)
+    kinds = getattr(c, "layer_types", None) or ["full_attention"] * n_layers
+    if set(kinds) - LAYER_TYPES or len(kinds) != n_layers:
+        raise ValueError(f"layer_types has {len(kinds)} entries for {n_layers} layers:"
+                         f" {sorted(set(kinds))}; full_attention and sliding_attention work")
+    slides = [family.window == "all" and window is not None
+              or family.window == "layer_types" and kind == "sliding_attention" for kind in kinds]
+    used = getattr(c, "use_sliding_window", True)
+    if any(slides) and not (window and used):
+        raise ValueError(f"layers with a sliding window, but sliding_window={window},"
+                         f" use_sliding_window={used}")
+    rotated = c.no_rope_layers if family.no_rotary == "no_rope_layers" else [True] * n_layers
+    if family.no_rotary == "full" or family.no_rotary == "full_if_window" and window is not None:
+        rotated = slides
+    ropes, layer_rope = [], []
+    for kind, rotates in zip(kinds, rotated, strict=True):
+        rope = dict(c.rope_parameters)
+        if family.ropes_by_layer_type and "rope_type" not in rope:  # else they are of no layer type
+            rope = dict(rope.get(kind) or {})
+        if rope.get("rope_type") not in ROPE_TYPES or not rope.keys() <= ROPE_KEYS:
+            raise ValueError(f"rope_parameters {c.rope_parameters} are not supported")
+        if family.query_temperature and not rope.get("llama_4_scaling_beta"):
+            raise ValueError(f"rope_parameters {rope} have no llama_4_scaling_beta")
+        if family.ntk_alpha and rope["rope_type"] == "dynamic" and rope.get("alpha"):
+            theta = rope["rope_theta"] * rope["alpha"] ** (head_dim / (head_dim - 2))
+            rope = {"rope_type": "default", "rope_theta": theta}  # no longer depends on length
+        if rope not in ropes:
+            ropes.append(rope)
+        layer_rope.append(ropes.index(rope) if rotates else None)
+    part = ropes[0].get("partial_rotary_factor") or 1.0
+    if len({x.get("partial_rotary_factor") for x in ropes}) > 1 or int(head_dim * part) % 2 \
+            or part != 1.0 and not family.partial_rotary:
+        raise ValueError(f"partial_rotary_factor={part} of {head_dim} dimensions is not supported")
+    temperature = family.query_temperature and (
+        ropes[0]["llama_4_scaling_beta"], ropes[0]["original_max_position_embeddings"])
+    return dict(rotary_dim=int(head_dim * part), ropes=ropes, layer_rope=layer_rope,
+                layer_window=[window if slide else None for slide in slides],
+                query_temperature=temperature)
+
+
+def rope_frequencies(rope, arch, max_seq_len, model_config):
+    """(fp32 [rotary_dim / 2] inverse frequencies, factor on cos and sin) of one of arch.ropes.
+    max_seq_len chooses longrope's factors and dynamic's base once, for all batches."""
+    if rope["rope_type"] == "default":
+        exponents = torch.arange(0, arch.rotary_dim, 2, dtype=torch.float) / arch.rotary_dim
+        return 1.0 / rope["rope_theta"] ** exponents, 1.0
+    view = types.SimpleNamespace(
+        rope_parameters=rope | {"partial_rotary_factor": 1.0}, head_dim=arch.rotary_dim,
+        hidden_size=arch.hidden_size, num_attention_heads=arch.n_heads,
+        max_position_embeddings=text_config(model_config).max_position_embeddings,
+        standardize_rope_params=lambda: None)
+    inv_freq, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](view, "cpu", seq_len=max_seq_len)
+    return inv_freq.float(), float(factor)
+
+
+def shrunk_config(model_config):
+    """A text config of two small layers, one of each kind, that has every feature of the model."""
+    arch = describe_model(model_config)
+    c = copy.deepcopy(text_config(model_config))
+    kinds = list(zip(arch.layer_rope, arch.layer_window))
+    other = next((i for i, kind in enumerate(kinds) if kind != kinds[0]), 0)
+    for name in ("layer_types", "no_rope_layers"):
+        if getattr(c, name, None):
+            setattr(c, name, [getattr(c, name)[0], getattr(c, name)[other]])
+    c.num_hidden_layers, c.vocab_size, c.intermediate_size = 2, 128, 96
+    c.initializer_range = 0.2  # at 0.02 attention is so even that a wrong scale goes unnoticed
+    c.num_attention_heads = 4
+    c.num_key_value_heads = {1: 1, arch.n_heads: 4}.get(arch.n_kv_heads, 2)
+    c.hidden_size = 64 if arch.n_heads * arch.head_dim == arch.hidden_size else 48
+    if hasattr(c, "head_dim"):
+        c.head_dim = 16
+    if getattr(c, "sliding_window", None):
+        c.sliding_window = 5
+    for rope in [c.rope_parameters, *c.rope_parameters.values()]:
+        if isinstance(rope, dict) and ("long_factor" in rope or "llama_4_scaling_beta" in rope):
+            ratio = c.max_position_embeddings / rope["original_max_position_embeddings"]
+            rope["original_max_position_embeddings"] = 16  # so that short rows reach both sides
+            c.max_position_embeddings = int(16 * ratio)
+            if hasattr(c, "original_max_position_embeddings"):
+                c.original_max_position_embeddings = 16
+            for name in {"short_factor", "long_factor"} & rope.keys():
+                rope[name] = rope[name][: arch.rotary_dim * 8 // arch.head_dim]
+    c.pad_token_id, c.bos_token_id, c.eos_token_id = None, 1, 2
+    return c

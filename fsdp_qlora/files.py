@@ -1,0 +1,90 @@
+"""Files that are written whole or not at all, and digests of them.
+
+Stands on torch and safetensors. Which files a run writes is in output and
+checkpoints.
+"""
+
+import hashlib
+import json
+import math
+import os
+
+import torch
+from safetensors.torch import save_file
+
+
+def read_json(path, default=None):
+    """The object in a JSON file. Where it is missing or damaged: `default`, or ValueError."""
+    try:
+        if not path.is_file():  # a FIFO would be waited for
+            raise ValueError("no file")
+        return {**json.loads(path.read_text())}  # dict() would take a list of pairs
+    except (OSError, ValueError, TypeError, RecursionError) as e:
+        if default is None:
+            raise ValueError(f"{path}: not a JSON object: {' '.join(str(e).split())}")
+        return default
+
+
+def sync_file(path):
+    """Make a file or directory that was written survive a power cut."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_whole(path, content):
+    """Replace a file by a text or by {name: tensor}: a reader sees the old file or the new one."""
+    part = path.with_name(f".{path.name}.part")
+    if isinstance(content, str):
+        part.write_text(content)
+    else:
+        save_file(content, part, metadata={"format": "pt"})
+    os.umask(umask := os.umask(0o077))  # to read it is to set it
+    part.chmod(0o666 & ~umask)  # safetensors leaves it readable by its owner alone
+    sync_file(part)
+    os.replace(part, path)
+    sync_file(path.parent)
+
+
+def write_tensors(path, shapes, tensors):
+    """Write bf16 tensors {name: shape} one at a time, as `tensors` yields them on the CPU;
+    safetensors' own writer takes all of a file at once. Not synced."""
+    header, end = {"__metadata__": {"format": "pt"}}, 0
+    for name, shape in shapes.items():
+        start, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for (name, shape), tensor in zip(shapes.items(), tensors):
+            is_right = tensor.dtype == torch.bfloat16 and tensor.shape == shape
+            assert is_right, f"{name} is {tensor.dtype} {tensor.shape}"
+            file.write(tensor.view(-1).view(torch.uint8).numpy())
+
+
+def digest(path):
+    """SHA-256 of a file; safetensors has no checksum of its own."""
+    sha = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 24):
+            sha.update(chunk)
+    return sha.hexdigest()
+
+
+def source_digest(script):
+    """SHA-256 of a script and of the package beside it; an assembled script stands alone."""
+    return text_digest([digest(file) for file in
+                        (script, *sorted(script.parent.glob("fsdp_qlora/**/*.py")))])
+
+
+def text_digest(state):
+    """SHA-256 of a JSON object, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+
+
+def as_json(value):
+    """The value as it comes back from a JSON file, with lists for tuples."""
+    return json.loads(json.dumps(value))

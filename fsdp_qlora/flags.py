@@ -1,0 +1,166 @@
+"""Flags: parsing a dataclass of them from the command line and YAML, and what follows from them.
+
+Stands on argparse. The flags themselves are the fields of Config, in the script.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import importlib.util
+import math
+import re
+import sys
+import time
+import typing
+from pathlib import Path
+
+from fsdp_qlora.ranks import say
+
+GROUPS = {"model": "model and data", "batch_size": "training", "adapter": "adapter",
+          "micro_batch_tokens": "memory and speed"}  # the first flag of each group in --help
+
+
+def make_parser(config_class, description):
+    """A parser of the fields of `config_class` that raises ValueError where argparse would exit."""
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
+
+    def fail(message):
+        raise ValueError(f"{message} (see --help)")
+
+    parser.error = fail
+    parser.print_help = lambda: say(parser.format_help())  # on rank 0
+    for f in dataclasses.fields(config_class):
+        if f.name in GROUPS:
+            group = parser.add_argument_group(GROUPS[f.name])
+        kind = [*typing.get_args(f.type), f.type][0]  # of "int | None" int
+        options = dict(f.metadata, default=f.default)
+        if f.default is not None:
+            options["help"] += " (default: %(default)s)"
+        if kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        elif isinstance(f.default, tuple) or typing.get_origin(kind) is tuple:
+            options["nargs"] = "+"
+        else:
+            options["type"] = kind
+        group.add_argument(f"--{f.name}", **options)
+    group.add_argument("--config", help="YAML or JSON file of these flags, or a run's"
+                       " train_config.json; the command line has precedence")
+    return parser
+
+
+def parse_flags(config_class, description, argv=None):
+    """The flags as a `config_class`: those of --config, or of the run that is resumed, and then
+    those of the command line. Raises ValueError."""
+    parser = make_parser(config_class, description)
+    argv = list(sys.argv[1:] if argv is None else argv)
+
+    def parse(argv):
+        values, unknown = parser.parse_known_args(argv)
+        if unknown:
+            names = [f"--{f.name}" for f in dataclasses.fields(config_class)]
+            near = difflib.get_close_matches(unknown[0].partition("=")[0], names, 1)
+            advice = f", perhaps {near[0]}" if near else ""
+            raise ValueError(f"unrecognized arguments: {' '.join(unknown)}{advice} (see --help)")
+        return vars(values)
+
+    values = parse(argv)
+    if values["config"]:
+        argv = read_flags(config_class, Path(values["config"])) + argv
+        values = parse(argv)
+    if values["resume"] == "must":
+        runs = sorted(Path("runs").glob("*/train_config.json"), key=lambda p: p.stat().st_mtime)
+        if not (values["output_dir"] or runs):
+            raise ValueError("--resume must without --output_dir: no run below runs/ to resume")
+        directory = values["output_dir"] or str(runs[-1].parent)
+        begun = Path(directory, "train_config.json")
+        if not begun.is_file():
+            raise ValueError(f"--resume must: no run in {directory} (no {begun.name})")
+        begun_argv = read_flags(config_class, begun)
+        values = parse([*begun_argv, *argv, f"--output_dir={directory}"])
+    del values["config"]
+    return config_class(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+
+
+def read_flags(config_class, path):
+    """The command line that a YAML or JSON file of flags stands for. Raises ValueError."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as e:
+        raise ValueError(f"--config {path}: cannot be read: {e}")
+    content = content.get("flags", content) if isinstance(content, dict) else content
+    if not isinstance(content, dict):
+        raise ValueError(f"--config {path}: is no table of flags and their values")
+    argv = []
+    for name, value in content.items():
+        if isinstance(value, bool):
+            if not isinstance(getattr(config_class, name, False), bool):
+                raise ValueError(f"--config {path}: {name}: {value}: YAML takes yes, no, on and off"
+                                 " for these: put the value in quotes")
+            argv.append(f"--{name}" if value else f"--no-{name}")
+        elif isinstance(value, list):
+            argv += [f"--{name}", *map(str, value)]
+        elif value is not None:
+            argv.append(f"--{name}={value}")
+    return argv
+
+
+def save_interval(config):
+    """--save_every as (steps, seconds) between checkpoints; (0, inf): only at the end."""
+    if config.save_every.endswith("m"):
+        return 0, 60 * int(config.save_every[:-1]) or math.inf
+    return int(config.save_every), math.inf
+
+
+def resolve_config(config, world_size):
+    """The Config with what follows from the flags alone filled in. Raises ValueError."""
+    for name, value in vars(config).items():
+        if value == "" or isinstance(value, tuple) and "" in value:
+            raise ValueError(f"--{name} is empty: leave it out or give a value")
+
+    def check(names, is_right, wanted):
+        for name in names.split():
+            value = getattr(config, name)
+            if value is not None and not is_right(value):
+                raise ValueError(f"--{name} {value}: must be {wanted}")
+
+    check("lora_rank lora_alpha max_seq_len batch_size", lambda n: n >= 1, "at least 1")
+    check("keep_checkpoints", lambda n: n >= 2, "at least 2")
+    check("max_steps num_epochs learning_rate memory_limit_gib micro_batch_tokens max_grad_norm"
+          " max_minutes step_timeout_minutes", lambda x: 0 < x < math.inf, "positive")
+    check("eval_every weight_decay", lambda x: 0 <= x < math.inf, "0 or more")
+    check("save_every", lambda x: re.fullmatch(r"\d{1,9}m?", x),
+          "minutes, as 5m, or a number of steps, or 0")
+    check("lora_dropout warmup_fraction", lambda x: 0 <= x < 1, "at least 0 and below 1")
+    check("seed", lambda n: 0 <= n < 2**40, "at least 0 and below 2^40")
+    if config.recompute not in ("all", "none", "auto") and not config.recompute.isdecimal():
+        raise ValueError(f"--recompute {config.recompute}: must be all, none, auto or a number")
+    if config.offload_activations and config.recompute in ("none", "0"):
+        raise ValueError(f"--offload_activations has nothing to keep with --recompute"
+                         f" {config.recompute}: drop one of them")
+    if config.attn == "flash_attention_2" and config.compute_dtype != "bfloat16":
+        raise ValueError("--attn flash_attention_2 computes in bfloat16: drop it or use sdpa")
+    if config.model and not config.dataset and not config.random_weights:
+        raise ValueError(f"--model {config.model} needs a --dataset: files or a Hub id")
+    tracker = config.report_to
+    if tracker != "none" and importlib.util.find_spec(tracker) is None:
+        raise ValueError(f"--report_to {tracker}: {tracker} is not installed: `pip install"
+                         f" {tracker}`, or use none")
+    if config.random_weights and config.eval_dataset and not config.dataset:
+        raise ValueError("--eval_dataset needs a --dataset beside --random_weights")
+    if config.random_weights and not config.model:
+        raise ValueError("--random_weights needs a --model whose config.json gives the shapes")
+    shards = config.shard_group_size
+    if shards is None and not config.model:
+        shards = world_size  # the demo is there to show sharding
+    if shards is not None and (shards < 1 or world_size % shards):
+        sizes = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+        raise ValueError(f"--shard_group_size {shards} does not divide {world_size} processes: use"
+                         f" one of {sizes}")
+    return dataclasses.replace(
+        config,
+        shard_group_size=shards,
+        learning_rate=config.learning_rate or (2e-4 if config.model else 5e-3),
+        max_steps=config.max_steps or (None if config.model or config.dataset else 60),
+        output_dir=config.output_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")

@@ -1,0 +1,234 @@
+"""A decoder layer: its parameters, its one autograd function, what it keeps for its backward.
+
+Stands on its halves, attention and mlp, whose parts of a layer's memory and work it adds up. Layers
+of one model may differ: each has a Layout. What a layer is to keep is decided in plan.
+"""
+
+import dataclasses
+import functools
+import math
+
+import torch
+from torch import nn
+
+from fsdp_qlora.attention import AttentionHalf
+from fsdp_qlora.elementwise import N_SITES, drop
+from fsdp_qlora.linears import STATE_BLOCK, Allocator, fuse_linears
+from fsdp_qlora.mlp import MLPHalf
+from fsdp_qlora.nf4 import NF4Blocks, dequantise
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+    """What one layer computes, and what its three parameters hold."""
+
+    attention: AttentionHalf
+    mlp: MLPHalf
+    vectors: dict  # {name in the layer: (slice of `vectors`, shape)}: norms and biases
+    n_blocks: int  # of `nf4`
+    n_vectors: int  # values of `vectors`
+    n_adapter: int  # values of `adapter`, a multiple of STATE_BLOCK
+    scaling: float  # of B @ A
+    dropout: float  # on the adapters' input
+    dora: bool
+
+    @property
+    def fused_linears(self):
+        return self.attention.linears + self.mlp.linears
+
+    @functools.cached_property
+    def places(self):
+        """The LinearPlace of each linear."""
+        return [place for fused in self.fused_linears for place in fused.places]
+
+    def adapter_parts(self):
+        """{(linear's name, PEFT's key): (slice of `adapter`, shape)}."""
+        parts = {}
+        for place in self.places:
+            if place.columns:
+                linear, rank = place.linear, place.columns.stop - place.columns.start
+                parts[linear.name, "lora_A.weight"] = place.lora_a, (rank, linear.in_features)
+                parts[linear.name, "lora_B.weight"] = place.lora_b, (linear.out_features, rank)
+            if place.magnitude:
+                key = place.linear.name, "lora_magnitude_vector"
+                parts[key] = place.magnitude, (place.linear.out_features,)
+        return parts
+
+    def kept_values(self, keeps):
+        """Values per token that a layer keeps from forward to backward, see LayerFunction."""
+        hidden = self.attention.arch.hidden_size
+        if keeps == "all":
+            return self.attention.kept_values + self.mlp.kept_values
+        return 2 * hidden if keeps == "middle" else hidden
+
+    def live_bytes(self, plan, keeps):
+        """The most bytes that a layer's backward takes besides what is kept: gradients, dequantised
+        weights, and what is computed again."""
+        item, n = getattr(torch, plan.compute_dtype).itemsize, plan.bin_tokens
+        again = keeps != "all"
+        hold_weights = plan.hold_weights and again
+        live = max(half.live_bytes(n, item, again, hold_weights)
+                   for half in (self.attention, self.mlp))
+        if again:  # x and the sum, where they are not counted as kept
+            live += 2 * n * self.attention.arch.hidden_size * item
+        if keeps == "x":  # attention is computed again first, to come to the sum
+            live += n * (self.attention.arch.hidden_size + self.attention.recomputed_values) * item
+        return live
+
+    @property
+    def n_weights(self):
+        return sum(fused.n_weights for fused in self.fused_linears)
+
+    def recomputed_weights(self, keep_middle):
+        """Weights of the products that the backward of a recomputed layer computes again."""
+        want_sum = not (keep_middle or self.attention.arch.parallel)
+        return self.attention.recomputed_weights(want_sum) + self.mlp.recomputed_weights
+
+
+def make_layouts(arch, adapted, config):
+    """The Layout of each layer; layers that are alike share one.
+
+    `adapted` are the names, in a layer, of the linears that get an adapter.
+    """
+    made = {}
+    kinds = list(zip(arch.layer_window, arch.layer_rope))
+    for kind in kinds:
+        if kind not in made:
+            made[kind] = _make_layout(arch, adapted, config, *kind)
+    return tuple(made[kind] for kind in kinds)
+
+
+def _make_layout(arch, adapted, config, window, rope):
+    allocator = Allocator()
+    vectors = {name: (allocator.reserve("vectors", math.prod(shape)), shape)
+               for name, shape in arch.vectors.items()}
+    qkv, out, gate_up, down = (
+        fuse_linears(site, linears, adapted, config, vectors, allocator)
+        for site, linears in enumerate((arch.qkv, arch.out, arch.gate_up, arch.down)))
+    rank, counts = config.lora_rank, allocator.counts
+    return Layout(
+        AttentionHalf(arch, qkv, out, window, rope), MLPHalf(arch, gate_up, down), vectors,
+        counts["blocks"], counts["vectors"], counts["adapter"],
+        config.lora_alpha / (math.sqrt(rank) if config.adapter == "rslora" else rank),
+        config.lora_dropout, config.adapter == "dora")
+
+
+class DecoderLayer(nn.Module):
+    """One decoder layer.
+
+    It has three parameters only, because the work of FSDP2 on the host is by parameter: `nf4`, the
+    weights of all linears; `vectors`, norms and biases; `adapter`, which alone is trained.
+    """
+
+    def __init__(self, arch, layout, index, plan):
+        super().__init__()
+        self.arch, self.layout, self.index, self.plan = arch, layout, index, plan
+        self.keeps = plan.keeps(index)
+        assert not (arch.parallel and self.keeps == "middle"), "the MLP of a parallel layer reads x"
+        self.nested = None  # Nested, whole on every rank
+        self.weight_norms = {}  # DoRA: {adapted linear's name: norms of the rows of W, fp32}
+
+        def parameter(n, multiple, make, trained=False):  # padded, so that FSDP2 shards evenly
+            multiple *= plan.shard_group_size
+            n = math.ceil(n / multiple) * multiple
+            return nn.Parameter(make(n, device="meta"), requires_grad=trained)
+
+        dtype = getattr(torch, plan.compute_dtype)
+        self.nf4 = parameter(layout.n_blocks, 1, NF4Blocks.zeros)
+        self.vectors = parameter(layout.n_vectors, 1, functools.partial(torch.empty, dtype=dtype))
+        self.adapter = parameter(layout.n_adapter, STATE_BLOCK, torch.empty, trained=True)
+
+    def forward(self, x, bin):
+        return LayerFunction.apply(x, self.adapter, self, bin)
+
+
+class LayerFunction(torch.autograd.Function):
+    """A decoder layer, from x [tokens, hidden] to the same shape: attention, then the MLP.
+
+    What it keeps from forward to backward is layer.keeps: "all"; "middle", which is x and the sum
+    after attention; or "x". The rest is computed again. A parallel layer never keeps "middle", as
+    its MLP reads x. Backward reads the parameters from the layer, where FSDP2 has put the gathered
+    ones back by then.
+    """
+
+    @staticmethod
+    def forward(ctx, x, adapter, layer, bin):
+        ctx.layer, ctx.bin, x = layer, bin, x.detach()
+        work, put = LayerWork(layer, bin, evaluation=not any(ctx.needs_input_grad)), bin.store.put
+        attention, mlp = layer.layout.attention, layer.layout.mlp
+        if layer.keeps == "all":
+            middle, attention_kept = attention.forward(work, x)
+            out, mlp_kept = mlp.forward(work, middle, x if layer.arch.parallel else middle)
+            ctx.kept = attention_kept, mlp_kept
+            return out
+        x_key = put(x)  # on its way to the host while attention runs
+        middle = attention.forward(work, x)[0]
+        ctx.kept = x_key, put(middle) if layer.keeps == "middle" else None
+        return mlp.forward_in_slices(work, middle, x if layer.arch.parallel else middle)
+
+    @staticmethod
+    def backward(ctx, grad):
+        layer, bin, kept = ctx.layer, ctx.bin, ctx.kept
+        ctx.kept, work, take = None, LayerWork(layer, bin, backward=True), bin.store.take
+        attention, mlp, parallel = layer.layout.attention, layer.layout.mlp, layer.arch.parallel
+        if layer.keeps == "all":
+            attention_kept, mlp_kept = kept
+            grad_middle = mlp.backward(work, mlp_kept, grad)
+        elif layer.keeps == "middle":
+            x_key, middle_key = kept
+            grad_middle = mlp.recomputed_backward(work, take(middle_key), grad)
+            x = take(x_key)  # it came back while the MLP ran
+            attention_kept = attention.forward(work, x, want_sum=False)[1]
+        else:
+            x = take(kept[0])
+            middle, attention_kept = attention.forward(work, x, want_sum=not parallel)
+            work.held.clear()  # room for the MLP's weights
+            grad_middle = mlp.recomputed_backward(work, x if parallel else middle, grad)
+            del middle
+        # in a parallel layer attention gets the gradient of the layer's sum, and what came through
+        # the MLP is x's already
+        upstream = grad if parallel else grad_middle
+        needs_x = ctx.needs_input_grad[0]
+        grad_x = attention.backward(work, attention_kept, upstream, grad_middle, needs_x)
+        return grad_x, work.grad_adapter, None, None
+
+
+class LayerWork:
+    """What one forward or backward of a layer works with: the gathered adapter in the compute
+    dtype, dequantised weights, and in backward the adapter's gradient.
+
+    The gradient is summed in fp32; autograd casts it to the dtype of the parameter.
+    """
+
+    def __init__(self, layer, bin, backward=False, evaluation=False):
+        self.layer, self.bin, self.arch, self.layout = layer, bin, layer.arch, layer.layout
+        self.evaluation = evaluation  # whether no backward will follow
+        self.tokens = slice(None)  # of the bin: those that the MLP works on
+        self.adapter = layer.adapter.detach().to(layer.vectors.dtype)
+        self.held = {}  # {FusedLinear: weight} for a second use, where memory allows
+        self.hold = backward and layer.plan.hold_weights and layer.keeps != "all"
+        if backward:
+            self.grad_adapter = torch.zeros_like(self.adapter, dtype=torch.float32)
+
+    def weight(self, fused):
+        """[W, B] of a FusedLinear, [out, width]."""
+        weight = self.held.get(fused)
+        if weight is None:
+            weight = dequantise(self.layer, fused, self.adapter)
+        if self.hold:
+            self.held[fused] = weight
+        return weight
+
+    def vector(self, name):
+        """The weight of a norm by its name in the layer; None for None."""
+        if name is None:
+            return None
+        where, shape = self.layout.vectors[f"{name}.weight"]
+        return self.layer.vectors[where].view(shape)
+
+    def drop(self, x, probability, site):
+        """x [n, width] after dropout; the same values when it is computed again."""
+        if not probability or self.bin.dropout_keys is None:
+            return x
+        keys = self.bin.dropout_keys[self.tokens]
+        return drop(x, keys, self.layer.index * N_SITES + site, probability)

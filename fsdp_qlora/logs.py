@@ -1,0 +1,192 @@
+"""What a run tells: lines of the log, metrics.jsonl, trackers, a picture of the losses.
+
+Stands on files and plan. Nothing that goes wrong with any of it ends a run.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from fsdp_qlora.data.forms import IGNORE
+from fsdp_qlora.files import text_digest, write_whole
+from fsdp_qlora.nf4 import why_no_triton
+from fsdp_qlora.plan import say_plan
+from fsdp_qlora.ranks import say
+
+LOG_SECONDS = 2  # between lines of steps in the log
+
+
+class Log:
+    """metrics.jsonl, the tracker that --report_to names, and a progress bar. Rank 0 only."""
+
+    def __init__(self, run, done):
+        """Of a run that is resumed after step `done`, only earlier records stay."""
+        self.max_steps, self.status = run.config.max_steps, run.status
+        self.path = run.directory / "metrics.jsonl"
+        write_whole(self.path, earlier_records(self.path, done, run.progress["evaluated"] or 0))
+        self.size, self.unwritten, self.is_failing = self.path.stat().st_size, b"", False
+        self.bar, self.last_line = None, 0.0
+        trackers = {"tensorboard": tensorboard, "wandb": wandb_run, "none": lambda *_: (None, None)}
+        self.name = run.config.report_to
+        self.track, self.close_tracker = trackers[self.name](run, done)
+
+    def write(self):
+        """Append what is unwritten. What the disk does not accept is kept for the next time, and
+        written over what it accepted of it."""
+        try:
+            file, done = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o666), 0
+            try:
+                while done < len(self.unwritten):
+                    done += os.pwrite(file, self.unwritten[done:], self.size + done)
+            finally:
+                os.close(file)  # NFS may report only here that the disk is full
+            self.size, self.unwritten, self.is_failing = self.size + done, b"", False
+        except OSError as e:
+            if not self.is_failing:
+                say(f"{self.path}: cannot be written ({e.strerror}): training goes on, and its"
+                    " lines are written when they can be")
+            self.is_failing = True
+
+    def record(self, record):
+        """Log a step or an evaluation."""
+        self.unwritten += json.dumps(record).encode() + b"\n"
+        self.write()
+        try:
+            if self.track:
+                self.track(record)
+        except Exception as e:
+            say(f"{self.name}: {getattr(e, 'strerror', None) or e}: it gets nothing more")
+            self.track = None
+
+    def step(self, record):
+        """Log a step; print it unless another has just been printed."""
+        self.record(record)
+        step = record["step"]
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            if self.bar is None:  # its rate is to be without the first step's compiling
+                self.bar = tqdm(initial=step, total=self.max_steps, unit="step", disable=None)
+            else:
+                self.bar.update()
+        if time.monotonic() - self.last_line >= LOG_SECONDS or step == self.max_steps:
+            self.last_line = time.monotonic()
+            self.status.write("training")
+            say("step {step:6d}/{max_steps}  loss {loss:7.4f}  lr {learning_rate:.2e}"
+                "  grad {grad_norm:8.4f}  {rows} rows  {tokens:,} tokens in {bins} bins"
+                " {bins_full:.0%} full  {tokens_per_second_per_gpu:9,.0f} tok/s/GPU"
+                "  peak {peak_memory_gib:6.2f} GiB".format(max_steps=self.max_steps, **record))
+
+    def close(self):
+        self.write()
+        for close in (self.bar and self.bar.close, self.close_tracker):
+            with contextlib.suppress(Exception):
+                if close:
+                    close()
+
+
+def earlier_records(path, done, evaluated):
+    """The lines of metrics.jsonl up to step `done`, of evaluations up to step `evaluated`, each
+    step once."""
+    lines = {}
+    for line in path.read_text().splitlines() if done and path.is_file() else []:
+        with contextlib.suppress(ValueError):  # torn by the end of the run
+            record = json.loads(line)
+            is_evaluation = "eval_loss" in record
+            if record["step"] <= (evaluated if is_evaluation else done):
+                lines[record["step"], is_evaluation] = line + "\n"
+    return "".join(lines.values())
+
+
+def tensorboard(run, done):
+    """A function that tracks a record, and one that closes the tracker."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    # its thread would print a traceback of a full disk, which the next add_scalar() raises
+    threading.excepthook = lambda hook: (
+        isinstance(hook.exc_value, OSError) or threading.__excepthook__(hook))
+    board = SummaryWriter(run.directory / "tensorboard", purge_step=done + 1)
+
+    def track(record):
+        for key, value in record.items():
+            board.add_scalar(key, value, record["step"])
+
+    return track, board.close
+
+
+def wandb_run(run, done):
+    """The same functions for Weights & Biases; raises ValueError if it cannot be reached."""
+    import wandb
+
+    path = run.directory.resolve()
+    try:
+        tracker = wandb.init(
+            project="fsdp-qlora", id=f"{path.name}-{text_digest(str(path))[:8]}", name=path.name,
+            resume="allow", dir=path, config=dataclasses.asdict(run.config))
+    except Exception as e:
+        raise ValueError(f"--report_to wandb: {e}")
+    return lambda record: tracker.log(record, step=record["step"]), tracker.finish
+
+
+def draw_losses(directory):
+    """Draw loss.png from metrics.jsonl. Rank 0 only."""
+    try:
+        from matplotlib.figure import Figure
+
+        lines = (directory / "metrics.jsonl").read_text().splitlines()
+        records, figure = [json.loads(line) for line in lines], Figure(figsize=(8, 5))
+        losses, rates = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+        for axes, key, style in ((losses, "loss", "-"), (losses, "eval_loss", "o-"),
+                                 (rates, "learning_rate", "-")):
+            points = [(record["step"], record[key]) for record in records if key in record]
+            if points:
+                axes.plot(*zip(*points), style, label=key.replace("_", " "))
+                axes.set_ylabel("loss, nats a token" if axes is losses else "learning rate")
+        losses.legend()
+        rates.set_xlabel("optimizer step")
+        figure.savefig(directory / "loss.png", dpi=120)
+    except Exception as e:
+        say(f"no loss.png: {e}")
+
+
+def say_start(config, plan, kernels, limit, device, versions):
+    """Print what this run is, before it begins."""
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, gloo"
+    say(f"configuration: {json.dumps(dataclasses.asdict(config))}")
+    say(", ".join(f"{name} {version}" for name, version in versions.items())
+        + f"; {dist.get_world_size()} x {gpu}")
+    if device.type == "cuda" and why_no_triton():
+        say(f"slower than need be, without fused kernels: {why_no_triton()}")
+    used = {kind: ", ".join(sorted({function.__name__ for function in kernels[kind].values()}))
+            for kind in kernels}
+    say(f"attention: bins of rows of one length: {used['same']}; bins of other rows: {used['any']}")
+    say_plan(plan, config, limit)
+
+
+def say_example(rows, tokenizer):
+    """Print one row as the model sees it, with what is not trained in brackets."""
+    text, pairs = "", zip(*(t.tolist() for t in rows.tokens(0)))
+    for is_trained, part in itertools.groupby(pairs, lambda pair: pair[1] != IGNORE):
+        decoded = tokenizer.decode([token for token, _ in part])
+        text += decoded if is_trained else f"[not trained: {decoded}]"
+    say(f"first row: {text[:600]!r}")
+
+
+def say_speed(run, records):
+    """Print the answer of a dry run: how fast, how much is computed, how much memory."""
+    arch, plan, layers = run.model.arch, run.plan, run.model.layers
+    rates = sorted(r["tokens_per_second_per_gpu"] for r in records[2:] or records[-1:])
+    rate, peak = rates[len(rates) // 2], records[-1]["peak_memory_gib"]
+    # forward 2 and backward 2 operations a weight and token, recomputation 2 more
+    weights = sum(layer.layout.n_weights for layer in layers)
+    again = sum(layer.layout.recomputed_weights(plan.keep_middle)
+                for layer in layers if layer.keeps != "all")
+    tflops = rate * (4 * (weights + arch.vocab_size * arch.hidden_size) + 2 * again) / 1e12
+    say(f"measured: {rate:,.0f} tokens/s per GPU, {tflops:.1f} TFLOP/s, peak {peak:.2f} GiB;"
+        f" predicted {1 / plan.token_seconds:,.0f} tokens/s")

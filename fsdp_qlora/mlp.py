@@ -1,0 +1,121 @@
+"""The MLP half of a layer: x + down(act(gate) * up), forward and backward, and what it costs.
+
+Stands on branch and products. A recomputed MLP is computed a slice of tokens at a time, so that its
+widest tensors are short.
+"""
+
+import dataclasses
+import math
+
+import torch
+
+from fsdp_qlora.architecture import Architecture
+from fsdp_qlora.branch import (add_branch, branch_gradient, keep, norm_gradient, norm_inputs,
+                               weight_bytes)
+from fsdp_qlora.elementwise import MLP_SITE, gate, gate_backward
+from fsdp_qlora.linears import FusedLinear
+from fsdp_qlora.products import product, product_backward
+
+SLICE_TOKENS = 4096  # of a recomputed MLP at once; fewer make its products slower
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MLPHalf:
+    """One layer's MLP, with the same functions as AttentionHalf.
+
+    It adds to `middle`, the sum after attention, what it computes of `source`: that is `middle`, in
+    a parallel layer (Cohere) the layer's own x.
+    """
+
+    arch: Architecture
+    gate_up: FusedLinear
+    down: FusedLinear
+
+    @property
+    def linears(self):
+        return self.gate_up, self.down
+
+    def forward(self, work, middle, source, want_sum=True):
+        """Returns middle + MLP(norm(source)) of the tokens work.tokens, None without want_sum, and
+        what backward() needs."""
+        arch = self.arch
+        kept = keep(source=source, inputs=norm_inputs(work, arch.mlp_norm, source, self.gate_up))
+        kept.gate_up = product(work, self.gate_up, kept.inputs)
+        kept.activated = kept.gate_up.new_empty(len(source), self.down.width)
+        gate(kept.activated[:, : self.down.in_features], kept.gate_up, arch.activation,
+             evaluation=work.evaluation)
+        out = add_branch(work, middle, self.down, kept.activated, kept, MLP_SITE,
+                         arch.mlp_post_norm, want_sum)
+        return out, kept
+
+    def backward(self, work, kept, grad):
+        """`grad`, the gradient of forward()'s sum, plus the gradient of `source` from it."""
+        arch = self.arch
+        upstream = branch_gradient(work, kept.branch, grad, arch.mlp_post_norm, MLP_SITE)
+        upstream = product_backward(work, self.down, kept.activated, upstream)
+        kept.activated = kept.branch = None
+        # in place; as two tensors, whose columns one kernel can then read and write at once
+        gate_backward(*kept.gate_up.chunk(2, -1), upstream, arch.activation)
+        del upstream
+        grad_inputs = product_backward(work, self.gate_up, kept.inputs, kept.gate_up)
+        return norm_gradient(work, arch.mlp_norm, kept.source, grad_inputs, grad)
+
+    def forward_in_slices(self, work, middle, source):
+        """forward()'s sum of all tokens, computed a slice at a time."""
+        sums = []
+        for tokens in token_slices(len(middle)):
+            work.tokens = tokens
+            sums.append(self.forward(work, middle[tokens], source[tokens])[0])
+        work.tokens = slice(None)
+        return torch.cat(sums)
+
+    def recomputed_backward(self, work, source, grad):
+        """backward() of all tokens, with forward() computed again, a slice at a time."""
+        grads = []
+        for tokens in token_slices(len(source)):
+            work.tokens = tokens
+            kept = self.forward(work, None, source[tokens], want_sum=False)[1]
+            grads.append(self.backward(work, kept, grad[tokens]))
+            del kept  # before the next slice's
+        work.tokens = slice(None)
+        work.held.clear()
+        return torch.cat(grads)
+
+    @property
+    def kept_values(self):
+        """From forward to backward, where nothing is recomputed."""
+        hidden, arch = self.arch.hidden_size, self.arch
+        values = self.gate_up.width + self.gate_up.out_features + self.down.width
+        values += hidden * (not arch.parallel)  # there its source is attention's
+        return values + hidden * (arch.mlp_post_norm is not None)
+
+    def live_bytes(self, n_tokens, item, recomputed, hold_weights):
+        """The most bytes that backward() takes besides what is kept; `item` bytes a value."""
+        hidden, up, down = self.arch.hidden_size, self.gate_up, self.down
+        n = token_slices(n_tokens)[0].stop if recomputed else n_tokens
+        up_weights, down_weights = (weight_bytes(x, item, hold_weights) for x in (up, down))
+        # first the gradient of what the gate returned, with down's weight; then that of the inputs
+        first = n * (down.width * (1 + recomputed) + hidden) * item + down_weights
+        second = n * up.width * item + up_weights
+        if hold_weights:
+            first, second = first + up_weights, second + down_weights
+        total = max(first, second) + 2 * n_tokens * hidden * item  # the sum's, and finished slices'
+        if recomputed:
+            total += n * (up.out_features + up.width - hidden) * item
+        return total
+
+    @property
+    def recomputed_weights(self):
+        """Weights of the products that recomputed_backward() computes again: never down's."""
+        return self.gate_up.n_weights
+
+    @property
+    def passed_values(self):
+        """Read or written by elementwise work, forward and backward, as measured."""
+        return 15 * self.arch.hidden_size + 12 * self.down.in_features
+
+
+def token_slices(n):
+    """Even slices of n tokens, each at most SLICE_TOKENS."""
+    size = math.ceil(n / math.ceil(n / SLICE_TOKENS))
+    return [slice(start, min(start + size, n)) for start in range(0, n, size)]

@@ -1,0 +1,202 @@
+"""The output directory: who may use it, what describes the run in it, and what to type next.
+
+Stands on files, ranks and nf4's constants. Checkpoints in it are in checkpoints, metrics in logs.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import re
+import shlex
+import shutil
+import socket
+import sys
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from fsdp_qlora.files import as_json, digest, read_json, text_digest, write_whole
+from fsdp_qlora.nf4 import BLOCK, NESTED_BLOCK
+from fsdp_qlora.ranks import Stop, is_rank_0, on_rank_0, say, this_rank, together
+
+ADAPTER_FILES = "adapter_config.json", "adapter_model.safetensors"
+MERGEABLE = {  # what a merge takes of train_config.json: the JSON of each value, as a regex
+    "base_model": '".+"', "probe_input_ids": r"\[(\[\d[\d, ]*\](, )?)+\]",
+    "config.lora_rank": r"[1-9]\d{0,8}", "config.lora_alpha": r"[1-9]\d{0,8}",
+    "config.adapter": '"(lora|rslora|dora)"', "config.random_weights": "false",
+    "config.target_modules": r'\["[^"]+"(, "[^"]+")*\]',
+    "quantization.quant_type": '"nf4"', "quantization.blocksize": f"{BLOCK}",
+    "quantization.double_quant": "true", "quantization.nested_blocksize": f"{NESTED_BLOCK}",
+    "quantization.quantized_from_dtype": '"(bfloat16|float16|float32)"',
+    "quantization.prequantized": "true|false", "quantization.device": '"(cpu|cuda)"',
+    "quantization.absmax_offsets": r'\{("[^"]+": [\de.-]{1,25}(, )?)*\}'}
+
+
+@contextlib.contextmanager
+def open_output(config, given, status):
+    """Yields the output directory, locked, and whether the run in it is complete.
+
+    A directory that this start has made is removed again if the run ends by a Stop before it is
+    described. All ranks must call this and must see the directory.
+    """
+    directory = Path(config.output_dir)
+
+    def make():
+        made = [str(p) for p in (directory, *directory.parents) if not p.exists()]
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            status.lock_fd, holder = lock(directory / ".lock", directory)
+        except OSError as e:
+            raise ValueError(f"--output_dir {directory}: cannot be made: {e}; name another")
+        begun = read_json(directory / "train_config.json", {})
+        used = [*directory.glob("adapter_*"), *directory.glob("checkpoint-*")]
+        if used and not begun or begun and config.resume == "never":
+            raise ValueError(f"--output_dir {directory} holds a run already: name another directory"
+                             + (", or resume it by --resume must" if begun else ""))
+        is_own = begun.get("flags") == as_json(flags_of(given))
+        state = read_json(directory / "status.json", {}).get("state")
+        has_adapter = (directory / "adapter_model.safetensors").is_file()
+        is_complete = is_own and state == "complete" and has_adapter
+        if not is_complete:
+            for torn in directory.glob(".checkpoint-*"):  # of a run that ended while saving
+                shutil.rmtree(torn, ignore_errors=True)
+            for torn in directory.glob(".status.*"):
+                torn.unlink()
+        return holder, made, is_complete, not is_complete and (is_own or not begun)
+
+    holder, made, is_complete, may_write_status = on_rank_0(make)
+    status.directory, status.may_write = directory, may_write_status
+    try:
+        with together():
+            if not (path := directory / ".lock").is_file() or path.read_text() != holder:
+                raise ValueError(f"--output_dir {directory}: {this_rank()} does not see the {path}"
+                                 " that rank 0 wrote: name a directory that all nodes share")
+        yield directory, is_complete
+    except Stop:
+        if is_rank_0() and made and not (directory / "train_config.json").exists():
+            shutil.rmtree(directory, ignore_errors=True)
+            with contextlib.suppress(OSError):  # another run may be beside it
+                for parent in made[1:]:
+                    os.rmdir(parent)
+        raise
+
+
+def lock(path, directory):
+    """Lock the file `path` until it is closed, and write into it who holds it. Returns its
+    descriptor and that text; raises ValueError where another process uses the directory. flock
+    works between nodes on NFS 4 and on Lustre with -o flock. Rank 0 only."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        time.sleep(0.1)  # the other process may just have begun, and writes who it is
+        holder = os.pread(fd, 200, 0).decode(errors="replace")
+        os.close(fd)
+        raise ValueError(f"--output_dir {directory}: in use by {holder or 'a process that begins'}:"
+                         " wait for it, or name another directory")
+    except OSError as e:
+        say(f"--output_dir {directory}: its file system has no locks ({e.strerror}): two runs in it"
+            " at once will not be noticed")
+    holder = (f"process {os.getpid()} on {socket.gethostname()} since"
+              f" {time.strftime('%Y-%m-%d %H:%M:%S')}")
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, holder.encode(), 0)
+    os.fsync(fd)  # other nodes read it
+    return fd, holder
+
+
+def open_partial(output):
+    """The hidden directory that becomes `output` once all is written, empty, and the descriptor of
+    its .lock, which this process holds. Raises ValueError."""
+    target = output.resolve()
+    if target.is_mount():
+        raise ValueError(f"--output_dir {output}: is a mount point; name a new one in it")
+    partial, is_held = target.with_name(f".{target.name}.partial"), False
+    while not is_held:
+        with contextlib.suppress(FileNotFoundError):  # another process has just renamed it
+            with contextlib.suppress(FileExistsError):
+                partial.mkdir(parents=True)
+            fd, _ = lock(path := partial / ".lock", output)
+            is_held = os.path.samestat(os.stat(path), os.fstat(fd))
+    for old in {*partial.iterdir()} - {path}:  # of a process that died
+        shutil.rmtree(old) if old.is_dir() else old.unlink()
+    return partial, fd
+
+
+def flags_of(given):
+    """The flags that decide what a run does."""
+    flags = dataclasses.asdict(given)
+    return {name: value for name, value in flags.items() if name not in ("resume", "output_dir")}
+
+
+def describe_run(run, given, base, frozen, day, tokenizer, versions):
+    """Write train_config.json, which has all that a merge needs, and the tokenizer. Rank 0 only."""
+    config, rows = run.config, run.rows
+    described = {
+        "flags": flags_of(given),
+        "config": dataclasses.asdict(config),
+        **run.content,
+        "plan": dataclasses.asdict(run.plan),
+        "base_model": str(base) if Path(config.model or base).is_dir() else config.model,
+        "quantization": {
+            "quant_type": "nf4",
+            "blocksize": BLOCK,
+            "double_quant": True,
+            "nested_blocksize": NESTED_BLOCK,
+            "quantized_from_dtype": config.compute_dtype,
+            "prequantized": frozen.prequantised,  # the base's own bytes
+            "device": run.device.type,
+            "absmax_offsets": frozen.offsets,  # {linear: mean absmax}: tells bases apart
+        },
+        "world_size": dist.get_world_size(),
+        "date": day,
+        "versions": versions,
+        "probe_input_ids": [rows.tokens(i)[0][:64].tolist() for i in range(min(4, len(rows)))]}
+    write_whole(run.directory / "train_config.json", json.dumps(described, indent=2))
+    if tokenizer:
+        tokenizer.save_pretrained(run.directory)
+
+
+def read_run(directory):
+    """What train_config.json says of the run in a directory, or of the run that a checkpoint is in;
+    `template`: the file of its --chat_template, or None. Raises ValueError for a damaged checkpoint
+    and for what a merge cannot take."""
+    path = directory / "train_config.json"
+    path = path if path.is_file() else directory.resolve().parent / path.name
+    needed = [path, *(directory / name for name in ADAPTER_FILES)]
+    missing = [p.name for p in needed if not p.is_file()]
+    if missing:
+        raise ValueError(f"--adapter_dir {directory}: has no {' and no '.join(missing)}; name a run"
+                         " directory of train_fsdp_qlora.py or a checkpoint in it")
+    if os.path.lexists(listed := directory / "checkpoint.json"):
+        state, changed = read_json(listed), "has another SHA-256 than when it was written"
+        written, files = state.pop("sha256", None), state.get("files")
+        if text_digest(state) != written or not isinstance(files, dict):
+            raise ValueError(f"{listed}: {changed}")
+        for file in needed[1:]:
+            if digest(file) != files.get(file.name):
+                raise ValueError(f"{file}: {changed}")
+    run = read_json(path)
+    for name, pattern in MERGEABLE.items():
+        value = run
+        for key in name.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
+        if not re.fullmatch(pattern, text := json.dumps(value)):
+            raise ValueError(f"{path}: {name} is {text:.80}; a merge takes only {pattern}")
+    used = run["config"].get("chat_template")
+    return {**run, "template": path.with_name("chat_template.jinja") if used else None}
+
+
+def merge_command(directory, script):
+    """The command that merges the adapter of a run of `script`."""
+    merge = script.with_name("merge_adapters.py")
+    merge = os.path.relpath(merge) if merge.is_file() else merge.name  # copied alone
+    found, python = shutil.which("python"), os.path.relpath(sys.executable)
+    python = sys.executable if python.startswith("..") else python
+    if found and Path(found).parent == Path(sys.executable).parent:
+        python = "python"
+    output = f"{directory}/merged"
+    return shlex.join([python, merge, "--adapter_dir", str(directory), "--output_dir", output])

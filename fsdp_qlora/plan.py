@@ -1,0 +1,361 @@
+"""The plan: of all layouts of the work that fit into memory, the one predicted to be the fastest.
+
+Stands on layer, whose parts tell what they keep and compute, and on machine. What the plan decides
+is done by the script, model and layer.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+
+import torch
+import torch.distributed as dist
+
+from fsdp_qlora.data.bins import round_up, step_rows
+from fsdp_qlora.attention import document_attention
+from fsdp_qlora.machine import host_share, measure_machine
+from fsdp_qlora.mlp import SLICE_TOKENS
+from fsdp_qlora.nf4 import BLOCK, why_no_triton
+from fsdp_qlora.offload import GPUStore, HostStore
+from fsdp_qlora.ranks import gather_objects, say, together
+from fsdp_qlora.vocabulary import CHUNK_BYTES, shard_range
+
+GAPS = 0.04  # of the GPU's memory lost between tensors: of 22.5 GiB a plan of 21.4 ran, 21.8 not
+HOST_SPARE = 32 * 2**30  # bytes a process may pin for speed alone; pinning takes 0.2 s a GiB
+PCIE_BYTES = 20e9  # a second, between host and GPU
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How the work is laid out on the GPUs; the memory and time that it is predicted to take."""
+
+    compute_dtype: str
+    n_layers: int
+    shard_group_size: int  # processes that share one copy of the model
+    reshard_after_forward: bool  # free a layer's gathered weights until its backward (FULL_SHARD)
+    bin_tokens: int  # at most in one bin
+    recomputed: int  # how many layers, the first ones, are recomputed in backward
+    keep_middle: bool  # these keep the sum after attention, too
+    hold_weights: bool  # their backward dequantises a weight once, not twice
+    offload_activations: bool
+    offload_params: bool
+    embedding_on_host: bool = False
+    graphs: bool = False  # whether CUDA graphs are used
+    why_no_graphs: str = ""
+    graph_room: int = 0  # memory that graphs reserve, in whole bins, see use_graphs()
+    memory: dict = dataclasses.field(default_factory=dict)  # {kind: bytes} at a step's peak
+    host_bytes: int = 0  # pinned, of one process
+    token_seconds: float = 0.0  # of one GPU, predicted
+
+    @property
+    def uses_fsdp(self):
+        """Whether FSDP2 brings the weights: they are sharded, or offloaded to the host."""
+        return self.shard_group_size > 1 or self.offload_params
+
+    @property
+    def bytes(self):
+        return sum(self.memory.values())
+
+    def keeps(self, index):
+        """What a layer keeps from forward to backward, see LayerFunction."""
+        if index >= self.recomputed:
+            return "all"
+        return "middle" if self.keep_middle else "x"
+
+    def fits(self, limit, spare=GAPS):
+        return not limit or self.bytes <= (1 - spare) * limit
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerTotals:
+    """What the plan adds up of a model's layers. Bytes and weights are of all layers."""
+
+    kinds: tuple  # the different Layouts
+    kept_values: dict  # {what a layer keeps: values per token of the first 0, 1, 2, .. layers}
+    nf4_bytes: int
+    largest_nf4: int  # bytes of one layer
+    vectors: int  # values of norms and biases
+    largest_vectors: int
+    adapter: int  # values of one layer, the same for all
+    weights: int
+    recomputed_weights: dict  # {keep_middle: of products computed again, were all recomputed}
+    pair_width: float  # of the queries, mean over the layers
+    passed_values: int  # by elementwise work, per token
+
+
+@functools.lru_cache(8)
+def count_layers(layouts):
+    """The LayerTotals of these Layouts, a tuple."""
+    def running_sum(keeps):
+        values = {layout: layout.kept_values(keeps) for layout in set(layouts)}
+        return list(itertools.accumulate((values[x] for x in layouts), initial=0))
+
+    bytes_each = [layout.n_blocks * (BLOCK // 2 + 1) for layout in layouts]
+    vectors_each = [layout.n_vectors for layout in layouts]
+    return LayerTotals(
+        kinds=tuple(dict.fromkeys(layouts)),
+        kept_values={keeps: running_sum(keeps) for keeps in ("all", "middle", "x")},
+        nf4_bytes=sum(bytes_each), largest_nf4=max(bytes_each),
+        vectors=sum(vectors_each), largest_vectors=max(vectors_each),
+        adapter=layouts[0].n_adapter,
+        weights=sum(layout.n_weights for layout in layouts),
+        recomputed_weights={middle: sum(layout.recomputed_weights(middle) for layout in layouts)
+                            for middle in (True, False)},
+        pair_width=sum(layout.attention.query_width for layout in layouts) / len(layouts),
+        passed_values=sum(half.passed_values for layout in layouts
+                          for half in (layout.attention, layout.mlp)))
+
+
+def predict_memory(plan, arch, layouts):
+    """The plan with its `memory` and `host_bytes`."""
+    item, shards = getattr(torch, plan.compute_dtype).itemsize, plan.shard_group_size
+    n_layers, n, by_fsdp = arch.n_layers, plan.bin_tokens, plan.uses_fsdp
+    layers, token = count_layers(layouts), n * item  # bytes of one value a token
+    adapter = layers.adapter * 4
+    table = arch.vocab_size * arch.hidden_size * item / shards
+    first, last = plan.keeps(0), plan.keeps(n_layers - 1)
+    recomputed = layers.kept_values[first][plan.recomputed] * token
+    others = layers.kept_values["all"]
+    others = (others[n_layers] - others[plan.recomputed]) * token
+    live = max(layout.live_bytes(plan, last) for layout in layers.kinds)
+    if first != last:  # when the first layer's backward runs, what the last ones kept is gone
+        of_first = max(layout.live_bytes(plan, first) for layout in layers.kinds)
+        live = max(live, of_first - others)
+    logits = 1.25 * CHUNK_BYTES * item / 2  # a chunk of them and their gradient
+    gathered = layers.adapter * item  # by FSDP2, of one layer
+    gathered_all = n_layers * layers.adapter * item
+    if by_fsdp:
+        gathered += layers.largest_nf4 + layers.largest_vectors * item
+        gathered_all += layers.nf4_bytes + layers.vectors * item
+    dora = 0
+    if layouts[0].dora:  # norms of rows; outputs computed again in fp32 with their gradient
+        widths = [fused.out_features for layout in layers.kinds for fused in layout.fused_linears]
+        dora = 4 * sum(fused.out_features for x in layouts for fused in x.fused_linears)
+        dora += 10 * min(n, SLICE_TOKENS) * max(widths)
+    memory = {
+        "4-bit weights": 0 if plan.offload_params else layers.nf4_bytes / shards,
+        "embedding, head, norms": table * (2 - arch.tied - plan.embedding_on_host)
+        + layers.vectors * item / shards,
+        "adapter and gradients": 2 * n_layers * adapter / shards,
+        "kept by recomputed layers": min(recomputed, 3 * arch.hidden_size * token)
+        if plan.offload_activations else recomputed,
+        "kept by other layers": others,
+        "live layer or head": max(live, 2 * arch.hidden_size * token + logits),
+        "one layer's adapter gradient": adapter * (3 if by_fsdp else 1),
+        # of a layer and the next one; or of all until their backward, and one more
+        "gathered weights": 2 * gathered if plan.reshard_after_forward or not by_fsdp
+        else gathered_all + gathered,
+        "DoRA": dora}
+    if plan.graphs:  # evaluations run beside them
+        memory["CUDA graphs' own"] = plan.graph_room * (recomputed + others + live) + live
+    host = table * plan.embedding_on_host + layers.nf4_bytes / shards * plan.offload_params
+    if plan.offload_activations:
+        host += max(0, recomputed - arch.hidden_size * token)
+    memory = {kind: int(size) for kind, size in memory.items() if size}
+    return dataclasses.replace(plan, memory=memory, host_bytes=int(host))
+
+
+def predict_time(plan, arch, layouts, machine):
+    """The plan with its `token_seconds`, the time of one GPU for a token.
+
+    The constants are fitted to the H200 rows of benchmarks/RESULTS.md, which take 10 to 30 % longer
+    than predicted: good enough to compare plans.
+    """
+    item, n = getattr(torch, plan.compute_dtype).itemsize, plan.bin_tokens
+    layers, n_layers = count_layers(layouts), arch.n_layers
+    weights = layers.weights / n_layers
+    weights_again = layers.recomputed_weights[plan.keep_middle] / n_layers
+    again = plan.recomputed / n_layers
+    flops = 2 * n * (2 * weights + again * weights_again)
+    flops += 2 * n * 3.5 * min(n, 2048) * layers.pair_width  # attention, in rows of 2,048 tokens
+    # each use of a weight: 4 bits are read, a number is written and read
+    uses = 2 + again * (0.5 if plan.hold_weights else 1)
+    moved = uses * weights * (0.5 + item) + n * layers.passed_values / n_layers * item
+    compute = flops / (machine.flops * n / (n + 256)) + moved / machine.bandwidth
+    gathered = layers.nf4_bytes / n_layers + layers.adapter * item
+    shards = plan.shard_group_size
+    gathers = gathered * (shards - 1) / shards / machine.link
+    gathers *= 2 if plan.reshard_after_forward else 1
+    gathers += plan.offload_params * 2 * gathered / shards / PCIE_BYTES
+    launches = (100 + 80 * again + 40 * plan.uses_fsdp) * machine.launch
+    layer = max(compute, gathers, 0 if plan.graphs else launches)
+    layer += 0.1 * min(compute, gathers)  # they slow each other down
+    head = 4 * n * arch.vocab_size * arch.hidden_size / machine.flops
+    return dataclasses.replace(plan, token_seconds=(layer * n_layers + head) / n)
+
+
+def possible_plans(config, arch, layouts, tokens, longest, world_size, device):
+    """All plans that the flags leave open. The first have small groups, small bins, and few layers
+    that are recomputed."""
+    groups = [n for n in range(1, world_size + 1) if world_size % n == 0]
+    groups = [config.shard_group_size] if config.shard_group_size else groups
+    counts = {"all": [arch.n_layers], "none": [0], "auto": range(arch.n_layers + 1)}
+    counts = counts.get(config.recompute) or [int(config.recompute)]
+    sizes = [config.micro_batch_tokens]
+    if not config.micro_batch_tokens:  # by factors of 2 up to what a step has for each process
+        sizes = [max(longest, math.ceil(tokens / world_size))]
+        while sizes[0] > longest:
+            sizes.insert(0, max(longest, math.ceil(sizes[0] / 2)))
+        sizes = sorted({n if n == longest else round_up(n, device) for n in sizes})
+    keep_middle = (False,) if arch.parallel else (True, False)  # there the MLP reads x
+    keep = list(itertools.product(keep_middle, (True, False)))
+    for shards, bin_tokens, n in itertools.product(groups, sizes, counts):
+        if shard_range(arch.vocab_size, shards - 1, shards):  # else a process would have no rows
+            reshards = [True] if shards == 1 or config.offload_params else [True, False]
+            for reshard, (middle, hold) in itertools.product(reshards, keep if n else keep[-1:]):
+                plan = Plan(config.compute_dtype, arch.n_layers, shards, reshard, bin_tokens, n,
+                            middle, hold, config.offload_activations, config.offload_params)
+                yield predict_memory(plan, arch, layouts)
+
+
+def choose_plan(config, arch, layouts, tokens, longest, uneven, limit, machine, device, world_size,
+                capturable):
+    """The plan to run; raises ValueError with what would help.
+
+    Plans must leave 7 % of the memory free. Those within 2 % of the fastest count as equal: the
+    first of them that leaves 10 % is chosen, else the smallest. If no plan leaves 7 %, the smallest
+    plan is chosen, which must leave GAPS.
+
+    `tokens` are the most that a step has, `longest` is the longest row, `uneven` says whether bins
+    have several shapes, `capturable` whether CUDA graphs can capture attention.
+    """
+    if config.recompute.isdecimal() and int(config.recompute) > arch.n_layers:
+        raise ValueError(f"--recompute {config.recompute}: the model has {arch.n_layers} layers")
+    if config.micro_batch_tokens and config.micro_batch_tokens < longest:
+        raise ValueError(f"--micro_batch_tokens {config.micro_batch_tokens}: the longest row has"
+                         f" {longest} tokens; use at least that or a shorter --max_seq_len")
+    plans = list(possible_plans(config, arch, layouts, tokens, longest, world_size, device))
+    if not plans:
+        raise ValueError(f"a vocabulary of {arch.vocab_size} cannot be shared by"
+                         f" {config.shard_group_size} processes: use a smaller --shard_group_size")
+    needed = min(plan.host_bytes for plan in plans)
+    # beyond what is needed, host memory is pinned for speed alone
+    allowed = min(needed + HOST_SPARE, max(needed, host_share() / 2))
+    plans = [plan for plan in plans if plan.host_bytes <= allowed]
+    if not any(plan.fits(limit) for plan in plans) and device.type == "cuda" and not (
+        arch.tied or why_no_triton()
+    ):  # the same numbers, at the price of a copy of the tokens' rows for each micro-batch
+        plans = [predict_memory(dataclasses.replace(plan, embedding_on_host=True), arch, layouts)
+                 for plan in plans]
+    plan = min(plans, key=lambda plan: plan.bytes)
+    fitting = [p for p in plans if p.fits(limit, 0.07)]
+    fitting = [predict_time(p, arch, layouts, machine) for p in fitting or [plan]]
+    fastest = min(p.token_seconds for p in fitting)
+    near = [p for p in fitting if p.token_seconds <= 1.02 * fastest]
+    roomy = [p for p in near if p.fits(limit, 0.1)]  # in the order from what keeps most
+    plan = roomy[0] if roomy else min(near, key=lambda plan: plan.bytes)
+    check_plan(plan, arch, layouts, longest, limit, config.recompute == "auto")
+    uneven = uneven or config.batch_size % (world_size * (plan.bin_tokens // longest)) > 0
+    return use_graphs(plan, arch, layouts, machine, limit, capturable, uneven)
+
+
+def use_graphs(plan, arch, layouts, machine, limit, capturable, uneven):
+    """The plan, with CUDA graphs where the host is slower than the GPU, or why they are not used.
+
+    Graphs keep their memory for good. If bins have several shapes (`uneven`), there are gaps in it,
+    and bins without a graph need theirs besides: graph_room is 2 bins. If all have one shape, what
+    ran before the capture is free by then.
+    """
+    graphed = dataclasses.replace(plan, graphs=True, graph_room=2 if uneven else 0)
+    graphed = predict_memory(graphed, arch, layouts)
+    graphed = predict_time(graphed, arch, layouts, machine)
+    reasons = {
+        "FSDP2 brings the weights": plan.uses_fsdp,
+        "activations are offloaded": plan.offload_activations,
+        "attention runs in plain torch": not capturable,
+        "the host is fast enough": graphed.token_seconds > 0.95 * plan.token_seconds,
+        "no memory for them": not graphed.fits(limit)}
+    reason = next((text for text, is_so in reasons.items() if is_so), "")
+    return dataclasses.replace(plan, why_no_graphs=reason) if reason else graphed
+
+
+class DoesNotFit(ValueError, MemoryError):
+    """The run would need more memory than there is."""
+
+
+def check_plan(plan, arch, layouts, longest, limit, recompute_is_auto):
+    """Raise DoesNotFit, with what would help, if the plan does not fit."""
+    if plan.host_bytes > (share := host_share()):
+        raise DoesNotFit(f"this takes {plan.host_bytes / 2**30:.1f} GiB of host memory on this"
+                         f" machine for each process, and {share / 2**30:.1f} GiB are available:"
+                         " offload less")
+    if plan.fits(limit):
+        return
+    flags, smaller = [], plan
+    fewer, shorter = longest, f"--micro_batch_tokens {longest}"
+    if plan.bin_tokens <= longest:
+        fewer, shorter = longest // 2, f"--max_seq_len {longest // 2}"
+    for flag, change in (
+        ("--recompute all", {"recomputed": arch.n_layers}),
+        ("--offload_activations", {"offload_activations": True}),
+        ("--offload_params", {"offload_params": True}),
+        (shorter, {"bin_tokens": fewer}),
+    ):
+        if all(getattr(smaller, name) != value for name, value in change.items()):
+            smaller = predict_memory(dataclasses.replace(smaller, **change), arch, layouts)
+            if flag != "--recompute all" or not recompute_is_auto:
+                flags.append(flag)
+            if smaller.fits(limit):
+                break
+    more = "" if smaller.fits(limit) else " and more GPUs"
+    raise DoesNotFit(
+        f"this does not fit: predicted peak {plan.bytes / 2**30:.1f} GiB, and {GAPS:.0%} for gaps,"
+        f" of {limit / 2**30:.1f} GiB; {' '.join(flags)}{more} would bring it to"
+        f" {smaller.bytes / 2**30:.1f} GiB")
+
+
+def agree_on_plan(config, arch, layouts, rows, eval_rows, limit, device, kernels):
+    """The plan of this run, rank 0's on all ranks. All ranks must call this."""
+    longest = max(int(r.lengths.max()) for r in (rows, eval_rows) if r)
+    uneven = bool((rows.lengths != longest).any() or (rows.n_trained != rows.n_trained[0]).any())
+    machine = measure_machine(getattr(torch, config.compute_dtype), device)
+    if device.type == "cuda":  # peaks are to be those of training
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    steps = range(1, min(config.max_steps, 200) + 1)
+    tokens = max(int(rows.lengths[step_rows(s, len(rows), config)].sum()) for s in steps)
+    used = {function for pair in kernels.values() for function in pair.values()}
+    capturable = device.type == "cuda" and document_attention not in used
+    with together():
+        plan = choose_plan(config, arch, layouts, tokens, longest, uneven, limit, machine, device,
+                           dist.get_world_size(), capturable)
+    # host memory differs by rank and moment: all take rank 0's plan
+    return Plan(**gather_objects(dataclasses.asdict(plan))[0])
+
+
+def say_plan(plan, config, limit):
+    parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in plan.memory.items()
+                      if size > 2**30 / 200)
+    say(f"memory plan of one GPU, GiB: {parts}")
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        used = total - free - torch.cuda.memory_reserved()
+        say(f"beside the plan: CUDA's context, NCCL, and what else runs on this GPU, hold"
+            f" {used / 2**30:.2f} GiB")
+    why = "as asked" if config.shard_group_size else "the fastest that fits"
+    copy_of = "each process has a copy of the model"
+    if plan.shard_group_size > 1:
+        copy_of = (f"{plan.shard_group_size} of {dist.get_world_size()} processes share one copy of"
+                   " the model")
+    say(f"plan: {copy_of} ({why}); bins of at most {plan.bin_tokens:,} tokens;"
+        f" {plan.recomputed} of {plan.n_layers} layers are recomputed"
+        + (", from x and the sum after attention" if plan.recomputed and plan.keep_middle else "")
+        + (", weights dequantised once a backward" if plan.hold_weights else "")
+        + ("" if plan.reshard_after_forward else "; gathered weights stay until backward")
+        + ("; nothing to offload" if plan.offload_activations and not plan.recomputed else "")
+        + ("; the embedding is in host memory" if plan.embedding_on_host else "")
+        + ("; CUDA graphs" if plan.graphs else f"; no CUDA graphs: {plan.why_no_graphs}")
+        + f"; {1e6 * plan.token_seconds:,.1f} us a token predicted")
+    say(f"predicted peak {plan.bytes / 2**30:.2f} GiB"
+        + (f" of {limit / 2**30:.2f} GiB" if limit else "")
+        + (f", and {plan.host_bytes / 2**30:.2f} GiB of pinned host memory"
+           if plan.host_bytes else ""))
+
+
+def make_store(plan, arch, device):
+    """Where layers keep their inputs: on the GPU or in host memory."""
+    if not plan.offload_activations or not plan.recomputed:
+        return GPUStore()
+    n_bytes = plan.bin_tokens * arch.hidden_size * getattr(torch, plan.compute_dtype).itemsize
+    return HostStore(plan.recomputed * (2 if plan.keep_middle else 1), n_bytes, device)

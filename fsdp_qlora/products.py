@@ -1,0 +1,122 @@
+"""A weight and its adapter in one product, forward and backward, with DoRA's scaling.
+
+Stands on elementwise. Which values belong to a linear is in linears; `work` is a LayerWork of
+layer, which dequantises weights and collects the adapter's gradient.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from fsdp_qlora.elementwise import scale_columns
+
+# y = x W.T + s x A.T B.T is one product, [x, d] [W, B].T with d = s x A.T: the adapter costs a few
+# columns, not a pass over y. In backward the gradient of y times [W, B] is that of x and d.
+
+
+def widen(x, fused):
+    """A new [n, fused.width] with x [n, in] in its first columns."""
+    wide = x.new_empty(len(x), fused.width)
+    wide[:, : fused.in_features] = x
+    return wide
+
+
+def fill_columns(work, fused, inputs):
+    """Write d = s x A.T of all adapted linears into the last columns of inputs [n, width]."""
+    if not fused.n_columns:
+        return
+    x, columns = inputs[:, : fused.in_features], inputs[:, fused.in_features :]
+    a = work.adapter[fused.lora_a].view(-1, fused.in_features)
+    columns.zero_()  # torch 2.13 on a CPU reads what is there even with beta=0, and 0 * NaN is NaN
+    torch.addmm(a.new_zeros(()), work.drop(x, work.layout.dropout, fused.site), a.t(), beta=0,
+                alpha=work.layout.scaling, out=columns[:, : fused.n_columns])
+
+
+def product(work, fused, inputs):
+    """Outputs [n, out] of linears with their adapters; fills the last columns of inputs [n, width].
+    """
+    fill_columns(work, fused, inputs)
+    if len(fused.products) == 1:
+        return _one_product(work, fused, inputs)
+    out = inputs.new_empty(len(inputs), fused.out_features)
+    for one in fused.products:
+        if inputs.is_cuda and one.bias is None and not work.layout.dora:
+            torch.mm(inputs, work.weight(one).t(), out=out[:, one.outputs])  # without a copy
+        else:
+            out[:, one.outputs] = _one_product(work, one, inputs)
+    return out
+
+
+def _one_product(work, fused, inputs):
+    bias = None if fused.bias is None else work.layer.vectors[fused.bias][fused.outputs]
+    weight = work.weight(fused)
+    if not work.layout.dora or not fused.adapted:
+        return F.linear(inputs, weight, bias)
+    factor, _ = dora_factors(work, fused, weight)
+    return scale_columns(inputs @ weight.t(), factor, bias, evaluation=work.evaluation)
+
+
+def product_backward(work, fused, inputs, grad, needs_x=True):
+    """The gradient of x [n, in], None without needs_x, from that of the outputs [n, out]. Adds the
+    gradients of A, B and DoRA's magnitudes to work.grad_adapter."""
+    n_in, layout, grad_inputs = fused.in_features, work.layout, None
+    a = work.adapter[fused.lora_a].view(-1, n_in)  # [n_columns, in]
+    x, d = inputs[:, :n_in], inputs[:, n_in:]
+    for one in fused.products:
+        weight, part = work.weight(one), grad[:, one.outputs]
+        if layout.dora and one.adapted:
+            # y = c u + bias with c = m / norm; PEFT, too, treats the norm as a constant
+            factor, norm = dora_factors(work, one, weight)
+            sums = (part.float() * (inputs @ weight.t()).float()).sum(0) / norm
+            for p in one.adapted:
+                work.grad_adapter[p.magnitude] += sums[one.local_outputs(p)]
+            part = scale_columns(part, factor, None)
+        used = weight if needs_x else weight[:, n_in:]
+        if grad_inputs is None:
+            grad_inputs = part @ used
+        else:
+            grad_inputs.addmm_(part, used)
+        del weight, used
+        for p in one.adapted:
+            grad_b = work.grad_adapter[p.lora_b].view(-1, fused.lora_rank)
+            grad_b += fp32_product(part[:, one.local_outputs(p)].t(), d[:, p.columns])
+    columns = fused.width - n_in
+    grad_x, grad_d = grad_inputs.split([grad_inputs.shape[1] - columns, columns], 1)
+    if not fused.n_columns:
+        return grad_x
+    grad_d = grad_d[:, : fused.n_columns]
+    grad_a = fp32_product(grad_d.t(), work.drop(x, layout.dropout, fused.site))
+    work.grad_adapter[fused.lora_a].view(-1, n_in).add_(grad_a, alpha=layout.scaling)
+    if not needs_x:
+        return None
+    if layout.dropout:
+        return grad_x + work.drop(layout.scaling * (grad_d @ a), layout.dropout, fused.site)
+    return grad_x.addmm_(grad_d, a, alpha=layout.scaling)
+
+
+def dora_factors(work, fused, weight):
+    """DoRA's factors c = m / norm and the norms ||W + s B A||, both fp32 [out]. Outputs without an
+    adapter have 1.
+
+    The norm needs no [out, in] of its own: by row it is the root of
+    ||W||^2 + 2 s B.(W A.T) + s^2 B.(B A A.T).
+    """
+    a = work.adapter[fused.lora_a].view(-1, fused.in_features)
+    w_a, scaling = fp32_product(weight[:, : fused.in_features], a.t()), work.layout.scaling
+    a, norm = a.float(), torch.ones(fused.out_features, device=weight.device)
+    factor = norm.clone()
+    for p in fused.adapted:
+        a_p, outputs = a[p.columns], fused.local_outputs(p)
+        b_p = work.adapter[p.lora_b].view(-1, fused.lora_rank).float()
+        cross = (b_p * w_a[outputs, p.columns]).sum(1)
+        square = (b_p @ (a_p @ a_p.t()) * b_p).sum(1)
+        norm_w = work.layer.weight_norms[p.linear.name].square()
+        norm[outputs] = (norm_w + 2 * scaling * cross + scaling * scaling * square).sqrt()
+        factor[outputs] = work.layer.adapter.detach()[p.magnitude].float() / norm[outputs]
+    return factor, norm
+
+
+def fp32_product(a, b):
+    """a @ b in fp32, whatever the dtype of the two, so that sums of parts are rounded once."""
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()

@@ -1,0 +1,55 @@
+"""The modules of the house, for tests that replace a function wherever it is used.
+
+A module has the names that it imports, so that a fault in one function must be put into each module
+that calls it. The assembled single file is one module, and then the only one.
+"""
+
+import sys
+
+
+def modules():
+    return [module for name, module in sorted(sys.modules.items()) if module is not None
+            and (name == "train_fsdp_qlora" or name.partition(".")[0] == "fsdp_qlora")]  # fmt: skip
+
+
+def owners(name):
+    """The modules that have `name`."""
+    found = [module for module in modules() if name in vars(module)]
+    assert found, f"no module of the house has {name}"
+    return found
+
+
+def get(name):
+    """What is called `name`, wherever that is defined."""
+    return vars(owners(name)[0])[name]
+
+
+def replace(name, new):
+    """Put `new` in the place of what is called `name`, in all modules; returns what was there."""
+    old = get(name)
+    for module in owners(name):
+        setattr(module, name, new)
+    return old
+
+
+def wrap(name, around):
+    """Put around(what is called `name`) in its place."""
+    replace(name, around(get(name)))
+
+
+def snapshot():
+    """The names of all modules; restore() puts them back."""
+    return {module: vars(module).copy() for module in modules()}
+
+
+def restore(names):
+    for module, values in names.items():
+        vars(module).update(values)
+
+
+def parse_config(argv):
+    """The Config of a command line, or what the parser raises."""
+    import train_fsdp_qlora
+    from fsdp_qlora.flags import parse_flags
+
+    return parse_flags(train_fsdp_qlora.Config, train_fsdp_qlora.__doc__.splitlines()[0], argv)

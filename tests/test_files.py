@@ -1,0 +1,303 @@
+"""Which files a --dataset is read from: every kind gives the same rows, each once and named.
+
+What rows mean is in test_forms.py, that they are found again in test_cache.py.
+"""
+
+import csv
+import gzip
+import json
+
+import datasets
+import pytest
+from conftest import encode_file
+from rows import (
+    AGAIN, ASKED, CHATML, TALK, THIRD, chat_tokenizer, encode_row, prepare, refusal, says, whole,
+    write_jsonl)
+
+from fsdp_qlora.data import encode, files
+
+
+@pytest.fixture
+def tokenizer(demo_directory):
+    return chat_tokenizer(demo_directory, CHATML)
+
+
+FLAT = [
+    {"prompt": prompt, "completion": completion}
+    for prompt, completion in [
+        ("What is 3 plus 4?\n", "The answer is 7."), ("", "NA"), ("null", "1.50"), ("a, b", '"x"'),
+        ("ä ✓ 🙂", "two\nlines"), ("007", "None"), ("2020-01-31", "true"), ("nan", "-0"),
+    ]
+]  # fmt: skip
+NESTED = [
+    {"messages": TALK},
+    {"messages": [ASKED[0], says("assistant", "It is 7.", weight=0), *AGAIN]},
+    {"messages": ASKED, "id": 3},
+    {"messages": THIRD},
+    {"messages": AGAIN},
+]
+
+
+def write_table(path, rows):
+    datasets.Dataset.from_list(rows).to_parquet(path)
+
+
+def write_csv(path, rows, opened=open):
+    with opened(path, "wt", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def write_kind(kind, directory, rows):
+    """The sources that are these rows."""
+    half, path = len(rows) // 2, directory / "data"
+    if kind in ("jsonl", "ndjson", "json of lines"):
+        return [write_jsonl(directory / f"data.{kind.split()[0]}", rows)]
+    if kind == "json":
+        path = directory / "data.json"
+        path.write_text(f"\ufeff\n {json.dumps(rows, indent=1)}\n", encoding="utf-8")
+    elif kind in ("jsonl.gz", "json.gz"):
+        path = directory / f"data.{kind}"
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        text = lines if kind == "jsonl.gz" else json.dumps(rows)
+        path.write_bytes(gzip.compress(text.encode()))
+    elif kind == "parquet":
+        path = directory / "data.parquet"
+        write_table(path, rows)
+    elif kind == "csv":
+        path = directory / "data.csv"
+        write_csv(path, rows)
+    elif kind == "csv.gz":
+        path = directory / "data.csv.gz"
+        write_csv(path, rows, gzip.open)
+    elif kind == "saved Dataset":
+        datasets.Dataset.from_list(rows).save_to_disk(path)
+    elif kind == "saved DatasetDict":
+        parts = {"train": [{"text": "another"}], "test_sft": rows}
+        datasets.DatasetDict(
+            {name: datasets.Dataset.from_list(part) for name, part in parts.items()}
+        ).save_to_disk(path)
+        return [f"{path},split=test_sft"]
+    else:  # several files
+        (path / "below").mkdir(parents=True)
+        write_jsonl(path / "a.jsonl", rows[:half])
+        write_table(path / "below" / "b.parquet", rows[half:])
+        (path / "README.md").write_text("no rows")
+        if kind == "several":
+            return [path / "a.jsonl", path / "below" / "b.parquet"]
+        if kind == "pattern":
+            return [path / "**" / "[ab].*"]
+        assert kind == "directory"
+    return [path]
+
+
+KINDS = ("jsonl", "ndjson", "json of lines", "json", "jsonl.gz", "json.gz", "parquet",
+         "saved Dataset", "saved DatasetDict", "directory", "several", "pattern")  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "csv", "csv.gz"])
+def test_every_kind_of_file_gives_the_same_rows(kind, tokenizer, tmp_path):
+    for name, rows in {"flat": FLAT, "nested": NESTED}.items():
+        if name == "nested" and kind.startswith("csv"):
+            continue
+        want = [document for row in rows for document in encode_row(row, tokenizer, tmp_path)]
+        (tmp_path / name).mkdir()
+        sources = write_kind(kind, tmp_path / name, rows)
+        found, line = prepare(sources, tokenizer)
+        assert f"{len(want)} rows" in line and "left out" not in line
+        assert len(found) == len(want)
+        for i, one in enumerate(want):
+            ids, labels = (t.tolist() for t in found.tokens(i))
+            assert ids == one["input_ids"].tolist() and labels == one["labels"].tolist()
+        assert found.lengths.tolist() == [one["length"] for one in want]
+        assert found.n_trained.tolist() == [one["n_trained"] for one in want]
+        assert found.digests.tolist() == [one["digest"] for one in want]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 100])
+def test_table_is_read_whole_whatever_its_pieces(rows, monkeypatch, tokenizer, tmp_path):
+    monkeypatch.setattr(files, "PIECE_ROWS", rows)
+    (source,) = write_kind("saved Dataset", tmp_path, [*FLAT, {"prompt": "x", "completion": None}])
+    pieces, _ = files.find_pieces(str(source))
+    assert len(pieces) == -(-9 // rows)
+    read = list(files.read_pieces(pieces))
+    assert [row for _, row in read[:-1]] == FLAT and read[-1][1]["prompt"] == "x"
+    named = [where for where, _ in read]
+    assert named == [f"{source} row {i}" for i in range(1, 10)]
+    assert f"; 1 left out: completion null ({source} row 9)" in prepare([source], tokenizer)[1]
+
+
+LINES = {
+    "unix": b"\n".join,
+    "dos": b"\r\n".join,
+    "last line ends": lambda lines: b"".join(line + b"\n" for line in lines),
+    "blank lines": lambda lines: b"\n\n" + b"\n \t\r\n\n".join(lines) + b"\n\n",
+    "byte order mark": lambda lines: b"\xef\xbb\xbf" + b"\n".join(lines),
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+@pytest.mark.parametrize("size", [1, 2, 7, 40, 100, 2**20])
+def test_every_line_is_read_once_and_named_whatever_the_pieces(size, name, monkeypatch, tmp_path):
+    """Lines of 11 to 130 bytes in pieces that end anywhere in them."""
+    texts = [f"row {i} " + "x✓\u2028\x85"[i % 4] * (i * 5 % 40) for i in range(40)]
+    lines = [json.dumps({"text": text}, ensure_ascii=i % 8 < 4).encode()
+             for i, text in enumerate(texts)]  # fmt: skip
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(LINES[name](lines))
+    monkeypatch.setattr(files, "PIECE_BYTES", size)
+    pieces, _ = files.find_pieces(str(path))
+    assert (len(pieces) > 1) == (path.stat().st_size > size)
+    read = list(files.read_pieces(pieces))
+    assert [row for _, row in read] == [{"text": text} for text in texts]
+    by_line = path.read_bytes().split(b"\n")
+    for where, row in read:
+        source, _, number = where.rpartition(" line ")
+        line = by_line[int(number) - 1].removeprefix(b"\xef\xbb\xbf")
+        assert source == str(path) and json.loads(line) == row
+
+
+@pytest.mark.parametrize("at", [0, 1, 25, 49])
+@pytest.mark.parametrize("size", [60, 333, 2**20])
+def test_bad_line_is_named_in_a_file_of_several_pieces(at, size, monkeypatch, tokenizer, tmp_path):
+    lines = [json.dumps({"text": f"row {i} " + "x" * (i % 50)}) for i in range(50)]
+    lines[at] = f'{{"text": "row {at}'
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    monkeypatch.setattr(files, "PIECE_BYTES", size)
+    monkeypatch.setattr(encode, "n_cores", lambda: 1)
+    rows, line = prepare([path], tokenizer)
+    assert len(rows) == 49 and "1 left out: is no JSON" in line
+    assert f"({path} line {at + 1})" in line
+
+
+def test_several_processes_encode_a_large_file_in_its_order(tokenizer, tmp_path):
+    n, filler = 700, "answer " * 300
+    path = write_jsonl(tmp_path / "data.jsonl", ({"text": f"row {i} {filler}"} for i in range(n)))
+    with path.open("a") as file:
+        file.write('{"text": 5}\n')
+    assert path.stat().st_size > files.PIECE_BYTES
+    rows, line = prepare([path], tokenizer, max_seq_len=12)
+    assert f"1 left out: text is int, want a string ({path} line {n + 1})" in line
+    texts = [tokenizer.decode(rows.tokens(i)[0]) for i in range(len(rows))]
+    assert [text.split()[1] for text in texts] == [str(i) for i in range(n)]
+
+
+@pytest.mark.parametrize(
+    "bad, why",
+    [(b'{"text": ', "is no JSON: "), (b'{"text"', "is no JSON: Expecting ':' delimiter"),
+     (b"nonsense", "is no JSON: "), (b"\0", "is no JSON: "),
+     (b'{"text": "\xe4"}', "is no JSON: "), (b"[" * 100_000, "is no JSON: "),
+     (b"[1, 2]", "is list, want an object"), (b'"text"', "is str, want an object")],
+    ids=lambda value: repr(value)[:30],
+)  # fmt: skip
+def test_line_that_is_no_row_is_left_out(bad, why, tokenizer, tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b'{"text": "a"}\r\n\r\n{"text": "b"}\n' + bad + b'\n{"text": "c"}\n')
+    documents = encode_file(path, tokenizer)
+    assert whole([one for one in documents if one["kept"]], tokenizer) == [
+        "a</s>", "b</s>", "c</s>"]  # fmt: skip
+    (left_out,) = (one for one in documents if not one["kept"])
+    assert left_out["left_out"].startswith(why) and left_out["where"] == f"{path} line 4"
+
+
+def test_row_of_an_array_is_named(tokenizer, tmp_path):
+    path = tmp_path / "data.json"
+    path.write_text(json.dumps([{"text": "fine"}, {"text": 5}], indent=1))
+    _, line = prepare([path], tokenizer)
+    assert f"({path} row 2)" in line
+
+
+@pytest.mark.parametrize(
+    "source, wanted",
+    [
+        ("none.jsonl", "none.jsonl"),
+        ("none/*.jsonl", "no file matches"),
+        ("nothing", "no file in it ends in"),
+        ("data.jsonl,part=3", "split=, name= or revision="),
+        ("data.jsonl,split=test", "what stands behind the comma is for Hub ids"),
+        ("nothing,split=test", "what stands behind the comma is for Hub ids"),
+        ("saved,name=large", "what stands behind the comma is for Hub ids"),
+        ("saved,split=test", "test"),
+        ("empty.jsonl", "has no rows"),
+        ("broken.json", "is no JSON"),
+        ("broken.parquet", "broken.parquet"),
+        ("data.txt", "neither a Hub id"),
+    ],
+)
+def test_source_that_has_no_rows_is_refused(source, wanted, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nothing").mkdir()
+    for name, text in {"empty.jsonl": "", "broken.json": "[1,", "broken.parquet": "PAR1",
+                       "data.txt": "x", "data.jsonl": "{}"}.items():  # fmt: skip
+        (tmp_path / name).write_text(text)
+    if source.startswith("saved"):
+        datasets.DatasetDict({"train": datasets.Dataset.from_list(FLAT)}).save_to_disk("saved")
+    assert wanted in refusal([f"./{source}"], tokenizer)
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [("prompt,completion\nWhat is 1+1?,two,\nWhat is 2+2?,four,\n", "Length of header"),
+     ("question,answer\nIn Paris, who?,the mayor\nWhat?,four\n", "Length of header"),
+     ("question,answer\nWhat?,four\nIn Paris, who?,the mayor\n", "Expected 2 fields in line 3"),
+     ("question,answer\n", "no data")],
+    ids=["trailing comma", "first row too long", "later row too long", "header only"],
+)  # fmt: skip
+def test_csv_of_more_cells_than_names_is_refused(text, words, tokenizer, tmp_path):
+    """Pandas would take the first column for an index, and shift the others."""
+    (tmp_path / "data.csv").write_text(text)
+    found = refusal([tmp_path / "data.csv"], tokenizer)
+    assert "data.csv" in found and words in found
+
+
+def test_what_lies_aside_in_a_directory_is_no_data(tokenizer, tmp_path):
+    """Hidden copies, and what runs have written there."""
+    path = tmp_path / "data"
+    for name in ".ipynb_checkpoints/a.jsonl", "run/metrics.jsonl", "run/demo/data.jsonl", "a.jsonl":
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        write_jsonl(path / name, [{"text": name}])
+    (path / "run" / ".lock").touch()
+    assert len(prepare([path], tokenizer)[0]) == 1
+    assert "no file in it" in refusal([path / "run"], tokenizer)
+
+
+@pytest.mark.parametrize("name", ["lr=1,bs=4.jsonl", "a[1].jsonl", "what?.jsonl"])
+def test_name_of_a_file_is_taken_as_it_is(name, tokenizer, tmp_path):
+    write_jsonl(tmp_path / name, [{"text": "x"}])
+    assert len(prepare([tmp_path / name], tokenizer)[0]) == 1
+
+
+@pytest.mark.parametrize(
+    "name, content, words",
+    [("bad.json", b"[1,", "bad.json row 1: is no JSON"),
+     ("bad.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 99)[:-9], "bad.jsonl.gz line ")],
+    ids=["array", "torn"],
+)  # fmt: skip
+def test_bad_file_among_others_is_named_in_one_line(name, content, words, tokenizer, tmp_path):
+    """They are read by several processes, whose errors come with a traceback."""
+    good = write_jsonl(tmp_path / "good.jsonl", [{"text": "x"}])
+    (tmp_path / name).write_bytes(content)
+    found = refusal([good, tmp_path / name], tokenizer)
+    assert words in found and len(found) < 400
+
+
+@pytest.mark.parametrize("source", ["owner/rows-2.5", "owner/rows,revision=refs/convert/parquet"])
+def test_name_like_that_of_a_hub_id_is_asked_for_there(source, tokenizer):
+    assert "neither a Hub id" not in refusal([source], tokenizer)
+
+
+def test_all_rows_that_are_left_out_are_counted(tokenizer, tmp_path):
+    """Also those of rare reasons; of lines that are no JSON wherever in them that shows."""
+    lines = ['{"text": "fine"}', *('{"text": "' + "x" * n for n in range(1, 5))]
+    kinds = 1, 1.5, None, [1], {"a": 1}, True  # six more reasons
+    lines += [json.dumps({"text": kind}) for kind in kinds]
+    path = tmp_path / "data.jsonl"
+    latin = [f'{{"text": "{"x" * n}ä"}}'.encode("latin-1") for n in (1, 3)]
+    path.write_bytes(b"\n".join([*map(str.encode, lines), *latin]))
+    _, line = prepare([path], tokenizer)
+    assert "data.jsonl: 1 rows, 1 text; " in line
+    assert f"; 4 left out: is no JSON: Invalid control character at ({path} line 2)" in line
+    assert f"; 2 left out: is no JSON: invalid continuation byte ({path} line 12)" in line
+    assert line.endswith("; 3 left out for other reasons")

@@ -1,0 +1,134 @@
+"""Flags: a file of them is the same as the command line, and so is a run's own configuration."""
+
+import dataclasses
+import json
+import os
+import shutil
+
+import pytest
+from house import parse_config
+from short_runs import (
+    EVALUATED, FLAGS, OFFLOADED, adapter_of, assert_same, make_base, runs_of, trained)
+
+from train_fsdp_qlora import Config
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, tiny_model):
+    return make_base(tmp_path_factory.mktemp("flags"), tiny_model)
+
+
+@pytest.fixture(scope="module")
+def whole(base, run_jobs):
+    """The directory of a run."""
+    flags = [*OFFLOADED, *EVALUATED, "--save_every", 2]
+    return runs_of(base, run_jobs, lambda nproc: [(("whole",), flags, {})])(1, "whole")[0]
+
+
+FEW = ["--model", "m", "--dataset", "a.jsonl", "b,split=x", "--learning_rate", "1e-4",
+       "--batch_size", "3", "--random_weights", "--offload_params", "--target_modules", "q_proj",
+       "v_proj", "--eval_dataset", "0.1", "--lr_schedule", "linear", "--recompute", "2",
+       "--num_epochs", "1.5", "--no-offload_activations"]  # fmt: skip
+AS_YAML = """
+model: m
+dataset: [a.jsonl, "b,split=x"]
+learning_rate: 1e-4
+batch_size: 3
+random_weights: true
+offload_params: yes
+offload_activations: false
+target_modules:
+  - q_proj
+  - v_proj
+eval_dataset: 0.1
+lr_schedule: linear
+recompute: 2
+num_epochs: 1.5
+memory_limit_gib: null
+"""
+
+
+def test_file_gives_the_same_configuration_as_flags(tmp_path):
+    want = parse_config(FEW)
+    assert want != Config() and want.dataset == ("a.jsonl", "b,split=x")
+    assert want.learning_rate == 1e-4 and want.target_modules == ("q_proj", "v_proj")
+    (tmp_path / "flags.yaml").write_text(AS_YAML)
+    values = dataclasses.asdict(want)
+    (tmp_path / "flags.json").write_text(json.dumps(values))
+    (tmp_path / "train_config.json").write_text(
+        json.dumps({"flags": values, "config": {"model": "another"}, "date": "2020-01-31"})
+    )
+    for name in "flags.yaml", "flags.json", "train_config.json":
+        assert parse_config(["--config", str(tmp_path / name)]) == want, name
+        assert parse_config([f"--config={tmp_path / name}"]) == want, name
+
+
+def test_command_line_counts_more_than_the_file(tmp_path):
+    (tmp_path / "flags.yaml").write_text(AS_YAML)
+    more = ["--dataset", "c.jsonl", "--no-random_weights", "--offload_activations", "--seed=5"]
+    want = dataclasses.replace(
+        parse_config(FEW), dataset=("c.jsonl",), random_weights=False,
+        offload_activations=True, seed=5,
+    )  # fmt: skip
+    config = ["--config", str(tmp_path / "flags.yaml")]
+    assert parse_config(config + more) == parse_config(more + config) == want
+
+
+@pytest.mark.parametrize("name", ["lr", "epochs", "learning-rate", "max_steps_", "no-resumes"])
+def test_unknown_flag_and_key_are_refused(name, tmp_path):
+    for argv in ([f"--{name}", "1"], [f"--{name}=1"], ["--model", "m", f"--{name}"]):
+        with pytest.raises(ValueError, match=f"--{name}"):
+            parse_config(argv)
+    for file, text in ("flags.yaml", f"{name}: 1"), ("flags.json", json.dumps({name: 1})):
+        (tmp_path / file).write_text(text)
+        with pytest.raises(ValueError, match=f"--{name}"):
+            parse_config(["--config", str(tmp_path / file)])
+
+
+@pytest.mark.parametrize(
+    "text, wanted",
+    [("- model", "no table of flags"), ("3", "no table of flags"), ("", "no table of flags"),
+     ("model: [", "cannot be read"), ("\0", "cannot be read"), ("batch_size: many", "batch_size"),
+     ("batch_size: 1.5", "batch_size"), ("lr_schedule: wavy", "lr_schedule"),
+     ("model: {a: 1}\nbatch_size: [1, 2]", "2"), ("{a", "cannot be read")],
+)  # fmt: skip
+def test_file_of_something_else_is_refused(text, wanted, tmp_path):
+    (tmp_path / "flags.yaml").write_text(text)
+    with pytest.raises(ValueError, match=wanted):
+        parse_config(["--config", str(tmp_path / "flags.yaml")])
+    with pytest.raises(ValueError, match="none.yaml: cannot be read"):
+        parse_config(["--config", str(tmp_path / "none.yaml")])
+
+
+def test_run_is_repeated_by_its_own_configuration(base, whole, run_main, read_metrics, monkeypatch,
+                                                  tmp_path):  # fmt: skip
+    """train_config.json as --config: the same flags and the same run, in a directory of its own."""
+    monkeypatch.chdir(base)
+    written = whole / "train_config.json"
+    argv = [*map(str, FLAGS), *map(str, OFFLOADED), *map(str, EVALUATED), "--save_every", "2"]
+    assert parse_config(["--config", str(written)]) == parse_config(argv)
+    code, _, err = run_main("--config", written, "--output_dir", tmp_path / "again")
+    assert code == 0, err
+    assert trained(read_metrics(tmp_path / "again")) == trained(read_metrics(whole))
+    assert_same(adapter_of(tmp_path / "again"), adapter_of(whole))
+
+
+def test_resume_needs_the_directory_alone(base, whole, run_main, read_metrics, monkeypatch,
+                                          tmp_path):  # fmt: skip
+    """And without even that it is the newest run below runs/."""
+    monkeypatch.chdir(tmp_path)
+    for name in "model", "rows.jsonl", "eval.jsonl":
+        os.symlink(base / name, tmp_path / name)
+    for argv in (["--resume", "--output_dir", "runs/1"], ["--resume"]):
+        shutil.rmtree("runs", ignore_errors=True)
+        shutil.copytree(whole, "runs/1")
+        shutil.rmtree("runs/1/checkpoint-000004")
+        (tmp_path / "runs" / "1" / "adapter_model.safetensors").unlink()
+        code, out, err = run_main(*argv)
+        assert code == 0, err
+        assert "checkpoint-000002: 2 of" in out
+        assert trained(read_metrics("runs/1")) == trained(read_metrics(whole))
+        assert_same(adapter_of(tmp_path / "runs" / "1"), adapter_of(whole))
+    shutil.rmtree("runs")
+    code, _, err = run_main("--resume")
+    assert code == 2 and "no run below runs/ to resume" in err

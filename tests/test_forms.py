@@ -1,0 +1,471 @@
+"""What of a row is trained, by its form; and which rows are left out or refused.
+
+Conversations are in test_chat.py, files in test_files.py.
+"""
+
+import json
+import re
+
+import pytest
+from conftest import encode_file
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from rows import (
+    ADD, AGAIN, ASKED, CHATML, TALK, TEMPLATES, chat_tokenizer, encode_row, prepare, refusal, says,
+    trained, whole, write_jsonl)
+from tokenizers.processors import TemplateProcessing
+
+from fsdp_qlora.data.forms import IGNORE
+
+
+@pytest.fixture
+def tokenizer(demo_directory):
+    return chat_tokenizer(demo_directory, CHATML)
+
+
+# ------------------------------------------------------------------------------------------------
+# What is trained
+# ------------------------------------------------------------------------------------------------
+
+CHAT_TEXT = (
+    "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is 3 plus 4?<|im_end|>\n"
+    "<|im_start|>assistant\nThe answer is 7.<|im_end|>\n<|im_start|>user\nAnd 2 times 2?<|im_end|>"
+    "\n<|im_start|>assistant\nIt is 4.<|im_end|>"
+)
+SHORT_TEXT = (
+    "<|im_start|>user\nWhat is 3 plus 4?<|im_end|>\n"
+    "<|im_start|>assistant\nThe answer is 7.<|im_end|>"
+)
+ALPACA = {"instruction": "Add.", "input": "3 and 4", "output": "It is 7."}
+NO_INPUT = {"instruction": "Add 3 and 4.", "output": "It is 7."}
+ALPACA_CHAT = (
+    "<|im_start|>user\nAdd.\n\n3 and 4<|im_end|>\n<|im_start|>assistant\nIt is 7.<|im_end|>"
+)
+NO_INPUT_CHAT = (
+    "<|im_start|>user\nAdd 3 and 4.<|im_end|>\n<|im_start|>assistant\nIt is 7.<|im_end|>"
+)
+ALPACA_PLAIN = "### Instruction:\nAdd.\n\n### Input:\n3 and 4\n\n### Response:\nIt is 7.</s>"
+# name: (row, whether the tokenizer has a chat template, whole text, what of it is trained)
+FORMS = {
+    "text": ({"text": "The answer is 7."}, True, "The answer is 7.</s>", ["The answer is 7.</s>"]),
+    "text without template": ({"text": "It is 7."}, False, "It is 7.</s>", ["It is 7.</s>"]),
+    "prompt and completion": (
+        {"prompt": "What is 3 plus 4?\n", "completion": "It is 7."}, True,
+        "What is 3 plus 4?\nIt is 7.</s>", ["It is 7.</s>"]),
+    "message lists": (
+        {"prompt": TALK[:4], "completion": TALK[4:]}, True, CHAT_TEXT, ["It is 4.<|im_end|>"]),
+    "completion of several answers": (
+        {"prompt": TALK[:2], "completion": TALK[2:]}, True, CHAT_TEXT,
+        ["The answer is 7.<|im_end|>", "It is 4.<|im_end|>"]),
+    "messages": (
+        {"messages": TALK}, True, CHAT_TEXT, ["The answer is 7.<|im_end|>", "It is 4.<|im_end|>"]),
+    "messages with system and empty tools beside them": (
+        {"system": "Be brief.", "messages": TALK[1:], "tools": ""}, True, CHAT_TEXT,
+        ["The answer is 7.<|im_end|>", "It is 4.<|im_end|>"]),
+    "messages that end with the user": (
+        {"messages": [*ASKED, AGAIN[0]]}, True, SHORT_TEXT, ["The answer is 7.<|im_end|>"]),
+    "sharegpt": (
+        {"conversations": [
+            {"from": {"user": "human", "assistant": "gpt"}.get(m["role"], m["role"]),
+             "value": m["content"]} for m in TALK]}, True,
+        CHAT_TEXT, ["The answer is 7.<|im_end|>", "It is 4.<|im_end|>"]),
+    "sharegpt with system beside it": (
+        {"system": "Be brief.", "conversations": [
+            {"from": {"user": "human", "assistant": "gpt"}[m["role"]], "value": m["content"]}
+            for m in TALK[1:]]}, True,
+        CHAT_TEXT, ["The answer is 7.<|im_end|>", "It is 4.<|im_end|>"]),
+    "messages that begin with the system beside them": (
+        {"system": "Be brief.", "messages": TALK}, True, CHAT_TEXT,
+        ["The answer is 7.<|im_end|>", "It is 4.<|im_end|>"]),
+    "sharegpt with other names": (
+        {"conversations": [
+            {"from": {"user": "user", "assistant": "chatgpt"}.get(m["role"], m["role"]),
+             "value": m["content"], "weight": i == 2} for i, m in enumerate(TALK)]}, True,
+        SHORT_TEXT.replace("<|im_start|>user", CHAT_TEXT[:39] + "<|im_start|>user", 1),
+        ["The answer is 7.<|im_end|>"]),
+    "alpaca with system": (
+        {**NO_INPUT, "system": "Be brief.", "history": []}, True, CHAT_TEXT[:39] + NO_INPUT_CHAT,
+        ["It is 7.<|im_end|>"]),
+    "alpaca with system and without template": (
+        {**ALPACA, "system": "Be brief."}, False, "Be brief.\n\n" + ALPACA_PLAIN,
+        ["It is 7.</s>"]),
+    "alpaca": (ALPACA, True, ALPACA_CHAT, ["It is 7.<|im_end|>"]),
+    "alpaca without input": (NO_INPUT, True, NO_INPUT_CHAT, ["It is 7.<|im_end|>"]),
+    "alpaca with empty input": (
+        {**NO_INPUT, "input": ""}, True, NO_INPUT_CHAT, ["It is 7.<|im_end|>"]),
+    "alpaca without template": (ALPACA, False, ALPACA_PLAIN, ["It is 7.</s>"]),
+    "alpaca with neither": (
+        NO_INPUT, False, "### Instruction:\nAdd 3 and 4.\n\n### Response:\nIt is 7.</s>",
+        ["It is 7.</s>"]),
+    "question and answer": (
+        {"question": "What is 3 plus 4?", "answer": "The answer is 7."}, True, SHORT_TEXT,
+        ["The answer is 7.<|im_end|>"]),
+    "question and answer without template": (
+        {"question": "What is 3 plus 4?", "answer": "It is 7."}, False,
+        "What is 3 plus 4?\nIt is 7.</s>", ["It is 7.</s>"]),
+    "keys that are not of the form": (
+        {"question": "What is 3 plus 4?", "answer": "The answer is 7.", "input": "x",
+         "system": "x", "tools": ["x"], "history": ["x"]}, True, SHORT_TEXT,
+        ["The answer is 7.<|im_end|>"]),
+    "null beside a form": (
+        {"messages": None, "tools": None, "text": "It is 7."}, True, "It is 7.</s>",
+        ["It is 7.</s>"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_form_is_trained_as_specified(name, tokenizer, tmp_path):
+    row, has_template, text, parts = FORMS[name]
+    if not has_template:
+        tokenizer.chat_template = None
+    documents = encode_row(row, tokenizer, tmp_path)
+    assert whole(documents, tokenizer) == [text]
+    assert trained(documents, tokenizer) == [parts]
+    (document,) = documents
+    assert document["n_trained"] == sum(int(x) != IGNORE for x in document["labels"][1:])
+    assert document["length"] == len(document["input_ids"]) and not document["cut"]
+
+
+@pytest.mark.parametrize("labels", [None, [IGNORE, IGNORE, 7, IGNORE], [9, 8, 7, 6]], ids=str)
+def test_ids_are_taken_as_they_are(labels, tokenizer, tmp_path):
+    row = {"input_ids": [5, 6, 7, 8], "labels": labels}
+    (document,) = encode_row(row, tokenizer, tmp_path)
+    assert document["input_ids"].tolist() == [5, 6, 7, 8]
+    assert document["labels"].tolist() == (labels or [5, 6, 7, 8])
+    assert document["n_trained"] == (1 if labels and IGNORE in labels else 3)
+
+
+BOS_AND_EOS = ("$A", "<s> $A", "$A </s>", "<s> $A </s>")
+
+
+def add_specials(tokenizer, template):
+    """Let it add BOS and EOS as one of BOS_AND_EOS says. Returns BOS, if any."""
+    special_tokens = [(name, tokenizer.convert_tokens_to_ids(name)) for name in ("<s>", "</s>")]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=template, special_tokens=[pair for pair in special_tokens if pair[0] in template]
+    )
+    return [tokenizer.bos_token_id] if "<s>" in template else []
+
+
+def plain(tokenizer, text):
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("template", BOS_AND_EOS)
+@pytest.mark.parametrize("prompt", ["What is 3 plus 4?\n", ""])
+@pytest.mark.parametrize("completion", ["The answer is 7.", "7", "The answer is 7.</s>"])
+def test_completion_and_one_eos_are_trained(template, prompt, completion, tokenizer, tmp_path):
+    bos = add_specials(tokenizer, template)
+    row = {"prompt": prompt, "completion": completion}
+    (document,) = encode_row(row, tokenizer, tmp_path)
+    before = bos + plain(tokenizer, prompt)
+    after = plain(tokenizer, completion.removesuffix("</s>")) + [tokenizer.eos_token_id]
+    assert document["input_ids"].tolist() == before + after
+    assert document["labels"].tolist() == [IGNORE] * len(before) + after
+
+
+@pytest.mark.parametrize("template", BOS_AND_EOS)
+@pytest.mark.parametrize("text", ["The answer is 7.", "The answer is 7.</s>"])
+def test_text_is_trained_with_one_eos(template, text, tokenizer, tmp_path):
+    bos = add_specials(tokenizer, template)
+    (document,) = encode_row({"text": text}, tokenizer, tmp_path)
+    body = plain(tokenizer, text.removesuffix("</s>"))
+    assert document["input_ids"].tolist() == bos + body + [tokenizer.eos_token_id]
+    assert document["labels"].tolist() == document["input_ids"].tolist()
+
+
+def test_text_that_begins_with_bos_gets_no_second(tokenizer, tmp_path):
+    (bos,) = add_specials(tokenizer, "<s> $A")
+    for row in {"text": "{}It is 7."}, {"prompt": "{}What?", "completion": "It is 7."}:
+        first, *rest = row
+        for start in "", "<s>":
+            filled = {first: row[first].format(start), **{key: row[key] for key in rest}}
+            (one,) = encode_row(filled, tokenizer, tmp_path)
+            ids = one["input_ids"].tolist()
+            assert ids[0] == bos and ids.count(bos) == 1
+            assert one["length"] == len(one["labels"])
+
+
+def test_end_of_a_prompt_stays_where_it_was_written(tokenizer, tmp_path):
+    row = {"prompt": "What is 3 plus 4?</s>", "completion": "It is 7."}
+    (document,) = encode_row(row, tokenizer, tmp_path)
+    assert whole([document], tokenizer) == ["What is 3 plus 4?</s>It is 7.</s>"]
+
+
+def test_several_forms_in_one_file_train_together(tokenizer, run_main, tiny_model, tmp_path):
+    """And keys that no form has are named."""
+    rows = [row for row, has_template, _, _ in FORMS.values() if has_template]
+    rows.append({"text": "It is 7.", "id": 3, "source": "web"})
+    write_jsonl(tmp_path / "data.jsonl", rows)
+    (tmp_path / "chatml.jinja").write_text(FORMED)
+    flags = ["--model", tiny_model("llama"), "--dataset", tmp_path / "data.jsonl", "--max_steps", 1]
+    flags += ["--batch_size", len(rows), "--chat_template", tmp_path / "chatml.jinja"]
+    code, out, err = run_main(*flags, "--output_dir", tmp_path / "run", "--report_to", "none")
+    assert code == 0, err
+    (line,) = re.findall("^data: .*", out, re.M)
+    assert f"data.jsonl: {len(rows)} rows, " in line and "left out" not in line
+    for form in (
+        "2 text", "3 prompt and completion", "4 messages", "4 instruction and output",
+        "3 conversations", "1 question and answer", "1 text (ignored: id, source)",
+        "1 question and answer (ignored: input, system, tools, history)",
+    ):  # fmt: skip
+        assert f", {form}" in line or f": {form}" in line, form
+    (record,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").open())
+    assert f"{record['tokens']:,} tokens, {record['learnt_tokens']:,} of them trained" in line
+
+
+FORMED = (  # a template whose markers are in the demo's vocabulary
+    "{% for m in messages %}{{ m.role }}\n{{ m.content }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant\n{% endif %}"
+)
+
+
+# ------------------------------------------------------------------------------------------------
+# What is not
+# ------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"input_ids": 5},
+        {"input_ids": "abc"},
+        {"input_ids": {"a": 1}},
+        {"input_ids": [None, 1]},
+        {"input_ids": ["5", "6"]},
+        {"input_ids": [[1, 2], [3, 4]]},
+        {"input_ids": [[1, 2], [3]]},
+        {"input_ids": [1.5, 2.5]},
+        {"input_ids": [-5, 2]},
+        {"input_ids": [5, IGNORE, 7]},
+        {"input_ids": [5, 2, 99999]},
+        {"input_ids": [2**40, 1]},
+        {"input_ids": [5, 6, 7], "labels": [5, 6]},
+        {"input_ids": [5, 6], "labels": [5, 6, 7]},
+        {"input_ids": [5, 6], "labels": "ab"},
+        {"input_ids": [5, 6], "labels": 6},
+        {"input_ids": [5, 6], "labels": [5, 99999]},
+        {"input_ids": [5, 6], "labels": [-7, -7]},
+        {"input_ids": [5, 6], "labels": [IGNORE, 2**40]},
+    ],
+    ids=json.dumps,
+)
+def test_ids_of_another_kind_are_never_trained(row, tokenizer, tmp_path):
+    """Left out or refused, with the line named."""
+    path = write_jsonl(tmp_path / "data.jsonl", [{"text": "fine"}, row])
+    first, second = encode_file(path, tokenizer)
+    assert first["kept"] and not second["kept"]
+    assert second["left_out"] and "data.jsonl line 2" in second["where"]
+
+
+@pytest.mark.parametrize(
+    "row, reason",
+    [
+        ({"text": " \n"}, "text is empty"),
+        ({"text": 3}, "text is int"),
+        ({"text": ["x"]}, "text is list"),
+        ({"text": []}, "text is list"),
+        ({"prompt": 3, "completion": "x"}, "prompt is int"),
+        ({"text": "\ud800"}, "half a character"),
+        ({"prompt": "x", "completion": ["y"]}, "completion is list"),
+        ({"prompt": TALK, "completion": "y"}, "completion is str"),
+        ({"prompt": ["x"], "completion": "x"}, "completion is str"),
+        ({"prompt": "x", "completion": None}, "completion null"),
+        ({"messages": None}, "messages null"),
+        ({"messages": []}, "no message of the assistant"),
+        ({"messages": [3]}, "no object with a role"),
+        ({"messages": TALK[:2]}, "no message of the assistant"),
+        ({"messages": [*ASKED, says("user", "x"), says("assistant", " ")]}, "assistant is empty"),
+        ({"messages": [says("user", "x"), says("assistant", 0)]}, "content"),
+        ({"messages": [says("user", "x"), says("assistant", {})]}, "content"),
+        ({"messages": [says("user", "x"), {"role": "assistant"}]}, "no content"),
+        ({"messages": [says("user", "x"), {"content": "y"}]}, "no object with a role"),
+        ({"messages": [says("user", [{"type": "image"}]), ASKED[1]]}, "content that is no text"),
+        ({"messages": [ASKED[0], says("assistant", "y", weight=0.5)]}, "weight 0.5"),
+        ({"messages": "x"}, "messages is str, want a list"),
+        ({"messages": 3}, "messages is int, want a list"),
+        ({"prompt": "x", "completion": " "}, "completion is empty"),
+        ({"instruction": "x", "output": ""}, "assistant is empty"),
+        ({"messages": [says("user\ud800", "x"), ASKED[1]]}, ""),
+        ({"messages": ASKED, "tools": "{"}, ""),
+        ({"conversations": "x"}, "conversations is str"),
+        ({"conversations": [{"from": None, "value": "x"}]}, "no object with a role"),
+        ({"question": 3, "answer": "x"}, "question is int"),
+        (["x"], "is list, want an object"),
+    ],
+    ids=json.dumps,
+)
+def test_row_that_cannot_be_trained_is_left_out_and_counted(row, reason, tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "data.jsonl", [{"text": "fine"}, row])
+    rows, line = prepare([path], tokenizer)
+    assert len(rows) == 1
+    assert re.search(rf"; 1 left out: .*{re.escape(reason)}.* \({re.escape(str(path))} line 2\)",
+                     line)  # fmt: skip
+
+
+def test_key_that_is_half_a_character_can_be_said(tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "data.jsonl", [{"text": "fine", "\ud800": 1}])
+    rows, line = prepare([path], tokenizer)
+    assert len(rows) == 1 and "(ignored: " in line
+    write_jsonl(path, [{"text": "x"}, {"\ud800": 1}])
+    assert f"{path} line 2" in refusal([path], tokenizer)
+
+
+def test_long_rows_are_cut_and_counted(tokenizer, tmp_path):
+    rows = [{"prompt": "aaaaaaaa", "completion": "bbbb"}, {"prompt": "a" * 12, "completion": "bb"}]
+    path = write_jsonl(tmp_path / "data.jsonl", [*rows, {"text": "c"}])
+    found, line = prepare([path], tokenizer, max_seq_len=12)
+    assert found.lengths.tolist() == [12, 2] and "; 1 cut to 12 tokens" in line
+    assert "1 left out: none of its first 12 tokens is trained" in line and "line 2" in line
+    assert prepare([path], tokenizer, max_seq_len=2)[0].lengths.tolist() == [2]
+    assert "none of its 3 rows can be trained on" in refusal([path], tokenizer, max_seq_len=1)
+    ids, labels = (t.tolist() for t in found.tokens(0))
+    assert tokenizer.decode(ids) == "aaaaaaaabbbb" and labels == [IGNORE] * 8 + ids[8:]
+
+
+@pytest.mark.parametrize(
+    "row, wanted",
+    [
+        ({"prompt": "x", "chosen": "y", "rejected": "z"}, "name the better answer completion"),
+        ({"chosen": TALK, "rejected": TALK}, "preferences are not trained"),
+        ({"poem": "x", "title": "y"}, "has poem, title; want messages"),
+        ({"instruction": "x"}, "instruction and output"),
+        ({}, "has no keys"),
+    ],
+    ids=json.dumps,
+)
+def test_row_of_no_known_form_is_refused(row, wanted, tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "data.jsonl", [{"text": "fine"}, {"text": "too"}, row])
+    message = refusal([path], tokenizer)
+    assert f"{path} line 3: " in message and wanted in message
+    assert "prompt and completion" in message  # what it can be named
+
+
+@pytest.mark.parametrize(
+    "row, words",
+    [({"conversations": [{"from": "human", "value": "x"}, {"from": "function_call", "value": "y"},
+                         {"from": "gpt", "value": "z"}]}, "message from 'function_call'; known"),
+     ({**NO_INPUT, "history": [["x", "y"]]}, "has history, which would be lost"),
+     ({"system": "Be long.", "messages": TALK}, "has a system message and another one")],
+    ids=["role", "history", "system"],
+)  # fmt: skip
+def test_what_would_not_be_trained_ends_the_run(row, words, tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "data.jsonl", [{"text": "fine"}, row])
+    assert f"{path} line 2: has " in refusal([path], tokenizer)
+    assert words in refusal([path], tokenizer)
+
+
+def test_tools_beside_text_are_not_lost(tokenizer, tmp_path):
+    row = {"prompt": "What is 3 plus 4?", "completion": "It is 7.", "tools": [ADD]}
+    path = write_jsonl(tmp_path / "data.jsonl", [{"text": "fine"}, row])
+    assert f"{path} line 2: has tools, which a prompt in plain text" in refusal([path], tokenizer)
+    for other in {**row, "tools": []}, {"text": "rendered with them", "tools": [ADD]}:
+        encode_row(other, tokenizer, tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------
+# Any row
+# ------------------------------------------------------------------------------------------------
+
+ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=12)  # lone surrogates too
+TEXTS = st.one_of(
+    ANY_TEXT, st.sampled_from(["", " ", "</s>", "<|im_end|>", "<think>", "</think>", "{{ x }}"]),
+    st.builds(lambda text, n: text * n, ANY_TEXT, st.sampled_from([100, 3000])),
+)  # fmt: skip
+VALUES = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), TEXTS),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(ANY_TEXT, inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+def mostly(right, other=VALUES):
+    """One in twelve is something else."""
+    return st.integers(0, 11).flatmap(lambda n: other if n == 7 else right)
+
+
+def some_of(**parts):
+    return st.fixed_dictionaries({}, optional={key: mostly(part) for key, part in parts.items()})
+
+
+CALLS = st.lists(mostly(st.one_of(
+    some_of(function=some_of(name=TEXTS, arguments=st.one_of(VALUES, VALUES.map(json.dumps)))),
+    some_of(name=TEXTS, arguments=VALUES))), max_size=2)  # fmt: skip
+CONTENTS = mostly(
+    TEXTS, st.lists(mostly(st.one_of(TEXTS, some_of(type=TEXTS, text=TEXTS))), max_size=3)
+)
+MESSAGES = st.lists(
+    mostly(st.builds(
+        lambda role, content, more: {"role": role, "content": content, **more},
+        mostly(st.sampled_from(["user", "assistant", "system", "tool"]), ANY_TEXT),
+        mostly(CONTENTS),
+        some_of(tool_calls=CALLS, weight=st.sampled_from([0, 1]), train=st.booleans(),
+                reasoning_content=TEXTS, thinking=TEXTS, name=TEXTS))),
+    max_size=4)  # fmt: skip
+TALKS = st.builds(
+    lambda asked, answered, more: [says("user", asked), says("assistant", answered), *more],
+    TEXTS, TEXTS, mostly(st.just([]), MESSAGES),
+)  # fmt: skip
+SHAREGPT = st.lists(
+    mostly(st.builds(lambda a, b: {"from": a, "value": b},
+                     st.sampled_from(["human", "gpt", "system", "tool"]), mostly(TEXTS))),
+    max_size=4)  # fmt: skip
+DEFINED = st.lists(
+    mostly(some_of(type=st.just("function"), function=some_of(name=TEXTS, parameters=VALUES))),
+    max_size=2,
+)
+TOOL_LISTS = st.one_of(DEFINED, DEFINED.map(json.dumps))
+IDS = st.lists(mostly(st.integers(-2, 400)), max_size=6)
+PARTS_OF_ROWS = [
+    {"messages": MESSAGES, "tools": TOOL_LISTS},
+    {"messages": TALKS},
+    {"conversations": SHAREGPT, "system": TEXTS, "tools": TOOL_LISTS},
+    {"prompt": TEXTS, "completion": TEXTS},
+    {"prompt": MESSAGES, "completion": MESSAGES, "tools": TOOL_LISTS},
+    {"instruction": TEXTS, "input": TEXTS, "output": TEXTS},
+    {"question": TEXTS, "answer": TEXTS},
+    {"text": TEXTS},
+    {"input_ids": IDS, "labels": IDS},
+]
+ROWS = st.one_of(
+    VALUES,
+    *(st.fixed_dictionaries({k: mostly(v) for k, v in parts.items()}) for parts in PARTS_OF_ROWS),
+    st.builds(lambda row, more: row | more, some_of(**PARTS_OF_ROWS[0]),
+              st.dictionaries(ANY_TEXT, VALUES, max_size=2)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("template", [*TEMPLATES, None])
+def test_any_row_is_trained_or_left_out_or_refused(template, tokenizer, tmp_path):
+    """Whatever JSON can say: with documents of which each label is an id or -100, or a reason."""
+    tokenizer.chat_template, most = TEMPLATES.get(template), 50
+    path = tmp_path / "data.jsonl"
+    seen = {"kept": 0, "left out": 0, "refused": 0}
+
+    @settings(max_examples=70, derandomize=True, deadline=None, database=None,
+              phases=[Phase.generate], suppress_health_check=list(HealthCheck))  # fmt: skip
+    @given(rows=st.lists(ROWS, min_size=1, max_size=3))
+    def check(rows):
+        write_jsonl(path, [{"text": "fine"}, *rows])  # a file that begins with [ is one array
+        fine, *documents = encode_file(path, tokenizer, most)
+        assert fine["kept"] and len(documents) >= sum(row is not None for row in rows)
+        for one in documents:
+            ids, labels = one["input_ids"].tolist(), one["labels"].tolist()
+            for key in "form", "left_out", "where":
+                one[key].encode()  # Arrow holds nothing else
+            if one["kept"]:
+                seen["kept"] += 1
+                assert not one["left_out"] and one["form"]
+                assert len(ids) == len(labels) == one["length"] <= most
+                assert all(0 <= token < len(tokenizer) for token in ids)
+                assert all(label == IGNORE or 0 <= label < len(tokenizer) for label in labels)
+                assert one["n_trained"] == sum(label != IGNORE for label in labels[1:]) > 0
+            else:
+                is_refused = one["refused"]
+                seen["refused" if is_refused else "left out"] += 1
+                assert one["left_out"].strip()
+                assert re.fullmatch(rf"{re.escape(str(path))} line [2-4]", one["where"])
+
+    check()
+    assert min(seen.values()) > 3, seen  # all three come up
