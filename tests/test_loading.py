@@ -84,7 +84,8 @@ def test_what_is_read_ahead_is_bounded(stored):
     for request in requests:
         assert right(tensors, request, reader.read(request.name))
         most = max(most, sum(tensor.nbytes for tensor, _ in reader.ahead.values()))
-    assert 10_000 < most <= 20_000
+    largest = max(tensor.nbytes for tensor in tensors.values())  # it comes alone
+    assert 10_000 < most <= max(20_000, largest)
 
 
 def test_after_a_failed_read_there_are_zeros_and_an_error_at_the_end(stored):
@@ -146,6 +147,7 @@ def test_weights_are_told_by_name_alone(run_main, tiny_model, tmp_path):
     assert exchanged == {**offsets, up: offsets[gate], gate: offsets[up]} != offsets
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(DEVICE == "cuda", reason="hidden by CUDA's own; see benchmarks/")
 def test_reading_stops_within_bounded_memory(tmp_path, monkeypatch):
     """A rank reads 200 of 400 MB and keeps 56; what it needs beyond that is 65 MB, mostly
