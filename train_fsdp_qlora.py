@@ -64,8 +64,8 @@ from fsdp_qlora.adapter import Adapter, choose_adapted
 from fsdp_qlora.base import base_digest, load_tokenizer, model_directory, read_model_config
 from fsdp_qlora.check import check_family
 from fsdp_qlora.checkpoints import (
-    agree_on_content, checkpoint_path, drop_checkpoints, find_checkpoint, load_checkpoint,
-    save_adapter, write_checkpoint)
+    STATE_KEYS, agree_on_content, checkpoint_path, drop_checkpoints, find_checkpoint,
+    load_checkpoint, save_adapter, write_checkpoint)
 from fsdp_qlora.data.bins import deal_rows, make_bin, step_rows
 from fsdp_qlora.data.encode import prepare_data
 from fsdp_qlora.demo import make_demo
@@ -464,9 +464,11 @@ def shard_model(model, mesh, plan):
 
 
 def load_model(model, base, model_config, config, device):
-    """Fill all of the model that is frozen. Returns its `offsets` {linear's name in files: mean
-    absmax}, which tell one base model from another; whether its files are `prequantised`; and
-    `n_parameters`. All ranks must call this."""
+    """Fill all of the model that is frozen. All ranks must call this.
+
+    Returns a namespace: `offsets` {linear's name in files: mean absmax}, which tell one base model
+    from another; `prequantised`, whether its files are in 4 bits; `n_parameters`.
+    """
     arch, prequantised, dtype = model.arch, {}, getattr(torch, config.compute_dtype)
     names = tensor_names(arch, {})
     if not config.random_weights:
@@ -515,7 +517,7 @@ def load_model(model, base, model_config, config, device):
 
 def fill_model(model, names, read, prequantised, device):
     """Give the model its embedding, layers, norm and head. read(name) returns this rank's rows of a
-    tensor, flat. All ranks must call this."""
+    tensor, flat; it is asked about in the order of weight_requests(). All ranks must call this."""
     plan, dtype = model.plan, getattr(torch, model.plan.compute_dtype)
 
     def table(name):
@@ -523,21 +525,23 @@ def fill_model(model, names, read, prequantised, device):
 
     embedding = table(names.embedding)
     model.embedding = pinned_copy(embedding) if plan.embedding_on_host else embedding
-    # 4-bit weights before all that comes and goes: gaps between them would stay
-    shards = [None if plan.offload_params
-              else NF4Blocks.zeros(len(local_part(layer.nf4)), device, QUANT_STORAGE)
-              for layer in model.layers]
+    # First the 4-bit weights, then what comes and goes: else gaps between them would stay. For
+    # FSDP2 they are QUANT_STORAGE, bf16. Copied as such, without the hooks of NF4Blocks, 0.08 % of
+    # the packed words, those that are NaN in bf16, would be changed without an error.
+    local_nf4 = [None if plan.offload_params
+                 else NF4Blocks.zeros(len(local_part(layer.nf4)), device, QUANT_STORAGE)
+                 for layer in model.layers]
     quiet = len(model.layers) < 3 or not (is_rank_0() and sys.stderr.isatty())
     bar = tqdm(model.layers, "load and quantise", unit="layer", leave=False, disable=quiet)
-    for i, (layer, shard) in enumerate(zip(bar, shards)):
+    for i, (layer, shard) in enumerate(zip(bar, local_nf4)):
         if shard is None:
             shard = NF4Blocks.zeros(len(local_part(layer.nf4)), device, QUANT_STORAGE)
-        linears = [(own, names.of_layer(i, f"{own.place.linear.name}.weight"))
-                   for own in own_blocks(layer, model.shard)]
+        own_linears = [(own, names.of_layer(i, f"{own.place.linear.name}.weight"))
+                       for own in own_blocks(layer, model.shard)]
         if prequantised:
-            layer.nested = copy_quantised(linears, shard, read, prequantised)
+            layer.nested = copy_quantised(own_linears, shard, read, prequantised)
         else:
-            layer.nested = quantise(linears, shard, read, dtype, model)
+            layer.nested = quantise(own_linears, shard, read, dtype, model)
         if plan.offload_params:
             shard = NF4Blocks(*map(pinned_copy, (shard.packed, shard.absmax_codes)), device)
         set_local(layer, "nf4", shard)
@@ -550,41 +554,41 @@ def fill_model(model, names, read, prequantised, device):
     model.head = model.embedding if model.arch.tied else table(names.head)
 
 
-def quantise(linears, shard, read, dtype, model):
+def quantise(own_linears, shard, read, dtype, model):
     """Quantise this rank's blocks of a layer to NF4 with double quantisation, into `shard`, its
     NF4Blocks of zeros. Returns the layer's Nested. All ranks of the group must call this.
 
-    `linears` are (OwnBlocks, name in files). Blocks of 64 weights are quantised independently, so
-    they get the bytes that they would have in the whole tensor. The second level subtracts the mean
-    absmax of a whole linear: the absmax, 4 bytes for 64 weights, are gathered, and every rank
-    computes that level alike.
+    `own_linears` are (OwnBlocks, name in files), one a linear. Blocks of 64 weights are quantised
+    independently, so they get the bytes that they would have in the whole tensor. The second level
+    subtracts the mean absmax of a whole linear: the absmax, 4 bytes for 64 weights, are gathered,
+    and every rank computes that level alike.
     """
     absmax = torch.zeros(len(shard), dtype=torch.float32, device=shard.device)
-    for own, name in linears:
+    for own, name in own_linears:
         weights = read(name).to(shard.device, dtype)[own.weights]
         if len(weights):
             codes, state = bnb.functional.quantize_4bit(weights, blocksize=BLOCK, quant_type="nf4")
             shard.packed[own.local].view(-1)[: codes.numel()] = codes.view(-1)
             absmax[own.local] = state.absmax
     all_absmax = all_gather(absmax, model.group).view(-1) if model.shards > 1 else absmax
-    nested_absmax, offsets, code = [], [], dynamic_map(shard.device)
-    for own, _ in linears:
+    nested_absmax, offsets, codebook = [], [], dynamic_map(shard.device)
+    for own, _ in own_linears:
         # a tensor of its own: how a sum is rounded depends on where a tensor begins
         whole = all_absmax[own.place.blocks].clone()
         offsets.append(whole.mean())
         whole -= offsets[-1]
-        codes, state = bnb.functional.quantize_blockwise(whole, code, blocksize=NESTED_BLOCK)
+        codes, state = bnb.functional.quantize_blockwise(whole, codebook, blocksize=NESTED_BLOCK)
         shard.absmax_codes[own.local] = codes[own.blocks]
         nested_absmax.append(state.absmax)
-    code_values = torch.stack([code] * len(linears))
+    code_values = torch.stack([codebook] * len(own_linears))
     return Nested(torch.cat(nested_absmax), torch.stack(offsets), code_values)
 
 
-def copy_quantised(linears, shard, read, states):
+def copy_quantised(own_linears, shard, read, states):
     """quantise() for linears that bitsandbytes has quantised in the files: their bytes as they are.
     `states` is {name in files: what it has stored of the weight}."""
     nested_absmax, offsets, code_values = [], [], []
-    for own, name in linears:
+    for own, name in own_linears:
         codes = read(name)
         shard.packed[own.local].view(-1)[: codes.nbytes] = codes.view(torch.uint8)
         shard.absmax_codes[own.local] = read(f"{name}.absmax")
@@ -611,7 +615,7 @@ def make_optimizer(adapter, config):
 
 
 @torch.no_grad()
-def update(optimizer, adapter, rate):
+def optimizer_step(optimizer, adapter, rate):
     """One update of the adapter; the gradient is then 0. It is bitsandbytes' step() without its two
     waits for the GPU: only checkpoints read the paged state on the host, and they wait."""
     (group,) = optimizer.param_groups
@@ -655,14 +659,14 @@ def train_step(run, step):
             # copies of the model exchange gradients once a step, not once a micro-batch
             run.model.set_requires_all_reduce(not bins)
         local_loss += bin_loss(run, bin, 1 / trained_tokens)
-    numbers = clip_gradient(run, local_loss)
+    numbers = reduce_and_clip(run, local_loss)
     # on the host, while the GPU computes
     run.dealt = deal_step(run, step + 1) if step < config.max_steps else None
     loss, norm, request = numbers.tolist()  # waits for the GPU
     loss /= trained_tokens
     stop_if_diverged(run, step, loss, norm)
     rate = learning_rate(step, config)
-    update(run.optimizer, run.adapter, rate)
+    optimizer_step(run.optimizer, run.adapter, rate)
     seconds, run.step_start = clock() - run.step_start, clock()
     run.longest_step = max(run.longest_step, seconds)
     record = {
@@ -694,12 +698,12 @@ def bin_loss(run, bin, scale):
     return loss.detach()
 
 
-def clip_gradient(run, local_loss):
+def reduce_and_clip(run, local_loss):
     """Sum loss and gradient over all ranks, and scale the gradient down to --max_grad_norm. Returns
     the global loss, the norm before and the highest request of a rank, an index of REQUESTS, as one
     tensor, without waiting for the GPU. All ranks must call this."""
     adapter, grad = run.adapter, run.adapter.weights.grad
-    if dist.get_world_size() > adapter.shards and not run.plan.uses_fsdp:  # which sums them itself
+    if dist.get_world_size() > adapter.shards and not run.plan.uses_fsdp:  # FSDP2 sums them itself
         dist.all_reduce(grad)
     run.status.check_time(run.config, run.longest_step)
     request = "save" if clock() > run.save_due else None
@@ -803,8 +807,8 @@ def run_steps(run, done):
                 if log:
                     log.step(record)
             if step == done + 1:
-                # what there is now lives to the end: garbage collection need not look at it again,
-                # on one rank at a time while the others wait
+                # freeze what exists by now: garbage collection would look through it again and
+                # again, on one rank at a time while the others wait
                 gc.collect()
                 gc.freeze()
             evaluates = step == 0 or is_last or config.eval_every and step % config.eval_every == 0
@@ -844,12 +848,16 @@ def stop_run(run, step, is_evaluated, is_first):
 
 
 def save_checkpoint(run, step):
-    """Gather and write checkpoint-<step>; if that fails, say so and try again later. All ranks must
-    call this."""
+    """Gather adapter and optimizer state on rank 0, which writes checkpoint-<step>; if that fails,
+    say so and try again later. All ranks must call this."""
     run.status.extend_deadline(run.config, run.longest_step)
     started, name = clock(), checkpoint_path(run.directory, step).name
+    state = run.optimizer.state[run.adapter.weights]
+    torch.get_device_module(run.device).synchronize()  # no stream orders reads of paged state
+    weights = run.adapter.gather_weights()
+    state_by_layer = {key: list(run.adapter.gather(state[key])) for key in STATE_KEYS}
     try:
-        write_checkpoint(run, step)
+        on_rank_0(write_checkpoint, run, step, weights, state_by_layer)
     except Stop as e:
         run.save_due = clock() + RETRY_SECONDS
         say(f"{name} could not be saved: {e}; if training goes on, it is tried again in"

@@ -35,7 +35,7 @@ class AttentionHalf:
     rope: int | None  # index of arch.ropes; None: no rotary
 
     @property
-    def linears(self):
+    def fused_linears(self):
         return self.qkv, self.out
 
     def forward(self, work, x, want_sum=True):
@@ -74,7 +74,8 @@ class AttentionHalf:
         return norm_gradient(work, arch.attention_norm, kept.x, grad, residual)
 
     def rotary(self, work):
-        """The last arguments of rotate_forward() and rotate_backward()."""
+        """(cos, sin, temperature, q_norm's weight, k_norm's weight, arch): the last arguments of
+        rotate_forward() and rotate_backward()."""
         norms = work.vector(self.arch.q_norm), work.vector(self.arch.k_norm)
         return *work.bin.ropes[self.rope], *norms, self.arch
 

@@ -23,7 +23,7 @@ def norm_inputs(work, name, x, fused):
 
 
 def norm_gradient(work, name, x, grad, residual):
-    """`residual` + the gradient of x from `grad`, that of norm_inputs()."""
+    """Returns `residual` + the gradient of x, from `grad`, the gradient of norm(x)."""
     if name is None:
         return residual + grad
     return norm_backward(x, grad, residual, work.vector(name), work.arch.norm, work.arch.norm_eps)
@@ -73,5 +73,5 @@ def keep(**values):
 
 def weight_bytes(fused, item, hold_weights):
     """Bytes of the dequantised weights of a FusedLinear that are alive at once."""
-    sizes = [one.out_features for one in fused.products]
+    sizes = [one.out_features for one in fused.splits]
     return fused.width * (sum(sizes) if hold_weights else max(sizes)) * item

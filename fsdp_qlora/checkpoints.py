@@ -1,7 +1,6 @@
 """Checkpoints: written whole or not at all, read only if they are whole, of this run and no other.
 
-Stands on adapter, files and output. When to save is decided in the script, which also gathers what
-is saved.
+Stands on adapter and files. The script decides when to save and gathers what is saved.
 """
 
 import contextlib
@@ -22,7 +21,7 @@ from safetensors.torch import load_file
 
 from fsdp_qlora.adapter import write_adapter
 from fsdp_qlora.files import as_json, digest, read_json, sync_file, text_digest, write_whole
-from fsdp_qlora.ranks import Stop, gather_objects, on_rank_0, say
+from fsdp_qlora.ranks import Stop, gather_objects, say
 
 MUST_MATCH = (  # flags that a resumed run cannot change, besides rows and base model
     "random_weights", "compute_dtype", "adapter", "lora_rank", "lora_alpha", "lora_dropout",
@@ -37,19 +36,13 @@ def checkpoint_path(directory, step):
     return directory / f"checkpoint-{step:06d}"
 
 
-def write_checkpoint(run, step):
-    """Write checkpoint-<step>, whole or not at all. All ranks must call this; all raise Stop if
-    rank 0 cannot write."""
-    adapter, state = run.adapter, run.optimizer.state[run.adapter.weights]
-    torch.get_device_module(run.device).synchronize()  # no stream orders reads of paged state
-    weights = adapter.gather_weights()
-    tensors = {key: list(adapter.gather(state[key])) for key in STATE_KEYS}
-    on_rank_0(_write_checkpoint, run, step, weights, tensors)
+def write_checkpoint(run, step, weights, state_by_layer):
+    """Write checkpoint-<step>, whole or not at all, from the gathered {PEFT's name: tensor} and
+    {one of STATE_KEYS: a tensor for each layer}. Rank 0 only.
 
-
-def _write_checkpoint(run, step, weights, optimizer_tensors):
-    """Everything goes into a hidden directory, which gets its name when all is written, synced and
-    listed with its SHA-256: a directory with the right name is a whole checkpoint. Rank 0 only."""
+    Everything goes into a hidden directory, which gets its name when all is written, synced and
+    listed with its SHA-256: a directory with the right name is a whole checkpoint.
+    """
     final = checkpoint_path(run.directory, step)
     hidden = run.directory / f".{final.name}.part"
     remove_at_once(hidden)  # of a save that failed
@@ -60,7 +53,7 @@ def _write_checkpoint(run, step, weights, optimizer_tensors):
     hidden.mkdir()
     try:
         write_adapter(hidden, weights, run.lora_config)
-        stacked = {key: torch.stack(layers) for key, layers in optimizer_tensors.items()}
+        stacked = {key: torch.stack(layers) for key, layers in state_by_layer.items()}
         write_whole(hidden / "optimizer.safetensors", stacked)
         names = "adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors"
         state = {

@@ -34,7 +34,7 @@ class Layout:
 
     @property
     def fused_linears(self):
-        return self.attention.linears + self.mlp.linears
+        return self.attention.fused_linears + self.mlp.fused_linears
 
     @functools.cached_property
     def places(self):
@@ -185,8 +185,8 @@ class LayerFunction(torch.autograd.Function):
             work.held.clear()  # room for the MLP's weights
             grad_middle = mlp.recomputed_backward(work, x if parallel else middle, grad)
             del middle
-        # in a parallel layer attention gets the gradient of the layer's sum, and what came through
-        # the MLP is x's already
+        # in a parallel layer attention gets the gradient of the layer's sum; grad_middle then has
+        # the gradient of x through the MLP already
         upstream = grad if parallel else grad_middle
         needs_x = ctx.needs_input_grad[0]
         grad_x = attention.backward(work, attention_kept, upstream, grad_middle, needs_x)

@@ -47,7 +47,7 @@ class Status:
         self.where = "outside of the steps (loading or saving)"
         self.how_to_resume = "the same command resumes it"
         self.started = time.monotonic()
-        self.deadline = math.inf  # when the process has hung
+        self.deadline = math.inf  # by the clock; after it the process counts as frozen
         self.stop_reason, self.signal_time = None, -math.inf
         self.is_ending, self.has_said_end, self.end_lock = False, False, threading.Lock()
 

@@ -19,21 +19,21 @@ class LinearPlace:
     """Where the values of one linear lie. Made by fuse_linears() alone."""
 
     linear: object  # a Linear
-    index: int  # among the layer's linears: of its offset and code table in `Nested`
-    blocks: slice  # of the layer's `nf4`: its blocks of 64 weights
-    nested: slice  # of Nested.absmax: its second-level scales
-    outputs: slice  # of the fused linear's outputs: its own
-    columns: slice | None  # of the fused linear's adapter columns; None: it has no adapter
-    lora_a: slice | None  # of the layer's `adapter`: A [lora_rank, in]
-    lora_b: slice | None  # B [out, lora_rank]
-    magnitude: slice | None  # DoRA's magnitudes [out]; else None
+    index: int  # its number in the layer: row of Nested.offsets and Nested.code_values
+    blocks: slice  # into the layer's `nf4`, in blocks of 64 weights
+    nested: slice  # into Nested.absmax, its second-level scales
+    outputs: slice  # into the outputs of its FusedLinear
+    columns: slice | None  # into the d of its FusedLinear, see products; None: it has no adapter
+    lora_a: slice | None  # into the layer's `adapter`: A [lora_rank, in]
+    lora_b: slice | None  # into the layer's `adapter`: B [out, lora_rank]
+    magnitude: slice | None  # into the layer's `adapter`: DoRA's magnitudes [out]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FusedLinear:
     """Linears that read one input and are computed as one product, as q, k and v."""
 
-    site: int  # number in the layer: tells fused linears, and their dropout, apart
+    dropout_site: int  # number in the layer, see drop()
     places: tuple  # of LinearPlace
     in_features: int
     out_features: int
@@ -48,12 +48,12 @@ class FusedLinear:
 
     @property
     def outputs(self):
-        """Of the whole fused linear, where this is one of its `products`."""
+        """The outputs of the whole FusedLinear that this one, perhaps a part of it, computes."""
         return slice(self.places[0].outputs.start, self.places[-1].outputs.stop)
 
     @property
     def blocks(self):
-        """Of the layer's `nf4`."""
+        """Slice into the layer's `nf4`, with all its blocks."""
         return slice(self.places[0].blocks.start, self.places[-1].blocks.stop)
 
     def local_outputs(self, place):
@@ -62,8 +62,9 @@ class FusedLinear:
         return slice(place.outputs.start - start, place.outputs.stop - start)
 
     @functools.cached_property
-    def products(self):
-        """What is dequantised and multiplied at once: all its linears or, if large, one by one."""
+    def splits(self):
+        """The FusedLinears that are dequantised and multiplied at once: itself or, if it is large,
+        one for each linear, whose width, n_columns, lora_a and bias stay those of the whole."""
         if self.out_features * self.in_features <= LARGE_WEIGHT:
             return (self,)
         return tuple(
@@ -93,7 +94,7 @@ class Allocator:
         return slice(start, start + n)
 
 
-def fuse_linears(site, linears, adapted, config, vectors, allocator):
+def fuse_linears(dropout_site, linears, adapted, config, vectors, allocator):
     """The FusedLinear of these Linears; those named in `adapted` get an adapter.
 
     `vectors` is {name: (slice, shape)} of the layer's norms and biases.
@@ -126,7 +127,7 @@ def fuse_linears(site, linears, adapted, config, vectors, allocator):
     if linears[0].bias:  # biases of a fused linear follow one another
         first, last = (vectors[f"{linears[i].name}.bias"][0] for i in (0, -1))
         bias = slice(first.start, last.stop)
-    return FusedLinear(site, tuple(places), n_in, outputs, rank, n_columns, lora_a, bias)
+    return FusedLinear(dropout_site, tuple(places), n_in, outputs, rank, n_columns, lora_a, bias)
 
 
 def _part(whole, start, n):

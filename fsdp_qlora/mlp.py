@@ -32,7 +32,7 @@ class MLPHalf:
     down: FusedLinear
 
     @property
-    def linears(self):
+    def fused_linears(self):
         return self.gate_up, self.down
 
     def forward(self, work, middle, source, want_sum=True):
@@ -49,7 +49,8 @@ class MLPHalf:
         return out, kept
 
     def backward(self, work, kept, grad):
-        """`grad`, the gradient of forward()'s sum, plus the gradient of `source` from it."""
+        """The gradient of `middle`, given `grad`, that of forward()'s sum. It includes the gradient
+        of `source`, which comes through the MLP."""
         arch = self.arch
         upstream = branch_gradient(work, kept.branch, grad, arch.mlp_post_norm, MLP_SITE)
         upstream = product_backward(work, self.down, kept.activated, upstream)

@@ -89,7 +89,7 @@ class OwnBlocks:
 
     @property
     def weights(self):
-        """These blocks' weights among all of those rows."""
+        """Slice into the flat tensor of `rows`: exactly the weights of these blocks."""
         start = self.blocks.start * BLOCK % self.place.linear.in_features
         return slice(start, start + (self.blocks.stop - self.blocks.start) * BLOCK)
 

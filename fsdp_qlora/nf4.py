@@ -79,6 +79,7 @@ class NF4Blocks(torch.Tensor):
         raise NotImplementedError(f"{func} of NF4Blocks")
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+        """FSDP2 calls it before a gather. Returns (the tensors to gather, metadata)."""
         packed = self.packed.to(self.device, non_blocking=True)
         absmax_codes = self.absmax_codes.to(self.device, non_blocking=True)
         # FSDP2 passes the mesh of the shards alone, without its replicas
@@ -90,6 +91,8 @@ class NF4Blocks(torch.Tensor):
     fsdp_pre_all_gather.__signature__ = inspect.signature(fsdp_pre_all_gather)
 
     def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
+        """FSDP2 calls it with the gathered tensors. Returns (the whole NF4Blocks, the tensors that
+        FSDP2 frees with it); None where `out` is that already."""
         packed, absmax_codes = outputs if len(outputs) == 2 else outputs[0].split(
             [outputs[0].numel() // (BLOCK // 2 + 1) * n for n in (BLOCK // 2, 1)])
         if out is None:

@@ -1,7 +1,7 @@
 """The plan: of all layouts of the work that fit into memory, the one predicted to be the fastest.
 
-Stands on layer, whose parts tell what they keep and compute, and on machine. What the plan decides
-is done by the script, model and layer.
+Stands on machine. The Layouts of layer tell it what their parts keep and compute. What the plan
+decides is done by the script, model and layer.
 """
 
 import dataclasses

@@ -26,19 +26,20 @@ def fill_columns(work, fused, inputs):
         return
     x, columns = inputs[:, : fused.in_features], inputs[:, fused.in_features :]
     a = work.adapter[fused.lora_a].view(-1, fused.in_features)
+    dropped = work.drop(x, work.layout.dropout, fused.dropout_site)
     columns.zero_()  # torch 2.13 on a CPU reads what is there even with beta=0, and 0 * NaN is NaN
-    torch.addmm(a.new_zeros(()), work.drop(x, work.layout.dropout, fused.site), a.t(), beta=0,
-                alpha=work.layout.scaling, out=columns[:, : fused.n_columns])
+    torch.addmm(a.new_zeros(()), dropped, a.t(), beta=0, alpha=work.layout.scaling,
+                out=columns[:, : fused.n_columns])
 
 
 def product(work, fused, inputs):
     """Outputs [n, out] of linears with their adapters; fills the last columns of inputs [n, width].
     """
     fill_columns(work, fused, inputs)
-    if len(fused.products) == 1:
+    if len(fused.splits) == 1:
         return _one_product(work, fused, inputs)
     out = inputs.new_empty(len(inputs), fused.out_features)
-    for one in fused.products:
+    for one in fused.splits:
         if inputs.is_cuda and one.bias is None and not work.layout.dora:
             torch.mm(inputs, work.weight(one).t(), out=out[:, one.outputs])  # without a copy
         else:
@@ -61,7 +62,7 @@ def product_backward(work, fused, inputs, grad, needs_x=True):
     n_in, layout, grad_inputs = fused.in_features, work.layout, None
     a = work.adapter[fused.lora_a].view(-1, n_in)  # [n_columns, in]
     x, d = inputs[:, :n_in], inputs[:, n_in:]
-    for one in fused.products:
+    for one in fused.splits:
         weight, part = work.weight(one), grad[:, one.outputs]
         if layout.dora and one.adapted:
             # y = c u + bias with c = m / norm; PEFT, too, treats the norm as a constant
@@ -84,12 +85,12 @@ def product_backward(work, fused, inputs, grad, needs_x=True):
     if not fused.n_columns:
         return grad_x
     grad_d = grad_d[:, : fused.n_columns]
-    grad_a = fp32_product(grad_d.t(), work.drop(x, layout.dropout, fused.site))
+    grad_a = fp32_product(grad_d.t(), work.drop(x, layout.dropout, fused.dropout_site))
     work.grad_adapter[fused.lora_a].view(-1, n_in).add_(grad_a, alpha=layout.scaling)
     if not needs_x:
         return None
     if layout.dropout:
-        return grad_x + work.drop(layout.scaling * (grad_d @ a), layout.dropout, fused.site)
+        return grad_x + work.drop(layout.scaling * (grad_d @ a), layout.dropout, fused.dropout_site)
     return grad_x.addmm_(grad_d, a, alpha=layout.scaling)
 
 

@@ -1,7 +1,7 @@
 """The vocabulary: embedding of tokens and the loss over them, both tables sharded by rows.
 
 Stands on elementwise, products and ranks. To train another loss, change logits_statistics(),
-logits_gradient() and HeadLoss.forward(), which uses both.
+logits_gradient(), HeadLoss.forward(), which uses both, and the reference in check_family().
 """
 
 import math

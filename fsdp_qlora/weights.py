@@ -1,4 +1,4 @@
-"""A checkpoint's safetensors: what they hold, whether it is all there, and how it is read.
+"""The base model's safetensors: what they hold, whether it is all there, and how it is read.
 
 Stands on files and on nf4's constants. Reading gives a tensor by its name; which rows this rank
 asks for is in model, what is done with them, quantising too, in the script.
@@ -29,7 +29,8 @@ DTYPES = {**FLOATS, "U8": torch.uint8}
 NF4_STATE = "quant_state.bitsandbytes__nf4"  # bitsandbytes' name, behind that of the weight
 NF4_PARTS = "absmax", "nested_absmax", "nested_quant_map", "quant_map", NF4_STATE  # all of them
 Stored = collections.namedtuple("Stored", "path dtype shape start stop")  # bytes [start, stop)
-Request = collections.namedtuple("Request", "name shape rows")  # rows: range of the first dimension
+# `rows`: a range of the first dimension of `shape`; with shape (1,) and range(1) all of the tensor
+Request = collections.namedtuple("Request", "name shape rows")
 
 
 def weight_files(directory):

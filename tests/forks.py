@@ -424,7 +424,7 @@ def write_in_place():
         stacked = {key: torch.stack(layers) for key, layers in optimizer_tensors.items()}
         save_file(stacked, path / "optimizer.safetensors")
 
-    house.replace("_write_checkpoint", write)
+    house.replace("write_checkpoint", write)
     house.replace(
         "read_checkpoint", lambda path: json.loads((path / "checkpoint.json").read_text())
     )

@@ -269,7 +269,7 @@ def test_full_disk_ends_no_training(start, undisturbed, tmp_path):
 # ------------------------------------------------------------------------------------------------
 
 PHASES = {  # function: which call of it, after which step the run then stops
-    "load_model": (1, 0), "train_step": (3, 3), "evaluate": (1, 3), "write_checkpoint": (1, 5),
+    "load_model": (1, 0), "train_step": (3, 3), "evaluate": (1, 3), "save_checkpoint": (1, 5),
     "save_adapter": (1, None)}  # fmt: skip
 
 
@@ -459,7 +459,7 @@ def wait_until(what, seconds):
     ("function", "rank"),
     [("train_step", 1)]
     + [pytest.param(function, rank, marks=pytest.mark.chaos)
-       for function in ("train_step", "evaluate", "write_checkpoint") for rank in (0, 1)],
+       for function in ("train_step", "evaluate", "save_checkpoint") for rank in (0, 1)],
 )  # fmt: skip
 def test_rank_is_frozen(function, rank, start, undisturbed, tmp_path):
     """The other writes down where it waits, and ends; torchrun then ends the frozen one."""

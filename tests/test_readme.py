@@ -8,12 +8,11 @@ import math
 import os
 import re
 import shlex
-import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from conftest import do_here
 from house import parse_config
 from torch.distributed.run import get_args_parser
 
@@ -237,16 +236,13 @@ def test_error_texts_are_the_scripts(error):
 
 
 @pytest.fixture(scope="module")
-def demo(standalone, tmp_path_factory):
-    """One step of the demo with an evaluation, as the README shows its log; by a copy of the single
-    file alone, as people may take it."""
+def demo(tmp_path_factory):
+    """One step of the demo with an evaluation, as the README shows its log."""
     directory = tmp_path_factory.mktemp("demo")
-    copy = shutil.copy(standalone / "train_fsdp_qlora.py", directory)
-    command = [sys.executable, copy, "--max_steps", "1", "--output_dir", "run", "--eval_dataset",
-               "0.1"]  # fmt: skip
-    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return directory / "run", done.stdout.splitlines()
+    argv = ["--max_steps", "1", "--output_dir", "run", "--eval_dataset", "0.1"]
+    codes, out, err = do_here([{"argv": argv}], directory)
+    assert codes == [0], err
+    return directory / "run", out.splitlines()
 
 
 def test_metrics_are_documented(demo):

@@ -172,7 +172,7 @@ def gradients(job, process):
         adapter.weights.data.copy_(adapter.weights.grad)
         return {"loss": torch.tensor(record["loss"]), **adapter.gather_weights()}
 
-    house.replace("update", lambda optimizer, adapter, rate: None)
+    house.replace("optimizer_step", lambda optimizer, adapter, rate: None)
     return {
         f"{name}/{key}": value
         for name, flags in job["settings"].items()
@@ -186,7 +186,7 @@ def optimizer(job, process):
     """Every rank: its own part of weights and gradients before and after each of some steps."""
 
     def look(run):
-        adapter, out, update = run.adapter, {}, house.get("update")
+        adapter, out, update = run.adapter, {}, house.get("optimizer_step")
 
         def watched(optimizer, adapter, rate):
             step = len(out) // 4
@@ -196,7 +196,7 @@ def optimizer(job, process):
             update(optimizer, adapter, rate)
             out[f"{step}/after"] = adapter.by_layer(adapter.weights.data).clone()
 
-        house.replace("update", watched)
+        house.replace("optimizer_step", watched)
         for step in range(1, job["steps"] + 1):
             train_fsdp_qlora.train_step(run, step)
         state = run.optimizer.state[adapter.weights]

@@ -31,9 +31,9 @@ ENCODED = {  # what encode_pieces() yields of a document
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The encoded data set. From here on a row is one document of parse_row(), of which a
-    conversation may have become several. The tokens lie end to end in a few arrays, int32, views of
-    a memory-mapped file, which all ranks of a node share."""
+    """The encoded data set. Each entry is one document of parse_row(), from here on called a row;
+    a conversation may give several. The tokens lie end to end in a few int32 arrays, views of
+    a memory-mapped file that all ranks of a node share."""
 
     input_ids: list  # of arrays
     labels: list  # of arrays of the same sizes

@@ -134,7 +134,7 @@ def with_system(row, messages):
 
 
 def from_sharegpt(message):
-    """A message of ShareGPT in OpenAI's words; what is none stays as it is."""
+    """A message of ShareGPT in OpenAI's words; anything else is returned unchanged."""
     if not isinstance(message, dict) or not isinstance(message.get("from"), str):
         return message
     role = message["from"]
