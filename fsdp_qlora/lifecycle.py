@@ -46,7 +46,7 @@ class Status:
         self.step, self.max_steps, self.checkpoint = 0, None, None  # checkpoint: its name
         self.where = "outside of the steps (loading or saving)"
         self.how_to_resume = "the same command resumes it"
-        self.started = time.monotonic()
+        self.started, self.parent = time.monotonic(), os.getppid()
         self.deadline = math.inf  # by the clock; after it the process counts as frozen
         self.stop_reason, self.signal_time = None, -math.inf
         self.is_ending, self.has_said_end, self.end_lock = False, False, threading.Lock()
@@ -107,7 +107,8 @@ class Status:
     def say_end(self, code, message):
         """Write down and print why the run ends. Where all ranks know, only rank 0 does."""
         with self.end_lock:  # both threads may come here at once
-            is_alone = code != AGAIN or message.startswith(LOST)  # rank 0 may be what is lost
+            # rank 0 may be what is lost; but where torchrun is, all ranks know
+            is_alone = code != AGAIN or message.startswith(LOST) and os.getppid() == self.parent
             if (is_rank_0() or is_alone) and not self.has_said_end:
                 self.write("stopped" if code == AGAIN else "failed", code, message)
                 print_error(f"{'stopped' if code == AGAIN else 'error'}: {message}")
