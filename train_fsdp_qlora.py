@@ -310,9 +310,12 @@ def train(given, device, status):
         optimizer = make_optimizer(adapter, config)
         if config.adapter == "dora":
             measure_weight_norms(model)
-        run = Run(config, plan, status, directory, device, rows, eval_rows, content, lora_config,
-                  kernels, model, adapter, optimizer, make_store(plan, arch, device),
-                  Graphs(model, device) if plan.graphs else None, saved_step=done)
+        run = Run(
+            config=config, plan=plan, status=status, directory=directory, device=device, rows=rows,
+            eval_rows=eval_rows, content=content, lora_config=lora_config, kernels=kernels,
+            model=model, adapter=adapter, optimizer=optimizer,
+            store=make_store(plan, arch, device),
+            graphs=Graphs(model, device) if plan.graphs else None, saved_step=done)
         if done:
             status.enter("checkpoint")
             with together():
@@ -758,11 +761,11 @@ def evaluate(run):
 
 
 def log_evaluation(run, log, step):
-    """Evaluate after `step`. Returns whether the loss is the best so far, None where the run was
-    asked to stop. All ranks must call this."""
+    """Evaluate after `step`. Returns whether that was done to the end, as it is unless the run is
+    asked to stop, and whether the loss is the best so far. All ranks must call this."""
     progress, started = run.progress, clock()
     if (loss := evaluate(run)) is None:
-        return None
+        return False, False
     is_best = progress["best_loss"] is None or loss < progress["best_loss"]
     progress["evaluated"] = step
     if is_best:
@@ -774,7 +777,7 @@ def log_evaluation(run, log, step):
                     "eval_seconds": clock() - started})
     best = ", the best so far" if is_best and step else ""
     say(f"evaluation after step {step}: loss {loss:.4f}, perplexity {perplexity:.2f}{best}")
-    return is_best and step > 0
+    return True, is_best and step > 0
 
 
 # ------------------------------------------------------------------------------------------------
@@ -797,7 +800,7 @@ def run_steps(run, done):
     try:
         # from `done`: a run that was stopped before the evaluation of that step does it now
         for step in range(done, config.max_steps + 1):
-            request, is_best, is_last = None, False, step == config.max_steps
+            request, is_evaluated, is_best, is_last = None, True, False, step == config.max_steps
             status.extend_deadline(config, run.longest_step)
             status.step = step
             if step > done:
@@ -814,16 +817,15 @@ def run_steps(run, done):
             evaluates = step == 0 or is_last or config.eval_every and step % config.eval_every == 0
             if (run.eval_rows and evaluates and run.progress["evaluated"] != step
                     and request != "stop"):
-                is_best = log_evaluation(run, log, step)
-                if is_best is None:  # it was interrupted
-                    request = "stop"
+                is_evaluated, is_best = log_evaluation(run, log, step)
+                request = request if is_evaluated else "stop"
             saves = is_last or request or is_best or save_steps and step % save_steps == 0
             if saves and run.saved_step < step:
                 save_checkpoint(run, step)
             if evaluates or saves:
                 run.step_start = clock()  # they do not count as time of a step
             if request == "stop":
-                stop_run(run, step, is_evaluated=is_best is not None, is_first=step == done)
+                stop_run(run, step, is_evaluated, is_first=step == done)
     finally:
         status.deadline = math.inf
         if log:

@@ -95,7 +95,12 @@ class OwnBlocks:
 
 
 def own_blocks(layer, shard):
-    """The OwnBlocks of each of a layer's linears, for the rank that has this shard."""
+    """The OwnBlocks of each of a layer's linears, for the rank that has this shard.
+
+    The linears lie end to end, and the whole is cut into equal shards: of a Llama-3-8B shared by
+    two, rank 0 has q, k, v, o, gate and a seventh of up, rank 1 the rest of up and down. Of a
+    linear in other shards alone the slices are empty.
+    """
     n = len(local_part(layer.nf4))
     first, found = shard * n, []
     for place in layer.layout.places:
