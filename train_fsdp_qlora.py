@@ -292,7 +292,7 @@ def train(given, device, status):
             layouts = make_layouts(arch, adapted, config)
             kernels = choose_attention(config, arch, device)
         plan = agree_on_plan(config, arch, layouts, rows, eval_rows, limit, device, kernels)
-        say_start(config, plan, kernels, limit, device, VERSIONS)
+        say_start(given, config, plan, kernels, limit, device, VERSIONS)
         if tokenizer:
             say_example(rows, tokenizer)
         if not config.random_weights:
@@ -329,7 +329,6 @@ def train(given, device, status):
         verify_model(model, plan)
         say(f"parameters: {adapter.n_trainable:,} trainable ({config.adapter}),"
             f" {frozen.n_parameters:,} frozen")
-        say_memory("before step 1", device)
 
         # 6. Loop and save
         status.enter("training")

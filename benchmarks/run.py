@@ -219,7 +219,7 @@ def gemm_ceiling(model, tokens):
 
 # ---- one case ----------------------------------------------------------------------------------
 
-MARKS = ("configuration: ", "plan: ", "weights loaded", "before step 1", "step +1/")  # of a log
+MARKS = ("chosen: ", "plan: ", "weights loaded", "steps: ", "step +1/")  # of a log
 
 
 def launch(gpus, program, log, limit, **env):

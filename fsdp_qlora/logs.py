@@ -78,10 +78,9 @@ class Log:
         if time.monotonic() - self.last_line >= LOG_SECONDS or step == self.max_steps:
             self.last_line = time.monotonic()
             self.status.write("training")
-            say("step {step:6d}/{max_steps}  loss {loss:7.4f}  lr {learning_rate:.2e}"
-                "  grad {grad_norm:8.4f}  {rows} rows  {tokens:,} tokens in {bins} bins"
-                " {bins_full:.0%} full  {tokens_per_second_per_gpu:9,.0f} tok/s/GPU"
-                "  peak {peak_memory_gib:6.2f} GiB".format(max_steps=self.max_steps, **record))
+            say("step {step:5d}/{max_steps} loss {loss:7.4f} lr {learning_rate:.1e} grad"
+                " {grad_norm:6.3f} {tokens_per_second_per_gpu:6,.0f} tok/s/GPU"
+                " {peak_memory_gib:.2f} GiB".format(max_steps=self.max_steps, **record))
 
     def close(self):
         self.write()
@@ -155,17 +154,18 @@ def draw_losses(directory):
         say(f"no loss.png: {e}")
 
 
-def say_start(config, plan, kernels, limit, device, versions):
-    """Print what this run is, before it begins."""
+def say_start(given, config, plan, kernels, limit, device, versions):
+    """Print what this run is, before it begins: what it has chosen for flags that were not given,
+    on what it runs, and the plan."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, gloo"
-    say(f"configuration: {json.dumps(dataclasses.asdict(config))}")
+    chosen = {name: value for name, value in vars(config).items() if value != vars(given)[name]}
+    say("chosen: " + " ".join(f"--{name} {value}" for name, value in chosen.items()))
     say(", ".join(f"{name} {version}" for name, version in versions.items())
         + f"; {dist.get_world_size()} x {gpu}")
     if device.type == "cuda" and why_no_triton():
         say(f"slower than need be, without fused kernels: {why_no_triton()}")
-    used = {kind: ", ".join(sorted({function.__name__ for function in kernels[kind].values()}))
-            for kind in kernels}
-    say(f"attention: bins of rows of one length: {used['same']}; bins of other rows: {used['any']}")
+    used = {f.__name__ for kind in kernels.values() for f in kind.values()}
+    say(f"attention: {', '.join(sorted(used))}")
     say_plan(plan, config, limit)
 
 

@@ -325,9 +325,7 @@ def agree_on_plan(config, arch, layouts, rows, eval_rows, limit, device, kernels
 
 
 def say_plan(plan, config, limit):
-    parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in plan.memory.items()
-                      if size > 2**30 / 200)
-    say(f"memory plan of one GPU, GiB: {parts}")
+    """Print the plan: the memory that it is predicted to take, and how the work is laid out."""
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         used = total - free - torch.cuda.memory_reserved()
@@ -347,10 +345,12 @@ def say_plan(plan, config, limit):
         + ("; the embedding is in host memory" if plan.embedding_on_host else "")
         + ("; CUDA graphs" if plan.graphs else f"; no CUDA graphs: {plan.why_no_graphs}")
         + f"; {1e6 * plan.token_seconds:,.1f} us a token predicted")
+    parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in plan.memory.items()
+                      if size > 2**30 / 200)
     say(f"predicted peak {plan.bytes / 2**30:.2f} GiB"
         + (f" of {limit / 2**30:.2f} GiB" if limit else "")
         + (f", and {plan.host_bytes / 2**30:.2f} GiB of pinned host memory"
-           if plan.host_bytes else ""))
+           if plan.host_bytes else "") + f": {parts}")
 
 
 def make_store(plan, arch, device):

@@ -272,7 +272,7 @@ def test_last_lines_have_the_form_shown(demo):
     def form(line):
         # the README shows two ranks, here is one
         line = re.sub(r"[\d.]+ GiB \(peak [\d.]+\); ", "", line)
-        line = re.sub(r"runs/[\d-]+|\brun\b", "RUN", line)
+        line = re.sub(r"runs/[\w-]+|\brun\b", "RUN", line)
         # the environment's, or its path; the script's from the folder that training ran in
         line = re.sub(r"^\S*python[\d.]* \S*merge_", "PYTHON merge_", line)
         return re.sub(r"[ \d.,e+-]*\d", "#", line)
