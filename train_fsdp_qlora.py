@@ -77,7 +77,7 @@ from fsdp_qlora.flags import parse_flags, resolve_config, save_interval
 from fsdp_qlora.attention import (
     attends, batched_attention, document_attention, flash_attention, varlen_attention)
 from fsdp_qlora.layer import make_layouts
-from fsdp_qlora.lifecycle import REQUESTS, watch_process, why_diverged
+from fsdp_qlora.lifecycle import LOST_DIRECTORY, REQUESTS, watch_process, why_diverged
 from fsdp_qlora.logs import Log, draw_losses, say_example, say_speed, say_start
 from fsdp_qlora.machine import host_memory, limit_memory, memory_gib, say_memory
 from fsdp_qlora.model import (
@@ -838,6 +838,8 @@ def stop_run(run, step, is_evaluated, is_first):
     if is_first and not is_evaluated and why.startswith("--max_minutes"):
         raise Stop(f"{why} before the evaluation after step {step} was done, and so it would go"
                    " again: give more, or evaluate fewer rows", EXITS["flags"])
+    if why == LOST_DIRECTORY:  # this saves elsewhere, says where, and ends the run
+        on_rank_0(save_adapter, run, run.adapter.gather_weights())
     saved = checkpoint_path(run.directory, run.saved_step).name
     left = f"{saved} is whole" if run.saved_step else "nothing is saved"
     raise Stop(f"{why}, after step {step}; {left}; {run.status.how_to_resume}", AGAIN)
@@ -876,7 +878,7 @@ def finish_run(run):
     next. All ranks must call this."""
     run.status.enter("saving")
     weights, directory = run.adapter.gather_weights(), run.directory
-    on_rank_0(save_adapter, directory, weights, run.lora_config)
+    on_rank_0(save_adapter, run, weights)
     on_rank_0(draw_losses, directory)
     if best := run.progress["best_step"]:
         path = checkpoint_path(directory, best)

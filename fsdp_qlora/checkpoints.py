@@ -20,7 +20,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from fsdp_qlora.adapter import write_adapter
-from fsdp_qlora.files import as_json, digest, read_json, sync_file, text_digest, write_whole
+from fsdp_qlora.files import (
+    as_json, digest, read_json, remove, sync_file, text_digest, write_whole)
 from fsdp_qlora.ranks import Stop, gather_objects, say
 
 MUST_MATCH = (  # flags that a resumed run cannot change, besides rows and base model
@@ -38,11 +39,13 @@ def checkpoint_path(directory, step):
 
 def write_checkpoint(run, step, weights, state_by_layer):
     """Write checkpoint-<step>, whole or not at all, from the gathered {PEFT's name: tensor} and
-    {one of STATE_KEYS: a tensor for each layer}. Rank 0 only.
+    {one of STATE_KEYS: a tensor for each layer}. Raises OSError, and ValueError where the directory
+    is not this run's any more. Rank 0 only.
 
     Everything goes into a hidden directory, which gets its name when all is written, synced and
     listed with its SHA-256: a directory with the right name is a whole checkpoint.
     """
+    run.status.check_lock()
     final = checkpoint_path(run.directory, step)
     hidden = run.directory / f".{final.name}.part"
     remove_at_once(hidden)  # of a save that failed
@@ -100,10 +103,7 @@ def remove_at_once(path):
     if path.is_symlink() or path.exists():
         aside = path.with_name(f".checkpoint-{time.time_ns()}.old")
         os.replace(path, aside)
-        if aside.is_dir() and not aside.is_symlink():
-            shutil.rmtree(aside, ignore_errors=True)
-        else:
-            aside.unlink()
+        remove(aside)
 
 
 def checkpoints_of(directory):
@@ -130,7 +130,7 @@ def drop_checkpoints(run, step):
 
 def read_checkpoint(path):
     """What checkpoint.json holds. Raises ValueError unless it and all files that it lists have the
-    SHA-256 with which they were written."""
+    SHA-256 with which they were written; OSError where that cannot be told now."""
     try:
         state = read_json(path / "checkpoint.json")
         if state.pop("sha256") != text_digest(state):
@@ -140,14 +140,18 @@ def read_checkpoint(path):
         for name, sha in state["files"].items():
             if digest(path / name) != sha:
                 raise ValueError(f"{name} has another SHA-256 than when it was written")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, KeyError,
+            TypeError, AttributeError) as e:
         raise ValueError(f"{path}, which is not whole: {e}")
+    except OSError as e:  # it may be whole
+        raise OSError(f"{path} cannot be read now: {e}; it stays as it is: try the same command"
+                      " again")
     return state
 
 
 def newest_checkpoint(directory):
     """The path and the state of a run's newest whole checkpoint, or None, None. Prints which it
-    skips; raises ValueError if all are damaged. Rank 0 only."""
+    skips; raises ValueError if all are damaged, OSError if one cannot be read. Rank 0 only."""
     broken = []
     for _, path in checkpoints_of(directory):
         try:
@@ -190,10 +194,14 @@ def find_checkpoint(config, directory, content):
             raise ValueError(f"--output_dir {directory} holds a run with another {what}")
     if not path:
         return 0
-    for name in SCHEDULE:
-        if before.get(name) != same[name]:
-            say(f"changed: --{name} is {same[name]}, and was {before.get(name)} until step"
-                f" {state['step']}")
+    changed = [name for name in SCHEDULE if before.get(name) != same[name]]
+    if state["step"] == config.max_steps and {*changed} - {"max_steps"}:
+        other = "; ".join(f"--{name} {before.get(name)}, not {same[name]}" for name in changed)
+        raise ValueError(f"--output_dir {directory} holds a run with {other}, and all of its"
+                         f" {config.max_steps} steps are done: name another directory")
+    for name in changed:
+        say(f"changed: --{name} is {same[name]}, and was {before.get(name)} until step"
+            f" {state['step']}")
     if state["step"] > config.max_steps:
         raise ValueError(f"--max_steps {config.max_steps}: {path} has more steps")
     for step, skipped in checkpoints_of(directory):
@@ -218,17 +226,25 @@ def agree_on_content(config, rows, eval_rows, base_sha256):
     return content
 
 
-def save_adapter(directory, weights, lora_config):
-    """Write the trained adapter in PEFT's format; if --output_dir cannot be written, beside it or
-    in the system's temporary directory. Rank 0 only."""
-    errors = []
+def save_adapter(run, weights):
+    """Write the trained adapter in PEFT's format, and its SHA-256 into train_config.json; if
+    --output_dir cannot be written or is lost, the adapter beside it or in the system's temporary
+    directory, and OSError says where. Rank 0 only."""
+    directory, errors = run.directory, []
     for place in directory, directory.resolve().parent, Path(tempfile.gettempdir()):
         try:
-            if errors:
-                place = Path(tempfile.mkdtemp(prefix=f"{directory.name}-adapter-", dir=place))
-            write_adapter(place, weights, lora_config)
+            if errors:  # the prefix is short, as a name has at most 255 bytes
+                place = tempfile.mkdtemp(prefix=f"{directory.name[:50]}-adapter-", dir=place)
+                write_adapter(Path(place), weights, run.lora_config)
+            else:
+                run.status.check_lock()
+                write_adapter(directory, weights, run.lora_config)
+                sha = digest(directory / "adapter_model.safetensors")
+                if described := read_json(directory / "train_config.json", {}):
+                    described["adapter_sha256"] = sha
+                    write_whole(directory / "train_config.json", json.dumps(described, indent=2))
             break
-        except (OSError, SafetensorError) as e:
+        except (OSError, ValueError, SafetensorError) as e:
             errors.append(f"{place}: {e}")
     if errors:
         where = f"it is in {place}" if len(errors) < 3 else "the last checkpoint has what there is"

@@ -8,21 +8,31 @@ import hashlib
 import json
 import math
 import os
+import shutil
 
 import torch
 from safetensors.torch import save_file
 
 
 def read_json(path, default=None):
-    """The object in a JSON file. Where it is missing or damaged: `default`, or ValueError."""
+    """The object in a JSON file. Where it is missing or damaged: `default`, or ValueError. OSError
+    where it cannot be read, as it may be whole."""
     try:
         if not path.is_file():  # a FIFO would be waited for
             raise ValueError("no file")
         return {**json.loads(path.read_text())}  # dict() would take a list of pairs
-    except (OSError, ValueError, TypeError, RecursionError) as e:
+    except (FileNotFoundError, ValueError, TypeError, RecursionError) as e:
         if default is None:
             raise ValueError(f"{path}: not a JSON object: {' '.join(str(e).split())}")
         return default
+
+
+def remove(path):
+    """Delete a file, a directory with all that is in it, or a link, but not what that leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def sync_file(path):
@@ -37,6 +47,7 @@ def sync_file(path):
 def write_whole(path, content):
     """Replace a file by a text or by {name: tensor}: a reader sees the old file or the new one."""
     part = path.with_name(f".{path.name}.part")
+    part.unlink(missing_ok=True)  # if it is a link, what it leads to would be written
     if isinstance(content, str):
         part.write_text(content)
     else:

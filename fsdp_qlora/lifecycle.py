@@ -30,6 +30,8 @@ from fsdp_qlora.ranks import (AGAIN, BUG, EXITS, FROZEN, OUT_OF_MEMORY, is_rank_
 
 REQUESTS = (None, "save", "stop")  # of one rank to all; the last has precedence
 LOST = "another process of this run has ended"
+LOST_DIRECTORY = (".lock is not this run's any more: the directory was moved, removed or taken by"
+                  " another run, and this one writes nothing more there")
 SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
 LIBC, SET_PDEATHSIG = ctypes.CDLL(None), 1  # of prctl(2)
 
@@ -43,6 +45,7 @@ class Status:
         self.directory = None  # of the run; None: not known yet
         self.may_write = False  # whether status.json is of a run with these flags
         self.lock_fd = None  # of the directory's .lock; None: not held
+        self.lock = None  # os.stat() of .lock, as this process saw it when rank 0 had locked it
         self.step, self.max_steps, self.checkpoint = 0, None, None  # checkpoint: its name
         self.where = "outside of the steps (loading or saving)"
         self.how_to_resume = "the same command resumes it"
@@ -65,6 +68,8 @@ class Status:
         may_write = self.may_write or code == AGAIN
         if self.directory is None or not may_write or not (is_rank_0() or code):
             return
+        if self.has_lost_directory():
+            return
         path = self.directory / "status.json"
         content = {
             "state": state, "code": code, "message": message, "step": self.step,
@@ -78,8 +83,34 @@ class Status:
                 return
             if before in ("stopped", "complete") and message.startswith(LOST):
                 return
-            part.write_text(json.dumps(content, indent=2) + "\n")
-            os.replace(part, path)
+            text = json.dumps(content, indent=2) + "\n"
+            try:
+                part.write_text(text)
+                os.replace(part, path)
+            except OSError:  # the disk is full; the old file's own block has room
+                part.unlink(missing_ok=True)
+                with open(os.open(path, os.O_WRONLY | os.O_NOFOLLOW), "w") as file:
+                    file.write(text)
+                    file.flush()
+                    file.truncate()
+
+    def has_lost_directory(self):
+        """Whether .lock is not the file any more that rank 0 has locked: somebody has moved or
+        removed the directory, or .lock, and another run may be there."""
+        try:
+            path = self.lock and self.directory / ".lock"
+            return path is not None and not os.path.samestat(os.lstat(path), self.lock)
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:  # the disk does not answer
+            return False
+
+    def check_lock(self):
+        """Raise ValueError where this run has lost its directory, in which it then writes nothing
+        more: it ends after this step."""
+        if self.has_lost_directory():
+            self.stop_reason = LOST_DIRECTORY
+            raise ValueError(LOST_DIRECTORY)
 
     def stop_together(self, stop):
         """Say and write down why all ranks end. Returns the exit code."""
@@ -153,7 +184,10 @@ class Status:
         self.deadline = time.monotonic() + seconds
 
     def check_time(self, config, longest_step):
-        """Ask to stop where --max_minutes are over, or would be after another step."""
+        """Ask to stop where --max_minutes are over, or would be after another step, or where the
+        directory is lost."""
+        with contextlib.suppress(ValueError):
+            self.check_lock()
         minutes = config.max_minutes
         if minutes and time.monotonic() + longest_step > self.started + 60 * minutes:
             self.stop_reason = self.stop_reason or f"--max_minutes {minutes:g} are over"

@@ -42,17 +42,19 @@ class Log:
         """Append what is unwritten. What the disk does not accept is kept for the next time, and
         written over what it accepted of it."""
         try:
-            file, done = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o666), 0
+            self.status.check_lock()
+            file, done = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666), 0
             try:
                 while done < len(self.unwritten):
                     done += os.pwrite(file, self.unwritten[done:], self.size + done)
             finally:
                 os.close(file)  # NFS may report only here that the disk is full
             self.size, self.unwritten, self.is_failing = self.size + done, b"", False
-        except OSError as e:
+        except (OSError, ValueError) as e:
+            self.why = getattr(e, "strerror", None) or e
             if not self.is_failing:
-                say(f"{self.path}: cannot be written ({e.strerror}): training goes on, and its"
-                    " lines are written when they can be")
+                say(f"{self.path}: cannot be written ({self.why}): training goes on, and its lines"
+                    " are written when they can be")
             self.is_failing = True
 
     def record(self, record):
@@ -84,6 +86,8 @@ class Log:
 
     def close(self):
         self.write()
+        if n_lost := self.unwritten.count(b"\n"):
+            say(f"{self.path}: its last {n_lost} lines are lost: {self.why}")
         for close in (self.bar and self.bar.close, self.close_tracker):
             with contextlib.suppress(Exception):
                 if close:
@@ -94,13 +98,21 @@ def earlier_records(path, done, evaluated):
     """The lines of metrics.jsonl up to step `done`, of evaluations up to step `evaluated`, each
     step once."""
     lines = {}
-    for line in path.read_text().splitlines() if done and path.is_file() else []:
-        with contextlib.suppress(ValueError):  # torn by the end of the run
-            record = json.loads(line)
-            is_evaluation = "eval_loss" in record
-            if record["step"] <= (evaluated if is_evaluation else done):
-                lines[record["step"], is_evaluation] = line + "\n"
+    for record in read_records(path) if done and path.is_file() else []:
+        is_evaluation = "eval_loss" in record
+        if record["step"] <= (evaluated if is_evaluation else done):
+            lines[record["step"], is_evaluation] = json.dumps(record) + "\n"
     return "".join(lines.values())
+
+
+def read_records(path):
+    """Yield the records of metrics.jsonl; a line that is none, as the end of a run may tear it, is
+    passed over."""
+    for line in path.read_text(errors="replace").splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
+            record = json.loads(line)
+            if isinstance(record, dict) and type(record.get("step")) is int:
+                yield record
 
 
 def tensorboard(run, done):
@@ -138,8 +150,7 @@ def draw_losses(directory):
     try:
         from matplotlib.figure import Figure
 
-        lines = (directory / "metrics.jsonl").read_text().splitlines()
-        records, figure = [json.loads(line) for line in lines], Figure(figsize=(8, 5))
+        records, figure = [*read_records(directory / "metrics.jsonl")], Figure(figsize=(8, 5))
         losses, rates = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
         for axes, key, style in ((losses, "loss", "-"), (losses, "eval_loss", "o-"),
                                  (rates, "learning_rate", "-")):
@@ -149,7 +160,10 @@ def draw_losses(directory):
                 axes.set_ylabel("loss, nats a token" if axes is losses else "learning rate")
         losses.legend()
         rates.set_xlabel("optimizer step")
-        figure.savefig(directory / "loss.png", dpi=120)
+        part = directory / ".loss.png.part"
+        part.unlink(missing_ok=True)  # matplotlib would write what a link leads to
+        figure.savefig(part, format="png", dpi=120)
+        os.replace(part, directory / "loss.png")
     except Exception as e:
         say(f"no loss.png: {e}")
 

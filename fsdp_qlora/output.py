@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from fsdp_qlora.files import as_json, digest, read_json, text_digest, write_whole
+from fsdp_qlora.files import as_json, digest, read_json, remove, text_digest, write_whole
 from fsdp_qlora.nf4 import BLOCK, NESTED_BLOCK
 from fsdp_qlora.ranks import Stop, is_rank_0, on_rank_0, say, this_rank, together
 
@@ -39,27 +39,28 @@ MERGEABLE = {  # what a merge takes of train_config.json: the JSON of each value
 def open_output(config, given, status):
     """Yields the output directory, locked, and whether the run in it is complete.
 
-    A directory that this start has made is removed again if the run ends by a Stop before it is
-    described. All ranks must call this and must see the directory.
+    What this start has made is removed again, and nothing else, if the run ends by a Stop before it
+    is described. All ranks must call this and must see the directory.
     """
     directory = Path(config.output_dir)
 
     def make():
         made = [str(p) for p in (directory, *directory.parents) if not p.exists()]
+        begun = read_json(directory / "train_config.json", {})
+        if not begun:
+            refuse_inputs(config, directory)
         try:
             directory.mkdir(parents=True, exist_ok=True)
             status.lock_fd, holder = lock(directory / ".lock", directory)
         except OSError as e:
             raise ValueError(f"--output_dir {directory}: cannot be made: {e}; name another")
-        begun = read_json(directory / "train_config.json", {})
         used = [*directory.glob("adapter_*"), *directory.glob("checkpoint-*")]
         if used and not begun or begun and config.resume == "never":
             raise ValueError(f"--output_dir {directory} holds a run already: name another directory"
                              + (", or resume it by --resume must" if begun else ""))
         is_own = begun.get("flags") == as_json(flags_of(given))
         state = read_json(directory / "status.json", {}).get("state")
-        has_adapter = (directory / "adapter_model.safetensors").is_file()
-        is_complete = is_own and state == "complete" and has_adapter
+        is_complete = is_own and state == "complete" and has_adapter(directory, begun)
         if not is_complete:
             for torn in directory.glob(".checkpoint-*"):  # of a run that ended while saving
                 shutil.rmtree(torn, ignore_errors=True)
@@ -74,21 +75,47 @@ def open_output(config, given, status):
             if not (path := directory / ".lock").is_file() or path.read_text() != holder:
                 raise ValueError(f"--output_dir {directory}: {this_rank()} does not see the {path}"
                                  " that rank 0 wrote: name a directory that all nodes share")
+            status.lock = os.lstat(path)
         yield directory, is_complete
     except Stop:
-        if is_rank_0() and made and not (directory / "train_config.json").exists():
-            shutil.rmtree(directory, ignore_errors=True)
-            with contextlib.suppress(OSError):  # another run may be beside it
-                for parent in made[1:]:
-                    os.rmdir(parent)
+        is_begun = status.phase in ("saving", "training")
+        if is_rank_0() and made and not (is_begun or status.has_lost_directory()):
+            for name in ("status.json", *["demo"] * (not config.model), ".lock"):
+                remove(directory / name)
+            with contextlib.suppress(OSError):  # somebody's files, or another run beside it
+                for path in made:
+                    os.rmdir(path)
         raise
+
+
+def refuse_inputs(config, directory):
+    """Raise ValueError if what a run reads is the directory that it would write to."""
+    for flag in "model", "dataset", "eval_dataset":
+        values = getattr(config, flag) or ()
+        for value in [values] if isinstance(values, str) else values:
+            if Path(value.partition(",")[0]).resolve() == directory.resolve():
+                raise ValueError(f"--output_dir {directory} is what --{flag} names, and a run in it"
+                                 " would spoil that: name another directory")
+
+
+def has_adapter(directory, begun):
+    """Whether a run's adapter is there, and is what train_config.json, `begun`, says that it was
+    when it was written; says if it is another."""
+    adapter = directory / "adapter_model.safetensors"
+    if not all((directory / name).is_file() for name in ADAPTER_FILES):
+        return False
+    if begun.get("adapter_sha256", sha := digest(adapter)) == sha:  # older runs have none
+        return True
+    say(f"{adapter} has another SHA-256 than when it was written: it is saved again from the last"
+        " checkpoint")
+    return False
 
 
 def lock(path, directory):
     """Lock the file `path` until it is closed, and write into it who holds it. Returns its
     descriptor and that text; raises ValueError where another process uses the directory. flock
     works between nodes on NFS 4 and on Lustre with -o flock. Rank 0 only."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -116,13 +143,15 @@ def open_partial(output):
         raise ValueError(f"--output_dir {output}: is a mount point; name a new one in it")
     partial, is_held = target.with_name(f".{target.name}.partial"), False
     while not is_held:
+        if partial.is_symlink():  # it would lead to files that are not of a merge
+            partial.unlink()
         with contextlib.suppress(FileNotFoundError):  # another process has just renamed it
             with contextlib.suppress(FileExistsError):
                 partial.mkdir(parents=True)
             fd, _ = lock(path := partial / ".lock", output)
             is_held = os.path.samestat(os.stat(path), os.fstat(fd))
     for old in {*partial.iterdir()} - {path}:  # of a process that died
-        shutil.rmtree(old) if old.is_dir() else old.unlink()
+        remove(old)
     return partial, fd
 
 
@@ -133,8 +162,21 @@ def flags_of(given):
 
 
 def describe_run(run, given, base, frozen, day, tokenizer, versions):
-    """Write train_config.json, which has all that a merge needs, and the tokenizer. Rank 0 only."""
-    config, rows = run.config, run.rows
+    """Write train_config.json, which has all that a merge needs, and the tokenizer. Rank 0 only.
+
+    Of a run that goes on, what it has of the start before is kept: the SHA-256 of an adapter that
+    is there, and the versions by which the steps so far were done.
+    """
+    run.status.check_lock()
+    config, rows, path = run.config, run.rows, run.directory / "train_config.json"
+    begun = read_json(path, {}) if run.saved_step else {}
+    kept = {key: begun[key] for key in ("adapter_sha256", "earlier_versions") if key in begun}
+    if (before := begun.get("versions", versions)) != versions:
+        changed = [f"{library} {version}, was {before.get(library)}"
+                   for library, version in versions.items() if version != before.get(library)]
+        say(f"changed: {', '.join(changed)} until step {run.saved_step}")
+        kept["earlier_versions"] = [*kept.get("earlier_versions", []),
+                                    {"until_step": run.saved_step, **before}]
     described = {
         "flags": flags_of(given),
         "config": dataclasses.asdict(config),
@@ -154,10 +196,16 @@ def describe_run(run, given, base, frozen, day, tokenizer, versions):
         "world_size": dist.get_world_size(),
         "date": day,
         "versions": versions,
+        **kept,
         "probe_input_ids": [rows.tokens(i)[0][:64].tolist() for i in range(min(4, len(rows)))]}
-    write_whole(run.directory / "train_config.json", json.dumps(described, indent=2))
-    if tokenizer:
-        tokenizer.save_pretrained(run.directory)
+    write_whole(path, json.dumps(described, indent=2))
+    if tokenizer:  # not at once into the run's directory: it would write what a link leads to
+        remove(hidden := run.directory / ".tokenizer.part")
+        tokenizer.save_pretrained(hidden)
+        for file in hidden.iterdir():
+            remove(run.directory / file.name)
+            os.replace(file, run.directory / file.name)
+        hidden.rmdir()
 
 
 def read_run(directory):
