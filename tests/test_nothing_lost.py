@@ -32,10 +32,10 @@ from house import parse_config
 from safetensors.torch import load_file, save_file
 
 import train_fsdp_qlora
-from fsdp_qlora import checkpoints
+from fsdp_qlora import checkpoints, lifecycle
 from fsdp_qlora.checkpoints import checkpoint_path, read_checkpoint
 from fsdp_qlora.files import digest, read_json, sync_file, text_digest, write_whole
-from fsdp_qlora.lifecycle import LOST, Status
+from fsdp_qlora.lifecycle import LOST, Status, watch_process, why_diverged
 from fsdp_qlora.logs import Log
 from fsdp_qlora.output import open_partial
 from fsdp_qlora.ranks import AGAIN, DIVERGED, FROZEN, OUT_OF_MEMORY
@@ -293,7 +293,7 @@ def check_signals(start, undisturbed, cwd, chosen):
 
 
 USR1_ENDS_TORCHRUN = (signal.SIGUSR1, "launcher"), (signal.SIGUSR1, "all")
-SAMPLE = [(signal.SIGTERM, "launcher"), (signal.SIGINT, "all"), (signal.SIGUSR1, 1),
+SAMPLE = [(signal.SIGTERM, "launcher"), (signal.SIGINT, 1), (signal.SIGUSR1, 1),
           (signal.SIGUSR1, "launcher"), (signal.SIGTERM, 0)]  # fmt: skip
 
 
@@ -1265,3 +1265,118 @@ def test_checkpoint_that_cannot_be_read_now_stays(name, again, cut, complete, mo
         refused(again(), 7, "run/checkpoint-000003 cannot be read now", "Input/output error")
     is_whole(again(), cut, complete)
     assert not list(cut.glob("*.broken*"))
+
+
+# ------------------------------------------------------------------------------------------------
+# One process: signals, deadlines, the time of a step, a run that learns nothing
+# ------------------------------------------------------------------------------------------------
+
+
+def test_second_signal_ends_the_run_at_once(monkeypatch, capsys):
+    left, status = [], Status()
+    monkeypatch.setattr(status, "leave", lambda code, message: left.append((code, message)))
+    status.phase = "training"
+    status.on_signal("SIGTERM")
+    status.on_signal("SIGTERM")  # torchrun's, of the same
+    assert left == [] and status.stop_reason == "SIGTERM"
+    status.signal_time -= 4
+    status.on_signal("SIGINT")
+    assert left == [(AGAIN, "SIGINT again; the same command resumes it")]
+
+
+def test_hangup_under_nohup_is_not_heard():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with watch_process() as status:
+            status.phase = "training"
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            os.kill(os.getpid(), signal.SIGUSR1)  # which is heard
+            wait_until(lambda: status.stop_reason, 5)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_older_checkpoints_stay_where_the_newest_is_not_whole(again, cut, monkeypatch):
+    write_checkpoint = train_fsdp_qlora.write_checkpoint
+
+    def write_damaged(run, step, *args):
+        write_checkpoint(run, step, *args)
+        os.truncate(checkpoint_path(run.directory, step) / "optimizer.safetensors", 9)
+
+    monkeypatch.setattr(train_fsdp_qlora, "write_checkpoint", write_damaged)
+    code, out, err = again("--keep_checkpoints", 2)
+    assert code == 0 and "older checkpoints stay: run/checkpoint-000004, which is not" in out, err
+    assert kept(cut) == [1, 2, 3, 4, 5]
+
+
+@pytest.fixture
+def passed(monkeypatch):
+    """[seconds] by which the clocks of the script and of deadlines are fast."""
+    passed = [0]
+    now = lambda: time.monotonic() + passed[0]  # noqa: E731
+    monkeypatch.setattr(train_fsdp_qlora, "clock", now)
+    clock = types.SimpleNamespace(**{**vars(time), "monotonic": now})
+    monkeypatch.setattr(lifecycle, "time", clock)
+    return passed
+
+
+def test_failed_save_is_tried_again_by_the_clock(begin, tmp_path, monkeypatch, passed):
+    write_checkpoint, tried = train_fsdp_qlora.write_checkpoint, []
+
+    def fail_once(run, step, *args):
+        tried.append(step)
+        if len(tried) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_checkpoint(run, step, *args)
+
+    monkeypatch.setattr(train_fsdp_qlora, "write_checkpoint", fail_once)
+    monkeypatch.setattr(train_fsdp_qlora, "RETRY_SECONDS", 30)
+    train_step = train_fsdp_qlora.train_step
+
+    def slow_step(run, step):
+        passed[0] += 20
+        return train_step(run, step)
+
+    monkeypatch.setattr(train_fsdp_qlora, "train_step", slow_step)
+    code, _, err = begin("--save_every", "1m", "--max_steps", 7)
+    assert code == 0, err
+    assert tried == [3, 5, 7]  # after 60 seconds, 30 later, and at the end
+
+
+def test_evaluations_and_saves_extend_the_deadline_and_are_no_time_of_a_step(
+    begin, tmp_path, monkeypatch, passed
+):
+    """Each takes 400 seconds, of the 600 that a deadline gives."""
+    deadlines, select = [], train_fsdp_qlora.make_bin
+
+    def slow(name):
+        function = getattr(train_fsdp_qlora, name)
+
+        def work(*args):
+            passed[0] += 400
+            return function(*args)
+
+        monkeypatch.setattr(train_fsdp_qlora, name, work)
+
+    def watched(batch, micro_batch, rank, step_key, run):
+        if step_key is None:  # of an evaluation
+            deadlines.append(run.status.deadline - lifecycle.time.monotonic())
+        return select(batch, micro_batch, rank, step_key, run)
+
+    slow("evaluate"), slow("write_checkpoint")
+    monkeypatch.setattr(train_fsdp_qlora, "make_bin", watched)
+    code, _, err = begin("--eval_dataset", "rows.jsonl", "--eval_every", 2)
+    assert code == 0, err
+    assert len(deadlines) > 3 and min(deadlines) > 500
+    rows = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert max(row["seconds"] for row in rows if "loss" in row) < 400
+
+
+@pytest.mark.parametrize(("losses", "largest", "ends"), [
+    ([3, 5, 4], 1e4, True), ([3, 5, 4], 999, False), ([3, 2, 9], 1e4, False)])  # fmt: skip
+def test_run_learns_nothing_where_losses_stay_high_and_weights_are_large(losses, largest, ends):
+    progress, steps = dict.fromkeys(("first_loss", "lowest_loss")), (1, 20, 70)
+    why = [why_diverged(step, loss, 1.0, 10, progress, lambda: largest)
+           for step, loss in zip(steps, losses)]  # fmt: skip
+    assert why[:2] == ["", ""] and bool(why[2]) == ends
