@@ -271,7 +271,7 @@ def test_full_disk_ends_no_training(start, undisturbed, tmp_path):
 # ------------------------------------------------------------------------------------------------
 
 PHASES = {  # function: which call of it, after which step the run then stops
-    "load_model": (1, 0), "train_step": (3, 3), "evaluate": (1, 3), "save_checkpoint": (1, 5),
+    "load_model": (1, 0), "train_step": (2, 2), "evaluate": (1, 3), "save_checkpoint": (1, 5),
     "save_adapter": (1, None)}  # fmt: skip
 
 
