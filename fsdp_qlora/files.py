@@ -54,6 +54,11 @@ def write_whole(path, content):
         save_file(content, part, metadata={"format": "pt"})
     os.umask(umask := os.umask(0o077))  # to read it is to set it
     part.chmod(0o666 & ~umask)  # safetensors leaves it readable by its owner alone
+    put_in_place(part, path)
+
+
+def put_in_place(part, path):
+    """Give a file the name of another, which it replaces, when it is on the disk."""
     sync_file(part)
     os.replace(part, path)
     sync_file(path.parent)

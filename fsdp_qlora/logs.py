@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from fsdp_qlora.data.forms import IGNORE
-from fsdp_qlora.files import text_digest, write_whole
+from fsdp_qlora.files import put_in_place, text_digest, write_whole
 from fsdp_qlora.nf4 import why_no_triton
 from fsdp_qlora.plan import say_plan
 from fsdp_qlora.ranks import say
@@ -163,7 +163,7 @@ def draw_losses(directory):
         part = directory / ".loss.png.part"
         part.unlink(missing_ok=True)  # matplotlib would write what a link leads to
         figure.savefig(part, format="png", dpi=120)
-        os.replace(part, directory / "loss.png")
+        put_in_place(part, directory / "loss.png")
     except Exception as e:
         say(f"no loss.png: {e}")
 

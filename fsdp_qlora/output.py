@@ -18,7 +18,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from fsdp_qlora.files import as_json, digest, read_json, remove, text_digest, write_whole
+from fsdp_qlora.files import (
+    as_json, digest, put_in_place, read_json, remove, text_digest, write_whole)
 from fsdp_qlora.nf4 import BLOCK, NESTED_BLOCK
 from fsdp_qlora.ranks import Stop, is_rank_0, on_rank_0, say, this_rank, together
 
@@ -203,8 +204,9 @@ def describe_run(run, given, base, frozen, day, tokenizer, versions):
         remove(hidden := run.directory / ".tokenizer.part")
         tokenizer.save_pretrained(hidden)
         for file in hidden.iterdir():
-            remove(run.directory / file.name)
-            os.replace(file, run.directory / file.name)
+            if file.is_dir():  # of more chat templates; a directory replaces only an empty one
+                remove(run.directory / file.name)
+            put_in_place(file, run.directory / file.name)
         hidden.rmdir()
 
 

@@ -513,6 +513,20 @@ def test_start_that_fails_leaves_what_was_there(start, model, tmp_path):
         beside.mkdir()
         raise Stop("this one fails")
     assert beside.is_dir() and not directory.exists()
+    with (watch_process() as status, one_process(), pytest.raises(Stop),
+          open_output(config, config, status) as (directory, _)):  # fmt: skip
+        (directory / "notes").write_text("put there meanwhile")
+        raise Stop("this one fails")
+    assert [path.name for path in directory.iterdir()] == ["notes"]
+
+
+def test_output_directory_that_is_read_from_is_refused(start, model, data, tmp_path):
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for flag, value in ("--model", model), ("--dataset", tmp_path), ("--eval_dataset", tmp_path):
+        more = [] if flag == "--model" else [flag, f"{value}/,split=train"]
+        result = start(model, *more, output_dir=f"{value}/.")
+        refused(FLAGS, result, f"--output_dir {value} is what {flag} names")
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
 
 def test_output_directory_that_cannot_be_is_refused(start, model, tmp_path):

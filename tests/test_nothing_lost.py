@@ -32,10 +32,12 @@ from house import parse_config
 from safetensors.torch import load_file, save_file
 
 import train_fsdp_qlora
+from fsdp_qlora import checkpoints, lifecycle
 from fsdp_qlora.checkpoints import checkpoint_path, read_checkpoint
 from fsdp_qlora.files import digest, read_json, sync_file, text_digest, write_whole
-from fsdp_qlora.lifecycle import LOST, Status
+from fsdp_qlora.lifecycle import LOST, Status, watch_process, why_diverged
 from fsdp_qlora.logs import Log
+from fsdp_qlora.output import open_partial
 from fsdp_qlora.ranks import AGAIN, DIVERGED, FROZEN, OUT_OF_MEMORY
 
 STEPS = 10
@@ -269,7 +271,7 @@ def test_full_disk_ends_no_training(start, undisturbed, tmp_path):
 # ------------------------------------------------------------------------------------------------
 
 PHASES = {  # function: which call of it, after which step the run then stops
-    "load_model": (1, 0), "train_step": (3, 3), "evaluate": (1, 3), "save_checkpoint": (1, 5),
+    "load_model": (1, 0), "train_step": (2, 2), "evaluate": (1, 3), "save_checkpoint": (1, 5),
     "save_adapter": (1, None)}  # fmt: skip
 
 
@@ -291,7 +293,7 @@ def check_signals(start, undisturbed, cwd, chosen):
 
 
 USR1_ENDS_TORCHRUN = (signal.SIGUSR1, "launcher"), (signal.SIGUSR1, "all")
-SAMPLE = [(signal.SIGTERM, "launcher"), (signal.SIGINT, "all"), (signal.SIGUSR1, 1),
+SAMPLE = [(signal.SIGTERM, "launcher"), (signal.SIGINT, 1), (signal.SIGUSR1, 1),
           (signal.SIGUSR1, "launcher"), (signal.SIGTERM, 0)]  # fmt: skip
 
 
@@ -806,7 +808,8 @@ def test_damaged_json_is_one_line_or_nothing(how, again, cut, complete):
 
 def test_metrics_are_cut_by_step(again, cut, complete):
     lines = (cut / "metrics.jsonl").read_text().splitlines()
-    lines = [lines[0], lines[1][:20], *lines[:4], lines[1], "\0" * 40, lines[4][:-9]]
+    lines = ["[]", lines[0], lines[1][:20], *lines[:4], lines[1], "\0" * 40, "null", "3",
+             '{"step": null}', lines[4][:-9]]  # fmt: skip
     (cut / "metrics.jsonl").write_text("\n".join(lines))
     is_whole(again(), cut, complete)
 
@@ -905,7 +908,7 @@ def test_metrics_that_the_disk_refuses_at_the_end_are_written_again(
     """As NFS says only when a file is closed that there was no room."""
     config = types.SimpleNamespace(max_steps=2, report_to="none")
     run = types.SimpleNamespace(
-        config=config, status=None, directory=tmp_path, progress={"evaluated": None}
+        config=config, status=Status(), directory=tmp_path, progress={"evaluated": None}
     )
     log, path, close = Log(run, 0), tmp_path / "metrics.jsonl", os.close
 
@@ -1069,3 +1072,311 @@ def test_target_modules_are_sorted(complete):
     for path in (complete / "run").rglob("adapter_config.json"):
         names = json.loads(path.read_text())["target_modules"]
         assert names == sorted(names) and len(names) == 7
+
+
+# ------------------------------------------------------------------------------------------------
+# One process: whose directory it is, and what others do to it
+# ------------------------------------------------------------------------------------------------
+
+
+def contents(directory):
+    return {path.relative_to(directory): path.is_file() and path.read_bytes()
+            for path in directory.rglob("*")}  # fmt: skip
+
+
+def move(run):
+    run.rename(run.with_name("kept"))
+
+
+def move_and_make(run):
+    move(run)
+    run.mkdir()
+    (run / "notes.txt").write_text("mine")
+
+
+def take(run):
+    (run / ".lock").unlink()
+    (run / ".lock").write_text("another process")
+    (run / "status.json").write_text('{"state": "training"}')
+
+
+def at_step(number, monkeypatch, do):
+    """Have do(run) done before that step."""
+    train_step = train_fsdp_qlora.train_step
+
+    def do_and_step(run, step):
+        if step == number:
+            do(run)
+        return train_step(run, step)
+
+    monkeypatch.setattr(train_fsdp_qlora, "train_step", do_and_step)
+
+
+@pytest.mark.parametrize("signalled", [False, True])
+@pytest.mark.parametrize("what", [move, move_and_make, take, shutil.rmtree])
+def test_run_that_has_lost_its_directory_writes_nothing_there(
+    what, signalled, begin, tmp_path, monkeypatch
+):
+    before = []
+
+    def lose(run):
+        what(run.directory)
+        before.append(contents(run.directory))
+        run.status.stop_reason = "SIGTERM" if signalled else None
+
+    at_step(5 if signalled else 3, monkeypatch, lose)
+    line = refused(begin("--output_dir", "run"), 5, ".lock is not this run's any more", "it is in ")
+    assert before == [contents(tmp_path / "run")]
+    saved = load_file(Path(line.rpartition("it is in ")[2]) / "adapter_model.safetensors")
+    assert any(value.any() for name, value in saved.items() if "lora_B" in name)
+
+
+def test_directory_of_a_run_that_has_begun_is_never_removed(begin, tmp_path, monkeypatch):
+    def stop(run):
+        (run.directory / "train_config.json").unlink()
+        run.status.stop_reason = "SIGTERM"
+
+    at_step(2, monkeypatch, stop)
+    assert begin()[0] == AGAIN
+    read_checkpoint(tmp_path / "run" / "checkpoint-000002")
+
+
+def test_nothing_is_written_through_links(begin, tmp_path):
+    outside, run = tmp_path / "outside", tmp_path / "run"
+    outside.write_text("not the run's")
+    (tmp_path / "elsewhere").mkdir()
+    run.symlink_to("elsewhere")  # the user's own
+    names = ("tokenizer.json", "loss.png", "status.json", "metrics.jsonl", "adapter_config.json",
+             ".loss.png.part", ".tokenizer.part", ".train_config.json.part", ".metrics.jsonl.part",
+             ".adapter_model.safetensors.part", "checkpoint-000002")  # fmt: skip
+    for name in names:
+        (run / name).symlink_to(outside)
+    (run / ".lock").symlink_to(outside)
+    refused(begin("--resume", "never"), 2, "--output_dir run", ".lock")
+    (run / ".lock").unlink()
+    (run / "adapter_config.json").unlink()  # else it holds a run already
+    (run / "checkpoint-000002").unlink()
+    (run / ".checkpoint-000002.part").symlink_to(tmp_path)
+    code, _, err = begin()
+    assert code == 0, err
+    assert outside.read_text() == "not the run's" and run.is_symlink()
+    assert not [path for path in run.rglob("*") if path.is_symlink()]
+    assert {path.name for path in run.glob(".*")} == {".lock"}
+
+
+@pytest.mark.parametrize("target", ["home", "nowhere"])
+def test_partial_directory_is_never_a_link(target, tmp_path):
+    (tmp_path / "home" / "below").mkdir(parents=True)
+    (tmp_path / "home" / "file").write_text("mine")
+    before, partial = contents(tmp_path / "home"), tmp_path / ".merged.partial"
+    partial.symlink_to(target)
+    for _ in range(2):  # the second finds one that a dead process has left
+        made, fd = open_partial(tmp_path / "merged")
+        os.close(fd)
+        assert made == partial and not partial.is_symlink()
+        assert [path.name for path in partial.iterdir()] == [".lock"]
+        (partial / "link").symlink_to(tmp_path / "home")
+        (partial / "directory").mkdir()
+    assert contents(tmp_path / "home") == before
+
+
+def test_end_is_told_by_status_on_a_full_disk(tmp_path):
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", tmp_path]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mount needs root")
+    try:
+        status = Status()
+        status.directory, status.may_write = tmp_path, True
+        status.write("training")
+        with contextlib.suppress(OSError), (tmp_path / "filler").open("wb", 0) as filler:
+            while True:
+                filler.write(bytes(4096))
+        status.write("failed", 5, "the disk is full, " * 9)
+        status.write("failed", 5, "full")
+        assert read_json(tmp_path / "status.json")["message"] == "full"
+        assert {path.name for path in tmp_path.iterdir()} == {"filler", "status.json"}
+    finally:
+        subprocess.run(["umount", "-l", tmp_path], check=True)
+
+
+def test_metrics_that_cannot_be_written_to_the_end_are_told_there(begin, tmp_path, monkeypatch):
+    at_step(3, monkeypatch, lambda run: ((run.directory / "metrics.jsonl").unlink(),
+                                         (run.directory / "metrics.jsonl").mkdir()))  # fmt: skip
+    code, out, err = begin()
+    assert code == 0, err
+    assert "run/metrics.jsonl: its last 3 lines are lost: Is a directory" in out
+
+
+def test_adapter_is_saved_elsewhere_from_a_directory_of_any_name(begin, tmp_path, monkeypatch):
+    name = "n" * 250
+    at_step(5, monkeypatch, lambda run: shutil.rmtree(run.directory))
+    line = refused(begin("--output_dir", name), 5, "it is in ")
+    assert Path(line.rpartition("it is in ")[2], "adapter_config.json").is_file()
+
+
+def test_other_versions_are_told_and_the_earlier_ones_kept(again, cut, complete, monkeypatch):
+    versions = train_fsdp_qlora.VERSIONS
+    edit_json(cut / "train_config.json", lambda run: run["versions"].update(torch="1.0"))
+    result = again()
+    assert f"changed: torch {versions['torch']}, was 1.0 until step 3\n" in result[1]
+    is_whole(result, cut, complete)
+    run = read_json(cut / "train_config.json")
+    assert run["versions"] == versions
+    assert run["earlier_versions"] == [{"until_step": 3, **versions, "torch": "1.0"}]
+
+
+def test_damaged_adapter_of_a_complete_run_is_saved_again(
+    complete, tmp_path, run_main, monkeypatch
+):
+    run = Path(shutil.copytree(complete, tmp_path / "copy")) / "run"
+    monkeypatch.chdir(run.parent)
+    adapter, sha = run / "adapter_model.safetensors", digest(run / "adapter_model.safetensors")
+    assert read_json(run / "train_config.json")["adapter_sha256"] == sha
+    os.truncate(adapter, adapter.stat().st_size // 2)
+    result = run_main(*FLAGS)
+    assert "run/adapter_model.safetensors has another SHA-256" in result[1]
+    is_whole(result, run, complete)
+    (run / "adapter_config.json").unlink()
+    is_whole(run_main(*FLAGS), run, complete)
+    before = contents(run)  # and other flags do nothing to it
+    refused(run_main(*FLAGS, "--learning_rate", 1e-3), 7, "--learning_rate 0.0002, not 0.001",
+            "all of its 5 steps are done")  # fmt: skip
+    after = contents(run)
+    changed = {str(path) for path in {*before, *after} if before.get(path) != after.get(path)}
+    assert changed <= {".lock", "status.json"}
+
+
+@pytest.mark.parametrize("name", ["checkpoint.json", "optimizer.safetensors"])
+def test_checkpoint_that_cannot_be_read_now_stays(name, again, cut, complete, monkeypatch):
+    """A disk that fails once."""
+    read_text = Path.read_text
+
+    def fail(path, *args, **kwargs):
+        if path.parent.name == "checkpoint-000003" and path.name == name:
+            raise OSError(errno.EIO, "Input/output error")
+        return read_text(path, *args, **kwargs)
+
+    def fail_digest(path):
+        return fail(path) and "" if path.name == name else digest(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", fail)
+        patch.setattr(checkpoints, "digest", fail_digest)
+        refused(again(), 7, "run/checkpoint-000003 cannot be read now", "Input/output error")
+    is_whole(again(), cut, complete)
+    assert not list(cut.glob("*.broken*"))
+
+
+# ------------------------------------------------------------------------------------------------
+# One process: signals, deadlines, the time of a step, a run that learns nothing
+# ------------------------------------------------------------------------------------------------
+
+
+def test_second_signal_ends_the_run_at_once(monkeypatch, capsys):
+    left, status = [], Status()
+    monkeypatch.setattr(status, "leave", lambda code, message: left.append((code, message)))
+    status.phase = "training"
+    status.on_signal("SIGTERM")
+    status.on_signal("SIGTERM")  # torchrun's, of the same
+    assert left == [] and status.stop_reason == "SIGTERM"
+    status.signal_time -= 4
+    status.on_signal("SIGINT")
+    assert left == [(AGAIN, "SIGINT again; the same command resumes it")]
+
+
+def test_hangup_under_nohup_is_not_heard():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with watch_process() as status:
+            status.phase = "training"
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            os.kill(os.getpid(), signal.SIGUSR1)  # which is heard
+            wait_until(lambda: status.stop_reason, 5)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_older_checkpoints_stay_where_the_newest_is_not_whole(again, cut, monkeypatch):
+    write_checkpoint = train_fsdp_qlora.write_checkpoint
+
+    def write_damaged(run, step, *args):
+        write_checkpoint(run, step, *args)
+        os.truncate(checkpoint_path(run.directory, step) / "optimizer.safetensors", 9)
+
+    monkeypatch.setattr(train_fsdp_qlora, "write_checkpoint", write_damaged)
+    code, out, err = again("--keep_checkpoints", 2)
+    assert code == 0 and "older checkpoints stay: run/checkpoint-000004, which is not" in out, err
+    assert kept(cut) == [1, 2, 3, 4, 5]
+
+
+@pytest.fixture
+def passed(monkeypatch):
+    """[seconds] by which the clocks of the script and of deadlines are fast."""
+    passed = [0]
+    now = lambda: time.monotonic() + passed[0]  # noqa: E731
+    monkeypatch.setattr(train_fsdp_qlora, "clock", now)
+    clock = types.SimpleNamespace(**{**vars(time), "monotonic": now})
+    monkeypatch.setattr(lifecycle, "time", clock)
+    return passed
+
+
+def test_failed_save_is_tried_again_by_the_clock(begin, tmp_path, monkeypatch, passed):
+    write_checkpoint, tried = train_fsdp_qlora.write_checkpoint, []
+
+    def fail_once(run, step, *args):
+        tried.append(step)
+        if len(tried) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_checkpoint(run, step, *args)
+
+    monkeypatch.setattr(train_fsdp_qlora, "write_checkpoint", fail_once)
+    monkeypatch.setattr(train_fsdp_qlora, "RETRY_SECONDS", 30)
+    train_step = train_fsdp_qlora.train_step
+
+    def slow_step(run, step):
+        passed[0] += 20
+        return train_step(run, step)
+
+    monkeypatch.setattr(train_fsdp_qlora, "train_step", slow_step)
+    code, _, err = begin("--save_every", "1m", "--max_steps", 7)
+    assert code == 0, err
+    assert tried == [3, 5, 7]  # after 60 seconds, 30 later, and at the end
+
+
+def test_evaluations_and_saves_extend_the_deadline_and_are_no_time_of_a_step(
+    begin, tmp_path, monkeypatch, passed
+):
+    """Each takes 400 seconds, of the 600 that a deadline gives."""
+    deadlines, select = [], train_fsdp_qlora.make_bin
+
+    def slow(name):
+        function = getattr(train_fsdp_qlora, name)
+
+        def work(*args):
+            passed[0] += 400
+            return function(*args)
+
+        monkeypatch.setattr(train_fsdp_qlora, name, work)
+
+    def watched(batch, micro_batch, rank, step_key, run):
+        if step_key is None:  # of an evaluation
+            deadlines.append(run.status.deadline - lifecycle.time.monotonic())
+        return select(batch, micro_batch, rank, step_key, run)
+
+    slow("evaluate"), slow("write_checkpoint")
+    monkeypatch.setattr(train_fsdp_qlora, "make_bin", watched)
+    code, _, err = begin("--eval_dataset", "rows.jsonl", "--eval_every", 2)
+    assert code == 0, err
+    assert len(deadlines) > 3 and min(deadlines) > 500
+    rows = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert max(row["seconds"] for row in rows if "loss" in row) < 400
+
+
+@pytest.mark.parametrize(("losses", "largest", "ends"), [
+    ([3, 5, 4], 1e4, True), ([3, 5, 4], 999, False), ([3, 2, 9], 1e4, False)])  # fmt: skip
+def test_run_learns_nothing_where_losses_stay_high_and_weights_are_large(losses, largest, ends):
+    progress, steps = dict.fromkeys(("first_loss", "lowest_loss")), (1, 20, 70)
+    why = [why_diverged(step, loss, 1.0, 10, progress, lambda: largest)
+           for step, loss in zip(steps, losses)]  # fmt: skip
+    assert why[:2] == ["", ""] and bool(why[2]) == ends
