@@ -41,12 +41,12 @@ def find_pieces(source):
     is_pattern = glob.has_magic(name) and not Path(name).exists()
     paths = sorted(glob.glob(name, recursive=True)) if is_pattern else [name]
     if not paths:
-        raise ValueError(f"--dataset {name}: no file matches")
+        raise ValueError(f"{name}: no file matches")
     pieces, digests = [], []
     for path in map(Path, paths):
         allowed = {"split"} if saved_kind(path) == "DatasetDict" else set()
         if path.exists() and options.keys() - allowed:
-            raise ValueError(f"--dataset {source}: what stands behind the comma is for Hub ids, and"
+            raise ValueError(f"{source}: what stands behind the comma is for Hub ids, and"
                              " split= for several splits by save_to_disk: name the files you want")
         for file in find_files(path):
             if file.is_file() and file_kind(file) in JSON_KINDS:
@@ -117,7 +117,7 @@ def split_options(source):
     name, *options = source.split(",")
     options = dict(option.partition("=")[::2] for option in options)
     if not options.keys() <= {"split", "name", "revision"}:
-        raise ValueError(f"--dataset {source}: behind a comma stands split=, name= or revision=")
+        raise ValueError(f"{source}: behind a comma stands split=, name= or revision=")
     return name, options
 
 
@@ -134,7 +134,7 @@ def find_files(path):
             if not is_hidden and not any((path / p / ".lock").exists() for p in below.parents):
                 files.append(file)
     if not files:
-        raise ValueError(f"--dataset {path}: no file in it ends in {', '.join(KINDS)}")
+        raise ValueError(f"{path}: no file in it ends in {', '.join(KINDS)}")
     return files
 
 
@@ -196,7 +196,7 @@ def open_table(source, path, options):
         return datasets.load_dataset(str(path), **{"split": "train", **options})
     except Exception as e:  # the Hub client has a dozen kinds of errors; each is the user's
         what = "no such file here, and the Hub says: " if is_from_hub else ""
-        raise ValueError(f"--dataset {source}: {what}{e.__cause__ or e}")
+        raise ValueError(f"{source}: {what}{e.__cause__ or e}")
 
 
 def load_table_file(path):
