@@ -259,12 +259,13 @@ def read_message(message):
     for key, flag in flags.items():
         if flag not in (0, 1):
             raise ValueError(f"a message has {key} {flag}: want 0 or 1")
-    if any(flags.values()) and ROLES[role] != "assistant":
-        raise RefusedRow(f"has {key} {flag} in a message of {role}: only the assistant's are"
-                         " trained; leave it out")
+        if flag and ROLES[role] != "assistant":
+            raise RefusedRow(f"has {key} {flag} in a message of {role}: only the assistant's are"
+                             " trained; leave it out")
     if role == "function_call":
         calls = read_json("tools", message.pop("content", None))
-        message["tool_calls"] = calls if isinstance(calls, list) else [calls]
+        message["tool_calls"] = [{"type": "function", "function": call}
+                                 for call in (calls if isinstance(calls, list) else [calls])]
     is_trained = ROLES[role] == "assistant" and all(flags.values())
     return message | {"role": ROLES[role], "train": is_trained}
 
