@@ -121,6 +121,10 @@ FORMS = {
         {"system": "Be brief.", "instruction": "And 2 times 2?", "output": "It is 4.",
          "history": [["What is 3 plus 4?", "The answer is 7."]]}, True, CHAT_TEXT,
         ["The answer is 7.<|im_end|>", "It is 4.<|im_end|>"]),
+    "input that looks like an empty list": (
+        {"instruction": "Sort.", "input": "[]", "output": "[]"}, True,
+        "<|im_start|>user\nSort.\n\n[]<|im_end|>\n<|im_start|>assistant\n[]<|im_end|>",
+        ["[]<|im_end|>"]),
     "json text": (
         {"messages": json.dumps(TALK), "tools": "[]"}, True, CHAT_TEXT,
         ["The answer is 7.<|im_end|>", "It is 4.<|im_end|>"]),
@@ -235,7 +239,7 @@ def test_several_forms_in_one_file_train_together(tokenizer, run_main, tiny_mode
     (line,) = re.findall("^data: .*", out, re.M)
     assert f"data.jsonl: {len(rows)} rows, " in line and "left out" not in line
     for form in (
-        "2 text", "4 prompt and completion", "5 messages", "5 instruction and output",
+        "2 text", "4 prompt and completion", "5 messages", "6 instruction and output",
         "4 conversations", "1 question and answer", "1 text (ignored: id, source)",
         "1 question and answer (ignored: text, id)",
         "1 instruction and response (ignored: category)",

@@ -82,7 +82,7 @@ def prepare_data(config, directory, tokenizer, vocab_size, day):
     try:
         fraction = float(config.eval_dataset[0])
     except ValueError:
-        eval_rows, line = prepare_rows(config.eval_dataset, *settings)
+        eval_rows, line = prepare_rows(config.eval_dataset, *settings, "--eval_dataset")
         say(f"evaluation: {line}")
         return rows, eval_rows
     return hold_out(rows, fraction, config)
@@ -102,7 +102,7 @@ def hold_out(rows, fraction, config):
     return rows.select(~held_out), rows.select(held_out)
 
 
-def prepare_rows(sources, tokenizer, max_seq_len, vocab_size, day, columns=()):
+def prepare_rows(sources, tokenizer, max_seq_len, vocab_size, day, columns=(), flag="--dataset"):
     """The Rows of all `sources`, and a line on what became of them. All ranks must call this."""
     name, table = " ".join(sources), None
     with together():
@@ -110,10 +110,13 @@ def prepare_rows(sources, tokenizer, max_seq_len, vocab_size, day, columns=()):
             raise ValueError("the tokenizer has no EOS token: generation would never stop")
         tokenizer = with_day(tokenizer, day)
         settings = {"tokenizer": tokenizer, "max_seq_len": max_seq_len, "vocab_size": vocab_size,
-                    "columns": columns}
+                    "new_names": columns}
         pieces, contents = [], []
         for source in sources:
-            more, digests = find_pieces(source)
+            try:
+                more, digests = find_pieces(source)
+            except ValueError as e:
+                raise ValueError(f"{flag} {e}")
             pieces += more
             contents.append(digests)
         key = cache_key(sources, contents, **settings)
@@ -124,7 +127,7 @@ def prepare_rows(sources, tokenizer, max_seq_len, vocab_size, day, columns=()):
                 table = encode_table(pieces, key, **settings)
     with together():
         if table is None:
-            raise ValueError(f"{name}: has no rows")
+            raise ValueError(f"{flag} {name}: has no rows")
         if (first := table["refused"].index(True).as_py()) >= 0:
             raise ValueError(f"{table['where'][first]}: {table['left_out'][first]}")
         left_out = describe_left_out(table)
@@ -142,11 +145,11 @@ def prepare_rows(sources, tokenizer, max_seq_len, vocab_size, day, columns=()):
         return rows, f"{line}; {left_out}" if left_out else line
 
 
-def cache_key(sources, contents, tokenizer, max_seq_len, vocab_size, columns):
+def cache_key(sources, contents, tokenizer, max_seq_len, vocab_size, new_names):
     """Digest of all that decides what the rows become, the code included."""
     code = {inspect.getsourcefile(f) for f in (find_pieces, parse_row, parse_chat, encode_pieces)}
     return text_digest([
-        sorted(map(digest, code)), sources, contents, max_seq_len, vocab_size, columns,
+        sorted(map(digest, code)), sources, contents, max_seq_len, vocab_size, new_names,
         str(tokenizer.chat_template or ""), tokenizer.backend_tokenizer.to_str(),
         tokenizer.special_tokens_map])
 
@@ -185,12 +188,12 @@ def encode_batches(pieces, **settings):
         yield columns | {name: np.concatenate(columns[name]) for name in ("input_ids", "labels")}
 
 
-def encode_pieces(pieces, tokenizer, max_seq_len, vocab_size, columns=()):
+def encode_pieces(pieces, tokenizer, max_seq_len, vocab_size, new_names=()):
     """Yield {name: value}, see ENCODED, for each document of each row; of a row that cannot be used
     one, without tokens."""
     rows = read_pieces(pieces)
     while batch := list(itertools.islice(rows, BATCH)):
-        parsed = [(where, *try_row(row, tokenizer, columns)) for where, row in batch]
+        parsed = [(where, *try_row(row, tokenizer, new_names)) for where, row in batch]
         tokens = iter(tokenize([d for *_, documents in parsed for d in documents], tokenizer))
         for where, row_error, form, documents in parsed:
             for i in range(len(documents)):
@@ -203,10 +206,10 @@ def encode_pieces(pieces, tokenizer, max_seq_len, vocab_size, columns=()):
                        "where": where if error else ""}
 
 
-def try_row(row, tokenizer, columns):
+def try_row(row, tokenizer, new_names):
     """(error, form, documents) of a row: no error, or one document without tokens."""
     try:
-        return None, *parse_row(row, tokenizer, columns)
+        return None, *parse_row(row, tokenizer, new_names)
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as e:
         return e, "", [([], [])]
 

@@ -132,14 +132,15 @@ def take_keys(row, form):
     taken, ignored = {}, []
     for key, value in row.items():
         name = SYNONYMS.get(key, key)
+        value = read_json(name, value)
         if key in form or key in MASKS and key in FORMS[form] and value is not None:
-            taken[key] = read_json(key, value)
+            taken[key] = value
         elif is_empty(value):
             continue
         elif name in FORMS[form]:
             if name in taken:
                 raise RefusedRow(f"has {key} and another key that means {name}: keep one of them")
-            taken[name] = read_json(name, value)
+            taken[name] = value
         elif name in OPTIONAL:
             raise RefusedRow(f"has {key}, which means nothing beside {' and '.join(form)}: leave it"
                              f" out, or rename it: --columns {key}=unused")
@@ -149,7 +150,7 @@ def take_keys(row, form):
 
 
 def is_empty(value):
-    return value in (None, "", [], {}, "[]", "{}", "null")
+    return value in (None, "", [], {})
 
 
 def read_json(key, value):
