@@ -132,7 +132,7 @@ def take_keys(row, form):
     taken, ignored = {}, []
     for key, value in row.items():
         name = SYNONYMS.get(key, key)
-        value = read_json(name, value)
+        value = read_json_text(name, value)
         if key in form or key in MASKS and key in FORMS[form] and value is not None:
             taken[key] = value
         elif is_empty(value):
@@ -153,7 +153,7 @@ def is_empty(value):
     return value in (None, "", [], {})
 
 
-def read_json(key, value):
+def read_json_text(key, value):
     """The value; where a table had to write a list as JSON text, the list."""
     if isinstance(value, str) and (key in LISTS or re.match(r'\s*\[\s*\{\s*"(role|content)"', value)
                                    and key in COMPLETION):
@@ -264,7 +264,7 @@ def read_message(message):
             raise RefusedRow(f"has {key} {flag} in a message of {role}: only the assistant's are"
                              " trained; leave it out")
     if role == "function_call":
-        calls = read_json("tools", message.pop("content", None))
+        calls = read_json_text("tools", message.pop("content", None))
         message["tool_calls"] = [{"type": "function", "function": call}
                                  for call in (calls if isinstance(calls, list) else [calls])]
     is_trained = ROLES[role] == "assistant" and all(flags.values())
