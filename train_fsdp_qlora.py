@@ -123,6 +123,7 @@ class Config:
         " a Hub id also ,name=CONFIGURATION ,revision=TAG; left out: the demo's instructions")
     eval_dataset: tuple[str, ...] | None = knob(
         None, "the same for evaluation, or a fraction of the rows of --dataset: 0.02")
+    columns: tuple[str, ...] | None = knob(None, "new names for keys of rows: context=input")
     max_seq_len: int | None = knob(
         None, "tokens; longer rows are cut; left out: 2048, or what the model was made for if less")
     chat_template: str | None = knob(None, "Jinja file to use instead of the tokenizer's own")

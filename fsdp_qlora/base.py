@@ -84,7 +84,10 @@ def load_tokenizer(directory, config):
     if not tokenizer.is_fast:
         raise ValueError(f"{directory}: its tokenizer has no fast version (tokenizer.json)")
     if config.chat_template:
-        tokenizer.chat_template = Path(config.chat_template).read_text()
+        try:
+            tokenizer.chat_template = Path(config.chat_template).read_text()
+        except (OSError, UnicodeError) as e:
+            raise ValueError(f"--chat_template {config.chat_template}: cannot be read: {e}")
     return tokenizer
 
 

@@ -99,6 +99,8 @@ def read_flags(config_class, path):
                 raise ValueError(f"--config {path}: {name}: {value}: YAML takes yes, no, on and off"
                                  " for these: put the value in quotes")
             argv.append(f"--{name}" if value else f"--no-{name}")
+        elif isinstance(value, dict):
+            argv += [f"--{name}", *(f"{old}={new}" for old, new in value.items())]
         elif isinstance(value, list):
             argv += [f"--{name}", *map(str, value)]
         elif value is not None:
@@ -133,6 +135,9 @@ def resolve_config(config, world_size):
     check("save_every", lambda x: re.fullmatch(r"\d{1,9}m?", x),
           "minutes, as 5m, or a number of steps, or 0")
     check("lora_dropout warmup_fraction", lambda x: 0 <= x < 1, "at least 0 and below 1")
+    check("columns", lambda pairs: all(re.fullmatch("[^=]+=[^=]+", pair) for pair in pairs)
+          and len({pair.partition("=")[0] for pair in pairs}) == len(pairs),
+          "OLD=NEW, each OLD once")
     check("seed", lambda n: 0 <= n < 2**40, "at least 0 and below 2^40")
     if config.recompute not in ("all", "none", "auto") and not config.recompute.isdecimal():
         raise ValueError(f"--recompute {config.recompute}: must be all, none, auto or a number")

@@ -472,6 +472,7 @@ def test_missing_data_set_is_refused(start, model, tmp_path):
     (tmp_path / "empty").mkdir()
     refused(DATA, start(model, dataset=tmp_path / "empty"), "--dataset", tmp_path / "empty")
     refused(DATA, start(model, dataset="nobody/nothing"), "--dataset nobody/nothing", "Hub")
+    refused(DATA, start(model, "--eval_dataset", "no.jsonl"), "error: --eval_dataset no.jsonl")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -486,7 +487,7 @@ def test_missing_data_set_is_refused(start, model, tmp_path):
         (DATA, ["--dataset", "odd.jsonl"], "odd.jsonl line 1"),
         (DATA, ["--eval_dataset", "none.jsonl"], "none.jsonl"),
         (DATA, ["--eval_dataset", "1.5"], "--eval_dataset 1.5"),
-        (MODEL, ["--chat_template", "none.jinja"], "none.jinja"),
+        (MODEL, ["--chat_template", "none.jinja"], "--chat_template none.jinja: cannot be read"),
         (MODEL, ["--max_seq_len", 99999], "--max_seq_len 99999"),
     ],
     ids=str,

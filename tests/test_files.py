@@ -42,9 +42,9 @@ def write_table(path, rows):
     datasets.Dataset.from_list(rows).to_parquet(path)
 
 
-def write_csv(path, rows, opened=open):
+def write_csv(path, rows, opened=open, **options):
     with opened(path, "wt", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
+        writer = csv.DictWriter(file, list(rows[0]), **options)
         writer.writeheader()
         writer.writerows(rows)
 
@@ -68,6 +68,9 @@ def write_kind(kind, directory, rows):
     elif kind == "csv":
         path = directory / "data.csv"
         write_csv(path, rows)
+    elif kind == "tsv":
+        path = directory / "data.tsv"
+        write_csv(path, rows, delimiter="\t")
     elif kind == "csv.gz":
         path = directory / "data.csv.gz"
         write_csv(path, rows, gzip.open)
@@ -96,10 +99,10 @@ KINDS = ("jsonl", "ndjson", "json of lines", "json", "jsonl.gz", "json.gz", "par
          "saved Dataset", "saved DatasetDict", "directory", "several", "pattern")  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "csv", "csv.gz"])
+@pytest.mark.parametrize("kind", [*KINDS, "csv", "csv.gz", "tsv"])
 def test_every_kind_of_file_gives_the_same_rows(kind, tokenizer, tmp_path):
     for name, rows in {"flat": FLAT, "nested": NESTED}.items():
-        if name == "nested" and kind.startswith("csv"):
+        if name == "nested" and kind.startswith(("csv", "tsv")):
             continue
         want = [document for row in rows for document in encode_row(row, tokenizer, tmp_path)]
         (tmp_path / name).mkdir()
@@ -217,20 +220,20 @@ def test_row_of_an_array_is_named(tokenizer, tmp_path):
         ("nothing", "no file in it ends in"),
         ("data.jsonl,part=3", "split=, name= or revision="),
         ("data.jsonl,split=test", "what stands behind the comma is for Hub ids"),
-        ("nothing,split=test", "what stands behind the comma is for Hub ids"),
+        ("nothing,split=test", "no file in it ends in"),
         ("saved,name=large", "what stands behind the comma is for Hub ids"),
         ("saved,split=test", "test"),
         ("empty.jsonl", "has no rows"),
         ("broken.json", "is no JSON"),
         ("broken.parquet", "broken.parquet"),
-        ("data.txt", "neither a Hub id"),
+        ("data.html", "neither a Hub id"),
     ],
 )
 def test_source_that_has_no_rows_is_refused(source, wanted, tokenizer, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "nothing").mkdir()
     for name, text in {"empty.jsonl": "", "broken.json": "[1,", "broken.parquet": "PAR1",
-                       "data.txt": "x", "data.jsonl": "{}"}.items():  # fmt: skip
+                       "data.html": "x", "data.jsonl": "{}"}.items():  # fmt: skip
         (tmp_path / name).write_text(text)
     if source.startswith("saved"):
         datasets.DatasetDict({"train": datasets.Dataset.from_list(FLAT)}).save_to_disk("saved")
@@ -261,6 +264,50 @@ def test_what_lies_aside_in_a_directory_is_no_data(tokenizer, tmp_path):
     (path / "run" / ".lock").touch()
     assert len(prepare([path], tokenizer)[0]) == 1
     assert "no file in it" in refusal([path / "run"], tokenizer)
+
+
+# what lies in a directory, what is asked for, what is read
+SPLITS = {
+    "files": (["train.jsonl", "test.jsonl", "validation.jsonl"], "", ["train.jsonl"]),
+    "files of a Hub id": (
+        ["data/train_sft-00000-of-00002.jsonl", "data/train_sft-00001-of-00002.jsonl",
+         "data/test_sft-00000-of-00001.jsonl"], "",
+        ["data/train_sft-00000-of-00002.jsonl", "data/train_sft-00001-of-00002.jsonl"]),
+    "directories": (["train/a.jsonl", "test/b.jsonl"], "", ["train/a.jsonl"]),
+    "no name": (["a.jsonl", "b_eval.jsonl"], "", ["a.jsonl"]),
+    "no test": (["contest.jsonl", "train.jsonl"], "", ["contest.jsonl", "train.jsonl"]),
+    "test alone": (["test.jsonl"], "", ["test.jsonl"]),
+    "chosen": (["train.jsonl", "dev.jsonl"], ",split=validation", ["dev.jsonl"]),
+    "chosen by its own name": (
+        ["data/train_sft-0.jsonl", "data/train_gen-0.jsonl"], ",split=train_gen",
+        ["data/train_gen-0.jsonl"]),
+    "neither": (["test.jsonl", "dev.jsonl"], "", "none of its 2 files is of train"),
+    "none": (["train.jsonl", "dev.jsonl"], ",split=tset", "none of its 2 files is of tset"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_rows_for_tests_in_a_directory_are_not_trained_on(name, tmp_path, capsys):
+    found, option, want = SPLITS[name]
+    for file in found:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        write_jsonl(tmp_path / file, [{"text": file}])
+    if isinstance(want, str):
+        with pytest.raises(ValueError, match=want):
+            files.find_pieces(f"{tmp_path}{option}")
+        return
+    pieces, _ = files.find_pieces(f"{tmp_path}{option}")
+    assert [row["text"] for _, row in files.read_pieces(pieces)] == want
+    said = f"{tmp_path}: {len(want)} of {len(found)} files are read"
+    assert (said in capsys.readouterr().out) == (len(want) < len(found))
+
+
+def test_each_line_of_a_text_file_is_a_row(tokenizer, tmp_path):
+    (tmp_path / "data.txt").write_bytes(b"[a]\r\n\n  b\n\xff\n{}")
+    rows, line = prepare([tmp_path / "data.txt"], tokenizer)
+    texts = [tokenizer.decode(rows.tokens(i)[0]) for i in range(len(rows))]
+    assert texts == ["[a]</s>", "  b</s>", "{}</s>"]
+    assert "1 left out: is no JSON" not in line and "data.txt line 4" in line
 
 
 @pytest.mark.parametrize("name", ["lr=1,bs=4.jsonl", "a[1].jsonl", "what?.jsonl"])

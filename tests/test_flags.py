@@ -28,7 +28,8 @@ def whole(base, run_jobs):
 FEW = ["--model", "m", "--dataset", "a.jsonl", "b,split=x", "--learning_rate", "1e-4",
        "--batch_size", "3", "--random_weights", "--offload_params", "--target_modules", "q_proj",
        "v_proj", "--eval_dataset", "0.1", "--lr_schedule", "linear", "--recompute", "2",
-       "--num_epochs", "1.5", "--no-offload_activations"]  # fmt: skip
+       "--num_epochs", "1.5", "--columns", "context=input", "a=b",
+       "--no-offload_activations"]  # fmt: skip
 AS_YAML = """
 model: m
 dataset: [a.jsonl, "b,split=x"]
@@ -45,6 +46,7 @@ lr_schedule: linear
 recompute: 2
 num_epochs: 1.5
 memory_limit_gib: null
+columns: {context: input, a: b}
 """
 
 

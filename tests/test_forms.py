@@ -15,6 +15,8 @@ from rows import (
     trained, whole, write_jsonl)
 from tokenizers.processors import TemplateProcessing
 
+from fsdp_qlora.data import forms
+from fsdp_qlora.data.files import RefusedRow
 from fsdp_qlora.data.forms import IGNORE
 
 
@@ -104,9 +106,41 @@ FORMS = {
         {"question": "What is 3 plus 4?", "answer": "It is 7."}, False,
         "What is 3 plus 4?\nIt is 7.</s>", ["It is 7.</s>"]),
     "keys that are not of the form": (
-        {"question": "What is 3 plus 4?", "answer": "The answer is 7.", "input": "x",
-         "system": "x", "tools": ["x"], "history": ["x"]}, True, SHORT_TEXT,
-        ["The answer is 7.<|im_end|>"]),
+        {"question": "What is 3 plus 4?", "answer": "The answer is 7.", "text": "x", "id": 3},
+        True, SHORT_TEXT, ["The answer is 7.<|im_end|>"]),
+    "dolly": (
+        {"instruction": "Add.", "context": "3 and 4", "response": "It is 7.", "category": "x"},
+        True, ALPACA_CHAT, ["It is 7.<|im_end|>"]),
+    "openorca": (
+        {"system_prompt": "Be brief.", "question": "Add 3 and 4.", "response": "It is 7."}, True,
+        CHAT_TEXT[:39] + NO_INPUT_CHAT, ["It is 7.<|im_end|>"]),
+    "question with context and system, without template": (
+        {"system": "Be brief.", "question": "Add.", "context": "3 and 4", "answer": "7"}, False,
+        "Be brief.\n\nAdd.\n\n3 and 4\n7</s>", ["7</s>"]),
+    "history": (
+        {"system": "Be brief.", "instruction": "And 2 times 2?", "output": "It is 4.",
+         "history": [["What is 3 plus 4?", "The answer is 7."]]}, True, CHAT_TEXT,
+        ["The answer is 7.<|im_end|>", "It is 4.<|im_end|>"]),
+    "input that looks like an empty list": (
+        {"instruction": "Sort.", "input": "[]", "output": "[]"}, True,
+        "<|im_start|>user\nSort.\n\n[]<|im_end|>\n<|im_start|>assistant\n[]<|im_end|>",
+        ["[]<|im_end|>"]),
+    "json text": (
+        {"messages": json.dumps(TALK), "tools": "[]"}, True, CHAT_TEXT,
+        ["The answer is 7.<|im_end|>", "It is 4.<|im_end|>"]),
+    "message lists as json text": (
+        {"prompt": json.dumps(TALK[:4]), "completion": json.dumps(TALK[4:])}, True, CHAT_TEXT,
+        ["It is 4.<|im_end|>"]),
+    "training": (
+        {"conversations": [{"role": "human", "value": "What is 3 plus 4?"},
+                           {"from": "model", "content": "The answer is 7."},
+                           {"role": "user", "content": "x"},
+                           {"role": "model", "content": "bad", "training": False}]}, True,
+        SHORT_TEXT, ["The answer is 7.<|im_end|>"]),
+    "segments": (
+        {"segments": [{"label": True, "text": "<s>Hello "}, {"label": False, "text": "good bye "},
+                      {"label": True, "text": "it is 7"}]}, True,
+        "<s>Hello good bye it is 7", ["<s>Hello ", "it is 7"]),
     "null beside a form": (
         {"messages": None, "tools": None, "text": "It is 7."}, True, "It is 7.</s>",
         ["It is 7.</s>"]),
@@ -205,9 +239,10 @@ def test_several_forms_in_one_file_train_together(tokenizer, run_main, tiny_mode
     (line,) = re.findall("^data: .*", out, re.M)
     assert f"data.jsonl: {len(rows)} rows, " in line and "left out" not in line
     for form in (
-        "2 text", "3 prompt and completion", "4 messages", "4 instruction and output",
-        "3 conversations", "1 question and answer", "1 text (ignored: id, source)",
-        "1 question and answer (ignored: input, system, tools, history)",
+        "2 text", "4 prompt and completion", "5 messages", "6 instruction and output",
+        "4 conversations", "1 question and answer", "1 text (ignored: id, source)",
+        "1 question and answer (ignored: text, id)",
+        "1 instruction and response (ignored: category)",
     ):  # fmt: skip
         assert f", {form}" in line or f": {form}" in line, form
     (record,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").open())
@@ -268,7 +303,7 @@ def test_ids_of_another_kind_are_never_trained(row, tokenizer, tmp_path):
         ({"text": "\ud800"}, "half a character"),
         ({"prompt": "x", "completion": ["y"]}, "completion is list"),
         ({"prompt": TALK, "completion": "y"}, "completion is str"),
-        ({"prompt": ["x"], "completion": "x"}, "completion is str"),
+        ({"prompt": ["x"], "completion": "x"}, "no object with a role"),
         ({"prompt": "x", "completion": None}, "completion null"),
         ({"messages": None}, "messages null"),
         ({"messages": []}, "no message of the assistant"),
@@ -279,13 +314,12 @@ def test_ids_of_another_kind_are_never_trained(row, tokenizer, tmp_path):
         ({"messages": [says("user", "x"), says("assistant", {})]}, "content"),
         ({"messages": [says("user", "x"), {"role": "assistant"}]}, "no content"),
         ({"messages": [says("user", "x"), {"content": "y"}]}, "no object with a role"),
-        ({"messages": [says("user", [{"type": "image"}]), ASKED[1]]}, "content that is no text"),
         ({"messages": [ASKED[0], says("assistant", "y", weight=0.5)]}, "weight 0.5"),
         ({"messages": "x"}, "messages is str, want a list"),
         ({"messages": 3}, "messages is int, want a list"),
         ({"prompt": "x", "completion": " "}, "completion is empty"),
         ({"instruction": "x", "output": ""}, "assistant is empty"),
-        ({"messages": [says("user\ud800", "x"), ASKED[1]]}, ""),
+        ({"segments": [{"text": "x"}]}, "a segment is no object"),
         ({"messages": ASKED, "tools": "{"}, ""),
         ({"conversations": "x"}, "conversations is str"),
         ({"conversations": [{"from": None, "value": "x"}]}, "no object with a role"),
@@ -325,9 +359,7 @@ def test_long_rows_are_cut_and_counted(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     "row, wanted",
     [
-        ({"prompt": "x", "chosen": "y", "rejected": "z"}, "name the better answer completion"),
-        ({"chosen": TALK, "rejected": TALK}, "preferences are not trained"),
-        ({"poem": "x", "title": "y"}, "has poem, title; want messages"),
+        ({"poem": "x", "title": "y"}, "has poem, title; want input_ids; messages"),
         ({"instruction": "x"}, "instruction and output"),
         ({}, "has no keys"),
     ],
@@ -340,26 +372,105 @@ def test_row_of_no_known_form_is_refused(row, wanted, tokenizer, tmp_path):
     assert "prompt and completion" in message  # what it can be named
 
 
+ROWS_OF_FORMS = {
+    "input_ids": {"input_ids": [5, 6]}, "messages": {"messages": ASKED},
+    "conversations": {"conversations": ASKED}, "prompt": {"prompt": "x", "completion": "y"},
+    "instruction": NO_INPUT, "question": {"question": "x", "answer": "y"},
+    "segments": {"segments": [{"text": "x", "label": True}]}, "text": {"text": "x"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ROWS_OF_FORMS)
+def test_each_key_that_has_a_meaning_is_obeyed_or_ends_the_run(form, tokenizer):
+    """The whole table: what a form takes changes its documents, or a row is refused for it."""
+    row = ROWS_OF_FORMS[form]
+    taken = next(forms.FORMS[keys] for keys in forms.FORMS if row.keys() >= set(keys))
+    for key in {*forms.REFUSED, *forms.OPTIONAL, *forms.SYNONYMS} - row.keys():
+        for value in ("x", False) if key in forms.REFUSED else ("x",):
+            if forms.SYNONYMS.get(key, key) in taken and (form, key) != ("prompt", "system"):
+                continue  # see the forms above, and below
+            with pytest.raises(RefusedRow, match=rf"^has {key}"):
+                forms.parse_row({**row, key: value}, tokenizer)
+    for key in forms.REFUSED:  # also in a message; empty it asks for nothing
+        talk = [ASKED[0], {**ASKED[1], key: "x"}]
+        with pytest.raises(RefusedRow, match=f"^has {key}: .*leave it out"):
+            forms.parse_row({"messages": talk}, tokenizer)
+        assert forms.parse_row({**row, key: []}, tokenizer)[1]
+        renamed, _ = forms.parse_row({**row, key: "x"}, tokenizer, [f"{key}=unused"])
+        assert renamed.endswith("(ignored: unused)")
+
+
 @pytest.mark.parametrize(
     "row, words",
-    [({"conversations": [{"from": "human", "value": "x"}, {"from": "function_call", "value": "y"},
-                         {"from": "gpt", "value": "z"}]}, "message from 'function_call'; known"),
-     ({**NO_INPUT, "history": [["x", "y"]]}, "has history, which would be lost"),
-     ({"system": "Be long.", "messages": TALK}, "has a system message and another one")],
-    ids=["role", "history", "system"],
+    [({"conversations": [{"from": "human", "value": "x"}, {"from": "critic", "value": "y"},
+                         {"from": "gpt", "value": "z"}]}, "message from 'critic'; known"),
+     ({"messages": [says("user", "x"), says("Assistant", "y")]}, "message from 'Assistant'; known"),
+     ({"messages": [says("user", "x", train=True), ASKED[1]]}, "train True in a message of user"),
+     ({"messages": [says("user", [{"type": "image", "text": "x"}]), ASKED[1]]},
+      "'image' in the content"),
+     ({**NO_INPUT, "input": "x", "context": "y"}, "another key that means input"),
+     ({"system": "Be long.", "messages": TALK}, "has a system message and another one"),
+     ({"messages": ASKED, "chat_template_kwargs": {"tokenize": True}}, "has tokenize in chat_"),
+     ({"prompt": "x", "completion": "y", "tools": [ADD]}, "tools, which a prompt in plain text")],
+    ids=["role", "assistant", "user", "image", "twice", "system", "variables", "tools"],
 )  # fmt: skip
-def test_what_would_not_be_trained_ends_the_run(row, words, tokenizer, tmp_path):
-    path = write_jsonl(tmp_path / "data.jsonl", [{"text": "fine"}, row])
-    assert f"{path} line 2: has " in refusal([path], tokenizer)
-    assert words in refusal([path], tokenizer)
+def test_what_would_not_be_trained_ends_the_run(row, words, tokenizer):
+    with pytest.raises(RefusedRow, match=words):
+        forms.parse_row(row, tokenizer)
 
 
-def test_tools_beside_text_are_not_lost(tokenizer, tmp_path):
-    row = {"prompt": "What is 3 plus 4?", "completion": "It is 7.", "tools": [ADD]}
-    path = write_jsonl(tmp_path / "data.jsonl", [{"text": "fine"}, row])
-    assert f"{path} line 2: has tools, which a prompt in plain text" in refusal([path], tokenizer)
-    for other in {**row, "tools": []}, {"text": "rendered with them", "tools": [ADD]}:
-        encode_row(other, tokenizer, tmp_path)
+def test_masks_beside_ids_are_obeyed(tokenizer, tmp_path):
+    """Padding goes, and what any mask leaves out is not trained."""
+    for mask in "completion_mask", "assistant_masks":
+        row = {"input_ids": [5, 6, 7, 8], mask: [0, 0, 1, 1], "attention_mask": [1, 1, 1, 0]}
+        (one,) = encode_row(row, tokenizer, tmp_path)
+        assert one["input_ids"].tolist() == [5, 6, 7]
+        assert one["labels"].tolist() == [IGNORE, IGNORE, 7]
+    _, ((_, labels),) = forms.parse_row(
+        {"input_ids": [5, 6], "labels": "[5, 6]", "completion_mask": [0, 1]}, tokenizer)
+    assert labels == [IGNORE, 6]
+
+
+def test_greeting_of_the_assistant_is_said_not_to_be_trained(tokenizer):
+    form, (document,) = forms.parse_row(
+        {"messages": [says("assistant", "Hello."), *ASKED]}, tokenizer)
+    assert "(not trained: the assistant's first message" in form
+    (part,) = document
+    assert [part.text[slice(*span)] for span in part.trained] == ["The answer is 7.<|im_end|>"]
+
+
+def test_variables_of_a_row_are_given_to_the_template(tokenizer, tmp_path):
+    tokenizer.chat_template = "{{ effort }}" + CHATML
+    for value in {"effort": "low"}, json.dumps({"effort": "low"}):
+        row = {"messages": ASKED, "chat_template_kwargs": value}
+        assert whole(encode_row(row, tokenizer, tmp_path), tokenizer)[0].startswith("low<")
+
+
+def test_calls_and_tools_of_other_frameworks_are_openais(tokenizer):
+    call = {"name": "add", "arguments": {"a": 3}}
+    tokenizer.chat_template = TEMPLATES["tools"]
+    want = forms.parse_row(
+        {"messages": [ASKED[0], {"role": "assistant", "tool_calls": [{"function": call}]}],
+         "tools": [ADD]}, tokenizer)[1]
+    asked = {"from": "human", "value": ASKED[0]["content"]}
+    for more in {"functions": [ADD["function"]]}, {"tools": json.dumps([ADD["function"]])}:
+        talk = [asked, {"from": "function_call", "value": json.dumps(call)}]
+        assert forms.parse_row({"conversations": talk, **more}, tokenizer)[1] == want
+
+
+def test_columns_are_renamed_before_the_form_is_found(tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "data.jsonl", [{"poem": "It is 7.", "label": 1}])
+    assert "want input_ids" in refusal([path], tokenizer, columns=("label=unused",))
+    rows, line = prepare([path], tokenizer, columns=("poem=text", "label=unused"))
+    assert len(rows) == 1 and "1 text (ignored: unused)" in line
+    twice = write_jsonl(path, [{"poem": "x", "text": "y"}])
+    assert "has text twice" in refusal([twice], tokenizer, columns=("poem=text",))
+
+
+def test_keys_cannot_command_a_terminal(tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "data.jsonl", [{"text": "x", "\x1b[2J": 1}])
+    _, line = prepare([path], tokenizer)
+    assert line.isprintable() and r"(ignored: \x1b[2J)" in line
 
 
 # ------------------------------------------------------------------------------------------------

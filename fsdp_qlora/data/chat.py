@@ -15,9 +15,10 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from fsdp_qlora.data.files import RefusedRow
 
 
-def parse_chat(messages, tools, tokenizer):
+def parse_chat(messages, options, tokenizer):
     """Returns [(text, [(start, end)])]: the documents of a conversation, and which of their
-    characters are trained.
+    characters are trained. `options` is what the template is given besides messages: tools, and
+    other variables. Each message says in `train` whether it is trained.
 
     Each answer (a message of the assistant that is trained) is trained as the model will write it:
     behind what the template makes of the messages before it, from the generation prompt to its
@@ -29,8 +30,6 @@ def parse_chat(messages, tools, tokenizer):
         raise RefusedRow("is a conversation, but the tokenizer has no chat template: give one by"
                          " --chat_template, or use prompt and completion")
     _, as_parts = template_traits(tokenizer, str(tokenizer.chat_template))
-    if isinstance(tools, str):
-        tools = json.loads(tools or "null")
     cleaned = [clean_message(message, as_parts) for message in messages]
     messages = [message for message, _ in cleaned]
     # before the first message there is no generation prompt
@@ -39,7 +38,7 @@ def parse_chat(messages, tools, tokenizer):
         raise ValueError("no message of the assistant is trained")
     documents = []  # the longest first
     for i in reversed(answers):
-        text, document, spans = render_answer(messages[: i + 1], tools or None, tokenizer)
+        text, document, spans = render_answer(messages[: i + 1], options, tokenizer)
         for longer, longer_spans in documents:
             if longer.startswith(text):
                 longer_spans += [(start, min(end, len(text))) for start, end in spans]
@@ -79,20 +78,20 @@ def checked_text(value, name):
     return value
 
 
-def render_answer(messages, tools, tokenizer):
+def render_answer(messages, options, tokenizer):
     """Render messages that end with an answer. Returns their text, the document that it is if no
     more follow, and the answer's spans of characters in both. The document ends with the answer's
     closing token, or with EOS if the template has none."""
-    prompt = render(messages[:-1], tools, tokenizer, add_generation_prompt=True)
-    text = checked_text(render(messages, tools, tokenizer), "the conversation")
-    template = tokenizer.get_chat_template(tools=tools)
+    prompt = render(messages[:-1], tokenizer, add_generation_prompt=True, **options)
+    text = checked_text(render(messages, tokenizer, **options), "the conversation")
+    template = tokenizer.get_chat_template(tools=options["tools"])
     if re.search(r"\{%-?\s*generation\b", template):
-        spans = marked_spans(messages, tools, template, tokenizer)
+        spans = marked_spans(messages, options, template, tokenizer)
         document = text[: spans[-1][1]]
     else:
         start = shared_length(prompt, text)
         if start < len(prompt):  # a template may open an answer otherwise than its prompt does
-            before = render(messages[:-1], tools, tokenizer)
+            before = render(messages[:-1], tokenizer, **options)
             if start <= shared_length(prompt, before):
                 raise RefusedRow(f"the chat template mixes message {len(messages)} with those"
                                  " before it: its tokens cannot be told")
@@ -101,24 +100,24 @@ def render_answer(messages, tools, tokenizer):
         if not document.endswith(closing_tokens):
             document = text + tokenizer.eos_token
         spans = [(start, len(document))]
-    check_rendered(messages, tools, text, text[spans[0][0] :])
+    check_rendered(messages, options["tools"], text, text[spans[0][0] :])
     return text, document, spans
 
 
-def render(messages, tools, tokenizer, **options):
+def render(messages, tokenizer, **options):
     """The text that the chat template makes of messages."""
     try:
-        return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except Exception as e:  # Jinja's own, and whatever the template's operations raise
         raise ValueError(f"the chat template fails: {' '.join(str(e).split())}")
 
 
-def marked_spans(messages, tools, template, tokenizer):
+def marked_spans(messages, options, template, tokenizer):
     """Where in the rendered messages the {% generation %} blocks of the last one stand."""
     try:
         (before, text), (old_blocks, blocks) = render_jinja_template(
-            [messages[:-1], messages], tools=tools, chat_template=template,
-            return_assistant_tokens_mask=True, **tokenizer.special_tokens_map)
+            [messages[:-1], messages], chat_template=template,
+            return_assistant_tokens_mask=True, **{**tokenizer.special_tokens_map, **options})
     except Exception as e:
         raise ValueError(f"the chat template fails: {' '.join(str(e).split())}")
     shared = shared_length(before, text)
@@ -152,19 +151,18 @@ def template_traits(tokenizer, template):
 
 def clean_message(message, as_parts):
     """A message as templates want it, and whether it is trained."""
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise ValueError("a message is no object with a role")
-    message = {key: value for key, value in message.items() if value is not None}
-    weight, train = message.pop("weight", 1), message.pop("train", True)
-    if weight not in (0, 1) or train not in (False, True):
-        raise ValueError(f"a message has weight {weight}, train {train}: want 0 or 1")
-    is_trained = message["role"] == "assistant" and bool(train and weight)
+    message, is_trained = dict(message), message["train"]
+    del message["train"]
     content, calls = message.get("content"), message.get("tool_calls")
     if calls:
         if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
             raise ValueError("a message has tool_calls that are no list of objects")
         message["tool_calls"] = [clean_call(call) for call in calls]
     if isinstance(content, list):
+        for part in content:
+            if isinstance(part, dict) and part.get("type", "text") != "text":
+                raise RefusedRow(f"has {part['type']!r} in the content of a message: only text is"
+                                 " trained; leave it out")
         texts = [part.get("text") if isinstance(part, dict) else part for part in content]
         if not all(isinstance(text, str) for text in texts):
             raise ValueError("a message has content that is no text")
@@ -201,7 +199,7 @@ def check_rendered(messages, tools, text, answer):
                         for string in [call.get("name"), *strings_in(call.get("arguments"))]]
         if i == len(messages):
             strings += [(f"{key} of message {i}", message.get(key))
-                        for key in ("reasoning_content", "thinking")]
+                        for key in ("reasoning_content", "reasoning", "thinking")]
             wanted += [(what, string, answer) for what, string in strings]
         else:  # templates may drop the reasoning of earlier answers
             wanted += [(what, str(string or "").rpartition("</think>")[2], text)

@@ -15,7 +15,7 @@ import torch
 
 from fsdp_qlora.data.chat import parse_chat, with_day
 from fsdp_qlora.data.files import RefusedRow, find_pieces, read_pieces
-from fsdp_qlora.data.forms import IGNORE, parse_row
+from fsdp_qlora.data.forms import IGNORE, parse_row, printable
 from fsdp_qlora.files import digest, text_digest
 from fsdp_qlora.ranks import Stop, is_rank_0, n_cores, say, together
 
@@ -73,7 +73,7 @@ def prepare_data(config, directory, tokenizer, vocab_size, day):
     if config.random_weights and not config.dataset:
         say(f"data: {config.batch_size} rows of random tokens")
         return random_rows(vocab_size, config), None
-    settings = tokenizer, config.max_seq_len, vocab_size, day
+    settings = tokenizer, config.max_seq_len, vocab_size, day, config.columns or ()
     sources = config.dataset or (str(directory / "demo" / "data.jsonl"),)
     rows, line = prepare_rows(sources, *settings)
     say(f"data: {line}")
@@ -82,7 +82,7 @@ def prepare_data(config, directory, tokenizer, vocab_size, day):
     try:
         fraction = float(config.eval_dataset[0])
     except ValueError:
-        eval_rows, line = prepare_rows(config.eval_dataset, *settings)
+        eval_rows, line = prepare_rows(config.eval_dataset, *settings, "--eval_dataset")
         say(f"evaluation: {line}")
         return rows, eval_rows
     return hold_out(rows, fraction, config)
@@ -102,17 +102,21 @@ def hold_out(rows, fraction, config):
     return rows.select(~held_out), rows.select(held_out)
 
 
-def prepare_rows(sources, tokenizer, max_seq_len, vocab_size, day):
+def prepare_rows(sources, tokenizer, max_seq_len, vocab_size, day, columns=(), flag="--dataset"):
     """The Rows of all `sources`, and a line on what became of them. All ranks must call this."""
     name, table = " ".join(sources), None
     with together():
         if tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no EOS token: generation would never stop")
         tokenizer = with_day(tokenizer, day)
-        settings = {"tokenizer": tokenizer, "max_seq_len": max_seq_len, "vocab_size": vocab_size}
+        settings = {"tokenizer": tokenizer, "max_seq_len": max_seq_len, "vocab_size": vocab_size,
+                    "new_names": columns}
         pieces, contents = [], []
         for source in sources:
-            more, digests = find_pieces(source)
+            try:
+                more, digests = find_pieces(source)
+            except ValueError as e:
+                raise ValueError(f"{flag} {e}")
             pieces += more
             contents.append(digests)
         key = cache_key(sources, contents, **settings)
@@ -123,7 +127,7 @@ def prepare_rows(sources, tokenizer, max_seq_len, vocab_size, day):
                 table = encode_table(pieces, key, **settings)
     with together():
         if table is None:
-            raise ValueError(f"--dataset {name}: has no rows")
+            raise ValueError(f"{flag} {name}: has no rows")
         if (first := table["refused"].index(True).as_py()) >= 0:
             raise ValueError(f"{table['where'][first]}: {table['left_out'][first]}")
         left_out = describe_left_out(table)
@@ -141,11 +145,11 @@ def prepare_rows(sources, tokenizer, max_seq_len, vocab_size, day):
         return rows, f"{line}; {left_out}" if left_out else line
 
 
-def cache_key(sources, contents, tokenizer, max_seq_len, vocab_size):
+def cache_key(sources, contents, tokenizer, max_seq_len, vocab_size, new_names):
     """Digest of all that decides what the rows become, the code included."""
     code = {inspect.getsourcefile(f) for f in (find_pieces, parse_row, parse_chat, encode_pieces)}
     return text_digest([
-        sorted(map(digest, code)), sources, contents, max_seq_len, vocab_size,
+        sorted(map(digest, code)), sources, contents, max_seq_len, vocab_size, new_names,
         str(tokenizer.chat_template or ""), tokenizer.backend_tokenizer.to_str(),
         tokenizer.special_tokens_map])
 
@@ -184,29 +188,28 @@ def encode_batches(pieces, **settings):
         yield columns | {name: np.concatenate(columns[name]) for name in ("input_ids", "labels")}
 
 
-def encode_pieces(pieces, tokenizer, max_seq_len, vocab_size):
+def encode_pieces(pieces, tokenizer, max_seq_len, vocab_size, new_names=()):
     """Yield {name: value}, see ENCODED, for each document of each row; of a row that cannot be used
     one, without tokens."""
     rows = read_pieces(pieces)
     while batch := list(itertools.islice(rows, BATCH)):
-        parsed = [(where, *try_row(row, tokenizer)) for where, row in batch]
+        parsed = [(where, *try_row(row, tokenizer, new_names)) for where, row in batch]
         tokens = iter(tokenize([d for *_, documents in parsed for d in documents], tokenizer))
         for where, row_error, form, documents in parsed:
             for i in range(len(documents)):
                 columns = columns_of(*next(tokens), max_seq_len)
                 error = row_error or check_tokens(columns, max_seq_len, vocab_size)
                 why = (str(error) or type(error).__name__) if error else ""
-                # Arrow takes no half characters
-                form, why = (text.encode(errors="replace").decode() for text in (form, why))
+                form, why = printable(form), printable(why)
                 yield {**columns, "kept": not error, "refused": isinstance(error, RefusedRow),
                        "is_first": i == 0, "form": form, "left_out": why,
                        "where": where if error else ""}
 
 
-def try_row(row, tokenizer):
+def try_row(row, tokenizer, new_names):
     """(error, form, documents) of a row: no error, or one document without tokens."""
     try:
-        return None, *parse_row(row, tokenizer)
+        return None, *parse_row(row, tokenizer, new_names)
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as e:
         return e, "", [([], [])]
 

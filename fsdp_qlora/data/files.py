@@ -7,16 +7,20 @@ import gzip
 import hashlib
 import io
 import json
+import re
 import warnings
 import zlib
 from pathlib import Path
 from typing import NamedTuple
 
 from fsdp_qlora.files import digest
+from fsdp_qlora.ranks import say
 
-JSON_KINDS = (".jsonl", ".json", ".ndjson")
-TABLE_KINDS = {".parquet": "parquet", ".csv": "csv"}  # what `datasets` calls them
+JSON_KINDS = (".jsonl", ".json", ".ndjson", ".txt")  # also lines of text, each a row
+TABLE_KINDS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}  # what `datasets` calls them
 KINDS = (*JSON_KINDS, *TABLE_KINDS)
+SPLITS = {"train": "train|training", "validation": "validation|valid|val|dev",
+          "test": "test|testing|eval|evaluation"}  # what names of files and directories call them
 PIECE_BYTES, PIECE_ROWS = 2**20, 5000  # of lines of JSON, of a table
 
 
@@ -41,14 +45,15 @@ def find_pieces(source):
     is_pattern = glob.has_magic(name) and not Path(name).exists()
     paths = sorted(glob.glob(name, recursive=True)) if is_pattern else [name]
     if not paths:
-        raise ValueError(f"--dataset {name}: no file matches")
+        raise ValueError(f"{name}: no file matches")
     pieces, digests = [], []
     for path in map(Path, paths):
-        allowed = {"split"} if saved_kind(path) == "DatasetDict" else set()
+        is_whole = not path.is_dir() or saved_kind(path) == "Dataset"
+        allowed = set() if is_whole else {"split"}
         if path.exists() and options.keys() - allowed:
-            raise ValueError(f"--dataset {source}: what stands behind the comma is for Hub ids, and"
-                             " split= for several splits by save_to_disk: name the files you want")
-        for file in find_files(path):
+            raise ValueError(f"{source}: what stands behind the comma is for Hub ids, and"
+                             " split= for directories: name the files you want")
+        for file in find_files(path, options.get("split")):
             if file.is_file() and file_kind(file) in JSON_KINDS:
                 more, content = json_pieces(file)
             else:
@@ -79,7 +84,7 @@ def read_piece(piece):
         rows = piece.table.select(range(piece.start, piece.stop))
         for number, row in enumerate(rows, 1 + piece.start):
             yield f"{piece.name} row {number}", {k: without_none(v) for k, v in row.items()}
-    elif piece.start == 0 and first_byte(piece.name) == b"[":
+    elif piece.start == 0 and is_array(Path(piece.name)):
         with open_file(piece.name) as file:
             try:
                 rows = json.load(file)
@@ -93,6 +98,7 @@ def read_piece(piece):
 
 def read_lines(piece):
     """Yield what read_pieces() yields, for each line that is not blank."""
+    is_text = file_kind(Path(piece.name)) == ".txt"
     with open_file(piece.name) as file:
         lines = file
         if piece.stop is not None:
@@ -102,11 +108,12 @@ def read_lines(piece):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = json.loads(line) if not is_text else {
+                    "text": line.decode("utf-8-sig").rstrip("\r\n")}
             except (ValueError, RecursionError) as e:
                 # without the column, so that equal errors are counted together
                 why = getattr(e, "msg", None) or getattr(e, "reason", e)
-                row = ValueError(f"is no JSON: {why}")
+                row = ValueError(f"is no {'UTF-8' if is_text else 'JSON'}: {why}")
             yield f"{piece.name} line {number}", row
 
 
@@ -117,13 +124,13 @@ def split_options(source):
     name, *options = source.split(",")
     options = dict(option.partition("=")[::2] for option in options)
     if not options.keys() <= {"split", "name", "revision"}:
-        raise ValueError(f"--dataset {source}: behind a comma stands split=, name= or revision=")
+        raise ValueError(f"{source}: behind a comma stands split=, name= or revision=")
     return name, options
 
 
-def find_files(path):
-    """The data files in a directory, sorted, but none that is hidden or that a run has written
-    there; any other path itself."""
+def find_files(path, split=None):
+    """The data files of a split in a directory, sorted, but none that is hidden or that a run has
+    written there; any other path itself."""
     if not path.is_dir() or saved_kind(path):
         return [path]
     files = []
@@ -134,8 +141,40 @@ def find_files(path):
             if not is_hidden and not any((path / p / ".lock").exists() for p in below.parents):
                 files.append(file)
     if not files:
-        raise ValueError(f"--dataset {path}: no file in it ends in {', '.join(KINDS)}")
-    return files
+        raise ValueError(f"{path}: no file in it ends in {', '.join(KINDS)}")
+    return choose_split(path, files, split)
+
+
+def choose_split(path, files, split):
+    """Those of the files in a directory that are of this split, by its name or by their own. None:
+    all but those for validation and tests, if there are others."""
+    names = {file: name_of_split(file.relative_to(path)) for file in files}
+    if split:
+        named = re.compile(rf"(^|/){re.escape(split)}([-./]|$)")
+        chosen = [file for file in files
+                  if split == names[file] or named.search(file.relative_to(path).as_posix())]
+    elif len(set(names.values())) == 1:
+        return files
+    else:
+        chosen = [file for file in files if names[file] in ("train", None)]
+    found = ", ".join(sorted({name or "no split" for name in names.values()}))
+    if not chosen:
+        raise ValueError(f"{path}: none of its {len(files)} files is of {split or 'train'}, but of"
+                         f" {found}: choose by ,split=NAME or name the files")
+    if len(chosen) < len(files):
+        say(f"{path}: {len(chosen)} of {len(files)} files are read, those of {split or 'train'};"
+            f" there are {found}, and ,split=NAME chooses")
+    return chosen
+
+
+def name_of_split(path):
+    """The key of SPLITS that the file, else the nearest directory above it, is named by, or None.
+    """
+    for part in reversed(path.parts):
+        for split, words in SPLITS.items():
+            if re.search(rf"(^|[^a-z])({words})([^a-z]|$)", part.lower()):
+                return split
+    return None
 
 
 def saved_kind(path):
@@ -152,7 +191,7 @@ def file_kind(path):
 def json_pieces(path):
     """The pieces of a file of JSON, and its SHA-256. Its lines are shared out; an array or a .gz is
     one piece, as it can only be read from its beginning."""
-    if path.suffix == ".gz" or first_byte(path) == b"[":
+    if path.suffix == ".gz" or is_array(path):
         return [Piece(str(path))], digest(path)
     pieces, sha, start, lines_before = [], hashlib.sha256(), 0, 0
     with open(path, "rb") as file:
@@ -168,13 +207,14 @@ def open_file(path):
     return gzip.open(path, "rb") if str(path).endswith(".gz") else open(path, "rb")
 
 
-def first_byte(path):
-    """The first byte of a file that is neither of a byte order mark nor white space."""
+def is_array(path):
+    """Whether a file of JSON is one array: it begins with [ behind byte order mark and white space.
+    """
     with open_file(path) as file:
         while line := file.readline(2**16):
             if text := line.removeprefix(b"\xef\xbb\xbf").lstrip():
-                return text[:1]
-    return b""
+                return text[:1] == b"[" and file_kind(path) != ".txt"
+    return False
 
 
 def open_table(source, path, options):
@@ -196,7 +236,7 @@ def open_table(source, path, options):
         return datasets.load_dataset(str(path), **{"split": "train", **options})
     except Exception as e:  # the Hub client has a dozen kinds of errors; each is the user's
         what = "no such file here, and the Hub says: " if is_from_hub else ""
-        raise ValueError(f"--dataset {source}: {what}{e.__cause__ or e}")
+        raise ValueError(f"{source}: {what}{e.__cause__ or e}")
 
 
 def load_table_file(path):
@@ -207,9 +247,10 @@ def load_table_file(path):
 
     kind, options = TABLE_KINDS[file_kind(path)], {}
     if kind == "csv":
-        names = pandas.read_csv(path, nrows=0, index_col=False).columns
+        options["sep"] = "\t" if file_kind(path) == ".tsv" else ","
+        names = pandas.read_csv(path, nrows=0, index_col=False, **options).columns
         features = datasets.Features({name: datasets.Value("string") for name in names})
-        options = {"features": features, "keep_default_na": False, "index_col": False}
+        options |= {"features": features, "keep_default_na": False, "index_col": False}
     with warnings.catch_warnings():
         # of a row with more cells than the header has names
         warnings.simplefilter("error", pandas.errors.ParserWarning)

@@ -2,6 +2,9 @@
 trained. It stands on chat.py for conversations, and leaves reading to files.py, tokens to
 encode.py."""
 
+import contextlib
+import json
+import re
 from typing import NamedTuple
 
 from fsdp_qlora.data.chat import checked_text, parse_chat
@@ -9,17 +12,43 @@ from fsdp_qlora.data.files import RefusedRow
 
 IGNORE = -100  # the label of a token that is not trained
 
-COMPLETION, ALPACA, QUESTION = (
-    ("prompt", "completion"), ("instruction", "output"), ("question", "answer"))
-FORMS = {  # keys that a row must have: keys that it may have
-    ("messages",): ("system", "tools"), ("conversations",): ("system", "tools"),
-    COMPLETION: ("tools",), ALPACA: ("input", "system", "history"), QUESTION: (),
-    ("text",): (), ("input_ids",): ("labels",)}
+# The keys that TRL, Axolotl, LLaMA-Factory and OpenAI give a meaning. A row's form takes a key, or
+# the key ends the run; all other keys, and what only another form must have, are named and ignored.
+CHAT = ("system", "tools", "chat_template_kwargs")
+MASKS = ("labels", "completion_mask", "assistant_masks", "attention_mask")
+COMPLETION = ("prompt", "completion")
+INSTRUCTIONS = (("instruction", "output"), ("instruction", "response"))
+QUESTIONS = (("question", "answer"), ("question", "response"), ("query", "response"))
+FORMS = {  # the first of which a row has these keys: it may have those
+    ("input_ids",): MASKS,
+    **dict.fromkeys((("messages",), ("conversations",), COMPLETION), CHAT),
+    **dict.fromkeys((*INSTRUCTIONS, *QUESTIONS), ("input", "history", *CHAT)),
+    ("segments",): (), ("text",): ()}
+SYNONYMS = {"functions": "tools", "system_prompt": "system", "context": "input", "article": "input"}
+LISTS = {"messages", "conversations", "segments", "input_ids", "history", "tools", *MASKS,
+         "chat_template_kwargs"}  # may be JSON text
+OPTIONAL = {key for keys in FORMS.values() for key in keys}
+REFUSED = {key: why for why, keys in {  # of rows and messages
+    "preferences are not trained, give the good answers alone":
+        ("chosen", "rejected", "label", "kto_tag", "completions", "preferred_output",
+         "non_preferred_output"),
+    "only text is trained": ("image", "images", "video", "videos", "audio", "audios"),
+    "rows are packed here, give them one by one": ("position_ids", "seq_lengths"),
+    "write it into the question or the answer":
+        ("choices", "reflection", "corrected", "critiques", "revision"),
+    "chat templates do not know it": ("parallel_tool_calls",),
+    "write it as tool_calls": ("function_call",),
+    "a part of an answer is trained only as segments": ("train_detail",),
+    "write it as content": ("refusal",),
+}.items() for key in keys}
 
-SHAREGPT_ROLES = {
-    "system": "system", "human": "user", "user": "user", "gpt": "assistant", "model": "assistant",
-    "assistant": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
-    "tool": "tool", "observation": "tool", "function": "tool"}
+TRAINED = ("train", "training", "train_on_turn", "weight")  # in a message: whether it is trained
+ROLES = {  # of a message: what templates call it
+    "system": "system", "developer": "developer", "human": "user", "user": "user",
+    **dict.fromkeys(("assistant", "gpt", "model", "chatgpt", "bing", "bard"), "assistant"),
+    "function_call": "assistant",  # its content is the call
+    **dict.fromkeys(("tool", "observation", "function"), "tool"),
+    "ipython": "ipython", "document": "document", "control": "control"}
 
 
 class Part(NamedTuple):
@@ -30,22 +59,56 @@ class Part(NamedTuple):
     may_begin: bool  # whether the tokenizer may put BOS in front
 
 
-def parse_row(row, tokenizer):
-    """Returns the row's form with the keys that are ignored, as text, and its documents: each a
-    list of Parts, or of a row with input_ids the tuple (input_ids, labels). A ValueError leaves the
-    row out, a RefusedRow ends the run."""
+def parse_row(row, tokenizer, columns=()):
+    """Returns the row's form with what is ignored, as text, and its documents: each a list of
+    Parts, or of a row with input_ids the tuple (input_ids, labels). `columns` are new names of
+    keys, ["old=new"]. A ValueError leaves the row out, a RefusedRow ends the run."""
     if isinstance(row, Exception):
         raise row
     if not isinstance(row, dict):
         raise ValueError(f"is {type(row).__name__}, want an object")
+    row = rename_keys(row, dict(column.split("=") for column in columns))
+    refuse_keys(row, ", or rename it: --columns {}=unused")
     form = find_form(row)
-    row = {key: value for key, value in row.items() if value is not None}
-    ignored = [key for key in row if key not in form + FORMS[form]]
-    form_text = " and ".join(form)
-    if ignored:
-        form_text += f" (ignored: {', '.join(ignored)})"
-    row = {key: value for key, value in row.items() if key not in ignored}
-    return form_text, make_documents(row, form, tokenizer)
+    row, ignored = take_keys(row, form)
+    notes = [f"ignored: {', '.join(ignored)}"] if ignored else []
+    documents = parse_text(row, form, tokenizer)
+    if documents is None:
+        messages = as_messages(row, form)
+        if messages and messages[0]["role"] == "assistant" and messages[0]["train"]:
+            notes.append("not trained: the assistant's first message, before which nothing stands")
+        documents = parse_chat(messages, template_options(row), tokenizer)
+        documents = [[Part(text, spans, may_begin=False)] for text, spans in documents]
+    return " and ".join(form) + (f" ({'; '.join(notes)})" if notes else ""), documents
+
+
+def printable(text):
+    """The text without what a terminal obeys, or cannot encode."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+# ------------------------------------------------------------------------------------------------
+# Keys
+# ------------------------------------------------------------------------------------------------
+
+
+def rename_keys(row, columns):
+    """The row with new names for these keys {old: new}."""
+    renamed = {}
+    for key, value in row.items():
+        new = columns.get(key, key)
+        if renamed.get(new) is not None and value is not None:
+            raise RefusedRow(f"has {new} twice after --columns: rename the other one, too")
+        if renamed.get(new) is None:
+            renamed[new] = value
+    return renamed
+
+
+def refuse_keys(keys_and_values, advice):
+    """End the run for a key that asks for what is not done here, unless it is empty."""
+    for key, value in keys_and_values.items():
+        if key in REFUSED and not is_empty(value):
+            raise RefusedRow(f"has {key}: {REFUSED[key]}; leave it out{advice.format(key)}")
 
 
 def find_form(row):
@@ -58,90 +121,167 @@ def find_form(row):
         nulls = [key for key in row if key not in keys]
         raise ValueError(f"{' and '.join(nulls)} null")
     wanted = "; ".join(" and ".join(form) for form in FORMS)
-    advice = "name its keys like one of these"
-    if keys & {"chosen", "rejected"}:
-        advice = "preferences are not trained; name the better answer completion to train on it"
     listed = ", ".join(key for key in row if key in keys) or "no keys"
-    raise RefusedRow(f"has {listed}; want {wanted}: {advice}")
+    raise RefusedRow(f"has {listed}; want {wanted}: name its keys like one of these, by --columns"
+                     " OLD=NEW")
 
 
-def make_documents(row, form, tokenizer):
-    """The documents of a row of this form, which has no other keys and no nulls."""
+def take_keys(row, form):
+    """The row's keys that its form takes and that are not empty, JSON text read; and the keys that
+    are ignored."""
+    taken, ignored = {}, []
+    for key, value in row.items():
+        name = SYNONYMS.get(key, key)
+        value = read_json_text(name, value)
+        if key in form or key in MASKS and key in FORMS[form] and value is not None:
+            taken[key] = value
+        elif is_empty(value):
+            continue
+        elif name in FORMS[form]:
+            if name in taken:
+                raise RefusedRow(f"has {key} and another key that means {name}: keep one of them")
+            taken[name] = value
+        elif name in OPTIONAL:
+            raise RefusedRow(f"has {key}, which means nothing beside {' and '.join(form)}: leave it"
+                             f" out, or rename it: --columns {key}=unused")
+        else:
+            ignored.append(key)
+    return taken, ignored
+
+
+def is_empty(value):
+    return value in (None, "", [], {})
+
+
+def read_json_text(key, value):
+    """The value; where a table had to write a list as JSON text, the list."""
+    if isinstance(value, str) and (key in LISTS or re.match(r'\s*\[\s*\{\s*"(role|content)"', value)
+                                   and key in COMPLETION):
+        with contextlib.suppress(ValueError):
+            return json.loads(value)
+    return value
+
+
+# ------------------------------------------------------------------------------------------------
+# Documents
+# ------------------------------------------------------------------------------------------------
+
+
+def parse_text(row, form, tokenizer):
+    """The documents of a row that is no conversation, else None."""
     if form == ("input_ids",):
-        return [checked_ids(row["input_ids"], row.get("labels", row["input_ids"]))]
+        return [checked_ids(row)]
+    if form == ("segments",):
+        return [[join_segments(list_of(row, "segments"))]]
     if form == ("text",):
         text = text_of(row, "text")
         if not text.strip():  # EOS alone would be trained: to stop at once
             raise ValueError("text is empty")
         return [[Part(text, trained=True, may_begin=True)]]
-    if row.get("history"):
-        raise RefusedRow("has history, which would be lost: write it as messages")
-    is_plain = tokenizer.chat_template is None and form in (ALPACA, QUESTION)
-    if is_plain or form == COMPLETION and not isinstance(row["prompt"], list):
-        prompt, completion = as_prompt(row, form)
-        if not completion.strip():
-            raise ValueError("completion is empty")
-        return [[Part(prompt, trained=False, may_begin=True),
-                 Part(completion, trained=True, may_begin=False)]]
-    messages = with_system(row, as_messages(row, form))
-    documents = parse_chat(messages, row.get("tools"), tokenizer)
-    return [[Part(text, spans, may_begin=False)] for text, spans in documents]
+    is_plain = tokenizer.chat_template is None and form in (*INSTRUCTIONS, *QUESTIONS)
+    if not is_plain and (form != COMPLETION or isinstance(row["prompt"], list)):
+        return None
+    prompt, completion = as_prompt(row, form)
+    if not completion.strip():
+        raise ValueError("completion is empty")
+    return [[Part(prompt, trained=False, may_begin=True),
+             Part(completion, trained=True, may_begin=False)]]
 
 
 def as_prompt(row, form):
     """(prompt, completion) in plain text, of an instruction under Alpaca's headings."""
+    taken = () if form == COMPLETION else ("input", "system")
+    for key in row.keys() - {*form, *taken}:
+        raise RefusedRow(f"has {key}, which a prompt in plain text cannot take: write it as"
+                         " messages, with a --chat_template if the model has none")
     if form == COMPLETION:
-        if row.get("tools") not in (None, [], "", "[]"):
-            raise RefusedRow("has tools, which a prompt in plain text cannot take: write prompt and"
-                             " completion as lists of messages")
         return text_of(row, "prompt"), text_of(row, "completion")
-    if form == QUESTION:
-        return text_of(row, "question") + "\n", text_of(row, "answer")
-    prompt = f"### Instruction:\n{text_of(row, 'instruction')}\n\n"
-    if row.get("system"):
-        prompt = f"{text_of(row, 'system')}\n\n{prompt}"
-    if more := text_of({"input": "", **row}, "input"):
-        prompt += f"### Input:\n{more}\n\n"
-    return f"{prompt}### Response:\n", text_of(row, "output")
+    asked, answer = (text_of(row, key) for key in form)
+    system, more = (text_of({key: "", **row}, key) for key in ("system", "input"))
+    system = f"{system}\n\n" if system else ""
+    if form in QUESTIONS:
+        return f"{system}{asked}\n" + (f"\n{more}\n" if more else ""), answer
+    more = f"### Input:\n{more}\n\n" if more else ""
+    return f"{system}### Instruction:\n{asked}\n\n{more}### Response:\n", answer
+
+
+def join_segments(segments):
+    """The Part of texts, each trained or not, that are a document as they are."""
+    text, spans = "", []
+    for segment in segments:
+        if not isinstance(segment, dict) or segment.get("label") not in (False, True):
+            raise ValueError("a segment is no object with text, and label: true or false")
+        start = len(text)
+        text += checked_text(segment.get("text"), "text of a segment")
+        spans += [(start, len(text))] * segment["label"]
+    return Part(text, spans, may_begin=False)
 
 
 def as_messages(row, form):
-    """The messages of a row, without the one that its `system` is."""
-    if form == ("messages",):
-        return list_of(row, "messages")
-    if form == ("conversations",):
-        return [from_sharegpt(message) for message in list_of(row, "conversations")]
+    """The messages of a row, as read_message() returns them."""
     if form == COMPLETION:
-        prompt = [message | {"train": False} if isinstance(message, dict) else message
-                  for message in row["prompt"]]
-        return prompt + list_of(row, "completion")
-    asked, answer = (text_of(row, key) for key in form)
-    if more := text_of({"input": "", **row}, "input"):
-        asked += f"\n\n{more}"
-    return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
-
-
-def with_system(row, messages):
-    """The messages behind the row's `system`, with which they may begin already."""
-    if not row.get("system"):
+        asked, answered = ([read_message(m) for m in list_of(row, key)] for key in form)
+        messages = [message | {"train": False} for message in asked] + answered
+    elif form in (*INSTRUCTIONS, *QUESTIONS):
+        asked, answer = (text_of(row, key) for key in form)
+        if "input" in row:
+            asked += f"\n\n{text_of(row, 'input')}"
+        turns = [*list_of({"history": [], **row}, "history"), (asked, answer)]
+        messages = [{"role": role, "content": text, "train": role == "assistant"}
+                    for user, assistant in turns
+                    for role, text in (("user", user), ("assistant", assistant))]
+    else:
+        messages = [read_message(message) for message in list_of(row, *form)]
+    if "system" not in row:
         return messages
-    first = {"role": "system", "content": row["system"]}
-    if not messages or not isinstance(messages[0], dict) or messages[0].get("role") != "system":
+    first = {"role": "system", "content": row["system"], "train": False}
+    if not messages or messages[0]["role"] != "system":
         return [first, *messages]
     if messages[0].get("content") != row["system"]:
         raise RefusedRow("has a system message and another one in system: keep one of them")
     return messages
 
 
-def from_sharegpt(message):
-    """A message of ShareGPT in OpenAI's words; anything else is returned unchanged."""
-    if not isinstance(message, dict) or not isinstance(message.get("from"), str):
-        return message
-    role = message["from"]
-    if role not in SHAREGPT_ROLES:
-        raise RefusedRow(f"has a message from {role!r}; known are {', '.join(SHAREGPT_ROLES)}")
-    more = {key: message[key] for key in ("weight", "train") if key in message}
-    return {"role": SHAREGPT_ROLES[role], "content": message.get("value"), **more}
+def read_message(message):
+    """The message in OpenAI's words, without nulls, and with `train`: whether it is trained."""
+    if not isinstance(message, dict):
+        raise ValueError("a message is no object with a role")
+    message = {key: value for key, value in message.items() if value is not None}
+    for theirs, ours in ("from", "role"), ("value", "content"):
+        if theirs in message:
+            message.setdefault(ours, message.pop(theirs))
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise ValueError("a message is no object with a role")
+    if role not in ROLES:
+        raise RefusedRow(f"has a message from {role!r}; known are {', '.join(ROLES)}")
+    refuse_keys(message, " of the messages")
+    flags = {key: message.pop(key) for key in TRAINED if key in message}
+    for key, flag in flags.items():
+        if flag not in (0, 1):
+            raise ValueError(f"a message has {key} {flag}: want 0 or 1")
+        if flag and ROLES[role] != "assistant":
+            raise RefusedRow(f"has {key} {flag} in a message of {role}: only the assistant's are"
+                             " trained; leave it out")
+    if role == "function_call":
+        calls = read_json_text("tools", message.pop("content", None))
+        message["tool_calls"] = [{"type": "function", "function": call}
+                                 for call in (calls if isinstance(calls, list) else [calls])]
+    is_trained = ROLES[role] == "assistant" and all(flags.values())
+    return message | {"role": ROLES[role], "train": is_trained}
+
+
+def template_options(row):
+    """What the chat template is given besides messages: the tools, and the row's own variables."""
+    tools = [tool if "function" in tool else {"type": "function", "function": tool}
+             for tool in list_of({"tools": [], **row}, "tools")]
+    variables = row.get("chat_template_kwargs", {})
+    if not isinstance(variables, dict):
+        raise ValueError(f"chat_template_kwargs is {type(variables).__name__}, want an object")
+    if own := variables.keys() & {"tools", "chat_template", "tokenize", "add_generation_prompt",
+                                  "continue_final_message", "conversation", "messages"}:
+        raise RefusedRow(f"has {', '.join(sorted(own))} in chat_template_kwargs: leave it out")
+    return {"tools": tools or None, **variables}
 
 
 def text_of(row, key):
@@ -150,18 +290,26 @@ def text_of(row, key):
 
 def list_of(row, key):
     if not isinstance(row[key], list):
-        raise ValueError(f"{key} is {type(row[key]).__name__}, want a list of messages")
+        raise ValueError(f"{key} is {type(row[key]).__name__}, want a list")
     return row[key]
 
 
-def checked_ids(input_ids, labels):
-    """Returns both if they are lists of tokens of the same length; labels may be IGNORE."""
-    for key, values in ("input_ids", input_ids), ("labels", labels):
-        allowed = {IGNORE} if key == "labels" else set()
+def checked_ids(row):
+    """(input_ids, labels) of a row that has lists of the same length; labels may be IGNORE. What a
+    mask leaves out is not trained, what attention_mask leaves out is padding and goes."""
+    row = {"labels": row["input_ids"], **row}
+    for key, values in row.items():
+        is_mask, allowed = key.endswith(("mask", "masks")), {IGNORE} if key == "labels" else set()
         if not isinstance(values, list) or not all(
-            type(token) is int and (0 <= token < 2**31 or token in allowed) for token in values
+            value in (0, 1) if is_mask else
+            type(value) is int and (0 <= value < 2**31 or value in allowed) for value in values
         ):
-            raise ValueError(f"{key} is no list of tokens")
-    if len(input_ids) != len(labels):
-        raise ValueError("labels and input_ids are not equally many")
-    return input_ids, labels
+            raise ValueError(f"{key} is no list of {'0 and 1' if is_mask else 'tokens'}")
+        if len(values) != len(row["input_ids"]):
+            raise ValueError(f"{key} and input_ids are not equally many")
+    labels = row["labels"]
+    for key in row.keys() & {"completion_mask", "assistant_masks"}:
+        labels = [label if chosen else IGNORE for label, chosen in zip(labels, row[key])]
+    attended = row.get("attention_mask", [1] * len(labels))
+    return tuple([value for value, real in zip(values, attended) if real]
+                 for values in (row["input_ids"], labels))
