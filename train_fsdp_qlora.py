@@ -89,7 +89,7 @@ from fsdp_qlora.output import describe_run, merge_command, open_output
 from fsdp_qlora.plan import agree_on_plan, make_store
 from fsdp_qlora.ranks import (
     AGAIN, DIVERGED, EXITS, Stop, all_gather, check_same, gather_objects, is_rank_0, n_cores,
-    on_rank_0, print_error, say, say_each, together)
+    on_rank_0, refuse_launch, say, say_each, together)
 from fsdp_qlora.weights import (
     RandomWeights, WeightReader, check_files, tensor_names, weight_files)
 
@@ -350,11 +350,12 @@ def join_processes():
     options = {"backend": "gloo", "timeout": TIMEOUT}
     if "RANK" not in os.environ:  # plain `python`, a run of one process
         options.update(store=dist.HashStore(), rank=0, world_size=1)
+    elif lacks := {"WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys():
+        refuse_launch(f"RANK is set, {' and '.join(sorted(lacks))} not: start it by torchrun")
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
-            print_error(f"error: rank on GPU {local_rank}, but there are"
-                        f" {torch.cuda.device_count()} GPUs: lower --nproc_per_node")
-            sys.exit(EXITS["flags"])
+            refuse_launch(f"rank on GPU {local_rank}, but there are {torch.cuda.device_count()}"
+                          " GPUs: lower --nproc_per_node")
         device = torch.device("cuda", local_rank)
         options.update(backend="cpu:gloo,cuda:nccl", device_id=device)
         # tensors of all sizes come and go, and gaps between fixed segments cannot be joined
@@ -892,8 +893,9 @@ def finish_run(run):
 
 
 if __name__ == "__main__":
-    for stream in sys.stdout, sys.stderr:  # a row may have what the terminal cannot show
-        stream.reconfigure(errors="backslashreplace")
+    for name in "stdout", "stderr":  # it may be closed; a row may have what it cannot show
+        setattr(sys, name, getattr(sys, name) or open(os.devnull, "w"))  # noqa: SIM115
+        getattr(sys, name).reconfigure(errors="backslashreplace")
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -225,6 +225,8 @@ def choose_plan(config, arch, layouts, tokens, longest, uneven, limit, machine, 
     if config.micro_batch_tokens and config.micro_batch_tokens < longest:
         raise ValueError(f"--micro_batch_tokens {config.micro_batch_tokens}: the longest row has"
                          f" {longest} tokens; use at least that or a shorter --max_seq_len")
+    if is_by_host := device.type == "cpu" and not limit:
+        limit = host_share()
     plans = list(possible_plans(config, arch, layouts, tokens, longest, world_size, device))
     if not plans:
         raise ValueError(f"a vocabulary of {arch.vocab_size} cannot be shared by"
@@ -245,7 +247,10 @@ def choose_plan(config, arch, layouts, tokens, longest, uneven, limit, machine, 
     near = [p for p in fitting if p.token_seconds <= 1.02 * fastest]
     roomy = [p for p in near if p.fits(limit, 0.1)]  # in the order from what keeps most
     plan = roomy[0] if roomy else min(near, key=lambda plan: plan.bytes)
-    check_plan(plan, arch, layouts, longest, limit, config.recompute == "auto")
+    if not is_by_host:
+        check_plan(plan, arch, layouts, longest, limit, config.recompute == "auto")
+    if device.type == "cpu":
+        check_host(plan)
     uneven = uneven or config.batch_size % (world_size * (plan.bin_tokens // longest)) > 0
     return use_graphs(plan, arch, layouts, machine, limit, capturable, uneven)
 
@@ -272,6 +277,16 @@ def use_graphs(plan, arch, layouts, machine, limit, capturable, uneven):
 
 class DoesNotFit(ValueError, MemoryError):
     """The run would need more memory than there is."""
+
+
+def check_host(plan):
+    """Raise DoesNotFit if a plan for a CPU, where all is host memory, does not fit."""
+    needed, share = plan.bytes + plan.host_bytes, host_share()
+    if needed > (1 - GAPS) * share:
+        raise DoesNotFit(
+            f"this does not fit on this machine's CPU: predicted peak {needed / 2**30:.1f} GiB of"
+            f" host memory for each process, and {share / 2**30:.1f} GiB are available: fewer"
+            " processes, a smaller model, or a shorter --max_seq_len may fit")
 
 
 def check_plan(plan, arch, layouts, longest, limit, recompute_is_auto):

@@ -52,6 +52,12 @@ def print_error(message):
         print(f"{start}{' '.join(message.split())}", file=sys.stderr, flush=True)
 
 
+def refuse_launch(message):
+    """End this process, which has not joined the others, with one line."""
+    print_error(f"error: {message}")
+    sys.exit(EXITS["flags"])
+
+
 def all_gather(tensor, group=None):
     """[ranks, *shape] of every rank's tensor [*shape]. All ranks of the group must call this."""
     rows = tensor.new_empty(dist.get_world_size(group), *tensor.shape)

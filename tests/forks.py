@@ -269,7 +269,9 @@ def be_rank(command, rank, address, meeting, tell):
         TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0",
     )  # fmt: skip
     os.chdir(command["cwd"])
-    datasets.config.HF_DATASETS_CACHE = Path("cache").absolute()  # a kill may hit its making
+    cache = Path("cache").absolute()  # a kill may hit its making
+    os.environ["HF_DATASETS_CACHE"] = str(cache)
+    datasets.config.HF_DATASETS_CACHE = cache
     log = Path(command["log"])
     if plant := command.get("plant"):
         PLANTS[plant]()

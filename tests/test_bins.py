@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import read_rows
+from conftest import one_process, read_rows
 from transformers import AutoTokenizer
 
-from fsdp_qlora.data.bins import deal_rows, make_bin, round_up, step_rows
+from fsdp_qlora.data.bins import deal_rows, epoch_order, make_bin, round_up, step_rows
 from fsdp_qlora.data.encode import random_rows, rows_of
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.elementwise import N_SITES, drop, mix
-from train_fsdp_qlora import Config
+from train_fsdp_qlora import Config, deal_step
 
 CPU = torch.device("cpu")
 
@@ -294,6 +294,22 @@ def keys_of_rows(rows, most, processes, step):
             parts = bin.dropout_keys.split(bin.lengths)
             keys.update({i: part.tolist() for i, part in zip(mine, parts)})
     return keys
+
+
+def test_seed_decides_order_and_dropout():
+    """And no seed has another one's later epochs."""
+    orders = {tuple(epoch_order(epoch, 50, seed).tolist()) for seed in range(4)
+              for epoch in range(4)}  # fmt: skip
+    assert len(orders) == 16
+    rows, keys = rows_of(make_rows([5])), []
+    for seed in 0, 0, 1:
+        run = make_run(8)
+        run.plan.bin_tokens, run.rows = 8, rows
+        run.config = Config(batch_size=1, seed=seed)
+        with one_process():
+            _, (bin,) = deal_step(run, 1)
+        keys.append(bin.dropout_keys.tolist())
+    assert keys[0] == keys[1] and not set(keys[0]) & set(keys[2])
 
 
 def test_dropout_of_a_token_does_not_depend_on_its_bin():

@@ -1,13 +1,16 @@
 """Rows are encoded once: the next start with the same files and settings finds them again."""
 
 import copy
+import errno
+import os
+import signal
 from pathlib import Path
 
 import pytest
-from rows import CHATML, chat_tokenizer, prepare, write_jsonl
+from rows import CHATML, chat_tokenizer, prepare, refusal, write_jsonl
 from test_files import NESTED, write_kind
 
-from fsdp_qlora.data import chat, encode, files, forms
+from fsdp_qlora.data import cache, chat, encode, files, forms
 from fsdp_qlora.files import digest
 
 
@@ -26,7 +29,7 @@ def parsed(monkeypatch):
         return find_form(row)
 
     monkeypatch.setattr(forms, "find_form", counted)
-    monkeypatch.setattr(encode, "n_cores", lambda: 1)  # in this process
+    monkeypatch.setattr(cache, "n_cores", lambda: 1)  # in this process
     return rows
 
 
@@ -45,7 +48,7 @@ def test_encoded_rows_are_found_again(parsed, tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change", ["content", "max_seq_len", "template", "post-processor", "several", "day"]
+    "change", ["content", "max_seq_len", "template", "post-processor", "special", "several", "day"]
 )
 def test_other_content_or_settings_are_encoded_anew(change, parsed, tokenizer, tmp_path):
     from tokenizers.processors import TemplateProcessing
@@ -65,6 +68,10 @@ def test_other_content_or_settings_are_encoded_anew(change, parsed, tokenizer, t
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
             single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
         )
+    elif change == "special":
+        tokenizer.chat_template = "{{ bos_token }}" + CHATML
+        n_parsed(parsed, sources, tokenizer)
+        tokenizer.bos_token = "<|im_end|>"  # which is no change of tokenizer.json
     elif change == "several":
         sources = [path, write_jsonl(tmp_path / "more.jsonl", [{"text": "fine"}])]
     elif change == "day":
@@ -100,3 +107,100 @@ def test_message_names_the_file_that_was_given(tokenizer, tmp_path):
     for name in "first.jsonl", "second.jsonl":
         path = write_jsonl(tmp_path / name, [{"text": "fine, named"}, {"text": 5}])
         assert f"({path} line 2)" in prepare([path], tokenizer)[1]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "csv", "saved Dataset"])
+def test_table_of_the_same_name_and_time_is_read_anew(kind, tokenizer, tmp_path):
+    """As `cp -p` and `rsync -t` leave it."""
+    (source,) = write_kind(kind, tmp_path, [{"prompt": "x", "completion": "It is 7."}])
+    files_of = [source] if source.is_file() else sorted(source.iterdir())
+    times = {file: os.stat(file).st_mtime_ns for file in files_of}
+    _, _ = prepare([source], tokenizer)
+    write_kind(kind, tmp_path, [{"prompt": "x", "completion": "It is 8."}])
+    for file, time in times.items():
+        if file.exists():
+            os.utime(file, ns=(time, time))
+    rows, _ = prepare([source], tokenizer)
+    assert tokenizer.decode(rows.tokens(0)[0]) == "xIt is 8.</s>"
+
+
+def cached(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    return lambda name: next((tmp_path / "cache" / "fsdp_qlora").glob(f"*/{name}"))
+
+
+@pytest.mark.parametrize("harm", ["flipped", "torn", "empty", "no part", "no index", "torn index"])
+def test_damaged_cache_is_encoded_again(harm, parsed, tokenizer, tmp_path, monkeypatch, capsys):
+    find = cached(monkeypatch, tmp_path)
+    path = write_jsonl(tmp_path / "data.jsonl", NESTED)
+    _, first = n_parsed(parsed, [path], tokenizer)
+    part, index = find("0000.arrow"), find(cache.PARTS)
+    content = bytearray(part.read_bytes())
+    content[len(content) // 3] ^= 4
+    if harm in ("flipped", "torn", "empty"):
+        half = part.read_bytes()[: len(content) // 2]
+        part.write_bytes({"flipped": content, "torn": half, "empty": b""}[harm])
+    elif harm == "torn index":
+        index.write_text(index.read_text()[:30])
+    else:
+        (part if harm == "no part" else index).unlink()
+    capsys.readouterr()
+    assert n_parsed(parsed, [path], tokenizer) == (len(NESTED), first)
+    assert "is not whole" in capsys.readouterr().out
+    assert n_parsed(parsed, [path], tokenizer) == (0, first)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), MemoryError("no GiB")])
+@pytest.mark.parametrize("name", ["read_piece", "render_jinja_template"])
+def test_passing_fault_ends_one_start_alone(error, name, tokenizer, tmp_path, monkeypatch):
+    """Neither the rows are left out by it, nor is it found again."""
+    from transformers import tokenization_utils_base
+
+    path = write_jsonl(tmp_path / "data.jsonl", NESTED)
+
+    def fail(*args, **kwargs):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files if name == "read_piece" else tokenization_utils_base, name, fail)
+        assert str(error.args[-1]) in refusal([path], tokenizer)
+    rows, line = prepare([path], tokenizer)
+    assert "left out" not in line and len(rows) >= len(NESTED)
+
+
+def test_file_rewritten_while_it_is_encoded_is_not_kept(tokenizer, tmp_path, monkeypatch):
+    path = write_jsonl(tmp_path / "data.jsonl", [{"text": "It is 7."}])
+    encode_batches = encode.encode_batches
+
+    def rewritten(*args, **settings):
+        write_jsonl(path, [{"text": "It is 8."}])
+        return encode_batches(*args, **settings)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(encode, "encode_batches", rewritten)
+        assert "was rewritten while it was read" in refusal([path], tokenizer)
+    write_jsonl(path, [{"text": "It is 7."}])
+    rows, _ = prepare([path], tokenizer)
+    assert tokenizer.decode(rows.tokens(0)[0]) == "It is 7.</s>"
+
+
+@pytest.mark.parametrize("end", ["SIGKILL", "MemoryError"])
+def test_end_of_one_encoding_process_ends_the_start(end, tokenizer, tmp_path, monkeypatch):
+    paths = [write_jsonl(tmp_path / f"{i}.jsonl", [{"text": f"row {i}"}]) for i in range(3)]
+    monkeypatch.setattr(cache, "n_cores", lambda: 3)
+    encode_batches = encode.encode_batches
+
+    def ended(pieces, **settings):
+        if pieces[0].name == str(paths[1]):
+            if end == "MemoryError":
+                raise MemoryError("no GiB")
+            os.kill(os.getpid(), signal.SIGKILL)
+        if end == "SIGKILL" and pieces[0].name == str(paths[2]):
+            signal.pause()
+        return encode_batches(pieces, **settings)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(encode, "encode_batches", ended)
+        found = refusal(paths, tokenizer)
+        assert {"SIGKILL": "ended by SIGKILL", "MemoryError": "no GiB"}[end] in found
+    assert len(prepare(paths, tokenizer)[0]) == 3

@@ -14,7 +14,7 @@ from rows import (
     AGAIN, ASKED, CHATML, TALK, THIRD, chat_tokenizer, encode_row, prepare, refusal, says, whole,
     write_jsonl)
 
-from fsdp_qlora.data import encode, files
+from fsdp_qlora.data import cache, files
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def test_bad_line_is_named_in_a_file_of_several_pieces(at, size, monkeypatch, to
     path = tmp_path / "data.jsonl"
     path.write_text("\n".join(lines) + "\n")
     monkeypatch.setattr(files, "PIECE_BYTES", size)
-    monkeypatch.setattr(encode, "n_cores", lambda: 1)
+    monkeypatch.setattr(cache, "n_cores", lambda: 1)
     rows, line = prepare([path], tokenizer)
     assert len(rows) == 49 and "1 left out: is no JSON" in line
     assert f"({path} line {at + 1})" in line
@@ -348,3 +348,8 @@ def test_all_rows_that_are_left_out_are_counted(tokenizer, tmp_path):
     assert f"; 4 left out: is no JSON: Invalid control character at ({path} line 2)" in line
     assert f"; 2 left out: is no JSON: invalid continuation byte ({path} line 12)" in line
     assert line.endswith("; 3 left out for other reasons")
+
+
+def test_nulls_that_arrow_fills_in_are_taken_out_at_every_level():
+    row = {"a": [{"b": None, "c": {"d": None, "e": 0}}], "f": None, "g": [[{"h": None}]]}
+    assert files.without_none(row) == {"a": [{"c": {"e": 0}}], "g": [[{}]]}

@@ -10,7 +10,7 @@ from house import parse_config
 from short_runs import (
     EVALUATED, FLAGS, OFFLOADED, adapter_of, assert_same, make_base, runs_of, trained)
 
-from train_fsdp_qlora import Config
+from train_fsdp_qlora import Config, join_processes
 
 
 @pytest.fixture(scope="module")
@@ -134,3 +134,14 @@ def test_resume_needs_the_directory_alone(base, whole, run_main, read_metrics, m
     shutil.rmtree("runs")
     code, _, err = run_main("--resume")
     assert code == 2 and "no run below runs/ to resume" in err
+
+
+def test_rank_without_a_meeting_point_is_one_line(monkeypatch, capsys):
+    """As by srun without torchrun."""
+    for name in "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT":
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit) as e:
+        join_processes()
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and err.count("\n") == 1 and "start it by torchrun" in err

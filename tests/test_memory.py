@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import DEVICE
+from conftest import DEVICE, one_process
 from families import TINY
 from transformers import AutoModelForCausalLM
 
@@ -22,7 +22,7 @@ from fsdp_qlora.families import SHAPES, describe_model
 from fsdp_qlora.layer import make_layouts
 from fsdp_qlora.machine import Machine, cgroup_free, host_share
 from fsdp_qlora.offload import pinned_copy
-from fsdp_qlora.plan import GAPS, DoesNotFit, Plan, choose_plan, predict_memory
+from fsdp_qlora.plan import GAPS, DoesNotFit, Plan, agree_on_plan, choose_plan, predict_memory
 from fsdp_qlora.weights import tensor_names
 from train_fsdp_qlora import Config, fill_model
 
@@ -75,13 +75,13 @@ def predicted(arch, layouts, **settings):
 
 
 def choose(name, limit_gib, gpus=2, machine=H200, capturable=True, rows=4, longest=2048,
-           tied=False, uneven=True, **flags):  # fmt: skip
+           tied=False, uneven=True, device="cuda", **flags):  # fmt: skip
     """The plan of a run on so many GPUs with such a limit, for steps of `rows` full rows a GPU."""
     config, arch, layouts = shapes_of(name, **{"batch_size": gpus * rows, **flags})
     return choose_plan(
         config, dataclasses.replace(arch, tied=tied), layouts, tokens=gpus * rows * longest,
         longest=longest, uneven=uneven, limit=int(limit_gib * GIB), machine=machine,
-        device=torch.device("cuda"), world_size=gpus, capturable=capturable,
+        device=torch.device(device), world_size=gpus, capturable=capturable,
     )  # fmt: skip
 
 
@@ -203,6 +203,23 @@ def test_sharding_offloading_and_recomputing_take_what_they_say():
     assert predicted(arch, layouts, offload_params=True, shard_group_size=2).host_bytes * 2 == whole
     dora = shapes_of("llama-2-70b", adapter="dora")
     assert predicted(*dora[1:]).bytes > predicted(arch, layouts).bytes
+
+
+def test_adapter_and_its_gradient_are_counted_to_the_byte():
+    """In fp32, of rank 16 on all linears of Llama 3 8B: q and o, k and v, and the MLP's three."""
+    _, arch, layouts = shapes_of("llama-3-8b")
+    n = 32 * 16 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))
+    assert predicted(arch, layouts).memory["adapter and gradients"] == 2 * 4 * n
+
+
+def test_rows_of_the_evaluation_fit_into_the_bins():
+    config, arch, layouts = shapes_of("llama-3-8b", 1)
+    rows, eval_rows = (rows_of([(list(range(n)),) * 2] * 2) for n in (10, 300))
+    config = dataclasses.replace(config, max_steps=2, batch_size=2)
+    with one_process():
+        plan = agree_on_plan(
+            config, arch, layouts, rows, eval_rows, 0, torch.device("cpu"), {})  # fmt: skip
+    assert plan.bin_tokens >= 300
 
 
 def test_layers_of_different_sizes_add_up():
@@ -470,6 +487,18 @@ def test_offloading_more_than_the_host_has_is_refused(monkeypatch):
     assert choose("llama-2-70b", 140, **flags).host_bytes < 4 * GIB  # by smaller bins
     with pytest.raises(DoesNotFit, match="host memory"):
         choose("llama-2-70b", 140, micro_batch_tokens=8192, **flags)
+
+
+def test_plan_for_a_cpu_counts_what_the_host_has(monkeypatch):
+    """Also what is offloaded there; else the kernel would end the run while it loads."""
+    flags = {"device": "cpu", "gpus": 1}
+    plan = choose("llama-2-70b", 0, **flags)
+    assert plan.recomputed and 34 * GIB < plan.bytes < 64 * GIB
+    monkeypatch.setattr("fsdp_qlora.plan.host_share", lambda: 12 * GIB)
+    for more in {}, {"offload_params": True, "offload_activations": True, "recompute": "all"}:
+        with pytest.raises(DoesNotFit, match="12.0 GiB are available"):
+            choose("llama-2-70b", 0, **flags, **more)
+    assert choose("llama-2-7b", 0, **flags, rows=1, longest=64).bytes < 12 * GIB
 
 
 def test_pinned_memory_holds_what_was_put_there():

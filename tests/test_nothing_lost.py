@@ -508,7 +508,7 @@ def test_processes_that_encode_end_with_their_rank(start, tmp_path):
     write_rows(tmp_path / "rows.jsonl", 12_000)  # more than one process takes
     run = start(tmp_path, "--dataset", "rows.jsonl", slow=[["encode_batches", 1, 60]])
     run.wait_for_slow("encode_batches", 1, [0])
-    assert len(run.left()) > 4
+    assert run.server.wait_for(lambda: len(run.left()) > 4, 10)
     run.kill(signal.SIGKILL, 0)
     run.wait()  # none of them is left
 

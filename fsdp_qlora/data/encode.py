@@ -1,27 +1,28 @@
-"""The rows of all --dataset as tokens and labels, encoded once by all cores into the cache of
-`datasets` and mapped from there. It stands on files.py for rows, forms.py for what they mean, and
-leaves to bins.py which of them a step works on."""
+"""The rows of all --dataset as tokens and labels, encoded once and mapped from the cache. It stands
+on files.py for rows, forms.py for what they mean, cache.py for keeping them, and leaves to bins.py
+which of them a step works on."""
 
 import bisect
 import dataclasses
 import hashlib
 import inspect
 import itertools
+import json
 import os
-import sys
 
 import numpy as np
 import torch
 
+from fsdp_qlora.data.cache import PARTS, has_table, open_cache, read_table, write_table
 from fsdp_qlora.data.chat import parse_chat, with_day
 from fsdp_qlora.data.files import RefusedRow, find_pieces, read_pieces
 from fsdp_qlora.data.forms import IGNORE, parse_row, printable
-from fsdp_qlora.files import digest, text_digest
-from fsdp_qlora.ranks import Stop, is_rank_0, n_cores, say, together
+from fsdp_qlora.files import digest, text_digest, write_whole
+from fsdp_qlora.ranks import Stop, say, together
 
 BATCH = 256  # rows that the tokenizer gets at once
 ENCODED = {  # what encode_pieces() yields of a document
-    "input_ids": "int32", "labels": "int32", "length": "int32", "n_trained": "int32",
+    "input_ids": "int32s", "labels": "int32s", "length": "int32", "n_trained": "int32",
     "digest": "int64", "cut": "bool",  # of these six see columns_of()
     "kept": "bool", "refused": "bool",  # neither: the row is left out
     "is_first": "bool",  # of its row
@@ -104,7 +105,7 @@ def hold_out(rows, fraction, config):
 
 def prepare_rows(sources, tokenizer, max_seq_len, vocab_size, day, columns=(), flag="--dataset"):
     """The Rows of all `sources`, and a line on what became of them. All ranks must call this."""
-    name, table = " ".join(sources), None
+    name = " ".join(sources)
     with together():
         if tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no EOS token: generation would never stop")
@@ -120,13 +121,17 @@ def prepare_rows(sources, tokenizer, max_seq_len, vocab_size, day, columns=(), f
             pieces += more
             contents.append(digests)
         key = cache_key(sources, contents, **settings)
-    is_local_rank_0 = int(os.environ.get("LOCAL_RANK", 0)) == 0
-    for local_rank_0_encodes in (True, False):  # then the others of its node find the file
-        with together():
-            if pieces and is_local_rank_0 == local_rank_0_encodes:
-                table = encode_table(pieces, key, **settings)
+    with together(), open_cache(key) as directory:
+        if int(os.environ.get("LOCAL_RANK", 0)) == 0 and not has_table(directory):
+            if not pieces:
+                raise ValueError(f"{flag} {name}: has no rows")
+            parts = write_table(directory, pieces, encode_batches, **settings)
+            if contents != [find_pieces(source)[1] for source in sources]:
+                raise ValueError(f"{flag} {name}: was rewritten while it was read: start again")
+            write_whole(directory / PARTS, json.dumps(parts))
     with together():
-        if table is None:
+        table = read_table(directory)
+        if not len(table):
             raise ValueError(f"{flag} {name}: has no rows")
         if (first := table["refused"].index(True).as_py()) >= 0:
             raise ValueError(f"{table['where'][first]}: {table['left_out'][first]}")
@@ -154,38 +159,24 @@ def cache_key(sources, contents, tokenizer, max_seq_len, vocab_size, new_names):
         tokenizer.special_tokens_map])
 
 
-def encode_table(pieces, key, **settings):
-    """The columns ENCODED of all documents, {name: pyarrow's ChunkedArray}, None where there are no
-    rows: from the file that an earlier call with this key has left in the cache of `datasets`, or
-    else encoded by all cores."""
-    import datasets
-    from pyarrow.compute import list_flatten
-
-    features = {name: datasets.List(datasets.Value(kind)) for name, kind in ENCODED.items()}
-    processes = min(n_cores(), len(pieces))
-    if not (is_rank_0() and sys.stderr.isatty()):
-        datasets.disable_progress_bars()
-    try:
-        table = datasets.Dataset.from_generator(
-            encode_batches, datasets.Features(features), gen_kwargs={"pieces": pieces, **settings},
-            fingerprint=key, num_proc=processes if processes > 1 else None, writer_batch_size=16)
-    except datasets.exceptions.DatasetGenerationError as e:
-        # of another process this is the text of a traceback, and of what came of it
-        first = str(e.__cause__ or e).partition("\nThe above exception was")[0]
-        raise ValueError(f"the rows cannot be encoded: {first.strip().splitlines()[-1]}")
-    except ValueError:  # nothing was yielded
-        return None
-    return {name: list_flatten(table.data.column(name)) for name in ENCODED}
-
-
 def encode_batches(pieces, **settings):
-    """Yield the columns of BATCH documents at a time, their tokens end to end, as one row of
-    `datasets`; a row per document would make this half as long again. Runs in several processes,
-    which share out the pieces."""
-    documents = encode_pieces(pieces, **settings)
-    while batch := list(itertools.islice(documents, BATCH)):
-        columns = {name: [document[name] for document in batch] for name in ENCODED}
-        yield columns | {name: np.concatenate(columns[name]) for name in ("input_ids", "labels")}
+    """Yield pyarrow RecordBatches of the columns ENCODED, of BATCH documents each; an empty one
+    last, so that there is one at least."""
+    import pyarrow
+
+    documents, is_last = encode_pieces(pieces, **settings), False
+    while not is_last:
+        batch, columns = list(itertools.islice(documents, BATCH)), {}
+        is_last = not batch
+        ends = np.cumsum([0, *(document["length"] for document in batch)], dtype=np.int32)
+        for name, kind in ENCODED.items():
+            values = [document[name] for document in batch]
+            if name in ("input_ids", "labels"):
+                tokens = np.concatenate([np.empty(0, np.int32), *values])
+                columns[name] = pyarrow.ListArray.from_arrays(ends, tokens)
+            else:
+                columns[name] = pyarrow.array(values, kind)
+        yield pyarrow.record_batch(columns)
 
 
 def encode_pieces(pieces, tokenizer, max_seq_len, vocab_size, new_names=()):
@@ -211,6 +202,8 @@ def try_row(row, tokenizer, new_names):
     try:
         return None, *parse_row(row, tokenizer, new_names)
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as e:
+        if isinstance(e.__context__, (MemoryError, OSError)):  # not the row's fault
+            raise e.__context__
         return e, "", [([], [])]
 
 
@@ -280,7 +273,7 @@ def check_tokens(columns, max_seq_len, vocab_size):
 
 
 def describe_left_out(table):
-    """How many rows of encode_table() are left out, and why: the five commonest reasons, each with
+    """How many rows of read_table() are left out, and why: the five commonest reasons, each with
     the first such row."""
     counts, parts = counts_of(table["left_out"]), []
     counts.pop("", None)
@@ -298,11 +291,11 @@ def counts_of(column):
 
 
 def rows_of_table(table):
-    """The Rows of what encode_table() returns that are kept."""
+    """The Rows of what read_table() returns that are kept."""
     kept, is_first, lengths, *columns = (
         torch.from_numpy(table[name].to_numpy().copy())
         for name in ("kept", "is_first", "length", "n_trained", "digest"))
-    input_ids, labels = ([chunk.to_numpy() for chunk in table[name].chunks]
+    input_ids, labels = ([chunk.flatten().to_numpy() for chunk in table[name].chunks]
                          for name in ("input_ids", "labels"))
     bounds = np.cumsum([0, *map(len, input_ids)]).tolist()[:-1]
     starts, sources = lengths.cumsum(0) - lengths, is_first.cumsum(0)

@@ -13,7 +13,7 @@ import zlib
 from pathlib import Path
 from typing import NamedTuple
 
-from fsdp_qlora.files import digest
+from fsdp_qlora.files import digest, text_digest
 from fsdp_qlora.ranks import say
 
 JSON_KINDS = (".jsonl", ".json", ".ndjson", ".txt")  # also lines of text, each a row
@@ -57,10 +57,11 @@ def find_pieces(source):
             if file.is_file() and file_kind(file) in JSON_KINDS:
                 more, content = json_pieces(file)
             else:
-                table = open_table(source, file, options)
+                content = path_digest(file) if file.exists() else None
+                table = open_table(source, file, options, content)
                 more = [Piece(str(file), table, start, min(start + PIECE_ROWS, len(table)))
                         for start in range(0, len(table), PIECE_ROWS)]
-                content = table._fingerprint
+                content = content or table._fingerprint  # which tells the version on the Hub
             pieces += more
             digests.append(content)
     return pieces, digests
@@ -68,14 +69,14 @@ def find_pieces(source):
 
 def read_pieces(pieces):
     """Yield (where, row) for each row: in words where it stands, and the row, or an exception that
-    says why there is none. A file that cannot be read ends with a RefusedRow."""
+    says why there is none. Raises ValueError where a file cannot be read: the next start may do."""
     for piece in pieces:
         where = piece.name
         try:
             for where, row in read_piece(piece):
                 yield where, row
         except (OSError, EOFError, zlib.error) as e:
-            yield where, RefusedRow(f"cannot be read any further: {e}")
+            raise ValueError(f"{where}: cannot be read any further: {e}")
 
 
 def read_piece(piece):
@@ -217,8 +218,17 @@ def is_array(path):
     return False
 
 
-def open_table(source, path, options):
-    """The datasets.Dataset of a Parquet or CSV file, a directory of save_to_disk or a Hub id."""
+def path_digest(path):
+    """SHA-256 of a file's content, or of all files in a directory of save_to_disk."""
+    if path.is_file():
+        return digest(path)
+    files = (file for file in sorted(path.rglob("*")) if file.is_file())
+    return text_digest([[str(file.relative_to(path)), digest(file)] for file in files])
+
+
+def open_table(source, path, options, content):
+    """The datasets.Dataset of a Parquet or CSV file, a directory of save_to_disk or a Hub id;
+    `content` is the digest of what is no Hub id."""
     import datasets
 
     split, is_from_hub = options.get("split", "train"), False
@@ -227,7 +237,7 @@ def open_table(source, path, options):
             table = datasets.load_from_disk(str(path))
             return table[split] if isinstance(table, datasets.DatasetDict) else table
         if path.is_file() and file_kind(path) in TABLE_KINDS:
-            return load_table_file(path)
+            return load_table_file(path, content)
         looks_like_file = source[0] in "./~" or file_kind(path) in KINDS
         if path.exists() or looks_like_file or str(path).count("/") != 1:
             raise ValueError("neither a Hub id (owner/name) nor a file, pattern or directory; files"
@@ -239,9 +249,10 @@ def open_table(source, path, options):
         raise ValueError(f"{source}: {what}{e.__cause__ or e}")
 
 
-def load_table_file(path):
-    """The datasets.Dataset of a file. All cells of a CSV are text: "12" and "null" stay as they
-    are, and the first column is no index."""
+def load_table_file(path, content):
+    """The datasets.Dataset of a file with this digest, under which `datasets` keeps its copy: by
+    itself it tells files by name and time, which `cp -p` copies. All cells of a CSV are text: "12"
+    and "null" stay as they are, and the first column is no index."""
     import datasets
     import pandas
 
@@ -254,7 +265,9 @@ def load_table_file(path):
     with warnings.catch_warnings():
         # of a row with more cells than the header has names
         warnings.simplefilter("error", pandas.errors.ParserWarning)
-        return datasets.load_dataset(kind, data_files=str(path), split="train", **options)
+        return datasets.load_dataset(
+            kind, data_files=str(path), split="train", **options,
+            cache_dir=Path(datasets.config.HF_DATASETS_CACHE, "fsdp_qlora", content))
 
 
 def without_none(value):

@@ -1,0 +1,141 @@
+"""A table that all cores compute once, as Arrow files in the directory where `datasets` keeps its
+caches. It stands on files and ranks, and knows nothing of rows: encode.py says what the table
+holds. Only what was written whole is found again, and its digests are looked at before its use."""
+
+import contextlib
+import fcntl
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import huggingface_hub
+from tqdm import tqdm
+
+from fsdp_qlora.files import digest, read_json
+from fsdp_qlora.ranks import is_rank_0, n_cores, say
+
+PARTS = "parts.json"  # the SHA-256 of each file of a table in order; written last
+
+
+@contextlib.contextmanager
+def open_cache(key):
+    """Yields the directory of this key, which no other process fills meanwhile."""
+    home = Path(huggingface_hub.constants.HF_HOME, "datasets")
+    directory = Path(os.environ.get("HF_DATASETS_CACHE", home), "fsdp_qlora", key)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with directory.with_suffix(".lock").open("w") as lock_file:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(lock_file, fcntl.LOCK_EX)
+        yield directory
+
+
+def has_table(directory):
+    """Whether the directory holds a table as it was written; says so if it holds a part of one."""
+    digests = read_json(directory / PARTS, {})
+    with contextlib.suppress(OSError):
+        if digests and all(digest(directory / name) == sha for name, sha in digests.items()):
+            return True
+    if directory.exists():
+        say(f"data: {directory} is not whole: an earlier start was ended or the disk has damaged"
+            " it; the rows are encoded again")
+    return False
+
+
+def read_table(directory):
+    """The pyarrow Table in a directory, mapped into memory."""
+    import pyarrow
+
+    files = [pyarrow.memory_map(str(directory / name)) for name in read_json(directory / PARTS)]
+    return pyarrow.concat_tables([pyarrow.ipc.open_file(file).read_all() for file in files])
+
+
+def write_table(directory, pieces, make_batches, **settings):
+    """Write the pyarrow RecordBatches of make_batches(pieces, **settings), of which there must be
+    one at least. All cores share out the pieces, and each writes a file. Returns {file: SHA-256},
+    for PARTS."""
+    shutil.rmtree(directory, ignore_errors=True)  # not written over: a run may have it mapped
+    directory.mkdir()
+    n = min(n_cores(), len(pieces))
+    works = {}
+    for i in range(n):
+        share = pieces[i * len(pieces) // n : (i + 1) * len(pieces) // n]
+        works[directory / f"{i:04}.arrow"] = make_batches, share, settings
+    is_shown = is_rank_0() and sys.stderr.isatty()
+    with tqdm(desc="rows encoded", unit=" rows", disable=not is_shown) as bar:
+        if n == 1:
+            return {path.name: write_part(path, *work, bar.update) for path, work in works.items()}
+        return write_parts(works, bar.update)
+
+
+def write_part(path, make_batches, pieces, settings, count):
+    """Write one file; calls count(n) after n more rows. Returns its SHA-256."""
+    import pyarrow
+
+    batches = make_batches(pieces, **settings)
+    first = next(batches)
+    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_file(file, first.schema) as out:
+        while first is not None:
+            out.write_batch(first)
+            count(first.num_rows)
+            first = next(batches, None)
+    return digest(path)
+
+
+def write_parts(works, count):
+    """Write all files, each in a process of its own. Returns {file: SHA-256}; raises what one of
+    the processes raises, or a ChildProcessError when something ends one."""
+    context = multiprocessing.get_context("fork")  # `works` are inherited, nothing is pickled
+    digests, running = dict.fromkeys(path.name for path in works), {}
+    try:
+        for path, work in works.items():
+            receive, send = context.Pipe(duplex=False)
+            process = context.Process(target=tell_of_part, args=(send, path, *work))
+            process.start()
+            running[receive] = path.name, process
+            send.close()  # so that the pipe ends when the process does
+        while running:
+            for pipe in multiprocessing.connection.wait(running):
+                name, process = running[pipe]
+                try:
+                    kind, value = json.loads(pipe.recv_bytes())
+                except (EOFError, OSError):
+                    process.join()
+                    raise ChildProcessError(
+                        "a process that encodes rows was ended by"
+                        f" {signal.Signals(abs(process.exitcode)).name}: the kernel does that where"
+                        " host memory runs out")
+                if kind == "rows":
+                    count(value)
+                elif kind == "written":
+                    digests[name] = value
+                    running.pop(pipe)
+                    process.join()
+                else:
+                    raise MemoryError(value) if kind == "MemoryError" else ValueError(value)
+    finally:
+        for _, process in running.values():
+            process.kill()
+            process.join()
+    return digests
+
+
+def tell_of_part(pipe, path, *work):
+    """write_part() in a process of its own. Tells its parent ("rows", n more) and at the end
+    ("written", SHA-256), or an error's (kind, text)."""
+    for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1:
+        signal.signal(number, signal.SIG_IGN)  # a job's signal is its parent's, with which it ends
+
+    def tell(*message):
+        pipe.send_bytes(json.dumps(message).encode())
+
+    try:
+        message = "written", write_part(path, *work, lambda n: tell("rows", n))
+    except Exception as e:
+        is_told = isinstance(e, (ValueError, OSError, MemoryError))
+        message = type(e).__name__, str(e) if is_told else f"{type(e).__name__}: {e}"
+    tell(*message)
