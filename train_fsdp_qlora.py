@@ -91,7 +91,8 @@ from fsdp_qlora.ranks import (
     AGAIN, DIVERGED, EXITS, Stop, all_gather, check_same, gather_objects, is_rank_0, n_cores,
     on_rank_0, print_error, say, say_each, together)
 from fsdp_qlora.weights import (
-    RandomWeights, WeightReader, check_files, tensor_names, weight_files)
+    RandomWeights, WeightReader, as_hex, check_files, content_sum, rows_before, tensor_names,
+    weight_files)
 
 SCRIPT = Path(__file__)
 VERSIONS = {m.__name__: m.__version__ for m in (torch, transformers, peft, bnb)}
@@ -466,8 +467,8 @@ def shard_model(model, mesh, plan):
 def load_model(model, base, model_config, config, device):
     """Fill all of the model that is frozen. All ranks must call this.
 
-    Returns a namespace: `offsets` {linear's name in files: mean absmax}, which tell one base model
-    from another; `prequantised`, whether its files are in 4 bits; `n_parameters`.
+    Returns a namespace: `sums` {name in files: content_sum() as hex}, which tell one base from any
+    other; `prequantised`, whether its files are in 4 bits; `n_parameters`.
     """
     arch, prequantised, dtype = model.arch, {}, getattr(torch, config.compute_dtype)
     names = tensor_names(arch, {})
@@ -477,7 +478,8 @@ def load_model(model, base, model_config, config, device):
             names = tensor_names(arch, files)
             prequantised = check_files(files, names, model_config, config.compute_dtype)
     requests = weight_requests(model, names, prequantised)
-    n_bytes, memory_before, started, finite = 0, host_memory(), clock(), {}
+    shares = {r.name: (r.rows, n) for r, n in zip(requests, rows_before(requests).values())}
+    n_bytes, memory_before, started, finite, sums = 0, host_memory(), clock(), {}, {}
     if config.random_weights:
         reader = RandomWeights(requests, config.seed, dtype, device)
     else:
@@ -487,6 +489,7 @@ def load_model(model, base, model_config, config, device):
         nonlocal n_bytes
         value = reader.read(name)
         n_bytes += value.nbytes
+        sums[name] = content_sum(value, *shares[name])
         if value.is_floating_point() and not (prequantised and name in names.linears):
             finite[name] = value.sum(dtype=torch.float32).isfinite()  # no copy, as all() has
         return value
@@ -499,6 +502,7 @@ def load_model(model, base, model_config, config, device):
             damaged = list(finite)[are_finite.index(False)]
             raise ValueError(f"the model's {damaged} has values that are not finite: is its file"
                              " damaged? Fetch it again")
+    dist.all_reduce(totals := torch.stack(list(sums.values())))
     model.frequencies = [
         (f.to(device), factor) for f, factor in
         (rope_frequencies(rope, arch, config.max_seq_len, model_config) for rope in arch.ropes)]
@@ -506,12 +510,8 @@ def load_model(model, base, model_config, config, device):
     seconds, grown = clock() - started, (host_memory()[1] - memory_before[0]) / 2**30
     say_each(f"weights loaded in {seconds:.2f} s", f"{n_bytes / 1e9:.3f} GB at"
              f" {n_bytes / 1e9 / seconds:.2f} GB/s with at most {grown:.2f} GiB more host memory")
-    offsets = {}
-    for i, layer in enumerate(model.layers):
-        means = layer.nested.offsets.tolist()
-        for place in layer.layout.places:
-            offsets[names.of_layer(i, f"{place.linear.name}.weight")] = means[place.index]
-    return types.SimpleNamespace(offsets=offsets, prequantised=bool(prequantised),
+    sums = {name: as_hex(n) for name, n in zip(sums, totals.tolist())}
+    return types.SimpleNamespace(sums=sums, prequantised=bool(prequantised),
                                  n_parameters=sum(map(math.prod, names.shapes.values())))
 
 

@@ -227,6 +227,10 @@ def save_adapter(directory, weights, lora_config):
             if errors:
                 place = Path(tempfile.mkdtemp(prefix=f"{directory.name}-adapter-", dir=place))
             write_adapter(place, weights, lora_config)
+            if not errors:
+                sha = digest(directory / "adapter_model.safetensors")
+                described = {**read_json(directory / "train_config.json"), "adapter_sha256": sha}
+                write_whole(directory / "train_config.json", json.dumps(described, indent=2))
             break
         except (OSError, SafetensorError) as e:
             errors.append(f"{place}: {e}")
