@@ -77,6 +77,7 @@ def parse_args(argv):
 def merge(args):
     """The whole job, from the flags to the merged model."""
     adapter_dir, output = Path(args.adapter_dir), Path(args.output_dir)
+    transformers.utils.logging.disable_progress_bar()
     run, begun = read_run(adapter_dir), os.stat(adapter_dir / ADAPTER_FILES[1])
     base = read_base(args.base_model or run["base_model"], run["quantization"])
     if args.allow_other_base:
@@ -104,8 +105,7 @@ def merge(args):
                     f"--output_dir {output}: exists already and is not empty: name a new one")
             free = shutil.disk_usage(partial).free / 2**30
             require(free >= gib, f"--output_dir {output}: needs {gib:.1f} GiB, {free:.1f} are free")
-            # closed before any error; not shown in a pipe
-            with tqdm(base.shapes, "merge", unit="tensor", disable=None) as names:
+            with tqdm(base.shapes, "merge", unit="tensor", disable=None) as names:  # off in a pipe
                 tensors = (merged_tensor(name, base, adapter, device, sums) for name in names)
                 write_files(partial, base, tensors, run["extras"])
         except BaseException:
@@ -257,7 +257,6 @@ def write_files(directory, base, tensors, extras):
     (directory / "config.json").write_text(json.dumps(config, indent=2))
     for path in extras:
         shutil.copyfile(path, directory / path.name)
-        print(f"{path.name}: the run's in place of the base's")
     for path in [*directory.rglob("*"), directory]:
         sync_file(path)
 

@@ -137,7 +137,7 @@ class Config:
     batch_size: int = knob(16, "rows an optimizer step, over all GPUs")
     num_epochs: float = knob(1.0, "passes over the data set; --max_steps overrides it")
     max_steps: int | None = knob(None, "optimizer steps")
-    learning_rate: float | None = knob(None, "peak; left out: 2e-4, for the demo 5e-3")
+    learning_rate: float | None = knob(None, "peak; left out: 2e-4, for the demo 3e-3")
     lr_schedule: str = knob(
         "cosine", "after the warm-up: to 0 as a cosine or linear, or constant",
         choices=("cosine", "linear", "constant"))

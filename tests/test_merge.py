@@ -185,6 +185,7 @@ def merged(trained, merger):  # which starts meanwhile
     command = shlex.split((trained.parent / "stdout").read_text().splitlines()[-1])
     result = call(command, trained.parent)
     assert result.returncode == 0, result.stderr[-3000:]
+    assert "%|" not in result.stderr  # a progress bar, in a pipe
     return trained / "merged", result.stdout
 
 
@@ -956,6 +957,25 @@ def test_links_out_of_the_base_are_not_followed(tmp_path, capsys):
     copy_small_files(tmp_path / "link", out)
     assert {path.name for path in out.iterdir()} == {"tokenizer.json", "MINE.txt"}
     assert "NOTES.txt: not copied, it is a link" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_merged_demo_answers_its_own_rows(run_main, tmp_path):
+    """At least 95 of 100: `make train` and `make merge` as they are."""
+    code, _, err = run_main("--output_dir", tmp_path / "run")
+    assert code == 0, err
+    merge_adapters.main(merge_command(tmp_path / "run", tmp_path / "out")[2:])
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out", padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    lines = (tmp_path / "run" / "demo" / "data.jsonl").read_text().splitlines()
+    rows = list(map(json.loads, dict.fromkeys(lines)))
+    inputs = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True)
+    inputs.pop("token_type_ids", None)
+    output = model.generate(**inputs, max_new_tokens=16, do_sample=False)
+    answers = tokenizer.batch_decode(
+        output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)  # fmt: skip
+    right = sum(answer == row["completion"] for answer, row in zip(answers, rows))
+    assert len(rows) > 90 and right >= 0.95 * len(rows), f"{right} of {len(rows)}"
 
 
 CLOSING_TEMPLATE = (
