@@ -30,14 +30,14 @@ from peft import LoraConfig, PeftModel
 from safetensors import SafetensorError
 from tqdm import tqdm
 
-from fsdp_qlora.base import copy_small_files, model_directory
+from fsdp_qlora.base import base_digest, copy_small_files, model_directory, nf4_settings
 from fsdp_qlora.families import describe_model, text_config
 from fsdp_qlora.files import read_json, sync_file, write_tensors
 from fsdp_qlora.nf4 import BLOCK
 from fsdp_qlora.output import ADAPTER_FILES, open_partial, read_run
 from fsdp_qlora.ranks import explain, print_error
 from fsdp_qlora.weights import (
-    NF4_PARTS, check_files, read_tensor, tensor_names, tensors_of, weight_files)
+    NF4_PARTS, OTHER_BASE, check_files, read_tensor, tensor_names, tensors_of, weight_files)
 
 LARGE_ERROR = 0.20  # of the adapter's own effect: a warning from here on
 FAILED_ERROR = 1.0  # further from what was trained than the base is: not a merge of it
@@ -69,6 +69,7 @@ def parse_args(argv):
     add("--output_dir", required=True, help="where the merged model goes: a new directory")
     add("--base_model", help="Hub id or directory; default: the one that train_config.json names")
     add("--device", choices=("cpu", "cuda"), help="quantises and checks; default: as in training")
+    add("--allow_other_base", action="store_true", help="merge into a base that was not trained on")
     add("--check", action=argparse.BooleanOptionalAction, default=True, help="compare at the end")
     return parser.parse_args(argv)
 
@@ -76,8 +77,15 @@ def parse_args(argv):
 def merge(args):
     """The whole job, from the flags to the merged model."""
     adapter_dir, output = Path(args.adapter_dir), Path(args.output_dir)
+    transformers.utils.logging.disable_progress_bar()
     run, begun = read_run(adapter_dir), os.stat(adapter_dir / ADAPTER_FILES[1])
     base = read_base(args.base_model or run["base_model"], run["quantization"])
+    if args.allow_other_base:
+        print("WARNING: --allow_other_base: this base model may be another than was trained on")
+        base.sums = base.absmax_offsets = {}
+    elif sha := run.get("base_sha256"):
+        require(base_digest(base.directory) == sha, f"{base.directory}: its config.json or its"
+                f" weights {OTHER_BASE}")
     lora, adapter = match_adapter(adapter_dir, run["config"], base)
     rows, trained_on = run["probe_input_ids"], run["quantization"]["device"]
     require(max(map(max, rows)) < base.arch.vocab_size, "train_config.json has probe_input_ids"
@@ -97,15 +105,15 @@ def merge(args):
                     f"--output_dir {output}: exists already and is not empty: name a new one")
             free = shutil.disk_usage(partial).free / 2**30
             require(free >= gib, f"--output_dir {output}: needs {gib:.1f} GiB, {free:.1f} are free")
-            with tqdm(base.shapes, "merge", unit="tensor") as names:  # closed before any error
+            with tqdm(base.shapes, "merge", unit="tensor", disable=None) as names:  # off in a pipe
                 tensors = (merged_tensor(name, base, adapter, device, sums) for name in names)
-                write_files(partial, base, tensors, run["template"])
+                write_files(partial, base, tensors, run["extras"])
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
         rounding = math.sqrt(sums["error"] / max(sums["effect"], sys.float_info.min))
-        print(f"wrote {len(base.shapes)} tensors, {gib:.3f} GiB; rounding to bf16 differs from the"
-              f" exact sum by {rounding:.4f} of the adapter's effect")
+        print(f"wrote {len(base.shapes)} tensors, {gib:.3f} GiB; rounded to bf16 the weights differ"
+              f" from the exact sum by {rounding:.4f} of what the adapter adds to them")
         try:
             if args.check:
                 check(base, lora, adapter_dir, partial, rows, device)
@@ -147,7 +155,8 @@ def read_base(name, quantization):
         modules={n: layers + n.removeprefix(names.layer_prefix).removesuffix(".weight")
                  for n in names.linears},  # of the tensors that training had in NF4
         dtype=getattr(torch, quantization["quantized_from_dtype"]),
-        absmax_offsets=quantization["absmax_offsets"])  # they tell one base from another
+        sums=quantization.get("tensor_sums") or {},  # they tell one base from another,
+        absmax_offsets=quantization.get("absmax_offsets") or {})  # in older runs these
 
 
 def match_adapter(adapter_dir, config, base):
@@ -182,9 +191,9 @@ def match_adapter(adapter_dir, config, base):
 
 def merged_tensor(name, base, adapter, device, sums):
     """Returns one tensor of the merged model, bf16 on the CPU."""
-    tensor = read_tensor(base.files[name].path, name)
+    tensor = read_tensor(base.files[name].path, name, device, base.sums.get(name))
     if name in base.modules:
-        tensor = trained_weight(tensor.to(device), name, base)
+        tensor = trained_weight(tensor, name, base)
     if name in adapter:
         file, part_names, scaling = adapter[name]
         parts = [read_tensor(file, part).to(device) for part in part_names]
@@ -198,7 +207,8 @@ def trained_weight(weight, name, base):
     path = base.files[name].path
     if base.in_4bit:
         parts = [f"{name}.{part}" for part in NF4_PARTS]
-        parts = {part: read_tensor(base.files[part].path, part) for part in parts}
+        parts = {part: read_tensor(base.files[part].path, part, content=base.sums.get(part))
+                 for part in parts}
         with explain(f"{path}: {name}: its quantisation is damaged"):
             state = bnb.functional.QuantState.from_dict(parts, weight.device)
         state.dtype = base.dtype  # of training, whatever it was quantised from
@@ -210,7 +220,7 @@ def trained_weight(weight, name, base):
     offset = state.offset.item()
     trained = base.absmax_offsets.get(name) or offset  # where it was not recorded
     require(abs(offset - trained) <= SAME_OFFSET * offset, f"{path}: {name} has a mean absmax of"
-            f" {offset:.8g}, in training {trained:.8g}: this is not the base model trained on")
+            f" {offset:.8g}, in training {trained:.8g}: these {OTHER_BASE}")
     return bnb.functional.dequantize_4bit(packed, state)
 
 
@@ -228,9 +238,9 @@ def add_adapter(weight, sums, scaling, lora_a, lora_b, magnitude=None):
     return merged
 
 
-def write_files(directory, base, tensors, template):
+def write_files(directory, base, tensors, extras):
     """Write the merged model of these tensors, in the base's files, with all else that the base has
-    and, if training had another, its chat template."""
+    and, in place of the base's, the files `extras` of the run."""
     paths = {name: base.files[name].path for name in base.shapes}
     for path in dict.fromkeys(paths.values()):
         shapes = {name: shape for name, shape in base.shapes.items() if paths[name] == path}
@@ -245,8 +255,8 @@ def write_files(directory, base, tensors, template):
     config.pop("auto_map", None)  # remote code, which is neither used nor copied here
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     (directory / "config.json").write_text(json.dumps(config, indent=2))
-    if template:
-        shutil.copyfile(template, directory / template.name)
+    for path in extras:
+        shutil.copyfile(path, directory / path.name)
     for path in [*directory.rglob("*"), directory]:
         sync_file(path)
 
@@ -256,7 +266,8 @@ def check(base, lora, adapter_dir, merged_dir, rows, device):
     settings = {"dtype": base.dtype, "trust_remote_code": False, "use_safetensors": True,
                 "device_map": "auto" if device == "cuda" else {"": "cpu"}}
     with explain(f"the check did not run (see --no-check); {merged_dir} is whole: rename it"):
-        nf4 = {} if base.in_4bit else {"quantization_config": nf4_settings(base)}
+        nf4 = {} if base.in_4bit else {"quantization_config": nf4_settings(
+            base.auto_class, base.model_config, base.layers)}
         model = base.auto_class.from_pretrained(base.directory, **nf4, **settings)
         plain = all_logits(model, rows, base.dtype)
         model = PeftModel.from_pretrained(model, adapter_dir, config=lora, torch_device=device)
@@ -278,17 +289,6 @@ def check(base, lora, adapter_dir, merged_dir, rows, device):
     if error > LARGE_ERROR:
         print(f"WARNING: the merged model loses {error:.0%} of the adapter's effect: {why}"
               + UNMERGED.format(adapter_dir))
-
-
-def nf4_settings(base):
-    """Returns transformers' settings that quantise the decoder layers' linears and no others."""
-    with torch.device("meta"):
-        model = base.auto_class.from_config(base.model_config, trust_remote_code=False)
-    others = [name for name, module in model.named_modules()
-              if isinstance(module, torch.nn.Linear) and not name.startswith(base.layers)]
-    return transformers.BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-        bnb_4bit_quant_storage=torch.bfloat16, llm_int8_skip_modules=others)
 
 
 @torch.no_grad()

@@ -8,15 +8,8 @@
 
 The first command needs no files: it makes a small model and data set and trains on them, on GPUs
 (NCCL) or, where there are none, on the CPU (gloo). The same command line starts a run, resumes it,
-and does nothing once it is complete. Written to --output_dir:
-
-    adapter_model.safetensors, adapter_config.json   the adapter, in PEFT's format, fp32
-    train_config.json                                the resolved configuration, for merging
-    metrics.jsonl, loss.png                          one JSON object a step or evaluation
-    tensorboard/                                     the same numbers for TensorBoard
-    tokenizer.json, ..                               the tokenizer with its chat template
-    checkpoint-NNNNNN/                               what resuming needs
-    status.json                                      what the run does, or how it ended
+and does nothing once it is complete. --output_dir then holds the adapter in PEFT's format, the
+tokenizer, metrics, checkpoint-NNNNNN/ for resuming, and train_config.json for merging.
 
 This file is the whole job, in the order in which it happens: flags; main() and train(); processes;
 the choice of attention; the FSDP2 policy; loading to NF4; the adapter's optimizer; schedule, step,
@@ -85,13 +78,14 @@ from fsdp_qlora.model import (
     weight_requests)
 from fsdp_qlora.nf4 import BLOCK, NESTED_BLOCK, QUANT_STORAGE, Nested, NF4Blocks, dynamic_map
 from fsdp_qlora.offload import pinned_copy
-from fsdp_qlora.output import describe_run, merge_command, open_output
+from fsdp_qlora.output import describe_run, merge_command, open_output, save_tokenizer
 from fsdp_qlora.plan import agree_on_plan, make_store
 from fsdp_qlora.ranks import (
     AGAIN, DIVERGED, EXITS, Stop, all_gather, check_same, gather_objects, is_rank_0, n_cores,
     on_rank_0, refuse_launch, say, say_each, together)
 from fsdp_qlora.weights import (
-    RandomWeights, WeightReader, check_files, tensor_names, weight_files)
+    RandomWeights, WeightReader, as_hex, check_files, content_sum, rows_before, tensor_names,
+    weight_files)
 
 SCRIPT = Path(__file__)
 VERSIONS = {m.__name__: m.__version__ for m in (torch, transformers, peft, bnb)}
@@ -137,7 +131,7 @@ class Config:
     batch_size: int = knob(16, "rows an optimizer step, over all GPUs")
     num_epochs: float = knob(1.0, "passes over the data set; --max_steps overrides it")
     max_steps: int | None = knob(None, "optimizer steps")
-    learning_rate: float | None = knob(None, "peak; left out: 2e-4, for the demo 5e-3")
+    learning_rate: float | None = knob(None, "peak; left out: 2e-4, for the demo 3e-3")
     lr_schedule: str = knob(
         "cosine", "after the warm-up: to 0 as a cosine or linear, or constant",
         choices=("cosine", "linear", "constant"))
@@ -326,7 +320,9 @@ def train(given, device, status):
         else:
             adapter.initialise(config)
         status.enter("saving")
-        on_rank_0(describe_run, run, given, base.resolve(), frozen, day, tokenizer, VERSIONS)
+        on_rank_0(describe_run, run, given, base.resolve(), frozen, day, VERSIONS)
+        if tokenizer:
+            on_rank_0(save_tokenizer, directory, base, tokenizer)
         verify_model(model, plan)
         say(f"parameters: {adapter.n_trainable:,} trainable ({config.adapter}),"
             f" {frozen.n_parameters:,} frozen")
@@ -470,8 +466,8 @@ def shard_model(model, mesh, plan):
 def load_model(model, base, model_config, config, device):
     """Fill all of the model that is frozen. All ranks must call this.
 
-    Returns a namespace: `offsets` {linear's name in files: mean absmax}, which tell one base model
-    from another; `prequantised`, whether its files are in 4 bits; `n_parameters`.
+    Returns a namespace: `sums` {name in files: content_sum() as hex}, which tell one base from any
+    other; `prequantised`, whether its files are in 4 bits; `n_parameters`.
     """
     arch, prequantised, dtype = model.arch, {}, getattr(torch, config.compute_dtype)
     names = tensor_names(arch, {})
@@ -481,7 +477,8 @@ def load_model(model, base, model_config, config, device):
             names = tensor_names(arch, files)
             prequantised = check_files(files, names, model_config, config.compute_dtype)
     requests = weight_requests(model, names, prequantised)
-    n_bytes, memory_before, started, finite = 0, host_memory(), clock(), {}
+    shares = {r.name: (r.rows, n) for r, n in zip(requests, rows_before(requests).values())}
+    n_bytes, memory_before, started, finite, sums = 0, host_memory(), clock(), {}, {}
     if config.random_weights:
         reader = RandomWeights(requests, config.seed, dtype, device)
     else:
@@ -491,6 +488,7 @@ def load_model(model, base, model_config, config, device):
         nonlocal n_bytes
         value = reader.read(name)
         n_bytes += value.nbytes
+        sums[name] = content_sum(value, *shares[name])
         if value.is_floating_point() and not (prequantised and name in names.linears):
             finite[name] = value.sum(dtype=torch.float32).isfinite()  # no copy, as all() has
         return value
@@ -503,6 +501,7 @@ def load_model(model, base, model_config, config, device):
             damaged = list(finite)[are_finite.index(False)]
             raise ValueError(f"the model's {damaged} has values that are not finite: is its file"
                              " damaged? Fetch it again")
+    dist.all_reduce(totals := torch.stack(list(sums.values())))
     model.frequencies = [
         (f.to(device), factor) for f, factor in
         (rope_frequencies(rope, arch, config.max_seq_len, model_config) for rope in arch.ropes)]
@@ -510,12 +509,8 @@ def load_model(model, base, model_config, config, device):
     seconds, grown = clock() - started, (host_memory()[1] - memory_before[0]) / 2**30
     say_each(f"weights loaded in {seconds:.2f} s", f"{n_bytes / 1e9:.3f} GB at"
              f" {n_bytes / 1e9 / seconds:.2f} GB/s with at most {grown:.2f} GiB more host memory")
-    offsets = {}
-    for i, layer in enumerate(model.layers):
-        means = layer.nested.offsets.tolist()
-        for place in layer.layout.places:
-            offsets[names.of_layer(i, f"{place.linear.name}.weight")] = means[place.index]
-    return types.SimpleNamespace(offsets=offsets, prequantised=bool(prequantised),
+    sums = {name: as_hex(n) for name, n in zip(sums, totals.tolist())}
+    return types.SimpleNamespace(sums=sums, prequantised=bool(prequantised),
                                  n_parameters=sum(map(math.prod, names.shapes.values())))
 
 

@@ -106,7 +106,7 @@ def main(argv):
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="where results go")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--gpus", type=int, default=2)
-    parser.add_argument("--learning_rate", default="1e-3", help="at the demo's 5e-3 spikes grow")
+    parser.add_argument("--learning_rate", default="1e-3", help="at the demo's 3e-3 spikes grow")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--limit", type=float, default=600, help="seconds a run may take")
     args = parser.parse_args(argv)

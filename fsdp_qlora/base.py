@@ -1,6 +1,7 @@
 """The base model's directory: its config, its tokenizer, and a digest that tells it from others.
 
-Stands on families, ranks and weights. The model may be a directory, a Hub id, or a name of SHAPES.
+Stands on data.chat, families, files, ranks and weights. The model may be a directory, a Hub id, or
+a name of SHAPES.
 """
 
 import dataclasses
@@ -12,10 +13,13 @@ from pathlib import Path
 
 import huggingface_hub
 import numpy as np
-from transformers import AutoConfig, AutoTokenizer
+import torch
+from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig
 
+from fsdp_qlora.data.chat import closing_token
 from fsdp_qlora.families import SHAPES, describe_model, text_config
-from fsdp_qlora.ranks import explain
+from fsdp_qlora.files import read_json
+from fsdp_qlora.ranks import explain, say
 from fsdp_qlora.weights import weight_files
 
 SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # of a model: all but its weights
@@ -43,10 +47,15 @@ def model_directory(name, random_weights, flag="--model"):
 
 
 def copy_small_files(directory, target):
-    """Copy a model's tokenizer, chat templates and the like: no weights, index or config.json."""
+    """Copy a model's tokenizer, chat templates and the like: no weights, index or config.json, and
+    nothing that a link brings in from elsewhere."""
+    own = directory.resolve()
+    own = own.parent.parent if own.parent.name == "snapshots" else own  # the Hub's: ../../blobs
     for pattern in (*SMALL_FILES, "additional_chat_templates/*.jinja"):
         for path in directory.glob(pattern):
-            if path.name != "config.json" and not path.name.endswith(".index.json"):
+            if not path.resolve().is_relative_to(own):
+                say(f"{path}: not copied, it is a link to another directory")
+            elif path.name != "config.json" and not path.name.endswith(".index.json"):
                 copy = target / path.relative_to(directory)
                 copy.parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, copy)
@@ -75,6 +84,18 @@ def read_model_config(directory, config):
     return dataclasses.replace(config, max_seq_len=max_seq_len), model_config, arch
 
 
+def nf4_settings(auto_class, model_config, layers):
+    """transformers' settings that quantise a model as training does: the linears of the decoder
+    layers, whose names begin with `layers`, and no others."""
+    with torch.device("meta"):
+        model = auto_class.from_config(model_config, trust_remote_code=False)
+    others = [name for name, module in model.named_modules()
+              if isinstance(module, torch.nn.Linear) and not name.startswith(layers)]
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_quant_storage=torch.bfloat16, llm_int8_skip_modules=others)
+
+
 def load_tokenizer(directory, config):
     """The model's tokenizer, with --chat_template; None where there is no text."""
     if config.random_weights and not config.dataset:
@@ -89,6 +110,20 @@ def load_tokenizer(directory, config):
         except (OSError, UnicodeError) as e:
             raise ValueError(f"--chat_template {config.chat_template}: cannot be read: {e}")
     return tokenizer
+
+
+def generation_settings(directory, tokenizer):
+    """The model's generation_config.json with the token that closes a turn in training in its
+    eos_token_id; and this token, or None where the model has it there already."""
+    config = read_json(directory / "config.json", {})
+    config = {**config, **(config.get("text_config") or {})}
+    keys = "bos_token_id", "eos_token_id", "pad_token_id"
+    settings = {key: config[key] for key in keys if config.get(key) is not None}
+    settings |= read_json(directory / "generation_config.json", {})
+    ids, closing = settings.get("eos_token_id", []), closing_token(tokenizer)
+    ids = ids if isinstance(ids, list) else [ids]
+    token_id = tokenizer.convert_tokens_to_ids(closing)
+    return {**settings, "eos_token_id": [*ids, token_id]}, None if token_id in ids else closing
 
 
 def base_digest(base):

@@ -28,7 +28,7 @@ def write_demo(directory):
     directory.mkdir(parents=True, exist_ok=True)
     draw, rows = random.Random(0), []
     for _ in range(512):
-        a, b = draw.randrange(10), draw.randrange(10)
+        a, b = draw.randrange(6), draw.randrange(6)
         word, answer = draw.choice([("plus", a + b), ("times", a * b), ("minus", a - b)])
         prompt, completion = f"What is {a} {word} {b}?\n", f"The answer is {answer}."
         rows.append({"prompt": prompt, "completion": completion})

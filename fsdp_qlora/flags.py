@@ -166,6 +166,6 @@ def resolve_config(config, world_size):
     return dataclasses.replace(
         config,
         shard_group_size=shards,
-        learning_rate=config.learning_rate or (2e-4 if config.model else 5e-3),
-        max_steps=config.max_steps or (None if config.model or config.dataset else 60),
+        learning_rate=config.learning_rate or (2e-4 if config.model else 3e-3),
+        max_steps=config.max_steps or (None if config.model or config.dataset else 300),
         output_dir=config.output_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")

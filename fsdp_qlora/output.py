@@ -1,6 +1,7 @@
 """The output directory: who may use it, what describes the run in it, and what to type next.
 
-Stands on files, ranks and nf4's constants. Checkpoints in it are in checkpoints, metrics in logs.
+Stands on base, files, ranks and nf4's constants. Checkpoints in it are in checkpoints, metrics in
+logs.
 """
 
 import contextlib
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from fsdp_qlora.base import generation_settings
 from fsdp_qlora.files import (
     as_json, digest, put_in_place, read_json, remove, text_digest, write_whole)
 from fsdp_qlora.nf4 import BLOCK, NESTED_BLOCK
@@ -33,7 +35,10 @@ MERGEABLE = {  # what a merge takes of train_config.json: the JSON of each value
     "quantization.double_quant": "true", "quantization.nested_blocksize": f"{NESTED_BLOCK}",
     "quantization.quantized_from_dtype": '"(bfloat16|float16|float32)"',
     "quantization.prequantized": "true|false", "quantization.device": '"(cpu|cuda)"',
-    "quantization.absmax_offsets": r'\{("[^"]+": [\de.-]{1,25}(, )?)*\}'}
+    # in runs of older versions in place of tensor_sums; then these lack the digests, too
+    "quantization.absmax_offsets": r'null|\{("[^"]+": [\de.-]{1,25}(, )?)*\}',
+    "quantization.tensor_sums": r'null|\{("[^"]+": "[\da-f]{16}"(, )?)*\}',
+    "base_sha256": r'null|"[\da-f]{64}"'}
 
 
 @contextlib.contextmanager
@@ -162,8 +167,8 @@ def flags_of(given):
     return {name: value for name, value in flags.items() if name not in ("resume", "output_dir")}
 
 
-def describe_run(run, given, base, frozen, day, tokenizer, versions):
-    """Write train_config.json, which has all that a merge needs, and the tokenizer. Rank 0 only.
+def describe_run(run, given, base, frozen, day, versions):
+    """Write train_config.json, which has all that a merge needs. Rank 0 only.
 
     Of a run that goes on, what it has of the start before is kept: the SHA-256 of an adapter that
     is there, and the versions by which the steps so far were done.
@@ -171,7 +176,7 @@ def describe_run(run, given, base, frozen, day, tokenizer, versions):
     run.status.check_lock()
     config, rows, path = run.config, run.rows, run.directory / "train_config.json"
     begun = read_json(path, {}) if run.saved_step else {}
-    kept = {key: begun[key] for key in ("adapter_sha256", "earlier_versions") if key in begun}
+    kept = {key: begun[key] for key in ("earlier_versions",) if key in begun}
     if (before := begun.get("versions", versions)) != versions:
         changed = [f"{library} {version}, was {before.get(library)}"
                    for library, version in versions.items() if version != before.get(library)]
@@ -192,52 +197,73 @@ def describe_run(run, given, base, frozen, day, tokenizer, versions):
             "quantized_from_dtype": config.compute_dtype,
             "prequantized": frozen.prequantised,  # the base's own bytes
             "device": run.device.type,
-            "absmax_offsets": frozen.offsets,  # {linear: mean absmax}: tells bases apart
+            "tensor_sums": frozen.sums,  # {tensor: content_sum()}: tell bases apart
         },
         "world_size": dist.get_world_size(),
         "date": day,
         "versions": versions,
         **kept,
         "probe_input_ids": [rows.tokens(i)[0][:64].tolist() for i in range(min(4, len(rows)))]}
+    described["sha256"] = text_digest(described)
+    if "adapter_sha256" in begun:
+        described["adapter_sha256"] = begun["adapter_sha256"]
     write_whole(path, json.dumps(described, indent=2))
-    if tokenizer:  # not at once into the run's directory: it would write what a link leads to
-        remove(hidden := run.directory / ".tokenizer.part")
-        tokenizer.save_pretrained(hidden)
-        for file in hidden.iterdir():
-            if file.is_dir():  # of more chat templates; a directory replaces only an empty one
-                remove(run.directory / file.name)
-            put_in_place(file, run.directory / file.name)
-        hidden.rmdir()
+
+
+def save_tokenizer(directory, base, tokenizer):
+    """Write the tokenizer, and where generation stops if that is not as in the base. Rank 0 only.
+    """
+    # not at once into the run's directory: it would write what a link leads to
+    remove(hidden := directory / ".tokenizer.part")
+    tokenizer.save_pretrained(hidden)
+    for file in hidden.iterdir():
+        if file.is_dir():  # of more chat templates; a directory replaces only an empty one
+            remove(directory / file.name)
+        put_in_place(file, directory / file.name)
+    hidden.rmdir()
+    settings, closing = generation_settings(base, tokenizer)
+    if closing:
+        say(f"generation is to stop at {closing!r} too, which ends a turn: so says"
+            f" generation_config.json in {directory}")
+        write_whole(directory / "generation_config.json", json.dumps(settings, indent=2))
 
 
 def read_run(directory):
     """What train_config.json says of the run in a directory, or of the run that a checkpoint is in;
-    `template`: the file of its --chat_template, or None. Raises ValueError for a damaged checkpoint
-    and for what a merge cannot take."""
+    `extras`: its files that replace the base's in a merged model. Raises ValueError for what is not
+    as it was written and for what a merge cannot take."""
     path = directory / "train_config.json"
     path = path if path.is_file() else directory.resolve().parent / path.name
     needed = [path, *(directory / name for name in ADAPTER_FILES)]
     missing = [p.name for p in needed if not p.is_file()]
     if missing:
-        raise ValueError(f"--adapter_dir {directory}: has no {' and no '.join(missing)}; name a run"
-                         " directory of train_fsdp_qlora.py or a checkpoint in it")
+        newest = max(directory.glob("checkpoint-" + 6 * "[0-9]"), default=None)
+        raise ValueError(f"--adapter_dir {directory}: has no {' and no '.join(missing)}; name "
+                         + (f"its newest checkpoint: --adapter_dir {newest}" if newest else
+                            "a run directory of train_fsdp_qlora.py or a checkpoint in it"))
+    run, changed = read_json(path), "has another SHA-256 than when it was written"
+    adapter = run.pop("adapter_sha256", None)  # comes when the run ends; older runs have no digests
+    if "sha256" in run and run.pop("sha256") != text_digest(run):
+        raise ValueError(f"{path}: {changed}")
+    files = {needed[-1]: adapter} if adapter else {}
     if os.path.lexists(listed := directory / "checkpoint.json"):
-        state, changed = read_json(listed), "has another SHA-256 than when it was written"
-        written, files = state.pop("sha256", None), state.get("files")
-        if text_digest(state) != written or not isinstance(files, dict):
+        state = read_json(listed)
+        written, listed_files = state.pop("sha256", None), state.get("files")
+        if text_digest(state) != written or not isinstance(listed_files, dict):
             raise ValueError(f"{listed}: {changed}")
-        for file in needed[1:]:
-            if digest(file) != files.get(file.name):
-                raise ValueError(f"{file}: {changed}")
-    run = read_json(path)
+        files = {file: listed_files.get(file.name) for file in needed[1:]}
+    for file, sha in files.items():
+        if digest(file) != sha:
+            raise ValueError(f"{file}: {changed}")
     for name, pattern in MERGEABLE.items():
         value = run
         for key in name.split("."):
             value = value.get(key) if isinstance(value, dict) else None
         if not re.fullmatch(pattern, text := json.dumps(value)):
             raise ValueError(f"{path}: {name} is {text:.80}; a merge takes only {pattern}")
-    used = run["config"].get("chat_template")
-    return {**run, "template": path.with_name("chat_template.jinja") if used else None}
+    extras = ["chat_template.jinja"] * bool(run["config"].get("chat_template"))
+    extras = [path.with_name(name) for name in (*extras, "generation_config.json")]
+    return {**run, "extras": [extra for extra in extras if extra.is_file()]}
 
 
 def merge_command(directory, script):

@@ -1,7 +1,7 @@
 """The base model's safetensors: what they hold, whether it is all there, and how it is read.
 
-Stands on files and on nf4's constants. Reading gives a tensor by its name; which rows this rank
-asks for is in model, what is done with them, quantising too, in the script.
+Stands on files, elementwise and on nf4's constants. Reading gives a tensor by its name; which rows
+this rank asks for is in model, what is done with them, quantising too, in the script.
 """
 
 import collections
@@ -14,15 +14,21 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
+from fsdp_qlora.elementwise import mix
 from fsdp_qlora.files import read_json
 from fsdp_qlora.nf4 import BLOCK, NESTED_BLOCK, dynamic_map, nf4_code
-from fsdp_qlora.ranks import say
+from fsdp_qlora.ranks import gather_objects, say
 
 READERS = 8  # threads of a rank that read weights; one copies some 5 GB/s out of the page cache
 READ_CHUNK = 2**24  # bytes that a thread reads at once
 READ_AHEAD = 2**29  # bytes read but not yet quantised, so that reading and quantising overlap
+OTHER_BASE = ("are not those of the base model trained on: name that by --base_model;"
+              " --allow_other_base merges into this one")
+SUM_CHUNK = {"cpu": 2**18, "cuda": 2**23}  # values that content_sum() takes at once: what a CPU's
+#                                            cache holds (2**22 took 20 times longer)
 RANDOM_STD = 0.02  # of --random_weights
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DTYPES = {**FLOATS, "U8": torch.uint8}
@@ -72,10 +78,43 @@ def tensors_of(path):
             for name, tensor in header.items()}
 
 
-def read_tensor(path, name):
-    """One whole tensor, on the CPU. The file is opened for each: mapped pages would add up."""
+def read_tensor(path, name, device="cpu", content=None):
+    """One whole tensor. Raises ValueError if it has not this `content`, content_sum() as hex. The
+    file is opened for each: mapped pages would add up."""
     with safe_open(path, "pt") as tensors:
-        return tensors.get_tensor(name)
+        tensor = tensors.get_tensor(name).to(device)
+    if content and content != as_hex(content_sum(tensor).item()):
+        raise ValueError(f"{path}: the values of {name} {OTHER_BASE}")
+    return tensor
+
+
+def as_hex(sum):
+    return f"{sum % 2**64:016x}"
+
+
+def content_sum(values, rows=range(1), n_before=0):
+    """An int64, on the device of `values`, that tells a tensor's content from any other: the sum of
+    all values, as integers, each times a hash of its place, modulo 2^64.
+
+    The sums of a tensor's parts add up to that of the whole: `values` are the rows `rows` of it;
+    those below `n_before` are not counted.
+    """
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[values.itemsize]
+    width, first = values.numel() // max(1, len(rows)), max(rows.start, n_before)
+    own = values.contiguous().view(-1).view(bits)[(first - rows.start) * width :]
+    total, place = torch.zeros((), dtype=torch.int64, device=own.device), first * width
+    for chunk in own.split(SUM_CHUNK[own.device.type]):
+        total += (mix(torch.arange(place, place + len(chunk), device=own.device)) * chunk).sum()
+        place += len(chunk)
+    return total
+
+
+def rows_before(requests):
+    """{tensor's name: how many of its rows the ranks before this one read}; several ranks may read
+    one row. All ranks must call this."""
+    stops = gather_objects({request.name: request.rows.stop for request in requests})
+    before = stops[: dist.get_rank()]
+    return {name: max((stop[name] for stop in before), default=0) for name in stops[0]}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,12 +15,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 import merge_adapters
+from fsdp_qlora.base import base_digest
 from fsdp_qlora.weights import (
     DTYPES,
     NF4_STATE,
     RandomWeights,
     Request,
     WeightReader,
+    content_sum,
     tensors_of,
 )
 
@@ -138,13 +140,39 @@ def test_weights_are_told_by_name_alone(run_main, tiny_model, tmp_path):
         flags = "--dataset", tmp_path / "data.jsonl", "--max_steps", 1, "--batch_size", 4
         code, _, err = run_main("--model", model, *flags, "--output_dir", out)
         assert code == 0, err
-        offsets = json.loads((out / "train_config.json").read_text())["quantization"]
+        quantization = json.loads((out / "train_config.json").read_text())["quantization"]
         loss = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])["loss"]
-        seen.append((offsets["absmax_offsets"], loss))
-    (offsets, loss), same, (exchanged, other_loss) = seen
-    assert same == (offsets, loss)
+        seen.append((quantization["tensor_sums"], loss))
+    (sums, loss), same, (exchanged, other_loss) = seen
+    assert same == (sums, loss)
     assert abs(other_loss - loss) > 1e-5 * loss
-    assert exchanged == {**offsets, up: offsets[gate], gate: offsets[up]} != offsets
+    assert exchanged == {**sums, up: sums[gate], gate: sums[up]} != sums
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32, torch.uint8))
+def test_sums_of_parts_add_up_to_that_of_the_whole(dtype, monkeypatch):
+    """Whatever rows several ranks read; another order, sign or value gives another sum."""
+    monkeypatch.setattr("fsdp_qlora.weights.SUM_CHUNK", {"cpu": 50})
+    whole = torch.randint(1, 200, (9, 24)).to(dtype)
+    parts = [(range(4), 0), (range(3, 7), 4), (range(7), 7), (range(2, 9), 7), (range(9), 9)]
+    sums = [content_sum(whole[rows.start : rows.stop], rows, n) for rows, n in parts]
+    total = content_sum(whole)
+    assert torch.equal(sum(sums), total) and total.dtype == torch.int64
+    changed = whole.clone()
+    changed[8, 23] += 1
+    for other in whole.flip(0), whole.flip(1), whole.neg(), changed:
+        assert not torch.equal(content_sum(other), total)
+
+
+@pytest.mark.parametrize("place", range(16))
+def test_base_digest_looks_at_all_of_a_tensor(place, tiny_model, tmp_path):
+    base = Path(shutil.copytree(tiny_model("llama"), tmp_path / "base"))
+    before, path = base_digest(base), base / "model.safetensors"
+    stored = tensors_of(path)[LAYER]
+    content = bytearray(path.read_bytes())
+    content[stored.start + (stored.stop - 1 - stored.start) * place // 15] ^= 1
+    path.write_bytes(content)
+    assert base_digest(base) != before
 
 
 @pytest.mark.slow

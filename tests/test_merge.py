@@ -34,11 +34,13 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoTokenizer,
     BitsAndBytesConfig,
+    GenerationConfig,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
 
 import merge_adapters
+from fsdp_qlora.base import copy_small_files, generation_settings
 from fsdp_qlora.weights import NF4_STATE
 
 STEPS = 15
@@ -126,6 +128,22 @@ def trained(tmp_path_factory):
     return directory / "run"
 
 
+@pytest.fixture(scope="module")
+def older(trained, tmp_path_factory):
+    """The run as older versions described it: no digests, but the mean absmax of each linear."""
+    run = tmp_path_factory.mktemp("older") / "run"
+    shutil.copytree(trained, run, ignore=shutil.ignore_patterns("checkpoint-*"))
+    described = json.loads((run / "train_config.json").read_text())
+    for key in "sha256", "adapter_sha256", "base_sha256":
+        del described[key]
+    base = load_file(run / "demo" / "model" / "model.safetensors")
+    offsets = {name: nf4_offset(weight) for name, weight in base.items() if "_proj." in name}
+    assert {*offsets} < {*described["quantization"].pop("tensor_sums")}
+    described["quantization"]["absmax_offsets"] = offsets
+    (run / "train_config.json").write_text(json.dumps(described))
+    return run
+
+
 MERGER = """
 import os, signal, sys
 import merge_adapters
@@ -167,6 +185,7 @@ def merged(trained, merger):  # which starts meanwhile
     command = shlex.split((trained.parent / "stdout").read_text().splitlines()[-1])
     result = call(command, trained.parent)
     assert result.returncode == 0, result.stderr[-3000:]
+    assert "%|" not in result.stderr  # a progress bar, in a pipe
     return trained / "merged", result.stdout
 
 
@@ -265,10 +284,13 @@ def test_files(trained, merged):
     assert last.endswith('AutoModelForCausalLM.from_pretrained("run/merged")')
 
 
-def test_chat_template_is_that_of_training(trained, tmp_path):
+def test_chat_template_is_that_of_training(trained, older, tmp_path):
     """Where it was given by --chat_template, also where a checkpoint is merged; else the base's.
-    Those that are not the default stay the base's."""
+    Those that are not the default stay the base's. generation_config.json is the run's, if it has
+    one."""
     run = shutil.copytree(trained, tmp_path / "run")
+    shutil.copyfile(older / "train_config.json", run / "train_config.json")
+    (run / "generation_config.json").write_text('{"eos_token_id": [2, 1]}')
     other = run / "demo" / "model" / "additional_chat_templates" / "tool_use.jinja"
     other.parent.mkdir()
     other.write_text("of tools")
@@ -286,6 +308,7 @@ def test_chat_template_is_that_of_training(trained, tmp_path):
         assert (out / other.relative_to(base)).read_text() == "of tools"
         is_its = (out / "chat_template.jinja").read_text() == "of training"
         assert is_its == (given is not None)
+        assert json.loads((out / "generation_config.json").read_text()) == {"eos_token_id": [2, 1]}
 
 
 def test_checkpoint_merges_alike(trained, merged, tmp_path):
@@ -602,6 +625,11 @@ def put_text(name, text):
     return lambda run, out: (run / name).write_text(text)
 
 
+def kill_run(run, out):
+    (run / "adapter_model.safetensors").unlink()
+    (run / "checkpoint-000014").mkdir()
+
+
 BAD = {
     "empty adapter": (edit_adapter(dict.clear), "lora_A.weight is missing"),
     "NaN": (edit_adapter(put_nan), "NaN or infinite"),
@@ -645,6 +673,9 @@ BAD = {
     "trained targets": (
         edit_config(target_modules=["all-linear"]), "layers.0.mlp.gate_proj.lora_A.weight is miss",
     ),
+    "killed run": (
+        kill_run, "no adapter_model.safetensors; name its newest checkpoint: --adapter_dir",
+    ),
     "no base": (lambda run, out: (run / "train_config.json").unlink(), "has no train_config.json"),
     "no such base": (edit_json("train_config.json", base_model="/nowhere"), "--base_model"),
     "random weights": (edit_config(random_weights=True), "random_weights is true; a merge takes"),
@@ -667,10 +698,10 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input(case, trained, tmp_path, capsys):
+def test_bad_input(case, older, tmp_path, capsys):
     spoil, words = BAD[case]
     run, out = tmp_path / "run", tmp_path / "out"
-    shutil.copytree(trained, run, ignore=shutil.ignore_patterns("checkpoint-*"))
+    shutil.copytree(older, run, ignore=shutil.ignore_patterns("checkpoint-*"))
     spoil(run, out)
     before = tree(tmp_path)
     capsys.readouterr()
@@ -739,9 +770,9 @@ def test_unknown_flag(trained, tmp_path, capsys):
     assert not any(tmp_path.iterdir())
 
 
-def test_another_base_of_the_same_shapes(trained, tmp_path, capsys):
+def test_another_base_of_the_same_shapes(older, tmp_path, capsys):
     run, out = tmp_path / "run", tmp_path / "out"
-    shutil.copytree(trained, run, ignore=shutil.ignore_patterns("checkpoint-*"))
+    shutil.copytree(older, run, ignore=shutil.ignore_patterns("checkpoint-*"))
     base = Path(json.loads((run / "train_config.json").read_text())["base_model"])
     shutil.copytree(base, tmp_path / "base")
     weights = load_file(tmp_path / "base" / "model.safetensors")
@@ -752,7 +783,7 @@ def test_another_base_of_the_same_shapes(trained, tmp_path, capsys):
         merge_adapters.main(merge_command(run, out)[2:])
     (error,) = re.findall("error: .*", capsys.readouterr().err)  # behind the progress bar
     assert "layers.2.mlp.up_proj" in error
-    assert "not the base model trained on" in error
+    assert "not those of the base model trained on" in error
     assert not out.exists() and not (tmp_path / ".out.partial").exists()
 
 
@@ -779,10 +810,10 @@ NOT_FINITE = {
 
 
 @pytest.mark.parametrize("case", NOT_FINITE)
-def test_what_is_not_finite_is_refused(case, trained, tmp_path, capsys):
+def test_what_is_not_finite_is_refused(case, older, tmp_path, capsys):
     spoil, what = NOT_FINITE[case]
     run, out = tmp_path / "run", tmp_path / "out"
-    shutil.copytree(trained, run, ignore=shutil.ignore_patterns("checkpoint-*"))
+    shutil.copytree(older, run, ignore=shutil.ignore_patterns("checkpoint-*"))
     spoil(run, out)
     before = tree(tmp_path)
     error = error_of(capsys, run, out)
@@ -840,6 +871,139 @@ def test_changed_checkpoint_is_refused(case, trained, tmp_path, capsys):
     assert error == f"error: {run / file}: has another SHA-256 than when it was written"
 
 
+def copy_base(run, change=lambda tensors: None, **config):
+    """A copy of the base with other tensors or another configuration; returns its directory."""
+    base = shutil.copytree(run / "demo" / "model", run / "other")
+    tensors = load_file(base / "model.safetensors")
+    change(tensors)
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    if config:
+        edit_json("config.json", **config)(base, None)
+    return base
+
+
+def spoil_tensor(name, change):
+    return lambda run: copy_base(run, lambda t: t.update({name: change(t[name]).contiguous()}))
+
+
+def one_value(tensor):
+    """Between the places that base_digest() looks at."""
+    tensor.view(-1)[5000] *= 2
+    return tensor
+
+
+def other_alpha(run):
+    edit_json("adapter_config.json", lora_alpha=8)(run, None)
+    edit_config(lora_alpha=8)(run, None)
+
+
+def other_adapter(run):
+    """As well trained, by another seed."""
+    edit_adapter(lambda t: [t[n].copy_(t[n].flip(0)) for n in t])(run, None)
+
+
+LINEAR, HEAD, RECORD = "model.layers.1.self_attn.q_proj.weight", "lm_head.weight", "another SHA-256"
+RECORDED = {
+    "bit of the adapter": (lambda run: flip("adapter_model.safetensors", -9)(run), RECORD),
+    "adapter": (other_adapter, RECORD),
+    "alpha in both files": (other_alpha, RECORD),
+    "head": (spoil_tensor(HEAD, lambda t: t * 1.01), "its config.json or its weights"),
+    "norm": (spoil_tensor("model.norm.weight", lambda t: t * 2), "its config.json or its weights"),
+    "rows": (spoil_tensor(LINEAR, lambda t: t.flip(0)), "its config.json or its weights"),
+    "sign": (spoil_tensor(LINEAR, torch.neg), "its config.json or its weights"),
+    "rope": (
+        lambda run: copy_base(run, rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
+        "its config.json or its weights",
+    ),
+    "one value of a linear": (spoil_tensor(LINEAR, one_value), f"the values of {LINEAR} are not"),
+    "one value of the head": (spoil_tensor(HEAD, one_value), f"the values of {HEAD} are not"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RECORDED)
+def test_what_is_not_as_recorded_is_refused(case, trained, tmp_path, capsys):
+    spoil, words = RECORDED[case]
+    run, out = tmp_path / "run", tmp_path / "out"
+    shutil.copytree(trained, run, ignore=shutil.ignore_patterns("checkpoint-*"))
+    base = spoil(run) or run / "demo" / "model"
+    error = error_of(capsys, run, out, "--no-check", "--base_model", str(base))
+    assert words in error and not out.exists()
+
+
+def test_merge_into_another_base_on_purpose(trained, tmp_path, capsys):
+    run, out = tmp_path / "run", tmp_path / "out"
+    shutil.copytree(trained, run, ignore=shutil.ignore_patterns("checkpoint-*"))
+    base = spoil_tensor(LINEAR, torch.neg)(run)
+    merge_adapters.main(
+        merge_command(run, out, "--base_model", str(base), "--allow_other_base")[2:])  # fmt: skip
+    assert "WARNING: --allow_other_base" in capsys.readouterr().out
+    k_proj = LINEAR.replace("q_proj", "k_proj")  # without an adapter
+    merged, weights = (load_file(d / "model.safetensors") for d in (out, base))
+    assert torch.equal(merged[k_proj], nf4_and_back(weights[k_proj]))
+
+
+def test_links_out_of_the_base_are_not_followed(tmp_path, capsys):
+    """Those of the Hub's cache, from a snapshot to its blobs, are."""
+    secret, hub = tmp_path / "shadow", tmp_path / "models--a--b"
+    snapshot, out = hub / "snapshots" / "1f", tmp_path / "out"
+    for directory in snapshot, hub / "blobs", out:
+        directory.mkdir(parents=True)
+    secret.write_text("root")
+    (hub / "blobs" / "77").write_text("{}")
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/77")
+    (snapshot / "NOTES.txt").symlink_to(secret)
+    (snapshot / "MINE.txt").symlink_to("tokenizer.json")
+    (tmp_path / "link").symlink_to(snapshot)
+    copy_small_files(tmp_path / "link", out)
+    assert {path.name for path in out.iterdir()} == {"tokenizer.json", "MINE.txt"}
+    assert "NOTES.txt: not copied, it is a link" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_merged_demo_answers_its_own_rows(run_main, tmp_path):
+    """At least 95 of 100: `make train` and `make merge` as they are."""
+    code, _, err = run_main("--output_dir", tmp_path / "run")
+    assert code == 0, err
+    merge_adapters.main(merge_command(tmp_path / "run", tmp_path / "out")[2:])
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out", padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    lines = (tmp_path / "run" / "demo" / "data.jsonl").read_text().splitlines()
+    rows = list(map(json.loads, dict.fromkeys(lines)))
+    inputs = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True)
+    inputs.pop("token_type_ids", None)
+    output = model.generate(**inputs, max_new_tokens=16, do_sample=False)
+    answers = tokenizer.batch_decode(
+        output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)  # fmt: skip
+    right = sum(answer == row["completion"] for answer, row in zip(answers, rows))
+    assert len(rows) > 90 and right >= 0.95 * len(rows), f"{right} of {len(rows)}"
+
+
+CLOSING_TEMPLATE = (
+    "{% for m in messages %}{{ m.role + ': ' + m.content + '<s>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+
+
+def test_generation_stops_where_a_turn_ends(run_main, tiny_model, tmp_path, capsys):
+    """By the token that closes it in training, which is not the base's EOS."""
+    chat = [{"role": "user", "content": "1 plus 1?"}, {"role": "assistant", "content": "2"}]
+    (tmp_path / "data.jsonl").write_text(8 * (json.dumps({"messages": chat}) + "\n"))
+    (tmp_path / "chat.jinja").write_text(CLOSING_TEMPLATE)
+    run, base = tmp_path / "run", tiny_model("llama")
+    flags = ["--model", base, "--dataset", tmp_path / "data.jsonl", "--max_steps", 1]
+    flags += ["--output_dir", run, "--chat_template", tmp_path / "chat.jinja"]
+    code, said, err = run_main(*flags, "--batch_size", 4, "--learning_rate", 0.01)
+    assert code == 0, err
+    assert "generation is to stop at '<s>' too" in said
+    merge_adapters.main(merge_command(run, tmp_path / "out", "--no-check")[2:])
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    want = [AutoConfig.from_pretrained(base).eos_token_id, tokenizer.bos_token_id]
+    for directory in run, tmp_path / "out":
+        assert GenerationConfig.from_pretrained(directory).eos_token_id == want
+    _, closing = generation_settings(base, tokenizer)  # whose own template closes by EOS
+    assert closing is None
+
+
 SLOW = r"(\w+\.?)+!"  # some 2**30 ways to fail on a module's name
 DEEP = json.loads("[" * 900 + "]" * 900)
 MISSING = object()
@@ -850,15 +1014,16 @@ EDITED = [
     peft_type bias modules_to_save layers_to_transform""".split()),
     *(("train_config.json", key) for key in """base_model config config.lora_rank config.adapter
     config.target_modules quantization quantization.blocksize quantization.quantized_from_dtype
-    quantization.prequantized quantization.absmax_offsets probe_input_ids""".split()),
+    quantization.prequantized quantization.absmax_offsets
+    quantization.tensor_sums base_sha256 probe_input_ids""".split()),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("file, key", EDITED)
-def test_no_edit_of_the_configuration_hurts(file, key, trained, merged, tmp_path, capsys):
+def test_no_edit_of_the_configuration_hurts(file, key, older, merged, tmp_path, capsys):
     """Each edit is refused in one line, or leads to the very same model."""
     run, out = tmp_path / "run", tmp_path / "out"
-    shutil.copytree(trained, run, ignore=shutil.ignore_patterns("checkpoint-*"))
+    shutil.copytree(older, run, ignore=shutil.ignore_patterns("checkpoint-*"))
     before, original = tree(tmp_path), json.loads((run / file).read_text())
     *section, name = key.split(".")
     n_refused = 0
@@ -910,8 +1075,11 @@ def trained_in_4bit(trained, tmp_path_factory):
     shutil.copytree(trained, run, ignore=shutil.ignore_patterns("checkpoint-*"))
     load_4bit(trained / "demo" / "model").save_pretrained(run / "base")
     config = json.loads((run / "train_config.json").read_text())
-    config["quantization"]["prequantized"] = True
-    edit_json("train_config.json", **{**config, "base_model": str(run / "base")})(run, None)
+    config["quantization"].update(prequantized=True, tensor_sums={})
+    for key in "sha256", "base_sha256":
+        del config[key]
+    config["base_model"] = str(run / "base")
+    (run / "train_config.json").write_text(json.dumps(config))
     return run
 
 

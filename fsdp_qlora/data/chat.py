@@ -48,6 +48,16 @@ def parse_chat(messages, options, tokenizer):
     return documents[::-1]
 
 
+def closing_token(tokenizer):
+    """The special token that ends an answer in a conversation; EOS if there is no other."""
+    probe = [{"role": role, "content": "probe"} for role in ("user", "assistant")]
+    with contextlib.suppress(ValueError):  # of the template
+        document = parse_chat(probe, None, tokenizer)[-1][0].rstrip()
+        special, _ = template_traits(tokenizer, str(tokenizer.chat_template))
+        return next(token for token in (*special, tokenizer.eos_token) if document.endswith(token))
+    return tokenizer.eos_token
+
+
 def with_day(tokenizer, day):
     """A copy of the tokenizer whose chat templates print `day`, YYYY-MM-DD, where they ask for
     today's date, as Llama 3's and gpt-oss's do: a resumed run must see the same rows, and so must
