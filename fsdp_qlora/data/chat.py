@@ -50,9 +50,10 @@ def parse_chat(messages, options, tokenizer):
 
 def closing_token(tokenizer):
     """The special token that ends an answer in a conversation; EOS if there is no other."""
-    probe = [{"role": role, "content": "probe"} for role in ("user", "assistant")]
+    probe = [{"role": role, "content": "probe", "train": role == "assistant"}
+             for role in ("user", "assistant")]
     with contextlib.suppress(ValueError):  # of the template
-        document = parse_chat(probe, None, tokenizer)[-1][0].rstrip()
+        document = parse_chat(probe, {"tools": None}, tokenizer)[-1][0].rstrip()
         special, _ = template_traits(tokenizer, str(tokenizer.chat_template))
         return next(token for token in (*special, tokenizer.eos_token) if document.endswith(token))
     return tokenizer.eos_token
