@@ -158,8 +158,8 @@ def reference_results(reference, model, weights, ids):
         adapters.append(layer.adapter.detach().clone().requires_grad_())
         for place in layer.layout.places:
             name = f"model.layers.{i}.{place.linear.name}.weight"
-            a, b = (adapters[i][where].view(shape)
-                    for where, shape in ((place.lora_a, (CHECK_RANK, -1)), (place.lora_b, (-1, CHECK_RANK))))
+            a = adapters[i][place.lora_a].view(CHECK_RANK, -1)
+            b = adapters[i][place.lora_b].view(-1, CHECK_RANK)
             adapted[name] = weights[name] + CHECK_ALPHA / CHECK_RANK * b @ a
             if place.magnitude:  # DoRA's norm is a constant in PEFT, too
                 norms = adapted[name].detach().norm(dim=1)
