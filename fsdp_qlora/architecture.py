@@ -17,6 +17,7 @@ class Family:
     attention_post_norm: str | None = None  # of what attention returns
     mlp_norm: str | None = "post_attention_layernorm"
     mlp_post_norm: str | None = None  # of what the MLP returns
+    post_norm_if: bool | str = True  # where a config can switch these two off
     parallel: bool = False  # the MLP reads attention's normed input and both are added
     activation: str = "config.hidden_act"  # a key of ACTIVATIONS
     qkv_bias: bool | str = "config.attention_bias"

@@ -129,20 +129,23 @@ class AttentionHalf:
 # ---- heads and rotary embedding ----
 
 
-def rope_tables(arch, frequencies, position_ids, index):
-    """(cos, sin, temperature) of tokens at these positions [tokens].
+def rope_tables(arch, frequencies, bin, index):
+    """(cos, sin, temperature) of the tokens of a bin.
 
-    cos and sin are fp32 [tokens, rotary_dim / 2] by frequencies[index], (fp32 [rotary_dim / 2],
-    factor); None where index is None. temperature is Ministral 3's factor on queries [tokens], or
-    None.
+    cos and sin are fp32 [tokens, rotary_dim / 2] by frequencies[index], see rope_frequencies();
+    None where index is None. temperature is Ministral 3's factor on queries [tokens], or None.
     """
-    temperature = None
+    temperature, position_ids = None, bin.position_ids
     if arch.query_temperature:
         beta, original = arch.query_temperature
         temperature = 1 + beta * torch.log1p((position_ids // original).float())
     if index is None:
         return None, None, temperature
     inverse, factor = frequencies[index]
+    if inverse.dim() == 2:  # longrope: by the length of each token's document, as transformers
+        bounds, tokens = bin.cu_seqlens, torch.arange(len(position_ids), device=inverse.device)
+        is_long = bounds.diff() > arch.ropes[index]["original_max_position_embeddings"]
+        inverse = inverse[is_long.long()[torch.bucketize(tokens, bounds[1:], right=True)]]
     angles = position_ids[:, None].float() * inverse
     return angles.cos() * factor, angles.sin() * factor, temperature
 

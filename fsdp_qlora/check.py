@@ -1,9 +1,11 @@
-"""The check at start: two small layers of the user's own model here and in transformers.
+"""The check at start: two small layers of the user's own model here and in transformers, with an
+adapter of random values, forward and backward.
 
 Stands on model, families and data. The function that loads weights is given by the script, so that
 what it does is checked as well.
 """
 
+import dataclasses
 import types
 
 import torch
@@ -17,47 +19,52 @@ from fsdp_qlora.elementwise import normalise
 from fsdp_qlora.families import describe_model, rope_frequencies, shrunk_config
 from fsdp_qlora.attention import document_attention
 from fsdp_qlora.layer import make_layouts
-from fsdp_qlora.model import Model, set_local
+from fsdp_qlora.model import Model, measure_weight_norms, set_local
 from fsdp_qlora.nf4 import dequantise
 from fsdp_qlora.offload import GPUStore
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.vocabulary import scaled_logits
 from fsdp_qlora.weights import tensor_names
 
-LENGTHS = 24, 21  # tokens of two documents in one bin
+LENGTHS = 24, 18  # tokens of two documents in one bin; for longrope one is short, one long
+CHECK_RANK, CHECK_ALPHA = 4, 8  # of the adapters
+CHECKED = ("lora", False), ("dora", True)  # of adapter, and whether layers are computed again
+CHECK_LIMIT = 1e-4  # of a relative difference; fp32 sums in another order give 1e-6
+NF4_ROUNDING = 0.2  # what NF4 may move a weight, relative to its norm: it is 0.1, another's is 1.4
 
 
-@torch.no_grad()
 def check_family(model_config, name, fill_model):
-    """Compare logits and loss of a shrunk model, in fp32 on the CPU, with transformers'. Raises
-    ValueError where they differ. Rank 0 only."""
+    """Compare weights, logits, loss and the adapter's gradient of a shrunk model, in fp32 on the
+    CPU, with transformers'. Raises ValueError where they differ. Rank 0 only."""
     small = shrunk_config(model_config)
     arch = describe_model(small)
     generator = torch.Generator().manual_seed(0)
     reference = random_reference(small, generator)
-    model = plain_model(small, arch, dict(reference.state_dict()), max(LENGTHS), fill_model)
-    copy_weights(model, reference)
     ids = torch.randint(3, arch.vocab_size, (sum(LENGTHS),), generator=generator)
-    documents = ids.split(LENGTHS)
-    logits = [reference(document[None]).logits[0].float() for document in documents]
-    loss = sum(F.cross_entropy(rows[:-1], document[1:], reduction="sum")
-               for rows, document in zip(logits, documents))
-    bin = make_bin(rows_of([(ids, ids) for ids in documents]), [[0, 1]], 0, None, plain_run(model))
-    hidden = model.hidden(bin)
-    normed = torch.empty_like(hidden)
-    normalise(normed, hidden, model.norm, arch.norm, arch.norm_eps)
-    here = scaled_logits(normed @ model.head.t(), arch.logits_multiplier, arch.logits_softcap)
-    loss_here = model(bin)
-    off = (here - torch.cat(logits)).norm() / torch.cat(logits).norm()
-    if not (off < 1e-4 and abs(loss_here - loss) < 1e-4 * loss):
-        kinds = sorted(set(map(str, zip(arch.layer_window, arch.layer_rope))))
-        raise ValueError(
-            f"--model {name}: the check at start failed: {arch.family} with layers {kinds}"
-            f" (window, rotary) gives logits that are {off:.1e} from those of transformers"
-            f" {transformers.__version__}, and a loss of {loss_here:.6f}, not {loss:.6f}: please"
-            " report this")
+    for kind, again in CHECKED:
+        model = plain_model(small, arch, dict(reference.state_dict()), max(LENGTHS), fill_model,
+                            kind, again)
+        weights = read_weights(model)
+        random_adapter(model, generator)
+        here, there = results(model, ids), reference_results(reference, model, weights, ids)
+        off = {what: float(((value - there[what]).norm() / there[what].norm()).detach())
+               for what, value in here.items()}
+        read = max(float((w - reference.get_parameter(n)).norm() / w.norm())
+                   for n, w in weights.items())
+        # written so that NaN is caught
+        wrong = {what: value for what, value in off.items() if not value < CHECK_LIMIT}
+        wrong |= {} if read < NF4_ROUNDING else {"weights as read": read}
+        if wrong:
+            kinds = sorted(set(map(str, zip(arch.layer_window, arch.layer_rope))))
+            raise ValueError(
+                f"--model {name}: the check at start failed: {arch.family} with layers {kinds}"
+                f" (window, rotary) and {kind} differs from transformers"
+                f" {transformers.__version__}: "
+                + ", ".join(f"{what} by {value:.1e}" for what, value in wrong.items())
+                + ": please report this")
 
 
+@torch.no_grad()
 def random_reference(model_config, generator):
     """transformers' model in fp32 with random norms and biases: 1 and 0 would hide mistakes."""
     with torch.random.fork_rng([]):
@@ -68,17 +75,24 @@ def random_reference(model_config, generator):
     for p in reference.parameters():
         if p.dim() == 1:
             p += torch.empty_like(p).normal_(0, 0.2, generator=generator)
-    return reference
+    return reference.requires_grad_(False)
 
 
-def plain_model(model_config, arch, tensors, max_seq_len, fill_model):
-    """A Model of this process alone, in fp32 on the CPU, from {name in a checkpoint: tensor}."""
-    no_adapter = types.SimpleNamespace(lora_rank=1, lora_alpha=1, lora_dropout=0.0, adapter="lora")
+def plain_model(model_config, arch, tensors, max_seq_len, fill_model, kind=None, again=False):
+    """A Model of this process alone, in fp32 on the CPU, from {name in a checkpoint: tensor}.
+    `kind`: of the adapter on all linears, None: without; `again`: all layers are computed again, in
+    slices, as where memory is short."""
+    config = types.SimpleNamespace(lora_rank=CHECK_RANK, lora_alpha=CHECK_ALPHA, lora_dropout=0.0,
+                                   adapter=kind or "lora")
     plan = Plan(
         compute_dtype="float32", n_layers=arch.n_layers, shard_group_size=1,
-        reshard_after_forward=True, bin_tokens=64, recomputed=0, keep_middle=False,
-        hold_weights=False, offload_activations=False, offload_params=False)
-    model = Model(arch, make_layouts(arch, (), no_adapter), plan)
+        reshard_after_forward=True, bin_tokens=64, recomputed=arch.n_layers * again,
+        keep_middle=False, hold_weights=again, offload_activations=False, offload_params=False)
+    layouts = make_layouts(arch, [x.name for x in arch.linears] if kind else (), config)
+    if again:
+        layouts = [dataclasses.replace(x, mlp=dataclasses.replace(x.mlp, slice_tokens=25))
+                   for x in layouts]
+    model = Model(arch, layouts, plan)
     fill_model(model, tensor_names(arch, tensors), lambda name: tensors[name].flatten(), {},
                torch.device("cpu"))
     for layer in model.layers:
@@ -95,11 +109,66 @@ def plain_run(model):
                                  kernels={"same": same, "any": same})
 
 
-def copy_weights(model, reference):
-    """Give the reference the weights that the model computes with, which NF4 has rounded."""
+@torch.no_grad()
+def read_weights(model):
+    """{transformers' name: W [out, in] of each linear}, as the model has them after NF4."""
+    weights = {}
     for i, layer in enumerate(model.layers):
         for fused in layer.layout.fused_linears:
-            weight = dequantise(layer, fused, layer.adapter)
+            weight = dequantise(layer, fused, layer.adapter)[:, : fused.in_features]
             for place in fused.places:
-                target = reference.get_parameter(f"model.layers.{i}.{place.linear.name}.weight")
-                target.copy_(weight[place.outputs, : fused.in_features])
+                weights[f"model.layers.{i}.{place.linear.name}.weight"] = weight[place.outputs]
+    return weights
+
+
+@torch.no_grad()
+def random_adapter(model, generator):
+    """Give all adapters random values; DoRA's magnitudes around the norms of the weights' rows."""
+    for layer in model.layers:
+        layer.adapter.normal_(0, 0.1, generator=generator)
+    if model.layers[0].layout.dora:
+        measure_weight_norms(model)
+        for layer in model.layers:
+            for place in layer.layout.places:
+                layer.adapter[place.magnitude] += 1
+                layer.adapter[place.magnitude] *= layer.weight_norms[place.linear.name]
+
+
+def results(model, ids):
+    """{what is compared: tensor}, of the two documents in one bin."""
+    arch, documents = model.arch, ids.split(LENGTHS)
+    bin = make_bin(rows_of([(x, x) for x in documents]), [[0, 1]], 0, None, plain_run(model))
+    with torch.no_grad():
+        hidden = model.hidden(bin)
+        normed = torch.empty_like(hidden)
+        normalise(normed, hidden, model.norm, arch.norm, arch.norm_eps)
+        logits = scaled_logits(normed @ model.head.t(), arch.logits_multiplier, arch.logits_softcap)
+    loss = model(bin)
+    loss.backward()
+    gradients = {f"gradient of adapter {i}": layer.adapter.grad
+                 for i, layer in enumerate(model.layers)}
+    return {"logits": logits, "loss": loss.detach(), **gradients}
+
+
+def reference_results(reference, model, weights, ids):
+    """The same by transformers, each document by itself, with the adapter added to the weights
+    that the model has; autograd gives its gradient."""
+    adapters, adapted = [], {}
+    for i, layer in enumerate(model.layers):
+        adapters.append(layer.adapter.detach().clone().requires_grad_())
+        for place in layer.layout.places:
+            name = f"model.layers.{i}.{place.linear.name}.weight"
+            a = adapters[i][place.lora_a].view(CHECK_RANK, -1)
+            b = adapters[i][place.lora_b].view(-1, CHECK_RANK)
+            adapted[name] = weights[name] + CHECK_ALPHA / CHECK_RANK * b @ a
+            if place.magnitude:  # DoRA's norm is a constant in PEFT, too
+                norms = adapted[name].detach().norm(dim=1)
+                adapted[name] = adapted[name] * (adapters[i][place.magnitude] / norms)[:, None]
+    documents = ids.split(LENGTHS)
+    logits = [torch.func.functional_call(reference, adapted, x[None]).logits[0].float()
+              for x in documents]
+    loss = sum(F.cross_entropy(rows[:-1], x[1:], reduction="sum")
+               for rows, x in zip(logits, documents))
+    gradients = torch.autograd.grad(loss, adapters)
+    return {"logits": torch.cat(logits).detach(), "loss": loss.detach(),
+            **{f"gradient of adapter {i}": grad for i, grad in enumerate(gradients)}}

@@ -5,6 +5,7 @@ Stands on architecture. To add a family whose parts are known: one record in FAM
 
 import copy
 import dataclasses
+import functools
 import types
 
 import torch
@@ -36,6 +37,10 @@ OLMO2 = POST_NORMS | dict(norm="rms_fp32", qk_norm="full")
 GLM = dict(out_bias=False, fused_gate_up=True, rotary_interleaved=True, partial_rotary=True)
 FAMILIES = {
     "llama": Family(),
+    "internlm3": Family(),
+    "iquestcoder": Family(),
+    "cwm": Family(window="layer_types"),
+    "helium": Family(norm="rms_fp32", rotary_interleaved=True, out_bias=False),
     "mistral": Family(window="all"),
     "ministral": Family(window="layer_types"),
     "ministral3": Family(window="all", query_temperature=True),
@@ -45,11 +50,20 @@ FAMILIES = {
     "gemma": Family(**GEMMA),
     "gemma2": Family(**GEMMA2, attention_softcap="config.attn_logit_softcapping",
                      logits_softcap="config.final_logit_softcapping"),
+    "vaultgemma": Family(**GEMMA2 | dict(attention_post_norm=None, mlp_post_norm=None),
+                         attention_softcap="config.attn_logit_softcapping",
+                         logits_softcap="config.final_logit_softcapping"),
     "gemma3_text": Family(**GEMMA2, qk_norm="head", ropes_by_layer_type=True),
     "granite": Family(attention_scale="config.attention_multiplier",
                       embedding_multiplier="config.embedding_multiplier",
                       residual_multiplier="config.residual_multiplier",
                       logits_divisor="config.logits_scaling"),
+    "hyperclovax": Family(attention_scale="config.attention_multiplier",
+                          embedding_multiplier="config.embedding_multiplier",
+                          residual_multiplier="config.residual_multiplier",
+                          logits_multiplier="config.logits_scaling",
+                          attention_post_norm="post_norm1", mlp_post_norm="post_norm2",
+                          post_norm_if="config.use_post_norm"),
     "cohere": Family(**COHERE, qk_norm="heads", qk_norm_if="config.use_qk_norm"),
     "cohere2": Family(**COHERE, no_rotary="full", window="layer_types"),
     "olmo2": Family(**OLMO2),
@@ -67,7 +81,9 @@ FAMILIES = {
     "hunyuan_v1_dense": Family(qk_norm="head", qk_norm_after_rotary=True, ntk_alpha=True,
                                q_norm="self_attn.query_layernorm",
                                k_norm="self_attn.key_layernorm")}
-MULTIMODAL = {"gemma3": ("gemma3_text",), "mistral3": ("mistral", "ministral3")}  # outer: text's
+MULTIMODAL = {  # {outer model type: those of the text models}; the outer one changes no logits
+    "gemma3": ("gemma3_text",), "mistral3": ("mistral", "ministral3"),
+    "internvl": ("qwen2", "qwen3"), "llava": ("llama", "mistral"), "exaone4_5": ("exaone4",)}
 ROPE_TYPES = {"default", "linear", "dynamic", "yarn", "longrope", "llama3"}
 ROPE_KEYS = set("""rope_type type rope_theta factor partial_rotary_factor alpha attention_factor
     original_max_position_embeddings max_position_embeddings beta_fast beta_slow mscale truncate
@@ -135,6 +151,8 @@ def describe_model(model_config):
     values.update(describe_positions(c, family, head_dim))
     if not (family.qk_norm and family.qk_norm_if):
         values.update(qk_norm=None, q_norm=None, k_norm=None)
+    if not family.post_norm_if:
+        values.update(attention_post_norm=None, mlp_post_norm=None)
     if family.query_scalar or family.attention_scale is None:
         values["attention_scale"] = (family.query_scalar or head_dim) ** -0.5
     if family.sqrt_embedding:
@@ -204,8 +222,9 @@ def describe_positions(c, family, head_dim):
 
 
 def rope_frequencies(rope, arch, max_seq_len, model_config):
-    """(fp32 [rotary_dim / 2] inverse frequencies, factor on cos and sin) of one of arch.ropes.
-    max_seq_len chooses longrope's factors and dynamic's base once, for all batches."""
+    """(fp32 [rotary_dim / 2] inverse frequencies, factor on cos and sin) of one of arch.ropes; of
+    longrope [2, rotary_dim / 2], those of short documents and those of long ones. max_seq_len
+    chooses dynamic's base once, for all batches."""
     if rope["rope_type"] == "default":
         exponents = torch.arange(0, arch.rotary_dim, 2, dtype=torch.float) / arch.rotary_dim
         return 1.0 / rope["rope_theta"] ** exponents, 1.0
@@ -214,24 +233,41 @@ def rope_frequencies(rope, arch, max_seq_len, model_config):
         hidden_size=arch.hidden_size, num_attention_heads=arch.n_heads,
         max_position_embeddings=text_config(model_config).max_position_embeddings,
         standardize_rope_params=lambda: None)
-    inv_freq, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](view, "cpu", seq_len=max_seq_len)
+    compute = functools.partial(ROPE_INIT_FUNCTIONS[rope["rope_type"]], view, "cpu")
+    if rope["rope_type"] == "longrope":
+        original = rope["original_max_position_embeddings"]
+        (short, factor), (long, _) = compute(seq_len=original), compute(seq_len=original + 1)
+        return torch.stack([short, long]).float(), float(factor)
+    inv_freq, factor = compute(seq_len=max_seq_len)
     return inv_freq.float(), float(factor)
 
 
 def shrunk_config(model_config):
-    """A text config of two small layers, one of each kind, that has every feature of the model."""
+    """A text config of two small layers, one of each kind, that has every feature of the model.
+
+    The kinds are those of the config's own lists: what describe_model() makes of them is checked.
+    """
     arch = describe_model(model_config)
     c = copy.deepcopy(text_config(model_config))
-    kinds = list(zip(arch.layer_rope, arch.layer_window))
+    lists = {name: getattr(c, name, None) for name in ("layer_types", "no_rope_layers")}
+    kinds = list(zip(*filter(None, lists.values()))) or [()]
     other = next((i for i, kind in enumerate(kinds) if kind != kinds[0]), 0)
-    for name in ("layer_types", "no_rope_layers"):
-        if getattr(c, name, None):
-            setattr(c, name, [getattr(c, name)[0], getattr(c, name)[other]])
-    c.num_hidden_layers, c.vocab_size, c.intermediate_size = 2, 128, 96
-    c.initializer_range = 0.2  # at 0.02 attention is so even that a wrong scale goes unnoticed
+    for name, of_layers in lists.items():
+        if of_layers:
+            setattr(c, name, [of_layers[0], of_layers[other]])
+    c.num_hidden_layers, c.vocab_size, c.intermediate_size = 2, 128, 192
+    # as released, a wrong scale of attention or a wrong eps would go unnoticed
+    visible = {"initializer_range": 0.2, "attention_multiplier": 0.2, "rms_norm_eps": 0.05,
+               "layer_norm_eps": 0.05}
+    unused = {"use_cache": False, "return_dict": True, "output_attentions": False,
+              "output_hidden_states": False}  # they change no output
+    for name, value in (visible | unused).items():
+        if hasattr(c, name):
+            setattr(c, name, value)
     c.num_attention_heads = 4
     c.num_key_value_heads = {1: 1, arch.n_heads: 4}.get(arch.n_kv_heads, 2)
-    c.hidden_size = 64 if arch.n_heads * arch.head_dim == arch.hidden_size else 48
+    # whole blocks: bitsandbytes on a CPU dequantises others wrongly
+    c.hidden_size = 64 if arch.n_heads * arch.head_dim == arch.hidden_size else 128
     if hasattr(c, "head_dim"):
         c.head_dim = 16
     if getattr(c, "sliding_window", None):
@@ -239,10 +275,10 @@ def shrunk_config(model_config):
     for rope in [c.rope_parameters, *c.rope_parameters.values()]:
         if isinstance(rope, dict) and ("long_factor" in rope or "llama_4_scaling_beta" in rope):
             ratio = c.max_position_embeddings / rope["original_max_position_embeddings"]
-            rope["original_max_position_embeddings"] = 16  # so that short rows reach both sides
-            c.max_position_embeddings = int(16 * ratio)
+            rope["original_max_position_embeddings"] = 20  # so that short rows reach both sides
+            c.max_position_embeddings = int(20 * ratio)
             if hasattr(c, "original_max_position_embeddings"):
-                c.original_max_position_embeddings = 16
+                c.original_max_position_embeddings = 20
             for name in {"short_factor", "long_factor"} & rope.keys():
                 rope[name] = rope[name][: arch.rotary_dim * 8 // arch.head_dim]
     c.pad_token_id, c.bos_token_id, c.eos_token_id = None, 1, 2

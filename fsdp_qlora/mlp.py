@@ -30,6 +30,7 @@ class MLPHalf:
     arch: Architecture
     gate_up: FusedLinear
     down: FusedLinear
+    slice_tokens: int = dataclasses.field(default_factory=lambda: SLICE_TOKENS)
 
     @property
     def fused_linears(self):
@@ -64,7 +65,7 @@ class MLPHalf:
     def forward_in_slices(self, work, middle, source):
         """forward()'s sum of all tokens, computed a slice at a time."""
         sums = []
-        for tokens in token_slices(len(middle)):
+        for tokens in token_slices(len(middle), self.slice_tokens):
             work.tokens = tokens
             sums.append(self.forward(work, middle[tokens], source[tokens])[0])
         work.tokens = slice(None)
@@ -73,7 +74,7 @@ class MLPHalf:
     def recomputed_backward(self, work, source, grad):
         """backward() of all tokens, with forward() computed again, a slice at a time."""
         grads = []
-        for tokens in token_slices(len(source)):
+        for tokens in token_slices(len(source), self.slice_tokens):
             work.tokens = tokens
             kept = self.forward(work, None, source[tokens], want_sum=False)[1]
             grads.append(self.backward(work, kept, grad[tokens]))
@@ -93,7 +94,7 @@ class MLPHalf:
     def live_bytes(self, n_tokens, item, recomputed, hold_weights):
         """The most bytes that backward() takes besides what is kept; `item` bytes a value."""
         hidden, up, down = self.arch.hidden_size, self.gate_up, self.down
-        n = token_slices(n_tokens)[0].stop if recomputed else n_tokens
+        n = token_slices(n_tokens, self.slice_tokens)[0].stop if recomputed else n_tokens
         up_weights, down_weights = (weight_bytes(x, item, hold_weights) for x in (up, down))
         # first the gradient of what the gate returned, with down's weight; then that of the inputs
         first = n * (down.width * (1 + recomputed) + hidden) * item + down_weights
@@ -116,7 +117,7 @@ class MLPHalf:
         return 15 * self.arch.hidden_size + 12 * self.down.in_features
 
 
-def token_slices(n):
-    """Even slices of n tokens, each at most SLICE_TOKENS."""
-    size = math.ceil(n / math.ceil(n / SLICE_TOKENS))
+def token_slices(n, most):
+    """Even slices of n tokens, each at most `most`."""
+    size = math.ceil(n / math.ceil(n / most))
     return [slice(start, min(start + size, n)) for start in range(0, n, size)]

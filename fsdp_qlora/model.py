@@ -51,7 +51,7 @@ class Model(nn.Module):
     def hidden(self, bin):
         """What the last layer returns, [tokens, hidden]."""
         x = embed(self, bin.input_ids)
-        bin.ropes = {index: rope_tables(self.arch, self.frequencies, bin.position_ids, index)
+        bin.ropes = {index: rope_tables(self.arch, self.frequencies, bin, index)
                      for index in (None, *range(len(self.arch.ropes)))}
         for layer in self.layers:
             x = layer(x, bin)

@@ -192,6 +192,22 @@ def check_tensors(files, names, wanted):
             hint = ": without double quantisation?" if name.endswith("absmax") else ""
             raise ValueError(f"{path.name}: {name} is {dtype}, which is not read;"
                              f" {', '.join(dtypes)} are{hint}")
+    is_tied = names.head not in wanted
+    if is_tied and names.head in files and not same_bytes(files[names.head],
+                                                          files[names.embedding]):
+        raise ValueError(f"config.json has tie_word_embeddings true, but the checkpoint's"
+                         f" {names.head} is not its {names.embedding}: transformers then uses both;"
+                         " set tie_word_embeddings to false there")
+
+
+def same_bytes(one, other):
+    """Whether two Stored tensors are the same, read a chunk at a time."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    with one.path.open("rb") as a, other.path.open("rb") as b:
+        a.seek(one.start), b.seek(other.start)
+        sizes = (min(READ_CHUNK, one.stop - at) for at in range(one.start, one.stop, READ_CHUNK))
+        return all(a.read(size) == b.read(size) for size in sizes)
 
 
 def check_prequantised(files, names, wanted):

@@ -4,7 +4,12 @@ look."""
 import copy
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
 
 LLAMA3 = dict(
     rope_type="llama3",
@@ -58,6 +63,7 @@ def tiny(model_type, head_dim=16, **settings):
             base["head_dim"] = head_dim
         return AutoConfig.for_model(model_type, **copy.deepcopy(base | settings))
 
+    make.model_type = model_type
     return make
 
 
@@ -86,6 +92,7 @@ def multimodal(model_type, text, vision_type, tied, **settings):
             **settings,
         )
 
+    make.model_type = model_type
     return make
 
 
@@ -117,6 +124,22 @@ TINY = {
         rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0),
     ),
     "llama_yarn": tiny("llama", rope_parameters=YARN),
+    "internlm3": tiny("internlm3", head_dim=24, attention_bias=True, mlp_bias=True),
+    "iquestcoder": tiny("iquestcoder", head_dim=24),
+    "cwm": tiny("cwm", sliding_window=7, layer_types=MIXED, rope_parameters=LLAMA3),
+    "helium": tiny("helium"),
+    "helium_bias": tiny("helium", attention_bias=True, mlp_bias=True),
+    "hyperclovax": tiny(
+        "hyperclovax",
+        embedding_multiplier=12.0,
+        residual_multiplier=0.22,
+        attention_multiplier=0.1,
+        logits_scaling=0.125,
+    ),
+    "hyperclovax_no_post_norm": tiny("hyperclovax", use_post_norm=False, attention_bias=True),
+    "vaultgemma": tiny(
+        "vaultgemma", query_pre_attn_scalar=24, sliding_window=7, layer_types=MIXED
+    ),
     "mistral": tiny("mistral", sliding_window=7),
     "mistral_full": tiny("mistral", sliding_window=None, head_dim=24),
     "ministral": tiny("ministral", sliding_window=7, layer_types=MIXED),
@@ -133,6 +156,9 @@ TINY = {
     "qwen3": tiny("qwen3", head_dim=24),
     "qwen3_yarn": tiny(
         "qwen3", rope_parameters=YARN, attention_bias=True, tie_word_embeddings=True
+    ),
+    "qwen3_window": tiny(
+        "qwen3", use_sliding_window=True, sliding_window=7, max_window_layers=1
     ),
     "phi3": tiny("phi3", None, num_key_value_heads=4),
     "phi3_window": tiny("phi3", None, sliding_window=7, num_key_value_heads=4),
@@ -226,8 +252,21 @@ TINY = {
     "mistral3": multimodal(
         "mistral3", tiny("mistral", sliding_window=None, head_dim=24), "pixtral", False
     ),
+    "internvl": multimodal("internvl", tiny("qwen3"), "internvl_vision", False),
+    "internvl_qwen2": multimodal("internvl", tiny("qwen2", None), "internvl_vision", True),
+    "llava": multimodal("llava", tiny("mistral", sliding_window=None), "pixtral", False),
+    "exaone4_5": multimodal(
+        "exaone4_5",
+        tiny("exaone4", None, sliding_window=7, layer_types=MIXED),
+        "exaone4_5_vision",
+        False,
+    ),
     "mistral3_ministral3": multimodal("mistral3", MINISTRAL3, "pixtral", True),
 }
+
+
+# of some families older versions of transformers know nothing
+TINY = {name: make for name, make in TINY.items() if make.model_type in CONFIG_MAPPING}
 
 
 def make_model(config, seed=0, dtype=torch.float32, **settings):

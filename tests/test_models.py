@@ -10,9 +10,11 @@ import torch
 import transformers
 from conftest import DEVICE
 from families import TINY, tiny, write_model
+from safetensors.torch import load_file, save_file
 
 from fsdp_qlora.families import describe_model
 from fsdp_qlora.attention import attends, document_attention
+from fsdp_qlora.weights import check_files, tensor_names, weight_files
 
 DROPOUT = {  # tiny configs whose own dropout is in one place
     "residual": tiny("seed_oss", head_dim=24, residual_dropout=0.2, attention_dropout=0.0),
@@ -108,6 +110,24 @@ def test_bins_are_never_rounded_above_the_plan(train, tiny_model, monkeypatch):
     monkeypatch.setattr("train_fsdp_qlora.check_family", lambda *args: None)
     got = train("round", *flags, "--offload_activations")
     assert got == [pytest.approx(row, rel=1e-5) for row in want]
+
+
+@pytest.mark.parametrize("change, works", [(0, True), (1e-2, False)])
+def test_tied_model_whose_file_has_another_head_is_refused(change, works, tmp_path):
+    """transformers would not tie them, and the merge would keep the head that was not trained."""
+    write_model(tmp_path, TINY["llama3"](320))
+    tensors = load_file(tmp_path / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].clone()
+    head[-1, -1] += change
+    save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors")
+    model_config = transformers.AutoConfig.from_pretrained(tmp_path)
+    arch, files = describe_model(model_config), weight_files(tmp_path)
+    names = tensor_names(arch, files)
+    if works:
+        assert check_files(files, names, model_config, "bfloat16") == {}
+        return
+    with pytest.raises(ValueError, match="tie_word_embeddings true, but .* lm_head.weight is not"):
+        check_files(files, names, model_config, "bfloat16")
 
 
 @pytest.mark.parametrize("kind, reach", [("gemma2", "full"), ("gemma2", "window"),
