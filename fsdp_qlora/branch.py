@@ -29,19 +29,21 @@ def norm_gradient(work, name, x, grad, residual):
     return norm_backward(x, grad, residual, work.vector(name), work.arch.norm, work.arch.norm_eps)
 
 
-def add_branch(work, x, fused, inputs, kept, site, post_norm, want_sum):
-    """The end of both halves: returns x + norm(product of `inputs`), None without want_sum.
-
-    kept.branch becomes what the norm's backward needs, None without a norm.
-    """
-    kept.branch = None
+def add_branch(work, x, fused, inputs, site, post_norm, want_sum):
+    """The end of both halves: returns x + norm(product of `inputs`), None without want_sum, and
+    what the norm's backward needs, None without a norm."""
     if not (want_sum or post_norm):
         fill_columns(work, fused, inputs)  # backward reads them
-        return None
+        return None, None
     branch = product(work, fused, inputs)
-    if post_norm:
-        kept.branch = branch
-    return _residual_sum(work, x, branch, post_norm, site) if want_sum else None
+    out = _residual_sum(work, x, branch, post_norm, site) if want_sum else None
+    return out, branch if post_norm else None
+
+
+def last_columns(inputs, fused):
+    """A copy of the columns of product()'s inputs that backward needs. The others are not kept: one
+    pass over memory makes them again."""
+    return inputs[:, fused.in_features :].clone()
 
 
 def _residual_sum(work, x, branch, post_norm, site):
