@@ -16,7 +16,8 @@ from torch.nn.attention.varlen import varlen_attn
 
 from fsdp_qlora.architecture import Architecture
 from fsdp_qlora.branch import (
-    add_branch, branch_gradient, keep, last_columns, norm_gradient, norm_inputs, weight_bytes)
+    add_branch, branch_gradient, keep, keep_inputs, kept_inputs, last_columns, norm_gradient,
+    norm_inputs, weight_bytes)
 from fsdp_qlora.elementwise import (
     ATTENTION_SITE, N_SITES, WEIGHTS_SITE, drop, elementwise, norm_grad_of, norm_of)
 from fsdp_qlora.linears import FusedLinear
@@ -44,7 +45,8 @@ class AttentionHalf:
         arch = self.arch
         inputs = norm_inputs(work, arch.attention_norm, x, self.qkv)
         projected = product(work, self.qkv, inputs)
-        kept = keep(x=x, columns=last_columns(inputs, self.qkv))
+        kept = keep(x=x)
+        keep_inputs(work, kept, inputs, self.qkv)
         kept.qkv = projected if arch.qk_norm else None  # the backward of these norms reads it
         rotated = rotate_forward(projected, *self.rotary(work), evaluation=work.evaluation)
         heads = split_heads(arch, rotated)
@@ -70,8 +72,7 @@ class AttentionHalf:
         kept.attended = kept.heads = None
         grad = rotate_backward(*grads, kept.qkv, *self.rotary(work))
         del grads
-        inputs = norm_inputs(work, arch.attention_norm, kept.x, self.qkv)
-        inputs = inputs[:, : self.qkv.in_features]
+        inputs = kept_inputs(work, kept, arch.attention_norm, kept.x, self.qkv)
         grad, grad_d = product_backward(work, self.qkv, kept.columns, grad, inputs, needs_x)
         add_a_gradient(work, self.qkv, inputs, grad_d)
         if not needs_x:

@@ -22,6 +22,20 @@ def norm_inputs(work, name, x, fused):
     return inputs
 
 
+def keep_inputs(work, kept, inputs, fused):
+    """Keep what backward needs of norm_inputs(). What one pass over memory makes again stays only
+    where backward follows at once."""
+    kept.inputs = inputs if work.is_backward else None
+    kept.columns = last_columns(inputs, fused)
+
+
+def kept_inputs(work, kept, name, x, fused):
+    """The norm of x [n, in] of which keep_inputs() has kept a part."""
+    if kept.inputs is None:
+        kept.inputs = norm_inputs(work, name, x, fused)
+    return kept.inputs[:, : fused.in_features]
+
+
 def norm_gradient(work, name, x, grad, residual):
     """Returns `residual` + the gradient of x, from `grad`, the gradient of norm(x)."""
     if name is None:
@@ -41,8 +55,7 @@ def add_branch(work, x, fused, inputs, site, post_norm, want_sum):
 
 
 def last_columns(inputs, fused):
-    """A copy of the columns of product()'s inputs that backward needs. The others are not kept: one
-    pass over memory makes them again."""
+    """A copy of the columns of product()'s inputs that backward reads besides x."""
     return inputs[:, fused.in_features :].clone()
 
 

@@ -11,7 +11,8 @@ import torch
 
 from fsdp_qlora.architecture import Architecture
 from fsdp_qlora.branch import (
-    add_branch, branch_gradient, keep, last_columns, norm_gradient, norm_inputs, weight_bytes)
+    add_branch, branch_gradient, keep, keep_inputs, kept_inputs, last_columns, norm_gradient,
+    norm_inputs, weight_bytes)
 from fsdp_qlora.elementwise import MLP_SITE, gate, gate_backward
 from fsdp_qlora.linears import FusedLinear
 from fsdp_qlora.products import add_a_gradient, product, product_backward
@@ -41,7 +42,7 @@ class MLPHalf:
         arch, kept = self.arch, keep(source=source)
         inputs = norm_inputs(work, arch.mlp_norm, source, self.gate_up)
         kept.gate_up = product(work, self.gate_up, inputs)
-        kept.columns = last_columns(inputs, self.gate_up)
+        keep_inputs(work, kept, inputs, self.gate_up)
         del inputs
         activated = kept.gate_up.new_empty(len(source), self.down.width)
         gate(activated[:, : self.down.in_features], kept.gate_up, arch.activation,
@@ -67,8 +68,7 @@ class MLPHalf:
         gate_backward(*kept.gate_up.chunk(2, -1), grad_activated, arch.activation)
         add_a_gradient(work, self.down, grad_activated, grad_d)  # it is what gate() returned by now
         del grad_activated, grad_d
-        inputs = norm_inputs(work, arch.mlp_norm, kept.source, self.gate_up)
-        inputs = inputs[:, : self.gate_up.in_features]
+        inputs = kept_inputs(work, kept, arch.mlp_norm, kept.source, self.gate_up)
         grad_inputs, grad_d = product_backward(work, self.gate_up, kept.columns, kept.gate_up,
                                                inputs)
         add_a_gradient(work, self.gate_up, inputs, grad_d)
@@ -110,12 +110,12 @@ class MLPHalf:
         up_weights, down_weights = (weight_bytes(x, item, hold_weights) for x in (up, down))
         # first the gradient of what the gate returned, with down's weight; then that of the inputs
         first = n * (down.width + hidden) * item + down_weights
-        second = n * 2 * up.width * item + up_weights
+        second = n * up.width * (2 - recomputed) * item + up_weights
         if hold_weights:
             first, second = first + up_weights, second + down_weights
         total = max(first, second) + 2 * n_tokens * hidden * item  # the sum's, and finished slices'
         if recomputed:
-            total += n * (up.out_features + up.padded_columns + down.padded_columns) * item
+            total += n * (up.out_features + up.width + up.padded_columns + down.padded_columns) * item
         return total
 
     @property
