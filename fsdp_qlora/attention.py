@@ -16,11 +16,12 @@ from torch.nn.attention.varlen import varlen_attn
 
 from fsdp_qlora.architecture import Architecture
 from fsdp_qlora.branch import (
-    add_branch, branch_gradient, keep, norm_gradient, norm_inputs, weight_bytes)
+    add_branch, branch_gradient, keep, keep_inputs, kept_inputs, last_columns, norm_gradient,
+    norm_inputs, weight_bytes)
 from fsdp_qlora.elementwise import (
     ATTENTION_SITE, N_SITES, WEIGHTS_SITE, drop, elementwise, norm_grad_of, norm_of)
 from fsdp_qlora.linears import FusedLinear
-from fsdp_qlora.products import product, product_backward, widen
+from fsdp_qlora.products import add_a_gradient, product, product_backward, widen
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,31 +45,36 @@ class AttentionHalf:
         arch = self.arch
         inputs = norm_inputs(work, arch.attention_norm, x, self.qkv)
         projected = product(work, self.qkv, inputs)
-        # the backward of the norms of q and k reads them
-        kept = keep(x=x, inputs=inputs, qkv=projected if arch.qk_norm else None)
+        kept = keep(x=x)
+        keep_inputs(work, kept, inputs, self.qkv)
+        kept.qkv = projected if arch.qk_norm else None  # the backward of these norms reads it
         rotated = rotate_forward(projected, *self.rotary(work), evaluation=work.evaluation)
         heads = split_heads(arch, rotated)
-        del projected, rotated
+        del inputs, projected, rotated
         with torch.enable_grad():  # autograd records this alone: for the kernel's own backward
             kept.heads = [part.detach().requires_grad_() for part in heads]
             kept.attended = self.attend(work, *kept.heads)
-        kept.out_inputs = widen(kept.attended.detach().flatten(1), self.out)
-        out = add_branch(work, x, self.out, kept.out_inputs, kept, ATTENTION_SITE,
-                         arch.attention_post_norm, want_sum)
+        out_inputs = widen(kept.attended.detach().flatten(1), self.out)
+        out, kept.branch = add_branch(work, x, self.out, out_inputs, ATTENTION_SITE,
+                                      arch.attention_post_norm, want_sum)
+        kept.out_columns = last_columns(out_inputs, self.out)
         return out, kept
 
     def backward(self, work, kept, grad, residual, needs_x):
         """`residual` plus the gradient of x that comes through attention from `grad`, the gradient
         of forward()'s sum; None without needs_x."""
-        arch = self.arch
+        arch, attended = self.arch, kept.attended.detach().flatten(1)
         grad = branch_gradient(work, kept.branch, grad, arch.attention_post_norm, ATTENTION_SITE)
-        grad = product_backward(work, self.out, kept.out_inputs, grad)
-        kept.out_inputs = kept.branch = None
+        grad, grad_d = product_backward(work, self.out, kept.out_columns, grad, attended)
+        add_a_gradient(work, self.out, attended, grad_d)
+        kept.branch = attended = None
         grads = torch.autograd.grad(kept.attended, kept.heads, grad.reshape(kept.attended.shape))
         kept.attended = kept.heads = None
         grad = rotate_backward(*grads, kept.qkv, *self.rotary(work))
         del grads
-        grad = product_backward(work, self.qkv, kept.inputs, grad, needs_x)
+        inputs = kept_inputs(work, kept, arch.attention_norm, kept.x, self.qkv)
+        grad, grad_d = product_backward(work, self.qkv, kept.columns, grad, inputs, needs_x)
+        add_a_gradient(work, self.qkv, inputs, grad_d)
         if not needs_x:
             return None
         return norm_gradient(work, arch.attention_norm, kept.x, grad, residual)
@@ -101,8 +107,8 @@ class AttentionHalf:
         """From forward to backward, where nothing is recomputed."""
         arch, qkv = self.arch, self.qkv.out_features
         log_sums = 2 * arch.n_heads  # the kernel's own, fp32
-        values = arch.hidden_size + self.qkv.width + qkv * (2 if arch.qk_norm else 1)
-        values += self.query_width + log_sums + self.out.width
+        values = arch.hidden_size + qkv * (2 if arch.qk_norm else 1)
+        values += self.query_width + log_sums + self.qkv.padded_columns + self.out.padded_columns
         return values + arch.hidden_size * (arch.attention_post_norm is not None)
 
     def live_bytes(self, n_tokens, item, recomputed, hold_weights):

@@ -22,6 +22,20 @@ def norm_inputs(work, name, x, fused):
     return inputs
 
 
+def keep_inputs(work, kept, inputs, fused):
+    """Keep what backward needs of norm_inputs(). What one pass over memory makes again stays only
+    where backward follows at once."""
+    kept.inputs = inputs if work.is_backward else None
+    kept.columns = last_columns(inputs, fused)
+
+
+def kept_inputs(work, kept, name, x, fused):
+    """The norm of x [n, in] of which keep_inputs() has kept a part."""
+    if kept.inputs is None:
+        kept.inputs = norm_inputs(work, name, x, fused)
+    return kept.inputs[:, : fused.in_features]
+
+
 def norm_gradient(work, name, x, grad, residual):
     """Returns `residual` + the gradient of x, from `grad`, the gradient of norm(x)."""
     if name is None:
@@ -29,19 +43,20 @@ def norm_gradient(work, name, x, grad, residual):
     return norm_backward(x, grad, residual, work.vector(name), work.arch.norm, work.arch.norm_eps)
 
 
-def add_branch(work, x, fused, inputs, kept, site, post_norm, want_sum):
-    """The end of both halves: returns x + norm(product of `inputs`), None without want_sum.
-
-    kept.branch becomes what the norm's backward needs, None without a norm.
-    """
-    kept.branch = None
+def add_branch(work, x, fused, inputs, site, post_norm, want_sum):
+    """The end of both halves: returns x + norm(product of `inputs`), None without want_sum, and
+    what the norm's backward needs, None without a norm."""
     if not (want_sum or post_norm):
         fill_columns(work, fused, inputs)  # backward reads them
-        return None
+        return None, None
     branch = product(work, fused, inputs)
-    if post_norm:
-        kept.branch = branch
-    return _residual_sum(work, x, branch, post_norm, site) if want_sum else None
+    out = _residual_sum(work, x, branch, post_norm, site) if want_sum else None
+    return out, branch if post_norm else None
+
+
+def last_columns(inputs, fused):
+    """A copy of the columns of product()'s inputs that backward reads besides x."""
+    return inputs[:, fused.in_features :].clone()
 
 
 def _residual_sum(work, x, branch, post_norm, site):

@@ -100,12 +100,14 @@ def gate(out, gate_up, activation):
 
 @elementwise
 def gate_backward(gates, ups, grad, activation):
-    """Replace gates and ups, each [n, inner], by their gradients from that of gate()'s result."""
+    """Replace gates and ups, each [n, inner], by their gradients from `grad`, that of gate()'s
+    result; and `grad` by that result, which nobody has kept."""
     forward, backward = ACTIVATIONS[activation]
-    gates32, ups32, grad = gates.float(), ups.float(), grad.float()
-    grads = backward(grad * ups32, gates32), grad * forward(gates32)
-    gates.copy_(grads[0])
-    ups.copy_(grads[1])
+    gates32, ups32, grad32 = gates.float(), ups.float(), grad.float()
+    activated = forward(gates32)
+    results = backward(grad32 * ups32, gates32), grad32 * activated, activated * ups32
+    for tensor, result in zip((gates, ups, grad), results):
+        tensor.copy_(result)
 
 
 # Where in a layer dropout is, besides the inputs of its fused linears, whose sites are 0 to 3: what

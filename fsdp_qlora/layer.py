@@ -202,6 +202,7 @@ class LayerWork:
 
     def __init__(self, layer, bin, backward=False, evaluation=False):
         self.layer, self.bin, self.arch, self.layout = layer, bin, layer.arch, layer.layout
+        self.is_backward = backward
         self.evaluation = evaluation  # whether no backward will follow
         self.tokens = slice(None)  # of the bin: those that the MLP works on
         self.adapter = layer.adapter.detach().to(layer.vectors.dtype)

@@ -73,8 +73,12 @@ class FusedLinear:
 
     @property
     def width(self):
-        """Columns of an input and of the weight: in_features, then the padded adapters'."""
-        return self.in_features + math.ceil(self.n_columns / LORA_COLUMNS) * LORA_COLUMNS
+        """Columns of an input and of the weight: in_features, then the adapters'."""
+        return self.in_features + self.padded_columns
+
+    @property
+    def padded_columns(self):
+        return math.ceil(self.n_columns / LORA_COLUMNS) * LORA_COLUMNS
 
     @property
     def n_weights(self):

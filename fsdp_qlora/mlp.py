@@ -10,11 +10,12 @@ import math
 import torch
 
 from fsdp_qlora.architecture import Architecture
-from fsdp_qlora.branch import (add_branch, branch_gradient, keep, norm_gradient, norm_inputs,
-                               weight_bytes)
+from fsdp_qlora.branch import (
+    add_branch, branch_gradient, keep, keep_inputs, kept_inputs, last_columns, norm_gradient,
+    norm_inputs, weight_bytes)
 from fsdp_qlora.elementwise import MLP_SITE, gate, gate_backward
 from fsdp_qlora.linears import FusedLinear
-from fsdp_qlora.products import product, product_backward
+from fsdp_qlora.products import add_a_gradient, product, product_backward
 
 SLICE_TOKENS = 4096  # of a recomputed MLP at once; fewer make its products slower
 
@@ -39,27 +40,39 @@ class MLPHalf:
     def forward(self, work, middle, source, want_sum=True):
         """Returns middle + MLP(norm(source)) of the tokens work.tokens, None without want_sum, and
         what backward() needs."""
-        arch = self.arch
-        kept = keep(source=source, inputs=norm_inputs(work, arch.mlp_norm, source, self.gate_up))
-        kept.gate_up = product(work, self.gate_up, kept.inputs)
-        kept.activated = kept.gate_up.new_empty(len(source), self.down.width)
-        gate(kept.activated[:, : self.down.in_features], kept.gate_up, arch.activation,
+        arch, kept = self.arch, keep(source=source)
+        inputs = norm_inputs(work, arch.mlp_norm, source, self.gate_up)
+        kept.gate_up = product(work, self.gate_up, inputs)
+        keep_inputs(work, kept, inputs, self.gate_up)
+        del inputs
+        activated = kept.gate_up.new_empty(len(source), self.down.width)
+        gate(activated[:, : self.down.in_features], kept.gate_up, arch.activation,
              evaluation=work.evaluation)
-        out = add_branch(work, middle, self.down, kept.activated, kept, MLP_SITE,
-                         arch.mlp_post_norm, want_sum)
+        out, kept.branch = add_branch(work, middle, self.down, activated, MLP_SITE,
+                                      arch.mlp_post_norm, want_sum)
+        kept.down_columns = last_columns(activated, self.down)
         return out, kept
 
     def backward(self, work, kept, grad):
         """The gradient of `middle`, given `grad`, that of forward()'s sum. It includes the gradient
         of `source`, which comes through the MLP."""
-        arch = self.arch
+        arch, activated = self.arch, None
         upstream = branch_gradient(work, kept.branch, grad, arch.mlp_post_norm, MLP_SITE)
-        upstream = product_backward(work, self.down, kept.activated, upstream)
-        kept.activated = kept.branch = None
-        # in place; as two tensors, whose columns one kernel can then read and write at once
-        gate_backward(*kept.gate_up.chunk(2, -1), upstream, arch.activation)
-        del upstream
-        grad_inputs = product_backward(work, self.gate_up, kept.inputs, kept.gate_up)
+        kept.branch = None
+        if work.layout.dora:
+            activated = upstream.new_empty(len(upstream), self.down.in_features)
+            gate(activated, kept.gate_up, arch.activation)
+        grad_activated, grad_d = product_backward(work, self.down, kept.down_columns, upstream,
+                                                  activated)
+        del upstream, activated
+        # in place; gate and up as two tensors, whose columns one kernel can read and write at once
+        gate_backward(*kept.gate_up.chunk(2, -1), grad_activated, arch.activation)
+        add_a_gradient(work, self.down, grad_activated, grad_d)  # it is what gate() returned by now
+        del grad_activated, grad_d
+        inputs = kept_inputs(work, kept, arch.mlp_norm, kept.source, self.gate_up)
+        grad_inputs, grad_d = product_backward(work, self.gate_up, kept.columns, kept.gate_up,
+                                               inputs)
+        add_a_gradient(work, self.gate_up, inputs, grad_d)
         return norm_gradient(work, arch.mlp_norm, kept.source, grad_inputs, grad)
 
     def forward_in_slices(self, work, middle, source):
@@ -87,7 +100,7 @@ class MLPHalf:
     def kept_values(self):
         """From forward to backward, where nothing is recomputed."""
         hidden, arch = self.arch.hidden_size, self.arch
-        values = self.gate_up.width + self.gate_up.out_features + self.down.width
+        values = self.gate_up.out_features + self.gate_up.padded_columns + self.down.padded_columns
         values += hidden * (not arch.parallel)  # there its source is attention's
         return values + hidden * (arch.mlp_post_norm is not None)
 
@@ -97,13 +110,13 @@ class MLPHalf:
         n = token_slices(n_tokens, self.slice_tokens)[0].stop if recomputed else n_tokens
         up_weights, down_weights = (weight_bytes(x, item, hold_weights) for x in (up, down))
         # first the gradient of what the gate returned, with down's weight; then that of the inputs
-        first = n * (down.width * (1 + recomputed) + hidden) * item + down_weights
-        second = n * up.width * item + up_weights
+        first = n * (down.width + hidden) * item + down_weights
+        second = n * up.width * (2 - recomputed) * item + up_weights
         if hold_weights:
             first, second = first + up_weights, second + down_weights
         total = max(first, second) + 2 * n_tokens * hidden * item  # the sum's, and finished slices'
         if recomputed:
-            total += n * (up.out_features + up.width - hidden) * item
+            total += n * (up.out_features + up.width + up.padded_columns + down.padded_columns) * item
         return total
 
     @property

@@ -56,18 +56,20 @@ def _one_product(work, fused, inputs):
     return scale_columns(inputs @ weight.t(), factor, bias, evaluation=work.evaluation)
 
 
-def product_backward(work, fused, inputs, grad, needs_x=True):
-    """The gradient of x [n, in], None without needs_x, from that of the outputs [n, out]. Adds the
-    gradients of A, B and DoRA's magnitudes to work.grad_adapter."""
+def product_backward(work, fused, columns, grad, x=None, needs_x=True):
+    """Returns the gradients of x [n, in], None without needs_x, and of d [n, n_columns], from that
+    of the outputs [n, out]. Adds the gradients of B and of DoRA's magnitudes to work.grad_adapter.
+
+    `columns` are the last columns of product()'s inputs, which have d; x is read for DoRA alone.
+    """
     n_in, layout, grad_inputs = fused.in_features, work.layout, None
-    a = work.adapter[fused.lora_a].view(-1, n_in)  # [n_columns, in]
-    x, d = inputs[:, :n_in], inputs[:, n_in:]
     for one in fused.splits:
         weight, part = work.weight(one), grad[:, one.outputs]
         if layout.dora and one.adapted:
             # y = c u + bias with c = m / norm; PEFT, too, treats the norm as a constant
             factor, norm = dora_factors(work, one, weight)
-            sums = (part.float() * (inputs @ weight.t()).float()).sum(0) / norm
+            u = torch.addmm(x @ weight[:, :n_in].t(), columns, weight[:, n_in:].t())
+            sums = (part.float() * u.float()).sum(0) / norm
             for p in one.adapted:
                 work.grad_adapter[p.magnitude] += sums[one.local_outputs(p)]
             part = scale_columns(part, factor, None)
@@ -79,19 +81,24 @@ def product_backward(work, fused, inputs, grad, needs_x=True):
         del weight, used
         for p in one.adapted:
             grad_b = work.grad_adapter[p.lora_b].view(-1, fused.lora_rank)
-            grad_b += fp32_product(part[:, one.local_outputs(p)].t(), d[:, p.columns])
-    columns = fused.width - n_in
-    grad_x, grad_d = grad_inputs.split([grad_inputs.shape[1] - columns, columns], 1)
-    if not fused.n_columns:
-        return grad_x
+            grad_b += fp32_product(part[:, one.local_outputs(p)].t(), columns[:, p.columns])
+    grad_x, grad_d = grad_inputs.split([n_in * needs_x, fused.width - n_in], 1)
     grad_d = grad_d[:, : fused.n_columns]
-    grad_a = fp32_product(grad_d.t(), work.drop(x, layout.dropout, fused.dropout_site))
-    work.grad_adapter[fused.lora_a].view(-1, n_in).add_(grad_a, alpha=layout.scaling)
-    if not needs_x:
-        return None
+    if not needs_x or not fused.n_columns:
+        return grad_x if needs_x else None, grad_d
+    a = work.adapter[fused.lora_a].view(-1, n_in)  # [n_columns, in]
     if layout.dropout:
-        return grad_x + work.drop(layout.scaling * (grad_d @ a), layout.dropout, fused.dropout_site)
-    return grad_x.addmm_(grad_d, a, alpha=layout.scaling)
+        from_d = layout.scaling * (grad_d @ a)
+        return grad_x + work.drop(from_d, layout.dropout, fused.dropout_site), grad_d
+    return grad_x.addmm_(grad_d, a, alpha=layout.scaling), grad_d
+
+
+def add_a_gradient(work, fused, x, grad_d):
+    """Add the gradient of all A to work.grad_adapter, from x [n, in] and the gradient of d."""
+    if fused.n_columns:
+        dropped = work.drop(x, work.layout.dropout, fused.dropout_site)
+        grad_a = work.grad_adapter[fused.lora_a].view(-1, fused.in_features)
+        grad_a.add_(fp32_product(grad_d.t(), dropped), alpha=work.layout.scaling)
 
 
 def dora_factors(work, fused, weight):
