@@ -116,7 +116,8 @@ class MLPHalf:
             first, second = first + up_weights, second + down_weights
         total = max(first, second) + 2 * n_tokens * hidden * item  # the sum's, and finished slices'
         if recomputed:
-            total += n * (up.out_features + up.width + up.padded_columns + down.padded_columns) * item
+            columns = up.padded_columns + down.padded_columns
+            total += n * (up.out_features + up.width + columns) * item
         return total
 
     @property
