@@ -177,10 +177,11 @@ def predict_time(plan, arch, layouts, machine):
     shards = plan.shard_group_size
     gathers = gathered * (shards - 1) / shards / machine.link
     gathers *= 2 if plan.reshard_after_forward else 1
-    gathers += plan.offload_params * 2 * gathered / shards / PCIE_BYTES
+    copies = plan.offload_params * 2 * gathered / shards / PCIE_BYTES
     launches = (100 + 80 * again + 40 * plan.uses_fsdp) * machine.launch
-    layer = max(compute, gathers, 0 if plan.graphs else launches)
-    layer += 0.1 * min(compute, gathers)  # they slow each other down
+    # NCCL's kernels take the GPU from the products, copies from the host hardly do
+    layer = max(compute + gathers, copies, 0 if plan.graphs else launches)
+    layer += 0.1 * min(compute, copies)
     head = 4 * n * arch.vocab_size * arch.hidden_size / machine.flops
     return dataclasses.replace(plan, token_seconds=(layer * n_layers + head) / n)
 
