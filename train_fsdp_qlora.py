@@ -321,8 +321,7 @@ def train(given, device, status):
             adapter.initialise(config)
         status.enter("saving")
         on_rank_0(describe_run, run, given, base.resolve(), frozen, day, VERSIONS)
-        if tokenizer:
-            on_rank_0(save_tokenizer, directory, base, tokenizer)
+        on_rank_0(save_tokenizer, directory, base, tokenizer)
         verify_model(model, plan)
         say(f"parameters: {adapter.n_trainable:,} trainable ({config.adapter}),"
             f" {frozen.n_parameters:,} frozen")

@@ -34,7 +34,7 @@ def plain_product(layer, fused, x):
     for place in fused.places:
         outputs.append(F.linear(x, weights[place.outputs]))
         name = place.linear.name
-        if (name, "lora_A.weight") in parts:  # the check at start has none
+        if (name, "lora_A.weight") in parts:
             a, b = (adapter[where].view(shape) for where, shape in (
                 parts[name, f"lora_{which}.weight"] for which in "AB"))  # fmt: skip
             outputs[-1] = outputs[-1] + F.linear(F.linear(x, a), b) * layer.layout.scaling
@@ -42,7 +42,11 @@ def plain_product(layer, fused, x):
 
 
 def plain_layer(layer, x, bin):
-    """A Llama decoder layer as one would write it, for autograd."""
+    """A Llama decoder layer as one would write it, for autograd; with DoRA the script's own."""
+    from fsdp_qlora.layer import LayerFunction
+
+    if layer.layout.dora:  # of the check at start
+        return LayerFunction.apply(x, layer.adapter, layer, bin)
     arch, (qkv, out, gate_up, down) = layer.arch, layer.layout.fused_linears
 
     def norm(name, x):

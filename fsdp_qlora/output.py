@@ -211,8 +211,10 @@ def describe_run(run, given, base, frozen, day, versions):
 
 
 def save_tokenizer(directory, base, tokenizer):
-    """Write the tokenizer, and where generation stops if that is not as in the base. Rank 0 only.
-    """
+    """Write the tokenizer, if there is one, and where generation stops if that is not as in the
+    base. Rank 0 only."""
+    if not tokenizer:
+        return
     # not at once into the run's directory: it would write what a link leads to
     remove(hidden := directory / ".tokenizer.part")
     tokenizer.save_pretrained(hidden)

@@ -406,15 +406,13 @@ def test_run_is_not_resumed_with_other_labels(two_data_sets, run_main, demo_dire
 
 
 def test_metrics_say_how_full_the_bins_are(two_data_sets, run_main, read_metrics):
-    code, out, err = run_main("--dataset", "first.jsonl", "--output_dir", "full", "--batch_size", 5,
-                              "--max_steps", 2, "--micro_batch_tokens", 40)  # fmt: skip
+    code, _, err = run_main("--dataset", "first.jsonl", "--output_dir", "full", "--batch_size", 5,
+                            "--max_steps", 2, "--micro_batch_tokens", 40)  # fmt: skip
     assert code == 0, err
     rows = read_metrics("full")
     assert [row["rows"] for row in rows] == [5, 5]
     for row in rows:
         assert row["bins"] >= row["tokens"] / 40 and 0.5 < row["bins_full"] <= 1
-        assert f"5 rows  {row['tokens']:,} tokens in {row['bins']} bins" in out
-        assert f" {row['bins_full']:.0%} full" in out
 
 
 @pytest.mark.parametrize("epochs, steps", [("1", 3), ("2", 5), ("1.5", 4), ("0.4", 1), ("0.1", 1)])

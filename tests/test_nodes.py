@@ -241,7 +241,7 @@ def test_nodes_with_other_rows_are_refused(flag, run_jobs, demo_directory, tmp_p
     argv = ["--model", str(demo_directory / "model"), "--max_steps", "1",
             "--dataset", str(demo_directory / "data.jsonl"), "--output_dir", str(tmp_path / "run"),
             f"--{flag}", "rows.jsonl"]  # fmt: skip
-    job = {"argv": argv, "others": {"cwd": str(tmp_path / "b")}}
+    job = {"argv": argv, "nodes": 2, "others": {"cwd": str(tmp_path / "b")}}
     _, err = run_jobs(2, [job], cwd=tmp_path / "a", code=4)
     words = f"--{flag} rows.jsonl: not the same on all nodes"
     assert [line for line in err.splitlines() if words in line]
