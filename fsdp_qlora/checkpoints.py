@@ -187,11 +187,11 @@ def find_checkpoint(config, directory, content):
     if changed:
         raise ValueError(f"--output_dir {directory} holds a run with {'; '.join(changed)}: name"
                          " another directory, or resume it with its own flags by --resume must")
-    for key, what in (("data_sha256", "rows: the data set or the tokenizer has changed"),
-                      ("base_sha256", "base model: its files or its config.json have changed"),
-                      ("eval_sha256", "evaluation rows: --eval_dataset has changed")):
+    for key, what in (("data_sha256", "other rows: the data set or the tokenizer has changed"),
+                      ("base_sha256", "another base model: its files or config.json have changed"),
+                      ("eval_sha256", "other evaluation rows: --eval_dataset has changed")):
         if begun.get(key, content[key]) != content[key]:  # older runs have no eval_sha256
-            raise ValueError(f"--output_dir {directory} holds a run with another {what}")
+            raise ValueError(f"--output_dir {directory} holds a run with {what}")
     if not path:
         return 0
     changed = [name for name in SCHEDULE if before.get(name) != same[name]]

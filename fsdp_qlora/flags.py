@@ -58,7 +58,9 @@ def parse_flags(config_class, description, argv=None):
         values, unknown = parser.parse_known_args(argv)
         if unknown:
             names = [f"--{f.name}" for f in dataclasses.fields(config_class)]
-            near = difflib.get_close_matches(unknown[0].partition("=")[0], names, 1)
+            name = unknown[0].partition("=")[0]
+            near = ([known for known in names if known.startswith(name)]
+                    or difflib.get_close_matches(name, names, 1))
             advice = f", perhaps {near[0]}" if near else ""
             raise ValueError(f"unrecognized arguments: {' '.join(unknown)}{advice} (see --help)")
         return vars(values)
