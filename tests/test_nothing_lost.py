@@ -865,7 +865,7 @@ def test_changed_evaluation_rows_are_refused(again, cut):
     assert again(*more, 0.05)[0] in (0, AGAIN)
     with open("eval.jsonl", "a") as file:
         file.write('{"text": "one more"}\n')
-    refused(again(*more, 1, "--max_steps", 6), 7, "another evaluation rows: --eval_dataset")
+    refused(again(*more, 1, "--max_steps", 6), 7, "other evaluation rows: --eval_dataset")
 
 
 @pytest.mark.parametrize("content", ["text", {"tensor": torch.zeros(3)}], ids=["text", "tensors"])
