@@ -109,7 +109,7 @@ def test_message_names_the_file_that_was_given(tokenizer, tmp_path):
         assert f"({path} line 2)" in prepare([path], tokenizer)[1]
 
 
-@pytest.mark.parametrize("kind", ["parquet", "csv", "saved Dataset"])
+@pytest.mark.parametrize("kind", ["parquet", "csv", "csv.gz", "saved Dataset"])
 def test_table_of_the_same_name_and_time_is_read_anew(kind, tokenizer, tmp_path):
     """As `cp -p` and `rsync -t` leave it."""
     (source,) = write_kind(kind, tmp_path, [{"prompt": "x", "completion": "It is 7."}])

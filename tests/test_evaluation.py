@@ -36,7 +36,7 @@ PAIRS = {
 RESUMED = [(1, "offloaded"), (2, "offloaded, sharded")]
 # (processes, name): flags of a run of its own
 SINGLE = {
-    (1, "wide steps"): [*EVALUATED, "--eval_every", 1, "--max_steps", 3, "--learning_rate", 0.1,
+    (1, "wide steps"): ["--eval_dataset", "eval.jsonl", "--max_steps", 3, "--learning_rate", 0.1,
                         "--lr_schedule", "constant", "--report_to", "tensorboard",
                         "--chat_template", "chat.jinja"],
     (1, "fraction"): ["--dataset", "many.jsonl", "--eval_dataset", 0.1, "--max_steps", 9,
@@ -115,6 +115,13 @@ def test_evaluation_changes_no_bit_of_training(nproc, name, runs, read_metrics):
         assert state.keys() == want.keys() and all(torch.equal(state[k], want[k]) for k in want)
 
 
+def test_nothing_stays_gathered_after_an_evaluation(base, run_jobs, tmp_path):
+    job = {"case": "evaluations", "model": str(base / "model"), "out": str(tmp_path / "losses")}
+    run_jobs(2, [job], cwd=tmp_path)
+    before, after = load_file(tmp_path / "losses")["losses"].tolist()
+    assert abs(after - before) > 0.01
+
+
 @pytest.mark.parametrize("how", ["evaluated", "not evaluated"])
 @pytest.mark.parametrize("nproc, name", RESUMED, ids=str)
 def test_resumed_run_equals_the_whole_one(nproc, name, how, runs, read_metrics):
@@ -136,7 +143,8 @@ def test_resumed_run_equals_the_whole_one(nproc, name, how, runs, read_metrics):
 
 
 def test_best_evaluations_checkpoint_is_kept_and_said(runs, read_metrics):
-    """With steps so wide that the loss falls first and rises then."""
+    """With steps so wide that the loss falls first and rises then. Of fewer than ten steps each is
+    followed by an evaluation, as nothing else is asked for."""
     directory, out = runs(1, "wide steps")
     found, best, saved = evaluations(read_metrics(directory)), math.inf, []
     assert [record["step"] for record in found] == [0, 1, 2, 3]

@@ -3,9 +3,12 @@
 import dataclasses
 import json
 import os
+import runpy
 import shutil
+import sys
 
 import pytest
+from conftest import SCRIPT
 from house import parse_config
 from short_runs import (
     EVALUATED, FLAGS, OFFLOADED, adapter_of, assert_same, make_base, runs_of, trained)
@@ -145,3 +148,15 @@ def test_rank_without_a_meeting_point_is_one_line(monkeypatch, capsys):
         join_processes()
     err = capsys.readouterr().err
     assert e.value.code == 2 and err.count("\n") == 1 and "start it by torchrun" in err
+
+
+@pytest.mark.parametrize("flag, code", [("--help", 0), ("--unknown", 2)])
+def test_closed_output_ends_no_start(flag, code, monkeypatch):
+    """As Python begins after `>&- 2>&-`."""
+    for name in "stdout", "stderr":
+        monkeypatch.setattr(sys, name, None)
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), flag])
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit) as e:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert e.value.code == code

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import house
-from families import TINY, tiny, write_model
+from families import TINY, YARN, tiny, write_model
 from families import make_model as make_whole
 from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
@@ -250,6 +250,47 @@ def test_bf16_reads_nothing_that_was_not_written(name, adapter, kept, monkeypatc
     assert abs(got_loss - loss) <= 1e-2 * loss
     for key in grads:
         assert got[key].norm() > 0 and got[key].isfinite().all(), key
+        # it is summed in fp32, and what is cast but once may be none of bf16's values
+        assert not torch.equal(got[key], got[key].bfloat16().float()), key
+
+
+@pytest.mark.parametrize("keeps", ["all", "x"])
+@pytest.mark.parametrize("name, adapter", [("llama", "lora"), ("qwen2", "dora")])
+def test_gradient_with_dropout_is_that_of_the_loss(name, adapter, keeps):
+    """By the loss a little to both sides, for the first layer, which the second one's x leads to.
+    """
+    pair = Pair(name, adapter=adapter, lora_dropout=0.5)
+    model = pair.make(make_plan(pair.arch.n_layers, keeps))
+    adapter_values(model, pair.values)
+    rows = rows_of([(part, part) for part in pair.ids.split(LENGTHS)])
+    run, weights = plain_run(model), model.layers[0].adapter
+
+    def loss():
+        return model(make_bin(rows, [[0, 1]], 0, torch.tensor(0), run))
+
+    loss().backward()
+    # DoRA's norm is a constant in backward, but not in the loss: only B has a gradient without it
+    direction = torch.zeros_like(weights)
+    for (_, key), (where, _) in model.layers[0].layout.adapter_parts().items():
+        if adapter == "lora" or key == "lora_magnitude_vector":
+            direction[where] = weights.grad[where]
+    slope, losses = direction.norm(), []
+    with torch.no_grad():
+        for step in 1e-2, -2e-2:
+            weights += step * direction / slope
+            losses.append(loss().item())
+    assert (losses[0] - losses[1]) / 2e-2 == pytest.approx(slope.item(), rel=5e-3)
+
+
+def test_weights_are_quantised_from_the_compute_dtype():
+    """Whatever dtype the files have."""
+    pair, packed = Pair("llama"), []
+    plan = make_plan(pair.arch.n_layers, compute_dtype="bfloat16")
+    for dtype in torch.float32, torch.bfloat16:
+        tensors = {key: tensor.to(dtype) for key, tensor in pair.tensors.items()}
+        layer = make_model(pair.model_config, pair.arch, tensors, plan=plan).layers[0]
+        packed.append((layer.nf4.absmax_codes, layer.nested.absmax, layer.nested.offsets))
+    assert all(map(torch.equal, *packed))
 
 
 def test_families_here_are_all_families_of_the_table():
@@ -519,16 +560,28 @@ def test_bf16_norms_and_embeddings_round_as_transformers(name):
     assert torch.equal(norm_of(x, norm, arch.norm, arch.norm_eps), want)
 
 
-def test_angles_of_far_positions_are_exact():
-    config = TINY["llama"](VOCABULARY)
+@pytest.mark.parametrize("name", ["llama", "llama_dynamic"])
+def test_angles_of_far_positions_are_exact(name):
+    """Dynamic's base is that of the longest row that there may be."""
+    config = TINY[name](VOCABULARY)
     arch = describe_model(config)
     at = torch.tensor([255, 257, 1001, 131071])
     rotary = AutoModelForCausalLM.from_config(config).model.rotary_emb
     want = rotary(torch.zeros(1, dtype=torch.float32), at[None])
     bin = types.SimpleNamespace(position_ids=at)
-    got = rope_tables(arch, [rope_frequencies(arch.ropes[0], arch, 64, config)], bin, 0)
+    got = rope_tables(arch, [rope_frequencies(arch.ropes[0], arch, 131072, config)], bin, 0)
     for ours, theirs in zip(got, want):
         torch.testing.assert_close(ours, theirs[0, :, : ours.shape[1]], rtol=0, atol=1e-6)
+
+
+def test_truncate_of_yarn_is_obeyed_by_layer_type_too():
+    """There transformers ignores it, so that the check at start refuses such a model."""
+    yarn = YARN | dict(original_max_position_embeddings=64, beta_fast=8.0, truncate=False)
+    check_family(tiny("llama", rope_parameters=yarn)(VOCABULARY), "llama", fill_model)
+    ropes = dict.fromkeys(("full_attention", "sliding_attention"), yarn)
+    config = tiny("olmo3", None, sliding_window=7, rope_parameters=ropes)(VOCABULARY)
+    with pytest.raises(ValueError, match="the check at start failed: olmo3 "):
+        check_family(config, "olmo3", fill_model)
 
 
 @pytest.mark.parametrize("n, windowed", [(7, False), (8, True)])

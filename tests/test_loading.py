@@ -263,6 +263,12 @@ def test_stored_bytes_are_those_computed_with(run_jobs, tiny_model, tmp_path):
         "bfloat16": tiny_model("qwen2", hidden_size=96, intermediate_size=171),
     }
     models = [save_4bit(base, tmp_path / name, STORAGES[name]) for name, base in bases.items()]
+    for path in models[0].glob("*.safetensors"):  # another version's last bits
+        tensors = load_file(path)
+        for name in tensors:
+            if name.endswith("nested_quant_map"):
+                tensors[name] *= 1 - 2**-20
+        save_file(tensors, path, {"format": "pt"})
     out = tmp_path / "out"
     job = {"case": "quantized", "models": [str(m) for m in models], "out": str(out)}
     run_jobs(2, [job], cwd=tmp_path)

@@ -319,6 +319,7 @@ def test_speed_is_per_gpu(nproc, runs, read_metrics):
     for row in read_metrics(runs(nproc, "lora", next(iter(RUNS[nproc, "lora"])))):
         tokens = row["tokens_per_second_per_gpu"] * row["seconds"] * nproc
         assert tokens == pytest.approx(row["tokens"], rel=1e-9) and row["tokens"] > 20
+        assert 0.5 < row["bins_full"] <= 1  # of the bins of all ranks
 
 
 def test_tensorboard_has_the_same_numbers_at_the_same_steps(runs, read_metrics):

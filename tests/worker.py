@@ -106,6 +106,21 @@ def initial(job, process):
     return training(job, process, job["model"], sharded(*job["flags"]), look)
 
 
+def evaluations(job, process):
+    """Losses of the evaluation rows before and after a change of the adapter, where layers stay
+    gathered from forward to backward."""
+
+    def look(run):
+        for layer in run.model.layers:
+            layer.set_reshard_after_forward(False)
+        losses = [train_fsdp_qlora.evaluate(run)]
+        with torch.no_grad():
+            run.adapter.weights += 0.1
+        return {"losses": torch.tensor([*losses, train_fsdp_qlora.evaluate(run)])}
+
+    return training(job, process, job["model"], sharded("--eval_dataset", "0.1"), look)
+
+
 def vocabulary(job, process):
     """Embedding and loss of all ranks' tokens by a sharded vocabulary, and what they came from."""
 

@@ -126,7 +126,7 @@ def prepare_rows(sources, tokenizer, max_seq_len, vocab_size, day, columns=(), f
             if not pieces:
                 raise ValueError(f"{flag} {name}: has no rows")
             parts = write_table(directory, pieces, encode_batches, **settings)
-            if contents != [find_pieces(source)[1] for source in sources]:
+            if contents != [find_pieces(source, is_silent=True)[1] for source in sources]:
                 raise ValueError(f"{flag} {name}: was rewritten while it was read: start again")
             write_whole(directory / PARTS, json.dumps(parts))
     with together():

@@ -38,9 +38,9 @@ class Piece(NamedTuple):
     lines_before: int = 0  # lines of the file before this piece
 
 
-def find_pieces(source):
+def find_pieces(source, is_silent=False):
     """Returns the pieces of one --dataset, and a list of digests that tells its content from any
-    other."""
+    other; says which files are left out unless it is silent."""
     name, options = split_options(source)
     is_pattern = glob.has_magic(name) and not Path(name).exists()
     paths = sorted(glob.glob(name, recursive=True)) if is_pattern else [name]
@@ -53,7 +53,7 @@ def find_pieces(source):
         if path.exists() and options.keys() - allowed:
             raise ValueError(f"{source}: what stands behind the comma is for Hub ids, and"
                              " split= for directories: name the files you want")
-        for file in find_files(path, options.get("split")):
+        for file in find_files(path, options.get("split"), is_silent):
             if file.is_file() and file_kind(file) in JSON_KINDS:
                 more, content = json_pieces(file)
             else:
@@ -129,7 +129,7 @@ def split_options(source):
     return name, options
 
 
-def find_files(path, split=None):
+def find_files(path, split, is_silent):
     """The data files of a split in a directory, sorted, but none that is hidden or that a run has
     written there; any other path itself."""
     if not path.is_dir() or saved_kind(path):
@@ -143,10 +143,10 @@ def find_files(path, split=None):
                 files.append(file)
     if not files:
         raise ValueError(f"{path}: no file in it ends in {', '.join(KINDS)}")
-    return choose_split(path, files, split)
+    return choose_split(path, files, split, is_silent)
 
 
-def choose_split(path, files, split):
+def choose_split(path, files, split, is_silent):
     """Those of the files in a directory that are of this split, by its name or by their own. None:
     all but those for validation and tests, if there are others."""
     names = {file: name_of_split(file.relative_to(path)) for file in files}
@@ -162,7 +162,7 @@ def choose_split(path, files, split):
     if not chosen:
         raise ValueError(f"{path}: none of its {len(files)} files is of {split or 'train'}, but of"
                          f" {found}: choose by ,split=NAME or name the files")
-    if len(chosen) < len(files):
+    if len(chosen) < len(files) and not is_silent:
         say(f"{path}: {len(chosen)} of {len(files)} files are read, those of {split or 'train'};"
             f" there are {found}, and ,split=NAME chooses")
     return chosen
