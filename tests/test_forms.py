@@ -408,11 +408,12 @@ def test_each_key_that_has_a_meaning_is_obeyed_or_ends_the_run(form, tokenizer):
      ({"messages": [says("user", "x", train=True), ASKED[1]]}, "train True in a message of user"),
      ({"messages": [says("user", [{"type": "image", "text": "x"}]), ASKED[1]]},
       "'image' in the content"),
+     ({"messages": [says("user", "x", name="Zoe"), ASKED[1]]}, "leaves out the name in message 1"),
      ({**NO_INPUT, "input": "x", "context": "y"}, "another key that means input"),
      ({"system": "Be long.", "messages": TALK}, "has a system message and another one"),
      ({"messages": ASKED, "chat_template_kwargs": {"tokenize": True}}, "has tokenize in chat_"),
      ({"prompt": "x", "completion": "y", "tools": [ADD]}, "tools, which a prompt in plain text")],
-    ids=["role", "assistant", "user", "image", "twice", "system", "variables", "tools"],
+    ids=["role", "assistant", "user", "image", "name", "twice", "system", "variables", "tools"],
 )  # fmt: skip
 def test_what_would_not_be_trained_ends_the_run(row, words, tokenizer):
     with pytest.raises(RefusedRow, match=words):

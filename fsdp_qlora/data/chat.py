@@ -204,6 +204,8 @@ def check_rendered(messages, tools, text, answer):
         content = message["content"]
         content = content[0]["text"] if isinstance(content, list) else content
         strings = [(f"the content of message {i}", content)]
+        if message["role"] != "tool":  # whose name the call before has
+            strings.append((f"the name in message {i}", message.get("name")))
         for call in message.get("tool_calls", ()):
             call = call.get("function", call)
             strings += [(f"a tool call of message {i}", string)
