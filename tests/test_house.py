@@ -339,7 +339,7 @@ def kill_after_first_checkpoint(nproc):
     assert not Path("run/adapter_model.safetensors").exists(), "it was complete before the kill"
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.chaos), 2])
 def test_assembled_files_train_resume_and_merge_alone(nproc, alone, run_jobs, tmp_path):
     """On a CPU the resumed run's adapter has the bytes of an undisturbed run of the recipe on its
     package, and so has what is merged, by the command that the run has told."""

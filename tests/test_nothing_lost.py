@@ -4,7 +4,7 @@ had happened, once the same command has been given often enough.
 The runs are the script's own, of two processes on a CPU, and start within a moment by the server of
 forks.py. Ten steps, with dropout, evaluations and a checkpoint at every other step, are compared
 with the same command left alone: adapter and last checkpoint byte by byte, metrics.jsonl in all but
-its times. Eight kills and a sample of the rest are in `make test`; `make chaos` has hundreds.
+its times. Four kills and a sample of the rest are in `make test`; `make chaos` has hundreds.
 What one process can show is further below, by main() in this process.
 """
 
@@ -160,7 +160,7 @@ def check_stopped(run, state="stopped", code=75, words=""):
 # ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kills", [8, pytest.param(200, marks=pytest.mark.chaos)])
+@pytest.mark.parametrize("kills", [4, pytest.param(200, marks=pytest.mark.chaos)])
 def test_killed_at_random_times(kills, start, forks, undisturbed, tmp_path):
     """Of a rank, the launcher or all, at any time of a start; and again until the run is complete,
     then another run, until so many kills are done."""

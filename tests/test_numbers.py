@@ -408,6 +408,7 @@ def test_resume_on_another_number_of_processes(nproc, small_runs, read_metrics):
     assert gaps[:3] == [0, 0, 0] and max(gaps) <= 1e-5
 
 
+@pytest.mark.chaos
 def test_resumed_run_equals_the_uninterrupted_one(
     run_jobs, run_training, read_metrics, tiny_model, tmp_path
 ):
