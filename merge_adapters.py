@@ -36,8 +36,8 @@ from fsdp_qlora.files import read_json, sync_file, write_tensors
 from fsdp_qlora.nf4 import BLOCK
 from fsdp_qlora.output import ADAPTER_FILES, open_partial, read_run
 from fsdp_qlora.ranks import explain, print_error
-from fsdp_qlora.weights import (
-    NF4_PARTS, OTHER_BASE, check_files, read_tensor, tensor_names, tensors_of, weight_files)
+from fsdp_qlora.names import NF4_PARTS, check_files, tensor_names
+from fsdp_qlora.weights import OTHER_BASE, read_tensor, tensors_of, weight_files
 
 LARGE_ERROR = 0.20  # of the adapter's own effect: a warning from here on
 FAILED_ERROR = 1.0  # further from what was trained than the base is: not a merge of it

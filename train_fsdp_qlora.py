@@ -83,9 +83,9 @@ from fsdp_qlora.plan import agree_on_plan, make_store
 from fsdp_qlora.ranks import (
     AGAIN, DIVERGED, EXITS, Stop, all_gather, check_same, gather_objects, is_rank_0, n_cores,
     on_rank_0, refuse_launch, say, say_each, together)
+from fsdp_qlora.names import check_files, tensor_names
 from fsdp_qlora.weights import (
-    RandomWeights, WeightReader, as_hex, check_files, content_sum, rows_before, tensor_names,
-    weight_files)
+    RandomWeights, WeightReader, as_hex, content_sum, rows_before, weight_files)
 
 SCRIPT = Path(__file__)
 VERSIONS = {m.__name__: m.__version__ for m in (torch, transformers, peft, bnb)}
@@ -548,6 +548,8 @@ def fill_model(model, names, read, prequantised, device):
         for name, (where, _) in layer.layout.vectors.items():
             vectors.view(-1)[where] = read(names.of_layer(i, name)).to(device, dtype)
         set_local(layer, "vectors", vectors[model.shard].clone())
+        for name, shape in layer.layout.router_tensors.items():  # whole, and as exact as they are
+            layer.router_tensors[name] = read(names.of_layer(i, name)).to(device).view(shape)
     model.norm = read(names.norm).to(device, dtype)
     model.head = model.embedding if model.arch.tied else table(names.head)
 

@@ -19,20 +19,30 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_qlora.files import write_whole
 from fsdp_qlora.model import local_part, set_local
-from fsdp_qlora.ranks import all_gather, is_rank_0, together
+from fsdp_qlora.ranks import all_gather, is_rank_0, say, together
 
 
 def choose_adapted(arch, config, base_name):
     """PEFT's LoraConfig, and the names in a layer of the linears that get an adapter. Raises
     ValueError."""
-    names = [linear.name for linear in arch.linears]
-    short = sorted({name.rsplit(".", 1)[-1] for name in names})
+    experts = {linear.name for linear in arch.expert_gate_up + arch.expert_down}
+    linears = {x.name: x for routed in set(arch.layer_routed) for x in arch.linears(routed)}
+    names = sorted(linears.keys() - experts, key=list(linears).index)
+    adapted = [x.name for x in arch.qkv + arch.out] if arch.mixture else names
+    short = sorted({name.rsplit(".", 1)[-1] for name in adapted})
     targets = short if config.target_modules == ("all-linear",) else list(config.target_modules)
     ends = tuple(f".{target}" for target in targets)
     for target in targets:
-        if not any(f".{name}".endswith(f".{target}") for name in names):
+        found = [name for name in names if f".{name}".endswith(f".{target}")]
+        if arch.mixture and any(name.rsplit(".", 1)[-1] == target for name in experts):
+            raise ValueError(f"--target_modules {target}: PEFT takes it for all experts, which get"
+                             " no adapter here; there are " + ", ".join(names))
+        if not found:
             raise ValueError(f"--target_modules {target}: no such linear in the decoder layers;"
                              f" there are {', '.join(short)}, or all-linear")
+        if arch.mixture and not set(found) <= set(adapted):
+            say(f"--target_modules {target}: PEFT 0.21 does not load adapters of {found[0]}; vLLM"
+                " reads them by their names")
     if arch.module_prefix != "model.":  # a vision tower may have linears of the same names
         either = "|".join(re.escape(target) for target in targets)
         targets = rf"{re.escape(arch.module_prefix)}layers\.\d+\..*\b({either})"

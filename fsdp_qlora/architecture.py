@@ -8,6 +8,37 @@ import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
+class Mixture:
+    """A mixture of experts: how its router works, and how it differs from Qwen3's. "config.x" as in
+    Family.
+
+    The router's logits give scores; each token goes to the top_k experts with the highest scores
+    (plus correction), and their outputs are added, each times its weight, which is its score.
+    """
+
+    n_experts: int | str = "config.num_experts"
+    top_k: int | str = "config.num_experts_per_tok"
+    expert_size: int | str = "config.moe_intermediate_size"  # inner width of one expert
+    shared_size: int | str = 0  # inner width of the expert that all tokens go to; 0: there is none
+    n_shared: int | str = 1  # of these, computed as one so many times as wide
+    first_dense: int | str = 0  # so many of the first layers have a plain MLP
+    experts: str = "mlp.experts"  # their name in a layer
+    shared: str = "mlp.shared_expert"
+    shared_gate: str | None = None  # a linear; the shared output is times the sigmoid of its own
+    router: str = "mlp.gate"
+    fp32_router: bool = False  # logits are computed in fp32, not in the model's dtype
+    scores: str = "softmax"  # of all logits; or "sigmoid" of each
+    correction: str | None = None  # a tensor [experts], or [1, experts]
+    n_groups: int | str = 1  # of experts; a token goes to experts of its top_groups groups only,
+    top_groups: int | str = 1  # those with the largest sums of their two highest scores
+    normalised: bool | str = True  # weights are divided by their sum ..
+    sum_floor: float = 0.0  # .. plus this
+    scale: float | str = 1.0  # on the weights
+    rounded: bool = True  # weights are rounded to the model's dtype
+    renames: tuple = ()  # pairs: a part of a tensor's name here, and what files may have instead
+
+
+@dataclasses.dataclass(frozen=True)
 class Family:
     """How a model type differs from Llama. "config.x" means the config's field x, or None."""
 
@@ -50,6 +81,8 @@ class Family:
     logits_divisor: float | str = 1.0
     attention_dropout: float | str = "config.attention_dropout"
     residual_dropout: float | str = 0.0  # on what o_proj and down_proj return
+    mixture: Mixture | None = None  # of experts, instead of the MLP
+    qkv_clip: float | str | None = None  # not supported: it must be None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,24 +107,34 @@ class Architecture(Family):
     vocab_size: int
     qkv: list[Linear]  # their outputs, concatenated, are q, k, v
     out: list[Linear]
-    gate_up: list[Linear]  # their outputs, concatenated, are gate, up
+    gate_up: list[Linear]  # their outputs, concatenated, are gate, up; of layers without experts
     down: list[Linear]
+    shared_gate_up: list[Linear]  # of layers with experts: of the shared one, or none
+    shared_down: list[Linear]
+    expert_gate_up: list[Linear]  # of expert 0, expert 1, ..
+    expert_down: list[Linear]
     rotary_dim: int  # the first dimensions of a head that are rotated
     ropes: list[dict]  # settings for rope_frequencies, one for each kind of rotary
     layer_rope: list[int | None]  # for each layer which of `ropes`; None: no rotary
     layer_window: list[int | None]  # a query sees this many keys, itself included; None: all
+    layer_routed: list[bool]  # whether the layer has experts
     tied: bool
     module_prefix: str  # module = module_prefix + f"layers.{i}." + name
     checkpoint_prefixes: list[str]  # the same in files; tried in turn
     head_names: list[str]  # the head's weight in files; tried in turn
 
-    @property
-    def linears(self):
-        return self.qkv + self.out + self.gate_up + self.down
+    def fused_groups(self, routed):
+        """The Linears of a layer, with experts or without: lists of those that read one input."""
+        mlp = self.gate_up, self.down
+        if routed:
+            mlp = self.shared_gate_up, self.shared_down, self.expert_gate_up, self.expert_down
+        return self.qkv, self.out, *mlp
 
-    @property
-    def vectors(self):
-        """{name below the layer: shape} of all of a layer's parameters but its linears' weights."""
+    def linears(self, routed):
+        return [linear for group in self.fused_groups(routed) for linear in group]
+
+    def vectors(self, routed):
+        """{name below the layer: shape} of a layer's norms and biases."""
         norms = self.attention_norm, self.attention_post_norm, self.mlp_norm, self.mlp_post_norm
         shapes = {f"{name}.weight": (self.hidden_size,) for name in norms if name}
         if self.qk_norm:
@@ -99,7 +142,21 @@ class Architecture(Family):
                 shapes[f"{name}.weight"] = {
                     "head": (self.head_dim,), "heads": (heads, self.head_dim),
                     "full": (heads * self.head_dim,)}[self.qk_norm]
-        return shapes | {f"{x.name}.bias": (x.out_features,) for x in self.linears if x.bias}
+        linears = self.linears(routed)
+        return shapes | {f"{x.name}.bias": (x.out_features,) for x in linears if x.bias}
+
+    def router_tensors(self, routed):
+        """{name below the layer: shape} of what decides where a layer's tokens go: small, and whole
+        on every rank."""
+        mixture, shapes = self.mixture, {}
+        if routed:
+            shapes[f"{mixture.router}.weight"] = mixture.n_experts, self.hidden_size
+            if mixture.correction:
+                is_row = "moe_statics" in mixture.correction
+                shapes[mixture.correction] = (1,) * is_row + (mixture.n_experts,)
+            if mixture.shared_gate:
+                shapes[f"{mixture.shared_gate}.weight"] = 1, self.hidden_size
+        return shapes
 
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}

@@ -111,8 +111,10 @@ class AttentionHalf:
         values += self.query_width + log_sums + self.qkv.padded_columns + self.out.padded_columns
         return values + arch.hidden_size * (arch.attention_post_norm is not None)
 
-    def live_bytes(self, n_tokens, item, recomputed, hold_weights):
-        """The most bytes that backward() takes besides what is kept; `item` bytes a value."""
+    def live_bytes(self, plan, recomputed):
+        """The most bytes that backward() takes besides what is kept."""
+        item = getattr(torch, plan.compute_dtype).itemsize
+        hold_weights = plan.hold_weights and recomputed
         values = self.recomputed_values if recomputed else 0
         values += 2 * self.qkv.out_features + self.query_width + self.qkv.width
         # the gradients of x and of the sum; some kernels add up the query's gradient in fp32
@@ -120,7 +122,7 @@ class AttentionHalf:
         weights = weight_bytes(self.qkv, item, hold_weights)
         if hold_weights:
             weights += weight_bytes(self.out, item, hold_weights)
-        return values * n_tokens * item + weights
+        return values * plan.bin_tokens * item + weights
 
     def recomputed_weights(self, want_sum):
         """Weights of the products that computing forward() again takes."""

@@ -50,7 +50,7 @@ def add_branch(work, x, fused, inputs, site, post_norm, want_sum):
         fill_columns(work, fused, inputs)  # backward reads them
         return None, None
     branch = product(work, fused, inputs)
-    out = _residual_sum(work, x, branch, post_norm, site) if want_sum else None
+    out = residual_sum(work, x, branch, post_norm, site) if want_sum else None
     return out, branch if post_norm else None
 
 
@@ -59,7 +59,7 @@ def last_columns(inputs, fused):
     return inputs[:, fused.in_features :].clone()
 
 
-def _residual_sum(work, x, branch, post_norm, site):
+def residual_sum(work, x, branch, post_norm, site):
     """x + multiplier * norm(branch), after the model's own dropout."""
     arch, branch = work.arch, work.drop(branch, work.arch.residual_dropout, site)
     if post_norm:

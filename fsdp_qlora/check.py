@@ -6,6 +6,7 @@ what it does is checked as well.
 """
 
 import dataclasses
+import functools
 import types
 
 import torch
@@ -19,12 +20,13 @@ from fsdp_qlora.elementwise import normalise
 from fsdp_qlora.families import describe_model, rope_frequencies, shrunk_config
 from fsdp_qlora.attention import document_attention
 from fsdp_qlora.layer import make_layouts
+from fsdp_qlora.mlp import MLPHalf
 from fsdp_qlora.model import Model, measure_weight_norms, set_local
 from fsdp_qlora.nf4 import dequantise
 from fsdp_qlora.offload import GPUStore
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.vocabulary import scaled_logits
-from fsdp_qlora.weights import tensor_names
+from fsdp_qlora.names import rows_in_memory, tensor_names
 
 LENGTHS = 24, 18  # tokens of two documents in one bin; for longrope one is short, one long
 CHECK_RANK, CHECK_ALPHA = 4, 8  # of the adapters
@@ -41,10 +43,10 @@ def check_family(model_config, name, fill_model):
     generator = torch.Generator().manual_seed(0)
     reference = random_reference(small, generator)
     ids = torch.randint(3, arch.vocab_size, (sum(LENGTHS),), generator=generator)
+    tensors = dict(reference.state_dict())
     for kind, again in CHECKED:
-        model = plain_model(small, arch, dict(reference.state_dict()), max(LENGTHS), fill_model,
-                            kind, again)
-        weights = read_weights(model)
+        model = plain_model(small, arch, tensors, max(LENGTHS), fill_model, kind, again)
+        weights = read_weights(model, tensor_names(arch, tensors))
         random_adapter(model, generator)
         here, there = results(model, ids), reference_results(reference, model, weights, ids)
         off = {what: float(((value - there[what]).norm() / there[what].norm()).detach())
@@ -72,8 +74,9 @@ def random_reference(model_config, generator):
         reference = AutoModelForCausalLM.from_config(
             model_config, dtype=torch.float32, attn_implementation="eager",
             trust_remote_code=False).eval()
-    for p in reference.parameters():
-        if p.dim() == 1:
+    corrections = {n: p for n, p in reference.state_dict().items() if "correction" in n}
+    for p in {**dict(reference.named_parameters()), **corrections}.values():
+        if p.dim() == 1 or p.shape[0] == 1:
             p += torch.empty_like(p).normal_(0, 0.2, generator=generator)
     return reference.requires_grad_(False)
 
@@ -87,13 +90,17 @@ def plain_model(model_config, arch, tensors, max_seq_len, fill_model, kind=None,
     plan = Plan(
         compute_dtype="float32", n_layers=arch.n_layers, shard_group_size=1,
         reshard_after_forward=True, bin_tokens=64, recomputed=arch.n_layers * again,
-        keep_middle=False, hold_weights=again, offload_activations=False, offload_params=False)
-    layouts = make_layouts(arch, [x.name for x in arch.linears] if kind else (), config)
+        keep_middle=False, hold_weights=again, offload_activations=False, offload_params=False,
+        expert_ranges=3 if again else 1)
+    experts = arch.expert_gate_up + arch.expert_down  # they get no adapters
+    adapted = {x.name for routed in arch.layer_routed for x in arch.linears(routed)}
+    adapted -= {linear.name for linear in experts}
+    layouts = make_layouts(arch, adapted if kind else (), config)
     if again:
         layouts = [dataclasses.replace(x, mlp=dataclasses.replace(x.mlp, slice_tokens=25))
-                   for x in layouts]
-    model = Model(arch, layouts, plan)
-    fill_model(model, tensor_names(arch, tensors), lambda name: tensors[name].flatten(), {},
+                   if isinstance(x.mlp, MLPHalf) else x for x in layouts]
+    model, names = Model(arch, layouts, plan), tensor_names(arch, tensors)
+    fill_model(model, names, functools.partial(rows_in_memory, tensors, names), {},
                torch.device("cpu"))
     for layer in model.layers:
         set_local(layer, "adapter", torch.zeros(len(layer.adapter)))
@@ -110,14 +117,22 @@ def plain_run(model):
 
 
 @torch.no_grad()
-def read_weights(model):
-    """{transformers' name: W [out, in] of each linear}, as the model has them after NF4."""
+def read_weights(model, names):
+    """{transformers' name: W [out, in] of each linear}, as the model has them after NF4; those of
+    all experts are one, [experts, out, in]. `names`: the TensorNames of transformers' model."""
     weights = {}
     for i, layer in enumerate(model.layers):
         for fused in layer.layout.fused_linears:
             weight = dequantise(layer, fused, layer.adapter)[:, : fused.in_features]
             for place in fused.places:
-                weights[f"model.layers.{i}.{place.linear.name}.weight"] = weight[place.outputs]
+                name = names.of_layer(i, f"{place.linear.name}.weight")
+                if source := names.sources.get(name):
+                    shape = names.shapes[source.stored]
+                    whole = weights.setdefault(source.stored, torch.empty(shape))
+                    rows = slice(source.first, source.first + place.linear.out_features)
+                    whole.view(source.n_rows, -1)[rows] = weight[place.outputs]
+                else:
+                    weights[name] = weight[place.outputs]
     return weights
 
 
@@ -129,7 +144,7 @@ def random_adapter(model, generator):
     if model.layers[0].layout.dora:
         measure_weight_norms(model)
         for layer in model.layers:
-            for place in layer.layout.places:
+            for place in filter(lambda place: place.columns, layer.layout.places):
                 layer.adapter[place.magnitude] += 1
                 layer.adapter[place.magnitude] *= layer.weight_norms[place.linear.name]
 
@@ -153,10 +168,10 @@ def results(model, ids):
 def reference_results(reference, model, weights, ids):
     """The same by transformers, each document by itself, with the adapter added to the weights
     that the model has; autograd gives its gradient."""
-    adapters, adapted = [], {}
+    adapters, adapted = [], dict(weights)
     for i, layer in enumerate(model.layers):
         adapters.append(layer.adapter.detach().clone().requires_grad_())
-        for place in layer.layout.places:
+        for place in filter(lambda place: place.columns, layer.layout.places):
             name = f"model.layers.{i}.{place.linear.name}.weight"
             a = adapters[i][place.lora_a].view(CHECK_RANK, -1)
             b = adapters[i][place.lora_b].view(-1, CHECK_RANK)

@@ -110,6 +110,30 @@ def gate_backward(gates, ups, grad, activation):
         tensor.copy_(result)
 
 
+@elementwise
+def weighted_gate_backward(gates, ups, grad, weights, activation):
+    """gate_backward() of rows whose outputs count `weights` [n] times: `grad` is the gradient that
+    gate()'s result would have with weights of 1. Returns the weights' gradients, fp32 [n]; `grad`
+    is used up."""
+    forward, backward = ACTIVATIONS[activation]
+    gates32, ups32, grad32 = gates.float(), ups.float(), grad.float()
+    activated = forward(gates32)
+    grad_weights = (grad32 * activated * ups32).sum(-1)
+    grad32 = grad32 * weights[:, None]
+    results = backward(grad32 * ups32, gates32), grad32 * activated
+    for tensor, result in zip((gates, ups), results):
+        tensor.copy_(result)
+    return grad_weights
+
+
+@elementwise
+def add_expert_rows(rows, place, weights):
+    """For each token the sum [n, width] of its rows[place], place [n, k], times weights [n, k] or
+    None; in fp32 and in this order, so that it is the same each time."""
+    picked = rows[place].float()
+    return (picked if weights is None else picked * weights[..., None]).sum(1).to(rows.dtype)
+
+
 # Where in a layer dropout is, besides the inputs of its fused linears, whose sites are 0 to 3: what
 # attention adds, what the MLP adds, attention's weights. A layer has N_SITES numbers.
 ATTENTION_SITE, MLP_SITE, WEIGHTS_SITE, N_SITES = 4, 5, 6, 8

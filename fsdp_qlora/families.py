@@ -11,7 +11,7 @@ import types
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from fsdp_qlora.architecture import LAYER_TYPES, Architecture, Family, Linear
+from fsdp_qlora.architecture import LAYER_TYPES, Architecture, Family, Linear, Mixture
 from fsdp_qlora.elementwise import ACTIVATIONS
 
 SHAPES = {  # what --random_weights knows without a config.json
@@ -35,6 +35,21 @@ COHERE = dict(norm="layer", norm_eps="config.layer_norm_eps", mlp_norm="input_la
               parallel=True, rotary_interleaved=True, logits_multiplier="config.logit_scale")
 OLMO2 = POST_NORMS | dict(norm="rms_fp32", qk_norm="full")
 GLM = dict(out_bias=False, fused_gate_up=True, rotary_interleaved=True, partial_rotary=True)
+MIXTRAL = dict(n_experts="config.num_local_experts", expert_size="config.intermediate_size",
+               renames=(("mlp.", "block_sparse_moe."), ("gate_proj", "w1"), ("up_proj", "w3"),
+                        ("down_proj", "w2")))
+DEEPSEEK = dict(n_experts="config.n_routed_experts", first_dense="config.first_k_dense_replace",
+                shared_size="config.moe_intermediate_size", n_shared="config.n_shared_experts",
+                shared="mlp.shared_experts", fp32_router=True, scores="sigmoid",
+                correction="mlp.gate.e_score_correction_bias", n_groups="config.n_group",
+                top_groups="config.topk_group", normalised="config.norm_topk_prob",
+                sum_floor=1e-20, scale="config.routed_scaling_factor", rounded=False)
+GRANITE = dict(attention_scale="config.attention_multiplier",
+               embedding_multiplier="config.embedding_multiplier",
+               residual_multiplier="config.residual_multiplier",
+               logits_divisor="config.logits_scaling")
+HUNYUAN = dict(qk_norm="head", qk_norm_after_rotary=True, ntk_alpha=True,
+               q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm")
 FAMILIES = {
     "llama": Family(),
     "internlm3": Family(),
@@ -54,10 +69,7 @@ FAMILIES = {
                          attention_softcap="config.attn_logit_softcapping",
                          logits_softcap="config.final_logit_softcapping"),
     "gemma3_text": Family(**GEMMA2, qk_norm="head", ropes_by_layer_type=True),
-    "granite": Family(attention_scale="config.attention_multiplier",
-                      embedding_multiplier="config.embedding_multiplier",
-                      residual_multiplier="config.residual_multiplier",
-                      logits_divisor="config.logits_scaling"),
+    "granite": Family(**GRANITE),
     "hyperclovax": Family(attention_scale="config.attention_multiplier",
                           embedding_multiplier="config.embedding_multiplier",
                           residual_multiplier="config.residual_multiplier",
@@ -78,9 +90,39 @@ FAMILIES = {
                        residual_dropout="config.residual_dropout"),
     "exaone4": Family(**POST_NORMS, qk_norm="head", window="layer_types",
                       no_rotary="full_if_window"),
-    "hunyuan_v1_dense": Family(qk_norm="head", qk_norm_after_rotary=True, ntk_alpha=True,
-                               q_norm="self_attn.query_layernorm",
-                               k_norm="self_attn.key_layernorm")}
+    "hunyuan_v1_dense": Family(**HUNYUAN),
+    # mixtures of experts
+    "qwen3_moe": Family(qk_norm="head", mixture=Mixture(normalised="config.norm_topk_prob")),
+    "qwen2_moe": Family(qkv_bias="config.qkv_bias", window="layer_types", mixture=Mixture(
+        shared_size="config.shared_expert_intermediate_size",
+        shared_gate="mlp.shared_expert_gate", normalised="config.norm_topk_prob")),
+    "mixtral": Family(window="all", mixture=Mixture(**MIXTRAL, rounded=False)),
+    "minimax_m2": Family(qk_norm="full", partial_rotary=True, mixture=Mixture(
+        **MIXTRAL, scores="sigmoid", correction="mlp.e_score_correction_bias")),
+    "olmoe": Family(qk_norm="full", qkv_clip="config.clip_qkv", mixture=Mixture(
+        expert_size="config.intermediate_size", normalised="config.norm_topk_prob")),
+    "flex_olmo": Family(**OLMO2, mixture=Mixture(
+        expert_size="config.intermediate_size", normalised="config.norm_topk_prob")),
+    "granitemoe": Family(**GRANITE, mixture=Mixture(
+        n_experts="config.num_local_experts", expert_size="config.intermediate_size",
+        experts="block_sparse_moe.experts", router="block_sparse_moe.router",
+        renames=(("experts.gate_up_proj", "input_linear.weight"),
+                 ("experts.down_proj", "output_linear.weight"),
+                 ("router.weight", "router.layer.weight")))),
+    "hunyuan_v1_moe": Family(**HUNYUAN, mixture=Mixture(
+        top_k="config.moe_topk", expert_size="config.intermediate_size",
+        shared_size="config.intermediate_size", shared="mlp.shared_mlp", router="mlp.gate.wg",
+        fp32_router=True, rounded=False)),
+    "glm4_moe": Family(out_bias=False, partial_rotary=True, qk_norm="head",
+                       qk_norm_if="config.use_qk_norm", mixture=Mixture(**DEEPSEEK)),
+    "dots1": Family(qk_norm="head", window="layer_types", mixture=Mixture(**DEEPSEEK)),
+    # its use_bias gives the head a bias, too, which is not supported
+    "ernie4_5_moe": Family(rotary_interleaved=True, mixture=Mixture(
+        n_experts="config.moe_num_experts", top_k="config.moe_k",
+        shared_size="config.moe_intermediate_size", n_shared="config.moe_num_shared_experts",
+        first_dense="config.moe_layer_start_index", shared="mlp.shared_experts",
+        fp32_router=True, correction="mlp.gate.moe_statics.e_score_correction_bias",
+        renames=(("mlp.gate.moe_statics", "mlp.moe_statics"),)))}
 MULTIMODAL = {  # {outer model type: those of the text models}; the outer one changes no logits
     "gemma3": ("gemma3_text",), "mistral3": ("mistral", "ministral3"),
     "internvl": ("qwen2", "qwen3"), "llava": ("llama", "mistral"), "exaone4_5": ("exaone4",)}
@@ -97,7 +139,9 @@ KNOWN_FIELDS = set("""vocab_size hidden_size intermediate_size num_hidden_layers
     no_rope_layer_interval max_position_embeddings original_max_position_embeddings use_cache
     initializer_range pad_token_id bos_token_id eos_token_id eod_token_id transformers_version
     architectures output_hidden_states return_dict id2label label2id problem_type
-    pretraining_tp""".split())
+    pretraining_tp mlp_only_layers decoder_sparse_step moe_layer_interval moe_layer_end_index
+    num_experts num_local_experts router_aux_loss_coef output_router_logits num_mtp_layers
+    """.split())
 
 
 def text_config(model_config):
@@ -118,8 +162,9 @@ def check_model(model_config):
                          f" {', '.join([*FAMILIES, *MULTIMODAL])}")
     if getattr(c, "is_causal", True) is False:
         raise ValueError(f"{name}: is_causal=False is not supported: only causal attention is")
-    record = vars(FAMILIES[c.model_type]).values()
-    known = KNOWN_FIELDS | {str(value).removeprefix("config.") for value in record}
+    record = FAMILIES[c.model_type]
+    values = [*vars(record).values(), *(vars(record.mixture).values() if record.mixture else ())]
+    known = KNOWN_FIELDS | {str(value).removeprefix("config.") for value in values}
     for field in dataclasses.fields(c):
         value, default = getattr(c, field.name), field.default
         if field.default_factory is not dataclasses.MISSING:
@@ -132,17 +177,15 @@ def describe_model(model_config):
     """The Architecture of a config from AutoConfig; ValueError where no record can express it."""
     check_model(model_config)
     c = text_config(model_config)
-    record, values = FAMILIES[c.model_type], {}
-    declared = {field.name for field in dataclasses.fields(c)}
-    for key, value in vars(record).items():
-        if str(value).startswith("config."):
-            name = value.removeprefix("config.")
-            value = getattr(c, name) if name in declared else None
-        values[key] = value
-    family = dataclasses.replace(record, **values)
+    record = FAMILIES[c.model_type]
+    family = fill_record(record, c)
+    values = dict(vars(family))
     if family.activation not in ACTIVATIONS:
         raise ValueError(f"{record.activation.removeprefix('config.')} {family.activation} is not"
                          f" supported: only {', '.join(ACTIVATIONS)}")
+    if family.qkv_clip is not None:
+        raise ValueError(f"{record.qkv_clip.removeprefix('config.')} {family.qkv_clip} is not"
+                         " supported")
     hidden, inner = c.hidden_size, c.intermediate_size
     heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
     if heads % kv_heads:
@@ -162,6 +205,7 @@ def describe_model(model_config):
     qkv = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
     qkv = {"qkv": sum(qkv.values())} if family.fused_qkv else qkv
     gate_up = {"gate_up": 2 * inner} if family.fused_gate_up else {"gate": inner, "up": inner}
+    values.update(describe_experts(c, family))
     prefixes = ["model."]
     if c is not model_config:
         prefixes = ["model.language_model.", "language_model.model."]
@@ -177,6 +221,48 @@ def describe_model(model_config):
         tied=c.tie_word_embeddings and model_config.tie_word_embeddings,
         module_prefix=prefixes[0], checkpoint_prefixes=prefixes,
         head_names=["lm_head.weight", "language_model.lm_head.weight"][: len(prefixes)])
+
+
+def fill_record(record, c):
+    """A Family or Mixture whose fields "config.x" have the values of a text config; None where the
+    config declares no such field."""
+    values, declared = dict(vars(record)), {field.name for field in dataclasses.fields(c)}
+    for key, value in values.items():
+        if isinstance(value, Mixture):
+            values[key] = fill_record(value, c)
+        elif str(value).startswith("config."):
+            name = value.removeprefix("config.")
+            values[key] = getattr(c, name) if name in declared else None
+    return dataclasses.replace(record, **values)
+
+
+def describe_experts(c, family):
+    """What an Architecture says of experts: {name of its field: value}, from a text config."""
+    n_layers, hidden, mixture = c.num_hidden_layers, c.hidden_size, family.mixture
+    names = "shared_gate_up", "shared_down", "expert_gate_up", "expert_down"
+    if not mixture:
+        return {"layer_routed": [False] * n_layers, **dict.fromkeys(names, [])}
+    sizes = mixture.n_experts, mixture.top_k, mixture.expert_size
+    if not all(isinstance(n, int) and n > 0 for n in sizes) or mixture.top_k > mixture.n_experts:
+        raise ValueError(f"{sizes[0]} experts, {sizes[1]} for a token, of size {sizes[2]} are not"
+                         " supported")
+    dense = getattr(c, "mlp_only_layers", None) or ()
+    every = getattr(c, "decoder_sparse_step", None) or getattr(c, "moe_layer_interval", None) or 1
+    last = getattr(c, "moe_layer_end_index", n_layers - 1)
+    routed = [(mixture.first_dense or 0) <= i <= last and i not in dense and (i + 1) % every == 0
+              for i in range(n_layers)]
+
+    def mlp(stem, inner, bias):
+        """The linears of an MLP that read its input, and those that give its output."""
+        return ([Linear(f"{stem}.{x}_proj", inner, hidden, bias) for x in ("gate", "up")],
+                [Linear(f"{stem}.down_proj", hidden, inner, bias)])
+
+    shared_size = (mixture.shared_size or 0) * (mixture.n_shared or 0)
+    shared = mlp(mixture.shared, shared_size, family.mlp_bias) if shared_size else ([], [])
+    experts = [mlp(f"{mixture.experts}.{i}", mixture.expert_size, False)
+               for i in range(mixture.n_experts)]
+    experts = [[linear for expert in experts for linear in expert[i]] for i in (0, 1)]
+    return {"layer_routed": routed, **dict(zip(names, (*shared, *experts)))}
 
 
 def describe_positions(c, family, head_dim):
@@ -264,6 +350,7 @@ def shrunk_config(model_config):
     for name, value in (visible | unused).items():
         if hasattr(c, name):
             setattr(c, name, value)
+    shrink_experts(c, arch)
     c.num_attention_heads = 4
     c.num_key_value_heads = {1: 1, arch.n_heads: 4}.get(arch.n_kv_heads, 2)
     # whole blocks: bitsandbytes on a CPU dequantises others wrongly
@@ -283,3 +370,21 @@ def shrunk_config(model_config):
                 rope[name] = rope[name][: arch.rotary_dim * 8 // arch.head_dim]
     c.pad_token_id, c.bos_token_id, c.eos_token_id = None, 1, 2
     return c
+
+
+def shrink_experts(c, arch):
+    """Change a text config of two layers to few small experts; one layer of each kind."""
+    if not arch.mixture:
+        return
+    sizes = {"n_experts": 8, "top_k": min(3, arch.mixture.top_k), "shared_size": 128,
+             "expert_size": 64, "first_dense": 1}  # of some families the two sizes are one field
+    for field, size in sizes.items():
+        name = str(getattr(FAMILIES[arch.family].mixture, field)).removeprefix("config.")
+        if name != "intermediate_size" and getattr(c, name, None):
+            setattr(c, name, size)
+    if getattr(c, "mlp_only_layers", None):
+        c.mlp_only_layers = [0]
+    if getattr(c, "decoder_sparse_step", 1) > 1:
+        c.decoder_sparse_step = 2
+    if hasattr(c, "moe_layer_end_index"):
+        c.moe_layer_end_index = 1

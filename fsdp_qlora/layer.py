@@ -13,6 +13,7 @@ from torch import nn
 
 from fsdp_qlora.attention import AttentionHalf
 from fsdp_qlora.elementwise import N_SITES, drop
+from fsdp_qlora.experts import RoutedMLPHalf
 from fsdp_qlora.linears import STATE_BLOCK, Allocator, fuse_linears
 from fsdp_qlora.mlp import MLPHalf
 from fsdp_qlora.nf4 import NF4Blocks, dequantise
@@ -23,8 +24,9 @@ class Layout:
     """What one layer computes, and what its three parameters hold."""
 
     attention: AttentionHalf
-    mlp: MLPHalf
+    mlp: MLPHalf | RoutedMLPHalf
     vectors: dict  # {name in the layer: (slice of `vectors`, shape)}: norms and biases
+    router_tensors: dict  # {name in the layer: shape}
     n_blocks: int  # of `nf4`
     n_vectors: int  # values of `vectors`
     n_adapter: int  # values of `adapter`, a multiple of STATE_BLOCK
@@ -59,16 +61,14 @@ class Layout:
         hidden = self.attention.arch.hidden_size
         if keeps == "all":
             return self.attention.kept_values + self.mlp.kept_values
-        return 2 * hidden if keeps == "middle" else hidden
+        return (2 * hidden if keeps == "middle" else hidden) + self.mlp.choice_values
 
     def live_bytes(self, plan, keeps):
         """The most bytes that a layer's backward takes besides what is kept: gradients, dequantised
         weights, and what is computed again."""
         item, n = getattr(torch, plan.compute_dtype).itemsize, plan.bin_tokens
         again = keeps != "all"
-        hold_weights = plan.hold_weights and again
-        live = max(half.live_bytes(n, item, again, hold_weights)
-                   for half in (self.attention, self.mlp))
+        live = max(half.live_bytes(plan, again) for half in (self.attention, self.mlp))
         if again:  # x and the sum, where they are not counted as kept
             live += 2 * n * self.attention.arch.hidden_size * item
         if keeps == "x":  # attention is computed again first, to come to the sum
@@ -78,6 +78,12 @@ class Layout:
     @property
     def n_weights(self):
         return sum(fused.n_weights for fused in self.fused_linears)
+
+    @property
+    def token_weights(self):
+        """Weights that one token is multiplied by."""
+        return sum(fused.n_weights for fused in self.attention.fused_linears) + (
+            self.mlp.token_weights)
 
     def recomputed_weights(self, keep_middle):
         """Weights of the products that the backward of a recomputed layer computes again."""
@@ -90,24 +96,24 @@ def make_layouts(arch, adapted, config):
 
     `adapted` are the names, in a layer, of the linears that get an adapter.
     """
-    made = {}
-    kinds = list(zip(arch.layer_window, arch.layer_rope))
-    for kind in kinds:
-        if kind not in made:
-            made[kind] = _make_layout(arch, adapted, config, *kind)
+    kinds = list(zip(arch.layer_window, arch.layer_rope, arch.layer_routed))
+    made = {kind: _make_layout(arch, adapted, config, *kind) for kind in dict.fromkeys(kinds)}
+    n_adapter = max(layout.n_adapter for layout in made.values())  # one length: see Adapter
+    made = {kind: dataclasses.replace(layout, n_adapter=n_adapter) for kind, layout in made.items()}
     return tuple(made[kind] for kind in kinds)
 
 
-def _make_layout(arch, adapted, config, window, rope):
+def _make_layout(arch, adapted, config, window, rope, routed):
     allocator = Allocator()
     vectors = {name: (allocator.reserve("vectors", math.prod(shape)), shape)
-               for name, shape in arch.vectors.items()}
-    qkv, out, gate_up, down = (
-        fuse_linears(site, linears, adapted, config, vectors, allocator)
-        for site, linears in enumerate((arch.qkv, arch.out, arch.gate_up, arch.down)))
+               for name, shape in arch.vectors(routed).items()}
+    qkv, out, *mlp = (
+        fuse_linears(site, linears, adapted, config, vectors, allocator) if linears else None
+        for site, linears in enumerate(arch.fused_groups(routed)))
     rank, counts = config.lora_rank, allocator.counts
     return Layout(
-        AttentionHalf(arch, qkv, out, window, rope), MLPHalf(arch, gate_up, down), vectors,
+        AttentionHalf(arch, qkv, out, window, rope), (RoutedMLPHalf if routed else MLPHalf)(
+            arch, *mlp), vectors, arch.router_tensors(routed),
         counts["blocks"], counts["vectors"], counts["adapter"],
         config.lora_alpha / (math.sqrt(rank) if config.adapter == "rslora" else rank),
         config.lora_dropout, config.adapter == "dora")
@@ -126,6 +132,7 @@ class DecoderLayer(nn.Module):
         self.keeps = plan.keeps(index)
         assert not (arch.parallel and self.keeps == "middle"), "the MLP of a parallel layer reads x"
         self.nested = None  # Nested, whole on every rank
+        self.router_tensors = {}  # {name in the layer: tensor}, whole on every rank
         self.weight_norms = {}  # DoRA: {adapted linear's name: norms of the rows of W, fp32}
 
         def parameter(n, multiple, make, trained=False):  # padded, so that FSDP2 shards evenly
@@ -163,8 +170,10 @@ class LayerFunction(torch.autograd.Function):
             return out
         x_key = put(x)  # on its way to the host while attention runs
         middle = attention.forward(work, x)[0]
-        ctx.kept = x_key, put(middle) if layer.keeps == "middle" else None
-        return mlp.forward_in_slices(work, middle, x if layer.arch.parallel else middle)
+        middle_key = put(middle) if layer.keeps == "middle" else None
+        out, choice = mlp.forward_in_slices(work, middle, x if layer.arch.parallel else middle)
+        ctx.kept = x_key, middle_key, choice
+        return out
 
     @staticmethod
     def backward(ctx, grad):
@@ -175,15 +184,15 @@ class LayerFunction(torch.autograd.Function):
             attention_kept, mlp_kept = kept
             grad_middle = mlp.backward(work, mlp_kept, grad)
         elif layer.keeps == "middle":
-            x_key, middle_key = kept
-            grad_middle = mlp.recomputed_backward(work, take(middle_key), grad)
+            x_key, middle_key, choice = kept
+            grad_middle = mlp.recomputed_backward(work, take(middle_key), grad, choice)
             x = take(x_key)  # it came back while the MLP ran
             attention_kept = attention.forward(work, x, want_sum=False)[1]
         else:
-            x = take(kept[0])
+            x, choice = take(kept[0]), kept[2]
             middle, attention_kept = attention.forward(work, x, want_sum=not parallel)
             work.held.clear()  # room for the MLP's weights
-            grad_middle = mlp.recomputed_backward(work, x if parallel else middle, grad)
+            grad_middle = mlp.recomputed_backward(work, x if parallel else middle, grad, choice)
             del middle
         # in a parallel layer attention gets the gradient of the layer's sum; grad_middle then has
         # the gradient of x through the MLP already

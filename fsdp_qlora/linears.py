@@ -61,15 +61,18 @@ class FusedLinear:
         start = self.outputs.start
         return slice(place.outputs.start - start, place.outputs.stop - start)
 
+    def part(self, places):
+        """The same of some of its places; width, n_columns, lora_a and bias stay the whole's."""
+        n_out = sum(place.linear.out_features for place in places)
+        return dataclasses.replace(self, places=tuple(places), out_features=n_out)
+
     @functools.cached_property
     def splits(self):
         """The FusedLinears that are dequantised and multiplied at once: itself or, if it is large,
-        one for each linear, whose width, n_columns, lora_a and bias stay those of the whole."""
+        one for each linear."""
         if self.out_features * self.in_features <= LARGE_WEIGHT:
             return (self,)
-        return tuple(
-            dataclasses.replace(self, places=(p,), out_features=p.linear.out_features)
-            for p in self.places)
+        return tuple(self.part([place]) for place in self.places)
 
     @property
     def width(self):

@@ -76,15 +76,16 @@ class MLPHalf:
         return norm_gradient(work, arch.mlp_norm, kept.source, grad_inputs, grad)
 
     def forward_in_slices(self, work, middle, source):
-        """forward()'s sum of all tokens, computed a slice at a time."""
+        """forward()'s sum of all tokens, computed a slice at a time; and None, as an MLP without
+        experts has no choice to repeat."""
         sums = []
         for tokens in token_slices(len(middle), self.slice_tokens):
             work.tokens = tokens
             sums.append(self.forward(work, middle[tokens], source[tokens])[0])
         work.tokens = slice(None)
-        return torch.cat(sums)
+        return torch.cat(sums), None
 
-    def recomputed_backward(self, work, source, grad):
+    def recomputed_backward(self, work, source, grad, choice):
         """backward() of all tokens, with forward() computed again, a slice at a time."""
         grads = []
         for tokens in token_slices(len(source), self.slice_tokens):
@@ -104,9 +105,11 @@ class MLPHalf:
         values += hidden * (not arch.parallel)  # there its source is attention's
         return values + hidden * (arch.mlp_post_norm is not None)
 
-    def live_bytes(self, n_tokens, item, recomputed, hold_weights):
-        """The most bytes that backward() takes besides what is kept; `item` bytes a value."""
+    def live_bytes(self, plan, recomputed):
+        """The most bytes that backward() takes besides what is kept."""
         hidden, up, down = self.arch.hidden_size, self.gate_up, self.down
+        n_tokens, item = plan.bin_tokens, getattr(torch, plan.compute_dtype).itemsize
+        hold_weights = plan.hold_weights and recomputed
         n = token_slices(n_tokens, self.slice_tokens)[0].stop if recomputed else n_tokens
         up_weights, down_weights = (weight_bytes(x, item, hold_weights) for x in (up, down))
         # first the gradient of what the gate returned, with down's weight; then that of the inputs
@@ -119,6 +122,13 @@ class MLPHalf:
             columns = up.padded_columns + down.padded_columns
             total += n * (up.out_features + up.width + columns) * item
         return total
+
+    choice_values = 0  # per token, see RoutedMLPHalf
+
+    @property
+    def token_weights(self):
+        """Weights that one token is multiplied by."""
+        return self.gate_up.n_weights + self.down.n_weights
 
     @property
     def recomputed_weights(self):

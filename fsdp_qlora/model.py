@@ -121,7 +121,8 @@ def weight_requests(model, names, prequantised):
             linear, blocks = own.place.linear, own.blocks
             name, n = names.of_layer(i, f"{linear.name}.weight"), linear.out_features
             if not prequantised:
-                requests.append(Request(name, (n, linear.in_features), own.rows))
+                shape = n, linear.in_features
+                requests.append(Request(name, shape, own.rows, names.sources.get(name)))
                 continue
             n_bytes, half = n * linear.in_features // 2, BLOCK // 2
             packed = range(blocks.start * half, min(blocks.stop * half, n_bytes))
@@ -131,7 +132,8 @@ def weight_requests(model, names, prequantised):
                 Request(f"{name}.absmax", (n_blocks,), range(blocks.start, blocks.stop)),
                 Request(f"{name}.nested_absmax", (1,), range(1)),  # all of it
                 Request(f"{name}.nested_quant_map", (1,), range(1))]
-        for name, (_, shape) in layer.layout.vectors.items():
+        shapes = {name: shape for name, (_, shape) in layer.layout.vectors.items()}
+        for name, shape in (shapes | layer.layout.router_tensors).items():
             requests.append(Request(names.of_layer(i, name), shape, range(shape[0])))
     requests.append(Request(names.norm, (table[1],), range(table[1])))
     return requests if model.arch.tied else [*requests, Request(names.head, table, model.own_rows)]
@@ -180,6 +182,7 @@ def verify_model(model, plan):
             n_bytes[kind] += sum(part.nbytes for part in parts)
             if parts[0].is_cpu and torch.cuda.is_available():
                 n_bytes["of these on the host"] += sum(part.nbytes for part in parts)
+        n_bytes["other frozen"] += sum(t.nbytes for t in layer.router_tensors.values())
     tables = {id(t): t.nbytes for t in (model.embedding, model.head, model.norm)}
     n_bytes["other frozen"] += sum(tables.values())
     say_each("weights, GiB", ", ".join(f"{kind} {n / 2**30:.3f}" for kind, n in n_bytes.items()))

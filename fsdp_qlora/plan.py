@@ -40,6 +40,7 @@ class Plan:
     hold_weights: bool  # their backward dequantises a weight once, not twice
     offload_activations: bool
     offload_params: bool
+    expert_ranges: int = 1  # experts are dequantised in so many ranges, one after the other
     embedding_on_host: bool = False
     graphs: bool = False  # whether CUDA graphs are used
     why_no_graphs: str = ""
@@ -79,6 +80,7 @@ class LayerTotals:
     largest_vectors: int
     adapter: int  # values of one layer, the same for all
     weights: int
+    token_weights: float  # that one token is multiplied by; fewer than weights with experts
     recomputed_weights: dict  # {keep_middle: of products computed again, were all recomputed}
     pair_width: float  # of the queries, mean over the layers
     passed_values: int  # by elementwise work, per token
@@ -100,6 +102,7 @@ def count_layers(layouts):
         vectors=sum(vectors_each), largest_vectors=max(vectors_each),
         adapter=layouts[0].n_adapter,
         weights=sum(layout.n_weights for layout in layouts),
+        token_weights=sum(layout.token_weights for layout in layouts),
         recomputed_weights={middle: sum(layout.recomputed_weights(middle) for layout in layouts)
                             for middle in (True, False)},
         pair_width=sum(layout.attention.query_width for layout in layouts) / len(layouts),
@@ -164,14 +167,14 @@ def predict_time(plan, arch, layouts, machine):
     """
     item, n = getattr(torch, plan.compute_dtype).itemsize, plan.bin_tokens
     layers, n_layers = count_layers(layouts), arch.n_layers
-    weights = layers.weights / n_layers
+    weights, token_weights = layers.weights / n_layers, layers.token_weights / n_layers
     weights_again = layers.recomputed_weights[plan.keep_middle] / n_layers
     again = plan.recomputed / n_layers
-    flops = 2 * n * (2 * weights + again * weights_again)
+    flops = 2 * n * (2 * token_weights + again * weights_again)
     flops += 2 * n * 3.5 * min(n, 2048) * layers.pair_width  # attention, in rows of 2,048 tokens
     # each use of a weight: 4 bits are read, a number is written and read
-    uses = 2 + again * (0.5 if plan.hold_weights else 1)
-    moved = uses * weights * (0.5 + item) + n * layers.passed_values / n_layers * item
+    uses = 2 * weights + again * (0.5 if plan.hold_weights else 1) * token_weights
+    moved = uses * (0.5 + item) + n * layers.passed_values / n_layers * item
     compute = flops / (machine.flops * n / (n + 256)) + moved / machine.bandwidth
     gathered = layers.nf4_bytes / n_layers + layers.adapter * item
     shards = plan.shard_group_size
@@ -201,12 +204,16 @@ def possible_plans(config, arch, layouts, tokens, longest, world_size, device):
         sizes = sorted({n if n == longest else round_up(n, device) for n in sizes})
     keep_middle = (False,) if arch.parallel else (True, False)  # there the MLP reads x
     keep = list(itertools.product(keep_middle, (True, False)))
+    ranges = (1, 4, 16) if arch.mixture else (1,)
     for shards, bin_tokens, n in itertools.product(groups, sizes, counts):
         if shard_range(arch.vocab_size, shards - 1, shards):  # else a process would have no rows
             reshards = [True] if shards == 1 or config.offload_params else [True, False]
-            for reshard, (middle, hold) in itertools.product(reshards, keep if n else keep[-1:]):
+            for reshard, (middle, hold), n_ranges in itertools.product(
+                reshards, keep if n else keep[-1:], ranges
+            ):
                 plan = Plan(config.compute_dtype, arch.n_layers, shards, reshard, bin_tokens, n,
-                            middle, hold, config.offload_activations, config.offload_params)
+                            middle, hold, config.offload_activations, config.offload_params,
+                            n_ranges)
                 yield predict_memory(plan, arch, layouts)
 
 

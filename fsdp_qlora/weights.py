@@ -1,11 +1,10 @@
-"""The base model's safetensors: what they hold, whether it is all there, and how it is read.
+"""The base model's safetensors: what they hold, and how it is read.
 
-Stands on files, elementwise and on nf4's constants. Reading gives a tensor by its name; which rows
-this rank asks for is in model, what is done with them, quantising too, in the script.
+Stands on files, elementwise and ranks. Reading gives a tensor by its name; what the tensors must be
+is in names, which rows this rank asks for in model, what is done with them in the script.
 """
 
 import collections
-import dataclasses
 import json
 import math
 import threading
@@ -19,8 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from fsdp_qlora.elementwise import mix
 from fsdp_qlora.files import read_json
-from fsdp_qlora.nf4 import BLOCK, NESTED_BLOCK, dynamic_map, nf4_code
-from fsdp_qlora.ranks import gather_objects, say
+from fsdp_qlora.ranks import gather_objects
 
 READERS = 8  # threads of a rank that read weights; one copies some 5 GB/s out of the page cache
 READ_CHUNK = 2**24  # bytes that a thread reads at once
@@ -32,11 +30,13 @@ SUM_CHUNK = {"cpu": 2**18, "cuda": 2**23}  # values that content_sum() takes at 
 RANDOM_STD = 0.02  # of --random_weights
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DTYPES = {**FLOATS, "U8": torch.uint8}
-NF4_STATE = "quant_state.bitsandbytes__nf4"  # bitsandbytes' name, behind that of the weight
-NF4_PARTS = "absmax", "nested_absmax", "nested_quant_map", "quant_map", NF4_STATE  # all of them
 Stored = collections.namedtuple("Stored", "path dtype shape start stop")  # bytes [start, stop)
-# `rows`: a range of the first dimension of `shape`; with shape (1,) and range(1) all of the tensor
-Request = collections.namedtuple("Request", "name shape rows")
+# Where files hold a linear of an expert among those of all experts: the name of that tensor, how
+# many rows it has as a matrix, and the linear's first one
+Source = collections.namedtuple("Source", "stored n_rows first")
+# `rows`: a range of the first dimension of `shape`; with shape (1,) and range(1) all of the tensor.
+# `source`: None where the files have a tensor of this name
+Request = collections.namedtuple("Request", "name shape rows source", defaults=[None])
 
 
 def weight_files(directory):
@@ -117,157 +117,6 @@ def rows_before(requests):
     return {name: max((stop[name] for stop in before), default=0) for name in stops[0]}
 
 
-@dataclasses.dataclass(frozen=True)
-class TensorNames:
-    """What a checkpoint calls the tensors that are read."""
-
-    shapes: dict  # {name: shape} of all of them
-    linears: dict  # {name: Linear} of those that are in 4 bits here
-    embedding: str
-    norm: str
-    head: str
-    layer_prefix: str
-
-    def of_layer(self, index, name):
-        """The name in files of what is called `name` in layer `index`."""
-        return f"{self.layer_prefix}{index}.{name}"
-
-
-def tensor_names(arch, files):
-    """The TensorNames of a model; `files` {name: ..} tells which spelling a checkpoint has."""
-    stems = arch.checkpoint_prefixes
-    stem = next((s for s in stems if f"{s}embed_tokens.weight" in files), stems[0])
-    head = next((name for name in arch.head_names if name in files), arch.head_names[0])
-    embedding, norm = f"{stem}embed_tokens.weight", f"{stem}norm.weight"
-    table = arch.vocab_size, arch.hidden_size
-    names = TensorNames({embedding: table}, {}, embedding, norm, head, f"{stem}layers.")
-    for i in range(arch.n_layers):
-        for linear in arch.linears:
-            name = names.of_layer(i, f"{linear.name}.weight")
-            names.linears[name] = linear
-            names.shapes[name] = linear.out_features, linear.in_features
-        for key, shape in arch.vectors.items():
-            names.shapes[names.of_layer(i, key)] = shape
-    names.shapes[norm] = (arch.hidden_size,)
-    if not arch.tied:
-        names.shapes[head] = table
-    return names
-
-
-def check_files(files, names, model_config, compute_dtype):
-    """Check a checkpoint's tensors before they are read. Returns {} or, for a model that is
-    quantised already, {weight's name: what bitsandbytes has stored of it}. Raises ValueError."""
-    wanted = {name: (shape, FLOATS) for name, shape in names.shapes.items()}
-    if not getattr(model_config, "quantization_config", None):
-        check_tensors(files, names, wanted)
-        return {}
-    states = check_prequantised(files, names, wanted)
-    dtypes = sorted({state["dtype"] for state in states.values()})
-    say(f"model: quantised already, loaded as it is: {len(states)} linears in NF4")
-    if dtypes != [compute_dtype]:
-        say(f"they were quantised from {', '.join(dtypes)}, to which bitsandbytes dequantises them;"
-            f" here they are dequantised to {compute_dtype}, so that some weights differ by its"
-            " rounding")
-    return states
-
-
-def check_tensors(files, names, wanted):
-    """Raise ValueError unless the files have the tensors `wanted`, {name: (shape or None, dtypes)},
-    and in layers no others."""
-    missing = [name for name in wanted if name not in files]
-    if missing:
-        raise ValueError(f"the checkpoint lacks {len(missing)} of {len(wanted)} tensors that its"
-                         f" config.json asks for, the first is {missing[0]}")
-    extra = [name for name in files if name.startswith(names.layer_prefix) and name not in wanted
-             and not name.endswith("inv_freq")]
-    if extra:
-        raise ValueError(f"the checkpoint has {len(extra)} tensors that its config.json knows"
-                         f" nothing of, the first is {extra[0]}")
-    for name, (shape, dtypes) in wanted.items():
-        path, dtype, found, *_ = files[name]
-        if shape not in (None, found):
-            raise ValueError(f"{path.name}: {name} has shape {list(found)}, but config.json asks"
-                             f" for {list(shape)}")
-        if dtype not in dtypes:
-            hint = ": without double quantisation?" if name.endswith("absmax") else ""
-            raise ValueError(f"{path.name}: {name} is {dtype}, which is not read;"
-                             f" {', '.join(dtypes)} are{hint}")
-    is_tied = names.head not in wanted
-    if is_tied and names.head in files and not same_bytes(files[names.head],
-                                                          files[names.embedding]):
-        raise ValueError(f"config.json has tie_word_embeddings true, but the checkpoint's"
-                         f" {names.head} is not its {names.embedding}: transformers then uses both;"
-                         " set tie_word_embeddings to false there")
-
-
-def same_bytes(one, other):
-    """Whether two Stored tensors are the same, read a chunk at a time."""
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    with one.path.open("rb") as a, other.path.open("rb") as b:
-        a.seek(one.start), b.seek(other.start)
-        sizes = (min(READ_CHUNK, one.stop - at) for at in range(one.start, one.stop, READ_CHUNK))
-        return all(a.read(size) == b.read(size) for size in sizes)
-
-
-def check_prequantised(files, names, wanted):
-    """check_tensors() where bitsandbytes has quantised the linears, which must be as it is done
-    here. Returns {weight's name: the JSON object that it has stored}."""
-    other = [name for name in names.linears if f"{name}.{NF4_STATE}" not in files]
-    if other:
-        raise ValueError(f"config.json says that the model is in 4-bit NF4, but {len(other)} of its"
-                         f" layers' {len(names.linears)} linears are not, the first is {other[0]}:"
-                         " name the original model")
-    for name in files:
-        if name.endswith(".absmax") and name.removesuffix(".absmax") not in names.linears:
-            raise ValueError(f"{name}: only linears of decoder layers can be in 4-bit: name the"
-                             " original model")
-    for name in names.linears:
-        n_blocks = math.ceil(math.prod(names.shapes[name]) / BLOCK)
-        wanted[name] = None, DTYPES  # packed, in integers or floats of any size
-        wanted[f"{name}.absmax"] = (n_blocks,), ["U8"]
-        wanted[f"{name}.nested_absmax"] = (math.ceil(n_blocks / NESTED_BLOCK),), ["F32"]
-        wanted[f"{name}.quant_map"] = (16,), ["F32"]
-        wanted[f"{name}.nested_quant_map"] = (256,), ["F32"]
-        wanted[f"{name}.{NF4_STATE}"] = None, ["U8"]
-    check_tensors(files, names, wanted)
-    parts = NF4_STATE, "quant_map", "nested_quant_map"
-    requests = [Request(f"{name}.{part}", (1,), range(1)) for name in names.linears
-                for part in parts]
-    reader = WeightReader(files, requests, torch.device("cpu"))
-    states = {name: _read_state(name, files[name], names.shapes[name], reader.read)
-              for name in names.linears}
-    reader.close()
-    return states
-
-
-def _read_state(name, stored, shape, read):
-    """What bitsandbytes has stored of one weight: a JSON object, checked."""
-    try:
-        state = {**json.loads(bytes(read(f"{name}.{NF4_STATE}").tolist()))}
-    except (ValueError, TypeError) as e:
-        raise ValueError(f"{stored.path}: {name}.{NF4_STATE} is not JSON, or no object: {e}")
-    for key, kind in {"dtype": str, "nested_offset": float}.items():
-        if not isinstance(state.get(key), kind):
-            raise ValueError(f"{stored.path}: {name}.{NF4_STATE} has {key} {state.get(key)}")
-    want = {"quant_type": "nf4", "blocksize": BLOCK, "shape": list(shape),
-            "nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32"}
-    for key, value in want.items():
-        if state.get(key) != value:
-            raise ValueError(f"{stored.path}: {name} was quantised with {key} {state.get(key)},"
-                             f" only {value} can be read")
-    n_bytes = stored.stop - stored.start
-    if n_bytes != math.prod(shape) // 2:
-        raise ValueError(f"{stored.path}: {name} has {n_bytes} bytes, but {list(shape)} weights of"
-                         " 4 bits are asked for")
-    cpu = torch.device("cpu")
-    for part, table in {"quant_map": nf4_code(cpu), "nested_quant_map": dynamic_map(cpu)}.items():
-        # another version of the library may have stored other last bits
-        if not torch.allclose(read(f"{name}.{part}"), table):
-            raise ValueError(f"{stored.path}: {name}.{part} is not the code of bitsandbytes' NF4")
-    return state
-
-
 def read_chunk(path, start, target, staging):
     """Read bytes from `start` of a file into `target`, a slice of a uint8 tensor."""
     buffer = getattr(staging, "buffer", target)[: target.numel()]
@@ -307,13 +156,17 @@ class WeightReader:
             self.staging.buffer = torch.empty(READ_CHUNK, dtype=torch.uint8, pin_memory=True)
 
     def _row_bytes(self, request):
-        stored = self.files[request.name]
-        return (stored.stop - stored.start) // request.shape[0]
+        stored, source = self._stored(request), request.source
+        return (stored.stop - stored.start) // (source.n_rows if source else request.shape[0])
+
+    def _stored(self, request):
+        return self.files[request.source.stored if request.source else request.name]
 
     def _begin_next(self):
         request = self.waiting.popleft()
-        stored, row_bytes = self.files[request.name], self._row_bytes(request)
-        start = stored.start + request.rows.start * row_bytes
+        stored, row_bytes = self._stored(request), self._row_bytes(request)
+        first = request.source.first if request.source else 0
+        start = stored.start + (first + request.rows.start) * row_bytes
         size = len(request.rows) * row_bytes
         target = torch.empty(size, dtype=torch.uint8, device=self.device)
         offsets = range(0, 0 if self.errors else size, READ_CHUNK)
@@ -351,7 +204,7 @@ class RandomWeights:
         self.seed, self.dtype, self.device = seed, dtype, device
 
     def read(self, name):
-        _, shape, rows = self.requests[name]
+        _, shape, rows, _ = self.requests[name]
         if "norm" in name or name.endswith("bias"):
             value = float(name.endswith("weight"))  # norms start at 1, biases at 0
             return torch.full((math.prod(shape),), value, dtype=self.dtype, device=self.device)

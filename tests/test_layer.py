@@ -27,12 +27,13 @@ from fsdp_qlora.data.bins import make_bin
 from fsdp_qlora.data.encode import rows_of
 from fsdp_qlora.attention import document_attention, rope_tables
 from fsdp_qlora.elementwise import elementwise, norm_of
+from fsdp_qlora.experts import RoutedMLPHalf
 from fsdp_qlora.families import describe_model, rope_frequencies, shrunk_config, text_config
 from fsdp_qlora.layer import make_layouts
 from fsdp_qlora.model import Model, measure_weight_norms, set_local
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.vocabulary import embed
-from fsdp_qlora.weights import tensor_names
+from fsdp_qlora.names import rows_in_memory, tensor_names
 from train_fsdp_qlora import Config, fill_model
 
 LENGTHS = (24, 21)
@@ -74,7 +75,7 @@ def make_model(model_config, arch, tensors, config=CONFIG, plan=None):
     model = Model(arch, make_layouts(arch, adapted, config), plan)
     # the only process reads all rows
     names, cpu = tensor_names(arch, tensors), torch.device("cpu")
-    fill_model(model, names, lambda name: tensors[name].flatten(), {}, cpu)
+    fill_model(model, names, functools.partial(rows_in_memory, tensors, names), {}, cpu)
     model.frequencies = [
         rope_frequencies(rope, arch, max(LENGTHS), model_config) for rope in arch.ropes
     ]
@@ -113,7 +114,7 @@ class Pair:
             reference = random_reference(self.model_config, torch.Generator().manual_seed(0))
             self.tensors = {key: tensor.clone() for key, tensor in reference.state_dict().items()}
             model = self.make()
-            for key, weight in read_weights(model).items():
+            for key, weight in read_weights(model, tensor_names(self.arch, self.tensors)).items():
                 reference.get_parameter(key).copy_(weight)
         # its own rounded, not another's, which is 1.4 off; bitsandbytes' CPU code is 0.5 off where
         # rows are not whole blocks, see benchmarks/RESULTS.md
@@ -301,19 +302,21 @@ def test_families_here_are_all_families_of_the_table():
 
 
 def test_each_layer_has_the_layout_of_its_kind():
-    """Its own window and rotary; layers of one kind share a Layout."""
+    """Its own window, rotary and MLP; layers of one kind share a Layout."""
     mixed = set()
     for name, make in TINY.items():
         arch = describe_model(make(VOCABULARY))
-        kinds = list(zip(arch.layer_window, arch.layer_rope, strict=True))
+        kinds = list(zip(arch.layer_window, arch.layer_rope, arch.layer_routed, strict=True))
         layouts = make_layouts(arch, (), CONFIG)
-        assert [(x.attention.window, x.attention.rope) for x in layouts] == kinds, name
+        found = [(x.attention.window, x.attention.rope, isinstance(x.mlp, RoutedMLPHalf))
+                 for x in layouts]  # fmt: skip
+        assert found == kinds, name
         for (one, kind), (other, its_kind) in itertools.combinations(zip(layouts, kinds), 2):
             assert (one is other) == (kind == its_kind), name
         if len(set(kinds)) > 1:
             mixed.add(arch.family)
     supported = """cwm ministral qwen2 qwen3 gemma2 vaultgemma gemma3_text cohere2 olmo3 smollm3
-        exaone4""".split()
+        exaone4 qwen2_moe qwen3_moe glm4_moe dots1 ernie4_5_moe""".split()
     assert mixed == {family for family in supported if family in CONFIG_MAPPING}
 
 

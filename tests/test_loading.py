@@ -16,15 +16,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 import merge_adapters
 from fsdp_qlora.base import base_digest
-from fsdp_qlora.weights import (
-    DTYPES,
-    NF4_STATE,
-    RandomWeights,
-    Request,
-    WeightReader,
-    content_sum,
-    tensors_of,
-)
+from fsdp_qlora.names import NF4_STATE
+from fsdp_qlora.weights import DTYPES, RandomWeights, Request, WeightReader, content_sum, tensors_of
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -23,7 +23,7 @@ from fsdp_qlora.layer import make_layouts
 from fsdp_qlora.machine import Machine, cgroup_free, host_share
 from fsdp_qlora.offload import pinned_copy
 from fsdp_qlora.plan import GAPS, DoesNotFit, Plan, agree_on_plan, choose_plan, predict_memory
-from fsdp_qlora.weights import tensor_names
+from fsdp_qlora.names import tensor_names
 from train_fsdp_qlora import Config, fill_model
 
 GIB = 2**30

@@ -41,7 +41,7 @@ from transformers import (
 
 import merge_adapters
 from fsdp_qlora.base import copy_small_files, generation_settings
-from fsdp_qlora.weights import NF4_STATE
+from fsdp_qlora.names import NF4_STATE
 
 STEPS = 15
 ROWS = [

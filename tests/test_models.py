@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from fsdp_qlora.families import describe_model
 from fsdp_qlora.attention import attends, document_attention
-from fsdp_qlora.weights import check_files, tensor_names, weight_files
+from fsdp_qlora.names import check_files, tensor_names
+from fsdp_qlora.weights import weight_files
 
 DROPOUT = {  # tiny configs whose own dropout is in one place
     "residual": tiny("seed_oss", head_dim=24, residual_dropout=0.2, attention_dropout=0.0),

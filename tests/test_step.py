@@ -192,7 +192,7 @@ class Vector:
         config = Config(lora_rank=RANK, lora_alpha=ALPHA, target_modules=targets,
                         adapter="dora" if kind == "dora" else "lora")  # fmt: skip
         adapted = [
-            x.name for x in arch.linears
+            x.name for x in arch.linears(False)
             if targets == ("all-linear",) or x.name.split(".")[-1] in targets
         ]  # fmt: skip
         layout = make_layouts(arch, adapted, config)[0]  # those of all layers are alike
@@ -353,7 +353,7 @@ def test_epochs_are_rounded_up_to_whole_steps(epochs, steps, base, run_main, mon
 # ------------------------------------------------------------------------------------------------
 
 SHARDED = ["gemma2", "cohere_qk_norm", "olmo3", "granite", "phi4_mini", "qwen3", "smollm3_window",
-           "gemma3", "hunyuan_alpha"]  # fmt: skip
+           "gemma3", "hunyuan_alpha", "mixtral", "glm4_moe", "granitemoe"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,338 @@
+"""The MLP half of a layer with experts: those that each token goes to, and perhaps a shared one,
+forward and backward, and what it costs.
+
+Stands on router, and as mlp on branch, products and elementwise. No token is dropped, however
+uneven the router is. Which models have experts is in families.
+"""
+
+import dataclasses
+import functools
+import math
+
+import torch
+import torch.nn.functional as F
+
+from fsdp_qlora.architecture import Architecture
+from fsdp_qlora.branch import (
+    branch_gradient, keep, keep_inputs, kept_inputs, last_columns, norm_gradient, norm_inputs,
+    residual_sum)
+from fsdp_qlora.elementwise import (
+    MLP_SITE, add_expert_rows, gate, gate_backward, weighted_gate_backward)
+from fsdp_qlora.linears import FusedLinear
+from fsdp_qlora.nf4 import dequantise
+from fsdp_qlora.products import add_a_gradient, product, product_backward
+from fsdp_qlora.router import route, route_backward
+
+# A token's row is copied for each of its top_k experts; the n * top_k rows are sorted by expert, so
+# that an expert's rows lie together. Each kind of product is then one grouped product: rows
+# [m, in], of one expert after the other, times weights [experts, in, out].
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RoutedMLPHalf:
+    """One layer's experts, with the same functions as MLPHalf."""
+
+    arch: Architecture
+    gate_up: FusedLinear | None  # of the shared expert; None: there is none
+    down: FusedLinear | None
+    expert_gate_up: FusedLinear  # of all experts, one after the other
+    expert_down: FusedLinear
+
+    @property
+    def fused_linears(self):
+        shared = (self.gate_up, self.down) if self.gate_up else ()
+        return *shared, self.expert_gate_up, self.expert_down
+
+    def forward(self, work, middle, source, want_sum=True, choice=None, keep_rows=True):
+        """Returns middle + MLP(norm(source)), None without want_sum, and what backward() needs.
+
+        `choice` is that of an earlier forward(), where it is computed again: a tie must not fall
+        another way. Without keep_rows, backward() computes the experts' rows again.
+        """
+        arch, kept, branch = self.arch, keep(source=source, branch=None, rows=None), None
+        inputs = norm_inputs(work, arch.mlp_norm, source, self.fused_linears[0])
+        x = inputs[:, : arch.hidden_size]
+        needs_bounds = work.layer.plan.expert_ranges > 1 or bool(why_no_grouped_mm(x))
+        kept.routing = route(work, x, choice, needs_bounds)
+        needs_branch = want_sum or arch.mlp_post_norm is not None
+        if needs_branch:
+            branch, kept.rows = self._experts_forward(work, kept.routing, x, keep_rows)
+        if self.gate_up:
+            shared = self._shared_forward(work, kept, inputs)
+            if needs_branch:
+                branch += shared
+        keep_inputs(work, kept, inputs, self.fused_linears[0])
+        kept.branch = branch if arch.mlp_post_norm else None
+        if not want_sum:
+            return None, kept
+        return residual_sum(work, middle, branch, arch.mlp_post_norm, MLP_SITE), kept
+
+    def backward(self, work, kept, grad):
+        """The gradient of `middle`, given `grad`, that of forward()'s sum. It includes the gradient
+        of `source`, which comes through the MLP."""
+        arch = self.arch
+        upstream = branch_gradient(work, kept.branch, grad, arch.mlp_post_norm, MLP_SITE)
+        kept.branch = None
+        grad_x = self._experts_backward(work, kept, upstream)
+        if self.gate_up:
+            grad_x += self._shared_backward(work, kept, upstream)
+        return norm_gradient(work, arch.mlp_norm, kept.source, grad_x, grad)
+
+    def forward_in_slices(self, work, middle, source):
+        """forward()'s sum, and the choice for recomputed_backward(). Not in slices of tokens, each
+        of which would dequantise all experts: their ranges are its slices."""
+        out, kept = self.forward(work, middle, source, keep_rows=False)
+        return out, kept.routing.choice
+
+    def recomputed_backward(self, work, source, grad, choice):
+        """backward() with forward() computed again."""
+        kept = self.forward(work, None, source, False, choice, keep_rows=False)[1]
+        grad = self.backward(work, kept, grad)
+        work.held.clear()
+        return grad
+
+    # ---- the experts ----
+
+    def _experts_forward(self, work, routing, x, keep_rows):
+        """The sum [n, hidden] of what each token's experts give, times its weights; and, with
+        keep_rows, what they have before the activation."""
+        outputs, kept = None, []
+        for passed in self._passes(work, routing):
+            gate_up, activated = self._expert_rows(work, routing, x, passed)
+            rows = grouped(activated, passed.down.transpose(1, 2), passed)
+            outputs = put_rows(outputs, rows, passed, len(routing.token))
+            if keep_rows:
+                kept.append(gate_up)
+            del gate_up, activated, rows
+        out = add_expert_rows(outputs, routing.place, routing.weights, evaluation=work.evaluation)
+        return out, kept or None
+
+    def _expert_rows(self, work, routing, x, passed):
+        """gate and up of the rows of one pass [m, 2 inner], and their gated product [m, inner]."""
+        gate_up = grouped(x[routing.token[passed.rows]], passed.gate_up.transpose(1, 2), passed)
+        activated = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+        gate(activated, gate_up, self.arch.activation, evaluation=work.evaluation)
+        return gate_up, activated
+
+    def _experts_backward(self, work, kept, grad):
+        """The gradient of x [n, hidden] through experts and router, from that of their sum.
+
+        A weight's gradient is that of the sum times what the expert gave. It is taken before the
+        last product, as (grad W) . activated, so that this product is never computed again.
+        """
+        routing, x, kept_rows = kept.routing, None, iter(kept.rows or ())
+        if not kept.rows:
+            x = kept_inputs(work, kept, self.arch.mlp_norm, kept.source, self.fused_linears[0])
+        grad_rows, n_rows = None, len(routing.token)
+        grad_weights = torch.empty(n_rows, dtype=torch.float32, device=grad.device)
+        for passed in self._passes(work, routing):
+            gate_up = next(kept_rows, None)
+            if gate_up is None:
+                gate_up = self._expert_rows(work, routing, x, passed)[0]
+            inner = grouped(grad[routing.token[passed.rows]], passed.down, passed)
+            grad_weights[passed.rows] = weighted_gate_backward(
+                *gate_up.chunk(2, -1), inner, routing.row_weights[passed.rows],
+                self.arch.activation)
+            del inner
+            rows = grouped(gate_up, passed.gate_up, passed)
+            grad_rows = put_rows(grad_rows, rows, passed, n_rows)
+            del gate_up, rows
+        kept.rows = x = None
+        grad_x = add_expert_rows(grad_rows, routing.place, None)
+        return grad_x + route_backward(work, routing, grad_weights[routing.place], grad_x.dtype)
+
+    def _passes(self, work, routing):
+        """Yields what is multiplied at once: a range of experts with their weights, and at most an
+        even share of the rows, so that memory does not depend on the router's choice."""
+        n_rows, ranges = len(routing.token), cut_experts(self, work.layer.plan.expert_ranges)
+        most = math.ceil(n_rows / len(ranges))
+        for experts, *parts in ranges:
+            first, stop = 0, n_rows
+            if routing.bounds:
+                first, stop = routing.bounds[experts.start], routing.bounds[experts.stop]
+            weights = None
+            for start in range(first, stop, most):
+                if weights is None:  # experts without a token are not dequantised
+                    weights = [dequantise(work.layer, part, work.adapter).view(
+                        len(experts), -1, part.width) for part in parts]
+                yield Pass(experts, slice(start, min(start + most, stop)), routing, *weights)
+
+    # ---- the shared expert ----
+
+    def _shared_forward(self, work, kept, inputs):
+        """What the shared expert gives [n, hidden], times its gate where it has one."""
+        kept.gate_up = product(work, self.gate_up, inputs)
+        activated = kept.gate_up.new_empty(len(inputs), self.down.width)
+        gate(activated[:, : self.down.in_features], kept.gate_up, self.arch.activation,
+             evaluation=work.evaluation)
+        out = product(work, self.down, activated)
+        kept.down_columns = last_columns(activated, self.down)
+        if name := self.arch.mixture.shared_gate:
+            kept.shared = out
+            x = inputs[:, : self.arch.hidden_size]
+            weight = work.layer.router_tensors[f"{name}.weight"].to(x.dtype)
+            kept.factor = F.linear(x, weight).sigmoid()
+            out = out * kept.factor
+        return out
+
+    def _shared_backward(self, work, kept, grad):
+        """The gradient of x [n, hidden] through the shared expert, from that of its output."""
+        arch, from_factor, activated = self.arch, 0, None
+        if name := arch.mixture.shared_gate:
+            factor = kept.factor.float()
+            slope = (grad.float() * kept.shared.float()).sum(-1, keepdim=True)
+            slope = (slope * factor * (1 - factor)).to(grad.dtype)
+            from_factor = slope @ work.layer.router_tensors[f"{name}.weight"].to(slope.dtype)
+            grad, kept.shared = grad * kept.factor, None
+        if work.layout.dora:
+            activated = grad.new_empty(len(grad), self.down.in_features)
+            gate(activated, kept.gate_up, arch.activation)
+        activated, grad_d = product_backward(work, self.down, kept.down_columns, grad, activated)
+        gate_backward(*kept.gate_up.chunk(2, -1), activated, arch.activation)
+        add_a_gradient(work, self.down, activated, grad_d)  # gate()'s result by now
+        inputs = kept_inputs(work, kept, arch.mlp_norm, kept.source, self.gate_up)
+        grad_x, grad_d = product_backward(work, self.gate_up, kept.columns, kept.gate_up, inputs)
+        add_a_gradient(work, self.gate_up, inputs, grad_d)
+        return grad_x + from_factor
+
+    # ---- for the plan ----
+
+    @property
+    def choice_values(self):
+        """Per token, kept where all else is computed again: the experts chosen, int16."""
+        return self.arch.mixture.top_k
+
+    @property
+    def _inner(self):
+        """gate and up of one expert."""
+        return self.expert_gate_up.out_features // self.arch.mixture.n_experts
+
+    @property
+    def kept_values(self):
+        """From forward to backward, where nothing is recomputed; 2 bytes each."""
+        arch, mixture = self.arch, self.arch.mixture
+        values = mixture.top_k * self._inner + arch.hidden_size * (not arch.parallel)
+        values += 2 * mixture.n_experts + 19 * mixture.top_k  # the Routing, fp32, int64 and int16
+        if self.gate_up:
+            columns = self.gate_up.padded_columns + self.down.padded_columns
+            values += self.gate_up.out_features + columns
+            values += arch.hidden_size * (mixture.shared_gate is not None)
+        return values + arch.hidden_size * (arch.mlp_post_norm is not None)
+
+    def live_bytes(self, plan, recomputed):
+        """The most bytes that backward() takes besides what is kept."""
+        n, item = plan.bin_tokens, getattr(torch, plan.compute_dtype).itemsize
+        hidden, mixture = self.arch.hidden_size, self.arch.mixture
+        rows = n * mixture.top_k
+        of_pass = math.ceil(rows / plan.expert_ranges) * (hidden + self._inner // 2)
+        if recomputed:
+            of_pass += math.ceil(rows / plan.expert_ranges) * self._inner
+            if self.gate_up:
+                of_pass += n * (self.gate_up.out_features + self.down.width)
+        weights = self.expert_gate_up.n_weights + self.expert_down.n_weights
+        weights = math.ceil(weights / plan.expert_ranges)
+        values = rows * hidden * (plan.expert_ranges > 1) + of_pass + weights + 3 * n * hidden
+        return values * item + 4 * rows * 4 + 3 * 4 * n * mixture.n_experts
+
+    @property
+    def token_weights(self):
+        """Weights that one token is multiplied by."""
+        share = self.arch.mixture.top_k / self.arch.mixture.n_experts
+        shared = self.gate_up.n_weights + self.down.n_weights if self.gate_up else 0
+        return shared + share * (self.expert_gate_up.n_weights + self.expert_down.n_weights)
+
+    @property
+    def recomputed_weights(self):
+        """Of token_weights those of the products that recomputed_backward() computes again."""
+        share = self.arch.mixture.top_k / self.arch.mixture.n_experts
+        shared = self.gate_up.n_weights + self.down.n_weights if self.gate_up else 0
+        return shared + share * self.expert_gate_up.n_weights
+
+    @property
+    def passed_values(self):
+        """Read or written by elementwise work, forward and backward, as counted."""
+        rows = self.arch.mixture.top_k * (10 * self.arch.hidden_size + 6 * self._inner)
+        return 15 * self.arch.hidden_size + rows
+
+
+# ---- grouped products ----
+
+
+@functools.lru_cache(None)
+def cut_experts(half, n_ranges):
+    """[(range of experts, their part of expert_gate_up, of expert_down)]: what is dequantised at
+    once."""
+    n, found = half.arch.mixture.n_experts, []
+    for i in range(n_ranges):
+        experts = range(n * i // n_ranges, n * (i + 1) // n_ranges)
+        parts = []
+        for fused in (half.expert_gate_up, half.expert_down):
+            each = len(fused.places) // n
+            parts.append(fused.part(fused.places[experts.start * each : experts.stop * each]))
+        if experts:
+            found.append((experts, *parts))
+    return found
+
+
+class Pass:
+    """Rows of a range of experts that are multiplied at once, and these experts' weights."""
+
+    def __init__(self, experts, rows, routing, gate_up, down):
+        self.rows, self.gate_up, self.down = rows, gate_up, down  # weights: [experts, out, in]
+        self.is_all = rows == slice(0, len(routing.token))
+        first, stop = rows.start, rows.stop
+        # where each expert's rows end among these; on the host as well, where products loop
+        self.ends = routing.ends[experts.start : experts.stop].clamp(first, stop) - first
+        self.bounds = None
+        if why_no_grouped_mm(gate_up):
+            bounds = routing.bounds[experts.start : experts.stop + 1]
+            self.bounds = [min(max(bound, first), stop) - first for bound in bounds]
+
+
+def put_rows(whole, rows, passed, n_rows):
+    """`whole` [n_rows, width] with the rows of one pass in their place; made for the first one, and
+    where one pass has all rows these themselves."""
+    if passed.is_all:
+        return rows
+    whole = rows.new_empty(n_rows, rows.shape[1]) if whole is None else whole
+    whole[passed.rows] = rows
+    return whole
+
+
+def grouped(rows, weights, passed):
+    """rows [m, in], each times its expert's matrix of weights [experts, in, out]."""
+    if passed.bounds is None:
+        return F.grouped_mm(rows, weights, offs=passed.ends)
+    out = rows.new_empty(len(rows), weights.shape[2])
+    for weight, start, stop in zip(weights, passed.bounds, passed.bounds[1:]):
+        if start < stop:
+            torch.mm(rows[start:stop], weight, out=out[start:stop])
+    return out
+
+
+def why_no_grouped_mm(tensor):
+    """Why torch's grouped product is not used for such tensors; "" if it is. Elsewhere torch itself
+    loops over the experts, and waits for the GPU at each product."""
+    if not tensor.is_cuda:
+        return "there is no GPU"
+    if tensor.dtype != torch.bfloat16:
+        return "it is for bf16"
+    if torch.cuda.get_device_capability(tensor.device) not in ((9, 0), (10, 0)):
+        return "torch has no kernel for this GPU"
+    return _why_no_kernel(tensor.device)
+
+
+@functools.lru_cache(None)
+def _why_no_kernel(device):
+    """Try it on three experts, one of them without rows."""
+    generator = torch.Generator(device).manual_seed(0)
+    rows, weights = (torch.randn(shape, device=device, dtype=torch.bfloat16, generator=generator)
+                     for shape in ((48, 64), (3, 64, 128)))
+    ends = torch.tensor([16, 16, 48], dtype=torch.int32, device=device)
+    want = torch.cat([rows[:16] @ weights[0], rows[16:] @ weights[2]]).float()
+    try:
+        got = F.grouped_mm(rows, weights, offs=ends).float()
+    except (AttributeError, RuntimeError) as e:
+        return f"{type(e).__name__}: {str(e)[:200]}"
+    close = bool((got - want).norm() < 0.01 * want.norm())
+    return "" if close else "its result is wrong on this GPU"
