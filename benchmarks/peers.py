@@ -92,7 +92,7 @@ def meter(work, output):
     return Meter()
 
 
-def settings(work, output, checkpointing, **more):
+def settings(work, output, **more):
     """Trainer's and TRL's, and the rows."""
     import torch
     from datasets import Dataset
@@ -103,8 +103,7 @@ def settings(work, output, checkpointing, **more):
         output_dir=str(output), max_steps=work["steps"], per_device_train_batch_size=work["rows"],
         max_length=work["seq"], packing=False, optim="paged_adamw_8bit", learning_rate=1e-4,
         lr_scheduler_type="constant", max_grad_norm=1.0, bf16=True, seed=0,
-        use_cpu=not torch.cuda.is_available(), gradient_checkpointing=checkpointing,
-        gradient_checkpointing_kwargs={"use_reentrant": False} if checkpointing else None,
+        use_cpu=not torch.cuda.is_available(), gradient_checkpointing=work["recompute"],
         logging_steps=work["steps"], logging_first_step=True, logging_nan_inf_filter=False,
         report_to="none", save_strategy="no", disable_tqdm=True, **more)  # fmt: skip
     n_rows = work["steps"] * work["rows"] * int(os.environ.get("WORLD_SIZE", 1))
@@ -125,8 +124,9 @@ def trl(work, output, fsdp, liger):
                "backward_prefetch": "backward_pre", "sync_module_states": False}  # fmt: skip
     # before the model: it starts the process group and takes this rank's GPU
     common = settings(
-        work, output, work["recompute"], use_liger_kernel=liger, ddp_find_unused_parameters=False,
-        ddp_broadcast_buffers=False, **({"fsdp": True, "fsdp_config": sharded} if fsdp else {}),
+        work, output, gradient_checkpointing_kwargs={"use_reentrant": False},
+        use_liger_kernel=liger, ddp_find_unused_parameters=False, ddp_broadcast_buffers=False,
+        **({"fsdp": True, "fsdp_config": sharded} if fsdp else {}),
     )  # fmt: skip
     quantised = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
@@ -166,8 +166,7 @@ def unsloth(work, output, sdpa):
         model, r=RANK, lora_alpha=2 * RANK, lora_dropout=0, bias="none", target_modules=TARGETS,
         use_gradient_checkpointing=checkpointing,
     )  # fmt: skip
-    common = settings(work, output, work["recompute"])
-    return SFTTrainer(model, processing_class=tokenizer, **common)
+    return SFTTrainer(model, processing_class=tokenizer, **settings(work, output))
 
 
 WHOLE = "one GPU", "copies"  # layouts, see run.py's layout()
