@@ -187,8 +187,9 @@ def main(name, work):
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     trainer = PEERS[name][1](work, output)
     trainer.add_callback(meter(work, output))
-    print(f"{name}: {type(trainer.model).__name__}, attention by "
-          f"{trainer.model.config._attn_implementation}", flush=True)  # fmt: skip
+    trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    print(f"{name}: {type(trainer.model).__name__}, {trainer.accelerator.distributed_type},"
+          f" {trained:,} trained parameters", flush=True)  # fmt: skip
     trainer.train()
 
 

@@ -427,7 +427,7 @@ def peer_work(chosen, gpus):
     }  # fmt: skip
 
 
-def run_a_peer(peer, chosen, gpus, out, scratch, limit, path):
+def run_beside(peer, chosen, gpus, out, scratch, limit, path):
     """The row of one of peers.py. It reads its weights from a disk, so they are made first. On one
     GPU it is started without torchrun, with which Accelerate would wrap the model in DDP, and it
     must see one alone, or Trainer takes all of them."""
@@ -655,7 +655,7 @@ def run_cases(group, cases, device_count, out, limit, peer=None, peers=(), peers
                 key = one, json.dumps(peer_work(chosen, gpus))
                 if key not in peer_rows:
                     peer_rows[key] = f"{one}-{chosen['name']}"
-                    finish(run_a_peer(one, chosen, *common, peers_path), chosen)
+                    finish(run_beside(one, chosen, *common, peers_path), chosen)
             if beside:
                 work = json.dumps(peer_work(chosen, gpus))
                 chosen = {**chosen, "base": [peer_rows[one, work] for one in beside]}

@@ -265,7 +265,7 @@ def test_trl_runs_with_ddp(tmp_path, monkeypatch):
     pytest.importorskip("trl", minversion="1.16")
     monkeypatch.setitem(bench.SHAPES, "demo", (256, 512, 4, 4, 2, 384))
     case = bench.case("tiny", "demo", 2, 64, 4, bench.ALL, layers=1)
-    row = bench.run_a_peer("trl-ddp", case, 2, tmp_path, tmp_path, 200, tmp_path)
+    row = bench.run_beside("trl-ddp", case, 2, tmp_path, tmp_path, 200, tmp_path)
     assert row["result"] == "ok", (tmp_path / "trl-ddp-tiny.log").read_text()
     assert len(row["steps"]) == 4 and 5 < row["first_loss"] < 7 and 5 < row["last_loss"] < 7
     speeds = [2 * 64 / step["seconds"] for step in row["steps"][2:]]
