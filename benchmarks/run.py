@@ -6,6 +6,7 @@
     python benchmarks/run.py speed --out bench [--peer baseline_trl.py]    # TRL beside it
     python benchmarks/run.py chat --out bench [--peer baseline_trl.py]     # rows of uneven length
     python benchmarks/run.py small --out bench        # small models, with and without CUDA graphs
+    python benchmarks/run.py speed --out bench --cases nemo-1gpu --peers all    # see peers.py
     python benchmarks/run.py start --out bench        # seconds from the launch to the first step
     python benchmarks/run.py profile --out bench --cases 70b8-nooffload     # of any group
     python benchmarks/run.py ceiling llama-2-70b:4096 # of bf16 products on 4,096 tokens
@@ -13,6 +14,7 @@
 
 Written to --out after each case: GROUP.md, the table; results.jsonl, one object a case, appended;
 CASE.log; for a profile CASE.profile.md and CASE.trace.json.gz. A case that fails stops no other.
+With --peers the ratio is to the fastest peer that does the same work in the same layout.
 tokens/s: without padding, median of the steps after the second, or after the first where that
 leaves none. TFLOP/s: 6 x the parameters of the linear layers, head included, a token, whatever is
 really computed. NCCL_P2P_DISABLE=1 in front of a command imitates a bus without NVLink.
@@ -37,6 +39,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from peers import PEERS
+
 ROOT = Path(__file__).resolve().parents[1]
 WARM_STEPS, PROFILED_STEPS = 4, 2
 SHAPES = {  # hidden, intermediate, layers, heads, key/value heads, vocabulary
@@ -46,7 +50,9 @@ SHAPES = {  # hidden, intermediate, layers, heads, key/value heads, vocabulary
     "qwen2.5-72b": (8192, 29568, 80, 64, 8, 152064),
     "llama-3.2-1b": (2048, 8192, 16, 32, 8, 128256),
     "smollm2-135m": (576, 1536, 30, 9, 3, 49152),
+    "mistral-nemo-12b": (5120, 14336, 40, 32, 8, 131072),
 }
+HEAD_DIM = {"mistral-nemo-12b": 128}  # where it is not hidden / heads
 TIED = "llama-3.2-1b", "smollm2-135m"  # embedding and head
 
 
@@ -103,6 +109,14 @@ GROUPS = {
         case("8b-copies", "llama-3-8b", 2, 2048, 12, ALL, base="8b-shared"),
         case("8b-shared", "llama-3-8b", 2, 2048, 12, f"{ALL} {SHARED}"),
         case("8b-1gpu-none", "llama-3-8b", 2, 2048, 9, f"{NONE} --attn sdpa", gpus=1),
+        case("8b-1gpu-all", "llama-3-8b", 2, 2048, 9, ALL, gpus=1, base="8b-1gpu-none"),
+        *(case(f"nemo{name}", "mistral-nemo-12b", 2, 2048, 9, flags, gpus=gpus, layers=20,
+               base=name and "nemo")
+          for name, gpus, flags in (
+              ("", 2, ""), ("-all", 2, ALL), ("-shared", 2, f"{ALL} {SHARED}"),
+              ("-shared-none", 2, f"{NONE} {SHARED}"), ("-1gpu", 1, ""), ("-1gpu-all", 1, ALL),
+              ("-1gpu-offload", 1, f"{ALL} {OFFLOAD}"),
+          )),
     ],
     "chat": [  # 32 chat rows have some 9,600 tokens
         case("8b-fixed", "llama-3-8b", 4, 2048, 12, bins=0),
@@ -140,7 +154,8 @@ COLUMNS = {  # title: (key of a row, format)
 def products(model):
     """(how many, inputs, outputs) of a layer's matrix products: qkv, o, gate and up, down."""
     hidden, intermediate, _, heads, kv_heads, _ = SHAPES[model]
-    return ((1, hidden, hidden + 2 * hidden * kv_heads // heads), (1, hidden, hidden),
+    head_dim = HEAD_DIM.get(model, hidden // heads)
+    return ((1, hidden, (heads + 2 * kv_heads) * head_dim), (1, heads * head_dim, hidden),
             (2, hidden, intermediate), (1, intermediate, hidden))  # fmt: skip
 
 
@@ -160,8 +175,13 @@ def write_config(directory, model, layers):
     """The model's config.json with that many layers, None: its own."""
     hidden, intermediate, whole, heads, kv_heads, vocab = SHAPES[model]
     directory.mkdir(exist_ok=True)
+    own = {"qwen2.5": {"model_type": "qwen2"},
+           "mistral": {"model_type": "mistral", "sliding_window": None}}  # fmt: skip
+    own = own.get(model.partition("-")[0], {"model_type": "llama"})
+    if model in HEAD_DIM:
+        own["head_dim"] = HEAD_DIM[model]
     (directory / "config.json").write_text(json.dumps({
-        "model_type": "qwen2" if model.startswith("qwen2") else "llama", "dtype": "bfloat16",
+        **own, "dtype": "bfloat16",
         "hidden_size": hidden, "intermediate_size": intermediate,
         "num_hidden_layers": layers or whole, "num_attention_heads": heads,
         "num_key_value_heads": kv_heads, "vocab_size": vocab, "rms_norm_eps": 1e-5,
@@ -180,15 +200,19 @@ def chat_lengths(n, longest):
     return [min(max(length, SHORTEST), longest) for length in lengths]
 
 
-def write_chat(directory, lengths):
-    """data.jsonl with rows of these lengths, and the demo's tokenizer, which makes one token of
-    each character that the demo does not have, and puts EOS behind them."""
+def write_tokenizer(directory):
+    """The demo's, which makes one token of each character that the demo does not have."""
     sys.path.insert(0, str(ROOT))
     from fsdp_qlora.demo import write_demo
 
     write_demo(directory / "demo")
     for path in (directory / "demo" / "model").glob("*token*"):
         shutil.copy(path, directory)
+
+
+def write_chat(directory, lengths):
+    """data.jsonl with rows of these lengths, to which the tokenizer adds EOS."""
+    write_tokenizer(directory)
     draw, path = random.Random(1), directory / "data.jsonl"
     texts = ("".join(draw.choices("#$%&*+/<=>@^_{|}~", k=length - 1)) for length in lengths)
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -328,6 +352,14 @@ def cache_of(chosen, scratch):
     return {name: str(scratch / "cache" / below) for name, below in names.items()}
 
 
+def read_steps(results):
+    """The whole lines of a run's metrics.jsonl; removes the run's directory."""
+    metrics = results / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(True) if metrics.is_file() else []
+    shutil.rmtree(results, ignore_errors=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
 def run_case(chosen, gpus, out, scratch, limit, profile=False):
     """The row of one run of the script, or with `profile` or without CUDA graphs of the driver
     below around it."""
@@ -343,10 +375,7 @@ def run_case(chosen, gpus, out, scratch, limit, profile=False):
         program = [__file__, "plain"]
     cache = cache_of(chosen, scratch)
     code, seconds, text = launch(gpus, [*program, *flags], log, limit, **cache)
-    metrics = results / "metrics.jsonl"
-    lines = metrics.read_text().splitlines(True) if metrics.is_file() else []
-    steps = [json.loads(line) for line in lines if line.endswith("\n")]
-    shutil.rmtree(results, ignore_errors=True)
+    steps = read_steps(results)
     return {"case": name, "work": describe(chosen), "gpus": gpus, "base": chosen["base"],
             "seconds": seconds, "flags": flags, **outcome(code, text, steps),
             **measurements(text, steps)}  # fmt: skip
@@ -379,6 +408,47 @@ def run_peer(chosen, gpus, out, scratch, limit, peer):
                 "peak_gib": max(rank.get("train_peak_alloc", 0) for rank in ranks),
                 "first_loss": ranks[0]["loss_first"], "last_loss": ranks[0]["loss_last"]}
     return {**row, **outcome(code, text, ranks)}
+
+
+def layout(chosen, gpus):
+    """Which peers can do the same: what is on each GPU."""
+    if gpus == 1:
+        return "one GPU"
+    return "sharded" if "--shard_group_size" in chosen["flags"] else "copies"
+
+
+def peer_work(chosen, gpus):
+    """What a peer is to do, see peers.py: the same for cases that differ in the script's flags."""
+    return {
+        "rows": chosen["rows"], "seq": chosen["seq"], "steps": chosen["steps"],
+        "recompute": ALL in chosen["flags"], "gpus": gpus, "layout": layout(chosen, gpus),
+        "attn": "flash_attention_2" if FLASH in chosen["flags"] else "sdpa",
+        "model": f"{chosen['model']}-{chosen['layers']}",
+    }  # fmt: skip
+
+
+def run_beside(peer, chosen, gpus, out, scratch, limit, path):
+    """The row of one of peers.py. It reads its weights from a disk, so they are made first. On one
+    GPU it is started without torchrun, with which Accelerate would wrap the model in DDP, and it
+    must see one alone, or Trainer takes all of them."""
+    name, work = f"{peer}-{chosen['name']}", peer_work(chosen, gpus)
+    model, output = scratch / f"peers-{work['model']}", scratch / f"run-{peer}-{chosen['name']}"
+    program = ROOT / "benchmarks" / "peers.py"
+    env = {"PYTHONPATH": f"{path.resolve()}:{os.environ.get('PYTHONPATH', '')}"}
+    if not model.is_dir():
+        write_config(model, chosen["model"], chosen["layers"])
+        write_tokenizer(model)
+        launch(0, [program, "weights", model], out / f"{model.name}.log", limit, **env)
+    work |= {"model": str(model), "output": str(output)}
+    if gpus == 1:
+        env["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    code, seconds, text = launch(0 if gpus == 1 else gpus, [program, peer, json.dumps(work)],
+                                 out / f"{name}.log", limit, **env)  # fmt: skip
+    steps = read_steps(output)
+    how = f"{peer}, {work['layout']}, {'all' if work['recompute'] else 'nothing'} recomputed"
+    return {"case": name, "work": describe({**chosen, "flags": how}), "gpus": gpus, "base": None,
+            "seconds": seconds, "flags": work, **outcome(code, text, steps),
+            **measurements(text, steps)}  # fmt: skip
 
 
 # ---- profile -----------------------------------------------------------------------------------
@@ -524,13 +594,24 @@ def packed(peer, argv):
 # ---- all cases ---------------------------------------------------------------------------------
 
 
+def base_of(row, speeds):
+    """The case that the ratio is to; of several the fastest.
+
+    >>> base_of({"base": ["slow", "fast", "failed"]}, {"slow": 1, "fast": 2, "failed": None})
+    'fast'
+    """
+    bases = row["base"] if isinstance(row["base"], list) else [row["base"]]
+    return max(bases, key=lambda base: speeds.get(base) or 0)
+
+
 def table(rows):
     """Markdown; ratios are of tokens/s to the base's row."""
     speeds = {row["case"]: row.get("tokens_per_second") for row in rows}
     lines = ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
     for row in rows:
-        mine, base = speeds[row["case"]], speeds.get(row["base"])
-        values = {**row, "ratio": mine / base if mine and base else None}
+        base = base_of(row, speeds)
+        mine, its = speeds[row["case"]], speeds.get(base)
+        values = {**row, "base": base, "ratio": mine / its if mine and its else None}
         cells = ["" if values.get(key) is None else format(values[key], form)
                  for key, form in COLUMNS.values()]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
@@ -539,10 +620,10 @@ def table(rows):
     return "\n".join([machine, "", *lines, "", *errors]).strip() + "\n"
 
 
-def run_cases(group, cases, device_count, out, limit, peer=None):
+def run_cases(group, cases, device_count, out, limit, peer=None, peers=(), peers_path=ROOT):
     """One after the other; what is known is written after each. Returns the rows."""
     out.mkdir(parents=True, exist_ok=True)
-    rows, ceilings = [], {}
+    rows, ceilings, peer_rows = [], {}, {}
     if device_count:  # in a process of its own: this one shall hold no GPU memory
         shapes = sorted(set(map(shape_of, cases)))
         _, _, text = launch(0, [__file__, "ceiling", *shapes], out / "ceiling.log", limit)
@@ -569,6 +650,15 @@ def run_cases(group, cases, device_count, out, limit, peer=None):
             common = gpus, out, Path(scratch), limit
             if peer and (chosen["base"] or "").startswith("trl-"):
                 finish(run_peer(chosen, *common, peer), chosen)
+            beside = [p for p in peers if layout(chosen, gpus) in PEERS[p][0]]
+            for one in beside:  # once for all cases with this work
+                key = one, json.dumps(peer_work(chosen, gpus))
+                if key not in peer_rows:
+                    peer_rows[key] = f"{one}-{chosen['name']}"
+                    finish(run_beside(one, chosen, *common, peers_path), chosen)
+            if beside:
+                work = json.dumps(peer_work(chosen, gpus))
+                chosen = {**chosen, "base": [peer_rows[one, work] for one in beside]}
             if group == "profile":
                 chosen = {**chosen, "steps": WARM_STEPS + PROFILED_STEPS}
             finish(run_case(chosen, *common, profile=group == "profile"), chosen)
@@ -599,7 +689,14 @@ def main(argv):
     parser.add_argument("--limit", type=float, default=240, help="seconds a case may take")
     parser.add_argument("--flags", default="", help="added to every case: --flags='--attn sdpa'")
     parser.add_argument("--peer", type=Path, help="TRL's script, for speed and chat")
+    parser.add_argument("--peers", default="", help=f"for speed and small, with commas, or all:"
+                        f" {', '.join(PEERS)}")  # fmt: skip
+    parser.add_argument("--peers_path", type=Path, default=ROOT / ".p-site",
+                        help="where they are installed, by pip install --target")  # fmt: skip
     args = parser.parse_args(argv)
+    peers = list(PEERS) if args.peers == "all" else [p for p in args.peers.split(",") if p]
+    if set(peers) - set(PEERS) or peers and args.group not in ("speed", "small"):
+        parser.error(f"--peers {args.peers}: speed and small have {', '.join(PEERS)}")
     known = CASES if args.group == "profile" else {c["name"]: c for c in GROUPS[args.group]}
     names = args.cases.split(",") if args.cases else [c["name"] for c in GROUPS[args.group]]
     if set(names) - set(known):
@@ -614,7 +711,8 @@ def main(argv):
     if not torch.cuda.device_count():  # asks the driver and takes no GPU memory
         sys.exit("no GPU here")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the case ends with this
-    run_cases(args.group, cases, torch.cuda.device_count(), args.out, args.limit, args.peer)
+    run_cases(args.group, cases, torch.cuda.device_count(), args.out, args.limit, args.peer, peers,
+              args.peers_path)  # fmt: skip
 
 
 if __name__ == "__main__":

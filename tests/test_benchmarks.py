@@ -4,6 +4,7 @@ import doctest
 import importlib.util
 import json
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from fsdp_qlora import layer, plan
 from fsdp_qlora.base import load_tokenizer, model_directory, read_model_config
 from fsdp_qlora.flags import resolve_config
 
+sys.path.insert(0, str(ROOT / "benchmarks"))  # as where run.py is started
 spec = importlib.util.spec_from_file_location("benchmark", ROOT / "benchmarks" / "run.py")
 bench = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(bench)
@@ -25,7 +27,7 @@ FLASH_BACKWARD = (
 
 
 def test_examples():
-    assert doctest.testmod(bench).attempted == 3
+    assert doctest.testmod(bench).attempted == 4
     assert doctest.testmod(bench).failed == 0
 
 
@@ -135,6 +137,7 @@ def test_names_and_bases_exist():
         ("llama-3-8b", 8_030_261_248, 128256, 4096, 32, 218_103_808),
         ("llama-3.2-1b", 1_235_814_400, 128256, 2048, 16, 60_817_408),
         ("smollm2-135m", 134_515_008, 49152, 576, 30, 3_538_944),
+        ("mistral-nemo-12b", 12_247_782_400, 131072, 5120, 40, 272_629_760),
     ],
 )
 def test_shapes_are_the_published_ones(model, parameters, vocab, hidden, layers, layer):
@@ -205,6 +208,68 @@ def test_cases_run_and_a_bad_one_stops_none(tmp_path, monkeypatch):
     cells = [line.split("|") for line in table.splitlines() if line.startswith("| ")]
     assert [row[1].strip() for row in cells] == ["case", "bad", "good"]
     assert f"{good['tokens_per_second']:,.0f}" in cells[2][4]
+
+
+def test_peers_do_the_work_of_cases_in_their_layout():
+    """Cases that differ in the script's flags alone share a peer's run."""
+    layouts = {name: bench.layout(c, c["gpus"] or 4) for name, c in bench.CASES.items()}
+    of_nemo = [layouts[f"nemo{name}"] for name in ("", "-all", "-shared", "-1gpu", "-1gpu-offload")]
+    assert of_nemo == ["copies", "copies", "sharded", "one GPU", "one GPU"]
+    work = {name: bench.peer_work(c, c["gpus"] or 4) for name, c in bench.CASES.items()}
+    assert work["nemo-1gpu-all"] == work["nemo-1gpu-offload"]
+    names = "nemo", "nemo-all", "nemo-shared", "nemo-shared-none", "nemo-1gpu", "nemo-1gpu-all"
+    assert len({json.dumps(work[name]) for name in names}) == len(names)
+    assert not work["nemo"]["recompute"] and work["nemo-all"]["recompute"]
+    assert work["8b16-flash"]["attn"] == "flash_attention_2" and work["nemo"]["attn"] == "sdpa"
+    fit = {kind: [n for n, (kinds, _) in bench.PEERS.items() if kind in kinds]
+           for kind in ("one GPU", "copies", "sharded")}  # fmt: skip
+    trl = ["trl-ddp", "trl-ddp-liger"]
+    assert fit == {"one GPU": [*trl, "unsloth", "unsloth-sdpa"], "copies": trl,
+                   "sharded": ["trl-fsdp", "trl-fsdp-liger"]}  # fmt: skip
+
+
+def test_ratio_is_to_the_fastest_peer():
+    speeds = {"ours": 300.0, "a": 100.0, "b": 200.0, "failed": None}
+    rows = [{"case": name, "tokens_per_second": speed, "base": None, "error": ""}
+            for name, speed in speeds.items()]  # fmt: skip
+    rows[0]["base"], rows[3]["error"] = ["a", "b", "failed"], "RuntimeError: no"
+    text = bench.table(rows)
+    assert text.splitlines()[2].endswith("| 1.500 | b |")
+    assert text.endswith("failed: RuntimeError: no\n")
+    rows[0]["base"] = ["failed"]
+    assert bench.table(rows).splitlines()[2].endswith("|  | failed |")
+
+
+@pytest.mark.parametrize("words", [["speed", "--peers", "axolotl"], ["scale", "--peers", "all"]])
+def test_unknown_peers_are_refused(words, capsys):
+    with pytest.raises(SystemExit):
+        bench.main(words)
+    assert "speed and small have trl-ddp, trl-ddp-liger, " in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_peer_that_fails_is_a_row(tmp_path, monkeypatch):
+    """Its weights are whole, and Unsloth is not among what is installed for the tests."""
+    monkeypatch.setitem(bench.SHAPES, "demo", (256, 512, 4, 4, 2, 384))
+    case = bench.case("tiny", "demo", 2, 64, 4, bench.NONE, layers=1, gpus=1)
+    rows = bench.run_cases("speed", [case], 0, tmp_path, 100, None, ["unsloth"], tmp_path)
+    assert [(row["case"], row["result"]) for row in rows] == [
+        ("unsloth-tiny", "exit code 1"), ("tiny", "ok")]  # fmt: skip
+    assert rows[0]["error"] == "ModuleNotFoundError: No module named 'unsloth'"
+    assert rows[1]["base"] == ["unsloth-tiny"]
+
+
+@pytest.mark.slow
+def test_trl_runs_with_ddp(tmp_path, monkeypatch):
+    """It is not among what is installed for the tests. Before 1.16 its loss runs on GPUs only."""
+    pytest.importorskip("trl", minversion="1.16")
+    monkeypatch.setitem(bench.SHAPES, "demo", (256, 512, 4, 4, 2, 384))
+    case = bench.case("tiny", "demo", 2, 64, 4, bench.ALL, layers=1)
+    row = bench.run_beside("trl-ddp", case, 2, tmp_path, tmp_path, 200, tmp_path)
+    assert row["result"] == "ok", (tmp_path / "trl-ddp-tiny.log").read_text()
+    assert len(row["steps"]) == 4 and 5 < row["first_loss"] < 7 and 5 < row["last_loss"] < 7
+    speeds = [2 * 64 / step["seconds"] for step in row["steps"][2:]]
+    assert row["tokens_per_second"] == pytest.approx(sum(speeds) / 2)
 
 
 def test_compile_cache_is_emptied_for_a_cold_start(tmp_path):
