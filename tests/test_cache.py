@@ -8,6 +8,7 @@ import resource
 import signal
 from pathlib import Path
 
+import datasets
 import pytest
 from rows import CHATML, chat_tokenizer, prepare, refusal, write_jsonl
 from test_files import NESTED, write_kind
@@ -216,6 +217,10 @@ def test_cache_that_cannot_be_written_is_named_and_left_empty(n_cores, tokenizer
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "0.jsonl" / "cache"))
     assert re.search(r"0\.jsonl/cache/.* cannot be written: .*HF_DATASETS_CACHE",
                      refusal(paths, tokenizer))  # fmt: skip
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "0.jsonl" / "cache")
+    (table,) = write_kind("csv", tmp_path, [{"prompt": "x", "completion": "y"}])
+    assert re.search(r"data\.csv: .*copied to HF_DATASETS_CACHE, .*/0\.jsonl/cache$",
+                     refusal([table], tokenizer))  # fmt: skip
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # as if the disk were full
