@@ -231,11 +231,13 @@ def save_adapter(run, weights):
     --output_dir cannot be written or is lost, the adapter beside it or in the system's temporary
     directory, and OSError says where. Rank 0 only."""
     directory, errors = run.directory, []
-    for place in directory, directory.resolve().parent, Path(tempfile.gettempdir()):
+    for place in directory, directory.resolve().parent, None:  # None: the system's, if it has one
+        made = None
         try:
             if errors:  # the prefix is short, as a name has at most 255 bytes
-                place = tempfile.mkdtemp(prefix=f"{directory.name[:50]}-adapter-", dir=place)
-                write_adapter(Path(place), weights, run.lora_config)
+                made = tempfile.mkdtemp(prefix=f"{directory.name[:50]}-adapter-", dir=place)
+                place = Path(made)
+                write_adapter(place, weights, run.lora_config)
             else:
                 run.status.check_lock()
                 write_adapter(directory, weights, run.lora_config)
@@ -245,7 +247,12 @@ def save_adapter(run, weights):
                     write_whole(directory / "train_config.json", json.dumps(described, indent=2))
             break
         except (OSError, ValueError, SafetensorError) as e:
-            errors.append(f"{place}: {e}")
+            with contextlib.suppress(OSError):
+                if made:
+                    os.rmdir(made)  # if nothing could be written
+            errors.append(f"{place}: {e}" if place else str(e))
     if errors:
-        where = f"it is in {place}" if len(errors) < 3 else "the last checkpoint has what there is"
+        newest = run.status.checkpoint
+        lost = f"{newest} has what there is" if newest else "it is lost"
+        where = f"it is in {place}" if len(errors) < 3 else lost
         raise OSError(f"the adapter could not be saved in {'; nor in '.join(errors)}; {where}")

@@ -62,8 +62,10 @@ def open_output(config, given, status):
             raise ValueError(f"--output_dir {directory}: cannot be made: {e}; name another")
         used = [*directory.glob("adapter_*"), *directory.glob("checkpoint-*")]
         if used and not begun or begun and config.resume == "never":
+            way_out = ("resume it by --resume must" if begun else "begin with its adapter by"
+                       " --init_adapter: its train_config.json is damaged or missing")
             raise ValueError(f"--output_dir {directory} holds a run already: name another directory"
-                             + (", or resume it by --resume must" if begun else ""))
+                             f", or {way_out}")
         is_own = begun.get("flags") == as_json(flags_of(given))
         state = read_json(directory / "status.json", {}).get("state")
         is_complete = is_own and state == "complete" and has_adapter(directory, begun)

@@ -52,7 +52,7 @@ def prepare(sources, tokenizer, max_seq_len=1024, day="2020-01-31", columns=()):
         return prepare_rows(
             [str(source) for source in sources], tokenizer, max_seq_len, len(tokenizer), day,
             columns,
-        )
+        )[:2]
 
 
 def refusal(sources, tokenizer, **settings):

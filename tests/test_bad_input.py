@@ -586,6 +586,8 @@ def test_run_is_not_overwritten(resume, finished_run):
     assert code == 0 and out == f"already complete: {run}; nothing was touched\n"
     after = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
     assert {p for p in run.rglob("*") if before.get(p) != after.get(p)} <= {run / ".lock"}
+    (run / "train_config.json").write_text('{"flags":')
+    refused(FLAGS, again(), f"--output_dir {run}", "train_config.json is damaged", "--init_adapter")
 
 
 def test_resume_without_checkpoint_is_refused(resume, run_main, tmp_path, monkeypatch):

@@ -3,9 +3,12 @@
 import copy
 import errno
 import os
+import re
+import resource
 import signal
 from pathlib import Path
 
+import datasets
 import pytest
 from rows import CHATML, chat_tokenizer, prepare, refusal, write_jsonl
 from test_files import NESTED, write_kind
@@ -204,3 +207,35 @@ def test_end_of_one_encoding_process_ends_the_start(end, tokenizer, tmp_path, mo
         found = refusal(paths, tokenizer)
         assert {"SIGKILL": "ended by SIGKILL", "MemoryError": "no GiB"}[end] in found
     assert len(prepare(paths, tokenizer)[0]) == 3
+
+
+@pytest.mark.parametrize("n_cores", [1, 3])
+def test_cache_that_cannot_be_written_is_named_and_left_empty(n_cores, tokenizer, tmp_path,
+                                                              monkeypatch):  # fmt: skip
+    paths = [write_jsonl(tmp_path / f"{i}.jsonl", [{"text": f"row {i}"}] * 99) for i in range(3)]
+    monkeypatch.setattr(cache, "n_cores", lambda: n_cores)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "0.jsonl" / "cache"))
+    assert re.search(r"0\.jsonl/cache/.* cannot be written: .*HF_DATASETS_CACHE",
+                     refusal(paths, tokenizer))  # fmt: skip
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "0.jsonl" / "cache")
+    (table,) = write_kind("csv", tmp_path, [{"prompt": "x", "completion": "y"}])
+    assert re.search(r"data\.csv: .*copied to HF_DATASETS_CACHE, .*/0\.jsonl/cache$",
+                     refusal([table], tokenizer))  # fmt: skip
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # as if the disk were full
+    try:
+        assert "File too large; make room" in refusal(paths, tokenizer)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list((tmp_path / "cache" / "fsdp_qlora").glob("*/"))
+
+
+def test_cache_that_can_only_be_read_serves(parsed, tokenizer, tmp_path, monkeypatch):
+    find = cached(monkeypatch, tmp_path)
+    path = write_jsonl(tmp_path / "data.jsonl", NESTED)
+    _, first = n_parsed(parsed, [path], tokenizer)
+    lock = find(cache.PARTS).parent.with_suffix(".lock")
+    lock.unlink()
+    lock.mkdir()  # which cannot be opened for writing, by root neither
+    assert n_parsed(parsed, [path], tokenizer) == (0, first)

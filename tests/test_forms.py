@@ -3,11 +3,12 @@
 Conversations are in test_chat.py, files in test_files.py.
 """
 
+import contextlib
 import json
 import re
 
 import pytest
-from conftest import encode_file
+from conftest import encode_file, one_process
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from rows import (
@@ -16,8 +17,11 @@ from rows import (
 from tokenizers.processors import TemplateProcessing
 
 from fsdp_qlora.data import forms
+from fsdp_qlora.data.encode import prepare_data
 from fsdp_qlora.data.files import RefusedRow
 from fsdp_qlora.data.forms import IGNORE
+from fsdp_qlora.ranks import Stop
+from train_fsdp_qlora import Config
 
 
 @pytest.fixture
@@ -466,6 +470,35 @@ def test_columns_are_renamed_before_the_form_is_found(tokenizer, tmp_path):
     assert len(rows) == 1 and "1 text (ignored: unused)" in line
     twice = write_jsonl(path, [{"poem": "x", "text": "y"}])
     assert "has text twice" in refusal([twice], tokenizer, columns=("poem=text",))
+
+
+def test_column_that_no_row_has_ends_the_run(tokenizer, tmp_path):
+    """Of the rows to train on and those to evaluate on; it may be null."""
+    row = {"instruction": "Add 3 and 4.", "output": "It is 7."}
+    train = write_jsonl(tmp_path / "train.jsonl", [row | {"hint": None}])
+    test = write_jsonl(tmp_path / "test.jsonl", [row | {"label": 1}])
+    for fault, eval_dataset, *columns in (
+        ("", [test], "hint=input", "label=unused"), ("label=unused", [], "label=unused"),
+        ("hnt=input", [test], "hnt=input", "label=unused"),
+    ):  # fmt: skip
+        config = Config(dataset=(str(train),), eval_dataset=tuple(map(str, eval_dataset)),
+                        columns=tuple(columns), max_seq_len=64)
+        expected = (pytest.raises(Stop, match=f"--columns {fault}: no row has the key") if fault
+                    else contextlib.nullcontext())  # fmt: skip
+        with one_process(), expected:
+            prepare_data(config, tmp_path, tokenizer, len(tokenizer), "2020-01-31")
+
+
+def test_keys_of_messages_that_the_template_does_not_name_are_told(tokenizer):
+    answer = ASKED[1] | {"wieght": 0, "mood": "good", "tool_calls": [], "train": True}
+    form, _ = forms.parse_row({"messages": [ASKED[0], answer]}, tokenizer)
+    assert form == "messages (ignored in messages: wieght, mood)"
+    talk = [ASKED[0], ASKED[1] | {"loss": False, "mood": "bad"}, ASKED[0], answer]
+    _, ((part,),) = forms.parse_row({"messages": talk}, tokenizer)
+    assert len(part.trained) == 1
+    tokenizer.chat_template = CHATML.replace("m.role }}", "m.role }}{{ m.mood }}")
+    form, ((part,),) = forms.parse_row({"messages": [ASKED[0], answer]}, tokenizer)
+    assert form == "messages (ignored in messages: wieght)" and "assistantgood" in part.text
 
 
 def test_keys_cannot_command_a_terminal(tokenizer, tmp_path):

@@ -13,15 +13,18 @@ import errno
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import types
 from pathlib import Path
 
 import bitsandbytes as bnb
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -1212,6 +1215,27 @@ def test_adapter_is_saved_elsewhere_from_a_directory_of_any_name(begin, tmp_path
     at_step(5, monkeypatch, lambda run: shutil.rmtree(run.directory))
     line = refused(begin("--output_dir", name), 5, "it is in ")
     assert Path(line.rpartition("it is in ")[2], "adapter_config.json").is_file()
+
+
+def test_adapter_that_no_disk_takes_leaves_nothing_behind(tmp_path, monkeypatch):
+    """And one that --output_dir takes needs no temporary directory."""
+    (tmp_path / "run").mkdir()
+    status = types.SimpleNamespace(check_lock=lambda: None, checkpoint=None)
+    lora_config = peft.LoraConfig(r=4, target_modules=["q_proj"])
+    run = types.SimpleNamespace(directory=tmp_path / "run", status=status, lora_config=lora_config)
+    weights, limits = {"x": torch.ones(9999)}, resource.getrlimit(resource.RLIMIT_FSIZE)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    for status.checkpoint, end in (None, "it is lost"), ("checkpoint-000002", "has what there is"):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, limits[1]))
+        try:
+            with pytest.raises(OSError, match=f"File too large.*File too large.*gone.*{end}$"):
+                checkpoints.save_adapter(run, weights)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert [*tmp_path.rglob("*")] == [tmp_path / "run"]
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: pytest.fail("asked for"))
+    checkpoints.save_adapter(run, weights)
+    assert torch.equal(load_file(tmp_path / "run/adapter_model.safetensors")["x"], weights["x"])
 
 
 def test_other_versions_are_told_and_the_earlier_ones_kept(again, cut, complete, monkeypatch):

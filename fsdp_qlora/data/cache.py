@@ -19,17 +19,20 @@ from tqdm import tqdm
 from fsdp_qlora.files import digest, read_json
 from fsdp_qlora.ranks import is_rank_0, n_cores, say
 
+TOLD = ValueError, OSError, MemoryError  # that a process raises for another
 PARTS = "parts.json"  # the SHA-256 of each file of a table in order; written last
 
 
 @contextlib.contextmanager
 def open_cache(key):
-    """Yields the directory of this key, which no other process fills meanwhile."""
+    """Yields the directory of this key, which no other process fills meanwhile. It may be one that
+    can only be read."""
     home = Path(huggingface_hub.constants.HF_HOME, "datasets")
     directory = Path(os.environ.get("HF_DATASETS_CACHE", home), "fsdp_qlora", key)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with directory.with_suffix(".lock").open("w") as lock_file:
-        with contextlib.suppress(OSError):  # a file system without locks
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # a file system that is read-only, or without locks
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            lock_file = stack.enter_context(directory.with_suffix(".lock").open("w"))
             fcntl.flock(lock_file, fcntl.LOCK_EX)
         yield directory
 
@@ -59,7 +62,17 @@ def write_table(directory, pieces, make_batches, **settings):
     one at least. All cores share out the pieces, and each writes a file. Returns {file: SHA-256},
     for PARTS."""
     shutil.rmtree(directory, ignore_errors=True)  # not written over: a run may have it mapped
-    directory.mkdir()
+    try:
+        directory.mkdir(parents=True)
+        return write_files(directory, pieces, make_batches, settings)
+    except OSError as e:
+        shutil.rmtree(directory, ignore_errors=True)  # its room may be what is missing
+        raise OSError(f"{directory}: the encoded rows cannot be written: {e}; make room, or name"
+                      " another place in HF_DATASETS_CACHE")
+
+
+def write_files(directory, pieces, make_batches, settings):
+    """Write the files of a table. Returns {file: SHA-256}."""
     n = min(n_cores(), len(pieces))
     works = {}
     for i in range(n):
@@ -88,7 +101,7 @@ def write_part(path, make_batches, pieces, settings, count):
 
 def write_parts(works, count):
     """Write all files, each in a process of its own. Returns {file: SHA-256}; raises what one of
-    the processes raises, or a ChildProcessError when something ends one."""
+    the processes raises, or a ValueError when something ends one."""
     context = multiprocessing.get_context("fork")  # `works` are inherited, nothing is pickled
     digests, running = dict.fromkeys(path.name for path in works), {}
     try:
@@ -105,7 +118,7 @@ def write_parts(works, count):
                     kind, value = json.loads(pipe.recv_bytes())
                 except (EOFError, OSError):
                     process.join()
-                    raise ChildProcessError(
+                    raise ValueError(
                         "a process that encodes rows was ended by"
                         f" {signal.Signals(abs(process.exitcode)).name}: the kernel does that where"
                         " host memory runs out")
@@ -116,7 +129,7 @@ def write_parts(works, count):
                     running.pop(pipe)
                     process.join()
                 else:
-                    raise MemoryError(value) if kind == "MemoryError" else ValueError(value)
+                    raise next((k for k in TOLD if k.__name__ == kind), ValueError)(value)
     finally:
         for _, process in running.values():
             process.kill()
@@ -136,6 +149,6 @@ def tell_of_part(pipe, path, *work):
     try:
         message = "written", write_part(path, *work, lambda n: tell("rows", n))
     except Exception as e:
-        is_told = isinstance(e, (ValueError, OSError, MemoryError))
-        message = type(e).__name__, str(e) if is_told else f"{type(e).__name__}: {e}"
+        kind = next((k for k in TOLD if isinstance(e, k)), None)
+        message = (kind.__name__, str(e)) if kind else ("", f"{type(e).__name__}: {e}")
     tell(*message)

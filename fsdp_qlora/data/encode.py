@@ -27,6 +27,7 @@ ENCODED = {  # what encode_pieces() yields of a document
     "kept": "bool", "refused": "bool",  # neither: the row is left out
     "is_first": "bool",  # of its row
     "form": "string",  # of its row, with the keys that are ignored
+    "renamed": "string",  # the keys that --columns renames in its row, as JSON
     "left_out": "string", "where": "string"}  # why, and which row; "" if it is kept
 
 
@@ -76,17 +77,20 @@ def prepare_data(config, directory, tokenizer, vocab_size, day):
         return random_rows(vocab_size, config), None
     settings = tokenizer, config.max_seq_len, vocab_size, day, config.columns or ()
     sources = config.dataset or (str(directory / "demo" / "data.jsonl"),)
-    rows, line = prepare_rows(sources, *settings)
+    rows, line, renamed = prepare_rows(sources, *settings)
     say(f"data: {line}")
-    if not config.eval_dataset:
-        return rows, None
-    try:
-        fraction = float(config.eval_dataset[0])
-    except ValueError:
-        eval_rows, line = prepare_rows(config.eval_dataset, *settings, "--eval_dataset")
-        say(f"evaluation: {line}")
-        return rows, eval_rows
-    return hold_out(rows, fraction, config)
+    eval_rows, fraction = None, None
+    if config.eval_dataset:
+        try:
+            fraction = float(config.eval_dataset[0])
+        except ValueError:
+            eval_rows, line, also = prepare_rows(config.eval_dataset, *settings, "--eval_dataset")
+            say(f"evaluation: {line}")
+            renamed |= also
+    for column in config.columns or ():
+        if (key := column.split("=")[0]) not in renamed:
+            raise Stop(f"--columns {column}: no row has the key {key}")
+    return (rows, eval_rows) if fraction is None else hold_out(rows, fraction, config)
 
 
 def hold_out(rows, fraction, config):
@@ -104,7 +108,8 @@ def hold_out(rows, fraction, config):
 
 
 def prepare_rows(sources, tokenizer, max_seq_len, vocab_size, day, columns=(), flag="--dataset"):
-    """The Rows of all `sources`, and a line on what became of them. All ranks must call this."""
+    """The Rows of all `sources`, a line on what became of them, and the set of keys that `columns`
+    have renamed. All ranks must call this."""
     name = " ".join(sources)
     with together():
         if tokenizer.eos_token_id is None:
@@ -147,7 +152,8 @@ def prepare_rows(sources, tokenizer, max_seq_len, vocab_size, day, columns=(), f
         n_cut = int(table["cut"].filter(table["kept"]).to_numpy().sum())
         if n_cut:
             line += f"; {n_cut:,} cut to {max_seq_len} tokens"
-        return rows, f"{line}; {left_out}" if left_out else line
+        line = f"{line}; {left_out}" if left_out else line
+        return rows, line, {key for keys in counts_of(table["renamed"]) for key in json.loads(keys)}
 
 
 def cache_key(sources, contents, tokenizer, max_seq_len, vocab_size, new_names):
@@ -182,18 +188,19 @@ def encode_batches(pieces, **settings):
 def encode_pieces(pieces, tokenizer, max_seq_len, vocab_size, new_names=()):
     """Yield {name: value}, see ENCODED, for each document of each row; of a row that cannot be used
     one, without tokens."""
-    rows = read_pieces(pieces)
+    rows, old_names = read_pieces(pieces), {column.split("=")[0] for column in new_names}
     while batch := list(itertools.islice(rows, BATCH)):
-        parsed = [(where, *try_row(row, tokenizer, new_names)) for where, row in batch]
+        parsed = [(where, json.dumps(sorted(old_names & row.keys() if type(row) is dict else ())),
+                   *try_row(row, tokenizer, new_names)) for where, row in batch]
         tokens = iter(tokenize([d for *_, documents in parsed for d in documents], tokenizer))
-        for where, row_error, form, documents in parsed:
+        for where, renamed, row_error, form, documents in parsed:
             for i in range(len(documents)):
                 columns = columns_of(*next(tokens), max_seq_len)
                 error = row_error or check_tokens(columns, max_seq_len, vocab_size)
                 why = (str(error) or type(error).__name__) if error else ""
                 form, why = printable(form), printable(why)
                 yield {**columns, "kept": not error, "refused": isinstance(error, RefusedRow),
-                       "is_first": i == 0, "form": form, "left_out": why,
+                       "is_first": i == 0, "form": form, "renamed": renamed, "left_out": why,
                        "where": where if error else ""}
 
 

@@ -245,8 +245,11 @@ def open_table(source, path, options, content):
         is_from_hub = True
         return datasets.load_dataset(str(path), **{"split": "train", **options})
     except Exception as e:  # the Hub client has a dozen kinds of errors; each is the user's
+        error = e.__cause__ or e
         what = "no such file here, and the Hub says: " if is_from_hub else ""
-        raise ValueError(f"{source}: {what}{e.__cause__ or e}")
+        where = (f"; a table is copied to HF_DATASETS_CACHE, {datasets.config.HF_DATASETS_CACHE}"
+                 if isinstance(error, OSError) and not is_from_hub else "")
+        raise ValueError(f"{source}: {what}{error}{where}")
 
 
 def load_table_file(path, content):

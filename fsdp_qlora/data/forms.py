@@ -42,7 +42,7 @@ REFUSED = {key: why for why, keys in {  # of rows and messages
     "write it as content": ("refusal",),
 }.items() for key in keys}
 
-TRAINED = ("train", "training", "train_on_turn", "weight")  # in a message: whether it is trained
+TRAINED = ("train", "training", "train_on_turn", "weight", "loss")  # of a message: is it trained?
 ROLES = {  # of a message: what templates call it
     "system": "system", "developer": "developer", "human": "user", "user": "user",
     **dict.fromkeys(("assistant", "gpt", "model", "chatgpt", "bing", "bard"), "assistant"),
@@ -75,6 +75,8 @@ def parse_row(row, tokenizer, columns=()):
     documents = parse_text(row, form, tokenizer)
     if documents is None:
         messages = as_messages(row, form)
+        if unread := unread_keys(messages, str(tokenizer.chat_template)):
+            notes.append(f"ignored in messages: {', '.join(unread)}")
         if messages and messages[0]["role"] == "assistant" and messages[0]["train"]:
             notes.append("not trained: the assistant's first message, before which nothing stands")
         documents = parse_chat(messages, template_options(row), tokenizer)
@@ -147,6 +149,13 @@ def take_keys(row, form):
         else:
             ignored.append(key)
     return taken, ignored
+
+
+def unread_keys(messages, template):
+    """The keys of messages that the chat template never names, in order."""
+    keys = dict.fromkeys(key for message in messages for key, value in message.items()
+                         if key != "train" and not is_empty(value))
+    return [key for key in keys if not re.search(rf"\b{re.escape(key)}\b", template)]
 
 
 def is_empty(value):
@@ -262,7 +271,7 @@ def read_message(message):
             raise ValueError(f"a message has {key} {flag}: want 0 or 1")
         if flag and ROLES[role] != "assistant":
             raise RefusedRow(f"has {key} {flag} in a message of {role}: only the assistant's are"
-                             " trained; leave it out")
+                             " trained; leave it out, or write the row as segments")
     if role == "function_call":
         calls = read_json_text("tools", message.pop("content", None))
         message["tool_calls"] = [{"type": "function", "function": call}
