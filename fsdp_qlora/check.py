@@ -11,7 +11,8 @@ import types
 import torch
 import torch.nn.functional as F
 import transformers
-from transformers import AutoModelForCausalLM
+from torch import nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModel, AutoModelForCausalLM
 
 from fsdp_qlora.data.bins import make_bin
 from fsdp_qlora.data.encode import rows_of
@@ -69,13 +70,35 @@ def random_reference(model_config, generator):
     """transformers' model in fp32 with random norms and biases: 1 and 0 would hide mistakes."""
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
-        reference = AutoModelForCausalLM.from_config(
-            model_config, dtype=torch.float32, attn_implementation="eager",
-            trust_remote_code=False).eval()
+        settings = dict(dtype=torch.float32, attn_implementation="eager", trust_remote_code=False)
+        reference = text_model(model_config, **settings).eval()
     for p in reference.parameters():
         if p.dim() == 1:
             p += torch.empty_like(p).normal_(0, 0.2, generator=generator)
     return reference.requires_grad_(False)
+
+
+def text_model(model_config, **settings):
+    """transformers' model of a text config, with its head."""
+    if type(model_config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM.from_config(model_config, **settings)
+    return TextModel(model_config, **settings)
+
+
+class TextModel(nn.Module):
+    """A text model that transformers has with a head only beside a vision tower: Qwen3-VL's."""
+
+    def __init__(self, model_config, **settings):
+        super().__init__()
+        self.model = AutoModel.from_config(model_config, **settings)
+        table = self.model.embed_tokens.weight
+        self.lm_head = nn.Linear(*reversed(table.shape), bias=False, dtype=table.dtype)
+        if model_config.tie_word_embeddings:
+            self.lm_head.weight = table
+
+    def forward(self, input_ids):
+        hidden = self.model(input_ids).last_hidden_state
+        return types.SimpleNamespace(logits=self.lm_head(hidden))
 
 
 def plain_model(model_config, arch, tensors, max_seq_len, fill_model, kind=None, again=False):

@@ -46,6 +46,7 @@ FAMILIES = {
     "ministral3": Family(window="all", query_temperature=True),
     "qwen2": Family(qkv_bias=True, window="layer_types"),
     "qwen3": Family(qk_norm="head", window="layer_types"),
+    "qwen3_vl_text": Family(qk_norm="head"),
     "phi3": Family(fused_qkv=True, fused_gate_up=True, partial_rotary=True, window="all"),
     "gemma": Family(**GEMMA),
     "gemma2": Family(**GEMMA2, attention_softcap="config.attn_logit_softcapping",
@@ -83,12 +84,14 @@ FAMILIES = {
                                k_norm="self_attn.key_layernorm")}
 MULTIMODAL = {  # {outer model type: those of the text models}; the outer one changes no logits
     "gemma3": ("gemma3_text",), "mistral3": ("mistral", "ministral3"),
-    "internvl": ("qwen2", "qwen3"), "llava": ("llama", "mistral"), "exaone4_5": ("exaone4",)}
+    "internvl": ("qwen2", "qwen3"), "llava": ("llama", "mistral"), "exaone4_5": ("exaone4",),
+    "qwen3_vl": ("qwen3_vl_text",)}
 ROPE_TYPES = {"default", "linear", "dynamic", "yarn", "longrope", "llama3"}
+# mrope's: with text alone its three streams of positions are one, so that it is the plain rotary
 ROPE_KEYS = set("""rope_type type rope_theta factor partial_rotary_factor alpha attention_factor
     original_max_position_embeddings max_position_embeddings beta_fast beta_slow mscale truncate
     mscale_all_dim short_factor long_factor low_freq_factor high_freq_factor llama_4_scaling_beta
-    """.split())
+    mrope_section mrope_interleaved""".split())
 # Fields of config classes that describe_model reads for every family, or that change no output.
 # Any other field that no record names must have its default: it could be a mechanism unknown here.
 KNOWN_FIELDS = set("""vocab_size hidden_size intermediate_size num_hidden_layers head_dim dtype
@@ -173,8 +176,9 @@ def describe_model(model_config):
         out=[Linear("self_attn.o_proj", hidden, heads * head_dim, family.out_bias)],
         gate_up=[Linear(f"mlp.{x}_proj", n, hidden, family.mlp_bias) for x, n in gate_up.items()],
         down=[Linear("mlp.down_proj", hidden, inner, family.mlp_bias)],
-        # mistral3's outer flag is True by default though released models are not tied
-        tied=c.tie_word_embeddings and model_config.tie_word_embeddings,
+        # mistral3's outer flag is True by default though released models are not tied; Qwen3-VL's
+        # text config may have none
+        tied=getattr(c, "tie_word_embeddings", True) and model_config.tie_word_embeddings,
         module_prefix=prefixes[0], checkpoint_prefixes=prefixes,
         head_names=["lm_head.weight", "language_model.lm_head.weight"][: len(prefixes)])
 
@@ -256,6 +260,7 @@ def shrunk_config(model_config):
         if of_layers:
             setattr(c, name, [of_layers[0], of_layers[other]])
     c.num_hidden_layers, c.vocab_size, c.intermediate_size = 2, 128, 192
+    c.tie_word_embeddings = arch.tied
     # as released, a wrong scale of attention or a wrong eps would go unnoticed
     visible = {"initializer_range": 0.2, "attention_multiplier": 0.2, "rms_norm_eps": 0.05,
                "layer_norm_eps": 0.05}

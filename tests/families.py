@@ -29,6 +29,9 @@ YARN_LLAMA4 = YARN | dict(
     beta_slow=1.0,
     llama_4_scaling_beta=0.1,
 )
+MROPE = dict(
+    rope_type="default", rope_theta=10000.0, mrope_interleaved=True, mrope_section=[3, 3, 2]
+)
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 
 
@@ -260,6 +263,15 @@ TINY = {
         tiny("exaone4", None, sliding_window=7, layer_types=MIXED),
         "exaone4_5_vision",
         False,
+    ),
+    "qwen3_vl": multimodal(
+        "qwen3_vl",
+        tiny("qwen3_vl_text", rope_parameters=MROPE),
+        "qwen3_vl_vision",
+        False,
+    ),
+    "qwen3_vl_tied": multimodal(
+        "qwen3_vl", tiny("qwen3_vl_text", head_dim=24), "qwen3_vl_vision", True
     ),
     "mistral3_ministral3": multimodal("mistral3", MINISTRAL3, "pixtral", True),
 }

@@ -22,7 +22,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
 from fsdp_qlora import attention, check, families, linears, mlp
 from fsdp_qlora.adapter import choose_adapted
-from fsdp_qlora.check import check_family, plain_run, random_reference, read_weights
+from fsdp_qlora.check import check_family, plain_run, random_reference, read_weights, text_model
 from fsdp_qlora.data.bins import make_bin
 from fsdp_qlora.data.encode import rows_of
 from fsdp_qlora.attention import document_attention, rope_tables
@@ -130,6 +130,7 @@ class Pair:
                 value = weight.norm(dim=1) * (1 + value)
             self.values[key] = value
         lora_config, _ = choose_adapted(self.arch, self.config, "test")
+        lora_config.task_type = None  # else PEFT wants a model that generates
         self.peft = get_peft_model(reference, lora_config).eval()
         set_peft_model_state_dict(self.peft, self.values)
         taken = get_peft_model_state_dict(self.peft)
@@ -520,6 +521,15 @@ def test_multimodal_model_is_tied_if_both_configs_say_so(outer, inner):
     assert describe_model(config).tied == (outer and inner)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_text_config_without_that_flag_is_tied_as_the_outer_one_says(tied):
+    config = TINY["qwen3_vl"](VOCABULARY)
+    del config.text_config.tie_word_embeddings
+    config.tie_word_embeddings = tied
+    assert describe_model(config).tied == tied
+    assert describe_model(shrunk_config(config)).tied == tied
+
+
 OUTER = [name for name, make in TINY.items() if make.model_type in families.MULTIMODAL]
 
 
@@ -528,7 +538,7 @@ def test_multimodal_model_gives_the_logits_of_its_text_model(name):
     """The check at start builds the text model alone; the outer one must not scale or cap."""
     config = TINY[name](VOCABULARY)
     outer = make_whole(config)
-    text = AutoModelForCausalLM.from_config(config.text_config, dtype=torch.float32).eval()
+    text = text_model(config.text_config, dtype=torch.float32).eval()
     tensors = {
         key.replace("model.language_model.", "model."): value
         for key, value in outer.state_dict().items()

@@ -27,6 +27,11 @@ SIGLIP = {"hidden_size": 1152, "image_size": 896, "intermediate_size": 4304, "pa
 PIXTRAL = {"attention_dropout": 0.0, "head_dim": 64, "hidden_act": "silu", "hidden_size": 1024,
            "image_size": 1540, "intermediate_size": 4096, "model_type": "pixtral",
            "num_attention_heads": 16, "num_hidden_layers": 24, "patch_size": 14}  # fmt: skip
+MROPE = {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"}
+QWEN3_VISION = {"deepstack_visual_indexes": [5, 11, 17], "depth": 24, "hidden_size": 1024,
+                "in_channels": 3, "intermediate_size": 4096, "model_type": "qwen3_vl",
+                "num_heads": 16, "out_hidden_size": 2560, "patch_size": 16,
+                "spatial_merge_size": 2, "temporal_patch_size": 2}  # fmt: skip
 PHI3 = {"attention_bias": False, "attention_dropout": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
         "hidden_act": "silu", "rms_norm_eps": 1e-5, "tie_word_embeddings": False}  # fmt: skip
 GRANITE = {"attention_multiplier": 0.0078125, "embedding_multiplier": 12.0, "logits_scaling": 16.0,
@@ -96,6 +101,15 @@ CONFIGS = {
     "Qwen3 8B": text("qwen3", 4096, 12288, 36, 32, 8, 151936, head_dim=128, max_window_layers=36,
                      max_position_embeddings=40960, rope_theta=1e6, rope_scaling=None,
                      sliding_window=None, use_sliding_window=False, attention_bias=False),
+    "Qwen3-VL 4B": multimodal(
+        "qwen3_vl", text("qwen3_vl_text", 2560, 9728, 36, 32, 8, 151936, head_dim=128,
+                         max_position_embeddings=262144, attention_bias=False, rope_theta=5e6,
+                         rope_scaling=MROPE, tie_word_embeddings=True), QWEN3_VISION,
+        tie_word_embeddings=True, vision_start_token_id=151652, vision_end_token_id=151653),
+    "Qwen3-VL 8B": multimodal(
+        "qwen3_vl", text("qwen3_vl_text", 4096, 12288, 36, 32, 8, 151936, head_dim=128,
+                         max_position_embeddings=262144, attention_bias=False, rope_theta=5e6,
+                         rope_scaling=MROPE), QWEN3_VISION, tie_word_embeddings=False),
     "Phi-3 mini 4k": text("phi3", 3072, 8192, 32, 32, 32, 32064, **PHI3, sliding_window=2047,
                           max_position_embeddings=4096, original_max_position_embeddings=4096),
     "Phi-3.5 mini": text("phi3", 3072, 8192, 32, 32, 32, 32064, **PHI3, sliding_window=262144,
