@@ -24,7 +24,11 @@ class Family:
     out_bias: bool | str = "config.attention_bias"
     mlp_bias: bool | str = "config.mlp_bias"
     fused_qkv: bool = False  # one linear "qkv_proj"
-    fused_gate_up: bool = False  # one linear "gate_up_proj"
+    gated: bool = True  # the MLP's last linear reads act(gate) * up; else act(up)
+    mlp_in: tuple = ("mlp.gate_proj", "mlp.up_proj")  # linears whose outputs, concatenated, are
+    #                                                   gate and up, or up alone
+    mlp_out: str = "mlp.down_proj"
+    intermediate_size: int | str = "config.intermediate_size"  # width of gate and up, each
     qk_norm: str | None = None  # weight: "head" [head_dim], "heads" [heads, head_dim], "full" [all]
     qk_norm_if: bool | str = True  # where a config can switch it off
     q_norm: str | None = "self_attn.q_norm"  # None in an Architecture without qk_norm
@@ -34,6 +38,7 @@ class Family:
     partial_rotary: bool = False  # partial_rotary_factor of rope_parameters counts
     ropes_by_layer_type: bool = False  # rope_parameters has an entry for each layer type
     ntk_alpha: bool = False  # alpha of rope_parameters counts, whatever the length
+    rotary_if: bool | str = True  # where a config can switch it off: True and "rope" mean with
     no_rotary: str | None = None  # layers without: "no_rope_layers": those that this list of the
     #                               config marks; "full": those without a window; "full_if_window":
     #                               the same, but none if the model has no window
@@ -50,6 +55,8 @@ class Family:
     logits_divisor: float | str = 1.0
     attention_dropout: float | str = "config.attention_dropout"
     residual_dropout: float | str = 0.0  # on what o_proj and down_proj return
+    must_be: dict = dataclasses.field(default_factory=dict)  # {field of the config: its only value}
+    unused: tuple = ()  # fields of the config that change nothing here, as those of Mamba layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,14 +74,13 @@ class Architecture(Family):
     family: str  # model_type of the text model
     n_layers: int
     hidden_size: int
-    intermediate_size: int
     n_heads: int
     n_kv_heads: int
     head_dim: int
     vocab_size: int
     qkv: list[Linear]  # their outputs, concatenated, are q, k, v
     out: list[Linear]
-    gate_up: list[Linear]  # their outputs, concatenated, are gate, up
+    gate_up: list[Linear]  # their outputs, concatenated, are gate, up; without a gate: up
     down: list[Linear]
     rotary_dim: int  # the first dimensions of a head that are rotated
     ropes: list[dict]  # settings for rope_frequencies, one for each kind of rotary

@@ -34,7 +34,11 @@ GEMMA2 = GEMMA | POST_NORMS | dict(
 COHERE = dict(norm="layer", norm_eps="config.layer_norm_eps", mlp_norm="input_layernorm",
               parallel=True, rotary_interleaved=True, logits_multiplier="config.logit_scale")
 OLMO2 = POST_NORMS | dict(norm="rms_fp32", qk_norm="full")
-GLM = dict(out_bias=False, fused_gate_up=True, rotary_interleaved=True, partial_rotary=True)
+FUSED_MLP = dict(mlp_in=("mlp.gate_up_proj",))
+GLM = FUSED_MLP | dict(out_bias=False, rotary_interleaved=True, partial_rotary=True)
+GRANITE = dict(attention_scale="config.attention_multiplier",
+               embedding_multiplier="config.embedding_multiplier",
+               residual_multiplier="config.residual_multiplier")
 FAMILIES = {
     "llama": Family(),
     "internlm3": Family(),
@@ -47,7 +51,7 @@ FAMILIES = {
     "qwen2": Family(qkv_bias=True, window="layer_types"),
     "qwen3": Family(qk_norm="head", window="layer_types"),
     "qwen3_vl_text": Family(qk_norm="head"),
-    "phi3": Family(fused_qkv=True, fused_gate_up=True, partial_rotary=True, window="all"),
+    "phi3": Family(**FUSED_MLP, fused_qkv=True, partial_rotary=True, window="all"),
     "gemma": Family(**GEMMA),
     "gemma2": Family(**GEMMA2, attention_softcap="config.attn_logit_softcapping",
                      logits_softcap="config.final_logit_softcapping"),
@@ -55,14 +59,16 @@ FAMILIES = {
                          attention_softcap="config.attn_logit_softcapping",
                          logits_softcap="config.final_logit_softcapping"),
     "gemma3_text": Family(**GEMMA2, qk_norm="head", ropes_by_layer_type=True),
-    "granite": Family(attention_scale="config.attention_multiplier",
-                      embedding_multiplier="config.embedding_multiplier",
-                      residual_multiplier="config.residual_multiplier",
-                      logits_divisor="config.logits_scaling"),
-    "hyperclovax": Family(attention_scale="config.attention_multiplier",
-                          embedding_multiplier="config.embedding_multiplier",
-                          residual_multiplier="config.residual_multiplier",
-                          logits_multiplier="config.logits_scaling",
+    "granite": Family(**GRANITE, logits_divisor="config.logits_scaling"),
+    "granitemoehybrid": Family(
+        **GRANITE, logits_divisor="config.logits_scaling", mlp_in=("shared_mlp.input_linear",),
+        mlp_out="shared_mlp.output_linear", intermediate_size="config.shared_intermediate_size",
+        rotary_if="config.position_embedding_type", must_be={"num_local_experts": 0},
+        unused=("num_experts_per_tok", "output_router_logits", "router_aux_loss_coef",
+                "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv",
+                "mamba_expand", "mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias",
+                "time_step_limit")),
+    "hyperclovax": Family(**GRANITE, logits_multiplier="config.logits_scaling",
                           attention_post_norm="post_norm1", mlp_post_norm="post_norm2",
                           post_norm_if="config.use_post_norm"),
     "cohere": Family(**COHERE, qk_norm="heads", qk_norm_if="config.use_qk_norm"),
@@ -121,12 +127,14 @@ def check_model(model_config):
                          f" {', '.join([*FAMILIES, *MULTIMODAL])}")
     if getattr(c, "is_causal", True) is False:
         raise ValueError(f"{name}: is_causal=False is not supported: only causal attention is")
-    record = vars(FAMILIES[c.model_type]).values()
-    known = KNOWN_FIELDS | {str(value).removeprefix("config.") for value in record}
+    family = FAMILIES[c.model_type]
+    known = {str(value).removeprefix("config.") for value in vars(family).values()}
+    known |= KNOWN_FIELDS.union(family.unused)
     for field in dataclasses.fields(c):
         value, default = getattr(c, field.name), field.default
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
+        default = family.must_be.get(field.name, default)
         if field.name not in known and value != default and (value or default):
             raise ValueError(f"{name}: {field.name}={value} is not supported, only {default}")
 
@@ -146,7 +154,7 @@ def describe_model(model_config):
     if family.activation not in ACTIVATIONS:
         raise ValueError(f"{record.activation.removeprefix('config.')} {family.activation} is not"
                          f" supported: only {', '.join(ACTIVATIONS)}")
-    hidden, inner = c.hidden_size, c.intermediate_size
+    hidden, inner = c.hidden_size, family.intermediate_size
     heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
     if heads % kv_heads:
         raise ValueError(f"{heads} attention heads are no multiple of {kv_heads} key-value heads")
@@ -164,18 +172,17 @@ def describe_model(model_config):
     values["attention_dropout"] = family.attention_dropout or 0.0
     qkv = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
     qkv = {"qkv": sum(qkv.values())} if family.fused_qkv else qkv
-    gate_up = {"gate_up": 2 * inner} if family.fused_gate_up else {"gate": inner, "up": inner}
+    n_in = inner * (1 + family.gated) // len(family.mlp_in)  # outputs of each of these linears
     prefixes = ["model."]
     if c is not model_config:
         prefixes = ["model.language_model.", "language_model.model."]
     return Architecture(
         **values, family=c.model_type, n_layers=c.num_hidden_layers, hidden_size=hidden,
-        intermediate_size=inner, n_heads=heads, n_kv_heads=kv_heads, head_dim=head_dim,
-        vocab_size=c.vocab_size,
+        n_heads=heads, n_kv_heads=kv_heads, head_dim=head_dim, vocab_size=c.vocab_size,
         qkv=[Linear(f"self_attn.{x}_proj", n, hidden, family.qkv_bias) for x, n in qkv.items()],
         out=[Linear("self_attn.o_proj", hidden, heads * head_dim, family.out_bias)],
-        gate_up=[Linear(f"mlp.{x}_proj", n, hidden, family.mlp_bias) for x, n in gate_up.items()],
-        down=[Linear("mlp.down_proj", hidden, inner, family.mlp_bias)],
+        gate_up=[Linear(name, n_in, hidden, family.mlp_bias) for name in family.mlp_in],
+        down=[Linear(family.mlp_out, hidden, inner, family.mlp_bias)],
         # mistral3's outer flag is True by default though released models are not tied; Qwen3-VL's
         # text config may have none
         tied=getattr(c, "tie_word_embeddings", True) and model_config.tie_word_embeddings,
@@ -187,16 +194,21 @@ def describe_positions(c, family, head_dim):
     """What an Architecture says of positions: {name of its field: value}, from a text config."""
     n_layers, window = c.num_hidden_layers, getattr(c, "sliding_window", None)
     kinds = getattr(c, "layer_types", None) or ["full_attention"] * n_layers
-    if set(kinds) - LAYER_TYPES or len(kinds) != n_layers:
-        raise ValueError(f"layer_types has {len(kinds)} entries for {n_layers} layers:"
-                         f" {sorted(set(kinds))}; full_attention and sliding_attention work")
+    if len(kinds) != n_layers:
+        raise ValueError(f"layer_types has {len(kinds)} entries for {n_layers} layers")
+    if other := sorted(set(kinds) - LAYER_TYPES):
+        raise ValueError(f"{sum(kind in other for kind in kinds)} of {n_layers} layers are of"
+                         f" {', '.join(other)}, which is not supported, only"
+                         f" {' and '.join(sorted(LAYER_TYPES))} are")
     slides = [family.window == "all" and window is not None
               or family.window == "layer_types" and kind == "sliding_attention" for kind in kinds]
     used = getattr(c, "use_sliding_window", True)
     if any(slides) and not (window and used):
         raise ValueError(f"layers with a sliding window, but sliding_window={window},"
                          f" use_sliding_window={used}")
-    rotated = c.no_rope_layers if family.no_rotary == "no_rope_layers" else [True] * n_layers
+    rotated = [family.rotary_if in (True, "rope")] * n_layers
+    if family.no_rotary == "no_rope_layers":
+        rotated = c.no_rope_layers
     if family.no_rotary == "full" or family.no_rotary == "full_if_window" and window is not None:
         rotated = slides
     ropes, layer_rope = [], []
@@ -259,7 +271,8 @@ def shrunk_config(model_config):
     for name, of_layers in lists.items():
         if of_layers:
             setattr(c, name, [of_layers[0], of_layers[other]])
-    c.num_hidden_layers, c.vocab_size, c.intermediate_size = 2, 128, 192
+    c.num_hidden_layers, c.vocab_size = 2, 128
+    setattr(c, FAMILIES[c.model_type].intermediate_size.removeprefix("config."), 192)
     c.tie_word_embeddings = arch.tied
     # as released, a wrong scale of attention or a wrong eps would go unnoticed
     visible = {"initializer_range": 0.2, "attention_multiplier": 0.2, "rms_norm_eps": 0.05,

@@ -32,6 +32,17 @@ YARN_LLAMA4 = YARN | dict(
 MROPE = dict(
     rope_type="default", rope_theta=10000.0, mrope_interleaved=True, mrope_section=[3, 3, 2]
 )
+GRANITE4 = dict(
+    layer_types=["attention"] * 3,
+    num_local_experts=0,
+    num_experts_per_tok=0,
+    shared_intermediate_size=96,
+    mamba_n_heads=16,
+    embedding_multiplier=12.0,
+    residual_multiplier=0.22,
+    attention_multiplier=0.1,
+    logits_scaling=8.0,
+)
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 
 
@@ -200,6 +211,10 @@ TINY = {
         attention_multiplier=0.1,
         logits_scaling=8.0,
         tie_word_embeddings=True,
+    ),
+    "granite4": tiny("granitemoehybrid", None, position_embedding_type="rope", **GRANITE4),
+    "granite4_nope": tiny(
+        "granitemoehybrid", None, attention_bias=True, tie_word_embeddings=True, **GRANITE4
     ),
     "cohere": tiny("cohere", None, logit_scale=0.25),
     "cohere_qk_norm": tiny("cohere", None, use_qk_norm=True, attention_bias=True),

@@ -37,6 +37,14 @@ PHI3 = {"attention_bias": False, "attention_dropout": 0.0, "embd_pdrop": 0.0, "r
 GRANITE = {"attention_multiplier": 0.0078125, "embedding_multiplier": 12.0, "logits_scaling": 16.0,
            "residual_multiplier": 0.22, "hidden_act": "silu", "mlp_bias": False,
            "rope_scaling": None, "tie_word_embeddings": True}  # fmt: skip
+GRANITE4 = GRANITE | {
+    "shared_intermediate_size": 8192, "num_local_experts": 0, "num_experts_per_tok": 0,
+    "layer_types": ["attention"] * 40, "position_embedding_type": "rope", "init_method": "mup",
+    "normalization_function": "rmsnorm", "attention_bias": False, "attention_dropout": 0.0,
+    "router_aux_loss_coef": 0.01, "output_router_logits": False, "mamba_chunk_size": 256,
+    "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": 64, "mamba_d_state": 128,
+    "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 80,
+    "mamba_proj_bias": False}  # fmt: skip
 EXAONE = {"factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
           "original_max_position_embeddings": 8192, "rope_type": "llama3"}  # fmt: skip
 
@@ -145,6 +153,8 @@ CONFIGS = {
                            attention_dropout=0.1, max_position_embeddings=4096),
     "Granite 3.3 8B": text("granite", 4096, 12800, 40, 32, 8, 49159, **GRANITE, rope_theta=1e7,
                            attention_dropout=0.0, max_position_embeddings=131072),
+    "Granite 4.0 Micro": text("granitemoehybrid", 2560, 8192, 40, 40, 8, 100352, **GRANITE4,
+                              rope_theta=1e7, max_position_embeddings=131072),
     "Aya Expanse 8B": text("cohere", 4096, 14336, 32, 32, 8, 256000, logit_scale=0.125,
                            layer_norm_eps=1e-5, max_position_embeddings=8192, use_qk_norm=False,
                            model_max_length=131072, rope_theta=1e4),
