@@ -84,29 +84,40 @@ def scale_columns(y, factor, bias):
     return (y32 if bias is None else y32 + bias).to(y.dtype)
 
 
+def relu_squared(x):
+    return F.relu(x).square()
+
+
 SILU = F.silu, torch.ops.aten.silu_backward  # the function and its gradient
 GELU_TANH = (functools.partial(F.gelu, approximate="tanh"),
              functools.partial(torch.ops.aten.gelu_backward, approximate="tanh"))
 ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu": (F.gelu, torch.ops.aten.gelu_backward),
-               "gelu_pytorch_tanh": GELU_TANH, "gelu_new": GELU_TANH}
+               "gelu_pytorch_tanh": GELU_TANH, "gelu_new": GELU_TANH,
+               "relu2": (relu_squared, lambda grad, x: grad * 2 * F.relu(x))}
 
 
 @elementwise
-def gate(out, gate_up, activation):
-    """activation(gate) * up into `out` [n, inner], from gate_up [n, 2 inner]."""
-    gates, ups = gate_up.float().chunk(2, -1)
-    out.copy_(ACTIVATIONS[activation][0](gates) * ups)
+def gate(out, gate_up, activation, gated):
+    """activation(gate) * up into `out` [n, inner], from gate_up [n, 2 inner]; where nothing is
+    gated, activation(up) from [n, inner]."""
+    parts = gate_up.float().chunk(1 + gated, -1)
+    activated = ACTIVATIONS[activation][0](parts[0])
+    out.copy_(activated * parts[1] if gated else activated)
 
 
 @elementwise
-def gate_backward(gates, ups, grad, activation):
-    """Replace gates and ups, each [n, inner], by their gradients from `grad`, that of gate()'s
-    result; and `grad` by that result, which nobody has kept."""
+def gate_backward(grad, activation, *parts):
+    """Replace `parts`, gates and ups or, where nothing is gated, ups alone, each [n, inner], by
+    their gradients from `grad`, that of gate()'s result; and `grad` by that result, which nobody
+    has kept."""
     forward, backward = ACTIVATIONS[activation]
-    gates32, ups32, grad32 = gates.float(), ups.float(), grad.float()
-    activated = forward(gates32)
-    results = backward(grad32 * ups32, gates32), grad32 * activated, activated * ups32
-    for tensor, result in zip((gates, ups, grad), results):
+    grad32, first32 = grad.float(), parts[0].float()
+    activated = forward(first32)
+    results = activated, backward(grad32, first32)
+    if len(parts) == 2:
+        ups32 = parts[1].float()
+        results = activated * ups32, backward(grad32 * ups32, first32), grad32 * activated
+    for tensor, result in zip((grad, *parts), results):
         tensor.copy_(result)
 
 

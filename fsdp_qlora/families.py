@@ -36,12 +36,14 @@ COHERE = dict(norm="layer", norm_eps="config.layer_norm_eps", mlp_norm="input_la
 OLMO2 = POST_NORMS | dict(norm="rms_fp32", qk_norm="full")
 FUSED_MLP = dict(mlp_in=("mlp.gate_up_proj",))
 GLM = FUSED_MLP | dict(out_bias=False, rotary_interleaved=True, partial_rotary=True)
+UNGATED = dict(gated=False, mlp_in=("mlp.up_proj",))
 GRANITE = dict(attention_scale="config.attention_multiplier",
                embedding_multiplier="config.embedding_multiplier",
                residual_multiplier="config.residual_multiplier")
 FAMILIES = {
     "llama": Family(),
     "internlm3": Family(),
+    "arcee": Family(**UNGATED),
     "iquestcoder": Family(),
     "cwm": Family(window="layer_types"),
     "helium": Family(norm="rms_fp32", rotary_interleaved=True, out_bias=False),

@@ -139,6 +139,8 @@ TINY = {
     ),
     "llama_yarn": tiny("llama", rope_parameters=YARN),
     "internlm3": tiny("internlm3", head_dim=24, attention_bias=True, mlp_bias=True),
+    "arcee": tiny("arcee", head_dim=24),
+    "arcee_bias": tiny("arcee", attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
     "iquestcoder": tiny("iquestcoder", head_dim=24),
     "cwm": tiny("cwm", sliding_window=7, layer_types=MIXED, rope_parameters=LLAMA3),
     "helium": tiny("helium"),

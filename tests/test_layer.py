@@ -220,7 +220,7 @@ def test_what_is_computed_again_is_there_once(name, keeps, monkeypatch):
 
 
 @pytest.mark.parametrize("kept", KEPT)
-@pytest.mark.parametrize("name", ["llama", "qwen2", "phi3", "cohere", "glm4"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "phi3", "cohere", "glm4", "arcee"])
 @pytest.mark.parametrize("adapter", ["rslora", "dora"])
 def test_other_adapters_equal_peft(adapter, name, kept, monkeypatch):
     assert_equal(kept, monkeypatch, name, adapter=adapter)
