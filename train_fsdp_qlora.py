@@ -548,7 +548,8 @@ def fill_model(model, names, read, prequantised, device):
         for name, (where, _) in layer.layout.vectors.items():
             vectors.view(-1)[where] = read(names.of_layer(i, name)).to(device, dtype)
         set_local(layer, "vectors", vectors[model.shard].clone())
-    model.norm = read(names.norm).to(device, dtype)
+    model.norm, model.norm_bias = (name and read(name).to(device, dtype)
+                                   for name in (names.norm, names.norm_bias))
     model.head = model.embedding if model.arch.tied else table(names.head)
 
 

@@ -13,6 +13,7 @@ class Family:
 
     norm: str = "rms"  # kind, see norm_of(); also of the final norm, q_norm and k_norm
     norm_eps: float | str = "config.rms_norm_eps"
+    norm_bias: bool = False  # of the final norm and the four below
     attention_norm: str | None = "input_layernorm"  # its name in the layer; None: there is none
     attention_post_norm: str | None = None  # of what attention returns
     mlp_norm: str | None = "post_attention_layernorm"
@@ -54,6 +55,7 @@ class Family:
     logits_multiplier: float | str = 1.0
     logits_divisor: float | str = 1.0
     attention_dropout: float | str = "config.attention_dropout"
+    embedding_dropout: float | str = 0.0
     residual_dropout: float | str = 0.0  # on what o_proj and down_proj return
     must_be: dict = dataclasses.field(default_factory=dict)  # {field of the config: its only value}
     unused: tuple = ()  # fields of the config that change nothing here, as those of Mamba layers
@@ -99,7 +101,9 @@ class Architecture(Family):
     def vectors(self):
         """{name below the layer: shape} of all of a layer's parameters but its linears' weights."""
         norms = self.attention_norm, self.attention_post_norm, self.mlp_norm, self.mlp_post_norm
-        shapes = {f"{name}.weight": (self.hidden_size,) for name in norms if name}
+        parts = ("weight", "bias") if self.norm_bias else ("weight",)
+        shapes = {f"{name}.{part}": (self.hidden_size,)
+                  for name in norms if name for part in parts}
         if self.qk_norm:
             for name, heads in ((self.q_norm, self.n_heads), (self.k_norm, self.n_kv_heads)):
                 shapes[f"{name}.weight"] = {

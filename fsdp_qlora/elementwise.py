@@ -36,38 +36,48 @@ def elementwise(function):
 def standardised(x, kind, eps):
     """Returns x / rms(x) and 1 / rms(x), fp32; kind "layer" subtracts the mean of x first."""
     x = x.float()
-    if kind == "layer":
+    if kind.startswith("layer"):
         x = x - x.mean(-1, keepdim=True)
     scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     return x * scale, scale
 
 
-def norm_of(x, weight, kind, eps):
+def norm_of(x, weight, kind, eps, bias=None):
     """The norm of x over its last dimension; `weight` must broadcast.
 
     `kind` is "rms" (Llama: rounds before the weight), "rms_fp32" (OLMo 2: rounds after it),
-    "rms_plus_one" (Gemma: times 1 + weight) or "layer" (Cohere: mean subtracted, no bias).
+    "rms_plus_one" (Gemma: times 1 + weight), "layer" (Cohere: mean subtracted) or "layer_plus_one"
+    (Nemotron: rounds 1 + weight). The last two may have a bias.
     """
+    if bias is not None:  # as transformers: to the bit, also where bf16 is a close call
+        return F.layer_norm(x, weight.shape, norm_factor(weight, kind).to(x.dtype), bias, eps)
     standard, _ = standardised(x, kind, eps)
     if kind == "rms":
         return weight * standard.to(x.dtype)
-    return ((weight.float() + (kind == "rms_plus_one")) * standard).to(x.dtype)
+    return (norm_factor(weight, kind) * standard).to(x.dtype)
+
+
+def norm_factor(weight, kind):
+    """What the norm multiplies by, fp32."""
+    if kind == "layer_plus_one":
+        return (weight + 1).float()
+    return weight.float() + (kind == "rms_plus_one")
 
 
 def norm_grad_of(grad, x, weight, kind, eps):
     """The gradient of x, fp32, from that of norm_of(x)."""
     standard, scale = standardised(x, kind, eps)
-    grad = grad.float() * (weight.float() + (kind == "rms_plus_one"))
+    grad = grad.float() * norm_factor(weight, kind)
     inner = grad - standard * (grad * standard).mean(-1, keepdim=True)
-    if kind == "layer":
+    if kind.startswith("layer"):
         inner = inner - grad.mean(-1, keepdim=True)
     return inner * scale
 
 
 @elementwise
-def normalise(out, x, weight, kind, eps):
-    """Write the norm of x [n, width] into `out`."""
-    out.copy_(norm_of(x, weight, kind, eps))
+def normalise(out, x, weight, bias, kind, eps):
+    """Write the norm of x [n, width] into `out`; `bias` may be None."""
+    out.copy_(norm_of(x, weight, kind, eps, bias))
 
 
 @elementwise
@@ -122,8 +132,9 @@ def gate_backward(grad, activation, *parts):
 
 
 # Where in a layer dropout is, besides the inputs of its fused linears, whose sites are 0 to 3: what
-# attention adds, what the MLP adds, attention's weights. A layer has N_SITES numbers.
-ATTENTION_SITE, MLP_SITE, WEIGHTS_SITE, N_SITES = 4, 5, 6, 8
+# attention adds, what the MLP adds, attention's weights; of the first layer, what the embedding
+# gives. A layer has N_SITES numbers.
+ATTENTION_SITE, MLP_SITE, WEIGHTS_SITE, EMBEDDING_SITE, N_SITES = 4, 5, 6, 7, 8
 
 
 @elementwise

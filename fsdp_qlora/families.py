@@ -37,6 +37,8 @@ OLMO2 = POST_NORMS | dict(norm="rms_fp32", qk_norm="full")
 FUSED_MLP = dict(mlp_in=("mlp.gate_up_proj",))
 GLM = FUSED_MLP | dict(out_bias=False, rotary_interleaved=True, partial_rotary=True)
 UNGATED = dict(gated=False, mlp_in=("mlp.up_proj",))
+LAYER_NORM = dict(norm="layer", norm_bias=True, norm_eps="config.layer_norm_eps")
+NEMOTRON = dict(norm="layer_plus_one", norm_eps="config.norm_eps", partial_rotary=True)
 GRANITE = dict(attention_scale="config.attention_multiplier",
                embedding_multiplier="config.embedding_multiplier",
                residual_multiplier="config.residual_multiplier")
@@ -44,6 +46,14 @@ FAMILIES = {
     "llama": Family(),
     "internlm3": Family(),
     "arcee": Family(**UNGATED),
+    "jais2": Family(**UNGATED, **LAYER_NORM),
+    "nemotron": Family(**UNGATED, **LAYER_NORM | NEMOTRON),
+    "starcoder2": Family(
+        **LAYER_NORM | dict(norm_eps="config.norm_epsilon"), gated=False, mlp_in=("mlp.c_fc",),
+        mlp_out="mlp.c_proj", qkv_bias="config.use_bias", out_bias="config.use_bias",
+        mlp_bias="config.use_bias", window="all", embedding_dropout="config.embedding_dropout",
+        residual_dropout="config.residual_dropout"),
+    "stablelm": Family(**LAYER_NORM, qkv_bias="config.use_qkv_bias", partial_rotary=True),
     "iquestcoder": Family(),
     "cwm": Family(window="layer_types"),
     "helium": Family(norm="rms_fp32", rotary_interleaved=True, out_bias=False),
@@ -273,12 +283,12 @@ def shrunk_config(model_config):
     for name, of_layers in lists.items():
         if of_layers:
             setattr(c, name, [of_layers[0], of_layers[other]])
-    c.num_hidden_layers, c.vocab_size = 2, 128
-    setattr(c, FAMILIES[c.model_type].intermediate_size.removeprefix("config."), 192)
-    c.tie_word_embeddings = arch.tied
+    c.num_hidden_layers, c.vocab_size, c.tie_word_embeddings = 2, 128, arch.tied
+    record = FAMILIES[c.model_type]
+    names = record.intermediate_size, record.norm_eps
+    inner, eps = (str(name).removeprefix("config.") for name in names)
     # as released, a wrong scale of attention or a wrong eps would go unnoticed
-    visible = {"initializer_range": 0.2, "attention_multiplier": 0.2, "rms_norm_eps": 0.05,
-               "layer_norm_eps": 0.05}
+    visible = {"initializer_range": 0.2, "attention_multiplier": 0.2, inner: 192, eps: 0.05}
     unused = {"use_cache": False, "return_dict": True, "output_attentions": False,
               "output_hidden_states": False}  # they change no output
     for name, value in (visible | unused).items():

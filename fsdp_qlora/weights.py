@@ -125,6 +125,7 @@ class TensorNames:
     linears: dict  # {name: Linear} of those that are in 4 bits here
     embedding: str
     norm: str
+    norm_bias: str | None
     head: str
     layer_prefix: str
 
@@ -139,8 +140,10 @@ def tensor_names(arch, files):
     stem = next((s for s in stems if f"{s}embed_tokens.weight" in files), stems[0])
     head = next((name for name in arch.head_names if name in files), arch.head_names[0])
     embedding, norm = f"{stem}embed_tokens.weight", f"{stem}norm.weight"
+    norm_bias = f"{stem}norm.bias" if arch.norm_bias else None
     table = arch.vocab_size, arch.hidden_size
-    names = TensorNames({embedding: table}, {}, embedding, norm, head, f"{stem}layers.")
+    names = TensorNames({embedding: table}, {}, embedding, norm, norm_bias, head,
+                        f"{stem}layers.")
     for i in range(arch.n_layers):
         for linear in arch.linears:
             name = names.of_layer(i, f"{linear.name}.weight")
@@ -148,7 +151,8 @@ def tensor_names(arch, files):
             names.shapes[name] = linear.out_features, linear.in_features
         for key, shape in arch.vectors.items():
             names.shapes[names.of_layer(i, key)] = shape
-    names.shapes[norm] = (arch.hidden_size,)
+    for name in filter(None, (norm, norm_bias)):
+        names.shapes[name] = (arch.hidden_size,)
     if not arch.tied:
         names.shapes[head] = table
     return names

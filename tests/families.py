@@ -139,8 +139,11 @@ TINY = {
     ),
     "llama_yarn": tiny("llama", rope_parameters=YARN),
     "internlm3": tiny("internlm3", head_dim=24, attention_bias=True, mlp_bias=True),
-    "arcee": tiny("arcee", head_dim=24),
-    "arcee_bias": tiny("arcee", attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    "arcee": tiny("arcee", head_dim=24, attention_bias=True, tie_word_embeddings=True),
+    "jais2": tiny("jais2", head_dim=24),
+    "nemotron": tiny("nemotron", head_dim=24, mlp_bias=True),
+    "starcoder2": tiny("starcoder2", None, sliding_window=7, tie_word_embeddings=True),
+    "stablelm": tiny("stablelm", None, use_qkv_bias=True),
     "iquestcoder": tiny("iquestcoder", head_dim=24),
     "cwm": tiny("cwm", sliding_window=7, layer_types=MIXED, rope_parameters=LLAMA3),
     "helium": tiny("helium"),
@@ -283,12 +286,9 @@ TINY = {
     ),
     "qwen3_vl": multimodal(
         "qwen3_vl",
-        tiny("qwen3_vl_text", rope_parameters=MROPE),
+        tiny("qwen3_vl_text", head_dim=24, rope_parameters=MROPE),
         "qwen3_vl_vision",
-        False,
-    ),
-    "qwen3_vl_tied": multimodal(
-        "qwen3_vl", tiny("qwen3_vl_text", head_dim=24), "qwen3_vl_vision", True
+        True,
     ),
     "mistral3_ministral3": multimodal("mistral3", MINISTRAL3, "pixtral", True),
 }

@@ -107,7 +107,10 @@ class Pair:
         self.model_config = shrunk_config(TINY[name](VOCABULARY))
         self.model_config.intermediate_size = intermediate_size
         self.arch = dataclasses.replace(
-            describe_model(self.model_config), attention_dropout=0.0, residual_dropout=0.0
+            describe_model(self.model_config),
+            attention_dropout=0.0,
+            residual_dropout=0.0,
+            embedding_dropout=0.0,
         )
         with torch.no_grad():
             reference = random_reference(self.model_config, torch.Generator().manual_seed(0))
@@ -387,6 +390,9 @@ PLANTED = {
     "window of some layers": ("gemma2", {"layer_window": (None, None)}),
     "cap on scores": ("gemma2", {"attention_softcap": None}),
     "epsilon, tenfold": ("gemma", {"norm_eps": 0.5}),
+    "gate": ("llama", {"gated": False, "mlp_in": ("mlp.up_proj",)}),
+    "bias of norms": ("starcoder2", {"norm_bias": False}),
+    "norm without 1": ("nemotron", {"norm": "layer"}),
 }
 
 
@@ -559,15 +565,17 @@ def test_bf16_norms_and_embeddings_round_as_transformers(name):
     reference.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     ids = torch.arange(8)
     with torch.no_grad():
-        reference.norm.weight.add_(torch.randn_like(reference.norm.weight) * 0.3)
+        for p in reference.norm.parameters():
+            p.add_(torch.randn_like(p) * 0.3)
         reference(ids[None])
         x = torch.randn(64, arch.hidden_size, dtype=torch.bfloat16)
         want = reference.norm(x)
     table = reference.embed_tokens.weight.detach()
     model = types.SimpleNamespace(shards=1, arch=arch, embedding=table, own_rows=range(len(table)))
     assert torch.equal(embed(model, ids), seen[0][0])
-    norm = reference.norm.weight.detach()
-    assert torch.equal(norm_of(x, norm, arch.norm, arch.norm_eps), want)
+    norm, bias = (getattr(reference.norm, part, None) for part in ("weight", "bias"))
+    assert (bias is None) == (not arch.norm_bias)
+    assert torch.equal(norm_of(x, norm, arch.norm, arch.norm_eps, bias), want)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama_dynamic"])
