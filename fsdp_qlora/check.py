@@ -72,8 +72,8 @@ def random_reference(model_config, generator):
         torch.manual_seed(0)
         settings = dict(dtype=torch.float32, attn_implementation="eager", trust_remote_code=False)
         reference = text_model(model_config, **settings).eval()
-    # its norms multiply by 1 + weight, but transformers begins with 1, not 0: attention would then
-    # be so sharp that fp32's rounding shows
+    # Nemotron's norms multiply by 1 + weight, but transformers begins with weights of 1, not 0:
+    # attention would then be so sharp that fp32's rounding shows (3e-5)
     too_large = describe_model(model_config).norm == "layer_plus_one"
     for name, p in reference.named_parameters():
         if p.dim() == 1:

@@ -94,16 +94,13 @@ def scale_columns(y, factor, bias):
     return (y32 if bias is None else y32 + bias).to(y.dtype)
 
 
-def relu_squared(x):
-    return F.relu(x).square()
-
-
 SILU = F.silu, torch.ops.aten.silu_backward  # the function and its gradient
 GELU_TANH = (functools.partial(F.gelu, approximate="tanh"),
              functools.partial(torch.ops.aten.gelu_backward, approximate="tanh"))
+RELU2 = lambda x: F.relu(x).square(), lambda grad, x: grad * 2 * F.relu(x)
 ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu": (F.gelu, torch.ops.aten.gelu_backward),
                "gelu_pytorch_tanh": GELU_TANH, "gelu_new": GELU_TANH,
-               "relu2": (relu_squared, lambda grad, x: grad * 2 * F.relu(x))}
+               "relu2": RELU2}
 
 
 @elementwise
