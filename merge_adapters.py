@@ -31,7 +31,7 @@ from safetensors import SafetensorError
 from tqdm import tqdm
 
 from fsdp_qlora.base import base_digest, copy_small_files, model_directory, nf4_settings
-from fsdp_qlora.families import describe_model, text_config
+from fsdp_qlora.configs import describe_model, text_config
 from fsdp_qlora.files import read_json, sync_file, write_tensors
 from fsdp_qlora.nf4 import BLOCK
 from fsdp_qlora.output import ADAPTER_FILES, open_partial, read_run

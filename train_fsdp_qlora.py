@@ -16,8 +16,8 @@ the choice of attention; the FSDP2 policy; loading to NF4; the adapter's optimiz
 evaluation, loop; saving. It stands on the modules in fsdp_qlora/:
 
     data/               rows of a data set to tokens, tokens to bins
-    families, base      what a model's config.json says; its directory and tokenizer
-    layer               the decoder layer, forward and backward: attention, mlp, products, nf4
+    families, configs   what a model's config.json says; base: its directory and tokenizer
+    layer               the decoder layer, forward and backward: attention, mlp, experts, nf4
     model, vocabulary   embedding, layers, head and loss; CUDA graphs
     weights, adapter    a checkpoint's tensors; the trained vector and PEFT's names
     plan, machine       what fits into memory and what is fastest
@@ -63,10 +63,9 @@ from fsdp_qlora.data.bins import deal_rows, make_bin, step_rows
 from fsdp_qlora.data.encode import prepare_data
 from fsdp_qlora.demo import make_demo
 from fsdp_qlora.elementwise import mix
-from fsdp_qlora.families import rope_frequencies
+from fsdp_qlora.configs import rope_frequencies
 from fsdp_qlora.files import read_json, text_digest
 from fsdp_qlora.flags import parse_flags, resolve_config, save_interval
-
 from fsdp_qlora.attention import (
     attends, batched_attention, document_attention, flash_attention, varlen_attention)
 from fsdp_qlora.layer import make_layouts
@@ -550,7 +549,8 @@ def fill_model(model, names, read, prequantised, device):
         set_local(layer, "vectors", vectors[model.shard].clone())
         for name, shape in layer.layout.router_tensors.items():  # whole, and as exact as they are
             layer.router_tensors[name] = read(names.of_layer(i, name)).to(device).view(shape)
-    model.norm = read(names.norm).to(device, dtype)
+    model.norm, model.norm_bias = (name and read(name).to(device, dtype)
+                                    for name in (names.norm, names.norm_bias))
     model.head = model.embedding if model.arch.tied else table(names.head)
 
 

@@ -44,6 +44,7 @@ class Family:
 
     norm: str = "rms"  # kind, see norm_of(); also of the final norm, q_norm and k_norm
     norm_eps: float | str = "config.rms_norm_eps"
+    norm_bias: bool = False  # of the final norm and the four below
     attention_norm: str | None = "input_layernorm"  # its name in the layer; None: there is none
     attention_post_norm: str | None = None  # of what attention returns
     mlp_norm: str | None = "post_attention_layernorm"
@@ -55,7 +56,11 @@ class Family:
     out_bias: bool | str = "config.attention_bias"
     mlp_bias: bool | str = "config.mlp_bias"
     fused_qkv: bool = False  # one linear "qkv_proj"
-    fused_gate_up: bool = False  # one linear "gate_up_proj"
+    gated: bool = True  # the MLP's last linear reads act(gate) * up; else act(up)
+    mlp_in: tuple = ("mlp.gate_proj", "mlp.up_proj")  # linears whose outputs, concatenated, are
+    #                                                   gate and up, or up alone
+    mlp_out: str = "mlp.down_proj"
+    intermediate_size: int | str = "config.intermediate_size"  # width of gate and up, each
     qk_norm: str | None = None  # weight: "head" [head_dim], "heads" [heads, head_dim], "full" [all]
     qk_norm_if: bool | str = True  # where a config can switch it off
     q_norm: str | None = "self_attn.q_norm"  # None in an Architecture without qk_norm
@@ -65,6 +70,7 @@ class Family:
     partial_rotary: bool = False  # partial_rotary_factor of rope_parameters counts
     ropes_by_layer_type: bool = False  # rope_parameters has an entry for each layer type
     ntk_alpha: bool = False  # alpha of rope_parameters counts, whatever the length
+    rotary_if: bool | str = True  # where a config can switch it off: True and "rope" mean with
     no_rotary: str | None = None  # layers without: "no_rope_layers": those that this list of the
     #                               config marks; "full": those without a window; "full_if_window":
     #                               the same, but none if the model has no window
@@ -80,9 +86,11 @@ class Family:
     logits_multiplier: float | str = 1.0
     logits_divisor: float | str = 1.0
     attention_dropout: float | str = "config.attention_dropout"
+    embedding_dropout: float | str = 0.0
     residual_dropout: float | str = 0.0  # on what o_proj and down_proj return
     mixture: Mixture | None = None  # of experts, instead of the MLP
-    qkv_clip: float | str | None = None  # not supported: it must be None
+    must_be: dict = dataclasses.field(default_factory=dict)  # {field of the config: its only value}
+    unused: tuple = ()  # fields of the config that change nothing here, as those of Mamba layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,14 +108,14 @@ class Architecture(Family):
     family: str  # model_type of the text model
     n_layers: int
     hidden_size: int
-    intermediate_size: int
     n_heads: int
     n_kv_heads: int
     head_dim: int
     vocab_size: int
     qkv: list[Linear]  # their outputs, concatenated, are q, k, v
     out: list[Linear]
-    gate_up: list[Linear]  # their outputs, concatenated, are gate, up; of layers without experts
+    gate_up: list[Linear]  # their outputs, concatenated, are gate, up (without a gate: up); of
+    #                        layers without experts
     down: list[Linear]
     shared_gate_up: list[Linear]  # of layers with experts: of the shared one, or none
     shared_down: list[Linear]
@@ -136,7 +144,9 @@ class Architecture(Family):
     def vectors(self, routed):
         """{name below the layer: shape} of a layer's norms and biases."""
         norms = self.attention_norm, self.attention_post_norm, self.mlp_norm, self.mlp_post_norm
-        shapes = {f"{name}.weight": (self.hidden_size,) for name in norms if name}
+        parts = ("weight", "bias") if self.norm_bias else ("weight",)
+        shapes = {f"{name}.{part}": (self.hidden_size,)
+                  for name in norms if name for part in parts}
         if self.qk_norm:
             for name, heads in ((self.q_norm, self.n_heads), (self.k_norm, self.n_kv_heads)):
                 shapes[f"{name}.weight"] = {

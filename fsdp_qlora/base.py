@@ -17,7 +17,8 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig
 
 from fsdp_qlora.data.chat import closing_token
-from fsdp_qlora.families import SHAPES, describe_model, text_config
+from fsdp_qlora.configs import describe_model, text_config
+from fsdp_qlora.families import SHAPES
 from fsdp_qlora.files import read_json
 from fsdp_qlora.ranks import explain, say
 from fsdp_qlora.weights import weight_files

@@ -17,8 +17,8 @@ def norm_inputs(work, name, x, fused):
     if name is None:
         return widen(x, fused)
     arch, inputs = work.arch, x.new_empty(len(x), fused.width)
-    normalise(inputs[:, : fused.in_features], x, work.vector(name), arch.norm, arch.norm_eps,
-              evaluation=work.evaluation)
+    normalise(inputs[:, : fused.in_features], x, work.vector(name), work.vector(name, "bias"),
+              arch.norm, arch.norm_eps, evaluation=work.evaluation)
     return inputs
 
 
@@ -64,8 +64,8 @@ def residual_sum(work, x, branch, post_norm, site):
     arch, branch = work.arch, work.drop(branch, work.arch.residual_dropout, site)
     if post_norm:
         normed = torch.empty_like(branch)
-        normalise(normed, branch, work.vector(post_norm), arch.norm, arch.norm_eps,
-                  evaluation=work.evaluation)
+        normalise(normed, branch, work.vector(post_norm), work.vector(post_norm, "bias"),
+                  arch.norm, arch.norm_eps, evaluation=work.evaluation)
         branch = normed
     return torch.add(x, branch, alpha=arch.residual_multiplier)
 

@@ -12,12 +12,13 @@ import types
 import torch
 import torch.nn.functional as F
 import transformers
-from transformers import AutoModelForCausalLM
+from torch import nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModel, AutoModelForCausalLM
 
 from fsdp_qlora.data.bins import make_bin
 from fsdp_qlora.data.encode import rows_of
 from fsdp_qlora.elementwise import normalise
-from fsdp_qlora.families import describe_model, rope_frequencies, shrunk_config
+from fsdp_qlora.configs import describe_model, rope_frequencies, shrunk_config
 from fsdp_qlora.attention import document_attention
 from fsdp_qlora.layer import make_layouts
 from fsdp_qlora.mlp import MLPHalf
@@ -71,14 +72,40 @@ def random_reference(model_config, generator):
     """transformers' model in fp32 with random norms and biases: 1 and 0 would hide mistakes."""
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
-        reference = AutoModelForCausalLM.from_config(
-            model_config, dtype=torch.float32, attn_implementation="eager",
-            trust_remote_code=False).eval()
+        settings = dict(dtype=torch.float32, attn_implementation="eager", trust_remote_code=False)
+        reference = text_model(model_config, **settings).eval()
+    # Nemotron's norms multiply by 1 + weight, but transformers begins with weights of 1, not 0:
+    # attention would then be so sharp that fp32's rounding shows (3e-5)
+    too_large = describe_model(model_config).norm == "layer_plus_one"
     corrections = {n: p for n, p in reference.state_dict().items() if "correction" in n}
-    for p in {**dict(reference.named_parameters()), **corrections}.values():
+    for name, p in {**dict(reference.named_parameters()), **corrections}.items():
         if p.dim() == 1 or p.shape[0] == 1:
             p += torch.empty_like(p).normal_(0, 0.2, generator=generator)
+            p -= float(too_large and name.endswith("norm.weight"))
     return reference.requires_grad_(False)
+
+
+def text_model(model_config, **settings):
+    """transformers' model of a text config, with its head."""
+    if type(model_config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM.from_config(model_config, **settings)
+    return TextModel(model_config, **settings)
+
+
+class TextModel(nn.Module):
+    """A text model that transformers has with a head only beside a vision tower: Qwen3-VL's."""
+
+    def __init__(self, model_config, **settings):
+        super().__init__()
+        self.model = AutoModel.from_config(model_config, **settings)
+        table = self.model.embed_tokens.weight
+        self.lm_head = nn.Linear(*reversed(table.shape), bias=False, dtype=table.dtype)
+        if model_config.tie_word_embeddings:
+            self.lm_head.weight = table
+
+    def forward(self, input_ids):
+        hidden = self.model(input_ids).last_hidden_state
+        return types.SimpleNamespace(logits=self.lm_head(hidden))
 
 
 def plain_model(model_config, arch, tensors, max_seq_len, fill_model, kind=None, again=False):
@@ -156,7 +183,7 @@ def results(model, ids):
     with torch.no_grad():
         hidden = model.hidden(bin)
         normed = torch.empty_like(hidden)
-        normalise(normed, hidden, model.norm, arch.norm, arch.norm_eps)
+        normalise(normed, hidden, model.norm, model.norm_bias, arch.norm, arch.norm_eps)
         logits = scaled_logits(normed @ model.head.t(), arch.logits_multiplier, arch.logits_softcap)
     loss = model(bin)
     loss.backward()

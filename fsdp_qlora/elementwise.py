@@ -36,38 +36,48 @@ def elementwise(function):
 def standardised(x, kind, eps):
     """Returns x / rms(x) and 1 / rms(x), fp32; kind "layer" subtracts the mean of x first."""
     x = x.float()
-    if kind == "layer":
+    if kind.startswith("layer"):
         x = x - x.mean(-1, keepdim=True)
     scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     return x * scale, scale
 
 
-def norm_of(x, weight, kind, eps):
+def norm_of(x, weight, kind, eps, bias=None):
     """The norm of x over its last dimension; `weight` must broadcast.
 
     `kind` is "rms" (Llama: rounds before the weight), "rms_fp32" (OLMo 2: rounds after it),
-    "rms_plus_one" (Gemma: times 1 + weight) or "layer" (Cohere: mean subtracted, no bias).
+    "rms_plus_one" (Gemma: times 1 + weight), "layer" (Cohere: mean subtracted) or "layer_plus_one"
+    (Nemotron: rounds 1 + weight). The last two may have a bias.
     """
+    if bias is not None:  # as transformers: to the bit, also where bf16 is a close call
+        return F.layer_norm(x, weight.shape, norm_factor(weight, kind).to(x.dtype), bias, eps)
     standard, _ = standardised(x, kind, eps)
     if kind == "rms":
         return weight * standard.to(x.dtype)
-    return ((weight.float() + (kind == "rms_plus_one")) * standard).to(x.dtype)
+    return (norm_factor(weight, kind) * standard).to(x.dtype)
+
+
+def norm_factor(weight, kind):
+    """What the norm multiplies by, fp32."""
+    if kind == "layer_plus_one":
+        return (weight + 1).float()
+    return weight.float() + (kind == "rms_plus_one")
 
 
 def norm_grad_of(grad, x, weight, kind, eps):
     """The gradient of x, fp32, from that of norm_of(x)."""
     standard, scale = standardised(x, kind, eps)
-    grad = grad.float() * (weight.float() + (kind == "rms_plus_one"))
+    grad = grad.float() * norm_factor(weight, kind)
     inner = grad - standard * (grad * standard).mean(-1, keepdim=True)
-    if kind == "layer":
+    if kind.startswith("layer"):
         inner = inner - grad.mean(-1, keepdim=True)
     return inner * scale
 
 
 @elementwise
-def normalise(out, x, weight, kind, eps):
-    """Write the norm of x [n, width] into `out`."""
-    out.copy_(norm_of(x, weight, kind, eps))
+def normalise(out, x, weight, bias, kind, eps):
+    """Write the norm of x [n, width] into `out`; `bias` may be None."""
+    out.copy_(norm_of(x, weight, kind, eps, bias))
 
 
 @elementwise
@@ -87,34 +97,41 @@ def scale_columns(y, factor, bias):
 SILU = F.silu, torch.ops.aten.silu_backward  # the function and its gradient
 GELU_TANH = (functools.partial(F.gelu, approximate="tanh"),
              functools.partial(torch.ops.aten.gelu_backward, approximate="tanh"))
+RELU2 = lambda x: F.relu(x).square(), lambda grad, x: grad * 2 * F.relu(x)
 ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu": (F.gelu, torch.ops.aten.gelu_backward),
-               "gelu_pytorch_tanh": GELU_TANH, "gelu_new": GELU_TANH}
+               "gelu_pytorch_tanh": GELU_TANH, "gelu_new": GELU_TANH,
+               "relu2": RELU2}
 
 
 @elementwise
-def gate(out, gate_up, activation):
-    """activation(gate) * up into `out` [n, inner], from gate_up [n, 2 inner]."""
-    gates, ups = gate_up.float().chunk(2, -1)
-    out.copy_(ACTIVATIONS[activation][0](gates) * ups)
+def gate(out, gate_up, activation, gated):
+    """activation(gate) * up into `out` [n, inner], from gate_up [n, 2 inner]; where nothing is
+    gated, activation(up) from [n, inner]."""
+    parts = gate_up.float().chunk(1 + gated, -1)
+    activated = ACTIVATIONS[activation][0](parts[0])
+    out.copy_(activated * parts[1] if gated else activated)
 
 
 @elementwise
-def gate_backward(gates, ups, grad, activation):
-    """Replace gates and ups, each [n, inner], by their gradients from `grad`, that of gate()'s
-    result; and `grad` by that result, which nobody has kept."""
+def gate_backward(grad, activation, *parts):
+    """Replace `parts`, gates and ups or, where nothing is gated, ups alone, each [n, inner], by
+    their gradients from `grad`, that of gate()'s result; and `grad` by that result, which nobody
+    has kept."""
     forward, backward = ACTIVATIONS[activation]
-    gates32, ups32, grad32 = gates.float(), ups.float(), grad.float()
-    activated = forward(gates32)
-    results = backward(grad32 * ups32, gates32), grad32 * activated, activated * ups32
-    for tensor, result in zip((gates, ups, grad), results):
+    grad32, first32 = grad.float(), parts[0].float()
+    activated = forward(first32)
+    results = activated, backward(grad32, first32)
+    if len(parts) == 2:
+        ups32 = parts[1].float()
+        results = activated * ups32, backward(grad32 * ups32, first32), grad32 * activated
+    for tensor, result in zip((grad, *parts), results):
         tensor.copy_(result)
 
 
 @elementwise
-def weighted_gate_backward(gates, ups, grad, weights, activation):
-    """gate_backward() of rows whose outputs count `weights` [n] times: `grad` is the gradient that
-    gate()'s result would have with weights of 1. Returns the weights' gradients, fp32 [n]; `grad`
-    is used up."""
+def weighted_gate_backward(grad, activation, weights, gates, ups):
+    """gate_backward() of rows whose outputs count `weights` [n] times. `grad` is the gradient that
+    gate()'s result would have with weights of 1; it stays. Returns that of `weights`, fp32 [n]."""
     forward, backward = ACTIVATIONS[activation]
     gates32, ups32, grad32 = gates.float(), ups.float(), grad.float()
     activated = forward(gates32)
@@ -135,8 +152,9 @@ def add_expert_rows(rows, place, weights):
 
 
 # Where in a layer dropout is, besides the inputs of its fused linears, whose sites are 0 to 3: what
-# attention adds, what the MLP adds, attention's weights. A layer has N_SITES numbers.
-ATTENTION_SITE, MLP_SITE, WEIGHTS_SITE, N_SITES = 4, 5, 6, 8
+# attention adds, what the MLP adds, attention's weights; of the first layer, what the embedding
+# gives. A layer has N_SITES numbers.
+ATTENTION_SITE, MLP_SITE, WEIGHTS_SITE, EMBEDDING_SITE, N_SITES = 4, 5, 6, 7, 8
 
 
 @elementwise

@@ -111,7 +111,7 @@ class RoutedMLPHalf:
         """gate and up of the rows of one pass [m, 2 inner], and their gated product [m, inner]."""
         gate_up = grouped(x[routing.token[passed.rows]], passed.gate_up.transpose(1, 2), passed)
         activated = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-        gate(activated, gate_up, self.arch.activation, evaluation=work.evaluation)
+        gate(activated, gate_up, self.arch.activation, True, evaluation=work.evaluation)
         return gate_up, activated
 
     def _experts_backward(self, work, kept, grad):
@@ -131,8 +131,8 @@ class RoutedMLPHalf:
                 gate_up = self._expert_rows(work, routing, x, passed)[0]
             inner = grouped(grad[routing.token[passed.rows]], passed.down, passed)
             grad_weights[passed.rows] = weighted_gate_backward(
-                *gate_up.chunk(2, -1), inner, routing.row_weights[passed.rows],
-                self.arch.activation)
+                inner, self.arch.activation, routing.row_weights[passed.rows],
+                *gate_up.chunk(2, -1))
             del inner
             rows = grouped(gate_up, passed.gate_up, passed)
             grad_rows = put_rows(grad_rows, rows, passed, n_rows)
@@ -163,7 +163,7 @@ class RoutedMLPHalf:
         """What the shared expert gives [n, hidden], times its gate where it has one."""
         kept.gate_up = product(work, self.gate_up, inputs)
         activated = kept.gate_up.new_empty(len(inputs), self.down.width)
-        gate(activated[:, : self.down.in_features], kept.gate_up, self.arch.activation,
+        gate(activated[:, : self.down.in_features], kept.gate_up, self.arch.activation, True,
              evaluation=work.evaluation)
         out = product(work, self.down, activated)
         kept.down_columns = last_columns(activated, self.down)
@@ -186,9 +186,9 @@ class RoutedMLPHalf:
             grad, kept.shared = grad * kept.factor, None
         if work.layout.dora:
             activated = grad.new_empty(len(grad), self.down.in_features)
-            gate(activated, kept.gate_up, arch.activation)
+            gate(activated, kept.gate_up, arch.activation, True)
         activated, grad_d = product_backward(work, self.down, kept.down_columns, grad, activated)
-        gate_backward(*kept.gate_up.chunk(2, -1), activated, arch.activation)
+        gate_backward(activated, arch.activation, *kept.gate_up.chunk(2, -1))
         add_a_gradient(work, self.down, activated, grad_d)  # gate()'s result by now
         inputs = kept_inputs(work, kept, arch.mlp_norm, kept.source, self.gate_up)
         grad_x, grad_d = product_backward(work, self.gate_up, kept.columns, kept.gate_up, inputs)

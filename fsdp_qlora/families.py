@@ -1,18 +1,10 @@
-"""Families of models: how each model type differs from Llama, and a config.json as an Architecture.
+"""Families of models: how each model type differs from Llama.
 
-Stands on architecture. To add a family whose parts are known: one record in FAMILIES.
+Stands on architecture. To add a family whose parts are known: one record in FAMILIES. What makes an
+Architecture of a record and a config.json is in configs.
 """
 
-import copy
-import dataclasses
-import functools
-import types
-
-import torch
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-from fsdp_qlora.architecture import LAYER_TYPES, Architecture, Family, Linear, Mixture
-from fsdp_qlora.elementwise import ACTIVATIONS
+from fsdp_qlora.architecture import Family, Mixture
 
 SHAPES = {  # what --random_weights knows without a config.json
     name: dict(
@@ -34,7 +26,14 @@ GEMMA2 = GEMMA | POST_NORMS | dict(
 COHERE = dict(norm="layer", norm_eps="config.layer_norm_eps", mlp_norm="input_layernorm",
               parallel=True, rotary_interleaved=True, logits_multiplier="config.logit_scale")
 OLMO2 = POST_NORMS | dict(norm="rms_fp32", qk_norm="full")
-GLM = dict(out_bias=False, fused_gate_up=True, rotary_interleaved=True, partial_rotary=True)
+FUSED_MLP = dict(mlp_in=("mlp.gate_up_proj",))
+GLM = FUSED_MLP | dict(out_bias=False, rotary_interleaved=True, partial_rotary=True)
+UNGATED = dict(gated=False, mlp_in=("mlp.up_proj",))
+LAYER_NORM = dict(norm="layer", norm_bias=True, norm_eps="config.layer_norm_eps")
+NEMOTRON = dict(norm="layer_plus_one", norm_eps="config.norm_eps", partial_rotary=True)
+GRANITE = dict(attention_scale="config.attention_multiplier",
+               embedding_multiplier="config.embedding_multiplier",
+               residual_multiplier="config.residual_multiplier")
 MIXTRAL = dict(n_experts="config.num_local_experts", expert_size="config.intermediate_size",
                renames=(("mlp.", "block_sparse_moe."), ("gate_proj", "w1"), ("up_proj", "w3"),
                         ("down_proj", "w2")))
@@ -44,15 +43,20 @@ DEEPSEEK = dict(n_experts="config.n_routed_experts", first_dense="config.first_k
                 correction="mlp.gate.e_score_correction_bias", n_groups="config.n_group",
                 top_groups="config.topk_group", normalised="config.norm_topk_prob",
                 sum_floor=1e-20, scale="config.routed_scaling_factor", rounded=False)
-GRANITE = dict(attention_scale="config.attention_multiplier",
-               embedding_multiplier="config.embedding_multiplier",
-               residual_multiplier="config.residual_multiplier",
-               logits_divisor="config.logits_scaling")
 HUNYUAN = dict(qk_norm="head", qk_norm_after_rotary=True, ntk_alpha=True,
                q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm")
 FAMILIES = {
     "llama": Family(),
     "internlm3": Family(),
+    "arcee": Family(**UNGATED),
+    "jais2": Family(**UNGATED, **LAYER_NORM),
+    "nemotron": Family(**UNGATED, **LAYER_NORM | NEMOTRON),
+    "starcoder2": Family(
+        **LAYER_NORM | dict(norm_eps="config.norm_epsilon"), gated=False, mlp_in=("mlp.c_fc",),
+        mlp_out="mlp.c_proj", qkv_bias="config.use_bias", out_bias="config.use_bias",
+        mlp_bias="config.use_bias", window="all", embedding_dropout="config.embedding_dropout",
+        residual_dropout="config.residual_dropout"),
+    "stablelm": Family(**LAYER_NORM, qkv_bias="config.use_qkv_bias", partial_rotary=True),
     "iquestcoder": Family(),
     "cwm": Family(window="layer_types"),
     "helium": Family(norm="rms_fp32", rotary_interleaved=True, out_bias=False),
@@ -61,7 +65,8 @@ FAMILIES = {
     "ministral3": Family(window="all", query_temperature=True),
     "qwen2": Family(qkv_bias=True, window="layer_types"),
     "qwen3": Family(qk_norm="head", window="layer_types"),
-    "phi3": Family(fused_qkv=True, fused_gate_up=True, partial_rotary=True, window="all"),
+    "qwen3_vl_text": Family(qk_norm="head"),
+    "phi3": Family(**FUSED_MLP, fused_qkv=True, partial_rotary=True, window="all"),
     "gemma": Family(**GEMMA),
     "gemma2": Family(**GEMMA2, attention_softcap="config.attn_logit_softcapping",
                      logits_softcap="config.final_logit_softcapping"),
@@ -69,11 +74,16 @@ FAMILIES = {
                          attention_softcap="config.attn_logit_softcapping",
                          logits_softcap="config.final_logit_softcapping"),
     "gemma3_text": Family(**GEMMA2, qk_norm="head", ropes_by_layer_type=True),
-    "granite": Family(**GRANITE),
-    "hyperclovax": Family(attention_scale="config.attention_multiplier",
-                          embedding_multiplier="config.embedding_multiplier",
-                          residual_multiplier="config.residual_multiplier",
-                          logits_multiplier="config.logits_scaling",
+    "granite": Family(**GRANITE, logits_divisor="config.logits_scaling"),
+    "granitemoehybrid": Family(
+        **GRANITE, logits_divisor="config.logits_scaling", mlp_in=("shared_mlp.input_linear",),
+        mlp_out="shared_mlp.output_linear", intermediate_size="config.shared_intermediate_size",
+        rotary_if="config.position_embedding_type", must_be={"num_local_experts": 0},
+        unused=("num_experts_per_tok", "output_router_logits", "router_aux_loss_coef",
+                "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv",
+                "mamba_expand", "mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias",
+                "time_step_limit")),
+    "hyperclovax": Family(**GRANITE, logits_multiplier="config.logits_scaling",
                           attention_post_norm="post_norm1", mlp_post_norm="post_norm2",
                           post_norm_if="config.use_post_norm"),
     "cohere": Family(**COHERE, qk_norm="heads", qk_norm_if="config.use_qk_norm"),
@@ -99,11 +109,11 @@ FAMILIES = {
     "mixtral": Family(window="all", mixture=Mixture(**MIXTRAL, rounded=False)),
     "minimax_m2": Family(qk_norm="full", partial_rotary=True, mixture=Mixture(
         **MIXTRAL, scores="sigmoid", correction="mlp.e_score_correction_bias")),
-    "olmoe": Family(qk_norm="full", qkv_clip="config.clip_qkv", mixture=Mixture(
+    "olmoe": Family(qk_norm="full", must_be={"clip_qkv": None}, mixture=Mixture(
         expert_size="config.intermediate_size", normalised="config.norm_topk_prob")),
     "flex_olmo": Family(**OLMO2, mixture=Mixture(
         expert_size="config.intermediate_size", normalised="config.norm_topk_prob")),
-    "granitemoe": Family(**GRANITE, mixture=Mixture(
+    "granitemoe": Family(**GRANITE, logits_divisor="config.logits_scaling", mixture=Mixture(
         n_experts="config.num_local_experts", expert_size="config.intermediate_size",
         experts="block_sparse_moe.experts", router="block_sparse_moe.router",
         renames=(("experts.gate_up_proj", "input_linear.weight"),
@@ -125,266 +135,5 @@ FAMILIES = {
         renames=(("mlp.gate.moe_statics", "mlp.moe_statics"),)))}
 MULTIMODAL = {  # {outer model type: those of the text models}; the outer one changes no logits
     "gemma3": ("gemma3_text",), "mistral3": ("mistral", "ministral3"),
-    "internvl": ("qwen2", "qwen3"), "llava": ("llama", "mistral"), "exaone4_5": ("exaone4",)}
-ROPE_TYPES = {"default", "linear", "dynamic", "yarn", "longrope", "llama3"}
-ROPE_KEYS = set("""rope_type type rope_theta factor partial_rotary_factor alpha attention_factor
-    original_max_position_embeddings max_position_embeddings beta_fast beta_slow mscale truncate
-    mscale_all_dim short_factor long_factor low_freq_factor high_freq_factor llama_4_scaling_beta
-    """.split())
-# Fields of config classes that describe_model reads for every family, or that change no output.
-# Any other field that no record names must have its default: it could be a mechanism unknown here.
-KNOWN_FIELDS = set("""vocab_size hidden_size intermediate_size num_hidden_layers head_dim dtype
-    num_attention_heads num_key_value_heads tie_word_embeddings rope_parameters layer_types
-    sliding_window use_sliding_window max_window_layers sliding_window_pattern no_rope_layers
-    no_rope_layer_interval max_position_embeddings original_max_position_embeddings use_cache
-    initializer_range pad_token_id bos_token_id eos_token_id eod_token_id transformers_version
-    architectures output_hidden_states return_dict id2label label2id problem_type
-    pretraining_tp mlp_only_layers decoder_sparse_step moe_layer_interval moe_layer_end_index
-    num_experts num_local_experts router_aux_loss_coef output_router_logits num_mtp_layers
-    """.split())
-
-
-def text_config(model_config):
-    """The language model's config inside a multimodal one; else the config itself."""
-    return model_config.text_config if model_config.model_type in MULTIMODAL else model_config
-
-
-def check_model(model_config):
-    """Raise ValueError for a model that the table lacks or that its record cannot express."""
-    outer, c = model_config.model_type, text_config(model_config)
-    name = outer if c is model_config else f"{outer} with {c.model_type}"
-    if c.model_type not in (MULTIMODAL.get(outer) or FAMILIES):
-        words = "num_local_experts", "num_experts", "n_routed_experts", "is_encoder_decoder"
-        why = [f"{x}={getattr(c, x)}" for x in words if getattr(c, x, None)]
-        why += sorted(set(getattr(c, "layer_types", None) or ()) - LAYER_TYPES)
-        why = f" ({', '.join(why)})" if why else ""
-        raise ValueError(f"model_type {name} is not supported{why}: use one of"
-                         f" {', '.join([*FAMILIES, *MULTIMODAL])}")
-    if getattr(c, "is_causal", True) is False:
-        raise ValueError(f"{name}: is_causal=False is not supported: only causal attention is")
-    record = FAMILIES[c.model_type]
-    values = [*vars(record).values(), *(vars(record.mixture).values() if record.mixture else ())]
-    known = KNOWN_FIELDS | {str(value).removeprefix("config.") for value in values}
-    for field in dataclasses.fields(c):
-        value, default = getattr(c, field.name), field.default
-        if field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory()
-        if field.name not in known and value != default and (value or default):
-            raise ValueError(f"{name}: {field.name}={value} is not supported, only {default}")
-
-
-def describe_model(model_config):
-    """The Architecture of a config from AutoConfig; ValueError where no record can express it."""
-    check_model(model_config)
-    c = text_config(model_config)
-    record = FAMILIES[c.model_type]
-    family = fill_record(record, c)
-    values = dict(vars(family))
-    if family.activation not in ACTIVATIONS:
-        raise ValueError(f"{record.activation.removeprefix('config.')} {family.activation} is not"
-                         f" supported: only {', '.join(ACTIVATIONS)}")
-    if family.qkv_clip is not None:
-        raise ValueError(f"{record.qkv_clip.removeprefix('config.')} {family.qkv_clip} is not"
-                         " supported")
-    hidden, inner = c.hidden_size, c.intermediate_size
-    heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
-    if heads % kv_heads:
-        raise ValueError(f"{heads} attention heads are no multiple of {kv_heads} key-value heads")
-    head_dim = getattr(c, "head_dim", None) or hidden // heads
-    values.update(describe_positions(c, family, head_dim))
-    if not (family.qk_norm and family.qk_norm_if):
-        values.update(qk_norm=None, q_norm=None, k_norm=None)
-    if not family.post_norm_if:
-        values.update(attention_post_norm=None, mlp_post_norm=None)
-    if family.query_scalar or family.attention_scale is None:
-        values["attention_scale"] = (family.query_scalar or head_dim) ** -0.5
-    if family.sqrt_embedding:
-        values["embedding_multiplier"] = hidden**0.5
-    values["logits_multiplier"] = family.logits_multiplier / family.logits_divisor
-    values["attention_dropout"] = family.attention_dropout or 0.0
-    qkv = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
-    qkv = {"qkv": sum(qkv.values())} if family.fused_qkv else qkv
-    gate_up = {"gate_up": 2 * inner} if family.fused_gate_up else {"gate": inner, "up": inner}
-    values.update(describe_experts(c, family))
-    prefixes = ["model."]
-    if c is not model_config:
-        prefixes = ["model.language_model.", "language_model.model."]
-    return Architecture(
-        **values, family=c.model_type, n_layers=c.num_hidden_layers, hidden_size=hidden,
-        intermediate_size=inner, n_heads=heads, n_kv_heads=kv_heads, head_dim=head_dim,
-        vocab_size=c.vocab_size,
-        qkv=[Linear(f"self_attn.{x}_proj", n, hidden, family.qkv_bias) for x, n in qkv.items()],
-        out=[Linear("self_attn.o_proj", hidden, heads * head_dim, family.out_bias)],
-        gate_up=[Linear(f"mlp.{x}_proj", n, hidden, family.mlp_bias) for x, n in gate_up.items()],
-        down=[Linear("mlp.down_proj", hidden, inner, family.mlp_bias)],
-        # mistral3's outer flag is True by default though released models are not tied
-        tied=c.tie_word_embeddings and model_config.tie_word_embeddings,
-        module_prefix=prefixes[0], checkpoint_prefixes=prefixes,
-        head_names=["lm_head.weight", "language_model.lm_head.weight"][: len(prefixes)])
-
-
-def fill_record(record, c):
-    """A Family or Mixture whose fields "config.x" have the values of a text config; None where the
-    config declares no such field."""
-    values, declared = dict(vars(record)), {field.name for field in dataclasses.fields(c)}
-    for key, value in values.items():
-        if isinstance(value, Mixture):
-            values[key] = fill_record(value, c)
-        elif str(value).startswith("config."):
-            name = value.removeprefix("config.")
-            values[key] = getattr(c, name) if name in declared else None
-    return dataclasses.replace(record, **values)
-
-
-def describe_experts(c, family):
-    """What an Architecture says of experts: {name of its field: value}, from a text config."""
-    n_layers, hidden, mixture = c.num_hidden_layers, c.hidden_size, family.mixture
-    names = "shared_gate_up", "shared_down", "expert_gate_up", "expert_down"
-    if not mixture:
-        return {"layer_routed": [False] * n_layers, **dict.fromkeys(names, [])}
-    sizes = mixture.n_experts, mixture.top_k, mixture.expert_size
-    if not all(isinstance(n, int) and n > 0 for n in sizes) or mixture.top_k > mixture.n_experts:
-        raise ValueError(f"{sizes[0]} experts, {sizes[1]} for a token, of size {sizes[2]} are not"
-                         " supported")
-    dense = getattr(c, "mlp_only_layers", None) or ()
-    every = getattr(c, "decoder_sparse_step", None) or getattr(c, "moe_layer_interval", None) or 1
-    last = getattr(c, "moe_layer_end_index", n_layers - 1)
-    routed = [(mixture.first_dense or 0) <= i <= last and i not in dense and (i + 1) % every == 0
-              for i in range(n_layers)]
-
-    def mlp(stem, inner, bias):
-        """The linears of an MLP that read its input, and those that give its output."""
-        return ([Linear(f"{stem}.{x}_proj", inner, hidden, bias) for x in ("gate", "up")],
-                [Linear(f"{stem}.down_proj", hidden, inner, bias)])
-
-    shared_size = (mixture.shared_size or 0) * (mixture.n_shared or 0)
-    shared = mlp(mixture.shared, shared_size, family.mlp_bias) if shared_size else ([], [])
-    experts = [mlp(f"{mixture.experts}.{i}", mixture.expert_size, False)
-               for i in range(mixture.n_experts)]
-    experts = [[linear for expert in experts for linear in expert[i]] for i in (0, 1)]
-    return {"layer_routed": routed, **dict(zip(names, (*shared, *experts)))}
-
-
-def describe_positions(c, family, head_dim):
-    """What an Architecture says of positions: {name of its field: value}, from a text config."""
-    n_layers, window = c.num_hidden_layers, getattr(c, "sliding_window", None)
-    kinds = getattr(c, "layer_types", None) or ["full_attention"] * n_layers
-    if set(kinds) - LAYER_TYPES or len(kinds) != n_layers:
-        raise ValueError(f"layer_types has {len(kinds)} entries for {n_layers} layers:"
-                         f" {sorted(set(kinds))}; full_attention and sliding_attention work")
-    slides = [family.window == "all" and window is not None
-              or family.window == "layer_types" and kind == "sliding_attention" for kind in kinds]
-    used = getattr(c, "use_sliding_window", True)
-    if any(slides) and not (window and used):
-        raise ValueError(f"layers with a sliding window, but sliding_window={window},"
-                         f" use_sliding_window={used}")
-    rotated = c.no_rope_layers if family.no_rotary == "no_rope_layers" else [True] * n_layers
-    if family.no_rotary == "full" or family.no_rotary == "full_if_window" and window is not None:
-        rotated = slides
-    ropes, layer_rope = [], []
-    for kind, rotates in zip(kinds, rotated, strict=True):
-        rope = dict(c.rope_parameters)
-        if family.ropes_by_layer_type and "rope_type" not in rope:  # else they are of no layer type
-            rope = dict(rope.get(kind) or {})
-        if rope.get("rope_type") not in ROPE_TYPES or not rope.keys() <= ROPE_KEYS:
-            raise ValueError(f"rope_parameters {c.rope_parameters} are not supported")
-        if family.query_temperature and not rope.get("llama_4_scaling_beta"):
-            raise ValueError(f"rope_parameters {rope} have no llama_4_scaling_beta")
-        if family.ntk_alpha and rope["rope_type"] == "dynamic" and rope.get("alpha"):
-            theta = rope["rope_theta"] * rope["alpha"] ** (head_dim / (head_dim - 2))
-            rope = {"rope_type": "default", "rope_theta": theta}  # no longer depends on length
-        if rope not in ropes:
-            ropes.append(rope)
-        layer_rope.append(ropes.index(rope) if rotates else None)
-    part = ropes[0].get("partial_rotary_factor") or 1.0
-    if len({x.get("partial_rotary_factor") for x in ropes}) > 1 or int(head_dim * part) % 2 \
-            or part != 1.0 and not family.partial_rotary:
-        raise ValueError(f"partial_rotary_factor={part} of {head_dim} dimensions is not supported")
-    temperature = family.query_temperature and (
-        ropes[0]["llama_4_scaling_beta"], ropes[0]["original_max_position_embeddings"])
-    return dict(rotary_dim=int(head_dim * part), ropes=ropes, layer_rope=layer_rope,
-                layer_window=[window if slide else None for slide in slides],
-                query_temperature=temperature)
-
-
-def rope_frequencies(rope, arch, max_seq_len, model_config):
-    """(fp32 [rotary_dim / 2] inverse frequencies, factor on cos and sin) of one of arch.ropes; of
-    longrope [2, rotary_dim / 2], those of short documents and those of long ones. max_seq_len
-    chooses dynamic's base once, for all batches."""
-    if rope["rope_type"] == "default":
-        exponents = torch.arange(0, arch.rotary_dim, 2, dtype=torch.float) / arch.rotary_dim
-        return 1.0 / rope["rope_theta"] ** exponents, 1.0
-    view = types.SimpleNamespace(
-        rope_parameters=rope | {"partial_rotary_factor": 1.0}, head_dim=arch.rotary_dim,
-        hidden_size=arch.hidden_size, num_attention_heads=arch.n_heads,
-        max_position_embeddings=text_config(model_config).max_position_embeddings,
-        standardize_rope_params=lambda: None)
-    compute = functools.partial(ROPE_INIT_FUNCTIONS[rope["rope_type"]], view, "cpu")
-    if rope["rope_type"] == "longrope":
-        original = rope["original_max_position_embeddings"]
-        (short, factor), (long, _) = compute(seq_len=original), compute(seq_len=original + 1)
-        return torch.stack([short, long]).float(), float(factor)
-    inv_freq, factor = compute(seq_len=max_seq_len)
-    return inv_freq.float(), float(factor)
-
-
-def shrunk_config(model_config):
-    """A text config of two small layers, one of each kind, that has every feature of the model.
-
-    The kinds are those of the config's own lists: what describe_model() makes of them is checked.
-    """
-    arch = describe_model(model_config)
-    c = copy.deepcopy(text_config(model_config))
-    lists = {name: getattr(c, name, None) for name in ("layer_types", "no_rope_layers")}
-    kinds = list(zip(*filter(None, lists.values()))) or [()]
-    other = next((i for i, kind in enumerate(kinds) if kind != kinds[0]), 0)
-    for name, of_layers in lists.items():
-        if of_layers:
-            setattr(c, name, [of_layers[0], of_layers[other]])
-    c.num_hidden_layers, c.vocab_size, c.intermediate_size = 2, 128, 192
-    # as released, a wrong scale of attention or a wrong eps would go unnoticed
-    visible = {"initializer_range": 0.2, "attention_multiplier": 0.2, "rms_norm_eps": 0.05,
-               "layer_norm_eps": 0.05}
-    unused = {"use_cache": False, "return_dict": True, "output_attentions": False,
-              "output_hidden_states": False}  # they change no output
-    for name, value in (visible | unused).items():
-        if hasattr(c, name):
-            setattr(c, name, value)
-    shrink_experts(c, arch)
-    c.num_attention_heads = 4
-    c.num_key_value_heads = {1: 1, arch.n_heads: 4}.get(arch.n_kv_heads, 2)
-    # whole blocks: bitsandbytes on a CPU dequantises others wrongly
-    c.hidden_size = 64 if arch.n_heads * arch.head_dim == arch.hidden_size else 128
-    if hasattr(c, "head_dim"):
-        c.head_dim = 16
-    if getattr(c, "sliding_window", None):
-        c.sliding_window = 5
-    for rope in [c.rope_parameters, *c.rope_parameters.values()]:
-        if isinstance(rope, dict) and ("long_factor" in rope or "llama_4_scaling_beta" in rope):
-            ratio = c.max_position_embeddings / rope["original_max_position_embeddings"]
-            rope["original_max_position_embeddings"] = 20  # so that short rows reach both sides
-            c.max_position_embeddings = int(20 * ratio)
-            if hasattr(c, "original_max_position_embeddings"):
-                c.original_max_position_embeddings = 20
-            for name in {"short_factor", "long_factor"} & rope.keys():
-                rope[name] = rope[name][: arch.rotary_dim * 8 // arch.head_dim]
-    c.pad_token_id, c.bos_token_id, c.eos_token_id = None, 1, 2
-    return c
-
-
-def shrink_experts(c, arch):
-    """Change a text config of two layers to few small experts; one layer of each kind."""
-    if not arch.mixture:
-        return
-    sizes = {"n_experts": 8, "top_k": min(3, arch.mixture.top_k), "shared_size": 128,
-             "expert_size": 64, "first_dense": 1}  # of some families the two sizes are one field
-    for field, size in sizes.items():
-        name = str(getattr(FAMILIES[arch.family].mixture, field)).removeprefix("config.")
-        if name != "intermediate_size" and getattr(c, name, None):
-            setattr(c, name, size)
-    if getattr(c, "mlp_only_layers", None):
-        c.mlp_only_layers = [0]
-    if getattr(c, "decoder_sparse_step", 1) > 1:
-        c.decoder_sparse_step = 2
-    if hasattr(c, "moe_layer_end_index"):
-        c.moe_layer_end_index = 1
+    "internvl": ("qwen2", "qwen3"), "llava": ("llama", "mistral"), "exaone4_5": ("exaone4",),
+    "qwen3_vl": ("qwen3_vl_text",)}

@@ -229,11 +229,11 @@ class LayerWork:
             self.held[fused] = weight
         return weight
 
-    def vector(self, name):
-        """The weight of a norm by its name in the layer; None for None."""
-        if name is None:
+    def vector(self, name, part="weight"):
+        """The weight or the bias of a norm by its name in the layer; None where there is none."""
+        if f"{name}.{part}" not in self.layout.vectors:
             return None
-        where, shape = self.layout.vectors[f"{name}.weight"]
+        where, shape = self.layout.vectors[f"{name}.{part}"]
         return self.layer.vectors[where].view(shape)
 
     def drop(self, x, probability, site):

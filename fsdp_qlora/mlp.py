@@ -1,4 +1,5 @@
-"""The MLP half of a layer: x + down(act(gate) * up), forward and backward, and what it costs.
+"""The MLP half of a layer: x + down(act(gate) * up), in some families x + down(act(up)), forward
+and backward, and what it costs.
 
 Stands on branch and products. A recomputed MLP is computed a slice of tokens at a time, so that its
 widest tensors are short.
@@ -29,7 +30,7 @@ class MLPHalf:
     """
 
     arch: Architecture
-    gate_up: FusedLinear
+    gate_up: FusedLinear  # of an MLP without a gate: up
     down: FusedLinear
     slice_tokens: int = dataclasses.field(default_factory=lambda: SLICE_TOKENS)
 
@@ -46,7 +47,7 @@ class MLPHalf:
         keep_inputs(work, kept, inputs, self.gate_up)
         del inputs
         activated = kept.gate_up.new_empty(len(source), self.down.width)
-        gate(activated[:, : self.down.in_features], kept.gate_up, arch.activation,
+        gate(activated[:, : self.down.in_features], kept.gate_up, arch.activation, arch.gated,
              evaluation=work.evaluation)
         out, kept.branch = add_branch(work, middle, self.down, activated, MLP_SITE,
                                       arch.mlp_post_norm, want_sum)
@@ -61,12 +62,12 @@ class MLPHalf:
         kept.branch = None
         if work.layout.dora:
             activated = upstream.new_empty(len(upstream), self.down.in_features)
-            gate(activated, kept.gate_up, arch.activation)
+            gate(activated, kept.gate_up, arch.activation, arch.gated)
         grad_activated, grad_d = product_backward(work, self.down, kept.down_columns, upstream,
                                                   activated)
         del upstream, activated
         # in place; gate and up as two tensors, whose columns one kernel can read and write at once
-        gate_backward(*kept.gate_up.chunk(2, -1), grad_activated, arch.activation)
+        gate_backward(grad_activated, arch.activation, *kept.gate_up.chunk(1 + arch.gated, -1))
         add_a_gradient(work, self.down, grad_activated, grad_d)  # it is what gate() returned by now
         del grad_activated, grad_d
         inputs = kept_inputs(work, kept, arch.mlp_norm, kept.source, self.gate_up)
@@ -138,7 +139,8 @@ class MLPHalf:
     @property
     def passed_values(self):
         """Read or written by elementwise work, forward and backward, as measured."""
-        return 15 * self.arch.hidden_size + 12 * self.down.in_features
+        return (15 * self.arch.hidden_size + 6 * self.down.in_features
+                + 3 * self.gate_up.out_features)
 
 
 def token_slices(n, most):

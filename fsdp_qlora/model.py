@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdp_qlora.attention import rope_tables
+from fsdp_qlora.elementwise import EMBEDDING_SITE, drop
 from fsdp_qlora.layer import DecoderLayer
 from fsdp_qlora.linears import LinearPlace
 from fsdp_qlora.nf4 import BLOCK, dequantise
@@ -42,7 +43,8 @@ class Model(nn.Module):
         self.own_rows = shard_range(arch.vocab_size, self.shard, self.shards)  # of both tables
         self.layers = nn.ModuleList(
             DecoderLayer(arch, layout, i, plan) for i, layout in enumerate(layouts))
-        self.embedding = self.norm = self.head = None  # tensors; the script loads them
+        # tensors; the script loads them
+        self.embedding = self.norm = self.norm_bias = self.head = None
         self.frequencies = None  # of each of arch.ropes, see rope_frequencies()
 
     def forward(self, bin):
@@ -50,7 +52,9 @@ class Model(nn.Module):
 
     def hidden(self, bin):
         """What the last layer returns, [tokens, hidden]."""
-        x = embed(self, bin.input_ids)
+        x, dropout = embed(self, bin.input_ids), self.arch.embedding_dropout
+        if dropout and bin.dropout_keys is not None:
+            x = drop(x, bin.dropout_keys, EMBEDDING_SITE, dropout)
         bin.ropes = {index: rope_tables(self.arch, self.frequencies, bin, index)
                      for index in (None, *range(len(self.arch.ropes)))}
         for layer in self.layers:
@@ -135,7 +139,8 @@ def weight_requests(model, names, prequantised):
         shapes = {name: shape for name, (_, shape) in layer.layout.vectors.items()}
         for name, shape in (shapes | layer.layout.router_tensors).items():
             requests.append(Request(names.of_layer(i, name), shape, range(shape[0])))
-    requests.append(Request(names.norm, (table[1],), range(table[1])))
+    norm = filter(None, (names.norm, names.norm_bias))
+    requests += [Request(name, (table[1],), range(table[1])) for name in norm]
     return requests if model.arch.tied else [*requests, Request(names.head, table, model.own_rows)]
 
 
@@ -183,7 +188,8 @@ def verify_model(model, plan):
             if parts[0].is_cpu and torch.cuda.is_available():
                 n_bytes["of these on the host"] += sum(part.nbytes for part in parts)
         n_bytes["other frozen"] += sum(t.nbytes for t in layer.router_tensors.values())
-    tables = {id(t): t.nbytes for t in (model.embedding, model.head, model.norm)}
+    tables = {id(t): t.nbytes for t in (model.embedding, model.head, model.norm, model.norm_bias)
+              if t is not None}
     n_bytes["other frozen"] += sum(tables.values())
     say_each("weights, GiB", ", ".join(f"{kind} {n / 2**30:.3f}" for kind, n in n_bytes.items()))
 

@@ -27,6 +27,7 @@ class TensorNames:
     sources: dict  # {name of a linear: Source} where it is a part of one of `shapes`
     embedding: str
     norm: str
+    norm_bias: str | None
     head: str
     layer_prefix: str
     renames: tuple  # pairs: a part of a name here, and what these files have instead
@@ -48,11 +49,12 @@ def tensor_names(arch, files):
     stem = next((s for s in stems if f"{s}embed_tokens.weight" in files), stems[0])
     head = next((name for name in arch.head_names if name in files), arch.head_names[0])
     embedding, norm = f"{stem}embed_tokens.weight", f"{stem}norm.weight"
+    norm_bias = f"{stem}norm.bias" if arch.norm_bias else None
     table, renames = (arch.vocab_size, arch.hidden_size), ()
     if arch.mixture:  # those that files have
         renames = tuple(p for p in arch.mixture.renames if any(p[1] in name for name in files))
-    names = TensorNames({embedding: table}, {}, {}, embedding, norm, head, f"{stem}layers.",
-                        renames)
+    names = TensorNames({embedding: table}, {}, {}, embedding, norm, norm_bias, head,
+                        f"{stem}layers.", renames)
     for i, routed in enumerate(arch.layer_routed):
         fused = fused_experts(arch, names, i, files) if routed else {}
         for linear in arch.linears(routed):
@@ -65,7 +67,8 @@ def tensor_names(arch, files):
                 names.shapes[name] = linear.out_features, linear.in_features
         for key, shape in (arch.vectors(routed) | arch.router_tensors(routed)).items():
             names.shapes[names.of_layer(i, key)] = shape
-    names.shapes[norm] = (arch.hidden_size,)
+    for name in filter(None, (norm, norm_bias)):
+        names.shapes[name] = (arch.hidden_size,)
     if not arch.tied:
         names.shapes[head] = table
     return names

@@ -134,7 +134,8 @@ class HeadLoss(torch.autograd.Function):
         for chunk in (slice(i, i + step) for i in range(0, len(bin.labels), step)):
             part = x[bin.trained_at[chunk]]
             hidden = torch.empty_like(part)
-            normalise(hidden, part, model.norm, arch.norm, arch.norm_eps, evaluation=evaluation)
+            normalise(hidden, part, model.norm, model.norm_bias, arch.norm, arch.norm_eps,
+                      evaluation=evaluation)
             logits = gather(hidden).flatten(0, 1) @ weight.t()
             labels = all_labels[:, chunk].flatten()
             absent, targets = labels < 0, labels - model.own_rows.start

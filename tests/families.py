@@ -29,6 +29,20 @@ YARN_LLAMA4 = YARN | dict(
     beta_slow=1.0,
     llama_4_scaling_beta=0.1,
 )
+MROPE = dict(
+    rope_type="default", rope_theta=10000.0, mrope_interleaved=True, mrope_section=[3, 3, 2]
+)
+GRANITE4 = dict(
+    layer_types=["attention"] * 3,
+    num_local_experts=0,
+    num_experts_per_tok=0,
+    shared_intermediate_size=96,
+    mamba_n_heads=16,
+    embedding_multiplier=12.0,
+    residual_multiplier=0.22,
+    attention_multiplier=0.1,
+    logits_scaling=8.0,
+)
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 
 
@@ -125,6 +139,11 @@ TINY = {
     ),
     "llama_yarn": tiny("llama", rope_parameters=YARN),
     "internlm3": tiny("internlm3", head_dim=24, attention_bias=True, mlp_bias=True),
+    "arcee": tiny("arcee", head_dim=24, attention_bias=True, tie_word_embeddings=True),
+    "jais2": tiny("jais2", head_dim=24),
+    "nemotron": tiny("nemotron", head_dim=24, mlp_bias=True),
+    "starcoder2": tiny("starcoder2", None, sliding_window=7, tie_word_embeddings=True),
+    "stablelm": tiny("stablelm", None, use_qkv_bias=True),
     "iquestcoder": tiny("iquestcoder", head_dim=24),
     "cwm": tiny("cwm", sliding_window=7, layer_types=MIXED, rope_parameters=LLAMA3),
     "helium": tiny("helium"),
@@ -197,6 +216,10 @@ TINY = {
         attention_multiplier=0.1,
         logits_scaling=8.0,
         tie_word_embeddings=True,
+    ),
+    "granite4": tiny("granitemoehybrid", None, position_embedding_type="rope", **GRANITE4),
+    "granite4_nope": tiny(
+        "granitemoehybrid", None, attention_bias=True, tie_word_embeddings=True, **GRANITE4
     ),
     "cohere": tiny("cohere", None, logit_scale=0.25),
     "cohere_qk_norm": tiny("cohere", None, use_qk_norm=True, attention_bias=True),
@@ -330,6 +353,12 @@ TINY = {
         tiny("exaone4", None, sliding_window=7, layer_types=MIXED),
         "exaone4_5_vision",
         False,
+    ),
+    "qwen3_vl": multimodal(
+        "qwen3_vl",
+        tiny("qwen3_vl_text", head_dim=24, rope_parameters=MROPE),
+        "qwen3_vl_vision",
+        True,
     ),
     "mistral3_ministral3": multimodal("mistral3", MINISTRAL3, "pixtral", True),
 }

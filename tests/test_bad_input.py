@@ -296,6 +296,10 @@ def test_model_type_that_the_table_lacks_is_refused_with_what_it_has(
         ({"model_type": "phi3", "resid_pdrop": 0.1}, ["resid_pdrop=0.1"]),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True},
          ["use_bidirectional_attention=True"]),
+        ({"model_type": "granitemoehybrid", "layer_types": ["attention"] * 2,
+          "num_local_experts": 62}, ["num_local_experts=62 is not supported, only 0"]),
+        ({"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"],
+          "num_local_experts": 0}, ["1 of 2 layers are of linear_attention, which is not"]),
     ],
     ids=lambda value: str({**value, "model_type": 0}) if isinstance(value, dict) else "",
 )  # fmt: skip

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from fsdp_qlora import check, experts, router
 from fsdp_qlora.check import plain_model, random_adapter, random_reference, read_weights
-from fsdp_qlora.families import describe_model, shrunk_config
+from fsdp_qlora.configs import describe_model, shrunk_config
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.names import check_files, rows_in_memory, tensor_names
 from fsdp_qlora.weights import Request, WeightReader, weight_files

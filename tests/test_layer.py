@@ -20,15 +20,15 @@ from families import make_model as make_whole
 from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
-from fsdp_qlora import attention, check, families, linears, mlp
+from fsdp_qlora import attention, check, configs, families, linears, mlp
 from fsdp_qlora.adapter import choose_adapted
-from fsdp_qlora.check import check_family, plain_run, random_reference, read_weights
+from fsdp_qlora.check import check_family, plain_run, random_reference, read_weights, text_model
 from fsdp_qlora.data.bins import make_bin
 from fsdp_qlora.data.encode import rows_of
 from fsdp_qlora.attention import document_attention, rope_tables
 from fsdp_qlora.elementwise import elementwise, norm_of
 from fsdp_qlora.experts import RoutedMLPHalf
-from fsdp_qlora.families import describe_model, rope_frequencies, shrunk_config, text_config
+from fsdp_qlora.configs import describe_model, rope_frequencies, shrunk_config, text_config
 from fsdp_qlora.layer import make_layouts
 from fsdp_qlora.model import Model, measure_weight_norms, set_local
 from fsdp_qlora.plan import Plan
@@ -108,7 +108,10 @@ class Pair:
         self.model_config = shrunk_config(TINY[name](VOCABULARY))
         self.model_config.intermediate_size = intermediate_size
         self.arch = dataclasses.replace(
-            describe_model(self.model_config), attention_dropout=0.0, residual_dropout=0.0
+            describe_model(self.model_config),
+            attention_dropout=0.0,
+            residual_dropout=0.0,
+            embedding_dropout=0.0,
         )
         with torch.no_grad():
             reference = random_reference(self.model_config, torch.Generator().manual_seed(0))
@@ -131,6 +134,7 @@ class Pair:
                 value = weight.norm(dim=1) * (1 + value)
             self.values[key] = value
         lora_config, _ = choose_adapted(self.arch, self.config, "test")
+        lora_config.task_type = None  # else PEFT wants a model that generates
         self.peft = get_peft_model(reference, lora_config).eval()
         set_peft_model_state_dict(self.peft, self.values)
         taken = get_peft_model_state_dict(self.peft)
@@ -220,7 +224,7 @@ def test_what_is_computed_again_is_there_once(name, keeps, monkeypatch):
 
 
 @pytest.mark.parametrize("kept", KEPT)
-@pytest.mark.parametrize("name", ["llama", "qwen2", "phi3", "cohere", "glm4"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "phi3", "cohere", "glm4", "arcee"])
 @pytest.mark.parametrize("adapter", ["rslora", "dora"])
 def test_other_adapters_equal_peft(adapter, name, kept, monkeypatch):
     assert_equal(kept, monkeypatch, name, adapter=adapter)
@@ -389,6 +393,9 @@ PLANTED = {
     "window of some layers": ("gemma2", {"layer_window": (None, None)}),
     "cap on scores": ("gemma2", {"attention_softcap": None}),
     "epsilon, tenfold": ("gemma", {"norm_eps": 0.5}),
+    "gate": ("llama", {"gated": False, "mlp_in": ("mlp.up_proj",)}),
+    "bias of norms": ("starcoder2", {"norm_bias": False}),
+    "norm without 1": ("nemotron", {"norm": "layer"}),
 }
 
 
@@ -411,7 +418,7 @@ def test_check_at_start_catches(error, monkeypatch):
     model_config = TINY[name](VOCABULARY)
     family = model_config.model_type
     # fields that no record names now
-    monkeypatch.setattr(families, "check_model", lambda config: None)
+    monkeypatch.setattr(configs, "check_model", lambda config: None)
     plant(monkeypatch, family, fields)
     with pytest.raises(ValueError, match=f"the check at start failed: {family} "):
         check_family(model_config, name, fill_model)
@@ -523,6 +530,15 @@ def test_multimodal_model_is_tied_if_both_configs_say_so(outer, inner):
     assert describe_model(config).tied == (outer and inner)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_text_config_without_that_flag_is_tied_as_the_outer_one_says(tied):
+    config = TINY["qwen3_vl"](VOCABULARY)
+    del config.text_config.tie_word_embeddings
+    config.tie_word_embeddings = tied
+    assert describe_model(config).tied == tied
+    assert describe_model(shrunk_config(config)).tied == tied
+
+
 OUTER = [name for name, make in TINY.items() if make.model_type in families.MULTIMODAL]
 
 
@@ -531,7 +547,7 @@ def test_multimodal_model_gives_the_logits_of_its_text_model(name):
     """The check at start builds the text model alone; the outer one must not scale or cap."""
     config = TINY[name](VOCABULARY)
     outer = make_whole(config)
-    text = AutoModelForCausalLM.from_config(config.text_config, dtype=torch.float32).eval()
+    text = text_model(config.text_config, dtype=torch.float32).eval()
     tensors = {
         key.replace("model.language_model.", "model."): value
         for key, value in outer.state_dict().items()
@@ -552,15 +568,17 @@ def test_bf16_norms_and_embeddings_round_as_transformers(name):
     reference.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     ids = torch.arange(8)
     with torch.no_grad():
-        reference.norm.weight.add_(torch.randn_like(reference.norm.weight) * 0.3)
+        for p in reference.norm.parameters():
+            p.add_(torch.randn_like(p) * 0.3)
         reference(ids[None])
         x = torch.randn(64, arch.hidden_size, dtype=torch.bfloat16)
         want = reference.norm(x)
     table = reference.embed_tokens.weight.detach()
     model = types.SimpleNamespace(shards=1, arch=arch, embedding=table, own_rows=range(len(table)))
     assert torch.equal(embed(model, ids), seen[0][0])
-    norm = reference.norm.weight.detach()
-    assert torch.equal(norm_of(x, norm, arch.norm, arch.norm_eps), want)
+    norm, bias = (getattr(reference.norm, part, None) for part in ("weight", "bias"))
+    assert (bias is None) == (not arch.norm_bias)
+    assert torch.equal(norm_of(x, norm, arch.norm, arch.norm_eps, bias), want)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama_dynamic"])

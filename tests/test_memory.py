@@ -18,7 +18,8 @@ from fsdp_qlora.base import read_model_config
 from fsdp_qlora.check import plain_model, plain_run
 from fsdp_qlora.data.bins import make_bin
 from fsdp_qlora.data.encode import rows_of
-from fsdp_qlora.families import SHAPES, describe_model
+from fsdp_qlora.configs import describe_model
+from fsdp_qlora.families import SHAPES
 from fsdp_qlora.layer import make_layouts
 from fsdp_qlora.machine import Machine, cgroup_free, host_share
 from fsdp_qlora.offload import pinned_copy

@@ -4,6 +4,7 @@ What each family computes is in test_layer.py.
 """
 
 import dataclasses
+import types
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from conftest import DEVICE
 from families import TINY, tiny, write_model
 from safetensors.torch import load_file, save_file
 
-from fsdp_qlora.families import describe_model
+from fsdp_qlora.configs import describe_model
 from fsdp_qlora.attention import attends, document_attention
+from fsdp_qlora.model import Model
 from fsdp_qlora.names import check_files, tensor_names
 from fsdp_qlora.weights import weight_files
 
@@ -22,6 +24,7 @@ DROPOUT = {  # tiny configs whose own dropout is in one place
     "attention": tiny("llama", attention_dropout=0.2),
     "both": tiny("seed_oss", head_dim=24, residual_dropout=0.2, attention_dropout=0.2),
     "window": tiny("mistral", sliding_window=7, attention_dropout=0.2),
+    "embedding": tiny("starcoder2", None, embedding_dropout=0.5),
     "none": tiny("seed_oss", head_dim=24, residual_dropout=0.0, attention_dropout=0.0),
 }
 SMALL_BINS = "--micro_batch_tokens", 64
@@ -86,6 +89,17 @@ def test_models_own_dropout_is_there_and_does_not_depend_on_bins(kind, train, mo
     assert small == [pytest.approx(row, rel=1e-5) for row in large]
     without = train("without", model_with_dropout("none"))
     assert abs(large[0][1] - without[0][1]) > 1e-2 * without[0][1]
+
+
+def test_dropout_of_the_embedding_has_its_probability():
+    arch = dataclasses.replace(describe_model(DROPOUT["embedding"](8)), ropes=[])
+    model, ids = Model(arch, (), None), torch.arange(800) % 8
+    model.embedding = torch.ones(8, arch.hidden_size)
+    for keys, values in (None, [1]), (torch.arange(800) << 20, [0, 2]):
+        bin = types.SimpleNamespace(input_ids=ids, position_ids=ids, dropout_keys=keys)
+        hidden = model.hidden(bin)
+        assert hidden.unique().tolist() == values
+        assert hidden.mean().item() == pytest.approx(1, abs=0.02)
 
 
 @pytest.mark.parametrize("recompute", ["none", "all", "1"])

@@ -27,11 +27,24 @@ SIGLIP = {"hidden_size": 1152, "image_size": 896, "intermediate_size": 4304, "pa
 PIXTRAL = {"attention_dropout": 0.0, "head_dim": 64, "hidden_act": "silu", "hidden_size": 1024,
            "image_size": 1540, "intermediate_size": 4096, "model_type": "pixtral",
            "num_attention_heads": 16, "num_hidden_layers": 24, "patch_size": 14}  # fmt: skip
+MROPE = {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"}
+QWEN3_VISION = {"deepstack_visual_indexes": [5, 11, 17], "depth": 24, "hidden_size": 1024,
+                "in_channels": 3, "intermediate_size": 4096, "model_type": "qwen3_vl",
+                "num_heads": 16, "out_hidden_size": 2560, "patch_size": 16,
+                "spatial_merge_size": 2, "temporal_patch_size": 2}  # fmt: skip
 PHI3 = {"attention_bias": False, "attention_dropout": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
         "hidden_act": "silu", "rms_norm_eps": 1e-5, "tie_word_embeddings": False}  # fmt: skip
 GRANITE = {"attention_multiplier": 0.0078125, "embedding_multiplier": 12.0, "logits_scaling": 16.0,
            "residual_multiplier": 0.22, "hidden_act": "silu", "mlp_bias": False,
            "rope_scaling": None, "tie_word_embeddings": True}  # fmt: skip
+GRANITE4 = GRANITE | {
+    "shared_intermediate_size": 8192, "num_local_experts": 0, "num_experts_per_tok": 0,
+    "layer_types": ["attention"] * 40, "position_embedding_type": "rope", "init_method": "mup",
+    "normalization_function": "rmsnorm", "attention_bias": False, "attention_dropout": 0.0,
+    "router_aux_loss_coef": 0.01, "output_router_logits": False, "mamba_chunk_size": 256,
+    "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": 64, "mamba_d_state": 128,
+    "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 80,
+    "mamba_proj_bias": False}  # fmt: skip
 EXAONE = {"factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
           "original_max_position_embeddings": 8192, "rope_type": "llama3"}  # fmt: skip
 
@@ -69,6 +82,28 @@ CONFIGS = {
     "InternLM3 8B": text("internlm3", 4096, 10240, 48, 32, 2, 128512, head_dim=128, bias=False,
                          max_position_embeddings=32768, qkv_bias=False, rope_theta=5e7,
                          rope_scaling={"factor": 6.0, "rope_type": "dynamic"}),
+    "AFM 4.5B": text("arcee", 2560, 18432, 36, 20, 4, 128004, head_dim=128, hidden_act="relu2",
+                     attention_bias=False, max_position_embeddings=65536, mlp_bias=False,
+                     rope_theta=1e4, rope_scaling={"beta_fast": 32.0, "beta_slow": 1.0,
+                                                   "factor": 20.0, "mscale": 1.0,
+                                                   "original_max_position_embeddings": 4096,
+                                                   "rope_type": "yarn", "type": "yarn"}),
+    "Minitron 4B": text("nemotron", 3072, 9216, 32, 24, 8, 256000, head_dim=128,
+                        hidden_act="relu2", max_position_embeddings=4096, norm_eps=1e-5,
+                        attention_bias=False, mlp_bias=False, partial_rotary_factor=0.5,
+                        rope_theta=1e4, bos_token_id=2, eos_token_id=3),
+    "StarCoder2 3B": text("starcoder2", 3072, 12288, 30, 24, 2, 49152, attention_dropout=0.1,
+                          activation_function="gelu", embedding_dropout=0.1, residual_dropout=0.1,
+                          hidden_act="gelu_pytorch_tanh", max_position_embeddings=16384,
+                          mlp_type="default", norm_epsilon=1e-5, norm_type="layer_norm",
+                          rope_theta=999999.4420358813, sliding_window=4096, use_bias=True),
+    "StableLM 2 1.6B": text("stablelm", 2048, 5632, 24, 32, 32, 100352, layer_norm_eps=1e-5,
+                            hidden_act="silu", max_position_embeddings=4096, rope_theta=1e4,
+                            partial_rotary_factor=0.25, use_qkv_bias=True, norm_eps=1e-5,
+                            rotary_scaling_factor=1.0, tie_word_embeddings=False),
+    "Jais 2 8B": text("jais2", 3328, 26624, 32, 26, 26, 150272, head_dim=128, hidden_act="relu2",
+                      attention_bias=True, mlp_bias=True, layer_norm_eps=1e-5, rope_theta=5e5,
+                      max_position_embeddings=8192, rope_scaling=None),
     "CWM 32B": text("cwm", 6144, 21504, 64, 48, 8, 128256, head_dim=128, sliding_window=8192,
                     max_position_embeddings=131072, rope_theta=1e6,
                     layer_types=(["full_attention"] + ["sliding_attention"] * 3) * 16,
@@ -96,6 +131,15 @@ CONFIGS = {
     "Qwen3 8B": text("qwen3", 4096, 12288, 36, 32, 8, 151936, head_dim=128, max_window_layers=36,
                      max_position_embeddings=40960, rope_theta=1e6, rope_scaling=None,
                      sliding_window=None, use_sliding_window=False, attention_bias=False),
+    "Qwen3-VL 4B": multimodal(
+        "qwen3_vl", text("qwen3_vl_text", 2560, 9728, 36, 32, 8, 151936, head_dim=128,
+                         max_position_embeddings=262144, attention_bias=False, rope_theta=5e6,
+                         rope_scaling=MROPE, tie_word_embeddings=True), QWEN3_VISION,
+        tie_word_embeddings=True, vision_start_token_id=151652, vision_end_token_id=151653),
+    "Qwen3-VL 8B": multimodal(
+        "qwen3_vl", text("qwen3_vl_text", 4096, 12288, 36, 32, 8, 151936, head_dim=128,
+                         max_position_embeddings=262144, attention_bias=False, rope_theta=5e6,
+                         rope_scaling=MROPE), QWEN3_VISION, tie_word_embeddings=False),
     "Phi-3 mini 4k": text("phi3", 3072, 8192, 32, 32, 32, 32064, **PHI3, sliding_window=2047,
                           max_position_embeddings=4096, original_max_position_embeddings=4096),
     "Phi-3.5 mini": text("phi3", 3072, 8192, 32, 32, 32, 32064, **PHI3, sliding_window=262144,
@@ -131,6 +175,8 @@ CONFIGS = {
                            attention_dropout=0.1, max_position_embeddings=4096),
     "Granite 3.3 8B": text("granite", 4096, 12800, 40, 32, 8, 49159, **GRANITE, rope_theta=1e7,
                            attention_dropout=0.0, max_position_embeddings=131072),
+    "Granite 4.0 Micro": text("granitemoehybrid", 2560, 8192, 40, 40, 8, 100352, **GRANITE4,
+                              rope_theta=1e7, max_position_embeddings=131072),
     "Aya Expanse 8B": text("cohere", 4096, 14336, 32, 32, 8, 256000, logit_scale=0.125,
                            layer_norm_eps=1e-5, max_position_embeddings=8192, use_qk_norm=False,
                            model_max_length=131072, rope_theta=1e4),

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from fsdp_qlora.elementwise import drop, mix
-from fsdp_qlora.families import describe_model
+from fsdp_qlora.configs import describe_model
 from fsdp_qlora.layer import make_layouts
 from train_fsdp_qlora import Config, learning_rate
 
