@@ -50,10 +50,25 @@ SHAPES = {  # hidden, intermediate, layers, heads, key/value heads, vocabulary
     "qwen2.5-72b": (8192, 29568, 80, 64, 8, 152064),
     "llama-3.2-1b": (2048, 8192, 16, 32, 8, 128256),
     "smollm2-135m": (576, 1536, 30, 9, 3, 49152),
+    "qwen3-30b-a3b": (2048, 6144, 48, 32, 4, 151936),
+    "qwen3-235b-a22b": (4096, 12288, 94, 64, 4, 151936),
+    "glm-4.5-air": (4096, 10944, 46, 96, 8, 151552),
     "mistral-nemo-12b": (5120, 14336, 40, 32, 8, 131072),
 }
 HEAD_DIM = {"mistral-nemo-12b": 128}  # where it is not hidden / heads
 TIED = "llama-3.2-1b", "smollm2-135m"  # embedding and head
+MIXTURES = {  # what else their config.json says; above, `intermediate` is of the experts of a token
+    "qwen3-30b-a3b": dict(
+        model_type="qwen3_moe", head_dim=128, num_experts=128, num_experts_per_tok=8,
+        moe_intermediate_size=768, norm_topk_prob=True),
+    "qwen3-235b-a22b": dict(
+        model_type="qwen3_moe", head_dim=128, num_experts=128, num_experts_per_tok=8,
+        moe_intermediate_size=1536, norm_topk_prob=True),
+    "glm-4.5-air": dict(
+        model_type="glm4_moe", head_dim=128, n_routed_experts=128, num_experts_per_tok=8,
+        moe_intermediate_size=1408, n_shared_experts=1, first_k_dense_replace=1,
+        attention_bias=True, routed_scaling_factor=1.0, norm_topk_prob=True),
+}  # fmt: skip
 
 
 def case(name, model, rows, seq, steps, flags="", gpus=2, layers=None, base=None, bins=None,
@@ -129,13 +144,25 @@ GROUPS = {
         for short, model in (("1b", "llama-3.2-1b"), ("135m", "smollm2-135m"))
         for name, graphs in (("", True), ("-plain", False))
     ],
+    "experts": [
+        *(case(f"{short}-{name}", "qwen3-30b-a3b", 1, tokens, 9, flags, gpus=1, layers=4)
+          for short, tokens in (("qwen30b4-4k", 4096), ("qwen30b4-16k", 16384))
+          for name, flags in (("none", NONE), ("all", ALL))),
+        case("qwen30b", "qwen3-30b-a3b", 8, 2048, 6, gpus=1, bins=0),
+        case("qwen30b-24gb", "qwen3-30b-a3b", 8, 2048, 5, CAP, gpus=1, bins=0),
+        case("qwen30b-24gb-offload", "qwen3-30b-a3b", 8, 2048, 5, f"{CAP} {OFFLOAD}", gpus=1,
+             bins=0),
+        case("glm-air", "glm-4.5-air", 8, 2048, 5, bins=0),
+        case("glm-air-46gb", "glm-4.5-air", 4, 2048, 5, f"--memory_limit_gib 46 {SHARED}", bins=0),
+        case("qwen235b", "qwen3-235b-a22b", 4, 2048, 4, SHARED, bins=0),
+    ],
     "start": [
         case(f"8b-{cache}", "llama-3-8b", 2, 2048, 1, cache=cache) for cache in ("cold", "warm")
     ],
 }  # fmt: skip
 CASES = {c["name"]: c for group in GROUPS.values() for c in group}
 GROUPS["speed"] += [CASES["70b-auto"], CASES["70b-2k"]]
-GROUPS["profile"] = [CASES["70b8-nooffload"], CASES["8b-2gpus"]]
+GROUPS["profile"] = [CASES[name] for name in ("70b8-nooffload", "8b-2gpus", "qwen30b4-16k-none")]
 
 COLUMNS = {  # title: (key of a row, format)
     "case": ("case", ""), "work": ("work", ""), "GPUs": ("gpus", ""),
@@ -177,7 +204,7 @@ def write_config(directory, model, layers):
     directory.mkdir(exist_ok=True)
     own = {"qwen2.5": {"model_type": "qwen2"},
            "mistral": {"model_type": "mistral", "sliding_window": None}}  # fmt: skip
-    own = own.get(model.partition("-")[0], {"model_type": "llama"})
+    own = MIXTURES.get(model) or own.get(model.partition("-")[0], {"model_type": "llama"})
     if model in HEAD_DIM:
         own["head_dim"] = HEAD_DIM[model]
     (directory / "config.json").write_text(json.dumps({

@@ -139,7 +139,8 @@ def dequantise(layer, fused, adapter):
             packed, absmax_codes, nested.absmax, nested.offsets, nested.code_values,
             nf4_code(weight.device), adapter, place_table(fused, weight.device), weight,
             len(packed), tiles, len(weight), fused.in_features, n_columns, fused.lora_rank,
-            len(fused.places), 64, BLOCK, NESTED_BLOCK, LORA_COLUMNS, FIELDS, num_warps=4,
+            len(fused.places), equal_blocks(fused), 64, BLOCK, NESTED_BLOCK, LORA_COLUMNS, FIELDS,
+            num_warps=4,
             enable_fp_fusion=False,  # bitsandbytes rounds between a scale's product and offset
         )
         return weight
@@ -162,17 +163,25 @@ def dequantise(layer, fused, adapter):
     return weight
 
 
-FIELDS = 6  # of a row of place_table
+FIELDS = 7  # of a row of place_table
 
 
 @functools.lru_cache(None)
 def place_table(fused, device):
     """For dequantise_kernel, of each linear: its first block, first output, first second-level
-    absmax, index, first value of B and first column (-1: no adapter). int32 [linears, FIELDS]."""
+    absmax, index, first value of B and first column (-1: no adapter), and the output after its
+    last. int32 [linears, FIELDS]."""
     table = [[p.blocks.start - fused.blocks.start, fused.local_outputs(p).start, p.nested.start,
-              p.index, p.lora_b.start if p.columns else 0, p.columns.start if p.columns else -1]
-             for p in fused.places]
+              p.index, p.lora_b.start if p.columns else 0, p.columns.start if p.columns else -1,
+              fused.local_outputs(p).stop] for p in fused.places]
     return torch.tensor(table, dtype=torch.int32, device=device)
+
+
+@functools.lru_cache(None)
+def equal_blocks(fused):
+    """The blocks of each of its linears where all have as many, as those of experts; else 0."""
+    sizes = {(p.blocks.stop - p.blocks.start, p.linear.out_features) for p in fused.places}
+    return sizes.pop()[0] if len(sizes) == 1 else 0
 
 
 if triton:
@@ -181,7 +190,7 @@ if triton:
     def dequantise_kernel(
         packed, absmax_codes, nested_absmax, offsets, code_values, nf4_code, adapter, table, out,
         n_blocks, n_tiles, n_rows, n_in, n_columns, rank, LINEARS: tl.constexpr,
-        BLOCKS: tl.constexpr, BLOCK: tl.constexpr, NESTED_BLOCK: tl.constexpr,
+        EQUAL: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, NESTED_BLOCK: tl.constexpr,
         COLUMNS: tl.constexpr, FIELDS: tl.constexpr,
     ):
         """See dequantise(). The first n_tiles programs write BLOCKS blocks of W each, the others
@@ -192,11 +201,14 @@ if triton:
             block = tile.to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
             inside = block < n_blocks
             linear = tl.zeros([BLOCKS], tl.int32)
-            for i in tl.static_range(1, LINEARS):
-                linear += (block >= tl.load(table + i * FIELDS)).to(tl.int32)
+            if EQUAL:
+                linear = tl.minimum(block // EQUAL, LINEARS - 1).to(tl.int32)
+            else:
+                for i in tl.static_range(1, LINEARS):
+                    linear += (block >= tl.load(table + i * FIELDS)).to(tl.int32)
             fields = table + linear * FIELDS
             block_of = block.to(tl.int32) - tl.load(fields)  # counted from the linear's first
-            first, last = tl.load(fields + 1), tl.full([BLOCKS], n_rows, tl.int32)
+            first, last = tl.load(fields + 1), tl.load(fields + 6)
             nested = tl.load(fields + 2) + block_of // NESTED_BLOCK
             index = tl.load(fields + 3)
             code = tl.load(absmax_codes + block, inside, 0).to(tl.int32)
@@ -209,8 +221,6 @@ if triton:
             low = tl.load(nf4_code + (codes & 15)) * absmax[:, None]
             values = tl.interleave(high, low).to(out.dtype.element_ty)
             weight = block_of[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-            for i in tl.static_range(1, LINEARS):
-                last = tl.where(linear == i - 1, tl.load(table + i * FIELDS + 1), last)
             row = weight // n_in  # of the linear
             if n_in % BLOCK == 0:  # then a block lies in one row: fewer divisions
                 row = (block_of * BLOCK // n_in)[:, None] + tl.zeros([1, BLOCK], tl.int32)
@@ -222,8 +232,11 @@ if triton:
             out_row = b_tile // (n_columns // COLUMNS) * 64 + tl.arange(0, 64)
             column = b_tile % (n_columns // COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
             linear_of = tl.zeros([64], tl.int32)
-            for i in tl.static_range(1, LINEARS):
-                linear_of += (out_row >= tl.load(table + i * FIELDS + 1)).to(tl.int32)
+            if EQUAL:  # then its linears have as many outputs each, too
+                linear_of = tl.minimum(out_row // (n_rows // LINEARS), LINEARS - 1).to(tl.int32)
+            else:
+                for i in tl.static_range(1, LINEARS):
+                    linear_of += (out_row >= tl.load(table + i * FIELDS + 1)).to(tl.int32)
             b_fields = table + linear_of * FIELDS
             b_row = out_row - tl.load(b_fields + 1)
             b_start, first_column = tl.load(b_fields + 4), tl.load(b_fields + 5)
@@ -248,12 +261,12 @@ def why_no_triton():
     packed, state = bnb.functional.quantize_4bit(
         weight, blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
     out = torch.empty_like(weight)
-    table = torch.zeros(1, FIELDS, dtype=torch.int32, device="cuda")
+    table = torch.tensor([[0, 0, 0, 0, 0, -1, 256]], dtype=torch.int32, device="cuda")
     try:
         dequantise_kernel[(16,)](
             packed.view(-1, BLOCK // 2), state.absmax, state.state2.absmax, state.offset,
             state.state2.code, nf4_code(weight.device), weight, table, out, 1024, 16, 256, 256, 0,
-            16, 1, 64, BLOCK, NESTED_BLOCK, LORA_COLUMNS, FIELDS, num_warps=4,
+            16, 1, 0, 64, BLOCK, NESTED_BLOCK, LORA_COLUMNS, FIELDS, num_warps=4,
             enable_fp_fusion=False)
     except Exception as e:
         return f"Triton cannot compile here, {type(e).__name__}: {str(e)[:200]}"
