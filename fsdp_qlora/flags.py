@@ -140,6 +140,8 @@ def resolve_config(config, world_size):
     check("columns", lambda pairs: all(re.fullmatch("[^=]+=[^=]+", pair) for pair in pairs)
           and len({pair.partition("=")[0] for pair in pairs}) == len(pairs),
           "OLD=NEW, each OLD once")
+    check("output_dir", lambda path: not path.startswith("~"), "the whole path: the shell has not"
+          " replaced its ~")
     check("seed", lambda n: 0 <= n < 2**40, "at least 0 and below 2^40")
     if config.recompute not in ("all", "none", "auto") and not config.recompute.isdecimal():
         raise ValueError(f"--recompute {config.recompute}: must be all, none, auto or a number")

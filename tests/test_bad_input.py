@@ -126,6 +126,7 @@ def edit_map(directory, change):
         (["--model", "llama-2-7b", "--random_weights", "--eval_dataset", "0.1"],
          ["--eval_dataset", "--dataset"]),
         (["--resume", "must", "--output_dir", "typo"], ["--resume", "typo"]),
+        (["--output_dir=~/run"], ["--output_dir ~/run", "whole path"]),
     ],
     ids=lambda value: " ".join(value),
 )

@@ -222,7 +222,7 @@ def test_row_of_an_array_is_named(tokenizer, tmp_path):
         ("data.jsonl,split=test", "what stands behind the comma is for Hub ids"),
         ("nothing,split=test", "no file in it ends in"),
         ("saved,name=large", "what stands behind the comma is for Hub ids"),
-        ("saved,split=test", "test"),
+        ("saved,split=test", "has no split test, but train: ,split=NAME chooses"),
         ("empty.jsonl", "has no rows"),
         ("broken.json", "is no JSON"),
         ("broken.parquet", "broken.parquet"),

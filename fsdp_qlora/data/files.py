@@ -235,7 +235,12 @@ def open_table(source, path, options, content):
     try:
         if saved_kind(path):
             table = datasets.load_from_disk(str(path))
-            return table[split] if isinstance(table, datasets.DatasetDict) else table
+            if isinstance(table, datasets.Dataset):
+                return table
+            if split not in table:
+                raise ValueError(f"has no split {split}, but {', '.join(table)}: ,split=NAME"
+                                 " chooses")
+            return table[split]
         if path.is_file() and file_kind(path) in TABLE_KINDS:
             return load_table_file(path, content)
         looks_like_file = source[0] in "./~" or file_kind(path) in KINDS
@@ -248,7 +253,7 @@ def open_table(source, path, options, content):
         error = e.__cause__ or e
         what = "no such file here, and the Hub says: " if is_from_hub else ""
         where = (f"; a table is copied to HF_DATASETS_CACHE, {datasets.config.HF_DATASETS_CACHE}"
-                 if isinstance(error, OSError) and not is_from_hub else "")
+                 if isinstance(error, OSError) and path.is_file() else "")
         raise ValueError(f"{source}: {what}{error}{where}")
 
 
