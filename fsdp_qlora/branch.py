@@ -44,30 +44,27 @@ def norm_gradient(work, name, x, grad, residual):
 
 
 def add_branch(work, x, fused, inputs, site, post_norm, want_sum):
-    """The end of both halves: returns x + norm(product of `inputs`), None without want_sum, and
-    what the norm's backward needs, None without a norm."""
+    """The end of both halves: returns x + multiplier * norm(branch), None without want_sum, and
+    what the norm's backward needs, None without a norm. The branch is the product of `inputs` after
+    the model's own dropout."""
+    arch = work.arch
     if not (want_sum or post_norm):
         fill_columns(work, fused, inputs)  # backward reads them
         return None, None
-    branch = product(work, fused, inputs)
-    out = _residual_sum(work, x, branch, post_norm, site) if want_sum else None
+    normed = branch = work.drop(product(work, fused, inputs), arch.residual_dropout, site)
+    if not want_sum:
+        return None, branch
+    if post_norm:
+        normed = torch.empty_like(branch)
+        normalise(normed, branch, work.vector(post_norm), arch.norm, arch.norm_eps,
+                  evaluation=work.evaluation)
+    out = torch.add(x, normed, alpha=arch.residual_multiplier)
     return out, branch if post_norm else None
 
 
 def last_columns(inputs, fused):
     """A copy of the columns of product()'s inputs that backward reads besides x."""
     return inputs[:, fused.in_features :].clone()
-
-
-def _residual_sum(work, x, branch, post_norm, site):
-    """x + multiplier * norm(branch), after the model's own dropout."""
-    arch, branch = work.arch, work.drop(branch, work.arch.residual_dropout, site)
-    if post_norm:
-        normed = torch.empty_like(branch)
-        normalise(normed, branch, work.vector(post_norm), arch.norm, arch.norm_eps,
-                  evaluation=work.evaluation)
-        branch = normed
-    return torch.add(x, branch, alpha=arch.residual_multiplier)
 
 
 def branch_gradient(work, branch, grad, post_norm, site):
