@@ -314,11 +314,13 @@ def check_plan(plan, arch, layouts, longest, limit, recompute_is_auto):
                 flags.append(flag)
             if smaller.fits(limit):
                 break
-    more = "" if smaller.fits(limit) else " and more GPUs"
+    advice = f"{' '.join(flags)} would bring it to {smaller.bytes / 2**30:.1f} GiB"
+    if not smaller.fits(limit):
+        advice = (f"with {' '.join(flags)} it still takes {smaller.bytes / 2**30:.1f} GiB: use more"
+                  " GPUs as well")
     raise DoesNotFit(
         f"this does not fit: predicted peak {plan.bytes / 2**30:.1f} GiB, and {GAPS:.0%} for gaps,"
-        f" of {limit / 2**30:.1f} GiB; {' '.join(flags)}{more} would bring it to"
-        f" {smaller.bytes / 2**30:.1f} GiB")
+        f" of {limit / 2**30:.1f} GiB; {advice}")
 
 
 def agree_on_plan(config, arch, layouts, rows, eval_rows, limit, device, kernels):
