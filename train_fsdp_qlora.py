@@ -221,7 +221,7 @@ class Run:
 
 def main(argv=None):
     """Returns the exit code: 0 or one of those in ranks."""
-    device, config = join_processes(), None
+    device = join_processes()
     with watch_process() as status:
         try:
             with together():
@@ -237,7 +237,7 @@ def main(argv=None):
             code = e.code or 0
         except Exception as e:
             # the others wait in a collective that this rank will never join: torchrun ends them
-            return status.end_alone(e, config, device)
+            return status.end_alone(e, device)
     dist.destroy_process_group()
     return code
 
@@ -287,9 +287,9 @@ def train(given, device, status):
             layouts = make_layouts(arch, adapted, config)
             kernels = choose_attention(config, arch, device)
         plan = agree_on_plan(config, arch, layouts, rows, eval_rows, limit, device, kernels)
+        status.plan = plan
         say_start(given, config, plan, kernels, limit, device, VERSIONS)
-        if tokenizer:
-            say_example(rows, tokenizer)
+        say_example(rows, tokenizer)
         if not config.random_weights:
             on_rank_0(check_family, model_config, config.model, fill_model)
 

@@ -47,6 +47,7 @@ class Status:
         self.lock_fd = None  # of the directory's .lock; None: not held
         self.lock = None  # os.stat() of .lock, as this process saw it when rank 0 had locked it
         self.step, self.max_steps, self.checkpoint = 0, None, None  # checkpoint: its name
+        self.plan = None  # Plan; None: not known yet
         self.where = "outside of the steps (loading or saving)"
         self.how_to_resume = "the same command resumes it"
         self.started, self.parent = time.monotonic(), os.getppid()
@@ -119,12 +120,12 @@ class Status:
             self.say_end(code, str(stop))
         return code
 
-    def end_alone(self, error, config, device):
+    def end_alone(self, error, device):
         """Say and write down what happened to this rank alone. Returns the exit code."""
         self.is_ending = True
         is_lack = isinstance(error, RuntimeError) and "out of memory" in str(error)  # CUDA, NCCL
         if is_lack or isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-            code, text = OUT_OF_MEMORY, out_of_memory_text(error, config, device, self.where)
+            code, text = OUT_OF_MEMORY, out_of_memory_text(error, self.plan, device, self.where)
         elif isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and re.search(
             "onnection |Broken pipe|[Tt]imed? ?out|unreachable|No route", str(error)  # of gloo
         ):
@@ -282,16 +283,17 @@ def end_soon(code):
     timer.start()
 
 
-def out_of_memory_text(error, config, device, where):
-    """What ran out, on the GPU or on the host, and what helps."""
+def out_of_memory_text(error, plan, device, where):
+    """What ran out, on the GPU or on the host, and what helps that the plan does not do already."""
     if isinstance(error, MemoryError):
         return f"ran out of host memory: {error}; offload less"
-    is_used = {
-        "--recompute all": config.recompute == "all",
-        "--offload_activations": config.offload_activations,
-        "--offload_params": config.offload_params}
-    helps = [flag for flag in is_used if not is_used[flag]]
-    helps += ["a smaller --micro_batch_tokens", "a shorter --max_seq_len"]
+    helps = ["a smaller --micro_batch_tokens", "a shorter --max_seq_len"]
+    if plan:
+        is_done = {
+            "--recompute all": plan.recomputed == plan.n_layers,
+            "--offload_activations": plan.offload_activations,
+            "--offload_params": plan.offload_params}
+        helps = [*(flag for flag in is_done if not is_done[flag]), *helps]
     text = f"ran out of memory {where}; peak {memory_gib(device)[1]:.2f} GiB allocated"
     if asked := re.search(r"Tried to allocate ([\d.]+ \w+)", str(error)):
         text += f", {asked[1]} more asked for"

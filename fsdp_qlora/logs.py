@@ -184,7 +184,10 @@ def say_start(given, config, plan, kernels, limit, device, versions):
 
 
 def say_example(rows, tokenizer):
-    """Print one row as the model sees it, with what is not trained in brackets."""
+    """Print one row as the model sees it, with what is not trained in brackets, if there is a
+    tokenizer."""
+    if not tokenizer:
+        return
     text, pairs = "", zip(*(t.tolist() for t in rows.tokens(0)))
     for is_trained, part in itertools.groupby(pairs, lambda pair: pair[1] != IGNORE):
         decoded = tokenizer.decode([token for token, _ in part])
