@@ -148,7 +148,7 @@ class Config:
         None, "from the launch; then the run saves and ends, and the same command resumes it")
     step_timeout_minutes: float | None = knob(
         None, "in which a step must end, else all ranks write down where they are and end; left"
-        " out: 20 times the longest step so far and at least 10 minutes")
+        " out: 20 times the longest step so far and at least 10 minutes, an hour for the first")
     seed: int = knob(0, "of the adapter's initial values, the data order, dropout")
     report_to: str = knob(
         "tensorboard", "where metrics go besides metrics.jsonl; wandb must be installed",

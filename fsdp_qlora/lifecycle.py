@@ -33,6 +33,7 @@ LOST = "another process of this run has ended"
 LOST_DIRECTORY = (".lock is not this run's any more: the directory was moved, removed or taken by"
                   " another run, and this one writes nothing more there")
 SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
+FIRST_STEP_SECONDS = 180  # at most, as it compiles, too
 LIBC, SET_PDEATHSIG = ctypes.CDLL(None), 1  # of prctl(2)
 
 
@@ -63,6 +64,7 @@ class Status:
     def write(self, state, code=None, message=""):
         """Replace status.json. Rank 0, and other ranks with an exit code.
 
+        `state`: the phase of a run that goes on (a key of EXITS), else stopped, failed, complete.
         A stop never replaces a failure that another rank has written, which may be its cause. Until
         the flags are known to be those of the run in the directory, only a stop is written.
         """
@@ -127,7 +129,7 @@ class Status:
         if is_lack or isinstance(error, (torch.OutOfMemoryError, MemoryError)):
             code, text = OUT_OF_MEMORY, out_of_memory_text(error, self.plan, device, self.where)
         elif isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and re.search(
-            "onnection |Broken pipe|[Tt]imed? ?out|unreachable|No route", str(error)  # of gloo
+            "connection |broken pipe|timed? ?out|unreachable|no route", str(error), re.I  # of gloo
         ):
             code, text = AGAIN, f"{LOST}; {self.how_to_resume}"
         else:
@@ -178,8 +180,8 @@ class Status:
 
     def extend_deadline(self, config, longest_step):
         """Give the step or the like that begins now --step_timeout_minutes; by default 20 times the
-        `longest_step` so far, in seconds, and at least 10 minutes."""
-        seconds = max(600, 20 * (longest_step or 180))  # the first step compiles, too
+        `longest_step` so far, in seconds, and at least 10 minutes; an hour until there is one."""
+        seconds = max(600, 20 * (longest_step or FIRST_STEP_SECONDS))
         if config.step_timeout_minutes:
             seconds = 60 * config.step_timeout_minutes
         self.deadline = time.monotonic() + seconds
@@ -205,7 +207,7 @@ def watch_process():
     handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS
                 if not (under_nohup and number == signal.SIGHUP)}
     wakeup = signal.set_wakeup_fd(send.fileno(), warn_on_full_buffer=False)
-    os.register_at_fork(after_in_child=lambda: forget_signals(status))
+    os.register_at_fork(after_in_child=lambda: reset_after_fork(status))
     thread = threading.Thread(target=watch, args=(receive, status), daemon=True)
     thread.start()
     try:
@@ -226,7 +228,7 @@ def close_lock(status):
         status.lock_fd = None
 
 
-def forget_signals(status):
+def reset_after_fork(status):
     """In a forked process, which encodes data: end with the parent, drop its lock, take default
     signals."""
     with contextlib.suppress(AttributeError, OSError):  # Linux only
@@ -277,7 +279,7 @@ def count_siblings():
 
 
 def end_soon(code):
-    """End this process in 15 s, also if the disk or the terminal does not answer."""
+    """End this process at the latest in 15 s, whatever hangs: the disk, the terminal."""
     timer = threading.Timer(15, os._exit, [code])
     timer.daemon = True
     timer.start()
@@ -302,8 +304,8 @@ def out_of_memory_text(error, plan, device, where):
     return f"{text}; try, in this order: {', '.join(helps)}"
 
 
-PATIENCE = 50  # steps after the warm-up; a run whose loss was never below the first by then ..
-LARGEST_WEIGHT = 1000  # .. and whose adapter has a weight above this has diverged
+PATIENCE = 50  # steps after the warm-up in which the loss has to come below the first step's
+LARGEST_WEIGHT = 1000  # of an adapter that learns; of one whose loss did not come below: diverged
 
 
 def why_diverged(step, loss, norm, warmup_steps, progress, largest_weight):
