@@ -23,17 +23,16 @@ def norm_inputs(work, name, x, fused):
 
 
 def keep_inputs(work, kept, inputs, fused):
-    """Keep what backward needs of norm_inputs(). What one pass over memory makes again stays only
-    where backward follows at once."""
+    """Keep what backward needs of norm_inputs(). The normed inputs are cheap to make again: they
+    are kept only if backward is running."""
     kept.inputs = inputs if work.is_backward else None
     kept.columns = last_columns(inputs, fused)
 
 
 def kept_inputs(work, kept, name, x, fused):
-    """The norm of x [n, in] of which keep_inputs() has kept a part."""
-    if kept.inputs is None:
-        kept.inputs = norm_inputs(work, name, x, fused)
-    return kept.inputs[:, : fused.in_features]
+    """The norm of x [n, in], as keep_inputs() has kept it or made again."""
+    inputs = norm_inputs(work, name, x, fused) if kept.inputs is None else kept.inputs
+    return inputs[:, : fused.in_features]
 
 
 def norm_gradient(work, name, x, grad, residual):
