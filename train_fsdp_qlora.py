@@ -297,7 +297,7 @@ def train(given, device, status):
         mesh = make_mesh(plan.shard_group_size, device)
         model = Model(arch, layouts, plan, mesh.get_group("shard"))
         shard_model(model, mesh, plan)
-        frozen = load_model(model, base, model_config, config, device)
+        loaded = load_model(model, base, model_config, config, device)
         say_memory("after loading", device)
 
         # 5. The adapter, new or from a checkpoint, and its paged 8-bit AdamW
@@ -320,11 +320,11 @@ def train(given, device, status):
         else:
             adapter.initialise(config)
         status.enter("saving")
-        on_rank_0(describe_run, run, given, base.resolve(), frozen, day, VERSIONS)
+        on_rank_0(describe_run, run, given, base.resolve(), loaded, day, VERSIONS)
         on_rank_0(save_tokenizer, directory, base, tokenizer)
         verify_model(model, plan)
         say(f"parameters: {adapter.n_trainable:,} trainable ({config.adapter}),"
-            f" {frozen.n_parameters:,} frozen")
+            f" {loaded.n_parameters:,} frozen")
 
         # 6. Loop and save
         status.enter("training")
@@ -468,14 +468,14 @@ def load_model(model, base, model_config, config, device):
     Returns a namespace: `sums` {name in files: content_sum() as hex}, which tell one base from any
     other; `prequantised`, whether its files are in 4 bits; `n_parameters`.
     """
-    arch, prequantised, dtype = model.arch, {}, getattr(torch, config.compute_dtype)
+    arch, nf4_states, dtype = model.arch, {}, getattr(torch, config.compute_dtype)
     names = tensor_names(arch, {})
     if not config.random_weights:
         with together():
             files = weight_files(base)
             names = tensor_names(arch, files)
-            prequantised = check_files(files, names, model_config, config.compute_dtype)
-    requests = weight_requests(model, names, prequantised)
+            nf4_states = check_files(files, names, model_config, config.compute_dtype)
+    requests = weight_requests(model, names, bool(nf4_states))
     shares = {r.name: (r.rows, n) for r, n in zip(requests, rows_before(requests).values())}
     n_bytes, memory_before, started, finite, sums = 0, host_memory(), clock(), {}, {}
     if config.random_weights:
@@ -488,11 +488,11 @@ def load_model(model, base, model_config, config, device):
         value = reader.read(name)
         n_bytes += value.nbytes
         sums[name] = content_sum(value, *shares[name])
-        if value.is_floating_point() and not (prequantised and name in names.linears):
+        if value.is_floating_point() and not (nf4_states and name in names.linears):
             finite[name] = value.sum(dtype=torch.float32).isfinite()  # no copy, as all() has
         return value
 
-    fill_model(model, names, read_checked, prequantised, device)
+    fill_model(model, names, read_checked, nf4_states, device)
     with together():
         reader.close()  # raises its error: until here all ranks go on
         are_finite = torch.stack(list(finite.values())).tolist()
@@ -509,13 +509,14 @@ def load_model(model, base, model_config, config, device):
     say_each(f"weights loaded in {seconds:.2f} s", f"{n_bytes / 1e9:.3f} GB at"
              f" {n_bytes / 1e9 / seconds:.2f} GB/s with at most {grown:.2f} GiB more host memory")
     sums = {name: as_hex(n) for name, n in zip(sums, totals.tolist())}
-    return types.SimpleNamespace(sums=sums, prequantised=bool(prequantised),
+    return types.SimpleNamespace(sums=sums, prequantised=bool(nf4_states),
                                  n_parameters=sum(map(math.prod, names.shapes.values())))
 
 
-def fill_model(model, names, read, prequantised, device):
+def fill_model(model, names, read, nf4_states, device):
     """Give the model its embedding, layers, norm and head. read(name) returns this rank's rows of a
-    tensor, flat; it is asked about in the order of weight_requests(). All ranks must call this."""
+    tensor, flat; it is asked about in the order of weight_requests(). `nf4_states` is what
+    check_files() returns. All ranks of model.group must call this."""
     plan, dtype = model.plan, getattr(torch, model.plan.compute_dtype)
 
     def table(name):
@@ -536,8 +537,8 @@ def fill_model(model, names, read, prequantised, device):
             shard = NF4Blocks.zeros(len(local_part(layer.nf4)), device, QUANT_STORAGE)
         own_linears = [(own, names.of_layer(i, f"{own.place.linear.name}.weight"))
                        for own in own_blocks(layer, model.shard)]
-        if prequantised:
-            layer.nested = copy_quantised(own_linears, shard, read, prequantised)
+        if nf4_states:
+            layer.nested = copy_quantised(own_linears, shard, read, nf4_states)
         else:
             layer.nested = quantise(own_linears, shard, read, dtype, model)
         if plan.offload_params:

@@ -167,7 +167,7 @@ def flags_of(given):
     return {name: value for name, value in flags.items() if name not in ("resume", "output_dir")}
 
 
-def describe_run(run, given, base, frozen, day, versions):
+def describe_run(run, given, base, loaded, day, versions):
     """Write train_config.json, which has all that a merge needs. Rank 0 only.
 
     Of a run that goes on, what it has of the start before is kept: the SHA-256 of an adapter that
@@ -195,9 +195,9 @@ def describe_run(run, given, base, frozen, day, versions):
             "double_quant": True,
             "nested_blocksize": NESTED_BLOCK,
             "quantized_from_dtype": config.compute_dtype,
-            "prequantized": frozen.prequantised,  # the base's own bytes
+            "prequantized": loaded.prequantised,  # the base's own bytes
             "device": run.device.type,
-            "tensor_sums": frozen.sums,  # {tensor: content_sum()}: tell bases apart
+            "tensor_sums": loaded.sums,  # {tensor: content_sum()}: tell bases apart
         },
         "world_size": dist.get_world_size(),
         "date": day,
