@@ -63,6 +63,13 @@ class Plan:
             return "all"
         return "middle" if self.keep_middle else "x"
 
+    @property
+    def preference(self):
+        """Of plans that are as fast, the one with the lowest is run: it has small groups, small
+        bins, few layers that are recomputed, and keeps most."""
+        return (self.shard_group_size, self.bin_tokens, self.recomputed,
+                not self.reshard_after_forward, not self.keep_middle, not self.hold_weights)
+
     def fits(self, limit, spare=GAPS):
         return not limit or self.bytes <= (1 - spare) * limit
 
@@ -187,8 +194,7 @@ def predict_time(plan, arch, layouts, machine):
 
 
 def possible_plans(config, arch, layouts, tokens, longest, world_size, device):
-    """All plans that the flags leave open. The first have small groups, small bins, and few layers
-    that are recomputed."""
+    """All plans that the flags leave open."""
     groups = [n for n in range(1, world_size + 1) if world_size % n == 0]
     groups = [config.shard_group_size] if config.shard_group_size else groups
     counts = {"all": [arch.n_layers], "none": [0], "auto": range(arch.n_layers + 1)}
@@ -215,7 +221,7 @@ def choose_plan(config, arch, layouts, tokens, longest, uneven, limit, machine, 
     """The plan to run; raises ValueError with what would help.
 
     Plans must leave 7 % of the memory free. Those within 2 % of the fastest count as equal: the
-    first of them that leaves 10 % is chosen, else the smallest. If no plan leaves 7 %, the smallest
+    preferred one that leaves 10 % is chosen, else the smallest. If no plan leaves 7 %, the smallest
     plan is chosen, which must leave GAPS.
 
     `tokens` are the most that a step has, `longest` is the longest row, `uneven` says whether bins
@@ -246,8 +252,11 @@ def choose_plan(config, arch, layouts, tokens, longest, uneven, limit, machine, 
     fitting = [predict_time(p, arch, layouts, machine) for p in fitting or [plan]]
     fastest = min(p.token_seconds for p in fitting)
     near = [p for p in fitting if p.token_seconds <= 1.02 * fastest]
-    roomy = [p for p in near if p.fits(limit, 0.1)]  # in the order from what keeps most
-    plan = roomy[0] if roomy else min(near, key=lambda plan: plan.bytes)
+    roomy = [p for p in near if p.fits(limit, 0.1)]
+    if roomy:
+        plan = min(roomy, key=lambda plan: plan.preference)
+    else:
+        plan = min(near, key=lambda plan: plan.bytes)
     if not is_by_host:
         check_plan(plan, arch, layouts, longest, limit, config.recompute == "auto")
     if device.type == "cpu":

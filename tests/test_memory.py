@@ -23,7 +23,9 @@ from fsdp_qlora.families import SHAPES, describe_model
 from fsdp_qlora.layer import make_layouts
 from fsdp_qlora.machine import Machine, cgroup_free, host_share
 from fsdp_qlora.offload import pinned_copy
-from fsdp_qlora.plan import GAPS, DoesNotFit, Plan, agree_on_plan, choose_plan, predict_memory
+from fsdp_qlora.plan import (
+    GAPS, DoesNotFit, Plan, agree_on_plan, choose_plan, possible_plans, predict_memory,
+)  # fmt: skip
 from fsdp_qlora.weights import tensor_names
 from train_fsdp_qlora import Config, fill_model
 
@@ -297,6 +299,14 @@ def test_smallest_group_that_fits_is_chosen():
     assert choose("llama-2-70b", 140, gpus=8).shard_group_size == 1
     for asked in (1, 2, 4):
         assert choose("llama-3-8b", 140, gpus=4, shard_group_size=asked).shard_group_size == asked
+
+
+def test_choice_does_not_depend_on_the_order_of_plans(monkeypatch):
+    cases = ("llama-3-8b", 60), ("llama-3-8b", 10), ("llama-2-70b", 55)
+    want = [choose(*case) for case in cases]
+    turned = lambda *args: reversed([*possible_plans(*args)])  # noqa: E731
+    monkeypatch.setattr("fsdp_qlora.plan.possible_plans", turned)
+    assert [choose(*case) for case in cases] == want
 
 
 def test_group_is_weighed_against_recomputation_by_time():
