@@ -18,7 +18,7 @@ from fsdp_qlora.machine import host_share, measure_machine
 from fsdp_qlora.mlp import SLICE_TOKENS
 from fsdp_qlora.nf4 import BLOCK, why_no_triton
 from fsdp_qlora.offload import GPUStore, HostStore
-from fsdp_qlora.ranks import gather_objects, say, together
+from fsdp_qlora.ranks import gather_objects, together
 from fsdp_qlora.vocabulary import CHUNK_BYTES, shard_range
 
 GAPS = 0.04  # of the GPU's memory lost between tensors: of 22.5 GiB a plan of 21.4 ran, 21.8 not
@@ -76,7 +76,8 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class LayerTotals:
-    """What the plan adds up of a model's layers. Bytes and weights are of all layers."""
+    """What the plan adds up of a model's layers: counts are of all layers, where it does not say of
+    one."""
 
     kinds: tuple  # the different Layouts
     kept_values: dict  # {what a layer keeps: values per token of the first 0, 1, 2, .. layers}
@@ -85,9 +86,10 @@ class LayerTotals:
     vectors: int  # values of norms and biases
     largest_vectors: int
     adapter: int  # values of one layer, the same for all
-    weights: int
-    recomputed_weights: dict  # {keep_middle: of products computed again, were all recomputed}
-    pair_width: float  # of the queries, mean over the layers
+    weights: int  # how many
+    # {keep_middle: how many weights backward multiplies by once more, were all layers recomputed}
+    recomputed_weights: dict
+    mean_query_width: float  # values of a token's queries in a layer, mean over the layers
     passed_values: int  # by elementwise work, per token
 
 
@@ -109,7 +111,7 @@ def count_layers(layouts):
         weights=sum(layout.n_weights for layout in layouts),
         recomputed_weights={middle: sum(layout.recomputed_weights(middle) for layout in layouts)
                             for middle in (True, False)},
-        pair_width=sum(layout.attention.query_width for layout in layouts) / len(layouts),
+        mean_query_width=sum(layout.attention.query_width for layout in layouts) / len(layouts),
         passed_values=sum(half.passed_values for layout in layouts
                           for half in (layout.attention, layout.mlp)))
 
@@ -117,50 +119,68 @@ def count_layers(layouts):
 def predict_memory(plan, arch, layouts):
     """The plan with its `memory` and `host_bytes`."""
     item, shards = getattr(torch, plan.compute_dtype).itemsize, plan.shard_group_size
-    n_layers, n, by_fsdp = arch.n_layers, plan.bin_tokens, plan.uses_fsdp
-    layers, token = count_layers(layouts), n * item  # bytes of one value a token
-    adapter = layers.adapter * 4
+    layers, token = count_layers(layouts), plan.bin_tokens * item  # bytes of one value a token
+    adapter = layers.adapter * 4  # of one layer, in fp32
     table = arch.vocab_size * arch.hidden_size * item / shards
-    first, last = plan.keeps(0), plan.keeps(n_layers - 1)
-    recomputed = layers.kept_values[first][plan.recomputed] * token
-    others = layers.kept_values["all"]
-    others = (others[n_layers] - others[plan.recomputed]) * token
-    live = max(layout.live_bytes(plan, last) for layout in layers.kinds)
-    if first != last:  # when the first layer's backward runs, what the last ones kept is gone
-        of_first = max(layout.live_bytes(plan, first) for layout in layers.kinds)
-        live = max(live, of_first - others)
-    logits = 1.25 * CHUNK_BYTES * item / 2  # a chunk of them and their gradient
-    gathered = layers.adapter * item  # by FSDP2, of one layer
-    gathered_all = n_layers * layers.adapter * item
-    if by_fsdp:
-        gathered += layers.largest_nf4 + layers.largest_vectors * item
-        gathered_all += layers.nf4_bytes + layers.vectors * item
-    dora = 0
-    if layouts[0].dora:  # norms of rows; outputs computed again in fp32 with their gradient
-        widths = [fused.out_features for layout in layers.kinds for fused in layout.fused_linears]
-        dora = 4 * sum(fused.out_features for x in layouts for fused in x.fused_linears)
-        dora += 10 * min(n, SLICE_TOKENS) * max(widths)
+    recomputed, others, live = activation_bytes(plan, layers, token)
+    # beside x and its gradient: a chunk of logits, its gradient, and a quarter more
+    head = 2 * arch.hidden_size * token + 1.25 * CHUNK_BYTES * item / 2
     memory = {
         "4-bit weights": 0 if plan.offload_params else layers.nf4_bytes / shards,
         "embedding, head, norms": table * (2 - arch.tied - plan.embedding_on_host)
         + layers.vectors * item / shards,
-        "adapter and gradients": 2 * n_layers * adapter / shards,
+        "adapter and gradients": 2 * plan.n_layers * adapter / shards,
+        # a HostStore has at most three tensors on the GPU
         "kept by recomputed layers": min(recomputed, 3 * arch.hidden_size * token)
         if plan.offload_activations else recomputed,
         "kept by other layers": others,
-        "live layer or head": max(live, 2 * arch.hidden_size * token + logits),
-        "one layer's adapter gradient": adapter * (3 if by_fsdp else 1),
-        # of a layer and the next one; or of all until their backward, and one more
-        "gathered weights": 2 * gathered if plan.reshard_after_forward or not by_fsdp
-        else gathered_all + gathered,
-        "DoRA": dora}
+        "live layer or head": max(live, head),
+        # FSDP2 has copies of it for the sum over ranks
+        "one layer's adapter gradient": adapter * (3 if plan.uses_fsdp else 1),
+        "gathered weights": gathered_bytes(plan, layers, item),
+        "DoRA": dora_bytes(plan, layouts)}
     if plan.graphs:  # evaluations run beside them
         memory["CUDA graphs' own"] = plan.graph_room * (recomputed + others + live) + live
     host = table * plan.embedding_on_host + layers.nf4_bytes / shards * plan.offload_params
-    if plan.offload_activations:
+    if plan.offload_activations:  # all but the last, whose backward comes first
         host += max(0, recomputed - arch.hidden_size * token)
     memory = {kind: int(size) for kind, size in memory.items() if size}
     return dataclasses.replace(plan, memory=memory, host_bytes=int(host))
+
+
+def activation_bytes(plan, layers, token):
+    """What is kept by the layers that are recomputed and by the others, and the most that a layer's
+    backward takes besides; `token`: bytes of one value a token."""
+    first, last = plan.keeps(0), plan.keeps(plan.n_layers - 1)
+    recomputed = layers.kept_values[first][plan.recomputed] * token
+    others = layers.kept_values["all"]
+    others = (others[plan.n_layers] - others[plan.recomputed]) * token
+    live = max(layout.live_bytes(plan, last) for layout in layers.kinds)
+    if first != last:  # when the first layer's backward runs, what the last ones kept is gone
+        of_first = max(layout.live_bytes(plan, first) for layout in layers.kinds)
+        live = max(live, of_first - others)
+    return recomputed, others, live
+
+
+def gathered_bytes(plan, layers, item):
+    """Of whole weights that FSDP2 has gathered, or of a layer's adapter in the compute dtype."""
+    one = layers.adapter * item
+    every = plan.n_layers * one
+    if plan.uses_fsdp:
+        one += layers.largest_nf4 + layers.largest_vectors * item
+        every += layers.nf4_bytes + layers.vectors * item
+        if not plan.reshard_after_forward:
+            return every + one  # of all layers until their backward, and one more
+    return 2 * one  # of a layer and the next one
+
+
+def dora_bytes(plan, layouts):
+    """Of the norms of all rows of weights, and of outputs that backward computes again."""
+    if not layouts[0].dora:
+        return 0
+    widths = [fused.out_features for layout in layouts for fused in layout.fused_linears]
+    # in the compute dtype, in fp32, and their gradient in fp32
+    return 4 * sum(widths) + 10 * min(plan.bin_tokens, SLICE_TOKENS) * max(widths)
 
 
 def predict_time(plan, arch, layouts, machine):
@@ -175,7 +195,7 @@ def predict_time(plan, arch, layouts, machine):
     weights_again = layers.recomputed_weights[plan.keep_middle] / n_layers
     again = plan.recomputed / n_layers
     flops = 2 * n * (2 * weights + again * weights_again)
-    flops += 2 * n * 3.5 * min(n, 2048) * layers.pair_width  # attention, in rows of 2,048 tokens
+    flops += 2 * n * 3.5 * min(n, 2048) * layers.mean_query_width  # attention, rows of 2,048 tokens
     # each use of a weight: 4 bits are read, a number is written and read
     uses = 2 + again * (0.5 if plan.hold_weights else 1)
     moved = uses * weights * (0.5 + item) + n * layers.passed_values / n_layers * item
@@ -286,7 +306,8 @@ def use_graphs(plan, arch, layouts, machine, limit, capturable, uneven):
 
 
 class DoesNotFit(ValueError, MemoryError):
-    """The run would need more memory than there is."""
+    """The run would need more memory than there is: a ValueError, as what the user asked for cannot
+    be, and a MemoryError for its exit code, see together()."""
 
 
 def check_host(plan):
@@ -349,35 +370,6 @@ def agree_on_plan(config, arch, layouts, rows, eval_rows, limit, device, kernels
                            dist.get_world_size(), capturable)
     # host memory differs by rank and moment: all take rank 0's plan
     return Plan(**gather_objects(dataclasses.asdict(plan))[0])
-
-
-def say_plan(plan, config, limit):
-    """Print the plan: the memory that it is predicted to take, and how the work is laid out."""
-    if torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
-        used = total - free - torch.cuda.memory_reserved()
-        say(f"beside the plan: CUDA's context, NCCL, and what else runs on this GPU, hold"
-            f" {used / 2**30:.2f} GiB")
-    why = "as asked" if config.shard_group_size else "the fastest that fits"
-    copy_of = "each process has a copy of the model"
-    if plan.shard_group_size > 1:
-        copy_of = (f"{plan.shard_group_size} of {dist.get_world_size()} processes share one copy of"
-                   " the model")
-    say(f"plan: {copy_of} ({why}); bins of at most {plan.bin_tokens:,} tokens;"
-        f" {plan.recomputed} of {plan.n_layers} layers are recomputed"
-        + (", from x and the sum after attention" if plan.recomputed and plan.keep_middle else "")
-        + (", weights dequantised once a backward" if plan.hold_weights else "")
-        + ("" if plan.reshard_after_forward else "; gathered weights stay until backward")
-        + ("; nothing to offload" if plan.offload_activations and not plan.recomputed else "")
-        + ("; the embedding is in host memory" if plan.embedding_on_host else "")
-        + ("; CUDA graphs" if plan.graphs else f"; no CUDA graphs: {plan.why_no_graphs}")
-        + f"; {1e6 * plan.token_seconds:,.1f} us a token predicted")
-    parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in plan.memory.items()
-                      if size > 2**30 / 200)
-    say(f"predicted peak {plan.bytes / 2**30:.2f} GiB"
-        + (f" of {limit / 2**30:.2f} GiB" if limit else "")
-        + (f", and {plan.host_bytes / 2**30:.2f} GiB of pinned host memory"
-           if plan.host_bytes else "") + f": {parts}")
 
 
 def make_store(plan, arch, device):
