@@ -22,6 +22,8 @@ from fsdp_qlora.ranks import gather_objects, together
 from fsdp_qlora.vocabulary import CHUNK_BYTES, shard_range
 
 GAPS = 0.04  # of the GPU's memory lost between tensors: of 22.5 GiB a plan of 21.4 ran, 21.8 not
+SPARE, AMPLE_SPARE = 0.07, 0.1  # of it that a plan is to leave free, gaps among it; better still
+SAME_TIME = 1.02  # predicted times that differ by this factor count as equal
 HOST_SPARE = 32 * 2**30  # bytes a process may pin for speed alone; pinning takes 0.2 s a GiB
 PCIE_BYTES = 20e9  # a second, between host and GPU
 
@@ -72,6 +74,18 @@ class Plan:
 
     def fits(self, limit, spare=GAPS):
         return not limit or self.bytes <= (1 - spare) * limit
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What a run gives its processes to do, as far as the plan depends on it."""
+
+    tokens: int  # the most that a step has, over all processes
+    longest: int  # tokens of the longest row
+    uneven: bool  # whether rows differ in length or in how much of them is trained
+    world_size: int
+    device: torch.device
+    capturable: bool  # whether CUDA graphs can capture attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,18 +227,19 @@ def predict_time(plan, arch, layouts, machine):
     return dataclasses.replace(plan, token_seconds=(layer * n_layers + head) / n)
 
 
-def possible_plans(config, arch, layouts, tokens, longest, world_size, device):
+def possible_plans(config, arch, layouts, workload):
     """All plans that the flags leave open."""
+    longest, world_size = workload.longest, workload.world_size
     groups = [n for n in range(1, world_size + 1) if world_size % n == 0]
     groups = [config.shard_group_size] if config.shard_group_size else groups
     counts = {"all": [arch.n_layers], "none": [0], "auto": range(arch.n_layers + 1)}
     counts = counts.get(config.recompute) or [int(config.recompute)]
     sizes = [config.micro_batch_tokens]
     if not config.micro_batch_tokens:  # by factors of 2 up to what a step has for each process
-        sizes = [max(longest, math.ceil(tokens / world_size))]
+        sizes = [max(longest, math.ceil(workload.tokens / world_size))]
         while sizes[0] > longest:
             sizes.insert(0, max(longest, math.ceil(sizes[0] / 2)))
-        sizes = sorted({n if n == longest else round_up(n, device) for n in sizes})
+        sizes = sorted({n if n == longest else round_up(n, workload.device) for n in sizes})
     keep_middle = (False,) if arch.parallel else (True, False)  # there the MLP reads x
     keep = list(itertools.product(keep_middle, (True, False)))
     for shards, bin_tokens, n in itertools.product(groups, sizes, counts):
@@ -236,17 +251,14 @@ def possible_plans(config, arch, layouts, tokens, longest, world_size, device):
                 yield predict_memory(plan, arch, layouts)
 
 
-def choose_plan(config, arch, layouts, tokens, longest, uneven, limit, machine, device, world_size,
-                capturable):
+def choose_plan(config, arch, layouts, workload, limit, machine):
     """The plan to run; raises ValueError with what would help.
 
-    Plans must leave 7 % of the memory free. Those within 2 % of the fastest count as equal: the
-    preferred one that leaves 10 % is chosen, else the smallest. If no plan leaves 7 %, the smallest
-    plan is chosen, which must leave GAPS.
-
-    `tokens` are the most that a step has, `longest` is the longest row, `uneven` says whether bins
-    have several shapes, `capturable` whether CUDA graphs can capture attention.
+    Plans must leave SPARE of the memory, `limit` bytes, free. Of those that are as fast as the
+    fastest, by SAME_TIME, the preferred one that leaves AMPLE_SPARE is chosen, else the smallest.
+    If no plan leaves SPARE, the smallest plan is chosen, which must leave GAPS.
     """
+    longest, device = workload.longest, workload.device
     if config.recompute.isdecimal() and int(config.recompute) > arch.n_layers:
         raise ValueError(f"--recompute {config.recompute}: the model has {arch.n_layers} layers")
     if config.micro_batch_tokens and config.micro_batch_tokens < longest:
@@ -254,7 +266,7 @@ def choose_plan(config, arch, layouts, tokens, longest, uneven, limit, machine, 
                          f" {longest} tokens; use at least that or a shorter --max_seq_len")
     if is_by_host := device.type == "cpu" and not limit:
         limit = host_share()
-    plans = list(possible_plans(config, arch, layouts, tokens, longest, world_size, device))
+    plans = list(possible_plans(config, arch, layouts, workload))
     if not plans:
         raise ValueError(f"a vocabulary of {arch.vocab_size} cannot be shared by"
                          f" {config.shard_group_size} processes: use a smaller --shard_group_size")
@@ -268,11 +280,11 @@ def choose_plan(config, arch, layouts, tokens, longest, uneven, limit, machine, 
         plans = [predict_memory(dataclasses.replace(plan, embedding_on_host=True), arch, layouts)
                  for plan in plans]
     plan = min(plans, key=lambda plan: plan.bytes)
-    fitting = [p for p in plans if p.fits(limit, 0.07)]
+    fitting = [p for p in plans if p.fits(limit, SPARE)]
     fitting = [predict_time(p, arch, layouts, machine) for p in fitting or [plan]]
     fastest = min(p.token_seconds for p in fitting)
-    near = [p for p in fitting if p.token_seconds <= 1.02 * fastest]
-    roomy = [p for p in near if p.fits(limit, 0.1)]
+    near = [p for p in fitting if p.token_seconds <= SAME_TIME * fastest]
+    roomy = [p for p in near if p.fits(limit, AMPLE_SPARE)]
     if roomy:
         plan = min(roomy, key=lambda plan: plan.preference)
     else:
@@ -281,18 +293,20 @@ def choose_plan(config, arch, layouts, tokens, longest, uneven, limit, machine, 
         check_plan(plan, arch, layouts, longest, limit, config.recompute == "auto")
     if device.type == "cpu":
         check_host(plan)
-    uneven = uneven or config.batch_size % (world_size * (plan.bin_tokens // longest)) > 0
-    return use_graphs(plan, arch, layouts, machine, limit, capturable, uneven)
+    # bins have several shapes if the rows have, or if a step's last bins hold fewer rows
+    n_rows = workload.world_size * (plan.bin_tokens // longest)
+    uneven_bins = workload.uneven or config.batch_size % n_rows > 0
+    return use_graphs(plan, arch, layouts, machine, limit, workload.capturable, uneven_bins)
 
 
-def use_graphs(plan, arch, layouts, machine, limit, capturable, uneven):
+def use_graphs(plan, arch, layouts, machine, limit, capturable, uneven_bins):
     """The plan, with CUDA graphs where the host is slower than the GPU, or why they are not used.
 
-    Graphs keep their memory for good. If bins have several shapes (`uneven`), there are gaps in it,
-    and bins without a graph need theirs besides: graph_room is 2 bins. If all have one shape, what
-    ran before the capture is free by then.
+    Graphs keep their memory for good. If bins have several shapes, there are gaps in it, and bins
+    without a graph need theirs besides: graph_room is 2 bins. If all have one shape, what ran
+    before the capture is free by then.
     """
-    graphed = dataclasses.replace(plan, graphs=True, graph_room=2 if uneven else 0)
+    graphed = dataclasses.replace(plan, graphs=True, graph_room=2 if uneven_bins else 0)
     graphed = predict_memory(graphed, arch, layouts)
     graphed = predict_time(graphed, arch, layouts, machine)
     reasons = {
@@ -364,10 +378,11 @@ def agree_on_plan(config, arch, layouts, rows, eval_rows, limit, device, kernels
     steps = range(1, min(config.max_steps, 200) + 1)
     tokens = max(int(rows.lengths[step_rows(s, len(rows), config)].sum()) for s in steps)
     used = {function for pair in kernels.values() for function in pair.values()}
-    capturable = device.type == "cuda" and document_attention not in used
+    workload = Workload(
+        tokens, longest, uneven, dist.get_world_size(), device,
+        capturable=device.type == "cuda" and document_attention not in used)
     with together():
-        plan = choose_plan(config, arch, layouts, tokens, longest, uneven, limit, machine, device,
-                           dist.get_world_size(), capturable)
+        plan = choose_plan(config, arch, layouts, workload, limit, machine)
     # host memory differs by rank and moment: all take rank 0's plan
     return Plan(**gather_objects(dataclasses.asdict(plan))[0])
 

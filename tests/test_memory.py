@@ -24,7 +24,7 @@ from fsdp_qlora.layer import make_layouts
 from fsdp_qlora.machine import Machine, cgroup_free, host_share
 from fsdp_qlora.offload import pinned_copy
 from fsdp_qlora.plan import (
-    GAPS, DoesNotFit, Plan, agree_on_plan, choose_plan, possible_plans, predict_memory,
+    GAPS, DoesNotFit, Plan, Workload, agree_on_plan, choose_plan, possible_plans, predict_memory,
 )  # fmt: skip
 from fsdp_qlora.weights import tensor_names
 from train_fsdp_qlora import Config, fill_model
@@ -80,11 +80,11 @@ def choose(name, limit_gib, gpus=2, machine=H200, capturable=True, rows=4, longe
            tied=False, uneven=True, device="cuda", **flags):  # fmt: skip
     """The plan of a run on so many GPUs with such a limit, for steps of `rows` full rows a GPU."""
     config, arch, layouts = shapes_of(name, **{"batch_size": gpus * rows, **flags})
-    return choose_plan(
-        config, dataclasses.replace(arch, tied=tied), layouts, tokens=gpus * rows * longest,
-        longest=longest, uneven=uneven, limit=int(limit_gib * GIB), machine=machine,
-        device=torch.device(device), world_size=gpus, capturable=capturable,
-    )  # fmt: skip
+    workload = Workload(
+        tokens=gpus * rows * longest, longest=longest, uneven=uneven, world_size=gpus,
+        device=torch.device(device), capturable=capturable)  # fmt: skip
+    return choose_plan(config, dataclasses.replace(arch, tied=tied), layouts, workload,
+                       int(limit_gib * GIB), machine)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -358,10 +358,10 @@ def test_vocabulary_of_fewer_rows_than_processes_is_refused(vocab_size, processe
     arch = dataclasses.replace(arch, vocab_size=vocab_size)
 
     def size_of_group(config):
-        return choose_plan(
-            config, arch, layouts, tokens=4096, longest=2048, uneven=False, limit=0, machine=H200,
-            device=torch.device("cuda"), world_size=processes, capturable=True,
-        ).shard_group_size  # fmt: skip
+        workload = Workload(
+            tokens=4096, longest=2048, uneven=False, world_size=processes,
+            device=torch.device("cuda"), capturable=True)  # fmt: skip
+        return choose_plan(config, arch, layouts, workload, 0, H200).shard_group_size
 
     if works:
         assert size_of_group(config) == processes
