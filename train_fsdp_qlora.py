@@ -54,20 +54,20 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from tqdm import tqdm
 
 from fsdp_qlora.adapter import Adapter, choose_adapted
+from fsdp_qlora.attention import (
+    attends, batched_attention, document_attention, flash_attention, varlen_attention)
 from fsdp_qlora.base import base_digest, load_tokenizer, model_directory, read_model_config
 from fsdp_qlora.check import check_family
 from fsdp_qlora.checkpoints import (
     STATE_KEYS, agree_on_content, checkpoint_path, drop_checkpoints, find_checkpoint,
     load_checkpoint, save_adapter, write_checkpoint)
+from fsdp_qlora.configs import rope_frequencies
 from fsdp_qlora.data.bins import deal_rows, make_bin, step_rows
 from fsdp_qlora.data.encode import prepare_data
 from fsdp_qlora.demo import make_demo
 from fsdp_qlora.elementwise import mix
-from fsdp_qlora.configs import rope_frequencies
 from fsdp_qlora.files import read_json, text_digest
 from fsdp_qlora.flags import parse_flags, resolve_config, save_interval
-from fsdp_qlora.attention import (
-    attends, batched_attention, document_attention, flash_attention, varlen_attention)
 from fsdp_qlora.layer import make_layouts
 from fsdp_qlora.lifecycle import LOST_DIRECTORY, REQUESTS, watch_process, why_diverged
 from fsdp_qlora.logs import Log, draw_losses, say_example, say_speed, say_start
@@ -75,14 +75,14 @@ from fsdp_qlora.machine import host_memory, limit_memory, memory_gib, say_memory
 from fsdp_qlora.model import (
     Graphs, Model, local_part, measure_weight_norms, own_blocks, set_local, verify_model,
     weight_requests)
+from fsdp_qlora.names import check_files, tensor_names
 from fsdp_qlora.nf4 import BLOCK, NESTED_BLOCK, QUANT_STORAGE, Nested, NF4Blocks, dynamic_map
-from fsdp_qlora.offload import pinned_copy
+from fsdp_qlora.offload import make_store, pinned_copy
 from fsdp_qlora.output import describe_run, merge_command, open_output, save_tokenizer
-from fsdp_qlora.plan import agree_on_plan, make_store
+from fsdp_qlora.plan import agree_on_plan
 from fsdp_qlora.ranks import (
     AGAIN, DIVERGED, EXITS, Stop, all_gather, check_same, gather_objects, is_rank_0, n_cores,
     on_rank_0, refuse_launch, say, say_each, together)
-from fsdp_qlora.names import check_files, tensor_names
 from fsdp_qlora.weights import (
     RandomWeights, WeightReader, as_hex, content_sum, rows_before, weight_files)
 
@@ -147,7 +147,7 @@ class Config:
         None, "from the launch; then the run saves and ends, and the same command resumes it")
     step_timeout_minutes: float | None = knob(
         None, "in which a step must end, else all ranks write down where they are and end; left"
-        " out: 20 times the longest step so far and at least 10 minutes")
+        " out: 20 times the longest step so far and at least 10 minutes, an hour for the first")
     seed: int = knob(0, "of the adapter's initial values, the data order, dropout")
     report_to: str = knob(
         "tensorboard", "where metrics go besides metrics.jsonl; wandb must be installed",
@@ -220,7 +220,7 @@ class Run:
 
 def main(argv=None):
     """Returns the exit code: 0 or one of those in ranks."""
-    device, config = join_processes(), None
+    device = join_processes()
     with watch_process() as status:
         try:
             with together():
@@ -236,7 +236,7 @@ def main(argv=None):
             code = e.code or 0
         except Exception as e:
             # the others wait in a collective that this rank will never join: torchrun ends them
-            return status.end_alone(e, config, device)
+            return status.end_alone(e, device)
     dist.destroy_process_group()
     return code
 
@@ -286,9 +286,9 @@ def train(given, device, status):
             layouts = make_layouts(arch, adapted, config)
             kernels = choose_attention(config, arch, device)
         plan = agree_on_plan(config, arch, layouts, rows, eval_rows, limit, device, kernels)
+        status.plan = plan
         say_start(given, config, plan, kernels, limit, device, VERSIONS)
-        if tokenizer:
-            say_example(rows, tokenizer)
+        say_example(rows, tokenizer)
         if not config.random_weights:
             on_rank_0(check_family, model_config, config.model, fill_model)
 
@@ -296,7 +296,7 @@ def train(given, device, status):
         mesh = make_mesh(plan.shard_group_size, device)
         model = Model(arch, layouts, plan, mesh.get_group("shard"))
         shard_model(model, mesh, plan)
-        frozen = load_model(model, base, model_config, config, device)
+        loaded = load_model(model, base, model_config, config, device)
         say_memory("after loading", device)
 
         # 5. The adapter, new or from a checkpoint, and its paged 8-bit AdamW
@@ -307,8 +307,7 @@ def train(given, device, status):
         run = Run(
             config=config, plan=plan, status=status, directory=directory, device=device, rows=rows,
             eval_rows=eval_rows, content=content, lora_config=lora_config, kernels=kernels,
-            model=model, adapter=adapter, optimizer=optimizer,
-            store=make_store(plan, arch, device),
+            model=model, adapter=adapter, optimizer=optimizer, store=make_store(plan, arch, device),
             graphs=Graphs(model, device) if plan.graphs else None, saved_step=done)
         if done:
             status.enter("checkpoint")
@@ -319,11 +318,11 @@ def train(given, device, status):
         else:
             adapter.initialise(config)
         status.enter("saving")
-        on_rank_0(describe_run, run, given, base.resolve(), frozen, day, VERSIONS)
+        on_rank_0(describe_run, run, given, base.resolve(), loaded, day, VERSIONS)
         on_rank_0(save_tokenizer, directory, base, tokenizer)
         verify_model(model, plan)
         say(f"parameters: {adapter.n_trainable:,} trainable ({config.adapter}),"
-            f" {frozen.n_parameters:,} frozen")
+            f" {loaded.n_parameters:,} frozen")
 
         # 6. Loop and save
         status.enter("training")
@@ -467,14 +466,14 @@ def load_model(model, base, model_config, config, device):
     Returns a namespace: `sums` {name in files: content_sum() as hex}, which tell one base from any
     other; `prequantised`, whether its files are in 4 bits; `n_parameters`.
     """
-    arch, prequantised, dtype = model.arch, {}, getattr(torch, config.compute_dtype)
+    arch, nf4_states, dtype = model.arch, {}, getattr(torch, config.compute_dtype)
     names = tensor_names(arch, {})
     if not config.random_weights:
         with together():
             files = weight_files(base)
             names = tensor_names(arch, files)
-            prequantised = check_files(files, names, model_config, config.compute_dtype)
-    requests = weight_requests(model, names, prequantised)
+            nf4_states = check_files(files, names, model_config, config.compute_dtype)
+    requests = weight_requests(model, names, bool(nf4_states))
     shares = {r.name: (r.rows, n) for r, n in zip(requests, rows_before(requests).values())}
     n_bytes, memory_before, started, finite, sums = 0, host_memory(), clock(), {}, {}
     if config.random_weights:
@@ -487,11 +486,11 @@ def load_model(model, base, model_config, config, device):
         value = reader.read(name)
         n_bytes += value.nbytes
         sums[name] = content_sum(value, *shares[name])
-        if value.is_floating_point() and not (prequantised and name in names.linears):
+        if value.is_floating_point() and not (nf4_states and name in names.linears):
             finite[name] = value.sum(dtype=torch.float32).isfinite()  # no copy, as all() has
         return value
 
-    fill_model(model, names, read_checked, prequantised, device)
+    fill_model(model, names, read_checked, nf4_states, device)
     with together():
         reader.close()  # raises its error: until here all ranks go on
         are_finite = torch.stack(list(finite.values())).tolist()
@@ -508,13 +507,14 @@ def load_model(model, base, model_config, config, device):
     say_each(f"weights loaded in {seconds:.2f} s", f"{n_bytes / 1e9:.3f} GB at"
              f" {n_bytes / 1e9 / seconds:.2f} GB/s with at most {grown:.2f} GiB more host memory")
     sums = {name: as_hex(n) for name, n in zip(sums, totals.tolist())}
-    return types.SimpleNamespace(sums=sums, prequantised=bool(prequantised),
+    return types.SimpleNamespace(sums=sums, prequantised=bool(nf4_states),
                                  n_parameters=sum(map(math.prod, names.shapes.values())))
 
 
-def fill_model(model, names, read, prequantised, device):
+def fill_model(model, names, read, nf4_states, device):
     """Give the model its embedding, layers, norm and head. read(name) returns this rank's rows of a
-    tensor, flat; it is asked about in the order of weight_requests(). All ranks must call this."""
+    tensor, flat; it is asked about in the order of weight_requests(). `nf4_states` is what
+    check_files() returns. All ranks of model.group must call this."""
     plan, dtype = model.plan, getattr(torch, model.plan.compute_dtype)
 
     def table(name):
@@ -535,8 +535,8 @@ def fill_model(model, names, read, prequantised, device):
             shard = NF4Blocks.zeros(len(local_part(layer.nf4)), device, QUANT_STORAGE)
         own_linears = [(own, names.of_layer(i, f"{own.place.linear.name}.weight"))
                        for own in own_blocks(layer, model.shard)]
-        if prequantised:
-            layer.nested = copy_quantised(own_linears, shard, read, prequantised)
+        if nf4_states:
+            layer.nested = copy_quantised(own_linears, shard, read, nf4_states)
         else:
             layer.nested = quantise(own_linears, shard, read, dtype, model)
         if plan.offload_params:

@@ -44,9 +44,10 @@ def cell(name, limit, gpus):
         _, adapted = choose_adapted(arch, config, name)
         layouts = make_layouts(arch, adapted, config)
         try:
+            workload = plan.Workload(ROWS * 2048, longest=2048, uneven=True, world_size=gpus,
+                                     device=torch.device("cuda"), capturable=True)
             chosen = plan.choose_plan(
-                config, arch, layouts, ROWS * 2048, 2048, True, int(limit * 2**30), machine,
-                torch.device("cuda"), gpus, capturable=True)
+                config, arch, layouts, workload, int(limit * 2**30), machine)
         except ValueError:
             continue
         return f"{chosen.bytes / 2**30:.0f}{mark}"

@@ -23,17 +23,16 @@ def norm_inputs(work, name, x, fused):
 
 
 def keep_inputs(work, kept, inputs, fused):
-    """Keep what backward needs of norm_inputs(). What one pass over memory makes again stays only
-    where backward follows at once."""
+    """Keep what backward needs of norm_inputs(). The normed inputs are cheap to make again: they
+    are kept only if backward is running."""
     kept.inputs = inputs if work.is_backward else None
     kept.columns = last_columns(inputs, fused)
 
 
 def kept_inputs(work, kept, name, x, fused):
-    """The norm of x [n, in] of which keep_inputs() has kept a part."""
-    if kept.inputs is None:
-        kept.inputs = norm_inputs(work, name, x, fused)
-    return kept.inputs[:, : fused.in_features]
+    """The norm of x [n, in], as keep_inputs() has kept it or made again."""
+    inputs = norm_inputs(work, name, x, fused) if kept.inputs is None else kept.inputs
+    return inputs[:, : fused.in_features]
 
 
 def norm_gradient(work, name, x, grad, residual):
@@ -44,30 +43,33 @@ def norm_gradient(work, name, x, grad, residual):
 
 
 def add_branch(work, x, fused, inputs, site, post_norm, want_sum):
-    """The end of both halves: returns x + norm(product of `inputs`), None without want_sum, and
-    what the norm's backward needs, None without a norm."""
+    """The end of both halves: returns x + multiplier * norm(branch), None without want_sum, and
+    what the norm's backward needs, None without a norm. The branch is the product of `inputs` after
+    the model's own dropout."""
     if not (want_sum or post_norm):
         fill_columns(work, fused, inputs)  # backward reads them
         return None, None
-    branch = product(work, fused, inputs)
-    out = residual_sum(work, x, branch, post_norm, site) if want_sum else None
+    return end_branch(work, x, product(work, fused, inputs), post_norm, site, want_sum)
+
+
+def end_branch(work, x, branch, post_norm, site, want_sum=True):
+    """x + multiplier * norm(branch), after the model's own dropout, None without want_sum; and what
+    the norm's backward needs, None without a norm."""
+    arch = work.arch
+    normed = branch = work.drop(branch, arch.residual_dropout, site)
+    if not want_sum:
+        return None, branch
+    if post_norm:
+        normed = torch.empty_like(branch)
+        normalise(normed, branch, work.vector(post_norm), work.vector(post_norm, "bias"),
+                  arch.norm, arch.norm_eps, evaluation=work.evaluation)
+    out = torch.add(x, normed, alpha=arch.residual_multiplier)
     return out, branch if post_norm else None
 
 
 def last_columns(inputs, fused):
     """A copy of the columns of product()'s inputs that backward reads besides x."""
     return inputs[:, fused.in_features :].clone()
-
-
-def residual_sum(work, x, branch, post_norm, site):
-    """x + multiplier * norm(branch), after the model's own dropout."""
-    arch, branch = work.arch, work.drop(branch, work.arch.residual_dropout, site)
-    if post_norm:
-        normed = torch.empty_like(branch)
-        normalise(normed, branch, work.vector(post_norm), work.vector(post_norm, "bias"),
-                  arch.norm, arch.norm_eps, evaluation=work.evaluation)
-        branch = normed
-    return torch.add(x, branch, alpha=arch.residual_multiplier)
 
 
 def branch_gradient(work, branch, grad, post_norm, site):

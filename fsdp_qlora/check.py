@@ -31,7 +31,7 @@ from fsdp_qlora.names import rows_in_memory, tensor_names
 
 LENGTHS = 24, 18  # tokens of two documents in one bin; for longrope one is short, one long
 CHECK_RANK, CHECK_ALPHA = 4, 8  # of the adapters
-CHECKED = ("lora", False), ("dora", True)  # of adapter, and whether layers are computed again
+CHECKED = ("lora", False), ("dora", True)  # of adapter, and whether layers are recomputed
 CHECK_LIMIT = 1e-4  # of a relative difference; fp32 sums in another order give 1e-6
 NF4_ROUNDING = 0.2  # what NF4 may move a weight, relative to its norm: it is 0.1, another's is 1.4
 
@@ -45,18 +45,18 @@ def check_family(model_config, name, fill_model):
     reference = random_reference(small, generator)
     ids = torch.randint(3, arch.vocab_size, (sum(LENGTHS),), generator=generator)
     tensors = dict(reference.state_dict())
-    for kind, again in CHECKED:
-        model = plain_model(small, arch, tensors, max(LENGTHS), fill_model, kind, again)
+    for kind, recompute in CHECKED:
+        model = plain_model(small, arch, tensors, max(LENGTHS), fill_model, kind, recompute)
         weights = read_weights(model, tensor_names(arch, tensors))
         random_adapter(model, generator)
-        here, there = results(model, ids), reference_results(reference, model, weights, ids)
-        off = {what: float(((value - there[what]).norm() / there[what].norm()).detach())
-               for what, value in here.items()}
-        read = max(float((w - reference.get_parameter(n)).norm() / w.norm())
-                   for n, w in weights.items())
+        ours, theirs = results(model, ids), reference_results(reference, model, weights, ids)
+        differences = {what: float(((value - theirs[what]).norm() / theirs[what].norm()).detach())
+                       for what, value in ours.items()}
+        weight_error = max(float((w - reference.get_parameter(n)).norm() / w.norm())
+                           for n, w in weights.items())
         # written so that NaN is caught
-        wrong = {what: value for what, value in off.items() if not value < CHECK_LIMIT}
-        wrong |= {} if read < NF4_ROUNDING else {"weights as read": read}
+        wrong = {what: value for what, value in differences.items() if not value < CHECK_LIMIT}
+        wrong |= {} if weight_error < NF4_ROUNDING else {"weights as read": weight_error}
         if wrong:
             kinds = sorted(set(map(str, zip(arch.layer_window, arch.layer_rope))))
             raise ValueError(
@@ -108,22 +108,22 @@ class TextModel(nn.Module):
         return types.SimpleNamespace(logits=self.lm_head(hidden))
 
 
-def plain_model(model_config, arch, tensors, max_seq_len, fill_model, kind=None, again=False):
+def plain_model(model_config, arch, tensors, max_seq_len, fill_model, kind=None, recompute=False):
     """A Model of this process alone, in fp32 on the CPU, from {name in a checkpoint: tensor}.
-    `kind`: of the adapter on all linears, None: without; `again`: all layers are computed again, in
+    `kind`: of the adapter on all linears, None: without; `recompute`: all layers are recomputed, in
     slices, as where memory is short."""
     config = types.SimpleNamespace(lora_rank=CHECK_RANK, lora_alpha=CHECK_ALPHA, lora_dropout=0.0,
                                    adapter=kind or "lora")
     plan = Plan(
         compute_dtype="float32", n_layers=arch.n_layers, shard_group_size=1,
-        reshard_after_forward=True, bin_tokens=64, recomputed=arch.n_layers * again,
-        keep_middle=False, hold_weights=again, offload_activations=False, offload_params=False,
-        expert_ranges=3 if again else 1)
+        reshard_after_forward=True, bin_tokens=64, recomputed=arch.n_layers * recompute,
+        keep_middle=False, hold_weights=recompute, offload_activations=False, offload_params=False,
+        expert_ranges=3 if recompute else 1)
     experts = arch.expert_gate_up + arch.expert_down  # they get no adapters
     adapted = {x.name for routed in arch.layer_routed for x in arch.linears(routed)}
     adapted -= {linear.name for linear in experts}
     layouts = make_layouts(arch, adapted if kind else (), config)
-    if again:
+    if recompute:
         layouts = [dataclasses.replace(x, mlp=dataclasses.replace(x.mlp, slice_tokens=25))
                    if isinstance(x.mlp, MLPHalf) else x for x in layouts]
     model, names = Model(arch, layouts, plan), tensor_names(arch, tensors)

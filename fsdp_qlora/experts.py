@@ -14,8 +14,8 @@ import torch.nn.functional as F
 
 from fsdp_qlora.architecture import Architecture
 from fsdp_qlora.branch import (
-    branch_gradient, keep, keep_inputs, kept_inputs, last_columns, norm_gradient, norm_inputs,
-    residual_sum)
+    branch_gradient, end_branch, keep, keep_inputs, kept_inputs, last_columns, norm_gradient,
+    norm_inputs)
 from fsdp_qlora.elementwise import (
     MLP_SITE, add_expert_rows, gate, gate_backward, weighted_gate_backward)
 from fsdp_qlora.linears import FusedLinear
@@ -62,10 +62,11 @@ class RoutedMLPHalf:
             if needs_branch:
                 branch += shared
         keep_inputs(work, kept, inputs, self.fused_linears[0])
-        kept.branch = branch if arch.mlp_post_norm else None
-        if not want_sum:
-            return None, kept
-        return residual_sum(work, middle, branch, arch.mlp_post_norm, MLP_SITE), kept
+        out = None
+        if needs_branch:
+            out, kept.branch = end_branch(work, middle, branch, arch.mlp_post_norm, MLP_SITE,
+                                          want_sum)
+        return out, kept
 
     def backward(self, work, kept, grad):
         """The gradient of `middle`, given `grad`, that of forward()'s sum. It includes the gradient

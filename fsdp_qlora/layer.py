@@ -141,6 +141,7 @@ class DecoderLayer(nn.Module):
             return nn.Parameter(make(n, device="meta"), requires_grad=trained)
 
         dtype = getattr(torch, plan.compute_dtype)
+        # while the model loads, this rank's shard; while a layer works, the whole (FSDP2's hooks)
         self.nf4 = parameter(layout.n_blocks, 1, NF4Blocks.zeros)
         self.vectors = parameter(layout.n_vectors, 1, functools.partial(torch.empty, dtype=dtype))
         self.adapter = parameter(layout.n_adapter, STATE_BLOCK, torch.empty, trained=True)

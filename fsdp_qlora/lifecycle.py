@@ -33,6 +33,7 @@ LOST = "another process of this run has ended"
 LOST_DIRECTORY = (".lock is not this run's any more: the directory was moved, removed or taken by"
                   " another run, and this one writes nothing more there")
 SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
+FIRST_STEP_SECONDS = 180  # at most, as it compiles, too
 LIBC, SET_PDEATHSIG = ctypes.CDLL(None), 1  # of prctl(2)
 
 
@@ -47,6 +48,7 @@ class Status:
         self.lock_fd = None  # of the directory's .lock; None: not held
         self.lock = None  # os.stat() of .lock, as this process saw it when rank 0 had locked it
         self.step, self.max_steps, self.checkpoint = 0, None, None  # checkpoint: its name
+        self.plan = None  # Plan; None: not known yet
         self.where = "outside of the steps (loading or saving)"
         self.how_to_resume = "the same command resumes it"
         self.started, self.parent = time.monotonic(), os.getppid()
@@ -62,6 +64,7 @@ class Status:
     def write(self, state, code=None, message=""):
         """Replace status.json. Rank 0, and other ranks with an exit code.
 
+        `state`: the phase of a run that goes on (a key of EXITS), else stopped, failed, complete.
         A stop never replaces a failure that another rank has written, which may be its cause. Until
         the flags are known to be those of the run in the directory, only a stop is written.
         """
@@ -119,14 +122,14 @@ class Status:
             self.say_end(code, str(stop))
         return code
 
-    def end_alone(self, error, config, device):
+    def end_alone(self, error, device):
         """Say and write down what happened to this rank alone. Returns the exit code."""
         self.is_ending = True
         is_lack = isinstance(error, RuntimeError) and "out of memory" in str(error)  # CUDA, NCCL
         if is_lack or isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-            code, text = OUT_OF_MEMORY, out_of_memory_text(error, config, device, self.where)
+            code, text = OUT_OF_MEMORY, out_of_memory_text(error, self.plan, device, self.where)
         elif isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and re.search(
-            "onnection |Broken pipe|[Tt]imed? ?out|unreachable|No route", str(error)  # of gloo
+            "connection |broken pipe|timed? ?out|unreachable|no route", str(error), re.I  # of gloo
         ):
             code, text = AGAIN, f"{LOST}; {self.how_to_resume}"
         else:
@@ -177,8 +180,8 @@ class Status:
 
     def extend_deadline(self, config, longest_step):
         """Give the step or the like that begins now --step_timeout_minutes; by default 20 times the
-        `longest_step` so far, in seconds, and at least 10 minutes."""
-        seconds = max(600, 20 * (longest_step or 180))  # the first step compiles, too
+        `longest_step` so far, in seconds, and at least 10 minutes; an hour until there is one."""
+        seconds = max(600, 20 * (longest_step or FIRST_STEP_SECONDS))
         if config.step_timeout_minutes:
             seconds = 60 * config.step_timeout_minutes
         self.deadline = time.monotonic() + seconds
@@ -204,7 +207,7 @@ def watch_process():
     handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS
                 if not (under_nohup and number == signal.SIGHUP)}
     wakeup = signal.set_wakeup_fd(send.fileno(), warn_on_full_buffer=False)
-    os.register_at_fork(after_in_child=lambda: forget_signals(status))
+    os.register_at_fork(after_in_child=lambda: reset_after_fork(status))
     thread = threading.Thread(target=watch, args=(receive, status), daemon=True)
     thread.start()
     try:
@@ -225,7 +228,7 @@ def close_lock(status):
         status.lock_fd = None
 
 
-def forget_signals(status):
+def reset_after_fork(status):
     """In a forked process, which encodes data: end with the parent, drop its lock, take default
     signals."""
     with contextlib.suppress(AttributeError, OSError):  # Linux only
@@ -276,22 +279,23 @@ def count_siblings():
 
 
 def end_soon(code):
-    """End this process in 15 s, also if the disk or the terminal does not answer."""
+    """End this process at the latest in 15 s, whatever hangs: the disk, the terminal."""
     timer = threading.Timer(15, os._exit, [code])
     timer.daemon = True
     timer.start()
 
 
-def out_of_memory_text(error, config, device, where):
-    """What ran out, on the GPU or on the host, and what helps."""
+def out_of_memory_text(error, plan, device, where):
+    """What ran out, on the GPU or on the host, and what helps that the plan does not do already."""
     if isinstance(error, MemoryError):
         return f"ran out of host memory: {error}; offload less"
-    is_used = {
-        "--recompute all": config.recompute == "all",
-        "--offload_activations": config.offload_activations,
-        "--offload_params": config.offload_params}
-    helps = [flag for flag in is_used if not is_used[flag]]
-    helps += ["a smaller --micro_batch_tokens", "a shorter --max_seq_len"]
+    helps = ["a smaller --micro_batch_tokens", "a shorter --max_seq_len"]
+    if plan:
+        is_done = {
+            "--recompute all": plan.recomputed == plan.n_layers,
+            "--offload_activations": plan.offload_activations,
+            "--offload_params": plan.offload_params}
+        helps = [*(flag for flag in is_done if not is_done[flag]), *helps]
     text = f"ran out of memory {where}; peak {memory_gib(device)[1]:.2f} GiB allocated"
     if asked := re.search(r"Tried to allocate ([\d.]+ \w+)", str(error)):
         text += f", {asked[1]} more asked for"
@@ -300,8 +304,8 @@ def out_of_memory_text(error, config, device, where):
     return f"{text}; try, in this order: {', '.join(helps)}"
 
 
-PATIENCE = 50  # steps after the warm-up; a run whose loss was never below the first by then ..
-LARGEST_WEIGHT = 1000  # .. and whose adapter has a weight above this has diverged
+PATIENCE = 50  # steps after the warm-up in which the loss has to come below the first step's
+LARGEST_WEIGHT = 1000  # of an adapter that learns; of one whose loss did not come below: diverged
 
 
 def why_diverged(step, loss, norm, warmup_steps, progress, largest_weight):

@@ -1,7 +1,14 @@
 """Where the values of a layer's linears lie: in the layer's three parameters and in its products.
 
 Stands on nf4 for the sizes of blocks. What is computed with them is in products, what they hold
-comes from weights; which linears a model has is in architecture.
+comes from weights; which linears a model has is in architecture. Of k, where `own` is an OwnBlocks
+of model:
+
+    layer's nf4    |  q  |  k  |  v  |  o  | gate ..   place.blocks: from the layer's first block
+    ranks' shards  |   0    |   1    |   2    | ..
+    k on rank 0          [==]                          own.blocks: from k's first block
+                         [==]                          own.local: from the shard's first block
+    one product    |  q  |  k  |  v  |                 place.outputs: from the product's first row
 """
 
 import dataclasses

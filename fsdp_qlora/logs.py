@@ -1,6 +1,6 @@
 """What a run tells: lines of the log, metrics.jsonl, trackers, a picture of the losses.
 
-Stands on files and plan. Nothing that goes wrong with any of it ends a run.
+Stands on files. Nothing that goes wrong with any of it ends a run.
 """
 
 import contextlib
@@ -18,7 +18,6 @@ from tqdm import tqdm
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.files import put_in_place, text_digest, write_whole
 from fsdp_qlora.nf4 import why_no_triton
-from fsdp_qlora.plan import say_plan
 from fsdp_qlora.ranks import say
 
 LOG_SECONDS = 2  # between lines of steps in the log
@@ -183,8 +182,40 @@ def say_start(given, config, plan, kernels, limit, device, versions):
     say_plan(plan, config, limit)
 
 
+def say_plan(plan, config, limit):
+    """Print the plan: the memory that it is predicted to take, and how the work is laid out."""
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        used = total - free - torch.cuda.memory_reserved()
+        say(f"beside the plan: CUDA's context, NCCL, and what else runs on this GPU, hold"
+            f" {used / 2**30:.2f} GiB")
+    why = "as asked" if config.shard_group_size else "the fastest that fits"
+    copy_of = "each process has a copy of the model"
+    if plan.shard_group_size > 1:
+        copy_of = (f"{plan.shard_group_size} of {dist.get_world_size()} processes share one copy of"
+                   " the model")
+    say(f"plan: {copy_of} ({why}); bins of at most {plan.bin_tokens:,} tokens;"
+        f" {plan.recomputed} of {plan.n_layers} layers are recomputed"
+        + (", from x and the sum after attention" if plan.recomputed and plan.keep_middle else "")
+        + (", weights dequantised once a backward" if plan.hold_weights else "")
+        + ("" if plan.reshard_after_forward else "; gathered weights stay until backward")
+        + ("; nothing to offload" if plan.offload_activations and not plan.recomputed else "")
+        + ("; the embedding is in host memory" if plan.embedding_on_host else "")
+        + ("; CUDA graphs" if plan.graphs else f"; no CUDA graphs: {plan.why_no_graphs}")
+        + f"; {1e6 * plan.token_seconds:,.1f} us a token predicted")
+    parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in plan.memory.items()
+                      if size > 2**30 / 200)
+    say(f"predicted peak {plan.bytes / 2**30:.2f} GiB"
+        + (f" of {limit / 2**30:.2f} GiB" if limit else "")
+        + (f", and {plan.host_bytes / 2**30:.2f} GiB of pinned host memory"
+           if plan.host_bytes else "") + f": {parts}")
+
+
 def say_example(rows, tokenizer):
-    """Print one row as the model sees it, with what is not trained in brackets."""
+    """Print one row as the model sees it, with what is not trained in brackets, if there is a
+    tokenizer."""
+    if not tokenizer:
+        return
     text, pairs = "", zip(*(t.tolist() for t in rows.tokens(0)))
     for is_trained, part in itertools.groupby(pairs, lambda pair: pair[1] != IGNORE):
         decoded = tokenizer.decode([token for token, _ in part])

@@ -103,7 +103,8 @@ def own_blocks(layer, shard):
 
     The linears lie end to end, and the whole is cut into equal shards: of a Llama-3-8B shared by
     two, rank 0 has q, k, v, o, gate and a seventh of up, rank 1 the rest of up and down. Of a
-    linear in other shards alone the slices are empty.
+    linear in other shards alone the slices are empty. FSDP2 cuts at the same places, because
+    DecoderLayer pads its parameters to shards of one size.
     """
     n = len(local_part(layer.nf4))
     first, found = shard * n, []

@@ -97,3 +97,11 @@ class HostStore:
         if i > 0:
             self.fetch(i - 1)
         return tensor
+
+
+def make_store(plan, arch, device):
+    """Where layers keep their inputs: on the GPU or in host memory."""
+    if not plan.offload_activations or not plan.recomputed:
+        return GPUStore()
+    n_bytes = plan.bin_tokens * arch.hidden_size * getattr(torch, plan.compute_dtype).itemsize
+    return HostStore(plan.recomputed * (2 if plan.keep_middle else 1), n_bytes, device)

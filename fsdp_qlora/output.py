@@ -45,38 +45,17 @@ MERGEABLE = {  # what a merge takes of train_config.json: the JSON of each value
 def open_output(config, given, status):
     """Yields the output directory, locked, and whether the run in it is complete.
 
-    What this start has made is removed again, and nothing else, if the run ends by a Stop before it
-    is described. All ranks must call this and must see the directory.
+    What this start has made is removed again, and nothing else, if the run ends by a Stop before
+    train_config.json is written. All ranks must call this and must see the directory.
     """
     directory = Path(config.output_dir)
 
-    def make():
-        made = [str(p) for p in (directory, *directory.parents) if not p.exists()]
+    def claim_and_find():
         begun = read_json(directory / "train_config.json", {})
-        if not begun:
-            refuse_inputs(config, directory)
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            status.lock_fd, holder = lock(directory / ".lock", directory)
-        except OSError as e:
-            raise ValueError(f"--output_dir {directory}: cannot be made: {e}; name another")
-        used = [*directory.glob("adapter_*"), *directory.glob("checkpoint-*")]
-        if used and not begun or begun and config.resume == "never":
-            way_out = ("resume it by --resume must" if begun else "begin with its adapter by"
-                       " --init_adapter: its train_config.json is damaged or missing")
-            raise ValueError(f"--output_dir {directory} holds a run already: name another directory"
-                             f", or {way_out}")
-        is_own = begun.get("flags") == as_json(flags_of(given))
-        state = read_json(directory / "status.json", {}).get("state")
-        is_complete = is_own and state == "complete" and has_adapter(directory, begun)
-        if not is_complete:
-            for torn in directory.glob(".checkpoint-*"):  # of a run that ended while saving
-                shutil.rmtree(torn, ignore_errors=True)
-            for torn in directory.glob(".status.*"):
-                torn.unlink()
-        return holder, made, is_complete, not is_complete and (is_own or not begun)
+        claimed = claim_directory(config, directory, begun, status)
+        return *claimed, *find_run(config, given, directory, begun)
 
-    holder, made, is_complete, may_write_status = on_rank_0(make)
+    holder, made, is_complete, may_write_status = on_rank_0(claim_and_find)
     status.directory, status.may_write = directory, may_write_status
     try:
         with together():
@@ -94,6 +73,41 @@ def open_output(config, given, status):
                 for path in made:
                     os.rmdir(path)
         raise
+
+
+def claim_directory(config, directory, begun, status):
+    """Make and lock the directory; `begun` is its train_config.json, {} without. Returns who holds
+    it, as .lock says, and the directories that were made. Raises ValueError. Rank 0 only."""
+    made = [str(p) for p in (directory, *directory.parents) if not p.exists()]
+    if not begun:
+        refuse_inputs(config, directory)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        status.lock_fd, holder = lock(directory / ".lock", directory)
+    except OSError as e:
+        raise ValueError(f"--output_dir {directory}: cannot be made: {e}; name another")
+    return holder, made
+
+
+def find_run(config, given, directory, begun):
+    """Whether the run that `begun` describes is this one and complete, and whether status.json may
+    be written, as no other run's is there. Of one that is not complete, what is half written is
+    removed. Raises ValueError where the directory cannot be used. Rank 0 only."""
+    used = [*directory.glob("adapter_*"), *directory.glob("checkpoint-*")]
+    if used and not begun or begun and config.resume == "never":
+        way_out = ("resume it by --resume must" if begun else "begin with its adapter by"
+                   " --init_adapter: its train_config.json is damaged or missing")
+        raise ValueError(f"--output_dir {directory} holds a run already: name another directory, or"
+                         f" {way_out}")
+    is_own = begun.get("flags") == as_json(flags_of(given))
+    state = read_json(directory / "status.json", {}).get("state")
+    is_complete = is_own and state == "complete" and has_adapter(directory, begun)
+    if not is_complete:
+        for torn in directory.glob(".checkpoint-*"):  # of a run that ended while saving
+            shutil.rmtree(torn, ignore_errors=True)
+        for torn in directory.glob(".status.*"):
+            torn.unlink()
+    return is_complete, not is_complete and (is_own or not begun)
 
 
 def refuse_inputs(config, directory):
@@ -169,7 +183,7 @@ def flags_of(given):
     return {name: value for name, value in flags.items() if name not in ("resume", "output_dir")}
 
 
-def describe_run(run, given, base, frozen, day, versions):
+def describe_run(run, given, base, loaded, day, versions):
     """Write train_config.json, which has all that a merge needs. Rank 0 only.
 
     Of a run that goes on, what it has of the start before is kept: the SHA-256 of an adapter that
@@ -197,9 +211,9 @@ def describe_run(run, given, base, frozen, day, versions):
             "double_quant": True,
             "nested_blocksize": NESTED_BLOCK,
             "quantized_from_dtype": config.compute_dtype,
-            "prequantized": frozen.prequantised,  # the base's own bytes
+            "prequantized": loaded.prequantised,  # the base's own bytes
             "device": run.device.type,
-            "tensor_sums": frozen.sums,  # {tensor: content_sum()}: tell bases apart
+            "tensor_sums": loaded.sums,  # {tensor: content_sum()}: tell bases apart
         },
         "world_size": dist.get_world_size(),
         "date": day,

@@ -17,11 +17,12 @@ from fsdp_qlora.attention import document_attention
 from fsdp_qlora.machine import host_share, measure_machine
 from fsdp_qlora.mlp import SLICE_TOKENS
 from fsdp_qlora.nf4 import BLOCK, why_no_triton
-from fsdp_qlora.offload import GPUStore, HostStore
-from fsdp_qlora.ranks import gather_objects, say, together
+from fsdp_qlora.ranks import gather_objects, together
 from fsdp_qlora.vocabulary import CHUNK_BYTES, shard_range
 
 GAPS = 0.04  # of the GPU's memory lost between tensors: of 22.5 GiB a plan of 21.4 ran, 21.8 not
+SPARE, AMPLE_SPARE = 0.07, 0.1  # of it that a plan is to leave free, gaps among it; better still
+SAME_TIME = 1.02  # predicted times that differ by this factor count as equal
 HOST_SPARE = 32 * 2**30  # bytes a process may pin for speed alone; pinning takes 0.2 s a GiB
 PCIE_BYTES = 20e9  # a second, between host and GPU
 
@@ -64,13 +65,33 @@ class Plan:
             return "all"
         return "middle" if self.keep_middle else "x"
 
+    @property
+    def preference(self):
+        """Of plans that are as fast, the one with the lowest is run: it has small groups, small
+        bins, few layers that are recomputed, and keeps most."""
+        return (self.shard_group_size, self.bin_tokens, self.recomputed, self.expert_ranges,
+                not self.reshard_after_forward, not self.keep_middle, not self.hold_weights)
+
     def fits(self, limit, spare=GAPS):
         return not limit or self.bytes <= (1 - spare) * limit
 
 
 @dataclasses.dataclass(frozen=True)
+class Workload:
+    """What a run gives its processes to do, as far as the plan depends on it."""
+
+    tokens: int  # the most that a step has, over all processes
+    longest: int  # tokens of the longest row
+    uneven: bool  # whether rows differ in length or in how much of them is trained
+    world_size: int
+    device: torch.device
+    capturable: bool  # whether CUDA graphs can capture attention
+
+
+@dataclasses.dataclass(frozen=True)
 class LayerTotals:
-    """What the plan adds up of a model's layers. Bytes and weights are of all layers."""
+    """What the plan adds up of a model's layers: counts are of all layers, where it does not say of
+    one."""
 
     kinds: tuple  # the different Layouts
     kept_values: dict  # {what a layer keeps: values per token of the first 0, 1, 2, .. layers}
@@ -79,10 +100,11 @@ class LayerTotals:
     vectors: int  # values of norms and biases
     largest_vectors: int
     adapter: int  # values of one layer, the same for all
-    weights: int
+    weights: int  # how many
     token_weights: float  # that one token is multiplied by; fewer than weights with experts
-    recomputed_weights: dict  # {keep_middle: of products computed again, were all recomputed}
-    pair_width: float  # of the queries, mean over the layers
+    # {keep_middle: how many weights backward multiplies by once more, were all layers recomputed}
+    recomputed_weights: dict
+    mean_query_width: float  # values of a token's queries in a layer, mean over the layers
     passed_values: int  # by elementwise work, per token
 
 
@@ -105,7 +127,7 @@ def count_layers(layouts):
         token_weights=sum(layout.token_weights for layout in layouts),
         recomputed_weights={middle: sum(layout.recomputed_weights(middle) for layout in layouts)
                             for middle in (True, False)},
-        pair_width=sum(layout.attention.query_width for layout in layouts) / len(layouts),
+        mean_query_width=sum(layout.attention.query_width for layout in layouts) / len(layouts),
         passed_values=sum(half.passed_values for layout in layouts
                           for half in (layout.attention, layout.mlp)))
 
@@ -113,50 +135,68 @@ def count_layers(layouts):
 def predict_memory(plan, arch, layouts):
     """The plan with its `memory` and `host_bytes`."""
     item, shards = getattr(torch, plan.compute_dtype).itemsize, plan.shard_group_size
-    n_layers, n, by_fsdp = arch.n_layers, plan.bin_tokens, plan.uses_fsdp
-    layers, token = count_layers(layouts), n * item  # bytes of one value a token
-    adapter = layers.adapter * 4
+    layers, token = count_layers(layouts), plan.bin_tokens * item  # bytes of one value a token
+    adapter = layers.adapter * 4  # of one layer, in fp32
     table = arch.vocab_size * arch.hidden_size * item / shards
-    first, last = plan.keeps(0), plan.keeps(n_layers - 1)
-    recomputed = layers.kept_values[first][plan.recomputed] * token
-    others = layers.kept_values["all"]
-    others = (others[n_layers] - others[plan.recomputed]) * token
-    live = max(layout.live_bytes(plan, last) for layout in layers.kinds)
-    if first != last:  # when the first layer's backward runs, what the last ones kept is gone
-        of_first = max(layout.live_bytes(plan, first) for layout in layers.kinds)
-        live = max(live, of_first - others)
-    logits = 1.25 * CHUNK_BYTES * item / 2  # a chunk of them and their gradient
-    gathered = layers.adapter * item  # by FSDP2, of one layer
-    gathered_all = n_layers * layers.adapter * item
-    if by_fsdp:
-        gathered += layers.largest_nf4 + layers.largest_vectors * item
-        gathered_all += layers.nf4_bytes + layers.vectors * item
-    dora = 0
-    if layouts[0].dora:  # norms of rows; outputs computed again in fp32 with their gradient
-        widths = [fused.out_features for layout in layers.kinds for fused in layout.fused_linears]
-        dora = 4 * sum(fused.out_features for x in layouts for fused in x.fused_linears)
-        dora += 10 * min(n, SLICE_TOKENS) * max(widths)
+    recomputed, others, live = activation_bytes(plan, layers, token)
+    # beside x and its gradient: a chunk of logits, its gradient, and a quarter more
+    head = 2 * arch.hidden_size * token + 1.25 * CHUNK_BYTES * item / 2
     memory = {
         "4-bit weights": 0 if plan.offload_params else layers.nf4_bytes / shards,
         "embedding, head, norms": table * (2 - arch.tied - plan.embedding_on_host)
         + layers.vectors * item / shards,
-        "adapter and gradients": 2 * n_layers * adapter / shards,
+        "adapter and gradients": 2 * plan.n_layers * adapter / shards,
+        # a HostStore has at most three tensors on the GPU
         "kept by recomputed layers": min(recomputed, 3 * arch.hidden_size * token)
         if plan.offload_activations else recomputed,
         "kept by other layers": others,
-        "live layer or head": max(live, 2 * arch.hidden_size * token + logits),
-        "one layer's adapter gradient": adapter * (3 if by_fsdp else 1),
-        # of a layer and the next one; or of all until their backward, and one more
-        "gathered weights": 2 * gathered if plan.reshard_after_forward or not by_fsdp
-        else gathered_all + gathered,
-        "DoRA": dora}
+        "live layer or head": max(live, head),
+        # FSDP2 has copies of it for the sum over ranks
+        "one layer's adapter gradient": adapter * (3 if plan.uses_fsdp else 1),
+        "gathered weights": gathered_bytes(plan, layers, item),
+        "DoRA": dora_bytes(plan, layouts)}
     if plan.graphs:  # evaluations run beside them
         memory["CUDA graphs' own"] = plan.graph_room * (recomputed + others + live) + live
     host = table * plan.embedding_on_host + layers.nf4_bytes / shards * plan.offload_params
-    if plan.offload_activations:
+    if plan.offload_activations:  # all but the last, whose backward comes first
         host += max(0, recomputed - arch.hidden_size * token)
     memory = {kind: int(size) for kind, size in memory.items() if size}
     return dataclasses.replace(plan, memory=memory, host_bytes=int(host))
+
+
+def activation_bytes(plan, layers, token):
+    """What is kept by the layers that are recomputed and by the others, and the most that a layer's
+    backward takes besides; `token`: bytes of one value a token."""
+    first, last = plan.keeps(0), plan.keeps(plan.n_layers - 1)
+    recomputed = layers.kept_values[first][plan.recomputed] * token
+    others = layers.kept_values["all"]
+    others = (others[plan.n_layers] - others[plan.recomputed]) * token
+    live = max(layout.live_bytes(plan, last) for layout in layers.kinds)
+    if first != last:  # when the first layer's backward runs, what the last ones kept is gone
+        of_first = max(layout.live_bytes(plan, first) for layout in layers.kinds)
+        live = max(live, of_first - others)
+    return recomputed, others, live
+
+
+def gathered_bytes(plan, layers, item):
+    """Of whole weights that FSDP2 has gathered, or of a layer's adapter in the compute dtype."""
+    one = layers.adapter * item
+    every = plan.n_layers * one
+    if plan.uses_fsdp:
+        one += layers.largest_nf4 + layers.largest_vectors * item
+        every += layers.nf4_bytes + layers.vectors * item
+        if not plan.reshard_after_forward:
+            return every + one  # of all layers until their backward, and one more
+    return 2 * one  # of a layer and the next one
+
+
+def dora_bytes(plan, layouts):
+    """Of the norms of all rows of weights, and of outputs that backward computes again."""
+    if not layouts[0].dora:
+        return 0
+    widths = [fused.out_features for layout in layouts for fused in layout.fused_linears]
+    # in the compute dtype, in fp32, and their gradient in fp32
+    return 4 * sum(widths) + 10 * min(plan.bin_tokens, SLICE_TOKENS) * max(widths)
 
 
 def predict_time(plan, arch, layouts, machine):
@@ -171,7 +211,7 @@ def predict_time(plan, arch, layouts, machine):
     weights_again = layers.recomputed_weights[plan.keep_middle] / n_layers
     again = plan.recomputed / n_layers
     flops = 2 * n * (2 * token_weights + again * weights_again)
-    flops += 2 * n * 3.5 * min(n, 2048) * layers.pair_width  # attention, in rows of 2,048 tokens
+    flops += 2 * n * 3.5 * min(n, 2048) * layers.mean_query_width  # attention, rows of 2,048 tokens
     # each use of a weight: 4 bits are read, a number is written and read
     uses = 2 * weights + again * (0.5 if plan.hold_weights else 1) * token_weights
     moved = uses * (0.5 + item) + n * layers.passed_values / n_layers * item
@@ -189,19 +229,19 @@ def predict_time(plan, arch, layouts, machine):
     return dataclasses.replace(plan, token_seconds=(layer * n_layers + head) / n)
 
 
-def possible_plans(config, arch, layouts, tokens, longest, world_size, device):
-    """All plans that the flags leave open. The first have small groups, small bins, and few layers
-    that are recomputed."""
+def possible_plans(config, arch, layouts, workload):
+    """All plans that the flags leave open."""
+    longest, world_size = workload.longest, workload.world_size
     groups = [n for n in range(1, world_size + 1) if world_size % n == 0]
     groups = [config.shard_group_size] if config.shard_group_size else groups
     counts = {"all": [arch.n_layers], "none": [0], "auto": range(arch.n_layers + 1)}
     counts = counts.get(config.recompute) or [int(config.recompute)]
     sizes = [config.micro_batch_tokens]
     if not config.micro_batch_tokens:  # by factors of 2 up to what a step has for each process
-        sizes = [max(longest, math.ceil(tokens / world_size))]
+        sizes = [max(longest, math.ceil(workload.tokens / world_size))]
         while sizes[0] > longest:
             sizes.insert(0, max(longest, math.ceil(sizes[0] / 2)))
-        sizes = sorted({n if n == longest else round_up(n, device) for n in sizes})
+        sizes = sorted({n if n == longest else round_up(n, workload.device) for n in sizes})
     keep_middle = (False,) if arch.parallel else (True, False)  # there the MLP reads x
     keep = list(itertools.product(keep_middle, (True, False)))
     ranges = (1, 4, 16) if arch.mixture else (1,)
@@ -217,17 +257,14 @@ def possible_plans(config, arch, layouts, tokens, longest, world_size, device):
                 yield predict_memory(plan, arch, layouts)
 
 
-def choose_plan(config, arch, layouts, tokens, longest, uneven, limit, machine, device, world_size,
-                capturable):
+def choose_plan(config, arch, layouts, workload, limit, machine):
     """The plan to run; raises ValueError with what would help.
 
-    Plans must leave 7 % of the memory free. Those within 2 % of the fastest count as equal: the
-    first of them that leaves 10 % is chosen, else the smallest. If no plan leaves 7 %, the smallest
-    plan is chosen, which must leave GAPS.
-
-    `tokens` are the most that a step has, `longest` is the longest row, `uneven` says whether bins
-    have several shapes, `capturable` whether CUDA graphs can capture attention.
+    Plans must leave SPARE of the memory, `limit` bytes, free. Of those that are as fast as the
+    fastest, by SAME_TIME, the preferred one that leaves AMPLE_SPARE is chosen, else the smallest.
+    If no plan leaves SPARE, the smallest plan is chosen, which must leave GAPS.
     """
+    longest, device = workload.longest, workload.device
     if config.recompute.isdecimal() and int(config.recompute) > arch.n_layers:
         raise ValueError(f"--recompute {config.recompute}: the model has {arch.n_layers} layers")
     if config.micro_batch_tokens and config.micro_batch_tokens < longest:
@@ -235,7 +272,7 @@ def choose_plan(config, arch, layouts, tokens, longest, uneven, limit, machine, 
                          f" {longest} tokens; use at least that or a shorter --max_seq_len")
     if is_by_host := device.type == "cpu" and not limit:
         limit = host_share()
-    plans = list(possible_plans(config, arch, layouts, tokens, longest, world_size, device))
+    plans = list(possible_plans(config, arch, layouts, workload))
     if not plans:
         raise ValueError(f"a vocabulary of {arch.vocab_size} cannot be shared by"
                          f" {config.shard_group_size} processes: use a smaller --shard_group_size")
@@ -249,28 +286,33 @@ def choose_plan(config, arch, layouts, tokens, longest, uneven, limit, machine, 
         plans = [predict_memory(dataclasses.replace(plan, embedding_on_host=True), arch, layouts)
                  for plan in plans]
     plan = min(plans, key=lambda plan: plan.bytes)
-    fitting = [p for p in plans if p.fits(limit, 0.07)]
+    fitting = [p for p in plans if p.fits(limit, SPARE)]
     fitting = [predict_time(p, arch, layouts, machine) for p in fitting or [plan]]
     fastest = min(p.token_seconds for p in fitting)
-    near = [p for p in fitting if p.token_seconds <= 1.02 * fastest]
-    roomy = [p for p in near if p.fits(limit, 0.1)]  # in the order from what keeps most
-    plan = roomy[0] if roomy else min(near, key=lambda plan: plan.bytes)
+    near = [p for p in fitting if p.token_seconds <= SAME_TIME * fastest]
+    roomy = [p for p in near if p.fits(limit, AMPLE_SPARE)]
+    if roomy:
+        plan = min(roomy, key=lambda plan: plan.preference)
+    else:
+        plan = min(near, key=lambda plan: plan.bytes)
     if not is_by_host:
         check_plan(plan, arch, layouts, longest, limit, config.recompute == "auto")
     if device.type == "cpu":
         check_host(plan)
-    uneven = uneven or config.batch_size % (world_size * (plan.bin_tokens // longest)) > 0
-    return use_graphs(plan, arch, layouts, machine, limit, capturable, uneven)
+    # bins have several shapes if the rows have, or if a step's last bins hold fewer rows
+    n_rows = workload.world_size * (plan.bin_tokens // longest)
+    uneven_bins = workload.uneven or config.batch_size % n_rows > 0
+    return use_graphs(plan, arch, layouts, machine, limit, workload.capturable, uneven_bins)
 
 
-def use_graphs(plan, arch, layouts, machine, limit, capturable, uneven):
+def use_graphs(plan, arch, layouts, machine, limit, capturable, uneven_bins):
     """The plan, with CUDA graphs where the host is slower than the GPU, or why they are not used.
 
-    Graphs keep their memory for good. If bins have several shapes (`uneven`), there are gaps in it,
-    and bins without a graph need theirs besides: graph_room is 2 bins. If all have one shape, what
-    ran before the capture is free by then.
+    Graphs keep their memory for good. If bins have several shapes, there are gaps in it, and bins
+    without a graph need theirs besides: graph_room is 2 bins. If all have one shape, what ran
+    before the capture is free by then.
     """
-    graphed = dataclasses.replace(plan, graphs=True, graph_room=2 if uneven else 0)
+    graphed = dataclasses.replace(plan, graphs=True, graph_room=2 if uneven_bins else 0)
     graphed = predict_memory(graphed, arch, layouts)
     graphed = predict_time(graphed, arch, layouts, machine)
     reasons = {
@@ -284,7 +326,8 @@ def use_graphs(plan, arch, layouts, machine, limit, capturable, uneven):
 
 
 class DoesNotFit(ValueError, MemoryError):
-    """The run would need more memory than there is."""
+    """The run would need more memory than there is: a ValueError, as what the user asked for cannot
+    be, and a MemoryError for its exit code, see together()."""
 
 
 def check_host(plan):
@@ -321,11 +364,13 @@ def check_plan(plan, arch, layouts, longest, limit, recompute_is_auto):
                 flags.append(flag)
             if smaller.fits(limit):
                 break
-    more = "" if smaller.fits(limit) else " and more GPUs"
+    advice = f"{' '.join(flags)} would bring it to {smaller.bytes / 2**30:.1f} GiB"
+    if not smaller.fits(limit):
+        advice = (f"with {' '.join(flags)} it still takes {smaller.bytes / 2**30:.1f} GiB: use more"
+                  " GPUs as well")
     raise DoesNotFit(
         f"this does not fit: predicted peak {plan.bytes / 2**30:.1f} GiB, and {GAPS:.0%} for gaps,"
-        f" of {limit / 2**30:.1f} GiB; {' '.join(flags)}{more} would bring it to"
-        f" {smaller.bytes / 2**30:.1f} GiB")
+        f" of {limit / 2**30:.1f} GiB; {advice}")
 
 
 def agree_on_plan(config, arch, layouts, rows, eval_rows, limit, device, kernels):
@@ -339,46 +384,10 @@ def agree_on_plan(config, arch, layouts, rows, eval_rows, limit, device, kernels
     steps = range(1, min(config.max_steps, 200) + 1)
     tokens = max(int(rows.lengths[step_rows(s, len(rows), config)].sum()) for s in steps)
     used = {function for pair in kernels.values() for function in pair.values()}
-    capturable = device.type == "cuda" and document_attention not in used
+    workload = Workload(
+        tokens, longest, uneven, dist.get_world_size(), device,
+        capturable=device.type == "cuda" and document_attention not in used)
     with together():
-        plan = choose_plan(config, arch, layouts, tokens, longest, uneven, limit, machine, device,
-                           dist.get_world_size(), capturable)
+        plan = choose_plan(config, arch, layouts, workload, limit, machine)
     # host memory differs by rank and moment: all take rank 0's plan
     return Plan(**gather_objects(dataclasses.asdict(plan))[0])
-
-
-def say_plan(plan, config, limit):
-    """Print the plan: the memory that it is predicted to take, and how the work is laid out."""
-    if torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
-        used = total - free - torch.cuda.memory_reserved()
-        say(f"beside the plan: CUDA's context, NCCL, and what else runs on this GPU, hold"
-            f" {used / 2**30:.2f} GiB")
-    why = "as asked" if config.shard_group_size else "the fastest that fits"
-    copy_of = "each process has a copy of the model"
-    if plan.shard_group_size > 1:
-        copy_of = (f"{plan.shard_group_size} of {dist.get_world_size()} processes share one copy of"
-                   " the model")
-    say(f"plan: {copy_of} ({why}); bins of at most {plan.bin_tokens:,} tokens;"
-        f" {plan.recomputed} of {plan.n_layers} layers are recomputed"
-        + (", from x and the sum after attention" if plan.recomputed and plan.keep_middle else "")
-        + (", weights dequantised once a backward" if plan.hold_weights else "")
-        + ("" if plan.reshard_after_forward else "; gathered weights stay until backward")
-        + ("; nothing to offload" if plan.offload_activations and not plan.recomputed else "")
-        + ("; the embedding is in host memory" if plan.embedding_on_host else "")
-        + ("; CUDA graphs" if plan.graphs else f"; no CUDA graphs: {plan.why_no_graphs}")
-        + f"; {1e6 * plan.token_seconds:,.1f} us a token predicted")
-    parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in plan.memory.items()
-                      if size > 2**30 / 200)
-    say(f"predicted peak {plan.bytes / 2**30:.2f} GiB"
-        + (f" of {limit / 2**30:.2f} GiB" if limit else "")
-        + (f", and {plan.host_bytes / 2**30:.2f} GiB of pinned host memory"
-           if plan.host_bytes else "") + f": {parts}")
-
-
-def make_store(plan, arch, device):
-    """Where layers keep their inputs: on the GPU or in host memory."""
-    if not plan.offload_activations or not plan.recomputed:
-        return GPUStore()
-    n_bytes = plan.bin_tokens * arch.hidden_size * getattr(torch, plan.compute_dtype).itemsize
-    return HostStore(plan.recomputed * (2 if plan.keep_middle else 1), n_bytes, device)

@@ -38,9 +38,10 @@ import train_fsdp_qlora
 from fsdp_qlora import checkpoints, lifecycle
 from fsdp_qlora.checkpoints import checkpoint_path, read_checkpoint
 from fsdp_qlora.files import digest, read_json, sync_file, text_digest, write_whole
-from fsdp_qlora.lifecycle import LOST, Status, watch_process, why_diverged
+from fsdp_qlora.lifecycle import LOST, Status, out_of_memory_text, watch_process, why_diverged
 from fsdp_qlora.logs import Log
 from fsdp_qlora.output import open_partial
+from fsdp_qlora.plan import Plan
 from fsdp_qlora.ranks import AGAIN, DIVERGED, FROZEN, OUT_OF_MEMORY
 
 STEPS = 10
@@ -941,10 +942,21 @@ def test_metrics_that_the_disk_refuses_at_the_end_are_written_again(
 ], ids=str)  # fmt: skip
 def test_error_of_one_rank_has_the_code_of_its_cause(error, code, capsys):
     with one_process():
-        config, device = train_fsdp_qlora.Config(), torch.device("cpu")
-        assert Status().end_alone(error, config, device) == code
+        assert Status().end_alone(error, torch.device("cpu")) == code
     words = {8: "rank 0 on", 75: "another process of this run has ended", 70: "has a bug"}
     assert words[code] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("recomputed, offloads, first", [
+    (3, False, "--recompute all"), (4, False, "--offload_activations"),
+    (4, True, "a smaller --micro_batch_tokens")])  # fmt: skip
+def test_advice_names_nothing_that_the_plan_does_already(recomputed, offloads, first):
+    """By a flag or by itself."""
+    plan = Plan("bfloat16", 4, 1, True, 64, recomputed, False, False, offloads, offloads)
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    with one_process():
+        text = out_of_memory_text(error, plan, torch.device("cpu"), "at step 1")
+    assert text.partition("in this order: ")[2].startswith(first)
 
 
 def test_failed_sync_leaves_no_file_open(tmp_path, monkeypatch):

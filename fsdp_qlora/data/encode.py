@@ -1,6 +1,10 @@
 """The rows of all --dataset as tokens and labels, encoded once and mapped from the cache. It stands
 on files.py for rows, forms.py for what they mean, cache.py for keeping them, and leaves to bins.py
-which of them a step works on."""
+which of them a step works on.
+
+A row's way to tokens: encode_pieces() -> try_row() -> parse_row() of forms.py -> parse_chat() of
+chat.py, if it is a conversation -> tokenize().
+"""
 
 import bisect
 import dataclasses
