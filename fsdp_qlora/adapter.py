@@ -19,30 +19,40 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_qlora.files import write_whole
 from fsdp_qlora.model import local_part, set_local
+from fsdp_qlora.names import renamed
 from fsdp_qlora.ranks import all_gather, is_rank_0, say, together
 
 
 def choose_adapted(arch, config, base_name):
     """PEFT's LoraConfig, and the names in a layer of the linears that get an adapter. Raises
     ValueError."""
-    experts = {linear.name for linear in arch.expert_gate_up + arch.expert_down}
-    linears = {x.name: x for routed in set(arch.layer_routed) for x in arch.linears(routed)}
-    names = sorted(linears.keys() - experts, key=list(linears).index)
-    adapted = [x.name for x in arch.qkv + arch.out] if arch.mixture else names
-    short = sorted({name.rsplit(".", 1)[-1] for name in adapted})
+    experts = list(dict.fromkeys(x.name for x in arch.expert_gate_up + arch.expert_down))
+    linears = [x.name for routed in set(arch.layer_routed) for x in arch.linears(routed)]
+    names = [name for name in dict.fromkeys(linears) if name not in set(experts)]
+    default = [x.name for x in arch.qkv + arch.out] if arch.mixture else names
+    short = sorted({name.rsplit(".", 1)[-1] for name in default})
     targets = short if config.target_modules == ("all-linear",) else list(config.target_modules)
-    ends = tuple(f".{target}" for target in targets)
+    adapted = [name for name in names if f".{name}".endswith(tuple(f".{x}" for x in targets))]
     for target in targets:
         found = [name for name in names if f".{name}".endswith(f".{target}")]
-        if arch.mixture and any(name.rsplit(".", 1)[-1] == target for name in experts):
-            raise ValueError(f"--target_modules {target}: PEFT takes it for all experts, which get"
-                             " no adapter here; there are " + ", ".join(names))
+        if target == "experts" and experts:
+            continue
+        if any(name.rsplit(".", 1)[-1] == target for name in experts):
+            raise ValueError(f"--target_modules {target}: to PEFT that is all experts, whose name"
+                             f" is experts here; others are {', '.join(names)}")
         if not found:
             raise ValueError(f"--target_modules {target}: no such linear in the decoder layers;"
-                             f" there are {', '.join(short)}, or all-linear")
-        if arch.mixture and not set(found) <= set(adapted):
+                             f" there are {', '.join([*short, *['experts'] * bool(experts)])}, or"
+                             " all-linear")
+        if experts and not set(found) <= set(default):
             say(f"--target_modules {target}: PEFT 0.21 does not load adapters of {found[0]}; vLLM"
                 " reads them by their names")
+    if experts and "experts" in targets:
+        refuse_expert_adapters(arch, config)
+        renames = arch.mixture.renames
+        leaves = {renamed(name, renames).rsplit(".", 1)[-1] for name in experts}
+        targets = sorted({*targets} - {"experts"} | leaves)
+        adapted += experts
     if arch.module_prefix != "model.":  # a vision tower may have linears of the same names
         either = "|".join(re.escape(target) for target in targets)
         targets = rf"{re.escape(arch.module_prefix)}layers\.\d+\..*\b({either})"
@@ -55,7 +65,20 @@ def choose_adapted(arch, config, base_name):
         target_modules=targets,
         task_type="CAUSAL_LM",
         base_model_name_or_path=base_name)
-    return lora_config, [name for name in names if f".{name}".endswith(ends)]
+    return lora_config, adapted
+
+
+def refuse_expert_adapters(arch, config):
+    """Raise ValueError where experts cannot have the adapters that are asked for."""
+    if config.adapter == "dora" or config.lora_dropout:
+        raise ValueError("--target_modules experts: their adapters have neither DoRA nor dropout,"
+                         " here as in PEFT")
+    if config.lora_rank % 8:
+        raise ValueError(f"--lora_rank {config.lora_rank}: adapters of experts need a multiple of"
+                         " 8, as grouped products do")
+    if not arch.mixture.expert_adapters:
+        raise ValueError(f"--target_modules experts: PEFT 0.21 loads no adapters of the experts of"
+                         f" {arch.family}: use attention's")
 
 
 class Adapter:
@@ -84,14 +107,16 @@ class Adapter:
     def by_layer(self, tensor):
         return tensor.view(len(self.layers), -1)
 
-    def stem(self, i):
-        """What PEFT's names of layer i begin with."""
-        return f"base_model.model.{self.arch.module_prefix}layers.{i}."
+    def name(self, i, linear, key):
+        """PEFT's name of a part of the adapter of layer i; of experts as in files."""
+        renames = self.arch.mixture.renames if self.arch.mixture else ()
+        stem = f"base_model.model.{self.arch.module_prefix}layers.{i}"
+        return f"{stem}.{renamed(linear, renames)}.{key}"
 
     def names(self, i):
         """{PEFT's name in an adapter file: (slice of layer i's adapter, shape)}."""
-        parts = self.layers[i].layout.adapter_parts()
-        return {f"{self.stem(i)}{linear}.{key}": part for (linear, key), part in parts.items()}
+        return {self.name(i, *part): place
+                for part, place in self.layers[i].layout.adapter_parts().items()}
 
     def set_layer(self, i, values):
         """Give layer i its values out of {PEFT's name: whole tensor}."""
@@ -113,7 +138,7 @@ class Adapter:
         """{PEFT's name: tensor} of layer i."""
         values = {}
         for (linear, key), (_, shape) in layer.layout.adapter_parts().items():
-            name = f"{self.stem(i)}{linear}.{key}"
+            name = self.name(i, linear, key)
             values[name] = torch.zeros(shape)
             if key == "lora_magnitude_vector":
                 values[name] = layer.weight_norms[linear].cpu()

@@ -35,6 +35,7 @@ class Mixture:
     sum_floor: float = 0.0  # .. plus this
     scale: float | str = 1.0  # on the weights
     rounded: bool = True  # weights are rounded to the model's dtype
+    expert_adapters: bool = True  # whether PEFT 0.21 loads adapters of single experts
     renames: tuple = ()  # pairs: a part of a tensor's name here, and what files may have instead
 
 

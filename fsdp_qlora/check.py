@@ -45,11 +45,12 @@ def check_family(model_config, name, fill_model):
     reference = random_reference(small, generator)
     ids = torch.randint(3, arch.vocab_size, (sum(LENGTHS),), generator=generator)
     tensors = dict(reference.state_dict())
+    names = tensor_names(arch, tensors)
     for kind, recompute in CHECKED:
         model = plain_model(small, arch, tensors, max(LENGTHS), fill_model, kind, recompute)
-        weights = read_weights(model, tensor_names(arch, tensors))
+        weights = read_weights(model, names)
         random_adapter(model, generator)
-        ours, theirs = results(model, ids), reference_results(reference, model, weights, ids)
+        ours, theirs = results(model, ids), reference_results(reference, model, names, weights, ids)
         differences = {what: float(((value - theirs[what]).norm() / theirs[what].norm()).detach())
                        for what, value in ours.items()}
         weight_error = max(float((w - reference.get_parameter(n)).norm() / w.norm())
@@ -119,9 +120,9 @@ def plain_model(model_config, arch, tensors, max_seq_len, fill_model, kind=None,
         reshard_after_forward=True, bin_tokens=64, recomputed=arch.n_layers * recompute,
         keep_middle=False, hold_weights=recompute, offload_activations=False, offload_params=False,
         expert_ranges=3 if recompute else 1)
-    experts = arch.expert_gate_up + arch.expert_down  # they get no adapters
     adapted = {x.name for routed in arch.layer_routed for x in arch.linears(routed)}
-    adapted -= {linear.name for linear in experts}
+    if kind == "dora":  # which experts cannot have
+        adapted -= {linear.name for linear in arch.expert_gate_up + arch.expert_down}
     layouts = make_layouts(arch, adapted if kind else (), config)
     if recompute:
         layouts = [dataclasses.replace(x, mlp=dataclasses.replace(x.mlp, slice_tokens=25))
@@ -192,20 +193,28 @@ def results(model, ids):
     return {"logits": logits, "loss": loss.detach(), **gradients}
 
 
-def reference_results(reference, model, weights, ids):
+def reference_results(reference, model, names, weights, ids):
     """The same by transformers, each document by itself, with the adapter added to the weights
-    that the model has; autograd gives its gradient."""
-    adapters, adapted = [], dict(weights)
+    that the model has; autograd gives its gradient. `names`: as for read_weights()."""
+    adapters, adapted, of_experts = [], {}, {}
     for i, layer in enumerate(model.layers):
         adapters.append(layer.adapter.detach().clone().requires_grad_())
-        for place in filter(lambda place: place.columns, layer.layout.places):
-            name = f"model.layers.{i}.{place.linear.name}.weight"
-            a = adapters[i][place.lora_a].view(CHECK_RANK, -1)
-            b = adapters[i][place.lora_b].view(-1, CHECK_RANK)
-            adapted[name] = weights[name] + CHECK_ALPHA / CHECK_RANK * b @ a
+        for place in layer.layout.places:
+            name = names.of_layer(i, f"{place.linear.name}.weight")
+            weight = rows_in_memory(weights, names, name).view(-1, place.linear.in_features)
+            if place.columns:
+                a = adapters[i][place.lora_a].view(CHECK_RANK, -1)
+                b = adapters[i][place.lora_b].view(-1, CHECK_RANK)
+                weight = weight + CHECK_ALPHA / CHECK_RANK * b @ a
             if place.magnitude:  # DoRA's norm is a constant in PEFT, too
-                norms = adapted[name].detach().norm(dim=1)
-                adapted[name] = adapted[name] * (adapters[i][place.magnitude] / norms)[:, None]
+                norms = weight.detach().norm(dim=1)
+                weight = weight * (adapters[i][place.magnitude] / norms)[:, None]
+            if source := names.sources.get(name):
+                of_experts.setdefault(source.stored, []).append(weight)
+            else:
+                adapted[name] = weight
+    for stored, parts in of_experts.items():
+        adapted[stored] = torch.cat(parts).view(names.shapes[stored])
     documents = ids.split(LENGTHS)
     logits = [torch.func.functional_call(reference, adapted, x[None]).logits[0].float()
               for x in documents]

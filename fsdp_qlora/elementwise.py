@@ -129,17 +129,20 @@ def gate_backward(grad, activation, *parts):
 
 
 @elementwise
-def weighted_gate_backward(grad, activation, weights, gates, ups):
+def weighted_gate_backward(grad, activation, weights, gates, ups, wants_product):
     """gate_backward() of rows whose outputs count `weights` [n] times. `grad` is the gradient that
-    gate()'s result would have with weights of 1; it stays. Returns that of `weights`, fp32 [n]."""
+    gate()'s result would have with weights of 1; it becomes that result with wants_product. Returns
+    the gradient of `weights`, fp32 [n]."""
     forward, backward = ACTIVATIONS[activation]
     gates32, ups32, grad32 = gates.float(), ups.float(), grad.float()
     activated = forward(gates32)
-    grad_weights = (grad32 * activated * ups32).sum(-1)
+    product = activated * ups32
+    grad_weights = (grad32 * product).sum(-1)
     grad32 = grad32 * weights[:, None]
-    results = backward(grad32 * ups32, gates32), grad32 * activated
-    for tensor, result in zip((gates, ups), results):
-        tensor.copy_(result)
+    gates.copy_(backward(grad32 * ups32, gates32))
+    ups.copy_(grad32 * activated)
+    if wants_product:
+        grad.copy_(product)
     return grad_weights
 
 

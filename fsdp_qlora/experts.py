@@ -1,12 +1,11 @@
 """The MLP half of a layer with experts: those that each token goes to, and perhaps a shared one,
 forward and backward, and what it costs.
 
-Stands on router, and as mlp on branch, products and elementwise. No token is dropped, however
-uneven the router is. Which models have experts is in families.
+Stands on router and grouped, and as mlp on branch, products and elementwise. No token is dropped,
+however uneven the router is. Which models have experts is in families.
 """
 
 import dataclasses
-import functools
 import math
 
 import torch
@@ -18,14 +17,15 @@ from fsdp_qlora.branch import (
     norm_inputs)
 from fsdp_qlora.elementwise import (
     MLP_SITE, add_expert_rows, gate, gate_backward, weighted_gate_backward)
+from fsdp_qlora.grouped import (
+    Pass, add_expert_gradients, cut_experts, fill_expert_columns, grouped, put_rows, split_columns,
+    why_no_grouped_mm)
 from fsdp_qlora.linears import FusedLinear
 from fsdp_qlora.nf4 import dequantise
-from fsdp_qlora.products import add_a_gradient, product, product_backward
+from fsdp_qlora.products import add_a_gradient, product, product_backward, widen
 from fsdp_qlora.router import route, route_backward
 
-# A token's row is copied for each of its top_k experts; the n * top_k rows are sorted by expert, so
-# that an expert's rows lie together. Each kind of product is then one grouped product: rows
-# [m, in], of one expert after the other, times weights [experts, in, out].
+GROUPED_SPEED = 0.6  # of grouped products, as a part of that of large ones; on an H200
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -99,7 +99,11 @@ class RoutedMLPHalf:
         keep_rows, what they have before the activation."""
         outputs, kept = None, []
         for passed in self._passes(work, routing):
-            gate_up, activated = self._expert_rows(work, routing, x, passed)
+            gate_up = self._expert_gate_up(work, routing, x, passed)
+            activated = gate_up.new_empty(len(gate_up), self.expert_down.width)
+            gate(activated[:, : self.expert_down.in_features], gate_up, self.arch.activation, True,
+                 evaluation=work.evaluation)
+            fill_expert_columns(work, self.expert_down, activated, passed)
             rows = grouped(activated, passed.down.transpose(1, 2), passed)
             outputs = put_rows(outputs, rows, passed, len(routing.token))
             if keep_rows:
@@ -108,12 +112,13 @@ class RoutedMLPHalf:
         out = add_expert_rows(outputs, routing.place, routing.weights, evaluation=work.evaluation)
         return out, kept or None
 
-    def _expert_rows(self, work, routing, x, passed):
-        """gate and up of the rows of one pass [m, 2 inner], and their gated product [m, inner]."""
-        gate_up = grouped(x[routing.token[passed.rows]], passed.gate_up.transpose(1, 2), passed)
-        activated = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-        gate(activated, gate_up, self.arch.activation, True, evaluation=work.evaluation)
-        return gate_up, activated
+    def _expert_gate_up(self, work, routing, x, passed):
+        """gate and up of the rows of one pass, [m, 2 inner]."""
+        inputs = x[routing.token[passed.rows]]
+        if self.expert_gate_up.n_columns:
+            inputs = widen(inputs, self.expert_gate_up)
+            fill_expert_columns(work, self.expert_gate_up, inputs, passed)
+        return grouped(inputs, passed.gate_up.transpose(1, 2), passed)
 
     def _experts_backward(self, work, kept, grad):
         """The gradient of x [n, hidden] through experts and router, from that of their sum.
@@ -122,20 +127,28 @@ class RoutedMLPHalf:
         last product, as (grad W) . activated, so that this product is never computed again.
         """
         routing, x, kept_rows = kept.routing, None, iter(kept.rows or ())
-        if not kept.rows:
+        if not kept.rows or self.expert_gate_up.n_columns:
             x = kept_inputs(work, kept, self.arch.mlp_norm, kept.source, self.fused_linears[0])
         grad_rows, n_rows = None, len(routing.token)
         grad_weights = torch.empty(n_rows, dtype=torch.float32, device=grad.device)
         for passed in self._passes(work, routing):
             gate_up = next(kept_rows, None)
             if gate_up is None:
-                gate_up = self._expert_rows(work, routing, x, passed)[0]
-            inner = grouped(grad[routing.token[passed.rows]], passed.down, passed)
+                gate_up = self._expert_gate_up(work, routing, x, passed)
+            upstream, weights = grad[routing.token[passed.rows]], routing.row_weights[passed.rows]
+            inner = grouped(upstream, passed.down, passed)
+            inner, grad_d = split_columns(work, self.expert_down, inner, passed)
             grad_weights[passed.rows] = weighted_gate_backward(
-                inner, self.arch.activation, routing.row_weights[passed.rows],
-                *gate_up.chunk(2, -1))
-            del inner
+                inner, self.arch.activation, weights, *gate_up.chunk(2, -1), grad_d is not None)
+            if grad_d is not None:  # `inner` is gate()'s result by now
+                weighted = inner * weights[:, None].to(inner.dtype)
+                add_expert_gradients(work, self.expert_down, weighted, grad_d, upstream, passed)
+            del inner, upstream
             rows = grouped(gate_up, passed.gate_up, passed)
+            rows, grad_d = split_columns(work, self.expert_gate_up, rows, passed)
+            if grad_d is not None:
+                inputs = x[routing.token[passed.rows]]
+                add_expert_gradients(work, self.expert_gate_up, inputs, grad_d, gate_up, passed)
             grad_rows = put_rows(grad_rows, rows, passed, n_rows)
             del gate_up, rows
         kept.rows = x = None
@@ -213,7 +226,7 @@ class RoutedMLPHalf:
         """From forward to backward, where nothing is recomputed; 2 bytes each."""
         arch, mixture = self.arch, self.arch.mixture
         values = mixture.top_k * self._inner + arch.hidden_size * (not arch.parallel)
-        values += 2 * mixture.n_experts + 19 * mixture.top_k  # the Routing, fp32, int64 and int16
+        values += 2 * mixture.n_experts + 16 * mixture.top_k  # the Routing, in fp32 and int64
         if self.gate_up:
             columns = self.gate_up.padded_columns + self.down.padded_columns
             values += self.gate_up.out_features + columns
@@ -224,28 +237,28 @@ class RoutedMLPHalf:
         """The most bytes that backward() takes besides what is kept."""
         n, item = plan.bin_tokens, getattr(torch, plan.compute_dtype).itemsize
         hidden, mixture = self.arch.hidden_size, self.arch.mixture
-        rows = n * mixture.top_k
-        of_pass = math.ceil(rows / plan.expert_ranges) * (hidden + self._inner // 2)
+        rows, up, down = n * mixture.top_k, self.expert_gate_up, self.expert_down
+        of_pass = math.ceil(rows / plan.expert_ranges) * (up.width + down.width)
         if recomputed:
             of_pass += math.ceil(rows / plan.expert_ranges) * self._inner
             if self.gate_up:
                 of_pass += n * (self.gate_up.out_features + self.down.width)
-        weights = self.expert_gate_up.n_weights + self.expert_down.n_weights
+        weights = sum(fused.out_features * fused.width for fused in (up, down))
         weights = math.ceil(weights / plan.expert_ranges)
         values = rows * hidden * (plan.expert_ranges > 1) + of_pass + weights + 3 * n * hidden
         return values * item + 4 * rows * 4 + 3 * 4 * n * mixture.n_experts
 
     @property
     def token_weights(self):
-        """Weights that one token is multiplied by."""
-        share = self.arch.mixture.top_k / self.arch.mixture.n_experts
+        """Weights that one token is multiplied by, at the speed of large products."""
+        share = self.arch.mixture.top_k / self.arch.mixture.n_experts / GROUPED_SPEED
         shared = self.gate_up.n_weights + self.down.n_weights if self.gate_up else 0
         return shared + share * (self.expert_gate_up.n_weights + self.expert_down.n_weights)
 
     @property
     def recomputed_weights(self):
         """Of token_weights those of the products that recomputed_backward() computes again."""
-        share = self.arch.mixture.top_k / self.arch.mixture.n_experts
+        share = self.arch.mixture.top_k / self.arch.mixture.n_experts / GROUPED_SPEED
         shared = self.gate_up.n_weights + self.down.n_weights if self.gate_up else 0
         return shared + share * self.expert_gate_up.n_weights
 
@@ -254,86 +267,3 @@ class RoutedMLPHalf:
         """Read or written by elementwise work, forward and backward, as counted."""
         rows = self.arch.mixture.top_k * (10 * self.arch.hidden_size + 6 * self._inner)
         return 15 * self.arch.hidden_size + rows
-
-
-# ---- grouped products ----
-
-
-@functools.lru_cache(None)
-def cut_experts(half, n_ranges):
-    """[(range of experts, their part of expert_gate_up, of expert_down)]: what is dequantised at
-    once."""
-    n, found = half.arch.mixture.n_experts, []
-    for i in range(n_ranges):
-        experts = range(n * i // n_ranges, n * (i + 1) // n_ranges)
-        parts = []
-        for fused in (half.expert_gate_up, half.expert_down):
-            each = len(fused.places) // n
-            parts.append(fused.part(fused.places[experts.start * each : experts.stop * each]))
-        if experts:
-            found.append((experts, *parts))
-    return found
-
-
-class Pass:
-    """Rows of a range of experts that are multiplied at once, and these experts' weights."""
-
-    def __init__(self, experts, rows, routing, gate_up, down):
-        self.rows, self.gate_up, self.down = rows, gate_up, down  # weights: [experts, out, in]
-        self.is_all = rows == slice(0, len(routing.token))
-        first, stop = rows.start, rows.stop
-        # where each expert's rows end among these; on the host as well, where products loop
-        self.ends = routing.ends[experts.start : experts.stop].clamp(first, stop) - first
-        self.bounds = None
-        if why_no_grouped_mm(gate_up):
-            bounds = routing.bounds[experts.start : experts.stop + 1]
-            self.bounds = [min(max(bound, first), stop) - first for bound in bounds]
-
-
-def put_rows(whole, rows, passed, n_rows):
-    """`whole` [n_rows, width] with the rows of one pass in their place; made for the first one, and
-    where one pass has all rows these themselves."""
-    if passed.is_all:
-        return rows
-    whole = rows.new_empty(n_rows, rows.shape[1]) if whole is None else whole
-    whole[passed.rows] = rows
-    return whole
-
-
-def grouped(rows, weights, passed):
-    """rows [m, in], each times its expert's matrix of weights [experts, in, out]."""
-    if passed.bounds is None:
-        return F.grouped_mm(rows, weights, offs=passed.ends)
-    out = rows.new_empty(len(rows), weights.shape[2])
-    for weight, start, stop in zip(weights, passed.bounds, passed.bounds[1:]):
-        if start < stop:
-            torch.mm(rows[start:stop], weight, out=out[start:stop])
-    return out
-
-
-def why_no_grouped_mm(tensor):
-    """Why torch's grouped product is not used for such tensors; "" if it is. Elsewhere torch itself
-    loops over the experts, and waits for the GPU at each product."""
-    if not tensor.is_cuda:
-        return "there is no GPU"
-    if tensor.dtype != torch.bfloat16:
-        return "it is for bf16"
-    if torch.cuda.get_device_capability(tensor.device) not in ((9, 0), (10, 0)):
-        return "torch has no kernel for this GPU"
-    return _why_no_kernel(tensor.device)
-
-
-@functools.lru_cache(None)
-def _why_no_kernel(device):
-    """Try it on three experts, one of them without rows."""
-    generator = torch.Generator(device).manual_seed(0)
-    rows, weights = (torch.randn(shape, device=device, dtype=torch.bfloat16, generator=generator)
-                     for shape in ((48, 64), (3, 64, 128)))
-    ends = torch.tensor([16, 16, 48], dtype=torch.int32, device=device)
-    want = torch.cat([rows[:16] @ weights[0], rows[16:] @ weights[2]]).float()
-    try:
-        got = F.grouped_mm(rows, weights, offs=ends).float()
-    except (AttributeError, RuntimeError) as e:
-        return f"{type(e).__name__}: {str(e)[:200]}"
-    close = bool((got - want).norm() < 0.01 * want.norm())
-    return "" if close else "its result is wrong on this GPU"

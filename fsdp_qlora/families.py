@@ -105,7 +105,8 @@ FAMILIES = {
     "qwen3_moe": Family(qk_norm="head", mixture=Mixture(normalised="config.norm_topk_prob")),
     "qwen2_moe": Family(qkv_bias="config.qkv_bias", window="layer_types", mixture=Mixture(
         shared_size="config.shared_expert_intermediate_size",
-        shared_gate="mlp.shared_expert_gate", normalised="config.norm_topk_prob")),
+        shared_gate="mlp.shared_expert_gate", normalised="config.norm_topk_prob",
+        expert_adapters=False)),
     "mixtral": Family(window="all", mixture=Mixture(**MIXTRAL, rounded=False)),
     "minimax_m2": Family(qk_norm="full", partial_rotary=True, mixture=Mixture(
         **MIXTRAL, scores="sigmoid", correction="mlp.e_score_correction_bias")),
@@ -116,6 +117,7 @@ FAMILIES = {
     "granitemoe": Family(**GRANITE, logits_divisor="config.logits_scaling", mixture=Mixture(
         n_experts="config.num_local_experts", expert_size="config.intermediate_size",
         experts="block_sparse_moe.experts", router="block_sparse_moe.router",
+        expert_adapters=False,
         renames=(("experts.gate_up_proj", "input_linear.weight"),
                  ("experts.down_proj", "output_linear.weight"),
                  ("router.weight", "router.layer.weight")))),

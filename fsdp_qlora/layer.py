@@ -108,7 +108,8 @@ def _make_layout(arch, adapted, config, window, rope, routed):
     vectors = {name: (allocator.reserve("vectors", math.prod(shape)), shape)
                for name, shape in arch.vectors(routed).items()}
     qkv, out, *mlp = (
-        fuse_linears(site, linears, adapted, config, vectors, allocator) if linears else None
+        fuse_linears(site, linears, adapted, config, vectors, allocator,
+                     arch.mixture.n_experts if site > 3 else 0) if linears else None
         for site, linears in enumerate(arch.fused_groups(routed)))
     rank, counts = config.lora_rank, allocator.counts
     return Layout(

@@ -48,6 +48,8 @@ class FusedLinear:
     n_columns: int  # of all adapters, lora_rank each
     lora_a: slice  # of the layer's `adapter`: A of all, one below the other, [n_columns, in]
     bias: slice | None  # of the layer's `vectors`
+    n_experts: int = 0  # whose linears these are, one expert's after the other's; then lora_a is
+    #                     [experts, n_columns, in], and the experts' adapters have the same columns
 
     @property
     def adapted(self):
@@ -108,28 +110,30 @@ class Allocator:
         return slice(start, start + n)
 
 
-def fuse_linears(dropout_site, linears, adapted, config, vectors, allocator):
+def fuse_linears(dropout_site, linears, adapted, config, vectors, allocator, n_experts=0):
     """The FusedLinear of these Linears; those named in `adapted` get an adapter.
 
-    `vectors` is {name: (slice, shape)} of the layer's norms and biases.
+    `vectors` is {name: (slice, shape)} of the layer's norms and biases. With n_experts the linears
+    are of so many experts, one after the other, all with adapters or none.
     """
     rank, n_in = config.lora_rank, linears[0].in_features
     with_adapter = [linear for linear in linears if linear.name in adapted]
-    n_columns = rank * len(with_adapter)
+    n_columns = rank * len(with_adapter) // max(1, n_experts)
     n_adapted = sum(linear.out_features for linear in with_adapter)
     # from multiples on, so that no block of the optimizer's state has both A and B
-    sizes = n_columns * n_in, n_adapted * rank, n_adapted * (config.adapter == "dora")
+    sizes = (rank * len(with_adapter) * n_in, n_adapted * rank,
+             n_adapted * (config.adapter == "dora"))
     lora_a, lora_b, magnitude = (allocator.reserve("adapter", n, STATE_BLOCK) for n in sizes)
 
     places, outputs, column, b_row = [], 0, 0, 0
     for linear in linears:
         n_out, columns, of_a, of_b, of_m = linear.out_features, None, None, None, None
         if linear in with_adapter:
-            columns = slice(column, column + rank)
+            columns = slice(column % n_columns, column % n_columns + rank)
             of_a = _part(lora_a, column * n_in, rank * n_in)
             of_b = _part(lora_b, b_row * rank, n_out * rank)
             of_m = _part(magnitude, b_row, n_out) if config.adapter == "dora" else None
-            column, b_row = columns.stop, b_row + n_out
+            column, b_row = column + rank, b_row + n_out
         n_blocks = math.ceil(n_out * n_in / BLOCK)
         index = allocator.reserve("linears", 1).start
         blocks = allocator.reserve("blocks", n_blocks)
@@ -141,7 +145,8 @@ def fuse_linears(dropout_site, linears, adapted, config, vectors, allocator):
     if linears[0].bias:  # biases of a fused linear follow one another
         first, last = (vectors[f"{linears[i].name}.bias"][0] for i in (0, -1))
         bias = slice(first.start, last.stop)
-    return FusedLinear(dropout_site, tuple(places), n_in, outputs, rank, n_columns, lora_a, bias)
+    return FusedLinear(dropout_site, tuple(places), n_in, outputs, rank, n_columns, lora_a, bias,
+                       n_experts)
 
 
 def _part(whole, start, n):

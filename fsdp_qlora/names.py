@@ -34,10 +34,11 @@ class TensorNames:
 
     def of_layer(self, index, name):
         """The name in files of what is called `name` in layer `index`."""
-        return self.layer_prefix + f"{index}." + _renamed(name, self.renames)
+        return self.layer_prefix + f"{index}." + renamed(name, self.renames)
 
 
-def _renamed(name, renames):
+def renamed(name, renames):
+    """A name here with each pair's first part replaced by its second, as files may have it."""
     for here, there in renames:
         name = name.replace(here, there)
     return name

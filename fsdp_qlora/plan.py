@@ -221,7 +221,9 @@ def predict_time(plan, arch, layouts, machine):
     gathers = gathered * (shards - 1) / shards / machine.link
     gathers *= 2 if plan.reshard_after_forward else 1
     copies = plan.offload_params * 2 * gathered / shards / PCIE_BYTES
-    launches = (100 + 80 * again + 40 * plan.uses_fsdp) * machine.launch
+    routed = sum(arch.layer_routed) / n_layers
+    launches = (100 + 80 * again + 40 * plan.uses_fsdp
+                + routed * (40 + (30 + 15 * again) * plan.expert_ranges)) * machine.launch
     # NCCL's kernels take the GPU from the products, copies from the host hardly do
     layer = max(compute + gathers, copies, 0 if plan.graphs else launches)
     layer += 0.1 * min(compute, copies)

@@ -4,20 +4,24 @@ That each family equals transformers is in test_layer.py, on two processes in te
 """
 
 import functools
+import types
 
 import bitsandbytes as bnb
 import pytest
 import torch
 from families import TINY, make_model
+from peft import PeftModel
 from safetensors.torch import save_file
+from test_layer import make_model as make_layers
 
-from fsdp_qlora import check, experts, router
+from fsdp_qlora import check, experts, grouped, router
+from fsdp_qlora.adapter import Adapter, choose_adapted, write_adapter
 from fsdp_qlora.check import plain_model, random_adapter, random_reference, read_weights
 from fsdp_qlora.configs import describe_model, shrunk_config
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.names import check_files, rows_in_memory, tensor_names
 from fsdp_qlora.weights import Request, WeightReader, weight_files
-from train_fsdp_qlora import fill_model
+from train_fsdp_qlora import Config, fill_model
 
 BAR = 1e-5  # of a relative difference in fp32
 
@@ -32,18 +36,20 @@ def worst(name, again, monkeypatch, edit=None, ranges=1, torch_grouped=False, to
     monkeypatch.setattr(check, "LENGTHS", tokens or check.LENGTHS)
     monkeypatch.setattr(check, "Plan", functools.partial(changed_plan, ranges))
     if torch_grouped:
-        monkeypatch.setattr(experts, "why_no_grouped_mm", lambda tensor: "")
+        for module in experts, grouped:
+            monkeypatch.setattr(module, "why_no_grouped_mm", lambda tensor: "")
     small = shrunk_config(TINY[name](320))
     arch, reference = describe_model(small), random_reference(small, seed())
     tensors = reference.state_dict()
     if edit:
         edit(tensors)
     model = plain_model(small, arch, tensors, 24, fill_model, "lora", again)
-    weights = read_weights(model, tensor_names(arch, tensors))
+    names = tensor_names(arch, tensors)
+    weights = read_weights(model, names)
     random_adapter(model, seed(1))
     ids = torch.randint(3, arch.vocab_size, (sum(check.LENGTHS),), generator=seed(2))
     ours = check.results(model, ids)
-    theirs = check.reference_results(reference, model, weights, ids)
+    theirs = check.reference_results(reference, model, names, weights, ids)
     return max(float((ours[key] - theirs[key]).norm() / theirs[key].norm()) for key in ours)
 
 
@@ -110,6 +116,60 @@ def test_backward_repeats_forwards_choice(ranges, monkeypatch):
     # results() looks twice at each of two layers: for the logits, then for loss and gradient
     assert worst("mixtral", True, monkeypatch, ranges=ranges) < BAR
     assert len(calls) == 4
+
+
+# ---- adapters ----
+
+ADAPTED = {"lora_rank": 8, "lora_alpha": 16, "target_modules": ("q_proj", "o_proj", "experts")}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "minimax_m2", "glm4_moe", "hunyuan_moe",
+                                  "olmoe", "flex_olmo", "dots1", "ernie4_5_moe"])  # fmt: skip
+def test_adapters_of_experts_are_what_peft_loads(name, tmp_path):
+    """Names and values of the file: PEFT's model gives the logits that ours gives."""
+    config, small = Config(model="m", **ADAPTED), shrunk_config(TINY[name](320))
+    arch, reference = describe_model(small), random_reference(small, seed())
+    tensors = {key: tensor.clone() for key, tensor in reference.state_dict().items()}
+    model = make_layers(small, arch, tensors, config)
+    for key, weight in read_weights(model, tensor_names(arch, tensors)).items():
+        reference.get_parameter(key).copy_(weight)
+    values, namer = {}, types.SimpleNamespace(arch=arch)
+    for i, layer in enumerate(model.layers):
+        layer.adapter.normal_(0, 0.1, generator=seed(i))
+        for part, (where, shape) in layer.layout.adapter_parts().items():
+            values[Adapter.name(namer, i, *part)] = layer.adapter[where].view(shape).clone()
+    write_adapter(tmp_path, values, choose_adapted(arch, config, "m")[0])
+    ids = torch.randint(3, arch.vocab_size, (sum(check.LENGTHS),), generator=seed(2))
+    with torch.enable_grad():
+        ours = check.results(model, ids)["logits"]
+    peft = PeftModel.from_pretrained(reference, tmp_path)
+
+    def logits():
+        return torch.cat([peft(part[None]).logits[0] for part in ids.split(check.LENGTHS)])
+
+    assert (ours - logits()).norm() < BAR * ours.norm()
+    with peft.disable_adapter():
+        assert (ours - logits()).norm() > 0.1 * ours.norm()
+
+
+@pytest.mark.parametrize("name, change, words", [
+    ("qwen3_moe", {"lora_rank": 4}, "multiple of"), ("qwen3_moe", {"adapter": "dora"}, "DoRA"),
+    ("qwen3_moe", {"lora_dropout": 0.1}, "dropout"), ("granitemoe", {}, "PEFT 0.21 loads no"),
+    ("qwen2_moe", {}, "PEFT 0.21 loads no"),
+    ("qwen3_moe", {"target_modules": ("gate_proj",)}, "whose name is experts"),
+    ("llama", {}, "no such linear")])  # fmt: skip
+def test_adapters_that_experts_cannot_have_are_refused(name, change, words):
+    config = Config(model="m", **ADAPTED | change)
+    with pytest.raises(ValueError, match=words):
+        choose_adapted(describe_model(TINY[name](320)), config, "m")
+
+
+def test_adapters_are_on_attention_by_default():
+    for name in "qwen3_moe", "glm4_moe", "mixtral":
+        lora_config, adapted = choose_adapted(describe_model(TINY[name](320)), Config(), "m")
+        assert lora_config.target_modules == {"q_proj", "k_proj", "v_proj", "o_proj"}
+        assert sorted(adapted) == [f"self_attn.{x}_proj" for x in "koqv"]
 
 
 # ---- files ----
