@@ -75,7 +75,7 @@ from fsdp_qlora.machine import host_memory, limit_memory, memory_gib, say_memory
 from fsdp_qlora.model import (
     Graphs, Model, local_part, measure_weight_norms, own_blocks, set_local, verify_model,
     weight_requests)
-from fsdp_qlora.names import check_files, tensor_names
+from fsdp_qlora.names import check_files, tensor_names, weight_rows
 from fsdp_qlora.nf4 import BLOCK, NESTED_BLOCK, QUANT_STORAGE, Nested, NF4Blocks, dynamic_map
 from fsdp_qlora.offload import make_store, pinned_copy
 from fsdp_qlora.output import describe_run, merge_command, open_output, save_tokenizer
@@ -84,7 +84,7 @@ from fsdp_qlora.ranks import (
     AGAIN, DIVERGED, EXITS, Stop, all_gather, check_same, gather_objects, is_rank_0, n_cores,
     on_rank_0, refuse_launch, say, say_each, together)
 from fsdp_qlora.weights import (
-    RandomWeights, WeightReader, as_hex, content_sum, rows_before, weight_files)
+    FLOATS, RandomWeights, WeightReader, as_hex, content_sum, rows_before, weight_files)
 
 SCRIPT = Path(__file__)
 VERSIONS = {m.__name__: m.__version__ for m in (torch, transformers, peft, bnb)}
@@ -486,7 +486,7 @@ def load_model(model, base, model_config, config, device):
         value = reader.read(name)
         n_bytes += value.nbytes
         sums[name] = content_sum(value, *shares[name])
-        if value.is_floating_point() and not (nf4_states and name in names.linears):
+        if value.dtype in FLOATS.values() and not (nf4_states and name in names.linears):
             finite[name] = value.sum(dtype=torch.float32).isfinite()  # no copy, as all() has
         return value
 
@@ -538,7 +538,7 @@ def fill_model(model, names, read, nf4_states, device):
         if nf4_states:
             layer.nested = copy_quantised(own_linears, shard, read, nf4_states)
         else:
-            layer.nested = quantise(own_linears, shard, read, dtype, model)
+            layer.nested = quantise(own_linears, shard, read, names, dtype, model)
         if plan.offload_params:
             shard = NF4Blocks(*map(pinned_copy, (shard.packed, shard.absmax_codes)), device)
         set_local(layer, "nf4", shard)
@@ -554,7 +554,7 @@ def fill_model(model, names, read, nf4_states, device):
     model.head = model.embedding if model.arch.tied else table(names.head)
 
 
-def quantise(own_linears, shard, read, dtype, model):
+def quantise(own_linears, shard, read, names, dtype, model):
     """Quantise this rank's blocks of a layer to NF4 with double quantisation, into `shard`, its
     NF4Blocks of zeros. Returns the layer's Nested. All ranks of the group must call this.
 
@@ -565,7 +565,7 @@ def quantise(own_linears, shard, read, dtype, model):
     """
     absmax = torch.zeros(len(shard), dtype=torch.float32, device=shard.device)
     for own, name in own_linears:
-        weights = read(name).to(shard.device, dtype)[own.weights]
+        weights = weight_rows(read, names, name, own.rows).to(shard.device, dtype)[own.weights]
         if len(weights):
             codes, state = bnb.functional.quantize_4bit(weights, blocksize=BLOCK, quant_type="nf4")
             shard.packed[own.local].view(-1)[: codes.numel()] = codes.view(-1)

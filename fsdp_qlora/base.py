@@ -21,6 +21,7 @@ from fsdp_qlora.configs import describe_model, text_config
 from fsdp_qlora.families import SHAPES
 from fsdp_qlora.files import read_json
 from fsdp_qlora.ranks import explain, say
+from fsdp_qlora.names import FP8_BLOCK
 from fsdp_qlora.weights import weight_files
 
 SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # of a model: all but its weights
@@ -70,9 +71,11 @@ def read_model_config(directory, config):
         else:
             model_config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         arch = describe_model(model_config)
-    settings = getattr(model_config, "quantization_config", None)
-    want = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
-            "bnb_4bit_use_double_quant": True}
+    settings = getattr(model_config, "quantization_config", None) or {}
+    want = {"quant_method": "fp8", "weight_block_size": [FP8_BLOCK, FP8_BLOCK]}
+    if settings.get("quant_method") != "fp8":
+        want = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
+                "bnb_4bit_use_double_quant": True}
     for key, value in want.items():
         if settings and settings.get(key) != value:
             raise ValueError(f"--model {config.model}: is quantised already, with {key}"

@@ -19,6 +19,7 @@ from fsdp_qlora.attention import rope_tables
 from fsdp_qlora.elementwise import EMBEDDING_SITE, drop
 from fsdp_qlora.layer import DecoderLayer
 from fsdp_qlora.linears import LinearPlace
+from fsdp_qlora.names import FP8_BLOCK
 from fsdp_qlora.nf4 import BLOCK, dequantise
 from fsdp_qlora.ranks import say_each
 from fsdp_qlora.vocabulary import HeadLoss, embed, shard_range
@@ -128,6 +129,9 @@ def weight_requests(model, names, prequantised):
             if not prequantised:
                 shape = n, linear.in_features
                 requests.append(Request(name, shape, own.rows, names.sources.get(name)))
+                if scales := names.scaled.get(name):
+                    rows = range(own.rows.start // FP8_BLOCK, -(-own.rows.stop // FP8_BLOCK))
+                    requests.append(Request(scales, names.shapes[scales], rows))
                 continue
             n_bytes, half = n * linear.in_features // 2, BLOCK // 2
             packed = range(blocks.start * half, min(blocks.stop * half, n_bytes))

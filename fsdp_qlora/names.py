@@ -9,12 +9,14 @@ import math
 
 import torch
 
+from fsdp_qlora.configs import text_config
 from fsdp_qlora.nf4 import BLOCK, NESTED_BLOCK, dynamic_map, nf4_code
 from fsdp_qlora.ranks import say
 from fsdp_qlora.weights import (
     DTYPES, FLOATS, READ_CHUNK, Request, Source, WeightReader)
 
 NF4_STATE = "quant_state.bitsandbytes__nf4"  # bitsandbytes' name, behind that of the weight
+FP8_BLOCK = 128  # rows and columns of a weight in FP8 that share one scale
 NF4_PARTS = "absmax", "nested_absmax", "nested_quant_map", "quant_map", NF4_STATE  # all of them
 
 
@@ -25,6 +27,7 @@ class TensorNames:
     shapes: dict  # {name: shape} of all of them
     linears: dict  # {name: Linear} of those that are in 4 bits here
     sources: dict  # {name of a linear: Source} where it is a part of one of `shapes`
+    scaled: dict  # {name of a linear in FP8: name of the scales of its blocks}
     embedding: str
     norm: str
     norm_bias: str | None
@@ -54,7 +57,7 @@ def tensor_names(arch, files):
     table, renames = (arch.vocab_size, arch.hidden_size), ()
     if arch.mixture:  # those that files have
         renames = tuple(p for p in arch.mixture.renames if any(p[1] in name for name in files))
-    names = TensorNames({embedding: table}, {}, {}, embedding, norm, norm_bias, head,
+    names = TensorNames({embedding: table}, {}, {}, {}, embedding, norm, norm_bias, head,
                         f"{stem}layers.", renames)
     for i, routed in enumerate(arch.layer_routed):
         fused = fused_experts(arch, names, i, files) if routed else {}
@@ -66,6 +69,10 @@ def tensor_names(arch, files):
                 names.shapes[names.sources[name].stored] = shape
             else:
                 names.shapes[name] = linear.out_features, linear.in_features
+            if (scales := f"{name}_scale_inv") in files:
+                names.scaled[name] = scales
+                names.shapes[scales] = tuple(
+                    math.ceil(n / FP8_BLOCK) for n in (linear.out_features, linear.in_features))
         for key, shape in (arch.vectors(routed) | arch.router_tensors(routed)).items():
             names.shapes[names.of_layer(i, key)] = shape
     for name in filter(None, (norm, norm_bias)):
@@ -98,11 +105,28 @@ def rows_in_memory(tensors, names, name):
     return tensors[source.stored].reshape(source.n_rows, -1)[rows].flatten()
 
 
+def weight_rows(read, names, name, rows):
+    """The requested `rows` of a linear's weight, flat; of one in FP8 fp32, times the scales of its
+    blocks."""
+    value = read(name)
+    if name not in names.scaled:
+        return value
+    n_in = names.linears[name].in_features
+    scales = read(names.scaled[name]).view(-1, math.ceil(n_in / FP8_BLOCK)).float()
+    first = rows.start % FP8_BLOCK  # of the first block's rows
+    scales = scales.repeat_interleave(FP8_BLOCK, 0)[first : first + len(rows)]
+    scales = scales.repeat_interleave(FP8_BLOCK, 1)[:, :n_in]
+    return (value.view(len(rows), n_in).float() * scales).flatten()
+
+
 def check_files(files, names, model_config, compute_dtype):
     """Check a checkpoint's tensors before they are read. Returns {} or, for a model that is
     quantised already, {weight's name: what bitsandbytes has stored of it}. Raises ValueError."""
     wanted = {name: (shape, FLOATS) for name, shape in names.shapes.items()}
-    if not getattr(model_config, "quantization_config", None):
+    wanted |= {name: (names.shapes[name], ["F8_E4M3"]) for name in names.scaled}
+    files = drop_further_layers(files, names, model_config)
+    settings = getattr(model_config, "quantization_config", None)
+    if not settings or settings.get("quant_method") == "fp8":
         check_tensors(files, names, wanted)
         return {}
     states = check_prequantised(files, names, wanted)
@@ -113,6 +137,20 @@ def check_files(files, names, model_config, compute_dtype):
             f" here they are dequantised to {compute_dtype}, so that some weights differ by its"
             " rounding")
     return states
+
+
+def drop_further_layers(files, names, model_config):
+    """The files' tensors without those of layers behind the model's own, which predict a token
+    more (MTP) where config.json says that there are such."""
+    config, found = text_config(model_config), {}
+    n = getattr(config, "num_nextn_predict_layers", None) or getattr(config, "num_mtp_layers", 0)
+    for i in range(config.num_hidden_layers, config.num_hidden_layers + (n or 0)):
+        stem = f"{names.layer_prefix}{i}."
+        found |= {name: stored for name, stored in files.items() if name.startswith(stem)}
+    if found:
+        say(f"model: {len(found)} tensors of layers behind the last are not read: they predict"
+            " further tokens (MTP)")
+    return {name: stored for name, stored in files.items() if name not in found}
 
 
 def check_tensors(files, names, wanted):

@@ -29,7 +29,7 @@ SUM_CHUNK = {"cpu": 2**18, "cuda": 2**23}  # values that content_sum() takes at 
 #                                            cache holds (2**22 took 20 times longer)
 RANDOM_STD = 0.02  # of --random_weights
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-DTYPES = {**FLOATS, "U8": torch.uint8}
+DTYPES = {**FLOATS, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn}
 Stored = collections.namedtuple("Stored", "path dtype shape start stop")  # bytes [start, stop)
 # Where files hold a linear of an expert among those of all experts: the name of that tensor, how
 # many rows it has as a matrix, and the linear's first one

@@ -4,6 +4,7 @@ That each family equals transformers is in test_layer.py, on two processes in te
 """
 
 import functools
+import json
 import types
 
 import bitsandbytes as bnb
@@ -11,15 +12,16 @@ import pytest
 import torch
 from families import TINY, make_model
 from peft import PeftModel
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from test_layer import make_model as make_layers
+from transformers import AutoTokenizer
 
 from fsdp_qlora import check, experts, grouped, router
 from fsdp_qlora.adapter import Adapter, choose_adapted, write_adapter
 from fsdp_qlora.check import plain_model, random_adapter, random_reference, read_weights
 from fsdp_qlora.configs import describe_model, shrunk_config
 from fsdp_qlora.plan import Plan
-from fsdp_qlora.names import check_files, rows_in_memory, tensor_names
+from fsdp_qlora.names import check_files, rows_in_memory, tensor_names, weight_rows
 from fsdp_qlora.weights import Request, WeightReader, weight_files
 from train_fsdp_qlora import Config, fill_model
 
@@ -248,3 +250,83 @@ def test_missing_expert_is_named(tmp_path):
     del files[lost]
     with pytest.raises(ValueError, match="lacks 1 of .* tensors.*" + lost.replace(".", r"\.")):
         check_files(files, tensor_names(describe_model(config), files), config, "bfloat16")
+
+
+# ---- FP8, further layers ----
+
+
+def to_fp8(weight):
+    """A weight [out, in] in FP8 and the scales of its blocks of 128 x 128, as DeepSeek has them."""
+    n_out, n_in = weight.shape
+    padded = torch.zeros(-(-n_out // 128) * 128, -(-n_in // 128) * 128)
+    padded[:n_out, :n_in] = weight
+    blocks = padded.view(len(padded) // 128, 128, -1, 128)
+    scales = blocks.abs().amax((1, 3)) / 448
+    codes = (blocks / scales[:, None, :, None]).view_as(padded)[:n_out, :n_in]
+    return codes.to(torch.float8_e4m3fn), scales
+
+
+def from_fp8(codes, scales):
+    wide = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return codes.float() * wide[: codes.shape[0], : codes.shape[1]]
+
+
+@pytest.mark.parametrize("rows", [range(0, 300), range(5, 6), range(127, 129), range(130, 300)])
+def test_rows_of_an_fp8_weight_have_their_scales(rows):
+    codes, scales = to_fp8(torch.randn(300, 200, generator=seed()))
+    linear = types.SimpleNamespace(in_features=200)
+    names = types.SimpleNamespace(scaled={"w": "s"}, linears={"w": linear})
+    its_scales = scales[rows.start // 128 : -(-rows.stop // 128)]
+    files = {"w": codes[rows.start : rows.stop].flatten(), "s": its_scales.flatten()}
+    got = weight_rows(files.get, names, "w", rows)
+    assert torch.equal(got.view(-1, 200), from_fp8(codes, scales)[rows.start : rows.stop])
+
+
+@pytest.mark.parametrize("name", ["minimax_m2", "qwen3_moe"])
+def test_fp8_checkpoint_trains_as_the_bf16_one_of_its_values(
+    name, run_main, demo_directory, read_metrics, tmp_path
+):
+    """The values that FP8 and its scales mean, rounded to bf16, are what is quantised to NF4."""
+    tokenizer = AutoTokenizer.from_pretrained(demo_directory / "model")
+    model = make_model(TINY[name](len(tokenizer)), dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "bf16")
+    tensors = load_file(tmp_path / "bf16" / "model.safetensors")
+    fp8 = dict(tensors)
+    for key, weight in tensors.items():
+        if "layers." in key and key.endswith(("proj.weight", "w1.weight", "w2.weight", "w3.weight")):
+            fp8[key], fp8[f"{key}_scale_inv"] = to_fp8(weight.float())
+            tensors[key] = from_fp8(fp8[key], fp8[f"{key}_scale_inv"]).bfloat16()
+    (tmp_path / "fp8").mkdir()
+    config = json.loads((tmp_path / "bf16" / "config.json").read_text())
+    settings = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}
+    (tmp_path / "fp8" / "config.json").write_text(
+        json.dumps(config | {"quantization_config": settings}))  # fmt: skip
+    save_file(fp8, tmp_path / "fp8" / "model.safetensors")
+    save_file(tensors, tmp_path / "bf16" / "model.safetensors")
+    found = {}
+    for kind in "fp8", "bf16":
+        tokenizer.save_pretrained(tmp_path / kind)
+        code, _, err = run_main(
+            "--model", tmp_path / kind, "--dataset", demo_directory / "data.jsonl",
+            "--max_steps", 2, "--max_seq_len", 64, "--output_dir", tmp_path / f"run-{kind}",
+        )  # fmt: skip
+        assert code == 0, err
+        found[kind] = [(row["loss"], row["grad_norm"])
+                       for row in read_metrics(tmp_path / f"run-{kind}")]  # fmt: skip
+    assert found["fp8"] == found["bf16"]
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_layers_that_predict_further_tokens_are_skipped_by_number(declared, tmp_path, capsys):
+    config, directories = layouts_of_files("glm4_moe", tmp_path)
+    files = weight_files(directories["released"])
+    name = "model.layers.3.eh_proj.weight"
+    files[name] = files["lm_head.weight"]
+    config.num_mtp_layers = config.num_nextn_predict_layers = int(declared)
+    names = tensor_names(describe_model(config), files)
+    if declared:
+        check_files(files, names, config, "bfloat16")
+        assert "1 tensors of layers behind the last are not read" in capsys.readouterr().out
+    else:
+        with pytest.raises(ValueError, match="knows nothing of, the first is " + name):
+            check_files(files, names, config, "bfloat16")
