@@ -45,8 +45,9 @@ def check_model(model_config):
     outer, c = model_config.model_type, text_config(model_config)
     name = outer if c is model_config else f"{outer} with {c.model_type}"
     if c.model_type not in (MULTIMODAL.get(outer) or FAMILIES):
-        words = "num_local_experts", "num_experts", "n_routed_experts", "is_encoder_decoder"
-        why = [f"{x}={getattr(c, x)}" for x in words if getattr(c, x, None)]
+        words = {"kv_lora_rank": "latent attention, ", "num_local_experts": "a router not known, ",
+                 "num_experts": "a router not known, ", "is_encoder_decoder": ""}
+        why = [f"{words[x]}{x}={getattr(c, x)}" for x in words if getattr(c, x, None)]
         why += sorted(set(getattr(c, "layer_types", None) or ()) - LAYER_TYPES)
         why = f" ({', '.join(why)})" if why else ""
         raise ValueError(f"model_type {name} is not supported{why}: use one of"

@@ -429,13 +429,18 @@ def refused(run_main, in_4bit, tmp_path):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"quant_method": "gptq"}, {"quant_method": "fp8"}, {"bnb_4bit_quant_type": "fp4"},
+    [{"quant_method": "gptq"}, {"bnb_4bit_quant_type": "fp4"},
      {"bnb_4bit_use_double_quant": False}, {"load_in_4bit": False}],
     ids=str,
 )  # fmt: skip
 def test_model_quantised_otherwise_is_refused(refused, settings):
     ((key, value),) = settings.items()
     refused("quantised already", f"{key} {value}", "the original model", settings=settings)
+
+
+def test_fp8_of_other_blocks_is_refused(refused):
+    settings = {"quant_method": "fp8", "weight_block_size": [64, 64]}
+    refused("quantised already", "weight_block_size [64, 64]; only [128, 128]", settings=settings)
 
 
 @pytest.mark.parametrize("case", WRONG_TENSORS)
