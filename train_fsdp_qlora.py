@@ -83,6 +83,7 @@ from fsdp_qlora.plan import agree_on_plan
 from fsdp_qlora.ranks import (
     AGAIN, DIVERGED, EXITS, Stop, all_gather, check_same, gather_objects, is_rank_0, n_cores,
     on_rank_0, refuse_launch, say, say_each, together)
+from fsdp_qlora.router import BALANCE, take_balance
 from fsdp_qlora.weights import (
     FLOATS, RandomWeights, WeightReader, as_hex, content_sum, rows_before, weight_files)
 
@@ -159,7 +160,8 @@ class Config:
     lora_alpha: int = knob(32, "the adapter's output is scaled by lora_alpha / lora_rank")
     lora_dropout: float = knob(0.0, "dropout on the adapter's input")
     target_modules: tuple[str, ...] = knob(
-        ("all-linear",), "linears that get an adapter, by name: q_proj v_proj")
+        ("all-linear",), "linears that get an adapter, by name: q_proj v_proj; of mixtures all of"
+        " attention, if left out; experts: all of these, too")
     init_adapter: str | None = knob(
         None, "directory of an adapter to begin with, of this script or of PEFT")
     micro_batch_tokens: int | None = knob(
@@ -169,8 +171,7 @@ class Config:
         None, "processes that share one copy of the model, for instance those of a node; every such"
         " group holds one; left out: as few as the memory allows, if that is faster")
     recompute: str = knob(
-        "auto", "decoder layers recomputed in backward: all, none, a number, or auto: as few as the"
-        " memory allows")
+        "auto", "decoder layers recomputed in backward: all, none, a number, auto (as few as fit)")
     offload_activations: bool = knob(
         False, "keep the inputs of recomputed layers in pinned host memory until their backward")
     offload_params: bool = knob(
@@ -476,10 +477,8 @@ def load_model(model, base, model_config, config, device):
     requests = weight_requests(model, names, bool(nf4_states))
     shares = {r.name: (r.rows, n) for r, n in zip(requests, rows_before(requests).values())}
     n_bytes, memory_before, started, finite, sums = 0, host_memory(), clock(), {}, {}
-    if config.random_weights:
-        reader = RandomWeights(requests, config.seed, dtype, device)
-    else:
-        reader = WeightReader(files, requests, device)
+    reader = (RandomWeights(requests, config.seed, dtype, device) if config.random_weights
+              else WeightReader(files, requests, device))
 
     def read_checked(name):
         nonlocal n_bytes
@@ -662,7 +661,7 @@ def train_step(run, step):
     numbers = reduce_and_clip(run, local_loss)
     # on the host, while the GPU computes
     run.dealt = deal_step(run, step + 1) if step < config.max_steps else None
-    loss, norm, request = numbers.tolist()  # waits for the GPU
+    loss, norm, request, *balance = numbers.tolist()  # waits for the GPU
     loss /= trained_tokens
     stop_if_diverged(run, step, loss, norm)
     rate = learning_rate(step, config)
@@ -674,7 +673,7 @@ def train_step(run, step):
         "tokens": tokens, "learnt_tokens": trained_tokens, "bins": n_bins,
         "bins_full": tokens / capacity, "seconds": seconds,
         "tokens_per_second_per_gpu": tokens / seconds / world_size,
-        "peak_memory_gib": memory_gib(run.device, plan.graphs)[1]}
+        "peak_memory_gib": memory_gib(run.device, plan.graphs)[1], **dict(zip(BALANCE, balance))}
     return record, REQUESTS[int(request)]
 
 
@@ -700,20 +699,21 @@ def bin_loss(run, bin, scale):
 
 def reduce_and_clip(run, local_loss):
     """Sum loss and gradient over all ranks, and scale the gradient down to --max_grad_norm. Returns
-    the global loss, the norm before and the highest request of a rank, an index of REQUESTS, as one
-    tensor, without waiting for the GPU. All ranks must call this."""
+    the global loss, the norm before, the highest request of a rank, an index of REQUESTS, and how
+    even experts are used, as one tensor, without waiting for the GPU. All ranks must call this."""
     adapter, grad = run.adapter, run.adapter.weights.grad
     if dist.get_world_size() > adapter.shards and not run.plan.uses_fsdp:  # FSDP2 sums them itself
         dist.all_reduce(grad)
     run.status.check_time(run.config, run.longest_step)
-    request = "save" if clock() > run.save_due else None
-    request = REQUESTS.index("stop" if run.status.stop_reason else request)
-    request = torch.full_like(local_loss, request)
-    everyone = all_gather(torch.stack([local_loss, grad.norm().double() ** 2, request]))
+    request = "stop" if run.status.stop_reason else "save" if clock() > run.save_due else None
+    request = torch.full_like(local_loss, REQUESTS.index(request))
+    own = torch.stack([local_loss, grad.norm().double() ** 2, request])
+    everyone = all_gather(torch.cat([own, take_balance(run.model)]))
     everyone[adapter.shards :, 1] = 0  # other copies of the model have the same gradients
     loss, norm = everyone[:, 0].sum(), everyone[:, 1].sum().sqrt()
     grad.mul_((run.config.max_grad_norm / norm).clamp(max=1))
-    return torch.stack([loss, norm, everyone[:, 2].max()])
+    balance = everyone[:, 3:5].sum(0) / everyone[:, 5:].sum(0)
+    return torch.cat([torch.stack([loss, norm, everyone[:, 2].max()]), balance])
 
 
 def stop_if_diverged(run, step, loss, norm):

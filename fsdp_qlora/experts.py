@@ -23,7 +23,7 @@ from fsdp_qlora.grouped import (
 from fsdp_qlora.linears import FusedLinear
 from fsdp_qlora.nf4 import dequantise
 from fsdp_qlora.products import add_a_gradient, product, product_backward, widen
-from fsdp_qlora.router import route, route_backward
+from fsdp_qlora.router import add_balance, route, route_backward
 
 GROUPED_SPEED = 0.6  # of grouped products, as a part of that of large ones; on an H200
 
@@ -54,6 +54,8 @@ class RoutedMLPHalf:
         x = inputs[:, : arch.hidden_size]
         needs_bounds = work.layer.plan.expert_ranges > 1 or bool(why_no_grouped_mm(x))
         kept.routing = route(work, x, choice, needs_bounds)
+        if not (work.is_backward or work.evaluation):
+            add_balance(work.layer, kept.routing)
         needs_branch = want_sum or arch.mlp_post_norm is not None
         if needs_branch:
             branch, kept.rows = self._experts_forward(work, kept.routing, x, keep_rows)

@@ -134,6 +134,7 @@ class DecoderLayer(nn.Module):
         assert not (arch.parallel and self.keeps == "middle"), "the MLP of a parallel layer reads x"
         self.nested = None  # Nested, whole on every rank
         self.router_tensors = {}  # {name in the layer: tensor}, whole on every rank
+        self.balance = None  # of its experts in this step, see add_balance()
         self.weight_norms = {}  # DoRA: {adapted linear's name: norms of the rows of W, fp32}
 
         def parameter(n, multiple, make, trained=False):  # padded, so that FSDP2 shards evenly

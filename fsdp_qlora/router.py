@@ -58,6 +58,32 @@ def route(work, x, choice=None, needs_bounds=False):
                    weights.flatten()[order], ends, bounds)
 
 
+BALANCE = "expert_balance_loss", "busiest_expert"  # of metrics.jsonl
+
+
+def add_balance(layer, routing):
+    """Add to layer.balance [3]: the auxiliary loss of Switch Transformers, 1 where all experts get
+    as many tokens, that of the busiest times the number of experts, and 1 for this bin. Nothing is
+    trained by them; the padding of a bin counts."""
+    n, n_experts = routing.scores.shape
+    shares = routing.ends.diff(prepend=routing.ends.new_zeros(1)) / routing.chosen.numel()
+    probabilities = routing.scores.mean(0) / routing.scores.sum(-1).mean()
+    sums = (shares * probabilities).sum() * n_experts, shares.max() * n_experts
+    if layer.balance is None:
+        layer.balance = torch.zeros(3, device=shares.device)
+    layer.balance += torch.stack([*sums, torch.ones_like(sums[0])])
+
+
+def take_balance(model):
+    """The sums of add_balance() over all layers, fp64 [3], which begin anew; [0] without experts.
+    """
+    sums = [layer.balance for layer in model.layers if layer.balance is not None]
+    total = torch.stack(sums).sum(0).double() if sums else model.norm.new_zeros(0).double()
+    for balance in sums:
+        balance.zero_()
+    return total
+
+
 def best_experts(scores, mixture):
     """The top_k experts of each token, int64 [n, k], by scores [n, experts]."""
     if mixture.n_groups > 1:

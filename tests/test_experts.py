@@ -293,7 +293,8 @@ def test_fp8_checkpoint_trains_as_the_bf16_one_of_its_values(
     tensors = load_file(tmp_path / "bf16" / "model.safetensors")
     fp8 = dict(tensors)
     for key, weight in tensors.items():
-        if "layers." in key and key.endswith(("proj.weight", "w1.weight", "w2.weight", "w3.weight")):
+        linears = tuple(f"{end}.weight" for end in ("proj", "w1", "w2", "w3"))
+        if "layers." in key and key.endswith(linears):
             fp8[key], fp8[f"{key}_scale_inv"] = to_fp8(weight.float())
             tensors[key] = from_fp8(fp8[key], fp8[f"{key}_scale_inv"]).bfloat16()
     (tmp_path / "fp8").mkdir()
@@ -311,8 +312,9 @@ def test_fp8_checkpoint_trains_as_the_bf16_one_of_its_values(
             "--max_steps", 2, "--max_seq_len", 64, "--output_dir", tmp_path / f"run-{kind}",
         )  # fmt: skip
         assert code == 0, err
-        found[kind] = [(row["loss"], row["grad_norm"])
-                       for row in read_metrics(tmp_path / f"run-{kind}")]  # fmt: skip
+        rows = read_metrics(tmp_path / f"run-{kind}")
+        found[kind] = [(row["loss"], row["grad_norm"]) for row in rows]
+        assert all(1 <= row["busiest_expert"] <= 8 / 3 for row in rows)
     assert found["fp8"] == found["bf16"]
 
 
@@ -330,3 +332,19 @@ def test_layers_that_predict_further_tokens_are_skipped_by_number(declared, tmp_
     else:
         with pytest.raises(ValueError, match="knows nothing of, the first is " + name):
             check_files(files, names, config, "bfloat16")
+
+
+def test_balance_of_experts_is_one_where_all_are_used_alike():
+    """And n_experts / top_k where all tokens go to the same ones."""
+    layer = types.SimpleNamespace(balance=None)
+    mixture = types.SimpleNamespace(n_experts=8, top_k=2)
+    for chosen, scores in (
+        (torch.arange(64).view(32, 2) % 8, torch.full((32, 8), 0.125)),
+        (torch.tensor([[0, 1]] * 32), torch.eye(8)[[0] * 32] / 2 + torch.eye(8)[[1] * 32] / 2),
+    ):
+        ends = torch.bincount(chosen.flatten(), minlength=8).cumsum(0).int()
+        router.add_balance(layer, types.SimpleNamespace(scores=scores, ends=ends, chosen=chosen))
+    assert layer.balance.tolist() == [1 + mixture.n_experts / mixture.top_k] * 2 + [2]
+    model = types.SimpleNamespace(layers=[layer, layer], norm=torch.zeros(1))
+    assert router.take_balance(model).tolist() == [10, 10, 4]
+    assert layer.balance.tolist() == [0, 0, 0]

@@ -19,6 +19,7 @@ from torch.distributed.run import get_args_parser
 import merge_adapters
 from fsdp_qlora import ranks
 from fsdp_qlora.flags import resolve_config
+from fsdp_qlora.router import BALANCE
 from train_fsdp_qlora import Config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -253,7 +254,7 @@ def test_metrics_are_documented(demo):
     assert len(evaluated) == 2 and all(f"`{key}`" in README for key in evaluated[0])
     table = README.partition("| field of `metrics.jsonl` |")[2].partition("\n\n")[0]
     cells = " ".join(re.findall(r"^\| (`.*?) \|", table, re.M))
-    assert list(row) == re.findall(r"`(\w+)`", cells)
+    assert [*row, *BALANCE] == re.findall(r"`(\w+)`", cells)  # these of mixtures alone
 
 
 def test_written_files_are_documented(demo):
