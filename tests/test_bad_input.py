@@ -257,8 +257,8 @@ def test_config_that_cannot_be_used_is_refused(start, model, config):
     [
         ({"model_type": "gpt2"}, ["gpt2"]),
         ({"model_type": "clip"}, ["clip"]),  # no language model
-        ({"model_type": "mixtral", **SMALL}, ["mixtral", "num_local_experts=8"]),
-        ({"model_type": "qwen3_moe", **SMALL}, ["qwen3_moe", "num_experts=128"]),
+        ({"model_type": "gpt_oss", **SMALL}, ["gpt_oss", "num_local_experts=128"]),
+        ({"model_type": "qwen3_next", **SMALL}, ["qwen3_next", "num_experts=512"]),
         ({"model_type": "deepseek_v3", **SMALL}, ["deepseek_v3", "n_routed_experts=256"]),
         ({"model_type": "falcon_h1", **SMALL}, ["falcon_h1"]),  # state spaces beside attention
         ({"model_type": "lfm2", **SMALL, "layer_types": ["conv", "full_attention"]}, ["(conv)"]),
@@ -295,6 +295,7 @@ def test_model_type_that_the_table_lacks_is_refused_with_what_it_has(
          ["chunked_attention"]),
         ({"model_type": "qwen3", "layer_types": ["full_attention"]}, ["layer"]),
         ({"model_type": "phi3", "resid_pdrop": 0.1}, ["resid_pdrop=0.1"]),
+        ({"model_type": "mistral", "sliding_window": -1}, ["sliding_window=-1"]),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True},
          ["use_bidirectional_attention=True"]),
         ({"model_type": "granitemoehybrid", "layer_types": ["attention"] * 2,
