@@ -169,6 +169,19 @@ def test_an_experts_bytes_are_bitsandbytes_own():
         assert torch.equal(layer.nested.absmax[place.nested], state.state2.absmax), name
 
 
+def test_router_is_as_exact_as_in_the_files(monkeypatch):
+    """Its correction is fp32 in them: rounded to bf16 it would send tokens elsewhere."""
+    monkeypatch.setattr(check, "Plan", lambda **s: Plan(**s | {"compute_dtype": "bfloat16"}))
+    small = shrunk_config(TINY["glm4_moe"](320))
+    arch, tensors = describe_model(small), random_reference(small, seed()).state_dict()
+    model = plain_model(small, arch, tensors, 24, fill_model)
+    assert model.layers[1].vectors.dtype == torch.bfloat16
+    assert len(model.layers[1].router_tensors) == 2
+    for name, tensor in model.layers[1].router_tensors.items():
+        stored = tensors[tensor_names(arch, tensors).of_layer(1, name)]
+        assert tensor.dtype == stored.dtype and torch.equal(tensor.flatten(), stored.flatten())
+
+
 @pytest.mark.parametrize("change, words", [
     ({"num_experts": 0}, "0 experts"), ({"num_experts_per_tok": 9}, "9 for a token"),
     ({"router_jitter_noise": 0.1}, "router_jitter_noise")])  # fmt: skip
