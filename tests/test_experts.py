@@ -92,6 +92,14 @@ def test_extreme_routers_equal_transformers(name, edit, again, monkeypatch):
         assert worst(name, again, monkeypatch, edit=edit, ranges=ranges) < BAR
 
 
+def test_token_that_no_expert_wants_gets_nothing():
+    """Sigmoids of large negative logits are 0, and so is their sum."""
+    mixture = describe_model(TINY["glm4_moe"](320)).mixture
+    scores, chosen = torch.zeros(2, 8), torch.tensor([[0, 1, 2], [5, 6, 7]])
+    weights = router.chosen_weights(scores, chosen, mixture)[0]
+    assert torch.equal(weights, torch.zeros(2, 3))
+
+
 def test_two_tokens_are_enough(monkeypatch):
     """Most experts have no row; each document has one token to predict."""
     assert worst("qwen3_moe", True, monkeypatch, tokens=(2, 2), ranges=4) < BAR
