@@ -26,6 +26,7 @@ from fsdp_qlora.model import Model, measure_weight_norms, set_local
 from fsdp_qlora.nf4 import dequantise
 from fsdp_qlora.offload import GPUStore
 from fsdp_qlora.plan import Plan
+from fsdp_qlora.ranks import explain
 from fsdp_qlora.vocabulary import scaled_logits
 from fsdp_qlora.names import rows_in_memory, tensor_names
 
@@ -38,34 +39,37 @@ NF4_ROUNDING = 0.2  # what NF4 may move a weight, relative to its norm: it is 0.
 
 def check_family(model_config, name, fill_model):
     """Compare weights, logits, loss and the adapter's gradient of a shrunk model, in fp32 on the
-    CPU, with transformers'. Raises ValueError where they differ. Rank 0 only."""
-    small = shrunk_config(model_config)
-    arch = describe_model(small)
-    generator = torch.Generator().manual_seed(0)
-    reference = random_reference(small, generator)
-    ids = torch.randint(3, arch.vocab_size, (sum(LENGTHS),), generator=generator)
-    tensors = dict(reference.state_dict())
-    names = tensor_names(arch, tensors)
-    for kind, recompute in CHECKED:
-        model = plain_model(small, arch, tensors, max(LENGTHS), fill_model, kind, recompute)
-        weights = read_weights(model, names)
-        random_adapter(model, generator)
-        ours, theirs = results(model, ids), reference_results(reference, model, names, weights, ids)
-        differences = {what: float(((value - theirs[what]).norm() / theirs[what].norm()).detach())
-                       for what, value in ours.items()}
-        weight_error = max(float((w - reference.get_parameter(n)).norm() / w.norm())
-                           for n, w in weights.items())
-        # written so that NaN is caught
-        wrong = {what: value for what, value in differences.items() if not value < CHECK_LIMIT}
-        wrong |= {} if weight_error < NF4_ROUNDING else {"weights as read": weight_error}
-        if wrong:
-            kinds = sorted(set(map(str, zip(arch.layer_window, arch.layer_rope))))
-            raise ValueError(
-                f"--model {name}: the check at start failed: {arch.family} with layers {kinds}"
-                f" (window, rotary) and {kind} differs from transformers"
-                f" {transformers.__version__}: "
-                + ", ".join(f"{what} by {value:.1e}" for what, value in wrong.items())
-                + ": please report this")
+    CPU, with transformers'. Raises ValueError where they differ, or where transformers cannot
+    compute the model at all. Rank 0 only."""
+    with explain(f"--model {name}: the check at start failed"):
+        small = shrunk_config(model_config)
+        arch = describe_model(small)
+        generator = torch.Generator().manual_seed(0)
+        reference = random_reference(small, generator)
+        ids = torch.randint(3, arch.vocab_size, (sum(LENGTHS),), generator=generator)
+        tensors = dict(reference.state_dict())
+        names = tensor_names(arch, tensors)
+        for kind, recompute in CHECKED:
+            model = plain_model(small, arch, tensors, max(LENGTHS), fill_model, kind, recompute)
+            weights = read_weights(model, names)
+            random_adapter(model, generator)
+            ours = results(model, ids)
+            theirs = reference_results(reference, model, names, weights, ids)
+            differences = {
+                what: float(((value - theirs[what]).norm() / theirs[what].norm()).detach())
+                for what, value in ours.items()}
+            weight_error = max(float((w - reference.get_parameter(n)).norm() / w.norm())
+                               for n, w in weights.items())
+            # written so that NaN is caught
+            wrong = {what: value for what, value in differences.items() if not value < CHECK_LIMIT}
+            wrong |= {} if weight_error < NF4_ROUNDING else {"weights as read": weight_error}
+            if wrong:
+                kinds = sorted(set(map(str, zip(arch.layer_window, arch.layer_rope))))
+                raise ValueError(
+                    f"{arch.family} with layers {kinds} (window, rotary) and {kind} differs from"
+                    f" transformers {transformers.__version__}: "
+                    + ", ".join(f"{what} by {value:.1e}" for what, value in wrong.items())
+                    + ": please report this")
 
 
 @torch.no_grad()

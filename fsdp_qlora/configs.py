@@ -169,7 +169,7 @@ def describe_positions(c, family, head_dim):
     slides = [family.window == "all" and window is not None
               or family.window == "layer_types" and kind == "sliding_attention" for kind in kinds]
     used = getattr(c, "use_sliding_window", True)
-    if any(slides) and not (window and used):
+    if any(slides) and not ((window or 0) > 0 and used):
         raise ValueError(f"layers with a sliding window, but sliding_window={window},"
                          f" use_sliding_window={used}")
     rotated = [family.rotary_if in (True, "rope")] * n_layers
@@ -274,7 +274,8 @@ def shrink_experts(c, arch):
     """Change a text config of two layers to few small experts; one layer of each kind."""
     if not arch.mixture:
         return
-    sizes = {"n_experts": 8, "top_k": min(3, arch.mixture.top_k), "shared_size": 128,
+    n_experts = max(8, 2 * arch.mixture.n_groups)  # a group is ranked by its two best
+    sizes = {"n_experts": n_experts, "top_k": min(3, arch.mixture.top_k), "shared_size": 128,
              "expert_size": 64, "first_dense": 1}  # of some families the two sizes are one field
     for field, size in sizes.items():
         name = str(getattr(FAMILIES[arch.family].mixture, field)).removeprefix("config.")

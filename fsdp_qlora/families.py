@@ -102,7 +102,8 @@ FAMILIES = {
                       no_rotary="full_if_window"),
     "hunyuan_v1_dense": Family(**HUNYUAN),
     # mixtures of experts
-    "qwen3_moe": Family(qk_norm="head", mixture=Mixture(normalised="config.norm_topk_prob")),
+    "qwen3_moe": Family(qk_norm="head", window="all", mixture=Mixture(
+        normalised="config.norm_topk_prob")),
     "qwen2_moe": Family(qkv_bias="config.qkv_bias", window="layer_types", mixture=Mixture(
         shared_size="config.shared_expert_intermediate_size",
         shared_gate="mlp.shared_expert_gate", normalised="config.norm_topk_prob",

@@ -295,6 +295,7 @@ def test_model_type_that_the_table_lacks_is_refused_with_what_it_has(
          ["chunked_attention"]),
         ({"model_type": "qwen3", "layer_types": ["full_attention"]}, ["layer"]),
         ({"model_type": "phi3", "resid_pdrop": 0.1}, ["resid_pdrop=0.1"]),
+        ({"model_type": "mistral", "sliding_window": -1}, ["sliding_window=-1"]),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True},
          ["use_bidirectional_attention=True"]),
         ({"model_type": "granitemoehybrid", "layer_types": ["attention"] * 2,

@@ -258,8 +258,11 @@ def test_fraction_depends_on_the_seed_alone(base, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "name, want", [("tenth", [*range(0, 21, 2)]), ("never", [0, 5])], ids=["no flag", "0"]
+    "name, want",
+    [("tenth", [*range(0, 21, 2)]), ("wide steps", [0, 1, 2, 3]), ("never", [0, 5])],
+    ids=["no flag", "no flag, few steps", "0"],
 )
 def test_evaluation_comes_as_often_as_eval_every_says(name, want, runs, read_metrics):
-    """Left out, after each tenth of the steps; 0, only before the first step and at the end."""
+    """Left out, after each tenth of the steps, and each step of a few; 0, only before the first
+    step and at the end."""
     assert [record["step"] for record in evaluations(read_metrics(runs(1, name)[0]))] == want

@@ -100,6 +100,14 @@ def test_extreme_routers_equal_transformers(name, edit, again, monkeypatch):
         assert worst(name, again, monkeypatch, edit=edit, ranges=ranges) < BAR
 
 
+def test_token_that_no_expert_wants_gets_nothing():
+    """Sigmoids of large negative logits are 0, and so is their sum."""
+    mixture = describe_model(TINY["glm4_moe"](320)).mixture
+    scores, chosen = torch.zeros(2, 8), torch.tensor([[0, 1, 2], [5, 6, 7]])
+    weights = router.chosen_weights(scores, chosen, mixture)[0]
+    assert torch.equal(weights, torch.zeros(2, 3))
+
+
 def test_two_tokens_are_enough(monkeypatch):
     """Most experts have no row; each document has one token to predict."""
     assert worst("qwen3_moe", True, monkeypatch, tokens=(2, 2), ranges=4) < BAR
@@ -229,6 +237,19 @@ def test_an_experts_bytes_are_bitsandbytes_own():
         assert torch.equal(layer.nf4.absmax_codes[place.blocks], state.absmax), name
         assert torch.equal(layer.nested.offsets[place.index], state.offset), name
         assert torch.equal(layer.nested.absmax[place.nested], state.state2.absmax), name
+
+
+def test_router_is_as_exact_as_in_the_files(monkeypatch):
+    """Its correction is fp32 in them: rounded to bf16 it would send tokens elsewhere."""
+    monkeypatch.setattr(check, "Plan", lambda **s: Plan(**s | {"compute_dtype": "bfloat16"}))
+    small = shrunk_config(TINY["glm4_moe"](320))
+    arch, tensors = describe_model(small), random_reference(small, seed()).state_dict()
+    model = plain_model(small, arch, tensors, 24, fill_model)
+    assert model.layers[1].vectors.dtype == torch.bfloat16
+    assert len(model.layers[1].router_tensors) == 2
+    for name, tensor in model.layers[1].router_tensors.items():
+        stored = tensors[tensor_names(arch, tensors).of_layer(1, name)]
+        assert tensor.dtype == stored.dtype and torch.equal(tensor.flatten(), stored.flatten())
 
 
 @pytest.mark.parametrize("change, words", [

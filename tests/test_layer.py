@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import house
-from families import TINY, YARN, tiny, write_model
+from families import TINY, YARN, longrope, tiny, write_model
 from families import make_model as make_whole
 from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
@@ -517,6 +517,51 @@ STRAY = {
 @pytest.mark.parametrize("stray", STRAY)
 def test_check_at_start_takes_what_changes_no_output(stray, name):
     check_family(tiny(name, None, **STRAY[stray])(VOCABULARY), name, fill_model)
+
+
+GROUPED = dict(moe_intermediate_size=32, n_routed_experts=16, num_experts_per_tok=4, head_dim=24)
+EXPERTS = dict(moe_intermediate_size=32, num_experts=8, num_experts_per_tok=3)
+UNUSUAL = {  # that transformers computes: (a family, settings)
+    "many groups of experts": ("glm4_moe", dict(n_group=8, topk_group=4, **GROUPED)),
+    "one group for each expert": ("glm4_moe", dict(n_group=16, topk_group=4, **GROUPED)),
+    "window beside experts": (
+        "qwen3_moe",
+        dict(use_sliding_window=True, sliding_window=7, **EXPERTS),
+    ),
+}
+IMPOSSIBLE = {
+    "factor that is no number": (
+        "llama",
+        dict(rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=None)),
+    ),
+    "too few factors": (
+        "llama",
+        dict(
+            rope_parameters=longrope(5) | dict(original_max_position_embeddings=16, factor=4.0)
+        ),
+    ),
+    "theta that is no number": (
+        "llama",
+        dict(rope_parameters=dict(rope_type="default", rope_theta=None)),
+    ),
+    "scale of 0 to a negative power": ("gemma2", dict(query_pre_attn_scalar=0)),
+    "experts on every 0th layer": ("qwen3_moe", dict(decoder_sparse_step=0, **EXPERTS)),
+    "groups of unequal size": ("glm4_moe", dict(n_group=3, topk_group=2, **GROUPED)),
+    "more groups chosen than there are": ("glm4_moe", dict(n_group=2, topk_group=4, **GROUPED)),
+}
+
+
+@pytest.mark.parametrize("what", UNUSUAL)
+def test_check_at_start_takes_what_transformers_computes(what):
+    model_type, settings = UNUSUAL[what]
+    check_family(tiny(model_type, **settings)(VOCABULARY), model_type, fill_model)
+
+
+@pytest.mark.parametrize("what", IMPOSSIBLE)
+def test_check_at_start_names_the_model_whatever_goes_wrong(what):
+    model_type, settings = IMPOSSIBLE[what]
+    with pytest.raises(ValueError, match="^--model the-name: the check at start failed: "):
+        check_family(tiny(model_type, **settings)(VOCABULARY), "the-name", fill_model)
 
 
 def test_field_that_no_record_knows_is_refused():

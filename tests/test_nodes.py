@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import peft
 import pytest
@@ -15,6 +16,7 @@ import torch
 from conftest import DEVICE, ROOT, SCRIPT, SEVERAL, needs_ranks
 from safetensors.torch import load_file
 
+from fsdp_qlora.weights import as_hex, content_sum
 from train_fsdp_qlora import Config
 
 FLAGS = ["--max_steps", "3", "--save_every", "2", "--batch_size", "8", "--micro_batch_tokens", "16",
@@ -146,6 +148,15 @@ def test_any_sharding_on_two_nodes_is_the_same_run(nodes, flags, run_main, tmp_p
         run = read_run(nodes[0] / name)
         assert_near(run, alone, 1e-4)
         assert run[0][0]["bins"] == 8  # two micro-batches
+
+
+@pytest.mark.parametrize("run", ["all", "groups", "copies"])
+def test_each_tensors_sum_is_that_of_the_file(nodes, run):
+    """Whoever reads which rows of it: of norms all ranks read all."""
+    described = json.loads((nodes[0] / run / "train_config.json").read_text())
+    tensors = load_file(Path(described["base_model"]) / "model.safetensors")
+    sums = {name: as_hex(content_sum(tensor).item()) for name, tensor in tensors.items()}
+    assert described["quantization"]["tensor_sums"] == sums
 
 
 @pytest.mark.chaos

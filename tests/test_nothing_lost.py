@@ -36,7 +36,7 @@ from safetensors.torch import load_file, save_file
 
 import train_fsdp_qlora
 from fsdp_qlora import checkpoints, lifecycle
-from fsdp_qlora.checkpoints import checkpoint_path, read_checkpoint
+from fsdp_qlora.checkpoints import MUST_MATCH, checkpoint_path, read_checkpoint
 from fsdp_qlora.files import digest, read_json, sync_file, text_digest, write_whole
 from fsdp_qlora.lifecycle import LOST, Status, out_of_memory_text, watch_process, why_diverged
 from fsdp_qlora.logs import Log
@@ -825,9 +825,15 @@ def test_metrics_that_are_lost_begin_again(again, cut, complete):
 
 
 def test_flags_that_differ_are_all_named(again, cut):
+    """All of MUST_MATCH; the other initial adapter has to be one, and has a test of its own."""
     before = (cut / "train_config.json").read_bytes()
-    refused(again("--lora_rank", 8, "--seed", 3, "--batch_size", 2), 7, "--lora_rank 4, not 8",
-            "--seed 0, not 3", "--batch_size 4, not 2")  # fmt: skip
+    others = {"lora_rank": 8, "seed": 3, "batch_size": 2, "max_seq_len": 63, "adapter": "rslora",
+              "lora_alpha": 5, "lora_dropout": 0.2, "compute_dtype": "float32"}  # fmt: skip
+    flags = [x for name, value in others.items() for x in (f"--{name}", value)]
+    line = refused(again(*flags, "--target_modules", "v_proj"), 7, "--seed 0, not 3",
+                   "not ['v_proj']", *(f"not {value}" for value in others.values()))  # fmt: skip
+    named = {word[2:] for word in line.split() if word.startswith("--")}
+    assert named >= {*MUST_MATCH} - {"random_weights", "init_adapter"}
     assert before == (cut / "train_config.json").read_bytes()
 
 
@@ -884,11 +890,14 @@ def test_files_are_as_readable_as_umask_says(content, tmp_path):
 
 
 def test_schedule_that_differs_is_said(again):
-    code, out, err = again("--learning_rate", 1e-3, "--lr_schedule", "linear")
+    others = {"max_steps": (4, 5), "learning_rate": (0.001, 0.0002),
+              "lr_schedule": ("linear", "cosine"), "warmup_fraction": (0.5, 0.03),
+              "weight_decay": (0.1, 0.0), "max_grad_norm": (0.5, 1.0)}  # fmt: skip
+    code, out, err = again(*(x for name, (now, _) in others.items() for x in (f"--{name}", now)))
     assert code == 0, err
     assert [line for line in out.splitlines() if line.startswith("changed: ")] == [
-        "changed: --learning_rate is 0.001, and was 0.0002 until step 3",
-        "changed: --lr_schedule is linear, and was cosine until step 3"]  # fmt: skip
+        f"changed: --{name} is {now}, and was {before} until step 3"
+        for name, (now, before) in others.items()]  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------
