@@ -79,7 +79,7 @@ def random_reference(model_config, generator):
     too_large = describe_model(model_config).norm == "layer_plus_one"
     corrections = {n: p for n, p in reference.state_dict().items() if "correction" in n}
     for name, p in {**dict(reference.named_parameters()), **corrections}.items():
-        if p.dim() == 1 or p.shape[0] == 1:
+        if p.dim() == 1 or p.shape[0] == 1 or name.endswith("bias"):
             p += torch.empty_like(p).normal_(0, 0.2, generator=generator)
             p -= float(too_large and name.endswith("norm.weight"))
     return reference.requires_grad_(False)
@@ -156,8 +156,7 @@ def read_weights(model, names):
                 if source := names.sources.get(name):
                     shape = names.shapes[source.stored]
                     whole = weights.setdefault(source.stored, torch.empty(shape))
-                    rows = slice(source.first, source.first + place.linear.out_features)
-                    whole.view(source.n_rows, -1)[rows] = weight[place.outputs]
+                    source.weight_in(whole, place.linear).copy_(weight[place.outputs])
                 else:
                     weights[name] = weight[place.outputs]
     return weights

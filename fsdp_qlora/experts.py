@@ -17,7 +17,8 @@ from fsdp_qlora.branch import (
     branch_gradient, end_branch, keep, keep_inputs, kept_inputs, last_columns, norm_gradient,
     norm_inputs)
 from fsdp_qlora.elementwise import (
-    MLP_SITE, add_expert_rows, gate, gate_backward, weighted_gate_backward)
+    MLP_SITE, add_expert_rows, add_row_bias, clamped_gate, gate, gate_backward,
+    weighted_clamped_gate_backward, weighted_gate_backward)
 from fsdp_qlora.linears import FusedLinear
 from fsdp_qlora.nf4 import dequantise
 from fsdp_qlora.products import add_a_gradient, product, product_backward
@@ -101,6 +102,7 @@ class RoutedMLPHalf:
         for passed in self._passes(work, routing):
             gate_up, activated = self._expert_rows(work, routing, x, passed)
             rows = grouped(activated, passed.down.transpose(1, 2), passed)
+            self._add_bias(work, "down_proj", rows, routing, passed)
             outputs = put_rows(outputs, rows, passed, len(routing.token))
             if keep_rows:
                 kept.append(gate_up)
@@ -111,9 +113,23 @@ class RoutedMLPHalf:
     def _expert_rows(self, work, routing, x, passed):
         """gate and up of the rows of one pass [m, 2 inner], and their gated product [m, inner]."""
         gate_up = grouped(x[routing.token[passed.rows]], passed.gate_up.transpose(1, 2), passed)
+        self._add_bias(work, "gate_up_proj", gate_up, routing, passed)
         activated = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-        gate(activated, gate_up, self.arch.activation, True, evaluation=work.evaluation)
+        if clamp := self.arch.mixture.clamp:
+            clamped_gate(activated, gate_up, *clamp, evaluation=work.evaluation)
+        else:
+            gate(activated, gate_up, self.arch.activation, True, evaluation=work.evaluation)
         return gate_up, activated
+
+    def _bias(self, work, key):
+        """[experts, out] of all experts' linears `key`; None where they have none."""
+        return work.layer.router_tensors.get(f"{self.arch.mixture.experts}.{key}_bias")
+
+    def _add_bias(self, work, key, rows, routing, passed):
+        """Add to the rows of a pass the bias of their experts' linears `key`, if any."""
+        bias = self._bias(work, key)
+        if bias is not None:
+            add_row_bias(rows, bias, routing.expert[passed.rows], evaluation=work.evaluation)
 
     def _experts_backward(self, work, kept, grad):
         """The gradient of x [n, hidden] through experts and router, from that of their sum.
@@ -131,16 +147,23 @@ class RoutedMLPHalf:
             if gate_up is None:
                 gate_up = self._expert_rows(work, routing, x, passed)[0]
             inner = grouped(grad[routing.token[passed.rows]], passed.down, passed)
-            grad_weights[passed.rows] = weighted_gate_backward(
-                inner, self.arch.activation, routing.row_weights[passed.rows],
-                *gate_up.chunk(2, -1))
+            weights = routing.row_weights[passed.rows]
+            if clamp := self.arch.mixture.clamp:
+                grad_weights[passed.rows] = weighted_clamped_gate_backward(
+                    inner, weights, gate_up, *clamp)
+            else:
+                grad_weights[passed.rows] = weighted_gate_backward(
+                    inner, self.arch.activation, weights, *gate_up.chunk(2, -1))
             del inner
             rows = grouped(gate_up, passed.gate_up, passed)
             grad_rows = put_rows(grad_rows, rows, passed, n_rows)
             del gate_up, rows
         kept.rows = x = None
         grad_x = add_expert_rows(grad_rows, routing.place, None)
-        return grad_x + route_backward(work, routing, grad_weights[routing.place], grad_x.dtype)
+        grad_weights, bias = grad_weights[routing.place], self._bias(work, "down_proj")
+        if bias is not None:  # a part of what an expert gives
+            grad_weights += F.linear(grad, bias.to(grad.dtype)).float().gather(1, routing.chosen)
+        return grad_x + route_backward(work, routing, grad_weights, grad_x.dtype)
 
     def _passes(self, work, routing):
         """Yields what is multiplied at once: a range of experts with their weights, and at most an
@@ -213,7 +236,7 @@ class RoutedMLPHalf:
         """From forward to backward, where nothing is recomputed; 2 bytes each."""
         arch, mixture = self.arch, self.arch.mixture
         values = mixture.top_k * self._inner + arch.hidden_size * (not arch.parallel)
-        values += 2 * mixture.n_experts + 19 * mixture.top_k  # the Routing, fp32, int64 and int16
+        values += 2 * mixture.n_experts + 23 * mixture.top_k  # the Routing, fp32, int64 and int16
         if self.gate_up:
             columns = self.gate_up.padded_columns + self.down.padded_columns
             values += self.gate_up.out_features + columns

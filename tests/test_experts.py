@@ -4,12 +4,13 @@ That each family equals transformers is in test_layer.py, on two processes in te
 """
 
 import functools
+import math
 
 import bitsandbytes as bnb
 import pytest
 import torch
 from families import TINY, make_model
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from fsdp_qlora import check, experts, router
 from fsdp_qlora.check import plain_model, random_adapter, random_reference, read_weights
@@ -92,6 +93,19 @@ def test_extreme_routers_equal_transformers(name, edit, again, monkeypatch):
         assert worst(name, again, monkeypatch, edit=edit, ranges=ranges) < BAR
 
 
+def wide(tensors):
+    """Many of gpt-oss's gates and ups are beyond its clamp."""
+    for name, tensor in tensors.items():
+        if name.endswith("gate_up_proj"):
+            tensor *= 4
+
+
+@pytest.mark.parametrize("ranges", [1, 3])
+@pytest.mark.parametrize("again", [False, True])
+def test_clamped_gate_and_biases_equal_transformers(again, ranges, monkeypatch):
+    assert worst("gpt_oss", again, monkeypatch, edit=wide, ranges=ranges) < BAR
+
+
 def test_two_tokens_are_enough(monkeypatch):
     """Most experts have no row; each document has one token to predict."""
     assert worst("qwen3_moe", True, monkeypatch, tokens=(2, 2), ranges=4) < BAR
@@ -149,6 +163,26 @@ def test_layouts_of_files_give_the_same_values(name, tmp_path):
     released, memory = found["released"], found["memory"]
     assert released.keys() == memory.keys()
     assert all(torch.equal(value, memory[key]) for key, value in released.items())
+    tensors = load_file(directory / "model.safetensors")
+    for i, (name, linear) in enumerate(names.linears.items()):
+        whole = rows_in_memory(tensors, names, name)
+        assert torch.equal(memory[linear.name + str(i)], whole[linear.in_features :]), name
+
+
+def test_a_rank_reads_nothing_of_an_expert_that_it_has_no_part_of(tmp_path):
+    """And of one whose matrix lies transposed, all, however few its rows."""
+    config, directories = layouts_of_files("gpt_oss", tmp_path)
+    files = weight_files(directories["released"])
+    names = tensor_names(describe_model(config), files)
+    name, linear = next(x for x in names.linears.items() if ".experts.1.gate_up" in x[0])
+    shape, sizes = (linear.out_features, linear.in_features), []
+    for rows in range(5, 5), range(5, 8):
+        request = Request(name, shape, rows, names.sources[name])
+        reader = WeightReader(files, [request], torch.device("cpu"))
+        sizes.append(reader._extent(request)[2])
+        assert reader.read(name).numel() == len(rows) * linear.in_features
+        reader.close()
+    assert sizes == [0, 2 * math.prod(shape)]
 
 
 def test_an_experts_bytes_are_bitsandbytes_own():
