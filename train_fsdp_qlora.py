@@ -396,12 +396,12 @@ def choose_attention(config, arch, device):
     if kernels_can and capability >= (8, 0):
         flash = [flash_attention] if has_flash and config.attn != "sdpa" else []
         batched_first = capability >= (9, 0) and config.attn != "flash_attention_2"
-        same = [batched_attention] if batched_first else [*flash, batched_attention]
+        same = [batched_attention, *flash] if batched_first else [*flash, batched_attention]
         chosen = {"same": {}, "any": {}}
         for kind, reach in itertools.product(chosen, ("full", "window")):
             if reach == "full" or any(arch.layer_window):
-                kernels = same if (kind, reach) == ("same", "full") else [*flash, varlen_attention]
-                works = (f for f in kernels if attends(f, arch, reach, device))
+                kernels = same if (kind, reach) == ("same", "full") else flash
+                works = (f for f in (*kernels, varlen_attention) if attends(f, arch, reach, device))
                 chosen[kind][reach] = next(works, document_attention)
     if config.attn == "flash_attention_2" and flash_attention not in chosen["any"].values():
         raise ValueError("--attn flash_attention_2: as installed it does not compute this model's"

@@ -35,6 +35,10 @@ class Mixture:
     sum_floor: float = 0.0  # .. plus this
     scale: float | str = 1.0  # on the weights
     rounded: bool = True  # weights are rounded to the model's dtype
+    biases: bool = False  # the router has one, and each expert's two linears
+    clamp: tuple | None = None  # (limit, alpha) of gpt-oss's gate, see clamped_gate()
+    one_gate_up: bool = False  # an expert has one linear gate_up_proj: rows gate, up, gate, up, ..
+    transposed: bool = False  # where all experts' linears are one tensor: [experts, in, out]
     expert_adapters: bool = True  # whether PEFT 0.21 loads adapters of single experts
     renames: tuple = ()  # pairs: a part of a tensor's name here, and what files may have instead
 
@@ -79,6 +83,7 @@ class Family:
     attention_scale: float | str | None = None  # None: head_dim ** -0.5
     query_scalar: float | str | None = None  # attention_scale = this ** -0.5
     attention_softcap: float | str | None = None
+    sinks: bool = False  # one more logit per head joins attention's softmax, and has no value
     logits_softcap: float | str | None = None
     query_temperature: bool | tuple = False  # beta, n: q *= 1 + beta * log(1 + position // n)
     sqrt_embedding: bool = False  # embedding_multiplier = hidden_size ** 0.5
@@ -143,7 +148,7 @@ class Architecture(Family):
         return [linear for group in self.fused_groups(routed) for linear in group]
 
     def vectors(self, routed):
-        """{name below the layer: shape} of a layer's norms and biases."""
+        """{name below the layer: shape} of a layer's norms, biases and sinks."""
         norms = self.attention_norm, self.attention_post_norm, self.mlp_norm, self.mlp_post_norm
         parts = ("weight", "bias") if self.norm_bias else ("weight",)
         shapes = {f"{name}.{part}": (self.hidden_size,)
@@ -153,15 +158,23 @@ class Architecture(Family):
                 shapes[f"{name}.weight"] = {
                     "head": (self.head_dim,), "heads": (heads, self.head_dim),
                     "full": (heads * self.head_dim,)}[self.qk_norm]
+        if self.sinks:
+            shapes["self_attn.sinks"] = (self.n_heads,)
         linears = self.linears(routed)
         return shapes | {f"{x.name}.bias": (x.out_features,) for x in linears if x.bias}
 
     def router_tensors(self, routed):
-        """{name below the layer: shape} of what decides where a layer's tokens go: small, and whole
-        on every rank."""
+        """{name below the layer: shape} of what decides where a layer's tokens go, and of the
+        experts' biases: small, and whole on every rank."""
         mixture, shapes = self.mixture, {}
         if routed:
             shapes[f"{mixture.router}.weight"] = mixture.n_experts, self.hidden_size
+            if mixture.biases:
+                shapes[f"{mixture.router}.bias"] = (mixture.n_experts,)
+                for linear in (self.expert_gate_up[0], self.expert_down[0]):
+                    key = linear.name.rsplit(".", 1)[-1]
+                    shapes[f"{mixture.experts}.{key}_bias"] = (
+                        mixture.n_experts, linear.out_features)
             if mixture.correction:
                 is_row = "moe_statics" in mixture.correction
                 shapes[mixture.correction] = (1,) * is_row + (mixture.n_experts,)

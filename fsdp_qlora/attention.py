@@ -22,6 +22,7 @@ from fsdp_qlora.elementwise import (
     ATTENTION_SITE, N_SITES, WEIGHTS_SITE, drop, elementwise, norm_grad_of, norm_of)
 from fsdp_qlora.linears import FusedLinear
 from fsdp_qlora.products import add_a_gradient, product, product_backward, widen
+from fsdp_qlora.sinks import flash_sink_attention, torch_sink_attention
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -91,7 +92,8 @@ class AttentionHalf:
         if window is not None and window >= bin.longest:
             window = None
         kernel = bin.kernels["window" if window else "full"]
-        return kernel(query, key, value, bin, self.arch, window, work.layer.index)
+        sinks = work.vector("self_attn", "sinks")
+        return kernel(query, key, value, sinks, bin, self.arch, window, work.layer.index)
 
     @property
     def query_width(self):
@@ -235,12 +237,13 @@ def rotate_backward(query, key, value, qkv, cos, sin, temperature, q_weight, k_w
 
 # ---- kernels ----
 
-# Each is a function (query, key, value, bin, arch, window, layer's index) of [n, heads, head_dim],
-# with fewer heads for key and value: causal attention inside the documents of a bin. It returns
-# [n, heads, head_dim]. `window` is how many keys a query sees, None: all.
+# Each is a function (query, key, value, sinks, bin, arch, window, layer's index) of [n, heads,
+# head_dim], with fewer heads for key and value: causal attention inside the documents of a bin. It
+# returns [n, heads, head_dim]. `sinks` are [heads] or None; a kernel that knows nothing of them is
+# not chosen, see attends(). `window` is how many keys a query sees, None: all.
 
 
-def batched_attention(query, key, value, bin, arch, window, index):
+def batched_attention(query, key, value, sinks, bin, arch, window, index):
     """Documents of one length by torch's SDPA, on Hopper cuDNN's kernel."""
     rows = [t.unflatten(0, (len(bin.lengths), -1)).transpose(1, 2) for t in (query, key, value)]
     out = F.scaled_dot_product_attention(
@@ -248,8 +251,10 @@ def batched_attention(query, key, value, bin, arch, window, index):
     return out.transpose(1, 2).flatten(0, 1)
 
 
-def flash_attention(query, key, value, bin, arch, window, index):
+def flash_attention(query, key, value, sinks, bin, arch, window, index):
     """Documents of any lengths by Flash Attention 2."""
+    if sinks is not None:
+        return flash_sink_attention(query, key, value, sinks, bin, arch, window)
     from flash_attn import flash_attn_varlen_func
 
     bounds, longest = (bin.cu_seqlens, bin.cu_seqlens), (bin.longest, bin.longest)
@@ -258,8 +263,10 @@ def flash_attention(query, key, value, bin, arch, window, index):
         window_size=(window - 1 if window else -1, 0), softcap=arch.attention_softcap or 0.0)
 
 
-def varlen_attention(query, key, value, bin, arch, window, index):
+def varlen_attention(query, key, value, sinks, bin, arch, window, index):
     """Documents of any lengths by torch's own kernel."""
+    if sinks is not None:
+        return torch_sink_attention(query, key, value, sinks, bin, arch, window)
     bounds, longest = (bin.cu_seqlens, bin.cu_seqlens), (bin.longest, bin.longest)
     return varlen_attn(query, key, value, *bounds, *longest, scale=arch.attention_scale,
                        window_size=(window - 1 if window else -1, 0), **GROUPED)
@@ -269,7 +276,7 @@ def varlen_attention(query, key, value, bin, arch, window, index):
 GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
-def document_attention(query, key, value, bin, arch, window, index):
+def document_attention(query, key, value, sinks, bin, arch, window, index):
     """Each document by itself in plain torch: on a CPU, and for what no other kernel can."""
     outs, start = [], 0
     for q, k, v in zip(*(t.split(bin.lengths) for t in (query, key, value))):
@@ -277,12 +284,13 @@ def document_attention(query, key, value, bin, arch, window, index):
         n, mask = q.shape[2], None
         keys = None if bin.dropout_keys is None else bin.dropout_keys[start : start + n]
         dropout = 0.0 if keys is None else arch.attention_dropout
-        if window is not None and n > window or arch.attention_softcap or dropout:
+        explicit = arch.attention_softcap or dropout or sinks is not None
+        if window is not None and n > window or explicit:
             mask = torch.ones(n, n, dtype=torch.bool, device=q.device).tril()
             mask = mask.triu(1 - window) if window else mask
-        if arch.attention_softcap or dropout:
+        if explicit:
             site = index * N_SITES + WEIGHTS_SITE
-            out = explicit_attention(q, k, v, mask, arch, keys, dropout, site)
+            out = explicit_attention(q, k, v, sinks, mask, arch, keys, dropout, site)
         else:
             out = F.scaled_dot_product_attention(
                 q, k, v, mask, is_causal=mask is None, scale=arch.attention_scale, enable_gqa=True)
@@ -291,14 +299,18 @@ def document_attention(query, key, value, bin, arch, window, index):
     return torch.cat(outs)
 
 
-def explicit_attention(q, k, v, mask, arch, keys, dropout, site):
-    """Attention with all weights in memory: for Gemma 2's capped scores and for dropout on weights.
-    """
+def explicit_attention(q, k, v, sinks, mask, arch, keys, dropout, site):
+    """Attention with all weights in memory: for Gemma 2's capped scores, for dropout on weights,
+    for sinks."""
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
     scores = (q @ k.transpose(-1, -2)).float() * arch.attention_scale
     if arch.attention_softcap:
         scores = arch.attention_softcap * torch.tanh(scores / arch.attention_softcap)
-    weights = scores.masked_fill(~mask, -math.inf).softmax(-1).to(q.dtype)
+    scores = scores.masked_fill(~mask, -math.inf)
+    if sinks is not None:  # one more key, whose value is 0
+        column = sinks.float().view(-1, 1, 1).expand(*scores.shape[1:3], 1)
+        scores = torch.cat([scores, column[None]], -1)
+    weights = scores.softmax(-1).to(q.dtype)[..., : k.shape[2]]
     if dropout:  # a query's heads side by side
         rows = weights[0].transpose(0, 1)
         weights = drop(rows.flatten(1), keys, site, dropout).view(rows.shape).transpose(0, 1)[None]
@@ -315,13 +327,15 @@ def attends(kernel, arch, reach, device):
     q, k, v, grad = (torch.randn(128, n, arch.head_dim, dtype=torch.bfloat16, device=device,
                                  generator=generator) for n in heads)
     q = q * (arch.attention_softcap or 1)  # else no score comes near the cap
+    sinks = 2 * torch.randn(arch.n_heads, device=device, generator=generator)
+    sinks = sinks if arch.sinks else None
     bounds = torch.tensor([0, 64, 128], dtype=torch.int32, device=device)
     probe = types.SimpleNamespace(lengths=(64, 64), longest=64, cu_seqlens=bounds,
                                   dropout_keys=None)
 
     def both(function):
         inputs = [t.detach().requires_grad_() for t in (q, k, v)]
-        out = function(*inputs, probe, arch, 8 if reach == "window" else None, 0)
+        out = function(*inputs, sinks, probe, arch, 8 if reach == "window" else None, 0)
         return out.detach(), *torch.autograd.grad(out, inputs, grad)
 
     try:

@@ -84,7 +84,7 @@ def random_reference(model_config, generator):
     too_large = describe_model(model_config).norm == "layer_plus_one"
     corrections = {n: p for n, p in reference.state_dict().items() if "correction" in n}
     for name, p in {**dict(reference.named_parameters()), **corrections}.items():
-        if p.dim() == 1 or p.shape[0] == 1:
+        if p.dim() == 1 or p.shape[0] == 1 or name.endswith("bias"):
             p += torch.empty_like(p).normal_(0, 0.2, generator=generator)
             p -= float(too_large and name.endswith("norm.weight"))
     return reference.requires_grad_(False)
@@ -125,7 +125,7 @@ def plain_model(model_config, arch, tensors, max_seq_len, fill_model, kind=None,
         keep_middle=False, hold_weights=recompute, offload_activations=False, offload_params=False,
         expert_ranges=3 if recompute else 1)
     adapted = {x.name for routed in arch.layer_routed for x in arch.linears(routed)}
-    if kind == "dora":  # which experts cannot have
+    if kind == "dora" or arch.mixture and not arch.mixture.expert_adapters:
         adapted -= {linear.name for linear in arch.expert_gate_up + arch.expert_down}
     layouts = make_layouts(arch, adapted if kind else (), config)
     if recompute:
@@ -161,8 +161,7 @@ def read_weights(model, names):
                 if source := names.sources.get(name):
                     shape = names.shapes[source.stored]
                     whole = weights.setdefault(source.stored, torch.empty(shape))
-                    rows = slice(source.first, source.first + place.linear.out_features)
-                    whole.view(source.n_rows, -1)[rows] = weight[place.outputs]
+                    source.weight_in(whole, place.linear).copy_(weight[place.outputs])
                 else:
                     weights[name] = weight[place.outputs]
     return weights
@@ -200,7 +199,7 @@ def results(model, ids):
 def reference_results(reference, model, names, weights, ids):
     """The same by transformers, each document by itself, with the adapter added to the weights
     that the model has; autograd gives its gradient. `names`: as for read_weights()."""
-    adapters, adapted, of_experts = [], {}, {}
+    adapters, adapted = [], {}
     for i, layer in enumerate(model.layers):
         adapters.append(layer.adapter.detach().clone().requires_grad_())
         for place in layer.layout.places:
@@ -214,11 +213,10 @@ def reference_results(reference, model, names, weights, ids):
                 norms = weight.detach().norm(dim=1)
                 weight = weight * (adapters[i][place.magnitude] / norms)[:, None]
             if source := names.sources.get(name):
-                of_experts.setdefault(source.stored, []).append(weight)
+                whole = adapted.setdefault(source.stored, torch.zeros(names.shapes[source.stored]))
+                source.weight_in(whole, place.linear).copy_(weight)
             else:
                 adapted[name] = weight
-    for stored, parts in of_experts.items():
-        adapted[stored] = torch.cat(parts).view(names.shapes[stored])
     documents = ids.split(LENGTHS)
     logits = [torch.func.functional_call(reference, adapted, x[None]).logits[0].float()
               for x in documents]

@@ -148,10 +148,16 @@ def describe_experts(c, family):
         return ([Linear(f"{stem}.{x}_proj", inner, hidden, bias) for x in ("gate", "up")],
                 [Linear(f"{stem}.down_proj", hidden, inner, bias)])
 
+    def expert(stem):
+        inner = mixture.expert_size
+        if not mixture.one_gate_up:
+            return mlp(stem, inner, False)
+        return ([Linear(f"{stem}.gate_up_proj", 2 * inner, hidden, False)],
+                [Linear(f"{stem}.down_proj", hidden, inner, False)])
+
     shared_size = (mixture.shared_size or 0) * (mixture.n_shared or 0)
     shared = mlp(mixture.shared, shared_size, family.mlp_bias) if shared_size else ([], [])
-    experts = [mlp(f"{mixture.experts}.{i}", mixture.expert_size, False)
-               for i in range(mixture.n_experts)]
+    experts = [expert(f"{mixture.experts}.{i}") for i in range(mixture.n_experts)]
     experts = [[linear for expert in experts for linear in expert[i]] for i in (0, 1)]
     return {"layer_routed": routed, **dict(zip(names, (*shared, *experts)))}
 

@@ -146,6 +146,42 @@ def weighted_gate_backward(grad, activation, weights, gates, ups, wants_product)
     return grad_weights
 
 
+def _clamped(gate_up, limit, alpha):
+    """Gates and ups [n, inner], clamped, fp32, of gate_up [n, 2 inner], in which they alternate;
+    the sigmoid of alpha * gates; and of which of the two the clamp has let the gradient through."""
+    gates, ups = gate_up.float().unflatten(-1, (-1, 2)).unbind(-1)
+    inside = gates <= limit, ups.abs() <= limit
+    gates, ups = gates.clamp(max=limit), ups.clamp(-limit, limit)
+    return gates, ups, torch.sigmoid(alpha * gates), inside
+
+
+@elementwise
+def clamped_gate(out, gate_up, limit, alpha):
+    """gpt-oss's gate: (ups + 1) * gates * sigmoid(alpha * gates) into `out` [n, inner], gates at
+    most `limit`, ups between -limit and limit."""
+    gates, ups, sigmoid, _ = _clamped(gate_up, limit, alpha)
+    out.copy_((ups + 1) * gates * sigmoid)
+
+
+@elementwise
+def weighted_clamped_gate_backward(grad, weights, gate_up, limit, alpha):
+    """weighted_gate_backward() of clamped_gate(): replaces gate_up [n, 2 inner]."""
+    gates, ups, sigmoid, (gate_inside, up_inside) = _clamped(gate_up, limit, alpha)
+    activated, grad32 = gates * sigmoid, grad.float()
+    grad_weights = (grad32 * activated * (ups + 1)).sum(-1)
+    grad32 = grad32 * weights[:, None]
+    slope = sigmoid * (1 + alpha * gates * (1 - sigmoid))
+    grads = grad32 * (ups + 1) * slope * gate_inside, grad32 * activated * up_inside
+    gate_up.copy_(torch.stack(grads, -1).flatten(-2))
+    return grad_weights
+
+
+@elementwise
+def add_row_bias(rows, bias, expert):
+    """Add to rows [n, width] that of each one's expert [n]; bias [experts, width]."""
+    rows.copy_(rows.float() + bias[expert])
+
+
 @elementwise
 def add_expert_rows(rows, place, weights):
     """For each token the sum [n, width] of its rows[place], place [n, k], times weights [n, k] or

@@ -16,7 +16,8 @@ from fsdp_qlora.branch import (
     branch_gradient, end_branch, keep, keep_inputs, kept_inputs, last_columns, norm_gradient,
     norm_inputs)
 from fsdp_qlora.elementwise import (
-    MLP_SITE, add_expert_rows, gate, gate_backward, weighted_gate_backward)
+    MLP_SITE, add_expert_rows, add_row_bias, clamped_gate, gate, gate_backward,
+    weighted_clamped_gate_backward, weighted_gate_backward)
 from fsdp_qlora.grouped import (
     Pass, add_expert_gradients, cut_experts, fill_expert_columns, grouped, put_rows, split_columns,
     why_no_grouped_mm)
@@ -103,10 +104,14 @@ class RoutedMLPHalf:
         for passed in self._passes(work, routing):
             gate_up = self._expert_gate_up(work, routing, x, passed)
             activated = gate_up.new_empty(len(gate_up), self.expert_down.width)
-            gate(activated[:, : self.expert_down.in_features], gate_up, self.arch.activation, True,
-                 evaluation=work.evaluation)
+            product = activated[:, : self.expert_down.in_features]
+            if clamp := self.arch.mixture.clamp:
+                clamped_gate(product, gate_up, *clamp, evaluation=work.evaluation)
+            else:
+                gate(product, gate_up, self.arch.activation, True, evaluation=work.evaluation)
             fill_expert_columns(work, self.expert_down, activated, passed)
             rows = grouped(activated, passed.down.transpose(1, 2), passed)
+            self._add_bias(work, "down_proj", rows, routing, passed)
             outputs = put_rows(outputs, rows, passed, len(routing.token))
             if keep_rows:
                 kept.append(gate_up)
@@ -120,7 +125,19 @@ class RoutedMLPHalf:
         if self.expert_gate_up.n_columns:
             inputs = widen(inputs, self.expert_gate_up)
             fill_expert_columns(work, self.expert_gate_up, inputs, passed)
-        return grouped(inputs, passed.gate_up.transpose(1, 2), passed)
+        gate_up = grouped(inputs, passed.gate_up.transpose(1, 2), passed)
+        self._add_bias(work, "gate_up_proj", gate_up, routing, passed)
+        return gate_up
+
+    def _bias(self, work, key):
+        """[experts, out] of all experts' linears `key`; None where they have none."""
+        return work.layer.router_tensors.get(f"{self.arch.mixture.experts}.{key}_bias")
+
+    def _add_bias(self, work, key, rows, routing, passed):
+        """Add to the rows of a pass the bias of their experts' linears `key`, if any."""
+        bias = self._bias(work, key)
+        if bias is not None:
+            add_row_bias(rows, bias, routing.expert[passed.rows], evaluation=work.evaluation)
 
     def _experts_backward(self, work, kept, grad):
         """The gradient of x [n, hidden] through experts and router, from that of their sum.
@@ -140,8 +157,12 @@ class RoutedMLPHalf:
             upstream, weights = grad[routing.token[passed.rows]], routing.row_weights[passed.rows]
             inner = grouped(upstream, passed.down, passed)
             inner, grad_d = split_columns(work, self.expert_down, inner, passed)
-            grad_weights[passed.rows] = weighted_gate_backward(
-                inner, self.arch.activation, weights, *gate_up.chunk(2, -1), grad_d is not None)
+            if clamp := self.arch.mixture.clamp:
+                grad_weights[passed.rows] = weighted_clamped_gate_backward(
+                    inner, weights, gate_up, *clamp)
+            else:
+                grad_weights[passed.rows] = weighted_gate_backward(
+                    inner, self.arch.activation, weights, *gate_up.chunk(2, -1), grad_d is not None)
             if grad_d is not None:  # `inner` is gate()'s result by now
                 weighted = inner * weights[:, None].to(inner.dtype)
                 add_expert_gradients(work, self.expert_down, weighted, grad_d, upstream, passed)
@@ -155,7 +176,10 @@ class RoutedMLPHalf:
             del gate_up, rows
         kept.rows = x = None
         grad_x = add_expert_rows(grad_rows, routing.place, None)
-        return grad_x + route_backward(work, routing, grad_weights[routing.place], grad_x.dtype)
+        grad_weights, bias = grad_weights[routing.place], self._bias(work, "down_proj")
+        if bias is not None:  # a part of what an expert gives
+            grad_weights += F.linear(grad, bias.to(grad.dtype)).float().gather(1, routing.chosen)
+        return grad_x + route_backward(work, routing, grad_weights, grad_x.dtype)
 
     def _passes(self, work, routing):
         """Yields what is multiplied at once: a range of experts with their weights, and at most an
@@ -228,7 +252,7 @@ class RoutedMLPHalf:
         """From forward to backward, where nothing is recomputed; 2 bytes each."""
         arch, mixture = self.arch, self.arch.mixture
         values = mixture.top_k * self._inner + arch.hidden_size * (not arch.parallel)
-        values += 2 * mixture.n_experts + 16 * mixture.top_k  # the Routing, in fp32 and int64
+        values += 2 * mixture.n_experts + 20 * mixture.top_k  # the Routing, in fp32 and int64
         if self.gate_up:
             columns = self.gate_up.padded_columns + self.down.padded_columns
             values += self.gate_up.out_features + columns

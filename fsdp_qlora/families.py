@@ -135,7 +135,12 @@ FAMILIES = {
         shared_size="config.moe_intermediate_size", n_shared="config.moe_num_shared_experts",
         first_dense="config.moe_layer_start_index", shared="mlp.shared_experts",
         fp32_router=True, correction="mlp.gate.moe_statics.e_score_correction_bias",
-        renames=(("mlp.gate.moe_statics", "mlp.moe_statics"),)))}
+        renames=(("mlp.gate.moe_statics", "mlp.moe_statics"),))),
+    # limit and alpha are constants in transformers 5.17; another value of a config is refused
+    "gpt_oss": Family(norm="rms_fp32", window="layer_types", sinks=True, mixture=Mixture(
+        n_experts="config.num_local_experts", expert_size="config.intermediate_size",
+        router="mlp.router", biases=True, clamp=(7.0, 1.702), one_gate_up=True, transposed=True,
+        expert_adapters=False))}
 MULTIMODAL = {  # {outer model type: those of the text models}; the outer one changes no logits
     "gemma3": ("gemma3_text",), "mistral3": ("mistral", "ministral3"),
     "internvl": ("qwen2", "qwen3"), "llava": ("llama", "mistral"), "exaone4_5": ("exaone4",),

@@ -84,16 +84,19 @@ def tensor_names(arch, files):
 
 def fused_experts(arch, names, layer, files):
     """{linear's name in a layer: (Source, shape of its tensor)} where the files have the linears of
-    all experts in one tensor [experts, out, in], as transformers 5 has them in memory; else {}."""
+    all experts in one tensor, as transformers 5 has them in memory: [experts, out, in], or
+    transposed; else {}."""
     found, mixture = {}, arch.mixture
     groups = {"gate_up_proj": arch.expert_gate_up, "down_proj": arch.expert_down}
     for key, linears in groups.items():
         stored, first = names.of_layer(layer, f"{mixture.experts}.{key}"), 0
-        n_rows = sum(linear.out_features for linear in linears)
-        shape = mixture.n_experts, n_rows // mixture.n_experts, linears[0].in_features
+        n_out = sum(linear.out_features for linear in linears) // mixture.n_experts
+        shape, turned = (mixture.n_experts, n_out, linears[0].in_features), mixture.transposed
+        if turned:
+            shape = mixture.n_experts, linears[0].in_features, n_out
         for linear in linears if stored in files else ():
-            found[linear.name] = Source(stored, n_rows, first), shape
-            first += linear.out_features
+            found[linear.name] = Source(stored, shape[0] * shape[1], first, turned), shape
+            first += linear.in_features if turned else linear.out_features
     return found
 
 
@@ -101,8 +104,7 @@ def rows_in_memory(tensors, names, name):
     """All rows of a tensor, flat, as a WeightReader reads them, out of {name: tensor}."""
     if not (source := names.sources.get(name)):
         return tensors[name].flatten()
-    rows = slice(source.first, source.first + names.linears[name].out_features)
-    return tensors[source.stored].reshape(source.n_rows, -1)[rows].flatten()
+    return source.weight_in(tensors[source.stored], names.linears[name]).flatten()
 
 
 def weight_rows(read, names, name, rows):

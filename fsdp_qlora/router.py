@@ -18,6 +18,7 @@ class Routing:
     chosen: torch.Tensor  # int64 [n, k], experts
     weights: torch.Tensor  # fp32 [n, k]
     token: torch.Tensor  # int64 [n * k], of each row
+    expert: torch.Tensor  # int64 [n * k], of each row
     place: torch.Tensor  # int64 [n, k], a token's rows
     row_weights: torch.Tensor  # fp32 [n * k], of each row
     ends: torch.Tensor  # int32 [experts], where each expert's rows end
@@ -35,7 +36,9 @@ def route(work, x, choice=None, needs_bounds=False):
     mixture, tensors = work.arch.mixture, work.layer.router_tensors
     weight = tensors[f"{mixture.router}.weight"]
     x_of_router = x.float() if mixture.fp32_router else x
-    logits = F.linear(x_of_router, weight.to(x_of_router.dtype)).float()
+    bias = tensors.get(f"{mixture.router}.bias")
+    bias = None if bias is None else bias.to(x_of_router.dtype)
+    logits = F.linear(x_of_router, weight.to(x_of_router.dtype), bias).float()
     scores = logits.sigmoid() if mixture.scores == "sigmoid" else logits.softmax(-1)
     if choice is None:
         ranked = scores
@@ -54,7 +57,7 @@ def route(work, x, choice=None, needs_bounds=False):
     place[order] = torch.arange(len(order), device=x.device)
     if bounds is None and needs_bounds:
         bounds = [0, *ends.tolist()]
-    return Routing(scores, chosen, weights, order // mixture.top_k, place.view_as(chosen),
+    return Routing(scores, chosen, weights, order // mixture.top_k, experts, place.view_as(chosen),
                    weights.flatten()[order], ends, bounds)
 
 

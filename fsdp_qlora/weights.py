@@ -5,6 +5,7 @@ is in names, which rows this rank asks for in model, what is done with them in t
 """
 
 import collections
+import dataclasses
 import json
 import math
 import threading
@@ -31,12 +32,26 @@ RANDOM_STD = 0.02  # of --random_weights
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DTYPES = {**FLOATS, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn}
 Stored = collections.namedtuple("Stored", "path dtype shape start stop")  # bytes [start, stop)
-# Where files hold a linear of an expert among those of all experts: the name of that tensor, how
-# many rows it has as a matrix, and the linear's first one
-Source = collections.namedtuple("Source", "stored n_rows first")
+
 # `rows`: a range of the first dimension of `shape`; with shape (1,) and range(1) all of the tensor.
 # `source`: None where the files have a tensor of this name
 Request = collections.namedtuple("Request", "name shape rows source", defaults=[None])
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where files hold a linear of an expert among those of all experts."""
+
+    stored: str  # name of that tensor
+    n_rows: int  # of it as a matrix
+    first: int  # the linear's first one
+    turned: bool = False  # its rows are the linear's inputs, not its outputs
+
+    def weight_in(self, tensor, linear):
+        """The view [out, in] of a Linear in that tensor."""
+        n = linear.in_features if self.turned else linear.out_features
+        rows = tensor.view(self.n_rows, -1)[self.first : self.first + n]
+        return rows.t() if self.turned else rows
 
 
 def weight_files(directory):
@@ -146,7 +161,7 @@ class WeightReader:
 
     def __init__(self, files, requests, device):
         self.files, self.device, self.waiting = files, device, collections.deque(requests)
-        self.ahead = {}  # {name: (tensor, futures of its chunks)}
+        self.ahead = {}  # {name: (tensor, futures of its chunks, request)}
         self.staging, self.errors = threading.local(), []
         self.pool = ThreadPoolExecutor(READERS, initializer=self._prepare_thread)
 
@@ -155,39 +170,45 @@ class WeightReader:
             torch.cuda.set_device(self.device)
             self.staging.buffer = torch.empty(READ_CHUNK, dtype=torch.uint8, pin_memory=True)
 
-    def _row_bytes(self, request):
-        stored, source = self._stored(request), request.source
-        return (stored.stop - stored.start) // (source.n_rows if source else request.shape[0])
-
-    def _stored(self, request):
-        return self.files[request.source.stored if request.source else request.name]
+    def _extent(self, request):
+        """The Stored tensor that has the rows of a request, the byte of a file where they begin,
+        and their bytes. Of a turned linear that has any, all of it."""
+        (n, *_), rows, source = request.shape, request.rows, request.source
+        stored, first = self.files[source.stored if source else request.name], 0
+        if source:
+            n, first = source.n_rows, source.first
+        if source and source.turned:
+            rows = range(request.shape[1] if rows else 0)
+        row_bytes = (stored.stop - stored.start) // n
+        return stored, stored.start + (first + rows.start) * row_bytes, len(rows) * row_bytes
 
     def _begin_next(self):
         request = self.waiting.popleft()
-        stored, row_bytes = self._stored(request), self._row_bytes(request)
-        first = request.source.first if request.source else 0
-        start = stored.start + (first + request.rows.start) * row_bytes
-        size = len(request.rows) * row_bytes
+        stored, start, size = self._extent(request)
         target = torch.empty(size, dtype=torch.uint8, device=self.device)
         offsets = range(0, 0 if self.errors else size, READ_CHUNK)
         chunks = [self.pool.submit(read_chunk, stored.path, start + i, target[i : i + READ_CHUNK],
                                    self.staging) for i in offsets]
-        self.ahead[request.name] = target.view(DTYPES[stored.dtype]), chunks
+        self.ahead[request.name] = target.view(DTYPES[stored.dtype]), chunks, request
 
     def read(self, name):
         """The requested rows of a tensor, flat, on the device. Names may come in any order, each
         once."""
         while name not in self.ahead:
             self._begin_next()
-        tensor, chunks = self.ahead.pop(name)
+        tensor, chunks, request = self.ahead.pop(name)
         while self.waiting:
-            size = len(self.waiting[0].rows) * self._row_bytes(self.waiting[0])
-            n_bytes = sum(tensor.nbytes for tensor, _ in self.ahead.values())
+            size = self._extent(self.waiting[0])[2]
+            n_bytes = sum(tensor.nbytes for tensor, *_ in self.ahead.values())
             if self.ahead and n_bytes + size > READ_AHEAD:
                 break
             self._begin_next()
         self.errors.extend(error for chunk in chunks if (error := chunk.exception()))
-        return tensor.zero_() if self.errors else tensor
+        tensor = tensor.zero_() if self.errors else tensor
+        if request.source and request.source.turned:
+            rows = request.rows
+            tensor = tensor.view(-1, request.shape[0])[:, rows.start : rows.stop].t().flatten()
+        return tensor
 
     def close(self):
         """Raise the first error of a read."""

@@ -333,6 +333,14 @@ TINY = {
         moe_k=3,
         moe_intermediate_size=32,
     ),
+    "gpt_oss": tiny(
+        "gpt_oss",
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=7,
+        layer_types=MIXED,
+        rope_parameters=YARN | dict(truncate=False, beta_fast=32.0, beta_slow=1.0),
+    ),
     "gemma3": multimodal(
         "gemma3",
         GEMMA3,

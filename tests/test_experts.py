@@ -5,6 +5,7 @@ That each family equals transformers is in test_layer.py, on two processes in te
 
 import functools
 import json
+import math
 import types
 
 import bitsandbytes as bnb
@@ -106,6 +107,19 @@ def test_token_that_no_expert_wants_gets_nothing():
     scores, chosen = torch.zeros(2, 8), torch.tensor([[0, 1, 2], [5, 6, 7]])
     weights = router.chosen_weights(scores, chosen, mixture)[0]
     assert torch.equal(weights, torch.zeros(2, 3))
+
+
+def wide(tensors):
+    """Many of gpt-oss's gates and ups are beyond its clamp."""
+    for name, tensor in tensors.items():
+        if name.endswith("gate_up_proj"):
+            tensor *= 4
+
+
+@pytest.mark.parametrize("ranges", [1, 3])
+@pytest.mark.parametrize("again", [False, True])
+def test_clamped_gate_and_biases_equal_transformers(again, ranges, monkeypatch):
+    assert worst("gpt_oss", again, monkeypatch, edit=wide, ranges=ranges) < BAR
 
 
 def test_two_tokens_are_enough(monkeypatch):
@@ -219,6 +233,26 @@ def test_layouts_of_files_give_the_same_values(name, tmp_path):
     released, memory = found["released"], found["memory"]
     assert released.keys() == memory.keys()
     assert all(torch.equal(value, memory[key]) for key, value in released.items())
+    tensors = load_file(directory / "model.safetensors")
+    for i, (name, linear) in enumerate(names.linears.items()):
+        whole = rows_in_memory(tensors, names, name)
+        assert torch.equal(memory[linear.name + str(i)], whole[linear.in_features :]), name
+
+
+def test_a_rank_reads_nothing_of_an_expert_that_it_has_no_part_of(tmp_path):
+    """And of one whose matrix lies transposed, all, however few its rows."""
+    config, directories = layouts_of_files("gpt_oss", tmp_path)
+    files = weight_files(directories["released"])
+    names = tensor_names(describe_model(config), files)
+    name, linear = next(x for x in names.linears.items() if ".experts.1.gate_up" in x[0])
+    shape, sizes = (linear.out_features, linear.in_features), []
+    for rows in range(5, 5), range(5, 8):
+        request = Request(name, shape, rows, names.sources[name])
+        reader = WeightReader(files, [request], torch.device("cpu"))
+        sizes.append(reader._extent(request)[2])
+        assert reader.read(name).numel() == len(rows) * linear.in_features
+        reader.close()
+    assert sizes == [0, 2 * math.prod(shape)]
 
 
 def test_an_experts_bytes_are_bitsandbytes_own():

@@ -17,6 +17,7 @@ from fsdp_qlora.configs import describe_model
 from fsdp_qlora.attention import attends, document_attention
 from fsdp_qlora.model import Model
 from fsdp_qlora.names import check_files, tensor_names
+from fsdp_qlora.sinks import SinkAttention
 from fsdp_qlora.weights import weight_files
 
 DROPOUT = {  # tiny configs whose own dropout is in one place
@@ -146,19 +147,23 @@ def test_tied_model_whose_file_has_another_head_is_refused(change, works, tmp_pa
 
 
 @pytest.mark.parametrize("kind, reach", [("gemma2", "full"), ("gemma2", "window"),
-                                         ("mistral", "window"), ("llama", "full")])  # fmt: skip
+                                         ("mistral", "window"), ("llama", "full"),
+                                         ("gpt_oss", "full"), ("gpt_oss", "window")])  # fmt: skip
 def test_kernel_that_computes_something_else_is_found_out(kind, reach, monkeypatch):
-    """One without soft caps or windows, or with a wrong backward, as flash-attn may be built."""
+    """One without soft caps, windows or sinks, or with a wrong backward."""
     arch, cpu = describe_model(TINY[kind](320)), torch.device("cpu")
     if arch.attention_softcap:
         arch = dataclasses.replace(arch, attention_softcap=50.0)  # Gemma 2's, far from most scores
     plain = document_attention
 
-    def uncapped(q, k, v, bin, arch, window, index):
-        return plain(q, k, v, bin, dataclasses.replace(arch, attention_softcap=None), window, index)
+    def uncapped(q, k, v, sinks, bin, arch, *rest):
+        return plain(q, k, v, sinks, bin, dataclasses.replace(arch, attention_softcap=None), *rest)
 
-    def without_window(q, k, v, bin, arch, window, index):
-        return plain(q, k, v, bin, arch, None, index)
+    def without_window(q, k, v, sinks, bin, arch, window, index):
+        return plain(q, k, v, sinks, bin, arch, None, index)
+
+    def without_sinks(q, k, v, sinks, *rest):
+        return plain(q, k, v, None, *rest)
 
     def halved_backward(*args):
         out = plain(*args)
@@ -168,6 +173,56 @@ def test_kernel_that_computes_something_else_is_found_out(kind, reach, monkeypat
     wrong = [halved_backward]
     wrong += [uncapped] if arch.attention_softcap else []
     wrong += [without_window] if reach == "window" else []
+    wrong += [without_sinks] if arch.sinks else []
     for kernel in (right, *wrong):
         monkeypatch.setattr("fsdp_qlora.attention.flash_attention", kernel)
         assert attends(kernel, arch, reach, cpu) == (kernel is right), kernel.__name__
+
+
+def cpu_flash(mask, groups, scale):
+    """SinkAttention's two kernels: torch's flash kernel for CPUs, of one document."""
+    op = torch.ops.aten
+
+    def whole(t):
+        return t.transpose(0, 1)[None]
+
+    def repeated(t):
+        return whole(t.repeat_interleave(groups, 1))
+
+    def forward(query, key, value):
+        out, lse = op._scaled_dot_product_flash_attention_for_cpu(
+            whole(query), repeated(key), repeated(value), attn_mask=mask, scale=scale)
+        return out[0].transpose(0, 1), lse[0], ()
+
+    def backward(grad, query, key, value, out, lse):
+        grads = op._scaled_dot_product_flash_attention_for_cpu_backward(
+            whole(grad), whole(query), repeated(key), repeated(value), whole(out), lse[None], 0.0,
+            False, attn_mask=mask, scale=scale)  # fmt: skip
+        of_q, of_k, of_v = (t[0].transpose(0, 1) for t in grads)
+        return of_q, *(t.unflatten(1, (-1, groups)).sum(2) for t in (of_k, of_v))
+
+    return forward, backward
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_a_kernel_that_knows_no_sinks_gives_exact_gradients_with_them(window):
+    """Because its backward gets out and lse of attention with sinks."""
+    n, arch = 50, describe_model(TINY["gpt_oss"](320))
+    shapes = arch.n_heads, arch.n_kv_heads, arch.n_kv_heads, arch.n_heads
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(n, heads, arch.head_dim, generator=generator) for heads in shapes)
+    sinks = 2 * torch.randn(arch.n_heads, generator=generator)
+    visible = torch.ones(n, n, dtype=torch.bool).tril().triu(1 - window if window else -n)
+    mask = torch.zeros(n, n).masked_fill(~visible, -torch.inf)
+    bin = types.SimpleNamespace(lengths=(n,), dropout_keys=None)
+
+    def both(function):
+        inputs = [t.clone().requires_grad_() for t in (q, k, v)]
+        out = function(*inputs, sinks)
+        return out.detach(), *torch.autograd.grad(out, inputs, grad)
+
+    kernels = cpu_flash(mask, arch.n_heads // arch.n_kv_heads, arch.attention_scale)
+    got = both(lambda *inputs: SinkAttention.apply(*inputs, *kernels))
+    want = both(lambda *inputs: document_attention(*inputs, bin, arch, window, 0))
+    for one, other in zip(got, want):
+        assert (one - other).norm() < 1e-6 * other.norm()

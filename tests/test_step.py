@@ -353,7 +353,7 @@ def test_epochs_are_rounded_up_to_whole_steps(epochs, steps, base, run_main, mon
 # ------------------------------------------------------------------------------------------------
 
 SHARDED = ["gemma2", "cohere_qk_norm", "olmo3", "granite", "phi4_mini", "qwen3", "smollm3_window",
-           "gemma3", "hunyuan_alpha", "mixtral", "glm4_moe", "granitemoe"]  # fmt: skip
+           "gemma3", "hunyuan_alpha", "mixtral", "glm4_moe", "granitemoe", "gpt_oss"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
