@@ -237,6 +237,8 @@ class RoutedMLPHalf:
 
     # ---- for the plan ----
 
+    product_speed = GROUPED_SPEED
+
     @property
     def choice_values(self):
         """Per token, kept where all else is computed again: the experts chosen, int16."""
@@ -276,15 +278,15 @@ class RoutedMLPHalf:
 
     @property
     def token_weights(self):
-        """Weights that one token is multiplied by, at the speed of large products."""
-        share = self.arch.mixture.top_k / self.arch.mixture.n_experts / GROUPED_SPEED
+        """Weights that one token is multiplied by."""
+        share = self.arch.mixture.top_k / self.arch.mixture.n_experts
         shared = self.gate_up.n_weights + self.down.n_weights if self.gate_up else 0
         return shared + share * (self.expert_gate_up.n_weights + self.expert_down.n_weights)
 
     @property
     def recomputed_weights(self):
         """Of token_weights those of the products that recomputed_backward() computes again."""
-        share = self.arch.mixture.top_k / self.arch.mixture.n_experts / GROUPED_SPEED
+        share = self.arch.mixture.top_k / self.arch.mixture.n_experts
         shared = self.gate_up.n_weights + self.down.n_weights if self.gate_up else 0
         return shared + share * self.expert_gate_up.n_weights
 

@@ -110,7 +110,7 @@ FAMILIES = {
         expert_adapters=False)),
     "mixtral": Family(window="all", mixture=Mixture(**MIXTRAL, rounded=False)),
     "minimax_m2": Family(qk_norm="full", partial_rotary=True, mixture=Mixture(
-        **MIXTRAL, scores="sigmoid", correction="mlp.e_score_correction_bias")),
+        **MIXTRAL, scores="sigmoid", correction="mlp.e_score_correction_bias", rounded=False)),
     "olmoe": Family(qk_norm="full", must_be={"clip_qkv": None}, mixture=Mixture(
         expert_size="config.intermediate_size", normalised="config.norm_topk_prob")),
     "flex_olmo": Family(**OLMO2, mixture=Mixture(

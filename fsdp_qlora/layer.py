@@ -79,16 +79,18 @@ class Layout:
     def n_weights(self):
         return sum(fused.n_weights for fused in self.fused_linears)
 
-    @property
-    def token_weights(self):
-        """Weights that one token is multiplied by."""
-        return sum(fused.n_weights for fused in self.attention.fused_linears) + (
-            self.mlp.token_weights)
+    def token_weights(self, by_time=False):
+        """Weights that one token is multiplied by; by_time: those of slow products count more."""
+        speed = self.mlp.product_speed if by_time else 1
+        return (sum(fused.n_weights for fused in self.attention.fused_linears)
+                + self.mlp.token_weights / speed)
 
-    def recomputed_weights(self, keep_middle):
+    def recomputed_weights(self, keep_middle, by_time=False):
         """Weights of the products that the backward of a recomputed layer computes again."""
         want_sum = not (keep_middle or self.attention.arch.parallel)
-        return self.attention.recomputed_weights(want_sum) + self.mlp.recomputed_weights
+        speed = self.mlp.product_speed if by_time else 1
+        return (self.attention.recomputed_weights(want_sum)
+                + self.mlp.recomputed_weights / speed)
 
 
 def make_layouts(arch, adapted, config):

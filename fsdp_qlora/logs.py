@@ -229,7 +229,7 @@ def say_speed(run, records):
     rates = sorted(r["tokens_per_second_per_gpu"] for r in records[2:] or records[-1:])
     rate, peak = rates[len(rates) // 2], records[-1]["peak_memory_gib"]
     # forward 2 and backward 2 operations a weight and token, recomputation 2 more
-    weights = sum(layer.layout.n_weights for layer in layers)
+    weights = sum(layer.layout.token_weights() for layer in layers)
     again = sum(layer.layout.recomputed_weights(plan.keep_middle)
                 for layer in layers if layer.keeps != "all")
     tflops = rate * (4 * (weights + arch.vocab_size * arch.hidden_size) + 2 * again) / 1e12

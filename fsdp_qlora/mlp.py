@@ -125,6 +125,7 @@ class MLPHalf:
         return total
 
     choice_values = 0  # per token, see RoutedMLPHalf
+    product_speed = 1  # of its products, as a part of that of large ones
 
     @property
     def token_weights(self):

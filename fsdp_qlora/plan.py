@@ -101,7 +101,7 @@ class LayerTotals:
     largest_vectors: int
     adapter: int  # values of one layer, the same for all
     weights: int  # how many
-    token_weights: float  # that one token is multiplied by; fewer than weights with experts
+    token_weights: float  # that one token is multiplied by, counted by the time that it takes
     # {keep_middle: how many weights backward multiplies by once more, were all layers recomputed}
     recomputed_weights: dict
     mean_query_width: float  # values of a token's queries in a layer, mean over the layers
@@ -124,9 +124,10 @@ def count_layers(layouts):
         vectors=sum(vectors_each), largest_vectors=max(vectors_each),
         adapter=layouts[0].n_adapter,
         weights=sum(layout.n_weights for layout in layouts),
-        token_weights=sum(layout.token_weights for layout in layouts),
-        recomputed_weights={middle: sum(layout.recomputed_weights(middle) for layout in layouts)
-                            for middle in (True, False)},
+        token_weights=sum(layout.token_weights(by_time=True) for layout in layouts),
+        recomputed_weights={
+            middle: sum(layout.recomputed_weights(middle, by_time=True) for layout in layouts)
+            for middle in (True, False)},
         mean_query_width=sum(layout.attention.query_width for layout in layouts) / len(layouts),
         passed_values=sum(half.passed_values for layout in layouts
                           for half in (layout.attention, layout.mlp)))

@@ -21,12 +21,14 @@ from fsdp_qlora import check, experts, grouped, router
 from fsdp_qlora.adapter import Adapter, choose_adapted, write_adapter
 from fsdp_qlora.check import plain_model, random_adapter, random_reference, read_weights
 from fsdp_qlora.configs import describe_model, shrunk_config
+from fsdp_qlora.elementwise import add_expert_rows
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.names import check_files, rows_in_memory, tensor_names, weight_rows
 from fsdp_qlora.weights import Request, WeightReader, weight_files
 from train_fsdp_qlora import Config, fill_model
 
 BAR = 1e-5  # of a relative difference in fp32
+MIXTURES = [name for name, make in TINY.items() if describe_model(make(320)).mixture]
 
 
 def seed(n=0):
@@ -101,6 +103,25 @@ def test_extreme_routers_equal_transformers(name, edit, again, monkeypatch):
         assert worst(name, again, monkeypatch, edit=edit, ranges=ranges) < BAR
 
 
+@pytest.mark.parametrize("name", MIXTURES)
+def test_bf16_routers_round_as_transformers(name):
+    """In fp32 it makes no difference what is rounded."""
+    small = shrunk_config(TINY[name](320))
+    arch, reference = describe_model(small), random_reference(small, seed()).bfloat16()
+    layer = reference.model.layers[arch.layer_routed.index(True)]
+    x = torch.randn(64, arch.hidden_size, generator=seed(1)).bfloat16()
+    gate = layer.get_submodule(arch.mixture.router.removesuffix(".wg"))
+    gate = gate.float() if name == "hunyuan_moe" else gate  # as transformers makes it
+    correction = [layer.mlp.e_score_correction_bias] if name == "minimax_m2" else []
+    _, weights, chosen = gate(x, *correction)
+    tensors = {key: layer.state_dict()[key] for key in arch.router_tensors(True)}
+    work = types.SimpleNamespace(arch=arch, layer=types.SimpleNamespace(router_tensors=tensors))
+    ours, order, theirs = router.route(work, x), chosen.argsort(), weights.float()
+    assert torch.equal(ours.chosen.sort()[0], chosen.gather(1, order))
+    got = ours.weights.gather(1, ours.chosen.argsort())
+    assert torch.equal(got, theirs.gather(1, order))
+
+
 def test_token_that_no_expert_wants_gets_nothing():
     """Sigmoids of large negative logits are 0, and so is their sum."""
     mixture = describe_model(TINY["glm4_moe"](320)).mixture
@@ -120,6 +141,26 @@ def wide(tensors):
 @pytest.mark.parametrize("again", [False, True])
 def test_clamped_gate_and_biases_equal_transformers(again, ranges, monkeypatch):
     assert worst("gpt_oss", again, monkeypatch, edit=wide, ranges=ranges) < BAR
+
+
+def test_rows_at_once_are_an_even_share(monkeypatch):
+    """However many tokens one expert has: memory is planned for no more."""
+    seen = []
+
+    class Pass(experts.Pass):
+        def __init__(self, of, rows, routing, *weights):
+            super().__init__(of, rows, routing, *weights)
+            seen.append((rows.stop - rows.start, len(routing.token)))
+
+    monkeypatch.setattr(experts, "Pass", Pass)
+    assert worst("qwen3_moe", True, monkeypatch, edit=one_for_all, ranges=4) < BAR
+    assert seen and all(n <= -(-n_rows // 4) for n, n_rows in seen)
+
+
+def test_expert_rows_are_added_before_they_are_rounded():
+    rows, place = torch.tensor([[200.0], [-66.5]]).bfloat16(), torch.tensor([[0, 1]])
+    total = add_expert_rows(rows, place, torch.tensor([[1 / 3, 1.0]]))
+    assert total.dtype == torch.bfloat16 and total.item() == pytest.approx(1 / 6, rel=0.004)
 
 
 def test_two_tokens_are_enough(monkeypatch):
@@ -210,9 +251,6 @@ def layouts_of_files(name, directory):
     tensors = {key: tensor.contiguous() for key, tensor in model.state_dict().items()}
     save_file(tensors, directory / "memory" / "model.safetensors")
     return model.config, {key: directory / key for key in ("released", "memory")}
-
-
-MIXTURES = [name for name, make in TINY.items() if describe_model(make(320)).mixture]
 
 
 @pytest.mark.parametrize("name", MIXTURES)
