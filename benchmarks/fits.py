@@ -3,10 +3,11 @@
 
     python benchmarks/fits.py
 
-Steps of 16 rows of 2,048 tokens, rank 16 on all linears, the speeds of an H200 and its NVLink, by
-which the fastest layout is chosen, and 120 GiB of host memory a GPU. In each cell the GiB that one
-of 1, 2, 4, 8 GPUs takes, `a` with --offload_activations, `p` with --offload_params as well, `-`:
-does not fit. The limits are what CUDA and NCCL leave of cards of 24, 48, 80 and 141 GB.
+Steps of 16 rows of 2,048 tokens, rank 16 on all linears (of mixtures on attention's), the speeds of
+an H200 and its NVLink, by which the fastest layout is chosen, and 120 GiB of host memory a GPU. In
+each cell the GiB that one of 1, 2, 4, 8 GPUs takes, `a` with --offload_activations, `p` with
+--offload_params as well, `-`: does not fit. The limits are what CUDA and NCCL leave of cards of 24,
+48, 80 and 141 GB.
 """
 
 import sys
@@ -16,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
+import run
 from fsdp_qlora import plan
 from fsdp_qlora.adapter import choose_adapted
 from fsdp_qlora.base import read_model_config
@@ -30,10 +32,12 @@ FLAGS = {"": {}, "a": {"offload_activations": True},
 KEYS = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
         "num_attention_heads", "num_key_value_heads", "head_dim")
 MORE_SHAPES = {  # besides those of fsdp_qlora/families.py
-    "mistral-large-123b": ("mistral", 32768, 12288, 28672, 88, 96, 8, 128),
     "llama-3.1-405b": ("llama", 128256, 16384, 53248, 126, 128, 8, 128)}
+MIXTURES = "qwen3-30b-a3b", "gpt-oss-20b", "glm-4.5-air", "qwen3-235b-a22b"  # shapes as in run.py
 MODELS = {"8B": "llama-3-8b", "32B": "qwen2.5-32b", "70B": "llama-3-70b",
-          "123B": "mistral-large-123b", "405B": "llama-3.1-405b"}
+          "405B": "llama-3.1-405b",
+          "Qwen3-30B-A3B": "qwen3-30b-a3b", "gpt-oss-20b": "gpt-oss-20b",
+          "GLM-4.5-Air": "glm-4.5-air", "Qwen3-235B-A22B": "qwen3-235b-a22b"}
 
 
 def cell(name, limit, gpus):
@@ -59,8 +63,8 @@ def table():
     for name, values in MORE_SHAPES.items():
         SHAPES[name] = {**dict(zip(KEYS, values)), "max_position_embeddings": 131072,
                         "tie_word_embeddings": False}
-        if values[0] == "mistral":
-            SHAPES[name]["sliding_window"] = None
+    for name in MIXTURES:
+        SHAPES[name] = run.model_config(name)
     plan.host_share, plan.why_no_triton = lambda: HOST * 2**30, lambda: ""  # as on GPUs
     return [f"| {short} | " + " | ".join(
         ", ".join(cell(name, limit, gpus) for gpus in GPUS) for limit in LIMITS) + " |"

@@ -204,22 +204,26 @@ def shape_of(chosen):
     return f"{chosen['model']}:{min(8192, chosen['rows'] * chosen['seq'])}"
 
 
-def write_config(directory, model, layers):
-    """The model's config.json with that many layers, None: its own."""
+def model_config(model, layers=None):
+    """What config.json says of a model with that many layers, None: its own."""
     hidden, intermediate, whole, heads, kv_heads, vocab = SHAPES[model]
-    directory.mkdir(exist_ok=True)
     own = {"qwen2.5": {"model_type": "qwen2"},
            "mistral": {"model_type": "mistral", "sliding_window": None}}  # fmt: skip
     own = MIXTURES.get(model) or own.get(model.partition("-")[0], {"model_type": "llama"})
     if model in HEAD_DIM:
         own["head_dim"] = HEAD_DIM[model]
-    (directory / "config.json").write_text(json.dumps({
+    return {
         **own, "dtype": "bfloat16",
         "hidden_size": hidden, "intermediate_size": intermediate,
         "num_hidden_layers": layers or whole, "num_attention_heads": heads,
         "num_key_value_heads": kv_heads, "vocab_size": vocab, "rms_norm_eps": 1e-5,
         "max_position_embeddings": 8192, "tie_word_embeddings": model in TIED,
-    }))  # fmt: skip
+    }  # fmt: skip
+
+
+def write_config(directory, model, layers):
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(model_config(model, layers)))
 
 
 def chat_lengths(n, longest):
