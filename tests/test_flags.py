@@ -1,6 +1,7 @@
 """Flags: a file of them is the same as the command line, and so is a run's own configuration."""
 
 import dataclasses
+import io
 import json
 import os
 import runpy
@@ -160,3 +161,15 @@ def test_closed_output_ends_no_start(flag, code, monkeypatch):
     with pytest.raises(SystemExit) as e:
         runpy.run_path(str(SCRIPT), run_name="__main__")
     assert e.value.code == code
+
+
+def test_output_that_cannot_show_a_letter_ends_no_start(monkeypatch):
+    """As by `LC_ALL=C`."""
+    shown = {name: io.TextIOWrapper(io.BytesIO(), "ascii") for name in ("stdout", "stderr")}
+    for name, stream in shown.items():
+        monkeypatch.setattr(sys, name, stream)
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--café"])
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit) as e:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert e.value.code == 2 and b"arguments: --caf\\xe9" in shown["stderr"].buffer.getvalue()
