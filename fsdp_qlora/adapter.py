@@ -26,12 +26,9 @@ def choose_adapted(arch, config, base_name):
     """PEFT's LoraConfig, and the names in a layer of the linears that get an adapter. Raises
     ValueError."""
     experts = {linear.name for linear in arch.expert_gate_up + arch.expert_down}
-    linears = {x.name: x for routed in set(arch.layer_routed) for x in arch.linears(routed)}
-    names = sorted(linears.keys() - experts, key=list(linears).index)
-    adapted = [x.name for x in arch.qkv + arch.out] if arch.mixture else names
+    names, adapted = arch.adaptable(), arch.adapted(["all-linear"])
     short = sorted({name.rsplit(".", 1)[-1] for name in adapted})
     targets = short if config.target_modules == ("all-linear",) else list(config.target_modules)
-    ends = tuple(f".{target}" for target in targets)
     for target in targets:
         found = [name for name in names if f".{name}".endswith(f".{target}")]
         if arch.mixture and any(name.rsplit(".", 1)[-1] == target for name in experts):
@@ -55,7 +52,7 @@ def choose_adapted(arch, config, base_name):
         target_modules=targets,
         task_type="CAUSAL_LM",
         base_model_name_or_path=base_name)
-    return lora_config, [name for name in names if f".{name}".endswith(ends)]
+    return lora_config, arch.adapted(config.target_modules)
 
 
 class Adapter:

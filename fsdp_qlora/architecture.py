@@ -141,6 +141,20 @@ class Architecture(Family):
     def linears(self, routed):
         return [linear for group in self.fused_groups(routed) for linear in group]
 
+    def adaptable(self):
+        """Names in a layer of the linears that can get an adapter: all but the experts."""
+        experts = {linear.name for linear in self.expert_gate_up + self.expert_down}
+        linears = [x.name for routed in set(self.layer_routed) for x in self.linears(routed)]
+        return [name for name in dict.fromkeys(linears) if name not in experts]
+
+    def adapted(self, target_modules):
+        """Those of them that --target_modules means: all-linear are all, of a mixture those of
+        attention; other words are the ends of names."""
+        if list(target_modules) == ["all-linear"]:
+            return [x.name for x in self.qkv + self.out] if self.mixture else self.adaptable()
+        ends = tuple(f".{target}" for target in target_modules)
+        return [name for name in self.adaptable() if f".{name}".endswith(ends)]
+
     def vectors(self, routed):
         """{name below the layer: shape} of a layer's norms and biases."""
         norms = self.attention_norm, self.attention_post_norm, self.mlp_norm, self.mlp_post_norm

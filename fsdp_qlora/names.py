@@ -25,6 +25,7 @@ class TensorNames:
     shapes: dict  # {name: shape} of all of them
     linears: dict  # {name: Linear} of those that are in 4 bits here
     sources: dict  # {name of a linear: Source} where it is a part of one of `shapes`
+    routers: set  # those of `shapes` that decide where tokens go
     embedding: str
     norm: str
     norm_bias: str | None
@@ -35,6 +36,20 @@ class TensorNames:
     def of_layer(self, index, name):
         """The name in files of what is called `name` in layer `index`."""
         return self.layer_prefix + f"{index}." + _renamed(name, self.renames)
+
+
+    def places(self):
+        """{name of a tensor in files: [(a linear's name, the index in the tensor at which it is)]}
+        of all linears."""
+        found = {}
+        for name, linear in self.linears.items():
+            stored, place = name, ...
+            if source := self.sources.get(name):
+                stored = source.stored
+                expert, first = divmod(source.first, self.shapes[stored][1])
+                place = expert, slice(first, first + linear.out_features)
+            found.setdefault(stored, []).append((name, place))
+        return found
 
 
 def _renamed(name, renames):
@@ -53,7 +68,7 @@ def tensor_names(arch, files):
     table, renames = (arch.vocab_size, arch.hidden_size), ()
     if arch.mixture:  # those that files have
         renames = tuple(p for p in arch.mixture.renames if any(p[1] in name for name in files))
-    names = TensorNames({embedding: table}, {}, {}, embedding, norm, norm_bias, head,
+    names = TensorNames({embedding: table}, {}, {}, set(), embedding, norm, norm_bias, head,
                         f"{stem}layers.", renames)
     for i, routed in enumerate(arch.layer_routed):
         fused = fused_experts(arch, names, i, files) if routed else {}
@@ -67,6 +82,7 @@ def tensor_names(arch, files):
                 names.shapes[name] = linear.out_features, linear.in_features
         for key, shape in (arch.vectors(routed) | arch.router_tensors(routed)).items():
             names.shapes[names.of_layer(i, key)] = shape
+        names.routers.update(names.of_layer(i, key) for key in arch.router_tensors(routed))
     for name in filter(None, (norm, norm_bias)):
         names.shapes[name] = (arch.hidden_size,)
     if not arch.tied:
