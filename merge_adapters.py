@@ -8,14 +8,13 @@ The adapter was trained on NF4 weights, so it is added to those: W + scaling * B
 rounded to bf16. W is the base's weight as training had it: quantised to NF4 and dequantised, or
 only dequantised where the base is in 4-bit already. DoRA scales each row of the sum to its
 magnitude. A linear of the decoder's layers without an adapter becomes W; all else stays the base's
-own. --output_dir appears when all is done and compared with the 4-bit base and the adapter.
+own. --output_dir appears when all is done and gives, for a few rows, what the trained model gave.
 
 The whole job stands below, in the order in which it happens; fsdp_qlora/ has what it stands on.
 Tested with torch 2.13, transformers 5.23, peft 0.21, bitsandbytes 0.50.
 """
 
 import argparse
-import gc
 import json
 import math
 import os
@@ -26,17 +25,19 @@ from pathlib import Path
 import bitsandbytes as bnb
 import torch
 import transformers
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig
 from safetensors import SafetensorError
 from tqdm import tqdm
 
-from fsdp_qlora.base import base_digest, copy_small_files, model_directory, nf4_settings
+from fsdp_qlora.base import base_digest, copy_small_files, model_directory
 from fsdp_qlora.configs import describe_model, text_config
 from fsdp_qlora.files import read_json, sync_file, write_tensors
 from fsdp_qlora.nf4 import BLOCK
-from fsdp_qlora.output import ADAPTER_FILES, open_partial, read_run
+from fsdp_qlora.output import ADAPTER_FILES, PROBE_FILE, open_partial, read_run
 from fsdp_qlora.ranks import explain, print_error
-from fsdp_qlora.names import NF4_PARTS, check_files, tensor_names
+from fsdp_qlora.names import (
+    NF4_PARTS, check_files, has_nf4, peft_name, read_part, tensor_names)
+from fsdp_qlora.vocabulary import scaled_logits
 from fsdp_qlora.weights import OTHER_BASE, read_tensor, tensors_of, weight_files
 
 LARGE_ERROR = 0.20  # of the adapter's own effect: a warning from here on
@@ -69,7 +70,7 @@ def parse_args(argv):
     add("--output_dir", required=True, help="where the merged model goes: a new directory")
     add("--base_model", help="Hub id or directory; default: the one that train_config.json names")
     add("--device", choices=("cpu", "cuda"), help="quantises and checks; default: as in training")
-    add("--allow_other_base", action="store_true", help="merge into a base that was not trained on")
+    add("--allow_other_base", action="store_true", help="merge into another base, and never check")
     add("--check", action=argparse.BooleanOptionalAction, default=True, help="compare at the end")
     return parser.parse_args(argv)
 
@@ -81,22 +82,24 @@ def merge(args):
     run, begun = read_run(adapter_dir), os.stat(adapter_dir / ADAPTER_FILES[1])
     base = read_base(args.base_model or run["base_model"], run["quantization"])
     if args.allow_other_base:
-        print("WARNING: --allow_other_base: this base model may be another than was trained on")
-        base.sums = base.absmax_offsets = {}
+        print("WARNING: --allow_other_base: the base may be another one: nothing will be compared")
+        base.sums, base.absmax_offsets, args.check = {}, {}, False
     elif sha := run.get("base_sha256"):
         require(base_digest(base.directory) == sha, f"{base.directory}: its config.json or its"
                 f" weights {OTHER_BASE}")
-    lora, adapter = match_adapter(adapter_dir, run["config"], base)
+    adapter = match_adapter(adapter_dir, run["config"], base)
     rows, trained_on = run["probe_input_ids"], run["quantization"]["device"]
     require(max(map(max, rows)) < base.arch.vocab_size, "train_config.json has probe_input_ids"
             f" outside the base's vocabulary of {base.arch.vocab_size}: another base model?")
+    require(run["probe"] or not args.check, f"{adapter_dir}: an older version has trained it, and"
+            f" without {PROBE_FILE} the merged model cannot be compared: add --no-check")
     device = args.device or (trained_on if torch.cuda.is_available() else "cpu")
     require(device == "cpu" or torch.cuda.is_available(), "--device cuda: there is no GPU here")
     if device != trained_on:
         print(f"note: trained on {trained_on}, merging on {device}: the last bit may differ")
-    unused = [n for n in base.files if n not in base.shapes and not n.endswith(NF4_PARTS)]
-    print(f"base model {base.directory}: {len(base.modules)} linears in NF4, {len(adapter)} with"
-          f" an adapter; tensors that the model does not use: {len(unused)} {unused[:1]}")
+    unused = [n for n in base.files if n not in base.tensors and not n.endswith(NF4_PARTS)]
+    print(f"base model {base.directory}: {len(base.names.linears)} linears in NF4, {len(adapter)}"
+          f" with an adapter; tensors that the model does not use: {len(unused)} {unused[:1]}")
     sums, gib = {"error": 0.0, "effect": 0.0}, base.n_bytes / 2**30
     partial, lock_fd = open_partial(output)
     with os.fdopen(lock_fd):
@@ -105,18 +108,18 @@ def merge(args):
                     f"--output_dir {output}: exists already and is not empty: name a new one")
             free = shutil.disk_usage(partial).free / 2**30
             require(free >= gib, f"--output_dir {output}: needs {gib:.1f} GiB, {free:.1f} are free")
-            with tqdm(base.shapes, "merge", unit="tensor", disable=None) as names:  # off in a pipe
+            with tqdm(base.tensors, "merge", unit="tensor", disable=None) as names:  # off in a pipe
                 tensors = (merged_tensor(name, base, adapter, device, sums) for name in names)
                 write_files(partial, base, tensors, run["extras"])
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
         rounding = math.sqrt(sums["error"] / max(sums["effect"], sys.float_info.min))
-        print(f"wrote {len(base.shapes)} tensors, {gib:.3f} GiB; rounded to bf16 the weights differ"
-              f" from the exact sum by {rounding:.4f} of what the adapter adds to them")
+        print(f"wrote {len(base.tensors)} tensors, {gib:.3f} GiB; rounded to bf16 the weights"
+              f" differ from the exact sum by {rounding:.4f} of what the adapter adds to them")
         try:
             if args.check:
-                check(base, lora, adapter_dir, partial, rows, device)
+                check(base, run["probe"], partial, rows, device)
             require(os.path.samestat(begun, os.stat(adapter_dir / ADAPTER_FILES[1])),
                     f"{adapter_dir}: has got another adapter meanwhile: merge again")
             partial = partial.replace(output.resolve())
@@ -131,7 +134,7 @@ def read_base(name, quantization):
     directory, in_4bit = model_directory(name, False, "--base_model"), quantization["prequantized"]
     with explain(f"base model {directory}"):
         model_config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
-        is_4bit = bool(getattr(model_config, "quantization_config", None))
+        is_4bit = has_nf4(model_config)
         require(in_4bit == is_4bit, f"is {'' if is_4bit else 'not '}quantised already; with"
                 " --base_model name the one that was trained on")
         arch, files = describe_model(model_config), weight_files(directory)
@@ -139,43 +142,43 @@ def read_base(name, quantization):
         check_files(files, names, model_config, quantization["quantized_from_dtype"])
     # besides its text model a multimodal one has others, which are copied, whatever they hold
     text, own = names.layer_prefix.removesuffix("layers."), {*names.shapes, names.head}
-    is_multimodal, shapes = text_config(model_config) is not model_config, {}
+    is_multimodal, tensors = text_config(model_config) is not model_config, {}
     for n, stored in sorted(files.items(), key=lambda item: (item[1].path, item[1].start)):
-        if n in own or is_multimodal and not n.startswith(text):
-            shapes[n] = names.shapes.get(n, stored.shape)
+        if n in own - {*names.scaled.values()} or is_multimodal and not n.startswith(text):
+            # what a router has in fp32 stays so: training used it as it is, and transformers keeps
+            # some of it, such as corrections, in fp32; the rest it rounds itself
+            exact = n in names.routers and stored.dtype == "F32"
+            tensors[n] = names.shapes.get(n, stored.shape), (torch.bfloat16, torch.float32)[exact]
             require(not n.endswith(NF4_PARTS), f"{stored.path}: {n} is of a weight in 4-bit outside"
                     " the text model's layers, which is not merged")
     auto_classes = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
-    layers = f"{arch.module_prefix}layers."
     return argparse.Namespace(
-        directory=directory, arch=arch, files=files, in_4bit=in_4bit, layers=layers,
-        model_config=model_config, auto_class=auto_classes[is_multimodal],
-        shapes=shapes,  # {tensor's name: shape} of what the merged model holds, file by file
-        n_bytes=2 * sum(map(math.prod, shapes.values())),
-        modules={n: layers + n.removeprefix(names.layer_prefix).removesuffix(".weight")
-                 for n in names.linears},  # of the tensors that training had in NF4
+        directory=directory, arch=arch, files=files, in_4bit=in_4bit, names=names,
+        places=names.places(), auto_class=auto_classes[is_multimodal],
+        tensors=tensors,  # {name: (shape, dtype)} of what the merged model holds, file by file
+        n_bytes=sum(math.prod(shape) * dtype.itemsize for shape, dtype in tensors.values()),
         dtype=getattr(torch, quantization["quantized_from_dtype"]),
         sums=quantization.get("tensor_sums") or {},  # they tell one base from another,
         absmax_offsets=quantization.get("absmax_offsets") or {})  # in older runs these
 
 
 def match_adapter(adapter_dir, config, base):
-    """Returns PEFT's configuration, and {name of a base's tensor: (file, names of A, B and DoRA's
-    part, scaling)}. Raises ValueError unless both files have what train_config.json says."""
+    """Returns {linear's name: (file, names of A, B and DoRA's part, scaling)}. Raises ValueError
+    unless both files have what train_config.json says."""
     path, file = [adapter_dir / name for name in ADAPTER_FILES]
     r, alpha, kind = config["lora_rank"], config["lora_alpha"], config["adapter"]
-    ends = tuple("" if n == "all-linear" else f".{n}" for n in config["target_modules"])
-    targets = {module for module in base.modules.values() if f".{module}".endswith(ends)}
-    lora = LoraConfig(r=r, lora_alpha=alpha, target_modules=targets,
-                      use_rslora=kind == "rslora", use_dora=kind == "dora")
+    names, adapted = base.names, set(base.arch.adapted(config["target_modules"]))
+    lora = LoraConfig(r=r, lora_alpha=alpha, use_rslora=kind == "rslora", use_dora=kind == "dora")
     wanted, found = lora.to_dict(), {**LoraConfig().to_dict(), **read_json(path)}
     for name, value in found.items():  # PiSSA, OLoRA and others train on a changed base
         require(name in FREE or value == wanted.get(name) or not (value or name in wanted),
                 f"{path}: {name} is {value!r:.80}, by train_config.json {wanted.get(name)!r}")
     adapter, shapes = {}, {}
-    for name, module in base.modules.items():
-        if module in targets:
-            (n_out, n_in), prefix = base.shapes[name], f"base_model.model.{module}.lora_"
+    for name, linear in names.linears.items():
+        if linear.name in adapted:
+            layer = name.removeprefix(names.layer_prefix).partition(".")[0]
+            prefix = peft_name(base.arch, layer, linear.name, "lora_")
+            n_out, n_in = linear.out_features, linear.in_features
             parts = {f"{prefix}A.weight": (r, n_in), f"{prefix}B.weight": (n_out, r)}
             parts |= {f"{prefix}magnitude_vector": (n_out,)} if kind == "dora" else {}
             adapter[name] = file, list(parts), alpha / (math.sqrt(r) if kind == "rslora" else r)
@@ -186,25 +189,26 @@ def match_adapter(adapter_dir, config, base):
             f" and train_config.json ask for {shapes.get(odd, 'none')}: another base model?")
     used = [n for n in stored if finite(read_tensor(file, n).float(), f"{file}: {n}").any()]
     require(any("lora_B" in n for n in used), f"{file}: is empty or untrained: lora_B is all 0")
-    return lora, adapter
+    return adapter
 
 
 def merged_tensor(name, base, adapter, device, sums):
-    """Returns one tensor of the merged model, bf16 on the CPU."""
-    tensor = read_tensor(base.files[name].path, name, device, base.sums.get(name))
-    if name in base.modules:
-        tensor = trained_weight(tensor, name, base)
-    if name in adapter:
-        file, part_names, scaling = adapter[name]
-        parts = [read_tensor(file, part).to(device) for part in part_names]
-        tensor = add_adapter(tensor, sums, scaling, *parts)
-    tensor = tensor.to("cpu", torch.bfloat16).contiguous()
-    return finite(tensor, f"{base.files[name].path}: what {name} becomes")
+    """Returns one tensor of the merged model, on the CPU."""
+    (path, *_), (shape, dtype) = base.files[name], base.tensors[name]
+    merged = torch.empty(shape, dtype=dtype)
+    for part, place in base.places.get(name, [(name, ...)]):  # of all experts, or the whole
+        tensor, turned = read_part(base.files, base.names, name, part, place, device, base.sums)
+        if part in base.names.linears:
+            tensor = trained_weight(tensor, part, path, base)
+        if part in adapter:
+            file, keys, scale = adapter[part]
+            tensor = add_adapter(tensor, sums, scale, *(read_tensor(file, k, device) for k in keys))
+        merged[place] = tensor.t() if turned else tensor
+    return finite(merged, f"{path}: what {name} becomes")
 
 
-def trained_weight(weight, name, base):
+def trained_weight(weight, name, path, base):
     """Returns what training computed with: a weight of the decoder's layers in NF4, dequantised."""
-    path = base.files[name].path
     if base.in_4bit:
         parts = [f"{name}.{part}" for part in NF4_PARTS]
         parts = {part: read_tensor(base.files[part].path, part, content=base.sums.get(part))
@@ -241,10 +245,10 @@ def add_adapter(weight, sums, scaling, lora_a, lora_b, magnitude=None):
 def write_files(directory, base, tensors, extras):
     """Write the merged model of these tensors, in the base's files, with all else that the base has
     and, in place of the base's, the files `extras` of the run."""
-    paths = {name: base.files[name].path for name in base.shapes}
+    paths = {name: base.files[name].path for name in base.tensors}
     for path in dict.fromkeys(paths.values()):
-        shapes = {name: shape for name, shape in base.shapes.items() if paths[name] == path}
-        write_tensors(directory / path.name, shapes, tensors)
+        described = {name: base.tensors[name] for name in paths if paths[name] == path}
+        write_tensors(directory / path.name, described, tensors)
     assert not list(tensors), "there are more tensors than names"
     copy_small_files(base.directory, directory)
     index = {"metadata": {"total_size": base.n_bytes},
@@ -261,25 +265,17 @@ def write_files(directory, base, tensors, extras):
         sync_file(path)
 
 
-def check(base, lora, adapter_dir, merged_dir, rows, device):
-    """Print how far the merged model is from what was trained; ValueError if it is another one."""
+def check(base, probe, merged_dir, rows, device):
+    """Print how far the merged model is from what was trained, by the file `probe`; ValueError if
+    it is another one."""
     settings = {"dtype": base.dtype, "trust_remote_code": False, "use_safetensors": True,
                 "device_map": "auto" if device == "cuda" else {"": "cpu"}}
     with explain(f"the check did not run (see --no-check); {merged_dir} is whole: rename it"):
-        nf4 = {} if base.in_4bit else {"quantization_config": nf4_settings(
-            base.auto_class, base.model_config, base.layers)}
-        model = base.auto_class.from_pretrained(base.directory, **nf4, **settings)
-        plain = all_logits(model, rows, base.dtype)
-        model = PeftModel.from_pretrained(model, adapter_dir, config=lora, torch_device=device)
-        trained = all_logits(model, rows, base.dtype)
-        del model  # room for the next one
-        gc.collect()
-        torch.cuda.empty_cache()
-        model = base.auto_class.from_pretrained(merged_dir, **settings)
-        merged = all_logits(model, rows, base.dtype)
+        plain, trained = probed_logits(base, probe, device)
+        merged = all_logits(base.auto_class.from_pretrained(merged_dir, **settings), rows)
+        effect, error = (trained - plain).norm(), merged - trained
     agree = (merged.argmax(-1) == trained.argmax(-1)).float().mean()
-    effect = (trained - plain).norm()
-    error, effect = float((merged - trained).norm() / effect), float(effect / trained.norm())
+    error, effect = float(error.norm() / effect), float(effect / trained.norm())
     print(f"check: the adapter moves the 4-bit model's logits by {effect:.1%} of their norm; the"
           f" merged model's are {error:.4f} of that away; {agree:.2%} of greedy tokens agree")
     why = ("the adapter's effect is too small for bf16: train longer, or use it unmerged" if
@@ -288,20 +284,24 @@ def check(base, lora, adapter_dir, merged_dir, rows, device):
             f" {error:.2f} of the adapter's effect away: {why}; left in {merged_dir}")  # NaN too
     if error > LARGE_ERROR:
         print(f"WARNING: the merged model loses {error:.0%} of the adapter's effect: {why}"
-              + UNMERGED.format(adapter_dir))
+              + UNMERGED.format(probe.parent))
+
+
+def probed_logits(base, probe, device):
+    """Returns the 4-bit model's logits without the adapter and with it, fp32 [tokens of all rows,
+    vocabulary] on the CPU, from what training has noted, which is what the head reads."""
+    name = base.names.embedding if base.arch.tied else base.names.head
+    head = read_tensor(base.files[name].path, name, device).to(base.dtype)
+    logits = [read_tensor(probe, name, device).to(base.dtype) @ head.t()
+              for name in ("without_adapter", "with_adapter")]
+    change = base.arch.logits_multiplier, base.arch.logits_softcap
+    return [scaled_logits(x.cpu(), *change) for x in logits]
 
 
 @torch.no_grad()
-def all_logits(model, rows, dtype):
+def all_logits(model, rows):
     """Returns fp32 [tokens of all rows, vocabulary], on the CPU."""
-    for module in model.modules():
-        if isinstance(module, bnb.nn.Linear4bit):
-            # in eval mode, which PEFT sets as well, on CPUs with AVX512-BF16, bitsandbytes 0.50
-            # rounds the scales to bf16, and fails where in_features is no multiple of 64
-            module.training = True
-            module.compute_dtype = module.weight.quant_state.dtype = dtype  # files may say another
-    device = model.get_input_embeddings().weight.device
-    inputs = [torch.tensor([row], device=device) for row in rows]
+    inputs = [torch.tensor([row], device=model.device) for row in rows]
     return torch.cat([model(input_ids).logits[0].float().cpu() for input_ids in inputs])
 
 

@@ -21,7 +21,7 @@ evaluation, loop; saving. It stands on the modules in fsdp_qlora/:
     model, vocabulary   embedding, layers, head and loss; CUDA graphs
     weights, adapter    a checkpoint's tensors; the trained vector and PEFT's names
     plan, machine       what fits into memory and what is fastest
-    checkpoints, output, logs, lifecycle, ranks      what is written, how a run ends
+    checkpoints, probe, output, logs, lifecycle, ranks      what is written, how a run ends
 
 Tested with torch 2.11 and 2.13, transformers 5.17 and 5.23, peft 0.21, bitsandbytes 0.50.
 """
@@ -80,6 +80,7 @@ from fsdp_qlora.nf4 import BLOCK, NESTED_BLOCK, QUANT_STORAGE, Nested, NF4Blocks
 from fsdp_qlora.offload import make_store, pinned_copy
 from fsdp_qlora.output import describe_run, merge_command, open_output, save_tokenizer
 from fsdp_qlora.plan import agree_on_plan
+from fsdp_qlora.probe import Probe, reshard_all
 from fsdp_qlora.ranks import (
     AGAIN, DIVERGED, EXITS, Stop, all_gather, check_same, gather_objects, is_rank_0, n_cores,
     on_rank_0, refuse_launch, say, say_each, together)
@@ -125,8 +126,7 @@ class Config:
     resume: str = knob(
         "auto", "auto: resume the run in --output_dir, if there is one with the same flags; never:"
         " begin a new one; must, or no value: resume it, with the flags that it began with unless"
-        " others are given", choices=("auto", "never", "must"),
-        nargs="?", const="must")
+        " others are given", choices=("auto", "never", "must"), nargs="?", const="must")
     random_weights: bool = knob(False, "random weights: of the model, only config.json is read")
     batch_size: int = knob(16, "rows an optimizer step, over all GPUs")
     num_epochs: float = knob(1.0, "passes over the data set; --max_steps overrides it")
@@ -208,6 +208,7 @@ class Run:
     adapter: object  # Adapter
     optimizer: torch.optim.Optimizer
     store: object  # where layers keep their inputs
+    probe: object  # Probe
     graphs: object  # Graphs, or None
     # all below changes; `progress` is saved in checkpoints
     progress: dict = dataclasses.field(default_factory=lambda: dict.fromkeys(
@@ -307,9 +308,9 @@ def train(given, device, status):
             measure_weight_norms(model)
         run = Run(
             config=config, plan=plan, status=status, directory=directory, device=device, rows=rows,
-            eval_rows=eval_rows, content=content, lora_config=lora_config, kernels=kernels,
-            model=model, adapter=adapter, optimizer=optimizer, store=make_store(plan, arch, device),
-            graphs=Graphs(model, device) if plan.graphs else None, saved_step=done)
+            eval_rows=eval_rows, content=content, lora_config=lora_config, optimizer=optimizer,
+            model=model, kernels=kernels, store=make_store(plan, arch, device), probe=Probe(rows),
+            adapter=adapter, graphs=Graphs(model, device) if plan.graphs else None, saved_step=done)
         if done:
             status.enter("checkpoint")
             with together():
@@ -327,6 +328,7 @@ def train(given, device, status):
 
         # 6. Loop and save
         status.enter("training")
+        run.probe.begin(run)
         records = run_steps(run, done)
         if config.random_weights and records:
             say_speed(run, records)
@@ -751,9 +753,7 @@ def evaluate(run):
             total += run.model(make_bin(batch, micro_batch, rank, None, run))
     else:
         loss = float(all_gather(total).sum()) / int(rows.n_trained.sum())
-    for unit in run.model.modules():  # nothing that was gathered may stay: the adapter will change
-        if isinstance(unit, FSDPModule):
-            unit.reshard()
+    reshard_all(run.model)
     return loss
 
 
@@ -837,7 +837,7 @@ def stop_run(run, step, is_evaluated, is_first):
         raise Stop(f"{why} before the evaluation after step {step} was done, and so it would go"
                    " again: give more, or evaluate fewer rows", EXITS["flags"])
     if why == LOST_DIRECTORY:  # this saves elsewhere, says where, and ends the run
-        on_rank_0(save_adapter, run, run.adapter.gather_weights())
+        on_rank_0(save_adapter, run, run.adapter.gather_weights(), run.probe.states(run))
     saved = checkpoint_path(run.directory, run.saved_step).name
     left = f"{saved} is whole" if run.saved_step else "nothing is saved"
     raise Stop(f"{why}, after step {step}; {left}; {run.status.how_to_resume}", AGAIN)
@@ -855,10 +855,10 @@ def save_checkpoint(run, step):
     started, name = clock(), checkpoint_path(run.directory, step).name
     state = run.optimizer.state[run.adapter.weights]
     torch.get_device_module(run.device).synchronize()  # no stream orders reads of paged state
-    weights = run.adapter.gather_weights()
+    weights, probe = run.adapter.gather_weights(), run.probe.states(run)
     state_by_layer = {key: list(run.adapter.gather(state[key])) for key in STATE_KEYS}
     try:
-        on_rank_0(write_checkpoint, run, step, weights, state_by_layer)
+        on_rank_0(write_checkpoint, run, step, weights, state_by_layer, probe)
     except Stop as e:
         run.save_due = clock() + RETRY_SECONDS
         say(f"{name} could not be saved: {e}; if training goes on, it is tried again in"
@@ -876,7 +876,7 @@ def finish_run(run):
     next. All ranks must call this."""
     run.status.enter("saving")
     weights, directory = run.adapter.gather_weights(), run.directory
-    on_rank_0(save_adapter, run, weights)
+    on_rank_0(save_adapter, run, weights, run.probe.states(run))
     on_rank_0(draw_losses, directory)
     if best := run.progress["best_step"]:
         path = checkpoint_path(directory, best)

@@ -19,20 +19,17 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_qlora.files import write_whole
 from fsdp_qlora.model import local_part, set_local
-from fsdp_qlora.names import renamed
+from fsdp_qlora.names import peft_name, renamed
 from fsdp_qlora.ranks import all_gather, is_rank_0, say, together
 
 
 def choose_adapted(arch, config, base_name):
     """PEFT's LoraConfig, and the names in a layer of the linears that get an adapter. Raises
     ValueError."""
-    experts = list(dict.fromkeys(x.name for x in arch.expert_gate_up + arch.expert_down))
-    linears = [x.name for routed in set(arch.layer_routed) for x in arch.linears(routed)]
-    names = [name for name in dict.fromkeys(linears) if name not in set(experts)]
-    default = [x.name for x in arch.qkv + arch.out] if arch.mixture else names
+    experts = arch.experts()
+    names, default = arch.adaptable(), arch.adapted(["all-linear"])
     short = sorted({name.rsplit(".", 1)[-1] for name in default})
     targets = short if config.target_modules == ("all-linear",) else list(config.target_modules)
-    adapted = [name for name in names if f".{name}".endswith(tuple(f".{x}" for x in targets))]
     for target in targets:
         found = [name for name in names if f".{name}".endswith(f".{target}")]
         if target == "experts" and experts:
@@ -52,7 +49,6 @@ def choose_adapted(arch, config, base_name):
         renames = arch.mixture.renames
         leaves = {renamed(name, renames).rsplit(".", 1)[-1] for name in experts}
         targets = sorted({*targets} - {"experts"} | leaves)
-        adapted += experts
     if arch.module_prefix != "model.":  # a vision tower may have linears of the same names
         either = "|".join(re.escape(target) for target in targets)
         targets = rf"{re.escape(arch.module_prefix)}layers\.\d+\..*\b({either})"
@@ -65,7 +61,7 @@ def choose_adapted(arch, config, base_name):
         target_modules=targets,
         task_type="CAUSAL_LM",
         base_model_name_or_path=base_name)
-    return lora_config, adapted
+    return lora_config, arch.adapted(config.target_modules)
 
 
 def refuse_expert_adapters(arch, config):
@@ -109,9 +105,7 @@ class Adapter:
 
     def name(self, i, linear, key):
         """PEFT's name of a part of the adapter of layer i; of experts as in files."""
-        renames = self.arch.mixture.renames if self.arch.mixture else ()
-        stem = f"base_model.model.{self.arch.module_prefix}layers.{i}"
-        return f"{stem}.{renamed(linear, renames)}.{key}"
+        return peft_name(self.arch, i, linear, key)
 
     def names(self, i):
         """{PEFT's name in an adapter file: (slice of layer i's adapter, shape)}."""

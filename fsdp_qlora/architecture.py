@@ -147,6 +147,25 @@ class Architecture(Family):
     def linears(self, routed):
         return [linear for group in self.fused_groups(routed) for linear in group]
 
+    def adaptable(self):
+        """Names in a layer of the linears that --target_modules can name: all but the experts."""
+        experts = set(self.experts())
+        linears = [x.name for routed in set(self.layer_routed) for x in self.linears(routed)]
+        return [name for name in dict.fromkeys(linears) if name not in experts]
+
+    def experts(self):
+        """Names in a layer of the linears of all experts."""
+        return [linear.name for linear in self.expert_gate_up + self.expert_down]
+
+    def adapted(self, target_modules):
+        """Those of them that --target_modules means: all-linear are all, of a mixture those of
+        attention; experts are all experts; other words are the ends of names."""
+        if list(target_modules) == ["all-linear"]:
+            return [x.name for x in self.qkv + self.out] if self.mixture else self.adaptable()
+        ends = tuple(f".{target}" for target in target_modules)
+        found = [name for name in self.adaptable() if f".{name}".endswith(ends)]
+        return found + self.experts() if "experts" in target_modules else found
+
     def vectors(self, routed):
         """{name below the layer: shape} of a layer's norms, biases and sinks."""
         norms = self.attention_norm, self.attention_post_norm, self.mlp_norm, self.mlp_post_norm

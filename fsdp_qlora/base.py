@@ -13,8 +13,7 @@ from pathlib import Path
 
 import huggingface_hub
 import numpy as np
-import torch
-from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig
+from transformers import AutoConfig, AutoTokenizer
 
 from fsdp_qlora.data.chat import closing_token
 from fsdp_qlora.configs import describe_model, text_config
@@ -86,18 +85,6 @@ def read_model_config(directory, config):
         raise ValueError(f"--max_seq_len {config.max_seq_len}: the model was made for {longest}")
     max_seq_len = config.max_seq_len or min(2048, longest or 2048)
     return dataclasses.replace(config, max_seq_len=max_seq_len), model_config, arch
-
-
-def nf4_settings(auto_class, model_config, layers):
-    """transformers' settings that quantise a model as training does: the linears of the decoder
-    layers, whose names begin with `layers`, and no others."""
-    with torch.device("meta"):
-        model = auto_class.from_config(model_config, trust_remote_code=False)
-    others = [name for name, module in model.named_modules()
-              if isinstance(module, torch.nn.Linear) and not name.startswith(layers)]
-    return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-        bnb_4bit_quant_storage=torch.bfloat16, llm_int8_skip_modules=others)
 
 
 def load_tokenizer(directory, config):

@@ -17,7 +17,6 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModel, AutoModelForCau
 
 from fsdp_qlora.data.bins import make_bin
 from fsdp_qlora.data.encode import rows_of
-from fsdp_qlora.elementwise import normalise
 from fsdp_qlora.configs import describe_model, rope_frequencies, shrunk_config
 from fsdp_qlora.attention import document_attention
 from fsdp_qlora.layer import make_layouts
@@ -185,10 +184,8 @@ def results(model, ids):
     arch, documents = model.arch, ids.split(LENGTHS)
     bin = make_bin(rows_of([(x, x) for x in documents]), [[0, 1]], 0, None, plain_run(model))
     with torch.no_grad():
-        hidden = model.hidden(bin)
-        normed = torch.empty_like(hidden)
-        normalise(normed, hidden, model.norm, model.norm_bias, arch.norm, arch.norm_eps)
-        logits = scaled_logits(normed @ model.head.t(), arch.logits_multiplier, arch.logits_softcap)
+        states = model(bin, wants_loss=False)
+        logits = scaled_logits(states @ model.head.t(), arch.logits_multiplier, arch.logits_softcap)
     loss = model(bin)
     loss.backward()
     gradients = {f"gradient of adapter {i}": layer.adapter.grad

@@ -1,6 +1,6 @@
 """Checkpoints: written whole or not at all, read only if they are whole, of this run and no other.
 
-Stands on adapter and files. The script decides when to save and gathers what is saved.
+Stands on adapter, files and output. The script decides when to save and gathers what is saved.
 """
 
 import contextlib
@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from fsdp_qlora.adapter import write_adapter
 from fsdp_qlora.files import (
     as_json, digest, read_json, remove, sync_file, text_digest, write_whole)
+from fsdp_qlora.output import ADAPTER_FILES, PROBE_FILE, RESULTS
 from fsdp_qlora.ranks import Stop, gather_objects, say
 
 MUST_MATCH = (  # flags that a resumed run cannot change, besides rows and base model
@@ -37,10 +38,10 @@ def checkpoint_path(directory, step):
     return directory / f"checkpoint-{step:06d}"
 
 
-def write_checkpoint(run, step, weights, state_by_layer):
+def write_checkpoint(run, step, weights, state_by_layer, probe):
     """Write checkpoint-<step>, whole or not at all, from the gathered {PEFT's name: tensor} and
-    {one of STATE_KEYS: a tensor for each layer}. Raises OSError, and ValueError where the directory
-    is not this run's any more. Rank 0 only.
+    {one of STATE_KEYS: a tensor for each layer}, and from Probe.states(). Raises OSError, and
+    ValueError where the directory is not this run's any more. Rank 0 only.
 
     Everything goes into a hidden directory, which gets its name when all is written, synced and
     listed with its SHA-256: a directory with the right name is a whole checkpoint.
@@ -50,6 +51,7 @@ def write_checkpoint(run, step, weights, state_by_layer):
     hidden = run.directory / f".{final.name}.part"
     remove_at_once(hidden)  # of a save that failed
     needed = 1.02 * (4 + 2) * run.adapter.n_trainable + 2**20  # weights, two states of 8 bits
+    needed += sum(states.nbytes for states in probe.values())
     if (free := shutil.disk_usage(run.directory).free) < needed:
         raise OSError(errno.ENOSPC, f"it takes {needed / 2**30:.3f} GiB, and {free / 2**30:.3f}"
                       " are free")
@@ -58,7 +60,8 @@ def write_checkpoint(run, step, weights, state_by_layer):
         write_adapter(hidden, weights, run.lora_config)
         stacked = {key: torch.stack(layers) for key, layers in state_by_layer.items()}
         write_whole(hidden / "optimizer.safetensors", stacked)
-        names = "adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors"
+        write_whole(hidden / PROBE_FILE, probe)
+        names = *ADAPTER_FILES, "optimizer.safetensors", PROBE_FILE
         state = {
             "step": step,
             "optimizer_step": run.optimizer.state[run.adapter.weights]["step"],
@@ -226,10 +229,10 @@ def agree_on_content(config, rows, eval_rows, base_sha256):
     return content
 
 
-def save_adapter(run, weights):
-    """Write the trained adapter in PEFT's format, and its SHA-256 into train_config.json; if
-    --output_dir cannot be written or is lost, the adapter beside it or in the system's temporary
-    directory, and OSError says where. Rank 0 only."""
+def save_adapter(run, weights, probe):
+    """Write the trained adapter in PEFT's format and what Probe.states() gives, and their SHA-256
+    into train_config.json; if --output_dir cannot be written or is lost, the adapter beside it or
+    in the system's temporary directory, and OSError says where. Rank 0 only."""
     directory, errors = run.directory, []
     for place in directory, directory.resolve().parent, None:  # None: the system's, if it has one
         made = None
@@ -241,9 +244,9 @@ def save_adapter(run, weights):
             else:
                 run.status.check_lock()
                 write_adapter(directory, weights, run.lora_config)
-                sha = digest(directory / "adapter_model.safetensors")
+                write_whole(directory / PROBE_FILE, probe)
                 if described := read_json(directory / "train_config.json", {}):
-                    described["adapter_sha256"] = sha
+                    described |= {key: digest(directory / name) for key, name in RESULTS.items()}
                     write_whole(directory / "train_config.json", json.dumps(described, indent=2))
             break
         except (OSError, ValueError, SafetensorError) as e:

@@ -68,19 +68,20 @@ def put_in_place(part, path):
     sync_file(path.parent)
 
 
-def write_tensors(path, shapes, tensors):
-    """Write bf16 tensors {name: shape} one at a time, as `tensors` yields them on the CPU;
-    safetensors' own writer takes all of a file at once. Not synced."""
+def write_tensors(path, described, tensors):
+    """Write tensors {name: (shape, dtype)}, bf16 or fp32, one at a time, as `tensors` yields them
+    on the CPU; safetensors' own writer takes all of a file at once. Not synced."""
     header, end = {"__metadata__": {"format": "pt"}}, 0
-    for name, shape in shapes.items():
-        start, end = end, end + 2 * math.prod(shape)
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+    for name, (shape, dtype) in described.items():
+        start, end = end, end + dtype.itemsize * math.prod(shape)
+        header[name] = {"dtype": {torch.bfloat16: "BF16", torch.float32: "F32"}[dtype],
+                        "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for (name, shape), tensor in zip(shapes.items(), tensors):
-            is_right = tensor.dtype == torch.bfloat16 and tensor.shape == shape
+        for (name, (shape, dtype)), tensor in zip(described.items(), tensors):
+            is_right = tensor.dtype == dtype and tensor.shape == shape
             assert is_right, f"{name} is {tensor.dtype} {tensor.shape}"
             file.write(tensor.view(-1).view(torch.uint8).numpy())
 

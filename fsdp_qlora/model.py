@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdp_qlora.attention import rope_tables
-from fsdp_qlora.elementwise import EMBEDDING_SITE, drop
+from fsdp_qlora.elementwise import EMBEDDING_SITE, drop, normalise
 from fsdp_qlora.layer import DecoderLayer
 from fsdp_qlora.linears import LinearPlace
 from fsdp_qlora.names import FP8_BLOCK
@@ -28,7 +28,7 @@ from fsdp_qlora.weights import Request
 
 class Model(nn.Module):
     """Embedding, decoder layers, norm and head. Its forward of a Bin returns the sum of the bin's
-    token losses.
+    token losses; without wants_loss what the head reads, [tokens, hidden].
 
     Of embedding and head each rank has its own rows, outside of FSDP2, which would gather them
     whole: 2.1 GB each for Llama-3-70B, and twice that while it copies.
@@ -48,8 +48,13 @@ class Model(nn.Module):
         self.embedding = self.norm = self.norm_bias = self.head = None
         self.frequencies = None  # of each of arch.ropes, see rope_frequencies()
 
-    def forward(self, bin):
-        return HeadLoss.apply(self.hidden(bin), self, bin)
+    def forward(self, bin, wants_loss=True):
+        x, arch = self.hidden(bin), self.arch
+        if wants_loss:
+            return HeadLoss.apply(x, self, bin)
+        normed = torch.empty_like(x)
+        normalise(normed, x, self.norm, self.norm_bias, arch.norm, arch.norm_eps, evaluation=True)
+        return normed
 
     def hidden(self, bin):
         """What the last layer returns, [tokens, hidden]."""

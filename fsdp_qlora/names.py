@@ -13,7 +13,7 @@ from fsdp_qlora.configs import text_config
 from fsdp_qlora.nf4 import BLOCK, NESTED_BLOCK, dynamic_map, nf4_code
 from fsdp_qlora.ranks import say
 from fsdp_qlora.weights import (
-    DTYPES, FLOATS, READ_CHUNK, Request, Source, WeightReader)
+    DTYPES, FLOATS, READ_CHUNK, Request, Source, WeightReader, read_tensor)
 
 NF4_STATE = "quant_state.bitsandbytes__nf4"  # bitsandbytes' name, behind that of the weight
 FP8_BLOCK = 128  # rows and columns of a weight in FP8 that share one scale
@@ -28,6 +28,7 @@ class TensorNames:
     linears: dict  # {name: Linear} of those that are in 4 bits here
     sources: dict  # {name of a linear: Source} where it is a part of one of `shapes`
     scaled: dict  # {name of a linear in FP8: name of the scales of its blocks}
+    routers: set  # those of `shapes` that decide where tokens go
     embedding: str
     norm: str
     norm_bias: str | None
@@ -38,6 +39,28 @@ class TensorNames:
     def of_layer(self, index, name):
         """The name in files of what is called `name` in layer `index`."""
         return self.layer_prefix + f"{index}." + renamed(name, self.renames)
+
+
+    def places(self):
+        """{name of a tensor in files: [(a linear's name, the index in the tensor at which it is)]}
+        of all linears; of turned ones that of the whole [in, out]."""
+        found = {}
+        for name, linear in self.linears.items():
+            stored, place = name, ...
+            if source := self.sources.get(name):
+                stored = source.stored
+                expert, first = divmod(source.first, self.shapes[stored][1])
+                place = expert if source.turned else (
+                    expert, slice(first, first + linear.out_features))
+            found.setdefault(stored, []).append((name, place))
+        return found
+
+
+def peft_name(arch, layer, linear, key):
+    """PEFT's name of a part of a linear's adapter; of experts as in files."""
+    renames = arch.mixture.renames if arch.mixture else ()
+    stem = f"base_model.model.{arch.module_prefix}layers.{layer}"
+    return f"{stem}.{renamed(linear, renames)}.{key}"
 
 
 def renamed(name, renames):
@@ -57,7 +80,7 @@ def tensor_names(arch, files):
     table, renames = (arch.vocab_size, arch.hidden_size), ()
     if arch.mixture:  # those that files have
         renames = tuple(p for p in arch.mixture.renames if any(p[1] in name for name in files))
-    names = TensorNames({embedding: table}, {}, {}, {}, embedding, norm, norm_bias, head,
+    names = TensorNames({embedding: table}, {}, {}, {}, set(), embedding, norm, norm_bias, head,
                         f"{stem}layers.", renames)
     for i, routed in enumerate(arch.layer_routed):
         fused = fused_experts(arch, names, i, files) if routed else {}
@@ -75,6 +98,7 @@ def tensor_names(arch, files):
                     math.ceil(n / FP8_BLOCK) for n in (linear.out_features, linear.in_features))
         for key, shape in (arch.vectors(routed) | arch.router_tensors(routed)).items():
             names.shapes[names.of_layer(i, key)] = shape
+        names.routers.update(names.of_layer(i, key) for key in arch.router_tensors(routed))
     for name in filter(None, (norm, norm_bias)):
         names.shapes[name] = (arch.hidden_size,)
     if not arch.tied:
@@ -114,11 +138,27 @@ def weight_rows(read, names, name, rows):
     if name not in names.scaled:
         return value
     n_in = names.linears[name].in_features
-    scales = read(names.scaled[name]).view(-1, math.ceil(n_in / FP8_BLOCK)).float()
-    first = rows.start % FP8_BLOCK  # of the first block's rows
-    scales = scales.repeat_interleave(FP8_BLOCK, 0)[first : first + len(rows)]
-    scales = scales.repeat_interleave(FP8_BLOCK, 1)[:, :n_in]
-    return (value.view(len(rows), n_in).float() * scales).flatten()
+    scales = read(names.scaled[name]).view(-1, math.ceil(n_in / FP8_BLOCK))
+    return unscaled(value.view(len(rows), n_in), scales, rows.start % FP8_BLOCK).flatten()
+
+
+def read_part(files, names, stored, part, place, device, sums):
+    """A whole tensor of the files, or the `part` of it at `place`, see TensorNames.places(); a
+    linear's as [out, in], of FP8 times its scales; and whether it was turned for that. Raises
+    ValueError if it has not the content that `sums`, {name: content_sum() as hex}, know of."""
+    turned = part in names.sources and names.sources[part].turned
+    tensor = read_tensor(files[stored].path, stored, device, sums.get(part), place, part, turned)
+    if scales := names.scaled.get(part):
+        of_scales = read_tensor(files[scales].path, scales, device, sums.get(scales))
+        tensor = unscaled(tensor, of_scales)
+    return tensor, turned
+
+
+def unscaled(value, scales, first=0):
+    """The fp32 weight [out, in] of FP8 values and the scales of their blocks; `first`: the first
+    value's row in the first block."""
+    scales = scales.float().repeat_interleave(FP8_BLOCK, 0)[first : first + len(value)]
+    return value.float() * scales.repeat_interleave(FP8_BLOCK, 1)[:, : value.shape[1]]
 
 
 def check_files(files, names, model_config, compute_dtype):
@@ -127,8 +167,7 @@ def check_files(files, names, model_config, compute_dtype):
     wanted = {name: (shape, FLOATS) for name, shape in names.shapes.items()}
     wanted |= {name: (names.shapes[name], ["F8_E4M3"]) for name in names.scaled}
     files = drop_further_layers(files, names, model_config)
-    settings = getattr(model_config, "quantization_config", None)
-    if not settings or settings.get("quant_method") == "fp8":
+    if not has_nf4(model_config):
         check_tensors(files, names, wanted)
         return {}
     states = check_prequantised(files, names, wanted)
@@ -139,6 +178,12 @@ def check_files(files, names, model_config, compute_dtype):
             f" here they are dequantised to {compute_dtype}, so that some weights differ by its"
             " rounding")
     return states
+
+
+def has_nf4(model_config):
+    """Whether the files have linears in 4 bits, by bitsandbytes, and not in FP8 or whole."""
+    settings = getattr(model_config, "quantization_config", None) or {}
+    return settings.get("quant_method", "fp8") != "fp8"
 
 
 def drop_further_layers(files, names, model_config):

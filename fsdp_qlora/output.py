@@ -26,6 +26,9 @@ from fsdp_qlora.nf4 import BLOCK, NESTED_BLOCK
 from fsdp_qlora.ranks import Stop, is_rank_0, on_rank_0, say, this_rank, together
 
 ADAPTER_FILES = "adapter_config.json", "adapter_model.safetensors"
+PROBE_FILE = "probe.safetensors"  # what the model gives for a few rows, see probe
+# what a run writes when it ends, by the name of its SHA-256 in train_config.json
+RESULTS = {"adapter_sha256": "adapter_model.safetensors", "probe_sha256": PROBE_FILE}
 MERGEABLE = {  # what a merge takes of train_config.json: the JSON of each value, as a regex
     "base_model": '".+"', "probe_input_ids": r"\[(\[\d[\d, ]*\](, )?)+\]",
     "config.lora_rank": r"[1-9]\d{0,8}", "config.lora_alpha": r"[1-9]\d{0,8}",
@@ -190,7 +193,7 @@ def describe_run(run, given, base, loaded, day, versions):
     is there, and the versions by which the steps so far were done.
     """
     run.status.check_lock()
-    config, rows, path = run.config, run.rows, run.directory / "train_config.json"
+    config, path = run.config, run.directory / "train_config.json"
     begun = read_json(path, {}) if run.saved_step else {}
     kept = {key: begun[key] for key in ("earlier_versions",) if key in begun}
     if (before := begun.get("versions", versions)) != versions:
@@ -219,10 +222,9 @@ def describe_run(run, given, base, loaded, day, versions):
         "date": day,
         "versions": versions,
         **kept,
-        "probe_input_ids": [rows.tokens(i)[0][:64].tolist() for i in range(min(4, len(rows)))]}
+        "probe_input_ids": run.probe.input_ids}
     described["sha256"] = text_digest(described)
-    if "adapter_sha256" in begun:
-        described["adapter_sha256"] = begun["adapter_sha256"]
+    described |= {key: begun[key] for key in RESULTS if key in begun}
     write_whole(path, json.dumps(described, indent=2))
 
 
@@ -248,8 +250,9 @@ def save_tokenizer(directory, base, tokenizer):
 
 def read_run(directory):
     """What train_config.json says of the run in a directory, or of the run that a checkpoint is in;
-    `extras`: its files that replace the base's in a merged model. Raises ValueError for what is not
-    as it was written and for what a merge cannot take."""
+    `extras`: its files that replace the base's in a merged model; `probe`: the path of PROBE_FILE,
+    None without. Raises ValueError for what is not as it was written and for what a merge cannot
+    take."""
     path = directory / "train_config.json"
     path = path if path.is_file() else directory.resolve().parent / path.name
     needed = [path, *(directory / name for name in ADAPTER_FILES)]
@@ -260,18 +263,19 @@ def read_run(directory):
                          + (f"its newest checkpoint: --adapter_dir {newest}" if newest else
                             "a run directory of train_fsdp_qlora.py or a checkpoint in it"))
     run, changed = read_json(path), "has another SHA-256 than when it was written"
-    adapter = run.pop("adapter_sha256", None)  # comes when the run ends; older runs have no digests
+    # they come when the run ends; older runs have none
+    files = {directory / RESULTS[key]: run.pop(key) for key in RESULTS if key in run}
     if "sha256" in run and run.pop("sha256") != text_digest(run):
         raise ValueError(f"{path}: {changed}")
-    files = {needed[-1]: adapter} if adapter else {}
     if os.path.lexists(listed := directory / "checkpoint.json"):
         state = read_json(listed)
         written, listed_files = state.pop("sha256", None), state.get("files")
         if text_digest(state) != written or not isinstance(listed_files, dict):
             raise ValueError(f"{listed}: {changed}")
-        files = {file: listed_files.get(file.name) for file in needed[1:]}
+        files = {directory / name: listed_files.get(name) for name in (*ADAPTER_FILES, PROBE_FILE)}
+    probe = directory / PROBE_FILE  # older runs and checkpoints have none
     for file, sha in files.items():
-        if digest(file) != sha:
+        if (file != probe or probe.is_file()) and digest(file) != sha:
             raise ValueError(f"{file}: {changed}")
     for name, pattern in MERGEABLE.items():
         value = run
@@ -281,7 +285,8 @@ def read_run(directory):
             raise ValueError(f"{path}: {name} is {text:.80}; a merge takes only {pattern}")
     extras = ["chat_template.jinja"] * bool(run["config"].get("chat_template"))
     extras = [path.with_name(name) for name in (*extras, "generation_config.json")]
-    return {**run, "extras": [extra for extra in extras if extra.is_file()]}
+    return {**run, "extras": [extra for extra in extras if extra.is_file()],
+            "probe": probe if probe.is_file() else None}
 
 
 def merge_command(directory, script):

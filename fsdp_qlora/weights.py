@@ -93,13 +93,16 @@ def tensors_of(path):
             for name, tensor in header.items()}
 
 
-def read_tensor(path, name, device="cpu", content=None):
-    """One whole tensor. Raises ValueError if it has not this `content`, content_sum() as hex. The
+def read_tensor(path, name, device="cpu", content=None, place=..., what=None, turned=False):
+    """One whole tensor or, at the index `place`, the part of it that is called `what`; its rows
+    where it is `turned`. Raises ValueError if it has not this `content`, content_sum() as hex. The
     file is opened for each: mapped pages would add up."""
     with safe_open(path, "pt") as tensors:
-        tensor = tensors.get_tensor(name).to(device)
+        tensor = tensors.get_tensor(name) if place is ... else tensors.get_slice(name)[place]
+        tensor = tensor.to(device)
+    tensor = tensor.t().contiguous() if turned else tensor
     if content and content != as_hex(content_sum(tensor).item()):
-        raise ValueError(f"{path}: the values of {name} {OTHER_BASE}")
+        raise ValueError(f"{path}: the values of {what or name} {OTHER_BASE}")
     return tensor
 
 

@@ -411,7 +411,7 @@ def write_in_place():
     """Checkpoints are written under their own names, are believed without a look, and the one
     before goes first, as if there were room for one only."""
 
-    def write(run, step, weights, optimizer_tensors):
+    def write(run, step, weights, optimizer_tensors, probe):
         path, state = house.get("checkpoint_path")(run.directory, step), run.optimizer.state
         for old in run.directory.glob("checkpoint-*"):
             shutil.rmtree(old)

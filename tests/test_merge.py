@@ -130,12 +130,14 @@ def trained(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def older(trained, tmp_path_factory):
-    """The run as older versions described it: no digests, but the mean absmax of each linear."""
+    """The run as older versions left it: without digests and without probe.safetensors, but with
+    the mean absmax of each linear."""
     run = tmp_path_factory.mktemp("older") / "run"
     shutil.copytree(trained, run, ignore=shutil.ignore_patterns("checkpoint-*"))
     described = json.loads((run / "train_config.json").read_text())
-    for key in "sha256", "adapter_sha256", "base_sha256":
+    for key in "sha256", "adapter_sha256", "probe_sha256", "base_sha256":
         del described[key]
+    (run / "probe.safetensors").unlink()
     base = load_file(run / "demo" / "model" / "model.safetensors")
     offsets = {name: nf4_offset(weight) for name, weight in base.items() if "_proj." in name}
     assert {*offsets} < {*described["quantization"].pop("tensor_sums")}
@@ -195,6 +197,14 @@ def probes(trained):
 
 
 @pytest.fixture(scope="module")
+def noted(trained):
+    """Logits of the run without and with the adapter, from what training has noted."""
+    states = load_file(trained / "probe.safetensors")
+    head = load_file(trained / "demo" / "model" / "model.safetensors")["lm_head.weight"]
+    return [(states[name] @ head.t()).float() for name in ("without_adapter", "with_adapter")]
+
+
+@pytest.fixture(scope="module")
 def reference(trained, probes):
     """Logits of the 4-bit base without and with the adapter."""
     model = load_4bit(trained / "demo" / "model")
@@ -212,7 +222,15 @@ def test_adapter_reproduces_training_loss(trained):
     assert loss == pytest.approx(last["loss"], rel=2e-3)
 
 
-def test_merged_model_needs_no_bitsandbytes(trained, merged, probes, reference, tmp_path):
+def test_training_notes_what_peft_gives(noted, reference):
+    """And PEFT's 4-bit model, without the adapter and with it, takes no part in the run."""
+    effect = (reference[1] - reference[0]).norm()
+    errors = [float((got - want).norm() / effect) for got, want in zip(noted, reference)]
+    print(f"errors relative to the adapter's effect: {errors}")
+    assert max(errors) < 0.02
+
+
+def test_merged_model_needs_no_bitsandbytes(trained, merged, probes, reference, noted, tmp_path):
     (tmp_path / "bitsandbytes.py").write_text("raise ImportError('not here')\n")
     script = f"""
 import torch
@@ -237,6 +255,7 @@ except ImportError:
     assert error < 0.20  # the promise
     assert error < 0.02  # bf16 rounding for this adapter: 2**-8 and what the layers add to it
     reported = re.search(r"are ([\d.]+) of that away", merged[1])
+    error = float((logits - noted[1]).norm() / (noted[1] - noted[0]).norm())
     assert float(reported[1]) == pytest.approx(error, rel=0.01)
 
 
@@ -334,6 +353,27 @@ def write_train_config(run, base, lora, target_modules, **quantization):
     (run / "train_config.json").write_text(json.dumps({"base_model": str(base), **content}))
 
 
+LINEAR_OF_LAYER = r"model\.(language_model\.)?layers\.\d+\.(self_attn|mlp)\.\w+_proj\.weight"
+
+
+@torch.no_grad()
+def write_probe(run, base, auto_class=AutoModelForCausalLM):
+    """What training notes beside an adapter, by PEFT on the base as training has it."""
+    rows = json.loads((run / "train_config.json").read_text())["probe_input_ids"]
+    model = auto_class.from_pretrained(base, dtype=torch.bfloat16)
+    for name, p in model.named_parameters():
+        if re.fullmatch(LINEAR_OF_LAYER, name):
+            p.data = nf4_and_back(p.data)
+    states = []
+    model.get_output_embeddings().register_forward_pre_hook(
+        lambda module, inputs: states.append(inputs[0][0]))  # fmt: skip
+    logits_of(model, rows)
+    logits_of(PeftModel.from_pretrained(model, run), rows)
+    halves = torch.cat(states).chunk(2)
+    probe = {"without_adapter": halves[0].clone(), "with_adapter": halves[1].clone()}
+    save_file(probe, run / "probe.safetensors")
+
+
 @pytest.fixture
 def qwen(tmp_path):
     """A run made by PEFT alone: a tied fp16 base in several files with attention biases, whose
@@ -362,6 +402,7 @@ def qwen(tmp_path):
         model.save_pretrained(tmp_path / "run")
         names = ["q_proj", "up_proj"]
         write_train_config(tmp_path / "run", tmp_path / "base", lora, names, device="cuda")
+        write_probe(tmp_path / "run", tmp_path / "base")
         return model
 
     return make
@@ -452,15 +493,15 @@ def family(tmp_path):
             if "lora_B" in name:
                 p.data.normal_(0, 0.1)
         model.save_pretrained(tmp_path / "run")
-        pattern = r"model\.(language_model\.)?layers\.\d+\.(self_attn|mlp)\.\w+_proj"
-        modules = model.base_model.model.named_modules()
-        layers = {f"{n}.weight": m for n, m in modules if re.fullmatch(pattern, n)}
+        modules = [(f"{n}.weight", m) for n, m in model.base_model.model.named_modules()]
+        layers = {n: m for n, m in modules if re.fullmatch(LINEAR_OF_LAYER, n)}
         assert len(layers) == 2 * n_linears
         offsets = {name: nf4_offset(p) for name, (new, p) in stored.items() if new in layers}
         names = ["q_proj", "down_proj"] if targets == IN_TEXT else targets
         write_train_config(
             tmp_path / "run", tmp_path / "base", lora, names, absmax_offsets=offsets
         )
+        write_probe(tmp_path / "run", tmp_path / "base", auto)
         return layers, stored
 
     return make
@@ -473,21 +514,12 @@ def nf4_offset(weight):
 
 
 @pytest.mark.parametrize("case", FAMILIES)
-def test_families(case, family, tmp_path, monkeypatch, capsys):
+def test_families(case, family, tmp_path, capsys):
     layers, stored = family(case)
-    in_4bit, all_logits = [], merge_adapters.all_logits
-
-    def spy(model, *args):
-        in_4bit.append({n for n, m in model.named_modules() if isinstance(m, bnb.nn.Linear4bit)})
-        return all_logits(model, *args)
-
-    monkeypatch.setattr(merge_adapters, "all_logits", spy)
     merge_adapters.main(merge_command(tmp_path / "run", tmp_path / "out")[2:])
     text = capsys.readouterr().out
     print(error := float(re.search(r"are ([\d.]+) of that away", text)[1]))
     assert error < 0.05 and "does not use: 0 []" in text
-    # the check's 4-bit model is the one trained on, its vision tower and head as they are
-    assert in_4bit[0] == {name.removesuffix(".weight") for name in layers} and not in_4bit[2]
     result, n_adapted = load_file(tmp_path / "out" / "model.safetensors"), 0
     assert result.keys() == stored.keys()
     for name, (new, weight) in stored.items():
@@ -682,6 +714,7 @@ BAD = {
     "fp4": (
         edit_json("train_config.json", quantization={"quant_type": "fp4"}), 'quant_type is "fp4"',
     ),
+    "no probe": (lambda run, out: None, "without probe.safetensors the merged"),
     "probes": (edit_json("train_config.json", probe_input_ids=[[5, 999]]), "vocabulary of"),
     "output there": (occupy, "exists already"),
     "output is a file": (lambda run, out: out.write_text("mine"), "Not a directory"),
@@ -703,10 +736,10 @@ def test_bad_input(case, older, tmp_path, capsys):
     run, out = tmp_path / "run", tmp_path / "out"
     shutil.copytree(older, run, ignore=shutil.ignore_patterns("checkpoint-*"))
     spoil(run, out)
-    before = tree(tmp_path)
+    before, flags = tree(tmp_path), ["--no-check"] * (case != "no probe")
     capsys.readouterr()
     with pytest.raises(SystemExit, match="1"):
-        merge_adapters.main(merge_command(run, out)[2:])
+        merge_adapters.main(merge_command(run, out, *flags)[2:])
     *_, line = captured = capsys.readouterr().err.splitlines()
     assert len(captured) == 1 and line.startswith("error: ") and words in line, captured
     assert tree(tmp_path) == before
@@ -780,7 +813,7 @@ def test_another_base_of_the_same_shapes(older, tmp_path, capsys):
     save_file(weights, tmp_path / "base" / "model.safetensors", metadata={"format": "pt"})
     edit_json("train_config.json", base_model=str(tmp_path / "base"))(run, out)
     with pytest.raises(SystemExit, match="1"):
-        merge_adapters.main(merge_command(run, out)[2:])
+        merge_adapters.main(merge_command(run, out, "--no-check")[2:])
     (error,) = re.findall("error: .*", capsys.readouterr().err)  # behind the progress bar
     assert "layers.2.mlp.up_proj" in error
     assert "not those of the base model trained on" in error
@@ -816,7 +849,7 @@ def test_what_is_not_finite_is_refused(case, older, tmp_path, capsys):
     shutil.copytree(older, run, ignore=shutil.ignore_patterns("checkpoint-*"))
     spoil(run, out)
     before = tree(tmp_path)
-    error = error_of(capsys, run, out)
+    error = error_of(capsys, run, out, "--no-check")
     assert error.endswith(f"/model.safetensors: {what} has values that are NaN or infinite")
     assert tree(tmp_path) == before
 
@@ -848,6 +881,7 @@ def rewrite_list(change):
 
 CHANGED = {
     "adapter": (flip("adapter_model.safetensors", -9), "adapter_model.safetensors"),
+    "probe": (flip("probe.safetensors", -9), "probe.safetensors"),
     "configuration": (
         lambda d: edit_json("adapter_config.json", revision=None)(d, None), "adapter_config.json",
     ),
@@ -905,6 +939,7 @@ def other_adapter(run):
 LINEAR, HEAD, RECORD = "model.layers.1.self_attn.q_proj.weight", "lm_head.weight", "another SHA-256"
 RECORDED = {
     "bit of the adapter": (lambda run: flip("adapter_model.safetensors", -9)(run), RECORD),
+    "bit of the probe": (lambda run: flip("probe.safetensors", -9)(run), RECORD),
     "adapter": (other_adapter, RECORD),
     "alpha in both files": (other_alpha, RECORD),
     "head": (spoil_tensor(HEAD, lambda t: t * 1.01), "its config.json or its weights"),

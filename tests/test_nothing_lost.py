@@ -1250,12 +1250,12 @@ def test_adapter_that_no_disk_takes_leaves_nothing_behind(tmp_path, monkeypatch)
         resource.setrlimit(resource.RLIMIT_FSIZE, (3000, limits[1]))
         try:
             with pytest.raises(OSError, match=f"File too large.*File too large.*gone.*{end}$"):
-                checkpoints.save_adapter(run, weights)
+                checkpoints.save_adapter(run, weights, {})
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert [*tmp_path.rglob("*")] == [tmp_path / "run"]
     monkeypatch.setattr(tempfile, "gettempdir", lambda: pytest.fail("asked for"))
-    checkpoints.save_adapter(run, weights)
+    checkpoints.save_adapter(run, weights, {})
     assert torch.equal(load_file(tmp_path / "run/adapter_model.safetensors")["x"], weights["x"])
 
 
