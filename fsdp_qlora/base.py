@@ -73,6 +73,8 @@ def read_model_config(directory, config):
     settings = getattr(model_config, "quantization_config", None)
     want = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
             "bnb_4bit_use_double_quant": True}
+    if arch.expert_down and arch.expert_down[0].mxfp4:
+        want = {}  # these stay as they are, nothing else is quantised
     for key, value in want.items():
         if settings and settings.get(key) != value:
             raise ValueError(f"--model {config.model}: is quantised already, with {key}"

@@ -9,12 +9,14 @@ import math
 
 import torch
 
-from fsdp_qlora.nf4 import BLOCK, NESTED_BLOCK, dynamic_map, nf4_code
+from fsdp_qlora.nf4 import BLOCK, MX_BLOCK, NESTED_BLOCK, dynamic_map, nf4_code
 from fsdp_qlora.ranks import say
 from fsdp_qlora.weights import (
     DTYPES, FLOATS, READ_CHUNK, Request, Source, WeightReader)
 
 NF4_STATE = "quant_state.bitsandbytes__nf4"  # bitsandbytes' name, behind that of the weight
+# what the names of tensors in MXFP4 end with, and how many weights each of their bytes has
+MX_PARTS = {"_blocks": 2, "_scales": 0}
 NF4_PARTS = "absmax", "nested_absmax", "nested_quant_map", "quant_map", NF4_STATE  # all of them
 
 
@@ -24,13 +26,19 @@ class TensorNames:
 
     shapes: dict  # {name: shape} of all of them
     linears: dict  # {name: Linear} of those that are in 4 bits here
-    sources: dict  # {name of a linear: Source} where it is a part of one of `shapes`
+    sources: dict  # {name of a linear, in MXFP4 and MX_PARTS: Source} where it is a part of one of
+    #                `shapes`
     embedding: str
     norm: str
     norm_bias: str | None
     head: str
     layer_prefix: str
     renames: tuple  # pairs: a part of a name here, and what these files have instead
+
+    @property
+    def n_parameters(self):
+        return sum(math.prod(shape) * MX_PARTS.get(name[-7:], 1)
+                   for name, shape in self.shapes.items())
 
     def of_layer(self, index, name):
         """The name in files of what is called `name` in layer `index`."""
@@ -60,11 +68,11 @@ def tensor_names(arch, files):
         for linear in arch.linears(routed):
             name = names.of_layer(i, f"{linear.name}.weight")
             names.linears[name] = linear
-            if linear.name in fused:
-                names.sources[name], shape = fused[linear.name]
-                names.shapes[names.sources[name].stored] = shape
-            else:
+            if not linear.mxfp4 and f"{linear.name}.weight" not in fused:
                 names.shapes[name] = linear.out_features, linear.in_features
+        for key, (source, shape) in fused.items():
+            names.sources[names.of_layer(i, key)] = source
+            names.shapes[source.stored] = shape
         for key, shape in (arch.vectors(routed) | arch.router_tensors(routed)).items():
             names.shapes[names.of_layer(i, key)] = shape
     for name in filter(None, (norm, norm_bias)):
@@ -75,20 +83,28 @@ def tensor_names(arch, files):
 
 
 def fused_experts(arch, names, layer, files):
-    """{linear's name in a layer: (Source, shape of its tensor)} where the files have the linears of
-    all experts in one tensor, as transformers 5 has them in memory: [experts, out, in], or
-    transposed; else {}."""
+    """{name in a layer of what is read of a linear: (Source, shape of its tensor)} where the files
+    have the linears of all experts in one tensor, as transformers 5 has them in memory: [experts,
+    out, in], or transposed; in MXFP4 in two, of bytes. Else {}."""
     found, mixture = {}, arch.mixture
     groups = {"gate_up_proj": arch.expert_gate_up, "down_proj": arch.expert_down}
     for key, linears in groups.items():
-        stored, first = names.of_layer(layer, f"{mixture.experts}.{key}"), 0
-        n_out = sum(linear.out_features for linear in linears) // mixture.n_experts
-        shape, turned = (mixture.n_experts, n_out, linears[0].in_features), mixture.transposed
-        if turned:
-            shape = mixture.n_experts, linears[0].in_features, n_out
-        for linear in linears if stored in files else ():
-            found[linear.name] = Source(stored, shape[0] * shape[1], first, turned), shape
-            first += linear.in_features if turned else linear.out_features
+        stored, n, n_in = f"{mixture.experts}.{key}", mixture.n_experts, linears[0].in_features
+        n_out = sum(linear.out_features for linear in linears) // n
+        if in_mxfp4 := linears[0].mxfp4:
+            parts = {"_blocks": (n, n_out, n_in // MX_BLOCK, MX_BLOCK // 2),
+                     "_scales": (n, n_out, n_in // MX_BLOCK)}
+        elif names.of_layer(layer, stored) in files:
+            parts = {"": (n, n_in, n_out) if mixture.transposed else (n, n_out, n_in)}
+        else:
+            parts = {}
+        turned = mixture.transposed and not in_mxfp4
+        for part, shape in parts.items():
+            first = 0
+            for linear in linears:
+                found[f"{linear.name}.weight{part}"] = Source(
+                    names.of_layer(layer, stored + part), n * shape[1], first, turned), shape
+                first += linear.in_features if turned else linear.out_features
     return found
 
 
@@ -96,15 +112,20 @@ def rows_in_memory(tensors, names, name):
     """All rows of a tensor, flat, as a WeightReader reads them, out of {name: tensor}."""
     if not (source := names.sources.get(name)):
         return tensors[name].flatten()
-    return source.weight_in(tensors[source.stored], names.linears[name]).flatten()
+    linear = names.linears[name[:-7] if name[-7:] in MX_PARTS else name]
+    return source.weight_in(tensors[source.stored], linear).flatten()
 
 
 def check_files(files, names, model_config, compute_dtype):
     """Check a checkpoint's tensors before they are read. Returns {} or, for a model that is
     quantised already, {weight's name: what bitsandbytes has stored of it}. Raises ValueError."""
-    wanted = {name: (shape, FLOATS) for name, shape in names.shapes.items()}
-    if not getattr(model_config, "quantization_config", None):
+    wanted = {name: (shape, ["U8"] if name[-7:] in MX_PARTS else FLOATS)
+              for name, shape in names.shapes.items()}
+    n_mxfp4 = sum(linear.mxfp4 for linear in names.linears.values())
+    if n_mxfp4 or not getattr(model_config, "quantization_config", None):
         check_tensors(files, names, wanted)
+        if n_mxfp4:
+            say(f"model: {n_mxfp4} linears of experts are in MXFP4, kept exactly as they are")
         return {}
     states = check_prequantised(files, names, wanted)
     dtypes = sorted({state["dtype"] for state in states.values()})
@@ -132,7 +153,8 @@ def check_tensors(files, names, wanted):
         path, dtype, found, *_ = files[name]
         if shape not in (None, found):
             raise ValueError(f"{path.name}: {name} has shape {list(found)}, but config.json asks"
-                             f" for {list(shape)}")
+                             f" for {list(shape)}" + ": MXFP4 has one scale for 32 weights"
+                             * (name[-7:] in MX_PARTS))
         if dtype not in dtypes:
             hint = ": without double quantisation?" if name.endswith("absmax") else ""
             raise ValueError(f"{path.name}: {name} is {dtype}, which is not read;"
