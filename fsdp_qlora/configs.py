@@ -242,7 +242,7 @@ def shrunk_config(model_config):
     """
     arch = describe_model(model_config)
     c = copy.deepcopy(text_config(model_config))
-    vars(c).pop("quantization_config", None)
+    vars(c).pop("quantization_config", None)  # its own weights are random, quantised to NF4 here
     lists = {name: getattr(c, name, None) for name in ("layer_types", "no_rope_layers")}
     kinds = list(zip(*filter(None, lists.values()))) or [()]
     other = next((i for i, kind in enumerate(kinds) if kind != kinds[0]), 0)
