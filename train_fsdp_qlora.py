@@ -76,7 +76,8 @@ from fsdp_qlora.model import (
     Graphs, Model, local_part, measure_weight_norms, own_blocks, set_local, verify_model,
     weight_requests)
 from fsdp_qlora.names import check_files, tensor_names, weight_rows
-from fsdp_qlora.nf4 import BLOCK, NESTED_BLOCK, QUANT_STORAGE, Nested, NF4Blocks, dynamic_map
+from fsdp_qlora.nf4 import (
+    BLOCK, NESTED_BLOCK, QUANT_STORAGE, Nested, NF4Blocks, copy_mxfp4, dynamic_map)
 from fsdp_qlora.offload import make_store, pinned_copy
 from fsdp_qlora.output import describe_run, merge_command, open_output, save_tokenizer
 from fsdp_qlora.plan import agree_on_plan
@@ -507,9 +508,8 @@ def load_model(model, base, model_config, config, device):
     seconds, grown = clock() - started, (host_memory()[1] - memory_before[0]) / 2**30
     say_each(f"weights loaded in {seconds:.2f} s", f"{n_bytes / 1e9:.3f} GB at"
              f" {n_bytes / 1e9 / seconds:.2f} GB/s with at most {grown:.2f} GiB more host memory")
-    sums = {name: as_hex(n) for name, n in zip(sums, totals.tolist())}
-    return types.SimpleNamespace(sums=sums, prequantised=bool(nf4_states),
-                                 n_parameters=sum(map(math.prod, names.shapes.values())))
+    return types.SimpleNamespace(sums=dict(zip(sums, map(as_hex, totals.tolist()))),
+                                 prequantised=bool(nf4_states), n_parameters=names.n_parameters)
 
 
 def fill_model(model, names, read, nf4_states, device):
@@ -526,22 +526,22 @@ def fill_model(model, names, read, nf4_states, device):
     # First the 4-bit weights, then what comes and goes: else gaps between them would stay. For
     # FSDP2 they are QUANT_STORAGE, bf16. Copied as such, without the hooks of NF4Blocks, 0.08 % of
     # the packed words, those that are NaN in bf16, would be changed without an error.
-    local_nf4 = [None if plan.offload_params
-                 else NF4Blocks.zeros(len(local_part(layer.nf4)), device, QUANT_STORAGE)
+    local_nf4 = [None if plan.offload_params else local_part(layer.nf4).zeros_on(device, QUANT_STORAGE)
                  for layer in model.layers]
     quiet = len(model.layers) < 3 or not (is_rank_0() and sys.stderr.isatty())
     bar = tqdm(model.layers, "load and quantise", unit="layer", leave=False, disable=quiet)
     for i, (layer, shard) in enumerate(zip(bar, local_nf4)):
         if shard is None:
-            shard = NF4Blocks.zeros(len(local_part(layer.nf4)), device, QUANT_STORAGE)
+            shard = local_part(layer.nf4).zeros_on(device, QUANT_STORAGE)
         own_linears = [(own, names.of_layer(i, f"{own.place.linear.name}.weight"))
                        for own in own_blocks(layer, model.shard)]
+        own_linears = copy_mxfp4(own_linears, shard, read)
         if nf4_states:
             layer.nested = copy_quantised(own_linears, shard, read, nf4_states)
         else:
             layer.nested = quantise(own_linears, shard, read, names, dtype, model)
         if plan.offload_params:
-            shard = NF4Blocks(*map(pinned_copy, (shard.packed, shard.absmax_codes)), device)
+            shard = NF4Blocks(*map(pinned_copy, (shard.packed, shard.scales)), device)
         set_local(layer, "nf4", shard)
         vectors = torch.zeros(model.shards, len(local_part(layer.vectors)), dtype=dtype,
                               device=device)
@@ -579,7 +579,7 @@ def quantise(own_linears, shard, read, names, dtype, model):
         offsets.append(whole.mean())
         whole -= offsets[-1]
         codes, state = bnb.functional.quantize_blockwise(whole, codebook, blocksize=NESTED_BLOCK)
-        shard.absmax_codes[own.local] = codes[own.blocks]
+        shard.scales[own.local, 0] = codes[own.blocks]
         nested_absmax.append(state.absmax)
     code_values = torch.stack([codebook] * len(own_linears))
     return Nested(torch.cat(nested_absmax), torch.stack(offsets), code_values)
@@ -592,7 +592,7 @@ def copy_quantised(own_linears, shard, read, states):
     for own, name in own_linears:
         codes = read(name)
         shard.packed[own.local].view(-1)[: codes.nbytes] = codes.view(torch.uint8)
-        shard.absmax_codes[own.local] = read(f"{name}.absmax")
+        shard.scales[own.local, 0] = read(f"{name}.absmax")
         nested_absmax.append(read(f"{name}.nested_absmax"))
         code_values.append(read(f"{name}.nested_quant_map"))
         offsets.append(states[name]["nested_offset"])

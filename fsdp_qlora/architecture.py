@@ -105,6 +105,7 @@ class Linear:
     out_features: int
     in_features: int
     bias: bool
+    mxfp4: bool = False  # files have it in MXFP4, and so it stays; else it is quantised to NF4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

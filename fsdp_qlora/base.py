@@ -71,10 +71,12 @@ def read_model_config(directory, config):
             model_config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         arch = describe_model(model_config)
     settings = getattr(model_config, "quantization_config", None) or {}
-    want = {"quant_method": "fp8", "weight_block_size": [FP8_BLOCK, FP8_BLOCK]}
-    if settings.get("quant_method") != "fp8":
-        want = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
-                "bnb_4bit_use_double_quant": True}
+    want = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": True}
+    if settings.get("quant_method") == "fp8":
+        want = {"weight_block_size": [FP8_BLOCK, FP8_BLOCK]}
+    if arch.expert_down and arch.expert_down[0].mxfp4:
+        want = {}  # these stay as they are, nothing else is quantised
     for key, value in want.items():
         if settings and settings.get(key) != value:
             raise ValueError(f"--model {config.model}: is quantised already, with {key}"

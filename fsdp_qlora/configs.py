@@ -15,6 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from fsdp_qlora.architecture import LAYER_TYPES, Architecture, Linear, Mixture
 from fsdp_qlora.elementwise import ACTIVATIONS
 from fsdp_qlora.families import FAMILIES, MULTIMODAL
+from fsdp_qlora.nf4 import BLOCK
 
 ROPE_TYPES = {"default", "linear", "dynamic", "yarn", "longrope", "llama3"}
 # mrope's: with text alone its three streams of positions are one, so that it is the plain rotary
@@ -95,7 +96,8 @@ def describe_model(model_config):
     values["attention_dropout"] = family.attention_dropout or 0.0
     qkv = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
     qkv = {"qkv": sum(qkv.values())} if family.fused_qkv else qkv
-    values.update(describe_experts(c, family))
+    settings = getattr(model_config, "quantization_config", None) or {}
+    values.update(describe_experts(c, family, settings.get("quant_method") == "mxfp4"))
     n_in = inner * (1 + family.gated) // len(family.mlp_in)  # outputs of each of these linears
     prefixes = ["model."]
     if c is not model_config:
@@ -127,8 +129,9 @@ def fill_record(record, c):
     return dataclasses.replace(record, **values)
 
 
-def describe_experts(c, family):
-    """What an Architecture says of experts: {name of its field: value}, from a text config."""
+def describe_experts(c, family, in_mxfp4):
+    """What an Architecture says of experts: {name of its field: value}, from a text config.
+    `in_mxfp4`: whether files have them so."""
     n_layers, hidden, mixture = c.num_hidden_layers, c.hidden_size, family.mixture
     names = "shared_gate_up", "shared_down", "expert_gate_up", "expert_down"
     if not mixture:
@@ -152,8 +155,11 @@ def describe_experts(c, family):
         inner = mixture.expert_size
         if not mixture.one_gate_up:
             return mlp(stem, inner, False)
-        return ([Linear(f"{stem}.gate_up_proj", 2 * inner, hidden, False)],
-                [Linear(f"{stem}.down_proj", hidden, inner, False)])
+        if in_mxfp4 and (hidden % BLOCK or inner % BLOCK):
+            raise ValueError(f"MXFP4 with rows of {hidden} and {inner} weights is not supported,"
+                             f" only with multiples of {BLOCK}")
+        return ([Linear(f"{stem}.gate_up_proj", 2 * inner, hidden, False, in_mxfp4)],
+                [Linear(f"{stem}.down_proj", hidden, inner, False, in_mxfp4)])
 
     shared_size = (mixture.shared_size or 0) * (mixture.n_shared or 0)
     shared = mlp(mixture.shared, shared_size, family.mlp_bias) if shared_size else ([], [])
@@ -237,6 +243,7 @@ def shrunk_config(model_config):
     """
     arch = describe_model(model_config)
     c = copy.deepcopy(text_config(model_config))
+    vars(c).pop("quantization_config", None)  # its own weights are random, quantised to NF4 here
     lists = {name: getattr(c, name, None) for name in ("layer_types", "no_rope_layers")}
     kinds = list(zip(*filter(None, lists.values()))) or [()]
     other = next((i for i, kind in enumerate(kinds) if kind != kinds[0]), 0)

@@ -43,6 +43,11 @@ class Layout:
         """The LinearPlace of each linear."""
         return [place for fused in self.fused_linears for place in fused.places]
 
+    @property
+    def n_scales(self):
+        """Of each block, in bytes, see NF4Blocks."""
+        return 2 if any(place.linear.mxfp4 for place in self.places) else 1
+
     def adapter_parts(self):
         """{(linear's name, PEFT's key): (slice of `adapter`, shape)}."""
         parts = {}
@@ -146,7 +151,8 @@ class DecoderLayer(nn.Module):
 
         dtype = getattr(torch, plan.compute_dtype)
         # while the model loads, this rank's shard; while a layer works, the whole (FSDP2's hooks)
-        self.nf4 = parameter(layout.n_blocks, 1, NF4Blocks.zeros)
+        self.nf4 = parameter(layout.n_blocks, 1, functools.partial(
+            NF4Blocks.zeros, n_scales=layout.n_scales))
         self.vectors = parameter(layout.n_vectors, 1, functools.partial(torch.empty, dtype=dtype))
         self.adapter = parameter(layout.n_adapter, STATE_BLOCK, torch.empty, trained=True)
 

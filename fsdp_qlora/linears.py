@@ -26,7 +26,8 @@ class LinearPlace:
     """Where the values of one linear lie. Made by fuse_linears() alone."""
 
     linear: object  # a Linear
-    index: int  # its number in the layer: row of Nested.offsets and Nested.code_values
+    index: int  # its number in the layer: row of Nested.offsets and Nested.code_values, which end
+    #             before linears in MXFP4
     blocks: slice  # into the layer's `nf4`, in blocks of 64 weights
     nested: slice  # into Nested.absmax, its second-level scales
     outputs: slice  # into the outputs of its FusedLinear
@@ -137,7 +138,8 @@ def fuse_linears(dropout_site, linears, adapted, config, vectors, allocator, n_e
         n_blocks = math.ceil(n_out * n_in / BLOCK)
         index = allocator.reserve("linears", 1).start
         blocks = allocator.reserve("blocks", n_blocks)
-        nested = allocator.reserve("nested", math.ceil(n_blocks / NESTED_BLOCK))
+        n_nested = 0 if linear.mxfp4 else math.ceil(n_blocks / NESTED_BLOCK)
+        nested = allocator.reserve("nested", n_nested)
         places.append(LinearPlace(linear, index, blocks, nested, slice(outputs, outputs + n_out),
                                   columns, of_a, of_b, of_m))
         outputs += n_out

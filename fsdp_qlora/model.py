@@ -20,7 +20,7 @@ from fsdp_qlora.elementwise import EMBEDDING_SITE, drop, normalise
 from fsdp_qlora.layer import DecoderLayer
 from fsdp_qlora.linears import LinearPlace
 from fsdp_qlora.names import FP8_BLOCK
-from fsdp_qlora.nf4 import BLOCK, dequantise
+from fsdp_qlora.nf4 import BLOCK, MX_BLOCK, dequantise
 from fsdp_qlora.ranks import say_each
 from fsdp_qlora.vocabulary import HeadLoss, embed, shard_range
 from fsdp_qlora.weights import Request
@@ -124,13 +124,19 @@ def own_blocks(layer, shard):
 
 def weight_requests(model, names, prequantised):
     """The Requests for all that this rank reads, in the order in which it is used: of a linear
-    whole rows; of one that is quantised already its packed codes, absmax codes and second level."""
+    whole rows; of one that is quantised already its packed codes, its scales, and in NF4 these
+    scales' second level."""
     table = model.arch.vocab_size, model.arch.hidden_size
     requests = [Request(names.embedding, table, model.own_rows)]
     for i, layer in enumerate(model.layers):
         for own in own_blocks(layer, model.shard):
             linear, blocks = own.place.linear, own.blocks
             name, n = names.of_layer(i, f"{linear.name}.weight"), linear.out_features
+            if linear.mxfp4:
+                for part, n_weights in (("blocks", 2), ("scales", MX_BLOCK)):  # of each byte
+                    key, shape = f"{name}_{part}", (n, linear.in_features // n_weights)
+                    requests.append(Request(key, shape, own.rows, names.sources.get(key)))
+                continue
             if not prequantised:
                 shape = n, linear.in_features
                 requests.append(Request(name, shape, own.rows, names.sources.get(name)))
@@ -192,7 +198,7 @@ def verify_model(model, plan):
             assert p.requires_grad == (name == "adapter"), f"layer {i}: {name} {p.requires_grad=}"
             shards = p.device_mesh["shard"].size() if plan.uses_fsdp else 1
             assert len(local) * shards == len(p), f"layer {i}: {name} is not sharded evenly"
-            parts = [local.packed, local.absmax_codes] if name == "nf4" else [local]
+            parts = [local.packed, local.scales] if name == "nf4" else [local]
             kind = {"nf4": "4-bit", "vectors": "other frozen"}.get(name, "adapter")
             n_bytes[kind] += sum(part.nbytes for part in parts)
             if parts[0].is_cpu and torch.cuda.is_available():

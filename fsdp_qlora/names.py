@@ -10,13 +10,15 @@ import math
 import torch
 
 from fsdp_qlora.configs import text_config
-from fsdp_qlora.nf4 import BLOCK, NESTED_BLOCK, dynamic_map, nf4_code
+from fsdp_qlora.nf4 import BLOCK, MX_BLOCK, NESTED_BLOCK, dynamic_map, nf4_code
 from fsdp_qlora.ranks import say
 from fsdp_qlora.weights import (
     DTYPES, FLOATS, READ_CHUNK, Request, Source, WeightReader, read_tensor)
 
 NF4_STATE = "quant_state.bitsandbytes__nf4"  # bitsandbytes' name, behind that of the weight
 FP8_BLOCK = 128  # rows and columns of a weight in FP8 that share one scale
+# what the names of tensors in MXFP4 end with, and how many weights each of their bytes has
+MX_PARTS = {"_blocks": 2, "_scales": 0}
 NF4_PARTS = "absmax", "nested_absmax", "nested_quant_map", "quant_map", NF4_STATE  # all of them
 
 
@@ -26,7 +28,8 @@ class TensorNames:
 
     shapes: dict  # {name: shape} of all of them
     linears: dict  # {name: Linear} of those that are in 4 bits here
-    sources: dict  # {name of a linear: Source} where it is a part of one of `shapes`
+    sources: dict  # {name of a linear, in MXFP4 and MX_PARTS: Source} where it is a part of one of
+    #                `shapes`
     scaled: dict  # {name of a linear in FP8: name of the scales of its blocks}
     routers: set  # those of `shapes` that decide where tokens go
     embedding: str
@@ -36,6 +39,11 @@ class TensorNames:
     layer_prefix: str
     renames: tuple  # pairs: a part of a name here, and what these files have instead
 
+    @property
+    def n_parameters(self):
+        return sum(math.prod(shape) * MX_PARTS.get(name[-7:], 1)
+                   for name, shape in self.shapes.items())
+
     def of_layer(self, index, name):
         """The name in files of what is called `name` in layer `index`."""
         return self.layer_prefix + f"{index}." + renamed(name, self.renames)
@@ -43,7 +51,9 @@ class TensorNames:
 
     def places(self):
         """{name of a tensor in files: [(a linear's name, the index in the tensor at which it is)]}
-        of all linears; of turned ones that of the whole [in, out]."""
+        of all linears; of turned ones that of the whole [in, out]. ValueError for MXFP4."""
+        if any(linear.mxfp4 for linear in self.linears.values()):
+            raise ValueError("its experts in MXFP4 are not merged: serve it with the adapter beside")
         found = {}
         for name, linear in self.linears.items():
             stored, place = name, ...
@@ -87,15 +97,15 @@ def tensor_names(arch, files):
         for linear in arch.linears(routed):
             name = names.of_layer(i, f"{linear.name}.weight")
             names.linears[name] = linear
-            if linear.name in fused:
-                names.sources[name], shape = fused[linear.name]
-                names.shapes[names.sources[name].stored] = shape
-            else:
+            if not linear.mxfp4 and f"{linear.name}.weight" not in fused:
                 names.shapes[name] = linear.out_features, linear.in_features
             if (scales := f"{name}_scale_inv") in files:
                 names.scaled[name] = scales
                 names.shapes[scales] = tuple(
                     math.ceil(n / FP8_BLOCK) for n in (linear.out_features, linear.in_features))
+        for key, (source, shape) in fused.items():
+            names.sources[names.of_layer(i, key)] = source
+            names.shapes[source.stored] = shape
         for key, shape in (arch.vectors(routed) | arch.router_tensors(routed)).items():
             names.shapes[names.of_layer(i, key)] = shape
         names.routers.update(names.of_layer(i, key) for key in arch.router_tensors(routed))
@@ -107,20 +117,28 @@ def tensor_names(arch, files):
 
 
 def fused_experts(arch, names, layer, files):
-    """{linear's name in a layer: (Source, shape of its tensor)} where the files have the linears of
-    all experts in one tensor, as transformers 5 has them in memory: [experts, out, in], or
-    transposed; else {}."""
+    """{name in a layer of what is read of a linear: (Source, shape of its tensor)} where the files
+    have the linears of all experts in one tensor, as transformers 5 has them in memory: [experts,
+    out, in], or transposed; in MXFP4 in two, of bytes. Else {}."""
     found, mixture = {}, arch.mixture
     groups = {"gate_up_proj": arch.expert_gate_up, "down_proj": arch.expert_down}
     for key, linears in groups.items():
-        stored, first = names.of_layer(layer, f"{mixture.experts}.{key}"), 0
-        n_out = sum(linear.out_features for linear in linears) // mixture.n_experts
-        shape, turned = (mixture.n_experts, n_out, linears[0].in_features), mixture.transposed
-        if turned:
-            shape = mixture.n_experts, linears[0].in_features, n_out
-        for linear in linears if stored in files else ():
-            found[linear.name] = Source(stored, shape[0] * shape[1], first, turned), shape
-            first += linear.in_features if turned else linear.out_features
+        stored, n, n_in = f"{mixture.experts}.{key}", mixture.n_experts, linears[0].in_features
+        n_out = sum(linear.out_features for linear in linears) // n
+        if in_mxfp4 := linears[0].mxfp4:
+            parts = {"_blocks": (n, n_out, n_in // MX_BLOCK, MX_BLOCK // 2),
+                     "_scales": (n, n_out, n_in // MX_BLOCK)}
+        elif names.of_layer(layer, stored) in files:
+            parts = {"": (n, n_in, n_out) if mixture.transposed else (n, n_out, n_in)}
+        else:
+            parts = {}
+        turned = mixture.transposed and not in_mxfp4
+        for part, shape in parts.items():
+            first = 0
+            for linear in linears:
+                found[f"{linear.name}.weight{part}"] = Source(
+                    names.of_layer(layer, stored + part), n * shape[1], first, turned), shape
+                first += linear.in_features if turned else linear.out_features
     return found
 
 
@@ -128,7 +146,8 @@ def rows_in_memory(tensors, names, name):
     """All rows of a tensor, flat, as a WeightReader reads them, out of {name: tensor}."""
     if not (source := names.sources.get(name)):
         return tensors[name].flatten()
-    return source.weight_in(tensors[source.stored], names.linears[name]).flatten()
+    linear = names.linears[name[:-7] if name[-7:] in MX_PARTS else name]
+    return source.weight_in(tensors[source.stored], linear).flatten()
 
 
 def weight_rows(read, names, name, rows):
@@ -164,11 +183,15 @@ def unscaled(value, scales, first=0):
 def check_files(files, names, model_config, compute_dtype):
     """Check a checkpoint's tensors before they are read. Returns {} or, for a model that is
     quantised already, {weight's name: what bitsandbytes has stored of it}. Raises ValueError."""
-    wanted = {name: (shape, FLOATS) for name, shape in names.shapes.items()}
+    wanted = {name: (shape, ["U8"] if name[-7:] in MX_PARTS else FLOATS)
+              for name, shape in names.shapes.items()}
     wanted |= {name: (names.shapes[name], ["F8_E4M3"]) for name in names.scaled}
     files = drop_further_layers(files, names, model_config)
-    if not has_nf4(model_config):
+    n_mxfp4 = sum(linear.mxfp4 for linear in names.linears.values())
+    if n_mxfp4 or not has_nf4(model_config):
         check_tensors(files, names, wanted)
+        if n_mxfp4:
+            say(f"model: {n_mxfp4} linears of experts are in MXFP4, kept exactly as they are")
         return {}
     states = check_prequantised(files, names, wanted)
     dtypes = sorted({state["dtype"] for state in states.values()})
@@ -183,7 +206,7 @@ def check_files(files, names, model_config, compute_dtype):
 def has_nf4(model_config):
     """Whether the files have linears in 4 bits, by bitsandbytes, and not in FP8 or whole."""
     settings = getattr(model_config, "quantization_config", None) or {}
-    return settings.get("quant_method", "fp8") != "fp8"
+    return settings.get("quant_method", "fp8") not in ("fp8", "mxfp4")
 
 
 def drop_further_layers(files, names, model_config):
@@ -216,7 +239,8 @@ def check_tensors(files, names, wanted):
         path, dtype, found, *_ = files[name]
         if shape not in (None, found):
             raise ValueError(f"{path.name}: {name} has shape {list(found)}, but config.json asks"
-                             f" for {list(shape)}")
+                             f" for {list(shape)}" + ": MXFP4 has one scale for 32 weights"
+                             * (name[-7:] in MX_PARTS))
         if dtype not in dtypes:
             hint = ": without double quantisation?" if name.endswith("absmax") else ""
             raise ValueError(f"{path.name}: {name} is {dtype}, which is not read;"

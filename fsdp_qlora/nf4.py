@@ -1,7 +1,8 @@
-"""Weights in NF4: how FSDP2 shards their bytes exactly, and the kernel that dequantises them.
+"""Weights in 4 bits: how FSDP2 shards their bytes exactly, and the kernel that dequantises them.
 
-Stands on bitsandbytes, whose values it gives bit for bit. What quantises a weight and reads a file
-is in the script and in weights.
+Stands on bitsandbytes, whose values of NF4 it gives bit for bit; those of MXFP4, in which gpt-oss
+has its experts, are exact. What quantises a weight and reads a file is in the script and in
+weights.
 """
 
 import dataclasses
@@ -19,6 +20,7 @@ except ImportError:  # comes with torch on CUDA alone
     triton = None
 
 BLOCK = 64  # weights that share one absmax; QLoRA's choice and bitsandbytes' default
+MX_BLOCK = 32  # weights that share one scale in MXFP4, a power of two: half a block
 NESTED_BLOCK = 256  # absmax values that share one second-level absmax (double quantisation)
 LORA_COLUMNS = 64  # an adapter's columns of a product are padded to whole cache lines
 # FSDP2 before torch 2.13 shards no integers, so 4-bit codes look like bf16. Copied as bf16 they
@@ -28,28 +30,34 @@ QUANT_STORAGE = torch.bfloat16
 
 
 class NF4Blocks(torch.Tensor):
-    """Storage of NF4 weights: n blocks of 64 weights each.
+    """Storage of 4-bit weights: n blocks of 64 weights each.
 
     For FSDP2 it is a tensor [n] of QUANT_STORAGE. It holds `packed` uint8 [n, 32], the 4-bit codes,
-    and `absmax_codes` uint8 [n], the 8-bit scales; its two hooks let FSDP2 gather both as bytes.
+    the first of a byte in its high half, and `scales` uint8 [n, 1]: of NF4 the 8-bit code of a
+    block's absmax. Of a layer with linears in MXFP4 they are [n, 2]: a block is two of MXFP4, whose
+    exponents they are. The two hooks let FSDP2 gather both as bytes.
     With --offload_params both are in pinned host memory, and a gather begins with their copy to the
     GPU, on FSDP2's stream and thus a layer ahead. (FSDP2's CPUOffloadPolicy would also move the
     adapter, its gradients and the optimizer to the CPU.)
     """
 
     @staticmethod
-    def __new__(cls, packed, absmax_codes, device=None, dtype=QUANT_STORAGE):
+    def __new__(cls, packed, scales, device=None, dtype=QUANT_STORAGE):
         return torch.Tensor._make_wrapper_subclass(
             cls, (packed.shape[0],), dtype=dtype, device=device or packed.device)
 
-    def __init__(self, packed, absmax_codes, device=None, dtype=QUANT_STORAGE):
-        self.packed, self.absmax_codes = packed, absmax_codes
+    def __init__(self, packed, scales, device=None, dtype=QUANT_STORAGE):
+        self.packed, self.scales = packed, scales
 
     @classmethod
-    def zeros(cls, n_blocks, device, quant_storage=QUANT_STORAGE):
+    def zeros(cls, n_blocks, device, n_scales=1, quant_storage=QUANT_STORAGE):
         packed = torch.zeros(n_blocks, BLOCK // 2, dtype=torch.uint8, device=device)
-        absmax_codes = torch.zeros(n_blocks, dtype=torch.uint8, device=device)
-        return cls(packed, absmax_codes, dtype=quant_storage)
+        scales = torch.zeros(n_blocks, n_scales, dtype=torch.uint8, device=device)
+        return cls(packed, scales, dtype=quant_storage)
+
+    def zeros_on(self, device, quant_storage):
+        """As many blocks of zeros."""
+        return NF4Blocks.zeros(len(self), device, self.scales.shape[1], quant_storage)
 
     def __repr__(self):
         return f"NF4Blocks({self.shape[0]} blocks, {self.device})"
@@ -58,18 +66,18 @@ class NF4Blocks(torch.Tensor):
     def __torch_dispatch__(cls, func, _, args, kwargs=None):
         """What FSDP2 and DTensor do to a parameter: all of it acts on whole blocks."""
         aten, op = torch.ops.aten, func.overloadpacket
-        inner = [args[0].packed, args[0].absmax_codes]
+        inner = [args[0].packed, args[0].scales]
         kwargs = {k: v for k, v in (kwargs or {}).items() if k not in ("dtype", "layout")}
         if op is aten.copy_:
             args[0].packed.copy_(args[1].packed)
-            args[0].absmax_codes.copy_(args[1].absmax_codes)
+            args[0].scales.copy_(args[1].scales)
             return args[0]
         if op is aten.split:
             return [cls(*pair) for pair in zip(*(func(t, *args[1:]) for t in inner))]
         offloaded = inner[0].is_cpu and args[0].is_cuda
         if op is aten.new_zeros:
             (n,) = args[1]
-            return cls(inner[0].new_zeros(n, BLOCK // 2, **kwargs), inner[1].new_zeros(n, **kwargs))
+            return cls(*(t.new_zeros(n, t.shape[1], **kwargs) for t in inner))
         if op in (aten.view, aten.as_strided):  # FSDP2 only ever asks for the shape it has
             assert args[1] in ([-1], list(args[0].shape)), f"{func} of NF4Blocks to {args[1:]}"
             return cls(*inner, args[0].device if offloaded else None)
@@ -81,22 +89,22 @@ class NF4Blocks(torch.Tensor):
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         """FSDP2 calls it before a gather. Returns (the tensors to gather, metadata)."""
         packed = self.packed.to(self.device, non_blocking=True)
-        absmax_codes = self.absmax_codes.to(self.device, non_blocking=True)
+        scales = self.scales.to(self.device, non_blocking=True)
         # FSDP2 passes the mesh of the shards alone, without its replicas
         if mesh.size() == 1:  # one rank's FSDP2 takes the first of several tensors only
-            return (torch.cat([packed.view(-1), absmax_codes]),), None
-        return (packed, absmax_codes), None
+            return (torch.cat([packed.view(-1), scales.view(-1)]),), scales.shape[1]
+        return (packed, scales), scales.shape[1]
 
     # FSDP2 asks for it at every gather; finding it out anew took 5 of 150 ms a micro-batch on a CPU
     fsdp_pre_all_gather.__signature__ = inspect.signature(fsdp_pre_all_gather)
 
-    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
+    def fsdp_post_all_gather(self, outputs, n_scales, param_dtype, *, out=None):
         """FSDP2 calls it with the gathered tensors. Returns (the whole NF4Blocks, the tensors that
         FSDP2 frees with it); None where `out` is that already."""
-        packed, absmax_codes = outputs if len(outputs) == 2 else outputs[0].split(
-            [outputs[0].numel() // (BLOCK // 2 + 1) * n for n in (BLOCK // 2, 1)])
+        packed, scales = outputs if len(outputs) == 2 else outputs[0].split(
+            [outputs[0].numel() // (BLOCK // 2 + n_scales) * n for n in (BLOCK // 2, n_scales)])
         if out is None:
-            return NF4Blocks(packed.view(-1, BLOCK // 2), absmax_codes), outputs
+            return NF4Blocks(packed.view(-1, BLOCK // 2), scales.view(-1, n_scales)), outputs
         assert out.packed.data_ptr() == packed.data_ptr(), "FSDP2 gathered to another place"
 
 
@@ -124,23 +132,48 @@ def nf4_code(device):
     return bnb.functional.get_4bit_type("nf4", device=device)
 
 
+@functools.lru_cache(None)
+def mxfp4_code(device):
+    """The 16 values of MXFP4's codes, and the 256 of its scales, fp32."""
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    powers = 2.0 ** torch.arange(-127, 129)  # on a GPU they might not be exact
+    return torch.cat([values, -values]).to(device), powers.to(device)
+
+
+def copy_mxfp4(own_linears, shard, read):
+    """Copy this rank's blocks of linears that files have in MXFP4 into `shard`, its NF4Blocks.
+    Returns the other linears; both are (OwnBlocks, name in files)."""
+    for own, name in own_linears:
+        if own.place.linear.mxfp4:
+            first = own.weights.start // BLOCK  # what is read begins with a row
+            blocks = slice(first, first + own.blocks.stop - own.blocks.start)
+            packed = read(f"{name}_blocks").view(-1, BLOCK // 2)[blocks]
+            shard.packed[own.local] = packed << 4 | packed >> 4  # its low halves come first
+            shard.scales[own.local] = read(f"{name}_scales").view(-1, BLOCK // MX_BLOCK)[blocks]
+    return [(own, name) for own, name in own_linears if not own.place.linear.mxfp4]
+
+
 def dequantise(layer, fused, adapter):
     """[W, B] of a FusedLinear, [out, width], in the dtype of `adapter`, the layer's whole adapter.
 
-    W are the weights of its linears, one below the other, bit for bit as bitsandbytes gives them;
-    B of each linear is in its adapter's columns, which are 0 for the other linears.
+    W are the weights of its linears, one below the other, bit for bit as bitsandbytes gives them,
+    or transformers where they are in MXFP4. B of each linear is in its adapter's columns, which are
+    0 for the other linears.
     """
     weight = adapter.new_empty(fused.out_features, fused.width)
     packed = layer.nf4.packed[fused.blocks]
-    absmax_codes, nested = layer.nf4.absmax_codes[fused.blocks], layer.nested
+    scales, nested = layer.nf4.scales[fused.blocks], layer.nested
+    in_mxfp4 = fused.places[0].linear.mxfp4
     if weight.is_cuda and not why_no_triton():
+        code, of_scales = mxfp4_code(weight.device)
+        if not in_mxfp4:
+            code, of_scales = nf4_code(weight.device), nested.code_values
         tiles, n_columns = triton.cdiv(len(packed), 64), fused.width - fused.in_features
         dequantise_kernel[(tiles + triton.cdiv(len(weight), 64) * (n_columns // LORA_COLUMNS),)](
-            packed, absmax_codes, nested.absmax, nested.offsets, nested.code_values,
-            nf4_code(weight.device), adapter, place_table(fused, weight.device), weight,
-            len(packed), tiles, len(weight), fused.in_features, n_columns, fused.lora_rank,
-            len(fused.places), equal_blocks(fused), 64, BLOCK, NESTED_BLOCK, LORA_COLUMNS, FIELDS,
-            num_warps=4,
+            packed, scales, nested.absmax, nested.offsets, of_scales, code, adapter,
+            place_table(fused, weight.device), weight, len(packed), tiles, len(weight),
+            fused.in_features, n_columns, fused.lora_rank, len(fused.places), equal_blocks(fused),
+            in_mxfp4, scales.shape[1], 64, BLOCK, NESTED_BLOCK, LORA_COLUMNS, FIELDS, num_warps=4,
             enable_fp_fusion=False,  # bitsandbytes rounds between a scale's product and offset
         )
         return weight
@@ -148,19 +181,30 @@ def dequantise(layer, fused, adapter):
     for p in fused.places:
         blocks = slice(p.blocks.start - fused.blocks.start, p.blocks.stop - fused.blocks.start)
         shape, rows = (p.linear.out_features, p.linear.in_features), fused.local_outputs(p)
+        if p.columns:
+            b = adapter[p.lora_b].view(-1, fused.lora_rank)
+            weight[rows, fused.in_features :][:, p.columns] = b
+        if in_mxfp4:
+            values = mxfp4_values(packed[blocks], scales[blocks])
+            weight[rows, : fused.in_features] = values.view(shape)
+            continue
         nested_state = bnb.functional.QuantState(
             absmax=nested.absmax[p.nested], code=nested.code_values[p.index],
             blocksize=NESTED_BLOCK, dtype=torch.float32)
         state = bnb.functional.QuantState(
-            absmax=absmax_codes[blocks], code=nf4_code(weight.device), blocksize=BLOCK,
+            absmax=scales[blocks, 0].contiguous(), code=nf4_code(weight.device), blocksize=BLOCK,
             quant_type="nf4", shape=torch.Size(shape), dtype=weight.dtype,
             offset=nested.offsets[p.index], state2=nested_state)
         codes = packed[blocks].view(-1, 1)[: math.prod(shape) // 2]
         weight[rows, : fused.in_features] = bnb.functional.dequantize_4bit(codes, state)
-        if p.columns:
-            b = adapter[p.lora_b].view(-1, fused.lora_rank)
-            weight[rows, fused.in_features :][:, p.columns] = b
     return weight
+
+
+def mxfp4_values(packed, scales):
+    """The weights fp32 [n, 2, 32] of n blocks in MXFP4, as NF4Blocks stores them."""
+    code, of_scales = mxfp4_code(packed.device)
+    values = code[torch.stack([packed >> 4, packed & 15], -1).int()]
+    return values.view(-1, BLOCK // MX_BLOCK, MX_BLOCK) * of_scales[scales.int()][..., None]
 
 
 FIELDS = 7  # of a row of place_table
@@ -188,13 +232,15 @@ if triton:
 
     @triton.jit
     def dequantise_kernel(
-        packed, absmax_codes, nested_absmax, offsets, code_values, nf4_code, adapter, table, out,
+        packed, scales, nested_absmax, offsets, code_values, code, adapter, table, out,
         n_blocks, n_tiles, n_rows, n_in, n_columns, rank, LINEARS: tl.constexpr,
-        EQUAL: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, NESTED_BLOCK: tl.constexpr,
-        COLUMNS: tl.constexpr, FIELDS: tl.constexpr,
+        EQUAL: tl.constexpr, MXFP4: tl.constexpr, N_SCALES: tl.constexpr, BLOCKS: tl.constexpr,
+        BLOCK: tl.constexpr, NESTED_BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+        FIELDS: tl.constexpr,
     ):
         """See dequantise(). The first n_tiles programs write BLOCKS blocks of W each, the others
-        64 rows and COLUMNS columns of B each. `table` is place_table()."""
+        64 rows and COLUMNS columns of B each. `table` is place_table(); what 8-bit scales mean is
+        in code_values, [linears, 256] or in MXFP4 [256]."""
         tile = tl.program_id(0)
         stride = n_in + n_columns
         if tile < n_tiles:
@@ -209,16 +255,22 @@ if triton:
             fields = table + linear * FIELDS
             block_of = block.to(tl.int32) - tl.load(fields)  # counted from the linear's first
             first, last = tl.load(fields + 1), tl.load(fields + 6)
-            nested = tl.load(fields + 2) + block_of // NESTED_BLOCK
-            index = tl.load(fields + 3)
-            code = tl.load(absmax_codes + block, inside, 0).to(tl.int32)
-            absmax = tl.load(code_values + index * 256 + code)
-            absmax = absmax * tl.load(nested_absmax + nested, inside, 0.0)
-            absmax = absmax + tl.load(offsets + index)
-            byte = block[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
+            byte_of = tl.arange(0, BLOCK // 2)[None, :]
+            byte = block[:, None] * (BLOCK // 2) + byte_of
             codes = tl.load(packed + byte, inside[:, None], 0).to(tl.int32)
-            high = tl.load(nf4_code + (codes >> 4)) * absmax[:, None]
-            low = tl.load(nf4_code + (codes & 15)) * absmax[:, None]
+            if MXFP4:
+                scale_of = block[:, None] * N_SCALES + byte_of // (BLOCK // 2 // N_SCALES)
+                scale = tl.load(scales + scale_of, inside[:, None], 0).to(tl.int32)
+                factor = tl.load(code_values + scale)
+            else:
+                nested = tl.load(fields + 2) + block_of // NESTED_BLOCK
+                index = tl.load(fields + 3)
+                scale = tl.load(scales + block * N_SCALES, inside, 0).to(tl.int32)
+                absmax = tl.load(code_values + index * 256 + scale)
+                absmax = absmax * tl.load(nested_absmax + nested, inside, 0.0)
+                factor = (absmax + tl.load(offsets + index))[:, None]
+            high = tl.load(code + (codes >> 4)) * factor
+            low = tl.load(code + (codes & 15)) * factor
             values = tl.interleave(high, low).to(out.dtype.element_ty)
             weight = block_of[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
             row = weight // n_in  # of the linear
@@ -227,26 +279,32 @@ if triton:
             place = first.to(tl.int64)[:, None] * stride + weight + row * n_columns
             inside = inside[:, None] & (first[:, None] + row < last[:, None])
             tl.store(out + place, values, inside)
-        else:  # other names: Triton wants one type for a name in both branches
-            b_tile = tile - n_tiles
-            out_row = b_tile // (n_columns // COLUMNS) * 64 + tl.arange(0, 64)
-            column = b_tile % (n_columns // COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
-            linear_of = tl.zeros([64], tl.int32)
-            if EQUAL:  # then its linears have as many outputs each, too
-                linear_of = tl.minimum(out_row // (n_rows // LINEARS), LINEARS - 1).to(tl.int32)
-            else:
-                for i in tl.static_range(1, LINEARS):
-                    linear_of += (out_row >= tl.load(table + i * FIELDS + 1)).to(tl.int32)
-            b_fields = table + linear_of * FIELDS
-            b_row = out_row - tl.load(b_fields + 1)
-            b_start, first_column = tl.load(b_fields + 4), tl.load(b_fields + 5)
-            r = column[None, :] - first_column[:, None]
-            there = (first_column >= 0)[:, None] & (r >= 0) & (r < rank)
-            there = there & (out_row < n_rows)[:, None]
-            b_first = b_start.to(tl.int64) + b_row.to(tl.int64) * rank
-            b_values = tl.load(adapter + b_first[:, None] + r, there, 0.0)
-            b_place = out_row.to(tl.int64)[:, None] * stride + n_in + column[None, :]
-            tl.store(out + b_place, b_values, (out_row < n_rows)[:, None] & (column >= 0)[None, :])
+        else:
+            write_columns(adapter, table, out, tile - n_tiles, n_rows, n_in, n_columns, rank,
+                          LINEARS, EQUAL, COLUMNS, FIELDS)
+
+    @triton.jit
+    def write_columns(
+        adapter, table, out, tile, n_rows, n_in, n_columns, rank, LINEARS: tl.constexpr,
+        EQUAL: tl.constexpr, COLUMNS: tl.constexpr, FIELDS: tl.constexpr,
+    ):
+        """64 rows and COLUMNS columns of B, see dequantise_kernel()."""
+        row = tile // (n_columns // COLUMNS) * 64 + tl.arange(0, 64)
+        column = tile % (n_columns // COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
+        linear = tl.zeros([64], tl.int32)
+        if EQUAL:  # then its linears have as many outputs each, too
+            linear = tl.minimum(row // (n_rows // LINEARS), LINEARS - 1).to(tl.int32)
+        else:
+            for i in tl.static_range(1, LINEARS):
+                linear += (row >= tl.load(table + i * FIELDS + 1)).to(tl.int32)
+        fields = table + linear * FIELDS
+        start, first_column = tl.load(fields + 4), tl.load(fields + 5)
+        r = column[None, :] - first_column[:, None]
+        there = (first_column >= 0)[:, None] & (r >= 0) & (r < rank) & (row < n_rows)[:, None]
+        first = start.to(tl.int64) + (row - tl.load(fields + 1)).to(tl.int64) * rank
+        values = tl.load(adapter + first[:, None] + r, there, 0.0)
+        place = row.to(tl.int64)[:, None] * (n_in + n_columns) + n_in + column[None, :]
+        tl.store(out + place, values, (row < n_rows)[:, None] & (column >= 0)[None, :])
 
 
 @functools.lru_cache(None)
@@ -260,15 +318,22 @@ def why_no_triton():
     weight = torch.randn(256, 256, dtype=torch.bfloat16, device="cuda")
     packed, state = bnb.functional.quantize_4bit(
         weight, blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
-    out = torch.empty_like(weight)
+    packed, nested, cuda = packed.view(-1, BLOCK // 2), state.state2, weight.device
     table = torch.tensor([[0, 0, 0, 0, 0, -1, 256]], dtype=torch.int32, device="cuda")
-    try:
-        dequantise_kernel[(16,)](
-            packed.view(-1, BLOCK // 2), state.absmax, state.state2.absmax, state.offset,
-            state.state2.code, nf4_code(weight.device), weight, table, out, 1024, 16, 256, 256, 0,
-            16, 1, 0, 64, BLOCK, NESTED_BLOCK, LORA_COLUMNS, FIELDS, num_warps=4,
-            enable_fp_fusion=False)
-    except Exception as e:
-        return f"Triton cannot compile here, {type(e).__name__}: {str(e)[:200]}"
-    same = torch.equal(out, bnb.functional.dequantize_4bit(packed, state))
-    return "" if same else "its result is not what bitsandbytes gives on this GPU"
+    mx_scales = (torch.arange(2048, device="cuda") % 128 + 64).to(torch.uint8).view(-1, 2)
+    mx_code, mx_powers = mxfp4_code(cuda)
+    same = []
+    for is_mx, scales, of_scales, code, want in (
+        (False, state.absmax, nested.code, nf4_code(cuda),
+         bnb.functional.dequantize_4bit(packed.view(-1, 1), state)),
+        (True, mx_scales, mx_powers, mx_code, mxfp4_values(packed, mx_scales).to(weight.dtype))):
+        out = torch.empty_like(weight)
+        try:
+            dequantise_kernel[(16,)](
+                packed, scales, nested.absmax, state.offset, of_scales, code, weight, table, out,
+                1024, 16, 256, 256, 0, 16, 1, 0, is_mx, 1 + is_mx, 64, BLOCK, NESTED_BLOCK,
+                LORA_COLUMNS, FIELDS, num_warps=4, enable_fp_fusion=False)
+        except Exception as e:
+            return f"Triton cannot compile here, {type(e).__name__}: {str(e)[:200]}"
+        same.append(torch.equal(out, want.view(256, 256)))
+    return "" if all(same) else "its result is not what bitsandbytes or torch gives on this GPU"

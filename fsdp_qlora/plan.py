@@ -115,7 +115,7 @@ def count_layers(layouts):
         values = {layout: layout.kept_values(keeps) for layout in set(layouts)}
         return list(itertools.accumulate((values[x] for x in layouts), initial=0))
 
-    bytes_each = [layout.n_blocks * (BLOCK // 2 + 1) for layout in layouts]
+    bytes_each = [layout.n_blocks * (BLOCK // 2 + layout.n_scales) for layout in layouts]
     vectors_each = [layout.n_vectors for layout in layouts]
     return LayerTotals(
         kinds=tuple(dict.fromkeys(layouts)),

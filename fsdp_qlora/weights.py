@@ -234,8 +234,13 @@ class RandomWeights:
             return torch.full((math.prod(shape),), value, dtype=self.dtype, device=self.device)
         seed = self.seed ^ zlib.crc32(name.encode())
         generator = torch.Generator(self.device).manual_seed(seed)
-        whole = torch.empty(shape, dtype=self.dtype, device=self.device)
-        whole.normal_(0, RANDOM_STD, generator=generator)
+        in_mxfp4 = {"_blocks": (0, 256), "_scales": (118, 121)}.get(name[-7:])
+        if in_mxfp4:  # bytes
+            whole = torch.empty(shape, dtype=torch.uint8, device=self.device)
+            whole.random_(*in_mxfp4, generator=generator)
+        else:
+            whole = torch.empty(shape, dtype=self.dtype, device=self.device)
+            whole.normal_(0, RANDOM_STD, generator=generator)
         return whole[rows.start : rows.stop].flatten().clone()  # so that `whole` is freed
 
     def close(self):

@@ -4,6 +4,7 @@ look."""
 import copy
 
 import torch
+from safetensors.torch import save_file
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -386,6 +387,33 @@ def make_model(config, seed=0, dtype=torch.float32, **settings):
             if "norm" in name or name.endswith(".bias"):
                 value.add_(torch.randn_like(value) * 0.3)
     return model.to(dtype).eval()
+
+
+def mxfp4_experts(config, seed=0):
+    """{name in a file: random bytes} of the experts of a gpt-oss in MXFP4."""
+    generator = torch.Generator().manual_seed(seed)
+    n, hidden, inner = config.num_local_experts, config.hidden_size, config.intermediate_size
+    found = {}
+    for i in range(config.num_hidden_layers):
+        for key, n_out, n_in in ("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner):
+            name, shape = f"model.layers.{i}.mlp.experts.{key}", (n, n_out, n_in // 32)
+            for part, limits in ("blocks", (0, 256)), ("scales", (119, 124)):
+                values = torch.empty(*shape, *[16] * (part == "blocks"), dtype=torch.uint8)
+                found[f"{name}_{part}"] = values.random_(*limits, generator=generator)
+    return found
+
+
+def write_mxfp4(directory, vocab_size):
+    """Write a gpt-oss as it is released: its experts in MXFP4, the rest in bf16."""
+    config = TINY["gpt_oss"](vocab_size)
+    config.intermediate_size = 128
+    tensors = dict(make_model(config, dtype=torch.bfloat16).state_dict())
+    experts = mxfp4_experts(config)
+    for name in {name.rpartition("_")[0] for name in experts}:
+        del tensors[name]
+    config.quantization_config = {"quant_method": "mxfp4"}
+    config.save_pretrained(directory)
+    save_file({**tensors, **experts}, directory / "model.safetensors", {"format": "pt"})
 
 
 def write_model(directory, config, seed=0, dtype=torch.bfloat16):

@@ -226,6 +226,21 @@ CONFIGS = {
                        use_qk_norm=True, use_cla=False, cla_share_factor=2, norm_type="rms",
                        mask_init_id=12, org_vocab_size=128167, add_classification_head=False,
                        tie_word_embeddings=True),
+    "gpt-oss 20B": text("gpt_oss", 2880, 2880, 24, 64, 8, 201088, attention_bias=True,
+                        attention_dropout=0.0, eos_token_id=200002, experts_per_token=4,
+                        head_dim=64, hidden_act="silu", initial_context_length=4096,
+                        layer_types=["sliding_attention", "full_attention"] * 12,
+                        max_position_embeddings=131072, num_experts_per_tok=4,
+                        num_local_experts=32, output_router_logits=False, pad_token_id=199999,
+                        quantization_config={
+                            "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
+                            "quant_method": "mxfp4"},
+                        rms_norm_eps=1e-5, rope_scaling={
+                            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0,
+                            "original_max_position_embeddings": 4096, "rope_type": "yarn",
+                            "truncate": False},
+                        rope_theta=150000, router_aux_loss_coef=0.9, sliding_window=128,
+                        swiglu_limit=7.0, tie_word_embeddings=False),
 }  # fmt: skip
 
 

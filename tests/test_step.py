@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import DEVICE, needs_ranks, read_rows
-from families import TINY, write_model
+from families import TINY, write_model, write_mxfp4
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
@@ -353,7 +353,7 @@ def test_epochs_are_rounded_up_to_whole_steps(epochs, steps, base, run_main, mon
 # ------------------------------------------------------------------------------------------------
 
 SHARDED = ["gemma2", "cohere_qk_norm", "olmo3", "granite", "phi4_mini", "qwen3", "smollm3_window",
-           "gemma3", "hunyuan_alpha", "mixtral", "glm4_moe", "granitemoe", "gpt_oss"]  # fmt: skip
+           "gemma3", "hunyuan_alpha", "mixtral", "glm4_moe", "granitemoe", "mxfp4"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -361,7 +361,10 @@ def family_runs(base, run_jobs, demo_directory):
     needs_ranks(2)
     jobs, tokenizer = {1: [], 2: []}, AutoTokenizer.from_pretrained(demo_directory / "model")
     for name in SHARDED:
-        write_model(base / name, TINY[name](len(tokenizer)))
+        if name == "mxfp4":
+            write_mxfp4(base / name, len(tokenizer))
+        else:
+            write_model(base / name, TINY[name](len(tokenizer)))
         tokenizer.save_pretrained(base / name)
         for nproc in jobs:
             argv = ["--model", name, *FLAGS, *SMALL, "--shard_group_size", nproc,

@@ -84,7 +84,7 @@ def quantized(job, process):
                         name = f"model.layers.{i}.{place.linear.name}"
                         values = {
                             "packed": layer.nf4.packed[place.blocks].clone(),
-                            "codes": layer.nf4.absmax_codes[place.blocks].clone(),
+                            "codes": layer.nf4.scales[place.blocks, 0].clone(),
                             "nested_absmax": layer.nested.absmax[place.nested].clone(),
                             "nested_code": layer.nested.code_values[place.index].clone(),
                             "offset": layer.nested.offsets[place.index].clone(),
@@ -260,7 +260,7 @@ def patterns(job, process):
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     words = torch.arange(65536, dtype=torch.int32, device=device).to(torch.int16)
     packed = words.view(torch.uint8).view(-1, 32)
-    codes = torch.arange(packed.shape[0], device=device).to(torch.uint8)
+    codes = torch.arange(2 * packed.shape[0], device=device).to(torch.uint8).view(-1, 2)
     out = {"expected": packed.cpu(), "expected_codes": codes.cpu()}
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for name, settings in {
@@ -273,7 +273,7 @@ def patterns(job, process):
         if name == "unprotected":
             weight = words.view(torch.bfloat16)
         else:
-            weight = NF4Blocks.zeros(packed.shape[0], "meta")
+            weight = NF4Blocks.zeros(packed.shape[0], "meta", 2)
         module.weight = torch.nn.Parameter(weight, requires_grad=False)
         module.bias = torch.nn.Parameter(torch.zeros(8, device=weight.device))  # as norms, LoRA do
         module.forward = lambda _, module=module, seen=seen: seen.update(w=module.weight)
@@ -290,7 +290,7 @@ def patterns(job, process):
             gathered = seen["w"].packed if name != "unprotected" else seen["w"].detach()
             out[name] = gathered.view(torch.uint8).view(-1, 32).clone()
             if name != "unprotected":
-                out[f"{name}_codes"] = seen["w"].absmax_codes.clone()
+                out[f"{name}_codes"] = seen["w"].scales.clone()
             module.reshard()
     return out
 

@@ -1,0 +1,162 @@
+"""gpt-oss in MXFP4, as it is released: its experts stay as they are, to the bit.
+
+That it gives the same on two processes is in test_step.py.
+"""
+
+import pytest
+import torch
+from families import TINY, mxfp4_experts, write_mxfp4
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from fsdp_qlora import check
+from fsdp_qlora.base import read_model_config
+from fsdp_qlora.check import plain_model, random_adapter, random_reference, read_weights
+from fsdp_qlora.configs import describe_model, shrunk_config
+from fsdp_qlora.model import OwnBlocks
+from fsdp_qlora.names import check_files, tensor_names
+from fsdp_qlora.nf4 import BLOCK, NF4Blocks, copy_mxfp4, dequantise, mxfp4_values
+from fsdp_qlora.ranks import Stop
+from fsdp_qlora.weights import weight_files
+from train_fsdp_qlora import Config, fill_model
+
+IN_MXFP4 = {"quant_method": "mxfp4"}
+
+
+@pytest.fixture(scope="module")
+def released(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("mxfp4") / "model"
+    write_mxfp4(directory, 320)
+    return directory
+
+
+def test_every_code_and_scale_means_what_transformers_says():
+    codes = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 255, 16, 16)
+    scales = torch.arange(255, dtype=torch.uint8).view(1, 255, 1).expand(1, 255, 16).contiguous()
+    for dtype in torch.bfloat16, torch.float32:
+        want = convert_moe_packed_tensors(codes, scales, dtype=dtype)[0].t()
+        turned = (codes << 4 | codes >> 4).reshape(-1, 32)
+        assert torch.equal(mxfp4_values(turned, scales.view(-1, 2)).to(dtype).view(255, -1), want)
+
+
+def small_model(kind=None, again=False):
+    """A shrunk model with experts in MXFP4, here and as transformers has it."""
+    small = shrunk_config(TINY["gpt_oss"](320))
+    reference = random_reference(small, torch.Generator().manual_seed(0))
+    tensors, packed = dict(reference.state_dict()), mxfp4_experts(small)
+    for name in {name.rpartition("_")[0] for name in packed}:
+        values = convert_moe_packed_tensors(
+            packed[f"{name}_blocks"], packed[f"{name}_scales"], dtype=torch.float32)
+        tensors.pop(name).copy_(values)
+    small.quantization_config = IN_MXFP4
+    arch = describe_model(small)
+    model = plain_model(small, arch, tensors | packed, 24, fill_model, kind, again)
+    return model, reference, tensor_names(arch, tensors | packed)
+
+
+def test_weights_are_dequantised_to_the_bit():
+    model, reference, _ = small_model()
+    for i, layer in enumerate(model.layers):
+        adapter = layer.adapter.bfloat16()
+        for key, fused in zip(("gate_up_proj", "down_proj"), layer.layout.mlp.fused_linears):
+            got = dequantise(layer, fused, adapter)[:, : fused.in_features]
+            want = reference.get_parameter(f"model.layers.{i}.mlp.experts.{key}").bfloat16()
+            assert torch.equal(got.view(len(want), -1, fused.in_features), want.transpose(1, 2))
+
+
+def test_a_rank_may_have_a_part_of_a_row():
+    """Blocks 2 to 6 of rows of three."""
+    model, *_ = small_model()
+    layer = model.layers[0]
+    fused = layer.layout.mlp.fused_linears[1]
+    place = fused.places[2]
+    assert fused.in_features == 3 * BLOCK
+    own, shard = OwnBlocks(place, slice(2, 7), slice(1, 6)), NF4Blocks.zeros(6, "cpu", 2)
+    whole = layer.nf4.packed[place.blocks], layer.nf4.scales[place.blocks]
+
+    def read(name):
+        blocks = slice(own.rows.start * 3, own.rows.stop * 3)
+        packed, scales = (t[blocks].flatten() for t in whole)
+        return (packed << 4 | packed >> 4) if name.endswith("_blocks") else scales
+
+    assert copy_mxfp4([(own, "down")], shard, read) == []
+    for got, want in zip((shard.packed, shard.scales), whole):
+        assert torch.equal(got[1:], want[2:7]) and not got[0].any()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_model_equals_transformers(again):
+    model, reference, names = small_model("lora", again)
+    weights = {name: weight for name, weight in read_weights(model, names).items()
+               if ".experts." not in name}  # fmt: skip
+    random_adapter(model, torch.Generator().manual_seed(1))
+    ids = torch.randint(3, 128, (sum(check.LENGTHS),), generator=torch.Generator().manual_seed(2))
+    ours = check.results(model, ids)
+    theirs = check.reference_results(reference, model, weights, ids)
+    for key, value in ours.items():
+        assert (value - theirs[key]).norm() < 1e-5 * theirs[key].norm(), key
+
+
+def read_config(directory):
+    return read_model_config(directory, Config(model=str(directory)))[1:]
+
+
+def checked(directory):
+    """What check_files() returns of a model; raises what it raises."""
+    model_config, arch = read_config(directory)
+    files = weight_files(directory)
+    return check_files(files, tensor_names(arch, files), model_config, "bfloat16")
+
+
+def test_parameters_are_counted_as_weights_and_loading_says_what_stays(released, capsys):
+    assert checked(released) == {}
+    assert "24 linears of experts are in MXFP4, kept exactly as they are" in capsys.readouterr().out
+    plain = AutoConfig.from_pretrained(released)
+    del plain.quantization_config
+    want = tensor_names(describe_model(plain), {}).n_parameters
+    assert tensor_names(read_config(released)[1], weight_files(released)).n_parameters == want
+
+
+def larger_blocks(tensors):
+    """Of 64 weights, with one scale each."""
+    for name in [name for name in tensors if name.endswith("_blocks")]:
+        tensors[name] = tensors[name].unflatten(2, (-1, 2)).flatten(3)
+        scales = name.replace("_blocks", "_scales")
+        tensors[scales] = tensors[scales][..., ::2].contiguous()
+
+
+def no_scales(tensors):
+    for name in [name for name in tensors if name.endswith("down_proj_scales")]:
+        del tensors[name]
+
+
+def wide_scales(tensors):
+    for name in tensors:
+        if name.endswith("_scales"):
+            tensors[name] = tensors[name].float()
+
+
+@pytest.mark.parametrize("change, words", [
+    (larger_blocks, "_blocks has shape .*: MXFP4 has one scale for 32 weights"),
+    (no_scales, "lacks 3 of .* is model.layers.0.mlp.experts.down_proj_scales"),
+    (wide_scales, "_scales is F32, which is not read; U8 are")])  # fmt: skip
+def test_tensors_that_are_no_mxfp4_are_refused(change, words, released, tmp_path):
+    tensors = load_file(released / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((released / "config.json").read_bytes())
+    with pytest.raises(ValueError, match=words):
+        checked(tmp_path)
+
+
+@pytest.mark.parametrize("name, words", [
+    ("gpt_oss", "MXFP4 with rows of 64 and 96 weights is not supported, only with multiples of 64"),
+    ("mixtral", "is quantised already, with quant_method mxfp4; only bitsandbytes can"),
+    ("llama", "is quantised already, with quant_method mxfp4; only bitsandbytes can")])  # fmt: skip
+def test_model_that_cannot_be_in_mxfp4_is_refused(name, words, tmp_path):
+    config = TINY[name](320)
+    config.quantization_config = IN_MXFP4
+    config.save_pretrained(tmp_path)
+    with pytest.raises((ValueError, Stop), match=words):
+        read_config(tmp_path)
