@@ -526,8 +526,8 @@ def fill_model(model, names, read, nf4_states, device):
     # First the 4-bit weights, then what comes and goes: else gaps between them would stay. For
     # FSDP2 they are QUANT_STORAGE, bf16. Copied as such, without the hooks of NF4Blocks, 0.08 % of
     # the packed words, those that are NaN in bf16, would be changed without an error.
-    local_nf4 = [None if plan.offload_params else local_part(layer.nf4).zeros_on(device, QUANT_STORAGE)
-                 for layer in model.layers]
+    local_nf4 = [None if plan.offload_params else local_part(x.nf4).zeros_on(device, QUANT_STORAGE)
+                 for x in model.layers]
     quiet = len(model.layers) < 3 or not (is_rank_0() and sys.stderr.isatty())
     bar = tqdm(model.layers, "load and quantise", unit="layer", leave=False, disable=quiet)
     for i, (layer, shard) in enumerate(zip(bar, local_nf4)):

@@ -53,7 +53,7 @@ class TensorNames:
         """{name of a tensor in files: [(a linear's name, the index in the tensor at which it is)]}
         of all linears; of turned ones that of the whole [in, out]. ValueError for MXFP4."""
         if any(linear.mxfp4 for linear in self.linears.values()):
-            raise ValueError("its experts in MXFP4 are not merged: serve it with the adapter beside")
+            raise ValueError("experts in MXFP4 are not merged: serve it with the adapter beside")
         found = {}
         for name, linear in self.linears.items():
             stored, place = name, ...

@@ -93,7 +93,7 @@ def test_model_equals_transformers(again):
     random_adapter(model, torch.Generator().manual_seed(1))
     ids = torch.randint(3, 128, (sum(check.LENGTHS),), generator=torch.Generator().manual_seed(2))
     ours = check.results(model, ids)
-    theirs = check.reference_results(reference, model, weights, ids)
+    theirs = check.reference_results(reference, model, names, weights, ids)
     for key, value in ours.items():
         assert (value - theirs[key]).norm() < 1e-5 * theirs[key].norm(), key
 
