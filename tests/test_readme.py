@@ -19,6 +19,7 @@ from torch.distributed.run import get_args_parser
 import merge_adapters
 from fsdp_qlora import ranks
 from fsdp_qlora.flags import resolve_config
+from fsdp_qlora.data.forms import REFUSED, TRAINED
 from fsdp_qlora.router import BALANCE
 from train_fsdp_qlora import Config
 
@@ -255,6 +256,11 @@ def test_metrics_are_documented(demo):
     table = README.partition("| field of `metrics.jsonl` |")[2].partition("\n\n")[0]
     cells = " ".join(re.findall(r"^\| (`.*?) \|", table, re.M))
     assert [*row, *BALANCE] == re.findall(r"`(\w+)`", cells)  # these of mixtures alone
+
+
+def test_keys_that_end_a_run_or_leave_an_answer_out_are_all_there():
+    data = README.partition("## Your data")[2].partition("\n## ")[0]
+    assert [key for key in (*REFUSED, *TRAINED) if f"`{key}`" not in data] == []
 
 
 def test_written_files_are_documented(demo):
