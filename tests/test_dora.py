@@ -113,6 +113,17 @@ def test_magnitudes_are_trained_and_resumed_bit_for_bit(runs):
         assert (want[name] != early[name]).float().mean() > 0.99
 
 
+def test_a_resumed_run_notes_the_same_for_the_merge(runs):
+    """Without the adapter, too, though it begins with one; that is what a new adapter gives."""
+    got, want, plain = (load_file(runs / name / "probe.safetensors")
+                        for name in ("resumed", "whole", "plain"))
+    early = load_file(runs / "whole" / "checkpoint-000002" / "probe.safetensors")
+    assert all(torch.equal(got[name], want[name]) for name in got | want)
+    assert torch.equal(early["without_adapter"], want["without_adapter"])
+    assert torch.equal(plain["without_adapter"], want["without_adapter"])
+    assert not torch.equal(early["with_adapter"], want["with_adapter"])
+
+
 def test_dora_is_resumed_on_another_number_of_processes(all_runs, run_main, monkeypatch):
     runs, flags = all_runs
     shutil.copytree(runs / "resumed", runs / "alone")

@@ -115,7 +115,7 @@ def test_evaluation_changes_no_bit_of_training(nproc, name, runs, read_metrics):
         assert state.keys() == want.keys() and all(torch.equal(state[k], want[k]) for k in want)
 
 
-def test_nothing_stays_gathered_after_an_evaluation(base, run_jobs, tmp_path):
+def test_nothing_stays_gathered_after_evaluation_and_probe(base, run_jobs, tmp_path):
     job = {"case": "evaluations", "model": str(base / "model"), "out": str(tmp_path / "losses")}
     run_jobs(2, [job], cwd=tmp_path)
     before, after = load_file(tmp_path / "losses")["losses"].tolist()

@@ -108,12 +108,13 @@ def initial(job, process):
 
 def evaluations(job, process):
     """Losses of the evaluation rows before and after a change of the adapter, where layers stay
-    gathered from forward to backward."""
+    gathered from forward to backward; before it, the probe comes last."""
 
     def look(run):
         for layer in run.model.layers:
             layer.set_reshard_after_forward(False)
         losses = [train_fsdp_qlora.evaluate(run)]
+        run.probe.states(run)
         with torch.no_grad():
             run.adapter.weights += 0.1
         return {"losses": torch.tensor([*losses, train_fsdp_qlora.evaluate(run)])}

@@ -1,0 +1,162 @@
+"""Mixtures of experts from training to the merged model, in every layout of their files."""
+
+import contextlib
+import json
+import re
+
+import pytest
+import torch
+from families import TINY, make_model
+from safetensors.torch import load_file, save_file
+from test_merge import nf4_and_back
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import merge_adapters
+
+CORRECTION = "e_score_correction_bias"
+# of layers: attention, MLPs, experts one by one and all in one tensor; in Mixtral's words, in ours
+# and in Granite's
+LINEAR = r"model\.layers\..*(_proj|\.w[123]|(in|out)put_linear)\.weight"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, demo_directory):
+    """Function (name, run_main): the directory of a run on a tiny model of that name, in the layout
+    in which such models are released."""
+    made = {}
+
+    def train(name, run_main):
+        if name in made:
+            return made[name]
+        directory = tmp_path_factory.mktemp(name)
+        base, run = directory / "base", directory / "run"
+        tokenizer = AutoTokenizer.from_pretrained(demo_directory / "model")
+        model = make_model(TINY[name](len(tokenizer)), dtype=torch.bfloat16)
+        model.save_pretrained(base)
+        tokenizer.save_pretrained(base)
+        tensors = load_file(base / "model.safetensors")
+        for key in tensors:
+            if CORRECTION in key:  # as released: in fp32, with values that bf16 has not
+                tensors[key] = torch.linspace(-0.3, 0.1, len(tensors[key]))
+            elif re.fullmatch(LINEAR, key) and "self_attn" not in key:
+                tensors[key] *= 2  # else what experts do would not count beside the adapter
+        save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+        code, _, err = run_main(
+            "--model", base, "--dataset", demo_directory / "data.jsonl", "--output_dir", run,
+            "--max_steps", 3, "--batch_size", 4, "--learning_rate", 0.01, "--report_to", "none",
+            "--eval_every", 0)  # fmt: skip
+        assert code == 0, err
+        made[name] = run
+        return run
+
+    return train
+
+
+def merge(run, out):
+    merge_adapters.main(["--adapter_dir", str(run), "--output_dir", str(out)])
+
+
+def merged_weight(name, weight, adapter):
+    """What a tensor of the base becomes. Each matrix is quantised by itself."""
+    if not re.fullmatch(LINEAR, name):
+        return weight
+    if weight.dim() == 3:  # gate and up of all experts, or down
+        matrices = [expert.chunk(1 + ("input" in name)) for expert in weight]
+        return torch.stack([torch.cat([*map(nf4_and_back, pair)]) for pair in matrices])
+    stem, want = f"base_model.model.{name.removesuffix('.weight')}.lora_", nf4_and_back(weight)
+    if f"{stem}A.weight" in adapter:
+        a, b = adapter.pop(f"{stem}A.weight"), adapter.pop(f"{stem}B.weight")
+        want = (want.float() + 32 / 16 * (b @ a)).bfloat16()
+    return want
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "granitemoe", "glm4_moe"])
+def test_merged_mixture_is_the_trained_one(name, trained, run_main, tmp_path, capsys):
+    run, out = trained(name, run_main), tmp_path / "out"
+    capsys.readouterr()
+    merge(run, out)
+    reported = float(re.search(r"are ([\d.]+) of that away", capsys.readouterr().out)[1])
+    base = load_file(run.parent / "base" / "model.safetensors")
+    adapter = load_file(run / "adapter_model.safetensors")
+    result = load_file(out / "model.safetensors")
+    assert result.keys() == base.keys() and (CORRECTION in str([*base])) == (name == "glm4_moe")
+    for key, weight in base.items():
+        want = merged_weight(key, weight, adapter)
+        assert result[key].dtype == want.dtype and torch.equal(result[key], want), key
+    assert not adapter  # all of it was used
+
+    # what transformers' head reads in the merged model is what training has noted
+    model, states = AutoModelForCausalLM.from_pretrained(out), []
+    assert all(p.dtype == torch.float32 for n, p in model.state_dict().items() if CORRECTION in n)
+    model.lm_head.register_forward_pre_hook(lambda module, inputs: states.append(inputs[0][0]))
+    rows = json.loads((run / "train_config.json").read_text())["probe_input_ids"]
+    with torch.no_grad():
+        logits = torch.cat([model(torch.tensor([row])).logits[0].float() for row in rows])
+        noted = load_file(run / "probe.safetensors")
+        plain, ours = noted["without_adapter"].float(), noted["with_adapter"].float()
+        error = float((torch.cat(states).float() - ours).norm() / (ours - plain).norm())
+        divisor = getattr(model.config, "logits_scaling", 1)
+        plain, ours = (model.lm_head(x.bfloat16()).float() / divisor for x in (plain, ours))
+        of_logits = float((logits - ours).norm() / (ours - plain).norm())
+    print(f"{name}: states {error:.4f}, logits {of_logits:.4f}, reported {reported:.4f}")
+    assert error < 0.1 and reported == pytest.approx(of_logits, rel=0.02)
+
+
+def swap_experts(tensors):
+    """What expert i gives is that of expert 7 - i, in all layers."""
+    for key in [key for key in tensors if re.search(r"experts\.[0-3]\.down", key)]:
+        other = re.sub(r"experts\.(.)", lambda found: f"experts.{7 - int(found[1])}", key)
+        tensors[key], tensors[other] = tensors[other], tensors[key]
+
+
+def negate(pattern):
+    return lambda tensors: [tensors[key].neg_() for key in tensors if re.search(pattern, key)]
+
+
+REFUSED, WARNED = "the merged model does not agree", "WARNING: the merged model loses"
+CHANGES = {
+    "attention": (negate(r"layers\.1.*v_proj"), REFUSED),
+    "head": (negate("lm_head"), REFUSED),
+    "norm": (lambda tensors: tensors["model.norm.weight"].mul_(3), REFUSED),
+    # these count for less than the adapter
+    "router": (negate(r"mlp\.gate\.weight"), WARNED),
+    "experts": (swap_experts, WARNED),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_merged_model_that_is_another_is_noticed(
+    what, trained, run_main, tmp_path, monkeypatch, capsys
+):
+    run, write_files = trained("qwen3_moe", run_main), merge_adapters.write_files
+    change, words = CHANGES[what]
+
+    def write_and_change(directory, *args):
+        write_files(directory, *args)
+        tensors = load_file(directory / "model.safetensors")
+        change(tensors)
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+    monkeypatch.setattr(merge_adapters, "write_files", write_and_change)
+    with pytest.raises(SystemExit) if words == REFUSED else contextlib.nullcontext():
+        merge(run, tmp_path / "out")
+    assert words in "".join(capsys.readouterr())
+    assert (tmp_path / "out").exists() == (words == WARNED)
+
+
+def test_change_of_one_experts_slice_is_named(trained, run_main, tmp_path, capsys):
+    """content_sum() of each expert's matrix, though the file has all in one tensor."""
+    run = trained("granitemoe", run_main)
+    path = run.parent / "base" / "model.safetensors"
+    before, tensors = path.read_bytes(), load_file(path)
+    name = "model.layers.2.block_sparse_moe.input_linear.weight"
+    half = tensors[name].shape[1] // 2
+    tensors[name][3, half, 7] *= 2  # the first row of expert 3's up
+    save_file(tensors, path, metadata={"format": "pt"})
+    try:
+        with pytest.raises(SystemExit, match="1"):
+            merge(run, tmp_path / "out")
+    finally:
+        path.write_bytes(before)
+    up = "model.layers.2.block_sparse_moe.experts.3.up_proj.weight"
+    assert f"{path}: the values of {up} are not those" in capsys.readouterr().err
