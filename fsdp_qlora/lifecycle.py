@@ -51,7 +51,7 @@ class Status:
         self.plan = None  # Plan; None: not known yet
         self.where = "outside of the steps (loading or saving)"
         self.how_to_resume = "the same command resumes it"
-        self.started, self.parent = time.monotonic(), os.getppid()
+        self.started, self.parent, self.pid = time.monotonic(), os.getppid(), os.getpid()
         self.deadline = math.inf  # by the clock; after it the process counts as frozen
         self.stop_reason, self.signal_time = None, -math.inf
         self.is_ending, self.has_said_end, self.end_lock = False, False, threading.Lock()
@@ -233,6 +233,9 @@ def reset_after_fork(status):
     signals."""
     with contextlib.suppress(AttributeError, OSError):  # Linux only
         LIBC.prctl(SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != status.pid:  # the parent has ended before the kernel knew of this wish
+        os._exit(1)
+    status.pid = os.getpid()
     close_lock(status)
     signal.set_wakeup_fd(-1)
     for number in SIGNALS:
