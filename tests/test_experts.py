@@ -9,6 +9,7 @@ import math
 import types
 
 import bitsandbytes as bnb
+import merge_adapters
 import pytest
 import torch
 from families import TINY, make_model
@@ -403,12 +404,20 @@ def test_fp8_checkpoint_trains_as_the_bf16_one_of_its_values(
         code, _, err = run_main(
             "--model", tmp_path / kind, "--dataset", demo_directory / "data.jsonl",
             "--max_steps", 2, "--max_seq_len", 64, "--output_dir", tmp_path / f"run-{kind}",
+            "--target_modules", "q_proj", "experts", "--lora_rank", 8,
         )  # fmt: skip
         assert code == 0, err
         rows = read_metrics(tmp_path / f"run-{kind}")
         found[kind] = [(row["loss"], row["grad_norm"]) for row in rows]
         assert all(1 <= row["busiest_expert"] <= 8 / 3 for row in rows)
+        merge_adapters.main([
+            "--adapter_dir", str(tmp_path / f"run-{kind}"),
+            "--output_dir", str(tmp_path / f"merged-{kind}"), "--no-check",
+        ])  # fmt: skip
     assert found["fp8"] == found["bf16"]
+    fp8, bf16 = (load_file(tmp_path / f"merged-{kind}" / "model.safetensors") for kind in found)
+    assert fp8.keys() == bf16.keys()
+    assert all(torch.equal(fp8[key], value) for key, value in bf16.items())
 
 
 @pytest.mark.parametrize("declared", [True, False])

@@ -70,6 +70,20 @@ def merged_weight(name, weight, adapter):
     return want
 
 
+def test_turned_experts_become_what_training_had(trained, run_main, tmp_path):
+    """gpt-oss's: [experts, in, out] in files, quantised as [out, in]."""
+    run, out = trained("gpt_oss", run_main), tmp_path / "out"
+    merge(run, out)
+    base = load_file(run.parent / "base" / "model.safetensors")
+    result, turned = load_file(out / "model.safetensors"), 0
+    for key, weight in base.items():
+        if weight.dim() == 3:
+            want = torch.stack([nf4_and_back(expert.t().contiguous()).t() for expert in weight])
+            assert torch.equal(result[key], want), key
+            turned += 1
+    assert turned == 6
+
+
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "granitemoe", "glm4_moe"])
 def test_merged_mixture_is_the_trained_one(name, trained, run_main, tmp_path, capsys):
     run, out = trained(name, run_main), tmp_path / "out"
