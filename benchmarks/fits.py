@@ -49,7 +49,7 @@ def cell(name, limit, gpus):
         layouts = make_layouts(arch, adapted, config)
         try:
             workload = plan.Workload(ROWS * 2048, longest=2048, uneven=True, world_size=gpus,
-                                     device=torch.device("cuda"), capturable=True)
+                                     device=torch.device("cuda"))
             chosen = plan.choose_plan(
                 config, arch, layouts, workload, int(limit * 2**30), machine)
         except ValueError:

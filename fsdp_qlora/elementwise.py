@@ -129,11 +129,12 @@ def gate_backward(grad, activation, *parts):
 
 
 @elementwise
-def weighted_gate_backward(grad, activation, weights, gates, ups, wants_product):
-    """gate_backward() of rows whose outputs count `weights` [n] times. `grad` is the gradient that
-    gate()'s result would have with weights of 1; it becomes that result with wants_product. Returns
-    the gradient of `weights`, fp32 [n]."""
+def weighted_gate_backward(grad, activation, weights, gate_up, wants_product):
+    """gate_backward() of rows whose outputs count `weights` [n] times: replaces gate_up [n, 2
+    inner]. `grad` is the gradient that gate()'s result would have with weights of 1; it becomes
+    that result with wants_product. Returns the gradient of `weights`, fp32 [n]."""
     forward, backward = ACTIVATIONS[activation]
+    gates, ups = gate_up.chunk(2, -1)  # here: torch.compile may fail on two views of one tensor
     gates32, ups32, grad32 = gates.float(), ups.float(), grad.float()
     activated = forward(gates32)
     product = activated * ups32

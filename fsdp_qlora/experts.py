@@ -53,7 +53,8 @@ class RoutedMLPHalf:
         arch, kept, branch = self.arch, keep(source=source, branch=None, rows=None), None
         inputs = norm_inputs(work, arch.mlp_norm, source, self.fused_linears[0])
         x = inputs[:, : arch.hidden_size]
-        needs_bounds = work.layer.plan.expert_ranges > 1 or bool(why_no_grouped_mm(x))
+        needs_bounds = work.layer.plan.expert_ranges > 1 or bool(
+            why_no_grouped_mm(x.dtype, x.device))
         kept.routing = route(work, x, choice, needs_bounds)
         if not (work.is_backward or work.evaluation):
             add_balance(work.layer, kept.routing)
@@ -162,7 +163,7 @@ class RoutedMLPHalf:
                     inner, weights, gate_up, *clamp)
             else:
                 grad_weights[passed.rows] = weighted_gate_backward(
-                    inner, self.arch.activation, weights, *gate_up.chunk(2, -1), grad_d is not None)
+                    inner, self.arch.activation, weights, gate_up, grad_d is not None)
             if grad_d is not None:  # `inner` is gate()'s result by now
                 weighted = inner * weights[:, None].to(inner.dtype)
                 add_expert_gradients(work, self.expert_down, weighted, grad_d, upstream, passed)

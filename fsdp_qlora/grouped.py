@@ -40,7 +40,7 @@ class Pass:
         # where each expert's rows end among these; on the host as well, where products loop
         self.ends = routing.ends[experts.start : experts.stop].clamp(first, stop) - first
         self.bounds = None
-        if why_no_grouped_mm(gate_up):
+        if why_no_grouped_mm(gate_up.dtype, gate_up.device):
             bounds = routing.bounds[experts.start : experts.stop + 1]
             self.bounds = [min(max(bound, first), stop) - first for bound in bounds]
 
@@ -130,16 +130,16 @@ def grouped_outer(a, b, passed):
     return out
 
 
-def why_no_grouped_mm(tensor):
-    """Why torch's grouped product is not used for such tensors; "" if it is. Elsewhere torch itself
-    loops over the experts, and waits for the GPU at each product."""
-    if not tensor.is_cuda:
-        return "there is no GPU"
-    if tensor.dtype != torch.bfloat16:
-        return "it is for bf16"
-    if torch.cuda.get_device_capability(tensor.device) not in ((9, 0), (10, 0)):
-        return "torch has no kernel for this GPU"
-    return _why_no_kernel(tensor.device)
+def why_no_grouped_mm(dtype, device):
+    """Why torch's grouped product is not used; "" if it is. Elsewhere torch itself loops over the
+    experts, and waits for the GPU at each product."""
+    if device.type != "cuda":
+        return "a CPU multiplies experts one by one"
+    if dtype != torch.bfloat16:
+        return "experts are multiplied one by one in fp32"
+    if torch.cuda.get_device_capability(device) not in ((9, 0), (10, 0)):
+        return "torch multiplies experts one by one on this GPU"
+    return _why_no_kernel(device)
 
 
 @functools.lru_cache(None)
@@ -153,6 +153,6 @@ def _why_no_kernel(device):
     try:
         got = F.grouped_mm(rows, weights, offs=ends).float()
     except (AttributeError, RuntimeError) as e:
-        return f"{type(e).__name__}: {str(e)[:200]}"
+        return f"the grouped product fails: {type(e).__name__}: {str(e)[:200]}"
     close = bool((got - want).norm() < 0.01 * want.norm())
-    return "" if close else "its result is wrong on this GPU"
+    return "" if close else "the grouped product is wrong on this GPU"

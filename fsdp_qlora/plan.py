@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from fsdp_qlora.data.bins import round_up, step_rows
 from fsdp_qlora.attention import document_attention
+from fsdp_qlora.grouped import why_no_grouped_mm
 from fsdp_qlora.machine import host_share, measure_machine
 from fsdp_qlora.mlp import SLICE_TOKENS
 from fsdp_qlora.nf4 import BLOCK, why_no_triton
@@ -85,7 +86,7 @@ class Workload:
     uneven: bool  # whether rows differ in length or in how much of them is trained
     world_size: int
     device: torch.device
-    capturable: bool  # whether CUDA graphs can capture attention
+    why_no_capture: str = ""  # why CUDA graphs cannot capture a layer; "" if they can
 
 
 @dataclasses.dataclass(frozen=True)
@@ -305,10 +306,10 @@ def choose_plan(config, arch, layouts, workload, limit, machine):
     # bins have several shapes if the rows have, or if a step's last bins hold fewer rows
     n_rows = workload.world_size * (plan.bin_tokens // longest)
     uneven_bins = workload.uneven or config.batch_size % n_rows > 0
-    return use_graphs(plan, arch, layouts, machine, limit, workload.capturable, uneven_bins)
+    return use_graphs(plan, arch, layouts, machine, limit, workload.why_no_capture, uneven_bins)
 
 
-def use_graphs(plan, arch, layouts, machine, limit, capturable, uneven_bins):
+def use_graphs(plan, arch, layouts, machine, limit, why_no_capture, uneven_bins):
     """The plan, with CUDA graphs where the host is slower than the GPU, or why they are not used.
 
     Graphs keep their memory for good. If bins have several shapes, there are gaps in it, and bins
@@ -321,7 +322,8 @@ def use_graphs(plan, arch, layouts, machine, limit, capturable, uneven_bins):
     reasons = {
         "FSDP2 brings the weights": plan.uses_fsdp,
         "activations are offloaded": plan.offload_activations,
-        "attention runs in plain torch": not capturable,
+        why_no_capture: why_no_capture,
+        "ranges of experts wait for the GPU": plan.expert_ranges > 1,
         "the host is fast enough": graphed.token_seconds > 0.95 * plan.token_seconds,
         "no memory for them": not graphed.fits(limit)}
     reason = next((text for text, is_so in reasons.items() if is_so), "")
@@ -380,16 +382,17 @@ def agree_on_plan(config, arch, layouts, rows, eval_rows, limit, device, kernels
     """The plan of this run, rank 0's on all ranks. All ranks must call this."""
     longest = max(int(r.lengths.max()) for r in (rows, eval_rows) if r)
     uneven = bool((rows.lengths != longest).any() or (rows.n_trained != rows.n_trained[0]).any())
-    machine = measure_machine(getattr(torch, config.compute_dtype), device)
+    dtype = getattr(torch, config.compute_dtype)
+    machine = measure_machine(dtype, device)
     if device.type == "cuda":  # peaks are to be those of training
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     steps = range(1, min(config.max_steps, 200) + 1)
     tokens = max(int(rows.lengths[step_rows(s, len(rows), config)].sum()) for s in steps)
-    used = {function for pair in kernels.values() for function in pair.values()}
-    workload = Workload(
-        tokens, longest, uneven, dist.get_world_size(), device,
-        capturable=device.type == "cuda" and document_attention not in used)
+    why_no_capture = why_no_grouped_mm(dtype, device) if arch.mixture else ""
+    if any(document_attention in pair.values() for pair in kernels.values()):
+        why_no_capture = "attention runs in plain torch"
+    workload = Workload(tokens, longest, uneven, dist.get_world_size(), device, why_no_capture)
     with together():
         plan = choose_plan(config, arch, layouts, workload, limit, machine)
     # host memory differs by rank and moment: all take rank 0's plan

@@ -22,7 +22,11 @@ from fsdp_qlora import check, experts, grouped, router
 from fsdp_qlora.adapter import Adapter, choose_adapted, write_adapter
 from fsdp_qlora.check import plain_model, random_adapter, random_reference, read_weights
 from fsdp_qlora.configs import describe_model, shrunk_config
-from fsdp_qlora.elementwise import add_expert_rows
+from fsdp_qlora.elementwise import (
+    add_expert_rows,
+    weighted_clamped_gate_backward,
+    weighted_gate_backward,
+)
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.names import check_files, rows_in_memory, tensor_names, weight_rows
 from fsdp_qlora.weights import Request, WeightReader, weight_files
@@ -43,7 +47,7 @@ def worst(name, again, monkeypatch, edit=None, ranges=1, torch_grouped=False, to
     monkeypatch.setattr(check, "Plan", functools.partial(changed_plan, ranges))
     if torch_grouped:
         for module in experts, grouped:
-            monkeypatch.setattr(module, "why_no_grouped_mm", lambda tensor: "")
+            monkeypatch.setattr(module, "why_no_grouped_mm", lambda *_: "")
     small = shrunk_config(TINY[name](320))
     arch, reference = describe_model(small), random_reference(small, seed())
     tensors = reference.state_dict()
@@ -305,7 +309,8 @@ def test_an_experts_bytes_are_bitsandbytes_own():
         name = names.of_layer(0, f"{place.linear.name}.weight")
         weight = rows_in_memory(tensors, names, name).view(-1, place.linear.in_features)
         codes, state = bnb.functional.quantize_4bit(
-            weight, blocksize=64, compress_statistics=True, quant_type="nf4")
+            weight, blocksize=64, compress_statistics=True, quant_type="nf4"
+        )
         assert torch.equal(layer.nf4.packed[place.blocks].view(-1, 1), codes), name
         assert torch.equal(layer.nf4.scales[place.blocks, 0], state.absmax), name
         assert torch.equal(layer.nested.offsets[place.index], state.offset), name
@@ -450,3 +455,26 @@ def test_balance_of_experts_is_one_where_all_are_used_alike():
     model = types.SimpleNamespace(layers=[layer, layer], norm=torch.zeros(1))
     assert router.take_balance(model).tolist() == [10, 10, 4]
     assert layer.balance.tolist() == [0, 0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "function, before, after",
+    [
+        (weighted_gate_backward, ["silu"], [True]),
+        (weighted_clamped_gate_backward, [], [7.0, 1.702]),
+    ],
+)
+def test_compiled_kernels_of_experts_equal_plain_torch(function, before, after, dtype):
+    """By torch's compiler for CPUs, with lengths that change, as those of bins do."""
+
+    def results(call, n):
+        grad, gate_up = (torch.randn(n, width, generator=seed(n)).to(dtype) for width in (32, 64))
+        weights = torch.rand(n, generator=seed(n))
+        return call(grad, *before, weights, gate_up, *after), grad, gate_up
+
+    plain, compiled = function.__wrapped__, torch.compile(function.__wrapped__)
+    for n in (24, 37, 51):
+        for got, want in zip(results(compiled, n), results(plain, n)):
+            torch.testing.assert_close(got, want)

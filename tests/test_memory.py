@@ -26,6 +26,7 @@ from fsdp_qlora.machine import Machine, cgroup_free, host_share
 from fsdp_qlora.offload import pinned_copy
 from fsdp_qlora.plan import (
     GAPS, DoesNotFit, Plan, Workload, agree_on_plan, choose_plan, possible_plans, predict_memory,
+    use_graphs,
 )  # fmt: skip
 from fsdp_qlora.names import tensor_names
 from train_fsdp_qlora import Config, fill_model
@@ -77,13 +78,13 @@ def predicted(arch, layouts, **settings):
     return predict_memory(Plan(**{**PLAN, "n_layers": arch.n_layers, **settings}), arch, layouts)
 
 
-def choose(name, limit_gib, gpus=2, machine=H200, capturable=True, rows=4, longest=2048,
+def choose(name, limit_gib, gpus=2, machine=H200, why_no_capture="", rows=4, longest=2048,
            tied=False, uneven=True, device="cuda", **flags):  # fmt: skip
     """The plan of a run on so many GPUs with such a limit, for steps of `rows` full rows a GPU."""
     config, arch, layouts = shapes_of(name, **{"batch_size": gpus * rows, **flags})
     workload = Workload(
         tokens=gpus * rows * longest, longest=longest, uneven=uneven, world_size=gpus,
-        device=torch.device(device), capturable=capturable)  # fmt: skip
+        device=torch.device(device), why_no_capture=why_no_capture)  # fmt: skip
     return choose_plan(config, dataclasses.replace(arch, tied=tied), layouts, workload,
                        int(limit_gib * GIB), machine)  # fmt: skip
 
@@ -361,7 +362,7 @@ def test_vocabulary_of_fewer_rows_than_processes_is_refused(vocab_size, processe
     def size_of_group(config):
         workload = Workload(
             tokens=4096, longest=2048, uneven=False, world_size=processes,
-            device=torch.device("cuda"), capturable=True)  # fmt: skip
+            device=torch.device("cuda"))  # fmt: skip
         return choose_plan(config, arch, layouts, workload, 0, H200).shard_group_size
 
     if works:
@@ -393,11 +394,16 @@ def test_graphs_only_where_a_gpu_holds_a_whole_copy_and_nothing_is_offloaded():
     short = {"longest": 200, "rows": 2}
     plan = choose("llama-3-8b", 140, **short)
     assert plan.graphs and plan.shard_group_size == 1
+    _, arch, layouts = shapes_of("llama-3-8b")
+    for ranges, graphs in ((1, True), (4, False)):  # ends of experts' rows are read by the host
+        of_ranges = dataclasses.replace(plan, graphs=False, token_seconds=1, expert_ranges=ranges)
+        settings = arch, layouts, H200, 140 * GIB, "", True
+        assert use_graphs(of_ranges, *settings).graphs == graphs
     assert sum(size for kind, size in plan.memory.items() if kind.startswith(GRAPHS)) > 0
     assert choose("llama-3-8b", 140, gpus=1, **short).graphs
     assert not choose("llama-3-8b", 140).graphs  # 4,096 tokens and more keep the GPU busy
     for settings in (
-        {"capturable": False},  # attention's kernel cannot be captured
+        {"why_no_capture": "attention runs in plain torch"},
         {"shard_group_size": 2},
         {"offload_params": True},
         {"offload_activations": True, "recompute": "all"},
