@@ -33,11 +33,11 @@ KEYS = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hid
         "num_attention_heads", "num_key_value_heads", "head_dim")
 MORE_SHAPES = {  # besides those of fsdp_qlora/families.py
     "llama-3.1-405b": ("llama", 128256, 16384, 53248, 126, 128, 8, 128)}
-MIXTURES = "qwen3-30b-a3b", "gpt-oss-20b", "glm-4.5-air", "qwen3-235b-a22b"  # shapes as in run.py
+MIXTURES = {"Qwen3-30B-A3B": "qwen3-30b-a3b", "gpt-oss-20b": "gpt-oss-20b",  # shapes as in run.py
+            "gpt-oss-120b": "gpt-oss-120b", "GLM-4.5-Air": "glm-4.5-air",
+            "Qwen3-235B-A22B": "qwen3-235b-a22b"}
 MODELS = {"8B": "llama-3-8b", "32B": "qwen2.5-32b", "70B": "llama-3-70b",
-          "405B": "llama-3.1-405b",
-          "Qwen3-30B-A3B": "qwen3-30b-a3b", "gpt-oss-20b": "gpt-oss-20b",
-          "GLM-4.5-Air": "glm-4.5-air", "Qwen3-235B-A22B": "qwen3-235b-a22b"}
+          "405B": "llama-3.1-405b", **MIXTURES}
 
 
 def cell(name, limit, gpus):
@@ -63,7 +63,7 @@ def table():
     for name, values in MORE_SHAPES.items():
         SHAPES[name] = {**dict(zip(KEYS, values)), "max_position_embeddings": 131072,
                         "tie_word_embeddings": False}
-    for name in MIXTURES:
+    for name in MIXTURES.values():
         SHAPES[name] = run.model_config(name)
     plan.host_share, plan.why_no_triton = lambda: HOST * 2**30, lambda: ""  # as on GPUs
     return [f"| {short} | " + " | ".join(

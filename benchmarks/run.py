@@ -54,6 +54,7 @@ SHAPES = {  # hidden, intermediate, layers, heads, key/value heads, vocabulary
     "qwen3-235b-a22b": (4096, 12288, 94, 64, 4, 151936),
     "glm-4.5-air": (4096, 10944, 46, 96, 8, 151552),
     "gpt-oss-20b": (2880, 2880, 24, 64, 8, 201088),
+    "gpt-oss-120b": (2880, 2880, 36, 64, 8, 201088),
     "mistral-nemo-12b": (5120, 14336, 40, 32, 8, 131072),
 }
 HEAD_DIM = {"mistral-nemo-12b": 128}  # where it is not hidden / heads
@@ -71,6 +72,8 @@ MIXTURES = {  # what else their config.json says; above, `intermediate` is of th
         attention_bias=True, routed_scaling_factor=1.0, norm_topk_prob=True),
     "gpt-oss-20b": dict(
         model_type="gpt_oss", head_dim=64, num_local_experts=32, num_experts_per_tok=4),
+    "gpt-oss-120b": dict(
+        model_type="gpt_oss", head_dim=64, num_local_experts=128, num_experts_per_tok=4),
 }  # fmt: skip
 
 
@@ -158,6 +161,8 @@ GROUPS = {
         case("qwen30b4-adapters", "qwen3-30b-a3b", 1, 4096, 9,
              f"{NONE} --target_modules q_proj k_proj v_proj o_proj experts", gpus=1, layers=4),
         case("gpt-oss-20b-24gb", "gpt-oss-20b", 8, 2048, 5, CAP, gpus=1, bins=0),
+        case("gpt-oss-120b", "gpt-oss-120b", 8, 2048, 5, bins=0),
+        case("gpt-oss-120b-shared", "gpt-oss-120b", 8, 2048, 5, SHARED, bins=0),
         case("glm-air", "glm-4.5-air", 8, 2048, 5, bins=0),
         case("glm-air-46gb", "glm-4.5-air", 4, 2048, 5, f"--memory_limit_gib 46 {SHARED}", bins=0),
         case("qwen235b", "qwen3-235b-a22b", 4, 2048, 4, SHARED, bins=0),
