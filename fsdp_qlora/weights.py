@@ -8,7 +8,6 @@ import collections
 import dataclasses
 import json
 import math
-import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -57,11 +56,11 @@ class Source:
 def weight_files(directory):
     """Where the directory's safetensors hold each tensor: {name: Stored}. Raises ValueError."""
     whole, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
-    if not index.is_file():
-        if not whole.is_file():
-            raise ValueError(f"{directory}: has neither {index.name} nor {whole.name}; only"
-                             " safetensors are read")
+    if whole.is_file():  # also beside an index, as transformers does
         return tensors_of(whole)
+    if not index.is_file():
+        raise ValueError(f"{directory}: has neither {index.name} nor {whole.name}; only"
+                         " safetensors are read")
     names = read_json(index).get("weight_map")
     if not names or not isinstance(names, dict):
         raise ValueError(f"{index}: has no weight_map from tensors to files")
@@ -135,9 +134,10 @@ def rows_before(requests):
     return {name: max((stop[name] for stop in before), default=0) for name in stops[0]}
 
 
-def read_chunk(path, start, target, staging):
+def read_chunk(path, start, target):
     """Read bytes from `start` of a file into `target`, a slice of a uint8 tensor."""
-    buffer = getattr(staging, "buffer", target)[: target.numel()]
+    # pinning is slow, but torch keeps pinned memory for the next chunk
+    buffer = torch.empty_like(target, device="cpu", pin_memory=True) if target.is_cuda else target
     view, done = memoryview(buffer.numpy()), 0
     try:
         with path.open("rb", buffering=0) as file:
@@ -149,7 +149,7 @@ def read_chunk(path, start, target, staging):
     if done < len(view):
         raise OSError(f"{path}: ends before byte {start + len(view)}: cut off since the start?")
     if target.is_cuda:
-        # in the stream that `target` is used in, and done when it returns: the buffer is free again
+        # in the stream that `target` is used in, and done when it returns
         target.copy_(buffer)
 
 
@@ -165,13 +165,9 @@ class WeightReader:
     def __init__(self, files, requests, device):
         self.files, self.device, self.waiting = files, device, collections.deque(requests)
         self.ahead = {}  # {name: (tensor, futures of its chunks, request)}
-        self.staging, self.errors = threading.local(), []
-        self.pool = ThreadPoolExecutor(READERS, initializer=self._prepare_thread)
-
-    def _prepare_thread(self):
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-            self.staging.buffer = torch.empty(READ_CHUNK, dtype=torch.uint8, pin_memory=True)
+        self.errors = []
+        of_thread = (torch.cuda.set_device, (device,)) if device.type == "cuda" else ()
+        self.pool = ThreadPoolExecutor(READERS, "reader", *of_thread)
 
     def _extent(self, request):
         """The Stored tensor that has the rows of a request, the byte of a file where they begin,
@@ -190,8 +186,8 @@ class WeightReader:
         stored, start, size = self._extent(request)
         target = torch.empty(size, dtype=torch.uint8, device=self.device)
         offsets = range(0, 0 if self.errors else size, READ_CHUNK)
-        chunks = [self.pool.submit(read_chunk, stored.path, start + i, target[i : i + READ_CHUNK],
-                                   self.staging) for i in offsets]
+        chunks = [self.pool.submit(read_chunk, stored.path, start + i, target[i : i + READ_CHUNK])
+                  for i in offsets]
         self.ahead[request.name] = target.view(DTYPES[stored.dtype]), chunks, request
 
     def read(self, name):

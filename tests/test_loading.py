@@ -17,7 +17,9 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 import merge_adapters
 from fsdp_qlora.base import base_digest
 from fsdp_qlora.names import NF4_STATE
-from fsdp_qlora.weights import DTYPES, RandomWeights, Request, WeightReader, content_sum, tensors_of
+from fsdp_qlora.weights import (
+    DTYPES, RandomWeights, Request, WeightReader, content_sum, tensors_of, weight_files
+)  # fmt: skip
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -166,6 +168,21 @@ def test_base_digest_looks_at_all_of_a_tensor(place, tiny_model, tmp_path):
     content[stored.start + (stored.stop - 1 - stored.start) * place // 15] ^= 1
     path.write_bytes(content)
     assert base_digest(base) != before
+
+
+def test_whole_file_beside_an_index_is_the_model(tmp_path):
+    """As transformers has it, which reads an index only where there is no model.safetensors."""
+    config = LlamaConfig(vocab_size=8, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                         num_attention_heads=1)  # fmt: skip
+    for seed, size in enumerate(("1KB", "1GB")):  # the second one leaves what the first wrote
+        torch.manual_seed(seed)
+        AutoModelForCausalLM.from_config(config).save_pretrained(
+            tmp_path / size, max_shard_size=size)  # fmt: skip
+    shutil.copytree(tmp_path / "1GB", tmp_path / "1KB", dirs_exist_ok=True)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "1KB").state_dict()
+    path = weight_files(tmp_path / "1KB")["model.norm.weight"].path
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(load_file(path)[name], theirs[name])
 
 
 @pytest.mark.slow
