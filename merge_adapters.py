@@ -36,7 +36,7 @@ from fsdp_qlora.nf4 import BLOCK
 from fsdp_qlora.output import ADAPTER_FILES, PROBE_FILE, open_partial, read_run
 from fsdp_qlora.ranks import explain, print_error
 from fsdp_qlora.names import (
-    NF4_PARTS, check_files, has_nf4, peft_name, read_part, tensor_names)
+    NF4_PARTS, check_files, peft_name, read_part, tensor_names)
 from fsdp_qlora.vocabulary import scaled_logits
 from fsdp_qlora.weights import OTHER_BASE, read_tensor, tensors_of, weight_files
 
@@ -134,12 +134,11 @@ def read_base(name, quantization):
     directory, in_4bit = model_directory(name, False, "--base_model"), quantization["prequantized"]
     with explain(f"base model {directory}"):
         model_config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
-        is_4bit = has_nf4(model_config)
-        require(in_4bit == is_4bit, f"is {'' if is_4bit else 'not '}quantised already; with"
-                " --base_model name the one that was trained on")
         arch, files = describe_model(model_config), weight_files(directory)
         names = tensor_names(arch, files)
-        check_files(files, names, model_config, quantization["quantized_from_dtype"])
+        states = check_files(files, names, model_config, quantization["quantized_from_dtype"])
+        require(in_4bit == bool(states), f"is {'' if states else 'not '}quantised already; with"
+                " --base_model name the one that was trained on")
     # besides its text model a multimodal one has others, which are copied, whatever they hold
     text, own = names.layer_prefix.removesuffix("layers."), {*names.shapes, names.head}
     is_multimodal, tensors = text_config(model_config) is not model_config, {}
@@ -147,13 +146,13 @@ def read_base(name, quantization):
         if n in own - {*names.scaled.values()} or is_multimodal and not n.startswith(text):
             # what a router has in fp32 stays so: training used it as it is, and transformers keeps
             # some of it, such as corrections, in fp32; the rest it rounds itself
-            exact = n in names.routers and stored.dtype == "F32"
+            exact = n in names.routers and n not in states and stored.dtype == "F32"
             tensors[n] = names.shapes.get(n, stored.shape), (torch.bfloat16, torch.float32)[exact]
             require(not n.endswith(NF4_PARTS), f"{stored.path}: {n} is of a weight in 4-bit outside"
                     " the text model's layers, which is not merged")
     auto_classes = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
     return argparse.Namespace(
-        directory=directory, arch=arch, files=files, in_4bit=in_4bit, names=names,
+        directory=directory, arch=arch, files=files, nf4_states=states, names=names,
         places=names.places(), auto_class=auto_classes[is_multimodal],
         tensors=tensors,  # {name: (shape, dtype)} of what the merged model holds, file by file
         n_bytes=sum(math.prod(shape) * dtype.itemsize for shape, dtype in tensors.values()),
@@ -198,7 +197,7 @@ def merged_tensor(name, base, adapter, device, sums):
     merged = torch.empty(shape, dtype=dtype)
     for part, place in base.places.get(name, [(name, ...)]):  # of all experts, or the whole
         tensor, turned = read_part(base.files, base.names, name, part, place, device, base.sums)
-        if part in base.names.linears:
+        if part in base.names.linears or part in base.nf4_states:
             tensor = trained_weight(tensor, part, path, base)
         if part in adapter:
             file, keys, scale = adapter[part]
@@ -209,7 +208,7 @@ def merged_tensor(name, base, adapter, device, sums):
 
 def trained_weight(weight, name, path, base):
     """Returns what training computed with: a weight of the decoder's layers in NF4, dequantised."""
-    if base.in_4bit:
+    if name in base.nf4_states:
         parts = [f"{name}.{part}" for part in NF4_PARTS]
         parts = {part: read_tensor(base.files[part].path, part, content=base.sums.get(part))
                  for part in parts}
