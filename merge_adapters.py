@@ -162,8 +162,8 @@ def read_base(name, quantization):
 
 
 def match_adapter(adapter_dir, config, base):
-    """Returns {linear's name: (file, names of A, B and DoRA's part, scaling)}. Raises ValueError
-    unless both files have what train_config.json says."""
+    """Returns {linear's name: ({name: Stored} of A, B and DoRA's part, scaling)}. Raises
+    ValueError unless both files have what train_config.json says."""
     path, file = [adapter_dir / name for name in ADAPTER_FILES]
     r, alpha, kind = config["lora_rank"], config["lora_alpha"], config["adapter"]
     names, adapted = base.names, set(base.arch.adapted(config["target_modules"]))
@@ -172,7 +172,7 @@ def match_adapter(adapter_dir, config, base):
     for name, value in found.items():  # PiSSA, OLoRA and others train on a changed base
         require(name in FREE or value == wanted.get(name) or not (value or name in wanted),
                 f"{path}: {name} is {value!r:.80}, by train_config.json {wanted.get(name)!r}")
-    adapter, shapes = {}, {}
+    adapter, shapes, stored = {}, {}, tensors_of(file)
     for name, linear in names.linears.items():
         if linear.name in adapted:
             layer = name.removeprefix(names.layer_prefix).partition(".")[0]
@@ -180,13 +180,14 @@ def match_adapter(adapter_dir, config, base):
             n_out, n_in = linear.out_features, linear.in_features
             parts = {f"{prefix}A.weight": (r, n_in), f"{prefix}B.weight": (n_out, r)}
             parts |= {f"{prefix}magnitude_vector": (n_out,)} if kind == "dora" else {}
-            adapter[name] = file, list(parts), alpha / (math.sqrt(r) if kind == "rslora" else r)
+            scaling = alpha / (math.sqrt(r) if kind == "rslora" else r)
+            adapter[name] = {key: stored.get(key) for key in parts}, scaling
             shapes.update(parts)
-    stored = {n: tensor.shape for n, tensor in tensors_of(file).items()}
-    odd = min((n for n in {*stored, *shapes} if stored.get(n) != shapes.get(n)), default=None)
-    require(not odd, f"{file}: {odd} is {stored.get(odd, 'missing')}, but the base model"
+    found = {n: tensor.shape for n, tensor in stored.items()}
+    odd = min((n for n in {*found, *shapes} if found.get(n) != shapes.get(n)), default=None)
+    require(not odd, f"{file}: {odd} is {found.get(odd, 'missing')}, but the base model"
             f" and train_config.json ask for {shapes.get(odd, 'none')}: another base model?")
-    used = [n for n in stored if finite(read_tensor(file, n).float(), f"{file}: {n}").any()]
+    used = [n for n, x in stored.items() if finite(read_tensor(x, n).float(), f"{file}: {n}").any()]
     require(any("lora_B" in n for n in used), f"{file}: is empty or untrained: lora_B is all 0")
     return adapter
 
@@ -200,8 +201,9 @@ def merged_tensor(name, base, adapter, device, sums):
         if part in base.names.linears or part in base.nf4_states:
             tensor = trained_weight(tensor, part, path, base)
         if part in adapter:
-            file, keys, scale = adapter[part]
-            tensor = add_adapter(tensor, sums, scale, *(read_tensor(file, k, device) for k in keys))
+            parts, scaling = adapter[part]
+            parts = [read_tensor(stored, key, device) for key, stored in parts.items()]
+            tensor = add_adapter(tensor, sums, scaling, *parts)
         merged[place] = tensor.t() if turned else tensor
     return finite(merged, f"{path}: what {name} becomes")
 
@@ -210,7 +212,7 @@ def trained_weight(weight, name, path, base):
     """Returns what training computed with: a weight of the decoder's layers in NF4, dequantised."""
     if name in base.nf4_states:
         parts = [f"{name}.{part}" for part in NF4_PARTS]
-        parts = {part: read_tensor(base.files[part].path, part, content=base.sums.get(part))
+        parts = {part: read_tensor(base.files[part], part, content=base.sums.get(part))
                  for part in parts}
         with explain(f"{path}: {name}: its quantisation is damaged"):
             state = bnb.functional.QuantState.from_dict(parts, weight.device)
@@ -290,8 +292,9 @@ def probed_logits(base, probe, device):
     """Returns the 4-bit model's logits without the adapter and with it, fp32 [tokens of all rows,
     vocabulary] on the CPU, from what training has noted, which is what the head reads."""
     name = base.names.embedding if base.arch.tied else base.names.head
-    head = read_tensor(base.files[name].path, name, device).to(base.dtype)
-    logits = [read_tensor(probe, name, device).to(base.dtype) @ head.t()
+    head = read_tensor(base.files[name], name, device).to(base.dtype)
+    noted = tensors_of(probe)
+    logits = [read_tensor(noted[name], name, device).to(base.dtype) @ head.t()
               for name in ("without_adapter", "with_adapter")]
     change = base.arch.logits_multiplier, base.arch.logits_softcap
     return [scaled_logits(x.cpu(), *change) for x in logits]

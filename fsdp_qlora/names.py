@@ -167,9 +167,9 @@ def read_part(files, names, stored, part, place, device, sums):
     linear's as [out, in], of FP8 times its scales; and whether it was turned for that. Raises
     ValueError if it has not the content that `sums`, {name: content_sum() as hex}, know of."""
     turned = part in names.sources and names.sources[part].turned
-    tensor = read_tensor(files[stored].path, stored, device, sums.get(part), place, part, turned)
+    tensor = read_tensor(files[stored], stored, device, sums.get(part), place, part, turned)
     if scales := names.scaled.get(part):
-        of_scales = read_tensor(files[scales].path, scales, device, sums.get(scales))
+        of_scales = read_tensor(files[scales], scales, device, sums.get(scales))
         tensor = unscaled(tensor, of_scales)
     return tensor, turned
 
