@@ -35,8 +35,7 @@ from fsdp_qlora.files import read_json, sync_file, write_tensors
 from fsdp_qlora.nf4 import BLOCK
 from fsdp_qlora.output import ADAPTER_FILES, PROBE_FILE, open_partial, read_run
 from fsdp_qlora.ranks import explain, print_error
-from fsdp_qlora.names import (
-    NF4_PARTS, check_files, peft_name, read_part, tensor_names)
+from fsdp_qlora.names import NF4_PARTS, check_files, peft_name, read_part, tensor_names
 from fsdp_qlora.vocabulary import scaled_logits
 from fsdp_qlora.weights import OTHER_BASE, read_tensor, tensors_of, weight_files
 
