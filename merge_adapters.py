@@ -292,8 +292,7 @@ def probed_logits(base, probe, device):
     vocabulary] on the CPU, from what training has noted, which is what the head reads."""
     name = base.names.embedding if base.arch.tied else base.names.head
     head = read_tensor(base.files[name], name, device).to(base.dtype)
-    noted = tensors_of(probe)
-    logits = [read_tensor(noted[name], name, device).to(base.dtype) @ head.t()
+    logits = [read_tensor(tensors_of(probe)[name], name, device).to(base.dtype) @ head.t()
               for name in ("without_adapter", "with_adapter")]
     change = base.arch.logits_multiplier, base.arch.logits_softcap
     return [scaled_logits(x.cpu(), *change) for x in logits]
