@@ -35,8 +35,7 @@ from fsdp_qlora.files import read_json, sync_file, write_tensors
 from fsdp_qlora.nf4 import BLOCK
 from fsdp_qlora.output import ADAPTER_FILES, PROBE_FILE, open_partial, read_run
 from fsdp_qlora.ranks import explain, print_error
-from fsdp_qlora.names import (
-    NF4_PARTS, check_files, has_nf4, peft_name, read_part, tensor_names)
+from fsdp_qlora.names import NF4_PARTS, check_files, peft_name, read_part, tensor_names
 from fsdp_qlora.vocabulary import scaled_logits
 from fsdp_qlora.weights import OTHER_BASE, read_tensor, tensors_of, weight_files
 
@@ -134,12 +133,11 @@ def read_base(name, quantization):
     directory, in_4bit = model_directory(name, False, "--base_model"), quantization["prequantized"]
     with explain(f"base model {directory}"):
         model_config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
-        is_4bit = has_nf4(model_config)
-        require(in_4bit == is_4bit, f"is {'' if is_4bit else 'not '}quantised already; with"
-                " --base_model name the one that was trained on")
         arch, files = describe_model(model_config), weight_files(directory)
         names = tensor_names(arch, files)
-        check_files(files, names, model_config, quantization["quantized_from_dtype"])
+        states = check_files(files, names, model_config, quantization["quantized_from_dtype"])
+        require(in_4bit == bool(states), f"is {'' if states else 'not '}quantised already; with"
+                " --base_model name the one that was trained on")
     # besides its text model a multimodal one has others, which are copied, whatever they hold
     text, own = names.layer_prefix.removesuffix("layers."), {*names.shapes, names.head}
     is_multimodal, tensors = text_config(model_config) is not model_config, {}
@@ -147,13 +145,13 @@ def read_base(name, quantization):
         if n in own - {*names.scaled.values()} or is_multimodal and not n.startswith(text):
             # what a router has in fp32 stays so: training used it as it is, and transformers keeps
             # some of it, such as corrections, in fp32; the rest it rounds itself
-            exact = n in names.routers and stored.dtype == "F32"
+            exact = n in names.routers and n not in states and stored.dtype == "F32"
             tensors[n] = names.shapes.get(n, stored.shape), (torch.bfloat16, torch.float32)[exact]
             require(not n.endswith(NF4_PARTS), f"{stored.path}: {n} is of a weight in 4-bit outside"
                     " the text model's layers, which is not merged")
     auto_classes = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
     return argparse.Namespace(
-        directory=directory, arch=arch, files=files, in_4bit=in_4bit, names=names,
+        directory=directory, arch=arch, files=files, nf4_states=states, names=names,
         places=names.places(), auto_class=auto_classes[is_multimodal],
         tensors=tensors,  # {name: (shape, dtype)} of what the merged model holds, file by file
         n_bytes=sum(math.prod(shape) * dtype.itemsize for shape, dtype in tensors.values()),
@@ -163,8 +161,8 @@ def read_base(name, quantization):
 
 
 def match_adapter(adapter_dir, config, base):
-    """Returns {linear's name: (file, names of A, B and DoRA's part, scaling)}. Raises ValueError
-    unless both files have what train_config.json says."""
+    """Returns {linear's name: ({name: Stored} of A, B and DoRA's part, scaling)}. Raises
+    ValueError unless both files have what train_config.json says."""
     path, file = [adapter_dir / name for name in ADAPTER_FILES]
     r, alpha, kind = config["lora_rank"], config["lora_alpha"], config["adapter"]
     names, adapted = base.names, set(base.arch.adapted(config["target_modules"]))
@@ -173,7 +171,7 @@ def match_adapter(adapter_dir, config, base):
     for name, value in found.items():  # PiSSA, OLoRA and others train on a changed base
         require(name in FREE or value == wanted.get(name) or not (value or name in wanted),
                 f"{path}: {name} is {value!r:.80}, by train_config.json {wanted.get(name)!r}")
-    adapter, shapes = {}, {}
+    adapter, shapes, stored = {}, {}, tensors_of(file)
     for name, linear in names.linears.items():
         if linear.name in adapted:
             layer = name.removeprefix(names.layer_prefix).partition(".")[0]
@@ -181,13 +179,14 @@ def match_adapter(adapter_dir, config, base):
             n_out, n_in = linear.out_features, linear.in_features
             parts = {f"{prefix}A.weight": (r, n_in), f"{prefix}B.weight": (n_out, r)}
             parts |= {f"{prefix}magnitude_vector": (n_out,)} if kind == "dora" else {}
-            adapter[name] = file, list(parts), alpha / (math.sqrt(r) if kind == "rslora" else r)
+            scaling = alpha / (math.sqrt(r) if kind == "rslora" else r)
+            adapter[name] = {key: stored.get(key) for key in parts}, scaling
             shapes.update(parts)
-    stored = {n: tensor.shape for n, tensor in tensors_of(file).items()}
-    odd = min((n for n in {*stored, *shapes} if stored.get(n) != shapes.get(n)), default=None)
-    require(not odd, f"{file}: {odd} is {stored.get(odd, 'missing')}, but the base model"
+    found = {n: tensor.shape for n, tensor in stored.items()}
+    odd = min((n for n in {*found, *shapes} if found.get(n) != shapes.get(n)), default=None)
+    require(not odd, f"{file}: {odd} is {found.get(odd, 'missing')}, but the base model"
             f" and train_config.json ask for {shapes.get(odd, 'none')}: another base model?")
-    used = [n for n in stored if finite(read_tensor(file, n).float(), f"{file}: {n}").any()]
+    used = [n for n, x in stored.items() if finite(read_tensor(x, n).float(), f"{file}: {n}").any()]
     require(any("lora_B" in n for n in used), f"{file}: is empty or untrained: lora_B is all 0")
     return adapter
 
@@ -198,20 +197,21 @@ def merged_tensor(name, base, adapter, device, sums):
     merged = torch.empty(shape, dtype=dtype)
     for part, place in base.places.get(name, [(name, ...)]):  # of all experts, or the whole
         tensor, turned = read_part(base.files, base.names, name, part, place, device, base.sums)
-        if part in base.names.linears:
+        if part in base.names.linears or part in base.nf4_states:
             tensor = trained_weight(tensor, part, path, base)
         if part in adapter:
-            file, keys, scale = adapter[part]
-            tensor = add_adapter(tensor, sums, scale, *(read_tensor(file, k, device) for k in keys))
+            parts, scaling = adapter[part]
+            parts = [read_tensor(stored, key, device) for key, stored in parts.items()]
+            tensor = add_adapter(tensor, sums, scaling, *parts)
         merged[place] = tensor.t() if turned else tensor
     return finite(merged, f"{path}: what {name} becomes")
 
 
 def trained_weight(weight, name, path, base):
     """Returns what training computed with: a weight of the decoder's layers in NF4, dequantised."""
-    if base.in_4bit:
+    if name in base.nf4_states:
         parts = [f"{name}.{part}" for part in NF4_PARTS]
-        parts = {part: read_tensor(base.files[part].path, part, content=base.sums.get(part))
+        parts = {part: read_tensor(base.files[part], part, content=base.sums.get(part))
                  for part in parts}
         with explain(f"{path}: {name}: its quantisation is damaged"):
             state = bnb.functional.QuantState.from_dict(parts, weight.device)
@@ -291,8 +291,8 @@ def probed_logits(base, probe, device):
     """Returns the 4-bit model's logits without the adapter and with it, fp32 [tokens of all rows,
     vocabulary] on the CPU, from what training has noted, which is what the head reads."""
     name = base.names.embedding if base.arch.tied else base.names.head
-    head = read_tensor(base.files[name].path, name, device).to(base.dtype)
-    logits = [read_tensor(probe, name, device).to(base.dtype) @ head.t()
+    head = read_tensor(base.files[name], name, device).to(base.dtype)
+    logits = [read_tensor(tensors_of(probe)[name], name, device).to(base.dtype) @ head.t()
               for name in ("without_adapter", "with_adapter")]
     change = base.arch.logits_multiplier, base.arch.logits_softcap
     return [scaled_logits(x.cpu(), *change) for x in logits]

@@ -75,9 +75,10 @@ from fsdp_qlora.machine import host_memory, limit_memory, memory_gib, say_memory
 from fsdp_qlora.model import (
     Graphs, Model, local_part, measure_weight_norms, own_blocks, set_local, verify_model,
     weight_requests)
-from fsdp_qlora.names import check_files, tensor_names, weight_rows
+from fsdp_qlora.names import check_files, tensor_names, weight_rows, whole_tensor
 from fsdp_qlora.nf4 import (
-    BLOCK, NESTED_BLOCK, QUANT_STORAGE, Nested, NF4Blocks, copy_mxfp4, dynamic_map)
+    BLOCK, NESTED_BLOCK, QUANT_STORAGE, Nested, NF4Blocks, copy_mxfp4, copy_nf4,
+    dynamic_map)
 from fsdp_qlora.offload import make_store, pinned_copy
 from fsdp_qlora.output import describe_run, merge_command, open_output, save_tokenizer
 from fsdp_qlora.plan import agree_on_plan
@@ -477,7 +478,7 @@ def load_model(model, base, model_config, config, device):
             files = weight_files(base)
             names = tensor_names(arch, files)
             nf4_states = check_files(files, names, model_config, config.compute_dtype)
-    requests = weight_requests(model, names, bool(nf4_states))
+    requests = weight_requests(model, names, nf4_states)
     shares = {r.name: (r.rows, n) for r, n in zip(requests, rows_before(requests).values())}
     n_bytes, memory_before, started, finite, sums = 0, host_memory(), clock(), {}, {}
     reader = (RandomWeights(requests, config.seed, dtype, device) if config.random_weights
@@ -488,7 +489,7 @@ def load_model(model, base, model_config, config, device):
         value = reader.read(name)
         n_bytes += value.nbytes
         sums[name] = content_sum(value, *shares[name])
-        if value.dtype in FLOATS.values() and not (nf4_states and name in names.linears):
+        if value.dtype in FLOATS.values() and name not in nf4_states:
             finite[name] = value.sum(dtype=torch.float32).isfinite()  # no copy, as all() has
         return value
 
@@ -536,10 +537,7 @@ def fill_model(model, names, read, nf4_states, device):
         own_linears = [(own, names.of_layer(i, f"{own.place.linear.name}.weight"))
                        for own in own_blocks(layer, model.shard)]
         own_linears = copy_mxfp4(own_linears, shard, read)
-        if nf4_states:
-            layer.nested = copy_quantised(own_linears, shard, read, nf4_states)
-        else:
-            layer.nested = quantise(own_linears, shard, read, names, dtype, model)
+        layer.nested = quantise(own_linears, shard, read, names, nf4_states, dtype, model)
         if plan.offload_params:
             shard = NF4Blocks(*map(pinned_copy, (shard.packed, shard.scales)), device)
         set_local(layer, "nf4", shard)
@@ -549,15 +547,17 @@ def fill_model(model, names, read, nf4_states, device):
             vectors.view(-1)[where] = read(names.of_layer(i, name)).to(device, dtype)
         set_local(layer, "vectors", vectors[model.shard].clone())
         for name, shape in layer.layout.router_tensors.items():  # whole, and as exact as they are
-            layer.router_tensors[name] = read(names.of_layer(i, name)).to(device).view(shape)
+            tensor = whole_tensor(read, names.of_layer(i, name), nf4_states, dtype)
+            layer.router_tensors[name] = tensor.to(device).view(shape)
     model.norm, model.norm_bias = (name and read(name).to(device, dtype)
                                     for name in (names.norm, names.norm_bias))
     model.head = model.embedding if model.arch.tied else table(names.head)
 
 
-def quantise(own_linears, shard, read, names, dtype, model):
+def quantise(own_linears, shard, read, names, nf4_states, dtype, model):
     """Quantise this rank's blocks of a layer to NF4 with double quantisation, into `shard`, its
-    NF4Blocks of zeros. Returns the layer's Nested. All ranks of the group must call this.
+    NF4Blocks of zeros; linears that files have in NF4, those in `nf4_states`, keep their bytes.
+    Returns the layer's Nested. All ranks of the group must call this.
 
     `own_linears` are (OwnBlocks, name in files), one a linear. Blocks of 64 weights are quantised
     independently, so they get the bytes that they would have in the whole tensor. The second level
@@ -565,39 +565,28 @@ def quantise(own_linears, shard, read, names, dtype, model):
     and every rank computes that level alike.
     """
     absmax = torch.zeros(len(shard), dtype=torch.float32, device=shard.device)
+    nested, codebook = {}, dynamic_map(shard.device)  # {name: its part of each field of Nested}
     for own, name in own_linears:
+        if name in nf4_states:
+            nested[name] = copy_nf4(own, name, shard, read, nf4_states[name])
+            continue
         weights = weight_rows(read, names, name, own.rows).to(shard.device, dtype)[own.weights]
         if len(weights):
             codes, state = bnb.functional.quantize_4bit(weights, blocksize=BLOCK, quant_type="nf4")
             shard.packed[own.local].view(-1)[: codes.numel()] = codes.view(-1)
             absmax[own.local] = state.absmax
     all_absmax = all_gather(absmax, model.group).view(-1) if model.shards > 1 else absmax
-    nested_absmax, offsets, codebook = [], [], dynamic_map(shard.device)
-    for own, _ in own_linears:
-        # a tensor of its own: how a sum is rounded depends on where a tensor begins
-        whole = all_absmax[own.place.blocks].clone()
-        offsets.append(whole.mean())
-        whole -= offsets[-1]
-        codes, state = bnb.functional.quantize_blockwise(whole, codebook, blocksize=NESTED_BLOCK)
-        shard.scales[own.local, 0] = codes[own.blocks]
-        nested_absmax.append(state.absmax)
-    code_values = torch.stack([codebook] * len(own_linears))
-    return Nested(torch.cat(nested_absmax), torch.stack(offsets), code_values)
-
-
-def copy_quantised(own_linears, shard, read, states):
-    """quantise() for linears that bitsandbytes has quantised in the files: their bytes as they are.
-    `states` is {name in files: what it has stored of the weight}."""
-    nested_absmax, offsets, code_values = [], [], []
     for own, name in own_linears:
-        codes = read(name)
-        shard.packed[own.local].view(-1)[: codes.nbytes] = codes.view(torch.uint8)
-        shard.scales[own.local, 0] = read(f"{name}.absmax")
-        nested_absmax.append(read(f"{name}.nested_absmax"))
-        code_values.append(read(f"{name}.nested_quant_map"))
-        offsets.append(states[name]["nested_offset"])
-    offsets = torch.tensor(offsets, dtype=torch.float32, device=shard.device)
-    return Nested(torch.cat(nested_absmax), offsets, torch.stack(code_values))
+        if name not in nf4_states:
+            # a tensor of its own: how a sum is rounded depends on where a tensor begins
+            whole = all_absmax[own.place.blocks].clone()
+            whole -= (offset := whole.mean())
+            codes, state = bnb.functional.quantize_blockwise(
+                whole, codebook, blocksize=NESTED_BLOCK)
+            shard.scales[own.local, 0] = codes[own.blocks]
+            nested[name] = state.absmax, offset, codebook
+    nested_absmax, offsets, code_values = zip(*(nested[name] for _, name in own_linears))
+    return Nested(torch.cat(nested_absmax), torch.stack(offsets), torch.stack(code_values))
 
 
 # ------------------------------------------------------------------------------------------------

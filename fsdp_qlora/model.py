@@ -19,7 +19,7 @@ from fsdp_qlora.attention import rope_tables
 from fsdp_qlora.elementwise import EMBEDDING_SITE, drop, normalise
 from fsdp_qlora.layer import DecoderLayer
 from fsdp_qlora.linears import LinearPlace
-from fsdp_qlora.names import FP8_BLOCK
+from fsdp_qlora.names import FP8_BLOCK, NF4_PARTS
 from fsdp_qlora.nf4 import BLOCK, MX_BLOCK, dequantise
 from fsdp_qlora.ranks import say_each
 from fsdp_qlora.vocabulary import HeadLoss, embed, shard_range
@@ -122,10 +122,10 @@ def own_blocks(layer, shard):
     return found
 
 
-def weight_requests(model, names, prequantised):
+def weight_requests(model, names, nf4_states):
     """The Requests for all that this rank reads, in the order in which it is used: of a linear
-    whole rows; of one that is quantised already its packed codes, its scales, and in NF4 these
-    scales' second level."""
+    whole rows; of one that is quantised already, as check_files() says, its packed codes, its
+    scales, and in NF4 these scales' second level."""
     table = model.arch.vocab_size, model.arch.hidden_size
     requests = [Request(names.embedding, table, model.own_rows)]
     for i, layer in enumerate(model.layers):
@@ -137,7 +137,7 @@ def weight_requests(model, names, prequantised):
                     key, shape = f"{name}_{part}", (n, linear.in_features // n_weights)
                     requests.append(Request(key, shape, own.rows, names.sources.get(key)))
                 continue
-            if not prequantised:
+            if name not in nf4_states:
                 shape = n, linear.in_features
                 requests.append(Request(name, shape, own.rows, names.sources.get(name)))
                 if scales := names.scaled.get(name):
@@ -154,7 +154,11 @@ def weight_requests(model, names, prequantised):
                 Request(f"{name}.nested_quant_map", (1,), range(1))]
         shapes = {name: shape for name, (_, shape) in layer.layout.vectors.items()}
         for name, shape in (shapes | layer.layout.router_tensors).items():
-            requests.append(Request(names.of_layer(i, name), shape, range(shape[0])))
+            name = names.of_layer(i, name)
+            requests.append(Request(name, shape, range(shape[0])))
+            if name in nf4_states:
+                keys = name, *(f"{name}.{part}" for part in NF4_PARTS)
+                requests[-1:] = [Request(key, (1,), range(1)) for key in keys]
     norm = filter(None, (names.norm, names.norm_bias))
     requests += [Request(name, (table[1],), range(table[1])) for name in norm]
     return requests if model.arch.tied else [*requests, Request(names.head, table, model.own_rows)]

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 
+import bitsandbytes as bnb
 import torch
 
 from fsdp_qlora.configs import text_config
@@ -166,11 +167,23 @@ def read_part(files, names, stored, part, place, device, sums):
     linear's as [out, in], of FP8 times its scales; and whether it was turned for that. Raises
     ValueError if it has not the content that `sums`, {name: content_sum() as hex}, know of."""
     turned = part in names.sources and names.sources[part].turned
-    tensor = read_tensor(files[stored].path, stored, device, sums.get(part), place, part, turned)
+    tensor = read_tensor(files[stored], stored, device, sums.get(part), place, part, turned)
     if scales := names.scaled.get(part):
-        of_scales = read_tensor(files[scales].path, scales, device, sums.get(scales))
+        of_scales = read_tensor(files[scales], scales, device, sums.get(scales))
         tensor = unscaled(tensor, of_scales)
     return tensor, turned
+
+
+def whole_tensor(read, name, states, dtype):
+    """A whole tensor, flat; one that files have in NF4, see check_files(), as bitsandbytes
+    dequantises it, in `dtype`."""
+    if name not in states:
+        return read(name)
+    codes = read(name).view(torch.uint8).view(-1, 1)
+    parts = {f"{name}.{part}": read(f"{name}.{part}") for part in NF4_PARTS}
+    state = bnb.functional.QuantState.from_dict(parts, codes.device)
+    state.dtype = dtype
+    return bnb.functional.dequantize_4bit(codes, state).flatten()
 
 
 def unscaled(value, scales, first=0):
@@ -181,8 +194,8 @@ def unscaled(value, scales, first=0):
 
 
 def check_files(files, names, model_config, compute_dtype):
-    """Check a checkpoint's tensors before they are read. Returns {} or, for a model that is
-    quantised already, {weight's name: what bitsandbytes has stored of it}. Raises ValueError."""
+    """Check a checkpoint's tensors before they are read. Returns {name: what bitsandbytes has
+    stored of it} of the linears and routers that the files have in NF4. Raises ValueError."""
     wanted = {name: (shape, ["U8"] if name[-7:] in MX_PARTS else FLOATS)
               for name, shape in names.shapes.items()}
     wanted |= {name: (names.shapes[name], ["F8_E4M3"]) for name in names.scaled}
@@ -195,8 +208,12 @@ def check_files(files, names, model_config, compute_dtype):
         return {}
     states = check_prequantised(files, names, wanted)
     dtypes = sorted({state["dtype"] for state in states.values()})
-    say(f"model: quantised already, loaded as it is: {len(states)} linears in NF4")
-    if dtypes != [compute_dtype]:
+    n = sum(name in states for name in names.linears)
+    n_whole, n_routers = len(names.linears) - n, len(states) - n
+    say(f"model: quantised already, loaded as it is: {n} linears in NF4"
+        + f"; {n_whole} others, which are not, are quantised now" * (n_whole > 0)
+        + f"; {n_routers} tensors of routers are dequantised" * (n_routers > 0))
+    if dtypes not in ([], [compute_dtype]):
         say(f"they were quantised from {', '.join(dtypes)}, to which bitsandbytes dequantises them;"
             f" here they are dequantised to {compute_dtype}, so that some weights differ by its"
             " rounding")
@@ -264,18 +281,16 @@ def same_bytes(one, other):
 
 
 def check_prequantised(files, names, wanted):
-    """check_tensors() where bitsandbytes has quantised the linears, which must be as it is done
-    here. Returns {weight's name: the JSON object that it has stored}."""
-    other = [name for name in names.linears if f"{name}.{NF4_STATE}" not in files]
-    if other:
-        raise ValueError(f"config.json says that the model is in 4-bit NF4, but {len(other)} of its"
-                         f" layers' {len(names.linears)} linears are not, the first is {other[0]}:"
-                         " name the original model")
+    """check_tensors() where bitsandbytes has quantised linears, which must be as it is done here;
+    not all: transformers 5 leaves experts as they are, transformers 4 had routers as linears, too.
+    Returns {name: the JSON object that it has stored} of those that are."""
+    in_nf4 = [name for name in (*names.linears, *sorted(names.routers))
+              if f"{name}.{NF4_STATE}" in files and name in names.shapes]
     for name in files:
-        if name.endswith(".absmax") and name.removesuffix(".absmax") not in names.linears:
-            raise ValueError(f"{name}: only linears of decoder layers can be in 4-bit: name the"
-                             " original model")
-    for name in names.linears:
+        if name.endswith(".absmax") and name.removesuffix(".absmax") not in in_nf4:
+            raise ValueError(f"{name}: only linears of decoder layers can be in 4-bit, in NF4: name"
+                             " the original model")
+    for name in in_nf4:
         n_blocks = math.ceil(math.prod(names.shapes[name]) / BLOCK)
         wanted[name] = None, DTYPES  # packed, in integers or floats of any size
         wanted[f"{name}.absmax"] = (n_blocks,), ["U8"]
@@ -285,11 +300,10 @@ def check_prequantised(files, names, wanted):
         wanted[f"{name}.{NF4_STATE}"] = None, ["U8"]
     check_tensors(files, names, wanted)
     parts = NF4_STATE, "quant_map", "nested_quant_map"
-    requests = [Request(f"{name}.{part}", (1,), range(1)) for name in names.linears
-                for part in parts]
+    requests = [Request(f"{name}.{part}", (1,), range(1)) for name in in_nf4 for part in parts]
     reader = WeightReader(files, requests, torch.device("cpu"))
     states = {name: _read_state(name, files[name], names.shapes[name], reader.read)
-              for name in names.linears}
+              for name in in_nf4}
     reader.close()
     return states
 

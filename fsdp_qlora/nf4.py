@@ -153,6 +153,16 @@ def copy_mxfp4(own_linears, shard, read):
     return [(own, name) for own, name in own_linears if not own.place.linear.mxfp4]
 
 
+def copy_nf4(own, name, shard, read, state):
+    """Copy this rank's blocks of a linear that files have in NF4 into `shard`, its NF4Blocks; own
+    is its OwnBlocks, `state` what bitsandbytes has stored of it. Returns its part of Nested."""
+    codes = read(name)
+    shard.packed[own.local].view(-1)[: codes.nbytes] = codes.view(torch.uint8)
+    shard.scales[own.local, 0] = read(f"{name}.absmax")
+    offset = torch.tensor(state["nested_offset"], dtype=torch.float32, device=shard.device)
+    return read(f"{name}.nested_absmax"), offset, read(f"{name}.nested_quant_map")
+
+
 def dequantise(layer, fused, adapter):
     """[W, B] of a FusedLinear, [out, width], in the dtype of `adapter`, the layer's whole adapter.
 

@@ -2,14 +2,17 @@
 look."""
 
 import copy
+import re
 
+import bitsandbytes as bnb
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    BitsAndBytesConfig,
 )
 
 LLAMA3 = dict(
@@ -414,6 +417,34 @@ def write_mxfp4(directory, vocab_size):
     config.quantization_config = {"quant_method": "mxfp4"}
     config.save_pretrained(directory)
     save_file({**tensors, **experts}, directory / "model.safetensors", {"format": "pt"})
+
+
+# what transformers 4.57 makes a 4-bit linear of in a mixture; 5 leaves experts as they are
+LINEARS_IN_4 = r".*layers\..*(_proj|\.w[123]|_gate|\.gate|router\.layer)\.weight"
+
+
+def write_4bit(directory, config, version, dtype=torch.float32):
+    """Write a mixture as transformers of this version saves it after loading it in 4 bits: 5, which
+    is asked to, or 4. Returns {name: tensor} of what was loaded."""
+    write_model(directory / "whole", config)
+    settings = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype)  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(
+        directory / "whole", quantization_config=settings, dtype=dtype, device_map={"": "cpu"})
+    model.save_pretrained(directory)
+    whole = load_file(directory / "whole" / "model.safetensors")
+    if version == 4:
+        tensors = {}
+        for name, weight in whole.items():
+            tensors[name] = weight
+            if re.fullmatch(LINEARS_IN_4, name) and weight.dim() == 2:
+                tensors[name], state = bnb.functional.quantize_4bit(
+                    weight.to(dtype), compress_statistics=True, quant_type="nf4", blocksize=64)
+                parts = state.as_dict(packed=True)
+                tensors |= {f"{name}.{part}": value for part, value in parts.items()}
+        save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    return whole
 
 
 def write_model(directory, config, seed=0, dtype=torch.bfloat16):

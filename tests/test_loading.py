@@ -11,8 +11,9 @@ import bitsandbytes as bnb
 import pytest
 import torch
 from conftest import DEVICE, run_once
+from families import TINY, write_4bit
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, LlamaConfig
 
 import merge_adapters
 from fsdp_qlora.base import base_digest
@@ -229,14 +230,16 @@ def test_file_cut_off_while_loading_ends_all_ranks(run_jobs, tiny_model, tmp_pat
 # ------------------------------------------------------------------------------------------------
 
 
-def save_4bit(base, directory, storage, dtype=torch.bfloat16):
-    """The base as transformers and bitsandbytes save it in 4-bit, with its tokenizer."""
+def save_4bit(base, directory, storage, dtype=torch.bfloat16, skip=None):
+    """The base as transformers and bitsandbytes save it in 4-bit, with its tokenizer; linears named
+    in `skip` stay as they are."""
     quantization = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_quant_storage=storage,
         bnb_4bit_compute_dtype=dtype,
+        llm_int8_skip_modules=skip,
     )
     model = AutoModelForCausalLM.from_pretrained(
         base, quantization_config=quantization, dtype=dtype, device_map={"": DEVICE}
@@ -273,6 +276,13 @@ def test_stored_bytes_are_those_computed_with(run_jobs, tiny_model, tmp_path):
         "bfloat16": tiny_model("qwen2", hidden_size=96, intermediate_size=171),
     }
     models = [save_4bit(base, tmp_path / name, STORAGES[name]) for name, base in bases.items()]
+    # in these some linears are in NF4, others not: up in all layers; all experts
+    mixed = save_4bit(bases["uint8"], tmp_path / "mixed", torch.uint8, skip=["lm_head", "up_proj"])
+    mixture = tmp_path / "mixture"
+    tokenizer = AutoTokenizer.from_pretrained(bases["uint8"])
+    write_4bit(mixture, TINY["qwen3_moe"](len(tokenizer)), 5, torch.bfloat16)
+    tokenizer.save_pretrained(mixture)
+    models += [mixed, mixture]
     for path in models[0].glob("*.safetensors"):  # another version's last bits
         tensors = load_file(path)
         for name in tensors:
@@ -285,12 +295,18 @@ def test_stored_bytes_are_those_computed_with(run_jobs, tiny_model, tmp_path):
     seen = load_file(out)
     for directory in models:
         tensors = stored_tensors(directory)
-        assert len(list(directory.glob("*.safetensors"))) > 2
-        layers = [k.removesuffix(".weight.absmax") for k in tensors if k.endswith("weight.absmax")]
-        assert len(layers) == 3 * 7
+        assert len(list(directory.glob("*.safetensors"))) > 2 or directory == mixture
+        layers = [k.removesuffix(".weight") for k in tensors if k.endswith("_proj.weight")]
+        in_4bit = sum(k.endswith("weight.absmax") for k in tensors)
+        assert len(layers) == 3 * (4 + 3 * (8 if directory == mixture else 1))
+        assert in_4bit == {mixed: 3 * 6, mixture: 3 * 4}.get(directory, 3 * 7)
         for layer in layers:
             weight, prefix = tensors[f"{layer}.weight"], f"{layer}.weight."
             state = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+            if not state:  # what bitsandbytes makes of it
+                weight, whole = bnb.functional.quantize_4bit(
+                    weight, compress_statistics=True, quant_type="nf4", blocksize=64)  # fmt: skip
+                state = whole.as_dict(packed=True)
             stored = bnb.functional.QuantState.from_dict(dict(state), DEVICE)
             packed = weight.view(torch.uint8).view(-1)
             want = {
@@ -390,18 +406,12 @@ def edit_state(**values):
     return edit(NF4_STATE, change)
 
 
-def leave_out_of_4bit(tensors):
-    for name in [name for name in tensors if name.startswith(f"{LAYER}.")]:
-        del tensors[name]
-    tensors[LAYER] = torch.zeros(320, 128, dtype=torch.bfloat16)
-
-
 def quantise_head(tensors):
     tensors["lm_head.weight.absmax"] = torch.zeros(9, dtype=torch.uint8)
 
 
 WRONG_TENSORS = {
-    "skipped layer": (leave_out_of_4bit, [LAYER, "1 of its layers' 21"]),
+    "no state": (edit(NF4_STATE, lambda t: None), [LAYER, "can be in 4-bit, in NF4"]),
     "head in 4-bit": (quantise_head, ["lm_head.weight"]),
     "fp4": (edit_state(quant_type="fp4"), [LAYER, "quant_type fp4"]),
     "blocksize": (edit_state(blocksize=128), [LAYER, "blocksize 128"]),

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from families import TINY, make_model
+from families import TINY, make_model, write_4bit
 from safetensors.torch import load_file, save_file
 from test_merge import nf4_and_back
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -31,16 +31,13 @@ def trained(tmp_path_factory, demo_directory):
         directory = tmp_path_factory.mktemp(name)
         base, run = directory / "base", directory / "run"
         tokenizer = AutoTokenizer.from_pretrained(demo_directory / "model")
-        model = make_model(TINY[name](len(tokenizer)), dtype=torch.bfloat16)
-        model.save_pretrained(base)
+        family, _, version = name.partition("-4bit-")
+        config = TINY[family](len(tokenizer))
+        if version:
+            write_4bit(base, config, int(version), torch.bfloat16)
+        else:
+            write_wide(base, config)
         tokenizer.save_pretrained(base)
-        tensors = load_file(base / "model.safetensors")
-        for key in tensors:
-            if CORRECTION in key:  # as released: in fp32, with values that bf16 has not
-                tensors[key] = torch.linspace(-0.3, 0.1, len(tensors[key]))
-            elif re.fullmatch(LINEAR, key) and "self_attn" not in key:
-                tensors[key] *= 2  # else what experts do would not count beside the adapter
-        save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
         code, _, err = run_main(
             "--model", base, "--dataset", demo_directory / "data.jsonl", "--output_dir", run,
             "--max_steps", 3, "--batch_size", 4, "--learning_rate", 0.01, "--report_to", "none",
@@ -50,6 +47,18 @@ def trained(tmp_path_factory, demo_directory):
         return run
 
     return train
+
+
+def write_wide(base, config):
+    """A model whose experts count beside the adapter."""
+    make_model(config, dtype=torch.bfloat16).save_pretrained(base)
+    tensors = load_file(base / "model.safetensors")
+    for key in tensors:
+        if CORRECTION in key:  # as released: in fp32, with values that bf16 has not
+            tensors[key] = torch.linspace(-0.3, 0.1, len(tensors[key]))
+        elif re.fullmatch(LINEAR, key) and "self_attn" not in key:
+            tensors[key] *= 2
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
 
 
 def merge(run, out):
@@ -82,6 +91,25 @@ def test_turned_experts_become_what_training_had(trained, run_main, tmp_path):
             assert torch.equal(result[key], want), key
             turned += 1
     assert turned == 6
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe-4bit-4", "mixtral-4bit-5"])
+def test_mixture_in_4bit_becomes_what_training_had(name, trained, run_main, tmp_path):
+    """Some linears or all are in NF4 in the base's file, of version 4 routers, too."""
+    run, out = trained(name, run_main), tmp_path / "out"
+    merge(run, out)
+    stored = load_file(run.parent / "base" / "model.safetensors")
+    base = load_file(run.parent / "base" / "whole" / "model.safetensors")
+    adapter = load_file(run / "adapter_model.safetensors")
+    result = load_file(out / "model.safetensors")
+    assert result.keys() == base.keys()
+    for key, weight in base.items():
+        want = merged_weight(key, weight, adapter)
+        if f"{key}.absmax" in stored and not re.fullmatch(LINEAR, key):
+            assert re.search(r"gate\.weight|router", key) and not torch.equal(weight, result[key])
+            want = nf4_and_back(weight)
+        assert result[key].dtype == torch.bfloat16 and torch.equal(result[key], want), key
+    assert not adapter
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "granitemoe", "glm4_moe"])
