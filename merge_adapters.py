@@ -97,9 +97,14 @@ def merge(args):
     require(device == "cpu" or torch.cuda.is_available(), "--device cuda: there is no GPU here")
     if device != trained_on:
         print(f"note: trained on {trained_on}, merging on {device}: the last bit may differ")
-    unused = [n for n in base.files if n not in base.tensors and not n.endswith(NF4_PARTS)]
-    print(f"base model {base.directory}: {len(base.names.linears)} linears in NF4, {len(adapter)}"
-          f" with an adapter; tensors that the model does not use: {len(unused)} {unused[:1]}")
+    used = {*base.tensors, *base.names.shapes}
+    unused = [n for n in base.files if n not in used and not n.endswith(NF4_PARTS)]
+    print(f"base model {base.directory}: {len(base.names.linears)} linears in 4 bits,"
+          f" {len(adapter)} with an adapter; tensors that the model does not use: {len(unused)}"
+          f" {unused[:1]}")
+    if n := sum(x.out_features * x.in_features for x in base.names.linears.values() if x.mxfp4):
+        print(f"experts in MXFP4, {17 * n / 32 / 2**30:.3g} GiB, are written as bf16,"
+              f" {2 * n / 2**30:.3g} GiB")
     sums, gib = {"error": 0.0, "effect": 0.0}, base.n_bytes / 2**30
     partial, lock_fd = open_partial(output)
     with os.fdopen(lock_fd):
@@ -140,22 +145,14 @@ def read_base(name, quantization):
         arch, files = describe_model(model_config), weight_files(directory)
         names = tensor_names(arch, files)
         check_files(files, names, model_config, quantization["quantized_from_dtype"])
-    # besides its text model a multimodal one has others, which are copied, whatever they hold
-    text, own = names.layer_prefix.removesuffix("layers."), {*names.shapes, names.head}
-    is_multimodal, tensors = text_config(model_config) is not model_config, {}
-    for n, stored in sorted(files.items(), key=lambda item: (item[1].path, item[1].start)):
-        if n in own - {*names.scaled.values()} or is_multimodal and not n.startswith(text):
-            # what a router has in fp32 stays so: training used it as it is, and transformers keeps
-            # some of it, such as corrections, in fp32; the rest it rounds itself
-            exact = n in names.routers and stored.dtype == "F32"
-            tensors[n] = names.shapes.get(n, stored.shape), (torch.bfloat16, torch.float32)[exact]
-            require(not n.endswith(NF4_PARTS), f"{stored.path}: {n} is of a weight in 4-bit outside"
-                    " the text model's layers, which is not merged")
+    is_multimodal = text_config(model_config) is not model_config
+    tensors, paths = names.merged(files, is_multimodal)
     auto_classes = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
     return argparse.Namespace(
         directory=directory, arch=arch, files=files, in_4bit=in_4bit, names=names,
         places=names.places(), auto_class=auto_classes[is_multimodal],
         tensors=tensors,  # {name: (shape, dtype)} of what the merged model holds, file by file
+        paths=paths,  # {name: the file of the base in whose place it goes}
         n_bytes=sum(math.prod(shape) * dtype.itemsize for shape, dtype in tensors.values()),
         dtype=getattr(torch, quantization["quantized_from_dtype"]),
         sums=quantization.get("tensor_sums") or {},  # they tell one base from another,
@@ -194,7 +191,7 @@ def match_adapter(adapter_dir, config, base):
 
 def merged_tensor(name, base, adapter, device, sums):
     """Returns one tensor of the merged model, on the CPU."""
-    (path, *_), (shape, dtype) = base.files[name], base.tensors[name]
+    path, (shape, dtype) = base.paths[name], base.tensors[name]
     merged = torch.empty(shape, dtype=dtype)
     for part, place in base.places.get(name, [(name, ...)]):  # of all experts, or the whole
         tensor, turned = read_part(base.files, base.names, name, part, place, device, base.sums)
@@ -208,7 +205,10 @@ def merged_tensor(name, base, adapter, device, sums):
 
 
 def trained_weight(weight, name, path, base):
-    """Returns what training computed with: a weight of the decoder's layers in NF4, dequantised."""
+    """Returns what training computed with: a weight of the decoder's layers in NF4, dequantised, or
+    one that was in MXFP4, as it is."""
+    if base.names.linears[name].mxfp4:
+        return weight.to(base.dtype)
     if base.in_4bit:
         parts = [f"{name}.{part}" for part in NF4_PARTS]
         parts = {part: read_tensor(base.files[part].path, part, content=base.sums.get(part))
@@ -245,14 +245,13 @@ def add_adapter(weight, sums, scaling, lora_a, lora_b, magnitude=None):
 def write_files(directory, base, tensors, extras):
     """Write the merged model of these tensors, in the base's files, with all else that the base has
     and, in place of the base's, the files `extras` of the run."""
-    paths = {name: base.files[name].path for name in base.tensors}
-    for path in dict.fromkeys(paths.values()):
-        described = {name: base.tensors[name] for name in paths if paths[name] == path}
+    for path in dict.fromkeys(base.paths.values()):
+        described = {n: base.tensors[n] for n, its_path in base.paths.items() if its_path == path}
         write_tensors(directory / path.name, described, tensors)
     assert not list(tensors), "there are more tensors than names"
     copy_small_files(base.directory, directory)
     index = {"metadata": {"total_size": base.n_bytes},
-             "weight_map": {name: path.name for name, path in paths.items()}}
+             "weight_map": {name: path.name for name, path in base.paths.items()}}
     config = read_json(base.directory / "config.json")
     config.update(dict.fromkeys(["dtype", *config.keys() & {"torch_dtype"}], "bfloat16"))
     config.pop("quantization_config", None)  # of a base in 4-bit

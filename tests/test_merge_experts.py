@@ -6,10 +6,10 @@ import re
 
 import pytest
 import torch
-from families import TINY, make_model
+from families import TINY, make_model, write_mxfp4
 from safetensors.torch import load_file, save_file
 from test_merge import nf4_and_back
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
 
 import merge_adapters
 
@@ -31,8 +31,10 @@ def trained(tmp_path_factory, demo_directory):
         directory = tmp_path_factory.mktemp(name)
         base, run = directory / "base", directory / "run"
         tokenizer = AutoTokenizer.from_pretrained(demo_directory / "model")
-        model = make_model(TINY[name](len(tokenizer)), dtype=torch.bfloat16)
-        model.save_pretrained(base)
+        if name == "mxfp4":
+            write_mxfp4(base, len(tokenizer))
+        else:
+            make_model(TINY[name](len(tokenizer)), dtype=torch.bfloat16).save_pretrained(base)
         tokenizer.save_pretrained(base)
         tensors = load_file(base / "model.safetensors")
         for key in tensors:
@@ -82,6 +84,29 @@ def test_turned_experts_become_what_training_had(trained, run_main, tmp_path):
             assert torch.equal(result[key], want), key
             turned += 1
     assert turned == 6
+
+
+def test_mxfp4_becomes_the_bf16_that_transformers_makes_of_it(trained, run_main, tmp_path, capsys):
+    run, out = trained("mxfp4", run_main), tmp_path / "out"
+    capsys.readouterr()
+    merge(run, out)
+    said = capsys.readouterr().out
+    base = AutoModelForCausalLM.from_pretrained(
+        run.parent / "base", quantization_config=Mxfp4Config(dequantize=True))
+    adapter = load_file(run / "adapter_model.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert model.dtype == torch.bfloat16 and not hasattr(model.config, "quantization_config")
+    result, n_weights = model.state_dict(), 0
+    assert result.keys() == base.state_dict().keys()
+    for key, weight in base.state_dict().items():
+        is_expert = weight.dim() == 3
+        n_weights += is_expert * weight.numel()
+        want = weight if is_expert else merged_weight(key, weight, adapter)
+        assert torch.equal(result[key], want), key
+    assert n_weights and not adapter  # all of it was used
+    sizes = n_weights * 17 / 2**35, n_weights / 2**29
+    assert "in MXFP4, {:.3g} GiB, are written as bf16, {:.3g} GiB".format(*sizes) in said
+    assert float(re.search(r"are ([\d.]+) of that away", said)[1]) < 0.1
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "granitemoe", "glm4_moe"])
@@ -158,19 +183,24 @@ def test_merged_model_that_is_another_is_noticed(
     assert (tmp_path / "out").exists() == (words == WARNED)
 
 
-def test_change_of_one_experts_slice_is_named(trained, run_main, tmp_path, capsys):
+@pytest.mark.parametrize("name, stored, row, part", [
+    ("granitemoe", "block_sparse_moe.input_linear.weight", 96,
+     "block_sparse_moe.experts.3.up_proj.weight"),
+    ("mxfp4", "mlp.experts.down_proj_blocks", 9, "mlp.experts.3.down_proj.weight_blocks"),
+])  # fmt: skip
+def test_change_of_one_experts_slice_is_named(
+    name, stored, row, part, trained, run_main, tmp_path, capsys
+):
     """content_sum() of each expert's matrix, though the file has all in one tensor."""
-    run = trained("granitemoe", run_main)
+    run = trained(name, run_main)
     path = run.parent / "base" / "model.safetensors"
     before, tensors = path.read_bytes(), load_file(path)
-    name = "model.layers.2.block_sparse_moe.input_linear.weight"
-    half = tensors[name].shape[1] // 2
-    tensors[name][3, half, 7] *= 2  # the first row of expert 3's up
+    tensors[f"model.layers.2.{stored}"][3, row, 1] += 1  # of expert 3, in Granite's the first of up
     save_file(tensors, path, metadata={"format": "pt"})
     try:
         with pytest.raises(SystemExit, match="1"):
             merge(run, tmp_path / "out")
     finally:
         path.write_bytes(before)
-    up = "model.layers.2.block_sparse_moe.experts.3.up_proj.weight"
-    assert f"{path}: the values of {up} are not those" in capsys.readouterr().err
+    words = f"{path}: the values of model.layers.2.{part} are not those"
+    assert words in capsys.readouterr().err
