@@ -15,6 +15,7 @@ Tested with torch 2.13, transformers 5.23, peft 0.21, bitsandbytes 0.50.
 """
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -36,7 +37,8 @@ from fsdp_qlora.nf4 import BLOCK
 from fsdp_qlora.output import ADAPTER_FILES, PROBE_FILE, open_partial, read_run
 from fsdp_qlora.ranks import explain, print_error
 from fsdp_qlora.names import (
-    NF4_PARTS, check_files, has_nf4, peft_name, read_part, tensor_names)
+    NF4_PARTS, check_files, has_nf4, read_part, tensor_names)
+from fsdp_qlora.peft_names import expert_parts, expert_settings, file_parts
 from fsdp_qlora.vocabulary import scaled_logits
 from fsdp_qlora.weights import OTHER_BASE, read_tensor, tensors_of, weight_files
 
@@ -160,26 +162,25 @@ def read_base(name, quantization):
 
 
 def match_adapter(adapter_dir, config, base):
-    """Returns {linear's name: (file, names of A, B and DoRA's part, scaling)}. Raises ValueError
-    unless both files have what train_config.json says."""
+    """Returns {linear's name: (function that reads a tensor, file_parts() of the linear, scaling)}.
+    Raises ValueError unless both files have what train_config.json says."""
     path, file = [adapter_dir / name for name in ADAPTER_FILES]
     r, alpha, kind = config["lora_rank"], config["lora_alpha"], config["adapter"]
     names, adapted = base.names, set(base.arch.adapted(config["target_modules"]))
-    lora = LoraConfig(r=r, lora_alpha=alpha, use_rslora=kind == "rslora", use_dora=kind == "dora")
+    lora = LoraConfig(r=r, lora_alpha=alpha, use_rslora=kind == "rslora", use_dora=kind == "dora",
+                      **expert_settings(base.arch, r, alpha, adapted))
     wanted, found = lora.to_dict(), {**LoraConfig().to_dict(), **read_json(path)}
     for name, value in found.items():  # PiSSA, OLoRA and others train on a changed base
         require(name in FREE or value == wanted.get(name) or not (value or name in wanted),
                 f"{path}: {name} is {value!r:.80}, by train_config.json {wanted.get(name)!r}")
-    adapter, shapes = {}, {}
+    adapter, shapes, of_experts = {}, {}, expert_parts(base.arch, r)
+    read = functools.lru_cache(4)(functools.partial(read_tensor, file))  # once for all experts
     for name, linear in names.linears.items():
         if linear.name in adapted:
             layer = name.removeprefix(names.layer_prefix).partition(".")[0]
-            prefix = peft_name(base.arch, layer, linear.name, "lora_")
-            n_out, n_in = linear.out_features, linear.in_features
-            parts = {f"{prefix}A.weight": (r, n_in), f"{prefix}B.weight": (n_out, r)}
-            parts |= {f"{prefix}magnitude_vector": (n_out,)} if kind == "dora" else {}
-            adapter[name] = file, list(parts), alpha / (math.sqrt(r) if kind == "rslora" else r)
-            shapes.update(parts)
+            where = file_parts(base.arch, layer, linear, r, kind, of_experts)
+            adapter[name] = read, where, alpha / (math.sqrt(r) if kind == "rslora" else r)
+            shapes.update((stored, shape) for stored, shape, _ in where)
     stored = {n: tensor.shape for n, tensor in tensors_of(file).items()}
     odd = min((n for n in {*stored, *shapes} if stored.get(n) != shapes.get(n)), default=None)
     require(not odd, f"{file}: {odd} is {stored.get(odd, 'missing')}, but the base model"
@@ -198,8 +199,8 @@ def merged_tensor(name, base, adapter, device, sums):
         if part in base.names.linears:
             tensor = trained_weight(tensor, part, path, base)
         if part in adapter:
-            file, keys, scale = adapter[part]
-            tensor = add_adapter(tensor, sums, scale, *(read_tensor(file, k, device) for k in keys))
+            read, where, scale = adapter[part]
+            tensor = add_adapter(tensor, sums, scale, *(read(n, device)[i] for n, _, i in where))
         merged[place] = tensor.t() if turned else tensor
     return finite(merged, f"{path}: what {name} becomes")
 

@@ -90,13 +90,6 @@ class TensorNames:
         return found
 
 
-def peft_name(arch, layer, linear, key):
-    """PEFT's name of a part of a linear's adapter; of experts as in files."""
-    renames = arch.mixture.renames if arch.mixture else ()
-    stem = f"base_model.model.{arch.module_prefix}layers.{layer}"
-    return f"{stem}.{renamed(linear, renames)}.{key}"
-
-
 def renamed(name, renames):
     """A name here with each pair's first part replaced by its second, as files may have it."""
     for here, there in renames:

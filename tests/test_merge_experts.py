@@ -3,10 +3,12 @@
 import contextlib
 import json
 import re
+import shutil
 
 import pytest
 import torch
 from families import TINY, make_model, write_mxfp4
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from test_merge import nf4_and_back
 from transformers import AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
@@ -30,19 +32,7 @@ def trained(tmp_path_factory, demo_directory):
             return made[name]
         directory = tmp_path_factory.mktemp(name)
         base, run = directory / "base", directory / "run"
-        tokenizer = AutoTokenizer.from_pretrained(demo_directory / "model")
-        if name == "mxfp4":
-            write_mxfp4(base, len(tokenizer))
-        else:
-            make_model(TINY[name](len(tokenizer)), dtype=torch.bfloat16).save_pretrained(base)
-        tokenizer.save_pretrained(base)
-        tensors = load_file(base / "model.safetensors")
-        for key in tensors:
-            if CORRECTION in key:  # as released: in fp32, with values that bf16 has not
-                tensors[key] = torch.linspace(-0.3, 0.1, len(tensors[key]))
-            elif re.fullmatch(LINEAR, key) and "self_attn" not in key:
-                tensors[key] *= 2  # else what experts do would not count beside the adapter
-        save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+        write_base(name, base, demo_directory)
         code, _, err = run_main(
             "--model", base, "--dataset", demo_directory / "data.jsonl", "--output_dir", run,
             "--max_steps", 3, "--batch_size", 4, "--learning_rate", 0.01, "--report_to", "none",
@@ -52,6 +42,23 @@ def trained(tmp_path_factory, demo_directory):
         return run
 
     return train
+
+
+def write_base(name, base, demo_directory):
+    """Write a tiny model and its tokenizer, in the layout in which such models are released."""
+    tokenizer = AutoTokenizer.from_pretrained(demo_directory / "model")
+    if name == "mxfp4":
+        write_mxfp4(base, len(tokenizer))
+    else:
+        make_model(TINY[name](len(tokenizer)), dtype=torch.bfloat16).save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    tensors = load_file(base / "model.safetensors")
+    for key in tensors:
+        if CORRECTION in key:  # as released: in fp32, with values that bf16 has not
+            tensors[key] = torch.linspace(-0.3, 0.1, len(tensors[key]))
+        elif re.fullmatch(LINEAR, key) and "self_attn" not in key:
+            tensors[key] *= 2  # else what experts do would not count beside the adapter
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
 
 
 def merge(run, out):
@@ -146,6 +153,50 @@ def swap_experts(tensors):
     for key in [key for key in tensors if re.search(r"experts\.[0-3]\.down", key)]:
         other = re.sub(r"experts\.(.)", lambda found: f"experts.{7 - int(found[1])}", key)
         tensors[key], tensors[other] = tensors[other], tensors[key]
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "granitemoe", "qwen2_moe"])
+def test_adapters_of_experts_resume_begin_a_run_and_merge_to_what_peft_gives(
+    name, run_main, demo_directory, tmp_path, capsys
+):
+    """Where PEFT has parameters of all experts, which in a model in MXFP4 are not there."""
+    base, run, other = (tmp_path / x for x in ("base", "run", "other"))
+    write_base(name, base, demo_directory)
+
+    def train(directory, *flags):
+        code, _, err = run_main(
+            "--model", base, "--dataset", demo_directory / "data.jsonl", "--batch_size", 4,
+            "--report_to", "none", "--target_modules", "q_proj", "experts", "--lora_rank", 8,
+            "--eval_every", 0, "--max_seq_len", 64, "--output_dir", directory, *flags)  # fmt: skip
+        assert code == 0, err
+        return load_file(directory / "adapter_model.safetensors")
+
+    flags = "--learning_rate", 0.01, "--save_every", 1, "--max_steps", 2
+    adapter = train(run, *flags)
+    shutil.rmtree(run / "checkpoint-000002")
+    (run / "adapter_model.safetensors").unlink()
+    again = train(run, *flags)
+    begun = train(other, "--init_adapter", run, "--learning_rate", 1e-30, "--max_steps", 1)
+    for key, tensor in adapter.items():
+        assert torch.equal(tensor, again[key]) and torch.equal(tensor, begun[key]), key
+    capsys.readouterr()
+    merge(run, tmp_path / "out")
+    assert WARNED not in capsys.readouterr().out
+
+    quantization = {"quantization_config": Mxfp4Config(dequantize=True)} if name == "mxfp4" else {}
+    model = AutoModelForCausalLM.from_pretrained(base, **quantization).float()
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out").float().state_dict()
+    plain = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    adapted = PeftModel.from_pretrained(model, run).merge_and_unload().state_dict()
+    for key, weight in plain.items():
+        if weight.dim() == 3:  # merged: NF4 of the base, or its MXFP4, and what PEFT adds
+            if name != "mxfp4":
+                halves = 1 + ("gate_up" in key)
+                weight = torch.stack([torch.cat([*map(nf4_and_back, x.bfloat16().chunk(halves))])
+                                      for x in weight]).float()  # fmt: skip
+            want = (weight + adapted[key] - plain[key]).bfloat16().float()
+            assert not torch.equal(adapted[key], plain[key])
+            assert (merged[key] - want).norm() < 1e-3 * want.norm(), key
 
 
 def negate(pattern):
