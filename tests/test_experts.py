@@ -21,7 +21,7 @@ from test_layer import make_model as make_layers
 from transformers import AutoTokenizer
 
 from fsdp_qlora import check, experts, grouped, router
-from fsdp_qlora.adapter import Adapter, choose_adapted, write_adapter
+from fsdp_qlora.adapter import Adapter, choose_adapted, read_adapter, write_adapter
 from fsdp_qlora.check import plain_model, random_adapter, random_reference, read_weights
 from fsdp_qlora.configs import describe_model, shrunk_config
 from fsdp_qlora.elementwise import add_expert_rows
@@ -236,6 +236,21 @@ def test_adapters_of_experts_are_what_peft_loads(name, tmp_path):
         assert (grad - their[key]).norm() <= BAR * their[key].norm(), key  # 0 without a token
     with peft.disable_adapter():
         assert (theirs - logits()).norm() > 0.1 * theirs.norm()
+
+
+def test_adapter_whose_gate_and_up_are_not_apart_is_no_beginning(tmp_path):
+    """PEFT itself trains A of both for each; here each has its own."""
+    config = Config(model="m", init_adapter=str(tmp_path), **ADAPTED)
+    small = shrunk_config(TINY["granitemoe"](320))
+    arch = describe_model(small)
+    model = make_layers(small, arch, random_reference(small, seed()).state_dict(), config)
+    adapter, lora_config = Adapter(model, torch.device("cpu")), choose_adapted(arch, config, "m")[0]
+    values = fuse_experts(parts_of_adapter(model, arch, "data"), adapter.expert_parts)
+    write_adapter(tmp_path, values, lora_config)
+    assert read_adapter(config, adapter).keys() == parts_of_adapter(model, arch, "data").keys()
+    write_adapter(tmp_path, {key: value + 1 for key, value in values.items()}, lora_config)
+    with pytest.raises(ValueError, match="gate and up of an expert are not apart"):
+        read_adapter(config, adapter)
 
 
 def parts_of_adapter(model, arch, what):
