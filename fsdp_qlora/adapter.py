@@ -51,6 +51,9 @@ def choose_adapted(arch, config, base_name):
         leaves = {renamed(name, arch.mixture.renames).rsplit(".", 1)[-1] for name in experts}
         settings = expert_settings(arch, config.lora_rank, config.lora_alpha, experts)
         targets = sorted({*targets} - {"experts"} | (set() if settings else leaves))
+        if arch.expert_down[0].mxfp4:
+            say("--target_modules experts: PEFT 0.21 finds no experts in a model in MXFP4: load"
+                " that with Mxfp4Config(dequantize=True), or merge, to bf16")
     if arch.module_prefix != "model.":  # a vision tower may have linears of the same names
         either = "|".join(re.escape(target) for target in targets)
         targets = rf"{re.escape(arch.module_prefix)}layers\.\d+\..*\b({either})"

@@ -164,11 +164,12 @@ def test_adapters_of_experts_resume_begin_a_run_and_merge_to_what_peft_gives(
     write_base(name, base, demo_directory)
 
     def train(directory, *flags):
-        code, _, err = run_main(
+        code, out, err = run_main(
             "--model", base, "--dataset", demo_directory / "data.jsonl", "--batch_size", 4,
             "--report_to", "none", "--target_modules", "q_proj", "experts", "--lora_rank", 8,
             "--eval_every", 0, "--max_seq_len", 64, "--output_dir", directory, *flags)  # fmt: skip
         assert code == 0, err
+        assert ("load that with Mxfp4Config(dequantize=True)" in out) == (name == "mxfp4")
         return load_file(directory / "adapter_model.safetensors")
 
     flags = "--learning_rate", 0.01, "--save_every", 1, "--max_steps", 2
