@@ -15,6 +15,7 @@ Tested with torch 2.13, transformers 5.23, peft 0.21, bitsandbytes 0.50.
 """
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -35,7 +36,8 @@ from fsdp_qlora.files import read_json, sync_file, write_tensors
 from fsdp_qlora.nf4 import BLOCK
 from fsdp_qlora.output import ADAPTER_FILES, PROBE_FILE, open_partial, read_run
 from fsdp_qlora.ranks import explain, print_error
-from fsdp_qlora.names import NF4_PARTS, check_files, peft_name, read_part, tensor_names
+from fsdp_qlora.names import NF4_PARTS, check_files, read_part, tensor_names
+from fsdp_qlora.peft_names import expert_parts, expert_settings, file_parts
 from fsdp_qlora.vocabulary import scaled_logits
 from fsdp_qlora.weights import OTHER_BASE, read_tensor, tensors_of, weight_files
 
@@ -96,9 +98,14 @@ def merge(args):
     require(device == "cpu" or torch.cuda.is_available(), "--device cuda: there is no GPU here")
     if device != trained_on:
         print(f"note: trained on {trained_on}, merging on {device}: the last bit may differ")
-    unused = [n for n in base.files if n not in base.tensors and not n.endswith(NF4_PARTS)]
-    print(f"base model {base.directory}: {len(base.names.linears)} linears in NF4, {len(adapter)}"
-          f" with an adapter; tensors that the model does not use: {len(unused)} {unused[:1]}")
+    used = {*base.tensors, *base.names.shapes}
+    unused = [n for n in base.files if n not in used and not n.endswith(NF4_PARTS)]
+    print(f"base model {base.directory}: {len(base.names.linears)} linears in 4 bits,"
+          f" {len(adapter)} with an adapter; tensors that the model does not use: {len(unused)}"
+          f" {unused[:1]}")
+    if n := sum(x.out_features * x.in_features for x in base.names.linears.values() if x.mxfp4):
+        print(f"experts in MXFP4, {17 * n / 32 / 2**30:.3g} GiB, are written as bf16,"
+              f" {2 * n / 2**30:.3g} GiB")
     sums, gib = {"error": 0.0, "effect": 0.0}, base.n_bytes / 2**30
     partial, lock_fd = open_partial(output)
     with os.fdopen(lock_fd):
@@ -138,22 +145,14 @@ def read_base(name, quantization):
         states = check_files(files, names, model_config, quantization["quantized_from_dtype"])
         require(in_4bit == bool(states), f"is {'' if states else 'not '}quantised already; with"
                 " --base_model name the one that was trained on")
-    # besides its text model a multimodal one has others, which are copied, whatever they hold
-    text, own = names.layer_prefix.removesuffix("layers."), {*names.shapes, names.head}
-    is_multimodal, tensors = text_config(model_config) is not model_config, {}
-    for n, stored in sorted(files.items(), key=lambda item: (item[1].path, item[1].start)):
-        if n in own - {*names.scaled.values()} or is_multimodal and not n.startswith(text):
-            # what a router has in fp32 stays so: training used it as it is, and transformers keeps
-            # some of it, such as corrections, in fp32; the rest it rounds itself
-            exact = n in names.routers and n not in states and stored.dtype == "F32"
-            tensors[n] = names.shapes.get(n, stored.shape), (torch.bfloat16, torch.float32)[exact]
-            require(not n.endswith(NF4_PARTS), f"{stored.path}: {n} is of a weight in 4-bit outside"
-                    " the text model's layers, which is not merged")
+        is_multimodal = text_config(model_config) is not model_config
+        tensors, paths = names.merged(files, states, is_multimodal)
     auto_classes = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
     return argparse.Namespace(
         directory=directory, arch=arch, files=files, nf4_states=states, names=names,
         places=names.places(), auto_class=auto_classes[is_multimodal],
         tensors=tensors,  # {name: (shape, dtype)} of what the merged model holds, file by file
+        paths=paths,  # {name: the file of the base in whose place it goes}
         n_bytes=sum(math.prod(shape) * dtype.itemsize for shape, dtype in tensors.values()),
         dtype=getattr(torch, quantization["quantized_from_dtype"]),
         sums=quantization.get("tensor_sums") or {},  # they tell one base from another,
@@ -161,27 +160,26 @@ def read_base(name, quantization):
 
 
 def match_adapter(adapter_dir, config, base):
-    """Returns {linear's name: ({name: Stored} of A, B and DoRA's part, scaling)}. Raises
-    ValueError unless both files have what train_config.json says."""
+    """Returns {linear's name: (function that reads a tensor, file_parts() of the linear, scaling)}.
+    Raises ValueError unless both files have what train_config.json says."""
     path, file = [adapter_dir / name for name in ADAPTER_FILES]
     r, alpha, kind = config["lora_rank"], config["lora_alpha"], config["adapter"]
     names, adapted = base.names, set(base.arch.adapted(config["target_modules"]))
-    lora = LoraConfig(r=r, lora_alpha=alpha, use_rslora=kind == "rslora", use_dora=kind == "dora")
+    lora = LoraConfig(r=r, lora_alpha=alpha, use_rslora=kind == "rslora", use_dora=kind == "dora",
+                      **expert_settings(base.arch, r, alpha, adapted))
     wanted, found = lora.to_dict(), {**LoraConfig().to_dict(), **read_json(path)}
     for name, value in found.items():  # PiSSA, OLoRA and others train on a changed base
         require(name in FREE or value == wanted.get(name) or not (value or name in wanted),
                 f"{path}: {name} is {value!r:.80}, by train_config.json {wanted.get(name)!r}")
-    adapter, shapes, stored = {}, {}, tensors_of(file)
+    adapter, shapes, of_experts = {}, {}, expert_parts(base.arch, r)
+    stored = tensors_of(file)
+    read = functools.lru_cache(4)(lambda n, to: read_tensor(stored[n], n, to))  # once for experts
     for name, linear in names.linears.items():
         if linear.name in adapted:
             layer = name.removeprefix(names.layer_prefix).partition(".")[0]
-            prefix = peft_name(base.arch, layer, linear.name, "lora_")
-            n_out, n_in = linear.out_features, linear.in_features
-            parts = {f"{prefix}A.weight": (r, n_in), f"{prefix}B.weight": (n_out, r)}
-            parts |= {f"{prefix}magnitude_vector": (n_out,)} if kind == "dora" else {}
-            scaling = alpha / (math.sqrt(r) if kind == "rslora" else r)
-            adapter[name] = {key: stored.get(key) for key in parts}, scaling
-            shapes.update(parts)
+            where = file_parts(base.arch, layer, linear, r, kind, of_experts)
+            adapter[name] = read, where, alpha / (math.sqrt(r) if kind == "rslora" else r)
+            shapes.update((stored, shape) for stored, shape, _ in where)
     found = {n: tensor.shape for n, tensor in stored.items()}
     odd = min((n for n in {*found, *shapes} if found.get(n) != shapes.get(n)), default=None)
     require(not odd, f"{file}: {odd} is {found.get(odd, 'missing')}, but the base model"
@@ -193,22 +191,25 @@ def match_adapter(adapter_dir, config, base):
 
 def merged_tensor(name, base, adapter, device, sums):
     """Returns one tensor of the merged model, on the CPU."""
-    (path, *_), (shape, dtype) = base.files[name], base.tensors[name]
+    path, (shape, dtype) = base.paths[name], base.tensors[name]
     merged = torch.empty(shape, dtype=dtype)
     for part, place in base.places.get(name, [(name, ...)]):  # of all experts, or the whole
         tensor, turned = read_part(base.files, base.names, name, part, place, device, base.sums)
         if part in base.names.linears or part in base.nf4_states:
             tensor = trained_weight(tensor, part, path, base)
         if part in adapter:
-            parts, scaling = adapter[part]
-            parts = [read_tensor(stored, key, device) for key, stored in parts.items()]
-            tensor = add_adapter(tensor, sums, scaling, *parts)
+            read, where, scale = adapter[part]
+            tensor = add_adapter(tensor, sums, scale, *(read(n, device)[i] for n, _, i in where))
         merged[place] = tensor.t() if turned else tensor
     return finite(merged, f"{path}: what {name} becomes")
 
 
 def trained_weight(weight, name, path, base):
-    """Returns what training computed with: a weight of the decoder's layers in NF4, dequantised."""
+    """Returns what training computed with: a weight of the decoder's layers in NF4, dequantised, or
+    one that was in MXFP4, as it is."""
+    linear = base.names.linears.get(name)  # None: a router in NF4
+    if linear and linear.mxfp4:
+        return weight.to(base.dtype)
     if name in base.nf4_states:
         parts = [f"{name}.{part}" for part in NF4_PARTS]
         parts = {part: read_tensor(base.files[part], part, content=base.sums.get(part))
@@ -245,14 +246,13 @@ def add_adapter(weight, sums, scaling, lora_a, lora_b, magnitude=None):
 def write_files(directory, base, tensors, extras):
     """Write the merged model of these tensors, in the base's files, with all else that the base has
     and, in place of the base's, the files `extras` of the run."""
-    paths = {name: base.files[name].path for name in base.tensors}
-    for path in dict.fromkeys(paths.values()):
-        described = {name: base.tensors[name] for name in paths if paths[name] == path}
+    for path in dict.fromkeys(base.paths.values()):
+        described = {n: base.tensors[n] for n, its_path in base.paths.items() if its_path == path}
         write_tensors(directory / path.name, described, tensors)
     assert not list(tensors), "there are more tensors than names"
     copy_small_files(base.directory, directory)
     index = {"metadata": {"total_size": base.n_bytes},
-             "weight_map": {name: path.name for name, path in paths.items()}}
+             "weight_map": {name: path.name for name, path in base.paths.items()}}
     config = read_json(base.directory / "config.json")
     config.update(dict.fromkeys(["dtype", *config.keys() & {"torch_dtype"}], "bfloat16"))
     config.pop("quantization_config", None)  # of a base in 4-bit

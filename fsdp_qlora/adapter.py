@@ -19,14 +19,16 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_qlora.files import write_whole
 from fsdp_qlora.model import local_part, set_local
-from fsdp_qlora.names import peft_name, renamed
+from fsdp_qlora.names import renamed
+from fsdp_qlora.peft_names import (
+    expert_parts, expert_settings, fuse_experts, peft_name, split_experts)
 from fsdp_qlora.ranks import all_gather, is_rank_0, say, together
 
 
 def choose_adapted(arch, config, base_name):
     """PEFT's LoraConfig, and the names in a layer of the linears that get an adapter. Raises
     ValueError."""
-    experts = arch.experts()
+    experts, settings = arch.experts(), {}
     names, default = arch.adaptable(), arch.adapted(["all-linear"])
     short = sorted({name.rsplit(".", 1)[-1] for name in default})
     targets = short if config.target_modules == ("all-linear",) else list(config.target_modules)
@@ -46,9 +48,12 @@ def choose_adapted(arch, config, base_name):
                 " reads them by their names")
     if experts and "experts" in targets:
         refuse_expert_adapters(arch, config)
-        renames = arch.mixture.renames
-        leaves = {renamed(name, renames).rsplit(".", 1)[-1] for name in experts}
-        targets = sorted({*targets} - {"experts"} | leaves)
+        leaves = {renamed(name, arch.mixture.renames).rsplit(".", 1)[-1] for name in experts}
+        settings = expert_settings(arch, config.lora_rank, config.lora_alpha, experts)
+        targets = sorted({*targets} - {"experts"} | (set() if settings else leaves))
+        if arch.expert_down[0].mxfp4:
+            say("--target_modules experts: PEFT 0.21 finds no experts in a model in MXFP4: load"
+                " that with Mxfp4Config(dequantize=True), or merge, to bf16")
     if arch.module_prefix != "model.":  # a vision tower may have linears of the same names
         either = "|".join(re.escape(target) for target in targets)
         targets = rf"{re.escape(arch.module_prefix)}layers\.\d+\..*\b({either})"
@@ -60,6 +65,7 @@ def choose_adapted(arch, config, base_name):
         use_dora=config.adapter == "dora",
         target_modules=targets,
         task_type="CAUSAL_LM",
+        **settings,
         base_model_name_or_path=base_name)
     return lora_config, arch.adapted(config.target_modules)
 
@@ -72,9 +78,9 @@ def refuse_expert_adapters(arch, config):
     if config.lora_rank % 8:
         raise ValueError(f"--lora_rank {config.lora_rank}: adapters of experts need a multiple of"
                          " 8, as grouped products do")
-    if not arch.mixture.expert_adapters:
-        raise ValueError(f"--target_modules experts: PEFT 0.21 loads no adapters of the experts of"
-                         f" {arch.family}: use attention's")
+    if config.adapter == "rslora" and not arch.mixture.one_gate_up:
+        raise ValueError("--target_modules experts: with --adapter rslora PEFT 0.21 would count"
+                         " gate and up 1.41 times: use lora")
 
 
 class Adapter:
@@ -89,6 +95,8 @@ class Adapter:
     def __init__(self, model, device):
         self.arch, self.layers, self.group = model.arch, model.layers, model.group
         self.shard, self.shards = model.shard, model.shards
+        rank = model.layers[0].layout.attention.qkv.lora_rank
+        self.expert_parts = expert_parts(self.arch, rank)  # what files have in another form
         (self.n_own,) = {len(local_part(layer.adapter)) for layer in model.layers}  # all alike
         self.weights = nn.Parameter(torch.zeros(len(self.layers) * self.n_own, device=device))
         self.weights.grad = torch.zeros_like(self.weights)
@@ -150,13 +158,13 @@ class Adapter:
             yield own.cpu() if is_rank_0() else None
 
     def gather_weights(self):
-        """{PEFT's name: whole fp32 tensor on the CPU} on rank 0, {} on others. All ranks must call
-        this."""
+        """{name in PEFT's files: whole fp32 tensor on the CPU} on rank 0, {} on others. All ranks
+        must call this."""
         weights = {}
         for i, whole in enumerate(self.gather(self.weights.data)):
             if is_rank_0():
-                for name, (where, shape) in self.names(i).items():
-                    weights[name] = whole[where].view(shape).clone()
+                views = {name: whole[x].view(shape) for name, (x, shape) in self.names(i).items()}
+                weights |= fuse_experts(views, self.expert_parts)
         return weights
 
     def largest(self):
@@ -179,13 +187,17 @@ def read_adapter(config, adapter):
         if settings.get(key, False) != wanted:
             raise ValueError(f"--init_adapter {directory}: has {key} {settings.get(key)}: give the"
                              f" same by --{flag}")
+    scales = expert_settings(adapter.arch, config.lora_rank, config.lora_alpha,
+                             adapter.arch.adapted(config.target_modules)).get("alpha_pattern", {})
     for key, works in (("init_lora_weights", (True, False, None, "gaussian", "eva", "orthogonal")),
-                       ("alpha_pattern", ({}, None)), ("lora_bias", (False, None))):
+                       ("alpha_pattern", (scales, scales or None)), ("lora_bias", (False, None))):
         if settings.get(key) not in works:  # PiSSA and others train on a changed base
             raise ValueError(f"--init_adapter {directory}: has {key} {settings[key]}, by which its"
                              " values mean another adapter than they would here")
     shapes = {name: shape for i in range(len(adapter.layers))
               for name, (_, shape) in adapter.names(i).items()}
+    parts = adapter.expert_parts
+    shapes = dict(parts.get(name, (name, shape))[:2] for name, shape in shapes.items())
     if shapes != {name: tuple(value.shape) for name, value in values.items()}:
         odd = sorted(shapes.keys() ^ values.keys()) or ["one of another shape"]
         raise ValueError(f"--init_adapter {directory}: its tensors are not those of this adapter,"
@@ -193,7 +205,12 @@ def read_adapter(config, adapter):
     for name, value in values.items():
         if not value.isfinite().all():
             raise ValueError(f"--init_adapter {directory}: {name} has values that are not finite")
-    return {name: value.float() for name, value in values.items()}
+    own = split_experts(values, parts)
+    for name, value in fuse_experts(own, parts).items():
+        if not torch.equal(value, values[name]):
+            raise ValueError(f"--init_adapter {directory}: in its {name} gate and up of an expert"
+                             " are not apart, as they are here")
+    return {name: value.float() for name, value in own.items()}
 
 
 def write_adapter(directory, weights, lora_config):

@@ -39,7 +39,8 @@ class Mixture:
     clamp: tuple | None = None  # (limit, alpha) of gpt-oss's gate, see clamped_gate()
     one_gate_up: bool = False  # an expert has one linear gate_up_proj: rows gate, up, gate, up, ..
     transposed: bool = False  # where all experts' linears are one tensor: [experts, in, out]
-    expert_adapters: bool = True  # whether PEFT 0.21 loads adapters of single experts
+    adapters: str = "modules"  # of experts, as PEFT 0.21 takes them: single experts' "modules"; so
+    #                           in files, but "parameters" in the config; both in the files "fused"
     renames: tuple = ()  # pairs: a part of a tensor's name here, and what files may have instead
 
 

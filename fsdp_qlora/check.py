@@ -124,7 +124,7 @@ def plain_model(model_config, arch, tensors, max_seq_len, fill_model, kind=None,
         keep_middle=False, hold_weights=recompute, offload_activations=False, offload_params=False,
         expert_ranges=3 if recompute else 1)
     adapted = {x.name for routed in arch.layer_routed for x in arch.linears(routed)}
-    if kind == "dora" or arch.mixture and not arch.mixture.expert_adapters:
+    if kind == "dora":
         adapted -= {linear.name for linear in arch.expert_gate_up + arch.expert_down}
     layouts = make_layouts(arch, adapted if kind else (), config)
     if recompute:
@@ -200,8 +200,6 @@ def reference_results(reference, model, names, weights, ids):
     for i, layer in enumerate(model.layers):
         adapters.append(layer.adapter.detach().clone().requires_grad_())
         for place in layer.layout.places:
-            if place.linear.mxfp4:
-                continue  # exact, as the reference has them
             name = names.of_layer(i, f"{place.linear.name}.weight")
             weight = rows_in_memory(weights, names, name).view(-1, place.linear.in_features)
             if place.columns:

@@ -1,6 +1,7 @@
 """Checkpoints: written whole or not at all, read only if they are whole, of this run and no other.
 
-Stands on adapter, files and output. The script decides when to save and gathers what is saved.
+Stands on adapter, files, output and peft_names. The script decides when to save and gathers what
+is saved.
 """
 
 import contextlib
@@ -23,6 +24,7 @@ from fsdp_qlora.adapter import write_adapter
 from fsdp_qlora.files import (
     as_json, digest, read_json, remove, sync_file, text_digest, write_whole)
 from fsdp_qlora.output import ADAPTER_FILES, PROBE_FILE, RESULTS
+from fsdp_qlora.peft_names import split_experts
 from fsdp_qlora.ranks import Stop, gather_objects, say
 
 MUST_MATCH = (  # flags that a resumed run cannot change, besides rows and base model
@@ -50,8 +52,8 @@ def write_checkpoint(run, step, weights, state_by_layer, probe):
     final = checkpoint_path(run.directory, step)
     hidden = run.directory / f".{final.name}.part"
     remove_at_once(hidden)  # of a save that failed
-    needed = 1.02 * (4 + 2) * run.adapter.n_trainable + 2**20  # weights, two states of 8 bits
-    needed += sum(states.nbytes for states in probe.values())
+    needed = 1.02 * 2 * run.adapter.n_trainable + 2**20  # two states of 8 bits
+    needed += sum(tensor.nbytes for tensor in (*weights.values(), *probe.values()))
     if (free := shutil.disk_usage(run.directory).free) < needed:
         raise OSError(errno.ENOSPC, f"it takes {needed / 2**30:.3f} GiB, and {free / 2**30:.3f}"
                       " are free")
@@ -84,7 +86,7 @@ def load_checkpoint(path, adapter, optimizer):
     """Set the adapter and the optimizer's state to those of a checkpoint, which any number of ranks
     may have saved. Returns the progress until then."""
     saved = json.loads((path / "checkpoint.json").read_text())
-    weights = load_file(path / "adapter_model.safetensors")
+    weights = split_experts(load_file(path / "adapter_model.safetensors"), adapter.expert_parts)
     for i in range(len(adapter.layers)):
         adapter.set_layer(i, weights)
     files = [load_file(path / name) for name in saved["optimizer_files"]]  # older runs: one a rank

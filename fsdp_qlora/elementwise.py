@@ -165,7 +165,7 @@ def clamped_gate(out, gate_up, limit, alpha):
 
 
 @elementwise
-def weighted_clamped_gate_backward(grad, weights, gate_up, limit, alpha):
+def weighted_clamped_gate_backward(grad, weights, gate_up, limit, alpha, wants_product):
     """weighted_gate_backward() of clamped_gate(): replaces gate_up [n, 2 inner]."""
     gates, ups, sigmoid, (gate_inside, up_inside) = _clamped(gate_up, limit, alpha)
     activated, grad32 = gates * sigmoid, grad.float()
@@ -174,6 +174,8 @@ def weighted_clamped_gate_backward(grad, weights, gate_up, limit, alpha):
     slope = sigmoid * (1 + alpha * gates * (1 - sigmoid))
     grads = grad32 * (ups + 1) * slope * gate_inside, grad32 * activated * up_inside
     gate_up.copy_(torch.stack(grads, -1).flatten(-2))
+    if wants_product:
+        grad.copy_(activated * (ups + 1))
     return grad_weights
 
 

@@ -160,7 +160,7 @@ class RoutedMLPHalf:
             inner, grad_d = split_columns(work, self.expert_down, inner, passed)
             if clamp := self.arch.mixture.clamp:
                 grad_weights[passed.rows] = weighted_clamped_gate_backward(
-                    inner, weights, gate_up, *clamp)
+                    inner, weights, gate_up, *clamp, grad_d is not None)
             else:
                 grad_weights[passed.rows] = weighted_gate_backward(
                     inner, self.arch.activation, weights, gate_up, grad_d is not None)

@@ -107,7 +107,7 @@ FAMILIES = {
     "qwen2_moe": Family(qkv_bias="config.qkv_bias", window="layer_types", mixture=Mixture(
         shared_size="config.shared_expert_intermediate_size",
         shared_gate="mlp.shared_expert_gate", normalised="config.norm_topk_prob",
-        expert_adapters=False)),
+        adapters="parameters")),
     "mixtral": Family(window="all", mixture=Mixture(**MIXTRAL, rounded=False)),
     "minimax_m2": Family(qk_norm="full", partial_rotary=True, mixture=Mixture(
         **MIXTRAL, scores="sigmoid", correction="mlp.e_score_correction_bias", rounded=False)),
@@ -118,7 +118,7 @@ FAMILIES = {
     "granitemoe": Family(**GRANITE, logits_divisor="config.logits_scaling", mixture=Mixture(
         n_experts="config.num_local_experts", expert_size="config.intermediate_size",
         experts="block_sparse_moe.experts", router="block_sparse_moe.router",
-        expert_adapters=False,
+        adapters="fused",
         renames=(("experts.gate_up_proj", "input_linear.weight"),
                  ("experts.down_proj", "output_linear.weight"),
                  ("router.weight", "router.layer.weight")))),
@@ -140,7 +140,7 @@ FAMILIES = {
     "gpt_oss": Family(norm="rms_fp32", window="layer_types", sinks=True, mixture=Mixture(
         n_experts="config.num_local_experts", expert_size="config.intermediate_size",
         router="mlp.router", biases=True, clamp=(7.0, 1.702), one_gate_up=True, transposed=True,
-        expert_adapters=False))}
+        adapters="fused"))}
 MULTIMODAL = {  # {outer model type: those of the text models}; the outer one changes no logits
     "gemma3": ("gemma3_text",), "mistral3": ("mistral", "ministral3"),
     "internvl": ("qwen2", "qwen3"), "llava": ("llama", "mistral"), "exaone4_5": ("exaone4",),

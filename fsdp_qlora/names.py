@@ -11,7 +11,7 @@ import bitsandbytes as bnb
 import torch
 
 from fsdp_qlora.configs import text_config
-from fsdp_qlora.nf4 import BLOCK, MX_BLOCK, NESTED_BLOCK, dynamic_map, nf4_code
+from fsdp_qlora.nf4 import BLOCK, MX_BLOCK, NESTED_BLOCK, dynamic_map, mxfp4_values, nf4_code
 from fsdp_qlora.ranks import say
 from fsdp_qlora.weights import (
     DTYPES, FLOATS, READ_CHUNK, Request, Source, WeightReader, read_tensor)
@@ -49,29 +49,46 @@ class TensorNames:
         """The name in files of what is called `name` in layer `index`."""
         return self.layer_prefix + f"{index}." + renamed(name, self.renames)
 
+    def merged(self, files, nf4_states, is_multimodal):
+        """{name: (shape, dtype)} of what the merged model holds, file by file, and {name: the file
+        of the base in whose place it goes}. Experts in MXFP4 are there [experts, in, out], as the
+        family has them that alone has MXFP4. ValueError for what is not merged."""
+        tensors, paths, text = {}, {}, self.layer_prefix.removesuffix("layers.")
+        for name, stored in sorted(files.items(), key=lambda item: (item[1].path, item[1].start)):
+            shape = self.shapes.get(name, stored.shape)
+            if name not in {*self.shapes, self.head}:
+                # besides its text model a multimodal one has others, which are copied, whatever
+                # they hold
+                if not is_multimodal or name.startswith(text):
+                    continue
+                if name.endswith(NF4_PARTS):
+                    raise ValueError(f"{stored.path}: {name} is of a weight in 4-bit outside the"
+                                     " text model's layers, which is not merged")
+            elif name.endswith("_scales") or name in self.scaled.values():
+                continue
+            elif name.endswith("_blocks"):
+                name = name.removesuffix("_blocks")
+                shape = shape[0], shape[2] * MX_BLOCK, shape[1]
+            # what a router has in fp32 stays so: training used it as it is, and transformers keeps
+            # some of it, such as corrections, in fp32; the rest it rounds itself
+            exact = name in self.routers and name not in nf4_states and stored.dtype == "F32"
+            tensors[name] = shape, (torch.bfloat16, torch.float32)[exact]
+            paths[name] = stored.path
+        return tensors, paths
 
     def places(self):
-        """{name of a tensor in files: [(a linear's name, the index in the tensor at which it is)]}
-        of all linears; of turned ones that of the whole [in, out]. ValueError for MXFP4."""
-        if any(linear.mxfp4 for linear in self.linears.values()):
-            raise ValueError("experts in MXFP4 are not merged: serve it with the adapter beside")
+        """{name of a tensor in 16 bits: [(a linear's name, the index in the tensor at which it
+        is)]} of all linears; of turned ones that of the whole [in, out]."""
         found = {}
         for name, linear in self.linears.items():
             stored, place = name, ...
-            if source := self.sources.get(name):
+            if source := self.sources.get(f"{name}_blocks" if linear.mxfp4 else name):
                 stored = source.stored
                 expert, first = divmod(source.first, self.shapes[stored][1])
-                place = expert if source.turned else (
-                    expert, slice(first, first + linear.out_features))
-            found.setdefault(stored, []).append((name, place))
+                is_whole = source.turned or linear.mxfp4
+                place = expert if is_whole else (expert, slice(first, first + linear.out_features))
+            found.setdefault(stored.removesuffix("_blocks"), []).append((name, place))
         return found
-
-
-def peft_name(arch, layer, linear, key):
-    """PEFT's name of a part of a linear's adapter; of experts as in files."""
-    renames = arch.mixture.renames if arch.mixture else ()
-    stem = f"base_model.model.{arch.module_prefix}layers.{layer}"
-    return f"{stem}.{renamed(linear, renames)}.{key}"
 
 
 def renamed(name, renames):
@@ -164,8 +181,16 @@ def weight_rows(read, names, name, rows):
 
 def read_part(files, names, stored, part, place, device, sums):
     """A whole tensor of the files, or the `part` of it at `place`, see TensorNames.places(); a
-    linear's as [out, in], of FP8 times its scales; and whether it was turned for that. Raises
-    ValueError if it has not the content that `sums`, {name: content_sum() as hex}, know of."""
+    linear's as [out, in], of FP8 times its scales, of MXFP4 in fp32; and whether what is in 16 bits
+    is turned. Raises ValueError if it has not the content that `sums`, {name: content_sum() as
+    hex}, know of."""
+    if part in names.linears and names.linears[part].mxfp4:
+        blocks, scales = (
+            read_tensor(files[stored + end], stored + end, device, sums.get(part + end), place,
+                        part + end) for end in MX_PARTS)
+        packed, scales = blocks.view(-1, BLOCK // 2), scales.view(-1, BLOCK // MX_BLOCK)
+        values = mxfp4_values(packed << 4 | packed >> 4, scales)  # low halves come first in files
+        return values.view(len(blocks), -1), True
     turned = part in names.sources and names.sources[part].turned
     tensor = read_tensor(files[stored], stored, device, sums.get(part), place, part, turned)
     if scales := names.scaled.get(part):
@@ -204,7 +229,7 @@ def check_files(files, names, model_config, compute_dtype):
     if n_mxfp4 or not has_nf4(model_config):
         check_tensors(files, names, wanted)
         if n_mxfp4:
-            say(f"model: {n_mxfp4} linears of experts are in MXFP4, kept exactly as they are")
+            say(f"model: {n_mxfp4} linears of experts are in MXFP4, taken exactly as they are")
         return {}
     states = check_prequantised(files, names, wanted)
     dtypes = sorted({state["dtype"] for state in states.values()})

@@ -99,7 +99,7 @@ def read_tensor(stored, name, device="cpu", content=None, place=..., what=None, 
     if place is ... and stored.dtype in DTYPES:
         # safetensors would parse the header anew: 27 ms where a file has 24,000 tensors (a CPU)
         tensor = torch.empty(stored.stop - stored.start, dtype=torch.uint8)
-        read_chunk(stored.path, stored.start, tensor, None)
+        read_chunk(stored.path, stored.start, tensor)
         tensor = tensor.view(DTYPES[stored.dtype]).view(stored.shape).to(device)
     else:
         with safe_open(stored.path, "pt") as tensors:

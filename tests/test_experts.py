@@ -3,6 +3,7 @@
 That each family equals transformers is in test_layer.py, on two processes in test_step.py.
 """
 
+import dataclasses
 import functools
 import json
 import math
@@ -12,6 +13,7 @@ import bitsandbytes as bnb
 import merge_adapters
 import pytest
 import torch
+import torch.nn.functional as F
 from families import TINY, make_model
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
@@ -19,7 +21,7 @@ from test_layer import make_model as make_layers
 from transformers import AutoTokenizer
 
 from fsdp_qlora import check, experts, grouped, router
-from fsdp_qlora.adapter import Adapter, choose_adapted, write_adapter
+from fsdp_qlora.adapter import Adapter, choose_adapted, read_adapter, write_adapter
 from fsdp_qlora.check import plain_model, random_adapter, random_reference, read_weights
 from fsdp_qlora.configs import describe_model, shrunk_config
 from fsdp_qlora.elementwise import (
@@ -29,6 +31,7 @@ from fsdp_qlora.elementwise import (
 )
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.names import check_files, rows_in_memory, tensor_names, weight_rows
+from fsdp_qlora.peft_names import expert_parts, fuse_experts, split_experts
 from fsdp_qlora.weights import Request, WeightReader, weight_files
 from train_fsdp_qlora import Config, fill_model
 
@@ -194,39 +197,80 @@ ADAPTED = {"lora_rank": 8, "lora_alpha": 16, "target_modules": ("q_proj", "o_pro
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "minimax_m2", "glm4_moe", "hunyuan_moe",
-                                  "olmoe", "flex_olmo", "dots1", "ernie4_5_moe"])  # fmt: skip
+@pytest.mark.parametrize("name", [
+    "qwen3_moe", "mixtral", "minimax_m2", "glm4_moe", "hunyuan_moe", "olmoe", "flex_olmo", "dots1",
+    "ernie4_5_moe", "gpt_oss", "granitemoe", "qwen2_moe"])  # fmt: skip
 def test_adapters_of_experts_are_what_peft_loads(name, tmp_path):
-    """Names and values of the file: PEFT's model gives the logits that ours gives."""
+    """Names and values of the file: PEFT's model gives the logits, the loss and each part's
+    gradient that ours gives."""
     config, small = Config(model="m", **ADAPTED), shrunk_config(TINY[name](320))
     arch, reference = describe_model(small), random_reference(small, seed())
     tensors = {key: tensor.clone() for key, tensor in reference.state_dict().items()}
     model = make_layers(small, arch, tensors, config)
     for key, weight in read_weights(model, tensor_names(arch, tensors)).items():
         reference.get_parameter(key).copy_(weight)
-    values, namer = {}, types.SimpleNamespace(arch=arch)
     for i, layer in enumerate(model.layers):
         layer.adapter.normal_(0, 0.1, generator=seed(i))
-        for part, (where, shape) in layer.layout.adapter_parts().items():
-            values[Adapter.name(namer, i, *part)] = layer.adapter[where].view(shape).clone()
-    write_adapter(tmp_path, values, choose_adapted(arch, config, "m")[0])
+    values, parts = parts_of_adapter(model, arch, "data"), expert_parts(arch, config.lora_rank)
+    write_adapter(tmp_path, fuse_experts(values, parts), choose_adapted(arch, config, "m")[0])
     ids = torch.randint(3, arch.vocab_size, (sum(check.LENGTHS),), generator=seed(2))
     with torch.enable_grad():
-        ours = check.results(model, ids)["logits"]
-    peft = PeftModel.from_pretrained(reference, tmp_path)
+        ours = check.results(model, ids)
+    peft = PeftModel.from_pretrained(reference, tmp_path, is_trainable=True)
 
     def logits():
         return torch.cat([peft(part[None]).logits[0] for part in ids.split(check.LENGTHS)])
 
-    assert (ours - logits()).norm() < BAR * ours.norm()
+    with torch.enable_grad():
+        theirs = logits()
+        rows = zip(theirs.split(check.LENGTHS), ids.split(check.LENGTHS))
+        loss = sum(F.cross_entropy(row[:-1], x[1:], reduction="sum") for row, x in rows)
+        loss.backward()
+    assert (ours["logits"] - theirs).norm() < BAR * theirs.norm()
+    assert abs(ours["loss"] - loss) < BAR * loss
+    # as PEFT has it all experts' adapters are fused, whatever the file has
+    mixture = dataclasses.replace(arch.mixture, adapters="fused", renames=())
+    memory = dataclasses.replace(arch, mixture=mixture)
+    their = {name.replace(".default", ""): p.grad for name, p in peft.named_parameters()
+             if p.requires_grad}  # fmt: skip
+    their = split_experts(their, expert_parts(memory, config.lora_rank))
+    mine = parts_of_adapter(model, memory, "grad")
+    assert mine.keys() == their.keys()
+    for key, grad in mine.items():
+        assert (grad - their[key]).norm() <= BAR * their[key].norm(), key  # 0 without a token
     with peft.disable_adapter():
-        assert (ours - logits()).norm() > 0.1 * ours.norm()
+        assert (theirs - logits()).norm() > 0.1 * theirs.norm()
+
+
+def test_adapter_whose_gate_and_up_are_not_apart_is_no_beginning(tmp_path):
+    """PEFT itself trains A of both for each; here each has its own."""
+    config = Config(model="m", init_adapter=str(tmp_path), **ADAPTED)
+    small = shrunk_config(TINY["granitemoe"](320))
+    arch = describe_model(small)
+    model = make_layers(small, arch, random_reference(small, seed()).state_dict(), config)
+    adapter, lora_config = Adapter(model, torch.device("cpu")), choose_adapted(arch, config, "m")[0]
+    values = fuse_experts(parts_of_adapter(model, arch, "data"), adapter.expert_parts)
+    write_adapter(tmp_path, values, lora_config)
+    assert read_adapter(config, adapter).keys() == parts_of_adapter(model, arch, "data").keys()
+    write_adapter(tmp_path, {key: value + 1 for key, value in values.items()}, lora_config)
+    with pytest.raises(ValueError, match="gate and up of an expert are not apart"):
+        read_adapter(config, adapter)
+
+
+def parts_of_adapter(model, arch, what):
+    """{PEFT's name: "data" or "grad"} of a model's adapter."""
+    found, namer = {}, types.SimpleNamespace(arch=arch)
+    for i, layer in enumerate(model.layers):
+        whole = getattr(layer.adapter, what)
+        for part, (where, shape) in layer.layout.adapter_parts().items():
+            found[Adapter.name(namer, i, *part)] = whole[where].view(shape).clone()
+    return found
 
 
 @pytest.mark.parametrize("name, change, words", [
     ("qwen3_moe", {"lora_rank": 4}, "multiple of"), ("qwen3_moe", {"adapter": "dora"}, "DoRA"),
-    ("qwen3_moe", {"lora_dropout": 0.1}, "dropout"), ("granitemoe", {}, "PEFT 0.21 loads no"),
-    ("qwen2_moe", {}, "PEFT 0.21 loads no"),
+    ("qwen3_moe", {"lora_dropout": 0.1}, "dropout"),
+    ("granitemoe", {"adapter": "rslora"}, "would count gate and up 1.41 times"),
     ("qwen3_moe", {"target_modules": ("gate_proj",)}, "whose name is experts"),
     ("llama", {}, "no such linear")])  # fmt: skip
 def test_adapters_that_experts_cannot_have_are_refused(name, change, words):

@@ -3,13 +3,15 @@
 import contextlib
 import json
 import re
+import shutil
 
 import pytest
 import torch
-from families import TINY, make_model, write_4bit
+from families import TINY, make_model, write_4bit, write_mxfp4
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from test_merge import nf4_and_back
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
 
 import merge_adapters
 
@@ -30,14 +32,7 @@ def trained(tmp_path_factory, demo_directory):
             return made[name]
         directory = tmp_path_factory.mktemp(name)
         base, run = directory / "base", directory / "run"
-        tokenizer = AutoTokenizer.from_pretrained(demo_directory / "model")
-        family, _, version = name.partition("-4bit-")
-        config = TINY[family](len(tokenizer))
-        if version:
-            write_4bit(base, config, int(version), torch.bfloat16)
-        else:
-            write_wide(base, config)
-        tokenizer.save_pretrained(base)
+        write_base(name, base, demo_directory)
         code, _, err = run_main(
             "--model", base, "--dataset", demo_directory / "data.jsonl", "--output_dir", run,
             "--max_steps", 3, "--batch_size", 4, "--learning_rate", 0.01, "--report_to", "none",
@@ -49,15 +44,25 @@ def trained(tmp_path_factory, demo_directory):
     return train
 
 
-def write_wide(base, config):
-    """A model whose experts count beside the adapter."""
-    make_model(config, dtype=torch.bfloat16).save_pretrained(base)
+def write_base(name, base, demo_directory):
+    """Write a tiny model and its tokenizer, in the layout in which such models are released."""
+    tokenizer = AutoTokenizer.from_pretrained(demo_directory / "model")
+    family, _, version = name.partition("-4bit-")
+    if name == "mxfp4":
+        write_mxfp4(base, len(tokenizer))
+    elif version:
+        write_4bit(base, TINY[family](len(tokenizer)), int(version), torch.bfloat16)
+    else:
+        make_model(TINY[name](len(tokenizer)), dtype=torch.bfloat16).save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    if version:
+        return
     tensors = load_file(base / "model.safetensors")
     for key in tensors:
         if CORRECTION in key:  # as released: in fp32, with values that bf16 has not
             tensors[key] = torch.linspace(-0.3, 0.1, len(tensors[key]))
         elif re.fullmatch(LINEAR, key) and "self_attn" not in key:
-            tensors[key] *= 2
+            tensors[key] *= 2  # else what experts do would not count beside the adapter
     save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -112,6 +117,29 @@ def test_mixture_in_4bit_becomes_what_training_had(name, trained, run_main, tmp_
     assert not adapter
 
 
+def test_mxfp4_becomes_the_bf16_that_transformers_makes_of_it(trained, run_main, tmp_path, capsys):
+    run, out = trained("mxfp4", run_main), tmp_path / "out"
+    capsys.readouterr()
+    merge(run, out)
+    said = capsys.readouterr().out
+    base = AutoModelForCausalLM.from_pretrained(
+        run.parent / "base", quantization_config=Mxfp4Config(dequantize=True))
+    adapter = load_file(run / "adapter_model.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert model.dtype == torch.bfloat16 and not hasattr(model.config, "quantization_config")
+    result, n_weights = model.state_dict(), 0
+    assert result.keys() == base.state_dict().keys()
+    for key, weight in base.state_dict().items():
+        is_expert = weight.dim() == 3
+        n_weights += is_expert * weight.numel()
+        want = weight if is_expert else merged_weight(key, weight, adapter)
+        assert torch.equal(result[key], want), key
+    assert n_weights and not adapter  # all of it was used
+    sizes = n_weights * 17 / 2**35, n_weights / 2**29
+    assert "in MXFP4, {:.3g} GiB, are written as bf16, {:.3g} GiB".format(*sizes) in said
+    assert float(re.search(r"are ([\d.]+) of that away", said)[1]) < 0.1
+
+
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "granitemoe", "glm4_moe"])
 def test_merged_mixture_is_the_trained_one(name, trained, run_main, tmp_path, capsys):
     run, out = trained(name, run_main), tmp_path / "out"
@@ -151,6 +179,51 @@ def swap_experts(tensors):
         tensors[key], tensors[other] = tensors[other], tensors[key]
 
 
+@pytest.mark.parametrize("name", ["mxfp4", "granitemoe", "qwen2_moe"])
+def test_adapters_of_experts_resume_begin_a_run_and_merge_to_what_peft_gives(
+    name, run_main, demo_directory, tmp_path, capsys
+):
+    """Where PEFT has parameters of all experts, which in a model in MXFP4 are not there."""
+    base, run, other = (tmp_path / x for x in ("base", "run", "other"))
+    write_base(name, base, demo_directory)
+
+    def train(directory, *flags):
+        code, out, err = run_main(
+            "--model", base, "--dataset", demo_directory / "data.jsonl", "--batch_size", 4,
+            "--report_to", "none", "--target_modules", "q_proj", "experts", "--lora_rank", 8,
+            "--eval_every", 0, "--max_seq_len", 64, "--output_dir", directory, *flags)  # fmt: skip
+        assert code == 0, err
+        assert ("load that with Mxfp4Config(dequantize=True)" in out) == (name == "mxfp4")
+        return load_file(directory / "adapter_model.safetensors")
+
+    flags = "--learning_rate", 0.01, "--save_every", 1, "--max_steps", 2
+    adapter = train(run, *flags)
+    shutil.rmtree(run / "checkpoint-000002")
+    (run / "adapter_model.safetensors").unlink()
+    again = train(run, *flags)
+    begun = train(other, "--init_adapter", run, "--learning_rate", 1e-30, "--max_steps", 1)
+    for key, tensor in adapter.items():
+        assert torch.equal(tensor, again[key]) and torch.equal(tensor, begun[key]), key
+    capsys.readouterr()
+    merge(run, tmp_path / "out")
+    assert WARNED not in capsys.readouterr().out
+
+    quantization = {"quantization_config": Mxfp4Config(dequantize=True)} if name == "mxfp4" else {}
+    model = AutoModelForCausalLM.from_pretrained(base, **quantization).float()
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out").float().state_dict()
+    plain = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    adapted = PeftModel.from_pretrained(model, run).merge_and_unload().state_dict()
+    for key, weight in plain.items():
+        if weight.dim() == 3:  # merged: NF4 of the base, or its MXFP4, and what PEFT adds
+            if name != "mxfp4":
+                halves = 1 + ("gate_up" in key)
+                weight = torch.stack([torch.cat([*map(nf4_and_back, x.bfloat16().chunk(halves))])
+                                      for x in weight]).float()  # fmt: skip
+            want = (weight + adapted[key] - plain[key]).bfloat16().float()
+            assert not torch.equal(adapted[key], plain[key])
+            assert (merged[key] - want).norm() < 1e-3 * want.norm(), key
+
+
 def negate(pattern):
     return lambda tensors: [tensors[key].neg_() for key in tensors if re.search(pattern, key)]
 
@@ -186,19 +259,24 @@ def test_merged_model_that_is_another_is_noticed(
     assert (tmp_path / "out").exists() == (words == WARNED)
 
 
-def test_change_of_one_experts_slice_is_named(trained, run_main, tmp_path, capsys):
+@pytest.mark.parametrize("name, stored, row, part", [
+    ("granitemoe", "block_sparse_moe.input_linear.weight", 96,
+     "block_sparse_moe.experts.3.up_proj.weight"),
+    ("mxfp4", "mlp.experts.down_proj_blocks", 9, "mlp.experts.3.down_proj.weight_blocks"),
+])  # fmt: skip
+def test_change_of_one_experts_slice_is_named(
+    name, stored, row, part, trained, run_main, tmp_path, capsys
+):
     """content_sum() of each expert's matrix, though the file has all in one tensor."""
-    run = trained("granitemoe", run_main)
+    run = trained(name, run_main)
     path = run.parent / "base" / "model.safetensors"
     before, tensors = path.read_bytes(), load_file(path)
-    name = "model.layers.2.block_sparse_moe.input_linear.weight"
-    half = tensors[name].shape[1] // 2
-    tensors[name][3, half, 7] *= 2  # the first row of expert 3's up
+    tensors[f"model.layers.2.{stored}"][3, row, 1] += 1  # of expert 3, in Granite's the first of up
     save_file(tensors, path, metadata={"format": "pt"})
     try:
         with pytest.raises(SystemExit, match="1"):
             merge(run, tmp_path / "out")
     finally:
         path.write_bytes(before)
-    up = "model.layers.2.block_sparse_moe.experts.3.up_proj.weight"
-    assert f"{path}: the values of {up} are not those" in capsys.readouterr().err
+    words = f"{path}: the values of model.layers.2.{part} are not those"
+    assert words in capsys.readouterr().err
