@@ -1,7 +1,7 @@
 """What a model computes, as records: a family of models, its linears, one model's architecture.
 
-Stands on nothing. The table of families and how a config.json becomes a record are in families;
-where the values of a layer lie in memory is in linears.
+Stands on nothing. The table of families is in families, how a config.json becomes a record in
+configs; where the values of a layer lie in memory is in linears.
 """
 
 import dataclasses

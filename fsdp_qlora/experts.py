@@ -116,7 +116,7 @@ class RoutedMLPHalf:
             outputs = put_rows(outputs, rows, passed, len(routing.token))
             if keep_rows:
                 kept.append(gate_up)
-            del gate_up, activated, rows
+            del gate_up, activated, rows, passed  # before the next range is dequantised
         out = add_expert_rows(outputs, routing.place, routing.weights, evaluation=work.evaluation)
         return out, kept or None
 
@@ -174,7 +174,7 @@ class RoutedMLPHalf:
                 inputs = x[routing.token[passed.rows]]
                 add_expert_gradients(work, self.expert_gate_up, inputs, grad_d, gate_up, passed)
             grad_rows = put_rows(grad_rows, rows, passed, n_rows)
-            del gate_up, rows
+            del gate_up, rows, passed
         kept.rows = x = None
         grad_x = add_expert_rows(grad_rows, routing.place, None)
         grad_weights, bias = grad_weights[routing.place], self._bias(work, "down_proj")

@@ -100,8 +100,8 @@ def split_columns(work, fused, grad_inputs, passed):
 
 def add_expert_gradients(work, fused, x, grad_d, grad, passed):
     """Add the gradients of A and B of a pass's experts to work.grad_adapter, from x [m, in], the
-    gradient of d [m, n_columns] and that of the outputs [m, out]. What counts by a row's weight may
-    be in x, instead of in both gradients."""
+    gradient of d [m, n_columns] and that of the outputs [m, out]. A row's weight must be
+    multiplied either into x or into both gradients."""
     its, n = slice(passed.experts.start, passed.experts.stop), fused.n_experts
     scaling, columns = work.layout.scaling, fused.n_columns
     grad_a = work.grad_adapter[fused.lora_a].view(n, columns, fused.in_features)[its]

@@ -164,9 +164,9 @@ class LayerFunction(torch.autograd.Function):
     """A decoder layer, from x [tokens, hidden] to the same shape: attention, then the MLP.
 
     What it keeps from forward to backward is layer.keeps: "all"; "middle", which is x and the sum
-    after attention; or "x". The rest is computed again. A parallel layer never keeps "middle", as
-    its MLP reads x. Backward reads the parameters from the layer, where FSDP2 has put the gathered
-    ones back by then.
+    after attention; or "x". The rest is computed again, but never which experts were chosen. A
+    parallel layer never keeps "middle", as its MLP reads x. Backward reads the parameters from the
+    layer, where FSDP2 has put the gathered ones back by then.
     """
 
     @staticmethod

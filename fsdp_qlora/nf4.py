@@ -34,8 +34,9 @@ class NF4Blocks(torch.Tensor):
 
     For FSDP2 it is a tensor [n] of QUANT_STORAGE. It holds `packed` uint8 [n, 32], the 4-bit codes,
     the first of a byte in its high half, and `scales` uint8 [n, 1]: of NF4 the 8-bit code of a
-    block's absmax. Of a layer with linears in MXFP4 they are [n, 2]: a block is two of MXFP4, whose
-    exponents they are. The two hooks let FSDP2 gather both as bytes.
+    block's absmax. Of a layer with linears in MXFP4 they are [n, 2]: a block of these is two of
+    MXFP4, whose exponents they are; of its linears in NF4 the second is 0. The two
+    hooks let FSDP2 gather both as bytes.
     With --offload_params both are in pinned host memory, and a gather begins with their copy to the
     GPU, on FSDP2's stream and thus a layer ahead. (FSDP2's CPUOffloadPolicy would also move the
     adapter, its gradients and the optimizer to the CPU.)

@@ -66,8 +66,8 @@ BALANCE = "expert_balance_loss", "busiest_expert"  # of metrics.jsonl
 
 def add_balance(layer, routing):
     """Add to layer.balance [3]: the auxiliary loss of Switch Transformers, 1 where all experts get
-    as many tokens, that of the busiest times the number of experts, and 1 for this bin. Nothing is
-    trained by them; the padding of a bin counts."""
+    as many tokens; the busiest expert's share of the tokens, times the number of experts; and 1 for
+    this bin. Nothing is trained by them; the padding of a bin counts."""
     n, n_experts = routing.scores.shape
     shares = routing.ends.diff(prepend=routing.ends.new_zeros(1)) / routing.chosen.numel()
     probabilities = routing.scores.mean(0) / routing.scores.sum(-1).mean()
@@ -78,7 +78,8 @@ def add_balance(layer, routing):
 
 
 def take_balance(model):
-    """The sums of add_balance() over all layers, fp64 [3], which begin anew; [0] without experts.
+    """The sums of add_balance() over all layers, fp64 [3], which begin anew; empty without
+    experts.
     """
     sums = [layer.balance for layer in model.layers if layer.balance is not None]
     total = torch.stack(sums).sum(0).double() if sums else model.norm.new_zeros(0).double()

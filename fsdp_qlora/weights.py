@@ -8,6 +8,7 @@ import collections
 import dataclasses
 import json
 import math
+import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -139,10 +140,10 @@ def rows_before(requests):
     return {name: max((stop[name] for stop in before), default=0) for name in stops[0]}
 
 
-def read_chunk(path, start, target):
-    """Read bytes from `start` of a file into `target`, a slice of a uint8 tensor."""
-    # pinning is slow, but torch keeps pinned memory for the next chunk
-    buffer = torch.empty_like(target, device="cpu", pin_memory=True) if target.is_cuda else target
+def read_chunk(path, start, target, staging=None):
+    """Read bytes from `start` of a file into `target`, a slice of a uint8 tensor; to a GPU by way
+    of the thread's pinned `staging.buffer`."""
+    buffer = getattr(staging, "buffer", target)[: target.numel()]
     view, done = memoryview(buffer.numpy()), 0
     try:
         with path.open("rb", buffering=0) as file:
@@ -154,7 +155,7 @@ def read_chunk(path, start, target):
     if done < len(view):
         raise OSError(f"{path}: ends before byte {start + len(view)}: cut off since the start?")
     if target.is_cuda:
-        # in the stream that `target` is used in, and done when it returns
+        # in the stream that `target` is used in, and done when it returns: the buffer is free again
         target.copy_(buffer)
 
 
@@ -170,13 +171,17 @@ class WeightReader:
     def __init__(self, files, requests, device):
         self.files, self.device, self.waiting = files, device, collections.deque(requests)
         self.ahead = {}  # {name: (tensor, futures of its chunks, request)}
-        self.errors = []
-        of_thread = (torch.cuda.set_device, (device,)) if device.type == "cuda" else ()
-        self.pool = ThreadPoolExecutor(READERS, "reader", *of_thread)
+        self.staging, self.errors = threading.local(), []
+        self.pool = ThreadPoolExecutor(READERS, initializer=self._prepare_thread)
+
+    def _prepare_thread(self):
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+            self.staging.buffer = torch.empty(READ_CHUNK, dtype=torch.uint8, pin_memory=True)
 
     def _extent(self, request):
         """The Stored tensor that has the rows of a request, the byte of a file where they begin,
-        and their bytes. Of a turned linear that has any, all of it."""
+        and their bytes. A turned linear is read whole where this rank needs any row."""
         (n, *_), rows, source = request.shape, request.rows, request.source
         stored, first = self.files[source.stored if source else request.name], 0
         if source:
@@ -191,8 +196,8 @@ class WeightReader:
         stored, start, size = self._extent(request)
         target = torch.empty(size, dtype=torch.uint8, device=self.device)
         offsets = range(0, 0 if self.errors else size, READ_CHUNK)
-        chunks = [self.pool.submit(read_chunk, stored.path, start + i, target[i : i + READ_CHUNK])
-                  for i in offsets]
+        chunks = [self.pool.submit(read_chunk, stored.path, start + i, target[i : i + READ_CHUNK],
+                                   self.staging) for i in offsets]
         self.ahead[request.name] = target.view(DTYPES[stored.dtype]), chunks, request
 
     def read(self, name):
