@@ -101,6 +101,7 @@ def settings(work, output, **more):
 
     config = SFTConfig(
         output_dir=str(output), max_steps=work["steps"], per_device_train_batch_size=work["rows"],
+        gradient_accumulation_steps=1,  # which Unsloth makes 2 where it is left out
         max_length=work["seq"], packing=False, optim="paged_adamw_8bit", learning_rate=1e-4,
         lr_scheduler_type="constant", max_grad_norm=1.0, bf16=True, seed=0,
         use_cpu=not torch.cuda.is_available(), gradient_checkpointing=work["recompute"],
@@ -112,9 +113,11 @@ def settings(work, output, **more):
     return {"args": config, "train_dataset": Dataset.from_dict({"input_ids": rows.tolist()})}
 
 
-def trl(work, output, fsdp, liger):
+def trl(work, output, fsdp, liger, experts=False):
     """TRL's SFTTrainer with PEFT and bitsandbytes: a copy of the model on each GPU, or with `fsdp`
-    one that FSDP1 shards: FSDP2 damages NF4 weights and fails with 8-bit AdamW."""
+    one that FSDP1 shards: FSDP2 damages NF4 weights and fails with 8-bit AdamW. With `experts`, of
+    a mixture, whose experts bitsandbytes leaves in bf16: all in bf16, transformers' own grouped
+    products, adapters on attention."""
     import torch
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
@@ -132,18 +135,21 @@ def trl(work, output, fsdp, liger):
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.bfloat16, bnb_4bit_quant_storage=torch.bfloat16,
     )  # fmt: skip
+    kind = {"quantization_config": quantised}
+    if experts:
+        kind = {"experts_implementation": "grouped_mm"}
     device = int(os.environ.get("LOCAL_RANK", 0)) if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(
-        work["model"], dtype=torch.bfloat16, quantization_config=quantised,
-        attn_implementation=work["attn"], device_map={"": device},
+        work["model"], dtype=torch.bfloat16, attn_implementation=work["attn"],
+        device_map={"": device}, **kind,
     )  # fmt: skip
     model.config.use_cache = False
-    adapter = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=TARGETS, bias="none",
-                         task_type="CAUSAL_LM")  # fmt: skip
+    adapter = LoraConfig(r=RANK, lora_alpha=2 * RANK, bias="none", task_type="CAUSAL_LM",
+                         target_modules=TARGETS[:4] if experts else TARGETS)  # fmt: skip
     trainer = SFTTrainer(model, processing_class=AutoTokenizer.from_pretrained(work["model"]),
                          peft_config=adapter, **common)  # fmt: skip
-    kind = trainer.accelerator.distributed_type
-    assert fsdp == (kind == "FSDP"), f"Accelerate made it {kind}; it shards on GPUs only"
+    made = trainer.accelerator.distributed_type
+    assert fsdp == (made == "FSDP"), f"Accelerate made it {made}; it shards on GPUs only"
     return trainer
 
 
@@ -175,6 +181,8 @@ PEERS = {  # name: (its layouts, what makes its trainer)
     "trl-ddp-liger": (WHOLE, functools.partial(trl, fsdp=False, liger=True)),
     "trl-fsdp": (("sharded",), functools.partial(trl, fsdp=True, liger=False)),
     "trl-fsdp-liger": (("sharded",), functools.partial(trl, fsdp=True, liger=True)),
+    "trl-bf16-experts": (
+        ("experts",), functools.partial(trl, fsdp=False, liger=False, experts=True)),
     "unsloth": (("one GPU",), functools.partial(unsloth, sdpa=False)),
     "unsloth-sdpa": (("one GPU",), functools.partial(unsloth, sdpa=True)),
 }

@@ -163,6 +163,9 @@ GROUPS = {
         case("gpt-oss-20b-24gb", "gpt-oss-20b", 8, 2048, 5, CAP, gpus=1, bins=0),
         case("gpt-oss-120b", "gpt-oss-120b", 8, 2048, 5, bins=0),
         case("gpt-oss-120b-shared", "gpt-oss-120b", 8, 2048, 5, SHARED, bins=0),
+        *(case(f"{name}-1gpu", model, 8, 2048, 5, gpus=1, bins=0) for name, model in (
+            ("gpt-oss-120b", "gpt-oss-120b"), ("glm-air", "glm-4.5-air"),
+            ("qwen235b", "qwen3-235b-a22b"))),
         case("glm-air", "glm-4.5-air", 8, 2048, 5, bins=0),
         case("glm-air-46gb", "glm-4.5-air", 4, 2048, 5, f"--memory_limit_gib 46 {SHARED}", bins=0),
         case("qwen235b", "qwen3-235b-a22b", 4, 2048, 4, SHARED, bins=0),
@@ -454,6 +457,8 @@ def run_peer(chosen, gpus, out, scratch, limit, peer):
 
 def layout(chosen, gpus):
     """Which peers can do the same: what is on each GPU."""
+    if chosen["model"] in MIXTURES:
+        return "experts"
     if gpus == 1:
         return "one GPU"
     return "sharded" if "--shard_group_size" in chosen["flags"] else "copies"
@@ -731,14 +736,14 @@ def main(argv):
     parser.add_argument("--limit", type=float, default=240, help="seconds a case may take")
     parser.add_argument("--flags", default="", help="added to every case: --flags='--attn sdpa'")
     parser.add_argument("--peer", type=Path, help="TRL's script, for speed and chat")
-    parser.add_argument("--peers", default="", help=f"for speed and small, with commas, or all:"
+    parser.add_argument("--peers", default="", help=f"for speed, small and experts, or all:"
                         f" {', '.join(PEERS)}")  # fmt: skip
     parser.add_argument("--peers_path", type=Path, default=ROOT / ".p-site",
                         help="where they are installed, by pip install --target")  # fmt: skip
     args = parser.parse_args(argv)
     peers = list(PEERS) if args.peers == "all" else [p for p in args.peers.split(",") if p]
-    if set(peers) - set(PEERS) or peers and args.group not in ("speed", "small"):
-        parser.error(f"--peers {args.peers}: speed and small have {', '.join(PEERS)}")
+    if set(peers) - set(PEERS) or peers and args.group not in ("speed", "small", "experts"):
+        parser.error(f"--peers {args.peers}: speed, small and experts have {', '.join(PEERS)}")
     known = CASES if args.group == "profile" else {c["name"]: c for c in GROUPS[args.group]}
     names = args.cases.split(",") if args.cases else [c["name"] for c in GROUPS[args.group]]
     if set(names) - set(known):

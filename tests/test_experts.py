@@ -14,6 +14,7 @@ import merge_adapters
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import DEVICE
 from families import TINY, make_model
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
@@ -507,15 +508,16 @@ def test_balance_of_experts_is_one_where_all_are_used_alike():
     "function, before, after",
     [
         (weighted_gate_backward, ["silu"], [True]),
-        (weighted_clamped_gate_backward, [], [7.0, 1.702]),
+        (weighted_clamped_gate_backward, [], [7.0, 1.702, True]),
     ],
 )
 def test_compiled_kernels_of_experts_equal_plain_torch(function, before, after, dtype):
-    """By torch's compiler for CPUs, with lengths that change, as those of bins do."""
+    """By torch's compiler, with lengths that change, as those of bins do."""
 
     def results(call, n):
-        grad, gate_up = (torch.randn(n, width, generator=seed(n)).to(dtype) for width in (32, 64))
-        weights = torch.rand(n, generator=seed(n))
+        draws = (torch.randn(n, width, generator=seed(n)) for width in (32, 64))
+        grad, gate_up = (draw.to(DEVICE, dtype) for draw in draws)
+        weights = torch.rand(n, generator=seed(n)).to(DEVICE)
         return call(grad, *before, weights, gate_up, *after), grad, gate_up
 
     plain, compiled = function.__wrapped__, torch.compile(function.__wrapped__)
