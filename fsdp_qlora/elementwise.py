@@ -137,13 +137,13 @@ def weighted_gate_backward(grad, activation, weights, gate_up, wants_product):
     gates, ups = gate_up.chunk(2, -1)  # here: torch.compile may fail on two views of one tensor
     gates32, ups32, grad32 = gates.float(), ups.float(), grad.float()
     activated = forward(gates32)
-    product = activated * ups32
-    grad_weights = (grad32 * product).sum(-1)
+    # not of the product below: in fp32 torch 2.11's compiler would write that to `grad` before this
+    grad_weights = (grad32 * activated * ups32).sum(-1)
     grad32 = grad32 * weights[:, None]
     gates.copy_(backward(grad32 * ups32, gates32))
     ups.copy_(grad32 * activated)
     if wants_product:
-        grad.copy_(product)
+        grad.copy_(activated * ups32)
     return grad_weights
 
 
