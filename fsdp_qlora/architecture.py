@@ -36,7 +36,7 @@ class Mixture:
     scale: float | str = 1.0  # on the weights
     rounded: bool = True  # weights are rounded to the model's dtype
     biases: bool = False  # the router has one, and each expert's two linears
-    clamp: tuple | None = None  # (limit, alpha) of gpt-oss's gate, see clamped_gate()
+    clamp: tuple | None = None  # (limit, alpha) of gpt-oss's gate, see gate_product()
     one_gate_up: bool = False  # an expert has one linear gate_up_proj: rows gate, up, gate, up, ..
     transposed: bool = False  # where all experts' linears are one tensor: [experts, in, out]
     adapters: str = "modules"  # of experts, as PEFT 0.21 takes them: single experts' "modules"; so

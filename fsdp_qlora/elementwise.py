@@ -103,23 +103,35 @@ ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu": (F.gelu, torch.ops.aten.gelu
                "relu2": RELU2}
 
 
-@elementwise
-def gate(out, gate_up, activation, gated):
-    """activation(gate) * up into `out` [n, inner], from gate_up [n, 2 inner]; where nothing is
-    gated, activation(up) from [n, inner]."""
+def gate_product(gate_up, activation, gated):
+    """activation(gates) * ups, fp32 [n, inner], of gate_up [n, 2 inner]; where nothing is gated,
+    activation(ups) of [n, inner]. Where `activation` is (limit, alpha), the product of gpt-oss:
+    (ups + 1) * gates * sigmoid(alpha * gates), see clamped_parts()."""
+    if isinstance(activation, tuple):
+        gates, ups, sigmoid, _ = clamped_parts(gate_up, *activation)
+        return (ups + 1) * gates * sigmoid
     parts = gate_up.float().chunk(1 + gated, -1)
     activated = ACTIVATIONS[activation][0](parts[0])
-    out.copy_(activated * parts[1] if gated else activated)
+    return activated * parts[1] if gated else activated
 
 
 @elementwise
-def gate_backward(grad, activation, *parts):
+def gate(out, gate_up, activation, gated):
+    """Write gate_product() into `out` [n, inner]."""
+    out.copy_(gate_product(gate_up, activation, gated))
+
+
+@elementwise
+def gate_backward(grad, activation, weights, *parts):
     """Replace `parts`, gates and ups or, where nothing is gated, ups alone, each [n, inner], by
     their gradients from `grad`, that of gate()'s result; and `grad` by that result, which nobody
-    has kept."""
+    has kept. With `weights` [n] not None the gradients count that many times, the result does not.
+    """
     forward, backward = ACTIVATIONS[activation]
     grad32, first32 = grad.float(), parts[0].float()
     activated = forward(first32)
+    if weights is not None:
+        grad32 = grad32 * weights[:, None]
     results = activated, backward(grad32, first32)
     if len(parts) == 2:
         ups32 = parts[1].float()
@@ -128,28 +140,10 @@ def gate_backward(grad, activation, *parts):
         tensor.copy_(result)
 
 
-@elementwise
-def weighted_gate_backward(grad, activation, weights, gate_up, wants_product):
-    """gate_backward() of rows whose outputs count `weights` [n] times: replaces gate_up [n, 2
-    inner]. `grad` is the gradient that gate()'s result would have with weights of 1; it becomes
-    that result with wants_product. Returns the gradient of `weights`, fp32 [n]."""
-    forward, backward = ACTIVATIONS[activation]
-    gates, ups = gate_up.chunk(2, -1)  # here: torch.compile may fail on two views of one tensor
-    gates32, ups32, grad32 = gates.float(), ups.float(), grad.float()
-    activated = forward(gates32)
-    # not of the product below: in fp32 torch 2.11's compiler would write that to `grad` before this
-    grad_weights = (grad32 * activated * ups32).sum(-1)
-    grad32 = grad32 * weights[:, None]
-    gates.copy_(backward(grad32 * ups32, gates32))
-    ups.copy_(grad32 * activated)
-    if wants_product:
-        grad.copy_(activated * ups32)
-    return grad_weights
-
-
-def _clamped(gate_up, limit, alpha):
-    """Gates and ups [n, inner], clamped, fp32, of gate_up [n, 2 inner], in which they alternate;
-    the sigmoid of alpha * gates; and of which of the two the clamp has let the gradient through."""
+def clamped_parts(gate_up, limit, alpha):
+    """gpt-oss's gates, at most `limit`, and ups, between -limit and limit, fp32 [n, inner], of
+    gate_up [n, 2 inner], in which they alternate; the sigmoid of alpha * gates; and of which gates
+    and ups the clamp has let the gradient through."""
     gates, ups = gate_up.float().unflatten(-1, (-1, 2)).unbind(-1)
     inside = gates <= limit, ups.abs() <= limit
     gates, ups = gates.clamp(max=limit), ups.clamp(-limit, limit)
@@ -157,26 +151,23 @@ def _clamped(gate_up, limit, alpha):
 
 
 @elementwise
-def clamped_gate(out, gate_up, limit, alpha):
-    """gpt-oss's gate: (ups + 1) * gates * sigmoid(alpha * gates) into `out` [n, inner], gates at
-    most `limit`, ups between -limit and limit."""
-    gates, ups, sigmoid, _ = _clamped(gate_up, limit, alpha)
-    out.copy_((ups + 1) * gates * sigmoid)
+def clamped_gate_backward(grad, weights, gate_up, limit, alpha):
+    """gate_backward() where the activation is (limit, alpha): replaces gate_up [n, 2 inner] and
+    `grad` in the same way."""
+    gates, ups, sigmoid, (gate_inside, up_inside) = clamped_parts(gate_up, limit, alpha)
+    activated, grad32 = gates * sigmoid, grad.float() * weights[:, None]
+    slope = sigmoid * (1 + alpha * gates * (1 - sigmoid))
+    grads = grad32 * (ups + 1) * slope * gate_inside, grad32 * activated * up_inside
+    grad.copy_(activated * (ups + 1))
+    gate_up.copy_(torch.stack(grads, -1).flatten(-2))
 
 
 @elementwise
-def weighted_clamped_gate_backward(grad, weights, gate_up, limit, alpha, wants_product):
-    """weighted_gate_backward() of clamped_gate(): replaces gate_up [n, 2 inner]."""
-    gates, ups, sigmoid, (gate_inside, up_inside) = _clamped(gate_up, limit, alpha)
-    activated, grad32 = gates * sigmoid, grad.float()
-    grad_weights = (grad32 * activated * (ups + 1)).sum(-1)
-    grad32 = grad32 * weights[:, None]
-    slope = sigmoid * (1 + alpha * gates * (1 - sigmoid))
-    grads = grad32 * (ups + 1) * slope * gate_inside, grad32 * activated * up_inside
-    gate_up.copy_(torch.stack(grads, -1).flatten(-2))
-    if wants_product:
-        grad.copy_(activated * (ups + 1))
-    return grad_weights
+def gate_weight_gradients(grad, gate_up, activation):
+    """The gradient, fp32 [n], of the weights that rows of gate()'s result count with, from `grad`,
+    that of this result were its weights 1. Not in gate_backward(): one compiled kernel that sums
+    and writes over what it sums was wrong in fp32 (torch 2.11), and slower."""
+    return (grad.float() * gate_product(gate_up, activation, True)).sum(-1)
 
 
 @elementwise

@@ -16,8 +16,8 @@ from fsdp_qlora.branch import (
     branch_gradient, end_branch, keep, keep_inputs, kept_inputs, last_columns, norm_gradient,
     norm_inputs)
 from fsdp_qlora.elementwise import (
-    MLP_SITE, add_expert_rows, add_row_bias, clamped_gate, gate, gate_backward,
-    weighted_clamped_gate_backward, weighted_gate_backward)
+    MLP_SITE, add_expert_rows, add_row_bias, clamped_gate_backward, gate, gate_backward,
+    gate_weight_gradients)
 from fsdp_qlora.grouped import (
     Pass, add_expert_gradients, cut_experts, fill_expert_columns, grouped, put_rows, split_columns,
     why_no_grouped_mm)
@@ -98,6 +98,10 @@ class RoutedMLPHalf:
 
     # ---- the experts ----
 
+    @property
+    def _activation(self):
+        return self.arch.mixture.clamp or self.arch.activation
+
     def _experts_forward(self, work, routing, x, keep_rows):
         """The sum [n, hidden] of what each token's experts give, times its weights; and, with
         keep_rows, what they have before the activation."""
@@ -105,11 +109,8 @@ class RoutedMLPHalf:
         for passed in self._passes(work, routing):
             gate_up = self._expert_gate_up(work, routing, x, passed)
             activated = gate_up.new_empty(len(gate_up), self.expert_down.width)
-            product = activated[:, : self.expert_down.in_features]
-            if clamp := self.arch.mixture.clamp:
-                clamped_gate(product, gate_up, *clamp, evaluation=work.evaluation)
-            else:
-                gate(product, gate_up, self.arch.activation, True, evaluation=work.evaluation)
+            gate(activated[:, : self.expert_down.in_features], gate_up, self._activation, True,
+                 evaluation=work.evaluation)
             fill_expert_columns(work, self.expert_down, activated, passed)
             rows = grouped(activated, passed.down.transpose(1, 2), passed)
             self._add_bias(work, "down_proj", rows, routing, passed)
@@ -158,12 +159,11 @@ class RoutedMLPHalf:
             upstream, weights = grad[routing.token[passed.rows]], routing.row_weights[passed.rows]
             inner = grouped(upstream, passed.down, passed)
             inner, grad_d = split_columns(work, self.expert_down, inner, passed)
+            grad_weights[passed.rows] = gate_weight_gradients(inner, gate_up, self._activation)
             if clamp := self.arch.mixture.clamp:
-                grad_weights[passed.rows] = weighted_clamped_gate_backward(
-                    inner, weights, gate_up, *clamp, grad_d is not None)
+                clamped_gate_backward(inner, weights, gate_up, *clamp)
             else:
-                grad_weights[passed.rows] = weighted_gate_backward(
-                    inner, self.arch.activation, weights, gate_up, grad_d is not None)
+                gate_backward(inner, self.arch.activation, weights, *gate_up.chunk(2, -1))
             if grad_d is not None:  # `inner` is gate()'s result by now
                 weighted = inner * weights[:, None].to(inner.dtype)
                 add_expert_gradients(work, self.expert_down, weighted, grad_d, upstream, passed)
@@ -229,7 +229,7 @@ class RoutedMLPHalf:
             activated = grad.new_empty(len(grad), self.down.in_features)
             gate(activated, kept.gate_up, arch.activation, True)
         activated, grad_d = product_backward(work, self.down, kept.down_columns, grad, activated)
-        gate_backward(activated, arch.activation, *kept.gate_up.chunk(2, -1))
+        gate_backward(activated, arch.activation, None, *kept.gate_up.chunk(2, -1))
         add_a_gradient(work, self.down, activated, grad_d)  # gate()'s result by now
         inputs = kept_inputs(work, kept, arch.mlp_norm, kept.source, self.gate_up)
         grad_x, grad_d = product_backward(work, self.gate_up, kept.columns, kept.gate_up, inputs)

@@ -67,7 +67,8 @@ class MLPHalf:
                                                   activated)
         del upstream, activated
         # in place; gate and up as two tensors, whose columns one kernel can read and write at once
-        gate_backward(grad_activated, arch.activation, *kept.gate_up.chunk(1 + arch.gated, -1))
+        parts = kept.gate_up.chunk(1 + arch.gated, -1)
+        gate_backward(grad_activated, arch.activation, None, *parts)
         add_a_gradient(work, self.down, grad_activated, grad_d)  # it is what gate() returned by now
         del grad_activated, grad_d
         inputs = kept_inputs(work, kept, arch.mlp_norm, kept.source, self.gate_up)

@@ -27,8 +27,10 @@ from fsdp_qlora.check import plain_model, random_adapter, random_reference, read
 from fsdp_qlora.configs import describe_model, shrunk_config
 from fsdp_qlora.elementwise import (
     add_expert_rows,
-    weighted_clamped_gate_backward,
-    weighted_gate_backward,
+    clamped_gate_backward,
+    gate,
+    gate_backward,
+    gate_weight_gradients,
 )
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.names import check_files, rows_in_memory, tensor_names, weight_rows
@@ -119,10 +121,10 @@ def test_bf16_routers_round_as_transformers(name):
     arch, reference = describe_model(small), random_reference(small, seed()).bfloat16()
     layer = reference.model.layers[arch.layer_routed.index(True)]
     x = torch.randn(64, arch.hidden_size, generator=seed(1)).bfloat16()
-    gate = layer.get_submodule(arch.mixture.router.removesuffix(".wg"))
-    gate = gate.float() if name == "hunyuan_moe" else gate  # as transformers makes it
+    routed = layer.get_submodule(arch.mixture.router.removesuffix(".wg"))
+    routed = routed.float() if name == "hunyuan_moe" else routed  # as transformers makes it
     correction = [layer.mlp.e_score_correction_bias] if name == "minimax_m2" else []
-    _, weights, chosen = gate(x, *correction)
+    _, weights, chosen = routed(x, *correction)
     tensors = {key: layer.state_dict()[key] for key in arch.router_tensors(True)}
     work = types.SimpleNamespace(arch=arch, layer=types.SimpleNamespace(router_tensors=tensors))
     ours, order, theirs = router.route(work, x), chosen.argsort(), weights.float()
@@ -502,25 +504,43 @@ def test_balance_of_experts_is_one_where_all_are_used_alike():
     assert layer.balance.tolist() == [0, 0, 0]
 
 
-@pytest.mark.slow
+def autograd_gate(gate_up, activation):
+    """What gate() gives, by formulas of its own, in fp64."""
+    if activation == "silu":
+        gates, ups = gate_up.chunk(2, -1)
+        return F.silu(gates) * ups
+    limit, alpha = activation
+    gates, ups = gate_up[:, ::2].clamp(max=limit), gate_up[:, 1::2].clamp(-limit, limit)
+    return (ups + 1) * gates * (alpha * gates).sigmoid()
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "function, before, after",
-    [
-        (weighted_gate_backward, ["silu"], [True]),
-        (weighted_clamped_gate_backward, [], [7.0, 1.702, True]),
-    ],
-)
-def test_compiled_kernels_of_experts_equal_plain_torch(function, before, after, dtype):
-    """By torch's compiler, with lengths that change, as those of bins do."""
+@pytest.mark.parametrize("activation", ["silu", (0.7, 1.702)])
+def test_gates_of_experts_equal_autograd(activation, dtype, compiled):
+    """Also by torch's compiler, with lengths that change, as those of bins do."""
 
-    def results(call, n):
-        draws = (torch.randn(n, width, generator=seed(n)) for width in (32, 64))
-        grad, gate_up = (draw.to(DEVICE, dtype) for draw in draws)
-        weights = torch.rand(n, generator=seed(n)).to(DEVICE)
-        return call(grad, *before, weights, gate_up, *after), grad, gate_up
+    def kernel(function):
+        return torch.compile(function.__wrapped__) if compiled else function  # on GPUs always
 
-    plain, compiled = function.__wrapped__, torch.compile(function.__wrapped__)
+    backward = kernel(gate_backward if activation == "silu" else clamped_gate_backward)
+    forward, sums = kernel(gate), kernel(gate_weight_gradients)
     for n in (24, 37, 51):
-        for got, want in zip(results(compiled, n), results(plain, n)):
-            torch.testing.assert_close(got, want)
+        grad, gate_up, weights = (
+            torch.randn(shape, generator=seed(n)).to(DEVICE) for shape in ((n, 32), (n, 64), (n,))
+        )
+        grad, gate_up = grad.to(dtype), gate_up.to(dtype)
+        exact = gate_up.double().requires_grad_(), weights.double().requires_grad_()
+        want = autograd_gate(exact[0], activation)
+        (want * exact[1][:, None] * grad).sum().backward()
+        out = torch.empty_like(grad)
+        forward(out, gate_up, activation, True)
+        grad_weights = sums(grad, gate_up, activation)
+        if activation == "silu":
+            backward(grad, activation, weights, *gate_up.chunk(2, -1))
+        else:
+            backward(grad, weights, gate_up, *activation)
+        torch.testing.assert_close(out, want.to(dtype))
+        torch.testing.assert_close(grad, want.to(dtype))
+        torch.testing.assert_close(gate_up, exact[0].grad.to(dtype))
+        torch.testing.assert_close(grad_weights, exact[1].grad.float(), rtol=1e-5, atol=1e-5)
