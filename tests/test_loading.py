@@ -100,7 +100,7 @@ def test_after_a_failed_read_there_are_zeros_and_an_error_at_the_end(stored):
         got = reader.read(request.name)
         assert got.numel() == tensors[request.name][request.rows.start : request.rows.stop].numel()
         are_right.append(right(tensors, request, got))
-        assert are_right[-1] or not got.any()
+        assert are_right[-1] or not got.float().any()  # CUDA has no any() of FP8
     first = are_right.index(False)
     assert requests[first].name in missing and first > 0
     assert not any(are_right[first:])

@@ -336,6 +336,7 @@ def test_heads_gradient_is_rounded_once(nproc, models, worked):
 def small_runs(tiny_model, tmp_path_factory, run_jobs):
     """small_runs(name): the directory of one of the runs below, None where there are too few GPUs.
     Of a model so small that a CPU without bf16 products is quick with it, too."""
+    needs_ranks(2)  # with whose run all others are compared
     base = tmp_path_factory.mktemp("small-runs")
     sizes = dict(hidden_size=128, intermediate_size=160, num_hidden_layers=2)
     # heads of 64, which any build of flash-attn knows
