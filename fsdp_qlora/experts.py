@@ -294,5 +294,8 @@ class RoutedMLPHalf:
     @property
     def passed_values(self):
         """Read or written by elementwise work, forward and backward, as counted."""
-        rows = self.arch.mixture.top_k * (10 * self.arch.hidden_size + 6 * self._inner)
-        return 15 * self.arch.hidden_size + rows
+        hidden, top_k = self.arch.hidden_size, self.arch.mixture.top_k
+        rows = top_k * (10 * hidden + 6 * self._inner)
+        if self.expert_gate_up.n_columns:  # narrow products, which take as long; fitted
+            rows += top_k * 40 * (hidden + self._inner // 2)
+        return 15 * hidden + rows

@@ -1,0 +1,164 @@
+"""What a plan costs: the memory that it takes at a step's peak, and the time of a token.
+
+Stands on the Layouts of layer, which tell what their parts keep and compute. Which plan is run is
+decided in plan.
+"""
+
+import dataclasses
+import functools
+import itertools
+
+import torch
+
+from fsdp_qlora.mlp import SLICE_TOKENS
+from fsdp_qlora.nf4 import BLOCK
+from fsdp_qlora.vocabulary import CHUNK_BYTES
+
+PCIE_BYTES = 20e9  # a second, between host and GPU
+SUSTAINED = 0.88  # of the speed that measure_machine() finds, over whole steps
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerTotals:
+    """What the plan adds up of a model's layers: counts are of all layers, where it does not say of
+    one."""
+
+    kinds: tuple  # the different Layouts
+    kept_values: dict  # {what a layer keeps: values per token of the first 0, 1, 2, .. layers}
+    nf4_bytes: int
+    largest_nf4: int  # bytes of one layer
+    vectors: int  # values of norms and biases
+    largest_vectors: int
+    adapter: int  # values of one layer, the same for all
+    weights: int  # how many
+    token_weights: float  # that one token is multiplied by, counted by the time that it takes
+    # {keep_middle: how many weights backward multiplies by once more, were all layers recomputed}
+    recomputed_weights: dict
+    mean_query_width: float  # values of a token's queries in a layer, mean over the layers
+    passed_values: int  # by elementwise work, per token
+
+
+@functools.lru_cache(8)
+def count_layers(layouts):
+    """The LayerTotals of these Layouts, a tuple."""
+    def running_sum(keeps):
+        values = {layout: layout.kept_values(keeps) for layout in set(layouts)}
+        return list(itertools.accumulate((values[x] for x in layouts), initial=0))
+
+    bytes_each = [layout.n_blocks * (BLOCK // 2 + layout.n_scales) for layout in layouts]
+    vectors_each = [layout.n_vectors for layout in layouts]
+    return LayerTotals(
+        kinds=tuple(dict.fromkeys(layouts)),
+        kept_values={keeps: running_sum(keeps) for keeps in ("all", "middle", "x")},
+        nf4_bytes=sum(bytes_each), largest_nf4=max(bytes_each),
+        vectors=sum(vectors_each), largest_vectors=max(vectors_each),
+        adapter=layouts[0].n_adapter,
+        weights=sum(layout.n_weights for layout in layouts),
+        token_weights=sum(layout.token_weights(by_time=True) for layout in layouts),
+        recomputed_weights={
+            middle: sum(layout.recomputed_weights(middle, by_time=True) for layout in layouts)
+            for middle in (True, False)},
+        mean_query_width=sum(layout.attention.query_width for layout in layouts) / len(layouts),
+        passed_values=sum(half.passed_values for layout in layouts
+                          for half in (layout.attention, layout.mlp)))
+
+
+def predict_memory(plan, arch, layouts):
+    """The plan with its `memory` and `host_bytes`."""
+    item, shards = getattr(torch, plan.compute_dtype).itemsize, plan.shard_group_size
+    layers, token = count_layers(layouts), plan.bin_tokens * item  # bytes of one value a token
+    adapter = layers.adapter * 4  # of one layer, in fp32
+    table = arch.vocab_size * arch.hidden_size * item / shards
+    recomputed, others, live = activation_bytes(plan, layers, token)
+    # beside x and its gradient: a chunk of logits, its gradient, and a quarter more
+    head = 2 * arch.hidden_size * token + 1.25 * CHUNK_BYTES * item / 2
+    memory = {
+        "4-bit weights": 0 if plan.offload_params else layers.nf4_bytes / shards,
+        "embedding, head, norms": table * (2 - arch.tied - plan.embedding_on_host)
+        + layers.vectors * item / shards,
+        "adapter and gradients": 2 * plan.n_layers * adapter / shards,
+        # a HostStore has at most three tensors on the GPU
+        "kept by recomputed layers": min(recomputed, 3 * arch.hidden_size * token)
+        if plan.offload_activations else recomputed,
+        "kept by other layers": others,
+        "live layer or head": head if plan.graphs else max(live, head),
+        # FSDP2 has copies of it for the sum over ranks
+        "one layer's adapter gradient": adapter * (3 if plan.uses_fsdp else 1),
+        "gathered weights": gathered_bytes(plan, layers, item),
+        "DoRA": dora_bytes(plan, layouts)}
+    if plan.graphs:  # evaluations run beside them
+        memory["CUDA graphs' own"] = plan.graph_room * (recomputed + others + live) + live
+    host = table * plan.embedding_on_host + layers.nf4_bytes / shards * plan.offload_params
+    if plan.offload_activations:  # all but the last, whose backward comes first
+        host += max(0, recomputed - arch.hidden_size * token)
+    memory = {kind: int(size) for kind, size in memory.items() if size}
+    return dataclasses.replace(plan, memory=memory, host_bytes=int(host))
+
+
+def activation_bytes(plan, layers, token):
+    """What is kept by the layers that are recomputed and by the others, and the most that a layer's
+    backward takes besides; `token`: bytes of one value a token."""
+    first, last = plan.keeps(0), plan.keeps(plan.n_layers - 1)
+    recomputed = layers.kept_values[first][plan.recomputed] * token
+    others = layers.kept_values["all"]
+    others = (others[plan.n_layers] - others[plan.recomputed]) * token
+    live = max(layout.live_bytes(plan, last) for layout in layers.kinds)
+    if first != last:  # when the first layer's backward runs, what the last ones kept is gone
+        of_first = max(layout.live_bytes(plan, first) for layout in layers.kinds)
+        live = max(live, of_first - others)
+    return recomputed, others, live
+
+
+def gathered_bytes(plan, layers, item):
+    """Of whole weights that FSDP2 has gathered, or of a layer's adapter in the compute dtype."""
+    one = layers.adapter * item
+    every = plan.n_layers * one
+    if plan.uses_fsdp:
+        one += layers.largest_nf4 + layers.largest_vectors * item
+        every += layers.nf4_bytes + layers.vectors * item
+        if not plan.reshard_after_forward:
+            return every + one  # of all layers until their backward, and one more
+    return 2 * one  # of a layer and the next one
+
+
+def dora_bytes(plan, layouts):
+    """Of the norms of all rows of weights, and of outputs that backward computes again."""
+    if not layouts[0].dora:
+        return 0
+    widths = [fused.out_features for layout in layouts for fused in layout.fused_linears]
+    # in the compute dtype, in fp32, and their gradient in fp32
+    return 4 * sum(widths) + 10 * min(plan.bin_tokens, SLICE_TOKENS) * max(widths)
+
+
+def predict_time(plan, arch, layouts, machine, row_tokens):
+    """The plan with its `token_seconds`, the time of one GPU for a token.
+
+    The constants are fitted to the H200 rows of benchmarks/RESULTS.md, most of which take up to
+    20 % longer than predicted: good enough to compare plans.
+    """
+    item, n = getattr(torch, plan.compute_dtype).itemsize, plan.bin_tokens
+    layers, n_layers = count_layers(layouts), arch.n_layers
+    weights, token_weights = layers.weights / n_layers, layers.token_weights / n_layers
+    weights_again = layers.recomputed_weights[plan.keep_middle] / n_layers
+    again = plan.recomputed / n_layers
+    flops = 2 * n * (2 * token_weights + again * weights_again)
+    flops += 2 * n * 3.5 * min(n, row_tokens) * layers.mean_query_width  # attention
+    # each use of a weight: 4 bits are read, a number is written and read
+    uses = 2 * weights + again * (0.5 if plan.hold_weights else 1) * token_weights
+    moved = uses * (0.5 + item) + n * layers.passed_values / n_layers * item
+    speed = SUSTAINED * machine.flops
+    compute = flops / (speed * n / (n + 256)) + moved / machine.bandwidth
+    gathered = layers.nf4_bytes / n_layers + layers.adapter * item
+    shards = plan.shard_group_size
+    gathers = gathered * (shards - 1) / shards / machine.link
+    gathers *= 2 if plan.reshard_after_forward else 1
+    copies = plan.offload_params * 2 * gathered / shards / PCIE_BYTES
+    routed = sum(arch.layer_routed) / n_layers
+    launches = (100 + 80 * again + 40 * plan.uses_fsdp
+                + routed * (40 + (30 + 15 * again) * plan.expert_ranges)) * machine.launch
+    # NCCL's kernels take the GPU from the products, copies from the host hardly do
+    layer = max(compute + gathers, copies, 0 if plan.graphs else launches)
+    layer += 0.1 * min(compute, copies)
+    logits = n * arch.vocab_size
+    head = 4 * logits * arch.hidden_size / speed + 5 * logits * item / machine.bandwidth
+    return dataclasses.replace(plan, token_seconds=(layer * n_layers + head) / n)
