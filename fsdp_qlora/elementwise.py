@@ -152,14 +152,14 @@ def clamped_parts(gate_up, limit, alpha):
 
 @elementwise
 def clamped_gate_backward(grad, weights, gate_up, limit, alpha):
-    """gate_backward() where the activation is (limit, alpha): replaces gate_up [n, 2 inner] and
-    `grad` in the same way."""
+    """gate_backward() where the activation is (limit, alpha). Returns the gradient of gate_up, in
+    which gates and ups alternate: one pass cannot write it over them."""
     gates, ups, sigmoid, (gate_inside, up_inside) = clamped_parts(gate_up, limit, alpha)
     activated, grad32 = gates * sigmoid, grad.float() * weights[:, None]
     slope = sigmoid * (1 + alpha * gates * (1 - sigmoid))
     grads = grad32 * (ups + 1) * slope * gate_inside, grad32 * activated * up_inside
     grad.copy_(activated * (ups + 1))
-    gate_up.copy_(torch.stack(grads, -1).flatten(-2))
+    return torch.stack([part.to(gate_up.dtype) for part in grads], -1).flatten(-2)
 
 
 @elementwise

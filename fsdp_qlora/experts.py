@@ -147,21 +147,22 @@ class RoutedMLPHalf:
         A weight's gradient is that of the sum times what the expert gave. It is taken before the
         last product, as (grad W) . activated, so that this product is never computed again.
         """
-        routing, x, kept_rows = kept.routing, None, iter(kept.rows or ())
+        routing, x = kept.routing, None
         if not kept.rows or self.expert_gate_up.n_columns:
             x = kept_inputs(work, kept, self.arch.mlp_norm, kept.source, self.fused_linears[0])
         grad_rows, n_rows = None, len(routing.token)
         grad_weights = torch.empty(n_rows, dtype=torch.float32, device=grad.device)
         for passed in self._passes(work, routing):
-            gate_up = next(kept_rows, None)
-            if gate_up is None:
+            if kept.rows:
+                gate_up = kept.rows.pop(0)
+            else:
                 gate_up = self._expert_gate_up(work, routing, x, passed)
             upstream, weights = grad[routing.token[passed.rows]], routing.row_weights[passed.rows]
             inner = grouped(upstream, passed.down, passed)
             inner, grad_d = split_columns(work, self.expert_down, inner, passed)
             grad_weights[passed.rows] = gate_weight_gradients(inner, gate_up, self._activation)
             if clamp := self.arch.mixture.clamp:
-                clamped_gate_backward(inner, weights, gate_up, *clamp)
+                gate_up = clamped_gate_backward(inner, weights, gate_up, *clamp)
             else:
                 gate_backward(inner, self.arch.activation, weights, *gate_up.chunk(2, -1))
             if grad_d is not None:  # `inner` is gate()'s result by now
@@ -175,7 +176,7 @@ class RoutedMLPHalf:
                 add_expert_gradients(work, self.expert_gate_up, inputs, grad_d, gate_up, passed)
             grad_rows = put_rows(grad_rows, rows, passed, n_rows)
             del gate_up, rows, passed
-        kept.rows = x = None
+        x = None
         grad_x = add_expert_rows(grad_rows, routing.place, None)
         grad_weights, bias = grad_weights[routing.place], self._bias(work, "down_proj")
         if bias is not None:  # a part of what an expert gives
@@ -267,11 +268,11 @@ class RoutedMLPHalf:
         n, item = plan.bin_tokens, getattr(torch, plan.compute_dtype).itemsize
         hidden, mixture = self.arch.hidden_size, self.arch.mixture
         rows, up, down = n * mixture.top_k, self.expert_gate_up, self.expert_down
-        of_pass = math.ceil(rows / plan.expert_ranges) * (up.width + down.width)
-        if recomputed:
-            of_pass += math.ceil(rows / plan.expert_ranges) * self._inner
-            if self.gate_up:
-                of_pass += n * (self.gate_up.out_features + self.down.width)
+        # gate and up are there besides if they are computed again, and if their gradient is
+        of_row = up.width + down.width + self._inner * (recomputed + bool(mixture.clamp))
+        of_pass = math.ceil(rows / plan.expert_ranges) * of_row
+        if recomputed and self.gate_up:
+            of_pass += n * (self.gate_up.out_features + self.down.width)
         weights = sum(fused.out_features * fused.width for fused in (up, down))
         weights = math.ceil(weights / plan.expert_ranges)
         values = rows * hidden * (plan.expert_ranges > 1) + of_pass + weights + 3 * n * hidden
