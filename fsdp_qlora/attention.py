@@ -171,18 +171,15 @@ def rotate(x, cos, sin, arch):
     With -sin it is its own backward."""
     if cos is None:
         return x
-    rotated, rest = x[..., : arch.rotary_dim], x[..., arch.rotary_dim :]
-    cos, sin = cos[:, None], sin[:, None]
+    # by index: compiled, a cat() of rotated parts would go through memory
+    column, half = torch.arange(arch.head_dim, device=x.device), arch.rotary_dim // 2
     if arch.rotary_interleaved:
-        first, second = rotated.unflatten(-1, (-1, 2)).unbind(-1)
+        is_first, other, pair = column % 2 == 0, column ^ 1, column // 2 % half
     else:
-        first, second = rotated.chunk(2, -1)
-    parts = first * cos - second * sin, second * cos + first * sin
-    if arch.rotary_interleaved:
-        rotated = torch.stack(parts, -1).flatten(-2)
-    else:
-        rotated = torch.cat(parts, -1)
-    return torch.cat((rotated, rest), -1) if rest.shape[-1] else rotated
+        is_first, other, pair = column < half, (column + half) % (2 * half), column % half
+    cos, sin = cos[:, None, pair], sin[:, None, pair]
+    rotated = x * cos + x[..., other] * torch.where(is_first, -sin, sin)
+    return torch.where(column < arch.rotary_dim, rotated, x)
 
 
 def normed_heads(x, weight, arch, grad=None):
