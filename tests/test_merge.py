@@ -98,15 +98,15 @@ def loss_in_peft(base, adapter):
     return loss / tokens
 
 
-def nf4_and_back(weight):
-    """A whole weight through bitsandbytes' own layer."""
+def nf4_and_back(weight, device="cpu"):
+    """A whole weight through bitsandbytes' own layer, whose last bits depend on the device."""
     layer = bnb.nn.Linear4bit(
         *reversed(weight.shape), bias=False, quant_type="nf4", compress_statistics=True
     )
     layer.load_state_dict({"weight": weight.bfloat16()})
-    layer = layer.to(torch.bfloat16).to("cpu")
+    layer = layer.to(torch.bfloat16).to(device)
     assert layer.weight.quant_state is not None
-    return bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+    return bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state).cpu()
 
 
 def tree(path):

@@ -1,20 +1,23 @@
 """Mixtures of experts from training to the merged model, in every layout of their files."""
 
 import contextlib
+import functools
 import json
 import re
 import shutil
 
 import pytest
+import test_merge
 import torch
+from conftest import DEVICE
 from families import TINY, make_model, write_4bit, write_mxfp4
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from test_merge import nf4_and_back
 from transformers import AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
 
 import merge_adapters
 
+nf4_and_back = functools.partial(test_merge.nf4_and_back, device=DEVICE)  # where merged
 CORRECTION = "e_score_correction_bias"
 # of layers: attention, MLPs, experts one by one and all in one tensor; in Mixtral's words, in ours
 # and in Granite's
@@ -80,7 +83,8 @@ def merged_weight(name, weight, adapter):
     stem, want = f"base_model.model.{name.removesuffix('.weight')}.lora_", nf4_and_back(weight)
     if f"{stem}A.weight" in adapter:
         a, b = adapter.pop(f"{stem}A.weight"), adapter.pop(f"{stem}B.weight")
-        want = (want.float() + 32 / 16 * (b @ a)).bfloat16()
+        product = (b.to(DEVICE) @ a.to(DEVICE)).cpu()
+        want = (want.float() + 32 / 16 * product).bfloat16()
     return want
 
 
