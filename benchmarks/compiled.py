@@ -1,0 +1,123 @@
+#!/usr/bin/env python3
+"""What torch's compiler makes of each elementwise function, read without a GPU.
+
+    pip install triton; python benchmarks/compiled.py [--model qwen3-30b-a3b] [--code FUNCTION]
+
+Each is to be one pass over memory: one kernel, or one for each tensor that it writes, and no
+temporary as large as what it reads. This prints the kernels with their loads and stores, and the
+temporaries and results that are allocated; with --code all of one function's code. The shapes are
+those of a model of benchmarks/run.py, for 4,096 tokens in bf16. The compiler is told that CPU
+tensors are for Triton; its kernels are written but cannot be run, which is caught.
+"""
+
+import argparse
+import logging
+import re
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from run import SHAPES, model_config
+
+from fsdp_qlora import attention, elementwise, families, vocabulary
+from fsdp_qlora.base import read_model_config
+from train_fsdp_qlora import Config
+
+TOKENS, CHUNK, CLAMP = 4096, 512, (7.0, 1.702)  # of gpt-oss
+
+
+def pretend_hopper():
+    """Let Triton believe in a GPU of compute capability 9.0."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    triton.runtime.driver.set_active(SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 90, 32), is_active=lambda: True,
+        get_active_torch_device=lambda: torch.device("cpu"), get_current_device=lambda: 0,
+        get_current_stream=lambda *_: 0, get_device_interface=lambda: torch.cpu))  # fmt: skip
+
+
+def code_of(function, arguments):
+    """The code that the compiler writes for it."""
+    from torch._inductor import config
+    from torch._inductor.graph import GraphLowering
+
+    found, codegen = [], GraphLowering.codegen
+
+    def keep(graph):
+        result = codegen(graph)
+        found.append(result[0].value)
+        return result
+
+    torch._dynamo.reset()
+    settings = config.patch(cpu_backend="triton", compile_threads=1, fx_graph_cache=False)
+    try:
+        with settings, patch.object(GraphLowering, "codegen", keep):
+            torch.compile(function.__wrapped__)(*arguments)
+    except Exception as e:  # no kernel can be run here
+        if not found:
+            raise e
+    return "\n".join(found)
+
+
+def calls(arch):
+    """(function, its arguments) for TOKENS tokens of such a model."""
+    def values(*shape, dtype=torch.bfloat16):
+        return torch.randn(*shape).to(dtype)
+
+    hidden, head, n = arch.hidden_size, arch.head_dim, TOKENS
+    inner = arch.mixture.expert_size if arch.mixture else arch.intermediate_size
+    query, key = (values(n, heads, head) for heads in (arch.n_heads, arch.n_kv_heads))
+    qkv = values(n, (arch.n_heads + 2 * arch.n_kv_heads) * head)
+    table, norm = values(n, arch.rotary_dim // 2, dtype=torch.float32), None
+    if arch.qk_norm:
+        norm = values(head)
+    normed = qkv if arch.qk_norm else None
+    yield attention.rotate_forward, (qkv, table, table, None, norm, norm, arch)
+    yield attention.rotate_backward, (query, key, key, normed, table, table, None, norm, norm, arch)
+    x, grad, weight = values(n, hidden), values(n, hidden), values(hidden)
+    yield elementwise.normalise, (values(n, hidden), x, weight, None, arch.norm, 1e-6)
+    yield elementwise.norm_backward, (x, grad, x, weight, arch.norm, 1e-6)
+    gate_up, product = values(n, 2 * inner), values(n, inner)
+    weights, parts = values(n, dtype=torch.float32), gate_up.chunk(2, -1)
+    yield elementwise.gate, (product, gate_up, arch.activation, True)
+    yield elementwise.gate_backward, (product, arch.activation, None, *parts)
+    yield elementwise.gate_backward, (product, arch.activation, weights, *parts)
+    yield elementwise.gate_weight_gradients, (product, gate_up, arch.activation)
+    yield elementwise.clamped_gate_backward, (product, weights, gate_up, *CLAMP)
+    place, factors = torch.randperm(4 * n).view(n, 4), values(n, 4, dtype=torch.float32)
+    yield elementwise.add_expert_rows, (values(4 * n, hidden), place, factors)
+    logits, targets = values(CHUNK, arch.vocab_size), torch.randint(arch.vocab_size, (CHUNK,))
+    absent, sums = torch.zeros(CHUNK, dtype=torch.bool), values(CHUNK, dtype=torch.float32)
+    yield vocabulary.logits_statistics, (logits, targets, 1.0, None)
+    yield vocabulary.logits_gradient, (logits, sums, targets, absent, 1.0, None)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--model", choices=SHAPES, default="llama-3-8b")
+    parser.add_argument("--code", help="a function whose code is printed")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.disable()
+    pretend_hopper()
+    families.SHAPES[args.model] = model_config(args.model)
+    arch = read_model_config(Path(args.model), Config(model=args.model, random_weights=True))[2]
+    print("| function | kernels: loads and stores | allocated |\n|---|---|---|")
+    for function, arguments in calls(arch):
+        name, code = function.__wrapped__.__name__, code_of(function, arguments)
+        if args.code == name:
+            print(code)
+        kernels = re.findall(r"^def triton_\w+\(.*?'''", code, re.M | re.S)
+        passes = (f"{kernel.count('tl.load')} + {kernel.count('tl.store')}" for kernel in kernels)
+        made = re.findall(r"= empty_strided_cpu\((\(.*?\)), \(.*?\), torch\.(\w+)\)", code)
+        print(f"| {name} | {', '.join(passes)} | {', '.join(' '.join(one) for one in made)} |")
+
+
+if __name__ == "__main__":
+    main()
