@@ -38,7 +38,7 @@ class Mixture:
     biases: bool = False  # the router has one, and each expert's two linears
     clamp: tuple | None = None  # (limit, alpha) of gpt-oss's gate, see gate_product()
     one_gate_up: bool = False  # an expert has one linear gate_up_proj: rows gate, up, gate, up, ..
-    transposed: bool = False  # where all experts' linears are one tensor: [experts, in, out]
+    transposed: bool = False  # a tensor of all experts is [experts, in, out]; takes one_gate_up
     adapters: str = "modules"  # of experts, as PEFT 0.21 takes them: single experts' "modules"; so
     #                           in files, but "parameters" in the config; both in the files "fused"
     renames: tuple = ()  # pairs: a part of a tensor's name here, and what files may have instead
@@ -184,9 +184,10 @@ class Architecture(Family):
         linears = self.linears(routed)
         return shapes | {f"{x.name}.bias": (x.out_features,) for x in linears if x.bias}
 
-    def router_tensors(self, routed):
-        """{name below the layer: shape} of what decides where a layer's tokens go, and of the
-        experts' biases: small, and whole on every rank."""
+    def mixture_tensors(self, routed):
+        """{name below the layer: shape} of what a layer with experts has besides its linears in 4
+        bits: all of its router, the experts' biases, the shared expert's gate. They are small, and
+        whole on every rank."""
         mixture, shapes = self.mixture, {}
         if routed:
             shapes[f"{mixture.router}.weight"] = mixture.n_experts, self.hidden_size

@@ -133,7 +133,7 @@ class RoutedMLPHalf:
 
     def _bias(self, work, key):
         """[experts, out] of all experts' linears `key`; None where they have none."""
-        return work.layer.router_tensors.get(f"{self.arch.mixture.experts}.{key}_bias")
+        return work.layer.mixture_tensors.get(f"{self.arch.mixture.experts}.{key}_bias")
 
     def _add_bias(self, work, key, rows, routing, passed):
         """Add to the rows of a pass the bias of their experts' linears `key`, if any."""
@@ -211,7 +211,7 @@ class RoutedMLPHalf:
         if name := self.arch.mixture.shared_gate:
             kept.shared = out
             x = inputs[:, : self.arch.hidden_size]
-            weight = work.layer.router_tensors[f"{name}.weight"].to(x.dtype)
+            weight = work.layer.mixture_tensors[f"{name}.weight"].to(x.dtype)
             kept.factor = F.linear(x, weight).sigmoid()
             out = out * kept.factor
         return out
@@ -223,7 +223,7 @@ class RoutedMLPHalf:
             factor = kept.factor.float()
             slope = (grad.float() * kept.shared.float()).sum(-1, keepdim=True)
             slope = (slope * factor * (1 - factor)).to(grad.dtype)
-            from_factor = slope @ work.layer.router_tensors[f"{name}.weight"].to(slope.dtype)
+            from_factor = slope @ work.layer.mixture_tensors[f"{name}.weight"].to(slope.dtype)
             grad, kept.shared = grad * kept.factor, None
         if work.layout.dora:
             activated = grad.new_empty(len(grad), self.down.in_features)

@@ -26,7 +26,7 @@ class Layout:
     attention: AttentionHalf
     mlp: MLPHalf | RoutedMLPHalf
     vectors: dict  # {name in the layer: (slice of `vectors`, shape)}: norms and biases
-    router_tensors: dict  # {name in the layer: shape}
+    mixture_tensors: dict  # {name in the layer: shape}
     n_blocks: int  # of `nf4`
     n_vectors: int  # values of `vectors`
     n_adapter: int  # values of `adapter`, a multiple of STATE_BLOCK
@@ -121,7 +121,7 @@ def _make_layout(arch, adapted, config, window, rope, routed):
     rank, counts = config.lora_rank, allocator.counts
     return Layout(
         AttentionHalf(arch, qkv, out, window, rope), (RoutedMLPHalf if routed else MLPHalf)(
-            arch, *mlp), vectors, arch.router_tensors(routed),
+            arch, *mlp), vectors, arch.mixture_tensors(routed),
         counts["blocks"], counts["vectors"], counts["adapter"],
         config.lora_alpha / (math.sqrt(rank) if config.adapter == "rslora" else rank),
         config.lora_dropout, config.adapter == "dora")
@@ -140,7 +140,7 @@ class DecoderLayer(nn.Module):
         self.keeps = plan.keeps(index)
         assert not (arch.parallel and self.keeps == "middle"), "the MLP of a parallel layer reads x"
         self.nested = None  # Nested, whole on every rank
-        self.router_tensors = {}  # {name in the layer: tensor}, whole on every rank
+        self.mixture_tensors = {}  # {name in the layer: tensor}, whole on every rank
         self.balance = None  # of its experts in this step, see add_balance()
         self.weight_norms = {}  # DoRA: {adapted linear's name: norms of the rows of W, fp32}
 

@@ -33,7 +33,7 @@ class Routing:
 def route(work, x, choice=None, needs_bounds=False):
     """The Routing of x [n, hidden]; `choice` is that of an earlier one of the same tokens. With
     needs_bounds it waits for the GPU, unless `choice` has them."""
-    mixture, tensors = work.arch.mixture, work.layer.router_tensors
+    mixture, tensors = work.arch.mixture, work.layer.mixture_tensors
     weight = tensors[f"{mixture.router}.weight"]
     x_of_router = x.float() if mixture.fp32_router else x
     bias = tensors.get(f"{mixture.router}.bias")
@@ -119,6 +119,6 @@ def route_backward(work, routing, grad, dtype):
         grad = torch.zeros_like(routing.scores).scatter_(1, chosen, grad * (1 - picked))
     else:
         grad = (-grad.sum(-1, keepdim=True) * routing.scores).scatter_add_(1, chosen, grad)
-    weight = work.layer.router_tensors[f"{mixture.router}.weight"]
+    weight = work.layer.mixture_tensors[f"{mixture.router}.weight"]
     dtype_of_product = torch.float32 if mixture.fp32_router else dtype
     return (grad.to(dtype_of_product) @ weight.to(dtype_of_product)).to(dtype)

@@ -125,8 +125,8 @@ def test_bf16_routers_round_as_transformers(name):
     routed = routed.float() if name == "hunyuan_moe" else routed  # as transformers makes it
     correction = [layer.mlp.e_score_correction_bias] if name == "minimax_m2" else []
     _, weights, chosen = routed(x, *correction)
-    tensors = {key: layer.state_dict()[key] for key in arch.router_tensors(True)}
-    work = types.SimpleNamespace(arch=arch, layer=types.SimpleNamespace(router_tensors=tensors))
+    tensors = {key: layer.state_dict()[key] for key in arch.mixture_tensors(True)}
+    work = types.SimpleNamespace(arch=arch, layer=types.SimpleNamespace(mixture_tensors=tensors))
     ours, order, theirs = router.route(work, x), chosen.argsort(), weights.float()
     assert torch.equal(ours.chosen.sort()[0], chosen.gather(1, order))
     got = ours.weights.gather(1, ours.chosen.argsort())
@@ -371,8 +371,8 @@ def test_router_is_as_exact_as_in_the_files(monkeypatch):
     arch, tensors = describe_model(small), random_reference(small, seed()).state_dict()
     model = plain_model(small, arch, tensors, 24, fill_model)
     assert model.layers[1].vectors.dtype == torch.bfloat16
-    assert len(model.layers[1].router_tensors) == 2
-    for name, tensor in model.layers[1].router_tensors.items():
+    assert len(model.layers[1].mixture_tensors) == 2
+    for name, tensor in model.layers[1].mixture_tensors.items():
         stored = tensors[tensor_names(arch, tensors).of_layer(1, name)]
         assert tensor.dtype == stored.dtype and torch.equal(tensor.flatten(), stored.flatten())
 
@@ -450,15 +450,16 @@ def test_fp8_checkpoint_trains_as_the_bf16_one_of_its_values(
         json.dumps(config | {"quantization_config": settings}))  # fmt: skip
     save_file(fp8, tmp_path / "fp8" / "model.safetensors")
     save_file(tensors, tmp_path / "bf16" / "model.safetensors")
-    found = {}
+    found, counted = {}, set()
     for kind in "fp8", "bf16":
         tokenizer.save_pretrained(tmp_path / kind)
-        code, _, err = run_main(
+        code, out, err = run_main(
             "--model", tmp_path / kind, "--dataset", demo_directory / "data.jsonl",
             "--max_steps", 2, "--max_seq_len", 64, "--output_dir", tmp_path / f"run-{kind}",
             "--target_modules", "q_proj", "experts", "--lora_rank", 8,
         )  # fmt: skip
         assert code == 0, err
+        counted |= {line for line in out.splitlines() if line.startswith("parameters: ")}
         rows = read_metrics(tmp_path / f"run-{kind}")
         found[kind] = [(row["loss"], row["grad_norm"]) for row in rows]
         assert all(1 <= row["busiest_expert"] <= 8 / 3 for row in rows)
@@ -467,6 +468,7 @@ def test_fp8_checkpoint_trains_as_the_bf16_one_of_its_values(
             "--output_dir", str(tmp_path / f"merged-{kind}"), "--no-check",
         ])  # fmt: skip
     assert found["fp8"] == found["bf16"]
+    assert len(counted) == 1  # scales are no parameters
     fp8, bf16 = (load_file(tmp_path / f"merged-{kind}" / "model.safetensors") for kind in found)
     assert fp8.keys() == bf16.keys()
     assert all(torch.equal(fp8[key], value) for key, value in bf16.items())
