@@ -1,8 +1,8 @@
 """The MLP half of a layer with experts: those that each token goes to, and perhaps a shared one,
 forward and backward, and what it costs.
 
-Stands on router and grouped, and as mlp on branch, products and elementwise. No token is dropped,
-however uneven the router is. Which models have experts is in families.
+Stands on router and grouped and, as the MLP without experts, on branch and products. No token is
+dropped, however uneven the router is. Which models have experts is in families.
 """
 
 import dataclasses
@@ -65,7 +65,7 @@ class RoutedMLPHalf:
             shared = self._shared_forward(work, kept, inputs)
             if needs_branch:
                 branch += shared
-        keep_inputs(work, kept, inputs, self.fused_linears[0])
+        keep_inputs(work, kept, inputs, self.gate_up)
         out = None
         if needs_branch:
             out, kept.branch = end_branch(work, middle, branch, arch.mlp_post_norm, MLP_SITE,
@@ -83,9 +83,9 @@ class RoutedMLPHalf:
             grad_x += self._shared_backward(work, kept, upstream)
         return norm_gradient(work, arch.mlp_norm, kept.source, grad_x, grad)
 
-    def forward_in_slices(self, work, middle, source):
-        """forward()'s sum, and the choice for recomputed_backward(). Not in slices of tokens, each
-        of which would dequantise all experts: their ranges are its slices."""
+    def forward_to_recompute(self, work, middle, source):
+        """forward()'s sum, and all that is kept of it, the choice for recomputed_backward()."""
+        # not in slices of tokens, as without experts: each slice would dequantise all of them
         out, kept = self.forward(work, middle, source, keep_rows=False)
         return out, kept.routing.choice
 
@@ -118,7 +118,8 @@ class RoutedMLPHalf:
             if keep_rows:
                 kept.append(gate_up)
             del gate_up, activated, rows, passed  # before the next range is dequantised
-        out = add_expert_rows(outputs, routing.place, routing.weights, evaluation=work.evaluation)
+        out = add_expert_rows(outputs, routing.token_rows, routing.weights,
+                              evaluation=work.evaluation)
         return out, kept or None
 
     def _expert_gate_up(self, work, routing, x, passed):
@@ -144,8 +145,9 @@ class RoutedMLPHalf:
     def _experts_backward(self, work, kept, grad):
         """The gradient of x [n, hidden] through experts and router, from that of their sum.
 
-        A weight's gradient is that of the sum times what the expert gave. It is taken before the
-        last product, as (grad W) . activated, so that this product is never computed again.
+        That of a token's weight for an expert is that of the sum times what the expert gave. It is
+        taken before the last product, as (grad W) . activated, so that this product is never
+        computed again. Takes kept.rows, which it writes over.
         """
         routing, x, kept_rows = kept.routing, None, iter(kept.rows or ())
         if not kept.rows or self.expert_gate_up.n_columns:
@@ -160,27 +162,34 @@ class RoutedMLPHalf:
             inner = grouped(upstream, passed.down, passed)
             inner, grad_d = split_columns(work, self.expert_down, inner, passed)
             grad_weights[passed.rows] = gate_weight_gradients(inner, gate_up, self._activation)
-            if clamp := self.arch.mixture.clamp:
-                clamped_gate_backward(inner, weights, gate_up, *clamp)
-            else:
-                gate_backward(inner, self.arch.activation, weights, *gate_up.chunk(2, -1))
-            if grad_d is not None:  # `inner` is gate()'s result by now
-                weighted = inner * weights[:, None].to(inner.dtype)
+            activated, grad_gate_up = self._gate_backward(inner, weights, gate_up)
+            if grad_d is not None:
+                weighted = activated * weights[:, None].to(activated.dtype)
                 add_expert_gradients(work, self.expert_down, weighted, grad_d, upstream, passed)
-            del inner, upstream
-            rows = grouped(gate_up, passed.gate_up, passed)
+            del inner, activated, upstream, gate_up
+            rows = grouped(grad_gate_up, passed.gate_up, passed)
             rows, grad_d = split_columns(work, self.expert_gate_up, rows, passed)
             if grad_d is not None:
                 inputs = x[routing.token[passed.rows]]
-                add_expert_gradients(work, self.expert_gate_up, inputs, grad_d, gate_up, passed)
+                add_expert_gradients(
+                    work, self.expert_gate_up, inputs, grad_d, grad_gate_up, passed)
             grad_rows = put_rows(grad_rows, rows, passed, n_rows)
-            del gate_up, rows, passed
+            del grad_gate_up, rows, passed
         kept.rows = x = None
-        grad_x = add_expert_rows(grad_rows, routing.place, None)
-        grad_weights, bias = grad_weights[routing.place], self._bias(work, "down_proj")
-        if bias is not None:  # a part of what an expert gives
+        grad_x = add_expert_rows(grad_rows, routing.token_rows, None)
+        grad_weights, bias = grad_weights[routing.token_rows], self._bias(work, "down_proj")
+        if bias is not None:  # what an expert gives has it, too
             grad_weights += F.linear(grad, bias.to(grad.dtype)).float().gather(1, routing.chosen)
         return grad_x + route_backward(work, routing, grad_weights, grad_x.dtype)
+
+    def _gate_backward(self, grad, weights, gate_up):
+        """gate()'s result and the gradient of gate_up, written over `grad`, that of this result,
+        and gate_up; the gradients count `weights` times."""
+        if clamp := self.arch.mixture.clamp:
+            clamped_gate_backward(grad, weights, gate_up, *clamp)
+        else:
+            gate_backward(grad, self.arch.activation, weights, *gate_up.chunk(2, -1))
+        return grad, gate_up
 
     def _passes(self, work, routing):
         """Yields what is multiplied at once: a range of experts with their weights, and at most an
@@ -246,16 +255,17 @@ class RoutedMLPHalf:
         return self.arch.mixture.top_k
 
     @property
-    def _inner(self):
-        """gate and up of one expert."""
+    def _gate_up_size(self):
+        """Outputs of one expert's gate and up together."""
         return self.expert_gate_up.out_features // self.arch.mixture.n_experts
 
     @property
     def kept_values(self):
         """From forward to backward, where nothing is recomputed; 2 bytes each."""
         arch, mixture = self.arch, self.arch.mixture
-        values = mixture.top_k * self._inner + arch.hidden_size * (not arch.parallel)
-        values += 2 * mixture.n_experts + 20 * mixture.top_k  # the Routing, in fp32 and int64
+        values = mixture.top_k * self._gate_up_size + arch.hidden_size * (not arch.parallel)
+        # the Routing: scores in fp32; of each row four numbers in int64 and two weights in fp32
+        values += 2 * mixture.n_experts + (4 * 4 + 2 * 2) * mixture.top_k
         if self.gate_up:
             columns = self.gate_up.padded_columns + self.down.padded_columns
             values += self.gate_up.out_features + columns
@@ -269,13 +279,14 @@ class RoutedMLPHalf:
         rows, up, down = n * mixture.top_k, self.expert_gate_up, self.expert_down
         of_pass = math.ceil(rows / plan.expert_ranges) * (up.width + down.width)
         if recomputed:
-            of_pass += math.ceil(rows / plan.expert_ranges) * self._inner
+            of_pass += math.ceil(rows / plan.expert_ranges) * self._gate_up_size
             if self.gate_up:
                 of_pass += n * (self.gate_up.out_features + self.down.width)
         weights = sum(fused.out_features * fused.width for fused in (up, down))
         weights = math.ceil(weights / plan.expert_ranges)
         values = rows * hidden * (plan.expert_ranges > 1) + of_pass + weights + 3 * n * hidden
-        return values * item + 4 * rows * 4 + 3 * 4 * n * mixture.n_experts
+        # of the router in fp32: four values a row, and three tensors like its scores
+        return values * item + 4 * (4 * rows + 3 * n * mixture.n_experts)
 
     @property
     def token_weights(self):
@@ -294,5 +305,6 @@ class RoutedMLPHalf:
     @property
     def passed_values(self):
         """Read or written by elementwise work, forward and backward, as counted."""
-        rows = self.arch.mixture.top_k * (10 * self.arch.hidden_size + 6 * self._inner)
+        # of a row, each way: gathered, put in its place, summed, 2 + 2 + 1; all gates: 1.5 + 4.5
+        rows = self.arch.mixture.top_k * (10 * self.arch.hidden_size + 6 * self._gate_up_size)
         return 15 * self.arch.hidden_size + rows

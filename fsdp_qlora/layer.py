@@ -114,9 +114,10 @@ def _make_layout(arch, adapted, config, window, rope, routed):
     allocator = Allocator()
     vectors = {name: (allocator.reserve("vectors", math.prod(shape)), shape)
                for name, shape in arch.vectors(routed).items()}
+    of_experts = arch.expert_gate_up, arch.expert_down
     qkv, out, *mlp = (
         fuse_linears(site, linears, adapted, config, vectors, allocator,
-                     arch.mixture.n_experts if site > 3 else 0) if linears else None
+                     arch.mixture.n_experts if linears in of_experts else 0) if linears else None
         for site, linears in enumerate(arch.fused_groups(routed)))
     rank, counts = config.lora_rank, allocator.counts
     return Layout(
@@ -182,7 +183,8 @@ class LayerFunction(torch.autograd.Function):
         x_key = put(x)  # on its way to the host while attention runs
         middle = attention.forward(work, x)[0]
         middle_key = put(middle) if layer.keeps == "middle" else None
-        out, choice = mlp.forward_in_slices(work, middle, x if layer.arch.parallel else middle)
+        out, choice = mlp.forward_to_recompute(work, middle,
+                                               x if layer.arch.parallel else middle)
         ctx.kept = x_key, middle_key, choice
         return out
 

@@ -311,7 +311,8 @@ def same_bytes(one, other):
 def check_prequantised(files, names, wanted):
     """check_tensors() where bitsandbytes has quantised linears, which must be as it is done here;
     not all: transformers 5 leaves experts as they are, transformers 4 had routers as linears, too.
-    Returns {name: the JSON object that it has stored} of those that are."""
+    Adds the tensors that it stores to `wanted`. Returns {name: the JSON object that it has stored}
+    of the weights that it has quantised."""
     in_nf4 = [name for name in (*names.linears, *sorted(names.mixture_tensors))
               if f"{name}.{NF4_STATE}" in files and name in names.shapes]
     for name in files:

@@ -122,7 +122,7 @@ def as_hex(sum):
 
 def content_sum(values, rows=range(1), n_before=0):
     """An int64, on the device of `values`, that tells a tensor's content from any other: the sum of
-    all values, as integers, each times a hash of its place, modulo 2^64.
+    all values, as integers, each times a hash of its index, modulo 2^64.
 
     The sums of a tensor's parts add up to that of the whole: `values` are the rows `rows` of it;
     those below `n_before` are not counted.
@@ -130,10 +130,10 @@ def content_sum(values, rows=range(1), n_before=0):
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[values.itemsize]
     width, first = values.numel() // max(1, len(rows)), max(rows.start, n_before)
     own = values.contiguous().view(-1).view(bits)[(first - rows.start) * width :]
-    total, place = torch.zeros((), dtype=torch.int64, device=own.device), first * width
+    total, index = torch.zeros((), dtype=torch.int64, device=own.device), first * width
     for chunk in own.split(SUM_CHUNK[own.device.type]):
-        total += (mix(torch.arange(place, place + len(chunk), device=own.device)) * chunk).sum()
-        place += len(chunk)
+        total += (mix(torch.arange(index, index + len(chunk), device=own.device)) * chunk).sum()
+        index += len(chunk)
     return total
 
 

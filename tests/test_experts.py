@@ -34,7 +34,7 @@ from fsdp_qlora.elementwise import (
 )
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.names import check_files, rows_in_memory, tensor_names, weight_rows
-from fsdp_qlora.peft_names import expert_parts, fuse_experts, split_experts
+from fsdp_qlora.peft_names import expert_parts, stack_experts, unstack_experts
 from fsdp_qlora.weights import Request, WeightReader, weight_files
 from train_fsdp_qlora import Config, fill_model
 
@@ -215,7 +215,7 @@ def test_adapters_of_experts_are_what_peft_loads(name, tmp_path):
     for i, layer in enumerate(model.layers):
         layer.adapter.normal_(0, 0.1, generator=seed(i))
     values, parts = parts_of_adapter(model, arch, "data"), expert_parts(arch, config.lora_rank)
-    write_adapter(tmp_path, fuse_experts(values, parts), choose_adapted(arch, config, "m")[0])
+    write_adapter(tmp_path, stack_experts(values, parts), choose_adapted(arch, config, "m")[0])
     ids = torch.randint(3, arch.vocab_size, (sum(check.LENGTHS),), generator=seed(2))
     with torch.enable_grad():
         ours = check.results(model, ids)
@@ -232,11 +232,11 @@ def test_adapters_of_experts_are_what_peft_loads(name, tmp_path):
     assert (ours["logits"] - theirs).norm() < BAR * theirs.norm()
     assert abs(ours["loss"] - loss) < BAR * loss
     # as PEFT has it all experts' adapters are fused, whatever the file has
-    mixture = dataclasses.replace(arch.mixture, adapters="fused", renames=())
+    mixture = dataclasses.replace(arch.mixture, adapters="stacked", renames=())
     memory = dataclasses.replace(arch, mixture=mixture)
     their = {name.replace(".default", ""): p.grad for name, p in peft.named_parameters()
              if p.requires_grad}  # fmt: skip
-    their = split_experts(their, expert_parts(memory, config.lora_rank))
+    their = unstack_experts(their, expert_parts(memory, config.lora_rank))
     mine = parts_of_adapter(model, memory, "grad")
     assert mine.keys() == their.keys()
     for key, grad in mine.items():
@@ -252,7 +252,7 @@ def test_adapter_whose_gate_and_up_are_not_apart_is_no_beginning(tmp_path):
     arch = describe_model(small)
     model = make_layers(small, arch, random_reference(small, seed()).state_dict(), config)
     adapter, lora_config = Adapter(model, torch.device("cpu")), choose_adapted(arch, config, "m")[0]
-    values = fuse_experts(parts_of_adapter(model, arch, "data"), adapter.expert_parts)
+    values = stack_experts(parts_of_adapter(model, arch, "data"), adapter.expert_parts)
     write_adapter(tmp_path, values, lora_config)
     assert read_adapter(config, adapter).keys() == parts_of_adapter(model, arch, "data").keys()
     write_adapter(tmp_path, {key: value + 1 for key, value in values.items()}, lora_config)
