@@ -1,7 +1,7 @@
 """The check at start: two small layers of the user's own model here and in transformers, with an
 adapter of random values, forward and backward.
 
-Stands on model, families and data. The function that loads weights is given by the script, so that
+Stands on model, configs and plan. The function that loads weights is given by the script, so that
 what it does is checked as well.
 """
 

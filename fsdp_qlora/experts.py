@@ -1,8 +1,8 @@
 """The MLP half of a layer with experts: those that each token goes to, and perhaps a shared one,
 forward and backward, and what it costs.
 
-Stands on router and grouped and, as the MLP without experts, on branch and products. No token is
-dropped, however uneven the router is. Which models have experts is in families.
+Stands on router, grouped, branch and products. No token is dropped, however uneven the router is.
+Which models have experts is in families.
 """
 
 import dataclasses

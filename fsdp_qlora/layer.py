@@ -1,7 +1,7 @@
 """A decoder layer: its parameters, its one autograd function, what it keeps for its backward.
 
-Stands on its halves, attention and mlp, whose parts of a layer's memory and work it adds up. Layers
-of one model may differ: each has a Layout. What a layer is to keep is decided in plan.
+Stands on attention, mlp and experts, its halves, whose parts of a layer's memory and work it adds
+up. Layers of one model may differ: each has a Layout. What a layer is to keep is decided in plan.
 """
 
 import dataclasses
