@@ -150,7 +150,7 @@ def read_base(name, quantization):
     auto_classes = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
     return argparse.Namespace(
         directory=directory, arch=arch, files=files, nf4_states=states, names=names,
-        places=names.places(), auto_class=auto_classes[is_multimodal],
+        parts=names.parts(), auto_class=auto_classes[is_multimodal],
         tensors=tensors,  # {name: (shape, dtype)} of what the merged model holds, file by file
         paths=paths,  # {name: the file of the base in whose place it goes}
         n_bytes=sum(math.prod(shape) * dtype.itemsize for shape, dtype in tensors.values()),
@@ -193,14 +193,14 @@ def merged_tensor(name, base, adapter, device, sums):
     """Returns one tensor of the merged model, on the CPU."""
     path, (shape, dtype) = base.paths[name], base.tensors[name]
     merged = torch.empty(shape, dtype=dtype)
-    for part, place in base.places.get(name, [(name, ...)]):  # of all experts, or the whole
-        tensor, turned = read_part(base.files, base.names, name, part, place, device, base.sums)
+    for part, index in base.parts.get(name, [(name, ...)]):  # of all experts, or the whole
+        tensor, turned = read_part(base.files, base.names, name, part, index, device, base.sums)
         if part in base.names.linears or part in base.nf4_states:
             tensor = trained_weight(tensor, part, path, base)
         if part in adapter:
             read, where, scale = adapter[part]
             tensor = add_adapter(tensor, sums, scale, *(read(n, device)[i] for n, _, i in where))
-        merged[place] = tensor.t() if turned else tensor
+        merged[index] = tensor.t() if turned else tensor
     return finite(merged, f"{path}: what {name} becomes")
 
 

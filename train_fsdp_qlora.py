@@ -546,9 +546,9 @@ def fill_model(model, names, read, nf4_states, device):
         for name, (where, _) in layer.layout.vectors.items():
             vectors.view(-1)[where] = read(names.of_layer(i, name)).to(device, dtype)
         set_local(layer, "vectors", vectors[model.shard].clone())
-        for name, shape in layer.layout.router_tensors.items():  # whole, and as exact as they are
+        for name, shape in layer.layout.mixture_tensors.items():  # whole, and as exact as they are
             tensor = whole_tensor(read, names.of_layer(i, name), nf4_states, dtype)
-            layer.router_tensors[name] = tensor.to(device).view(shape)
+            layer.mixture_tensors[name] = tensor.to(device).view(shape)
     model.norm, model.norm_bias = (name and read(name).to(device, dtype)
                                     for name in (names.norm, names.norm_bias))
     model.head = model.embedding if model.arch.tied else table(names.head)

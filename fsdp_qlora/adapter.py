@@ -21,7 +21,7 @@ from fsdp_qlora.files import write_whole
 from fsdp_qlora.model import local_part, set_local
 from fsdp_qlora.names import renamed
 from fsdp_qlora.peft_names import (
-    expert_parts, expert_settings, fuse_experts, peft_name, split_experts)
+    expert_parts, expert_settings, peft_name, stack_experts, unstack_experts)
 from fsdp_qlora.ranks import all_gather, is_rank_0, say, together
 
 
@@ -77,7 +77,7 @@ def refuse_expert_adapters(arch, config):
                          " here as in PEFT")
     if config.lora_rank % 8:
         raise ValueError(f"--lora_rank {config.lora_rank}: adapters of experts need a multiple of"
-                         " 8, as grouped products do")
+                         " 8: torch's grouped products want rows of whole 16 bytes")
     if config.adapter == "rslora" and not arch.mixture.one_gate_up:
         raise ValueError("--target_modules experts: with --adapter rslora PEFT 0.21 would count"
                          " gate and up 1.41 times: use lora")
@@ -112,13 +112,13 @@ class Adapter:
         return tensor.view(len(self.layers), -1)
 
     def name(self, i, linear, key):
-        """PEFT's name of a part of the adapter of layer i; of experts as in files."""
+        """PEFT's name of a part of the adapter of layer i, see peft_name()."""
         return peft_name(self.arch, i, linear, key)
 
     def names(self, i):
-        """{PEFT's name in an adapter file: (slice of layer i's adapter, shape)}."""
-        return {self.name(i, *part): place
-                for part, place in self.layers[i].layout.adapter_parts().items()}
+        """{PEFT's name: (slice of layer i's adapter, shape)}."""
+        return {self.name(i, *part): where
+                for part, where in self.layers[i].layout.adapter_parts().items()}
 
     def set_layer(self, i, values):
         """Give layer i its values out of {PEFT's name: whole tensor}."""
@@ -164,7 +164,7 @@ class Adapter:
         for i, whole in enumerate(self.gather(self.weights.data)):
             if is_rank_0():
                 views = {name: whole[x].view(shape) for name, (x, shape) in self.names(i).items()}
-                weights |= fuse_experts(views, self.expert_parts)
+                weights |= stack_experts(views, self.expert_parts)
         return weights
 
     def largest(self):
@@ -205,8 +205,8 @@ def read_adapter(config, adapter):
     for name, value in values.items():
         if not value.isfinite().all():
             raise ValueError(f"--init_adapter {directory}: {name} has values that are not finite")
-    own = split_experts(values, parts)
-    for name, value in fuse_experts(own, parts).items():
+    own = unstack_experts(values, parts)
+    for name, value in stack_experts(own, parts).items():
         if not torch.equal(value, values[name]):
             raise ValueError(f"--init_adapter {directory}: in its {name} gate and up of an expert"
                              " are not apart, as they are here")
@@ -216,7 +216,6 @@ def read_adapter(config, adapter):
 def write_adapter(directory, weights, lora_config):
     """The adapter in PEFT's format. Rank 0 only."""
     write_whole(directory / "adapter_model.safetensors", weights)
-    lora_config.inference_mode = True
     settings = {key: sorted(value) if isinstance(value, set) else value
-                for key, value in lora_config.to_dict().items()}
+                for key, value in lora_config.to_dict().items()} | {"inference_mode": True}
     write_whole(directory / "adapter_config.json", json.dumps(settings, indent=2, sort_keys=True))

@@ -32,15 +32,16 @@ class Mixture:
     n_groups: int | str = 1  # of experts; a token goes to experts of its top_groups groups only,
     top_groups: int | str = 1  # those with the largest sums of their two highest scores
     normalised: bool | str = True  # weights are divided by their sum ..
-    sum_floor: float = 0.0  # .. plus this
+    sum_eps: float = 0.0  # .. plus this
     scale: float | str = 1.0  # on the weights
     rounded: bool = True  # weights are rounded to the model's dtype
     biases: bool = False  # the router has one, and each expert's two linears
     clamp: tuple | None = None  # (limit, alpha) of gpt-oss's gate, see gate_product()
     one_gate_up: bool = False  # an expert has one linear gate_up_proj: rows gate, up, gate, up, ..
-    transposed: bool = False  # where all experts' linears are one tensor: [experts, in, out]
-    adapters: str = "modules"  # of experts, as PEFT 0.21 takes them: single experts' "modules"; so
-    #                           in files, but "parameters" in the config; both in the files "fused"
+    transposed: bool = False  # a tensor of all experts is [experts, in, out]; takes one_gate_up
+    adapters: str = "modules"  # of experts, as PEFT 0.21 takes them: of single experts, "modules";
+    #                           so in files, but of "parameters" in its config; of all experts in
+    #                           both, "stacked"
     renames: tuple = ()  # pairs: a part of a tensor's name here, and what files may have instead
 
 
@@ -61,7 +62,7 @@ class Family:
     qkv_bias: bool | str = "config.attention_bias"
     out_bias: bool | str = "config.attention_bias"
     mlp_bias: bool | str = "config.mlp_bias"
-    fused_qkv: bool = False  # one linear "qkv_proj"
+    one_qkv: bool = False  # one linear "qkv_proj"
     gated: bool = True  # the MLP's last linear reads act(gate) * up; else act(up)
     mlp_in: tuple = ("mlp.gate_proj", "mlp.up_proj")  # linears whose outputs, concatenated, are
     #                                                   gate and up, or up alone
@@ -184,9 +185,10 @@ class Architecture(Family):
         linears = self.linears(routed)
         return shapes | {f"{x.name}.bias": (x.out_features,) for x in linears if x.bias}
 
-    def router_tensors(self, routed):
-        """{name below the layer: shape} of what decides where a layer's tokens go, and of the
-        experts' biases: small, and whole on every rank."""
+    def mixture_tensors(self, routed):
+        """{name below the layer: shape} of what a layer with experts has besides its linears in 4
+        bits: all of its router, the experts' biases, the shared expert's gate. They are small, and
+        whole on every rank."""
         mixture, shapes = self.mixture, {}
         if routed:
             shapes[f"{mixture.router}.weight"] = mixture.n_experts, self.hidden_size

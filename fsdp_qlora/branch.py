@@ -23,10 +23,11 @@ def norm_inputs(work, name, x, fused):
 
 
 def keep_inputs(work, kept, inputs, fused):
-    """Keep what backward needs of norm_inputs(). The normed inputs are cheap to make again: they
-    are kept only if backward is running."""
+    """Keep what backward needs of norm_inputs(), whose product by `fused` has been computed; None:
+    no product() reads them. The normed inputs are cheap to make again: they are kept only if
+    backward is running."""
     kept.inputs = inputs if work.is_backward else None
-    kept.columns = last_columns(inputs, fused)
+    kept.columns = last_columns(inputs, fused) if fused else None
 
 
 def kept_inputs(work, kept, name, x, fused):

@@ -1,7 +1,7 @@
 """The check at start: two small layers of the user's own model here and in transformers, with an
 adapter of random values, forward and backward.
 
-Stands on model, families and data. The function that loads weights is given by the script, so that
+Stands on model, configs and plan. The function that loads weights is given by the script, so that
 what it does is checked as well.
 """
 
@@ -160,7 +160,7 @@ def read_weights(model, names):
                 if source := names.sources.get(name):
                     shape = names.shapes[source.stored]
                     whole = weights.setdefault(source.stored, torch.empty(shape))
-                    source.weight_in(whole, place.linear).copy_(weight[place.outputs])
+                    source.weight_in(whole).copy_(weight[place.outputs])
                 else:
                     weights[name] = weight[place.outputs]
     return weights
@@ -211,7 +211,7 @@ def reference_results(reference, model, names, weights, ids):
                 weight = weight * (adapters[i][place.magnitude] / norms)[:, None]
             if source := names.sources.get(name):
                 whole = adapted.setdefault(source.stored, torch.zeros(names.shapes[source.stored]))
-                source.weight_in(whole, place.linear).copy_(weight)
+                source.weight_in(whole).copy_(weight)
             else:
                 adapted[name] = weight
     documents = ids.split(LENGTHS)

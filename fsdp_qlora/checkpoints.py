@@ -24,7 +24,7 @@ from fsdp_qlora.adapter import write_adapter
 from fsdp_qlora.files import (
     as_json, digest, read_json, remove, sync_file, text_digest, write_whole)
 from fsdp_qlora.output import ADAPTER_FILES, PROBE_FILE, RESULTS
-from fsdp_qlora.peft_names import split_experts
+from fsdp_qlora.peft_names import unstack_experts
 from fsdp_qlora.ranks import Stop, gather_objects, say
 
 MUST_MATCH = (  # flags that a resumed run cannot change, besides rows and base model
@@ -86,7 +86,7 @@ def load_checkpoint(path, adapter, optimizer):
     """Set the adapter and the optimizer's state to those of a checkpoint, which any number of ranks
     may have saved. Returns the progress until then."""
     saved = json.loads((path / "checkpoint.json").read_text())
-    weights = split_experts(load_file(path / "adapter_model.safetensors"), adapter.expert_parts)
+    weights = unstack_experts(load_file(path / "adapter_model.safetensors"), adapter.expert_parts)
     for i in range(len(adapter.layers)):
         adapter.set_layer(i, weights)
     files = [load_file(path / name) for name in saved["optimizer_files"]]  # older runs: one a rank

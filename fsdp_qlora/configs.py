@@ -7,6 +7,7 @@ Stands on families and architecture.
 import copy
 import dataclasses
 import functools
+import itertools
 import types
 
 import torch
@@ -95,7 +96,7 @@ def describe_model(model_config):
     values["logits_multiplier"] = family.logits_multiplier / family.logits_divisor
     values["attention_dropout"] = family.attention_dropout or 0.0
     qkv = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
-    qkv = {"qkv": sum(qkv.values())} if family.fused_qkv else qkv
+    qkv = {"qkv": sum(qkv.values())} if family.one_qkv else qkv
     settings = getattr(model_config, "quantization_config", None) or {}
     values.update(describe_experts(c, family, settings.get("quant_method") == "mxfp4"))
     n_in = inner * (1 + family.gated) // len(family.mlp_in)  # outputs of each of these linears
@@ -151,8 +152,9 @@ def describe_experts(c, family, in_mxfp4):
         return ([Linear(f"{stem}.{x}_proj", inner, hidden, bias) for x in ("gate", "up")],
                 [Linear(f"{stem}.down_proj", hidden, inner, bias)])
 
-    def expert(stem):
-        inner = mixture.expert_size
+    def expert(i):
+        """mlp() of one expert."""
+        stem, inner = f"{mixture.experts}.{i}", mixture.expert_size
         if not mixture.one_gate_up:
             return mlp(stem, inner, False)
         if in_mxfp4 and (hidden % BLOCK or inner % BLOCK):
@@ -163,8 +165,8 @@ def describe_experts(c, family, in_mxfp4):
 
     shared_size = (mixture.shared_size or 0) * (mixture.n_shared or 0)
     shared = mlp(mixture.shared, shared_size, family.mlp_bias) if shared_size else ([], [])
-    experts = [expert(f"{mixture.experts}.{i}") for i in range(mixture.n_experts)]
-    experts = [[linear for expert in experts for linear in expert[i]] for i in (0, 1)]
+    gate_ups, downs = zip(*map(expert, range(mixture.n_experts)))
+    experts = [list(itertools.chain(*linears)) for linears in (gate_ups, downs)]
     return {"layer_routed": routed, **dict(zip(names, (*shared, *experts)))}
 
 

@@ -177,10 +177,10 @@ def add_row_bias(rows, bias, expert):
 
 
 @elementwise
-def add_expert_rows(rows, place, weights):
-    """For each token the sum [n, width] of its rows[place], place [n, k], times weights [n, k] or
-    None; in fp32 and in this order, so that it is the same each time."""
-    picked = rows[place].float()
+def add_expert_rows(rows, token_rows, weights):
+    """For each token the sum [n, width] of those of `rows` that token_rows [n, k] names, times
+    weights [n, k] or None; in fp32 and in this order, so that it is the same each time."""
+    picked = rows[token_rows].float()
     return (picked if weights is None else picked * weights[..., None]).sum(1).to(rows.dtype)
 
 

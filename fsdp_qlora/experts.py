@@ -1,8 +1,8 @@
 """The MLP half of a layer with experts: those that each token goes to, and perhaps a shared one,
 forward and backward, and what it costs.
 
-Stands on router and grouped, and as mlp on branch, products and elementwise. No token is dropped,
-however uneven the router is. Which models have experts is in families.
+Stands on router, grouped, branch and products. No token is dropped, however uneven the router is.
+Which models have experts is in families.
 """
 
 import dataclasses
@@ -65,7 +65,7 @@ class RoutedMLPHalf:
             shared = self._shared_forward(work, kept, inputs)
             if needs_branch:
                 branch += shared
-        keep_inputs(work, kept, inputs, self.fused_linears[0])
+        keep_inputs(work, kept, inputs, self.gate_up)
         out = None
         if needs_branch:
             out, kept.branch = end_branch(work, middle, branch, arch.mlp_post_norm, MLP_SITE,
@@ -83,9 +83,9 @@ class RoutedMLPHalf:
             grad_x += self._shared_backward(work, kept, upstream)
         return norm_gradient(work, arch.mlp_norm, kept.source, grad_x, grad)
 
-    def forward_in_slices(self, work, middle, source):
-        """forward()'s sum, and the choice for recomputed_backward(). Not in slices of tokens, each
-        of which would dequantise all experts: their ranges are its slices."""
+    def forward_to_recompute(self, work, middle, source):
+        """forward()'s sum, and all that is kept of it, the choice for recomputed_backward()."""
+        # not in slices of tokens, as without experts: each slice would dequantise all of them
         out, kept = self.forward(work, middle, source, keep_rows=False)
         return out, kept.routing.choice
 
@@ -118,7 +118,8 @@ class RoutedMLPHalf:
             if keep_rows:
                 kept.append(gate_up)
             del gate_up, activated, rows, passed  # before the next range is dequantised
-        out = add_expert_rows(outputs, routing.place, routing.weights, evaluation=work.evaluation)
+        out = add_expert_rows(outputs, routing.token_rows, routing.weights,
+                              evaluation=work.evaluation)
         return out, kept or None
 
     def _expert_gate_up(self, work, routing, x, passed):
@@ -133,7 +134,7 @@ class RoutedMLPHalf:
 
     def _bias(self, work, key):
         """[experts, out] of all experts' linears `key`; None where they have none."""
-        return work.layer.router_tensors.get(f"{self.arch.mixture.experts}.{key}_bias")
+        return work.layer.mixture_tensors.get(f"{self.arch.mixture.experts}.{key}_bias")
 
     def _add_bias(self, work, key, rows, routing, passed):
         """Add to the rows of a pass the bias of their experts' linears `key`, if any."""
@@ -144,8 +145,9 @@ class RoutedMLPHalf:
     def _experts_backward(self, work, kept, grad):
         """The gradient of x [n, hidden] through experts and router, from that of their sum.
 
-        A weight's gradient is that of the sum times what the expert gave. It is taken before the
-        last product, as (grad W) . activated, so that this product is never computed again.
+        That of a token's weight for an expert is that of the sum times what the expert gave. It is
+        taken before the last product, as (grad W) . activated, so that this product is never
+        computed again. Takes kept.rows, which it writes over.
         """
         routing, x = kept.routing, None
         if not kept.rows or self.expert_gate_up.n_columns:
@@ -161,27 +163,33 @@ class RoutedMLPHalf:
             inner = grouped(upstream, passed.down, passed)
             inner, grad_d = split_columns(work, self.expert_down, inner, passed)
             grad_weights[passed.rows] = gate_weight_gradients(inner, gate_up, self._activation)
-            if clamp := self.arch.mixture.clamp:
-                gate_up = clamped_gate_backward(inner, weights, gate_up, *clamp)
-            else:
-                gate_backward(inner, self.arch.activation, weights, *gate_up.chunk(2, -1))
-            if grad_d is not None:  # `inner` is gate()'s result by now
-                weighted = inner * weights[:, None].to(inner.dtype)
+            activated, grad_gate_up = self._gate_backward(inner, weights, gate_up)
+            if grad_d is not None:
+                weighted = activated * weights[:, None].to(activated.dtype)
                 add_expert_gradients(work, self.expert_down, weighted, grad_d, upstream, passed)
-            del inner, upstream
-            rows = grouped(gate_up, passed.gate_up, passed)
+            del inner, activated, upstream, gate_up
+            rows = grouped(grad_gate_up, passed.gate_up, passed)
             rows, grad_d = split_columns(work, self.expert_gate_up, rows, passed)
             if grad_d is not None:
                 inputs = x[routing.token[passed.rows]]
-                add_expert_gradients(work, self.expert_gate_up, inputs, grad_d, gate_up, passed)
+                add_expert_gradients(
+                    work, self.expert_gate_up, inputs, grad_d, grad_gate_up, passed)
             grad_rows = put_rows(grad_rows, rows, passed, n_rows)
-            del gate_up, rows, passed
+            del grad_gate_up, rows, passed
         x = None
-        grad_x = add_expert_rows(grad_rows, routing.place, None)
-        grad_weights, bias = grad_weights[routing.place], self._bias(work, "down_proj")
-        if bias is not None:  # a part of what an expert gives
+        grad_x = add_expert_rows(grad_rows, routing.token_rows, None)
+        grad_weights, bias = grad_weights[routing.token_rows], self._bias(work, "down_proj")
+        if bias is not None:  # what an expert gives has it, too
             grad_weights += F.linear(grad, bias.to(grad.dtype)).float().gather(1, routing.chosen)
         return grad_x + route_backward(work, routing, grad_weights, grad_x.dtype)
+
+    def _gate_backward(self, grad, weights, gate_up):
+        """gate()'s result, written over `grad`, that of this result; and the gradient of gate_up,
+        written over it or new. Gradients count `weights` times."""
+        if clamp := self.arch.mixture.clamp:
+            return grad, clamped_gate_backward(grad, weights, gate_up, *clamp)
+        gate_backward(grad, self.arch.activation, weights, *gate_up.chunk(2, -1))
+        return grad, gate_up
 
     def _passes(self, work, routing):
         """Yields what is multiplied at once: a range of experts with their weights, and at most an
@@ -212,7 +220,7 @@ class RoutedMLPHalf:
         if name := self.arch.mixture.shared_gate:
             kept.shared = out
             x = inputs[:, : self.arch.hidden_size]
-            weight = work.layer.router_tensors[f"{name}.weight"].to(x.dtype)
+            weight = work.layer.mixture_tensors[f"{name}.weight"].to(x.dtype)
             kept.factor = F.linear(x, weight).sigmoid()
             out = out * kept.factor
         return out
@@ -224,7 +232,7 @@ class RoutedMLPHalf:
             factor = kept.factor.float()
             slope = (grad.float() * kept.shared.float()).sum(-1, keepdim=True)
             slope = (slope * factor * (1 - factor)).to(grad.dtype)
-            from_factor = slope @ work.layer.router_tensors[f"{name}.weight"].to(slope.dtype)
+            from_factor = slope @ work.layer.mixture_tensors[f"{name}.weight"].to(slope.dtype)
             grad, kept.shared = grad * kept.factor, None
         if work.layout.dora:
             activated = grad.new_empty(len(grad), self.down.in_features)
@@ -247,16 +255,17 @@ class RoutedMLPHalf:
         return self.arch.mixture.top_k
 
     @property
-    def _inner(self):
-        """gate and up of one expert."""
+    def _gate_up_size(self):
+        """Outputs of one expert's gate and up together."""
         return self.expert_gate_up.out_features // self.arch.mixture.n_experts
 
     @property
     def kept_values(self):
         """From forward to backward, where nothing is recomputed; 2 bytes each."""
         arch, mixture = self.arch, self.arch.mixture
-        values = mixture.top_k * self._inner + arch.hidden_size * (not arch.parallel)
-        values += 2 * mixture.n_experts + 20 * mixture.top_k  # the Routing, in fp32 and int64
+        values = mixture.top_k * self._gate_up_size + arch.hidden_size * (not arch.parallel)
+        # the Routing: scores in fp32; of each row four numbers in int64 and two weights in fp32
+        values += 2 * mixture.n_experts + (4 * 4 + 2 * 2) * mixture.top_k
         if self.gate_up:
             columns = self.gate_up.padded_columns + self.down.padded_columns
             values += self.gate_up.out_features + columns
@@ -269,14 +278,15 @@ class RoutedMLPHalf:
         hidden, mixture = self.arch.hidden_size, self.arch.mixture
         rows, up, down = n * mixture.top_k, self.expert_gate_up, self.expert_down
         # gate and up are there besides if they are computed again, and if their gradient is
-        of_row = up.width + down.width + self._inner * (recomputed + bool(mixture.clamp))
+        of_row = up.width + down.width + self._gate_up_size * (recomputed + bool(mixture.clamp))
         of_pass = math.ceil(rows / plan.expert_ranges) * of_row
         if recomputed and self.gate_up:
             of_pass += n * (self.gate_up.out_features + self.down.width)
         weights = sum(fused.out_features * fused.width for fused in (up, down))
         weights = math.ceil(weights / plan.expert_ranges)
         values = rows * hidden * (plan.expert_ranges > 1) + of_pass + weights + 3 * n * hidden
-        return values * item + 4 * rows * 4 + 3 * 4 * n * mixture.n_experts
+        # of the router in fp32: four values a row, and three tensors like its scores
+        return values * item + 4 * (4 * rows + 3 * n * mixture.n_experts)
 
     @property
     def token_weights(self):
@@ -295,8 +305,9 @@ class RoutedMLPHalf:
     @property
     def passed_values(self):
         """Read or written by elementwise work, forward and backward, as counted."""
+        # of a row, each way: gathered, put in its place, summed, 2 + 2 + 1; all gates: 1.5 + 4.5
         hidden, top_k = self.arch.hidden_size, self.arch.mixture.top_k
-        rows = top_k * (10 * hidden + 6 * self._inner)
+        rows = top_k * (10 * hidden + 6 * self._gate_up_size)
         if self.expert_gate_up.n_columns:  # narrow products, which take as long; fitted
-            rows += top_k * 40 * (hidden + self._inner // 2)
+            rows += top_k * 40 * (hidden + self._gate_up_size // 2)
         return 15 * hidden + rows

@@ -26,8 +26,8 @@ GEMMA2 = GEMMA | POST_NORMS | dict(
 COHERE = dict(norm="layer", norm_eps="config.layer_norm_eps", mlp_norm="input_layernorm",
               parallel=True, rotary_interleaved=True, logits_multiplier="config.logit_scale")
 OLMO2 = POST_NORMS | dict(norm="rms_fp32", qk_norm="full")
-FUSED_MLP = dict(mlp_in=("mlp.gate_up_proj",))
-GLM = FUSED_MLP | dict(out_bias=False, rotary_interleaved=True, partial_rotary=True)
+ONE_GATE_UP = dict(mlp_in=("mlp.gate_up_proj",))
+GLM = ONE_GATE_UP | dict(out_bias=False, rotary_interleaved=True, partial_rotary=True)
 UNGATED = dict(gated=False, mlp_in=("mlp.up_proj",))
 LAYER_NORM = dict(norm="layer", norm_bias=True, norm_eps="config.layer_norm_eps")
 NEMOTRON = dict(norm="layer_plus_one", norm_eps="config.norm_eps", partial_rotary=True)
@@ -42,7 +42,7 @@ DEEPSEEK = dict(n_experts="config.n_routed_experts", first_dense="config.first_k
                 shared="mlp.shared_experts", fp32_router=True, scores="sigmoid",
                 correction="mlp.gate.e_score_correction_bias", n_groups="config.n_group",
                 top_groups="config.topk_group", normalised="config.norm_topk_prob",
-                sum_floor=1e-20, scale="config.routed_scaling_factor", rounded=False)
+                sum_eps=1e-20, scale="config.routed_scaling_factor", rounded=False)
 HUNYUAN = dict(qk_norm="head", qk_norm_after_rotary=True, ntk_alpha=True,
                q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm")
 FAMILIES = {
@@ -66,7 +66,7 @@ FAMILIES = {
     "qwen2": Family(qkv_bias=True, window="layer_types"),
     "qwen3": Family(qk_norm="head", window="layer_types"),
     "qwen3_vl_text": Family(qk_norm="head"),
-    "phi3": Family(**FUSED_MLP, fused_qkv=True, partial_rotary=True, window="all"),
+    "phi3": Family(**ONE_GATE_UP, one_qkv=True, partial_rotary=True, window="all"),
     "gemma": Family(**GEMMA),
     "gemma2": Family(**GEMMA2, attention_softcap="config.attn_logit_softcapping",
                      logits_softcap="config.final_logit_softcapping"),
@@ -118,7 +118,7 @@ FAMILIES = {
     "granitemoe": Family(**GRANITE, logits_divisor="config.logits_scaling", mixture=Mixture(
         n_experts="config.num_local_experts", expert_size="config.intermediate_size",
         experts="block_sparse_moe.experts", router="block_sparse_moe.router",
-        adapters="fused",
+        adapters="stacked",
         renames=(("experts.gate_up_proj", "input_linear.weight"),
                  ("experts.down_proj", "output_linear.weight"),
                  ("router.weight", "router.layer.weight")))),
@@ -140,7 +140,7 @@ FAMILIES = {
     "gpt_oss": Family(norm="rms_fp32", window="layer_types", sinks=True, mixture=Mixture(
         n_experts="config.num_local_experts", expert_size="config.intermediate_size",
         router="mlp.router", biases=True, clamp=(7.0, 1.702), one_gate_up=True, transposed=True,
-        adapters="fused"))}
+        adapters="stacked"))}
 MULTIMODAL = {  # {outer model type: those of the text models}; the outer one changes no logits
     "gemma3": ("gemma3_text",), "mistral3": ("mistral", "ministral3"),
     "internvl": ("qwen2", "qwen3"), "llava": ("llama", "mistral"), "exaone4_5": ("exaone4",),

@@ -1,6 +1,6 @@
 """Flags: parsing a dataclass of them from the command line and YAML, and what follows from them.
 
-Stands on argparse. The flags themselves are the fields of Config, in the script.
+Stands on argparse and ranks. The flags themselves are the fields of Config, in the script.
 """
 
 import argparse

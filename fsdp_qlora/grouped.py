@@ -1,6 +1,6 @@
 """Grouped products: rows, sorted by expert, each times its own expert's weight and adapter.
 
-Stands on products, nf4 and linears. A token's row is there once for each of its experts, so that an
+Stands on products. A token's row is there once for each of its experts, so that an
 expert's rows lie together and each kind of product is one call. What is computed with it is in
 experts, where tokens go in router; `work` is a LayerWork of layer.
 """
@@ -46,8 +46,8 @@ class Pass:
 
 
 def put_rows(whole, rows, passed, n_rows):
-    """`whole` [n_rows, width] with the rows of one pass in their place; made for the first one, and
-    where one pass has all rows these themselves."""
+    """Write the rows of one pass into `whole` [n_rows, width], None before the first pass, and
+    return it; where one pass has all rows these themselves."""
     if passed.is_all:
         return rows
     whole = rows.new_empty(n_rows, rows.shape[1]) if whole is None else whole
@@ -69,6 +69,7 @@ def grouped(rows, weights, passed):
 # ---- adapters of experts ----
 
 # They are columns of the grouped products, as in products: rows [x, d] times an expert's [W, B].
+# grouped_mm wants rows of whole 16 bytes, 8 values of bf16: hence ranks are multiples of 8.
 
 
 def expert_a(work, fused, passed):

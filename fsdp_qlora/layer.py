@@ -1,7 +1,7 @@
 """A decoder layer: its parameters, its one autograd function, what it keeps for its backward.
 
-Stands on its halves, attention and mlp, whose parts of a layer's memory and work it adds up. Layers
-of one model may differ: each has a Layout. What a layer is to keep is decided in plan.
+Stands on attention, mlp and experts, its halves, whose parts of a layer's memory and work it adds
+up. Layers of one model may differ: each has a Layout. What a layer is to keep is decided in plan.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ class Layout:
     attention: AttentionHalf
     mlp: MLPHalf | RoutedMLPHalf
     vectors: dict  # {name in the layer: (slice of `vectors`, shape)}: norms and biases
-    router_tensors: dict  # {name in the layer: shape}
+    mixture_tensors: dict  # {name in the layer: shape}
     n_blocks: int  # of `nf4`
     n_vectors: int  # values of `vectors`
     n_adapter: int  # values of `adapter`, a multiple of STATE_BLOCK
@@ -114,14 +114,15 @@ def _make_layout(arch, adapted, config, window, rope, routed):
     allocator = Allocator()
     vectors = {name: (allocator.reserve("vectors", math.prod(shape)), shape)
                for name, shape in arch.vectors(routed).items()}
+    of_experts = arch.expert_gate_up, arch.expert_down
     qkv, out, *mlp = (
         fuse_linears(site, linears, adapted, config, vectors, allocator,
-                     arch.mixture.n_experts if site > 3 else 0) if linears else None
+                     arch.mixture.n_experts if linears in of_experts else 0) if linears else None
         for site, linears in enumerate(arch.fused_groups(routed)))
     rank, counts = config.lora_rank, allocator.counts
     return Layout(
         AttentionHalf(arch, qkv, out, window, rope), (RoutedMLPHalf if routed else MLPHalf)(
-            arch, *mlp), vectors, arch.router_tensors(routed),
+            arch, *mlp), vectors, arch.mixture_tensors(routed),
         counts["blocks"], counts["vectors"], counts["adapter"],
         config.lora_alpha / (math.sqrt(rank) if config.adapter == "rslora" else rank),
         config.lora_dropout, config.adapter == "dora")
@@ -140,7 +141,7 @@ class DecoderLayer(nn.Module):
         self.keeps = plan.keeps(index)
         assert not (arch.parallel and self.keeps == "middle"), "the MLP of a parallel layer reads x"
         self.nested = None  # Nested, whole on every rank
-        self.router_tensors = {}  # {name in the layer: tensor}, whole on every rank
+        self.mixture_tensors = {}  # {name in the layer: tensor}, whole on every rank
         self.balance = None  # of its experts in this step, see add_balance()
         self.weight_norms = {}  # DoRA: {adapted linear's name: norms of the rows of W, fp32}
 
@@ -182,7 +183,8 @@ class LayerFunction(torch.autograd.Function):
         x_key = put(x)  # on its way to the host while attention runs
         middle = attention.forward(work, x)[0]
         middle_key = put(middle) if layer.keeps == "middle" else None
-        out, choice = mlp.forward_in_slices(work, middle, x if layer.arch.parallel else middle)
+        out, choice = mlp.forward_to_recompute(work, middle,
+                                               x if layer.arch.parallel else middle)
         ctx.kept = x_key, middle_key, choice
         return out
 

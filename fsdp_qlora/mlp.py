@@ -77,9 +77,9 @@ class MLPHalf:
         add_a_gradient(work, self.gate_up, inputs, grad_d)
         return norm_gradient(work, arch.mlp_norm, kept.source, grad_inputs, grad)
 
-    def forward_in_slices(self, work, middle, source):
-        """forward()'s sum of all tokens, computed a slice at a time; and None, as an MLP without
-        experts has no choice to repeat."""
+    def forward_to_recompute(self, work, middle, source):
+        """forward()'s sum of all tokens, computed a slice at a time, of which nothing is kept; and
+        None, as an MLP without experts has no choice to repeat."""
         sums = []
         for tokens in token_slices(len(middle), self.slice_tokens):
             work.tokens = tokens

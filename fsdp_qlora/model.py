@@ -153,7 +153,7 @@ def weight_requests(model, names, nf4_states):
                 Request(f"{name}.nested_absmax", (1,), range(1)),  # all of it
                 Request(f"{name}.nested_quant_map", (1,), range(1))]
         shapes = {name: shape for name, (_, shape) in layer.layout.vectors.items()}
-        for name, shape in (shapes | layer.layout.router_tensors).items():
+        for name, shape in (shapes | layer.layout.mixture_tensors).items():
             name = names.of_layer(i, name)
             requests.append(Request(name, shape, range(shape[0])))
             if name in nf4_states:
@@ -207,7 +207,7 @@ def verify_model(model, plan):
             n_bytes[kind] += sum(part.nbytes for part in parts)
             if parts[0].is_cpu and torch.cuda.is_available():
                 n_bytes["of these on the host"] += sum(part.nbytes for part in parts)
-        n_bytes["other frozen"] += sum(t.nbytes for t in layer.router_tensors.values())
+        n_bytes["other frozen"] += sum(t.nbytes for t in layer.mixture_tensors.values())
     tables = {id(t): t.nbytes for t in (model.embedding, model.head, model.norm, model.norm_bias)
               if t is not None}
     n_bytes["other frozen"] += sum(tables.values())

@@ -18,8 +18,7 @@ from fsdp_qlora.weights import (
 
 NF4_STATE = "quant_state.bitsandbytes__nf4"  # bitsandbytes' name, behind that of the weight
 FP8_BLOCK = 128  # rows and columns of a weight in FP8 that share one scale
-# what the names of tensors in MXFP4 end with, and how many weights each of their bytes has
-MX_PARTS = {"_blocks": 2, "_scales": 0}
+MX_PARTS = "_blocks", "_scales"  # what the names of tensors in MXFP4 end with; both are bytes
 NF4_PARTS = "absmax", "nested_absmax", "nested_quant_map", "quant_map", NF4_STATE  # all of them
 
 
@@ -29,10 +28,10 @@ class TensorNames:
 
     shapes: dict  # {name: shape} of all of them
     linears: dict  # {name: Linear} of those that are in 4 bits here
-    sources: dict  # {name of a linear, in MXFP4 and MX_PARTS: Source} where it is a part of one of
-    #                `shapes`
+    sources: dict  # {name of a linear: Source} where it is a part of a tensor of all experts, which
+    #                is in `shapes` then; in MXFP4 of two, {name + each of MX_PARTS: Source}
     scaled: dict  # {name of a linear in FP8: name of the scales of its blocks}
-    routers: set  # those of `shapes` that decide where tokens go
+    mixture_tensors: set  # those of `shapes` that Architecture.mixture_tensors() has
     embedding: str
     norm: str
     norm_bias: str | None
@@ -42,8 +41,10 @@ class TensorNames:
 
     @property
     def n_parameters(self):
-        return sum(math.prod(shape) * MX_PARTS.get(name[-7:], 1)
-                   for name, shape in self.shapes.items())
+        """Weights, not their scales; a byte of MXFP4 has two."""
+        return sum(math.prod(shape) * (1 + name.endswith("_blocks"))
+                   for name, shape in self.shapes.items()
+                   if not name.endswith(("_scales", "_scale_inv")))
 
     def of_layer(self, index, name):
         """The name in files of what is called `name` in layer `index`."""
@@ -69,25 +70,26 @@ class TensorNames:
             elif name.endswith("_blocks"):
                 name = name.removesuffix("_blocks")
                 shape = shape[0], shape[2] * MX_BLOCK, shape[1]
-            # what a router has in fp32 stays so: training used it as it is, and transformers keeps
-            # some of it, such as corrections, in fp32; the rest it rounds itself
-            exact = name in self.routers and name not in nf4_states and stored.dtype == "F32"
-            tensors[name] = shape, (torch.bfloat16, torch.float32)[exact]
+            # these stay fp32 where they are: training used them so, and transformers keeps some,
+            # such as a router's correction, in fp32; the others it rounds itself
+            is_exact = (name in self.mixture_tensors and name not in nf4_states
+                        and stored.dtype == "F32")
+            tensors[name] = shape, torch.float32 if is_exact else torch.bfloat16
             paths[name] = stored.path
         return tensors, paths
 
-    def places(self):
-        """{name of a tensor in 16 bits: [(a linear's name, the index in the tensor at which it
-        is)]} of all linears; of turned ones that of the whole [in, out]."""
+    def parts(self):
+        """{name of a tensor in 16 bits: [(name of a linear, the index in the tensor at which it
+        is)]} of all linears."""
         found = {}
         for name, linear in self.linears.items():
-            stored, place = name, ...
+            stored, index = name, ...
             if source := self.sources.get(f"{name}_blocks" if linear.mxfp4 else name):
-                stored = source.stored
-                expert, first = divmod(source.first, self.shapes[stored][1])
-                is_whole = source.turned or linear.mxfp4
-                place = expert if is_whole else (expert, slice(first, first + linear.out_features))
-            found.setdefault(stored.removesuffix("_blocks"), []).append((name, place))
+                stored, n = source.stored, len(source.rows)
+                expert, first = divmod(source.rows.start, self.shapes[stored][1])
+                is_whole = n == self.shapes[stored][1]  # of the expert's matrix, turned or not
+                index = expert if is_whole else (expert, slice(first, first + n))
+            found.setdefault(stored.removesuffix("_blocks"), []).append((name, index))
         return found
 
 
@@ -111,22 +113,23 @@ def tensor_names(arch, files):
     names = TensorNames({embedding: table}, {}, {}, {}, set(), embedding, norm, norm_bias, head,
                         f"{stem}layers.", renames)
     for i, routed in enumerate(arch.layer_routed):
-        fused = fused_experts(arch, names, i, files) if routed else {}
+        stacked = stacked_experts(arch, names, i, files) if routed else {}
         for linear in arch.linears(routed):
             name = names.of_layer(i, f"{linear.name}.weight")
             names.linears[name] = linear
-            if not linear.mxfp4 and f"{linear.name}.weight" not in fused:
+            if not linear.mxfp4 and f"{linear.name}.weight" not in stacked:
                 names.shapes[name] = linear.out_features, linear.in_features
             if (scales := f"{name}_scale_inv") in files:
                 names.scaled[name] = scales
                 names.shapes[scales] = tuple(
                     math.ceil(n / FP8_BLOCK) for n in (linear.out_features, linear.in_features))
-        for key, (source, shape) in fused.items():
+        for key, (source, shape) in stacked.items():
             names.sources[names.of_layer(i, key)] = source
             names.shapes[source.stored] = shape
-        for key, shape in (arch.vectors(routed) | arch.router_tensors(routed)).items():
+        of_mixture = arch.mixture_tensors(routed)
+        for key, shape in (arch.vectors(routed) | of_mixture).items():
             names.shapes[names.of_layer(i, key)] = shape
-        names.routers.update(names.of_layer(i, key) for key in arch.router_tensors(routed))
+        names.mixture_tensors.update(names.of_layer(i, key) for key in of_mixture)
     for name in filter(None, (norm, norm_bias)):
         names.shapes[name] = (arch.hidden_size,)
     if not arch.tied:
@@ -134,7 +137,7 @@ def tensor_names(arch, files):
     return names
 
 
-def fused_experts(arch, names, layer, files):
+def stacked_experts(arch, names, layer, files):
     """{name in a layer of what is read of a linear: (Source, shape of its tensor)} where the files
     have the linears of all experts in one tensor, as transformers 5 has them in memory: [experts,
     out, in], or transposed; in MXFP4 in two, of bytes. Else {}."""
@@ -142,7 +145,7 @@ def fused_experts(arch, names, layer, files):
     groups = {"gate_up_proj": arch.expert_gate_up, "down_proj": arch.expert_down}
     for key, linears in groups.items():
         stored, n, n_in = f"{mixture.experts}.{key}", mixture.n_experts, linears[0].in_features
-        n_out = sum(linear.out_features for linear in linears) // n
+        n_out = sum(linear.out_features for linear in linears) // n  # of one expert
         if in_mxfp4 := linears[0].mxfp4:
             parts = {"_blocks": (n, n_out, n_in // MX_BLOCK, MX_BLOCK // 2),
                      "_scales": (n, n_out, n_in // MX_BLOCK)}
@@ -154,18 +157,18 @@ def fused_experts(arch, names, layer, files):
         for part, shape in parts.items():
             first = 0
             for linear in linears:
+                stop = first + (linear.in_features if turned else linear.out_features)
                 found[f"{linear.name}.weight{part}"] = Source(
-                    names.of_layer(layer, stored + part), n * shape[1], first, turned), shape
-                first += linear.in_features if turned else linear.out_features
+                    names.of_layer(layer, stored + part), n * shape[1], range(first, stop),
+                    turned), shape
+                first = stop
     return found
 
 
 def rows_in_memory(tensors, names, name):
     """All rows of a tensor, flat, as a WeightReader reads them, out of {name: tensor}."""
-    if not (source := names.sources.get(name)):
-        return tensors[name].flatten()
-    linear = names.linears[name[:-7] if name[-7:] in MX_PARTS else name]
-    return source.weight_in(tensors[source.stored], linear).flatten()
+    source = names.sources.get(name)
+    return (source.weight_in(tensors[source.stored]) if source else tensors[name]).flatten()
 
 
 def weight_rows(read, names, name, rows):
@@ -179,20 +182,20 @@ def weight_rows(read, names, name, rows):
     return unscaled(value.view(len(rows), n_in), scales, rows.start % FP8_BLOCK).flatten()
 
 
-def read_part(files, names, stored, part, place, device, sums):
-    """A whole tensor of the files, or the `part` of it at `place`, see TensorNames.places(); a
+def read_part(files, names, stored, part, index, device, sums):
+    """A whole tensor of the files, or the `part` of it at `index`, see TensorNames.parts(); a
     linear's as [out, in], of FP8 times its scales, of MXFP4 in fp32; and whether what is in 16 bits
     is turned. Raises ValueError if it has not the content that `sums`, {name: content_sum() as
     hex}, know of."""
     if part in names.linears and names.linears[part].mxfp4:
         blocks, scales = (
-            read_tensor(files[stored + end], stored + end, device, sums.get(part + end), place,
+            read_tensor(files[stored + end], stored + end, device, sums.get(part + end), index,
                         part + end) for end in MX_PARTS)
         packed, scales = blocks.view(-1, BLOCK // 2), scales.view(-1, BLOCK // MX_BLOCK)
         values = mxfp4_values(packed << 4 | packed >> 4, scales)  # low halves come first in files
         return values.view(len(blocks), -1), True
     turned = part in names.sources and names.sources[part].turned
-    tensor = read_tensor(files[stored], stored, device, sums.get(part), place, part, turned)
+    tensor = read_tensor(files[stored], stored, device, sums.get(part), index, part, turned)
     if scales := names.scaled.get(part):
         of_scales = read_tensor(files[scales], scales, device, sums.get(scales))
         tensor = unscaled(tensor, of_scales)
@@ -220,8 +223,8 @@ def unscaled(value, scales, first=0):
 
 def check_files(files, names, model_config, compute_dtype):
     """Check a checkpoint's tensors before they are read. Returns {name: what bitsandbytes has
-    stored of it} of the linears and routers that the files have in NF4. Raises ValueError."""
-    wanted = {name: (shape, ["U8"] if name[-7:] in MX_PARTS else FLOATS)
+    stored of it} of the tensors that the files have in NF4. Raises ValueError."""
+    wanted = {name: (shape, ["U8"] if name.endswith(MX_PARTS) else FLOATS)
               for name, shape in names.shapes.items()}
     wanted |= {name: (names.shapes[name], ["F8_E4M3"]) for name in names.scaled}
     files = drop_further_layers(files, names, model_config)
@@ -234,10 +237,10 @@ def check_files(files, names, model_config, compute_dtype):
     states = check_prequantised(files, names, wanted)
     dtypes = sorted({state["dtype"] for state in states.values()})
     n = sum(name in states for name in names.linears)
-    n_whole, n_routers = len(names.linears) - n, len(states) - n
+    n_whole, n_gates = len(names.linears) - n, len(states) - n
     say(f"model: quantised already, loaded as it is: {n} linears in NF4"
         + f"; {n_whole} others, which are not, are quantised now" * (n_whole > 0)
-        + f"; {n_routers} tensors of routers are dequantised" * (n_routers > 0))
+        + f"; {n_gates} tensors of routers and gates are dequantised" * (n_gates > 0))
     if dtypes not in ([], [compute_dtype]):
         say(f"they were quantised from {', '.join(dtypes)}, to which bitsandbytes dequantises them;"
             f" here they are dequantised to {compute_dtype}, so that some weights differ by its"
@@ -282,7 +285,7 @@ def check_tensors(files, names, wanted):
         if shape not in (None, found):
             raise ValueError(f"{path.name}: {name} has shape {list(found)}, but config.json asks"
                              f" for {list(shape)}" + ": MXFP4 has one scale for 32 weights"
-                             * (name[-7:] in MX_PARTS))
+                             * name.endswith(MX_PARTS))
         if dtype not in dtypes:
             hint = ": without double quantisation?" if name.endswith("absmax") else ""
             raise ValueError(f"{path.name}: {name} is {dtype}, which is not read;"
@@ -308,8 +311,9 @@ def same_bytes(one, other):
 def check_prequantised(files, names, wanted):
     """check_tensors() where bitsandbytes has quantised linears, which must be as it is done here;
     not all: transformers 5 leaves experts as they are, transformers 4 had routers as linears, too.
-    Returns {name: the JSON object that it has stored} of those that are."""
-    in_nf4 = [name for name in (*names.linears, *sorted(names.routers))
+    Adds the tensors that it stores to `wanted`. Returns {name: the JSON object that it has stored}
+    of the weights that it has quantised."""
+    in_nf4 = [name for name in (*names.linears, *sorted(names.mixture_tensors))
               if f"{name}.{NF4_STATE}" in files and name in names.shapes]
     for name in files:
         if name.endswith(".absmax") and name.removesuffix(".absmax") not in in_nf4:

@@ -287,9 +287,9 @@ if triton:
             row = weight // n_in  # of the linear
             if n_in % BLOCK == 0:  # then a block lies in one row: fewer divisions
                 row = (block_of * BLOCK // n_in)[:, None] + tl.zeros([1, BLOCK], tl.int32)
-            place = first.to(tl.int64)[:, None] * stride + weight + row * n_columns
+            target = first.to(tl.int64)[:, None] * stride + weight + row * n_columns
             inside = inside[:, None] & (first[:, None] + row < last[:, None])
-            tl.store(out + place, values, inside)
+            tl.store(out + target, values, inside)
         else:
             write_columns(adapter, table, out, tile - n_tiles, n_rows, n_in, n_columns, rank,
                           LINEARS, EQUAL, COLUMNS, FIELDS)
@@ -314,8 +314,8 @@ if triton:
         there = (first_column >= 0)[:, None] & (r >= 0) & (r < rank) & (row < n_rows)[:, None]
         first = start.to(tl.int64) + (row - tl.load(fields + 1)).to(tl.int64) * rank
         values = tl.load(adapter + first[:, None] + r, there, 0.0)
-        place = row.to(tl.int64)[:, None] * (n_in + n_columns) + n_in + column[None, :]
-        tl.store(out + place, values, (row < n_rows)[:, None] & (column >= 0)[None, :])
+        target = row.to(tl.int64)[:, None] * (n_in + n_columns) + n_in + column[None, :]
+        tl.store(out + target, values, (row < n_rows)[:, None] & (column >= 0)[None, :])
 
 
 @functools.lru_cache(None)

@@ -7,7 +7,8 @@ from fsdp_qlora.names import renamed
 
 
 def peft_name(arch, layer, linear, key):
-    """PEFT's name of a part of a linear's adapter; of experts as in files."""
+    """PEFT's name of a part of a linear's adapter; that of a single expert has the words of its
+    family's released files."""
     renames = arch.mixture.renames if arch.mixture else ()
     stem = f"base_model.model.{arch.module_prefix}layers.{layer}"
     return f"{stem}.{renamed(linear, renames)}.{key}"
@@ -25,8 +26,8 @@ def file_parts(arch, layer, linear, rank, kind, of_experts):
 
 def expert_settings(arch, rank, alpha, adapted):
     """Of PEFT's LoraConfig what the experts among the linears `adapted` need, where PEFT adapts a
-    parameter of all experts. One of two linears, gate and up, has both their ranks, and so the same
-    scale."""
+    parameter of all experts. That of gate and up has the ranks of both, and twice alpha, so that
+    the scale is the same."""
     if not {*adapted} & {*arch.experts()} or arch.mixture.adapters == "modules":
         return {}
     stem, n = arch.mixture.experts, arch.mixture.n_experts
@@ -43,7 +44,7 @@ def expert_parts(arch, rank):
     those of all experts, then of the second. Of gate and up each is 0 where the other is."""
     found = {}
     for layer, routed in enumerate(arch.layer_routed):
-        if not routed or arch.mixture.adapters != "fused":
+        if not routed or arch.mixture.adapters != "stacked":
             continue
         for end, linears in (".base_layer", arch.expert_gate_up), ("", arch.expert_down):
             n, n_out = arch.mixture.n_experts, linears[0].out_features
@@ -61,7 +62,7 @@ def expert_parts(arch, rank):
     return found
 
 
-def fuse_experts(tensors, parts):
+def stack_experts(tensors, parts):
     """{name in PEFT's files: tensor} out of {peft_name(): tensor}; `parts`: see expert_parts()."""
     found = {}
     for name, tensor in tensors.items():
@@ -72,9 +73,9 @@ def fuse_experts(tensors, parts):
     return found
 
 
-def split_experts(tensors, parts):
-    """fuse_experts() undone."""
+def unstack_experts(tensors, parts):
+    """stack_experts() undone."""
     own = {name: tensors[stored][index] for name, (stored, _, index) in parts.items()
            if stored in tensors}
-    fused = {stored for stored, *_ in parts.values()}
-    return own | {name: tensor for name, tensor in tensors.items() if name not in fused}
+    stacked = {stored for stored, *_ in parts.values()}
+    return own | {name: tensor for name, tensor in tensors.items() if name not in stacked}

@@ -1,6 +1,6 @@
 """The router of a layer with experts: where each token goes, and the gradient through its weights.
 
-Stands on architecture alone. It is frozen. What the experts do with the rows is in experts; `work`
+Stands on torch alone. It is frozen. What the experts do with the rows is in experts; `work`
 is a LayerWork of layer.
 """
 
@@ -9,6 +9,7 @@ import math
 
 import torch
 import torch.nn.functional as F
+
 
 @dataclasses.dataclass
 class Routing:
@@ -19,7 +20,7 @@ class Routing:
     weights: torch.Tensor  # fp32 [n, k]
     token: torch.Tensor  # int64 [n * k], of each row
     expert: torch.Tensor  # int64 [n * k], of each row
-    place: torch.Tensor  # int64 [n, k], a token's rows
+    token_rows: torch.Tensor  # int64 [n, k], of each token
     row_weights: torch.Tensor  # fp32 [n * k], of each row
     ends: torch.Tensor  # int32 [experts], where each expert's rows end
     bounds: list | None  # 0 and `ends` on the host, where it needs them
@@ -33,7 +34,7 @@ class Routing:
 def route(work, x, choice=None, needs_bounds=False):
     """The Routing of x [n, hidden]; `choice` is that of an earlier one of the same tokens. With
     needs_bounds it waits for the GPU, unless `choice` has them."""
-    mixture, tensors = work.arch.mixture, work.layer.router_tensors
+    mixture, tensors = work.arch.mixture, work.layer.mixture_tensors
     weight = tensors[f"{mixture.router}.weight"]
     x_of_router = x.float() if mixture.fp32_router else x
     bias = tensors.get(f"{mixture.router}.bias")
@@ -53,12 +54,12 @@ def route(work, x, choice=None, needs_bounds=False):
     experts, order = chosen.flatten().sort(stable=True)
     every = torch.arange(mixture.n_experts, device=x.device)
     ends = torch.searchsorted(experts, every, right=True).int()  # without waiting for the GPU
-    place = torch.empty_like(order)
-    place[order] = torch.arange(len(order), device=x.device)
+    token_rows = torch.empty_like(order)
+    token_rows[order] = torch.arange(len(order), device=x.device)
     if bounds is None and needs_bounds:
         bounds = [0, *ends.tolist()]
-    return Routing(scores, chosen, weights, order // mixture.top_k, experts, place.view_as(chosen),
-                   weights.flatten()[order], ends, bounds)
+    return Routing(scores, chosen, weights, order // mixture.top_k, experts,
+                   token_rows.view_as(chosen), weights.flatten()[order], ends, bounds)
 
 
 BALANCE = "expert_balance_loss", "busiest_expert"  # of metrics.jsonl
@@ -103,7 +104,7 @@ def chosen_weights(scores, chosen, mixture):
     these are divided, None where they are not."""
     picked, total = scores.gather(1, chosen), None
     if mixture.normalised:
-        total = picked.sum(-1, keepdim=True) + mixture.sum_floor
+        total = picked.sum(-1, keepdim=True) + mixture.sum_eps
     return (picked if total is None else picked / total) * mixture.scale, picked, total
 
 
@@ -119,6 +120,6 @@ def route_backward(work, routing, grad, dtype):
         grad = torch.zeros_like(routing.scores).scatter_(1, chosen, grad * (1 - picked))
     else:
         grad = (-grad.sum(-1, keepdim=True) * routing.scores).scatter_add_(1, chosen, grad)
-    weight = work.layer.router_tensors[f"{mixture.router}.weight"]
+    weight = work.layer.mixture_tensors[f"{mixture.router}.weight"]
     dtype_of_product = torch.float32 if mixture.fp32_router else dtype
     return (grad.to(dtype_of_product) @ weight.to(dtype_of_product)).to(dtype)

@@ -1,6 +1,6 @@
 """Attention with sinks by kernels that know nothing of them: exact, forward and backward.
 
-Stands on nothing. With a sink s, one number for each head, a query's softmax has one more term,
+Stands on torch alone. With a sink s, one number for each head, a query's softmax has one more term,
 exp(s), whose value is 0. Which kernels a run uses is chosen in the script.
 """
 

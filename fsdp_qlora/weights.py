@@ -40,18 +40,23 @@ Request = collections.namedtuple("Request", "name shape rows source", defaults=[
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where files hold a linear of an expert among those of all experts."""
+    """Where files hold a linear of an expert: as some rows of a tensor of all experts."""
 
-    stored: str  # name of that tensor
+    stored: str  # the tensor's name
     n_rows: int  # of it as a matrix
-    first: int  # the linear's first one
-    turned: bool = False  # its rows are the linear's inputs, not its outputs
+    rows: range  # the linear's
+    turned: bool = False  # these are its inputs, not its outputs
 
-    def weight_in(self, tensor, linear):
-        """The view [out, in] of a Linear in that tensor."""
-        n = linear.in_features if self.turned else linear.out_features
-        rows = tensor.view(self.n_rows, -1)[self.first : self.first + n]
-        return rows.t() if self.turned else rows
+    def weight_in(self, tensor):
+        """The view [out, in] of the linear in the tensor."""
+        weight = tensor.view(self.n_rows, -1)[self.rows.start : self.rows.stop]
+        return weight.t() if self.turned else weight
+
+    def rows_with(self, outputs):
+        """Those of `rows` that have a range of the linear's outputs; if turned, all have any."""
+        if self.turned:
+            return self.rows if outputs else range(0)
+        return self.rows[outputs.start : outputs.stop]
 
 
 def weight_files(directory):
@@ -93,18 +98,18 @@ def tensors_of(path):
             for name, tensor in header.items()}
 
 
-def read_tensor(stored, name, device="cpu", content=None, place=..., what=None, turned=False):
-    """One whole tensor or, at the index `place`, the part of it that is called `what`; its rows
-    where it is `turned`. Raises ValueError if it has not this `content`, content_sum() as hex. The
+def read_tensor(stored, name, device="cpu", content=None, index=..., what=None, turned=False):
+    """One whole tensor or, at `index`, the part of it that is called `what`; transposed where it is
+    `turned`. Raises ValueError if it has not this `content`, content_sum() as hex. The
     file is opened for each: mapped pages would add up."""
-    if place is ... and stored.dtype in DTYPES:
+    if index is ... and stored.dtype in DTYPES:
         # safetensors would parse the header anew: 27 ms where a file has 24,000 tensors (a CPU)
         tensor = torch.empty(stored.stop - stored.start, dtype=torch.uint8)
         read_chunk(stored.path, stored.start, tensor)
         tensor = tensor.view(DTYPES[stored.dtype]).view(stored.shape).to(device)
     else:
         with safe_open(stored.path, "pt") as tensors:
-            tensor = tensors.get_slice(name)[place].to(device)
+            tensor = tensors.get_slice(name)[index].to(device)
     tensor = tensor.t().contiguous() if turned else tensor
     if content and content != as_hex(content_sum(tensor).item()):
         raise ValueError(f"{stored.path}: the values of {what or name} {OTHER_BASE}")
@@ -117,7 +122,7 @@ def as_hex(sum):
 
 def content_sum(values, rows=range(1), n_before=0):
     """An int64, on the device of `values`, that tells a tensor's content from any other: the sum of
-    all values, as integers, each times a hash of its place, modulo 2^64.
+    all values, as integers, each times a hash of its index, modulo 2^64.
 
     The sums of a tensor's parts add up to that of the whole: `values` are the rows `rows` of it;
     those below `n_before` are not counted.
@@ -125,10 +130,10 @@ def content_sum(values, rows=range(1), n_before=0):
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[values.itemsize]
     width, first = values.numel() // max(1, len(rows)), max(rows.start, n_before)
     own = values.contiguous().view(-1).view(bits)[(first - rows.start) * width :]
-    total, place = torch.zeros((), dtype=torch.int64, device=own.device), first * width
+    total, index = torch.zeros((), dtype=torch.int64, device=own.device), first * width
     for chunk in own.split(SUM_CHUNK[own.device.type]):
-        total += (mix(torch.arange(place, place + len(chunk), device=own.device)) * chunk).sum()
-        place += len(chunk)
+        total += (mix(torch.arange(index, index + len(chunk), device=own.device)) * chunk).sum()
+        index += len(chunk)
     return total
 
 
@@ -181,15 +186,13 @@ class WeightReader:
 
     def _extent(self, request):
         """The Stored tensor that has the rows of a request, the byte of a file where they begin,
-        and their bytes. A turned linear is read whole where this rank needs any row."""
-        (n, *_), rows, source = request.shape, request.rows, request.source
-        stored, first = self.files[source.stored if source else request.name], 0
-        if source:
-            n, first = source.n_rows, source.first
-        if source and source.turned:
-            rows = range(request.shape[1] if rows else 0)
-        row_bytes = (stored.stop - stored.start) // n
-        return stored, stored.start + (first + rows.start) * row_bytes, len(rows) * row_bytes
+        and their bytes."""
+        name, n_rows, rows = request.name, request.shape[0], request.rows
+        if source := request.source:
+            name, n_rows, rows = source.stored, source.n_rows, source.rows_with(rows)
+        stored = self.files[name]
+        row_bytes = (stored.stop - stored.start) // n_rows
+        return stored, stored.start + rows.start * row_bytes, len(rows) * row_bytes
 
     def _begin_next(self):
         request = self.waiting.popleft()
@@ -240,7 +243,7 @@ class RandomWeights:
             return torch.full((math.prod(shape),), value, dtype=self.dtype, device=self.device)
         seed = self.seed ^ zlib.crc32(name.encode())
         generator = torch.Generator(self.device).manual_seed(seed)
-        in_mxfp4 = {"_blocks": (0, 256), "_scales": (118, 121)}.get(name[-7:])
+        in_mxfp4 = {"blocks": (0, 256), "scales": (118, 121)}.get(name.rpartition("_")[2])
         if in_mxfp4:  # bytes
             whole = torch.empty(shape, dtype=torch.uint8, device=self.device)
             whole.random_(*in_mxfp4, generator=generator)

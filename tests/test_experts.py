@@ -34,7 +34,7 @@ from fsdp_qlora.elementwise import (
 )
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.names import check_files, rows_in_memory, tensor_names, weight_rows
-from fsdp_qlora.peft_names import expert_parts, fuse_experts, split_experts
+from fsdp_qlora.peft_names import expert_parts, stack_experts, unstack_experts
 from fsdp_qlora.weights import Request, WeightReader, weight_files
 from train_fsdp_qlora import Config, fill_model
 
@@ -126,8 +126,8 @@ def test_bf16_routers_round_as_transformers(name):
     correction = [layer.mlp.e_score_correction_bias] if name == "minimax_m2" else []
     first, weights, last = routed(x, *correction)
     chosen = first if last.is_floating_point() else last  # Granite's in transformers 5.17
-    tensors = {key: layer.state_dict()[key] for key in arch.router_tensors(True)}
-    work = types.SimpleNamespace(arch=arch, layer=types.SimpleNamespace(router_tensors=tensors))
+    tensors = {key: layer.state_dict()[key] for key in arch.mixture_tensors(True)}
+    work = types.SimpleNamespace(arch=arch, layer=types.SimpleNamespace(mixture_tensors=tensors))
     ours, order, theirs = router.route(work, x), chosen.argsort(), weights.float()
     assert torch.equal(ours.chosen.sort()[0], chosen.gather(1, order))
     got = ours.weights.gather(1, ours.chosen.argsort())
@@ -216,7 +216,7 @@ def test_adapters_of_experts_are_what_peft_loads(name, tmp_path):
     for i, layer in enumerate(model.layers):
         layer.adapter.normal_(0, 0.1, generator=seed(i))
     values, parts = parts_of_adapter(model, arch, "data"), expert_parts(arch, config.lora_rank)
-    write_adapter(tmp_path, fuse_experts(values, parts), choose_adapted(arch, config, "m")[0])
+    write_adapter(tmp_path, stack_experts(values, parts), choose_adapted(arch, config, "m")[0])
     ids = torch.randint(3, arch.vocab_size, (sum(check.LENGTHS),), generator=seed(2))
     with torch.enable_grad():
         ours = check.results(model, ids)
@@ -233,11 +233,11 @@ def test_adapters_of_experts_are_what_peft_loads(name, tmp_path):
     assert (ours["logits"] - theirs).norm() < BAR * theirs.norm()
     assert abs(ours["loss"] - loss) < BAR * loss
     # as PEFT has it all experts' adapters are fused, whatever the file has
-    mixture = dataclasses.replace(arch.mixture, adapters="fused", renames=())
+    mixture = dataclasses.replace(arch.mixture, adapters="stacked", renames=())
     memory = dataclasses.replace(arch, mixture=mixture)
     their = {name.replace(".default", ""): p.grad for name, p in peft.named_parameters()
              if p.requires_grad}  # fmt: skip
-    their = split_experts(their, expert_parts(memory, config.lora_rank))
+    their = unstack_experts(their, expert_parts(memory, config.lora_rank))
     mine = parts_of_adapter(model, memory, "grad")
     assert mine.keys() == their.keys()
     for key, grad in mine.items():
@@ -253,7 +253,7 @@ def test_adapter_whose_gate_and_up_are_not_apart_is_no_beginning(tmp_path):
     arch = describe_model(small)
     model = make_layers(small, arch, random_reference(small, seed()).state_dict(), config)
     adapter, lora_config = Adapter(model, torch.device("cpu")), choose_adapted(arch, config, "m")[0]
-    values = fuse_experts(parts_of_adapter(model, arch, "data"), adapter.expert_parts)
+    values = stack_experts(parts_of_adapter(model, arch, "data"), adapter.expert_parts)
     write_adapter(tmp_path, values, lora_config)
     assert read_adapter(config, adapter).keys() == parts_of_adapter(model, arch, "data").keys()
     write_adapter(tmp_path, {key: value + 1 for key, value in values.items()}, lora_config)
@@ -372,8 +372,8 @@ def test_router_is_as_exact_as_in_the_files(monkeypatch):
     arch, tensors = describe_model(small), random_reference(small, seed()).state_dict()
     model = plain_model(small, arch, tensors, 24, fill_model)
     assert model.layers[1].vectors.dtype == torch.bfloat16
-    assert len(model.layers[1].router_tensors) == 2
-    for name, tensor in model.layers[1].router_tensors.items():
+    assert len(model.layers[1].mixture_tensors) == 2
+    for name, tensor in model.layers[1].mixture_tensors.items():
         stored = tensors[tensor_names(arch, tensors).of_layer(1, name)]
         assert tensor.dtype == stored.dtype and torch.equal(tensor.flatten(), stored.flatten())
 
@@ -451,15 +451,16 @@ def test_fp8_checkpoint_trains_as_the_bf16_one_of_its_values(
         json.dumps(config | {"quantization_config": settings}))  # fmt: skip
     save_file(fp8, tmp_path / "fp8" / "model.safetensors")
     save_file(tensors, tmp_path / "bf16" / "model.safetensors")
-    found = {}
+    found, counted = {}, set()
     for kind in "fp8", "bf16":
         tokenizer.save_pretrained(tmp_path / kind)
-        code, _, err = run_main(
+        code, out, err = run_main(
             "--model", tmp_path / kind, "--dataset", demo_directory / "data.jsonl",
             "--max_steps", 2, "--max_seq_len", 64, "--output_dir", tmp_path / f"run-{kind}",
             "--target_modules", "q_proj", "experts", "--lora_rank", 8,
         )  # fmt: skip
         assert code == 0, err
+        counted |= {line for line in out.splitlines() if line.startswith("parameters: ")}
         rows = read_metrics(tmp_path / f"run-{kind}")
         found[kind] = [(row["loss"], row["grad_norm"]) for row in rows]
         assert all(1 <= row["busiest_expert"] <= 8 / 3 for row in rows)
@@ -468,6 +469,7 @@ def test_fp8_checkpoint_trains_as_the_bf16_one_of_its_values(
             "--output_dir", str(tmp_path / f"merged-{kind}"), "--no-check",
         ])  # fmt: skip
     assert found["fp8"] == found["bf16"]
+    assert len(counted) == 1  # scales are no parameters
     fp8, bf16 = (load_file(tmp_path / f"merged-{kind}" / "model.safetensors") for kind in found)
     assert fp8.keys() == bf16.keys()
     assert all(torch.equal(fp8[key], value) for key, value in bf16.items())

@@ -5,6 +5,7 @@ import ast
 import graphlib
 import os
 import random
+import re
 import shlex
 import shutil
 import signal
@@ -58,8 +59,13 @@ def test_no_module_imports_what_stands_above_the_package(name):
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_every_module_says_what_it_is(name):
-    assert len((ast.get_docstring(TREES[name]) or "").splitlines()) >= 2
+def test_every_module_says_what_it_is_and_stands_on(name):
+    """What it stands on, to the end of the clause, it imports; nothing or one alone: no others."""
+    text = " ".join(ast.get_docstring(TREES[name]).split())
+    (clause,) = re.findall(r"[Ss]tands on (.*?)(?: for | wh|[.;] |\.$)", text)
+    used, rooms = ({m.rpartition(".")[2] for m in ms} for ms in (imported(TREES[name]), MODULES))
+    words = set(re.findall(r"\w+", clause))
+    assert words & rooms <= used and not (words & {"nothing", "alone"} and used & rooms), clause
 
 
 def test_a_folder_of_modules_holds_no_code_of_its_own():

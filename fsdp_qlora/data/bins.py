@@ -1,6 +1,6 @@
 """Which rows an optimizer step works on, dealt into bins of equal work, and the tensors of a bin.
-It stands on the Rows of encode.py (their lengths and tokens), and leaves to the model what is
-computed of a bin."""
+It stands on forms.py for what is not trained; Rows come from encode.py, and what is computed of a
+bin is in the model."""
 
 import dataclasses
 import functools

@@ -1,6 +1,6 @@
 """A table that all cores compute once, as Arrow files in the directory where `datasets` keeps its
-caches. It stands on files and ranks, and knows nothing of rows: encode.py says what the table
-holds. Only what was written whole is found again, and its digests are looked at before its use."""
+caches. It stands on files and ranks; what the table holds is up to encode.py. Only
+what was written whole is found again, and its digests are looked at before its use."""
 
 import contextlib
 import fcntl

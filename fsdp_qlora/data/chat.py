@@ -1,6 +1,6 @@
 """A conversation, rendered by the tokenizer's chat template, as text and the spans of it that are
-trained. It stands on transformers' rendering alone, and leaves other forms of rows to forms.py,
-tokens to encode.py."""
+trained. It stands on transformers' rendering; other forms of rows are in forms.py, tokens in
+encode.py."""
 
 import contextlib
 import copy
