@@ -5,7 +5,6 @@ That each family equals transformers is in test_layer.py, on two processes in te
 
 import dataclasses
 import functools
-import json
 import math
 import types
 
@@ -15,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import DEVICE
-from families import TINY, make_model
+from families import TINY, from_fp8, make_model, to_fp8, write_fp8
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from test_layer import make_model as make_layers
@@ -401,22 +400,6 @@ def test_missing_expert_is_named(tmp_path):
 # ---- FP8, further layers ----
 
 
-def to_fp8(weight):
-    """A weight [out, in] in FP8 and the scales of its blocks of 128 x 128, as DeepSeek has them."""
-    n_out, n_in = weight.shape
-    padded = torch.zeros(-(-n_out // 128) * 128, -(-n_in // 128) * 128)
-    padded[:n_out, :n_in] = weight
-    blocks = padded.view(len(padded) // 128, 128, -1, 128)
-    scales = blocks.abs().amax((1, 3)) / 448
-    codes = (blocks / scales[:, None, :, None]).view_as(padded)[:n_out, :n_in]
-    return codes.to(torch.float8_e4m3fn), scales
-
-
-def from_fp8(codes, scales):
-    wide = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
-    return codes.float() * wide[: codes.shape[0], : codes.shape[1]]
-
-
 @pytest.mark.parametrize("rows", [range(0, 300), range(5, 6), range(127, 129), range(130, 300)])
 def test_rows_of_an_fp8_weight_have_their_scales(rows):
     codes, scales = to_fp8(torch.randn(300, 200, generator=seed()))
@@ -434,22 +417,8 @@ def test_fp8_checkpoint_trains_as_the_bf16_one_of_its_values(
 ):
     """The values that FP8 and its scales mean, rounded to bf16, are what is quantised to NF4."""
     tokenizer = AutoTokenizer.from_pretrained(demo_directory / "model")
-    model = make_model(TINY[name](len(tokenizer)), dtype=torch.bfloat16)
-    model.save_pretrained(tmp_path / "bf16")
-    tensors = load_file(tmp_path / "bf16" / "model.safetensors")
-    fp8 = dict(tensors)
-    for key, weight in tensors.items():
-        linears = tuple(f"{end}.weight" for end in ("proj", "w1", "w2", "w3"))
-        if "layers." in key and key.endswith(linears):
-            fp8[key], fp8[f"{key}_scale_inv"] = to_fp8(weight.float())
-            tensors[key] = from_fp8(fp8[key], fp8[f"{key}_scale_inv"]).bfloat16()
-    (tmp_path / "fp8").mkdir()
-    config = json.loads((tmp_path / "bf16" / "config.json").read_text())
-    settings = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}
-    (tmp_path / "fp8" / "config.json").write_text(
-        json.dumps(config | {"quantization_config": settings}))  # fmt: skip
-    save_file(fp8, tmp_path / "fp8" / "model.safetensors")
-    save_file(tensors, tmp_path / "bf16" / "model.safetensors")
+    write_fp8(tmp_path / "fp8", TINY[name](len(tokenizer)), torch.bfloat16)
+    (tmp_path / "fp8" / "whole").rename(tmp_path / "bf16")
     found = {}
     for kind in "fp8", "bf16":
         tokenizer.save_pretrained(tmp_path / kind)
