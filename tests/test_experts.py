@@ -24,6 +24,8 @@ from fsdp_qlora import check, experts, grouped, router
 from fsdp_qlora.adapter import Adapter, choose_adapted, read_adapter, write_adapter
 from fsdp_qlora.check import plain_model, random_adapter, random_reference, read_weights
 from fsdp_qlora.configs import describe_model, shrunk_config
+from fsdp_qlora.data.bins import make_bin
+from fsdp_qlora.data.encode import rows_of
 from fsdp_qlora.elementwise import (
     add_expert_rows,
     clamped_gate_backward,
@@ -457,20 +459,43 @@ def test_layers_that_predict_further_tokens_are_skipped_by_number(declared, tmp_
             check_files(files, names, config, "bfloat16")
 
 
+def balance_of(layer, scores, chosen, row_tokens):
+    experts, order = chosen.flatten().sort(stable=True)
+    ends = torch.bincount(experts, minlength=8).cumsum(0).int()
+    routing = types.SimpleNamespace(scores=scores, ends=ends, token=order // 2)
+    router.add_balance(layer, routing, torch.tensor([row_tokens]))
+
+
 def test_balance_of_experts_is_one_where_all_are_used_alike():
     """And n_experts / top_k where all tokens go to the same ones."""
     layer = types.SimpleNamespace(balance=None)
-    mixture = types.SimpleNamespace(n_experts=8, top_k=2)
-    for chosen, scores in (
-        (torch.arange(64).view(32, 2) % 8, torch.full((32, 8), 0.125)),
-        (torch.tensor([[0, 1]] * 32), torch.eye(8)[[0] * 32] / 2 + torch.eye(8)[[1] * 32] / 2),
-    ):
-        ends = torch.bincount(chosen.flatten(), minlength=8).cumsum(0).int()
-        router.add_balance(layer, types.SimpleNamespace(scores=scores, ends=ends, chosen=chosen))
-    assert layer.balance.tolist() == [1 + mixture.n_experts / mixture.top_k] * 2 + [2]
+    alike = torch.full((32, 8), 0.125), torch.arange(64).view(32, 2) % 8
+    same = torch.tensor([[0.5, 0.5, *[0] * 6]] * 32), torch.tensor([[0, 1]] * 32)
+    balance_of(layer, *alike, 32), balance_of(layer, *same, 32)
+    assert layer.balance.tolist() == [1 + 8 / 2] * 2 + [2]
+    balance_of(layer, *(torch.cat(pair) for pair in zip(alike, same)), 32)  # the rest is padding
+    balance_of(layer, *same, 0)
+    assert layer.balance.tolist() == [1 + 8 / 2 + 1] * 2 + [3]
     model = types.SimpleNamespace(layers=[layer, layer], norm=torch.zeros(1))
-    assert router.take_balance(model).tolist() == [10, 10, 4]
+    assert router.take_balance(model).tolist() == [12, 12, 6]
     assert layer.balance.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe"])
+def test_balance_of_experts_counts_no_padding(name):
+    """A row alone in a bin, beside a longer one of another process, and before padding."""
+    small = shrunk_config(TINY[name](320))
+    arch, reference = describe_model(small), random_reference(small, seed())
+    model = plain_model(small, arch, reference.state_dict(), 64, fill_model, "lora")
+    rows = rows_of([(x, x) for x in torch.randint(3, 128, (45,), generator=seed(1)).split([9, 36])])
+    found = []
+    for micro_batch in [[0]], [[0], [1]], [[], [1]]:
+        model(make_bin(rows, micro_batch, 0, None, check.plain_run(model)))
+        found.append(router.take_balance(model))
+    alone, padded, padding = found
+    assert alone[2] == arch.layer_routed.count(True) and 1 < alone[1] / alone[2] < 8
+    torch.testing.assert_close(padded, alone, rtol=1e-6, atol=0)
+    assert padding.tolist() == [0, 0, 0]
 
 
 def autograd_gate(gate_up, activation):
