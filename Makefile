@@ -32,7 +32,7 @@ space := $(empty) $(empty)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train merge standalone test test-fast test-benchmarks chaos lint flash-attn \
+.PHONY: help setup train merge standalone test test-fast test-slow chaos lint flash-attn \
     can-build-flash-attn clean
 
 help: ## When you want to know what there is
@@ -63,7 +63,7 @@ test-fast: $(READY) ## While you edit: layer, families, plan, data; less than a 
 	$(VENV)/bin/python -m pytest --numprocesses auto --dist loadfile -k 'not ($(slower))' \
 	    $(fast:%=tests/test_%.py) $(ARGS)
 
-test-benchmarks: $(READY) ## After a change in benchmarks/: what `make test` leaves out, a minute
+test-slow: $(READY) ## After a change in benchmarks/ or of how files are read: the rest, 4 minutes
 	$(VENV)/bin/python -m pytest -m slow $(ARGS)
 
 chaos: $(READY) ## Before a release: kills, signals and faults by the hundred, 20 minutes

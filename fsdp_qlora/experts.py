@@ -57,7 +57,7 @@ class RoutedMLPHalf:
             why_no_grouped_mm(x.dtype, x.device))
         kept.routing = route(work, x, choice, needs_bounds)
         if not (work.is_backward or work.evaluation):
-            add_balance(work.layer, kept.routing)
+            add_balance(work.layer, kept.routing, work.bin.row_tokens)
         needs_branch = want_sum or arch.mlp_post_norm is not None
         if needs_branch:
             branch, kept.rows = self._experts_forward(work, kept.routing, x, keep_rows)

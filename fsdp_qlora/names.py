@@ -317,8 +317,11 @@ def check_prequantised(files, names, wanted):
               if f"{name}.{NF4_STATE}" in files and name in names.shapes]
     for name in files:
         if name.endswith(".absmax") and name.removesuffix(".absmax") not in in_nf4:
-            raise ValueError(f"{name}: only linears of decoder layers can be in 4-bit, in NF4: name"
-                             " the original model")
+            original = "the original model"
+            if "_projs." in name:  # Unsloth's gpt-oss, which has each expert's matrices apart
+                original = "openai/gpt-oss-20b or openai/gpt-oss-120b, which are in MXFP4"
+            raise ValueError(f"{name}: only linears of decoder layers can be in 4-bit, in NF4, by"
+                             f" the names that transformers gives them: name {original}")
     for name in in_nf4:
         n_blocks = math.ceil(math.prod(names.shapes[name]) / BLOCK)
         wanted[name] = None, DTYPES  # packed, in integers or floats of any size

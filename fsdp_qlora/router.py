@@ -65,17 +65,22 @@ def route(work, x, choice=None, needs_bounds=False):
 BALANCE = "expert_balance_loss", "busiest_expert"  # of metrics.jsonl
 
 
-def add_balance(layer, routing):
+def add_balance(layer, routing, row_tokens):
     """Add to layer.balance [3]: the auxiliary loss of Switch Transformers, 1 where all experts get
     as many tokens; the busiest expert's share of the tokens, times the number of experts; and 1 for
-    this bin. Nothing is trained by them; the padding of a bin counts."""
+    this bin. Only its first `row_tokens` count, int64 [1], not its padding; a bin of padding alone
+    adds 0. Nothing is trained by them."""
     n, n_experts = routing.scores.shape
-    shares = routing.ends.diff(prepend=routing.ends.new_zeros(1)) / routing.chosen.numel()
-    probabilities = routing.scores.mean(0) / routing.scores.sum(-1).mean()
+    counted = torch.arange(n, device=row_tokens.device) < row_tokens
+    before = F.pad((routing.token < row_tokens).cumsum(0), (1, 0))[routing.ends]
+    tokens = before.diff(prepend=before.new_zeros(1))  # of each expert
+    shares = tokens / tokens.sum()
+    probabilities = counted.float() @ routing.scores
+    probabilities /= probabilities.sum()
     sums = (shares * probabilities).sum() * n_experts, shares.max() * n_experts
     if layer.balance is None:
         layer.balance = torch.zeros(3, device=shares.device)
-    layer.balance += torch.stack([*sums, torch.ones_like(sums[0])])
+    layer.balance += torch.stack([*sums, counted[0].float()]).nan_to_num()  # 0 / 0 without a token
 
 
 def take_balance(model):

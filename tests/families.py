@@ -2,6 +2,7 @@
 look."""
 
 import copy
+import json
 import re
 
 import bitsandbytes as bnb
@@ -14,6 +15,7 @@ from transformers import (
     AutoModelForImageTextToText,
     BitsAndBytesConfig,
 )
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 LLAMA3 = dict(
     rope_type="llama3",
@@ -407,20 +409,27 @@ def mxfp4_experts(config, seed=0):
 
 
 def write_mxfp4(directory, vocab_size):
-    """Write a gpt-oss as it is released: its experts in MXFP4, the rest in bf16."""
+    """Write a gpt-oss as it is released: its experts in MXFP4, the rest in bf16; in whole/ what
+    transformers makes of it in bf16."""
     config = TINY["gpt_oss"](vocab_size)
     config.intermediate_size = 128
     tensors = dict(make_model(config, dtype=torch.bfloat16).state_dict())
-    experts = mxfp4_experts(config)
+    experts, whole = mxfp4_experts(config), dict(tensors)
     for name in {name.rpartition("_")[0] for name in experts}:
         del tensors[name]
+        whole[name] = convert_moe_packed_tensors(
+            experts[f"{name}_blocks"], experts[f"{name}_scales"], dtype=torch.bfloat16)
+    config.save_pretrained(directory / "whole")
     config.quantization_config = {"quant_method": "mxfp4"}
     config.save_pretrained(directory)
     save_file({**tensors, **experts}, directory / "model.safetensors", {"format": "pt"})
+    whole = {name: tensor.contiguous() for name, tensor in whole.items()}
+    save_file(whole, directory / "whole" / "model.safetensors", {"format": "pt"})
 
 
 # what transformers 4.57 makes a 4-bit linear of in a mixture; 5 leaves experts as they are
-LINEARS_IN_4 = r".*layers\..*(_proj|\.w[123]|_gate|\.gate|router\.layer)\.weight"
+LINEARS_IN_4 = r".*layers\..*(_proj|\.w[123]|_gate|\.gate|\.wg|router\.layer)\.weight"
+ROUTER_NO_LINEAR_IN_4 = {"glm4_moe", "dots1", "gpt_oss"}
 
 
 def write_4bit(directory, config, version, dtype=torch.float32):
@@ -438,13 +447,48 @@ def write_4bit(directory, config, version, dtype=torch.float32):
         tensors = {}
         for name, weight in whole.items():
             tensors[name] = weight
-            if re.fullmatch(LINEARS_IN_4, name) and weight.dim() == 2:
+            is_linear = re.fullmatch(LINEARS_IN_4, name) and weight.dim() == 2
+            if config.model_type in ROUTER_NO_LINEAR_IN_4 and name.endswith("mlp.gate.weight"):
+                is_linear = False
+            if is_linear:
                 tensors[name], state = bnb.functional.quantize_4bit(
                     weight.to(dtype), compress_statistics=True, quant_type="nf4", blocksize=64)
                 parts = state.as_dict(packed=True)
                 tensors |= {f"{name}.{part}": value for part, value in parts.items()}
         save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     return whole
+
+
+def to_fp8(weight):
+    """A weight [out, in] in FP8 and the scales of its blocks of 128 x 128, as DeepSeek has them."""
+    n_out, n_in = weight.shape
+    padded = torch.zeros(-(-n_out // 128) * 128, -(-n_in // 128) * 128)
+    padded[:n_out, :n_in] = weight
+    blocks = padded.view(len(padded) // 128, 128, -1, 128)
+    scales = blocks.abs().amax((1, 3)) / 448
+    codes = (blocks / scales[:, None, :, None]).view_as(padded)[:n_out, :n_in]
+    return codes.to(torch.float8_e4m3fn), scales
+
+
+def from_fp8(codes, scales):
+    wide = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return codes.float() * wide[: codes.shape[0], : codes.shape[1]]
+
+
+def write_fp8(directory, config, dtype=torch.float32):
+    """Write a mixture as it is released in FP8; in whole/ the values that it means, in `dtype`."""
+    write_model(directory / "whole", config)
+    whole = load_file(directory / "whole" / "model.safetensors")
+    fp8, linears = dict(whole), tuple(f"{end}.weight" for end in ("proj", "w1", "w2", "w3"))
+    for key, weight in whole.items():
+        if "layers." in key and key.endswith(linears):
+            fp8[key], fp8[f"{key}_scale_inv"] = to_fp8(weight.float())
+            whole[key] = from_fp8(fp8[key], fp8[f"{key}_scale_inv"]).to(dtype)
+    settings = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}
+    config = json.loads((directory / "whole" / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    save_file(fp8, directory / "model.safetensors", {"format": "pt"})
+    save_file(whole, directory / "whole" / "model.safetensors", {"format": "pt"})
 
 
 def write_model(directory, config, seed=0, dtype=torch.bfloat16):

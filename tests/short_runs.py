@@ -111,7 +111,7 @@ def trained(records):
 
 def reference_loss_of(base):
     """Function (values of an adapter or None): the loss of eval.jsonl by transformers and PEFT."""
-    model = load_reference(base, "lora")
+    model = load_reference(base / "model", "lora")
     rows = read_rows(base / "eval.jsonl", AutoTokenizer.from_pretrained(base / "model"))
     lengths = sorted(len(ids) for ids, _ in rows)
     assert lengths[-1] > 4 * lengths[0]

@@ -5,7 +5,6 @@ That each family equals transformers is in test_layer.py, on two processes in te
 
 import dataclasses
 import functools
-import json
 import math
 import types
 
@@ -15,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import DEVICE
-from families import TINY, make_model
+from families import TINY, from_fp8, make_model, to_fp8, write_fp8
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from test_layer import make_model as make_layers
@@ -25,6 +24,8 @@ from fsdp_qlora import check, experts, grouped, router
 from fsdp_qlora.adapter import Adapter, choose_adapted, read_adapter, write_adapter
 from fsdp_qlora.check import plain_model, random_adapter, random_reference, read_weights
 from fsdp_qlora.configs import describe_model, shrunk_config
+from fsdp_qlora.data.bins import make_bin
+from fsdp_qlora.data.encode import rows_of
 from fsdp_qlora.elementwise import (
     add_expert_rows,
     clamped_gate_backward,
@@ -402,22 +403,6 @@ def test_missing_expert_is_named(tmp_path):
 # ---- FP8, further layers ----
 
 
-def to_fp8(weight):
-    """A weight [out, in] in FP8 and the scales of its blocks of 128 x 128, as DeepSeek has them."""
-    n_out, n_in = weight.shape
-    padded = torch.zeros(-(-n_out // 128) * 128, -(-n_in // 128) * 128)
-    padded[:n_out, :n_in] = weight
-    blocks = padded.view(len(padded) // 128, 128, -1, 128)
-    scales = blocks.abs().amax((1, 3)) / 448
-    codes = (blocks / scales[:, None, :, None]).view_as(padded)[:n_out, :n_in]
-    return codes.to(torch.float8_e4m3fn), scales
-
-
-def from_fp8(codes, scales):
-    wide = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
-    return codes.float() * wide[: codes.shape[0], : codes.shape[1]]
-
-
 @pytest.mark.parametrize("rows", [range(0, 300), range(5, 6), range(127, 129), range(130, 300)])
 def test_rows_of_an_fp8_weight_have_their_scales(rows):
     codes, scales = to_fp8(torch.randn(300, 200, generator=seed()))
@@ -435,22 +420,8 @@ def test_fp8_checkpoint_trains_as_the_bf16_one_of_its_values(
 ):
     """The values that FP8 and its scales mean, rounded to bf16, are what is quantised to NF4."""
     tokenizer = AutoTokenizer.from_pretrained(demo_directory / "model")
-    model = make_model(TINY[name](len(tokenizer)), dtype=torch.bfloat16)
-    model.save_pretrained(tmp_path / "bf16")
-    tensors = load_file(tmp_path / "bf16" / "model.safetensors")
-    fp8 = dict(tensors)
-    for key, weight in tensors.items():
-        linears = tuple(f"{end}.weight" for end in ("proj", "w1", "w2", "w3"))
-        if "layers." in key and key.endswith(linears):
-            fp8[key], fp8[f"{key}_scale_inv"] = to_fp8(weight.float())
-            tensors[key] = from_fp8(fp8[key], fp8[f"{key}_scale_inv"]).bfloat16()
-    (tmp_path / "fp8").mkdir()
-    config = json.loads((tmp_path / "bf16" / "config.json").read_text())
-    settings = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}
-    (tmp_path / "fp8" / "config.json").write_text(
-        json.dumps(config | {"quantization_config": settings}))  # fmt: skip
-    save_file(fp8, tmp_path / "fp8" / "model.safetensors")
-    save_file(tensors, tmp_path / "bf16" / "model.safetensors")
+    write_fp8(tmp_path / "fp8", TINY[name](len(tokenizer)), torch.bfloat16)
+    (tmp_path / "fp8" / "whole").rename(tmp_path / "bf16")
     found, counted = {}, set()
     for kind in "fp8", "bf16":
         tokenizer.save_pretrained(tmp_path / kind)
@@ -491,20 +462,43 @@ def test_layers_that_predict_further_tokens_are_skipped_by_number(declared, tmp_
             check_files(files, names, config, "bfloat16")
 
 
+def balance_of(layer, scores, chosen, row_tokens):
+    experts, order = chosen.flatten().sort(stable=True)
+    ends = torch.bincount(experts, minlength=8).cumsum(0).int()
+    routing = types.SimpleNamespace(scores=scores, ends=ends, token=order // 2)
+    router.add_balance(layer, routing, torch.tensor([row_tokens]))
+
+
 def test_balance_of_experts_is_one_where_all_are_used_alike():
     """And n_experts / top_k where all tokens go to the same ones."""
     layer = types.SimpleNamespace(balance=None)
-    mixture = types.SimpleNamespace(n_experts=8, top_k=2)
-    for chosen, scores in (
-        (torch.arange(64).view(32, 2) % 8, torch.full((32, 8), 0.125)),
-        (torch.tensor([[0, 1]] * 32), torch.eye(8)[[0] * 32] / 2 + torch.eye(8)[[1] * 32] / 2),
-    ):
-        ends = torch.bincount(chosen.flatten(), minlength=8).cumsum(0).int()
-        router.add_balance(layer, types.SimpleNamespace(scores=scores, ends=ends, chosen=chosen))
-    assert layer.balance.tolist() == [1 + mixture.n_experts / mixture.top_k] * 2 + [2]
+    alike = torch.full((32, 8), 0.125), torch.arange(64).view(32, 2) % 8
+    same = torch.tensor([[0.5, 0.5, *[0] * 6]] * 32), torch.tensor([[0, 1]] * 32)
+    balance_of(layer, *alike, 32), balance_of(layer, *same, 32)
+    assert layer.balance.tolist() == [1 + 8 / 2] * 2 + [2]
+    balance_of(layer, *(torch.cat(pair) for pair in zip(alike, same)), 32)  # the rest is padding
+    balance_of(layer, *same, 0)
+    assert layer.balance.tolist() == [1 + 8 / 2 + 1] * 2 + [3]
     model = types.SimpleNamespace(layers=[layer, layer], norm=torch.zeros(1))
-    assert router.take_balance(model).tolist() == [10, 10, 4]
+    assert router.take_balance(model).tolist() == [12, 12, 6]
     assert layer.balance.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe"])
+def test_balance_of_experts_counts_no_padding(name):
+    """A row alone in a bin, beside a longer one of another process, and before padding."""
+    small = shrunk_config(TINY[name](320))
+    arch, reference = describe_model(small), random_reference(small, seed())
+    model = plain_model(small, arch, reference.state_dict(), 64, fill_model, "lora")
+    rows = rows_of([(x, x) for x in torch.randint(3, 128, (45,), generator=seed(1)).split([9, 36])])
+    found = []
+    for micro_batch in [[0]], [[0], [1]], [[], [1]]:
+        model(make_bin(rows, micro_batch, 0, None, check.plain_run(model)))
+        found.append(router.take_balance(model))
+    alone, padded, padding = found
+    assert alone[2] == arch.layer_routed.count(True) and 1 < alone[1] / alone[2] < 8
+    torch.testing.assert_close(padded, alone, rtol=1e-6, atol=0)
+    assert padding.tolist() == [0, 0, 0]
 
 
 def autograd_gate(gate_up, activation):

@@ -3,11 +3,14 @@
 That it gives the same on two processes is in test_step.py.
 """
 
+import re
+
+import bitsandbytes as bnb
 import pytest
 import torch
-from families import TINY, mxfp4_experts, write_mxfp4
+from families import TINY, mxfp4_experts, write_4bit, write_mxfp4
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from fsdp_qlora import check
@@ -148,6 +151,38 @@ def test_tensors_that_are_no_mxfp4_are_refused(change, words, released, tmp_path
     (tmp_path / "config.json").write_bytes((released / "config.json").read_bytes())
     with pytest.raises(ValueError, match=words):
         checked(tmp_path)
+
+
+def as_unsloth_has_it(tensors):
+    """Of each expert gate_up_projs.N.weight [2 inner, hidden] in NF4 with a bias, down_projs
+    alike; and router.linear."""
+    found = {}
+    for name, tensor in tensors.items():
+        if ".experts." not in name:
+            found[name.replace(".router.", ".router.linear.")] = tensor
+            continue
+        for i, values in enumerate(tensor):
+            if name.endswith("_bias"):
+                found[name.removesuffix("_bias") + f"s.{i}.bias"] = values.clone()
+                continue
+            key = f"{name}s.{i}.weight"
+            found[key], state = bnb.functional.quantize_4bit(
+                values.t().contiguous(), compress_statistics=True, quant_type="nf4", blocksize=64)
+            found |= {f"{key}.{part}": x for part, x in state.as_dict(packed=True).items()}
+    return found
+
+
+def test_unsloths_copy_in_nf4_is_refused_by_naming_the_original(run_main, demo_directory, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(demo_directory / "model")
+    tokenizer.save_pretrained(tmp_path)
+    write_4bit(tmp_path, TINY["gpt_oss"](len(tokenizer)), 4)
+    path = tmp_path / "model.safetensors"
+    save_file(as_unsloth_has_it(load_file(path)), path, {"format": "pt"})
+    code, _, err = run_main("--model", tmp_path, "--dataset", demo_directory / "data.jsonl",
+                            "--output_dir", tmp_path / "run")  # fmt: skip
+    assert code == 3
+    assert re.fullmatch(r"error: .*\.experts\.(down|gate_up)_projs\.0\.weight\.absmax: .* name"
+                        r" openai/gpt-oss-20b or .*", err.strip().splitlines()[-1])
 
 
 @pytest.mark.parametrize("name, words", [

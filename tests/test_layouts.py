@@ -1,0 +1,176 @@
+"""Mixtures by the command line, from each layout of files in which such models are released.
+
+The reference is test_step.py's, transformers' model with bitsandbytes' 4-bit linears in PEFT, and
+in place of what that leaves whole: bitsandbytes' NF4 of each expert's matrices. `make test` runs
+one model of each layout, `make test-slow` all; the table for benchmarks/RESULTS.md is what
+`.venv/bin/python -m pytest -m '' -s tests/test_layouts.py | grep -o '| .*'` prints.
+"""
+
+import math
+import zlib
+
+import bitsandbytes as bnb
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import DEVICE, needs_ranks, read_rows
+from families import (
+    ROUTER_NO_LINEAR_IN_4,
+    TINY,
+    make_model,
+    write_4bit,
+    write_fp8,
+    write_mxfp4,
+)
+from safetensors.torch import save_file
+from test_step import FLAGS, SMALL, load_reference, rows_of_step, write_uneven_rows
+from transformers import AutoTokenizer
+
+from fsdp_qlora.configs import describe_model
+
+BAR = 1e-5  # of relative differences of a first step in fp32
+FUSED = "fused"  # all experts' in one tensor [experts, out, in], as transformers 5 has in memory
+BITS = {"NF4 of transformers 4": 4, "NF4 of transformers 5": 5}
+RELEASED = {  # what transformers saves is as released; of the others an expert's are apart
+    "mixtral": "w1, w2, w3", "minimax_m2": "w1, w2, w3", "granitemoe": "input_linear",
+    "gpt_oss": "transposed"}  # fmt: skip
+
+
+def layouts(name):
+    """Those of a mixture of families.py. MiniMax-M2 is not in transformers 4."""
+    found = [RELEASED.get(name, "per expert"), FUSED, *BITS]
+    if name == "minimax_m2":
+        found.remove("NF4 of transformers 4")
+    if name == "gpt_oss":  # it is fused in its files, too
+        found.remove(FUSED)
+        found.append("MXFP4")
+    return found + ["FP8"] * (name in ("qwen3_moe", "minimax_m2"))
+
+
+MIXTURES = [name for name, make in TINY.items() if describe_model(make(320)).mixture]
+CASES = [(name, layout) for name in MIXTURES for layout in layouts(name)]
+QUICK = [
+    ("mixtral", "w1, w2, w3"), ("glm4_moe", "per expert"), ("granitemoe", "input_linear"),
+    ("gpt_oss", "transposed"), ("qwen3_moe", FUSED), ("mixtral", "NF4 of transformers 5"),
+    ("qwen2_moe", "NF4 of transformers 4"), ("granitemoe", "NF4 of transformers 4"),
+    ("gpt_oss", "MXFP4"), ("minimax_m2", "FP8")]  # fmt: skip
+assert set(QUICK) < set(CASES)
+PARAMETERS = [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow)
+              for case in CASES]  # fmt: skip
+
+
+def write_layout(directory, name, layout, vocab_size):
+    """Write a model; in whole/ in 16 bits, as transformers saves it."""
+    config = TINY[name](vocab_size)
+    if layout in BITS:
+        write_4bit(directory, config, BITS[layout])
+    elif layout == "FP8":
+        write_fp8(directory, config)
+    elif layout == "MXFP4":
+        write_mxfp4(directory, vocab_size)
+    else:
+        model = make_model(config, dtype=torch.bfloat16)
+        model.save_pretrained(directory / "whole")
+        model.config.save_pretrained(directory)
+        if layout == FUSED:
+            tensors = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+            save_file(tensors, directory / "model.safetensors")
+        else:
+            (directory / "model.safetensors").symlink_to("whole/model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def runs(request, tmp_path_factory, run_jobs, demo_directory):
+    """runs(name, layout, processes): the directory of this run; the base model is in model/. All
+    runs of the selected tests are made together."""
+    directory, done = tmp_path_factory.mktemp("layouts"), set()
+    tokenizer = AutoTokenizer.from_pretrained(demo_directory / "model")
+    write_uneven_rows(directory / "rows.jsonl")
+    selected = [item.callspec.params for item in request.session.items if item.path == request.path]
+    cases = list(dict.fromkeys((x["name"], x["layout"]) for x in selected))
+
+    def run(name, layout, nproc):
+        needs_ranks(nproc)
+        if nproc not in done:
+            done.add(nproc)
+            jobs = []
+            for case in cases:
+                model = directory / ", ".join(case)
+                if not model.exists():
+                    write_layout(model, *case, len(tokenizer))
+                    tokenizer.save_pretrained(model)
+                argv = ["--model", model.name, *FLAGS, *SMALL, "--shard_group_size", nproc,
+                        "--output_dir", f"{model.name} on {nproc}"]  # fmt: skip
+                jobs.append({"argv": list(map(str, argv))})
+            run_jobs(nproc, jobs, cwd=directory, timeout=600)
+        return directory / f"{name}, {layout} on {nproc}"
+
+    return run
+
+
+def nf4_and_back(weight):
+    codes, state = bnb.functional.quantize_4bit(
+        weight.detach().float().contiguous(), compress_statistics=True, quant_type="nf4",
+        blocksize=64)  # fmt: skip
+    return bnb.functional.dequantize_4bit(codes, state)
+
+
+def experts_in_nf4(name, key, experts):
+    """transformers' tensor of all experts, each matrix [out, in] of it quantised by itself."""
+    if name == "gpt_oss":  # [experts, in, out], gate and up interleaved
+        return torch.stack([nf4_and_back(matrix.t()).t() for matrix in experts])
+    pairs = [matrix.chunk(2) if "gate_up" in key else [matrix] for matrix in experts]
+    return torch.stack([torch.cat([*map(nf4_and_back, pair)]) for pair in pairs])
+
+
+def make_reference(directory, name, layout):
+    """transformers' model in PEFT with the script's adapter at its start. Routers are in NF4 where
+    the file has them so: transformers 5 loads them whole, 4 saved them as linears."""
+    whole = directory if layout == "NF4 of transformers 5" else directory / "whole"
+    skipped = None if layout in BITS else ["lm_head", "shared_expert_gate", "wg"]
+    model = load_reference(whole, "attention", skipped)
+    before_5 = layout == "NF4 of transformers 4" and name not in ROUTER_NO_LINEAR_IN_4
+    for key, p in model.named_parameters():
+        if key.endswith(("experts.gate_up_proj", "experts.down_proj")) and layout != "MXFP4":
+            p.data = experts_in_nf4(name, key, p)
+        elif before_5 and key.endswith(("mlp.gate.weight", "router.weight")):
+            p.data = nf4_and_back(p)
+        elif "lora_A" in key:
+            key = key.replace(".default", "")
+            generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
+            bound = 1 / math.sqrt(p.shape[1])
+            p.data = torch.empty(p.shape).uniform_(-bound, bound, generator=generator).to(DEVICE)
+    return model
+
+
+def first_step(model, rows):
+    """(loss, gradient norm) of a step of these rows, one by one."""
+    loss, trained = 0.0, sum(int((labels[1:] != -100).sum()) for _, labels in rows)
+    for ids, labels in rows:
+        logits = model(ids[None].to(DEVICE)).logits[0, :-1].float()
+        part = F.cross_entropy(logits, labels[1:].to(DEVICE), reduction="sum") / trained
+        part.backward()
+        loss += part.item()
+    grads = [p.grad for p in model.parameters() if p.requires_grad]
+    return loss, math.sqrt(sum(grad.norm().item() ** 2 for grad in grads))
+
+
+@pytest.mark.parametrize("name, layout", PARAMETERS)
+def test_first_step_equals_transformers(name, layout, runs, read_metrics):
+    first = read_metrics(runs(name, layout, 1))[0]
+    directory = runs(name, layout, 1).parent
+    model = directory / f"{name}, {layout}"
+    rows = read_rows(directory / "rows.jsonl", AutoTokenizer.from_pretrained(model))
+    loss, norm = first_step(make_reference(model, name, layout), rows_of_step(1, rows))
+    off = abs(first["loss"] / loss - 1), abs(first["grad_norm"] / norm - 1)
+    print(f"| {name} | {layout} | {off[0]:.1e} | {off[1]:.1e} |")
+    assert max(off) <= BAR
+
+
+@pytest.mark.parametrize("name, layout", PARAMETERS)
+def test_two_processes_give_the_same(name, layout, runs, read_metrics):
+    one, two = (read_metrics(runs(name, layout, nproc)) for nproc in (1, 2))
+    # the second step's is after an 8-bit update
+    for bar, row, other in zip((BAR, 10 * BAR), one, two, strict=True):
+        for key in "loss", "grad_norm":
+            assert row[key] > 0 and abs(row[key] - other[key]) <= bar * row[key]
