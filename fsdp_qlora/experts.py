@@ -51,6 +51,7 @@ class RoutedMLPHalf:
         another way. Without keep_gate_ups, backward() computes the experts' gate and up again.
         """
         arch, kept, branch = self.arch, keep(source=source, branch=None, gate_ups=None), None
+        # with columns for the shared expert's adapter, which product() fills
         inputs = norm_inputs(work, arch.mlp_norm, source, self.fused_linears[0])
         x = inputs[:, : arch.hidden_size]
         needs_bounds = work.layer.plan.expert_ranges > 1 or bool(
