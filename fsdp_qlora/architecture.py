@@ -39,9 +39,9 @@ class Mixture:
     clamp: tuple | None = None  # (limit, alpha) of gpt-oss's gate, see gate_product()
     one_gate_up: bool = False  # an expert has one linear gate_up_proj: rows gate, up, gate, up, ..
     transposed: bool = False  # a tensor of all experts is [experts, in, out]; takes one_gate_up
-    adapters: str = "modules"  # of experts, as PEFT 0.21 takes them: of single experts, "modules";
-    #                           so in files, but of "parameters" in its config; of all experts in
-    #                           both, "stacked"
+    adapters: str = "modules"  # of experts, as PEFT 0.21 takes them: "modules", one of each expert;
+    #                           "stacked", one of all experts; "parameters", the first in its files
+    #                           and the second in its config
     renames: tuple = ()  # pairs: a part of a tensor's name here, and what files may have instead
 
 

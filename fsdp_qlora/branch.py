@@ -23,8 +23,8 @@ def norm_inputs(work, name, x, fused):
 
 
 def keep_inputs(work, kept, inputs, fused):
-    """Keep what backward needs of norm_inputs(), whose product by `fused` has been computed; None:
-    no product() reads them. The normed inputs are cheap to make again: they are kept only if
+    """Keep what backward needs of norm_inputs(), whose last columns product() has filled for
+    `fused`; None: it has not. The normed inputs are cheap to make again: they are kept only if
     backward is running."""
     kept.inputs = inputs if work.is_backward else None
     kept.columns = last_columns(inputs, fused) if fused else None

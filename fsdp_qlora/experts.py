@@ -34,23 +34,24 @@ class RoutedMLPHalf:
     """One layer's experts, with the same functions as MLPHalf."""
 
     arch: Architecture
-    gate_up: FusedLinear | None  # of the shared expert; None: there is none
-    down: FusedLinear | None
+    shared_gate_up: FusedLinear | None  # None: there is no shared expert
+    shared_down: FusedLinear | None
     expert_gate_up: FusedLinear  # of all experts, one after the other
     expert_down: FusedLinear
 
     @property
     def fused_linears(self):
-        shared = (self.gate_up, self.down) if self.gate_up else ()
+        shared = (self.shared_gate_up, self.shared_down) if self.shared_gate_up else ()
         return *shared, self.expert_gate_up, self.expert_down
 
-    def forward(self, work, middle, source, want_sum=True, choice=None, keep_rows=True):
+    def forward(self, work, middle, source, want_sum=True, choice=None, keep_gate_ups=True):
         """Returns middle + MLP(norm(source)), None without want_sum, and what backward() needs.
 
         `choice` is that of an earlier forward(), where it is computed again: a tie must not fall
-        another way. Without keep_rows, backward() computes the experts' rows again.
+        another way. Without keep_gate_ups, backward() computes the experts' gate and up again.
         """
-        arch, kept, branch = self.arch, keep(source=source, branch=None, rows=None), None
+        arch, kept, branch = self.arch, keep(source=source, branch=None, gate_ups=None), None
+        # with columns for the shared expert's adapter, which product() fills
         inputs = norm_inputs(work, arch.mlp_norm, source, self.fused_linears[0])
         x = inputs[:, : arch.hidden_size]
         needs_bounds = work.layer.plan.expert_ranges > 1 or bool(
@@ -60,12 +61,12 @@ class RoutedMLPHalf:
             add_balance(work.layer, kept.routing, work.bin.row_tokens)
         needs_branch = want_sum or arch.mlp_post_norm is not None
         if needs_branch:
-            branch, kept.rows = self._experts_forward(work, kept.routing, x, keep_rows)
-        if self.gate_up:
+            branch, kept.gate_ups = self._experts_forward(work, kept.routing, x, keep_gate_ups)
+        if self.shared_gate_up:
             shared = self._shared_forward(work, kept, inputs)
             if needs_branch:
                 branch += shared
-        keep_inputs(work, kept, inputs, self.gate_up)
+        keep_inputs(work, kept, inputs, self.shared_gate_up)
         out = None
         if needs_branch:
             out, kept.branch = end_branch(work, middle, branch, arch.mlp_post_norm, MLP_SITE,
@@ -79,19 +80,19 @@ class RoutedMLPHalf:
         upstream = branch_gradient(work, kept.branch, grad, arch.mlp_post_norm, MLP_SITE)
         kept.branch = None
         grad_x = self._experts_backward(work, kept, upstream)
-        if self.gate_up:
+        if self.shared_gate_up:
             grad_x += self._shared_backward(work, kept, upstream)
         return norm_gradient(work, arch.mlp_norm, kept.source, grad_x, grad)
 
     def forward_to_recompute(self, work, middle, source):
         """forward()'s sum, and all that is kept of it, the choice for recomputed_backward()."""
         # not in slices of tokens, as without experts: each slice would dequantise all of them
-        out, kept = self.forward(work, middle, source, keep_rows=False)
+        out, kept = self.forward(work, middle, source, keep_gate_ups=False)
         return out, kept.routing.choice
 
     def recomputed_backward(self, work, source, grad, choice):
         """backward() with forward() computed again."""
-        kept = self.forward(work, None, source, False, choice, keep_rows=False)[1]
+        kept = self.forward(work, None, source, False, choice, keep_gate_ups=False)[1]
         grad = self.backward(work, kept, grad)
         work.held.clear()
         return grad
@@ -102,9 +103,9 @@ class RoutedMLPHalf:
     def _activation(self):
         return self.arch.mixture.clamp or self.arch.activation
 
-    def _experts_forward(self, work, routing, x, keep_rows):
-        """The sum [n, hidden] of what each token's experts give, times its weights; and, with
-        keep_rows, what they have before the activation."""
+    def _experts_forward(self, work, routing, x, keep_gate_ups):
+        """The sum [n, hidden] of what each token's experts give, times its weights for them; and,
+        with keep_gate_ups, gate and up of each pass."""
         outputs, kept = None, []
         for passed in self._passes(work, routing):
             gate_up = self._expert_gate_up(work, routing, x, passed)
@@ -115,7 +116,7 @@ class RoutedMLPHalf:
             rows = grouped(activated, passed.down.transpose(1, 2), passed)
             self._add_bias(work, "down_proj", rows, routing, passed)
             outputs = put_rows(outputs, rows, passed, len(routing.token))
-            if keep_rows:
+            if keep_gate_ups:
                 kept.append(gate_up)
             del gate_up, activated, rows, passed  # before the next range is dequantised
         out = add_expert_rows(outputs, routing.token_rows, routing.weights,
@@ -147,27 +148,29 @@ class RoutedMLPHalf:
 
         That of a token's weight for an expert is that of the sum times what the expert gave. It is
         taken before the last product, as (grad W) . activated, so that this product is never
-        computed again. Takes kept.rows, which it writes over.
+        computed again. Takes kept.gate_ups one by one, and writes over them.
         """
         routing, x = kept.routing, None
-        if not kept.rows or self.expert_gate_up.n_columns:
+        if not kept.gate_ups or self.expert_gate_up.n_columns:  # to compute them; for A's gradient
             x = kept_inputs(work, kept, self.arch.mlp_norm, kept.source, self.fused_linears[0])
         grad_rows, n_rows = None, len(routing.token)
         grad_weights = torch.empty(n_rows, dtype=torch.float32, device=grad.device)
         for passed in self._passes(work, routing):
-            if kept.rows:
-                gate_up = kept.rows.pop(0)
+            if kept.gate_ups:
+                gate_up = kept.gate_ups.pop(0)
             else:
                 gate_up = self._expert_gate_up(work, routing, x, passed)
-            upstream, weights = grad[routing.token[passed.rows]], routing.row_weights[passed.rows]
-            inner = grouped(upstream, passed.down, passed)
-            inner, grad_d = split_columns(work, self.expert_down, inner, passed)
-            grad_weights[passed.rows] = gate_weight_gradients(inner, gate_up, self._activation)
-            activated, grad_gate_up = self._gate_backward(inner, weights, gate_up)
+            # these gradients come without the tokens' weights; grad_gate_up has them
+            upstream = grad[routing.token[passed.rows]]
+            grad_inner = grouped(upstream, passed.down, passed)
+            grad_inner, grad_d = split_columns(work, self.expert_down, grad_inner, passed)
+            grad_weights[passed.rows] = gate_weight_gradients(grad_inner, gate_up, self._activation)
+            weights = routing.row_weights[passed.rows]
+            activated, grad_gate_up = self._gate_backward(grad_inner, weights, gate_up)
             if grad_d is not None:
                 weighted = activated * weights[:, None].to(activated.dtype)
                 add_expert_gradients(work, self.expert_down, weighted, grad_d, upstream, passed)
-            del inner, activated, upstream, gate_up
+            del grad_inner, activated, upstream, gate_up
             rows = grouped(grad_gate_up, passed.gate_up, passed)
             rows, grad_d = split_columns(work, self.expert_gate_up, rows, passed)
             if grad_d is not None:
@@ -211,12 +214,12 @@ class RoutedMLPHalf:
 
     def _shared_forward(self, work, kept, inputs):
         """What the shared expert gives [n, hidden], times its gate where it has one."""
-        kept.gate_up = product(work, self.gate_up, inputs)
-        activated = kept.gate_up.new_empty(len(inputs), self.down.width)
-        gate(activated[:, : self.down.in_features], kept.gate_up, self.arch.activation, True,
+        kept.gate_up = product(work, self.shared_gate_up, inputs)
+        activated = kept.gate_up.new_empty(len(inputs), self.shared_down.width)
+        gate(activated[:, : self.shared_down.in_features], kept.gate_up, self.arch.activation, True,
              evaluation=work.evaluation)
-        out = product(work, self.down, activated)
-        kept.down_columns = last_columns(activated, self.down)
+        out = product(work, self.shared_down, activated)
+        kept.down_columns = last_columns(activated, self.shared_down)
         if name := self.arch.mixture.shared_gate:
             kept.shared = out
             x = inputs[:, : self.arch.hidden_size]
@@ -235,14 +238,16 @@ class RoutedMLPHalf:
             from_factor = slope @ work.layer.mixture_tensors[f"{name}.weight"].to(slope.dtype)
             grad, kept.shared = grad * kept.factor, None
         if work.layout.dora:
-            activated = grad.new_empty(len(grad), self.down.in_features)
+            activated = grad.new_empty(len(grad), self.shared_down.in_features)
             gate(activated, kept.gate_up, arch.activation, True)
-        activated, grad_d = product_backward(work, self.down, kept.down_columns, grad, activated)
+        activated, grad_d = product_backward(work, self.shared_down, kept.down_columns, grad,
+                                             activated)
         gate_backward(activated, arch.activation, None, *kept.gate_up.chunk(2, -1))
-        add_a_gradient(work, self.down, activated, grad_d)  # gate()'s result by now
-        inputs = kept_inputs(work, kept, arch.mlp_norm, kept.source, self.gate_up)
-        grad_x, grad_d = product_backward(work, self.gate_up, kept.columns, kept.gate_up, inputs)
-        add_a_gradient(work, self.gate_up, inputs, grad_d)
+        add_a_gradient(work, self.shared_down, activated, grad_d)  # gate()'s result by now
+        inputs = kept_inputs(work, kept, arch.mlp_norm, kept.source, self.shared_gate_up)
+        grad_x, grad_d = product_backward(work, self.shared_gate_up, kept.columns, kept.gate_up,
+                                          inputs)
+        add_a_gradient(work, self.shared_gate_up, inputs, grad_d)
         return grad_x + from_factor
 
     # ---- for the plan ----
@@ -266,9 +271,9 @@ class RoutedMLPHalf:
         values = mixture.top_k * self._gate_up_size + arch.hidden_size * (not arch.parallel)
         # the Routing: scores in fp32; of each row four numbers in int64 and two weights in fp32
         values += 2 * mixture.n_experts + (4 * 4 + 2 * 2) * mixture.top_k
-        if self.gate_up:
-            columns = self.gate_up.padded_columns + self.down.padded_columns
-            values += self.gate_up.out_features + columns
+        if self.shared_gate_up:
+            columns = self.shared_gate_up.padded_columns + self.shared_down.padded_columns
+            values += self.shared_gate_up.out_features + columns
             values += arch.hidden_size * (mixture.shared_gate is not None)
         return values + arch.hidden_size * (arch.mlp_post_norm is not None)
 
@@ -280,8 +285,8 @@ class RoutedMLPHalf:
         # gate and up are there besides if they are computed again, and if their gradient is
         of_row = up.width + down.width + self._gate_up_size * (recomputed + bool(mixture.clamp))
         of_pass = math.ceil(rows / plan.expert_ranges) * of_row
-        if recomputed and self.gate_up:
-            of_pass += n * (self.gate_up.out_features + self.down.width)
+        if recomputed and self.shared_gate_up:
+            of_pass += n * (self.shared_gate_up.out_features + self.shared_down.width)
         weights = sum(fused.out_features * fused.width for fused in (up, down))
         weights = math.ceil(weights / plan.expert_ranges)
         values = rows * hidden * (plan.expert_ranges > 1) + of_pass + weights + 3 * n * hidden
@@ -292,14 +297,14 @@ class RoutedMLPHalf:
     def token_weights(self):
         """Weights that one token is multiplied by."""
         share = self.arch.mixture.top_k / self.arch.mixture.n_experts
-        shared = self.gate_up.n_weights + self.down.n_weights if self.gate_up else 0
+        shared = sum(fused.n_weights for fused in self.fused_linears[:-2])
         return shared + share * (self.expert_gate_up.n_weights + self.expert_down.n_weights)
 
     @property
     def recomputed_weights(self):
         """Of token_weights those of the products that recomputed_backward() computes again."""
         share = self.arch.mixture.top_k / self.arch.mixture.n_experts
-        shared = self.gate_up.n_weights + self.down.n_weights if self.gate_up else 0
+        shared = sum(fused.n_weights for fused in self.fused_linears[:-2])
         return shared + share * self.expert_gate_up.n_weights
 
     @property

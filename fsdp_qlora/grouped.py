@@ -1,8 +1,8 @@
 """Grouped products: rows, sorted by expert, each times its own expert's weight and adapter.
 
-Stands on products. A token's row is there once for each of its experts, so that an
-expert's rows lie together and each kind of product is one call. What is computed with it is in
-experts, where tokens go in router; `work` is a LayerWork of layer.
+Stands on products. A token's row is there once for each of its experts, so that an expert's rows
+lie together and each kind of product is one call. What is computed with it is in experts, where
+tokens go in router; `work` is a LayerWork of layer.
 """
 
 import functools
@@ -34,7 +34,7 @@ class Pass:
 
     def __init__(self, experts, rows, routing, gate_up, down):
         self.experts, self.rows = experts, rows
-        self.gate_up, self.down = gate_up, down  # their weights, [experts, out, width]
+        self.gate_up, self.down = gate_up, down  # [experts, out, width], of each gate, then up
         self.is_all = rows == slice(0, len(routing.token))
         first, stop = rows.start, rows.stop
         # where each expert's rows end among these; on the host as well, where products loop

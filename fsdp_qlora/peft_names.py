@@ -39,13 +39,15 @@ def expert_settings(arch, rank, alpha, adapted):
 
 
 def expert_parts(arch, rank):
-    """{peft_name() of a part of an expert's adapter: (name, shape, index at which it is)} where
-    PEFT's files have one of all experts: A one below the other, B side by side, of the first rank
-    those of all experts, then of the second. Of gate and up each is 0 where the other is."""
+    """{peft_name() of A or B of an expert's linear: (name, shape, index)} where PEFT's files have
+    one A and one B of all experts, with this one at `index`. Of A an expert has rows that follow
+    one another, of B every n-th column. In those of gate and up together gate has the first of an
+    expert's ranks, up the others; B is 0 where the outputs of one meet the ranks of the other."""
     found = {}
     for layer, routed in enumerate(arch.layer_routed):
         if not routed or arch.mixture.adapters != "stacked":
             continue
+        # PEFT wraps the module of all experts once for down_proj, within that for gate_up_proj
         for end, linears in (".base_layer", arch.expert_gate_up), ("", arch.expert_down):
             n, n_out = arch.mixture.n_experts, linears[0].out_features
             whole, n_columns = arch.mixture.experts + end, rank * len(linears)

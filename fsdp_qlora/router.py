@@ -17,7 +17,7 @@ class Routing:
 
     scores: torch.Tensor  # fp32 [n, experts]
     chosen: torch.Tensor  # int64 [n, k], experts
-    weights: torch.Tensor  # fp32 [n, k]
+    weights: torch.Tensor  # fp32 [n, k], that what these experts give is multiplied by
     token: torch.Tensor  # int64 [n * k], of each row
     expert: torch.Tensor  # int64 [n * k], of each row
     token_rows: torch.Tensor  # int64 [n, k], of each token
