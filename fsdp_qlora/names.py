@@ -285,7 +285,8 @@ def check_tensors(files, names, wanted):
                              * (name[-7:] in MX_PARTS))
         if dtype not in dtypes:
             hint = ": without double quantisation?" * name.endswith("absmax")
-            hint += f", and F8_E4M3 with its {name}_scale_inv" * (dtype == "F8_E4M3")
+            if dtype == "F8_E4M3" and name in names.linears:
+                hint = f", and F8_E4M3 with its {name}_scale_inv"
             raise ValueError(f"{path.name}: {name} is {dtype}, which is not read;"
                              f" {', '.join(dtypes)} are{hint}")
     is_tied = names.head not in wanted

@@ -518,6 +518,7 @@ def test_fp8_checkpoint_trains_as_the_bf16_one_of_its_values(
 
 @pytest.mark.parametrize("change, words", [
     ({}, None), ({"{}_scale_inv": None}, "is F8_E4M3, .*, and F8_E4M3 with its {}_scale_inv"),
+    ({"lm_head.weight": torch.float8_e4m3fn}, "lm_head.weight is F8_E4M3.*; F32, F16, BF16 are\n"),
     ({"{}": 0x7F}, "the model's {} has values that are not finite"),
     ({"{}": 0xFF}, "the model's {} has values that are not finite")])  # fmt: skip
 def test_damaged_fp8_is_named(change, words, run_main, demo_directory, tmp_path):
@@ -530,6 +531,8 @@ def test_damaged_fp8_is_named(change, words, run_main, demo_directory, tmp_path)
     for key, value in change.items():
         if value is None:
             del tensors[key.format(name)]
+        elif isinstance(value, torch.dtype):
+            tensors[key] = tensors[key].to(value)
         else:
             tensors[key.format(name)].view(torch.uint8)[3, 5] = value
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
