@@ -8,6 +8,7 @@ import functools
 import json
 import math
 import re
+import shutil
 import types
 
 import bitsandbytes as bnb
@@ -558,6 +559,30 @@ def test_layers_that_predict_further_tokens_are_skipped_by_number(declared, tmp_
     else:
         with pytest.raises(ValueError, match="knows nothing of, the first is " + name):
             check_files(files, names, config, "bfloat16")
+
+
+def test_balance_of_experts_is_that_of_the_steps_own_tokens(
+    run_main, demo_directory, tmp_path, read_metrics
+):
+    """Not of evaluations, nor of the probe at a start."""
+    tokenizer = AutoTokenizer.from_pretrained(demo_directory / "model")
+    write_model(tmp_path / "model", TINY["qwen3_moe"](len(tokenizer)))
+    tokenizer.save_pretrained(tmp_path / "model")
+
+    def balance(directory, eval_every):
+        code, _, err = run_main(
+            "--model", tmp_path / "model", "--dataset", demo_directory / "data.jsonl",
+            "--eval_dataset", 0.1, "--eval_every", eval_every, "--save_every", 1, "--batch_size", 4,
+            "--max_steps", 2, "--max_seq_len", 64, "--output_dir", directory)  # fmt: skip
+        assert code == 0, err
+        rows = [row for row in read_metrics(directory) if "loss" in row]
+        return [[row[key] for key in router.BALANCE] for row in rows]
+
+    want = balance(tmp_path / "a", 0)
+    assert len(want) == 2 and want == balance(tmp_path / "b", 1)
+    shutil.rmtree(tmp_path / "a" / "checkpoint-000002")
+    (tmp_path / "a" / "adapter_model.safetensors").unlink()
+    assert want == balance(tmp_path / "a", 0)
 
 
 def test_balance_of_experts_is_one_where_all_are_used_alike():
