@@ -88,7 +88,7 @@ from fsdp_qlora.ranks import (
     on_rank_0, refuse_launch, say, say_each, together)
 from fsdp_qlora.router import BALANCE, take_balance
 from fsdp_qlora.weights import (
-    FLOATS, RandomWeights, WeightReader, as_hex, content_sum, rows_before, weight_files)
+    RandomWeights, WeightReader, all_finite, as_hex, content_sum, rows_before, weight_files)
 
 SCRIPT = Path(__file__)
 VERSIONS = {m.__name__: m.__version__ for m in (torch, transformers, peft, bnb)}
@@ -162,8 +162,8 @@ class Config:
     lora_alpha: int = knob(32, "the adapter's output is scaled by lora_alpha / lora_rank")
     lora_dropout: float = knob(0.0, "dropout on the adapter's input")
     target_modules: tuple[str, ...] = knob(
-        ("all-linear",), "linears that get an adapter, by name: q_proj v_proj; of mixtures all of"
-        " attention, if left out; experts: all of these, too")
+        ("all-linear",), "linears that get an adapter, by name: q_proj v_proj; all-linear: all of"
+        " the decoder layers, of mixtures those of attention; experts: all experts, too")
     init_adapter: str | None = knob(
         None, "directory of an adapter to begin with, of this script or of PEFT")
     micro_batch_tokens: int | None = knob(
@@ -489,8 +489,8 @@ def load_model(model, base, model_config, config, device):
         value = reader.read(name)
         n_bytes += value.nbytes
         sums[name] = content_sum(value, *shares[name])
-        if value.dtype in FLOATS.values() and name not in nf4_states:
-            finite[name] = value.sum(dtype=torch.float32).isfinite()  # no copy, as all() has
+        if name not in nf4_states:
+            finite[name] = all_finite(value, name)
         return value
 
     fill_model(model, names, read_checked, nf4_states, device)

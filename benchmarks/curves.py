@@ -46,7 +46,7 @@ def plain_layer(layer, x, bin):
     from fsdp_qlora.layer import LayerFunction
 
     if layer.layout.dora:  # of the check at start
-        return LayerFunction.apply(x, layer.adapter, layer, bin)
+        return LayerFunction.apply(x, layer.adapter, layer, bin, torch.is_grad_enabled())
     arch, (qkv, out, gate_up, down) = layer.arch, layer.layout.fused_linears
 
     def norm(name, x):

@@ -31,21 +31,24 @@ def choose_adapted(arch, config, base_name):
     experts, settings = arch.experts(), {}
     names, default = arch.adaptable(), arch.adapted(["all-linear"])
     short = sorted({name.rsplit(".", 1)[-1] for name in default})
-    targets = short if config.target_modules == ("all-linear",) else list(config.target_modules)
+    others = [name for name in names if name not in default]
+    words = ", ".join([*short, *others, *["experts"] * bool(experts), "all-linear"])
+    targets = list(dict.fromkeys(target for word in config.target_modules for target in (
+        short if word == "all-linear" else [word])))
     for target in targets:
         found = [name for name in names if f".{name}".endswith(f".{target}")]
         if target == "experts" and experts:
             continue
         if any(name.rsplit(".", 1)[-1] == target for name in experts):
             raise ValueError(f"--target_modules {target}: to PEFT that is all experts, whose name"
-                             f" is experts here; others are {', '.join(names)}")
+                             f" is experts here; there are {words}")
         if not found:
             raise ValueError(f"--target_modules {target}: no such linear in the decoder layers;"
-                             f" there are {', '.join([*short, *['experts'] * bool(experts)])}, or"
-                             " all-linear")
-        if experts and not set(found) <= set(default):
+                             f" there are {words}")
+        if experts and arch.mixture.adapters == "modules" and not set(found) <= set(default):
             say(f"--target_modules {target}: PEFT 0.21 does not load adapters of {found[0]}; vLLM"
                 " reads them by their names")
+    say(f"adapter: {config.adapter} on {', '.join(targets)}")
     if experts and "experts" in targets:
         refuse_expert_adapters(arch, config)
         leaves = {renamed(name, arch.mixture.renames).rsplit(".", 1)[-1] for name in experts}
@@ -192,8 +195,8 @@ def read_adapter(config, adapter):
     for key, works in (("init_lora_weights", (True, False, None, "gaussian", "eva", "orthogonal")),
                        ("alpha_pattern", (scales, scales or None)), ("lora_bias", (False, None))):
         if settings.get(key) not in works:  # PiSSA and others train on a changed base
-            raise ValueError(f"--init_adapter {directory}: has {key} {settings[key]}, by which its"
-                             " values mean another adapter than they would here")
+            raise ValueError(f"--init_adapter {directory}: has {key} {settings.get(key)}, and this"
+                             f" run {works[0]}: its values would mean another adapter here")
     shapes = {name: shape for i in range(len(adapter.layers))
               for name, (_, shape) in adapter.names(i).items()}
     parts = adapter.expert_parts

@@ -163,10 +163,10 @@ class Architecture(Family):
     def adapted(self, target_modules):
         """Those of them that --target_modules means: all-linear are all, of a mixture those of
         attention; experts are all experts; other words are the ends of names."""
-        if list(target_modules) == ["all-linear"]:
-            return [x.name for x in self.qkv + self.out] if self.mixture else self.adaptable()
-        ends = tuple(f".{target}" for target in target_modules)
-        found = [name for name in self.adaptable() if f".{name}".endswith(ends)]
+        ends, every = tuple(f".{target}" for target in target_modules), set()
+        if "all-linear" in target_modules:
+            every = {x.name for x in self.qkv + self.out} if self.mixture else {*self.adaptable()}
+        found = [name for name in self.adaptable() if name in every or f".{name}".endswith(ends)]
         return found + self.experts() if "experts" in target_modules else found
 
     def vectors(self, routed):

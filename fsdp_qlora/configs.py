@@ -119,14 +119,16 @@ def describe_model(model_config):
 
 def fill_record(record, c):
     """A Family or Mixture whose fields "config.x" have the values of a text config; None where the
-    config declares no such field."""
+    config declares no such field. Of a list with a value for each layer, all alike, that value."""
     values, declared = dict(vars(record)), {field.name for field in dataclasses.fields(c)}
     for key, value in values.items():
         if isinstance(value, Mixture):
             values[key] = fill_record(value, c)
         elif str(value).startswith("config."):
             name = value.removeprefix("config.")
-            values[key] = getattr(c, name) if name in declared else None
+            value = getattr(c, name) if name in declared else None
+            is_uniform = isinstance(value, list) and value and value == value[:1] * len(value)
+            values[key] = value[0] if is_uniform else value
     return dataclasses.replace(record, **values)
 
 

@@ -158,7 +158,9 @@ class DecoderLayer(nn.Module):
         self.adapter = parameter(layout.n_adapter, STATE_BLOCK, torch.empty, trained=True)
 
     def forward(self, x, bin):
-        return LayerFunction.apply(x, self.adapter, self, bin)
+        # asked here: in the function itself gradients are off, and what it is told of its inputs is
+        # the same in an evaluation
+        return LayerFunction.apply(x, self.adapter, self, bin, torch.is_grad_enabled())
 
 
 class LayerFunction(torch.autograd.Function):
@@ -171,9 +173,9 @@ class LayerFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, adapter, layer, bin):
+    def forward(ctx, x, adapter, layer, bin, is_training):
         ctx.layer, ctx.bin, x = layer, bin, x.detach()
-        work, put = LayerWork(layer, bin, evaluation=not any(ctx.needs_input_grad)), bin.store.put
+        work, put = LayerWork(layer, bin, evaluation=not is_training), bin.store.put
         attention, mlp = layer.layout.attention, layer.layout.mlp
         if layer.keeps == "all":
             middle, attention_kept = attention.forward(work, x)
@@ -212,7 +214,7 @@ class LayerFunction(torch.autograd.Function):
         upstream = grad if parallel else grad_middle
         needs_x = ctx.needs_input_grad[0]
         grad_x = attention.backward(work, attention_kept, upstream, grad_middle, needs_x)
-        return grad_x, work.grad_adapter, None, None
+        return grad_x, work.grad_adapter, None, None, None
 
 
 class LayerWork:

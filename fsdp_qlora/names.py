@@ -287,7 +287,9 @@ def check_tensors(files, names, wanted):
                              f" for {list(shape)}" + ": MXFP4 has one scale for 32 weights"
                              * name.endswith(MX_PARTS))
         if dtype not in dtypes:
-            hint = ": without double quantisation?" if name.endswith("absmax") else ""
+            hint = ": without double quantisation?" * name.endswith("absmax")
+            if dtype == "F8_E4M3" and name in names.linears:
+                hint = f", and F8_E4M3 with its {name}_scale_inv"
             raise ValueError(f"{path.name}: {name} is {dtype}, which is not read;"
                              f" {', '.join(dtypes)} are{hint}")
     is_tied = names.head not in wanted

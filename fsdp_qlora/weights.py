@@ -137,6 +137,16 @@ def content_sum(values, rows=range(1), n_before=0):
     return total
 
 
+def all_finite(values, name):
+    """A tensor: whether all values that a file holds are numbers. True for bytes, but for the
+    scales of MXFP4."""
+    if values.dtype in FLOATS.values():
+        return values.sum(dtype=torch.float32).isfinite()  # no copy, as all() has
+    if values.dtype == torch.float8_e4m3fn:
+        return (values.view(torch.uint8) & 127 != 127).all()
+    return (values != 255).all() if name.endswith("_scales") else values.new_ones((), dtype=bool)
+
+
 def rows_before(requests):
     """{tensor's name: how many of its rows the ranks before this one read}; several ranks may read
     one row. All ranks must call this."""

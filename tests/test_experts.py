@@ -5,7 +5,10 @@ That each family equals transformers is in test_layer.py, on two processes in te
 
 import dataclasses
 import functools
+import json
 import math
+import re
+import shutil
 import types
 
 import bitsandbytes as bnb
@@ -14,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import DEVICE
-from families import TINY, from_fp8, make_model, to_fp8, write_fp8
+from families import TINY, from_fp8, make_model, to_fp8, write_fp8, write_model
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from test_layer import make_model as make_layers
@@ -260,6 +263,11 @@ def test_adapter_whose_gate_and_up_are_not_apart_is_no_beginning(tmp_path):
     write_adapter(tmp_path, {key: value + 1 for key, value in values.items()}, lora_config)
     with pytest.raises(ValueError, match="gate and up of an expert are not apart"):
         read_adapter(config, adapter)
+    settings = json.loads((tmp_path / "adapter_config.json").read_text())
+    del settings["alpha_pattern"]
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match="alpha_pattern None, and this run {.*gate_up_proj': 32}"):
+        read_adapter(config, adapter)
 
 
 def parts_of_adapter(model, arch, what):
@@ -277,6 +285,8 @@ def parts_of_adapter(model, arch, what):
     ("qwen3_moe", {"lora_dropout": 0.1}, "dropout"),
     ("granitemoe", {"adapter": "rslora"}, "would count gate and up 1.41 times"),
     ("qwen3_moe", {"target_modules": ("gate_proj",)}, "whose name is experts"),
+    ("qwen2_moe", {"target_modules": ("shared_expert",)},
+     "there are .*v_proj, .*, mlp.shared_expert.up_proj, .*, experts, all-linear"),
     ("llama", {}, "no such linear")])  # fmt: skip
 def test_adapters_that_experts_cannot_have_are_refused(name, change, words):
     config = Config(model="m", **ADAPTED | change)
@@ -289,6 +299,41 @@ def test_adapters_are_on_attention_by_default():
         lora_config, adapted = choose_adapted(describe_model(TINY[name](320)), Config(), "m")
         assert lora_config.target_modules == {"q_proj", "k_proj", "v_proj", "o_proj"}
         assert sorted(adapted) == [f"self_attn.{x}_proj" for x in "koqv"]
+
+
+@pytest.mark.parametrize("name, words, same", [
+    ("qwen3_moe", ["experts", "all-linear"], ["q_proj", "k_proj", "v_proj", "o_proj", "experts"]),
+    ("gpt_oss", ["all-linear", "experts"], ["q_proj", "k_proj", "v_proj", "o_proj", "experts"]),
+    ("qwen2_moe", ["all-linear", "shared_expert.up_proj"],
+     ["q_proj", "k_proj", "v_proj", "o_proj", "shared_expert.up_proj"]),
+    ("llama", ["v_proj", "all-linear"], ["all-linear"])])  # fmt: skip
+def test_all_linear_stands_beside_other_words(name, words, same):
+    arch, found = describe_model(TINY[name](320)), []
+    for targets in words, same:
+        config = Config(lora_rank=8, target_modules=tuple(targets))
+        lora_config, adapted = choose_adapted(arch, config, "m")
+        found.append((lora_config.to_dict(), sorted(adapted)))
+    assert found[0] == found[1] and found[0][1]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name, shared, is_loaded", [
+    ("qwen2_moe", "shared_expert.down_proj", True), ("dots1", "shared_experts.down_proj", False)])
+def test_log_tells_where_peft_does_not_load_a_shared_experts_adapter(
+    name, shared, is_loaded, tmp_path, capsys
+):
+    config, small = Config(target_modules=("q_proj", shared)), shrunk_config(TINY[name](320))
+    arch, reference = describe_model(small), random_reference(small, seed())
+    model = make_layers(small, arch, reference.state_dict(), config)
+    for layer in model.layers:
+        layer.adapter.normal_(generator=seed())
+    lora_config, _ = choose_adapted(arch, config, "m")
+    says = f"--target_modules {shared}: PEFT 0.21 does not load adapters of mlp.{shared}"
+    assert (says in capsys.readouterr().out) == (not is_loaded)
+    write_adapter(tmp_path, parts_of_adapter(model, arch, "data"), lora_config)
+    peft = PeftModel.from_pretrained(reference, tmp_path)
+    found = [key for key, p in peft.named_parameters() if f"{shared}.lora_B" in key and p.any()]
+    assert bool(found) == is_loaded
 
 
 # ---- files ----
@@ -381,10 +426,11 @@ def test_router_is_as_exact_as_in_the_files(monkeypatch):
 
 @pytest.mark.parametrize("change, words", [
     ({"num_experts": 0}, "0 experts"), ({"num_experts_per_tok": 9}, "9 for a token"),
-    ({"router_jitter_noise": 0.1}, "router_jitter_noise")])  # fmt: skip
+    ({"router_jitter_noise": 0.1}, "router_jitter_noise"),
+    ({"moe_topk": [2, 1, 2]}, r"\[2, 1, 2\] for a token")])  # fmt: skip
 def test_mixture_that_cannot_be_computed_is_refused(change, words):
-    name = "mixtral" if "router_jitter_noise" in change else "qwen3_moe"
-    config = TINY[name](320)
+    names = {"router_jitter_noise": "mixtral", "moe_topk": "hunyuan_moe"}
+    config = TINY[names.get(*change, "qwen3_moe")](320)
     for key, value in change.items():
         setattr(config, key, value)
     with pytest.raises(ValueError, match=words):
@@ -446,6 +492,34 @@ def test_fp8_checkpoint_trains_as_the_bf16_one_of_its_values(
     assert all(torch.equal(fp8[key], value) for key, value in bf16.items())
 
 
+@pytest.mark.parametrize("change, words", [
+    ({}, None), ({"{}_scale_inv": None}, "is F8_E4M3, .*, and F8_E4M3 with its {}_scale_inv"),
+    ({"lm_head.weight": torch.float8_e4m3fn}, "lm_head.weight is F8_E4M3.*; F32, F16, BF16 are\n"),
+    ({"{}": 0x7F}, "the model's {} has values that are not finite"),
+    ({"{}": 0xFF}, "the model's {} has values that are not finite")])  # fmt: skip
+def test_damaged_fp8_is_named(change, words, run_main, demo_directory, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(demo_directory / "model")
+    config = TINY["qwen3_moe"](len(tokenizer))
+    write_model(tmp_path, config)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    tensors[name], tensors[f"{name}_scale_inv"] = to_fp8(tensors[name].float())
+    for key, value in change.items():
+        if value is None:
+            del tensors[key.format(name)]
+        elif isinstance(value, torch.dtype):
+            tensors[key] = tensors[key].to(value)
+        else:
+            tensors[key.format(name)].view(torch.uint8)[3, 5] = value
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    tokenizer.save_pretrained(tmp_path)
+    code, _, err = run_main(
+        "--model", tmp_path, "--dataset", demo_directory / "data.jsonl", "--max_steps", 1,
+        "--max_seq_len", 64, "--output_dir", tmp_path / "run")  # fmt: skip
+    assert code == (3 if words else 0), err
+    assert not words or re.search(words.format(re.escape(name)), err), err
+
+
 @pytest.mark.parametrize("declared", [True, False])
 def test_layers_that_predict_further_tokens_are_skipped_by_number(declared, tmp_path, capsys):
     config, directories = layouts_of_files("glm4_moe", tmp_path)
@@ -460,6 +534,30 @@ def test_layers_that_predict_further_tokens_are_skipped_by_number(declared, tmp_
     else:
         with pytest.raises(ValueError, match="knows nothing of, the first is " + name):
             check_files(files, names, config, "bfloat16")
+
+
+def test_balance_of_experts_is_that_of_the_steps_own_tokens(
+    run_main, demo_directory, tmp_path, read_metrics
+):
+    """Not of evaluations, nor of the probe at a start."""
+    tokenizer = AutoTokenizer.from_pretrained(demo_directory / "model")
+    write_model(tmp_path / "model", TINY["qwen3_moe"](len(tokenizer)))
+    tokenizer.save_pretrained(tmp_path / "model")
+
+    def balance(directory, eval_every):
+        code, _, err = run_main(
+            "--model", tmp_path / "model", "--dataset", demo_directory / "data.jsonl",
+            "--eval_dataset", 0.1, "--eval_every", eval_every, "--save_every", 1, "--batch_size", 4,
+            "--max_steps", 2, "--max_seq_len", 64, "--output_dir", directory)  # fmt: skip
+        assert code == 0, err
+        rows = [row for row in read_metrics(directory) if "loss" in row]
+        return [[row[key] for key in router.BALANCE] for row in rows]
+
+    want = balance(tmp_path / "a", 0)
+    assert len(want) == 2 and want == balance(tmp_path / "b", 1)
+    shutil.rmtree(tmp_path / "a" / "checkpoint-000002")
+    (tmp_path / "a" / "adapter_model.safetensors").unlink()
+    assert want == balance(tmp_path / "a", 0)
 
 
 def balance_of(layer, scores, chosen, row_tokens):

@@ -59,7 +59,7 @@ REFUSED = {
     "other linears": (["peft-targets"], "--target_modules"),
     "another model": (["peft", "--model", "{other}"], "same model"),
     "values not finite": (["peft-nan"], "not finite"),
-    "another scale by linear": (["peft-alphas"], "alpha_pattern"),
+    "another scale by linear": (["peft-alphas"], "alpha_pattern {'k': 7}, and this run {}"),
     "another base": (["peft-pissa"], "init_lora_weights"),
     "no adapter": (["model"], "is no adapter"),
     "no directory": (["nowhere"], "nowhere"),

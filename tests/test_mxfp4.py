@@ -185,6 +185,22 @@ def test_unsloths_copy_in_nf4_is_refused_by_naming_the_original(run_main, demo_d
                         r" openai/gpt-oss-20b or .*", err.strip().splitlines()[-1])
 
 
+def test_scale_that_is_no_number_is_named(released, run_main, demo_directory, tmp_path):
+    """255 is MXFP4's NaN; nothing else among its bytes is none."""
+    tensors = load_file(released / "model.safetensors")
+    name = "model.layers.1.mlp.experts.down_proj"
+    tensors[f"{name}_scales"][2, 3, 1] = 255
+    tensors[f"{name}_blocks"][2, 3, 1] = 255
+    save_file(tensors, tmp_path / "model.safetensors")
+    for path in released / "config.json", *(demo_directory / "model").glob("*token*"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    code, _, err = run_main(
+        "--model", tmp_path, "--dataset", demo_directory / "data.jsonl", "--max_steps", 1,
+        "--max_seq_len", 64, "--output_dir", tmp_path / "run")  # fmt: skip
+    assert code == 3
+    assert "model.layers.1.mlp.experts.2.down_proj.weight_scales has values that are not" in err
+
+
 @pytest.mark.parametrize("name, words", [
     ("gpt_oss", "MXFP4 with rows of 64 and 96 weights is not supported, only with multiples of 64"),
     ("mixtral", "is quantised already, with quant_method mxfp4; only bitsandbytes can"),

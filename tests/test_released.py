@@ -241,6 +241,11 @@ CONFIGS = {
                             "truncate": False},
                         rope_theta=150000, router_aux_loss_coef=0.9, sliding_window=128,
                         swiglu_limit=7.0, tie_word_embeddings=False),
+    "Hunyuan A13B": text("hunyuan_v1_moe", 4096, 3072, 32, 32, 8, 128167, attention_head_dim=128,
+                         head_dim=128, max_position_embeddings=32768, rope_scaling=HUNYUAN,
+                         use_qk_norm=True, use_cla=False, use_mixed_mlp_moe=True, norm_type="rms",
+                         moe_intermediate_size=[3072] * 32, moe_topk=[8] * 32, num_experts=64,
+                         num_shared_expert=[1] * 32, tie_word_embeddings=True),
 }  # fmt: skip
 
 
