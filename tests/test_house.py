@@ -345,7 +345,7 @@ def kill_after_first_checkpoint(nproc):
     assert not Path("run/adapter_model.safetensors").exists(), "it was complete before the kill"
 
 
-@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.chaos), 2])
+@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.chaos)])
 def test_assembled_files_train_resume_and_merge_alone(nproc, alone, run_jobs, tmp_path):
     """On a CPU the resumed run's adapter has the bytes of an undisturbed run of the recipe on its
     package, and so has what is merged, by the command that the run has told."""
@@ -357,7 +357,7 @@ def test_assembled_files_train_resume_and_merge_alone(nproc, alone, run_jobs, tm
     merge = done.stdout.splitlines()[-1]
     assert " merge_adapters.py --adapter_dir run " in merge
     names = ["adapter_model.safetensors"]
-    if nproc == 2:  # once is enough
+    if nproc == 1:  # once is enough
         merged = subprocess.run(shlex.split(merge), env=ALONE, capture_output=True, text=True)
         assert merged.returncode == 0, merged.stderr
         names.append("merged/model.safetensors")
@@ -368,7 +368,7 @@ def test_assembled_files_train_resume_and_merge_alone(nproc, alone, run_jobs, tm
     house = tmp_path / "house"
     house.mkdir()
     run_jobs(nproc, [{"argv": FLAGS}], cwd=house)
-    if nproc == 2:
+    if nproc == 1:
         run = str(house / "run")
         merge_adapters.main(["--adapter_dir", run, "--output_dir", f"{run}/merged"])
     for name in names:
