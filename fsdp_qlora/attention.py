@@ -167,19 +167,30 @@ def split_heads(arch, qkv):
 
 
 def rotate(x, cos, sin, arch):
-    """Rotary embedding of x [n, heads, head_dim]; cos and sin are fp32 [n, rotary_dim / 2] or None.
-    With -sin it is its own backward."""
+    """Rotary embedding of x [n, heads, head_dim], returned as [n, heads * head_dim]; cos and sin
+    are fp32 [n, rotary_dim / 2] or None. With -sin it is its own backward."""
     if cos is None:
-        return x
-    # by index: compiled, a cat() of rotated parts would go through memory
-    column, half = torch.arange(arch.head_dim, device=x.device), arch.rotary_dim // 2
+        return x.flatten(1)
+    # Compiled, a cat() of rotated parts goes through memory, and what has a remainder of a
+    # remainder for its index is read value by value: hence flip(), and one flatten() at the end.
+    sign, half = torch.arange(-1, 2, 2, device=x.device), arch.rotary_dim // 2
     if arch.rotary_interleaved:
-        is_first, other, pair = column % 2 == 0, column ^ 1, column // 2 % half
+        pieces = x.unflatten(-1, (-1, 2))
+        pairs, axis = pieces[:, :, :half], 3
+        cos, sin = cos[:, None, :, None], sin[:, None, :, None]
     else:
-        is_first, other, pair = column < half, (column + half) % (2 * half), column % half
-    cos, sin = cos[:, None, pair], sin[:, None, pair]
-    rotated = x * cos + x[..., other] * torch.where(is_first, -sin, sin)
-    return torch.where(column < arch.rotary_dim, rotated, x)
+        width, sign = math.gcd(half, arch.head_dim), sign[:, None, None]
+        pieces = x.unflatten(-1, (-1, width))
+        pairs, axis = pieces[:, :, : 2 * half // width].unflatten(2, (2, -1)), 2
+        cos, sin = (t.unflatten(1, (-1, width))[:, None, None] for t in (cos, sin))
+    rotated = pairs * cos + pairs.flip(axis) * (sin * sign)
+    if not arch.rotary_interleaved:
+        rotated = rotated.flatten(2, 3)
+    n, n_rotated = pieces.shape[2], rotated.shape[2]
+    if n_rotated < n:
+        is_rotated = torch.arange(n, device=x.device)[:, None] < n_rotated
+        rotated = torch.where(is_rotated, F.pad(rotated, (0, 0, 0, n - n_rotated)), pieces)
+    return rotated.flatten(1)
 
 
 def normed_heads(x, weight, arch, grad=None):
@@ -205,11 +216,11 @@ def rotate_forward(qkv, cos, sin, temperature, q_weight, k_weight, arch):
             x = normed_heads(x, weight, arch)
         x = rotate(x.float(), cos, sin, arch).to(qkv.dtype)
         if arch.qk_norm_after_rotary:
-            x = normed_heads(x, weight, arch)
+            x = normed_heads(x.unflatten(1, (-1, arch.head_dim)), weight, arch).flatten(1)
         out.append(x)
     if temperature is not None:
-        out[0] = (out[0] * temperature[:, None, None]).to(qkv.dtype)
-    return torch.cat([x.flatten(1) for x in (*out, value)], 1)
+        out[0] = (out[0] * temperature[:, None]).to(qkv.dtype)
+    return torch.cat([*out, value.flatten(1)], 1)
 
 
 @elementwise
@@ -222,14 +233,15 @@ def rotate_backward(query, key, value, qkv, cos, sin, temperature, q_weight, k_w
         grads[0] = grads[0] * temperature[:, None, None]
     back = None if sin is None else -sin
     for grad, x, weight in zip(grads, before, (q_weight, k_weight)):
+        heads = 1, (-1, arch.head_dim)
         if x is not None and arch.qk_norm_after_rotary:
-            rotated = rotate(x.float(), cos, sin, arch).to(qkv.dtype)
+            rotated = rotate(x.float(), cos, sin, arch).unflatten(*heads).to(qkv.dtype)
             grad = normed_heads(rotated, weight, arch, grad)
         grad = rotate(grad, cos, back, arch)
         if x is not None and not arch.qk_norm_after_rotary:
-            grad = normed_heads(x, weight, arch, grad)
+            grad = normed_heads(x, weight, arch, grad.unflatten(*heads)).flatten(1)
         out.append(grad)
-    return torch.cat([x.flatten(1).to(value.dtype) for x in (*out, value)], 1)
+    return torch.cat([*(x.to(value.dtype) for x in out), value.flatten(1)], 1)
 
 
 # ---- kernels ----
