@@ -146,6 +146,11 @@ def predict_time(plan, arch, layouts, machine, row_tokens):
     # each use of a weight: 4 bits are read, a number is written and read
     uses = 2 * weights + again * (0.5 if plan.hold_weights else 1) * token_weights
     moved = uses * (0.5 + item) + n * layers.passed_values / n_layers * item
+    routed = sum(arch.layer_routed) / n_layers
+    waits = 0
+    if plan.expert_ranges > 1:  # each range's rows are copied; until they are known, nothing runs
+        moved += routed * 4 * n * arch.mixture.top_k * arch.hidden_size * item
+        waits = routed * (1 + again) * 30 * machine.launch
     speed = SUSTAINED * machine.flops
     compute = flops / (speed * n / (n + 256)) + moved / machine.bandwidth
     gathered = layers.nf4_bytes / n_layers + layers.adapter * item
@@ -153,12 +158,11 @@ def predict_time(plan, arch, layouts, machine, row_tokens):
     gathers = gathered * (shards - 1) / shards / machine.link
     gathers *= 2 if plan.reshard_after_forward else 1
     copies = plan.offload_params * 2 * gathered / shards / PCIE_BYTES
-    routed = sum(arch.layer_routed) / n_layers
     launches = (100 + 80 * again + 40 * plan.uses_fsdp
                 + routed * (40 + (30 + 15 * again) * plan.expert_ranges)) * machine.launch
     # NCCL's kernels take the GPU from the products, copies from the host hardly do
     layer = max(compute + gathers, copies, 0 if plan.graphs else launches)
-    layer += 0.1 * min(compute, copies)
+    layer += 0.1 * min(compute, copies) + waits
     logits = n * arch.vocab_size
     head = 4 * logits * arch.hidden_size / speed + 5 * logits * item / machine.bandwidth
     return dataclasses.replace(plan, token_seconds=(layer * n_layers + head) / n)

@@ -4,6 +4,7 @@ Stands on nf4, which knows whether Triton works here. What needs a bin or a laye
 """
 
 import functools
+import itertools
 import types
 
 import torch
@@ -15,20 +16,27 @@ from fsdp_qlora.nf4 import why_no_triton
 def elementwise(function):
     """A decorator: on a GPU the function is compiled to one kernel; on a CPU that takes minutes.
 
-    With evaluation=True a second kernel is used. Torch compiles anew once lengths differ, and those
-    of an evaluation are not to change training's kernels, nor the last bit of their results. (One
-    kernel for changing lengths from the start cost 2 % of a step of Llama-3-8B on an H200.)
+    Torch compiles anew once a size differs from the first call's, for any size from then on: with
+    an open width each value's place takes a division, and half of the speed. So all widths have a
+    kernel of their own, in which only the number of rows may become open; and so have evaluations,
+    whose lengths are not to change training's kernels, nor the last bit of their results. (One
+    kernel for all lengths from the start cost 2 % of a step of Llama-3-8B on an H200.)
     """
-    code = function.__code__.replace(co_name=f"{function.__name__}_of_evaluation")
-    twin = types.FunctionType(code, function.__globals__, function.__name__,
-                              function.__defaults__, function.__closure__)
-    compiled = functools.cache(lambda evaluation: torch.compile(twin if evaluation else function))
+    numbers = itertools.count()
+
+    @functools.cache
+    def compiled(*layout):  # to torch, what has another code object is another function
+        code = function.__code__.replace(co_name=f"{function.__name__}_{next(numbers)}")
+        return torch.compile(types.FunctionType(
+            code, function.__globals__, function.__name__, function.__defaults__,
+            function.__closure__))
 
     @functools.wraps(function)
-    def call(first, *args, evaluation=False):
-        if first.is_cuda and not why_no_triton():
-            return compiled(evaluation)(first, *args)
-        return function(first, *args)
+    def call(*args, evaluation=False):
+        if args[0].is_cuda and not why_no_triton():
+            tensors = (x for x in args if isinstance(x, torch.Tensor) and x.dim())
+            return compiled(evaluation, *((x.shape[1:], x.stride(0)) for x in tensors))(*args)
+        return function(*args)
 
     return call
 

@@ -179,13 +179,12 @@ def dequantise(layer, fused, adapter):
         code, of_scales = mxfp4_code(weight.device)
         if not in_mxfp4:
             code, of_scales = nf4_code(weight.device), nested.code_values
-        tiles, n_columns = triton.cdiv(len(packed), TILE), fused.width - fused.in_features
+        tiles, n_columns = triton.cdiv(len(packed), 64), fused.width - fused.in_features
         dequantise_kernel[(tiles + triton.cdiv(len(weight), 64) * (n_columns // LORA_COLUMNS),)](
-            packed.view(torch.int32), scales, nested.absmax, nested.offsets, of_scales, code,
-            adapter, place_table(fused, weight.device), weight, len(packed), tiles, len(weight),
+            packed, scales, nested.absmax, nested.offsets, of_scales, code, adapter,
+            place_table(fused, weight.device), weight, len(packed), tiles, len(weight),
             fused.in_features, n_columns, fused.lora_rank, len(fused.places), equal_blocks(fused),
-            in_mxfp4, scales.shape[1], fused.in_features % BLOCK == 0, TILE, BLOCK, NESTED_BLOCK,
-            LORA_COLUMNS, FIELDS, num_warps=4,
+            in_mxfp4, scales.shape[1], 64, BLOCK, NESTED_BLOCK, LORA_COLUMNS, FIELDS, num_warps=4,
             enable_fp_fusion=False,  # bitsandbytes rounds between a scale's product and offset
         )
         return weight
@@ -219,7 +218,6 @@ def mxfp4_values(packed, scales):
     return values.view(-1, BLOCK // MX_BLOCK, MX_BLOCK) * of_scales[scales.int()][..., None]
 
 
-TILE = 128  # blocks of 64 weights that one program of dequantise_kernel writes
 FIELDS = 7  # of a row of place_table
 
 
@@ -247,19 +245,19 @@ if triton:
     def dequantise_kernel(
         packed, scales, nested_absmax, offsets, code_values, code, adapter, table, out,
         n_blocks, n_tiles, n_rows, n_in, n_columns, rank, LINEARS: tl.constexpr,
-        EQUAL: tl.constexpr, MXFP4: tl.constexpr, N_SCALES: tl.constexpr, WHOLE: tl.constexpr,
-        TILE: tl.constexpr, BLOCK: tl.constexpr, NESTED_BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+        EQUAL: tl.constexpr, MXFP4: tl.constexpr, N_SCALES: tl.constexpr, BLOCKS: tl.constexpr,
+        BLOCK: tl.constexpr, NESTED_BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
         FIELDS: tl.constexpr,
     ):
-        """See dequantise(). The first n_tiles programs write TILE blocks of W each, the others 64
-        rows and COLUMNS columns of B each. `table` is place_table(); what 8-bit scales mean is in
-        code_values, [linears, 256] or in MXFP4 [256]. WHOLE: each block lies in one row."""
+        """See dequantise(). The first n_tiles programs write BLOCKS blocks of W each, the others
+        64 rows and COLUMNS columns of B each. `table` is place_table(); what 8-bit scales mean is
+        in code_values, [linears, 256] or in MXFP4 [256]."""
         tile = tl.program_id(0)
         stride = n_in + n_columns
         if tile < n_tiles:
-            block = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
+            block = tile.to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
             inside = block < n_blocks
-            linear = tl.zeros([TILE], tl.int32)
+            linear = tl.zeros([BLOCKS], tl.int32)
             if EQUAL:
                 linear = tl.minimum(block // EQUAL, LINEARS - 1).to(tl.int32)
             else:
@@ -268,28 +266,29 @@ if triton:
             fields = table + linear * FIELDS
             block_of = block.to(tl.int32) - tl.load(fields)  # counted from the linear's first
             first, last = tl.load(fields + 1), tl.load(fields + 6)
-            word_of = tl.arange(0, BLOCK // 8)[None, :]  # of eight codes, which a thread unpacks
-            word = block[:, None] * (BLOCK // 8) + word_of
-            words = tl.load(packed + word, inside[:, None], 0)[:, :, None]
+            byte_of = tl.arange(0, BLOCK // 2)[None, :]
+            byte = block[:, None] * (BLOCK // 2) + byte_of
+            codes = tl.load(packed + byte, inside[:, None], 0).to(tl.int32)
             if MXFP4:
-                scale_of = block[:, None] * N_SCALES + word_of // (BLOCK // 8 // N_SCALES)
+                scale_of = block[:, None] * N_SCALES + byte_of // (BLOCK // 2 // N_SCALES)
                 scale = tl.load(scales + scale_of, inside[:, None], 0).to(tl.int32)
-                factor = tl.load(code_values + scale)[:, :, None]
+                factor = tl.load(code_values + scale)
             else:
                 nested = tl.load(fields + 2) + block_of // NESTED_BLOCK
                 index = tl.load(fields + 3)
                 scale = tl.load(scales + block * N_SCALES, inside, 0).to(tl.int32)
                 absmax = tl.load(code_values + index * 256 + scale)
                 absmax = absmax * tl.load(nested_absmax + nested, inside, 0.0)
-                factor = (absmax + tl.load(offsets + index))[:, None, None]
-            i = tl.arange(0, 8)[None, None, :]
-            codes = (words >> (i ^ 1) * 4) & 15  # of a byte the high half comes first
-            values = (tl.load(code + codes) * factor).to(out.dtype.element_ty)
-            weight = block_of[:, None, None] * BLOCK + word_of[:, :, None] * 8 + i
-            row = (block_of * BLOCK // n_in)[:, None, None] if WHOLE else weight // n_in
-            first = first[:, None, None]
-            target = first.to(tl.int64) * stride + weight + row * n_columns
-            inside = inside[:, None, None] & (first + row < last[:, None, None])
+                factor = (absmax + tl.load(offsets + index))[:, None]
+            high = tl.load(code + (codes >> 4)) * factor
+            low = tl.load(code + (codes & 15)) * factor
+            values = tl.interleave(high, low).to(out.dtype.element_ty)
+            weight = block_of[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+            row = weight // n_in  # of the linear
+            if n_in % BLOCK == 0:  # then a block lies in one row: fewer divisions
+                row = (block_of * BLOCK // n_in)[:, None] + tl.zeros([1, BLOCK], tl.int32)
+            target = first.to(tl.int64)[:, None] * stride + weight + row * n_columns
+            inside = inside[:, None] & (first[:, None] + row < last[:, None])
             tl.store(out + target, values, inside)
         else:
             write_columns(adapter, table, out, tile - n_tiles, n_rows, n_in, n_columns, rank,
@@ -341,11 +340,10 @@ def why_no_triton():
         (True, mx_scales, mx_powers, mx_code, mxfp4_values(packed, mx_scales).to(weight.dtype))):
         out = torch.empty_like(weight)
         try:
-            dequantise_kernel[(1024 // TILE,)](
-                packed.view(torch.int32), scales, nested.absmax, state.offset, of_scales, code,
-                weight, table, out, 1024, 1024 // TILE, 256, 256, 0, 16, 1, 0, is_mx, 1 + is_mx,
-                True, TILE, BLOCK, NESTED_BLOCK, LORA_COLUMNS, FIELDS, num_warps=4,
-                enable_fp_fusion=False)
+            dequantise_kernel[(16,)](
+                packed, scales, nested.absmax, state.offset, of_scales, code, weight, table, out,
+                1024, 16, 256, 256, 0, 16, 1, 0, is_mx, 1 + is_mx, 64, BLOCK, NESTED_BLOCK,
+                LORA_COLUMNS, FIELDS, num_warps=4, enable_fp_fusion=False)
         except Exception as e:
             return f"Triton cannot compile here, {type(e).__name__}: {str(e)[:200]}"
         same.append(torch.equal(out, want.view(256, 256)))
