@@ -56,6 +56,9 @@ merge: $(READY) ## After training: the newest run below runs/, or OUT=, as a pla
 standalone: $(READY) ## To take one file away: each script with all it stands on, as one file in dist/
 	$(VENV)/bin/python standalone.py $(ARGS)
 
+# As many processes as cores: threads besides would wait for one another, a third of the time.
+test test-fast: export OMP_NUM_THREADS ?= 1
+
 test: $(READY) ## After any change: all tests, on the GPUs if there are any
 	$(VENV)/bin/python -m pytest --numprocesses auto --dist loadfile $(ARGS)
 

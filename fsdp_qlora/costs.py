@@ -16,6 +16,7 @@ from fsdp_qlora.vocabulary import CHUNK_BYTES
 
 PCIE_BYTES = 20e9  # a second, between host and GPU
 SUSTAINED = 0.88  # of the speed that measure_machine() finds, over whole steps
+DEQUANTISING = 0.65  # of the memory's speed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,12 +144,12 @@ def predict_time(plan, arch, layouts, machine, row_tokens):
     again = plan.recomputed / n_layers
     flops = 2 * n * (2 * token_weights + again * weights_again)
     flops += 2 * n * 3.5 * min(n, row_tokens) * layers.mean_query_width  # attention
-    # each use of a weight: 4 bits are read, a number is written and read
+    # each use of a weight: 4 bits are read, a number is written
     uses = 2 * weights + again * (0.5 if plan.hold_weights else 1) * token_weights
-    moved = uses * (0.5 + item) + n * layers.passed_values / n_layers * item
+    moved = uses * (0.5 + item) / DEQUANTISING + n * layers.passed_values / n_layers * item
     routed = sum(arch.layer_routed) / n_layers
     waits = 0
-    if plan.expert_ranges > 1:  # each range's rows are copied; until they are known, nothing runs
+    if routed and plan.expert_ranges > 1:  # their rows are copied, and first waited for
         moved += routed * 4 * n * arch.mixture.top_k * arch.hidden_size * item
         waits = routed * (1 + again) * 30 * machine.launch
     speed = SUSTAINED * machine.flops

@@ -62,6 +62,11 @@ MEASURED = [
                                         "hold_weights": True, "bin_tokens": 16384}),
     ("qwen3-235b-a22b", 94, 124.86, 2_759, {"recomputed": 92, "hold_weights": True,
                                             "expert_ranges": 4, "bin_tokens": 8192}),
+    # at 3070244 and after
+    ("mistral-nemo-12b", 20, 13.36, 21_045, {}),
+    ("qwen3-30b-a3b", 48, 63.58, 22_853, {"bin_tokens": 16384}),
+    ("glm-4.5-air", 46, 101.01, 6_465, {"bin_tokens": 8192}),
+    # at 7bbd65e
     ("qwen3-30b-a3b", 4, 5.21, 138_710, {"graphs": True}),  # reserved, as always with CUDA graphs
     ("qwen3-30b-a3b", 4, 4.40, 118_999, {"graphs": True, "recomputed": 4, "hold_weights": True}),
 ]  # fmt: skip
