@@ -257,7 +257,11 @@ def batched_attention(query, key, value, sinks, bin, arch, window, index):
     rows = [t.unflatten(0, (len(bin.lengths), -1)).transpose(1, 2) for t in (query, key, value)]
     out = F.scaled_dot_product_attention(
         *rows, is_causal=True, scale=arch.attention_scale, enable_gqa=True)
-    return out.transpose(1, 2).flatten(0, 1)
+    out = out.transpose(1, 2).flatten(0, 1)
+    # torch keeps cuDNN's plans by shapes and strides of the inputs alone, and so would read this
+    # gradient in the strides that the first one of its shape had in the process
+    out.register_hook(torch.Tensor.contiguous)
+    return out
 
 
 def flash_attention(query, key, value, sinks, bin, arch, window, index):

@@ -14,7 +14,7 @@ from families import TINY, tiny, write_model
 from safetensors.torch import load_file, save_file
 
 from fsdp_qlora.configs import describe_model
-from fsdp_qlora.attention import attends, document_attention
+from fsdp_qlora.attention import attends, batched_attention, document_attention
 from fsdp_qlora.model import Model
 from fsdp_qlora.names import check_files, tensor_names
 from fsdp_qlora.sinks import SinkAttention
@@ -177,6 +177,30 @@ def test_kernel_that_computes_something_else_is_found_out(kind, reach, monkeypat
     for kernel in (right, *wrong):
         monkeypatch.setattr("fsdp_qlora.attention.flash_attention", kernel)
         assert attends(kernel, arch, reach, cpu) == (kernel is right), kernel.__name__
+
+
+@pytest.mark.parametrize("length", [13, 64, 256])
+def test_batched_attention_reads_gradients_of_any_strides(length):
+    """torch 2.11 keeps cuDNN's plans without them: the second layout's gradient was wrong."""
+    arch = describe_model(TINY["granite"](320))
+    heads = arch.n_heads, arch.n_kv_heads, arch.n_kv_heads
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    bin = types.SimpleNamespace(lengths=(length,) * 3, dropout_keys=None)
+    for spare in (2, 0, 5):  # columns of an adapter beside it, in heads
+        q, k, v, grad = torch.randn(
+            3 * length, sum(heads) + arch.n_heads + spare, arch.head_dim, device=DEVICE,
+            dtype=torch.bfloat16, generator=generator,
+        ).split([*heads, arch.n_heads + spare], 1)
+        qkv = torch.cat([q, k, v], 1)  # the strides of q, k and v are those of every time
+        grad = grad.clone()[:, : arch.n_heads]
+
+        def both(function):
+            inputs = [t.detach().requires_grad_() for t in qkv.split(heads, 1)]
+            out = function(*inputs, None, bin, arch, None, 0)
+            return out.detach(), *torch.autograd.grad(out, inputs, grad)
+
+        for got, want in zip(both(batched_attention), both(document_attention)):
+            assert (got - want).norm() < 0.02 * want.norm()
 
 
 def cpu_flash(mask, groups, scale):
