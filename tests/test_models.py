@@ -193,13 +193,12 @@ def test_batched_attention_reads_gradients_of_any_strides(length):
         ).split([*heads, arch.n_heads + spare], 1)
         qkv = torch.cat([q, k, v], 1)  # the strides of q, k and v are those of every time
         grad = grad.clone()[:, : arch.n_heads]
-
-        def both(function):
+        results = []
+        for function in (batched_attention, document_attention):
             inputs = [t.detach().requires_grad_() for t in qkv.split(heads, 1)]
             out = function(*inputs, None, bin, arch, None, 0)
-            return out.detach(), *torch.autograd.grad(out, inputs, grad)
-
-        for got, want in zip(both(batched_attention), both(document_attention)):
+            results.append([out.detach(), *torch.autograd.grad(out, inputs, grad)])
+        for got, want in zip(*results, strict=True):
             assert (got - want).norm() < 0.02 * want.norm()
 
 
