@@ -84,7 +84,8 @@ RUNS = {
                   "a copy each": [*SMALL, "--shard_group_size", 1]},
     (4, "dropout"): {"two copies": [*MIDDLE, "--shard_group_size", 2]},
 }  # fmt: skip
-CASES = [(n, kind, name) for (n, kind), runs in RUNS.items() for name in runs]
+CASES = [pytest.param(n, kind, name, marks=[pytest.mark.slow] * (n == 4))
+         for (n, kind), runs in RUNS.items() for name in runs]  # fmt: skip
 
 
 def write_uneven_rows(path):
@@ -317,7 +318,7 @@ def test_memory_flags_change_no_bit(nproc, name, runs, read_metrics):
         assert all(torch.equal(value, other[key]) for key, value in first.items())
 
 
-@pytest.mark.parametrize("nproc", [1, 2, 3, 4])
+@pytest.mark.parametrize("nproc", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_speed_is_per_gpu(nproc, runs, read_metrics):
     for row in read_metrics(runs(nproc, "lora", next(iter(RUNS[nproc, "lora"])))):
         tokens = row["tokens_per_second_per_gpu"] * row["seconds"] * nproc
