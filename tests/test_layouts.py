@@ -108,19 +108,20 @@ def runs(request, tmp_path_factory, run_jobs, demo_directory):
     return run
 
 
-def nf4_and_back(weight):
+def nf4_and_back(weight, device):
+    """Quantised on this device: kernels round borders of two codes as they do."""
     codes, state = bnb.functional.quantize_4bit(
-        weight.detach().float().contiguous(), compress_statistics=True, quant_type="nf4",
-        blocksize=64)  # fmt: skip
-    return bnb.functional.dequantize_4bit(codes, state)
+        weight.detach().to(device).float().contiguous(), compress_statistics=True,
+        quant_type="nf4", blocksize=64)  # fmt: skip
+    return bnb.functional.dequantize_4bit(codes, state).to(weight.device)
 
 
-def experts_in_nf4(name, key, experts):
+def experts_in_nf4(name, key, experts, device):
     """transformers' tensor of all experts, each matrix [out, in] of it quantised by itself."""
     if name == "gpt_oss":  # [experts, in, out], gate and up interleaved
-        return torch.stack([nf4_and_back(matrix.t()).t() for matrix in experts])
+        return torch.stack([nf4_and_back(matrix.t(), device).t() for matrix in experts])
     pairs = [matrix.chunk(2) if "gate_up" in key else [matrix] for matrix in experts]
-    return torch.stack([torch.cat([*map(nf4_and_back, pair)]) for pair in pairs])
+    return torch.stack([torch.cat([nf4_and_back(m, device) for m in pair]) for pair in pairs])
 
 
 def make_reference(directory, name, layout):
@@ -129,12 +130,13 @@ def make_reference(directory, name, layout):
     whole = directory if layout == "NF4 of transformers 5" else directory / "whole"
     skipped = None if layout in BITS else ["lm_head", "shared_expert_gate", "wg"]
     model = load_reference(whole, "attention", skipped)
+    device = "cpu" if layout == "NF4 of transformers 4" else DEVICE  # its file was written on a CPU
     before_5 = layout == "NF4 of transformers 4" and name not in ROUTER_NO_LINEAR_IN_4
     for key, p in model.named_parameters():
         if key.endswith(("experts.gate_up_proj", "experts.down_proj")) and layout != "MXFP4":
-            p.data = experts_in_nf4(name, key, p)
+            p.data = experts_in_nf4(name, key, p, device)
         elif before_5 and key.endswith(("mlp.gate.weight", "router.weight")):
-            p.data = nf4_and_back(p)
+            p.data = nf4_and_back(p, device)
         elif "lora_A" in key:
             key = key.replace(".default", "")
             generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))

@@ -62,7 +62,7 @@ def write_adapter(path, model_dir, dora=False):
 def worked(models, tmp_path_factory, run_jobs):
     """worked(nproc): the directory where `nproc` ranks left all cases' results."""
     inputs = tmp_path_factory.mktemp("inputs")
-    write_rows(inputs / "rows.jsonl", 8)
+    write_rows(inputs / "rows.jsonl", 32)
     adapters = {
         kind: write_adapter(inputs / kind, models[kind.removesuffix("-dora")], "dora" in kind)
         for kind in ("llama", "qwen2", "qwen2-dora")
@@ -85,7 +85,7 @@ def worked(models, tmp_path_factory, run_jobs):
                      "--lora_rank", "22"]  # 263 blocks of state a layer: enough to be paged
             jobs.append({"case": "optimizer", "model": models["llama"], "steps": 4, "flags": flags})
         if nproc == 2:
-            flags = ["--lora_rank", "4", "--batch_size", "8", "--max_seq_len", "64",
+            flags = ["--lora_rank", "4", "--batch_size", "32", "--max_seq_len", "64",
                      "--compute_dtype"]  # fmt: skip
             jobs += [
                 {"case": "gradients", "model": models[kind.removesuffix("-dora")],
@@ -184,7 +184,9 @@ def reference(model_dir, adapter, rows_file, dtype, **variant):
         torch.nn.utils.rnn.pad_sequence([row[i] for row in rows], True, padding).to(DEVICE)
         for i, padding in enumerate((0, -100))
     )  # what pads a row comes after it, and nothing looks ahead
-    logits = model(input_ids=ids).logits[:, :-1].float()
+    # as trainers call it: outside of it PEFT computes adapters in fp32 beside a bf16 model
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=dtype == torch.bfloat16):
+        logits = model(input_ids=ids).logits[:, :-1].float()
     loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
     loss.backward()
     grads = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
@@ -211,8 +213,8 @@ def test_loss_and_gradients_equal_transformers_and_peft(kind, models, worked):
 
 def test_bf16_gradients_are_as_near_the_exact_ones_as_the_references(models, worked):
     """Both sides round some fifty times in a row, each in its own places: the reference's own
-    gradients are 1.5 to 2.2 % (Frobenius) away from the exact ones. Ours must be as near; over
-    the models, so that chance averages out."""
+    gradients are 0.7 to 2.2 % (Frobenius) away from the exact ones. Ours must be as near; over
+    models and rows, so that chance averages out."""
     work, adapters, rows = worked
     squares = {"theirs": 0.0, "ours": 0.0}
     for kind, adapter in adapters.items():

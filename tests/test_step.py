@@ -46,9 +46,6 @@ LARGE = ["--micro_batch_tokens", 1000]
 MEMORY = {
     "all recomputed": ["--recompute", "all"],
     "none recomputed": ["--recompute", "none"],
-    "one recomputed": ["--recompute", "1"],
-    "two recomputed": ["--recompute", "2"],
-    "activations offloaded": ["--recompute", "all", "--offload_activations"],
     "two offloaded": ["--recompute", "2", "--offload_activations"],
     "weights offloaded": ["--offload_params", "--recompute", "none"],
     "everything offloaded": ["--offload_params", "--offload_activations", "--recompute", "all"],
