@@ -30,7 +30,6 @@ PAIRS = {
     (1, "offloaded"): OFFLOADED,
     (2, "plain, sharded"): ["--shard_group_size", 2],
     (2, "offloaded, sharded"): [*OFFLOADED, "--shard_group_size", 2],
-    (2, "offloaded, a copy each"): [*OFFLOADED, "--shard_group_size", 1],
 }
 # these are also cut off after half their steps and resumed
 RESUMED = [(1, "offloaded"), (2, "offloaded, sharded")]
