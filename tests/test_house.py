@@ -113,6 +113,7 @@ for name in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_each_module_can_be_imported_alone():
     names = random.sample(list(MODULES), len(MODULES))
     done = subprocess.run([sys.executable, "-c", IMPORT_EACH.format(above=UPPER), *names],

@@ -230,6 +230,7 @@ def test_training_notes_what_peft_gives(noted, reference):
     assert max(errors) < 0.02
 
 
+@pytest.mark.slow
 def test_merged_model_needs_no_bitsandbytes(trained, merged, probes, reference, noted, tmp_path):
     (tmp_path / "bitsandbytes.py").write_text("raise ImportError('not here')\n")
     script = f"""

@@ -28,6 +28,7 @@ DROPOUT = {  # tiny configs whose own dropout is in one place
     "embedding": tiny("starcoder2", None, embedding_dropout=0.5),
     "none": tiny("seed_oss", head_dim=24, residual_dropout=0.0, attention_dropout=0.0),
 }
+APART = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("residual", "attention")]
 SMALL_BINS = "--micro_batch_tokens", 64
 
 
@@ -63,7 +64,7 @@ def model_with_dropout(tmp_path_factory, demo_directory):
     return make
 
 
-@pytest.mark.parametrize("kind", ["residual", "attention", "both", "window"])
+@pytest.mark.parametrize("kind", ["both", "window", *APART])
 def test_models_own_dropout_is_the_same_when_recomputed(kind, train, model_with_dropout):
     model = model_with_dropout(kind)
     kept = train("kept", model, "--recompute", "none", *SMALL_BINS)
@@ -81,7 +82,7 @@ def test_models_own_dropout_is_the_same_when_recomputed_in_slices(
     assert sliced == [pytest.approx(row, rel=1e-5) for row in kept]
 
 
-@pytest.mark.parametrize("kind", ["residual", "attention", "both"])
+@pytest.mark.parametrize("kind", ["both", *APART])
 def test_models_own_dropout_is_there_and_does_not_depend_on_bins(kind, train, model_with_dropout):
     large, small = (
         train(name, model_with_dropout(kind), "--micro_batch_tokens", tokens)
