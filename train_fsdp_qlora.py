@@ -115,9 +115,10 @@ class Config:
         None, "Hub id or directory of safetensors; left out: a built-in demo; with"
         " --random_weights also llama-2-7b, llama-2-70b, llama-3-8b, llama-3-70b, qwen2.5-32b")
     dataset: tuple[str, ...] | None = knob(
-        None, "files (JSONL, JSON, Parquet, CSV, also .gz), patterns, directories, what"
-        " save_to_disk wrote, or a Hub id; behind these two may stand ,split=train_sft, behind"
-        " a Hub id also ,name=CONFIGURATION ,revision=TAG; left out: the demo's instructions")
+        None, "files (JSONL, JSON, Parquet, CSV, TSV, text, also .gz), patterns, directories, what"
+        " save_to_disk wrote, or a Hub id; behind a directory or a Hub id may stand"
+        " ,split=train_sft, behind a Hub id also ,name=CONFIGURATION ,revision=TAG; left out: the"
+        " demo's instructions")
     eval_dataset: tuple[str, ...] | None = knob(
         None, "the same for evaluation, or a fraction of the rows of --dataset: 0.02")
     columns: tuple[str, ...] | None = knob(None, "new names for keys of rows: context=input")
@@ -181,8 +182,9 @@ class Config:
     memory_limit_gib: float | None = knob(
         None, "GPU memory to plan for and never to exceed; left out: what is free")
     attn: str | None = knob(
-        None, "attention; left out: on Hopper sdpa for rows of one length, else flash_attention_2"
-        " where it is installed, else sdpa", choices=("flash_attention_2", "sdpa"))
+        None, "attention; left out: from Hopper on sdpa for rows of one length, else"
+        " flash_attention_2 where it is installed, else sdpa",
+        choices=("flash_attention_2", "sdpa"))
     compute_dtype: str = knob(
         "bfloat16", "dtype of activations and products", choices=("bfloat16", "float32"))
 
@@ -383,8 +385,8 @@ def choose_attention(config, arch, device):
     """The attention to use: {"same": for bins of rows of one length, "any": of other rows}, each
     {"full": kernel, "window": kernel}. Raises ValueError.
 
-    On Hopper torch's SDPA (cuDNN) is the fastest for rows of one length, else Flash Attention 2;
-    where that is not installed, torch's own kernel for any lengths. A kernel is used only if it
+    From Hopper on torch's SDPA (cuDNN) is the fastest for rows of one length, else Flash Attention
+    2; where that is not installed, torch's own kernel for any lengths. A kernel is used only if it
     gives what plain torch gives: a flash-attn built without windows or caps returns wrong results
     without an error.
     """
@@ -747,11 +749,12 @@ def evaluate(run):
 
 
 def log_evaluation(run, log, step):
-    """Evaluate after `step`. Returns whether that was done to the end, as it is unless the run is
-    asked to stop, and whether the loss is the best so far. All ranks must call this."""
+    """Evaluate after `step`. Returns whether it was cut short, because the run was asked to stop,
+    and whether the loss is the best so far, which that before the first step never is. All ranks
+    must call this."""
     progress, started = run.progress, clock()
     if (loss := evaluate(run)) is None:
-        return False, False
+        return True, False
     is_best = progress["best_loss"] is None or loss < progress["best_loss"]
     progress["evaluated"] = step
     if is_best:
@@ -763,7 +766,7 @@ def log_evaluation(run, log, step):
                     "eval_seconds": clock() - started})
     best = ", the best so far" if is_best and step else ""
     say(f"evaluation after step {step}: loss {loss:.4f}, perplexity {perplexity:.2f}{best}")
-    return True, is_best and step > 0
+    return False, is_best and step > 0
 
 
 # ------------------------------------------------------------------------------------------------
@@ -786,7 +789,7 @@ def run_steps(run, done):
     try:
         # from `done`: a run that was stopped before the evaluation of that step does it now
         for step in range(done, config.max_steps + 1):
-            request, is_evaluated, is_best, is_last = None, True, False, step == config.max_steps
+            request, cut_short, is_best, is_last = None, False, False, step == config.max_steps
             status.extend_deadline(config, run.longest_step)
             status.step = step
             if step > done:
@@ -803,15 +806,15 @@ def run_steps(run, done):
             evaluates = step == 0 or is_last or config.eval_every and step % config.eval_every == 0
             if (run.eval_rows and evaluates and run.progress["evaluated"] != step
                     and request != "stop"):
-                is_evaluated, is_best = log_evaluation(run, log, step)
-                request = request if is_evaluated else "stop"
+                cut_short, is_best = log_evaluation(run, log, step)
+                request = "stop" if cut_short else request
             saves = is_last or request or is_best or save_steps and step % save_steps == 0
             if saves and run.saved_step < step:
                 save_checkpoint(run, step)
             if evaluates or saves:
                 run.step_start = clock()  # they do not count as time of a step
             if request == "stop":
-                stop_run(run, step, is_evaluated, is_first=step == done)
+                stop_run(run, step, cut_short, is_first=step == done)
     finally:
         status.deadline = math.inf
         if log:
@@ -819,10 +822,10 @@ def run_steps(run, done):
     return records
 
 
-def stop_run(run, step, is_evaluated, is_first):
-    """End the run as it was asked to. All ranks must call this."""
+def stop_run(run, step, cut_short, is_first):
+    """End the run as it was asked to; `cut_short`: its evaluation was. All ranks must call this."""
     why = next(filter(None, gather_objects(run.status.stop_reason)))
-    if is_first and not is_evaluated and why.startswith("--max_minutes"):
+    if is_first and cut_short and why.startswith("--max_minutes"):
         raise Stop(f"{why} before the evaluation after step {step} was done, and so it would go"
                    " again: give more, or evaluate fewer rows", EXITS["flags"])
     if why == LOST_DIRECTORY:  # this saves elsewhere, says where, and ends the run

@@ -27,8 +27,8 @@ from fsdp_qlora.sinks import flash_sink_attention, torch_sink_attention
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AttentionHalf:
-    """One layer's attention. forward() computes, backward() gives gradients; the rest is for the
-    plan, in values per token where it does not say bytes."""
+    """One layer's attention. What follows attend() is for the plan, in values per token where it
+    does not say bytes or weights."""
 
     arch: Architecture
     qkv: FusedLinear

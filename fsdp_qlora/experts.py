@@ -146,8 +146,8 @@ class RoutedMLPHalf:
     def _experts_backward(self, work, kept, grad):
         """The gradient of x [n, hidden] through experts and router, from that of their sum.
 
-        That of a token's weight for an expert is that of the sum times what the expert gave. It is
-        taken before the last product, as (grad W) . activated, so that this product is never
+        The gradient of a token's weight for an expert is grad . (what the expert gave). It is
+        computed before the last product, as (grad W) . activated, so that this product is never
         computed again. Takes kept.gate_ups one by one, and writes over them.
         """
         routing, x = kept.routing, None
@@ -187,8 +187,8 @@ class RoutedMLPHalf:
         return grad_x + route_backward(work, routing, grad_weights, grad_x.dtype)
 
     def _gate_backward(self, grad, weights, gate_up):
-        """gate()'s result, written over `grad`, that of this result; and the gradient of gate_up,
-        written over it or new. Gradients count `weights` times."""
+        """Returns gate()'s result, written over its gradient `grad`, and the gradient of gate_up,
+        times `weights`, written over gate_up or new."""
         if clamp := self.arch.mixture.clamp:
             return grad, clamped_gate_backward(grad, weights, gate_up, *clamp)
         gate_backward(grad, self.arch.activation, weights, *gate_up.chunk(2, -1))
@@ -282,7 +282,7 @@ class RoutedMLPHalf:
         n, item = plan.bin_tokens, getattr(torch, plan.compute_dtype).itemsize
         hidden, mixture = self.arch.hidden_size, self.arch.mixture
         rows, up, down = n * mixture.top_k, self.expert_gate_up, self.expert_down
-        # gate and up are there besides if they are computed again, and if their gradient is
+        # gate and up once more if they are computed again, and if their gradient is a new tensor
         of_row = up.width + down.width + self._gate_up_size * (recomputed + bool(mixture.clamp))
         of_pass = math.ceil(rows / plan.expert_ranges) * of_row
         if recomputed and self.shared_gate_up:

@@ -197,7 +197,7 @@ def say_plan(plan, config, limit):
     say(f"plan: {copy_of} ({why}); bins of at most {plan.bin_tokens:,} tokens;"
         f" {plan.recomputed} of {plan.n_layers} layers are recomputed"
         + (", from x and the sum after attention" if plan.recomputed and plan.keep_middle else "")
-        + (", weights dequantised once a backward" if plan.hold_weights else "")
+        + (", dequantised weights held for a second use" if plan.hold_weights else "")
         + ("" if plan.reshard_after_forward else "; gathered weights stay until backward")
         + ("; nothing to offload" if plan.offload_activations and not plan.recomputed else "")
         + ("; the embedding is in host memory" if plan.embedding_on_host else "")

@@ -37,7 +37,7 @@ class Plan:
     bin_tokens: int  # at most in one bin
     recomputed: int  # how many layers, the first ones, are recomputed in backward
     keep_middle: bool  # these keep the sum after attention, too
-    hold_weights: bool  # their backward dequantises a weight once, not twice
+    hold_weights: bool  # their backward keeps dequantised weights for a second use
     offload_activations: bool
     offload_params: bool
     expert_ranges: int = 1  # experts are dequantised in so many ranges, one after the other
@@ -67,7 +67,8 @@ class Plan:
     @property
     def preference(self):
         """Of plans that are as fast, the one with the lowest is run: it has small groups, small
-        bins, few layers that are recomputed, and keeps most."""
+        bins, few layers recomputed, few expert ranges; it frees gathered weights, and else keeps
+        most."""
         return (self.shard_group_size, self.bin_tokens, self.recomputed, self.expert_ranges,
                 not self.reshard_after_forward, not self.keep_middle, not self.hold_weights)
 
@@ -79,7 +80,7 @@ class Plan:
 class Workload:
     """What a run gives its processes to do, as far as the plan depends on it."""
 
-    tokens: int  # the most that a step has, over all processes
+    tokens: int  # the most that one of the first 200 steps has, over all processes
     longest: int  # tokens of the longest row
     row_tokens: float  # tokens of a row, mean
     uneven: bool  # whether rows differ in length or in how much of them is trained
