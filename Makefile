@@ -66,7 +66,7 @@ test-fast: $(READY) ## While you edit: layer, families, plan, data; less than a 
 	$(VENV)/bin/python -m pytest --numprocesses auto --dist loadfile -k 'not ($(slower))' \
 	    $(fast:%=tests/test_%.py) $(ARGS)
 
-test-slow: $(READY) ## After a change in benchmarks/ or of how files are read: the rest, 5 minutes
+test-slow: $(READY) ## Before you push: all that make test leaves out but kills, 10 minutes
 	$(VENV)/bin/python -m pytest -m slow $(ARGS)
 
 chaos: $(READY) ## Before a release: kills, signals and faults by the hundred, 20 minutes
