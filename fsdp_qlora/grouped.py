@@ -34,8 +34,8 @@ class Pass:
 
     def __init__(self, experts, rows, routing, gate_up, down):
         self.experts, self.rows = experts, rows
+        # [experts, out, width]; of gate_up gates, then ups, or by turns: see one_gate_up
         self.gate_up, self.down = gate_up, down
-        # [experts, out, width]; gates, then ups, or by turns: see one_gate_up
         self.is_all = rows == slice(0, len(routing.token))
         first, stop = rows.start, rows.stop
         # where each expert's rows end among these; on the host as well, where products loop

@@ -78,7 +78,7 @@ def product_backward(work, fused, columns, grad, x=None, needs_x=True):
             grad_inputs.addmm_(part, used)
         elif part.is_cuda:
             grad_inputs = part @ used
-        else:  # in bf16 CPUs without AVX-512 take 200 times as long
+        else:  # in bf16, CPUs without AVX-512 take 200 times as long
             grad_inputs = fp32_product(part, used).to(part.dtype)
         del weight, used
         for p in one.adapted:
