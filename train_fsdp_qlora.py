@@ -176,7 +176,7 @@ class Config:
     recompute: str = knob(
         "auto", "decoder layers recomputed in backward: all, none, a number, auto (as few as fit)")
     offload_activations: bool = knob(
-        False, "keep the inputs of recomputed layers in pinned host memory until their backward")
+        False, "keep what recomputed layers need in pinned host memory until their backward")
     offload_params: bool = knob(
         False, "keep the 4-bit weights in pinned host memory; each layer is copied when needed")
     memory_limit_gib: float | None = knob(
@@ -211,7 +211,7 @@ class Run:
     model: torch.nn.Module  # Model
     adapter: object  # Adapter
     optimizer: torch.optim.Optimizer
-    store: object  # where layers keep their inputs
+    store: object  # where layers keep what they need when they are recomputed
     probe: object  # Probe
     graphs: object  # Graphs, or None
     # all below changes; `progress` is saved in checkpoints
@@ -313,7 +313,7 @@ def train(given, device, status):
         run = Run(
             config=config, plan=plan, status=status, directory=directory, device=device, rows=rows,
             eval_rows=eval_rows, content=content, lora_config=lora_config, optimizer=optimizer,
-            model=model, kernels=kernels, store=make_store(plan, arch, device), probe=Probe(rows),
+            model=model, kernels=kernels, store=make_store(plan, device), probe=Probe(rows),
             adapter=adapter, graphs=Graphs(model, device) if plan.graphs else None, saved_step=done)
         if done:
             status.enter("checkpoint")

@@ -7,6 +7,7 @@
     python benchmarks/run.py chat --out bench [--peer baseline_trl.py]     # rows of uneven length
     python benchmarks/run.py small --out bench        # small models, with and without CUDA graphs
     python benchmarks/run.py speed --out bench --cases nemo-1gpu --peers all    # see peers.py
+    python benchmarks/run.py layouts --out bench      # what the plan chooses, beside others
     python benchmarks/run.py start --out bench        # seconds from the launch to the first step
     python benchmarks/run.py profile --out bench --cases 70b8-nooffload     # of any group
     python benchmarks/run.py ceiling llama-2-70b:4096 # of bf16 products on 4,096 tokens
@@ -48,6 +49,8 @@ SHAPES = {  # hidden, intermediate, layers, heads, key/value heads, vocabulary
     "llama-3-8b": (4096, 14336, 32, 32, 8, 128256),
     "llama-3-70b": (8192, 28672, 80, 64, 8, 128256),
     "qwen2.5-72b": (8192, 29568, 80, 64, 8, 152064),
+    "qwen2.5-32b": (5120, 27648, 64, 40, 8, 152064),
+    "qwen3-8b": (4096, 12288, 36, 32, 8, 151936),
     "llama-3.2-1b": (2048, 8192, 16, 32, 8, 128256),
     "smollm2-135m": (576, 1536, 30, 9, 3, 49152),
     "qwen3-30b-a3b": (2048, 6144, 48, 32, 4, 151936),
@@ -57,7 +60,7 @@ SHAPES = {  # hidden, intermediate, layers, heads, key/value heads, vocabulary
     "gpt-oss-120b": (2880, 2880, 36, 64, 8, 201088),
     "mistral-nemo-12b": (5120, 14336, 40, 32, 8, 131072),
 }
-HEAD_DIM = {"mistral-nemo-12b": 128}  # where it is not hidden / heads
+HEAD_DIM = {"mistral-nemo-12b": 128, "qwen3-8b": 128}  # where it is not hidden / heads
 TIED = "llama-3.2-1b", "smollm2-135m"  # embedding and head
 MIXTURES = {  # what else their config.json says; above, `intermediate` is of the experts of a token
     "qwen3-30b-a3b": dict(
@@ -95,6 +98,7 @@ GROUPS = {
     "memory": [
         case("70b-2k", "llama-2-70b", 2, 2048, 6, f"{CAP} {OFFLOAD} {ALL}",
              base="70b-2k-nooffload"),
+        case("70b-2k-auto", "llama-2-70b", 2, 2048, 6, f"{CAP} {OFFLOAD}", base="70b-2k"),
         case("70b-2k-nooffload", "llama-2-70b", 2, 2048, 6, f"{ALL} {SHARED}"),
         case("70b8-offload", "llama-2-70b", 2, 2048, 12, f"{OFFLOAD} {ALL} {SHARED}", layers=8,
              base="70b8-nooffload"),
@@ -170,6 +174,22 @@ GROUPS = {
         case("glm-air-46gb", "glm-4.5-air", 4, 2048, 5, f"--memory_limit_gib 46 {SHARED}", bins=0),
         case("qwen235b", "qwen3-235b-a22b", 4, 2048, 4, SHARED, bins=0),
     ],
+    "layouts": [  # what the plan chooses, and for the 70B others by hand
+        *(case(name, model, 8, 2048, 5, flags, gpus=gpus, bins=bins)
+          for name, model, gpus, bins, flags in (
+              ("8b-plan", "llama-3-8b", 2, 0, ""),
+              ("32b-plan", "qwen2.5-32b", 2, 0, ""),
+              ("70b-plan", "llama-2-70b", 2, 0, ""),
+              ("70b-copies", "llama-2-70b", 2, 0, "--shard_group_size 1"),
+              ("70b-copies-4k", "llama-2-70b", 2, 4096, "--shard_group_size 1"),
+              ("70b-shared", "llama-2-70b", 2, 0, SHARED),
+              ("70b-shared-8k", "llama-2-70b", 2, 8192, SHARED),
+              ("32b-24gb", "qwen2.5-32b", 2, 0, CAP),
+              ("32b-48gb", "qwen2.5-32b", 2, 0, "--memory_limit_gib 46"),
+              ("8b-24gb", "llama-3-8b", 1, 0, CAP),
+              ("qwen3-8b-24gb", "qwen3-8b", 1, 0, CAP),
+          )),
+    ],
     "start": [
         case(f"8b-{cache}", "llama-3-8b", 2, 2048, 1, cache=cache) for cache in ("cold", "warm")
     ],
@@ -215,7 +235,7 @@ def shape_of(chosen):
 def model_config(model, layers=None):
     """What config.json says of a model with that many layers, None: its own."""
     hidden, intermediate, whole, heads, kv_heads, vocab = SHAPES[model]
-    own = {"qwen2.5": {"model_type": "qwen2"},
+    own = {"qwen2.5": {"model_type": "qwen2"}, "qwen3": {"model_type": "qwen3"},
            "mistral": {"model_type": "mistral", "sliding_window": None}}  # fmt: skip
     own = MIXTURES.get(model) or own.get(model.partition("-")[0], {"model_type": "llama"})
     if model in HEAD_DIM:

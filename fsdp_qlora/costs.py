@@ -14,8 +14,8 @@ from fsdp_qlora.mlp import SLICE_TOKENS
 from fsdp_qlora.nf4 import BLOCK
 from fsdp_qlora.vocabulary import CHUNK_BYTES
 
-PCIE_BYTES = 20e9  # a second, between host and GPU
-SUSTAINED = 0.88  # of the speed that measure_machine() finds, over whole steps
+KEEPS = "all", "mlp", "middle", "x"  # what a layer may keep, see LayerFunction
+SUSTAINED = 0.77  # of the speed that measure_machine() finds, over whole steps
 DEQUANTISING = 0.65  # of the memory's speed
 
 
@@ -33,8 +33,9 @@ class LayerTotals:
     adapter: int  # values of one layer, the same for all
     weights: int  # how many
     token_weights: float  # that one token is multiplied by, counted by the time that it takes
-    # {keep_middle: how many weights backward multiplies by once more, were all layers recomputed}
+    # {what a layer keeps: weights that backward multiplies by once more, if all layers keep that}
     recomputed_weights: dict
+    mlp_values: int  # values per token that the MLP of a layer keeps, at most
     mean_query_width: float  # values of a token's queries in a layer, mean over the layers
     passed_values: int  # by elementwise work, per token
 
@@ -50,15 +51,16 @@ def count_layers(layouts):
     vectors_each = [layout.n_vectors for layout in layouts]
     return LayerTotals(
         kinds=tuple(dict.fromkeys(layouts)),
-        kept_values={keeps: running_sum(keeps) for keeps in ("all", "middle", "x")},
+        kept_values={keeps: running_sum(keeps) for keeps in KEEPS},
         nf4_bytes=sum(bytes_each), largest_nf4=max(bytes_each),
         vectors=sum(vectors_each), largest_vectors=max(vectors_each),
         adapter=layouts[0].n_adapter,
         weights=sum(layout.n_weights for layout in layouts),
         token_weights=sum(layout.token_weights(by_time=True) for layout in layouts),
         recomputed_weights={
-            middle: sum(layout.recomputed_weights(middle, by_time=True) for layout in layouts)
-            for middle in (True, False)},
+            keeps: sum(layout.recomputed_weights(keeps, by_time=True) for layout in layouts)
+            for keeps in KEEPS},
+        mlp_values=max(layout.mlp.kept_values for layout in layouts),
         mean_query_width=sum(layout.attention.query_width for layout in layouts) / len(layouts),
         passed_values=sum(half.passed_values for layout in layouts
                           for half in (layout.attention, layout.mlp)))
@@ -70,7 +72,8 @@ def predict_memory(plan, arch, layouts):
     layers, token = count_layers(layouts), plan.bin_tokens * item  # bytes of one value a token
     adapter = layers.adapter * 4  # of one layer, in fp32
     table = arch.vocab_size * arch.hidden_size * item / shards
-    recomputed, others, live = activation_bytes(plan, layers, token)
+    kept = kept_bytes(plan, layers, token)
+    recomputed, others, live = activation_peak(plan, layers, token, arch.hidden_size)
     # beside x and its gradient: a chunk of logits, its gradient, and a quarter more
     head = 2 * arch.hidden_size * token + 1.25 * CHUNK_BYTES * item / 2
     memory = {
@@ -78,9 +81,7 @@ def predict_memory(plan, arch, layouts):
         "embedding, head, norms": table * (2 - arch.tied - plan.embedding_on_host)
         + layers.vectors * item / shards,
         "adapter and gradients": 2 * plan.n_layers * adapter / shards,
-        # a HostStore has at most three tensors on the GPU
-        "kept by recomputed layers": min(recomputed, 3 * arch.hidden_size * token)
-        if plan.offload_activations else recomputed,
+        "kept by recomputed layers": recomputed,
         "kept by other layers": others,
         "live layer or head": head if plan.graphs else max(live, head),
         # FSDP2 has copies of it for the sum over ranks
@@ -90,24 +91,38 @@ def predict_memory(plan, arch, layouts):
     if plan.graphs:  # evaluations run beside them
         memory["CUDA graphs' own"] = plan.graph_room * (recomputed + others + live) + live
     host = table * plan.embedding_on_host + layers.nf4_bytes / shards * plan.offload_params
-    if plan.offload_activations:  # all but the last, whose backward comes first
-        host += max(0, recomputed - arch.hidden_size * token)
+    if plan.offload_activations:  # all but what is put last, whose backward comes first
+        last = layers.mlp_values if plan.keep_mlp else arch.hidden_size
+        host += max(0, kept[0] - last * token)
     memory = {kind: int(size) for kind, size in memory.items() if size}
     return dataclasses.replace(plan, memory=memory, host_bytes=int(host))
 
 
-def activation_bytes(plan, layers, token):
-    """What is kept by the layers that are recomputed and by the others, and the most that a layer's
-    backward takes besides; `token`: bytes of one value a token."""
-    first, last = plan.keeps(0), plan.keeps(plan.n_layers - 1)
-    recomputed = layers.kept_values[first][plan.recomputed] * token
-    others = layers.kept_values["all"]
-    others = (others[plan.n_layers] - others[plan.recomputed]) * token
-    live = max(layout.live_bytes(plan, last) for layout in layers.kinds)
-    if first != last:  # when the first layer's backward runs, what the last ones kept is gone
-        of_first = max(layout.live_bytes(plan, first) for layout in layers.kinds)
-        live = max(live, of_first - others)
-    return recomputed, others, live
+def kept_bytes(plan, layers, token):
+    """What is kept by the layers that are recomputed and by the others; `token`: bytes of one value
+    a token."""
+    bounds = 0, plan.recomputed - plan.keep_mlp, plan.recomputed, plan.n_layers
+    first, mlp, others = (
+        (layers.kept_values[plan.keeps(start)][stop] - layers.kept_values[plan.keeps(start)][start])
+        * token if start < stop else 0
+        for start, stop in itertools.pairwise(bounds))
+    return first + mlp, others
+
+
+def activation_peak(plan, layers, token, hidden):
+    """What is on the GPU when activations take most: of what the recomputed layers keep, of what
+    the others do, and what a layer's backward takes besides. Layers that keep alike are next to one
+    another, and backward frees the others' first."""
+    recomputed, others = kept_bytes(plan, layers, token)
+    peaks = []
+    for keeps in {plan.keeps(i) for i in (0, max(0, plan.recomputed - 1), plan.n_layers - 1)}:
+        live = max(layout.live_bytes(plan, keeps) for layout in layers.kinds)
+        on_gpu = recomputed
+        if plan.offload_activations:  # x, and twice what a HostStore gets after it
+            second = layers.mlp_values if keeps == "mlp" else hidden
+            on_gpu = min(recomputed, token * (hidden + 2 * second))
+        peaks.append((on_gpu, others if keeps == "all" else 0, live))
+    return max(peaks, key=sum)
 
 
 def gathered_bytes(plan, layers, item):
@@ -134,15 +149,16 @@ def dora_bytes(plan, layouts):
 def predict_time(plan, arch, layouts, machine, row_tokens):
     """The plan with its `token_seconds`, the time of one GPU for a token.
 
-    The constants are fitted to the H200 rows of benchmarks/RESULTS.md, most of which take up to
-    20 % longer than predicted: good enough to compare plans.
+    The constants are fitted to rows of benchmarks/RESULTS.md, on H100s and H200s, for which it
+    predicts 0.93 to 1.16 times the speed: good enough to compare plans.
     """
     item, n = getattr(torch, plan.compute_dtype).itemsize, plan.bin_tokens
     layers, n_layers = count_layers(layouts), arch.n_layers
     weights, token_weights = layers.weights / n_layers, layers.token_weights / n_layers
-    weights_again = layers.recomputed_weights[plan.keep_middle] / n_layers
-    again = plan.recomputed / n_layers
-    flops = 2 * n * (2 * token_weights + again * weights_again)
+    again = (plan.recomputed - plan.keep_mlp) / n_layers
+    weights_again = (again * layers.recomputed_weights[plan.keeps(0)]
+                     + plan.keep_mlp / n_layers * layers.recomputed_weights["mlp"]) / n_layers
+    flops = 2 * n * (2 * token_weights + weights_again)
     flops += 2 * n * 3.5 * min(n, row_tokens) * layers.mean_query_width  # attention
     # each use of a weight: 4 bits are read, a number is written
     uses = 2 * weights + again * (0.5 if plan.hold_weights else 1) * token_weights
@@ -153,17 +169,22 @@ def predict_time(plan, arch, layouts, machine, row_tokens):
         moved += routed * 4 * n * arch.mixture.top_k * arch.hidden_size * item
         waits = routed * (1 + again) * 30 * machine.launch
     speed = SUSTAINED * machine.flops
-    compute = flops / (speed * n / (n + 256)) + moved / machine.bandwidth
+    compute = flops / speed + moved / machine.bandwidth
     gathered = layers.nf4_bytes / n_layers + layers.adapter * item
     shards = plan.shard_group_size
     gathers = gathered * (shards - 1) / shards / machine.link
     gathers *= 2 if plan.reshard_after_forward else 1
-    copies = plan.offload_params * 2 * gathered / shards / PCIE_BYTES
+    # each way; activations go to the host in forward and come back in backward, weights come twice
+    copies = plan.offload_params * gathered / shards
+    copies += plan.offload_activations * kept_bytes(plan, layers, n * item)[0] / n_layers
+    copies /= machine.host
+    forward = compute * token_weights / (2 * token_weights + weights_again)
     launches = (100 + 80 * again + 40 * plan.uses_fsdp
                 + routed * (40 + (30 + 15 * again) * plan.expert_ranges)) * machine.launch
     # NCCL's kernels take the GPU from the products, copies from the host hardly do
-    layer = max(compute + gathers, copies, 0 if plan.graphs else launches)
-    layer += 0.1 * min(compute, copies) + waits
+    layer = sum(max(work + gathers / 2, copies) for work in (forward, compute - forward))
+    layer = max(layer, 0 if plan.graphs else launches)
+    layer += 0.1 * min(compute, 2 * copies) + waits
     logits = n * arch.vocab_size
     head = 4 * logits * arch.hidden_size / speed + 5 * logits * item / machine.bandwidth
     return dataclasses.replace(plan, token_seconds=(layer * n_layers + head) / n)

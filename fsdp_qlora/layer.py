@@ -1,7 +1,8 @@
 """A decoder layer: its parameters, its one autograd function, what it keeps for its backward.
 
 Stands on attention, mlp and experts, its halves, whose parts of a layer's memory and work it adds
-up. Layers of one model may differ: each has a Layout. What a layer is to keep is decided in plan.
+up, and on offload. Layers of one model may differ: each has a Layout. What a layer is to keep is
+decided in plan.
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ from fsdp_qlora.experts import RoutedMLPHalf
 from fsdp_qlora.linears import STATE_BLOCK, Allocator, fuse_linears
 from fsdp_qlora.mlp import MLPHalf
 from fsdp_qlora.nf4 import NF4Blocks, dequantise
+from fsdp_qlora.offload import put_all
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -66,15 +68,17 @@ class Layout:
         hidden = self.attention.arch.hidden_size
         if keeps == "all":
             return self.attention.kept_values + self.mlp.kept_values
+        if keeps == "mlp":
+            return hidden + self.mlp.kept_values
         return (2 * hidden if keeps == "middle" else hidden) + self.mlp.choice_values
 
     def live_bytes(self, plan, keeps):
         """The most bytes that a layer's backward takes besides what is kept: gradients, dequantised
         weights, and what is computed again."""
         item, n = getattr(torch, plan.compute_dtype).itemsize, plan.bin_tokens
-        again = keeps != "all"
-        live = max(half.live_bytes(plan, again) for half in (self.attention, self.mlp))
-        if again:  # x and the sum, where they are not counted as kept
+        live = max(self.attention.live_bytes(plan, keeps != "all"),
+                   self.mlp.live_bytes(plan, keeps in ("middle", "x")))
+        if keeps != "all":  # x and the sum, where they are not counted as kept
             live += 2 * n * self.attention.arch.hidden_size * item
         if keeps == "x":  # attention is computed again first, to come to the sum
             live += n * (self.attention.arch.hidden_size + self.attention.recomputed_values) * item
@@ -90,12 +94,16 @@ class Layout:
         return (sum(fused.n_weights for fused in self.attention.fused_linears)
                 + self.mlp.token_weights / speed)
 
-    def recomputed_weights(self, keep_middle, by_time=False):
-        """Weights of the products that the backward of a recomputed layer computes again."""
-        want_sum = not (keep_middle or self.attention.arch.parallel)
-        speed = self.mlp.product_speed if by_time else 1
-        return (self.attention.recomputed_weights(want_sum)
-                + self.mlp.recomputed_weights / speed)
+    def recomputed_weights(self, keeps, by_time=False):
+        """Weights of the products that the backward of a layer computes again."""
+        if keeps == "all":
+            return 0
+        of_attention = self.attention.recomputed_weights(
+            want_sum=keeps == "x" and not self.attention.arch.parallel)
+        if keeps == "mlp":
+            return of_attention
+        return of_attention + self.mlp.recomputed_weights / (
+            self.mlp.product_speed if by_time else 1)
 
 
 def make_layouts(arch, adapted, config):
@@ -139,7 +147,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.arch, self.layout, self.index, self.plan = arch, layout, index, plan
         self.keeps = plan.keeps(index)
-        assert not (arch.parallel and self.keeps == "middle"), "the MLP of a parallel layer reads x"
+        assert not arch.parallel or self.keeps in ("all", "x"), "the MLP of such a layer reads x"
         self.nested = None  # Nested, whole on every rank
         self.mixture_tensors = {}  # {name in the layer: tensor}, whole on every rank
         self.balance = None  # of its experts in this step, see add_balance()
@@ -166,10 +174,11 @@ class DecoderLayer(nn.Module):
 class LayerFunction(torch.autograd.Function):
     """A decoder layer, from x [tokens, hidden] to the same shape: attention, then the MLP.
 
-    What it keeps from forward to backward is layer.keeps: "all"; "middle", which is x and the sum
-    after attention; or "x". The rest is computed again, but never which experts were chosen. A
-    parallel layer never keeps "middle", as its MLP reads x. Backward reads the parameters from the
-    layer, where FSDP2 has put the gathered ones back by then.
+    What it keeps from forward to backward is layer.keeps: "all"; "mlp", which is x and what the MLP
+    needs; "middle", which is x and the sum after attention; or "x". The rest is computed again, but
+    never which experts were chosen. A parallel layer, whose MLP reads x, keeps "all" or "x", one
+    with experts never "mlp". Backward reads the parameters from the layer, where FSDP2 has put the
+    gathered ones back by then.
     """
 
     @staticmethod
@@ -184,6 +193,10 @@ class LayerFunction(torch.autograd.Function):
             return out
         x_key = put(x)  # on its way to the host while attention runs
         middle = attention.forward(work, x)[0]
+        if layer.keeps == "mlp":
+            out, mlp_kept = mlp.forward(work, middle, middle)
+            ctx.kept = x_key, put_all(bin.store, mlp_kept)
+            return out
         middle_key = put(middle) if layer.keeps == "middle" else None
         out, choice = mlp.forward_to_recompute(work, middle,
                                                x if layer.arch.parallel else middle)
@@ -198,13 +211,19 @@ class LayerFunction(torch.autograd.Function):
         if layer.keeps == "all":
             attention_kept, mlp_kept = kept
             grad_middle = mlp.backward(work, mlp_kept, grad)
-        elif layer.keeps == "middle":
-            x_key, middle_key, choice = kept
-            grad_middle = mlp.recomputed_backward(work, take(middle_key), grad, choice)
-            x = take(x_key)  # it came back while the MLP ran
+        elif layer.keeps in ("mlp", "middle"):
+            if layer.keeps == "mlp":
+                x_key, take_mlp_kept = kept
+                grad_middle = mlp.backward(work, take_mlp_kept(), grad)
+            else:
+                x_key, middle_key, choice = kept
+                (middle,) = take(middle_key)
+                grad_middle = mlp.recomputed_backward(work, middle, grad, choice)
+                del middle
+            (x,) = take(x_key)  # it came back while the MLP ran
             attention_kept = attention.forward(work, x, want_sum=False)[1]
         else:
-            x, choice = take(kept[0]), kept[2]
+            (x,), choice = take(kept[0]), kept[2]
             middle, attention_kept = attention.forward(work, x, want_sum=not parallel)
             work.held.clear()  # room for the MLP's weights
             grad_middle = mlp.recomputed_backward(work, x if parallel else middle, grad, choice)
@@ -231,7 +250,8 @@ class LayerWork:
         self.tokens = slice(None)  # of the bin: those that the MLP works on
         self.adapter = layer.adapter.detach().to(layer.vectors.dtype)
         self.held = {}  # {FusedLinear: weight} for a second use, where memory allows
-        self.hold = backward and layer.plan.hold_weights and layer.keeps != "all"
+        self.hold = (backward and layer.plan.hold_weights
+                     and layer.keeps in ("middle", "x"))
         if backward:
             self.grad_adapter = torch.zeros_like(self.adapter, dtype=torch.float32)
 

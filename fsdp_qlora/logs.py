@@ -197,6 +197,7 @@ def say_plan(plan, config, limit):
     say(f"plan: {copy_of} ({why}); bins of at most {plan.bin_tokens:,} tokens;"
         f" {plan.recomputed} of {plan.n_layers} layers are recomputed"
         + (", from x and the sum after attention" if plan.recomputed and plan.keep_middle else "")
+        + (f", {plan.keep_mlp} of them but for their MLP" if plan.keep_mlp else "")
         + (", dequantised weights held for a second use" if plan.hold_weights else "")
         + ("" if plan.reshard_after_forward else "; gathered weights stay until backward")
         + ("; nothing to offload" if plan.offload_activations and not plan.recomputed else "")
@@ -230,8 +231,7 @@ def say_speed(run, records):
     rate, peak = rates[len(rates) // 2], records[-1]["peak_memory_gib"]
     # forward 2 and backward 2 operations a weight and token, recomputation 2 more
     weights = sum(layer.layout.token_weights() for layer in layers)
-    again = sum(layer.layout.recomputed_weights(plan.keep_middle)
-                for layer in layers if layer.keeps != "all")
+    again = sum(layer.layout.recomputed_weights(layer.keeps) for layer in layers)
     tflops = rate * (4 * (weights + arch.vocab_size * arch.hidden_size) + 2 * again) / 1e12
     say(f"measured: {rate:,.0f} tokens/s per GPU, {tflops:.1f} TFLOP/s, peak {peak:.2f} GiB;"
         f" predicted {1 / plan.token_seconds:,.0f} tokens/s")

@@ -88,6 +88,7 @@ class Machine:
     flops: float  # a second, of large products in the compute dtype
     bandwidth: float  # bytes a second, of the GPU's memory
     link: float  # bytes a second that a GPU receives in an all-gather
+    host: float = 2e10  # bytes a second between host and GPU, each way
     launch: float = 40e-6  # seconds of the host for a kernel, Python around it included
 
 
@@ -110,9 +111,11 @@ def measure_machine(dtype, device):
     a, b = torch.randn(2, 4096, 4096, dtype=dtype, device=device)
     parts = torch.empty(dist.get_world_size(), 2**26, dtype=torch.uint8, device=device)
     own = parts[0].clone()
+    on_host = torch.empty_like(own, device="cpu", pin_memory=True)
     figures = {
         "flops": 2 * 4096**3 / seconds(lambda: a @ b),
         "bandwidth": 2 * 4 * a.nbytes / seconds(lambda: torch.cat([a, a, b, b])),
-        "link": parts.nbytes / seconds(lambda: dist.all_gather_into_tensor(parts, own))}
+        "link": parts.nbytes / seconds(lambda: dist.all_gather_into_tensor(parts, own)),
+        "host": own.nbytes / seconds(lambda: on_host.copy_(own, non_blocking=True))}
     rounded = {name: float(f"{figure:.1g}") for name, figure in figures.items()}
     return Machine(**gather_objects(rounded)[0])

@@ -4,6 +4,7 @@ Stands on torch alone. What is kept of a layer is decided in plan, when it is re
 """
 
 import mmap
+import types
 
 import torch
 
@@ -35,73 +36,92 @@ def pinned_copy(tensor):
 class GPUStore:
     """Where layers keep tensors from forward to backward: here they stay on the GPU."""
 
-    put = take = staticmethod(lambda tensor: tensor)
+    def put(self, *tensors):
+        return tensors
+
+    def take(self, tensors):
+        return tensors
 
 
 class HostStore:
     """A store in pinned host memory; take() is called in the reverse order of put().
 
-    Its own stream copies, and fetches one tensor ahead. put() frees the GPU memory of the tensor
-    before, whose copy has ended by then: at most three are on the GPU. The last of `n_kept` stays
-    there, because its backward comes first.
+    Its own stream copies, and fetches what comes next ahead. put() frees the GPU memory of all that
+    was put before, but the latest, which may still be copied. The last of `n_puts` a bin stays on
+    the GPU, because its backward comes first.
     """
 
-    def __init__(self, n_kept, n_bytes, device):
-        self.n_kept, self.n_bytes, self.device = n_kept, n_bytes, device
+    def __init__(self, n_puts, bin_tokens, device):
+        self.n_puts, self.bin_tokens, self.device = n_puts, bin_tokens, device
         self.stream = torch.cuda.Stream() if device.type == "cuda" else None
-        self.buffers, self.shapes, self.leaving, self.here = {}, {}, [], {}
-        self.next = 0  # number of the next tensor of this bin
+        self.buffers, self.layouts, self.leaving, self.here = {}, {}, [], {}
+        self.next = 0  # number of the next put() of this bin
 
     def copy(self, to, source):
-        """Start a copy on the stream; returns the event of its end, None on a CPU."""
+        """Start to copy these tensors on the stream; returns the event of the end, None on a CPU."""
         if self.stream is None:
-            to.copy_(source)
+            for a, b in zip(to, source):
+                a.copy_(b)
             return None
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            to.copy_(source, non_blocking=True)
+            for a, b in zip(to, source):
+                a.copy_(b, non_blocking=True)
             return self.stream.record_event()
 
-    def let_go(self):
-        while self.leaving:
-            _, event = self.leaving.pop()
+    def let_go(self, but=0):
+        while len(self.leaving) > but:
+            _, event = self.leaving.pop(0)
             if event is not None:  # from here on the memory may be used for something else
                 torch.cuda.current_stream().wait_event(event)
 
-    def view(self, i):
-        shape, dtype = self.shapes[i]
-        return self.buffers[i].view(dtype)[: shape.numel()].view(shape)
+    def views(self, i):
+        """The tensors of the i-th put() in host memory."""
+        shapes, dtypes, sizes = zip(*self.layouts[i])
+        parts = self.buffers[i][: sum(sizes)].split(sizes)
+        return [part.view(dtype).view(shape) for part, dtype, shape in zip(parts, dtypes, shapes)]
 
-    def put(self, tensor):
-        """Returns the key for take()."""
-        self.let_go()
-        i, self.next = self.next, (self.next + 1) % self.n_kept
-        if i == self.n_kept - 1:
-            self.here[i] = tensor, None
+    def put(self, *tensors):
+        """Keep tensors of all tokens of a bin, [tokens, ..]; returns the key for take()."""
+        self.let_go(but=1)
+        i, self.next = self.next, (self.next + 1) % self.n_puts
+        if i == self.n_puts - 1:
+            self.here[i] = tensors, None
             return i
-        if i not in self.buffers:
-            self.buffers[i] = pinned_empty(self.n_bytes, self.device)
-        self.shapes[i] = tensor.shape, tensor.dtype
-        self.leaving.append((tensor, self.copy(self.view(i), tensor)))
+        self.layouts[i] = [(t.shape, t.dtype, t.nbytes) for t in tensors]
+        if i not in self.buffers:  # for the longest bin
+            of_token = sum(t.nbytes for t in tensors) // len(tensors[0])
+            self.buffers[i] = pinned_empty(of_token * self.bin_tokens, self.device)
+        self.leaving.append((tensors, self.copy(self.views(i), tensors)))
         return i
 
     def fetch(self, i):
-        tensor = torch.empty(self.shapes[i][0], dtype=self.shapes[i][1], device=self.device)
-        self.here[i] = tensor, self.copy(tensor, self.view(i))
+        tensors = [torch.empty(shape, dtype=dtype, device=self.device)
+                   for shape, dtype, _ in self.layouts[i]]
+        self.here[i] = tensors, self.copy(tensors, self.views(i))
 
     def take(self, i):
         self.let_go()
-        tensor, event = self.here.pop(i)
+        tensors, event = self.here.pop(i)
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
         if i > 0:
             self.fetch(i - 1)
-        return tensor
+        return tensors
 
 
-def make_store(plan, arch, device):
-    """Where layers keep their inputs: on the GPU or in host memory."""
+def put_all(store, kept):
+    """Put the tensors of `kept`, a namespace of tensors and None, into a store; returns the
+    function that takes them from there, as such a namespace."""
+    names = [name for name, value in vars(kept).items() if value is not None]
+    every, key = tuple(vars(kept)), store.put(*(vars(kept)[name] for name in names))
+    return lambda: types.SimpleNamespace(
+        **dict.fromkeys(every) | dict(zip(names, store.take(key))))
+
+
+def make_store(plan, device):
+    """Where layers keep what they need when they are recomputed: on the GPU or in host memory."""
     if not plan.offload_activations or not plan.recomputed:
         return GPUStore()
-    n_bytes = plan.bin_tokens * arch.hidden_size * getattr(torch, plan.compute_dtype).itemsize
-    return HostStore(plan.recomputed * (2 if plan.keep_middle else 1), n_bytes, device)
+    n_puts = sum(1 if plan.keeps(i) == "x" else 2 for i in range(plan.recomputed))
+    return HostStore(n_puts, plan.bin_tokens, device)

@@ -22,8 +22,8 @@ from fsdp_qlora.vocabulary import shard_range
 
 GAPS = 0.04  # of the GPU's memory lost between tensors: of 22.5 GiB a plan of 21.4 ran, 21.8 not
 SPARE, AMPLE_SPARE = 0.07, 0.1  # of it that a plan is to leave free, gaps among it; better still
-SAME_TIME = 1.02  # predicted times that differ by this factor count as equal
-HOST_SPARE = 32 * 2**30  # bytes a process may pin for speed alone; pinning takes 0.2 s a GiB
+SAME_TIME = 1.01  # predicted times that differ by this factor count as equal
+HOST_SPARE = 48 * 2**30  # bytes a process may pin for speed alone; pinning takes 0.2 s a GiB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +40,7 @@ class Plan:
     hold_weights: bool  # their backward keeps dequantised weights for a second use
     offload_activations: bool
     offload_params: bool
+    keep_mlp: int = 0  # how many of the recomputed layers, the last ones, keep what their MLP needs
     expert_ranges: int = 1  # experts are dequantised in so many ranges, one after the other
     embedding_on_host: bool = False
     graphs: bool = False  # whether CUDA graphs are used
@@ -62,15 +63,18 @@ class Plan:
         """What a layer keeps from forward to backward, see LayerFunction."""
         if index >= self.recomputed:
             return "all"
+        if index >= self.recomputed - self.keep_mlp:
+            return "mlp"
         return "middle" if self.keep_middle else "x"
 
     @property
     def preference(self):
         """Of plans that are as fast, the one with the lowest is run: it has small groups, small
-        bins, few layers recomputed, few expert ranges; it frees gathered weights, and else keeps
-        most."""
-        return (self.shard_group_size, self.bin_tokens, self.recomputed, self.expert_ranges,
-                not self.reshard_after_forward, not self.keep_middle, not self.hold_weights)
+        bins, few layers recomputed whole, few expert ranges; it frees gathered weights, and else
+        keeps most."""
+        return (self.shard_group_size, self.bin_tokens, self.recomputed - self.keep_mlp,
+                self.expert_ranges, not self.reshard_after_forward, not self.keep_middle,
+                not self.hold_weights)
 
     def fits(self, limit, spare=GAPS):
         return not limit or self.bytes <= (1 - spare) * limit
@@ -105,15 +109,19 @@ def possible_plans(config, arch, layouts, workload):
     keep_middle = (False,) if arch.parallel else (True, False)  # there the MLP reads x
     keep = list(itertools.product(keep_middle, (True, False)))
     ranges = (1, 4, 16) if arch.mixture else (1,)
+    # in host memory layers can keep what their MLP needs, besides, if all are recomputed
+    keeps_mlp = (config.offload_activations and config.recompute == "auto"
+                 and not arch.mixture and not arch.parallel)
     for shards, bin_tokens, n in itertools.product(groups, sizes, counts):
         if shard_range(arch.vocab_size, shards - 1, shards):  # else a process would have no rows
             reshards = [True] if shards == 1 or config.offload_params else [True, False]
-            for reshard, (middle, hold), n_ranges in itertools.product(
-                reshards, keep if n else keep[-1:], ranges
+            of_mlp = range(n + 1) if keeps_mlp and n == arch.n_layers else (0,)
+            for reshard, (middle, hold), keep_mlp, n_ranges in itertools.product(
+                reshards, keep if n else keep[-1:], of_mlp, ranges
             ):
                 plan = Plan(config.compute_dtype, arch.n_layers, shards, reshard, bin_tokens, n,
                             middle, hold, config.offload_activations, config.offload_params,
-                            n_ranges)
+                            keep_mlp, n_ranges)
                 yield predict_memory(plan, arch, layouts)
 
 
@@ -140,7 +148,7 @@ def choose_plan(config, arch, layouts, workload, limit, machine):
     # beyond what is needed, host memory is pinned for speed alone
     allowed = min(needed + HOST_SPARE, max(needed, host_share() / 2))
     plans = [plan for plan in plans if plan.host_bytes <= allowed]
-    if not any(plan.fits(limit) for plan in plans) and device.type == "cuda" and not (
+    if not any(plan.fits(limit, SPARE) for plan in plans) and device.type == "cuda" and not (
         arch.tied or why_no_triton()
     ):  # the same numbers, at the price of a copy of the tokens' rows for each micro-batch
         plans = [predict_memory(dataclasses.replace(plan, embedding_on_host=True), arch, layouts)

@@ -29,8 +29,10 @@ from fsdp_qlora.attention import document_attention, rope_tables
 from fsdp_qlora.elementwise import elementwise, norm_of
 from fsdp_qlora.experts import RoutedMLPHalf
 from fsdp_qlora.configs import describe_model, rope_frequencies, shrunk_config, text_config
+from fsdp_qlora.costs import predict_memory
 from fsdp_qlora.layer import make_layouts
 from fsdp_qlora.model import Model, measure_weight_norms, set_local
+from fsdp_qlora.offload import make_store
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.vocabulary import embed
 from fsdp_qlora.names import rows_in_memory, tensor_names
@@ -44,6 +46,7 @@ VOCABULARY = 320
 SLICED = 7
 KEPT = {
     "all": ("all", False, 4096),
+    "mlp": ("mlp", True, 4096),
     "middle": ("middle", False, 4096),
     "middle, sliced, held": ("middle", True, SLICED),
     "x, sliced": ("x", False, SLICED),
@@ -59,7 +62,7 @@ def make_plan(n_layers, keeps="all", hold_weights=False, compute_dtype="float32"
         compute_dtype=compute_dtype, n_layers=n_layers, shard_group_size=1,
         reshard_after_forward=True, bin_tokens=sum(LENGTHS),
         recomputed=0 if keeps == "all" else n_layers, keep_middle=keeps == "middle",
-        hold_weights=hold_weights, offload_activations=False, offload_params=False,
+        keep_mlp=n_layers if keeps == "mlp" else 0, hold_weights=hold_weights, offload_activations=False, offload_params=False,
     )  # fmt: skip
 
 
@@ -160,8 +163,8 @@ class Pair:
 
     def computed(self, keeps, hold_weights, compute_dtype="float32"):
         """The same by the house's model."""
-        if self.arch.parallel and keeps == "middle":
-            keeps = "x"  # which is what its MLP reads
+        if self.arch.parallel and keeps in ("mlp", "middle") or self.arch.mixture and keeps == "mlp":
+            keeps = "x"  # see LayerFunction
         model = self.make(make_plan(self.arch.n_layers, keeps, hold_weights, compute_dtype))
         adapter_values(model, self.values)
         rows = rows_of([(part, part) for part in self.ids.split(LENGTHS)])
@@ -198,6 +201,33 @@ def assert_equal(kept, monkeypatch, name, **settings):
     for name in TINY for kept in KEPT])  # fmt: skip
 def test_every_family_equals_transformers_and_peft(name, kept, monkeypatch):
     assert_equal(kept, monkeypatch, name)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "glm4"])
+def test_gradients_are_the_same_whatever_is_kept_on_the_host(name):
+    """Bins of several lengths; the first layers keep x, or the sum after attention as well, the
+    last ones what their MLP needs."""
+    pair = pair_and_expected(name)[0]
+    model, n_layers, ids, got = pair.make(), pair.arch.n_layers, pair.ids, {}
+    adapter_values(model, pair.values)
+    for middle, n_mlp, on_host in itertools.product((False, True), range(n_layers + 1), (0, 1)):
+        plan = dataclasses.replace(model.plan, recomputed=n_layers, keep_mlp=n_mlp,
+                                   keep_middle=middle, offload_activations=bool(on_host))
+        for layer in model.layers:
+            layer.keeps, layer.adapter.grad = plan.keeps(layer.index), None
+        run = plain_run(model)
+        run.store = make_store(plan, run.device)
+        for n in len(ids), 5, len(ids) - 3:
+            rows = rows_of([(ids[:n], ids[:n])])
+            model(make_bin(rows, [[0]], 0, torch.tensor(0), run)).backward()
+        got[middle, n_mlp, on_host] = torch.cat([layer.adapter.grad for layer in model.layers])
+        if on_host:
+            layouts = tuple(layer.layout for layer in model.layers)
+            assert not run.store.here and len(run.store.buffers) == run.store.n_puts - 1
+            assert (sum(buffer.nbytes for buffer in run.store.buffers.values())
+                    == predict_memory(plan, pair.arch, layouts).host_bytes > 0)
+    first, *others = got.values()
+    assert first.norm() > 0 and all(torch.equal(first, other) for other in others)
 
 
 @pytest.mark.parametrize("keeps", ["all", "middle", "x"])

@@ -37,8 +37,9 @@ H200 = Machine(flops=7e14, bandwidth=4e12, link=3e11)
 SLOW_BUS = dataclasses.replace(H200, link=1e10)
 GRAPHS = "CUDA graphs"
 
-# On H200s (benchmarks/RESULTS.md), random weights, rank 16 on all linears, of mixtures attention's:
-# shapes, layers, peak allocated in GiB, tokens/s per GPU, what the plan has else than PLAN.
+# benchmarks/RESULTS.md has these, random weights, rank 16 on all linears, of mixtures attention's:
+# shapes, layers, peak allocated in GiB, tokens/s per GPU, what the plan has else than PLAN; on
+# H200s, below H100s. What measure_machine() finds there is 8e14 FLOP/s.
 PLAN = {"compute_dtype": "bfloat16", "shard_group_size": 1, "reshard_after_forward": True,
         "bin_tokens": 4096, "recomputed": 0, "keep_middle": False, "hold_weights": False,
         "offload_activations": False, "offload_params": False}  # fmt: skip
@@ -54,21 +55,27 @@ MEASURED = [
     ("llama-3-8b", 32, 5.96, 11_573, {"recomputed": 32, **HELD}),
     ("llama-2-70b", 80, 20.40, 1_444, {"recomputed": 80, **HELD, "hold_weights": False,
                                        "offload_activations": True}),
-    # at 7ed9676
+    # mixtures
     ("gpt-oss-20b", 24, 20.91, 19_185, {"recomputed": 14, "hold_weights": True,
                                         "bin_tokens": 8192}),
     ("gpt-oss-120b", 36, 108.60, 13_733, {"bin_tokens": 16384}),
-    ("glm-4.5-air", 46, 123.92, 6_345, {"recomputed": 11, "keep_middle": True, "expert_ranges": 4,
-                                        "hold_weights": True, "bin_tokens": 16384}),
+    ("glm-4.5-air", 46, 123.61, 6_900, {"recomputed": 12, "hold_weights": True,
+                                        "bin_tokens": 16384}),
     ("qwen3-235b-a22b", 94, 124.86, 2_759, {"recomputed": 92, "hold_weights": True,
                                             "expert_ranges": 4, "bin_tokens": 8192}),
-    # at 3070244 and after
-    ("mistral-nemo-12b", 20, 13.36, 21_045, {}),
-    ("qwen3-30b-a3b", 48, 63.58, 22_853, {"bin_tokens": 16384}),
+    ("mistral-nemo-12b", 20, 13.36, 21_011, {}),
+    ("qwen3-30b-a3b", 48, 63.58, 24_314, {"bin_tokens": 16384}),
     ("glm-4.5-air", 46, 101.01, 6_465, {"bin_tokens": 8192}),
-    # at 7bbd65e
-    ("qwen3-30b-a3b", 4, 5.21, 138_710, {"graphs": True}),  # reserved, as always with CUDA graphs
+    ("qwen3-30b-a3b", 4, 5.07, 131_812, {"graphs": True}),  # reserved, as always with CUDA graphs
     ("qwen3-30b-a3b", 4, 4.40, 118_999, {"graphs": True, "recomputed": 4, "hold_weights": True}),
+]
+ON_H100 = [
+    ("qwen2.5-32b", 64, 57.68, 3_926, {}),
+    ("llama-2-70b", 80, 70.12, 1_748, {"recomputed": 9, **HELD, "keep_middle": False}),
+    ("llama-2-70b", 80, 64.37, 1_805, {"bin_tokens": 2048}),
+    ("llama-2-70b", 80, 69.78, 1_592, {"recomputed": 49, "bin_tokens": 8192, **HELD,
+                                       "keep_middle": False}),
+    ("llama-3-8b", 32, 53.21, 16_580, {"bin_tokens": 16384}),
 ]  # fmt: skip
 
 @functools.lru_cache(None)
@@ -109,16 +116,17 @@ def host(monkeypatch):
 # ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, layers, peak, speed, settings", MEASURED)
-def test_prediction_is_near_what_was_measured(name, layers, peak, speed, settings):
+@pytest.mark.parametrize("name, layers, peak, speed, settings, bandwidth", [
+    *((*row, 4e12) for row in MEASURED), *((*row, 3e12) for row in ON_H100)])  # fmt: skip
+def test_prediction_is_near_what_was_measured(name, layers, peak, speed, settings, bandwidth):
     _, arch, layouts = shapes_of(name, layers)
     plan = predicted(arch, layouts, **settings)
     got = plan.bytes / GIB
-    measured_on = dataclasses.replace(H200, flops=8e14)  # what measure_machine() finds there
+    measured_on = dataclasses.replace(H200, flops=8e14, bandwidth=bandwidth)
     faster = 1 / predict_time(plan, arch, layouts, measured_on, 2048).token_seconds / speed
     print(f"predicted {got:.2f}, measured {peak:.2f}: {got / peak - 1:+.1%}; {faster:.2f} x speed")
     assert abs(got - peak) <= 0.05 * peak
-    assert 0.9 < faster < 1.3
+    assert 0.9 < faster < 1.2
 
 
 class CountedAttention(torch.autograd.Function):
@@ -170,7 +178,8 @@ def held_bytes(arch, model, n_layers, n_tokens):
 @pytest.mark.parametrize(
     "family, keeps",
     [(family, keeps) for family in ("llama", "phi3", "qwen3", "gemma2", "cohere", "olmo2", "glm4")
-     for keeps in ("x", "middle", "all") if (family, keeps) != ("cohere", "middle")],
+     for keeps in ("x", "middle", "mlp", "all")
+     if family != "cohere" or keeps in ("x", "all")],
 )  # fmt: skip
 def test_plan_counts_what_a_layer_keeps_to_the_byte(family, keeps):
     """Of one layer more, and of one token more: what else is there is the same."""
@@ -187,6 +196,7 @@ def test_plan_counts_what_a_layer_keeps_to_the_byte(family, keeps):
             dataclasses.replace(arch, n_layers=n_layers),
             tuple(layer.layout for layer in model.layers[:n_layers]), bin_tokens=n,
             recomputed=recomputed, keep_middle=keeps == "middle", compute_dtype="float32",
+            keep_mlp=n_layers if keeps == "mlp" else 0,
         )  # fmt: skip
         return sum(size for kind, size in plan.memory.items() if kind.startswith("kept by"))
 
@@ -239,7 +249,7 @@ def test_rows_of_the_evaluation_fit_into_the_bins():
 def test_layers_of_different_sizes_add_up():
     """Each layer counts by its own Layout, and the largest of them where one is worked on; only
     adapters are of one size."""
-    config, arch, _ = shapes_of("llama-3-8b", 2)
+    config, arch, _ = shapes_of("llama-3-8b", 8)
     half = arch.intermediate_size // 2
     narrow_arch = dataclasses.replace(
         arch, gate_up=[dataclasses.replace(x, out_features=half) for x in arch.gate_up],
@@ -249,14 +259,14 @@ def test_layers_of_different_sizes_add_up():
     def memory(*layouts, **settings):
         return predicted(arch, layouts, **settings).memory
 
-    wides, narrows, mixed = (memory(*x) for x in (wide, narrow, (wide[0], narrow[1])))
+    wides, narrows, mixed = (memory(*x) for x in (wide, narrow, wide[:4] + narrow[4:]))
     for kind in "4-bit weights", "kept by other layers":
         assert narrows[kind] < wides[kind] and 2 * mixed[kind] == wides[kind] + narrows[kind]
     assert mixed["live layer or head"] == wides["live layer or head"]
     settings = {"shard_group_size": 2, "recomputed": 1}
-    one, other = memory(wide[0], narrow[1], **settings), memory(narrow[0], wide[1], **settings)
-    assert one["kept by other layers"] * 2 == narrows["kept by other layers"]
-    assert other["kept by other layers"] * 2 == wides["kept by other layers"]
+    one, other = (memory(a[0], *b[1:], **settings) for a, b in ((wide, narrow), (narrow, wide)))
+    assert one["kept by other layers"] * 8 == narrows["kept by other layers"] * 7
+    assert other["kept by other layers"] * 8 == wides["kept by other layers"] * 7
     assert one["gathered weights"] == other["gathered weights"]  # room for the largest
 
 
@@ -301,6 +311,28 @@ def test_recomputed_layers_keep_more_where_memory_allows(monkeypatch):
     assert not kept(22.5, offload_activations=True)[0]
     plan = choose("llama-3-8b", 80, recompute="none", shard_group_size=2)
     assert not plan.keep_middle and not plan.hold_weights
+
+
+def test_copies_with_small_bins_are_preferred_where_gathers_cost_more():
+    """Measured on two H100s: 1,805 tokens/s per GPU, sharded 1,748 with layers recomputed."""
+    machine = dataclasses.replace(H200, flops=8e14, bandwidth=3e12)
+    plan = choose("llama-2-70b", 77.5, machine=machine, rows=8)
+    assert (plan.shard_group_size, plan.bin_tokens, plan.recomputed) == (1, 2048, 0)
+
+
+def test_what_mlps_need_is_kept_on_the_host_as_far_as_that_is_faster_and_fits(monkeypatch):
+    flags = {"offload_activations": True, "micro_batch_tokens": 4096}
+
+    def n_kept(host_gib=200, host=5e10, **more):
+        monkeypatch.setattr("fsdp_qlora.plan.host_share", lambda: host_gib * GIB)
+        machine = dataclasses.replace(H200, host=host)
+        return choose("llama-2-70b", 22.5, machine=machine, **{**flags, **more}).keep_mlp
+
+    assert n_kept() > 70
+    assert 10 < n_kept(host_gib=40) < n_kept(host_gib=60) < 50
+    assert 0 < n_kept(host=3e10) < 60 and n_kept(host=5e9) == 0  # a slow bus
+    assert n_kept(recompute="all") == 0
+    assert choose("llama-3-8b", 80, offload_activations=True).recomputed == 0  # all fits on the GPU
 
 
 def test_smallest_group_that_fits_is_chosen():
