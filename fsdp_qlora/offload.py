@@ -58,7 +58,7 @@ class HostStore:
         self.next = 0  # number of the next put() of this bin
 
     def copy(self, to, source):
-        """Start to copy these tensors on the stream; returns the event of the end, None on a CPU."""
+        """Start to copy tensors on the stream; returns the event of its end, None on a CPU."""
         if self.stream is None:
             for a, b in zip(to, source):
                 a.copy_(b)

@@ -62,7 +62,8 @@ def make_plan(n_layers, keeps="all", hold_weights=False, compute_dtype="float32"
         compute_dtype=compute_dtype, n_layers=n_layers, shard_group_size=1,
         reshard_after_forward=True, bin_tokens=sum(LENGTHS),
         recomputed=0 if keeps == "all" else n_layers, keep_middle=keeps == "middle",
-        keep_mlp=n_layers if keeps == "mlp" else 0, hold_weights=hold_weights, offload_activations=False, offload_params=False,
+        keep_mlp=n_layers if keeps == "mlp" else 0, hold_weights=hold_weights,
+        offload_activations=False, offload_params=False,
     )  # fmt: skip
 
 
@@ -163,7 +164,7 @@ class Pair:
 
     def computed(self, keeps, hold_weights, compute_dtype="float32"):
         """The same by the house's model."""
-        if self.arch.parallel and keeps in ("mlp", "middle") or self.arch.mixture and keeps == "mlp":
+        if keeps == "mlp" and self.arch.mixture or keeps in ("mlp", "middle") and self.arch.parallel:
             keeps = "x"  # see LayerFunction
         model = self.make(make_plan(self.arch.n_layers, keeps, hold_weights, compute_dtype))
         adapter_values(model, self.values)
