@@ -58,7 +58,7 @@ def count_layers(layouts):
         weights=sum(layout.n_weights for layout in layouts),
         token_weights=sum(layout.token_weights(by_time=True) for layout in layouts),
         recomputed_weights={
-            keeps: sum(layout.recomputed_weights(keeps, by_time=True) for layout in layouts)
+            keeps: sum(layout.recomputed_weights(keeps) for layout in layouts)
             for keeps in KEEPS},
         mlp_values=max(layout.mlp.kept_values for layout in layouts),
         mean_query_width=sum(layout.attention.query_width for layout in layouts) / len(layouts),

@@ -94,16 +94,13 @@ class Layout:
         return (sum(fused.n_weights for fused in self.attention.fused_linears)
                 + self.mlp.token_weights / speed)
 
-    def recomputed_weights(self, keeps, by_time=False):
+    def recomputed_weights(self, keeps):
         """Weights of the products that the backward of a layer computes again."""
         if keeps == "all":
             return 0
-        of_attention = self.attention.recomputed_weights(
-            want_sum=keeps == "x" and not self.attention.arch.parallel)
-        if keeps == "mlp":
-            return of_attention
-        return of_attention + self.mlp.recomputed_weights / (
-            self.mlp.product_speed if by_time else 1)
+        want_sum = keeps == "x" and not self.attention.arch.parallel
+        weights = self.attention.recomputed_weights(want_sum)
+        return weights if keeps == "mlp" else weights + self.mlp.recomputed_weights
 
 
 def make_layouts(arch, adapted, config):

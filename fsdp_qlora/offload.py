@@ -46,9 +46,9 @@ class GPUStore:
 class HostStore:
     """A store in pinned host memory; take() is called in the reverse order of put().
 
-    Its own stream copies, and fetches what comes next ahead. put() frees the GPU memory of all that
-    was put before, but the latest, which may still be copied. The last of `n_puts` a bin stays on
-    the GPU, because its backward comes first.
+    Its own stream copies, and fetches two puts ahead: a layer's while the backward of the layer
+    after it runs. put() frees the GPU memory of all that was put before, but the latest, which may
+    still be copied. The last of `n_puts` a bin stays on the GPU, as its backward comes first.
     """
 
     def __init__(self, n_puts, bin_tokens, device):
@@ -105,8 +105,9 @@ class HostStore:
         tensors, event = self.here.pop(i)
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
-        if i > 0:
-            self.fetch(i - 1)
+        for ahead in i - 1, i - 2:
+            if ahead >= 0 and ahead not in self.here:
+                self.fetch(ahead)
         return tensors
 
 

@@ -164,7 +164,7 @@ class Pair:
 
     def computed(self, keeps, hold_weights, compute_dtype="float32"):
         """The same by the house's model."""
-        if keeps == "mlp" and self.arch.mixture or keeps in ("mlp", "middle") and self.arch.parallel:
+        if self.arch.parallel and keeps != "all" or self.arch.mixture and keeps == "mlp":
             keeps = "x"  # see LayerFunction
         model = self.make(make_plan(self.arch.n_layers, keeps, hold_weights, compute_dtype))
         adapter_values(model, self.values)
