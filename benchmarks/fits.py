@@ -41,7 +41,7 @@ MODELS = {"8B": "llama-3-8b", "32B": "qwen2.5-32b", "70B": "llama-3-70b",
 
 
 def cell(name, limit, gpus):
-    machine = Machine(flops=7e14, bandwidth=4e12, link=3e11)
+    machine = Machine(flops=8e14, bandwidth=4e12, link=3e11, host=5e10)
     for mark, flags in FLAGS.items():
         config = Config(model=name, random_weights=True, max_seq_len=2048, **flags)
         config, _, arch = read_model_config(Path(name), config)
