@@ -194,13 +194,13 @@ def merged_tensor(name, base, adapter, device, sums):
     path, (shape, dtype) = base.paths[name], base.tensors[name]
     merged = torch.empty(shape, dtype=dtype)
     for part, index in base.parts.get(name, [(name, ...)]):  # of all experts, or the whole
-        tensor, turned = read_part(base.files, base.names, name, part, index, device, base.sums)
+        tensor, transposed = read_part(base.files, base.names, name, part, index, device, base.sums)
         if part in base.names.linears or part in base.nf4_states:
             tensor = trained_weight(tensor, part, path, base)
         if part in adapter:
             read, where, scale = adapter[part]
             tensor = add_adapter(tensor, sums, scale, *(read(n, device)[i] for n, _, i in where))
-        merged[index] = tensor.t() if turned else tensor
+        merged[index] = tensor.t() if transposed else tensor
     return finite(merged, f"{path}: what {name} becomes")
 
 

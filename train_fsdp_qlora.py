@@ -7,9 +7,9 @@
     torchrun --nproc_per_node=2 train_fsdp_qlora.py --output_dir runs/my-run --resume must
 
 The first command needs no files: it makes a small model and data set and trains on them, on GPUs
-(NCCL) or, where there are none, on the CPU (gloo). The same command line starts a run, resumes it,
-and does nothing once it is complete. --output_dir then holds the adapter in PEFT's format, the
-tokenizer, metrics, checkpoint-NNNNNN/ for resuming, and train_config.json for merging.
+(NCCL) or, where there are none, on the CPU (gloo). With --output_dir the same command line starts a
+run, resumes it, and does nothing once it is complete. There the run leaves the adapter in PEFT's
+format, tokenizer, metrics, checkpoint-NNNNNN/ for resuming, and train_config.json for merging.
 
 This file is the whole job, in the order in which it happens: flags; main() and train(); processes;
 the choice of attention; the FSDP2 policy; loading to NF4; the adapter's optimizer; schedule, step,
@@ -116,8 +116,8 @@ class Config:
         " --random_weights also llama-2-7b, llama-2-70b, llama-3-8b, llama-3-70b, qwen2.5-32b")
     dataset: tuple[str, ...] | None = knob(
         None, "files (JSONL, JSON, Parquet, CSV, TSV, text, also .gz), patterns, directories, what"
-        " save_to_disk wrote, or a Hub id; behind a directory or a Hub id may stand"
-        " ,split=train_sft, behind a Hub id also ,name=CONFIGURATION ,revision=TAG; left out: the"
+        " save_to_disk wrote, or a Hub id; after a directory or a Hub id may stand"
+        " ,split=train_sft, after a Hub id also ,name=CONFIGURATION ,revision=TAG; left out: the"
         " demo's instructions")
     eval_dataset: tuple[str, ...] | None = knob(
         None, "the same for evaluation, or a fraction of the rows of --dataset: 0.02")
@@ -127,13 +127,14 @@ class Config:
     chat_template: str | None = knob(None, "Jinja file to use instead of the tokenizer's own")
     output_dir: str | None = knob(None, "where results go; left out: a new directory below runs/")
     resume: str = knob(
-        "auto", "auto: resume the run in --output_dir, if there is one with the same flags; never:"
+        "auto", "auto: resume the run in --output_dir, if there is one; never:"
         " begin a new one; must, or no value: resume it, with the flags that it began with unless"
         " others are given", choices=("auto", "never", "must"), nargs="?", const="must")
     random_weights: bool = knob(False, "random weights: of the model, only config.json is read")
     batch_size: int = knob(16, "rows an optimizer step, over all GPUs")
     num_epochs: float = knob(1.0, "passes over the data set; --max_steps overrides it")
-    max_steps: int | None = knob(None, "optimizer steps")
+    max_steps: int | None = knob(
+        None, "optimizer steps; left out: by --num_epochs, for the demo 300")
     learning_rate: float | None = knob(None, "peak; left out: 2e-4, for the demo 3e-3")
     lr_schedule: str = knob(
         "cosine", "after the warm-up: to 0 as a cosine or linear, or constant",
@@ -152,7 +153,9 @@ class Config:
     step_timeout_minutes: float | None = knob(
         None, "in which a step must end, else all ranks write down where they are and end; left"
         " out: 20 times the longest step so far and at least 10 minutes, an hour for the first")
-    seed: int = knob(0, "of the adapter's initial values, the data order, dropout")
+    seed: int = knob(
+        0, "of the adapter's initial values, the data order, the rows held out, dropout, random"
+        " weights")
     report_to: str = knob(
         "tensorboard", "where metrics go besides metrics.jsonl; wandb must be installed",
         choices=("tensorboard", "wandb", "none"))
@@ -172,9 +175,9 @@ class Config:
         " and fits")
     shard_group_size: int | None = knob(
         None, "processes that share one copy of the model, for instance those of a node; every such"
-        " group holds one; left out: as few as the memory allows, if that is faster")
+        " group holds one; left out: what is fastest and fits")
     recompute: str = knob(
-        "auto", "decoder layers recomputed in backward: all, none, a number, auto (as few as fit)")
+        "auto", "decoder layers recomputed in backward: all, none, a number, auto (fastest)")
     offload_activations: bool = knob(
         False, "keep what recomputed layers need in pinned host memory until their backward")
     offload_params: bool = knob(
@@ -334,7 +337,7 @@ def train(given, device, status):
         status.enter("training")
         run.probe.begin(run)
         records = run_steps(run, done)
-        if config.random_weights and records:
+        if records:
             say_speed(run, records)
         finish_run(run)
 
@@ -474,14 +477,16 @@ def load_model(model, base, model_config, config, device):
     other; `prequantised`, whether its files are in 4 bits; `n_parameters`.
     """
     arch, nf4_states, dtype = model.arch, {}, getattr(torch, config.compute_dtype)
-    names = tensor_names(arch, {})
-    if not config.random_weights:
+    if config.random_weights:
+        names = tensor_names(arch, {})
+    else:
         with together():
             files = weight_files(base)
             names = tensor_names(arch, files)
             nf4_states = check_files(files, names, model_config, config.compute_dtype)
     requests = weight_requests(model, names, nf4_states)
-    shares = {r.name: (r.rows, n) for r, n in zip(requests, rows_before(requests).values())}
+    n_before = rows_before(requests)
+    shares = {r.name: (r.rows, n_before[r.name]) for r in requests}
     n_bytes, memory_before, started, finite, sums = 0, host_memory(), clock(), {}, {}
     reader = (RandomWeights(requests, config.seed, dtype, device) if config.random_weights
               else WeightReader(files, requests, device))
@@ -517,8 +522,8 @@ def load_model(model, base, model_config, config, device):
 
 def fill_model(model, names, read, nf4_states, device):
     """Give the model its embedding, layers, norm and head. read(name) returns this rank's rows of a
-    tensor, flat; it is asked about in the order of weight_requests(). `nf4_states` is what
-    check_files() returns. All ranks of model.group must call this."""
+    tensor, flat; each is read once, in the order of weight_requests(), of a layer MXFP4 first.
+    `nf4_states` is what check_files() returns. All ranks of model.group must call this."""
     plan, dtype = model.plan, getattr(torch, model.plan.compute_dtype)
 
     def table(name):
@@ -526,7 +531,7 @@ def fill_model(model, names, read, nf4_states, device):
 
     embedding = table(names.embedding)
     model.embedding = pinned_copy(embedding) if plan.embedding_on_host else embedding
-    # First the 4-bit weights, then what comes and goes: else gaps between them would stay. For
+    # Allocate the 4-bit weights before anything temporary: else gaps between them would stay. For
     # FSDP2 they are QUANT_STORAGE, bf16. Copied as such, without the hooks of NF4Blocks, 0.08 % of
     # the packed words, those that are NaN in bf16, would be changed without an error.
     local_nf4 = [None if plan.offload_params else local_part(x.nf4).zeros_on(device, QUANT_STORAGE)
@@ -692,8 +697,9 @@ def bin_loss(run, bin, scale):
 
 def reduce_and_clip(run, local_loss):
     """Sum loss and gradient over all ranks, and scale the gradient down to --max_grad_norm. Returns
-    the global loss, the norm before, the highest request of a rank, an index of REQUESTS, and how
-    even experts are used, as one tensor, without waiting for the GPU. All ranks must call this."""
+    the sum of all token losses, the norm before, the highest request of a rank, an index of
+    REQUESTS, and how even experts are used, as one tensor, without waiting for the GPU. All ranks
+    must call this."""
     adapter, grad = run.adapter, run.adapter.weights.grad
     if dist.get_world_size() > adapter.shards and not run.plan.uses_fsdp:  # FSDP2 sums them itself
         dist.all_reduce(grad)
@@ -775,11 +781,11 @@ def log_evaluation(run, log, step):
 
 
 def run_steps(run, done):
-    """The training loop: steps, evaluations, metrics, checkpoints. Returns one record of metrics a
-    step. All ranks must call this."""
+    """The training loop: steps, evaluations, metrics, checkpoints. Returns a dry run's records of
+    metrics, one a step. All ranks must call this."""
     config, plan, status, records = run.config, run.plan, run.status, []
-    passes = config.max_steps * config.batch_size / len(run.rows)
-    say(f"steps: {config.max_steps} of {config.batch_size} rows, {passes:.3g} passes over the data,"
+    epochs = config.max_steps * config.batch_size / len(run.rows)
+    say(f"steps: {config.max_steps} of {config.batch_size} rows, {epochs:.3g} epochs,"
         f" in bins of at most {plan.bin_tokens:,} tokens on {dist.get_world_size()} processes; peak"
         f" learning rate {config.learning_rate}")
     with together():
@@ -795,7 +801,8 @@ def run_steps(run, done):
             if step > done:
                 status.where = f"at step {step}, in bins of at most {plan.bin_tokens} tokens"
                 record, request = train_step(run, step)
-                records.append(record)
+                if config.random_weights:  # for say_speed()
+                    records.append(record)
                 if log:
                     log.step(record)
             if step == done + 1:
@@ -873,7 +880,7 @@ def finish_run(run):
     if best := run.progress["best_step"]:
         path = checkpoint_path(directory, best)
         say(f"the best evaluation was after step {best}, loss {run.progress['best_loss']:.4f}:"
-            f" {path if path.is_dir() else 'which could not be saved'}")
+            f" {path if path.is_dir() else 'its checkpoint could not be saved'}")
     say_memory("at the end", run.device)
     say(f"adapter saved in {directory}; to merge it into the base model:")
     say(merge_command(directory, SCRIPT))

@@ -131,7 +131,7 @@ class AttentionHalf:
         return self.qkv.n_weights + (self.out.n_weights if want_sum else 0)
 
     @property
-    def passed_values(self):
+    def elementwise_values(self):
         """Read or written by elementwise work, forward and backward, as measured."""
         return 15 * self.arch.hidden_size
 
@@ -171,8 +171,8 @@ def rotate(x, cos, sin, arch):
     are fp32 [n, rotary_dim / 2] or None. With -sin it is its own backward."""
     if cos is None:
         return x.flatten(1)
-    # Compiled, a cat() of rotated parts goes through memory, and what has a remainder of a
-    # remainder for its index is read value by value: hence flip(), and one flatten() at the end.
+    # Compiled, a cat() of rotated parts goes through memory, and an index by two remainders is read
+    # value by value: hence flip(), and one flatten() at the end.
     sign, half = torch.arange(-1, 2, 2, device=x.device), arch.rotary_dim // 2
     if arch.rotary_interleaved:
         pieces = x.unflatten(-1, (-1, 2))
@@ -258,8 +258,8 @@ def batched_attention(query, key, value, sinks, bin, arch, window, index):
     out = F.scaled_dot_product_attention(
         *rows, is_causal=True, scale=arch.attention_scale, enable_gqa=True)
     out = out.transpose(1, 2).flatten(0, 1)
-    # torch keeps cuDNN's plans by shapes and strides of the inputs alone, and so would read this
-    # gradient in the strides that the first one of its shape had in the process
+    # torch caches cuDNN's plans by the shapes and strides of the inputs, not of this gradient: it
+    # would read it with the strides of the first gradient of that shape in the process
     out.register_hook(torch.Tensor.contiguous)
     return out
 

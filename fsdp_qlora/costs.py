@@ -37,7 +37,7 @@ class LayerTotals:
     recomputed_weights: dict
     mlp_values: int  # values per token that the MLP of a layer keeps, at most
     mean_query_width: float  # values of a token's queries in a layer, mean over the layers
-    passed_values: int  # by elementwise work, per token
+    elementwise_values: int  # by elementwise work, per token
 
 
 @functools.lru_cache(8)
@@ -62,7 +62,7 @@ def count_layers(layouts):
             for keeps in KEEPS},
         mlp_values=max(layout.mlp.kept_values for layout in layouts),
         mean_query_width=sum(layout.attention.query_width for layout in layouts) / len(layouts),
-        passed_values=sum(half.passed_values for layout in layouts
+        elementwise_values=sum(half.elementwise_values for layout in layouts
                           for half in (layout.attention, layout.mlp)))
 
 
@@ -92,7 +92,7 @@ def predict_memory(plan, arch, layouts):
         memory["CUDA graphs' own"] = plan.graph_room * (recomputed + others + live) + live
     host = table * plan.embedding_on_host + layers.nf4_bytes / shards * plan.offload_params
     if plan.offload_activations:  # all but what is put last, whose backward comes first
-        last = layers.mlp_values if plan.keep_mlp else arch.hidden_size
+        last = layers.mlp_values if plan.n_mlp_kept else arch.hidden_size
         host += max(0, kept[0] - last * token)
     memory = {kind: int(size) for kind, size in memory.items() if size}
     return dataclasses.replace(plan, memory=memory, host_bytes=int(host))
@@ -101,7 +101,7 @@ def predict_memory(plan, arch, layouts):
 def kept_bytes(plan, layers, token):
     """What is kept by the layers that are recomputed and by the others; `token`: bytes of one value
     a token."""
-    bounds = 0, plan.recomputed - plan.keep_mlp, plan.recomputed, plan.n_layers
+    bounds = 0, plan.recomputed - plan.n_mlp_kept, plan.recomputed, plan.n_layers
     first, mlp, others = (
         (layers.kept_values[plan.keeps(start)][stop] - layers.kept_values[plan.keeps(start)][start])
         * token if start < stop else 0
@@ -155,14 +155,14 @@ def predict_time(plan, arch, layouts, machine, row_tokens):
     item, n = getattr(torch, plan.compute_dtype).itemsize, plan.bin_tokens
     layers, n_layers = count_layers(layouts), arch.n_layers
     weights, token_weights = layers.weights / n_layers, layers.token_weights / n_layers
-    again = (plan.recomputed - plan.keep_mlp) / n_layers
+    again = (plan.recomputed - plan.n_mlp_kept) / n_layers
     weights_again = (again * layers.recomputed_weights[plan.keeps(0)]
-                     + plan.keep_mlp / n_layers * layers.recomputed_weights["mlp"]) / n_layers
+                     + plan.n_mlp_kept / n_layers * layers.recomputed_weights["mlp"]) / n_layers
     flops = 2 * n * (2 * token_weights + weights_again)
     flops += 2 * n * 3.5 * min(n, row_tokens) * layers.mean_query_width  # attention
     # each use of a weight: 4 bits are read, a number is written
     uses = 2 * weights + again * (0.5 if plan.hold_weights else 1) * token_weights
-    moved = uses * (0.5 + item) / DEQUANTISING + n * layers.passed_values / n_layers * item
+    moved = uses * (0.5 + item) / DEQUANTISING + n * layers.elementwise_values / n_layers * item
     routed = sum(arch.layer_routed) / n_layers
     waits = 0
     if routed and plan.expert_ranges > 1:  # their rows are copied, and first waited for

@@ -166,7 +166,8 @@ class RoutedMLPHalf:
             grad_inner, grad_d = split_columns(work, self.expert_down, grad_inner, passed)
             grad_weights[passed.rows] = gate_weight_gradients(grad_inner, gate_up, self._activation)
             weights = routing.row_weights[passed.rows]
-            activated, grad_gate_up = self._gate_backward(grad_inner, weights, gate_up)
+            grad_gate_up = self._gate_backward(grad_inner, weights, gate_up)
+            activated = grad_inner  # which it has written over
             if grad_d is not None:
                 weighted = activated * weights[:, None].to(activated.dtype)
                 add_expert_gradients(work, self.expert_down, weighted, grad_d, upstream, passed)
@@ -187,12 +188,12 @@ class RoutedMLPHalf:
         return grad_x + route_backward(work, routing, grad_weights, grad_x.dtype)
 
     def _gate_backward(self, grad, weights, gate_up):
-        """Returns gate()'s result, written over its gradient `grad`, and the gradient of gate_up,
-        times `weights`, written over gate_up or new."""
+        """Returns the gradient of gate_up, times `weights`, written over gate_up or new; gate()'s
+        result is written over its gradient `grad`."""
         if clamp := self.arch.mixture.clamp:
-            return grad, clamped_gate_backward(grad, weights, gate_up, *clamp)
+            return clamped_gate_backward(grad, weights, gate_up, *clamp)
         gate_backward(grad, self.arch.activation, weights, *gate_up.chunk(2, -1))
-        return grad, gate_up
+        return gate_up
 
     def _passes(self, work, routing):
         """Yields what is multiplied at once: a range of experts with their weights, and at most an
@@ -308,7 +309,7 @@ class RoutedMLPHalf:
         return shared + share * self.expert_gate_up.n_weights
 
     @property
-    def passed_values(self):
+    def elementwise_values(self):
         """Read or written by elementwise work, forward and backward, as counted."""
         # of a row, each way: gathered, put in its place, summed, 2 + 2 + 1; all gates: 1.5 + 4.5
         hidden, top_k = self.arch.hidden_size, self.arch.mixture.top_k

@@ -163,8 +163,8 @@ class DecoderLayer(nn.Module):
         self.adapter = parameter(layout.n_adapter, STATE_BLOCK, torch.empty, trained=True)
 
     def forward(self, x, bin):
-        # asked here: in the function itself gradients are off, and what it is told of its inputs is
-        # the same in an evaluation
+        # asked here: inside LayerFunction.forward() gradients are always off, and needs_input_grad
+        # is the same in an evaluation; the adapter is given so that autograd asks for its gradient
         return LayerFunction.apply(x, self.adapter, self, bin, torch.is_grad_enabled())
 
 
@@ -262,7 +262,7 @@ class LayerWork:
         return weight
 
     def vector(self, name, part="weight"):
-        """The weight or the bias of a norm by its name in the layer; None where there is none."""
+        """A norm's weight or bias, or attention's sinks, by the name in the layer; or None."""
         if f"{name}.{part}" not in self.layout.vectors:
             return None
         where, shape = self.layout.vectors[f"{name}.{part}"]

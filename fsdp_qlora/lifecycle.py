@@ -167,12 +167,12 @@ class Status:
                            " --step_timeout_minutes")
 
     def on_signal(self, name):
-        """Let the run save after this step and end; end it at once before the first step, or at a
+        """Let the run save after this step and end; end it at once before training begins, or at a
         second signal."""
         if time.monotonic() < self.signal_time + 3:
             return  # torchrun passes on what a terminal has sent to all
         if self.signal_time > 0 or self.phase not in ("training", "saving"):
-            when = "again" if self.signal_time > 0 else "before the first step"
+            when = "again" if self.signal_time > 0 else "before training began"
             self.leave(AGAIN, f"{name} {when}; {self.how_to_resume}")
         self.stop_reason, self.signal_time = self.stop_reason or name, time.monotonic()
         if is_rank_0():
@@ -303,7 +303,7 @@ def out_of_memory_text(error, plan, device, where):
     if asked := re.search(r"Tried to allocate ([\d.]+ \w+)", str(error)):
         text += f", {asked[1]} more asked for"
     if gaps := re.search(r"([\d.]+ \w+) is reserved by PyTorch but unallocated", str(error)):
-        text += f", {gaps[1]} in gaps"
+        text += f", {gaps[1]} in gaps between tensors"
     return f"{text}; try, in this order: {', '.join(helps)}"
 
 

@@ -1,6 +1,6 @@
 """What a run tells: lines of the log, metrics.jsonl, trackers, a picture of the losses.
 
-Stands on files. Nothing that goes wrong with any of it ends a run.
+Stands on files. Once training goes on, nothing that goes wrong with any of it ends a run.
 """
 
 import contextlib
@@ -197,7 +197,7 @@ def say_plan(plan, config, limit):
     say(f"plan: {copy_of} ({why}); bins of at most {plan.bin_tokens:,} tokens;"
         f" {plan.recomputed} of {plan.n_layers} layers are recomputed"
         + (", from x and the sum after attention" if plan.recomputed and plan.keep_middle else "")
-        + (f", {plan.keep_mlp} of them but for their MLP" if plan.keep_mlp else "")
+        + (f", {plan.n_mlp_kept} of them but for their MLP" if plan.n_mlp_kept else "")
         + (", dequantised weights held for a second use" if plan.hold_weights else "")
         + ("" if plan.reshard_after_forward else "; gathered weights stay until backward")
         + ("; nothing to offload" if plan.offload_activations and not plan.recomputed else "")

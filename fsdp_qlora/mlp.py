@@ -70,7 +70,7 @@ class MLPHalf:
         # in place; gate and up as two tensors, whose columns one kernel can read and write at once
         parts = kept.gate_up.chunk(1 + arch.gated, -1)
         gate_backward(grad_activated, arch.activation, None, *parts)
-        add_a_gradient(work, self.down, grad_activated, grad_d)  # it is what gate() returned by now
+        add_a_gradient(work, self.down, grad_activated, grad_d)  # it now holds gate()'s result
         del grad_activated, grad_d
         inputs = kept_inputs(work, kept, arch.mlp_norm, kept.source, self.gate_up)
         grad_inputs, grad_d = product_backward(work, self.gate_up, kept.columns, kept.gate_up,
@@ -140,7 +140,7 @@ class MLPHalf:
         return self.gate_up.n_weights
 
     @property
-    def passed_values(self):
+    def elementwise_values(self):
         """Read or written by elementwise work, forward and backward, as measured."""
         return (15 * self.arch.hidden_size + 6 * self.down.in_features
                 + 3 * self.gate_up.out_features)

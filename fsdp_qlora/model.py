@@ -222,7 +222,7 @@ class Graphs:
 
     def __init__(self, model, device):
         self.model, self.device, self.pool = model, device, None
-        self.captured = {}  # {shape: (graph, Bin, factor, loss)}; None: seen once
+        self.captured = {}  # {shape: (graph, Bin, factor, loss)}; None: no graph, seen once so far
 
     def loss(self, bin, scale, is_even):
         """The sum of the bin's token losses; adds the gradient of `scale` times it.

@@ -16,7 +16,7 @@ from fsdp_qlora.ranks import say
 from fsdp_qlora.weights import (
     DTYPES, FLOATS, READ_CHUNK, Request, Source, WeightReader, read_tensor)
 
-NF4_STATE = "quant_state.bitsandbytes__nf4"  # bitsandbytes' name, behind that of the weight
+NF4_STATE = "quant_state.bitsandbytes__nf4"  # bitsandbytes' name, after that of the weight
 FP8_BLOCK = 128  # rows and columns of a weight in FP8 that share one scale
 MX_PARTS = "_blocks", "_scales"  # what the names of tensors in MXFP4 end with; both are bytes
 NF4_PARTS = "absmax", "nested_absmax", "nested_quant_map", "quant_map", NF4_STATE  # all of them
@@ -87,7 +87,7 @@ class TensorNames:
             if source := self.sources.get(f"{name}_blocks" if linear.mxfp4 else name):
                 stored, n = source.stored, len(source.rows)
                 expert, first = divmod(source.rows.start, self.shapes[stored][1])
-                is_whole = n == self.shapes[stored][1]  # of the expert's matrix, turned or not
+                is_whole = n == self.shapes[stored][1]  # of the expert's matrix, transposed or not
                 index = expert if is_whole else (expert, slice(first, first + n))
             found.setdefault(stored.removesuffix("_blocks"), []).append((name, index))
         return found
@@ -153,14 +153,14 @@ def stacked_experts(arch, names, layer, files):
             parts = {"": (n, n_in, n_out) if mixture.transposed else (n, n_out, n_in)}
         else:
             parts = {}
-        turned = mixture.transposed and not in_mxfp4
+        transposed = mixture.transposed and not in_mxfp4
         for part, shape in parts.items():
             first = 0
             for linear in linears:
-                stop = first + (linear.in_features if turned else linear.out_features)
+                stop = first + (linear.in_features if transposed else linear.out_features)
                 found[f"{linear.name}.weight{part}"] = Source(
                     names.of_layer(layer, stored + part), n * shape[1], range(first, stop),
-                    turned), shape
+                    transposed), shape
                 first = stop
     return found
 
@@ -185,7 +185,7 @@ def weight_rows(read, names, name, rows):
 def read_part(files, names, stored, part, index, device, sums):
     """A whole tensor of the files, or the `part` of it at `index`, see TensorNames.parts(); a
     linear's as [out, in], of FP8 times its scales, of MXFP4 in fp32; and whether what is in 16 bits
-    is turned. Raises ValueError if it has not the content that `sums`, {name: content_sum() as
+    is transposed. Raises ValueError if it has not the content that `sums`, {name: content_sum() as
     hex}, know of."""
     if part in names.linears and names.linears[part].mxfp4:
         blocks, scales = (
@@ -194,12 +194,12 @@ def read_part(files, names, stored, part, index, device, sums):
         packed, scales = blocks.view(-1, BLOCK // 2), scales.view(-1, BLOCK // MX_BLOCK)
         values = mxfp4_values(packed << 4 | packed >> 4, scales)  # low halves come first in files
         return values.view(len(blocks), -1), True
-    turned = part in names.sources and names.sources[part].turned
-    tensor = read_tensor(files[stored], stored, device, sums.get(part), index, part, turned)
+    transposed = part in names.sources and names.sources[part].transposed
+    tensor = read_tensor(files[stored], stored, device, sums.get(part), index, part, transposed)
     if scales := names.scaled.get(part):
         of_scales = read_tensor(files[scales], scales, device, sums.get(scales))
         tensor = unscaled(tensor, of_scales)
-    return tensor, turned
+    return tensor, transposed
 
 
 def whole_tensor(read, name, states, dtype):
@@ -251,11 +251,11 @@ def check_files(files, names, model_config, compute_dtype):
 def has_nf4(model_config):
     """Whether the files have linears in 4 bits, by bitsandbytes, and not in FP8 or whole."""
     settings = getattr(model_config, "quantization_config", None) or {}
-    return settings.get("quant_method", "fp8") not in ("fp8", "mxfp4")
+    return settings.get("quant_method") not in (None, "fp8", "mxfp4")
 
 
 def drop_further_layers(files, names, model_config):
-    """The files' tensors without those of layers behind the model's own, which predict a token
+    """The files' tensors without those of layers after the model's own, which predict a token
     more (MTP) where config.json says that there are such."""
     config, found = text_config(model_config), {}
     n = getattr(config, "num_nextn_predict_layers", None) or getattr(config, "num_mtp_layers", 0)
@@ -263,7 +263,7 @@ def drop_further_layers(files, names, model_config):
         stem = f"{names.layer_prefix}{i}."
         found |= {name: stored for name, stored in files.items() if name.startswith(stem)}
     if found:
-        say(f"model: {len(found)} tensors of layers behind the last are not read: they predict"
+        say(f"model: {len(found)} tensors of layers after the last are not read: they predict"
             " further tokens (MTP)")
     return {name: stored for name, stored in files.items() if name not in found}
 

@@ -32,11 +32,10 @@ QUANT_STORAGE = torch.bfloat16
 class NF4Blocks(torch.Tensor):
     """Storage of 4-bit weights: n blocks of 64 weights each.
 
-    For FSDP2 it is a tensor [n] of QUANT_STORAGE. It holds `packed` uint8 [n, 32], the 4-bit codes,
-    the first of a byte in its high half, and `scales` uint8 [n, 1]: of NF4 the 8-bit code of a
-    block's absmax. Of a layer with linears in MXFP4 they are [n, 2]: a block of these is two of
-    MXFP4, whose exponents they are; of its linears in NF4 the second is 0. The two
-    hooks let FSDP2 gather both as bytes.
+    For FSDP2 it is a tensor [n] of QUANT_STORAGE. It holds two uint8 tensors, which the two hooks
+    let FSDP2 gather as bytes: `packed` [n, 32], the 4-bit codes, the first of a byte in its high
+    half; `scales` [n, 1], the 8-bit code of a block's absmax. Where a layer has linears in MXFP4
+    they are [n, 2]: a block is two of MXFP4, with an exponent each; in NF4 the second is 0.
     With --offload_params both are in pinned host memory, and a gather begins with their copy to the
     GPU, on FSDP2's stream and thus a layer ahead. (FSDP2's CPUOffloadPolicy would also move the
     adapter, its gradients and the optimizer to the CPU.)

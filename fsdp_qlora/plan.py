@@ -20,8 +20,8 @@ from fsdp_qlora.nf4 import why_no_triton
 from fsdp_qlora.ranks import gather_objects, together
 from fsdp_qlora.vocabulary import shard_range
 
-GAPS = 0.04  # of the GPU's memory lost between tensors: of 22.5 GiB a plan of 21.4 ran, 21.8 not
-SPARE, AMPLE_SPARE = 0.07, 0.1  # of it that a plan is to leave free, gaps among it; better still
+GAPS = 0.04  # of the GPU's memory, lost to fragmentation: of 22.5 GiB a plan of 21.4 ran, 21.8 not
+SPARE, AMPLE_SPARE = 0.07, 0.1  # of it that a plan must leave free, GAPS included; that it should
 SAME_TIME = 1.01  # predicted times that differ by this factor count as equal
 HOST_SPARE = 48 * 2**30  # bytes a process may pin for speed alone; pinning takes 0.2 s a GiB
 
@@ -40,7 +40,7 @@ class Plan:
     hold_weights: bool  # their backward keeps dequantised weights for a second use
     offload_activations: bool
     offload_params: bool
-    keep_mlp: int = 0  # how many of the recomputed layers, the last ones, keep what their MLP needs
+    n_mlp_kept: int = 0  # recomputed layers, the last ones, that keep what their MLP needs
     expert_ranges: int = 1  # experts are dequantised in so many ranges, one after the other
     embedding_on_host: bool = False
     graphs: bool = False  # whether CUDA graphs are used
@@ -63,7 +63,7 @@ class Plan:
         """What a layer keeps from forward to backward, see LayerFunction."""
         if index >= self.recomputed:
             return "all"
-        if index >= self.recomputed - self.keep_mlp:
+        if index >= self.recomputed - self.n_mlp_kept:
             return "mlp"
         return "middle" if self.keep_middle else "x"
 
@@ -72,7 +72,7 @@ class Plan:
         """Of plans that are as fast, the one with the lowest is run: it has small groups, small
         bins, few layers recomputed whole, few expert ranges; it frees gathered weights, and else
         keeps most."""
-        return (self.shard_group_size, self.bin_tokens, self.recomputed - self.keep_mlp,
+        return (self.shard_group_size, self.bin_tokens, self.recomputed - self.n_mlp_kept,
                 self.expert_ranges, not self.reshard_after_forward, not self.keep_middle,
                 not self.hold_weights)
 
@@ -110,18 +110,18 @@ def possible_plans(config, arch, layouts, workload):
     keep = list(itertools.product(keep_middle, (True, False)))
     ranges = (1, 4, 16) if arch.mixture else (1,)
     # in host memory layers can keep what their MLP needs, besides, if all are recomputed
-    keeps_mlp = (config.offload_activations and config.recompute == "auto"
-                 and not arch.mixture and not arch.parallel)
+    can_keep_mlp = (config.offload_activations and config.recompute == "auto"
+                    and not arch.mixture and not arch.parallel)
     for shards, bin_tokens, n in itertools.product(groups, sizes, counts):
         if shard_range(arch.vocab_size, shards - 1, shards):  # else a process would have no rows
             reshards = [True] if shards == 1 or config.offload_params else [True, False]
-            of_mlp = range(n + 1) if keeps_mlp and n == arch.n_layers else (0,)
-            for reshard, (middle, hold), keep_mlp, n_ranges in itertools.product(
-                reshards, keep if n else keep[-1:], of_mlp, ranges
+            mlp_counts = range(n + 1) if can_keep_mlp and n == arch.n_layers else (0,)
+            for reshard, (middle, hold), n_mlp_kept, n_ranges in itertools.product(
+                reshards, keep if n else keep[-1:], mlp_counts, ranges
             ):
                 plan = Plan(config.compute_dtype, arch.n_layers, shards, reshard, bin_tokens, n,
                             middle, hold, config.offload_activations, config.offload_params,
-                            keep_mlp, n_ranges)
+                            n_mlp_kept, n_ranges)
                 yield predict_memory(plan, arch, layouts)
 
 
@@ -239,8 +239,8 @@ def check_plan(plan, arch, layouts, longest, limit, recompute_is_auto):
         advice = (f"with {' '.join(flags)} it still takes {smaller.bytes / 2**30:.1f} GiB: use more"
                   " GPUs as well")
     raise DoesNotFit(
-        f"this does not fit: predicted peak {plan.bytes / 2**30:.1f} GiB, and {GAPS:.0%} for gaps,"
-        f" of {limit / 2**30:.1f} GiB; {advice}")
+        f"this does not fit: predicted peak {plan.bytes / 2**30:.1f} GiB, and {GAPS:.0%} for"
+        f" fragmentation, of {limit / 2**30:.1f} GiB; {advice}")
 
 
 def agree_on_plan(config, arch, layouts, rows, eval_rows, limit, device, kernels):

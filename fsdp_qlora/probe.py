@@ -44,7 +44,7 @@ class Probe:
             for micro_batch in deal_rows(rows.lengths.tolist(), 1, run.plan.bin_tokens):
                 bin = make_bin(rows, micro_batch, 0, None, run)
                 states = run.model(bin, wants_loss=False).cpu().split(bin.lengths)
-                found.update(zip(micro_batch[0], states))  # padding is behind the rows
+                found.update(zip(micro_batch[0], states))  # padding is after the rows
         reshard_all(run.model)
         now = torch.cat([found[i] for i in range(len(rows))])
         return {"with_adapter": now, "without_adapter": self.without_adapter}

@@ -99,7 +99,8 @@ def together():
     """If the `with` body fails on one rank, all ranks raise Stop with that rank's error.
 
     The body must not use collectives. Libraries raise all kinds of errors for what a user can
-    cause, so only an AssertionError counts as a bug here. All ranks must call this.
+    cause, so only an AssertionError and lack of GPU memory are left to end this rank alone. All
+    ranks must call this.
     """
     error, code = "", None
     try:

@@ -45,16 +45,16 @@ class Source:
     stored: str  # the tensor's name
     n_rows: int  # of it as a matrix
     rows: range  # the linear's
-    turned: bool = False  # these are its inputs, not its outputs
+    transposed: bool = False  # these are its inputs, not its outputs
 
     def weight_in(self, tensor):
         """The view [out, in] of the linear in the tensor."""
         weight = tensor.view(self.n_rows, -1)[self.rows.start : self.rows.stop]
-        return weight.t() if self.turned else weight
+        return weight.t() if self.transposed else weight
 
     def rows_with(self, outputs):
-        """Those of `rows` that have a range of the linear's outputs; if turned, all have any."""
-        if self.turned:
+        """Those of `rows` with a range of the linear's outputs; if transposed, all have any."""
+        if self.transposed:
             return self.rows if outputs else range(0)
         return self.rows[outputs.start : outputs.stop]
 
@@ -98,9 +98,9 @@ def tensors_of(path):
             for name, tensor in header.items()}
 
 
-def read_tensor(stored, name, device="cpu", content=None, index=..., what=None, turned=False):
+def read_tensor(stored, name, device="cpu", content=None, index=..., what=None, transposed=False):
     """One whole tensor or, at `index`, the part of it that is called `what`; transposed where it is
-    `turned`. Raises ValueError if it has not this `content`, content_sum() as hex. The
+    `transposed`. Raises ValueError if it has not this `content`, content_sum() as hex. The
     file is opened for each: mapped pages would add up."""
     if index is ... and stored.dtype in DTYPES:
         # safetensors would parse the header anew: 27 ms where a file has 24,000 tensors (a CPU)
@@ -110,7 +110,7 @@ def read_tensor(stored, name, device="cpu", content=None, index=..., what=None, 
     else:
         with safe_open(stored.path, "pt") as tensors:
             tensor = tensors.get_slice(name)[index].to(device)
-    tensor = tensor.t().contiguous() if turned else tensor
+    tensor = tensor.t().contiguous() if transposed else tensor
     if content and content != as_hex(content_sum(tensor).item()):
         raise ValueError(f"{stored.path}: the values of {what or name} {OTHER_BASE}")
     return tensor
@@ -227,7 +227,7 @@ class WeightReader:
             self._begin_next()
         self.errors.extend(error for chunk in chunks if (error := chunk.exception()))
         tensor = tensor.zero_() if self.errors else tensor
-        if request.source and request.source.turned:
+        if request.source and request.source.transposed:
             rows = request.rows
             tensor = tensor.view(-1, request.shape[0])[:, rows.start : rows.stop].t().flatten()
         return tensor

@@ -17,7 +17,7 @@ from rows import (
 from test_forms import BOS_AND_EOS, add_specials, plain
 from transformers import AutoTokenizer
 
-from fsdp_qlora.data.chat import with_day
+from fsdp_qlora.data.chat import closing_token, with_day
 
 
 @pytest.fixture
@@ -221,6 +221,15 @@ def test_answer_marked_twice_is_trained_in_both_places(tokenizer, tmp_path):
     documents = encode_row({"messages": messages}, tokenizer, tmp_path)
     assert trained(documents, tokenizer) == [
         ["The answer is 7.<|im_end|>\n", "It is 4.<|im_end|>\n", "Indeed"]]  # fmt: skip
+
+
+def test_marks_around_the_content_alone_leave_its_closing_untrained(tokenizer, tmp_path):
+    """So the template says; where generation stops is then EOS's, as without a template."""
+    tokenizer.chat_template = MARKED.replace(
+        "<|im_end|>{{ '\\n' }}{% endgeneration %}", "{% endgeneration %}<|im_end|>")
+    documents = encode_row({"messages": ASKED}, tokenizer, tmp_path)
+    assert trained(documents, tokenizer) == [["The answer is 7."]]
+    assert closing_token(tokenizer) == tokenizer.eos_token
 
 
 def test_answer_of_which_less_is_marked_once_another_follows_is_refused(tokenizer, tmp_path):

@@ -530,7 +530,7 @@ def test_layers_that_predict_further_tokens_are_skipped_by_number(declared, tmp_
     names = tensor_names(describe_model(config), files)
     if declared:
         check_files(files, names, config, "bfloat16")
-        assert "1 tensors of layers behind the last are not read" in capsys.readouterr().out
+        assert "1 tensors of layers after the last are not read" in capsys.readouterr().out
     else:
         with pytest.raises(ValueError, match="knows nothing of, the first is " + name):
             check_files(files, names, config, "bfloat16")

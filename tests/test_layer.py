@@ -62,7 +62,7 @@ def make_plan(n_layers, keeps="all", hold_weights=False, compute_dtype="float32"
         compute_dtype=compute_dtype, n_layers=n_layers, shard_group_size=1,
         reshard_after_forward=True, bin_tokens=sum(LENGTHS),
         recomputed=0 if keeps == "all" else n_layers, keep_middle=keeps == "middle",
-        keep_mlp=n_layers if keeps == "mlp" else 0, hold_weights=hold_weights,
+        n_mlp_kept=n_layers if keeps == "mlp" else 0, hold_weights=hold_weights,
         offload_activations=False, offload_params=False,
     )  # fmt: skip
 
@@ -212,7 +212,7 @@ def test_gradients_are_the_same_whatever_is_kept_on_the_host(name):
     model, n_layers, ids, got = pair.make(), pair.arch.n_layers, pair.ids, {}
     adapter_values(model, pair.values)
     for middle, n_mlp, on_host in itertools.product((False, True), range(n_layers + 1), (0, 1)):
-        plan = dataclasses.replace(model.plan, recomputed=n_layers, keep_mlp=n_mlp,
+        plan = dataclasses.replace(model.plan, recomputed=n_layers, n_mlp_kept=n_mlp,
                                    keep_middle=middle, offload_activations=bool(on_host))
         for layer in model.layers:
             layer.keeps, layer.adapter.grad = plan.keeps(layer.index), None

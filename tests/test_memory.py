@@ -196,7 +196,7 @@ def test_plan_counts_what_a_layer_keeps_to_the_byte(family, keeps):
             dataclasses.replace(arch, n_layers=n_layers),
             tuple(layer.layout for layer in model.layers[:n_layers]), bin_tokens=n,
             recomputed=recomputed, keep_middle=keeps == "middle", compute_dtype="float32",
-            keep_mlp=n_layers if keeps == "mlp" else 0,
+            n_mlp_kept=n_layers if keeps == "mlp" else 0,
         )  # fmt: skip
         return sum(size for kind, size in plan.memory.items() if kind.startswith("kept by"))
 
@@ -326,7 +326,7 @@ def test_what_mlps_need_is_kept_on_the_host_as_far_as_that_is_faster_and_fits(mo
     def n_kept(host_gib=200, host=5e10, **more):
         monkeypatch.setattr("fsdp_qlora.plan.host_share", lambda: host_gib * GIB)
         machine = dataclasses.replace(H200, host=host)
-        return choose("llama-2-70b", 22.5, machine=machine, **{**flags, **more}).keep_mlp
+        return choose("llama-2-70b", 22.5, machine=machine, **{**flags, **more}).n_mlp_kept
 
     assert n_kept() > 70
     assert 10 < n_kept(host_gib=40) < n_kept(host_gib=60) < 50
@@ -419,7 +419,7 @@ def test_embedding_moves_to_the_host_where_that_makes_it_fit():
     flags = {"offload_activations": True, "micro_batch_tokens": 4096, "recompute": "all"}
     moved, stays = (choose("llama-3-70b", limit, **flags) for limit in (22.5, 24))
     fast_bus = dataclasses.replace(H200, host=5e10)  # what it leaves is for layers
-    assert choose("llama-3-70b", 22.5, machine=fast_bus, offload_activations=True).keep_mlp > 0
+    assert choose("llama-3-70b", 22.5, machine=fast_bus, offload_activations=True).n_mlp_kept > 0
     assert moved.embedding_on_host and not stays.embedding_on_host
     assert stays.bytes - moved.bytes == moved.host_bytes - stays.host_bytes == 128256 * 8192
     for limit, tied in (21.5, True), (15, False):

@@ -21,7 +21,7 @@ class Bin:
     length is documents of its own, no longer than the others."""
 
     input_ids: torch.Tensor  # int64 [tokens]
-    row_tokens: torch.Tensor  # int64 [1], how many of them are of rows; behind them is padding
+    row_tokens: torch.Tensor  # int64 [1], how many of them are of rows; after them is padding
     position_ids: torch.Tensor  # int64 [tokens], 0 at the first token of each document
     cu_seqlens: torch.Tensor  # int32 [documents + 1], where they begin and end
     trained_at: torch.Tensor  # int64 [n], tokens whose next token is trained, padded with 0
@@ -73,8 +73,8 @@ def round_up(n, device):
     cuDNN choose kernels anew for each new length, and a CUDA graph has one."""
     if device.type == "cpu":
         return n
-    step = max(64, 2 ** n.bit_length() // 32)
-    return math.ceil(n / step) * step
+    multiple = max(64, 2 ** n.bit_length() // 32)
+    return math.ceil(n / multiple) * multiple
 
 
 def make_bin(batch, micro_batch, rank, step_key, run):

@@ -21,7 +21,7 @@ def parse_chat(messages, options, tokenizer):
     other variables. Each message says in `train` whether it is trained.
 
     Each answer (a message of the assistant that is trained) is trained as the model will write it:
-    behind what the template makes of the messages before it, from the generation prompt to its
+    after what the template makes of the messages before it, from the generation prompt to its
     closing token, or what the template marks by {% generation %}. An answer that the template
     rewrites when more messages follow, as Qwen3 does to drop reasoning, gets a document that ends
     with it.
@@ -55,7 +55,7 @@ def closing_token(tokenizer):
     with contextlib.suppress(ValueError):  # of the template
         document = parse_chat(probe, {"tools": None}, tokenizer)[-1][0].rstrip()
         special, _ = template_traits(tokenizer, str(tokenizer.chat_template))
-        return next(token for token in (*special, tokenizer.eos_token) if document.endswith(token))
+        return next(filter(document.endswith, special), tokenizer.eos_token)
     return tokenizer.eos_token
 
 
@@ -92,7 +92,8 @@ def checked_text(value, name):
 def render_answer(messages, options, tokenizer):
     """Render messages that end with an answer. Returns their text, the document that it is if no
     more follow, and the answer's spans of characters in both. The document ends with the answer's
-    closing token, or with EOS if the template has none."""
+    closing token, or with EOS if the template has none; with {% generation %} marks, where the last
+    of them ends."""
     prompt = render(messages[:-1], tokenizer, add_generation_prompt=True, **options)
     text = checked_text(render(messages, tokenizer, **options), "the conversation")
     template = tokenizer.get_chat_template(tools=options["tools"])
@@ -149,7 +150,8 @@ def shared_length(text, other):
 @functools.lru_cache(1)
 def template_traits(tokenizer, template):
     """The special tokens, one of which closes an answer, as a tuple of texts; and whether the
-    template wants a message's content as a list of parts. `template` is the tokenizer's, as text.
+    template wants a message's content as a list of parts. `template`, the tokenizer's as text, only
+    makes the cache tell templates apart.
     """
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     probe = [{"role": "user", "content": "probe"}, {"role": "assistant", "content": "probe"}]

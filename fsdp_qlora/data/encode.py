@@ -16,6 +16,7 @@ import os
 
 import numpy as np
 import torch
+import transformers
 
 from fsdp_qlora.data.cache import PARTS, has_table, open_cache, read_table, write_table
 from fsdp_qlora.data.chat import parse_chat, with_day
@@ -161,12 +162,12 @@ def prepare_rows(sources, tokenizer, max_seq_len, vocab_size, day, columns=(), f
 
 
 def cache_key(sources, contents, tokenizer, max_seq_len, vocab_size, new_names):
-    """Digest of all that decides what the rows become, the code included."""
+    """Digest of all that decides what the rows become, this code and transformers' included."""
     code = {inspect.getsourcefile(f) for f in (find_pieces, parse_row, parse_chat, encode_pieces)}
     return text_digest([
-        sorted(map(digest, code)), sources, contents, max_seq_len, vocab_size, new_names,
-        str(tokenizer.chat_template or ""), tokenizer.backend_tokenizer.to_str(),
-        tokenizer.special_tokens_map])
+        sorted(map(digest, code)), transformers.__version__, sources, contents, max_seq_len,
+        vocab_size, new_names, str(tokenizer.chat_template or ""),
+        tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map])
 
 
 def encode_batches(pieces, **settings):

@@ -51,7 +51,7 @@ def find_pieces(source, is_silent=False):
         is_whole = not path.is_dir() or saved_kind(path) == "Dataset"
         allowed = set() if is_whole else {"split"}
         if path.exists() and options.keys() - allowed:
-            raise ValueError(f"{source}: what stands behind the comma is for Hub ids, and"
+            raise ValueError(f"{source}: what stands after the comma is for Hub ids, and"
                              " split= for directories: name the files you want")
         for file in find_files(path, options.get("split"), is_silent):
             if file.is_file() and file_kind(file) in JSON_KINDS:
@@ -119,13 +119,13 @@ def read_lines(piece):
 
 
 def split_options(source):
-    """The name in a --dataset, and the options behind its commas; a file may have commas itself."""
+    """The name in a --dataset, and the options after its commas; a file may have commas itself."""
     if Path(source).exists():
         return source, {}
     name, *options = source.split(",")
     options = dict(option.partition("=")[::2] for option in options)
     if not options.keys() <= {"split", "name", "revision"}:
-        raise ValueError(f"{source}: behind a comma stands split=, name= or revision=")
+        raise ValueError(f"{source}: after a comma stands split=, name= or revision=")
     return name, options
 
 
@@ -209,7 +209,7 @@ def open_file(path):
 
 
 def is_array(path):
-    """Whether a file of JSON is one array: it begins with [ behind byte order mark and white space.
+    """Whether a file of JSON is one array: it begins with [ after byte order mark and white space.
     """
     with open_file(path) as file:
         while line := file.readline(2**16):

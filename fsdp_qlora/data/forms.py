@@ -19,7 +19,7 @@ MASKS = ("labels", "completion_mask", "assistant_masks", "attention_mask")
 COMPLETION = ("prompt", "completion")
 INSTRUCTIONS = (("instruction", "output"), ("instruction", "response"))
 QUESTIONS = (("question", "answer"), ("question", "response"), ("query", "response"))
-FORMS = {  # the first of which a row has these keys: it may have those
+FORMS = {  # {keys of the form: keys it may have besides}; the first whose keys a row has counts
     ("input_ids",): MASKS,
     **dict.fromkeys((("messages",), ("conversations",), COMPLETION), CHAT),
     **dict.fromkeys((*INSTRUCTIONS, *QUESTIONS), ("input", "history", *CHAT)),
@@ -119,9 +119,9 @@ def find_form(row):
     for form in FORMS:
         if keys >= set(form):
             return form
-    if any(row.keys() >= set(form) for form in FORMS):
-        nulls = [key for key in row if key not in keys]
-        raise ValueError(f"{' and '.join(nulls)} null")
+    for form in FORMS:
+        if row.keys() >= set(form):
+            raise ValueError(f"{' and '.join(key for key in form if key not in keys)} null")
     wanted = "; ".join(" and ".join(form) for form in FORMS)
     listed = ", ".join(key for key in row if key in keys) or "no keys"
     raise RefusedRow(f"has {listed}; want {wanted}: name its keys like one of these, by --columns"
