@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_qlora.files import write_whole
+from fsdp_qlora.files import read_json, write_whole
 from fsdp_qlora.model import local_part, set_local
 from fsdp_qlora.names import renamed
 from fsdp_qlora.peft_names import (
@@ -179,7 +179,7 @@ def read_adapter(config, adapter):
     """The tensors of --init_adapter, an adapter like this run's: {PEFT's name: fp32}."""
     directory = Path(config.init_adapter)
     try:
-        settings = json.loads((directory / "adapter_config.json").read_text())
+        settings = read_json(directory / "adapter_config.json")
         values = load_file(directory / "adapter_model.safetensors")
     except (OSError, ValueError, SafetensorError) as e:
         raise ValueError(f"--init_adapter {directory}: is no adapter in PEFT's format: {e}")
@@ -193,7 +193,8 @@ def read_adapter(config, adapter):
     scales = expert_settings(adapter.arch, config.lora_rank, config.lora_alpha,
                              adapter.arch.adapted(config.target_modules)).get("alpha_pattern", {})
     for key, works in (("init_lora_weights", (True, False, None, "gaussian", "eva", "orthogonal")),
-                       ("alpha_pattern", (scales, scales or None)), ("lora_bias", (False, None))):
+                       ("alpha_pattern", (scales, scales or None)), ("lora_bias", (False, None)),
+                       ("alora_invocation_tokens", (None,))):
         if settings.get(key) not in works:  # PiSSA and others train on a changed base
             raise ValueError(f"--init_adapter {directory}: has {key} {settings.get(key)}, and this"
                              f" run {works[0]}: its values would mean another adapter here")
@@ -206,8 +207,9 @@ def read_adapter(config, adapter):
         raise ValueError(f"--init_adapter {directory}: its tensors are not those of this adapter,"
                          f" the first is {odd[0]}: same model and --target_modules?")
     for name, value in values.items():
-        if not value.isfinite().all():
-            raise ValueError(f"--init_adapter {directory}: {name} has values that are not finite")
+        if not (value.is_floating_point() and value.isfinite().all()):
+            raise ValueError(f"--init_adapter {directory}: {name} has values that are not finite"
+                             " floating-point numbers")
     own = unstack_experts(values, parts)
     for name, value in stack_experts(own, parts).items():
         if not torch.equal(value, values[name]):

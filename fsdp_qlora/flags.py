@@ -87,13 +87,23 @@ def read_flags(config_class, path):
     """The command line that a YAML or JSON file of flags stands for. Raises ValueError."""
     import yaml
 
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node, deep=False):  # its own takes the last of two alike
+            names = [key.value for key, _ in node.value]
+            for name in names:
+                if names.count(name) > 1:
+                    raise ValueError(f"{name} is there twice")
+            return super().construct_mapping(node, deep)
+
     try:
-        content = yaml.safe_load(path.read_text())
+        content = yaml.load(path.read_text(), Loader)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as e:
         raise ValueError(f"--config {path}: cannot be read: {e}")
     content = content.get("flags", content) if isinstance(content, dict) else content
     if not isinstance(content, dict):
         raise ValueError(f"--config {path}: is no table of flags and their values")
+    if "config" in content:
+        raise ValueError(f"--config {path}: names another file by config: write its flags here")
     argv = []
     for name, value in content.items():
         if isinstance(value, bool):

@@ -49,6 +49,7 @@ def make_peft_adapters(base):
         "peft": {}, "peft-dora": {"use_dora": True}, "peft-rank": {"r": RANK + 1},
         "peft-targets": {"target_modules": ["q_proj"]}, "peft-alphas": {"alpha_pattern": {"k": 7}},
         "peft-pissa": {"init_lora_weights": "pissa"},
+        "peft-alora": {"alora_invocation_tokens": [5, 6], "task_type": "CAUSAL_LM"},
     }.items():  # fmt: skip
         write_peft_adapter(base, name, **more)
     values = load_file(base / "peft" / "adapter_model.safetensors")

@@ -96,7 +96,8 @@ def test_unknown_flag_and_key_are_refused(name, tmp_path):
     [("- model", "no table of flags"), ("3", "no table of flags"), ("", "no table of flags"),
      ("model: [", "cannot be read"), ("\0", "cannot be read"), ("batch_size: many", "batch_size"),
      ("batch_size: 1.5", "batch_size"), ("lr_schedule: wavy", "lr_schedule"),
-     ("model: {a: 1}\nbatch_size: [1, 2]", "2"), ("{a", "cannot be read")],
+     ("model: {a: 1}\nbatch_size: [1, 2]", "2"), ("{a", "cannot be read"),
+     ("seed: 1\nseed: 2", "seed is there twice"), ("config: other.yaml", "write its flags here")],
 )  # fmt: skip
 def test_file_of_something_else_is_refused(text, wanted, tmp_path):
     (tmp_path / "flags.yaml").write_text(text)

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from rows import (
     ADD, AGAIN, ASKED, CHATML, TALK, TEMPLATES, chat_tokenizer, encode_row, prepare, refusal, says,
     trained, whole, write_jsonl)
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.data import forms
 from fsdp_qlora.data.encode import prepare_data
@@ -187,6 +189,32 @@ def add_specials(tokenizer, template):
 
 def plain(tokenizer, text):
     return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("template", ["$A", "<s> $A </s>"])
+@pytest.mark.parametrize("kind", ["llama 2", "first", "always"])
+@pytest.mark.parametrize("prompt, completion", [
+    ("What is 3 plus 4? ", "7."), ("What is 3 plus 4?", " 7."), ("What is 3 plus 4?\n", "7.</s>")])
+def test_completion_is_no_text_of_its_own_where_texts_begin_with_a_space(
+        kind, prompt, completion, template, tmp_path):  # fmt: skip
+    """SentencePiece's tokenizers put one before each text."""
+    tokens = Tokenizer(models.BPE(unk_token="<unk>"))
+    if kind == "llama 2":
+        tokens.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    else:
+        tokens.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind, split=False)
+    trainer = trainers.BpeTrainer(vocab_size=99, special_tokens=["<unk>", "<s>", "</s>"])
+    tokens.train_from_iterator(["What is 3 plus 4? 7. 3 and 4\n"] * 9, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tokens, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    bos = add_specials(tokenizer, template)
+    (document,) = encode_row({"prompt": prompt, "completion": completion}, tokenizer, tmp_path)
+    joined = prompt + completion.removesuffix("</s>")
+    assert document["input_ids"].tolist() == [
+        *bos, *plain(tokenizer, joined), tokenizer.eos_token_id]
+    trained_ids = document["labels"][document["labels"] != IGNORE]
+    assert "".join(tokenizer.convert_ids_to_tokens(trained_ids)).lstrip("\u2581") == "7.</s>"
 
 
 @pytest.mark.parametrize("template", BOS_AND_EOS)
@@ -499,6 +527,9 @@ def test_keys_of_messages_that_the_template_does_not_name_are_told(tokenizer):
     tokenizer.chat_template = CHATML.replace("m.role }}", "m.role }}{{ m.mood }}")
     form, ((part,),) = forms.parse_row({"messages": [ASKED[0], answer]}, tokenizer)
     assert form == "messages (ignored in messages: wieght)" and "assistantgood" in part.text
+    thought = [{"reasoning_content": "so", "train": True}]  # transformers gives it by all its names
+    assert not forms.unread_keys(thought, "{{ m.thinking }}")
+    assert forms.unread_keys(thought, "{{ m.content }}") == ["reasoning_content"]
 
 
 def test_keys_cannot_command_a_terminal(tokenizer, tmp_path):

@@ -61,6 +61,7 @@ REFUSED = {
     "values not finite": (["peft-nan"], "not finite"),
     "another scale by linear": (["peft-alphas"], "alpha_pattern {'k': 7}, and this run {}"),
     "another base": (["peft-pissa"], "init_lora_weights"),
+    "after some tokens alone": (["peft-alora"], "alora_invocation_tokens"),
     "no adapter": (["model"], "is no adapter"),
     "no directory": (["nowhere"], "nowhere"),
 }

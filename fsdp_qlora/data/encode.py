@@ -118,7 +118,8 @@ def prepare_rows(sources, tokenizer, max_seq_len, vocab_size, day, columns=(), f
     name = " ".join(sources)
     with together():
         if tokenizer.eos_token_id is None:
-            raise ValueError("the tokenizer has no EOS token: generation would never stop")
+            raise ValueError("the tokenizer has no EOS token, and generation would never stop: set"
+                             " eos_token in its tokenizer_config.json")
         tokenizer = with_day(tokenizer, day)
         settings = {"tokenizer": tokenizer, "max_seq_len": max_seq_len, "vocab_size": vocab_size,
                     "new_names": columns}
@@ -250,11 +251,11 @@ def part_labels(part, ids, offsets, tokenizer):
     """(input_ids, labels) of a Part, from its tokens and where in its text each (begins, ends)."""
     if ids[:2] == 2 * [tokenizer.bos_token_id] and offsets[0] == (0, 0):
         ids, offsets = ids[1:], offsets[1:]  # the text has BOS itself
+    while ids[-1:] == [tokenizer.eos_token_id] and offsets[len(ids) - 1] == (0, 0):
+        ids = ids[:-1]  # it was not in the text: some tokenizers append it to all
     if isinstance(part.trained, bool):
-        while ids[-1:] == [tokenizer.eos_token_id] and offsets[len(ids) - 1] == (0, 0):
-            ids = ids[:-1]  # it was not in the text: some tokenizers append it to all
         return ids, ids if part.trained else [IGNORE] * len(ids)
-    labels = [IGNORE] * len(ids)
+    labels, offsets = [IGNORE] * len(ids), offsets[: len(ids)]
     for start, end in part.trained:  # by overlap: a token may begin with the space before the span
         chosen = slice(bisect.bisect_right(offsets, start, key=lambda token: token[1]),
                        bisect.bisect_left(offsets, end, key=lambda token: token[0]))

@@ -3,6 +3,7 @@ trained. It stands on chat.py for conversations, and leaves reading to files.py,
 encode.py."""
 
 import contextlib
+import functools
 import json
 import re
 from typing import NamedTuple
@@ -15,6 +16,7 @@ IGNORE = -100  # the label of a token that is not trained
 # The keys that TRL, Axolotl, LLaMA-Factory and OpenAI give a meaning. A row's form takes a key, or
 # the key ends the run; all other keys, and what only another form must have, are named and ignored.
 CHAT = ("system", "tools", "chat_template_kwargs")
+REASONING = ("reasoning_content", "thinking", "reasoning")  # to transformers they are one
 MASKS = ("labels", "completion_mask", "assistant_masks", "attention_mask")
 COMPLETION = ("prompt", "completion")
 INSTRUCTIONS = (("instruction", "output"), ("instruction", "response"))
@@ -155,7 +157,8 @@ def unread_keys(messages, template):
     """The keys of messages that the chat template never names, in order."""
     keys = dict.fromkeys(key for message in messages for key, value in message.items()
                          if key != "train" and not is_empty(value))
-    return [key for key in keys if not re.search(rf"\b{re.escape(key)}\b", template)]
+    return [key for key in keys if not any(re.search(rf"\b{re.escape(name)}\b", template)
+                                           for name in (REASONING if key in REASONING else [key]))]
 
 
 def is_empty(value):
@@ -193,8 +196,19 @@ def parse_text(row, form, tokenizer):
     prompt, completion = as_prompt(row, form)
     if not completion.strip():
         raise ValueError("completion is empty")
+    if begins_with_space(tokenizer):
+        text = prompt + completion.removesuffix(tokenizer.eos_token) + tokenizer.eos_token
+        return [[Part(text, [(len(prompt), len(text))], may_begin=True)]]
     return [[Part(prompt, trained=False, may_begin=True),
              Part(completion, trained=True, may_begin=False)]]
+
+
+@functools.lru_cache(1)
+def begins_with_space(tokenizer):
+    """Whether the tokenizer puts a space before any text, as SentencePiece's of Llama 2 and Mistral
+    do: a completion must not be a text of its own there."""
+    ids = tokenizer("a", add_special_tokens=False)["input_ids"]
+    return "".join(tokenizer.convert_ids_to_tokens(ids)).startswith("\u2581")
 
 
 def as_prompt(row, form):
