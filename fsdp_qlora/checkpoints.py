@@ -192,8 +192,8 @@ def find_checkpoint(config, directory, content):
     if changed:
         raise ValueError(f"--output_dir {directory} holds a run with {'; '.join(changed)}: name"
                          " another directory, or resume it with its own flags by --resume must")
-    for key, what in (("data_sha256", "other rows: --dataset, a fraction as --eval_dataset, or the"
-                                      " tokenizer has changed"),
+    for key, what in (("data_sha256", "other rows: the data set, a fraction as --eval_dataset, or"
+                                      " the tokenizer has changed"),
                       ("base_sha256", "another base model: its files or config.json have changed"),
                       ("eval_sha256", "other evaluation rows: --eval_dataset has changed")):
         if begun.get(key, content[key]) != content[key]:  # older runs have no eval_sha256
