@@ -217,10 +217,14 @@ def say_example(rows, tokenizer):
     tokenizer."""
     if not tokenizer:
         return
-    text, pairs = "", zip(*(t.tolist() for t in rows.tokens(0)))
-    for is_trained, part in itertools.groupby(pairs, lambda pair: pair[1] != IGNORE):
-        decoded = tokenizer.decode([token for token, _ in part])
+    (ids, labels), text, before, n = (t.tolist() for t in rows.tokens(0)), "", "", 0
+    for is_trained, part in itertools.groupby(labels, lambda label: label != IGNORE):
+        n += len(list(part))
+        whole = tokenizer.decode(ids[:n])  # a part by itself may lose the space that it begins with
+        decoded, before = whole[len(before) :], whole
         text += decoded if is_trained else f"[not trained: {decoded}]"
+        if len(text) > 600:
+            break
     say(f"first row: {text[:600]!r}")
 
 

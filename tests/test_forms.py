@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rows import (
     ADD, AGAIN, ASKED, CHATML, TALK, TEMPLATES, chat_tokenizer, encode_row, prepare, refusal, says,
     trained, whole, write_jsonl)
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
@@ -22,6 +22,7 @@ from fsdp_qlora.data import forms
 from fsdp_qlora.data.encode import prepare_data
 from fsdp_qlora.data.files import RefusedRow
 from fsdp_qlora.data.forms import IGNORE
+from fsdp_qlora.logs import say_example
 from fsdp_qlora.ranks import Stop
 from train_fsdp_qlora import Config
 
@@ -191,23 +192,37 @@ def plain(tokenizer, text):
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-@pytest.mark.parametrize("template", ["$A", "<s> $A </s>"])
-@pytest.mark.parametrize("kind", ["llama 2", "first", "always"])
-@pytest.mark.parametrize("prompt, completion", [
-    ("What is 3 plus 4? ", "7."), ("What is 3 plus 4?", " 7."), ("What is 3 plus 4?\n", "7.</s>")])
-def test_completion_is_no_text_of_its_own_where_texts_begin_with_a_space(
-        kind, prompt, completion, template, tmp_path):  # fmt: skip
-    """SentencePiece's tokenizers put one before each text."""
+def sentencepiece(kind):
+    """A tokenizer that puts a space before each text, as SentencePiece's do."""
     tokens = Tokenizer(models.BPE(unk_token="<unk>"))
     if kind == "llama 2":
         tokens.normalizer = normalizers.Sequence(
             [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
     else:
         tokens.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind, split=False)
+    tokens.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     trainer = trainers.BpeTrainer(vocab_size=99, special_tokens=["<unk>", "<s>", "</s>"])
-    tokens.train_from_iterator(["What is 3 plus 4? 7. 3 and 4\n"] * 9, trainer)
-    tokenizer = PreTrainedTokenizerFast(
+    tokens.train_from_iterator(["What is 3 plus 4?", " 7.", " 3 and 4\n"] * 9, trainer)
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokens, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+def test_first_row_in_the_log_shows_the_space_that_an_answer_begins_with(tmp_path, capsys):
+    tokenizer, prompt = sentencepiece("llama 2"), "3 and 4"
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": prompt, "completion": " 7."}])
+    rows, _ = prepare([path], tokenizer)
+    say_example(rows, tokenizer)
+    assert f"first row: '[not trained: {prompt}] 7.</s>'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("template", ["$A", "<s> $A </s>"])
+@pytest.mark.parametrize("kind", ["llama 2", "first", "always"])
+@pytest.mark.parametrize("prompt, completion", [
+    ("What is 3 plus 4? ", "7."), ("What is 3 plus 4?", " 7."), ("What is 3 plus 4?\n", "7.</s>")])
+def test_completion_is_no_text_of_its_own_where_texts_begin_with_a_space(
+        kind, prompt, completion, template, tmp_path):  # fmt: skip
+    tokenizer = sentencepiece(kind)
     bos = add_specials(tokenizer, template)
     (document,) = encode_row({"prompt": prompt, "completion": completion}, tokenizer, tmp_path)
     joined = prompt + completion.removesuffix("</s>")
