@@ -53,7 +53,7 @@ def add_branch(work, x, fused, inputs, site, post_norm, want_sum):
     return end_branch(work, x, product(work, fused, inputs), post_norm, site, want_sum)
 
 
-def end_branch(work, x, branch, post_norm, site, want_sum=True):
+def end_branch(work, x, branch, post_norm, site, want_sum):
     """x + multiplier * norm(branch), after the model's own dropout, None without want_sum; and what
     the norm's backward needs, None without a norm."""
     arch = work.arch

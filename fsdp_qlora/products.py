@@ -56,7 +56,7 @@ def _one_product(work, fused, inputs):
     return scale_columns(inputs @ weight.t(), factor, bias, evaluation=work.evaluation)
 
 
-def product_backward(work, fused, columns, grad, x=None, needs_x=True):
+def product_backward(work, fused, columns, grad, x, needs_x=True):
     """Returns the gradients of x [n, in], None without needs_x, and of d [n, n_columns], from that
     of the outputs [n, out]. Adds the gradients of B and of DoRA's magnitudes to work.grad_adapter.
 
