@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from rows import (
     ADD, AGAIN, ASKED, CHATML, TALK, TEMPLATES, chat_tokenizer, encode_row, prepare, refusal, says,
     trained, whole, write_jsonl)
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers)
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
@@ -204,6 +205,8 @@ def sentencepiece(kind):
         [decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     trainer = trainers.BpeTrainer(vocab_size=99, special_tokens=["<unk>", "<s>", "</s>"])
     tokens.train_from_iterator(["What is 3 plus 4?", " 7.", " 3 and 4\n"] * 9, trainer)
+    # some files have these so, and then text before them hides them
+    tokens.add_special_tokens([AddedToken(x, normalized=True) for x in ("<unk>", "<s>", "</s>")])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokens, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
 
@@ -213,7 +216,7 @@ def test_first_row_in_the_log_shows_the_space_that_an_answer_begins_with(tmp_pat
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": prompt, "completion": " 7."}])
     rows, _ = prepare([path], tokenizer)
     say_example(rows, tokenizer)
-    assert f"first row: '[not trained: {prompt}] 7.</s>'" in capsys.readouterr().out
+    assert f"first row: '[not trained: {prompt}] 7." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("template", ["$A", "<s> $A </s>"])
@@ -228,8 +231,9 @@ def test_completion_is_no_text_of_its_own_where_texts_begin_with_a_space(
     joined = prompt + completion.removesuffix("</s>")
     assert document["input_ids"].tolist() == [
         *bos, *plain(tokenizer, joined), tokenizer.eos_token_id]
-    trained_ids = document["labels"][document["labels"] != IGNORE]
-    assert "".join(tokenizer.convert_ids_to_tokens(trained_ids)).lstrip("\u2581") == "7.</s>"
+    *answer, eos = document["labels"][document["labels"] != IGNORE].tolist()
+    assert "".join(tokenizer.convert_ids_to_tokens(answer)).lstrip("\u2581") == "7."
+    assert eos == tokenizer.eos_token_id
 
 
 @pytest.mark.parametrize("template", BOS_AND_EOS)

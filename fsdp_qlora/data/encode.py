@@ -241,7 +241,7 @@ def tokenize(documents, tokenizer):
             new_ids, new_labels = part_labels(part, *next(encoded[part.may_begin]), tokenizer)
             ids, labels = ids + new_ids, labels + new_labels
         eos = tokenizer.eos_token_id
-        if document[-1].trained is True and ids[-1:] != [eos]:
+        if document[-1].must_end and ids[-1:] != [eos]:
             ids, labels = [*ids, eos], [*labels, eos]
         pairs.append((ids, labels))
     return pairs

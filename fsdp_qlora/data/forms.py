@@ -59,6 +59,7 @@ class Part(NamedTuple):
     text: str
     trained: bool | list  # all of it, nothing, or spans of characters [(start, end)]
     may_begin: bool  # whether the tokenizer may put BOS in front
+    must_end: bool = False  # whether EOS follows, if it does not end with that
 
 
 def parse_row(row, tokenizer, columns=()):
@@ -189,7 +190,7 @@ def parse_text(row, form, tokenizer):
         text = text_of(row, "text")
         if not text.strip():  # EOS alone would be trained: to stop at once
             raise ValueError("text is empty")
-        return [[Part(text, trained=True, may_begin=True)]]
+        return [[Part(text, trained=True, may_begin=True, must_end=True)]]
     is_plain = tokenizer.chat_template is None and form in (*INSTRUCTIONS, *QUESTIONS)
     if not is_plain and (form != COMPLETION or isinstance(row["prompt"], list)):
         return None
@@ -197,10 +198,10 @@ def parse_text(row, form, tokenizer):
     if not completion.strip():
         raise ValueError("completion is empty")
     if begins_with_space(tokenizer):
-        text = prompt + completion.removesuffix(tokenizer.eos_token) + tokenizer.eos_token
-        return [[Part(text, [(len(prompt), len(text))], may_begin=True)]]
+        text = prompt + completion.removesuffix(tokenizer.eos_token)
+        return [[Part(text, [(len(prompt), len(text))], may_begin=True, must_end=True)]]
     return [[Part(prompt, trained=False, may_begin=True),
-             Part(completion, trained=True, may_begin=False)]]
+             Part(completion, trained=True, may_begin=False, must_end=True)]]
 
 
 @functools.lru_cache(1)
