@@ -141,7 +141,7 @@ GROUPS = {
               ("", 2, ""), ("-all", 2, ALL), ("-shared", 2, f"{ALL} {SHARED}"),
               ("-shared-none", 2, f"{NONE} {SHARED}"), ("-1gpu", 1, ""), ("-1gpu-all", 1, ALL),
               ("-1gpu-offload", 1, f"{ALL} {OFFLOAD}"),
-              ("-1gpu-offload-auto", 1, f"{OFFLOAD} --memory_limit_gib 6.4"),
+              ("-1gpu-offload-auto", 1, f"{OFFLOAD} --memory_limit_gib 7.7"),
           )),
     ],
     "chat": [  # 32 chat rows have some 9,600 tokens

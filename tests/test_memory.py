@@ -58,8 +58,6 @@ MEASURED = [
     # at d168899
     ("llama-2-70b", 80, 20.33, 1_424, {"recomputed": 80, **HELD, "hold_weights": False,
                                        "offload_activations": True}),
-    ("llama-2-70b", 80, 20.86, 1_492, {"recomputed": 80, **HELD, "hold_weights": False,
-                                       "offload_activations": True, "n_mlp_kept": 76}),
     ("qwen2.5-32b", 64, 20.21, 3_044, {"recomputed": 55, **HELD}),
     ("qwen2.5-32b", 64, 38.46, 3_736, {"bin_tokens": 2048}),
     # mixtures
@@ -76,6 +74,16 @@ MEASURED = [
     ("glm-4.5-air", 46, 101.01, 6_465, {"bin_tokens": 8192}),
     ("qwen3-30b-a3b", 4, 5.07, 131_812, {"graphs": True}),  # reserved, as always with CUDA graphs
     ("qwen3-30b-a3b", 4, 4.40, 118_999, {"graphs": True, "recomputed": 4, "hold_weights": True}),
+    # at 2313221
+    ("llama-2-70b", 80, 20.83, 1_702, {"recomputed": 80, **HELD, "hold_weights": False,
+                                       "offload_activations": True, "n_mlp_kept": 76}),
+    ("mistral-nemo-12b", 20, 7.80, 15_531, {"recomputed": 20, **HELD,
+                                            "reshard_after_forward": False}),
+    ("qwen3-235b-a22b", 94, 125.01, 2_999, {"recomputed": 34, "bin_tokens": 8192, **HELD}),
+    ("glm-4.5-air", 46, 41.42, 4_614, {"recomputed": 44, "bin_tokens": 8192, **HELD}),
+    ("gpt-oss-120b", 36, 107.84, 14_217, {"bin_tokens": 16384}),
+    ("gpt-oss-120b", 36, 126.32, 12_375, {"recomputed": 9, "bin_tokens": 16384, **HELD,
+                                          "reshard_after_forward": False}),
 ]
 ON_H100 = [
     ("qwen2.5-32b", 64, 57.68, 3_926, {}),
