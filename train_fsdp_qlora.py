@@ -50,7 +50,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from tqdm import tqdm
 
 from fsdp_qlora.adapter import Adapter, choose_adapted
@@ -163,7 +163,7 @@ class Config:
         "lora", "kind: lora; rslora, which scales by lora_alpha / sqrt(lora_rank); dora, which also"
         " trains the norm of each weight's rows", choices=("lora", "rslora", "dora"))
     lora_rank: int = knob(16, "rank of the adapter")
-    lora_alpha: int = knob(32, "the adapter's output is scaled by lora_alpha / lora_rank")
+    lora_alpha: int = knob(32, "scales the adapter, by lora_alpha / lora_rank; rslora: / its root")
     lora_dropout: float = knob(0.0, "dropout on the adapter's input")
     target_modules: tuple[str, ...] = knob(
         ("all-linear",), "linears that get an adapter, by name: q_proj v_proj; all-linear: all of"
@@ -386,7 +386,7 @@ def join_processes():
 
 def choose_attention(config, arch, device):
     """The attention to use: {"same": for bins of rows of one length, "any": of other rows}, each
-    {"full": kernel, "window": kernel}. Raises ValueError.
+    {"full": kernel, "window": kernel}, the latter where a layer has a window. Raises ValueError.
 
     From Hopper on torch's SDPA (cuDNN) is the fastest for rows of one length, else Flash Attention
     2; where that is not installed, torch's own kernel for any lengths. A kernel is used only if it
@@ -652,7 +652,7 @@ def train_step(run, step):
     while bins:
         bin = bins.pop(0)
         n_bins, capacity = n_bins + world_size, capacity + len(bin.input_ids) * world_size
-        if isinstance(run.model, FSDPModule) and plan.shard_group_size < world_size:
+        if plan.uses_fsdp and plan.shard_group_size < world_size:
             # copies of the model exchange gradients once a step, not once a micro-batch
             run.model.set_requires_all_reduce(not bins)
         local_loss += bin_loss(run, bin, 1 / trained_tokens)

@@ -36,7 +36,7 @@ MORE_SHAPES = {  # besides those of fsdp_qlora/families.py
 MIXTURES = {"Qwen3-30B-A3B": "qwen3-30b-a3b", "gpt-oss-20b": "gpt-oss-20b",  # shapes as in run.py
             "gpt-oss-120b": "gpt-oss-120b", "GLM-4.5-Air": "glm-4.5-air",
             "Qwen3-235B-A22B": "qwen3-235b-a22b"}
-MODELS = {"8B": "llama-3-8b", "32B": "qwen2.5-32b", "70B": "llama-3-70b",
+MODELS = {"8B": "llama-3-8b", "32B": "qwen2.5-32b", "Llama-3-70B": "llama-3-70b",
           "405B": "llama-3.1-405b", **MIXTURES}
 
 
@@ -48,7 +48,7 @@ def cell(name, limit, gpus):
         _, adapted = choose_adapted(arch, config, name)
         layouts = make_layouts(arch, adapted, config)
         try:
-            workload = plan.Workload(ROWS * 2048, longest=2048, row_tokens=2048, uneven=True,
+            workload = plan.Workload(ROWS * 2048, longest=2048, mean_row_tokens=2048, uneven=True,
                                      world_size=gpus, device=torch.device("cuda"))
             chosen = plan.choose_plan(
                 config, arch, layouts, workload, int(limit * 2**30), machine)

@@ -33,7 +33,8 @@ class LayerTotals:
     adapter: int  # values of one layer, the same for all
     weights: int  # how many
     token_weights: float  # that one token is multiplied by, counted by the time that it takes
-    # {what a layer keeps: weights that backward multiplies by once more, if all layers keep that}
+    # {what a layer keeps: weights that backward multiplies by once more, if all layers keep that};
+    # by their number, not by time, as the fit wants it
     recomputed_weights: dict
     mlp_values: int  # values per token that the MLP of a layer keeps, at most
     mean_query_width: float  # values of a token's queries in a layer, mean over the layers
@@ -69,13 +70,13 @@ def count_layers(layouts):
 def predict_memory(plan, arch, layouts):
     """The plan with its `memory` and `host_bytes`."""
     item, shards = getattr(torch, plan.compute_dtype).itemsize, plan.shard_group_size
-    layers, token = count_layers(layouts), plan.bin_tokens * item  # bytes of one value a token
+    layers, value_bytes = count_layers(layouts), plan.bin_tokens * item
     adapter = layers.adapter * 4  # of one layer, in fp32
     table = arch.vocab_size * arch.hidden_size * item / shards
-    kept = kept_bytes(plan, layers, token)
-    recomputed, others, live = activation_peak(plan, layers, token, arch.hidden_size)
+    kept = kept_bytes(plan, layers, value_bytes)
+    recomputed, others, live = activation_peak(plan, layers, value_bytes, arch.hidden_size)
     # beside x and its gradient: a chunk of logits, its gradient, and a quarter more
-    head = 2 * arch.hidden_size * token + 1.25 * CHUNK_BYTES * item / 2
+    head = 2 * arch.hidden_size * value_bytes + 1.25 * CHUNK_BYTES * item / 2
     memory = {
         "4-bit weights": 0 if plan.offload_params else layers.nf4_bytes / shards,
         "embedding, head, norms": table * (2 - arch.tied - plan.embedding_on_host)
@@ -93,35 +94,35 @@ def predict_memory(plan, arch, layouts):
     host = table * plan.embedding_on_host + layers.nf4_bytes / shards * plan.offload_params
     if plan.offload_activations:  # all but what is put last, whose backward comes first
         last = layers.mlp_values if plan.n_mlp_kept else arch.hidden_size
-        host += max(0, kept[0] - last * token)
+        host += max(0, kept[0] - last * value_bytes)
     memory = {kind: int(size) for kind, size in memory.items() if size}
     return dataclasses.replace(plan, memory=memory, host_bytes=int(host))
 
 
-def kept_bytes(plan, layers, token):
-    """What is kept by the layers that are recomputed and by the others; `token`: bytes of one value
-    a token."""
+def kept_bytes(plan, layers, value_bytes):
+    """What is kept by the layers that are recomputed and by the others. `value_bytes`: of one value
+    of each token of a bin."""
     def of_layers(start, stop):  # that keep alike
         values = layers.kept_values[plan.keeps(start)]
-        return (values[stop] - values[start]) * token
+        return (values[stop] - values[start]) * value_bytes
 
     first_mlp = plan.recomputed - plan.n_mlp_kept
     recomputed = of_layers(0, first_mlp) + of_layers(first_mlp, plan.recomputed)
     return recomputed, of_layers(plan.recomputed, plan.n_layers)
 
 
-def activation_peak(plan, layers, token, hidden):
+def activation_peak(plan, layers, value_bytes, hidden):
     """What is on the GPU when activations take most: of what the recomputed layers keep, of what
     the others do, and what a layer's backward takes besides. Layers that keep alike are next to one
     another, and backward frees the others' first."""
-    recomputed, others = kept_bytes(plan, layers, token)
+    recomputed, others = kept_bytes(plan, layers, value_bytes)
     peaks = []
     for keeps in {plan.keeps(i) for i in (0, max(0, plan.recomputed - 1), plan.n_layers - 1)}:
         live = max(layout.live_bytes(plan, keeps) for layout in layers.kinds)
         on_gpu = recomputed
         if plan.offload_activations:  # x, and twice what a HostStore gets after it
             second = layers.mlp_values if keeps == "mlp" else hidden
-            on_gpu = min(recomputed, token * (hidden + 2 * second))
+            on_gpu = min(recomputed, value_bytes * (hidden + 2 * second))
         peaks.append((on_gpu, others if keeps == "all" else 0, live))
     return max(peaks, key=sum)
 
@@ -143,11 +144,14 @@ def dora_bytes(plan, layouts):
     if not layouts[0].dora:
         return 0
     widths = [fused.out_features for layout in layouts for fused in layout.fused_linears]
+    n, item = plan.bin_tokens, getattr(torch, plan.compute_dtype).itemsize
+    if plan.keeps(plan.n_layers - 1) in ("middle", "x"):  # no layer's MLP has all tokens at once
+        n = min(n, SLICE_TOKENS)
     # in the compute dtype, in fp32, and their gradient in fp32
-    return 4 * sum(widths) + 10 * min(plan.bin_tokens, SLICE_TOKENS) * max(widths)
+    return 4 * sum(widths) + (item + 8) * n * max(widths)
 
 
-def predict_time(plan, arch, layouts, machine, row_tokens):
+def predict_time(plan, arch, layouts, machine, mean_row_tokens):
     """The plan with its `token_seconds`, the time of one GPU for a token.
 
     The constants are fitted to rows of benchmarks/RESULTS.md, on H100s and H200s, for which it
@@ -160,8 +164,9 @@ def predict_time(plan, arch, layouts, machine, row_tokens):
     weights_again = (again * layers.recomputed_weights[plan.keeps(0)]
                      + plan.n_mlp_kept / n_layers * layers.recomputed_weights["mlp"]) / n_layers
     flops = 2 * n * (2 * token_weights + weights_again)
-    flops += 2 * n * 3.5 * min(n, row_tokens) * layers.mean_query_width  # attention
-    # each use of a weight: 4 bits are read, a number is written
+    flops += 2 * n * 3.5 * min(n, mean_row_tokens) * layers.mean_query_width  # attention
+    # each use of a weight: 4 bits are read, a number is written; twice for each, and for recomputed
+    # layers a share of token_weights that is fitted, not counted
     uses = 2 * weights + again * (0.5 if plan.hold_weights else 1) * token_weights
     moved = uses * (0.5 + item) / DEQUANTISING + n * layers.elementwise_values / n_layers * item
     routed = sum(arch.layer_routed) / n_layers

@@ -58,7 +58,7 @@ class RoutedMLPHalf:
             why_no_grouped_mm(x.dtype, x.device))
         kept.routing = route(work, x, choice, needs_bounds)
         if not (work.is_backward or work.evaluation):
-            add_balance(work.layer, kept.routing, work.bin.row_tokens)
+            add_balance(work.layer, kept.routing, work.bin.n_unpadded)
         needs_branch = want_sum or arch.mlp_post_norm is not None
         if needs_branch:
             branch, kept.gate_ups = self._experts_forward(work, kept.routing, x, keep_gate_ups)
@@ -215,14 +215,14 @@ class RoutedMLPHalf:
 
     def _shared_forward(self, work, kept, inputs):
         """What the shared expert gives [n, hidden], times its gate where it has one."""
-        kept.gate_up = product(work, self.shared_gate_up, inputs)
-        activated = kept.gate_up.new_empty(len(inputs), self.shared_down.width)
-        gate(activated[:, : self.shared_down.in_features], kept.gate_up, self.arch.activation, True,
-             evaluation=work.evaluation)
+        kept.shared_gate_up = product(work, self.shared_gate_up, inputs)
+        activated = kept.shared_gate_up.new_empty(len(inputs), self.shared_down.width)
+        gate(activated[:, : self.shared_down.in_features], kept.shared_gate_up,
+             self.arch.activation, True, evaluation=work.evaluation)
         out = product(work, self.shared_down, activated)
         kept.down_columns = last_columns(activated, self.shared_down)
         if name := self.arch.mixture.shared_gate:
-            kept.shared = out
+            kept.shared_out = out
             x = inputs[:, : self.arch.hidden_size]
             weight = work.layer.mixture_tensors[f"{name}.weight"].to(x.dtype)
             kept.factor = F.linear(x, weight).sigmoid()
@@ -234,20 +234,20 @@ class RoutedMLPHalf:
         arch, from_factor, activated = self.arch, 0, None
         if name := arch.mixture.shared_gate:
             factor = kept.factor.float()
-            slope = (grad.float() * kept.shared.float()).sum(-1, keepdim=True)
+            slope = (grad.float() * kept.shared_out.float()).sum(-1, keepdim=True)
             slope = (slope * factor * (1 - factor)).to(grad.dtype)
             from_factor = slope @ work.layer.mixture_tensors[f"{name}.weight"].to(slope.dtype)
-            grad, kept.shared = grad * kept.factor, None
+            grad, kept.shared_out = grad * kept.factor, None
         if work.layout.dora:
             activated = grad.new_empty(len(grad), self.shared_down.in_features)
-            gate(activated, kept.gate_up, arch.activation, True)
+            gate(activated, kept.shared_gate_up, arch.activation, True)
         activated, grad_d = product_backward(work, self.shared_down, kept.down_columns, grad,
                                              activated)
-        gate_backward(activated, arch.activation, None, *kept.gate_up.chunk(2, -1))
+        gate_backward(activated, arch.activation, None, *kept.shared_gate_up.chunk(2, -1))
         add_a_gradient(work, self.shared_down, activated, grad_d)  # gate()'s result by now
         inputs = kept_inputs(work, kept, arch.mlp_norm, kept.source, self.shared_gate_up)
-        grad_x, grad_d = product_backward(work, self.shared_gate_up, kept.columns, kept.gate_up,
-                                          inputs)
+        grad_x, grad_d = product_backward(work, self.shared_gate_up, kept.columns,
+                                          kept.shared_gate_up, inputs)
         add_a_gradient(work, self.shared_gate_up, inputs, grad_d)
         return grad_x + from_factor
 

@@ -34,7 +34,8 @@ def pinned_copy(tensor):
 
 
 class GPUStore:
-    """Where layers keep tensors from forward to backward: here they stay on the GPU."""
+    """Where layers keep tensors from forward to backward: here they stay on the GPU. put() returns
+    a key, with which take() returns them."""
 
     def put(self, *tensors):
         return tensors
@@ -54,7 +55,10 @@ class HostStore:
     def __init__(self, n_puts, bin_tokens, device):
         self.n_puts, self.bin_tokens, self.device = n_puts, bin_tokens, device
         self.stream = torch.cuda.Stream() if device.type == "cuda" else None
-        self.buffers, self.layouts, self.leaving, self.here = {}, {}, [], {}
+        self.buffers = {}  # {i: pinned, uint8, long enough for the i-th put() of the longest bin}
+        self.shapes = {}  # {i: (shape, dtype, bytes) of each tensor of this bin's i-th put()}
+        self.leaving = []  # (tensors, event of their copy's end), whose GPU memory is not free yet
+        self.here = {}  # {i: (tensors on the GPU, event to wait for or None)}
         self.next = 0  # number of the next put() of this bin
 
     def copy(self, to, source):
@@ -70,6 +74,7 @@ class HostStore:
             return self.stream.record_event()
 
     def let_go(self, but=0):
+        """Free the GPU memory of what was put, except the latest `but` puts."""
         while len(self.leaving) > but:
             _, event = self.leaving.pop(0)
             if event is not None:  # from here on the memory may be used for something else
@@ -77,7 +82,7 @@ class HostStore:
 
     def views(self, i):
         """The tensors of the i-th put() in host memory."""
-        shapes, dtypes, sizes = zip(*self.layouts[i])
+        shapes, dtypes, sizes = zip(*self.shapes[i])
         parts = self.buffers[i][: sum(sizes)].split(sizes)
         return [part.view(dtype).view(shape) for part, dtype, shape in zip(parts, dtypes, shapes)]
 
@@ -88,7 +93,7 @@ class HostStore:
         if i == self.n_puts - 1:
             self.here[i] = tensors, None
             return i
-        self.layouts[i] = [(t.shape, t.dtype, t.nbytes) for t in tensors]
+        self.shapes[i] = [(t.shape, t.dtype, t.nbytes) for t in tensors]
         if i not in self.buffers:  # for the longest bin
             of_token = sum(t.nbytes for t in tensors) // len(tensors[0])
             self.buffers[i] = pinned_empty(of_token * self.bin_tokens, self.device)
@@ -96,11 +101,13 @@ class HostStore:
         return i
 
     def fetch(self, i):
+        """Start to copy what the i-th put() got back to the GPU."""
         tensors = [torch.empty(shape, dtype=dtype, device=self.device)
-                   for shape, dtype, _ in self.layouts[i]]
+                   for shape, dtype, _ in self.shapes[i]]
         self.here[i] = tensors, self.copy(tensors, self.views(i))
 
     def take(self, i):
+        """The tensors of put(), once, by its key; starts to fetch those of the two before it."""
         self.let_go()
         tensors, event = self.here.pop(i)
         if event is not None:

@@ -1,4 +1,4 @@
-"""The plan: of all layouts of the work that fit into memory, the one predicted to be the fastest.
+"""The plan: of all plans that fit into memory, the one predicted to be the fastest.
 
 Stands on costs, which predicts memory and time, and machine. What the plan decides is done by the
 script, model and layer.
@@ -86,8 +86,8 @@ class Workload:
 
     tokens: int  # the most that one of the first 200 steps has, over all processes
     longest: int  # tokens of the longest row
-    row_tokens: float  # tokens of a row, mean
-    uneven: bool  # whether rows differ in length or in how much of them is trained
+    mean_row_tokens: float
+    uneven: bool  # whether training rows differ in length or in how much of them is trained
     world_size: int
     device: torch.device
     why_no_capture: str = ""  # why CUDA graphs cannot capture a layer; "" if they can
@@ -108,7 +108,8 @@ def possible_plans(config, arch, layouts, workload):
         sizes = sorted({n if n == longest else round_up(n, workload.device) for n in sizes})
     keep_middle = (False,) if arch.parallel else (True, False)  # there the MLP reads x
     keep = list(itertools.product(keep_middle, (True, False)))
-    ranges = (1, 4, 16) if arch.mixture else (1,)
+    n_experts = arch.mixture.n_experts if arch.mixture else 1
+    ranges = sorted({min(n, n_experts) for n in (1, 4, 16)})
     # in host memory layers can keep what their MLP needs, besides, if all are recomputed
     can_keep_mlp = (config.offload_activations and config.recompute == "auto"
                     and not arch.mixture and not arch.parallel)
@@ -155,7 +156,7 @@ def choose_plan(config, arch, layouts, workload, limit, machine):
                  for plan in plans]
     plan = min(plans, key=lambda plan: plan.bytes)
     fitting = [p for p in plans if p.fits(limit, SPARE)]
-    fitting = [predict_time(p, arch, layouts, machine, workload.row_tokens)
+    fitting = [predict_time(p, arch, layouts, machine, workload.mean_row_tokens)
                for p in fitting or [plan]]
     fastest = min(p.token_seconds for p in fitting)
     near = [p for p in fitting if p.token_seconds <= SAME_TIME * fastest]
@@ -183,7 +184,7 @@ def use_graphs(plan, arch, layouts, machine, limit, workload, uneven_bins):
     """
     graphed = dataclasses.replace(plan, graphs=True, graph_room=2 if uneven_bins else 0)
     graphed = predict_memory(graphed, arch, layouts)
-    graphed = predict_time(graphed, arch, layouts, machine, workload.row_tokens)
+    graphed = predict_time(graphed, arch, layouts, machine, workload.mean_row_tokens)
     reasons = {
         "FSDP2 brings the weights": plan.uses_fsdp,
         "activations are offloaded": plan.offload_activations,
@@ -246,7 +247,7 @@ def check_plan(plan, arch, layouts, longest, limit, recompute_is_auto):
 def agree_on_plan(config, arch, layouts, rows, eval_rows, limit, device, kernels):
     """The plan of this run, rank 0's on all ranks. All ranks must call this."""
     longest = max(int(r.lengths.max()) for r in (rows, eval_rows) if r)
-    uneven = bool((rows.lengths != longest).any() or (rows.n_trained != rows.n_trained[0]).any())
+    uneven = any(bool((x != x[0]).any()) for x in (rows.lengths, rows.n_trained))
     dtype = getattr(torch, config.compute_dtype)
     machine = measure_machine(dtype, device)
     if device.type == "cuda":  # peaks are to be those of training

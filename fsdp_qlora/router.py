@@ -65,14 +65,14 @@ def route(work, x, choice=None, needs_bounds=False):
 BALANCE = "expert_balance_loss", "busiest_expert"  # of metrics.jsonl
 
 
-def add_balance(layer, routing, row_tokens):
+def add_balance(layer, routing, n_unpadded):
     """Add to layer.balance [3]: the auxiliary loss of Switch Transformers, 1 where all experts get
     as many tokens; the busiest expert's share of the tokens, times the number of experts; and 1 for
-    this bin. Only its first `row_tokens` count, int64 [1], not its padding; a bin of padding alone
+    this bin. Only its first `n_unpadded` count, int64 [1], not its padding; a bin of padding alone
     adds 0. Nothing is trained by them."""
     n, n_experts = routing.scores.shape
-    counted = torch.arange(n, device=row_tokens.device) < row_tokens
-    before = F.pad((routing.token < row_tokens).cumsum(0), (1, 0))[routing.ends]
+    counted = torch.arange(n, device=n_unpadded.device) < n_unpadded
+    before = F.pad((routing.token < n_unpadded).cumsum(0), (1, 0))[routing.ends]
     tokens = before.diff(prepend=before.new_zeros(1))  # of each expert
     shares = tokens / tokens.sum()
     probabilities = counted.float() @ routing.scores

@@ -560,11 +560,11 @@ def test_balance_of_experts_is_that_of_the_steps_own_tokens(
     assert want == balance(tmp_path / "a", 0)
 
 
-def balance_of(layer, scores, chosen, row_tokens):
+def balance_of(layer, scores, chosen, n_unpadded):
     experts, order = chosen.flatten().sort(stable=True)
     ends = torch.bincount(experts, minlength=8).cumsum(0).int()
     routing = types.SimpleNamespace(scores=scores, ends=ends, token=order // 2)
-    router.add_balance(layer, routing, torch.tensor([row_tokens]))
+    router.add_balance(layer, routing, torch.tensor([n_unpadded]))
 
 
 def test_balance_of_experts_is_one_where_all_are_used_alike():

@@ -114,7 +114,7 @@ def choose(name, limit_gib, gpus=2, machine=H200, why_no_capture="", rows=4, lon
     """The plan of a run on so many GPUs with such a limit, for steps of `rows` full rows a GPU."""
     config, arch, layouts = shapes_of(name, **{"batch_size": gpus * rows, **flags})
     workload = Workload(
-        tokens=gpus * rows * longest, longest=longest, row_tokens=longest, uneven=uneven,
+        tokens=gpus * rows * longest, longest=longest, mean_row_tokens=longest, uneven=uneven,
         world_size=gpus, device=torch.device(device), why_no_capture=why_no_capture)  # fmt: skip
     return choose_plan(config, dataclasses.replace(arch, tied=tied), layouts, workload,
                        int(limit_gib * GIB), machine)  # fmt: skip
@@ -241,8 +241,14 @@ def test_sharding_offloading_and_recomputing_take_what_they_say():
     assert offloaded.bytes < predicted(arch, layouts, recomputed=80).bytes - 4 * GIB
     whole = predicted(arch, layouts, offload_params=True).host_bytes
     assert predicted(arch, layouts, offload_params=True, shard_group_size=2).host_bytes * 2 == whole
-    dora = shapes_of("llama-2-70b", adapter="dora")
-    assert predicted(*dora[1:]).bytes > predicted(arch, layouts).bytes
+    dora = shapes_of("llama-2-70b", adapter="dora")[1:]
+    assert predicted(*dora).bytes > predicted(arch, layouts).bytes
+    # its outputs that backward computes again: of all tokens, or of a slice of them
+    kept, kept_of_more = (predicted(*dora, bin_tokens=n).memory["DoRA"] for n in (4096, 16384))
+    assert kept_of_more - kept == 3 * 4096 * 10 * 2 * 28672
+    recomputed, of_more = (predicted(*dora, recomputed=80, bin_tokens=n).memory["DoRA"]
+                           for n in (4096, 16384))  # fmt: skip
+    assert recomputed == of_more == kept
 
 
 def test_adapter_and_its_gradient_are_counted_to_the_byte():
@@ -369,6 +375,15 @@ def test_choice_does_not_depend_on_the_order_of_plans(monkeypatch):
     assert [choose(*case) for case in cases] == want
 
 
+def test_experts_are_in_no_more_ranges_than_there_are_experts():
+    config, arch, layouts = shapes_of("qwen3-30b-a3b", 4)
+    arch = dataclasses.replace(arch, mixture=dataclasses.replace(arch.mixture, n_experts=8))
+    workload = Workload(tokens=4096, longest=2048, mean_row_tokens=2048, uneven=False,
+                        world_size=1, device=torch.device("cuda"))  # fmt: skip
+    plans = possible_plans(config, arch, layouts, workload)
+    assert {plan.expert_ranges for plan in plans} == {1, 4, 8}
+
+
 def test_group_is_weighed_against_recomputation_by_time():
     """A fast link is cheaper than to compute again, a slow one is not."""
     fast, slow = (choose("llama-2-70b", 55, machine=machine) for machine in (H200, SLOW_BUS))
@@ -419,7 +434,7 @@ def test_vocabulary_of_fewer_rows_than_processes_is_refused(vocab_size, processe
 
     def size_of_group(config):
         workload = Workload(
-            tokens=4096, longest=2048, row_tokens=2048, uneven=False, world_size=processes,
+            tokens=4096, longest=2048, mean_row_tokens=2048, uneven=False, world_size=processes,
             device=torch.device("cuda"))  # fmt: skip
         return choose_plan(config, arch, layouts, workload, 0, H200).shard_group_size
 

@@ -21,7 +21,7 @@ class Bin:
     length is documents of its own, no longer than the others."""
 
     input_ids: torch.Tensor  # int64 [tokens]
-    row_tokens: torch.Tensor  # int64 [1], how many of them are of rows; after them is padding
+    n_unpadded: torch.Tensor  # int64 [1], the first so many are of rows, the others padding
     position_ids: torch.Tensor  # int64 [tokens], 0 at the first token of each document
     cu_seqlens: torch.Tensor  # int32 [documents + 1], where they begin and end
     trained_at: torch.Tensor  # int64 [n], tokens whose next token is trained, padded with 0
@@ -84,7 +84,7 @@ def make_bin(batch, micro_batch, rank, step_key, run):
     n_tokens, n_labels, longest = shape_of_bins(batch, micro_batch, run)
     rows = micro_batch[rank]
     lengths = batch.lengths[rows].tolist()
-    row_tokens = torch.tensor([sum(lengths)])
+    n_unpadded = torch.tensor([sum(lengths)])
     n_padding = n_tokens - sum(lengths)
     lengths += [longest] * (n_padding // longest)
     if n_padding % longest:
@@ -108,7 +108,7 @@ def make_bin(batch, micro_batch, rank, step_key, run):
         longest = 2 ** (longest - 1).bit_length()
         spare = 2 ** len(lengths).bit_length() - len(lengths)
         starts = F.pad(starts, (0, spare), value=n_tokens)
-    tensors = [ids, row_tokens, position_ids, starts.int(), F.pad(trained_at, padding),
+    tensors = [ids, n_unpadded, position_ids, starts.int(), F.pad(trained_at, padding),
                F.pad(labels[trained_at], padding, value=IGNORE), keys]
     if run.device.type == "cuda":
         tensors = [None if tensor is None else tensor.pin_memory().to(run.device, non_blocking=True)
