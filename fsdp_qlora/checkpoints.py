@@ -205,11 +205,11 @@ def find_checkpoint(config, directory, content):
         other = "; ".join(f"--{name} {before.get(name)}, not {same[name]}" for name in changed)
         raise ValueError(f"--output_dir {directory} holds a run with {other}, and all of its"
                          f" {config.max_steps} steps are done: name another directory")
+    if state["step"] > config.max_steps:
+        raise ValueError(f"--max_steps {config.max_steps}: {path} has more steps")
     for name in changed:
         say(f"changed: --{name} is {same[name]}, and was {before.get(name)} until step"
             f" {state['step']}")
-    if state["step"] > config.max_steps:
-        raise ValueError(f"--max_steps {config.max_steps}: {path} has more steps")
     for step, skipped in checkpoints_of(directory):
         if step > state["step"]:  # else --keep_checkpoints would count it, or it would come back
             with contextlib.suppress(OSError):

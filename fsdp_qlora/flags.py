@@ -95,6 +95,10 @@ def read_flags(config_class, path):
                     raise ValueError(f"{name} is there twice")
             return super().construct_mapping(node, deep)
 
+    # numbers and dates are text, as on the command line: YAML's 2026_11 is 202611, its 5:00 is 300
+    Loader.yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag.endswith((":bool", ":null"))]
+        for first, resolvers in Loader.yaml_implicit_resolvers.items()}
     try:
         content = yaml.load(path.read_text(), Loader)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as e:
@@ -106,10 +110,12 @@ def read_flags(config_class, path):
         raise ValueError(f"--config {path}: names another file by config: write its flags here")
     argv = []
     for name, value in content.items():
-        if isinstance(value, bool):
-            if not isinstance(getattr(config_class, name, False), bool):
-                raise ValueError(f"--config {path}: {name}: {value}: YAML takes yes, no, on and off"
+        is_switch = isinstance(value, bool) and isinstance(getattr(config_class, name, False), bool)
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, bool) and not is_switch:
+                raise ValueError(f"--config {path}: {name}: {item}: YAML takes yes, no, on and off"
                                  " for these: put the value in quotes")
+        if is_switch:
             argv.append(f"--{name}" if value else f"--no-{name}")
         elif isinstance(value, dict):
             argv += [f"--{name}", *(f"{old}={new}" for old, new in value.items())]

@@ -170,9 +170,9 @@ def open_partial(output):
     while not is_held:
         if partial.is_symlink():  # it would lead to files that are not of a merge
             partial.unlink()
+        with contextlib.suppress(FileExistsError):
+            partial.mkdir(parents=True)
         with contextlib.suppress(FileNotFoundError):  # another process has just renamed it
-            with contextlib.suppress(FileExistsError):
-                partial.mkdir(parents=True)
             fd, _ = lock(path := partial / ".lock", output)
             is_held = os.path.samestat(os.stat(path), os.fstat(fd))
     for old in {*partial.iterdir()} - {path}:  # of a process that died

@@ -69,6 +69,14 @@ def test_file_gives_the_same_configuration_as_flags(tmp_path):
         assert parse_config([f"--config={tmp_path / name}"]) == want, name
 
 
+def test_text_of_a_file_stays_as_it_is_written(tmp_path):
+    (tmp_path / "flags.yaml").write_text(
+        "output_dir: 20261125_0346\nsave_every: 1:30\ndataset: [012, 2026-11-25 1:2:3]\nseed: 012")
+    config = parse_config(["--config", str(tmp_path / "flags.yaml")])
+    assert (config.output_dir, config.save_every) == ("20261125_0346", "1:30")
+    assert (config.dataset, config.seed) == (("012", "2026-11-25 1:2:3"), 12)
+
+
 def test_command_line_counts_more_than_the_file(tmp_path):
     (tmp_path / "flags.yaml").write_text(AS_YAML)
     more = ["--dataset", "c.jsonl", "--no-random_weights", "--offload_activations", "--seed=5"]
@@ -97,6 +105,7 @@ def test_unknown_flag_and_key_are_refused(name, tmp_path):
      ("model: [", "cannot be read"), ("\0", "cannot be read"), ("batch_size: many", "batch_size"),
      ("batch_size: 1.5", "batch_size"), ("lr_schedule: wavy", "lr_schedule"),
      ("model: {a: 1}\nbatch_size: [1, 2]", "2"), ("{a", "cannot be read"),
+     ("target_modules: [yes, v_proj]", "True: YAML takes yes"),
      ("seed: 1\nseed: 2", "seed is there twice"), ("config: other.yaml", "write its flags here")],
 )  # fmt: skip
 def test_file_of_something_else_is_refused(text, wanted, tmp_path):

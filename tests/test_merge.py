@@ -769,6 +769,13 @@ def test_mount_point_is_refused_before_any_work(trained, capsys):
     assert capsys.readouterr().err.startswith("error: --output_dir /proc: is a mount point")
 
 
+@pytest.mark.skipif(not os.path.ismount("/proc"), reason="not Linux")
+def test_directory_that_cannot_be_made_ends_the_merge(trained, capsys):
+    with pytest.raises(SystemExit):
+        merge_adapters.main(["--adapter_dir", str(trained), "--output_dir", "/proc/x/y"])
+    assert "No such file or directory: '/proc/x'" in capsys.readouterr().err
+
+
 def test_merge_that_is_interrupted_leaves_nothing(trained, tmp_path, monkeypatch, capsys):
     """By Ctrl-C while it writes."""
     add_adapter = merge_adapters.add_adapter
