@@ -18,7 +18,8 @@ evaluation, loop; saving. It stands on the modules in fsdp_qlora/:
     data/               rows of a data set to tokens, tokens to bins
     families, configs   what a model's config.json says; base: its directory and tokenizer
     layer               the decoder layer, forward and backward: attention, mlp, experts, nf4
-    model, vocabulary   embedding, layers, head and loss; CUDA graphs
+    model, vocabulary   embedding, layers, head; CUDA graphs
+    loss, reference     what is trained: tokens, or answers by DPO and its kin
     weights, adapter    a checkpoint's tensors; the trained vector and PEFT's names
     plan, machine       what fits into memory and what is fastest
     checkpoints, probe, output, logs, lifecycle, ranks      what is written, how a run ends
@@ -66,11 +67,13 @@ from fsdp_qlora.data.bins import deal_rows, make_bin, step_rows
 from fsdp_qlora.data.encode import prepare_data
 from fsdp_qlora.demo import make_demo
 from fsdp_qlora.elementwise import mix
+from fsdp_qlora.evaluation import evaluation_batches, evaluation_bins
 from fsdp_qlora.files import read_json, text_digest
 from fsdp_qlora.flags import parse_flags, resolve_config, save_interval
 from fsdp_qlora.layer import make_layouts
 from fsdp_qlora.lifecycle import LOST_DIRECTORY, REQUESTS, watch_process, why_diverged
-from fsdp_qlora.logs import Log, draw_losses, say_example, say_speed, say_start
+from fsdp_qlora.logs import Log, describe_metrics, draw_losses, say_example, say_speed, say_start
+from fsdp_qlora.loss import bin_objective, mean_metrics, n_losses
 from fsdp_qlora.machine import host_memory, limit_memory, memory_gib, say_memory
 from fsdp_qlora.model import (
     Graphs, Model, local_part, measure_weight_norms, own_blocks, set_local, verify_model,
@@ -86,6 +89,7 @@ from fsdp_qlora.probe import Probe, reshard_all
 from fsdp_qlora.ranks import (
     AGAIN, DIVERGED, EXITS, Stop, all_gather, check_same, gather_objects, is_rank_0, n_cores,
     on_rank_0, refuse_launch, say, say_each, together)
+from fsdp_qlora.reference import find_reference, step_value
 from fsdp_qlora.router import BALANCE, take_balance
 from fsdp_qlora.weights import (
     RandomWeights, WeightReader, all_finite, as_hex, content_sum, rows_before, weight_files)
@@ -131,11 +135,24 @@ class Config:
         " begin a new one; must, or no value: resume it, with the flags that it began with unless"
         " others are given", choices=("auto", "never", "must"), nargs="?", const="must")
     random_weights: bool = knob(False, "random weights: of the model, only config.json is read")
+    loss: str = knob(
+        "sft", "what is trained: sft, text; dpo, ipo, simpo or orpo, a chosen answer rather than a"
+        " rejected one; kto, good answers rather than bad ones",
+        choices=("sft", "dpo", "ipo", "simpo", "orpo", "kto"))
+    beta: float | None = knob(
+        None, "of the other losses: how far the model may move from the reference, less the higher;"
+        " of simpo the scale of rewards (its paper takes 2 to 10), of orpo the weight of the odds;"
+        " left out: 0.1")
+    label_smoothing: float = knob(0.0, "of dpo: the share of pairs that are the wrong way round")
+    simpo_gamma: float = knob(0.5, "of simpo: the margin between rewards")
+    desirable_weight: float = knob(1.0, "of kto: of the losses of good answers")
+    undesirable_weight: float = knob(1.0, "of kto: of the losses of bad answers")
     batch_size: int = knob(16, "rows an optimizer step, over all GPUs")
     num_epochs: float = knob(1.0, "passes over the data set; --max_steps overrides it")
     max_steps: int | None = knob(
         None, "optimizer steps; left out: by --num_epochs, for the demo 300")
-    learning_rate: float | None = knob(None, "peak; left out: 2e-4, for the demo 3e-3")
+    learning_rate: float | None = knob(
+        None, "peak; left out: 2e-4, of preferences 5e-6, for the demo 3e-3")
     lr_schedule: str = knob(
         "cosine", "after the warm-up: to 0 as a cosine or linear, or constant",
         choices=("cosine", "linear", "constant"))
@@ -317,7 +334,8 @@ def train(given, device, status):
             config=config, plan=plan, status=status, directory=directory, device=device, rows=rows,
             eval_rows=eval_rows, content=content, lora_config=lora_config, optimizer=optimizer,
             model=model, kernels=kernels, store=make_store(plan, device), probe=Probe(rows),
-            adapter=adapter, graphs=Graphs(model, device) if plan.graphs else None, saved_step=done)
+            adapter=adapter, graphs=Graphs(model, config, device) if plan.graphs else None,
+            saved_step=done)
         if done:
             status.enter("checkpoint")
             with together():
@@ -335,6 +353,7 @@ def train(given, device, status):
 
         # 6. Loop and save
         status.enter("training")
+        find_reference(run)
         run.probe.begin(run)
         records = run_steps(run, done)
         if records:
@@ -641,33 +660,35 @@ def train_step(run, step):
     """One optimizer step. Returns its record of metrics, and what any rank requests of all: "save",
     "stop" or None. All ranks must call this.
 
-    The loss is the sum over the trained tokens divided by their number, both over all ranks, so it
-    does not depend on how many ranks there are.
+    The loss is the sum over the trained tokens, or over rows of preferences, divided by their
+    number, both over all ranks, so it does not depend on how many ranks there are.
     """
     config, plan, world_size = run.config, run.plan, dist.get_world_size()
     batch, bins = run.dealt or deal_step(run, step)
-    # every rank knows all rows' lengths, so that the global count needs no communication
+    # every rank knows all rows' lengths, so that the global counts need no communication
     trained_tokens, tokens = int(batch.n_trained.sum()), int(batch.lengths.sum())
-    local_loss, n_bins, capacity = torch.zeros((), dtype=torch.float64, device=run.device), 0, 0
+    local_sums, n_bins, capacity, value = 0, 0, 0, step_value(run, batch, [batch])
     while bins:
         bin = bins.pop(0)
+        if bin.answers:
+            bin.answers.step_value = value
         n_bins, capacity = n_bins + world_size, capacity + len(bin.input_ids) * world_size
         if plan.uses_fsdp and plan.shard_group_size < world_size:
             # copies of the model exchange gradients once a step, not once a micro-batch
             run.model.set_requires_all_reduce(not bins)
-        local_loss += bin_loss(run, bin, 1 / trained_tokens)
-    numbers = reduce_and_clip(run, local_loss)
+        local_sums += bin_sums(run, bin, 1 / n_losses(batch))
+    numbers = reduce_and_clip(run, local_sums)
     # on the host, while the GPU computes
     run.dealt = deal_step(run, step + 1) if step < config.max_steps else None
-    loss, norm, request, *balance = numbers.tolist()  # waits for the GPU
-    loss /= trained_tokens
-    stop_if_diverged(run, step, loss, norm)
+    norm, request, *numbers = numbers.tolist()  # waits for the GPU
+    metrics, balance = mean_metrics(numbers[: len(local_sums)], batch), numbers[len(local_sums) :]
+    stop_if_diverged(run, step, metrics["loss"], norm)
     rate = learning_rate(step, config)
     optimizer_step(run.optimizer, run.adapter, rate)
     seconds, run.step_start = clock() - run.step_start, clock()
     run.longest_step = max(run.longest_step, seconds)
     record = {
-        "step": step, "loss": loss, "learning_rate": rate, "grad_norm": norm, "rows": len(batch),
+        "step": step, **metrics, "learning_rate": rate, "grad_norm": norm, "rows": len(batch),
         "tokens": tokens, "learnt_tokens": trained_tokens, "bins": n_bins,
         "bins_full": tokens / capacity, "seconds": seconds,
         "tokens_per_second_per_gpu": tokens / seconds / world_size,
@@ -678,41 +699,40 @@ def train_step(run, step):
 def deal_step(run, step):
     """The rows of a step, and this rank's bins of them."""
     batch = run.rows.select(step_rows(step, len(run.rows), run.config))
-    micro_batches = deal_rows(batch.lengths.tolist(), dist.get_world_size(), run.plan.bin_tokens)
+    micro_batches = deal_rows(batch, dist.get_world_size(), run.plan.bin_tokens)
     step_key = mix(torch.tensor(run.config.seed * 1_000_003 + step))
     return batch, [make_bin(batch, m, dist.get_rank(), step_key, run) for m in micro_batches]
 
 
-def bin_loss(run, bin, scale):
-    """The sum of the bin's token losses; adds the gradient of `scale` times it to the adapter's.
-    All ranks must call this."""
-    loss = None
+def bin_sums(run, bin, scale):
+    """The sums of bin_objective(); adds the gradient of `scale` times the bin's loss to the
+    adapter's. All ranks must call this."""
+    sums = None
     if run.graphs:
-        loss = run.graphs.loss(bin, scale, is_even=bin.kernels is run.kernels["same"])
-    if loss is None:
-        loss = run.model(bin)
+        sums = run.graphs.sums(bin, scale, is_even=bin.kernels is run.kernels["same"])
+    if sums is None:
+        loss, sums = bin_objective(run.model(bin), bin, run.config)
         (loss * scale).backward()
-    return loss.detach()
+    return sums
 
 
-def reduce_and_clip(run, local_loss):
-    """Sum loss and gradient over all ranks, and scale the gradient down to --max_grad_norm. Returns
-    the sum of all token losses, the norm before, the highest request of a rank, an index of
-    REQUESTS, and how even experts are used, as one tensor, without waiting for the GPU. All ranks
+def reduce_and_clip(run, local_sums):
+    """Add up sums of metrics and gradient over all ranks, and scale the gradient down to
+    --max_grad_norm. Returns the norm before, the highest request of a rank, an index of REQUESTS,
+    the sums, and how even experts are used, as one tensor, without waiting for the GPU. All ranks
     must call this."""
     adapter, grad = run.adapter, run.adapter.weights.grad
     if dist.get_world_size() > adapter.shards and not run.plan.uses_fsdp:  # FSDP2 sums them itself
         dist.all_reduce(grad)
     run.status.check_time(run.config, run.longest_step)
     request = "stop" if run.status.stop_reason else "save" if clock() > run.save_due else None
-    request = torch.full_like(local_loss, REQUESTS.index(request))
-    own = torch.stack([local_loss, grad.norm().double() ** 2, request])
-    everyone = all_gather(torch.cat([own, take_balance(run.model)]))
-    everyone[adapter.shards :, 1] = 0  # other copies of the model have the same gradients
-    loss, norm = everyone[:, 0].sum(), everyone[:, 1].sum().sqrt()
+    request = torch.full_like(local_sums[:1], REQUESTS.index(request))
+    own = grad.norm().double()[None] ** 2, request, local_sums, take_balance(run.model)
+    squares, requests, sums, balance = all_gather(torch.cat(own)).split([*map(len, own)], 1)
+    norm = squares[: adapter.shards].sum().sqrt()  # other copies have the same gradients
     grad.mul_((run.config.max_grad_norm / norm).clamp(max=1))
-    balance = everyone[:, 3:5].sum(0) / everyone[:, 5:].sum(0)
-    return torch.cat([torch.stack([loss, norm, everyone[:, 2].max()]), balance])
+    routed, all_routed = balance.sum(0).tensor_split([2])
+    return torch.cat([norm[None], requests.max()[None], sums.sum(0), routed / all_routed])
 
 
 def stop_if_diverged(run, step, loss, norm):
@@ -736,22 +756,20 @@ def stop_if_diverged(run, step, loss, norm):
 
 @torch.no_grad()
 def evaluate(run):
-    """The mean loss over the trained tokens of all evaluation rows, without dropout; None if the
-    run was asked to stop meanwhile. All ranks must call this."""
-    rows, loss, rank, world_size = run.eval_rows, None, dist.get_rank(), dist.get_world_size()
-    total = torch.zeros((), dtype=torch.float64, device=run.device)
-    for indices in torch.arange(len(rows)).split(max(64, run.config.batch_size)):
-        run.status.check_time(run.config, run.longest_step)
-        if any(gather_objects(run.status.stop_reason)):
-            break
-        run.status.extend_deadline(run.config, run.longest_step)
-        batch = rows.select(indices)
-        for micro_batch in deal_rows(batch.lengths.tolist(), world_size, run.plan.bin_tokens):
-            total += run.model(make_bin(batch, micro_batch, rank, None, run))
-    else:
-        loss = float(all_gather(total).sum()) / int(rows.n_trained.sum())
+    """The metrics of all evaluation rows, without dropout, {name in metrics.jsonl: value}; None if
+    the run was asked to stop meanwhile. All ranks must call this."""
+    rows, sums, n_seen = run.eval_rows, 0, 0
+    value = step_value(run, rows, (batch for _, batch in evaluation_batches(run, rows)))
+    for _, batch in evaluation_batches(run, rows):
+        n_seen += len(batch)
+        for bin, _ in evaluation_bins(run, batch):
+            if bin.answers:
+                bin.answers.step_value = value
+            sums += bin_objective(run.model(bin), bin, run.config)[1]
     reshard_all(run.model)
-    return loss
+    if n_seen < len(rows):
+        return None
+    return mean_metrics(all_gather(sums).sum(0).tolist(), rows, "eval_")
 
 
 def log_evaluation(run, log, step):
@@ -759,19 +777,18 @@ def log_evaluation(run, log, step):
     and whether the loss is the best so far, which that before the first step never is. All ranks
     must call this."""
     progress, started = run.progress, clock()
-    if (loss := evaluate(run)) is None:
+    if (found := evaluate(run)) is None:
         return True, False
+    loss = found["eval_loss"]
     is_best = progress["best_loss"] is None or loss < progress["best_loss"]
     progress["evaluated"] = step
     if is_best:
         progress.update(best_loss=loss, best_step=step)
-    perplexity = math.exp(min(loss, 700))
     if log:
-        log.record({"step": step, "eval_loss": loss, "eval_perplexity": perplexity,
-                    "eval_tokens": int(run.eval_rows.n_trained.sum()),
+        log.record({"step": step, **found, "eval_tokens": int(run.eval_rows.n_trained.sum()),
                     "eval_seconds": clock() - started})
     best = ", the best so far" if is_best and step else ""
-    say(f"evaluation after step {step}: loss {loss:.4f}, perplexity {perplexity:.2f}{best}")
+    say(f"evaluation after step {step}: loss {loss:.4f}{describe_metrics(found, 'eval_')}{best}")
     return False, is_best and step > 0
 
 

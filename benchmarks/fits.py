@@ -48,7 +48,8 @@ def cell(name, limit, gpus):
         _, adapted = choose_adapted(arch, config, name)
         layouts = make_layouts(arch, adapted, config)
         try:
-            workload = plan.Workload(ROWS * 2048, longest=2048, mean_row_tokens=2048, uneven=True,
+            workload = plan.Workload(
+                ROWS * 2048, longest=2048, mean_document_tokens=2048, uneven=True,
                                      world_size=gpus, device=torch.device("cuda"))
             chosen = plan.choose_plan(
                 config, arch, layouts, workload, int(limit * 2**30), machine)

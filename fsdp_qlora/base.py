@@ -63,7 +63,8 @@ def copy_small_files(directory, target):
 
 
 def read_model_config(directory, config):
-    """The Config with --max_seq_len filled in, the model's own configuration, its Architecture."""
+    """The Config with --max_seq_len filled in, the model's own configuration, its Architecture;
+    the latter without the model's own dropout where answers are compared, as TRL does."""
     with explain(f"--model {config.model}"):
         if config.random_weights and config.model in SHAPES:
             model_config = AutoConfig.for_model(**SHAPES[config.model])
@@ -86,6 +87,9 @@ def read_model_config(directory, config):
     if longest and (config.max_seq_len or 0) > longest and config.dataset:
         raise ValueError(f"--max_seq_len {config.max_seq_len}: the model was made for {longest}")
     max_seq_len = config.max_seq_len or min(2048, longest or 2048)
+    if config.loss != "sft":
+        arch = dataclasses.replace(
+            arch, attention_dropout=0.0, embedding_dropout=0.0, residual_dropout=0.0)
     return dataclasses.replace(config, max_seq_len=max_seq_len), model_config, arch
 
 

@@ -186,11 +186,11 @@ def results(model, ids):
     with torch.no_grad():
         states = model(bin, wants_loss=False)
         logits = scaled_logits(states @ model.head.t(), arch.logits_multiplier, arch.logits_softcap)
-    loss = model(bin)
+    loss = model(bin).sum()
     loss.backward()
     gradients = {f"gradient of adapter {i}": layer.adapter.grad
                  for i, layer in enumerate(model.layers)}
-    return {"logits": logits, "loss": loss.detach(), **gradients}
+    return {"logits": logits, "loss": loss.detach().float(), **gradients}
 
 
 def reference_results(reference, model, names, weights, ids):

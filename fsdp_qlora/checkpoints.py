@@ -29,7 +29,8 @@ from fsdp_qlora.ranks import Stop, gather_objects, say
 
 MUST_MATCH = (  # flags that a resumed run cannot change, besides rows and base model
     "random_weights", "compute_dtype", "adapter", "lora_rank", "lora_alpha", "lora_dropout",
-    "target_modules", "init_adapter", "max_seq_len", "batch_size", "seed")
+    "target_modules", "init_adapter", "max_seq_len", "batch_size", "seed", "loss", "beta",
+    "label_smoothing", "simpo_gamma", "desirable_weight", "undesirable_weight")
 SCHEDULE = ("max_steps", "learning_rate", "lr_schedule", "warmup_fraction", "weight_decay",
             "max_grad_norm")  # flags that it can change, which is said
 STATE_KEYS = "state1", "state2", "absmax1", "absmax2"  # of the optimizer's state, one a weight
@@ -184,7 +185,9 @@ def find_checkpoint(config, directory, content):
     if path and "progress" not in state:
         raise ValueError(f"--resume: {path} was made by an older version of this script: finish the"
                          " run with that version")
-    before, same = begun.get("config", {}), as_json(dataclasses.asdict(config))
+    # of a flag that is newer than the run, it had the default
+    defaults = {f.name: f.default for f in dataclasses.fields(config)}
+    before, same = defaults | begun.get("config", {}), as_json(dataclasses.asdict(config))
     for values in before, same:
         values["target_modules"] = sorted(values.get("target_modules", ()))
     changed = [f"--{name} {before.get(name)}, not {same[name]}" for name in MUST_MATCH

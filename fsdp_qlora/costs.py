@@ -151,7 +151,7 @@ def dora_bytes(plan, layouts):
     return 4 * sum(widths) + (item + 8) * n * max(widths)
 
 
-def predict_time(plan, arch, layouts, machine, mean_row_tokens):
+def predict_time(plan, arch, layouts, machine, mean_document_tokens):
     """The plan with its `token_seconds`, the time of one GPU for a token.
 
     The constants are fitted to rows of benchmarks/RESULTS.md, on H100s and H200s, for which it
@@ -164,7 +164,7 @@ def predict_time(plan, arch, layouts, machine, mean_row_tokens):
     weights_again = (again * layers.recomputed_weights[plan.keeps(0)]
                      + plan.n_mlp_kept / n_layers * layers.recomputed_weights["mlp"]) / n_layers
     flops = 2 * n * (2 * token_weights + weights_again)
-    flops += 2 * n * 3.5 * min(n, mean_row_tokens) * layers.mean_query_width  # attention
+    flops += 2 * n * 3.5 * min(n, mean_document_tokens) * layers.mean_query_width  # attention
     # each use of a weight: 4 bits are read, a number is written; twice for each, and for recomputed
     # layers a share of token_weights that is fitted, not counted
     uses = 2 * weights + again * (0.5 if plan.hold_weights else 1) * token_weights

@@ -18,11 +18,13 @@ def make_demo(config, directory):
     call this."""
     say("No --model: training the built-in demo, a small Llama with random weights"
         + ("." if config.dataset else " and 512 made-up instructions (no --dataset)."))
-    on_rank_0(lambda: (directory / "train_config.json").exists() or write_demo(directory / "demo"))
+    on_rank_0(lambda: (directory / "train_config.json").exists()
+              or write_demo(directory / "demo", config.loss))
 
 
-def write_demo(directory):
-    """Write a Llama of 2.6 M parameters with its tokenizer, and the instructions. Rank 0 only."""
+def write_demo(directory, loss="sft"):
+    """Write a Llama of 2.6 M parameters with its tokenizer, and the instructions: with right
+    answers, for preferences also with wrong ones. Rank 0 only."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -32,7 +34,8 @@ def write_demo(directory):
         word, answer = draw.choice([("plus", a + b), ("times", a * b), ("minus", a - b)])
         prompt, completion = f"What is {a} {word} {b}?\n", f"The answer is {answer}."
         rows.append({"prompt": prompt, "completion": completion})
-    (directory / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = rows if loss == "sft" else [judged(row, loss, i) for i, row in enumerate(rows)]
+    (directory / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     bpe, alphabet = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel.alphabet()
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -56,3 +59,14 @@ def write_demo(directory):
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(model_config)
     model.to(torch.bfloat16).save_pretrained(directory / "model")
+
+
+def judged(row, loss, i):
+    """The i-th of the demo's rows for a loss of preferences: its answer beside a wrong one, or one
+    of them in turn."""
+    right = row["completion"]
+    number = int(right.split()[-1].rstrip("."))
+    wrong = f"The answer is {number + (-1, 1, 2, -2)[i % 4]}."
+    if loss == "kto":
+        return {**row, "completion": (right, wrong)[i % 2], "label": i % 2 == 0}
+    return {"prompt": row["prompt"], "chosen": right, "rejected": wrong}

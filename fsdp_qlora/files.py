@@ -44,15 +44,16 @@ def sync_file(path):
         os.close(fd)
 
 
-def write_whole(path, content):
-    """Replace a file by a text or by {name: tensor}: a reader sees the old file or the new one."""
+def write_whole(path, content, metadata=()):
+    """Replace a file by a text, or by {name: tensor} with `metadata` {name: text}: a reader sees
+    the old file or the new one."""
     part = path.with_name(f".{path.name}.part")
     part.unlink(missing_ok=True)  # if it is a link, what it leads to would be written
     try:
         if isinstance(content, str):
             part.write_text(content)
         else:
-            save_file(content, part, metadata={"format": "pt"})
+            save_file(content, part, metadata={"format": "pt", **dict(metadata)})
         os.umask(umask := os.umask(0o077))  # to read it is to set it
         part.chmod(0o666 & ~umask)  # safetensors leaves it readable by its owner alone
         put_in_place(part, path)

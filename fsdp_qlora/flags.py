@@ -133,6 +133,21 @@ def save_interval(config):
     return int(config.save_every), math.inf
 
 
+def check_loss(config):
+    """Raise ValueError for what --loss cannot have."""
+    only = {"beta": ("dpo", "ipo", "simpo", "orpo", "kto"), "label_smoothing": ("dpo",),
+            "simpo_gamma": ("simpo",), "desirable_weight": ("kto",), "undesirable_weight": ("kto",)}
+    defaults = {f.name: f.default for f in dataclasses.fields(config)}
+    for name, losses in only.items():
+        value = getattr(config, name)
+        if value != defaults[name] and config.loss not in losses:
+            raise ValueError(f"--{name} {value} is of --loss {' or '.join(losses)}, not of"
+                             f" {config.loss}: drop it, or choose another --loss")
+    if config.loss == "kto" and config.batch_size < 2:
+        raise ValueError(f"--batch_size {config.batch_size} with --loss kto: a step compares good"
+                         " answers with bad ones: give at least 2")
+
+
 def resolve_config(config, world_size):
     """The Config with what follows from the flags alone filled in. Raises ValueError."""
     for name, value in vars(config).items():
@@ -147,9 +162,11 @@ def resolve_config(config, world_size):
 
     check("lora_rank lora_alpha max_seq_len batch_size", lambda n: n >= 1, "at least 1")
     check("keep_checkpoints", lambda n: n >= 2, "at least 2")
-    check("max_steps num_epochs learning_rate memory_limit_gib micro_batch_tokens max_grad_norm"
-          " max_minutes step_timeout_minutes", lambda x: 0 < x < math.inf, "positive")
-    check("eval_every weight_decay", lambda x: 0 <= x < math.inf, "0 or more")
+    check("max_steps num_epochs learning_rate beta desirable_weight undesirable_weight"
+          " memory_limit_gib micro_batch_tokens max_grad_norm max_minutes step_timeout_minutes",
+          lambda x: 0 < x < math.inf, "positive")
+    check("eval_every weight_decay simpo_gamma", lambda x: 0 <= x < math.inf, "0 or more")
+    check("label_smoothing", lambda x: 0 <= x < 0.5, "at least 0 and below 0.5")
     check("save_every", lambda x: re.fullmatch(r"\d{1,9}m?", x),
           "minutes, as 5m, or a number of steps, or 0")
     check("lora_dropout warmup_fraction", lambda x: 0 <= x < 1, "at least 0 and below 1")
@@ -174,6 +191,7 @@ def resolve_config(config, world_size):
                          f" {tracker}`, or use none")
     if config.random_weights and config.eval_dataset and not config.dataset:
         raise ValueError("--eval_dataset needs a --dataset beside --random_weights")
+    check_loss(config)
     if config.random_weights and not config.model:
         raise ValueError("--random_weights needs a --model whose config.json gives the shapes")
     shards = config.shard_group_size
@@ -186,6 +204,8 @@ def resolve_config(config, world_size):
     return dataclasses.replace(
         config,
         shard_group_size=shards,
-        learning_rate=config.learning_rate or (2e-4 if config.model else 3e-3),
+        beta=config.beta or (None if config.loss == "sft" else 0.1),
+        learning_rate=config.learning_rate or (
+            3e-3 if not config.model else 2e-4 if config.loss == "sft" else 5e-6),
         max_steps=config.max_steps or (None if config.model or config.dataset else 300),
         output_dir=config.output_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")

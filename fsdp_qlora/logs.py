@@ -79,9 +79,10 @@ class Log:
         if time.monotonic() - self.last_line >= LOG_SECONDS or step == self.max_steps:
             self.last_line = time.monotonic()
             self.status.write("training")
-            say("step {step:5d}/{max_steps} loss {loss:7.4f} lr {learning_rate:.1e} grad"
+            say("step {step:5d}/{max_steps} loss {loss:7.4f}{metrics} lr {learning_rate:.1e} grad"
                 " {grad_norm:6.3f} {tokens_per_second_per_gpu:6,.0f} tok/s/GPU"
-                " {peak_memory_gib:.2f} GiB".format(max_steps=self.max_steps, **record))
+                " {peak_memory_gib:.2f} GiB".format(
+                    max_steps=self.max_steps, metrics=describe_metrics(record), **record))
 
     def close(self):
         self.write()
@@ -91,6 +92,24 @@ class Log:
             with contextlib.suppress(Exception):
                 if close:
                     close()
+
+
+def describe_metrics(record, prefix=""):
+    """What a record of metrics has besides the loss, for a line of the log; "" of a step of
+    supervised fine-tuning."""
+    found = {key.removeprefix(prefix): value for key, value in record.items()
+             if key.startswith(prefix)}
+    parts = [f"perplexity {found['perplexity']:.2f}"] if "perplexity" in found else []
+    if "rewards/accuracies" in found:
+        parts.append(f"accuracy {found['rewards/accuracies']:.1%}")
+    for name in "rewards", "logps":
+        pair = [f"{found[key]:.3f}" if (key := f"{name}/{answer}") in found else "-"
+                for answer in ("chosen", "rejected")]
+        if pair != ["-", "-"]:
+            parts.append(f"{name} {' / '.join(pair)}")
+    parts += [f"{name} {found[key]:.3f}" for name, key in (("margin", "rewards/margins"),
+                                                            ("kl", "kl")) if key in found]
+    return "".join(f", {part}" for part in parts)
 
 
 def earlier_records(path, done, evaluated):
@@ -214,10 +233,18 @@ def say_plan(plan, config, limit):
 
 def say_example(rows, tokenizer):
     """Print one row as the model sees it, with what is not trained in brackets, if there is a
-    tokenizer."""
+    tokenizer; of preferences both answers, or whether its answer is good."""
     if not tokenizer:
         return
-    (ids, labels), text, before, n = (t.tolist() for t in rows.tokens(0)), "", "", 0
+    names = {"sft": [""], "kto": [" (good)" if rows.desirable[0] else " (bad)"]}
+    for i, name in enumerate(names.get(rows.loss, [", chosen", ", rejected"])):
+        say(f"first row{name}: {decode(*rows.tokens(i), tokenizer)[:600]!r}")
+
+
+def decode(ids, labels, tokenizer):
+    """The text of a document, with what is not trained in brackets; at least 600 characters of it.
+    """
+    ids, labels, text, before, n = ids.tolist(), labels.tolist(), "", "", 0
     for is_trained, part in itertools.groupby(labels, lambda label: label != IGNORE):
         n += len(list(part))
         whole = tokenizer.decode(ids[:n])  # a part by itself may lose the space that it begins with
@@ -225,7 +252,7 @@ def say_example(rows, tokenizer):
         text += decoded if is_trained else f"[not trained: {decoded}]"
         if len(text) > 600:
             break
-    say(f"first row: {text[:600]!r}")
+    return text
 
 
 def say_speed(run, records):

@@ -1,6 +1,6 @@
 """The whole model: embedding, decoder layers, loss; which part a rank has and reads; CUDA graphs.
 
-Stands on layer and vocabulary, and on weights for the form of a request. What is an FSDP2
+Stands on layer, vocabulary and loss, and on weights for the form of a request. What is an FSDP2
 unit is decided in the script, which also fills the model.
 """
 
@@ -19,6 +19,7 @@ from fsdp_qlora.attention import rope_tables
 from fsdp_qlora.elementwise import EMBEDDING_SITE, drop, normalise
 from fsdp_qlora.layer import DecoderLayer
 from fsdp_qlora.linears import LinearPlace
+from fsdp_qlora.loss import bin_objective
 from fsdp_qlora.names import FP8_BLOCK, NF4_PARTS
 from fsdp_qlora.nf4 import BLOCK, MX_BLOCK, dequantise
 from fsdp_qlora.ranks import say_each
@@ -27,8 +28,8 @@ from fsdp_qlora.weights import Request
 
 
 class Model(nn.Module):
-    """Embedding, decoder layers, norm and head. Its forward of a Bin returns the sum of the bin's
-    token losses; without wants_loss what the head reads, [tokens, hidden].
+    """Embedding, decoder layers, norm and head. Its forward of a Bin returns the sums of the token
+    losses of its documents, see HeadLoss; without wants_loss what the head reads, [tokens, hidden].
 
     Of embedding and head each rank has its own rows, outside of FSDP2, which would gather them
     whole: 2.1 GB each for Llama-3-70B, and twice that while it copies.
@@ -220,42 +221,47 @@ MAX_GRAPHS = 64  # each takes some GPU memory beside torch's, which the plan doe
 class Graphs:
     """The CUDA graphs of a model, one for each shape of a bin."""
 
-    def __init__(self, model, device):
-        self.model, self.device, self.pool = model, device, None
-        self.captured = {}  # {shape: (graph, Bin, factor, loss)}; None: no graph, seen once so far
+    def __init__(self, model, config, device):
+        self.model, self.config, self.device, self.pool = model, config, device, None
+        self.captured = {}  # {shape: (graph, Bin, factor, sums)}; None: no graph, seen once so far
 
-    def loss(self, bin, scale, is_even):
-        """The sum of the bin's token losses; adds the gradient of `scale` times it.
+    def sums(self, bin, scale, is_even):
+        """The sums of bin_objective(); adds the gradient of `scale` times the bin's loss.
 
         A shape is captured when it comes a second time: kernels are compiled and chosen outside of
         a capture. Returns None where the caller must do without a graph. `is_even`: all documents
         of the bin have one length, for which attention is another.
         """
-        tensors = {name: t for name, t in vars(bin).items() if isinstance(t, torch.Tensor)}
-        shape = (is_even and bin.lengths, bin.longest, *map(len, tensors.values()))
+        tensors = tensors_of(bin)
+        shape = (is_even and bin.lengths, bin.longest, *(tensor.shape for tensor in tensors))
         if self.captured.get(shape) is None:
             n_graphs = sum(graph is not None for graph in self.captured.values())
             if shape not in self.captured or n_graphs >= MAX_GRAPHS:
                 self.captured[shape] = None
                 return None
             self.captured[shape] = self.capture(bin)
-        graph, static, factor, loss = self.captured[shape]
-        for name, tensor in tensors.items():
-            getattr(static, name).copy_(tensor, non_blocking=True)
+        graph, static, factor, sums = self.captured[shape]
+        for own, tensor in zip(tensors_of(static), tensors):
+            own.copy_(tensor, non_blocking=True)
         factor.fill_(scale)
         graph.replay()
-        return loss.clone()
+        return sums.clone()
 
     def capture(self, bin):
         """A graph, and the tensors that it reads and writes: the Bin, the factor on the loss, the
-        loss."""
+        sums."""
         static, factor = dataclasses.replace(bin), torch.ones((), device=self.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool):
-            loss = self.model(static)
+            loss, sums = bin_objective(self.model(static), static, self.config)
             (loss * factor).backward()
-            loss = loss.detach()
         self.pool = self.pool or graph.pool()
         static.ropes = None
         torch.cuda.empty_cache()  # what ran without a graph used this
-        return graph, static, factor, loss
+        return graph, static, factor, sums
+
+
+def tensors_of(bin):
+    """All tensors of a Bin and its Answers."""
+    fields = [*vars(bin).values(), *(vars(bin.answers).values() if bin.answers else ())]
+    return [value for value in fields if isinstance(value, torch.Tensor)]

@@ -85,8 +85,8 @@ class Workload:
     """What a run gives its processes to do, as far as the plan depends on it."""
 
     tokens: int  # the most that one of the first 200 steps has, over all processes
-    longest: int  # tokens of the longest row
-    mean_row_tokens: float
+    longest: int  # tokens that a bin must hold at least: of the longest document, or pair of them
+    mean_document_tokens: float
     uneven: bool  # whether training rows differ in length or in how much of them is trained
     world_size: int
     device: torch.device
@@ -156,7 +156,7 @@ def choose_plan(config, arch, layouts, workload, limit, machine):
                  for plan in plans]
     plan = min(plans, key=lambda plan: plan.bytes)
     fitting = [p for p in plans if p.fits(limit, SPARE)]
-    fitting = [predict_time(p, arch, layouts, machine, workload.mean_row_tokens)
+    fitting = [predict_time(p, arch, layouts, machine, workload.mean_document_tokens)
                for p in fitting or [plan]]
     fastest = min(p.token_seconds for p in fitting)
     near = [p for p in fitting if p.token_seconds <= SAME_TIME * fastest]
@@ -184,7 +184,7 @@ def use_graphs(plan, arch, layouts, machine, limit, workload, uneven_bins):
     """
     graphed = dataclasses.replace(plan, graphs=True, graph_room=2 if uneven_bins else 0)
     graphed = predict_memory(graphed, arch, layouts)
-    graphed = predict_time(graphed, arch, layouts, machine, workload.mean_row_tokens)
+    graphed = predict_time(graphed, arch, layouts, machine, workload.mean_document_tokens)
     reasons = {
         "FSDP2 brings the weights": plan.uses_fsdp,
         "activations are offloaded": plan.offload_activations,
@@ -244,17 +244,26 @@ def check_plan(plan, arch, layouts, longest, limit, recompute_is_auto):
         f" fragmentation, of {limit / 2**30:.1f} GiB; {advice}")
 
 
+def longest_in_a_bin(rows):
+    """The tokens that a bin must hold at least for these Rows: of the longest document; where one
+    process has both answers of a pair, of the longest pair."""
+    together = rows.n_answers if dist.get_world_size() == 1 else 1
+    longest = int(rows.lengths.view(-1, together).sum(1).max())
+    return max(longest, longest_in_a_bin(rows.mismatched)) if rows.mismatched else longest
+
+
 def agree_on_plan(config, arch, layouts, rows, eval_rows, limit, device, kernels):
     """The plan of this run, rank 0's on all ranks. All ranks must call this."""
-    longest = max(int(r.lengths.max()) for r in (rows, eval_rows) if r)
-    uneven = any(bool((x != x[0]).any()) for x in (rows.lengths, rows.n_trained))
+    longest = max(longest_in_a_bin(r) for r in (rows, eval_rows) if r)
+    uneven = any(bool((x != x[0]).any()) for x in (rows.lengths, rows.n_scored()))
     dtype = getattr(torch, config.compute_dtype)
     machine = measure_machine(dtype, device)
     if device.type == "cuda":  # peaks are to be those of training
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     steps = range(1, min(config.max_steps, 200) + 1)
-    tokens = max(int(rows.lengths[step_rows(s, len(rows), config)].sum()) for s in steps)
+    of_rows = rows.lengths.view(-1, rows.n_answers).sum(1)
+    tokens = max(int(of_rows[step_rows(s, len(rows), config)].sum()) for s in steps)
     why_no_capture = why_no_grouped_mm(dtype, device) if arch.mixture else ""
     if any(document_attention in pair.values() for pair in kernels.values()):
         why_no_capture = "attention runs in plain torch"

@@ -20,7 +20,8 @@ class Probe:
     """A few rows, and what the head reads of them in the model without the adapter."""
 
     def __init__(self, rows):
-        first = rows.select(torch.arange(min(PROBE_ROWS, len(rows))))
+        documents = rows.as_documents()
+        first = documents.select(torch.arange(min(PROBE_ROWS, len(documents))))
         self.rows = dataclasses.replace(first, lengths=first.lengths.clamp(max=PROBE_TOKENS))
         self.input_ids = [self.rows.tokens(i)[0].tolist() for i in range(len(self.rows))]
         self.without_adapter = None
@@ -41,7 +42,7 @@ class Probe:
         """
         found, rows = {}, self.rows
         with torch.compiler.set_stance("force_eager"):
-            for micro_batch in deal_rows(rows.lengths.tolist(), 1, run.plan.bin_tokens):
+            for micro_batch in deal_rows(rows, 1, run.plan.bin_tokens):
                 bin = make_bin(rows, micro_batch, 0, None, run)
                 states = run.model(bin, wants_loss=False).cpu().split(bin.lengths)
                 found.update(zip(micro_batch[0], states))  # padding is after the rows

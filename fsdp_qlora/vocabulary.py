@@ -1,6 +1,7 @@
 """The vocabulary: embedding of tokens and the loss over them, both tables sharded by rows.
 
-Stands on elementwise, products and ranks. To train another loss, change logits_statistics(),
+Stands on elementwise, products and ranks. What is trained is a function of the losses of whole
+documents, see preferences. To train another loss of a token, change logits_statistics(),
 logits_gradient(), HeadLoss.forward(), which uses both, and the reference in check_family().
 """
 
@@ -110,12 +111,16 @@ def logits_gradient(logits, log_sum, targets, absent, multiplier, cap):
 
 class HeadLoss(torch.autograd.Function):
     """Final norm, head and cross-entropy of the trained tokens: from what the last layer returns
-    [tokens, hidden] to the sum of this rank's token losses, fp32.
+    [tokens, hidden] to the sum of the token losses of each document of this rank's bin, fp64
+    [documents] (see Bin.loss_bounds).
 
     Each rank computes the logits of all ranks' tokens for its own rows of the vocabulary; for the
     softmax the ranks exchange three numbers a token. The head is never gathered, and the whole
     logits never exist (in fp32 2.1 GB for 4,096 tokens and a vocabulary of 128k). As the head is
     frozen, only the gradient of x is wanted: forward computes it, a chunk of tokens at a time.
+
+    A token's row of x has a part in one sum alone. So forward takes its gradient for a weight of 1,
+    and backward multiplies the row by the gradient of its sum, whatever that was used for.
     """
 
     @staticmethod
@@ -127,7 +132,7 @@ class HeadLoss(torch.autograd.Function):
 
         change = arch.logits_multiplier, arch.logits_softcap
         evaluation = not ctx.needs_input_grad[0]
-        loss = torch.zeros((), dtype=torch.float32, device=x.device)
+        token_losses = torch.empty(len(bin.labels), dtype=torch.float64, device=x.device)
         grad_x = torch.zeros_like(x)
         all_labels = gather(bin.labels)  # [shards, n], negative where padded
         size = max(1, CHUNK_BYTES // (4 * arch.vocab_size))
@@ -146,7 +151,7 @@ class HeadLoss(torch.autograd.Function):
             top_of_all = top.amax(0)
             log_sum = top_of_all + ((top - top_of_all).exp() * total).sum(0).log()
             losses = (log_sum - target_logit.sum(0)).masked_fill(absent, 0)
-            loss += losses.view(shards, -1)[model.shard].sum()
+            token_losses[chunk] = losses.view(shards, -1)[model.shard]
             if evaluation:
                 continue
             grad = logits_gradient(logits, log_sum, targets, absent, *change)
@@ -156,10 +161,16 @@ class HeadLoss(torch.autograd.Function):
                 dist.reduce_scatter_tensor(grad, whole, group=model.group)
             grad = norm_backward(part, grad, None, model.norm, arch.norm, arch.norm_eps)
             grad_x.index_add_(0, bin.trained_at[chunk], grad)  # padding adds 0 to token 0
-        ctx.grad_x = grad_x
-        return loss
+        ctx.grad_x, ctx.bin = grad_x, bin
+        # not index_add_() into documents: on a GPU its order, and so the sum, would vary
+        return torch.segment_reduce(token_losses, "sum", offsets=bin.loss_bounds, unsafe=True)
 
     @staticmethod
-    def backward(ctx, grad_loss):
-        grad_x, ctx.grad_x = ctx.grad_x, None
-        return grad_x.mul_(grad_loss), None, None
+    def backward(ctx, grad_sums):
+        grad_x, bin, ctx.grad_x = ctx.grad_x, ctx.bin, None
+        which = torch.arange(len(bin.labels), device=grad_x.device)
+        which = torch.searchsorted(bin.loss_bounds, which, right=True) - 1
+        weights = grad_sums.float()[which.clamp(max=len(grad_sums) - 1)]
+        weights = weights.masked_fill(bin.labels < 0, 0)  # padding is at token 0
+        of_tokens = weights.new_zeros(len(grad_x)).index_add_(0, bin.trained_at, weights)
+        return grad_x.mul_(of_tokens[:, None]), None, None

@@ -114,7 +114,7 @@ def choose(name, limit_gib, gpus=2, machine=H200, why_no_capture="", rows=4, lon
     """The plan of a run on so many GPUs with such a limit, for steps of `rows` full rows a GPU."""
     config, arch, layouts = shapes_of(name, **{"batch_size": gpus * rows, **flags})
     workload = Workload(
-        tokens=gpus * rows * longest, longest=longest, mean_row_tokens=longest, uneven=uneven,
+        tokens=gpus * rows * longest, longest=longest, mean_document_tokens=longest, uneven=uneven,
         world_size=gpus, device=torch.device(device), why_no_capture=why_no_capture)  # fmt: skip
     return choose_plan(config, dataclasses.replace(arch, tied=tied), layouts, workload,
                        int(limit_gib * GIB), machine)  # fmt: skip
@@ -378,7 +378,7 @@ def test_choice_does_not_depend_on_the_order_of_plans(monkeypatch):
 def test_experts_are_in_no_more_ranges_than_there_are_experts():
     config, arch, layouts = shapes_of("qwen3-30b-a3b", 4)
     arch = dataclasses.replace(arch, mixture=dataclasses.replace(arch.mixture, n_experts=8))
-    workload = Workload(tokens=4096, longest=2048, mean_row_tokens=2048, uneven=False,
+    workload = Workload(tokens=4096, longest=2048, mean_document_tokens=2048, uneven=False,
                         world_size=1, device=torch.device("cuda"))  # fmt: skip
     plans = possible_plans(config, arch, layouts, workload)
     assert {plan.expert_ranges for plan in plans} == {1, 4, 8}
@@ -434,8 +434,8 @@ def test_vocabulary_of_fewer_rows_than_processes_is_refused(vocab_size, processe
 
     def size_of_group(config):
         workload = Workload(
-            tokens=4096, longest=2048, mean_row_tokens=2048, uneven=False, world_size=processes,
-            device=torch.device("cuda"))  # fmt: skip
+            tokens=4096, longest=2048, mean_document_tokens=2048, uneven=False,
+            world_size=processes, device=torch.device("cuda"))  # fmt: skip
         return choose_plan(config, arch, layouts, workload, 0, H200).shard_group_size
 
     if works:

@@ -1,6 +1,6 @@
-"""Which rows an optimizer step works on, dealt into bins of equal work, and the tensors of a bin.
-It stands on forms.py for what is not trained; Rows come from encode.py, and what is computed of a
-bin is in the model."""
+"""Which rows an optimizer step works on, their documents dealt into bins of equal work, and the
+tensors of a bin. It stands on forms.py for what is not trained; Rows come from encode.py, and what
+is computed of a bin is in the model."""
 
 import dataclasses
 import functools
@@ -12,13 +12,14 @@ import torch.nn.functional as F
 
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.elementwise import mix
+from fsdp_qlora.loss import Answers
 from fsdp_qlora.offload import GPUStore
 
 
 @dataclasses.dataclass
 class Bin:
-    """What a GPU works on at once: documents, each one of Rows, end to end. Padding to a round
-    length is documents of its own, no longer than the others."""
+    """What a GPU works on at once: documents of Rows, end to end. Padding to a round length is
+    documents of its own, no longer than the others."""
 
     input_ids: torch.Tensor  # int64 [tokens]
     n_unpadded: torch.Tensor  # int64 [1], the first so many are of rows, the others padding
@@ -26,7 +27,11 @@ class Bin:
     cu_seqlens: torch.Tensor  # int32 [documents + 1], where they begin and end
     trained_at: torch.Tensor  # int64 [n], tokens whose next token is trained, padded with 0
     labels: torch.Tensor  # int64 [n], these next tokens, padded with IGNORE
+    # int64 [sums + 1]: where in `labels` the tokens of each document begin and end; of a loss that
+    # also reads prompts those of its answer, then those of its prompt. All ranks have as many
+    loss_bounds: torch.Tensor
     dropout_keys: torch.Tensor | None  # int64 [tokens], see drop(); None: no dropout
+    answers: Answers | None  # of all ranks' bins of the micro-batch; None: --loss sft
     lengths: tuple  # of the documents, in tokens
     longest: int  # upper bound of `lengths`
     kernels: dict = None  # the attention to use: {"full": function, "window": function}
@@ -46,26 +51,39 @@ def epoch_order(epoch, n_rows, seed):
     return torch.randperm(n_rows, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
 
 
-def deal_rows(lengths, processes, max_tokens):
-    """Deal rows of these lengths into micro-batches, each of one bin per process. Returns for each
-    micro-batch a list of row indices per process.
+def deal_rows(batch, processes, max_tokens):
+    """Deal the documents of these Rows into micro-batches, each of one bin per process. Returns for
+    each micro-batch a list of document numbers per process.
 
     They are the fewest micro-batches for which every bin, all filled evenly, stays within
-    `max_tokens`. All ranks know all lengths, so that all get the same.
+    `max_tokens`. Both answers of a pair are in one micro-batch, perhaps in bins of two processes.
+    All ranks know all lengths, so that all get the same.
     """
-    longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    lengths = batch.lengths.tolist()
     fewest = max(1, math.ceil(sum(lengths) / (processes * max_tokens)))
-    for n in range(fewest, len(lengths) + 1):
-        # a heap of (tokens, number, rows): the emptiest bin comes first
-        bins = [(0, number, []) for number in range(n * processes)]
-        for i in longest_first:
-            tokens, number, rows = bins[0]
-            heapq.heapreplace(bins, (tokens + lengths[i], number, [*rows, i]))
-        if max(bins)[0] <= max_tokens:
+    for n in range(fewest, len(batch) + 1):
+        if batch.n_answers == 1:
+            bins = deal(range(len(lengths)), lengths, n * processes)
+            dealt = [bins[i : i + processes] for i in range(0, len(bins), processes)]
+        else:
+            of_rows = batch.lengths.view(-1, batch.n_answers).sum(1).tolist()
+            dealt = [deal(batch.documents_of(rows), lengths, processes)
+                     for rows in deal(range(len(batch)), of_rows, n)]
+        if max(sum(lengths[i] for i in bin) for micro_batch in dealt for bin in micro_batch
+               ) <= max_tokens:
             break
-    bins.sort(key=lambda bin: (-bin[0], bin[1]))  # the fullest first
-    fullest_first = [sorted(rows) for _, _, rows in bins]
-    return [fullest_first[i : i + processes] for i in range(0, len(bins), processes)]
+    return dealt
+
+
+def deal(items, sizes, n):
+    """Deal `items`, numbers of `sizes`, into n lists that are filled evenly, the fullest first."""
+    # a heap of (size, number, items): the emptiest list comes first
+    lists = [(0, number, []) for number in range(n)]
+    for i in sorted(items, key=lambda i: (-sizes[i], i)):
+        size, number, found = lists[0]
+        heapq.heapreplace(lists, (size + sizes[i], number, [*found, i]))
+    lists.sort(key=lambda one: (-one[0], one[1]))
+    return [sorted(found) for _, _, found in lists]
 
 
 def round_up(n, device):
@@ -82,47 +100,92 @@ def make_bin(batch, micro_batch, rank, step_key, run):
     seeds dropout; None: an evaluation. All ranks pad to one shape, because they compute embedding
     and head together, and every rank waits for the longest bin anyway."""
     n_tokens, n_labels, longest = shape_of_bins(batch, micro_batch, run)
-    rows = micro_batch[rank]
-    lengths = batch.lengths[rows].tolist()
+    documents = micro_batch[rank]
+    lengths = batch.lengths[documents].tolist()
     n_unpadded = torch.tensor([sum(lengths)])
     n_padding = n_tokens - sum(lengths)
     lengths += [longest] * (n_padding // longest)
     if n_padding % longest:
         lengths.append(n_padding % longest)
     starts = torch.tensor([0, *lengths]).cumsum(0)
-    ids, labels = torch.zeros(n_tokens, dtype=torch.int64), torch.full((n_tokens,), IGNORE)
-    for i, start in zip(rows, starts.tolist()):
-        row_ids, row_labels = batch.tokens(i)
-        ids[start : start + len(row_ids)] = row_ids
-        labels[start : start + len(row_ids) - 1] = row_labels[1:]
-    position_ids = torch.arange(n_tokens) - starts[:-1].repeat_interleave(starts.diff())
+    document_at = torch.arange(len(lengths)).repeat_interleave(starts.diff())
+    position_ids = torch.arange(n_tokens) - starts[document_at]
     keys = None
     if step_key is not None:
-        documents = torch.tensor(rows + [-1] * (len(lengths) - len(rows)))
-        seeds = mix(step_key + documents).repeat_interleave(starts.diff())
+        numbers = torch.tensor(documents + [-1] * (len(lengths) - len(documents)))
+        seeds = mix(step_key + numbers)[document_at]
         keys = mix(seeds + position_ids)  # drop() adds a number for layer and site to each
-    trained_at = (labels != IGNORE).nonzero().view(-1)
-    padding = (0, n_labels - len(trained_at))
+    n_documents = max(map(len, micro_batch))
     same = len(set(lengths)) == 1
+    if run.plan.graphs:
+        n_documents = power_of_2(n_documents)
     if run.plan.graphs and not same:  # one graph serves several numbers of documents
-        longest = 2 ** (longest - 1).bit_length()
+        longest = power_of_2(longest)
         spare = 2 ** len(lengths).bit_length() - len(lengths)
         starts = F.pad(starts, (0, spare), value=n_tokens)
+    ids, trained_at, labels, bounds = token_tensors(batch, documents, lengths, n_documents)
+    padding = (0, n_labels - len(labels))
     tensors = [ids, n_unpadded, position_ids, starts.int(), F.pad(trained_at, padding),
-               F.pad(labels[trained_at], padding, value=IGNORE), keys]
+               F.pad(labels, padding, value=IGNORE), bounds, keys]
+    answers = find_answers(batch, micro_batch, n_documents, run) if batch.loss != "sft" else []
     if run.device.type == "cuda":
-        tensors = [None if tensor is None else tensor.pin_memory().to(run.device, non_blocking=True)
-                   for tensor in tensors]
+        tensors, answers = (
+            [None if tensor is None else tensor.pin_memory().to(run.device, non_blocking=True)
+             for tensor in part] for part in (tensors, answers))
     store = GPUStore() if step_key is None else run.store  # an evaluation has no backward
-    return Bin(*tensors, tuple(lengths), longest, run.kernels["same" if same else "any"], store)
+    return Bin(*tensors, Answers(*answers) if answers else None, tuple(lengths), longest,
+               run.kernels["same" if same else "any"], store)
+
+
+def token_tensors(batch, documents, lengths, n_documents):
+    """A Bin's input_ids, its trained_at and labels without padding, and its loss_bounds.
+    `lengths`: of the documents and then of padding."""
+    n_tokens, parts = sum(lengths), 2 if batch.kind.trains_prompt else 1
+    ids, labels = torch.zeros(n_tokens, dtype=torch.int64), torch.full((n_tokens,), IGNORE)
+    part_at = torch.zeros(n_tokens, dtype=torch.int64)  # number of the sum that a token counts in
+    start = 0
+    for position, i in enumerate(documents):
+        row_ids, row_labels = batch.tokens(i)
+        whole, trained = (slice(start, start + len(row_ids) - n) for n in (0, 1))
+        ids[whole], labels[trained], part_at[whole] = row_ids, row_labels[1:], parts * position
+        if batch.kind.trains_prompt and batch.desirable[i]:
+            is_prompt = labels[trained] == IGNORE
+            labels[trained] = row_ids[1:]
+            part_at[trained] += is_prompt
+        start = whole.stop
+    trained_at = (labels != IGNORE).nonzero().view(-1)
+    trained_at = trained_at[part_at[trained_at].argsort(stable=True)]
+    bounds = torch.searchsorted(part_at[trained_at], torch.arange(parts * n_documents + 1))
+    return ids, trained_at, labels[trained_at], bounds
+
+
+def find_answers(batch, micro_batch, n_documents, run):
+    """The first four tensors of the Answers of a micro-batch, in whose bins there are, with
+    padding, `n_documents` each."""
+    place = {document: rank * n_documents + i for rank, documents in enumerate(micro_batch)
+             for i, document in enumerate(documents)}
+    documents = torch.tensor(sorted(place)).view(-1, batch.n_answers)
+    places = torch.tensor([place[i] for i in documents.flatten().tolist()]).view_as(documents)
+    spare = power_of_2(len(documents)) - len(documents) if run.plan.graphs else 0
+    n_trained = batch.n_trained[documents].double()
+    reference = torch.zeros_like(n_trained)
+    if batch.reference is not None:
+        reference = batch.reference[documents]
+    return [F.pad(tensor, (0, 0, 0, spare))
+            for tensor in (places, n_trained, reference, batch.desirable[documents])]
+
+
+def power_of_2(n):
+    """The lowest power of 2 from n on."""
+    return 2 ** (n - 1).bit_length()
 
 
 def shape_of_bins(batch, micro_batch, run):
     """(tokens, trained tokens, longest document) to which all ranks pad their bin."""
-    lengths = [batch.lengths[rows].tolist() for rows in micro_batch]
-    all_lengths = {length for row_lengths in lengths for length in row_lengths}
+    lengths = [batch.lengths[documents].tolist() for documents in micro_batch]
+    all_lengths = {length for document_lengths in lengths for length in document_lengths}
     n_tokens = max(map(sum, lengths))
     if len(all_lengths) > 1:
         n_tokens = min(round_up(n_tokens, run.device), run.plan.bin_tokens)  # no more than planned
-    n_trained = max(int(batch.n_trained[rows].sum()) for rows in micro_batch)
-    return n_tokens, round_up(n_trained, run.device), max(all_lengths)
+    n_scored = max(int(batch.n_scored()[documents].sum()) for documents in micro_batch)
+    return n_tokens, round_up(n_scored, run.device), max(all_lengths)

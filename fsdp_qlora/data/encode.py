@@ -3,7 +3,8 @@ on files.py for rows, forms.py for what they mean, cache.py for keeping them, an
 which of them a step works on.
 
 A row's way to tokens: encode_pieces() -> try_row() -> parse_row() of forms.py -> parse_chat() of
-chat.py, if it is a conversation -> tokenize().
+chat.py, if it is a conversation -> tokenize(). With a --loss of preferences, parse_preference() of
+preferences.py comes before parse_row().
 """
 
 import bisect
@@ -22,13 +23,16 @@ from fsdp_qlora.data.cache import PARTS, has_table, open_cache, read_table, writ
 from fsdp_qlora.data.chat import parse_chat, with_day
 from fsdp_qlora.data.files import RefusedRow, find_pieces, read_pieces
 from fsdp_qlora.data.forms import IGNORE, parse_row, printable
+from fsdp_qlora.data.preferences import parse_preference
 from fsdp_qlora.files import digest, text_digest, write_whole
+from fsdp_qlora.loss import LOSSES
 from fsdp_qlora.ranks import Stop, say, together
 
 BATCH = 256  # rows that the tokenizer gets at once
 ENCODED = {  # what encode_pieces() yields of a document
-    "input_ids": "int32s", "labels": "int32s", "length": "int32", "n_trained": "int32",
-    "digest": "int64", "cut": "bool",  # of these six see columns_of()
+    "input_ids": "int32s", "labels": "int32s", "length": "int32", "prompt_length": "int32",
+    "n_trained": "int32", "desirable": "bool", "digest": "int64",
+    "cut": "bool",  # of these eight see columns_of()
     "kept": "bool", "refused": "bool",  # neither: the row is left out
     "is_first": "bool",  # of its row
     "form": "string",  # of its row, with the keys that are ignored
@@ -36,39 +40,95 @@ ENCODED = {  # what encode_pieces() yields of a document
     "left_out": "string", "where": "string"}  # why, and which row; "" if it is kept
 
 
+COLUMNS = "prompt_length", "n_trained", "desirable", "digest"  # as Rows has them
+
+
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The encoded data set. Each entry is one document of parse_row(), from here on called a row;
-    a conversation may give several. The tokens lie end to end in a few int32 arrays, views of
-    a memory-mapped file that all ranks of a node share."""
+    """The encoded data set. A row is one document of parse_row(), of which a conversation may give
+    several; or of pairs two, the better answer's and then the other's. The tokens lie end to end in
+    a few int32 arrays, views of a memory-mapped file that all ranks of a node share."""
 
+    loss: str  # of LOSSES: what these rows are for
     input_ids: list  # of arrays
     labels: list  # of arrays of the same sizes
     bounds: list  # where among all tokens each array begins
-    starts: torch.Tensor  # int64 [rows], where among all tokens each row begins
-    lengths: torch.Tensor  # [rows], in tokens
-    n_trained: torch.Tensor  # [rows], trained tokens: those that the loss is the mean of
-    digests: torch.Tensor  # int64 [rows], of tokens and labels
-    sources: torch.Tensor  # int64 [rows], the number of the example that each was made of
+    starts: torch.Tensor  # int64 [documents], where among all tokens each begins
+    lengths: torch.Tensor  # [documents], in tokens
+    prompt_lengths: torch.Tensor  # [documents], tokens before the first trained one
+    n_trained: torch.Tensor  # [documents], trained tokens: those that the loss is the mean of
+    desirable: torch.Tensor  # bool [documents]: is it a good answer, of a pair the better one?
+    digests: torch.Tensor  # int64 [documents], of tokens, labels and `desirable`
+    sources: torch.Tensor  # int64 [documents], the number of the example that each was made of
+    # fp64 [documents], the log-probability of each answer before the first step
+    reference: torch.Tensor | None = None
+    # the same prompts with answers of other rows, as KTO wants them, see mismatch()
+    mismatched: "Rows | None" = None
+    answer_starts: torch.Tensor | None = None  # int64 [documents], of those, where the answers are
+
+    @property
+    def kind(self):
+        return LOSSES[self.loss]
+
+    @property
+    def n_answers(self):
+        """How many documents a row has."""
+        return self.kind.n_answers
 
     def __len__(self):
-        return len(self.starts)
+        return len(self.starts) // self.n_answers
 
     def tokens(self, i):
-        """(input_ids, labels) of row i, int64 [tokens]; labels are IGNORE where nothing is trained.
-        """
+        """(input_ids, labels) of document i, int64 [tokens]; labels are IGNORE where nothing is
+        trained."""
         start, n_tokens = int(self.starts[i]), int(self.lengths[i])
+        if self.answer_starts is None:
+            return self.read(start, n_tokens)
+        n_prompt, answer = int(self.prompt_lengths[i]), int(self.answer_starts[i])
+        parts = self.read(start, n_prompt), self.read(answer, n_tokens - n_prompt)
+        return tuple(map(torch.cat, zip(*parts)))
+
+    def read(self, start, n_tokens):
+        """(input_ids, labels) of these tokens of one document, int64."""
         array = bisect.bisect_right(self.bounds, start) - 1
         first = start - self.bounds[array]
         part = slice(first, first + n_tokens)
         return tuple(torch.from_numpy(arrays[array][part].astype(np.int64))
                      for arrays in (self.input_ids, self.labels))
 
-    def select(self, which):
-        """The Rows of these indices, or where this mask [rows] is true, in the same arrays."""
-        columns = {name: column[which] for name, column in vars(self).items()
+    def documents_of(self, rows):
+        """The numbers of the documents of these rows, a tensor of numbers."""
+        return (rows[:, None] * self.n_answers + torch.arange(self.n_answers)).flatten()
+
+    def select(self, rows):
+        """The Rows of these numbers, a tensor, in the same arrays."""
+        documents = self.documents_of(rows)
+        columns = {name: column[documents] for name, column in vars(self).items()
                    if isinstance(column, torch.Tensor)}
-        return dataclasses.replace(self, **columns)
+        mismatched = self.mismatched and self.mismatched.select(rows)
+        return dataclasses.replace(self, **columns, mismatched=mismatched)
+
+    def as_documents(self):
+        """The same documents, each a row of its own."""
+        return dataclasses.replace(self, loss="sft")
+
+    def mismatch(self, seed, max_tokens):
+        """The prompts of these rows, each with the answer of the row before it in a random order,
+        cut to `max_tokens`. Of cut ones `n_trained` is an upper bound."""
+        order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
+        other = torch.empty_like(order).scatter_(0, order, order.roll(1))
+        lengths = self.prompt_lengths + (self.lengths - self.prompt_lengths)[other]
+        return dataclasses.replace(
+            self.as_documents(), lengths=lengths.clamp(max=max_tokens),
+            answer_starts=(self.starts + self.prompt_lengths)[other],
+            n_trained=self.n_trained[other])
+
+    def n_scored(self):
+        """[documents], the tokens whose loss is computed: the trained ones, and of ORPO also the
+        prompts of good answers."""
+        if not self.kind.trains_prompt:
+            return self.n_trained
+        return torch.where(self.desirable, self.lengths - 1, self.n_trained)
 
     def sha256(self):
         """Hash of all rows in order, by which a resumed run sees that its data are the same."""
@@ -79,8 +139,8 @@ def prepare_data(config, directory, tokenizer, vocab_size, day):
     """The Rows to train on and those to evaluate on, or None. All ranks must call this."""
     if config.random_weights and not config.dataset:
         say(f"data: {config.batch_size} rows of random tokens")
-        return random_rows(vocab_size, config), None
-    settings = tokenizer, config.max_seq_len, vocab_size, day, config.columns or ()
+        return with_mismatched(random_rows(vocab_size, config), config), None
+    settings = (tokenizer, config.max_seq_len, vocab_size, day, config.columns or (), config.loss)
     sources = config.dataset or (str(directory / "demo" / "data.jsonl"),)
     rows, line, renamed = prepare_rows(sources, *settings)
     say(f"data: {line}")
@@ -89,13 +149,28 @@ def prepare_data(config, directory, tokenizer, vocab_size, day):
         try:
             fraction = float(config.eval_dataset[0])
         except ValueError:
-            eval_rows, line, also = prepare_rows(config.eval_dataset, *settings, "--eval_dataset")
+            eval_rows, line, also = prepare_rows(
+                config.eval_dataset, *settings, flag="--eval_dataset")
             say(f"evaluation: {line}")
             renamed |= also
     for column in config.columns or ():
         if (key := column.split("=")[0]) not in renamed:
             raise Stop(f"--columns {column}: no row has the key {key}")
-    return (rows, eval_rows) if fraction is None else hold_out(rows, fraction, config)
+    if fraction is not None:
+        rows, eval_rows = hold_out(rows, fraction, config)
+    n_good = int(rows.desirable.sum())
+    if config.loss == "kto" and n_good in (0, len(rows)):
+        raise Stop(f"--loss kto learns from good answers beside bad ones, and of {len(rows):,} rows"
+                   f" {n_good:,} have label true: --loss sft trains good answers alone")
+    return with_mismatched(rows, config), eval_rows and with_mismatched(eval_rows, config)
+
+
+def with_mismatched(rows, config):
+    """The rows, with `mismatched` where their loss reads it."""
+    if rows.loss != "kto":
+        return rows
+    mismatched = rows.mismatch(config.seed, config.max_seq_len)
+    return dataclasses.replace(rows, mismatched=mismatched)
 
 
 def hold_out(rows, fraction, config):
@@ -107,14 +182,15 @@ def hold_out(rows, fraction, config):
         raise Stop(f"--eval_dataset {' '.join(config.eval_dataset)}: is {n} of {len(sources)}"
                    " rows: give one fraction between 0 and 1, or files")
     order = torch.randperm(len(sources), generator=torch.Generator().manual_seed(config.seed))
-    held_out = torch.isin(rows.sources, sources[order[:n]])
+    held_out = torch.isin(rows.sources[:: rows.n_answers], sources[order[:n]])
     say(f"evaluation: {held_out.sum():,} of these rows, which are not trained on")
-    return rows.select(~held_out), rows.select(held_out)
+    return tuple(rows.select(mask.nonzero().view(-1)) for mask in (~held_out, held_out))
 
 
-def prepare_rows(sources, tokenizer, max_seq_len, vocab_size, day, columns=(), flag="--dataset"):
-    """The Rows of all `sources`, a line on what became of them, and the set of keys that `columns`
-    have renamed. All ranks must call this."""
+def prepare_rows(sources, tokenizer, max_seq_len, vocab_size, day, columns=(), loss="sft",
+                 flag="--dataset"):
+    """The Rows of all `sources` for this loss, a line on what became of them, and the set of keys
+    that `columns` have renamed. All ranks must call this."""
     name = " ".join(sources)
     with together():
         if tokenizer.eos_token_id is None:
@@ -122,7 +198,7 @@ def prepare_rows(sources, tokenizer, max_seq_len, vocab_size, day, columns=(), f
                              " eos_token in its tokenizer_config.json")
         tokenizer = with_day(tokenizer, day)
         settings = {"tokenizer": tokenizer, "max_seq_len": max_seq_len, "vocab_size": vocab_size,
-                    "new_names": columns}
+                    "new_names": columns, "loss": loss}
         pieces, contents = [], []
         for source in sources:
             try:
@@ -147,14 +223,16 @@ def prepare_rows(sources, tokenizer, max_seq_len, vocab_size, day, columns=(), f
         if (first := table["refused"].index(True).as_py()) >= 0:
             raise ValueError(f"{table['where'][first]}: {table['left_out'][first]}")
         left_out = describe_left_out(table)
-        rows = rows_of_table(table)
+        rows = rows_of_table(table, loss)
         if not len(rows):
             raise ValueError(f"{name}: none of its {len(table['kept'])} rows can be trained on:"
                              f" {left_out}")
         forms = counts_of(table["form"].filter(table["kept"]))
-        forms = ", ".join(f"{n:,} {form}" for form, n in forms.items())
+        forms = ", ".join(f"{n // rows.n_answers:,} {form}" for form, n in forms.items())
         line = (f"{name}: {len(rows):,} rows, {forms}; {rows.lengths.sum():,} tokens,"
                 f" {rows.n_trained.sum():,} of them trained")
+        if loss == "kto":
+            line += f"; {rows.desirable.sum():,} good answers, {(~rows.desirable).sum():,} bad ones"
         n_cut = int(table["cut"].filter(table["kept"]).to_numpy().sum())
         if n_cut:
             line += f"; {n_cut:,} cut to {max_seq_len} tokens"
@@ -162,12 +240,14 @@ def prepare_rows(sources, tokenizer, max_seq_len, vocab_size, day, columns=(), f
         return rows, line, {key for keys in counts_of(table["renamed"]) for key in json.loads(keys)}
 
 
-def cache_key(sources, contents, tokenizer, max_seq_len, vocab_size, new_names):
+def cache_key(sources, contents, tokenizer, max_seq_len, vocab_size, new_names, loss):
     """Digest of all that decides what the rows become, this code and transformers' included."""
-    code = {inspect.getsourcefile(f) for f in (find_pieces, parse_row, parse_chat, encode_pieces)}
+    code = {inspect.getsourcefile(f) for f in
+            (find_pieces, parse_row, parse_preference, parse_chat, encode_pieces)}
+    kind = "pairs" if LOSSES[loss].n_answers == 2 else loss  # what the rows' forms depend on
     return text_digest([
         sorted(map(digest, code)), transformers.__version__, sources, contents, max_seq_len,
-        vocab_size, new_names, str(tokenizer.chat_template or ""),
+        vocab_size, new_names, kind, str(tokenizer.chat_template or ""),
         tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map])
 
 
@@ -191,18 +271,21 @@ def encode_batches(pieces, **settings):
         yield pyarrow.record_batch(columns)
 
 
-def encode_pieces(pieces, tokenizer, max_seq_len, vocab_size, new_names=()):
-    """Yield {name: value}, see ENCODED, for each document of each row; of a row that cannot be used
-    one, without tokens."""
+def encode_pieces(pieces, tokenizer, max_seq_len, vocab_size, new_names=(), loss="sft"):
+    """Yield {name: value}, see ENCODED, for each document of each row; one of a row that cannot be
+    used, and of a pair that has an answer which cannot."""
     rows, old_names = read_pieces(pieces), {column.split("=")[0] for column in new_names}
     while batch := list(itertools.islice(rows, BATCH)):
         parsed = [(where, json.dumps(sorted(old_names & row.keys() if type(row) is dict else ())),
-                   *try_row(row, tokenizer, new_names)) for where, row in batch]
-        tokens = iter(tokenize([d for *_, documents in parsed for d in documents], tokenizer))
-        for where, renamed, row_error, form, documents in parsed:
-            for i in range(len(documents)):
-                columns = columns_of(*next(tokens), max_seq_len)
-                error = row_error or check_tokens(columns, max_seq_len, vocab_size)
+                   *try_row(row, tokenizer, new_names, loss)) for where, row in batch]
+        tokens = iter(tokenize([d for *_, documents, _ in parsed for d in documents], tokenizer))
+        for where, renamed, row_error, form, _, desirable in parsed:
+            found = [columns_of(*next(tokens), max_seq_len, good) for good in desirable]
+            errors = [row_error or check_tokens(columns, max_seq_len, vocab_size)
+                      for columns in found]
+            if LOSSES[loss].n_answers == 2 and any(errors):
+                found, errors = found[:1], [next(filter(None, errors))]
+            for i, (columns, error) in enumerate(zip(found, errors)):
                 why = (str(error) or type(error).__name__) if error else ""
                 form, why = printable(form), printable(why)
                 yield {**columns, "kept": not error, "refused": isinstance(error, RefusedRow),
@@ -210,14 +293,18 @@ def encode_pieces(pieces, tokenizer, max_seq_len, vocab_size, new_names=()):
                        "where": where if error else ""}
 
 
-def try_row(row, tokenizer, new_names):
-    """(error, form, documents) of a row: no error, or one document without tokens."""
+def try_row(row, tokenizer, new_names, loss):
+    """(error, form, documents, whether each is a good answer) of a row: no error, or one document
+    without tokens."""
     try:
-        return None, *parse_row(row, tokenizer, new_names)
+        if loss != "sft":
+            return None, *parse_preference(row, tokenizer, new_names, loss)
+        form, documents = parse_row(row, tokenizer, new_names)
+        return None, form, documents, [True] * len(documents)
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as e:
         if isinstance(e.__context__, (MemoryError, OSError)):  # not the row's fault
             raise e.__context__
-        return e, "", [([], [])]
+        return e, "", [([], [])], [True]
 
 
 def tokenize(documents, tokenizer):
@@ -263,14 +350,18 @@ def part_labels(part, ids, offsets, tokenizer):
     return ids, labels
 
 
-def columns_of(ids, labels, max_tokens):
-    """What ENCODED has of the tokens of one document, cut to `max_tokens`."""
+def columns_of(ids, labels, max_tokens, desirable=True):
+    """What ENCODED has of the tokens of one document, cut to `max_tokens`, a good answer or not."""
     is_cut = len(ids) > max_tokens
     ids, labels = (np.asarray(values[:max_tokens], np.int32) for values in (ids, labels))
-    sha = hashlib.blake2b(ids.tobytes() + labels.tobytes(), digest_size=8).digest()
-    n_trained = int((labels[1:] != IGNORE).sum())  # nothing predicts the first token
-    return {"input_ids": ids, "labels": labels, "length": len(ids), "n_trained": n_trained,
-            "cut": is_cut, "digest": int.from_bytes(sha, "little", signed=True)}
+    content = ids.tobytes() + labels.tobytes() + b"bad" * (not desirable)
+    sha = hashlib.blake2b(content, digest_size=8).digest()
+    is_trained = labels != IGNORE
+    return {"input_ids": ids, "labels": labels, "length": len(ids),
+            "prompt_length": int(is_trained.argmax()) if len(ids) else 0,
+            "n_trained": int(is_trained[1:].sum()),  # nothing predicts the first token
+            "desirable": desirable, "cut": is_cut,
+            "digest": int.from_bytes(sha, "little", signed=True)}
 
 
 def check_tokens(columns, max_seq_len, vocab_size):
@@ -303,32 +394,37 @@ def counts_of(column):
     return {pair["values"]: pair["counts"] for pair in column.value_counts().to_pylist()}
 
 
-def rows_of_table(table):
+def rows_of_table(table, loss):
     """The Rows of what read_table() returns that are kept."""
     kept, is_first, lengths, *columns = (
         torch.from_numpy(table[name].to_numpy().copy())
-        for name in ("kept", "is_first", "length", "n_trained", "digest"))
+        for name in ("kept", "is_first", "length", *COLUMNS))
     input_ids, labels = ([chunk.flatten().to_numpy() for chunk in table[name].chunks]
                          for name in ("input_ids", "labels"))
     bounds = np.cumsum([0, *map(len, input_ids)]).tolist()[:-1]
     starts, sources = lengths.cumsum(0) - lengths, is_first.cumsum(0)
-    return Rows(input_ids, labels, bounds, starts, lengths, *columns, sources).select(kept)
+    documents = Rows("sft", input_ids, labels, bounds, starts, lengths, *columns, sources)
+    return dataclasses.replace(documents.select(kept.nonzero().view(-1)), loss=loss)
 
 
-def rows_of(pairs):
-    """Rows in memory from [(input_ids, labels)]."""
-    documents = [columns_of(ids, labels, len(ids)) for ids, labels in pairs]
+def rows_of(documents, loss="sft"):
+    """Rows in memory from [(input_ids, labels)], of which a row has one or two; of two the first is
+    the better one, of rows of one every other is good."""
+    n = len(documents)
+    documents = [columns_of(ids, labels, len(ids), loss == "sft" or i % 2 == 0)
+                 for i, (ids, labels) in enumerate(documents)]
     input_ids, labels = (np.concatenate([document[name] for document in documents])
                          for name in ("input_ids", "labels"))
     lengths, *columns = (torch.tensor([document[name] for document in documents])
-                         for name in ("length", "n_trained", "digest"))
-    starts, sources = lengths.cumsum(0) - lengths, torch.arange(len(documents))
-    return Rows([input_ids], [labels], [0], starts, lengths, *columns, sources)
+                         for name in ("length", *COLUMNS))
+    starts, sources = lengths.cumsum(0) - lengths, torch.arange(n) // LOSSES[loss].n_answers
+    return Rows(loss, [input_ids], [labels], [0], starts, lengths, *columns, sources)
 
 
 def random_rows(vocab_size, config):
     """Rows of random tokens, all of full length, for measuring without a data set."""
     generator = torch.Generator().manual_seed(config.seed)
-    shape = (config.batch_size, config.max_seq_len)
-    ids = torch.randint(vocab_size, shape, generator=generator, dtype=torch.int32)
-    return rows_of([(row, row) for row in ids])
+    n_documents = config.batch_size * LOSSES[config.loss].n_answers
+    ids = torch.randint(vocab_size, (n_documents, config.max_seq_len), generator=generator,
+                        dtype=torch.int32)
+    return rows_of([(row, row) for row in ids], config.loss)

@@ -1,6 +1,6 @@
 """What a row of a data set means: its form by its keys, its documents, and which text of them is
 trained. It stands on chat.py for conversations, and leaves reading to files.py, tokens to
-encode.py."""
+encode.py, and rows with several answers or with judged ones to preferences.py."""
 
 import contextlib
 import functools
@@ -31,9 +31,12 @@ LISTS = {"messages", "conversations", "segments", "input_ids", "history", "tools
          "chat_template_kwargs"}  # may be JSON text
 OPTIONAL = {key for keys in FORMS.values() for key in keys}
 REFUSED = {key: why for why, keys in {  # of rows and messages
-    "preferences are not trained, give the good answers alone":
-        ("chosen", "rejected", "label", "kto_tag", "completions", "preferred_output",
-         "non_preferred_output"),
+    "pairs of answers are trained by --loss dpo, ipo, simpo, orpo or kto, else give the good ones"
+    " alone": ("chosen", "rejected", "chosen_response", "rejected_response", "preferred_output",
+               "non_preferred_output"),
+    "judged answers are trained by --loss kto, else give the good ones alone":
+        ("label", "kto_tag"),
+    "judged steps of answers are not trained, give the good answers alone": ("completions",),
     "only text is trained": ("image", "images", "video", "videos", "audio", "audios"),
     "rows are packed here, give them one by one": ("position_ids", "seq_lengths"),
     "write it into the question or the answer":
@@ -66,16 +69,26 @@ def parse_row(row, tokenizer, columns=()):
     """Returns the row's form with what is ignored, as text, and its documents: each a list of
     Parts, or of a row with input_ids the tuple (input_ids, labels). `columns` are new names of
     keys, ["old=new"]. A ValueError leaves the row out, a RefusedRow ends the run."""
+    return parse_object(as_object(row, columns), tokenizer)
+
+
+def as_object(row, columns):
+    """The row with new names for its keys; raises what it is if it is no object."""
     if isinstance(row, Exception):
         raise row
     if not isinstance(row, dict):
         raise ValueError(f"is {type(row).__name__}, want an object")
-    row = rename_keys(row, dict(column.split("=") for column in columns))
+    return rename_keys(row, dict(column.split("=") for column in columns))
+
+
+def parse_object(row, tokenizer, form=None, is_one_text=False):
+    """parse_row() of what as_object() returns. `form`: one of FORMS, None: by the row's keys;
+    `is_one_text`: a prompt and its completion may meet in a word."""
     refuse_keys(row, ", or rename it: --columns {}=unused")
-    form = find_form(row)
+    form = form or find_form(row)
     row, ignored = take_keys(row, form)
     notes = [f"ignored: {', '.join(ignored)}"] if ignored else []
-    documents = parse_text(row, form, tokenizer)
+    documents = parse_text(row, form, tokenizer, is_one_text)
     if documents is None:
         messages = as_messages(row, form)
         if unread := unread_keys(messages, str(tokenizer.chat_template)):
@@ -180,7 +193,7 @@ def read_json_text(key, value):
 # ------------------------------------------------------------------------------------------------
 
 
-def parse_text(row, form, tokenizer):
+def parse_text(row, form, tokenizer, is_one_text):
     """The documents of a row that is no conversation, else None."""
     if form == ("input_ids",):
         return [checked_ids(row)]
@@ -197,7 +210,7 @@ def parse_text(row, form, tokenizer):
     prompt, completion = as_prompt(row, form)
     if not completion.strip():
         raise ValueError("completion is empty")
-    if begins_with_space(tokenizer):
+    if is_one_text or begins_with_space(tokenizer):
         text = prompt + completion.removesuffix(tokenizer.eos_token)
         return [[Part(text, [(len(prompt), len(text))], may_begin=True, must_end=True)]]
     return [[Part(prompt, trained=False, may_begin=True),

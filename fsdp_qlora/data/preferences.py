@@ -1,0 +1,126 @@
+"""What a row of preferences means: a question with a better and a worse answer, or with one answer
+and whether it is good. It stands on forms.py: the question with one of the answers is a row there.
+"""
+
+from fsdp_qlora.data.files import RefusedRow
+from fsdp_qlora.data.forms import (
+    COMPLETION, as_object, find_form, parse_object, read_json_text, read_message)
+from fsdp_qlora.loss import LOSSES
+
+PAIRS = (("chosen", "rejected"), ("chosen_response", "rejected_response"),
+         ("preferred_output", "non_preferred_output"))  # keys of the better and the worse answer
+LABELS = ("label", "kto_tag")
+ANSWERS = {"prompt": "completion", "instruction": "output", "question": "answer",
+           "query": "response"}  # {key of a question: that of its answer, in FORMS}
+CONVERSATIONS = ("messages", "conversations")
+
+
+def parse_preference(row, tokenizer, columns, loss):
+    """parse_row() of a row for this loss of preferences; and of each document, whether it is a good
+    answer. Of two answers the better one comes first."""
+    row = as_object(row, columns)
+    pair = next((keys for keys in PAIRS if any(key in row for key in keys)), None)
+    label = next((key for key in LABELS if key in row), None)
+    if pair and not (label and loss == "kto"):
+        return parse_pair(row, *pair, tokenizer)
+    if label and loss == "kto":
+        return parse_labelled(row, label, tokenizer)
+    wanted = "chosen and rejected" if LOSSES[loss].n_answers == 2 else "label, true or false,"
+    raise RefusedRow(f"has {', '.join(row) or 'no keys'}; --loss {loss} wants {wanted} beside what"
+                     " is answered: rename keys by --columns OLD=NEW, or train such rows by --loss "
+                     + ("kto" if label else "sft"))
+
+
+def parse_pair(row, better, worse, tokenizer):
+    """parse_preference() of a row with two answers, in these keys."""
+    answers = []
+    for key in better, worse:
+        if key not in row:
+            raise RefusedRow(f"has {better if key == worse else worse}, but no {key}")
+        if row[key] is None:
+            raise ValueError(f"{key} is null")
+        answers.append(row[key])
+    row = {key: value for key, value in row.items() if key not in (better, worse)}
+    if isinstance(row.get("input"), dict):  # OpenAI's
+        row |= {"messages": row["input"].get("messages"), "tools": row.pop("input").get("tools")}
+    rows, form, is_one_text = ask(row, answers)
+    (name, chosen), (_, rejected) = (parse_object(one, tokenizer, form, is_one_text)
+                                     for one in rows)
+    if len(chosen) + len(rejected) > 2:  # answers that the template rewrites when more follow
+        raise ValueError("to this chat template an answer of several messages is several documents:"
+                         " give all but the last message in the prompt")
+    if chosen == rejected:
+        raise ValueError("both answers are the same")
+    return f"pairs of {name}", chosen + rejected, [True, False]
+
+
+def parse_labelled(row, label, tokenizer):
+    """parse_preference() of a row with one answer, and in this key whether it is good."""
+    is_good = row[label]
+    if is_good not in (True, False):  # 1 and 0 are
+        raise RefusedRow(f"has {label} {is_good!r}: want true or false")
+    row = {key: value for key, value in row.items() if key != label and value is not None}
+    answered = next((key for key in (*ANSWERS.values(), "response") if key in row), None)
+    if answered:
+        (row,), form, _ = ask(row, [row.pop(answered)])
+    elif conversation := next((key for key in CONVERSATIONS if key in row), None):
+        # its last message is what is judged
+        (row,), form, _ = ask(row, [read_json_text(conversation, row.pop(conversation))])
+    else:
+        form = find_form(row)
+    name, documents = parse_object(row, tokenizer, form)
+    if len(documents) > 1:
+        raise ValueError("to this chat template an answer of several messages is several documents:"
+                         " give all but the last message in the prompt")
+    return f"judged {name}", documents, [bool(is_good)]
+
+
+def ask(row, answers):
+    """A row of forms.py for each answer to what the rest of the row asks, one or two; their form;
+    and whether what both begin with was taken for their prompt, as a text.
+
+    The question is in a key of ANSWERS or CONVERSATIONS; or the answers contain it.
+    """
+    row = {key: value for key, value in row.items() if value is not None}
+    answers = [read_json_text("completion", answer) for answer in answers]
+    if {type(answer) for answer in answers} not in ({str}, {list}, {dict}):
+        raise ValueError("an answer is no text, message or list of messages, or two differ in kind")
+    if isinstance(answers[0], dict):
+        answers = [[answer] for answer in answers]
+    is_whole = isinstance(answers[0], list) and bool(answers[0]) and (
+        read_message(answers[0][0])["role"] != "assistant")
+    for key in CONVERSATIONS:
+        if key in row and is_whole:  # the same once more, as in UltraFeedback's rows
+            del row[key]
+        elif key in row and "prompt" not in row:
+            row["prompt"] = row.pop(key)
+    if "input" in row and not row.keys() & ANSWERS.keys():
+        row["question"] = row.pop("input")
+    if "prompt" in row:
+        row["prompt"] = prompt = read_json_text("messages", row["prompt"])
+        if is_whole:
+            check_prompt(prompt, answers[0])
+            del row["prompt"]
+        elif isinstance(prompt, list) and isinstance(answers[0], str):
+            answers = [[{"role": "assistant", "content": answer}] for answer in answers]
+        elif isinstance(prompt, str) and isinstance(answers[0], list):
+            row["prompt"] = [{"role": "user", "content": prompt}]
+    for asked, answered in ANSWERS.items():
+        if asked in row:
+            return [{**row, answered: answer} for answer in answers], (asked, answered), False
+    if len(answers) == 1:
+        n = len(answers[0]) - 1 if is_whole else 0
+    else:
+        n = next((i for i, (a, b) in enumerate(zip(*answers)) if a != b), min(map(len, answers)))
+    rows = [{**row, "prompt": answer[:n], "completion": answer[n:]} for answer in answers]
+    return rows, COMPLETION, isinstance(answers[0], str)
+
+
+def check_prompt(prompt, conversation):
+    """Refuse a prompt that a whole conversation does not contain."""
+    messages = [read_message(message) for message in conversation]
+    asked = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    texts = [message.get("content") for message in messages]
+    if any(read_message(message).get("content") not in ["", *texts] for message in asked):
+        raise RefusedRow("has a prompt that is not in the conversation of its answer: leave it out,"
+                         " --columns prompt=unused")
