@@ -68,7 +68,7 @@ def measure(run, needed, found):
     if run.saved_step:  # of a run that goes on with more rows, or whose file is lost
         weights = run.adapter.weights.data.clone()
         run.adapter.initialise(run.config)
-    for name, numbers in missing.items():
+    for name, numbers in ((name, numbers) for name, numbers in missing.items() if len(numbers)):
         rows, _ = needed[name]
         for which, batch in evaluation_batches(run, rows.select(numbers)):
             documents = rows.documents_of(numbers[which])

@@ -113,11 +113,11 @@ def evaluations(job, process):
     def look(run):
         for layer in run.model.layers:
             layer.set_reshard_after_forward(False)
-        losses = [train_fsdp_qlora.evaluate(run)]
+        losses = [train_fsdp_qlora.evaluate(run)["eval_loss"]]
         run.probe.states(run)
         with torch.no_grad():
             run.adapter.weights += 0.1
-        return {"losses": torch.tensor([*losses, train_fsdp_qlora.evaluate(run)])}
+        return {"losses": torch.tensor([*losses, train_fsdp_qlora.evaluate(run)["eval_loss"]])}
 
     return training(job, process, job["model"], sharded("--eval_dataset", "0.1"), look)
 
@@ -137,18 +137,20 @@ def vocabulary(job, process):
         mine = slice(rank * 17, (rank + 1) * 17)
         x, labels, ids = (t[mine].to(run.device) for t in (x, labels, ids))
         trained_at = torch.arange(17, device=run.device).flip(0)  # of tokens in any order
-        bin = types.SimpleNamespace(labels=labels[trained_at], trained_at=trained_at)
+        bin = types.SimpleNamespace(
+            labels=labels[trained_at], trained_at=trained_at,
+            loss_bounds=torch.tensor([0, 5, 17, 17], device=run.device))
         chunk_bytes, row = house.get("CHUNK_BYTES"), 4 * model.arch.vocab_size
         for chunk, n_bytes in ("8", row * 8), ("all", chunk_bytes), ("one", 1):
             house.replace("CHUNK_BYTES", n_bytes)
             embedded = embed(model, ids)
             local = x.clone().requires_grad_()
             loss = HeadLoss.apply(local, model, bin)
-            (grad,) = torch.autograd.grad(loss * 0.25, local)
+            (grad,) = torch.autograd.grad(loss.sum() * 0.25, local)
             gather = lambda t: all_gather(t, model.group)  # noqa: E731
             out[f"{chunk}/embedded"] = gather(embedded).flatten(0, 1)
             out[f"{chunk}/grad"] = gather(grad).flatten(0, 1)
-            out[f"{chunk}/loss"] = gather(loss.detach()).sum()
+            out[f"{chunk}/loss"] = gather(loss.detach()).sum().float()
         house.replace("CHUNK_BYTES", chunk_bytes)
         return out
 
@@ -194,6 +196,33 @@ def gradients(job, process):
         for name, flags in job["settings"].items()
         for key, value in training(
             job, process, job["model"], sharded(*flags, "--max_grad_norm", "1e30"), look
+        ).items()
+    }
+
+
+def preferences(job, process):
+    """Of some settings: the reference, metrics of one step and of an evaluation with another
+    adapter, and the step's gradients without clipping and update."""
+
+    def look(run):
+        adapter, values = run.adapter, load_file(job["adapter"])
+        for i in range(len(run.model.layers)):
+            adapter.set_layer(i, values)
+        found = train_fsdp_qlora.evaluate(run)
+        record, _ = train_fsdp_qlora.train_step(run, 1)
+        adapter.weights.data.copy_(adapter.weights.grad)
+        numbers = {key: torch.tensor(value, dtype=torch.float64)
+                   for key, value in {**record, **found}.items()}  # fmt: skip
+        none = torch.zeros(0)
+        return {"reference": none if run.rows.reference is None else run.rows.reference,
+                **numbers, **adapter.gather_weights()}  # fmt: skip
+
+    house.replace("optimizer_step", lambda optimizer, adapter, rate: None)
+    return {
+        f"{name}/{key}": value
+        for name, flags in job["settings"].items()
+        for key, value in training(
+            job, process, job["model"], (*flags, "--max_grad_norm", "1e30"), look
         ).items()
     }
 

@@ -67,7 +67,7 @@ def deal_rows(batch, processes, max_tokens):
             dealt = [bins[i : i + processes] for i in range(0, len(bins), processes)]
         else:
             of_rows = batch.lengths.view(-1, batch.n_answers).sum(1).tolist()
-            dealt = [deal(batch.documents_of(rows), lengths, processes)
+            dealt = [deal(batch.documents_of(torch.tensor(rows)).tolist(), lengths, processes)
                      for rows in deal(range(len(batch)), of_rows, n)]
         if max(sum(lengths[i] for i in bin) for micro_batch in dealt for bin in micro_batch
                ) <= max_tokens:

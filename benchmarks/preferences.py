@@ -1,0 +1,173 @@
+"""Losses of preferences beside TRL's own trainers, on the same NF4 base, adapter and rows, in fp32.
+
+    PYTHONPATH=path/to/trl python benchmarks/preferences.py
+
+For each loss, on one process and on two that share the model, with all layers kept and recomputed:
+the largest difference of loss, rewards and log-probabilities from TRL's (relative where they are
+above 1), and of the gradients of all adapter matrices, relative to their norms. TRL 1.16 is no
+requirement of this project; without a GPU it takes a minute. What must be so that both see the same
+numbers: TRL casts the adapters of a 4-bit base to bf16, here they are set back to fp32; its CPO and
+ORPO trainers put BOS before prompts even where the tokenizer does not, here they have none; its KTO
+pairs each prompt with the answer of the row before in the file, so the rows are given to it in the
+order in which ours are paired.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import torch
+from conftest import run_once
+from families import TINY, write_model
+from safetensors.torch import load_file, save_file
+from test_preferences import FLAGS, LENGTH, data_flags, write_preferences
+
+from fsdp_qlora.demo import write_demo
+
+BETA = {"dpo": 0.3, "ipo": 0.3, "simpo": 2.0, "orpo": 0.4, "kto": 0.3}
+LAYOUTS = {  # {name: (processes, flags)}
+    "one process": (1, ["--recompute", "none"]),
+    "one process, recomputed, small bins": (1, ["--recompute", "all", "--micro_batch_tokens",
+                                                2 * LENGTH]),
+    "two processes, pairs in two bins": (2, ["--recompute", "none", "--shard_group_size", 2,
+                                             "--micro_batch_tokens", LENGTH]),
+    "two processes, recomputed": (2, ["--recompute", "all", "--shard_group_size", 2])}
+RANK, ALPHA, SEED, ROWS, BATCH = 4, 64, 0, 7, 7
+
+
+def trl_results(loss, base):
+    """{name: tensor} of one batch by TRL's trainer."""
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+    quantisation = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        base / "model", quantization_config=quantisation, dtype=torch.float32,
+        device_map={"": "cuda" if torch.cuda.is_available() else "cpu"})
+    path = base / f"rows{'_judged' * (loss == 'kto')}.jsonl"
+    rows = [json.loads(line) for line in path.open()]
+    if loss == "kto":
+        order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(SEED)).tolist()
+        rows = [rows[i] for i in order]
+    config_class, trainer_class, options = trl_classes(loss)
+    arguments = config_class(
+        output_dir=str(base / "trl"), per_device_train_batch_size=BATCH, max_length=LENGTH,
+        beta=BETA[loss], bf16=False, gradient_checkpointing=False,
+        use_cpu=not torch.cuda.is_available(), report_to="none", disable_tqdm=True, **options)
+    tokenizer = AutoTokenizer.from_pretrained(base / "model")
+    if loss in ("simpo", "orpo"):
+        tokenizer.bos_token = None
+    trainer = trainer_class(
+        model=model, args=arguments, train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        peft_config=LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear",
+                               task_type="CAUSAL_LM"))
+    params = {name.replace(".default", ""): p for name, p in trainer.model.named_parameters()
+              if p.requires_grad}
+    for name, value in load_file(base / "now.safetensors").items():
+        params[name].data = value.to(params[name].device)
+    batch = trainer.data_collator([trainer.train_dataset[i] for i in range(ROWS)])
+    trainer.model.train()
+    value = trainer.compute_loss(trainer.model, trainer._prepare_inputs(batch))
+    value.backward()
+    metrics = trainer._metrics if hasattr(trainer, "_metrics") else trainer._stored_metrics
+    found = {name: torch.tensor(values[-1], dtype=torch.float64)
+             for name, values in metrics["train"].items()}
+    return {**found, "loss": value.detach().double().cpu(),
+            **{name: p.grad.cpu() for name, p in params.items()}}
+
+
+def trl_classes(loss):
+    """(config, trainer, what else the config has) of TRL for a loss."""
+    if loss in ("dpo", "ipo"):
+        from trl import DPOConfig, DPOTrainer
+
+        return DPOConfig, DPOTrainer, {"loss_type": ["sigmoid" if loss == "dpo" else "ipo"]}
+    if loss == "kto":
+        from trl import KTOConfig, KTOTrainer
+
+        return KTOConfig, KTOTrainer, {}
+    if loss == "simpo":
+        from trl.experimental.cpo import CPOConfig, CPOTrainer
+
+        return CPOConfig, CPOTrainer, {"loss_type": "simpo", "cpo_alpha": 0.0}
+    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+    return ORPOConfig, ORPOTrainer, {}
+
+
+def make_base(base):
+    """model/, rows.jsonl, rows_judged.jsonl, and an adapter whose B is not 0."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    write_demo(base / "demo")
+    tokenizer = AutoTokenizer.from_pretrained(base / "demo" / "model")
+    config = TINY["llama"](len(tokenizer))
+    config.intermediate_size = 128  # bitsandbytes on a CPU wants rows of whole blocks
+    write_model(base / "model", config)
+    tokenizer.save_pretrained(base / "model")
+    for name in "rows", "eval":
+        write_preferences(base, name, ROWS, seed=3)
+    model = AutoModelForCausalLM.from_pretrained(base / "model", dtype=torch.float32)
+    torch.manual_seed(4)
+    model = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=ALPHA, task_type="CAUSAL_LM",
+                                             target_modules="all-linear"))
+    save_file({name.replace(".default", ""): torch.randn_like(p) * 0.05
+               for name, p in model.named_parameters() if p.requires_grad},
+              base / "now.safetensors")
+
+
+def own_results(base):
+    """{(layout, loss): {name: tensor}}"""
+    flags = [flag for pair in zip(FLAGS[::2], FLAGS[1::2]) for flag in pair
+             if pair[0] not in ("--lora_rank", "--lora_alpha", "--batch_size")]
+    flags += ["--lora_rank", RANK, "--lora_alpha", ALPHA, "--batch_size", BATCH]
+    found = {}
+    for nproc in 1, 2:
+        settings = {
+            f"{layout}|{loss}": ["--loss", loss, "--beta", BETA[loss], *data_flags(loss), *flags,
+                                 *more]
+            for layout, (n, more) in LAYOUTS.items() if n == nproc for loss in BETA}
+        job = {"case": "preferences", "out": str(base / f"out-{nproc}"), "model": "model",
+               "dataset": "rows.jsonl", "adapter": "now.safetensors", "settings": settings,
+               "cwd": str(base), "nproc": nproc}
+        (launch := base / f"launch-{nproc}").mkdir()
+        done = run_once(nproc, job, launch)
+        if not (base / f"out-{nproc}").exists():
+            sys.exit(done.stdout + done.stderr)
+        for key, value in load_file(base / f"out-{nproc}").items():
+            name, _, key = key.partition("/")
+            found.setdefault(tuple(name.split("|")), {})[key] = value
+    return found
+
+
+def main():
+    with tempfile.TemporaryDirectory() as directory:
+        base = Path(directory)
+        make_base(base)
+        own = own_results(base)
+        print(f"{'loss':6} {'layout':36} {'loss':>9} {'rewards':>9} {'logps':>9} {'gradients':>9}")
+        for loss in BETA:
+            want = trl_results(loss, base)
+            for layout in LAYOUTS:
+                got, worst = own[layout, loss], dict.fromkeys(("loss", "rewards", "logps", "lora"))
+                for name, value in want.items():
+                    kind = "lora" if "lora" in name else name.split("/")[0]
+                    if kind in worst and name in got:
+                        size = value.norm() if kind == "lora" else value.abs().clamp(min=1)
+                        off = float((got[name].double() - value).norm() / size)
+                        worst[kind] = max(off, worst[kind] or 0.0)
+                cells = " ".join(f"{off:9.1e}" for off in worst.values())
+                print(f"{loss:6} {layout:36} {cells}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

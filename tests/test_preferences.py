@@ -1,0 +1,649 @@
+"""Preferences: losses, rewards and gradients against plain PyTorch; what rows mean; runs that are
+stopped and go on.
+
+The reference is transformers' model with bitsandbytes' 4-bit linears in PEFT, fp32, one document
+after the other; what it trains is written down here once more, as TRL has it. (TRL itself runs
+beside this in benchmarks/preferences.py.)
+"""
+
+import json
+import math
+import random
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import DEVICE, needs_ranks, one_process
+from families import TINY, write_model
+from rows import chat_tokenizer, write_jsonl
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from short_runs import write_peft_adapter
+from test_step import ALPHA, RANK, load_reference
+from transformers import AutoTokenizer
+
+from fsdp_qlora.data.bins import deal_rows
+from fsdp_qlora.data.encode import encode_pieces, prepare_rows, rows_of, tokenize
+from fsdp_qlora.data.files import RefusedRow, find_pieces
+from fsdp_qlora.data.forms import IGNORE
+from fsdp_qlora.data.preferences import parse_preference
+from fsdp_qlora.loss import LOSSES
+from fsdp_qlora.reference import tensor_digest
+
+LENGTH = 64
+FLAGS = ["--lora_rank", RANK, "--lora_alpha", ALPHA, "--compute_dtype", "float32", "--max_seq_len",
+         LENGTH, "--batch_size", 7, "--report_to", "none"]  # fmt: skip
+# {first word of a setting: flags}
+LOSS_FLAGS = {
+    "dpo": ["--loss", "dpo", "--beta", 0.3],
+    "cdpo": ["--loss", "dpo", "--beta", 0.3, "--label_smoothing", 0.2],
+    "ipo": ["--loss", "ipo", "--beta", 0.3],
+    "simpo": ["--loss", "simpo", "--beta", 2.0, "--simpo_gamma", 0.7],
+    "orpo": ["--loss", "orpo", "--beta", 0.4],
+    "kto": ["--loss", "kto", "--beta", 0.3, "--undesirable_weight", 1.5],
+}  # fmt: skip
+# by the tokens of a bin: one document or one pair, or all
+SMALL, PAIR, LARGE = (["--micro_batch_tokens", n] for n in (LENGTH, 2 * LENGTH, 2000))
+ALL = ["--recompute", "all"]
+STARTED = ["--init_adapter", "start"]
+SHARED = ["--shard_group_size", 2]
+SETTINGS = {  # {processes: {name: flags}}
+    1: {"dpo pair": PAIR, "dpo large": LARGE, "dpo recomputed": [*ALL, *PAIR],
+        "dpo offloaded": [*ALL, *PAIR, "--offload_params", "--offload_activations"],
+        "dpo some": ["--recompute", "2", *LARGE], "dpo started": [*STARTED, *LARGE],
+        "cdpo": PAIR, "ipo": PAIR, "simpo": LARGE, "orpo": PAIR,
+        "orpo recomputed": [*ALL, *LARGE], "kto": SMALL, "kto started": [*STARTED, *ALL, *LARGE]},
+    2: {"dpo split": [*SMALL, *SHARED], "dpo copies": [*PAIR, "--shard_group_size", 1],
+        "dpo split copies": [*SMALL, "--shard_group_size", 1],
+        "dpo recomputed sharded": [*ALL, *LARGE, *SHARED],
+        "dpo started sharded": [*STARTED, *PAIR, *SHARED], "ipo sharded": [*LARGE, *SHARED],
+        "simpo split": [*SMALL, *SHARED], "orpo split": [*SMALL, *SHARED],
+        "kto split": [*SMALL, *SHARED], "kto copies": [*ALL, *LARGE, "--shard_group_size", 1]},
+    4: {"dpo two copies": [*PAIR, *SHARED], "kto two copies": [*SMALL, *SHARED]},
+}  # fmt: skip
+CASES = [pytest.param(n, name, marks=[pytest.mark.slow] * (n == 4))
+         for n, settings in SETTINGS.items() for name in settings]  # fmt: skip
+
+
+def write_preferences(directory, name, n, seed):
+    """n questions with answers of 1 to 40 words, a few longer than --max_seq_len: pairs in
+    <name>.jsonl, and one judged answer of each in <name>_judged.jsonl."""
+    draw, words = random.Random(seed), "what is the answer to this plus minus times 1 2 3".split()
+    pairs, judged = [], []
+    for i in range(n):
+        text = [" ".join(draw.choices(words, k=draw.randint(1, k))) for k in (9, 40, 40)]
+        pairs.append({"prompt": f"{text[0]}\n", "chosen": text[1], "rejected": text[2]})
+        judged.append({"prompt": f"{text[0]}\n", "completion": text[1], "label": i % 3 > 0})
+    write_jsonl(directory / f"{name}.jsonl", pairs)
+    write_jsonl(directory / f"{name}_judged.jsonl", judged)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, tiny_model):
+    directory = tmp_path_factory.mktemp("preferences")
+    model = tiny_model("qwen2", hidden_size=96, intermediate_size=171)
+    (directory / "model").symlink_to(model)
+    write_preferences(directory, "rows", 10, seed=3)
+    write_preferences(directory, "eval", 5, seed=4)
+    write_peft_adapter(directory, "start")
+    values = load_file(directory / "start" / "adapter_model.safetensors")
+    torch.manual_seed(5)
+    for name in values:
+        values[name] = values[name] + torch.randn_like(values[name]) * 0.03
+    save_file(values, directory / "now.safetensors")
+    return directory
+
+
+def data_flags(loss):
+    judged = "_judged" * (loss == "kto")
+    return ["--dataset", f"rows{judged}.jsonl", "--eval_dataset", f"eval{judged}.jsonl"]
+
+
+@pytest.fixture(scope="module")
+def results(base, run_jobs):
+    """results(processes): {setting/name: tensor} of the worker's `preferences`."""
+    done = {}
+
+    def work(nproc):
+        needs_ranks(nproc)
+        if nproc not in done:
+            settings = {name: [*LOSS_FLAGS[name.split()[0]], *data_flags(name.split()[0]), *FLAGS,
+                               *flags] for name, flags in SETTINGS[nproc].items()}  # fmt: skip
+            job = {"case": "preferences", "out": str(base / f"out-{nproc}"), "model": "model",
+                   "dataset": "rows.jsonl", "adapter": "now.safetensors", "settings": settings}
+            run_jobs(nproc, [job], cwd=base)
+            done[nproc] = load_file(base / f"out-{nproc}")
+        return done[nproc]
+
+    return work
+
+
+# ------------------------------------------------------------------------------------------------
+# The reference
+# ------------------------------------------------------------------------------------------------
+
+
+def documents_of(path, tokenizer):
+    """[[(prompt, answer), ..] of each row], lists of tokens, by TRL's rules for plain text: the
+    answer and EOS are trained. No token reaches across the end of a line."""
+    rows = []
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        prompt = tokenizer(row["prompt"])["input_ids"]
+        answers = [row[key] for key in ("chosen", "rejected", "completion") if key in row]
+        rows.append([(prompt, [*tokenizer(answer, add_special_tokens=False)["input_ids"],
+                               tokenizer.eos_token_id]) for answer in answers])  # fmt: skip
+    return rows
+
+
+def mismatch(rows):
+    """The prompts of rows of one answer, each with the answer of the row before it in a random
+    order."""
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
+    return [[(rows[i][0][0], rows[order[order.index(i) - 1]][0][1])] for i in range(len(rows))]
+
+
+class Reference:
+    """What a step and an evaluation are to give, by transformers, bitsandbytes and PEFT."""
+
+    def __init__(self, base):
+        self.base, self.tokenizer = base, AutoTokenizer.from_pretrained(base / "model")
+        self.model, self.done = load_reference(base / "model", "lora"), {}
+        self.params = {name.replace(".default", ""): p for name, p in self.model.named_parameters()
+                       if p.requires_grad}  # fmt: skip
+
+    def load(self, path):
+        for name, value in load_file(path).items():
+            self.params[name].data.copy_(value)
+
+    def token_losses(self, prompt, answer):
+        """The losses of all tokens of a document but the first, and which are the answer's."""
+        ids = torch.tensor([*prompt, *answer][:LENGTH])
+        logits = self.model(ids[None].to(DEVICE)).logits[0, :-1].float()
+        losses = F.cross_entropy(logits, ids[1:].to(DEVICE), reduction="none")
+        return losses, torch.arange(1, len(ids)) >= len(prompt)
+
+    def logps(self, rows):
+        """[rows, answers]"""
+        def one(document):
+            losses, is_answer = self.token_losses(*document)
+            return -losses[is_answer.to(DEVICE)].sum()
+
+        return torch.stack([torch.stack([one(document) for document in row]) for row in rows])
+
+    def before(self, rows, started):
+        """logps() before the first step."""
+        with torch.no_grad():
+            if started:
+                self.load(self.base / "start" / "adapter_model.safetensors")
+                return self.logps(rows)
+            with self.model.disable_adapter():
+                return self.logps(rows)
+
+    def metrics(self, name, rows, before, kl, good, prefix=""):
+        """{name in metrics.jsonl: value}; `before`: logps() of the rows before the first step."""
+        flags = LOSS_FLAGS[name]
+        beta = flags[3]
+        now = self.logps(rows)
+        n = torch.tensor([[len([*p, *a][:LENGTH]) - len(p) for p, a in row] for row in rows])
+        n = n.to(DEVICE)
+        ratio, values = now - before, {}
+        if name in ("dpo", "cdpo"):
+            margin = beta * (ratio[:, 0] - ratio[:, 1])
+            wrong = 0.2 if name == "cdpo" else 0.0
+            losses = (1 - wrong) * F.softplus(-margin) + wrong * F.softplus(margin)
+        elif name == "ipo":
+            losses = (ratio[:, 0] / n[:, 0] - ratio[:, 1] / n[:, 1] - 0.5 / beta).square()
+        elif name == "simpo":
+            now = ratio = now / n
+            losses = F.softplus(0.7 - beta * (ratio[:, 0] - ratio[:, 1]))
+        elif name == "orpo":
+            now = ratio = now / n
+            odds = ratio - torch.log1p(-ratio.exp())
+            chosen = torch.cat([self.token_losses(*row[0])[0] for row in rows])
+            losses = chosen.mean() + beta * F.softplus(odds[:, 1] - odds[:, 0])
+        else:
+            above = beta * (ratio[:, 0] - kl)
+            losses = torch.where(good[:, 0], (-above).sigmoid(), 1.5 * above.sigmoid())
+            values["kl"] = kl
+        rewards = (beta * ratio).detach()
+        right = rewards[:, 0] > rewards[:, -1]
+        if name == "kto":
+            right = torch.where(good[:, 0], above > 0, above < 0)
+        c, r = rewards[good].mean(), rewards[~good].mean()
+        values |= {"loss": losses.mean(), "rewards/chosen": c, "rewards/rejected": r,
+                   "rewards/margins": c - r, "rewards/accuracies": right.float().mean(),
+                   "logps/chosen": now[good].mean(), "logps/rejected": now[~good].mean()}
+        return {prefix + key: torch.as_tensor(value) for key, value in values.items()}
+
+    def results(self, name, started):
+        """Of the rows of the first step and of the evaluation."""
+        if (name, started) in self.done:
+            return self.done[name, started]
+        judged = "_judged" * (name == "kto")
+        order = torch.randperm(10, generator=torch.Generator().manual_seed(0)).tolist()[:7]
+        found = {}
+        for file, which, prefix in (("rows", order, ""), ("eval", range(5), "eval_")):
+            rows = documents_of(self.base / f"{file}{judged}.jsonl", self.tokenizer)
+            before = self.before(rows, started)
+            mismatched = mismatch(rows) if judged else rows
+            before_mismatched = self.before(mismatched, started)
+            self.load(self.base / "now.safetensors")
+            which = list(which)
+            with torch.no_grad():
+                now = self.logps([mismatched[i] for i in which])
+            kl = (now - before_mismatched[which]).mean().clamp(min=0)
+            good = torch.tensor([[i % 3 > 0] if judged else [True, False] for i in which])
+            with torch.set_grad_enabled(not prefix):
+                found |= self.metrics(name, [rows[i] for i in which], before[which], kl,
+                                      good.to(DEVICE), prefix)  # fmt: skip
+            if not prefix:
+                found["reference"] = before.flatten()
+                found["loss"].backward()
+                found |= {name: p.grad.clone() for name, p in self.params.items()}
+                for p in self.params.values():
+                    p.grad = None
+        self.done[name, started] = {key: value.detach().double().cpu()
+                                    for key, value in found.items()}  # fmt: skip
+        return self.done[name, started]
+
+
+@pytest.fixture(scope="module")
+def reference(base):
+    return Reference(base)
+
+
+@pytest.mark.parametrize("nproc, name", CASES)
+def test_loss_rewards_and_gradients_equal_the_reference(nproc, name, results, reference):
+    loss = name.split()[0]
+    want = reference.results(loss, "started" in name)
+    got = {key.removeprefix(f"{name}/"): value for key, value in results(nproc).items()
+           if key.startswith(f"{name}/")}  # fmt: skip
+    for key, value in want.items():
+        if key == "reference":
+            if len(got[key]):  # only the rows that are drawn
+                drawn = ~got[key].isnan()
+                assert drawn.sum() >= 7 * LOSSES.get(loss, LOSSES["dpo"]).n_answers
+                torch.testing.assert_close(got[key][drawn], value[drawn], rtol=1e-5, atol=1e-4)
+            continue
+        size = value.norm() if "lora" in key else value.abs().clamp(min=1)
+        off = float((got[key].double() - value).norm() / size)
+        assert off < (2e-5 if "lora" in key else 1e-5), (key, off)
+    assert len(got["reference"]) == (0 if loss in ("simpo", "orpo") else len(want["reference"]))
+    assert 0 < want["rewards/accuracies"] < 1
+    if "split" in name and loss != "kto":  # no bin holds two documents of full length
+        assert got["bins"] >= 2 * 4
+    assert {float(want[key].norm() > 0) for key in want if "lora" in key} == {1.0}
+
+
+def test_answers_of_a_pair_may_be_in_bins_of_two_ranks():
+    """The bins are as small as the longest document; every pair is in one micro-batch."""
+    draw = random.Random(1)
+    lengths = [draw.randint(1, 64) for _ in range(80)]
+    batch = rows_of([(range(n),) * 2 for n in lengths], "dpo")
+    for processes, tokens in (1, 128), (2, 64), (2, 300), (3, 64), (4, 1000):
+        dealt = deal_rows(batch, processes, tokens)
+        assert sorted(i for bins in dealt for bin in bins for i in bin) == list(range(80))
+        for bins in dealt:
+            assert len(bins) == processes
+            assert all(sum(lengths[i] for i in bin) <= tokens for bin in bins)
+            together = {i for bin in bins for i in bin}
+            assert together == {i ^ 1 for i in together}
+    assert any(i ^ 1 not in bin for bins in deal_rows(batch, 2, 64) for bin in bins for i in bin)
+
+
+# ------------------------------------------------------------------------------------------------
+# Runs
+# ------------------------------------------------------------------------------------------------
+
+STEPS = 6
+TRAIN = ["--model", "model", *FLAGS, *LARGE, "--max_steps", STEPS, "--learning_rate", 3e-3,
+         "--eval_every", 2, "--save_every", 2, "--keep_checkpoints", 9]  # fmt: skip
+# {name: (processes, loss, flags, what is done to a copy of the loss's whole run before)}
+RAN = {
+    "dpo whole": (1, "dpo", [], None),
+    "kto whole": (1, "kto", [], None),
+    "dpo shared": (2, "dpo", SHARED, None),
+    "kto shared": (2, "kto", SHARED, None),
+    "dpo resumed": (1, "dpo", [], "cut"),
+    "kto resumed": (1, "kto", [], "cut"),
+    "dpo resumed without reference": (1, "dpo", [], "lost"),
+    "kto resumed with a damaged reference": (1, "kto", [], "damaged"),
+    "dpo resumed with a part of its reference": (1, "dpo", [], "part"),
+    "dpo resumed by two": (2, "dpo", SHARED, "cut"),
+    "kto resumed by two": (2, "kto", SHARED, "cut"),
+    "dpo with dropout": (1, "dpo", ["--lora_dropout", 0.2], None),
+    "dpo with dropout, small bins": (1, "dpo", ["--lora_dropout", 0.2, *PAIR], None),
+}  # fmt: skip
+
+
+def cut_run(whole, directory, what):
+    """Copy a run as if it had been killed after step 3; and do something to its reference."""
+    shutil.copytree(whole, directory)
+    for path in [*directory.glob("adapter*"), *directory.glob("checkpoint-00000[46]")]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    path = directory / "reference.safetensors"
+    if what == "lost":
+        path.unlink()
+    if what == "damaged":
+        content = bytearray(path.read_bytes())
+        content[-3] ^= 1
+        path.write_bytes(content)
+    if what == "part":
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata()
+            values = {name: file.get_tensor(name) for name in file.keys()}
+        values["eval"][:] = math.nan  # as when it was stopped between two parts
+        metadata["eval"] = tensor_digest(values["eval"])
+        save_file(values, path, metadata)
+
+
+@pytest.fixture(scope="module")
+def trained(base, run_jobs):
+    """trained(name): the directory of one of RAN."""
+    printed = {}
+
+    def run(name):
+        nproc, loss, flags, what = RAN[name]
+        needs_ranks(nproc)
+        if not (base / name).exists():
+            if what:
+                cut_run(run(f"{loss} whole"), base / name, what)
+            argv = [*TRAIN, *LOSS_FLAGS[loss], *data_flags(loss), *flags, "--output_dir", name]
+            out, _ = run_jobs(
+                nproc, [{"argv": list(map(str, argv)), "deterministic": True}], cwd=base)
+            printed[name] = out
+            (base / name / "printed").write_text(out)
+        return base / name
+
+    return run
+
+
+@pytest.mark.parametrize("name", [name for name in RAN if "whole" not in name])
+def test_runs_end_alike(name, trained, read_metrics):
+    """Resumed on as many processes: to the byte; on others: as far as sums in another order go."""
+    nproc, loss, _, what = RAN[name]
+    other = f"{loss} whole" if what or nproc > 1 else "dpo with dropout"
+    runs = trained(other), trained(name)
+    want, got = (load_file(path / "adapter_model.safetensors") for path in runs)
+    is_same = nproc == 1 and "small bins" not in name
+    for key, value in want.items():
+        assert torch.equal(got[key], value) or not is_same, key
+    records = [read_metrics(path) for path in runs]
+    assert [r["step"] for r in records[0]] == [r["step"] for r in records[1]]
+    changing = {"seconds", "eval_seconds", "tokens_per_second_per_gpu", "bins", "peak_memory_gib",
+                "bins_full"}  # fmt: skip
+    for one, another in zip(*records):
+        if one["step"] < 2:  # rewards differ by rounding alone, and which is larger is chance
+            changing = {*changing, "rewards/accuracies", "eval_rewards/accuracies"}
+        for key in one.keys() - changing:
+            tolerance = 0 if is_same else 1e-3 * max(1, abs(one[key]))
+            assert abs(one[key] - another[key]) <= tolerance, (one["step"], key)
+    if loss == "dpo":
+        evaluation, first, *_, last, _ = records[1]
+        for loss in evaluation["eval_loss"], first["loss"]:
+            assert math.isclose(loss, math.log(2), rel_tol=1e-6)
+        assert last["rewards/margins"] > 0.1
+
+
+def test_a_resumed_run_has_the_reference_of_the_run_before(trained):
+    """Also what is computed anew: with the adapter as it was before the first step."""
+    for name, (_, loss, _, what) in RAN.items():
+        if what and needed(name):
+            want, got = (load_file(trained(n) / "reference.safetensors")
+                         for n in (f"{loss} whole", name))  # fmt: skip
+            for key, value in want.items():
+                torch.testing.assert_close(got[key], value, rtol=1e-6, atol=0, equal_nan=True)
+            is_computed = "reference: computed" in (trained(name) / "printed").read_text()
+            assert is_computed == (what != "cut")
+
+
+def needed(name):
+    return not torch.cuda.device_count() or torch.cuda.device_count() >= RAN[name][0]
+
+
+def test_a_reference_that_takes_longer_than_the_run_may_is_made_in_parts(base, run_jobs,
+                                                                         monkeypatch):
+    """Each start is stopped after one part; none begins anew."""
+    import train_fsdp_qlora
+    from fsdp_qlora import evaluation, reference
+
+    argv = [*TRAIN, *LOSS_FLAGS["dpo"], *data_flags("dpo"), "--output_dir", "in parts"]
+    computed, measured = [], reference.document_losses
+
+    def stopped(run, batch):
+        computed.append(len(batch))
+        run.status.stop_reason = "--max_minutes is over"
+        return measured(run, batch)
+
+    def few(run, rows):
+        for numbers, batch in evaluation.evaluation_batches(run, rows):
+            for part in torch.arange(len(batch)).split(4):
+                if run.status.stop_reason:
+                    return
+                yield numbers[part], batch.select(part)
+
+    monkeypatch.chdir(base)
+    with monkeypatch.context() as patch:
+        patch.setattr(reference, "document_losses", stopped)
+        patch.setattr(reference, "evaluation_batches", few)
+        while sum(computed) < 15:
+            assert train_fsdp_qlora.main([str(x) for x in argv]) == 75
+    assert computed == [4, 4, 2, 4, 1]
+    run_jobs(1, [{"argv": list(map(str, argv)), "deterministic": True}], cwd=base)
+    want, got = (load_file(base / name / "reference.safetensors")
+                 for name in ("dpo whole", "in parts"))  # fmt: skip
+    for key, value in want.items():
+        torch.testing.assert_close(got[key], value, rtol=1e-6, atol=0, equal_nan=True)
+
+
+# ------------------------------------------------------------------------------------------------
+# Data
+# ------------------------------------------------------------------------------------------------
+
+QUESTION = "What is 3 plus 4?"
+ASKED = {"role": "user", "content": QUESTION}
+SYSTEM = {"role": "system", "content": "Be brief."}
+GOOD, BAD = ({"role": "assistant", "content": text} for text in ("It is 7.", "It is 8."))
+CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+          "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+HEAD = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
+TALK = (HEAD, "It is 7.<|im_end|>"), (HEAD, "It is 8.<|im_end|>")
+BRIEF = tuple((f"<|im_start|>system\nBe brief.<|im_end|>\n{q}", a) for q, a in TALK)
+TEXT = ("3 plus 4 is ", "7.</s>"), ("3 plus 4 is ", "8.</s>")
+FROM_TO = [{"from": "human", "value": QUESTION}]
+ANSWERED = [{"from": "gpt", "value": text} for text in ("It is 7.", "It is 8.")]
+PAIRS = {  # name: (row, (question, answer) twice)
+    "TRL, texts": ({"prompt": "3 plus 4 is ", "chosen": "7.", "rejected": "8."}, TEXT),
+    "TRL, implicit texts": ({"chosen": "3 plus 4 is 7.", "rejected": "3 plus 4 is 8."},
+                            tuple((f"{q[:-1]}", f" {a}") for q, a in TEXT)),
+    "TRL, messages": ({"prompt": [ASKED], "chosen": [GOOD], "rejected": [BAD]}, TALK),
+    "TRL, implicit messages": ({"chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]}, TALK),
+    "JSON text": ({"prompt": json.dumps([ASKED]), "chosen": json.dumps([GOOD]),
+                   "rejected": json.dumps([BAD])}, TALK),
+    "UltraFeedback": ({"prompt": QUESTION, "prompt_id": "a", "chosen": [ASKED, GOOD],
+                       "rejected": [ASKED, BAD], "messages": [ASKED, GOOD], "score_chosen": 8.0,
+                       "score_rejected": 2.0}, TALK),
+    "a system message in both": ({"prompt": QUESTION, "chosen": [SYSTEM, ASKED, GOOD],
+                                  "rejected": [SYSTEM, ASKED, BAD]}, BRIEF),
+    "Argilla": ({"instruction": QUESTION, "chosen_response": "It is 7.",
+                 "rejected_response": "It is 8."}, TALK),
+    "Axolotl, icr": ({"system": "Be brief.", "input": QUESTION, "chosen": "It is 7.",
+                      "rejected": "It is 8."}, BRIEF),
+    "Axolotl, intel": ({"system": "", "question": QUESTION, "chosen": "It is 7.",
+                        "rejected": "It is 8."}, TALK),
+    "Axolotl, chat_template": ({"messages": [SYSTEM, ASKED], "chosen": GOOD, "rejected": BAD},
+                               BRIEF),
+    "LLaMA-Factory, Alpaca": ({"instruction": QUESTION, "input": "", "chosen": "It is 7.",
+                               "rejected": "It is 8."}, TALK),
+    "LLaMA-Factory, ShareGPT": ({"conversations": FROM_TO, "chosen": ANSWERED[0],
+                                 "rejected": ANSWERED[1]}, TALK),
+    "OpenAI": ({"input": {"messages": [ASKED], "tools": [], "parallel_tool_calls": True},
+                "preferred_output": [GOOD], "non_preferred_output": [BAD]}, TALK),
+    "a prompt beside messages": ({"prompt": QUESTION, "chosen": [GOOD], "rejected": [BAD]}, TALK),
+}  # fmt: skip
+JUDGED = {  # name: (row, (question, answer))
+    "TRL, texts": ({"prompt": "3 plus 4 is ", "completion": "7.", "label": True}, TEXT[0]),
+    "TRL, messages": ({"prompt": [ASKED], "completion": [BAD], "label": False}, TALK[1]),
+    "0 and 1": ({"prompt": [ASKED], "completion": [BAD], "label": 0}, TALK[1]),
+    "Argilla, capybara": ({"prompt": QUESTION, "completion": [GOOD], "label": True}, TALK[0]),
+    "Axolotl, argilla_chat": ({"completion": [ASKED, GOOD], "label": True}, TALK[0]),
+    "Axolotl, intel": ({"question": QUESTION, "completion": "It is 7.", "label": True}, TALK[0]),
+    "LLaMA-Factory, ShareGPT": ({"conversations": [*FROM_TO, ANSWERED[1]], "kto_tag": False},
+                                TALK[1]),
+    "LLaMA-Factory, messages": ({"messages": [SYSTEM, ASKED, GOOD], "label": True}, BRIEF[0]),
+    "LLaMA-Factory, Alpaca": ({"instruction": QUESTION, "input": "", "output": "It is 8.",
+                               "kto_tag": False}, TALK[1]),
+}  # fmt: skip
+WRONG = {  # name: (loss, row, the type of the error, a part of its text)
+    "rows of SFT": ("dpo", {"prompt": "a", "completion": "b"}, RefusedRow, "by --loss sft"),
+    "judged rows": ("dpo", {"prompt": "a", "completion": "b", "label": True}, RefusedRow,
+                    "by --loss kto"),
+    "no label": ("kto", {"prompt": "a", "completion": "b"}, RefusedRow, "wants label"),
+    "no rejected": ("dpo", {"prompt": "a", "chosen": "b"}, RefusedRow, "chosen, but no rejected"),
+    "no chosen": ("kto", {"prompt": "a", "rejected": "b"}, RefusedRow, "rejected, but no chosen"),
+    "null": ("dpo", {"prompt": "a", "chosen": "b", "rejected": None}, ValueError, "is null"),
+    "the same": ("dpo", {"prompt": "a", "chosen": "b", "rejected": "b"}, ValueError, "the same"),
+    "a label": ("dpo", {"prompt": "a", "chosen": "b", "rejected": "c", "label": True}, RefusedRow,
+                "--loss kto"),
+    "kinds": ("dpo", {"prompt": "a", "chosen": "b", "rejected": [BAD]}, ValueError, "differ in k"),
+    "other prompt": ("dpo", {"prompt": "Hello", "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]},
+                     RefusedRow, "not in the conversation"),
+    "empty": ("dpo", {"prompt": "a", "chosen": "b", "rejected": " "}, ValueError, "empty"),
+    "words as labels": ("kto", {"prompt": "a", "completion": "b", "label": "good"}, RefusedRow,
+                        "label 'good': want true or false"),
+    "a score as label": ("kto", {"prompt": "a", "completion": "b", "label": 0.5}, RefusedRow,
+                         "want true or false"),
+    "nobody answers": ("kto", {"messages": [ASKED, ASKED], "label": True}, ValueError, "trained"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer(demo_directory):
+    return chat_tokenizer(demo_directory, CHATML)
+
+
+def decoded(document, tokenizer):
+    """(what is read, what is trained) of a document."""
+    ((ids, labels),) = tokenize([document], tokenizer)
+    trained = [label for label in labels if label != IGNORE]
+    assert ids[len(ids) - len(trained) :] == trained
+    read = tokenizer.decode(ids[: len(ids) - len(trained)]).removeprefix("<s>")
+    return read, tokenizer.decode(trained)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_pairs(name, tokenizer):
+    row, want = PAIRS[name]
+    for loss in "dpo", "kto":
+        _, documents, desirable = parse_preference(row, tokenizer, (), loss)
+        assert tuple(decoded(document, tokenizer) for document in documents) == want
+        assert desirable == [True, False]
+
+
+@pytest.mark.parametrize("name", JUDGED)
+def test_judged_answers(name, tokenizer):
+    row, want = JUDGED[name]
+    _, documents, desirable = parse_preference(row, tokenizer, (), "kto")
+    assert decoded(*documents, tokenizer) == want
+    assert desirable == [want[1].startswith(("7", "It is 7"))]
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_rows(name, tokenizer):
+    loss, row, kind, text = WRONG[name]
+    with pytest.raises(kind, match=text):
+        parse_preference(row, tokenizer, (), loss)
+
+
+def test_rows_of_pairs(tokenizer, tmp_path):
+    """Documents are cut one by one; a pair goes where one answer has no trained token left, and is
+    counted once."""
+    path = write_jsonl(tmp_path / "rows.jsonl", [
+        {"prompt": "", "chosen": "1 2 3 4 5 6 7 8 9", "rejected": "9 8"},
+        {"prompt": "1 2 3 4 5 6 7 8 9 1 2 3 4 5 6", "chosen": "1", "rejected": "2"},
+        {"prompt": "3 plus 4 is ", "chosen": "7", "rejected": "8"}])  # fmt: skip
+    pieces, _ = find_pieces(str(path))
+    found = list(encode_pieces(pieces, tokenizer, 8, len(tokenizer), loss="dpo"))
+    assert [row["kept"] for row in found] == [True, True, False, True, True]
+    assert found[0]["cut"] and found[0]["length"] == 8 and not found[1]["cut"]
+    assert [row["desirable"] for row in found if row["kept"]] == [True, False] * 2
+    with one_process():
+        rows, line, _ = prepare_rows([str(path)], tokenizer, 8, len(tokenizer), "2026-01-01",
+                                     loss="dpo")  # fmt: skip
+    assert len(rows) == 2 and len(rows.lengths) == 4
+    assert ": 2 rows, 2 pairs of prompt and completion;" in line
+    assert "1 left out: none of its first 8 tokens is trained" in line
+    assert len(rows.select(torch.tensor([1])).lengths) == 2
+    assert rows.prompt_lengths[2:].tolist() == [len(tokenizer("3 plus 4 is ")["input_ids"])] * 2
+
+
+def test_mismatched_rows_have_each_answer_once(tokenizer):
+    prompts, answers = ([[k] * (i % 3 + k) for i in range(9)] for k in (1, 5))
+    rows = rows_of([(p + a, [IGNORE] * len(p) + a) for p, a in zip(prompts, answers)], "kto")
+    other = rows.mismatch(seed=3, max_tokens=8)
+    found = [tuple(t.tolist() for t in other.tokens(i)) for i in range(9)]
+    for (ids, labels), prompt, length in zip(found, prompts, other.lengths.tolist()):
+        assert ids[: len(prompt)] == prompt and len(ids) == length <= 8
+        assert labels == [IGNORE] * len(prompt) + ids[len(prompt) :]
+    longer = rows.mismatch(seed=3, max_tokens=99)
+    found = [longer.tokens(i)[0].tolist()[len(prompts[i]) :] for i in range(9)]
+    assert sorted(found) == sorted(answers)
+    assert sum(a == b for a, b in zip(found, answers)) < 9
+
+
+BAD_RUNS = {  # name: (flags, rows, what stderr says)
+    "one kind": (["--loss", "kto"], [{"prompt": "a", "completion": "b", "label": True}] * 4,
+                 "of 4 rows 4 have label true"),
+    "one row a step": (["--loss", "kto", "--batch_size", 1], [], "give at least 2"),
+    "beta 0": (["--loss", "dpo", "--beta", 0], [], "--beta 0.0: must be positive"),
+    "beta of sft": (["--beta", 0.1], [], "--beta 0.1 is of --loss dpo or ipo"),
+    "margin of dpo": (["--loss", "dpo", "--simpo_gamma", 1], [], "is of --loss simpo, not of dpo"),
+    "all alike": (["--loss", "dpo"], [{"prompt": "a", "chosen": "b", "rejected": "b"}] * 3,
+                  "none of its 3 rows can be trained on: 3 left out: both answers are the same"),
+    "one answer": (["--loss", "ipo"], [{"prompt": "a", "chosen": "b"}], "but no rejected"),
+    "sft of pairs": ([], [{"prompt": "a", "chosen": "b", "rejected": "c"}],
+                     "pairs of answers are trained by --loss dpo"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_RUNS)
+def test_bad_input_ends_with_one_line_before_a_weight_is_read(name, run_main, base, tmp_path):
+    flags, rows, text = BAD_RUNS[name]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    code, out, err = run_main("--model", base / "model", "--dataset", path, "--output_dir",
+                              tmp_path / "run", "--report_to", "none", *flags)  # fmt: skip
+    assert code in (2, 4) and text in err and err.count("\n") == 1
+    assert "weights loaded" not in out
+
+
+def test_models_own_dropout_is_off_and_experts_are_trained(run_main, demo_directory, tmp_path):
+    """The first loss of DPO is ln 2 only if the model computes what the reference is of."""
+    tokenizer = AutoTokenizer.from_pretrained(demo_directory / "model")
+    write_preferences(tmp_path, "rows", 8, seed=1)
+    for name, settings, flags in (("qwen3", {"attention_dropout": 0.3}, ["--adapter", "dora"]),
+                                  ("qwen3_moe", {}, [])):  # fmt: skip
+        config = TINY[name](len(tokenizer))
+        config.update(settings)
+        write_model(tmp_path / name, config)
+        tokenizer.save_pretrained(tmp_path / name)
+        code, out, err = run_main(
+            "--model", tmp_path / name, "--dataset", tmp_path / "rows.jsonl", "--output_dir",
+            tmp_path / f"run-{name}", "--report_to", "none", "--loss", "dpo", "--max_steps", 12,
+            "--learning_rate", 1e-2, "--batch_size", 4, *flags)  # fmt: skip
+        assert code == 0, err
+        steps = [json.loads(line) for line in (tmp_path / f"run-{name}" / "metrics.jsonl").open()]
+        assert math.isclose(steps[0]["loss"], math.log(2), rel_tol=1e-6)
+        assert steps[-1]["loss"] < 0.6 and steps[-1]["rewards/accuracies"] > 0.7
+
+
+def test_the_demo_learns_a_preference(run_main, tmp_path):
+    code, out, err = run_main("--loss", "dpo", "--max_steps", 30, "--eval_dataset", 0.1,
+                              "--eval_every", 0, "--output_dir", tmp_path / "run")  # fmt: skip
+    assert code == 0, err
+    assert "first row, chosen: '[not trained: What is" in out and "first row, rejected: " in out
+    before, after = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()
+                     if "eval_loss" in line]  # fmt: skip
+    assert before["eval_rewards/accuracies"] == 0  # all rewards are 0, and a tie is wrong
+    assert after["eval_rewards/accuracies"] > 0.6 and after["eval_loss"] < 0.68
