@@ -233,7 +233,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     store: object  # where layers keep what they need when they are recomputed
     probe: object  # Probe
-    graphs: object  # Graphs, or None
+    graphs: object  # Graphs, or False
     # all below changes; `progress` is saved in checkpoints
     progress: dict = dataclasses.field(default_factory=lambda: dict.fromkeys(
         ("evaluated", "best_loss", "best_step", "first_loss", "lowest_loss")))
@@ -334,8 +334,7 @@ def train(given, device, status):
             config=config, plan=plan, status=status, directory=directory, device=device, rows=rows,
             eval_rows=eval_rows, content=content, lora_config=lora_config, optimizer=optimizer,
             model=model, kernels=kernels, store=make_store(plan, device), probe=Probe(rows),
-            adapter=adapter, graphs=Graphs(model, config, device) if plan.graphs else None,
-            saved_step=done)
+            adapter=adapter, graphs=plan.graphs and Graphs(model, config, device), saved_step=done)
         if done:
             status.enter("checkpoint")
             with together():
@@ -355,8 +354,7 @@ def train(given, device, status):
         status.enter("training")
         find_reference(run)
         run.probe.begin(run)
-        records = run_steps(run, done)
-        if records:
+        if records := run_steps(run, done):
             say_speed(run, records)
         finish_run(run)
 
@@ -699,7 +697,8 @@ def train_step(run, step):
 def deal_step(run, step):
     """The rows of a step, and this rank's bins of them."""
     batch = run.rows.select(step_rows(step, len(run.rows), run.config))
-    micro_batches = deal_rows(batch, dist.get_world_size(), run.plan.bin_tokens)
+    micro_batches = deal_rows(batch.lengths.tolist(), dist.get_world_size(), run.plan.bin_tokens,
+                              batch.n_answers)
     step_key = mix(torch.tensor(run.config.seed * 1_000_003 + step))
     return batch, [make_bin(batch, m, dist.get_rank(), step_key, run) for m in micro_batches]
 

@@ -27,7 +27,8 @@ def evaluation_bins(run, batch):
     """Yield this rank's Bin of each micro-batch of a few Rows, and the micro-batch. All ranks must
     call this, and use all of it."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    for micro_batch in deal_rows(batch, world_size, run.plan.bin_tokens):
+    for micro_batch in deal_rows(
+            batch.lengths.tolist(), world_size, run.plan.bin_tokens, batch.n_answers):
         yield make_bin(batch, micro_batch, rank, None, run), micro_batch
 
 

@@ -133,8 +133,8 @@ def save_interval(config):
     return int(config.save_every), math.inf
 
 
-def check_loss(config):
-    """Raise ValueError for what --loss cannot have."""
+def check_combinations(config):
+    """Raise ValueError for flags that do not go together."""
     only = {"beta": ("dpo", "ipo", "simpo", "orpo", "kto"), "label_smoothing": ("dpo",),
             "simpo_gamma": ("simpo",), "desirable_weight": ("kto",), "undesirable_weight": ("kto",)}
     defaults = {f.name: f.default for f in dataclasses.fields(config)}
@@ -146,6 +146,11 @@ def check_loss(config):
     if config.loss == "kto" and config.batch_size < 2:
         raise ValueError(f"--batch_size {config.batch_size} with --loss kto: a step compares good"
                          " answers with bad ones: give at least 2")
+    if config.offload_activations and config.recompute in ("none", "0"):
+        raise ValueError(f"--offload_activations has nothing to keep with --recompute"
+                         f" {config.recompute}: drop one of them")
+    if config.attn == "flash_attention_2" and config.compute_dtype != "bfloat16":
+        raise ValueError("--attn flash_attention_2 computes in bfloat16: drop it or use sdpa")
 
 
 def resolve_config(config, world_size):
@@ -178,11 +183,6 @@ def resolve_config(config, world_size):
     check("seed", lambda n: 0 <= n < 2**40, "at least 0 and below 2^40")
     if config.recompute not in ("all", "none", "auto") and not config.recompute.isdecimal():
         raise ValueError(f"--recompute {config.recompute}: must be all, none, auto or a number")
-    if config.offload_activations and config.recompute in ("none", "0"):
-        raise ValueError(f"--offload_activations has nothing to keep with --recompute"
-                         f" {config.recompute}: drop one of them")
-    if config.attn == "flash_attention_2" and config.compute_dtype != "bfloat16":
-        raise ValueError("--attn flash_attention_2 computes in bfloat16: drop it or use sdpa")
     if config.model and not config.dataset and not config.random_weights:
         raise ValueError(f"--model {config.model} needs a --dataset: files or a Hub id")
     tracker = config.report_to
@@ -191,7 +191,7 @@ def resolve_config(config, world_size):
                          f" {tracker}`, or use none")
     if config.random_weights and config.eval_dataset and not config.dataset:
         raise ValueError("--eval_dataset needs a --dataset beside --random_weights")
-    check_loss(config)
+    check_combinations(config)
     if config.random_weights and not config.model:
         raise ValueError("--random_weights needs a --model whose config.json gives the shapes")
     shards = config.shard_group_size

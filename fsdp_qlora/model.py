@@ -232,7 +232,7 @@ class Graphs:
         a capture. Returns None where the caller must do without a graph. `is_even`: all documents
         of the bin have one length, for which attention is another.
         """
-        tensors = tensors_of(bin)
+        tensors = bin_tensors(bin)
         shape = (is_even and bin.lengths, bin.longest, *(tensor.shape for tensor in tensors))
         if self.captured.get(shape) is None:
             n_graphs = sum(graph is not None for graph in self.captured.values())
@@ -241,7 +241,7 @@ class Graphs:
                 return None
             self.captured[shape] = self.capture(bin)
         graph, static, factor, sums = self.captured[shape]
-        for own, tensor in zip(tensors_of(static), tensors):
+        for own, tensor in zip(bin_tensors(static), tensors):
             own.copy_(tensor, non_blocking=True)
         factor.fill_(scale)
         graph.replay()
@@ -261,7 +261,7 @@ class Graphs:
         return graph, static, factor, sums
 
 
-def tensors_of(bin):
+def bin_tensors(bin):
     """All tensors of a Bin and its Answers."""
     fields = [*vars(bin).values(), *(vars(bin.answers).values() if bin.answers else ())]
     return [value for value in fields if isinstance(value, torch.Tensor)]

@@ -42,7 +42,7 @@ class Probe:
         """
         found, rows = {}, self.rows
         with torch.compiler.set_stance("force_eager"):
-            for micro_batch in deal_rows(rows, 1, run.plan.bin_tokens):
+            for micro_batch in deal_rows(rows.lengths.tolist(), 1, run.plan.bin_tokens):
                 bin = make_bin(rows, micro_batch, 0, None, run)
                 states = run.model(bin, wants_loss=False).cpu().split(bin.lengths)
                 found.update(zip(micro_batch[0], states))  # padding is after the rows

@@ -1,7 +1,7 @@
 """The reference: the log-probabilities of all answers before the first step, which losses of
 preferences compare with.
 
-Stands on evaluation and loss; `run` is the script's Run. With a new adapter, whose B is 0, these
+Stands on evaluation and probe; `run` is the script's Run. With a new adapter, whose B is 0, these
 are those of the base model, with --init_adapter those of that adapter. They are computed once, and
 kept in the run's directory, so that a resumed run goes on with the same numbers.
 """
@@ -104,7 +104,7 @@ def step_value(run, rows, batches):
 def read_reference(run, found):
     """Fill in what the run's file has of `found`, if it is whole and of this data and model. Raises
     ValueError where what it lacks cannot be computed any more. Rank 0 only."""
-    path, settings = run.directory / REFERENCE_FILE, describe_model(run)
+    path, settings = run.directory / REFERENCE_FILE, identify_model(run)
     try:
         with safe_open(path, "pt") as file:
             said, kept = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}
@@ -132,12 +132,12 @@ def write_reference(run, found):
     digests = {name: tensor_digest(values) for name, values in found.items()}
     try:
         run.status.check_lock()
-        write_whole(run.directory / REFERENCE_FILE, found, {**describe_model(run), **digests})
+        write_whole(run.directory / REFERENCE_FILE, found, {**identify_model(run), **digests})
     except (OSError, ValueError, SafetensorError) as e:
         say(f"{REFERENCE_FILE} could not be written: {e}; a resumed run computes it again")
 
 
-def describe_model(run):
+def identify_model(run):
     """Digests of the rows and the base model, and of the adapter that the run begins with."""
     adapter = Path(run.config.init_adapter or "") / "adapter_model.safetensors"
     return {"content": text_digest(run.content),

@@ -35,7 +35,7 @@ from house import parse_config
 from safetensors.torch import load_file, save_file
 
 import train_fsdp_qlora
-from fsdp_qlora import checkpoints, lifecycle
+from fsdp_qlora import checkpoints, evaluation, lifecycle
 from fsdp_qlora.checkpoints import MUST_MATCH, checkpoint_path, read_checkpoint
 from fsdp_qlora.files import digest, read_json, sync_file, text_digest, write_whole
 from fsdp_qlora.lifecycle import LOST, Status, out_of_memory_text, watch_process, why_diverged
@@ -834,7 +834,9 @@ def test_flags_that_differ_are_all_named(again, cut):
     line = refused(again(*flags, "--target_modules", "v_proj"), 7, "--seed 0, not 3",
                    "not ['v_proj']", *(f"not {value}" for value in others.values()))  # fmt: skip
     named = {word[2:] for word in line.split() if word.startswith("--")}
-    assert named >= {*MUST_MATCH} - {"random_weights", "init_adapter"}
+    of_losses = {"loss", "beta", "label_smoothing", "simpo_gamma", "desirable_weight",
+                 "undesirable_weight"}  # see test_preferences  # fmt: skip
+    assert named >= {*MUST_MATCH} - {"random_weights", "init_adapter"} - of_losses
     assert before == (cut / "train_config.json").read_bytes()
 
 
@@ -1028,7 +1030,7 @@ def test_checkpoints_come_as_often_as_save_every_says(every, steps, begin, tmp_p
 def test_newest_checkpoints_and_the_best_are_kept(begin, tmp_path, monkeypatch):
     """Evaluations find these losses, before the first step and after each."""
     losses = iter([9, 6, 5, 3, 4, 6, 7, 5, 4])
-    monkeypatch.setattr(train_fsdp_qlora, "evaluate", lambda run: next(losses))
+    monkeypatch.setattr(train_fsdp_qlora, "evaluate", lambda run: {"eval_loss": next(losses)})
     code, out, err = begin("--eval_dataset", "rows.jsonl", "--eval_every", 1, "--max_steps", 8,
                            "--keep_checkpoints", 3)  # fmt: skip
     assert code == 0 and kept(tmp_path / "run") == [3, 6, 7, 8], err
@@ -1049,7 +1051,7 @@ def test_time_limit_ends_a_run_that_the_same_command_goes_on_with(begin, tmp_pat
 
 def test_evaluation_that_has_ended_is_not_thrown_away(begin, monkeypatch):
     """By a signal that came in its last rows."""
-    deal_rows, evaluate = train_fsdp_qlora.deal_rows, train_fsdp_qlora.evaluate
+    deal_rows, evaluate = evaluation.deal_rows, train_fsdp_qlora.evaluate
 
     def evaluate_signalled(run):
         def signalled(*args):
@@ -1057,7 +1059,7 @@ def test_evaluation_that_has_ended_is_not_thrown_away(begin, monkeypatch):
             return deal_rows(*args)
 
         with monkeypatch.context() as patch:
-            patch.setattr(train_fsdp_qlora, "deal_rows", signalled)
+            patch.setattr(evaluation, "deal_rows", signalled)
             return evaluate(run)
 
     monkeypatch.setattr(train_fsdp_qlora, "evaluate", evaluate_signalled)
@@ -1394,7 +1396,7 @@ def test_evaluations_and_saves_extend_the_deadline_and_are_no_time_of_a_step(
     begin, tmp_path, monkeypatch, passed
 ):
     """Each takes 400 seconds, of the 600 that a deadline gives."""
-    deadlines, select = [], train_fsdp_qlora.make_bin
+    deadlines, select = [], evaluation.make_bin
 
     def slow(name):
         function = getattr(train_fsdp_qlora, name)
@@ -1411,7 +1413,7 @@ def test_evaluations_and_saves_extend_the_deadline_and_are_no_time_of_a_step(
         return select(batch, micro_batch, rank, step_key, run)
 
     slow("evaluate"), slow("write_checkpoint")
-    monkeypatch.setattr(train_fsdp_qlora, "make_bin", watched)
+    monkeypatch.setattr(evaluation, "make_bin", watched)
     code, _, err = begin("--eval_dataset", "rows.jsonl", "--eval_every", 2)
     assert code == 0, err
     assert len(deadlines) > 3 and min(deadlines) > 500

@@ -281,16 +281,17 @@ def test_answers_of_a_pair_may_be_in_bins_of_two_ranks():
     """The bins are as small as the longest document; every pair is in one micro-batch."""
     draw = random.Random(1)
     lengths = [draw.randint(1, 64) for _ in range(80)]
-    batch = rows_of([(range(n),) * 2 for n in lengths], "dpo")
     for processes, tokens in (1, 128), (2, 64), (2, 300), (3, 64), (4, 1000):
-        dealt = deal_rows(batch, processes, tokens)
+        dealt = deal_rows(lengths, processes, tokens, 2)
         assert sorted(i for bins in dealt for bin in bins for i in bin) == list(range(80))
         for bins in dealt:
             assert len(bins) == processes
             assert all(sum(lengths[i] for i in bin) <= tokens for bin in bins)
             together = {i for bin in bins for i in bin}
             assert together == {i ^ 1 for i in together}
-    assert any(i ^ 1 not in bin for bins in deal_rows(batch, 2, 64) for bin in bins for i in bin)
+    apart = [i for bins in deal_rows(lengths, 2, 64, 2) for bin in bins for i in bin
+             if i ^ 1 not in bin]  # fmt: skip
+    assert len(apart) > 40
 
 
 # ------------------------------------------------------------------------------------------------
@@ -436,6 +437,20 @@ def test_a_reference_that_takes_longer_than_the_run_may_is_made_in_parts(base, r
                  for name in ("dpo whole", "in parts"))  # fmt: skip
     for key, value in want.items():
         torch.testing.assert_close(got[key], value, rtol=1e-6, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name, flags, text", [
+    ("dpo", ["--beta", 0.2], "--beta 0.3, not 0.2"),
+    ("dpo", ["--label_smoothing", 0.1], "--label_smoothing 0.0, not 0.1"),
+    ("dpo", ["--loss", "ipo"], "--loss dpo, not ipo"),
+    ("kto", ["--undesirable_weight", 2], "--undesirable_weight 1.5, not 2.0"),
+    ("kto", ["--desirable_weight", 2], "--desirable_weight 1.0, not 2.0")])  # fmt: skip
+def test_another_loss_is_another_run(name, flags, text, trained, run_main, monkeypatch, base):
+    directory = trained(f"{name} whole")
+    monkeypatch.chdir(base)
+    code, _, err = run_main(*TRAIN, *LOSS_FLAGS[name], *data_flags(name), "--output_dir", directory,
+                            "--max_steps", STEPS + 1, *flags)  # fmt: skip
+    assert code == 7 and text in err
 
 
 # ------------------------------------------------------------------------------------------------

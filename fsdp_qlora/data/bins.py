@@ -51,26 +51,26 @@ def epoch_order(epoch, n_rows, seed):
     return torch.randperm(n_rows, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
 
 
-def deal_rows(batch, processes, max_tokens):
-    """Deal the documents of these Rows into micro-batches, each of one bin per process. Returns for
+def deal_rows(lengths, processes, max_tokens, n_answers=1):
+    """Deal documents of these lengths into micro-batches, each of one bin per process. Returns for
     each micro-batch a list of document numbers per process.
 
     They are the fewest micro-batches for which every bin, all filled evenly, stays within
-    `max_tokens`. Both answers of a pair are in one micro-batch, perhaps in bins of two processes.
-    All ranks know all lengths, so that all get the same.
+    `max_tokens`. The documents of a row, so many one after the other, are in one micro-batch, but
+    may be in bins of several processes. All ranks know all lengths, so that all get the same.
     """
-    lengths = batch.lengths.tolist()
     fewest = max(1, math.ceil(sum(lengths) / (processes * max_tokens)))
-    for n in range(fewest, len(batch) + 1):
-        if batch.n_answers == 1:
+    rows = [range(i, i + n_answers) for i in range(0, len(lengths), n_answers)]
+    of_rows = [sum(lengths[i] for i in row) for row in rows]
+    for n in range(fewest, len(rows) + 1):
+        if n_answers == 1:
             bins = deal(range(len(lengths)), lengths, n * processes)
             dealt = [bins[i : i + processes] for i in range(0, len(bins), processes)]
         else:
-            of_rows = batch.lengths.view(-1, batch.n_answers).sum(1).tolist()
-            dealt = [deal(batch.documents_of(torch.tensor(rows)).tolist(), lengths, processes)
-                     for rows in deal(range(len(batch)), of_rows, n)]
-        if max(sum(lengths[i] for i in bin) for micro_batch in dealt for bin in micro_batch
-               ) <= max_tokens:
+            dealt = [deal([i for row in share for i in rows[row]], lengths, processes)
+                     for share in deal(range(len(rows)), of_rows, n)]
+        fullest = max(sum(lengths[i] for i in bin) for bins in dealt for bin in bins)
+        if fullest <= max_tokens:
             break
     return dealt
 
