@@ -8,6 +8,7 @@
     python benchmarks/run.py small --out bench        # small models, with and without CUDA graphs
     python benchmarks/run.py speed --out bench --cases nemo-1gpu --peers all    # see peers.py
     python benchmarks/run.py layouts --out bench      # what the plan chooses, beside others
+    python benchmarks/run.py preferences --out bench  # DPO and its kin against SFT
     python benchmarks/run.py start --out bench        # seconds from the launch to the first step
     python benchmarks/run.py profile --out bench --cases 70b8-nooffload     # of any group
     python benchmarks/run.py ceiling llama-2-70b:4096 # of bf16 products on 4,096 tokens
@@ -190,6 +191,14 @@ GROUPS = {
               ("8b-24gb", "llama-3-8b", 1, 0, CAP),
               ("qwen3-8b-24gb", "qwen3-8b", 1, 0, CAP),
           )),
+    ],
+    "preferences": [  # a row of dpo has two documents; all steps have as many
+        *(case(f"8b-{loss}", "llama-3-8b", rows, 1024, 9, f"{NONE} --loss {loss}", gpus=1,
+               bins=8192, base=None if loss == "sft" else "8b-sft")
+          for loss, rows in (("sft", 32), ("dpo", 16), ("orpo", 16), ("kto", 32))),
+        *(case(f"70b-{loss}-24gb", "llama-2-70b", rows, 2048, 4, f"{CAP} {OFFLOAD} --loss {loss}",
+               bins=2048, base=None if loss == "sft" else "70b-sft-24gb")
+          for loss, rows in (("sft", 2), ("dpo", 1), ("kto", 2))),
     ],
     "start": [
         case(f"8b-{cache}", "llama-3-8b", 2, 2048, 1, cache=cache) for cache in ("cold", "warm")
