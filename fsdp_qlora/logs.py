@@ -175,7 +175,7 @@ def draw_losses(directory):
             points = [(record["step"], record[key]) for record in records if key in record]
             if points:
                 axes.plot(*zip(*points), style, label=key.replace("_", " "))
-                axes.set_ylabel("loss, nats a token" if axes is losses else "learning rate")
+                axes.set_ylabel("loss" if axes is losses else "learning rate")
         losses.legend()
         rates.set_xlabel("optimizer step")
         part = directory / ".loss.png.part"

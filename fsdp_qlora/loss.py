@@ -112,25 +112,23 @@ def bin_objective(document_losses, bin, config):
     if bin.answers is None:
         loss = document_losses.sum()
         return loss, loss.detach()[None]
+    # every rank computes all rows of the micro-batch; autograd stops at the documents of others
     answers = read_answers(bin.answers, document_losses, LOSSES[config.loss])
     losses, rewards = LOSSES[config.loss].function(answers, config)
-    # every rank computes all rows of the micro-batch; autograd stops at the documents of others
     is_row = bin.answers.n_trained[:, 0] > 0
-    losses, rewards = losses.where(is_row, 0), rewards.detach()
-    sums = [losses.detach().sum()]
-    good = answers.desirable & is_row[:, None]
-    bad = ~answers.desirable & is_row[:, None]
-    sums += [(rewards * which).sum() for which in (good, bad)]
-    if rewards.shape[1] == 2:
-        right = rewards[:, 0] > rewards[:, 1]
-    else:
+    losses = losses.where(is_row, 0)
+    rewards, logps = rewards.detach(), answers.logps.detach()
+    good, bad = (which & is_row[:, None] for which in (answers.desirable, ~answers.desirable))
+    if config.loss == "kto":
         above = rewards - config.beta * answers.step_value
-        right = torch.where(answers.desirable, above > 0, above < 0)[:, 0]
-    sums.append((right & is_row).sum())
-    sums += [(answers.logps.detach() * which).sum() for which in (good, bad)]
+        is_right = torch.where(answers.desirable, above > 0, above < 0)[:, 0]
+    else:
+        is_right = rewards[:, 0] > rewards[:, 1]
+    sums = [losses.detach().sum(), (rewards * good).sum(), (rewards * bad).sum(),
+            (is_right & is_row).sum().double(), (logps * good).sum(), (logps * bad).sum()]
     if config.loss == "kto":
         sums.append(answers.step_value * is_row.sum())
-    return losses.sum(), torch.stack([x.double() for x in sums]) / dist.get_world_size()
+    return losses.sum(), torch.stack(sums) / dist.get_world_size()
 
 
 def read_answers(answers, document_losses, kind):
