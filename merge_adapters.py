@@ -10,7 +10,7 @@ only dequantised where the base is in 4-bit already. DoRA scales each row of the
 magnitude. A linear of the decoder's layers without an adapter becomes W; all else stays the base's
 own. --output_dir appears when all is done and gives, for a few rows, what the trained model gave.
 
-The whole job stands below, in the order in which it happens; fsdp_qlora/ has what it stands on.
+The whole job stands below, in the order in which it happens; fsdp_qlora/ has what it depends on.
 Tested with torch 2.13, transformers 5.23, peft 0.21, bitsandbytes 0.50.
 """
 
@@ -30,16 +30,16 @@ from peft import LoraConfig
 from safetensors import SafetensorError
 from tqdm import tqdm
 
-from fsdp_qlora.base import base_digest, copy_small_files, model_directory
-from fsdp_qlora.configs import describe_model, text_config
-from fsdp_qlora.files import read_json, sync_file, write_tensors
-from fsdp_qlora.nf4 import BLOCK
-from fsdp_qlora.output import ADAPTER_FILES, PROBE_FILE, open_partial, read_run
-from fsdp_qlora.ranks import explain, print_error
-from fsdp_qlora.names import NF4_PARTS, check_files, read_part, tensor_names
-from fsdp_qlora.peft_names import expert_parts, expert_settings, file_parts
-from fsdp_qlora.vocabulary import scaled_logits
-from fsdp_qlora.weights import OTHER_BASE, read_tensor, tensors_of, weight_files
+from fsdp_qlora.pretrained.hub import base_digest, copy_small_files, model_directory
+from fsdp_qlora.pretrained.config import describe_model, text_config
+from fsdp_qlora.run.files import read_json, sync_file, write_tensors
+from fsdp_qlora.quant.nf4 import BLOCK
+from fsdp_qlora.run.directory import ADAPTER_FILES, PROBE_FILE, open_partial, read_run
+from fsdp_qlora.run.ranks import explain, print_error
+from fsdp_qlora.pretrained.tensor_names import NF4_PARTS, check_files, read_part, tensor_names
+from fsdp_qlora.lora.peft_names import expert_parts, expert_settings, file_parts
+from fsdp_qlora.model.head import scaled_logits
+from fsdp_qlora.pretrained.reader import OTHER_BASE, read_tensor, tensors_of, weight_files
 
 LARGE_ERROR = 0.20  # of the adapter's own effect: a warning from here on
 FAILED_ERROR = 1.0  # further from what was trained than the base is: not a merge of it

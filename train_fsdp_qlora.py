@@ -13,7 +13,7 @@ format, tokenizer, metrics, checkpoint-NNNNNN/ for resuming, and train_config.js
 
 This file is the whole job, in the order in which it happens: flags; main() and train(); processes;
 the choice of attention; the FSDP2 policy; loading to NF4; the adapter's optimizer; schedule, step,
-evaluation, loop; saving. It stands on the modules in fsdp_qlora/:
+evaluation, loop; saving. It depends on the modules in fsdp_qlora/:
 
     data/               rows of a data set to tokens, tokens to bins
     families, configs   what a model's config.json says; base: its directory and tokenizer
@@ -52,46 +52,45 @@ import torch.distributed as dist
 import transformers
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from tqdm import tqdm
 
-from fsdp_qlora.adapter import Adapter, choose_adapted
-from fsdp_qlora.attention import (
+from fsdp_qlora.lora.adapter import Adapter, choose_adapted
+from fsdp_qlora.model.attention import (
     attends, batched_attention, document_attention, flash_attention, varlen_attention)
-from fsdp_qlora.base import base_digest, load_tokenizer, model_directory, read_model_config
-from fsdp_qlora.check import check_family
-from fsdp_qlora.checkpoints import (
+from fsdp_qlora.pretrained.hub import (
+    base_digest, load_tokenizer, model_directory, read_model_config)
+from fsdp_qlora.pretrained.check import check_family
+from fsdp_qlora.run.checkpoints import (
     STATE_KEYS, agree_on_content, checkpoint_path, drop_checkpoints, find_checkpoint,
     load_checkpoint, save_adapter, write_checkpoint)
-from fsdp_qlora.configs import rope_frequencies
+from fsdp_qlora.pretrained.config import rope_frequencies
 from fsdp_qlora.data.bins import deal_rows, make_bin, step_rows
 from fsdp_qlora.data.encode import prepare_data
-from fsdp_qlora.demo import make_demo
-from fsdp_qlora.elementwise import mix
-from fsdp_qlora.evaluation import evaluation_batches, evaluation_bins
-from fsdp_qlora.files import read_json, text_digest
-from fsdp_qlora.flags import parse_flags, resolve_config, save_interval
-from fsdp_qlora.layer import make_layouts
-from fsdp_qlora.lifecycle import LOST_DIRECTORY, REQUESTS, watch_process, why_diverged
-from fsdp_qlora.logs import Log, describe_metrics, draw_losses, say_example, say_speed, say_start
-from fsdp_qlora.loss import bin_objective, mean_metrics, n_losses
-from fsdp_qlora.machine import host_memory, limit_memory, memory_gib, say_memory
-from fsdp_qlora.model import (
-    Graphs, Model, local_part, measure_weight_norms, own_blocks, set_local, verify_model,
+from fsdp_qlora.run.demo import make_demo
+from fsdp_qlora.model.elementwise import mix
+from fsdp_qlora.training.evaluation import evaluation_batches, evaluation_bins
+from fsdp_qlora.run.files import read_json, text_digest
+from fsdp_qlora.run.flags import parse_flags, resolve_config, save_interval
+from fsdp_qlora.model.layer import make_layouts
+from fsdp_qlora.run.status import LOST_DIRECTORY, REQUESTS, watch_process, why_diverged
+from fsdp_qlora.run.logs import (
+    Log, describe_metrics, draw_losses, say_example, say_speed, say_start)
+from fsdp_qlora.training.loss import bin_objective, mean_metrics, n_losses
+from fsdp_qlora.planner.machine import host_memory, limit_memory, memory_gib, say_memory
+from fsdp_qlora.model.model import (
+    Graphs, Model, measure_weight_norms, verify_model,
     weight_requests)
-from fsdp_qlora.names import check_files, tensor_names, weight_rows, whole_tensor
-from fsdp_qlora.nf4 import (
-    BLOCK, NESTED_BLOCK, QUANT_STORAGE, Nested, NF4Blocks, copy_mxfp4, copy_nf4,
-    dynamic_map)
-from fsdp_qlora.offload import make_store, pinned_copy
-from fsdp_qlora.output import describe_run, merge_command, open_output, save_tokenizer
-from fsdp_qlora.plan import agree_on_plan
-from fsdp_qlora.probe import Probe, reshard_all
-from fsdp_qlora.ranks import (
+from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
+from fsdp_qlora.quant.load import fill_model
+from fsdp_qlora.model.offload import make_store
+from fsdp_qlora.run.directory import describe_run, merge_command, open_output, save_tokenizer
+from fsdp_qlora.planner.plan import agree_on_plan
+from fsdp_qlora.run.probe import Probe, reshard_all
+from fsdp_qlora.run.ranks import (
     AGAIN, DIVERGED, EXITS, Stop, all_gather, check_same, gather_objects, is_rank_0, n_cores,
     on_rank_0, refuse_launch, say, say_each, together)
-from fsdp_qlora.reference import find_reference, step_value
-from fsdp_qlora.router import BALANCE, take_balance
-from fsdp_qlora.weights import (
+from fsdp_qlora.training.reference import find_reference, step_value
+from fsdp_qlora.model.router import BALANCE, take_balance
+from fsdp_qlora.pretrained.reader import (
     RandomWeights, WeightReader, all_finite, as_hex, content_sum, rows_before, weight_files)
 
 SCRIPT = Path(__file__)
@@ -535,82 +534,6 @@ def load_model(model, base, model_config, config, device):
              f" {n_bytes / 1e9 / seconds:.2f} GB/s with at most {grown:.2f} GiB more host memory")
     return types.SimpleNamespace(sums=dict(zip(sums, map(as_hex, totals.tolist()))),
                                  prequantised=bool(nf4_states), n_parameters=names.n_parameters)
-
-
-def fill_model(model, names, read, nf4_states, device):
-    """Give the model its embedding, layers, norm and head. read(name) returns this rank's rows of a
-    tensor, flat; each is read once, in the order of weight_requests(), of a layer MXFP4 first.
-    `nf4_states` is what check_files() returns. All ranks of model.group must call this."""
-    plan, dtype = model.plan, getattr(torch, model.plan.compute_dtype)
-
-    def table(name):
-        return read(name).view(-1, model.arch.hidden_size).to(device, dtype)
-
-    embedding = table(names.embedding)
-    model.embedding = pinned_copy(embedding) if plan.embedding_on_host else embedding
-    # Allocate the 4-bit weights before anything temporary: else gaps between them would stay. For
-    # FSDP2 they are QUANT_STORAGE, bf16. Copied as such, without the hooks of NF4Blocks, 0.08 % of
-    # the packed words, those that are NaN in bf16, would be changed without an error.
-    local_nf4 = [None if plan.offload_params else local_part(x.nf4).zeros_on(device, QUANT_STORAGE)
-                 for x in model.layers]
-    quiet = len(model.layers) < 3 or not (is_rank_0() and sys.stderr.isatty())
-    bar = tqdm(model.layers, "load and quantise", unit="layer", leave=False, disable=quiet)
-    for i, (layer, shard) in enumerate(zip(bar, local_nf4)):
-        if shard is None:
-            shard = local_part(layer.nf4).zeros_on(device, QUANT_STORAGE)
-        own_linears = [(own, names.of_layer(i, f"{own.place.linear.name}.weight"))
-                       for own in own_blocks(layer, model.shard)]
-        own_linears = copy_mxfp4(own_linears, shard, read)
-        layer.nested = quantise(own_linears, shard, read, names, nf4_states, dtype, model)
-        if plan.offload_params:
-            shard = NF4Blocks(*map(pinned_copy, (shard.packed, shard.scales)), device)
-        set_local(layer, "nf4", shard)
-        vectors = torch.zeros(model.shards, len(local_part(layer.vectors)), dtype=dtype,
-                              device=device)
-        for name, (where, _) in layer.layout.vectors.items():
-            vectors.view(-1)[where] = read(names.of_layer(i, name)).to(device, dtype)
-        set_local(layer, "vectors", vectors[model.shard].clone())
-        for name, shape in layer.layout.mixture_tensors.items():  # whole, and as exact as they are
-            tensor = whole_tensor(read, names.of_layer(i, name), nf4_states, dtype)
-            layer.mixture_tensors[name] = tensor.to(device).view(shape)
-    model.norm, model.norm_bias = (name and read(name).to(device, dtype)
-                                    for name in (names.norm, names.norm_bias))
-    model.head = model.embedding if model.arch.tied else table(names.head)
-
-
-def quantise(own_linears, shard, read, names, nf4_states, dtype, model):
-    """Quantise this rank's blocks of a layer to NF4 with double quantisation, into `shard`, its
-    NF4Blocks of zeros; linears that files have in NF4, those in `nf4_states`, keep their bytes.
-    Returns the layer's Nested. All ranks of the group must call this.
-
-    `own_linears` are (OwnBlocks, name in files), one a linear. Blocks of 64 weights are quantised
-    independently, so they get the bytes that they would have in the whole tensor. The second level
-    subtracts the mean absmax of a whole linear: the absmax, 4 bytes for 64 weights, are gathered,
-    and every rank computes that level alike.
-    """
-    absmax = torch.zeros(len(shard), dtype=torch.float32, device=shard.device)
-    nested, codebook = {}, dynamic_map(shard.device)  # {name: its part of each field of Nested}
-    for own, name in own_linears:
-        if name in nf4_states:
-            nested[name] = copy_nf4(own, name, shard, read, nf4_states[name])
-            continue
-        weights = weight_rows(read, names, name, own.rows).to(shard.device, dtype)[own.weights]
-        if len(weights):
-            codes, state = bnb.functional.quantize_4bit(weights, blocksize=BLOCK, quant_type="nf4")
-            shard.packed[own.local].view(-1)[: codes.numel()] = codes.view(-1)
-            absmax[own.local] = state.absmax
-    all_absmax = all_gather(absmax, model.group).view(-1) if model.shards > 1 else absmax
-    for own, name in own_linears:
-        if name not in nf4_states:
-            # a tensor of its own: how a sum is rounded depends on where a tensor begins
-            whole = all_absmax[own.place.blocks].clone()
-            whole -= (offset := whole.mean())
-            codes, state = bnb.functional.quantize_blockwise(
-                whole, codebook, blocksize=NESTED_BLOCK)
-            shard.scales[own.local, 0] = codes[own.blocks]
-            nested[name] = state.absmax, offset, codebook
-    nested_absmax, offsets, code_values = zip(*(nested[name] for _, name in own_linears))
-    return Nested(torch.cat(nested_absmax), torch.stack(offsets), torch.stack(code_values))
 
 
 # ------------------------------------------------------------------------------------------------

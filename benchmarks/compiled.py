@@ -24,8 +24,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from run import SHAPES, model_config
 
-from fsdp_qlora import attention, elementwise, families, vocabulary
-from fsdp_qlora.base import read_model_config
+from fsdp_qlora.model import attention
+from fsdp_qlora.model import elementwise
+from fsdp_qlora.pretrained import families
+from fsdp_qlora.model import head as vocabulary
+from fsdp_qlora.pretrained.hub import read_model_config
 from train_fsdp_qlora import Config
 
 TOKENS, CHUNK, CLAMP = 4096, 512, (7.0, 1.702)  # of gpt-oss

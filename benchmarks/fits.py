@@ -18,12 +18,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 import run
-from fsdp_qlora import plan
-from fsdp_qlora.adapter import choose_adapted
-from fsdp_qlora.base import read_model_config
-from fsdp_qlora.families import SHAPES
-from fsdp_qlora.layer import make_layouts
-from fsdp_qlora.machine import Machine
+from fsdp_qlora.planner import plan
+from fsdp_qlora.lora.adapter import choose_adapted
+from fsdp_qlora.pretrained.hub import read_model_config
+from fsdp_qlora.pretrained.families import SHAPES
+from fsdp_qlora.model.layer import make_layouts
+from fsdp_qlora.planner.machine import Machine
 from train_fsdp_qlora import Config
 
 LIMITS, GPUS, HOST, ROWS = (22.5, 46, 77.5, 138), (1, 2, 4, 8), 120, 16  # GiB, GPUs, GiB, rows
@@ -31,7 +31,7 @@ FLAGS = {"": {}, "a": {"offload_activations": True},
          "p": {"offload_activations": True, "offload_params": True}}
 KEYS = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
         "num_attention_heads", "num_key_value_heads", "head_dim")
-MORE_SHAPES = {  # besides those of fsdp_qlora/families.py
+MORE_SHAPES = {  # besides those of fsdp_qlora/pretrained/families.py
     "llama-3.1-405b": ("llama", 128256, 16384, 53248, 126, 128, 8, 128)}
 MIXTURES = {"Qwen3-30B-A3B": "qwen3-30b-a3b", "gpt-oss-20b": "gpt-oss-20b",  # shapes as in run.py
             "gpt-oss-120b": "gpt-oss-120b", "GLM-4.5-Air": "glm-4.5-air",

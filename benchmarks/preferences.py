@@ -26,7 +26,7 @@ from families import TINY, write_model
 from safetensors.torch import load_file, save_file
 from test_preferences import FLAGS, LENGTH, data_flags, write_preferences
 
-from fsdp_qlora.demo import write_demo
+from fsdp_qlora.run.demo import write_demo
 
 BETA = {"dpo": 0.3, "ipo": 0.3, "simpo": 2.0, "orpo": 0.4, "kto": 0.3}
 LAYOUTS = {  # {name: (processes, flags)}

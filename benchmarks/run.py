@@ -278,7 +278,7 @@ def chat_lengths(n, longest):
 def write_tokenizer(directory):
     """The demo's, which makes one token of each character that the demo does not have."""
     sys.path.insert(0, str(ROOT))
-    from fsdp_qlora.demo import write_demo
+    from fsdp_qlora.run.demo import write_demo
 
     write_demo(directory / "demo")
     for path in (directory / "demo" / "model").glob("*token*"):
@@ -605,7 +605,7 @@ def driver(stem, argv):
 
     sys.path.insert(0, str(ROOT))
     import train_fsdp_qlora as script
-    from fsdp_qlora import plan
+    from fsdp_qlora.planner import plan
 
     if stem is None:
         plan.use_graphs = lambda plan, *_: plan

@@ -70,7 +70,7 @@ SIZES = {
 @pytest.fixture(scope="session")
 def demo_directory(tmp_path_factory):
     """The script's own demo: model/ with a tokenizer, and data.jsonl."""
-    from fsdp_qlora.demo import write_demo
+    from fsdp_qlora.run.demo import write_demo
 
     directory = tmp_path_factory.mktemp("demo")
     write_demo(directory)
@@ -167,7 +167,7 @@ def read_rows(path, tokenizer, max_seq_len=64):
 def encode_file(path, tokenizer, max_seq_len=64):
     """What the script's table holds of each document of a file's rows."""
     from fsdp_qlora.data.encode import encode_pieces
-    from fsdp_qlora.data.files import find_pieces
+    from fsdp_qlora.data.sources import find_pieces
 
     pieces, _ = find_pieces(str(path))
     return list(encode_pieces(pieces, tokenizer, max_seq_len, len(tokenizer)))

@@ -10,7 +10,7 @@ besides: "nproc", where the first ranks alone take part; "nodes", of how many ma
 take themselves for processes; "deterministic", for what must be the same to the last bit on a GPU,
 where the attention's backward adds in any order otherwise; "cwd"; "before", a command that rank 0
 runs first; "script", another to run instead: an assembled one, one with its package beside it, or
-one that stands on this tree's package; "peft", the version that this node seems to have;
+one that depends on this tree's package; "peft", the version that this node seems to have;
 "plan", what the plan is to have whatever would be chosen; "cut_off", a file that rank 1 cuts off
 before the weights are read, and where; "others", what is different for the ranks but 0, or from
 "first_other" on.

@@ -14,11 +14,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 import train_fsdp_qlora
-from fsdp_qlora import elementwise, offload
-from fsdp_qlora.files import digest, read_json, text_digest
-from fsdp_qlora.lifecycle import watch_process
-from fsdp_qlora.output import open_output
-from fsdp_qlora.ranks import Stop
+from fsdp_qlora.model import elementwise
+from fsdp_qlora.model import offload
+from fsdp_qlora.run.files import digest, read_json, text_digest
+from fsdp_qlora.run.status import watch_process
+from fsdp_qlora.run.directory import open_output
+from fsdp_qlora.run.ranks import Stop
 
 FLAGS, MODEL, DATA, DIVERGED, CHECKPOINT, OUT_OF_MEMORY = 2, 3, 4, 6, 7, 8  # exit codes
 LOADING = "load and quantise"  # the progress bar of the weights

@@ -11,9 +11,10 @@ import pytest
 from conftest import ROOT, encode_file
 from house import parse_config
 
-from fsdp_qlora import layer, plan
-from fsdp_qlora.base import load_tokenizer, model_directory, read_model_config
-from fsdp_qlora.flags import resolve_config
+from fsdp_qlora.model import layer
+from fsdp_qlora.planner import plan
+from fsdp_qlora.pretrained.hub import load_tokenizer, model_directory, read_model_config
+from fsdp_qlora.run.flags import resolve_config
 
 sys.path.insert(0, str(ROOT / "benchmarks"))  # as where run.py is started
 spec = importlib.util.spec_from_file_location("benchmark", ROOT / "benchmarks" / "run.py")

@@ -17,10 +17,10 @@ from short_runs import (
     make_base, reference_loss_of, runs_of, trained)
 from transformers import AutoTokenizer
 
-from fsdp_qlora.checkpoints import read_checkpoint
+from fsdp_qlora.run.checkpoints import read_checkpoint
 from fsdp_qlora.data.encode import prepare_data, rows_of
 from fsdp_qlora.data.forms import IGNORE
-from fsdp_qlora.ranks import Stop
+from fsdp_qlora.run.ranks import Stop
 from train_fsdp_qlora import Config
 
 # (processes, name): flags of a run that is made with evaluation and without

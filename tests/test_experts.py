@@ -23,23 +23,28 @@ from safetensors.torch import load_file, save_file
 from test_layer import make_model as make_layers
 from transformers import AutoTokenizer
 
-from fsdp_qlora import check, experts, grouped, router
-from fsdp_qlora.adapter import Adapter, choose_adapted, read_adapter, write_adapter
-from fsdp_qlora.check import plain_model, random_adapter, random_reference, read_weights
-from fsdp_qlora.configs import describe_model, shrunk_config
+from fsdp_qlora.pretrained import check
+from fsdp_qlora.model import experts
+from fsdp_qlora.model import grouped
+from fsdp_qlora.model import router
+from fsdp_qlora.lora.adapter import Adapter, choose_adapted, read_adapter, write_adapter
+from fsdp_qlora.pretrained.check import plain_model, random_adapter, random_reference, read_weights
+from fsdp_qlora.pretrained.config import describe_model, shrunk_config
 from fsdp_qlora.data.bins import make_bin
 from fsdp_qlora.data.encode import rows_of
-from fsdp_qlora.elementwise import (
+from fsdp_qlora.model.elementwise import (
     add_expert_rows,
     clamped_gate_backward,
     gate,
     gate_backward,
     gate_weight_gradients,
 )
-from fsdp_qlora.plan import Plan
-from fsdp_qlora.names import check_files, rows_in_memory, tensor_names, weight_rows
-from fsdp_qlora.peft_names import expert_parts, stack_experts, unstack_experts
-from fsdp_qlora.weights import Request, WeightReader, weight_files
+from fsdp_qlora.planner.plan import Plan
+from fsdp_qlora.pretrained.tensor_names import (
+    check_files, rows_in_memory, tensor_names)
+from fsdp_qlora.quant.load import weight_rows
+from fsdp_qlora.lora.peft_names import expert_parts, stack_experts, unstack_experts
+from fsdp_qlora.pretrained.reader import Request, WeightReader, weight_files
 from train_fsdp_qlora import Config, fill_model
 
 BAR = 1e-5  # of a relative difference in fp32

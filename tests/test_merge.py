@@ -40,8 +40,8 @@ from transformers import (
 )
 
 import merge_adapters
-from fsdp_qlora.base import copy_small_files, generation_settings
-from fsdp_qlora.names import NF4_STATE
+from fsdp_qlora.pretrained.hub import copy_small_files, generation_settings
+from fsdp_qlora.pretrained.tensor_names import NF4_STATE
 
 STEPS = 15
 ROWS = [

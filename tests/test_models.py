@@ -13,12 +13,12 @@ from conftest import DEVICE
 from families import TINY, tiny, write_model
 from safetensors.torch import load_file, save_file
 
-from fsdp_qlora.configs import describe_model
-from fsdp_qlora.attention import attends, batched_attention, document_attention
-from fsdp_qlora.model import Model
-from fsdp_qlora.names import check_files, tensor_names
-from fsdp_qlora.sinks import SinkAttention
-from fsdp_qlora.weights import weight_files
+from fsdp_qlora.pretrained.config import describe_model
+from fsdp_qlora.model.attention import attends, batched_attention, document_attention
+from fsdp_qlora.model.model import Model
+from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
+from fsdp_qlora.model.sinks import SinkAttention
+from fsdp_qlora.pretrained.reader import weight_files
 
 DROPOUT = {  # tiny configs whose own dropout is in one place
     "residual": tiny("seed_oss", head_dim=24, residual_dropout=0.2, attention_dropout=0.0),
@@ -77,7 +77,7 @@ def test_models_own_dropout_is_the_same_when_recomputed_in_slices(
     train, model_with_dropout, monkeypatch
 ):
     kept = train("kept", model_with_dropout("both"), "--recompute", "none")
-    monkeypatch.setattr("fsdp_qlora.mlp.SLICE_TOKENS", 16)
+    monkeypatch.setattr("fsdp_qlora.model.mlp.SLICE_TOKENS", 16)
     sliced = train("sliced", model_with_dropout("both"), "--recompute", "all")
     assert sliced == [pytest.approx(row, rel=1e-5) for row in kept]
 
@@ -109,7 +109,7 @@ def test_adapters_of_the_mlp_alone_are_sliced(train, tiny_model, monkeypatch, re
     """The first MLP's input then needs no gradient."""
     flags = tiny_model("llama"), "--target_modules", "gate_proj", "down_proj"
     want = train("whole", *flags, "--recompute", "none")
-    monkeypatch.setattr("fsdp_qlora.mlp.SLICE_TOKENS", 16)
+    monkeypatch.setattr("fsdp_qlora.model.mlp.SLICE_TOKENS", 16)
     got = train("sliced", *flags, "--recompute", recompute)
     assert got == [pytest.approx(row, rel=1e-5) for row in want]
 
@@ -176,7 +176,7 @@ def test_kernel_that_computes_something_else_is_found_out(kind, reach, monkeypat
     wrong += [without_window] if reach == "window" else []
     wrong += [without_sinks] if arch.sinks else []
     for kernel in (right, *wrong):
-        monkeypatch.setattr("fsdp_qlora.attention.flash_attention", kernel)
+        monkeypatch.setattr("fsdp_qlora.model.attention.flash_attention", kernel)
         assert attends(kernel, arch, reach, cpu) == (kernel is right), kernel.__name__
 
 

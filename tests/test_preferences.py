@@ -25,11 +25,11 @@ from transformers import AutoTokenizer
 
 from fsdp_qlora.data.bins import deal_rows
 from fsdp_qlora.data.encode import encode_pieces, prepare_rows, rows_of, tokenize
-from fsdp_qlora.data.files import RefusedRow, find_pieces
+from fsdp_qlora.data.sources import RefusedRow, find_pieces
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.data.preferences import parse_preference
-from fsdp_qlora.loss import LOSSES
-from fsdp_qlora.reference import tensor_digest
+from fsdp_qlora.training.loss import LOSSES
+from fsdp_qlora.training.reference import tensor_digest
 
 LENGTH = 64
 FLAGS = ["--lora_rank", RANK, "--lora_alpha", ALPHA, "--compute_dtype", "float32", "--max_seq_len",
@@ -408,7 +408,8 @@ def test_a_reference_that_takes_longer_than_the_run_may_is_made_in_parts(base, r
                                                                          monkeypatch):
     """Each start is stopped after one part; none begins anew."""
     import train_fsdp_qlora
-    from fsdp_qlora import evaluation, reference
+    from fsdp_qlora.training import evaluation
+    from fsdp_qlora.training import reference
 
     argv = [*TRAIN, *LOSS_FLAGS["dpo"], *data_flags("dpo"), "--output_dir", "in parts"]
     computed, measured = [], reference.document_losses

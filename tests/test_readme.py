@@ -17,10 +17,10 @@ from house import parse_config
 from torch.distributed.run import get_args_parser
 
 import merge_adapters
-from fsdp_qlora import ranks
-from fsdp_qlora.flags import resolve_config
+from fsdp_qlora.run import ranks
+from fsdp_qlora.run.flags import resolve_config
 from fsdp_qlora.data.forms import REFUSED, TRAINED
-from fsdp_qlora.router import BALANCE
+from fsdp_qlora.model.router import BALANCE
 from train_fsdp_qlora import Config
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -22,9 +22,9 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
-from fsdp_qlora.elementwise import drop, mix
-from fsdp_qlora.configs import describe_model
-from fsdp_qlora.layer import make_layouts
+from fsdp_qlora.model.elementwise import drop, mix
+from fsdp_qlora.pretrained.config import describe_model
+from fsdp_qlora.model.layer import make_layouts
 from train_fsdp_qlora import Config, learning_rate
 
 BATCH, RANK, ALPHA, PEAK, DROPOUT = 7, 4, 64, 1e-2, 0.3

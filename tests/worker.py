@@ -23,17 +23,17 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import house
 import train_fsdp_qlora
-from fsdp_qlora.checkpoints import STATE_KEYS
+from fsdp_qlora.run.checkpoints import STATE_KEYS
 from fsdp_qlora.data.forms import IGNORE
-from fsdp_qlora.demo import write_demo
-from fsdp_qlora.lifecycle import watch_process
-from fsdp_qlora.linears import STATE_BLOCK
-from fsdp_qlora.machine import host_memory
-from fsdp_qlora.model import gathered, set_local
-from fsdp_qlora.nf4 import NF4Blocks, dequantise
-from fsdp_qlora.offload import pinned_copy
-from fsdp_qlora.ranks import all_gather, on_rank_0
-from fsdp_qlora.vocabulary import HeadLoss, embed, shard_range
+from fsdp_qlora.run.demo import write_demo
+from fsdp_qlora.run.status import watch_process
+from fsdp_qlora.model.linears import STATE_BLOCK
+from fsdp_qlora.planner.machine import host_memory
+from fsdp_qlora.model.model import gathered, set_local
+from fsdp_qlora.quant.nf4 import NF4Blocks, dequantise
+from fsdp_qlora.model.offload import pinned_copy
+from fsdp_qlora.run.ranks import all_gather, on_rank_0
+from fsdp_qlora.model.head import HeadLoss, embed, shard_range
 
 
 def training(job, process, model, flags, look):

@@ -1,5 +1,5 @@
 """Which rows an optimizer step works on, their documents dealt into bins of equal work, and the
-tensors of a bin. It stands on forms.py for what is not trained; Rows come from encode.py, and what
+tensors of a bin. It depends on forms.py for what is not trained; Rows come from encode.py, and what
 is computed of a bin is in the model."""
 
 import dataclasses
@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from fsdp_qlora.data.forms import IGNORE
-from fsdp_qlora.elementwise import mix
-from fsdp_qlora.loss import Answers
-from fsdp_qlora.offload import GPUStore
+from fsdp_qlora.model.elementwise import mix
+from fsdp_qlora.training.loss import Answers
+from fsdp_qlora.model.offload import GPUStore
 
 
 @dataclasses.dataclass

@@ -1,5 +1,5 @@
 """A table that all cores compute once, as Arrow files in the directory where `datasets` keeps its
-caches. It stands on files and ranks; what the table holds is up to encode.py. Only
+caches. It depends on files and ranks; what the table holds is up to encode.py. Only
 what was written whole is found again, and its digests are looked at before its use."""
 
 import contextlib
@@ -16,8 +16,8 @@ from pathlib import Path
 import huggingface_hub
 from tqdm import tqdm
 
-from fsdp_qlora.files import digest, read_json
-from fsdp_qlora.ranks import is_rank_0, n_cores, say
+from fsdp_qlora.run.files import digest, read_json
+from fsdp_qlora.run.ranks import is_rank_0, n_cores, say
 
 TOLD = ValueError, OSError, MemoryError  # that a process raises for another
 PARTS = "parts.json"  # the SHA-256 of each file of a table in order; written last

@@ -1,5 +1,5 @@
 """A conversation, rendered by the tokenizer's chat template, as text and the spans of it that are
-trained. It stands on transformers' rendering; other forms of rows are in forms.py, tokens in
+trained. It depends on transformers' rendering; other forms of rows are in forms.py, tokens in
 encode.py."""
 
 import contextlib
@@ -12,7 +12,7 @@ from datetime import datetime
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from fsdp_qlora.data.files import RefusedRow
+from fsdp_qlora.data.sources import RefusedRow
 
 
 def parse_chat(messages, options, tokenizer):

@@ -1,6 +1,6 @@
 """The rows of all --dataset as tokens and labels, encoded once and mapped from the cache. It stands
-on files.py for rows, forms.py for what they mean, cache.py for keeping them, and leaves to bins.py
-which of them a step works on.
+on sources.py for rows, forms.py for what they mean, cache.py for keeping them, and leaves to
+bins.py which of them a step works on.
 
 A row's way to tokens: encode_pieces() -> try_row() -> parse_row() of forms.py -> parse_chat() of
 chat.py, if it is a conversation -> tokenize(). With a --loss of preferences, parse_preference() of
@@ -21,12 +21,12 @@ import transformers
 
 from fsdp_qlora.data.cache import PARTS, has_table, open_cache, read_table, write_table
 from fsdp_qlora.data.chat import parse_chat, with_day
-from fsdp_qlora.data.files import RefusedRow, find_pieces, read_pieces
+from fsdp_qlora.data.sources import RefusedRow, find_pieces, read_pieces
 from fsdp_qlora.data.forms import IGNORE, parse_row, printable
 from fsdp_qlora.data.preferences import parse_preference
-from fsdp_qlora.files import digest, text_digest, write_whole
-from fsdp_qlora.loss import LOSSES
-from fsdp_qlora.ranks import Stop, say, together
+from fsdp_qlora.run.files import digest, text_digest, write_whole
+from fsdp_qlora.training.loss import LOSSES
+from fsdp_qlora.run.ranks import Stop, say, together
 
 BATCH = 256  # rows that the tokenizer gets at once
 ENCODED = {  # what encode_pieces() yields of a document

@@ -1,5 +1,5 @@
 """What a row of a data set means: its form by its keys, its documents, and which text of them is
-trained. It stands on chat.py for conversations, and leaves reading to files.py, tokens to
+trained. It depends on chat.py for conversations, and leaves reading to sources.py, tokens to
 encode.py, and rows with several answers or with judged ones to preferences.py."""
 
 import contextlib
@@ -9,7 +9,7 @@ import re
 from typing import NamedTuple
 
 from fsdp_qlora.data.chat import checked_text, parse_chat
-from fsdp_qlora.data.files import RefusedRow
+from fsdp_qlora.data.sources import RefusedRow
 
 IGNORE = -100  # the label of a token that is not trained
 

@@ -1,11 +1,11 @@
 """What a row of preferences means: a question with a better and a worse answer, or with one answer
-and whether it is good. It stands on forms.py: the question with one of the answers is a row there.
+and whether it is good. It depends on forms.py: the question with one of the answers is a row there.
 """
 
-from fsdp_qlora.data.files import RefusedRow
+from fsdp_qlora.data.sources import RefusedRow
 from fsdp_qlora.data.forms import (
     COMPLETION, as_object, find_form, parse_object, read_json_text, read_message)
-from fsdp_qlora.loss import LOSSES
+from fsdp_qlora.training.loss import LOSSES
 
 PAIRS = (("chosen", "rejected"), ("chosen_response", "rejected_response"),
          ("preferred_output", "non_preferred_output"))  # keys of the better and the worse answer

@@ -1,0 +1,286 @@
+"""The rows of a --dataset as they stand in files, tables and data sets of the Hub, split into
+pieces that several processes can read. It depends on `datasets` for everything but JSON, and leaves
+to forms.py what a row means, to encode.py its tokens and the cache."""
+
+import glob
+import gzip
+import hashlib
+import io
+import json
+import re
+import warnings
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+
+from fsdp_qlora.run.files import digest, text_digest
+from fsdp_qlora.run.ranks import say
+
+JSON_KINDS = (".jsonl", ".json", ".ndjson", ".txt")  # also lines of text, each a row
+TABLE_KINDS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}  # what `datasets` calls them
+KINDS = (*JSON_KINDS, *TABLE_KINDS)
+SPLITS = {"train": "train|training", "validation": "validation|valid|val|dev",
+          "test": "test|testing|eval|evaluation"}  # what names of files and directories call them
+PIECE_BYTES, PIECE_ROWS = 2**20, 5000  # of lines of JSON, of a table
+
+
+class RefusedRow(ValueError):
+    """A row that ends the run: what it asks for would be lost in all rows like it."""
+
+
+class Piece(NamedTuple):
+    """Rows of a --dataset that a process reads at once."""
+
+    name: str  # of the file, the directory or the data set on the Hub
+    table: object = None  # a datasets.Dataset; None: it is a file of JSON
+    start: int = 0  # in rows of the table, or bytes of the file
+    stop: int | None = None  # None: read the file to its end
+    lines_before: int = 0  # lines of the file before this piece
+
+
+def find_pieces(source, is_silent=False):
+    """Returns the pieces of one --dataset, and a list of digests that tells its content from any
+    other; says which files are left out unless it is silent."""
+    name, options = split_options(source)
+    is_pattern = glob.has_magic(name) and not Path(name).exists()
+    paths = sorted(glob.glob(name, recursive=True)) if is_pattern else [name]
+    if not paths:
+        raise ValueError(f"{name}: no file matches")
+    pieces, digests = [], []
+    for path in map(Path, paths):
+        is_whole = not path.is_dir() or saved_kind(path) == "Dataset"
+        allowed = set() if is_whole else {"split"}
+        if path.exists() and options.keys() - allowed:
+            raise ValueError(f"{source}: what stands after the comma is for Hub ids, and"
+                             " split= for directories: name the files you want")
+        for file in find_files(path, options.get("split"), is_silent):
+            if file.is_file() and file_kind(file) in JSON_KINDS:
+                more, content = json_pieces(file)
+            else:
+                content = path_digest(file) if file.exists() else None
+                table = open_table(source, file, options, content)
+                more = [Piece(str(file), table, start, min(start + PIECE_ROWS, len(table)))
+                        for start in range(0, len(table), PIECE_ROWS)]
+                content = content or table._fingerprint  # which tells the version on the Hub
+            pieces += more
+            digests.append(content)
+    return pieces, digests
+
+
+def read_pieces(pieces):
+    """Yield (where, row) for each row: in words where it stands, and the row, or an exception that
+    says why there is none. Raises ValueError where a file cannot be read: the next start may do."""
+    for piece in pieces:
+        where = piece.name
+        try:
+            for where, row in read_piece(piece):
+                yield where, row
+        except (OSError, EOFError, zlib.error) as e:
+            raise ValueError(f"{where}: cannot be read any further: {e}")
+
+
+def read_piece(piece):
+    """Yield what read_pieces() yields, for one piece."""
+    if piece.table is not None:
+        rows = piece.table.select(range(piece.start, piece.stop))
+        for number, row in enumerate(rows, 1 + piece.start):
+            yield f"{piece.name} row {number}", {k: without_none(v) for k, v in row.items()}
+    elif piece.start == 0 and is_array(Path(piece.name)):
+        with open_file(piece.name) as file:
+            try:
+                rows = json.load(file)
+            except (ValueError, RecursionError) as e:
+                rows = [RefusedRow(f"is no JSON: {e}")]
+        for number, row in enumerate(rows, 1):
+            yield f"{piece.name} row {number}", row
+    else:
+        yield from read_lines(piece)
+
+
+def read_lines(piece):
+    """Yield what read_pieces() yields, for each line that is not blank."""
+    is_text = file_kind(Path(piece.name)) == ".txt"
+    with open_file(piece.name) as file:
+        lines = file
+        if piece.stop is not None:
+            file.seek(piece.start)
+            lines = io.BytesIO(file.read(piece.stop - piece.start))
+        for number, line in enumerate(lines, 1 + piece.lines_before):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line) if not is_text else {
+                    "text": line.decode("utf-8-sig").rstrip("\r\n")}
+            except (ValueError, RecursionError) as e:
+                # without the column, so that equal errors are counted together
+                why = getattr(e, "msg", None) or getattr(e, "reason", e)
+                row = ValueError(f"is no {'UTF-8' if is_text else 'JSON'}: {why}")
+            yield f"{piece.name} line {number}", row
+
+
+def split_options(source):
+    """The name in a --dataset, and the options after its commas; a file may have commas itself."""
+    if Path(source).exists():
+        return source, {}
+    name, *options = source.split(",")
+    options = dict(option.partition("=")[::2] for option in options)
+    if not options.keys() <= {"split", "name", "revision"}:
+        raise ValueError(f"{source}: after a comma stands split=, name= or revision=")
+    return name, options
+
+
+def find_files(path, split, is_silent):
+    """The data files of a split in a directory, sorted, but none that is hidden or that a run has
+    written there; any other path itself."""
+    if not path.is_dir() or saved_kind(path):
+        return [path]
+    files = []
+    for file in sorted(path.rglob("*")):
+        if file_kind(file) in KINDS and file.is_file():
+            below = file.relative_to(path)
+            is_hidden = any(part.startswith(".") for part in below.parts)
+            if not is_hidden and not any((path / p / ".lock").exists() for p in below.parents):
+                files.append(file)
+    if not files:
+        raise ValueError(f"{path}: no file in it ends in {', '.join(KINDS)}")
+    return choose_split(path, files, split, is_silent)
+
+
+def choose_split(path, files, split, is_silent):
+    """Those of the files in a directory that are of this split, by its name or by their own. None:
+    all but those for validation and tests, if there are others."""
+    names = {file: name_of_split(file.relative_to(path)) for file in files}
+    if split:
+        named = re.compile(rf"(^|/){re.escape(split)}([-./]|$)")
+        chosen = [file for file in files
+                  if split == names[file] or named.search(file.relative_to(path).as_posix())]
+    elif len(set(names.values())) == 1:
+        return files
+    else:
+        chosen = [file for file in files if names[file] in ("train", None)]
+    found = ", ".join(sorted({name or "no split" for name in names.values()}))
+    if not chosen:
+        raise ValueError(f"{path}: none of its {len(files)} files is of {split or 'train'}, but of"
+                         f" {found}: choose by ,split=NAME or name the files")
+    if len(chosen) < len(files) and not is_silent:
+        say(f"{path}: {len(chosen)} of {len(files)} files are read, those of {split or 'train'};"
+            f" there are {found}, and ,split=NAME chooses")
+    return chosen
+
+
+def name_of_split(path):
+    """The key of SPLITS that the file, else the nearest directory above it, is named by, or None.
+    """
+    for part in reversed(path.parts):
+        for split, words in SPLITS.items():
+            if re.search(rf"(^|[^a-z])({words})([^a-z]|$)", part.lower()):
+                return split
+    return None
+
+
+def saved_kind(path):
+    """The class of `datasets` whose save_to_disk() wrote this directory, by name; else None."""
+    files = {"dataset_dict.json": "DatasetDict", "state.json": "Dataset"}
+    return next((kind for file, kind in files.items() if (path / file).is_file()), None)
+
+
+def file_kind(path):
+    """The suffix, without .gz."""
+    return Path(path.name.removesuffix(".gz")).suffix
+
+
+def json_pieces(path):
+    """The pieces of a file of JSON, and its SHA-256. Its lines are shared out; an array or a .gz is
+    one piece, as it can only be read from its beginning."""
+    if path.suffix == ".gz" or is_array(path):
+        return [Piece(str(path))], digest(path)
+    pieces, sha, start, lines_before = [], hashlib.sha256(), 0, 0
+    with open(path, "rb") as file:
+        while lines := file.read(PIECE_BYTES) + file.readline():  # to the end of a line
+            stop = start + len(lines)
+            pieces.append(Piece(str(path), None, start, stop, lines_before))
+            sha.update(lines)
+            start, lines_before = stop, lines_before + lines.count(b"\n")
+    return pieces, sha.hexdigest()
+
+
+def open_file(path):
+    return gzip.open(path, "rb") if str(path).endswith(".gz") else open(path, "rb")
+
+
+def is_array(path):
+    """Whether a file of JSON is one array: it begins with [ after byte order mark and white space.
+    """
+    with open_file(path) as file:
+        while line := file.readline(2**16):
+            if text := line.removeprefix(b"\xef\xbb\xbf").lstrip():
+                return text[:1] == b"[" and file_kind(path) != ".txt"
+    return False
+
+
+def path_digest(path):
+    """SHA-256 of a file's content, or of all files in a directory of save_to_disk."""
+    if path.is_file():
+        return digest(path)
+    files = (file for file in sorted(path.rglob("*")) if file.is_file())
+    return text_digest([[str(file.relative_to(path)), digest(file)] for file in files])
+
+
+def open_table(source, path, options, content):
+    """The datasets.Dataset of a Parquet or CSV file, a directory of save_to_disk or a Hub id;
+    `content` is the digest of what is no Hub id."""
+    import datasets
+
+    split, is_from_hub = options.get("split", "train"), False
+    try:
+        if saved_kind(path):
+            table = datasets.load_from_disk(str(path))
+            if isinstance(table, datasets.Dataset):
+                return table
+            if split not in table:
+                raise ValueError(f"has no split {split}, but {', '.join(table)}: ,split=NAME"
+                                 " chooses")
+            return table[split]
+        if path.is_file() and file_kind(path) in TABLE_KINDS:
+            return load_table_file(path, content)
+        looks_like_file = source[0] in "./~" or file_kind(path) in KINDS
+        if path.exists() or looks_like_file or str(path).count("/") != 1:
+            raise ValueError("neither a Hub id (owner/name) nor a file, pattern or directory; files"
+                             f" end in {', '.join(KINDS)}, or that and .gz")
+        is_from_hub = True
+        return datasets.load_dataset(str(path), **{"split": "train", **options})
+    except Exception as e:  # the Hub client has a dozen kinds of errors; each is the user's
+        error = e.__cause__ or e
+        what = "no such file here, and the Hub says: " if is_from_hub else ""
+        where = (f"; a table is copied to HF_DATASETS_CACHE, {datasets.config.HF_DATASETS_CACHE}"
+                 if isinstance(error, OSError) and path.is_file() else "")
+        raise ValueError(f"{source}: {what}{error}{where}")
+
+
+def load_table_file(path, content):
+    """The datasets.Dataset of a file with this digest, under which `datasets` keeps its copy: by
+    itself it tells files by name and time, which `cp -p` copies. All cells of a CSV are text: "12"
+    and "null" stay as they are, and the first column is no index."""
+    import datasets
+    import pandas
+
+    kind, options = TABLE_KINDS[file_kind(path)], {}
+    if kind == "csv":
+        options["sep"] = "\t" if file_kind(path) == ".tsv" else ","
+        names = pandas.read_csv(path, nrows=0, index_col=False, **options).columns
+        features = datasets.Features({name: datasets.Value("string") for name in names})
+        options |= {"features": features, "keep_default_na": False, "index_col": False}
+    with warnings.catch_warnings():
+        # of a row with more cells than the header has names
+        warnings.simplefilter("error", pandas.errors.ParserWarning)
+        return datasets.load_dataset(
+            kind, data_files=str(path), split="train", **options,
+            cache_dir=Path(datasets.config.HF_DATASETS_CACHE, "fsdp_qlora", content))
+
+
+def without_none(value):
+    """The value without keys that are null: Arrow gives each object all keys that any of its column
+    has."""
+    if isinstance(value, dict):
+        return {k: without_none(v) for k, v in value.items() if v is not None}
+    return [without_none(v) for v in value] if isinstance(value, list) else value

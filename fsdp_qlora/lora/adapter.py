@@ -1,0 +1,226 @@
+"""All that is trained: one flat fp32 vector, its names in PEFT's files, and its first values.
+
+Depends on model for a rank's shard of a layer. The optimizer over the vector is in the script, its
+checkpoints are in checkpoints.
+"""
+
+import json
+import math
+import re
+import zlib
+from pathlib import Path
+
+import torch
+from peft import LoraConfig
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_qlora.run.files import read_json, write_whole
+from fsdp_qlora.model.model import local_part, set_local
+from fsdp_qlora.pretrained.tensor_names import renamed
+from fsdp_qlora.lora.peft_names import (
+    expert_parts, expert_settings, peft_name, stack_experts, unstack_experts)
+from fsdp_qlora.run.ranks import all_gather, is_rank_0, say, together
+
+
+def choose_adapted(arch, config, base_name):
+    """PEFT's LoraConfig, and the names in a layer of the linears that get an adapter. Raises
+    ValueError."""
+    experts, settings = arch.experts(), {}
+    names, default = arch.adaptable(), arch.adapted(["all-linear"])
+    short = sorted({name.rsplit(".", 1)[-1] for name in default})
+    others = [name for name in names if name not in default]
+    words = ", ".join([*short, *others, *["experts"] * bool(experts), "all-linear"])
+    targets = list(dict.fromkeys(target for word in config.target_modules for target in (
+        short if word == "all-linear" else [word])))
+    for target in targets:
+        found = [name for name in names if f".{name}".endswith(f".{target}")]
+        if target == "experts" and experts:
+            continue
+        if any(name.rsplit(".", 1)[-1] == target for name in experts):
+            raise ValueError(f"--target_modules {target}: to PEFT that is all experts, whose name"
+                             f" is experts here; there are {words}")
+        if not found:
+            raise ValueError(f"--target_modules {target}: no such linear in the decoder layers;"
+                             f" there are {words}")
+        if experts and arch.mixture.adapters == "modules" and not set(found) <= set(default):
+            say(f"--target_modules {target}: PEFT 0.21 does not load adapters of {found[0]}; vLLM"
+                " reads them by their names")
+    say(f"adapter: {config.adapter} on {', '.join(targets)}")
+    if experts and "experts" in targets:
+        refuse_expert_adapters(arch, config)
+        leaves = {renamed(name, arch.mixture.renames).rsplit(".", 1)[-1] for name in experts}
+        settings = expert_settings(arch, config.lora_rank, config.lora_alpha, experts)
+        targets = sorted({*targets} - {"experts"} | (set() if settings else leaves))
+        if arch.expert_down[0].mxfp4:
+            say("--target_modules experts: PEFT 0.21 finds no experts in a model in MXFP4: load"
+                " that with Mxfp4Config(dequantize=True), or merge, to bf16")
+    if arch.module_prefix != "model.":  # a vision tower may have linears of the same names
+        either = "|".join(re.escape(target) for target in targets)
+        targets = rf"{re.escape(arch.module_prefix)}layers\.\d+\..*\b({either})"
+    lora_config = LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        use_rslora=config.adapter == "rslora",
+        use_dora=config.adapter == "dora",
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+        **settings,
+        base_model_name_or_path=base_name)
+    return lora_config, arch.adapted(config.target_modules)
+
+
+def refuse_expert_adapters(arch, config):
+    """Raise ValueError where experts cannot have the adapters that are asked for."""
+    if config.adapter == "dora" or config.lora_dropout:
+        raise ValueError("--target_modules experts: their adapters have neither DoRA nor dropout,"
+                         " here as in PEFT")
+    if config.lora_rank % 8:
+        raise ValueError(f"--lora_rank {config.lora_rank}: adapters of experts need a multiple of"
+                         " 8: torch's grouped products want rows of whole 16 bytes")
+    if config.adapter == "rslora" and not arch.mixture.one_gate_up:
+        raise ValueError("--target_modules experts: with --adapter rslora PEFT 0.21 would count"
+                         " gate and up 1.41 times: use lora")
+
+
+class Adapter:
+    """This rank's shard of all layers' adapters, one fp32 vector [layers x n_own]: `weights`, with
+    its gradient.
+
+    One tensor instead of a thousand makes the optimizer one kernel and its state pageable. Layers
+    compute with views of it. A shard is whole blocks of the optimizer's 8-bit state, so that on any
+    number of GPUs the state is the same vector, cut elsewhere.
+    """
+
+    def __init__(self, model, device):
+        self.arch, self.layers, self.group = model.arch, model.layers, model.group
+        self.shard, self.shards = model.shard, model.shards
+        rank = model.layers[0].layout.attention.qkv.lora_rank
+        self.expert_parts = expert_parts(self.arch, rank)  # what files have in another form
+        (self.n_own,) = {len(local_part(layer.adapter)) for layer in model.layers}  # all alike
+        self.weights = nn.Parameter(torch.zeros(len(self.layers) * self.n_own, device=device))
+        self.weights.grad = torch.zeros_like(self.weights)
+        views = self.by_layer(self.weights.data), self.by_layer(self.weights.grad)
+        for layer, weights, grad in zip(self.layers, *views):
+            set_local(layer, "adapter", weights)
+            p = layer.adapter
+            p.grad = DTensor(grad, p._spec, requires_grad=False) if isinstance(p, DTensor) else grad
+        self.n_trainable = sum(math.prod(shape) for i in range(len(self.layers))
+                               for _, shape in self.names(i).values())
+
+    def by_layer(self, tensor):
+        return tensor.view(len(self.layers), -1)
+
+    def name(self, i, linear, key):
+        """PEFT's name of a part of the adapter of layer i, see peft_name()."""
+        return peft_name(self.arch, i, linear, key)
+
+    def names(self, i):
+        """{PEFT's name: (slice of layer i's adapter, shape)}."""
+        return {self.name(i, *part): where
+                for part, where in self.layers[i].layout.adapter_parts().items()}
+
+    def set_layer(self, i, values):
+        """Give layer i its values out of {PEFT's name: whole tensor}."""
+        whole = torch.zeros(self.shards, self.n_own)
+        for name, (where, _) in self.names(i).items():
+            whole.view(-1)[where] = values[name].reshape(-1)
+        self.by_layer(self.weights.data)[i] = whole[self.shard]
+
+    def initialise(self, config):
+        """Set the values of --init_adapter, or PEFT's initial ones: A at random, the same on any
+        number of ranks, B zero, DoRA's magnitudes the norms of the base weights' rows. All ranks
+        must call this."""
+        with together():
+            given = read_adapter(config, self) if config.init_adapter else None
+        for i, layer in enumerate(self.layers):
+            self.set_layer(i, given or self.initial_values(i, layer, config.seed))
+
+    def initial_values(self, i, layer, seed):
+        """{PEFT's name: tensor} of layer i."""
+        values = {}
+        for (linear, key), (_, shape) in layer.layout.adapter_parts().items():
+            name = self.name(i, linear, key)
+            values[name] = torch.zeros(shape)
+            if key == "lora_magnitude_vector":
+                values[name] = layer.weight_norms[linear].cpu()
+            elif key == "lora_A.weight":
+                generator = torch.Generator().manual_seed(seed ^ zlib.crc32(name.encode()))
+                nn.init.kaiming_uniform_(values[name], a=math.sqrt(5), generator=generator)
+        return values
+
+    def gather(self, vector):
+        """Yield of each layer, out of a vector cut as `weights` is, the whole on rank 0's CPU; None
+        on other ranks. All ranks must call this, and use all of it."""
+        for own in self.by_layer(vector):
+            if self.shards > 1:  # a clone: NCCL is not to read paged memory
+                own = all_gather(own.clone(), self.group).view(-1)
+            yield own.cpu() if is_rank_0() else None
+
+    def gather_weights(self):
+        """{name in PEFT's files: whole fp32 tensor on the CPU} on rank 0, {} on others. All ranks
+        must call this."""
+        weights = {}
+        for i, whole in enumerate(self.gather(self.weights.data)):
+            if is_rank_0():
+                views = {name: whole[x].view(shape) for name, (x, shape) in self.names(i).items()}
+                weights |= stack_experts(views, self.expert_parts)
+        return weights
+
+    def largest(self):
+        """The largest magnitude of all weights. All ranks must call this."""
+        return float(all_gather(self.weights.detach().abs().max()).max())
+
+
+def read_adapter(config, adapter):
+    """The tensors of --init_adapter, an adapter like this run's: {PEFT's name: fp32}."""
+    directory = Path(config.init_adapter)
+    try:
+        settings = read_json(directory / "adapter_config.json")
+        values = load_file(directory / "adapter_model.safetensors")
+    except (OSError, ValueError, SafetensorError) as e:
+        raise ValueError(f"--init_adapter {directory}: is no adapter in PEFT's format: {e}")
+    for flag, wanted, key in (
+        ("lora_rank", config.lora_rank, "r"), ("lora_alpha", config.lora_alpha, "lora_alpha"),
+        ("adapter", config.adapter == "dora", "use_dora"),
+        ("adapter", config.adapter == "rslora", "use_rslora")):
+        if settings.get(key, False) != wanted:
+            raise ValueError(f"--init_adapter {directory}: has {key} {settings.get(key)}: give the"
+                             f" same by --{flag}")
+    scales = expert_settings(adapter.arch, config.lora_rank, config.lora_alpha,
+                             adapter.arch.adapted(config.target_modules)).get("alpha_pattern", {})
+    for key, works in (("init_lora_weights", (True, False, None, "gaussian", "eva", "orthogonal")),
+                       ("alpha_pattern", (scales, scales or None)), ("lora_bias", (False, None)),
+                       ("alora_invocation_tokens", (None,))):
+        if settings.get(key) not in works:  # PiSSA and others train on a changed base
+            raise ValueError(f"--init_adapter {directory}: has {key} {settings.get(key)}, and this"
+                             f" run {works[0]}: its values would mean another adapter here")
+    shapes = {name: shape for i in range(len(adapter.layers))
+              for name, (_, shape) in adapter.names(i).items()}
+    parts = adapter.expert_parts
+    shapes = dict(parts.get(name, (name, shape))[:2] for name, shape in shapes.items())
+    if shapes != {name: tuple(value.shape) for name, value in values.items()}:
+        odd = sorted(shapes.keys() ^ values.keys()) or ["one of another shape"]
+        raise ValueError(f"--init_adapter {directory}: its tensors are not those of this adapter,"
+                         f" the first is {odd[0]}: same model and --target_modules?")
+    for name, value in values.items():
+        if not (value.is_floating_point() and value.isfinite().all()):
+            raise ValueError(f"--init_adapter {directory}: {name} has values that are not finite"
+                             " floating-point numbers")
+    own = unstack_experts(values, parts)
+    for name, value in stack_experts(own, parts).items():
+        if not torch.equal(value, values[name]):
+            raise ValueError(f"--init_adapter {directory}: in its {name} gate and up of an expert"
+                             " are not apart, as they are here")
+    return {name: value.float() for name, value in own.items()}
+
+
+def write_adapter(directory, weights, lora_config):
+    """The adapter in PEFT's format. Rank 0 only."""
+    write_whole(directory / "adapter_model.safetensors", weights)
+    settings = {key: sorted(value) if isinstance(value, set) else value
+                for key, value in lora_config.to_dict().items()} | {"inference_mode": True}
+    write_whole(directory / "adapter_config.json", json.dumps(settings, indent=2, sort_keys=True))

@@ -1,0 +1,84 @@
+"""An adapter in PEFT's files: its tensors' names there, and experts' adapters as PEFT has them.
+
+Depends on tensor_names for the words of each family's files. Which values an adapter has is in
+adapter.
+"""
+
+from fsdp_qlora.pretrained.tensor_names import renamed
+
+
+def peft_name(arch, layer, linear, key):
+    """PEFT's name of a part of a linear's adapter; that of a single expert has the words of its
+    family's released files."""
+    renames = arch.mixture.renames if arch.mixture else ()
+    stem = f"base_model.model.{arch.module_prefix}layers.{layer}"
+    return f"{stem}.{renamed(linear, renames)}.{key}"
+
+
+def file_parts(arch, layer, linear, rank, kind, of_experts):
+    """[(name in PEFT's files, shape there, index)] of A, B and DoRA's magnitudes of a Linear's
+    adapter; `of_experts`: see expert_parts()."""
+    n_out, n_in = linear.out_features, linear.in_features
+    shapes = {"lora_A.weight": (rank, n_in), "lora_B.weight": (n_out, rank)}
+    shapes |= {"lora_magnitude_vector": (n_out,)} if kind == "dora" else {}
+    names = {peft_name(arch, layer, linear.name, key): shape for key, shape in shapes.items()}
+    return [of_experts.get(name, (name, shape, ...)) for name, shape in names.items()]
+
+
+def expert_settings(arch, rank, alpha, adapted):
+    """Of PEFT's LoraConfig what the experts among the linears `adapted` need, where PEFT adapts a
+    parameter of all experts. That of gate and up has the ranks of both, and twice alpha, so that
+    the scale is the same."""
+    if not {*adapted} & {*arch.experts()} or arch.mixture.adapters == "modules":
+        return {}
+    stem, n = arch.mixture.experts, arch.mixture.n_experts
+    settings = {"target_parameters": [f"{stem}.down_proj", f"{stem}.gate_up_proj"]}
+    if (each := len(arch.expert_gate_up) // n) > 1:
+        for key, value in ("rank_pattern", rank), ("alpha_pattern", alpha):
+            settings[key] = {f"{stem}.gate_up_proj": each * value}
+    return settings
+
+
+def expert_parts(arch, rank):
+    """{peft_name() of A or B of an expert's linear: (name, shape, index)} where PEFT's files have
+    one A and one B of all experts, with this one at `index`. Of A an expert has rows that follow
+    one another, of B every n-th column. In those of gate and up together gate has the first of an
+    expert's ranks, up the others; B is 0 where the outputs of one meet the ranks of the other."""
+    found = {}
+    for layer, routed in enumerate(arch.layer_routed):
+        if not routed or arch.mixture.adapters != "stacked":
+            continue
+        # PEFT wraps the module of all experts once for down_proj, within that for gate_up_proj
+        for end, linears in (".base_layer", arch.expert_gate_up), ("", arch.expert_down):
+            n, n_out = arch.mixture.n_experts, linears[0].out_features
+            whole, n_columns = arch.mixture.experts + end, rank * len(linears)
+            for i, linear in enumerate(linears):
+                expert, k = divmod(i, len(linears) // n)
+                columns = slice(rank * k * n + expert, rank * (k + 1) * n, n)
+                for key, shape, index in (
+                    ("lora_A.weight", (n_columns, linear.in_features),
+                     slice(rank * i, rank * (i + 1))),
+                    ("lora_B.weight", (n_out * len(linears) // n, n_columns),
+                     (slice(n_out * k, n_out * (k + 1)), columns))):
+                    found[peft_name(arch, layer, linear.name, key)] = (
+                        peft_name(arch, layer, whole, key), shape, index)
+    return found
+
+
+def stack_experts(tensors, parts):
+    """{name in PEFT's files: tensor} out of {peft_name(): tensor}; `parts`: see expert_parts()."""
+    found = {}
+    for name, tensor in tensors.items():
+        stored, shape, index = parts.get(name, (name, tensor.shape, ...))
+        if stored not in found:
+            found[stored] = tensor.new_zeros(shape)
+        found[stored][index] = tensor
+    return found
+
+
+def unstack_experts(tensors, parts):
+    """stack_experts() undone."""
+    own = {name: tensors[stored][index] for name, (stored, _, index) in parts.items()
+           if stored in tensors}
+    stacked = {stored for stored, *_ in parts.values()}
+    return own | {name: tensor for name, tensor in tensors.items() if name not in stacked}

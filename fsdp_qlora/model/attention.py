@@ -1,0 +1,358 @@
+"""The attention half of a layer: x + attention(norm(x)), forward and backward, and what it costs;
+then its parts: heads with their norms and rotary embedding, and the kernels.
+
+Depends on residual and products. Which kernel a run uses is chosen in the script; which layers have
+a window or no rotary embedding is in families.
+"""
+
+import dataclasses
+import inspect
+import math
+import types
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.varlen import varlen_attn
+
+from fsdp_qlora.pretrained.architecture import Architecture
+from fsdp_qlora.model.residual import (
+    add_branch, branch_gradient, keep, keep_inputs, kept_inputs, last_columns, norm_gradient,
+    norm_inputs, weight_bytes)
+from fsdp_qlora.model.elementwise import (
+    ATTENTION_SITE, N_SITES, WEIGHTS_SITE, drop, elementwise, norm_grad_of, norm_of)
+from fsdp_qlora.model.linears import FusedLinear
+from fsdp_qlora.model.products import add_a_gradient, product, product_backward, widen
+from fsdp_qlora.model.sinks import flash_sink_attention, torch_sink_attention
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class AttentionHalf:
+    """One layer's attention. What follows attend() is for the plan, in values per token where it
+    does not say bytes or weights."""
+
+    arch: Architecture
+    qkv: FusedLinear
+    out: FusedLinear
+    window: int | None  # a query sees this many keys; None: all
+    rope: int | None  # index of arch.ropes; None: no rotary
+
+    @property
+    def fused_linears(self):
+        return self.qkv, self.out
+
+    def forward(self, work, x, want_sum=True):
+        """Returns x + attention(norm(x)) [tokens, hidden], None without want_sum, and what
+        backward() needs."""
+        arch = self.arch
+        inputs = norm_inputs(work, arch.attention_norm, x, self.qkv)
+        projected = product(work, self.qkv, inputs)
+        kept = keep(x=x)
+        keep_inputs(work, kept, inputs, self.qkv)
+        kept.qkv = projected if arch.qk_norm else None  # the backward of these norms reads it
+        rotated = rotate_forward(projected, *self.rotary(work), evaluation=work.evaluation)
+        heads = split_heads(arch, rotated)
+        del inputs, projected, rotated
+        with torch.enable_grad():  # autograd records this alone: for the kernel's own backward
+            kept.heads = [part.detach().requires_grad_() for part in heads]
+            kept.attended = self.attend(work, *kept.heads)
+        out_inputs = widen(kept.attended.detach().flatten(1), self.out)
+        out, kept.branch = add_branch(work, x, self.out, out_inputs, ATTENTION_SITE,
+                                      arch.attention_post_norm, want_sum)
+        kept.out_columns = last_columns(out_inputs, self.out)
+        return out, kept
+
+    def backward(self, work, kept, grad, residual, needs_x):
+        """`residual` plus the gradient of x that comes through attention from `grad`, the gradient
+        of forward()'s sum; None without needs_x."""
+        arch, attended = self.arch, kept.attended.detach().flatten(1)
+        grad = branch_gradient(work, kept.branch, grad, arch.attention_post_norm, ATTENTION_SITE)
+        grad, grad_d = product_backward(work, self.out, kept.out_columns, grad, attended)
+        add_a_gradient(work, self.out, attended, grad_d)
+        kept.branch = attended = None
+        grads = torch.autograd.grad(kept.attended, kept.heads, grad.reshape(kept.attended.shape))
+        kept.attended = kept.heads = None
+        grad = rotate_backward(*grads, kept.qkv, *self.rotary(work))
+        del grads
+        inputs = kept_inputs(work, kept, arch.attention_norm, kept.x, self.qkv)
+        grad, grad_d = product_backward(work, self.qkv, kept.columns, grad, inputs, needs_x)
+        add_a_gradient(work, self.qkv, inputs, grad_d)
+        if not needs_x:
+            return None
+        return norm_gradient(work, arch.attention_norm, kept.x, grad, residual)
+
+    def rotary(self, work):
+        """(cos, sin, temperature, q_norm's weight, k_norm's weight, arch): the last arguments of
+        rotate_forward() and rotate_backward()."""
+        norms = work.vector(self.arch.q_norm), work.vector(self.arch.k_norm)
+        return *work.bin.ropes[self.rope], *norms, self.arch
+
+    def attend(self, work, query, key, value):
+        """Causal attention inside each document of the bin, [n, heads, head_dim]."""
+        bin, window = work.bin, self.window
+        if window is not None and window >= bin.longest:
+            window = None
+        kernel = bin.kernels["window" if window else "full"]
+        sinks = work.vector("self_attn", "sinks")
+        return kernel(query, key, value, sinks, bin, self.arch, window, work.layer.index)
+
+    @property
+    def query_width(self):
+        return self.arch.n_heads * self.arch.head_dim
+
+    @property
+    def recomputed_values(self):
+        """Alive while forward() is computed again."""
+        return self.qkv.out_features + self.query_width + self.qkv.width + self.out.width
+
+    @property
+    def kept_values(self):
+        """From forward to backward, where nothing is recomputed."""
+        arch, qkv = self.arch, self.qkv.out_features
+        log_sums = 2 * arch.n_heads  # the kernel's own, fp32
+        values = arch.hidden_size + qkv * (2 if arch.qk_norm else 1)
+        values += self.query_width + log_sums + self.qkv.padded_columns + self.out.padded_columns
+        return values + arch.hidden_size * (arch.attention_post_norm is not None)
+
+    def live_bytes(self, plan, recomputed):
+        """The most bytes that backward() takes besides what is kept."""
+        item = getattr(torch, plan.compute_dtype).itemsize
+        hold_weights = plan.hold_weights and recomputed
+        values = self.recomputed_values if recomputed else 0
+        values += 2 * self.qkv.out_features + self.query_width + self.qkv.width
+        # the gradients of x and of the sum; some kernels add up the query's gradient in fp32
+        values += 2 * self.arch.hidden_size + 2 * self.query_width
+        weights = weight_bytes(self.qkv, item, hold_weights)
+        if hold_weights:
+            weights += weight_bytes(self.out, item, hold_weights)
+        return values * plan.bin_tokens * item + weights
+
+    def recomputed_weights(self, want_sum):
+        """Weights of the products that computing forward() again takes."""
+        return self.qkv.n_weights + (self.out.n_weights if want_sum else 0)
+
+    @property
+    def elementwise_values(self):
+        """Read or written by elementwise work, forward and backward, as measured."""
+        return 15 * self.arch.hidden_size
+
+
+# ---- heads and rotary embedding ----
+
+
+def rope_tables(arch, frequencies, bin, index):
+    """(cos, sin, temperature) of the tokens of a bin.
+
+    cos and sin are fp32 [tokens, rotary_dim / 2] by frequencies[index], see rope_frequencies();
+    None where index is None. temperature is Ministral 3's factor on queries [tokens], or None.
+    """
+    temperature, position_ids = None, bin.position_ids
+    if arch.query_temperature:
+        beta, original = arch.query_temperature
+        temperature = 1 + beta * torch.log1p((position_ids // original).float())
+    if index is None:
+        return None, None, temperature
+    inverse, factor = frequencies[index]
+    if inverse.dim() == 2:  # longrope: by the length of each token's document, as transformers
+        bounds, tokens = bin.cu_seqlens, torch.arange(len(position_ids), device=inverse.device)
+        is_long = bounds.diff() > arch.ropes[index]["original_max_position_embeddings"]
+        inverse = inverse[is_long.long()[torch.bucketize(tokens, bounds[1:], right=True)]]
+    angles = position_ids[:, None].float() * inverse
+    return angles.cos() * factor, angles.sin() * factor, temperature
+
+
+def split_heads(arch, qkv):
+    """Views of query, key, value [n, heads, head_dim] in qkv [n, all their widths]."""
+    widths = [heads * arch.head_dim for heads in (arch.n_heads, arch.n_kv_heads, arch.n_kv_heads)]
+    return [part.unflatten(1, (-1, arch.head_dim)) for part in qkv.split(widths, 1)]
+
+
+def rotate(x, cos, sin, arch):
+    """Rotary embedding of x [n, heads, head_dim], returned as [n, heads * head_dim]; cos and sin
+    are fp32 [n, rotary_dim / 2] or None. With -sin it is its own backward."""
+    if cos is None:
+        return x.flatten(1)
+    # Compiled, a cat() of rotated parts goes through memory, and an index by two remainders is read
+    # value by value: hence flip(), and one flatten() at the end.
+    sign, half = torch.arange(-1, 2, 2, device=x.device), arch.rotary_dim // 2
+    if arch.rotary_interleaved:
+        pieces = x.unflatten(-1, (-1, 2))
+        pairs, axis = pieces[:, :, :half], 3
+        cos, sin = cos[:, None, :, None], sin[:, None, :, None]
+    else:
+        width, sign = math.gcd(half, arch.head_dim), sign[:, None, None]
+        pieces = x.unflatten(-1, (-1, width))
+        pairs, axis = pieces[:, :, : 2 * half // width].unflatten(2, (2, -1)), 2
+        cos, sin = (t.unflatten(1, (-1, width))[:, None, None] for t in (cos, sin))
+    rotated = pairs * cos + pairs.flip(axis) * (sin * sign)
+    if not arch.rotary_interleaved:
+        rotated = rotated.flatten(2, 3)
+    n, n_rotated = pieces.shape[2], rotated.shape[2]
+    if n_rotated < n:
+        is_rotated = torch.arange(n, device=x.device)[:, None] < n_rotated
+        rotated = torch.where(is_rotated, F.pad(rotated, (0, 0, 0, n - n_rotated)), pieces)
+    return rotated.flatten(1)
+
+
+def normed_heads(x, weight, arch, grad=None):
+    """The norm of x [n, heads, head_dim], by head or over all heads; x itself without a weight.
+    With `grad`, the gradient of that norm, it returns the gradient of x instead."""
+    if weight is None:
+        return x
+    shape = x.shape
+    if arch.qk_norm == "full":
+        x, grad = x.flatten(1), None if grad is None else grad.flatten(1)
+    if grad is None:
+        return norm_of(x, weight, arch.norm, arch.norm_eps).view(shape)
+    return norm_grad_of(grad, x, weight, arch.norm, arch.norm_eps).view(shape)
+
+
+@elementwise
+def rotate_forward(qkv, cos, sin, temperature, q_weight, k_weight, arch):
+    """A copy of qkv [n, ...] with query and key rotated and, where the family does that, normed."""
+    query, key, value = split_heads(arch, qkv)
+    out = []
+    for x, weight in (query, q_weight), (key, k_weight):
+        if not arch.qk_norm_after_rotary:
+            x = normed_heads(x, weight, arch)
+        x = rotate(x.float(), cos, sin, arch).to(qkv.dtype)
+        if arch.qk_norm_after_rotary:
+            x = normed_heads(x.unflatten(1, (-1, arch.head_dim)), weight, arch).flatten(1)
+        out.append(x)
+    if temperature is not None:
+        out[0] = (out[0] * temperature[:, None]).to(qkv.dtype)
+    return torch.cat([*out, value.flatten(1)], 1)
+
+
+@elementwise
+def rotate_backward(query, key, value, qkv, cos, sin, temperature, q_weight, k_weight, arch):
+    """The gradient of rotate_forward's qkv [n, ...] from those of query, key and value
+    [n, heads, head_dim]. `qkv` is needed only where query and key are normed, else None."""
+    before = (None, None) if qkv is None else split_heads(arch, qkv)[:2]
+    grads, out = [query.float(), key.float()], []
+    if temperature is not None:
+        grads[0] = grads[0] * temperature[:, None, None]
+    back = None if sin is None else -sin
+    for grad, x, weight in zip(grads, before, (q_weight, k_weight)):
+        heads = 1, (-1, arch.head_dim)
+        if x is not None and arch.qk_norm_after_rotary:
+            rotated = rotate(x.float(), cos, sin, arch).unflatten(*heads).to(qkv.dtype)
+            grad = normed_heads(rotated, weight, arch, grad)
+        grad = rotate(grad, cos, back, arch)
+        if x is not None and not arch.qk_norm_after_rotary:
+            grad = normed_heads(x, weight, arch, grad.unflatten(*heads)).flatten(1)
+        out.append(grad)
+    return torch.cat([*(x.to(value.dtype) for x in out), value.flatten(1)], 1)
+
+
+# ---- kernels ----
+
+# Each is a function (query, key, value, sinks, bin, arch, window, layer's index) of [n, heads,
+# head_dim], with fewer heads for key and value: causal attention inside the documents of a bin. It
+# returns [n, heads, head_dim]. `sinks` are [heads] or None; a kernel that knows nothing of them is
+# not chosen, see attends(). `window` is how many keys a query sees, None: all.
+
+
+def batched_attention(query, key, value, sinks, bin, arch, window, index):
+    """Documents of one length by torch's SDPA, on Hopper cuDNN's kernel."""
+    rows = [t.unflatten(0, (len(bin.lengths), -1)).transpose(1, 2) for t in (query, key, value)]
+    out = F.scaled_dot_product_attention(
+        *rows, is_causal=True, scale=arch.attention_scale, enable_gqa=True)
+    out = out.transpose(1, 2).flatten(0, 1)
+    # torch caches cuDNN's plans by the shapes and strides of the inputs, not of this gradient: it
+    # would read it with the strides of the first gradient of that shape in the process
+    out.register_hook(torch.Tensor.contiguous)
+    return out
+
+
+def flash_attention(query, key, value, sinks, bin, arch, window, index):
+    """Documents of any lengths by Flash Attention 2."""
+    if sinks is not None:
+        return flash_sink_attention(query, key, value, sinks, bin, arch, window)
+    from flash_attn import flash_attn_varlen_func
+
+    bounds, longest = (bin.cu_seqlens, bin.cu_seqlens), (bin.longest, bin.longest)
+    return flash_attn_varlen_func(
+        query, key, value, *bounds, *longest, softmax_scale=arch.attention_scale, causal=True,
+        window_size=(window - 1 if window else -1, 0), softcap=arch.attention_softcap or 0.0)
+
+
+def varlen_attention(query, key, value, sinks, bin, arch, window, index):
+    """Documents of any lengths by torch's own kernel."""
+    if sinks is not None:
+        return torch_sink_attention(query, key, value, sinks, bin, arch, window)
+    bounds, longest = (bin.cu_seqlens, bin.cu_seqlens), (bin.longest, bin.longest)
+    return varlen_attn(query, key, value, *bounds, *longest, scale=arch.attention_scale,
+                       window_size=(window - 1 if window else -1, 0), **GROUPED)
+
+
+# torch 2.11 accepts fewer heads of keys as they are; later versions want this argument
+GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+
+def document_attention(query, key, value, sinks, bin, arch, window, index):
+    """Each document by itself in plain torch: on a CPU, and for what no other kernel can."""
+    outs, start = [], 0
+    for q, k, v in zip(*(t.split(bin.lengths) for t in (query, key, value))):
+        q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+        n, mask = q.shape[2], None
+        keys = None if bin.dropout_keys is None else bin.dropout_keys[start : start + n]
+        dropout = 0.0 if keys is None else arch.attention_dropout
+        explicit = arch.attention_softcap or dropout or sinks is not None
+        if window is not None and n > window or explicit:
+            mask = torch.ones(n, n, dtype=torch.bool, device=q.device).tril()
+            mask = mask.triu(1 - window) if window else mask
+        if explicit:
+            site = index * N_SITES + WEIGHTS_SITE
+            out = explicit_attention(q, k, v, sinks, mask, arch, keys, dropout, site)
+        else:
+            out = F.scaled_dot_product_attention(
+                q, k, v, mask, is_causal=mask is None, scale=arch.attention_scale, enable_gqa=True)
+        outs.append(out[0].transpose(0, 1))
+        start += n
+    return torch.cat(outs)
+
+
+def explicit_attention(q, k, v, sinks, mask, arch, keys, dropout, site):
+    """Attention with all weights in memory: for Gemma 2's capped scores, for dropout on weights,
+    for sinks."""
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+    scores = (q @ k.transpose(-1, -2)).float() * arch.attention_scale
+    if arch.attention_softcap:
+        scores = arch.attention_softcap * torch.tanh(scores / arch.attention_softcap)
+    scores = scores.masked_fill(~mask, -math.inf)
+    if sinks is not None:  # one more key, whose value is 0
+        column = sinks.float().view(-1, 1, 1).expand(*scores.shape[1:3], 1)
+        scores = torch.cat([scores, column[None]], -1)
+    weights = scores.softmax(-1).to(q.dtype)[..., : k.shape[2]]
+    if dropout:  # a query's heads side by side
+        rows = weights[0].transpose(0, 1)
+        weights = drop(rows.flatten(1), keys, site, dropout).view(rows.shape).transpose(0, 1)[None]
+    return weights @ v
+
+
+def attends(kernel, arch, reach, device):
+    """Whether a kernel gives what document_attention() gives, forward and backward, for two
+    documents. `reach` is "full" or "window"."""
+    if arch.attention_softcap and kernel is not flash_attention:
+        return False
+    generator = torch.Generator(device).manual_seed(0)
+    heads = arch.n_heads, arch.n_kv_heads, arch.n_kv_heads, arch.n_heads
+    q, k, v, grad = (torch.randn(128, n, arch.head_dim, dtype=torch.bfloat16, device=device,
+                                 generator=generator) for n in heads)
+    q = q * (arch.attention_softcap or 1)  # else no score comes near the cap
+    sinks = 2 * torch.randn(arch.n_heads, device=device, generator=generator)
+    sinks = sinks if arch.sinks else None
+    bounds = torch.tensor([0, 64, 128], dtype=torch.int32, device=device)
+    probe = types.SimpleNamespace(lengths=(64, 64), longest=64, cu_seqlens=bounds,
+                                  dropout_keys=None)
+
+    def both(function):
+        inputs = [t.detach().requires_grad_() for t in (q, k, v)]
+        out = function(*inputs, sinks, probe, arch, 8 if reach == "window" else None, 0)
+        return out.detach(), *torch.autograd.grad(out, inputs, grad)
+
+    try:
+        pairs = list(zip(both(kernel), both(document_attention)))
+    except (ImportError, RuntimeError, TypeError, ValueError):
+        return False
+    return all(bool((got - want).norm() < 0.05 * want.norm()) for got, want in pairs)

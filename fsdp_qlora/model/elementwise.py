@@ -1,0 +1,221 @@
+"""Elementwise work of layers and loss, one compiled kernel each on a GPU: norms, gates, dropout.
+
+Depends on nf4, which knows whether Triton works here. What needs a bin or a layer is not here.
+"""
+
+import functools
+import itertools
+import types
+
+import torch
+import torch.nn.functional as F
+
+from fsdp_qlora.quant.nf4 import why_no_triton
+
+
+def elementwise(function):
+    """A decorator: on a GPU the function is compiled to one kernel; on a CPU that takes minutes.
+
+    Torch compiles anew once a size differs from the first call's, for any size from then on: with
+    an open width each value's place takes a division, and half of the speed. So all widths have a
+    kernel of their own, in which only the number of rows may become open; and so have evaluations,
+    whose lengths are not to change training's kernels, nor the last bit of their results. (One
+    kernel for all lengths from the start cost 2 % of a step of Llama-3-8B on an H200.)
+    """
+    numbers = itertools.count()
+
+    @functools.cache
+    def compiled(*layout):  # to torch, what has another code object is another function
+        code = function.__code__.replace(co_name=f"{function.__name__}_{next(numbers)}")
+        return torch.compile(types.FunctionType(
+            code, function.__globals__, function.__name__, function.__defaults__,
+            function.__closure__))
+
+    @functools.wraps(function)
+    def call(*args, evaluation=False):
+        if args[0].is_cuda and not why_no_triton():
+            tensors = (x for x in args if isinstance(x, torch.Tensor) and x.dim())
+            return compiled(evaluation, *((x.shape[1:], x.stride(0)) for x in tensors))(*args)
+        return function(*args)
+
+    return call
+
+
+def standardised(x, kind, eps):
+    """Returns x / rms(x) and 1 / rms(x), fp32; kind "layer" subtracts the mean of x first."""
+    x = x.float()
+    if kind.startswith("layer"):
+        x = x - x.mean(-1, keepdim=True)
+    scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return x * scale, scale
+
+
+def norm_of(x, weight, kind, eps, bias=None):
+    """The norm of x over its last dimension; `weight` must broadcast.
+
+    `kind` is "rms" (Llama: rounds before the weight), "rms_fp32" (OLMo 2: rounds after it),
+    "rms_plus_one" (Gemma: times 1 + weight), "layer" (Cohere: mean subtracted) or "layer_plus_one"
+    (Nemotron: rounds 1 + weight). The last two may have a bias.
+    """
+    if bias is not None:  # as transformers: to the bit, also where bf16 is a close call
+        return F.layer_norm(x, weight.shape, norm_factor(weight, kind).to(x.dtype), bias, eps)
+    standard, _ = standardised(x, kind, eps)
+    if kind == "rms":
+        return weight * standard.to(x.dtype)
+    return (norm_factor(weight, kind) * standard).to(x.dtype)
+
+
+def norm_factor(weight, kind):
+    """What the norm multiplies by, fp32."""
+    if kind == "layer_plus_one":
+        return (weight + 1).float()
+    return weight.float() + (kind == "rms_plus_one")
+
+
+def norm_grad_of(grad, x, weight, kind, eps):
+    """The gradient of x, fp32, from that of norm_of(x)."""
+    standard, scale = standardised(x, kind, eps)
+    grad = grad.float() * norm_factor(weight, kind)
+    inner = grad - standard * (grad * standard).mean(-1, keepdim=True)
+    if kind.startswith("layer"):
+        inner = inner - grad.mean(-1, keepdim=True)
+    return inner * scale
+
+
+@elementwise
+def normalise(out, x, weight, bias, kind, eps):
+    """Write the norm of x [n, width] into `out`; `bias` may be None."""
+    out.copy_(norm_of(x, weight, kind, eps, bias))
+
+
+@elementwise
+def norm_backward(x, grad, residual, weight, kind, eps):
+    """The gradient of x [n, width] from that of its norm, plus `residual` or None."""
+    grad_x = norm_grad_of(grad, x, weight, kind, eps)
+    return (grad_x if residual is None else grad_x + residual).to(x.dtype)
+
+
+@elementwise
+def scale_columns(y, factor, bias):
+    """y [n, out] * factor [out] + bias [out] or None."""
+    y32 = y.float() * factor
+    return (y32 if bias is None else y32 + bias).to(y.dtype)
+
+
+SILU = F.silu, torch.ops.aten.silu_backward  # the function and its gradient
+GELU_TANH = (functools.partial(F.gelu, approximate="tanh"),
+             functools.partial(torch.ops.aten.gelu_backward, approximate="tanh"))
+RELU2 = lambda x: F.relu(x).square(), lambda grad, x: grad * 2 * F.relu(x)
+ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu": (F.gelu, torch.ops.aten.gelu_backward),
+               "gelu_pytorch_tanh": GELU_TANH, "gelu_new": GELU_TANH,
+               "relu2": RELU2}
+
+
+def gate_product(gate_up, activation, gated):
+    """activation(gates) * ups, fp32 [n, inner], of gate_up [n, 2 inner]; where nothing is gated,
+    activation(ups) of [n, inner]. Where `activation` is (limit, alpha), the product of gpt-oss:
+    (ups + 1) * gates * sigmoid(alpha * gates), see clamped_parts()."""
+    if isinstance(activation, tuple):
+        gates, ups, sigmoid, _ = clamped_parts(gate_up, *activation)
+        return (ups + 1) * gates * sigmoid
+    parts = gate_up.float().chunk(1 + gated, -1)
+    activated = ACTIVATIONS[activation][0](parts[0])
+    return activated * parts[1] if gated else activated
+
+
+@elementwise
+def gate(out, gate_up, activation, gated):
+    """Write gate_product() into `out` [n, inner]."""
+    out.copy_(gate_product(gate_up, activation, gated))
+
+
+@elementwise
+def gate_backward(grad, activation, weights, *parts):
+    """Replace `parts`, gates and ups or, where nothing is gated, ups alone, each [n, inner], by
+    their gradients from `grad`, that of gate()'s result; and `grad` by that result, which nobody
+    has kept. With `weights` [n] not None the gradients count that many times, the result does not.
+    """
+    forward, backward = ACTIVATIONS[activation]
+    grad32, first32 = grad.float(), parts[0].float()
+    activated = forward(first32)
+    if weights is not None:
+        grad32 = grad32 * weights[:, None]
+    results = activated, backward(grad32, first32)
+    if len(parts) == 2:
+        ups32 = parts[1].float()
+        results = activated * ups32, backward(grad32 * ups32, first32), grad32 * activated
+    for tensor, result in zip((grad, *parts), results):
+        tensor.copy_(result)
+
+
+def clamped_parts(gate_up, limit, alpha):
+    """gpt-oss's gates, at most `limit`, and ups, between -limit and limit, fp32 [n, inner], of
+    gate_up [n, 2 inner], in which they alternate; the sigmoid of alpha * gates; and of which gates
+    and ups the clamp has let the gradient through."""
+    gates, ups = gate_up.float().unflatten(-1, (-1, 2)).unbind(-1)
+    inside = gates <= limit, ups.abs() <= limit
+    gates, ups = gates.clamp(max=limit), ups.clamp(-limit, limit)
+    return gates, ups, torch.sigmoid(alpha * gates), inside
+
+
+@elementwise
+def clamped_gate_backward(grad, weights, gate_up, limit, alpha):
+    """gate_backward() where the activation is (limit, alpha). Returns the gradient of gate_up, in
+    which gates and ups alternate: one pass cannot write it over them."""
+    gates, ups, sigmoid, (gate_inside, up_inside) = clamped_parts(gate_up, limit, alpha)
+    activated, grad32 = gates * sigmoid, grad.float() * weights[:, None]
+    slope = sigmoid * (1 + alpha * gates * (1 - sigmoid))
+    grads = grad32 * (ups + 1) * slope * gate_inside, grad32 * activated * up_inside
+    grad.copy_(activated * (ups + 1))
+    return torch.stack([part.to(gate_up.dtype) for part in grads], -1).flatten(-2)
+
+
+@elementwise
+def gate_weight_gradients(grad, gate_up, activation):
+    """The gradient, fp32 [n], of the weights that rows of gate()'s result count with, from `grad`,
+    that of this result were its weights 1. Not in gate_backward(): one compiled kernel that sums
+    and writes over what it sums was wrong in fp32 (torch 2.11), and slower."""
+    return (grad.float() * gate_product(gate_up, activation, True)).sum(-1)
+
+
+@elementwise
+def add_row_bias(rows, bias, expert):
+    """Add to rows [n, width] that of each one's expert [n]; bias [experts, width]."""
+    rows.copy_(rows.float() + bias[expert])
+
+
+@elementwise
+def add_expert_rows(rows, token_rows, weights):
+    """For each token the sum [n, width] of those of `rows` that token_rows [n, k] names, times
+    weights [n, k] or None; in fp32 and in this order, so that it is the same each time."""
+    total = 0
+    for i in range(token_rows.shape[1]):  # a sum() of 8 would be a reduction, a fourth as fast
+        picked = rows[token_rows[:, i]].float()
+        total = total + (picked if weights is None else picked * weights[:, i, None])
+    return total.to(rows.dtype)
+
+
+# Where in a layer dropout is, besides the inputs of its fused linears, whose sites are 0 to 3: what
+# attention adds, what the MLP adds, attention's weights; of the first layer, what the embedding
+# gives. A layer has N_SITES numbers.
+ATTENTION_SITE, MLP_SITE, WEIGHTS_SITE, EMBEDDING_SITE, N_SITES = 4, 5, 6, 7, 8
+
+
+@elementwise
+def drop(x, keys, site, probability):
+    """Dropout of x [n, width]: each value becomes 0 or is divided by 1 - probability.
+
+    The choice depends only on the token's key [n], the site and the column. So it is the same when
+    it is computed again, in any bin and on any number of GPUs.
+    """
+    columns = torch.arange(x.shape[1], device=x.device, dtype=torch.int64)
+    bits = mix(mix(keys + site)[:, None] + columns)
+    uniform = (bits & (2**24 - 1)).float() / 2**24
+    return torch.where(uniform < probability, 0, x.float() / (1 - probability)).to(x.dtype)
+
+
+def mix(bits):
+    """A hash of int64 to int64: the finaliser of MurmurHash3; products wrap around."""
+    for factor in (-49064778989728563, -4265267296055464877):
+        bits = (bits ^ (bits >> 33 & 0x7FFFFFFF)) * factor
+    return bits ^ (bits >> 33 & 0x7FFFFFFF)

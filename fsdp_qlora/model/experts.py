@@ -1,0 +1,319 @@
+"""The MLP half of a layer with experts: those that each token goes to, and perhaps a shared one,
+forward and backward, and what it costs.
+
+Depends on router, grouped, residual and products. No token is dropped, however uneven the router
+is. Which models have experts is in families.
+"""
+
+import dataclasses
+import math
+
+import torch
+import torch.nn.functional as F
+
+from fsdp_qlora.pretrained.architecture import Architecture
+from fsdp_qlora.model.residual import (
+    branch_gradient, end_branch, keep, keep_inputs, kept_inputs, last_columns, norm_gradient,
+    norm_inputs)
+from fsdp_qlora.model.elementwise import (
+    MLP_SITE, add_expert_rows, add_row_bias, clamped_gate_backward, gate, gate_backward,
+    gate_weight_gradients)
+from fsdp_qlora.model.grouped import (
+    Pass, add_expert_gradients, cut_experts, fill_expert_columns, grouped, put_rows, split_columns,
+    why_no_grouped_mm)
+from fsdp_qlora.model.linears import FusedLinear
+from fsdp_qlora.quant.nf4 import dequantise
+from fsdp_qlora.model.products import add_a_gradient, product, product_backward, widen
+from fsdp_qlora.model.router import add_balance, route, route_backward
+
+GROUPED_SPEED = 0.66  # of grouped products, as a part of that of large ones; on an H200
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RoutedMLPHalf:
+    """One layer's experts, with the same functions as MLPHalf."""
+
+    arch: Architecture
+    shared_gate_up: FusedLinear | None  # None: there is no shared expert
+    shared_down: FusedLinear | None
+    expert_gate_up: FusedLinear  # of all experts, one after the other
+    expert_down: FusedLinear
+
+    @property
+    def fused_linears(self):
+        shared = (self.shared_gate_up, self.shared_down) if self.shared_gate_up else ()
+        return *shared, self.expert_gate_up, self.expert_down
+
+    def forward(self, work, middle, source, want_sum=True, choice=None, keep_gate_ups=True):
+        """Returns middle + MLP(norm(source)), None without want_sum, and what backward() needs.
+
+        `choice` is that of an earlier forward(), where it is computed again: a tie must not fall
+        another way. Without keep_gate_ups, backward() computes the experts' gate and up again.
+        """
+        arch, kept, branch = self.arch, keep(source=source, branch=None, gate_ups=None), None
+        # with columns for the shared expert's adapter, which product() fills
+        inputs = norm_inputs(work, arch.mlp_norm, source, self.fused_linears[0])
+        x = inputs[:, : arch.hidden_size]
+        needs_bounds = work.layer.plan.expert_ranges > 1 or bool(
+            why_no_grouped_mm(x.dtype, x.device))
+        kept.routing = route(work, x, choice, needs_bounds)
+        if not (work.is_backward or work.evaluation):
+            add_balance(work.layer, kept.routing, work.bin.n_unpadded)
+        needs_branch = want_sum or arch.mlp_post_norm is not None
+        if needs_branch:
+            branch, kept.gate_ups = self._experts_forward(work, kept.routing, x, keep_gate_ups)
+        if self.shared_gate_up:
+            shared = self._shared_forward(work, kept, inputs)
+            if needs_branch:
+                branch += shared
+        keep_inputs(work, kept, inputs, self.shared_gate_up)
+        out = None
+        if needs_branch:
+            out, kept.branch = end_branch(work, middle, branch, arch.mlp_post_norm, MLP_SITE,
+                                          want_sum)
+        return out, kept
+
+    def backward(self, work, kept, grad):
+        """The gradient of `middle`, given `grad`, that of forward()'s sum. It includes the gradient
+        of `source`, which comes through the MLP."""
+        arch = self.arch
+        upstream = branch_gradient(work, kept.branch, grad, arch.mlp_post_norm, MLP_SITE)
+        kept.branch = None
+        grad_x = self._experts_backward(work, kept, upstream)
+        if self.shared_gate_up:
+            grad_x += self._shared_backward(work, kept, upstream)
+        return norm_gradient(work, arch.mlp_norm, kept.source, grad_x, grad)
+
+    def forward_to_recompute(self, work, middle, source):
+        """forward()'s sum, and all that is kept of it, the choice for recomputed_backward()."""
+        # not in slices of tokens, as without experts: each slice would dequantise all of them
+        out, kept = self.forward(work, middle, source, keep_gate_ups=False)
+        return out, kept.routing.choice
+
+    def recomputed_backward(self, work, source, grad, choice):
+        """backward() with forward() computed again."""
+        kept = self.forward(work, None, source, False, choice, keep_gate_ups=False)[1]
+        grad = self.backward(work, kept, grad)
+        work.held.clear()
+        return grad
+
+    # ---- the experts ----
+
+    @property
+    def _activation(self):
+        return self.arch.mixture.clamp or self.arch.activation
+
+    def _experts_forward(self, work, routing, x, keep_gate_ups):
+        """The sum [n, hidden] of what each token's experts give, times its weights for them; and,
+        with keep_gate_ups, gate and up of each pass."""
+        outputs, kept = None, []
+        for passed in self._passes(work, routing):
+            gate_up = self._expert_gate_up(work, routing, x, passed)
+            activated = gate_up.new_empty(len(gate_up), self.expert_down.width)
+            gate(activated[:, : self.expert_down.in_features], gate_up, self._activation, True,
+                 evaluation=work.evaluation)
+            fill_expert_columns(work, self.expert_down, activated, passed)
+            rows = grouped(activated, passed.down.transpose(1, 2), passed)
+            self._add_bias(work, "down_proj", rows, routing, passed)
+            outputs = put_rows(outputs, rows, passed, len(routing.token))
+            if keep_gate_ups:
+                kept.append(gate_up)
+            del gate_up, activated, rows, passed  # before the next range is dequantised
+        out = add_expert_rows(outputs, routing.token_rows, routing.weights,
+                              evaluation=work.evaluation)
+        return out, kept or None
+
+    def _expert_gate_up(self, work, routing, x, passed):
+        """gate and up of the rows of one pass, [m, 2 inner]."""
+        inputs = x[routing.token[passed.rows]]
+        if self.expert_gate_up.n_columns:
+            inputs = widen(inputs, self.expert_gate_up)
+            fill_expert_columns(work, self.expert_gate_up, inputs, passed)
+        gate_up = grouped(inputs, passed.gate_up.transpose(1, 2), passed)
+        self._add_bias(work, "gate_up_proj", gate_up, routing, passed)
+        return gate_up
+
+    def _bias(self, work, key):
+        """[experts, out] of all experts' linears `key`; None where they have none."""
+        return work.layer.mixture_tensors.get(f"{self.arch.mixture.experts}.{key}_bias")
+
+    def _add_bias(self, work, key, rows, routing, passed):
+        """Add to the rows of a pass the bias of their experts' linears `key`, if any."""
+        bias = self._bias(work, key)
+        if bias is not None:
+            add_row_bias(rows, bias, routing.expert[passed.rows], evaluation=work.evaluation)
+
+    def _experts_backward(self, work, kept, grad):
+        """The gradient of x [n, hidden] through experts and router, from that of their sum.
+
+        The gradient of a token's weight for an expert is grad . (what the expert gave). It is
+        computed before the last product, as (grad W) . activated, so that this product is never
+        computed again. Takes kept.gate_ups one by one, and writes over them.
+        """
+        routing, x = kept.routing, None
+        if not kept.gate_ups or self.expert_gate_up.n_columns:  # to compute them; for A's gradient
+            x = kept_inputs(work, kept, self.arch.mlp_norm, kept.source, self.fused_linears[0])
+        grad_rows, n_rows = None, len(routing.token)
+        grad_weights = torch.empty(n_rows, dtype=torch.float32, device=grad.device)
+        for passed in self._passes(work, routing):
+            if kept.gate_ups:
+                gate_up = kept.gate_ups.pop(0)
+            else:
+                gate_up = self._expert_gate_up(work, routing, x, passed)
+            # these gradients come without the tokens' weights; grad_gate_up has them
+            upstream = grad[routing.token[passed.rows]]
+            grad_inner = grouped(upstream, passed.down, passed)
+            grad_inner, grad_d = split_columns(work, self.expert_down, grad_inner, passed)
+            grad_weights[passed.rows] = gate_weight_gradients(grad_inner, gate_up, self._activation)
+            weights = routing.row_weights[passed.rows]
+            grad_gate_up = self._gate_backward(grad_inner, weights, gate_up)
+            activated = grad_inner  # which it has written over
+            if grad_d is not None:
+                weighted = activated * weights[:, None].to(activated.dtype)
+                add_expert_gradients(work, self.expert_down, weighted, grad_d, upstream, passed)
+            del grad_inner, activated, upstream, gate_up
+            rows = grouped(grad_gate_up, passed.gate_up, passed)
+            rows, grad_d = split_columns(work, self.expert_gate_up, rows, passed)
+            if grad_d is not None:
+                inputs = x[routing.token[passed.rows]]
+                add_expert_gradients(
+                    work, self.expert_gate_up, inputs, grad_d, grad_gate_up, passed)
+            grad_rows = put_rows(grad_rows, rows, passed, n_rows)
+            del grad_gate_up, rows, passed
+        x = None
+        grad_x = add_expert_rows(grad_rows, routing.token_rows, None)
+        grad_weights, bias = grad_weights[routing.token_rows], self._bias(work, "down_proj")
+        if bias is not None:  # what an expert gives has it, too
+            grad_weights += F.linear(grad, bias.to(grad.dtype)).float().gather(1, routing.chosen)
+        return grad_x + route_backward(work, routing, grad_weights, grad_x.dtype)
+
+    def _gate_backward(self, grad, weights, gate_up):
+        """Returns the gradient of gate_up, times `weights`, written over gate_up or new; gate()'s
+        result is written over its gradient `grad`."""
+        if clamp := self.arch.mixture.clamp:
+            return clamped_gate_backward(grad, weights, gate_up, *clamp)
+        gate_backward(grad, self.arch.activation, weights, *gate_up.chunk(2, -1))
+        return gate_up
+
+    def _passes(self, work, routing):
+        """Yields what is multiplied at once: a range of experts with their weights, and at most an
+        even share of the rows, so that memory does not depend on the router's choice."""
+        n_rows, ranges = len(routing.token), cut_experts(self, work.layer.plan.expert_ranges)
+        most = math.ceil(n_rows / len(ranges))
+        for experts, *parts in ranges:
+            first, stop = 0, n_rows
+            if routing.bounds:
+                first, stop = routing.bounds[experts.start], routing.bounds[experts.stop]
+            weights = None
+            for start in range(first, stop, most):
+                if weights is None:  # experts without a token are not dequantised
+                    weights = [dequantise(work.layer, part, work.adapter).view(
+                        len(experts), -1, part.width) for part in parts]
+                yield Pass(experts, slice(start, min(start + most, stop)), routing, *weights)
+
+    # ---- the shared expert ----
+
+    def _shared_forward(self, work, kept, inputs):
+        """What the shared expert gives [n, hidden], times its gate where it has one."""
+        kept.shared_gate_up = product(work, self.shared_gate_up, inputs)
+        activated = kept.shared_gate_up.new_empty(len(inputs), self.shared_down.width)
+        gate(activated[:, : self.shared_down.in_features], kept.shared_gate_up,
+             self.arch.activation, True, evaluation=work.evaluation)
+        out = product(work, self.shared_down, activated)
+        kept.down_columns = last_columns(activated, self.shared_down)
+        if name := self.arch.mixture.shared_gate:
+            kept.shared_out = out
+            x = inputs[:, : self.arch.hidden_size]
+            weight = work.layer.mixture_tensors[f"{name}.weight"].to(x.dtype)
+            kept.factor = F.linear(x, weight).sigmoid()
+            out = out * kept.factor
+        return out
+
+    def _shared_backward(self, work, kept, grad):
+        """The gradient of x [n, hidden] through the shared expert, from that of its output."""
+        arch, from_factor, activated = self.arch, 0, None
+        if name := arch.mixture.shared_gate:
+            factor = kept.factor.float()
+            slope = (grad.float() * kept.shared_out.float()).sum(-1, keepdim=True)
+            slope = (slope * factor * (1 - factor)).to(grad.dtype)
+            from_factor = slope @ work.layer.mixture_tensors[f"{name}.weight"].to(slope.dtype)
+            grad, kept.shared_out = grad * kept.factor, None
+        if work.layout.dora:
+            activated = grad.new_empty(len(grad), self.shared_down.in_features)
+            gate(activated, kept.shared_gate_up, arch.activation, True)
+        activated, grad_d = product_backward(work, self.shared_down, kept.down_columns, grad,
+                                             activated)
+        gate_backward(activated, arch.activation, None, *kept.shared_gate_up.chunk(2, -1))
+        add_a_gradient(work, self.shared_down, activated, grad_d)  # gate()'s result by now
+        inputs = kept_inputs(work, kept, arch.mlp_norm, kept.source, self.shared_gate_up)
+        grad_x, grad_d = product_backward(work, self.shared_gate_up, kept.columns,
+                                          kept.shared_gate_up, inputs)
+        add_a_gradient(work, self.shared_gate_up, inputs, grad_d)
+        return grad_x + from_factor
+
+    # ---- for the plan ----
+
+    product_speed = GROUPED_SPEED
+
+    @property
+    def choice_values(self):
+        """Per token, kept where all else is computed again: the experts chosen, int16."""
+        return self.arch.mixture.top_k
+
+    @property
+    def _gate_up_size(self):
+        """Outputs of one expert's gate and up together."""
+        return self.expert_gate_up.out_features // self.arch.mixture.n_experts
+
+    @property
+    def kept_values(self):
+        """From forward to backward, where nothing is recomputed; 2 bytes each."""
+        arch, mixture = self.arch, self.arch.mixture
+        values = mixture.top_k * self._gate_up_size + arch.hidden_size * (not arch.parallel)
+        # the Routing: scores in fp32; of each row four numbers in int64 and two weights in fp32
+        values += 2 * mixture.n_experts + (4 * 4 + 2 * 2) * mixture.top_k
+        if self.shared_gate_up:
+            columns = self.shared_gate_up.padded_columns + self.shared_down.padded_columns
+            values += self.shared_gate_up.out_features + columns
+            values += arch.hidden_size * (mixture.shared_gate is not None)
+        return values + arch.hidden_size * (arch.mlp_post_norm is not None)
+
+    def live_bytes(self, plan, recomputed):
+        """The most bytes that backward() takes besides what is kept."""
+        n, item = plan.bin_tokens, getattr(torch, plan.compute_dtype).itemsize
+        hidden, mixture = self.arch.hidden_size, self.arch.mixture
+        rows, up, down = n * mixture.top_k, self.expert_gate_up, self.expert_down
+        # gate and up once more if they are computed again, and if their gradient is a new tensor
+        of_row = up.width + down.width + self._gate_up_size * (recomputed + bool(mixture.clamp))
+        of_pass = math.ceil(rows / plan.expert_ranges) * of_row
+        if recomputed and self.shared_gate_up:
+            of_pass += n * (self.shared_gate_up.out_features + self.shared_down.width)
+        weights = sum(fused.out_features * fused.width for fused in (up, down))
+        weights = math.ceil(weights / plan.expert_ranges)
+        values = rows * hidden * (plan.expert_ranges > 1) + of_pass + weights + 3 * n * hidden
+        # of the router in fp32: four values a row, and three tensors like its scores
+        return values * item + 4 * (4 * rows + 3 * n * mixture.n_experts)
+
+    @property
+    def token_weights(self):
+        """Weights that one token is multiplied by."""
+        share = self.arch.mixture.top_k / self.arch.mixture.n_experts
+        shared = sum(fused.n_weights for fused in self.fused_linears[:-2])
+        return shared + share * (self.expert_gate_up.n_weights + self.expert_down.n_weights)
+
+    @property
+    def recomputed_weights(self):
+        """Of token_weights those of the products that recomputed_backward() computes again."""
+        share = self.arch.mixture.top_k / self.arch.mixture.n_experts
+        shared = sum(fused.n_weights for fused in self.fused_linears[:-2])
+        return shared + share * self.expert_gate_up.n_weights
+
+    @property
+    def elementwise_values(self):
+        """Read or written by elementwise work, forward and backward, as counted."""
+        # of a row, each way: gathered, put in its place, summed, 2 + 2 + 1; all gates: 1.5 + 4.5
+        hidden, top_k = self.arch.hidden_size, self.arch.mixture.top_k
+        rows = top_k * (10 * hidden + 6 * self._gate_up_size)
+        if self.expert_gate_up.n_columns:  # narrow products, which take as long; fitted
+            rows += top_k * 40 * (hidden + self._gate_up_size // 2)
+        return 15 * hidden + rows

@@ -1,0 +1,160 @@
+"""Grouped products: rows, sorted by expert, each times its own expert's weight and adapter.
+
+Depends on products. A token's row is there once for each of its experts, so that an expert's rows
+lie together and each kind of product is one call. What is computed with it is in experts, where
+tokens go in router; `work` is a LayerWork of layer.
+"""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+
+from fsdp_qlora.model.products import fp32_product
+
+
+@functools.lru_cache(None)
+def cut_experts(half, n_ranges):
+    """[(range of experts, their part of expert_gate_up, of expert_down)]: what is dequantised at
+    once."""
+    n, found = half.arch.mixture.n_experts, []
+    for i in range(n_ranges):
+        experts = range(n * i // n_ranges, n * (i + 1) // n_ranges)
+        parts = []
+        for fused in (half.expert_gate_up, half.expert_down):
+            each = len(fused.places) // n
+            parts.append(fused.part(fused.places[experts.start * each : experts.stop * each]))
+        if experts:
+            found.append((experts, *parts))
+    return found
+
+
+class Pass:
+    """Rows of a range of experts that are multiplied at once, and these experts' weights."""
+
+    def __init__(self, experts, rows, routing, gate_up, down):
+        self.experts, self.rows = experts, rows
+        # [experts, out, width]; of gate_up gates, then ups, or by turns: see one_gate_up
+        self.gate_up, self.down = gate_up, down
+        self.is_all = rows == slice(0, len(routing.token))
+        first, stop = rows.start, rows.stop
+        # where each expert's rows end among these; on the host as well, where products loop
+        self.ends = routing.ends[experts.start : experts.stop].clamp(first, stop) - first
+        self.bounds = None
+        if why_no_grouped_mm(gate_up.dtype, gate_up.device):
+            bounds = routing.bounds[experts.start : experts.stop + 1]
+            self.bounds = [min(max(bound, first), stop) - first for bound in bounds]
+
+
+def put_rows(whole, rows, passed, n_rows):
+    """Write the rows of one pass into `whole` [n_rows, width], None before the first pass, and
+    return it; where one pass has all rows these themselves."""
+    if passed.is_all:
+        return rows
+    whole = rows.new_empty(n_rows, rows.shape[1]) if whole is None else whole
+    whole[passed.rows] = rows
+    return whole
+
+
+def grouped(rows, weights, passed):
+    """rows [m, in], each times its expert's matrix of weights [experts, in, out]."""
+    if passed.bounds is None:
+        return F.grouped_mm(rows, weights, offs=passed.ends)
+    out = rows.new_empty(len(rows), weights.shape[2])
+    for weight, start, stop in zip(weights, passed.bounds, passed.bounds[1:]):
+        if start < stop:
+            torch.mm(rows[start:stop], weight, out=out[start:stop])
+    return out
+
+
+# ---- adapters of experts ----
+
+# They are columns of the grouped products, as in products: rows [x, d] times an expert's [W, B].
+# grouped_mm wants rows of whole 16 bytes, 8 values of bf16: hence ranks are multiples of 8.
+
+
+def expert_a(work, fused, passed):
+    """A of a pass's experts, [experts, n_columns, in], a view of the layer's adapter."""
+    every = work.adapter[fused.lora_a].view(fused.n_experts, -1, fused.in_features)
+    return every[passed.experts.start : passed.experts.stop]
+
+
+def fill_expert_columns(work, fused, inputs, passed):
+    """Write d = s x A.T, by each row's own expert, into the last columns of inputs [m, width]."""
+    if fused.n_columns:
+        columns = inputs[:, fused.in_features :]
+        columns[:, fused.n_columns :] = 0
+        a = expert_a(work, fused, passed)
+        d = grouped(inputs[:, : fused.in_features], a.transpose(1, 2), passed)
+        columns[:, : fused.n_columns] = d * work.layout.scaling
+
+
+def split_columns(work, fused, grad_inputs, passed):
+    """The gradients of x [m, in] and of d [m, n_columns], from that of [x, d] [m, width]; x alone,
+    and None, where no expert has an adapter."""
+    if not fused.n_columns:
+        return grad_inputs, None
+    grad_d = grad_inputs[:, fused.in_features : fused.in_features + fused.n_columns].contiguous()
+    grad_x = grad_inputs[:, : fused.in_features]
+    from_d = grouped(grad_d, expert_a(work, fused, passed), passed)
+    return torch.add(grad_x, from_d, alpha=work.layout.scaling), grad_d
+
+
+def add_expert_gradients(work, fused, x, grad_d, grad, passed):
+    """Add the gradients of A and B of a pass's experts to work.grad_adapter, from x [m, in], the
+    gradient of d [m, n_columns] and that of the outputs [m, out]. A row's weight must be
+    multiplied either into x or into both gradients."""
+    its, n = slice(passed.experts.start, passed.experts.stop), fused.n_experts
+    scaling, columns = work.layout.scaling, fused.n_columns
+    grad_a = work.grad_adapter[fused.lora_a].view(n, columns, fused.in_features)[its]
+    grad_a.add_(grouped_outer(grad_d, x, passed), alpha=scaling)
+    d = grouped(x, expert_a(work, fused, passed).transpose(1, 2), passed) * scaling
+    first, last = fused.places[0].lora_b, fused.places[-1].lora_b
+    grad_b = work.grad_adapter[first.start : last.stop].view(n, -1, fused.lora_rank)[its]
+    offset = 0
+    for place in fused.places[: len(fused.places) // n]:  # of one expert
+        stop = offset + place.linear.out_features
+        part = grad[:, offset:stop].contiguous(), d[:, place.columns].contiguous()
+        grad_b[:, offset:stop] += grouped_outer(*part, passed)
+        offset = stop
+
+
+def grouped_outer(a, b, passed):
+    """Of each expert a.T @ b of its rows, a [m, p] and b [m, q]: fp32 [experts, p, q]."""
+    if passed.bounds is None:
+        out = F.grouped_mm(a.t(), b, offs=passed.ends).float()
+        empty = passed.ends == F.pad(passed.ends, (1, 0))[:-1]
+        return out.masked_fill_(empty[:, None, None], 0)  # rubbish on Blackwell, pytorch 172439
+    out = torch.zeros(len(passed.experts), a.shape[1], b.shape[1], device=a.device)
+    for i, (start, stop) in enumerate(zip(passed.bounds, passed.bounds[1:])):
+        if start < stop:
+            out[i] = fp32_product(a[start:stop].t(), b[start:stop])
+    return out
+
+
+def why_no_grouped_mm(dtype, device):
+    """Why torch's grouped product is not used; "" if it is. Elsewhere torch itself loops over the
+    experts, and waits for the GPU at each product."""
+    if device.type != "cuda":
+        return "a CPU multiplies experts one by one"
+    if dtype != torch.bfloat16:
+        return "experts are multiplied one by one in fp32"
+    if torch.cuda.get_device_capability(device) not in ((9, 0), (10, 0)):
+        return "torch multiplies experts one by one on this GPU"
+    return _why_no_kernel(device)
+
+
+@functools.lru_cache(None)
+def _why_no_kernel(device):
+    """Try it on three experts, one of them without rows."""
+    generator = torch.Generator(device).manual_seed(0)
+    rows, weights = (torch.randn(shape, device=device, dtype=torch.bfloat16, generator=generator)
+                     for shape in ((48, 64), (3, 64, 128)))
+    ends = torch.tensor([16, 16, 48], dtype=torch.int32, device=device)
+    want = torch.cat([rows[:16] @ weights[0], rows[16:] @ weights[2]]).float()
+    try:
+        got = F.grouped_mm(rows, weights, offs=ends).float()
+    except (AttributeError, RuntimeError) as e:
+        return f"the grouped product fails: {type(e).__name__}: {str(e)[:200]}"
+    close = bool((got - want).norm() < 0.01 * want.norm())
+    return "" if close else "the grouped product is wrong on this GPU"

@@ -1,0 +1,176 @@
+"""The vocabulary: embedding of tokens and the loss over them, both tables sharded by rows.
+
+Depends on elementwise, products and ranks. What is trained is a function of the losses of whole
+documents, see preferences. To train another loss of a token, change logits_statistics(),
+logits_gradient(), HeadLoss.forward(), which uses both, and the reference in check_family().
+"""
+
+import math
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from fsdp_qlora.model.elementwise import elementwise, norm_backward, normalise
+from fsdp_qlora.model.products import fp32_product
+from fsdp_qlora.run.ranks import all_gather
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # comes with torch on CUDA alone
+    triton = None
+
+CHUNK_BYTES = 256 * 2**20  # of logits alive at once, and of embeddings before their sum
+
+
+def shard_range(n, shard, shards):
+    """The rows of `n` that FSDP2 gives to a shard, as torch.chunk does."""
+    size = math.ceil(n / shards)
+    return range(min(shard * size, n), min((shard + 1) * size, n))
+
+
+if triton:
+
+    @triton.jit
+    def look_up_kernel(ids, table, out, first, n_rows, width, COLUMNS: tl.constexpr):
+        """Rows `ids` - first of `table` [n_rows, width]; 0 for those that it does not have."""
+        token = tl.program_id(0).to(tl.int64)
+        row = tl.load(ids + token) - first
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        there = (column < width) & (row >= 0) & (row < n_rows)
+        values = tl.load(table + row * width + column, there, 0.0)
+        tl.store(out + token * width + column, values, column < width)
+
+
+def look_up(ids, table, first):
+    """Embeddings [n, hidden] of ids [n] from `table` [rows, hidden], whose first row is of id
+    `first`; 0 for ids that it does not have. The GPU reads a table in pinned host memory directly.
+    """
+    if table.is_cpu and ids.is_cuda:
+        out = torch.empty(len(ids), table.shape[1], dtype=table.dtype, device=ids.device)
+        grid = (len(ids), triton.cdiv(table.shape[1], 1024))
+        look_up_kernel[grid](ids.contiguous(), table, out, first, len(table), table.shape[1], 1024)
+        return out
+    local = ids - first
+    absent = (local < 0) | (local >= len(table))
+    return F.embedding(local.masked_fill(absent, 0), table).masked_fill_(absent[:, None], 0)
+
+
+def embed(model, ids):
+    """Embeddings [n, hidden] of ids [n]. All ranks of the group must call this, with the same n.
+
+    Only ids are gathered: each rank looks the tokens of all ranks up among its own rows, and each
+    gets the sum for its tokens, in which one term is not zero. Of a Llama-3-70B that is 0.1 GB for
+    4,096 tokens on 2 GPUs, instead of a weight of 2.1 GB.
+    """
+    shards, table, first = model.shards, model.embedding, model.own_rows.start
+    if shards == 1:
+        out = look_up(ids, table, 0)
+    else:
+        ids = all_gather(ids, model.group)  # [shards, n]
+        out = torch.empty(ids.shape[1], table.shape[1], dtype=table.dtype, device=ids.device)
+        size = max(1, CHUNK_BYTES // (shards * table[:1].nbytes))
+        for chunk in (slice(i, i + size) for i in range(0, len(out), size)):
+            rows = look_up(ids[:, chunk].flatten(), table, first)
+            dist.reduce_scatter_tensor(out[chunk], rows, group=model.group)
+    if model.arch.embedding_multiplier == 1:
+        return out
+    # rounded to the dtype first, as Gemma does
+    return out * torch.tensor(model.arch.embedding_multiplier, dtype=out.dtype)
+
+
+def scaled_logits(logits, multiplier, cap):
+    """The model's logits, fp32: scaled and, where `cap` is not None, capped."""
+    logits = logits.float() * multiplier
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+@elementwise
+def logits_statistics(logits, targets, multiplier, cap):
+    """For logits [n, columns], fp32 [3, n]: the maximum of each row, the sum of exp(logit -
+    maximum), and the logit in column `targets`, 0 where that is -1."""
+    logits = scaled_logits(logits, multiplier, cap)
+    top = logits.amax(-1)
+    target_logit = logits.gather(-1, targets.clamp(min=0)[:, None])[:, 0]
+    return torch.stack([top, (logits - top[:, None]).exp().sum(-1), target_logit * (targets >= 0)])
+
+
+@elementwise
+def logits_gradient(logits, log_sum, targets, absent, multiplier, cap):
+    """The gradient of the cross-entropies [n, columns]: probabilities, minus 1 at the target; 0 for
+    tokens that are `absent` from the loss. log_sum [n] is over the whole vocabulary."""
+    capped = scaled_logits(logits, multiplier, cap)
+    columns = torch.arange(logits.shape[1], device=logits.device)
+    hit = (columns[None] == targets[:, None]).float()
+    gradient = ((capped - log_sum[:, None]).exp() - hit) * multiplier
+    if cap is not None:
+        gradient = gradient * (1 - (capped / cap).square())
+    return gradient.masked_fill(absent[:, None], 0).to(logits.dtype)
+
+
+class HeadLoss(torch.autograd.Function):
+    """Final norm, head and cross-entropy of the trained tokens: from what the last layer returns
+    [tokens, hidden] to the sum of the token losses of each document of this rank's bin, fp64
+    [documents] (see Bin.loss_bounds).
+
+    Each rank computes the logits of all ranks' tokens for its own rows of the vocabulary; for the
+    softmax the ranks exchange three numbers a token. The head is never gathered, and the whole
+    logits never exist (in fp32 2.1 GB for 4,096 tokens and a vocabulary of 128k). As the head is
+    frozen, only the gradient of x is wanted: forward computes it, a chunk of tokens at a time.
+
+    A token's row of x has a part in one sum alone. So forward takes its gradient for a weight of 1,
+    and backward multiplies the row by the gradient of its sum, whatever that was used for.
+    """
+
+    @staticmethod
+    def forward(ctx, x, model, bin):
+        arch, weight, shards = model.arch, model.head, model.shards
+
+        def gather(tensor):
+            return all_gather(tensor, model.group) if shards > 1 else tensor[None]
+
+        change = arch.logits_multiplier, arch.logits_softcap
+        evaluation = not ctx.needs_input_grad[0]
+        token_losses = torch.empty(len(bin.labels), dtype=torch.float64, device=x.device)
+        grad_x = torch.zeros_like(x)
+        all_labels = gather(bin.labels)  # [shards, n], negative where padded
+        size = max(1, CHUNK_BYTES // (4 * arch.vocab_size))
+        for chunk in (slice(i, i + size) for i in range(0, len(bin.labels), size)):
+            part = x[bin.trained_at[chunk]]
+            hidden = torch.empty_like(part)
+            normalise(hidden, part, model.norm, model.norm_bias, arch.norm, arch.norm_eps,
+                      evaluation=evaluation)
+            logits = gather(hidden).flatten(0, 1) @ weight.t()
+            labels = all_labels[:, chunk].flatten()
+            absent, targets = labels < 0, labels - model.own_rows.start
+            targets = targets.where((targets >= 0) & (targets < len(weight)) & ~absent, -1)
+            statistics = logits_statistics(logits, targets, *change, evaluation=evaluation)
+            statistics = gather(statistics)
+            top, total, target_logit = statistics.unbind(1)  # each [shards, n]
+            top_of_all = top.amax(0)
+            log_sum = top_of_all + ((top - top_of_all).exp() * total).sum(0).log()
+            losses = (log_sum - target_logit.sum(0)).masked_fill(absent, 0)
+            token_losses[chunk] = losses.view(shards, -1)[model.shard]
+            if evaluation:
+                continue
+            grad = logits_gradient(logits, log_sum, targets, absent, *change)
+            grad = fp32_product(grad, weight)
+            if shards > 1:
+                whole, grad = grad, grad.new_empty(len(grad) // shards, grad.shape[1])
+                dist.reduce_scatter_tensor(grad, whole, group=model.group)
+            grad = norm_backward(part, grad, None, model.norm, arch.norm, arch.norm_eps)
+            grad_x.index_add_(0, bin.trained_at[chunk], grad)  # padding adds 0 to token 0
+        ctx.grad_x, ctx.bin = grad_x, bin
+        # not index_add_() into documents: on a GPU its order, and so the sum, would vary
+        return torch.segment_reduce(token_losses, "sum", offsets=bin.loss_bounds, unsafe=True)
+
+    @staticmethod
+    def backward(ctx, grad_sums):
+        grad_x, bin, ctx.grad_x = ctx.grad_x, ctx.bin, None
+        which = torch.arange(len(bin.labels), device=grad_x.device)
+        which = torch.searchsorted(bin.loss_bounds, which, right=True) - 1
+        weights = grad_sums.float()[which.clamp(max=len(grad_sums) - 1)]
+        weights = weights.masked_fill(bin.labels < 0, 0)  # padding is at token 0
+        of_tokens = weights.new_zeros(len(grad_x)).index_add_(0, bin.trained_at, weights)
+        return grad_x.mul_(of_tokens[:, None]), None, None

@@ -1,0 +1,276 @@
+"""A decoder layer: its parameters, its one autograd function, what it keeps for its backward.
+
+Depends on attention, mlp and experts, its halves, whose parts of a layer's memory and work it adds
+up, and on offload. Layers of one model may differ: each has a Layout. What a layer is to keep is
+decided in plan.
+"""
+
+import dataclasses
+import functools
+import math
+
+import torch
+from torch import nn
+
+from fsdp_qlora.model.attention import AttentionHalf
+from fsdp_qlora.model.elementwise import N_SITES, drop
+from fsdp_qlora.model.experts import RoutedMLPHalf
+from fsdp_qlora.model.linears import STATE_BLOCK, Allocator, fuse_linears
+from fsdp_qlora.model.mlp import MLPHalf
+from fsdp_qlora.quant.nf4 import NF4Blocks, dequantise
+from fsdp_qlora.model.offload import put_all
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+    """What one layer computes, and what its three parameters hold."""
+
+    attention: AttentionHalf
+    mlp: MLPHalf | RoutedMLPHalf
+    vectors: dict  # {name in the layer: (slice of `vectors`, shape)}: norms and biases
+    mixture_tensors: dict  # {name in the layer: shape}
+    n_blocks: int  # of `nf4`
+    n_vectors: int  # values of `vectors`
+    n_adapter: int  # values of `adapter`, a multiple of STATE_BLOCK
+    scaling: float  # of B @ A
+    dropout: float  # on the adapters' input
+    dora: bool
+
+    @property
+    def fused_linears(self):
+        return self.attention.fused_linears + self.mlp.fused_linears
+
+    @functools.cached_property
+    def places(self):
+        """The LinearPlace of each linear."""
+        return [place for fused in self.fused_linears for place in fused.places]
+
+    @property
+    def n_scales(self):
+        """Of each block, in bytes, see NF4Blocks."""
+        return 2 if any(place.linear.mxfp4 for place in self.places) else 1
+
+    def adapter_parts(self):
+        """{(linear's name, PEFT's key): (slice of `adapter`, shape)}."""
+        parts = {}
+        for place in self.places:
+            if place.columns:
+                linear, rank = place.linear, place.columns.stop - place.columns.start
+                parts[linear.name, "lora_A.weight"] = place.lora_a, (rank, linear.in_features)
+                parts[linear.name, "lora_B.weight"] = place.lora_b, (linear.out_features, rank)
+            if place.magnitude:
+                key = place.linear.name, "lora_magnitude_vector"
+                parts[key] = place.magnitude, (place.linear.out_features,)
+        return parts
+
+    def kept_values(self, keeps):
+        """Values per token that a layer keeps from forward to backward, see LayerFunction."""
+        hidden = self.attention.arch.hidden_size
+        if keeps == "all":
+            return self.attention.kept_values + self.mlp.kept_values
+        if keeps == "mlp":
+            return hidden + self.mlp.kept_values
+        return (2 * hidden if keeps == "middle" else hidden) + self.mlp.choice_values
+
+    def live_bytes(self, plan, keeps):
+        """The most bytes that a layer's backward takes besides what is kept: gradients, dequantised
+        weights, and what is computed again."""
+        item, n = getattr(torch, plan.compute_dtype).itemsize, plan.bin_tokens
+        live = max(self.attention.live_bytes(plan, keeps != "all"),
+                   self.mlp.live_bytes(plan, keeps in ("middle", "x")))
+        if keeps != "all":  # x and the sum, where they are not counted as kept
+            live += 2 * n * self.attention.arch.hidden_size * item
+        if keeps == "x":  # attention is computed again first, to come to the sum
+            live += n * (self.attention.arch.hidden_size + self.attention.recomputed_values) * item
+        return live
+
+    @property
+    def n_weights(self):
+        return sum(fused.n_weights for fused in self.fused_linears)
+
+    def token_weights(self, by_time=False):
+        """Weights that one token is multiplied by; by_time: those of slow products count more."""
+        speed = self.mlp.product_speed if by_time else 1
+        return (sum(fused.n_weights for fused in self.attention.fused_linears)
+                + self.mlp.token_weights / speed)
+
+    def recomputed_weights(self, keeps):
+        """Weights of the products that the backward of a layer computes again."""
+        if keeps == "all":
+            return 0
+        want_sum = keeps == "x" and not self.attention.arch.parallel
+        weights = self.attention.recomputed_weights(want_sum)
+        return weights if keeps == "mlp" else weights + self.mlp.recomputed_weights
+
+
+def make_layouts(arch, adapted, config):
+    """The Layout of each layer; layers that are alike share one.
+
+    `adapted` are the names, in a layer, of the linears that get an adapter.
+    """
+    kinds = list(zip(arch.layer_window, arch.layer_rope, arch.layer_routed))
+    made = {kind: _make_layout(arch, adapted, config, *kind) for kind in dict.fromkeys(kinds)}
+    n_adapter = max(layout.n_adapter for layout in made.values())  # one length: see Adapter
+    made = {kind: dataclasses.replace(layout, n_adapter=n_adapter) for kind, layout in made.items()}
+    return tuple(made[kind] for kind in kinds)
+
+
+def _make_layout(arch, adapted, config, window, rope, routed):
+    allocator = Allocator()
+    vectors = {name: (allocator.reserve("vectors", math.prod(shape)), shape)
+               for name, shape in arch.vectors(routed).items()}
+    of_experts = arch.expert_gate_up, arch.expert_down
+    qkv, out, *mlp = (
+        fuse_linears(site, linears, adapted, config, vectors, allocator,
+                     arch.mixture.n_experts if linears in of_experts else 0) if linears else None
+        for site, linears in enumerate(arch.fused_groups(routed)))
+    rank, counts = config.lora_rank, allocator.counts
+    return Layout(
+        AttentionHalf(arch, qkv, out, window, rope), (RoutedMLPHalf if routed else MLPHalf)(
+            arch, *mlp), vectors, arch.mixture_tensors(routed),
+        counts["blocks"], counts["vectors"], counts["adapter"],
+        config.lora_alpha / (math.sqrt(rank) if config.adapter == "rslora" else rank),
+        config.lora_dropout, config.adapter == "dora")
+
+
+class DecoderLayer(nn.Module):
+    """One decoder layer.
+
+    It has three parameters only, because the work of FSDP2 on the host is by parameter: `nf4`, the
+    weights of all linears; `vectors`, norms and biases; `adapter`, which alone is trained.
+    """
+
+    def __init__(self, arch, layout, index, plan):
+        super().__init__()
+        self.arch, self.layout, self.index, self.plan = arch, layout, index, plan
+        self.keeps = plan.keeps(index)
+        assert not arch.parallel or self.keeps in ("all", "x"), "the MLP of such a layer reads x"
+        self.nested = None  # Nested, whole on every rank
+        self.mixture_tensors = {}  # {name in the layer: tensor}, whole on every rank
+        self.balance = None  # of its experts in this step, see add_balance()
+        self.weight_norms = {}  # DoRA: {adapted linear's name: norms of the rows of W, fp32}
+
+        def parameter(n, multiple, make, trained=False):  # padded, so that FSDP2 shards evenly
+            multiple *= plan.shard_group_size
+            n = math.ceil(n / multiple) * multiple
+            return nn.Parameter(make(n, device="meta"), requires_grad=trained)
+
+        dtype = getattr(torch, plan.compute_dtype)
+        # while the model loads, this rank's shard; while a layer works, the whole (FSDP2's hooks)
+        self.nf4 = parameter(layout.n_blocks, 1, functools.partial(
+            NF4Blocks.zeros, n_scales=layout.n_scales))
+        self.vectors = parameter(layout.n_vectors, 1, functools.partial(torch.empty, dtype=dtype))
+        self.adapter = parameter(layout.n_adapter, STATE_BLOCK, torch.empty, trained=True)
+
+    def forward(self, x, bin):
+        # asked here: inside LayerFunction.forward() gradients are always off, and needs_input_grad
+        # is the same in an evaluation; the adapter is given so that autograd asks for its gradient
+        return LayerFunction.apply(x, self.adapter, self, bin, torch.is_grad_enabled())
+
+
+class LayerFunction(torch.autograd.Function):
+    """A decoder layer, from x [tokens, hidden] to the same shape: attention, then the MLP.
+
+    What it keeps from forward to backward is layer.keeps: "all"; "mlp", which is x and what the MLP
+    needs; "middle", which is x and the sum after attention; or "x". The rest is computed again, but
+    never which experts were chosen. A parallel layer, whose MLP reads x, keeps "all" or "x", one
+    with experts never "mlp". Backward reads the parameters from the layer, where FSDP2 has put the
+    gathered ones back by then.
+    """
+
+    @staticmethod
+    def forward(ctx, x, adapter, layer, bin, is_training):
+        ctx.layer, ctx.bin, x = layer, bin, x.detach()
+        work, put = LayerWork(layer, bin, evaluation=not is_training), bin.store.put
+        attention, mlp = layer.layout.attention, layer.layout.mlp
+        if layer.keeps == "all":
+            middle, attention_kept = attention.forward(work, x)
+            out, mlp_kept = mlp.forward(work, middle, x if layer.arch.parallel else middle)
+            ctx.kept = attention_kept, mlp_kept
+            return out
+        x_key = put(x)  # on its way to the host while attention runs
+        middle = attention.forward(work, x)[0]
+        if layer.keeps == "mlp":
+            out, mlp_kept = mlp.forward(work, middle, middle)
+            ctx.kept = x_key, put_all(bin.store, mlp_kept)
+            return out
+        middle_key = put(middle) if layer.keeps == "middle" else None
+        out, choice = mlp.forward_to_recompute(work, middle,
+                                               x if layer.arch.parallel else middle)
+        ctx.kept = x_key, middle_key, choice
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        layer, bin, kept = ctx.layer, ctx.bin, ctx.kept
+        ctx.kept, work, take = None, LayerWork(layer, bin, backward=True), bin.store.take
+        attention, mlp, parallel = layer.layout.attention, layer.layout.mlp, layer.arch.parallel
+        if layer.keeps == "all":
+            attention_kept, mlp_kept = kept
+            grad_middle = mlp.backward(work, mlp_kept, grad)
+        elif layer.keeps in ("mlp", "middle"):
+            if layer.keeps == "mlp":
+                x_key, take_mlp_kept = kept
+                grad_middle = mlp.backward(work, take_mlp_kept(), grad)
+            else:
+                x_key, middle_key, choice = kept
+                (middle,) = take(middle_key)
+                grad_middle = mlp.recomputed_backward(work, middle, grad, choice)
+                del middle
+            (x,) = take(x_key)  # it came back while the MLP ran
+            attention_kept = attention.forward(work, x, want_sum=False)[1]
+        else:
+            (x,), choice = take(kept[0]), kept[2]
+            middle, attention_kept = attention.forward(work, x, want_sum=not parallel)
+            work.held.clear()  # room for the MLP's weights
+            grad_middle = mlp.recomputed_backward(work, x if parallel else middle, grad, choice)
+            del middle
+        # in a parallel layer attention gets the gradient of the layer's sum; grad_middle then has
+        # the gradient of x through the MLP already
+        upstream = grad if parallel else grad_middle
+        needs_x = ctx.needs_input_grad[0]
+        grad_x = attention.backward(work, attention_kept, upstream, grad_middle, needs_x)
+        return grad_x, work.grad_adapter, None, None, None
+
+
+class LayerWork:
+    """What one forward or backward of a layer works with: the gathered adapter in the compute
+    dtype, dequantised weights, and in backward the adapter's gradient.
+
+    The gradient is summed in fp32; autograd casts it to the dtype of the parameter.
+    """
+
+    def __init__(self, layer, bin, backward=False, evaluation=False):
+        self.layer, self.bin, self.arch, self.layout = layer, bin, layer.arch, layer.layout
+        self.is_backward = backward
+        self.evaluation = evaluation  # whether no backward will follow
+        self.tokens = slice(None)  # of the bin: those that the MLP works on
+        self.adapter = layer.adapter.detach().to(layer.vectors.dtype)
+        self.held = {}  # {FusedLinear: weight} for a second use, where memory allows
+        self.hold = (backward and layer.plan.hold_weights
+                     and layer.keeps in ("middle", "x"))
+        if backward:
+            self.grad_adapter = torch.zeros_like(self.adapter, dtype=torch.float32)
+
+    def weight(self, fused):
+        """[W, B] of a FusedLinear, [out, width]."""
+        weight = self.held.get(fused)
+        if weight is None:
+            weight = dequantise(self.layer, fused, self.adapter)
+        if self.hold:
+            self.held[fused] = weight
+        return weight
+
+    def vector(self, name, part="weight"):
+        """A norm's weight or bias, or attention's sinks, by the name in the layer; or None."""
+        if f"{name}.{part}" not in self.layout.vectors:
+            return None
+        where, shape = self.layout.vectors[f"{name}.{part}"]
+        return self.layer.vectors[where].view(shape)
+
+    def drop(self, x, probability, site):
+        """x [n, width] after dropout; the same values when it is computed again."""
+        if not probability or self.bin.dropout_keys is None:
+            return x
+        keys = self.bin.dropout_keys[self.tokens]
+        return drop(x, keys, self.layer.index * N_SITES + site, probability)

@@ -1,0 +1,156 @@
+"""Where the values of a layer's linears lie: in the layer's three parameters and in its products.
+
+Depends on nf4 for the sizes of blocks. What is computed with them is in products, what they hold
+comes from weights; which linears a model has is in architecture. Of k, where `own` is an OwnBlocks
+of model:
+
+    layer's nf4    |  q  |  k  |  v  |  o  | gate ..   place.blocks: from the layer's first block
+    ranks' shards  |   0    |   1    |   2    | ..
+    k on rank 0          [==]                          own.blocks: from k's first block
+                         [==]                          own.local: from the shard's first block
+    one product    |  q  |  k  |  v  |                 place.outputs: from the product's first row
+"""
+
+import dataclasses
+import functools
+import math
+
+from fsdp_qlora.quant.nf4 import BLOCK, LORA_COLUMNS, NESTED_BLOCK
+
+LARGE_WEIGHT = 2**28  # weights; a fused linear with more is dequantised one linear at a time
+STATE_BLOCK = 256  # values of the adapter that share one scale in bitsandbytes' 8-bit AdamW
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LinearPlace:
+    """Where the values of one linear lie. Made by fuse_linears() alone."""
+
+    linear: object  # a Linear
+    index: int  # its number in the layer: row of Nested.offsets and Nested.code_values, which end
+    #             before linears in MXFP4
+    blocks: slice  # into the layer's `nf4`, in blocks of 64 weights
+    nested: slice  # into Nested.absmax, its second-level scales
+    outputs: slice  # into the outputs of its FusedLinear
+    columns: slice | None  # into the d of its FusedLinear, see products; None: it has no adapter
+    lora_a: slice | None  # into the layer's `adapter`: A [lora_rank, in]
+    lora_b: slice | None  # into the layer's `adapter`: B [out, lora_rank]
+    magnitude: slice | None  # into the layer's `adapter`: DoRA's magnitudes [out]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FusedLinear:
+    """Linears that read one input and are computed as one product, as q, k and v."""
+
+    dropout_site: int  # number in the layer, see drop()
+    places: tuple  # of LinearPlace
+    in_features: int
+    out_features: int
+    lora_rank: int
+    n_columns: int  # of all adapters, lora_rank each
+    lora_a: slice  # of the layer's `adapter`: A of all, one below the other, [n_columns, in]
+    bias: slice | None  # of the layer's `vectors`
+    n_experts: int = 0  # whose linears these are, one expert's after the other's; then lora_a is
+    #                     [experts, n_columns, in], and the experts' adapters have the same columns
+
+    @property
+    def adapted(self):
+        return [place for place in self.places if place.columns]
+
+    @property
+    def outputs(self):
+        """The outputs of the whole FusedLinear that this one, perhaps a part of it, computes."""
+        return slice(self.places[0].outputs.start, self.places[-1].outputs.stop)
+
+    @property
+    def blocks(self):
+        """Slice into the layer's `nf4`, with all its blocks."""
+        return slice(self.places[0].blocks.start, self.places[-1].blocks.stop)
+
+    def local_outputs(self, place):
+        """The place's outputs, counted from the first of this fused linear."""
+        start = self.outputs.start
+        return slice(place.outputs.start - start, place.outputs.stop - start)
+
+    def part(self, places):
+        """The same of some of its places; width, n_columns, lora_a and bias stay the whole's."""
+        n_out = sum(place.linear.out_features for place in places)
+        return dataclasses.replace(self, places=tuple(places), out_features=n_out)
+
+    @functools.cached_property
+    def splits(self):
+        """The FusedLinears that are dequantised and multiplied at once: itself or, if it is large,
+        one for each linear."""
+        if self.out_features * self.in_features <= LARGE_WEIGHT:
+            return (self,)
+        return tuple(self.part([place]) for place in self.places)
+
+    @property
+    def width(self):
+        """Columns of an input and of the weight: in_features, then the adapters'."""
+        return self.in_features + self.padded_columns
+
+    @property
+    def padded_columns(self):
+        return math.ceil(self.n_columns / LORA_COLUMNS) * LORA_COLUMNS
+
+    @property
+    def n_weights(self):
+        return self.out_features * self.in_features
+
+
+class Allocator:
+    """Hands out the values of a layer's parameters, one range after the other."""
+
+    def __init__(self):
+        self.counts = {}
+
+    def reserve(self, kind, n, multiple=1):
+        """The next n values; the ones after them begin at a multiple of `multiple`."""
+        start = self.counts.get(kind, 0)
+        self.counts[kind] = start + math.ceil(n / multiple) * multiple
+        return slice(start, start + n)
+
+
+def fuse_linears(dropout_site, linears, adapted, config, vectors, allocator, n_experts=0):
+    """The FusedLinear of these Linears; those named in `adapted` get an adapter.
+
+    `vectors` is {name: (slice, shape)} of the layer's norms and biases. With n_experts the linears
+    are of so many experts, one after the other, all with adapters or none.
+    """
+    rank, n_in = config.lora_rank, linears[0].in_features
+    with_adapter = [linear for linear in linears if linear.name in adapted]
+    n_columns = rank * len(with_adapter) // max(1, n_experts)
+    n_adapted = sum(linear.out_features for linear in with_adapter)
+    # from multiples on, so that no block of the optimizer's state has both A and B
+    sizes = (rank * len(with_adapter) * n_in, n_adapted * rank,
+             n_adapted * (config.adapter == "dora"))
+    lora_a, lora_b, magnitude = (allocator.reserve("adapter", n, STATE_BLOCK) for n in sizes)
+
+    places, outputs, column, b_row = [], 0, 0, 0
+    for linear in linears:
+        n_out, columns, of_a, of_b, of_m = linear.out_features, None, None, None, None
+        if linear in with_adapter:
+            columns = slice(column % n_columns, column % n_columns + rank)
+            of_a = _part(lora_a, column * n_in, rank * n_in)
+            of_b = _part(lora_b, b_row * rank, n_out * rank)
+            of_m = _part(magnitude, b_row, n_out) if config.adapter == "dora" else None
+            column, b_row = column + rank, b_row + n_out
+        n_blocks = math.ceil(n_out * n_in / BLOCK)
+        index = allocator.reserve("linears", 1).start
+        blocks = allocator.reserve("blocks", n_blocks)
+        n_nested = 0 if linear.mxfp4 else math.ceil(n_blocks / NESTED_BLOCK)
+        nested = allocator.reserve("nested", n_nested)
+        places.append(LinearPlace(linear, index, blocks, nested, slice(outputs, outputs + n_out),
+                                  columns, of_a, of_b, of_m))
+        outputs += n_out
+    bias = None
+    if linears[0].bias:  # biases of a fused linear follow one another
+        first, last = (vectors[f"{linears[i].name}.bias"][0] for i in (0, -1))
+        bias = slice(first.start, last.stop)
+    return FusedLinear(dropout_site, tuple(places), n_in, outputs, rank, n_columns, lora_a, bias,
+                       n_experts)
+
+
+def _part(whole, start, n):
+    """n values of a slice, from its value `start` on."""
+    return slice(whole.start + start, whole.start + start + n)

@@ -1,0 +1,152 @@
+"""The MLP half of a layer: x + down(act(gate) * up), in some families x + down(act(up)), forward
+and backward, and what it costs.
+
+Depends on residual and products. A recomputed MLP is computed a slice of tokens at a time, so that
+its widest tensors are short.
+"""
+
+import dataclasses
+import math
+
+import torch
+
+from fsdp_qlora.pretrained.architecture import Architecture
+from fsdp_qlora.model.residual import (
+    add_branch, branch_gradient, keep, keep_inputs, kept_inputs, last_columns, norm_gradient,
+    norm_inputs, weight_bytes)
+from fsdp_qlora.model.elementwise import MLP_SITE, gate, gate_backward
+from fsdp_qlora.model.linears import FusedLinear
+from fsdp_qlora.model.products import add_a_gradient, product, product_backward
+
+SLICE_TOKENS = 4096  # of a recomputed MLP at once; fewer make its products slower
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MLPHalf:
+    """One layer's MLP: forward and backward, whole or recomputed in slices; and its costs, as
+    AttentionHalf has them.
+
+    It adds to `middle`, the sum after attention, what it computes of `source`: that is `middle`, in
+    a parallel layer (Cohere) the layer's own x.
+    """
+
+    arch: Architecture
+    gate_up: FusedLinear  # of an MLP without a gate: up
+    down: FusedLinear
+    slice_tokens: int = dataclasses.field(default_factory=lambda: SLICE_TOKENS)
+
+    @property
+    def fused_linears(self):
+        return self.gate_up, self.down
+
+    def forward(self, work, middle, source, want_sum=True):
+        """Returns middle + MLP(norm(source)) of the tokens work.tokens, None without want_sum, and
+        what backward() needs."""
+        arch, kept = self.arch, keep(source=source)
+        inputs = norm_inputs(work, arch.mlp_norm, source, self.gate_up)
+        kept.gate_up = product(work, self.gate_up, inputs)
+        keep_inputs(work, kept, inputs, self.gate_up)
+        del inputs
+        activated = kept.gate_up.new_empty(len(source), self.down.width)
+        gate(activated[:, : self.down.in_features], kept.gate_up, arch.activation, arch.gated,
+             evaluation=work.evaluation)
+        out, kept.branch = add_branch(work, middle, self.down, activated, MLP_SITE,
+                                      arch.mlp_post_norm, want_sum)
+        kept.down_columns = last_columns(activated, self.down)
+        return out, kept
+
+    def backward(self, work, kept, grad):
+        """The gradient of `middle`, given `grad`, that of forward()'s sum. It includes the gradient
+        of `source`, which comes through the MLP."""
+        arch, activated = self.arch, None
+        upstream = branch_gradient(work, kept.branch, grad, arch.mlp_post_norm, MLP_SITE)
+        kept.branch = None
+        if work.layout.dora:
+            activated = upstream.new_empty(len(upstream), self.down.in_features)
+            gate(activated, kept.gate_up, arch.activation, arch.gated)
+        grad_activated, grad_d = product_backward(work, self.down, kept.down_columns, upstream,
+                                                  activated)
+        del upstream, activated
+        # in place; gate and up as two tensors, whose columns one kernel can read and write at once
+        parts = kept.gate_up.chunk(1 + arch.gated, -1)
+        gate_backward(grad_activated, arch.activation, None, *parts)
+        add_a_gradient(work, self.down, grad_activated, grad_d)  # it now holds gate()'s result
+        del grad_activated, grad_d
+        inputs = kept_inputs(work, kept, arch.mlp_norm, kept.source, self.gate_up)
+        grad_inputs, grad_d = product_backward(work, self.gate_up, kept.columns, kept.gate_up,
+                                               inputs)
+        add_a_gradient(work, self.gate_up, inputs, grad_d)
+        return norm_gradient(work, arch.mlp_norm, kept.source, grad_inputs, grad)
+
+    def forward_to_recompute(self, work, middle, source):
+        """forward()'s sum of all tokens, computed a slice at a time, of which nothing is kept; and
+        None, as an MLP without experts has no choice to repeat."""
+        sums = []
+        for tokens in token_slices(len(middle), self.slice_tokens):
+            work.tokens = tokens
+            sums.append(self.forward(work, middle[tokens], source[tokens])[0])
+        work.tokens = slice(None)
+        return torch.cat(sums), None
+
+    def recomputed_backward(self, work, source, grad, choice):
+        """backward() of all tokens, with forward() computed again, a slice at a time."""
+        grads = []
+        for tokens in token_slices(len(source), self.slice_tokens):
+            work.tokens = tokens
+            kept = self.forward(work, None, source[tokens], want_sum=False)[1]
+            grads.append(self.backward(work, kept, grad[tokens]))
+            del kept  # before the next slice's
+        work.tokens = slice(None)
+        work.held.clear()
+        return torch.cat(grads)
+
+    @property
+    def kept_values(self):
+        """From forward to backward, where nothing is recomputed."""
+        hidden, arch = self.arch.hidden_size, self.arch
+        values = self.gate_up.out_features + self.gate_up.padded_columns + self.down.padded_columns
+        values += hidden * (not arch.parallel)  # there its source is attention's
+        return values + hidden * (arch.mlp_post_norm is not None)
+
+    def live_bytes(self, plan, recomputed):
+        """The most bytes that backward() takes besides what is kept."""
+        hidden, up, down = self.arch.hidden_size, self.gate_up, self.down
+        n_tokens, item = plan.bin_tokens, getattr(torch, plan.compute_dtype).itemsize
+        hold_weights = plan.hold_weights and recomputed
+        n = token_slices(n_tokens, self.slice_tokens)[0].stop if recomputed else n_tokens
+        up_weights, down_weights = (weight_bytes(x, item, hold_weights) for x in (up, down))
+        # first the gradient of what the gate returned, with down's weight; then that of the inputs
+        first = n * (down.width + hidden) * item + down_weights
+        second = n * up.width * (2 - recomputed) * item + up_weights
+        if hold_weights:
+            first, second = first + up_weights, second + down_weights
+        total = max(first, second) + 2 * n_tokens * hidden * item  # the sum's, and finished slices'
+        if recomputed:
+            columns = up.padded_columns + down.padded_columns
+            total += n * (up.out_features + up.width + columns) * item
+        return total
+
+    choice_values = 0  # per token, see RoutedMLPHalf
+    product_speed = 1  # of its products, as a part of that of large ones
+
+    @property
+    def token_weights(self):
+        """Weights that one token is multiplied by."""
+        return self.gate_up.n_weights + self.down.n_weights
+
+    @property
+    def recomputed_weights(self):
+        """Weights of the products that recomputed_backward() computes again: never down's."""
+        return self.gate_up.n_weights
+
+    @property
+    def elementwise_values(self):
+        """Read or written by elementwise work, forward and backward, as measured."""
+        return (15 * self.arch.hidden_size + 6 * self.down.in_features
+                + 3 * self.gate_up.out_features)
+
+
+def token_slices(n, most):
+    """Even slices of n tokens, each at most `most`."""
+    size = math.ceil(n / math.ceil(n / most))
+    return [slice(start, min(start + size, n)) for start in range(0, n, size)]

@@ -1,0 +1,135 @@
+"""Host memory that the GPU copies from and to without waiting, and where layers keep activations.
+
+Depends on torch alone. What is kept of a layer is decided in plan, when it is read in layer.
+"""
+
+import mmap
+import types
+
+import torch
+
+PINNED = []  # holds what is registered: its pages must not go back to the system
+
+
+def pinned_empty(n_bytes, device):
+    """Pinned host memory, uint8 [n_bytes], held until the process ends. On a CPU: plain memory.
+
+    Torch's own pinned memory is rounded up to a power of 2. Raises MemoryError."""
+    if device.type != "cuda" or not n_bytes:
+        return torch.empty(n_bytes, dtype=torch.uint8)
+    # registering wants whole pages; large ones take 0.2 s a GiB, small ones 0.4
+    PINNED.append(mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    PINNED[-1].madvise(mmap.MADV_HUGEPAGE)
+    buffer = torch.frombuffer(PINNED[-1], dtype=torch.uint8)
+    error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), n_bytes, 0)
+    if int(error):
+        raise MemoryError(f"{n_bytes / 2**30:.2f} GiB of host memory cannot be pinned: {error}")
+    return buffer
+
+
+def pinned_copy(tensor):
+    """A copy in pinned host memory; on a CPU just a copy."""
+    host = pinned_empty(tensor.nbytes, tensor.device).view(tensor.dtype).view(tensor.shape)
+    return host.copy_(tensor)
+
+
+class GPUStore:
+    """Where layers keep tensors from forward to backward: here they stay on the GPU. put() returns
+    a key, with which take() returns them."""
+
+    def put(self, *tensors):
+        return tensors
+
+    def take(self, tensors):
+        return tensors
+
+
+class HostStore:
+    """A store in pinned host memory; take() is called in the reverse order of put().
+
+    Its own stream copies, and fetches two puts ahead: a layer's while the backward of the layer
+    after it runs. put() frees the GPU memory of all that was put before, but the latest, which may
+    still be copied. The last of `n_puts` a bin stays on the GPU, as its backward comes first.
+    """
+
+    def __init__(self, n_puts, bin_tokens, device):
+        self.n_puts, self.bin_tokens, self.device = n_puts, bin_tokens, device
+        self.stream = torch.cuda.Stream() if device.type == "cuda" else None
+        self.buffers = {}  # {i: pinned, uint8, long enough for the i-th put() of the longest bin}
+        self.shapes = {}  # {i: (shape, dtype, bytes) of each tensor of this bin's i-th put()}
+        self.leaving = []  # (tensors, event of their copy's end), whose GPU memory is not free yet
+        self.here = {}  # {i: (tensors on the GPU, event to wait for or None)}
+        self.next = 0  # number of the next put() of this bin
+
+    def copy(self, to, source):
+        """Start to copy tensors on the stream; returns the event of its end, None on a CPU."""
+        if self.stream is None:
+            for a, b in zip(to, source):
+                a.copy_(b)
+            return None
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            for a, b in zip(to, source):
+                a.copy_(b, non_blocking=True)
+            return self.stream.record_event()
+
+    def let_go(self, but=0):
+        """Free the GPU memory of what was put, except the latest `but` puts."""
+        while len(self.leaving) > but:
+            _, event = self.leaving.pop(0)
+            if event is not None:  # from here on the memory may be used for something else
+                torch.cuda.current_stream().wait_event(event)
+
+    def views(self, i):
+        """The tensors of the i-th put() in host memory."""
+        shapes, dtypes, sizes = zip(*self.shapes[i])
+        parts = self.buffers[i][: sum(sizes)].split(sizes)
+        return [part.view(dtype).view(shape) for part, dtype, shape in zip(parts, dtypes, shapes)]
+
+    def put(self, *tensors):
+        """Keep tensors of all tokens of a bin, [tokens, ..]; returns the key for take()."""
+        self.let_go(but=1)
+        i, self.next = self.next, (self.next + 1) % self.n_puts
+        if i == self.n_puts - 1:
+            self.here[i] = tensors, None
+            return i
+        self.shapes[i] = [(t.shape, t.dtype, t.nbytes) for t in tensors]
+        if i not in self.buffers:  # for the longest bin
+            of_token = sum(t.nbytes for t in tensors) // len(tensors[0])
+            self.buffers[i] = pinned_empty(of_token * self.bin_tokens, self.device)
+        self.leaving.append((tensors, self.copy(self.views(i), tensors)))
+        return i
+
+    def fetch(self, i):
+        """Start to copy what the i-th put() got back to the GPU."""
+        tensors = [torch.empty(shape, dtype=dtype, device=self.device)
+                   for shape, dtype, _ in self.shapes[i]]
+        self.here[i] = tensors, self.copy(tensors, self.views(i))
+
+    def take(self, i):
+        """The tensors of put(), once, by its key; starts to fetch those of the two before it."""
+        self.let_go()
+        tensors, event = self.here.pop(i)
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)
+        for ahead in i - 1, i - 2:
+            if ahead >= 0 and ahead not in self.here:
+                self.fetch(ahead)
+        return tensors
+
+
+def put_all(store, kept):
+    """Put the tensors of `kept`, a namespace of tensors and None, into a store; returns the
+    function that takes them from there, as such a namespace."""
+    names = [name for name, value in vars(kept).items() if value is not None]
+    every, key = tuple(vars(kept)), store.put(*(vars(kept)[name] for name in names))
+    return lambda: types.SimpleNamespace(
+        **dict.fromkeys(every) | dict(zip(names, store.take(key))))
+
+
+def make_store(plan, device):
+    """Where layers keep what they need when they are recomputed: on the GPU or in host memory."""
+    if not plan.offload_activations or not plan.recomputed:
+        return GPUStore()
+    n_puts = sum(1 if plan.keeps(i) == "x" else 2 for i in range(plan.recomputed))
+    return HostStore(n_puts, plan.bin_tokens, device)

@@ -1,0 +1,132 @@
+"""A weight and its adapter in one product, forward and backward, with DoRA's scaling.
+
+Depends on elementwise. Which values belong to a linear is in linears; `work` is a LayerWork of
+layer, which dequantises weights and collects the adapter's gradient.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from fsdp_qlora.model.elementwise import scale_columns
+
+# y = x W.T + s x A.T B.T is one product, [x, d] [W, B].T with d = s x A.T: the adapter costs a few
+# columns, not a pass over y. In backward the gradient of y times [W, B] is that of x and d.
+
+
+def widen(x, fused):
+    """A new [n, fused.width] with x [n, in] in its first columns."""
+    wide = x.new_empty(len(x), fused.width)
+    wide[:, : fused.in_features] = x
+    return wide
+
+
+def fill_columns(work, fused, inputs):
+    """Write d = s x A.T of all adapted linears into the last columns of inputs [n, width]."""
+    if not fused.n_columns:
+        return
+    x, columns = inputs[:, : fused.in_features], inputs[:, fused.in_features :]
+    a = work.adapter[fused.lora_a].view(-1, fused.in_features)
+    dropped = work.drop(x, work.layout.dropout, fused.dropout_site)
+    columns.zero_()  # torch 2.13 on a CPU reads what is there even with beta=0, and 0 * NaN is NaN
+    torch.addmm(a.new_zeros(()), dropped, a.t(), beta=0, alpha=work.layout.scaling,
+                out=columns[:, : fused.n_columns])
+
+
+def product(work, fused, inputs):
+    """Outputs [n, out] of linears with their adapters; fills the last columns of inputs [n, width].
+    """
+    fill_columns(work, fused, inputs)
+    if len(fused.splits) == 1:
+        return _one_product(work, fused, inputs)
+    out = inputs.new_empty(len(inputs), fused.out_features)
+    for one in fused.splits:
+        if inputs.is_cuda and one.bias is None and not work.layout.dora:
+            torch.mm(inputs, work.weight(one).t(), out=out[:, one.outputs])  # without a copy
+        else:
+            out[:, one.outputs] = _one_product(work, one, inputs)
+    return out
+
+
+def _one_product(work, fused, inputs):
+    bias = None if fused.bias is None else work.layer.vectors[fused.bias][fused.outputs]
+    weight = work.weight(fused)
+    if not work.layout.dora or not fused.adapted:
+        return F.linear(inputs, weight, bias)
+    factor, _ = dora_factors(work, fused, weight)
+    return scale_columns(inputs @ weight.t(), factor, bias, evaluation=work.evaluation)
+
+
+def product_backward(work, fused, columns, grad, x, needs_x=True):
+    """Returns the gradients of x [n, in], None without needs_x, and of d [n, n_columns], from that
+    of the outputs [n, out]. Adds the gradients of B and of DoRA's magnitudes to work.grad_adapter.
+
+    `columns` are the last columns of product()'s inputs, which have d; x is read for DoRA alone.
+    """
+    n_in, layout, grad_inputs = fused.in_features, work.layout, None
+    for one in fused.splits:
+        weight, part = work.weight(one), grad[:, one.outputs]
+        if layout.dora and one.adapted:
+            # y = c u + bias with c = m / norm; PEFT, too, treats the norm as a constant
+            factor, norm = dora_factors(work, one, weight)
+            u = torch.addmm(x @ weight[:, :n_in].t(), columns, weight[:, n_in:].t())
+            sums = (part.float() * u.float()).sum(0) / norm
+            for p in one.adapted:
+                work.grad_adapter[p.magnitude] += sums[one.local_outputs(p)]
+            part = scale_columns(part, factor, None)
+        used = weight if needs_x else weight[:, n_in:]
+        if grad_inputs is not None:
+            grad_inputs.addmm_(part, used)
+        elif part.is_cuda:
+            grad_inputs = part @ used
+        else:  # in bf16, CPUs without AVX-512 take 200 times as long
+            grad_inputs = fp32_product(part, used).to(part.dtype)
+        del weight, used
+        for p in one.adapted:
+            grad_b = work.grad_adapter[p.lora_b].view(-1, fused.lora_rank)
+            grad_b += fp32_product(part[:, one.local_outputs(p)].t(), columns[:, p.columns])
+    grad_x, grad_d = grad_inputs.split([n_in * needs_x, fused.width - n_in], 1)
+    grad_d = grad_d[:, : fused.n_columns]
+    if not needs_x or not fused.n_columns:
+        return grad_x if needs_x else None, grad_d
+    a = work.adapter[fused.lora_a].view(-1, n_in)  # [n_columns, in]
+    if layout.dropout:
+        from_d = layout.scaling * (grad_d @ a)
+        return grad_x + work.drop(from_d, layout.dropout, fused.dropout_site), grad_d
+    return grad_x.addmm_(grad_d, a, alpha=layout.scaling), grad_d
+
+
+def add_a_gradient(work, fused, x, grad_d):
+    """Add the gradient of all A to work.grad_adapter, from x [n, in] and the gradient of d."""
+    if fused.n_columns:
+        dropped = work.drop(x, work.layout.dropout, fused.dropout_site)
+        grad_a = work.grad_adapter[fused.lora_a].view(-1, fused.in_features)
+        grad_a.add_(fp32_product(grad_d.t(), dropped), alpha=work.layout.scaling)
+
+
+def dora_factors(work, fused, weight):
+    """DoRA's factors c = m / norm and the norms ||W + s B A||, both fp32 [out]. Outputs without an
+    adapter have 1.
+
+    The norm needs no [out, in] of its own: by row it is the root of
+    ||W||^2 + 2 s B.(W A.T) + s^2 B.(B A A.T).
+    """
+    a = work.adapter[fused.lora_a].view(-1, fused.in_features)
+    w_a, scaling = fp32_product(weight[:, : fused.in_features], a.t()), work.layout.scaling
+    a, norm = a.float(), torch.ones(fused.out_features, device=weight.device)
+    factor = norm.clone()
+    for p in fused.adapted:
+        a_p, outputs = a[p.columns], fused.local_outputs(p)
+        b_p = work.adapter[p.lora_b].view(-1, fused.lora_rank).float()
+        cross = (b_p * w_a[outputs, p.columns]).sum(1)
+        square = (b_p @ (a_p @ a_p.t()) * b_p).sum(1)
+        norm_w = work.layer.weight_norms[p.linear.name].square()
+        norm[outputs] = (norm_w + 2 * scaling * cross + scaling * scaling * square).sqrt()
+        factor[outputs] = work.layer.adapter.detach()[p.magnitude].float() / norm[outputs]
+    return factor, norm
+
+
+def fp32_product(a, b):
+    """a @ b in fp32, whatever the dtype of the two, so that sums of parts are rounded once."""
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()

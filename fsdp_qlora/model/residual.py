@@ -1,0 +1,95 @@
+"""What the two halves of a layer share: the norm before them, and the residual sum after them.
+
+Depends on elementwise and products. A half is x + norm(products(norm(x))), with each norm only
+where the family has one; `work` is a LayerWork of layer.
+"""
+
+import types
+
+import torch
+
+from fsdp_qlora.model.elementwise import norm_backward, normalise
+from fsdp_qlora.model.products import fill_columns, product, widen
+
+
+def norm_inputs(work, name, x, fused):
+    """A new [n, fused.width] with the norm of x [n, in] in its first columns; x without a norm."""
+    if name is None:
+        return widen(x, fused)
+    arch, inputs = work.arch, x.new_empty(len(x), fused.width)
+    normalise(inputs[:, : fused.in_features], x, work.vector(name), work.vector(name, "bias"),
+              arch.norm, arch.norm_eps, evaluation=work.evaluation)
+    return inputs
+
+
+def keep_inputs(work, kept, inputs, fused):
+    """Keep what backward needs of norm_inputs(), whose last columns product() has filled for
+    `fused`; None: it has not. The normed inputs are cheap to make again: they are kept only if
+    backward is running."""
+    kept.inputs = inputs if work.is_backward else None
+    kept.columns = last_columns(inputs, fused) if fused else None
+
+
+def kept_inputs(work, kept, name, x, fused):
+    """The norm of x [n, in], as keep_inputs() has kept it or made again."""
+    inputs = norm_inputs(work, name, x, fused) if kept.inputs is None else kept.inputs
+    return inputs[:, : fused.in_features]
+
+
+def norm_gradient(work, name, x, grad, residual):
+    """Returns `residual` + the gradient of x, from `grad`, the gradient of norm(x)."""
+    if name is None:
+        return residual + grad
+    return norm_backward(x, grad, residual, work.vector(name), work.arch.norm, work.arch.norm_eps)
+
+
+def add_branch(work, x, fused, inputs, site, post_norm, want_sum):
+    """The end of both halves: returns x + multiplier * norm(branch), None without want_sum, and
+    what the norm's backward needs, None without a norm. The branch is the product of `inputs` after
+    the model's own dropout."""
+    if not (want_sum or post_norm):
+        fill_columns(work, fused, inputs)  # backward reads them
+        return None, None
+    return end_branch(work, x, product(work, fused, inputs), post_norm, site, want_sum)
+
+
+def end_branch(work, x, branch, post_norm, site, want_sum):
+    """x + multiplier * norm(branch), after the model's own dropout, None without want_sum; and what
+    the norm's backward needs, None without a norm."""
+    arch = work.arch
+    normed = branch = work.drop(branch, arch.residual_dropout, site)
+    if not want_sum:
+        return None, branch
+    if post_norm:
+        normed = torch.empty_like(branch)
+        normalise(normed, branch, work.vector(post_norm), work.vector(post_norm, "bias"),
+                  arch.norm, arch.norm_eps, evaluation=work.evaluation)
+    out = torch.add(x, normed, alpha=arch.residual_multiplier)
+    return out, branch if post_norm else None
+
+
+def last_columns(inputs, fused):
+    """A copy of the columns of product()'s inputs that backward reads besides x."""
+    return inputs[:, fused.in_features :].clone()
+
+
+def branch_gradient(work, branch, grad, post_norm, site):
+    """The gradient of the product that add_branch() adds, from `grad`, that of the sum."""
+    arch = work.arch
+    if arch.residual_multiplier != 1:
+        grad = grad * arch.residual_multiplier
+    if post_norm:
+        weight = work.vector(post_norm)
+        grad = norm_backward(branch, grad, None, weight, arch.norm, arch.norm_eps)
+    return work.drop(grad, arch.residual_dropout, site)
+
+
+def keep(**values):
+    """What a half keeps for its backward, which drops each part after its use."""
+    return types.SimpleNamespace(**values)
+
+
+def weight_bytes(fused, item, hold_weights):
+    """Bytes of the dequantised weights of a FusedLinear that are alive at once."""
+    sizes = [one.out_features for one in fused.splits]
+    return fused.width * (sum(sizes) if hold_weights else max(sizes)) * item

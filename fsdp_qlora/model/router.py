@@ -1,0 +1,130 @@
+"""The router of a layer with experts: where each token goes, and the gradient through its weights.
+
+Depends on torch alone. The router is frozen. What the experts do with the rows is in experts;
+`work` is a LayerWork of layer.
+"""
+
+import dataclasses
+import math
+
+import torch
+import torch.nn.functional as F
+
+
+@dataclasses.dataclass
+class Routing:
+    """Where the tokens of a bin go. n tokens, k experts each, n * k rows sorted by expert."""
+
+    scores: torch.Tensor  # fp32 [n, experts]
+    chosen: torch.Tensor  # int64 [n, k], experts
+    weights: torch.Tensor  # fp32 [n, k], that what these experts give is multiplied by
+    token: torch.Tensor  # int64 [n * k], of each row
+    expert: torch.Tensor  # int64 [n * k], of each row
+    token_rows: torch.Tensor  # int64 [n, k], of each token
+    row_weights: torch.Tensor  # fp32 [n * k], of each row
+    ends: torch.Tensor  # int32 [experts], where each expert's rows end
+    bounds: list | None  # 0 and `ends` on the host, where it needs them
+
+    @property
+    def choice(self):
+        """What backward must not decide again: chosen as int16, and bounds."""
+        return self.chosen.to(torch.int16), self.bounds
+
+
+def route(work, x, choice=None, needs_bounds=False):
+    """The Routing of x [n, hidden]; `choice` is that of an earlier one of the same tokens. With
+    needs_bounds it waits for the GPU, unless `choice` has them."""
+    mixture, tensors = work.arch.mixture, work.layer.mixture_tensors
+    weight = tensors[f"{mixture.router}.weight"]
+    x_of_router = x.float() if mixture.fp32_router else x
+    bias = tensors.get(f"{mixture.router}.bias")
+    bias = None if bias is None else bias.to(x_of_router.dtype)
+    logits = F.linear(x_of_router, weight.to(x_of_router.dtype), bias).float()
+    scores = logits.sigmoid() if mixture.scores == "sigmoid" else logits.softmax(-1)
+    if choice is None:
+        ranked = scores
+        if mixture.correction:
+            ranked = scores + tensors[mixture.correction].view(-1)
+        chosen, bounds = best_experts(ranked, mixture), None
+    else:
+        chosen, bounds = choice[0].long(), choice[1]
+    weights = chosen_weights(scores, chosen, mixture)[0]
+    if mixture.rounded:
+        weights = weights.to(x.dtype).float()
+    experts, order = chosen.flatten().sort(stable=True)
+    every = torch.arange(mixture.n_experts, device=x.device)
+    ends = torch.searchsorted(experts, every, right=True).int()  # without waiting for the GPU
+    token_rows = torch.empty_like(order)
+    token_rows[order] = torch.arange(len(order), device=x.device)
+    if bounds is None and needs_bounds:
+        bounds = [0, *ends.tolist()]
+    return Routing(scores, chosen, weights, order // mixture.top_k, experts,
+                   token_rows.view_as(chosen), weights.flatten()[order], ends, bounds)
+
+
+BALANCE = "expert_balance_loss", "busiest_expert"  # of metrics.jsonl
+
+
+def add_balance(layer, routing, n_unpadded):
+    """Add to layer.balance [3]: the auxiliary loss of Switch Transformers, 1 where all experts get
+    as many tokens; the busiest expert's share of the tokens, times the number of experts; and 1 for
+    this bin. Only its first `n_unpadded` count, int64 [1], not its padding; a bin of padding alone
+    adds 0. Nothing is trained by them."""
+    n, n_experts = routing.scores.shape
+    counted = torch.arange(n, device=n_unpadded.device) < n_unpadded
+    before = F.pad((routing.token < n_unpadded).cumsum(0), (1, 0))[routing.ends]
+    tokens = before.diff(prepend=before.new_zeros(1))  # of each expert
+    shares = tokens / tokens.sum()
+    probabilities = counted.float() @ routing.scores
+    probabilities /= probabilities.sum()
+    sums = (shares * probabilities).sum() * n_experts, shares.max() * n_experts
+    if layer.balance is None:
+        layer.balance = torch.zeros(3, device=shares.device)
+    layer.balance += torch.stack([*sums, counted[0].float()]).nan_to_num()  # 0 / 0 without a token
+
+
+def take_balance(model):
+    """The sums of add_balance() over all layers, fp64 [3], which begin anew; empty without
+    experts.
+    """
+    sums = [layer.balance for layer in model.layers if layer.balance is not None]
+    total = torch.stack(sums).sum(0).double() if sums else model.norm.new_zeros(0).double()
+    for balance in sums:
+        balance.zero_()
+    return total
+
+
+def best_experts(scores, mixture):
+    """The top_k experts of each token, int64 [n, k], by scores [n, experts]."""
+    if mixture.n_groups > 1:
+        groups = scores.unflatten(1, (mixture.n_groups, -1))
+        best = groups.topk(2, -1)[0].sum(-1).topk(mixture.top_groups, -1)[1]
+        is_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, False)
+        scores = groups.masked_fill(is_out[..., None], -math.inf).flatten(1)
+    return scores.topk(mixture.top_k, -1)[1]
+
+
+def chosen_weights(scores, chosen, mixture):
+    """The weights of the chosen experts, fp32 [n, k], their scores, and the sum [n, 1] by which
+    these are divided, None where they are not."""
+    picked, total = scores.gather(1, chosen), None
+    if mixture.normalised:
+        total = picked.sum(-1, keepdim=True) + mixture.sum_eps
+    return (picked if total is None else picked / total) * mixture.scale, picked, total
+
+
+def route_backward(work, routing, grad, dtype):
+    """The gradient of x [n, hidden] in `dtype` through the weights, from theirs, fp32 [n, k]."""
+    mixture, chosen = work.arch.mixture, routing.chosen
+    _, picked, total = chosen_weights(routing.scores, chosen, mixture)
+    grad = grad * mixture.scale
+    if total is not None:
+        grad = (grad - (grad * picked).sum(-1, keepdim=True) / total) / total
+    grad = grad * picked
+    if mixture.scores == "sigmoid":
+        grad = torch.zeros_like(routing.scores).scatter_(1, chosen, grad * (1 - picked))
+    else:
+        grad = (-grad.sum(-1, keepdim=True) * routing.scores).scatter_add_(1, chosen, grad)
+    weight = work.layer.mixture_tensors[f"{mixture.router}.weight"]
+    dtype_of_product = torch.float32 if mixture.fp32_router else dtype
+    return (grad.to(dtype_of_product) @ weight.to(dtype_of_product)).to(dtype)

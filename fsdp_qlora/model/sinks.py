@@ -1,0 +1,75 @@
+"""Attention with sinks by kernels that know nothing of them: exact, forward and backward.
+
+Depends on torch alone. With a sink s, one number for each head, a query's softmax has one more
+term, exp(s), whose value is 0. Which kernels a run uses is chosen in the script.
+"""
+
+import torch
+
+# A kernel gives out and lse, the logarithm of the sum of a query's exp(score). With the sink that
+# is lse' = logaddexp(lse, s), and out' = out * exp(lse - lse'). Its backward computes the weights
+# from scores and lse, and what is subtracted from their gradients from out. Given lse' and out'
+# instead it gives the exact gradients of attention with sinks. (out * exp(lse - lse') by autograd
+# would be wrong without an error: these kernels ignore the gradient of lse.)
+
+
+class SinkAttention(torch.autograd.Function):
+    """Attention of query [n, heads, head_dim] with `sinks` [heads], which are frozen.
+
+    forward_kernel(query, key, value) returns out, lse [heads, n] and a tuple of what else its
+    backward_kernel(grad, query, key, value, out, lse, *rest) needs, which returns three gradients.
+    """
+
+    @staticmethod
+    def forward(ctx, query, key, value, sinks, forward_kernel, backward_kernel):
+        out, lse, rest = forward_kernel(query, key, value)
+        joined = torch.logaddexp(lse, sinks.float()[:, None])
+        out.mul_((lse - joined).exp().t()[..., None])  # in fp32, rounded once
+        ctx.save_for_backward(query, key, value, out, joined, *rest)
+        ctx.backward_kernel = backward_kernel
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        return *ctx.backward_kernel(grad.contiguous(), *ctx.saved_tensors), None, None, None
+
+
+def torch_sink_attention(query, key, value, sinks, bin, arch, window):
+    """By torch's own kernel for documents of any lengths."""
+    bounds = bin.cu_seqlens, bin.cu_seqlens, bin.longest, bin.longest, 0.0, window is None
+    settings = dict(scale=arch.attention_scale, window_size_left=window - 1 if window else -1,
+                    window_size_right=0)
+
+    def forward(query, key, value):
+        out, lse, *state, _ = torch.ops.aten._flash_attention_forward(
+            query, key, value, *bounds, False, **settings)
+        return out, lse, state
+
+    def backward(grad, query, key, value, out, lse, *state):
+        return torch.ops.aten._flash_attention_backward(
+            grad, query, key, value, out, lse, *bounds, *state, **settings)
+
+    return SinkAttention.apply(query, key, value, sinks, forward, backward)
+
+
+def flash_sink_attention(query, key, value, sinks, bin, arch, window):
+    """By Flash Attention 2."""
+    from flash_attn.flash_attn_interface import (
+        _flash_attn_varlen_backward, _flash_attn_varlen_forward)
+
+    bounds = bin.cu_seqlens, bin.cu_seqlens, bin.longest, bin.longest
+    settings = dict(
+        dropout_p=0.0, softmax_scale=arch.attention_scale, causal=True, softcap=0.0,
+        window_size_left=window - 1 if window else -1, window_size_right=0, alibi_slopes=None)
+
+    def forward(query, key, value):
+        out, lse, _, state = _flash_attn_varlen_forward(query, key, value, *bounds, **settings)
+        return out, lse, (state,)
+
+    def backward(grad, query, key, value, out, lse, state):
+        grads = [torch.empty_like(t) for t in (query, key, value)]
+        _flash_attn_varlen_backward(grad, query, key, value, out, lse, *grads, *bounds, **settings,
+                                    deterministic=False, rng_state=state)
+        return grads
+
+    return SinkAttention.apply(query, key, value, sinks, forward, backward)

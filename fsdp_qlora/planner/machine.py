@@ -1,0 +1,121 @@
+"""What the machine has: memory of its GPUs and of the host, and how fast it computes and copies.
+
+Depends on ranks. What is done with it is decided in plan.
+"""
+
+import contextlib
+import dataclasses
+import math
+import os
+import re
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from fsdp_qlora.run.ranks import gather_objects, say_each, together
+
+
+def limit_memory(config, device):
+    """The bytes that torch may allocate on each GPU: --memory_limit_gib, or what is free now on the
+    GPU with least; 0 on a CPU without that flag. CUDA and NCCL need about 1 GiB beside it. All
+    ranks must call this."""
+    limit = int((config.memory_limit_gib or 0) * 2**30)
+    with together():
+        if device.type == "cuda":
+            free, total = torch.cuda.mem_get_info()
+            if limit > free:
+                raise ValueError(f"--memory_limit_gib {config.memory_limit_gib}: of this GPU's"
+                                 f" {total / 2**30:.1f} GiB only {free / 2**30:.1f} are free")
+            if limit:
+                torch.cuda.set_per_process_memory_fraction(limit / total)
+            limit = limit or free
+    return min(gather_objects(limit))
+
+
+def proc_bytes(file, name):
+    """A size in a file of /proc, in bytes; inf where there is no /proc, as on macOS."""
+    path = Path("/proc", file)
+    sizes = re.findall(rf"{name}:\s*(\d+) kB", path.read_text()) if path.is_file() else ["inf"]
+    return float(sizes[0]) * 2**10
+
+
+def host_memory():
+    """This process's resident bytes now and at their peak."""
+    return proc_bytes("self/status", "VmRSS"), proc_bytes("self/status", "VmHWM")
+
+
+def cgroup_free(root="/sys/fs/cgroup", own="/proc/self/cgroup"):
+    """Bytes that this process's container or job may still use (cgroup v2); inf without a limit."""
+    free, own = math.inf, Path(own)
+    inside = own.read_text().rpartition("0::/")[2].strip() if own.is_file() else ""
+    for group in Path(inside, "_").parents:  # a limit of each counts
+        with contextlib.suppress(OSError, ValueError, KeyError):  # it has none; "max" is none
+            texts = {name: Path(root, group, f"memory.{name}").read_text()
+                     for name in ("max", "current", "stat")}
+            cached = dict(map(str.split, texts["stat"].splitlines()))["inactive_file"]
+            free = min(free, int(texts["max"]) - int(texts["current"]) + int(cached))
+    return free
+
+
+def host_share():
+    """Bytes of free host memory for each process of this machine."""
+    free = min(proc_bytes("meminfo", "MemAvailable"), cgroup_free())
+    return free / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def memory_gib(device, graphs=False):
+    """GiB now and at the peak: allocated on a GPU; with CUDA graphs reserved, because what they use
+    counts as allocated to nobody; on a CPU resident memory of the process."""
+    if graphs:
+        return torch.cuda.memory_reserved() / 2**30, torch.cuda.max_memory_reserved() / 2**30
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated() / 2**30, torch.cuda.max_memory_allocated() / 2**30
+    return tuple(n_bytes / 2**30 for n_bytes in host_memory())
+
+
+def say_memory(when, device):
+    """Print each rank's memory now and at its peak. All ranks must call this."""
+    current, peak = memory_gib(device)
+    kind = "GPU memory" if device.type == "cuda" else "host memory"
+    say_each(f"{kind} {when}", f"{current:.2f} GiB (peak {peak:.2f})")
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What a plan's time is predicted by."""
+
+    flops: float  # a second, of large products in the compute dtype
+    bandwidth: float  # bytes a second, of the GPU's memory
+    link: float  # bytes a second that a GPU receives in an all-gather
+    host: float = 2e10  # bytes a second between host and GPU, each way
+    launch: float = 40e-6  # seconds of the host for a kernel, Python around it included
+
+
+def measure_machine(dtype, device):
+    """The Machine by rank 0's measurements, in round numbers, so that the same plan is found again.
+    All ranks must call this."""
+    if device.type == "cpu":
+        return Machine(1e11, 1e10, 1e9)
+
+    def seconds(run):
+        times, events = 20, [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        for i in range(2 * times):
+            if i == times:  # clocks are up by now
+                events[0].record()
+            run()
+        events[1].record()
+        torch.cuda.synchronize()
+        return events[0].elapsed_time(events[1]) / 1000 / times
+
+    a, b = torch.randn(2, 4096, 4096, dtype=dtype, device=device)
+    parts = torch.empty(dist.get_world_size(), 2**26, dtype=torch.uint8, device=device)
+    own = parts[0].clone()
+    on_host = torch.empty_like(own, device="cpu", pin_memory=True)
+    figures = {
+        "flops": 2 * 4096**3 / seconds(lambda: a @ b),
+        "bandwidth": 2 * 4 * a.nbytes / seconds(lambda: torch.cat([a, a, b, b])),
+        "link": parts.nbytes / seconds(lambda: dist.all_gather_into_tensor(parts, own)),
+        "host": own.nbytes / seconds(lambda: on_host.copy_(own, non_blocking=True))}
+    rounded = {name: float(f"{figure:.1g}") for name, figure in figures.items()}
+    return Machine(**gather_objects(rounded)[0])

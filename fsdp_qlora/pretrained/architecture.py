@@ -1,0 +1,209 @@
+"""What a model computes, as records: a family of models, its linears, one model's architecture.
+
+Depends on nothing. The table of families is in families, how a config.json becomes a record in
+configs; where the values of a layer lie in memory is in linears.
+"""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixture:
+    """A mixture of experts: how its router works, and how it differs from Qwen3's. "config.x" as in
+    Family.
+
+    The router's logits give scores; each token goes to the top_k experts with the highest scores
+    (plus correction), and their outputs are added, each times its weight, which is its score.
+    """
+
+    n_experts: int | str = "config.num_experts"
+    top_k: int | str = "config.num_experts_per_tok"
+    expert_size: int | str = "config.moe_intermediate_size"  # inner width of one expert
+    shared_size: int | str = 0  # inner width of the expert that all tokens go to; 0: there is none
+    n_shared: int | str = 1  # of these, computed as one so many times as wide
+    first_dense: int | str = 0  # so many of the first layers have a plain MLP
+    experts: str = "mlp.experts"  # their name in a layer
+    shared: str = "mlp.shared_expert"
+    shared_gate: str | None = None  # a linear; the shared output is times the sigmoid of its own
+    router: str = "mlp.gate"
+    fp32_router: bool = False  # logits are computed in fp32, not in the model's dtype
+    scores: str = "softmax"  # of all logits; or "sigmoid" of each
+    correction: str | None = None  # a tensor [experts], or [1, experts]
+    n_groups: int | str = 1  # of experts; a token goes to experts of its top_groups groups only,
+    top_groups: int | str = 1  # those with the largest sums of their two highest scores
+    normalised: bool | str = True  # weights are divided by their sum ..
+    sum_eps: float = 0.0  # .. plus this
+    scale: float | str = 1.0  # on the weights
+    rounded: bool = True  # weights are rounded to the model's dtype
+    biases: bool = False  # the router has one, and each expert's two linears
+    clamp: tuple | None = None  # (limit, alpha) of gpt-oss's gate, see gate_product()
+    one_gate_up: bool = False  # an expert has one linear gate_up_proj: rows gate, up, gate, up, ..
+    transposed: bool = False  # a tensor of all experts is [experts, in, out]; takes one_gate_up
+    adapters: str = "modules"  # of experts, as PEFT 0.21 takes them: "modules", one of each expert;
+    #                           "stacked", one of all experts; "parameters", the first in its files
+    #                           and the second in its config
+    renames: tuple = ()  # pairs: a part of a tensor's name here, and what files may have instead
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """How a model type differs from Llama. "config.x" means the config's field x, or None."""
+
+    norm: str = "rms"  # kind, see norm_of(); also of the final norm, q_norm and k_norm
+    norm_eps: float | str = "config.rms_norm_eps"
+    norm_bias: bool = False  # of the final norm and the four below
+    attention_norm: str | None = "input_layernorm"  # its name in the layer; None: there is none
+    attention_post_norm: str | None = None  # of what attention returns
+    mlp_norm: str | None = "post_attention_layernorm"
+    mlp_post_norm: str | None = None  # of what the MLP returns
+    post_norm_if: bool | str = True  # where a config can switch these two off
+    parallel: bool = False  # the MLP reads attention's normed input and both are added
+    activation: str = "config.hidden_act"  # a key of ACTIVATIONS
+    qkv_bias: bool | str = "config.attention_bias"
+    out_bias: bool | str = "config.attention_bias"
+    mlp_bias: bool | str = "config.mlp_bias"
+    one_qkv: bool = False  # one linear "qkv_proj"
+    gated: bool = True  # the MLP's last linear reads act(gate) * up; else act(up)
+    mlp_in: tuple = ("mlp.gate_proj", "mlp.up_proj")  # linears whose outputs, concatenated, are
+    #                                                   gate and up, or up alone
+    mlp_out: str = "mlp.down_proj"
+    intermediate_size: int | str = "config.intermediate_size"  # width of gate and up, each
+    qk_norm: str | None = None  # weight: "head" [head_dim], "heads" [heads, head_dim], "full" [all]
+    qk_norm_if: bool | str = True  # where a config can switch it off
+    q_norm: str | None = "self_attn.q_norm"  # None in an Architecture without qk_norm
+    k_norm: str | None = "self_attn.k_norm"
+    qk_norm_after_rotary: bool = False
+    rotary_interleaved: bool = False  # pairs (0, 1), (2, 3), .. instead of halves
+    partial_rotary: bool = False  # partial_rotary_factor of rope_parameters counts
+    ropes_by_layer_type: bool = False  # rope_parameters has an entry for each layer type
+    ntk_alpha: bool = False  # alpha of rope_parameters counts, whatever the length
+    rotary_if: bool | str = True  # where a config can switch it off: True and "rope" mean with
+    no_rotary: str | None = None  # layers without: "no_rope_layers": those that this list of the
+    #                               config marks; "full": those without a window; "full_if_window":
+    #                               the same, but none if the model has no window
+    window: str | None = None  # layers with a sliding window: "all", or those of "layer_types"
+    attention_scale: float | str | None = None  # None: head_dim ** -0.5
+    query_scalar: float | str | None = None  # attention_scale = this ** -0.5
+    attention_softcap: float | str | None = None
+    sinks: bool = False  # one more logit per head joins attention's softmax, and has no value
+    logits_softcap: float | str | None = None
+    query_temperature: bool | tuple = False  # beta, n: q *= 1 + beta * log(1 + position // n)
+    sqrt_embedding: bool = False  # embedding_multiplier = hidden_size ** 0.5
+    embedding_multiplier: float | str = 1.0  # round it to the embedding's dtype first (Gemma)
+    residual_multiplier: float | str = 1.0  # on what attention and the MLP add, after post-norms
+    logits_multiplier: float | str = 1.0
+    logits_divisor: float | str = 1.0
+    attention_dropout: float | str = "config.attention_dropout"
+    embedding_dropout: float | str = 0.0
+    residual_dropout: float | str = 0.0  # on what o_proj and down_proj return
+    mixture: Mixture | None = None  # of experts, instead of the MLP
+    must_be: dict = dataclasses.field(default_factory=dict)  # {field of the config: its only value}
+    unused: tuple = ()  # fields of the config that change nothing here, as those of Mamba layers
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    name: str  # below the layer, as transformers and checkpoints name it
+    out_features: int
+    in_features: int
+    bias: bool
+    mxfp4: bool = False  # files have it in MXFP4, and so it stays; else it is quantised to NF4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Architecture(Family):
+    """A family's record with one model's values; what a layer computes follows from this alone."""
+
+    family: str  # model_type of the text model
+    n_layers: int
+    hidden_size: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    qkv: list[Linear]  # their outputs, concatenated, are q, k, v
+    out: list[Linear]
+    gate_up: list[Linear]  # their outputs, concatenated, are gate, up (without a gate: up); of
+    #                        layers without experts
+    down: list[Linear]
+    shared_gate_up: list[Linear]  # of layers with experts: of the shared one, or none
+    shared_down: list[Linear]
+    expert_gate_up: list[Linear]  # of expert 0, expert 1, ..
+    expert_down: list[Linear]
+    rotary_dim: int  # the first dimensions of a head that are rotated
+    ropes: list[dict]  # settings for rope_frequencies, one for each kind of rotary
+    layer_rope: list[int | None]  # for each layer which of `ropes`; None: no rotary
+    layer_window: list[int | None]  # a query sees this many keys, itself included; None: all
+    layer_routed: list[bool]  # whether the layer has experts
+    tied: bool
+    module_prefix: str  # module = module_prefix + f"layers.{i}." + name
+    checkpoint_prefixes: list[str]  # the same in files; tried in turn
+    head_names: list[str]  # the head's weight in files; tried in turn
+
+    def fused_groups(self, routed):
+        """The Linears of a layer, with experts or without: lists of those that read one input."""
+        mlp = self.gate_up, self.down
+        if routed:
+            mlp = self.shared_gate_up, self.shared_down, self.expert_gate_up, self.expert_down
+        return self.qkv, self.out, *mlp
+
+    def linears(self, routed):
+        return [linear for group in self.fused_groups(routed) for linear in group]
+
+    def adaptable(self):
+        """Names in a layer of the linears that --target_modules can name: all but the experts."""
+        experts = set(self.experts())
+        linears = [x.name for routed in set(self.layer_routed) for x in self.linears(routed)]
+        return [name for name in dict.fromkeys(linears) if name not in experts]
+
+    def experts(self):
+        """Names in a layer of the linears of all experts."""
+        return [linear.name for linear in self.expert_gate_up + self.expert_down]
+
+    def adapted(self, target_modules):
+        """Those of them that --target_modules means: all-linear are all, of a mixture those of
+        attention; experts are all experts; other words are the ends of names."""
+        ends, every = tuple(f".{target}" for target in target_modules), set()
+        if "all-linear" in target_modules:
+            every = {x.name for x in self.qkv + self.out} if self.mixture else {*self.adaptable()}
+        found = [name for name in self.adaptable() if name in every or f".{name}".endswith(ends)]
+        return found + self.experts() if "experts" in target_modules else found
+
+    def vectors(self, routed):
+        """{name below the layer: shape} of a layer's norms, biases and sinks."""
+        norms = self.attention_norm, self.attention_post_norm, self.mlp_norm, self.mlp_post_norm
+        parts = ("weight", "bias") if self.norm_bias else ("weight",)
+        shapes = {f"{name}.{part}": (self.hidden_size,)
+                  for name in norms if name for part in parts}
+        if self.qk_norm:
+            for name, heads in ((self.q_norm, self.n_heads), (self.k_norm, self.n_kv_heads)):
+                shapes[f"{name}.weight"] = {
+                    "head": (self.head_dim,), "heads": (heads, self.head_dim),
+                    "full": (heads * self.head_dim,)}[self.qk_norm]
+        if self.sinks:
+            shapes["self_attn.sinks"] = (self.n_heads,)
+        linears = self.linears(routed)
+        return shapes | {f"{x.name}.bias": (x.out_features,) for x in linears if x.bias}
+
+    def mixture_tensors(self, routed):
+        """{name below the layer: shape} of what a layer with experts has besides its linears in 4
+        bits: all of its router, the experts' biases, the shared expert's gate. They are small, and
+        whole on every rank."""
+        mixture, shapes = self.mixture, {}
+        if routed:
+            shapes[f"{mixture.router}.weight"] = mixture.n_experts, self.hidden_size
+            if mixture.biases:
+                shapes[f"{mixture.router}.bias"] = (mixture.n_experts,)
+                for linear in (self.expert_gate_up[0], self.expert_down[0]):
+                    key = linear.name.rsplit(".", 1)[-1]
+                    shapes[f"{mixture.experts}.{key}_bias"] = (
+                        mixture.n_experts, linear.out_features)
+            if mixture.correction:
+                is_row = "moe_statics" in mixture.correction
+                shapes[mixture.correction] = (1,) * is_row + (mixture.n_experts,)
+            if mixture.shared_gate:
+                shapes[f"{mixture.shared_gate}.weight"] = 1, self.hidden_size
+        return shapes
+
+
+LAYER_TYPES = {"full_attention", "sliding_attention"}

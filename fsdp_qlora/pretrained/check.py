@@ -1,0 +1,224 @@
+"""The check at start: two small layers of the user's own model here and in transformers, with an
+adapter of random values, forward and backward.
+
+Depends on model, config and plan. The function that loads weights is given by the script, so that
+what it does is checked as well.
+"""
+
+import dataclasses
+import functools
+import types
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModel, AutoModelForCausalLM
+
+from fsdp_qlora.data.bins import make_bin
+from fsdp_qlora.data.encode import rows_of
+from fsdp_qlora.pretrained.config import describe_model, rope_frequencies, shrunk_config
+from fsdp_qlora.model.attention import document_attention
+from fsdp_qlora.model.layer import make_layouts
+from fsdp_qlora.model.mlp import MLPHalf
+from fsdp_qlora.model.model import Model, measure_weight_norms, set_local
+from fsdp_qlora.quant.nf4 import dequantise
+from fsdp_qlora.model.offload import GPUStore
+from fsdp_qlora.planner.plan import Plan
+from fsdp_qlora.run.ranks import explain
+from fsdp_qlora.model.head import scaled_logits
+from fsdp_qlora.pretrained.tensor_names import rows_in_memory, tensor_names
+
+LENGTHS = 24, 18  # tokens of two documents in one bin; for longrope one is short, one long
+CHECK_RANK, CHECK_ALPHA = 4, 8  # of the adapters
+CHECKED = ("lora", False), ("dora", True)  # of adapter, and whether layers are recomputed
+CHECK_LIMIT = 1e-4  # of a relative difference; fp32 sums in another order give 1e-6
+NF4_ROUNDING = 0.2  # what NF4 may move a weight, relative to its norm: it is 0.1, another's is 1.4
+
+
+def check_family(model_config, name, fill_model):
+    """Compare weights, logits, loss and the adapter's gradient of a shrunk model, in fp32 on the
+    CPU, with transformers'. Raises ValueError where they differ, or where transformers cannot
+    compute the model at all. Rank 0 only."""
+    with explain(f"--model {name}: the check at start failed"):
+        small = shrunk_config(model_config)
+        arch = describe_model(small)
+        generator = torch.Generator().manual_seed(0)
+        reference = random_reference(small, generator)
+        ids = torch.randint(3, arch.vocab_size, (sum(LENGTHS),), generator=generator)
+        tensors = dict(reference.state_dict())
+        names = tensor_names(arch, tensors)
+        for kind, recompute in CHECKED:
+            model = plain_model(small, arch, tensors, max(LENGTHS), fill_model, kind, recompute)
+            weights = read_weights(model, names)
+            random_adapter(model, generator)
+            ours = results(model, ids)
+            theirs = reference_results(reference, model, names, weights, ids)
+            differences = {
+                what: float(((value - theirs[what]).norm() / theirs[what].norm()).detach())
+                for what, value in ours.items()}
+            weight_error = max(float((w - reference.get_parameter(n)).norm() / w.norm())
+                               for n, w in weights.items())
+            # written so that NaN is caught
+            wrong = {what: value for what, value in differences.items() if not value < CHECK_LIMIT}
+            wrong |= {} if weight_error < NF4_ROUNDING else {"weights as read": weight_error}
+            if wrong:
+                kinds = sorted(set(map(str, zip(arch.layer_window, arch.layer_rope))))
+                raise ValueError(
+                    f"{arch.family} with layers {kinds} (window, rotary) and {kind} differs from"
+                    f" transformers {transformers.__version__}: "
+                    + ", ".join(f"{what} by {value:.1e}" for what, value in wrong.items())
+                    + ": please report this")
+
+
+@torch.no_grad()
+def random_reference(model_config, generator):
+    """transformers' model in fp32 with random norms and biases: 1 and 0 would hide mistakes."""
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        settings = dict(dtype=torch.float32, attn_implementation="eager", trust_remote_code=False)
+        reference = text_model(model_config, **settings).eval()
+    # Nemotron's norms multiply by 1 + weight, but transformers begins with weights of 1, not 0:
+    # attention would then be so sharp that fp32's rounding shows (3e-5)
+    too_large = describe_model(model_config).norm == "layer_plus_one"
+    corrections = {n: p for n, p in reference.state_dict().items() if "correction" in n}
+    for name, p in {**dict(reference.named_parameters()), **corrections}.items():
+        if p.dim() == 1 or p.shape[0] == 1 or name.endswith("bias"):
+            p += torch.empty_like(p).normal_(0, 0.2, generator=generator)
+            p -= float(too_large and name.endswith("norm.weight"))
+    return reference.requires_grad_(False)
+
+
+def text_model(model_config, **settings):
+    """transformers' model of a text config, with its head."""
+    if type(model_config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM.from_config(model_config, **settings)
+    return TextModel(model_config, **settings)
+
+
+class TextModel(nn.Module):
+    """A text model that transformers has with a head only beside a vision tower: Qwen3-VL's."""
+
+    def __init__(self, model_config, **settings):
+        super().__init__()
+        self.model = AutoModel.from_config(model_config, **settings)
+        table = self.model.embed_tokens.weight
+        self.lm_head = nn.Linear(*reversed(table.shape), bias=False, dtype=table.dtype)
+        if model_config.tie_word_embeddings:
+            self.lm_head.weight = table
+
+    def forward(self, input_ids):
+        hidden = self.model(input_ids).last_hidden_state
+        return types.SimpleNamespace(logits=self.lm_head(hidden))
+
+
+def plain_model(model_config, arch, tensors, max_seq_len, fill_model, kind=None, recompute=False):
+    """A Model of this process alone, in fp32 on the CPU, from {name in a checkpoint: tensor}.
+    `kind`: of the adapter on all linears, None: without; `recompute`: all layers are recomputed, in
+    slices, as where memory is short."""
+    config = types.SimpleNamespace(lora_rank=CHECK_RANK, lora_alpha=CHECK_ALPHA, lora_dropout=0.0,
+                                   adapter=kind or "lora")
+    plan = Plan(
+        compute_dtype="float32", n_layers=arch.n_layers, shard_group_size=1,
+        reshard_after_forward=True, bin_tokens=64, recomputed=arch.n_layers * recompute,
+        keep_middle=False, hold_weights=recompute, offload_activations=False, offload_params=False,
+        expert_ranges=3 if recompute else 1)
+    adapted = {x.name for routed in arch.layer_routed for x in arch.linears(routed)}
+    if kind == "dora":
+        adapted -= {linear.name for linear in arch.expert_gate_up + arch.expert_down}
+    layouts = make_layouts(arch, adapted if kind else (), config)
+    if recompute:
+        layouts = [dataclasses.replace(x, mlp=dataclasses.replace(x.mlp, slice_tokens=25))
+                   if isinstance(x.mlp, MLPHalf) else x for x in layouts]
+    model, names = Model(arch, layouts, plan), tensor_names(arch, tensors)
+    fill_model(model, names, functools.partial(rows_in_memory, tensors, names), {},
+               torch.device("cpu"))
+    for layer in model.layers:
+        set_local(layer, "adapter", torch.zeros(len(layer.adapter)))
+    model.frequencies = [
+        rope_frequencies(rope, arch, max_seq_len, model_config) for rope in arch.ropes]
+    return model
+
+
+def plain_run(model):
+    """What make_bin() needs of a run on a CPU."""
+    same = dict.fromkeys(("full", "window"), document_attention)
+    return types.SimpleNamespace(device=torch.device("cpu"), store=GPUStore(), plan=model.plan,
+                                 kernels={"same": same, "any": same})
+
+
+@torch.no_grad()
+def read_weights(model, names):
+    """{transformers' name: W [out, in] of each linear}, as the model has them after NF4; those of
+    all experts are one, [experts, out, in]. `names`: the TensorNames of transformers' model."""
+    weights = {}
+    for i, layer in enumerate(model.layers):
+        for fused in layer.layout.fused_linears:
+            weight = dequantise(layer, fused, layer.adapter)[:, : fused.in_features]
+            for place in fused.places:
+                name = names.of_layer(i, f"{place.linear.name}.weight")
+                if source := names.sources.get(name):
+                    shape = names.shapes[source.stored]
+                    whole = weights.setdefault(source.stored, torch.empty(shape))
+                    source.weight_in(whole).copy_(weight[place.outputs])
+                else:
+                    weights[name] = weight[place.outputs]
+    return weights
+
+
+@torch.no_grad()
+def random_adapter(model, generator):
+    """Give all adapters random values; DoRA's magnitudes around the norms of the weights' rows."""
+    for layer in model.layers:
+        layer.adapter.normal_(0, 0.1, generator=generator)
+    if model.layers[0].layout.dora:
+        measure_weight_norms(model)
+        for layer in model.layers:
+            for place in filter(lambda place: place.columns, layer.layout.places):
+                layer.adapter[place.magnitude] += 1
+                layer.adapter[place.magnitude] *= layer.weight_norms[place.linear.name]
+
+
+def results(model, ids):
+    """{what is compared: tensor}, of the two documents in one bin."""
+    arch, documents = model.arch, ids.split(LENGTHS)
+    bin = make_bin(rows_of([(x, x) for x in documents]), [[0, 1]], 0, None, plain_run(model))
+    with torch.no_grad():
+        states = model(bin, wants_loss=False)
+        logits = scaled_logits(states @ model.head.t(), arch.logits_multiplier, arch.logits_softcap)
+    loss = model(bin).sum()
+    loss.backward()
+    gradients = {f"gradient of adapter {i}": layer.adapter.grad
+                 for i, layer in enumerate(model.layers)}
+    return {"logits": logits, "loss": loss.detach().float(), **gradients}
+
+
+def reference_results(reference, model, names, weights, ids):
+    """The same by transformers, each document by itself, with the adapter added to the weights
+    that the model has; autograd gives its gradient. `names`: as for read_weights()."""
+    adapters, adapted = [], {}
+    for i, layer in enumerate(model.layers):
+        adapters.append(layer.adapter.detach().clone().requires_grad_())
+        for place in layer.layout.places:
+            name = names.of_layer(i, f"{place.linear.name}.weight")
+            weight = rows_in_memory(weights, names, name).view(-1, place.linear.in_features)
+            if place.columns:
+                a = adapters[i][place.lora_a].view(CHECK_RANK, -1)
+                b = adapters[i][place.lora_b].view(-1, CHECK_RANK)
+                weight = weight + CHECK_ALPHA / CHECK_RANK * b @ a
+            if place.magnitude:  # DoRA's norm is a constant in PEFT, too
+                norms = weight.detach().norm(dim=1)
+                weight = weight * (adapters[i][place.magnitude] / norms)[:, None]
+            if source := names.sources.get(name):
+                whole = adapted.setdefault(source.stored, torch.zeros(names.shapes[source.stored]))
+                source.weight_in(whole).copy_(weight)
+            else:
+                adapted[name] = weight
+    documents = ids.split(LENGTHS)
+    logits = [torch.func.functional_call(reference, adapted, x[None]).logits[0].float()
+              for x in documents]
+    loss = sum(F.cross_entropy(rows[:-1], x[1:], reduction="sum")
+               for rows, x in zip(logits, documents))
+    gradients = torch.autograd.grad(loss, adapters)
+    return {"logits": torch.cat(logits).detach(), "loss": loss.detach(),
+            **{f"gradient of adapter {i}": grad for i, grad in enumerate(gradients)}}

@@ -1,0 +1,306 @@
+"""A config.json as an Architecture, or why no record of families can express it; its rotary
+frequencies; and the small config of the same kind for the check at start.
+
+Depends on families and architecture.
+"""
+
+import copy
+import dataclasses
+import functools
+import itertools
+import types
+
+import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from fsdp_qlora.pretrained.architecture import LAYER_TYPES, Architecture, Linear, Mixture
+from fsdp_qlora.model.elementwise import ACTIVATIONS
+from fsdp_qlora.pretrained.families import FAMILIES, MULTIMODAL
+from fsdp_qlora.quant.nf4 import BLOCK
+
+ROPE_TYPES = {"default", "linear", "dynamic", "yarn", "longrope", "llama3"}
+# mrope's: with text alone its three streams of positions are one, so that it is the plain rotary
+ROPE_KEYS = set("""rope_type type rope_theta factor partial_rotary_factor alpha attention_factor
+    original_max_position_embeddings max_position_embeddings beta_fast beta_slow mscale truncate
+    mscale_all_dim short_factor long_factor low_freq_factor high_freq_factor llama_4_scaling_beta
+    mrope_section mrope_interleaved""".split())
+# Fields of config classes that describe_model reads for every family, or that change no output.
+# Any other field that no record names must have its default: it could be a mechanism unknown here.
+KNOWN_FIELDS = set("""vocab_size hidden_size intermediate_size num_hidden_layers head_dim dtype
+    num_attention_heads num_key_value_heads tie_word_embeddings rope_parameters layer_types
+    sliding_window use_sliding_window max_window_layers sliding_window_pattern no_rope_layers
+    no_rope_layer_interval max_position_embeddings original_max_position_embeddings use_cache
+    initializer_range pad_token_id bos_token_id eos_token_id eod_token_id transformers_version
+    architectures output_hidden_states return_dict id2label label2id problem_type
+    pretraining_tp mlp_only_layers decoder_sparse_step moe_layer_interval moe_layer_end_index
+    router_aux_loss_coef output_router_logits num_mtp_layers
+    """.split())
+
+
+def text_config(model_config):
+    """The language model's config inside a multimodal one; else the config itself."""
+    return model_config.text_config if model_config.model_type in MULTIMODAL else model_config
+
+
+def check_model(model_config):
+    """Raise ValueError for a model that the table lacks or that its record cannot express."""
+    outer, c = model_config.model_type, text_config(model_config)
+    name = outer if c is model_config else f"{outer} with {c.model_type}"
+    if c.model_type not in (MULTIMODAL.get(outer) or FAMILIES):
+        words = {"kv_lora_rank": "latent attention, ", "num_local_experts": "a router not known, ",
+                 "num_experts": "a router not known, ", "is_encoder_decoder": ""}
+        why = [f"{words[x]}{x}={getattr(c, x)}" for x in words if getattr(c, x, None)]
+        why += sorted(set(getattr(c, "layer_types", None) or ()) - LAYER_TYPES)
+        why = f" ({', '.join(why)})" if why else ""
+        raise ValueError(f"model_type {name} is not supported{why}: use one of"
+                         f" {', '.join([*FAMILIES, *MULTIMODAL])}")
+    if getattr(c, "is_causal", True) is False:
+        raise ValueError(f"{name}: is_causal=False is not supported: only causal attention is")
+    family = FAMILIES[c.model_type]
+    values = [*vars(family).values(), *(vars(family.mixture).values() if family.mixture else ())]
+    known = {str(value).removeprefix("config.") for value in values}
+    known |= KNOWN_FIELDS.union(family.unused)
+    for field in dataclasses.fields(c):
+        value, default = getattr(c, field.name), field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        default = family.must_be.get(field.name, default)
+        if field.name not in known and value != default and (value or default):
+            raise ValueError(f"{name}: {field.name}={value} is not supported, only {default}")
+
+
+def describe_model(model_config):
+    """The Architecture of a config from AutoConfig; ValueError where no record can express it."""
+    check_model(model_config)
+    c = text_config(model_config)
+    record = FAMILIES[c.model_type]
+    family = fill_record(record, c)
+    values = dict(vars(family))
+    if family.activation not in ACTIVATIONS:
+        raise ValueError(f"{record.activation.removeprefix('config.')} {family.activation} is not"
+                         f" supported: only {', '.join(ACTIVATIONS)}")
+    hidden, inner = c.hidden_size, family.intermediate_size
+    heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
+    if heads % kv_heads:
+        raise ValueError(f"{heads} attention heads are no multiple of {kv_heads} key-value heads")
+    head_dim = getattr(c, "head_dim", None) or hidden // heads
+    values.update(describe_positions(c, family, head_dim))
+    if not (family.qk_norm and family.qk_norm_if):
+        values.update(qk_norm=None, q_norm=None, k_norm=None)
+    if not family.post_norm_if:
+        values.update(attention_post_norm=None, mlp_post_norm=None)
+    if family.query_scalar or family.attention_scale is None:
+        values["attention_scale"] = (family.query_scalar or head_dim) ** -0.5
+    if family.sqrt_embedding:
+        values["embedding_multiplier"] = hidden**0.5
+    values["logits_multiplier"] = family.logits_multiplier / family.logits_divisor
+    values["attention_dropout"] = family.attention_dropout or 0.0
+    qkv = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
+    qkv = {"qkv": sum(qkv.values())} if family.one_qkv else qkv
+    settings = getattr(model_config, "quantization_config", None) or {}
+    values.update(describe_experts(c, family, settings.get("quant_method") == "mxfp4"))
+    n_in = inner * (1 + family.gated) // len(family.mlp_in)  # outputs of each of these linears
+    prefixes = ["model."]
+    if c is not model_config:
+        prefixes = ["model.language_model.", "language_model.model."]
+    return Architecture(
+        **values, family=c.model_type, n_layers=c.num_hidden_layers, hidden_size=hidden,
+        n_heads=heads, n_kv_heads=kv_heads, head_dim=head_dim, vocab_size=c.vocab_size,
+        qkv=[Linear(f"self_attn.{x}_proj", n, hidden, family.qkv_bias) for x, n in qkv.items()],
+        out=[Linear("self_attn.o_proj", hidden, heads * head_dim, family.out_bias)],
+        gate_up=[Linear(name, n_in, hidden, family.mlp_bias) for name in family.mlp_in],
+        down=[Linear(family.mlp_out, hidden, inner, family.mlp_bias)],
+        # mistral3's outer flag is True by default though released models are not tied; Qwen3-VL's
+        # text config may have none
+        tied=getattr(c, "tie_word_embeddings", True) and model_config.tie_word_embeddings,
+        module_prefix=prefixes[0], checkpoint_prefixes=prefixes,
+        head_names=["lm_head.weight", "language_model.lm_head.weight"][: len(prefixes)])
+
+
+def fill_record(record, c):
+    """A Family or Mixture whose fields "config.x" have the values of a text config; None where the
+    config declares no such field. Of a list with a value for each layer, all alike, that value."""
+    values, declared = dict(vars(record)), {field.name for field in dataclasses.fields(c)}
+    for key, value in values.items():
+        if isinstance(value, Mixture):
+            values[key] = fill_record(value, c)
+        elif str(value).startswith("config."):
+            name = value.removeprefix("config.")
+            value = getattr(c, name) if name in declared else None
+            is_uniform = isinstance(value, list) and value and value == value[:1] * len(value)
+            values[key] = value[0] if is_uniform else value
+    return dataclasses.replace(record, **values)
+
+
+def describe_experts(c, family, in_mxfp4):
+    """What an Architecture says of experts: {name of its field: value}, from a text config.
+    `in_mxfp4`: whether files have them so."""
+    n_layers, hidden, mixture = c.num_hidden_layers, c.hidden_size, family.mixture
+    names = "shared_gate_up", "shared_down", "expert_gate_up", "expert_down"
+    if not mixture:
+        return {"layer_routed": [False] * n_layers, **dict.fromkeys(names, [])}
+    sizes = mixture.n_experts, mixture.top_k, mixture.expert_size
+    if not all(isinstance(n, int) and n > 0 for n in sizes) or mixture.top_k > mixture.n_experts:
+        raise ValueError(f"{sizes[0]} experts, {sizes[1]} for a token, of size {sizes[2]} are not"
+                         " supported")
+    dense = getattr(c, "mlp_only_layers", None) or ()
+    every = getattr(c, "decoder_sparse_step", None) or getattr(c, "moe_layer_interval", None) or 1
+    last = getattr(c, "moe_layer_end_index", n_layers - 1)
+    routed = [(mixture.first_dense or 0) <= i <= last and i not in dense and (i + 1) % every == 0
+              for i in range(n_layers)]
+
+    def mlp(stem, inner, bias):
+        """The linears of an MLP that read its input, and those that give its output."""
+        return ([Linear(f"{stem}.{x}_proj", inner, hidden, bias) for x in ("gate", "up")],
+                [Linear(f"{stem}.down_proj", hidden, inner, bias)])
+
+    def expert(i):
+        """mlp() of one expert."""
+        stem, inner = f"{mixture.experts}.{i}", mixture.expert_size
+        if not mixture.one_gate_up:
+            return mlp(stem, inner, False)
+        if in_mxfp4 and (hidden % BLOCK or inner % BLOCK):
+            raise ValueError(f"MXFP4 with rows of {hidden} and {inner} weights is not supported,"
+                             f" only with multiples of {BLOCK}")
+        return ([Linear(f"{stem}.gate_up_proj", 2 * inner, hidden, False, in_mxfp4)],
+                [Linear(f"{stem}.down_proj", hidden, inner, False, in_mxfp4)])
+
+    shared_size = (mixture.shared_size or 0) * (mixture.n_shared or 0)
+    shared = mlp(mixture.shared, shared_size, family.mlp_bias) if shared_size else ([], [])
+    gate_ups, downs = zip(*map(expert, range(mixture.n_experts)))
+    experts = [list(itertools.chain(*linears)) for linears in (gate_ups, downs)]
+    return {"layer_routed": routed, **dict(zip(names, (*shared, *experts)))}
+
+
+def describe_positions(c, family, head_dim):
+    """What an Architecture says of positions: {name of its field: value}, from a text config."""
+    n_layers, window = c.num_hidden_layers, getattr(c, "sliding_window", None)
+    kinds = getattr(c, "layer_types", None) or ["full_attention"] * n_layers
+    if len(kinds) != n_layers:
+        raise ValueError(f"layer_types has {len(kinds)} entries for {n_layers} layers")
+    if other := sorted(set(kinds) - LAYER_TYPES):
+        raise ValueError(f"{sum(kind in other for kind in kinds)} of {n_layers} layers are of"
+                         f" {', '.join(other)}, which is not supported, only"
+                         f" {' and '.join(sorted(LAYER_TYPES))} are")
+    slides = [family.window == "all" and window is not None
+              or family.window == "layer_types" and kind == "sliding_attention" for kind in kinds]
+    used = getattr(c, "use_sliding_window", True)
+    if any(slides) and not ((window or 0) > 0 and used):
+        raise ValueError(f"layers with a sliding window, but sliding_window={window},"
+                         f" use_sliding_window={used}")
+    rotated = [family.rotary_if in (True, "rope")] * n_layers
+    if family.no_rotary == "no_rope_layers":
+        rotated = c.no_rope_layers
+    if family.no_rotary == "full" or family.no_rotary == "full_if_window" and window is not None:
+        rotated = slides
+    ropes, layer_rope = [], []
+    for kind, rotates in zip(kinds, rotated, strict=True):
+        rope = dict(c.rope_parameters)
+        if family.ropes_by_layer_type and "rope_type" not in rope:  # else they are of no layer type
+            rope = dict(rope.get(kind) or {})
+        if rope.get("rope_type") not in ROPE_TYPES or not rope.keys() <= ROPE_KEYS:
+            raise ValueError(f"rope_parameters {c.rope_parameters} are not supported")
+        if family.query_temperature and not rope.get("llama_4_scaling_beta"):
+            raise ValueError(f"rope_parameters {rope} have no llama_4_scaling_beta")
+        if family.ntk_alpha and rope["rope_type"] == "dynamic" and rope.get("alpha"):
+            theta = rope["rope_theta"] * rope["alpha"] ** (head_dim / (head_dim - 2))
+            rope = {"rope_type": "default", "rope_theta": theta}  # no longer depends on length
+        if rope not in ropes:
+            ropes.append(rope)
+        layer_rope.append(ropes.index(rope) if rotates else None)
+    part = ropes[0].get("partial_rotary_factor") or 1.0
+    if len({x.get("partial_rotary_factor") for x in ropes}) > 1 or int(head_dim * part) % 2 \
+            or part != 1.0 and not family.partial_rotary:
+        raise ValueError(f"partial_rotary_factor={part} of {head_dim} dimensions is not supported")
+    temperature = family.query_temperature and (
+        ropes[0]["llama_4_scaling_beta"], ropes[0]["original_max_position_embeddings"])
+    return dict(rotary_dim=int(head_dim * part), ropes=ropes, layer_rope=layer_rope,
+                layer_window=[window if slide else None for slide in slides],
+                query_temperature=temperature)
+
+
+def rope_frequencies(rope, arch, max_seq_len, model_config):
+    """(fp32 [rotary_dim / 2] inverse frequencies, factor on cos and sin) of one of arch.ropes; of
+    longrope [2, rotary_dim / 2], those of short documents and those of long ones. max_seq_len
+    chooses dynamic's base once, for all batches."""
+    if rope["rope_type"] == "default":
+        exponents = torch.arange(0, arch.rotary_dim, 2, dtype=torch.float) / arch.rotary_dim
+        return 1.0 / rope["rope_theta"] ** exponents, 1.0
+    view = types.SimpleNamespace(
+        rope_parameters=rope | {"partial_rotary_factor": 1.0}, head_dim=arch.rotary_dim,
+        hidden_size=arch.hidden_size, num_attention_heads=arch.n_heads,
+        max_position_embeddings=text_config(model_config).max_position_embeddings,
+        standardize_rope_params=lambda: None)
+    compute = functools.partial(ROPE_INIT_FUNCTIONS[rope["rope_type"]], view, "cpu")
+    if rope["rope_type"] == "longrope":
+        original = rope["original_max_position_embeddings"]
+        (short, factor), (long, _) = compute(seq_len=original), compute(seq_len=original + 1)
+        return torch.stack([short, long]).float(), float(factor)
+    inv_freq, factor = compute(seq_len=max_seq_len)
+    return inv_freq.float(), float(factor)
+
+
+def shrunk_config(model_config):
+    """A text config of two small layers, one of each kind, that has every feature of the model.
+
+    The kinds are those of the config's own lists: what describe_model() makes of them is checked.
+    """
+    arch = describe_model(model_config)
+    c = copy.deepcopy(text_config(model_config))
+    vars(c).pop("quantization_config", None)  # its own weights are random, quantised to NF4 here
+    lists = {name: getattr(c, name, None) for name in ("layer_types", "no_rope_layers")}
+    kinds = list(zip(*filter(None, lists.values()))) or [()]
+    other = next((i for i, kind in enumerate(kinds) if kind != kinds[0]), 0)
+    for name, of_layers in lists.items():
+        if of_layers:
+            setattr(c, name, [of_layers[0], of_layers[other]])
+    c.num_hidden_layers, c.vocab_size, c.tie_word_embeddings = 2, 128, arch.tied
+    record = FAMILIES[c.model_type]
+    names = record.intermediate_size, record.norm_eps
+    inner, eps = (str(name).removeprefix("config.") for name in names)
+    # as released, a wrong scale of attention or a wrong eps would go unnoticed
+    visible = {"initializer_range": 0.2, "attention_multiplier": 0.2, inner: 192, eps: 0.05}
+    unused = {"use_cache": False, "return_dict": True, "output_attentions": False,
+              "output_hidden_states": False}  # they change no output
+    for name, value in (visible | unused).items():
+        if hasattr(c, name):
+            setattr(c, name, value)
+    shrink_experts(c, arch)
+    c.num_attention_heads = 4
+    c.num_key_value_heads = {1: 1, arch.n_heads: 4}.get(arch.n_kv_heads, 2)
+    # whole blocks: bitsandbytes on a CPU dequantises others wrongly
+    c.hidden_size = 64 if arch.n_heads * arch.head_dim == arch.hidden_size else 128
+    if hasattr(c, "head_dim"):
+        c.head_dim = 16
+    if getattr(c, "sliding_window", None):
+        c.sliding_window = 5
+    for rope in [c.rope_parameters, *c.rope_parameters.values()]:
+        if isinstance(rope, dict) and ("long_factor" in rope or "llama_4_scaling_beta" in rope):
+            ratio = c.max_position_embeddings / rope["original_max_position_embeddings"]
+            rope["original_max_position_embeddings"] = 20  # so that short rows reach both sides
+            c.max_position_embeddings = int(20 * ratio)
+            if hasattr(c, "original_max_position_embeddings"):
+                c.original_max_position_embeddings = 20
+            for name in {"short_factor", "long_factor"} & rope.keys():
+                rope[name] = rope[name][: arch.rotary_dim * 8 // arch.head_dim]
+    c.pad_token_id, c.bos_token_id, c.eos_token_id = None, 1, 2
+    return c
+
+
+def shrink_experts(c, arch):
+    """Change a text config of two layers to few small experts; one layer of each kind."""
+    if not arch.mixture:
+        return
+    n_experts = max(8, 2 * arch.mixture.n_groups)  # a group is ranked by its two best
+    sizes = {"n_experts": n_experts, "top_k": min(3, arch.mixture.top_k), "shared_size": 128,
+             "expert_size": 64, "first_dense": 1}  # of some families the two sizes are one field
+    for field, size in sizes.items():
+        name = str(getattr(FAMILIES[arch.family].mixture, field)).removeprefix("config.")
+        if name != "intermediate_size" and getattr(c, name, None):
+            setattr(c, name, size)
+    if getattr(c, "mlp_only_layers", None):
+        c.mlp_only_layers = [0]
+    if getattr(c, "decoder_sparse_step", 1) > 1:
+        c.decoder_sparse_step = 2
+    if hasattr(c, "moe_layer_end_index"):
+        c.moe_layer_end_index = 1

@@ -1,0 +1,147 @@
+"""Families of models: how each model type differs from Llama.
+
+Depends on architecture. To add a family whose parts are known: one record in FAMILIES. What makes
+an Architecture of a record and a config.json is in config.
+"""
+
+from fsdp_qlora.pretrained.architecture import Family, Mixture
+
+SHAPES = {  # what --random_weights knows without a config.json
+    name: dict(
+        zip(("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+             "num_attention_heads", "num_key_value_heads", "max_position_embeddings"), values),
+        tie_word_embeddings=False)
+    for name, *values in (
+        ("llama-2-7b", "llama", 32000, 4096, 11008, 32, 32, 32, 4096),
+        ("llama-2-70b", "llama", 32000, 8192, 28672, 80, 64, 8, 4096),
+        ("llama-3-8b", "llama", 128256, 4096, 14336, 32, 32, 8, 8192),
+        ("llama-3-70b", "llama", 128256, 8192, 28672, 80, 64, 8, 8192),
+        ("qwen2.5-32b", "qwen2", 152064, 5120, 27648, 64, 40, 8, 32768))}
+POST_NORMS = dict(attention_norm=None, attention_post_norm="post_attention_layernorm",
+                  mlp_norm=None, mlp_post_norm="post_feedforward_layernorm")
+GEMMA = dict(norm="rms_plus_one", sqrt_embedding=True)
+GEMMA2 = GEMMA | POST_NORMS | dict(
+    attention_norm="input_layernorm", mlp_norm="pre_feedforward_layernorm", window="layer_types",
+    activation="config.hidden_activation", query_scalar="config.query_pre_attn_scalar")
+COHERE = dict(norm="layer", norm_eps="config.layer_norm_eps", mlp_norm="input_layernorm",
+              parallel=True, rotary_interleaved=True, logits_multiplier="config.logit_scale")
+OLMO2 = POST_NORMS | dict(norm="rms_fp32", qk_norm="full")
+ONE_GATE_UP = dict(mlp_in=("mlp.gate_up_proj",))
+GLM = ONE_GATE_UP | dict(out_bias=False, rotary_interleaved=True, partial_rotary=True)
+UNGATED = dict(gated=False, mlp_in=("mlp.up_proj",))
+LAYER_NORM = dict(norm="layer", norm_bias=True, norm_eps="config.layer_norm_eps")
+NEMOTRON = dict(norm="layer_plus_one", norm_eps="config.norm_eps", partial_rotary=True)
+GRANITE = dict(attention_scale="config.attention_multiplier",
+               embedding_multiplier="config.embedding_multiplier",
+               residual_multiplier="config.residual_multiplier")
+MIXTRAL = dict(n_experts="config.num_local_experts", expert_size="config.intermediate_size",
+               renames=(("mlp.", "block_sparse_moe."), ("gate_proj", "w1"), ("up_proj", "w3"),
+                        ("down_proj", "w2")))
+DEEPSEEK = dict(n_experts="config.n_routed_experts", first_dense="config.first_k_dense_replace",
+                shared_size="config.moe_intermediate_size", n_shared="config.n_shared_experts",
+                shared="mlp.shared_experts", fp32_router=True, scores="sigmoid",
+                correction="mlp.gate.e_score_correction_bias", n_groups="config.n_group",
+                top_groups="config.topk_group", normalised="config.norm_topk_prob",
+                sum_eps=1e-20, scale="config.routed_scaling_factor", rounded=False)
+HUNYUAN = dict(qk_norm="head", qk_norm_after_rotary=True, ntk_alpha=True,
+               q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm")
+FAMILIES = {
+    "llama": Family(),
+    "internlm3": Family(),
+    "arcee": Family(**UNGATED),
+    "jais2": Family(**UNGATED, **LAYER_NORM),
+    "nemotron": Family(**UNGATED, **LAYER_NORM | NEMOTRON),
+    "starcoder2": Family(
+        **LAYER_NORM | dict(norm_eps="config.norm_epsilon"), gated=False, mlp_in=("mlp.c_fc",),
+        mlp_out="mlp.c_proj", qkv_bias="config.use_bias", out_bias="config.use_bias",
+        mlp_bias="config.use_bias", window="all", embedding_dropout="config.embedding_dropout",
+        residual_dropout="config.residual_dropout"),
+    "stablelm": Family(**LAYER_NORM, qkv_bias="config.use_qkv_bias", partial_rotary=True),
+    "iquestcoder": Family(),
+    "cwm": Family(window="layer_types"),
+    "helium": Family(norm="rms_fp32", rotary_interleaved=True, out_bias=False),
+    "mistral": Family(window="all"),
+    "ministral": Family(window="layer_types"),
+    "ministral3": Family(window="all", query_temperature=True),
+    "qwen2": Family(qkv_bias=True, window="layer_types"),
+    "qwen3": Family(qk_norm="head", window="layer_types"),
+    "qwen3_vl_text": Family(qk_norm="head"),
+    "phi3": Family(**ONE_GATE_UP, one_qkv=True, partial_rotary=True, window="all"),
+    "gemma": Family(**GEMMA),
+    "gemma2": Family(**GEMMA2, attention_softcap="config.attn_logit_softcapping",
+                     logits_softcap="config.final_logit_softcapping"),
+    "vaultgemma": Family(**GEMMA2 | dict(attention_post_norm=None, mlp_post_norm=None),
+                         attention_softcap="config.attn_logit_softcapping",
+                         logits_softcap="config.final_logit_softcapping"),
+    "gemma3_text": Family(**GEMMA2, qk_norm="head", ropes_by_layer_type=True),
+    "granite": Family(**GRANITE, logits_divisor="config.logits_scaling"),
+    "granitemoehybrid": Family(
+        **GRANITE, logits_divisor="config.logits_scaling", mlp_in=("shared_mlp.input_linear",),
+        mlp_out="shared_mlp.output_linear", intermediate_size="config.shared_intermediate_size",
+        rotary_if="config.position_embedding_type", must_be={"num_local_experts": 0},
+        unused=("num_experts_per_tok", "output_router_logits", "router_aux_loss_coef",
+                "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv",
+                "mamba_expand", "mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias",
+                "time_step_limit")),
+    "hyperclovax": Family(**GRANITE, logits_multiplier="config.logits_scaling",
+                          attention_post_norm="post_norm1", mlp_post_norm="post_norm2",
+                          post_norm_if="config.use_post_norm"),
+    "cohere": Family(**COHERE, qk_norm="heads", qk_norm_if="config.use_qk_norm"),
+    "cohere2": Family(**COHERE, no_rotary="full", window="layer_types"),
+    "olmo2": Family(**OLMO2),
+    "olmo3": Family(**OLMO2, ropes_by_layer_type=True, window="layer_types"),
+    "smollm3": Family(no_rotary="no_rope_layers", window="layer_types"),
+    "glm": Family(**GLM),
+    "glm4": Family(**GLM, attention_post_norm="post_self_attn_layernorm",
+                   mlp_post_norm="post_mlp_layernorm"),
+    "ernie4_5": Family(qkv_bias="config.use_bias", out_bias="config.use_bias",
+                       mlp_bias="config.use_bias", rotary_interleaved=True),
+    "seed_oss": Family(out_bias="config.attention_out_bias",
+                       residual_dropout="config.residual_dropout"),
+    "exaone4": Family(**POST_NORMS, qk_norm="head", window="layer_types",
+                      no_rotary="full_if_window"),
+    "hunyuan_v1_dense": Family(**HUNYUAN),
+    # mixtures of experts
+    "qwen3_moe": Family(qk_norm="head", window="all", mixture=Mixture(
+        normalised="config.norm_topk_prob")),
+    "qwen2_moe": Family(qkv_bias="config.qkv_bias", window="layer_types", mixture=Mixture(
+        shared_size="config.shared_expert_intermediate_size",
+        shared_gate="mlp.shared_expert_gate", normalised="config.norm_topk_prob",
+        adapters="parameters")),
+    "mixtral": Family(window="all", mixture=Mixture(**MIXTRAL, rounded=False)),
+    "minimax_m2": Family(qk_norm="full", partial_rotary=True, mixture=Mixture(
+        **MIXTRAL, scores="sigmoid", correction="mlp.e_score_correction_bias", rounded=False)),
+    "olmoe": Family(qk_norm="full", must_be={"clip_qkv": None}, mixture=Mixture(
+        expert_size="config.intermediate_size", normalised="config.norm_topk_prob")),
+    "flex_olmo": Family(**OLMO2, mixture=Mixture(
+        expert_size="config.intermediate_size", normalised="config.norm_topk_prob")),
+    "granitemoe": Family(**GRANITE, logits_divisor="config.logits_scaling", mixture=Mixture(
+        n_experts="config.num_local_experts", expert_size="config.intermediate_size",
+        experts="block_sparse_moe.experts", router="block_sparse_moe.router",
+        adapters="stacked",
+        renames=(("experts.gate_up_proj", "input_linear.weight"),
+                 ("experts.down_proj", "output_linear.weight"),
+                 ("router.weight", "router.layer.weight")))),
+    "hunyuan_v1_moe": Family(**HUNYUAN, mixture=Mixture(
+        top_k="config.moe_topk", expert_size="config.intermediate_size",
+        shared_size="config.intermediate_size", shared="mlp.shared_mlp", router="mlp.gate.wg",
+        fp32_router=True, rounded=False)),
+    "glm4_moe": Family(out_bias=False, partial_rotary=True, qk_norm="head",
+                       qk_norm_if="config.use_qk_norm", mixture=Mixture(**DEEPSEEK)),
+    "dots1": Family(qk_norm="head", window="layer_types", mixture=Mixture(**DEEPSEEK)),
+    # its use_bias gives the head a bias, too, which is not supported
+    "ernie4_5_moe": Family(rotary_interleaved=True, mixture=Mixture(
+        n_experts="config.moe_num_experts", top_k="config.moe_k",
+        shared_size="config.moe_intermediate_size", n_shared="config.moe_num_shared_experts",
+        first_dense="config.moe_layer_start_index", shared="mlp.shared_experts",
+        fp32_router=True, correction="mlp.gate.moe_statics.e_score_correction_bias",
+        renames=(("mlp.gate.moe_statics", "mlp.moe_statics"),))),
+    # limit and alpha are constants in transformers 5.17; another value of a config is refused
+    "gpt_oss": Family(norm="rms_fp32", window="layer_types", sinks=True, mixture=Mixture(
+        n_experts="config.num_local_experts", expert_size="config.intermediate_size",
+        router="mlp.router", biases=True, clamp=(7.0, 1.702), one_gate_up=True, transposed=True,
+        adapters="stacked"))}
+MULTIMODAL = {  # {outer model type: those of the text models}; the outer one changes no logits
+    "gemma3": ("gemma3_text",), "mistral3": ("mistral", "ministral3"),
+    "internvl": ("qwen2", "qwen3"), "llava": ("llama", "mistral"), "exaone4_5": ("exaone4",),
+    "qwen3_vl": ("qwen3_vl_text",)}

@@ -1,0 +1,137 @@
+"""The base model's directory: its config, its tokenizer, and a digest that tells it from others.
+
+Depends on data.chat, families, files, ranks and reader. The model may be a directory, a Hub id, or
+a name of SHAPES.
+"""
+
+import dataclasses
+import hashlib
+import itertools
+import os
+import shutil
+from pathlib import Path
+
+import huggingface_hub
+import numpy as np
+from transformers import AutoConfig, AutoTokenizer
+
+from fsdp_qlora.data.chat import closing_token
+from fsdp_qlora.pretrained.config import describe_model, text_config
+from fsdp_qlora.pretrained.families import SHAPES
+from fsdp_qlora.run.files import read_json
+from fsdp_qlora.run.ranks import explain, say
+from fsdp_qlora.pretrained.tensor_names import FP8_BLOCK
+from fsdp_qlora.pretrained.reader import weight_files
+
+SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # of a model: all but its weights
+SAMPLES, SAMPLE = 16, 256  # places of a tensor, and bytes at each, that tell one base from another
+
+
+def model_directory(name, random_weights, flag="--model"):
+    """The local directory of a model; downloads it first if `name` is a Hub id. Raises ValueError;
+    `flag` is what the user gives the name by."""
+    path = Path(name)
+    if random_weights and name in SHAPES:
+        return path
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"{flag} {name}: the directory has no config.json")
+        return path
+    if path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise ValueError(f"{flag} {name}: neither a directory nor a Hub id (owner/name)")
+    files = SMALL_FILES + ["*.safetensors"] * (not random_weights)
+    twice = ["consolidated*", "*/*.safetensors"]  # the same weights in another form
+    with explain(f"{flag} {name}: not a directory, and the Hub says"):
+        # every rank calls it; the Hub client's file locks let one of a node download
+        return Path(huggingface_hub.snapshot_download(
+            name, allow_patterns=files, ignore_patterns=twice))
+
+
+def copy_small_files(directory, target):
+    """Copy a model's tokenizer, chat templates and the like: no weights, index or config.json, and
+    nothing that a link brings in from elsewhere."""
+    own = directory.resolve()
+    own = own.parent.parent if own.parent.name == "snapshots" else own  # the Hub's: ../../blobs
+    for pattern in (*SMALL_FILES, "additional_chat_templates/*.jinja"):
+        for path in directory.glob(pattern):
+            if not path.resolve().is_relative_to(own):
+                say(f"{path}: not copied, it is a link to another directory")
+            elif path.name != "config.json" and not path.name.endswith(".index.json"):
+                copy = target / path.relative_to(directory)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, copy)
+
+
+def read_model_config(directory, config):
+    """The Config with --max_seq_len filled in, the model's own configuration, its Architecture;
+    the latter without the model's own dropout where answers are compared, as TRL does."""
+    with explain(f"--model {config.model}"):
+        if config.random_weights and config.model in SHAPES:
+            model_config = AutoConfig.for_model(**SHAPES[config.model])
+        else:
+            model_config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        arch = describe_model(model_config)
+    settings = getattr(model_config, "quantization_config", None) or {}
+    want = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": True}
+    if settings.get("quant_method") == "fp8":
+        want = {"weight_block_size": [FP8_BLOCK, FP8_BLOCK]}
+    if arch.expert_down and arch.expert_down[0].mxfp4:
+        want = {}  # these stay as they are, nothing else is quantised
+    for key, value in want.items():
+        if settings and settings.get(key) != value:
+            raise ValueError(f"--model {config.model}: is quantised already, with {key}"
+                             f" {settings.get(key)}; only {value} can be read, so name the original"
+                             " model")
+    longest = text_config(model_config).max_position_embeddings
+    if longest and (config.max_seq_len or 0) > longest and config.dataset:
+        raise ValueError(f"--max_seq_len {config.max_seq_len}: the model was made for {longest}")
+    max_seq_len = config.max_seq_len or min(2048, longest or 2048)
+    if config.loss != "sft":
+        arch = dataclasses.replace(
+            arch, attention_dropout=0.0, embedding_dropout=0.0, residual_dropout=0.0)
+    return dataclasses.replace(config, max_seq_len=max_seq_len), model_config, arch
+
+
+def load_tokenizer(directory, config):
+    """The model's tokenizer, with --chat_template; None where there is no text."""
+    if config.random_weights and not config.dataset:
+        return None
+    with explain(f"{directory}: its tokenizer cannot be loaded"):
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    if not tokenizer.is_fast:
+        raise ValueError(f"{directory}: its tokenizer has no fast version (tokenizer.json)")
+    if config.chat_template:
+        try:
+            tokenizer.chat_template = Path(config.chat_template).read_text()
+        except (OSError, UnicodeError) as e:
+            raise ValueError(f"--chat_template {config.chat_template}: cannot be read: {e}")
+    return tokenizer
+
+
+def generation_settings(directory, tokenizer):
+    """The model's generation_config.json with the token that closes a turn in training in its
+    eos_token_id; and this token, or None where the model has it there already."""
+    config = read_json(directory / "config.json", {})
+    config = {**config, **(config.get("text_config") or {})}
+    keys = "bos_token_id", "eos_token_id", "pad_token_id"
+    settings = {key: config[key] for key in keys if config.get(key) is not None}
+    settings |= read_json(directory / "generation_config.json", {})
+    ids, closing = settings.get("eos_token_id", []), closing_token(tokenizer)
+    ids = ids if isinstance(ids, list) else [ids]
+    token_id = tokenizer.convert_tokens_to_ids(closing)
+    return {**settings, "eos_token_id": [*ids, token_id]}, None if token_id in ids else closing
+
+
+def base_digest(base):
+    """SHA-256 of the base model: of config.json, of what its files have by their headers, and of
+    some bytes of every tensor."""
+    sha = hashlib.sha256((base / "config.json").read_bytes())
+    tensors = sorted(weight_files(base).items(), key=lambda tensor: (tensor[1].path, tensor[0]))
+    for path, some in itertools.groupby(tensors, lambda tensor: tensor[1].path):
+        with path.open("rb") as file:
+            for name, (_, dtype, shape, start, stop) in some:
+                sha.update(f"{name} {dtype} {shape}".encode())
+                for at in np.linspace(start, max(start, stop - SAMPLE), SAMPLES, dtype=np.int64):
+                    sha.update(os.pread(file.fileno(), min(SAMPLE, stop - start), int(at)))
+    return sha.hexdigest()

@@ -1,0 +1,266 @@
+"""The base model's safetensors: what they hold, and how it is read.
+
+Depends on files, elementwise and ranks. Reading gives a tensor by its name; what the tensors must
+be is in tensor_names, which rows this rank asks for in model, what is done with them in the script.
+"""
+
+import collections
+import dataclasses
+import json
+import math
+import threading
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+
+from fsdp_qlora.model.elementwise import mix
+from fsdp_qlora.run.files import read_json
+from fsdp_qlora.run.ranks import gather_objects
+
+READERS = 8  # threads of a rank that read weights; one copies some 5 GB/s out of the page cache
+READ_CHUNK = 2**24  # bytes that a thread reads at once
+READ_AHEAD = 2**29  # bytes read but not yet quantised, so that reading and quantising overlap
+OTHER_BASE = ("are not those of the base model trained on: name that by --base_model;"
+              " --allow_other_base merges into this one")
+SUM_CHUNK = {"cpu": 2**18, "cuda": 2**23}  # values that content_sum() takes at once: what a CPU's
+#                                            cache holds (2**22 took 20 times longer)
+RANDOM_STD = 0.02  # of --random_weights
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = {**FLOATS, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn}
+Stored = collections.namedtuple("Stored", "path dtype shape start stop")  # bytes [start, stop)
+
+# `rows`: a range of the first dimension of `shape`; with shape (1,) and range(1) all of the tensor.
+# `source`: None where the files have a tensor of this name
+Request = collections.namedtuple("Request", "name shape rows source", defaults=[None])
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where files hold a linear of an expert: as some rows of a tensor of all experts."""
+
+    stored: str  # the tensor's name
+    n_rows: int  # of it as a matrix
+    rows: range  # the linear's
+    transposed: bool = False  # these are its inputs, not its outputs
+
+    def weight_in(self, tensor):
+        """The view [out, in] of the linear in the tensor."""
+        weight = tensor.view(self.n_rows, -1)[self.rows.start : self.rows.stop]
+        return weight.t() if self.transposed else weight
+
+    def rows_with(self, outputs):
+        """Those of `rows` with a range of the linear's outputs; if transposed, all have any."""
+        if self.transposed:
+            return self.rows if outputs else range(0)
+        return self.rows[outputs.start : outputs.stop]
+
+
+def weight_files(directory):
+    """Where the directory's safetensors hold each tensor: {name: Stored}. Raises ValueError."""
+    whole, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if whole.is_file():  # also beside an index, as transformers does
+        return tensors_of(whole)
+    if not index.is_file():
+        raise ValueError(f"{directory}: has neither {index.name} nor {whole.name}; only"
+                         " safetensors are read")
+    names = read_json(index).get("weight_map")
+    if not names or not isinstance(names, dict):
+        raise ValueError(f"{index}: has no weight_map from tensors to files")
+    for file in set(names.values()):
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ValueError(f"{index}: names {file!r}, a path outside the directory")
+        if not (directory / file).is_file():
+            raise ValueError(f"{directory / file}: missing, but named in {index.name}")
+    found = {file: tensors_of(directory / file) for file in set(names.values())}
+    for name, file in names.items():
+        if name not in found[file]:
+            raise ValueError(f"{directory / file}: lacks {name}, which the index puts there")
+    return {name: found[file][name] for name, file in names.items()}
+
+
+def tensors_of(path):
+    """What a safetensors file holds by its header: {name: Stored}. Raises ValueError."""
+    try:
+        with safe_open(path, "pt"):
+            pass  # it is whole
+    except SafetensorError as e:
+        raise ValueError(f"{path}: not a whole safetensors file: {e}")
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    header.pop("__metadata__", None)
+    return {name: Stored(path, tensor["dtype"], tuple(tensor["shape"]),
+                         *(8 + size + offset for offset in tensor["data_offsets"]))
+            for name, tensor in header.items()}
+
+
+def read_tensor(stored, name, device="cpu", content=None, index=..., what=None, transposed=False):
+    """One whole tensor or, at `index`, the part of it that is called `what`; transposed where it is
+    `transposed`. Raises ValueError if it has not this `content`, content_sum() as hex. The
+    file is opened for each: mapped pages would add up."""
+    if index is ... and stored.dtype in DTYPES:
+        # safetensors would parse the header anew: 27 ms where a file has 24,000 tensors (a CPU)
+        tensor = torch.empty(stored.stop - stored.start, dtype=torch.uint8)
+        read_chunk(stored.path, stored.start, tensor)
+        tensor = tensor.view(DTYPES[stored.dtype]).view(stored.shape).to(device)
+    else:
+        with safe_open(stored.path, "pt") as tensors:
+            tensor = tensors.get_slice(name)[index].to(device)
+    tensor = tensor.t().contiguous() if transposed else tensor
+    if content and content != as_hex(content_sum(tensor).item()):
+        raise ValueError(f"{stored.path}: the values of {what or name} {OTHER_BASE}")
+    return tensor
+
+
+def as_hex(sum):
+    return f"{sum % 2**64:016x}"
+
+
+def content_sum(values, rows=range(1), n_before=0):
+    """An int64, on the device of `values`, that tells a tensor's content from any other: the sum of
+    all values, as integers, each times a hash of its index, modulo 2^64.
+
+    The sums of a tensor's parts add up to that of the whole: `values` are the rows `rows` of it;
+    those below `n_before` are not counted.
+    """
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[values.itemsize]
+    width, first = values.numel() // max(1, len(rows)), max(rows.start, n_before)
+    own = values.contiguous().view(-1).view(bits)[(first - rows.start) * width :]
+    total, index = torch.zeros((), dtype=torch.int64, device=own.device), first * width
+    for chunk in own.split(SUM_CHUNK[own.device.type]):
+        total += (mix(torch.arange(index, index + len(chunk), device=own.device)) * chunk).sum()
+        index += len(chunk)
+    return total
+
+
+def all_finite(values, name):
+    """A tensor: whether all values that a file holds are numbers. True for bytes, but for the
+    scales of MXFP4."""
+    if values.dtype in FLOATS.values():
+        return values.sum(dtype=torch.float32).isfinite()  # no copy, as all() has
+    if values.dtype == torch.float8_e4m3fn:
+        return (values.view(torch.uint8) & 127 != 127).all()
+    return (values != 255).all() if name.endswith("_scales") else values.new_ones((), dtype=bool)
+
+
+def rows_before(requests):
+    """{tensor's name: how many of its rows the ranks before this one read}; several ranks may read
+    one row. All ranks must call this."""
+    stops = gather_objects({request.name: request.rows.stop for request in requests})
+    before = stops[: dist.get_rank()]
+    return {name: max((stop[name] for stop in before), default=0) for name in stops[0]}
+
+
+def read_chunk(path, start, target, staging=None):
+    """Read bytes from `start` of a file into `target`, a slice of a uint8 tensor; to a GPU by way
+    of the thread's pinned `staging.buffer`."""
+    buffer = getattr(staging, "buffer", target)[: target.numel()]
+    view, done = memoryview(buffer.numpy()), 0
+    try:
+        with path.open("rb", buffering=0) as file:
+            file.seek(start)
+            while n := file.readinto(view[done:]):
+                done += n
+    except OSError as e:
+        raise OSError(f"{path}: cannot be read at byte {start + done}: {e.strerror}")
+    if done < len(view):
+        raise OSError(f"{path}: ends before byte {start + len(view)}: cut off since the start?")
+    if target.is_cuda:
+        # in the stream that `target` is used in, and done when it returns: the buffer is free again
+        target.copy_(buffer)
+
+
+class WeightReader:
+    """Reads the requested tensors ahead of their use.
+
+    Threads read at most READ_AHEAD bytes ahead in the order of the requests, by plain reads: a
+    mapping is read one page fault at a time, and its pages count as this process's memory. After a
+    failed read nothing more is read: the tensors are zeros, so that no rank waits in a collective
+    for this one, and close() raises the error.
+    """
+
+    def __init__(self, files, requests, device):
+        self.files, self.device, self.waiting = files, device, collections.deque(requests)
+        self.ahead = {}  # {name: (tensor, futures of its chunks, request)}
+        self.staging, self.errors = threading.local(), []
+        self.pool = ThreadPoolExecutor(READERS, initializer=self._prepare_thread)
+
+    def _prepare_thread(self):
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+            self.staging.buffer = torch.empty(READ_CHUNK, dtype=torch.uint8, pin_memory=True)
+
+    def _extent(self, request):
+        """The Stored tensor that has the rows of a request, the byte of a file where they begin,
+        and their bytes."""
+        name, n_rows, rows = request.name, request.shape[0], request.rows
+        if source := request.source:
+            name, n_rows, rows = source.stored, source.n_rows, source.rows_with(rows)
+        stored = self.files[name]
+        row_bytes = (stored.stop - stored.start) // n_rows
+        return stored, stored.start + rows.start * row_bytes, len(rows) * row_bytes
+
+    def _begin_next(self):
+        request = self.waiting.popleft()
+        stored, start, size = self._extent(request)
+        target = torch.empty(size, dtype=torch.uint8, device=self.device)
+        offsets = range(0, 0 if self.errors else size, READ_CHUNK)
+        chunks = [self.pool.submit(read_chunk, stored.path, start + i, target[i : i + READ_CHUNK],
+                                   self.staging) for i in offsets]
+        self.ahead[request.name] = target.view(DTYPES[stored.dtype]), chunks, request
+
+    def read(self, name):
+        """The requested rows of a tensor, flat, on the device. Names may come in any order, each
+        once."""
+        while name not in self.ahead:
+            self._begin_next()
+        tensor, chunks, request = self.ahead.pop(name)
+        while self.waiting:
+            size = self._extent(self.waiting[0])[2]
+            n_bytes = sum(tensor.nbytes for tensor, *_ in self.ahead.values())
+            if self.ahead and n_bytes + size > READ_AHEAD:
+                break
+            self._begin_next()
+        self.errors.extend(error for chunk in chunks if (error := chunk.exception()))
+        tensor = tensor.zero_() if self.errors else tensor
+        if request.source and request.source.transposed:
+            rows = request.rows
+            tensor = tensor.view(-1, request.shape[0])[:, rows.start : rows.stop].t().flatten()
+        return tensor
+
+    def close(self):
+        """Raise the first error of a read."""
+        self.pool.shutdown()
+        if self.errors:
+            raise self.errors[0]
+
+
+class RandomWeights:
+    """A WeightReader for --random_weights: its values depend on the name and not on the rank."""
+
+    def __init__(self, requests, seed, dtype, device):
+        self.requests = {request.name: request for request in requests}
+        self.seed, self.dtype, self.device = seed, dtype, device
+
+    def read(self, name):
+        _, shape, rows, _ = self.requests[name]
+        if "norm" in name or name.endswith("bias"):
+            value = float(name.endswith("weight"))  # norms start at 1, biases at 0
+            return torch.full((math.prod(shape),), value, dtype=self.dtype, device=self.device)
+        seed = self.seed ^ zlib.crc32(name.encode())
+        generator = torch.Generator(self.device).manual_seed(seed)
+        in_mxfp4 = {"blocks": (0, 256), "scales": (118, 121)}.get(name.rpartition("_")[2])
+        if in_mxfp4:  # bytes
+            whole = torch.empty(shape, dtype=torch.uint8, device=self.device)
+            whole.random_(*in_mxfp4, generator=generator)
+        else:
+            whole = torch.empty(shape, dtype=self.dtype, device=self.device)
+            whole.normal_(0, RANDOM_STD, generator=generator)
+        return whole[rows.start : rows.stop].flatten().clone()  # so that `whole` is freed
+
+    def close(self):
+        pass

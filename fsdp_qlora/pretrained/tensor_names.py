@@ -1,0 +1,345 @@
+"""What a checkpoint calls the tensors that are read, and whether all are there, as they must be.
+
+Depends on reader, which reads them. Which rows this rank asks for is in model.
+"""
+
+import dataclasses
+import json
+import math
+
+import torch
+
+from fsdp_qlora.pretrained.config import text_config
+from fsdp_qlora.quant.nf4 import BLOCK, MX_BLOCK, NESTED_BLOCK, dynamic_map, mxfp4_values, nf4_code
+from fsdp_qlora.run.ranks import say
+from fsdp_qlora.pretrained.reader import (
+    DTYPES, FLOATS, READ_CHUNK, Request, Source, WeightReader, read_tensor)
+
+NF4_STATE = "quant_state.bitsandbytes__nf4"  # bitsandbytes' name, after that of the weight
+FP8_BLOCK = 128  # rows and columns of a weight in FP8 that share one scale
+MX_PARTS = "_blocks", "_scales"  # what the names of tensors in MXFP4 end with; both are bytes
+NF4_PARTS = "absmax", "nested_absmax", "nested_quant_map", "quant_map", NF4_STATE  # all of them
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorNames:
+    """What a checkpoint calls the tensors that are read."""
+
+    shapes: dict  # {name: shape} of all of them
+    linears: dict  # {name: Linear} of those that are in 4 bits here
+    sources: dict  # {name of a linear: Source} where it is a part of a tensor of all experts, which
+    #                is in `shapes` then; in MXFP4 of two, {name + each of MX_PARTS: Source}
+    scaled: dict  # {name of a linear in FP8: name of the scales of its blocks}
+    mixture_tensors: set  # those of `shapes` that Architecture.mixture_tensors() has
+    embedding: str
+    norm: str
+    norm_bias: str | None
+    head: str
+    layer_prefix: str
+    renames: tuple  # pairs: a part of a name here, and what these files have instead
+
+    @property
+    def n_parameters(self):
+        """Weights, not their scales; a byte of MXFP4 has two."""
+        return sum(math.prod(shape) * (1 + name.endswith("_blocks"))
+                   for name, shape in self.shapes.items()
+                   if not name.endswith(("_scales", "_scale_inv")))
+
+    def of_layer(self, index, name):
+        """The name in files of what is called `name` in layer `index`."""
+        return self.layer_prefix + f"{index}." + renamed(name, self.renames)
+
+    def merged(self, files, nf4_states, is_multimodal):
+        """{name: (shape, dtype)} of what the merged model holds, file by file, and {name: the file
+        of the base in whose place it goes}. Experts in MXFP4 are there [experts, in, out], as the
+        family has them that alone has MXFP4. ValueError for what is not merged."""
+        tensors, paths, text = {}, {}, self.layer_prefix.removesuffix("layers.")
+        for name, stored in sorted(files.items(), key=lambda item: (item[1].path, item[1].start)):
+            shape = self.shapes.get(name, stored.shape)
+            if name not in {*self.shapes, self.head}:
+                # besides its text model a multimodal one has others, which are copied, whatever
+                # they hold
+                if not is_multimodal or name.startswith(text):
+                    continue
+                if name.endswith(NF4_PARTS):
+                    raise ValueError(f"{stored.path}: {name} is of a weight in 4-bit outside the"
+                                     " text model's layers, which is not merged")
+            elif name.endswith("_scales") or name in self.scaled.values():
+                continue
+            elif name.endswith("_blocks"):
+                name = name.removesuffix("_blocks")
+                shape = shape[0], shape[2] * MX_BLOCK, shape[1]
+            # these stay fp32 where they are: training used them so, and transformers keeps some,
+            # such as a router's correction, in fp32; the others it rounds itself
+            is_exact = (name in self.mixture_tensors and name not in nf4_states
+                        and stored.dtype == "F32")
+            tensors[name] = shape, torch.float32 if is_exact else torch.bfloat16
+            paths[name] = stored.path
+        return tensors, paths
+
+    def parts(self):
+        """{name of a tensor in 16 bits: [(name of a linear, the index in the tensor at which it
+        is)]} of all linears."""
+        found = {}
+        for name, linear in self.linears.items():
+            stored, index = name, ...
+            if source := self.sources.get(f"{name}_blocks" if linear.mxfp4 else name):
+                stored, n = source.stored, len(source.rows)
+                expert, first = divmod(source.rows.start, self.shapes[stored][1])
+                is_whole = n == self.shapes[stored][1]  # of the expert's matrix, transposed or not
+                index = expert if is_whole else (expert, slice(first, first + n))
+            found.setdefault(stored.removesuffix("_blocks"), []).append((name, index))
+        return found
+
+
+def renamed(name, renames):
+    """A name here with each pair's first part replaced by its second, as files may have it."""
+    for here, there in renames:
+        name = name.replace(here, there)
+    return name
+
+
+def tensor_names(arch, files):
+    """The TensorNames of a model; `files` {name: ..} tells which spelling a checkpoint has."""
+    stems = arch.checkpoint_prefixes
+    stem = next((s for s in stems if f"{s}embed_tokens.weight" in files), stems[0])
+    head = next((name for name in arch.head_names if name in files), arch.head_names[0])
+    embedding, norm = f"{stem}embed_tokens.weight", f"{stem}norm.weight"
+    norm_bias = f"{stem}norm.bias" if arch.norm_bias else None
+    table, renames = (arch.vocab_size, arch.hidden_size), ()
+    if arch.mixture:  # those that files have
+        renames = tuple(p for p in arch.mixture.renames if any(p[1] in name for name in files))
+    names = TensorNames({embedding: table}, {}, {}, {}, set(), embedding, norm, norm_bias, head,
+                        f"{stem}layers.", renames)
+    for i, routed in enumerate(arch.layer_routed):
+        stacked = stacked_experts(arch, names, i, files) if routed else {}
+        for linear in arch.linears(routed):
+            name = names.of_layer(i, f"{linear.name}.weight")
+            names.linears[name] = linear
+            if not linear.mxfp4 and f"{linear.name}.weight" not in stacked:
+                names.shapes[name] = linear.out_features, linear.in_features
+            if (scales := f"{name}_scale_inv") in files:
+                names.scaled[name] = scales
+                names.shapes[scales] = tuple(
+                    math.ceil(n / FP8_BLOCK) for n in (linear.out_features, linear.in_features))
+        for key, (source, shape) in stacked.items():
+            names.sources[names.of_layer(i, key)] = source
+            names.shapes[source.stored] = shape
+        of_mixture = arch.mixture_tensors(routed)
+        for key, shape in (arch.vectors(routed) | of_mixture).items():
+            names.shapes[names.of_layer(i, key)] = shape
+        names.mixture_tensors.update(names.of_layer(i, key) for key in of_mixture)
+    for name in filter(None, (norm, norm_bias)):
+        names.shapes[name] = (arch.hidden_size,)
+    if not arch.tied:
+        names.shapes[head] = table
+    return names
+
+
+def stacked_experts(arch, names, layer, files):
+    """{name in a layer of what is read of a linear: (Source, shape of its tensor)} where the files
+    have the linears of all experts in one tensor, as transformers 5 has them in memory: [experts,
+    out, in], or transposed; in MXFP4 in two, of bytes. Else {}."""
+    found, mixture = {}, arch.mixture
+    groups = {"gate_up_proj": arch.expert_gate_up, "down_proj": arch.expert_down}
+    for key, linears in groups.items():
+        stored, n, n_in = f"{mixture.experts}.{key}", mixture.n_experts, linears[0].in_features
+        n_out = sum(linear.out_features for linear in linears) // n  # of one expert
+        if in_mxfp4 := linears[0].mxfp4:
+            parts = {"_blocks": (n, n_out, n_in // MX_BLOCK, MX_BLOCK // 2),
+                     "_scales": (n, n_out, n_in // MX_BLOCK)}
+        elif names.of_layer(layer, stored) in files:
+            parts = {"": (n, n_in, n_out) if mixture.transposed else (n, n_out, n_in)}
+        else:
+            parts = {}
+        transposed = mixture.transposed and not in_mxfp4
+        for part, shape in parts.items():
+            first = 0
+            for linear in linears:
+                stop = first + (linear.in_features if transposed else linear.out_features)
+                found[f"{linear.name}.weight{part}"] = Source(
+                    names.of_layer(layer, stored + part), n * shape[1], range(first, stop),
+                    transposed), shape
+                first = stop
+    return found
+
+
+def rows_in_memory(tensors, names, name):
+    """All rows of a tensor, flat, as a WeightReader reads them, out of {name: tensor}."""
+    source = names.sources.get(name)
+    return (source.weight_in(tensors[source.stored]) if source else tensors[name]).flatten()
+
+
+def read_part(files, names, stored, part, index, device, sums):
+    """A whole tensor of the files, or the `part` of it at `index`, see TensorNames.parts(); a
+    linear's as [out, in], of FP8 times its scales, of MXFP4 in fp32; and whether what is in 16 bits
+    is transposed. Raises ValueError if it has not the content that `sums`, {name: content_sum() as
+    hex}, know of."""
+    if part in names.linears and names.linears[part].mxfp4:
+        blocks, scales = (
+            read_tensor(files[stored + end], stored + end, device, sums.get(part + end), index,
+                        part + end) for end in MX_PARTS)
+        packed, scales = blocks.view(-1, BLOCK // 2), scales.view(-1, BLOCK // MX_BLOCK)
+        values = mxfp4_values(packed << 4 | packed >> 4, scales)  # low halves come first in files
+        return values.view(len(blocks), -1), True
+    transposed = part in names.sources and names.sources[part].transposed
+    tensor = read_tensor(files[stored], stored, device, sums.get(part), index, part, transposed)
+    if scales := names.scaled.get(part):
+        of_scales = read_tensor(files[scales], scales, device, sums.get(scales))
+        tensor = unscaled(tensor, of_scales)
+    return tensor, transposed
+
+
+def unscaled(value, scales, first=0):
+    """The fp32 weight [out, in] of FP8 values and the scales of their blocks; `first`: the first
+    value's row in the first block."""
+    scales = scales.float().repeat_interleave(FP8_BLOCK, 0)[first : first + len(value)]
+    return value.float() * scales.repeat_interleave(FP8_BLOCK, 1)[:, : value.shape[1]]
+
+
+def check_files(files, names, model_config, compute_dtype):
+    """Check a checkpoint's tensors before they are read. Returns {name: what bitsandbytes has
+    stored of it} of the tensors that the files have in NF4. Raises ValueError."""
+    wanted = {name: (shape, ["U8"] if name.endswith(MX_PARTS) else FLOATS)
+              for name, shape in names.shapes.items()}
+    wanted |= {name: (names.shapes[name], ["F8_E4M3"]) for name in names.scaled}
+    files = drop_further_layers(files, names, model_config)
+    n_mxfp4 = sum(linear.mxfp4 for linear in names.linears.values())
+    if n_mxfp4 or not has_nf4(model_config):
+        check_tensors(files, names, wanted)
+        if n_mxfp4:
+            say(f"model: {n_mxfp4} linears of experts are in MXFP4, taken exactly as they are")
+        return {}
+    states = check_prequantised(files, names, wanted)
+    dtypes = sorted({state["dtype"] for state in states.values()})
+    n = sum(name in states for name in names.linears)
+    n_whole, n_gates = len(names.linears) - n, len(states) - n
+    say(f"model: quantised already, loaded as it is: {n} linears in NF4"
+        + f"; {n_whole} others, which are not, are quantised now" * (n_whole > 0)
+        + f"; {n_gates} tensors of routers and gates are dequantised" * (n_gates > 0))
+    if dtypes not in ([], [compute_dtype]):
+        say(f"they were quantised from {', '.join(dtypes)}, to which bitsandbytes dequantises them;"
+            f" here they are dequantised to {compute_dtype}, so that some weights differ by its"
+            " rounding")
+    return states
+
+
+def has_nf4(model_config):
+    """Whether the files have linears in 4 bits, by bitsandbytes, and not in FP8 or whole."""
+    settings = getattr(model_config, "quantization_config", None) or {}
+    return settings.get("quant_method") not in (None, "fp8", "mxfp4")
+
+
+def drop_further_layers(files, names, model_config):
+    """The files' tensors without those of layers after the model's own, which predict a token
+    more (MTP) where config.json says that there are such."""
+    config, found = text_config(model_config), {}
+    n = getattr(config, "num_nextn_predict_layers", None) or getattr(config, "num_mtp_layers", 0)
+    for i in range(config.num_hidden_layers, config.num_hidden_layers + (n or 0)):
+        stem = f"{names.layer_prefix}{i}."
+        found |= {name: stored for name, stored in files.items() if name.startswith(stem)}
+    if found:
+        say(f"model: {len(found)} tensors of layers after the last are not read: they predict"
+            " further tokens (MTP)")
+    return {name: stored for name, stored in files.items() if name not in found}
+
+
+def check_tensors(files, names, wanted):
+    """Raise ValueError unless the files have the tensors `wanted`, {name: (shape or None, dtypes)},
+    and in layers no others."""
+    missing = [name for name in wanted if name not in files]
+    if missing:
+        raise ValueError(f"the checkpoint lacks {len(missing)} of {len(wanted)} tensors that its"
+                         f" config.json asks for, the first is {missing[0]}")
+    extra = [name for name in files if name.startswith(names.layer_prefix) and name not in wanted
+             and not name.endswith("inv_freq")]
+    if extra:
+        raise ValueError(f"the checkpoint has {len(extra)} tensors that its config.json knows"
+                         f" nothing of, the first is {extra[0]}")
+    for name, (shape, dtypes) in wanted.items():
+        path, dtype, found, *_ = files[name]
+        if shape not in (None, found):
+            raise ValueError(f"{path.name}: {name} has shape {list(found)}, but config.json asks"
+                             f" for {list(shape)}" + ": MXFP4 has one scale for 32 weights"
+                             * name.endswith(MX_PARTS))
+        if dtype not in dtypes:
+            hint = ": without double quantisation?" * name.endswith("absmax")
+            if dtype == "F8_E4M3" and name in names.linears:
+                hint = f", and F8_E4M3 with its {name}_scale_inv"
+            raise ValueError(f"{path.name}: {name} is {dtype}, which is not read;"
+                             f" {', '.join(dtypes)} are{hint}")
+    is_tied = names.head not in wanted
+    if is_tied and names.head in files and not same_bytes(files[names.head],
+                                                          files[names.embedding]):
+        raise ValueError(f"config.json has tie_word_embeddings true, but the checkpoint's"
+                         f" {names.head} is not its {names.embedding}: transformers then uses both;"
+                         " set tie_word_embeddings to false there")
+
+
+def same_bytes(one, other):
+    """Whether two Stored tensors are the same, read a chunk at a time."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    with one.path.open("rb") as a, other.path.open("rb") as b:
+        a.seek(one.start), b.seek(other.start)
+        sizes = (min(READ_CHUNK, one.stop - at) for at in range(one.start, one.stop, READ_CHUNK))
+        return all(a.read(size) == b.read(size) for size in sizes)
+
+
+def check_prequantised(files, names, wanted):
+    """check_tensors() where bitsandbytes has quantised linears, which must be as it is done here;
+    not all: transformers 5 leaves experts as they are, transformers 4 had routers as linears, too.
+    Adds the tensors that it stores to `wanted`. Returns {name: the JSON object that it has stored}
+    of the weights that it has quantised."""
+    in_nf4 = [name for name in (*names.linears, *sorted(names.mixture_tensors))
+              if f"{name}.{NF4_STATE}" in files and name in names.shapes]
+    for name in files:
+        if name.endswith(".absmax") and name.removesuffix(".absmax") not in in_nf4:
+            original = "the original model"
+            if "_projs." in name:  # Unsloth's gpt-oss, which has each expert's matrices apart
+                original = "openai/gpt-oss-20b or openai/gpt-oss-120b, which are in MXFP4"
+            raise ValueError(f"{name}: only linears of decoder layers can be in 4-bit, in NF4, by"
+                             f" the names that transformers gives them: name {original}")
+    for name in in_nf4:
+        n_blocks = math.ceil(math.prod(names.shapes[name]) / BLOCK)
+        wanted[name] = None, DTYPES  # packed, in integers or floats of any size
+        wanted[f"{name}.absmax"] = (n_blocks,), ["U8"]
+        wanted[f"{name}.nested_absmax"] = (math.ceil(n_blocks / NESTED_BLOCK),), ["F32"]
+        wanted[f"{name}.quant_map"] = (16,), ["F32"]
+        wanted[f"{name}.nested_quant_map"] = (256,), ["F32"]
+        wanted[f"{name}.{NF4_STATE}"] = None, ["U8"]
+    check_tensors(files, names, wanted)
+    parts = NF4_STATE, "quant_map", "nested_quant_map"
+    requests = [Request(f"{name}.{part}", (1,), range(1)) for name in in_nf4 for part in parts]
+    reader = WeightReader(files, requests, torch.device("cpu"))
+    states = {name: _read_state(name, files[name], names.shapes[name], reader.read)
+              for name in in_nf4}
+    reader.close()
+    return states
+
+
+def _read_state(name, stored, shape, read):
+    """What bitsandbytes has stored of one weight: a JSON object, checked."""
+    try:
+        state = {**json.loads(bytes(read(f"{name}.{NF4_STATE}").tolist()))}
+    except (ValueError, TypeError) as e:
+        raise ValueError(f"{stored.path}: {name}.{NF4_STATE} is not JSON, or no object: {e}")
+    for key, kind in {"dtype": str, "nested_offset": float}.items():
+        if not isinstance(state.get(key), kind):
+            raise ValueError(f"{stored.path}: {name}.{NF4_STATE} has {key} {state.get(key)}")
+    want = {"quant_type": "nf4", "blocksize": BLOCK, "shape": list(shape),
+            "nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32"}
+    for key, value in want.items():
+        if state.get(key) != value:
+            raise ValueError(f"{stored.path}: {name} was quantised with {key} {state.get(key)},"
+                             f" only {value} can be read")
+    n_bytes = stored.stop - stored.start
+    if n_bytes != math.prod(shape) // 2:
+        raise ValueError(f"{stored.path}: {name} has {n_bytes} bytes, but {list(shape)} weights of"
+                         " 4 bits are asked for")
+    cpu = torch.device("cpu")
+    for part, table in {"quant_map": nf4_code(cpu), "nested_quant_map": dynamic_map(cpu)}.items():
+        # another version of the library may have stored other last bits
+        if not torch.allclose(read(f"{name}.{part}"), table):
+            raise ValueError(f"{stored.path}: {name}.{part} is not the code of bitsandbytes' NF4")
+    return state

@@ -1,0 +1,150 @@
+"""How a weight gets from a file to NF4: read, quantised or copied, into this rank's shard.
+
+Depends on model for a rank's shard of a layer, nf4 for its blocks, tensor_names for what files call
+a tensor. `read` is given by the script: read(name) returns this rank's rows of a tensor, flat.
+"""
+
+import math
+import sys
+
+import bitsandbytes as bnb
+import torch
+from tqdm import tqdm
+
+from fsdp_qlora.model.model import local_part, own_blocks, set_local
+from fsdp_qlora.model.offload import pinned_copy
+from fsdp_qlora.pretrained.tensor_names import FP8_BLOCK, NF4_PARTS, unscaled
+from fsdp_qlora.quant.nf4 import (
+    BLOCK, MX_BLOCK, NESTED_BLOCK, QUANT_STORAGE, Nested, NF4Blocks, dynamic_map)
+from fsdp_qlora.run.ranks import all_gather, is_rank_0
+
+
+def fill_model(model, names, read, nf4_states, device):
+    """Give the model its embedding, layers, norm and head. read(name) returns this rank's rows of a
+    tensor, flat; each is read once, in the order of weight_requests(), of a layer MXFP4 first.
+    `nf4_states` is what check_files() returns. All ranks of model.group must call this."""
+    plan, dtype = model.plan, getattr(torch, model.plan.compute_dtype)
+
+    def table(name):
+        return read(name).view(-1, model.arch.hidden_size).to(device, dtype)
+
+    embedding = table(names.embedding)
+    model.embedding = pinned_copy(embedding) if plan.embedding_on_host else embedding
+    # Allocate the 4-bit weights before anything temporary: else gaps between them would stay. For
+    # FSDP2 they are QUANT_STORAGE, bf16. Copied as such, without the hooks of NF4Blocks, 0.08 % of
+    # the packed words, those that are NaN in bf16, would be changed without an error.
+    shards = [None if plan.offload_params else local_part(x.nf4).zeros_on(device, QUANT_STORAGE)
+              for x in model.layers]
+    quiet = len(model.layers) < 3 or not (is_rank_0() and sys.stderr.isatty())
+    bar = tqdm(model.layers, "load and quantise", unit="layer", leave=False, disable=quiet)
+    for i, layer in enumerate(bar):
+        shard = shards[i]
+        if shard is None:
+            shard = local_part(layer.nf4).zeros_on(device, QUANT_STORAGE)
+        load_layer(model, i, shard, names, read, nf4_states)
+    model.norm, model.norm_bias = (name and read(name).to(device, dtype)
+                                   for name in (names.norm, names.norm_bias))
+    model.head = model.embedding if model.arch.tied else table(names.head)
+
+
+def load_layer(model, i, shard, names, read, nf4_states):
+    """Give layer i its 4-bit weights, in `shard`, its NF4Blocks of zeros on the device; its norms
+    and biases; and of experts the router. All ranks of model.group must call this."""
+    layer, device, dtype = model.layers[i], shard.device, getattr(torch, model.plan.compute_dtype)
+    own_linears = [(own, names.of_layer(i, f"{own.place.linear.name}.weight"))
+                   for own in own_blocks(layer, model.shard)]
+    own_linears = copy_mxfp4(own_linears, shard, read)
+    layer.nested = quantise(own_linears, shard, read, names, nf4_states, dtype, model)
+    if model.plan.offload_params:
+        shard = NF4Blocks(*map(pinned_copy, (shard.packed, shard.scales)), device)
+    set_local(layer, "nf4", shard)
+    vectors = torch.zeros(model.shards, len(local_part(layer.vectors)), dtype=dtype, device=device)
+    for name, (where, _) in layer.layout.vectors.items():
+        vectors.view(-1)[where] = read(names.of_layer(i, name)).to(device, dtype)
+    set_local(layer, "vectors", vectors[model.shard].clone())
+    for name, shape in layer.layout.mixture_tensors.items():  # whole, and as exact as they are
+        tensor = whole_tensor(read, names.of_layer(i, name), nf4_states, dtype)
+        layer.mixture_tensors[name] = tensor.to(device).view(shape)
+
+
+def quantise(own_linears, shard, read, names, nf4_states, dtype, model):
+    """Quantise this rank's blocks of a layer to NF4 with double quantisation, into `shard`, its
+    NF4Blocks of zeros; linears that files have in NF4, those in `nf4_states`, keep their bytes.
+    Returns the layer's Nested. All ranks of the group must call this.
+
+    `own_linears` are (OwnBlocks, name in files), one a linear. Blocks of 64 weights are quantised
+    independently, so they get the bytes that they would have in the whole tensor. The second level
+    subtracts the mean absmax of a whole linear: the absmax, 4 bytes for 64 weights, are gathered,
+    and every rank computes that level alike.
+    """
+    absmax = torch.zeros(len(shard), dtype=torch.float32, device=shard.device)
+    nested, codebook = {}, dynamic_map(shard.device)  # {name: its part of each field of Nested}
+    for own, name in own_linears:
+        if name in nf4_states:
+            nested[name] = copy_nf4(own, name, shard, read, nf4_states[name])
+            continue
+        weights = weight_rows(read, names, name, own.rows).to(shard.device, dtype)[own.weights]
+        if len(weights):
+            codes, state = bnb.functional.quantize_4bit(weights, blocksize=BLOCK, quant_type="nf4")
+            shard.packed[own.local].view(-1)[: codes.numel()] = codes.view(-1)
+            absmax[own.local] = state.absmax
+    all_absmax = all_gather(absmax, model.group).view(-1) if model.shards > 1 else absmax
+    for own, name in own_linears:
+        if name not in nf4_states:
+            # a tensor of its own: how a sum is rounded depends on where a tensor begins
+            whole = all_absmax[own.place.blocks].clone()
+            whole -= (offset := whole.mean())
+            codes, state = bnb.functional.quantize_blockwise(
+                whole, codebook, blocksize=NESTED_BLOCK)
+            shard.scales[own.local, 0] = codes[own.blocks]
+            nested[name] = state.absmax, offset, codebook
+    parts = [nested[name] for _, name in own_linears]
+    return Nested(absmax=torch.cat([absmax for absmax, _, _ in parts]),
+                  offsets=torch.stack([offset for _, offset, _ in parts]),
+                  code_values=torch.stack([values for _, _, values in parts]))
+
+
+def copy_mxfp4(own_linears, shard, read):
+    """Copy this rank's blocks of linears that files have in MXFP4 into `shard`, its NF4Blocks.
+    Returns the other linears; both are (OwnBlocks, name in files)."""
+    for own, name in own_linears:
+        if own.place.linear.mxfp4:
+            first = own.weights.start // BLOCK  # what is read begins with a row
+            blocks = slice(first, first + own.blocks.stop - own.blocks.start)
+            packed = read(f"{name}_blocks").view(-1, BLOCK // 2)[blocks]
+            shard.packed[own.local] = packed << 4 | packed >> 4  # its low halves come first
+            shard.scales[own.local] = read(f"{name}_scales").view(-1, BLOCK // MX_BLOCK)[blocks]
+    return [(own, name) for own, name in own_linears if not own.place.linear.mxfp4]
+
+
+def copy_nf4(own, name, shard, read, state):
+    """Copy this rank's blocks of a linear that files have in NF4 into `shard`, its NF4Blocks; own
+    is its OwnBlocks, `state` what bitsandbytes has stored of it. Returns its part of Nested."""
+    codes = read(name)
+    shard.packed[own.local].view(-1)[: codes.nbytes] = codes.view(torch.uint8)
+    shard.scales[own.local, 0] = read(f"{name}.absmax")
+    offset = torch.tensor(state["nested_offset"], dtype=torch.float32, device=shard.device)
+    return read(f"{name}.nested_absmax"), offset, read(f"{name}.nested_quant_map")
+
+
+def weight_rows(read, names, name, rows):
+    """The requested `rows` of a linear's weight, flat; of one in FP8 fp32, times the scales of its
+    blocks."""
+    value = read(name)
+    if name not in names.scaled:
+        return value
+    n_in = names.linears[name].in_features
+    scales = read(names.scaled[name]).view(-1, math.ceil(n_in / FP8_BLOCK))
+    return unscaled(value.view(len(rows), n_in), scales, rows.start % FP8_BLOCK).flatten()
+
+
+def whole_tensor(read, name, states, dtype):
+    """A whole tensor, flat; one that files have in NF4, see check_files(), as bitsandbytes
+    dequantises it, in `dtype`."""
+    if name not in states:
+        return read(name)
+    codes = read(name).view(torch.uint8).view(-1, 1)
+    parts = {f"{name}.{part}": read(f"{name}.{part}") for part in NF4_PARTS}
+    state = bnb.functional.QuantState.from_dict(parts, codes.device)
+    state.dtype = dtype
+    return bnb.functional.dequantize_4bit(codes, state).flatten()

@@ -1,0 +1,325 @@
+"""Weights in 4 bits: how FSDP2 shards their bytes exactly, and the kernel that dequantises them.
+
+Depends on bitsandbytes, whose values of NF4 it gives bit for bit; those of MXFP4, in which gpt-oss
+has its experts, are exact. How a weight gets here from a file is in load.
+"""
+
+import dataclasses
+import functools
+import inspect
+import math
+
+import bitsandbytes as bnb
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # comes with torch on CUDA alone
+    triton = None
+
+BLOCK = 64  # weights that share one absmax; QLoRA's choice and bitsandbytes' default
+MX_BLOCK = 32  # weights that share one scale in MXFP4, a power of two: half a block
+NESTED_BLOCK = 256  # absmax values that share one second-level absmax (double quantisation)
+LORA_COLUMNS = 64  # an adapter's columns of a product are padded to whole cache lines
+# FSDP2 before torch 2.13 shards no integers, so 4-bit codes look like bf16. Copied as bf16 they
+# would be damaged without an error: CUDA rewrites NaN patterns, 0.08 % of the words. The hooks of
+# NF4Blocks make FSDP2 copy bytes.
+QUANT_STORAGE = torch.bfloat16
+
+
+class NF4Blocks(torch.Tensor):
+    """Storage of 4-bit weights: n blocks of 64 weights each.
+
+    For FSDP2 it is a tensor [n] of QUANT_STORAGE. It holds two uint8 tensors, which the two hooks
+    let FSDP2 gather as bytes: `packed` [n, 32], the 4-bit codes, the first of a byte in its high
+    half; `scales` [n, 1], the 8-bit code of a block's absmax. Where a layer has linears in MXFP4
+    they are [n, 2]: a block is two of MXFP4, with an exponent each; in NF4 the second is 0.
+    With --offload_params both are in pinned host memory, and a gather begins with their copy to the
+    GPU, on FSDP2's stream and thus a layer ahead. (FSDP2's CPUOffloadPolicy would also move the
+    adapter, its gradients and the optimizer to the CPU.)
+    """
+
+    @staticmethod
+    def __new__(cls, packed, scales, device=None, dtype=QUANT_STORAGE):
+        return torch.Tensor._make_wrapper_subclass(
+            cls, (packed.shape[0],), dtype=dtype, device=device or packed.device)
+
+    def __init__(self, packed, scales, device=None, dtype=QUANT_STORAGE):
+        self.packed, self.scales = packed, scales
+
+    @classmethod
+    def zeros(cls, n_blocks, device, n_scales=1, quant_storage=QUANT_STORAGE):
+        packed = torch.zeros(n_blocks, BLOCK // 2, dtype=torch.uint8, device=device)
+        scales = torch.zeros(n_blocks, n_scales, dtype=torch.uint8, device=device)
+        return cls(packed, scales, dtype=quant_storage)
+
+    def zeros_on(self, device, quant_storage):
+        """As many blocks of zeros."""
+        return NF4Blocks.zeros(len(self), device, self.scales.shape[1], quant_storage)
+
+    def __repr__(self):
+        return f"NF4Blocks({self.shape[0]} blocks, {self.device})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func, _, args, kwargs=None):
+        """What FSDP2 and DTensor do to a parameter: all of it acts on whole blocks."""
+        aten, op = torch.ops.aten, func.overloadpacket
+        inner = [args[0].packed, args[0].scales]
+        kwargs = {k: v for k, v in (kwargs or {}).items() if k not in ("dtype", "layout")}
+        if op is aten.copy_:
+            args[0].packed.copy_(args[1].packed)
+            args[0].scales.copy_(args[1].scales)
+            return args[0]
+        if op is aten.split:
+            return [cls(*pair) for pair in zip(*(func(t, *args[1:]) for t in inner))]
+        offloaded = inner[0].is_cpu and args[0].is_cuda
+        if op is aten.new_zeros:
+            (n,) = args[1]
+            return cls(*(t.new_zeros(n, t.shape[1], **kwargs) for t in inner))
+        if op in (aten.view, aten.as_strided):  # FSDP2 only ever asks for the shape it has
+            assert args[1] in ([-1], list(args[0].shape)), f"{func} of NF4Blocks to {args[1:]}"
+            return cls(*inner, args[0].device if offloaded else None)
+        if op in (aten.detach, aten.slice):
+            inner = [func(t, *args[1:], **kwargs) for t in inner]
+            return cls(*inner, args[0].device if offloaded else None)
+        raise NotImplementedError(f"{func} of NF4Blocks")
+
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+        """FSDP2 calls it before a gather. Returns (the tensors to gather, metadata)."""
+        packed = self.packed.to(self.device, non_blocking=True)
+        scales = self.scales.to(self.device, non_blocking=True)
+        # FSDP2 passes the mesh of the shards alone, without its replicas
+        if mesh.size() == 1:  # one rank's FSDP2 takes the first of several tensors only
+            return (torch.cat([packed.view(-1), scales.view(-1)]),), scales.shape[1]
+        return (packed, scales), scales.shape[1]
+
+    # FSDP2 asks for it at every gather; finding it out anew took 5 of 150 ms a micro-batch on a CPU
+    fsdp_pre_all_gather.__signature__ = inspect.signature(fsdp_pre_all_gather)
+
+    def fsdp_post_all_gather(self, outputs, n_scales, param_dtype, *, out=None):
+        """FSDP2 calls it with the gathered tensors. Returns (the whole NF4Blocks, the tensors that
+        FSDP2 frees with it); None where `out` is that already."""
+        packed, scales = outputs if len(outputs) == 2 else outputs[0].split(
+            [outputs[0].numel() // (BLOCK // 2 + n_scales) * n for n in (BLOCK // 2, n_scales)])
+        if out is None:
+            return NF4Blocks(packed.view(-1, BLOCK // 2), scales.view(-1, n_scales)), outputs
+        assert out.packed.data_ptr() == packed.data_ptr(), "FSDP2 gathered to another place"
+
+
+@dataclasses.dataclass
+class Nested:
+    """The second level of quantisation of a layer's linears: turns 8-bit codes into absmax.
+
+    It takes 4 bytes for 16,384 weights, so every rank has all of it.
+    """
+
+    absmax: torch.Tensor  # fp32 [blocks / 256], one linear after the other
+    offsets: torch.Tensor  # fp32 [linears], the mean absmax of each
+    code_values: torch.Tensor  # fp32 [linears, 256], what the 8-bit codes mean
+
+
+@functools.lru_cache(None)
+def dynamic_map(device):
+    """The 256 values of bitsandbytes' 8-bit code, fp32."""
+    return bnb.functional.create_dynamic_map().to(device)
+
+
+@functools.lru_cache(None)
+def nf4_code(device):
+    """The 16 values of NF4, fp32."""
+    return bnb.functional.get_4bit_type("nf4", device=device)
+
+
+@functools.lru_cache(None)
+def mxfp4_code(device):
+    """The 16 values of MXFP4's codes, and the 256 of its scales, fp32."""
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    powers = 2.0 ** torch.arange(-127, 129)  # on a GPU they might not be exact
+    return torch.cat([values, -values]).to(device), powers.to(device)
+
+
+def dequantise(layer, fused, adapter):
+    """[W, B] of a FusedLinear, [out, width], in the dtype of `adapter`, the layer's whole adapter.
+
+    W are the weights of its linears, one below the other, bit for bit as bitsandbytes gives them,
+    or transformers where they are in MXFP4. B of each linear is in its adapter's columns, which are
+    0 for the other linears.
+    """
+    weight = adapter.new_empty(fused.out_features, fused.width)
+    packed = layer.nf4.packed[fused.blocks]
+    scales, nested = layer.nf4.scales[fused.blocks], layer.nested
+    in_mxfp4 = fused.places[0].linear.mxfp4
+    if weight.is_cuda and not why_no_triton():
+        code, of_scales = mxfp4_code(weight.device)
+        if not in_mxfp4:
+            code, of_scales = nf4_code(weight.device), nested.code_values
+        tiles, n_columns = triton.cdiv(len(packed), 64), fused.width - fused.in_features
+        dequantise_kernel[(tiles + triton.cdiv(len(weight), 64) * (n_columns // LORA_COLUMNS),)](
+            packed, scales, nested.absmax, nested.offsets, of_scales, code, adapter,
+            place_table(fused, weight.device), weight, len(packed), tiles, len(weight),
+            fused.in_features, n_columns, fused.lora_rank, len(fused.places), equal_blocks(fused),
+            in_mxfp4, scales.shape[1], 64, BLOCK, NESTED_BLOCK, LORA_COLUMNS, FIELDS, num_warps=4,
+            enable_fp_fusion=False,  # bitsandbytes rounds between a scale's product and offset
+        )
+        return weight
+    weight[:, fused.in_features :] = 0
+    for p in fused.places:
+        blocks = slice(p.blocks.start - fused.blocks.start, p.blocks.stop - fused.blocks.start)
+        shape, rows = (p.linear.out_features, p.linear.in_features), fused.local_outputs(p)
+        if p.columns:
+            b = adapter[p.lora_b].view(-1, fused.lora_rank)
+            weight[rows, fused.in_features :][:, p.columns] = b
+        if in_mxfp4:
+            values = mxfp4_values(packed[blocks], scales[blocks])
+            weight[rows, : fused.in_features] = values.view(shape)
+            continue
+        nested_state = bnb.functional.QuantState(
+            absmax=nested.absmax[p.nested], code=nested.code_values[p.index],
+            blocksize=NESTED_BLOCK, dtype=torch.float32)
+        state = bnb.functional.QuantState(
+            absmax=scales[blocks, 0].contiguous(), code=nf4_code(weight.device), blocksize=BLOCK,
+            quant_type="nf4", shape=torch.Size(shape), dtype=weight.dtype,
+            offset=nested.offsets[p.index], state2=nested_state)
+        codes = packed[blocks].view(-1, 1)[: math.prod(shape) // 2]
+        weight[rows, : fused.in_features] = bnb.functional.dequantize_4bit(codes, state)
+    return weight
+
+
+def mxfp4_values(packed, scales):
+    """The weights fp32 [n, 2, 32] of n blocks in MXFP4, as NF4Blocks stores them."""
+    code, of_scales = mxfp4_code(packed.device)
+    values = code[torch.stack([packed >> 4, packed & 15], -1).int()]
+    return values.view(-1, BLOCK // MX_BLOCK, MX_BLOCK) * of_scales[scales.int()][..., None]
+
+
+FIELDS = 7  # of a row of place_table
+
+
+@functools.lru_cache(None)
+def place_table(fused, device):
+    """For dequantise_kernel, of each linear: its first block, first output, first second-level
+    absmax, index, first value of B and first column (-1: no adapter), and the output after its
+    last. int32 [linears, FIELDS]."""
+    table = [[p.blocks.start - fused.blocks.start, fused.local_outputs(p).start, p.nested.start,
+              p.index, p.lora_b.start if p.columns else 0, p.columns.start if p.columns else -1,
+              fused.local_outputs(p).stop] for p in fused.places]
+    return torch.tensor(table, dtype=torch.int32, device=device)
+
+
+@functools.lru_cache(None)
+def equal_blocks(fused):
+    """The blocks of each of its linears where all have as many, as those of experts; else 0."""
+    sizes = {(p.blocks.stop - p.blocks.start, p.linear.out_features) for p in fused.places}
+    return sizes.pop()[0] if len(sizes) == 1 else 0
+
+
+if triton:
+
+    @triton.jit
+    def dequantise_kernel(
+        packed, scales, nested_absmax, offsets, code_values, code, adapter, table, out,
+        n_blocks, n_tiles, n_rows, n_in, n_columns, rank, LINEARS: tl.constexpr,
+        EQUAL: tl.constexpr, MXFP4: tl.constexpr, N_SCALES: tl.constexpr, BLOCKS: tl.constexpr,
+        BLOCK: tl.constexpr, NESTED_BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+        FIELDS: tl.constexpr,
+    ):
+        """See dequantise(). The first n_tiles programs write BLOCKS blocks of W each, the others
+        64 rows and COLUMNS columns of B each. `table` is place_table(); what 8-bit scales mean is
+        in code_values, [linears, 256] or in MXFP4 [256]."""
+        tile = tl.program_id(0)
+        stride = n_in + n_columns
+        if tile < n_tiles:
+            block = tile.to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+            inside = block < n_blocks
+            linear = tl.zeros([BLOCKS], tl.int32)
+            if EQUAL:
+                linear = tl.minimum(block // EQUAL, LINEARS - 1).to(tl.int32)
+            else:
+                for i in tl.static_range(1, LINEARS):
+                    linear += (block >= tl.load(table + i * FIELDS)).to(tl.int32)
+            fields = table + linear * FIELDS
+            block_of = block.to(tl.int32) - tl.load(fields)  # counted from the linear's first
+            first, last = tl.load(fields + 1), tl.load(fields + 6)
+            byte_of = tl.arange(0, BLOCK // 2)[None, :]
+            byte = block[:, None] * (BLOCK // 2) + byte_of
+            codes = tl.load(packed + byte, inside[:, None], 0).to(tl.int32)
+            if MXFP4:
+                scale_of = block[:, None] * N_SCALES + byte_of // (BLOCK // 2 // N_SCALES)
+                scale = tl.load(scales + scale_of, inside[:, None], 0).to(tl.int32)
+                factor = tl.load(code_values + scale)
+            else:
+                nested = tl.load(fields + 2) + block_of // NESTED_BLOCK
+                index = tl.load(fields + 3)
+                scale = tl.load(scales + block * N_SCALES, inside, 0).to(tl.int32)
+                absmax = tl.load(code_values + index * 256 + scale)
+                absmax = absmax * tl.load(nested_absmax + nested, inside, 0.0)
+                factor = (absmax + tl.load(offsets + index))[:, None]
+            high = tl.load(code + (codes >> 4)) * factor
+            low = tl.load(code + (codes & 15)) * factor
+            values = tl.interleave(high, low).to(out.dtype.element_ty)
+            weight = block_of[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+            row = weight // n_in  # of the linear
+            if n_in % BLOCK == 0:  # then a block lies in one row: fewer divisions
+                row = (block_of * BLOCK // n_in)[:, None] + tl.zeros([1, BLOCK], tl.int32)
+            target = first.to(tl.int64)[:, None] * stride + weight + row * n_columns
+            inside = inside[:, None] & (first[:, None] + row < last[:, None])
+            tl.store(out + target, values, inside)
+        else:
+            write_columns(adapter, table, out, tile - n_tiles, n_rows, n_in, n_columns, rank,
+                          LINEARS, EQUAL, COLUMNS, FIELDS)
+
+    @triton.jit
+    def write_columns(
+        adapter, table, out, tile, n_rows, n_in, n_columns, rank, LINEARS: tl.constexpr,
+        EQUAL: tl.constexpr, COLUMNS: tl.constexpr, FIELDS: tl.constexpr,
+    ):
+        """64 rows and COLUMNS columns of B, see dequantise_kernel()."""
+        row = tile // (n_columns // COLUMNS) * 64 + tl.arange(0, 64)
+        column = tile % (n_columns // COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
+        linear = tl.zeros([64], tl.int32)
+        if EQUAL:  # then its linears have as many outputs each, too
+            linear = tl.minimum(row // (n_rows // LINEARS), LINEARS - 1).to(tl.int32)
+        else:
+            for i in tl.static_range(1, LINEARS):
+                linear += (row >= tl.load(table + i * FIELDS + 1)).to(tl.int32)
+        fields = table + linear * FIELDS
+        start, first_column = tl.load(fields + 4), tl.load(fields + 5)
+        r = column[None, :] - first_column[:, None]
+        there = (first_column >= 0)[:, None] & (r >= 0) & (r < rank) & (row < n_rows)[:, None]
+        first = start.to(tl.int64) + (row - tl.load(fields + 1)).to(tl.int64) * rank
+        values = tl.load(adapter + first[:, None] + r, there, 0.0)
+        target = row.to(tl.int64)[:, None] * (n_in + n_columns) + n_in + column[None, :]
+        tl.store(out + target, values, (row < n_rows)[:, None] & (column >= 0)[None, :])
+
+
+@functools.lru_cache(None)
+def why_no_triton():
+    """Why Triton's kernels cannot be used on this machine; "" if they can. Triton compiles at the
+    first use, which takes a C compiler and Python's headers."""
+    if not torch.cuda.is_available():
+        return "there is no GPU"
+    if triton is None:
+        return "there is no Triton"
+    weight = torch.randn(256, 256, dtype=torch.bfloat16, device="cuda")
+    packed, state = bnb.functional.quantize_4bit(
+        weight, blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
+    packed, nested, cuda = packed.view(-1, BLOCK // 2), state.state2, weight.device
+    table = torch.tensor([[0, 0, 0, 0, 0, -1, 256]], dtype=torch.int32, device="cuda")
+    mx_scales = (torch.arange(2048, device="cuda") % 128 + 64).to(torch.uint8).view(-1, 2)
+    mx_code, mx_powers = mxfp4_code(cuda)
+    same = []
+    for is_mx, scales, of_scales, code, want in (
+        (False, state.absmax, nested.code, nf4_code(cuda),
+         bnb.functional.dequantize_4bit(packed.view(-1, 1), state)),
+        (True, mx_scales, mx_powers, mx_code, mxfp4_values(packed, mx_scales).to(weight.dtype))):
+        out = torch.empty_like(weight)
+        try:
+            dequantise_kernel[(16,)](
+                packed, scales, nested.absmax, state.offset, of_scales, code, weight, table, out,
+                1024, 16, 256, 256, 0, 16, 1, 0, is_mx, 1 + is_mx, 64, BLOCK, NESTED_BLOCK,
+                LORA_COLUMNS, FIELDS, num_warps=4, enable_fp_fusion=False)
+        except Exception as e:
+            return f"Triton cannot compile here, {type(e).__name__}: {str(e)[:200]}"
+        same.append(torch.equal(out, want.view(256, 256)))
+    return "" if all(same) else "its result is not what bitsandbytes or torch gives on this GPU"

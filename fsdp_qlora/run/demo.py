@@ -1,0 +1,72 @@
+"""The built-in demo: a small model with random weights, its tokenizer, and 512 instructions.
+
+Depends on transformers and tokenizers. The frozen model knows nothing, so what the loss falls by is
+what the adapter has learned.
+"""
+
+import json
+import random
+
+import torch
+import transformers
+
+from fsdp_qlora.run.ranks import on_rank_0, say
+
+
+def make_demo(config, directory):
+    """Write the demo's model and data, unless they are there from an earlier start. All ranks must
+    call this."""
+    say("No --model: training the built-in demo, a small Llama with random weights"
+        + ("." if config.dataset else " and 512 made-up instructions (no --dataset)."))
+    on_rank_0(lambda: (directory / "train_config.json").exists()
+              or write_demo(directory / "demo", config.loss))
+
+
+def write_demo(directory, loss="sft"):
+    """Write a Llama of 2.6 M parameters with its tokenizer, and the instructions: with right
+    answers, for preferences also with wrong ones. Rank 0 only."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    directory.mkdir(parents=True, exist_ok=True)
+    draw, rows = random.Random(0), []
+    for _ in range(512):
+        a, b = draw.randrange(6), draw.randrange(6)
+        word, answer = draw.choice([("plus", a + b), ("times", a * b), ("minus", a - b)])
+        prompt, completion = f"What is {a} {word} {b}?\n", f"The answer is {answer}."
+        rows.append({"prompt": prompt, "completion": completion})
+    lines = rows if loss == "sft" else [judged(row, loss, i) for i, row in enumerate(rows)]
+    (directory / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    bpe, alphabet = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel.alphabet()
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    specials = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    trainer = trainers.BpeTrainer(vocab_size=384, special_tokens=list(specials.values()),
+                                  initial_alphabet=alphabet, show_progress=False)
+    bpe.train_from_iterator((row["prompt"] + row["completion"] for row in rows), trainer)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, **specials)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role + ': ' + m.content }}"
+        "{{ eos_token if m.role == 'assistant' else '\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}")
+    tokenizer.save_pretrained(directory / "model")
+
+    model_config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=256, intermediate_size=512, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096,
+        initializer_range=0.06, bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(model_config)
+    model.to(torch.bfloat16).save_pretrained(directory / "model")
+
+
+def judged(row, loss, i):
+    """The i-th of the demo's rows for a loss of preferences: its answer beside a wrong one, or one
+    of them in turn."""
+    right = row["completion"]
+    number = int(right.split()[-1].rstrip("."))
+    wrong = f"The answer is {number + (-1, 1, 2, -2)[i % 4]}."
+    if loss == "kto":
+        return {**row, "completion": (right, wrong)[i % 2], "label": i % 2 == 0}
+    return {"prompt": row["prompt"], "chosen": right, "rejected": wrong}

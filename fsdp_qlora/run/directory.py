@@ -1,0 +1,301 @@
+"""The output directory: who may use it, what describes the run in it, and what to type next.
+
+Depends on hub, files, ranks and nf4's constants. Checkpoints in it are in checkpoints, metrics in
+logs.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import re
+import shlex
+import shutil
+import socket
+import sys
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from fsdp_qlora.pretrained.hub import generation_settings
+from fsdp_qlora.run.files import (
+    as_json, digest, put_in_place, read_json, remove, text_digest, write_whole)
+from fsdp_qlora.quant.nf4 import BLOCK, NESTED_BLOCK
+from fsdp_qlora.run.ranks import Stop, is_rank_0, on_rank_0, say, this_rank, together
+
+ADAPTER_FILES = "adapter_config.json", "adapter_model.safetensors"
+PROBE_FILE = "probe.safetensors"  # what the model gives for a few rows, see probe
+# what a run writes when it ends, by the name of its SHA-256 in train_config.json
+RESULTS = {"adapter_sha256": "adapter_model.safetensors", "probe_sha256": PROBE_FILE}
+MERGEABLE = {  # what a merge takes of train_config.json: the JSON of each value, as a regex
+    "base_model": '".+"', "probe_input_ids": r"\[(\[\d[\d, ]*\](, )?)+\]",
+    "config.lora_rank": r"[1-9]\d{0,8}", "config.lora_alpha": r"[1-9]\d{0,8}",
+    "config.adapter": '"(lora|rslora|dora)"', "config.random_weights": "false",
+    "config.target_modules": r'\["[^"]+"(, "[^"]+")*\]',
+    "quantization.quant_type": '"nf4"', "quantization.blocksize": f"{BLOCK}",
+    "quantization.double_quant": "true", "quantization.nested_blocksize": f"{NESTED_BLOCK}",
+    "quantization.quantized_from_dtype": '"(bfloat16|float16|float32)"',
+    "quantization.prequantized": "true|false", "quantization.device": '"(cpu|cuda)"',
+    # in runs of older versions in place of tensor_sums; then these lack the digests, too
+    "quantization.absmax_offsets": r'null|\{("[^"]+": [\de.-]{1,25}(, )?)*\}',
+    "quantization.tensor_sums": r'null|\{("[^"]+": "[\da-f]{16}"(, )?)*\}',
+    "base_sha256": r'null|"[\da-f]{64}"'}
+
+
+@contextlib.contextmanager
+def open_output(config, given, status):
+    """Yields the output directory, locked, and whether the run in it is complete.
+
+    What this start has made is removed again, and nothing else, if the run ends by a Stop before
+    train_config.json is written. All ranks must call this and must see the directory.
+    """
+    directory = Path(config.output_dir)
+
+    def claim_and_find():
+        begun = read_json(directory / "train_config.json", {})
+        claimed = claim_directory(config, directory, begun, status)
+        return *claimed, *find_run(config, given, directory, begun)
+
+    holder, made, is_complete, may_write_status = on_rank_0(claim_and_find)
+    status.directory, status.may_write = directory, may_write_status
+    try:
+        with together():
+            if not (path := directory / ".lock").is_file() or path.read_text() != holder:
+                raise ValueError(f"--output_dir {directory}: {this_rank()} does not see the {path}"
+                                 " that rank 0 wrote: name a directory that all nodes share")
+            status.lock = os.lstat(path)
+        yield directory, is_complete
+    except Stop:
+        is_begun = status.phase in ("saving", "training")
+        if is_rank_0() and made and not (is_begun or status.has_lost_directory()):
+            for name in ("status.json", *["demo"] * (not config.model), ".lock"):
+                remove(directory / name)
+            with contextlib.suppress(OSError):  # somebody's files, or another run beside it
+                for path in made:
+                    os.rmdir(path)
+        raise
+
+
+def claim_directory(config, directory, begun, status):
+    """Make and lock the directory; `begun` is its train_config.json, {} without. Returns who holds
+    it, as .lock says, and the directories that were made. Raises ValueError. Rank 0 only."""
+    made = [str(p) for p in (directory, *directory.parents) if not p.exists()]
+    if not begun:
+        refuse_inputs(config, directory)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        status.lock_fd, holder = lock(directory / ".lock", directory)
+    except OSError as e:
+        raise ValueError(f"--output_dir {directory}: cannot be made: {e}; name another")
+    return holder, made
+
+
+def find_run(config, given, directory, begun):
+    """Whether the run that `begun` describes is this one and complete, and whether status.json may
+    be written, as no other run's is there. Of one that is not complete, what is half written is
+    removed. Raises ValueError where the directory cannot be used. Rank 0 only."""
+    used = [*directory.glob("adapter_*"), *directory.glob("checkpoint-*")]
+    if used and not begun or begun and config.resume == "never":
+        way_out = ("resume it by --resume must" if begun else "begin with its adapter by"
+                   " --init_adapter: its train_config.json is damaged or missing")
+        raise ValueError(f"--output_dir {directory} holds a run already: name another directory, or"
+                         f" {way_out}")
+    is_own = begun.get("flags") == as_json(flags_of(given))
+    state = read_json(directory / "status.json", {}).get("state")
+    is_complete = is_own and state == "complete" and has_adapter(directory, begun)
+    if not is_complete:
+        for torn in directory.glob(".checkpoint-*"):  # of a run that ended while saving
+            shutil.rmtree(torn, ignore_errors=True)
+        for torn in directory.glob(".status.*"):
+            torn.unlink()
+    return is_complete, not is_complete and (is_own or not begun)
+
+
+def refuse_inputs(config, directory):
+    """Raise ValueError if what a run reads is the directory that it would write to."""
+    for flag in "model", "dataset", "eval_dataset":
+        values = getattr(config, flag) or ()
+        for value in [values] if isinstance(values, str) else values:
+            if Path(value.partition(",")[0]).resolve() == directory.resolve():
+                raise ValueError(f"--output_dir {directory} is what --{flag} names, and a run in it"
+                                 " would spoil that: name another directory")
+
+
+def has_adapter(directory, begun):
+    """Whether a run's adapter is there, and is what train_config.json, `begun`, says that it was
+    when it was written; says if it is another."""
+    adapter = directory / "adapter_model.safetensors"
+    if not all((directory / name).is_file() for name in ADAPTER_FILES):
+        return False
+    if begun.get("adapter_sha256", sha := digest(adapter)) == sha:  # older runs have none
+        return True
+    say(f"{adapter} has another SHA-256 than when it was written: it is saved again from the last"
+        " checkpoint")
+    return False
+
+
+def lock(path, directory):
+    """Lock the file `path` until it is closed, and write into it who holds it. Returns its
+    descriptor and that text; raises ValueError where another process uses the directory. flock
+    works between nodes on NFS 4 and on Lustre with -o flock. Rank 0 only."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        time.sleep(0.1)  # the other process may just have begun, and writes who it is
+        holder = os.pread(fd, 200, 0).decode(errors="replace")
+        os.close(fd)
+        raise ValueError(f"--output_dir {directory}: in use by {holder or 'a process that begins'}:"
+                         " wait for it, or name another directory")
+    except OSError as e:
+        say(f"--output_dir {directory}: its file system has no locks ({e.strerror}): two runs in it"
+            " at once will not be noticed")
+    holder = (f"process {os.getpid()} on {socket.gethostname()} since"
+              f" {time.strftime('%Y-%m-%d %H:%M:%S')}")
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, holder.encode(), 0)
+    os.fsync(fd)  # other nodes read it
+    return fd, holder
+
+
+def open_partial(output):
+    """The hidden directory that becomes `output` once all is written, empty, and the descriptor of
+    its .lock, which this process holds. Raises ValueError."""
+    target = output.resolve()
+    if target.is_mount():
+        raise ValueError(f"--output_dir {output}: is a mount point; name a new one in it")
+    partial, is_held = target.with_name(f".{target.name}.partial"), False
+    while not is_held:
+        if partial.is_symlink():  # it would lead to files that are not of a merge
+            partial.unlink()
+        with contextlib.suppress(FileExistsError):
+            partial.mkdir(parents=True)
+        with contextlib.suppress(FileNotFoundError):  # another process has just renamed it
+            fd, _ = lock(path := partial / ".lock", output)
+            is_held = os.path.samestat(os.stat(path), os.fstat(fd))
+    for old in {*partial.iterdir()} - {path}:  # of a process that died
+        remove(old)
+    return partial, fd
+
+
+def flags_of(given):
+    """The flags that decide what a run does."""
+    flags = dataclasses.asdict(given)
+    return {name: value for name, value in flags.items() if name not in ("resume", "output_dir")}
+
+
+def describe_run(run, given, base, loaded, day, versions):
+    """Write train_config.json, which has all that a merge needs. Rank 0 only.
+
+    Of a run that goes on, what it has of the start before is kept: the SHA-256 of an adapter that
+    is there, and the versions by which the steps so far were done.
+    """
+    run.status.check_lock()
+    config, path = run.config, run.directory / "train_config.json"
+    begun = read_json(path, {}) if run.saved_step else {}
+    kept = {key: begun[key] for key in ("earlier_versions",) if key in begun}
+    if (before := begun.get("versions", versions)) != versions:
+        changed = [f"{library} {version}, was {before.get(library)}"
+                   for library, version in versions.items() if version != before.get(library)]
+        say(f"changed: {', '.join(changed)} until step {run.saved_step}")
+        kept["earlier_versions"] = [*kept.get("earlier_versions", []),
+                                    {"until_step": run.saved_step, **before}]
+    described = {
+        "flags": flags_of(given),
+        "config": dataclasses.asdict(config),
+        **run.content,
+        "plan": dataclasses.asdict(run.plan),
+        "base_model": str(base) if Path(config.model or base).is_dir() else config.model,
+        "quantization": {
+            "quant_type": "nf4",
+            "blocksize": BLOCK,
+            "double_quant": True,
+            "nested_blocksize": NESTED_BLOCK,
+            "quantized_from_dtype": config.compute_dtype,
+            "prequantized": loaded.prequantised,  # the base's own bytes
+            "device": run.device.type,
+            "tensor_sums": loaded.sums,  # {tensor: content_sum()}: tell bases apart
+        },
+        "world_size": dist.get_world_size(),
+        "date": day,
+        "versions": versions,
+        **kept,
+        "probe_input_ids": run.probe.input_ids}
+    described["sha256"] = text_digest(described)
+    described |= {key: begun[key] for key in RESULTS if key in begun}
+    write_whole(path, json.dumps(described, indent=2))
+
+
+def save_tokenizer(directory, base, tokenizer):
+    """Write the tokenizer, if there is one, and where generation stops if that is not as in the
+    base. Rank 0 only."""
+    if not tokenizer:
+        return
+    # not at once into the run's directory: it would write what a link leads to
+    remove(hidden := directory / ".tokenizer.part")
+    tokenizer.save_pretrained(hidden)
+    for file in hidden.iterdir():
+        if file.is_dir():  # of more chat templates; a directory replaces only an empty one
+            remove(directory / file.name)
+        put_in_place(file, directory / file.name)
+    hidden.rmdir()
+    settings, closing = generation_settings(base, tokenizer)
+    if closing:
+        say(f"generation is to stop at {closing!r} too, which ends a turn: so says"
+            f" generation_config.json in {directory}")
+        write_whole(directory / "generation_config.json", json.dumps(settings, indent=2))
+
+
+def read_run(directory):
+    """What train_config.json says of the run in a directory, or of the run that a checkpoint is in;
+    `extras`: its files that replace the base's in a merged model; `probe`: the path of PROBE_FILE,
+    None without. Raises ValueError for what is not as it was written and for what a merge cannot
+    take."""
+    path = directory / "train_config.json"
+    path = path if path.is_file() else directory.resolve().parent / path.name
+    needed = [path, *(directory / name for name in ADAPTER_FILES)]
+    missing = [p.name for p in needed if not p.is_file()]
+    if missing:
+        newest = max(directory.glob("checkpoint-" + 6 * "[0-9]"), default=None)
+        raise ValueError(f"--adapter_dir {directory}: has no {' and no '.join(missing)}; name "
+                         + (f"its newest checkpoint: --adapter_dir {newest}" if newest else
+                            "a run directory of train_fsdp_qlora.py or a checkpoint in it"))
+    run, changed = read_json(path), "has another SHA-256 than when it was written"
+    # they come when the run ends; older runs have none
+    files = {directory / RESULTS[key]: run.pop(key) for key in RESULTS if key in run}
+    if "sha256" in run and run.pop("sha256") != text_digest(run):
+        raise ValueError(f"{path}: {changed}")
+    if os.path.lexists(listed := directory / "checkpoint.json"):
+        state = read_json(listed)
+        written, listed_files = state.pop("sha256", None), state.get("files")
+        if text_digest(state) != written or not isinstance(listed_files, dict):
+            raise ValueError(f"{listed}: {changed}")
+        files = {directory / name: listed_files.get(name) for name in (*ADAPTER_FILES, PROBE_FILE)}
+    probe = directory / PROBE_FILE  # older runs and checkpoints have none
+    for file, sha in files.items():
+        if (file != probe or probe.is_file()) and digest(file) != sha:
+            raise ValueError(f"{file}: {changed}")
+    for name, pattern in MERGEABLE.items():
+        value = run
+        for key in name.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
+        if not re.fullmatch(pattern, text := json.dumps(value)):
+            raise ValueError(f"{path}: {name} is {text:.80}; a merge takes only {pattern}")
+    extras = ["chat_template.jinja"] * bool(run["config"].get("chat_template"))
+    extras = [path.with_name(name) for name in (*extras, "generation_config.json")]
+    return {**run, "extras": [extra for extra in extras if extra.is_file()],
+            "probe": probe if probe.is_file() else None}
+
+
+def merge_command(directory, script):
+    """The command that merges the adapter of a run of `script`."""
+    merge = script.with_name("merge_adapters.py")
+    merge = os.path.relpath(merge) if merge.is_file() else merge.name  # copied alone
+    found, python = shutil.which("python"), os.path.relpath(sys.executable)
+    python = sys.executable if python.startswith("..") else python
+    if found and Path(found).parent == Path(sys.executable).parent:
+        python = "python"
+    output = f"{directory}/merged"
+    return shlex.join([python, merge, "--adapter_dir", str(directory), "--output_dir", output])

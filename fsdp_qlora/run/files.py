@@ -1,0 +1,112 @@
+"""Files that are written whole or not at all, and digests of them.
+
+Depends on torch and safetensors. Which files a run writes is in directory and
+checkpoints.
+"""
+
+import hashlib
+import json
+import math
+import os
+import shutil
+
+import torch
+from safetensors.torch import save_file
+
+
+def read_json(path, default=None):
+    """The object in a JSON file. Where it is missing or damaged: `default`, or ValueError. OSError
+    where it cannot be read, as it may be whole."""
+    try:
+        if not path.is_file():  # a FIFO would be waited for
+            raise ValueError("no file")
+        return {**json.loads(path.read_text())}  # dict() would take a list of pairs
+    except (FileNotFoundError, ValueError, TypeError, RecursionError) as e:
+        if default is None:
+            raise ValueError(f"{path}: not a JSON object: {' '.join(str(e).split())}")
+        return default
+
+
+def remove(path):
+    """Delete a file, a directory with all that is in it, or a link, but not what that leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def sync_file(path):
+    """Make a file or directory that was written survive a power cut."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_whole(path, content, metadata=()):
+    """Replace a file by a text, or by {name: tensor} with `metadata` {name: text}: a reader sees
+    the old file or the new one."""
+    part = path.with_name(f".{path.name}.part")
+    part.unlink(missing_ok=True)  # if it is a link, what it leads to would be written
+    try:
+        if isinstance(content, str):
+            part.write_text(content)
+        else:
+            save_file(content, part, metadata={"format": "pt", **dict(metadata)})
+        os.umask(umask := os.umask(0o077))  # to read it is to set it
+        part.chmod(0o666 & ~umask)  # safetensors leaves it readable by its owner alone
+        put_in_place(part, path)
+    except Exception:
+        part.unlink(missing_ok=True)  # its room may be what is missing
+        raise
+
+
+def put_in_place(part, path):
+    """Give a file the name of another, which it replaces, when it is on the disk."""
+    sync_file(part)
+    os.replace(part, path)
+    sync_file(path.parent)
+
+
+def write_tensors(path, described, tensors):
+    """Write tensors {name: (shape, dtype)}, bf16 or fp32, one at a time, as `tensors` yields them
+    on the CPU; safetensors' own writer takes all of a file at once. Not synced."""
+    header, end = {"__metadata__": {"format": "pt"}}, 0
+    for name, (shape, dtype) in described.items():
+        start, end = end, end + dtype.itemsize * math.prod(shape)
+        header[name] = {"dtype": {torch.bfloat16: "BF16", torch.float32: "F32"}[dtype],
+                        "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for (name, (shape, dtype)), tensor in zip(described.items(), tensors):
+            is_right = tensor.dtype == dtype and tensor.shape == shape
+            assert is_right, f"{name} is {tensor.dtype} {tensor.shape}"
+            file.write(tensor.view(-1).view(torch.uint8).numpy())
+
+
+def digest(path):
+    """SHA-256 of a file; safetensors has no checksum of its own."""
+    sha = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 24):
+            sha.update(chunk)
+    return sha.hexdigest()
+
+
+def source_digest(script):
+    """SHA-256 of a script and of the package beside it; an assembled script stands alone."""
+    return text_digest([digest(file) for file in
+                        (script, *sorted(script.parent.glob("fsdp_qlora/**/*.py")))])
+
+
+def text_digest(state):
+    """SHA-256 of a JSON object, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+
+
+def as_json(value):
+    """The value as it comes back from a JSON file, with lists for tuples."""
+    return json.loads(json.dumps(value))

@@ -1,0 +1,211 @@
+"""Flags: parsing a dataclass of them from the command line and YAML, and what follows from them.
+
+Depends on argparse and ranks. The flags themselves are the fields of Config, in the script.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import importlib.util
+import math
+import re
+import sys
+import time
+import typing
+from pathlib import Path
+
+from fsdp_qlora.run.ranks import say
+
+GROUPS = {"model": "model and data", "batch_size": "training", "adapter": "adapter",
+          "micro_batch_tokens": "memory and speed"}  # the first flag of each group in --help
+
+
+def make_parser(config_class, description):
+    """A parser of the fields of `config_class` that raises ValueError where argparse would exit."""
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
+
+    def fail(message):
+        raise ValueError(f"{message} (see --help)")
+
+    parser.error = fail
+    parser.print_help = lambda: say(parser.format_help())  # on rank 0
+    for f in dataclasses.fields(config_class):
+        if f.name in GROUPS:
+            group = parser.add_argument_group(GROUPS[f.name])
+        kind = [*typing.get_args(f.type), f.type][0]  # of "int | None" int
+        options = dict(f.metadata, default=f.default)
+        if f.default is not None:
+            options["help"] += " (default: %(default)s)"
+        if kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        elif isinstance(f.default, tuple) or typing.get_origin(kind) is tuple:
+            options["nargs"] = "+"
+        else:
+            options["type"] = kind
+        group.add_argument(f"--{f.name}", **options)
+    group.add_argument("--config", help="YAML or JSON file of these flags, or a run's"
+                       " train_config.json; the command line has precedence")
+    return parser
+
+
+def parse_flags(config_class, description, argv=None):
+    """The flags as a `config_class`: those of --config, or of the run that is resumed, and then
+    those of the command line. Raises ValueError."""
+    parser = make_parser(config_class, description)
+    argv = list(sys.argv[1:] if argv is None else argv)
+
+    def parse(argv):
+        values, unknown = parser.parse_known_args(argv)
+        if unknown:
+            names = [f"--{f.name}" for f in dataclasses.fields(config_class)]
+            name = unknown[0].partition("=")[0]
+            near = ([known for known in names if known.startswith(name)]
+                    or difflib.get_close_matches(name, names, 1))
+            advice = f", perhaps {near[0]}" if near else ""
+            raise ValueError(f"unrecognized arguments: {' '.join(unknown)}{advice} (see --help)")
+        return vars(values)
+
+    values = parse(argv)
+    if values["config"]:
+        argv = read_flags(config_class, Path(values["config"])) + argv
+        values = parse(argv)
+    if values["resume"] == "must":
+        runs = sorted(Path("runs").glob("*/train_config.json"), key=lambda p: p.stat().st_mtime)
+        if not (values["output_dir"] or runs):
+            raise ValueError("--resume must without --output_dir: no run below runs/ to resume")
+        directory = values["output_dir"] or str(runs[-1].parent)
+        begun = Path(directory, "train_config.json")
+        if not begun.is_file():
+            raise ValueError(f"--resume must: no run in {directory} (no {begun.name})")
+        begun_argv = read_flags(config_class, begun)
+        values = parse([*begun_argv, *argv, f"--output_dir={directory}"])
+    del values["config"]
+    return config_class(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+
+
+def read_flags(config_class, path):
+    """The command line that a YAML or JSON file of flags stands for. Raises ValueError."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node, deep=False):  # its own takes the last of two alike
+            names = [key.value for key, _ in node.value]
+            for name in names:
+                if names.count(name) > 1:
+                    raise ValueError(f"{name} is there twice")
+            return super().construct_mapping(node, deep)
+
+    # numbers and dates are text, as on the command line: YAML's 2026_11 is 202611, its 5:00 is 300
+    Loader.yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag.endswith((":bool", ":null"))]
+        for first, resolvers in Loader.yaml_implicit_resolvers.items()}
+    try:
+        content = yaml.load(path.read_text(), Loader)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as e:
+        raise ValueError(f"--config {path}: cannot be read: {e}")
+    content = content.get("flags", content) if isinstance(content, dict) else content
+    if not isinstance(content, dict):
+        raise ValueError(f"--config {path}: is no table of flags and their values")
+    if "config" in content:
+        raise ValueError(f"--config {path}: names another file by config: write its flags here")
+    argv = []
+    for name, value in content.items():
+        is_switch = isinstance(value, bool) and isinstance(getattr(config_class, name, False), bool)
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, bool) and not is_switch:
+                raise ValueError(f"--config {path}: {name}: {item}: YAML takes yes, no, on and off"
+                                 " for these: put the value in quotes")
+        if is_switch:
+            argv.append(f"--{name}" if value else f"--no-{name}")
+        elif isinstance(value, dict):
+            argv += [f"--{name}", *(f"{old}={new}" for old, new in value.items())]
+        elif isinstance(value, list):
+            argv += [f"--{name}", *map(str, value)]
+        elif value is not None:
+            argv.append(f"--{name}={value}")
+    return argv
+
+
+def save_interval(config):
+    """--save_every as (steps, seconds) between checkpoints; (0, inf): only at the end."""
+    if config.save_every.endswith("m"):
+        return 0, 60 * int(config.save_every[:-1]) or math.inf
+    return int(config.save_every), math.inf
+
+
+def check_combinations(config):
+    """Raise ValueError for flags that do not go together."""
+    only = {"beta": ("dpo", "ipo", "simpo", "orpo", "kto"), "label_smoothing": ("dpo",),
+            "simpo_gamma": ("simpo",), "desirable_weight": ("kto",), "undesirable_weight": ("kto",)}
+    defaults = {f.name: f.default for f in dataclasses.fields(config)}
+    for name, losses in only.items():
+        value = getattr(config, name)
+        if value != defaults[name] and config.loss not in losses:
+            raise ValueError(f"--{name} {value} is of --loss {' or '.join(losses)}, not of"
+                             f" {config.loss}: drop it, or choose another --loss")
+    if config.loss == "kto" and config.batch_size < 2:
+        raise ValueError(f"--batch_size {config.batch_size} with --loss kto: a step compares good"
+                         " answers with bad ones: give at least 2")
+    if config.offload_activations and config.recompute in ("none", "0"):
+        raise ValueError(f"--offload_activations has nothing to keep with --recompute"
+                         f" {config.recompute}: drop one of them")
+    if config.attn == "flash_attention_2" and config.compute_dtype != "bfloat16":
+        raise ValueError("--attn flash_attention_2 computes in bfloat16: drop it or use sdpa")
+
+
+def resolve_config(config, world_size):
+    """The Config with what follows from the flags alone filled in. Raises ValueError."""
+    for name, value in vars(config).items():
+        if value == "" or isinstance(value, tuple) and "" in value:
+            raise ValueError(f"--{name} is empty: leave it out or give a value")
+
+    def check(names, is_right, wanted):
+        for name in names.split():
+            value = getattr(config, name)
+            if value is not None and not is_right(value):
+                raise ValueError(f"--{name} {value}: must be {wanted}")
+
+    check("lora_rank lora_alpha max_seq_len batch_size", lambda n: n >= 1, "at least 1")
+    check("keep_checkpoints", lambda n: n >= 2, "at least 2")
+    check("max_steps num_epochs learning_rate beta desirable_weight undesirable_weight"
+          " memory_limit_gib micro_batch_tokens max_grad_norm max_minutes step_timeout_minutes",
+          lambda x: 0 < x < math.inf, "positive")
+    check("eval_every weight_decay simpo_gamma", lambda x: 0 <= x < math.inf, "0 or more")
+    check("label_smoothing", lambda x: 0 <= x < 0.5, "at least 0 and below 0.5")
+    check("save_every", lambda x: re.fullmatch(r"\d{1,9}m?", x),
+          "minutes, as 5m, or a number of steps, or 0")
+    check("lora_dropout warmup_fraction", lambda x: 0 <= x < 1, "at least 0 and below 1")
+    check("columns", lambda pairs: all(re.fullmatch("[^=]+=[^=]+", pair) for pair in pairs)
+          and len({pair.partition("=")[0] for pair in pairs}) == len(pairs),
+          "OLD=NEW, each OLD once")
+    check("output_dir", lambda path: not path.startswith("~"), "the whole path: the shell has not"
+          " replaced its ~")
+    check("seed", lambda n: 0 <= n < 2**40, "at least 0 and below 2^40")
+    if config.recompute not in ("all", "none", "auto") and not config.recompute.isdecimal():
+        raise ValueError(f"--recompute {config.recompute}: must be all, none, auto or a number")
+    if config.model and not config.dataset and not config.random_weights:
+        raise ValueError(f"--model {config.model} needs a --dataset: files or a Hub id")
+    tracker = config.report_to
+    if tracker != "none" and importlib.util.find_spec(tracker) is None:
+        raise ValueError(f"--report_to {tracker}: {tracker} is not installed: `pip install"
+                         f" {tracker}`, or use none")
+    if config.random_weights and config.eval_dataset and not config.dataset:
+        raise ValueError("--eval_dataset needs a --dataset beside --random_weights")
+    check_combinations(config)
+    if config.random_weights and not config.model:
+        raise ValueError("--random_weights needs a --model whose config.json gives the shapes")
+    shards = config.shard_group_size
+    if shards is None and not config.model:
+        shards = world_size  # the demo is there to show sharding
+    if shards is not None and (shards < 1 or world_size % shards):
+        sizes = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+        raise ValueError(f"--shard_group_size {shards} does not divide {world_size} processes: use"
+                         f" one of {sizes}")
+    return dataclasses.replace(
+        config,
+        shard_group_size=shards,
+        beta=config.beta or (None if config.loss == "sft" else 0.1),
+        learning_rate=config.learning_rate or (
+            3e-3 if not config.model else 2e-4 if config.loss == "sft" else 5e-6),
+        max_steps=config.max_steps or (None if config.model or config.dataset else 300),
+        output_dir=config.output_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")

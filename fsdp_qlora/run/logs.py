@@ -1,0 +1,268 @@
+"""What a run tells: lines of the log, metrics.jsonl, trackers, a picture of the losses.
+
+Depends on files. Once training goes on, nothing that goes wrong with any of it ends a run.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from fsdp_qlora.data.forms import IGNORE
+from fsdp_qlora.run.files import put_in_place, text_digest, write_whole
+from fsdp_qlora.quant.nf4 import why_no_triton
+from fsdp_qlora.run.ranks import say
+
+LOG_SECONDS = 2  # between lines of steps in the log
+
+
+class Log:
+    """metrics.jsonl, the tracker that --report_to names, and a progress bar. Rank 0 only."""
+
+    def __init__(self, run, done):
+        """Of a run that is resumed after step `done`, only earlier records stay."""
+        self.max_steps, self.status = run.config.max_steps, run.status
+        self.path = run.directory / "metrics.jsonl"
+        write_whole(self.path, earlier_records(self.path, done, run.progress["evaluated"] or 0))
+        self.size, self.unwritten, self.is_failing = self.path.stat().st_size, b"", False
+        self.bar, self.last_line = None, 0.0
+        trackers = {"tensorboard": tensorboard, "wandb": wandb_run, "none": lambda *_: (None, None)}
+        self.name = run.config.report_to
+        self.track, self.close_tracker = trackers[self.name](run, done)
+
+    def write(self):
+        """Append what is unwritten. What the disk does not accept is kept for the next time, and
+        written over what it accepted of it."""
+        try:
+            self.status.check_lock()
+            file, done = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666), 0
+            try:
+                while done < len(self.unwritten):
+                    done += os.pwrite(file, self.unwritten[done:], self.size + done)
+            finally:
+                os.close(file)  # NFS may report only here that the disk is full
+            self.size, self.unwritten, self.is_failing = self.size + done, b"", False
+        except (OSError, ValueError) as e:
+            self.why = getattr(e, "strerror", None) or e
+            if not self.is_failing:
+                say(f"{self.path}: cannot be written ({self.why}): training goes on, and its lines"
+                    " are written when they can be")
+            self.is_failing = True
+
+    def record(self, record):
+        """Log a step or an evaluation."""
+        self.unwritten += json.dumps(record).encode() + b"\n"
+        self.write()
+        try:
+            if self.track:
+                self.track(record)
+        except Exception as e:
+            say(f"{self.name}: {getattr(e, 'strerror', None) or e}: it gets nothing more")
+            self.track = None
+
+    def step(self, record):
+        """Log a step; print it unless another has just been printed."""
+        self.record(record)
+        step = record["step"]
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            if self.bar is None:  # its rate is to be without the first step's compiling
+                self.bar = tqdm(initial=step, total=self.max_steps, unit="step", disable=None)
+            else:
+                self.bar.update()
+        if time.monotonic() - self.last_line >= LOG_SECONDS or step == self.max_steps:
+            self.last_line = time.monotonic()
+            self.status.write("training")
+            say("step {step:5d}/{max_steps} loss {loss:7.4f}{metrics} lr {learning_rate:.1e} grad"
+                " {grad_norm:6.3f} {tokens_per_second_per_gpu:6,.0f} tok/s/GPU"
+                " {peak_memory_gib:.2f} GiB".format(
+                    max_steps=self.max_steps, metrics=describe_metrics(record), **record))
+
+    def close(self):
+        self.write()
+        if n_lost := self.unwritten.count(b"\n"):
+            say(f"{self.path}: its last {n_lost} lines are lost: {self.why}")
+        for close in (self.bar and self.bar.close, self.close_tracker):
+            with contextlib.suppress(Exception):
+                if close:
+                    close()
+
+
+def describe_metrics(record, prefix=""):
+    """What a record of metrics has besides the loss, for a line of the log; "" of a step of
+    supervised fine-tuning."""
+    found = {key.removeprefix(prefix): value for key, value in record.items()
+             if key.startswith(prefix)}
+    parts = [f"perplexity {found['perplexity']:.2f}"] if "perplexity" in found else []
+    if "rewards/accuracies" in found:
+        parts.append(f"accuracy {found['rewards/accuracies']:.1%}")
+    for name in "rewards", "logps":
+        pair = [f"{found[key]:.3f}" if (key := f"{name}/{answer}") in found else "-"
+                for answer in ("chosen", "rejected")]
+        if pair != ["-", "-"]:
+            parts.append(f"{name} {' / '.join(pair)}")
+    parts += [f"{name} {found[key]:.3f}" for name, key in (("margin", "rewards/margins"),
+                                                            ("kl", "kl")) if key in found]
+    return "".join(f", {part}" for part in parts)
+
+
+def earlier_records(path, done, evaluated):
+    """The lines of metrics.jsonl up to step `done`, of evaluations up to step `evaluated`, each
+    step once."""
+    lines = {}
+    for record in read_records(path) if done and path.is_file() else []:
+        is_evaluation = "eval_loss" in record
+        if record["step"] <= (evaluated if is_evaluation else done):
+            lines[record["step"], is_evaluation] = json.dumps(record) + "\n"
+    return "".join(lines.values())
+
+
+def read_records(path):
+    """Yield the records of metrics.jsonl; a line that is none, as the end of a run may tear it, is
+    passed over."""
+    for line in path.read_text(errors="replace").splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
+            record = json.loads(line)
+            if isinstance(record, dict) and type(record.get("step")) is int:
+                yield record
+
+
+def tensorboard(run, done):
+    """A function that tracks a record, and one that closes the tracker."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    # its thread would print a traceback of a full disk, which the next add_scalar() raises
+    threading.excepthook = lambda hook: (
+        isinstance(hook.exc_value, OSError) or threading.__excepthook__(hook))
+    board = SummaryWriter(run.directory / "tensorboard", purge_step=done + 1)
+
+    def track(record):
+        for key, value in record.items():
+            board.add_scalar(key, value, record["step"])
+
+    return track, board.close
+
+
+def wandb_run(run, done):
+    """The same functions for Weights & Biases; raises ValueError if it cannot be reached."""
+    import wandb
+
+    path = run.directory.resolve()
+    try:
+        tracker = wandb.init(
+            project="fsdp-qlora", id=f"{path.name}-{text_digest(str(path))[:8]}", name=path.name,
+            resume="allow", dir=path, config=dataclasses.asdict(run.config))
+    except Exception as e:
+        raise ValueError(f"--report_to wandb: {e}")
+    return lambda record: tracker.log(record, step=record["step"]), tracker.finish
+
+
+def draw_losses(directory):
+    """Draw loss.png from metrics.jsonl. Rank 0 only."""
+    try:
+        from matplotlib.figure import Figure
+
+        records, figure = [*read_records(directory / "metrics.jsonl")], Figure(figsize=(8, 5))
+        losses, rates = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+        for axes, key, style in ((losses, "loss", "-"), (losses, "eval_loss", "o-"),
+                                 (rates, "learning_rate", "-")):
+            points = [(record["step"], record[key]) for record in records if key in record]
+            if points:
+                axes.plot(*zip(*points), style, label=key.replace("_", " "))
+                axes.set_ylabel("loss" if axes is losses else "learning rate")
+        losses.legend()
+        rates.set_xlabel("optimizer step")
+        part = directory / ".loss.png.part"
+        part.unlink(missing_ok=True)  # matplotlib would write what a link leads to
+        figure.savefig(part, format="png", dpi=120)
+        put_in_place(part, directory / "loss.png")
+    except Exception as e:
+        say(f"no loss.png: {e}")
+
+
+def say_start(given, config, plan, kernels, limit, device, versions):
+    """Print what this run is, before it begins: what it has chosen for flags that were not given,
+    on what it runs, and the plan."""
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, gloo"
+    chosen = {name: value for name, value in vars(config).items() if value != vars(given)[name]}
+    say("chosen: " + " ".join(f"--{name} {value}" for name, value in chosen.items()))
+    say(", ".join(f"{name} {version}" for name, version in versions.items())
+        + f"; {dist.get_world_size()} x {gpu}")
+    if device.type == "cuda" and why_no_triton():
+        say(f"slower than need be, without fused kernels: {why_no_triton()}")
+    used = {f.__name__ for kind in kernels.values() for f in kind.values()}
+    say(f"attention: {', '.join(sorted(used))}")
+    say_plan(plan, config, limit)
+
+
+def say_plan(plan, config, limit):
+    """Print the plan: the memory that it is predicted to take, and how the work is laid out."""
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        used = total - free - torch.cuda.memory_reserved()
+        say(f"beside the plan: CUDA's context, NCCL, and what else runs on this GPU, hold"
+            f" {used / 2**30:.2f} GiB")
+    why = "as asked" if config.shard_group_size else "the fastest that fits"
+    copy_of = "each process has a copy of the model"
+    if plan.shard_group_size > 1:
+        copy_of = (f"{plan.shard_group_size} of {dist.get_world_size()} processes share one copy of"
+                   " the model")
+    say(f"plan: {copy_of} ({why}); bins of at most {plan.bin_tokens:,} tokens;"
+        f" {plan.recomputed} of {plan.n_layers} layers are recomputed"
+        + (", from x and the sum after attention" if plan.recomputed and plan.keep_middle else "")
+        + (f", {plan.n_mlp_kept} of them but for their MLP" if plan.n_mlp_kept else "")
+        + (", dequantised weights held for a second use" if plan.hold_weights else "")
+        + ("" if plan.reshard_after_forward else "; gathered weights stay until backward")
+        + ("; nothing to offload" if plan.offload_activations and not plan.recomputed else "")
+        + ("; the embedding is in host memory" if plan.embedding_on_host else "")
+        + ("; CUDA graphs" if plan.graphs else f"; no CUDA graphs: {plan.why_no_graphs}")
+        + f"; {1e6 * plan.token_seconds:,.1f} us a token predicted")
+    parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in plan.memory.items()
+                      if size > 2**30 / 200)
+    say(f"predicted peak {plan.bytes / 2**30:.2f} GiB"
+        + (f" of {limit / 2**30:.2f} GiB" if limit else "")
+        + (f", and {plan.host_bytes / 2**30:.2f} GiB of pinned host memory"
+           if plan.host_bytes else "") + f": {parts}")
+
+
+def say_example(rows, tokenizer):
+    """Print one row as the model sees it, with what is not trained in brackets, if there is a
+    tokenizer; of preferences both answers, or whether its answer is good."""
+    if not tokenizer:
+        return
+    names = {"sft": [""], "kto": [" (good)" if rows.desirable[0] else " (bad)"]}
+    for i, name in enumerate(names.get(rows.loss, [", chosen", ", rejected"])):
+        say(f"first row{name}: {decode(*rows.tokens(i), tokenizer)[:600]!r}")
+
+
+def decode(ids, labels, tokenizer):
+    """The text of a document, with what is not trained in brackets; at least 600 characters of it.
+    """
+    ids, labels, text, before, n = ids.tolist(), labels.tolist(), "", "", 0
+    for is_trained, part in itertools.groupby(labels, lambda label: label != IGNORE):
+        n += len(list(part))
+        whole = tokenizer.decode(ids[:n])  # a part by itself may lose the space that it begins with
+        decoded, before = whole[len(before) :], whole
+        text += decoded if is_trained else f"[not trained: {decoded}]"
+        if len(text) > 600:
+            break
+    return text
+
+
+def say_speed(run, records):
+    """Print the answer of a dry run: how fast, how much is computed, how much memory."""
+    arch, plan, layers = run.model.arch, run.plan, run.model.layers
+    rates = sorted(r["tokens_per_second_per_gpu"] for r in records[2:] or records[-1:])
+    rate, peak = rates[len(rates) // 2], records[-1]["peak_memory_gib"]
+    # forward 2 and backward 2 operations a weight and token, recomputation 2 more
+    weights = sum(layer.layout.token_weights() for layer in layers)
+    again = sum(layer.layout.recomputed_weights(layer.keeps) for layer in layers)
+    tflops = rate * (4 * (weights + arch.vocab_size * arch.hidden_size) + 2 * again) / 1e12
+    say(f"measured: {rate:,.0f} tokens/s per GPU, {tflops:.1f} TFLOP/s, peak {peak:.2f} GiB;"
+        f" predicted {1 / plan.token_seconds:,.0f} tokens/s")

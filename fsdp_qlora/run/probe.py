@@ -1,0 +1,74 @@
+"""The probe: what the model gives for a few tokens, by which a merge sees whether the merged model
+is the one that was trained.
+
+Depends on data.bins; `run` is the script's Run. Who writes it is in checkpoints, who compares is
+merge_adapters.py.
+"""
+
+import contextlib
+import dataclasses
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from fsdp_qlora.data.bins import deal_rows, make_bin
+
+PROBE_ROWS, PROBE_TOKENS = 4, 64  # the first rows, and of each the first tokens
+
+
+class Probe:
+    """A few rows, and what the head reads of them in the model without the adapter."""
+
+    def __init__(self, rows):
+        documents = rows.as_documents()
+        first = documents.select(torch.arange(min(PROBE_ROWS, len(documents))))
+        self.rows = dataclasses.replace(first, lengths=first.lengths.clamp(max=PROBE_TOKENS))
+        self.input_ids = [self.rows.tokens(i)[0].tolist() for i in range(len(self.rows))]
+        self.without_adapter = None
+
+    def begin(self, run):
+        """Note what the model gives without the adapter. All ranks must call this."""
+        run.status.extend_deadline(run.config, run.longest_step)
+        with no_adapter(run.adapter):
+            self.without_adapter = self.states(run)["with_adapter"]
+
+    @torch.no_grad()
+    def states(self, run):
+        """What the head reads of all tokens, one row after the other, [tokens, hidden] on the CPU:
+        {"with_adapter", as it is now, "without_adapter"}. All ranks must call this.
+
+        Each rank computes the same rows. Nothing is compiled for them: that would take longer than
+        all else, and could change the kernels of training and evaluation.
+        """
+        found, rows = {}, self.rows
+        with torch.compiler.set_stance("force_eager"):
+            for micro_batch in deal_rows(rows.lengths.tolist(), 1, run.plan.bin_tokens):
+                bin = make_bin(rows, micro_batch, 0, None, run)
+                states = run.model(bin, wants_loss=False).cpu().split(bin.lengths)
+                found.update(zip(micro_batch[0], states))  # padding is after the rows
+        reshard_all(run.model)
+        now = torch.cat([found[i] for i in range(len(rows))])
+        return {"with_adapter": now, "without_adapter": self.without_adapter}
+
+
+@contextlib.contextmanager
+def no_adapter(adapter):
+    """In the `with` body the adapter does nothing: B is 0, and DoRA's magnitudes are the norms of
+    the weights' rows."""
+    weights = adapter.weights.data.clone()
+    for i, layer in enumerate(adapter.layers):
+        values = {}
+        for (linear, key), (_, shape) in layer.layout.adapter_parts().items():
+            is_norm = key == "lora_magnitude_vector"
+            value = layer.weight_norms[linear].cpu() if is_norm else torch.zeros(shape)
+            values[adapter.name(i, linear, key)] = value
+        adapter.set_layer(i, values)
+    yield
+    adapter.weights.data.copy_(weights)
+
+
+def reshard_all(model):
+    """Free all that FSDP2 has gathered for a forward alone: the adapter will change."""
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()

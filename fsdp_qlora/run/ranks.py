@@ -1,0 +1,147 @@
+"""What ranks say to each other and to the user: collectives, messages, one rank's error to all.
+
+Depends on torch.distributed; every rank's process group is joined in the script. How a process ends
+is in status.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tqdm import tqdm
+
+from fsdp_qlora.run.files import source_digest
+
+AGAIN, DISK, DIVERGED, OUT_OF_MEMORY, FROZEN, BUG = 75, 5, 6, 8, 9, 70  # exit codes
+EXITS = {"flags": 2, "model": 3, "data": 4, "training": DISK, "saving": DISK,
+         "checkpoint": 7}  # of an error, by the phase of the run
+
+
+def n_cores():
+    """The number of CPU cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)  # of Linux
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def is_rank_0():
+    return int(os.environ.get("RANK", 0)) == 0
+
+
+def this_rank():
+    """This process's name in errors."""
+    return f"rank {dist.get_rank()} on {socket.gethostname()}"
+
+
+def say(message):
+    """Print a message. Rank 0 only; other ranks do nothing."""
+    with contextlib.suppress(OSError):  # the terminal may be gone, and the run goes on
+        if is_rank_0():
+            tqdm.write(message)
+            sys.stdout.flush()
+
+
+def print_error(message):
+    """Print one line to stderr; where there may be a progress bar, on a new line."""
+    with contextlib.suppress(OSError):
+        start = "\n" if sys.stderr.isatty() else ""
+        print(f"{start}{' '.join(message.split())}", file=sys.stderr, flush=True)
+
+
+def refuse_launch(message):
+    """End this process, which has not joined the others, with one line."""
+    print_error(f"error: {message}")
+    sys.exit(EXITS["flags"])
+
+
+def all_gather(tensor, group=None):
+    """[ranks, *shape] of every rank's tensor [*shape]. All ranks of the group must call this."""
+    rows = tensor.new_empty(dist.get_world_size(group), *tensor.shape)
+    dist.all_gather(list(rows), tensor, group=group)
+    return rows
+
+
+def gather_objects(value):
+    """Every rank's JSON value in rank order; tuples come back as lists. All ranks must call this.
+    """
+    # not torch's all_gather_object: it pickles
+    data = torch.frombuffer(bytearray(json.dumps(value), "utf-8"), dtype=torch.uint8)
+    sizes = all_gather(torch.tensor(len(data))).tolist()
+    rows = all_gather(F.pad(data, (0, max(sizes) - len(data))))
+    return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes)]
+
+
+class Stop(Exception):
+    """Ends the run on all ranks together, so that no rank waits for another: an error, or a stop
+    that was asked for. `code` is the exit code; None: EXITS of the phase."""
+
+    def __init__(self, message, code=None):
+        super().__init__(message)
+        self.code = code
+
+
+@contextlib.contextmanager
+def explain(what):
+    """Any error of the `with` body becomes a ValueError about `what`: libraries raise all kinds."""
+    try:
+        yield
+    except Exception as e:
+        kind = "" if isinstance(e, (ValueError, OSError)) else f"{type(e).__name__}: "
+        raise ValueError(f"{what}: {kind}{e}")
+
+
+@contextlib.contextmanager
+def together():
+    """If the `with` body fails on one rank, all ranks raise Stop with that rank's error.
+
+    The body must not use collectives. Libraries raise all kinds of errors for what a user can
+    cause, so only an AssertionError and lack of GPU memory are left to end this rank alone. All
+    ranks must call this.
+    """
+    error, code = "", None
+    try:
+        yield
+    except (AssertionError, torch.OutOfMemoryError):
+        raise
+    except Exception as e:
+        error = " ".join(str(e).split())
+        if not error or not isinstance(e, (ValueError, OSError)):
+            error = f"{type(e).__name__}: {error}"
+        if isinstance(e, MemoryError):
+            code = OUT_OF_MEMORY
+    failed = [pair for pair in gather_objects((error, code)) if pair[0]]
+    if failed:
+        raise Stop(*failed[0])
+
+
+def on_rank_0(function, *args):
+    """Run `function` on rank 0 alone; all get what it returns. All ranks must call this."""
+    with together():
+        value = function(*args) if is_rank_0() else None
+    return gather_objects(value)[0]
+
+
+def check_same(config, script, versions):
+    """Stop unless every rank runs the same source, versions {library: version} and flags. All ranks
+    must call this."""
+    facts = [(f"runs source with SHA-256 {source_digest(script)}",
+              f"another version of {script.name}, copy one to all nodes")]
+    for library, version in versions.items():
+        facts.append((f"has {library} {version}", "install the same on all nodes"))
+    for name, value in vars(config).items():
+        facts.append((f"runs --{name} {value}", "start all nodes with the same command"))
+    (first, first_facts), *others = gather_objects((this_rank(), facts))
+    for other, other_facts in others:
+        for (fact, remedy), (other_fact, _) in zip(first_facts, other_facts):
+            if other_fact != fact:
+                raise Stop(f"{other} {other_fact}, {first} {fact}: {remedy}")
+
+
+def say_each(what, text):
+    """Print what each rank says, once if all say the same. All ranks must call this."""
+    texts = gather_objects(text)
+    say(f"{what}, each rank: {texts[0] if len(set(texts)) == 1 else '; '.join(texts)}")

@@ -1,0 +1,332 @@
+"""How a run ends: signals, the end of torchrun, a step that never ends, errors; and status.json.
+
+Depends on ranks and machine. What all ranks know of is a Stop, with which main() ends them
+together. What happens to one rank alone goes to Status.end_alone(), and torchrun ends the others.
+The watching thread cannot wait for the main thread: it calls Status.leave().
+"""
+
+import contextlib
+import ctypes
+import faulthandler
+import json
+import math
+import os
+import re
+import select
+import signal
+import socket
+import threading
+import time
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from fsdp_qlora.run.files import read_json
+from fsdp_qlora.planner.machine import memory_gib
+from fsdp_qlora.run.ranks import (AGAIN, BUG, EXITS, FROZEN, OUT_OF_MEMORY, is_rank_0, print_error,
+                              this_rank)
+
+REQUESTS = (None, "save", "stop")  # of one rank to all; the last has precedence
+LOST = "another process of this run has ended"
+LOST_DIRECTORY = (".lock is not this run's any more: the directory was moved, removed or taken by"
+                  " another run, and this one writes nothing more there")
+SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
+FIRST_STEP_SECONDS = 180  # at most, as it compiles, too
+LIBC, SET_PDEATHSIG = ctypes.CDLL(None), 1  # of prctl(2)
+
+
+class Status:
+    """What this process does, for status.json, and what its main thread and its watching thread
+    tell each other. One per call of main(), made by watch_process()."""
+
+    def __init__(self):
+        self.phase = "flags"  # a key of EXITS
+        self.directory = None  # of the run; None: not known yet
+        self.may_write = False  # whether status.json is of a run with these flags
+        self.lock_fd = None  # of the directory's .lock; None: not held
+        self.lock = None  # os.stat() of .lock, as this process saw it when rank 0 had locked it
+        self.step, self.max_steps, self.checkpoint = 0, None, None  # checkpoint: its name
+        self.plan = None  # Plan; None: not known yet
+        self.where = "outside of the steps (loading or saving)"
+        self.how_to_resume = "the same command resumes it"
+        self.started, self.parent, self.pid = time.monotonic(), os.getppid(), os.getpid()
+        self.deadline = math.inf  # by the clock; after it the process counts as frozen
+        self.stop_reason, self.signal_time = None, -math.inf
+        self.is_ending, self.has_said_end, self.end_lock = False, False, threading.Lock()
+
+    def enter(self, phase):
+        """Begin a phase of the run: it decides the exit code of an error and what a signal does."""
+        self.phase = phase
+        self.write(phase)
+
+    def write(self, state, code=None, message=""):
+        """Replace status.json. Rank 0, and other ranks with an exit code.
+
+        `state`: the phase of a run that goes on (a key of EXITS), else stopped, failed, complete.
+        A stop never replaces a failure that another rank has written, which may be its cause. Until
+        the flags are known to be those of the run in the directory, only a stop is written.
+        """
+        may_write = self.may_write or code == AGAIN
+        if self.directory is None or not may_write or not (is_rank_0() or code):
+            return
+        if self.has_lost_directory():
+            return
+        path = self.directory / "status.json"
+        content = {
+            "state": state, "code": code, "message": message, "step": self.step,
+            "max_steps": self.max_steps, "last_checkpoint": self.checkpoint,
+            "process": f"{os.getpid()} on {socket.gethostname()}",
+            "time": time.strftime("%Y-%m-%d %H:%M:%S")}
+        part = path.with_name(f".status.{os.environ.get('RANK', 0)}.{threading.get_ident()}")
+        with contextlib.suppress(OSError, ValueError):
+            before = read_json(path, {}).get("state") if self.may_write else None
+            if before == "failed" and (code == AGAIN or state == "training"):
+                return
+            if before in ("stopped", "complete") and message.startswith(LOST):
+                return
+            text = json.dumps(content, indent=2) + "\n"
+            try:
+                part.write_text(text)
+                os.replace(part, path)
+            except OSError:  # the disk is full; the old file's own block has room
+                part.unlink(missing_ok=True)
+                with open(os.open(path, os.O_WRONLY | os.O_NOFOLLOW), "w") as file:
+                    file.write(text)
+                    file.flush()
+                    file.truncate()
+
+    def has_lost_directory(self):
+        """Whether .lock is not the file any more that rank 0 has locked: somebody has moved or
+        removed the directory, or .lock, and another run may be there."""
+        try:
+            path = self.lock and self.directory / ".lock"
+            return path is not None and not os.path.samestat(os.lstat(path), self.lock)
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:  # the disk does not answer
+            return False
+
+    def check_lock(self):
+        """Raise ValueError where this run has lost its directory, in which it then writes nothing
+        more: it ends after this step."""
+        if self.has_lost_directory():
+            self.stop_reason = LOST_DIRECTORY
+            raise ValueError(LOST_DIRECTORY)
+
+    def stop_together(self, stop):
+        """Say and write down why all ranks end. Returns the exit code."""
+        code, self.is_ending = EXITS[self.phase] if stop.code is None else stop.code, True
+        if is_rank_0():
+            self.say_end(code, str(stop))
+        return code
+
+    def end_alone(self, error, device):
+        """Say and write down what happened to this rank alone. Returns the exit code."""
+        self.is_ending = True
+        is_lack = isinstance(error, RuntimeError) and "out of memory" in str(error)  # CUDA, NCCL
+        if is_lack or isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            code, text = OUT_OF_MEMORY, out_of_memory_text(error, self.plan, device, self.where)
+        elif isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and re.search(
+            "connection |broken pipe|timed? ?out|unreachable|no route", str(error), re.I  # of gloo
+        ):
+            code, text = AGAIN, f"{LOST}; {self.how_to_resume}"
+        else:
+            traceback.print_exception(error)
+            code, text = BUG, f"has a bug: {type(error).__name__}: {error}: please report it"
+        self.say_end(code, text if code == AGAIN else f"{this_rank()} {text}")
+        return code
+
+    def say_end(self, code, message):
+        """Write down and print why the run ends. Where all ranks know, only rank 0 does."""
+        with self.end_lock:  # both threads may come here at once
+            # rank 0 may be what is lost; but where torchrun is, all ranks know
+            is_alone = code != AGAIN or message.startswith(LOST) and os.getppid() == self.parent
+            if (is_rank_0() or is_alone) and not self.has_said_end:
+                self.write("stopped" if code == AGAIN else "failed", code, message)
+                print_error(f"{'stopped' if code == AGAIN else 'error'}: {message}")
+            self.has_said_end = True
+
+    def leave(self, code, message):
+        """End this process now, whatever its main thread does."""
+        self.is_ending = True
+        end_soon(code)
+        self.say_end(code, message)
+        os._exit(code)
+
+    def leave_frozen(self):
+        """Write the stacks of all threads to a file and end: some rank does nothing any more."""
+        end_soon(FROZEN)
+        path = self.directory / f"stacks-{os.environ.get('RANK', 0)}.txt"
+        with contextlib.suppress(OSError), path.open("w") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+        time.sleep(2)  # all ranks come here at about the same time, before torchrun ends them
+        self.leave(FROZEN, f"{this_rank()} has waited too long {self.where}: is another process"
+                           f" frozen, or its node? See {self.directory}/stacks-*.txt, and"
+                           " --step_timeout_minutes")
+
+    def on_signal(self, name):
+        """Let the run save after this step and end; end it at once before training begins, or at a
+        second signal."""
+        if time.monotonic() < self.signal_time + 3:
+            return  # torchrun passes on what a terminal has sent to all
+        if self.signal_time > 0 or self.phase not in ("training", "saving"):
+            when = "again" if self.signal_time > 0 else "before training began"
+            self.leave(AGAIN, f"{name} {when}; {self.how_to_resume}")
+        self.stop_reason, self.signal_time = self.stop_reason or name, time.monotonic()
+        if is_rank_0():
+            print_error(f"{name}: what the run is at is finished and saved; again: it ends at once")
+
+    def extend_deadline(self, config, longest_step):
+        """Give the step or the like that begins now --step_timeout_minutes; by default 20 times the
+        `longest_step` so far, in seconds, and at least 10 minutes; an hour until there is one."""
+        seconds = max(600, 20 * (longest_step or FIRST_STEP_SECONDS))
+        if config.step_timeout_minutes:
+            seconds = 60 * config.step_timeout_minutes
+        self.deadline = time.monotonic() + seconds
+
+    def check_time(self, config, longest_step):
+        """Ask to stop where --max_minutes are over, or would be after another step, or where the
+        directory is lost."""
+        with contextlib.suppress(ValueError):
+            self.check_lock()
+        minutes = config.max_minutes
+        if minutes and time.monotonic() + longest_step > self.started + 60 * minutes:
+            self.stop_reason = self.stop_reason or f"--max_minutes {minutes:g} are over"
+
+
+@contextlib.contextmanager
+def watch_process():
+    """Yields a Status. While the `with` body runs, a thread watches for signals, for the end of
+    torchrun and for a step that never ends, whatever the main thread waits for."""
+    status = Status()
+    receive, send = socket.socketpair()
+    send.setblocking(False)
+    under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS
+                if not (under_nohup and number == signal.SIGHUP)}
+    wakeup = signal.set_wakeup_fd(send.fileno(), warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=lambda: reset_after_fork(status))
+    thread = threading.Thread(target=watch, args=(receive, status), daemon=True)
+    thread.start()
+    try:
+        yield status
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        send.close()
+        thread.join()
+        receive.close()
+        close_lock(status)
+
+
+def close_lock(status):
+    if status.lock_fd is not None:
+        os.close(status.lock_fd)
+        status.lock_fd = None
+
+
+def reset_after_fork(status):
+    """In a forked process, which encodes data: end with the parent, drop its lock, take default
+    signals."""
+    with contextlib.suppress(AttributeError, OSError):  # Linux only
+        LIBC.prctl(SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != status.pid:  # the parent has ended before the kernel knew of this wish
+        os._exit(1)
+    status.pid = os.getpid()
+    close_lock(status)
+    signal.set_wakeup_fd(-1)
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, signal.SIG_DFL)
+
+
+def watch(receive, status):
+    """Watch this process until `receive` is closed."""
+    torchrun = parent = os.getppid()
+    n_processes, n_missing, looked = 0, 0, time.monotonic()
+    while True:
+        reasons = []
+        if select.select([receive], [], [], 0.2)[0]:
+            if not (numbers := receive.recv(64)):
+                return
+            reasons = [signal.Signals(n).name for n in numbers if n in SIGNALS]
+        if (gap := time.monotonic() - looked) > 5:  # the process was stopped, perhaps the whole job
+            status.deadline += gap
+        looked = time.monotonic()
+        if os.getppid() != parent and "RANK" in os.environ:  # plain Python may outlive its shell
+            reasons, parent = ["torchrun has ended"], os.getppid()
+        if reasons and not status.is_ending:
+            status.on_signal(reasons[0])
+        if status.phase == "training" and not status.is_ending:
+            n_now = count_siblings()
+            n_processes = max(n_processes, n_now)
+            n_expected = min(n_processes, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+            # where the parent is another one, all siblings are gone from it
+            is_lost = n_now < n_expected and os.getppid() == torchrun
+            n_missing = n_missing + 1 if is_lost else 0
+            if n_missing > 1:  # a second look, as torchrun may just be ending
+                status.leave(AGAIN, f"{LOST}; {status.how_to_resume}")  # NCCL would wait for it
+        if time.monotonic() > status.deadline:
+            status.leave_frozen()
+
+
+def count_siblings():
+    """How many processes torchrun has on this node; 0 where Linux does not tell."""
+    path = Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children")
+    with contextlib.suppress(OSError):
+        return len(path.read_text().split())
+    return 0
+
+
+def end_soon(code):
+    """End this process at the latest in 15 s, whatever hangs: the disk, the terminal."""
+    timer = threading.Timer(15, os._exit, [code])
+    timer.daemon = True
+    timer.start()
+
+
+def out_of_memory_text(error, plan, device, where):
+    """What ran out, on the GPU or on the host, and what helps that the plan does not do already."""
+    if isinstance(error, MemoryError):
+        return f"ran out of host memory: {error}; offload less"
+    helps = ["a smaller --micro_batch_tokens", "a shorter --max_seq_len"]
+    if plan:
+        is_done = {
+            "--recompute all": plan.recomputed == plan.n_layers,
+            "--offload_activations": plan.offload_activations,
+            "--offload_params": plan.offload_params}
+        helps = [*(flag for flag in is_done if not is_done[flag]), *helps]
+    text = f"ran out of memory {where}; peak {memory_gib(device)[1]:.2f} GiB allocated"
+    if asked := re.search(r"Tried to allocate ([\d.]+ \w+)", str(error)):
+        text += f", {asked[1]} more asked for"
+    if gaps := re.search(r"([\d.]+ \w+) is reserved by PyTorch but unallocated", str(error)):
+        text += f", {gaps[1]} in gaps between tensors"
+    return f"{text}; try, in this order: {', '.join(helps)}"
+
+
+PATIENCE = 50  # steps after the warm-up in which the loss has to come below the first step's
+LARGEST_WEIGHT = 1000  # of an adapter that learns; of one whose loss did not come below: diverged
+
+
+def why_diverged(step, loss, norm, warmup_steps, progress, largest_weight):
+    """Why the run learns nothing any more, or "". Also notes the losses in `progress`.
+
+    `largest_weight` is a function, which is called only where the losses make it suspicious.
+    """
+    if progress["first_loss"] is None:
+        progress["first_loss"] = loss
+    if step > warmup_steps:
+        progress["lowest_loss"] = min(loss, progress["lowest_loss"] or math.inf)
+    if not math.isfinite(loss + norm):
+        return f"loss {loss}, gradient norm {norm}"
+    if norm == 0:
+        return f"loss {loss:.4f}, but a gradient norm of exactly 0: nothing is learned any more"
+    if step > warmup_steps + PATIENCE and progress["lowest_loss"] > progress["first_loss"]:
+        largest = largest_weight()
+        if largest > LARGEST_WEIGHT:
+            return (f"since the warm-up the loss has not been below the first step's"
+                    f" {progress['first_loss']:.4f}, and the adapter has weights of {largest:.0f}")
+    return ""

@@ -1,0 +1,174 @@
+"""What is trained: the token losses of supervised fine-tuning, or a loss of preferences, which is a
+function of the log-probabilities of whole answers: DPO and its kin.
+
+Depends on ranks. HeadLoss in head gives the sum of the token losses of each document, and
+autograd does the rest. What a loss compares with, the model before the first step, is in reference.
+
+To add a loss of preferences, write a function like dpo() and its record in LOSSES.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from fsdp_qlora.run.ranks import all_gather
+
+
+@dataclasses.dataclass
+class Answers:
+    """What a loss of preferences reads: all rows of a micro-batch, which may lie in the bins of
+    several ranks. A row has two answers, the better one first, or one."""
+
+    documents: torch.Tensor  # int64 [rows, answers], their numbers among the sums of all ranks
+    n_trained: torch.Tensor  # fp64 [rows, answers], trained tokens; 0: the row is padding
+    reference: torch.Tensor  # fp64 [rows, answers], `logps` before the first step, see Rows
+    desirable: torch.Tensor  # bool [rows, answers]: is it a good answer?
+    # fp64 []: of the whole step, KTO's estimate of the KL divergence, or of ORPO how many rows the
+    # step has for each token of the chosen documents
+    step_value: torch.Tensor | None = None
+    # fp64 [rows, answers]: log-probability of each answer, the sum over its tokens or, where a
+    # loss is `per_token`, their mean
+    logps: torch.Tensor | None = None
+    prompt_losses: torch.Tensor | None = None  # fp64 [rows, answers]: sums of token losses
+
+
+# Each returns the loss of each row [rows], and the rewards [rows, answers] that are logged. They
+# are as TRL 1.16 has them.
+
+
+def dpo(answers, config):
+    """Direct preference optimisation; with --label_smoothing cDPO, for which so many of the pairs
+    are labelled the wrong way round."""
+    rewards = config.beta * (answers.logps - answers.reference)
+    margins = rewards[:, 0] - rewards[:, 1]
+    wrong = config.label_smoothing
+    return -(1 - wrong) * F.logsigmoid(margins) - wrong * F.logsigmoid(-margins), rewards
+
+
+def ipo(answers, config):
+    """Identity preference optimisation: the margin per token is to be 1 / (2 beta)."""
+    scores = answers.logps - answers.reference
+    margins = (scores / answers.n_trained).diff(dim=1)[:, 0].neg()
+    return (margins - 1 / (2 * config.beta)) ** 2, config.beta * scores
+
+
+def simpo(answers, config):
+    """SimPO: no reference, log-probabilities per token, and a margin of --simpo_gamma."""
+    rewards = config.beta * answers.logps
+    return -F.logsigmoid(rewards[:, 0] - rewards[:, 1] - config.simpo_gamma), rewards
+
+
+def orpo(answers, config):
+    """ORPO: the cross-entropy of the chosen documents, prompts included, whose mean is over the
+    tokens of the step, and beta times the log of the odds of chosen to rejected."""
+    logps = answers.logps.clamp(max=-1e-12)  # of a certain answer the odds are infinite
+    odds = logps - torch.log(-torch.expm1(logps))
+    ratio = F.logsigmoid(odds[:, 0] - odds[:, 1])
+    cross_entropy = answers.prompt_losses[:, 0] - answers.logps[:, 0] * answers.n_trained[:, 0]
+    return cross_entropy * answers.step_value - config.beta * ratio, config.beta * logps
+
+
+def kto(answers, config):
+    """KTO: good answers are to be above the step's estimate of the KL divergence, bad ones below.
+    """
+    rewards = config.beta * (answers.logps - answers.reference)
+    above = rewards - config.beta * answers.step_value
+    losses = torch.where(answers.desirable, config.desirable_weight * above.neg().sigmoid(),
+                         config.undesirable_weight * above.sigmoid())
+    return losses[:, 0], rewards
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """One of --loss."""
+
+    function: Callable | None  # as above; None: the mean over the trained tokens
+    n_answers: int = 2  # of a row
+    has_reference: bool = True  # reads Answers.reference
+    per_token: bool = False  # reads mean log-probabilities
+    trains_prompt: bool = False  # reads Answers.prompt_losses of chosen answers
+
+
+LOSSES = {
+    "sft": Loss(None, n_answers=1, has_reference=False),
+    "dpo": Loss(dpo),
+    "ipo": Loss(ipo),
+    "simpo": Loss(simpo, has_reference=False, per_token=True),
+    "orpo": Loss(orpo, has_reference=False, per_token=True, trains_prompt=True),
+    "kto": Loss(kto, n_answers=1)}
+# What is summed over rows, by TRL's names; of KTO also its step_value. "loss" comes first
+METRICS = ("loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "logps/chosen",
+           "logps/rejected", "kl")
+
+
+def bin_objective(document_losses, bin, config):
+    """From what HeadLoss returns of a bin: its loss, a sum over tokens or rows, whose gradient is
+    wanted; and this rank's share of the sums that metrics are the means of, fp64 [k], the loss
+    first. All ranks must call this."""
+    if bin.answers is None:
+        loss = document_losses.sum()
+        return loss, loss.detach()[None]
+    # every rank computes all rows of the micro-batch; autograd stops at the documents of others
+    answers = read_answers(bin.answers, document_losses, LOSSES[config.loss])
+    losses, rewards = LOSSES[config.loss].function(answers, config)
+    is_row = bin.answers.n_trained[:, 0] > 0
+    losses = losses.where(is_row, 0)
+    rewards, logps = rewards.detach(), answers.logps.detach()
+    good, bad = (which & is_row[:, None] for which in (answers.desirable, ~answers.desirable))
+    if config.loss == "kto":
+        above = rewards - config.beta * answers.step_value
+        is_right = torch.where(answers.desirable, above > 0, above < 0)[:, 0]
+    else:
+        is_right = rewards[:, 0] > rewards[:, 1]
+    sums = [losses.detach().sum(), (rewards * good).sum(), (rewards * bad).sum(),
+            (is_right & is_row).sum().double(), (logps * good).sum(), (logps * bad).sum()]
+    if config.loss == "kto":
+        sums.append(answers.step_value * is_row.sum())
+    return losses.sum(), torch.stack(sums) / dist.get_world_size()
+
+
+def read_answers(answers, document_losses, kind):
+    """The Answers with their log-probabilities, of the losses of all ranks' documents. All ranks
+    must call this."""
+    sums = gather_documents(document_losses)
+    if kind.trains_prompt:
+        sums, prompts = sums.view(-1, 2).unbind(1)
+        answers = dataclasses.replace(answers, prompt_losses=prompts[answers.documents])
+    n_trained = answers.n_trained.clamp(min=1)  # of padding
+    logps = -sums[answers.documents]
+    return dataclasses.replace(
+        answers, n_trained=n_trained, logps=logps / n_trained if kind.per_token else logps)
+
+
+def gather_documents(document_losses):
+    """The losses [n] of every rank's documents, [ranks x n]; a gradient reaches this rank's own.
+    All ranks must call this."""
+    if dist.get_world_size() == 1:
+        return document_losses
+    parts = [*all_gather(document_losses.detach())]
+    parts[dist.get_rank()] = document_losses
+    return torch.cat(parts)
+
+
+def n_losses(rows):
+    """How many losses the loss of these Rows is the mean of: trained tokens, or rows."""
+    return int(rows.n_trained.sum()) if rows.loss == "sft" else len(rows)
+
+
+def mean_metrics(sums, rows, prefix=""):
+    """{name of a metric: its mean}, from the sums of bin_objective() over all of these Rows. Of
+    KTO the means over good answers, or over bad ones, are left out where there are none."""
+    n, good = n_losses(rows), int(rows.desirable.sum())
+    counts = n, good, len(rows.desirable) - good, n, good, len(rows.desirable) - good, n
+    means = {prefix + name: total / count
+             for name, total, count in zip(METRICS, sums, counts) if count}
+    chosen, rejected = (means.get(f"{prefix}rewards/{answer}") for answer in ("chosen", "rejected"))
+    if chosen is not None and rejected is not None:
+        means[f"{prefix}rewards/margins"] = chosen - rejected
+    if rows.loss == "sft" and prefix:
+        means[f"{prefix}perplexity"] = math.exp(min(means[f"{prefix}loss"], 700))
+    return means

@@ -1,0 +1,148 @@
+"""The reference: the log-probabilities of all answers before the first step, which losses of
+preferences compare with.
+
+Depends on evaluation and probe; `run` is the script's Run. With a new adapter, whose B is 0, these
+are those of the base model, with --init_adapter those of that adapter. They are computed once, and
+kept in the run's directory, so that a resumed run goes on with the same numbers.
+"""
+
+import dataclasses
+import hashlib
+import math
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+
+from fsdp_qlora.data.bins import step_rows
+from fsdp_qlora.training.evaluation import document_losses, evaluation_batches
+from fsdp_qlora.run.files import digest, text_digest, write_whole
+from fsdp_qlora.run.probe import reshard_all
+from fsdp_qlora.run.ranks import AGAIN, Stop, gather_objects, is_rank_0, on_rank_0, say
+
+REFERENCE_FILE = "reference.safetensors"
+SAVE_SECONDS = 60  # between two parts of it
+
+
+def find_reference(run):
+    """Give the run's rows their `reference`: what its directory has, and for rows that it lacks
+    what the model gives with the adapter of before the first step. All ranks must call this."""
+    if not run.rows.kind.has_reference:
+        return
+    steps = range(1, run.config.max_steps + 1)
+    drawn = torch.cat([step_rows(step, len(run.rows), run.config) for step in steps]).unique()
+    needed = {"train": (run.rows, drawn)}  # {name in the file: (Rows, the numbers of some)}
+    if run.eval_rows:
+        needed["eval"] = run.eval_rows, torch.arange(len(run.eval_rows))
+    if run.rows.mismatched:
+        needed |= {f"{name}_mismatched": (rows.mismatched, numbers)
+                   for name, (rows, numbers) in needed.items()}
+    found = {name: torch.full((len(rows.lengths),), math.nan, dtype=torch.float64)
+             for name, (rows, _) in needed.items()}  # NaN: not known yet
+    on_rank_0(read_reference, run, found)
+    for values in found.values():
+        dist.broadcast(values, 0)
+    measure(run, needed, found)
+    for name, values in found.items():
+        needed[name] = dataclasses.replace(needed[name][0], reference=values)
+    sets = []
+    for name in "train", "eval":
+        rows, mismatched = needed.get(name), needed.get(f"{name}_mismatched")
+        sets.append(rows and dataclasses.replace(rows, mismatched=mismatched))
+    run.rows, run.eval_rows = sets
+
+
+def measure(run, needed, found):
+    """Fill in what is needed and not found yet; once a minute and at the end it is written, and a
+    run that is stopped meanwhile goes on there. All ranks must call this."""
+    missing = {}
+    for name, (rows, numbers) in needed.items():
+        is_missing = found[name].isnan().view(len(rows), -1).any(1)
+        missing[name] = numbers[is_missing[numbers]]
+    if not (n_rows := sum(map(len, missing.values()))):
+        return
+    say(f"reference: the log-probabilities of the answers of {n_rows:,} rows before the first step")
+    started = saved = time.monotonic()
+    if run.saved_step:  # of a run that goes on with more rows, or whose file is lost
+        weights = run.adapter.weights.data.clone()
+        run.adapter.initialise(run.config)
+    for name, numbers in ((name, numbers) for name, numbers in missing.items() if len(numbers)):
+        rows, _ = needed[name]
+        for which, batch in evaluation_batches(run, rows.select(numbers)):
+            documents = rows.documents_of(numbers[which])
+            found[name][documents] = -document_losses(run, batch).cpu()
+            if is_rank_0() and time.monotonic() > saved + SAVE_SECONDS:
+                write_reference(run, found)
+                saved = time.monotonic()
+    reshard_all(run.model)
+    if run.saved_step:
+        run.adapter.weights.data.copy_(weights)
+    if is_rank_0():
+        write_reference(run, found)
+    if why := next(filter(None, gather_objects(run.status.stop_reason)), None):
+        raise Stop(f"{why}, before the reference was complete; what there is of it is in"
+                   f" {REFERENCE_FILE}; {run.status.how_to_resume}", AGAIN)
+    say(f"reference: computed in {time.monotonic() - started:.1f} s")
+
+
+def step_value(run, rows, batches):
+    """What Answers.step_value is for all of these Rows, of a step or an evaluation, which `batches`
+    yields a few at a time; None where the loss reads none. All ranks must call this."""
+    if rows.loss == "orpo":
+        n_tokens = int(rows.n_scored()[rows.desirable].sum())
+        return torch.tensor(len(rows) / n_tokens, dtype=torch.float64, device=run.device)
+    if rows.loss == "kto":
+        ratios = [(-document_losses(run, batch.mismatched)
+                   - batch.mismatched.reference.to(run.device)).sum() for batch in batches]
+        reshard_all(run.model)
+        return (torch.stack(ratios).sum() / len(rows)).clamp(min=0)
+    return None
+
+
+def read_reference(run, found):
+    """Fill in what the run's file has of `found`, if it is whole and of this data and model. Raises
+    ValueError where what it lacks cannot be computed any more. Rank 0 only."""
+    path, settings = run.directory / REFERENCE_FILE, identify_model(run)
+    try:
+        with safe_open(path, "pt") as file:
+            said, kept = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}
+    except (OSError, SafetensorError):
+        return
+    adapter = said.pop("init_adapter", None)
+    digests = {name: tensor_digest(values) for name, values in kept.items()}
+    if said != {"format": "pt", "content": settings["content"], **digests}:
+        say(f"{path} is damaged, or of other rows or another model: it is computed again")
+        return
+    if adapter != settings["init_adapter"]:
+        if not run.saved_step:
+            return  # the run begins with another adapter now
+        if any(bool(values.isnan().any()) for values in kept.values()):
+            raise ValueError(f"--init_adapter {run.config.init_adapter}: has changed since this run"
+                             " began, and the reference of some rows is still to be computed")
+    for name, values in kept.items():
+        if name in found and len(values) == len(found[name]):
+            found[name].copy_(values)
+
+
+def write_reference(run, found):
+    """Write what is known of the reference, with digests of it and of what it is of. If that fails,
+    training goes on without the file. Rank 0 only."""
+    digests = {name: tensor_digest(values) for name, values in found.items()}
+    try:
+        run.status.check_lock()
+        write_whole(run.directory / REFERENCE_FILE, found, {**identify_model(run), **digests})
+    except (OSError, ValueError, SafetensorError) as e:
+        say(f"{REFERENCE_FILE} could not be written: {e}; a resumed run computes it again")
+
+
+def identify_model(run):
+    """Digests of the rows and the base model, and of the adapter that the run begins with."""
+    adapter = Path(run.config.init_adapter or "") / "adapter_model.safetensors"
+    return {"content": text_digest(run.content),
+            "init_adapter": digest(adapter) if adapter.is_file() else "none"}
+
+
+def tensor_digest(values):
+    return hashlib.sha256(values.numpy().tobytes()).hexdigest()
