@@ -50,6 +50,7 @@ def assemble(script):
     check_names(sources)
     docstring, _, code, end, _ = sources[script]
     imports = dict.fromkeys(text for _, head, *_ in sources.values() for text in head)
+    imports = sorted(imports, key=lambda text: "__future__" not in text)  # which comes first
     parts = [
         f"#!/usr/bin/env python3\n# {script} as one file, of commit {commit()}: the script, and"
         " below it its modules.\n# Made by `make standalone`: to send a change back, edit the"
@@ -81,7 +82,7 @@ def cut(path):
         elif isinstance(node, ast.If) and "__main__" in part:
             end = part
         elif i <= last_import:
-            if not getattr(node, "module", "").startswith("fsdp_qlora"):
+            if not getattr(node, "module", "").startswith("fsdp_qlora") and not for_types(node):
                 head += one_by_one(node) if hasattr(node, "names") else [part]
                 names |= meanings(node, path)
         else:
@@ -125,8 +126,14 @@ def check_names(sources):
 
 
 def is_import(node):
-    return isinstance(node, ast.Import | ast.ImportFrom) or (
+    return isinstance(node, ast.Import | ast.ImportFrom) or for_types(node) or (
         isinstance(node, ast.Try) and all(map(is_import, node.body)))
+
+
+def for_types(node):
+    """Whether a statement is `if TYPE_CHECKING:`, whose imports are for annotations alone. In one
+    file these names are there anyway."""
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
 
 
 def read(path):
