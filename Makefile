@@ -72,8 +72,9 @@ test-slow: $(READY) ## Before you push: all that make test leaves out but kills,
 chaos: $(READY) ## Before a release: kills, signals and faults by the hundred, 20 minutes
 	$(VENV)/bin/python -m pytest -m chaos $(ARGS)
 
-lint: $(READY) ## Before you commit
+lint: $(READY) ## Before you commit: style and types
 	$(VENV)/bin/ruff check
+	$(VENV)/bin/mypy
 
 # No cache: from there pip would take what it once built for another torch or GPU.
 flash-attn: can-build-flash-attn $(READY) ## Once, on Ampere or Ada GPUs or for long rows: builds Flash Attention 2
@@ -90,7 +91,7 @@ can-build-flash-attn:
 	@true
 
 clean: ## To start over, or before you give the folder away: removes .venv, dist and caches, never runs/
-	rm -rf $(VENV) dist .pytest_cache .ruff_cache __pycache__ benchmarks/__pycache__ tests/__pycache__ \
+	rm -rf $(VENV) dist .pytest_cache .ruff_cache .mypy_cache __pycache__ benchmarks/__pycache__ tests/__pycache__ \
 	    fsdp_qlora/__pycache__ fsdp_qlora/*/__pycache__
 
 $(READY): requirements.txt

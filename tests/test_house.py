@@ -17,6 +17,7 @@ import pytest
 from conftest import DEVICE, needs_ranks
 
 import merge_adapters
+from standalone import for_types
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ("train_fsdp_qlora", "merge_adapters")
@@ -32,8 +33,13 @@ TREES = {name: ast.parse(path.read_text()) for name, path in SOURCES.items()}
 
 
 def imported(tree):
-    """What a file imports, inside functions too: {"torch", "fsdp_qlora.quant.nf4", ..}."""
-    nodes = list(ast.walk(tree))
+    """What a file imports, inside functions too: {"torch", "fsdp_qlora.quant.nf4", ..}; not what
+    it imports for annotations alone."""
+    nodes, waiting = [], [tree]
+    while waiting:
+        nodes.append(node := waiting.pop())
+        if not for_types(node):
+            waiting += ast.iter_child_nodes(node)
     names = {a.name for node in nodes if isinstance(node, ast.Import) for a in node.names}
     return names | {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
 

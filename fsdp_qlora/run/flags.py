@@ -29,10 +29,11 @@ def make_parser(config_class, description):
 
     parser.error = fail
     parser.print_help = lambda: say(parser.format_help())  # on rank 0
+    types = typing.get_type_hints(config_class)
     for f in dataclasses.fields(config_class):
         if f.name in GROUPS:
             group = parser.add_argument_group(GROUPS[f.name])
-        kind = [*typing.get_args(f.type), f.type][0]  # of "int | None" int
+        kind = [*typing.get_args(types[f.name]), types[f.name]][0]  # of "int | None" int
         options = dict(f.metadata, default=f.default)
         if f.default is not None:
             options["help"] += " (default: %(default)s)"
