@@ -27,6 +27,8 @@ evaluation, loop; saving. It depends on the modules in fsdp_qlora/:
 Tested with torch 2.11 and 2.13, transformers 5.17 and 5.23, peft 0.21, bitsandbytes 0.50.
 """
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import gc
@@ -39,7 +41,9 @@ import time
 import types
 import warnings
 from datetime import timedelta
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Literal, NoReturn
 
 # on a CPU it warns that a package is missing, which only its own inference would use
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
@@ -53,51 +57,55 @@ import transformers
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from fsdp_qlora.data.bins import Bin, deal_rows, make_bin, step_rows
+from fsdp_qlora.data.encode import Rows, prepare_data
 from fsdp_qlora.lora.adapter import Adapter, choose_adapted
 from fsdp_qlora.model.attention import (
     attends, batched_attention, document_attention, flash_attention, varlen_attention)
-from fsdp_qlora.pretrained.hub import (
-    base_digest, load_tokenizer, model_directory, read_model_config)
-from fsdp_qlora.pretrained.check import check_family
-from fsdp_qlora.run.checkpoints import (
-    STATE_KEYS, agree_on_content, checkpoint_path, drop_checkpoints, find_checkpoint,
-    load_checkpoint, save_adapter, write_checkpoint)
-from fsdp_qlora.pretrained.config import rope_frequencies
-from fsdp_qlora.data.bins import deal_rows, make_bin, step_rows
-from fsdp_qlora.data.encode import prepare_data
-from fsdp_qlora.run.demo import make_demo
 from fsdp_qlora.model.elementwise import mix
-from fsdp_qlora.training.evaluation import evaluation_batches, evaluation_bins
-from fsdp_qlora.run.files import read_json, text_digest
-from fsdp_qlora.run.flags import parse_flags, resolve_config, save_interval
 from fsdp_qlora.model.layer import make_layouts
-from fsdp_qlora.run.status import LOST_DIRECTORY, REQUESTS, watch_process, why_diverged
-from fsdp_qlora.run.logs import (
-    Log, describe_metrics, draw_losses, say_example, say_speed, say_start)
-from fsdp_qlora.training.loss import bin_objective, mean_metrics, n_losses
-from fsdp_qlora.planner.machine import host_memory, limit_memory, memory_gib, say_memory
 from fsdp_qlora.model.model import (
     Graphs, Model, measure_weight_norms, verify_model,
     weight_requests)
+from fsdp_qlora.model.offload import GPUStore, HostStore, make_store
+from fsdp_qlora.model.router import BALANCE, take_balance
+from fsdp_qlora.planner.machine import host_memory, limit_memory, memory_gib, say_memory
+from fsdp_qlora.planner.plan import Plan, agree_on_plan
+from fsdp_qlora.pretrained.architecture import Architecture
+from fsdp_qlora.pretrained.check import check_family
+from fsdp_qlora.pretrained.config import rope_frequencies
+from fsdp_qlora.pretrained.hub import (
+    base_digest, load_tokenizer, model_directory, read_model_config)
+from fsdp_qlora.pretrained.reader import (
+    RandomWeights, WeightReader, all_finite, as_hex, content_sum, rows_before, weight_files)
 from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
 from fsdp_qlora.quant.load import fill_model
-from fsdp_qlora.model.offload import make_store
+from fsdp_qlora.run.checkpoints import (
+    STATE_KEYS, agree_on_content, checkpoint_path, drop_checkpoints, find_checkpoint,
+    load_checkpoint, save_adapter, write_checkpoint)
+from fsdp_qlora.run.demo import make_demo
 from fsdp_qlora.run.directory import describe_run, merge_command, open_output, save_tokenizer
-from fsdp_qlora.planner.plan import agree_on_plan
+from fsdp_qlora.run.files import read_json, text_digest
+from fsdp_qlora.run.flags import parse_flags, resolve_config, save_interval
+from fsdp_qlora.run.logs import (
+    Log, describe_metrics, draw_losses, say_example, say_speed, say_start)
 from fsdp_qlora.run.probe import Probe, reshard_all
 from fsdp_qlora.run.ranks import (
     AGAIN, DIVERGED, EXITS, Stop, all_gather, check_same, gather_objects, is_rank_0, n_cores,
     on_rank_0, refuse_launch, say, say_each, together)
+from fsdp_qlora.run.status import (
+    LOST_DIRECTORY, REQUESTS, Status, watch_process, why_diverged)
+from fsdp_qlora.training.evaluation import evaluation_batches, evaluation_bins
+from fsdp_qlora.training.loss import bin_objective, mean_metrics, n_losses
 from fsdp_qlora.training.reference import find_reference, step_value
-from fsdp_qlora.model.router import BALANCE, take_balance
-from fsdp_qlora.pretrained.reader import (
-    RandomWeights, WeightReader, all_finite, as_hex, content_sum, rows_before, weight_files)
 
 SCRIPT = Path(__file__)
 VERSIONS = {m.__name__: m.__version__ for m in (torch, transformers, peft, bnb)}
 TIMEOUT = timedelta(hours=12)  # one process may encode a large file while the others wait
 RETRY_SECONDS = 60  # after a save that failed
 clock = time.monotonic  # seconds
+Record = dict[str, float]  # a line of metrics.jsonl
+Kernels = dict[str, dict[str, Callable]]  # see choose_attention
 
 
 # ------------------------------------------------------------------------------------------------
@@ -105,7 +113,7 @@ clock = time.monotonic  # seconds
 # ------------------------------------------------------------------------------------------------
 
 
-def knob(default, help_text, **extra):
+def knob(default: Any, help_text: str, **extra: Any) -> Any:
     """One field of Config: its default, its help and argparse's other keywords."""
     return dataclasses.field(default=default, metadata={"help": help_text, **extra})
 
@@ -218,32 +226,32 @@ class Run:
     """What train() has built and what the steps change."""
 
     config: Config
-    plan: object  # Plan: what is sharded, recomputed, offloaded
-    status: object  # Status: signals, deadlines, status.json
+    plan: Plan  # what is sharded, recomputed, offloaded
+    status: Status  # signals, deadlines, status.json
     directory: Path
     device: torch.device
-    rows: object  # Rows to train on
-    eval_rows: object  # Rows to evaluate on, or None
-    content: dict  # digests of rows and base model, for checkpoints
-    lora_config: object  # PEFT's
-    kernels: dict  # see choose_attention
-    model: torch.nn.Module  # Model
-    adapter: object  # Adapter
-    optimizer: torch.optim.Optimizer
-    store: object  # where layers keep what they need when they are recomputed
-    probe: object  # Probe
-    graphs: object  # Graphs, or False
+    rows: Rows  # to train on
+    eval_rows: Rows | None  # to evaluate on
+    content: dict[str, str | None]  # digests of rows and base model, for checkpoints
+    lora_config: peft.LoraConfig
+    kernels: Kernels
+    model: Model
+    adapter: Adapter
+    optimizer: bnb.optim.PagedAdamW8bit
+    store: GPUStore | HostStore  # where layers keep what they need when they are recomputed
+    probe: Probe
+    graphs: Graphs | Literal[False]
     # all below changes; `progress` is saved in checkpoints
-    progress: dict = dataclasses.field(default_factory=lambda: dict.fromkeys(
+    progress: dict[str, Any] = dataclasses.field(default_factory=lambda: dict.fromkeys(
         ("evaluated", "best_loss", "best_step", "first_loss", "lowest_loss")))
     saved_step: int = 0  # of the newest checkpoint
     save_due: float = math.inf  # by the clock
     step_start: float = 0.0  # by the clock
     longest_step: float = 0.0  # seconds
-    dealt: tuple | None = None  # the next step's rows and bins
+    dealt: tuple[Rows, list[Bin]] | None = None  # the next step's rows and bins
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 0 or one of those in ranks."""
     device = join_processes()
     with watch_process() as status:
@@ -258,7 +266,7 @@ def main(argv=None):
                 dist.barrier()  # torchrun kills rank 0 when another exits; let it print first
         except SystemExit as e:  # of --help
             dist.barrier()  # some ranks may not have joined yet
-            code = e.code or 0
+            code = int(e.code or 0)
         except Exception as e:
             # the others wait in a collective that this rank will never join: torchrun ends them
             return status.end_alone(e, device)
@@ -266,7 +274,7 @@ def main(argv=None):
     return code
 
 
-def train(given, device, status):
+def train(given: Config, device: torch.device, status: Status) -> None:
     """The whole job, from the flags that were given to the adapter. All ranks must call this."""
     # 1. Agree: the same flags, source and versions on all ranks, one output directory
     check_same(given, SCRIPT, VERSIONS | {"python": "{}.{}".format(*sys.version_info)})
@@ -363,10 +371,10 @@ def train(given, device, status):
 # ------------------------------------------------------------------------------------------------
 
 
-def join_processes():
+def join_processes() -> torch.device:
     """Join torchrun's processes over NCCL, on CPUs over gloo. Returns this rank's device."""
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    options = {"backend": "gloo", "timeout": TIMEOUT}
+    options: dict[str, Any] = {"backend": "gloo", "timeout": TIMEOUT}
     if "RANK" not in os.environ:  # plain `python`, a run of one process
         options.update(store=dist.HashStore(), rank=0, world_size=1)
     elif lacks := {"WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys():
@@ -400,7 +408,7 @@ def join_processes():
 # ------------------------------------------------------------------------------------------------
 
 
-def choose_attention(config, arch, device):
+def choose_attention(config: Config, arch: Architecture, device: torch.device) -> Kernels:
     """The attention to use: {"same": for bins of rows of one length, "any": of other rows}, each
     {"full": kernel, "window": kernel}, the latter where a layer has a window. Raises ValueError.
 
@@ -439,7 +447,7 @@ def choose_attention(config, arch, device):
 # ------------------------------------------------------------------------------------------------
 
 
-def make_mesh(shards, device):
+def make_mesh(shards: int, device: torch.device) -> DeviceMesh:
     """Groups of `shards` consecutive ranks share a copy of the model each (HSDP), or all ranks one.
     Within a group weights are gathered and gradients scattered, all the time; between groups only
     the adapter's gradients are summed."""
@@ -455,7 +463,7 @@ def make_mesh(shards, device):
     return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=names)
 
 
-def shard_model(model, mesh, plan):
+def shard_model(model: Model, mesh: DeviceMesh, plan: Plan) -> None:
     """Make each decoder layer an FSDP2 unit, where there is something to gather.
 
     plan.reshard_after_forward frees a layer's gathered weights until its backward (FULL_SHARD), or
@@ -486,7 +494,8 @@ def shard_model(model, mesh, plan):
 # ------------------------------------------------------------------------------------------------
 
 
-def load_model(model, base, model_config, config, device):
+def load_model(model: Model, base: Path, model_config: transformers.PretrainedConfig,
+               config: Config, device: torch.device) -> types.SimpleNamespace:
     """Fill all of the model that is frozen. All ranks must call this.
 
     Returns a namespace: `sums` {name in files: content_sum() as hex}, which tell one base from any
@@ -507,7 +516,7 @@ def load_model(model, base, model_config, config, device):
     reader = (RandomWeights(requests, config.seed, dtype, device) if config.random_weights
               else WeightReader(files, requests, device))
 
-    def read_checked(name):
+    def read_checked(name: str) -> torch.Tensor:
         nonlocal n_bytes
         value = reader.read(name)
         n_bytes += value.nbytes
@@ -541,7 +550,7 @@ def load_model(model, base, model_config, config, device):
 # ------------------------------------------------------------------------------------------------
 
 
-def make_optimizer(adapter, config):
+def make_optimizer(adapter: Adapter, config: Config) -> bnb.optim.PagedAdamW8bit:
     """bitsandbytes' AdamW over the adapter's one vector, its state in 8 bits and paged: on a GPU
     that is short of memory the driver moves it to the host."""
     # in 8 bits whatever the size: another number of ranks must find the same kind of state
@@ -552,7 +561,7 @@ def make_optimizer(adapter, config):
 
 
 @torch.no_grad()
-def optimizer_step(optimizer, adapter, rate):
+def optimizer_step(optimizer: bnb.optim.PagedAdamW8bit, adapter: Adapter, rate: float) -> None:
     """One update of the adapter; the gradient is then 0. It is bitsandbytes' step() without its two
     waits for the GPU: only checkpoints read the paged state on the host, and they wait."""
     (group,) = optimizer.param_groups
@@ -562,7 +571,7 @@ def optimizer_step(optimizer, adapter, rate):
     adapter.weights.grad.zero_()
 
 
-def learning_rate(step, config):
+def learning_rate(step: int, config: Config) -> float:
     """The rate of step 1..max_steps: linear warm-up to the peak, then by --lr_schedule."""
     warmup = max(1, round(config.warmup_fraction * config.max_steps))
     if step <= warmup:
@@ -577,7 +586,7 @@ def learning_rate(step, config):
 # ------------------------------------------------------------------------------------------------
 
 
-def train_step(run, step):
+def train_step(run: Run, step: int) -> tuple[Record, str | None]:
     """One optimizer step. Returns its record of metrics, and what any rank requests of all: "save",
     "stop" or None. All ranks must call this.
 
@@ -588,7 +597,8 @@ def train_step(run, step):
     batch, bins = run.dealt or deal_step(run, step)
     # every rank knows all rows' lengths, so that the global counts need no communication
     trained_tokens, tokens = int(batch.n_trained.sum()), int(batch.lengths.sum())
-    local_sums, n_bins, capacity, value = 0, 0, 0, step_value(run, batch, [batch])
+    local_sums: Any = 0
+    n_bins, capacity, value = 0, 0, step_value(run, batch, [batch])
     while bins:
         bin = bins.pop(0)
         if bin.answers:
@@ -617,7 +627,7 @@ def train_step(run, step):
     return record, REQUESTS[int(request)]
 
 
-def deal_step(run, step):
+def deal_step(run: Run, step: int) -> tuple[Rows, list[Bin]]:
     """The rows of a step, and this rank's bins of them."""
     batch = run.rows.select(step_rows(step, len(run.rows), run.config))
     micro_batches = deal_rows(batch.lengths.tolist(), dist.get_world_size(), run.plan.bin_tokens,
@@ -626,7 +636,7 @@ def deal_step(run, step):
     return batch, [make_bin(batch, m, dist.get_rank(), step_key, run) for m in micro_batches]
 
 
-def bin_sums(run, bin, scale):
+def bin_sums(run: Run, bin: Bin, scale: float) -> torch.Tensor:
     """The sums of bin_objective(); adds the gradient of `scale` times the bin's loss to the
     adapter's. All ranks must call this."""
     sums = None
@@ -638,7 +648,7 @@ def bin_sums(run, bin, scale):
     return sums
 
 
-def reduce_and_clip(run, local_sums):
+def reduce_and_clip(run: Run, local_sums: torch.Tensor) -> torch.Tensor:
     """Add up sums of metrics and gradient over all ranks, and scale the gradient down to
     --max_grad_norm. Returns the norm before, the highest request of a rank, an index of REQUESTS,
     the sums, and how even experts are used, as one tensor, without waiting for the GPU. All ranks
@@ -657,7 +667,7 @@ def reduce_and_clip(run, local_sums):
     return torch.cat([norm[None], requests.max()[None], sums.sum(0), routed / all_routed])
 
 
-def stop_if_diverged(run, step, loss, norm):
+def stop_if_diverged(run: Run, step: int, loss: float, norm: float) -> None:
     """End a run that learns nothing any more, before the update. All ranks must call this."""
     warmup = run.config.warmup_fraction * run.config.max_steps
     why = why_diverged(step, loss, norm, warmup, run.progress, run.adapter.largest)
@@ -677,9 +687,10 @@ def stop_if_diverged(run, step, loss, norm):
 
 
 @torch.no_grad()
-def evaluate(run):
+def evaluate(run: Run) -> Record | None:
     """The metrics of all evaluation rows, without dropout, {name in metrics.jsonl: value}; None if
     the run was asked to stop meanwhile. All ranks must call this."""
+    assert run.eval_rows, "there is nothing to evaluate on"
     rows, sums, n_seen = run.eval_rows, 0, 0
     value = step_value(run, rows, (batch for _, batch in evaluation_batches(run, rows)))
     for _, batch in evaluation_batches(run, rows):
@@ -694,7 +705,7 @@ def evaluate(run):
     return mean_metrics(all_gather(sums).sum(0).tolist(), rows, "eval_")
 
 
-def log_evaluation(run, log, step):
+def log_evaluation(run: Run, log: Log | None, step: int) -> tuple[bool, bool]:
     """Evaluate after `step`. Returns whether it was cut short, because the run was asked to stop,
     and whether the loss is the best so far, which that before the first step never is. All ranks
     must call this."""
@@ -719,7 +730,7 @@ def log_evaluation(run, log, step):
 # ------------------------------------------------------------------------------------------------
 
 
-def run_steps(run, done):
+def run_steps(run: Run, done: int) -> list[Record]:
     """The training loop: steps, evaluations, metrics, checkpoints. Returns a dry run's records of
     metrics, one a step. All ranks must call this."""
     config, plan, status, records = run.config, run.plan, run.status, []
@@ -768,7 +779,7 @@ def run_steps(run, done):
     return records
 
 
-def stop_run(run, step, cut_short, is_first):
+def stop_run(run: Run, step: int, cut_short: bool, is_first: bool) -> NoReturn:
     """End the run as it was asked to; `cut_short`: its evaluation was. All ranks must call this."""
     why = next(filter(None, gather_objects(run.status.stop_reason)))
     if is_first and cut_short and why.startswith("--max_minutes"):
@@ -786,7 +797,7 @@ def stop_run(run, step, cut_short, is_first):
 # ------------------------------------------------------------------------------------------------
 
 
-def save_checkpoint(run, step):
+def save_checkpoint(run: Run, step: int) -> None:
     """Gather adapter and optimizer state on rank 0, which writes checkpoint-<step>; if that fails,
     say so and try again later. All ranks must call this."""
     run.status.extend_deadline(run.config, run.longest_step)
@@ -809,7 +820,7 @@ def save_checkpoint(run, step):
     on_rank_0(drop_checkpoints, run, step)
 
 
-def finish_run(run):
+def finish_run(run: Run) -> None:
     """Gather the adapter on rank 0, save it and the picture of the losses, and say what to type
     next. All ranks must call this."""
     run.status.enter("saving")
