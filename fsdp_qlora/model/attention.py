@@ -5,13 +5,18 @@ Depends on residual and products. Which kernel a run uses is chosen in the scrip
 a window or no rotary embedding is in families.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import inspect
 import math
 import types
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from fsdp_qlora.pretrained.architecture import Architecture
@@ -24,11 +29,16 @@ from fsdp_qlora.model.linears import FusedLinear
 from fsdp_qlora.model.products import add_a_gradient, product, product_backward, widen
 from fsdp_qlora.model.sinks import flash_sink_attention, torch_sink_attention
 
+if TYPE_CHECKING:
+    from fsdp_qlora.data.bins import Bin
+    from fsdp_qlora.model.layer import LayerWork
+    from fsdp_qlora.planner.plan import Plan
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AttentionHalf:
-    """One layer's attention. What follows attend() is for the plan, in values per token where it
-    does not say bytes or weights."""
+    """One layer's attention. The properties after attend() are for the plan: they count values
+    per token, unless their names say bytes or weights."""
 
     arch: Architecture
     qkv: FusedLinear
@@ -37,10 +47,12 @@ class AttentionHalf:
     rope: int | None  # index of arch.ropes; None: no rotary
 
     @property
-    def fused_linears(self):
+    def fused_linears(self) -> tuple[FusedLinear, ...]:
         return self.qkv, self.out
 
-    def forward(self, work, x, want_sum=True):
+    def forward(
+        self, work: LayerWork, x: Tensor, want_sum: bool = True
+    ) -> tuple[Tensor | Any, types.SimpleNamespace]:
         """Returns x + attention(norm(x)) [tokens, hidden], None without want_sum, and what
         backward() needs."""
         arch = self.arch
@@ -52,7 +64,7 @@ class AttentionHalf:
         rotated = rotate_forward(projected, *self.rotary(work), evaluation=work.evaluation)
         heads = split_heads(arch, rotated)
         del inputs, projected, rotated
-        with torch.enable_grad():  # autograd records this alone: for the kernel's own backward
+        with torch.enable_grad():  # autograd records only this, to call the kernel's backward
             kept.heads = [part.detach().requires_grad_() for part in heads]
             kept.attended = self.attend(work, *kept.heads)
         out_inputs = widen(kept.attended.detach().flatten(1), self.out)
@@ -61,9 +73,12 @@ class AttentionHalf:
         kept.out_columns = last_columns(out_inputs, self.out)
         return out, kept
 
-    def backward(self, work, kept, grad, residual, needs_x):
-        """`residual` plus the gradient of x that comes through attention from `grad`, the gradient
-        of forward()'s sum; None without needs_x."""
+    def backward(
+        self, work: LayerWork, kept: types.SimpleNamespace, grad: Tensor, residual: Tensor,
+        needs_x: bool
+    ) -> Tensor | None:
+        """Returns `residual` + the gradient of x through attention; None without needs_x. `grad` is
+        the gradient of forward()'s sum."""
         arch, attended = self.arch, kept.attended.detach().flatten(1)
         grad = branch_gradient(work, kept.branch, grad, arch.attention_post_norm, ATTENTION_SITE)
         grad, grad_d = product_backward(work, self.out, kept.out_columns, grad, attended)
@@ -80,13 +95,13 @@ class AttentionHalf:
             return None
         return norm_gradient(work, arch.attention_norm, kept.x, grad, residual)
 
-    def rotary(self, work):
+    def rotary(self, work: LayerWork) -> tuple[Tensor | Architecture | None, ...]:
         """(cos, sin, temperature, q_norm's weight, k_norm's weight, arch): the last arguments of
         rotate_forward() and rotate_backward()."""
         norms = work.vector(self.arch.q_norm), work.vector(self.arch.k_norm)
         return *work.bin.ropes[self.rope], *norms, self.arch
 
-    def attend(self, work, query, key, value):
+    def attend(self, work: LayerWork, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Causal attention inside each document of the bin, [n, heads, head_dim]."""
         bin, window = work.bin, self.window
         if window is not None and window >= bin.longest:
@@ -96,25 +111,25 @@ class AttentionHalf:
         return kernel(query, key, value, sinks, bin, self.arch, window, work.layer.index)
 
     @property
-    def query_width(self):
+    def query_width(self) -> int:
         return self.arch.n_heads * self.arch.head_dim
 
     @property
-    def recomputed_values(self):
-        """Alive while forward() is computed again."""
+    def recomputed_values(self) -> int:
+        """Values that are alive while forward() is computed again."""
         return self.qkv.out_features + self.query_width + self.qkv.width + self.out.width
 
     @property
-    def kept_values(self):
-        """From forward to backward, where nothing is recomputed."""
+    def kept_values(self) -> int:
+        """Values kept from forward to backward, if nothing is recomputed."""
         arch, qkv = self.arch, self.qkv.out_features
         log_sums = 2 * arch.n_heads  # the kernel's own, fp32
         values = arch.hidden_size + qkv * (2 if arch.qk_norm else 1)
         values += self.query_width + log_sums + self.qkv.padded_columns + self.out.padded_columns
         return values + arch.hidden_size * (arch.attention_post_norm is not None)
 
-    def live_bytes(self, plan, recomputed):
-        """The most bytes that backward() takes besides what is kept."""
+    def live_bytes(self, plan: Plan, recomputed: bool) -> int:
+        """The peak bytes of backward(), besides what is kept."""
         item = getattr(torch, plan.compute_dtype).itemsize
         hold_weights = plan.hold_weights and recomputed
         values = self.recomputed_values if recomputed else 0
@@ -126,20 +141,22 @@ class AttentionHalf:
             weights += weight_bytes(self.out, item, hold_weights)
         return values * plan.bin_tokens * item + weights
 
-    def recomputed_weights(self, want_sum):
-        """Weights of the products that computing forward() again takes."""
+    def recomputed_weights(self, want_sum: bool) -> int:
+        """Weights that are multiplied again when forward() is recomputed."""
         return self.qkv.n_weights + (self.out.n_weights if want_sum else 0)
 
     @property
-    def elementwise_values(self):
-        """Read or written by elementwise work, forward and backward, as measured."""
+    def elementwise_values(self) -> int:
+        """Values that elementwise work reads or writes, forward and backward; measured."""
         return 15 * self.arch.hidden_size
 
 
 # ---- heads and rotary embedding ----
 
 
-def rope_tables(arch, frequencies, bin, index):
+def rope_tables(
+    arch: Architecture, frequencies: list[tuple[Tensor, float]], bin: Bin, index: int | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(cos, sin, temperature) of the tokens of a bin.
 
     cos and sin are fp32 [tokens, rotary_dim / 2] by frequencies[index], see rope_frequencies();
@@ -160,13 +177,13 @@ def rope_tables(arch, frequencies, bin, index):
     return angles.cos() * factor, angles.sin() * factor, temperature
 
 
-def split_heads(arch, qkv):
+def split_heads(arch: Architecture, qkv: Tensor) -> list[Tensor]:
     """Views of query, key, value [n, heads, head_dim] in qkv [n, all their widths]."""
     widths = [heads * arch.head_dim for heads in (arch.n_heads, arch.n_kv_heads, arch.n_kv_heads)]
     return [part.unflatten(1, (-1, arch.head_dim)) for part in qkv.split(widths, 1)]
 
 
-def rotate(x, cos, sin, arch):
+def rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None, arch: Architecture) -> Tensor:
     """Rotary embedding of x [n, heads, head_dim], returned as [n, heads * head_dim]; cos and sin
     are fp32 [n, rotary_dim / 2] or None. With -sin it is its own backward."""
     if cos is None:
@@ -193,7 +210,9 @@ def rotate(x, cos, sin, arch):
     return rotated.flatten(1)
 
 
-def normed_heads(x, weight, arch, grad=None):
+def normed_heads(
+    x: Tensor, weight: Tensor | None, arch: Architecture, grad: Tensor | None = None
+) -> Tensor:
     """The norm of x [n, heads, head_dim], by head or over all heads; x itself without a weight.
     With `grad`, the gradient of that norm, it returns the gradient of x instead."""
     if weight is None:
@@ -207,7 +226,10 @@ def normed_heads(x, weight, arch, grad=None):
 
 
 @elementwise
-def rotate_forward(qkv, cos, sin, temperature, q_weight, k_weight, arch):
+def rotate_forward(
+    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, temperature: Tensor | None,
+    q_weight: Tensor | None, k_weight: Tensor | None, arch: Architecture
+) -> Tensor:
     """A copy of qkv [n, ...] with query and key rotated and, where the family does that, normed."""
     query, key, value = split_heads(arch, qkv)
     out = []
@@ -224,7 +246,11 @@ def rotate_forward(qkv, cos, sin, temperature, q_weight, k_weight, arch):
 
 
 @elementwise
-def rotate_backward(query, key, value, qkv, cos, sin, temperature, q_weight, k_weight, arch):
+def rotate_backward(
+    query: Tensor, key: Tensor, value: Tensor, qkv: Tensor | None, cos: Tensor | None,
+    sin: Tensor | None, temperature: Tensor | None, q_weight: Tensor | None,
+    k_weight: Tensor | None, arch: Architecture
+) -> Tensor:
     """The gradient of rotate_forward's qkv [n, ...] from those of query, key and value
     [n, heads, head_dim]. `qkv` is needed only where query and key are normed, else None."""
     before = (None, None) if qkv is None else split_heads(arch, qkv)[:2]
@@ -252,19 +278,25 @@ def rotate_backward(query, key, value, qkv, cos, sin, temperature, q_weight, k_w
 # not chosen, see attends(). `window` is how many keys a query sees, None: all.
 
 
-def batched_attention(query, key, value, sinks, bin, arch, window, index):
-    """Documents of one length by torch's SDPA, on Hopper cuDNN's kernel."""
+def batched_attention(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, bin: Bin, arch: Architecture,
+    window: int | None, index: int
+) -> Tensor:
+    """Documents of one length by torch's SDPA, which on Hopper calls cuDNN's kernel."""
     rows = [t.unflatten(0, (len(bin.lengths), -1)).transpose(1, 2) for t in (query, key, value)]
     out = F.scaled_dot_product_attention(
         *rows, is_causal=True, scale=arch.attention_scale, enable_gqa=True)
     out = out.transpose(1, 2).flatten(0, 1)
-    # torch caches cuDNN's plans by the shapes and strides of the inputs, not of this gradient: it
-    # would read it with the strides of the first gradient of that shape in the process
-    out.register_hook(torch.Tensor.contiguous)
+    # torch caches cuDNN's plans by the shapes and strides of the inputs, not of this gradient.
+    # Without contiguous(), it is read with the strides of the first gradient of that shape
+    out.register_hook(Tensor.contiguous)
     return out
 
 
-def flash_attention(query, key, value, sinks, bin, arch, window, index):
+def flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, bin: Bin, arch: Architecture,
+    window: int | None, index: int
+) -> Tensor:
     """Documents of any lengths by Flash Attention 2."""
     if sinks is not None:
         return flash_sink_attention(query, key, value, sinks, bin, arch, window)
@@ -276,21 +308,30 @@ def flash_attention(query, key, value, sinks, bin, arch, window, index):
         window_size=(window - 1 if window else -1, 0), softcap=arch.attention_softcap or 0.0)
 
 
-def varlen_attention(query, key, value, sinks, bin, arch, window, index):
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, bin: Bin, arch: Architecture,
+    window: int | None, index: int
+) -> Tensor:
     """Documents of any lengths by torch's own kernel."""
     if sinks is not None:
         return torch_sink_attention(query, key, value, sinks, bin, arch, window)
     bounds, longest = (bin.cu_seqlens, bin.cu_seqlens), (bin.longest, bin.longest)
-    return varlen_attn(query, key, value, *bounds, *longest, scale=arch.attention_scale,
-                       window_size=(window - 1 if window else -1, 0), **GROUPED)
+    out: Tensor = varlen_attn(
+        query, key, value, *bounds, *longest, scale=arch.attention_scale,
+        window_size=(window - 1 if window else -1, 0), **GROUPED)
+    return out
 
 
 # torch 2.11 accepts fewer heads of keys as they are; later versions want this argument
-GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+GROUPED: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {})
 
 
-def document_attention(query, key, value, sinks, bin, arch, window, index):
-    """Each document by itself in plain torch: on a CPU, and for what no other kernel can."""
+def document_attention(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, bin: Bin, arch: Architecture,
+    window: int | None, index: int
+) -> Tensor:
+    """Each document by itself in plain torch: on a CPU, and where no other kernel works."""
     outs, start = [], 0
     for q, k, v in zip(*(t.split(bin.lengths) for t in (query, key, value))):
         q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
@@ -302,6 +343,7 @@ def document_attention(query, key, value, sinks, bin, arch, window, index):
             mask = torch.ones(n, n, dtype=torch.bool, device=q.device).tril()
             mask = mask.triu(1 - window) if window else mask
         if explicit:
+            assert mask is not None, "made above"
             site = index * N_SITES + WEIGHTS_SITE
             out = explicit_attention(q, k, v, sinks, mask, arch, keys, dropout, site)
         else:
@@ -312,7 +354,10 @@ def document_attention(query, key, value, sinks, bin, arch, window, index):
     return torch.cat(outs)
 
 
-def explicit_attention(q, k, v, sinks, mask, arch, keys, dropout, site):
+def explicit_attention(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Tensor, arch: Architecture,
+    keys: Tensor | None, dropout: float, site: int
+) -> Tensor:
     """Attention with all weights in memory: for Gemma 2's capped scores, for dropout on weights,
     for sinks."""
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
@@ -330,7 +375,9 @@ def explicit_attention(q, k, v, sinks, mask, arch, keys, dropout, site):
     return weights @ v
 
 
-def attends(kernel, arch, reach, device):
+def attends(
+    kernel: Callable[..., Tensor], arch: Architecture, reach: str, device: torch.device
+) -> bool:
     """Whether a kernel gives what document_attention() gives, forward and backward, for two
     documents. `reach` is "full" or "window"."""
     if arch.attention_softcap and kernel is not flash_attention:
@@ -346,7 +393,7 @@ def attends(kernel, arch, reach, device):
     probe = types.SimpleNamespace(lengths=(64, 64), longest=64, cu_seqlens=bounds,
                                   dropout_keys=None)
 
-    def both(function):
+    def both(function: Callable[..., Tensor]) -> tuple[Tensor, ...]:
         inputs = [t.detach().requires_grad_() for t in (q, k, v)]
         out = function(*inputs, sinks, probe, arch, 8 if reach == "window" else None, 0)
         return out.detach(), *torch.autograd.grad(out, inputs, grad)

@@ -3,45 +3,52 @@
 Depends on nf4, which knows whether Triton works here. What needs a bin or a layer is not here.
 """
 
+from __future__ import annotations
+
 import functools
 import itertools
 import types
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from fsdp_qlora.quant.nf4 import why_no_triton
 
+Result = TypeVar("Result")
 
-def elementwise(function):
+
+def elementwise(function: Callable[..., Result]) -> Callable[..., Result]:
     """A decorator: on a GPU the function is compiled to one kernel; on a CPU that takes minutes.
 
-    Torch compiles anew once a size differs from the first call's, for any size from then on: with
-    an open width each value's place takes a division, and half of the speed. So all widths have a
-    kernel of their own, in which only the number of rows may become open; and so have evaluations,
-    whose lengths are not to change training's kernels, nor the last bit of their results. (One
-    kernel for all lengths from the start cost 2 % of a step of Llama-3-8B on an H200.)
+    When a size differs from the first call's, torch compiles again, now for any size. A kernel for
+    any width is half as fast, because it divides to find each value's place. So each width has its
+    own kernel, in which only the number of rows may vary. Evaluations have their own kernels, too:
+    their lengths must not change training's kernels, nor the last bit of its results. (One kernel
+    for all lengths from the start cost 2 % of a step of Llama-3-8B on an H200.)
     """
     numbers = itertools.count()
 
-    @functools.cache
-    def compiled(*layout):  # to torch, what has another code object is another function
+    @functools.cache  # torch takes a function with another code object for another function
+    def compiled(*layout: Any) -> Callable[..., Result]:
         code = function.__code__.replace(co_name=f"{function.__name__}_{next(numbers)}")
         return torch.compile(types.FunctionType(
             code, function.__globals__, function.__name__, function.__defaults__,
             function.__closure__))
 
     @functools.wraps(function)
-    def call(*args, evaluation=False):
+    def call(*args: Any, evaluation: bool = False) -> Result:
         if args[0].is_cuda and not why_no_triton():
-            tensors = (x for x in args if isinstance(x, torch.Tensor) and x.dim())
+            tensors = (x for x in args if isinstance(x, Tensor) and x.dim())
             return compiled(evaluation, *((x.shape[1:], x.stride(0)) for x in tensors))(*args)
         return function(*args)
 
     return call
 
 
-def standardised(x, kind, eps):
+def standardised(x: Tensor, kind: str, eps: float) -> tuple[Tensor, Tensor]:
     """Returns x / rms(x) and 1 / rms(x), fp32; kind "layer" subtracts the mean of x first."""
     x = x.float()
     if kind.startswith("layer"):
@@ -50,14 +57,14 @@ def standardised(x, kind, eps):
     return x * scale, scale
 
 
-def norm_of(x, weight, kind, eps, bias=None):
+def norm_of(x: Tensor, weight: Tensor, kind: str, eps: float, bias: Tensor | None = None) -> Tensor:
     """The norm of x over its last dimension; `weight` must broadcast.
 
     `kind` is "rms" (Llama: rounds before the weight), "rms_fp32" (OLMo 2: rounds after it),
     "rms_plus_one" (Gemma: times 1 + weight), "layer" (Cohere: mean subtracted) or "layer_plus_one"
     (Nemotron: rounds 1 + weight). The last two may have a bias.
     """
-    if bias is not None:  # as transformers: to the bit, also where bf16 is a close call
+    if bias is not None:  # as in transformers, to the bit, where bf16 is a close call too
         return F.layer_norm(x, weight.shape, norm_factor(weight, kind).to(x.dtype), bias, eps)
     standard, _ = standardised(x, kind, eps)
     if kind == "rms":
@@ -65,14 +72,14 @@ def norm_of(x, weight, kind, eps, bias=None):
     return (norm_factor(weight, kind) * standard).to(x.dtype)
 
 
-def norm_factor(weight, kind):
+def norm_factor(weight: Tensor, kind: str) -> Tensor:
     """What the norm multiplies by, fp32."""
     if kind == "layer_plus_one":
         return (weight + 1).float()
     return weight.float() + (kind == "rms_plus_one")
 
 
-def norm_grad_of(grad, x, weight, kind, eps):
+def norm_grad_of(grad: Tensor, x: Tensor, weight: Tensor, kind: str, eps: float) -> Tensor:
     """The gradient of x, fp32, from that of norm_of(x)."""
     standard, scale = standardised(x, kind, eps)
     grad = grad.float() * norm_factor(weight, kind)
@@ -83,20 +90,24 @@ def norm_grad_of(grad, x, weight, kind, eps):
 
 
 @elementwise
-def normalise(out, x, weight, bias, kind, eps):
+def normalise(
+    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, eps: float
+) -> None:
     """Write the norm of x [n, width] into `out`; `bias` may be None."""
     out.copy_(norm_of(x, weight, kind, eps, bias))
 
 
 @elementwise
-def norm_backward(x, grad, residual, weight, kind, eps):
+def norm_backward(
+    x: Tensor, grad: Tensor, residual: Tensor | None, weight: Tensor, kind: str, eps: float
+) -> Tensor:
     """The gradient of x [n, width] from that of its norm, plus `residual` or None."""
     grad_x = norm_grad_of(grad, x, weight, kind, eps)
     return (grad_x if residual is None else grad_x + residual).to(x.dtype)
 
 
 @elementwise
-def scale_columns(y, factor, bias):
+def scale_columns(y: Tensor, factor: Tensor, bias: Tensor | None) -> Tensor:
     """y [n, out] * factor [out] + bias [out] or None."""
     y32 = y.float() * factor
     return (y32 if bias is None else y32 + bias).to(y.dtype)
@@ -111,7 +122,7 @@ ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu": (F.gelu, torch.ops.aten.gelu
                "relu2": RELU2}
 
 
-def gate_product(gate_up, activation, gated):
+def gate_product(gate_up: Tensor, activation: str | tuple[float, float], gated: bool) -> Tensor:
     """activation(gates) * ups, fp32 [n, inner], of gate_up [n, 2 inner]; where nothing is gated,
     activation(ups) of [n, inner]. Where `activation` is (limit, alpha), the product of gpt-oss:
     (ups + 1) * gates * sigmoid(alpha * gates), see clamped_parts()."""
@@ -124,16 +135,16 @@ def gate_product(gate_up, activation, gated):
 
 
 @elementwise
-def gate(out, gate_up, activation, gated):
+def gate(out: Tensor, gate_up: Tensor, activation: str | tuple[float, float], gated: bool) -> None:
     """Write gate_product() into `out` [n, inner]."""
     out.copy_(gate_product(gate_up, activation, gated))
 
 
 @elementwise
-def gate_backward(grad, activation, weights, *parts):
+def gate_backward(grad: Tensor, activation: str, weights: Tensor | None, *parts: Tensor) -> None:
     """Replace `parts`, gates and ups or, where nothing is gated, ups alone, each [n, inner], by
-    their gradients from `grad`, that of gate()'s result; and `grad` by that result, which nobody
-    has kept. With `weights` [n] not None the gradients count that many times, the result does not.
+    their gradients from `grad`, that of gate()'s result; and `grad` by that result, which was not
+    kept. `weights` [n], if not None, multiply these gradients, not the result.
     """
     forward, backward = ACTIVATIONS[activation]
     grad32, first32 = grad.float(), parts[0].float()
@@ -148,10 +159,12 @@ def gate_backward(grad, activation, weights, *parts):
         tensor.copy_(result)
 
 
-def clamped_parts(gate_up, limit, alpha):
-    """gpt-oss's gates, at most `limit`, and ups, between -limit and limit, fp32 [n, inner], of
-    gate_up [n, 2 inner], in which they alternate; the sigmoid of alpha * gates; and of which gates
-    and ups the clamp has let the gradient through."""
+def clamped_parts(
+    gate_up: Tensor, limit: float, alpha: float
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """Returns gpt-oss's gates, at most `limit`, and ups, between -limit and limit, fp32 [n, inner];
+    the sigmoid of alpha * gates; and where gates and where ups were inside, so that the clamp lets
+    their gradient through. In gate_up [n, 2 inner] gates and ups alternate."""
     gates, ups = gate_up.float().unflatten(-1, (-1, 2)).unbind(-1)
     inside = gates <= limit, ups.abs() <= limit
     gates, ups = gates.clamp(max=limit), ups.clamp(-limit, limit)
@@ -159,7 +172,9 @@ def clamped_parts(gate_up, limit, alpha):
 
 
 @elementwise
-def clamped_gate_backward(grad, weights, gate_up, limit, alpha):
+def clamped_gate_backward(
+    grad: Tensor, weights: Tensor, gate_up: Tensor, limit: float, alpha: float
+) -> Tensor:
     """gate_backward() where the activation is (limit, alpha). Returns the gradient of gate_up, in
     which gates and ups alternate: one pass cannot write it over them."""
     gates, ups, sigmoid, (gate_inside, up_inside) = clamped_parts(gate_up, limit, alpha)
@@ -171,23 +186,25 @@ def clamped_gate_backward(grad, weights, gate_up, limit, alpha):
 
 
 @elementwise
-def gate_weight_gradients(grad, gate_up, activation):
-    """The gradient, fp32 [n], of the weights that rows of gate()'s result count with, from `grad`,
-    that of this result were its weights 1. Not in gate_backward(): one compiled kernel that sums
-    and writes over what it sums was wrong in fp32 (torch 2.11), and slower."""
+def gate_weight_gradients(
+    grad: Tensor, gate_up: Tensor, activation: str | tuple[float, float]
+) -> Tensor:
+    """Returns the gradient of the weights of rows, fp32 [n]. `grad` is the gradient of gate()'s
+    result for weights of 1. This is no part of gate_backward(): a compiled kernel that both sums
+    its input and writes over it was wrong in fp32 (torch 2.11), and slower."""
     return (grad.float() * gate_product(gate_up, activation, True)).sum(-1)
 
 
 @elementwise
-def add_row_bias(rows, bias, expert):
-    """Add to rows [n, width] that of each one's expert [n]; bias [experts, width]."""
+def add_row_bias(rows: Tensor, bias: Tensor, expert: Tensor) -> None:
+    """Add to each of rows [n, width] the bias of its expert; expert [n], bias [experts, width]."""
     rows.copy_(rows.float() + bias[expert])
 
 
 @elementwise
-def add_expert_rows(rows, token_rows, weights):
-    """For each token the sum [n, width] of those of `rows` that token_rows [n, k] names, times
-    weights [n, k] or None; in fp32 and in this order, so that it is the same each time."""
+def add_expert_rows(rows: Tensor, token_rows: Tensor, weights: Tensor | None) -> Tensor:
+    """Returns for each token the sum [n, width] of its rows, whose indices are token_rows [n, k],
+    times weights [n, k] or None; in fp32 and in a fixed order, so that it is always the same."""
     total = 0
     for i in range(token_rows.shape[1]):  # a sum() of 8 would be a reduction, a fourth as fast
         picked = rows[token_rows[:, i]].float()
@@ -195,14 +212,14 @@ def add_expert_rows(rows, token_rows, weights):
     return total.to(rows.dtype)
 
 
-# Where in a layer dropout is, besides the inputs of its fused linears, whose sites are 0 to 3: what
-# attention adds, what the MLP adds, attention's weights; of the first layer, what the embedding
+# The sites of dropout in a layer: 0 to 3 are the inputs of its fused linears; these are what
+# attention adds, what the MLP adds, attention's weights and, in the first layer, what the embedding
 # gives. A layer has N_SITES numbers.
 ATTENTION_SITE, MLP_SITE, WEIGHTS_SITE, EMBEDDING_SITE, N_SITES = 4, 5, 6, 7, 8
 
 
 @elementwise
-def drop(x, keys, site, probability):
+def drop(x: Tensor, keys: Tensor, site: int, probability: float) -> Tensor:
     """Dropout of x [n, width]: each value becomes 0 or is divided by 1 - probability.
 
     The choice depends only on the token's key [n], the site and the column. So it is the same when
@@ -214,7 +231,7 @@ def drop(x, keys, site, probability):
     return torch.where(uniform < probability, 0, x.float() / (1 - probability)).to(x.dtype)
 
 
-def mix(bits):
+def mix(bits: Tensor) -> Tensor:
     """A hash of int64 to int64: the finaliser of MurmurHash3; products wrap around."""
     for factor in (-49064778989728563, -4265267296055464877):
         bits = (bits ^ (bits >> 33 & 0x7FFFFFFF)) * factor

@@ -5,11 +5,17 @@ Depends on router, grouped, residual and products. No token is dropped, however 
 is. Which models have experts is in families.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import math
+import types
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.model.residual import (
@@ -24,7 +30,11 @@ from fsdp_qlora.model.grouped import (
 from fsdp_qlora.model.linears import FusedLinear
 from fsdp_qlora.quant.nf4 import dequantise
 from fsdp_qlora.model.products import add_a_gradient, product, product_backward, widen
-from fsdp_qlora.model.router import add_balance, route, route_backward
+from fsdp_qlora.model.router import Routing, add_balance, route, route_backward
+
+if TYPE_CHECKING:
+    from fsdp_qlora.model.layer import LayerWork
+    from fsdp_qlora.planner.plan import Plan
 
 GROUPED_SPEED = 0.66  # of grouped products, as a part of that of large ones; on an H200
 
@@ -40,15 +50,19 @@ class RoutedMLPHalf:
     expert_down: FusedLinear
 
     @property
-    def fused_linears(self):
+    def fused_linears(self) -> tuple[FusedLinear, ...]:
         shared = (self.shared_gate_up, self.shared_down) if self.shared_gate_up else ()
         return *shared, self.expert_gate_up, self.expert_down
 
-    def forward(self, work, middle, source, want_sum=True, choice=None, keep_gate_ups=True):
+    def forward(
+        self, work: LayerWork, middle: Tensor | None, source: Tensor, want_sum: bool = True,
+        choice: tuple[Tensor, list[int] | None] | None = None, keep_gate_ups: bool = True
+    ) -> tuple[Tensor | Any, types.SimpleNamespace]:
         """Returns middle + MLP(norm(source)), None without want_sum, and what backward() needs.
 
-        `choice` is that of an earlier forward(), where it is computed again: a tie must not fall
-        another way. Without keep_gate_ups, backward() computes the experts' gate and up again.
+        When forward() is computed again, `choice` is that of the first time: a tie must not be
+        decided another way. Without keep_gate_ups, backward() computes the experts' gate and up
+        again.
         """
         arch, kept, branch = self.arch, keep(source=source, branch=None, gate_ups=None), None
         # with columns for the shared expert's adapter, which product() fills
@@ -68,14 +82,14 @@ class RoutedMLPHalf:
                 branch += shared
         keep_inputs(work, kept, inputs, self.shared_gate_up)
         out = None
-        if needs_branch:
+        if branch is not None:
             out, kept.branch = end_branch(work, middle, branch, arch.mlp_post_norm, MLP_SITE,
                                           want_sum)
         return out, kept
 
-    def backward(self, work, kept, grad):
-        """The gradient of `middle`, given `grad`, that of forward()'s sum. It includes the gradient
-        of `source`, which comes through the MLP."""
+    def backward(self, work: LayerWork, kept: types.SimpleNamespace, grad: Tensor) -> Tensor:
+        """Returns the gradient of `middle`, which includes that of `source` through the MLP. `grad`
+        is the gradient of forward()'s sum."""
         arch = self.arch
         upstream = branch_gradient(work, kept.branch, grad, arch.mlp_post_norm, MLP_SITE)
         kept.branch = None
@@ -84,13 +98,17 @@ class RoutedMLPHalf:
             grad_x += self._shared_backward(work, kept, upstream)
         return norm_gradient(work, arch.mlp_norm, kept.source, grad_x, grad)
 
-    def forward_to_recompute(self, work, middle, source):
-        """forward()'s sum, and all that is kept of it, the choice for recomputed_backward()."""
+    def forward_to_recompute(
+        self, work: LayerWork, middle: Tensor, source: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, list[int] | None]]:
+        """Returns forward()'s sum, and the choice for recomputed_backward(): all that is kept."""
         # not in slices of tokens, as without experts: each slice would dequantise all of them
         out, kept = self.forward(work, middle, source, keep_gate_ups=False)
         return out, kept.routing.choice
 
-    def recomputed_backward(self, work, source, grad, choice):
+    def recomputed_backward(
+        self, work: LayerWork, source: Tensor, grad: Tensor, choice: tuple[Tensor, list[int] | None]
+    ) -> Tensor:
         """backward() with forward() computed again."""
         kept = self.forward(work, None, source, False, choice, keep_gate_ups=False)[1]
         grad = self.backward(work, kept, grad)
@@ -100,10 +118,12 @@ class RoutedMLPHalf:
     # ---- the experts ----
 
     @property
-    def _activation(self):
+    def _activation(self) -> str | tuple[float, float]:
         return self.arch.mixture.clamp or self.arch.activation
 
-    def _experts_forward(self, work, routing, x, keep_gate_ups):
+    def _experts_forward(
+        self, work: LayerWork, routing: Routing, x: Tensor, keep_gate_ups: bool
+    ) -> tuple[Tensor, list[Tensor] | None]:
         """The sum [n, hidden] of what each token's experts give, times its weights for them; and,
         with keep_gate_ups, gate and up of each pass."""
         outputs, kept = None, []
@@ -123,7 +143,7 @@ class RoutedMLPHalf:
                               evaluation=work.evaluation)
         return out, kept or None
 
-    def _expert_gate_up(self, work, routing, x, passed):
+    def _expert_gate_up(self, work: LayerWork, routing: Routing, x: Tensor, passed: Pass) -> Tensor:
         """gate and up of the rows of one pass, [m, 2 inner]."""
         inputs = x[routing.token[passed.rows]]
         if self.expert_gate_up.n_columns:
@@ -133,17 +153,21 @@ class RoutedMLPHalf:
         self._add_bias(work, "gate_up_proj", gate_up, routing, passed)
         return gate_up
 
-    def _bias(self, work, key):
+    def _bias(self, work: LayerWork, key: str) -> Tensor | None:
         """[experts, out] of all experts' linears `key`; None where they have none."""
         return work.layer.mixture_tensors.get(f"{self.arch.mixture.experts}.{key}_bias")
 
-    def _add_bias(self, work, key, rows, routing, passed):
+    def _add_bias(
+        self, work: LayerWork, key: str, rows: Tensor, routing: Routing, passed: Pass
+    ) -> None:
         """Add to the rows of a pass the bias of their experts' linears `key`, if any."""
         bias = self._bias(work, key)
         if bias is not None:
             add_row_bias(rows, bias, routing.expert[passed.rows], evaluation=work.evaluation)
 
-    def _experts_backward(self, work, kept, grad):
+    def _experts_backward(
+        self, work: LayerWork, kept: types.SimpleNamespace, grad: Tensor
+    ) -> Tensor:
         """The gradient of x [n, hidden] through experts and router, from that of their sum.
 
         The gradient of a token's weight for an expert is grad . (what the expert gave). It is
@@ -159,15 +183,16 @@ class RoutedMLPHalf:
             if kept.gate_ups:
                 gate_up = kept.gate_ups.pop(0)
             else:
+                assert x is not None, "made above"
                 gate_up = self._expert_gate_up(work, routing, x, passed)
-            # these gradients come without the tokens' weights; grad_gate_up has them
+            # grad_inner and grad_d are without the tokens' weights; grad_gate_up is with them
             upstream = grad[routing.token[passed.rows]]
             grad_inner = grouped(upstream, passed.down, passed)
             grad_inner, grad_d = split_columns(work, self.expert_down, grad_inner, passed)
             grad_weights[passed.rows] = gate_weight_gradients(grad_inner, gate_up, self._activation)
             weights = routing.row_weights[passed.rows]
             grad_gate_up = self._gate_backward(grad_inner, weights, gate_up)
-            activated = grad_inner  # which it has written over
+            activated = grad_inner  # _gate_backward() wrote gate()'s result there
             if grad_d is not None:
                 weighted = activated * weights[:, None].to(activated.dtype)
                 add_expert_gradients(work, self.expert_down, weighted, grad_d, upstream, passed)
@@ -183,19 +208,19 @@ class RoutedMLPHalf:
         x = None
         grad_x = add_expert_rows(grad_rows, routing.token_rows, None)
         grad_weights, bias = grad_weights[routing.token_rows], self._bias(work, "down_proj")
-        if bias is not None:  # what an expert gives has it, too
+        if bias is not None:  # it is a part of what an expert gives
             grad_weights += F.linear(grad, bias.to(grad.dtype)).float().gather(1, routing.chosen)
         return grad_x + route_backward(work, routing, grad_weights, grad_x.dtype)
 
-    def _gate_backward(self, grad, weights, gate_up):
-        """Returns the gradient of gate_up, times `weights`, written over gate_up or new; gate()'s
-        result is written over its gradient `grad`."""
+    def _gate_backward(self, grad: Tensor, weights: Tensor, gate_up: Tensor) -> Tensor:
+        """Returns the gradient of gate_up times `weights`: a new tensor, or gate_up, overwritten.
+        Writes gate()'s result over `grad`, its gradient."""
         if clamp := self.arch.mixture.clamp:
             return clamped_gate_backward(grad, weights, gate_up, *clamp)
         gate_backward(grad, self.arch.activation, weights, *gate_up.chunk(2, -1))
         return gate_up
 
-    def _passes(self, work, routing):
+    def _passes(self, work: LayerWork, routing: Routing) -> Iterator[Pass]:
         """Yields what is multiplied at once: a range of experts with their weights, and at most an
         even share of the rows, so that memory does not depend on the router's choice."""
         n_rows, ranges = len(routing.token), cut_experts(self, work.layer.plan.expert_ranges)
@@ -213,8 +238,11 @@ class RoutedMLPHalf:
 
     # ---- the shared expert ----
 
-    def _shared_forward(self, work, kept, inputs):
+    def _shared_forward(
+        self, work: LayerWork, kept: types.SimpleNamespace, inputs: Tensor
+    ) -> Tensor:
         """What the shared expert gives [n, hidden], times its gate where it has one."""
+        assert self.shared_gate_up and self.shared_down, "asked for above"
         kept.shared_gate_up = product(work, self.shared_gate_up, inputs)
         activated = kept.shared_gate_up.new_empty(len(inputs), self.shared_down.width)
         gate(activated[:, : self.shared_down.in_features], kept.shared_gate_up,
@@ -229,8 +257,11 @@ class RoutedMLPHalf:
             out = out * kept.factor
         return out
 
-    def _shared_backward(self, work, kept, grad):
+    def _shared_backward(
+        self, work: LayerWork, kept: types.SimpleNamespace, grad: Tensor
+    ) -> Tensor:
         """The gradient of x [n, hidden] through the shared expert, from that of its output."""
+        assert self.shared_gate_up and self.shared_down, "asked for above"
         arch, from_factor, activated = self.arch, 0, None
         if name := arch.mixture.shared_gate:
             factor = kept.factor.float()
@@ -256,18 +287,18 @@ class RoutedMLPHalf:
     product_speed = GROUPED_SPEED
 
     @property
-    def choice_values(self):
-        """Per token, kept where all else is computed again: the experts chosen, int16."""
+    def choice_values(self) -> int:
+        """Values kept per token if all else is computed again: the chosen experts, int16."""
         return self.arch.mixture.top_k
 
     @property
-    def _gate_up_size(self):
+    def _gate_up_size(self) -> int:
         """Outputs of one expert's gate and up together."""
         return self.expert_gate_up.out_features // self.arch.mixture.n_experts
 
     @property
-    def kept_values(self):
-        """From forward to backward, where nothing is recomputed; 2 bytes each."""
+    def kept_values(self) -> int:
+        """Values kept from forward to backward, if nothing is recomputed; 2 bytes each."""
         arch, mixture = self.arch, self.arch.mixture
         values = mixture.top_k * self._gate_up_size + arch.hidden_size * (not arch.parallel)
         # the Routing: scores in fp32; of each row four numbers in int64 and two weights in fp32
@@ -278,8 +309,8 @@ class RoutedMLPHalf:
             values += arch.hidden_size * (mixture.shared_gate is not None)
         return values + arch.hidden_size * (arch.mlp_post_norm is not None)
 
-    def live_bytes(self, plan, recomputed):
-        """The most bytes that backward() takes besides what is kept."""
+    def live_bytes(self, plan: Plan, recomputed: bool) -> int:
+        """The peak bytes of backward(), besides what is kept."""
         n, item = plan.bin_tokens, getattr(torch, plan.compute_dtype).itemsize
         hidden, mixture = self.arch.hidden_size, self.arch.mixture
         rows, up, down = n * mixture.top_k, self.expert_gate_up, self.expert_down
@@ -295,22 +326,22 @@ class RoutedMLPHalf:
         return values * item + 4 * (4 * rows + 3 * n * mixture.n_experts)
 
     @property
-    def token_weights(self):
+    def token_weights(self) -> float:
         """Weights that one token is multiplied by."""
         share = self.arch.mixture.top_k / self.arch.mixture.n_experts
         shared = sum(fused.n_weights for fused in self.fused_linears[:-2])
         return shared + share * (self.expert_gate_up.n_weights + self.expert_down.n_weights)
 
     @property
-    def recomputed_weights(self):
-        """Of token_weights those of the products that recomputed_backward() computes again."""
+    def recomputed_weights(self) -> float:
+        """Those of token_weights that recomputed_backward() multiplies again."""
         share = self.arch.mixture.top_k / self.arch.mixture.n_experts
         shared = sum(fused.n_weights for fused in self.fused_linears[:-2])
         return shared + share * self.expert_gate_up.n_weights
 
     @property
-    def elementwise_values(self):
-        """Read or written by elementwise work, forward and backward, as counted."""
+    def elementwise_values(self) -> int:
+        """Values that elementwise work reads or writes, forward and backward; counted."""
         # of a row, each way: gathered, put in its place, summed, 2 + 2 + 1; all gates: 1.5 + 4.5
         hidden, top_k = self.arch.hidden_size, self.arch.mixture.top_k
         rows = top_k * (10 * hidden + 6 * self._gate_up_size)

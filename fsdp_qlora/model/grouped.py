@@ -5,18 +5,28 @@ lie together and each kind of product is one call. What is computed with it is i
 tokens go in router; `work` is a LayerWork of layer.
 """
 
+from __future__ import annotations
+
 import functools
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from fsdp_qlora.model.products import fp32_product
 
+if TYPE_CHECKING:
+    from fsdp_qlora.model.experts import RoutedMLPHalf
+    from fsdp_qlora.model.layer import LayerWork
+    from fsdp_qlora.model.linears import FusedLinear
+    from fsdp_qlora.model.router import Routing
+
 
 @functools.lru_cache(None)
-def cut_experts(half, n_ranges):
-    """[(range of experts, their part of expert_gate_up, of expert_down)]: what is dequantised at
-    once."""
+def cut_experts(half: RoutedMLPHalf, n_ranges: int) -> list[tuple[range, FusedLinear, FusedLinear]]:
+    """[(range of experts, its part of expert_gate_up, its part of expert_down)]: each range is
+    dequantised at once."""
     n, found = half.arch.mixture.n_experts, []
     for i in range(n_ranges):
         experts = range(n * i // n_ranges, n * (i + 1) // n_ranges)
@@ -25,14 +35,16 @@ def cut_experts(half, n_ranges):
             each = len(fused.places) // n
             parts.append(fused.part(fused.places[experts.start * each : experts.stop * each]))
         if experts:
-            found.append((experts, *parts))
+            found.append((experts, parts[0], parts[1]))
     return found
 
 
 class Pass:
     """Rows of a range of experts that are multiplied at once, and these experts' weights."""
 
-    def __init__(self, experts, rows, routing, gate_up, down):
+    def __init__(
+        self, experts: range, rows: slice, routing: Routing, gate_up: Tensor, down: Tensor
+    ) -> None:
         self.experts, self.rows = experts, rows
         # [experts, out, width]; of gate_up gates, then ups, or by turns: see one_gate_up
         self.gate_up, self.down = gate_up, down
@@ -46,9 +58,9 @@ class Pass:
             self.bounds = [min(max(bound, first), stop) - first for bound in bounds]
 
 
-def put_rows(whole, rows, passed, n_rows):
+def put_rows(whole: Tensor | None, rows: Tensor, passed: Pass, n_rows: int) -> Tensor:
     """Write the rows of one pass into `whole` [n_rows, width], None before the first pass, and
-    return it; where one pass has all rows these themselves."""
+    return it. If one pass has all rows, return these themselves."""
     if passed.is_all:
         return rows
     whole = rows.new_empty(n_rows, rows.shape[1]) if whole is None else whole
@@ -56,7 +68,7 @@ def put_rows(whole, rows, passed, n_rows):
     return whole
 
 
-def grouped(rows, weights, passed):
+def grouped(rows: Tensor, weights: Tensor, passed: Pass) -> Tensor:
     """rows [m, in], each times its expert's matrix of weights [experts, in, out]."""
     if passed.bounds is None:
         return F.grouped_mm(rows, weights, offs=passed.ends)
@@ -73,13 +85,13 @@ def grouped(rows, weights, passed):
 # grouped_mm wants rows of whole 16 bytes, 8 values of bf16: hence ranks are multiples of 8.
 
 
-def expert_a(work, fused, passed):
+def expert_a(work: LayerWork, fused: FusedLinear, passed: Pass) -> Tensor:
     """A of a pass's experts, [experts, n_columns, in], a view of the layer's adapter."""
     every = work.adapter[fused.lora_a].view(fused.n_experts, -1, fused.in_features)
     return every[passed.experts.start : passed.experts.stop]
 
 
-def fill_expert_columns(work, fused, inputs, passed):
+def fill_expert_columns(work: LayerWork, fused: FusedLinear, inputs: Tensor, passed: Pass) -> None:
     """Write d = s x A.T, by each row's own expert, into the last columns of inputs [m, width]."""
     if fused.n_columns:
         columns = inputs[:, fused.in_features :]
@@ -89,7 +101,9 @@ def fill_expert_columns(work, fused, inputs, passed):
         columns[:, : fused.n_columns] = d * work.layout.scaling
 
 
-def split_columns(work, fused, grad_inputs, passed):
+def split_columns(
+    work: LayerWork, fused: FusedLinear, grad_inputs: Tensor, passed: Pass
+) -> tuple[Tensor, Tensor | None]:
     """The gradients of x [m, in] and of d [m, n_columns], from that of [x, d] [m, width]; x alone,
     and None, where no expert has an adapter."""
     if not fused.n_columns:
@@ -100,7 +114,9 @@ def split_columns(work, fused, grad_inputs, passed):
     return torch.add(grad_x, from_d, alpha=work.layout.scaling), grad_d
 
 
-def add_expert_gradients(work, fused, x, grad_d, grad, passed):
+def add_expert_gradients(
+    work: LayerWork, fused: FusedLinear, x: Tensor, grad_d: Tensor, grad: Tensor, passed: Pass
+) -> None:
     """Add the gradients of A and B of a pass's experts to work.grad_adapter, from x [m, in], the
     gradient of d [m, n_columns] and that of the outputs [m, out]. A row's weight must be
     multiplied either into x or into both gradients."""
@@ -119,8 +135,8 @@ def add_expert_gradients(work, fused, x, grad_d, grad, passed):
         offset = stop
 
 
-def grouped_outer(a, b, passed):
-    """Of each expert a.T @ b of its rows, a [m, p] and b [m, q]: fp32 [experts, p, q]."""
+def grouped_outer(a: Tensor, b: Tensor, passed: Pass) -> Tensor:
+    """Returns a.T @ b of each expert's rows, a [m, p] and b [m, q]: fp32 [experts, p, q]."""
     if passed.bounds is None:
         out = F.grouped_mm(a.t(), b, offs=passed.ends).float()
         empty = passed.ends == F.pad(passed.ends, (1, 0))[:-1]
@@ -132,9 +148,9 @@ def grouped_outer(a, b, passed):
     return out
 
 
-def why_no_grouped_mm(dtype, device):
-    """Why torch's grouped product is not used; "" if it is. Elsewhere torch itself loops over the
-    experts, and waits for the GPU at each product."""
+def why_no_grouped_mm(dtype: torch.dtype, device: torch.device) -> str:
+    """Why torch's grouped product is not used; "" if it is. On other GPUs torch itself loops over
+    the experts, and waits for the GPU at each product."""
     if device.type != "cuda":
         return "a CPU multiplies experts one by one"
     if dtype != torch.bfloat16:
@@ -145,7 +161,7 @@ def why_no_grouped_mm(dtype, device):
 
 
 @functools.lru_cache(None)
-def _why_no_kernel(device):
+def _why_no_kernel(device: torch.device) -> str:
     """Try it on three experts, one of them without rows."""
     generator = torch.Generator(device).manual_seed(0)
     rows, weights = (torch.randn(shape, device=device, dtype=torch.bfloat16, generator=generator)

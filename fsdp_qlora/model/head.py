@@ -5,15 +5,23 @@ documents, see preferences. To train another loss of a token, change logits_stat
 logits_gradient(), HeadLoss.forward(), which uses both, and the reference in check_family().
 """
 
+from __future__ import annotations
+
 import math
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 
 from fsdp_qlora.model.elementwise import elementwise, norm_backward, normalise
 from fsdp_qlora.model.products import fp32_product
 from fsdp_qlora.run.ranks import all_gather
+
+if TYPE_CHECKING:
+    from fsdp_qlora.data.bins import Bin
+    from fsdp_qlora.model.model import Model
 
 try:
     import triton
@@ -24,7 +32,7 @@ except ImportError:  # comes with torch on CUDA alone
 CHUNK_BYTES = 256 * 2**20  # of logits alive at once, and of embeddings before their sum
 
 
-def shard_range(n, shard, shards):
+def shard_range(n: int, shard: int, shards: int) -> range:
     """The rows of `n` that FSDP2 gives to a shard, as torch.chunk does."""
     size = math.ceil(n / shards)
     return range(min(shard * size, n), min((shard + 1) * size, n))
@@ -43,7 +51,7 @@ if triton:
         tl.store(out + token * width + column, values, column < width)
 
 
-def look_up(ids, table, first):
+def look_up(ids: Tensor, table: Tensor, first: int) -> Tensor:
     """Embeddings [n, hidden] of ids [n] from `table` [rows, hidden], whose first row is of id
     `first`; 0 for ids that it does not have. The GPU reads a table in pinned host memory directly.
     """
@@ -57,7 +65,7 @@ def look_up(ids, table, first):
     return F.embedding(local.masked_fill(absent, 0), table).masked_fill_(absent[:, None], 0)
 
 
-def embed(model, ids):
+def embed(model: Model, ids: Tensor) -> Tensor:
     """Embeddings [n, hidden] of ids [n]. All ranks of the group must call this, with the same n.
 
     Only ids are gathered: each rank looks the tokens of all ranks up among its own rows, and each
@@ -80,14 +88,16 @@ def embed(model, ids):
     return out * torch.tensor(model.arch.embedding_multiplier, dtype=out.dtype)
 
 
-def scaled_logits(logits, multiplier, cap):
+def scaled_logits(logits: Tensor, multiplier: float, cap: float | None) -> Tensor:
     """The model's logits, fp32: scaled and, where `cap` is not None, capped."""
     logits = logits.float() * multiplier
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 @elementwise
-def logits_statistics(logits, targets, multiplier, cap):
+def logits_statistics(
+    logits: Tensor, targets: Tensor, multiplier: float, cap: float | None
+) -> Tensor:
     """For logits [n, columns], fp32 [3, n]: the maximum of each row, the sum of exp(logit -
     maximum), and the logit in column `targets`, 0 where that is -1."""
     logits = scaled_logits(logits, multiplier, cap)
@@ -97,7 +107,10 @@ def logits_statistics(logits, targets, multiplier, cap):
 
 
 @elementwise
-def logits_gradient(logits, log_sum, targets, absent, multiplier, cap):
+def logits_gradient(
+    logits: Tensor, log_sum: Tensor, targets: Tensor, absent: Tensor, multiplier: float,
+    cap: float | None
+) -> Tensor:
     """The gradient of the cross-entropies [n, columns]: probabilities, minus 1 at the target; 0 for
     tokens that are `absent` from the loss. log_sum [n] is over the whole vocabulary."""
     capped = scaled_logits(logits, multiplier, cap)
@@ -119,15 +132,15 @@ class HeadLoss(torch.autograd.Function):
     logits never exist (in fp32 2.1 GB for 4,096 tokens and a vocabulary of 128k). As the head is
     frozen, only the gradient of x is wanted: forward computes it, a chunk of tokens at a time.
 
-    A token's row of x has a part in one sum alone. So forward takes its gradient for a weight of 1,
-    and backward multiplies the row by the gradient of its sum, whatever that was used for.
+    A token's row of x counts in one sum only. So forward computes the row's gradient for a weight
+    of 1, and backward multiplies it by the gradient of that sum.
     """
 
     @staticmethod
-    def forward(ctx, x, model, bin):
+    def forward(ctx: Any, x: Tensor, model: Model, bin: Bin) -> Tensor:
         arch, weight, shards = model.arch, model.head, model.shards
 
-        def gather(tensor):
+        def gather(tensor: Tensor) -> Tensor:
             return all_gather(tensor, model.group) if shards > 1 else tensor[None]
 
         change = arch.logits_multiplier, arch.logits_softcap
@@ -166,7 +179,7 @@ class HeadLoss(torch.autograd.Function):
         return torch.segment_reduce(token_losses, "sum", offsets=bin.loss_bounds, unsafe=True)
 
     @staticmethod
-    def backward(ctx, grad_sums):
+    def backward(ctx: Any, grad_sums: Tensor) -> tuple[Tensor, None, None]:
         grad_x, bin, ctx.grad_x = ctx.grad_x, ctx.bin, None
         which = torch.arange(len(bin.labels), device=grad_x.device)
         which = torch.searchsorted(bin.loss_bounds, which, right=True) - 1

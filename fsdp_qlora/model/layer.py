@@ -5,20 +5,31 @@ up, and on offload. Layers of one model may differ: each has a Layout. What a la
 decided in plan.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import math
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fsdp_qlora.model.attention import AttentionHalf
 from fsdp_qlora.model.elementwise import N_SITES, drop
 from fsdp_qlora.model.experts import RoutedMLPHalf
-from fsdp_qlora.model.linears import STATE_BLOCK, Allocator, fuse_linears
+from fsdp_qlora.model.linears import (
+    STATE_BLOCK, Allocator, FusedLinear, LinearPlace, fuse_linears)
 from fsdp_qlora.model.mlp import MLPHalf
-from fsdp_qlora.quant.nf4 import NF4Blocks, dequantise
+from fsdp_qlora.quant.nf4 import Nested, NF4Blocks, dequantise
 from fsdp_qlora.model.offload import put_all
+
+if TYPE_CHECKING:
+    from fsdp_qlora.data.bins import Bin
+    from fsdp_qlora.planner.plan import Plan
+    from fsdp_qlora.pretrained.architecture import Architecture
+    from train_fsdp_qlora import Config
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -27,8 +38,9 @@ class Layout:
 
     attention: AttentionHalf
     mlp: MLPHalf | RoutedMLPHalf
-    vectors: dict  # {name in the layer: (slice of `vectors`, shape)}: norms and biases
-    mixture_tensors: dict  # {name in the layer: shape}
+    # {name in the layer: (slice of `vectors`, shape)} of norms and biases
+    vectors: dict[str, tuple[slice, tuple[int, ...]]]
+    mixture_tensors: dict[str, tuple[int, ...]]  # {name in the layer: shape}
     n_blocks: int  # of `nf4`
     n_vectors: int  # values of `vectors`
     n_adapter: int  # values of `adapter`, a multiple of STATE_BLOCK
@@ -37,22 +49,22 @@ class Layout:
     dora: bool
 
     @property
-    def fused_linears(self):
+    def fused_linears(self) -> tuple[FusedLinear, ...]:
         return self.attention.fused_linears + self.mlp.fused_linears
 
     @functools.cached_property
-    def places(self):
+    def places(self) -> list[LinearPlace]:
         """The LinearPlace of each linear."""
         return [place for fused in self.fused_linears for place in fused.places]
 
     @property
-    def n_scales(self):
+    def n_scales(self) -> int:
         """Of each block, in bytes, see NF4Blocks."""
         return 2 if any(place.linear.mxfp4 for place in self.places) else 1
 
-    def adapter_parts(self):
+    def adapter_parts(self) -> dict[tuple[str, str], tuple[slice, tuple[int, ...]]]:
         """{(linear's name, PEFT's key): (slice of `adapter`, shape)}."""
-        parts = {}
+        parts: dict[tuple[str, str], tuple[slice, tuple[int, ...]]] = {}
         for place in self.places:
             if place.columns:
                 linear, rank = place.linear, place.columns.stop - place.columns.start
@@ -63,7 +75,7 @@ class Layout:
                 parts[key] = place.magnitude, (place.linear.out_features,)
         return parts
 
-    def kept_values(self, keeps):
+    def kept_values(self, keeps: str) -> int:
         """Values per token that a layer keeps from forward to backward, see LayerFunction."""
         hidden = self.attention.arch.hidden_size
         if keeps == "all":
@@ -72,7 +84,7 @@ class Layout:
             return hidden + self.mlp.kept_values
         return (2 * hidden if keeps == "middle" else hidden) + self.mlp.choice_values
 
-    def live_bytes(self, plan, keeps):
+    def live_bytes(self, plan: Plan, keeps: str) -> int:
         """The most bytes that a layer's backward takes besides what is kept: gradients, dequantised
         weights, and what is computed again."""
         item, n = getattr(torch, plan.compute_dtype).itemsize, plan.bin_tokens
@@ -85,16 +97,16 @@ class Layout:
         return live
 
     @property
-    def n_weights(self):
+    def n_weights(self) -> int:
         return sum(fused.n_weights for fused in self.fused_linears)
 
-    def token_weights(self, by_time=False):
+    def token_weights(self, by_time: bool = False) -> float:
         """Weights that one token is multiplied by; by_time: those of slow products count more."""
         speed = self.mlp.product_speed if by_time else 1
         return (sum(fused.n_weights for fused in self.attention.fused_linears)
                 + self.mlp.token_weights / speed)
 
-    def recomputed_weights(self, keeps):
+    def recomputed_weights(self, keeps: str) -> float:
         """Weights of the products that the backward of a layer computes again."""
         if keeps == "all":
             return 0
@@ -103,7 +115,9 @@ class Layout:
         return weights if keeps == "mlp" else weights + self.mlp.recomputed_weights
 
 
-def make_layouts(arch, adapted, config):
+def make_layouts(
+    arch: Architecture, adapted: Collection[str], config: Config
+) -> tuple[Layout, ...]:
     """The Layout of each layer; layers that are alike share one.
 
     `adapted` are the names, in a layer, of the linears that get an adapter.
@@ -115,15 +129,19 @@ def make_layouts(arch, adapted, config):
     return tuple(made[kind] for kind in kinds)
 
 
-def _make_layout(arch, adapted, config, window, rope, routed):
+def _make_layout(
+    arch: Architecture, adapted: Collection[str], config: Config, window: int | None,
+    rope: int | None, routed: bool
+) -> Layout:
     allocator = Allocator()
     vectors = {name: (allocator.reserve("vectors", math.prod(shape)), shape)
                for name, shape in arch.vectors(routed).items()}
     of_experts = arch.expert_gate_up, arch.expert_down
-    qkv, out, *mlp = (
+    fused: list[Any] = [  # FusedLinears; None for a shared expert that the model does not have
         fuse_linears(site, linears, adapted, config, vectors, allocator,
                      arch.mixture.n_experts if linears in of_experts else 0) if linears else None
-        for site, linears in enumerate(arch.fused_groups(routed)))
+        for site, linears in enumerate(arch.fused_groups(routed))]
+    qkv, out, *mlp = fused
     rank, counts = config.lora_rank, allocator.counts
     return Layout(
         AttentionHalf(arch, qkv, out, window, rope), (RoutedMLPHalf if routed else MLPHalf)(
@@ -140,18 +158,21 @@ class DecoderLayer(nn.Module):
     weights of all linears; `vectors`, norms and biases; `adapter`, which alone is trained.
     """
 
-    def __init__(self, arch, layout, index, plan):
+    def __init__(self, arch: Architecture, layout: Layout, index: int, plan: Plan) -> None:
         super().__init__()
         self.arch, self.layout, self.index, self.plan = arch, layout, index, plan
         self.keeps = plan.keeps(index)
         assert not arch.parallel or self.keeps in ("all", "x"), "the MLP of such a layer reads x"
-        self.nested = None  # Nested, whole on every rank
-        self.mixture_tensors = {}  # {name in the layer: tensor}, whole on every rank
-        self.balance = None  # of its experts in this step, see add_balance()
-        self.weight_norms = {}  # DoRA: {adapted linear's name: norms of the rows of W, fp32}
+        self.nested: Nested | None = None  # whole on every rank
+        self.mixture_tensors: dict[str, Tensor] = {}  # by name in the layer; whole on every rank
+        self.balance: Tensor | None = None  # of its experts in this step, see add_balance()
+        # DoRA: {adapted linear's name: norms of the rows of W, fp32}
+        self.weight_norms: dict[str, Tensor] = {}
 
-        def parameter(n, multiple, make, trained=False):  # padded, so that FSDP2 shards evenly
-            multiple *= plan.shard_group_size
+        def parameter(
+            n: int, multiple: int, make: Callable[..., Tensor], trained: bool = False
+        ) -> nn.Parameter:
+            multiple *= plan.shard_group_size  # padded, so that FSDP2 shards evenly
             n = math.ceil(n / multiple) * multiple
             return nn.Parameter(make(n, device="meta"), requires_grad=trained)
 
@@ -162,9 +183,9 @@ class DecoderLayer(nn.Module):
         self.vectors = parameter(layout.n_vectors, 1, functools.partial(torch.empty, dtype=dtype))
         self.adapter = parameter(layout.n_adapter, STATE_BLOCK, torch.empty, trained=True)
 
-    def forward(self, x, bin):
-        # asked here: inside LayerFunction.forward() gradients are always off, and needs_input_grad
-        # is the same in an evaluation; the adapter is given so that autograd asks for its gradient
+    def forward(self, x: Tensor, bin: Bin) -> Tensor:
+        # is_grad_enabled() is always False inside LayerFunction.forward(), and needs_input_grad is
+        # the same in an evaluation; the adapter is given so that autograd asks for its gradient
         return LayerFunction.apply(x, self.adapter, self, bin, torch.is_grad_enabled())
 
 
@@ -179,7 +200,9 @@ class LayerFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, adapter, layer, bin, is_training):
+    def forward(
+        ctx: Any, x: Tensor, adapter: Tensor, layer: DecoderLayer, bin: Bin, is_training: bool
+    ) -> Tensor:
         ctx.layer, ctx.bin, x = layer, bin, x.detach()
         work, put = LayerWork(layer, bin, evaluation=not is_training), bin.store.put
         attention, mlp = layer.layout.attention, layer.layout.mlp
@@ -201,7 +224,7 @@ class LayerFunction(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         layer, bin, kept = ctx.layer, ctx.bin, ctx.kept
         ctx.kept, work, take = None, LayerWork(layer, bin, backward=True), bin.store.take
         attention, mlp, parallel = layer.layout.attention, layer.layout.mlp, layer.arch.parallel
@@ -240,19 +263,21 @@ class LayerWork:
     The gradient is summed in fp32; autograd casts it to the dtype of the parameter.
     """
 
-    def __init__(self, layer, bin, backward=False, evaluation=False):
+    def __init__(
+        self, layer: DecoderLayer, bin: Bin, backward: bool = False, evaluation: bool = False
+    ) -> None:
         self.layer, self.bin, self.arch, self.layout = layer, bin, layer.arch, layer.layout
         self.is_backward = backward
         self.evaluation = evaluation  # whether no backward will follow
         self.tokens = slice(None)  # of the bin: those that the MLP works on
         self.adapter = layer.adapter.detach().to(layer.vectors.dtype)
-        self.held = {}  # {FusedLinear: weight} for a second use, where memory allows
+        self.held: dict[FusedLinear, Tensor] = {}  # for a second use, where memory allows
         self.hold = (backward and layer.plan.hold_weights
                      and layer.keeps in ("middle", "x"))
         if backward:
             self.grad_adapter = torch.zeros_like(self.adapter, dtype=torch.float32)
 
-    def weight(self, fused):
+    def weight(self, fused: FusedLinear) -> Tensor:
         """[W, B] of a FusedLinear, [out, width]."""
         weight = self.held.get(fused)
         if weight is None:
@@ -261,14 +286,14 @@ class LayerWork:
             self.held[fused] = weight
         return weight
 
-    def vector(self, name, part="weight"):
+    def vector(self, name: str | None, part: str = "weight") -> Tensor | None:
         """A norm's weight or bias, or attention's sinks, by the name in the layer; or None."""
         if f"{name}.{part}" not in self.layout.vectors:
             return None
         where, shape = self.layout.vectors[f"{name}.{part}"]
         return self.layer.vectors[where].view(shape)
 
-    def drop(self, x, probability, site):
+    def drop(self, x: Tensor, probability: float, site: int) -> Tensor:
         """x [n, width] after dropout; the same values when it is computed again."""
         if not probability or self.bin.dropout_keys is None:
             return x

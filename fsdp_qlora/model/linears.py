@@ -11,11 +11,19 @@ of model:
     one product    |  q  |  k  |  v  |                 place.outputs: from the product's first row
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import math
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 from fsdp_qlora.quant.nf4 import BLOCK, LORA_COLUMNS, NESTED_BLOCK
+
+if TYPE_CHECKING:
+    from fsdp_qlora.pretrained.architecture import Linear
+    from train_fsdp_qlora import Config
 
 LARGE_WEIGHT = 2**28  # weights; a fused linear with more is dequantised one linear at a time
 STATE_BLOCK = 256  # values of the adapter that share one scale in bitsandbytes' 8-bit AdamW
@@ -25,7 +33,7 @@ STATE_BLOCK = 256  # values of the adapter that share one scale in bitsandbytes'
 class LinearPlace:
     """Where the values of one linear lie. Made by fuse_linears() alone."""
 
-    linear: object  # a Linear
+    linear: Linear
     index: int  # its number in the layer: row of Nested.offsets and Nested.code_values, which end
     #             before linears in MXFP4
     blocks: slice  # into the layer's `nf4`, in blocks of 64 weights
@@ -42,7 +50,7 @@ class FusedLinear:
     """Linears that read one input and are computed as one product, as q, k and v."""
 
     dropout_site: int  # number in the layer, see drop()
-    places: tuple  # of LinearPlace
+    places: tuple[LinearPlace, ...]
     in_features: int
     out_features: int
     lora_rank: int
@@ -53,31 +61,31 @@ class FusedLinear:
     #                     [experts, n_columns, in], and the experts' adapters have the same columns
 
     @property
-    def adapted(self):
+    def adapted(self) -> list[LinearPlace]:
         return [place for place in self.places if place.columns]
 
     @property
-    def outputs(self):
+    def outputs(self) -> slice:
         """The outputs of the whole FusedLinear that this one, perhaps a part of it, computes."""
         return slice(self.places[0].outputs.start, self.places[-1].outputs.stop)
 
     @property
-    def blocks(self):
+    def blocks(self) -> slice:
         """Slice into the layer's `nf4`, with all its blocks."""
         return slice(self.places[0].blocks.start, self.places[-1].blocks.stop)
 
-    def local_outputs(self, place):
+    def local_outputs(self, place: LinearPlace) -> slice:
         """The place's outputs, counted from the first of this fused linear."""
         start = self.outputs.start
         return slice(place.outputs.start - start, place.outputs.stop - start)
 
-    def part(self, places):
+    def part(self, places: Sequence[LinearPlace]) -> FusedLinear:
         """The same of some of its places; width, n_columns, lora_a and bias stay the whole's."""
         n_out = sum(place.linear.out_features for place in places)
         return dataclasses.replace(self, places=tuple(places), out_features=n_out)
 
     @functools.cached_property
-    def splits(self):
+    def splits(self) -> tuple[FusedLinear, ...]:
         """The FusedLinears that are dequantised and multiplied at once: itself or, if it is large,
         one for each linear."""
         if self.out_features * self.in_features <= LARGE_WEIGHT:
@@ -85,33 +93,36 @@ class FusedLinear:
         return tuple(self.part([place]) for place in self.places)
 
     @property
-    def width(self):
+    def width(self) -> int:
         """Columns of an input and of the weight: in_features, then the adapters'."""
         return self.in_features + self.padded_columns
 
     @property
-    def padded_columns(self):
+    def padded_columns(self) -> int:
         return math.ceil(self.n_columns / LORA_COLUMNS) * LORA_COLUMNS
 
     @property
-    def n_weights(self):
+    def n_weights(self) -> int:
         return self.out_features * self.in_features
 
 
 class Allocator:
     """Hands out the values of a layer's parameters, one range after the other."""
 
-    def __init__(self):
-        self.counts = {}
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
 
-    def reserve(self, kind, n, multiple=1):
+    def reserve(self, kind: str, n: int, multiple: int = 1) -> slice:
         """The next n values; the ones after them begin at a multiple of `multiple`."""
         start = self.counts.get(kind, 0)
         self.counts[kind] = start + math.ceil(n / multiple) * multiple
         return slice(start, start + n)
 
 
-def fuse_linears(dropout_site, linears, adapted, config, vectors, allocator, n_experts=0):
+def fuse_linears(
+    dropout_site: int, linears: list[Linear], adapted: Collection[str], config: Config,
+    vectors: dict[str, tuple[slice, tuple[int, ...]]], allocator: Allocator, n_experts: int = 0
+) -> FusedLinear:
     """The FusedLinear of these Linears; those named in `adapted` get an adapter.
 
     `vectors` is {name: (slice, shape)} of the layer's norms and biases. With n_experts the linears
@@ -121,7 +132,7 @@ def fuse_linears(dropout_site, linears, adapted, config, vectors, allocator, n_e
     with_adapter = [linear for linear in linears if linear.name in adapted]
     n_columns = rank * len(with_adapter) // max(1, n_experts)
     n_adapted = sum(linear.out_features for linear in with_adapter)
-    # from multiples on, so that no block of the optimizer's state has both A and B
+    # each begins at a multiple, so that no block of the optimizer's state has both A and B
     sizes = (rank * len(with_adapter) * n_in, n_adapted * rank,
              n_adapted * (config.adapter == "dora"))
     lora_a, lora_b, magnitude = (allocator.reserve("adapter", n, STATE_BLOCK) for n in sizes)
@@ -151,6 +162,6 @@ def fuse_linears(dropout_site, linears, adapted, config, vectors, allocator, n_e
                        n_experts)
 
 
-def _part(whole, start, n):
+def _part(whole: slice, start: int, n: int) -> slice:
     """n values of a slice, from its value `start` on."""
     return slice(whole.start + start, whole.start + start + n)

@@ -5,10 +5,15 @@ Depends on residual and products. A recomputed MLP is computed a slice of tokens
 its widest tensors are short.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import math
+import types
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.model.residual import (
@@ -17,6 +22,10 @@ from fsdp_qlora.model.residual import (
 from fsdp_qlora.model.elementwise import MLP_SITE, gate, gate_backward
 from fsdp_qlora.model.linears import FusedLinear
 from fsdp_qlora.model.products import add_a_gradient, product, product_backward
+
+if TYPE_CHECKING:
+    from fsdp_qlora.model.layer import LayerWork
+    from fsdp_qlora.planner.plan import Plan
 
 SLICE_TOKENS = 4096  # of a recomputed MLP at once; fewer make its products slower
 
@@ -36,10 +45,12 @@ class MLPHalf:
     slice_tokens: int = dataclasses.field(default_factory=lambda: SLICE_TOKENS)
 
     @property
-    def fused_linears(self):
+    def fused_linears(self) -> tuple[FusedLinear, ...]:
         return self.gate_up, self.down
 
-    def forward(self, work, middle, source, want_sum=True):
+    def forward(
+        self, work: LayerWork, middle: Tensor | None, source: Tensor, want_sum: bool = True
+    ) -> tuple[Tensor | Any, types.SimpleNamespace]:
         """Returns middle + MLP(norm(source)) of the tokens work.tokens, None without want_sum, and
         what backward() needs."""
         arch, kept = self.arch, keep(source=source)
@@ -55,9 +66,9 @@ class MLPHalf:
         kept.down_columns = last_columns(activated, self.down)
         return out, kept
 
-    def backward(self, work, kept, grad):
-        """The gradient of `middle`, given `grad`, that of forward()'s sum. It includes the gradient
-        of `source`, which comes through the MLP."""
+    def backward(self, work: LayerWork, kept: types.SimpleNamespace, grad: Tensor) -> Tensor:
+        """Returns the gradient of `middle`, which includes that of `source` through the MLP. `grad`
+        is the gradient of forward()'s sum."""
         arch, activated = self.arch, None
         upstream = branch_gradient(work, kept.branch, grad, arch.mlp_post_norm, MLP_SITE)
         kept.branch = None
@@ -78,9 +89,11 @@ class MLPHalf:
         add_a_gradient(work, self.gate_up, inputs, grad_d)
         return norm_gradient(work, arch.mlp_norm, kept.source, grad_inputs, grad)
 
-    def forward_to_recompute(self, work, middle, source):
-        """forward()'s sum of all tokens, computed a slice at a time, of which nothing is kept; and
-        None, as an MLP without experts has no choice to repeat."""
+    def forward_to_recompute(
+        self, work: LayerWork, middle: Tensor, source: Tensor
+    ) -> tuple[Tensor, None]:
+        """Returns forward()'s sum of all tokens, computed a slice at a time with nothing kept; and
+        None, because an MLP without experts has no choice to repeat."""
         sums = []
         for tokens in token_slices(len(middle), self.slice_tokens):
             work.tokens = tokens
@@ -88,7 +101,9 @@ class MLPHalf:
         work.tokens = slice(None)
         return torch.cat(sums), None
 
-    def recomputed_backward(self, work, source, grad, choice):
+    def recomputed_backward(
+        self, work: LayerWork, source: Tensor, grad: Tensor, choice: None
+    ) -> Tensor:
         """backward() of all tokens, with forward() computed again, a slice at a time."""
         grads = []
         for tokens in token_slices(len(source), self.slice_tokens):
@@ -101,15 +116,15 @@ class MLPHalf:
         return torch.cat(grads)
 
     @property
-    def kept_values(self):
-        """From forward to backward, where nothing is recomputed."""
+    def kept_values(self) -> int:
+        """Values kept from forward to backward, if nothing is recomputed."""
         hidden, arch = self.arch.hidden_size, self.arch
         values = self.gate_up.out_features + self.gate_up.padded_columns + self.down.padded_columns
         values += hidden * (not arch.parallel)  # there its source is attention's
         return values + hidden * (arch.mlp_post_norm is not None)
 
-    def live_bytes(self, plan, recomputed):
-        """The most bytes that backward() takes besides what is kept."""
+    def live_bytes(self, plan: Plan, recomputed: bool) -> int:
+        """The peak bytes of backward(), besides what is kept."""
         hidden, up, down = self.arch.hidden_size, self.gate_up, self.down
         n_tokens, item = plan.bin_tokens, getattr(torch, plan.compute_dtype).itemsize
         hold_weights = plan.hold_weights and recomputed
@@ -130,23 +145,23 @@ class MLPHalf:
     product_speed = 1  # of its products, as a part of that of large ones
 
     @property
-    def token_weights(self):
+    def token_weights(self) -> int:
         """Weights that one token is multiplied by."""
         return self.gate_up.n_weights + self.down.n_weights
 
     @property
-    def recomputed_weights(self):
-        """Weights of the products that recomputed_backward() computes again: never down's."""
+    def recomputed_weights(self) -> int:
+        """Weights that recomputed_backward() multiplies again: never down's."""
         return self.gate_up.n_weights
 
     @property
-    def elementwise_values(self):
-        """Read or written by elementwise work, forward and backward, as measured."""
+    def elementwise_values(self) -> int:
+        """Values that elementwise work reads or writes, forward and backward; measured."""
         return (15 * self.arch.hidden_size + 6 * self.down.in_features
                 + 3 * self.gate_up.out_features)
 
 
-def token_slices(n, most):
+def token_slices(n: int, most: int) -> list[slice]:
     """Even slices of n tokens, each at most `most`."""
     size = math.ceil(n / math.ceil(n / most))
     return [slice(start, min(start + size, n)) for start in range(0, n, size)]

@@ -4,27 +4,38 @@ Depends on layer, head and loss, and on reader for the form of a request. What i
 unit is decided in the script, which also fills the model.
 """
 
+from __future__ import annotations
+
 import collections
 import contextlib
 import dataclasses
 import math
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdp_qlora.model.attention import rope_tables
 from fsdp_qlora.model.elementwise import EMBEDDING_SITE, drop, normalise
-from fsdp_qlora.model.layer import DecoderLayer
+from fsdp_qlora.model.layer import DecoderLayer, Layout
 from fsdp_qlora.model.linears import LinearPlace
 from fsdp_qlora.training.loss import bin_objective
 from fsdp_qlora.pretrained.tensor_names import FP8_BLOCK, NF4_PARTS
-from fsdp_qlora.quant.nf4 import BLOCK, MX_BLOCK, dequantise
+from fsdp_qlora.quant.nf4 import BLOCK, MX_BLOCK, NF4Blocks, dequantise
 from fsdp_qlora.run.ranks import say_each
 from fsdp_qlora.model.head import HeadLoss, embed, shard_range
 from fsdp_qlora.pretrained.reader import Request
+
+if TYPE_CHECKING:
+    from fsdp_qlora.data.bins import Bin
+    from fsdp_qlora.planner.plan import Plan
+    from fsdp_qlora.pretrained.architecture import Architecture
+    from fsdp_qlora.pretrained.tensor_names import TensorNames
+    from train_fsdp_qlora import Config
 
 
 class Model(nn.Module):
@@ -35,7 +46,18 @@ class Model(nn.Module):
     whole: 2.1 GB each for Llama-3-70B, and twice that while it copies.
     """
 
-    def __init__(self, arch, layouts, plan, group=None):
+    layers: Sequence[DecoderLayer]  # an nn.ModuleList
+    # loaded by the script, None before; a tied head is the embedding
+    embedding: Tensor
+    norm: Tensor
+    norm_bias: Tensor | None
+    head: Tensor
+    frequencies: list[tuple[Tensor, float]]  # of each of arch.ropes, see rope_frequencies()
+
+    def __init__(
+        self, arch: Architecture, layouts: Sequence[Layout], plan: Plan,
+        group: dist.ProcessGroup | None = None
+    ) -> None:
         """`group`: of the processes that share one copy of the model; None: this process alone."""
         super().__init__()
         self.arch, self.group, self.plan = arch, group, plan
@@ -45,11 +67,9 @@ class Model(nn.Module):
         self.own_rows = shard_range(arch.vocab_size, self.shard, self.shards)  # of both tables
         self.layers = nn.ModuleList(
             DecoderLayer(arch, layout, i, plan) for i, layout in enumerate(layouts))
-        # tensors; the script loads them
-        self.embedding = self.norm = self.norm_bias = self.head = None
-        self.frequencies = None  # of each of arch.ropes, see rope_frequencies()
+        self.embedding = self.norm = self.norm_bias = self.head = self.frequencies = None
 
-    def forward(self, bin, wants_loss=True):
+    def forward(self, bin: Bin, wants_loss: bool = True) -> Tensor:
         x, arch = self.hidden(bin), self.arch
         if wants_loss:
             return HeadLoss.apply(x, self, bin)
@@ -57,7 +77,7 @@ class Model(nn.Module):
         normalise(normed, x, self.norm, self.norm_bias, arch.norm, arch.norm_eps, evaluation=True)
         return normed
 
-    def hidden(self, bin):
+    def hidden(self, bin: Bin) -> Tensor:
         """What the last layer returns, [tokens, hidden]."""
         x, dropout = embed(self, bin.input_ids), self.arch.embedding_dropout
         if dropout and bin.dropout_keys is not None:
@@ -69,12 +89,12 @@ class Model(nn.Module):
         return x
 
 
-def local_part(parameter):
+def local_part(parameter: Tensor) -> Tensor:
     """This rank's shard of a parameter. (DTensor.to_local() records autograd, which takes 5 us.)"""
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
 
 
-def set_local(module, name, local):
+def set_local(module: nn.Module, name: str, local: Tensor) -> None:
     """Replace a meta parameter by this rank's values."""
     old = getattr(module, name)
     if isinstance(old, DTensor):
@@ -92,20 +112,20 @@ class OwnBlocks:
     local: slice  # the same blocks in this rank's shard of the layer's `nf4`
 
     @property
-    def rows(self):
+    def rows(self) -> range:
         """The rows of the weight in which these blocks lie."""
         n_out, n_in = self.place.linear.out_features, self.place.linear.in_features
         stop = min(math.ceil(self.blocks.stop * BLOCK / n_in), n_out)
         return range(self.blocks.start * BLOCK // n_in, stop)
 
     @property
-    def weights(self):
+    def weights(self) -> slice:
         """Slice into the flat tensor of `rows`: exactly the weights of these blocks."""
         start = self.blocks.start * BLOCK % self.place.linear.in_features
         return slice(start, start + (self.blocks.stop - self.blocks.start) * BLOCK)
 
 
-def own_blocks(layer, shard):
+def own_blocks(layer: DecoderLayer, shard: int) -> list[OwnBlocks]:
     """The OwnBlocks of each of a layer's linears, for the rank that has this shard.
 
     The linears lie end to end, and the whole is cut into equal shards: of a Llama-3-8B shared by
@@ -123,7 +143,7 @@ def own_blocks(layer, shard):
     return found
 
 
-def weight_requests(model, names, nf4_states):
+def weight_requests(model: Model, names: TensorNames, nf4_states: Collection[str]) -> list[Request]:
     """The Requests for all that this rank reads, in the order in which it is used: of a linear
     whole rows; of one that is quantised already, as check_files() says, its packed codes, its
     scales, and in NF4 these scales' second level."""
@@ -166,7 +186,7 @@ def weight_requests(model, names, nf4_states):
 
 
 @contextlib.contextmanager
-def gathered(layer):
+def gathered(layer: nn.Module) -> Iterator[None]:
     """In the `with` body the layer's parameters are whole. All ranks must call this."""
     if isinstance(layer, FSDPModule):
         layer.unshard()
@@ -176,7 +196,7 @@ def gathered(layer):
 
 
 @torch.no_grad()
-def measure_weight_norms(model):
+def measure_weight_norms(model: Model) -> None:
     """For DoRA: compute the norms of the rows of all adapted weights, fp32. All ranks must call
     this."""
     for layer in model.layers:
@@ -190,7 +210,7 @@ def measure_weight_norms(model):
                         layer.weight_norms[place.linear.name] = norms[place.outputs]
 
 
-def verify_model(model, plan):
+def verify_model(model: Model, plan: Plan) -> None:
     """Assert that loading and sharding left what they should; print the bytes per rank. All ranks
     must call this."""
     n_bytes = collections.Counter()
@@ -201,9 +221,9 @@ def verify_model(model, plan):
                 f"layer {i}: {name} is{' not' * plan.uses_fsdp} FSDP2's")
             assert not local.is_meta, f"layer {i}: {name} was not loaded"
             assert p.requires_grad == (name == "adapter"), f"layer {i}: {name} {p.requires_grad=}"
-            shards = p.device_mesh["shard"].size() if plan.uses_fsdp else 1
+            shards = p.device_mesh["shard"].size() if isinstance(p, DTensor) else 1
             assert len(local) * shards == len(p), f"layer {i}: {name} is not sharded evenly"
-            parts = [local.packed, local.scales] if name == "nf4" else [local]
+            parts = [local.packed, local.scales] if isinstance(local, NF4Blocks) else [local]
             kind = {"nf4": "4-bit", "vectors": "other frozen"}.get(name, "adapter")
             n_bytes[kind] += sum(part.nbytes for part in parts)
             if parts[0].is_cpu and torch.cuda.is_available():
@@ -221,11 +241,12 @@ MAX_GRAPHS = 64  # each takes some GPU memory beside torch's, which the plan doe
 class Graphs:
     """The CUDA graphs of a model, one for each shape of a bin."""
 
-    def __init__(self, model, config, device):
+    def __init__(self, model: Model, config: Config, device: torch.device) -> None:
         self.model, self.config, self.device, self.pool = model, config, device, None
-        self.captured = {}  # {shape: (graph, Bin, factor, sums)}; None: no graph, seen once so far
+        # {shape: (graph, Bin, factor, sums)}; None: no graph, seen once so far
+        self.captured: dict[tuple, Any] = {}
 
-    def sums(self, bin, scale, is_even):
+    def sums(self, bin: Bin, scale: float, is_even: bool) -> Tensor | None:
         """The sums of bin_objective(); adds the gradient of `scale` times the bin's loss.
 
         A shape is captured when it comes a second time: kernels are compiled and chosen outside of
@@ -247,7 +268,7 @@ class Graphs:
         graph.replay()
         return sums.clone()
 
-    def capture(self, bin):
+    def capture(self, bin: Bin) -> tuple[torch.cuda.CUDAGraph, Bin, Tensor, Tensor]:
         """A graph, and the tensors that it reads and writes: the Bin, the factor on the loss, the
         sums."""
         static, factor = dataclasses.replace(bin), torch.ones((), device=self.device)
@@ -261,7 +282,7 @@ class Graphs:
         return graph, static, factor, sums
 
 
-def bin_tensors(bin):
+def bin_tensors(bin: Bin) -> list[Tensor]:
     """All tensors of a Bin and its Answers."""
     fields = [*vars(bin).values(), *(vars(bin.answers).values() if bin.answers else ())]
-    return [value for value in fields if isinstance(value, torch.Tensor)]
+    return [value for value in fields if isinstance(value, Tensor)]

@@ -3,15 +3,23 @@
 Depends on torch alone. What is kept of a layer is decided in plan, when it is read in layer.
 """
 
+from __future__ import annotations
+
 import mmap
 import types
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
-PINNED = []  # holds what is registered: its pages must not go back to the system
+if TYPE_CHECKING:
+    from fsdp_qlora.planner.plan import Plan
+
+PINNED: list[mmap.mmap] = []  # holds what is registered: its pages must not go back to the system
 
 
-def pinned_empty(n_bytes, device):
+def pinned_empty(n_bytes: int, device: torch.device) -> Tensor:
     """Pinned host memory, uint8 [n_bytes], held until the process ends. On a CPU: plain memory.
 
     Torch's own pinned memory is rounded up to a power of 2. Raises MemoryError."""
@@ -27,7 +35,7 @@ def pinned_empty(n_bytes, device):
     return buffer
 
 
-def pinned_copy(tensor):
+def pinned_copy(tensor: Tensor) -> Tensor:
     """A copy in pinned host memory; on a CPU just a copy."""
     host = pinned_empty(tensor.nbytes, tensor.device).view(tensor.dtype).view(tensor.shape)
     return host.copy_(tensor)
@@ -37,10 +45,10 @@ class GPUStore:
     """Where layers keep tensors from forward to backward: here they stay on the GPU. put() returns
     a key, with which take() returns them."""
 
-    def put(self, *tensors):
+    def put(self, *tensors: Tensor) -> Any:
         return tensors
 
-    def take(self, tensors):
+    def take(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return tensors
 
 
@@ -48,11 +56,11 @@ class HostStore:
     """A store in pinned host memory; take() is called in the reverse order of put().
 
     Its own stream copies, and fetches two puts ahead: a layer's while the backward of the layer
-    after it runs. put() frees the GPU memory of all that was put before, but the latest, which may
-    still be copied. The last of `n_puts` a bin stays on the GPU, as its backward comes first.
+    after it runs. put() frees the GPU memory of all earlier puts but the latest, whose copy may
+    still run. The last of a bin's `n_puts` stays on the GPU, because its backward comes first.
     """
 
-    def __init__(self, n_puts, bin_tokens, device):
+    def __init__(self, n_puts: int, bin_tokens: int, device: torch.device) -> None:
         self.n_puts, self.bin_tokens, self.device = n_puts, bin_tokens, device
         self.stream = torch.cuda.Stream() if device.type == "cuda" else None
         self.buffers = {}  # {i: pinned, uint8, long enough for the i-th put() of the longest bin}
@@ -61,7 +69,7 @@ class HostStore:
         self.here = {}  # {i: (tensors on the GPU, event to wait for or None)}
         self.next = 0  # number of the next put() of this bin
 
-    def copy(self, to, source):
+    def copy(self, to: Sequence[Tensor], source: Sequence[Tensor]) -> torch.cuda.Event | None:
         """Start to copy tensors on the stream; returns the event of its end, None on a CPU."""
         if self.stream is None:
             for a, b in zip(to, source):
@@ -73,20 +81,20 @@ class HostStore:
                 a.copy_(b, non_blocking=True)
             return self.stream.record_event()
 
-    def let_go(self, but=0):
+    def let_go(self, but: int = 0) -> None:
         """Free the GPU memory of what was put, except the latest `but` puts."""
         while len(self.leaving) > but:
             _, event = self.leaving.pop(0)
             if event is not None:  # from here on the memory may be used for something else
                 torch.cuda.current_stream().wait_event(event)
 
-    def views(self, i):
+    def views(self, i: int) -> list[Tensor]:
         """The tensors of the i-th put() in host memory."""
         shapes, dtypes, sizes = zip(*self.shapes[i])
         parts = self.buffers[i][: sum(sizes)].split(sizes)
         return [part.view(dtype).view(shape) for part, dtype, shape in zip(parts, dtypes, shapes)]
 
-    def put(self, *tensors):
+    def put(self, *tensors: Tensor) -> Any:
         """Keep tensors of all tokens of a bin, [tokens, ..]; returns the key for take()."""
         self.let_go(but=1)
         i, self.next = self.next, (self.next + 1) % self.n_puts
@@ -100,14 +108,14 @@ class HostStore:
         self.leaving.append((tensors, self.copy(self.views(i), tensors)))
         return i
 
-    def fetch(self, i):
-        """Start to copy what the i-th put() got back to the GPU."""
+    def fetch(self, i: int) -> None:
+        """Start to copy the tensors of the i-th put() back to the GPU."""
         tensors = [torch.empty(shape, dtype=dtype, device=self.device)
                    for shape, dtype, _ in self.shapes[i]]
         self.here[i] = tensors, self.copy(tensors, self.views(i))
 
-    def take(self, i):
-        """The tensors of put(), once, by its key; starts to fetch those of the two before it."""
+    def take(self, i: int) -> Sequence[Tensor]:
+        """Returns the tensors of the i-th put(), once; starts to fetch those of the two before."""
         self.let_go()
         tensors, event = self.here.pop(i)
         if event is not None:
@@ -118,7 +126,9 @@ class HostStore:
         return tensors
 
 
-def put_all(store, kept):
+def put_all(
+    store: GPUStore | HostStore, kept: types.SimpleNamespace
+) -> Callable[[], types.SimpleNamespace]:
     """Put the tensors of `kept`, a namespace of tensors and None, into a store; returns the
     function that takes them from there, as such a namespace."""
     names = [name for name, value in vars(kept).items() if value is not None]
@@ -127,7 +137,7 @@ def put_all(store, kept):
         **dict.fromkeys(every) | dict(zip(names, store.take(key))))
 
 
-def make_store(plan, device):
+def make_store(plan: Plan, device: torch.device) -> GPUStore | HostStore:
     """Where layers keep what they need when they are recomputed: on the GPU or in host memory."""
     if not plan.offload_activations or not plan.recomputed:
         return GPUStore()

@@ -4,23 +4,32 @@ Depends on elementwise. Which values belong to a linear is in linears; `work` is
 layer, which dequantises weights and collects the adapter's gradient.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from fsdp_qlora.model.elementwise import scale_columns
+
+if TYPE_CHECKING:
+    from fsdp_qlora.model.layer import LayerWork
+    from fsdp_qlora.model.linears import FusedLinear
 
 # y = x W.T + s x A.T B.T is one product, [x, d] [W, B].T with d = s x A.T: the adapter costs a few
 # columns, not a pass over y. In backward the gradient of y times [W, B] is that of x and d.
 
 
-def widen(x, fused):
+def widen(x: Tensor, fused: FusedLinear) -> Tensor:
     """A new [n, fused.width] with x [n, in] in its first columns."""
     wide = x.new_empty(len(x), fused.width)
     wide[:, : fused.in_features] = x
     return wide
 
 
-def fill_columns(work, fused, inputs):
+def fill_columns(work: LayerWork, fused: FusedLinear, inputs: Tensor) -> None:
     """Write d = s x A.T of all adapted linears into the last columns of inputs [n, width]."""
     if not fused.n_columns:
         return
@@ -32,7 +41,7 @@ def fill_columns(work, fused, inputs):
                 out=columns[:, : fused.n_columns])
 
 
-def product(work, fused, inputs):
+def product(work: LayerWork, fused: FusedLinear, inputs: Tensor) -> Tensor:
     """Outputs [n, out] of linears with their adapters; fills the last columns of inputs [n, width].
     """
     fill_columns(work, fused, inputs)
@@ -47,7 +56,7 @@ def product(work, fused, inputs):
     return out
 
 
-def _one_product(work, fused, inputs):
+def _one_product(work: LayerWork, fused: FusedLinear, inputs: Tensor) -> Tensor:
     bias = None if fused.bias is None else work.layer.vectors[fused.bias][fused.outputs]
     weight = work.weight(fused)
     if not work.layout.dora or not fused.adapted:
@@ -56,7 +65,10 @@ def _one_product(work, fused, inputs):
     return scale_columns(inputs @ weight.t(), factor, bias, evaluation=work.evaluation)
 
 
-def product_backward(work, fused, columns, grad, x, needs_x=True):
+def product_backward(
+    work: LayerWork, fused: FusedLinear, columns: Tensor, grad: Tensor, x: Tensor | None,
+    needs_x: bool = True
+) -> tuple[Tensor | Any, Tensor]:
     """Returns the gradients of x [n, in], None without needs_x, and of d [n, n_columns], from that
     of the outputs [n, out]. Adds the gradients of B and of DoRA's magnitudes to work.grad_adapter.
 
@@ -95,7 +107,7 @@ def product_backward(work, fused, columns, grad, x, needs_x=True):
     return grad_x.addmm_(grad_d, a, alpha=layout.scaling), grad_d
 
 
-def add_a_gradient(work, fused, x, grad_d):
+def add_a_gradient(work: LayerWork, fused: FusedLinear, x: Tensor, grad_d: Tensor) -> None:
     """Add the gradient of all A to work.grad_adapter, from x [n, in] and the gradient of d."""
     if fused.n_columns:
         dropped = work.drop(x, work.layout.dropout, fused.dropout_site)
@@ -103,7 +115,7 @@ def add_a_gradient(work, fused, x, grad_d):
         grad_a.add_(fp32_product(grad_d.t(), dropped), alpha=work.layout.scaling)
 
 
-def dora_factors(work, fused, weight):
+def dora_factors(work: LayerWork, fused: FusedLinear, weight: Tensor) -> tuple[Tensor, Tensor]:
     """DoRA's factors c = m / norm and the norms ||W + s B A||, both fp32 [out]. Outputs without an
     adapter have 1.
 
@@ -125,7 +137,7 @@ def dora_factors(work, fused, weight):
     return factor, norm
 
 
-def fp32_product(a, b):
+def fp32_product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b in fp32, whatever the dtype of the two, so that sums of parts are rounded once."""
     if a.is_cuda and a.dtype != torch.float32:
         return torch.mm(a, b, out_dtype=torch.float32)

@@ -4,15 +4,23 @@ Depends on elementwise and products. A half is x + norm(products(norm(x))), with
 where the family has one; `work` is a LayerWork of layer.
 """
 
+from __future__ import annotations
+
 import types
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from fsdp_qlora.model.elementwise import norm_backward, normalise
 from fsdp_qlora.model.products import fill_columns, product, widen
 
+if TYPE_CHECKING:
+    from fsdp_qlora.model.layer import LayerWork
+    from fsdp_qlora.model.linears import FusedLinear
 
-def norm_inputs(work, name, x, fused):
+
+def norm_inputs(work: LayerWork, name: str | None, x: Tensor, fused: FusedLinear) -> Tensor:
     """A new [n, fused.width] with the norm of x [n, in] in its first columns; x without a norm."""
     if name is None:
         return widen(x, fused)
@@ -22,28 +30,37 @@ def norm_inputs(work, name, x, fused):
     return inputs
 
 
-def keep_inputs(work, kept, inputs, fused):
-    """Keep what backward needs of norm_inputs(), whose last columns product() has filled for
-    `fused`; None: it has not. The normed inputs are cheap to make again: they are kept only if
-    backward is running."""
+def keep_inputs(
+    work: LayerWork, kept: types.SimpleNamespace, inputs: Tensor, fused: FusedLinear | None
+) -> None:
+    """Keep what backward needs of `inputs`, which norm_inputs() returned. product() has filled
+    their last columns for `fused`; None: it has not. The normed inputs are cheap to make again, so
+    they are kept only if backward is running."""
     kept.inputs = inputs if work.is_backward else None
     kept.columns = last_columns(inputs, fused) if fused else None
 
 
-def kept_inputs(work, kept, name, x, fused):
+def kept_inputs(
+    work: LayerWork, kept: types.SimpleNamespace, name: str | None, x: Tensor, fused: FusedLinear
+) -> Tensor:
     """The norm of x [n, in], as keep_inputs() has kept it or made again."""
     inputs = norm_inputs(work, name, x, fused) if kept.inputs is None else kept.inputs
     return inputs[:, : fused.in_features]
 
 
-def norm_gradient(work, name, x, grad, residual):
+def norm_gradient(
+    work: LayerWork, name: str | None, x: Tensor, grad: Tensor, residual: Tensor
+) -> Tensor:
     """Returns `residual` + the gradient of x, from `grad`, the gradient of norm(x)."""
     if name is None:
         return residual + grad
     return norm_backward(x, grad, residual, work.vector(name), work.arch.norm, work.arch.norm_eps)
 
 
-def add_branch(work, x, fused, inputs, site, post_norm, want_sum):
+def add_branch(
+    work: LayerWork, x: Tensor | None, fused: FusedLinear, inputs: Tensor, site: int,
+    post_norm: str | None, want_sum: bool
+) -> tuple[Tensor | None, Tensor | None]:
     """The end of both halves: returns x + multiplier * norm(branch), None without want_sum, and
     what the norm's backward needs, None without a norm. The branch is the product of `inputs` after
     the model's own dropout."""
@@ -53,13 +70,17 @@ def add_branch(work, x, fused, inputs, site, post_norm, want_sum):
     return end_branch(work, x, product(work, fused, inputs), post_norm, site, want_sum)
 
 
-def end_branch(work, x, branch, post_norm, site, want_sum):
+def end_branch(
+    work: LayerWork, x: Tensor | None, branch: Tensor, post_norm: str | None, site: int,
+    want_sum: bool
+) -> tuple[Tensor | None, Tensor | None]:
     """x + multiplier * norm(branch), after the model's own dropout, None without want_sum; and what
     the norm's backward needs, None without a norm."""
     arch = work.arch
     normed = branch = work.drop(branch, arch.residual_dropout, site)
     if not want_sum:
         return None, branch
+    assert x is not None, "the sum needs it"
     if post_norm:
         normed = torch.empty_like(branch)
         normalise(normed, branch, work.vector(post_norm), work.vector(post_norm, "bias"),
@@ -68,12 +89,14 @@ def end_branch(work, x, branch, post_norm, site, want_sum):
     return out, branch if post_norm else None
 
 
-def last_columns(inputs, fused):
+def last_columns(inputs: Tensor, fused: FusedLinear) -> Tensor:
     """A copy of the columns of product()'s inputs that backward reads besides x."""
     return inputs[:, fused.in_features :].clone()
 
 
-def branch_gradient(work, branch, grad, post_norm, site):
+def branch_gradient(
+    work: LayerWork, branch: Tensor | None, grad: Tensor, post_norm: str | None, site: int
+) -> Tensor:
     """The gradient of the product that add_branch() adds, from `grad`, that of the sum."""
     arch = work.arch
     if arch.residual_multiplier != 1:
@@ -84,12 +107,12 @@ def branch_gradient(work, branch, grad, post_norm, site):
     return work.drop(grad, arch.residual_dropout, site)
 
 
-def keep(**values):
+def keep(**values: Any) -> types.SimpleNamespace:
     """What a half keeps for its backward, which drops each part after its use."""
     return types.SimpleNamespace(**values)
 
 
-def weight_bytes(fused, item, hold_weights):
+def weight_bytes(fused: FusedLinear, item: int, hold_weights: bool) -> int:
     """Bytes of the dequantised weights of a FusedLinear that are alive at once."""
     sizes = [one.out_features for one in fused.splits]
     return fused.width * (sum(sizes) if hold_weights else max(sizes)) * item

@@ -4,37 +4,50 @@ Depends on torch alone. The router is frozen. What the experts do with the rows 
 `work` is a LayerWork of layer.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import math
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from fsdp_qlora.model.layer import DecoderLayer, LayerWork
+    from fsdp_qlora.model.model import Model
+    from fsdp_qlora.pretrained.architecture import Mixture
 
 
 @dataclasses.dataclass
 class Routing:
     """Where the tokens of a bin go. n tokens, k experts each, n * k rows sorted by expert."""
 
-    scores: torch.Tensor  # fp32 [n, experts]
-    chosen: torch.Tensor  # int64 [n, k], experts
-    weights: torch.Tensor  # fp32 [n, k], that what these experts give is multiplied by
-    token: torch.Tensor  # int64 [n * k], of each row
-    expert: torch.Tensor  # int64 [n * k], of each row
-    token_rows: torch.Tensor  # int64 [n, k], of each token
-    row_weights: torch.Tensor  # fp32 [n * k], of each row
-    ends: torch.Tensor  # int32 [experts], where each expert's rows end
-    bounds: list | None  # 0 and `ends` on the host, where it needs them
+    scores: Tensor  # fp32 [n, experts]
+    chosen: Tensor  # int64 [n, k], experts
+    weights: Tensor  # fp32 [n, k], that what these experts give is multiplied by
+    token: Tensor  # int64 [n * k], of each row
+    expert: Tensor  # int64 [n * k], of each row
+    token_rows: Tensor  # int64 [n, k], of each token
+    row_weights: Tensor  # fp32 [n * k], of each row
+    ends: Tensor  # int32 [experts], where each expert's rows end
+    bounds: list[int] | None  # 0 and `ends` on the host, where it needs them
 
     @property
-    def choice(self):
+    def choice(self) -> tuple[Tensor, list[int] | None]:
         """What backward must not decide again: chosen as int16, and bounds."""
         return self.chosen.to(torch.int16), self.bounds
 
 
-def route(work, x, choice=None, needs_bounds=False):
+def route(
+    work: LayerWork, x: Tensor, choice: tuple[Tensor, list[int] | None] | None = None,
+    needs_bounds: bool = False
+) -> Routing:
     """The Routing of x [n, hidden]; `choice` is that of an earlier one of the same tokens. With
     needs_bounds it waits for the GPU, unless `choice` has them."""
-    mixture, tensors = work.arch.mixture, work.layer.mixture_tensors
+    mixture: Mixture = work.arch.mixture
+    tensors = work.layer.mixture_tensors
     weight = tensors[f"{mixture.router}.weight"]
     x_of_router = x.float() if mixture.fp32_router else x
     bias = tensors.get(f"{mixture.router}.bias")
@@ -65,11 +78,11 @@ def route(work, x, choice=None, needs_bounds=False):
 BALANCE = "expert_balance_loss", "busiest_expert"  # of metrics.jsonl
 
 
-def add_balance(layer, routing, n_unpadded):
-    """Add to layer.balance [3]: the auxiliary loss of Switch Transformers, 1 where all experts get
-    as many tokens; the busiest expert's share of the tokens, times the number of experts; and 1 for
-    this bin. Only its first `n_unpadded` count, int64 [1], not its padding; a bin of padding alone
-    adds 0. Nothing is trained by them."""
+def add_balance(layer: DecoderLayer, routing: Routing, n_unpadded: Tensor) -> None:
+    """Add to layer.balance [3]: the auxiliary loss of Switch Transformers, which is 1 if all
+    experts get the same number of tokens; the busiest expert's share of the tokens, times the
+    number of experts; and 1 for this bin. Only the first n_unpadded, int64 [1], of its tokens
+    count; a bin of padding alone adds 0. These numbers are logged, nothing is trained by them."""
     n, n_experts = routing.scores.shape
     counted = torch.arange(n, device=n_unpadded.device) < n_unpadded
     before = F.pad((routing.token < n_unpadded).cumsum(0), (1, 0))[routing.ends]
@@ -83,10 +96,9 @@ def add_balance(layer, routing, n_unpadded):
     layer.balance += torch.stack([*sums, counted[0].float()]).nan_to_num()  # 0 / 0 without a token
 
 
-def take_balance(model):
-    """The sums of add_balance() over all layers, fp64 [3], which begin anew; empty without
-    experts.
-    """
+def take_balance(model: Model) -> Tensor:
+    """Returns the sums of add_balance() over all layers, fp64 [3], and sets them to 0; empty
+    without experts."""
     sums = [layer.balance for layer in model.layers if layer.balance is not None]
     total = torch.stack(sums).sum(0).double() if sums else model.norm.new_zeros(0).double()
     for balance in sums:
@@ -94,7 +106,7 @@ def take_balance(model):
     return total
 
 
-def best_experts(scores, mixture):
+def best_experts(scores: Tensor, mixture: Mixture) -> Tensor:
     """The top_k experts of each token, int64 [n, k], by scores [n, experts]."""
     if mixture.n_groups > 1:
         groups = scores.unflatten(1, (mixture.n_groups, -1))
@@ -104,7 +116,9 @@ def best_experts(scores, mixture):
     return scores.topk(mixture.top_k, -1)[1]
 
 
-def chosen_weights(scores, chosen, mixture):
+def chosen_weights(
+    scores: Tensor, chosen: Tensor, mixture: Mixture
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """The weights of the chosen experts, fp32 [n, k], their scores, and the sum [n, 1] by which
     these are divided, None where they are not."""
     picked, total = scores.gather(1, chosen), None
@@ -113,9 +127,10 @@ def chosen_weights(scores, chosen, mixture):
     return (picked if total is None else picked / total) * mixture.scale, picked, total
 
 
-def route_backward(work, routing, grad, dtype):
+def route_backward(work: LayerWork, routing: Routing, grad: Tensor, dtype: torch.dtype) -> Tensor:
     """The gradient of x [n, hidden] in `dtype` through the weights, from theirs, fp32 [n, k]."""
-    mixture, chosen = work.arch.mixture, routing.chosen
+    mixture: Mixture = work.arch.mixture
+    chosen = routing.chosen
     _, picked, total = chosen_weights(routing.scores, chosen, mixture)
     grad = grad * mixture.scale
     if total is not None:

@@ -4,7 +4,17 @@ Depends on torch alone. With a sink s, one number for each head, a query's softm
 term, exp(s), whose value is 0. Which kernels a run uses is chosen in the script.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
 import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from fsdp_qlora.data.bins import Bin
+    from fsdp_qlora.pretrained.architecture import Architecture
 
 # A kernel gives out and lse, the logarithm of the sum of a query's exp(score). With the sink that
 # is lse' = logaddexp(lse, s), and out' = out * exp(lse - lse'). Its backward computes the weights
@@ -21,7 +31,11 @@ class SinkAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, query, key, value, sinks, forward_kernel, backward_kernel):
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor,
+        forward_kernel: Callable[..., tuple[Tensor, Tensor, Sequence[Tensor]]],
+        backward_kernel: Callable[..., Sequence[Tensor]]
+    ) -> Tensor:
         out, lse, rest = forward_kernel(query, key, value)
         joined = torch.logaddexp(lse, sinks.float()[:, None])
         out.mul_((lse - joined).exp().t()[..., None])  # in fp32, rounded once
@@ -30,29 +44,40 @@ class SinkAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return *ctx.backward_kernel(grad.contiguous(), *ctx.saved_tensors), None, None, None
 
 
-def torch_sink_attention(query, key, value, sinks, bin, arch, window):
+def torch_sink_attention(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, bin: Bin, arch: Architecture,
+    window: int | None
+) -> Tensor:
     """By torch's own kernel for documents of any lengths."""
     bounds = bin.cu_seqlens, bin.cu_seqlens, bin.longest, bin.longest, 0.0, window is None
     settings = dict(scale=arch.attention_scale, window_size_left=window - 1 if window else -1,
                     window_size_right=0)
 
-    def forward(query, key, value):
+    def forward(
+        query: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
         out, lse, *state, _ = torch.ops.aten._flash_attention_forward(
             query, key, value, *bounds, False, **settings)
         return out, lse, state
 
-    def backward(grad, query, key, value, out, lse, *state):
+    def backward(
+        grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor,
+        *state: Tensor
+    ) -> Sequence[Tensor]:
         return torch.ops.aten._flash_attention_backward(
             grad, query, key, value, out, lse, *bounds, *state, **settings)
 
     return SinkAttention.apply(query, key, value, sinks, forward, backward)
 
 
-def flash_sink_attention(query, key, value, sinks, bin, arch, window):
+def flash_sink_attention(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, bin: Bin, arch: Architecture,
+    window: int | None
+) -> Tensor:
     """By Flash Attention 2."""
     from flash_attn.flash_attn_interface import (
         _flash_attn_varlen_backward, _flash_attn_varlen_forward)
@@ -62,11 +87,16 @@ def flash_sink_attention(query, key, value, sinks, bin, arch, window):
         dropout_p=0.0, softmax_scale=arch.attention_scale, causal=True, softcap=0.0,
         window_size_left=window - 1 if window else -1, window_size_right=0, alibi_slopes=None)
 
-    def forward(query, key, value):
+    def forward(
+        query: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
         out, lse, _, state = _flash_attn_varlen_forward(query, key, value, *bounds, **settings)
         return out, lse, (state,)
 
-    def backward(grad, query, key, value, out, lse, state):
+    def backward(
+        grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor,
+        state: Tensor
+    ) -> Sequence[Tensor]:
         grads = [torch.empty_like(t) for t in (query, key, value)]
         _flash_attn_varlen_backward(grad, query, key, value, out, lse, *grads, *bounds, **settings,
                                     deterministic=False, rng_state=state)
