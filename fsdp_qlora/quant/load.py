@@ -4,78 +4,99 @@ Depends on model for a rank's shard of a layer, nf4 for its blocks, tensor_names
 a tensor. `read` is given by the script: read(name) returns this rank's rows of a tensor, flat.
 """
 
+from __future__ import annotations
+
 import math
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import bitsandbytes as bnb
 import torch
 from tqdm import tqdm
 
-from fsdp_qlora.model.model import local_part, own_blocks, set_local
+from fsdp_qlora.model.layer import DecoderLayer
+from fsdp_qlora.model.model import Model, OwnBlocks, local_part, own_blocks, set_local
 from fsdp_qlora.model.offload import pinned_copy
-from fsdp_qlora.pretrained.tensor_names import FP8_BLOCK, NF4_PARTS, unscaled
+from fsdp_qlora.pretrained.tensor_names import FP8_BLOCK, NF4_PARTS, TensorNames, unscaled
 from fsdp_qlora.quant.nf4 import (
     BLOCK, MX_BLOCK, NESTED_BLOCK, QUANT_STORAGE, Nested, NF4Blocks, dynamic_map)
 from fsdp_qlora.run.ranks import all_gather, is_rank_0
 
 
-def fill_model(model, names, read, nf4_states, device):
+def fill_model(
+    model: Model, names: TensorNames, read: Callable[[str], torch.Tensor],
+    nf4_states: dict[str, dict[str, Any]], device: torch.device,
+) -> None:
     """Give the model its embedding, layers, norm and head. read(name) returns this rank's rows of a
-    tensor, flat; each is read once, in the order of weight_requests(), of a layer MXFP4 first.
+    tensor, flat; each is read once, in the order of weight_requests(), but MXFP4 first in a layer.
     `nf4_states` is what check_files() returns. All ranks of model.group must call this."""
     plan, dtype = model.plan, getattr(torch, model.plan.compute_dtype)
 
-    def table(name):
+    def table(name: str) -> torch.Tensor:
         return read(name).view(-1, model.arch.hidden_size).to(device, dtype)
 
     embedding = table(names.embedding)
     model.embedding = pinned_copy(embedding) if plan.embedding_on_host else embedding
-    # Allocate the 4-bit weights before anything temporary: else gaps between them would stay. For
-    # FSDP2 they are QUANT_STORAGE, bf16. Copied as such, without the hooks of NF4Blocks, 0.08 % of
-    # the packed words, those that are NaN in bf16, would be changed without an error.
-    shards = [None if plan.offload_params else local_part(x.nf4).zeros_on(device, QUANT_STORAGE)
-              for x in model.layers]
+    # Allocate the 4-bit weights before anything temporary: else gaps between them would stay. FSDP2
+    # sees them as QUANT_STORAGE, bf16. If it copied them as bf16, without the hooks of NF4Blocks,
+    # the words that are NaN in bf16, 0.08 % of all, would be changed without an error.
+    shards = [None if plan.offload_params else zero_shard(model, i, device)
+              for i in range(len(model.layers))]
     quiet = len(model.layers) < 3 or not (is_rank_0() and sys.stderr.isatty())
-    bar = tqdm(model.layers, "load and quantise", unit="layer", leave=False, disable=quiet)
-    for i, layer in enumerate(bar):
-        shard = shards[i]
+    bar = tqdm(shards, "load and quantise", unit="layer", leave=False, disable=quiet)
+    for i, shard in enumerate(bar):
         if shard is None:
-            shard = local_part(layer.nf4).zeros_on(device, QUANT_STORAGE)
+            shard = zero_shard(model, i, device)
         load_layer(model, i, shard, names, read, nf4_states)
     model.norm, model.norm_bias = (name and read(name).to(device, dtype)
                                    for name in (names.norm, names.norm_bias))
     model.head = model.embedding if model.arch.tied else table(names.head)
 
 
-def load_layer(model, i, shard, names, read, nf4_states):
-    """Give layer i its 4-bit weights, in `shard`, its NF4Blocks of zeros on the device; its norms
-    and biases; and of experts the router. All ranks of model.group must call this."""
-    layer, device, dtype = model.layers[i], shard.device, getattr(torch, model.plan.compute_dtype)
+def zero_shard(model: Model, i: int, device: torch.device) -> NF4Blocks:
+    """Zeros for this rank's blocks of layer i."""
+    layer: DecoderLayer = model.layers[i]
+    own: NF4Blocks = local_part(layer.nf4)
+    return own.zeros_on(device, QUANT_STORAGE)
+
+
+def load_layer(
+    model: Model, i: int, shard: NF4Blocks, names: TensorNames, read: Callable[[str], torch.Tensor],
+    nf4_states: dict[str, dict[str, Any]],
+) -> None:
+    """Give layer i its 4-bit weights, written into `shard`, NF4Blocks of zeros on the device; its
+    norms and biases; and the router of its experts. All ranks of model.group must call this."""
+    device, dtype = shard.device, getattr(torch, model.plan.compute_dtype)
+    layer: DecoderLayer = model.layers[i]
     own_linears = [(own, names.of_layer(i, f"{own.place.linear.name}.weight"))
                    for own in own_blocks(layer, model.shard)]
     own_linears = copy_mxfp4(own_linears, shard, read)
     layer.nested = quantise(own_linears, shard, read, names, nf4_states, dtype, model)
     if model.plan.offload_params:
-        shard = NF4Blocks(*map(pinned_copy, (shard.packed, shard.scales)), device)
+        shard = NF4Blocks(pinned_copy(shard.packed), pinned_copy(shard.scales), device)
     set_local(layer, "nf4", shard)
     vectors = torch.zeros(model.shards, len(local_part(layer.vectors)), dtype=dtype, device=device)
     for name, (where, _) in layer.layout.vectors.items():
         vectors.view(-1)[where] = read(names.of_layer(i, name)).to(device, dtype)
     set_local(layer, "vectors", vectors[model.shard].clone())
-    for name, shape in layer.layout.mixture_tensors.items():  # whole, and as exact as they are
+    for name, shape in layer.layout.mixture_tensors.items():  # whole, not quantised
         tensor = whole_tensor(read, names.of_layer(i, name), nf4_states, dtype)
         layer.mixture_tensors[name] = tensor.to(device).view(shape)
 
 
-def quantise(own_linears, shard, read, names, nf4_states, dtype, model):
-    """Quantise this rank's blocks of a layer to NF4 with double quantisation, into `shard`, its
-    NF4Blocks of zeros; linears that files have in NF4, those in `nf4_states`, keep their bytes.
+def quantise(
+    own_linears: list[tuple[OwnBlocks, str]], shard: NF4Blocks, read: Callable[[str], torch.Tensor],
+    names: TensorNames, nf4_states: dict[str, dict[str, Any]], dtype: torch.dtype, model: Model,
+) -> Nested:
+    """Quantise this rank's blocks of a layer to NF4 with double quantisation, into `shard`,
+    NF4Blocks of zeros. Linears that are in NF4 in the files (in `nf4_states`) keep their bytes.
     Returns the layer's Nested. All ranks of the group must call this.
 
     `own_linears` are (OwnBlocks, name in files), one a linear. Blocks of 64 weights are quantised
     independently, so they get the bytes that they would have in the whole tensor. The second level
-    subtracts the mean absmax of a whole linear: the absmax, 4 bytes for 64 weights, are gathered,
-    and every rank computes that level alike.
+    subtracts the mean absmax of the whole linear: all ranks gather the absmax, 4 bytes for 64
+    weights, and compute the same second level.
     """
     absmax = torch.zeros(len(shard), dtype=torch.float32, device=shard.device)
     nested, codebook = {}, dynamic_map(shard.device)  # {name: its part of each field of Nested}
@@ -104,22 +125,28 @@ def quantise(own_linears, shard, read, names, nf4_states, dtype, model):
                   code_values=torch.stack([values for _, _, values in parts]))
 
 
-def copy_mxfp4(own_linears, shard, read):
-    """Copy this rank's blocks of linears that files have in MXFP4 into `shard`, its NF4Blocks.
-    Returns the other linears; both are (OwnBlocks, name in files)."""
+def copy_mxfp4(
+    own_linears: list[tuple[OwnBlocks, str]], shard: NF4Blocks, read: Callable[[str], torch.Tensor],
+) -> list[tuple[OwnBlocks, str]]:
+    """Copy this rank's blocks of the linears that are in MXFP4 in the files into `shard`. Returns
+    the other linears; both lists are of (OwnBlocks, name in files)."""
     for own, name in own_linears:
         if own.place.linear.mxfp4:
-            first = own.weights.start // BLOCK  # what is read begins with a row
+            first = own.weights.start // BLOCK  # read() returns whole rows
             blocks = slice(first, first + own.blocks.stop - own.blocks.start)
             packed = read(f"{name}_blocks").view(-1, BLOCK // 2)[blocks]
-            shard.packed[own.local] = packed << 4 | packed >> 4  # its low halves come first
+            shard.packed[own.local] = packed << 4 | packed >> 4  # low half first in files
             shard.scales[own.local] = read(f"{name}_scales").view(-1, BLOCK // MX_BLOCK)[blocks]
     return [(own, name) for own, name in own_linears if not own.place.linear.mxfp4]
 
 
-def copy_nf4(own, name, shard, read, state):
-    """Copy this rank's blocks of a linear that files have in NF4 into `shard`, its NF4Blocks; own
-    is its OwnBlocks, `state` what bitsandbytes has stored of it. Returns its part of Nested."""
+def copy_nf4(
+    own: OwnBlocks, name: str, shard: NF4Blocks, read: Callable[[str], torch.Tensor],
+    state: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Copy this rank's blocks of a linear that is in NF4 in the files into `shard`. `state`: the
+    JSON object that bitsandbytes stored with it. Returns (absmax, offset, code values) of the
+    linear for Nested."""
     codes = read(name)
     shard.packed[own.local].view(-1)[: codes.nbytes] = codes.view(torch.uint8)
     shard.scales[own.local, 0] = read(f"{name}.absmax")
@@ -127,9 +154,11 @@ def copy_nf4(own, name, shard, read, state):
     return read(f"{name}.nested_absmax"), offset, read(f"{name}.nested_quant_map")
 
 
-def weight_rows(read, names, name, rows):
-    """The requested `rows` of a linear's weight, flat; of one in FP8 fp32, times the scales of its
-    blocks."""
+def weight_rows(
+    read: Callable[[str], torch.Tensor], names: TensorNames, name: str, rows: range,
+) -> torch.Tensor:
+    """The requested `rows` of a linear's weight, flat. If it is in FP8: in fp32, times the scales
+    of its blocks."""
     value = read(name)
     if name not in names.scaled:
         return value
@@ -138,9 +167,12 @@ def weight_rows(read, names, name, rows):
     return unscaled(value.view(len(rows), n_in), scales, rows.start % FP8_BLOCK).flatten()
 
 
-def whole_tensor(read, name, states, dtype):
-    """A whole tensor, flat; one that files have in NF4, see check_files(), as bitsandbytes
-    dequantises it, in `dtype`."""
+def whole_tensor(
+    read: Callable[[str], torch.Tensor], name: str, states: dict[str, dict[str, Any]],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """A whole tensor, flat. If it is in NF4 in the files, see check_files(): dequantised by
+    bitsandbytes to `dtype`."""
     if name not in states:
         return read(name)
     codes = read(name).view(torch.uint8).view(-1, 1)
