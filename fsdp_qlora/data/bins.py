@@ -2,10 +2,14 @@
 tensors of a bin. It depends on forms.py for what is not trained; Rows come from encode.py, and what
 is computed of a bin is in the model."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import heapq
 import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +17,11 @@ import torch.nn.functional as F
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.model.elementwise import mix
 from fsdp_qlora.training.loss import Answers
-from fsdp_qlora.model.offload import GPUStore
+from fsdp_qlora.model.offload import GPUStore, HostStore
+
+if TYPE_CHECKING:
+    from fsdp_qlora.data.encode import Rows
+    from train_fsdp_qlora import Config, Run
 
 
 @dataclasses.dataclass
@@ -32,26 +40,27 @@ class Bin:
     loss_bounds: torch.Tensor
     dropout_keys: torch.Tensor | None  # int64 [tokens], see drop(); None: no dropout
     answers: Answers | None  # of all ranks' bins of the micro-batch; None: --loss sft
-    lengths: tuple  # of the documents, in tokens
+    lengths: tuple[int, ...]  # of the documents, in tokens
     longest: int  # upper bound of `lengths`
-    kernels: dict = None  # the attention to use: {"full": function, "window": function}
-    store: object = None  # where layers put what they keep
-    ropes: dict = None  # cos and sin, see rope_tables
+    kernels: dict[str, Callable]  # the attention to use: {"full": function, "window": function}
+    store: GPUStore | HostStore  # where layers put what they keep
+    ropes: dict | None = None  # cos and sin, see rope_tables
 
 
-def step_rows(step, n_rows, config):
+def step_rows(step: int, n_rows: int, config: Config) -> torch.Tensor:
     """Indices of the rows of an optimizer step (the first is 1): every epoch is a new shuffle."""
     drawn = range((step - 1) * config.batch_size, step * config.batch_size)
     return torch.stack([epoch_order(i // n_rows, n_rows, config.seed)[i % n_rows] for i in drawn])
 
 
 @functools.lru_cache(2)  # a step may span two epochs
-def epoch_order(epoch, n_rows, seed):
+def epoch_order(epoch: int, n_rows: int, seed: int) -> torch.Tensor:
     """The shuffled indices of one epoch's rows."""
     return torch.randperm(n_rows, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
 
 
-def deal_rows(lengths, processes, max_tokens, n_answers=1):
+def deal_rows(lengths: list[int], processes: int, max_tokens: int,
+              n_answers: int = 1) -> list[list[list[int]]]:
     """Deal documents of these lengths into micro-batches, each of one bin per process. Returns for
     each micro-batch a list of document numbers per process.
 
@@ -75,7 +84,7 @@ def deal_rows(lengths, processes, max_tokens, n_answers=1):
     return dealt
 
 
-def deal(items, sizes, n):
+def deal(items: Iterable[int], sizes: Sequence[int], n: int) -> list[list[int]]:
     """Deal `items`, numbers of `sizes`, into n lists that are filled evenly, the fullest first."""
     # a heap of (size, number, items): the emptiest list comes first
     lists = [(0, number, []) for number in range(n)]
@@ -86,7 +95,7 @@ def deal(items, sizes, n):
     return [sorted(found) for _, _, found in lists]
 
 
-def round_up(n, device):
+def round_up(n: int, device: torch.device) -> int:
     """On a GPU, n up to the next of a few lengths, 16 from one power of 2 to the next: cuBLAS and
     cuDNN choose kernels anew for each new length, and a CUDA graph has one."""
     if device.type == "cpu":
@@ -95,7 +104,8 @@ def round_up(n, device):
     return math.ceil(n / multiple) * multiple
 
 
-def make_bin(batch, micro_batch, rank, step_key, run):
+def make_bin(batch: Rows, micro_batch: list[list[int]], rank: int, step_key: torch.Tensor | None,
+             run: Run) -> Bin:
     """This rank's Bin of a micro-batch of deal_rows(). `batch` are the Rows of the step, `step_key`
     seeds dropout; None: an evaluation. All ranks pad to one shape, because they compute embedding
     and head together, and every rank waits for the longest bin anyway."""
@@ -125,19 +135,24 @@ def make_bin(batch, micro_batch, rank, step_key, run):
         starts = F.pad(starts, (0, spare), value=n_tokens)
     ids, trained_at, labels, bounds = token_tensors(batch, documents, lengths, n_documents)
     padding = (0, n_labels - len(labels))
-    tensors = [ids, n_unpadded, position_ids, starts.int(), F.pad(trained_at, padding),
-               F.pad(labels, padding, value=IGNORE), bounds, keys]
+    tensors: dict[str, Any] = {
+        "input_ids": ids, "n_unpadded": n_unpadded, "position_ids": position_ids,
+        "cu_seqlens": starts.int(), "trained_at": F.pad(trained_at, padding),
+        "labels": F.pad(labels, padding, value=IGNORE), "loss_bounds": bounds, "dropout_keys": keys}
     answers = find_answers(batch, micro_batch, n_documents, run) if batch.loss != "sft" else []
     if run.device.type == "cuda":
-        tensors, answers = (
-            [None if tensor is None else tensor.pin_memory().to(run.device, non_blocking=True)
-             for tensor in part] for part in (tensors, answers))
+        answers = [tensor.pin_memory().to(run.device, non_blocking=True) for tensor in answers]
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                tensors[name] = tensor.pin_memory().to(run.device, non_blocking=True)
     store = GPUStore() if step_key is None else run.store  # an evaluation has no backward
-    return Bin(*tensors, Answers(*answers) if answers else None, tuple(lengths), longest,
-               run.kernels["same" if same else "any"], store)
+    return Bin(**tensors, answers=Answers(*answers) if answers else None, lengths=tuple(lengths),
+               longest=longest, kernels=run.kernels["same" if same else "any"], store=store)
 
 
-def token_tensors(batch, documents, lengths, n_documents):
+def token_tensors(
+        batch: Rows, documents: list[int], lengths: list[int],
+        n_documents: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """A Bin's input_ids, its trained_at and labels without padding, and its loss_bounds.
     `lengths`: of the documents and then of padding."""
     n_tokens, parts = sum(lengths), 2 if batch.kind.trains_prompt else 1
@@ -159,7 +174,8 @@ def token_tensors(batch, documents, lengths, n_documents):
     return ids, trained_at, labels[trained_at], bounds
 
 
-def find_answers(batch, micro_batch, n_documents, run):
+def find_answers(batch: Rows, micro_batch: list[list[int]], n_documents: int,
+                 run: Run) -> list[torch.Tensor]:
     """The first four tensors of the Answers of a micro-batch, in whose bins there are, with
     padding, `n_documents` each."""
     place = {document: rank * n_documents + i for rank, documents in enumerate(micro_batch)
@@ -175,12 +191,12 @@ def find_answers(batch, micro_batch, n_documents, run):
             for tensor in (places, n_trained, reference, batch.desirable[documents])]
 
 
-def power_of_2(n):
+def power_of_2(n: int) -> int:
     """The lowest power of 2 from n on."""
     return 2 ** (n - 1).bit_length()
 
 
-def shape_of_bins(batch, micro_batch, run):
+def shape_of_bins(batch: Rows, micro_batch: list[list[int]], run: Run) -> tuple[int, int, int]:
     """(tokens, trained tokens, longest document) to which all ranks pad their bin."""
     lengths = [batch.lengths[documents].tolist() for documents in micro_batch]
     all_lengths = {length for document_lengths in lengths for length in document_lengths}

@@ -2,6 +2,8 @@
 caches. It depends on files and ranks; what the table holds is up to encode.py. Only
 what was written whole is found again, and its digests are looked at before its use."""
 
+from __future__ import annotations
+
 import contextlib
 import fcntl
 import json
@@ -11,20 +13,28 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import huggingface_hub
+import pyarrow
 from tqdm import tqdm
 
 from fsdp_qlora.run.files import digest, read_json
 from fsdp_qlora.run.ranks import is_rank_0, n_cores, say
 
+if TYPE_CHECKING:
+    from fsdp_qlora.data.sources import Piece
+
 TOLD = ValueError, OSError, MemoryError  # that a process raises for another
 PARTS = "parts.json"  # the SHA-256 of each file of a table in order; written last
+MakeBatches = Callable[..., Iterator[pyarrow.RecordBatch]]  # see write_table()
 
 
 @contextlib.contextmanager
-def open_cache(key):
+def open_cache(key: str) -> Iterator[Path]:
     """Yields the directory of this key, which no other process fills meanwhile. It may be one that
     can only be read."""
     home = Path(huggingface_hub.constants.HF_HOME, "datasets")
@@ -37,7 +47,7 @@ def open_cache(key):
         yield directory
 
 
-def has_table(directory):
+def has_table(directory: Path) -> bool:
     """Whether the directory holds a table as it was written; says so if it holds a part of one."""
     digests = read_json(directory / PARTS, {})
     with contextlib.suppress(OSError):
@@ -49,15 +59,14 @@ def has_table(directory):
     return False
 
 
-def read_table(directory):
+def read_table(directory: Path) -> pyarrow.Table:
     """The pyarrow Table in a directory, mapped into memory."""
-    import pyarrow
-
     files = [pyarrow.memory_map(str(directory / name)) for name in read_json(directory / PARTS)]
     return pyarrow.concat_tables([pyarrow.ipc.open_file(file).read_all() for file in files])
 
 
-def write_table(directory, pieces, make_batches, **settings):
+def write_table(directory: Path, pieces: list[Piece], make_batches: MakeBatches,
+                **settings: Any) -> dict[str, str]:
     """Write the pyarrow RecordBatches of make_batches(pieces, **settings), of which there must be
     one at least. All cores share out the pieces, and each writes a file. Returns {file: SHA-256},
     for PARTS."""
@@ -71,7 +80,8 @@ def write_table(directory, pieces, make_batches, **settings):
                       " another place in HF_DATASETS_CACHE")
 
 
-def write_files(directory, pieces, make_batches, settings):
+def write_files(directory: Path, pieces: list[Piece], make_batches: MakeBatches,
+                settings: dict[str, Any]) -> dict[str, str]:
     """Write the files of a table. Returns {file: SHA-256}."""
     n = min(n_cores(), len(pieces))
     works = {}
@@ -85,10 +95,9 @@ def write_files(directory, pieces, make_batches, settings):
         return write_parts(works, bar.update)
 
 
-def write_part(path, make_batches, pieces, settings, count):
+def write_part(path: Path, make_batches: MakeBatches, pieces: list[Piece], settings: dict[str, Any],
+               count: Callable[[int], object]) -> str:
     """Write one file; calls count(n) after n more rows. Returns its SHA-256."""
-    import pyarrow
-
     batches = make_batches(pieces, **settings)
     first = next(batches)
     with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_file(file, first.schema) as out:
@@ -99,11 +108,12 @@ def write_part(path, make_batches, pieces, settings, count):
     return digest(path)
 
 
-def write_parts(works, count):
+def write_parts(works: dict[Path, tuple], count: Callable[[int], object]) -> dict[str, str]:
     """Write all files, each in a process of its own. Returns {file: SHA-256}; raises what one of
     the processes raises, or a ValueError when something ends one."""
     context = multiprocessing.get_context("fork")  # `works` are inherited, nothing is pickled
-    digests, running = dict.fromkeys(path.name for path in works), {}
+    digests: dict[str, Any] = dict.fromkeys(path.name for path in works)  # in order
+    running: dict[Any, tuple[str, multiprocessing.process.BaseProcess]] = {}
     try:
         for path, work in works.items():
             receive, send = context.Pipe(duplex=False)
@@ -118,10 +128,9 @@ def write_parts(works, count):
                     kind, value = json.loads(pipe.recv_bytes())
                 except (EOFError, OSError):
                     process.join()
-                    raise ValueError(
-                        "a process that encodes rows was ended by"
-                        f" {signal.Signals(abs(process.exitcode)).name}: the kernel does that where"
-                        " host memory runs out")
+                    number = signal.Signals(abs(process.exitcode or 0))
+                    raise ValueError(f"a process that encodes rows was ended by {number.name}: the"
+                                     " kernel does that where host memory runs out")
                 if kind == "rows":
                     count(value)
                 elif kind == "written":
@@ -137,17 +146,19 @@ def write_parts(works, count):
     return digests
 
 
-def tell_of_part(pipe, path, *work):
+def tell_of_part(pipe: Connection, path: Path, make_batches: MakeBatches, pieces: list[Piece],
+                 settings: dict[str, Any]) -> None:
     """write_part() in a process of its own. Tells its parent ("rows", n more) and at the end
     ("written", SHA-256), or an error's (kind, text)."""
     for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1:
         signal.signal(number, signal.SIG_IGN)  # a job's signal is its parent's, with which it ends
 
-    def tell(*message):
+    def tell(*message: Any) -> None:
         pipe.send_bytes(json.dumps(message).encode())
 
     try:
-        message = "written", write_part(path, *work, lambda n: tell("rows", n))
+        sha = write_part(path, make_batches, pieces, settings, lambda n: tell("rows", n))
+        message = "written", sha
     except Exception as e:
         kind = next((k for k in TOLD if isinstance(e, k)), None)
         message = (kind.__name__, str(e)) if kind else ("", f"{type(e).__name__}: {e}")

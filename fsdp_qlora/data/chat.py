@@ -2,6 +2,8 @@
 trained. It depends on transformers' rendering; other forms of rows are in forms.py, tokens in
 encode.py."""
 
+from __future__ import annotations
+
 import contextlib
 import copy
 import functools
@@ -9,14 +11,19 @@ import json
 import os
 import re
 from datetime import datetime
+from typing import Any
 
+from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from fsdp_qlora.data.sources import RefusedRow
 
+Spans = list[tuple[int, int]]  # where in a text, in characters: [(start, end)]
 
-def parse_chat(messages, options, tokenizer):
-    """Returns [(text, [(start, end)])]: the documents of a conversation, and which of their
+
+def parse_chat(messages: list[dict[str, Any]], options: dict[str, Any],
+               tokenizer: PreTrainedTokenizerFast) -> list[tuple[str, Spans]]:
+    """Returns [(text, spans)]: the documents of a conversation, and which of their
     characters are trained. `options` is what the template is given besides messages: tools, and
     other variables. Each message says in `train` whether it is trained.
 
@@ -48,7 +55,7 @@ def parse_chat(messages, options, tokenizer):
     return documents[::-1]
 
 
-def closing_token(tokenizer):
+def closing_token(tokenizer: PreTrainedTokenizerFast) -> str:
     """The special token that ends an answer in a conversation; EOS if there is no other."""
     probe = [{"role": role, "content": "probe", "train": role == "assistant"}
              for role in ("user", "assistant")]
@@ -59,7 +66,7 @@ def closing_token(tokenizer):
     return tokenizer.eos_token
 
 
-def with_day(tokenizer, day):
+def with_day(tokenizer: PreTrainedTokenizerFast, day: str) -> PreTrainedTokenizerFast:
     """A copy of the tokenizer whose chat templates print `day`, YYYY-MM-DD, where they ask for
     today's date, as Llama 3's and gpt-oss's do: a resumed run must see the same rows, and so must
     all ranks around midnight.
@@ -68,7 +75,7 @@ def with_day(tokenizer, day):
     a function `strftime_now` that is given as a variable. A format that is no literal stays.
     """
 
-    def dated(template):
+    def dated(template: str) -> str:
         return re.sub(r"""\bstrftime_now\(\s*(["'])(.*?)\1\s*\)""",
                       lambda call: repr(datetime.fromisoformat(day).strftime(call[2])), template)
 
@@ -80,7 +87,7 @@ def with_day(tokenizer, day):
     return tokenizer
 
 
-def checked_text(value, name):
+def checked_text(value: Any, name: str) -> str:
     """Returns `value` if it is text that can be encoded."""
     if not isinstance(value, str):
         raise ValueError(f"{name} is {type(value).__name__}, want a string")
@@ -89,7 +96,8 @@ def checked_text(value, name):
     return value
 
 
-def render_answer(messages, options, tokenizer):
+def render_answer(messages: list[dict[str, Any]], options: dict[str, Any],
+                  tokenizer: PreTrainedTokenizerFast) -> tuple[str, str, Spans]:
     """Render messages that end with an answer. Returns their text, the document that it is if no
     more follow, and the answer's spans of characters in both. The document ends with the answer's
     closing token, or with EOS if the template has none; with {% generation %} marks, where the last
@@ -116,22 +124,26 @@ def render_answer(messages, options, tokenizer):
     return text, document, spans
 
 
-def render(messages, tokenizer, **options):
+def render(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerFast,
+           **options: Any) -> str:
     """The text that the chat template makes of messages."""
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        return text
     except Exception as e:  # Jinja's own, and whatever the template's operations raise
         raise ValueError(f"the chat template fails: {' '.join(str(e).split())}")
 
 
-def marked_spans(messages, options, template, tokenizer):
+def marked_spans(messages: list[dict[str, Any]], options: dict[str, Any], template: str,
+                 tokenizer: PreTrainedTokenizerFast) -> Spans:
     """Where in the rendered messages the {% generation %} blocks of the last one stand."""
     try:
-        (before, text), (old_blocks, blocks) = render_jinja_template(
+        rendered: Any = render_jinja_template(
             [messages[:-1], messages], chat_template=template,
             return_assistant_tokens_mask=True, **{**tokenizer.special_tokens_map, **options})
     except Exception as e:
         raise ValueError(f"the chat template fails: {' '.join(str(e).split())}")
+    (before, text), (old_blocks, blocks) = rendered
     shared = shared_length(before, text)
     new_blocks = [block for block in blocks if block[0] >= shared]
     # where earlier messages are rewritten, they must at least have as many blocks as before
@@ -142,13 +154,14 @@ def marked_spans(messages, options, template, tokenizer):
     return new_blocks
 
 
-def shared_length(text, other):
+def shared_length(text: str, other: str) -> int:
     """How many characters at the beginning of two texts are the same."""
     return len(os.path.commonprefix([text, other]))
 
 
 @functools.lru_cache(1)
-def template_traits(tokenizer, template):
+def template_traits(tokenizer: PreTrainedTokenizerFast,
+                    template: str) -> tuple[tuple[str, ...], bool]:
     """The special tokens, one of which closes an answer, as a tuple of texts; and whether the
     template wants a message's content as a list of parts. `template`, the tokenizer's as text, only
     makes the cache tell templates apart.
@@ -162,7 +175,7 @@ def template_traits(tokenizer, template):
     return tuple(special), as_parts
 
 
-def clean_message(message, as_parts):
+def clean_message(message: dict[str, Any], as_parts: bool) -> tuple[dict[str, Any], bool]:
     """A message as templates want it, and whether it is trained."""
     message, is_trained = dict(message), message["train"]
     del message["train"]
@@ -179,7 +192,7 @@ def clean_message(message, as_parts):
         texts = [part.get("text") if isinstance(part, dict) else part for part in content]
         if not all(isinstance(text, str) for text in texts):
             raise ValueError("a message has content that is no text")
-        content = "".join(texts)
+        content = "".join(map(str, texts))
     if content is None and not calls:
         raise ValueError("a message has no content")
     text = checked_text("" if content is None else content, "content")
@@ -188,7 +201,7 @@ def clean_message(message, as_parts):
     return message | {"content": [{"type": "text", "text": text}] if as_parts else text}, is_trained
 
 
-def clean_call(call):
+def clean_call(call: dict[str, Any]) -> dict[str, Any]:
     """A tool call with its arguments as an object, as templates want it; OpenAI writes JSON text.
     """
     function = dict(call.get("function") or call)
@@ -198,7 +211,8 @@ def clean_call(call):
     return {**call, "function": function} if "function" in call else function
 
 
-def check_rendered(messages, tools, text, answer):
+def check_rendered(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, text: str,
+                   answer: str) -> None:
     """Refuse a row of which the chat template leaves something out. `answer` is the part of `text`
     that the last message became."""
     wanted = [("tools", tool.get("function", tool).get("name"), text) for tool in tools or ()]
@@ -226,7 +240,7 @@ def check_rendered(messages, tools, text, answer):
                              f" {', '.join(message['role'] for message in messages)}")
 
 
-def strings_in(value):
+def strings_in(value: Any) -> list[str]:
     """All texts in an object or list."""
     if isinstance(value, dict):
         value = list(value.values())

@@ -7,6 +7,8 @@ chat.py, if it is a conversation -> tokenize(). With a --loss of preferences, pa
 preferences.py comes before parse_row().
 """
 
+from __future__ import annotations
+
 import bisect
 import dataclasses
 import hashlib
@@ -14,19 +16,27 @@ import inspect
 import itertools
 import json
 import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow
 import torch
 import transformers
+from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.data.cache import PARTS, has_table, open_cache, read_table, write_table
 from fsdp_qlora.data.chat import parse_chat, with_day
-from fsdp_qlora.data.sources import RefusedRow, find_pieces, read_pieces
-from fsdp_qlora.data.forms import IGNORE, parse_row, printable
+from fsdp_qlora.data.sources import Piece, RefusedRow, find_pieces, read_pieces
+from fsdp_qlora.data.forms import IGNORE, Document, Ids, Part, parse_row, printable
 from fsdp_qlora.data.preferences import parse_preference
 from fsdp_qlora.run.files import digest, text_digest, write_whole
-from fsdp_qlora.training.loss import LOSSES
+from fsdp_qlora.training.loss import LOSSES, Loss
 from fsdp_qlora.run.ranks import Stop, say, together
+
+if TYPE_CHECKING:
+    from train_fsdp_qlora import Config
 
 BATCH = 256  # rows that the tokenizer gets at once
 ENCODED = {  # what encode_pieces() yields of a document
@@ -50,9 +60,9 @@ class Rows:
     a few int32 arrays, views of a memory-mapped file that all ranks of a node share."""
 
     loss: str  # of LOSSES: what these rows are for
-    input_ids: list  # of arrays
-    labels: list  # of arrays of the same sizes
-    bounds: list  # where among all tokens each array begins
+    input_ids: list[np.ndarray]
+    labels: list[np.ndarray]  # of the same sizes
+    bounds: list[int]  # where among all tokens each array begins
     starts: torch.Tensor  # int64 [documents], where among all tokens each begins
     lengths: torch.Tensor  # [documents], in tokens
     prompt_lengths: torch.Tensor  # [documents], tokens before the first trained one
@@ -63,22 +73,22 @@ class Rows:
     # fp64 [documents], the log-probability of each answer before the first step
     reference: torch.Tensor | None = None
     # the same prompts with answers of other rows, as KTO wants them, see mismatch()
-    mismatched: "Rows | None" = None
+    mismatched: Rows | None = None
     answer_starts: torch.Tensor | None = None  # int64 [documents], of those, where the answers are
 
     @property
-    def kind(self):
+    def kind(self) -> Loss:
         return LOSSES[self.loss]
 
     @property
-    def n_answers(self):
+    def n_answers(self) -> int:
         """How many documents a row has."""
         return self.kind.n_answers
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.starts) // self.n_answers
 
-    def tokens(self, i):
+    def tokens(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(input_ids, labels) of document i, int64 [tokens]; labels are IGNORE where nothing is
         trained."""
         start, n_tokens = int(self.starts[i]), int(self.lengths[i])
@@ -86,33 +96,35 @@ class Rows:
             return self.read(start, n_tokens)
         n_prompt, answer = int(self.prompt_lengths[i]), int(self.answer_starts[i])
         parts = self.read(start, n_prompt), self.read(answer, n_tokens - n_prompt)
-        return tuple(map(torch.cat, zip(*parts)))
+        ids, labels = map(torch.cat, zip(*parts))
+        return ids, labels
 
-    def read(self, start, n_tokens):
+    def read(self, start: int, n_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(input_ids, labels) of these tokens of one document, int64."""
         array = bisect.bisect_right(self.bounds, start) - 1
         first = start - self.bounds[array]
         part = slice(first, first + n_tokens)
-        return tuple(torch.from_numpy(arrays[array][part].astype(np.int64))
-                     for arrays in (self.input_ids, self.labels))
+        ids, labels = (torch.from_numpy(arrays[array][part].astype(np.int64))
+                       for arrays in (self.input_ids, self.labels))
+        return ids, labels
 
-    def documents_of(self, rows):
+    def documents_of(self, rows: torch.Tensor) -> torch.Tensor:
         """The numbers of the documents of these rows, a tensor of numbers."""
         return (rows[:, None] * self.n_answers + torch.arange(self.n_answers)).flatten()
 
-    def select(self, rows):
+    def select(self, rows: torch.Tensor) -> Rows:
         """The Rows of these numbers, a tensor, in the same arrays."""
         documents = self.documents_of(rows)
-        columns = {name: column[documents] for name, column in vars(self).items()
-                   if isinstance(column, torch.Tensor)}
+        columns: dict[str, Any] = {name: column[documents] for name, column in vars(self).items()
+                                   if isinstance(column, torch.Tensor)}
         mismatched = self.mismatched and self.mismatched.select(rows)
         return dataclasses.replace(self, **columns, mismatched=mismatched)
 
-    def as_documents(self):
+    def as_documents(self) -> Rows:
         """The same documents, each a row of its own."""
         return dataclasses.replace(self, loss="sft")
 
-    def mismatch(self, seed, max_tokens):
+    def mismatch(self, seed: int, max_tokens: int) -> Rows:
         """The prompts of these rows, each with the answer of the row before it in a random order,
         cut to `max_tokens`. Of cut ones `n_trained` is an upper bound."""
         order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
@@ -123,24 +135,26 @@ class Rows:
             answer_starts=(self.starts + self.prompt_lengths)[other],
             n_trained=self.n_trained[other])
 
-    def n_scored(self):
+    def n_scored(self) -> torch.Tensor:
         """[documents], the tokens whose loss is computed: the trained ones, and of ORPO also the
         prompts of good answers."""
         if not self.kind.trains_prompt:
             return self.n_trained
         return torch.where(self.desirable, self.lengths - 1, self.n_trained)
 
-    def sha256(self):
+    def sha256(self) -> str:
         """Hash of all rows in order, by which a resumed run sees that its data are the same."""
         return hashlib.sha256(self.digests.numpy().tobytes()).hexdigest()
 
 
-def prepare_data(config, directory, tokenizer, vocab_size, day):
+def prepare_data(config: Config, directory: Path, tokenizer: PreTrainedTokenizerFast,
+                 vocab_size: int, day: str) -> tuple[Rows, Rows | None]:
     """The Rows to train on and those to evaluate on, or None. All ranks must call this."""
     if config.random_weights and not config.dataset:
         say(f"data: {config.batch_size} rows of random tokens")
         return with_mismatched(random_rows(vocab_size, config), config), None
-    settings = (tokenizer, config.max_seq_len, vocab_size, day, config.columns or (), config.loss)
+    settings: tuple[Any, ...] = (tokenizer, config.max_seq_len, vocab_size, day,
+                                 config.columns or (), config.loss)
     sources = config.dataset or (str(directory / "demo" / "data.jsonl"),)
     rows, line, renamed = prepare_rows(sources, *settings)
     say(f"data: {line}")
@@ -165,30 +179,34 @@ def prepare_data(config, directory, tokenizer, vocab_size, day):
     return with_mismatched(rows, config), eval_rows and with_mismatched(eval_rows, config)
 
 
-def with_mismatched(rows, config):
+def with_mismatched(rows: Rows, config: Config) -> Rows:
     """The rows, with `mismatched` where their loss reads it."""
     if rows.loss != "kto":
         return rows
+    assert config.max_seq_len, "read_model_config() fills it in"
     mismatched = rows.mismatch(config.seed, config.max_seq_len)
     return dataclasses.replace(rows, mismatched=mismatched)
 
 
-def hold_out(rows, fraction, config):
+def hold_out(rows: Rows, fraction: float, config: Config) -> tuple[Rows, Rows]:
     """Split the rows into those to train on and a fraction to evaluate on. Rows that were made of
     one example stay together."""
     sources = rows.sources.unique()
     n = round(fraction * len(sources)) if abs(fraction) < 1e9 else fraction
-    if not 0 < n < len(sources) or len(config.eval_dataset) > 1:
-        raise Stop(f"--eval_dataset {' '.join(config.eval_dataset)}: is {n} of {len(sources)}"
+    values = config.eval_dataset or ()
+    if not 0 < n < len(sources) or len(values) > 1:
+        raise Stop(f"--eval_dataset {' '.join(values)}: is {n} of {len(sources)}"
                    " rows: give one fraction between 0 and 1, or files")
     order = torch.randperm(len(sources), generator=torch.Generator().manual_seed(config.seed))
     held_out = torch.isin(rows.sources[:: rows.n_answers], sources[order[:n]])
     say(f"evaluation: {held_out.sum():,} of these rows, which are not trained on")
-    return tuple(rows.select(mask.nonzero().view(-1)) for mask in (~held_out, held_out))
+    train, evaluation = (rows.select(mask.nonzero().view(-1)) for mask in (~held_out, held_out))
+    return train, evaluation
 
 
-def prepare_rows(sources, tokenizer, max_seq_len, vocab_size, day, columns=(), loss="sft",
-                 flag="--dataset"):
+def prepare_rows(sources: Sequence[str], tokenizer: PreTrainedTokenizerFast, max_seq_len: int,
+                 vocab_size: int, day: str, columns: Sequence[str] = (), loss: str = "sft",
+                 flag: str = "--dataset") -> tuple[Rows, str, set[str]]:
     """The Rows of all `sources` for this loss, a line on what became of them, and the set of keys
     that `columns` have renamed. All ranks must call this."""
     name = " ".join(sources)
@@ -196,24 +214,20 @@ def prepare_rows(sources, tokenizer, max_seq_len, vocab_size, day, columns=(), l
         if tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no EOS token, and generation would never stop: set"
                              " eos_token in its tokenizer_config.json")
-        tokenizer = with_day(tokenizer, day)
-        settings = {"tokenizer": tokenizer, "max_seq_len": max_seq_len, "vocab_size": vocab_size,
-                    "new_names": columns, "loss": loss}
-        pieces, contents = [], []
-        for source in sources:
-            try:
-                more, digests = find_pieces(source)
-            except ValueError as e:
-                raise ValueError(f"{flag} {e}")
-            pieces += more
-            contents.append(digests)
+        settings: dict[str, Any] = {
+            "tokenizer": with_day(tokenizer, day), "max_seq_len": max_seq_len,
+            "vocab_size": vocab_size, "new_names": columns, "loss": loss}
+        try:
+            pieces, contents = pieces_of_all(sources)
+        except ValueError as e:
+            raise ValueError(f"{flag} {e}")
         key = cache_key(sources, contents, **settings)
     with together(), open_cache(key) as directory:
         if int(os.environ.get("LOCAL_RANK", 0)) == 0 and not has_table(directory):
             if not pieces:
                 raise ValueError(f"{flag} {name}: has no rows")
             parts = write_table(directory, pieces, encode_batches, **settings)
-            if contents != [find_pieces(source, is_silent=True)[1] for source in sources]:
+            if contents != pieces_of_all(sources, is_silent=True)[1]:
                 raise ValueError(f"{flag} {name}: was rewritten while it was read: start again")
             write_whole(directory / PARTS, json.dumps(parts))
     with together():
@@ -222,27 +236,40 @@ def prepare_rows(sources, tokenizer, max_seq_len, vocab_size, day, columns=(), l
             raise ValueError(f"{flag} {name}: has no rows")
         if (first := table["refused"].index(True).as_py()) >= 0:
             raise ValueError(f"{table['where'][first]}: {table['left_out'][first]}")
-        left_out = describe_left_out(table)
         rows = rows_of_table(table, loss)
         if not len(rows):
             raise ValueError(f"{name}: none of its {len(table['kept'])} rows can be trained on:"
-                             f" {left_out}")
-        forms = counts_of(table["form"].filter(table["kept"]))
-        forms = ", ".join(f"{n // rows.n_answers:,} {form}" for form, n in forms.items())
-        line = (f"{name}: {len(rows):,} rows, {forms}; {rows.lengths.sum():,} tokens,"
-                f" {rows.n_trained.sum():,} of them trained")
-        if loss == "kto":
-            line += f"; {rows.desirable.sum():,} good answers, {(~rows.desirable).sum():,} bad ones"
-        n_cut = int(table["cut"].filter(table["kept"]).to_numpy().sum())
-        if n_cut:
-            line += f"; {n_cut:,} cut to {max_seq_len} tokens"
-        line = f"{line}; {left_out}" if left_out else line
-        return rows, line, {key for keys in counts_of(table["renamed"]) for key in json.loads(keys)}
+                             f" {describe_left_out(table)}")
+        renamed = {key for keys in counts_of(table["renamed"]) for key in json.loads(keys)}
+        return rows, f"{name}: {describe_rows(rows, table, max_seq_len)}", renamed
 
 
-def cache_key(sources, contents, tokenizer, max_seq_len, vocab_size, new_names, loss):
+def pieces_of_all(sources: Sequence[str],
+                  is_silent: bool = False) -> tuple[list[Piece], list[list[str]]]:
+    """The pieces of all sources end to end, and the digests of each, see find_pieces()."""
+    found = [find_pieces(source, is_silent) for source in sources]
+    return [piece for pieces, _ in found for piece in pieces], [digests for _, digests in found]
+
+
+def describe_rows(rows: Rows, table: pyarrow.Table, max_seq_len: int) -> str:
+    """What became of the rows of read_table(): the Rows, and what was cut or left out."""
+    forms = counts_of(table["form"].filter(table["kept"])).items()
+    n_cut = int(table["cut"].filter(table["kept"]).to_numpy().sum())
+    parts = [f"{len(rows):,} rows, "
+             + ", ".join(f"{n // rows.n_answers:,} {form}" for form, n in forms),
+             f"{rows.lengths.sum():,} tokens, {rows.n_trained.sum():,} of them trained"]
+    if rows.loss == "kto":
+        good = rows.desirable
+        parts.append(f"{good.sum():,} good answers, {(~good).sum():,} bad ones")
+    if n_cut:
+        parts.append(f"{n_cut:,} cut to {max_seq_len} tokens")
+    return "; ".join(filter(None, [*parts, describe_left_out(table)]))
+
+
+def cache_key(sources: Sequence[str], contents: list[list[str]], tokenizer: PreTrainedTokenizerFast,
+              max_seq_len: int, vocab_size: int, new_names: Sequence[str], loss: str) -> str:
     """Digest of all that decides what the rows become, this code and transformers' included."""
-    code = {inspect.getsourcefile(f) for f in
+    code = {str(inspect.getsourcefile(f)) for f in
             (find_pieces, parse_row, parse_preference, parse_chat, encode_pieces)}
     kind = "pairs" if LOSSES[loss].n_answers == 2 else loss  # what the rows' forms depend on
     return text_digest([
@@ -251,11 +278,9 @@ def cache_key(sources, contents, tokenizer, max_seq_len, vocab_size, new_names, 
         tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map])
 
 
-def encode_batches(pieces, **settings):
+def encode_batches(pieces: list[Piece], **settings: Any) -> Iterator[pyarrow.RecordBatch]:
     """Yield pyarrow RecordBatches of the columns ENCODED, of BATCH documents each; an empty one
     last, so that there is one at least."""
-    import pyarrow
-
     documents, is_last = encode_pieces(pieces, **settings), False
     while not is_last:
         batch, columns = list(itertools.islice(documents, BATCH)), {}
@@ -271,7 +296,9 @@ def encode_batches(pieces, **settings):
         yield pyarrow.record_batch(columns)
 
 
-def encode_pieces(pieces, tokenizer, max_seq_len, vocab_size, new_names=(), loss="sft"):
+def encode_pieces(pieces: list[Piece], tokenizer: PreTrainedTokenizerFast, max_seq_len: int,
+                  vocab_size: int, new_names: Sequence[str] = (),
+                  loss: str = "sft") -> Iterator[dict[str, Any]]:
     """Yield {name: value}, see ENCODED, for each document of each row; one of a row that cannot be
     used, and of a pair that has an answer which cannot."""
     rows, old_names = read_pieces(pieces), {column.split("=")[0] for column in new_names}
@@ -293,7 +320,8 @@ def encode_pieces(pieces, tokenizer, max_seq_len, vocab_size, new_names=(), loss
                        "where": where if error else ""}
 
 
-def try_row(row, tokenizer, new_names, loss):
+def try_row(row: Any, tokenizer: PreTrainedTokenizerFast, new_names: Sequence[str],
+            loss: str) -> tuple[Exception | None, str, list[Document], list[bool]]:
     """(error, form, documents, whether each is a good answer) of a row: no error, or one document
     without tokens."""
     try:
@@ -307,7 +335,7 @@ def try_row(row, tokenizer, new_names, loss):
         return e, "", [([], [])], [True]
 
 
-def tokenize(documents, tokenizer):
+def tokenize(documents: list[Document], tokenizer: PreTrainedTokenizerFast) -> list[Ids]:
     """(input_ids, labels), two lists, of each document of parse_row()."""
     parts = [part for document in documents if isinstance(document, list) for part in document]
     encoded = {}  # may_begin: the tokens of all such parts in order
@@ -334,7 +362,8 @@ def tokenize(documents, tokenizer):
     return pairs
 
 
-def part_labels(part, ids, offsets, tokenizer):
+def part_labels(part: Part, ids: list[int], offsets: list[tuple[int, int]],
+                tokenizer: PreTrainedTokenizerFast) -> Ids:
     """(input_ids, labels) of a Part, from its tokens and where in its text each (begins, ends)."""
     if ids[:2] == 2 * [tokenizer.bos_token_id] and offsets[0] == (0, 0):
         ids, offsets = ids[1:], offsets[1:]  # the text has BOS itself
@@ -350,7 +379,8 @@ def part_labels(part, ids, offsets, tokenizer):
     return ids, labels
 
 
-def columns_of(ids, labels, max_tokens, desirable=True):
+def columns_of(ids: Sequence[int], labels: Sequence[int], max_tokens: int,
+               desirable: bool = True) -> dict[str, Any]:
     """What ENCODED has of the tokens of one document, cut to `max_tokens`, a good answer or not."""
     is_cut = len(ids) > max_tokens
     ids, labels = (np.asarray(values[:max_tokens], np.int32) for values in (ids, labels))
@@ -364,7 +394,7 @@ def columns_of(ids, labels, max_tokens, desirable=True):
             "digest": int.from_bytes(sha, "little", signed=True)}
 
 
-def check_tokens(columns, max_seq_len, vocab_size):
+def check_tokens(columns: dict[str, Any], max_seq_len: int, vocab_size: int) -> ValueError | None:
     """An error that says why the tokens of a document cannot be trained on, or None."""
     largest = max(columns[key].max(initial=0) for key in ("input_ids", "labels"))
     if largest >= vocab_size:
@@ -376,12 +406,12 @@ def check_tokens(columns, max_seq_len, vocab_size):
     return None
 
 
-def describe_left_out(table):
+def describe_left_out(table: pyarrow.Table) -> str:
     """How many rows of read_table() are left out, and why: the five commonest reasons, each with
     the first such row."""
     counts, parts = counts_of(table["left_out"]), []
     counts.pop("", None)
-    for reason in sorted(counts, key=counts.get, reverse=True)[:5]:
+    for reason in sorted(counts, key=lambda reason: counts[reason], reverse=True)[:5]:
         first = table["where"][table["left_out"].index(reason).as_py()]
         parts.append(f"{counts.pop(reason):,} left out: {reason} ({first})")
     if counts:
@@ -389,40 +419,43 @@ def describe_left_out(table):
     return "; ".join(parts)
 
 
-def counts_of(column):
+def counts_of(column: pyarrow.ChunkedArray) -> dict[str, int]:
     """{value: how often it occurs}."""
     return {pair["values"]: pair["counts"] for pair in column.value_counts().to_pylist()}
 
 
-def rows_of_table(table, loss):
+def rows_of_table(table: pyarrow.Table, loss: str) -> Rows:
     """The Rows of what read_table() returns that are kept."""
-    kept, is_first, lengths, *columns = (
+    kept, is_first, lengths, prompt_lengths, n_trained, desirable, digests = (
         torch.from_numpy(table[name].to_numpy().copy())
         for name in ("kept", "is_first", "length", *COLUMNS))
     input_ids, labels = ([chunk.flatten().to_numpy() for chunk in table[name].chunks]
                          for name in ("input_ids", "labels"))
     bounds = np.cumsum([0, *map(len, input_ids)]).tolist()[:-1]
     starts, sources = lengths.cumsum(0) - lengths, is_first.cumsum(0)
-    documents = Rows("sft", input_ids, labels, bounds, starts, lengths, *columns, sources)
+    documents = Rows("sft", input_ids, labels, bounds, starts, lengths, prompt_lengths, n_trained,
+                     desirable, digests, sources)
     return dataclasses.replace(documents.select(kept.nonzero().view(-1)), loss=loss)
 
 
-def rows_of(documents, loss="sft"):
+def rows_of(documents: Sequence[tuple[Sequence[int], Sequence[int]]], loss: str = "sft") -> Rows:
     """Rows in memory from [(input_ids, labels)], of which a row has one or two; of two the first is
     the better one, of rows of one every other is good."""
-    n = len(documents)
-    documents = [columns_of(ids, labels, len(ids), loss == "sft" or i % 2 == 0)
-                 for i, (ids, labels) in enumerate(documents)]
-    input_ids, labels = (np.concatenate([document[name] for document in documents])
+    encoded = [columns_of(ids, labels, len(ids), loss == "sft" or i % 2 == 0)
+               for i, (ids, labels) in enumerate(documents)]
+    input_ids, labels = (np.concatenate([document[name] for document in encoded])
                          for name in ("input_ids", "labels"))
-    lengths, *columns = (torch.tensor([document[name] for document in documents])
-                         for name in ("length", *COLUMNS))
-    starts, sources = lengths.cumsum(0) - lengths, torch.arange(n) // LOSSES[loss].n_answers
-    return Rows(loss, [input_ids], [labels], [0], starts, lengths, *columns, sources)
+    lengths, prompt_lengths, n_trained, desirable, digests = (
+        torch.tensor([document[name] for document in encoded]) for name in ("length", *COLUMNS))
+    starts = lengths.cumsum(0) - lengths
+    sources = torch.arange(len(encoded)) // LOSSES[loss].n_answers
+    return Rows(loss, [input_ids], [labels], [0], starts, lengths, prompt_lengths, n_trained,
+                desirable, digests, sources)
 
 
-def random_rows(vocab_size, config):
+def random_rows(vocab_size: int, config: Config) -> Rows:
     """Rows of random tokens, all of full length, for measuring without a data set."""
+    assert config.max_seq_len, "read_model_config() fills it in"
     generator = torch.Generator().manual_seed(config.seed)
     n_documents = config.batch_size * LOSSES[config.loss].n_answers
     ids = torch.randint(vocab_size, (n_documents, config.max_seq_len), generator=generator,

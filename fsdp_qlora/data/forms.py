@@ -2,13 +2,18 @@
 trained. It depends on chat.py for conversations, and leaves reading to sources.py, tokens to
 encode.py, and rows with several answers or with judged ones to preferences.py."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import json
 import re
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from fsdp_qlora.data.chat import checked_text, parse_chat
+from transformers import PreTrainedTokenizerFast
+
+from fsdp_qlora.data.chat import Spans, checked_text, parse_chat
 from fsdp_qlora.data.sources import RefusedRow
 
 IGNORE = -100  # the label of a token that is not trained
@@ -60,19 +65,24 @@ class Part(NamedTuple):
     """A part of a document."""
 
     text: str
-    trained: bool | list  # all of it, nothing, or spans of characters [(start, end)]
+    trained: bool | Spans  # all of it, nothing, or some of its characters
     may_begin: bool  # whether the tokenizer may put BOS in front
     must_end: bool = False  # whether EOS follows, if it does not end with that
 
 
-def parse_row(row, tokenizer, columns=()):
+Ids = tuple[list[int], list[int]]  # (input_ids, labels)
+Document = list[Part] | Ids
+
+
+def parse_row(row: Any, tokenizer: PreTrainedTokenizerFast,
+              columns: Sequence[str] = ()) -> tuple[str, list[Document]]:
     """Returns the row's form with what is ignored, as text, and its documents: each a list of
-    Parts, or of a row with input_ids the tuple (input_ids, labels). `columns` are new names of
-    keys, ["old=new"]. A ValueError leaves the row out, a RefusedRow ends the run."""
+    Parts, or of a row with input_ids its Ids. `columns` are new names of keys, ["old=new"]. A
+    ValueError leaves the row out, a RefusedRow ends the run."""
     return parse_object(as_object(row, columns), tokenizer)
 
 
-def as_object(row, columns):
+def as_object(row: Any, columns: Sequence[str]) -> dict[str, Any]:
     """The row with new names for its keys; raises what it is if it is no object."""
     if isinstance(row, Exception):
         raise row
@@ -81,26 +91,28 @@ def as_object(row, columns):
     return rename_keys(row, dict(column.split("=") for column in columns))
 
 
-def parse_object(row, tokenizer, form=None, is_one_text=False):
+def parse_object(row: dict[str, Any], tokenizer: PreTrainedTokenizerFast,
+                 form: tuple[str, ...] | None = None,
+                 is_one_text: bool = False) -> tuple[str, list[Document]]:
     """parse_row() of what as_object() returns. `form`: one of FORMS, None: by the row's keys;
     `is_one_text`: a prompt and its completion may meet in a word."""
     refuse_keys(row, ", or rename it: --columns {}=unused")
     form = form or find_form(row)
     row, ignored = take_keys(row, form)
     notes = [f"ignored: {', '.join(ignored)}"] if ignored else []
-    documents = parse_text(row, form, tokenizer, is_one_text)
+    documents: list[Document] | None = parse_text(row, form, tokenizer, is_one_text)
     if documents is None:
         messages = as_messages(row, form)
         if unread := unread_keys(messages, str(tokenizer.chat_template)):
             notes.append(f"ignored in messages: {', '.join(unread)}")
         if messages and messages[0]["role"] == "assistant" and messages[0]["train"]:
             notes.append("not trained: the assistant's first message, before which nothing stands")
-        documents = parse_chat(messages, template_options(row), tokenizer)
-        documents = [[Part(text, spans, may_begin=False)] for text, spans in documents]
+        rendered = parse_chat(messages, template_options(row), tokenizer)
+        documents = [[Part(text, spans, may_begin=False)] for text, spans in rendered]
     return " and ".join(form) + (f" ({'; '.join(notes)})" if notes else ""), documents
 
 
-def printable(text):
+def printable(text: str) -> str:
     """The text without what a terminal obeys, or cannot encode."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
@@ -110,7 +122,7 @@ def printable(text):
 # ------------------------------------------------------------------------------------------------
 
 
-def rename_keys(row, columns):
+def rename_keys(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
     """The row with new names for these keys {old: new}."""
     renamed = {}
     for key, value in row.items():
@@ -122,14 +134,14 @@ def rename_keys(row, columns):
     return renamed
 
 
-def refuse_keys(keys_and_values, advice):
+def refuse_keys(keys_and_values: dict[str, Any], advice: str) -> None:
     """End the run for a key that asks for what is not done here, unless it is empty."""
     for key, value in keys_and_values.items():
         if key in REFUSED and not is_empty(value):
             raise RefusedRow(f"has {key}: {REFUSED[key]}; leave it out{advice.format(key)}")
 
 
-def find_form(row):
+def find_form(row: dict[str, Any]) -> tuple[str, ...]:
     """The first of FORMS whose keys the row has, none of them null."""
     keys = {key for key, value in row.items() if value is not None}
     for form in FORMS:
@@ -144,7 +156,7 @@ def find_form(row):
                      " OLD=NEW")
 
 
-def take_keys(row, form):
+def take_keys(row: dict[str, Any], form: tuple[str, ...]) -> tuple[dict[str, Any], list[str]]:
     """The row's keys that its form takes and that are not empty, JSON text read; and the keys that
     are ignored."""
     taken, ignored = {}, []
@@ -167,7 +179,7 @@ def take_keys(row, form):
     return taken, ignored
 
 
-def unread_keys(messages, template):
+def unread_keys(messages: list[dict[str, Any]], template: str) -> list[str]:
     """The keys of messages that the chat template never names, in order."""
     keys = dict.fromkeys(key for message in messages for key, value in message.items()
                          if key != "train" and not is_empty(value))
@@ -175,11 +187,11 @@ def unread_keys(messages, template):
                                            for name in (REASONING if key in REASONING else [key]))]
 
 
-def is_empty(value):
+def is_empty(value: Any) -> bool:
     return value in (None, "", [], {})
 
 
-def read_json_text(key, value):
+def read_json_text(key: str, value: Any) -> Any:
     """The value; where a table had to write a list as JSON text, the list."""
     if isinstance(value, str) and (key in LISTS or re.match(r'\s*\[\s*\{\s*"(role|content)"', value)
                                    and key in COMPLETION):
@@ -193,7 +205,8 @@ def read_json_text(key, value):
 # ------------------------------------------------------------------------------------------------
 
 
-def parse_text(row, form, tokenizer, is_one_text):
+def parse_text(row: dict[str, Any], form: tuple[str, ...], tokenizer: PreTrainedTokenizerFast,
+               is_one_text: bool) -> list[Document] | None:
     """The documents of a row that is no conversation, else None."""
     if form == ("input_ids",):
         return [checked_ids(row)]
@@ -218,14 +231,14 @@ def parse_text(row, form, tokenizer, is_one_text):
 
 
 @functools.lru_cache(1)
-def begins_with_space(tokenizer):
+def begins_with_space(tokenizer: PreTrainedTokenizerFast) -> bool:
     """Whether the tokenizer puts a space before any text, as SentencePiece's of Llama 2 and Mistral
     do: a completion must not be a text of its own there."""
     ids = tokenizer("a", add_special_tokens=False)["input_ids"]
     return "".join(tokenizer.convert_ids_to_tokens(ids)).startswith("\u2581")
 
 
-def as_prompt(row, form):
+def as_prompt(row: dict[str, Any], form: tuple[str, ...]) -> tuple[str, str]:
     """(prompt, completion) in plain text, of an instruction under Alpaca's headings."""
     taken = () if form == COMPLETION else ("input", "system")
     for key in row.keys() - {*form, *taken}:
@@ -242,7 +255,7 @@ def as_prompt(row, form):
     return f"{system}### Instruction:\n{asked}\n\n{more}### Response:\n", answer
 
 
-def join_segments(segments):
+def join_segments(segments: list[Any]) -> Part:
     """The Part of texts, each trained or not, that are a document as they are."""
     text, spans = "", []
     for segment in segments:
@@ -254,7 +267,7 @@ def join_segments(segments):
     return Part(text, spans, may_begin=False)
 
 
-def as_messages(row, form):
+def as_messages(row: dict[str, Any], form: tuple[str, ...]) -> list[dict[str, Any]]:
     """The messages of a row, as read_message() returns them."""
     if form == COMPLETION:
         asked, answered = ([read_message(m) for m in list_of(row, key)] for key in form)
@@ -279,7 +292,7 @@ def as_messages(row, form):
     return messages
 
 
-def read_message(message):
+def read_message(message: Any) -> dict[str, Any]:
     """The message in OpenAI's words, without nulls, and with `train`: whether it is trained."""
     if not isinstance(message, dict):
         raise ValueError("a message is no object with a role")
@@ -308,7 +321,7 @@ def read_message(message):
     return message | {"role": ROLES[role], "train": is_trained}
 
 
-def template_options(row):
+def template_options(row: dict[str, Any]) -> dict[str, Any]:
     """What the chat template is given besides messages: the tools, and the row's own variables."""
     tools = [tool if "function" in tool else {"type": "function", "function": tool}
              for tool in list_of({"tools": [], **row}, "tools")]
@@ -321,17 +334,17 @@ def template_options(row):
     return {"tools": tools or None, **variables}
 
 
-def text_of(row, key):
+def text_of(row: dict[str, Any], key: str) -> str:
     return checked_text(row[key], key)
 
 
-def list_of(row, key):
+def list_of(row: dict[str, Any], key: str) -> list[Any]:
     if not isinstance(row[key], list):
         raise ValueError(f"{key} is {type(row[key]).__name__}, want a list")
     return row[key]
 
 
-def checked_ids(row):
+def checked_ids(row: dict[str, Any]) -> Ids:
     """(input_ids, labels) of a row that has lists of the same length; labels may be IGNORE. What a
     mask leaves out is not trained, what attention_mask leaves out is padding and goes."""
     row = {"labels": row["input_ids"], **row}
@@ -348,5 +361,6 @@ def checked_ids(row):
     for key in row.keys() & {"completion_mask", "assistant_masks"}:
         labels = [label if chosen else IGNORE for label, chosen in zip(labels, row[key])]
     attended = row.get("attention_mask", [1] * len(labels))
-    return tuple([value for value, real in zip(values, attended) if real]
-                 for values in (row["input_ids"], labels))
+    ids, labels = ([value for value, real in zip(values, attended) if real]
+                   for values in (row["input_ids"], labels))
+    return ids, labels

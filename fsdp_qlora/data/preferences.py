@@ -2,9 +2,16 @@
 and whether it is good. It depends on forms.py: the question with one of the answers is a row there.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
 from fsdp_qlora.data.sources import RefusedRow
 from fsdp_qlora.data.forms import (
-    COMPLETION, as_object, find_form, parse_object, read_json_text, read_message)
+    COMPLETION, Document, as_object, find_form, parse_object, read_json_text, read_message)
 from fsdp_qlora.training.loss import LOSSES
 
 PAIRS = (("chosen", "rejected"), ("chosen_response", "rejected_response"),
@@ -15,7 +22,8 @@ ANSWERS = {"prompt": "completion", "instruction": "output", "question": "answer"
 CONVERSATIONS = ("messages", "conversations")
 
 
-def parse_preference(row, tokenizer, columns, loss):
+def parse_preference(row: Any, tokenizer: PreTrainedTokenizerFast, columns: Sequence[str],
+                     loss: str) -> tuple[str, list[Document], list[bool]]:
     """parse_row() of a row for this loss of preferences; and of each document, whether it is a good
     answer. Of two answers the better one comes first."""
     row = as_object(row, columns)
@@ -31,7 +39,8 @@ def parse_preference(row, tokenizer, columns, loss):
                      + ("kto" if label else "sft"))
 
 
-def parse_pair(row, better, worse, tokenizer):
+def parse_pair(row: dict[str, Any], better: str, worse: str,
+               tokenizer: PreTrainedTokenizerFast) -> tuple[str, list[Document], list[bool]]:
     """parse_preference() of a row with two answers, in these keys."""
     answers = []
     for key in better, worse:
@@ -54,7 +63,8 @@ def parse_pair(row, better, worse, tokenizer):
     return f"pairs of {name}", chosen + rejected, [True, False]
 
 
-def parse_labelled(row, label, tokenizer):
+def parse_labelled(row: dict[str, Any], label: str,
+                   tokenizer: PreTrainedTokenizerFast) -> tuple[str, list[Document], list[bool]]:
     """parse_preference() of a row with one answer, and in this key whether it is good."""
     is_good = row[label]
     if is_good not in (True, False):  # 1 and 0 are
@@ -75,7 +85,8 @@ def parse_labelled(row, label, tokenizer):
     return f"judged {name}", documents, [bool(is_good)]
 
 
-def ask(row, answers):
+def ask(row: dict[str, Any],
+        answers: list[Any]) -> tuple[list[dict[str, Any]], tuple[str, ...], bool]:
     """A row of forms.py for each answer to what the rest of the row asks, one or two; their form;
     and whether what both begin with was taken for their prompt, as a text.
 
@@ -116,7 +127,7 @@ def ask(row, answers):
     return rows, COMPLETION, isinstance(answers[0], str)
 
 
-def check_prompt(prompt, conversation):
+def check_prompt(prompt: Any, conversation: list[Any]) -> None:
     """Refuse a prompt that a whole conversation does not contain."""
     messages = [read_message(message) for message in conversation]
     asked = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]

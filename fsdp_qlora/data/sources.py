@@ -2,6 +2,8 @@
 pieces that several processes can read. It depends on `datasets` for everything but JSON, and leaves
 to forms.py what a row means, to encode.py its tokens and the cache."""
 
+from __future__ import annotations
+
 import glob
 import gzip
 import hashlib
@@ -10,8 +12,9 @@ import json
 import re
 import warnings
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fsdp_qlora.run.files import digest, text_digest
 from fsdp_qlora.run.ranks import say
@@ -32,13 +35,13 @@ class Piece(NamedTuple):
     """Rows of a --dataset that a process reads at once."""
 
     name: str  # of the file, the directory or the data set on the Hub
-    table: object = None  # a datasets.Dataset; None: it is a file of JSON
+    table: Any = None  # a datasets.Dataset, which is imported late; None: it is a file of JSON
     start: int = 0  # in rows of the table, or bytes of the file
-    stop: int | None = None  # None: read the file to its end
+    stop: int | None = None  # None: read to the end
     lines_before: int = 0  # lines of the file before this piece
 
 
-def find_pieces(source, is_silent=False):
+def find_pieces(source: str, is_silent: bool = False) -> tuple[list[Piece], list[str]]:
     """Returns the pieces of one --dataset, and a list of digests that tells its content from any
     other; says which files are left out unless it is silent."""
     name, options = split_options(source)
@@ -67,7 +70,7 @@ def find_pieces(source, is_silent=False):
     return pieces, digests
 
 
-def read_pieces(pieces):
+def read_pieces(pieces: list[Piece]) -> Iterator[tuple[str, Any]]:
     """Yield (where, row) for each row: in words where it stands, and the row, or an exception that
     says why there is none. Raises ValueError where a file cannot be read: the next start may do."""
     for piece in pieces:
@@ -79,10 +82,11 @@ def read_pieces(pieces):
             raise ValueError(f"{where}: cannot be read any further: {e}")
 
 
-def read_piece(piece):
+def read_piece(piece: Piece) -> Iterator[tuple[str, Any]]:
     """Yield what read_pieces() yields, for one piece."""
     if piece.table is not None:
-        rows = piece.table.select(range(piece.start, piece.stop))
+        stop = len(piece.table) if piece.stop is None else piece.stop
+        rows = piece.table.select(range(piece.start, stop))
         for number, row in enumerate(rows, 1 + piece.start):
             yield f"{piece.name} row {number}", {k: without_none(v) for k, v in row.items()}
     elif piece.start == 0 and is_array(Path(piece.name)):
@@ -97,7 +101,7 @@ def read_piece(piece):
         yield from read_lines(piece)
 
 
-def read_lines(piece):
+def read_lines(piece: Piece) -> Iterator[tuple[str, Any]]:
     """Yield what read_pieces() yields, for each line that is not blank."""
     is_text = file_kind(Path(piece.name)) == ".txt"
     with open_file(piece.name) as file:
@@ -118,7 +122,7 @@ def read_lines(piece):
             yield f"{piece.name} line {number}", row
 
 
-def split_options(source):
+def split_options(source: str) -> tuple[str, dict[str, str]]:
     """The name in a --dataset, and the options after its commas; a file may have commas itself."""
     if Path(source).exists():
         return source, {}
@@ -129,7 +133,7 @@ def split_options(source):
     return name, options
 
 
-def find_files(path, split, is_silent):
+def find_files(path: Path, split: str | None, is_silent: bool) -> list[Path]:
     """The data files of a split in a directory, sorted, but none that is hidden or that a run has
     written there; any other path itself."""
     if not path.is_dir() or saved_kind(path):
@@ -146,7 +150,7 @@ def find_files(path, split, is_silent):
     return choose_split(path, files, split, is_silent)
 
 
-def choose_split(path, files, split, is_silent):
+def choose_split(path: Path, files: list[Path], split: str | None, is_silent: bool) -> list[Path]:
     """Those of the files in a directory that are of this split, by its name or by their own. None:
     all but those for validation and tests, if there are others."""
     names = {file: name_of_split(file.relative_to(path)) for file in files}
@@ -168,7 +172,7 @@ def choose_split(path, files, split, is_silent):
     return chosen
 
 
-def name_of_split(path):
+def name_of_split(path: Path) -> str | None:
     """The key of SPLITS that the file, else the nearest directory above it, is named by, or None.
     """
     for part in reversed(path.parts):
@@ -178,18 +182,18 @@ def name_of_split(path):
     return None
 
 
-def saved_kind(path):
+def saved_kind(path: Path) -> str | None:
     """The class of `datasets` whose save_to_disk() wrote this directory, by name; else None."""
     files = {"dataset_dict.json": "DatasetDict", "state.json": "Dataset"}
     return next((kind for file, kind in files.items() if (path / file).is_file()), None)
 
 
-def file_kind(path):
+def file_kind(path: Path) -> str:
     """The suffix, without .gz."""
     return Path(path.name.removesuffix(".gz")).suffix
 
 
-def json_pieces(path):
+def json_pieces(path: Path) -> tuple[list[Piece], str]:
     """The pieces of a file of JSON, and its SHA-256. Its lines are shared out; an array or a .gz is
     one piece, as it can only be read from its beginning."""
     if path.suffix == ".gz" or is_array(path):
@@ -204,11 +208,11 @@ def json_pieces(path):
     return pieces, sha.hexdigest()
 
 
-def open_file(path):
+def open_file(path: Path | str) -> io.BufferedReader | gzip.GzipFile:
     return gzip.open(path, "rb") if str(path).endswith(".gz") else open(path, "rb")
 
 
-def is_array(path):
+def is_array(path: Path) -> bool:
     """Whether a file of JSON is one array: it begins with [ after byte order mark and white space.
     """
     with open_file(path) as file:
@@ -218,7 +222,7 @@ def is_array(path):
     return False
 
 
-def path_digest(path):
+def path_digest(path: Path) -> str:
     """SHA-256 of a file's content, or of all files in a directory of save_to_disk."""
     if path.is_file():
         return digest(path)
@@ -226,7 +230,7 @@ def path_digest(path):
     return text_digest([[str(file.relative_to(path)), digest(file)] for file in files])
 
 
-def open_table(source, path, options, content):
+def open_table(source: str, path: Path, options: dict[str, str], content: str | None) -> Any:
     """The datasets.Dataset of a Parquet or CSV file, a directory of save_to_disk or a Hub id;
     `content` is the digest of what is no Hub id."""
     import datasets
@@ -241,7 +245,7 @@ def open_table(source, path, options, content):
                 raise ValueError(f"has no split {split}, but {', '.join(table)}: ,split=NAME"
                                  " chooses")
             return table[split]
-        if path.is_file() and file_kind(path) in TABLE_KINDS:
+        if content and path.is_file() and file_kind(path) in TABLE_KINDS:
             return load_table_file(path, content)
         looks_like_file = source[0] in "./~" or file_kind(path) in KINDS
         if path.exists() or looks_like_file or str(path).count("/") != 1:
@@ -257,14 +261,15 @@ def open_table(source, path, options, content):
         raise ValueError(f"{source}: {what}{error}{where}")
 
 
-def load_table_file(path, content):
+def load_table_file(path: Path, content: str) -> Any:
     """The datasets.Dataset of a file with this digest, under which `datasets` keeps its copy: by
     itself it tells files by name and time, which `cp -p` copies. All cells of a CSV are text: "12"
     and "null" stay as they are, and the first column is no index."""
     import datasets
     import pandas
 
-    kind, options = TABLE_KINDS[file_kind(path)], {}
+    kind = TABLE_KINDS[file_kind(path)]
+    options: dict[str, Any] = {}
     if kind == "csv":
         options["sep"] = "\t" if file_kind(path) == ".tsv" else ","
         names = pandas.read_csv(path, nrows=0, index_col=False, **options).columns
@@ -278,7 +283,7 @@ def load_table_file(path, content):
             cache_dir=Path(datasets.config.HF_DATASETS_CACHE, "fsdp_qlora", content))
 
 
-def without_none(value):
+def without_none(value: Any) -> Any:
     """The value without keys that are null: Arrow gives each object all keys that any of its column
     has."""
     if isinstance(value, dict):

@@ -4,15 +4,24 @@ documents.
 Depends on data.bins and loss; `run` is the script's Run.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
 import torch
 import torch.distributed as dist
 
-from fsdp_qlora.data.bins import deal_rows, make_bin
+from fsdp_qlora.data.bins import Bin, deal_rows, make_bin
 from fsdp_qlora.training.loss import gather_documents
 from fsdp_qlora.run.ranks import gather_objects
 
+if TYPE_CHECKING:
+    from fsdp_qlora.data.encode import Rows
+    from train_fsdp_qlora import Run
 
-def evaluation_batches(run, rows):
+
+def evaluation_batches(run: Run, rows: Rows) -> Iterator[tuple[torch.Tensor, Rows]]:
     """Yield the numbers of a few of these rows after the other, and the Rows of them. Ends early if
     the run was asked to stop. All ranks must call this, and use all of it."""
     for numbers in torch.arange(len(rows)).split(max(64, run.config.batch_size)):
@@ -23,7 +32,7 @@ def evaluation_batches(run, rows):
         yield numbers, rows.select(numbers)
 
 
-def evaluation_bins(run, batch):
+def evaluation_bins(run: Run, batch: Rows) -> Iterator[tuple[Bin, list[list[int]]]]:
     """Yield this rank's Bin of each micro-batch of a few Rows, and the micro-batch. All ranks must
     call this, and use all of it."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -33,7 +42,7 @@ def evaluation_bins(run, batch):
 
 
 @torch.no_grad()
-def document_losses(run, batch):
+def document_losses(run: Run, batch: Rows) -> torch.Tensor:
     """The sum of the token losses of each document of a few Rows, fp64 [documents], the same on all
     ranks. All ranks must call this."""
     losses = torch.zeros(len(batch.lengths), dtype=torch.float64, device=run.device)

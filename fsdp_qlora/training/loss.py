@@ -7,15 +7,23 @@ autograd does the rest. What a loss compares with, the model before the first st
 To add a loss of preferences, write a function like dpo() and its record in LOSSES.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 from fsdp_qlora.run.ranks import all_gather
+
+if TYPE_CHECKING:
+    from fsdp_qlora.data.bins import Bin
+    from fsdp_qlora.data.encode import Rows
+    from train_fsdp_qlora import Config
 
 
 @dataclasses.dataclass
@@ -40,29 +48,29 @@ class Answers:
 # are as TRL 1.16 has them.
 
 
-def dpo(answers, config):
+def dpo(answers: Answers, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
     """Direct preference optimisation; with --label_smoothing cDPO, for which so many of the pairs
     are labelled the wrong way round."""
-    rewards = config.beta * (answers.logps - answers.reference)
+    rewards: torch.Tensor = config.beta * (answers.logps - answers.reference)
     margins = rewards[:, 0] - rewards[:, 1]
     wrong = config.label_smoothing
     return -(1 - wrong) * F.logsigmoid(margins) - wrong * F.logsigmoid(-margins), rewards
 
 
-def ipo(answers, config):
+def ipo(answers: Answers, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
     """Identity preference optimisation: the margin per token is to be 1 / (2 beta)."""
     scores = answers.logps - answers.reference
     margins = (scores / answers.n_trained).diff(dim=1)[:, 0].neg()
     return (margins - 1 / (2 * config.beta)) ** 2, config.beta * scores
 
 
-def simpo(answers, config):
+def simpo(answers: Answers, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
     """SimPO: no reference, log-probabilities per token, and a margin of --simpo_gamma."""
-    rewards = config.beta * answers.logps
+    rewards: torch.Tensor = config.beta * answers.logps
     return -F.logsigmoid(rewards[:, 0] - rewards[:, 1] - config.simpo_gamma), rewards
 
 
-def orpo(answers, config):
+def orpo(answers: Answers, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
     """ORPO: the cross-entropy of the chosen documents, prompts included, whose mean is over the
     tokens of the step, and beta times the log of the odds of chosen to rejected."""
     logps = answers.logps.clamp(max=-1e-12)  # of a certain answer the odds are infinite
@@ -72,10 +80,10 @@ def orpo(answers, config):
     return cross_entropy * answers.step_value - config.beta * ratio, config.beta * logps
 
 
-def kto(answers, config):
+def kto(answers: Answers, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
     """KTO: good answers are to be above the step's estimate of the KL divergence, bad ones below.
     """
-    rewards = config.beta * (answers.logps - answers.reference)
+    rewards: torch.Tensor = config.beta * (answers.logps - answers.reference)
     above = rewards - config.beta * answers.step_value
     losses = torch.where(answers.desirable, config.desirable_weight * above.neg().sigmoid(),
                          config.undesirable_weight * above.sigmoid())
@@ -105,7 +113,8 @@ METRICS = ("loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "
            "logps/rejected", "kl")
 
 
-def bin_objective(document_losses, bin, config):
+def bin_objective(document_losses: torch.Tensor, bin: Bin,
+                  config: Config) -> tuple[torch.Tensor, torch.Tensor]:
     """From what HeadLoss returns of a bin: its loss, a sum over tokens or rows, whose gradient is
     wanted; and this rank's share of the sums that metrics are the means of, fp64 [k], the loss
     first. All ranks must call this."""
@@ -131,7 +140,7 @@ def bin_objective(document_losses, bin, config):
     return losses.sum(), torch.stack(sums) / dist.get_world_size()
 
 
-def read_answers(answers, document_losses, kind):
+def read_answers(answers: Answers, document_losses: torch.Tensor, kind: Loss) -> Answers:
     """The Answers with their log-probabilities, of the losses of all ranks' documents. All ranks
     must call this."""
     sums = gather_documents(document_losses)
@@ -144,7 +153,7 @@ def read_answers(answers, document_losses, kind):
         answers, n_trained=n_trained, logps=logps / n_trained if kind.per_token else logps)
 
 
-def gather_documents(document_losses):
+def gather_documents(document_losses: torch.Tensor) -> torch.Tensor:
     """The losses [n] of every rank's documents, [ranks x n]; a gradient reaches this rank's own.
     All ranks must call this."""
     if dist.get_world_size() == 1:
@@ -154,12 +163,12 @@ def gather_documents(document_losses):
     return torch.cat(parts)
 
 
-def n_losses(rows):
+def n_losses(rows: Rows) -> int:
     """How many losses the loss of these Rows is the mean of: trained tokens, or rows."""
     return int(rows.n_trained.sum()) if rows.loss == "sft" else len(rows)
 
 
-def mean_metrics(sums, rows, prefix=""):
+def mean_metrics(sums: Sequence[float], rows: Rows, prefix: str = "") -> dict[str, float]:
     """{name of a metric: its mean}, from the sums of bin_objective() over all of these Rows. Of
     KTO the means over good answers, or over bad ones, are left out where there are none."""
     n, good = n_losses(rows), int(rows.desirable.sum())

@@ -6,11 +6,15 @@ are those of the base model, with --init_adapter those of that adapter. They are
 kept in the run's directory, so that a resumed run goes on with the same numbers.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import hashlib
 import math
 import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,11 +26,15 @@ from fsdp_qlora.run.files import digest, text_digest, write_whole
 from fsdp_qlora.run.probe import reshard_all
 from fsdp_qlora.run.ranks import AGAIN, Stop, gather_objects, is_rank_0, on_rank_0, say
 
+if TYPE_CHECKING:
+    from fsdp_qlora.data.encode import Rows
+    from train_fsdp_qlora import Run
+
 REFERENCE_FILE = "reference.safetensors"
 SAVE_SECONDS = 60  # between two parts of it
 
 
-def find_reference(run):
+def find_reference(run: Run) -> None:
     """Give the run's rows their `reference`: what its directory has, and for rows that it lacks
     what the model gives with the adapter of before the first step. All ranks must call this."""
     if not run.rows.kind.has_reference:
@@ -45,16 +53,16 @@ def find_reference(run):
     for values in found.values():
         dist.broadcast(values, 0)
     measure(run, needed, found)
-    for name, values in found.items():
-        needed[name] = dataclasses.replace(needed[name][0], reference=values)
-    sets = []
-    for name in "train", "eval":
-        rows, mismatched = needed.get(name), needed.get(f"{name}_mismatched")
-        sets.append(rows and dataclasses.replace(rows, mismatched=mismatched))
-    run.rows, run.eval_rows = sets
+    known = {name: dataclasses.replace(rows, reference=found[name])
+             for name, (rows, _) in needed.items()}
+    run.rows = dataclasses.replace(known["train"], mismatched=known.get("train_mismatched"))
+    if run.eval_rows:
+        run.eval_rows = dataclasses.replace(
+            known["eval"], mismatched=known.get("eval_mismatched"))
 
 
-def measure(run, needed, found):
+def measure(run: Run, needed: dict[str, tuple[Rows, torch.Tensor]],
+            found: dict[str, torch.Tensor]) -> None:
     """Fill in what is needed and not found yet; once a minute and at the end it is written, and a
     run that is stopped meanwhile goes on there. All ranks must call this."""
     missing = {}
@@ -87,21 +95,21 @@ def measure(run, needed, found):
     say(f"reference: computed in {time.monotonic() - started:.1f} s")
 
 
-def step_value(run, rows, batches):
+def step_value(run: Run, rows: Rows, batches: Iterable[Rows]) -> torch.Tensor | None:
     """What Answers.step_value is for all of these Rows, of a step or an evaluation, which `batches`
     yields a few at a time; None where the loss reads none. All ranks must call this."""
     if rows.loss == "orpo":
         n_tokens = int(rows.n_scored()[rows.desirable].sum())
         return torch.tensor(len(rows) / n_tokens, dtype=torch.float64, device=run.device)
     if rows.loss == "kto":
-        ratios = [(-document_losses(run, batch.mismatched)
-                   - batch.mismatched.reference.to(run.device)).sum() for batch in batches]
+        ratios = [(-document_losses(run, other) - other.reference.to(run.device)).sum()
+                  for batch in batches if (other := batch.mismatched)]
         reshard_all(run.model)
         return (torch.stack(ratios).sum() / len(rows)).clamp(min=0)
     return None
 
 
-def read_reference(run, found):
+def read_reference(run: Run, found: dict[str, torch.Tensor]) -> None:
     """Fill in what the run's file has of `found`, if it is whole and of this data and model. Raises
     ValueError where what it lacks cannot be computed any more. Rank 0 only."""
     path, settings = run.directory / REFERENCE_FILE, identify_model(run)
@@ -126,7 +134,7 @@ def read_reference(run, found):
             found[name].copy_(values)
 
 
-def write_reference(run, found):
+def write_reference(run: Run, found: dict[str, torch.Tensor]) -> None:
     """Write what is known of the reference, with digests of it and of what it is of. If that fails,
     training goes on without the file. Rank 0 only."""
     digests = {name: tensor_digest(values) for name, values in found.items()}
@@ -137,12 +145,12 @@ def write_reference(run, found):
         say(f"{REFERENCE_FILE} could not be written: {e}; a resumed run computes it again")
 
 
-def identify_model(run):
+def identify_model(run: Run) -> dict[str, str]:
     """Digests of the rows and the base model, and of the adapter that the run begins with."""
     adapter = Path(run.config.init_adapter or "") / "adapter_model.safetensors"
     return {"content": text_digest(run.content),
             "init_adapter": digest(adapter) if adapter.is_file() else "none"}
 
 
-def tensor_digest(values):
+def tensor_digest(values: torch.Tensor) -> str:
     return hashlib.sha256(values.numpy().tobytes()).hexdigest()
