@@ -1,5 +1,5 @@
-"""The README's commands, flags, error texts, metrics and files are the real ones; so are the names
-of tests in tests/README.md."""
+"""The commands, flags, error texts, metrics and files of README.md and docs/ are the real ones; so
+are the names of tests in tests/README.md."""
 
 import ast
 import dataclasses
@@ -14,20 +14,27 @@ from pathlib import Path
 import pytest
 from conftest import do_here
 from house import parse_config
+from rows import CHATML, chat_tokenizer
 from torch.distributed.run import get_args_parser
 
 import merge_adapters
 from fsdp_qlora.run import ranks
 from fsdp_qlora.run.flags import resolve_config
-from fsdp_qlora.data.forms import REFUSED, TRAINED
+from fsdp_qlora.data.encode import try_row
+from fsdp_qlora.data.forms import FORMS, OPTIONAL, REFUSED, SYNONYMS, TRAINED
+from fsdp_qlora.data.preferences import LABELS, PAIRS
 from fsdp_qlora.model.router import BALANCE
+from fsdp_qlora.pretrained.families import FAMILIES, MULTIMODAL
+from fsdp_qlora.training.loss import LOSSES, METRICS
 from train_fsdp_qlora import Config
 
 ROOT = Path(__file__).resolve().parent.parent
-README = (ROOT / "README.md").read_text()
+PAGES = {path.name: path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))}
+TEXT = "\n".join(PAGES.values())
 MAKEFILE = (ROOT / "Makefile").read_text()
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, re.M | re.S)
-INLINE = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", README, flags=re.M | re.S))
+FENCED = r"^```(\w+)\n(.*?)^```"
+BLOCKS = re.findall(FENCED, TEXT, re.M | re.S)
+INLINE = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", TEXT, flags=re.M | re.S))
 COMMANDS = [
     line
     for language, text in BLOCKS
@@ -42,7 +49,54 @@ def arguments_after(file, commands=COMMANDS):
     return [shlex.split(m[2]) for m in map(runs.fullmatch, commands) if m]
 
 
+def tables(heading):
+    """The tables of all pages that begin with this heading, one at least, each as its rows."""
+    found = [text.partition("\n\n")[0] for page in PAGES.values()
+             for text in f"\n{page}".split(f"\n{heading}")[1:]]  # fmt: skip
+    assert found, heading
+    return found
+
+
+def first_cells(heading):
+    """What the first cells of the only table with this heading have in backquotes, in order."""
+    (table,) = tables(heading)
+    return re.findall(r"`([^`]+)`", " ".join(re.findall(r"^\| (`.*?) \|", table, re.M)))
+
+
 TRAINING = [(c, *arguments_after("train_fsdp_qlora.py", [c])) for c in COMMANDS]
+
+
+def test_readme_is_one_page():
+    text = PAGES["README.md"]
+    assert len(text.splitlines()) <= 140 and len(text.split()) <= 1600
+    assert [line for line in text.splitlines() if len(line) > 220] == []
+
+
+def test_pages_are_readable():
+    pages = "data.md", "running.md", "memory.md", "models.md", "internals.md"
+    assert PAGES.keys() >= {"README.md", *pages}
+    for name in pages:
+        assert [line for line in PAGES[name].splitlines() if len(line) > 220] == [], name
+        assert f"(docs/{name}" in PAGES["README.md"], name
+        # hashes of commits belong into RESULTS.md
+        assert not re.search(r"\b(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{7}\b", PAGES[name]), name
+
+
+def anchors(page):
+    """What GitHub calls the headings of a page."""
+    prose = re.sub(r"^```.*?^```", "", page, flags=re.M | re.S)
+    for heading in re.findall(r"^#+ (.*)$", prose, re.M):
+        yield re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_somewhere(name):
+    folder = ROOT if name == "README.md" else ROOT / "docs"
+    for link in re.findall(r"\]\(([^)\s]+)\)", PAGES[name]):
+        file, _, anchor = link.partition("#")
+        path = folder / file if file else folder / name
+        assert file.startswith("https://") or path.exists(), link
+        assert not anchor or anchor in anchors(path.read_text()), link
 
 
 @pytest.mark.parametrize("command,argv", [pair for pair in TRAINING if len(pair) == 2])
@@ -58,7 +112,7 @@ def test_training_commands_parse(command, argv):
 
 def test_slurm_job_is_begun_again_unless_complete_or_failed(tmp_path):
     """The job script as it is, with stand-ins for Slurm's commands that say what they are given."""
-    (job,) = [text for _, text in BLOCKS if "#SBATCH" in text]
+    (job,) = [text for _, text in BLOCKS if "#SBATCH" in text]  # one, in docs/running.md
     (tmp_path / "job").write_text(job.replace("/shared/", f"{tmp_path}/"))
     for name in "srun", "scontrol":
         (tmp_path / name).write_text(f'#!/bin/sh\nprintf "%s\\n" {name} "$@"\n')
@@ -87,7 +141,7 @@ def test_slurm_job_is_begun_again_unless_complete_or_failed(tmp_path):
 
 
 def test_exit_codes_are_documented():
-    table = README.partition("| code | what happened |")[2].partition("\n\n")[0]
+    (table,) = tables("| code | what happened |")
     cells = " ".join(re.findall(r"^\| ([\d, ]+) \|", table, re.M))
     assert {int(code) for code in re.findall(r"\d+", cells)} == {
         0, *ranks.EXITS.values(), ranks.AGAIN, ranks.DISK, ranks.DIVERGED, ranks.OUT_OF_MEMORY,
@@ -106,10 +160,13 @@ def test_flags_exist(merge_flags):
     known = set(fields) | {f"no-{name}" for name, kind in fields.items() if "bool" in str(kind)}
     others = {"help", "config"}
     others |= {o.lstrip("-") for a in get_args_parser()._actions for o in a.option_strings}
+    others |= {"logdir"}  # TensorBoard's
     others |= {"nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "exclusive", "time",
                "requeue", "open-mode", "signal", "kill-on-bad-exit"}  # Slurm's  # fmt: skip
-    used = set(re.findall(r"(?<![\w-])--([a-z][a-z_-]*)", README)) - others
-    unknown = used - known
+    used = set(re.findall(r"(?<![\w-])--([a-z][a-z_-]*)", TEXT))
+    minimal = ROOT / "minimal_fsdp_qlora.py"
+    others |= set(re.findall(r"\"--(\w+)", minimal.read_text() if minimal.exists() else ""))
+    unknown = used - known - others
     assert not unknown or unknown <= merge_flags, unknown
 
 
@@ -132,7 +189,7 @@ def test_make_targets_and_variables_exist():
 
 
 def test_make_passes_real_flags():
-    """What `make train` does with the README's variables."""
+    """What `make train` does with the variables of README.md and docs/."""
     env = {"PATH": os.environ["PATH"]}  # not the variables of the make that may run the tests
     for command in (c for c in COMMANDS if c.startswith("make train")):
         make = ["make", "--dry-run", *shlex.split(command)[1:], "NPROC=2"]
@@ -163,10 +220,11 @@ SOURCES = {
 def defined(tree):
     """The functions, methods, classes and constants of a file."""
     kinds = ast.FunctionDef | ast.ClassDef
-    constants = (target for node in tree.body if isinstance(node, ast.Assign)
-                 for target in node.targets if isinstance(target, ast.Name))  # fmt: skip
+    assigned = ((node.targets if isinstance(node, ast.Assign) else [node.target])
+                for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign))  # fmt: skip
+    constants = (x for targets in assigned for x in targets if isinstance(x, ast.Name))
     return {node.name for node in ast.walk(tree) if isinstance(node, kinds)} | {
-        target.id for target in constants}  # fmt: skip
+        constant.id for constant in constants}  # fmt: skip
 
 
 def named(words):
@@ -182,22 +240,40 @@ def test_named_functions_exist():
     assert missing <= {"merge_and_unload"}  # PEFT's
 
 
-def test_what_people_change_is_where_the_readme_says():
-    """In the table of what to change each name is followed by the file that has it."""
-    table = README.partition("| to change | where |")[2].partition("\n\n")[0]
-    waiting, found = [], 0
-    for word in re.findall(r"`([^`]+)`", table):
-        if word.endswith(".py"):
-            assert waiting and set(waiting) <= defined(SOURCES[word]), (waiting, word)
-            found, waiting = found + len(waiting), []
-        else:
-            waiting += named([word])
-    assert found > 10 and not waiting
+def test_what_people_change_is_where_the_pages_say():
+    """In the tables of what to change each name is followed by the file that has it; README.md
+    shortens fsdp_qlora/data/forms.py to data/forms.py."""
+    for table in tables("| to change |"):
+        waiting, found = [], 0
+        for word in re.findall(r"`([^`]+)`", table):
+            if word.endswith(".py"):
+                tree = SOURCES.get(word) or SOURCES[f"fsdp_qlora/{word}"]
+                assert waiting and set(waiting) <= defined(tree), (waiting, word)
+                found, waiting = found + len(waiting), []
+            else:
+                waiting += named([word])
+        assert found >= 10 and not waiting
+    for concern in ("data", "what is adapted", "loss", "optimizer", "schedule", "kernel", "family"):
+        assert re.search(rf"^\|[^|]*\b{concern}\b", table, re.M), concern  # docs/internals.md's
+
+
+def test_names_in_drawings_exist():
+    """The functions in the pictures of a weight's way and a row's way."""
+    blocks = re.findall(FENCED, PAGES["internals.md"], re.M | re.S)
+    drawings = [text for language, text in blocks if language == "text" and "v\n" in text]
+    names = set(re.findall(r"(\w+)\(\)", "".join(drawings)))
+    assert len(drawings) == 2 and len(names) > 20
+    assert names <= set().union(*map(defined, SOURCES.values()), {"read"})
 
 
 def test_the_map_has_every_module_once():
     shown = [name for name in tree_names() if name.endswith(".py")]
     assert sorted(shown) == sorted(SOURCES)
+
+
+def test_readme_has_every_folder_of_the_package_once():
+    shown = re.findall(r"^fsdp_qlora/\w+/", PAGES["README.md"], re.M)
+    assert sorted(shown) == sorted({f"{Path(name).parent}/" for name in SOURCES if "/" in name})
 
 
 def test_table_of_claims_names_tests_that_exist():
@@ -212,8 +288,9 @@ def test_table_of_claims_names_tests_that_exist():
 
 
 def tree_names():
-    """The files and folders of the README's last block, which is the map of the repository."""
-    tree = [text for language, text in BLOCKS if language == "text"][-1]
+    """The files and folders of the last block of docs/internals.md, the map of the repository."""
+    blocks = re.findall(FENCED, PAGES["internals.md"], re.M | re.S)
+    tree = [text for language, text in blocks if language == "text"][-1]
     return [name for line in tree.splitlines() for name in line.split("  ")[0].split(", ")]
 
 
@@ -238,7 +315,7 @@ def test_error_texts_are_the_scripts(error):
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
-    """One step of the demo with an evaluation, as the README shows its log."""
+    """One step of the demo with an evaluation, as the pages show its log."""
     directory = tmp_path_factory.mktemp("demo")
     argv = ["--max_steps", "1", "--output_dir", "run", "--eval_dataset", "0.1"]
     codes, out, err = do_here([{"argv": argv}], directory)
@@ -250,33 +327,79 @@ def test_metrics_are_documented(demo):
     directory, _ = demo
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     (row,) = [row for row in rows if "loss" in row]
-    evaluated = [list(row)[1:] for row in rows if "loss" not in row]
-    assert len(evaluated) == 2 and all(f"`{key}`" in README for key in evaluated[0])
-    table = README.partition("| field of `metrics.jsonl` |")[2].partition("\n\n")[0]
-    cells = " ".join(re.findall(r"^\| (`.*?) \|", table, re.M))
-    assert [*row, *BALANCE] == re.findall(r"`(\w+)`", cells)  # these of mixtures alone
+    evaluated = [list(row) for row in rows if "loss" not in row]
+    assert len(evaluated) == 2
+    assert {*evaluated[0]} == {*first_cells("| field of an evaluation |")}
+    # these of mixtures alone
+    assert [*row, *BALANCE] == first_cells("| field of `metrics.jsonl` |")
+    assert {*METRICS[1:], "rewards/margins"} == {*first_cells("| field of preferences |")}
 
 
 def test_keys_that_end_a_run_or_leave_an_answer_out_are_all_there():
-    data = README.partition("## Your data")[2].partition("\n## ")[0]
-    assert [key for key in (*REFUSED, *TRAINED) if f"`{key}`" not in data] == []
+    (table,) = tables("| keys of a row or a message | what to do |")
+    refused = re.findall(r"`([^`]+)`", " ".join(re.findall(r"^\| (`.*?) \|", table, re.M)))
+    assert sorted(refused) == sorted(REFUSED)
+    keys = {*TRAINED, *OPTIONAL, *SYNONYMS, *(key for form in FORMS for key in form), *LABELS,
+            *(key for pair in PAIRS for key in pair)}  # fmt: skip
+    assert [key for key in sorted(keys) if f"`{key}`" not in PAGES["data.md"]] == []
+
+
+def example_rows():
+    """(the form's name, the row, whether it is one of preferences) of each table `form, row`."""
+    text, _, preferences = PAGES["data.md"].partition("\n## Preferences")
+    for page, is_preference in (text, False), (preferences, True):
+        for name, row in re.findall(r"^\| ([^|`]*) \| `(\{.*\})` \|$", page, re.M):
+            yield name, json.loads(row), is_preference
+        for block in re.findall(r"^```json\n(.*?)^```", page, re.M | re.S):
+            yield "json", json.loads(block), is_preference
+
+
+@pytest.mark.parametrize("name,row,is_preference", [*example_rows()])
+def test_example_rows_are_trained(name, row, is_preference, demo_directory):
+    tokenizer = chat_tokenizer(demo_directory, CHATML)
+    losses = [loss for loss, kind in LOSSES.items() if kind.function] if is_preference else ["sft"]
+    is_judged = bool(row.keys() & {*LABELS})
+    for loss in losses:
+        error, form, documents, _ = try_row(row, tokenizer, (), loss)
+        if is_judged and loss != "kto":
+            assert isinstance(error, ValueError)
+            continue
+        assert error is None and documents, (loss, error)
+        assert "ignored" not in form
+
+
+def test_each_form_and_each_way_to_give_preferences_has_an_example():
+    rows = [(row, is_preference) for _, row, is_preference in example_rows()]
+    for form in FORMS:
+        assert any(row.keys() >= {*form} for row, is_preference in rows if not is_preference), form
+    for keys in (*PAIRS, *((label,) for label in LABELS)):
+        assert any(row.keys() >= {*keys} for row, is_preference in rows if is_preference), keys
+
+
+def test_each_family_is_documented_once():
+    headings = ("| released models | `model_type` |", "| released models | `model_type` | its")
+    rows = [line for table in (*tables(headings[0] + "\n"), *tables(headings[1]))
+            for line in table.splitlines() if "`" in line]  # fmt: skip
+    types = [re.findall(r"`(\w+)`", row.split("|")[2])[0] for row in rows]
+    # a text model that is only ever a part of a multimodal one
+    parts = {x for models in MULTIMODAL.values() for x in models} - {"gemma3_text"}
+    assert sorted(types) == sorted({*FAMILIES, *MULTIMODAL} - ({"qwen3_vl_text"} & parts))
 
 
 def test_written_files_are_documented(demo):
     directory, _ = demo
-    table = README.partition("| file | what it is |")[2].partition("\n\n")[0]
-    cells = " ".join(re.findall(r"^\| (`.*?) \|", table, re.M))
-    documented = {name.rstrip("/") for name in re.findall(r"`([^`]+)`", cells)}
+    documented = {name.rstrip("/") for name in first_cells("| file | what it is |")}
     written = {re.sub(r"-\d+$", "-NNNNNN", p.name) for p in directory.iterdir()}
     assert written | {"reference.safetensors"} == documented  # of losses with a reference
 
 
-def test_last_lines_have_the_form_shown(demo):
+def test_log_has_the_form_shown(demo):
+    """Lines that a page shows come in this order in the real log; docs/running.md shows the last
+    four, README.md the last two."""
     _, lines = demo
-    shown = next(text for language, text in BLOCKS if language == "text").splitlines()
 
     def form(line):
-        # the README shows two ranks on a CPU, here is one, maybe on a GPU
+        # the pages show two ranks on a CPU, here is one, maybe on a GPU
         line = re.sub(r"[\d.]+ GiB \(peak [\d.]+\); ", "", line)
         line = line.replace("GPU memory", "host memory")
         line = re.sub(r"runs/[\w-]+|\brun\b", "RUN", line)
@@ -284,7 +407,22 @@ def test_last_lines_have_the_form_shown(demo):
         line = re.sub(r"^\S*python[\d.]* \S*merge_", "PYTHON merge_", line)
         return re.sub(r"[ \d.,e+-]*\d", "#", line)
 
-    assert [form(line) for line in lines[-4:]] == [form(line) for line in shown[-4:]]
+    logs = {}
+    for name, page in PAGES.items():
+        for _, text in re.findall(FENCED, page, re.M | re.S):
+            if text.startswith("$ make"):
+                logs[name] = text.splitlines()[1:]
+    assert {"README.md", "running.md"} <= logs.keys()
+    real = [form(line) for line in lines]
+    for name, shown in logs.items():
+        n = 4 if name == "running.md" else 2
+        assert [form(line) for line in shown[-n:]] == real[-n:]
+        at = 0
+        for line in dict.fromkeys(map(form, shown)):  # the real log has one step
+            if "first row" in line:
+                at = next(i for i in range(at, len(real)) if real[i].startswith("first row: "))
+            else:
+                at = real.index(line, at)
 
 
 def test_file_tree():
