@@ -14,6 +14,8 @@ The whole job stands below, in the order in which it happens; fsdp_qlora/ has wh
 Tested with torch 2.13, transformers 5.23, peft 0.21, bitsandbytes 0.50.
 """
 
+from __future__ import annotations
+
 import argparse
 import functools
 import json
@@ -21,7 +23,9 @@ import math
 import os
 import shutil
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
 import bitsandbytes as bnb
 import torch
@@ -34,7 +38,7 @@ from fsdp_qlora.pretrained.hub import base_digest, copy_small_files, model_direc
 from fsdp_qlora.pretrained.config import describe_model, text_config
 from fsdp_qlora.run.files import read_json, sync_file, write_tensors
 from fsdp_qlora.quant.nf4 import BLOCK
-from fsdp_qlora.run.directory import ADAPTER_FILES, PROBE_FILE, open_partial, read_run
+from fsdp_qlora.run.directory import ADAPTER_FILES, open_partial, read_run
 from fsdp_qlora.run.ranks import explain, print_error
 from fsdp_qlora.pretrained.tensor_names import NF4_PARTS, check_files, read_part, tensor_names
 from fsdp_qlora.lora.peft_names import expert_parts, expert_settings, file_parts
@@ -43,7 +47,6 @@ from fsdp_qlora.pretrained.reader import OTHER_BASE, read_tensor, tensors_of, we
 
 LARGE_ERROR = 0.20  # of the adapter's own effect: a warning from here on
 FAILED_ERROR = 1.0  # further from what was trained than the base is: not a merge of it
-SAME_OFFSET = 1e-5  # relative; summing in another order, on another device, moves it by 1e-7
 FREE = """peft_version base_model_name_or_path task_type inference_mode lora_dropout
     target_modules""".split()  # of adapter_config.json: not used here
 UNMERGED = """; to use the adapter without merging it:
@@ -51,8 +54,11 @@ UNMERGED = """; to use the adapter without merging it:
         bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16)
     model = peft.AutoPeftModelForCausalLM.from_pretrained("{}", quantization_config=nf4)"""
 
+# of a linear: a function that reads a tensor, file_parts(), scaling
+AdapterParts = tuple[Callable[..., torch.Tensor], list[tuple[str, tuple[int, ...], Any]], float]
 
-def main(argv=None):
+
+def main(argv: Sequence[str] | None = None) -> None:
     """Exits with 1 and one line on stderr where the merge fails; Ctrl-C is such a failure."""
     try:
         merge(parse_args(argv))
@@ -62,10 +68,14 @@ def main(argv=None):
         sys.exit(1)
 
 
-def parse_args(argv):
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags. Raises ValueError where argparse would exit."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.error = lambda message: require(False, f"{message} (see --help)")
+
+    def fail(message: str) -> NoReturn:
+        raise ValueError(f"{message} (see --help)")
+
+    parser.error = fail
     add = parser.add_argument
     add("--adapter_dir", required=True, help="run of train_fsdp_qlora.py, or a checkpoint in it")
     add("--output_dir", required=True, help="where the merged model goes: a new directory")
@@ -76,7 +86,7 @@ def parse_args(argv):
     return parser.parse_args(argv)
 
 
-def merge(args):
+def merge(args: argparse.Namespace) -> None:
     """The whole job, from the flags to the merged model."""
     adapter_dir, output = Path(args.adapter_dir), Path(args.output_dir)
     transformers.utils.logging.disable_progress_bar()
@@ -84,16 +94,14 @@ def merge(args):
     base = read_base(args.base_model or run["base_model"], run["quantization"])
     if args.allow_other_base:
         print("WARNING: --allow_other_base: the base may be another one: nothing will be compared")
-        base.sums, base.absmax_offsets, args.check = {}, {}, False
-    elif sha := run.get("base_sha256"):
-        require(base_digest(base.directory) == sha, f"{base.directory}: its config.json or its"
-                f" weights {OTHER_BASE}")
+        base.sums, args.check = {}, False
+    else:
+        require(base_digest(base.directory) == run["base_sha256"], f"{base.directory}: its"
+                f" config.json or its weights {OTHER_BASE}")
     adapter = match_adapter(adapter_dir, run["config"], base)
     rows, trained_on = run["probe_input_ids"], run["quantization"]["device"]
     require(max(map(max, rows)) < base.arch.vocab_size, "train_config.json has probe_input_ids"
             f" outside the base's vocabulary of {base.arch.vocab_size}: another base model?")
-    require(run["probe"] or not args.check, f"{adapter_dir}: an older version has trained it, and"
-            f" without {PROBE_FILE} the merged model cannot be compared: add --no-check")
     device = args.device or (trained_on if torch.cuda.is_available() else "cpu")
     require(device == "cpu" or torch.cuda.is_available(), "--device cuda: there is no GPU here")
     if device != trained_on:
@@ -135,7 +143,7 @@ def merge(args):
     print(f'merged model saved; to load it: {base.auto_class.__name__}.from_pretrained("{output}")')
 
 
-def read_base(name, quantization):
+def read_base(name: str, quantization: dict[str, Any]) -> argparse.Namespace:
     """Returns what is known of the base model, its files checked as training checks them."""
     directory, in_4bit = model_directory(name, False, "--base_model"), quantization["prequantized"]
     with explain(f"base model {directory}"):
@@ -155,11 +163,11 @@ def read_base(name, quantization):
         paths=paths,  # {name: the file of the base in whose place it goes}
         n_bytes=sum(math.prod(shape) * dtype.itemsize for shape, dtype in tensors.values()),
         dtype=getattr(torch, quantization["quantized_from_dtype"]),
-        sums=quantization.get("tensor_sums") or {},  # they tell one base from another,
-        absmax_offsets=quantization.get("absmax_offsets") or {})  # in older runs these
+        sums=quantization["tensor_sums"])  # they tell one base from another
 
 
-def match_adapter(adapter_dir, config, base):
+def match_adapter(adapter_dir: Path, config: dict[str, Any],
+                  base: argparse.Namespace) -> dict[str, AdapterParts]:
     """Returns {linear's name: (function that reads a tensor, file_parts() of the linear, scaling)}.
     Raises ValueError unless both files have what train_config.json says."""
     path, file = [adapter_dir / name for name in ADAPTER_FILES]
@@ -171,7 +179,8 @@ def match_adapter(adapter_dir, config, base):
     for name, value in found.items():  # PiSSA, OLoRA and others train on a changed base
         require(name in FREE or value == wanted.get(name) or not (value or name in wanted),
                 f"{path}: {name} is {value!r:.80}, by train_config.json {wanted.get(name)!r}")
-    adapter, shapes, of_experts = {}, {}, expert_parts(base.arch, r)
+    adapter: dict[str, AdapterParts] = {}
+    shapes, of_experts = {}, expert_parts(base.arch, r)
     stored = tensors_of(file)
     read = functools.lru_cache(4)(lambda n, to: read_tensor(stored[n], n, to))  # once for experts
     for name, linear in names.linears.items():
@@ -181,7 +190,7 @@ def match_adapter(adapter_dir, config, base):
             adapter[name] = read, where, alpha / (math.sqrt(r) if kind == "rslora" else r)
             shapes.update((stored, shape) for stored, shape, _ in where)
     found = {n: tensor.shape for n, tensor in stored.items()}
-    odd = min((n for n in {*found, *shapes} if found.get(n) != shapes.get(n)), default=None)
+    odd = min((n for n in {*found, *shapes} if found.get(n) != shapes.get(n)), default="")
     require(not odd, f"{file}: {odd} is {found.get(odd, 'missing')}, but the base model"
             f" and train_config.json ask for {shapes.get(odd, 'none')}: another base model?")
     used = [n for n, x in stored.items() if finite(read_tensor(x, n).float(), f"{file}: {n}").any()]
@@ -189,7 +198,8 @@ def match_adapter(adapter_dir, config, base):
     return adapter
 
 
-def merged_tensor(name, base, adapter, device, sums):
+def merged_tensor(name: str, base: argparse.Namespace, adapter: dict[str, AdapterParts],
+                  device: str, sums: dict[str, float]) -> torch.Tensor:
     """Returns one tensor of the merged model, on the CPU."""
     path, (shape, dtype) = base.paths[name], base.tensors[name]
     merged = torch.empty(shape, dtype=dtype)
@@ -204,7 +214,8 @@ def merged_tensor(name, base, adapter, device, sums):
     return finite(merged, f"{path}: what {name} becomes")
 
 
-def trained_weight(weight, name, path, base):
+def trained_weight(weight: torch.Tensor, name: str, path: Path,
+                   base: argparse.Namespace) -> torch.Tensor:
     """Returns what training computed with: a weight of the decoder's layers in NF4, dequantised, or
     one that was in MXFP4, as it is."""
     linear = base.names.linears.get(name)  # None: a router in NF4
@@ -222,14 +233,11 @@ def trained_weight(weight, name, path, base):
         weight = finite(weight.to(base.dtype), f"{path}: {name}")  # NF4 may hide what is not
         packed, state = bnb.functional.quantize_4bit(
             weight, blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
-    offset = state.offset.item()
-    trained = base.absmax_offsets.get(name) or offset  # where it was not recorded
-    require(abs(offset - trained) <= SAME_OFFSET * offset, f"{path}: {name} has a mean absmax of"
-            f" {offset:.8g}, in training {trained:.8g}: these {OTHER_BASE}")
     return bnb.functional.dequantize_4bit(packed, state)
 
 
-def add_adapter(weight, sums, scaling, lora_a, lora_b, magnitude=None):
+def add_adapter(weight: torch.Tensor, sums: dict[str, float], scaling: float, lora_a: torch.Tensor,
+                lora_b: torch.Tensor, magnitude: torch.Tensor | None = None) -> torch.Tensor:
     """Returns bf16(W + scaling * B @ A), with DoRA's magnitude [out]; `sums` adds up the squares of
     what the adapter changes and of what rounding does."""
     total = (lora_b.float() @ lora_a.float()).mul_(scaling).add_(weight)  # 0.9 GiB in a 70B
@@ -243,7 +251,8 @@ def add_adapter(weight, sums, scaling, lora_a, lora_b, magnitude=None):
     return merged
 
 
-def write_files(directory, base, tensors, extras):
+def write_files(directory: Path, base: argparse.Namespace, tensors: Iterator[torch.Tensor],
+                extras: list[Path]) -> None:
     """Write the merged model of these tensors, in the base's files, with all else that the base has
     and, in place of the base's, the files `extras` of the run."""
     for path in dict.fromkeys(base.paths.values()):
@@ -265,7 +274,8 @@ def write_files(directory, base, tensors, extras):
         sync_file(path)
 
 
-def check(base, probe, merged_dir, rows, device):
+def check(base: argparse.Namespace, probe: Path, merged_dir: Path, rows: list[list[int]],
+          device: str) -> None:
     """Print how far the merged model is from what was trained, by the file `probe`; ValueError if
     it is another one."""
     settings = {"dtype": base.dtype, "trust_remote_code": False, "use_safetensors": True,
@@ -287,7 +297,7 @@ def check(base, probe, merged_dir, rows, device):
               + UNMERGED.format(probe.parent))
 
 
-def probed_logits(base, probe, device):
+def probed_logits(base: argparse.Namespace, probe: Path, device: str) -> list[torch.Tensor]:
     """Returns the 4-bit model's logits without the adapter and with it, fp32 [tokens of all rows,
     vocabulary] on the CPU, from what training has noted, which is what the head reads."""
     name = base.names.embedding if base.arch.tied else base.names.head
@@ -299,18 +309,18 @@ def probed_logits(base, probe, device):
 
 
 @torch.no_grad()
-def all_logits(model, rows):
+def all_logits(model: transformers.PreTrainedModel, rows: list[list[int]]) -> torch.Tensor:
     """Returns fp32 [tokens of all rows, vocabulary], on the CPU."""
     inputs = [torch.tensor([row], device=model.device) for row in rows]
     return torch.cat([model(input_ids).logits[0].float().cpu() for input_ids in inputs])
 
 
-def require(condition, message):
+def require(condition: Any, message: str) -> None:
     if not condition:
         raise ValueError(message)
 
 
-def finite(tensor, what):
+def finite(tensor: torch.Tensor, what: str) -> torch.Tensor:
     """Returns the tensor, if all its values are numbers."""
     require(tensor.isfinite().all(), f"{what} has values that are NaN or infinite")
     return tensor

@@ -4,6 +4,8 @@ Depends on adapter, files, directory and peft_names. The script decides when to 
 what is saved.
 """
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import errno
@@ -14,6 +16,7 @@ import shutil
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +30,11 @@ from fsdp_qlora.run.directory import ADAPTER_FILES, PROBE_FILE, RESULTS
 from fsdp_qlora.lora.peft_names import unstack_experts
 from fsdp_qlora.run.ranks import Stop, gather_objects, say
 
+if TYPE_CHECKING:
+    from fsdp_qlora.data.encode import Rows
+    from fsdp_qlora.lora.adapter import Adapter
+    from train_fsdp_qlora import Config, Run
+
 MUST_MATCH = (  # flags that a resumed run cannot change, besides rows and base model
     "random_weights", "compute_dtype", "adapter", "lora_rank", "lora_alpha", "lora_dropout",
     "target_modules", "init_adapter", "max_seq_len", "batch_size", "seed", "loss", "beta",
@@ -37,11 +45,13 @@ STATE_KEYS = "state1", "state2", "absmax1", "absmax2"  # of the optimizer's stat
 #                                                        or one a block of weights
 
 
-def checkpoint_path(directory, step):
+def checkpoint_path(directory: Path, step: int) -> Path:
     return directory / f"checkpoint-{step:06d}"
 
 
-def write_checkpoint(run, step, weights, state_by_layer, probe):
+def write_checkpoint(run: Run, step: int, weights: dict[str, torch.Tensor],
+                     state_by_layer: dict[str, list[torch.Tensor]],
+                     probe: dict[str, torch.Tensor]) -> None:
     """Write checkpoint-<step>, whole or not at all, from the gathered {PEFT's name: tensor} and
     {one of STATE_KEYS: a tensor for each layer}, and from Probe.states(). Raises OSError, and
     ValueError where the directory is not this run's any more. Rank 0 only.
@@ -68,7 +78,6 @@ def write_checkpoint(run, step, weights, state_by_layer, probe):
         state = {
             "step": step,
             "optimizer_step": run.optimizer.state[run.adapter.weights]["step"],
-            "optimizer_files": ["optimizer.safetensors"],
             **run.content,
             "progress": run.progress,
             "config": dataclasses.asdict(run.config),
@@ -83,27 +92,27 @@ def write_checkpoint(run, step, weights, state_by_layer, probe):
         raise
 
 
-def load_checkpoint(path, adapter, optimizer):
+def load_checkpoint(path: Path, adapter: Adapter,
+                    optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Set the adapter and the optimizer's state to those of a checkpoint, which any number of ranks
     may have saved. Returns the progress until then."""
     saved = json.loads((path / "checkpoint.json").read_text())
     weights = unstack_experts(load_file(path / "adapter_model.safetensors"), adapter.expert_parts)
     for i in range(len(adapter.layers)):
         adapter.set_layer(i, weights)
-    files = [load_file(path / name) for name in saved["optimizer_files"]]  # older runs: one a rank
+    stored = load_file(path / "optimizer.safetensors")
     state = optimizer.state[adapter.weights]
     zero_code = int(state["qmap1"].abs().argmin())  # padding's momentum is 0, which is not code 0
     for key in STATE_KEYS:
         own = adapter.by_layer(state[key])
-        whole = torch.cat([file[key] for file in files], 1)
-        missing = own.shape[1] * adapter.shards - whole.shape[1]  # below 0: padding to cut
-        whole = F.pad(whole, (0, missing), value=zero_code if key == "state1" else 0)
+        missing = own.shape[1] * adapter.shards - stored[key].shape[1]  # below 0: padding to cut
+        whole = F.pad(stored[key], (0, missing), value=zero_code if key == "state1" else 0)
         own.copy_(whole.unflatten(1, (adapter.shards, -1))[:, adapter.shard])
     state["step"] = saved["optimizer_step"]
     return saved["progress"]
 
 
-def remove_at_once(path):
+def remove_at_once(path: Path) -> None:
     """Delete a file, link or directory. It is renamed first, so that its path is free even if that
     takes long or is interrupted. Rank 0 only."""
     if path.is_symlink() or path.exists():
@@ -112,14 +121,14 @@ def remove_at_once(path):
         remove(aside)
 
 
-def checkpoints_of(directory):
+def checkpoints_of(directory: Path) -> list[tuple[int, Path]]:
     """[(step, path)] of all that is named like a checkpoint, the newest first. Rank 0 only."""
     found = [(int(match[1]), path) for path in directory.iterdir()
              if (match := re.fullmatch(r"checkpoint-(\d{6,18})", path.name))]
     return sorted(found, reverse=True)
 
 
-def drop_checkpoints(run, step):
+def drop_checkpoints(run: Run, step: int) -> None:
     """Remove checkpoints that --keep_checkpoints does not keep, if the newest is whole. Rank 0
     only."""
     try:
@@ -134,7 +143,7 @@ def drop_checkpoints(run, step):
         say(f"older checkpoints stay: {e}")
 
 
-def read_checkpoint(path):
+def read_checkpoint(path: Path) -> dict[str, Any]:
     """What checkpoint.json holds. Raises ValueError unless it and all files that it lists have the
     SHA-256 with which they were written; OSError where that cannot be told now."""
     try:
@@ -155,7 +164,7 @@ def read_checkpoint(path):
     return state
 
 
-def newest_checkpoint(directory):
+def newest_checkpoint(directory: Path) -> tuple[Path, dict[str, Any]] | tuple[None, None]:
     """The path and the state of a run's newest whole checkpoint, or None, None. Prints which it
     skips; raises ValueError if all are damaged, OSError if one cannot be read. Rank 0 only."""
     broken = []
@@ -170,7 +179,7 @@ def newest_checkpoint(directory):
     return None, None
 
 
-def find_checkpoint(config, directory, content):
+def find_checkpoint(config: Config, directory: Path, content: dict[str, str | None]) -> int:
     """The step of the newest whole checkpoint in --output_dir, 0 if there is none. Raises
     ValueError if the run there has other flags, data or base model. Rank 0 only."""
     path, state = newest_checkpoint(directory)
@@ -180,18 +189,40 @@ def find_checkpoint(config, directory, content):
     if not path and (directory / "adapter_model.safetensors").is_file():
         raise ValueError(f"--output_dir {directory} holds a trained adapter, but no checkpoint to"
                          " resume from: name another directory; --init_adapter can begin with it")
-    if not begun:
+    if begun:
+        refuse_other_run(config, directory, content, begun)
+    if not path or not state:
         return 0
-    if path and "progress" not in state:
-        raise ValueError(f"--resume: {path} was made by an older version of this script: finish the"
-                         " run with that version")
-    # of a flag that is newer than the run, it had the default
-    defaults = {f.name: f.default for f in dataclasses.fields(config)}
-    before, same = defaults | begun.get("config", {}), as_json(dataclasses.asdict(config))
-    for values in before, same:
-        values["target_modules"] = sorted(values.get("target_modules", ()))
-    changed = [f"--{name} {before.get(name)}, not {same[name]}" for name in MUST_MATCH
-               if before.get(name) != same[name]]
+    before, now = compared_flags(config, state)
+    changed = [name for name in SCHEDULE if before.get(name) != now[name]]
+    if state["step"] == config.max_steps and {*changed} - {"max_steps"}:
+        other = "; ".join(f"--{name} {before.get(name)}, not {now[name]}" for name in changed)
+        raise ValueError(f"--output_dir {directory} holds a run with {other}, and all of its"
+                         f" {config.max_steps} steps are done: name another directory")
+    if state["step"] > now["max_steps"]:
+        raise ValueError(f"--max_steps {config.max_steps}: {path} has more steps")
+    for name in changed:
+        say(f"changed: --{name} is {now[name]}, and was {before.get(name)} until step"
+            f" {state['step']}")
+    set_aside(directory, state["step"])
+    return state["step"]
+
+
+def compared_flags(config: Config, begun: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The flags of the run that `begun` describes, and those of this one, as JSON has them."""
+    before, now = begun.get("config", {}), as_json(dataclasses.asdict(config))
+    before, now = ({**flags, "target_modules": sorted(flags.get("target_modules", ()))}
+                   for flags in (before, now))
+    return before, now
+
+
+def refuse_other_run(config: Config, directory: Path, content: dict[str, str | None],
+                     begun: dict[str, Any]) -> None:
+    """Raise ValueError if the run that `begun` describes cannot go on as this one: it has other
+    flags, data or base model."""
+    before, now = compared_flags(config, begun)
+    changed = [f"--{name} {before.get(name)}, not {now[name]}" for name in MUST_MATCH
+               if before.get(name) != now[name]]
     if changed:
         raise ValueError(f"--output_dir {directory} holds a run with {'; '.join(changed)}: name"
                          " another directory, or resume it with its own flags by --resume must")
@@ -199,32 +230,25 @@ def find_checkpoint(config, directory, content):
                                       " the tokenizer has changed"),
                       ("base_sha256", "another base model: its files or config.json have changed"),
                       ("eval_sha256", "other evaluation rows: --eval_dataset has changed")):
-        if begun.get(key, content[key]) != content[key]:  # older runs have no eval_sha256
+        if begun.get(key) != content[key]:
             raise ValueError(f"--output_dir {directory} holds a run with {what}")
-    if not path:
-        return 0
-    changed = [name for name in SCHEDULE if before.get(name) != same[name]]
-    if state["step"] == config.max_steps and {*changed} - {"max_steps"}:
-        other = "; ".join(f"--{name} {before.get(name)}, not {same[name]}" for name in changed)
-        raise ValueError(f"--output_dir {directory} holds a run with {other}, and all of its"
-                         f" {config.max_steps} steps are done: name another directory")
-    if state["step"] > config.max_steps:
-        raise ValueError(f"--max_steps {config.max_steps}: {path} has more steps")
-    for name in changed:
-        say(f"changed: --{name} is {same[name]}, and was {before.get(name)} until step"
-            f" {state['step']}")
-    for step, skipped in checkpoints_of(directory):
-        if step > state["step"]:  # else --keep_checkpoints would count it, or it would come back
+
+
+def set_aside(directory: Path, step: int) -> None:
+    """Rename what is named like a checkpoint of a later step than the one to resume from: else
+    --keep_checkpoints would count it, or it would come back."""
+    for later, path in checkpoints_of(directory):
+        if later > step:
             with contextlib.suppress(OSError):
-                os.replace(skipped, skipped.with_name(f"{skipped.name}.broken-{time.time_ns()}"))
-    return state["step"]
+                os.replace(path, path.with_name(f"{path.name}.broken-{time.time_ns()}"))
 
 
-def agree_on_content(config, rows, eval_rows, base_sha256):
+def agree_on_content(config: Config, rows: Rows, eval_rows: Rows | None,
+                     base_sha256: str) -> dict[str, str | None]:
     """The digests of rows and base model, which must be the same on all ranks and at a resume. All
     ranks must call this."""
     content = {"data_sha256": rows.sha256(), "base_sha256": base_sha256,
-               "eval_sha256": eval_rows and eval_rows.sha256()}
+               "eval_sha256": eval_rows.sha256() if eval_rows else None}
     flags = {"data_sha256": "dataset", "base_sha256": "model", "eval_sha256": "eval_dataset"}
     for other in gather_objects(content):
         for key, flag in flags.items():
@@ -235,33 +259,53 @@ def agree_on_content(config, rows, eval_rows, base_sha256):
     return content
 
 
-def save_adapter(run, weights, probe):
+def save_adapter(run: Run, weights: dict[str, torch.Tensor],
+                 probe: dict[str, torch.Tensor]) -> None:
     """Write the trained adapter in PEFT's format and what Probe.states() gives, and their SHA-256
     into train_config.json; if --output_dir cannot be written or is lost, the adapter beside it or
     in the system's temporary directory, and OSError says where. Rank 0 only."""
-    directory, errors = run.directory, []
-    for place in directory, directory.resolve().parent, None:  # None: the system's, if it has one
-        made = None
-        try:
-            if errors:  # the prefix is short, as a name has at most 255 bytes
-                made = tempfile.mkdtemp(prefix=f"{directory.name[:50]}-adapter-", dir=place)
-                place = Path(made)
-                write_adapter(place, weights, run.lora_config)
-            else:
-                run.status.check_lock()
-                write_adapter(directory, weights, run.lora_config)
-                write_whole(directory / PROBE_FILE, probe)
-                if described := read_json(directory / "train_config.json", {}):
-                    described |= {key: digest(directory / name) for key, name in RESULTS.items()}
-                    write_whole(directory / "train_config.json", json.dumps(described, indent=2))
+    try:
+        write_results(run, weights, probe)
+        return
+    except (OSError, ValueError, SafetensorError) as e:
+        errors = [f"{run.directory}: {e}"]
+    for place in run.directory.resolve().parent, None:
+        made, error = save_elsewhere(run, weights, place)
+        if made:
+            where = f"it is in {made}"
             break
-        except (OSError, ValueError, SafetensorError) as e:
-            with contextlib.suppress(OSError):
-                if made:
-                    os.rmdir(made)  # if nothing could be written
-            errors.append(f"{place}: {e}" if place else str(e))
-    if errors:
+        errors.append(error)
+    else:
         newest = run.status.checkpoint
-        lost = f"{newest} has what there is" if newest else "it is lost"
-        where = f"it is in {place}" if len(errors) < 3 else lost
-        raise OSError(f"the adapter could not be saved in {'; nor in '.join(errors)}; {where}")
+        where = f"{newest} has what there is" if newest else "it is lost"
+    raise OSError(f"the adapter could not be saved in {'; nor in '.join(errors)}; {where}")
+
+
+def write_results(run: Run, weights: dict[str, torch.Tensor],
+                  probe: dict[str, torch.Tensor]) -> None:
+    """Write the adapter and the probe into the run's directory, and their SHA-256 into its
+    train_config.json. Raises ValueError where the directory is lost. Rank 0 only."""
+    run.status.check_lock()
+    write_adapter(run.directory, weights, run.lora_config)
+    write_whole(run.directory / PROBE_FILE, probe)
+    path = run.directory / "train_config.json"
+    if described := read_json(path, {}):
+        described |= {key: digest(run.directory / name) for key, name in RESULTS.items()}
+        write_whole(path, json.dumps(described, indent=2))
+
+
+def save_elsewhere(run: Run, weights: dict[str, torch.Tensor],
+                   place: Path | None) -> tuple[Path | None, str]:
+    """Write the adapter into a new directory in `place`, None: in the system's temporary one.
+    Returns the directory, or None and why it could not be written. Rank 0 only."""
+    made = None
+    try:  # the prefix is short, as a name has at most 255 bytes
+        made = Path(tempfile.mkdtemp(prefix=f"{run.directory.name[:50]}-adapter-", dir=place))
+        write_adapter(made, weights, run.lora_config)
+        return made, ""
+    except (OSError, ValueError, SafetensorError) as e:
+        with contextlib.suppress(OSError):
+            if made:
+                made.rmdir()  # if nothing could be written
+        where = made or place
+        return None, f"{where}: {e}" if where else str(e)

@@ -4,25 +4,36 @@ Depends on transformers and tokenizers. The frozen model knows nothing, so what 
 what the adapter has learned.
 """
 
+from __future__ import annotations
+
 import json
 import random
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 
 from fsdp_qlora.run.ranks import on_rank_0, say
 
+if TYPE_CHECKING:
+    from train_fsdp_qlora import Config
 
-def make_demo(config, directory):
+
+def make_demo(config: Config, directory: Path) -> None:
     """Write the demo's model and data, unless they are there from an earlier start. All ranks must
     call this."""
     say("No --model: training the built-in demo, a small Llama with random weights"
         + ("." if config.dataset else " and 512 made-up instructions (no --dataset)."))
-    on_rank_0(lambda: (directory / "train_config.json").exists()
-              or write_demo(directory / "demo", config.loss))
+
+    def write_once() -> None:
+        if not (directory / "train_config.json").exists():
+            write_demo(directory / "demo", config.loss)
+
+    on_rank_0(write_once)
 
 
-def write_demo(directory, loss="sft"):
+def write_demo(directory: Path, loss: str = "sft") -> None:
     """Write a Llama of 2.6 M parameters with its tokenizer, and the instructions: with right
     answers, for preferences also with wrong ones. Rank 0 only."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -57,11 +68,11 @@ def write_demo(directory, loss="sft"):
         initializer_range=0.06, bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(model_config)
-    model.to(torch.bfloat16).save_pretrained(directory / "model")
+    model = transformers.LlamaForCausalLM(model_config).bfloat16()
+    model.save_pretrained(directory / "model")
 
 
-def judged(row, loss, i):
+def judged(row: dict[str, str], loss: str, i: int) -> dict[str, Any]:
     """The i-th of the demo's rows for a loss of preferences: its answer beside a wrong one, or one
     of them in turn."""
     right = row["completion"]

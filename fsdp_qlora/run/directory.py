@@ -4,6 +4,8 @@ Depends on hub, files, ranks and nf4's constants. Checkpoints in it are in check
 logs.
 """
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import fcntl
@@ -15,15 +17,23 @@ import shutil
 import socket
 import sys
 import time
+import types
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.pretrained.hub import generation_settings
 from fsdp_qlora.run.files import (
     as_json, digest, put_in_place, read_json, remove, text_digest, write_whole)
 from fsdp_qlora.quant.nf4 import BLOCK, NESTED_BLOCK
 from fsdp_qlora.run.ranks import Stop, is_rank_0, on_rank_0, say, this_rank, together
+
+if TYPE_CHECKING:
+    from fsdp_qlora.run.status import Status
+    from train_fsdp_qlora import Config, Run
 
 ADAPTER_FILES = "adapter_config.json", "adapter_model.safetensors"
 PROBE_FILE = "probe.safetensors"  # what the model gives for a few rows, see probe
@@ -38,22 +48,20 @@ MERGEABLE = {  # what a merge takes of train_config.json: the JSON of each value
     "quantization.double_quant": "true", "quantization.nested_blocksize": f"{NESTED_BLOCK}",
     "quantization.quantized_from_dtype": '"(bfloat16|float16|float32)"',
     "quantization.prequantized": "true|false", "quantization.device": '"(cpu|cuda)"',
-    # in runs of older versions in place of tensor_sums; then these lack the digests, too
-    "quantization.absmax_offsets": r'null|\{("[^"]+": [\de.-]{1,25}(, )?)*\}',
-    "quantization.tensor_sums": r'null|\{("[^"]+": "[\da-f]{16}"(, )?)*\}',
-    "base_sha256": r'null|"[\da-f]{64}"'}
+    "quantization.tensor_sums": r'\{("[^"]+": "[\da-f]{16}"(, )?)*\}',
+    "base_sha256": r'"[\da-f]{64}"'}
 
 
 @contextlib.contextmanager
-def open_output(config, given, status):
+def open_output(config: Config, given: Config, status: Status) -> Iterator[tuple[Path, bool]]:
     """Yields the output directory, locked, and whether the run in it is complete.
 
     What this start has made is removed again, and nothing else, if the run ends by a Stop before
     train_config.json is written. All ranks must call this and must see the directory.
     """
-    directory = Path(config.output_dir)
+    directory = Path(config.output_dir or "")
 
-    def claim_and_find():
+    def claim_and_find() -> tuple[str, list[str], bool, bool]:
         begun = read_json(directory / "train_config.json", {})
         claimed = claim_directory(config, directory, begun, status)
         return *claimed, *find_run(config, given, directory, begun)
@@ -78,7 +86,8 @@ def open_output(config, given, status):
         raise
 
 
-def claim_directory(config, directory, begun, status):
+def claim_directory(config: Config, directory: Path, begun: dict[str, Any],
+                    status: Status) -> tuple[str, list[str]]:
     """Make and lock the directory; `begun` is its train_config.json, {} without. Returns who holds
     it, as .lock says, and the directories that were made. Raises ValueError. Rank 0 only."""
     made = [str(p) for p in (directory, *directory.parents) if not p.exists()]
@@ -92,7 +101,8 @@ def claim_directory(config, directory, begun, status):
     return holder, made
 
 
-def find_run(config, given, directory, begun):
+def find_run(config: Config, given: Config, directory: Path,
+             begun: dict[str, Any]) -> tuple[bool, bool]:
     """Whether the run that `begun` describes is this one and complete, and whether status.json may
     be written, as no other run's is there. Of one that is not complete, what is half written is
     removed. Raises ValueError where the directory cannot be used. Rank 0 only."""
@@ -113,7 +123,7 @@ def find_run(config, given, directory, begun):
     return is_complete, not is_complete and (is_own or not begun)
 
 
-def refuse_inputs(config, directory):
+def refuse_inputs(config: Config, directory: Path) -> None:
     """Raise ValueError if what a run reads is the directory that it would write to."""
     for flag in "model", "dataset", "eval_dataset":
         values = getattr(config, flag) or ()
@@ -123,20 +133,20 @@ def refuse_inputs(config, directory):
                                  " would spoil that: name another directory")
 
 
-def has_adapter(directory, begun):
+def has_adapter(directory: Path, begun: dict[str, Any]) -> bool:
     """Whether a run's adapter is there, and is what train_config.json, `begun`, says that it was
     when it was written; says if it is another."""
     adapter = directory / "adapter_model.safetensors"
     if not all((directory / name).is_file() for name in ADAPTER_FILES):
         return False
-    if begun.get("adapter_sha256", sha := digest(adapter)) == sha:  # older runs have none
+    if begun.get("adapter_sha256") == digest(adapter):
         return True
     say(f"{adapter} has another SHA-256 than when it was written: it is saved again from the last"
         " checkpoint")
     return False
 
 
-def lock(path, directory):
+def lock(path: Path, directory: Path) -> tuple[int, str]:
     """Lock the file `path` until it is closed, and write into it who holds it. Returns its
     descriptor and that text; raises ValueError where another process uses the directory. flock
     works between nodes on NFS 4 and on Lustre with -o flock. Rank 0 only."""
@@ -160,7 +170,7 @@ def lock(path, directory):
     return fd, holder
 
 
-def open_partial(output):
+def open_partial(output: Path) -> tuple[Path, int]:
     """The hidden directory that becomes `output` once all is written, empty, and the descriptor of
     its .lock, which this process holds. Raises ValueError."""
     target = output.resolve()
@@ -180,13 +190,14 @@ def open_partial(output):
     return partial, fd
 
 
-def flags_of(given):
+def flags_of(given: Config) -> dict[str, Any]:
     """The flags that decide what a run does."""
     flags = dataclasses.asdict(given)
     return {name: value for name, value in flags.items() if name not in ("resume", "output_dir")}
 
 
-def describe_run(run, given, base, loaded, day, versions):
+def describe_run(run: Run, given: Config, base: Path, loaded: types.SimpleNamespace, day: str,
+                 versions: dict[str, str]) -> None:
     """Write train_config.json, which has all that a merge needs. Rank 0 only.
 
     Of a run that goes on, what it has of the start before is kept: the SHA-256 of an adapter that
@@ -228,7 +239,7 @@ def describe_run(run, given, base, loaded, day, versions):
     write_whole(path, json.dumps(described, indent=2))
 
 
-def save_tokenizer(directory, base, tokenizer):
+def save_tokenizer(directory: Path, base: Path, tokenizer: PreTrainedTokenizerFast | None) -> None:
     """Write the tokenizer, if there is one, and where generation stops if that is not as in the
     base. Rank 0 only."""
     if not tokenizer:
@@ -248,14 +259,14 @@ def save_tokenizer(directory, base, tokenizer):
         write_whole(directory / "generation_config.json", json.dumps(settings, indent=2))
 
 
-def read_run(directory):
+def read_run(directory: Path) -> dict[str, Any]:
     """What train_config.json says of the run in a directory, or of the run that a checkpoint is in;
-    `extras`: its files that replace the base's in a merged model; `probe`: the path of PROBE_FILE,
-    None without. Raises ValueError for what is not as it was written and for what a merge cannot
+    `extras`: its files that replace the base's in a merged model; `probe`: the path of PROBE_FILE.
+    Raises ValueError for what is not as it was written and for what a merge cannot
     take."""
     path = directory / "train_config.json"
     path = path if path.is_file() else directory.resolve().parent / path.name
-    needed = [path, *(directory / name for name in ADAPTER_FILES)]
+    needed = [path, *(directory / name for name in (*ADAPTER_FILES, PROBE_FILE))]
     missing = [p.name for p in needed if not p.is_file()]
     if missing:
         newest = max(directory.glob("checkpoint-" + 6 * "[0-9]"), default=None)
@@ -263,9 +274,8 @@ def read_run(directory):
                          + (f"its newest checkpoint: --adapter_dir {newest}" if newest else
                             "a run directory of train_fsdp_qlora.py or a checkpoint in it"))
     run, changed = read_json(path), "has another SHA-256 than when it was written"
-    # they come when the run ends; older runs have none
-    files = {directory / RESULTS[key]: run.pop(key) for key in RESULTS if key in run}
-    if "sha256" in run and run.pop("sha256") != text_digest(run):
+    files = {directory / name: run.pop(key, None) for key, name in RESULTS.items()}
+    if run.pop("sha256", None) != text_digest(run):
         raise ValueError(f"{path}: {changed}")
     if os.path.lexists(listed := directory / "checkpoint.json"):
         state = read_json(listed)
@@ -273,9 +283,8 @@ def read_run(directory):
         if text_digest(state) != written or not isinstance(listed_files, dict):
             raise ValueError(f"{listed}: {changed}")
         files = {directory / name: listed_files.get(name) for name in (*ADAPTER_FILES, PROBE_FILE)}
-    probe = directory / PROBE_FILE  # older runs and checkpoints have none
     for file, sha in files.items():
-        if (file != probe or probe.is_file()) and digest(file) != sha:
+        if digest(file) != sha:
             raise ValueError(f"{file}: {changed}")
     for name, pattern in MERGEABLE.items():
         value = run
@@ -286,10 +295,10 @@ def read_run(directory):
     extras = ["chat_template.jinja"] * bool(run["config"].get("chat_template"))
     extras = [path.with_name(name) for name in (*extras, "generation_config.json")]
     return {**run, "extras": [extra for extra in extras if extra.is_file()],
-            "probe": probe if probe.is_file() else None}
+            "probe": directory / PROBE_FILE}
 
 
-def merge_command(directory, script):
+def merge_command(directory: Path, script: Path) -> str:
     """The command that merges the adapter of a run of `script`."""
     merge = script.with_name("merge_adapters.py")
     merge = os.path.relpath(merge) if merge.is_file() else merge.name  # copied alone

@@ -4,17 +4,22 @@ Depends on torch and safetensors. Which files a run writes is in directory and
 checkpoints.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import math
 import os
 import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
 
-def read_json(path, default=None):
+def read_json(path: Path, default: dict[str, Any] | None = None) -> dict[str, Any]:
     """The object in a JSON file. Where it is missing or damaged: `default`, or ValueError. OSError
     where it cannot be read, as it may be whole."""
     try:
@@ -27,7 +32,7 @@ def read_json(path, default=None):
         return default
 
 
-def remove(path):
+def remove(path: Path) -> None:
     """Delete a file, a directory with all that is in it, or a link, but not what that leads to."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
@@ -35,7 +40,7 @@ def remove(path):
         path.unlink(missing_ok=True)
 
 
-def sync_file(path):
+def sync_file(path: Path) -> None:
     """Make a file or directory that was written survive a power cut."""
     fd = os.open(path, os.O_RDONLY)
     try:
@@ -44,7 +49,8 @@ def sync_file(path):
         os.close(fd)
 
 
-def write_whole(path, content, metadata=()):
+def write_whole(path: Path, content: str | dict[str, torch.Tensor],
+                metadata: Mapping[str, str] | tuple[()] = ()) -> None:
     """Replace a file by a text, or by {name: tensor} with `metadata` {name: text}: a reader sees
     the old file or the new one."""
     part = path.with_name(f".{path.name}.part")
@@ -62,17 +68,19 @@ def write_whole(path, content, metadata=()):
         raise
 
 
-def put_in_place(part, path):
+def put_in_place(part: Path, path: Path) -> None:
     """Give a file the name of another, which it replaces, when it is on the disk."""
     sync_file(part)
     os.replace(part, path)
     sync_file(path.parent)
 
 
-def write_tensors(path, described, tensors):
+def write_tensors(path: Path, described: dict[str, tuple[tuple[int, ...], torch.dtype]],
+                  tensors: Iterable[torch.Tensor]) -> None:
     """Write tensors {name: (shape, dtype)}, bf16 or fp32, one at a time, as `tensors` yields them
     on the CPU; safetensors' own writer takes all of a file at once. Not synced."""
-    header, end = {"__metadata__": {"format": "pt"}}, 0
+    header: dict[str, dict[str, Any]] = {"__metadata__": {"format": "pt"}}
+    end = 0
     for name, (shape, dtype) in described.items():
         start, end = end, end + dtype.itemsize * math.prod(shape)
         header[name] = {"dtype": {torch.bfloat16: "BF16", torch.float32: "F32"}[dtype],
@@ -84,10 +92,10 @@ def write_tensors(path, described, tensors):
         for (name, (shape, dtype)), tensor in zip(described.items(), tensors):
             is_right = tensor.dtype == dtype and tensor.shape == shape
             assert is_right, f"{name} is {tensor.dtype} {tensor.shape}"
-            file.write(tensor.view(-1).view(torch.uint8).numpy())
+            file.write(tensor.view(-1).view(torch.uint8).numpy().data)
 
 
-def digest(path):
+def digest(path: Path | str) -> str:
     """SHA-256 of a file; safetensors has no checksum of its own."""
     sha = hashlib.sha256()
     with open(path, "rb") as file:
@@ -96,17 +104,17 @@ def digest(path):
     return sha.hexdigest()
 
 
-def source_digest(script):
+def source_digest(script: Path) -> str:
     """SHA-256 of a script and of the package beside it; an assembled script stands alone."""
     return text_digest([digest(file) for file in
                         (script, *sorted(script.parent.glob("fsdp_qlora/**/*.py")))])
 
 
-def text_digest(state):
+def text_digest(state: Any) -> str:
     """SHA-256 of a JSON object, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
-def as_json(value):
+def as_json(value: Any) -> Any:
     """The value as it comes back from a JSON file, with lists for tuples."""
     return json.loads(json.dumps(value))

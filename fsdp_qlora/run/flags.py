@@ -3,6 +3,8 @@
 Depends on argparse and ranks. The flags themselves are the fields of Config, in the script.
 """
 
+from __future__ import annotations
+
 import argparse
 import dataclasses
 import difflib
@@ -12,19 +14,24 @@ import re
 import sys
 import time
 import typing
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from fsdp_qlora.run.ranks import say
+
+if TYPE_CHECKING:
+    from train_fsdp_qlora import Config
 
 GROUPS = {"model": "model and data", "batch_size": "training", "adapter": "adapter",
           "micro_batch_tokens": "memory and speed"}  # the first flag of each group in --help
 
 
-def make_parser(config_class, description):
+def make_parser(config_class: type[Config], description: str) -> argparse.ArgumentParser:
     """A parser of the fields of `config_class` that raises ValueError where argparse would exit."""
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
 
-    def fail(message):
+    def fail(message: str) -> NoReturn:
         raise ValueError(f"{message} (see --help)")
 
     parser.error = fail
@@ -49,13 +56,14 @@ def make_parser(config_class, description):
     return parser
 
 
-def parse_flags(config_class, description, argv=None):
+def parse_flags(config_class: type[Config], description: str,
+                argv: Sequence[str] | None = None) -> Config:
     """The flags as a `config_class`: those of --config, or of the run that is resumed, and then
     those of the command line. Raises ValueError."""
     parser = make_parser(config_class, description)
     argv = list(sys.argv[1:] if argv is None else argv)
 
-    def parse(argv):
+    def parse(argv: list[str]) -> dict[str, Any]:
         values, unknown = parser.parse_known_args(argv)
         if unknown:
             names = [f"--{f.name}" for f in dataclasses.fields(config_class)]
@@ -81,15 +89,18 @@ def parse_flags(config_class, description, argv=None):
         begun_argv = read_flags(config_class, begun)
         values = parse([*begun_argv, *argv, f"--output_dir={directory}"])
     del values["config"]
-    return config_class(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+    fields: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return config_class(**fields)
 
 
-def read_flags(config_class, path):
+def read_flags(config_class: type[Config], path: Path) -> list[str]:
     """The command line that a YAML or JSON file of flags stands for. Raises ValueError."""
     import yaml
 
     class Loader(yaml.SafeLoader):
-        def construct_mapping(self, node, deep=False):  # its own takes the last of two alike
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            # its own takes the last of two alike
             names = [key.value for key, _ in node.value]
             for name in names:
                 if names.count(name) > 1:
@@ -127,14 +138,14 @@ def read_flags(config_class, path):
     return argv
 
 
-def save_interval(config):
+def save_interval(config: Config) -> tuple[int, float]:
     """--save_every as (steps, seconds) between checkpoints; (0, inf): only at the end."""
     if config.save_every.endswith("m"):
         return 0, 60 * int(config.save_every[:-1]) or math.inf
     return int(config.save_every), math.inf
 
 
-def check_combinations(config):
+def check_combinations(config: Config) -> None:
     """Raise ValueError for flags that do not go together."""
     only = {"beta": ("dpo", "ipo", "simpo", "orpo", "kto"), "label_smoothing": ("dpo",),
             "simpo_gamma": ("simpo",), "desirable_weight": ("kto",), "undesirable_weight": ("kto",)}
@@ -154,13 +165,13 @@ def check_combinations(config):
         raise ValueError("--attn flash_attention_2 computes in bfloat16: drop it or use sdpa")
 
 
-def resolve_config(config, world_size):
+def resolve_config(config: Config, world_size: int) -> Config:
     """The Config with what follows from the flags alone filled in. Raises ValueError."""
     for name, value in vars(config).items():
         if value == "" or isinstance(value, tuple) and "" in value:
             raise ValueError(f"--{name} is empty: leave it out or give a value")
 
-    def check(names, is_right, wanted):
+    def check(names: str, is_right: Callable[[Any], Any], wanted: str) -> None:
         for name in names.split():
             value = getattr(config, name)
             if value is not None and not is_right(value):

@@ -3,6 +3,8 @@
 Depends on files. Once training goes on, nothing that goes wrong with any of it ends a run.
 """
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import itertools
@@ -10,15 +12,24 @@ import json
 import os
 import threading
 import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
+from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.run.files import put_in_place, text_digest, write_whole
 from fsdp_qlora.quant.nf4 import why_no_triton
 from fsdp_qlora.run.ranks import say
+
+if TYPE_CHECKING:
+    from fsdp_qlora.data.encode import Rows
+    from fsdp_qlora.planner.plan import Plan
+    from train_fsdp_qlora import Config, Run
 
 LOG_SECONDS = 2  # between lines of steps in the log
 
@@ -26,7 +37,7 @@ LOG_SECONDS = 2  # between lines of steps in the log
 class Log:
     """metrics.jsonl, the tracker that --report_to names, and a progress bar. Rank 0 only."""
 
-    def __init__(self, run, done):
+    def __init__(self, run: Run, done: int) -> None:
         """Of a run that is resumed after step `done`, only earlier records stay."""
         self.max_steps, self.status = run.config.max_steps, run.status
         self.path = run.directory / "metrics.jsonl"
@@ -37,7 +48,7 @@ class Log:
         self.name = run.config.report_to
         self.track, self.close_tracker = trackers[self.name](run, done)
 
-    def write(self):
+    def write(self) -> None:
         """Append what is unwritten. What the disk does not accept is kept for the next time, and
         written over what it accepted of it."""
         try:
@@ -56,7 +67,7 @@ class Log:
                     " are written when they can be")
             self.is_failing = True
 
-    def record(self, record):
+    def record(self, record: dict[str, Any]) -> None:
         """Log a step or an evaluation."""
         self.unwritten += json.dumps(record).encode() + b"\n"
         self.write()
@@ -67,7 +78,7 @@ class Log:
             say(f"{self.name}: {getattr(e, 'strerror', None) or e}: it gets nothing more")
             self.track = None
 
-    def step(self, record):
+    def step(self, record: dict[str, Any]) -> None:
         """Log a step; print it unless another has just been printed."""
         self.record(record)
         step = record["step"]
@@ -84,7 +95,7 @@ class Log:
                 " {peak_memory_gib:.2f} GiB".format(
                     max_steps=self.max_steps, metrics=describe_metrics(record), **record))
 
-    def close(self):
+    def close(self) -> None:
         self.write()
         if n_lost := self.unwritten.count(b"\n"):
             say(f"{self.path}: its last {n_lost} lines are lost: {self.why}")
@@ -94,7 +105,7 @@ class Log:
                     close()
 
 
-def describe_metrics(record, prefix=""):
+def describe_metrics(record: dict[str, Any], prefix: str = "") -> str:
     """What a record of metrics has besides the loss, for a line of the log; "" of a step of
     supervised fine-tuning."""
     found = {key.removeprefix(prefix): value for key, value in record.items()
@@ -112,7 +123,7 @@ def describe_metrics(record, prefix=""):
     return "".join(f", {part}" for part in parts)
 
 
-def earlier_records(path, done, evaluated):
+def earlier_records(path: Path, done: int, evaluated: int) -> str:
     """The lines of metrics.jsonl up to step `done`, of evaluations up to step `evaluated`, each
     step once."""
     lines = {}
@@ -123,7 +134,7 @@ def earlier_records(path, done, evaluated):
     return "".join(lines.values())
 
 
-def read_records(path):
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the records of metrics.jsonl; a line that is none, as the end of a run may tear it, is
     passed over."""
     for line in path.read_text(errors="replace").splitlines():
@@ -133,7 +144,7 @@ def read_records(path):
                 yield record
 
 
-def tensorboard(run, done):
+def tensorboard(run: Run, done: int) -> tuple[Callable[[dict[str, Any]], None], Callable[[], None]]:
     """A function that tracks a record, and one that closes the tracker."""
     from torch.utils.tensorboard import SummaryWriter
 
@@ -142,14 +153,14 @@ def tensorboard(run, done):
         isinstance(hook.exc_value, OSError) or threading.__excepthook__(hook))
     board = SummaryWriter(run.directory / "tensorboard", purge_step=done + 1)
 
-    def track(record):
+    def track(record: dict[str, Any]) -> None:
         for key, value in record.items():
             board.add_scalar(key, value, record["step"])
 
     return track, board.close
 
 
-def wandb_run(run, done):
+def wandb_run(run: Run, done: int) -> tuple[Callable[[dict[str, Any]], None], Callable[[], None]]:
     """The same functions for Weights & Biases; raises ValueError if it cannot be reached."""
     import wandb
 
@@ -163,7 +174,7 @@ def wandb_run(run, done):
     return lambda record: tracker.log(record, step=record["step"]), tracker.finish
 
 
-def draw_losses(directory):
+def draw_losses(directory: Path) -> None:
     """Draw loss.png from metrics.jsonl. Rank 0 only."""
     try:
         from matplotlib.figure import Figure
@@ -186,7 +197,8 @@ def draw_losses(directory):
         say(f"no loss.png: {e}")
 
 
-def say_start(given, config, plan, kernels, limit, device, versions):
+def say_start(given: Config, config: Config, plan: Plan, kernels: dict[str, dict[str, Callable]],
+              limit: int, device: torch.device, versions: dict[str, str]) -> None:
     """Print what this run is, before it begins: what it has chosen for flags that were not given,
     on what it runs, and the plan."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, gloo"
@@ -195,43 +207,56 @@ def say_start(given, config, plan, kernels, limit, device, versions):
     say(", ".join(f"{name} {version}" for name, version in versions.items())
         + f"; {dist.get_world_size()} x {gpu}")
     if device.type == "cuda" and why_no_triton():
-        say(f"slower than need be, without fused kernels: {why_no_triton()}")
+        say(f"slower, without fused kernels: {why_no_triton()}")
     used = {f.__name__ for kind in kernels.values() for f in kind.values()}
     say(f"attention: {', '.join(sorted(used))}")
-    say_plan(plan, config, limit)
+    say_plan(given, plan, limit)
 
 
-def say_plan(plan, config, limit):
+def say_plan(given: Config, plan: Plan, limit: int) -> None:
     """Print the plan: the memory that it is predicted to take, and how the work is laid out."""
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         used = total - free - torch.cuda.memory_reserved()
-        say(f"beside the plan: CUDA's context, NCCL, and what else runs on this GPU, hold"
-            f" {used / 2**30:.2f} GiB")
-    why = "as asked" if config.shard_group_size else "the fastest that fits"
-    copy_of = "each process has a copy of the model"
-    if plan.shard_group_size > 1:
-        copy_of = (f"{plan.shard_group_size} of {dist.get_world_size()} processes share one copy of"
-                   " the model")
-    say(f"plan: {copy_of} ({why}); bins of at most {plan.bin_tokens:,} tokens;"
-        f" {plan.recomputed} of {plan.n_layers} layers are recomputed"
-        + (", from x and the sum after attention" if plan.recomputed and plan.keep_middle else "")
-        + (f", {plan.n_mlp_kept} of them but for their MLP" if plan.n_mlp_kept else "")
-        + (", dequantised weights held for a second use" if plan.hold_weights else "")
-        + ("" if plan.reshard_after_forward else "; gathered weights stay until backward")
-        + ("; nothing to offload" if plan.offload_activations and not plan.recomputed else "")
-        + ("; the embedding is in host memory" if plan.embedding_on_host else "")
-        + ("; CUDA graphs" if plan.graphs else f"; no CUDA graphs: {plan.why_no_graphs}")
-        + f"; {1e6 * plan.token_seconds:,.1f} us a token predicted")
+        say(f"outside the plan: CUDA's context, NCCL and other programs hold {used / 2**30:.2f} GiB"
+            " of this GPU")
+    notes = {
+        describe_copies(given, plan): True,
+        f"bins of at most {plan.bin_tokens:,} tokens": True,
+        f"{plan.recomputed} of {plan.n_layers} layers recomputed in backward": True,
+        "these keep the sum after attention": plan.recomputed and plan.keep_middle,
+        f"{plan.n_mlp_kept} of these keep what their MLP needs": plan.n_mlp_kept,
+        "backward keeps dequantised weights for a second use": plan.hold_weights,
+        "gathered weights stay until backward": not plan.reshard_after_forward,
+        "nothing to offload": plan.offload_activations and not plan.recomputed,
+        "the embedding in host memory": plan.embedding_on_host,
+        "CUDA graphs": plan.graphs,
+        f"no CUDA graphs: {plan.why_no_graphs}": not plan.graphs,
+        f"{1e6 * plan.token_seconds:,.1f} us a token predicted": True}
+    say("plan: " + "; ".join(note for note, holds in notes.items() if holds))
     parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in plan.memory.items()
                       if size > 2**30 / 200)
-    say(f"predicted peak {plan.bytes / 2**30:.2f} GiB"
-        + (f" of {limit / 2**30:.2f} GiB" if limit else "")
-        + (f", and {plan.host_bytes / 2**30:.2f} GiB of pinned host memory"
-           if plan.host_bytes else "") + f": {parts}")
+    of_limit = f" of {limit / 2**30:.2f} GiB" if limit else ""
+    pinned = f", and {plan.host_bytes / 2**30:.2f} GiB of pinned host memory"
+    say(f"predicted peak {plan.bytes / 2**30:.2f} GiB{of_limit}{pinned if plan.host_bytes else ''}:"
+        f" {parts}")
 
 
-def say_example(rows, tokenizer):
+def describe_copies(given: Config, plan: Plan) -> str:
+    """On which processes the model is, and who has decided that."""
+    n, shards = dist.get_world_size(), plan.shard_group_size
+    if n == 1:
+        return "the model on one process"
+    why = "as asked" if given.shard_group_size else "the fastest that fits"
+    if not given.shard_group_size and not given.model:
+        why = "the demo's default"
+    if shards == 1:
+        return f"the model replicated on {n} processes ({why})"
+    copies = f", {n // shards} copies" if shards < n else ""
+    return f"the model sharded over {shards} processes{copies} ({why})"
+
+
+def say_example(rows: Rows, tokenizer: PreTrainedTokenizerFast | None) -> None:
     """Print one row as the model sees it, with what is not trained in brackets, if there is a
     tokenizer; of preferences both answers, or whether its answer is good."""
     if not tokenizer:
@@ -241,7 +266,7 @@ def say_example(rows, tokenizer):
         say(f"first row{name}: {decode(*rows.tokens(i), tokenizer)[:600]!r}")
 
 
-def decode(ids, labels, tokenizer):
+def decode(ids: torch.Tensor, labels: torch.Tensor, tokenizer: PreTrainedTokenizerFast) -> str:
     """The text of a document, with what is not trained in brackets; at least 600 characters of it.
     """
     ids, labels, text, before, n = ids.tolist(), labels.tolist(), "", "", 0
@@ -255,7 +280,7 @@ def decode(ids, labels, tokenizer):
     return text
 
 
-def say_speed(run, records):
+def say_speed(run: Run, records: list[dict[str, Any]]) -> None:
     """Print the answer of a dry run: how fast, how much is computed, how much memory."""
     arch, plan, layers = run.model.arch, run.plan, run.model.layers
     rates = sorted(r["tokens_per_second_per_gpu"] for r in records[2:] or records[-1:])

@@ -5,13 +5,22 @@ Depends on data.bins; `run` is the script's Run. Who writes it is in checkpoints
 merge_adapters.py.
 """
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp_qlora.data.bins import deal_rows, make_bin
+
+if TYPE_CHECKING:
+    from fsdp_qlora.data.encode import Rows
+    from fsdp_qlora.lora.adapter import Adapter
+    from train_fsdp_qlora import Run
 
 PROBE_ROWS, PROBE_TOKENS = 4, 64  # the first rows, and of each the first tokens
 
@@ -19,21 +28,21 @@ PROBE_ROWS, PROBE_TOKENS = 4, 64  # the first rows, and of each the first tokens
 class Probe:
     """A few rows, and what the head reads of them in the model without the adapter."""
 
-    def __init__(self, rows):
+    def __init__(self, rows: Rows) -> None:
         documents = rows.as_documents()
         first = documents.select(torch.arange(min(PROBE_ROWS, len(documents))))
         self.rows = dataclasses.replace(first, lengths=first.lengths.clamp(max=PROBE_TOKENS))
         self.input_ids = [self.rows.tokens(i)[0].tolist() for i in range(len(self.rows))]
-        self.without_adapter = None
+        self.without_adapter = torch.empty(0)  # until begin()
 
-    def begin(self, run):
+    def begin(self, run: Run) -> None:
         """Note what the model gives without the adapter. All ranks must call this."""
         run.status.extend_deadline(run.config, run.longest_step)
         with no_adapter(run.adapter):
             self.without_adapter = self.states(run)["with_adapter"]
 
     @torch.no_grad()
-    def states(self, run):
+    def states(self, run: Run) -> dict[str, torch.Tensor]:
         """What the head reads of all tokens, one row after the other, [tokens, hidden] on the CPU:
         {"with_adapter", as it is now, "without_adapter"}. All ranks must call this.
 
@@ -52,7 +61,7 @@ class Probe:
 
 
 @contextlib.contextmanager
-def no_adapter(adapter):
+def no_adapter(adapter: Adapter) -> Iterator[None]:
     """In the `with` body the adapter does nothing: B is 0, and DoRA's magnitudes are the norms of
     the weights' rows."""
     weights = adapter.weights.data.clone()
@@ -67,7 +76,7 @@ def no_adapter(adapter):
     adapter.weights.data.copy_(weights)
 
 
-def reshard_all(model):
+def reshard_all(model: torch.nn.Module) -> None:
     """Free all that FSDP2 has gathered for a forward alone: the adapter will change."""
     for unit in model.modules():
         if isinstance(unit, FSDPModule):

@@ -4,11 +4,16 @@ Depends on torch.distributed; every rank's process group is joined in the script
 is in status.
 """
 
+from __future__ import annotations
+
 import contextlib
 import json
 import os
 import socket
 import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -17,27 +22,30 @@ from tqdm import tqdm
 
 from fsdp_qlora.run.files import source_digest
 
+if TYPE_CHECKING:
+    from train_fsdp_qlora import Config
+
 AGAIN, DISK, DIVERGED, OUT_OF_MEMORY, FROZEN, BUG = 75, 5, 6, 8, 9, 70  # exit codes
 EXITS = {"flags": 2, "model": 3, "data": 4, "training": DISK, "saving": DISK,
          "checkpoint": 7}  # of an error, by the phase of the run
 
 
-def n_cores():
+def n_cores() -> int:
     """The number of CPU cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)  # of Linux
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
-def is_rank_0():
+def is_rank_0() -> bool:
     return int(os.environ.get("RANK", 0)) == 0
 
 
-def this_rank():
+def this_rank() -> str:
     """This process's name in errors."""
     return f"rank {dist.get_rank()} on {socket.gethostname()}"
 
 
-def say(message):
+def say(message: str) -> None:
     """Print a message. Rank 0 only; other ranks do nothing."""
     with contextlib.suppress(OSError):  # the terminal may be gone, and the run goes on
         if is_rank_0():
@@ -45,27 +53,27 @@ def say(message):
             sys.stdout.flush()
 
 
-def print_error(message):
+def print_error(message: str) -> None:
     """Print one line to stderr; where there may be a progress bar, on a new line."""
     with contextlib.suppress(OSError):
         start = "\n" if sys.stderr.isatty() else ""
         print(f"{start}{' '.join(message.split())}", file=sys.stderr, flush=True)
 
 
-def refuse_launch(message):
+def refuse_launch(message: str) -> NoReturn:
     """End this process, which has not joined the others, with one line."""
     print_error(f"error: {message}")
     sys.exit(EXITS["flags"])
 
 
-def all_gather(tensor, group=None):
+def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """[ranks, *shape] of every rank's tensor [*shape]. All ranks of the group must call this."""
     rows = tensor.new_empty(dist.get_world_size(group), *tensor.shape)
     dist.all_gather(list(rows), tensor, group=group)
     return rows
 
 
-def gather_objects(value):
+def gather_objects(value: Any) -> list[Any]:
     """Every rank's JSON value in rank order; tuples come back as lists. All ranks must call this.
     """
     # not torch's all_gather_object: it pickles
@@ -79,13 +87,13 @@ class Stop(Exception):
     """Ends the run on all ranks together, so that no rank waits for another: an error, or a stop
     that was asked for. `code` is the exit code; None: EXITS of the phase."""
 
-    def __init__(self, message, code=None):
+    def __init__(self, message: str, code: int | None = None) -> None:
         super().__init__(message)
         self.code = code
 
 
 @contextlib.contextmanager
-def explain(what):
+def explain(what: str) -> Iterator[None]:
     """Any error of the `with` body becomes a ValueError about `what`: libraries raise all kinds."""
     try:
         yield
@@ -95,7 +103,7 @@ def explain(what):
 
 
 @contextlib.contextmanager
-def together():
+def together() -> Iterator[None]:
     """If the `with` body fails on one rank, all ranks raise Stop with that rank's error.
 
     The body must not use collectives. Libraries raise all kinds of errors for what a user can
@@ -118,14 +126,14 @@ def together():
         raise Stop(*failed[0])
 
 
-def on_rank_0(function, *args):
+def on_rank_0(function: Callable[..., Any], *args: Any) -> Any:
     """Run `function` on rank 0 alone; all get what it returns. All ranks must call this."""
     with together():
         value = function(*args) if is_rank_0() else None
     return gather_objects(value)[0]
 
 
-def check_same(config, script, versions):
+def check_same(config: Config, script: Path, versions: dict[str, str]) -> None:
     """Stop unless every rank runs the same source, versions {library: version} and flags. All ranks
     must call this."""
     facts = [(f"runs source with SHA-256 {source_digest(script)}",
@@ -141,7 +149,7 @@ def check_same(config, script, versions):
                 raise Stop(f"{other} {other_fact}, {first} {fact}: {remedy}")
 
 
-def say_each(what, text):
+def say_each(what: str, text: str) -> None:
     """Print what each rank says, once if all say the same. All ranks must call this."""
     texts = gather_objects(text)
     say(f"{what}, each rank: {texts[0] if len(set(texts)) == 1 else '; '.join(texts)}")

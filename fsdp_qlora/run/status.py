@@ -5,6 +5,8 @@ together. What happens to one rank alone goes to Status.end_alone(), and torchru
 The watching thread cannot wait for the main thread: it calls Status.leave().
 """
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import faulthandler
@@ -18,15 +20,21 @@ import socket
 import threading
 import time
 import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from fsdp_qlora.run.files import read_json
 from fsdp_qlora.planner.machine import memory_gib
-from fsdp_qlora.run.ranks import (AGAIN, BUG, EXITS, FROZEN, OUT_OF_MEMORY, is_rank_0, print_error,
-                              this_rank)
+from fsdp_qlora.run.ranks import (
+    AGAIN, BUG, EXITS, FROZEN, OUT_OF_MEMORY, Stop, is_rank_0, print_error, this_rank)
+
+if TYPE_CHECKING:
+    from fsdp_qlora.planner.plan import Plan
+    from train_fsdp_qlora import Config
 
 REQUESTS = (None, "save", "stop")  # of one rank to all; the last has precedence
 LOST = "another process of this run has ended"
@@ -41,32 +49,35 @@ class Status:
     """What this process does, for status.json, and what its main thread and its watching thread
     tell each other. One per call of main(), made by watch_process()."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.phase = "flags"  # a key of EXITS
-        self.directory = None  # of the run; None: not known yet
+        self.directory: Path | None = None  # of the run; None: not known yet
         self.may_write = False  # whether status.json is of a run with these flags
-        self.lock_fd = None  # of the directory's .lock; None: not held
-        self.lock = None  # os.stat() of .lock, as this process saw it when rank 0 had locked it
-        self.step, self.max_steps, self.checkpoint = 0, None, None  # checkpoint: its name
-        self.plan = None  # Plan; None: not known yet
+        self.lock_fd: int | None = None  # of the directory's .lock; None: not held
+        # of .lock, as this process saw it when rank 0 had locked it
+        self.lock: os.stat_result | None = None
+        self.step = 0
+        self.max_steps: int | None = None
+        self.checkpoint: str | None = None  # name of the newest
+        self.plan: Plan | None = None  # None: not known yet
         self.where = "outside of the steps (loading or saving)"
         self.how_to_resume = "the same command resumes it"
         self.started, self.parent, self.pid = time.monotonic(), os.getppid(), os.getpid()
         self.deadline = math.inf  # by the clock; after it the process counts as frozen
-        self.stop_reason, self.signal_time = None, -math.inf
+        self.stop_reason: str | None = None
+        self.signal_time = -math.inf  # by the clock
         self.is_ending, self.has_said_end, self.end_lock = False, False, threading.Lock()
 
-    def enter(self, phase):
+    def enter(self, phase: str) -> None:
         """Begin a phase of the run: it decides the exit code of an error and what a signal does."""
         self.phase = phase
         self.write(phase)
 
-    def write(self, state, code=None, message=""):
+    def write(self, state: str, code: int | None = None, message: str = "") -> None:
         """Replace status.json. Rank 0, and other ranks with an exit code.
 
         `state`: the phase of a run that goes on (a key of EXITS), else stopped, failed, complete.
-        A stop never replaces a failure that another rank has written, which may be its cause. Until
-        the flags are known to be those of the run in the directory, only a stop is written.
+        Until the flags are known to be those of the run in the directory, only a stop is written.
         """
         may_write = self.may_write or code == AGAIN
         if self.directory is None or not may_write or not (is_rank_0() or code):
@@ -79,50 +90,37 @@ class Status:
             "max_steps": self.max_steps, "last_checkpoint": self.checkpoint,
             "process": f"{os.getpid()} on {socket.gethostname()}",
             "time": time.strftime("%Y-%m-%d %H:%M:%S")}
-        part = path.with_name(f".status.{os.environ.get('RANK', 0)}.{threading.get_ident()}")
         with contextlib.suppress(OSError, ValueError):
             before = read_json(path, {}).get("state") if self.may_write else None
-            if before == "failed" and (code == AGAIN or state == "training"):
-                return
-            if before in ("stopped", "complete") and message.startswith(LOST):
-                return
-            text = json.dumps(content, indent=2) + "\n"
-            try:
-                part.write_text(text)
-                os.replace(part, path)
-            except OSError:  # the disk is full; the old file's own block has room
-                part.unlink(missing_ok=True)
-                with open(os.open(path, os.O_WRONLY | os.O_NOFOLLOW), "w") as file:
-                    file.write(text)
-                    file.flush()
-                    file.truncate()
+            if may_replace(before, state, code, message):
+                replace_text(path, json.dumps(content, indent=2) + "\n")
 
-    def has_lost_directory(self):
+    def has_lost_directory(self) -> bool:
         """Whether .lock is not the file any more that rank 0 has locked: somebody has moved or
         removed the directory, or .lock, and another run may be there."""
         try:
-            path = self.lock and self.directory / ".lock"
-            return path is not None and not os.path.samestat(os.lstat(path), self.lock)
+            path = Path(self.directory or "", ".lock")
+            return self.lock is not None and not os.path.samestat(os.lstat(path), self.lock)
         except (FileNotFoundError, NotADirectoryError):
             return True
         except OSError:  # the disk does not answer
             return False
 
-    def check_lock(self):
+    def check_lock(self) -> None:
         """Raise ValueError where this run has lost its directory, in which it then writes nothing
         more: it ends after this step."""
         if self.has_lost_directory():
             self.stop_reason = LOST_DIRECTORY
             raise ValueError(LOST_DIRECTORY)
 
-    def stop_together(self, stop):
+    def stop_together(self, stop: Stop) -> int:
         """Say and write down why all ranks end. Returns the exit code."""
         code, self.is_ending = EXITS[self.phase] if stop.code is None else stop.code, True
         if is_rank_0():
             self.say_end(code, str(stop))
         return code
 
-    def end_alone(self, error, device):
+    def end_alone(self, error: Exception, device: torch.device) -> int:
         """Say and write down what happened to this rank alone. Returns the exit code."""
         self.is_ending = True
         is_lack = isinstance(error, RuntimeError) and "out of memory" in str(error)  # CUDA, NCCL
@@ -138,7 +136,7 @@ class Status:
         self.say_end(code, text if code == AGAIN else f"{this_rank()} {text}")
         return code
 
-    def say_end(self, code, message):
+    def say_end(self, code: int, message: str) -> None:
         """Write down and print why the run ends. Where all ranks know, only rank 0 does."""
         with self.end_lock:  # both threads may come here at once
             # rank 0 may be what is lost; but where torchrun is, all ranks know
@@ -148,14 +146,14 @@ class Status:
                 print_error(f"{'stopped' if code == AGAIN else 'error'}: {message}")
             self.has_said_end = True
 
-    def leave(self, code, message):
+    def leave(self, code: int, message: str) -> NoReturn:
         """End this process now, whatever its main thread does."""
         self.is_ending = True
         end_soon(code)
         self.say_end(code, message)
         os._exit(code)
 
-    def leave_frozen(self):
+    def leave_frozen(self) -> NoReturn:
         """Write the stacks of all threads to a file and end: some rank does nothing any more."""
         end_soon(FROZEN)
         path = self.directory / f"stacks-{os.environ.get('RANK', 0)}.txt"
@@ -166,7 +164,7 @@ class Status:
                            f" frozen, or its node? See {self.directory}/stacks-*.txt, and"
                            " --step_timeout_minutes")
 
-    def on_signal(self, name):
+    def on_signal(self, name: str) -> None:
         """Let the run save after this step and end; end it at once before training begins, or at a
         second signal."""
         if time.monotonic() < self.signal_time + 3:
@@ -178,7 +176,7 @@ class Status:
         if is_rank_0():
             print_error(f"{name}: what the run is at is finished and saved; again: it ends at once")
 
-    def extend_deadline(self, config, longest_step):
+    def extend_deadline(self, config: Config, longest_step: float) -> None:
         """Give the step or the like that begins now --step_timeout_minutes; by default 20 times the
         `longest_step` so far, in seconds, and at least 10 minutes; an hour until there is one."""
         seconds = max(600, 20 * (longest_step or FIRST_STEP_SECONDS))
@@ -186,7 +184,7 @@ class Status:
             seconds = 60 * config.step_timeout_minutes
         self.deadline = time.monotonic() + seconds
 
-    def check_time(self, config, longest_step):
+    def check_time(self, config: Config, longest_step: float) -> None:
         """Ask to stop where --max_minutes are over, or would be after another step, or where the
         directory is lost."""
         with contextlib.suppress(ValueError):
@@ -196,8 +194,32 @@ class Status:
             self.stop_reason = self.stop_reason or f"--max_minutes {minutes:g} are over"
 
 
+def may_replace(before: str | None, state: str, code: int | None, message: str) -> bool:
+    """Whether a state may replace the one `before` in status.json. Another rank may have written
+    that, and a failure may be the cause of this rank's stop."""
+    if before == "failed":
+        return code != AGAIN and state != "training"
+    if before in ("stopped", "complete"):
+        return not message.startswith(LOST)
+    return True
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replace a file by a text; on a full disk write over it, as the old file has a block."""
+    part = path.with_name(f".status.{os.environ.get('RANK', 0)}.{threading.get_ident()}")
+    try:
+        part.write_text(text)
+        os.replace(part, path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        with open(os.open(path, os.O_WRONLY | os.O_NOFOLLOW), "w") as file:
+            file.write(text)
+            file.flush()
+            file.truncate()
+
+
 @contextlib.contextmanager
-def watch_process():
+def watch_process() -> Iterator[Status]:
     """Yields a Status. While the `with` body runs, a thread watches for signals, for the end of
     torchrun and for a step that never ends, whatever the main thread waits for."""
     status = Status()
@@ -222,13 +244,13 @@ def watch_process():
         close_lock(status)
 
 
-def close_lock(status):
+def close_lock(status: Status) -> None:
     if status.lock_fd is not None:
         os.close(status.lock_fd)
         status.lock_fd = None
 
 
-def reset_after_fork(status):
+def reset_after_fork(status: Status) -> None:
     """In a forked process, which encodes data: end with the parent, drop its lock, take default
     signals."""
     with contextlib.suppress(AttributeError, OSError):  # Linux only
@@ -243,7 +265,7 @@ def reset_after_fork(status):
             signal.signal(number, signal.SIG_DFL)
 
 
-def watch(receive, status):
+def watch(receive: socket.socket, status: Status) -> None:
     """Watch this process until `receive` is closed."""
     torchrun = parent = os.getppid()
     n_processes, n_missing, looked = 0, 0, time.monotonic()
@@ -273,7 +295,7 @@ def watch(receive, status):
             status.leave_frozen()
 
 
-def count_siblings():
+def count_siblings() -> int:
     """How many processes torchrun has on this node; 0 where Linux does not tell."""
     path = Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children")
     with contextlib.suppress(OSError):
@@ -281,14 +303,15 @@ def count_siblings():
     return 0
 
 
-def end_soon(code):
+def end_soon(code: int) -> None:
     """End this process at the latest in 15 s, whatever hangs: the disk, the terminal."""
     timer = threading.Timer(15, os._exit, [code])
     timer.daemon = True
     timer.start()
 
 
-def out_of_memory_text(error, plan, device, where):
+def out_of_memory_text(error: Exception, plan: Plan | None, device: torch.device,
+                       where: str) -> str:
     """What ran out, on the GPU or on the host, and what helps that the plan does not do already."""
     if isinstance(error, MemoryError):
         return f"ran out of host memory: {error}; offload less"
@@ -311,7 +334,8 @@ PATIENCE = 50  # steps after the warm-up in which the loss has to come below the
 LARGEST_WEIGHT = 1000  # of an adapter that learns; of one whose loss did not come below: diverged
 
 
-def why_diverged(step, loss, norm, warmup_steps, progress, largest_weight):
+def why_diverged(step: int, loss: float, norm: float, warmup_steps: float, progress: dict[str, Any],
+                 largest_weight: Callable[[], float]) -> str:
     """Why the run learns nothing any more, or "". Also notes the losses in `progress`.
 
     `largest_weight` is a function, which is called only where the losses make it suspicious.
