@@ -125,8 +125,8 @@ class Rows:
         return dataclasses.replace(self, loss="sft")
 
     def mismatch(self, seed: int, max_tokens: int) -> Rows:
-        """The prompts of these rows, each with the answer of the row before it in a random order,
-        cut to `max_tokens`. Of cut ones `n_trained` is an upper bound."""
+        """The prompts of these rows, each with the answer (cut or not) of the row before it in a
+        random order, cut to `max_tokens`. Of those cut here `n_trained` is an upper bound."""
         order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
         other = torch.empty_like(order).scatter_(0, order, order.roll(1))
         lengths = self.prompt_lengths + (self.lengths - self.prompt_lengths)[other]
