@@ -418,7 +418,7 @@ def write_in_place():
         path.mkdir()
         described = {
             "step": step, "optimizer_step": state[run.adapter.weights]["step"],
-            "optimizer_files": ["optimizer.safetensors"], "progress": run.progress,
+            "progress": run.progress,
             "config": dataclasses.asdict(run.config), **run.content}  # fmt: skip
         (path / "checkpoint.json").write_text(json.dumps(described))
         save_file = house.get("save_file")

@@ -673,26 +673,6 @@ def test_resume_with_other_settings_is_refused(resume):
     refused(CHECKPOINT, again("--resume", "--adapter", "dora"), "--resume", "--adapter lora")
 
 
-def test_checkpoint_of_an_older_version_is_refused(resume):
-    """As f8a0fcb wrote them: a file a rank, other flags, and another list."""
-    run, again = resume
-    for path in run.glob("checkpoint-*/checkpoint.json"):
-        state = json.loads(path.read_text())
-        for name in ("sha256", "optimizer_files", "progress"):
-            del state[name]
-        del state["config"]["adapter"], state["config"]["micro_batch_tokens"]
-        state["config"].update(use_dora=False, use_rslora=False, micro_batch_size=2, fused=None)
-        (old,) = path.parent.glob("optimizer*")
-        new = old.rename(path.with_name("rank-00000-of-00001.safetensors"))
-        state["files"][new.name] = state["files"].pop(old.name)
-        path.write_text(json.dumps({**state, "sha256": text_digest(state)}))
-    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
-    refused(CHECKPOINT, again("--resume"), "--resume", "checkpoint-000002", "older version")
-    for name in ".lock", "status.json":  # which say what was tried
-        (run / name).write_bytes(before[run / name])
-    assert before == {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
-
-
 def test_resume_with_other_rows_is_refused(model, run_main, tmp_path):
     """Other tokens, and the same tokens of which others are trained."""
     data = tmp_path / "data.jsonl"

@@ -40,8 +40,10 @@ from transformers import (
 )
 
 import merge_adapters
-from fsdp_qlora.pretrained.hub import copy_small_files, generation_settings
+from fsdp_qlora.pretrained.hub import base_digest, copy_small_files, generation_settings
 from fsdp_qlora.pretrained.tensor_names import NF4_STATE
+from fsdp_qlora.run.directory import RESULTS
+from fsdp_qlora.run.files import digest, text_digest
 
 STEPS = 15
 ROWS = [
@@ -129,21 +131,30 @@ def trained(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def older(trained, tmp_path_factory):
-    """The run as older versions left it: without digests and without probe.safetensors, but with
-    the mean absmax of each linear."""
-    run = tmp_path_factory.mktemp("older") / "run"
+def unsummed(trained, tmp_path_factory):
+    """The run without checkpoints and without sums of the base's tensors."""
+    run = tmp_path_factory.mktemp("unsummed") / "run"
     shutil.copytree(trained, run, ignore=shutil.ignore_patterns("checkpoint-*"))
     described = json.loads((run / "train_config.json").read_text())
-    for key in "sha256", "adapter_sha256", "probe_sha256", "base_sha256":
-        del described[key]
-    (run / "probe.safetensors").unlink()
-    base = load_file(run / "demo" / "model" / "model.safetensors")
-    offsets = {name: nf4_offset(weight) for name, weight in base.items() if "_proj." in name}
-    assert {*offsets} < {*described["quantization"].pop("tensor_sums")}
-    described["quantization"]["absmax_offsets"] = offsets
+    described["quantization"]["tensor_sums"] = {}
     (run / "train_config.json").write_text(json.dumps(described))
+    sign(run)
     return run
+
+
+def sign(run):
+    """Give a run the digests of what its files hold now, also of its base, if they can be read."""
+    path = run / "train_config.json"
+    if not (path.is_file() and path.read_text().startswith("{\"") and path.stat().st_size < 10**5):
+        return
+    described = {k: v for k, v in json.loads(path.read_text()).items() if k not in RESULTS}
+    described.pop("sha256", None)
+    if Path(described["base_model"]).is_dir():
+        described["base_sha256"] = base_digest(Path(described["base_model"]))
+    described["sha256"] = text_digest(described)
+    for key, name in RESULTS.items():
+        described |= {key: digest(run / name)} if (run / name).is_file() else {}
+    path.write_text(json.dumps(described))
 
 
 MERGER = """
@@ -304,12 +315,12 @@ def test_files(trained, merged):
     assert last.endswith('AutoModelForCausalLM.from_pretrained("run/merged")')
 
 
-def test_chat_template_is_that_of_training(trained, older, tmp_path):
+def test_chat_template_is_that_of_training(trained, unsummed, tmp_path):
     """Where it was given by --chat_template, also where a checkpoint is merged; else the base's.
     Those that are not the default stay the base's. generation_config.json is the run's, if it has
     one."""
     run = shutil.copytree(trained, tmp_path / "run")
-    shutil.copyfile(older / "train_config.json", run / "train_config.json")
+    shutil.copyfile(unsummed / "train_config.json", run / "train_config.json")
     (run / "generation_config.json").write_text('{"eos_token_id": [2, 1]}')
     other = run / "demo" / "model" / "additional_chat_templates" / "tool_use.jinja"
     other.parent.mkdir()
@@ -321,6 +332,7 @@ def test_chat_template_is_that_of_training(trained, older, tmp_path):
     ]):  # fmt: skip
         config["config"]["chat_template"] = given
         (run / "train_config.json").write_text(json.dumps(config))
+        sign(run)
         out = tmp_path / f"out-{i}"
         base = run / "demo" / "model"
         merge_adapters.main(
@@ -347,7 +359,7 @@ def write_train_config(run, base, lora, target_modules, **quantization):
     quantization = {
         "quant_type": "nf4", "blocksize": 64, "double_quant": True, "nested_blocksize": 256,
         "quantized_from_dtype": "bfloat16", "prequantized": False, "device": "cpu",
-        "absmax_offsets": {}, **quantization,
+        "tensor_sums": {}, **quantization,
     }  # fmt: skip
     probes = torch.randint(64, (4, 64), generator=torch.Generator().manual_seed(0)).tolist()
     content = {"config": config, "quantization": quantization, "probe_input_ids": probes}
@@ -373,6 +385,7 @@ def write_probe(run, base, auto_class=AutoModelForCausalLM):
     halves = torch.cat(states).chunk(2)
     probe = {"without_adapter": halves[0].clone(), "with_adapter": halves[1].clone()}
     save_file(probe, run / "probe.safetensors")
+    sign(run)
 
 
 @pytest.fixture
@@ -497,21 +510,12 @@ def family(tmp_path):
         modules = [(f"{n}.weight", m) for n, m in model.base_model.model.named_modules()]
         layers = {n: m for n, m in modules if re.fullmatch(LINEAR_OF_LAYER, n)}
         assert len(layers) == 2 * n_linears
-        offsets = {name: nf4_offset(p) for name, (new, p) in stored.items() if new in layers}
         names = ["q_proj", "down_proj"] if targets == IN_TEXT else targets
-        write_train_config(
-            tmp_path / "run", tmp_path / "base", lora, names, absmax_offsets=offsets
-        )
+        write_train_config(tmp_path / "run", tmp_path / "base", lora, names)
         write_probe(tmp_path / "run", tmp_path / "base", auto)
         return layers, stored
 
     return make
-
-
-def nf4_offset(weight):
-    """The mean absmax, which training records."""
-    _, state = bnb.functional.quantize_4bit(weight, compress_statistics=True, quant_type="nf4")
-    return state.offset.item()
 
 
 @pytest.mark.parametrize("case", FAMILIES)
@@ -715,7 +719,9 @@ BAD = {
     "fp4": (
         edit_json("train_config.json", quantization={"quant_type": "fp4"}), 'quant_type is "fp4"',
     ),
-    "no probe": (lambda run, out: None, "without probe.safetensors the merged"),
+    "no probe": (
+        lambda run, out: (run / "probe.safetensors").unlink(), "has no probe.safetensors",
+    ),
     "probes": (edit_json("train_config.json", probe_input_ids=[[5, 999]]), "vocabulary of"),
     "output there": (occupy, "exists already"),
     "output is a file": (lambda run, out: out.write_text("mine"), "Not a directory"),
@@ -732,15 +738,16 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input(case, older, tmp_path, capsys):
+def test_bad_input(case, unsummed, tmp_path, capsys):
     spoil, words = BAD[case]
     run, out = tmp_path / "run", tmp_path / "out"
-    shutil.copytree(older, run, ignore=shutil.ignore_patterns("checkpoint-*"))
+    shutil.copytree(unsummed, run, ignore=shutil.ignore_patterns("checkpoint-*"))
     spoil(run, out)
-    before, flags = tree(tmp_path), ["--no-check"] * (case != "no probe")
+    sign(run)
+    before = tree(tmp_path)
     capsys.readouterr()
     with pytest.raises(SystemExit, match="1"):
-        merge_adapters.main(merge_command(run, out, *flags)[2:])
+        merge_adapters.main(merge_command(run, out, "--no-check")[2:])
     *_, line = captured = capsys.readouterr().err.splitlines()
     assert len(captured) == 1 and line.startswith("error: ") and words in line, captured
     assert tree(tmp_path) == before
@@ -813,15 +820,17 @@ def test_unknown_flag(trained, tmp_path, capsys):
     assert not any(tmp_path.iterdir())
 
 
-def test_another_base_of_the_same_shapes(older, tmp_path, capsys):
+def test_another_base_of_the_same_shapes(trained, tmp_path, capsys):
+    """Also where the digest of the whole base does not tell."""
     run, out = tmp_path / "run", tmp_path / "out"
-    shutil.copytree(older, run, ignore=shutil.ignore_patterns("checkpoint-*"))
+    shutil.copytree(trained, run, ignore=shutil.ignore_patterns("checkpoint-*"))
     base = Path(json.loads((run / "train_config.json").read_text())["base_model"])
     shutil.copytree(base, tmp_path / "base")
     weights = load_file(tmp_path / "base" / "model.safetensors")
     weights["model.layers.2.mlp.up_proj.weight"][:8] *= 1.01  # 8 of 512 rows
     save_file(weights, tmp_path / "base" / "model.safetensors", metadata={"format": "pt"})
     edit_json("train_config.json", base_model=str(tmp_path / "base"))(run, out)
+    sign(run)
     with pytest.raises(SystemExit, match="1"):
         merge_adapters.main(merge_command(run, out, "--no-check")[2:])
     (error,) = re.findall("error: .*", capsys.readouterr().err)  # behind the progress bar
@@ -853,11 +862,12 @@ NOT_FINITE = {
 
 
 @pytest.mark.parametrize("case", NOT_FINITE)
-def test_what_is_not_finite_is_refused(case, older, tmp_path, capsys):
+def test_what_is_not_finite_is_refused(case, unsummed, tmp_path, capsys):
     spoil, what = NOT_FINITE[case]
     run, out = tmp_path / "run", tmp_path / "out"
-    shutil.copytree(older, run, ignore=shutil.ignore_patterns("checkpoint-*"))
+    shutil.copytree(unsummed, run, ignore=shutil.ignore_patterns("checkpoint-*"))
     spoil(run, out)
+    sign(run)
     before = tree(tmp_path)
     error = error_of(capsys, run, out, "--no-check")
     assert error.endswith(f"/model.safetensors: {what} has values that are NaN or infinite")
@@ -1059,16 +1069,15 @@ EDITED = [
     peft_type bias modules_to_save layers_to_transform""".split()),
     *(("train_config.json", key) for key in """base_model config config.lora_rank config.adapter
     config.target_modules quantization quantization.blocksize quantization.quantized_from_dtype
-    quantization.prequantized quantization.absmax_offsets
-    quantization.tensor_sums base_sha256 probe_input_ids""".split()),
+    quantization.prequantized quantization.tensor_sums base_sha256 probe_input_ids""".split()),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("file, key", EDITED)
-def test_no_edit_of_the_configuration_hurts(file, key, older, merged, tmp_path, capsys):
+def test_no_edit_of_the_configuration_hurts(file, key, unsummed, merged, tmp_path, capsys):
     """Each edit is refused in one line, or leads to the very same model."""
     run, out = tmp_path / "run", tmp_path / "out"
-    shutil.copytree(older, run, ignore=shutil.ignore_patterns("checkpoint-*"))
+    shutil.copytree(unsummed, run, ignore=shutil.ignore_patterns("checkpoint-*"))
     before, original = tree(tmp_path), json.loads((run / file).read_text())
     *section, name = key.split(".")
     n_refused = 0
@@ -1078,6 +1087,9 @@ def test_no_edit_of_the_configuration_hurts(file, key, older, merged, tmp_path, 
         inner[name] = value
         if value is MISSING:
             del inner[name]
+        if "sha256" in content:
+            signed = {k: v for k, v in content.items() if k not in ("sha256", *RESULTS)}
+            content["sha256"] = text_digest(signed)
         (run / file).write_text(json.dumps(content))
         capsys.readouterr()
         start = time.monotonic()
@@ -1121,10 +1133,9 @@ def trained_in_4bit(trained, tmp_path_factory):
     load_4bit(trained / "demo" / "model").save_pretrained(run / "base")
     config = json.loads((run / "train_config.json").read_text())
     config["quantization"].update(prequantized=True, tensor_sums={})
-    for key in "sha256", "base_sha256":
-        del config[key]
     config["base_model"] = str(run / "base")
     (run / "train_config.json").write_text(json.dumps(config))
+    sign(run)
     return run
 
 
@@ -1159,14 +1170,16 @@ DAMAGED = {
 
 @pytest.mark.parametrize("case", DAMAGED)
 def test_damaged_base_in_4bit_is_named(case, trained_in_4bit, tmp_path, capsys):
-    base = tmp_path / "base"
-    shutil.copytree(trained_in_4bit / "base", base)
+    run = shutil.copytree(trained_in_4bit, tmp_path / "run")
+    base = run / "base"
     tensors = load_file(base / "model.safetensors")
     DAMAGED[case](tensors)
     save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
-    error = error_of(capsys, trained_in_4bit, tmp_path / "out", "--base_model", str(base))
+    edit_json("train_config.json", base_model=str(base))(run, None)
+    sign(run)
+    error = error_of(capsys, run, tmp_path / "out")
     assert str(base) in error and UP in error
-    assert {path.name for path in tmp_path.iterdir()} == {"base"}
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
 
 
 def test_second_merge_is_refused(trained, merged, tmp_path, monkeypatch, capsys):

@@ -23,12 +23,10 @@ import time
 import types
 from pathlib import Path
 
-import bitsandbytes as bnb
 import peft
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from conftest import DEVICE, ROOT, SCRIPT, SEVERAL, one_process, write_rows
 from forks import Forks
 from house import parse_config
@@ -39,7 +37,7 @@ from fsdp_qlora.run import checkpoints
 from fsdp_qlora.training import evaluation
 from fsdp_qlora.run import status as lifecycle
 from fsdp_qlora.run.checkpoints import MUST_MATCH, checkpoint_path, read_checkpoint
-from fsdp_qlora.run.files import digest, read_json, sync_file, text_digest, write_whole
+from fsdp_qlora.run.files import digest, read_json, sync_file, write_whole
 from fsdp_qlora.run.status import LOST, Status, out_of_memory_text, watch_process, why_diverged
 from fsdp_qlora.run.logs import Log
 from fsdp_qlora.run.directory import open_partial
@@ -732,48 +730,10 @@ def test_what_is_no_checkpoint_is_skipped(put, again, cut, complete):
     assert all(path.is_dir() for path in others) and not list(cut.glob(".checkpoint*"))
 
 
-def split_optimizer(checkpoint):
-    """Make a checkpoint what two ranks wrote when each had a file of its own: state is padded to
-    whole blocks of 256 on both, and what pads the momentum is its code of 0."""
-    whole = load_file(checkpoint / "optimizer.safetensors")
-    missing = whole["absmax1"].shape[1] % 2
-    names = [f"optimizer-{rank:05d}-of-00002.safetensors" for rank in range(2)]
-    files = [{}, {}]
-    for key, values in whole.items():
-        code = int(bnb.functional.create_dynamic_map().abs().argmin()) if key == "state1" else 0
-        pad = missing * (256 if key.startswith("state") else 1)
-        for file, half in zip(files, F.pad(values, (0, pad), value=code).chunk(2, 1)):
-            file[key] = half.contiguous()
-    for name, file in zip(names, files):
-        save_file(file, checkpoint / name, metadata={"format": "pt"})
-    (checkpoint / "optimizer.safetensors").unlink()
-
-    def describe(content):
-        content["optimizer_files"] = names
-        del content["sha256"], content["files"]["optimizer.safetensors"]
-        content["files"].update({name: digest(checkpoint / name) for name in names})
-        content["sha256"] = text_digest(content)
-
-    edit_json(checkpoint / "checkpoint.json", describe)
-    return checkpoint / names[1]
-
-
-def test_older_checkpoint_of_several_optimizer_files_goes_on(again, cut, complete):
-    split_optimizer(cut / "checkpoint-000003")
-    result = again()
-    assert "resumed from run/checkpoint-000003" in result[1]
-    is_whole(result, cut, complete)
-    for name in "adapter_model.safetensors", "optimizer.safetensors":
-        assert (cut / "checkpoint-000005" / name).read_bytes() == (
-            complete / "run" / "checkpoint-000005" / name).read_bytes()  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ["adapter_model.safetensors", "optimizer.safetensors", "second"])
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "optimizer.safetensors"])
 @pytest.mark.parametrize("how", ["missing", "cut off", "one bit"])
 def test_checkpoint_with_a_damaged_file_is_skipped(how, name, again, cut, complete):
-    """`second`: of the files that older checkpoints have."""
-    checkpoint = cut / "checkpoint-000003"
-    path = split_optimizer(checkpoint) if name == "second" else checkpoint / name
+    path = cut / "checkpoint-000003" / name
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.unlink()

@@ -1,50 +1,59 @@
 """What a plan costs: the memory that it takes at a step's peak, and the time of a token.
 
-Depends on mlp, nf4 and head for a few sizes. The Layouts of layer tell it what their parts
-keep and compute; which plan is run is decided in plan.
+Depends on mlp, nf4 and head for a few sizes, on layer, whose Layouts say what each layer keeps and
+computes, and on machine. plan decides which plan is run.
 """
+
+from __future__ import annotations
 
 import dataclasses
 import functools
 import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from fsdp_qlora.model.mlp import SLICE_TOKENS
 from fsdp_qlora.quant.nf4 import BLOCK
 from fsdp_qlora.model.head import CHUNK_BYTES
+from fsdp_qlora.model.layer import Layout
+from fsdp_qlora.planner.machine import Machine
+from fsdp_qlora.pretrained.architecture import Architecture
+
+if TYPE_CHECKING:
+    from fsdp_qlora.planner.plan import Plan
 
 KEEPS = "all", "mlp", "middle", "x"  # what a layer may keep, see LayerFunction
-SUSTAINED = 0.77  # of the speed that measure_machine() finds, over whole steps
-DEQUANTISING = 0.65  # of the memory's speed
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerTotals:
-    """What the plan adds up of a model's layers: counts are of all layers, where it does not say of
-    one."""
+    """What the plan needs to know of a model's layers. Counts are sums over all layers unless the
+    comment says otherwise."""
 
-    kinds: tuple  # the different Layouts
-    kept_values: dict  # {what a layer keeps: values per token of the first 0, 1, 2, .. layers}
+    kinds: tuple[Layout, ...]  # the different ones
+    # {what a layer keeps: values per token of the first 0, 1, 2, .. layers}
+    kept_values: dict[str, list[int]]
     nf4_bytes: int
     largest_nf4: int  # bytes of one layer
     vectors: int  # values of norms and biases
     largest_vectors: int
     adapter: int  # values of one layer, the same for all
     weights: int  # how many
-    token_weights: float  # that one token is multiplied by, counted by the time that it takes
+    token_weights: float  # that one token is multiplied by, each counted by its product's time
     # {what a layer keeps: weights that backward multiplies by once more, if all layers keep that};
-    # by their number, not by time, as the fit wants it
-    recomputed_weights: dict
+    # each counts as one: Fit was fitted to that
+    recomputed_weights: dict[str, int]
     mlp_values: int  # values per token that the MLP of a layer keeps, at most
     mean_query_width: float  # values of a token's queries in a layer, mean over the layers
     elementwise_values: int  # by elementwise work, per token
 
 
 @functools.lru_cache(8)
-def count_layers(layouts):
+def count_layers(layouts: tuple[Layout, ...]) -> LayerTotals:
     """The LayerTotals of these Layouts, a tuple."""
-    def running_sum(keeps):
+    def running_sum(keeps: str) -> list[int]:
         values = {layout: layout.kept_values(keeps) for layout in set(layouts)}
         return list(itertools.accumulate((values[x] for x in layouts), initial=0))
 
@@ -67,7 +76,7 @@ def count_layers(layouts):
                           for half in (layout.attention, layout.mlp)))
 
 
-def predict_memory(plan, arch, layouts):
+def predict_memory(plan: Plan, arch: Architecture, layouts: tuple[Layout, ...]) -> Plan:
     """The plan with its `memory` and `host_bytes`."""
     item, shards = getattr(torch, plan.compute_dtype).itemsize, plan.shard_group_size
     layers, value_bytes = count_layers(layouts), plan.bin_tokens * item
@@ -92,17 +101,17 @@ def predict_memory(plan, arch, layouts):
     if plan.graphs:  # evaluations run beside them
         memory["CUDA graphs' own"] = plan.graph_room * (recomputed + others + live) + live
     host = table * plan.embedding_on_host + layers.nf4_bytes / shards * plan.offload_params
-    if plan.offload_activations:  # all but what is put last, whose backward comes first
+    if plan.offload_activations:  # all but what the last layer puts: it is taken back first
         last = layers.mlp_values if plan.n_mlp_kept else arch.hidden_size
         host += max(0, kept[0] - last * value_bytes)
     memory = {kind: int(size) for kind, size in memory.items() if size}
     return dataclasses.replace(plan, memory=memory, host_bytes=int(host))
 
 
-def kept_bytes(plan, layers, value_bytes):
-    """What is kept by the layers that are recomputed and by the others. `value_bytes`: of one value
-    of each token of a bin."""
-    def of_layers(start, stop):  # that keep alike
+def kept_bytes(plan: Plan, layers: LayerTotals, value_bytes: int) -> tuple[int, int]:
+    """The bytes that the recomputed layers and the others keep. `value_bytes`: the bytes of one
+    value of each token of a bin."""
+    def of_layers(start: int, stop: int) -> int:  # all of which keep the same
         values = layers.kept_values[plan.keeps(start)]
         return (values[stop] - values[start]) * value_bytes
 
@@ -111,10 +120,12 @@ def kept_bytes(plan, layers, value_bytes):
     return recomputed, of_layers(plan.recomputed, plan.n_layers)
 
 
-def activation_peak(plan, layers, value_bytes, hidden):
-    """What is on the GPU when activations take most: of what the recomputed layers keep, of what
-    the others do, and what a layer's backward takes besides. Layers that keep alike are next to one
-    another, and backward frees the others' first."""
+def activation_peak(
+    plan: Plan, layers: LayerTotals, value_bytes: int, hidden: int,
+) -> tuple[int, int, int]:
+    """The bytes on the GPU when activations take most: what recomputed layers keep, what others
+    keep, and what a layer's backward takes besides. Layers that keep the same are next to one
+    another, and backward frees what the others keep first."""
     recomputed, others = kept_bytes(plan, layers, value_bytes)
     peaks = []
     for keeps in {plan.keeps(i) for i in (0, max(0, plan.recomputed - 1), plan.n_layers - 1)}:
@@ -127,8 +138,8 @@ def activation_peak(plan, layers, value_bytes, hidden):
     return max(peaks, key=sum)
 
 
-def gathered_bytes(plan, layers, item):
-    """Of whole weights that FSDP2 has gathered, or of a layer's adapter in the compute dtype."""
+def gathered_bytes(plan: Plan, layers: LayerTotals, item: int) -> int:
+    """The bytes of weights that FSDP2 has gathered, and of adapters in the compute dtype."""
     one = layers.adapter * item
     every = plan.n_layers * one
     if plan.uses_fsdp:
@@ -139,8 +150,8 @@ def gathered_bytes(plan, layers, item):
     return 2 * one  # of a layer and the next one
 
 
-def dora_bytes(plan, layouts):
-    """Of the norms of all rows of weights, and of outputs that backward computes again."""
+def dora_bytes(plan: Plan, layouts: Sequence[Layout]) -> int:
+    """The bytes of the norms of all rows of weights, and of outputs that backward recomputes."""
     if not layouts[0].dora:
         return 0
     widths = [fused.out_features for layout in layouts for fused in layout.fused_linears]
@@ -151,46 +162,112 @@ def dora_bytes(plan, layouts):
     return 4 * sum(widths) + (item + 8) * n * max(widths)
 
 
-def predict_time(plan, arch, layouts, machine, mean_document_tokens):
-    """The plan with its `token_seconds`, the time of one GPU for a token.
+def predict_time(
+    plan: Plan, arch: Architecture, layouts: tuple[Layout, ...], machine: Machine,
+    mean_document_tokens: float,
+) -> Plan:
+    """The plan with its `token_seconds`, the predicted time of one GPU for a token: 0.94 to 1.18
+    times the measured speed, see Fit, which is good enough to compare plans."""
+    layer = layer_seconds(plan, arch, count_layers(layouts), machine, mean_document_tokens)
+    seconds = layer.total(plan.graphs) * arch.n_layers + head_seconds(plan, arch, machine)
+    return dataclasses.replace(plan, token_seconds=seconds / plan.bin_tokens)
 
-    The constants are fitted to rows of benchmarks/RESULTS.md, on H100s and H200s, for which it
-    predicts 0.94 to 1.18 times the speed: good enough to compare plans.
-    """
-    item, n = getattr(torch, plan.compute_dtype).itemsize, plan.bin_tokens
-    layers, n_layers = count_layers(layouts), arch.n_layers
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """The constants of predict_time(), fitted to the tokens/s of the rows of benchmarks/RESULTS.md
+    that tests/test_memory.py compares, on H100s and H200s; those marked "counted" are not fitted.
+    "Launches" are in units of Machine.launch, the host's seconds for one kernel."""
+
+    # shares of what measure_machine() finds
+    sustained: float = 0.77  # of its FLOP/s, over whole steps
+    dequantising: float = 0.65  # of its bandwidth, while weights are dequantised; from two profiles
+    # work of attention in units of its forward, which has 2 products; backward has 5; counted
+    attention_passes: float = 3.5
+    # share of a recomputed layer's weights that is dequantised a third time
+    dequantised_again: float = 1
+    held_dequantised_again: float = 0.5  # the same with hold_weights
+    # launches of a layer in both passes
+    launches: float = 100  # of any layer
+    recomputed_launches: float = 80  # more if it is recomputed
+    fsdp_launches: float = 40  # more with FSDP2
+    routed_launches: float = 40  # more if it has experts
+    range_launches: float = 30  # more for each range of experts
+    recomputed_range_launches: float = 15  # more for each range if it is recomputed
+    # with several ranges of experts; fitted to rows of MoE models with 4 ranges
+    range_copies: float = 4  # times that a row of an expert's input or output is read or written
+    range_wait_launches: float = 30  # a pass waits for the GPU this long, in launches
+    # share of the shorter of computing and both copies that is lost when they overlap
+    copy_disturbance: float = 0.1
+    head_flops: float = 4  # for each logit and hidden value: 2 products of 2; counted
+    logits_passes: float = 5  # times that a logit is read or written
+
+
+FIT = Fit()
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSeconds:
+    """The predicted time of a mean layer for one bin, in parts; some of them overlap."""
+
+    compute: float  # of products and memory, in both passes
+    forward: float  # the part of `compute` that forward takes
+    gathers: float  # of weights, in both passes
+    copies: float  # to the host in forward; as much comes back in backward
+    launches: float  # of the host, for all kernels
+    waits: float  # for ranges of experts
+
+    def total(self, graphs: bool) -> float:
+        """The seconds of the layer."""
+        # NCCL's kernels delay the products, copies from the host hardly do
+        layer = sum(max(work + self.gathers / 2, self.copies)
+                    for work in (self.forward, self.compute - self.forward))
+        layer = max(layer, 0 if graphs else self.launches)
+        return layer + (FIT.copy_disturbance * min(self.compute, 2 * self.copies) + self.waits)
+
+
+def layer_seconds(
+    plan: Plan, arch: Architecture, layers: LayerTotals, machine: Machine,
+    mean_document_tokens: float,
+) -> LayerSeconds:
+    """The LayerSeconds of the mean of all layers."""
+    item, n, n_layers = getattr(torch, plan.compute_dtype).itemsize, plan.bin_tokens, arch.n_layers
     weights, token_weights = layers.weights / n_layers, layers.token_weights / n_layers
-    again = (plan.recomputed - plan.n_mlp_kept) / n_layers
+    again = (plan.recomputed - plan.n_mlp_kept) / n_layers  # the share that is recomputed whole
     weights_again = (again * layers.recomputed_weights[plan.keeps(0)]
                      + plan.n_mlp_kept / n_layers * layers.recomputed_weights["mlp"]) / n_layers
     flops = 2 * n * (2 * token_weights + weights_again)
-    flops += 2 * n * 3.5 * min(n, mean_document_tokens) * layers.mean_query_width  # attention
-    # each use of a weight: 4 bits are read, a number is written; twice for each, and for recomputed
-    # layers a share of token_weights that is fitted, not counted
-    uses = 2 * weights + again * (0.5 if plan.hold_weights else 1) * token_weights
-    moved = uses * (0.5 + item) / DEQUANTISING + n * layers.elementwise_values / n_layers * item
-    routed = sum(arch.layer_routed) / n_layers
-    waits = 0
+    context = min(n, mean_document_tokens)
+    flops += 2 * n * FIT.attention_passes * context * layers.mean_query_width
+    # each use of a weight: 4 bits are read, a number is written; once in forward, in backward, and
+    # for a share of the recomputed layers' weights
+    share = FIT.held_dequantised_again if plan.hold_weights else FIT.dequantised_again
+    uses = 2 * weights + again * share * token_weights
+    moved = (uses * (0.5 + item) / FIT.dequantising
+             + n * layers.elementwise_values / n_layers * item)
+    routed, waits = sum(arch.layer_routed) / n_layers, 0.0
     if routed and plan.expert_ranges > 1:  # their rows are copied, and first waited for
-        moved += routed * 4 * n * arch.mixture.top_k * arch.hidden_size * item
-        waits = routed * (1 + again) * 30 * machine.launch
-    speed = SUSTAINED * machine.flops
-    compute = flops / speed + moved / machine.bandwidth
-    gathered = layers.nf4_bytes / n_layers + layers.adapter * item
-    shards = plan.shard_group_size
+        moved += routed * FIT.range_copies * n * arch.mixture.top_k * arch.hidden_size * item
+        waits = routed * (1 + again) * FIT.range_wait_launches * machine.launch
+    compute = flops / (FIT.sustained * machine.flops) + moved / machine.bandwidth
+    gathered, shards = layers.nf4_bytes / n_layers + layers.adapter * item, plan.shard_group_size
     gathers = gathered * (shards - 1) / shards / machine.link
-    gathers *= 2 if plan.reshard_after_forward else 1
-    # each way; activations go to the host in forward and come back in backward, weights come twice
+    # each way: activations go to the host in forward and come back in backward, weights come twice
     copies = plan.offload_params * gathered / shards
     copies += plan.offload_activations * kept_bytes(plan, layers, n * item)[0] / n_layers
-    copies /= machine.host
     forward = compute * token_weights / (2 * token_weights + weights_again)
-    launches = (100 + 80 * again + 40 * plan.uses_fsdp
-                + routed * (40 + (30 + 15 * again) * plan.expert_ranges)) * machine.launch
-    # NCCL's kernels take the GPU from the products, copies from the host hardly do
-    layer = sum(max(work + gathers / 2, copies) for work in (forward, compute - forward))
-    layer = max(layer, 0 if plan.graphs else launches)
-    layer += 0.1 * min(compute, 2 * copies) + waits
-    logits = n * arch.vocab_size
-    head = 4 * logits * arch.hidden_size / speed + 5 * logits * item / machine.bandwidth
-    return dataclasses.replace(plan, token_seconds=(layer * n_layers + head) / n)
+    of_ranges = FIT.range_launches + FIT.recomputed_range_launches * again
+    launches = (FIT.launches + FIT.recomputed_launches * again + FIT.fsdp_launches * plan.uses_fsdp
+                + routed * (FIT.routed_launches + of_ranges * plan.expert_ranges))
+    return LayerSeconds(
+        compute=compute, forward=forward,
+        gathers=gathers * (2 if plan.reshard_after_forward else 1), copies=copies / machine.host,
+        launches=launches * machine.launch, waits=waits)
+
+
+def head_seconds(plan: Plan, arch: Architecture, machine: Machine) -> float:
+    """The predicted time of the head and the loss for one bin."""
+    item, logits = getattr(torch, plan.compute_dtype).itemsize, plan.bin_tokens * arch.vocab_size
+    speed = FIT.sustained * machine.flops
+    return (FIT.head_flops * logits * arch.hidden_size / speed
+            + FIT.logits_passes * logits * item / machine.bandwidth)

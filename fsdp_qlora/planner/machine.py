@@ -1,25 +1,32 @@
 """What the machine has: memory of its GPUs and of the host, and how fast it computes and copies.
 
-Depends on ranks. What is done with it is decided in plan.
+Depends on ranks. plan decides how it is used.
 """
+
+from __future__ import annotations
 
 import contextlib
 import dataclasses
 import math
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from fsdp_qlora.run.ranks import gather_objects, say_each, together
 
+if TYPE_CHECKING:
+    from train_fsdp_qlora import Config
 
-def limit_memory(config, device):
+
+def limit_memory(config: Config, device: torch.device) -> int:
     """The bytes that torch may allocate on each GPU: --memory_limit_gib, or what is free now on the
-    GPU with least; 0 on a CPU without that flag. CUDA and NCCL need about 1 GiB beside it. All
-    ranks must call this."""
+    GPU with the least free memory; 0 on a CPU without that flag. CUDA and NCCL need about 1 GiB
+    more. All ranks must call this."""
     limit = int((config.memory_limit_gib or 0) * 2**30)
     with together():
         if device.type == "cuda":
@@ -33,24 +40,26 @@ def limit_memory(config, device):
     return min(gather_objects(limit))
 
 
-def proc_bytes(file, name):
+def proc_bytes(file: str, name: str) -> float:
     """A size in a file of /proc, in bytes; inf where there is no /proc, as on macOS."""
     path = Path("/proc", file)
     sizes = re.findall(rf"{name}:\s*(\d+) kB", path.read_text()) if path.is_file() else ["inf"]
     return float(sizes[0]) * 2**10
 
 
-def host_memory():
+def host_memory() -> tuple[float, float]:
     """This process's resident bytes now and at their peak."""
     return proc_bytes("self/status", "VmRSS"), proc_bytes("self/status", "VmHWM")
 
 
-def cgroup_free(root="/sys/fs/cgroup", own="/proc/self/cgroup"):
+def cgroup_free(
+    root: str | Path = "/sys/fs/cgroup", own: str | Path = "/proc/self/cgroup",
+) -> float:
     """Bytes that this process's container or job may still use (cgroup v2); inf without a limit."""
     free, own = math.inf, Path(own)
     inside = own.read_text().rpartition("0::/")[2].strip() if own.is_file() else ""
-    for group in Path(inside, "_").parents:  # a limit of each counts
-        with contextlib.suppress(OSError, ValueError, KeyError):  # it has none; "max" is none
+    for group in Path(inside, "_").parents:  # the lowest limit of all levels counts
+        with contextlib.suppress(OSError, ValueError, KeyError):  # no limit, or "max": none
             texts = {name: Path(root, group, f"memory.{name}").read_text()
                      for name in ("max", "current", "stat")}
             cached = dict(map(str.split, texts["stat"].splitlines()))["inactive_file"]
@@ -58,23 +67,24 @@ def cgroup_free(root="/sys/fs/cgroup", own="/proc/self/cgroup"):
     return free
 
 
-def host_share():
+def host_share() -> float:
     """Bytes of free host memory for each process of this machine."""
     free = min(proc_bytes("meminfo", "MemAvailable"), cgroup_free())
     return free / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
-def memory_gib(device, graphs=False):
-    """GiB now and at the peak: allocated on a GPU; with CUDA graphs reserved, because what they use
-    counts as allocated to nobody; on a CPU resident memory of the process."""
+def memory_gib(device: torch.device, graphs: bool = False) -> tuple[float, float]:
+    """GiB now and at the peak: on a GPU what torch has allocated, or reserved with CUDA graphs,
+    whose memory does not count as allocated; on a CPU resident memory of the process."""
     if graphs:
         return torch.cuda.memory_reserved() / 2**30, torch.cuda.max_memory_reserved() / 2**30
     if device.type == "cuda":
         return torch.cuda.memory_allocated() / 2**30, torch.cuda.max_memory_allocated() / 2**30
-    return tuple(n_bytes / 2**30 for n_bytes in host_memory())
+    current, peak = host_memory()
+    return current / 2**30, peak / 2**30
 
 
-def say_memory(when, device):
+def say_memory(when: str, device: torch.device) -> None:
     """Print each rank's memory now and at its peak. All ranks must call this."""
     current, peak = memory_gib(device)
     kind = "GPU memory" if device.type == "cuda" else "host memory"
@@ -83,7 +93,7 @@ def say_memory(when, device):
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What a plan's time is predicted by."""
+    """The speeds by which a plan's time is predicted."""
 
     flops: float  # a second, of large products in the compute dtype
     bandwidth: float  # bytes a second, of the GPU's memory
@@ -92,13 +102,13 @@ class Machine:
     launch: float = 40e-6  # seconds of the host for a kernel, Python around it included
 
 
-def measure_machine(dtype, device):
-    """The Machine by rank 0's measurements, in round numbers, so that the same plan is found again.
-    All ranks must call this."""
+def measure_machine(dtype: torch.dtype, device: torch.device) -> Machine:
+    """The Machine by rank 0's measurements, rounded so that another run finds the same plan. All
+    ranks must call this."""
     if device.type == "cpu":
         return Machine(1e11, 1e10, 1e9)
 
-    def seconds(run):
+    def seconds(run: Callable[[], object]) -> float:
         times, events = 20, [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         for i in range(2 * times):
             if i == times:  # clocks are up by now

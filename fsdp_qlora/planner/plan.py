@@ -1,12 +1,16 @@
 """The plan: of all plans that fit into memory, the one predicted to be the fastest.
 
-Depends on costs, which predicts memory and time, and machine. What the plan decides is done by the
-script, model and layer.
+Depends on costs, which predicts memory and time, and machine. The script, model and layer do what
+the plan says.
 """
+
+from __future__ import annotations
 
 import dataclasses
 import itertools
 import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,13 +19,21 @@ from fsdp_qlora.data.bins import round_up, step_rows
 from fsdp_qlora.model.attention import document_attention
 from fsdp_qlora.planner.costs import predict_memory, predict_time
 from fsdp_qlora.model.grouped import why_no_grouped_mm
-from fsdp_qlora.planner.machine import host_share, measure_machine
+from fsdp_qlora.model.layer import Layout
+from fsdp_qlora.planner.machine import Machine, host_share, measure_machine
+from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.quant.nf4 import why_no_triton
 from fsdp_qlora.run.ranks import gather_objects, together
 from fsdp_qlora.model.head import shard_range
 
-GAPS = 0.04  # of the GPU's memory, lost to fragmentation: of 22.5 GiB a plan of 21.4 ran, 21.8 not
-SPARE, AMPLE_SPARE = 0.07, 0.1  # of it that a plan must leave free, GAPS included; that it should
+if TYPE_CHECKING:
+    from fsdp_qlora.data.encode import Rows
+    from train_fsdp_qlora import Config
+
+# the share of the GPU's memory that fragmentation takes: with 22.5 GiB a plan of 21.4 GiB ran, one
+# of 21.8 GiB did not
+GAPS = 0.04
+SPARE, AMPLE_SPARE = 0.07, 0.1  # shares that a plan must, and should, leave free, GAPS included
 SAME_TIME = 1.01  # predicted times that differ by this factor count as equal
 HOST_SPARE = 48 * 2**30  # bytes a process may pin for speed alone; pinning takes 0.2 s a GiB
 
@@ -36,8 +48,8 @@ class Plan:
     reshard_after_forward: bool  # free a layer's gathered weights until its backward (FULL_SHARD)
     bin_tokens: int  # at most in one bin
     recomputed: int  # how many layers, the first ones, are recomputed in backward
-    keep_middle: bool  # these keep the sum after attention, too
-    hold_weights: bool  # their backward keeps dequantised weights for a second use
+    keep_middle: bool  # recomputed layers also keep the sum after attention
+    hold_weights: bool  # the backward of these keeps dequantised weights for a second use
     offload_activations: bool
     offload_params: bool
     n_mlp_kept: int = 0  # recomputed layers, the last ones, that keep what their MLP needs
@@ -46,20 +58,21 @@ class Plan:
     graphs: bool = False  # whether CUDA graphs are used
     why_no_graphs: str = ""
     graph_room: int = 0  # memory that graphs reserve, in whole bins, see use_graphs()
-    memory: dict = dataclasses.field(default_factory=dict)  # {kind: bytes} at a step's peak
+    # {kind: bytes} at a step's peak
+    memory: dict[str, int] = dataclasses.field(default_factory=dict)
     host_bytes: int = 0  # pinned, of one process
     token_seconds: float = 0.0  # of one GPU, predicted
 
     @property
-    def uses_fsdp(self):
-        """Whether FSDP2 brings the weights: they are sharded, or offloaded to the host."""
+    def uses_fsdp(self) -> bool:
+        """Whether FSDP2 gathers the weights: they are sharded, or offloaded to the host."""
         return self.shard_group_size > 1 or self.offload_params
 
     @property
-    def bytes(self):
+    def bytes(self) -> int:
         return sum(self.memory.values())
 
-    def keeps(self, index):
+    def keeps(self, index: int) -> str:
         """What a layer keeps from forward to backward, see LayerFunction."""
         if index >= self.recomputed:
             return "all"
@@ -68,15 +81,15 @@ class Plan:
         return "middle" if self.keep_middle else "x"
 
     @property
-    def preference(self):
-        """Of plans that are as fast, the one with the lowest is run: it has small groups, small
-        bins, few layers recomputed whole, few expert ranges; it frees gathered weights, and else
-        keeps most."""
+    def preference(self) -> tuple[int, ...]:
+        """Among plans of the same speed the lowest is chosen: small groups, small bins, few layers
+        recomputed whole, few expert ranges. It prefers freeing gathered weights, and otherwise
+        keeps the most activations and weights."""
         return (self.shard_group_size, self.bin_tokens, self.recomputed - self.n_mlp_kept,
                 self.expert_ranges, not self.reshard_after_forward, not self.keep_middle,
                 not self.hold_weights)
 
-    def fits(self, limit, spare=GAPS):
+    def fits(self, limit: float, spare: float = GAPS) -> bool:
         return not limit or self.bytes <= (1 - spare) * limit
 
 
@@ -84,24 +97,27 @@ class Plan:
 class Workload:
     """What a run gives its processes to do, as far as the plan depends on it."""
 
-    tokens: int  # the most that one of the first 200 steps has, over all processes
-    longest: int  # tokens that a bin must hold at least: of the longest document, or pair of them
+    tokens: int  # the most in one of the first 200 steps, over all processes
+    longest: int  # the fewest tokens that a bin must hold: those of the longest document, or pair
     mean_document_tokens: float
-    uneven: bool  # whether training rows differ in length or in how much of them is trained
+    uneven: bool  # whether training rows differ in length or in their number of trained tokens
     world_size: int
     device: torch.device
     why_no_capture: str = ""  # why CUDA graphs cannot capture a layer; "" if they can
 
 
-def possible_plans(config, arch, layouts, workload):
-    """All plans that the flags leave open."""
+def possible_plans(
+    config: Config, arch: Architecture, layouts: tuple[Layout, ...], workload: Workload,
+) -> Iterator[Plan]:
+    """All plans that the flags allow."""
     longest, world_size = workload.longest, workload.world_size
     groups = [n for n in range(1, world_size + 1) if world_size % n == 0]
     groups = [config.shard_group_size] if config.shard_group_size else groups
     counts = {"all": [arch.n_layers], "none": [0], "auto": range(arch.n_layers + 1)}
     counts = counts.get(config.recompute) or [int(config.recompute)]
-    sizes = [config.micro_batch_tokens]
-    if not config.micro_batch_tokens:  # by factors of 2 up to what a step has for each process
+    if config.micro_batch_tokens:
+        sizes = [config.micro_batch_tokens]
+    else:  # by factors of 2 up to what a step has for each process
         sizes = [max(longest, math.ceil(workload.tokens / world_size))]
         while sizes[0] > longest:
             sizes.insert(0, max(longest, math.ceil(sizes[0] / 2)))
@@ -110,11 +126,11 @@ def possible_plans(config, arch, layouts, workload):
     keep = list(itertools.product(keep_middle, (True, False)))
     n_experts = arch.mixture.n_experts if arch.mixture else 1
     ranges = sorted({min(n, n_experts) for n in (1, 4, 16)})
-    # in host memory layers can keep what their MLP needs, besides, if all are recomputed
+    # if all layers are recomputed, they can also keep what their MLP needs, in host memory
     can_keep_mlp = (config.offload_activations and config.recompute == "auto"
                     and not arch.mixture and not arch.parallel)
     for shards, bin_tokens, n in itertools.product(groups, sizes, counts):
-        if shard_range(arch.vocab_size, shards - 1, shards):  # else a process would have no rows
+        if shard_range(arch.vocab_size, shards - 1, shards):  # else a process has no rows
             reshards = [True] if shards == 1 or config.offload_params else [True, False]
             mlp_counts = range(n + 1) if can_keep_mlp and n == arch.n_layers else (0,)
             for reshard, (middle, hold), n_mlp_kept, n_ranges in itertools.product(
@@ -126,67 +142,96 @@ def possible_plans(config, arch, layouts, workload):
                 yield predict_memory(plan, arch, layouts)
 
 
-def choose_plan(config, arch, layouts, workload, limit, machine):
-    """The plan to run; raises ValueError with what would help.
+def choose_plan(
+    config: Config, arch: Architecture, layouts: tuple[Layout, ...], workload: Workload,
+    limit: int, machine: Machine,
+) -> Plan:
+    """The plan to run within `limit` bytes, 0: what the host has; raises ValueError with what would
+    help."""
+    refuse_flags(config, arch, workload)
+    bound: float = limit
+    if is_by_host := workload.device.type == "cpu" and not limit:
+        bound = host_share()
+    plans = affordable_plans(config, arch, layouts, workload, bound)
+    plan = pick_plan(plans, arch, layouts, workload, bound, machine)
+    if not is_by_host:
+        check_plan(plan, arch, layouts, workload.longest, limit, config.recompute == "auto")
+    if workload.device.type == "cpu":
+        check_host(plan)
+    # bins have several shapes if the rows have, or if a step's last bins hold fewer rows
+    n_rows = workload.world_size * (plan.bin_tokens // workload.longest)
+    uneven_bins = workload.uneven or config.batch_size % n_rows > 0
+    return use_graphs(plan, arch, layouts, machine, bound, workload, uneven_bins)
 
-    Plans must leave SPARE of the memory, `limit` bytes, free. Of those that are as fast as the
-    fastest, by SAME_TIME, the preferred one that leaves AMPLE_SPARE is chosen, else the smallest.
-    If no plan leaves SPARE, the smallest plan is chosen, which must leave GAPS.
-    """
-    longest, device = workload.longest, workload.device
+
+def refuse_flags(config: Config, arch: Architecture, workload: Workload) -> None:
+    """Raise ValueError for flags that no plan for this model and these rows can have."""
     if config.recompute.isdecimal() and int(config.recompute) > arch.n_layers:
         raise ValueError(f"--recompute {config.recompute}: the model has {arch.n_layers} layers")
-    if config.micro_batch_tokens and config.micro_batch_tokens < longest:
+    if config.micro_batch_tokens and config.micro_batch_tokens < workload.longest:
         raise ValueError(f"--micro_batch_tokens {config.micro_batch_tokens}: the longest row has"
-                         f" {longest} tokens; use at least that or a shorter --max_seq_len")
-    if is_by_host := device.type == "cpu" and not limit:
-        limit = host_share()
+                         f" {workload.longest} tokens; use at least that or a shorter"
+                         " --max_seq_len")
+
+
+def affordable_plans(
+    config: Config, arch: Architecture, layouts: tuple[Layout, ...], workload: Workload,
+    limit: float,
+) -> list[Plan]:
+    """The possible plans that do not pin too much host memory. If none of them leaves SPARE of
+    `limit`, all have the embedding on the host, where that can be."""
     plans = list(possible_plans(config, arch, layouts, workload))
     if not plans:
-        raise ValueError(f"a vocabulary of {arch.vocab_size} cannot be shared by"
+        raise ValueError(f"a vocabulary of {arch.vocab_size} cannot be sharded over"
                          f" {config.shard_group_size} processes: use a smaller --shard_group_size")
     needed = min(plan.host_bytes for plan in plans)
     # beyond what is needed, host memory is pinned for speed alone
     allowed = min(needed + HOST_SPARE, max(needed, host_share() / 2))
     plans = [plan for plan in plans if plan.host_bytes <= allowed]
-    if not any(plan.fits(limit, SPARE) for plan in plans) and device.type == "cuda" and not (
-        arch.tied or why_no_triton()
-    ):  # the same numbers, at the price of a copy of the tokens' rows for each micro-batch
+    if not any(plan.fits(limit, SPARE) for plan in plans) and workload.device.type == "cuda" \
+            and not (arch.tied or why_no_triton()):
+        # the same numbers, at the price of a copy of the tokens' rows for each micro-batch
         plans = [predict_memory(dataclasses.replace(plan, embedding_on_host=True), arch, layouts)
                  for plan in plans]
-    plan = min(plans, key=lambda plan: plan.bytes)
+    return plans
+
+
+def pick_plan(
+    plans: list[Plan], arch: Architecture, layouts: tuple[Layout, ...], workload: Workload,
+    limit: float, machine: Machine,
+) -> Plan:
+    """The plan to run, of those that leave SPARE of the memory, `limit` bytes, free.
+
+    Of the plans that are as fast as the fastest, by SAME_TIME, the preferred one that leaves
+    AMPLE_SPARE is chosen, else the smallest. If no plan leaves SPARE, the smallest one is chosen.
+    """
+    smallest = min(plans, key=lambda plan: plan.bytes)
     fitting = [p for p in plans if p.fits(limit, SPARE)]
     fitting = [predict_time(p, arch, layouts, machine, workload.mean_document_tokens)
-               for p in fitting or [plan]]
+               for p in fitting or [smallest]]
     fastest = min(p.token_seconds for p in fitting)
     near = [p for p in fitting if p.token_seconds <= SAME_TIME * fastest]
     roomy = [p for p in near if p.fits(limit, AMPLE_SPARE)]
     if roomy:
-        plan = min(roomy, key=lambda plan: plan.preference)
-    else:
-        plan = min(near, key=lambda plan: plan.bytes)
-    if not is_by_host:
-        check_plan(plan, arch, layouts, longest, limit, config.recompute == "auto")
-    if device.type == "cpu":
-        check_host(plan)
-    # bins have several shapes if the rows have, or if a step's last bins hold fewer rows
-    n_rows = workload.world_size * (plan.bin_tokens // longest)
-    uneven_bins = workload.uneven or config.batch_size % n_rows > 0
-    return use_graphs(plan, arch, layouts, machine, limit, workload, uneven_bins)
+        return min(roomy, key=lambda plan: plan.preference)
+    return min(near, key=lambda plan: plan.bytes)
 
 
-def use_graphs(plan, arch, layouts, machine, limit, workload, uneven_bins):
+def use_graphs(
+    plan: Plan, arch: Architecture, layouts: tuple[Layout, ...], machine: Machine, limit: float,
+    workload: Workload, uneven_bins: bool,
+) -> Plan:
     """The plan, with CUDA graphs where the host is slower than the GPU, or why they are not used.
 
-    Graphs keep their memory for good. If bins have several shapes, there are gaps in it, and bins
-    without a graph need theirs besides: graph_room is 2 bins. If all have one shape, what ran
-    before the capture is free by then.
+    Graphs never free their memory. If bins have several shapes, it has gaps, and bins without a
+    graph need memory of their own: graph_room is 2 bins. If all bins have one shape, the memory of
+    what ran before the capture is free again.
     """
     graphed = dataclasses.replace(plan, graphs=True, graph_room=2 if uneven_bins else 0)
     graphed = predict_memory(graphed, arch, layouts)
     graphed = predict_time(graphed, arch, layouts, machine, workload.mean_document_tokens)
     reasons = {
-        "FSDP2 brings the weights": plan.uses_fsdp,
+        "FSDP2 gathers the weights": plan.uses_fsdp,
         "activations are offloaded": plan.offload_activations,
         workload.why_no_capture: workload.why_no_capture,
         "ranges of experts wait for the GPU": plan.expert_ranges > 1,
@@ -197,12 +242,12 @@ def use_graphs(plan, arch, layouts, machine, limit, workload, uneven_bins):
 
 
 class DoesNotFit(ValueError, MemoryError):
-    """The run would need more memory than there is: a ValueError, as what the user asked for cannot
-    be, and a MemoryError for its exit code, see together()."""
+    """The run would need more memory than there is. It is a ValueError because the user's flags
+    cause it, and a MemoryError for the exit code, see together()."""
 
 
-def check_host(plan):
-    """Raise DoesNotFit if a plan for a CPU, where all is host memory, does not fit."""
+def check_host(plan: Plan) -> None:
+    """Raise DoesNotFit if a plan for a CPU, which has only host memory, does not fit."""
     needed, share = plan.bytes + plan.host_bytes, host_share()
     if needed > (1 - GAPS) * share:
         raise DoesNotFit(
@@ -211,7 +256,10 @@ def check_host(plan):
             " processes, a smaller model, or a shorter --max_seq_len may fit")
 
 
-def check_plan(plan, arch, layouts, longest, limit, recompute_is_auto):
+def check_plan(
+    plan: Plan, arch: Architecture, layouts: tuple[Layout, ...], longest: int, limit: int,
+    recompute_is_auto: bool,
+) -> None:
     """Raise DoesNotFit, with what would help, if the plan does not fit."""
     if plan.host_bytes > (share := host_share()):
         raise DoesNotFit(f"this takes {plan.host_bytes / 2**30:.1f} GiB of host memory on this"
@@ -244,24 +292,27 @@ def check_plan(plan, arch, layouts, longest, limit, recompute_is_auto):
         f" fragmentation, of {limit / 2**30:.1f} GiB; {advice}")
 
 
-def longest_in_a_bin(rows):
-    """The tokens that a bin must hold at least for these Rows: of the longest document; where one
-    process has both answers of a pair, of the longest pair."""
+def longest_in_a_bin(rows: Rows) -> int:
+    """The fewest tokens that a bin must hold for these Rows: those of the longest document or, if
+    one process has both answers of a pair, of the longest pair."""
     together = rows.n_answers if dist.get_world_size() == 1 else 1
     longest = int(rows.lengths.view(-1, together).sum(1).max())
     return max(longest, longest_in_a_bin(rows.mismatched)) if rows.mismatched else longest
 
 
-def agree_on_plan(config, arch, layouts, rows, eval_rows, limit, device, kernels):
+def agree_on_plan(
+    config: Config, arch: Architecture, layouts: tuple[Layout, ...], rows: Rows,
+    eval_rows: Rows | None, limit: int, device: torch.device, kernels: dict[str, dict[str, Any]],
+) -> Plan:
     """The plan of this run, rank 0's on all ranks. All ranks must call this."""
     longest = max(longest_in_a_bin(r) for r in (rows, eval_rows) if r)
     uneven = any(bool((x != x[0]).any()) for x in (rows.lengths, rows.n_scored()))
     dtype = getattr(torch, config.compute_dtype)
     machine = measure_machine(dtype, device)
-    if device.type == "cuda":  # peaks are to be those of training
+    if device.type == "cuda":  # so that reported peaks are those of training
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    steps = range(1, min(config.max_steps, 200) + 1)
+    steps = range(1, min(config.max_steps or 200, 200) + 1)
     of_rows = rows.lengths.view(-1, rows.n_answers).sum(1)
     tokens = max(int(of_rows[step_rows(s, len(rows), config)].sum()) for s in steps)
     why_no_capture = why_no_grouped_mm(dtype, device) if arch.mixture else ""
@@ -271,5 +322,5 @@ def agree_on_plan(config, arch, layouts, rows, eval_rows, limit, device, kernels
                         dist.get_world_size(), device, why_no_capture)
     with together():
         plan = choose_plan(config, arch, layouts, workload, limit, machine)
-    # host memory differs by rank and moment: all take rank 0's plan
+    # free host memory differs between ranks and over time, so all take rank 0's plan
     return Plan(**gather_objects(dataclasses.asdict(plan))[0])

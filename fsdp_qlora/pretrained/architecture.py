@@ -1,48 +1,57 @@
 """What a model computes, as records: a family of models, its linears, one model's architecture.
 
-Depends on nothing. The table of families is in families, how a config.json becomes a record in
-configs; where the values of a layer lie in memory is in linears.
+Depends on nothing. The table of families is in families; config makes a record of a config.json;
+where the values of a layer lie in memory is in linears.
 """
 
+from __future__ import annotations
+
 import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+FromConfig = Any  # "config.x" in a Family or Mixture; in an Architecture the value of that field
 
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-    """A mixture of experts: how its router works, and how it differs from Qwen3's. "config.x" as in
-    Family.
+    """The experts of a MoE model: how the router works, and how they differ from Qwen3's.
+    "config.x" means the same as in Family.
 
     The router's logits give scores; each token goes to the top_k experts with the highest scores
     (plus correction), and their outputs are added, each times its weight, which is its score.
     """
 
-    n_experts: int | str = "config.num_experts"
-    top_k: int | str = "config.num_experts_per_tok"
-    expert_size: int | str = "config.moe_intermediate_size"  # inner width of one expert
-    shared_size: int | str = 0  # inner width of the expert that all tokens go to; 0: there is none
-    n_shared: int | str = 1  # of these, computed as one so many times as wide
-    first_dense: int | str = 0  # so many of the first layers have a plain MLP
+    n_experts: int | FromConfig = "config.num_experts"
+    top_k: int | FromConfig = "config.num_experts_per_tok"
+    expert_size: int | FromConfig = "config.moe_intermediate_size"  # inner width of one expert
+    shared_size: int | FromConfig = 0  # inner width of the expert that gets all tokens; 0: none
+    n_shared: int | FromConfig = 1  # shared experts, computed as one that is n_shared times as wide
+    first_dense: int | FromConfig = 0  # the number of first layers that have an MLP without experts
     experts: str = "mlp.experts"  # their name in a layer
     shared: str = "mlp.shared_expert"
-    shared_gate: str | None = None  # a linear; the shared output is times the sigmoid of its own
+    shared_gate: str | None = None  # a linear; the shared output is multiplied by its sigmoid
     router: str = "mlp.gate"
     fp32_router: bool = False  # logits are computed in fp32, not in the model's dtype
     scores: str = "softmax"  # of all logits; or "sigmoid" of each
     correction: str | None = None  # a tensor [experts], or [1, experts]
-    n_groups: int | str = 1  # of experts; a token goes to experts of its top_groups groups only,
-    top_groups: int | str = 1  # those with the largest sums of their two highest scores
-    normalised: bool | str = True  # weights are divided by their sum ..
-    sum_eps: float = 0.0  # .. plus this
-    scale: float | str = 1.0  # on the weights
+    # a token goes only to experts of its top_groups groups, those in which the two highest scores
+    # have the largest sums
+    n_groups: int | FromConfig = 1
+    top_groups: int | FromConfig = 1
+    normalised: bool | FromConfig = True  # weights are divided by their sum plus sum_eps
+    sum_eps: float = 0.0
+    scale: float | FromConfig = 1.0  # multiplies the weights
     rounded: bool = True  # weights are rounded to the model's dtype
-    biases: bool = False  # the router has one, and each expert's two linears
-    clamp: tuple | None = None  # (limit, alpha) of gpt-oss's gate, see gate_product()
+    biases: bool = False  # the router and each expert's two linears have a bias
+    clamp: tuple[float, float] | None = None  # (limit, alpha) of gpt-oss's gate, see gate_product()
     one_gate_up: bool = False  # an expert has one linear gate_up_proj: rows gate, up, gate, up, ..
     transposed: bool = False  # a tensor of all experts is [experts, in, out]; takes one_gate_up
     adapters: str = "modules"  # of experts, as PEFT 0.21 takes them: "modules", one of each expert;
     #                           "stacked", one of all experts; "parameters", the first in its files
     #                           and the second in its config
-    renames: tuple = ()  # pairs: a part of a tensor's name here, and what files may have instead
+    # pairs: a part of a tensor's name here, and what files may have instead
+    renames: tuple[tuple[str, str], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,26 +59,26 @@ class Family:
     """How a model type differs from Llama. "config.x" means the config's field x, or None."""
 
     norm: str = "rms"  # kind, see norm_of(); also of the final norm, q_norm and k_norm
-    norm_eps: float | str = "config.rms_norm_eps"
+    norm_eps: float | FromConfig = "config.rms_norm_eps"
     norm_bias: bool = False  # of the final norm and the four below
     attention_norm: str | None = "input_layernorm"  # its name in the layer; None: there is none
     attention_post_norm: str | None = None  # of what attention returns
     mlp_norm: str | None = "post_attention_layernorm"
     mlp_post_norm: str | None = None  # of what the MLP returns
-    post_norm_if: bool | str = True  # where a config can switch these two off
+    post_norm_if: bool | FromConfig = True  # where a config can switch these two off
     parallel: bool = False  # the MLP reads attention's normed input and both are added
     activation: str = "config.hidden_act"  # a key of ACTIVATIONS
-    qkv_bias: bool | str = "config.attention_bias"
-    out_bias: bool | str = "config.attention_bias"
-    mlp_bias: bool | str = "config.mlp_bias"
+    qkv_bias: bool | FromConfig = "config.attention_bias"
+    out_bias: bool | FromConfig = "config.attention_bias"
+    mlp_bias: bool | FromConfig = "config.mlp_bias"
     one_qkv: bool = False  # one linear "qkv_proj"
     gated: bool = True  # the MLP's last linear reads act(gate) * up; else act(up)
-    mlp_in: tuple = ("mlp.gate_proj", "mlp.up_proj")  # linears whose outputs, concatenated, are
-    #                                                   gate and up, or up alone
+    # linears whose outputs, concatenated, are gate and up, or up alone
+    mlp_in: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     mlp_out: str = "mlp.down_proj"
-    intermediate_size: int | str = "config.intermediate_size"  # width of gate and up, each
+    intermediate_size: int | FromConfig = "config.intermediate_size"  # width of gate and up, each
     qk_norm: str | None = None  # weight: "head" [head_dim], "heads" [heads, head_dim], "full" [all]
-    qk_norm_if: bool | str = True  # where a config can switch it off
+    qk_norm_if: bool | FromConfig = True  # where a config can switch it off
     q_norm: str | None = "self_attn.q_norm"  # None in an Architecture without qk_norm
     k_norm: str | None = "self_attn.k_norm"
     qk_norm_after_rotary: bool = False
@@ -77,28 +86,30 @@ class Family:
     partial_rotary: bool = False  # partial_rotary_factor of rope_parameters counts
     ropes_by_layer_type: bool = False  # rope_parameters has an entry for each layer type
     ntk_alpha: bool = False  # alpha of rope_parameters counts, whatever the length
-    rotary_if: bool | str = True  # where a config can switch it off: True and "rope" mean with
+    rotary_if: bool | FromConfig = True  # where a config can switch it off; True or "rope": on
     no_rotary: str | None = None  # layers without: "no_rope_layers": those that this list of the
     #                               config marks; "full": those without a window; "full_if_window":
     #                               the same, but none if the model has no window
     window: str | None = None  # layers with a sliding window: "all", or those of "layer_types"
-    attention_scale: float | str | None = None  # None: head_dim ** -0.5
-    query_scalar: float | str | None = None  # attention_scale = this ** -0.5
-    attention_softcap: float | str | None = None
+    attention_scale: float | FromConfig | None = None  # None: head_dim ** -0.5
+    query_scalar: float | FromConfig | None = None  # attention_scale = this ** -0.5
+    attention_softcap: float | FromConfig | None = None
     sinks: bool = False  # one more logit per head joins attention's softmax, and has no value
-    logits_softcap: float | str | None = None
-    query_temperature: bool | tuple = False  # beta, n: q *= 1 + beta * log(1 + position // n)
+    logits_softcap: float | FromConfig | None = None
+    # (beta, n): q *= 1 + beta * log(1 + position // n)
+    query_temperature: bool | tuple[float, int] = False
     sqrt_embedding: bool = False  # embedding_multiplier = hidden_size ** 0.5
-    embedding_multiplier: float | str = 1.0  # round it to the embedding's dtype first (Gemma)
-    residual_multiplier: float | str = 1.0  # on what attention and the MLP add, after post-norms
-    logits_multiplier: float | str = 1.0
-    logits_divisor: float | str = 1.0
-    attention_dropout: float | str = "config.attention_dropout"
-    embedding_dropout: float | str = 0.0
-    residual_dropout: float | str = 0.0  # on what o_proj and down_proj return
+    embedding_multiplier: float | FromConfig = 1.0  # rounded to the embedding's dtype (Gemma)
+    residual_multiplier: float | FromConfig = 1.0  # on what a half of a layer adds
+    logits_multiplier: float | FromConfig = 1.0
+    logits_divisor: float | FromConfig = 1.0
+    attention_dropout: float | FromConfig = "config.attention_dropout"
+    embedding_dropout: float | FromConfig = 0.0
+    residual_dropout: float | FromConfig = 0.0  # on what o_proj and down_proj return
     mixture: Mixture | None = None  # of experts, instead of the MLP
-    must_be: dict = dataclasses.field(default_factory=dict)  # {field of the config: its only value}
-    unused: tuple = ()  # fields of the config that change nothing here, as those of Mamba layers
+    # {field of the config: its only value}
+    must_be: dict[str, Any] = dataclasses.field(default_factory=dict)
+    unused: tuple[str, ...] = ()  # fields of the config that change nothing here: of Mamba layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +118,7 @@ class Linear:
     out_features: int
     in_features: int
     bias: bool
-    mxfp4: bool = False  # files have it in MXFP4, and so it stays; else it is quantised to NF4
+    mxfp4: bool = False  # in the files it is in MXFP4, and stays so; else it is quantised to NF4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,7 +142,7 @@ class Architecture(Family):
     expert_gate_up: list[Linear]  # of expert 0, expert 1, ..
     expert_down: list[Linear]
     rotary_dim: int  # the first dimensions of a head that are rotated
-    ropes: list[dict]  # settings for rope_frequencies, one for each kind of rotary
+    ropes: list[dict[str, Any]]  # settings for rope_frequencies, one for each kind of rotary
     layer_rope: list[int | None]  # for each layer which of `ropes`; None: no rotary
     layer_window: list[int | None]  # a query sees this many keys, itself included; None: all
     layer_routed: list[bool]  # whether the layer has experts
@@ -140,41 +151,42 @@ class Architecture(Family):
     checkpoint_prefixes: list[str]  # the same in files; tried in turn
     head_names: list[str]  # the head's weight in files; tried in turn
 
-    def fused_groups(self, routed):
-        """The Linears of a layer, with experts or without: lists of those that read one input."""
+    def fused_groups(self, routed: bool) -> tuple[list[Linear], ...]:
+        """The Linears of a layer, with experts or without: a list for each input that they read."""
         mlp = self.gate_up, self.down
         if routed:
             mlp = self.shared_gate_up, self.shared_down, self.expert_gate_up, self.expert_down
         return self.qkv, self.out, *mlp
 
-    def linears(self, routed):
+    def linears(self, routed: bool) -> list[Linear]:
         return [linear for group in self.fused_groups(routed) for linear in group]
 
-    def adaptable(self):
+    def adaptable(self) -> list[str]:
         """Names in a layer of the linears that --target_modules can name: all but the experts."""
         experts = set(self.experts())
         linears = [x.name for routed in set(self.layer_routed) for x in self.linears(routed)]
         return [name for name in dict.fromkeys(linears) if name not in experts]
 
-    def experts(self):
+    def experts(self) -> list[str]:
         """Names in a layer of the linears of all experts."""
         return [linear.name for linear in self.expert_gate_up + self.expert_down]
 
-    def adapted(self, target_modules):
-        """Those of them that --target_modules means: all-linear are all, of a mixture those of
-        attention; experts are all experts; other words are the ends of names."""
+    def adapted(self, target_modules: Iterable[str]) -> list[str]:
+        """Names in a layer of the linears that --target_modules means. "all-linear" means all
+        linears, in a MoE model those of attention; "experts" means all experts; any other word is
+        the end of a name."""
         ends, every = tuple(f".{target}" for target in target_modules), set()
         if "all-linear" in target_modules:
             every = {x.name for x in self.qkv + self.out} if self.mixture else {*self.adaptable()}
         found = [name for name in self.adaptable() if name in every or f".{name}".endswith(ends)]
         return found + self.experts() if "experts" in target_modules else found
 
-    def vectors(self, routed):
+    def vectors(self, routed: bool) -> dict[str, tuple[int, ...]]:
         """{name below the layer: shape} of a layer's norms, biases and sinks."""
         norms = self.attention_norm, self.attention_post_norm, self.mlp_norm, self.mlp_post_norm
         parts = ("weight", "bias") if self.norm_bias else ("weight",)
-        shapes = {f"{name}.{part}": (self.hidden_size,)
-                  for name in norms if name for part in parts}
+        shapes: dict[str, tuple[int, ...]] = {
+            f"{name}.{part}": (self.hidden_size,) for name in norms if name for part in parts}
         if self.qk_norm:
             for name, heads in ((self.q_norm, self.n_heads), (self.k_norm, self.n_kv_heads)):
                 shapes[f"{name}.weight"] = {
@@ -185,11 +197,11 @@ class Architecture(Family):
         linears = self.linears(routed)
         return shapes | {f"{x.name}.bias": (x.out_features,) for x in linears if x.bias}
 
-    def mixture_tensors(self, routed):
-        """{name below the layer: shape} of what a layer with experts has besides its linears in 4
-        bits: all of its router, the experts' biases, the shared expert's gate. They are small, and
-        whole on every rank."""
-        mixture, shapes = self.mixture, {}
+    def mixture_tensors(self, routed: bool) -> dict[str, tuple[int, ...]]:
+        """{name below the layer: shape} of what a layer with experts has besides its 4-bit linears:
+        the router, the experts' biases, the shared expert's gate. They are small, so that every
+        rank has them whole."""
+        mixture, shapes = self.mixture, dict[str, tuple[int, ...]]()
         if routed:
             shapes[f"{mixture.router}.weight"] = mixture.n_experts, self.hidden_size
             if mixture.biases:

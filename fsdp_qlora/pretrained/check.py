@@ -1,22 +1,28 @@
-"""The check at start: two small layers of the user's own model here and in transformers, with an
-adapter of random values, forward and backward.
+"""The check at start: two small layers of the user's own model are computed here and by
+transformers, with an adapter of random values, forward and backward.
 
-Depends on model, config and plan. The function that loads weights is given by the script, so that
-what it does is checked as well.
+Depends on model, config and plan. The script passes the function that loads weights, so that this
+is checked as well.
 """
+
+from __future__ import annotations
 
 import dataclasses
 import functools
 import types
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 import transformers
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModel, AutoModelForCausalLM
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING, AutoModel, AutoModelForCausalLM, PreTrainedConfig)
 
 from fsdp_qlora.data.bins import make_bin
 from fsdp_qlora.data.encode import rows_of
+from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.config import describe_model, rope_frequencies, shrunk_config
 from fsdp_qlora.model.attention import document_attention
 from fsdp_qlora.model.layer import make_layouts
@@ -27,19 +33,22 @@ from fsdp_qlora.model.offload import GPUStore
 from fsdp_qlora.planner.plan import Plan
 from fsdp_qlora.run.ranks import explain
 from fsdp_qlora.model.head import scaled_logits
-from fsdp_qlora.pretrained.tensor_names import rows_in_memory, tensor_names
+from fsdp_qlora.pretrained.tensor_names import TensorNames, rows_in_memory, tensor_names
 
-LENGTHS = 24, 18  # tokens of two documents in one bin; for longrope one is short, one long
+LENGTHS = 24, 18  # tokens of two documents in one bin, for longrope a long one and a short one
 CHECK_RANK, CHECK_ALPHA = 4, 8  # of the adapters
-CHECKED = ("lora", False), ("dora", True)  # of adapter, and whether layers are recomputed
-CHECK_LIMIT = 1e-4  # of a relative difference; fp32 sums in another order give 1e-6
-NF4_ROUNDING = 0.2  # what NF4 may move a weight, relative to its norm: it is 0.1, another's is 1.4
+CHECKED = ("lora", False), ("dora", True)  # kind of adapter, and whether layers are recomputed
+CHECK_LIMIT = 1e-4  # of a relative difference; another order of fp32 sums causes 1e-6
+# of the relative difference between weights and their NF4: it is 0.1, with wrong weights 1.4
+NF4_ROUNDING = 0.2
 
 
-def check_family(model_config, name, fill_model):
+def check_family(
+    model_config: PreTrainedConfig, name: str, fill_model: Callable[..., None],
+) -> None:
     """Compare weights, logits, loss and the adapter's gradient of a shrunk model, in fp32 on the
-    CPU, with transformers'. Raises ValueError where they differ, or where transformers cannot
-    compute the model at all. Rank 0 only."""
+    CPU, with transformers'. Raises ValueError if they differ, or if transformers cannot compute the
+    model. `fill_model` is that of load. Rank 0 only."""
     with explain(f"--model {name}: the check at start failed"):
         small = shrunk_config(model_config)
         arch = describe_model(small)
@@ -72,11 +81,12 @@ def check_family(model_config, name, fill_model):
 
 
 @torch.no_grad()
-def random_reference(model_config, generator):
-    """transformers' model in fp32 with random norms and biases: 1 and 0 would hide mistakes."""
+def random_reference(model_config: PreTrainedConfig, generator: torch.Generator) -> nn.Module:
+    """transformers' model in fp32. Its norms and biases are random: 1 and 0 would hide mistakes."""
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
-        settings = dict(dtype=torch.float32, attn_implementation="eager", trust_remote_code=False)
+        settings: dict[str, Any] = dict(
+            dtype=torch.float32, attn_implementation="eager", trust_remote_code=False)
         reference = text_model(model_config, **settings).eval()
     # Nemotron's norms multiply by 1 + weight, but transformers begins with weights of 1, not 0:
     # attention would then be so sharp that fp32's rounding shows (3e-5)
@@ -89,7 +99,7 @@ def random_reference(model_config, generator):
     return reference.requires_grad_(False)
 
 
-def text_model(model_config, **settings):
+def text_model(model_config: PreTrainedConfig, **settings: Any) -> nn.Module:
     """transformers' model of a text config, with its head."""
     if type(model_config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForCausalLM.from_config(model_config, **settings)
@@ -97,9 +107,10 @@ def text_model(model_config, **settings):
 
 
 class TextModel(nn.Module):
-    """A text model that transformers has with a head only beside a vision tower: Qwen3-VL's."""
+    """A text model that transformers gives a head only together with a vision tower: Qwen3-VL's.
+    """
 
-    def __init__(self, model_config, **settings):
+    def __init__(self, model_config: PreTrainedConfig, **settings: Any) -> None:
         super().__init__()
         self.model = AutoModel.from_config(model_config, **settings)
         table = self.model.embed_tokens.weight
@@ -107,17 +118,21 @@ class TextModel(nn.Module):
         if model_config.tie_word_embeddings:
             self.lm_head.weight = table
 
-    def forward(self, input_ids):
+    def forward(self, input_ids: torch.Tensor) -> types.SimpleNamespace:
         hidden = self.model(input_ids).last_hidden_state
         return types.SimpleNamespace(logits=self.lm_head(hidden))
 
 
-def plain_model(model_config, arch, tensors, max_seq_len, fill_model, kind=None, recompute=False):
+def plain_model(
+    model_config: PreTrainedConfig, arch: Architecture, tensors: Mapping[str, torch.Tensor],
+    max_seq_len: int, fill_model: Callable[..., None], kind: str | None = None,
+    recompute: bool = False,
+) -> Model:
     """A Model of this process alone, in fp32 on the CPU, from {name in a checkpoint: tensor}.
-    `kind`: of the adapter on all linears, None: without; `recompute`: all layers are recomputed, in
-    slices, as where memory is short."""
-    config = types.SimpleNamespace(lora_rank=CHECK_RANK, lora_alpha=CHECK_ALPHA, lora_dropout=0.0,
-                                   adapter=kind or "lora")
+    `kind` of adapter on all linears, None: no adapter; `recompute`: recompute all layers, in slices
+    of tokens, as if memory were short."""
+    config: Any = types.SimpleNamespace(
+        lora_rank=CHECK_RANK, lora_alpha=CHECK_ALPHA, lora_dropout=0.0, adapter=kind or "lora")
     plan = Plan(
         compute_dtype="float32", n_layers=arch.n_layers, shard_group_size=1,
         reshard_after_forward=True, bin_tokens=64, recomputed=arch.n_layers * recompute,
@@ -140,17 +155,17 @@ def plain_model(model_config, arch, tensors, max_seq_len, fill_model, kind=None,
     return model
 
 
-def plain_run(model):
-    """What make_bin() needs of a run on a CPU."""
+def plain_run(model: Model) -> Any:
+    """Stands for a Run on a CPU: has the fields that make_bin() reads."""
     same = dict.fromkeys(("full", "window"), document_attention)
     return types.SimpleNamespace(device=torch.device("cpu"), store=GPUStore(), plan=model.plan,
                                  kernels={"same": same, "any": same})
 
 
 @torch.no_grad()
-def read_weights(model, names):
-    """{transformers' name: W [out, in] of each linear}, as the model has them after NF4; those of
-    all experts are one, [experts, out, in]. `names`: the TensorNames of transformers' model."""
+def read_weights(model: Model, names: TensorNames) -> dict[str, torch.Tensor]:
+    """{transformers' name: W [out, in]} of each linear, dequantised from the model's NF4; experts
+    are one tensor, [experts, out, in]. `names`: the TensorNames of transformers' model."""
     weights = {}
     for i, layer in enumerate(model.layers):
         for fused in layer.layout.fused_linears:
@@ -167,8 +182,8 @@ def read_weights(model, names):
 
 
 @torch.no_grad()
-def random_adapter(model, generator):
-    """Give all adapters random values; DoRA's magnitudes around the norms of the weights' rows."""
+def random_adapter(model: Model, generator: torch.Generator) -> None:
+    """Give all adapters random values, DoRA's magnitudes near the norms of the weights' rows."""
     for layer in model.layers:
         layer.adapter.normal_(0, 0.1, generator=generator)
     if model.layers[0].layout.dora:
@@ -179,8 +194,8 @@ def random_adapter(model, generator):
                 layer.adapter[place.magnitude] *= layer.weight_norms[place.linear.name]
 
 
-def results(model, ids):
-    """{what is compared: tensor}, of the two documents in one bin."""
+def results(model: Model, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """{name of a compared result: tensor} of the two documents in one bin."""
     arch, documents = model.arch, ids.split(LENGTHS)
     bin = make_bin(rows_of([(x, x) for x in documents]), [[0, 1]], 0, None, plain_run(model))
     with torch.no_grad():
@@ -193,9 +208,12 @@ def results(model, ids):
     return {"logits": logits, "loss": loss.detach().float(), **gradients}
 
 
-def reference_results(reference, model, names, weights, ids):
-    """The same by transformers, each document by itself, with the adapter added to the weights
-    that the model has; autograd gives its gradient. `names`: as for read_weights()."""
+def reference_results(
+    reference: nn.Module, model: Model, names: TensorNames, weights: Mapping[str, torch.Tensor],
+    ids: torch.Tensor,
+) -> dict[str, torch.Tensor]:
+    """The same by transformers, each document alone, with the adapter added to the `weights` of
+    read_weights(); its gradient is autograd's. `names`: as for read_weights()."""
     adapters, adapted = [], {}
     for i, layer in enumerate(model.layers):
         adapters.append(layer.adapter.detach().clone().requires_grad_())
@@ -217,8 +235,8 @@ def reference_results(reference, model, names, weights, ids):
     documents = ids.split(LENGTHS)
     logits = [torch.func.functional_call(reference, adapted, x[None]).logits[0].float()
               for x in documents]
-    loss = sum(F.cross_entropy(rows[:-1], x[1:], reduction="sum")
-               for rows, x in zip(logits, documents))
+    loss: torch.Tensor = sum(
+        F.cross_entropy(rows[:-1], x[1:], reduction="sum") for rows, x in zip(logits, documents))
     gradients = torch.autograd.grad(loss, adapters)
     return {"logits": torch.cat(logits).detach(), "loss": loss.detach(),
             **{f"gradient of adapter {i}": grad for i, grad in enumerate(gradients)}}

@@ -1,31 +1,36 @@
-"""A config.json as an Architecture, or why no record of families can express it; its rotary
+"""From a config.json to an Architecture, or to an error that says what is not supported; rotary
 frequencies; and the small config of the same kind for the check at start.
 
-Depends on families and architecture.
+Depends on families, architecture, elementwise and nf4.
 """
+
+from __future__ import annotations
 
 import copy
 import dataclasses
 import functools
 import itertools
 import types
+from typing import Any, TypeVar
 
 import torch
+from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from fsdp_qlora.pretrained.architecture import LAYER_TYPES, Architecture, Linear, Mixture
+from fsdp_qlora.pretrained.architecture import LAYER_TYPES, Architecture, Family, Linear, Mixture
 from fsdp_qlora.model.elementwise import ACTIVATIONS
 from fsdp_qlora.pretrained.families import FAMILIES, MULTIMODAL
 from fsdp_qlora.quant.nf4 import BLOCK
 
 ROPE_TYPES = {"default", "linear", "dynamic", "yarn", "longrope", "llama3"}
-# mrope's: with text alone its three streams of positions are one, so that it is the plain rotary
+# mrope's keys are allowed: with text alone its three positions are equal, as in ordinary rotary
 ROPE_KEYS = set("""rope_type type rope_theta factor partial_rotary_factor alpha attention_factor
     original_max_position_embeddings max_position_embeddings beta_fast beta_slow mscale truncate
     mscale_all_dim short_factor long_factor low_freq_factor high_freq_factor llama_4_scaling_beta
     mrope_section mrope_interleaved""".split())
-# Fields of config classes that describe_model reads for every family, or that change no output.
-# Any other field that no record names must have its default: it could be a mechanism unknown here.
+# Fields of config classes that describe_model() reads for every family, or that change no output.
+# Any other field that no record names must have its default value: else it could switch on what is
+# not supported here.
 KNOWN_FIELDS = set("""vocab_size hidden_size intermediate_size num_hidden_layers head_dim dtype
     num_attention_heads num_key_value_heads tie_word_embeddings rope_parameters layer_types
     sliding_window use_sliding_window max_window_layers sliding_window_pattern no_rope_layers
@@ -37,13 +42,16 @@ KNOWN_FIELDS = set("""vocab_size hidden_size intermediate_size num_hidden_layers
     """.split())
 
 
-def text_config(model_config):
+Record = TypeVar("Record", Family, Mixture)
+
+
+def text_config(model_config: PreTrainedConfig) -> PreTrainedConfig:
     """The language model's config inside a multimodal one; else the config itself."""
     return model_config.text_config if model_config.model_type in MULTIMODAL else model_config
 
 
-def check_model(model_config):
-    """Raise ValueError for a model that the table lacks or that its record cannot express."""
+def check_model(model_config: PreTrainedConfig) -> None:
+    """Raise ValueError for a model that is not in the table or that its record cannot express."""
     outer, c = model_config.model_type, text_config(model_config)
     name = outer if c is model_config else f"{outer} with {c.model_type}"
     if c.model_type not in (MULTIMODAL.get(outer) or FAMILIES):
@@ -69,8 +77,8 @@ def check_model(model_config):
             raise ValueError(f"{name}: {field.name}={value} is not supported, only {default}")
 
 
-def describe_model(model_config):
-    """The Architecture of a config from AutoConfig; ValueError where no record can express it."""
+def describe_model(model_config: PreTrainedConfig) -> Architecture:
+    """The Architecture of a config from AutoConfig. ValueError if no record can express it."""
     check_model(model_config)
     c = text_config(model_config)
     record = FAMILIES[c.model_type]
@@ -110,16 +118,16 @@ def describe_model(model_config):
         out=[Linear("self_attn.o_proj", hidden, heads * head_dim, family.out_bias)],
         gate_up=[Linear(name, n_in, hidden, family.mlp_bias) for name in family.mlp_in],
         down=[Linear(family.mlp_out, hidden, inner, family.mlp_bias)],
-        # mistral3's outer flag is True by default though released models are not tied; Qwen3-VL's
-        # text config may have none
+        # mistral3's outer flag is True by default, though released models are not tied; Qwen3-VL's
+        # text config may lack the flag
         tied=getattr(c, "tie_word_embeddings", True) and model_config.tie_word_embeddings,
         module_prefix=prefixes[0], checkpoint_prefixes=prefixes,
         head_names=["lm_head.weight", "language_model.lm_head.weight"][: len(prefixes)])
 
 
-def fill_record(record, c):
-    """A Family or Mixture whose fields "config.x" have the values of a text config; None where the
-    config declares no such field. Of a list with a value for each layer, all alike, that value."""
+def fill_record(record: Record, c: PreTrainedConfig) -> Record:
+    """The record with the text config's values in place of "config.x"; None where the config
+    declares no such field. A list of one value per layer, all equal, becomes that value."""
     values, declared = dict(vars(record)), {field.name for field in dataclasses.fields(c)}
     for key, value in values.items():
         if isinstance(value, Mixture):
@@ -132,9 +140,9 @@ def fill_record(record, c):
     return dataclasses.replace(record, **values)
 
 
-def describe_experts(c, family, in_mxfp4):
-    """What an Architecture says of experts: {name of its field: value}, from a text config.
-    `in_mxfp4`: whether files have them so."""
+def describe_experts(c: PreTrainedConfig, family: Family, in_mxfp4: bool) -> dict[str, Any]:
+    """{field of Architecture: value} of the fields about experts, from a text config. `in_mxfp4`:
+    whether the files have the experts in MXFP4."""
     n_layers, hidden, mixture = c.num_hidden_layers, c.hidden_size, family.mixture
     names = "shared_gate_up", "shared_down", "expert_gate_up", "expert_down"
     if not mixture:
@@ -149,12 +157,12 @@ def describe_experts(c, family, in_mxfp4):
     routed = [(mixture.first_dense or 0) <= i <= last and i not in dense and (i + 1) % every == 0
               for i in range(n_layers)]
 
-    def mlp(stem, inner, bias):
+    def mlp(stem: str, inner: int, bias: bool) -> tuple[list[Linear], list[Linear]]:
         """The linears of an MLP that read its input, and those that give its output."""
         return ([Linear(f"{stem}.{x}_proj", inner, hidden, bias) for x in ("gate", "up")],
                 [Linear(f"{stem}.down_proj", hidden, inner, bias)])
 
-    def expert(i):
+    def expert(i: int) -> tuple[list[Linear], list[Linear]]:
         """mlp() of one expert."""
         stem, inner = f"{mixture.experts}.{i}", mixture.expert_size
         if not mixture.one_gate_up:
@@ -172,8 +180,8 @@ def describe_experts(c, family, in_mxfp4):
     return {"layer_routed": routed, **dict(zip(names, (*shared, *experts)))}
 
 
-def describe_positions(c, family, head_dim):
-    """What an Architecture says of positions: {name of its field: value}, from a text config."""
+def describe_positions(c: PreTrainedConfig, family: Family, head_dim: int) -> dict[str, Any]:
+    """{field of Architecture: value} of the fields about positions, from a text config."""
     n_layers, window = c.num_hidden_layers, getattr(c, "sliding_window", None)
     kinds = getattr(c, "layer_types", None) or ["full_attention"] * n_layers
     if len(kinds) != n_layers:
@@ -196,7 +204,7 @@ def describe_positions(c, family, head_dim):
     ropes, layer_rope = [], []
     for kind, rotates in zip(kinds, rotated, strict=True):
         rope = dict(c.rope_parameters)
-        if family.ropes_by_layer_type and "rope_type" not in rope:  # else they are of no layer type
+        if family.ropes_by_layer_type and "rope_type" not in rope:  # else all share them
             rope = dict(rope.get(kind) or {})
         if rope.get("rope_type") not in ROPE_TYPES or not rope.keys() <= ROPE_KEYS:
             raise ValueError(f"rope_parameters {c.rope_parameters} are not supported")
@@ -219,10 +227,12 @@ def describe_positions(c, family, head_dim):
                 query_temperature=temperature)
 
 
-def rope_frequencies(rope, arch, max_seq_len, model_config):
-    """(fp32 [rotary_dim / 2] inverse frequencies, factor on cos and sin) of one of arch.ropes; of
-    longrope [2, rotary_dim / 2], those of short documents and those of long ones. max_seq_len
-    chooses dynamic's base once, for all batches."""
+def rope_frequencies(
+    rope: dict[str, Any], arch: Architecture, max_seq_len: int, model_config: PreTrainedConfig,
+) -> tuple[torch.Tensor, float]:
+    """(fp32 [rotary_dim / 2] inverse frequencies, factor on cos and sin) of one of arch.ropes; for
+    longrope [2, rotary_dim / 2], for short documents and for long ones. max_seq_len chooses the
+    base of "dynamic" once, for all batches."""
     if rope["rope_type"] == "default":
         exponents = torch.arange(0, arch.rotary_dim, 2, dtype=torch.float) / arch.rotary_dim
         return 1.0 / rope["rope_theta"] ** exponents, 1.0
@@ -240,7 +250,7 @@ def rope_frequencies(rope, arch, max_seq_len, model_config):
     return inv_freq.float(), float(factor)
 
 
-def shrunk_config(model_config):
+def shrunk_config(model_config: PreTrainedConfig) -> PreTrainedConfig:
     """A text config of two small layers, one of each kind, that has every feature of the model.
 
     The kinds are those of the config's own lists: what describe_model() makes of them is checked.
@@ -248,59 +258,89 @@ def shrunk_config(model_config):
     arch = describe_model(model_config)
     c = copy.deepcopy(text_config(model_config))
     vars(c).pop("quantization_config", None)  # its own weights are random, quantised to NF4 here
-    lists = {name: getattr(c, name, None) for name in ("layer_types", "no_rope_layers")}
-    kinds = list(zip(*filter(None, lists.values()))) or [()]
-    other = next((i for i, kind in enumerate(kinds) if kind != kinds[0]), 0)
-    for name, of_layers in lists.items():
-        if of_layers:
-            setattr(c, name, [of_layers[0], of_layers[other]])
-    c.num_hidden_layers, c.vocab_size, c.tie_word_embeddings = 2, 128, arch.tied
-    record = FAMILIES[c.model_type]
-    names = record.intermediate_size, record.norm_eps
-    inner, eps = (str(name).removeprefix("config.") for name in names)
-    # as released, a wrong scale of attention or a wrong eps would go unnoticed
-    visible = {"initializer_range": 0.2, "attention_multiplier": 0.2, inner: 192, eps: 0.05}
-    unused = {"use_cache": False, "return_dict": True, "output_attentions": False,
-              "output_hidden_states": False}  # they change no output
-    for name, value in (visible | unused).items():
-        if hasattr(c, name):
-            setattr(c, name, value)
-    shrink_experts(c, arch)
-    c.num_attention_heads = 4
-    c.num_key_value_heads = {1: 1, arch.n_heads: 4}.get(arch.n_kv_heads, 2)
-    # whole blocks: bitsandbytes on a CPU dequantises others wrongly
-    c.hidden_size = 64 if arch.n_heads * arch.head_dim == arch.hidden_size else 128
-    if hasattr(c, "head_dim"):
-        c.head_dim = 16
-    if getattr(c, "sliding_window", None):
-        c.sliding_window = 5
+    applies = {
+        "always": lambda name: True,
+        "if declared": lambda name: hasattr(c, name),
+        "if used": lambda name: getattr(c, name, None)}
+    for condition, changes in shrinking_changes(c, arch):
+        for name, value in changes.items():
+            if applies[condition](name):
+                setattr(c, name, value)
     for rope in [c.rope_parameters, *c.rope_parameters.values()]:
         if isinstance(rope, dict) and ("long_factor" in rope or "llama_4_scaling_beta" in rope):
-            ratio = c.max_position_embeddings / rope["original_max_position_embeddings"]
-            rope["original_max_position_embeddings"] = 20  # so that short rows reach both sides
-            c.max_position_embeddings = int(20 * ratio)
-            if hasattr(c, "original_max_position_embeddings"):
-                c.original_max_position_embeddings = 20
-            for name in {"short_factor", "long_factor"} & rope.keys():
-                rope[name] = rope[name][: arch.rotary_dim * 8 // arch.head_dim]
-    c.pad_token_id, c.bos_token_id, c.eos_token_id = None, 1, 2
+            shrink_rope(c, rope, arch)
     return c
 
 
-def shrink_experts(c, arch):
-    """Change a text config of two layers to few small experts; one layer of each kind."""
+def shrinking_changes(
+    c: PreTrainedConfig, arch: Architecture,
+) -> list[tuple[str, dict[str, Any]]]:
+    """What shrunk_config() changes, as rows of (condition, {field of the config: new value}). The
+    condition is asked of each field: "always"; "if declared", the config has the field; "if used",
+    the field has a value that is not 0, None or empty."""
+    record = FAMILIES[c.model_type]
+    inner, eps = (str(name).removeprefix("config.")
+                  for name in (record.intermediate_size, record.norm_eps))
+    heads_width = arch.n_heads * arch.head_dim
+    per_layer = {name: getattr(c, name, None) for name in ("layer_types", "no_rope_layers")}
+    kinds = list(zip(*filter(None, per_layer.values()))) or [()]
+    other = next((i for i, kind in enumerate(kinds) if kind != kinds[0]), 0)
+    return [
+        # one layer of the first kind, and one of another if there is any
+        ("if used", {name: values and [values[0], values[other]]
+                     for name, values in per_layer.items()}),
+        # the check takes seconds on a CPU
+        ("always", {"num_hidden_layers": 2, "vocab_size": 128}),
+        # a multimodal config has this flag outside its text config
+        ("always", {"tie_word_embeddings": arch.tied}),
+        # with the released values a wrong scale of attention or a wrong eps would go unnoticed
+        ("if declared", {"initializer_range": 0.2, "attention_multiplier": 0.2, eps: 0.05}),
+        ("if declared", {inner: 192}),
+        # these change no output
+        ("if declared", {"use_cache": False, "return_dict": True, "output_attentions": False,
+                         "output_hidden_states": False}),
+        *expert_changes(arch, c),
+        # key-value heads: one, as many as heads, or a number between
+        ("always", {"num_attention_heads": 4,
+                    "num_key_value_heads": {1: 1, arch.n_heads: 4}.get(arch.n_kv_heads, 2)}),
+        # whole blocks of 64 weights: bitsandbytes on a CPU dequantises others wrongly. 4 heads of
+        # 16 are as wide as the hidden states only if the model's heads are
+        ("always", {"hidden_size": 64 if heads_width == arch.hidden_size else 128}),
+        ("if declared", {"head_dim": 16}),
+        # shorter than the checked documents
+        ("if used", {"sliding_window": 5}),
+        # the released ones may lie outside the small vocabulary
+        ("always", {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2})]
+
+
+def expert_changes(arch: Architecture, c: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
+    """The rows of shrinking_changes() for experts."""
     if not arch.mixture:
-        return
-    n_experts = max(8, 2 * arch.mixture.n_groups)  # a group is ranked by its two best
-    sizes = {"n_experts": n_experts, "top_k": min(3, arch.mixture.top_k), "shared_size": 128,
-             "expert_size": 64, "first_dense": 1}  # of some families the two sizes are one field
-    for field, size in sizes.items():
-        name = str(getattr(FAMILIES[arch.family].mixture, field)).removeprefix("config.")
-        if name != "intermediate_size" and getattr(c, name, None):
-            setattr(c, name, size)
-    if getattr(c, "mlp_only_layers", None):
-        c.mlp_only_layers = [0]
-    if getattr(c, "decoder_sparse_step", 1) > 1:
-        c.decoder_sparse_step = 2
-    if hasattr(c, "moe_layer_end_index"):
-        c.moe_layer_end_index = 1
+        return []
+    sizes = {
+        "n_experts": max(8, 2 * arch.mixture.n_groups),  # a group is ranked by its two best
+        "top_k": min(3, arch.mixture.top_k), "shared_size": 128, "expert_size": 64,
+        "first_dense": 1}
+    record = FAMILIES[arch.family].mixture
+    fields = {str(getattr(record, key)).removeprefix("config."): size
+              for key, size in sizes.items()}  # where two sizes are one field, the last counts
+    fields.pop("intermediate_size", None)  # of some families also that of experts; it is set above
+    return [
+        # few small experts, in the second layer alone if the first layers have none
+        ("if used", fields),
+        # one layer without experts, if there are such layers
+        ("if used", {"mlp_only_layers": [0]}),
+        ("if used", {"decoder_sparse_step": min(2, getattr(c, "decoder_sparse_step", 1))}),
+        ("if declared", {"moe_layer_end_index": 1})]
+
+
+def shrink_rope(c: PreTrainedConfig, rope: dict[str, Any], arch: Architecture) -> None:
+    """Change rope settings that treat long documents in another way so that the documents of the
+    check, 18 and 24 tokens, are on both sides of the limit."""
+    ratio = c.max_position_embeddings / rope["original_max_position_embeddings"]
+    rope["original_max_position_embeddings"] = 20
+    c.max_position_embeddings = int(20 * ratio)
+    if hasattr(c, "original_max_position_embeddings"):
+        c.original_max_position_embeddings = 20
+    for name in {"short_factor", "long_factor"} & rope.keys():
+        rope[name] = rope[name][: arch.rotary_dim * 8 // arch.head_dim]

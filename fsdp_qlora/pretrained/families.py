@@ -1,12 +1,16 @@
 """Families of models: how each model type differs from Llama.
 
-Depends on architecture. To add a family whose parts are known: one record in FAMILIES. What makes
-an Architecture of a record and a config.json is in config.
+Depends on architecture. To add a family whose parts are known, add one record to FAMILIES. config
+makes an Architecture of a record and a config.json.
 """
+
+from __future__ import annotations
+
+from typing import Any
 
 from fsdp_qlora.pretrained.architecture import Family, Mixture
 
-SHAPES = {  # what --random_weights knows without a config.json
+SHAPES: dict[str, dict[str, Any]] = {  # what --random_weights knows without a config.json
     name: dict(
         zip(("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
              "num_attention_heads", "num_key_value_heads", "max_position_embeddings"), values),
@@ -17,35 +21,43 @@ SHAPES = {  # what --random_weights knows without a config.json
         ("llama-3-8b", "llama", 128256, 4096, 14336, 32, 32, 8, 8192),
         ("llama-3-70b", "llama", 128256, 8192, 28672, 80, 64, 8, 8192),
         ("qwen2.5-32b", "qwen2", 152064, 5120, 27648, 64, 40, 8, 32768))}
-POST_NORMS = dict(attention_norm=None, attention_post_norm="post_attention_layernorm",
-                  mlp_norm=None, mlp_post_norm="post_feedforward_layernorm")
-GEMMA = dict(norm="rms_plus_one", sqrt_embedding=True)
-GEMMA2 = GEMMA | POST_NORMS | dict(
+POST_NORMS: dict[str, Any] = dict(
+    attention_norm=None, attention_post_norm="post_attention_layernorm",
+    mlp_norm=None, mlp_post_norm="post_feedforward_layernorm")
+GEMMA: dict[str, Any] = dict(norm="rms_plus_one", sqrt_embedding=True)
+GEMMA2: dict[str, Any] = GEMMA | POST_NORMS | dict(
     attention_norm="input_layernorm", mlp_norm="pre_feedforward_layernorm", window="layer_types",
     activation="config.hidden_activation", query_scalar="config.query_pre_attn_scalar")
-COHERE = dict(norm="layer", norm_eps="config.layer_norm_eps", mlp_norm="input_layernorm",
-              parallel=True, rotary_interleaved=True, logits_multiplier="config.logit_scale")
-OLMO2 = POST_NORMS | dict(norm="rms_fp32", qk_norm="full")
-ONE_GATE_UP = dict(mlp_in=("mlp.gate_up_proj",))
-GLM = ONE_GATE_UP | dict(out_bias=False, rotary_interleaved=True, partial_rotary=True)
-UNGATED = dict(gated=False, mlp_in=("mlp.up_proj",))
-LAYER_NORM = dict(norm="layer", norm_bias=True, norm_eps="config.layer_norm_eps")
-NEMOTRON = dict(norm="layer_plus_one", norm_eps="config.norm_eps", partial_rotary=True)
-GRANITE = dict(attention_scale="config.attention_multiplier",
-               embedding_multiplier="config.embedding_multiplier",
-               residual_multiplier="config.residual_multiplier")
-MIXTRAL = dict(n_experts="config.num_local_experts", expert_size="config.intermediate_size",
-               renames=(("mlp.", "block_sparse_moe."), ("gate_proj", "w1"), ("up_proj", "w3"),
-                        ("down_proj", "w2")))
-DEEPSEEK = dict(n_experts="config.n_routed_experts", first_dense="config.first_k_dense_replace",
-                shared_size="config.moe_intermediate_size", n_shared="config.n_shared_experts",
-                shared="mlp.shared_experts", fp32_router=True, scores="sigmoid",
-                correction="mlp.gate.e_score_correction_bias", n_groups="config.n_group",
-                top_groups="config.topk_group", normalised="config.norm_topk_prob",
-                sum_eps=1e-20, scale="config.routed_scaling_factor", rounded=False)
-HUNYUAN = dict(qk_norm="head", qk_norm_after_rotary=True, ntk_alpha=True,
-               q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm")
-FAMILIES = {
+COHERE: dict[str, Any] = dict(
+    norm="layer", norm_eps="config.layer_norm_eps", mlp_norm="input_layernorm", parallel=True,
+    rotary_interleaved=True, logits_multiplier="config.logit_scale")
+OLMO2: dict[str, Any] = POST_NORMS | dict(norm="rms_fp32", qk_norm="full")
+ONE_GATE_UP: dict[str, Any] = dict(mlp_in=("mlp.gate_up_proj",))
+GLM: dict[str, Any] = ONE_GATE_UP | dict(
+    out_bias=False, rotary_interleaved=True, partial_rotary=True)
+UNGATED: dict[str, Any] = dict(gated=False, mlp_in=("mlp.up_proj",))
+LAYER_NORM: dict[str, Any] = dict(norm="layer", norm_bias=True, norm_eps="config.layer_norm_eps")
+NEMOTRON: dict[str, Any] = dict(
+    norm="layer_plus_one", norm_eps="config.norm_eps", partial_rotary=True)
+GRANITE: dict[str, Any] = dict(
+    attention_scale="config.attention_multiplier",
+    embedding_multiplier="config.embedding_multiplier",
+    residual_multiplier="config.residual_multiplier")
+MIXTRAL: dict[str, Any] = dict(
+    n_experts="config.num_local_experts", expert_size="config.intermediate_size",
+    renames=(("mlp.", "block_sparse_moe."), ("gate_proj", "w1"), ("up_proj", "w3"),
+             ("down_proj", "w2")))
+DEEPSEEK: dict[str, Any] = dict(
+    n_experts="config.n_routed_experts", first_dense="config.first_k_dense_replace",
+    shared_size="config.moe_intermediate_size", n_shared="config.n_shared_experts",
+    shared="mlp.shared_experts", fp32_router=True, scores="sigmoid",
+    correction="mlp.gate.e_score_correction_bias", n_groups="config.n_group",
+    top_groups="config.topk_group", normalised="config.norm_topk_prob",
+    sum_eps=1e-20, scale="config.routed_scaling_factor", rounded=False)
+HUNYUAN: dict[str, Any] = dict(
+    qk_norm="head", qk_norm_after_rotary=True, ntk_alpha=True,
+    q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm")
+FAMILIES: dict[str, Family] = {
     "llama": Family(),
     "internlm3": Family(),
     "arcee": Family(**UNGATED),
@@ -101,7 +113,7 @@ FAMILIES = {
     "exaone4": Family(**POST_NORMS, qk_norm="head", window="layer_types",
                       no_rotary="full_if_window"),
     "hunyuan_v1_dense": Family(**HUNYUAN),
-    # mixtures of experts
+    # MoE models
     "qwen3_moe": Family(qk_norm="head", window="all", mixture=Mixture(
         normalised="config.norm_topk_prob")),
     "qwen2_moe": Family(qkv_bias="config.qkv_bias", window="layer_types", mixture=Mixture(
@@ -129,7 +141,7 @@ FAMILIES = {
     "glm4_moe": Family(out_bias=False, partial_rotary=True, qk_norm="head",
                        qk_norm_if="config.use_qk_norm", mixture=Mixture(**DEEPSEEK)),
     "dots1": Family(qk_norm="head", window="layer_types", mixture=Mixture(**DEEPSEEK)),
-    # its use_bias gives the head a bias, too, which is not supported
+    # its use_bias would also give the head a bias, which is not supported
     "ernie4_5_moe": Family(rotary_interleaved=True, mixture=Mixture(
         n_experts="config.moe_num_experts", top_k="config.moe_k",
         shared_size="config.moe_intermediate_size", n_shared="config.moe_num_shared_experts",
@@ -141,7 +153,8 @@ FAMILIES = {
         n_experts="config.num_local_experts", expert_size="config.intermediate_size",
         router="mlp.router", biases=True, clamp=(7.0, 1.702), one_gate_up=True, transposed=True,
         adapters="stacked"))}
-MULTIMODAL = {  # {outer model type: those of the text models}; the outer one changes no logits
+# {outer model type: those of the text models}; the outer one changes no logits
+MULTIMODAL: dict[str, tuple[str, ...]] = {
     "gemma3": ("gemma3_text",), "mistral3": ("mistral", "ministral3"),
     "internvl": ("qwen2", "qwen3"), "llava": ("llama", "mistral"), "exaone4_5": ("exaone4",),
     "qwen3_vl": ("qwen3_vl_text",)}

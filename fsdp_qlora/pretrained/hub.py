@@ -1,8 +1,10 @@
-"""The base model's directory: its config, its tokenizer, and a digest that tells it from others.
+"""The base model's directory: its config, its tokenizer, and a digest that identifies it.
 
-Depends on data.chat, families, files, ranks and reader. The model may be a directory, a Hub id, or
-a name of SHAPES.
+Depends on data.chat, config, families, files, ranks, tensor_names and reader. The model may be a
+directory, a Hub id, or a name of SHAPES.
 """
+
+from __future__ import annotations
 
 import dataclasses
 import hashlib
@@ -10,12 +12,14 @@ import itertools
 import os
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import huggingface_hub
 import numpy as np
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
 
 from fsdp_qlora.data.chat import closing_token
+from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.config import describe_model, text_config
 from fsdp_qlora.pretrained.families import SHAPES
 from fsdp_qlora.run.files import read_json
@@ -23,13 +27,16 @@ from fsdp_qlora.run.ranks import explain, say
 from fsdp_qlora.pretrained.tensor_names import FP8_BLOCK
 from fsdp_qlora.pretrained.reader import weight_files
 
+if TYPE_CHECKING:
+    from train_fsdp_qlora import Config
+
 SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # of a model: all but its weights
-SAMPLES, SAMPLE = 16, 256  # places of a tensor, and bytes at each, that tell one base from another
+SAMPLES, SAMPLE = 16, 256  # places of a tensor, and bytes at each, that base_digest() hashes
 
 
-def model_directory(name, random_weights, flag="--model"):
-    """The local directory of a model; downloads it first if `name` is a Hub id. Raises ValueError;
-    `flag` is what the user gives the name by."""
+def model_directory(name: str, random_weights: bool, flag: str = "--model") -> Path:
+    """The local directory of a model, downloaded first if `name` is a Hub id. Raises ValueError
+    about `flag`, by which the user gave the name."""
     path = Path(name)
     if random_weights and name in SHAPES:
         return path
@@ -42,16 +49,17 @@ def model_directory(name, random_weights, flag="--model"):
     files = SMALL_FILES + ["*.safetensors"] * (not random_weights)
     twice = ["consolidated*", "*/*.safetensors"]  # the same weights in another form
     with explain(f"{flag} {name}: not a directory, and the Hub says"):
-        # every rank calls it; the Hub client's file locks let one of a node download
+        # every rank calls it; the Hub client's file locks let one rank of a node download
         return Path(huggingface_hub.snapshot_download(
             name, allow_patterns=files, ignore_patterns=twice))
 
 
-def copy_small_files(directory, target):
-    """Copy a model's tokenizer, chat templates and the like: no weights, index or config.json, and
-    nothing that a link brings in from elsewhere."""
+def copy_small_files(directory: Path, target: Path) -> None:
+    """Copy a model's tokenizer, chat templates and the like, but no weights, index or config.json,
+    and no link to a file outside the directory."""
     own = directory.resolve()
-    own = own.parent.parent if own.parent.name == "snapshots" else own  # the Hub's: ../../blobs
+    # a directory of the Hub's cache links to ../../blobs
+    own = own.parent.parent if own.parent.name == "snapshots" else own
     for pattern in (*SMALL_FILES, "additional_chat_templates/*.jinja"):
         for path in directory.glob(pattern):
             if not path.resolve().is_relative_to(own):
@@ -62,9 +70,12 @@ def copy_small_files(directory, target):
                 shutil.copyfile(path, copy)
 
 
-def read_model_config(directory, config):
-    """The Config with --max_seq_len filled in, the model's own configuration, its Architecture;
-    the latter without the model's own dropout where answers are compared, as TRL does."""
+def read_model_config(
+    directory: Path, config: Config,
+) -> tuple[Config, PreTrainedConfig, Architecture]:
+    """The Config with --max_seq_len filled in, transformers' config of the model, its Architecture.
+    With a loss that compares answers the Architecture has no dropout of the model's own, as in TRL.
+    """
     with explain(f"--model {config.model}"):
         if config.random_weights and config.model in SHAPES:
             model_config = AutoConfig.for_model(**SHAPES[config.model])
@@ -77,7 +88,7 @@ def read_model_config(directory, config):
     if settings.get("quant_method") == "fp8":
         want = {"weight_block_size": [FP8_BLOCK, FP8_BLOCK]}
     if arch.expert_down and arch.expert_down[0].mxfp4:
-        want = {}  # these stay as they are, nothing else is quantised
+        want = {}  # they stay in MXFP4, and nothing else is quantised
     for key, value in want.items():
         if settings and settings.get(key) != value:
             raise ValueError(f"--model {config.model}: is quantised already, with {key}"
@@ -93,12 +104,13 @@ def read_model_config(directory, config):
     return dataclasses.replace(config, max_seq_len=max_seq_len), model_config, arch
 
 
-def load_tokenizer(directory, config):
-    """The model's tokenizer, with --chat_template; None where there is no text."""
+def load_tokenizer(directory: Path, config: Config) -> PreTrainedTokenizerFast | None:
+    """The model's tokenizer, with --chat_template; None if there is no text."""
     if config.random_weights and not config.dataset:
         return None
     with explain(f"{directory}: its tokenizer cannot be loaded"):
-        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(
+            directory, trust_remote_code=False)
     if not tokenizer.is_fast:
         raise ValueError(f"{directory}: its tokenizer has no fast version (tokenizer.json)")
     if config.chat_template:
@@ -109,9 +121,11 @@ def load_tokenizer(directory, config):
     return tokenizer
 
 
-def generation_settings(directory, tokenizer):
-    """The model's generation_config.json with the token that closes a turn in training in its
-    eos_token_id; and this token, or None where the model has it there already."""
+def generation_settings(
+    directory: Path, tokenizer: PreTrainedTokenizerFast,
+) -> tuple[dict[str, Any], str | None]:
+    """The model's generation_config.json, with the token that ends a turn in training added to its
+    eos_token_id; and this token, or None if eos_token_id has it already."""
     config = read_json(directory / "config.json", {})
     config = {**config, **(config.get("text_config") or {})}
     keys = "bos_token_id", "eos_token_id", "pad_token_id"
@@ -123,9 +137,9 @@ def generation_settings(directory, tokenizer):
     return {**settings, "eos_token_id": [*ids, token_id]}, None if token_id in ids else closing
 
 
-def base_digest(base):
-    """SHA-256 of the base model: of config.json, of what its files have by their headers, and of
-    some bytes of every tensor."""
+def base_digest(base: Path) -> str:
+    """SHA-256 of the base model: of config.json, and of the name, dtype, shape and some bytes of
+    each tensor."""
     sha = hashlib.sha256((base / "config.json").read_bytes())
     tensors = sorted(weight_files(base).items(), key=lambda tensor: (tensor[1].path, tensor[0]))
     for path, some in itertools.groupby(tensors, lambda tensor: tensor[1].path):

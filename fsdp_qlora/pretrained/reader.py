@@ -1,8 +1,10 @@
 """The base model's safetensors: what they hold, and how it is read.
 
-Depends on files, elementwise and ranks. Reading gives a tensor by its name; what the tensors must
-be is in tensor_names, which rows this rank asks for in model, what is done with them in the script.
+Depends on files, elementwise and ranks. A tensor is read by its name. tensor_names says which
+tensors there must be, model which rows this rank asks for; the script uses what is read.
 """
+
+from __future__ import annotations
 
 import collections
 import dataclasses
@@ -10,8 +12,10 @@ import json
 import math
 import threading
 import zlib
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,21 +25,35 @@ from fsdp_qlora.model.elementwise import mix
 from fsdp_qlora.run.files import read_json
 from fsdp_qlora.run.ranks import gather_objects
 
-READERS = 8  # threads of a rank that read weights; one copies some 5 GB/s out of the page cache
+READERS = 8  # threads of a rank that read weights; one copies about 5 GB/s from the page cache
 READ_CHUNK = 2**24  # bytes that a thread reads at once
 READ_AHEAD = 2**29  # bytes read but not yet quantised, so that reading and quantising overlap
 OTHER_BASE = ("are not those of the base model trained on: name that by --base_model;"
               " --allow_other_base merges into this one")
-SUM_CHUNK = {"cpu": 2**18, "cuda": 2**23}  # values that content_sum() takes at once: what a CPU's
-#                                            cache holds (2**22 took 20 times longer)
+# values that content_sum() adds at once: what a CPU's cache holds (2**22 took 20 times longer)
+SUM_CHUNK = {"cpu": 2**18, "cuda": 2**23}
 RANDOM_STD = 0.02  # of --random_weights
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DTYPES = {**FLOATS, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn}
-Stored = collections.namedtuple("Stored", "path dtype shape start stop")  # bytes [start, stop)
 
-# `rows`: a range of the first dimension of `shape`; with shape (1,) and range(1) all of the tensor.
-# `source`: None where the files have a tensor of this name
-Request = collections.namedtuple("Request", "name shape rows source", defaults=[None])
+
+class Stored(NamedTuple):
+    """Where a file holds a tensor."""
+
+    path: Path
+    dtype: str  # as safetensors names it
+    shape: tuple[int, ...]
+    start: int  # the tensor is the bytes [start, stop) of the file
+    stop: int
+
+
+class Request(NamedTuple):
+    """Which part of a tensor a rank reads."""
+
+    name: str
+    shape: tuple[int, ...]
+    rows: range  # of the first dimension of `shape`; with shape (1,) and range(1) all of the tensor
+    source: Source | None = None  # None: the files have a tensor of this name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,19 +65,19 @@ class Source:
     rows: range  # the linear's
     transposed: bool = False  # these are its inputs, not its outputs
 
-    def weight_in(self, tensor):
+    def weight_in(self, tensor: torch.Tensor) -> torch.Tensor:
         """The view [out, in] of the linear in the tensor."""
         weight = tensor.view(self.n_rows, -1)[self.rows.start : self.rows.stop]
         return weight.t() if self.transposed else weight
 
-    def rows_with(self, outputs):
-        """Those of `rows` with a range of the linear's outputs; if transposed, all have any."""
+    def rows_with(self, outputs: range) -> range:
+        """Those of `rows` that have a range of the linear's outputs; if transposed, all of them."""
         if self.transposed:
             return self.rows if outputs else range(0)
         return self.rows[outputs.start : outputs.stop]
 
 
-def weight_files(directory):
+def weight_files(directory: Path) -> dict[str, Stored]:
     """Where the directory's safetensors hold each tensor: {name: Stored}. Raises ValueError."""
     whole, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     if whole.is_file():  # also beside an index, as transformers does
@@ -82,13 +100,13 @@ def weight_files(directory):
     return {name: found[file][name] for name, file in names.items()}
 
 
-def tensors_of(path):
+def tensors_of(path: Path) -> dict[str, Stored]:
     """What a safetensors file holds by its header: {name: Stored}. Raises ValueError."""
     try:
         with safe_open(path, "pt"):
-            pass  # it is whole
+            pass  # opening it checks that it is complete
     except SafetensorError as e:
-        raise ValueError(f"{path}: not a whole safetensors file: {e}")
+        raise ValueError(f"{path}: an incomplete or corrupt safetensors file: {e}")
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
@@ -98,10 +116,13 @@ def tensors_of(path):
             for name, tensor in header.items()}
 
 
-def read_tensor(stored, name, device="cpu", content=None, index=..., what=None, transposed=False):
-    """One whole tensor or, at `index`, the part of it that is called `what`; transposed where it is
-    `transposed`. Raises ValueError if it has not this `content`, content_sum() as hex. The
-    file is opened for each: mapped pages would add up."""
+def read_tensor(
+    stored: Stored, name: str, device: torch.device | str = "cpu", content: str | None = None,
+    index: Any = ..., what: str | None = None, transposed: bool = False,
+) -> torch.Tensor:
+    """One whole tensor, or its part at `index`, which errors call `what`; if `transposed`, its
+    transpose. Raises ValueError if its content_sum(), as hex, is not `content`. The file is
+    opened for each tensor: mapped pages would add up."""
     if index is ... and stored.dtype in DTYPES:
         # safetensors would parse the header anew: 27 ms where a file has 24,000 tensors (a CPU)
         tensor = torch.empty(stored.stop - stored.start, dtype=torch.uint8)
@@ -111,21 +132,23 @@ def read_tensor(stored, name, device="cpu", content=None, index=..., what=None, 
         with safe_open(stored.path, "pt") as tensors:
             tensor = tensors.get_slice(name)[index].to(device)
     tensor = tensor.t().contiguous() if transposed else tensor
-    if content and content != as_hex(content_sum(tensor).item()):
+    if content and content != as_hex(int(content_sum(tensor))):
         raise ValueError(f"{stored.path}: the values of {what or name} {OTHER_BASE}")
     return tensor
 
 
-def as_hex(sum):
+def as_hex(sum: int) -> str:
     return f"{sum % 2**64:016x}"
 
 
-def content_sum(values, rows=range(1), n_before=0):
-    """An int64, on the device of `values`, that tells a tensor's content from any other: the sum of
-    all values, as integers, each times a hash of its index, modulo 2^64.
+def content_sum(
+    values: torch.Tensor, rows: range = range(1), n_before: int = 0,
+) -> torch.Tensor:
+    """A checksum of a tensor's content, int64 on the device of `values`: the sum of all values, as
+    integers, each times a hash of its index, modulo 2^64.
 
-    The sums of a tensor's parts add up to that of the whole: `values` are the rows `rows` of it;
-    those below `n_before` are not counted.
+    The sums of a tensor's parts add up to the sum of the whole: `values` are its rows `rows`, of
+    which those below `n_before` are not counted.
     """
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[values.itemsize]
     width, first = values.numel() // max(1, len(rows)), max(rows.start, n_before)
@@ -137,29 +160,33 @@ def content_sum(values, rows=range(1), n_before=0):
     return total
 
 
-def all_finite(values, name):
-    """A tensor: whether all values that a file holds are numbers. True for bytes, but for the
-    scales of MXFP4."""
+def all_finite(values: torch.Tensor, name: str) -> torch.Tensor:
+    """Whether all values that a file holds are finite, as a tensor. Always true for bytes, except
+    for the scales of MXFP4, where 255 is NaN."""
     if values.dtype in FLOATS.values():
-        return values.sum(dtype=torch.float32).isfinite()  # no copy, as all() has
+        return values.sum(dtype=torch.float32).isfinite()  # unlike all(), makes no copy
     if values.dtype == torch.float8_e4m3fn:
         return (values.view(torch.uint8) & 127 != 127).all()
-    return (values != 255).all() if name.endswith("_scales") else values.new_ones((), dtype=bool)
+    if name.endswith("_scales"):
+        return (values != 255).all()
+    return values.new_ones((), dtype=torch.bool)
 
 
-def rows_before(requests):
-    """{tensor's name: how many of its rows the ranks before this one read}; several ranks may read
-    one row. All ranks must call this."""
+def rows_before(requests: Sequence[Request]) -> dict[str, int]:
+    """{tensor's name: how many of its first rows are read by the ranks before this one}; several
+    ranks may read the same row. All ranks must call this."""
     stops = gather_objects({request.name: request.rows.stop for request in requests})
     before = stops[: dist.get_rank()]
     return {name: max((stop[name] for stop in before), default=0) for name in stops[0]}
 
 
-def read_chunk(path, start, target, staging=None):
-    """Read bytes from `start` of a file into `target`, a slice of a uint8 tensor; to a GPU by way
-    of the thread's pinned `staging.buffer`."""
+def read_chunk(
+    path: Path, start: int, target: torch.Tensor, staging: threading.local | None = None,
+) -> None:
+    """Read bytes from `start` of a file into `target`, a slice of a uint8 tensor. If that is on a
+    GPU, they are read into the thread's pinned `staging.buffer` first."""
     buffer = getattr(staging, "buffer", target)[: target.numel()]
-    view, done = memoryview(buffer.numpy()), 0
+    view, done = buffer.numpy().data, 0
     try:
         with path.open("rb", buffering=0) as file:
             file.seek(start)
@@ -170,7 +197,7 @@ def read_chunk(path, start, target, staging=None):
     if done < len(view):
         raise OSError(f"{path}: ends before byte {start + len(view)}: cut off since the start?")
     if target.is_cuda:
-        # in the stream that `target` is used in, and done when it returns: the buffer is free again
+        # in the stream in which `target` is used; it blocks, so that the buffer is free again
         target.copy_(buffer)
 
 
@@ -183,20 +210,24 @@ class WeightReader:
     for this one, and close() raises the error.
     """
 
-    def __init__(self, files, requests, device):
+    def __init__(
+        self, files: Mapping[str, Stored], requests: Sequence[Request], device: torch.device,
+    ) -> None:
         self.files, self.device, self.waiting = files, device, collections.deque(requests)
-        self.ahead = {}  # {name: (tensor, futures of its chunks, request)}
-        self.staging, self.errors = threading.local(), []
+        # {name: (tensor, futures of its chunks, request)}
+        self.ahead: dict[str, tuple[torch.Tensor, list[Future[None]], Request]] = {}
+        self.staging = threading.local()
+        self.errors: list[BaseException] = []
         self.pool = ThreadPoolExecutor(READERS, initializer=self._prepare_thread)
 
-    def _prepare_thread(self):
+    def _prepare_thread(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
             self.staging.buffer = torch.empty(READ_CHUNK, dtype=torch.uint8, pin_memory=True)
 
-    def _extent(self, request):
-        """The Stored tensor that has the rows of a request, the byte of a file where they begin,
-        and their bytes."""
+    def _extent(self, request: Request) -> tuple[Stored, int, int]:
+        """The Stored tensor that has the rows of a request, the byte of its file where they begin,
+        and the number of their bytes."""
         name, n_rows, rows = request.name, request.shape[0], request.rows
         if source := request.source:
             name, n_rows, rows = source.stored, source.n_rows, source.rows_with(rows)
@@ -204,7 +235,7 @@ class WeightReader:
         row_bytes = (stored.stop - stored.start) // n_rows
         return stored, stored.start + rows.start * row_bytes, len(rows) * row_bytes
 
-    def _begin_next(self):
+    def _begin_next(self) -> None:
         request = self.waiting.popleft()
         stored, start, size = self._extent(request)
         target = torch.empty(size, dtype=torch.uint8, device=self.device)
@@ -213,7 +244,7 @@ class WeightReader:
                                    self.staging) for i in offsets]
         self.ahead[request.name] = target.view(DTYPES[stored.dtype]), chunks, request
 
-    def read(self, name):
+    def read(self, name: str) -> torch.Tensor:
         """The requested rows of a tensor, flat, on the device. Names may come in any order, each
         once."""
         while name not in self.ahead:
@@ -232,7 +263,7 @@ class WeightReader:
             tensor = tensor.view(-1, request.shape[0])[:, rows.start : rows.stop].t().flatten()
         return tensor
 
-    def close(self):
+    def close(self) -> None:
         """Raise the first error of a read."""
         self.pool.shutdown()
         if self.errors:
@@ -240,13 +271,16 @@ class WeightReader:
 
 
 class RandomWeights:
-    """A WeightReader for --random_weights: its values depend on the name and not on the rank."""
+    """Stands for a WeightReader with --random_weights: values depend on the name, not on the rank.
+    """
 
-    def __init__(self, requests, seed, dtype, device):
+    def __init__(
+        self, requests: Sequence[Request], seed: int, dtype: torch.dtype, device: torch.device,
+    ) -> None:
         self.requests = {request.name: request for request in requests}
         self.seed, self.dtype, self.device = seed, dtype, device
 
-    def read(self, name):
+    def read(self, name: str) -> torch.Tensor:
         _, shape, rows, _ = self.requests[name]
         if "norm" in name or name.endswith("bias"):
             value = float(name.endswith("weight"))  # norms start at 1, biases at 0
@@ -262,5 +296,5 @@ class RandomWeights:
             whole.normal_(0, RANDOM_STD, generator=generator)
         return whole[rows.start : rows.stop].flatten().clone()  # so that `whole` is freed
 
-    def close(self):
+    def close(self) -> None:
         pass

@@ -1,64 +1,76 @@
-"""What a checkpoint calls the tensors that are read, and whether all are there, as they must be.
+"""The names of tensors in a model's files, and the check that all are there in the right form.
 
-Depends on reader, which reads them. Which rows this rank asks for is in model.
+Depends on config, nf4 and reader, which reads them. Which rows this rank asks for is in model.
 """
+
+from __future__ import annotations
 
 import dataclasses
 import json
 import math
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
+from fsdp_qlora.pretrained.architecture import Architecture, Linear
 from fsdp_qlora.pretrained.config import text_config
 from fsdp_qlora.quant.nf4 import BLOCK, MX_BLOCK, NESTED_BLOCK, dynamic_map, mxfp4_values, nf4_code
 from fsdp_qlora.run.ranks import say
 from fsdp_qlora.pretrained.reader import (
-    DTYPES, FLOATS, READ_CHUNK, Request, Source, WeightReader, read_tensor)
+    DTYPES, FLOATS, READ_CHUNK, Request, Source, Stored, WeightReader, read_tensor)
 
 NF4_STATE = "quant_state.bitsandbytes__nf4"  # bitsandbytes' name, after that of the weight
 FP8_BLOCK = 128  # rows and columns of a weight in FP8 that share one scale
 MX_PARTS = "_blocks", "_scales"  # what the names of tensors in MXFP4 end with; both are bytes
+# {name: (shape, or None for any, dtypes)} of tensors that the files must have
+Wanted = dict[str, tuple[tuple[int, ...] | None, Collection[str]]]
 NF4_PARTS = "absmax", "nested_absmax", "nested_quant_map", "quant_map", NF4_STATE  # all of them
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorNames:
-    """What a checkpoint calls the tensors that are read."""
+    """The names in the files of the tensors that are read."""
 
-    shapes: dict  # {name: shape} of all of them
-    linears: dict  # {name: Linear} of those that are in 4 bits here
-    sources: dict  # {name of a linear: Source} where it is a part of a tensor of all experts, which
-    #                is in `shapes` then; in MXFP4 of two, {name + each of MX_PARTS: Source}
-    scaled: dict  # {name of a linear in FP8: name of the scales of its blocks}
-    mixture_tensors: set  # those of `shapes` that Architecture.mixture_tensors() has
+    shapes: dict[str, tuple[int, ...]]  # {name: shape} of all of them
+    linears: dict[str, Linear]  # {name: Linear} of those that are in 4 bits here
+    # {name of a linear: Source} where it is a part of a tensor of all experts, which is in `shapes`
+    # then; in MXFP4 of two tensors, {name + each of MX_PARTS: Source}
+    sources: dict[str, Source]
+    scaled: dict[str, str]  # {name of a linear in FP8: name of the scales of its blocks}
+    mixture_tensors: set[str]  # those of `shapes` that Architecture.mixture_tensors() has
     embedding: str
     norm: str
     norm_bias: str | None
     head: str
     layer_prefix: str
-    renames: tuple  # pairs: a part of a name here, and what these files have instead
+    # pairs: a part of a name here, and what these files have instead
+    renames: tuple[tuple[str, str], ...]
 
     @property
-    def n_parameters(self):
-        """Weights, not their scales; a byte of MXFP4 has two."""
+    def n_parameters(self) -> int:
+        """The number of weights, without their scales; a byte of MXFP4 holds two."""
         return sum(math.prod(shape) * (1 + name.endswith("_blocks"))
                    for name, shape in self.shapes.items()
                    if not name.endswith(("_scales", "_scale_inv")))
 
-    def of_layer(self, index, name):
-        """The name in files of what is called `name` in layer `index`."""
+    def of_layer(self, index: int, name: str) -> str:
+        """The name in the files of the tensor `name` of layer `index`."""
         return self.layer_prefix + f"{index}." + renamed(name, self.renames)
 
-    def merged(self, files, nf4_states, is_multimodal):
-        """{name: (shape, dtype)} of what the merged model holds, file by file, and {name: the file
-        of the base in whose place it goes}. Experts in MXFP4 are there [experts, in, out], as the
-        family has them that alone has MXFP4. ValueError for what is not merged."""
+    def merged(
+        self, files: Mapping[str, Stored], nf4_states: Container[str], is_multimodal: bool,
+    ) -> tuple[dict[str, tuple[tuple[int, ...], torch.dtype]], dict[str, Path]]:
+        """{name: (shape, dtype)} of the merged model's tensors, file by file, and {name: the base
+        model's file that its file replaces}. Experts in MXFP4 become [experts, in, out], the form
+        of gpt-oss, the only family with MXFP4. Raises ValueError for what cannot be merged."""
         tensors, paths, text = {}, {}, self.layer_prefix.removesuffix("layers.")
         for name, stored in sorted(files.items(), key=lambda item: (item[1].path, item[1].start)):
             shape = self.shapes.get(name, stored.shape)
             if name not in {*self.shapes, self.head}:
-                # besides its text model a multimodal one has others, which are copied, whatever
-                # they hold
+                # a multimodal model has other parts besides its text model, which are copied
                 if not is_multimodal or name.startswith(text):
                     continue
                 if name.endswith(NF4_PARTS):
@@ -69,17 +81,17 @@ class TensorNames:
             elif name.endswith("_blocks"):
                 name = name.removesuffix("_blocks")
                 shape = shape[0], shape[2] * MX_BLOCK, shape[1]
-            # these stay fp32 where they are: training used them so, and transformers keeps some,
-            # such as a router's correction, in fp32; the others it rounds itself
+            # training used these in fp32, so they stay in fp32; transformers also keeps some of
+            # them in fp32, such as a router's correction, and rounds the others itself
             is_exact = (name in self.mixture_tensors and name not in nf4_states
                         and stored.dtype == "F32")
             tensors[name] = shape, torch.float32 if is_exact else torch.bfloat16
             paths[name] = stored.path
         return tensors, paths
 
-    def parts(self):
-        """{name of a tensor in 16 bits: [(name of a linear, the index in the tensor at which it
-        is)]} of all linears."""
+    def parts(self) -> dict[str, list[tuple[str, Any]]]:
+        """{name of a tensor in 16 bits: [(name of a linear, its index in the tensor)]} of all
+        linears."""
         found = {}
         for name, linear in self.linears.items():
             stored, index = name, ...
@@ -92,15 +104,15 @@ class TensorNames:
         return found
 
 
-def renamed(name, renames):
-    """A name here with each pair's first part replaced by its second, as files may have it."""
+def renamed(name: str, renames: Iterable[tuple[str, str]]) -> str:
+    """The name with the first part of each pair replaced by the second, as files may have it."""
     for here, there in renames:
         name = name.replace(here, there)
     return name
 
 
-def tensor_names(arch, files):
-    """The TensorNames of a model; `files` {name: ..} tells which spelling a checkpoint has."""
+def tensor_names(arch: Architecture, files: Collection[str]) -> TensorNames:
+    """The TensorNames of a model whose files have the tensors `files`, of the spelling there."""
     stems = arch.checkpoint_prefixes
     stem = next((s for s in stems if f"{s}embed_tokens.weight" in files), stems[0])
     head = next((name for name in arch.head_names if name in files), arch.head_names[0])
@@ -136,10 +148,12 @@ def tensor_names(arch, files):
     return names
 
 
-def stacked_experts(arch, names, layer, files):
-    """{name in a layer of what is read of a linear: (Source, shape of its tensor)} where the files
-    have the linears of all experts in one tensor, as transformers 5 has them in memory: [experts,
-    out, in], or transposed; in MXFP4 in two, of bytes. Else {}."""
+def stacked_experts(
+    arch: Architecture, names: TensorNames, layer: int, files: Container[str],
+) -> dict[str, tuple[Source, tuple[int, ...]]]:
+    """{name in a layer of a linear's tensor: (Source, shape of the tensor that holds it)} if the
+    files have the linears of all experts in one tensor, as transformers 5 has them in memory,
+    [experts, out, in] or transposed, or in MXFP4 in two tensors of bytes. Else {}."""
     found, mixture = {}, arch.mixture
     groups = {"gate_up_proj": arch.expert_gate_up, "down_proj": arch.expert_down}
     for key, linears in groups.items():
@@ -164,17 +178,22 @@ def stacked_experts(arch, names, layer, files):
     return found
 
 
-def rows_in_memory(tensors, names, name):
-    """All rows of a tensor, flat, as a WeightReader reads them, out of {name: tensor}."""
+def rows_in_memory(
+    tensors: Mapping[str, torch.Tensor], names: TensorNames, name: str,
+) -> torch.Tensor:
+    """All rows of a tensor of `tensors`, flat, as a WeightReader reads them."""
     source = names.sources.get(name)
     return (source.weight_in(tensors[source.stored]) if source else tensors[name]).flatten()
 
 
-def read_part(files, names, stored, part, index, device, sums):
-    """A whole tensor of the files, or the `part` of it at `index`, see TensorNames.parts(); a
-    linear's as [out, in], of FP8 times its scales, of MXFP4 in fp32; and whether what is in 16 bits
-    is transposed. Raises ValueError if it has not the content that `sums`, {name: content_sum() as
-    hex}, know of."""
+def read_part(
+    files: Mapping[str, Stored], names: TensorNames, stored: str, part: str, index: Any,
+    device: torch.device | str, sums: Mapping[str, str],
+) -> tuple[torch.Tensor, bool]:
+    """A whole tensor of the files, or the `part` of it at `index`, see TensorNames.parts(), and
+    whether the tensor in 16 bits is its transpose. A linear is [out, in]; in FP8 it is multiplied
+    by its scales; in MXFP4 it becomes fp32. Raises ValueError if its content differs from `sums`,
+    {name: content_sum() as hex}."""
     if part in names.linears and names.linears[part].mxfp4:
         blocks, scales = (
             read_tensor(files[stored + end], stored + end, device, sums.get(part + end), index,
@@ -190,18 +209,22 @@ def read_part(files, names, stored, part, index, device, sums):
     return tensor, transposed
 
 
-def unscaled(value, scales, first=0):
-    """The fp32 weight [out, in] of FP8 values and the scales of their blocks; `first`: the first
-    value's row in the first block."""
+def unscaled(value: torch.Tensor, scales: torch.Tensor, first: int = 0) -> torch.Tensor:
+    """The fp32 weight [out, in]: FP8 values times the scales of their blocks. `first`: the row of
+    the first block at which the values begin."""
     scales = scales.float().repeat_interleave(FP8_BLOCK, 0)[first : first + len(value)]
     return value.float() * scales.repeat_interleave(FP8_BLOCK, 1)[:, : value.shape[1]]
 
 
-def check_files(files, names, model_config, compute_dtype):
-    """Check a checkpoint's tensors before they are read. Returns {name: what bitsandbytes has
-    stored of it} of the tensors that the files have in NF4. Raises ValueError."""
-    wanted = {name: (shape, ["U8"] if name.endswith(MX_PARTS) else FLOATS)
-              for name, shape in names.shapes.items()}
+def check_files(
+    files: dict[str, Stored], names: TensorNames, model_config: PreTrainedConfig,
+    compute_dtype: str,
+) -> dict[str, dict[str, Any]]:
+    """Check a checkpoint's tensors before they are read. Returns {name: the JSON object that
+    bitsandbytes stored with it} of the tensors that are in NF4 in the files. Raises ValueError."""
+    wanted: Wanted = {
+        name: (shape, ["U8"] if name.endswith(MX_PARTS) else FLOATS)
+        for name, shape in names.shapes.items()}
     wanted |= {name: (names.shapes[name], ["F8_E4M3"]) for name in names.scaled}
     files = drop_further_layers(files, names, model_config)
     n_mxfp4 = sum(linear.mxfp4 for linear in names.linears.values())
@@ -224,16 +247,18 @@ def check_files(files, names, model_config, compute_dtype):
     return states
 
 
-def has_nf4(model_config):
-    """Whether the files have linears in 4 bits, by bitsandbytes, and not in FP8 or whole."""
+def has_nf4(model_config: PreTrainedConfig) -> bool:
+    """Whether the files have linears that bitsandbytes quantised to 4 bits."""
     settings = getattr(model_config, "quantization_config", None) or {}
     return settings.get("quant_method") not in (None, "fp8", "mxfp4")
 
 
-def drop_further_layers(files, names, model_config):
-    """The files' tensors without those of layers after the model's own, which predict a token
-    more (MTP) where config.json says that there are such."""
-    config, found = text_config(model_config), {}
+def drop_further_layers(
+    files: dict[str, Stored], names: TensorNames, model_config: PreTrainedConfig,
+) -> dict[str, Stored]:
+    """The files' tensors without the layers after the last that config.json declares: they predict
+    further tokens (MTP)."""
+    config, found = text_config(model_config), dict[str, Stored]()
     n = getattr(config, "num_nextn_predict_layers", None) or getattr(config, "num_mtp_layers", 0)
     for i in range(config.num_hidden_layers, config.num_hidden_layers + (n or 0)):
         stem = f"{names.layer_prefix}{i}."
@@ -244,9 +269,8 @@ def drop_further_layers(files, names, model_config):
     return {name: stored for name, stored in files.items() if name not in found}
 
 
-def check_tensors(files, names, wanted):
-    """Raise ValueError unless the files have the tensors `wanted`, {name: (shape or None, dtypes)},
-    and in layers no others."""
+def check_tensors(files: Mapping[str, Stored], names: TensorNames, wanted: Wanted) -> None:
+    """Raise ValueError unless the files have all tensors of `wanted`, and no others in layers."""
     missing = [name for name in wanted if name not in files]
     if missing:
         raise ValueError(f"the checkpoint lacks {len(missing)} of {len(wanted)} tensors that its"
@@ -276,21 +300,24 @@ def check_tensors(files, names, wanted):
                          " set tie_word_embeddings to false there")
 
 
-def same_bytes(one, other):
-    """Whether two Stored tensors are the same, read a chunk at a time."""
+def same_bytes(one: Stored, other: Stored) -> bool:
+    """Whether two Stored tensors are equal; reads a chunk at a time."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     with one.path.open("rb") as a, other.path.open("rb") as b:
-        a.seek(one.start), b.seek(other.start)
+        a.seek(one.start)
+        b.seek(other.start)
         sizes = (min(READ_CHUNK, one.stop - at) for at in range(one.start, one.stop, READ_CHUNK))
         return all(a.read(size) == b.read(size) for size in sizes)
 
 
-def check_prequantised(files, names, wanted):
-    """check_tensors() where bitsandbytes has quantised linears, which must be as it is done here;
-    not all: transformers 5 leaves experts as they are, transformers 4 had routers as linears, too.
-    Adds the tensors that it stores to `wanted`. Returns {name: the JSON object that it has stored}
-    of the weights that it has quantised."""
+def check_prequantised(
+    files: Mapping[str, Stored], names: TensorNames, wanted: Wanted,
+) -> dict[str, dict[str, Any]]:
+    """check_tensors() of files in which bitsandbytes has quantised linears, in the way of this
+    package. Not all linears need be quantised: transformers 5 leaves experts as they are,
+    transformers 4 also quantised routers. Adds the tensors that bitsandbytes stores to `wanted`.
+    Returns {name: the JSON object that bitsandbytes stored with it} of the quantised weights."""
     in_nf4 = [name for name in (*names.linears, *sorted(names.mixture_tensors))
               if f"{name}.{NF4_STATE}" in files and name in names.shapes]
     for name in files:
@@ -318,8 +345,10 @@ def check_prequantised(files, names, wanted):
     return states
 
 
-def _read_state(name, stored, shape, read):
-    """What bitsandbytes has stored of one weight: a JSON object, checked."""
+def _read_state(
+    name: str, stored: Stored, shape: tuple[int, ...], read: Callable[[str], torch.Tensor],
+) -> dict[str, Any]:
+    """The JSON object that bitsandbytes stored with one weight, checked."""
     try:
         state = {**json.loads(bytes(read(f"{name}.{NF4_STATE}").tolist()))}
     except (ValueError, TypeError) as e:
@@ -339,7 +368,7 @@ def _read_state(name, stored, shape, read):
                          " 4 bits are asked for")
     cpu = torch.device("cpu")
     for part, table in {"quant_map": nf4_code(cpu), "nested_quant_map": dynamic_map(cpu)}.items():
-        # another version of the library may have stored other last bits
+        # the last bits may differ between versions of bitsandbytes
         if not torch.allclose(read(f"{name}.{part}"), table):
             raise ValueError(f"{stored.path}: {name}.{part} is not the code of bitsandbytes' NF4")
     return state
