@@ -48,17 +48,26 @@ def assemble(script):
         sys.exit("standalone.py: the imports form a cycle: " + " imports ".join(e.args[1][::-1]))
     sources = {path: cut(path) for path in (script, *modules)}
     check_names(sources)
-    docstring, _, code, end, _ = sources[script]
+    docstring, _, code, end, *_ = sources[script]
     imports = dict.fromkeys(text for _, head, *_ in sources.values() for text in head)
+    imports.pop("from typing import TYPE_CHECKING", None)
     imports = sorted(imports, key=lambda text: "__future__" not in text)  # which comes first
     parts = [
         f"#!/usr/bin/env python3\n# {script} as one file, of commit {commit()}: the script, and"
         " below it its modules.\n# Made by `make standalone`: to send a change back, edit the"
-        f" repository's files.\n{docstring}", "\n".join(imports), code]
+        f" repository's files.\n{docstring}", "\n".join([*imports, *typed_names(sources)]), code]
     for path in modules:
         about = "\n".join(f"# {line}".rstrip() for line in sources[path][0].splitlines())
         parts.append(f"{RULE}\n# {path}\n#\n{about}\n{RULE}\n\n{sources[path][2]}")
     return "\n\n\n".join([*parts, end]) + "\n"
+
+
+def typed_names(sources):
+    """Lines that give a meaning to names that only annotations use, of modules that the file does
+    not need."""
+    known = {name for _, _, _, _, names, _ in sources.values() for name in names}
+    missing = sorted({name for *_, typed in sources.values() for name in typed} - known)
+    return [f"{' = '.join(missing)} = object"] if missing else []
 
 
 def needed_modules(path):
@@ -69,10 +78,11 @@ def needed_modules(path):
 
 def cut(path):
     """A file as (docstring, imports and what stands between them, code, block of __main__,
-    {name at its top level: what it means}); local imports are left out."""
+    {name at its top level: what it means}, names for annotations alone); local imports are left
+    out."""
     text, lines = read(path), read(path).splitlines()
     tree = ast.parse(text)
-    docstring, head, code, end, names, start = "", [], [], "", {}, 0
+    docstring, head, code, end, names, typed, start = "", [], [], "", {}, [], 0
     last_import = max((i for i, node in enumerate(tree.body) if is_import(node)), default=0)
     for i, node in enumerate(tree.body):
         part = "\n".join(lines[start : node.end_lineno]).strip("\n")  # with the comments above
@@ -82,13 +92,15 @@ def cut(path):
         elif isinstance(node, ast.If) and "__main__" in part:
             end = part
         elif i <= last_import:
-            if not getattr(node, "module", "").startswith("fsdp_qlora") and not for_types(node):
+            if for_types(node):
+                typed += [alias.name for block in node.body for alias in block.names]
+            elif not getattr(node, "module", "").startswith("fsdp_qlora"):
                 head += one_by_one(node) if hasattr(node, "names") else [part]
                 names |= meanings(node, path)
         else:
             code.append("\n".join(lines[tree.body[i - 1].end_lineno : node.end_lineno]))
             names |= meanings(node, path)
-    return docstring, head, "\n".join(code).strip("\n"), end, names
+    return docstring, head, "\n".join(code).strip("\n"), end, names, typed
 
 
 def one_by_one(node):
@@ -117,7 +129,7 @@ def meanings(node, path):
 def check_names(sources):
     """Fail where a name has two meanings, or a local import would be left in the file."""
     known = {}
-    for path, (_, _, code, _, names) in sources.items():
+    for path, (_, _, code, _, names, _) in sources.items():
         for name, meaning in names.items():
             if known.setdefault(name, meaning) != meaning:
                 sys.exit(f"standalone.py: {name} is defined twice: {known[name]} and {meaning}")

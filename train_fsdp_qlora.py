@@ -501,6 +501,7 @@ def load_model(model: Model, base: Path, model_config: transformers.PretrainedCo
     Returns a namespace: `sums` {name in files: content_sum() as hex}, which tell one base from any
     other; `prequantised`, whether its files are in 4 bits; `n_parameters`.
     """
+    assert config.max_seq_len, "read_model_config() fills it in"
     arch, nf4_states, dtype = model.arch, {}, getattr(torch, config.compute_dtype)
     if config.random_weights:
         names = tensor_names(arch, {})
@@ -691,7 +692,8 @@ def evaluate(run: Run) -> Record | None:
     """The metrics of all evaluation rows, without dropout, {name in metrics.jsonl: value}; None if
     the run was asked to stop meanwhile. All ranks must call this."""
     assert run.eval_rows, "there is nothing to evaluate on"
-    rows, sums, n_seen = run.eval_rows, 0, 0
+    sums: Any = 0
+    rows, n_seen = run.eval_rows, 0
     value = step_value(run, rows, (batch for _, batch in evaluation_batches(run, rows)))
     for _, batch in evaluation_batches(run, rows):
         n_seen += len(batch)

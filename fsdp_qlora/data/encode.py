@@ -147,7 +147,7 @@ class Rows:
         return hashlib.sha256(self.digests.numpy().tobytes()).hexdigest()
 
 
-def prepare_data(config: Config, directory: Path, tokenizer: PreTrainedTokenizerFast,
+def prepare_data(config: Config, directory: Path, tokenizer: PreTrainedTokenizerFast | None,
                  vocab_size: int, day: str) -> tuple[Rows, Rows | None]:
     """The Rows to train on and those to evaluate on, or None. All ranks must call this."""
     if config.random_weights and not config.dataset:

@@ -4,11 +4,15 @@ Depends on model for a rank's shard of a layer. The optimizer over the vector is
 checkpoints are in checkpoints.
 """
 
+from __future__ import annotations
+
 import json
 import math
 import re
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from peft import LoraConfig
@@ -24,8 +28,15 @@ from fsdp_qlora.lora.peft_names import (
     expert_parts, expert_settings, peft_name, stack_experts, unstack_experts)
 from fsdp_qlora.run.ranks import all_gather, is_rank_0, say, together
 
+if TYPE_CHECKING:
+    from fsdp_qlora.model.layer import DecoderLayer
+    from fsdp_qlora.model.model import Model
+    from fsdp_qlora.pretrained.architecture import Architecture
+    from train_fsdp_qlora import Config
 
-def choose_adapted(arch, config, base_name):
+
+def choose_adapted(arch: Architecture, config: Config,
+                   base_name: str) -> tuple[LoraConfig, list[str]]:
     """PEFT's LoraConfig, and the names in a layer of the linears that get an adapter. Raises
     ValueError."""
     experts, settings = arch.experts(), {}
@@ -73,7 +84,7 @@ def choose_adapted(arch, config, base_name):
     return lora_config, arch.adapted(config.target_modules)
 
 
-def refuse_expert_adapters(arch, config):
+def refuse_expert_adapters(arch: Architecture, config: Config) -> None:
     """Raise ValueError where experts cannot have the adapters that are asked for."""
     if config.adapter == "dora" or config.lora_dropout:
         raise ValueError("--target_modules experts: their adapters have neither DoRA nor dropout,"
@@ -95,7 +106,7 @@ class Adapter:
     number of GPUs the state is the same vector, cut elsewhere.
     """
 
-    def __init__(self, model, device):
+    def __init__(self, model: Model, device: torch.device) -> None:
         self.arch, self.layers, self.group = model.arch, model.layers, model.group
         self.shard, self.shards = model.shard, model.shards
         rank = model.layers[0].layout.attention.qkv.lora_rank
@@ -111,26 +122,26 @@ class Adapter:
         self.n_trainable = sum(math.prod(shape) for i in range(len(self.layers))
                                for _, shape in self.names(i).values())
 
-    def by_layer(self, tensor):
+    def by_layer(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.view(len(self.layers), -1)
 
-    def name(self, i, linear, key):
+    def name(self, i: int, linear: str, key: str) -> str:
         """PEFT's name of a part of the adapter of layer i, see peft_name()."""
         return peft_name(self.arch, i, linear, key)
 
-    def names(self, i):
+    def names(self, i: int) -> dict[str, tuple[slice, tuple[int, ...]]]:
         """{PEFT's name: (slice of layer i's adapter, shape)}."""
         return {self.name(i, *part): where
                 for part, where in self.layers[i].layout.adapter_parts().items()}
 
-    def set_layer(self, i, values):
+    def set_layer(self, i: int, values: dict[str, torch.Tensor]) -> None:
         """Give layer i its values out of {PEFT's name: whole tensor}."""
         whole = torch.zeros(self.shards, self.n_own)
         for name, (where, _) in self.names(i).items():
             whole.view(-1)[where] = values[name].reshape(-1)
         self.by_layer(self.weights.data)[i] = whole[self.shard]
 
-    def initialise(self, config):
+    def initialise(self, config: Config) -> None:
         """Set the values of --init_adapter, or PEFT's initial ones: A at random, the same on any
         number of ranks, B zero, DoRA's magnitudes the norms of the base weights' rows. All ranks
         must call this."""
@@ -139,7 +150,7 @@ class Adapter:
         for i, layer in enumerate(self.layers):
             self.set_layer(i, given or self.initial_values(i, layer, config.seed))
 
-    def initial_values(self, i, layer, seed):
+    def initial_values(self, i: int, layer: DecoderLayer, seed: int) -> dict[str, torch.Tensor]:
         """{PEFT's name: tensor} of layer i."""
         values = {}
         for (linear, key), (_, shape) in layer.layout.adapter_parts().items():
@@ -152,7 +163,7 @@ class Adapter:
                 nn.init.kaiming_uniform_(values[name], a=math.sqrt(5), generator=generator)
         return values
 
-    def gather(self, vector):
+    def gather(self, vector: torch.Tensor) -> Iterator[torch.Tensor | None]:
         """Yield of each layer, out of a vector cut as `weights` is, the whole on rank 0's CPU; None
         on other ranks. All ranks must call this, and use all of it."""
         for own in self.by_layer(vector):
@@ -160,7 +171,7 @@ class Adapter:
                 own = all_gather(own.clone(), self.group).view(-1)
             yield own.cpu() if is_rank_0() else None
 
-    def gather_weights(self):
+    def gather_weights(self) -> dict[str, torch.Tensor]:
         """{name in PEFT's files: whole fp32 tensor on the CPU} on rank 0, {} on others. All ranks
         must call this."""
         weights = {}
@@ -170,14 +181,14 @@ class Adapter:
                 weights |= stack_experts(views, self.expert_parts)
         return weights
 
-    def largest(self):
+    def largest(self) -> float:
         """The largest magnitude of all weights. All ranks must call this."""
         return float(all_gather(self.weights.detach().abs().max()).max())
 
 
-def read_adapter(config, adapter):
+def read_adapter(config: Config, adapter: Adapter) -> dict[str, torch.Tensor]:
     """The tensors of --init_adapter, an adapter like this run's: {PEFT's name: fp32}."""
-    directory = Path(config.init_adapter)
+    directory = Path(str(config.init_adapter))
     try:
         settings = read_json(directory / "adapter_config.json")
         values = load_file(directory / "adapter_model.safetensors")
@@ -218,7 +229,8 @@ def read_adapter(config, adapter):
     return {name: value.float() for name, value in own.items()}
 
 
-def write_adapter(directory, weights, lora_config):
+def write_adapter(directory: Path, weights: dict[str, torch.Tensor],
+                  lora_config: LoraConfig) -> None:
     """The adapter in PEFT's format. Rank 0 only."""
     write_whole(directory / "adapter_model.safetensors", weights)
     settings = {key: sorted(value) if isinstance(value, set) else value

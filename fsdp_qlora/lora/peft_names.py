@@ -4,10 +4,24 @@ Depends on tensor_names for the words of each family's files. Which values an ad
 adapter.
 """
 
+from __future__ import annotations
+
+from collections.abc import Collection
+from types import EllipsisType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
 from fsdp_qlora.pretrained.tensor_names import renamed
 
+if TYPE_CHECKING:
+    from fsdp_qlora.pretrained.architecture import Architecture, Linear
 
-def peft_name(arch, layer, linear, key):
+Index = EllipsisType | slice | tuple[Any, ...]  # of a part of a tensor
+Parts = dict[str, tuple[str, tuple[int, ...], Index]]  # see expert_parts()
+
+
+def peft_name(arch: Architecture, layer: int, linear: str, key: str) -> str:
     """PEFT's name of a part of a linear's adapter; that of a single expert has the words of its
     family's released files."""
     renames = arch.mixture.renames if arch.mixture else ()
@@ -15,17 +29,20 @@ def peft_name(arch, layer, linear, key):
     return f"{stem}.{renamed(linear, renames)}.{key}"
 
 
-def file_parts(arch, layer, linear, rank, kind, of_experts):
+def file_parts(arch: Architecture, layer: int, linear: Linear, rank: int, kind: str,
+               of_experts: Parts) -> list[tuple[str, tuple[int, ...], Index]]:
     """[(name in PEFT's files, shape there, index)] of A, B and DoRA's magnitudes of a Linear's
     adapter; `of_experts`: see expert_parts()."""
     n_out, n_in = linear.out_features, linear.in_features
-    shapes = {"lora_A.weight": (rank, n_in), "lora_B.weight": (n_out, rank)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "lora_A.weight": (rank, n_in), "lora_B.weight": (n_out, rank)}
     shapes |= {"lora_magnitude_vector": (n_out,)} if kind == "dora" else {}
     names = {peft_name(arch, layer, linear.name, key): shape for key, shape in shapes.items()}
     return [of_experts.get(name, (name, shape, ...)) for name, shape in names.items()]
 
 
-def expert_settings(arch, rank, alpha, adapted):
+def expert_settings(arch: Architecture, rank: int, alpha: int,
+                    adapted: Collection[str]) -> dict[str, Any]:
     """Of PEFT's LoraConfig what the experts among the linears `adapted` need, where PEFT adapts a
     parameter of all experts. That of gate and up has the ranks of both, and twice alpha, so that
     the scale is the same."""
@@ -39,12 +56,12 @@ def expert_settings(arch, rank, alpha, adapted):
     return settings
 
 
-def expert_parts(arch, rank):
+def expert_parts(arch: Architecture, rank: int) -> Parts:
     """{peft_name() of A or B of an expert's linear: (name, shape, index)} where PEFT's files have
     one A and one B of all experts, with this one at `index`. Of A an expert has rows that follow
     one another, of B every n-th column. In those of gate and up together gate has the first of an
     expert's ranks, up the others; B is 0 where the outputs of one meet the ranks of the other."""
-    found = {}
+    found: Parts = {}
     for layer, routed in enumerate(arch.layer_routed):
         if not routed or arch.mixture.adapters != "stacked":
             continue
@@ -65,7 +82,7 @@ def expert_parts(arch, rank):
     return found
 
 
-def stack_experts(tensors, parts):
+def stack_experts(tensors: dict[str, torch.Tensor], parts: Parts) -> dict[str, torch.Tensor]:
     """{name in PEFT's files: tensor} out of {peft_name(): tensor}; `parts`: see expert_parts()."""
     found = {}
     for name, tensor in tensors.items():
@@ -76,7 +93,7 @@ def stack_experts(tensors, parts):
     return found
 
 
-def unstack_experts(tensors, parts):
+def unstack_experts(tensors: dict[str, torch.Tensor], parts: Parts) -> dict[str, torch.Tensor]:
     """stack_experts() undone."""
     own = {name: tensors[stored][index] for name, (stored, _, index) in parts.items()
            if stored in tensors}

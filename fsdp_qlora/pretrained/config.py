@@ -42,7 +42,7 @@ KNOWN_FIELDS = set("""vocab_size hidden_size intermediate_size num_hidden_layers
     """.split())
 
 
-Record = TypeVar("Record", Family, Mixture)
+AnyRecord = TypeVar("AnyRecord", Family, Mixture)
 
 
 def text_config(model_config: PreTrainedConfig) -> PreTrainedConfig:
@@ -125,7 +125,7 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
         head_names=["lm_head.weight", "language_model.lm_head.weight"][: len(prefixes)])
 
 
-def fill_record(record: Record, c: PreTrainedConfig) -> Record:
+def fill_record(record: AnyRecord, c: PreTrainedConfig) -> AnyRecord:
     """The record with the text config's values in place of "config.x"; None where the config
     declares no such field. A list of one value per layer, all equal, becomes that value."""
     values, declared = dict(vars(record)), {field.name for field in dataclasses.fields(c)}
