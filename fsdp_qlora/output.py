@@ -261,7 +261,8 @@ def read_run(directory):
         newest = max(directory.glob("checkpoint-" + 6 * "[0-9]"), default=None)
         raise ValueError(f"--adapter_dir {directory}: has no {' and no '.join(missing)}; name "
                          + (f"its newest checkpoint: --adapter_dir {newest}" if newest else
-                            "a run directory of train_fsdp_qlora.py or a checkpoint in it"))
+                            "a run directory of train_fsdp_qlora.py or a checkpoint in it; another"
+                            " adapter of PEFT's is merged, unchecked, if --base_model is given"))
     run, changed = read_json(path), "has another SHA-256 than when it was written"
     # they come when the run ends; older runs have none
     files = {directory / RESULTS[key]: run.pop(key) for key in RESULTS if key in run}
