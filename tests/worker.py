@@ -34,6 +34,7 @@ from fsdp_qlora.nf4 import NF4Blocks, dequantise
 from fsdp_qlora.offload import pinned_copy
 from fsdp_qlora.ranks import all_gather, on_rank_0
 from fsdp_qlora.vocabulary import HeadLoss, embed, shard_range
+from minimal_runs import minimal  # noqa: F401 - a case
 
 
 def training(job, process, model, flags, look):
