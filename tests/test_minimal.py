@@ -67,7 +67,7 @@ FAMILIES = {  # model type: settings besides SIZES
 MERGED = "llama", "gemma3", "qwen3_5_text"
 MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 FLAGS = ["--max_steps", 3, "--batch_size", 4, "--max_length", 64, "--learning_rate", 5e-3]
-STEP = re.compile(r"^step +(\d+)/\d+ loss +([\d.]+) lr ", re.M)
+STEP = re.compile(r"^step +(\d+)/\d+ loss +([\d.]+) lr \S+ grad +([\d.]+) ", re.M)
 
 
 def config_of(model_type, vocab_size):
@@ -93,6 +93,9 @@ def write_model(directory, model_type, tokenizer):
         for name, value in model.named_parameters():  # transformers starts at 1 and at 0
             if "norm" in name or name.endswith(".bias"):
                 value.add_(torch.randn_like(value) * 0.1)
+        for name, value in model.named_buffers():
+            if name.endswith("layer_scalar"):  # of Gemma 4
+                value.mul_(0.9)
     size = "300KB" if model_type == "llama" else "1GB"
     model.to(torch.bfloat16).save_pretrained(directory, max_shard_size=size)
     tokenizer.save_pretrained(directory)
@@ -133,7 +136,11 @@ def flags(model, output, *more, rows="text.jsonl"):
 
 
 def losses(text):
-    return [float(loss) for _, loss in STEP.findall(text)]
+    return [float(loss) for _, loss, _ in STEP.findall(text)]
+
+
+def gradients(text):
+    return [float(norm) for *_, norm in STEP.findall(text)]
 
 
 RUNS = {  # name: (processes, what the job has)
@@ -184,19 +191,21 @@ def launched(base, run_training, tmp_path_factory):
 def test_file_alone_trains_by_torchrun(launched):
     done, alone = launched
     assert done.returncode == 0, done.stderr
-    steps = [int(step) for step, _ in STEP.findall(done.stdout)]
     found = losses(done.stdout)
-    assert steps == list(range(1, 9)) and found[-1] < found[0] - 0.2
+    assert [int(step) for step, *_ in STEP.findall(done.stdout)] == list(range(1, 9))
+    assert found[-1] < found[0] - 0.2
     assert {path.name for path in alone.iterdir()} == {SCRIPT.name, "adapter"}
     assert done.stdout.splitlines()[-1].startswith("adapter saved; to merge it: python merge_")
 
 
 def test_same_losses_whatever_the_processes(launched, runs):
-    want = losses(launched[0].stdout)
+    """And gradients: Adam would hide that all of them are half as large."""
+    want, norms = losses(launched[0].stdout), gradients(launched[0].stdout)
     for nproc in 1, 4:
-        got = losses(runs(f"on {nproc}")[0])
-        print(nproc, max(abs(a - b) for a, b in zip(got, want)))
-        assert got == pytest.approx(want, abs=5e-3) and len(got) == 8
+        text, _ = runs(f"on {nproc}")
+        print(nproc, max(abs(a - b) for a, b in zip(losses(text), want)))
+        assert losses(text) == pytest.approx(want, abs=5e-3) and len(want) == 8
+        assert gradients(text) == pytest.approx(norms, rel=0.03)
 
 
 def test_first_loss_is_that_of_the_big_script(base, runs, read_metrics):
