@@ -3,12 +3,17 @@
 
     python merge_adapters.py --adapter_dir runs/my-run --output_dir runs/my-run/merged
     python merge_adapters.py --adapter_dir runs/my-run/checkpoint-000040 --output_dir merged-40
+    python merge_adapters.py --adapter_dir adapter --base_model DIR_OR_HUB_ID --output_dir merged
 
 The adapter was trained on NF4 weights, so it is added to those: W + scaling * B @ A in fp32, once
 rounded to bf16. W is the base's weight as training had it: quantised to NF4 and dequantised, or
 only dequantised where the base is in 4-bit already. DoRA scales each row of the sum to its
 magnitude. A linear of the decoder's layers without an adapter becomes W; all else stays the base's
 own. --output_dir appears when all is done and gives, for a few rows, what the trained model gave.
+
+The last command merges an adapter of minimal_fsdp_qlora.py, or any that PEFT has saved, where there
+is no train_config.json. It cannot be checked: that it was trained on the base in NF4 is taken on
+trust, and linears without an adapter stay the base's own.
 
 The whole job stands below, in the order in which it happens; fsdp_qlora/ has what it depends on.
 Tested with torch 2.13, transformers 5.23, peft 0.21, bitsandbytes 0.50.
@@ -21,6 +26,7 @@ import functools
 import json
 import math
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -43,10 +49,11 @@ from fsdp_qlora.run.ranks import explain, print_error
 from fsdp_qlora.pretrained.tensor_names import NF4_PARTS, check_files, read_part, tensor_names
 from fsdp_qlora.lora.peft_names import expert_parts, expert_settings, file_parts
 from fsdp_qlora.model.head import scaled_logits
-from fsdp_qlora.pretrained.reader import OTHER_BASE, read_tensor, tensors_of, weight_files
+from fsdp_qlora.pretrained.reader import FLOATS, OTHER_BASE, read_tensor, tensors_of, weight_files
 
 LARGE_ERROR = 0.20  # of the adapter's own effect: a warning from here on
 FAILED_ERROR = 1.0  # further from what was trained than the base is: not a merge of it
+AUTO_CLASSES = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
 FREE = """peft_version base_model_name_or_path task_type inference_mode lora_dropout
     target_modules""".split()  # of adapter_config.json: not used here
 UNMERGED = """; to use the adapter without merging it:
@@ -77,7 +84,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
     parser.error = fail
     add = parser.add_argument
-    add("--adapter_dir", required=True, help="run of train_fsdp_qlora.py, or a checkpoint in it")
+    add("--adapter_dir", required=True,
+        help="run of train_fsdp_qlora.py or a checkpoint in it; with --base_model any PEFT adapter")
     add("--output_dir", required=True, help="where the merged model goes: a new directory")
     add("--base_model", help="Hub id or directory; default: the one that train_config.json names")
     add("--device", choices=("cpu", "cuda"), help="quantises and checks; default: as in training")
@@ -90,22 +98,11 @@ def merge(args: argparse.Namespace) -> None:
     """The whole job, from the flags to the merged model."""
     adapter_dir, output = Path(args.adapter_dir), Path(args.output_dir)
     transformers.utils.logging.disable_progress_bar()
-    run, begun = read_run(adapter_dir), os.stat(adapter_dir / ADAPTER_FILES[1])
-    base = read_base(args.base_model or run["base_model"], run["quantization"])
-    if args.allow_other_base:
-        print("WARNING: --allow_other_base: the base may be another one: nothing will be compared")
-        base.sums, args.check = {}, False
-    else:
-        require(base_digest(base.directory) == run["base_sha256"], f"{base.directory}: its"
-                f" config.json or its weights {OTHER_BASE}")
-    adapter = match_adapter(adapter_dir, run["config"], base)
-    rows, trained_on = run["probe_input_ids"], run["quantization"]["device"]
-    require(max(map(max, rows)) < base.arch.vocab_size, "train_config.json has probe_input_ids"
-            f" outside the base's vocabulary of {base.arch.vocab_size}: another base model?")
-    device = args.device or (trained_on if torch.cuda.is_available() else "cpu")
-    require(device == "cpu" or torch.cuda.is_available(), "--device cuda: there is no GPU here")
-    if device != trained_on:
-        print(f"note: trained on {trained_on}, merging on {device}: the last bit may differ")
+    file, places = adapter_dir / ADAPTER_FILES[1], (adapter_dir, adapter_dir.resolve().parent)
+    begun = file.stat() if file.is_file() else None  # else reading says so
+    has_config = any((place / "train_config.json").is_file() for place in places)
+    read = read_checked if has_config or not args.base_model else read_unchecked
+    run, base, adapter, device = read(args, adapter_dir)
     used = {*base.tensors, *base.names.shapes}
     unused = [n for n in base.files if n not in used and not n.endswith(NF4_PARTS)]
     print(f"base model {base.directory}: {len(base.names.linears)} linears in 4 bits,"
@@ -133,14 +130,79 @@ def merge(args: argparse.Namespace) -> None:
               f" differ from the exact sum by {rounding:.4f} of what the adapter adds to them")
         try:
             if args.check:
-                check(base, run["probe"], partial, rows, device)
-            require(os.path.samestat(begun, os.stat(adapter_dir / ADAPTER_FILES[1])),
+                check(base, run["probe"], partial, run["probe_input_ids"], device)
+            require(begun and os.path.samestat(begun, file.stat()),
                     f"{adapter_dir}: has got another adapter meanwhile: merge again")
             partial = partial.replace(output.resolve())
         finally:  # not before: another merge would take the directory for that of a dead one
             (partial / ".lock").unlink()
     sync_file(partial.parent)
     print(f'merged model saved; to load it: {base.auto_class.__name__}.from_pretrained("{output}")')
+
+
+def read_checked(args: argparse.Namespace, adapter_dir: Path) -> tuple[
+        dict[str, Any], argparse.Namespace, dict[str, AdapterParts], str]:
+    """Returns what read_run(), read_base() and match_adapter() do, and the device to merge on."""
+    run = read_run(adapter_dir)
+    base = read_base(args.base_model or run["base_model"], run["quantization"])
+    if args.allow_other_base:
+        print("WARNING: --allow_other_base: the base may be another one: nothing will be compared")
+        base.sums, args.check = {}, False
+    elif sha := run.get("base_sha256"):
+        require(base_digest(base.directory) == sha, f"{base.directory}: its config.json or its"
+                f" weights {OTHER_BASE}")
+    adapter = match_adapter(adapter_dir, run["config"], base)
+    rows, trained_on = run["probe_input_ids"], run["quantization"]["device"]
+    require(max(map(max, rows)) < base.arch.vocab_size, "train_config.json has probe_input_ids"
+            f" outside the base's vocabulary of {base.arch.vocab_size}: another base model?")
+    device = args.device or (trained_on if torch.cuda.is_available() else "cpu")
+    require(device == "cpu" or torch.cuda.is_available(), "--device cuda: there is no GPU here")
+    if device != trained_on:
+        print(f"note: trained on {trained_on}, merging on {device}: the last bit may differ")
+    return run, base, adapter, device
+
+
+def read_unchecked(args: argparse.Namespace, adapter_dir: Path) -> tuple[
+        dict[str, Any], argparse.Namespace, dict[str, AdapterParts], str]:
+    """Returns what read_checked() does, of an adapter that PEFT has saved: what it adapts was in
+    NF4, quantised from bf16, all else as the base's files have it."""
+    path, file = [adapter_dir / name for name in ADAPTER_FILES]
+    settings, stored = {**LoraConfig().to_dict(), **read_json(path)}, tensors_of(file)
+    directory = model_directory(args.base_model, False, "--base_model")
+    config, files = read_json(directory / "config.json"), weight_files(directory)
+    require("quantization_config" not in config, f"--base_model {directory}: is quantised already")
+    print(f"WARNING: {adapter_dir} has no train_config.json: that it was trained on {directory} in"
+          f" NF4 is taken on trust (its {path.name} names {settings['base_model_name_or_path']}),"
+          " and nothing will be compared")
+
+    def plain(name: str) -> str:  # without the prefixes of PEFT and of multimodal models
+        return re.sub(r"^(base_model\.model\.)?((model|language_model)\.)*", "", name)
+
+    found, r = {plain(name): name for name in files}, settings["r"]
+    where: dict[str, list[tuple[str, tuple[int, ...], Any]]] = {}
+    for stem in sorted({name.rpartition(".lora_")[0] or name for name in stored}):
+        name = found.get(f"{plain(stem)}.weight", "")
+        shape = files[name].shape if name else ()
+        require("layers." in name and len(shape) == 2,
+                f"{file}: {stem} is no linear of the layers of {directory}: another base model?")
+        parts: dict[str, tuple[int, ...]] = {
+            "lora_A.weight": (r, shape[1]), "lora_B.weight": (shape[0], r)}
+        parts |= {"lora_magnitude_vector": shape[:1]} if settings["use_dora"] else {}
+        where[name] = [(f"{stem}.{part}", shape, ...) for part, shape in parts.items()]
+    lora = LoraConfig(r=r, **{key: settings[key] for key in (
+        "lora_alpha", "use_rslora", "use_dora")})
+    in_order = sorted(files.items(), key=lambda item: (item[1].path, item[1].start))
+    tensors = {name: (x.shape, torch.bfloat16) for name, x in in_order if x.dtype in FLOATS}
+    base = argparse.Namespace(
+        directory=directory, files=files, nf4_states={}, parts={}, tensors=tensors,
+        names=argparse.Namespace(linears=dict.fromkeys(where, argparse.Namespace(mxfp4=False)),
+                                 shapes={}, sources={}, scaled={}),
+        auto_class=AUTO_CLASSES["text_config" in config], dtype=torch.bfloat16, sums={},
+        paths={name: files[name].path for name in tensors},
+        n_bytes=sum(2 * math.prod(shape) for shape, _ in tensors.values()))
+    args.check, run = False, {"extras": []}
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return run, base, read_adapter(adapter_dir, lora, where, "this merge"), device
 
 
 def read_base(name: str, quantization: dict[str, Any]) -> argparse.Namespace:
@@ -155,10 +217,9 @@ def read_base(name: str, quantization: dict[str, Any]) -> argparse.Namespace:
                 " --base_model name the one that was trained on")
         is_multimodal = text_config(model_config) is not model_config
         tensors, paths = names.merged(files, states, is_multimodal)
-    auto_classes = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
     return argparse.Namespace(
         directory=directory, arch=arch, files=files, nf4_states=states, names=names,
-        parts=names.parts(), auto_class=auto_classes[is_multimodal],
+        parts=names.parts(), auto_class=AUTO_CLASSES[is_multimodal],
         tensors=tensors,  # {name: (shape, dtype)} of what the merged model holds, file by file
         paths=paths,  # {name: the file of the base in whose place it goes}
         n_bytes=sum(math.prod(shape) * dtype.itemsize for shape, dtype in tensors.values()),
@@ -168,34 +229,41 @@ def read_base(name: str, quantization: dict[str, Any]) -> argparse.Namespace:
 
 def match_adapter(adapter_dir: Path, config: dict[str, Any],
                   base: argparse.Namespace) -> dict[str, AdapterParts]:
-    """Returns {linear's name: (function that reads a tensor, file_parts() of the linear, scaling)}.
-    Raises ValueError unless both files have what train_config.json says."""
-    path, file = [adapter_dir / name for name in ADAPTER_FILES]
+    """Returns read_adapter() of a run whose train_config.json has this `config`."""
     r, alpha, kind = config["lora_rank"], config["lora_alpha"], config["adapter"]
     names, adapted = base.names, set(base.arch.adapted(config["target_modules"]))
     lora = LoraConfig(r=r, lora_alpha=alpha, use_rslora=kind == "rslora", use_dora=kind == "dora",
                       **expert_settings(base.arch, r, alpha, adapted))
-    wanted, found = lora.to_dict(), {**LoraConfig().to_dict(), **read_json(path)}
-    for name, value in found.items():  # PiSSA, OLoRA and others train on a changed base
-        require(name in FREE or value == wanted.get(name) or not (value or name in wanted),
-                f"{path}: {name} is {value!r:.80}, by train_config.json {wanted.get(name)!r}")
-    adapter: dict[str, AdapterParts] = {}
-    shapes, of_experts = {}, expert_parts(base.arch, r)
-    stored = tensors_of(file)
-    read = functools.lru_cache(4)(lambda n, to: read_tensor(stored[n], n, to))  # once for experts
+    where, of_experts = {}, expert_parts(base.arch, r)
     for name, linear in names.linears.items():
         if linear.name in adapted:
             layer = name.removeprefix(names.layer_prefix).partition(".")[0]
-            where = file_parts(base.arch, layer, linear, r, kind, of_experts)
-            adapter[name] = read, where, alpha / (math.sqrt(r) if kind == "rslora" else r)
-            shapes.update((stored, shape) for stored, shape, _ in where)
+            where[name] = file_parts(base.arch, layer, linear, r, kind, of_experts)
+    return read_adapter(adapter_dir, lora, where, "train_config.json")
+
+
+def read_adapter(adapter_dir: Path, lora: LoraConfig,
+                 where: dict[str, list[tuple[str, tuple[int, ...], Any]]],
+                 source: str) -> dict[str, AdapterParts]:
+    """Returns {linear's name: (function that reads a tensor, its parts, scaling)}. The parts of A,
+    B and DoRA's magnitudes are those of `where`: (name in the file, shape there, index). Raises
+    ValueError unless both files have what `source` asks for, which is `lora` and `where`."""
+    path, file = [adapter_dir / name for name in ADAPTER_FILES]
+    wanted, found = lora.to_dict(), {**LoraConfig().to_dict(), **read_json(path)}
+    for name, value in found.items():  # PiSSA, OLoRA and others train on a changed base
+        require(name in FREE or value == wanted.get(name) or not (value or name in wanted),
+                f"{path}: {name} is {value!r:.80}, by {source} {wanted.get(name)!r}")
+    stored = tensors_of(file)
+    read = functools.lru_cache(4)(lambda n, to: read_tensor(stored[n], n, to))  # once for experts
+    shapes = {name: shape for parts in where.values() for name, shape, _ in parts}
     found = {n: tensor.shape for n, tensor in stored.items()}
     odd = min((n for n in {*found, *shapes} if found.get(n) != shapes.get(n)), default="")
     require(not odd, f"{file}: {odd} is {found.get(odd, 'missing')}, but the base model"
-            f" and train_config.json ask for {shapes.get(odd, 'none')}: another base model?")
+            f" and {source} ask for {shapes.get(odd, 'none')}: another base model?")
     used = [n for n, x in stored.items() if finite(read_tensor(x, n).float(), f"{file}: {n}").any()]
     require(any("lora_B" in n for n in used), f"{file}: is empty or untrained: lora_B is all 0")
-    return adapter
+    scale = lora.lora_alpha / (math.sqrt(lora.r) if lora.use_rslora else lora.r)
+    return {name: (read, parts, scale) for name, parts in where.items()}
 
 
 def merged_tensor(name: str, base: argparse.Namespace, adapter: dict[str, AdapterParts],

@@ -35,6 +35,8 @@ from fsdp_qlora.model.offload import pinned_copy
 from fsdp_qlora.run.ranks import all_gather, on_rank_0
 from fsdp_qlora.model.head import HeadLoss, embed, shard_range
 
+from minimal_runs import minimal  # noqa: F401 - a case
+
 
 def training(job, process, model, flags, look):
     """What `look(run)` returns where train() would do its steps. The data set and the tokenizer are

@@ -272,7 +272,8 @@ def read_run(directory: Path) -> dict[str, Any]:
         newest = max(directory.glob("checkpoint-" + 6 * "[0-9]"), default=None)
         raise ValueError(f"--adapter_dir {directory}: has no {' and no '.join(missing)}; name "
                          + (f"its newest checkpoint: --adapter_dir {newest}" if newest else
-                            "a run directory of train_fsdp_qlora.py or a checkpoint in it"))
+                            "a run directory of train_fsdp_qlora.py or a checkpoint in it; another"
+                            " adapter of PEFT's is merged, unchecked, if --base_model is given"))
     run, changed = read_json(path), "has another SHA-256 than when it was written"
     files = {directory / name: run.pop(key, None) for key, name in RESULTS.items()}
     if run.pop("sha256", None) != text_digest(run):

@@ -1,0 +1,414 @@
+"""minimal_fsdp_qlora.py, by torchrun and on the ranks of several.py, against transformers, PEFT,
+bitsandbytes and train_fsdp_qlora.py; and merge_adapters.py on what it and PEFT save."""
+
+import argparse
+import ast
+import json
+import random
+import re
+import shutil
+import sys
+
+import bitsandbytes as bnb
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from conftest import DEVICE, ROOT, do_here, needs_ranks, one_process
+from minimal_runs import PROBE
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+import merge_adapters
+import minimal_fsdp_qlora
+import train_fsdp_qlora
+from minimal_fsdp_qlora import short
+
+SCRIPT = ROOT / "minimal_fsdp_qlora.py"
+# inner widths in multiples of 64: bitsandbytes on a CPU dequantises rows that share a block wrongly
+SIZES = {
+    "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.06,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+SLIDING = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2,
+           "num_hidden_layers": 4, "head_dim": 32}  # fmt: skip
+VISION = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1,
+          "num_attention_heads": 2, "patch_size": 14, "image_size": 28}  # fmt: skip
+TIED = {"tie_word_embeddings": True}
+FAMILIES = {  # model type: settings besides SIZES
+    "llama": {"attention_bias": True},
+    "qwen3": {"head_dim": 64},
+    "olmo2": {},
+    "gemma3_text": {**SLIDING, **TIED, "query_pre_attn_scalar": 32},
+    "gemma4_text": {
+        **SLIDING, **TIED, "global_head_dim": 64, "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+    },
+    "qwen3_5_text": {
+        "head_dim": 32, "num_hidden_layers": 4, "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    },
+    "lfm2": {
+        **TIED, "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 64,
+    },
+    "granitemoehybrid": {
+        "layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 0,
+        "num_experts_per_tok": 0, "shared_intermediate_size": 192, "mamba_n_heads": 8,
+        "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 16,
+    },
+    "youtu": {
+        "num_key_value_heads": 4, "kv_lora_rank": 64, "q_lora_rank": 64, "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16, "v_head_dim": 32,
+    },
+    "gemma3": {"text": "gemma3_text", "vision_model": "siglip_vision_model"},  # multimodal
+}  # fmt: skip
+MERGED = "llama", "gemma3", "qwen3_5_text"
+MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+FLAGS = ["--max_steps", 3, "--batch_size", 4, "--max_length", 64, "--learning_rate", 5e-3]
+STEP = re.compile(r"^step +(\d+)/\d+ loss +([\d.]+) lr \S+ grad +([\d.]+) ", re.M)
+
+
+def config_of(model_type, vocab_size):
+    settings = dict(FAMILIES.get(model_type, MIXTURE))
+    if text := settings.pop("text", None):
+        vision = {**VISION, "model_type": settings.pop("vision_model")}
+        return transformers.AutoConfig.for_model(
+            model_type, text_config=config_of(text, vocab_size).to_dict(), vision_config=vision,
+            mm_tokens_per_image=4, boi_token_index=3, eoi_token_index=4, image_token_index=5,
+            **TIED)  # fmt: skip
+    return transformers.AutoConfig.for_model(
+        model_type, vocab_size=vocab_size, **{"tie_word_embeddings": False, **SIZES, **settings})
+
+
+def write_model(directory, model_type, tokenizer):
+    """A tiny bf16 model; one of a Llama is in several files with an index."""
+    torch.manual_seed(1)
+    config = config_of(model_type, len(tokenizer))
+    auto = (transformers.AutoModelForImageTextToText if hasattr(config, "vision_config")
+            else AutoModelForCausalLM)  # fmt: skip
+    model = auto.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, value in model.named_parameters():  # transformers starts at 1 and at 0
+            if "norm" in name or name.endswith(".bias"):
+                value.add_(torch.randn_like(value) * 0.1)
+        for name, value in model.named_buffers():
+            if name.endswith("layer_scalar"):  # of Gemma 4
+                value.mul_(0.9)
+    size = "300KB" if model_type == "llama" else "1GB"
+    model.to(torch.bfloat16).save_pretrained(directory, max_shard_size=size)
+    tokenizer.save_pretrained(directory)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, demo_directory):
+    """A directory with all models, text.jsonl, and mixed.jsonl, which has conversations too."""
+    directory = tmp_path_factory.mktemp("minimal")
+    tokenizer = AutoTokenizer.from_pretrained(demo_directory / "model")
+    for model_type in *FAMILIES, "mixtral":
+        write_model(directory / model_type, model_type, tokenizer)
+    shutil.copytree(directory / "llama", directory / "lacking")
+    index = directory / "lacking" / "model.safetensors.index.json"
+    (index.parent / json.loads(index.read_text())["weight_map"]["model.norm.weight"]).unlink()
+    shutil.copytree(directory / "olmo2", directory / "quantised")
+    config = json.loads((directory / "olmo2" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (directory / "quantised" / "config.json").write_text(json.dumps(config))
+    draw, words = random.Random(3), "what is the answer to this plus minus times 1 2 3 4 5".split()
+    texts = [" ".join(draw.choices(words, k=draw.randint(3, 30))) for _ in range(24)]
+    rows = [{"text": text} for text in texts]
+    write_jsonl(directory / "text.jsonl", rows)
+    rows[::3] = [
+        {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "4"}]}
+        for text in texts[::3]]  # fmt: skip
+    write_jsonl(directory / "mixed.jsonl", rows)
+    write_jsonl(directory / "odd.jsonl", [rows[0], {"prompt": "1", "completion": "2"}])
+    return directory
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def flags(model, output, *more, rows="text.jsonl"):
+    return ["--model", model, "--dataset", rows, "--output_dir", output, *FLAGS, *more]
+
+
+def losses(text):
+    return [float(loss) for _, loss, _ in STEP.findall(text)]
+
+
+def gradients(text):
+    return [float(norm) for *_, norm in STEP.findall(text)]
+
+
+RUNS = {  # name: (processes, what the job has)
+    **{name: (2, {"argv": flags(name, f"{name}-adapter")}) for name in FAMILIES},
+    # more ranks than rows of A
+    **{f"on {n}": (n, {"argv": flags("llama", f"on-{n}", "--max_steps", 8, "--lora_rank", 2,
+                                     rows="mixed.jsonl")}) for n in (1, 4)},
+    "all rows": (2, {"argv": flags("qwen3", "all-rows", "--batch_size", 24, "--max_steps", 1)}),
+    "copies as on CUDA": (2, {"argv": flags("llama", "x"), "fault": "copies_as_on_cuda"}),
+    "LoRA in bf16": (2, {"argv": flags("llama", "x"), "fault": "lora_in_bf16"}),
+    "a norm is trained": (2, {"argv": flags("llama", "x"), "fault": "norm_is_trained"}),
+    "a norm is not read": (2, {"argv": flags("llama", "x"), "fault": "norm_is_not_read"}),
+    "mixture": (2, {"argv": flags("mixtral", "x")}),
+    "lacking": (2, {"argv": flags("lacking", "x")}),
+    "quantised": (2, {"argv": flags("quantised", "x")}),
+    "odd rows": (2, {"argv": flags("llama", "x", rows="odd.jsonl")}),
+    "batch": (2, {"argv": flags("llama", "x", "--batch_size", 3)}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs(base, run_jobs):
+    """Function (name): what a run of RUNS has printed, and what minimal_runs has seen in it."""
+    done = set()
+
+    def get(name):
+        nproc = RUNS[name][0]
+        if nproc not in done:
+            run_jobs(nproc, [{"case": "minimal", "out": str(base / f"{name}.seen"), **job}
+                             for name, (n, job) in RUNS.items() if n == nproc], cwd=base)
+            done.add(nproc)
+        return (base / f"{name}.seen.log").read_text(), load_file(base / f"{name}.seen", DEVICE)
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def launched(base, run_training, tmp_path_factory):
+    """The script by torchrun, alone in a directory: CompletedProcess, and the directory."""
+    needs_ranks(2)
+    alone = tmp_path_factory.mktemp("alone")
+    shutil.copy(SCRIPT, alone)
+    argv = flags(base / "llama", "adapter", "--max_steps", 8, "--lora_rank", 2,
+                 rows=base / "mixed.jsonl")  # fmt: skip
+    return run_training(argv, 2, cwd=alone, script=SCRIPT.name), alone
+
+
+def test_file_alone_trains_by_torchrun(launched):
+    done, alone = launched
+    assert done.returncode == 0, done.stderr
+    found = losses(done.stdout)
+    assert [int(step) for step, *_ in STEP.findall(done.stdout)] == list(range(1, 9))
+    assert found[-1] < found[0] - 0.2
+    assert {path.name for path in alone.iterdir()} == {SCRIPT.name, "adapter"}
+    assert done.stdout.splitlines()[-1].startswith("adapter saved; to merge it: python merge_")
+
+
+def test_same_losses_whatever_the_processes(launched, runs):
+    """And gradients: Adam would hide that all of them are half as large."""
+    want, norms = losses(launched[0].stdout), gradients(launched[0].stdout)
+    for nproc in 1, 4:
+        text, _ = runs(f"on {nproc}")
+        print(nproc, max(abs(a - b) for a, b in zip(losses(text), want)))
+        assert losses(text) == pytest.approx(want, abs=5e-3) and len(want) == 8
+        assert gradients(text) == pytest.approx(norms, rel=0.03)
+
+
+def test_first_loss_is_that_of_the_big_script(base, runs, read_metrics):
+    argv = ["--model", "qwen3", "--dataset", "text.jsonl", "--output_dir", "big", "--batch_size",
+            "24", "--max_steps", "1", "--max_seq_len", "64", "--report_to", "none"]  # fmt: skip
+    codes, _, err = do_here([{"argv": argv}], base)
+    assert codes == [0], err
+    (loss,), first = losses(runs("all rows")[0]), read_metrics(base / "big")[0]["loss"]
+    print(loss, first)
+    assert loss == pytest.approx(first, abs=1e-3)
+
+
+def load_trained(base, family):
+    """The 4-bit model of transformers, and with the adapter PEFT's."""
+    settings = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16)  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(
+        base / family, quantization_config=settings, dtype=torch.bfloat16, device_map=DEVICE)
+    model = PeftModel.from_pretrained(model, base / f"{family}-adapter")
+    return model.train()  # no dropout here; in eval mode bitsandbytes may take another kernel
+
+
+@torch.no_grad()
+def logits_of(model, ids):
+    with torch.autocast(DEVICE, torch.bfloat16):
+        return model(input_ids=torch.tensor([ids], device=DEVICE)).logits[0].float()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family_trains_and_peft_gives_the_same(family, base, runs):
+    """Its first loss is that of transformers' 4-bit model, its last logits are those that PEFT
+    computes with the adapter."""
+    text, seen = runs(family)
+    model = load_trained(base, family)
+    tokenizer = AutoTokenizer.from_pretrained(base / family)
+    args = argparse.Namespace(dataset=base / "text.jsonl", max_length=64)
+    with one_process():
+        rows = minimal_fsdp_qlora.read_rows(args, base / family)[:4]
+    assert all(row[-1] == tokenizer.eos_token_id for row in rows)
+    total = 0.0
+    with model.disable_adapter():
+        plain = logits_of(model, PROBE)
+        for row in rows:
+            target = torch.tensor(row[1:], device=DEVICE)
+            total += F.cross_entropy(logits_of(model, row)[:-1], target, reduction="sum").item()
+    found = losses(text)
+    assert found[0] == pytest.approx(total / sum(len(row) - 1 for row in rows), abs=1e-3)
+    assert found[-1] < found[0] - 0.02
+    adapted = logits_of(model, PROBE)
+    error = float((seen["logits"] - adapted).norm() / (adapted - plain).norm())
+    print(f"losses {found}, logits differ by {error:.5f} of the adapter's effect")
+    assert error < 0.02
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gathered_words_are_bitsandbytes(family, base, runs):
+    stored = {}
+    for path in (base / family).glob("*.safetensors"):
+        stored |= {short(name): value for name, value in load_file(path, DEVICE).items()}
+    _, seen = runs(family)
+    words = {short(name): value for name, value in seen.items() if name != "logits"}
+    assert len(words) >= 3 * 4  # of each layer
+    n_nan = 0
+    for name, gathered in words.items():
+        codes, _ = bnb.functional.quantize_4bit(
+            stored[name], blocksize=64, compress_statistics=True, quant_type="nf4")  # fmt: skip
+        assert torch.equal(gathered.flatten(), codes.flatten()), name
+        n_nan += int(codes.flatten().view(torch.bfloat16).isnan().sum())
+    assert n_nan  # else a copy that rewrites them would not be seen
+
+
+def test_check_at_start_finds_rewritten_words(runs):
+    """Copies that rewrite NaNs do no harm as long as LoRA is in fp32."""
+    needs_ranks(2)
+    assert len(losses(runs("copies as on CUDA")[0])) == 3
+    text, _ = runs("LoRA in bf16")
+    assert "AssertionError: FSDP2 has changed 4-bit weights: is LoRA in fp32" in text
+    assert not losses(text)
+
+
+@pytest.mark.parametrize("run,words", [
+    ("a norm is trained", "AssertionError: 43 tensors are trained, beside 21 linears"),
+    ("a norm is not read", "AssertionError: weights are left on meta"),
+])  # fmt: skip
+def test_verify_finds(run, words, runs):
+    text, _ = runs(run)
+    assert words in text and not losses(text)
+
+
+@pytest.mark.parametrize("run,words", [
+    ("mixture", "mixtral is a mixture of experts (0.mlp.experts.gate_up_proj): use train_fsdp_"),
+    ("lacking", "lacking: no *.safetensors has layers.2."),
+    ("quantised", "quantised is quantised already: name the original"),
+    ("odd rows", "odd.jsonl line 2 has neither text nor messages"),
+    ("batch", "--batch_size 3 is not a multiple of 2 GPUs"),
+])  # fmt: skip
+def test_one_line_says_what_is_wrong(run, words, runs):
+    *_, line, last = runs(run)[0].splitlines()
+    assert line.startswith("error: ") and words in line and last == "SystemExit: 1"
+
+
+def test_rows(base):
+    """Text with EOS, conversations by the template; cut; in an order that is not the file's."""
+    args = argparse.Namespace(dataset=base / "mixed.jsonl", max_length=20)
+    with one_process():
+        rows = minimal_fsdp_qlora.read_rows(args, base / "llama")
+    tokenizer, want = AutoTokenizer.from_pretrained(base / "llama"), []
+    for line in (base / "mixed.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        text = (tokenizer.apply_chat_template(row["messages"], tokenize=False)
+                if "messages" in row else row["text"] + tokenizer.eos_token)  # fmt: skip
+        want.append(tokenizer(text)["input_ids"][:20])
+    assert sorted(rows) == sorted(want) and rows != want
+
+
+def test_learning_rate():
+    args = argparse.Namespace(max_steps=100, learning_rate=2.0)
+    rates = [minimal_fsdp_qlora.learning_rate(step, args) for step in range(1, 101)]
+    config = train_fsdp_qlora.Config(max_steps=100, learning_rate=2.0, warmup_fraction=0.03)
+    assert rates == pytest.approx(
+        [train_fsdp_qlora.learning_rate(step, config) for step in range(1, 101)])
+
+
+def merge(*argv):
+    merge_adapters.main(list(map(str, argv)))
+
+
+@pytest.mark.parametrize("family", MERGED)
+def test_merged_weights_are_those_trained(family, base, runs, tmp_path, capsys):
+    """W as bitsandbytes dequantises it, with the adapter; all else as it was."""
+    runs(family)
+    adapter = base / f"{family}-adapter"
+    merge("--adapter_dir", adapter, "--base_model", base / family, "--output_dir", tmp_path / "out")
+    text = capsys.readouterr().out
+    assert text.startswith(f"WARNING: {adapter} has no train_config.json: that it was trained on")
+    before, after = {}, {}
+    for tensors, directory in (before, base / family), (after, tmp_path / "out"):
+        for path in directory.glob("*.safetensors"):
+            tensors |= load_file(path)
+    assert before.keys() == after.keys()
+    n, lora = 0, load_file(adapter / "adapter_model.safetensors")
+    for name, value in before.items():
+        stem = f"base_model.model.{name.removesuffix('.weight')}"
+        if family == "gemma3":  # as the file names it, and as the model does
+            stem = stem.replace("model.language_model.model.", "model.model.language_model.")
+        if f"{stem}.lora_A.weight" in lora:
+            codes, state = bnb.functional.quantize_4bit(
+                value.to(DEVICE), blocksize=64, compress_statistics=True, quant_type="nf4")
+            a, b = (lora[f"{stem}.lora_{x}.weight"].to(DEVICE) for x in "AB")
+            value = bnb.functional.dequantize_4bit(codes, state).float() + 2 * (b @ a)
+            value, n = value.bfloat16().cpu(), n + 1
+        assert after[name].dtype == torch.bfloat16
+        assert torch.equal(after[name], value), name
+    assert 2 * n == len(lora) >= 2 * 3 * 4
+
+
+def test_merged_model_is_loaded(base, runs, tmp_path):
+    _, seen = runs("llama")
+    merge("--adapter_dir", base / "llama-adapter", "--base_model", base / "llama",
+          "--output_dir", tmp_path / "out")  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", device_map=DEVICE)
+    assert model.dtype == torch.bfloat16
+    plain = AutoModelForCausalLM.from_pretrained(base / "llama", device_map=DEVICE)
+    want = seen["logits"]
+    error = (logits_of(model, PROBE) - want).norm() / (logits_of(plain, PROBE) - want).norm()
+    print(float(error))
+    assert error < 0.1
+
+
+@pytest.mark.parametrize("argv,words", [
+    (["--base_model", "qwen3"], "lora_B.weight is (64, 16), but the base model and this merge"),
+    (["--base_model", "lfm2"], "is no linear of the layers of lfm2: another base model?"),
+    (["--base_model", "quantised"], "quantised: is quantised already"),
+    ([], "another adapter of PEFT's is merged, unchecked, if --base_model is given"),
+])  # fmt: skip
+def test_merge_refuses(argv, words, base, runs, tmp_path, capsys, monkeypatch):
+    runs("olmo2")
+    monkeypatch.chdir(base)
+    with pytest.raises(SystemExit, match="1"):
+        merge("--adapter_dir", "olmo2-adapter", *argv, "--output_dir", tmp_path / "out")
+    assert words in capsys.readouterr().err
+
+
+TREE = ast.parse(SCRIPT.read_text())
+
+
+def test_file_stands_alone_and_is_short():
+    nodes = list(ast.walk(TREE))
+    names = {a.name for node in nodes if isinstance(node, ast.Import) for a in node.names}
+    names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+    ours = {path.stem for path in ROOT.glob("*.py")} | {"fsdp_qlora", "tests"}
+    assert not {name.partition(".")[0] for name in names} & ours
+    assert {name.partition(".")[0] for name in names} - sys.stdlib_module_names <= {
+        "accelerate", "bitsandbytes", "huggingface_hub", "peft", "safetensors", "torch",
+        "transformers"}  # fmt: skip
+    assert len(SCRIPT.read_text().splitlines()) <= 300
+
+
+def test_docstring_says_where_the_big_script_has_what_is_left_out():
+    left_out = ast.get_docstring(TREE).partition("train_fsdp_qlora.py:")[2]
+    known = {f"{name}()" for name in vars(train_fsdp_qlora)} | set(vars(train_fsdp_qlora))
+    known |= {f"--{name}" for name in train_fsdp_qlora.Config.__dataclass_fields__}
+    rows = re.findall(r"^    .*?  +(\S.*)$", left_out, re.M)
+    words = [word for row in rows for word in row.split(", ")]
+    assert len(words) >= 7 and set(words) <= known, words
