@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Print README's table of what fits where, by the plan alone: no GPU is needed.
+"""Print the tables of what fits where in docs/memory.md, by the plan alone: no GPU is needed.
 
     python benchmarks/fits.py
 
 Steps of 16 rows of 2,048 tokens, rank 16 on all linears (of mixtures on attention's), the speeds of
 an H200 and its NVLink, by which the fastest layout is chosen, and 120 GiB of host memory a GPU. In
-each cell the GiB that one of 1, 2, 4, 8 GPUs takes, `a` with --offload_activations, `p` with
+each cell the GiB that each of 1, 2, 4 or 8 GPUs takes, `a` with --offload_activations, `p` with
 --offload_params as well, `-`: does not fit. The limits are what CUDA and NCCL leave of cards of 24,
 48, 80 and 141 GB.
 """
@@ -26,7 +26,8 @@ from fsdp_qlora.model.layer import make_layouts
 from fsdp_qlora.planner.machine import Machine
 from train_fsdp_qlora import Config
 
-LIMITS, GPUS, HOST, ROWS = (22.5, 46, 77.5, 138), (1, 2, 4, 8), 120, 16  # GiB, GPUs, GiB, rows
+LIMITS = {"24 GB": 22.5, "48 GB": 46, "80 GB": 77.5, "141 GB": 138}  # GiB
+GPUS, HOST, ROWS = (1, 2, 4, 8), 120, 16  # GPUs, GiB, rows
 FLAGS = {"": {}, "a": {"offload_activations": True},
          "p": {"offload_activations": True, "offload_params": True}}
 KEYS = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
@@ -60,16 +61,15 @@ def cell(name, limit, gpus):
 
 
 def table():
-    """The rows below README's headings."""
+    """The rows of the tables, card after card."""
     for name, values in MORE_SHAPES.items():
         SHAPES[name] = {**dict(zip(KEYS, values)), "max_position_embeddings": 131072,
                         "tie_word_embeddings": False}
     for name in MIXTURES.values():
         SHAPES[name] = run.model_config(name)
     plan.host_share, plan.why_no_triton = lambda: HOST * 2**30, lambda: ""  # as on GPUs
-    return [f"| {short} | " + " | ".join(
-        ", ".join(cell(name, limit, gpus) for gpus in GPUS) for limit in LIMITS) + " |"
-        for short, name in MODELS.items()]
+    return [f"| {card} | {short} | " + " | ".join(cell(name, limit, gpus) for gpus in GPUS) + " |"
+            for card, limit in LIMITS.items() for short, name in MODELS.items()]
 
 
 if __name__ == "__main__":

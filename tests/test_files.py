@@ -14,7 +14,7 @@ from rows import (
     AGAIN, ASKED, CHATML, TALK, THIRD, chat_tokenizer, encode_row, prepare, refusal, says, whole,
     write_jsonl)
 
-from fsdp_qlora.data import cache, files
+from fsdp_qlora.data import cache, sources
 
 
 @pytest.fixture
@@ -120,11 +120,11 @@ def test_every_kind_of_file_gives_the_same_rows(kind, tokenizer, tmp_path):
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 100])
 def test_table_is_read_whole_whatever_its_pieces(rows, monkeypatch, tokenizer, tmp_path):
-    monkeypatch.setattr(files, "PIECE_ROWS", rows)
+    monkeypatch.setattr(sources, "PIECE_ROWS", rows)
     (source,) = write_kind("saved Dataset", tmp_path, [*FLAT, {"prompt": "x", "completion": None}])
-    pieces, _ = files.find_pieces(str(source))
+    pieces, _ = sources.find_pieces(str(source))
     assert len(pieces) == -(-9 // rows)
-    read = list(files.read_pieces(pieces))
+    read = list(sources.read_pieces(pieces))
     assert [row for _, row in read[:-1]] == FLAT and read[-1][1]["prompt"] == "x"
     named = [where for where, _ in read]
     assert named == [f"{source} row {i}" for i in range(1, 10)]
@@ -149,10 +149,10 @@ def test_every_line_is_read_once_and_named_whatever_the_pieces(size, name, monke
              for i, text in enumerate(texts)]  # fmt: skip
     path = tmp_path / "data.jsonl"
     path.write_bytes(LINES[name](lines))
-    monkeypatch.setattr(files, "PIECE_BYTES", size)
-    pieces, _ = files.find_pieces(str(path))
+    monkeypatch.setattr(sources, "PIECE_BYTES", size)
+    pieces, _ = sources.find_pieces(str(path))
     assert (len(pieces) > 1) == (path.stat().st_size > size)
-    read = list(files.read_pieces(pieces))
+    read = list(sources.read_pieces(pieces))
     assert [row for _, row in read] == [{"text": text} for text in texts]
     by_line = path.read_bytes().split(b"\n")
     for where, row in read:
@@ -168,7 +168,7 @@ def test_bad_line_is_named_in_a_file_of_several_pieces(at, size, monkeypatch, to
     lines[at] = f'{{"text": "row {at}'
     path = tmp_path / "data.jsonl"
     path.write_text("\n".join(lines) + "\n")
-    monkeypatch.setattr(files, "PIECE_BYTES", size)
+    monkeypatch.setattr(sources, "PIECE_BYTES", size)
     monkeypatch.setattr(cache, "n_cores", lambda: 1)
     rows, line = prepare([path], tokenizer)
     assert len(rows) == 49 and "1 left out: is no JSON" in line
@@ -180,7 +180,7 @@ def test_several_processes_encode_a_large_file_in_its_order(tokenizer, tmp_path)
     path = write_jsonl(tmp_path / "data.jsonl", ({"text": f"row {i} {filler}"} for i in range(n)))
     with path.open("a") as file:
         file.write('{"text": 5}\n')
-    assert path.stat().st_size > files.PIECE_BYTES
+    assert path.stat().st_size > sources.PIECE_BYTES
     rows, line = prepare([path], tokenizer, max_seq_len=12)
     assert f"1 left out: text is int, want a string ({path} line {n + 1})" in line
     texts = [tokenizer.decode(rows.tokens(i)[0]) for i in range(len(rows))]
@@ -294,7 +294,7 @@ def test_rows_for_tests_in_a_directory_are_not_trained_on(name, tokenizer, tmp_p
         write_jsonl(tmp_path / file, [{"text": file}])
     if isinstance(want, str):
         with pytest.raises(ValueError, match=want):
-            files.find_pieces(f"{tmp_path}{option}")
+            sources.find_pieces(f"{tmp_path}{option}")
         return
     rows, _ = prepare([f"{tmp_path}{option}"], tokenizer)
     texts = [tokenizer.decode(rows.tokens(i)[0]) for i in range(len(rows))]
@@ -353,4 +353,4 @@ def test_all_rows_that_are_left_out_are_counted(tokenizer, tmp_path):
 
 def test_nulls_that_arrow_fills_in_are_taken_out_at_every_level():
     row = {"a": [{"b": None, "c": {"d": None, "e": 0}}], "f": None, "g": [[{"h": None}]]}
-    assert files.without_none(row) == {"a": [{"c": {"e": 0}}], "g": [[{}]]}
+    assert sources.without_none(row) == {"a": [{"c": {"e": 0}}], "g": [[{}]]}
