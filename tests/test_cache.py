@@ -13,7 +13,8 @@ import pytest
 from rows import CHATML, chat_tokenizer, prepare, refusal, write_jsonl
 from test_files import NESTED, write_kind
 
-from fsdp_qlora.data import cache, chat, encode, sources, forms
+from fsdp_qlora.data import cache, chat, encode, forms
+from fsdp_qlora.data import sources as files
 from fsdp_qlora.run.files import digest
 
 
