@@ -1,7 +1,7 @@
 """All that is trained: one flat fp32 vector, its names in PEFT's files, and its first values.
 
-Depends on model for a rank's shard of a layer. The optimizer over the vector is in the script, its
-checkpoints are in checkpoints.
+Depends on model for a rank's shard of a layer, and on peft_names. The optimizer of the vector is in
+the script, checkpoints in checkpoints.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import LoraConfig
@@ -35,42 +35,14 @@ if TYPE_CHECKING:
     from train_fsdp_qlora import Config
 
 
-def choose_adapted(arch: Architecture, config: Config,
-                   base_name: str) -> tuple[LoraConfig, list[str]]:
+def choose_adapted(
+    arch: Architecture, config: Config, base_name: str,
+) -> tuple[LoraConfig, list[str]]:
     """PEFT's LoraConfig, and the names in a layer of the linears that get an adapter. Raises
     ValueError."""
-    experts, settings = arch.experts(), {}
-    names, default = arch.adaptable(), arch.adapted(["all-linear"])
-    short = sorted({name.rsplit(".", 1)[-1] for name in default})
-    others = [name for name in names if name not in default]
-    words = ", ".join([*short, *others, *["experts"] * bool(experts), "all-linear"])
-    targets = list(dict.fromkeys(target for word in config.target_modules for target in (
-        short if word == "all-linear" else [word])))
-    for target in targets:
-        found = [name for name in names if f".{name}".endswith(f".{target}")]
-        if target == "experts" and experts:
-            continue
-        if any(name.rsplit(".", 1)[-1] == target for name in experts):
-            raise ValueError(f"--target_modules {target}: to PEFT that is all experts, whose name"
-                             f" is experts here; there are {words}")
-        if not found:
-            raise ValueError(f"--target_modules {target}: no such linear in the decoder layers;"
-                             f" there are {words}")
-        if experts and arch.mixture.adapters == "modules" and not set(found) <= set(default):
-            say(f"--target_modules {target}: PEFT 0.21 does not load adapters of {found[0]}; vLLM"
-                " reads them by their names")
-    say(f"adapter: {config.adapter} on {', '.join(targets)}")
-    if experts and "experts" in targets:
-        refuse_expert_adapters(arch, config)
-        leaves = {renamed(name, arch.mixture.renames).rsplit(".", 1)[-1] for name in experts}
-        settings = expert_settings(arch, config.lora_rank, config.lora_alpha, experts)
-        targets = sorted({*targets} - {"experts"} | (set() if settings else leaves))
-        if arch.expert_down[0].mxfp4:
-            say("--target_modules experts: PEFT 0.21 finds no experts in a model in MXFP4: load"
-                " that with Mxfp4Config(dequantize=True), or merge, to bf16")
-    if arch.module_prefix != "model.":  # a vision tower may have linears of the same names
-        either = "|".join(re.escape(target) for target in targets)
-        targets = rf"{re.escape(arch.module_prefix)}layers\.\d+\..*\b({either})"
+    words = requested_words(arch, config)
+    say(f"adapter: {config.adapter} on {', '.join(words)}")
+    targets, settings = peft_targets(arch, config, words)
     lora_config = LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
@@ -84,14 +56,62 @@ def choose_adapted(arch: Architecture, config: Config,
     return lora_config, arch.adapted(config.target_modules)
 
 
+def requested_words(arch: Architecture, config: Config) -> list[str]:
+    """The words of --target_modules, each of which names linears of the model, with all-linear
+    replaced by the names that it stands for. Raises ValueError for other words."""
+    experts, names, default = arch.experts(), arch.adaptable(), arch.adapted(["all-linear"])
+    short = sorted({name.rsplit(".", 1)[-1] for name in default})
+    others = [name for name in names if name not in default]
+    choices = ", ".join([*short, *others, *["experts"] * bool(experts), "all-linear"])
+    words = list(dict.fromkeys(name for word in config.target_modules for name in (
+        short if word == "all-linear" else [word])))
+    for word in words:
+        if word == "experts" and experts:
+            continue
+        found = [name for name in names if f".{name}".endswith(f".{word}")]
+        if any(name.rsplit(".", 1)[-1] == word for name in experts):
+            raise ValueError(f"--target_modules {word}: PEFT takes this for all experts, whose name"
+                             f" is experts here; there are {choices}")
+        if not found:
+            raise ValueError(f"--target_modules {word}: no such linear in the decoder layers;"
+                             f" there are {choices}")
+        if experts and arch.mixture.adapters == "modules" and not set(found) <= set(default):
+            say(f"--target_modules {word}: PEFT 0.21 does not load adapters of {found[0]}; vLLM"
+                " reads them by their names")
+    return words
+
+
+def peft_targets(
+    arch: Architecture, config: Config, words: list[str],
+) -> tuple[list[str] | str, dict[str, Any]]:
+    """PEFT's target_modules for requested_words(), and what else its LoraConfig needs for experts.
+    Raises ValueError."""
+    targets, settings = words, {}
+    if "experts" in words:
+        refuse_expert_adapters(arch, config)
+        experts = arch.experts()
+        leaves = {renamed(name, arch.mixture.renames).rsplit(".", 1)[-1] for name in experts}
+        settings = expert_settings(arch, config.lora_rank, config.lora_alpha, experts)
+        targets = sorted({*words} - {"experts"} | (set() if settings else leaves))
+        if arch.expert_down[0].mxfp4:
+            say("--target_modules experts: PEFT 0.21 finds no experts in a model in MXFP4: to use"
+                " the adapter, load the model with Mxfp4Config(dequantize=True), or merge it,"
+                " which writes bf16")
+    if arch.module_prefix == "model.":
+        return targets, settings
+    # a vision tower may have linears of the same names
+    either = "|".join(re.escape(target) for target in targets)
+    return rf"{re.escape(arch.module_prefix)}layers\.\d+\..*\b({either})", settings
+
+
 def refuse_expert_adapters(arch: Architecture, config: Config) -> None:
-    """Raise ValueError where experts cannot have the adapters that are asked for."""
+    """Raise ValueError if experts cannot have the adapters that the flags ask for."""
     if config.adapter == "dora" or config.lora_dropout:
         raise ValueError("--target_modules experts: their adapters have neither DoRA nor dropout,"
                          " here as in PEFT")
     if config.lora_rank % 8:
         raise ValueError(f"--lora_rank {config.lora_rank}: adapters of experts need a multiple of"
-                         " 8: torch's grouped products want rows of whole 16 bytes")
+                         " 8: torch's grouped products need rows of a multiple of 16 bytes")
     if config.adapter == "rslora" and not arch.mixture.one_gate_up:
         raise ValueError("--target_modules experts: with --adapter rslora PEFT 0.21 would count"
                          " gate and up 1.41 times: use lora")
@@ -102,15 +122,15 @@ class Adapter:
     its gradient.
 
     One tensor instead of a thousand makes the optimizer one kernel and its state pageable. Layers
-    compute with views of it. A shard is whole blocks of the optimizer's 8-bit state, so that on any
-    number of GPUs the state is the same vector, cut elsewhere.
+    compute with views of it. A shard has whole blocks of the optimizer's 8-bit state, so that the
+    state is the same vector on any number of GPUs, only cut at other places.
     """
 
     def __init__(self, model: Model, device: torch.device) -> None:
         self.arch, self.layers, self.group = model.arch, model.layers, model.group
         self.shard, self.shards = model.shard, model.shards
         rank = model.layers[0].layout.attention.qkv.lora_rank
-        self.expert_parts = expert_parts(self.arch, rank)  # what files have in another form
+        self.expert_parts = expert_parts(self.arch, rank)  # which files have stacked
         (self.n_own,) = {len(local_part(layer.adapter)) for layer in model.layers}  # all alike
         self.weights = nn.Parameter(torch.zeros(len(self.layers) * self.n_own, device=device))
         self.weights.grad = torch.zeros_like(self.weights)
@@ -135,16 +155,16 @@ class Adapter:
                 for part, where in self.layers[i].layout.adapter_parts().items()}
 
     def set_layer(self, i: int, values: dict[str, torch.Tensor]) -> None:
-        """Give layer i its values out of {PEFT's name: whole tensor}."""
+        """Set the values of layer i to those of {PEFT's name: whole tensor}."""
         whole = torch.zeros(self.shards, self.n_own)
         for name, (where, _) in self.names(i).items():
             whole.view(-1)[where] = values[name].reshape(-1)
         self.by_layer(self.weights.data)[i] = whole[self.shard]
 
     def initialise(self, config: Config) -> None:
-        """Set the values of --init_adapter, or PEFT's initial ones: A at random, the same on any
-        number of ranks, B zero, DoRA's magnitudes the norms of the base weights' rows. All ranks
-        must call this."""
+        """Set the values of --init_adapter, or PEFT's initial ones: A is random, the same on any
+        number of ranks; B is zero; DoRA's magnitudes are the norms of the base weights' rows. All
+        ranks must call this."""
         with together():
             given = read_adapter(config, self) if config.init_adapter else None
         for i, layer in enumerate(self.layers):
@@ -164,10 +184,10 @@ class Adapter:
         return values
 
     def gather(self, vector: torch.Tensor) -> Iterator[torch.Tensor | None]:
-        """Yield of each layer, out of a vector cut as `weights` is, the whole on rank 0's CPU; None
-        on other ranks. All ranks must call this, and use all of it."""
+        """Yield each layer's whole part of a vector that is sharded as `weights` is: on rank 0 on
+        its CPU, on other ranks None. All ranks must call this, and exhaust it."""
         for own in self.by_layer(vector):
-            if self.shards > 1:  # a clone: NCCL is not to read paged memory
+            if self.shards > 1:  # clone, because NCCL must not read paged memory
                 own = all_gather(own.clone(), self.group).view(-1)
             yield own.cpu() if is_rank_0() else None
 
@@ -187,7 +207,8 @@ class Adapter:
 
 
 def read_adapter(config: Config, adapter: Adapter) -> dict[str, torch.Tensor]:
-    """The tensors of --init_adapter, an adapter like this run's: {PEFT's name: fp32}."""
+    """{PEFT's name: fp32 tensor} of --init_adapter. Raises ValueError unless it is an adapter of
+    the same form as this run's."""
     directory = Path(str(config.init_adapter))
     try:
         settings = read_json(directory / "adapter_config.json")

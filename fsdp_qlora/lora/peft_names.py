@@ -1,6 +1,6 @@
-"""An adapter in PEFT's files: its tensors' names there, and experts' adapters as PEFT has them.
+"""An adapter in PEFT's files: the names of its tensors, and how PEFT stores experts' adapters.
 
-Depends on tensor_names for the words of each family's files. Which values an adapter has is in
+Depends on tensor_names for the names in each family's files. The values of an adapter are in
 adapter.
 """
 
@@ -22,8 +22,8 @@ Parts = dict[str, tuple[str, tuple[int, ...], Index]]  # see expert_parts()
 
 
 def peft_name(arch: Architecture, layer: int, linear: str, key: str) -> str:
-    """PEFT's name of a part of a linear's adapter; that of a single expert has the words of its
-    family's released files."""
+    """PEFT's name of a part of a linear's adapter. A single expert is named as in the released
+    files of its family."""
     renames = arch.mixture.renames if arch.mixture else ()
     stem = f"base_model.model.{arch.module_prefix}layers.{layer}"
     return f"{stem}.{renamed(linear, renames)}.{key}"
@@ -43,9 +43,9 @@ def file_parts(arch: Architecture, layer: int, linear: Linear, rank: int, kind: 
 
 def expert_settings(arch: Architecture, rank: int, alpha: int,
                     adapted: Collection[str]) -> dict[str, Any]:
-    """Of PEFT's LoraConfig what the experts among the linears `adapted` need, where PEFT adapts a
-    parameter of all experts. That of gate and up has the ranks of both, and twice alpha, so that
-    the scale is the same."""
+    """The settings of PEFT's LoraConfig for the experts among the linears `adapted`, if PEFT adapts
+    one parameter of all experts. The adapter of gate and up together has the ranks of both, and
+    twice alpha, so that the scale is the same."""
     if not {*adapted} & {*arch.experts()} or arch.mixture.adapters == "modules":
         return {}
     stem, n = arch.mixture.experts, arch.mixture.n_experts
@@ -57,10 +57,11 @@ def expert_settings(arch: Architecture, rank: int, alpha: int,
 
 
 def expert_parts(arch: Architecture, rank: int) -> Parts:
-    """{peft_name() of A or B of an expert's linear: (name, shape, index)} where PEFT's files have
-    one A and one B of all experts, with this one at `index`. Of A an expert has rows that follow
-    one another, of B every n-th column. In those of gate and up together gate has the first of an
-    expert's ranks, up the others; B is 0 where the outputs of one meet the ranks of the other."""
+    """{peft_name() of A or B of an expert's linear: (name, shape, index)} if PEFT's files have one
+    A and one B for all experts: this expert's part is at `index`. In A an expert has consecutive
+    rows, in B every n-th column. In A and B of gate and up together, gate has the first half of an
+    expert's ranks and up the second; B is 0 where the outputs of one meet the ranks of the other.
+    """
     found: Parts = {}
     for layer, routed in enumerate(arch.layer_routed):
         if not routed or arch.mixture.adapters != "stacked":
@@ -94,7 +95,7 @@ def stack_experts(tensors: dict[str, torch.Tensor], parts: Parts) -> dict[str, t
 
 
 def unstack_experts(tensors: dict[str, torch.Tensor], parts: Parts) -> dict[str, torch.Tensor]:
-    """stack_experts() undone."""
+    """The inverse of stack_experts()."""
     own = {name: tensors[stored][index] for name, (stored, _, index) in parts.items()
            if stored in tensors}
     stacked = {stored for stored, *_ in parts.values()}
