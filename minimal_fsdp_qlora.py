@@ -135,7 +135,6 @@ def build_model(args: argparse.Namespace, directory: Path, device: torch.device)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     if device.type == "cuda" and is_flash_attn_2_available() and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    model.config.use_cache = False
     layers = model.get_decoder().layers
     names = {module: name for name, module in model.named_modules()}
     linears = {names[m]: m for m in layers.modules() if isinstance(m, nn.Linear)}
@@ -253,7 +252,7 @@ def train(model: PeftModel, rows: list, args: argparse.Namespace, device: torch.
         for row in batch[rank::world_size]:
             ids = torch.tensor([row], device=device)  # [1, tokens]
             with torch.autocast(device.type, torch.bfloat16):  # for LoRA, which is in fp32
-                logits = model(input_ids=ids).logits  # [1, tokens, vocabulary]
+                logits = model(input_ids=ids, use_cache=False).logits  # [1, tokens, vocabulary]
             row_loss = F.cross_entropy(logits[0, :-1].float(), ids[0, 1:], reduction="sum")
             row_loss = row_loss / n_predicted  # the sum over all ranks is the mean over all tokens
             (row_loss * world_size).backward()  # FSDP2 divides gradients by world_size
