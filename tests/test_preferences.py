@@ -421,11 +421,12 @@ def test_a_reference_that_takes_longer_than_the_run_may_is_made_in_parts(base, r
         run.status.stop_reason = "--max_minutes is over"
         return measured(run, batch)
 
-    def few(run, rows):
-        for numbers, batch in evaluation.evaluation_batches(run, rows):
+    def few(run, rows, must_begin):
+        for numbers, batch in evaluation.evaluation_batches(run, rows, must_begin):
             for part in torch.arange(len(batch)).split(4):
-                if run.status.stop_reason:
+                if run.status.stop_reason and not must_begin:
                     return
+                must_begin = False
                 yield numbers[part], batch.select(part)
 
     monkeypatch.chdir(base)
@@ -504,6 +505,7 @@ PAIRS = {  # name: (row, (question, answer) twice)
 JUDGED = {  # name: (row, (question, answer))
     "TRL, texts": ({"prompt": "3 plus 4 is ", "completion": "7.", "label": True}, TEXT[0]),
     "TRL, messages": ({"prompt": [ASKED], "completion": [BAD], "label": False}, TALK[1]),
+    "CSV": ({"prompt": "3 plus 4 is ", "completion": "8.", "label": "False"}, TEXT[1]),
     "0 and 1": ({"prompt": [ASKED], "completion": [BAD], "label": 0}, TALK[1]),
     "Argilla, capybara": ({"prompt": QUESTION, "completion": [GOOD], "label": True}, TALK[0]),
     "Axolotl, argilla_chat": ({"completion": [ASKED, GOOD], "label": True}, TALK[0]),
@@ -533,6 +535,13 @@ WRONG = {  # name: (loss, row, the type of the error, a part of its text)
                         "label 'good': want true or false"),
     "a score as label": ("kto", {"prompt": "a", "completion": "b", "label": 0.5}, RefusedRow,
                          "want true or false"),
+    "no question": ("dpo", {"problem": "a", "chosen": "b", "rejected": "c"}, RefusedRow,
+                    "has no question"),
+    "a null prompt": ("dpo", {"prompt": None, "chosen": "b", "rejected": "c"}, ValueError,
+                      "prompt is null"),
+    "a null answer": ("kto", {"prompt": "a", "completion": None, "label": True}, ValueError,
+                      "completion null"),
+    "a null label": ("kto", {"prompt": "a", "completion": "b", "label": None}, ValueError, "null"),
     "nobody answers": ("kto", {"messages": [ASKED, ASKED], "label": True}, ValueError, "trained"),
 }  # fmt: skip
 
@@ -595,6 +604,34 @@ def test_rows_of_pairs(tokenizer, tmp_path):
     assert "1 left out: none of its first 8 tokens is trained" in line
     assert len(rows.select(torch.tensor([1])).lengths) == 2
     assert rows.prompt_lengths[2:].tolist() == [len(tokenizer("3 plus 4 is ")["input_ids"])] * 2
+
+
+def test_answers_with_the_same_tokens_are_left_out(tokenizer, tmp_path):
+    long = " ".join("123456789" * 4)
+    path = write_jsonl(tmp_path / "rows.jsonl", [
+        {"prompt": "3", "chosen": f"{long} yes", "rejected": f"{long} no"},
+        {"prompt": "3", "chosen": "4", "rejected": "4</s>"},
+        {"prompt": "3", "chosen": "4", "rejected": "5"}])  # fmt: skip
+    pieces, _ = find_pieces(str(path))
+    found = list(encode_pieces(pieces, tokenizer, 16, len(tokenizer), loss="dpo"))
+    assert [row["kept"] for row in found] == [False, False, True, True]
+    assert found[0]["left_out"].endswith("the same tokens among the first 16")
+
+
+def test_only_the_last_answer_is_judged(tokenizer):
+    row = {"instruction": "b", "history": [["x", "y"]], "output": "a", "label": False}
+    _, documents, _ = parse_preference(row, tokenizer, (), "kto")
+    assert decoded(*documents, tokenizer)[1] == "a<|im_end|>"
+
+
+def test_an_answer_without_a_prompt_has_room_after_another_one():
+    """Nothing predicts the first token of a row, but after a prompt it counts."""
+    rows = rows_of([([5, 6, 7], [5, 6, 7]), ([1, 2, 8], [IGNORE, IGNORE, 8])], "kto")
+    other = rows.mismatch(seed=0, max_tokens=9)
+    for i in range(2):
+        ids, labels = other.tokens(i)
+        assert (labels[1:] != IGNORE).sum() <= other.n_trained[i]
+    assert other.tokens(1)[1].tolist() == [IGNORE, IGNORE, 5, 6, 7]
 
 
 def test_mismatched_rows_have_each_answer_once(tokenizer):

@@ -134,6 +134,7 @@ def make_bin(batch: Rows, micro_batch: list[list[int]], rank: int, step_key: tor
         spare = 2 ** len(lengths).bit_length() - len(lengths)
         starts = F.pad(starts, (0, spare), value=n_tokens)
     ids, trained_at, labels, bounds = token_tensors(batch, documents, lengths, n_documents)
+    assert n_labels >= len(labels), f"{len(labels)} labels, and room for {n_labels}"
     padding = (0, n_labels - len(labels))
     tensors: dict[str, Any] = {
         "input_ids": ids, "n_unpadded": n_unpadded, "position_ids": position_ids,

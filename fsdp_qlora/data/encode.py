@@ -126,14 +126,15 @@ class Rows:
 
     def mismatch(self, seed: int, max_tokens: int) -> Rows:
         """The prompts of these rows, each with the answer (cut or not) of the row before it in a
-        random order, cut to `max_tokens`. Of those cut here `n_trained` is an upper bound."""
+        random order, cut to `max_tokens`. `n_trained` is an upper bound: some are cut here, and
+        the first token of an answer without a prompt is trained only after another prompt."""
         order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
         other = torch.empty_like(order).scatter_(0, order, order.roll(1))
         lengths = self.prompt_lengths + (self.lengths - self.prompt_lengths)[other]
         return dataclasses.replace(
             self.as_documents(), lengths=lengths.clamp(max=max_tokens),
             answer_starts=(self.starts + self.prompt_lengths)[other],
-            n_trained=self.n_trained[other])
+            n_trained=(self.n_trained + (self.prompt_lengths == 0))[other])
 
     def n_scored(self) -> torch.Tensor:
         """[documents], the tokens whose loss is computed: the trained ones, and of ORPO also the
@@ -310,8 +311,14 @@ def encode_pieces(pieces: list[Piece], tokenizer: PreTrainedTokenizerFast, max_s
             found = [columns_of(*next(tokens), max_seq_len, good) for good in desirable]
             errors = [row_error or check_tokens(columns, max_seq_len, vocab_size)
                       for columns in found]
-            if LOSSES[loss].n_answers == 2 and any(errors):
-                found, errors = found[:1], [next(filter(None, errors))]
+            if LOSSES[loss].n_answers == 2:
+                if len(found) == 2 and not any(errors) and all(
+                        np.array_equal(found[0][key], found[1][key])
+                        for key in ("input_ids", "labels")):
+                    errors = [ValueError("both answers have the same tokens"
+                                         + found[0]["cut"] * f" among the first {max_seq_len}")]
+                if any(errors):
+                    found, errors = found[:1], [next(filter(None, errors))]
             for i, (columns, error) in enumerate(zip(found, errors)):
                 why = (str(error) or type(error).__name__) if error else ""
                 form, why = printable(form), printable(why)

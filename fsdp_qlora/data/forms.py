@@ -93,9 +93,11 @@ def as_object(row: Any, columns: Sequence[str]) -> dict[str, Any]:
 
 def parse_object(row: dict[str, Any], tokenizer: PreTrainedTokenizerFast,
                  form: tuple[str, ...] | None = None,
-                 is_one_text: bool = False) -> tuple[str, list[Document]]:
+                 is_one_text: bool = False,
+                 trains_history: bool = True) -> tuple[str, list[Document]]:
     """parse_row() of what as_object() returns. `form`: one of FORMS, None: by the row's keys;
-    `is_one_text`: a prompt and its completion may meet in a word."""
+    `is_one_text`: a prompt and its completion may meet in a word; `trains_history`: earlier answers
+    of an instruction, too."""
     refuse_keys(row, ", or rename it: --columns {}=unused")
     form = form or find_form(row)
     row, ignored = take_keys(row, form)
@@ -103,6 +105,8 @@ def parse_object(row: dict[str, Any], tokenizer: PreTrainedTokenizerFast,
     documents: list[Document] | None = parse_text(row, form, tokenizer, is_one_text)
     if documents is None:
         messages = as_messages(row, form)
+        if "history" in row and not trains_history:
+            messages = [*(m | {"train": False} for m in messages[:-1]), messages[-1]]
         if unread := unread_keys(messages, str(tokenizer.chat_template)):
             notes.append(f"ignored in messages: {', '.join(unread)}")
         if messages and messages[0]["role"] == "assistant" and messages[0]["train"]:

@@ -53,8 +53,8 @@ def parse_pair(row: dict[str, Any], better: str, worse: str,
     if isinstance(row.get("input"), dict):  # OpenAI's
         row |= {"messages": row["input"].get("messages"), "tools": row.pop("input").get("tools")}
     rows, form, is_one_text = ask(row, answers)
-    (name, chosen), (_, rejected) = (parse_object(one, tokenizer, form, is_one_text)
-                                     for one in rows)
+    (name, chosen), (_, rejected) = (
+        parse_object(one, tokenizer, form, is_one_text, trains_history=False) for one in rows)
     if len(chosen) + len(rejected) > 2:  # answers that the template rewrites when more follow
         raise ValueError("to this chat template an answer of several messages is several documents:"
                          " give all but the last message in the prompt")
@@ -67,9 +67,16 @@ def parse_labelled(row: dict[str, Any], label: str,
                    tokenizer: PreTrainedTokenizerFast) -> tuple[str, list[Document], list[bool]]:
     """parse_preference() of a row with one answer, and in this key whether it is good."""
     is_good = row[label]
+    if is_good is None:
+        raise ValueError(f"{label} is null")
+    if isinstance(is_good, str):  # of a CSV file
+        read = {"true": True, "1": True, "false": False, "0": False}
+        is_good = read.get(is_good.lower(), is_good)
     if is_good not in (True, False):  # 1 and 0 are
         raise RefusedRow(f"has {label} {is_good!r}: want true or false")
-    row = {key: value for key, value in row.items() if key != label and value is not None}
+    form = None
+    given = {key: value for key, value in row.items() if key != label}
+    row = {key: value for key, value in given.items() if value is not None}
     answered = next((key for key in (*ANSWERS.values(), "response") if key in row), None)
     if answered:
         (row,), form, _ = ask(row, [row.pop(answered)])
@@ -77,8 +84,8 @@ def parse_labelled(row: dict[str, Any], label: str,
         # its last message is what is judged
         (row,), form, _ = ask(row, [read_json_text(conversation, row.pop(conversation))])
     else:
-        form = find_form(row)
-    name, documents = parse_object(row, tokenizer, form)
+        form = find_form(given)
+    name, documents = parse_object(row, tokenizer, form, trains_history=False)
     if len(documents) > 1:
         raise ValueError("to this chat template an answer of several messages is several documents:"
                          " give all but the last message in the prompt")
@@ -92,6 +99,9 @@ def ask(row: dict[str, Any],
 
     The question is in a key of ANSWERS or CONVERSATIONS; or the answers contain it.
     """
+    asks = [key for key in (*ANSWERS, *CONVERSATIONS) if key in row]
+    if asks and all(row[key] is None for key in asks):
+        raise ValueError(f"{asks[0]} is null")
     row = {key: value for key, value in row.items() if value is not None}
     answers = [read_json_text("completion", answer) for answer in answers]
     if {type(answer) for answer in answers} not in ({str}, {list}, {dict}):
@@ -99,16 +109,18 @@ def ask(row: dict[str, Any],
     if isinstance(answers[0], dict):
         answers = [[answer] for answer in answers]
     is_whole = isinstance(answers[0], list) and bool(answers[0]) and (
-        read_message(answers[0][0])["role"] != "assistant")
+        read_message(answers[0][0])["role"] in ("system", "user", "developer"))
     for key in CONVERSATIONS:
         if key in row and is_whole:  # the same once more, as in UltraFeedback's rows
             del row[key]
         elif key in row and "prompt" not in row:
-            row["prompt"] = row.pop(key)
+            row["prompt"] = read_json_text(key, row.pop(key))
+            if not isinstance(row["prompt"], list):
+                raise ValueError(f"{key} is no list of messages")
     if "input" in row and not row.keys() & ANSWERS.keys():
         row["question"] = row.pop("input")
     if "prompt" in row:
-        row["prompt"] = prompt = read_json_text("messages", row["prompt"])
+        row["prompt"] = prompt = read_json_text("prompt", row["prompt"])
         if is_whole:
             check_prompt(prompt, answers[0])
             del row["prompt"]
@@ -123,6 +135,9 @@ def ask(row: dict[str, Any],
         n = len(answers[0]) - 1 if is_whole else 0
     else:
         n = next((i for i, (a, b) in enumerate(zip(*answers)) if a != b), min(map(len, answers)))
+    if not n:
+        raise RefusedRow(f"has no question beside its answers, only {', '.join(row) or 'them'}:"
+                         " name its key by --columns OLD=prompt, or give an empty prompt")
     rows = [{**row, "prompt": answer[:n], "completion": answer[n:]} for answer in answers]
     return rows, COMPLETION, isinstance(answers[0], str)
 
@@ -131,7 +146,16 @@ def check_prompt(prompt: Any, conversation: list[Any]) -> None:
     """Refuse a prompt that a whole conversation does not contain."""
     messages = [read_message(message) for message in conversation]
     asked = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-    texts = [message.get("content") for message in messages]
-    if any(read_message(message).get("content") not in ["", *texts] for message in asked):
+    texts = ["", *map(text_of_message, messages)]
+    if any(text_of_message(read_message(message)) not in texts for message in asked):
         raise RefusedRow("has a prompt that is not in the conversation of its answer: leave it out,"
                          " --columns prompt=unused")
+
+
+def text_of_message(message: dict[str, Any]) -> str:
+    """The text of a message, without spaces around it."""
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(str(part.get("text", "")) if isinstance(part, dict) else str(part)
+                          for part in content)
+    return str(content or "").strip()

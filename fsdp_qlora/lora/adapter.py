@@ -94,9 +94,8 @@ def peft_targets(
         settings = expert_settings(arch, config.lora_rank, config.lora_alpha, experts)
         targets = sorted({*words} - {"experts"} | (set() if settings else leaves))
         if arch.expert_down[0].mxfp4:
-            say("--target_modules experts: PEFT 0.21 finds no experts in a model in MXFP4: to use"
-                " the adapter, load the model with Mxfp4Config(dequantize=True), or merge it,"
-                " which writes bf16")
+            say("--target_modules experts: PEFT 0.21 finds no experts in a model in MXFP4: load"
+                " that with Mxfp4Config(dequantize=True), or merge, to bf16")
     if arch.module_prefix == "model.":
         return targets, settings
     # a vision tower may have linears of the same names

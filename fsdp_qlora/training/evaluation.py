@@ -21,13 +21,16 @@ if TYPE_CHECKING:
     from train_fsdp_qlora import Run
 
 
-def evaluation_batches(run: Run, rows: Rows) -> Iterator[tuple[torch.Tensor, Rows]]:
+def evaluation_batches(run: Run, rows: Rows,
+                       must_begin: bool = False) -> Iterator[tuple[torch.Tensor, Rows]]:
     """Yield the numbers of a few of these rows after the other, and the Rows of them. Ends early if
-    the run was asked to stop. All ranks must call this, and use all of it."""
+    the run was asked to stop; `must_begin`: after the first. All ranks must call this, and use all
+    of it."""
     for numbers in torch.arange(len(rows)).split(max(64, run.config.batch_size)):
         run.status.check_time(run.config, run.longest_step)
-        if any(gather_objects(run.status.stop_reason)):
+        if any(gather_objects(run.status.stop_reason)) and not must_begin:
             return
+        must_begin = False
         run.status.extend_deadline(run.config, run.longest_step)
         yield numbers, rows.select(numbers)
 

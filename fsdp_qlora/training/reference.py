@@ -24,7 +24,7 @@ from fsdp_qlora.data.bins import step_rows
 from fsdp_qlora.training.evaluation import document_losses, evaluation_batches
 from fsdp_qlora.run.files import digest, text_digest, write_whole
 from fsdp_qlora.run.probe import reshard_all
-from fsdp_qlora.run.ranks import AGAIN, Stop, gather_objects, is_rank_0, on_rank_0, say
+from fsdp_qlora.run.ranks import AGAIN, EXITS, Stop, gather_objects, is_rank_0, on_rank_0, say
 
 if TYPE_CHECKING:
     from fsdp_qlora.data.encode import Rows
@@ -49,6 +49,8 @@ def find_reference(run: Run) -> None:
                    for name, (rows, numbers) in needed.items()}
     found = {name: torch.full((len(rows.lengths),), math.nan, dtype=torch.float64)
              for name, (rows, _) in needed.items()}  # NaN: not known yet
+    if not run.saved_step:
+        run.progress["init_adapter"] = on_rank_0(identify_model, run)["init_adapter"]
     on_rank_0(read_reference, run, found)
     for values in found.values():
         dist.broadcast(values, 0)
@@ -74,11 +76,15 @@ def measure(run: Run, needed: dict[str, tuple[Rows, torch.Tensor]],
     say(f"reference: the log-probabilities of the answers of {n_rows:,} rows before the first step")
     started = saved = time.monotonic()
     if run.saved_step:  # of a run that goes on with more rows, or whose file is lost
+        if why := on_rank_0(why_no_start, run):
+            raise Stop(why, EXITS["checkpoint"])
         weights = run.adapter.weights.data.clone()
         run.adapter.initialise(run.config)
+    is_first = True  # else a run that is stopped at once would never get ahead
     for name, numbers in ((name, numbers) for name, numbers in missing.items() if len(numbers)):
         rows, _ = needed[name]
-        for which, batch in evaluation_batches(run, rows.select(numbers)):
+        for which, batch in evaluation_batches(run, rows.select(numbers), must_begin=is_first):
+            is_first = False
             documents = rows.documents_of(numbers[which])
             found[name][documents] = -document_losses(run, batch).cpu()
             if is_rank_0() and time.monotonic() > saved + SAVE_SECONDS:
@@ -105,17 +111,28 @@ def step_value(run: Run, rows: Rows, batches: Iterable[Rows]) -> torch.Tensor | 
         ratios = [(-document_losses(run, other) - other.reference.to(run.device)).sum()
                   for batch in batches if (other := batch.mismatched)]
         reshard_all(run.model)
+        if not ratios:  # the run was asked to stop
+            return None
         return (torch.stack(ratios).sum() / len(rows)).clamp(min=0)
     return None
 
 
+def why_no_start(run: Run) -> str:
+    """Why the adapter with which a resumed run began cannot be had again, or "". Rank 0 only."""
+    if run.progress.get("init_adapter") == identify_model(run)["init_adapter"]:
+        return ""
+    return (f"--init_adapter {run.config.init_adapter}: is not there or has changed since this run"
+            " began, and the reference of some rows must be computed with it")
+
+
 def read_reference(run: Run, found: dict[str, torch.Tensor]) -> None:
-    """Fill in what the run's file has of `found`, if it is whole and of this data and model. Raises
-    ValueError where what it lacks cannot be computed any more. Rank 0 only."""
+    """Fill in what the run's file has of `found`, if it is whole and of this data and model. Rank 0
+    only."""
     path, settings = run.directory / REFERENCE_FILE, identify_model(run)
     try:
         with safe_open(path, "pt") as file:
-            said, kept = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}
+            said = file.metadata() or {}
+            kept = {name: file.get_tensor(name) for name in file.keys()}
     except (OSError, SafetensorError):
         return
     adapter = said.pop("init_adapter", None)
@@ -123,12 +140,8 @@ def read_reference(run: Run, found: dict[str, torch.Tensor]) -> None:
     if said != {"format": "pt", "content": settings["content"], **digests}:
         say(f"{path} is damaged, or of other rows or another model: it is computed again")
         return
-    if adapter != settings["init_adapter"]:
-        if not run.saved_step:
-            return  # the run begins with another adapter now
-        if any(bool(values.isnan().any()) for values in kept.values()):
-            raise ValueError(f"--init_adapter {run.config.init_adapter}: has changed since this run"
-                             " began, and the reference of some rows is still to be computed")
+    if adapter != settings["init_adapter"] and not run.saved_step:
+        return  # the run begins with another adapter now
     for name, values in kept.items():
         if name in found and len(values) == len(found[name]):
             found[name].copy_(values)
