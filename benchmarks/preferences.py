@@ -1,6 +1,6 @@
 """Losses of preferences beside TRL's own trainers, on the same NF4 base, adapter and rows, in fp32.
 
-    PYTHONPATH=path/to/trl python benchmarks/preferences.py
+    PYTHONPATH=path/to/trl python benchmarks/preferences.py [--seeds 4,5] [--losses dpo,kto]
 
 For each loss, on one process and on two that share the model, with all layers kept and recomputed:
 the largest difference of loss, rewards and log-probabilities from TRL's (relative where they are
@@ -12,6 +12,7 @@ pairs each prompt with the answer of the row before in the file, so the rows are
 order in which ours are paired.
 """
 
+import argparse
 import json
 import sys
 import tempfile
@@ -24,10 +25,11 @@ import torch
 from conftest import run_once
 from families import TINY, write_model
 from safetensors.torch import load_file, save_file
-from test_preferences import FLAGS, LENGTH, data_flags, write_preferences
+from test_preferences import FLAGS, data_flags, write_preferences
 
 from fsdp_qlora.run.demo import write_demo
 
+LENGTH = 128  # so that nothing is cut: TRL joins KTO's mismatched answers before it cuts them
 BETA = {"dpo": 0.3, "ipo": 0.3, "simpo": 2.0, "orpo": 0.4, "kto": 0.3}
 LAYOUTS = {  # {name: (processes, flags)}
     "one process": (1, ["--recompute", "none"]),
@@ -103,7 +105,7 @@ def trl_classes(loss):
     return ORPOConfig, ORPOTrainer, {}
 
 
-def make_base(base):
+def make_base(base, seed):
     """model/, rows.jsonl, rows_judged.jsonl, and an adapter whose B is not 0."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -111,16 +113,17 @@ def make_base(base):
     write_demo(base / "demo")
     tokenizer = AutoTokenizer.from_pretrained(base / "demo" / "model")
     config = TINY["llama"](len(tokenizer))
+    config.max_position_embeddings = LENGTH
     config.intermediate_size = 128  # bitsandbytes on a CPU wants rows of whole blocks
     write_model(base / "model", config)
     tokenizer.save_pretrained(base / "model")
     for name in "rows", "eval":
         write_preferences(base, name, ROWS, seed=3)
     model = AutoModelForCausalLM.from_pretrained(base / "model", dtype=torch.float32)
-    torch.manual_seed(4)
+    torch.manual_seed(seed)
     model = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=ALPHA, task_type="CAUSAL_LM",
                                              target_modules="all-linear"))
-    save_file({name.replace(".default", ""): torch.randn_like(p) * 0.05
+    save_file({name.replace(".default", ""): torch.randn_like(p) * 0.03
                for name, p in model.named_parameters() if p.requires_grad},
               base / "now.safetensors")
 
@@ -128,8 +131,9 @@ def make_base(base):
 def own_results(base):
     """{(layout, loss): {name: tensor}}"""
     flags = [flag for pair in zip(FLAGS[::2], FLAGS[1::2]) for flag in pair
-             if pair[0] not in ("--lora_rank", "--lora_alpha", "--batch_size")]
-    flags += ["--lora_rank", RANK, "--lora_alpha", ALPHA, "--batch_size", BATCH]
+             if pair[0] not in ("--lora_rank", "--lora_alpha", "--batch_size", "--max_seq_len")]
+    flags += ["--lora_rank", RANK, "--lora_alpha", ALPHA, "--batch_size", BATCH,
+              "--max_seq_len", LENGTH]
     found = {}
     for nproc in 1, 2:
         settings = {
@@ -149,24 +153,36 @@ def own_results(base):
     return found
 
 
-def main():
+def compare(seed, losses):
     with tempfile.TemporaryDirectory() as directory:
         base = Path(directory)
-        make_base(base)
+        make_base(base, seed)
         own = own_results(base)
-        print(f"{'loss':6} {'layout':36} {'loss':>9} {'rewards':>9} {'logps':>9} {'gradients':>9}")
-        for loss in BETA:
+        for loss in losses:
             want = trl_results(loss, base)
             for layout in LAYOUTS:
-                got, worst = own[layout, loss], dict.fromkeys(("loss", "rewards", "logps", "lora"))
+                got = own[layout, loss]
+                worst = dict.fromkeys(("loss", "rewards", "logps", "lora", "kl"))
                 for name, value in want.items():
                     kind = "lora" if "lora" in name else name.split("/")[0]
                     if kind in worst and name in got:
                         size = value.norm() if kind == "lora" else value.abs().clamp(min=1)
                         off = float((got[name].double() - value).norm() / size)
                         worst[kind] = max(off, worst[kind] or 0.0)
-                cells = " ".join(f"{off:9.1e}" for off in worst.values())
-                print(f"{loss:6} {layout:36} {cells}", flush=True)
+                cells = " ".join("" if off is None else f"{off:9.1e}" for off in worst.values())
+                cells += f"  of {float(want['kl']):.3f}" if "kl" in want else ""
+                print(f"{seed:4} {loss:6} {layout:36} {cells}", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--seeds", default="4", help="of the adapters, with commas")
+    parser.add_argument("--losses", default=",".join(BETA), help="with commas")
+    args = parser.parse_args()
+    titles = "loss rewards logps gradients kl".split()
+    print(f"seed {'loss':6} {'layout':36}", *(f"{title:>9}" for title in titles))
+    for seed in args.seeds.split(","):
+        compare(int(seed), args.losses.split(","))
 
 
 if __name__ == "__main__":

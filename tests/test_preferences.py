@@ -443,6 +443,48 @@ def test_a_reference_that_takes_longer_than_the_run_may_is_made_in_parts(base, r
         torch.testing.assert_close(got[key], value, rtol=1e-6, atol=0, equal_nan=True)
 
 
+def test_a_run_that_is_stopped_at_once_gets_ahead_with_its_reference(base, run_main, monkeypatch):
+    """With a limit shorter than the start, too: each start computes one part at least."""
+    monkeypatch.chdir(base)
+    argv = *TRAIN, *LOSS_FLAGS["dpo"], *data_flags("dpo"), "--output_dir", "at once"
+    for known in 1, 2:
+        code, _, err = run_main(*argv, "--max_minutes", 0.00001)
+        assert code == 75 and "before the reference was complete" in err
+        sets = load_file(base / "at once" / "reference.safetensors").values()
+        assert sum(not values.isnan().all() for values in sets) == known
+
+
+def test_a_kto_evaluation_that_is_stopped_before_its_first_rows_is_no_bug(
+        base, trained, run_main, monkeypatch):
+    monkeypatch.chdir(base)
+    shutil.copytree(trained("kto whole"), base / "stopped")
+    for path in [*(base / "stopped").glob("adapter*"), *(base / "stopped").glob("checkpoint-*")]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    code, _, err = run_main(*TRAIN, *LOSS_FLAGS["kto"], *data_flags("kto"), "--output_dir",
+                            "stopped", "--max_minutes", 0.00001)  # fmt: skip
+    assert code == 2 and "before the evaluation after step 0 was done" in err
+
+
+@pytest.mark.parametrize("lost, code", [(False, 0), (True, 7)])
+def test_a_changed_start_adapter_counts_only_where_it_is_needed(
+        lost, code, base, run_main, monkeypatch):
+    """A resumed run has its reference; where that is lost, no other one takes its place."""
+    name = f"start changed {lost}"
+    monkeypatch.chdir(base)
+    shutil.copytree(base / "start", base / f"{name} adapter")
+    argv = [*TRAIN, *LOSS_FLAGS["dpo"], *data_flags("dpo"), "--output_dir", name, "--init_adapter",
+            f"{name} adapter"]  # fmt: skip
+    assert run_main(*argv, "--max_steps", 2)[0] == 0
+    for path in (base / name).glob("adapter*"):
+        path.unlink()
+    path = base / f"{name} adapter" / "adapter_model.safetensors"
+    save_file({key: value * 2 for key, value in load_file(path).items()}, path)
+    if lost:
+        (base / name / "reference.safetensors").unlink()
+    found, _, err = run_main(*argv, "--max_steps", 3)
+    assert found == code and ("has changed" in err) == lost, err
+
+
 @pytest.mark.parametrize("name, flags, text", [
     ("dpo", ["--beta", 0.2], "--beta 0.3, not 0.2"),
     ("dpo", ["--label_smoothing", 0.1], "--label_smoothing 0.0, not 0.1"),
