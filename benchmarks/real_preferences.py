@@ -10,10 +10,11 @@ imperative ("Return the path."), as PEP 257 asks for, the worse one the same in 
 ("Returns the path."). So a program can judge any answer by its first word. Held out are functions
 of other files.
 
-Both train LoRA of rank 16 on all linears of the NF4 base, with the same rows, batches of 16 pairs,
-rate, schedule and 8-bit AdamW, but in another order and from other initial adapters. Printed of
-each: accuracy on the held-out pairs, how many greedy answers to held-out functions begin with an
-imperative, before and after, and the seconds of the steps.
+The model that both start from was first fine-tuned on half of each kind of answers and merged, so
+that it answers at all. Both train LoRA of rank 16 on all linears of its NF4 base, with the same
+rows, batches of 16 pairs, rate, schedule, beta (0.1) and 8-bit AdamW, but in another order and
+from other initial adapters. Printed of each: accuracy on the held-out pairs, how many greedy
+answers to held-out functions begin with an imperative, before and after, seconds of the steps.
 """
 
 import argparse
@@ -30,7 +31,7 @@ import transformers
 from real import described_functions, source_files, write_model
 from run import ROOT, launch
 
-SETTINGS = {"batch_size": 16, "learning_rate": 5e-5, "num_epochs": 2, "beta": 0.1, "seed": 0}
+SETTINGS = {"batch_size": 16, "learning_rate": 5e-5, "num_epochs": 2, "seed": 0}
 VERBS = ("Return Get Set Check Compute Create Convert Add Remove Build Read Write Parse Print Call"
          " Make Find Load Run Test Apply Generate Determine Calculate Initialize Update Execute"
          " Display Perform Provide Open Close Insert Delete Format Decode Encode Replace Compare"
@@ -82,30 +83,48 @@ def load(model, gpus):
 @torch.no_grad()
 def imperatives(model, tokenizer, pairs):
     """How many greedy answers begin with an imperative, and the first few answers."""
-    texts = []
-    for pair in pairs:
-        ids = tokenizer.apply_chat_template(
-            pair["prompt"], add_generation_prompt=True, return_tensors="pt", return_dict=True)
-        out = model.generate(**ids.to(model.device), max_new_tokens=NEW_TOKENS, do_sample=False)
-        texts.append(tokenizer.decode(out[0, ids["input_ids"].shape[1] :],
-                                      skip_special_tokens=True).strip())
+    tokenizer.padding_side = "left"
+    prompts = tokenizer.apply_chat_template(
+        [pair["prompt"] for pair in pairs], add_generation_prompt=True, padding=True,
+        return_tensors="pt", return_dict=True).to(model.device)
+    out = model.generate(**prompts, max_new_tokens=NEW_TOKENS, do_sample=False)
+    texts = tokenizer.batch_decode(
+        out[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
     firsts = [re.match(r"\W*(\w*)", text)[1] for text in texts]
     return sum(first in VERBS for first in firsts), texts[:3]
 
 
-def ours(model, files, out, gpus):
-    """(accuracy before and after, seconds) of a run of the script."""
-    flags = ["--model", model, "--dataset", files[0], "--eval_dataset", files[1], "--loss", "dpo",
-             "--eval_every", 0, "--report_to", "none", "--output_dir", out / "ours",
-             "--max_seq_len", LONGEST]
-    flags += [word for name, value in SETTINGS.items() for word in (f"--{name}", value)]
-    code, _, text = launch(gpus, [ROOT / "train_fsdp_qlora.py", *flags], out / "ours.log", 1800)
+def train(out, gpus, **flags):
+    """The records of metrics.jsonl of a run of the script."""
+    flags = {**SETTINGS, "max_seq_len": LONGEST, "report_to": "none", "output_dir": out, **flags}
+    words = [word for name, value in flags.items() for word in (f"--{name}", value)]
+    run_script("train_fsdp_qlora.py", words, out, gpus)
+    return [json.loads(line) for line in (out / "metrics.jsonl").open()]
+
+
+def run_script(script, flags, out, gpus):
+    code, _, text = launch(gpus, [ROOT / script, *flags], out.with_suffix(".log"), 1800)
     if code != 0:
-        sys.exit(f"exit code {code}: {text[-600:]}")
-    records = [json.loads(line) for line in (out / "ours" / "metrics.jsonl").open()]
-    evaluations = [r for r in records if "eval_loss" in r]
-    return (*(r["eval_rewards/accuracies"] for r in evaluations),
-            sum(r["seconds"] for r in records if "loss" in r))
+        sys.exit(f"{script} ended with {code}: {text[-600:]}")
+
+
+def write_start(model, pairs, out, gpus):
+    """The directory of the model that answers in both ways."""
+    rows, adapter, start = out / "sft.jsonl", out / "sft", out / "start"
+    rows.write_text("".join(
+        json.dumps({"messages": pair["prompt"] + pair[("chosen", "rejected")[i % 2]]}) + "\n"
+        for i, pair in enumerate(pairs)))
+    train(adapter, gpus, model=model, dataset=rows, learning_rate=2e-4, num_epochs=1)
+    run_script("merge_adapters.py", ["--adapter_dir", adapter, "--output_dir", start], start, 0)
+    return start
+
+
+def ours(model, files, out, gpus):
+    """(accuracy after, seconds of the steps) of DPO by the script."""
+    records = train(out / "ours", gpus, model=model, dataset=files[0], eval_dataset=files[1],
+                    loss="dpo", eval_every=0)
+    accuracies = [r["eval_rewards/accuracies"] for r in records if "eval_loss" in r]
+    return accuracies[-1], sum(r["seconds"] for r in records if "loss" in r)
 
 
 def by_trl(model, files, out, gpus):
@@ -120,8 +139,8 @@ def by_trl(model, files, out, gpus):
     arguments = DPOConfig(
         output_dir=str(out / "trl"), per_device_train_batch_size=SETTINGS["batch_size"],
         per_device_eval_batch_size=16, learning_rate=SETTINGS["learning_rate"],
-        num_train_epochs=SETTINGS["num_epochs"], beta=SETTINGS["beta"], max_length=LONGEST,
-        lr_scheduler_type="cosine", warmup_ratio=0.03, optim="paged_adamw_8bit", bf16=bool(gpus),
+        num_train_epochs=SETTINGS["num_epochs"], max_length=LONGEST,
+        lr_scheduler_type="cosine", warmup_steps=0.03, optim="paged_adamw_8bit", bf16=bool(gpus),
         gradient_checkpointing=False, report_to="none", save_strategy="no", disable_tqdm=True,
         use_cpu=not gpus, seed=SETTINGS["seed"], max_grad_norm=1.0, logging_steps=1000)
     trainer = DPOTrainer(
@@ -152,10 +171,11 @@ def main():
     for path, pairs in zip(files, sets):
         path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     asked = sets[1][:50]
+    model = write_start(model, sets[0], args.out, args.gpus)
     base, tokenizer = load(model, args.gpus)
     before, texts = imperatives(base, tokenizer, asked)
     print(f"before: {before} of {len(asked)} greedy answers are imperatives: {texts}", flush=True)
-    _, accuracy, seconds = ours(model, files, args.out, args.gpus)
+    accuracy, seconds = ours(model, files, args.out, args.gpus)
     from peft import PeftModel
 
     tuned = PeftModel.from_pretrained(base, args.out / "ours").eval()
