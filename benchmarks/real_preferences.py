@@ -83,7 +83,7 @@ def load(model, gpus):
 @torch.no_grad()
 def imperatives(model, tokenizer, pairs):
     """How many greedy answers begin with an imperative, and the first few answers."""
-    tokenizer.padding_side = "left"
+    tokenizer.padding_side, tokenizer.pad_token = "left", tokenizer.eos_token
     prompts = tokenizer.apply_chat_template(
         [pair["prompt"] for pair in pairs], add_generation_prompt=True, padding=True,
         return_tensors="pt", return_dict=True).to(model.device)
