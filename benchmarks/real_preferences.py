@@ -114,7 +114,7 @@ def write_start(model, pairs, out, gpus):
     rows.write_text("".join(
         json.dumps({"messages": pair["prompt"] + pair[("chosen", "rejected")[i % 2]]}) + "\n"
         for i, pair in enumerate(pairs)))
-    train(adapter, gpus, model=model, dataset=rows, learning_rate=2e-4, num_epochs=1)
+    train(adapter, gpus, model=model, dataset=rows, learning_rate=2e-4, num_epochs=5)
     run_script("merge_adapters.py", ["--adapter_dir", adapter, "--output_dir", start], start, 0)
     return start
 
