@@ -332,6 +332,49 @@ TINY = {
         sliding_window=7,
         max_window_layers=2,
     ),
+    "solar_open": tiny(
+        "solar_open",
+        head_dim=24,
+        attention_bias=True,
+        moe_intermediate_size=32,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        routed_scaling_factor=1.5,
+    ),
+    "exaone_moe": tiny(
+        "exaone_moe",
+        None,
+        moe_intermediate_size=32,
+        num_experts=8,
+        num_experts_per_tok=3,
+        num_shared_experts=2,
+        n_group=4,
+        topk_group=2,
+        sliding_window=7,
+        layer_types=MIXED,
+    ),
+    "hy_v3": tiny(
+        "hy_v3",
+        head_dim=24,
+        moe_intermediate_size=32,
+        num_experts=8,
+        num_experts_per_tok=3,
+        mlp_layer_types=["sparse", "dense", "sparse"],
+    ),
+    "mellum": tiny(
+        "mellum",
+        head_dim=24,
+        moe_intermediate_size=32,
+        num_experts=8,
+        num_experts_per_tok=3,
+        sliding_window=7,
+        layer_types=MIXED,
+        mlp_layer_types=["dense", "sparse", "sparse"],
+        rope_parameters={
+            "full_attention": YARN,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
     "ernie4_5_moe": tiny(
         "ernie4_5_moe",
         None,
@@ -374,6 +417,20 @@ TINY = {
         "qwen3_vl_vision",
         True,
     ),
+    "qwen3_vl_moe": multimodal(
+        "qwen3_vl_moe",
+        tiny(
+            "qwen3_vl_moe_text",
+            head_dim=24,
+            moe_intermediate_size=32,
+            num_experts=8,
+            num_experts_per_tok=3,
+            mlp_only_layers=[1],
+            rope_parameters=MROPE,
+        ),
+        "qwen3_vl_moe_vision",
+        True,
+    ),
     "mistral3_ministral3": multimodal("mistral3", MINISTRAL3, "pixtral", True),
 }
 
@@ -382,9 +439,14 @@ TINY = {
 TINY = {name: make for name, make in TINY.items() if make.model_type in CONFIG_MAPPING}
 
 
+def auto_class(config):
+    """transformers' auto class of a multimodal model or of a text model."""
+    return AutoModelForImageTextToText if hasattr(config, "text_config") else AutoModelForCausalLM
+
+
 def make_model(config, seed=0, dtype=torch.float32, **settings):
     """The model with random norms and biases too, which transformers initializes to 1 and 0."""
-    auto = AutoModelForImageTextToText if hasattr(config, "text_config") else AutoModelForCausalLM
+    auto = auto_class(config)
     torch.manual_seed(seed)
     model = auto.from_config(config, **settings)
     with torch.no_grad():

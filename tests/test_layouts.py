@@ -33,7 +33,7 @@ FUSED = "fused"  # all experts' in one tensor [experts, out, in], as transformer
 BITS = {"NF4 of transformers 4": 4, "NF4 of transformers 5": 5}
 RELEASED = {  # what transformers saves is as released; of the others an expert's are apart
     "mixtral": "w1, w2, w3", "minimax_m2": "w1, w2, w3", "granitemoe": "input_linear",
-    "gpt_oss": "transposed"}  # fmt: skip
+    "gpt_oss": "transposed", "qwen3_vl_moe": "transposed"}  # fmt: skip
 
 
 def layouts(name):
@@ -51,11 +51,11 @@ MIXTURES = [name for name, make in TINY.items() if describe_model(make(320)).mix
 CASES = [(name, layout) for name in MIXTURES for layout in layouts(name)]
 QUICK = [
     ("mixtral", "w1, w2, w3"), ("glm4_moe", "per expert"), ("granitemoe", "input_linear"),
-    ("gpt_oss", "transposed"), ("qwen3_moe", FUSED), ("mixtral", "NF4 of transformers 5"),
+    ("qwen3_vl_moe", "transposed"), ("qwen3_moe", FUSED), ("mixtral", "NF4 of transformers 5"),
     ("qwen2_moe", "NF4 of transformers 4"), ("granitemoe", "NF4 of transformers 4"),
     ("gpt_oss", "MXFP4"), ("minimax_m2", "FP8")]  # fmt: skip
 assert set(QUICK) < set(CASES)
-QUICK_ON_TWO = QUICK[4:7] + QUICK[8:]  # of each layout that a rank reads its part of otherwise
+QUICK_ON_TWO = QUICK[3:7] + QUICK[8:]  # of each layout that a rank reads its part of otherwise
 PARAMETERS, ON_TWO = (
     [case if case in quick else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
     for quick in (QUICK, QUICK_ON_TWO))

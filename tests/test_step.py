@@ -17,10 +17,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import DEVICE, needs_ranks, read_rows
-from families import TINY, write_model
+from families import TINY, auto_class, write_model
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig
 
 from fsdp_qlora.model.elementwise import drop, mix
 from fsdp_qlora.pretrained.config import describe_model
@@ -160,7 +160,7 @@ def load_reference(directory, kind, skipped=None):
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.float32, llm_int8_skip_modules=skipped,
     )  # fmt: skip
-    model = AutoModelForCausalLM.from_pretrained(
+    model = auto_class(AutoConfig.from_pretrained(directory)).from_pretrained(
         directory, quantization_config=quantization, dtype=torch.float32,
         device_map={"": DEVICE},
     )  # fmt: skip

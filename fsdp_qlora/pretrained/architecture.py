@@ -46,7 +46,7 @@ class Mixture:
     biases: bool = False  # the router and each expert's two linears have a bias
     clamp: tuple[float, float] | None = None  # (limit, alpha) of gpt-oss's gate, see gate_product()
     one_gate_up: bool = False  # an expert has one linear gate_up_proj: rows gate, up, gate, up, ..
-    transposed: bool = False  # a tensor of all experts is [experts, in, out]; takes one_gate_up
+    transposed: bool = False  # a tensor of all experts is [experts, in, out], also if in = out
     adapters: str = "modules"  # of experts, as PEFT 0.21 takes them: "modules", one of each expert;
     #                           "stacked", one of all experts; "parameters", the first in its files
     #                           and the second in its config

@@ -37,8 +37,8 @@ KNOWN_FIELDS = set("""vocab_size hidden_size intermediate_size num_hidden_layers
     no_rope_layer_interval max_position_embeddings original_max_position_embeddings use_cache
     initializer_range pad_token_id bos_token_id eos_token_id eod_token_id transformers_version
     architectures output_hidden_states return_dict id2label label2id problem_type
-    pretraining_tp mlp_only_layers decoder_sparse_step moe_layer_interval moe_layer_end_index
-    router_aux_loss_coef output_router_logits num_mtp_layers
+    pretraining_tp mlp_only_layers mlp_layer_types decoder_sparse_step moe_layer_interval
+    moe_layer_end_index router_aux_loss_coef output_router_logits num_mtp_layers
     """.split())
 
 
@@ -156,6 +156,11 @@ def describe_experts(c: PreTrainedConfig, family: Family, in_mxfp4: bool) -> dic
     last = getattr(c, "moe_layer_end_index", n_layers - 1)
     routed = [(mixture.first_dense or 0) <= i <= last and i not in dense and (i + 1) % every == 0
               for i in range(n_layers)]
+    if kinds := getattr(c, "mlp_layer_types", None):  # counts alone where a config has it
+        if len(kinds) != n_layers or set(kinds) - {"dense", "sparse"}:
+            raise ValueError(f"mlp_layer_types {kinds} is not supported for {n_layers} layers,"
+                             " only dense and sparse are, one for each")
+        routed = [kind == "sparse" for kind in kinds]
 
     def mlp(stem: str, inner: int, bias: bool) -> tuple[list[Linear], list[Linear]]:
         """The linears of an MLP that read its input, and those that give its output."""
@@ -282,11 +287,13 @@ def shrinking_changes(
     inner, eps = (str(name).removeprefix("config.")
                   for name in (record.intermediate_size, record.norm_eps))
     heads_width = arch.n_heads * arch.head_dim
-    per_layer = {name: getattr(c, name, None) for name in ("layer_types", "no_rope_layers")}
+    per_layer = {name: getattr(c, name, None)
+                 for name in ("layer_types", "no_rope_layers", "mlp_layer_types")}
     kinds = list(zip(*filter(None, per_layer.values()))) or [()]
-    other = next((i for i, kind in enumerate(kinds) if kind != kinds[0]), 0)
+    differences = [sum(x != y for x, y in zip(kind, kinds[0])) for kind in kinds]
+    other = differences.index(max(differences))
     return [
-        # one layer of the first kind, and one of another if there is any
+        # one layer of the first kind, and one that differs from it in as much as there is
         ("if used", {name: values and [values[0], values[other]]
                      for name, values in per_layer.items()}),
         # the check takes seconds on a CPU

@@ -141,6 +141,24 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe": Family(out_bias=False, partial_rotary=True, qk_norm="head",
                        qk_norm_if="config.use_qk_norm", mixture=Mixture(**DEEPSEEK)),
     "dots1": Family(qk_norm="head", window="layer_types", mixture=Mixture(**DEEPSEEK)),
+    "solar_open": Family(out_bias=False, intermediate_size="config.moe_intermediate_size",
+                         mixture=Mixture(**DEEPSEEK)),
+    "exaone_moe": Family(
+        qk_norm="head", window="layer_types", no_rotary="full_if_window", mixture=Mixture(
+            **DEEPSEEK | dict(n_experts="config.num_experts", n_shared="config.num_shared_experts"),
+            renames=(("mlp.gate.e_score", "mlp.e_score"),))),
+    "hy_v3": Family(qk_norm="head", unused=("enable_moe_fp32_combine",), mixture=Mixture(
+        shared_size="config.moe_intermediate_size", n_shared="config.num_shared_experts",
+        shared="mlp.shared_experts", fp32_router=True, scores="sigmoid",
+        correction="mlp.e_score_correction_bias", sum_eps=1e-20,
+        scale="config.router_scaling_factor", rounded=False,
+        renames=(("mlp.gate.weight", "mlp.router.gate.weight"),
+                 ("mlp.e_score_correction_bias", "mlp.expert_bias"),
+                 ("mlp.shared_experts.", "mlp.shared_mlp.")))),
+    "mellum": Family(qk_norm="head", window="layer_types", ropes_by_layer_type=True,
+                     unused=("mtp_layer_types", "mtp_mlp_layer_types"), mixture=Mixture(
+                         normalised="config.norm_topk_prob")),
+    "qwen3_vl_moe_text": Family(qk_norm="head", mixture=Mixture()),
     # its use_bias would also give the head a bias, which is not supported
     "ernie4_5_moe": Family(rotary_interleaved=True, mixture=Mixture(
         n_experts="config.moe_num_experts", top_k="config.moe_k",
@@ -157,4 +175,4 @@ FAMILIES: dict[str, Family] = {
 MULTIMODAL: dict[str, tuple[str, ...]] = {
     "gemma3": ("gemma3_text",), "mistral3": ("mistral", "ministral3"),
     "internvl": ("qwen2", "qwen3"), "llava": ("llama", "mistral"), "exaone4_5": ("exaone4",),
-    "qwen3_vl": ("qwen3_vl_text",)}
+    "qwen3_vl": ("qwen3_vl_text",), "qwen3_vl_moe": ("qwen3_vl_moe_text",)}

@@ -63,16 +63,16 @@ class Source:
     stored: str  # the tensor's name
     n_rows: int  # of it as a matrix
     rows: range  # the linear's
-    transposed: bool = False  # these are its inputs, not its outputs
+    columns: range | None = None  # its outputs, where its rows are its inputs: transposed
 
     def weight_in(self, tensor: torch.Tensor) -> torch.Tensor:
         """The view [out, in] of the linear in the tensor."""
         weight = tensor.view(self.n_rows, -1)[self.rows.start : self.rows.stop]
-        return weight.t() if self.transposed else weight
+        return weight.t()[self.columns.start : self.columns.stop] if self.columns else weight
 
     def rows_with(self, outputs: range) -> range:
         """Those of `rows` that have a range of the linear's outputs; if transposed, all of them."""
-        if self.transposed:
+        if self.columns:
             return self.rows if outputs else range(0)
         return self.rows[outputs.start : outputs.stop]
 
@@ -258,9 +258,10 @@ class WeightReader:
             self._begin_next()
         self.errors.extend(error for chunk in chunks if (error := chunk.exception()))
         tensor = tensor.zero_() if self.errors else tensor
-        if request.source and request.source.transposed:
-            rows = request.rows
-            tensor = tensor.view(-1, request.shape[0])[:, rows.start : rows.stop].t().flatten()
+        if request.source and (columns := request.source.columns):
+            columns = columns[request.rows.start : request.rows.stop]
+            matrix = tensor.view(len(request.source.rows) if columns else 0, -1)
+            tensor = matrix[:, columns.start : columns.stop].t().flatten()
         return tensor
 
     def close(self) -> None:

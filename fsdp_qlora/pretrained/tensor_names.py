@@ -27,6 +27,7 @@ FP8_BLOCK = 128  # rows and columns of a weight in FP8 that share one scale
 MX_PARTS = "_blocks", "_scales"  # what the names of tensors in MXFP4 end with; both are bytes
 # {name: (shape, or None for any, dtypes)} of tensors that the files must have
 Wanted = dict[str, tuple[tuple[int, ...] | None, Collection[str]]]
+HasShape = Stored | torch.Tensor
 NF4_PARTS = "absmax", "nested_absmax", "nested_quant_map", "quant_map", NF4_STATE  # all of them
 
 
@@ -96,10 +97,11 @@ class TensorNames:
         for name, linear in self.linears.items():
             stored, index = name, ...
             if source := self.sources.get(f"{name}_blocks" if linear.mxfp4 else name):
-                stored, n = source.stored, len(source.rows)
+                stored = source.stored
                 expert, first = divmod(source.rows.start, self.shapes[stored][1])
-                is_whole = n == self.shapes[stored][1]  # of the expert's matrix, transposed or not
-                index = expert if is_whole else (expert, slice(first, first + n))
+                index = expert, slice(first, first + len(source.rows))
+                if source.columns:
+                    index = *index, slice(source.columns.start, source.columns.stop)
             found.setdefault(stored.removesuffix("_blocks"), []).append((name, index))
         return found
 
@@ -111,7 +113,7 @@ def renamed(name: str, renames: Iterable[tuple[str, str]]) -> str:
     return name
 
 
-def tensor_names(arch: Architecture, files: Collection[str]) -> TensorNames:
+def tensor_names(arch: Architecture, files: Mapping[str, HasShape]) -> TensorNames:
     """The TensorNames of a model whose files have the tensors `files`, of the spelling there."""
     stems = arch.checkpoint_prefixes
     stem = next((s for s in stems if f"{s}embed_tokens.weight" in files), stems[0])
@@ -149,7 +151,7 @@ def tensor_names(arch: Architecture, files: Collection[str]) -> TensorNames:
 
 
 def stacked_experts(
-    arch: Architecture, names: TensorNames, layer: int, files: Container[str],
+    arch: Architecture, names: TensorNames, layer: int, files: Mapping[str, HasShape],
 ) -> dict[str, tuple[Source, tuple[int, ...]]]:
     """{name in a layer of a linear's tensor: (Source, shape of the tensor that holds it)} if the
     files have the linears of all experts in one tensor, as transformers 5 has them in memory,
@@ -159,21 +161,26 @@ def stacked_experts(
     for key, linears in groups.items():
         stored, n, n_in = f"{mixture.experts}.{key}", mixture.n_experts, linears[0].in_features
         n_out = sum(linear.out_features for linear in linears) // n  # of one expert
-        if in_mxfp4 := linears[0].mxfp4:
+        transposed = False
+        if linears[0].mxfp4:
             parts = {"_blocks": (n, n_out, n_in // MX_BLOCK, MX_BLOCK // 2),
                      "_scales": (n, n_out, n_in // MX_BLOCK)}
         elif names.of_layer(layer, stored) in files:
-            parts = {"": (n, n_in, n_out) if mixture.transposed else (n, n_out, n_in)}
+            found_shape = tuple(files[names.of_layer(layer, stored)].shape)
+            transposed = found_shape == (n, n_in, n_out) and (n_in != n_out or mixture.transposed)
+            parts = {"": (n, n_in, n_out) if transposed else (n, n_out, n_in)}
         else:
             parts = {}
-        transposed = mixture.transposed and not in_mxfp4
         for part, shape in parts.items():
-            first = 0
+            first = 0  # of the linear's outputs, counted over all experts
             for linear in linears:
-                stop = first + (linear.in_features if transposed else linear.out_features)
+                stop = first + linear.out_features
+                rows, columns, expert = range(first, stop), None, first // n_out
+                if transposed:
+                    columns = range(first - expert * n_out, stop - expert * n_out)
+                    rows = range(expert * n_in, (expert + 1) * n_in)
                 found[f"{linear.name}.weight{part}"] = Source(
-                    names.of_layer(layer, stored + part), n * shape[1], range(first, stop),
-                    transposed), shape
+                    names.of_layer(layer, stored + part), n * shape[1], rows, columns), shape
                 first = stop
     return found
 
@@ -201,7 +208,7 @@ def read_part(
         packed, scales = blocks.view(-1, BLOCK // 2), scales.view(-1, BLOCK // MX_BLOCK)
         values = mxfp4_values(packed << 4 | packed >> 4, scales)  # low halves come first in files
         return values.view(len(blocks), -1), True
-    transposed = part in names.sources and names.sources[part].transposed
+    transposed = part in names.sources and names.sources[part].columns is not None
     tensor = read_tensor(files[stored], stored, device, sums.get(part), index, part, transposed)
     if scales := names.scaled.get(part):
         of_scales = read_tensor(files[scales], scales, device, sums.get(scales))
