@@ -63,6 +63,7 @@ from fsdp_qlora.lora.adapter import Adapter, choose_adapted
 from fsdp_qlora.model.attention import (
     attends, batched_attention, document_attention, flash_attention, varlen_attention)
 from fsdp_qlora.model.elementwise import mix
+from fsdp_qlora.model.flex import flex_document_attention
 from fsdp_qlora.model.layer import make_layouts
 from fsdp_qlora.model.model import (
     Graphs, Model, measure_weight_norms, verify_model,
@@ -413,9 +414,9 @@ def choose_attention(config: Config, arch: Architecture, device: torch.device) -
     {"full": kernel, "window": kernel}, the latter where a layer has a window. Raises ValueError.
 
     From Hopper on torch's SDPA (cuDNN) is the fastest for rows of one length, else Flash Attention
-    2; where that is not installed, torch's own kernel for any lengths. A kernel is used only if it
-    gives what plain torch gives: a flash-attn built without windows or caps returns wrong results
-    without an error.
+    2; where that is not installed, torch's own kernel for any lengths, and for what that does not
+    know, as soft caps, its flex_attention. A kernel is used only if it gives what plain torch
+    gives: a flash-attn built without windows or caps returns wrong results without an error.
     """
     from transformers.utils import is_flash_attn_2_available
 
@@ -434,7 +435,8 @@ def choose_attention(config: Config, arch: Architecture, device: torch.device) -
         for kind, reach in itertools.product(chosen, ("full", "window")):
             if reach == "full" or any(arch.layer_window):
                 kernels = same if (kind, reach) == ("same", "full") else flash
-                works = (f for f in (*kernels, varlen_attention) if attends(f, arch, reach, device))
+                kernels = *kernels, varlen_attention, flex_document_attention
+                works = (f for f in kernels if attends(f, arch, reach, device))
                 chosen[kind][reach] = next(works, document_attention)
     if config.attn == "flash_attention_2" and flash_attention not in chosen["any"].values():
         raise ValueError("--attn flash_attention_2: as installed it does not compute this model's"

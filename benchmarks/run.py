@@ -60,9 +60,22 @@ SHAPES = {  # hidden, intermediate, layers, heads, key/value heads, vocabulary
     "gpt-oss-20b": (2880, 2880, 24, 64, 8, 201088),
     "gpt-oss-120b": (2880, 2880, 36, 64, 8, 201088),
     "mistral-nemo-12b": (5120, 14336, 40, 32, 8, 131072),
+    "qwen3-14b": (5120, 17408, 40, 40, 8, 151936),
+    "gemma-2-2b": (2304, 9216, 26, 8, 4, 256000),
+    "gemma-2-27b": (4608, 36864, 46, 32, 16, 256000),
+    "gemma-3-12b": (3840, 15360, 48, 16, 8, 262208),
 }
-HEAD_DIM = {"mistral-nemo-12b": 128, "qwen3-8b": 128}  # where it is not hidden / heads
-TIED = "llama-3.2-1b", "smollm2-135m"  # embedding and head
+HEAD_DIM = {  # where it is not hidden / heads
+    "mistral-nemo-12b": 128, "qwen3-8b": 128, "gemma-2-2b": 256, "gemma-2-27b": 128,
+    "gemma-3-12b": 256}  # fmt: skip
+TIED = "llama-3.2-1b", "smollm2-135m", "gemma-2-2b", "gemma-2-27b", "gemma-3-12b"  # embedding, head
+GEMMA2 = dict(model_type="gemma2", sliding_window=4096)  # soft caps are its config's defaults
+GEMMAS = {  # what else their config.json says
+    "gemma-2-2b": dict(GEMMA2, query_pre_attn_scalar=256),
+    "gemma-2-27b": dict(GEMMA2, query_pre_attn_scalar=144),
+    "gemma-3-12b": dict(
+        model_type="gemma3_text", query_pre_attn_scalar=256, sliding_window=1024),
+}  # fmt: skip
 MIXTURES = {  # what else their config.json says; above, `intermediate` is of the experts of a token
     "qwen3-30b-a3b": dict(
         model_type="qwen3_moe", head_dim=128, num_experts=128, num_experts_per_tok=8,
@@ -203,6 +216,13 @@ GROUPS = {
     "start": [
         case(f"8b-{cache}", "llama-3-8b", 2, 2048, 1, cache=cache) for cache in ("cold", "warm")
     ],
+    "attention": [  # which kernel they take is in the log
+        case("gemma2-27b-1gpu", "gemma-2-27b", 8, 2048, 5, gpus=1, bins=0),
+        case("gemma2-27b", "gemma-2-27b", 8, 2048, 5, bins=0),
+        case("gemma3-12b", "gemma-3-12b", 8, 2048, 5, gpus=1, bins=0),
+        case("qwen3-14b", "qwen3-14b", 8, 2048, 5, gpus=1, bins=0),
+        case("gpt-oss-20b", "gpt-oss-20b", 8, 2048, 5, gpus=1, bins=0),
+    ],
 }  # fmt: skip
 CASES = {c["name"]: c for group in GROUPS.values() for c in group}
 GROUPS["speed"] += [CASES["70b-auto"], CASES["70b-2k"]]
@@ -247,7 +267,8 @@ def model_config(model, layers=None):
     hidden, intermediate, whole, heads, kv_heads, vocab = SHAPES[model]
     own = {"qwen2.5": {"model_type": "qwen2"}, "qwen3": {"model_type": "qwen3"},
            "mistral": {"model_type": "mistral", "sliding_window": None}}  # fmt: skip
-    own = MIXTURES.get(model) or own.get(model.partition("-")[0], {"model_type": "llama"})
+    known = MIXTURES | GEMMAS
+    own = known.get(model) or own.get(model.partition("-")[0], {"model_type": "llama"})
     if model in HEAD_DIM:
         own["head_dim"] = HEAD_DIM[model]
     return {

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from fsdp_qlora.pretrained.config import describe_model
 from fsdp_qlora.model.attention import attends, batched_attention, document_attention
+from fsdp_qlora.model.flex import BLOCK_TOKENS, flex_document_attention, visible_blocks
 from fsdp_qlora.model.model import Model
 from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
 from fsdp_qlora.model.sinks import SinkAttention
@@ -201,6 +202,74 @@ def test_batched_attention_reads_gradients_of_any_strides(length):
             results.append([out.detach(), *torch.autograd.grad(out, inputs, grad)])
         for got, want in zip(*results, strict=True):
             assert (got - want).norm() < 0.02 * want.norm()
+
+
+@pytest.mark.parametrize("kind, lengths, window", [
+    ("gemma2", (100, 300, 1, 60), None), ("gemma2", (100, 300, 1, 60), 50), ("gemma2", (90,), 7),
+    ("gpt_oss", (128, 128, 7), None), ("llama", (400, 112), 200)])  # fmt: skip
+def test_flex_attention_sees_what_plain_torch_sees(kind, lengths, window):
+    """On a CPU torch has no backward for it: there is one on GPUs, where attends() compares it."""
+    arch, n = describe_model(TINY[kind](320)), sum(lengths)
+    generator = torch.Generator().manual_seed(0)
+    heads = arch.n_heads, arch.n_kv_heads, arch.n_kv_heads
+    qkv = 3 * torch.randn(n, sum(heads), arch.head_dim, generator=generator)
+    sinks = 2 * torch.randn(arch.n_heads, generator=generator) if arch.sinks else None
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    bin = types.SimpleNamespace(
+        lengths=lengths, dropout_keys=None, masks={}, position_ids=positions)  # fmt: skip
+    want, got = (kernel(*qkv.split(heads, 1), sinks, bin, arch, window, 0)
+                 for kernel in (document_attention, flex_document_attention))
+    assert (got - want).norm() < 1e-5 * want.norm()
+
+
+@pytest.mark.parametrize("lengths", [(100, 300, 1, 60, 5), (90,), (128, 256), (200, 184)])
+@pytest.mark.parametrize("window", [None, 7, 128, 150])
+def test_blocks_that_are_computed_are_those_that_a_query_sees(lengths, window):
+    """A block is left out if no query sees a key of it, and not masked if all see all."""
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    n, n_blocks = len(positions), -(-len(positions) // BLOCK_TOKENS)
+    first, *tables = visible_blocks(positions, window)
+    tokens = torch.arange(n)
+    visible = (tokens <= tokens[:, None]) & (tokens - positions == (tokens - positions)[:, None])
+    if window:
+        visible &= tokens > tokens[:, None] - window
+    assert torch.equal(visible, (tokens <= tokens[:, None]) & (tokens >= first[:, None]))
+    sides = [slice(i, i + BLOCK_TOKENS) for i in range(0, n, BLOCK_TOKENS)]
+    parts = [[visible[rows, columns] for columns in sides] for rows in sides]
+    whole = [[bool(part.all()) for part in row] for row in parts]
+    partial = [[bool(part.any()) and not part.all() for part in row] for row in parts]
+    for i, want in enumerate((partial, whole, zip(*partial), zip(*whole))):
+        counts, columns = (table[0, 0].tolist() for table in tables[2 * i : 2 * i + 2])
+        want = [[j for j in range(n_blocks) if row[j]] for row in want]
+        assert [row[:count] for row, count in zip(columns, counts)] == want
+
+
+@pytest.mark.parametrize("kind, window", [("gemma2", None), ("gemma2", 7), ("gpt_oss", None),
+                                          ("mistral", 7), ("llama", None)])  # fmt: skip
+def test_plain_attention_by_a_few_rows_is_that_of_all(kind, window, monkeypatch):
+    """Also its gradients and its dropout; and it keeps for backward what it was given alone."""
+    arch = describe_model(TINY[kind](320))
+    arch = dataclasses.replace(arch, attention_dropout=0.2 * (kind == "llama"))
+    lengths, heads = (40, 1, 23), (arch.n_heads, arch.n_kv_heads, arch.n_kv_heads)
+    generator = torch.Generator().manual_seed(0)
+    qkv = torch.randn(sum(lengths), sum(heads), arch.head_dim, generator=generator)
+    grad = torch.randn(sum(lengths), arch.n_heads, arch.head_dim, generator=generator)
+    sinks = 2 * torch.randn(arch.n_heads, generator=generator) if arch.sinks else None
+    bin = types.SimpleNamespace(lengths=lengths, dropout_keys=torch.arange(len(qkv)) << 20)
+
+    def both():
+        inputs, kept = [t.detach().requires_grad_() for t in qkv.split(heads, 1)], []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: kept.append(t.untyped_storage().data_ptr()) or t, lambda t: t):  # fmt: skip
+            out = document_attention(*inputs, sinks, bin, arch, window, 0)
+        given = [t for t in (qkv, sinks, bin.dropout_keys) if t is not None]
+        assert {*kept} <= {t.untyped_storage().data_ptr() for t in given}
+        return out.detach(), *torch.autograd.grad(out, inputs, grad)
+
+    want = both()
+    monkeypatch.setattr("fsdp_qlora.model.attention.SCORES_BYTES", 4 * arch.n_heads * 40 * 7)
+    for got, whole in zip(both(), want):
+        assert (got - whole).norm() < 1e-5 * whole.norm()
 
 
 def cpu_flash(mask, groups, scale):

@@ -45,6 +45,8 @@ class Bin:
     kernels: dict[str, Callable]  # the attention to use: {"full": function, "window": function}
     store: GPUStore | HostStore  # where layers put what they keep
     ropes: dict | None = None  # cos and sin, see rope_tables
+    # {window, None: without: what queries see}, of flex_document_attention() alone
+    masks: dict[int | None, tuple[torch.Tensor, ...]] = dataclasses.field(default_factory=dict)
 
 
 def step_rows(step: int, n_rows: int, config: Config) -> torch.Tensor:

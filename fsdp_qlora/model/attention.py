@@ -18,15 +18,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.model.residual import (
     add_branch, branch_gradient, keep, keep_inputs, kept_inputs, last_columns, norm_gradient,
     norm_inputs, weight_bytes)
 from fsdp_qlora.model.elementwise import (
-    ATTENTION_SITE, N_SITES, WEIGHTS_SITE, drop, elementwise, norm_grad_of, norm_of)
+    ATTENTION_SITE, N_SITES, WEIGHTS_SITE, drop_eager, elementwise, norm_grad_of, norm_of)
+from fsdp_qlora.model.flex import BLOCK_TOKENS, flex_document_attention
 from fsdp_qlora.model.linears import FusedLinear
 from fsdp_qlora.model.products import add_a_gradient, product, product_backward, widen
+from fsdp_qlora.quant.nf4 import why_no_triton
 from fsdp_qlora.model.sinks import flash_sink_attention, torch_sink_attention
 
 if TYPE_CHECKING:
@@ -136,10 +139,13 @@ class AttentionHalf:
         values += 2 * self.qkv.out_features + self.query_width + self.qkv.width
         # the gradients of x and of the sum; some kernels add up the query's gradient in fp32
         values += 2 * self.arch.hidden_size + 2 * self.query_width
-        weights = weight_bytes(self.qkv, item, hold_weights)
+        others = weight_bytes(self.qkv, item, hold_weights)
         if hold_weights:
-            weights += weight_bytes(self.out, item, hold_weights)
-        return values * plan.bin_tokens * item + weights
+            others += weight_bytes(self.out, item, hold_weights)
+        if plan.plain_attention:  # with keys and values for each query's head, and their gradients
+            values += 4 * self.query_width
+            others += explicit_bytes(self.arch, self.window, plan.bin_tokens)
+        return values * plan.bin_tokens * item + others
 
     def recomputed_weights(self, want_sum: bool) -> int:
         """Weights that are multiplied again when forward() is recomputed."""
@@ -327,52 +333,93 @@ GROUPED: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {})
 
 
+SCORES_BYTES = 2**27  # of the scores, in fp32, that plain torch has at once
+
+
 def document_attention(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, bin: Bin, arch: Architecture,
     window: int | None, index: int
 ) -> Tensor:
-    """Each document by itself in plain torch: on a CPU, and where no other kernel works."""
-    outs, start = [], 0
+    """Each document by itself in plain torch: on a CPU, in fp32, with dropout on weights, and where
+    no other kernel works. Only the inputs are kept for backward."""
+    outs, start, site = [], 0, index * N_SITES + WEIGHTS_SITE
     for q, k, v in zip(*(t.split(bin.lengths) for t in (query, key, value))):
-        q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
-        n, mask = q.shape[2], None
-        keys = None if bin.dropout_keys is None else bin.dropout_keys[start : start + n]
-        dropout = 0.0 if keys is None else arch.attention_dropout
-        explicit = arch.attention_softcap or dropout or sinks is not None
-        if window is not None and n > window or explicit:
-            mask = torch.ones(n, n, dtype=torch.bool, device=q.device).tril()
-            mask = mask.triu(1 - window) if window else mask
-        if explicit:
-            assert mask is not None, "made above"
-            site = index * N_SITES + WEIGHTS_SITE
-            out = explicit_attention(q, k, v, sinks, mask, arch, keys, dropout, site)
-        else:
-            out = F.scaled_dot_product_attention(
-                q, k, v, mask, is_causal=mask is None, scale=arch.attention_scale, enable_gqa=True)
-        outs.append(out[0].transpose(0, 1))
+        n, keys = len(q), bin.dropout_keys
+        keys = keys[start : start + n] if arch.attention_dropout and keys is not None else None
         start += n
+        if (window is None or n <= window) and not (
+                arch.attention_softcap or sinks is not None or keys is not None):
+            outs.append(recomputed(sdpa, q, k, v, arch.attention_scale))
+            continue
+        rows = max(1, SCORES_BYTES // (4 * arch.n_heads * n))
+        for first in range(0, n, rows):  # a few queries at a time, and what they may see
+            # dropout counts a document's keys from its first one
+            low = max(0, first - window + 1) if window and keys is None else 0
+            some, seen = slice(first, first + rows), slice(low, first + rows)
+            outs.append(recomputed(
+                explicit_attention, q[some], k[seen], v[seen], sinks, arch, window,
+                None if keys is None else keys[some], site))
     return torch.cat(outs)
 
 
-def explicit_attention(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Tensor, arch: Architecture,
-    keys: Tensor | None, dropout: float, site: int
+def recomputed(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """function(*arguments); its backward computes all of it again."""
+    out: Tensor = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+    return out
+
+
+def sdpa(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: Tensor | None = None
 ) -> Tensor:
-    """Attention with all weights in memory: for Gemma 2's capped scores, for dropout on weights,
-    for sinks."""
-    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
-    scores = (q @ k.transpose(-1, -2)).float() * arch.attention_scale
+    """torch's SDPA of one document [n, heads, head_dim]; causal without a mask [queries, keys]."""
+    query, key, value = by_head(q, k, v)
+    out = F.scaled_dot_product_attention(
+        query, key, value, mask, is_causal=mask is None, scale=scale)
+    return out[0].transpose(0, 1)
+
+
+def by_head(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """Query, key and value as [1, heads, n, head_dim], with as many heads each: on a GPU fewer
+    would make SDPA keep all scores in fp32."""
+    tensors = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (q, k, v))
+    return [t.transpose(0, 1)[None] for t in tensors]
+
+
+def explicit_attention(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arch: Architecture, window: int | None,
+    keys: Tensor | None, site: int
+) -> Tensor:
+    """The last rows of a document's attention, with a mask: [rows, heads, head_dim]. Where SDPA
+    cannot compute it, all weights are in memory: for Gemma 2's capped scores, for dropout on
+    weights, for sinks. `keys` [rows] are of drop(), None: no dropout."""
+    before = len(k) - len(q)  # keys that the first query sees, besides its own
+    mask = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(before)
+    mask = mask.triu(before - window + 1) if window else mask
+    if not arch.attention_softcap and sinks is None and keys is None:
+        return sdpa(q, k, v, arch.attention_scale, mask)
+    query, key, value = by_head(q, k, v)
+    scores = (query @ key.transpose(-1, -2)).float() * arch.attention_scale
     if arch.attention_softcap:
         scores = arch.attention_softcap * torch.tanh(scores / arch.attention_softcap)
     scores = scores.masked_fill(~mask, -math.inf)
     if sinks is not None:  # one more key, whose value is 0
         column = sinks.float().view(-1, 1, 1).expand(*scores.shape[1:3], 1)
         scores = torch.cat([scores, column[None]], -1)
-    weights = scores.softmax(-1).to(q.dtype)[..., : k.shape[2]]
-    if dropout:  # a query's heads side by side
-        rows = weights[0].transpose(0, 1)
-        weights = drop(rows.flatten(1), keys, site, dropout).view(rows.shape).transpose(0, 1)[None]
-    return weights @ v
+    weights = scores.softmax(-1).to(q.dtype)[..., : len(k)]
+    if keys is not None:  # in an order that more keys do not change
+        of_queries = weights[0].permute(1, 2, 0)
+        dropped = drop_eager(of_queries.flatten(1), keys, site, arch.attention_dropout)
+        weights = dropped.view(of_queries.shape).permute(2, 0, 1)[None]
+    return (weights @ value)[0].transpose(0, 1)
+
+
+def explicit_bytes(arch: Architecture, window: int | None, n_tokens: int) -> int:
+    """The most bytes of scores and the like that document_attention() has at once, forward or
+    backward, in bins of n_tokens."""
+    scores = min(SCORES_BYTES, 4 * arch.n_heads * n_tokens**2)
+    if arch.attention_dropout:
+        return 11 * scores  # counted; the hash of dropout is in int64
+    return 5 * scores if arch.attention_softcap or arch.sinks else scores if window else 0
 
 
 def attends(
@@ -380,18 +427,23 @@ def attends(
 ) -> bool:
     """Whether a kernel gives what document_attention() gives, forward and backward, for two
     documents. `reach` is "full" or "window"."""
-    if arch.attention_softcap and kernel is not flash_attention:
+    if arch.attention_softcap and kernel not in (flash_attention, flex_document_attention):
         return False
-    generator = torch.Generator(device).manual_seed(0)
-    heads = arch.n_heads, arch.n_kv_heads, arch.n_kv_heads, arch.n_heads
-    q, k, v, grad = (torch.randn(128, n, arch.head_dim, dtype=torch.bfloat16, device=device,
-                                 generator=generator) for n in heads)
-    q = q * (arch.attention_softcap or 1)  # else no score comes near the cap
+    if kernel is flex_document_attention and why_no_triton():
+        return False
+    length = 3 * BLOCK_TOKENS // 2  # for one block alone flex_attention's kernel is another
+    generator, n_tokens = torch.Generator(device).manual_seed(0), 2 * length
+    heads = arch.n_heads, arch.n_kv_heads, arch.n_kv_heads
+    qkv, grad = (torch.randn(n_tokens, n, arch.head_dim, dtype=torch.bfloat16, device=device,
+                             generator=generator) for n in (sum(heads), arch.n_heads))
+    q, k, v = qkv.split(heads, 1)  # with the strides that a layer's have
+    q *= arch.attention_softcap or 1  # else no score comes near the cap
     sinks = 2 * torch.randn(arch.n_heads, device=device, generator=generator)
     sinks = sinks if arch.sinks else None
-    bounds = torch.tensor([0, 64, 128], dtype=torch.int32, device=device)
-    probe = types.SimpleNamespace(lengths=(64, 64), longest=64, cu_seqlens=bounds,
-                                  dropout_keys=None)
+    bounds = torch.tensor([0, length, n_tokens], dtype=torch.int32, device=device)
+    probe = types.SimpleNamespace(
+        lengths=(length, length), longest=length, cu_seqlens=bounds, dropout_keys=None, masks={},
+        position_ids=torch.arange(n_tokens, device=device) % length)
 
     def both(function: Callable[..., Tensor]) -> tuple[Tensor, ...]:
         inputs = [t.detach().requires_grad_() for t in (q, k, v)]

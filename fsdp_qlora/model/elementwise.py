@@ -31,12 +31,9 @@ def elementwise(function: Callable[..., Result]) -> Callable[..., Result]:
     """
     numbers = itertools.count()
 
-    @functools.cache  # torch takes a function with another code object for another function
+    @functools.cache
     def compiled(*layout: Any) -> Callable[..., Result]:
-        code = function.__code__.replace(co_name=f"{function.__name__}_{next(numbers)}")
-        return torch.compile(types.FunctionType(
-            code, function.__globals__, function.__name__, function.__defaults__,
-            function.__closure__))
+        return compiled_copy(function, f"{function.__name__}_{next(numbers)}")
 
     @functools.wraps(function)
     def call(*args: Any, evaluation: bool = False) -> Result:
@@ -46,6 +43,14 @@ def elementwise(function: Callable[..., Result]) -> Callable[..., Result]:
         return function(*args)
 
     return call
+
+
+def compiled_copy(function: Callable[..., Result], name: str) -> Callable[..., Result]:
+    """A compiled copy of a function: torch takes it for another function, because it has another
+    code object."""
+    return torch.compile(types.FunctionType(
+        function.__code__.replace(co_name=name), function.__globals__, function.__name__,
+        function.__defaults__, function.__closure__))
 
 
 def standardised(x: Tensor, kind: str, eps: float) -> tuple[Tensor, Tensor]:
@@ -218,8 +223,7 @@ def add_expert_rows(rows: Tensor, token_rows: Tensor, weights: Tensor | None) ->
 ATTENTION_SITE, MLP_SITE, WEIGHTS_SITE, EMBEDDING_SITE, N_SITES = 4, 5, 6, 7, 8
 
 
-@elementwise
-def drop(x: Tensor, keys: Tensor, site: int, probability: float) -> Tensor:
+def drop_eager(x: Tensor, keys: Tensor, site: int, probability: float) -> Tensor:
     """Dropout of x [n, width]: each value becomes 0 or is divided by 1 - probability.
 
     The choice depends only on the token's key [n], the site and the column. So it is the same when
@@ -229,6 +233,9 @@ def drop(x: Tensor, keys: Tensor, site: int, probability: float) -> Tensor:
     bits = mix(mix(keys + site)[:, None] + columns)
     uniform = (bits & (2**24 - 1)).float() / 2**24
     return torch.where(uniform < probability, 0, x.float() / (1 - probability)).to(x.dtype)
+
+
+drop = elementwise(drop_eager)  # for the few widths of a model's layers
 
 
 def mix(bits: Tensor) -> Tensor:

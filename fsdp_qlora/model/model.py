@@ -84,6 +84,7 @@ class Model(nn.Module):
             x = drop(x, bin.dropout_keys, EMBEDDING_SITE, dropout)
         bin.ropes = {index: rope_tables(self.arch, self.frequencies, bin, index)
                      for index in (None, *range(len(self.arch.ropes)))}
+        bin.masks = {}
         for layer in self.layers:
             x = layer(x, bin)
         return x
@@ -277,7 +278,7 @@ class Graphs:
             loss, sums = bin_objective(self.model(static), static, self.config)
             (loss * factor).backward()
         self.pool = self.pool or graph.pool()
-        static.ropes = None
+        static.ropes, static.masks = None, {}
         torch.cuda.empty_cache()  # what ran without a graph used this
         return graph, static, factor, sums
 

@@ -54,6 +54,7 @@ class Plan:
     offload_params: bool
     n_mlp_kept: int = 0  # recomputed layers, the last ones, that keep what their MLP needs
     expert_ranges: int = 1  # experts are dequantised in so many ranges, one after the other
+    plain_attention: bool = False  # whether a layer's attention runs in plain torch
     embedding_on_host: bool = False
     graphs: bool = False  # whether CUDA graphs are used
     why_no_graphs: str = ""
@@ -103,6 +104,7 @@ class Workload:
     uneven: bool  # whether training rows differ in length or in their number of trained tokens
     world_size: int
     device: torch.device
+    plain_attention: bool = False
     why_no_capture: str = ""  # why CUDA graphs cannot capture a layer; "" if they can
 
 
@@ -138,7 +140,7 @@ def possible_plans(
             ):
                 plan = Plan(config.compute_dtype, arch.n_layers, shards, reshard, bin_tokens, n,
                             middle, hold, config.offload_activations, config.offload_params,
-                            n_mlp_kept, n_ranges)
+                            n_mlp_kept, n_ranges, workload.plain_attention)
                 yield predict_memory(plan, arch, layouts)
 
 
@@ -316,10 +318,10 @@ def agree_on_plan(
     of_rows = rows.lengths.view(-1, rows.n_answers).sum(1)
     tokens = max(int(of_rows[step_rows(s, len(rows), config)].sum()) for s in steps)
     why_no_capture = why_no_grouped_mm(dtype, device) if arch.mixture else ""
-    if any(document_attention in pair.values() for pair in kernels.values()):
+    if plain := any(document_attention in pair.values() for pair in kernels.values()):
         why_no_capture = "attention runs in plain torch"
     workload = Workload(tokens, longest, float(rows.lengths.float().mean()), uneven,
-                        dist.get_world_size(), device, why_no_capture)
+                        dist.get_world_size(), device, plain, why_no_capture)
     with together():
         plan = choose_plan(config, arch, layouts, workload, limit, machine)
     # free host memory differs between ranks and over time, so all take rank 0's plan

@@ -1,0 +1,113 @@
+"""Attention of any documents by torch's flex_attention: with capped scores, sinks and windows.
+
+Depends on elementwise, which compiles. torch makes one kernel of what is written here; blocks in
+which no query sees a key are skipped. Which kernels a run uses is chosen in the script.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fsdp_qlora.model.elementwise import compiled_copy
+
+if TYPE_CHECKING:
+    from fsdp_qlora.data.bins import Bin
+    from fsdp_qlora.pretrained.architecture import Architecture
+
+BLOCK_TOKENS = 128  # queries, and keys, of a block; torch's kernels divide it further
+
+# What a query may see is one number for each, the first key: keys are seen from there to the query
+# itself. A mask is a tuple: these numbers, int32 [n], and flex_attention's tables of blocks.
+
+
+def flex_document_attention(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, bin: Bin, arch: Architecture,
+    window: int | None, index: int
+) -> Tensor:
+    """Documents of any lengths by torch's flex_attention, see attention.py."""
+    if window not in bin.masks:
+        bin.masks[window] = visible_blocks(bin.position_ids, window)
+    mask, attend = bin.masks[window], flex_function(arch.attention_softcap, arch.attention_scale)
+    if not query.is_cuda:  # slow, and forward alone: for tests
+        return attend(query, key, value, sinks, mask)
+    # one kernel serves bins of all lengths, as the first call says: to compile it takes seconds
+    for tensor in query, key, value, mask[0]:
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return compiled_flex(arch.attention_softcap, arch.attention_scale)(
+        query, key, value, sinks, mask)
+
+
+def visible_blocks(position_ids: Tensor, window: int | None) -> tuple[Tensor, ...]:
+    """The mask of a bin: see above."""
+    tokens = torch.arange(len(position_ids), device=position_ids.device)
+    first = tokens - position_ids
+    if window:
+        first = torch.maximum(first, tokens - window + 1)
+    starts = tokens[::BLOCK_TOKENS]
+    ends = (starts + BLOCK_TOKENS - 1).clamp(max=len(tokens) - 1)
+    # [blocks of queries, of keys]; `first` never falls, so the outermost queries decide
+    is_before = starts <= ends[:, None]
+    is_seen = is_before & (ends >= first[starts][:, None])
+    is_whole = (ends <= starts[:, None]) & (starts >= first[ends][:, None])
+    is_partial = is_seen & ~is_whole
+    tables = [ordered_blocks(blocks)
+              for blocks in (is_partial, is_whole, is_partial.t(), is_whole.t())]
+    mask = first.int(), *(table for pair in tables for table in pair)
+    if position_ids.is_cuda:
+        for table in mask[1:]:
+            for dim in range(2, table.dim()):
+                torch._dynamo.maybe_mark_dynamic(table, dim)
+    return mask
+
+
+def ordered_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Of bool [rows, columns] what flex_attention reads, int32: how many are set in each row
+    [1, 1, rows], and their columns first, in order, [1, 1, rows, columns]."""
+    blocks = blocks.int().contiguous()
+    columns = blocks.argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32)[None, None], columns.int()[None, None]
+
+
+@functools.cache
+def flex_function(softcap: float | None, scale: float | None) -> Callable[..., Tensor]:
+    """The function (query, key, value, sinks, mask) that is compiled for a model."""
+    from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+    def capped(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        assert softcap, "else it is not called"
+        # softcap * tanh(score / softcap): on a GPU the sigmoid takes an exponential and a division
+        return softcap * (2 * torch.sigmoid(2 / softcap * score) - 1)
+
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, mask: tuple[Any, ...]
+    ) -> Tensor:
+        first, tables = mask[0], mask[1:]
+
+        def is_visible(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return (k <= q) & (k >= first[q])
+
+        blocks = BlockMask((len(query), len(query)), *tables, BLOCK_SIZE=(BLOCK_TOKENS,) * 2,
+                           mask_mod=is_visible)
+        q, k, v = (t.transpose(0, 1)[None] for t in (query, key, value))
+        out, rest = flex_attention(
+            q, k, v, capped if softcap else None, blocks, scale, enable_gqa=True,
+            return_aux=AuxRequest(lse=sinks is not None))
+        out = out[0].transpose(0, 1)
+        if sinks is None:
+            return out
+        # a sink adds exp(sink) to a query's sum: see sinks.py; this lse has a gradient
+        share = torch.sigmoid(rest.lse[0] - sinks.float()[:, None])
+        return (out * share.t()[..., None]).to(query.dtype)
+
+    return attend
+
+
+@functools.cache
+def compiled_flex(softcap: float | None, scale: float | None) -> Callable[..., Tensor]:
+    """The same, compiled."""
+    return compiled_copy(flex_function(softcap, scale), f"flex_{softcap}_{scale}")
