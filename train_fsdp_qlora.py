@@ -54,6 +54,7 @@ import peft
 import torch
 import torch.distributed as dist
 import transformers
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -65,6 +66,7 @@ from fsdp_qlora.model.attention import (
 from fsdp_qlora.model.elementwise import mix
 from fsdp_qlora.model.flex import flex_document_attention
 from fsdp_qlora.model.layer import make_layouts
+from fsdp_qlora.model.linears import STATE_BLOCK
 from fsdp_qlora.model.model import (
     Graphs, Model, measure_weight_norms, verify_model,
     weight_requests)
@@ -82,12 +84,12 @@ from fsdp_qlora.pretrained.reader import (
 from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
 from fsdp_qlora.quant.load import fill_model
 from fsdp_qlora.run.checkpoints import (
-    STATE_KEYS, agree_on_content, checkpoint_path, drop_checkpoints, find_checkpoint,
-    load_checkpoint, save_adapter, write_checkpoint)
+    agree_on_content, checkpoint_path, drop_checkpoints, find_checkpoint, load_checkpoint,
+    save_adapter, sharded_state, write_checkpoint)
 from fsdp_qlora.run.demo import make_demo
 from fsdp_qlora.run.directory import describe_run, merge_command, open_output, save_tokenizer
 from fsdp_qlora.run.files import read_json, text_digest
-from fsdp_qlora.run.flags import parse_flags, resolve_config, save_interval
+from fsdp_qlora.run.flags import parse_flags, resolve_config, resolve_steps, save_interval
 from fsdp_qlora.run.logs import (
     Log, describe_metrics, draw_losses, say_example, say_speed, say_start)
 from fsdp_qlora.run.probe import Probe, reshard_all
@@ -238,7 +240,7 @@ class Run:
     kernels: Kernels
     model: Model
     adapter: Adapter
-    optimizer: bnb.optim.PagedAdamW8bit
+    optimizer: Optimizer
     store: GPUStore | HostStore  # where layers keep what they need when they are recomputed
     probe: Probe
     graphs: Graphs | Literal[False]
@@ -282,8 +284,6 @@ def train(given: Config, device: torch.device, status: Status) -> None:
     with together():
         config = resolve_config(given, dist.get_world_size())
     config = dataclasses.replace(config, output_dir=on_rank_0(lambda: config.output_dir))
-    if not given.output_dir:
-        status.how_to_resume = f"the same command with --output_dir {config.output_dir} resumes it"
     with open_output(config, given, status) as (directory, is_complete):
         if is_complete:
             say(f"already complete: {directory}; nothing was touched")
@@ -304,13 +304,11 @@ def train(given: Config, device: torch.device, status: Status) -> None:
         begun = on_rank_0(read_json, directory / "train_config.json", {})
         day = begun.get("date", on_rank_0(time.strftime, "%Y-%m-%d"))
         rows, eval_rows = prepare_data(config, directory, tokenizer, arch.vocab_size, day)
-        steps = config.max_steps or math.ceil(config.num_epochs * len(rows) / config.batch_size)
-        every = max(1, steps // 10) if config.eval_every is None else config.eval_every
-        config = dataclasses.replace(config, max_steps=steps, eval_every=every)
+        config = resolve_steps(config, len(rows))
         content = agree_on_content(config, rows, eval_rows, base_sha256)
         status.enter("checkpoint")
         done = on_rank_0(find_checkpoint, config, directory, content)  # steps; 0: a new run
-        status.may_write, status.max_steps, status.step = True, steps, done
+        status.may_write, status.max_steps, status.step = True, config.max_steps, done
         status.checkpoint = checkpoint_path(directory, done).name if done else None
 
         # 3. What is adapted, which attention, and the plan: what is sharded, recomputed, offloaded
@@ -319,7 +317,8 @@ def train(given: Config, device: torch.device, status: Status) -> None:
             lora_config, adapted = choose_adapted(arch, config, config.model or str(base))
             layouts = make_layouts(arch, adapted, config)
             kernels = choose_attention(config, arch, device)
-        plan = agree_on_plan(config, arch, layouts, rows, eval_rows, limit, device, kernels)
+        plan = agree_on_plan(config, arch, layouts, rows, eval_rows, limit, device, kernels,
+                             state_bytes(config))
         status.plan = plan
         say_start(given, config, plan, kernels, limit, device, VERSIONS)
         say_example(rows, tokenizer)
@@ -333,9 +332,9 @@ def train(given: Config, device: torch.device, status: Status) -> None:
         loaded = load_model(model, base, model_config, config, device)
         say_memory("after loading", device)
 
-        # 5. The adapter, new or from a checkpoint, and its paged 8-bit AdamW
+        # 5. The adapter, new or from a checkpoint, and its optimizer
         adapter = Adapter(model, device)
-        optimizer = make_optimizer(adapter, config)
+        optimizer = make_optimizer(adapter.weights, config)
         if config.adapter == "dora":
             measure_weight_norms(model)
         run = Run(
@@ -553,18 +552,31 @@ def load_model(model: Model, base: Path, model_config: transformers.PretrainedCo
 # ------------------------------------------------------------------------------------------------
 
 
-def make_optimizer(adapter: Adapter, config: Config) -> bnb.optim.PagedAdamW8bit:
+Optimizer = bnb.optim.PagedAdamW8bit
+
+
+def make_optimizer(weights: nn.Parameter, config: Config) -> Optimizer:
     """bitsandbytes' AdamW over the adapter's one vector, its state in 8 bits and paged: on a GPU
     that is short of memory the driver moves it to the host."""
     # in 8 bits whatever the size: another number of ranks must find the same kind of state
-    optimizer = bnb.optim.PagedAdamW8bit(
-        [adapter.weights], lr=0.0, weight_decay=config.weight_decay, min_8bit_size=0)
-    optimizer.init_state(optimizer.param_groups[0], adapter.weights, 0, 0)
+    optimizer = Optimizer([weights], lr=0.0, weight_decay=config.weight_decay, min_8bit_size=0)
+    optimizer.init_state(optimizer.param_groups[0], weights, 0, 0)
     return optimizer
 
 
+def state_bytes(config: Config) -> float:
+    """The bytes of the optimizer's state for each weight that must be in the GPU's memory."""
+    weights = nn.Parameter(torch.zeros(4 * STATE_BLOCK))
+    weights.grad = torch.zeros_like(weights)
+    optimizer = make_optimizer(weights, config)
+    if getattr(optimizer, "is_paged", False):
+        return 0
+    optimizer.step()  # makes the state
+    return sum(value.nbytes for value in sharded_state(optimizer).values()) / len(weights)
+
+
 @torch.no_grad()
-def optimizer_step(optimizer: bnb.optim.PagedAdamW8bit, adapter: Adapter, rate: float) -> None:
+def optimizer_step(optimizer: Optimizer, adapter: Adapter, rate: float) -> None:
     """One update of the adapter; the gradient is then 0. It is bitsandbytes' step() without its two
     waits for the GPU: only checkpoints read the paged state on the host, and they wait."""
     (group,) = optimizer.param_groups
@@ -679,7 +691,7 @@ def stop_if_diverged(run: Run, step: int, loss: float, norm: float) -> None:
     advice = "a lower --learning_rate may help"
     if run.status.checkpoint:
         advice += f"; with it, {run.status.how_to_resume} from {run.status.checkpoint}"
-    if run.optimizer.state[run.adapter.weights]["step"] == 0:
+    if step == 1:
         advice = "nothing was trained yet: --compute_dtype float32, or is the model damaged?"
     raise Stop(f"step {step}: {why}; nothing of this step is saved; {advice}", DIVERGED)
 
@@ -806,10 +818,10 @@ def save_checkpoint(run: Run, step: int) -> None:
     say so and try again later. All ranks must call this."""
     run.status.extend_deadline(run.config, run.longest_step)
     started, name = clock(), checkpoint_path(run.directory, step).name
-    state = run.optimizer.state[run.adapter.weights]
     torch.get_device_module(run.device).synchronize()  # no stream orders reads of paged state
     weights, probe = run.adapter.gather_weights(), run.probe.states(run)
-    state_by_layer = {key: list(run.adapter.gather(state[key])) for key in STATE_KEYS}
+    state_by_layer = {name: list(run.adapter.gather(value))
+                      for name, value in sharded_state(run.optimizer).items()}
     try:
         on_rank_0(write_checkpoint, run, step, weights, state_by_layer, probe)
     except Stop as e:

@@ -412,13 +412,12 @@ def write_in_place():
     before goes first, as if there were room for one only."""
 
     def write(run, step, weights, optimizer_tensors, probe):
-        path, state = house.get("checkpoint_path")(run.directory, step), run.optimizer.state
+        path = house.get("checkpoint_path")(run.directory, step)
         for old in run.directory.glob("checkpoint-*"):
             shutil.rmtree(old)
         path.mkdir()
         described = {
-            "step": step, "optimizer_step": state[run.adapter.weights]["step"],
-            "progress": run.progress,
+            "step": step, "progress": run.progress,
             "config": dataclasses.asdict(run.config), **run.content}  # fmt: skip
         (path / "checkpoint.json").write_text(json.dumps(described))
         save_file = house.get("save_file")
@@ -437,11 +436,9 @@ def forget_state():
     load_checkpoint = house.get("load_checkpoint")
 
     def load_weights(path, adapter, optimizer):
-        state = optimizer.state[adapter.weights]
-        fresh = {key: state[key].clone() for key in house.get("STATE_KEYS")}
         progress = load_checkpoint(path, adapter, optimizer)
-        for key, value in fresh.items():
-            state[key].copy_(value)
+        for value in house.get("sharded_state")(optimizer).values():
+            value.zero_()
         return progress
 
     house.replace("load_checkpoint", load_weights)

@@ -337,15 +337,19 @@ def test_heads_gradient_is_rounded_once(nproc, models, worked):
 
 
 @pytest.fixture(scope="module")
-def small_runs(tiny_model, tmp_path_factory, run_jobs):
-    """small_runs(nproc, name): the directory of one of these runs on `nproc` processes.
-    Of a model so small that a CPU without bf16 products is quick with it, too."""
-    base, done = tmp_path_factory.mktemp("small-runs"), set()
+def small_model(tiny_model):
+    """So small that a CPU without bf16 products is quick with it, too."""
     sizes = dict(hidden_size=128, intermediate_size=160, num_hidden_layers=2)
     # heads of 64, which any build of flash-attn knows
-    model = tiny_model("llama", num_attention_heads=2, num_key_value_heads=1, **sizes)
+    return tiny_model("llama", num_attention_heads=2, num_key_value_heads=1, **sizes)
+
+
+@pytest.fixture(scope="module")
+def small_runs(small_model, tmp_path_factory, run_jobs):
+    """small_runs(nproc, name): the directory of one of these runs on `nproc` processes."""
+    base, done = tmp_path_factory.mktemp("small-runs"), set()
     write_rows(base / "rows.jsonl", 64)
-    flags = ["--model", str(model), "--dataset", "rows.jsonl", "--learning_rate", "1e-3"]
+    flags = ["--model", str(small_model), "--dataset", "rows.jsonl", "--learning_rate", "1e-3"]
     cut = [*flags, "--max_steps", "6", "--save_every", "3", "--batch_size", "12"]
     cut += ["--compute_dtype", "float32"]
     same = [*flags, "--max_steps", "8", "--batch_size", "8"]
@@ -401,20 +405,61 @@ def saved_state(checkpoint):
     return load_file(checkpoint / "optimizer.safetensors")
 
 
-@pytest.mark.parametrize("nproc", [1, 3])
-def test_resume_on_another_number_of_processes(nproc, small_runs, read_metrics):
-    """Two processes' state is cut elsewhere, and nothing else happens to it."""
-    checkpoint = small_runs(2, "whole") / "checkpoint-000003"
-    want, got = saved_state(checkpoint), load_file(small_runs(nproc, "state"))
+def check_state(got, want):
+    """After step 3 a run goes on with a checkpoint's state, but for padding."""
     assert got.pop("done").tolist() == [3, 3] and got.keys() == want.keys()
     for key, value in got.items():
         assert len(value) == 2 and value.shape[1] > 10 and (value != value[0, 0]).any()
         assert torch.equal(value, want[key][:, : value.shape[1]]), key
         assert want[key].shape[1] - value.shape[1] < 2 * 256  # that was padding
+
+
+@pytest.mark.parametrize("nproc", [1, 3])
+def test_resume_on_another_number_of_processes(nproc, small_runs, read_metrics):
+    """Two processes' state is cut elsewhere, and nothing else happens to it."""
+    checkpoint = small_runs(2, "whole") / "checkpoint-000003"
+    want, got = saved_state(checkpoint), load_file(small_runs(nproc, "state"))
+    assert got.pop("planned") == 0  # paged
+    check_state(got, want)
     whole, resumed = (read_metrics(small_runs(*run)) for run in ((2, "whole"), (nproc, "resumed")))
     gaps = [abs(a["loss"] - b["loss"]) / a["loss"] for a, b in zip(whole, resumed, strict=True)]
     print(f"resumed on {nproc}: gaps {gaps}")
     assert gaps[:3] == [0, 0, 0] and max(gaps) <= 1e-5
+
+
+def test_another_optimizer_resumes_too(small_model, run_jobs, read_metrics, tmp_path):
+    """On as many processes to the last bit; on more or fewer with the same state, cut elsewhere."""
+    needs_ranks(2)
+    write_rows(tmp_path / "rows.jsonl", 16)
+    flags = ["--model", str(small_model), "--dataset", "rows.jsonl", "--max_steps", "6",
+             "--save_every", "3", "--batch_size", "4", "--compute_dtype", "float32",
+             "--lora_rank", "2"]  # 15 blocks of state a layer, which two pad  # fmt: skip
+
+    def run(nproc, name, begun=None, **job):
+        argv = [*flags, "--shard_group_size", str(nproc), "--output_dir", name]
+        if begun:
+            job["before"] = f"cp -r {begun} {name}; rm -r {name}/checkpoint-000006 {name}/adapter_*"
+        return {"adamw": True, "deterministic": True, **job, "argv": argv}
+
+    def look(nproc, name, begun):
+        return run(nproc, name, begun, case="resumed", out=str(tmp_path / f"state-{nproc}"))
+
+    run_jobs(1, [run(1, "whole-1"), run(1, "resumed-1", "whole-1")], cwd=tmp_path)
+    run_jobs(2, [run(2, "whole-2"), run(2, "resumed-2", "whole-2"), look(2, "more", "whole-1")],
+             cwd=tmp_path)  # fmt: skip
+    run_jobs(1, [look(1, "fewer", "whole-2")], cwd=tmp_path)
+    _, err = run_jobs(1, [run(1, "8-bit", "whole-1", adamw=False)], cwd=tmp_path, code=7)
+    assert "8-bit/checkpoint-000003 is of another optimizer: it has exp_avg, exp_avg_sq;" in err
+    for nproc in 1, 2:
+        whole, resumed = (tmp_path / f"{name}-{nproc}" for name in ("whole", "resumed"))
+        for name in "adapter_model.safetensors", "checkpoint-000006/optimizer.safetensors":
+            assert (whole / name).read_bytes() == (resumed / name).read_bytes(), name
+        losses, again = ([r["loss"] for r in read_metrics(run)] for run in (whole, resumed))
+        assert losses == again and len(losses) == 6
+        got = load_file(tmp_path / f"state-{nproc}")
+        # the plan knows of it: two values in fp32
+        assert got.pop("planned") == 8 * got["exp_avg"].numel() // nproc
+        check_state(got, saved_state(tmp_path / f"whole-{3 - nproc}" / "checkpoint-000003"))
 
 
 @pytest.mark.chaos

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import house
 import train_fsdp_qlora
-from fsdp_qlora.run.checkpoints import STATE_KEYS
+from fsdp_qlora.run.checkpoints import sharded_state
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.run.demo import write_demo
 from fsdp_qlora.run.status import watch_process
@@ -273,12 +273,13 @@ def resumed(job, process):
 
     def run_steps(run, done):
         adapter, n = run.adapter, run.model.layers[0].layout.n_adapter
-        state = run.optimizer.state[adapter.weights]
-        for key in STATE_KEYS:
-            whole = all_gather(adapter.by_layer(state[key]).contiguous(), adapter.group)
+        for key, value in sharded_state(run.optimizer).items():
+            whole = all_gather(adapter.by_layer(value).contiguous(), adapter.group)
             whole = whole.transpose(0, 1).flatten(1)  # [layers, all ranks' parts]
-            out[key] = whole[:, : n if key.startswith("state") else n // STATE_BLOCK]
-        out["done"] = torch.tensor([done, state["step"]])
+            out[key] = whole[:, : n // STATE_BLOCK if key.startswith("absmax") else n]
+        step = run.optimizer.state[adapter.weights]["step"]
+        out["done"] = torch.tensor([done, int(step)])
+        out["planned"] = torch.tensor(run.plan.memory.get("optimizer's state", 0))
         return []
 
     house.replace("run_steps", run_steps)

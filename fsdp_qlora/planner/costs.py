@@ -91,6 +91,7 @@ def predict_memory(plan: Plan, arch: Architecture, layouts: tuple[Layout, ...]) 
         "embedding, head, norms": table * (2 - arch.tied - plan.embedding_on_host)
         + layers.vectors * item / shards,
         "adapter and gradients": 2 * plan.n_layers * adapter / shards,
+        "optimizer's state": plan.state_bytes * plan.n_layers * layers.adapter / shards,
         "kept by recomputed layers": recomputed,
         "kept by other layers": others,
         "live layer or head": head if plan.graphs else max(live, head),

@@ -56,6 +56,7 @@ class Plan:
     expert_ranges: int = 1  # experts are dequantised in so many ranges, one after the other
     plain_attention: bool = False  # whether a layer's attention runs in plain torch
     embedding_on_host: bool = False
+    state_bytes: float = 0.0  # of the optimizer's state in GPU memory, for each weight
     graphs: bool = False  # whether CUDA graphs are used
     why_no_graphs: str = ""
     graph_room: int = 0  # memory that graphs reserve, in whole bins, see use_graphs()
@@ -106,6 +107,7 @@ class Workload:
     device: torch.device
     plain_attention: bool = False
     why_no_capture: str = ""  # why CUDA graphs cannot capture a layer; "" if they can
+    state_bytes: float = 0.0  # see Plan
 
 
 def possible_plans(
@@ -140,7 +142,8 @@ def possible_plans(
             ):
                 plan = Plan(config.compute_dtype, arch.n_layers, shards, reshard, bin_tokens, n,
                             middle, hold, config.offload_activations, config.offload_params,
-                            n_mlp_kept, n_ranges, workload.plain_attention)
+                            n_mlp_kept, n_ranges, workload.plain_attention,
+                            state_bytes=workload.state_bytes)
                 yield predict_memory(plan, arch, layouts)
 
 
@@ -305,6 +308,7 @@ def longest_in_a_bin(rows: Rows) -> int:
 def agree_on_plan(
     config: Config, arch: Architecture, layouts: tuple[Layout, ...], rows: Rows,
     eval_rows: Rows | None, limit: int, device: torch.device, kernels: dict[str, dict[str, Any]],
+    state_bytes: float = 0.0,
 ) -> Plan:
     """The plan of this run, rank 0's on all ranks. All ranks must call this."""
     longest = max(longest_in_a_bin(r) for r in (rows, eval_rows) if r)
@@ -321,7 +325,7 @@ def agree_on_plan(
     if plain := any(document_attention in pair.values() for pair in kernels.values()):
         why_no_capture = "attention runs in plain torch"
     workload = Workload(tokens, longest, float(rows.lengths.float().mean()), uneven,
-                        dist.get_world_size(), device, plain, why_no_capture)
+                        dist.get_world_size(), device, plain, why_no_capture, state_bytes)
     with together():
         plan = choose_plan(config, arch, layouts, workload, limit, machine)
     # free host memory differs between ranks and over time, so all take rank 0's plan

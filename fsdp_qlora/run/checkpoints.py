@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import itertools
 import json
 import os
 import re
@@ -41,8 +42,6 @@ MUST_MATCH = (  # flags that a resumed run cannot change, besides rows and base 
     "label_smoothing", "simpo_gamma", "desirable_weight", "undesirable_weight")
 SCHEDULE = ("max_steps", "learning_rate", "lr_schedule", "warmup_fraction", "weight_decay",
             "max_grad_norm")  # flags that it can change, which is said
-STATE_KEYS = "state1", "state2", "absmax1", "absmax2"  # of the optimizer's state, one a weight
-#                                                        or one a block of weights
 
 
 def checkpoint_path(directory: Path, step: int) -> Path:
@@ -53,7 +52,7 @@ def write_checkpoint(run: Run, step: int, weights: dict[str, torch.Tensor],
                      state_by_layer: dict[str, list[torch.Tensor]],
                      probe: dict[str, torch.Tensor]) -> None:
     """Write checkpoint-<step>, whole or not at all, from the gathered {PEFT's name: tensor} and
-    {one of STATE_KEYS: a tensor for each layer}, and from Probe.states(). Raises OSError, and
+    sharded_state() {name: a tensor for each layer}, and from Probe.states(). Raises OSError, and
     ValueError where the directory is not this run's any more. Rank 0 only.
 
     Everything goes into a hidden directory, which gets its name when all is written, synced and
@@ -63,8 +62,8 @@ def write_checkpoint(run: Run, step: int, weights: dict[str, torch.Tensor],
     final = checkpoint_path(run.directory, step)
     hidden = run.directory / f".{final.name}.part"
     remove_at_once(hidden)  # of a save that failed
-    needed = 1.02 * 2 * run.adapter.n_trainable + 2**20  # two states of 8 bits
-    needed += sum(tensor.nbytes for tensor in (*weights.values(), *probe.values()))
+    tensors = *weights.values(), *probe.values(), *itertools.chain(*state_by_layer.values())
+    needed = 2**20 + sum(tensor.nbytes for tensor in tensors)
     if (free := shutil.disk_usage(run.directory).free) < needed:
         raise OSError(errno.ENOSPC, f"it takes {needed / 2**30:.3f} GiB, and {free / 2**30:.3f}"
                       " are free")
@@ -77,7 +76,6 @@ def write_checkpoint(run: Run, step: int, weights: dict[str, torch.Tensor],
         names = *ADAPTER_FILES, "optimizer.safetensors", PROBE_FILE
         state = {
             "step": step,
-            "optimizer_step": run.optimizer.state[run.adapter.weights]["step"],
             **run.content,
             "progress": run.progress,
             "config": dataclasses.asdict(run.config),
@@ -92,23 +90,40 @@ def write_checkpoint(run: Run, step: int, weights: dict[str, torch.Tensor],
         raise
 
 
+def sharded_state(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """{name: tensor} of the optimizer's state that is sharded as its one vector of weights is: with
+    a value for each weight, or bitsandbytes' scales of blocks of weights."""
+    (weights,) = optimizer.param_groups[0]["params"]
+    state = optimizer.state[weights]
+    found = {name: value for name, value in state.items() if name.startswith("absmax")
+             or torch.is_tensor(value) and value.numel() == weights.numel()}
+    others = state.keys() - found.keys() - {"step", "qmap1", "qmap2"}  # the run's; constants
+    assert not others, f"checkpoints would lose the optimizer's {', '.join(sorted(others))}"
+    return found
+
+
 def load_checkpoint(path: Path, adapter: Adapter,
                     optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Set the adapter and the optimizer's state to those of a checkpoint, which any number of ranks
-    may have saved. Returns the progress until then."""
+    may have saved. Returns the progress until then. Raises ValueError where another optimizer has
+    saved it."""
     saved = json.loads((path / "checkpoint.json").read_text())
+    optimizer.step()  # with gradients of 0: makes the state, as the first step does
+    stored, own_state = load_file(path / "optimizer.safetensors"), sharded_state(optimizer)
+    if stored.keys() != own_state.keys():
+        raise ValueError(f"{path} is of another optimizer: it has {', '.join(sorted(stored))}; this"
+                         f" one wants {', '.join(sorted(own_state))}")
+    for name, value in own_state.items():
+        own = adapter.by_layer(value)
+        missing = own.shape[1] * adapter.shards - stored[name].shape[1]  # below 0: padding to cut
+        whole = F.pad(stored[name], (0, missing))
+        own.copy_(whole.unflatten(1, (adapter.shards, -1))[:, adapter.shard])
+    state = optimizer.state[adapter.weights]
+    if "step" in state:  # a number or a tensor, which is 1
+        state["step"] += saved["step"] - 1
     weights = unstack_experts(load_file(path / "adapter_model.safetensors"), adapter.expert_parts)
     for i in range(len(adapter.layers)):
         adapter.set_layer(i, weights)
-    stored = load_file(path / "optimizer.safetensors")
-    state = optimizer.state[adapter.weights]
-    zero_code = int(state["qmap1"].abs().argmin())  # padding's momentum is 0, which is not code 0
-    for key in STATE_KEYS:
-        own = adapter.by_layer(state[key])
-        missing = own.shape[1] * adapter.shards - stored[key].shape[1]  # below 0: padding to cut
-        whole = F.pad(stored[key], (0, missing), value=zero_code if key == "state1" else 0)
-        own.copy_(whole.unflatten(1, (adapter.shards, -1))[:, adapter.shard])
-    state["step"] = saved["optimizer_step"]
     return saved["progress"]
 
 

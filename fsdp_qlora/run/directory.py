@@ -68,6 +68,8 @@ def open_output(config: Config, given: Config, status: Status) -> Iterator[tuple
 
     holder, made, is_complete, may_write_status = on_rank_0(claim_and_find)
     status.directory, status.may_write = directory, may_write_status
+    if not given.output_dir:
+        status.how_to_resume = f"the same command with --output_dir {directory} resumes it"
     try:
         with together():
             if not (path := directory / ".lock").is_file() or path.read_text() != holder:

@@ -221,3 +221,10 @@ def resolve_config(config: Config, world_size: int) -> Config:
             3e-3 if not config.model else 2e-4 if config.loss == "sft" else 5e-6),
         max_steps=config.max_steps or (None if config.model or config.dataset else 300),
         output_dir=config.output_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")
+
+
+def resolve_steps(config: Config, n_rows: int) -> Config:
+    """The Config with what follows from the number of rows filled in, in steps."""
+    steps = config.max_steps or math.ceil(config.num_epochs * n_rows / config.batch_size)
+    every = max(1, steps // 10) if config.eval_every is None else config.eval_every
+    return dataclasses.replace(config, max_steps=steps, eval_every=every)
