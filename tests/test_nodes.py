@@ -187,12 +187,15 @@ def test_checkpoint_has_the_optimizer_state_of_one_copy(nodes, run, shards):
     """Whole; that other copies have the same is what resuming them shows."""
     paths = [nodes[0] / name / "checkpoint-000003" for name in (run, "copies")]
     assert [path.name for path in paths[0].glob("optimizer*")] == ["optimizer.safetensors"]
-    whole, want = (load_file(path / "optimizer.safetensors")["state1"] for path in paths)
-    n = want.shape[1]  # others are padded: blocks of 256 are what the shards have whole
-    assert whole.shape == (2, math.ceil(n / 256 / shards) * 256 * shards)
-    same = (whole[:, :n] == want[:, :n]).float().mean()
-    print(f"{same:.4%} of the 8-bit codes are those of one copy on all")
-    assert same > 0.999  # sums over ranks differ in the last bit, codes where that rounds otherwise
+    states, wanted = (load_file(path / "optimizer.safetensors") for path in paths)
+    for name in wanted.keys() - {"absmax1", "absmax2"}:
+        whole, want = states[name].float(), wanted[name].float()
+        n = want.shape[1]  # others are padded: blocks of 256 are what the shards have whole
+        assert whole.shape == (2, math.ceil(n / 256 / shards) * 256 * shards)
+        # sums over ranks differ in the last bit, 8-bit codes where that rounds otherwise
+        same = torch.isclose(whole[:, :n], want, rtol=1e-3, atol=0).float().mean()
+        print(f"{same:.4%} of {name} is that of one copy on all")
+        assert same > 0.999
 
 
 @pytest.mark.parametrize("what", WRONG)

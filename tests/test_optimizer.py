@@ -1,12 +1,18 @@
-"""What a step makes of the gradient: the schedule of rates, weight decay, the norm it is cut to."""
+"""What a step makes of the gradient: the schedule of rates, weight decay, the norm it is cut to,
+the optimizer's update."""
 
+import ctypes
 import math
+import types
 
+import bitsandbytes as bnb
 import pytest
 import torch
 from conftest import DEVICE
 from safetensors.torch import load_file
 from short_runs import PEAK, adapter_of, make_base, make_peft_adapters, runs_of
+
+from train_fsdp_qlora import Config, make_optimizer, optimizer_step, state_bytes
 
 SCHEDULED = ["--max_steps", 5, "--warmup_fraction", 0.4, "--batch_size", 1, "--lr_schedule"]
 INIT = ["--init_adapter", "peft", "--max_steps", 1]  # neither matrix of its adapter is 0
@@ -66,6 +72,37 @@ def test_gradient_is_scaled_to_the_norm_that_is_given(runs, read_metrics):
         for directory in directories
     )
     scale = 0.25 / norms[0]
-    for key, factor in ("absmax1", scale), ("absmax2", scale**2):
+    moments = sorted(key for key in want if not key.startswith("state"))  # in 8 bits their scales
+    for key, factor in zip(moments, (scale, scale**2), strict=True):
         torch.testing.assert_close(got[key], want[key] * factor, rtol=1e-4, atol=0)
         assert float(want[key].max()) > 0
+
+
+def is_managed(address):
+    """Whether CUDA's runtime calls this address managed (paged) memory."""
+    attributes = (ctypes.c_byte * 256)()  # CUDA 13's struct is 88 bytes, CUDA 12's was 24
+    runtime = ctypes.CDLL("libcudart.so.13" if torch.version.cuda >= "13" else "libcudart.so.12")
+    assert runtime.cudaPointerGetAttributes(attributes, ctypes.c_void_p(address)) == 0
+    return int.from_bytes(bytes(attributes[:4]), "little") == 3  # cudaMemoryTypeManaged
+
+
+@pytest.mark.parametrize("blocks", [3, 512])  # below bitsandbytes' own bounds for 8 bits and paging
+def test_optimizer_is_bitsandbytes_paged_adamw_in_8_bits(blocks):
+    """This test alone, with the plan's bytes in it, knows which optimizer it is. Of small adapters
+    too: shared by more ranks, each part is smaller, and a resumed run must find the same kind."""
+    config, generator = Config(weight_decay=0.1), torch.Generator().manual_seed(0)
+    weights, want = (torch.nn.Parameter(torch.ones(blocks * 256, device=DEVICE)) for _ in range(2))
+    optimizer = make_optimizer(weights, config)
+    theirs = bnb.optim.AdamW8bit([want], lr=0.0, weight_decay=0.1, min_8bit_size=0)
+    for rate in 1e-3, 1e-2, 1e-4:
+        want.grad = torch.randn(len(want), generator=generator).to(DEVICE)
+        weights.grad = want.grad.clone()
+        optimizer_step(optimizer, types.SimpleNamespace(weights=weights), rate)
+        theirs.param_groups[0]["lr"] = rate
+        theirs.step()
+        assert torch.equal(weights, want) and not weights.grad.any()
+    state = optimizer.state[weights]
+    assert state["state1"].dtype == state["state2"].dtype == torch.uint8
+    assert state_bytes(config) == 0  # in GPU memory that must be there
+    if DEVICE == "cuda" and blocks > 3:
+        assert is_managed(state["state1"].data_ptr())

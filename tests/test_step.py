@@ -1,8 +1,8 @@
 """Whole optimizer steps by the command line, against one process of plain PyTorch.
 
 The reference is transformers' model with bitsandbytes' 4-bit linears in PEFT: it takes the rows of
-a step one by one, sums loss and gradients, clips, and lets bitsandbytes' 8-bit AdamW update one
-vector laid out as a layer's adapter is. What the script must give is that, whatever the processes,
+a step one by one, sums loss and gradients, clips, and lets the script's optimizer update one vector
+laid out as a layer's adapter is. What the script must give is that, whatever the processes,
 groups, bins and memory flags: the losses and gradient norms of two steps, and the adapter after
 them.
 """
@@ -12,7 +12,6 @@ import math
 import random
 import zlib
 
-import bitsandbytes as bnb
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,7 +24,7 @@ from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig
 from fsdp_qlora.model.elementwise import drop, mix
 from fsdp_qlora.pretrained.config import describe_model
 from fsdp_qlora.model.layer import make_layouts
-from train_fsdp_qlora import Config, learning_rate
+from train_fsdp_qlora import Config, learning_rate, make_optimizer
 
 BATCH, RANK, ALPHA, PEAK, DROPOUT = 7, 4, 64, 1e-2, 0.3
 STEPS = 2
@@ -184,7 +183,7 @@ def put_dropout(model):
 
 
 class Vector:
-    """All adapters of a model as one vector, laid out as the script's, with bitsandbytes' AdamW."""
+    """All adapters of a model as one vector, laid out as the script's, with its optimizer."""
 
     def __init__(self, base, kind, model):
         targets = ("q_proj", "v_proj", "down_proj") if kind == "some" else ("all-linear",)
@@ -211,7 +210,7 @@ class Vector:
         self.weights = torch.nn.Parameter(torch.zeros(arch.n_layers * layout.n_adapter,
                                                       device=DEVICE))  # fmt: skip
         self.weights.grad = torch.zeros_like(self.weights)
-        self.adam = bnb.optim.AdamW8bit([self.weights], lr=0.0, weight_decay=0.0, min_8bit_size=0)
+        self.optimizer = make_optimizer(self.weights, config)
 
     def start(self):
         """PEFT's distribution, drawn as the script does for the seed 0."""
@@ -231,8 +230,8 @@ class Vector:
             p.grad = None
         norm = self.weights.grad.norm().item()
         self.weights.grad.mul_(min(1.0, 1.0 / norm))
-        self.adam.param_groups[0]["lr"] = rate
-        self.adam.step()
+        self.optimizer.param_groups[0]["lr"] = rate
+        self.optimizer.step()
         for name, p in self.params.items():
             where, shape = self.places[name]
             p.data = self.weights.data[where].view(shape).clone()

@@ -6,7 +6,6 @@ the script's train() itself: training() runs it from flags to adapter, with a fu
 test's in place of its steps. `process` is what train() wants besides flags: device and Status.
 """
 
-import ctypes
 import shutil
 import sys
 import tempfile
@@ -233,7 +232,7 @@ def optimizer(job, process):
     """Every rank: its own part of weights and gradients before and after each of some steps."""
 
     def look(run):
-        adapter, out, update = run.adapter, {}, house.get("optimizer_step")
+        out, update = {}, house.get("optimizer_step")
 
         def watched(optimizer, adapter, rate):
             step = len(out) // 4
@@ -246,10 +245,6 @@ def optimizer(job, process):
         house.replace("optimizer_step", watched)
         for step in range(1, job["steps"] + 1):
             train_fsdp_qlora.train_step(run, step)
-        state = run.optimizer.state[adapter.weights]
-        out["state1_is_uint8"] = torch.tensor(state["state1"].dtype == torch.uint8)
-        if run.device.type == "cuda":
-            out["managed"] = torch.tensor(is_managed(state["state1"].data_ptr()))
         out["n_adapter"] = torch.tensor(run.model.layers[0].layout.n_adapter)
         return out
 
@@ -257,14 +252,6 @@ def optimizer(job, process):
 
 
 optimizer.every_rank = True
-
-
-def is_managed(address):
-    """Whether CUDA's runtime calls this address managed (paged) memory."""
-    attributes = (ctypes.c_byte * 256)()  # CUDA 13's struct is 88 bytes, CUDA 12's was 24
-    runtime = ctypes.CDLL("libcudart.so.13" if torch.version.cuda >= "13" else "libcudart.so.12")
-    assert runtime.cudaPointerGetAttributes(attributes, ctypes.c_void_p(address)) == 0
-    return int.from_bytes(bytes(attributes[:4]), "little") == 3  # cudaMemoryTypeManaged
 
 
 def resumed(job, process):
@@ -277,8 +264,7 @@ def resumed(job, process):
             whole = all_gather(adapter.by_layer(value).contiguous(), adapter.group)
             whole = whole.transpose(0, 1).flatten(1)  # [layers, all ranks' parts]
             out[key] = whole[:, : n // STATE_BLOCK if key.startswith("absmax") else n]
-        step = run.optimizer.state[adapter.weights]["step"]
-        out["done"] = torch.tensor([done, int(step)])
+        out["done"] = torch.tensor([done, run.optimizer.state[adapter.weights]["step"]])
         out["planned"] = torch.tensor(run.plan.memory.get("optimizer's state", 0))
         return []
 
