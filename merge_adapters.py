@@ -43,13 +43,15 @@ from tqdm import tqdm
 from fsdp_qlora.pretrained.hub import base_digest, copy_small_files, model_directory
 from fsdp_qlora.pretrained.config import describe_model, text_config
 from fsdp_qlora.run.files import read_json, sync_file, write_tensors
-from fsdp_qlora.quant.nf4 import BLOCK
+from fsdp_qlora.quant.nf4 import BLOCK, MX_BLOCK
 from fsdp_qlora.run.directory import ADAPTER_FILES, open_partial, read_run
 from fsdp_qlora.run.ranks import explain, print_error
-from fsdp_qlora.pretrained.tensor_names import NF4_PARTS, check_files, read_part, tensor_names
+from fsdp_qlora.pretrained.tensor_names import (
+    NF4_PARTS, TensorNames, check_files, read_part, tensor_names)
 from fsdp_qlora.lora.peft_names import expert_parts, expert_settings, file_parts
 from fsdp_qlora.model.head import scaled_logits
-from fsdp_qlora.pretrained.reader import FLOATS, OTHER_BASE, read_tensor, tensors_of, weight_files
+from fsdp_qlora.pretrained.reader import (
+    FLOATS, OTHER_BASE, Stored, read_tensor, tensors_of, weight_files)
 
 LARGE_ERROR = 0.20  # of the adapter's own effect: a warning from here on
 FAILED_ERROR = 1.0  # further from what was trained than the base is: not a merge of it
@@ -103,31 +105,16 @@ def merge(args: argparse.Namespace) -> None:
     has_config = any((place / "train_config.json").is_file() for place in places)
     read = read_checked if has_config or not args.base_model else read_unchecked
     run, base, adapter, device = read(args, adapter_dir)
-    used = {*base.tensors, *base.names.shapes}
-    unused = [n for n in base.files if n not in used and not n.endswith(NF4_PARTS)]
-    print(f"base model {base.directory}: {len(base.names.linears)} linears in 4 bits,"
-          f" {len(adapter)} with an adapter; tensors that the model does not use: {len(unused)}"
-          f" {unused[:1]}")
-    if n := sum(x.out_features * x.in_features for x in base.names.linears.values() if x.mxfp4):
-        print(f"experts in MXFP4, {17 * n / 32 / 2**30:.3g} GiB, are written as bf16,"
-              f" {2 * n / 2**30:.3g} GiB")
-    sums, gib = {"error": 0.0, "effect": 0.0}, base.n_bytes / 2**30
+    say_base(base, len(adapter))
     partial, lock_fd = open_partial(output)
     with os.fdopen(lock_fd):
         try:
             require(not output.exists() or not any(output.iterdir()),
                     f"--output_dir {output}: exists already and is not empty: name a new one")
-            free = shutil.disk_usage(partial).free / 2**30
-            require(free >= gib, f"--output_dir {output}: needs {gib:.1f} GiB, {free:.1f} are free")
-            with tqdm(base.tensors, "merge", unit="tensor", disable=None) as names:  # off in a pipe
-                tensors = (merged_tensor(name, base, adapter, device, sums) for name in names)
-                write_files(partial, base, tensors, run["extras"])
+            write_merged(partial, output, base, adapter, run["extras"], device)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        rounding = math.sqrt(sums["error"] / max(sums["effect"], sys.float_info.min))
-        print(f"wrote {len(base.tensors)} tensors, {gib:.3f} GiB; rounded to bf16 the weights"
-              f" differ from the exact sum by {rounding:.4f} of what the adapter adds to them")
         try:
             if args.check:
                 check(base, run["probe"], partial, run["probe_input_ids"], device)
@@ -138,6 +125,17 @@ def merge(args: argparse.Namespace) -> None:
             (partial / ".lock").unlink()
     sync_file(partial.parent)
     print(f'merged model saved; to load it: {base.auto_class.__name__}.from_pretrained("{output}")')
+
+
+def say_base(base: argparse.Namespace, n_adapted: int) -> None:
+    """Print what is merged."""
+    linears, used = base.names.linears, {*base.tensors, *base.names.shapes}
+    unused = [n for n in base.files if n not in used and not n.endswith(NF4_PARTS)]
+    print(f"base model {base.directory}: {len(linears)} linears in 4 bits, {n_adapted} with an"
+          f" adapter; tensors that the model does not use: {len(unused)} {unused[:1]}")
+    if n := sum(x.out_features * x.in_features for x in linears.values() if x.mxfp4):
+        print(f"experts in MXFP4, {17 * n / 32 / 2**30:.3g} GiB, are written as bf16,"
+              f" {2 * n / 2**30:.3g} GiB")
 
 
 def read_checked(args: argparse.Namespace, adapter_dir: Path) -> tuple[
@@ -191,8 +189,7 @@ def read_unchecked(args: argparse.Namespace, adapter_dir: Path) -> tuple[
         where[name] = [(f"{stem}.{part}", shape, ...) for part, shape in parts.items()]
     lora = LoraConfig(r=r, **{key: settings[key] for key in (
         "lora_alpha", "use_rslora", "use_dora")})
-    in_order = sorted(files.items(), key=lambda item: (item[1].path, item[1].start))
-    tensors = {name: (x.shape, torch.bfloat16) for name, x in in_order if x.dtype in FLOATS}
+    tensors = {n: (x.shape, torch.bfloat16) for n, x in in_order(files) if x.dtype in FLOATS}
     base = argparse.Namespace(
         directory=directory, files=files, nf4_states={}, parts={}, tensors=tensors,
         names=argparse.Namespace(linears=dict.fromkeys(where, argparse.Namespace(mxfp4=False)),
@@ -216,7 +213,7 @@ def read_base(name: str, quantization: dict[str, Any]) -> argparse.Namespace:
         require(in_4bit == bool(states), f"is {'' if states else 'not '}quantised already; with"
                 " --base_model name the one that was trained on")
         is_multimodal = text_config(model_config) is not model_config
-        tensors, paths = names.merged(files, states, is_multimodal)
+        tensors, paths = merged_tensors(files, names, states, is_multimodal)
     return argparse.Namespace(
         directory=directory, arch=arch, files=files, nf4_states=states, names=names,
         parts=names.parts(), auto_class=AUTO_CLASSES[is_multimodal],
@@ -225,6 +222,40 @@ def read_base(name: str, quantization: dict[str, Any]) -> argparse.Namespace:
         n_bytes=sum(math.prod(shape) * dtype.itemsize for shape, dtype in tensors.values()),
         dtype=getattr(torch, quantization["quantized_from_dtype"]),
         sums=quantization["tensor_sums"])  # they tell one base from another
+
+
+def merged_tensors(
+    files: dict[str, Stored], names: TensorNames, nf4_states: dict[str, Any], is_multimodal: bool,
+) -> tuple[dict[str, tuple[tuple[int, ...], torch.dtype]], dict[str, Path]]:
+    """Returns {name: (shape, dtype)} of the merged model's tensors, file by file, and {name: the
+    base model's file that its file replaces}. Experts in MXFP4 become [experts, in, out], the form
+    of gpt-oss, the only family with MXFP4. Raises ValueError for what cannot be merged."""
+    tensors, paths, of_text = {}, {}, names.layer_prefix.removesuffix("layers.")
+    for name, stored in in_order(files):
+        shape = names.shapes.get(name, stored.shape)
+        if name not in {*names.shapes, names.head}:
+            # a multimodal model has other parts besides its text model, which are copied
+            if not is_multimodal or name.startswith(of_text):
+                continue
+            require(not name.endswith(NF4_PARTS), f"{stored.path}: {name} is of a weight in 4-bit"
+                    " outside the text model's layers, which is not merged")
+        elif name.endswith("_scales") or name in names.scaled.values():
+            continue
+        elif name.endswith("_blocks"):
+            name = name.removesuffix("_blocks")
+            shape = shape[0], shape[2] * MX_BLOCK, shape[1]
+        # training used these in fp32, so they stay in fp32; transformers also keeps some of them in
+        # fp32, such as a router's correction, and rounds the others itself
+        is_exact = (name in names.mixture_tensors and name not in nf4_states
+                    and stored.dtype == "F32")
+        tensors[name] = shape, torch.float32 if is_exact else torch.bfloat16
+        paths[name] = stored.path
+    return tensors, paths
+
+
+def in_order(files: dict[str, Stored]) -> list[tuple[str, Stored]]:
+    """Returns all (name, Stored) file by file, in the order in which they lie there."""
+    return sorted(files.items(), key=lambda item: (item[1].path, item[1].start))
 
 
 def match_adapter(adapter_dir: Path, config: dict[str, Any],
@@ -264,6 +295,21 @@ def read_adapter(adapter_dir: Path, lora: LoraConfig,
     require(any("lora_B" in n for n in used), f"{file}: is empty or untrained: lora_B is all 0")
     scale = lora.lora_alpha / (math.sqrt(lora.r) if lora.use_rslora else lora.r)
     return {name: (read, parts, scale) for name, parts in where.items()}
+
+
+def write_merged(partial: Path, output: Path, base: argparse.Namespace,
+                 adapter: dict[str, AdapterParts], extras: list[Path], device: str) -> None:
+    """Write the merged model into `partial`, which is to become `output`, and print how far
+    rounding takes it from the exact sum. ValueError if the disk has no room."""
+    gib, free = base.n_bytes / 2**30, shutil.disk_usage(partial).free / 2**30
+    require(free >= gib, f"--output_dir {output}: needs {gib:.1f} GiB, {free:.1f} are free")
+    sums = {"error": 0.0, "effect": 0.0}
+    with tqdm(base.tensors, "merge", unit="tensor", disable=None) as names:  # off in a pipe
+        tensors = (merged_tensor(name, base, adapter, device, sums) for name in names)
+        write_files(partial, base, tensors, extras)
+    rounding = math.sqrt(sums["error"] / max(sums["effect"], sys.float_info.min))
+    print(f"wrote {len(base.tensors)} tensors, {gib:.3f} GiB; rounded to bf16 the weights"
+          f" differ from the exact sum by {rounding:.4f} of what the adapter adds to them")
 
 
 def merged_tensor(name: str, base: argparse.Namespace, adapter: dict[str, AdapterParts],

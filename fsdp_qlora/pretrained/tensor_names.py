@@ -9,7 +9,6 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Collection, Container, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,35 +59,6 @@ class TensorNames:
     def of_layer(self, index: int, name: str) -> str:
         """The name in the files of the tensor `name` of layer `index`."""
         return self.layer_prefix + f"{index}." + renamed(name, self.renames)
-
-    def merged(
-        self, files: Mapping[str, Stored], nf4_states: Container[str], is_multimodal: bool,
-    ) -> tuple[dict[str, tuple[tuple[int, ...], torch.dtype]], dict[str, Path]]:
-        """{name: (shape, dtype)} of the merged model's tensors, file by file, and {name: the base
-        model's file that its file replaces}. Experts in MXFP4 become [experts, in, out], the form
-        of gpt-oss, the only family with MXFP4. Raises ValueError for what cannot be merged."""
-        tensors, paths, text = {}, {}, self.layer_prefix.removesuffix("layers.")
-        for name, stored in sorted(files.items(), key=lambda item: (item[1].path, item[1].start)):
-            shape = self.shapes.get(name, stored.shape)
-            if name not in {*self.shapes, self.head}:
-                # a multimodal model has other parts besides its text model, which are copied
-                if not is_multimodal or name.startswith(text):
-                    continue
-                if name.endswith(NF4_PARTS):
-                    raise ValueError(f"{stored.path}: {name} is of a weight in 4-bit outside the"
-                                     " text model's layers, which is not merged")
-            elif name.endswith("_scales") or name in self.scaled.values():
-                continue
-            elif name.endswith("_blocks"):
-                name = name.removesuffix("_blocks")
-                shape = shape[0], shape[2] * MX_BLOCK, shape[1]
-            # training used these in fp32, so they stay in fp32; transformers also keeps some of
-            # them in fp32, such as a router's correction, and rounds the others itself
-            is_exact = (name in self.mixture_tensors and name not in nf4_states
-                        and stored.dtype == "F32")
-            tensors[name] = shape, torch.float32 if is_exact else torch.bfloat16
-            paths[name] = stored.path
-        return tensors, paths
 
     def parts(self) -> dict[str, list[tuple[str, Any]]]:
         """{name of a tensor in 16 bits: [(name of a linear, its index in the tensor)]} of all
