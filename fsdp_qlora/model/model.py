@@ -145,45 +145,54 @@ def own_blocks(layer: DecoderLayer, shard: int) -> list[OwnBlocks]:
 
 
 def weight_requests(model: Model, names: TensorNames, nf4_states: Collection[str]) -> list[Request]:
-    """The Requests for all that this rank reads, in the order in which it is used: of a linear
-    whole rows; of one that is quantised already, as check_files() says, its packed codes, its
-    scales, and in NF4 these scales' second level."""
+    """The Requests for all that this rank reads, in the order in which it is used. `nf4_states`:
+    the names of the weights that are in NF4 in the files, see check_files()."""
     table = model.arch.vocab_size, model.arch.hidden_size
     requests = [Request(names.embedding, table, model.own_rows)]
     for i, layer in enumerate(model.layers):
         for own in own_blocks(layer, model.shard):
-            linear, blocks = own.place.linear, own.blocks
-            name, n = names.of_layer(i, f"{linear.name}.weight"), linear.out_features
-            if linear.mxfp4:
-                for part, n_weights in (("blocks", 2), ("scales", MX_BLOCK)):  # of each byte
-                    key, shape = f"{name}_{part}", (n, linear.in_features // n_weights)
-                    requests.append(Request(key, shape, own.rows, names.sources.get(key)))
-                continue
-            if name not in nf4_states:
-                shape = n, linear.in_features
-                requests.append(Request(name, shape, own.rows, names.sources.get(name)))
-                if scales := names.scaled.get(name):
-                    rows = range(own.rows.start // FP8_BLOCK, -(-own.rows.stop // FP8_BLOCK))
-                    requests.append(Request(scales, names.shapes[scales], rows))
-                continue
-            n_bytes, half = n * linear.in_features // 2, BLOCK // 2
-            packed = range(blocks.start * half, min(blocks.stop * half, n_bytes))
-            n_blocks = own.place.blocks.stop - own.place.blocks.start
-            requests += [
-                Request(name, (n_bytes,), packed),
-                Request(f"{name}.absmax", (n_blocks,), range(blocks.start, blocks.stop)),
-                Request(f"{name}.nested_absmax", (1,), range(1)),  # all of it
-                Request(f"{name}.nested_quant_map", (1,), range(1))]
+            name = names.of_layer(i, f"{own.place.linear.name}.weight")
+            requests += linear_requests(own, name, names, name in nf4_states)
         shapes = {name: shape for name, (_, shape) in layer.layout.vectors.items()}
         for name, shape in (shapes | layer.layout.mixture_tensors).items():
             name = names.of_layer(i, name)
-            requests.append(Request(name, shape, range(shape[0])))
-            if name in nf4_states:
-                keys = name, *(f"{name}.{part}" for part in NF4_PARTS)
-                requests[-1:] = [Request(key, (1,), range(1)) for key in keys]
-    norm = filter(None, (names.norm, names.norm_bias))
-    requests += [Request(name, (table[1],), range(table[1])) for name in norm]
+            requests += whole_requests(name, shape, name in nf4_states)
+    for name in filter(None, (names.norm, names.norm_bias)):
+        requests += whole_requests(name, table[1:])
     return requests if model.arch.tied else [*requests, Request(names.head, table, model.own_rows)]
+
+
+def linear_requests(own: OwnBlocks, name: str, names: TensorNames, in_nf4: bool) -> list[Request]:
+    """The Requests for this rank's blocks of a linear: whole rows, in FP8 and MXFP4 with their
+    scales; in NF4 the packed codes, their scales, and all of these scales' second level."""
+    linear, blocks = own.place.linear, own.blocks
+    n_out, n_in = linear.out_features, linear.in_features
+    if linear.mxfp4:
+        widths = {f"{name}_blocks": n_in // 2, f"{name}_scales": n_in // MX_BLOCK}  # bytes
+        return [Request(key, (n_out, width), own.rows, names.sources.get(key))
+                for key, width in widths.items()]
+    if in_nf4:
+        n_bytes, half = n_out * n_in // 2, BLOCK // 2
+        packed = range(blocks.start * half, min(blocks.stop * half, n_bytes))
+        n_blocks = own.place.blocks.stop - own.place.blocks.start
+        return [
+            Request(name, (n_bytes,), packed),
+            Request(f"{name}.absmax", (n_blocks,), range(blocks.start, blocks.stop)),
+            *(Request(f"{name}.{part}", (1,), range(1))
+              for part in ("nested_absmax", "nested_quant_map"))]
+    requests = [Request(name, (n_out, n_in), own.rows, names.sources.get(name))]
+    if scales := names.scaled.get(name):
+        rows = range(own.rows.start // FP8_BLOCK, -(-own.rows.stop // FP8_BLOCK))
+        requests.append(Request(scales, names.shapes[scales], rows))
+    return requests
+
+
+def whole_requests(name: str, shape: tuple[int, ...], in_nf4: bool = False) -> list[Request]:
+    """The Requests for a tensor that each rank reads whole."""
+    if in_nf4:
+        keys = name, *(f"{name}.{part}" for part in NF4_PARTS)
+        return [Request(key, (1,), range(1)) for key in keys]
+    return [Request(name, shape, range(shape[0]))]
 
 
 @contextlib.contextmanager
