@@ -111,13 +111,21 @@ def described_functions(text):
     return found
 
 
-def make_rows():
-    """(rows to train on, held-out rows); no answer occurs twice."""
-    draw, files, seen, train, held_out = random.Random(0), source_files(), set(), [], []
+def described_files(draw):
+    """described_functions() of one source file after the other, in the order that `draw` gives."""
+    files = source_files()
     draw.shuffle(files)
     warnings.simplefilter("ignore", SyntaxWarning)  # other people's escapes
-    while files and len(train) < ROWS:
-        pairs = described_functions(files.pop().read_text("utf-8-sig", "replace"))
+    for path in reversed(files):
+        yield described_functions(path.read_text("utf-8-sig", "replace"))
+
+
+def make_rows():
+    """(rows to train on, held-out rows); no answer occurs twice."""
+    draw, seen, train, held_out = random.Random(0), set(), [], []
+    for pairs in described_files(draw):
+        if len(train) >= ROWS:
+            break
         rows = []
         for code, answer in draw.sample(pairs, len(pairs)):
             is_sentence = re.fullmatch(r"[A-Z][ -~]{20,250}\.", answer)

@@ -23,12 +23,11 @@ import random
 import re
 import sys
 import time
-import warnings
 from pathlib import Path
 
 import torch
 import transformers
-from real import described_functions, source_files, write_model
+from real import described_files, write_model
 from run import ROOT, launch
 
 SETTINGS = {"batch_size": 16, "learning_rate": 5e-5, "num_epochs": 2, "seed": 0}
@@ -48,11 +47,10 @@ THIRD = {third_person(verb): verb for verb in VERBS}
 
 def make_pairs(n, n_held_out):
     """(pairs to train on, held-out pairs); no answer occurs twice."""
-    draw, files, seen, held_out, train = random.Random(0), source_files(), set(), [], []
-    draw.shuffle(files)
-    warnings.simplefilter("ignore", SyntaxWarning)  # other people's escapes
-    while files and len(train) < n:
-        functions = described_functions(files.pop().read_text("utf-8-sig", "replace"))
+    draw, seen, held_out, train = random.Random(0), set(), [], []
+    for functions in described_files(draw):
+        if len(train) >= n:
+            break
         pairs = []
         for code, answer in functions:
             first, _, rest = answer.partition(" ")
