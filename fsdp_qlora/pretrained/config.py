@@ -88,6 +88,10 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
         raise ValueError(f"{record.activation.removeprefix('config.')} {family.activation} is not"
                          f" supported: only {', '.join(ACTIVATIONS)}")
     hidden, inner = c.hidden_size, family.intermediate_size
+    if inner is None:
+        name = record.intermediate_size.removeprefix("config.")
+        raise ValueError(f"the config of {c.model_type} has no {name}: its record in families.py"
+                         " needs another intermediate_size")
     heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
     if heads % kv_heads:
         raise ValueError(f"{heads} attention heads are no multiple of {kv_heads} key-value heads")
