@@ -10,7 +10,7 @@ besides: "nproc", where the first ranks alone take part; "nodes", of how many ma
 take themselves for processes; "deterministic", for what must be the same to the last bit on a GPU,
 where the attention's backward adds in any order otherwise; "cwd"; "before", a command that rank 0
 runs first; "script", another to run instead: an assembled one, one with its package beside it, or
-one that depends on this tree's package; "optimizer", the name of one of torch's; "peft", the
+one that depends on this tree's package; "optimizer", the code of another one; "peft", the
 version that this node seems to have; "plan", what the plan is to have whatever would be
 chosen; "cut_off", a file that rank 1 cuts off before the weights are read, and where; "others",
 what is different for the ranks but 0, or from "first_other" on.
@@ -89,22 +89,6 @@ def cut_off(file, size):
     house.wrap("WeightReader", after_cutting)
 
 
-def use_optimizer(name):
-    """One of torch's, with its state in fp32, in the way of docs/internals.md."""
-
-    def make(weights, config):
-        optimizer = getattr(torch.optim, name)
-        return optimizer([weights], lr=0.0, weight_decay=config.weight_decay)
-
-    def step(optimizer, adapter, rate):
-        optimizer.param_groups[0]["lr"] = rate
-        optimizer.step()
-        adapter.weights.grad.zero_()
-
-    house.replace("make_optimizer", make)
-    house.replace("optimizer_step", step)
-
-
 def call_main(job):
     return sys.modules["train_fsdp_qlora"].main(job["argv"])
 
@@ -139,7 +123,7 @@ def do(job, rank):
         if "plan" in job:
             replace_plan(job["plan"])
         if "optimizer" in job:
-            use_optimizer(job["optimizer"])
+            exec(job["optimizer"], vars(sys.modules["train_fsdp_qlora"]))
         if "cut_off" in job:
             cut_off(*job["cut_off"])
         code = worker.run(job) if "case" in job else call_main(job)

@@ -5,12 +5,13 @@ What one layer computes is in test_layer.py, whole steps are in test_step.py.
 
 import json
 import math
+import re
 
 import bitsandbytes as bnb
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import DEVICE, SEVERAL, needs_ranks, read_rows, write_rows
+from conftest import DEVICE, ROOT, SEVERAL, needs_ranks, read_rows, write_rows
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
@@ -414,8 +415,11 @@ def test_resume_on_another_number_of_processes(nproc, small_runs, read_metrics):
 
 
 def test_another_optimizer_resumes_too(small_model, run_jobs, read_metrics, tmp_path):
-    """On as many processes to the last bit; on more or fewer with the same state, cut elsewhere."""
+    """That of docs/internals.md: on as many processes to the last bit, on more or fewer with the
+    same state, cut elsewhere."""
     needs_ranks(2)
+    page = (ROOT / "docs" / "internals.md").read_text()
+    (adamw,) = re.findall("```python\n(Optimizer = .*?)```", page, re.S)
     write_rows(tmp_path / "rows.jsonl", 16)
     flags = ["--model", str(small_model), "--dataset", "rows.jsonl", "--max_steps", "6",
              "--save_every", "3", "--batch_size", "4", "--compute_dtype", "float32",
@@ -425,7 +429,7 @@ def test_another_optimizer_resumes_too(small_model, run_jobs, read_metrics, tmp_
         argv = [*flags, "--shard_group_size", str(nproc), "--output_dir", name]
         if begun:
             job["before"] = f"cp -r {begun} {name}; rm -r {name}/checkpoint-000006 {name}/adapter_*"
-        return {"optimizer": "AdamW", "deterministic": True, **job, "argv": argv}
+        return {"optimizer": adamw, "deterministic": True, **job, "argv": argv}
 
     def look(nproc, name, begun):
         return run(nproc, name, begun, case="resumed", out=str(tmp_path / f"state-{nproc}"))
@@ -434,7 +438,7 @@ def test_another_optimizer_resumes_too(small_model, run_jobs, read_metrics, tmp_
     run_jobs(2, [run(2, "whole-2"), run(2, "resumed-2", "whole-2"), look(2, "more", "whole-1")],
              cwd=tmp_path)  # fmt: skip
     run_jobs(1, [look(1, "fewer", "whole-2")], cwd=tmp_path)
-    refused = run(1, "refused", "whole-1", optimizer="SGD")
+    refused = run(1, "refused", "whole-1", optimizer=adamw.replace("AdamW", "SGD"))
     _, err = run_jobs(1, [refused], cwd=tmp_path, code=7)
     assert "checkpoint-000003 is of another optimizer: it has exp_avg, exp_avg_sq;" in err
     for nproc in 1, 2:
