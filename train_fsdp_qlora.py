@@ -13,18 +13,9 @@ format, tokenizer, metrics, checkpoint-NNNNNN/ for resuming, and train_config.js
 
 This file is the whole job, in the order in which it happens: flags; main() and train(); processes;
 the choice of attention; the FSDP2 policy; loading to NF4; the adapter's optimizer; schedule, step,
-evaluation, loop; saving. It depends on the modules in fsdp_qlora/:
+evaluation, loop; saving. docs/internals.md is the map of fsdp_qlora/, on which it stands.
 
-    data/               rows of a data set to tokens, tokens to bins
-    families, configs   what a model's config.json says; base: its directory and tokenizer
-    layer               the decoder layer, forward and backward: attention, mlp, experts, nf4
-    model, vocabulary   embedding, layers, head; CUDA graphs
-    loss, reference     what is trained: tokens, or answers by DPO and its kin
-    weights, adapter    a checkpoint's tensors; the trained vector and PEFT's names
-    plan, machine       what fits into memory and what is fastest
-    checkpoints, probe, output, logs, lifecycle, ranks      what is written, how a run ends
-
-Tested with torch 2.11 and 2.13, transformers 5.17 and 5.23, peft 0.21, bitsandbytes 0.50.
+Tested with torch 2.11 and 2.13, transformers 5.17 and 5.24, peft 0.21, bitsandbytes 0.50.
 """
 
 from __future__ import annotations
@@ -622,8 +613,8 @@ def train_step(run: Run, step: int) -> tuple[Record, str | None]:
         if plan.uses_fsdp and plan.shard_group_size < world_size:
             # copies of the model exchange gradients once a step, not once a micro-batch
             run.model.set_requires_all_reduce(not bins)
-        local_sums += bin_sums(run, bin, 1 / n_losses(batch))
-    numbers = reduce_and_clip(run, local_sums)
+        local_sums += forward_backward(run, bin, 1 / n_losses(batch))
+    numbers = reduce_and_clip(run, local_sums, wanted_request(run))
     # on the host, while the GPU computes
     run.dealt = deal_step(run, step + 1) if step < config.max_steps else None
     norm, request, *numbers = numbers.tolist()  # waits for the GPU
@@ -651,9 +642,9 @@ def deal_step(run: Run, step: int) -> tuple[Rows, list[Bin]]:
     return batch, [make_bin(batch, m, dist.get_rank(), step_key, run) for m in micro_batches]
 
 
-def bin_sums(run: Run, bin: Bin, scale: float) -> torch.Tensor:
-    """The sums of bin_objective(); adds the gradient of `scale` times the bin's loss to the
-    adapter's. All ranks must call this."""
+def forward_backward(run: Run, bin: Bin, scale: float) -> torch.Tensor:
+    """Add the gradient of `scale` times a bin's loss to the adapter's. Returns the sums of
+    bin_objective(). All ranks must call this."""
     sums = None
     if run.graphs:
         sums = run.graphs.sums(bin, scale, is_even=bin.kernels is run.kernels["same"])
@@ -663,18 +654,25 @@ def bin_sums(run: Run, bin: Bin, scale: float) -> torch.Tensor:
     return sums
 
 
-def reduce_and_clip(run: Run, local_sums: torch.Tensor) -> torch.Tensor:
-    """Add up sums of metrics and gradient over all ranks, and scale the gradient down to
-    --max_grad_norm. Returns the norm before, the highest request of a rank, an index of REQUESTS,
-    the sums, and how even experts are used, as one tensor, without waiting for the GPU. All ranks
-    must call this."""
+def wanted_request(run: Run) -> int:
+    """What this rank asks of all ranks after the step, an index of REQUESTS."""
+    run.status.check_time(run.config, run.longest_step)
+    return REQUESTS.index(
+        "stop" if run.status.stop_reason else "save" if clock() > run.save_due else None)
+
+
+def reduce_and_clip(run: Run, local_sums: torch.Tensor, request: int) -> torch.Tensor:
+    """Add up the gradient and the sums of metrics over all ranks, and scale the gradient down to
+    --max_grad_norm. All ranks must call this.
+
+    Returns one tensor, so that train_step() waits for the GPU once: the gradient's norm before,
+    the highest request of a rank, the sums, and how even experts are used, see BALANCE.
+    """
     adapter, grad = run.adapter, run.adapter.weights.grad
     if dist.get_world_size() > adapter.shards and not run.plan.uses_fsdp:  # FSDP2 sums them itself
         dist.all_reduce(grad)
-    run.status.check_time(run.config, run.longest_step)
-    request = "stop" if run.status.stop_reason else "save" if clock() > run.save_due else None
-    request = torch.full_like(local_sums[:1], REQUESTS.index(request))
-    own = grad.norm().double()[None] ** 2, request, local_sums, take_balance(run.model)
+    own = (grad.norm().double()[None] ** 2, torch.full_like(local_sums[:1], request), local_sums,
+           take_balance(run.model))
     squares, requests, sums, balance = all_gather(torch.cat(own)).split([*map(len, own)], 1)
     norm = squares[: adapter.shards].sum().sqrt()  # other copies have the same gradients
     grad.mul_((run.config.max_grad_norm / norm).clamp(max=1))
