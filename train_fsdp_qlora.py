@@ -72,6 +72,7 @@ from fsdp_qlora.model.model import (
     weight_requests)
 from fsdp_qlora.model.offload import GPUStore, HostStore, make_store
 from fsdp_qlora.model.router import BALANCE, take_balance
+from fsdp_qlora.model.unlearned import check_head
 from fsdp_qlora.planner.machine import host_memory, limit_memory, memory_gib, say_memory
 from fsdp_qlora.planner.plan import Plan, agree_on_plan
 from fsdp_qlora.pretrained.architecture import Architecture
@@ -330,7 +331,7 @@ def train(given: Config, device: torch.device, status: Status) -> None:
         model = Model(arch, layouts, plan, mesh.get_group("shard"))
         shard_model(model, mesh, plan)
         loaded = load_model(model, base, model_config, config, device)
-        say_memory("after loading", device)
+        check_head(model, rows, tokenizer)
 
         # 5. The adapter, new or from a checkpoint, and its optimizer
         adapter = Adapter(model, device)
@@ -543,6 +544,7 @@ def load_model(model: Model, base: Path, model_config: transformers.PretrainedCo
     seconds, grown = clock() - started, (host_memory()[1] - memory_before[0]) / 2**30
     say_each(f"weights loaded in {seconds:.2f} s", f"{n_bytes / 1e9:.3f} GB at"
              f" {n_bytes / 1e9 / seconds:.2f} GB/s with at most {grown:.2f} GiB more host memory")
+    say_memory("after loading", device)
     return types.SimpleNamespace(sums=dict(zip(sums, map(as_hex, totals.tolist()))),
                                  prequantised=bool(nf4_states), n_parameters=names.n_parameters)
 
