@@ -139,7 +139,8 @@ class Config:
     columns: tuple[str, ...] | None = knob(None, "new names for keys of rows: context=input")
     max_seq_len: int | None = knob(
         None, "tokens; longer rows are cut; left out: 2048, or what the model was made for if less")
-    chat_template: str | None = knob(None, "Jinja file to use instead of the tokenizer's own")
+    chat_template: str | None = knob(
+        None, "Jinja file, or JSON like chat_template.json, to use instead of the tokenizer's own")
     output_dir: str | None = knob(None, "where results go; left out: a new directory below runs/")
     resume: str = knob(
         "auto", "auto: resume the run in --output_dir, if there is one; never:"

@@ -503,7 +503,7 @@ def test_long_rows_are_cut_and_counted(tokenizer, tmp_path):
     "row, wanted",
     [
         ({"poem": "x", "title": "y"}, "has poem, title; want input_ids; messages"),
-        ({"instruction": "x"}, "instruction and output or response or answer; question and answer"),
+        ({"instruction": "x"}, "instruction and output or response; question and answer or resp"),
         ({}, "has no keys"),
     ],
     ids=json.dumps,

@@ -105,7 +105,7 @@ def say_progress() -> Callable[[int], None]:
         n_rows, now = n_rows + more, time.monotonic()
         if now - said >= PROGRESS_SECONDS:
             said = now
-            say(f"data: {n_rows:,} rows encoded in {now - started:.0f} s")
+            say(f"encoding: {n_rows:,} rows in {now - started:.0f} s")
 
     return count
 

@@ -173,11 +173,11 @@ def prepare_data(config: Config, directory: Path, tokenizer: PreTrainedTokenizer
     rows, line, renamed = prepare_rows(sources, *settings)
     say(f"data: {line}")
     if config.dataset and (n_repeated := rows.n_repeated()):
-        say(f"data: {n_repeated:,} of these rows are another one again, token for token")
+        say(f"repeated: {n_repeated:,} of these rows are another one again, token for token")
     if config.model and tokenizer and tokenizer.chat_template and rows.n_plain:
         way = "--columns completion=response" if rows.n_answers == 1 else "write them as messages"
-        say(f"data: {rows.n_plain // rows.n_answers:,} prompts and completions are trained as plain"
-            f" text, without the model's chat template; for that {way}")
+        say(f"chat template: not used for {rows.n_plain // rows.n_answers:,} prompts and"
+            f" completions, which are plain text; for that {way}")
     eval_rows, fraction = None, None
     if config.eval_dataset:
         try:

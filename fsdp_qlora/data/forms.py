@@ -23,9 +23,10 @@ CHAT = ("system", "tools", "chat_template_kwargs")
 REASONING = ("reasoning_content", "thinking", "reasoning")  # to transformers they are one
 MASKS = ("labels", "completion_mask", "assistant_masks", "attention_mask")
 COMPLETION = ("prompt", "completion")
-INSTRUCTIONS = tuple(("instruction", answer) for answer in ("output", "response", "answer"))
-QUESTIONS = tuple((question, answer) for question in ("question", "query", "prompt", "input")
-                  for answer in ("answer", "response", "output"))
+INSTRUCTIONS = (("instruction", "output"), ("instruction", "response"))
+QUESTIONS = (
+    ("question", "answer"), ("question", "response"), ("query", "response"), ("query", "answer"),
+    ("prompt", "response"), ("prompt", "answer"), ("prompt", "output"), ("input", "output"))
 FORMS = {  # {keys of the form: keys it may have besides}; the first whose keys a row has counts
     ("input_ids",): MASKS,
     **dict.fromkeys((("messages",), ("conversations",), COMPLETION), CHAT),
@@ -257,7 +258,8 @@ def as_prompt(row: dict[str, Any], form: tuple[str, ...]) -> tuple[str, str]:
     if form == COMPLETION:
         return text_of(row, "prompt"), text_of(row, "completion")
     asked, answer = (text_of(row, key) for key in form)
-    system, more = (text_of({key: "", **row}, key) for key in ("system", "input"))
+    system, more = ("" if key in form else text_of({key: "", **row}, key)
+                    for key in ("system", "input"))
     system = f"{system}\n\n" if system else ""
     if form in QUESTIONS:
         return f"{system}{asked}\n" + (f"\n{more}\n" if more else ""), answer
@@ -284,7 +286,7 @@ def as_messages(row: dict[str, Any], form: tuple[str, ...]) -> list[dict[str, An
         messages = [message | {"train": False} for message in asked] + answered
     elif form in (*INSTRUCTIONS, *QUESTIONS):
         asked, answer = (text_of(row, key) for key in form)
-        if "input" in row:
+        if "input" in row and "input" not in form:
             asked += f"\n\n{text_of(row, 'input')}"
         turns = [*list_of({"history": [], **row}, "history"), (asked, answer)]
         messages = [{"role": role, "content": text, "train": role == "assistant"}
