@@ -63,6 +63,7 @@ from fsdp_qlora.model.model import (
     weight_requests)
 from fsdp_qlora.model.offload import GPUStore, HostStore, make_store
 from fsdp_qlora.model.router import BALANCE, take_balance
+from fsdp_qlora.model.unlearned import check_head
 from fsdp_qlora.planner.machine import host_memory, limit_memory, memory_gib, say_memory
 from fsdp_qlora.planner.plan import Plan, agree_on_plan
 from fsdp_qlora.pretrained.architecture import Architecture
@@ -129,7 +130,8 @@ class Config:
     columns: tuple[str, ...] | None = knob(None, "new names for keys of rows: context=input")
     max_seq_len: int | None = knob(
         None, "tokens; longer rows are cut; left out: 2048, or what the model was made for if less")
-    chat_template: str | None = knob(None, "Jinja file to use instead of the tokenizer's own")
+    chat_template: str | None = knob(
+        None, "Jinja file, or JSON like chat_template.json, to use instead of the tokenizer's own")
     output_dir: str | None = knob(None, "where results go; left out: a new directory below runs/")
     resume: str = knob(
         "auto", "auto: resume the run in --output_dir, if there is one; never:"
@@ -321,7 +323,7 @@ def train(given: Config, device: torch.device, status: Status) -> None:
         model = Model(arch, layouts, plan, mesh.get_group("shard"))
         shard_model(model, mesh, plan)
         loaded = load_model(model, base, model_config, config, device)
-        say_memory("after loading", device)
+        check_head(model, rows, tokenizer)
 
         # 5. The adapter, new or from a checkpoint, and its optimizer
         adapter = Adapter(model, device)
@@ -534,6 +536,7 @@ def load_model(model: Model, base: Path, model_config: transformers.PretrainedCo
     seconds, grown = clock() - started, (host_memory()[1] - memory_before[0]) / 2**30
     say_each(f"weights loaded in {seconds:.2f} s", f"{n_bytes / 1e9:.3f} GB at"
              f" {n_bytes / 1e9 / seconds:.2f} GB/s with at most {grown:.2f} GiB more host memory")
+    say_memory("after loading", device)
     return types.SimpleNamespace(sums=dict(zip(sums, map(as_hex, totals.tolist()))),
                                  prequantised=bool(nf4_states), n_parameters=names.n_parameters)
 

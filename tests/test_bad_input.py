@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, one_process
+import transformers
+from conftest import ROOT, SIZES, one_process
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
@@ -20,6 +21,8 @@ from fsdp_qlora.run.files import digest, read_json, text_digest
 from fsdp_qlora.run.status import watch_process
 from fsdp_qlora.run.directory import open_output
 from fsdp_qlora.run.ranks import Stop
+from fsdp_qlora.pretrained.hub import read_model_config
+from train_fsdp_qlora import Config
 
 FLAGS, MODEL, DATA, DIVERGED, CHECKPOINT, OUT_OF_MEMORY = 2, 3, 4, 6, 7, 8  # exit codes
 LOADING = "load and quantise"  # the progress bar of the weights
@@ -215,6 +218,38 @@ def test_host_memory_that_cannot_be_pinned_ends_the_run_in_one_line(
 
 def test_longer_rows_than_the_model_are_refused(start, model):
     refused(MODEL, start(model, "--max_seq_len", "4096"), "--max_seq_len 4096", "2048")
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+LENGTHS = {  # name: (class of the config, its max_position_embeddings and rope, the longest row)
+    "none": ("Llama", 2560, None, 2560),
+    "yarn as Qwen documents it": ("Qwen3", 2560, YARN, 8192),
+    "by its old name": ("Qwen2", 2048, {"type" if k == "rope_type" else k: v
+                                        for k, v in YARN.items()}, 8192),
+    "yarn without the original": ("Qwen3", 2048, {"rope_type": "yarn", "factor": 4.0}, 8192),
+    "yarn, scaled already": ("Qwen3", 8192, YARN, 8192),
+    "linear": ("Llama", 2048, {"rope_type": "linear", "factor": 2.0}, 4096),
+    "dynamic": ("Llama", 2048, {"rope_type": "dynamic", "factor": 3.0}, 6144),
+    "llama3": ("Llama", 8192, {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+                               "high_freq_factor": 4.0, "original_max_position_embeddings": 4096},
+               8192),
+    "of some layers": ("Gemma3Text", 2048, {"rope_type": "linear", "factor": 8.0}, 2048),
+}
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_rows_may_be_as_long_as_a_scaled_rope_allows(name, tmp_path):
+    kind, n, rope, longest = LENGTHS[name]
+    sizes = {key: value for key, value in SIZES.items() if key != "max_position_embeddings"}
+    config = getattr(transformers, f"{kind}Config")(
+        **sizes, max_position_embeddings=n, head_dim=32, vocab_size=99,
+        **{"rope_scaling": rope} if rope else {})
+    config.save_pretrained(tmp_path)
+    flags = {"model": str(tmp_path), "dataset": ("x.jsonl",)}
+    found, _, _ = read_model_config(tmp_path, Config(**flags, max_seq_len=longest))
+    assert found.max_seq_len == longest
+    with pytest.raises(ValueError, match=f"{longest + 1}: the model was made for {longest};"):
+        read_model_config(tmp_path, Config(**flags, max_seq_len=longest + 1))
 
 
 # ------------------------------------------------------------------------------------------------

@@ -210,6 +210,21 @@ def test_end_of_one_encoding_process_ends_the_start(end, tokenizer, tmp_path, mo
     assert len(prepare(paths, tokenizer)[0]) == 3
 
 
+@pytest.mark.parametrize("n_cores", [1, 2])
+def test_log_says_how_many_rows_are_encoded(n_cores, tokenizer, tmp_path, monkeypatch, capsys):
+    """Every few seconds, on a terminal or not; nothing where it takes no time."""
+    paths = [write_jsonl(tmp_path / f"{i}.jsonl", [{"text": f"row {i}"}] * 600) for i in range(2)]
+    monkeypatch.setattr(cache, "n_cores", lambda: n_cores)
+    monkeypatch.setattr(cache, "PROGRESS_SECONDS", 0)
+    prepare(paths, tokenizer)
+    found = re.findall(r"^encoding: ([\d,]+) rows in \d+ s$", capsys.readouterr().out, re.M)
+    counts = [int(n.replace(",", "")) for n in found]
+    assert counts == sorted(counts) and counts[0] == 256 and counts[-1] == 1200
+    monkeypatch.undo()
+    prepare(paths[:1], tokenizer)
+    assert "encoding" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("n_cores", [1, 3])
 def test_cache_that_cannot_be_written_is_named_and_left_empty(n_cores, tokenizer, tmp_path,
                                                               monkeypatch):  # fmt: skip

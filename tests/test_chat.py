@@ -15,9 +15,11 @@ from rows import (
     TOOLS, UNCLOSED, chat_tokenizer, encode_row, prepare, refusal, says, trained, trained_runs,
     whole, write_jsonl)
 from test_forms import BOS_AND_EOS, add_specials, plain
-from transformers import AutoTokenizer
+from transformers import AddedToken, AutoTokenizer
 
-from fsdp_qlora.data.chat import closing_token, with_day
+from fsdp_qlora.data import forms
+from fsdp_qlora.data.chat import closing_tokens
+from fsdp_qlora.data.template import set_template, with_day
 
 
 @pytest.fixture
@@ -92,7 +94,8 @@ CHATS = {
     "not closed": ("not closed", ASKED, [["The answer is 7.</s>"]]),
     "closed by no special token": (
         "closed by plain text", TALK, [["The answer is 7.[end]\n", "It is 4.[end]\n</s>"]]),
-    "several answers not closed": ("not closed", TALK, [["The answer is 7.", "It is 4.</s>"]]),
+    "several answers not closed": (
+        "not closed", TALK, [["The answer is 7.<|user|>", "It is 4.</s>"]]),
     "content in parts": (
         "content in parts", TALK, [["The answer is 7.<|im_end|>", "It is 4.<|im_end|>"]]),
     "no system message": (
@@ -229,7 +232,7 @@ def test_marks_around_the_content_alone_leave_its_closing_untrained(tokenizer, t
         "<|im_end|>{{ '\\n' }}{% endgeneration %}", "{% endgeneration %}<|im_end|>")
     documents = encode_row({"messages": ASKED}, tokenizer, tmp_path)
     assert trained(documents, tokenizer) == [["The answer is 7."]]
-    assert closing_token(tokenizer) == tokenizer.eos_token
+    assert closing_tokens(tokenizer) == [tokenizer.eos_token]
 
 
 def test_answer_of_which_less_is_marked_once_another_follows_is_refused(tokenizer, tmp_path):
@@ -256,6 +259,315 @@ def test_template_by_use_of_tools_is_taken(tokenizer, tmp_path):
     assert trained(documents, tokenizer) == [["The answer is 7.<|im_end|>"]]
     documents = encode_row({"messages": CALLED, "tools": [ADD]}, tokenizer, tmp_path)
     assert trained(documents, tokenizer) == [[CALL_TEXT, "The answer is 7.<|im_end|>"]]
+
+
+# ------------------------------------------------------------------------------------------------
+# What closes an answer
+# ------------------------------------------------------------------------------------------------
+
+# GLM: a turn is closed by the marker of the next one
+GLM = (
+    "{% for m in messages %}<|{{ 'observation' if m.role == 'tool' else m.role }}|>\n"
+    "{{ m.content }}{% for call in m.tool_calls or [] %}<call>{{ call.function.name }}"
+    "{{ call.function.arguments | tojson }}</call>{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}")
+CALL_OPEN = '<call>add{"a": 3, "of": "both"}</call>'
+
+
+@pytest.fixture
+def glm(tokenizer):
+    tokenizer.add_tokens([AddedToken("<|observation|>", special=True)])
+    tokenizer.chat_template = GLM
+    return tokenizer
+
+
+def test_turn_that_the_next_ones_marker_closes_learns_that_marker(glm, tmp_path):
+    """By each role that follows; the last one of a document is closed by EOS."""
+    (document,) = encode_row({"messages": [*CALLED, *AGAIN]}, glm, tmp_path)
+    assert trained([document], glm) == [
+        [f"{CALL_OPEN}<|observation|>", "The answer is 7.<|user|>", "It is 4.</s>"]]  # fmt: skip
+    assert document["n_trained"] == 3 + sum(
+        len(plain(glm, text)) for text in (CALL_OPEN, "The answer is 7.", "It is 4."))  # fmt: skip
+    assert closing_tokens(glm) == ["</s>", "<|user|>", "<|observation|>"]
+
+
+@pytest.mark.parametrize("change, want", [
+    (("{{ m.content }}", "{{ m.content }}\n"), "The answer is 7.\n<|user|>"),
+    (("<|{{", "{{ '\n' if m.role == 'user' }}<|{{"), "The answer is 7.\n<|user|>"),
+    (("<|{{", "{{ '</s>\n' if m.role == 'user' }}<|{{"), "The answer is 7.</s>"),
+    (("<|{{", "{{ '<s>' if m.role == 'user' }}<|{{"), "The answer is 7.")],
+    ids=["line's end", "line's end between", "EOS between", "BOS"])  # fmt: skip
+def test_what_stands_before_the_marker_is_trained_too(change, want, glm, tmp_path):
+    """But BOS is no marker: no model writes it."""
+    glm.chat_template = GLM.replace(*change)
+    ((first, last),) = trained(encode_row({"messages": TALK}, glm, tmp_path), glm)
+    assert first == want and last.strip() in ("It is 4.</s>", "It is 4.\n</s>")
+
+
+def test_marker_of_another_answer_closes_none(glm, tmp_path):
+    """To which the model goes on. Nor is there one where the answer behind it is not trained."""
+    two = [*ASKED, says("assistant", "Yes, 7."), *AGAIN]
+    assert trained(encode_row({"messages": two}, glm, tmp_path), glm) == [
+        ["The answer is 7.", "Yes, 7.<|user|>", "It is 4.</s>"]]
+    two[-1] = two[-1] | {"weight": 0}
+    assert trained(encode_row({"messages": two}, glm, tmp_path), glm) == [
+        ["The answer is 7.", "Yes, 7.</s>"]]
+
+
+def test_marker_may_be_no_special_token_and_a_call_may_end_in_a_special_one(tokenizer, tmp_path):
+    tokenizer.add_tokens([AddedToken("<|observation|>"), AddedToken("</call>", special=True)])
+    tokenizer.chat_template = GLM
+    assert trained(encode_row({"messages": CALLED}, tokenizer, tmp_path), tokenizer) == [
+        [f"{CALL_OPEN}<|observation|>", "The answer is 7.</s>"]]
+    last = [*CALLED[:1], CALLED[1]]
+    assert trained(encode_row({"messages": last}, tokenizer, tmp_path), tokenizer) == [
+        [f"{CALL_OPEN}</s>"]]
+
+
+def test_generation_prompt_that_is_always_there_is_not_trained(tokenizer, tmp_path):
+    """Cohere's stands behind answers, too."""
+    tokenizer.eos_token = "<|im_end|>"
+    tokenizer.chat_template = CHATML.replace("{% if add_generation_prompt %}", "{% if true %}")
+    documents = encode_row({"messages": TALK}, tokenizer, tmp_path)
+    assert trained(documents, tokenizer) == [["The answer is 7.<|im_end|>", "It is 4.<|im_end|>"]]
+    assert closing_tokens(tokenizer) == ["<|im_end|>"]
+
+
+def test_calls_are_closed_by_a_token_of_their_own(tokenizer):
+    tokenizer.chat_template = TOOLS.replace(
+        "</call>{% endfor %}<|im_end|>",
+        "{% endfor %}{{ '<|call|>' if m.tool_calls else '<|end|>' }}")
+    assert closing_tokens(tokenizer) == ["<|end|>", "<|call|>"]
+
+
+NOTED = {  # name: (template, the note)
+    "no generation prompt": (
+        CHATML.split("{% if add")[0], "the assistant's header is trained, too"),
+    "none by parts": (
+        TEMPLATES["content in parts"].split("{% if add")[0], "the assistant's header is trained"),
+    "marks without the closing token": (
+        MARKED.replace("<|im_end|>{{ '\\n' }}{% endgeneration %}", "{% endgeneration %}<|im_end|>"),
+        "no token that closes an answer is trained"),
+    "marks of an open template": (
+        MARKED.replace("<|im_end|>{{ '\\n' }}{% endgeneration %}", "{% endgeneration %}"),
+        "no token that closes an answer is trained"),
+    "marks": (MARKED, ""), "closed": (CHATML, ""), "open": (GLM, ""),
+    # as of Llama 2 and Mistral, where what the user says ends with the assistant's marker
+    "no header at all": (
+        "{% for m in messages %}{{ '[INST] ' + m.content + ' [/INST]' if m.role == 'user' else ' '"
+        " + m.content + eos_token }}{% endfor %}", "")}
+
+
+@pytest.mark.parametrize("name", NOTED)
+def test_log_says_what_a_template_trains_besides_or_leaves_out(name, tokenizer, tmp_path):
+    tokenizer.chat_template, note = NOTED[name]
+    path = write_jsonl(tmp_path / "data.jsonl", [{"messages": [*ASKED, *AGAIN]}])
+    _, line = prepare([path], tokenizer)
+    assert ": 1 rows, 1 messages" + (f" ({note}" if note else "; ") in line
+
+
+def test_template_is_jinja_or_in_json(tokenizer, tmp_path):
+    """As a model's chat_template.json and tokenizer_config.json have it, or several by name."""
+    own, path = tokenizer.chat_template, tmp_path / "template"
+    several = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": TOOLS}]
+    for content, want in (
+            (TOOLS, TOOLS), ("\ufeff" + TOOLS, TOOLS),
+            (json.dumps({"chat_template": TOOLS}), TOOLS),
+            (json.dumps({"chat_template": several}), {"default": CHATML, "tool_use": TOOLS}),
+            (json.dumps(TOOLS), TOOLS)):  # fmt: skip
+        path.write_text(content, encoding="utf-8")
+        set_template(tokenizer, tmp_path, str(path))
+        assert tokenizer.chat_template == want
+    path.write_text('{"model_max_length": 3}')
+    with pytest.raises(ValueError, match="--chat_template .*JSON without a chat_template"):
+        set_template(tokenizer, tmp_path, str(path))
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": TOOLS}))
+    tokenizer.chat_template = own
+    set_template(tokenizer, tmp_path, None)
+    assert tokenizer.chat_template == own
+    tokenizer.chat_template = None
+    set_template(tokenizer, tmp_path, None)
+    assert tokenizer.chat_template == TOOLS
+
+
+# ------------------------------------------------------------------------------------------------
+# Messages that an answer rewrites
+# ------------------------------------------------------------------------------------------------
+
+# gpt-oss: reasoning before a call is there until there is an answer
+REWRITTEN = (
+    "{% set ns = namespace(final=false) %}{% for m in messages %}"
+    "{% if m.role == 'assistant' and not m.tool_calls %}{% set ns.final = true %}{% endif %}"
+    "{% endfor %}{% for m in messages %}{% if m.tool_calls %}"
+    "{% if m.thinking and not ns.final %}<|start|>assistant<|channel|>analysis<|message|>"
+    "{{ m.thinking }}<|end|>{% endif %}"
+    "<|start|>assistant<|channel|>call<|message|>{{ m.tool_calls[0].function | tojson }}<|call|>"
+    "{% elif m.role == 'assistant' %}{% if m.thinking and loop.last %}<|start|>assistant<|channel|>"
+    "analysis<|message|>{{ m.thinking }}<|end|>{% endif %}<|start|>assistant<|channel|>final"
+    "<|message|>{{ m.content }}{{ '<|return|>' if loop.last else '<|end|>' }}"
+    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}")
+THOUGHT_CALL = says("assistant", "", thinking="so it is", tool_calls=[CALL])
+
+
+def test_answer_behind_which_reasoning_is_dropped_is_trained_where_the_model_sees_it(
+        tokenizer, tmp_path):  # fmt: skip
+    """Reasoning, call, reasoning, answer in one turn: the reasoning of the call is still there."""
+    tokenizer.chat_template = REWRITTEN
+    talk = [ASKED[0], THOUGHT_CALL, says("tool", "7"),
+            says("assistant", "It is 7.", thinking="7 it is")]  # fmt: skip
+    (document,) = encode_row({"messages": talk}, tokenizer, tmp_path)
+    (_, call), (before, answer) = trained_runs(document, tokenizer)
+    assert call.endswith("<|call|>") and "so it is<|end|>" in call
+    assert answer == ("<|channel|>analysis<|message|>7 it is<|end|><|start|>assistant<|channel|>"
+                      "final<|message|>It is 7.<|return|>")  # fmt: skip
+    assert before == tokenizer.apply_chat_template(
+        talk[:3], add_generation_prompt=True, tokenize=False)
+    documents = encode_row({"messages": [*talk, *AGAIN]}, tokenizer, tmp_path)
+    assert trained(documents, tokenizer) == [
+        [call, answer], ["<|channel|>final<|message|>It is 4.<|return|>"]]
+
+
+def test_same_with_marks(tokenizer, tmp_path):
+    marked = REWRITTEN
+    for mark, before, behind in (
+            ("generation", "{% if m.tool_calls %}", "{% if m.thinking"),
+            ("endgeneration", "<|call|>", "{%"),
+            ("generation", "{% elif m.role == 'assistant' %}", ""),
+            ("endgeneration", "'<|end|>' }}", "{% else")):  # fmt: skip
+        assert before + behind in marked
+        marked = marked.replace(before + behind, f"{before}{{% {mark} %}}{behind}")
+    tokenizer.chat_template = marked
+    talk = [ASKED[0], THOUGHT_CALL, says("tool", "7"), says("assistant", "It is 7.")]
+    (document,) = encode_row({"messages": talk}, tokenizer, tmp_path)
+    (_, call), (before, answer) = trained_runs(document, tokenizer)
+    assert "so it is<|end|>" in call and "so it is<|end|>" in before
+    assert answer.endswith("<|channel|>final<|message|>It is 7.<|return|>")
+
+
+def test_system_message_that_stands_in_the_last_question_is_not_lost(tokenizer, tmp_path):
+    """Mistral's: with the answer it stands there no more."""
+    tokenizer.chat_template = (
+        "{% for m in messages if m.role != 'system' %}{% if m.role == 'user' %}[INST] "
+        "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content }}\n\n"
+        "{% endif %}{{ m.content }}[/INST]{% else %} {{ m.content }}</s>{% endif %}{% endfor %}")
+    documents = encode_row({"messages": TALK}, tokenizer, tmp_path)
+    assert trained(documents, tokenizer) == [[" The answer is 7.</s>"], [" It is 4.</s>"]]
+    assert [text.count("Be brief.") for text in whole(documents, tokenizer)] == [1, 1]
+    assert whole(documents, tokenizer)[1] == (
+        "[INST] What is 3 plus 4?[/INST] The answer is 7.</s>[INST] Be brief.\n\nAnd 2 times 2?"
+        "[/INST] It is 4.</s>")  # fmt: skip
+
+
+def test_answers_that_are_merged_into_one_are_refused(tokenizer, tmp_path):
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if loop.first or m.role != loop.previtem.role %}<|im_start|>"
+        "{{ m.role }}\n{% endif %}{{ m.content }}\n"
+        "{% if loop.last or m.role != loop.nextitem.role %}<|im_end|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n"
+        "{% endif %}")
+    path = write_jsonl(tmp_path / "data.jsonl", [
+        {"messages": [*ASKED, says("assistant", "Yes, 7.")]}])  # fmt: skip
+    assert "mixes message 3 with those before it" in refusal([path], tokenizer)
+
+
+# ------------------------------------------------------------------------------------------------
+# Tools and calls of other frameworks
+# ------------------------------------------------------------------------------------------------
+
+NAMED = {"name": "add", "arguments": {"a": 3, "of": "both"}}
+ARGUMENTS = json.dumps(NAMED["arguments"])
+CALLS = {  # other ways to write CALL
+    "text": CALL | {"function": NAMED | {"arguments": ARGUMENTS}},
+    "text of text": CALL | {"function": NAMED | {"arguments": json.dumps(ARGUMENTS)}},
+    "python's": CALL | {"function": NAMED | {"arguments": str(NAMED["arguments"])}},
+    "flat": NAMED, "call as text": json.dumps(CALL),
+    "function as text": {"function": json.dumps(NAMED)},
+    "name alone": {"function": "add", "arguments": ARGUMENTS},
+    "parameters": {"name": "add", "parameters": NAMED["arguments"]},
+    "no type": {"function": NAMED, "id": "call_1"}}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_call_of_another_framework_is_taken(name, tokenizer):
+    tokenizer.chat_template = TOOLS
+    asked = {"messages": [ASKED[0], {"role": "assistant", "tool_calls": [CALL]}]}
+    _, want = forms.parse_row(asked, tokenizer)
+    call = CALLS[name]
+    for calls in [call], json.dumps([call]), str([call]), call:
+        asked["messages"][1] = {"role": "assistant", "content": None, "tool_calls": calls}
+        assert forms.parse_row(asked, tokenizer)[1] == want
+    for role in "function_call", "tool_call", "function-call":
+        for content in json.dumps(call), json.dumps([call]):
+            talk = [ASKED[0], {"from": role, "value": content}]
+            assert forms.parse_row({"conversations": talk}, tokenizer)[1] == want
+
+
+@pytest.mark.parametrize("given", ["", " ", "{}", {}, None, "null", "None"], ids=repr)
+@pytest.mark.parametrize("as_text", [False, True], ids=["object", "text"])
+def test_arguments_that_are_empty_are_an_empty_object(given, as_text, tokenizer):
+    tokenizer.chat_template = BY_TEXT if as_text else TOOLS
+    function = {"name": "now", "arguments": given}
+    for function in {"name": "now", "arguments": given}, {"name": "now"}:
+        answer = {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
+        _, ((part,),) = forms.parse_row({"messages": [ASKED[0], answer]}, tokenizer)
+        assert '"arguments": {}' in part.text
+
+
+@pytest.mark.parametrize("call, why", [
+    (NAMED | {"arguments": "{'a': "}, "the arguments of a call of add are str"),
+    (NAMED | {"arguments": "[3]"}, "the arguments of a call of add are list"),
+    (NAMED | {"arguments": 3}, "the arguments of a call of add are int"),
+    ({"name": "add", "input": {"a": 3}}, "a call of add has input, but no arguments"),
+    ({"arguments": {}}, "no object with a name"), ("add", "a call of a tool is str"),
+    ({"function": 3}, "no object with a name")], ids=repr)
+def test_call_that_is_none_is_left_out_in_the_datas_words(call, why, tokenizer, tmp_path):
+    tokenizer.chat_template = TOOLS
+    answer = {"role": "assistant", "tool_calls": [call]}
+    path = write_jsonl(tmp_path / "data.jsonl", [{"text": "x"}, {"messages": [ASKED[0], answer]}])
+    _, line = prepare([path], tokenizer)
+    assert "1 left out: " in line and why in line and "template" not in line
+
+
+def test_tools_of_another_framework_are_taken(tokenizer):
+    tokenizer.chat_template = TOOLS
+    want = forms.parse_row({"messages": ASKED, "tools": [ADD]}, tokenizer)[1]
+    for tools in ([json.dumps(ADD)], json.dumps([json.dumps(ADD)]), json.dumps(json.dumps([ADD])),
+                  str([ADD]), ADD, [ADD["function"]], json.dumps(ADD["function"]),
+                  [{"function": json.dumps(ADD["function"])}]):  # fmt: skip
+        assert forms.parse_row({"messages": ASKED, "tools": tools}, tokenizer)[1] == want
+    for tools in ["add"], [{"type": "function"}], 3, [[ADD]]:
+        with pytest.raises(ValueError, match="^(a tool is no object with a name|tools is int)"):
+            forms.parse_row({"messages": ASKED, "tools": tools}, tokenizer)
+
+
+# DeepSeek-V3's: a string is put together
+BY_TEXT = TOOLS.replace(
+    "{{ call.function.arguments | tojson }}", "{{ '' + call.function.arguments }}")
+
+
+@pytest.mark.parametrize(
+    "template", [BY_TEXT, BY_TEXT.replace("'' + ", "")], ids=["raises", "prints"])
+def test_template_that_wants_arguments_as_text_gets_them(template, tokenizer):
+    """As they are in the row. An object would raise, or be printed as Python prints it."""
+    tokenizer.chat_template = template
+    as_object = NAMED["arguments"]
+    for given in as_object, ARGUMENTS, '{"a":3,  "of": "\\u00e4"}', str(as_object):
+        call = CALL | {"function": NAMED | {"arguments": given}}
+        answer = {"role": "assistant", "tool_calls": [call]}
+        _, ((part,),) = forms.parse_row({"messages": [ASKED[0], answer]}, tokenizer)
+        want = given if str(given)[:2] == '{"' else ARGUMENTS
+        assert f'"arguments": {want}}}' in part.text
+
+
+def test_empty_list_of_calls_is_no_call(tokenizer):
+    """To a template that asks whether there is such a key."""
+    tokenizer.chat_template = CHATML.replace(
+        "{{ m.content }}",
+        "{{ m.content }}{% if 'tool_calls' in m %}{{ m.tool_calls[0].name }}{% endif %}")
+    answer = ASKED[1] | {"tool_calls": []}
+    _, ((part,),) = forms.parse_row({"messages": [ASKED[0], answer]}, tokenizer)
+    assert part.text.endswith("The answer is 7.<|im_end|>")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -310,7 +622,8 @@ def test_row_of_which_the_template_leaves_something_out_is_refused(name, tokeniz
         return
     message = refusal([path], tokenizer)
     assert f"{path} line 2: the chat template leaves out " in message and what in message
-    assert roles in message
+    assert roles in message and message.endswith(", or name another template by --chat_template")
+    assert ("--columns tools=unused trains without them" in message) == (what == "tools")
 
 
 def test_rows_that_the_template_raises_on_are_left_out_and_counted(tokenizer, tmp_path):

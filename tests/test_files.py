@@ -9,12 +9,14 @@ import json
 
 import datasets
 import pytest
-from conftest import encode_file
+from conftest import encode_file, one_process
 from rows import (
     AGAIN, ASKED, CHATML, TALK, THIRD, chat_tokenizer, encode_row, prepare, refusal, says, whole,
     write_jsonl)
 
 from fsdp_qlora.data import cache, sources
+from fsdp_qlora.data.encode import prepare_data
+from train_fsdp_qlora import Config
 
 
 @pytest.fixture
@@ -255,6 +257,47 @@ def test_csv_of_more_cells_than_names_is_refused(text, words, tokenizer, tmp_pat
     assert "data.csv" in found and words in found
 
 
+RAW = [("\"To be", "or"), ("not", "to"), ("\"be\"", "that"), ("is \"the\"", "\"question\" here"),
+       ("\"whether", "'tis\""), ("nobler", "in the mind")]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind, separator", [("tsv", "\t"), ("csv", ","), ("tsv.gz", "\t")])
+@pytest.mark.parametrize("rows", [RAW, RAW[:2], RAW[1:2] + RAW[:1]], ids=["all", "first", "last"])
+def test_cell_that_begins_with_a_quotation_mark_swallows_no_rows(
+        rows, kind, separator, tokenizer, tmp_path):  # fmt: skip
+    """A file that knows no quotes has marks as a part of its text."""
+    path = tmp_path / f"data.{kind}"
+    lines = [separator.join(cells) for cells in [("prompt", "completion"), *rows]]
+    (gzip.open if kind.endswith("gz") else open)(path, "wt").write("\n".join(lines) + "\n")
+    read = [row for _, row in sources.read_pieces(sources.find_pieces(str(path))[0])]
+    assert [(row["prompt"], row["completion"]) for row in read] == rows
+
+
+@pytest.mark.parametrize("kind, separator", [("tsv", "\t"), ("csv", ",")])
+@pytest.mark.parametrize("cells", [
+    ("two\nlines", "x"), ('"x"', "y"), ("a, b\nc, d", "x"), ("tab\there", "x"), ("\n", '"'),
+    ("x" * 200_000, "y")], ids=lambda cells: repr(cells[0])[:9])  # fmt: skip
+def test_quotes_around_a_cell_are_no_part_of_it(cells, kind, separator, tmp_path):
+    path = tmp_path / f"data.{kind}"
+    rows = [{"prompt": "a", "completion": "b"}, dict(zip(("prompt", "completion"), cells))]
+    write_csv(path, rows, delimiter=separator, lineterminator="\n")
+    read = [row for _, row in sources.read_pieces(sources.find_pieces(str(path))[0])]
+    assert read == rows
+
+
+@pytest.mark.parametrize("form", ["torch", "numpy", "pandas", "arrow"])
+def test_saved_format_changes_no_row(form, tmp_path):
+    """with_format() is saved, too; of some columns alone it hides the others."""
+    rows = [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, {"input_ids": [5], "labels": [5]}]
+    table = datasets.Dataset.from_list(rows)
+    table.with_format(form).save_to_disk(tmp_path / "whole")
+    table.with_format(form, columns=["input_ids"]).save_to_disk(tmp_path / "part")
+    datasets.DatasetDict({"train": table.with_format(form)}).save_to_disk(tmp_path / "splits")
+    for name in "whole", "part", "splits":
+        pieces, _ = sources.find_pieces(str(tmp_path / name))
+        assert [row for _, row in sources.read_pieces(pieces)] == rows
+
+
 def test_what_lies_aside_in_a_directory_is_no_data(tokenizer, tmp_path):
     """Hidden copies, and what runs have written there."""
     path = tmp_path / "data"
@@ -264,6 +307,85 @@ def test_what_lies_aside_in_a_directory_is_no_data(tokenizer, tmp_path):
     (path / "run" / ".lock").touch()
     assert len(prepare([path], tokenizer)[0]) == 1
     assert "no file in it" in refusal([path / "run"], tokenizer)
+
+
+# what lies in a directory besides data.jsonl, and what of it is no data
+ASIDE = {
+    "words": (["LICENSE.txt", "README.txt", "requirements.txt"], 3),
+    "words below": (["docs/NOTICE.txt", "docs/notes.txt", "vocab.txt", "merges.txt.gz"], 4),
+    "of libraries": (["dataset_infos.json", "dataset_info.json", "tokenizer_config.json",
+                      "model.safetensors.index.json"], 4),
+    "data": (["readme.jsonl", "config.jsonl", "states.json"], 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ASIDE)
+def test_what_describes_data_in_a_directory_is_no_data(name, tokenizer, tmp_path, capsys):
+    beside, n_aside = ASIDE[name]
+    write_jsonl(tmp_path / "data.jsonl", [{"text": "data"}])
+    for file in beside:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        text = json.dumps({"text": file}) if n_aside == 0 else '{"default": {"splits": []}}\n'
+        (gzip.open if file.endswith(".gz") else open)(tmp_path / file, "wt").write(text)
+    rows, line = prepare([tmp_path], tokenizer)
+    assert len(rows) == 1 + len(beside) - n_aside and "left out" not in line
+    said = capsys.readouterr().out
+    assert said.count("taken for no data: ") == (n_aside > 0)  # once, and all are named
+    assert all(file in said for file in beside) == (n_aside > 0)
+
+
+def test_directory_of_text_alone_is_data_but_for_its_license(tokenizer, tmp_path, capsys):
+    for name in "a.txt", "b.txt", "LICENSE.txt", "readme_en.txt":
+        (tmp_path / name).write_text(name)
+    assert len(prepare([tmp_path], tokenizer)[0]) == 2
+    assert "LICENSE.txt, readme_en.txt; to train it, name the file" in capsys.readouterr().out
+    assert len(prepare([tmp_path / "LICENSE.txt"], tokenizer)[0]) == 1
+    for name in "a.txt", "b.txt":
+        (tmp_path / name).unlink()
+    assert "LICENSE.txt, readme_en.txt, which is no data" in refusal([tmp_path], tokenizer)
+
+
+def test_rows_that_are_there_twice_are_said(tokenizer, tmp_path, capsys):
+    """As in two kinds of files, or in a file that is named twice; of pairs both answers count."""
+    directory = tmp_path / "data"
+    directory.mkdir()
+    write_jsonl(directory / "train.jsonl", FLAT)
+    write_table(directory / "train.parquet", FLAT)
+
+    def said(*sources, **flags):
+        config = Config(dataset=tuple(map(str, sources)), max_seq_len=64, **flags)
+        with one_process():
+            rows, _ = prepare_data(config, tmp_path, tokenizer, len(tokenizer), "2020-01-31")
+        return len(rows), capsys.readouterr().out
+
+    n, line = said(directory)
+    assert n == 16
+    assert "\nrepeated: 8 of these rows are another one again, token for token\n" in line
+    assert "repeated: 8 of these rows" in said(*2 * [directory / "train.jsonl"])[1]
+    assert "again" not in said(directory / "train.jsonl")[1]
+    pairs = [{"prompt": "x", "chosen": "a", "rejected": other} for other in "bccd"]
+    pairs = write_jsonl(tmp_path / "pairs.jsonl", pairs)
+    assert "repeated: 1 of these rows" in said(pairs, loss="dpo")[1]
+
+
+def test_chat_template_that_goes_unused_is_said(tokenizer, tmp_path, capsys):
+    """Of a model's own; the demo's rows are meant so."""
+    text = {"prompt": "What is 3 plus 4?", "completion": "It is 7."}
+    lists = {"prompt": TALK[:2], "completion": TALK[2:]}
+    path = tmp_path / "data.jsonl"
+    for rows, n, model, template, flags in (
+            ([text, lists, {"text": "x"}], 1, "m", CHATML, {}), ([lists], 0, "m", CHATML, {}),
+            ([text], 0, None, CHATML, {}), ([text], 0, "m", None, {}),
+            ([text], 0, "m", CHATML, {"columns": ("completion=response",)}),
+            ([{"prompt": "x", "chosen": "a", "rejected": "b"}], 1, "m", CHATML, {"loss": "dpo"})):
+        tokenizer.chat_template = template
+        config = Config(model=model, dataset=(str(write_jsonl(path, rows)),), max_seq_len=99,
+                        **flags)  # fmt: skip
+        with one_process():
+            prepare_data(config, tmp_path, tokenizer, len(tokenizer), "2020-01-31")
+        said = capsys.readouterr().out
+        assert (f"chat template: not used for {n} prompts and completions" in said) == (n > 0)
+        assert ("--columns completion=response" in said) == (n > 0 and "loss" not in flags)
 
 
 # what lies in a directory, what is asked for, what is read

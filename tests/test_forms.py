@@ -16,10 +16,10 @@ from rows import (
     trained, whole, write_jsonl)
 from tokenizers import (
     AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers)
-from tokenizers.processors import TemplateProcessing
+from tokenizers.processors import ByteLevel, RobertaProcessing, Sequence, TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from fsdp_qlora.data import forms
+from fsdp_qlora.data import encode, forms
 from fsdp_qlora.data.encode import prepare_data
 from fsdp_qlora.data.sources import RefusedRow
 from fsdp_qlora.data.forms import IGNORE
@@ -119,6 +119,15 @@ FORMS = {
     "dolly": (
         {"instruction": "Add.", "context": "3 and 4", "response": "It is 7.", "category": "x"},
         True, ALPACA_CHAT, ["It is 7.<|im_end|>"]),
+    "prompt and response": (
+        {"prompt": "What is 3 plus 4?", "response": "The answer is 7."}, True, SHORT_TEXT,
+        ["The answer is 7.<|im_end|>"]),
+    "input and output": (
+        {"input": "What is 3 plus 4?", "output": "The answer is 7.", "system": ""}, True,
+        SHORT_TEXT, ["The answer is 7.<|im_end|>"]),
+    "prompt and response without template": (
+        {"prompt": "What is 3 plus 4?", "response": "It is 7."}, False,
+        "What is 3 plus 4?\nIt is 7.</s>", ["It is 7.</s>"]),
     "openorca": (
         {"system_prompt": "Be brief.", "question": "Add 3 and 4.", "response": "It is 7."}, True,
         CHAT_TEXT[:39] + NO_INPUT_CHAT, ["It is 7.<|im_end|>"]),
@@ -211,6 +220,40 @@ def sentencepiece(kind):
         tokenizer_object=tokens, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
 
 
+def first_row(rows, tokenizer, capsys):
+    capsys.readouterr()
+    say_example(rows, tokenizer)
+    (line,) = capsys.readouterr().out.splitlines()
+    return line
+
+
+@pytest.mark.parametrize("n_tools", [0, 30])
+def test_first_row_in_the_log_shows_what_is_trained_whatever_its_length(
+        n_tools, tokenizer, tmp_path, capsys):  # fmt: skip
+    """The untrained parts are shortened, in the middle."""
+    tokenizer.chat_template = TEMPLATES["tools"]
+    path = write_jsonl(tmp_path / "a.jsonl", [{"messages": TALK[1:], "tools": [ADD] * n_tools}])
+    line = first_row(prepare([path], tokenizer, 9999)[0], tokenizer, capsys)
+    assert line.endswith(
+        "<|im_start|>assistant\\n]The answer is 7.<|im_end|>[not trained: \\n<|im_start|>user\\n"
+        "And 2 times 2?<|im_end|>\\n<|im_start|>assistant\\n]It is 4.<|im_end|>'")
+    assert line.startswith("first row: '[not trained: <|im_start|>")
+    assert (" tokens .. " in line) == (n_tools > 0) and len(line) < 600
+
+
+def test_first_row_of_many_or_long_parts_is_shortened(tokenizer, tmp_path, capsys):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"messages": [*ASKED, *AGAIN] * 9}])
+    line = first_row(prepare([path], tokenizer, 9999)[0], tokenizer, capsys)
+    assert line.count("The answer is 7.") == 2 and line.endswith("It is 4.<|im_end|>'")
+    assert " .. 29 more parts .. " in line
+    write_jsonl(path, [{"prompt": "x", "completion": "first" + "7" * 999 + "last"}])
+    line = first_row(prepare([path], tokenizer, 9999)[0], tokenizer, capsys)
+    assert "x]first777" in line and line.endswith("7last</s>'") and len(line) < 400
+    write_jsonl(path, [{"prompt": "\U0001f642" * 9, "completion": "\U0001f642" * 2 + "y"}])
+    line = first_row(prepare([path], tokenizer)[0], tokenizer, capsys)
+    assert line.endswith("\U0001f642]" + "\U0001f642" * 2 + "y</s>'")
+
+
 def test_first_row_in_the_log_shows_the_space_that_an_answer_begins_with(tmp_path, capsys):
     tokenizer, prompt = sentencepiece("llama 2"), "3 and 4"
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": prompt, "completion": " 7."}])
@@ -257,6 +300,37 @@ def test_text_is_trained_with_one_eos(template, text, tokenizer, tmp_path):
     body = plain(tokenizer, text.removesuffix("</s>"))
     assert document["input_ids"].tolist() == bos + body + [tokenizer.eos_token_id]
     assert document["labels"].tolist() == document["input_ids"].tolist()
+
+
+@pytest.mark.parametrize("template", ["</s> $A", "</s> $A </s>"])
+def test_bos_that_is_eos_too_is_not_lost_before_an_empty_prompt(template, tokenizer, tmp_path):
+    tokenizer.bos_token = tokenizer.eos_token
+    add_specials(tokenizer, template)
+    eos, answer = tokenizer.eos_token_id, plain(tokenizer, "7")
+    for prompt, completion, ids in (("", "7", []), ("", "7</s>", []), ("</s>", "7", []),
+                                    ("</s>3", "7", plain(tokenizer, "3"))):  # fmt: skip
+        row = {"prompt": prompt, "completion": completion}
+        (document,) = encode_row(row, tokenizer, tmp_path)
+        assert document["input_ids"].tolist() == [eos, *ids, *answer, eos]
+        assert document["labels"].tolist() == [IGNORE] * (1 + len(ids)) + [*answer, eos]
+
+
+@pytest.mark.parametrize("processor", [
+    ByteLevel(trim_offsets=True), RobertaProcessing(("</s>", 2), ("<s>", 1), trim_offsets=True),
+    Sequence([ByteLevel(trim_offsets=True), TemplateProcessing(single="$A", special_tokens=[])])],
+    ids=["byte level", "roberta", "sequence"])  # fmt: skip
+def test_tokens_of_spaces_are_trained_where_offsets_are_trimmed(processor, tokenizer, tmp_path):
+    """As of Llama 3: at both ends of a span, and where it is spaces alone."""
+    segments = [{"text": text, "label": label} for text, label in
+                [("A:   ", False), ("7  \n\n", True), ("  3 ", False), (" 4 ", True), (" ", False),
+                 ("  ", True)]]  # fmt: skip
+    (want,) = encode_row({"segments": segments}, tokenizer, tmp_path)
+    tokenizer.backend_tokenizer.post_processor = processor
+    saved = tokenizer.backend_tokenizer.to_str()
+    (got,) = encode_row({"segments": segments}, tokenizer, tmp_path)
+    assert got["labels"].tolist() == want["labels"].tolist()
+    assert got["labels"][-1] != IGNORE
+    assert tokenizer.backend_tokenizer.to_str() == saved  # the one that is saved
 
 
 def test_text_that_begins_with_bos_gets_no_second(tokenizer, tmp_path):
@@ -387,6 +461,24 @@ def test_row_that_cannot_be_trained_is_left_out_and_counted(row, reason, tokeniz
                      line)  # fmt: skip
 
 
+def test_tokenizer_gets_a_bounded_text_at_once(tokenizer, tmp_path, monkeypatch):
+    """Long rows go through it one by one, short ones together; what comes out is the same."""
+    rows = [{"text": "x" * n} for n in (3, 900, 4, 5, 6, 200, 7, 2000, 2)] + [{"input_ids": [5, 6]}]
+    path, sizes, tokenize = write_jsonl(tmp_path / "data.jsonl", rows), [], encode.tokenize_batch
+
+    def noted(documents, tokenizer):
+        sizes.append([sum(len(part.text) for part in document) for document in documents
+                      if isinstance(document, list)])  # fmt: skip
+        return tokenize(documents, tokenizer)
+
+    want = [document["digest"] for document in encode_file(path, tokenizer)]
+    monkeypatch.setattr(encode, "BATCH_CHARACTERS", 500)
+    monkeypatch.setattr(encode, "tokenize_batch", noted)
+    assert [document["digest"] for document in encode_file(path, tokenizer)] == want
+    assert [n for batch in sizes for n in batch] == [len(row.get("text", "")) for row in rows[:-1]]
+    assert all(sum(batch[1:]) < 500 for batch in sizes) and len(sizes) < len(rows)
+
+
 def test_key_that_is_half_a_character_can_be_said(tokenizer, tmp_path):
     path = write_jsonl(tmp_path / "data.jsonl", [{"text": "fine", "\ud800": 1}])
     rows, line = prepare([path], tokenizer)
@@ -411,7 +503,7 @@ def test_long_rows_are_cut_and_counted(tokenizer, tmp_path):
     "row, wanted",
     [
         ({"poem": "x", "title": "y"}, "has poem, title; want input_ids; messages"),
-        ({"instruction": "x"}, "instruction and output"),
+        ({"instruction": "x"}, "instruction and output or response; question and answer or resp"),
         ({}, "has no keys"),
     ],
     ids=json.dumps,
@@ -455,7 +547,7 @@ def test_each_key_that_has_a_meaning_is_obeyed_or_ends_the_run(form, tokenizer):
     "row, words",
     [({"conversations": [{"from": "human", "value": "x"}, {"from": "critic", "value": "y"},
                          {"from": "gpt", "value": "z"}]}, "message from 'critic'; known"),
-     ({"messages": [says("user", "x"), says("Assistant", "y")]}, "message from 'Assistant'; known"),
+     ({"messages": [says("user", "x"), says("Ass istant", "y")]}, "message from 'Ass istant'; kno"),
      ({"messages": [says("user", "x", train=True), ASKED[1]]}, "train True in a message of user"),
      ({"messages": [says("user", [{"type": "image", "text": "x"}]), ASKED[1]]},
       "'image' in the content"),
@@ -508,6 +600,27 @@ def test_calls_and_tools_of_other_frameworks_are_openais(tokenizer):
     for more in {"functions": [ADD["function"]]}, {"tools": json.dumps([ADD["function"]])}:
         talk = [asked, {"from": "function_call", "value": json.dumps(call)}]
         assert forms.parse_row({"conversations": talk, **more}, tokenizer)[1] == want
+
+
+@pytest.mark.parametrize("user, assistant", [
+    ("Human", "Assistant"), ("USER", "AI"), (" user ", "Bot"), ("prompter", "GPT")])  # fmt: skip
+def test_roles_have_other_names(user, assistant, tokenizer):
+    want = forms.parse_row({"messages": ASKED}, tokenizer)
+    for role, content in ("role", "content"), ("from", "value"):
+        talk = [{role: user, content: ASKED[0]["content"]},
+                {role: assistant, content: ASKED[1]["content"]}]  # fmt: skip
+        assert forms.parse_row({"messages": talk}, tokenizer) == want
+
+
+def test_lists_may_be_text_as_python_prints_them(tokenizer):
+    """As pandas writes them into a CSV."""
+    want = forms.parse_row({"messages": ASKED}, tokenizer)
+    assert forms.parse_row({"messages": str(ASKED), "tools": "None"}, tokenizer) == want
+    lists = {"prompt": ASKED[:1], "completion": ASKED[1:]}
+    _, want = forms.parse_row(lists, tokenizer)
+    assert forms.parse_row({key: str(value) for key, value in lists.items()}, tokenizer)[1] == want
+    with pytest.raises(ValueError, match="messages is str"):
+        forms.parse_row({"messages": "[print('x')]"}, tokenizer)
 
 
 def test_columns_are_renamed_before_the_form_is_found(tokenizer, tmp_path):

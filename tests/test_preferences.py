@@ -547,6 +547,7 @@ PAIRS = {  # name: (row, (question, answer) twice)
 JUDGED = {  # name: (row, (question, answer))
     "TRL, texts": ({"prompt": "3 plus 4 is ", "completion": "7.", "label": True}, TEXT[0]),
     "TRL, messages": ({"prompt": [ASKED], "completion": [BAD], "label": False}, TALK[1]),
+    "prompt and response": ({"prompt": QUESTION, "response": "It is 7.", "label": True}, TALK[0]),
     "CSV": ({"prompt": "3 plus 4 is ", "completion": "8.", "label": "False"}, TEXT[1]),
     "0 and 1": ({"prompt": [ASKED], "completion": [BAD], "label": 0}, TALK[1]),
     "Argilla, capybara": ({"prompt": QUESTION, "completion": [GOOD], "label": True}, TALK[0]),

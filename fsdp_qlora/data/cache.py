@@ -12,7 +12,7 @@ import multiprocessing.connection
 import os
 import shutil
 import signal
-import sys
+import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING, Any
 
 import huggingface_hub
 import pyarrow
-from tqdm import tqdm
 
 from fsdp_qlora.run.files import digest, read_json
-from fsdp_qlora.run.ranks import is_rank_0, n_cores, say
+from fsdp_qlora.run.ranks import n_cores, say
 
 if TYPE_CHECKING:
     from fsdp_qlora.data.sources import Piece
 
 TOLD = ValueError, OSError, MemoryError  # that a process raises for another
 PARTS = "parts.json"  # the SHA-256 of each file of a table in order; written last
+PROGRESS_SECONDS = 5  # between lines on how much is encoded
 MakeBatches = Callable[..., Iterator[pyarrow.RecordBatch]]  # see write_table()
 
 
@@ -88,11 +88,26 @@ def write_files(directory: Path, pieces: list[Piece], make_batches: MakeBatches,
     for i in range(n):
         share = pieces[i * len(pieces) // n : (i + 1) * len(pieces) // n]
         works[directory / f"{i:04}.arrow"] = make_batches, share, settings
-    is_shown = is_rank_0() and sys.stderr.isatty()
-    with tqdm(desc="rows encoded", unit=" rows", disable=not is_shown) as bar:
-        if n == 1:
-            return {path.name: write_part(path, *work, bar.update) for path, work in works.items()}
-        return write_parts(works, bar.update)
+    count = say_progress()
+    if n == 1:
+        return {path.name: write_part(path, *work, count) for path, work in works.items()}
+    return write_parts(works, count)
+
+
+def say_progress() -> Callable[[int], None]:
+    """A function that is told how many more rows are encoded, and says every few seconds how many
+    are. Not a bar: tqdm shows none on a terminal that does not tell its size, nor in a log."""
+    n_rows, started = 0, time.monotonic()
+    said = started
+
+    def count(more: int) -> None:
+        nonlocal n_rows, said
+        n_rows, now = n_rows + more, time.monotonic()
+        if now - said >= PROGRESS_SECONDS:
+            said = now
+            say(f"encoding: {n_rows:,} rows in {now - started:.0f} s")
+
+    return count
 
 
 def write_part(path: Path, make_batches: MakeBatches, pieces: list[Piece], settings: dict[str, Any],

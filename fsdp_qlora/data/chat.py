@@ -1,30 +1,38 @@
 """A conversation, rendered by the tokenizer's chat template, as text and the spans of it that are
-trained. It depends on transformers' rendering; other forms of rows are in forms.py, tokens in
+trained. It depends on template.py and tools.py; other forms of rows are in forms.py, tokens in
 encode.py."""
 
 from __future__ import annotations
 
+import bisect
 import contextlib
-import copy
-import functools
-import json
 import os
 import re
-from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from fsdp_qlora.data.sources import RefusedRow
+from fsdp_qlora.data.template import PROBE_CALL, PROBE_TOOL, Traits, render, template_traits
+from fsdp_qlora.data.tools import openai_calls
 
 Spans = list[tuple[int, int]]  # where in a text, in characters: [(start, end)]
 
 
+class Answer(NamedTuple):
+    """An answer of a conversation, as the chat template renders it."""
+
+    text: str  # the conversation up to it, as a longer document begins where it is not rewritten
+    document: str  # the same if nothing follows, up to the token that closes the answer
+    spans: Spans  # of the answer, in both
+    notes: list[str]  # what the user should know of its training
+
+
 def parse_chat(messages: list[dict[str, Any]], options: dict[str, Any],
-               tokenizer: PreTrainedTokenizerFast) -> list[tuple[str, Spans]]:
-    """Returns [(text, spans)]: the documents of a conversation, and which of their
-    characters are trained. `options` is what the template is given besides messages: tools, and
+               tokenizer: PreTrainedTokenizerFast) -> tuple[list[tuple[str, Spans]], list[str]]:
+    """Returns [(text, spans)], the documents of a conversation and which of their characters are
+    trained; and notes on them. `options` is what the template is given besides messages: tools, and
     other variables. Each message says in `train` whether it is trained.
 
     Each answer (a message of the assistant that is trained) is trained as the model will write it:
@@ -36,55 +44,57 @@ def parse_chat(messages: list[dict[str, Any]], options: dict[str, Any],
     if not tokenizer.chat_template:
         raise RefusedRow("is a conversation, but the tokenizer has no chat template: give one by"
                          " --chat_template, or use prompt and completion")
-    _, as_parts = template_traits(tokenizer, str(tokenizer.chat_template))
-    cleaned = [clean_message(message, as_parts) for message in messages]
+    traits = template_traits(tokenizer, str(tokenizer.chat_template))
+    cleaned = [clean_message(message, traits) for message in messages]
     messages = [message for message, _ in cleaned]
     # before the first message there is no generation prompt
     answers = [i for i, (_, is_trained) in enumerate(cleaned) if is_trained and i > 0]
     if not answers:
         raise ValueError("no message of the assistant is trained")
-    documents = []  # the longest first
+    documents: list[tuple[str, Spans]] = []  # the longest first
+    notes: dict[str, None] = {}
     for i in reversed(answers):
-        text, document, spans = render_answer(messages[: i + 1], options, tokenizer)
+        answer = render_answer(messages[: i + 1], options, tokenizer, traits)
+        notes |= dict.fromkeys(answer.notes)
         for longer, longer_spans in documents:
-            if longer.startswith(text):
-                longer_spans += [(start, min(end, len(text))) for start, end in spans]
+            if longer.startswith(answer.text):
+                longer_spans += spans_within(answer, longer, messages[i + 1]["role"], traits)
                 break
         else:
-            documents.append((document, spans))
-    return documents[::-1]
+            documents.append((answer.document, answer.spans))
+    return documents[::-1], list(notes)
 
 
-def closing_token(tokenizer: PreTrainedTokenizerFast) -> str:
-    """The special token that ends an answer in a conversation; EOS if there is no other."""
-    probe = [{"role": role, "content": "probe", "train": role == "assistant"}
-             for role in ("user", "assistant")]
-    with contextlib.suppress(ValueError):  # of the template
-        document = parse_chat(probe, {"tools": None}, tokenizer)[-1][0].rstrip()
-        special, _ = template_traits(tokenizer, str(tokenizer.chat_template))
-        return next(filter(document.endswith, special), tokenizer.eos_token)
-    return tokenizer.eos_token
+def spans_within(answer: Answer, longer: str, next_role: str, traits: Traits) -> Spans:
+    """The spans of an answer in a longer document. Where its template leaves it open, as GLM's do,
+    the token by which the next message begins is what the model writes to stop; but not that of
+    another answer, to which the model would go on."""
+    n = len(answer.text)
+    spans = [(start, min(end, n)) for start, end in answer.spans]
+    is_open = answer.spans[-1][1] > n  # EOS was added
+    if is_open and next_role != "assistant" and (marker := traits.marker.match(longer, n)):
+        spans[-1] = spans[-1][0], marker.end()
+    return spans
 
 
-def with_day(tokenizer: PreTrainedTokenizerFast, day: str) -> PreTrainedTokenizerFast:
-    """A copy of the tokenizer whose chat templates print `day`, YYYY-MM-DD, where they ask for
-    today's date, as Llama 3's and gpt-oss's do: a resumed run must see the same rows, and so must
-    all ranks around midnight.
-
-    The day is written into the text of the templates, because transformers 5.23 makes a string of
-    a function `strftime_now` that is given as a variable. A format that is no literal stays.
-    """
-
-    def dated(template: str) -> str:
-        return re.sub(r"""\bstrftime_now\(\s*(["'])(.*?)\1\s*\)""",
-                      lambda call: repr(datetime.fromisoformat(day).strftime(call[2])), template)
-
-    tokenizer, template = copy.copy(tokenizer), tokenizer.chat_template
-    if isinstance(template, dict):  # several, by name
-        tokenizer.chat_template = {name: dated(text) for name, text in template.items()}
-    elif template:
-        tokenizer.chat_template = dated(template)
-    return tokenizer
+def closing_tokens(tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    """The tokens that end an answer in training: of a conversation that goes on or not, of a call
+    of a tool. EOS if there is no other."""
+    asked: dict[str, Any] = {"role": "user", "content": "probe", "train": False}
+    answered = {"role": "assistant", "content": "probe", "train": True}
+    called = [{**answered, "content": "", "tool_calls": [PROBE_CALL]},
+              {"role": "tool", "tool_call_id": PROBE_CALL["id"], "content": "1", "train": False}]
+    found: dict[str, None] = {}
+    for talk, tools in (([asked, answered] * 2, None),
+                        ([asked, *called, answered], [PROBE_TOOL])):
+        with contextlib.suppress(ValueError):  # of the template
+            documents, _ = parse_chat(talk, {"tools": tools}, tokenizer)
+            special = template_traits(tokenizer, str(tokenizer.chat_template)).special
+            for text, spans in reversed(documents):
+                for start, end in spans:
+                    written = text[start:end].rstrip()
+                    found |= {token: None for token in special if written.endswith(token)}
+    return list(found) or [tokenizer.eos_token]
 
 
 def checked_text(value: Any, name: str) -> str:
@@ -97,41 +107,69 @@ def checked_text(value: Any, name: str) -> str:
 
 
 def render_answer(messages: list[dict[str, Any]], options: dict[str, Any],
-                  tokenizer: PreTrainedTokenizerFast) -> tuple[str, str, Spans]:
-    """Render messages that end with an answer. Returns their text, the document that it is if no
-    more follow, and the answer's spans of characters in both. The document ends with the answer's
-    closing token, or with EOS if the template has none; with {% generation %} marks, where the last
-    of them ends."""
+                  tokenizer: PreTrainedTokenizerFast, traits: Traits) -> Answer:
+    """The Answer with which the messages end. Its document ends with its closing token, or with EOS
+    if the template has none; with {% generation %} marks, where the last of them ends."""
     prompt = render(messages[:-1], tokenizer, add_generation_prompt=True, **options)
     text = checked_text(render(messages, tokenizer, **options), "the conversation")
-    template = tokenizer.get_chat_template(tools=options["tools"])
+    template, marks = tokenizer.get_chat_template(tools=options["tools"]), []
     if re.search(r"\{%-?\s*generation\b", template):
-        spans = marked_spans(messages, options, template, tokenizer)
-        document = text[: spans[-1][1]]
+        marks = marked_spans(messages, options, template, tokenizer)
+    found = find_answer(messages, prompt, text, options, tokenizer)
+    if not found and not marks:
+        raise RefusedRow(f"the chat template mixes message {len(messages)} with those before it:"
+                         " its tokens cannot be told")
+    given, at = found or ("", 0)
+    text, shift = given + text[at:], len(given) - at
+    if marks:
+        spans = [(start + shift, end + shift) for start, end in marks]
+        answer = Answer(text, text[: spans[-1][1]], spans, [])
+        if not answer.document.rstrip().endswith(traits.special):
+            answer.notes.append("no token that closes an answer is trained: the template's"
+                                " {% generation %} marks leave it out")
     else:
-        start = shared_length(prompt, text)
-        if start < len(prompt):  # a template may open an answer otherwise than its prompt does
-            before = render(messages[:-1], tokenizer, **options)
-            if start <= shared_length(prompt, before):
-                raise RefusedRow(f"the chat template mixes message {len(messages)} with those"
-                                 " before it: its tokens cannot be told")
-        document = text.rstrip()
-        closing_tokens, _ = template_traits(tokenizer, str(tokenizer.chat_template))
-        if not document.endswith(closing_tokens):
-            document = text + tokenizer.eos_token
-        spans = [(start, len(document))]
-    check_rendered(messages, options["tools"], text, text[spans[0][0] :])
-    return text, document, spans
+        content = content_of(messages[-1])
+        answer = close_answer(text, given, prompt, content, tokenizer.eos_token, traits)
+    check_rendered(messages, options["tools"], text, text[answer.spans[0][0] :])
+    return answer
 
 
-def render(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerFast,
-           **options: Any) -> str:
-    """The text that the chat template makes of messages."""
-    try:
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False, **options)
-        return text
-    except Exception as e:  # Jinja's own, and whatever the template's operations raise
-        raise ValueError(f"the chat template fails: {' '.join(str(e).split())}")
+def close_answer(text: str, given: str, prompt: str, content: str, eos: str,
+                 traits: Traits) -> Answer:
+    """The Answer of a template without marks: what stands behind `given` in the text."""
+    notes, opened = [], text.rpartition(eos)[2]
+    if not traits.has_prompt and opened.strip() and prompt.endswith(opened):
+        text = text.removesuffix(opened)  # Cohere's: a generation prompt that is always there
+    elif not traits.has_prompt and text[len(given) :].partition(content or "\n")[0].strip():
+        notes.append("the assistant's header is trained, too: the chat template has no generation"
+                     " prompt")
+    document = text.rstrip()
+    if not document.endswith(traits.special if traits.closes else eos):
+        document = text + eos
+    return Answer(text, document, [(len(given), len(document))], notes)
+
+
+def find_answer(messages: list[dict[str, Any]], prompt: str, text: str, options: dict[str, Any],
+                tokenizer: PreTrainedTokenizerFast) -> tuple[str, int] | None:
+    """What the model is given before the last message, and where this begins in `text`, which the
+    template makes of all; None if it mixes them. `prompt` is what it makes of the others, with the
+    generation prompt."""
+    start = shared_length(prompt, text)
+    if start == len(prompt):
+        return prompt, start
+    before = render(messages[:-1], tokenizer, **options)
+    n_before = shared_length(prompt, before)
+    if start > n_before:  # an answer is opened otherwise than by the generation prompt
+        return text[:start], start
+    # With the answer, messages before it are rewritten: gpt-oss drops the reasoning of calls, some
+    # of Mistral's the system message. What stands behind those must be the same, and more than the
+    # generation prompt.
+    rest = text[start:]
+    n_same = bisect.bisect_left(range(1, len(prompt) - start), True,
+                                key=lambda n: prompt[-n:] not in rest)
+    at = start + n_same + (rest.index(prompt[-n_same:]) if n_same else 0)
+    is_found = n_same > len(prompt) - n_before and has_text(text[at:], content_of(messages[-1]))
+    return (prompt, at) if is_found else None
 
 
 def marked_spans(messages: list[dict[str, Any]], options: dict[str, Any], template: str,
@@ -145,10 +183,11 @@ def marked_spans(messages: list[dict[str, Any]], options: dict[str, Any], templa
         raise ValueError(f"the chat template fails: {' '.join(str(e).split())}")
     (before, text), (old_blocks, blocks) = rendered
     shared = shared_length(before, text)
-    new_blocks = [block for block in blocks if block[0] >= shared]
-    # where earlier messages are rewritten, they must at least have as many blocks as before
-    is_rewritten = shared < len(before)
-    if not new_blocks or (is_rewritten and new_blocks != blocks[len(old_blocks) :]):
+    new_blocks = [block for block in blocks if block not in old_blocks]
+    if shared < len(before):  # earlier messages are rewritten: they must have as many blocks
+        new_blocks = [block for block in blocks if block[0] >= shared]
+        new_blocks = new_blocks if new_blocks == blocks[len(old_blocks) :] else []
+    if not new_blocks:
         raise RefusedRow("the chat template has {% generation %} marks, but none for message"
                          f" {len(messages)} alone")
     return new_blocks
@@ -159,31 +198,14 @@ def shared_length(text: str, other: str) -> int:
     return len(os.path.commonprefix([text, other]))
 
 
-@functools.lru_cache(1)
-def template_traits(tokenizer: PreTrainedTokenizerFast,
-                    template: str) -> tuple[tuple[str, ...], bool]:
-    """The special tokens, one of which closes an answer, as a tuple of texts; and whether the
-    template wants a message's content as a list of parts. `template`, the tokenizer's as text, only
-    makes the cache tell templates apart.
-    """
-    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    probe = [{"role": "user", "content": "probe"}, {"role": "assistant", "content": "probe"}]
-    try:
-        as_parts = "probe" not in tokenizer.apply_chat_template(probe, tokenize=False)
-    except Exception:
-        as_parts = True
-    return tuple(special), as_parts
-
-
-def clean_message(message: dict[str, Any], as_parts: bool) -> tuple[dict[str, Any], bool]:
+def clean_message(message: dict[str, Any], traits: Traits) -> tuple[dict[str, Any], bool]:
     """A message as templates want it, and whether it is trained."""
     message, is_trained = dict(message), message["train"]
     del message["train"]
-    content, calls = message.get("content"), message.get("tool_calls")
-    if calls:
-        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-            raise ValueError("a message has tool_calls that are no list of objects")
-        message["tool_calls"] = [clean_call(call) for call in calls]
+    content = message.get("content")
+    calls = openai_calls(message.pop("tool_calls", None), traits.calls_as_text)
+    if calls:  # to some templates an empty list is a call
+        message["tool_calls"] = calls
     if isinstance(content, list):
         for part in content:
             if isinstance(part, dict) and part.get("type", "text") != "text":
@@ -198,34 +220,29 @@ def clean_message(message: dict[str, Any], as_parts: bool) -> tuple[dict[str, An
     text = checked_text("" if content is None else content, "content")
     if is_trained and not calls and not text.strip():
         raise ValueError("a message of the assistant is empty")
-    return message | {"content": [{"type": "text", "text": text}] if as_parts else text}, is_trained
+    in_parts = [{"type": "text", "text": text}] if traits.as_parts else text
+    return message | {"content": in_parts}, is_trained
 
 
-def clean_call(call: dict[str, Any]) -> dict[str, Any]:
-    """A tool call with its arguments as an object, as templates want it; OpenAI writes JSON text.
-    """
-    function = dict(call.get("function") or call)
-    if isinstance(function.get("arguments"), str):
-        with contextlib.suppress(ValueError):
-            function["arguments"] = json.loads(function["arguments"])
-    return {**call, "function": function} if "function" in call else function
+def content_of(message: dict[str, Any]) -> str:
+    """The content of a message of clean_message(), without white space around it."""
+    content = message["content"]
+    return str(content[0]["text"] if isinstance(content, list) else content).strip()
 
 
 def check_rendered(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, text: str,
                    answer: str) -> None:
     """Refuse a row of which the chat template leaves something out. `answer` is the part of `text`
     that the last message became."""
-    wanted = [("tools", tool.get("function", tool).get("name"), text) for tool in tools or ()]
+    wanted = [("tools", tool["function"]["name"], text) for tool in tools or ()]
     for i, message in enumerate(messages, 1):
-        content = message["content"]
-        content = content[0]["text"] if isinstance(content, list) else content
-        strings = [(f"the content of message {i}", content)]
+        strings: list[tuple[str, Any]] = [(f"the content of message {i}", content_of(message))]
         if message["role"] != "tool":  # whose name the call before has
             strings.append((f"the name in message {i}", message.get("name")))
         for call in message.get("tool_calls", ()):
-            call = call.get("function", call)
+            function = call["function"]
             strings += [(f"a tool call of message {i}", string)
-                        for string in [call.get("name"), *strings_in(call.get("arguments"))]]
+                        for string in [function["name"], *strings_in(function["arguments"])]]
         if i == len(messages):
             strings += [(f"{key} of message {i}", message.get(key))
                         for key in ("reasoning_content", "reasoning", "thinking")]
@@ -234,10 +251,17 @@ def check_rendered(messages: list[dict[str, Any]], tools: list[dict[str, Any]] |
             wanted += [(what, str(string or "").rpartition("</think>")[2], text)
                        for what, string in strings]
     for what, string, rendered in wanted:
-        string = str(string or "").strip()
-        if string not in rendered and not all(w in rendered for w in re.findall(r"\w+", string)):
+        if not has_text(rendered, str(string or "")):
+            way_out = ("--columns tools=unused trains without them" if what == "tools" else
+                       "leave it out of the row")
             raise RefusedRow(f"the chat template leaves out {what}; the roles are"
-                             f" {', '.join(message['role'] for message in messages)}")
+                             f" {', '.join(message['role'] for message in messages)}: {way_out}, or"
+                             " name another template by --chat_template")
+
+
+def has_text(rendered: str, text: str) -> bool:
+    """Whether a text, or at least each word of it, is in what the template has rendered."""
+    return text.strip() in rendered or all(w in rendered for w in re.findall(r"\w+", text))
 
 
 def strings_in(value: Any) -> list[str]:

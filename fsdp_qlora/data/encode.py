@@ -10,7 +10,9 @@ preferences.py comes before parse_row().
 from __future__ import annotations
 
 import bisect
+import copy
 import dataclasses
+import functools
 import hashlib
 import inspect
 import itertools
@@ -24,13 +26,16 @@ import numpy as np
 import pyarrow
 import torch
 import transformers
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.data.cache import PARTS, has_table, open_cache, read_table, write_table
-from fsdp_qlora.data.chat import parse_chat, with_day
+from fsdp_qlora.data.chat import parse_chat
 from fsdp_qlora.data.sources import Piece, RefusedRow, find_pieces, read_pieces
 from fsdp_qlora.data.forms import IGNORE, Document, Ids, Part, parse_row, printable
 from fsdp_qlora.data.preferences import parse_preference
+from fsdp_qlora.data.template import with_day
+from fsdp_qlora.data.tools import openai_calls
 from fsdp_qlora.run.files import digest, text_digest, write_whole
 from fsdp_qlora.training.loss import LOSSES, Loss
 from fsdp_qlora.run.ranks import Stop, say, together
@@ -38,7 +43,9 @@ from fsdp_qlora.run.ranks import Stop, say, together
 if TYPE_CHECKING:
     from train_fsdp_qlora import Config
 
-BATCH = 256  # rows that the tokenizer gets at once
+BATCH = 256  # rows that are parsed at once
+# characters that the tokenizer gets at once: what it gives for them takes some 100 MB
+BATCH_CHARACTERS = 2**19
 ENCODED = {  # what encode_pieces() yields of a document
     "input_ids": "int32s", "labels": "int32s", "length": "int32", "prompt_length": "int32",
     "n_trained": "int32", "desirable": "bool", "digest": "int64",
@@ -46,6 +53,7 @@ ENCODED = {  # what encode_pieces() yields of a document
     "kept": "bool", "refused": "bool",  # neither: the row is left out
     "is_first": "bool",  # of its row
     "form": "string",  # of its row, with the keys that are ignored
+    "plain": "bool",  # whether its row is a prompt and a completion as texts
     "renamed": "string",  # the keys that --columns renames in its row, as JSON
     "left_out": "string", "where": "string"}  # why, and which row; "" if it is kept
 
@@ -70,6 +78,7 @@ class Rows:
     desirable: torch.Tensor  # bool [documents]: is it a good answer, of a pair the better one?
     digests: torch.Tensor  # int64 [documents], of tokens, labels and `desirable`
     sources: torch.Tensor  # int64 [documents], the number of the example that each was made of
+    n_plain: int = 0  # how many of the data set are a prompt and a completion as plain text
     # fp64 [documents], the log-probability of each answer before the first step
     reference: torch.Tensor | None = None
     # the same prompts with answers of other rows, as KTO wants them, see mismatch()
@@ -143,6 +152,10 @@ class Rows:
             return self.n_trained
         return torch.where(self.desirable, self.lengths - 1, self.n_trained)
 
+    def n_repeated(self) -> int:
+        """How many rows are an earlier one again, token for token."""
+        return len(self) - len(self.digests.view(-1, self.n_answers).unique(dim=0))
+
     def sha256(self) -> str:
         """Hash of all rows in order, by which a resumed run sees that its data are the same."""
         return hashlib.sha256(self.digests.numpy().tobytes()).hexdigest()
@@ -159,6 +172,12 @@ def prepare_data(config: Config, directory: Path, tokenizer: PreTrainedTokenizer
     sources = config.dataset or (str(directory / "demo" / "data.jsonl"),)
     rows, line, renamed = prepare_rows(sources, *settings)
     say(f"data: {line}")
+    if config.dataset and (n_repeated := rows.n_repeated()):
+        say(f"repeated: {n_repeated:,} of these rows are another one again, token for token")
+    if config.model and tokenizer and tokenizer.chat_template and rows.n_plain:
+        way = "--columns completion=response" if rows.n_answers == 1 else "write them as messages"
+        say(f"chat template: not used for {rows.n_plain // rows.n_answers:,} prompts and"
+            f" completions, which are plain text; for that {way}")
     eval_rows, fraction = None, None
     if config.eval_dataset:
         try:
@@ -271,7 +290,8 @@ def cache_key(sources: Sequence[str], contents: list[list[str]], tokenizer: PreT
               max_seq_len: int, vocab_size: int, new_names: Sequence[str], loss: str) -> str:
     """Digest of all that decides what the rows become, this code and transformers' included."""
     code = {str(inspect.getsourcefile(f)) for f in
-            (find_pieces, parse_row, parse_preference, parse_chat, encode_pieces)}
+            (find_pieces, parse_row, parse_preference, parse_chat, with_day, openai_calls,
+             encode_pieces)}
     kind = "pairs" if LOSSES[loss].n_answers == 2 else loss  # what the rows' forms depend on
     return text_digest([
         sorted(map(digest, code)), transformers.__version__, sources, contents, max_seq_len,
@@ -303,11 +323,14 @@ def encode_pieces(pieces: list[Piece], tokenizer: PreTrainedTokenizerFast, max_s
     """Yield {name: value}, see ENCODED, for each document of each row; one of a row that cannot be
     used, and of a pair that has an answer which cannot."""
     rows, old_names = read_pieces(pieces), {column.split("=")[0] for column in new_names}
+    tokenizer = with_whole_offsets(tokenizer)
     while batch := list(itertools.islice(rows, BATCH)):
         parsed = [(where, json.dumps(sorted(old_names & row.keys() if type(row) is dict else ())),
                    *try_row(row, tokenizer, new_names, loss)) for where, row in batch]
-        tokens = iter(tokenize([d for *_, documents, _ in parsed for d in documents], tokenizer))
-        for where, renamed, row_error, form, _, desirable in parsed:
+        tokens = tokenize([d for *_, documents, _ in parsed for d in documents], tokenizer)
+        for where, renamed, row_error, form, documents, desirable in parsed:
+            last = documents[0][-1]
+            is_plain = "prompt and completion" in form and isinstance(last, Part) and last.must_end
             found = [columns_of(*next(tokens), max_seq_len, good) for good in desirable]
             errors = [row_error or check_tokens(columns, max_seq_len, vocab_size)
                       for columns in found]
@@ -323,7 +346,8 @@ def encode_pieces(pieces: list[Piece], tokenizer: PreTrainedTokenizerFast, max_s
                 why = (str(error) or type(error).__name__) if error else ""
                 form, why = printable(form), printable(why)
                 yield {**columns, "kept": not error, "refused": isinstance(error, RefusedRow),
-                       "is_first": i == 0, "form": form, "renamed": renamed, "left_out": why,
+                       "is_first": i == 0, "form": form, "plain": is_plain and not error,
+                       "renamed": renamed, "left_out": why,
                        "where": where if error else ""}
 
 
@@ -342,8 +366,18 @@ def try_row(row: Any, tokenizer: PreTrainedTokenizerFast, new_names: Sequence[st
         return e, "", [([], [])], [True]
 
 
-def tokenize(documents: list[Document], tokenizer: PreTrainedTokenizerFast) -> list[Ids]:
-    """(input_ids, labels), two lists, of each document of parse_row()."""
+def tokenize(documents: list[Document], tokenizer: PreTrainedTokenizerFast) -> Iterator[Ids]:
+    """Yield (input_ids, labels), two lists, of each document of parse_row(). The tokenizer must be
+    with_whole_offsets()."""
+    sizes = (0 if isinstance(document, tuple) else sum(len(part.text) for part in document)
+             for document in documents)
+    batches = (n // BATCH_CHARACTERS for n in itertools.accumulate(sizes))
+    for _, batch in itertools.groupby(zip(batches, documents), key=lambda pair: pair[0]):
+        yield from tokenize_batch([document for _, document in batch], tokenizer)
+
+
+def tokenize_batch(documents: list[Document], tokenizer: PreTrainedTokenizerFast) -> list[Ids]:
+    """tokenize() of a few documents at once."""
     parts = [part for document in documents if isinstance(document, list) for part in document]
     encoded = {}  # may_begin: the tokens of all such parts in order
     for may_begin in (True, False):
@@ -369,12 +403,32 @@ def tokenize(documents: list[Document], tokenizer: PreTrainedTokenizerFast) -> l
     return pairs
 
 
+def with_whole_offsets(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """The tokenizer, or a copy of it whose offsets count the spaces that a token has around it.
+    Where they are trimmed, as in Llama 3, a token of spaces alone seems to have no text at all."""
+    if "trim_offsets=True" not in str(tokenizer.backend_tokenizer.post_processor):
+        return tokenizer
+    whole, text = copy.copy(tokenizer), tokenizer.backend_tokenizer.to_str()
+    whole._tokenizer = Tokenizer.from_str(
+        text.replace('"trim_offsets":true', '"trim_offsets":false'))
+    return whole
+
+
+@functools.lru_cache(1)
+def n_put_in_front(tokenizer: PreTrainedTokenizerFast) -> int:
+    """How many special tokens the tokenizer puts before a text."""
+    offsets = tokenizer("a", return_offsets_mapping=True)["offset_mapping"]
+    return next((i for i, (_, end) in enumerate(offsets) if end), 0)
+
+
 def part_labels(part: Part, ids: list[int], offsets: list[tuple[int, int]],
                 tokenizer: PreTrainedTokenizerFast) -> Ids:
     """(input_ids, labels) of a Part, from its tokens and where in its text each (begins, ends)."""
-    if ids[:2] == 2 * [tokenizer.bos_token_id] and offsets[0] == (0, 0):
-        ids, offsets = ids[1:], offsets[1:]  # the text has BOS itself
-    while ids[-1:] == [tokenizer.eos_token_id] and offsets[len(ids) - 1] == (0, 0):
+    n_front = n_put_in_front(tokenizer) if part.may_begin else 0
+    if ids[:2] == 2 * [tokenizer.bos_token_id] and offsets[0] == (0, 0) < offsets[1]:
+        ids, offsets, n_front = ids[1:], offsets[1:], n_front - 1  # the text has BOS itself
+    while (len(ids) > n_front and ids[-1] == tokenizer.eos_token_id
+           and offsets[len(ids) - 1] == (0, 0)):
         ids = ids[:-1]  # it was not in the text: some tokenizers append it to all
     if isinstance(part.trained, bool):
         return ids, ids if part.trained else [IGNORE] * len(ids)
@@ -442,7 +496,8 @@ def rows_of_table(table: pyarrow.Table, loss: str) -> Rows:
     starts, sources = lengths.cumsum(0) - lengths, is_first.cumsum(0)
     documents = Rows("sft", input_ids, labels, bounds, starts, lengths, prompt_lengths, n_trained,
                      desirable, digests, sources)
-    return dataclasses.replace(documents.select(kept.nonzero().view(-1)), loss=loss)
+    return dataclasses.replace(documents.select(kept.nonzero().view(-1)), loss=loss,
+                               n_plain=int(table["plain"].to_numpy().sum()))
 
 
 def rows_of(documents: Sequence[tuple[Sequence[int], Sequence[int]]], loss: str = "sft") -> Rows:

@@ -4,9 +4,7 @@ encode.py, and rows with several answers or with judged ones to preferences.py."
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import json
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.data.chat import Spans, checked_text, parse_chat
 from fsdp_qlora.data.sources import RefusedRow
+from fsdp_qlora.data.tools import openai_tools, read_value
 
 IGNORE = -100  # the label of a token that is not trained
 
@@ -25,7 +24,9 @@ REASONING = ("reasoning_content", "thinking", "reasoning")  # to transformers th
 MASKS = ("labels", "completion_mask", "assistant_masks", "attention_mask")
 COMPLETION = ("prompt", "completion")
 INSTRUCTIONS = (("instruction", "output"), ("instruction", "response"))
-QUESTIONS = (("question", "answer"), ("question", "response"), ("query", "response"))
+QUESTIONS = (
+    ("question", "answer"), ("question", "response"), ("query", "response"), ("query", "answer"),
+    ("prompt", "response"), ("prompt", "answer"), ("prompt", "output"), ("input", "output"))
 FORMS = {  # {keys of the form: keys it may have besides}; the first whose keys a row has counts
     ("input_ids",): MASKS,
     **dict.fromkeys((("messages",), ("conversations",), COMPLETION), CHAT),
@@ -53,11 +54,13 @@ REFUSED = {key: why for why, keys in {  # of rows and messages
 }.items() for key in keys}
 
 TRAINED = ("train", "training", "train_on_turn", "weight", "loss")  # of a message: is it trained?
-ROLES = {  # of a message: what templates call it
-    "system": "system", "developer": "developer", "human": "user", "user": "user",
-    **dict.fromkeys(("assistant", "gpt", "model", "chatgpt", "bing", "bard"), "assistant"),
-    "function_call": "assistant",  # its content is the call
-    **dict.fromkeys(("tool", "observation", "function"), "tool"),
+CALLS = ("function_call", "tool_call")  # roles of the assistant's messages whose content is a call
+ROLES = {  # of a message, in small letters: what templates call it
+    "system": "system", "developer": "developer",
+    **dict.fromkeys(("user", "human", "prompter"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "model", "ai", "bot", "chatbot", "chatgpt", "bing", "bard",
+                     *CALLS), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function", "tool_response"), "tool"),
     "ipython": "ipython", "document": "document", "control": "control"}
 
 
@@ -111,7 +114,8 @@ def parse_object(row: dict[str, Any], tokenizer: PreTrainedTokenizerFast,
             notes.append(f"ignored in messages: {', '.join(unread)}")
         if messages and messages[0]["role"] == "assistant" and messages[0]["train"]:
             notes.append("not trained: the assistant's first message, before which nothing stands")
-        rendered = parse_chat(messages, template_options(row), tokenizer)
+        rendered, more_notes = parse_chat(messages, template_options(row), tokenizer)
+        notes += more_notes
         documents = [[Part(text, spans, may_begin=False)] for text, spans in rendered]
     return " and ".join(form) + (f" ({'; '.join(notes)})" if notes else ""), documents
 
@@ -154,7 +158,11 @@ def find_form(row: dict[str, Any]) -> tuple[str, ...]:
     for form in FORMS:
         if row.keys() >= set(form):
             raise ValueError(f"{' and '.join(key for key in form if key not in keys)} null")
-    wanted = "; ".join(" and ".join(form) for form in FORMS)
+    beside: dict[str, list[str]] = {}
+    for first, *second in FORMS:
+        beside.setdefault(first, []).extend(second)
+    wanted = "; ".join(first + (f" and {' or '.join(found)}" if found else "")
+                       for first, found in beside.items())
     listed = ", ".join(key for key in row if key in keys) or "no keys"
     raise RefusedRow(f"has {listed}; want {wanted}: name its keys like one of these, by --columns"
                      " OLD=NEW")
@@ -166,7 +174,7 @@ def take_keys(row: dict[str, Any], form: tuple[str, ...]) -> tuple[dict[str, Any
     taken, ignored = {}, []
     for key, value in row.items():
         name = SYNONYMS.get(key, key)
-        value = read_json_text(name, value)
+        value = read_list_text(name, value)
         if key in form or key in MASKS and key in FORMS[form] and value is not None:
             taken[key] = value
         elif is_empty(value):
@@ -195,12 +203,11 @@ def is_empty(value: Any) -> bool:
     return value in (None, "", [], {})
 
 
-def read_json_text(key: str, value: Any) -> Any:
-    """The value; where a table had to write a list as JSON text, the list."""
-    if isinstance(value, str) and (key in LISTS or re.match(r'\s*\[\s*\{\s*"(role|content)"', value)
-                                   and key in COMPLETION):
-        with contextlib.suppress(ValueError):
-            return json.loads(value)
+def read_list_text(key: str, value: Any) -> Any:
+    """The value; where a table had to write a list as text, the list."""
+    messages = r"""\s*\[\s*\{\s*["'](role|content)["']"""
+    if isinstance(value, str) and (key in LISTS or key in COMPLETION and re.match(messages, value)):
+        return read_value(value)
     return value
 
 
@@ -251,7 +258,8 @@ def as_prompt(row: dict[str, Any], form: tuple[str, ...]) -> tuple[str, str]:
     if form == COMPLETION:
         return text_of(row, "prompt"), text_of(row, "completion")
     asked, answer = (text_of(row, key) for key in form)
-    system, more = (text_of({key: "", **row}, key) for key in ("system", "input"))
+    system, more = ("" if key in form else text_of({key: "", **row}, key)
+                    for key in ("system", "input"))
     system = f"{system}\n\n" if system else ""
     if form in QUESTIONS:
         return f"{system}{asked}\n" + (f"\n{more}\n" if more else ""), answer
@@ -278,7 +286,7 @@ def as_messages(row: dict[str, Any], form: tuple[str, ...]) -> list[dict[str, An
         messages = [message | {"train": False} for message in asked] + answered
     elif form in (*INSTRUCTIONS, *QUESTIONS):
         asked, answer = (text_of(row, key) for key in form)
-        if "input" in row:
+        if "input" in row and "input" not in form:
             asked += f"\n\n{text_of(row, 'input')}"
         turns = [*list_of({"history": [], **row}, "history"), (asked, answer)]
         messages = [{"role": role, "content": text, "train": role == "assistant"}
@@ -304,11 +312,12 @@ def read_message(message: Any) -> dict[str, Any]:
     for theirs, ours in ("from", "role"), ("value", "content"):
         if theirs in message:
             message.setdefault(ours, message.pop(theirs))
-    role = message.get("role")
-    if not isinstance(role, str):
+    if not isinstance(message.get("role"), str):
         raise ValueError("a message is no object with a role")
+    role = re.sub(r"[ -]", "_", message["role"].strip().lower())  # also Human, function-call
     if role not in ROLES:
-        raise RefusedRow(f"has a message from {role!r}; known are {', '.join(ROLES)}")
+        raise RefusedRow(f"has a message from {message['role']!r}; known are {', '.join(ROLES)}:"
+                         " rename the role in the row")
     refuse_keys(message, " of the messages")
     flags = {key: message.pop(key) for key in TRAINED if key in message}
     for key, flag in flags.items():
@@ -317,18 +326,15 @@ def read_message(message: Any) -> dict[str, Any]:
         if flag and ROLES[role] != "assistant":
             raise RefusedRow(f"has {key} {flag} in a message of {role}: only the assistant's are"
                              " trained; leave it out, or write the row as segments")
-    if role == "function_call":
-        calls = read_json_text("tools", message.pop("content", None))
-        message["tool_calls"] = [{"type": "function", "function": call}
-                                 for call in (calls if isinstance(calls, list) else [calls])]
+    if role in CALLS:
+        message["tool_calls"] = message.pop("content", None)
     is_trained = ROLES[role] == "assistant" and all(flags.values())
     return message | {"role": ROLES[role], "train": is_trained}
 
 
 def template_options(row: dict[str, Any]) -> dict[str, Any]:
     """What the chat template is given besides messages: the tools, and the row's own variables."""
-    tools = [tool if "function" in tool else {"type": "function", "function": tool}
-             for tool in list_of({"tools": [], **row}, "tools")]
+    tools = openai_tools(row.get("tools", []))
     variables = row.get("chat_template_kwargs", {})
     if not isinstance(variables, dict):
         raise ValueError(f"chat_template_kwargs is {type(variables).__name__}, want an object")

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.data.sources import RefusedRow
 from fsdp_qlora.data.forms import (
-    COMPLETION, Document, as_object, find_form, parse_object, read_json_text, read_message)
+    COMPLETION, Document, as_object, find_form, parse_object, read_list_text, read_message)
 from fsdp_qlora.training.loss import LOSSES
 
 PAIRS = (("chosen", "rejected"), ("chosen_response", "rejected_response"),
@@ -80,9 +80,12 @@ def parse_labelled(row: dict[str, Any], label: str,
     answered = next((key for key in (*ANSWERS.values(), "response") if key in row), None)
     if answered:
         (row,), form, _ = ask(row, [row.pop(answered)])
+        if form == COMPLETION != (form[0], answered) and isinstance(row["completion"], str):
+            form = "prompt", answered  # a question and its answer, through the chat template
+            row[answered] = row.pop("completion")
     elif conversation := next((key for key in CONVERSATIONS if key in row), None):
         # its last message is what is judged
-        (row,), form, _ = ask(row, [read_json_text(conversation, row.pop(conversation))])
+        (row,), form, _ = ask(row, [read_list_text(conversation, row.pop(conversation))])
     else:
         form = find_form(given)
     name, documents = parse_object(row, tokenizer, form, trains_history=False)
@@ -103,7 +106,7 @@ def ask(row: dict[str, Any],
     if asks and all(row[key] is None for key in asks):
         raise ValueError(f"{asks[0]} is null")
     row = {key: value for key, value in row.items() if value is not None}
-    answers = [read_json_text("completion", answer) for answer in answers]
+    answers = [read_list_text("completion", answer) for answer in answers]
     if {type(answer) for answer in answers} not in ({str}, {list}, {dict}):
         raise ValueError("an answer is no text, message or list of messages, or two differ in kind")
     if isinstance(answers[0], dict):
@@ -114,13 +117,13 @@ def ask(row: dict[str, Any],
         if key in row and is_whole:  # the same once more, as in UltraFeedback's rows
             del row[key]
         elif key in row and "prompt" not in row:
-            row["prompt"] = read_json_text(key, row.pop(key))
+            row["prompt"] = read_list_text(key, row.pop(key))
             if not isinstance(row["prompt"], list):
                 raise ValueError(f"{key} is no list of messages")
     if "input" in row and not row.keys() & ANSWERS.keys():
         row["question"] = row.pop("input")
     if "prompt" in row:
-        row["prompt"] = prompt = read_json_text("prompt", row["prompt"])
+        row["prompt"] = prompt = read_list_text("prompt", row["prompt"])
         if is_whole:
             check_prompt(prompt, answers[0])
             del row["prompt"]

@@ -4,6 +4,7 @@ to forms.py what a row means, to encode.py its tokens and the cache."""
 
 from __future__ import annotations
 
+import csv
 import glob
 import gzip
 import hashlib
@@ -24,6 +25,11 @@ TABLE_KINDS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}  # what `dat
 KINDS = (*JSON_KINDS, *TABLE_KINDS)
 SPLITS = {"train": "train|training", "validation": "validation|valid|val|dev",
           "test": "test|testing|eval|evaluation"}  # what names of files and directories call them
+# what lies beside data in a directory: words about them, and what libraries write of them
+NO_DATA = re.compile(
+    r"(readme|licen[cs]e|copying|notice|authors|contributing|citation|change(s|log)|requirements)"
+    r"([^a-z].*)?\.txt|"
+    r"(dataset_(infos?|dict)|state|metadata|(\w+_)?config|package(-lock)?|.*\.index)\.json", re.I)
 PIECE_BYTES, PIECE_ROWS = 2**20, 5000  # of lines of JSON, of a table
 
 
@@ -138,16 +144,30 @@ def find_files(path: Path, split: str | None, is_silent: bool) -> list[Path]:
     written there; any other path itself."""
     if not path.is_dir() or saved_kind(path):
         return [path]
-    files = []
+    files, aside = [], []
     for file in sorted(path.rglob("*")):
         if file_kind(file) in KINDS and file.is_file():
             below = file.relative_to(path)
             is_hidden = any(part.startswith(".") for part in below.parts)
             if not is_hidden and not any((path / p / ".lock").exists() for p in below.parents):
-                files.append(file)
+                (aside if NO_DATA.fullmatch(file.name) else files).append(file)
+    kinds = {file_kind(file) for file in files}
+    if kinds - {".txt"}:  # beside data of another kind, text describes them
+        aside += [file for file in files if file_kind(file) == ".txt"]
+        files = [file for file in files if file_kind(file) != ".txt"]
     if not files:
-        raise ValueError(f"{path}: no file in it ends in {', '.join(KINDS)}")
+        raise ValueError(f"{path}: no file in it ends in {', '.join(KINDS)}"
+                         + f", but for {name_some(path, aside)}, which is no data" * bool(aside))
+    if aside and not is_silent:
+        say(f"{path}: taken for no data: {name_some(path, aside)}; to train it, name the file")
     return choose_split(path, files, split, is_silent)
+
+
+def name_some(path: Path, files: list[Path]) -> str:
+    """The names of files below a path, not more than five."""
+    names = [str(file.relative_to(path)) for file in sorted(files)]
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more
 
 
 def choose_split(path: Path, files: list[Path], split: str | None, is_silent: bool) -> list[Path]:
@@ -238,7 +258,8 @@ def open_table(source: str, path: Path, options: dict[str, str], content: str | 
     split, is_from_hub = options.get("split", "train"), False
     try:
         if saved_kind(path):
-            table = datasets.load_from_disk(str(path))
+            # saved with_format("torch") or the like, rows would hold its tensors
+            table = datasets.load_from_disk(str(path)).with_format(None)
             if isinstance(table, datasets.Dataset):
                 return table
             if split not in table:
@@ -272,6 +293,8 @@ def load_table_file(path: Path, content: str) -> Any:
     options: dict[str, Any] = {}
     if kind == "csv":
         options["sep"] = "\t" if file_kind(path) == ".tsv" else ","
+        if not uses_quotes(path, options["sep"]):
+            options["quoting"] = csv.QUOTE_NONE
         names = pandas.read_csv(path, nrows=0, index_col=False, **options).columns
         features = datasets.Features({name: datasets.Value("string") for name in names})
         options |= {"features": features, "keep_default_na": False, "index_col": False}
@@ -281,6 +304,29 @@ def load_table_file(path: Path, content: str) -> Any:
         return datasets.load_dataset(
             kind, data_files=str(path), split="train", **options,
             cache_dir=Path(datasets.config.HF_DATASETS_CACHE, "fsdp_qlora", content))
+
+
+def uses_quotes(path: Path, separator: str) -> bool:
+    """Whether quotation marks around a cell of a CSV or TSV file are no part of it. They are one
+    where each line has a cell for each column but rows go wrong with quotes: a mark that a cell
+    only begins with would swallow all up to the next mark."""
+    limit = csv.field_size_limit(2**31 - 1)
+    try:
+        with io.TextIOWrapper(open_file(path), encoding="utf-8-sig", newline="") as file:
+            counts = [line.count(separator) for line in file if line.strip()]
+        if len(set(counts)) > 1:
+            return True
+        with io.TextIOWrapper(open_file(path), encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file, delimiter=separator, strict=True)
+            sizes = [len(row) - 1 for row in reader if row]
+    except csv.Error:
+        return False
+    except (UnicodeError, OSError, EOFError, zlib.error):
+        return True  # what is wrong is said where the table is read
+    finally:
+        csv.field_size_limit(limit)
+    # in a CSV a text in quotes may go over lines that have a comma each
+    return set(sizes) == set(counts) and (separator == "," or len(sizes) == len(counts))
 
 
 def without_none(value: Any) -> Any:

@@ -236,6 +236,20 @@ def describe_positions(c: PreTrainedConfig, family: Family, head_dim: int) -> di
                 query_temperature=temperature)
 
 
+def longest_text(c: PreTrainedConfig) -> int | None:
+    """How many tokens the model with this text config was made for, None if it does not say: its
+    max_position_embeddings, or more where its rope is scaled."""
+    longest = c.max_position_embeddings
+    rope = getattr(c, "rope_parameters", None) or {}
+    ropes = [rope] if "rope_type" in rope else list(rope.values())  # of each type of layers
+    if not longest or not ropes:
+        return longest
+    scaled = {"yarn": "original_max_position_embeddings", "linear": "", "dynamic": ""}
+    lengths = [int((r.get(scaled[r["rope_type"]]) or longest) * (r.get("factor") or 1))
+               if r.get("rope_type") in scaled else longest for r in ropes]
+    return max(longest, min(lengths))
+
+
 def rope_frequencies(
     rope: dict[str, Any], arch: Architecture, max_seq_len: int, model_config: PreTrainedConfig,
 ) -> tuple[torch.Tensor, float]:

@@ -18,9 +18,10 @@ import huggingface_hub
 import numpy as np
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
 
-from fsdp_qlora.data.chat import closing_token
+from fsdp_qlora.data.chat import closing_tokens
+from fsdp_qlora.data.template import set_template
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.config import describe_model, text_config
+from fsdp_qlora.pretrained.config import describe_model, longest_text, text_config
 from fsdp_qlora.pretrained.families import SHAPES
 from fsdp_qlora.run.files import read_json
 from fsdp_qlora.run.ranks import explain, say
@@ -94,9 +95,10 @@ def read_model_config(
             raise ValueError(f"--model {config.model}: is quantised already, with {key}"
                              f" {settings.get(key)}; only {value} can be read, so name the original"
                              " model")
-    longest = text_config(model_config).max_position_embeddings
+    longest = longest_text(text_config(model_config))
     if longest and (config.max_seq_len or 0) > longest and config.dataset:
-        raise ValueError(f"--max_seq_len {config.max_seq_len}: the model was made for {longest}")
+        raise ValueError(f"--max_seq_len {config.max_seq_len}: the model was made for {longest};"
+                         " more takes a rope_scaling in its config.json")
     max_seq_len = config.max_seq_len or min(2048, longest or 2048)
     if config.loss != "sft":
         arch = dataclasses.replace(
@@ -113,28 +115,25 @@ def load_tokenizer(directory: Path, config: Config) -> PreTrainedTokenizerFast |
             directory, trust_remote_code=False)
     if not tokenizer.is_fast:
         raise ValueError(f"{directory}: its tokenizer has no fast version (tokenizer.json)")
-    if config.chat_template:
-        try:
-            tokenizer.chat_template = Path(config.chat_template).read_text()
-        except (OSError, UnicodeError) as e:
-            raise ValueError(f"--chat_template {config.chat_template}: cannot be read: {e}")
+    set_template(tokenizer, directory, config.chat_template)
     return tokenizer
 
 
 def generation_settings(
     directory: Path, tokenizer: PreTrainedTokenizerFast,
-) -> tuple[dict[str, Any], str | None]:
-    """The model's generation_config.json, with the token that ends a turn in training added to its
-    eos_token_id; and this token, or None if eos_token_id has it already."""
+) -> tuple[dict[str, Any], list[str] | None]:
+    """The model's generation_config.json, with the tokens that end a turn in training added to its
+    eos_token_id; and these, or None if eos_token_id has them already."""
     config = read_json(directory / "config.json", {})
     config = {**config, **(config.get("text_config") or {})}
     keys = "bos_token_id", "eos_token_id", "pad_token_id"
     settings = {key: config[key] for key in keys if config.get(key) is not None}
     settings |= read_json(directory / "generation_config.json", {})
-    ids, closing = settings.get("eos_token_id", []), closing_token(tokenizer)
+    ids = settings.get("eos_token_id", [])
     ids = ids if isinstance(ids, list) else [ids]
-    token_id = tokenizer.convert_tokens_to_ids(closing)
-    return {**settings, "eos_token_id": [*ids, token_id]}, None if token_id in ids else closing
+    closing = {tokenizer.convert_tokens_to_ids(token): token for token in closing_tokens(tokenizer)}
+    new = {token_id: token for token_id, token in closing.items() if token_id not in ids}
+    return {**settings, "eos_token_id": [*ids, *new]}, list(new.values()) or None
 
 
 def base_digest(base: Path) -> str:

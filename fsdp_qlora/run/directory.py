@@ -256,8 +256,8 @@ def save_tokenizer(directory: Path, base: Path, tokenizer: PreTrainedTokenizerFa
     hidden.rmdir()
     settings, closing = generation_settings(base, tokenizer)
     if closing:
-        say(f"generation is to stop at {closing!r} too, which ends a turn: so says"
-            f" generation_config.json in {directory}")
+        say(f"generation is to stop at {' and '.join(map(repr, closing))} too, which ends a turn:"
+            f" so says generation_config.json in {directory}")
         write_whole(directory / "generation_config.json", json.dumps(settings, indent=2))
 
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from train_fsdp_qlora import Config, Run
 
 LOG_SECONDS = 2  # between lines of steps in the log
+SHOWN_TOKENS = {True: 60, False: 30}  # of the first row's long parts, trained or not, at each end
 
 
 class Log:
@@ -263,21 +264,41 @@ def say_example(rows: Rows, tokenizer: PreTrainedTokenizerFast | None) -> None:
         return
     names = {"sft": [""], "kto": [" (good)" if rows.desirable[0] else " (bad)"]}
     for i, name in enumerate(names.get(rows.loss, [", chosen", ", rejected"])):
-        say(f"first row{name}: {decode(*rows.tokens(i), tokenizer)[:600]!r}")
+        say(f"first row{name}: {show_document(*rows.tokens(i), tokenizer)!r}")
 
 
-def decode(ids: torch.Tensor, labels: torch.Tensor, tokenizer: PreTrainedTokenizerFast) -> str:
-    """The text of a document, with what is not trained in brackets; at least 600 characters of it.
-    """
-    ids, labels, text, before, n = ids.tolist(), labels.tolist(), "", "", 0
-    for is_trained, part in itertools.groupby(labels, lambda label: label != IGNORE):
-        n += len(list(part))
-        whole = tokenizer.decode(ids[:n])  # a part by itself may lose the space that it begins with
-        decoded, before = whole[len(before) :], whole
-        text += decoded if is_trained else f"[not trained: {decoded}]"
-        if len(text) > 600:
-            break
-    return text
+def show_document(ids: torch.Tensor, labels: torch.Tensor,
+                  tokenizer: PreTrainedTokenizerFast) -> str:
+    """The text of a document, with what is not trained in brackets. Of a long one the first and the
+    last parts, and of a long part how it begins and ends: where training begins and that it ends
+    with the closing token is what a reader wants to see."""
+    all_ids, shown, start = ids.tolist(), [], 0
+    for is_trained, part in itertools.groupby((labels != IGNORE).tolist()):
+        stop = start + len(list(part))
+        shown.append((is_trained, start, stop))
+        start = stop
+    texts = []
+    for is_trained, start, stop in shown[:3] + shown[3:][-4:]:
+        n, n_tokens = SHOWN_TOKENS[is_trained], stop - start
+        if n_tokens > 3 * n:
+            text = (f"{decode(all_ids, start, start + n, tokenizer)} .. {n_tokens - 2 * n:,} tokens"
+                    f" .. {decode(all_ids, stop - n, stop, tokenizer)}")
+        else:
+            text = decode(all_ids, start, stop, tokenizer)
+        texts.append(text if is_trained else f"[not trained: {text}]")
+    if len(shown) > 7:
+        texts.insert(3, f" .. {len(shown) - 7} more parts .. ")
+    return "".join(texts)
+
+
+def decode(ids: list[int], start: int, stop: int, tokenizer: PreTrainedTokenizerFast) -> str:
+    """The text of ids[start:stop]. A part by itself may lose the space that it begins with."""
+    before = ids[max(0, start - 8) : start]
+    prefix: str = tokenizer.decode(before)
+    whole: str = tokenizer.decode(before + ids[start:stop])
+    if whole.startswith(prefix):
+        return whole[len(prefix) :]
+    return str(tokenizer.decode(ids[start:stop]))  # a character is cut where `before` begins
 
 
 def say_speed(run: Run, records: list[dict[str, Any]]) -> None:

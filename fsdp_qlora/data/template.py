@@ -1,0 +1,132 @@
+"""The tokenizer's chat template: where it comes from, what it makes of messages, and what it is
+seen to do with a few probes. It depends on transformers' rendering; which text of a conversation is
+trained is in chat.py."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import json
+import re
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerFast
+
+from fsdp_qlora.data.tools import openai_calls
+from fsdp_qlora.run.ranks import explain
+
+PROBE_CALL: dict[str, Any] = {  # with what some templates insist on, as Mistral's on such an id
+    "id": "probe0001", "type": "function",
+    "function": {"name": "probe", "arguments": {"of": "probe"}}}
+PROBE_TOOL = {"type": "function", "function": {
+    "name": "probe", "description": "probe", "parameters": {
+        "type": "object", "properties": {"of": {"type": "string", "description": "probe"}}}}}
+
+
+class Traits(NamedTuple):
+    """What a chat template does with a few probes."""
+
+    special: tuple[str, ...]  # the tokenizer's special tokens, one of which may close an answer
+    marker: re.Pattern[str]  # a token that may open a message, and the white space before it
+    as_parts: bool  # it wants a message's content as a list of parts
+    closes: bool  # it closes the last answer by a special token
+    has_prompt: bool  # it has a generation prompt
+    calls_as_text: bool  # it wants the arguments of a call as JSON text
+
+
+def set_template(tokenizer: PreTrainedTokenizerFast, directory: Path, file: str | None) -> None:
+    """Give the tokenizer of a model's directory the chat template in `file`, of --chat_template;
+    or, if it has none, that in chat_template.json, which transformers reads for processors alone.
+    """
+    own = directory / "chat_template.json"
+    if file:
+        with explain(f"--chat_template {file}: cannot be read"):
+            tokenizer.chat_template = read_template(Path(file))
+    elif not tokenizer.chat_template and own.is_file():
+        with explain(f"{own}: cannot be read"):
+            tokenizer.chat_template = read_template(own)
+
+
+def read_template(path: Path) -> str | dict[str, str]:
+    """The template, or several by name, in a file of Jinja, or of JSON as chat_template.json and
+    tokenizer_config.json are."""
+    text = path.read_text(encoding="utf-8-sig")
+    try:
+        template = json.loads(text)
+    except ValueError:
+        return text
+    if isinstance(template, dict):
+        template = template.get("chat_template")
+    if isinstance(template, list):
+        template = {one["name"]: one["template"] for one in template}
+    if not isinstance(template, (str, dict)):
+        raise ValueError("it is JSON without a chat_template")
+    return template
+
+
+def with_day(tokenizer: PreTrainedTokenizerFast, day: str) -> PreTrainedTokenizerFast:
+    """A copy of the tokenizer whose chat templates print `day`, YYYY-MM-DD, where they ask for
+    today's date, as Llama 3's and gpt-oss's do: a resumed run must see the same rows, and so must
+    all ranks around midnight.
+
+    The day is written into the text of the templates, because transformers 5.23 makes a string of
+    a function `strftime_now` that is given as a variable. A format that is no literal stays.
+    """
+
+    def dated(template: str) -> str:
+        return re.sub(r"""\bstrftime_now\(\s*(["'])(.*?)\1\s*\)""",
+                      lambda call: repr(datetime.fromisoformat(day).strftime(call[2])), template)
+
+    tokenizer, template = copy.copy(tokenizer), tokenizer.chat_template
+    if isinstance(template, dict):  # several, by name
+        tokenizer.chat_template = {name: dated(text) for name, text in template.items()}
+    elif template:
+        tokenizer.chat_template = dated(template)
+    return tokenizer
+
+
+def render(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerFast,
+           **options: Any) -> str:
+    """The text that the chat template makes of messages."""
+    try:
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        return text
+    except Exception as e:  # Jinja's own, and whatever the template's operations raise
+        raise ValueError(f"the chat template fails: {' '.join(str(e).split())}")
+
+
+@functools.lru_cache(1)
+def template_traits(tokenizer: PreTrainedTokenizerFast, template: str) -> Traits:
+    """The Traits of the tokenizer's chat template. `template`, this as text, only makes the cache
+    tell templates apart."""
+    added = tokenizer.added_tokens_decoder.values()
+    special = (tokenizer.eos_token, *(token.content for token in added if token.special))
+    # BOS opens conversations, not messages
+    openers = {token.content for token in added} - {tokenizer.bos_token} | {tokenizer.eos_token}
+    longest_first = sorted(openers, key=len, reverse=True)
+
+    def rendered(*messages: dict[str, Any], **options: Any) -> str:
+        """What the template makes of messages, "" if it fails."""
+        with contextlib.suppress(ValueError):
+            return render(list(messages), tokenizer, **options)
+        return ""
+
+    asked, answered = ({"role": role, "content": "probe"} for role in ("user", "assistant"))
+    as_parts = "probe" not in rendered(asked, answered)
+    if as_parts:
+        asked, answered = ({**message, "content": [{"type": "text", "text": "probe"}]}
+                           for message in (asked, answered))
+    answer = rendered(asked, answered)
+    with_object, with_text = (
+        rendered(asked, {**answered, "tool_calls": openai_calls([PROBE_CALL], as_text)},
+                 tools=[PROBE_TOOL]) for as_text in (False, True))
+    return Traits(
+        special=special, marker=re.compile(rf"\s*({'|'.join(map(re.escape, longest_first))})"),
+        as_parts=as_parts, closes=not answer or answer.rstrip().endswith(special),
+        has_prompt=rendered(asked) != rendered(asked, add_generation_prompt=True),
+        # an object may raise, as with DeepSeek-V3's, or be printed as Python prints it
+        calls_as_text=bool(with_text) and (
+            not with_object or str(PROBE_CALL["function"]["arguments"]) in with_object))

@@ -1,0 +1,86 @@
+"""Tools and calls of tools in OpenAI's form, whatever framework wrote the row. It depends on JSON
+alone; what a chat template makes of them is in chat.py."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+from typing import Any
+
+ARGUMENTS = ("arguments", "parameters", "args")  # what frameworks call those of a call
+OUTER = ("id", "type", "index")  # keys of a call that are not its function's
+
+
+def read_value(text: str) -> Any:
+    """What a text means as JSON, perhaps twice, or as Python prints lists and objects; else the
+    text itself."""
+    with contextlib.suppress(ValueError, RecursionError):
+        value = json.loads(text)
+        return read_value(value) if isinstance(value, str) else value
+    if text.lstrip()[:1] in ("[", "{"):
+        with contextlib.suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+            return json.loads(json.dumps(ast.literal_eval(text.strip())))  # tuples become lists
+    return None if text.strip() == "None" else text
+
+
+def read_list(values: Any, what: str) -> list[Any]:
+    """A list of objects, each of which may be text; one object stands for a list of it."""
+    values = read_value(values) if isinstance(values, str) else values
+    values = {dict: [values], type(None): []}.get(type(values), values)
+    if not isinstance(values, list):
+        raise ValueError(f"{what} is {type(values).__name__}, want a list of objects")
+    return [read_value(value) if isinstance(value, str) else value for value in values]
+
+
+def openai_tools(tools: Any) -> list[dict[str, Any]]:
+    """The tools of a row, each {"type": "function", "function": {"name": ..}}."""
+    found = []
+    for tool in read_list(tools, "tools"):
+        function = tool.get("function", tool) if isinstance(tool, dict) else tool
+        function = read_value(function) if isinstance(function, str) else function
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError("a tool is no object with a name")
+        outer = tool if "function" in tool else {}
+        found.append({"type": "function", **outer, "function": function})
+    return found
+
+
+def openai_calls(calls: Any, as_text: bool) -> list[dict[str, Any]]:
+    """The calls of a message, each {"type": "function", "function": {"name": .., "arguments": ..}};
+    the arguments are an object, or JSON `as_text`."""
+    found = []
+    for call in read_list(calls, "tool_calls"):
+        if not isinstance(call, dict):
+            raise ValueError(f"a call of a tool is {type(call).__name__}, want an object with a"
+                             " name and arguments")
+        outer = {key: call[key] for key in call if key in OUTER or "function" in call}
+        function = outer.pop("function", {key: call[key] for key in call if key not in OUTER})
+        function = read_value(function) if isinstance(function, str) else function
+        if isinstance(function, str):  # its name alone
+            function = {"name": function, **{key: outer.pop(key) for key in ARGUMENTS
+                                             if key in outer}}
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError("a call of a tool is no object with a name and arguments")
+        found.append({"type": "function", **outer, "function": with_arguments(function, as_text)})
+    return found
+
+
+def with_arguments(function: dict[str, Any], as_text: bool) -> dict[str, Any]:
+    """The function of a call with its arguments under that name, an object, or JSON `as_text`."""
+    name = function["name"]
+    given = next((function[key] for key in ARGUMENTS if function.get(key) is not None), "")
+    others = {key: value for key, value in function.items() if key not in ARGUMENTS}
+    if given == "" and (unknown := others.keys() - {"name", "description"}):
+        raise ValueError(f"a call of {name} has {', '.join(sorted(unknown))}, but no arguments")
+    arguments = read_value(given.strip() or "{}") if isinstance(given, str) else given
+    arguments = {} if arguments is None else arguments
+    if not isinstance(arguments, dict):
+        raise ValueError(f"the arguments of a call of {name} are {type(arguments).__name__}, want"
+                         " an object, or one as JSON text")
+    if as_text:
+        with contextlib.suppress(TypeError, ValueError, RecursionError):
+            if isinstance(json.loads(given), dict):
+                return {**others, "arguments": given}  # as the row has it
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**others, "arguments": arguments}

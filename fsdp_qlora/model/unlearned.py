@@ -1,0 +1,92 @@
+"""Tokens that are trained but that the head has never learned. It stays frozen, so that no adapter
+can make the model write them: a base model given its instruct model's template would never stop.
+
+Depends on data.chat and ranks; the script calls it before the first step.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedTokenizerFast
+
+from fsdp_qlora.data.chat import closing_tokens
+from fsdp_qlora.run.ranks import all_gather, say, together
+
+if TYPE_CHECKING:
+    from fsdp_qlora.data.encode import Rows
+    from fsdp_qlora.model.model import Model
+
+ZERO, SMALL = 1e-3, 0.1  # of the median over all tokens; random and trained rows are above 0.3
+CHUNK = 2**22  # labels or values looked at at once
+
+
+def check_head(model: Model, rows: Rows, tokenizer: PreTrainedTokenizerFast | None) -> None:
+    """Stop if a token that ends answers in training has a row of zeros in the head, and say which
+    other trained tokens the head has never learned. All ranks must call this."""
+    if not tokenizer:
+        return
+    counts = count_trained(rows, model.arch.vocab_size)
+    zero, others = unlearned_rows(model)
+    closing = [*closing_tokens(tokenizer), tokenizer.eos_token]
+    with together():
+        for token in closing:
+            i = tokenizer.convert_tokens_to_ids(token)
+            if counts[i] and i in zero:
+                raise ValueError(
+                    f"the model never learned {token!r}, which ends answers {counts[i]:,} times in"
+                    " training: its row of the head is zero and stays frozen, so that generation"
+                    " would never stop; take the instruct model, or by --chat_template a template"
+                    " of other tokens")
+    reasons = {**others, **dict.fromkeys(zero, "a row of zeros")}
+    found = [i for i in np.argsort(-counts, kind="stable").tolist() if counts[i] and i in reasons]
+    if found:
+        named = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)!r} ({reasons[i]}, trained"
+                          f" {counts[i]:,} times)" for i in found[:5])
+        more = f" and {len(found) - 5:,} more" if len(found) > 5 else ""
+        say(f"warning: the head, which stays frozen, has never learned {named}{more}: the model"
+            " will hardly write them; take the instruct model, or a template of other tokens")
+
+
+def count_trained(rows: Rows, vocab_size: int) -> np.ndarray:
+    """[vocabulary], how often each token is trained."""
+    counts = np.zeros(vocab_size, np.int64)
+    for labels in rows.labels:
+        for start in range(0, len(labels), CHUNK):
+            part = labels[start : start + CHUNK]
+            counts += np.bincount(part[part >= 0], minlength=vocab_size)
+    return counts
+
+
+def unlearned_rows(model: Model) -> tuple[set[int], dict[int, str]]:
+    """The tokens whose rows of the head are zero; and others that were never trained, with what
+    tells so: {token: words}. All ranks of model.group must call this."""
+    vocab_size, head = model.arch.vocab_size, model.head
+    size = math.ceil(vocab_size / model.shards)
+
+    def gather(own: torch.Tensor) -> torch.Tensor:
+        """[vocabulary, ..] of this rank's [rows, ..], on the host."""
+        own = F.pad(own, (0, 0) * (own.dim() - 1) + (0, size - len(own)))
+        return (all_gather(own, model.group).flatten(0, 1) if model.shards > 1 else own)[
+            :vocab_size].cpu()
+
+    parts = head.split(max(1, CHUNK // head.shape[1]))
+    total = sum(part.float().sum(0) for part in parts)
+    mean = (all_gather(total, model.group).sum(0) if model.shards > 1 else total) / vocab_size
+    norms = gather(torch.cat([part.float().norm(dim=1) for part in parts]))
+    distances = gather(torch.cat([(part.float() - mean).norm(dim=1) for part in parts]))
+    # 16 bytes of a row tell it from all others, unless both are as they were made
+    keys = gather(head[:, : 16 // head.itemsize].contiguous().view(torch.int64))
+    _, which, n_alike = keys.unique(dim=0, return_inverse=True, return_counts=True)
+    n_alike, zero = n_alike[which], norms <= ZERO * norms.median()
+    others = {}
+    for name, sizes in ("the mean of all rows", distances), ("a tiny row", norms):
+        small = sizes < SMALL * sizes.median()
+        others |= dict.fromkeys(small.nonzero().view(-1).tolist(), name)
+    others |= {i: f"the same row as {n_alike[i] - 1} of the others"
+               for i in (n_alike > 1).nonzero().view(-1).tolist()}
+    return set(zero.nonzero().view(-1).tolist()), others
