@@ -40,18 +40,18 @@ from peft import LoraConfig
 from safetensors import SafetensorError
 from tqdm import tqdm
 
-from fsdp_qlora.pretrained.hub import base_digest, copy_small_files, model_directory
-from fsdp_qlora.pretrained.config import describe_model, text_config
-from fsdp_qlora.run.files import read_json, sync_file, write_tensors
-from fsdp_qlora.quant.nf4 import BLOCK, MX_BLOCK
-from fsdp_qlora.run.directory import ADAPTER_FILES, open_partial, read_run
-from fsdp_qlora.run.ranks import explain, print_error
-from fsdp_qlora.pretrained.tensor_names import (
-    NF4_PARTS, TensorNames, check_files, read_part, tensor_names)
+from fsdp_qlora.files import read_json, sync_file, write_tensors
 from fsdp_qlora.lora.peft_names import expert_parts, expert_settings, file_parts
 from fsdp_qlora.model.head import scaled_logits
+from fsdp_qlora.pretrained.config import describe_model, text_config
+from fsdp_qlora.pretrained.hub import base_digest, copy_small_files, model_directory
 from fsdp_qlora.pretrained.reader import (
     FLOATS, OTHER_BASE, Stored, read_tensor, tensors_of, weight_files)
+from fsdp_qlora.pretrained.tensor_names import (
+    NF4_PARTS, TensorNames, check_files, read_part, tensor_names)
+from fsdp_qlora.quant.nf4 import BLOCK, MX_BLOCK
+from fsdp_qlora.ranks import explain, print_error
+from fsdp_qlora.run.directory import ADAPTER_FILES, open_partial, read_run
 
 LARGE_ERROR = 0.20  # of the adapter's own effect: a warning from here on
 FAILED_ERROR = 1.0  # further from what was trained than the base is: not a merge of it

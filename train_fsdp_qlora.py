@@ -51,48 +51,49 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fsdp_qlora.data.bins import Bin, deal_rows, make_bin, step_rows
 from fsdp_qlora.data.encode import Rows, prepare_data
+from fsdp_qlora.files import read_json, text_digest
+from fsdp_qlora.hashing import mix
+from fsdp_qlora.hashing import as_hex, content_sum
 from fsdp_qlora.lora.adapter import Adapter, choose_adapted
 from fsdp_qlora.model.attention import (
     attends, batched_attention, document_attention, flash_attention, varlen_attention)
-from fsdp_qlora.model.elementwise import mix
 from fsdp_qlora.model.flex import flex_document_attention
+from fsdp_qlora.model.graphs import Graphs
 from fsdp_qlora.model.layer import make_layouts
 from fsdp_qlora.model.linears import STATE_BLOCK
-from fsdp_qlora.model.model import (
-    Graphs, Model, measure_weight_norms, verify_model,
-    weight_requests)
+from fsdp_qlora.model.load import fill_model
+from fsdp_qlora.model.loss import bin_objective, mean_metrics, n_losses
+from fsdp_qlora.model.model import Model, measure_weight_norms, verify_model
 from fsdp_qlora.model.offload import GPUStore, HostStore, make_store
 from fsdp_qlora.model.router import BALANCE, take_balance
-from fsdp_qlora.model.unlearned import check_head
+from fsdp_qlora.model.shards import weight_requests
 from fsdp_qlora.planner.machine import host_memory, limit_memory, memory_gib, say_memory
 from fsdp_qlora.planner.plan import Plan, agree_on_plan
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.check import check_family
 from fsdp_qlora.pretrained.config import rope_frequencies
 from fsdp_qlora.pretrained.hub import (
     base_digest, load_tokenizer, model_directory, read_model_config)
 from fsdp_qlora.pretrained.reader import (
-    RandomWeights, WeightReader, all_finite, as_hex, content_sum, rows_before, weight_files)
+    RandomWeights, WeightReader, all_finite, rows_before, weight_files)
 from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
-from fsdp_qlora.quant.load import fill_model
+from fsdp_qlora.ranks import (
+    AGAIN, DIVERGED, EXITS, Stop, all_gather, check_same, gather_objects, is_rank_0, n_cores,
+    on_rank_0, refuse_launch, say, say_each, together)
 from fsdp_qlora.run.checkpoints import (
     agree_on_content, checkpoint_path, drop_checkpoints, find_checkpoint, load_checkpoint,
     save_adapter, sharded_state, write_checkpoint)
 from fsdp_qlora.run.demo import make_demo
 from fsdp_qlora.run.directory import describe_run, merge_command, open_output, save_tokenizer
-from fsdp_qlora.run.files import read_json, text_digest
 from fsdp_qlora.run.flags import parse_flags, resolve_config, resolve_steps, save_interval
 from fsdp_qlora.run.logs import (
     Log, describe_metrics, draw_losses, say_example, say_speed, say_start)
 from fsdp_qlora.run.probe import Probe, reshard_all
-from fsdp_qlora.run.ranks import (
-    AGAIN, DIVERGED, EXITS, Stop, all_gather, check_same, gather_objects, is_rank_0, n_cores,
-    on_rank_0, refuse_launch, say, say_each, together)
 from fsdp_qlora.run.status import (
     LOST_DIRECTORY, REQUESTS, Status, watch_process, why_diverged)
+from fsdp_qlora.training.check import check_family
 from fsdp_qlora.training.evaluation import evaluation_batches, evaluation_bins
-from fsdp_qlora.training.loss import bin_objective, mean_metrics, n_losses
 from fsdp_qlora.training.reference import find_reference, step_value
+from fsdp_qlora.training.unlearned import check_head
 
 SCRIPT = Path(__file__)
 VERSIONS = {m.__name__: m.__version__ for m in (torch, transformers, peft, bnb)}

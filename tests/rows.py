@@ -14,7 +14,7 @@ from transformers import AddedToken, AutoTokenizer
 
 from fsdp_qlora.data.encode import prepare_rows
 from fsdp_qlora.data.forms import IGNORE
-from fsdp_qlora.run.ranks import Stop
+from fsdp_qlora.ranks import Stop
 
 SPECIAL = ("<|im_start|> <|im_end|> <|start|> <|channel|> <|message|> <|end|> <|return|> <|call|>"
            " <|user|> <|assistant|> <|system|>").split()  # fmt: skip

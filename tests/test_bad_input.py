@@ -17,10 +17,10 @@ from transformers import AutoTokenizer
 import train_fsdp_qlora
 from fsdp_qlora.model import elementwise
 from fsdp_qlora.model import offload
-from fsdp_qlora.run.files import digest, read_json, text_digest
+from fsdp_qlora.files import digest, read_json, text_digest
 from fsdp_qlora.run.status import watch_process
 from fsdp_qlora.run.directory import open_output
-from fsdp_qlora.run.ranks import Stop
+from fsdp_qlora.ranks import Stop
 from fsdp_qlora.pretrained.hub import read_model_config
 from train_fsdp_qlora import Config
 

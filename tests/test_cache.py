@@ -15,7 +15,7 @@ from test_files import NESTED, write_kind
 
 from fsdp_qlora.data import cache, chat, encode, forms
 from fsdp_qlora.data import sources as files
-from fsdp_qlora.run.files import digest
+from fsdp_qlora.files import digest
 
 
 @pytest.fixture

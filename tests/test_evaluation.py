@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from fsdp_qlora.run.checkpoints import read_checkpoint
 from fsdp_qlora.data.encode import prepare_data, rows_of
 from fsdp_qlora.data.forms import IGNORE
-from fsdp_qlora.run.ranks import Stop
+from fsdp_qlora.ranks import Stop
 from train_fsdp_qlora import Config
 
 # (processes, name): flags of a run that is made with evaluation and without

@@ -28,7 +28,7 @@ from fsdp_qlora.model import experts
 from fsdp_qlora.model import grouped
 from fsdp_qlora.model import router
 from fsdp_qlora.lora.adapter import Adapter, choose_adapted, read_adapter, write_adapter
-from fsdp_qlora.pretrained.check import plain_model, random_adapter, random_reference, read_weights
+from fsdp_qlora.training.check import plain_model, random_adapter, random_reference, read_weights
 from fsdp_qlora.pretrained.config import describe_model, shrunk_config
 from fsdp_qlora.data.bins import make_bin
 from fsdp_qlora.data.encode import rows_of
@@ -42,7 +42,7 @@ from fsdp_qlora.model.elementwise import (
 from fsdp_qlora.planner.plan import Plan
 from fsdp_qlora.pretrained.tensor_names import (
     check_files, rows_in_memory, tensor_names)
-from fsdp_qlora.quant.load import weight_rows
+from fsdp_qlora.model.load import weight_rows
 from fsdp_qlora.lora.peft_names import expert_parts, stack_experts, unstack_experts
 from fsdp_qlora.pretrained.reader import Request, WeightReader, weight_files
 from train_fsdp_qlora import Config, fill_model

@@ -24,7 +24,7 @@ from fsdp_qlora.data.encode import prepare_data
 from fsdp_qlora.data.sources import RefusedRow
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.run.logs import say_example
-from fsdp_qlora.run.ranks import Stop
+from fsdp_qlora.ranks import Stop
 from train_fsdp_qlora import Config
 
 

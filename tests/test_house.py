@@ -1,10 +1,11 @@
-"""The house keeps its rooms; `make standalone` makes one file of each script, which trains, is
+"""The structure of the package; `make standalone` makes one file of each script, which trains, is
 killed, resumes and merges alone in an empty directory, by the commands that a user types."""
 
 import ast
 import graphlib
 import os
 import random
+import re
 import shlex
 import shutil
 import signal
@@ -51,6 +52,18 @@ def test_imports_form_no_cycle():
         list(graphlib.TopologicalSorter(graph).static_order())
     except graphlib.CycleError as e:
         pytest.fail(" imports ".join(reversed(e.args[1])))
+
+
+def test_a_folder_imports_only_those_above_it_in_the_list_of_all_files():
+    text = (ROOT / "docs" / "internals.md").read_text().partition("## All files")[2]
+    named = re.findall(r"^fsdp_qlora/([\w/]+)\.py ", text, re.M)
+    assert sorted(named) == sorted(name[11:].replace(".", "/") for name in MODULES)
+    folders = list(dict.fromkeys(name.rpartition("/")[0] for name in named))
+    for name in MODULES:
+        own = name[11:].replace(".", "/").rpartition("/")[0]
+        for other in imported(TREES[name]) & set(MODULES):
+            folder = other[11:].replace(".", "/").rpartition("/")[0]
+            assert folders.index(folder) <= folders.index(own), f"{name} imports {other}"
 
 
 @pytest.mark.parametrize("name", MODULES)

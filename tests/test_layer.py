@@ -27,7 +27,7 @@ from fsdp_qlora.pretrained import families
 from fsdp_qlora.model import linears
 from fsdp_qlora.model import mlp
 from fsdp_qlora.lora.adapter import choose_adapted
-from fsdp_qlora.pretrained.check import (
+from fsdp_qlora.training.check import (
     check_family, plain_run, random_reference, read_weights, text_model)
 from fsdp_qlora.data.bins import make_bin
 from fsdp_qlora.data.encode import rows_of
@@ -38,7 +38,8 @@ from fsdp_qlora.pretrained.config import (
     describe_model, rope_frequencies, shrunk_config, text_config)
 from fsdp_qlora.planner.costs import predict_memory
 from fsdp_qlora.model.layer import make_layouts
-from fsdp_qlora.model.model import Model, measure_weight_norms, set_local
+from fsdp_qlora.model.model import Model, measure_weight_norms
+from fsdp_qlora.model.shards import set_local
 from fsdp_qlora.model.offload import make_store
 from fsdp_qlora.planner.plan import Plan
 from fsdp_qlora.model.head import embed

@@ -15,13 +15,13 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from fsdp_qlora.pretrained import check
 from fsdp_qlora.pretrained.hub import read_model_config
-from fsdp_qlora.pretrained.check import plain_model, random_adapter, random_reference, read_weights
+from fsdp_qlora.training.check import plain_model, random_adapter, random_reference, read_weights
 from fsdp_qlora.pretrained.config import describe_model, shrunk_config
-from fsdp_qlora.model.model import OwnBlocks
+from fsdp_qlora.model.shards import OwnBlocks
 from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
-from fsdp_qlora.quant.load import copy_mxfp4
+from fsdp_qlora.model.load import copy_mxfp4
 from fsdp_qlora.quant.nf4 import BLOCK, NF4Blocks, dequantise, mxfp4_values
-from fsdp_qlora.run.ranks import Stop
+from fsdp_qlora.ranks import Stop
 from fsdp_qlora.pretrained.reader import weight_files
 from train_fsdp_qlora import Config, fill_model
 

@@ -16,7 +16,7 @@ import torch
 from conftest import DEVICE, ROOT, SCRIPT, SEVERAL, needs_ranks
 from safetensors.torch import load_file
 
-from fsdp_qlora.pretrained.reader import as_hex, content_sum
+from fsdp_qlora.hashing import as_hex, content_sum
 from train_fsdp_qlora import Config
 
 FLAGS = ["--max_steps", "3", "--save_every", "2", "--batch_size", "8", "--micro_batch_tokens", "16",

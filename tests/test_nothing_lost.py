@@ -37,12 +37,12 @@ from fsdp_qlora.run import checkpoints
 from fsdp_qlora.training import evaluation
 from fsdp_qlora.run import status as lifecycle
 from fsdp_qlora.run.checkpoints import MUST_MATCH, checkpoint_path, read_checkpoint
-from fsdp_qlora.run.files import digest, read_json, sync_file, write_whole
+from fsdp_qlora.files import digest, read_json, sync_file, write_whole
 from fsdp_qlora.run.status import LOST, Status, out_of_memory_text, watch_process, why_diverged
 from fsdp_qlora.run.logs import Log
 from fsdp_qlora.run.directory import open_partial
 from fsdp_qlora.planner.plan import Plan
-from fsdp_qlora.run.ranks import AGAIN, DIVERGED, FROZEN, OUT_OF_MEMORY
+from fsdp_qlora.ranks import AGAIN, DIVERGED, FROZEN, OUT_OF_MEMORY
 
 STEPS = 10
 TIMES = {"seconds", "eval_seconds", "tokens_per_second_per_gpu", "peak_memory_gib"}

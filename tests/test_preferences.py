@@ -28,7 +28,7 @@ from fsdp_qlora.data.encode import encode_pieces, prepare_rows, rows_of, tokeniz
 from fsdp_qlora.data.sources import RefusedRow, find_pieces
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.data.preferences import parse_preference
-from fsdp_qlora.training.loss import LOSSES
+from fsdp_qlora.model.loss import LOSSES
 from fsdp_qlora.training.reference import tensor_digest
 
 LENGTH = 64

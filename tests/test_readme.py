@@ -25,7 +25,7 @@ from fsdp_qlora.data.forms import FORMS, OPTIONAL, REFUSED, SYNONYMS, TRAINED
 from fsdp_qlora.data.preferences import LABELS, PAIRS
 from fsdp_qlora.model.router import BALANCE
 from fsdp_qlora.pretrained.families import FAMILIES, MULTIMODAL
-from fsdp_qlora.training.loss import LOSSES, METRICS
+from fsdp_qlora.model.loss import LOSSES, METRICS
 from train_fsdp_qlora import Config
 
 ROOT = Path(__file__).resolve().parent.parent

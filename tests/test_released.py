@@ -8,7 +8,7 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from fsdp_qlora.pretrained.hub import read_model_config
-from fsdp_qlora.pretrained.check import check_family
+from fsdp_qlora.training.check import check_family
 from train_fsdp_qlora import Config, fill_model
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

@@ -21,7 +21,8 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig
 
-from fsdp_qlora.model.elementwise import drop, mix
+from fsdp_qlora.model.elementwise import drop
+from fsdp_qlora.hashing import mix
 from fsdp_qlora.pretrained.config import describe_model
 from fsdp_qlora.model.layer import make_layouts
 from train_fsdp_qlora import Config, learning_rate, make_optimizer

@@ -11,7 +11,7 @@ from conftest import needs_ranks
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from fsdp_qlora.model.unlearned import unlearned_rows
+from fsdp_qlora.training.unlearned import unlearned_rows
 
 ASKED = [{"role": "user", "content": "What is 3 plus 4?"},
          {"role": "assistant", "content": "The answer is 7."}]

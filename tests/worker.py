@@ -28,10 +28,10 @@ from fsdp_qlora.run.demo import write_demo
 from fsdp_qlora.run.status import watch_process
 from fsdp_qlora.model.linears import STATE_BLOCK
 from fsdp_qlora.planner.machine import host_memory
-from fsdp_qlora.model.model import gathered, set_local
+from fsdp_qlora.model.shards import gathered, set_local
 from fsdp_qlora.quant.nf4 import NF4Blocks, dequantise
 from fsdp_qlora.model.offload import pinned_copy
-from fsdp_qlora.run.ranks import all_gather, on_rank_0
+from fsdp_qlora.ranks import all_gather, on_rank_0
 from fsdp_qlora.model.head import HeadLoss, embed, shard_range
 
 from minimal_runs import minimal  # noqa: F401 - a case

@@ -1,6 +1,7 @@
 """Which rows an optimizer step works on, their documents dealt into bins of equal work, and the
 tensors of a bin. It depends on forms.py for what is not trained; Rows come from encode.py, and what
-is computed of a bin is in the model."""
+is computed of a bin is in the model.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from fsdp_qlora.data.forms import IGNORE
-from fsdp_qlora.model.elementwise import mix
-from fsdp_qlora.training.loss import Answers
+from fsdp_qlora.hashing import mix
+from fsdp_qlora.model.loss import Answers
 from fsdp_qlora.model.offload import GPUStore, HostStore
 
 if TYPE_CHECKING:

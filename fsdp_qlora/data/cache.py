@@ -1,6 +1,7 @@
 """A table that all cores compute once, as Arrow files in the directory where `datasets` keeps its
 caches. It depends on files and ranks; what the table holds is up to encode.py. Only
-what was written whole is found again, and its digests are looked at before its use."""
+what was written whole is found again, and its digests are looked at before its use.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 import huggingface_hub
 import pyarrow
 
-from fsdp_qlora.run.files import digest, read_json
-from fsdp_qlora.run.ranks import n_cores, say
+from fsdp_qlora.files import digest, read_json
+from fsdp_qlora.ranks import n_cores, say
 
 if TYPE_CHECKING:
     from fsdp_qlora.data.sources import Piece

@@ -1,6 +1,7 @@
 """A conversation, rendered by the tokenizer's chat template, as text and the spans of it that are
 trained. It depends on template.py and tools.py; other forms of rows are in forms.py, tokens in
-encode.py."""
+encode.py.
+"""
 
 from __future__ import annotations
 

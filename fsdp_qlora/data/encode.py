@@ -31,14 +31,14 @@ from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.data.cache import PARTS, has_table, open_cache, read_table, write_table
 from fsdp_qlora.data.chat import parse_chat
-from fsdp_qlora.data.sources import Piece, RefusedRow, find_pieces, read_pieces
 from fsdp_qlora.data.forms import IGNORE, Document, Ids, Part, parse_row, printable
 from fsdp_qlora.data.preferences import parse_preference
+from fsdp_qlora.data.sources import Piece, RefusedRow, find_pieces, read_pieces
 from fsdp_qlora.data.template import with_day
 from fsdp_qlora.data.tools import openai_calls
-from fsdp_qlora.run.files import digest, text_digest, write_whole
-from fsdp_qlora.training.loss import LOSSES, Loss
-from fsdp_qlora.run.ranks import Stop, say, together
+from fsdp_qlora.files import digest, text_digest, write_whole
+from fsdp_qlora.model.loss import LOSSES, Loss
+from fsdp_qlora.ranks import Stop, say, together
 
 if TYPE_CHECKING:
     from train_fsdp_qlora import Config

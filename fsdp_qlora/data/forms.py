@@ -1,6 +1,7 @@
 """What a row of a data set means: its form by its keys, its documents, and which text of them is
 trained. It depends on chat.py for conversations, and leaves reading to sources.py, tokens to
-encode.py, and rows with several answers or with judged ones to preferences.py."""
+encode.py, and rows with several answers or with judged ones to preferences.py.
+"""
 
 from __future__ import annotations
 

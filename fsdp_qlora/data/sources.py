@@ -1,6 +1,7 @@
 """The rows of a --dataset as they stand in files, tables and data sets of the Hub, split into
 pieces that several processes can read. It depends on `datasets` for everything but JSON, and leaves
-to forms.py what a row means, to encode.py its tokens and the cache."""
+to forms.py what a row means, to encode.py its tokens and the cache.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fsdp_qlora.run.files import digest, text_digest
-from fsdp_qlora.run.ranks import say
+from fsdp_qlora.files import digest, text_digest
+from fsdp_qlora.ranks import say
 
 JSON_KINDS = (".jsonl", ".json", ".ndjson", ".txt")  # also lines of text, each a row
 TABLE_KINDS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}  # what `datasets` calls them

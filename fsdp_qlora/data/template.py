@@ -1,6 +1,7 @@
 """The tokenizer's chat template: where it comes from, what it makes of messages, and what it is
 seen to do with a few probes. It depends on transformers' rendering; which text of a conversation is
-trained is in chat.py."""
+trained is in chat.py.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.data.tools import openai_calls
-from fsdp_qlora.run.ranks import explain
+from fsdp_qlora.ranks import explain
 
 PROBE_CALL: dict[str, Any] = {  # with what some templates insist on, as Mistral's on such an id
     "id": "probe0001", "type": "function",

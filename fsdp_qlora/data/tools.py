@@ -1,5 +1,6 @@
 """Tools and calls of tools in OpenAI's form, whatever framework wrote the row. It depends on JSON
-alone; what a chat template makes of them is in chat.py."""
+alone; what a chat template makes of them is in chat.py.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """All that is trained: one flat fp32 vector, its names in PEFT's files, and its first values.
 
-Depends on model for a rank's shard of a layer, and on peft_names. The optimizer of the vector is in
-the script, checkpoints in checkpoints.
+The optimizer of the vector is in the script, checkpoints in checkpoints.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_qlora.run.files import read_json, write_whole
-from fsdp_qlora.model.model import local_part, set_local
-from fsdp_qlora.pretrained.tensor_names import renamed
+from fsdp_qlora.files import read_json, write_whole
 from fsdp_qlora.lora.peft_names import (
     expert_parts, expert_settings, peft_name, stack_experts, unstack_experts)
-from fsdp_qlora.run.ranks import all_gather, is_rank_0, say, together
+from fsdp_qlora.model.shards import local_part, set_local
+from fsdp_qlora.pretrained.tensor_names import renamed
+from fsdp_qlora.ranks import all_gather, is_rank_0, say, together
 
 if TYPE_CHECKING:
     from fsdp_qlora.model.layer import DecoderLayer

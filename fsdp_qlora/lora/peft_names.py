@@ -1,7 +1,6 @@
 """An adapter in PEFT's files: the names of its tensors, and how PEFT stores experts' adapters.
 
-Depends on tensor_names for the names in each family's files. The values of an adapter are in
-adapter.
+The values of an adapter are in adapter.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The attention half of a layer: x + attention(norm(x)), forward and backward, and what it costs;
 then its parts: heads with their norms and rotary embedding, and the kernels.
 
-Depends on residual and products. Which kernel a run uses is chosen in the script; which layers have
-a window or no rotary embedding is in families.
+Which kernel a run uses is chosen in the script; which layers have a window or no rotary embedding
+is in families.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.model.residual import (
-    add_branch, branch_gradient, keep, keep_inputs, kept_inputs, last_columns, norm_gradient,
-    norm_inputs, weight_bytes)
 from fsdp_qlora.model.elementwise import (
     ATTENTION_SITE, N_SITES, WEIGHTS_SITE, drop_eager, elementwise, norm_grad_of, norm_of)
 from fsdp_qlora.model.flex import BLOCK_TOKENS, flex_document_attention
 from fsdp_qlora.model.linears import FusedLinear
 from fsdp_qlora.model.products import add_a_gradient, product, product_backward, widen
-from fsdp_qlora.quant.nf4 import why_no_triton
+from fsdp_qlora.model.residual import (
+    add_branch, branch_gradient, keep, keep_inputs, kept_inputs, last_columns, norm_gradient,
+    norm_inputs, weight_bytes)
 from fsdp_qlora.model.sinks import flash_sink_attention, torch_sink_attention
+from fsdp_qlora.pretrained.architecture import Architecture
+from fsdp_qlora.quant.nf4 import why_no_triton
 
 if TYPE_CHECKING:
     from fsdp_qlora.data.bins import Bin

@@ -1,6 +1,6 @@
 """Elementwise work of layers and loss, one compiled kernel each on a GPU: norms, gates, dropout.
 
-Depends on nf4, which knows whether Triton works here. What needs a bin or a layer is not here.
+What needs a bin or a layer is not here.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fsdp_qlora.hashing import mix
 from fsdp_qlora.quant.nf4 import why_no_triton
 
 Result = TypeVar("Result")
@@ -122,9 +123,9 @@ SILU = F.silu, torch.ops.aten.silu_backward  # the function and its gradient
 GELU_TANH = (functools.partial(F.gelu, approximate="tanh"),
              functools.partial(torch.ops.aten.gelu_backward, approximate="tanh"))
 RELU2 = lambda x: F.relu(x).square(), lambda grad, x: grad * 2 * F.relu(x)
-ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu": (F.gelu, torch.ops.aten.gelu_backward),
-               "gelu_pytorch_tanh": GELU_TANH, "gelu_new": GELU_TANH,
-               "relu2": RELU2}
+# {one of ACTIVATIONS: (the function, its gradient)}
+ACTIVATION_PAIRS = {"silu": SILU, "swish": SILU, "gelu": (F.gelu, torch.ops.aten.gelu_backward),
+                    "gelu_pytorch_tanh": GELU_TANH, "gelu_new": GELU_TANH, "relu2": RELU2}
 
 
 def gate_product(gate_up: Tensor, activation: str | tuple[float, float], gated: bool) -> Tensor:
@@ -135,7 +136,7 @@ def gate_product(gate_up: Tensor, activation: str | tuple[float, float], gated: 
         gates, ups, sigmoid, _ = clamped_parts(gate_up, *activation)
         return (ups + 1) * gates * sigmoid
     parts = gate_up.float().chunk(1 + gated, -1)
-    activated = ACTIVATIONS[activation][0](parts[0])
+    activated = ACTIVATION_PAIRS[activation][0](parts[0])
     return activated * parts[1] if gated else activated
 
 
@@ -151,7 +152,7 @@ def gate_backward(grad: Tensor, activation: str, weights: Tensor | None, *parts:
     their gradients from `grad`, that of gate()'s result; and `grad` by that result, which was not
     kept. `weights` [n], if not None, multiply these gradients, not the result.
     """
-    forward, backward = ACTIVATIONS[activation]
+    forward, backward = ACTIVATION_PAIRS[activation]
     grad32, first32 = grad.float(), parts[0].float()
     activated = forward(first32)
     if weights is not None:
@@ -236,10 +237,3 @@ def drop_eager(x: Tensor, keys: Tensor, site: int, probability: float) -> Tensor
 
 
 drop = elementwise(drop_eager)  # for the few widths of a model's layers
-
-
-def mix(bits: Tensor) -> Tensor:
-    """A hash of int64 to int64: the finaliser of MurmurHash3; products wrap around."""
-    for factor in (-49064778989728563, -4265267296055464877):
-        bits = (bits ^ (bits >> 33 & 0x7FFFFFFF)) * factor
-    return bits ^ (bits >> 33 & 0x7FFFFFFF)

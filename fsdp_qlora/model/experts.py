@@ -1,8 +1,7 @@
 """The MLP half of a layer with experts: those that each token goes to, and perhaps a shared one,
 forward and backward, and what it costs.
 
-Depends on router, grouped, residual and products. No token is dropped, however uneven the router
-is. Which models have experts is in families.
+No token is dropped, however uneven the router is. Which models have experts is in families.
 """
 
 from __future__ import annotations
@@ -17,10 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.model.residual import (
-    branch_gradient, end_branch, keep, keep_inputs, kept_inputs, last_columns, norm_gradient,
-    norm_inputs)
 from fsdp_qlora.model.elementwise import (
     MLP_SITE, add_expert_rows, add_row_bias, clamped_gate_backward, gate, gate_backward,
     gate_weight_gradients)
@@ -28,9 +23,13 @@ from fsdp_qlora.model.grouped import (
     Pass, add_expert_gradients, cut_experts, fill_expert_columns, grouped, put_rows, split_columns,
     why_no_grouped_mm)
 from fsdp_qlora.model.linears import FusedLinear
-from fsdp_qlora.quant.nf4 import dequantise
 from fsdp_qlora.model.products import add_a_gradient, product, product_backward, widen
+from fsdp_qlora.model.residual import (
+    branch_gradient, end_branch, keep, keep_inputs, kept_inputs, last_columns, norm_gradient,
+    norm_inputs)
 from fsdp_qlora.model.router import Routing, add_balance, route, route_backward
+from fsdp_qlora.pretrained.architecture import Architecture
+from fsdp_qlora.quant.nf4 import dequantise
 
 if TYPE_CHECKING:
     from fsdp_qlora.model.layer import LayerWork

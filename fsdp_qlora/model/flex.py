@@ -1,7 +1,7 @@
 """Attention of any documents by torch's flex_attention: with capped scores, sinks and windows.
 
-Depends on elementwise, which compiles. torch makes one kernel of what is written here; blocks in
-which no query sees a key are skipped. Which kernels a run uses is chosen in the script.
+Torch makes one kernel of what is written here; blocks in which no query sees a key are skipped.
+Which kernels a run uses is chosen in the script.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Grouped products: rows, sorted by expert, each times its own expert's weight and adapter.
 
-Depends on products. A token's row is there once for each of its experts, so that an expert's rows
-lie together and each kind of product is one call. What is computed with it is in experts, where
-tokens go in router; `work` is a LayerWork of layer.
+A token's row is there once for each of its experts, so that an expert's rows lie together and each
+kind of product is one call. What is computed with it is in experts, where tokens go in router;
+`work` is a LayerWork of layer.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The vocabulary: embedding of tokens and the loss over them, both tables sharded by rows.
 
-Depends on elementwise, products and ranks. What is trained is a function of the losses of whole
-documents, see preferences. To train another loss of a token, change logits_statistics(),
-logits_gradient(), HeadLoss.forward(), which uses both, and the reference in check_family().
+What is trained is a function of the losses of whole documents, see preferences. To train another
+loss of a token, change logits_statistics(), logits_gradient(), HeadLoss.forward(), which uses both,
+and the reference in check_family().
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fsdp_qlora.model.elementwise import elementwise, norm_backward, normalise
 from fsdp_qlora.model.products import fp32_product
-from fsdp_qlora.run.ranks import all_gather
+from fsdp_qlora.ranks import all_gather
 
 if TYPE_CHECKING:
     from fsdp_qlora.data.bins import Bin

@@ -1,8 +1,6 @@
 """A decoder layer: its parameters, its one autograd function, what it keeps for its backward.
 
-Depends on attention, mlp and experts, its halves, whose parts of a layer's memory and work it adds
-up, and on offload. Layers of one model may differ: each has a Layout. What a layer is to keep is
-decided in plan.
+Layers of one model may differ: each has a Layout. What a layer is to keep is decided in plan.
 """
 
 from __future__ import annotations
@@ -22,8 +20,8 @@ from fsdp_qlora.model.experts import RoutedMLPHalf
 from fsdp_qlora.model.linears import (
     STATE_BLOCK, Allocator, FusedLinear, LinearPlace, fuse_linears)
 from fsdp_qlora.model.mlp import MLPHalf
-from fsdp_qlora.quant.nf4 import Nested, NF4Blocks, dequantise
 from fsdp_qlora.model.offload import put_all
+from fsdp_qlora.quant.nf4 import Nested, NF4Blocks, dequantise
 
 if TYPE_CHECKING:
     from fsdp_qlora.data.bins import Bin

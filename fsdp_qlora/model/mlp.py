@@ -1,8 +1,7 @@
 """The MLP half of a layer: x + down(act(gate) * up), in some families x + down(act(up)), forward
 and backward, and what it costs.
 
-Depends on residual and products. A recomputed MLP is computed a slice of tokens at a time, so that
-its widest tensors are short.
+A recomputed MLP is computed a slice of tokens at a time, so that its widest tensors are short.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.model.residual import (
-    add_branch, branch_gradient, keep, keep_inputs, kept_inputs, last_columns, norm_gradient,
-    norm_inputs, weight_bytes)
 from fsdp_qlora.model.elementwise import MLP_SITE, gate, gate_backward
 from fsdp_qlora.model.linears import FusedLinear
 from fsdp_qlora.model.products import add_a_gradient, product, product_backward
+from fsdp_qlora.model.residual import (
+    add_branch, branch_gradient, keep, keep_inputs, kept_inputs, last_columns, norm_gradient,
+    norm_inputs, weight_bytes)
+from fsdp_qlora.pretrained.architecture import Architecture
 
 if TYPE_CHECKING:
     from fsdp_qlora.model.layer import LayerWork

@@ -1,6 +1,6 @@
 """Host memory that the GPU copies from and to without waiting, and where layers keep activations.
 
-Depends on torch alone. What is kept of a layer is decided in plan, when it is read in layer.
+What is kept of a layer is decided in plan, when it is read in layer.
 """
 
 from __future__ import annotations

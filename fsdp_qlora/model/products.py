@@ -1,7 +1,7 @@
 """A weight and its adapter in one product, forward and backward, with DoRA's scaling.
 
-Depends on elementwise. Which values belong to a linear is in linears; `work` is a LayerWork of
-layer, which dequantises weights and collects the adapter's gradient.
+Which values belong to a linear is in linears; `work` is a LayerWork of layer, which dequantises
+weights and collects the adapter's gradient.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the two halves of a layer share: the norm before them, and the residual sum after them.
 
-Depends on elementwise and products. A half is x + norm(products(norm(x))), with each norm only
-where the family has one; `work` is a LayerWork of layer.
+A half is x + norm(products(norm(x))), with each norm only where the family has one; `work` is a
+LayerWork of layer.
 """
 
 from __future__ import annotations

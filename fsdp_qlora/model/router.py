@@ -1,7 +1,7 @@
 """The router of a layer with experts: where each token goes, and the gradient through its weights.
 
-Depends on torch alone. The router is frozen. What the experts do with the rows is in experts;
-`work` is a LayerWork of layer.
+The router is frozen. What the experts do with the rows is in experts; `work` is a LayerWork of
+layer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Attention with sinks by kernels that know nothing of them: exact, forward and backward.
 
-Depends on torch alone. With a sink s, one number for each head, a query's softmax has one more
-term, exp(s), whose value is 0. Which kernels a run uses is chosen in the script.
+With a sink s, one number for each head, a query's softmax has one more term, exp(s), whose value is
+0. Which kernels a run uses is chosen in the script.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What a plan costs: the memory that it takes at a step's peak, and the time of a token.
 
-Depends on mlp, nf4 and head for a few sizes, on layer, whose Layouts say what each layer keeps and
-computes, and on machine. plan decides which plan is run.
+plan decides which plan is run.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fsdp_qlora.model.mlp import SLICE_TOKENS
-from fsdp_qlora.quant.nf4 import BLOCK
 from fsdp_qlora.model.head import CHUNK_BYTES
 from fsdp_qlora.model.layer import Layout
+from fsdp_qlora.model.mlp import SLICE_TOKENS
 from fsdp_qlora.planner.machine import Machine
 from fsdp_qlora.pretrained.architecture import Architecture
+from fsdp_qlora.quant.nf4 import BLOCK
 
 if TYPE_CHECKING:
     from fsdp_qlora.planner.plan import Plan

@@ -1,6 +1,6 @@
 """What the machine has: memory of its GPUs and of the host, and how fast it computes and copies.
 
-Depends on ranks. plan decides how it is used.
+plan decides how it is used.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from fsdp_qlora.run.ranks import gather_objects, say_each, together
+from fsdp_qlora.ranks import gather_objects, say_each, together
 
 if TYPE_CHECKING:
     from train_fsdp_qlora import Config

@@ -1,7 +1,6 @@
 """The plan: of all plans that fit into memory, the one predicted to be the fastest.
 
-Depends on costs, which predicts memory and time, and machine. The script, model and layer do what
-the plan says.
+The script, model and layer do what the plan says.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ import torch.distributed as dist
 
 from fsdp_qlora.data.bins import round_up, step_rows
 from fsdp_qlora.model.attention import document_attention
-from fsdp_qlora.planner.costs import predict_memory, predict_time
 from fsdp_qlora.model.grouped import why_no_grouped_mm
+from fsdp_qlora.model.head import shard_range
 from fsdp_qlora.model.layer import Layout
+from fsdp_qlora.planner.costs import predict_memory, predict_time
 from fsdp_qlora.planner.machine import Machine, host_share, measure_machine
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.quant.nf4 import why_no_triton
-from fsdp_qlora.run.ranks import gather_objects, together
-from fsdp_qlora.model.head import shard_range
+from fsdp_qlora.ranks import gather_objects, together
 
 if TYPE_CHECKING:
     from fsdp_qlora.data.encode import Rows

@@ -1,7 +1,7 @@
 """What a model computes, as records: a family of models, its linears, one model's architecture.
 
-Depends on nothing. The table of families is in families; config makes a record of a config.json;
-where the values of a layer lie in memory is in linears.
+The table of families is in families; config makes a record of a config.json; where the values of a
+layer lie in memory is in linears.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+ACTIVATIONS = "silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu2"
 FromConfig = Any  # "config.x" in a Family or Mixture; in an Architecture the value of that field
 
 
@@ -67,7 +68,7 @@ class Family:
     mlp_post_norm: str | None = None  # of what the MLP returns
     post_norm_if: bool | FromConfig = True  # where a config can switch these two off
     parallel: bool = False  # the MLP reads attention's normed input and both are added
-    activation: str = "config.hidden_act"  # a key of ACTIVATIONS
+    activation: str = "config.hidden_act"  # one of ACTIVATIONS
     qkv_bias: bool | FromConfig = "config.attention_bias"
     out_bias: bool | FromConfig = "config.attention_bias"
     mlp_bias: bool | FromConfig = "config.mlp_bias"

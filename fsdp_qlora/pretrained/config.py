@@ -1,7 +1,5 @@
 """From a config.json to an Architecture, or to an error that says what is not supported; rotary
 frequencies; and the small config of the same kind for the check at start.
-
-Depends on families, architecture, elementwise and nf4.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fsdp_qlora.pretrained.architecture import LAYER_TYPES, Architecture, Family, Linear, Mixture
-from fsdp_qlora.model.elementwise import ACTIVATIONS
+from fsdp_qlora.pretrained.architecture import ACTIVATIONS
 from fsdp_qlora.pretrained.families import FAMILIES, MULTIMODAL
 from fsdp_qlora.quant.nf4 import BLOCK
 

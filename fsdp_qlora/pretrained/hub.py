@@ -1,7 +1,6 @@
 """The base model's directory: its config, its tokenizer, and a digest that identifies it.
 
-Depends on data.chat, config, families, files, ranks, tensor_names and reader. The model may be a
-directory, a Hub id, or a name of SHAPES.
+The model may be a directory, a Hub id, or a name of SHAPES.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 
 from fsdp_qlora.data.chat import closing_tokens
 from fsdp_qlora.data.template import set_template
+from fsdp_qlora.files import read_json
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.config import describe_model, longest_text, text_config
 from fsdp_qlora.pretrained.families import SHAPES
-from fsdp_qlora.run.files import read_json
-from fsdp_qlora.run.ranks import explain, say
-from fsdp_qlora.pretrained.tensor_names import FP8_BLOCK
 from fsdp_qlora.pretrained.reader import weight_files
+from fsdp_qlora.pretrained.tensor_names import FP8_BLOCK
+from fsdp_qlora.ranks import explain, say
 
 if TYPE_CHECKING:
     from train_fsdp_qlora import Config

@@ -1,7 +1,7 @@
 """The base model's safetensors: what they hold, and how it is read.
 
-Depends on files, elementwise and ranks. A tensor is read by its name. tensor_names says which
-tensors there must be, model which rows this rank asks for; the script uses what is read.
+A tensor is read by its name. tensor_names says which tensors there must be, model which rows this
+rank asks for; the script uses what is read.
 """
 
 from __future__ import annotations
@@ -21,17 +21,15 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
-from fsdp_qlora.model.elementwise import mix
-from fsdp_qlora.run.files import read_json
-from fsdp_qlora.run.ranks import gather_objects
+from fsdp_qlora.files import read_json
+from fsdp_qlora.hashing import as_hex, content_sum
+from fsdp_qlora.ranks import gather_objects
 
 READERS = 8  # threads of a rank that read weights; one copies about 5 GB/s from the page cache
 READ_CHUNK = 2**24  # bytes that a thread reads at once
 READ_AHEAD = 2**29  # bytes read but not yet quantised, so that reading and quantising overlap
 OTHER_BASE = ("are not those of the base model trained on: name that by --base_model;"
               " --allow_other_base merges into this one")
-# values that content_sum() adds at once: what a CPU's cache holds (2**22 took 20 times longer)
-SUM_CHUNK = {"cpu": 2**18, "cuda": 2**23}
 RANDOM_STD = 0.02  # of --random_weights
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DTYPES = {**FLOATS, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn}
@@ -135,29 +133,6 @@ def read_tensor(
     if content and content != as_hex(int(content_sum(tensor))):
         raise ValueError(f"{stored.path}: the values of {what or name} {OTHER_BASE}")
     return tensor
-
-
-def as_hex(sum: int) -> str:
-    return f"{sum % 2**64:016x}"
-
-
-def content_sum(
-    values: torch.Tensor, rows: range = range(1), n_before: int = 0,
-) -> torch.Tensor:
-    """A checksum of a tensor's content, int64 on the device of `values`: the sum of all values, as
-    integers, each times a hash of its index, modulo 2^64.
-
-    The sums of a tensor's parts add up to the sum of the whole: `values` are its rows `rows`, of
-    which those below `n_before` are not counted.
-    """
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[values.itemsize]
-    width, first = values.numel() // max(1, len(rows)), max(rows.start, n_before)
-    own = values.contiguous().view(-1).view(bits)[(first - rows.start) * width :]
-    total, index = torch.zeros((), dtype=torch.int64, device=own.device), first * width
-    for chunk in own.split(SUM_CHUNK[own.device.type]):
-        total += (mix(torch.arange(index, index + len(chunk), device=own.device)) * chunk).sum()
-        index += len(chunk)
-    return total
 
 
 def all_finite(values: torch.Tensor, name: str) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """The names of tensors in a model's files, and the check that all are there in the right form.
 
-Depends on config, nf4 and reader, which reads them. Which rows this rank asks for is in model.
+Which rows this rank asks for is in model.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from transformers import PreTrainedConfig
 
 from fsdp_qlora.pretrained.architecture import Architecture, Linear
 from fsdp_qlora.pretrained.config import text_config
-from fsdp_qlora.quant.nf4 import BLOCK, MX_BLOCK, NESTED_BLOCK, dynamic_map, mxfp4_values, nf4_code
-from fsdp_qlora.run.ranks import say
 from fsdp_qlora.pretrained.reader import (
     DTYPES, FLOATS, READ_CHUNK, Request, Source, Stored, WeightReader, read_tensor)
+from fsdp_qlora.quant.nf4 import BLOCK, MX_BLOCK, NESTED_BLOCK, dynamic_map, mxfp4_values, nf4_code
+from fsdp_qlora.ranks import say
 
 NF4_STATE = "quant_state.bitsandbytes__nf4"  # bitsandbytes' name, after that of the weight
 FP8_BLOCK = 128  # rows and columns of a weight in FP8 that share one scale

@@ -1,7 +1,7 @@
 """Weights in 4 bits: how FSDP2 shards their bytes exactly, and the kernel that dequantises them.
 
-Depends on bitsandbytes: values of NF4 are the same bit for bit. Values of MXFP4, the format of
-gpt-oss's experts, are exact. How a weight gets here from a file is in load.
+Values of MXFP4, the format of gpt-oss's experts, are exact. How a weight gets here from a file is
+in load.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Checkpoints: written whole or not at all, read only if they are whole, of this run and no other.
 
-Depends on adapter, files, directory and peft_names. The script decides when to save and gathers
-what is saved.
+The script decides when to save and gathers what is saved.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from fsdp_qlora.lora.adapter import write_adapter
-from fsdp_qlora.run.files import (
+from fsdp_qlora.files import (
     as_json, digest, read_json, remove, sync_file, text_digest, write_whole)
-from fsdp_qlora.run.directory import ADAPTER_FILES, PROBE_FILE, RESULTS
+from fsdp_qlora.lora.adapter import write_adapter
 from fsdp_qlora.lora.peft_names import unstack_experts
-from fsdp_qlora.run.ranks import Stop, gather_objects, say
+from fsdp_qlora.ranks import Stop, gather_objects, say
+from fsdp_qlora.run.directory import ADAPTER_FILES, PROBE_FILE, RESULTS
 
 if TYPE_CHECKING:
     from fsdp_qlora.data.encode import Rows

@@ -1,7 +1,6 @@
 """The built-in demo: a small model with random weights, its tokenizer, and 512 instructions.
 
-Depends on transformers and tokenizers. The frozen model knows nothing, so what the loss falls by is
-what the adapter has learned.
+The frozen model knows nothing, so what the loss falls by is what the adapter has learned.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
-from fsdp_qlora.run.ranks import on_rank_0, say
+from fsdp_qlora.ranks import on_rank_0, say
 
 if TYPE_CHECKING:
     from train_fsdp_qlora import Config

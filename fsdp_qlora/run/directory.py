@@ -1,7 +1,6 @@
 """The output directory: who may use it, what describes the run in it, and what to type next.
 
-Depends on hub, files, ranks and nf4's constants. Checkpoints in it are in checkpoints, metrics in
-logs.
+Checkpoints in it are in checkpoints, metrics in logs.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerFast
 
-from fsdp_qlora.pretrained.hub import generation_settings
-from fsdp_qlora.run.files import (
+from fsdp_qlora.files import (
     as_json, digest, put_in_place, read_json, remove, text_digest, write_whole)
+from fsdp_qlora.pretrained.hub import generation_settings
 from fsdp_qlora.quant.nf4 import BLOCK, NESTED_BLOCK
-from fsdp_qlora.run.ranks import Stop, is_rank_0, on_rank_0, say, this_rank, together
+from fsdp_qlora.ranks import Stop, is_rank_0, on_rank_0, say, this_rank, together
 
 if TYPE_CHECKING:
     from fsdp_qlora.run.status import Status

@@ -1,6 +1,6 @@
 """Flags: parsing a dataclass of them from the command line and YAML, and what follows from them.
 
-Depends on argparse and ranks. The flags themselves are the fields of Config, in the script.
+The flags themselves are the fields of Config, in the script.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from fsdp_qlora.run.ranks import say
+from fsdp_qlora.ranks import say
 
 if TYPE_CHECKING:
     from train_fsdp_qlora import Config

@@ -1,6 +1,6 @@
 """What a run tells: lines of the log, metrics.jsonl, trackers, a picture of the losses.
 
-Depends on files. Once training goes on, nothing that goes wrong with any of it ends a run.
+Once training goes on, nothing that goes wrong with any of it ends a run.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.data.forms import IGNORE
-from fsdp_qlora.run.files import put_in_place, text_digest, write_whole
+from fsdp_qlora.files import put_in_place, text_digest, write_whole
 from fsdp_qlora.quant.nf4 import why_no_triton
-from fsdp_qlora.run.ranks import say
+from fsdp_qlora.ranks import say
 
 if TYPE_CHECKING:
     from fsdp_qlora.data.encode import Rows

@@ -1,8 +1,7 @@
 """The probe: what the model gives for a few tokens, by which a merge sees whether the merged model
 is the one that was trained.
 
-Depends on data.bins; `run` is the script's Run. Who writes it is in checkpoints, who compares is
-merge_adapters.py.
+`run` is the script's Run. Who writes it is in checkpoints, who compares is merge_adapters.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How a run ends: signals, the end of torchrun, a step that never ends, errors; and status.json.
 
-Depends on ranks and machine. What all ranks know of is a Stop, with which main() ends them
-together. What happens to one rank alone goes to Status.end_alone(), and torchrun ends the others.
-The watching thread cannot wait for the main thread: it calls Status.leave().
+What all ranks know of is a Stop, with which main() ends them together. What happens to one rank
+alone goes to Status.end_alone(), and torchrun ends the others. The watching thread cannot wait for
+the main thread: it calls Status.leave().
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from fsdp_qlora.run.files import read_json
+from fsdp_qlora.files import read_json
 from fsdp_qlora.planner.machine import memory_gib
-from fsdp_qlora.run.ranks import (
+from fsdp_qlora.ranks import (
     AGAIN, BUG, EXITS, FROZEN, OUT_OF_MEMORY, Stop, is_rank_0, print_error, this_rank)
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """What the model gives for rows without training on them: bins without dropout, and the losses of
 documents.
 
-Depends on data.bins and loss; `run` is the script's Run.
+`run` is the script's Run.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp_qlora.data.bins import Bin, deal_rows, make_bin
-from fsdp_qlora.training.loss import gather_documents
-from fsdp_qlora.run.ranks import gather_objects
+from fsdp_qlora.model.loss import gather_documents
+from fsdp_qlora.ranks import gather_objects
 
 if TYPE_CHECKING:
     from fsdp_qlora.data.encode import Rows

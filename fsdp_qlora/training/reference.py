@@ -1,9 +1,9 @@
 """The reference: the log-probabilities of all answers before the first step, which losses of
 preferences compare with.
 
-Depends on evaluation and probe; `run` is the script's Run. With a new adapter, whose B is 0, these
-are those of the base model, with --init_adapter those of that adapter. They are computed once, and
-kept in the run's directory, so that a resumed run goes on with the same numbers.
+`run` is the script's Run. With a new adapter, whose B is 0, these are those of the base model, with
+--init_adapter those of that adapter. They are computed once, and kept in the run's directory, so
+that a resumed run goes on with the same numbers.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 from fsdp_qlora.data.bins import step_rows
-from fsdp_qlora.training.evaluation import document_losses, evaluation_batches
-from fsdp_qlora.run.files import digest, text_digest, write_whole
+from fsdp_qlora.files import digest, text_digest, write_whole
+from fsdp_qlora.ranks import AGAIN, EXITS, Stop, gather_objects, is_rank_0, on_rank_0, say
 from fsdp_qlora.run.probe import reshard_all
-from fsdp_qlora.run.ranks import AGAIN, EXITS, Stop, gather_objects, is_rank_0, on_rank_0, say
+from fsdp_qlora.training.evaluation import document_losses, evaluation_batches
 
 if TYPE_CHECKING:
     from fsdp_qlora.data.encode import Rows

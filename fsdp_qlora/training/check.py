@@ -1,8 +1,7 @@
 """The check at start: two small layers of the user's own model are computed here and by
 transformers, with an adapter of random values, forward and backward.
 
-Depends on model, config and plan. The script passes the function that loads weights, so that this
-is checked as well.
+The script passes the function that loads weights, so that this is checked as well.
 """
 
 from __future__ import annotations
@@ -22,18 +21,19 @@ from transformers import (
 
 from fsdp_qlora.data.bins import make_bin
 from fsdp_qlora.data.encode import rows_of
-from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.config import describe_model, rope_frequencies, shrunk_config
 from fsdp_qlora.model.attention import document_attention
+from fsdp_qlora.model.head import scaled_logits
 from fsdp_qlora.model.layer import make_layouts
 from fsdp_qlora.model.mlp import MLPHalf
-from fsdp_qlora.model.model import Model, measure_weight_norms, set_local
-from fsdp_qlora.quant.nf4 import dequantise
+from fsdp_qlora.model.model import Model, measure_weight_norms
 from fsdp_qlora.model.offload import GPUStore
+from fsdp_qlora.model.shards import set_local
 from fsdp_qlora.planner.plan import Plan
-from fsdp_qlora.run.ranks import explain
-from fsdp_qlora.model.head import scaled_logits
+from fsdp_qlora.pretrained.architecture import Architecture
+from fsdp_qlora.pretrained.config import describe_model, rope_frequencies, shrunk_config
 from fsdp_qlora.pretrained.tensor_names import TensorNames, rows_in_memory, tensor_names
+from fsdp_qlora.quant.nf4 import dequantise
+from fsdp_qlora.ranks import explain
 
 LENGTHS = 24, 18  # tokens of two documents in one bin, for longrope a long one and a short one
 CHECK_RANK, CHECK_ALPHA = 4, 8  # of the adapters

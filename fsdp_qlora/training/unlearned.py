@@ -1,7 +1,7 @@
 """Tokens that are trained but that the head has never learned. It stays frozen, so that no adapter
 can make the model write them: a base model given its instruct model's template would never stop.
 
-Depends on data.chat and ranks; the script calls it before the first step.
+The script calls it before the first step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.data.chat import closing_tokens
-from fsdp_qlora.run.ranks import all_gather, say, together
+from fsdp_qlora.ranks import all_gather, say, together
 
 if TYPE_CHECKING:
     from fsdp_qlora.data.encode import Rows

@@ -1,7 +1,6 @@
 """Files that are written whole or not at all, and digests of them.
 
-Depends on torch and safetensors. Which files a run writes is in directory and
-checkpoints.
+Which files a run writes is in directory and checkpoints.
 """
 
 from __future__ import annotations

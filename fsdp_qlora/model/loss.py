@@ -1,8 +1,8 @@
 """What is trained: the token losses of supervised fine-tuning, or a loss of preferences, which is a
 function of the log-probabilities of whole answers: DPO and its kin.
 
-Depends on ranks. HeadLoss in head gives the sum of the token losses of each document, and
-autograd does the rest. What a loss compares with, the model before the first step, is in reference.
+HeadLoss in head gives the sum of the token losses of each document, and autograd does the rest.
+What a loss compares with, the model before the first step, is in reference.
 
 To add a loss of preferences, write a function like dpo() and its record in LOSSES.
 """
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from fsdp_qlora.run.ranks import all_gather
+from fsdp_qlora.ranks import all_gather
 
 if TYPE_CHECKING:
     from fsdp_qlora.data.bins import Bin

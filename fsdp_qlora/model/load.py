@@ -1,7 +1,6 @@
 """How a weight gets from a file to NF4: read, quantised or copied, into this rank's shard.
 
-Depends on model for a rank's shard of a layer, nf4 for its blocks, tensor_names for what files call
-a tensor. `read` is given by the script: read(name) returns this rank's rows of a tensor, flat.
+`read` is given by the script: read(name) returns this rank's rows of a tensor, flat.
 """
 
 from __future__ import annotations
@@ -16,12 +15,13 @@ import torch
 from tqdm import tqdm
 
 from fsdp_qlora.model.layer import DecoderLayer
-from fsdp_qlora.model.model import Model, OwnBlocks, local_part, own_blocks, set_local
+from fsdp_qlora.model.model import Model
 from fsdp_qlora.model.offload import pinned_copy
+from fsdp_qlora.model.shards import OwnBlocks, local_part, own_blocks, set_local
 from fsdp_qlora.pretrained.tensor_names import FP8_BLOCK, NF4_PARTS, TensorNames, unscaled
 from fsdp_qlora.quant.nf4 import (
     BLOCK, MX_BLOCK, NESTED_BLOCK, QUANT_STORAGE, Nested, NF4Blocks, dynamic_map)
-from fsdp_qlora.run.ranks import all_gather, is_rank_0
+from fsdp_qlora.ranks import all_gather, is_rank_0
 
 
 def fill_model(

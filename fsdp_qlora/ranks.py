@@ -1,7 +1,6 @@
 """What ranks say to each other and to the user: collectives, messages, one rank's error to all.
 
-Depends on torch.distributed; every rank's process group is joined in the script. How a process ends
-is in status.
+Every rank's process group is joined in the script. How a process ends is in status.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from fsdp_qlora.run.files import source_digest
+from fsdp_qlora.files import source_digest
 
 if TYPE_CHECKING:
     from train_fsdp_qlora import Config

@@ -1,0 +1,141 @@
+"""Which part of the weights a rank has: its shard of each layer, and what it asks the files for.
+
+What is an FSDP2 unit is decided in the script. load fills the shards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fsdp_qlora.model.layer import DecoderLayer
+from fsdp_qlora.model.linears import LinearPlace
+from fsdp_qlora.pretrained.reader import Request
+from fsdp_qlora.pretrained.tensor_names import FP8_BLOCK, NF4_PARTS
+from fsdp_qlora.quant.nf4 import BLOCK, MX_BLOCK
+
+if TYPE_CHECKING:
+    from fsdp_qlora.model.model import Model
+    from fsdp_qlora.pretrained.tensor_names import TensorNames
+
+
+def local_part(parameter: Tensor) -> Tensor:
+    """This rank's shard of a parameter. (DTensor.to_local() records autograd, which takes 5 us.)"""
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
+
+
+def set_local(module: nn.Module, name: str, local: Tensor) -> None:
+    """Replace a meta parameter by this rank's values."""
+    old = getattr(module, name)
+    if isinstance(old, DTensor):
+        # as FSDP2 does it; DTensor.from_local would move an offloaded shard to the GPU
+        local = DTensor(local, old._spec, requires_grad=False)
+    setattr(module, name, nn.Parameter(local, requires_grad=old.requires_grad))
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnBlocks:
+    """The NF4 blocks of one linear that this rank keeps; perhaps none."""
+
+    place: LinearPlace
+    blocks: slice  # counted from the linear's first block
+    local: slice  # the same blocks in this rank's shard of the layer's `nf4`
+
+    @property
+    def rows(self) -> range:
+        """The rows of the weight in which these blocks lie."""
+        n_out, n_in = self.place.linear.out_features, self.place.linear.in_features
+        stop = min(math.ceil(self.blocks.stop * BLOCK / n_in), n_out)
+        return range(self.blocks.start * BLOCK // n_in, stop)
+
+    @property
+    def weights(self) -> slice:
+        """Slice into the flat tensor of `rows`: exactly the weights of these blocks."""
+        start = self.blocks.start * BLOCK % self.place.linear.in_features
+        return slice(start, start + (self.blocks.stop - self.blocks.start) * BLOCK)
+
+
+def own_blocks(layer: DecoderLayer, shard: int) -> list[OwnBlocks]:
+    """The OwnBlocks of each of a layer's linears, for the rank that has this shard.
+
+    The linears lie end to end, and the whole is cut into equal shards: of a Llama-3-8B shared by
+    two, rank 0 has q, k, v, o, gate and a seventh of up, rank 1 the rest of up and down. Of a
+    linear in other shards alone the slices are empty. FSDP2 cuts at the same places, because
+    DecoderLayer pads its parameters to shards of one size.
+    """
+    n = len(local_part(layer.nf4))
+    first, found = shard * n, []
+    for place in layer.layout.places:
+        linear = place.blocks
+        start, stop = (min(max(i, linear.start), linear.stop) for i in (first, first + n))
+        blocks = slice(start - linear.start, stop - linear.start)
+        found.append(OwnBlocks(place, blocks, slice(start - first, stop - first)))
+    return found
+
+
+def weight_requests(model: Model, names: TensorNames, nf4_states: Collection[str]) -> list[Request]:
+    """The Requests for all that this rank reads, in the order in which it is used. `nf4_states`:
+    the names of the weights that are in NF4 in the files, see check_files()."""
+    table = model.arch.vocab_size, model.arch.hidden_size
+    requests = [Request(names.embedding, table, model.own_rows)]
+    for i, layer in enumerate(model.layers):
+        for own in own_blocks(layer, model.shard):
+            name = names.of_layer(i, f"{own.place.linear.name}.weight")
+            requests += linear_requests(own, name, names, name in nf4_states)
+        shapes = {name: shape for name, (_, shape) in layer.layout.vectors.items()}
+        for name, shape in (shapes | layer.layout.mixture_tensors).items():
+            name = names.of_layer(i, name)
+            requests += whole_requests(name, shape, name in nf4_states)
+    for name in filter(None, (names.norm, names.norm_bias)):
+        requests += whole_requests(name, table[1:])
+    return requests if model.arch.tied else [*requests, Request(names.head, table, model.own_rows)]
+
+
+def linear_requests(own: OwnBlocks, name: str, names: TensorNames, in_nf4: bool) -> list[Request]:
+    """The Requests for this rank's blocks of a linear: whole rows, in FP8 and MXFP4 with their
+    scales; in NF4 the packed codes, their scales, and all of these scales' second level."""
+    linear, blocks = own.place.linear, own.blocks
+    n_out, n_in = linear.out_features, linear.in_features
+    if linear.mxfp4:
+        widths = {f"{name}_blocks": n_in // 2, f"{name}_scales": n_in // MX_BLOCK}  # bytes
+        return [Request(key, (n_out, width), own.rows, names.sources.get(key))
+                for key, width in widths.items()]
+    if in_nf4:
+        n_bytes, half = n_out * n_in // 2, BLOCK // 2
+        packed = range(blocks.start * half, min(blocks.stop * half, n_bytes))
+        n_blocks = own.place.blocks.stop - own.place.blocks.start
+        return [
+            Request(name, (n_bytes,), packed),
+            Request(f"{name}.absmax", (n_blocks,), range(blocks.start, blocks.stop)),
+            *(Request(f"{name}.{part}", (1,), range(1))
+              for part in ("nested_absmax", "nested_quant_map"))]
+    requests = [Request(name, (n_out, n_in), own.rows, names.sources.get(name))]
+    if scales := names.scaled.get(name):
+        rows = range(own.rows.start // FP8_BLOCK, -(-own.rows.stop // FP8_BLOCK))
+        requests.append(Request(scales, names.shapes[scales], rows))
+    return requests
+
+
+def whole_requests(name: str, shape: tuple[int, ...], in_nf4: bool = False) -> list[Request]:
+    """The Requests for a tensor that each rank reads whole."""
+    if in_nf4:
+        keys = name, *(f"{name}.{part}" for part in NF4_PARTS)
+        return [Request(key, (1,), range(1)) for key in keys]
+    return [Request(name, shape, range(shape[0]))]
+
+
+@contextlib.contextmanager
+def gathered(layer: nn.Module) -> Iterator[None]:
+    """In the `with` body the layer's parameters are whole. All ranks must call this."""
+    if isinstance(layer, FSDPModule):
+        layer.unshard()
+    yield
+    if isinstance(layer, FSDPModule):
+        layer.reshard()
