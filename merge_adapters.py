@@ -47,6 +47,7 @@ from fsdp_qlora.quant.nf4 import BLOCK
 from fsdp_qlora.run.directory import ADAPTER_FILES, open_partial, read_run
 from fsdp_qlora.run.ranks import explain, print_error
 from fsdp_qlora.pretrained.tensor_names import NF4_PARTS, check_files, read_part, tensor_names
+from fsdp_qlora.pretrained.tokenizer import name_class
 from fsdp_qlora.lora.peft_names import expert_parts, expert_settings, file_parts
 from fsdp_qlora.model.head import scaled_logits
 from fsdp_qlora.pretrained.reader import FLOATS, OTHER_BASE, read_tensor, tensors_of, weight_files
@@ -121,7 +122,7 @@ def merge(args: argparse.Namespace) -> None:
             require(free >= gib, f"--output_dir {output}: needs {gib:.1f} GiB, {free:.1f} are free")
             with tqdm(base.tensors, "merge", unit="tensor", disable=None) as names:  # off in a pipe
                 tensors = (merged_tensor(name, base, adapter, device, sums) for name in names)
-                write_files(partial, base, tensors, run["extras"])
+                write_files(partial, base, tensors, run)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -200,7 +201,7 @@ def read_unchecked(args: argparse.Namespace, adapter_dir: Path) -> tuple[
         auto_class=AUTO_CLASSES["text_config" in config], dtype=torch.bfloat16, sums={},
         paths={name: files[name].path for name in tensors},
         n_bytes=sum(2 * math.prod(shape) for shape, _ in tensors.values()))
-    args.check, run = False, {"extras": []}
+    args.check, run = False, {"tokenizer": [], "extras": []}
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     return run, base, read_adapter(adapter_dir, lora, where, "this merge"), device
 
@@ -320,13 +321,11 @@ def add_adapter(weight: torch.Tensor, sums: dict[str, float], scaling: float, lo
 
 
 def write_files(directory: Path, base: argparse.Namespace, tensors: Iterator[torch.Tensor],
-                extras: list[Path]) -> None:
-    """Write the merged model of these tensors, in the base's files, with all else that the base has
-    and, in place of the base's, the files `extras` of the run."""
-    for path in dict.fromkeys(base.paths.values()):
-        described = {n: base.tensors[n] for n, its_path in base.paths.items() if its_path == path}
-        write_tensors(directory / path.name, described, tensors)
-    assert not list(tensors), "there are more tensors than names"
+                run: dict[str, Any]) -> None:
+    """Write the merged model of these tensors, in the base's files, with all else that the base
+    has, and files of the run: `tokenizer`, where the base has none, `extras` for the base's."""
+    for path in run["tokenizer"]:
+        shutil.copyfile(path, directory / path.name)
     copy_small_files(base.directory, directory)
     index = {"metadata": {"total_size": base.n_bytes},
              "weight_map": {name: path.name for name, path in base.paths.items()}}
@@ -336,8 +335,15 @@ def write_files(directory: Path, base: argparse.Namespace, tensors: Iterator[tor
     config.pop("auto_map", None)  # remote code, which is neither used nor copied here
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     (directory / "config.json").write_text(json.dumps(config, indent=2))
-    for path in extras:
+    for path in run["extras"]:
         shutil.copyfile(path, directory / path.name)
+    if (directory / "tokenizer.json").is_file():
+        with explain(f"{base.directory}: its tokenizer cannot be loaded"):
+            name_class(directory, transformers.PreTrainedTokenizerFast.from_pretrained(directory))
+    for path in dict.fromkeys(base.paths.values()):
+        described = {n: base.tensors[n] for n, its_path in base.paths.items() if its_path == path}
+        write_tensors(directory / path.name, described, tensors)
+    assert not list(tensors), "there are more tensors than names"
     for path in [*directory.rglob("*"), directory]:
         sync_file(path)
 

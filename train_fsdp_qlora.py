@@ -74,11 +74,11 @@ from fsdp_qlora.planner.plan import Plan, agree_on_plan
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.check import check_family
 from fsdp_qlora.pretrained.config import rope_frequencies
-from fsdp_qlora.pretrained.hub import (
-    base_digest, load_tokenizer, model_directory, read_model_config)
+from fsdp_qlora.pretrained.hub import base_digest, model_directory, read_model_config
 from fsdp_qlora.pretrained.reader import (
     RandomWeights, WeightReader, all_finite, as_hex, content_sum, rows_before, weight_files)
 from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
+from fsdp_qlora.pretrained.tokenizer import check_tokenizer, load_tokenizer
 from fsdp_qlora.quant.load import fill_model
 from fsdp_qlora.run.checkpoints import (
     STATE_KEYS, agree_on_content, checkpoint_path, drop_checkpoints, find_checkpoint,
@@ -322,6 +322,7 @@ def train(given: Config, device: torch.device, status: Status) -> None:
         status.plan = plan
         say_start(given, config, plan, kernels, limit, device, VERSIONS)
         say_example(rows, tokenizer)
+        on_rank_0(check_tokenizer, base, tokenizer, rows)
         if not config.random_weights:
             on_rank_0(check_family, model_config, config.model, fill_model)
 
@@ -330,7 +331,6 @@ def train(given: Config, device: torch.device, status: Status) -> None:
         model = Model(arch, layouts, plan, mesh.get_group("shard"))
         shard_model(model, mesh, plan)
         loaded = load_model(model, base, model_config, config, device)
-        say_memory("after loading", device)
 
         # 5. The adapter, new or from a checkpoint, and its paged 8-bit AdamW
         adapter = Adapter(model, device)
@@ -542,6 +542,7 @@ def load_model(model: Model, base: Path, model_config: transformers.PretrainedCo
     seconds, grown = clock() - started, (host_memory()[1] - memory_before[0]) / 2**30
     say_each(f"weights loaded in {seconds:.2f} s", f"{n_bytes / 1e9:.3f} GB at"
              f" {n_bytes / 1e9 / seconds:.2f} GB/s with at most {grown:.2f} GiB more host memory")
+    say_memory("after loading", device)
     return types.SimpleNamespace(sums=dict(zip(sums, map(as_hex, totals.tolist()))),
                                  prequantised=bool(nf4_states), n_parameters=names.n_parameters)
 
