@@ -40,6 +40,7 @@ from peft import LoraConfig
 from safetensors import SafetensorError
 from tqdm import tqdm
 
+from fsdp_qlora.data.tokenizer import name_class
 from fsdp_qlora.files import read_json, sync_file, write_tensors
 from fsdp_qlora.lora.peft_names import expert_parts, expert_settings, file_parts
 from fsdp_qlora.model.head import scaled_logits
@@ -111,7 +112,7 @@ def merge(args: argparse.Namespace) -> None:
         try:
             require(not output.exists() or not any(output.iterdir()),
                     f"--output_dir {output}: exists already and is not empty: name a new one")
-            write_merged(partial, output, base, adapter, run["extras"], device)
+            write_merged(partial, output, base, adapter, run, device)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -197,7 +198,7 @@ def read_unchecked(args: argparse.Namespace, adapter_dir: Path) -> tuple[
         auto_class=AUTO_CLASSES["text_config" in config], dtype=torch.bfloat16, sums={},
         paths={name: files[name].path for name in tensors},
         n_bytes=sum(2 * math.prod(shape) for shape, _ in tensors.values()))
-    args.check, run = False, {"extras": []}
+    args.check, run = False, {"tokenizer": [], "extras": []}
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     return run, base, read_adapter(adapter_dir, lora, where, "this merge"), device
 
@@ -298,7 +299,7 @@ def read_adapter(adapter_dir: Path, lora: LoraConfig,
 
 
 def write_merged(partial: Path, output: Path, base: argparse.Namespace,
-                 adapter: dict[str, AdapterParts], extras: list[Path], device: str) -> None:
+                 adapter: dict[str, AdapterParts], run: dict[str, Any], device: str) -> None:
     """Write the merged model into `partial`, which is to become `output`, and print how far
     rounding takes it from the exact sum. ValueError if the disk has no room."""
     gib, free = base.n_bytes / 2**30, shutil.disk_usage(partial).free / 2**30
@@ -306,7 +307,7 @@ def write_merged(partial: Path, output: Path, base: argparse.Namespace,
     sums = {"error": 0.0, "effect": 0.0}
     with tqdm(base.tensors, "merge", unit="tensor", disable=None) as names:  # off in a pipe
         tensors = (merged_tensor(name, base, adapter, device, sums) for name in names)
-        write_files(partial, base, tensors, extras)
+        write_files(partial, base, tensors, run)
     rounding = math.sqrt(sums["error"] / max(sums["effect"], sys.float_info.min))
     print(f"wrote {len(base.tensors)} tensors, {gib:.3f} GiB; rounded to bf16 the weights"
           f" differ from the exact sum by {rounding:.4f} of what the adapter adds to them")
@@ -366,13 +367,11 @@ def add_adapter(weight: torch.Tensor, sums: dict[str, float], scaling: float, lo
 
 
 def write_files(directory: Path, base: argparse.Namespace, tensors: Iterator[torch.Tensor],
-                extras: list[Path]) -> None:
-    """Write the merged model of these tensors, in the base's files, with all else that the base has
-    and, in place of the base's, the files `extras` of the run."""
-    for path in dict.fromkeys(base.paths.values()):
-        described = {n: base.tensors[n] for n, its_path in base.paths.items() if its_path == path}
-        write_tensors(directory / path.name, described, tensors)
-    assert not list(tensors), "there are more tensors than names"
+                run: dict[str, Any]) -> None:
+    """Write the merged model of these tensors, in the base's files, with all else that the base
+    has, and files of the run: `tokenizer`, where the base has none, `extras` for the base's."""
+    for path in run["tokenizer"]:
+        shutil.copyfile(path, directory / path.name)
     copy_small_files(base.directory, directory)
     index = {"metadata": {"total_size": base.n_bytes},
              "weight_map": {name: path.name for name, path in base.paths.items()}}
@@ -382,8 +381,15 @@ def write_files(directory: Path, base: argparse.Namespace, tensors: Iterator[tor
     config.pop("auto_map", None)  # remote code, which is neither used nor copied here
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     (directory / "config.json").write_text(json.dumps(config, indent=2))
-    for path in extras:
+    for path in run["extras"]:
         shutil.copyfile(path, directory / path.name)
+    if (directory / "tokenizer.json").is_file():
+        with explain(f"{base.directory}: its tokenizer cannot be loaded"):
+            name_class(directory, transformers.PreTrainedTokenizerFast.from_pretrained(directory))
+    for path in dict.fromkeys(base.paths.values()):
+        described = {n: base.tensors[n] for n, its_path in base.paths.items() if its_path == path}
+        write_tensors(directory / path.name, described, tensors)
+    assert not list(tensors), "there are more tensors than names"
     for path in [*directory.rglob("*"), directory]:
         sync_file(path)
 

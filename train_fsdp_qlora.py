@@ -51,6 +51,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fsdp_qlora.data.bins import Bin, deal_rows, make_bin, step_rows
 from fsdp_qlora.data.encode import Rows, prepare_data
+from fsdp_qlora.data.tokenizer import check_tokenizer, load_tokenizer
 from fsdp_qlora.files import read_json, text_digest
 from fsdp_qlora.hashing import mix
 from fsdp_qlora.hashing import as_hex, content_sum
@@ -71,8 +72,7 @@ from fsdp_qlora.planner.machine import host_memory, limit_memory, memory_gib, sa
 from fsdp_qlora.planner.plan import Plan, agree_on_plan
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.config import rope_frequencies
-from fsdp_qlora.pretrained.hub import (
-    base_digest, load_tokenizer, model_directory, read_model_config)
+from fsdp_qlora.pretrained.hub import base_digest, model_directory, read_model_config
 from fsdp_qlora.pretrained.reader import (
     RandomWeights, WeightReader, all_finite, rows_before, weight_files)
 from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
@@ -316,6 +316,7 @@ def train(given: Config, device: torch.device, status: Status) -> None:
         status.plan = plan
         say_start(given, config, plan, kernels, limit, device, VERSIONS)
         say_example(rows, tokenizer)
+        on_rank_0(check_tokenizer, base, tokenizer, rows)
         if not config.random_weights:
             on_rank_0(check_family, model_config, config.model, fill_model)
 

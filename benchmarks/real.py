@@ -46,7 +46,7 @@ from tokenizers import pre_tokenizers
 from torch.nn.utils.rnn import pad_sequence
 
 sys.path.insert(0, str(ROOT))
-from fsdp_qlora.pretrained.hub import load_tokenizer
+from fsdp_qlora.data.tokenizer import load_tokenizer
 from fsdp_qlora.data.bins import step_rows
 from fsdp_qlora.data.encode import rows_of, tokenize
 from fsdp_qlora.data.forms import parse_row

@@ -13,7 +13,8 @@ from house import parse_config
 
 from fsdp_qlora.model import layer
 from fsdp_qlora.planner import plan
-from fsdp_qlora.pretrained.hub import load_tokenizer, model_directory, read_model_config
+from fsdp_qlora.pretrained.hub import model_directory, read_model_config
+from fsdp_qlora.data.tokenizer import load_tokenizer
 from fsdp_qlora.run.flags import resolve_config
 
 sys.path.insert(0, str(ROOT / "benchmarks"))  # as where run.py is started

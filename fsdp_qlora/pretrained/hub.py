@@ -1,4 +1,4 @@
-"""The base model's directory: its config, its tokenizer, and a digest that identifies it.
+"""The base model's directory: its config, its small files, and a digest that identifies it.
 
 The model may be a directory, a Hub id, or a name of SHAPES.
 """
@@ -10,16 +10,14 @@ import hashlib
 import itertools
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import huggingface_hub
 import numpy as np
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedConfig
 
-from fsdp_qlora.data.chat import closing_tokens
-from fsdp_qlora.data.template import set_template
-from fsdp_qlora.files import read_json
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.config import describe_model, longest_text, text_config
 from fsdp_qlora.pretrained.families import SHAPES
@@ -31,6 +29,7 @@ if TYPE_CHECKING:
     from train_fsdp_qlora import Config
 
 SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # of a model: all but its weights
+NOT_COPIED = "config.json", "adapter_config.json"  # by which transformers would load an adapter
 SAMPLES, SAMPLE = 16, 256  # places of a tensor, and bytes at each, that base_digest() hashes
 
 
@@ -54,17 +53,17 @@ def model_directory(name: str, random_weights: bool, flag: str = "--model") -> P
             name, allow_patterns=files, ignore_patterns=twice))
 
 
-def copy_small_files(directory: Path, target: Path) -> None:
-    """Copy a model's tokenizer, chat templates and the like, but no weights, index or config.json,
-    and no link to a file outside the directory."""
+def copy_small_files(directory: Path, target: Path, patterns: Sequence[str] = SMALL_FILES) -> None:
+    """Copy a model's tokenizer, chat templates and the like, but no weights, index, config.json or
+    adapter, and no link to a file outside the directory."""
     own = directory.resolve()
     # a directory of the Hub's cache links to ../../blobs
     own = own.parent.parent if own.parent.name == "snapshots" else own
-    for pattern in (*SMALL_FILES, "additional_chat_templates/*.jinja"):
+    for pattern in (*patterns, "additional_chat_templates/*.jinja"):
         for path in directory.glob(pattern):
             if not path.resolve().is_relative_to(own):
                 say(f"{path}: not copied, it is a link to another directory")
-            elif path.name != "config.json" and not path.name.endswith(".index.json"):
+            elif path.name not in NOT_COPIED and not path.name.endswith(".index.json"):
                 copy = target / path.relative_to(directory)
                 copy.parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, copy)
@@ -82,6 +81,7 @@ def read_model_config(
         else:
             model_config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         arch = describe_model(model_config)
+    refuse_misleading(directory, config, model_config, arch)
     settings = getattr(model_config, "quantization_config", None) or {}
     want = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
             "bnb_4bit_use_double_quant": True}
@@ -105,34 +105,19 @@ def read_model_config(
     return dataclasses.replace(config, max_seq_len=max_seq_len), model_config, arch
 
 
-def load_tokenizer(directory: Path, config: Config) -> PreTrainedTokenizerFast | None:
-    """The model's tokenizer, with --chat_template; None if there is no text."""
-    if config.random_weights and not config.dataset:
-        return None
-    with explain(f"{directory}: its tokenizer cannot be loaded"):
-        tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(
-            directory, trust_remote_code=False)
-    if not tokenizer.is_fast:
-        raise ValueError(f"{directory}: its tokenizer has no fast version (tokenizer.json)")
-    set_template(tokenizer, directory, config.chat_template)
-    return tokenizer
-
-
-def generation_settings(
-    directory: Path, tokenizer: PreTrainedTokenizerFast,
-) -> tuple[dict[str, Any], list[str] | None]:
-    """The model's generation_config.json, with the tokens that end a turn in training added to its
-    eos_token_id; and these, or None if eos_token_id has them already."""
-    config = read_json(directory / "config.json", {})
-    config = {**config, **(config.get("text_config") or {})}
-    keys = "bos_token_id", "eos_token_id", "pad_token_id"
-    settings = {key: config[key] for key in keys if config.get(key) is not None}
-    settings |= read_json(directory / "generation_config.json", {})
-    ids = settings.get("eos_token_id", [])
-    ids = ids if isinstance(ids, list) else [ids]
-    closing = {tokenizer.convert_tokens_to_ids(token): token for token in closing_tokens(tokenizer)}
-    new = {token_id: token for token_id, token in closing.items() if token_id not in ids}
-    return {**settings, "eos_token_id": [*ids, *new]}, list(new.values()) or None
+def refuse_misleading(directory: Path, config: Config, model_config: PreTrainedConfig,
+                      arch: Architecture) -> None:
+    """Raise ValueError for what would train, and only then not be the model that transformers loads
+    from the directory."""
+    if (directory / "adapter_config.json").is_file():
+        raise ValueError(f"--model {config.model}: has an adapter beside its weights, which"
+                         " transformers would add to them: move adapter_config.json and"
+                         " adapter_model.safetensors elsewhere; --init_adapter goes on with them")
+    pad = text_config(model_config).pad_token_id
+    if pad is not None and not -arch.vocab_size <= pad < arch.vocab_size:
+        raise ValueError(f"--model {config.model}: config.json has pad_token_id {pad}, outside of"
+                         f" its vocabulary of {arch.vocab_size}, and transformers would not load"
+                         " the merged model: set it to null")
 
 
 def base_digest(base: Path) -> str:

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerFast
 
+from fsdp_qlora.data.tokenizer import generation_settings, write_tokenizer
 from fsdp_qlora.files import (
     as_json, digest, put_in_place, read_json, remove, text_digest, write_whole)
-from fsdp_qlora.pretrained.hub import generation_settings
 from fsdp_qlora.quant.nf4 import BLOCK, NESTED_BLOCK
 from fsdp_qlora.ranks import Stop, is_rank_0, on_rank_0, say, this_rank, together
 
@@ -247,7 +247,8 @@ def save_tokenizer(directory: Path, base: Path, tokenizer: PreTrainedTokenizerFa
         return
     # not at once into the run's directory: it would write what a link leads to
     remove(hidden := directory / ".tokenizer.part")
-    tokenizer.save_pretrained(hidden)
+    hidden.mkdir()
+    write_tokenizer(hidden, base, tokenizer)
     for file in hidden.iterdir():
         if file.is_dir():  # of more chat templates; a directory replaces only an empty one
             remove(directory / file.name)
@@ -262,9 +263,9 @@ def save_tokenizer(directory: Path, base: Path, tokenizer: PreTrainedTokenizerFa
 
 def read_run(directory: Path) -> dict[str, Any]:
     """What train_config.json says of the run in a directory, or of the run that a checkpoint is in;
-    `extras`: its files that replace the base's in a merged model; `probe`: the path of PROBE_FILE.
-    Raises ValueError for what is not as it was written and for what a merge cannot
-    take."""
+    `extras`: its files that replace the base's in a merged model; `tokenizer`: those that are taken
+    where the base has none; `probe`: the path of PROBE_FILE. Raises ValueError for what is not as
+    it was written and for what a merge cannot take."""
     path = directory / "train_config.json"
     path = path if path.is_file() else directory.resolve().parent / path.name
     needed = [path, *(directory / name for name in (*ADAPTER_FILES, PROBE_FILE))]
@@ -294,9 +295,13 @@ def read_run(directory: Path) -> dict[str, Any]:
             value = value.get(key) if isinstance(value, dict) else None
         if not re.fullmatch(pattern, text := json.dumps(value)):
             raise ValueError(f"{path}: {name} is {text:.80}; a merge takes only {pattern}")
+
+    def found(*names: str) -> list[Path]:
+        return [file for name in names if (file := path.with_name(name)).is_file()]
+
     extras = ["chat_template.jinja"] * bool(run["config"].get("chat_template"))
-    extras = [path.with_name(name) for name in (*extras, "generation_config.json")]
-    return {**run, "extras": [extra for extra in extras if extra.is_file()],
+    return {**run, "extras": found("generation_config.json", *extras),
+            "tokenizer": found("tokenizer.json", "tokenizer_config.json"),
             "probe": directory / PROBE_FILE}
 
 

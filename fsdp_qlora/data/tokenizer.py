@@ -1,0 +1,176 @@
+"""The tokenizer: its tokens are those of the model's own tokenizer.json.
+
+transformers' AutoTokenizer builds many tokenizers anew instead, by rules of the class that
+tokenizer_config.json or the type of the model names: of a file for another class the spaces may be
+lost. The class PreTrainedTokenizerFast takes the file as it is, and tokenizer_config.json for the
+names of special tokens and the chat template.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tokenizers
+import transformers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from fsdp_qlora.data.chat import closing_tokens
+from fsdp_qlora.data.template import set_template
+from fsdp_qlora.files import read_json, remove
+from fsdp_qlora.pretrained.hub import copy_small_files
+from fsdp_qlora.ranks import explain, say
+
+if TYPE_CHECKING:
+    from fsdp_qlora.data.encode import Rows
+    from train_fsdp_qlora import Config
+
+PROBES = (  # where released tokenizers differ: spaces, lines, digits, case, scripts, normal forms
+    "It is sunny and warm.", "  two spaces around  ", "one  two   three\ttabs\t\t.", "",
+    "def f(x):\n    return {'a': [x, 2.50]}  # 1234567\n\n\n\tend\r\n\r\n",
+    "I'm, DON'T, we'LL HTTPServer",
+    "naïve café e\u0301 Straße ﬁ Ａ ½", "日本語 한국어 русский العربية हिन्दी",
+    "🙂👩\u200d💻 a\u00a0b\u2003c\u3000d\u0000")
+N_ROWS, N_TOKENS = 16, 1024  # of the run: rows, and tokens of each
+TOKENIZER_FILES = ["*token*.json", "tokenizer.model", "vocab.json", "merges.txt", "chat_template.*"]
+TAKES_THE_FILE = "PreTrainedTokenizerFast", "TokenizersBackend"
+SOURCES = "tokenizer.model", "tekken.json", "vocab.json", "tiktoken.model"  # see make_tokenizer()
+
+
+def load_tokenizer(directory: Path, config: Config) -> PreTrainedTokenizerFast | None:
+    """The model's tokenizer, with --chat_template; None if there is no text."""
+    if config.random_weights and not config.dataset:
+        return None
+    if (directory / "tokenizer.json").is_file():
+        with explain(f"{directory}: its tokenizer cannot be loaded"):
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
+    else:
+        tokenizer = make_tokenizer(directory, config.model or str(directory))
+    set_template(tokenizer, directory, config.chat_template)
+    return tokenizer
+
+
+def make_tokenizer(directory: Path, model: str) -> PreTrainedTokenizerFast:
+    """What transformers makes of a model's vocabulary where there is no tokenizer.json. `model` is
+    the directory or its Hub id, by which transformers knows some models."""
+    found = [name for name in SOURCES if (directory / name).is_file()]
+    if not found:
+        raise ValueError(f"{directory}: has no tokenizer.json")
+    if found[0] == "tokenizer.model" and not importlib.util.find_spec("sentencepiece"):
+        # transformers names tiktoken here, which does not read it
+        raise ValueError(f"{directory}: has a tokenizer.model and no tokenizer.json, which takes a"
+                         " package to read: pip install sentencepiece")
+    where = {} if Path(model).is_dir() else {"revision": directory.name, "local_files_only": True}
+    with explain(f"{directory}: its tokenizer cannot be loaded"):
+        tokenizer = AutoTokenizer.from_pretrained(
+            model if where else directory, **where, mistral_format=False, trust_remote_code=False)
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ValueError(f"{directory}: its tokenizer has no fast version (tokenizer.json)")
+    say(f"tokenizer: there is no tokenizer.json; what transformers {transformers.__version__} makes"
+        f" of {found[0]} cannot be compared with it")
+    return tokenizer
+
+
+def check_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerFast | None,
+                    rows: Rows) -> None:
+    """Raise ValueError unless the tokenizer and the directory's tokenizer.json alone make the same
+    tokens, BOS and EOS included, of PROBES, of special tokens inside a text and of some rows.
+    Rank 0 only."""
+    path = directory / "tokenizer.json"
+    if not tokenizer or not path.is_file():
+        return
+    own = tokenizers.Tokenizer.from_file(str(path))
+    own.no_truncation()
+    own.no_padding()
+    known = {token.content for token in own.get_added_tokens_decoder().values()}
+    own.add_tokens([token for token in tokenizer.added_tokens_decoder.values()
+                    if token.content not in known])  # which tokenizer_config.json adds to it
+    step = -(-len(rows.starts) // N_ROWS)
+    texts = [tokenizer.decode(rows.tokens(i)[0][:N_TOKENS])
+             for i in range(0, len(rows.starts), step)]
+    for text in [*probe_texts(tokenizer), *texts]:
+        got, want = tokenizer(text, verbose=False)["input_ids"], own.encode(text).ids
+        if got != want:
+            at = len(os.path.commonprefix([got, want]))
+            got, want = (tokenizer.convert_ids_to_tokens(ids[at : at + 4]) for ids in (got, want))
+            raise ValueError(f"{directory}: tokenizer_config.json changes the tokens of"
+                             f" tokenizer.json: in {text[:60]!r} token {at + 1} and those after it"
+                             f" are {got}, by the file alone {want}; make both agree")
+
+
+def probe_texts(tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    """PROBES, and a text around each special token, or the first 64 of very many."""
+    added = [token.content for token in tokenizer.added_tokens_decoder.values()][:64]
+    special = dict.fromkeys([*tokenizer.all_special_tokens, *added])
+    return [*PROBES, *(f"a{token}b {token} c\n{token}\n{token} " for token in special)]
+
+
+def write_tokenizer(directory: Path, base: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Write the tokenizer into an empty directory: the base's own files, if tokenizer.json is one
+    of them, and the chat template of training."""
+    if (base / "tokenizer.json").is_file():
+        copy_small_files(base, directory, TOKENIZER_FILES)
+    else:
+        tokenizer.save_pretrained(directory)
+    if isinstance(tokenizer.chat_template, str):  # else the base has several
+        remove(directory / "additional_chat_templates")  # --chat_template is for all rows
+        (directory / "chat_template.jinja").write_text(tokenizer.chat_template)
+    name_class(directory, tokenizer)
+
+
+def name_class(directory: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Let AutoTokenizer make the tokens of `tokenizer` from a directory that was written, whose
+    tokenizer_config.json is the base's: if it does not, name PreTrainedTokenizerFast there."""
+    path = directory / "tokenizer_config.json"
+    settings = read_json(path, {})
+    named = settings.get("tokenizer_class")
+    if named in TAKES_THE_FILE and not (directory / "config.json").is_file():
+        return  # with a config.json the type of the model may count for more
+    text = other_tokens(directory, tokenizer)
+    if named and text is None:
+        return
+    settings.pop("auto_map", None)  # remote code
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    path.write_text(json.dumps(settings, indent=2, ensure_ascii=False))
+    if text is not None:
+        still = "" if other_tokens(directory, tokenizer) is None else (
+            ", but for this type of model AutoTokenizer does not ask: load it by this class")
+        say(f"tokenizer: trained as tokenizer.json has it; {named or 'the class of the model'} of"
+            f" transformers {transformers.__version__} makes other tokens of {text[:60]!r}, so"
+            f" what is saved names PreTrainedTokenizerFast{still}")
+
+
+def other_tokens(directory: Path, tokenizer: PreTrainedTokenizerFast) -> str | None:
+    """A text of which AutoTokenizer makes other tokens than `tokenizer`; None if there is none."""
+    text: str = PROBES[0]
+    both: list[Any] = [tokenizer]
+    with contextlib.suppress(Exception):  # of all kinds: of a class or a package that is missing
+        both.append(AutoTokenizer.from_pretrained(
+            directory, mistral_format=False, trust_remote_code=False))
+        for text in probe_texts(tokenizer):
+            got, want = (t(text, verbose=False)["input_ids"] for t in both)
+            if got != want:
+                return text
+        return None
+    return text
+
+
+def generation_settings(
+    directory: Path, tokenizer: PreTrainedTokenizerFast,
+) -> tuple[dict[str, Any], list[str] | None]:
+    """The model's generation_config.json, with the tokens that end a turn in training added to its
+    eos_token_id; and these, or None if eos_token_id has them already."""
+    config = read_json(directory / "config.json", {})
+    config = {**config, **(config.get("text_config") or {})}
+    keys = "bos_token_id", "eos_token_id", "pad_token_id"
+    settings = {key: config[key] for key in keys if config.get(key) is not None}
+    settings |= read_json(directory / "generation_config.json", {})
+    ids = settings.get("eos_token_id", [])
+    ids = ids if isinstance(ids, list) else [ids]
+    closing = {tokenizer.convert_tokens_to_ids(token): token for token in closing_tokens(tokenizer)}
+    new = {token_id: token for token_id, token in closing.items() if token_id not in ids}
+    return {**settings, "eos_token_id": [*ids, *new]}, list(new.values()) or None

@@ -1,0 +1,318 @@
+"""What is trained are the tokens of the model's own tokenizer.json, whatever tokenizer_config.json
+says of its class; and what is saved and merged gives them again.
+
+The tokenizers are small ones of the kinds that are released, trained here on a few lines. What is
+right is told by the library `tokenizers`, which reads the file alone.
+"""
+
+import functools
+import json
+import random
+import shutil
+import sys
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import transformers
+from conftest import one_process
+from tokenizers import (
+    AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors,
+    trainers)
+from transformers import AutoTokenizer
+
+import merge_adapters
+from fsdp_qlora.data.encode import rows_of
+from fsdp_qlora.data.tokenizer import (
+    TOKENIZER_FILES, check_tokenizer, load_tokenizer, write_tokenizer)
+from train_fsdp_qlora import Config
+
+LINES = ["It is sunny and warm in Paris, isn't it? I'LL see; 2024, 1000, 12345 degrees.\n\n\n",
+         "def f(x):\n    return x  # two  spaces\n\n\tnaïve café Straße 日本語 日本"]  # fmt: skip
+# the patterns by which released tokenizers split a text into words
+GPT4 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+")  # fmt: skip
+QWEN = GPT4.replace("{1,3}", "")
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+TEKKEN = (rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*|\p{{N}}"
+          r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+")  # fmt: skip
+
+
+def add_special(tokenizer, special, bos):
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in special])
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))])  # fmt: skip
+    return tokenizer
+
+
+def byte_level(special, pattern=None, bos=None, normalizer=None, digits=False):
+    tokenizer = Tokenizer(models.BPE())
+    steps = [pre_tokenizers.Digits(individual_digits=True)] * digits
+    steps += [pre_tokenizers.Split(Regex(pattern), "isolated")] if pattern else []
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not pattern)])
+    if normalizer:
+        tokenizer.normalizer = normalizer
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(4 * LINES, trainers.BpeTrainer(
+        vocab_size=302, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
+        special_tokens=special))  # fmt: skip
+    return add_special(tokenizer, special, bos)
+
+
+def sentencepiece(special, bos, kind):
+    """BPE with a byte for what is unknown. `kind` is "legacy", with a space before each text and
+    after each special token, "new", with one before the text alone, or "gemma", without."""
+    to_train = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    to_train.normalizer = normalizers.Replace(" ", "▁")
+    to_train.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+    every_byte = [f"<0x{i:02X}>" for i in range(256)]
+    to_train.train_from_iterator(4 * LINES[:1], trainers.BpeTrainer(
+        vocab_size=302, special_tokens=[*special, *every_byte], show_progress=False))  # fmt: skip
+    model = json.loads(to_train.to_str())["model"]
+    tokenizer = Tokenizer(models.BPE(model["vocab"], list(map(tuple, model["merges"])), fuse_unk=True,
+                                     unk_token="<unk>", byte_fallback=True))  # fmt: skip
+    tokenizer.normalizer = {
+        "legacy": normalizers.Sequence([normalizers.Prepend("▁"), to_train.normalizer]),
+        "gemma": to_train.normalizer}.get(kind)  # fmt: skip
+    if kind == "new":
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", "first", split=False)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return add_special(tokenizer, special, bos)
+
+
+def unigram(special, bos):
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Nmt(), normalizers.NFKC()])
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.train_from_iterator(4 * LINES, trainers.UnigramTrainer(
+        vocab_size=120, special_tokens=special, unk_token="<unk>", show_progress=False))  # fmt: skip
+    return add_special(tokenizer, special, bos)
+
+
+LLAMA = ["<unk>", "<s>", "</s>"]
+GEMMA = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"]
+COHERE = "<PAD> <UNK> <CLS> <SEP> <MASK_TOKEN> <BOS_TOKEN> <|END_OF_TURN_TOKEN|>".split()
+NFC = normalizers.NFC()
+KINDS = {  # name: how it is made, special tokens, the model's type, its right class, more settings
+    "gpt2": (byte_level, ["<|end|>"], {}, "starcoder2", "GPT2TokenizerFast", {}),
+    "llama3": (byte_level, ["<|begin|>", "<|eot|>"], dict(pattern=GPT4, bos="<|begin|>"), "llama",
+               "PreTrainedTokenizerFast", {}),
+    "r1_distill": (byte_level, ["<|begin|>", "<|end|>"], dict(pattern=GPT4, bos="<|begin|>"),
+                   "llama", "LlamaTokenizerFast", {"add_bos_token": True}),
+    "qwen": (byte_level, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+             dict(pattern=QWEN, normalizer=NFC), "qwen3", "Qwen2Tokenizer", {}),
+    "minimax": (byte_level, ["<b>", "<e>"], dict(pattern=GPT4), "minimax_m2", "GPT2Tokenizer", {}),
+    "cohere": (byte_level, COHERE, dict(normalizer=NFC, digits=True, bos="<BOS_TOKEN>"), "cohere",
+               "CohereTokenizerFast", {}),
+    "tekken": (byte_level, [*LLAMA, "[INST]", "[/INST]"], dict(pattern=TEKKEN, bos="<s>"),
+               "mistral", "PreTrainedTokenizerFast", {}),
+    "llama2": (sentencepiece, LLAMA, dict(bos="<s>", kind="legacy"), "llama",
+               "LlamaTokenizerFast", {"legacy": True}),
+    "llama2_new": (sentencepiece, LLAMA, dict(bos="<s>", kind="new"), "llama",
+                   "LlamaTokenizerFast", {"legacy": False}),
+    "llama2_unsaid": (sentencepiece, LLAMA, dict(bos="<s>", kind="legacy"), "llama",
+                      "LlamaTokenizerFast", {}),
+    "phi3": (sentencepiece, [*LLAMA, "<|user|>", "<|end|>"], dict(bos="<s>", kind="legacy"),
+             "phi3", "LlamaTokenizerFast", {"legacy": False, "add_eos_token": False}),
+    "gemma": (sentencepiece, GEMMA, dict(bos="<bos>", kind="gemma"), "gemma2",
+              "GemmaTokenizerFast", {}),
+    "unigram": (unigram, LLAMA, dict(bos="<s>"), "llama", "T5TokenizerFast", {}),
+}  # fmt: skip
+
+
+@functools.cache
+def of_kind(kind):
+    """(tokenizer.json as text, {tokenizer_config.json}, the model's type)."""
+    make, special, options, model_type, right, more = KINDS[kind]
+    bos = {"bos_token": options["bos"]} if "bos" in options else {}
+    settings = {"eos_token": special[-1], "tokenizer_class": right, **bos, **more}
+    return make(special, **options).to_str(), settings, model_type
+
+
+def write_base(directory, kind, class_name="", **changes):
+    """A base's tokenizer and a config.json. `class_name`: named instead of the right one; None:
+    none is."""
+    text, settings, model_type = of_kind(kind)
+    settings = {**settings, **changes}
+    if class_name != "":
+        settings["tokenizer_class"] = class_name
+    settings = {name: value for name, value in settings.items() if value is not None}
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "tokenizer.json").write_text(text)
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    (directory / "config.json").write_text(json.dumps(
+        {"model_type": model_type, "transformers_version": "4.44.0"}))  # fmt: skip
+    return directory
+
+
+@functools.cache
+def texts(kind):
+    """The kind's special tokens inside texts, and random ones of many scripts and spaces."""
+    special, draw = KINDS[kind][1], random.Random(0)
+    alphabet = [*"abcXYZ'.,:(){}=_-0123456789é ", *3 * [" ", "\n", "\t", "\r\n"], " the", "  ",
+                "'s", "I'LL ", "e\u0301", "ﬁ", "½", "日本", "ру", "عر", "🙂", "\u00a0", "\u3000", *special]
+    return ["", " ", "It is sunny.", *("".join(draw.choices(alphabet, k=draw.randint(1, 30)))
+                                       for _ in range(100))]  # fmt: skip
+
+
+def no_difference(tokenizer, kind):
+    own = Tokenizer.from_str(of_kind(kind)[0])
+    return all(tokenizer(text, add_special_tokens=adds)["input_ids"]
+               == own.encode(text, add_special_tokens=adds).ids
+               for text in texts(kind) for adds in (True, False))  # fmt: skip
+
+
+def config_of(directory, **settings):
+    return Config(model=str(directory), dataset=("rows.jsonl",), **settings)
+
+
+def some_rows(tokenizer, lines=LINES):
+    rows = [tokenizer(line)["input_ids"] for line in lines]
+    return rows_of([(row, row) for row in rows])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_those_of_tokenizer_json(kind, tmp_path):
+    """Under the class that is right, the general one, a wrong one and none: loaded here, and by
+    AutoTokenizer from what is saved beside an adapter and from a merged model. The base's files are
+    saved as they are, but for a class that is missing or gives other tokens."""
+    right = KINDS[kind][4]
+    wrong = "GPT2TokenizerFast" if right == "LlamaTokenizerFast" else "LlamaTokenizerFast"
+    for i, name in enumerate([right, "PreTrainedTokenizerFast", wrong, None]):
+        base = write_base(tmp_path / f"base-{i}", kind, name)
+        tokenizer = load_tokenizer(base, config_of(base))
+        assert no_difference(tokenizer, kind), name
+        check_tokenizer(base, tokenizer, some_rows(tokenizer))
+        (saved := tmp_path / f"saved-{i}").mkdir()
+        write_tokenizer(saved, base, tokenizer)
+        assert no_difference(AutoTokenizer.from_pretrained(saved), kind), name
+        assert (saved / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
+        model_type = (base / "config.json").rename(saved / "config.json")
+        assert no_difference(AutoTokenizer.from_pretrained(saved), kind), name
+        is_right = name and no_difference(AutoTokenizer.from_pretrained(base), kind)
+        old, new = (json.loads((d / "tokenizer_config.json").read_text()) for d in (base, saved))
+        assert new == (old if is_right else {**old, "tokenizer_class": "PreTrainedTokenizerFast"})
+
+
+def added(content, **flags):
+    return {"content": content, "lstrip": False, "rstrip": False, "normalized": False,
+            "single_word": False, "special": True, **flags}
+
+
+def test_settings_that_change_the_tokens_are_refused(tmp_path):
+    taken = {"1": added("<|im_start|>", rstrip=True)}
+    base = write_base(tmp_path / "base", "qwen", added_tokens_decoder=taken)
+    tokenizer = load_tokenizer(base, config_of(base))
+    with pytest.raises(ValueError, match="tokenizer_config.json changes the tokens") as caught:
+        check_tokenizer(base, tokenizer, some_rows(tokenizer))
+    assert str(base) in str(caught.value) and "<|im_start|>" in str(caught.value)
+
+
+def test_rows_of_the_run_are_compared(tmp_path):
+    """Of very many special tokens no text but a row may have the one that differs."""
+    text, settings, _ = of_kind("llama3")
+    tokenizer = Tokenizer.from_str(text)
+    tokenizer.add_special_tokens([f"<|reserved_{i}|>" for i in range(100)])
+    base = write_base(tmp_path / "base", "llama3", added_tokens_decoder={
+        str(tokenizer.token_to_id("<|reserved_90|>")): added("<|reserved_90|>", rstrip=True)})
+    tokenizer.save(str(base / "tokenizer.json"))
+    tokenizer = load_tokenizer(base, config_of(base))
+    check_tokenizer(base, tokenizer, some_rows(tokenizer))
+    own = Tokenizer.from_file(str(base / "tokenizer.json"))
+    rows = [own.encode(line).ids for line in [*LINES, "a <|reserved_90|> b"]]
+    with pytest.raises(ValueError, match=r"in '.*a <\|reserved_90\|> b' token"):
+        check_tokenizer(base, tokenizer, rows_of([(row, row) for row in rows]))
+
+
+def test_tokens_that_only_the_settings_add_are_no_difference(tmp_path):
+    """An EOS that is an entry of the vocabulary alone, a PAD that is new; nor are padding and
+    truncation in the file, which rows do without."""
+    text, _, _ = of_kind("llama2")
+    content = json.loads(text)
+    content["added_tokens"] = [t for t in content["added_tokens"] if t["content"] != "</s>"]
+    base = write_base(tmp_path / "base", "llama2", pad_token="[PAD]")
+    tokenizer = Tokenizer.from_str(json.dumps(content))
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=64)
+    tokenizer.save(str(base / "tokenizer.json"))
+    tokenizer = load_tokenizer(base, config_of(base))
+    check_tokenizer(base, tokenizer, some_rows(tokenizer, [*LINES, "a</s> b [PAD]"]))
+    assert tokenizer("a</s>")["input_ids"][-1] == tokenizer.eos_token_id == 2
+
+
+def test_mistral_common_is_not_taken_for_tokenizer_json(monkeypatch, tmp_path):
+    """Where that package is installed and a tekken.json lies beside, AutoTokenizer would."""
+    monkeypatch.setattr(
+        transformers.integrations.mistral.tokenizer, "is_mistral_common_available", lambda: True)
+    base = write_base(tmp_path / "base", "tekken")
+    (base / "tekken.json").write_text("{}")
+    tokenizer = load_tokenizer(base, config_of(base))
+    assert no_difference(tokenizer, "tekken")
+    (saved := tmp_path / "saved").mkdir()
+    write_tokenizer(saved, base, tokenizer)
+    assert {p.name for p in saved.iterdir()} == {"tokenizer.json", "tokenizer_config.json"}
+
+
+def test_directory_without_tokenizer_json(monkeypatch, tmp_path):
+    """It is refused if there is nothing else, and if what there is needs a package that is not
+    installed, which is named."""
+    base = write_base(tmp_path / "base", "llama2")
+    (base / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=f"{base}: has no tokenizer.json"):
+        load_tokenizer(base, config_of(base))
+    (base / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02")
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    with pytest.raises(ValueError, match="pip install sentencepiece$"):
+        load_tokenizer(base, config_of(base))
+
+
+def test_vocabulary_of_the_hub_is_made_a_tokenizer(monkeypatch, tmp_path, capsys):
+    """By the model's id, which transformers has lists of; the log says that nothing is compared.
+    What was trained is saved."""
+    cache = tmp_path / "models--owner--name"
+    base = write_base(cache / "snapshots" / (40 * "5"), "qwen",
+                      additional_special_tokens=KINDS["qwen"][1])
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text(40 * "5")
+    model = json.loads(of_kind("qwen")[0])["model"]
+    (base / "tokenizer.json").unlink()
+    (base / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (base / "merges.txt").write_text("#version: 0.2\n" + "\n".join(map(" ".join, model["merges"])))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    tokenizer = load_tokenizer(base, config_of("owner/name"))
+    assert tokenizer.name_or_path == "owner/name" and no_difference(tokenizer, "qwen")
+    assert "no tokenizer.json" in capsys.readouterr().out
+    check_tokenizer(base, tokenizer, some_rows(tokenizer))
+    (saved := tmp_path / "saved").mkdir()
+    write_tokenizer(saved, base, tokenizer)
+    assert no_difference(AutoTokenizer.from_pretrained(saved), "qwen")
+
+
+def test_run_trains_and_saves_the_tokens_of_the_file(run_main, tiny_model, tmp_path):
+    """By the command line, a base whose class would lose all spaces."""
+    model = shutil.copytree(tiny_model("llama"), tmp_path / "model")
+    config = (model / "config.json").read_text()
+    write_base(model, "llama2", "GPT2TokenizerFast")
+    (model / "config.json").write_text(config)
+    assert not no_difference(AutoTokenizer.from_pretrained(model), "llama2")
+    own = Tokenizer.from_str(of_kind("llama2")[0])
+    # where EOS stands already and where BOS does, none is added
+    lines = [t for t in texts("llama2") if t.strip() and t[:3] != "<s>" and t[-4:] != "</s>"][:24]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in lines))
+    code, out, err = run_main(
+        "--model", model, "--dataset", tmp_path / "data.jsonl", "--max_steps", 1, "--batch_size", 8,
+        "--learning_rate", 0.01, "--report_to", "none", "--output_dir", tmp_path / "run")  # fmt: skip
+    assert code == 0, err
+    assert "GPT2TokenizerFast of transformers" in out and "names PreTrainedTokenizerFast" in out
+    want = [[*own.encode(line).ids, 2] for line in lines]  # and EOS
+    assert f"{len(lines)} text; {sum(map(len, want)):,} tokens" in out
+    rows = json.loads((tmp_path / "run" / "train_config.json").read_text())["probe_input_ids"]
+    assert rows and all(row in want for row in rows)
+    merge_adapters.main(["--adapter_dir", str(tmp_path / "run"), "--no-check",
+                         "--output_dir", str(tmp_path / "merged")])  # fmt: skip
+    for directory in tmp_path / "run", tmp_path / "merged":
+        assert no_difference(AutoTokenizer.from_pretrained(directory), "llama2")
