@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from test_layer import make_model as make_layers
 from transformers import AutoTokenizer
 
-from fsdp_qlora.pretrained import check
+from fsdp_qlora.training import check
 from fsdp_qlora.model import experts
 from fsdp_qlora.model import grouped
 from fsdp_qlora.model import router

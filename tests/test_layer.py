@@ -21,7 +21,7 @@ from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
 from fsdp_qlora.model import attention
-from fsdp_qlora.pretrained import check
+from fsdp_qlora.training import check
 from fsdp_qlora.pretrained import config as configs
 from fsdp_qlora.pretrained import families
 from fsdp_qlora.model import linears

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoTokenizer
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from fsdp_qlora.pretrained import check
+from fsdp_qlora.training import check
 from fsdp_qlora.pretrained.hub import read_model_config
 from fsdp_qlora.training.check import plain_model, random_adapter, random_reference, read_weights
 from fsdp_qlora.pretrained.config import describe_model, shrunk_config

@@ -18,7 +18,7 @@ from rows import CHATML, chat_tokenizer
 from torch.distributed.run import get_args_parser
 
 import merge_adapters
-from fsdp_qlora.run import ranks
+from fsdp_qlora import ranks
 from fsdp_qlora.run.flags import resolve_config
 from fsdp_qlora.data.encode import try_row
 from fsdp_qlora.data.forms import FORMS, OPTIONAL, REFUSED, SYNONYMS, TRAINED
