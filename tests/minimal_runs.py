@@ -36,7 +36,7 @@ def minimal(job, process):
             stack.enter_context(mock.patch.object(owner, name, new))
         try:
             script.main()
-        except (SystemExit, AssertionError) as e:
+        except (SystemExit, AssertionError, RuntimeError) as e:
             log.write(f"{type(e).__name__}: {e}\n")
             seen.clear()
     if dist.get_rank() == 0:

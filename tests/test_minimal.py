@@ -108,6 +108,7 @@ def base(tmp_path_factory, demo_directory):
     tokenizer = AutoTokenizer.from_pretrained(demo_directory / "model")
     for model_type in *FAMILIES, "mixtral":
         write_model(directory / model_type, model_type, tokenizer)
+    shutil.copytree(demo_directory / "model", directory / "demo")
     shutil.copytree(directory / "llama", directory / "lacking")
     index = directory / "lacking" / "model.safetensors.index.json"
     (index.parent / json.loads(index.read_text())["weight_map"]["model.norm.weight"]).unlink()
@@ -148,7 +149,8 @@ RUNS = {  # name: (processes, what the job has)
     # more ranks than rows of A
     **{f"on {n}": (n, {"argv": flags("llama", f"on-{n}", "--max_steps", 8, "--lora_rank", 2,
                                      rows="mixed.jsonl")}) for n in (1, 4)},
-    "all rows": (2, {"argv": flags("qwen3", "all-rows", "--batch_size", 24, "--max_steps", 1)}),
+    "all rows": (2, {"argv": flags("qwen3", "all-rows", "--batch_size", 24, "--max_steps", 1,
+                                  rows="mixed.jsonl")}),
     "copies as on CUDA": (2, {"argv": flags("llama", "x"), "fault": "copies_as_on_cuda"}),
     "LoRA in bf16": (2, {"argv": flags("llama", "x"), "fault": "lora_in_bf16"}),
     "a norm is trained": (2, {"argv": flags("llama", "x"), "fault": "norm_is_trained"}),
@@ -158,6 +160,10 @@ RUNS = {  # name: (processes, what the job has)
     "quantised": (2, {"argv": flags("quantised", "x")}),
     "odd rows": (2, {"argv": flags("llama", "x", rows="odd.jsonl")}),
     "batch": (2, {"argv": flags("llama", "x", "--batch_size", 3)}),
+    "no batch": (2, {"argv": flags("llama", "x", "--batch_size", 0)}),
+    "no file": (2, {"argv": flags("llama", "x", rows="none.jsonl")}),
+    "no rows": (2, {"argv": flags("llama", "x", "--max_length", 1)}),
+    "too fast": (2, {"argv": flags("demo", "x", "--learning_rate", 1e9)}),
 }  # fmt: skip
 
 
@@ -209,7 +215,7 @@ def test_same_losses_whatever_the_processes(launched, runs):
 
 
 def test_first_loss_is_that_of_the_big_script(base, runs, read_metrics):
-    argv = ["--model", "qwen3", "--dataset", "text.jsonl", "--output_dir", "big", "--batch_size",
+    argv = ["--model", "qwen3", "--dataset", "mixed.jsonl", "--output_dir", "big", "--batch_size",
             "24", "--max_steps", "1", "--max_seq_len", "64", "--report_to", "none"]  # fmt: skip
     codes, _, err = do_here([{"argv": argv}], base)
     assert codes == [0], err
@@ -242,18 +248,19 @@ def test_family_trains_and_peft_gives_the_same(family, base, runs):
     text, seen = runs(family)
     model = load_trained(base, family)
     tokenizer = AutoTokenizer.from_pretrained(base / family)
-    args = argparse.Namespace(dataset=base / "text.jsonl", max_length=64)
+    args = argparse.Namespace(
+        dataset=base / "text.jsonl", max_length=64, max_steps=1, batch_size=1)
     with one_process():
         rows = minimal_fsdp_qlora.read_rows(args, base / family)[:4]
-    assert all(row[-1] == tokenizer.eos_token_id for row in rows)
+    assert all(ids == labels and ids[-1] == tokenizer.eos_token_id for ids, labels in rows)
     total = 0.0
     with model.disable_adapter():
         plain = logits_of(model, PROBE)
-        for row in rows:
+        for row, _ in rows:
             target = torch.tensor(row[1:], device=DEVICE)
             total += F.cross_entropy(logits_of(model, row)[:-1], target, reduction="sum").item()
     found = losses(text)
-    assert found[0] == pytest.approx(total / sum(len(row) - 1 for row in rows), abs=1e-3)
+    assert found[0] == pytest.approx(total / sum(len(row) - 1 for row, _ in rows), abs=1e-3)
     assert found[-1] < found[0] - 0.02
     adapted = logits_of(model, PROBE)
     error = float((seen["logits"] - adapted).norm() / (adapted - plain).norm())
@@ -283,7 +290,7 @@ def test_check_at_start_finds_rewritten_words(runs):
     needs_ranks(2)
     assert len(losses(runs("copies as on CUDA")[0])) == 3
     text, _ = runs("LoRA in bf16")
-    assert "AssertionError: FSDP2 has changed 4-bit weights: is LoRA in fp32" in text
+    assert "RuntimeError: FSDP2 has changed 4-bit weights: is LoRA in fp32" in text
     assert not losses(text)
 
 
@@ -298,10 +305,14 @@ def test_verify_finds(run, words, runs):
 
 @pytest.mark.parametrize("run,words", [
     ("mixture", "mixtral is a mixture of experts (0.mlp.experts.gate_up_proj): use train_fsdp_"),
-    ("lacking", "lacking: no *.safetensors has layers.2."),
+    ("lacking", "lacking: no model*.safetensors has layers.2."),
     ("quantised", "quantised is quantised already: name the original"),
-    ("odd rows", "odd.jsonl line 2 has neither text nor messages"),
+    ("odd rows", "odd.jsonl, line 2: KeyError('text')"),
     ("batch", "--batch_size 3 is not a multiple of 2 GPUs"),
+    ("no batch", "--batch_size 0: it must be above 0"),
+    ("no file", "none.jsonl, line 0: FileNotFoundError("),
+    ("no rows", "nothing to train in 24 texts and answers"),
+    ("too fast", "gradient norm 0.0: try a lower --learning_rate"),
 ])  # fmt: skip
 def test_one_line_says_what_is_wrong(run, words, runs):
     *_, line, last = runs(run)[0].splitlines()
@@ -309,8 +320,9 @@ def test_one_line_says_what_is_wrong(run, words, runs):
 
 
 def test_rows(base):
-    """Text with EOS, conversations by the template; cut; in an order that is not the file's."""
-    args = argparse.Namespace(dataset=base / "mixed.jsonl", max_length=20)
+    """Text with EOS is trained whole, of conversations the answers; cut; in another order."""
+    args = argparse.Namespace(
+        dataset=base / "mixed.jsonl", max_length=20, max_steps=1, batch_size=1)
     with one_process():
         rows = minimal_fsdp_qlora.read_rows(args, base / "llama")
     tokenizer, want = AutoTokenizer.from_pretrained(base / "llama"), []
@@ -318,8 +330,39 @@ def test_rows(base):
         row = json.loads(line)
         text = (tokenizer.apply_chat_template(row["messages"], tokenize=False)
                 if "messages" in row else row["text"] + tokenizer.eos_token)  # fmt: skip
-        want.append(tokenizer(text)["input_ids"][:20])
-    assert sorted(rows) == sorted(want) and rows != want
+        ids = tokenizer(text)["input_ids"]
+        answer = tokenizer("4" + tokenizer.eos_token, add_special_tokens=False)["input_ids"]
+        n_asked = len(ids) - len(answer) if "messages" in row else 0
+        labels = [-100] * n_asked + ids[n_asked:]
+        if n_asked < 20:
+            want.append((ids[:20], labels[:20]))
+    assert sorted(rows) == sorted(want) and rows != want and len(want) < 24
+
+
+def test_each_answer_is_trained_once_as_the_model_will_write_it(base):
+    """Also with a template that drops the reasoning of answers that others follow."""
+    tokenizer = AutoTokenizer.from_pretrained(base / "llama")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {% if loop.last and m.role == 'assistant' %}why "
+        "{% endif %}{{ m.content }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}")
+    messages = [{"role": role, "content": text} for role, text in (
+        ("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4"), ("user", "5"))]
+    rows = minimal_fsdp_qlora.encode({"messages": messages}, tokenizer)
+    eos = tokenizer.eos_token
+    asked = [f"user: 1{eos}assistant: ", f"user: 1{eos}assistant: 2{eos}user: 3{eos}assistant: "]
+    for (ids, labels), question, answer in zip(rows, asked, ("why 2", "why 4"), strict=True):
+        assert tokenizer.decode(ids) == question + answer + eos
+        trained = [label for label in labels if label != -100]
+        assert tokenizer.decode(trained).strip() == answer + eos
+        assert labels[-len(trained) :] == ids[-len(trained) :] and len(labels) == len(ids)
+
+
+def test_runs_without_torchrun(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    assert minimal_fsdp_qlora.join_processes().type == DEVICE
+    assert torch.distributed.get_world_size() == 1
+    torch.distributed.destroy_process_group()
 
 
 def test_learning_rate():
