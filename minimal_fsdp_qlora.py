@@ -43,7 +43,7 @@ from peft.tuners.lora import LoraLayer
 from safetensors import safe_open
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import is_flash_attn_2_available
 
 # FSDP2 shards only floating-point tensors, so four 4-bit weights are stored as one bf16 number
@@ -109,7 +109,8 @@ def refuse(message: str) -> NoReturn:
 
 def read_rows(args: argparse.Namespace, directory: Path) -> list[list[int]]:
     """Returns the token ids of each row of the data set, shuffled."""
-    tokenizer, rows = AutoTokenizer.from_pretrained(directory), []
+    # the class that takes tokenizer.json as it is: AutoTokenizer's may make other tokens
+    tokenizer, rows = PreTrainedTokenizerFast.from_pretrained(directory), []
     with open(args.dataset) as file:
         for number, line in enumerate(file, 1):
             row = json.loads(line)

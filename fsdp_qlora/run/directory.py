@@ -1,7 +1,7 @@
 """The output directory: who may use it, what describes the run in it, and what to type next.
 
-Depends on hub, tokenizer, files, ranks and nf4's constants. Checkpoints in it are in checkpoints, metrics in
-logs.
+Depends on hub, tokenizer, files, ranks and nf4's constants. Checkpoints in it are in checkpoints,
+metrics in logs.
 """
 
 from __future__ import annotations
