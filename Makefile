@@ -15,6 +15,8 @@ ARGS ?=
 train_flags = $(if $(MODEL),--model '$(MODEL)') $(if $(DATASET),--dataset '$(DATASET)') \
     $(if $(OUT),--output_dir '$(OUT)') $(ARGS)
 count_gpus := import torch; print(torch.cuda.is_available() and torch.cuda.device_count() or 2)
+OLDEST_VENV := .venv-oldest
+oldest = $(shell sed -n 's/^transformers>=\([0-9.]*\),.*/\1.*/p' requirements.txt)
 newest_adapter = $(shell ls -t runs/*/adapter_model.safetensors 2>/dev/null | head -n 1)
 run = $(or $(OUT),$(patsubst %/adapter_model.safetensors,%,$(newest_adapter)))
 
@@ -32,7 +34,7 @@ space := $(empty) $(empty)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train merge standalone test test-fast test-slow chaos lint flash-attn \
+.PHONY: help setup train merge standalone test test-fast test-slow test-oldest chaos lint flash-attn \
     can-build-flash-attn clean
 
 help: ## When you want to know what there is
@@ -69,6 +71,9 @@ test-fast: $(READY) ## While you edit: layer, families, plan, data; less than a 
 test-slow: $(READY) ## Before you push: all that make test leaves out but kills, 10 minutes
 	$(VENV)/bin/python -m pytest -m slow $(ARGS)
 
+test-oldest: ## Before a release, and when a library is raised: make test on the oldest transformers
+	$(MAKE) test VENV=$(OLDEST_VENV) PINS='transformers==$(oldest)'
+
 chaos: $(READY) ## Before a release: kills, signals and faults by the hundred, 20 minutes
 	$(VENV)/bin/python -m pytest -m chaos $(ARGS)
 
@@ -91,7 +96,7 @@ can-build-flash-attn:
 	@true
 
 clean: ## To start over, or before you give the folder away: removes .venv, dist and caches, never runs/
-	rm -rf $(VENV) dist .pytest_cache .ruff_cache .mypy_cache __pycache__ benchmarks/__pycache__ tests/__pycache__ \
+	rm -rf $(VENV) $(OLDEST_VENV) dist .pytest_cache .ruff_cache .mypy_cache __pycache__ benchmarks/__pycache__ tests/__pycache__ \
 	    fsdp_qlora/__pycache__ fsdp_qlora/*/__pycache__
 
 $(READY): requirements.txt
@@ -100,6 +105,6 @@ $(READY): requirements.txt
 	        echo "$(PYTHON) is not Python 3.10 or newer: make setup PYTHON=/path/to/python3.11" >&2; \
 	        exit 1; }; \
 	    $(PYTHON) -m venv --clear $(VENV); }
-	$(VENV)/bin/python -m pip install --disable-pip-version-check -r requirements.txt
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -r requirements.txt $(PINS:%='%')
 	@touch $@
 	$(if $(and $(gpu_archs),$(nvcc)),@echo "Flash Attention 2 can be built here: make flash-attn")

@@ -39,7 +39,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import is_flash_attn_2_available
 
 # FSDP2 shards only floating-point tensors, so four 4-bit weights are stored as one bf16 number
@@ -108,12 +108,12 @@ def refuse(message: str) -> NoReturn:
 
 def read_rows(args: argparse.Namespace, directory: Path) -> list[Row]:
     """Returns the rows of the data set, cut to --max_length and shuffled."""
-    tokenizer, end = AutoTokenizer.from_pretrained(directory), args.max_length
+    # this class takes tokenizer.json as it is, AutoTokenizer may not
+    tokenizer, end = PreTrainedTokenizerFast.from_pretrained(directory), args.max_length
     found, number = list[Row](), 0
     try:
         with open(args.dataset) as file:
-            for line in file:
-                number += 1
+            for number, line in enumerate(file, 1):
                 found += encode(json.loads(line), tokenizer)
     except Exception as e:  # a chat template raises what it likes
         refuse(f"--dataset {args.dataset}, line {number}: {e!r}")
@@ -127,7 +127,7 @@ def read_rows(args: argparse.Namespace, directory: Path) -> list[Row]:
     return rows
 
 
-def encode(row: dict, tokenizer: PreTrainedTokenizerBase) -> list[Row]:
+def encode(row: dict, tokenizer: PreTrainedTokenizerFast) -> list[Row]:
     """Returns a text, or each answer of a conversation after all that precedes it: a template may
     change an answer when others follow, as Qwen3's drops reasoning."""
     if "messages" not in row:

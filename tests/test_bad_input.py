@@ -12,7 +12,7 @@ import torch
 import transformers
 from conftest import ROOT, SIZES, one_process
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_fsdp_qlora
 from fsdp_qlora.model import elementwise
@@ -387,6 +387,26 @@ def test_tokenizer_without_eos_is_refused(start, model):
     tokenizer.eos_token = None
     tokenizer.save_pretrained(model)
     refused(DATA, start(model), "EOS")
+
+
+def test_adapter_beside_the_weights_is_refused(start, model):
+    """transformers would load it, too."""
+    (model / "adapter_config.json").write_text("{}")
+    refused(MODEL, start(model), model, "adapter_config.json", "--init_adapter")
+
+
+@pytest.mark.parametrize("pad", [302, -303])
+def test_pad_token_outside_of_the_vocabulary_is_refused(pad, start, model):
+    edit_json(model / "config.json", pad_token_id=pad)
+    refused(MODEL, start(model), model, f"pad_token_id {pad}", "302")
+
+
+@pytest.mark.parametrize("pad", [301, -302, None])
+def test_pad_token_that_transformers_takes_is_taken(pad, model):
+    edit_json(model / "config.json", pad_token_id=pad)
+    _, model_config, _ = read_model_config(model, train_fsdp_qlora.Config(model=str(model)))
+    assert model_config.vocab_size == 302 and model_config.pad_token_id == pad
+    AutoModelForCausalLM.from_pretrained(model)
 
 
 def test_tokenizer_of_another_model_is_refused(start, model):

@@ -1010,6 +1010,7 @@ def test_links_out_of_the_base_are_not_followed(tmp_path, capsys):
     (snapshot / "NOTES.txt").symlink_to(secret)
     (snapshot / "MINE.txt").symlink_to("tokenizer.json")
     (tmp_path / "link").symlink_to(snapshot)
+    (snapshot / "adapter_config.json").write_text("{}")  # a merged model has no adapter
     copy_small_files(tmp_path / "link", out)
     assert {path.name for path in out.iterdir()} == {"tokenizer.json", "MINE.txt"}
     assert "NOTES.txt: not copied, it is a link" in capsys.readouterr().out

@@ -10,12 +10,10 @@ import json
 import random
 import shutil
 import sys
-from pathlib import Path
 
 import huggingface_hub
 import pytest
 import transformers
-from conftest import one_process
 from tokenizers import (
     AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors,
     trainers)
@@ -24,14 +22,14 @@ from transformers import AutoTokenizer
 import merge_adapters
 from fsdp_qlora.data.encode import rows_of
 from fsdp_qlora.data.tokenizer import (
-    TOKENIZER_FILES, check_tokenizer, load_tokenizer, write_tokenizer)
+    check_tokenizer, load_tokenizer, name_class, write_tokenizer)
 from train_fsdp_qlora import Config
 
 LINES = ["It is sunny and warm in Paris, isn't it? I'LL see; 2024, 1000, 12345 degrees.\n\n\n",
          "def f(x):\n    return x  # two  spaces\n\n\tnaïve café Straße 日本語 日本"]  # fmt: skip
 # the patterns by which released tokenizers split a text into words
-GPT4 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-        r"|\s*[\r\n]+|\s+(?!\S)|\s+")  # fmt: skip
+GPT4 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")  # fmt: skip
 QWEN = GPT4.replace("{1,3}", "")
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 TEKKEN = (rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*|\p{{N}}"
@@ -71,8 +69,9 @@ def sentencepiece(special, bos, kind):
     to_train.train_from_iterator(4 * LINES[:1], trainers.BpeTrainer(
         vocab_size=302, special_tokens=[*special, *every_byte], show_progress=False))  # fmt: skip
     model = json.loads(to_train.to_str())["model"]
-    tokenizer = Tokenizer(models.BPE(model["vocab"], list(map(tuple, model["merges"])), fuse_unk=True,
-                                     unk_token="<unk>", byte_fallback=True))  # fmt: skip
+    merges = list(map(tuple, model["merges"]))
+    tokenizer = Tokenizer(models.BPE(
+        model["vocab"], merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))  # fmt: skip
     tokenizer.normalizer = {
         "legacy": normalizers.Sequence([normalizers.Prepend("▁"), to_train.normalizer]),
         "gemma": to_train.normalizer}.get(kind)  # fmt: skip
@@ -89,7 +88,8 @@ def unigram(special, bos):
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
     tokenizer.train_from_iterator(4 * LINES, trainers.UnigramTrainer(
-        vocab_size=120, special_tokens=special, unk_token="<unk>", show_progress=False))  # fmt: skip
+        vocab_size=120, special_tokens=special, unk_token=special[0],
+        show_progress=False))  # fmt: skip
     return add_special(tokenizer, special, bos)
 
 
@@ -154,7 +154,8 @@ def texts(kind):
     """The kind's special tokens inside texts, and random ones of many scripts and spaces."""
     special, draw = KINDS[kind][1], random.Random(0)
     alphabet = [*"abcXYZ'.,:(){}=_-0123456789é ", *3 * [" ", "\n", "\t", "\r\n"], " the", "  ",
-                "'s", "I'LL ", "e\u0301", "ﬁ", "½", "日本", "ру", "عر", "🙂", "\u00a0", "\u3000", *special]
+                "'s", "I'LL ", "e\u0301", "ﬁ", "½", "日本", "ру", "عر", "🙂", "\u00a0", "\u3000",
+                *special]
     return ["", " ", "It is sunny.", *("".join(draw.choices(alphabet, k=draw.randint(1, 30)))
                                        for _ in range(100))]  # fmt: skip
 
@@ -191,7 +192,7 @@ def test_tokens_are_those_of_tokenizer_json(kind, tmp_path):
         write_tokenizer(saved, base, tokenizer)
         assert no_difference(AutoTokenizer.from_pretrained(saved), kind), name
         assert (saved / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
-        model_type = (base / "config.json").rename(saved / "config.json")
+        (base / "config.json").rename(saved / "config.json")
         assert no_difference(AutoTokenizer.from_pretrained(saved), kind), name
         is_right = name and no_difference(AutoTokenizer.from_pretrained(base), kind)
         old, new = (json.loads((d / "tokenizer_config.json").read_text()) for d in (base, saved))
@@ -203,13 +204,37 @@ def added(content, **flags):
             "single_word": False, "special": True, **flags}
 
 
-def test_settings_that_change_the_tokens_are_refused(tmp_path):
-    taken = {"1": added("<|im_start|>", rstrip=True)}
-    base = write_base(tmp_path / "base", "qwen", added_tokens_decoder=taken)
+@pytest.fixture
+def model(tiny_model, tmp_path):
+    """Function (kind, class, **settings): a llama with such a tokenizer."""
+
+    def make(*args, **settings):
+        directory = shutil.copytree(tiny_model("llama"), tmp_path / "model")
+        config = (directory / "config.json").read_text()
+        write_base(directory, *args, **settings)
+        (directory / "config.json").write_text(config)
+        return directory
+
+    return make
+
+
+def test_settings_that_change_the_tokens_are_refused(run_main, model, tmp_path):
+    base = model("qwen", added_tokens_decoder={"1": added("<|im_start|>", rstrip=True)})
+    (tmp_path / "data.jsonl").write_text('{"text": "It is sunny."}\n')
+    code, _, err = run_main("--model", base, "--dataset", tmp_path / "data.jsonl", "--max_steps", 1,
+                            "--batch_size", 1, "--output_dir", tmp_path / "run")  # fmt: skip
+    assert code == 3 and len(err.splitlines()) == 1, err
+    assert f"{base}: tokenizer_config.json changes the tokens" in err and "<|im_start|>" in err
+
+
+def test_type_of_the_model_that_counts_for_more_is_said(tmp_path, capsys):
+    """transformers takes its own class for qwen2, whatever is named."""
+    base = write_base(tmp_path / "base", "llama3")
     tokenizer = load_tokenizer(base, config_of(base))
-    with pytest.raises(ValueError, match="tokenizer_config.json changes the tokens") as caught:
-        check_tokenizer(base, tokenizer, some_rows(tokenizer))
-    assert str(base) in str(caught.value) and "<|im_start|>" in str(caught.value)
+    (base / "config.json").write_text('{"model_type": "qwen2"}')
+    assert not no_difference(AutoTokenizer.from_pretrained(base), "llama3")
+    name_class(base, tokenizer)
+    assert "AutoTokenizer does not ask: load it by this class" in capsys.readouterr().out
 
 
 def test_rows_of_the_run_are_compared(tmp_path):
@@ -277,7 +302,7 @@ def test_vocabulary_of_the_hub_is_made_a_tokenizer(monkeypatch, tmp_path, capsys
     base = write_base(cache / "snapshots" / (40 * "5"), "qwen",
                       additional_special_tokens=KINDS["qwen"][1])
     (cache / "refs").mkdir()
-    (cache / "refs" / "main").write_text(40 * "5")
+    (cache / "refs" / "main").write_text(40 * "6")  # of a download that began meanwhile
     model = json.loads(of_kind("qwen")[0])["model"]
     (base / "tokenizer.json").unlink()
     (base / "vocab.json").write_text(json.dumps(model["vocab"]))
@@ -292,27 +317,28 @@ def test_vocabulary_of_the_hub_is_made_a_tokenizer(monkeypatch, tmp_path, capsys
     assert no_difference(AutoTokenizer.from_pretrained(saved), "qwen")
 
 
-def test_run_trains_and_saves_the_tokens_of_the_file(run_main, tiny_model, tmp_path):
-    """By the command line, a base whose class would lose all spaces."""
-    model = shutil.copytree(tiny_model("llama"), tmp_path / "model")
-    config = (model / "config.json").read_text()
-    write_base(model, "llama2", "GPT2TokenizerFast")
-    (model / "config.json").write_text(config)
-    assert not no_difference(AutoTokenizer.from_pretrained(model), "llama2")
+def test_run_trains_and_saves_the_tokens_of_the_file(run_main, model, tmp_path):
+    """By the command line, of a base whose class would lose all spaces; those of the run are merged
+    where the base has no tokenizer.json."""
+    base = model("llama2", "GPT2TokenizerFast")
+    assert not no_difference(AutoTokenizer.from_pretrained(base), "llama2")
     own = Tokenizer.from_str(of_kind("llama2")[0])
     # where EOS stands already and where BOS does, none is added
     lines = [t for t in texts("llama2") if t.strip() and t[:3] != "<s>" and t[-4:] != "</s>"][:24]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in lines))
     code, out, err = run_main(
-        "--model", model, "--dataset", tmp_path / "data.jsonl", "--max_steps", 1, "--batch_size", 8,
-        "--learning_rate", 0.01, "--report_to", "none", "--output_dir", tmp_path / "run")  # fmt: skip
+        "--model", base, "--dataset", tmp_path / "data.jsonl", "--max_steps", 1, "--batch_size", 8,
+        "--learning_rate", 0.01, "--report_to", "none",
+        "--output_dir", tmp_path / "run")  # fmt: skip
     assert code == 0, err
     assert "GPT2TokenizerFast of transformers" in out and "names PreTrainedTokenizerFast" in out
     want = [[*own.encode(line).ids, 2] for line in lines]  # and EOS
     assert f"{len(lines)} text; {sum(map(len, want)):,} tokens" in out
     rows = json.loads((tmp_path / "run" / "train_config.json").read_text())["probe_input_ids"]
     assert rows and all(row in want for row in rows)
-    merge_adapters.main(["--adapter_dir", str(tmp_path / "run"), "--no-check",
-                         "--output_dir", str(tmp_path / "merged")])  # fmt: skip
-    for directory in tmp_path / "run", tmp_path / "merged":
-        assert no_difference(AutoTokenizer.from_pretrained(directory), "llama2")
+    for name in "merged", "merged-by-the-run":
+        merge_adapters.main(["--adapter_dir", str(tmp_path / "run"), "--no-check",
+                             "--output_dir", str(tmp_path / name)])  # fmt: skip
+        (base / "tokenizer.json").unlink(missing_ok=True)
+    for name in "run", "merged", "merged-by-the-run":
+        assert no_difference(AutoTokenizer.from_pretrained(tmp_path / name), "llama2")

@@ -8,7 +8,6 @@ names of special tokens and the chat template.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
@@ -32,13 +31,13 @@ if TYPE_CHECKING:
 PROBES = (  # where released tokenizers differ: spaces, lines, digits, case, scripts, normal forms
     "It is sunny and warm.", "  two spaces around  ", "one  two   three\ttabs\t\t.", "",
     "def f(x):\n    return {'a': [x, 2.50]}  # 1234567\n\n\n\tend\r\n\r\n",
-    "I'm, DON'T, we'LL HTTPServer",
-    "naïve café e\u0301 Straße ﬁ Ａ ½", "日本語 한국어 русский العربية हिन्दी",
-    "🙂👩\u200d💻 a\u00a0b\u2003c\u3000d\u0000")
+    "I'm, DON'T, we'LL HTTPServer", "naïve café e\u0301 Straße ﬁ Ａ ½",
+    "日本語 한국어 русский العربية हिन्दी", "🙂👩\u200d💻 a\u00a0b\u2003c\u3000d\u0000")
 N_ROWS, N_TOKENS = 16, 1024  # of the run: rows, and tokens of each
 TOKENIZER_FILES = ["*token*.json", "tokenizer.model", "vocab.json", "merges.txt", "chat_template.*"]
-TAKES_THE_FILE = "PreTrainedTokenizerFast", "TokenizersBackend"
-SOURCES = "tokenizer.model", "tekken.json", "vocab.json", "tiktoken.model"  # see make_tokenizer()
+PLAIN_CLASSES = "PreTrainedTokenizerFast", "TokenizersBackend"  # names of one, which takes the file
+# what else transformers can make a tokenizer of
+VOCABULARIES = "tokenizer.model", "tekken.json", "vocab.json", "tiktoken.model"
 
 
 def load_tokenizer(directory: Path, config: Config) -> PreTrainedTokenizerFast | None:
@@ -57,7 +56,7 @@ def load_tokenizer(directory: Path, config: Config) -> PreTrainedTokenizerFast |
 def make_tokenizer(directory: Path, model: str) -> PreTrainedTokenizerFast:
     """What transformers makes of a model's vocabulary where there is no tokenizer.json. `model` is
     the directory or its Hub id, by which transformers knows some models."""
-    found = [name for name in SOURCES if (directory / name).is_file()]
+    found = [name for name in VOCABULARIES if (directory / name).is_file()]
     if not found:
         raise ValueError(f"{directory}: has no tokenizer.json")
     if found[0] == "tokenizer.model" and not importlib.util.find_spec("sentencepiece"):
@@ -90,10 +89,10 @@ def check_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerFast | None,
     own.add_tokens([token for token in tokenizer.added_tokens_decoder.values()
                     if token.content not in known])  # which tokenizer_config.json adds to it
     step = -(-len(rows.starts) // N_ROWS)
-    texts = [tokenizer.decode(rows.tokens(i)[0][:N_TOKENS])
-             for i in range(0, len(rows.starts), step)]
+    texts: list[Any] = [tokenizer.decode(rows.tokens(i)[0][:N_TOKENS])
+                        for i in range(0, len(rows.starts), step)]
     for text in [*probe_texts(tokenizer), *texts]:
-        got, want = tokenizer(text, verbose=False)["input_ids"], own.encode(text).ids
+        got, want = tokens(tokenizer, text), own.encode(text).ids
         if got != want:
             at = len(os.path.commonprefix([got, want]))
             got, want = (tokenizer.convert_ids_to_tokens(ids[at : at + 4]) for ids in (got, want))
@@ -128,14 +127,14 @@ def name_class(directory: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     path = directory / "tokenizer_config.json"
     settings = read_json(path, {})
     named = settings.get("tokenizer_class")
-    if named in TAKES_THE_FILE and not (directory / "config.json").is_file():
+    if named in PLAIN_CLASSES and not (directory / "config.json").is_file():
         return  # with a config.json the type of the model may count for more
     text = other_tokens(directory, tokenizer)
     if named and text is None:
         return
     settings.pop("auto_map", None)  # remote code
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-    path.write_text(json.dumps(settings, indent=2, ensure_ascii=False))
+    path.write_text(json.dumps(settings, indent=2))
     if text is not None:
         still = "" if other_tokens(directory, tokenizer) is None else (
             ", but for this type of model AutoTokenizer does not ask: load it by this class")
@@ -146,17 +145,18 @@ def name_class(directory: Path, tokenizer: PreTrainedTokenizerFast) -> None:
 
 def other_tokens(directory: Path, tokenizer: PreTrainedTokenizerFast) -> str | None:
     """A text of which AutoTokenizer makes other tokens than `tokenizer`; None if there is none."""
-    text: str = PROBES[0]
-    both: list[Any] = [tokenizer]
-    with contextlib.suppress(Exception):  # of all kinds: of a class or a package that is missing
-        both.append(AutoTokenizer.from_pretrained(
-            directory, mistral_format=False, trust_remote_code=False))
-        for text in probe_texts(tokenizer):
-            got, want = (t(text, verbose=False)["input_ids"] for t in both)
-            if got != want:
-                return text
-        return None
-    return text
+    try:
+        auto: Any = AutoTokenizer.from_pretrained(
+            directory, mistral_format=False, trust_remote_code=False)
+        return next((text for text in probe_texts(tokenizer) if tokens(auto, text)
+                     != tokens(tokenizer, text)), None)
+    except Exception:  # of all kinds: a class or a package that is missing
+        return PROBES[0]
+
+
+def tokens(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    """The tokens of a text, with BOS and EOS as the tokenizer adds them."""
+    return tokenizer(text, verbose=False)["input_ids"]  # verbose: warns of long texts
 
 
 def generation_settings(
