@@ -137,20 +137,21 @@ def documents_of(path, tokenizer):
     return rows
 
 
-def mismatch(rows):
+def mismatch(rows, length):
     """The prompts of rows of one answer, each with the answer of the row before it in a random
     order, or what cutting has left of it."""
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
-    answers = [answer[: LENGTH - len(prompt)] for ((prompt, answer),) in rows]
+    answers = [answer[: length - len(prompt)] for ((prompt, answer),) in rows]
     return [[(rows[i][0][0], answers[order[order.index(i) - 1]])] for i in range(len(rows))]
 
 
 class Reference:
-    """What a step and an evaluation are to give, by transformers, bitsandbytes and PEFT."""
+    """What a step and an evaluation are to give, by a model of transformers in PEFT, in its dtype;
+    rows are cut to `length` tokens."""
 
-    def __init__(self, base):
+    def __init__(self, base, model, length):
         self.base, self.tokenizer = base, AutoTokenizer.from_pretrained(base / "model")
-        self.model, self.done = load_reference(base / "model", "lora"), {}
+        self.model, self.length, self.done = model, length, {}
         self.params = {name.replace(".default", ""): p for name, p in self.model.named_parameters()
                        if p.requires_grad}  # fmt: skip
 
@@ -160,8 +161,8 @@ class Reference:
 
     def token_losses(self, prompt, answer):
         """The losses of all tokens of a document but the first, and which are the answer's."""
-        ids = torch.tensor([*prompt, *answer][:LENGTH])
-        logits = self.model(ids[None].to(DEVICE)).logits[0, :-1].float()
+        ids = torch.tensor([*prompt, *answer][: self.length])
+        logits = self.model(ids[None].to(DEVICE)).logits[0, :-1]
         losses = F.cross_entropy(logits, ids[1:].to(DEVICE), reduction="none")
         return losses, torch.arange(1, len(ids)) >= len(prompt)
 
@@ -187,7 +188,7 @@ class Reference:
         flags = LOSS_FLAGS[name]
         beta = flags[3]
         now = self.logps(rows)
-        n = torch.tensor([[len([*p, *a][:LENGTH]) - len(p) for p, a in row] for row in rows])
+        n = torch.tensor([[len([*p, *a][: self.length]) - len(p) for p, a in row] for row in rows])
         n = n.to(DEVICE)
         ratio, values = now - before, {}
         if name in ("dpo", "cdpo"):
@@ -220,39 +221,39 @@ class Reference:
 
     def results(self, name, started):
         """Of the rows of the first step and of the evaluation."""
-        if (name, started) in self.done:
-            return self.done[name, started]
-        judged = "_judged" * (name == "kto")
-        order = torch.randperm(10, generator=torch.Generator().manual_seed(0)).tolist()[:7]
-        found = {}
-        for file, which, prefix in (("rows", order, ""), ("eval", range(5), "eval_")):
-            rows = documents_of(self.base / f"{file}{judged}.jsonl", self.tokenizer)
-            before = self.before(rows, started)
-            mismatched = mismatch(rows) if judged else rows
-            before_mismatched = self.before(mismatched, started)
-            self.load(self.base / "now.safetensors")
-            which = list(which)
-            with torch.no_grad():
-                now = self.logps([mismatched[i] for i in which])
-            kl = (now - before_mismatched[which]).mean().clamp(min=0)
-            good = torch.tensor([[i % 3 > 0] if judged else [True, False] for i in which])
-            with torch.set_grad_enabled(not prefix):
-                found |= self.metrics(name, [rows[i] for i in which], before[which], kl,
-                                      good.to(DEVICE), prefix)  # fmt: skip
-            if not prefix:
-                found["reference"] = before.flatten()
-                found["loss"].backward()
-                found |= {name: p.grad.clone() for name, p in self.params.items()}
-                for p in self.params.values():
-                    p.grad = None
-        self.done[name, started] = {key: value.detach().double().cpu()
-                                    for key, value in found.items()}  # fmt: skip
+        if (name, started) not in self.done:
+            order = torch.randperm(10, generator=torch.Generator().manual_seed(0)).tolist()[:7]
+            self.done[name, started] = {**self.of_rows(name, "rows", order, started),
+                                        **self.of_rows(name, "eval", [*range(5)], started, "eval_")}
         return self.done[name, started]
+
+    def of_rows(self, name, file, which, started=False, prefix=""):
+        """Of the rows of a file with these numbers; without a prefix also the gradients."""
+        judged = "_judged" * (name == "kto")
+        rows = documents_of(self.base / f"{file}{judged}.jsonl", self.tokenizer)
+        before = self.before(rows, started)
+        mismatched = mismatch(rows, self.length) if judged else rows
+        before_mismatched = self.before(mismatched, started)
+        self.load(self.base / "now.safetensors")
+        with torch.no_grad():
+            now = self.logps([mismatched[i] for i in which])
+        kl = (now - before_mismatched[which]).mean().clamp(min=0)
+        good = torch.tensor([[i % 3 > 0] if judged else [True, False] for i in which])
+        with torch.set_grad_enabled(not prefix):
+            found = self.metrics(name, [rows[i] for i in which], before[which], kl,
+                                 good.to(DEVICE), prefix)  # fmt: skip
+        if not prefix:
+            found["reference"] = before.flatten()
+            found["loss"].backward()
+            found |= {name: p.grad.clone() for name, p in self.params.items()}
+            for p in self.params.values():
+                p.grad = None
+        return {key: value.detach().double().cpu() for key, value in found.items()}
 
 
 @pytest.fixture(scope="module")
 def reference(base):
-    return Reference(base)
+    return Reference(base, load_reference(base / "model", "lora"), LENGTH)
 
 
 @pytest.mark.parametrize("nproc, name", CASES)
