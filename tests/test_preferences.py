@@ -10,6 +10,7 @@ import json
 import math
 import random
 import shutil
+import types
 
 import pytest
 import torch
@@ -29,7 +30,8 @@ from fsdp_qlora.data.sources import RefusedRow, find_pieces
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.data.preferences import parse_preference
 from fsdp_qlora.training.loss import LOSSES
-from fsdp_qlora.training.reference import tensor_digest
+from fsdp_qlora.run.status import Status
+from fsdp_qlora.training.reference import read_reference, tensor_digest, write_reference
 
 LENGTH = 64
 FLAGS = ["--lora_rank", RANK, "--lora_alpha", ALPHA, "--compute_dtype", "float32", "--max_seq_len",
@@ -403,6 +405,30 @@ def test_a_resumed_run_has_the_reference_of_the_run_before(trained):
             assert is_computed == (what != "cut")
 
 
+@pytest.mark.parametrize("name", ["as it is", "truncated", "without metadata", "another's",
+                                  "of other rows", "longer"])  # fmt: skip
+def test_a_reference_that_is_not_this_runs_is_computed_again(name, tmp_path):
+    path = tmp_path / "reference.safetensors"
+    found = {"train": torch.full((3,), math.nan, dtype=torch.float64)}
+    run = types.SimpleNamespace(
+        directory=tmp_path, content={"rows": "1"}, saved_step=0, status=Status(),
+        config=types.SimpleNamespace(init_adapter=None))  # fmt: skip
+    run.status.check_lock = lambda: None
+    values = torch.arange(4 if name == "longer" else 3, dtype=torch.float64)
+    write_reference(run, {"train": values})
+    if name == "truncated":
+        path.write_bytes(path.read_bytes()[:-9])
+    if name == "without metadata":
+        save_file({"train": values}, path)
+    if name == "another's":
+        save_file({"train": values.bfloat16()}, path, {"format": "pt"})
+    if name == "of other rows":
+        run.content = {"rows": "2"}
+    with one_process():
+        read_reference(run, found)
+    assert torch.equal(found["train"].isnan(), torch.full((3,), name != "as it is"))
+
+
 def needed(name):
     return not torch.cuda.device_count() or torch.cuda.device_count() >= RAN[name][0]
 
@@ -506,6 +532,8 @@ def test_another_loss_is_another_run(name, flags, text, trained, run_main, monke
 
 QUESTION = "What is 3 plus 4?"
 ASKED = {"role": "user", "content": QUESTION}
+IN_PARTS = {"role": "user", "content": [{"type": "text", "text": QUESTION}]}
+AGAIN = {"role": "user", "content": "Sure?"}
 SYSTEM = {"role": "system", "content": "Be brief."}
 GOOD, BAD = ({"role": "assistant", "content": text} for text in ("It is 7.", "It is 8."))
 CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
@@ -513,6 +541,8 @@ CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_
 HEAD = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
 TALK = (HEAD, "It is 7.<|im_end|>"), (HEAD, "It is 8.<|im_end|>")
 BRIEF = tuple((f"<|im_start|>system\nBe brief.<|im_end|>\n{q}", a) for q, a in TALK)
+TURNS = tuple((f"{TALK[0][0]}It is 7.<|im_end|>\n{HEAD.replace(QUESTION, 'Sure?')}", a)
+              for _, a in TALK)  # fmt: skip
 TEXT = ("3 plus 4 is ", "7.</s>"), ("3 plus 4 is ", "8.</s>")
 FROM_TO = [{"from": "human", "value": QUESTION}]
 ANSWERED = [{"from": "gpt", "value": text} for text in ("It is 7.", "It is 8.")]
@@ -543,6 +573,14 @@ PAIRS = {  # name: (row, (question, answer) twice)
                                  "rejected": ANSWERED[1]}, TALK),
     "OpenAI": ({"input": {"messages": [ASKED], "tools": [], "parallel_tool_calls": True},
                 "preferred_output": [GOOD], "non_preferred_output": [BAD]}, TALK),
+    "UltraFeedback, spaces and content in parts": (
+        {"prompt": f" {QUESTION}\n", "chosen": [IN_PARTS, GOOD], "rejected": [IN_PARTS, BAD]}, TALK),
+    "a prompt of messages in both": (
+        {"prompt": [IN_PARTS], "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]}, TALK),
+    "turns in both": ({"prompt": QUESTION, "chosen": [ASKED, GOOD, AGAIN, GOOD],
+                       "rejected": [ASKED, GOOD, AGAIN, BAD]}, TURNS),
+    "a prompt of a space": ({"prompt": " ", "chosen": " 7.", "rejected": " 8."},
+                            ((" ", " 7.</s>"), (" ", " 8.</s>"))),
     "a prompt beside messages": ({"prompt": QUESTION, "chosen": [GOOD], "rejected": [BAD]}, TALK),
 }  # fmt: skip
 JUDGED = {  # name: (row, (question, answer))
@@ -568,6 +606,18 @@ WRONG = {  # name: (loss, row, the type of the error, a part of its text)
     "no chosen": ("kto", {"prompt": "a", "rejected": "b"}, RefusedRow, "rejected, but no chosen"),
     "null": ("dpo", {"prompt": "a", "chosen": "b", "rejected": None}, ValueError, "is null"),
     "the same": ("dpo", {"prompt": "a", "chosen": "b", "rejected": "b"}, ValueError, "the same"),
+    "the same conversation": ("dpo", {"chosen": [ASKED, GOOD], "rejected": [ASKED, GOOD]},
+                              ValueError, "the same"),
+    "a prompt three times": ("dpo", {"prompt": "2+2=", "chosen": "2+2= 4", "rejected": "2+2= 5"},
+                             ValueError, "begin with their prompt: .*--columns prompt=unused"),
+    "a question three times": ("kto", {"question": "2+2?\n", "chosen": "2+2? 4",
+                                       "rejected": "2+2? 5"}, ValueError, "their question"),
+    "one conversation": ("dpo", {"prompt": QUESTION, "chosen": [GOOD], "rejected": [ASKED, BAD]},
+                         ValueError, "one answer is a whole conversation"),
+    "no list": ("dpo", {"conversations": ASKED, "chosen": GOOD, "rejected": BAD}, ValueError,
+                "conversations is no list of messages"),
+    "no list, judged": ("kto", {"messages": QUESTION, "label": True}, ValueError,
+                        "messages is no list of messages"),
     "a label": ("dpo", {"prompt": "a", "chosen": "b", "rejected": "c", "label": True}, RefusedRow,
                 "--loss kto"),
     "kinds": ("dpo", {"prompt": "a", "chosen": "b", "rejected": [BAD]}, ValueError, "differ in k"),
