@@ -766,6 +766,16 @@ def test_bad_input_ends_with_one_line_before_a_weight_is_read(name, run_main, ba
     assert "weights loaded" not in out
 
 
+def test_a_loss_without_slope_ends_no_run(run_main, read_metrics, base, monkeypatch):
+    """After the first step all answers are so far from the estimate that no gradient is left."""
+    monkeypatch.chdir(base)
+    code, _, err = run_main(*TRAIN, *data_flags("kto"), "--loss", "kto", "--beta", 1e5,
+                            "--output_dir", "saturated")  # fmt: skip
+    assert code == 0, err
+    norms = [row["grad_norm"] for row in read_metrics(base / "saturated") if "loss" in row]
+    assert norms[0] > 0 and norms[1:] == [0] * 5
+
+
 def test_models_own_dropout_is_off_and_experts_are_trained(run_main, demo_directory, tmp_path):
     """The first loss of DPO is ln 2 only if the model computes what the reference is of."""
     tokenizer = AutoTokenizer.from_pretrained(demo_directory / "model")
