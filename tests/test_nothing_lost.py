@@ -295,7 +295,7 @@ def test_killed_with_preferences(loss, counts, kills, start, forks, preferred, t
             run = again()
         codes = run.wait(30)
         assert set(codes) <= ENDS | {-signal.SIGKILL}, run.err
-        assert len(last_words(run)) <= 1, run.err
+        assert len(last_words(run)) <= max(1, n - 1), run.err  # each that has lost another says so
         if not any(codes):
             if counts == [2]:
                 assert differences(cwd, whole.run) == []
@@ -304,7 +304,7 @@ def test_killed_with_preferences(loss, counts, kills, start, forks, preferred, t
             cwd = None
     print(f"{loss} on {counts}: {done} kills, {len(list(tmp_path.iterdir()))} runs, largest gap"
           f" {max(worst):.1e}")  # fmt: skip
-    assert max(worst) <= 1e-4
+    assert max(worst) <= 1e-5
 
 
 @pytest.mark.chaos
