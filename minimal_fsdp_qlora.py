@@ -107,13 +107,13 @@ def refuse(message: str) -> NoReturn:
 
 
 def read_rows(args: argparse.Namespace, directory: Path) -> list[Row]:
-    """Returns the rows of the data set, cut to --max_length and shuffled."""
-    # this class takes tokenizer.json as it is, AutoTokenizer may not
+    """Returns the rows of the data set, in tokens of tokenizer.json, cut and shuffled."""
     tokenizer, end = PreTrainedTokenizerFast.from_pretrained(directory), args.max_length
     found, number = list[Row](), 0
     try:
         with open(args.dataset) as file:
-            for number, line in enumerate(file, 1):
+            for line in file:
+                number += 1
                 found += encode(json.loads(line), tokenizer)
     except Exception as e:  # a chat template raises what it likes
         refuse(f"--dataset {args.dataset}, line {number}: {e!r}")

@@ -145,7 +145,7 @@ class Config:
         choices=("sft", "dpo", "ipo", "simpo", "orpo", "kto"))
     beta: float | None = knob(
         None, "of the other losses: how far the model may move from the reference, less the higher;"
-        " of simpo the scale of rewards (its paper takes 2 to 10), of orpo the weight of the odds;"
+        " of simpo the scale of rewards (its authors take 2 to 10), of orpo the weight of the odds;"
         " left out: 0.1")
     label_smoothing: float = knob(0.0, "of dpo: the share of pairs that are the wrong way round")
     simpo_gamma: float = knob(0.5, "of simpo: the margin between rewards")
@@ -688,7 +688,8 @@ def reduce_and_clip(run: Run, local_sums: torch.Tensor, request: int) -> torch.T
 def stop_if_diverged(run: Run, step: int, loss: float, norm: float) -> None:
     """End a run that learns nothing any more, before the update. All ranks must call this."""
     warmup = run.config.warmup_fraction * run.config.max_steps
-    why = why_diverged(step, loss, norm, warmup, run.progress, run.adapter.largest)
+    why = why_diverged(step, loss, norm, warmup, run.progress, run.adapter.largest,
+                       saturates=run.config.loss != "sft")
     if not why:
         return
     advice = "a lower --learning_rate may help"

@@ -4,12 +4,16 @@
 
 For each loss, on one process and on two that share the model, with all layers kept and recomputed:
 the largest difference of loss, rewards and log-probabilities from TRL's (relative where they are
-above 1), and of the gradients of all adapter matrices, relative to their norms. TRL 1.16 is no
-requirement of this project; without a GPU it takes a minute. What must be so that both see the same
-numbers: TRL casts the adapters of a 4-bit base to bf16, here they are set back to fp32; its CPO and
-ORPO trainers put BOS before prompts even where the tokenizer does not, here they have none; its KTO
-pairs each prompt with the answer of the row before in the file, so the rows are given to it in the
-order in which ours are paired.
+above 1), and of the gradients of all adapter matrices, relative to their norms. The last two
+columns say whose rounding that is: how far our gradients and TRL's are from those in fp64, of
+transformers' model with the dequantised NF4 weights and of the formulas that are written down in
+tests/test_preferences.py.
+
+TRL 1.16 is no requirement of this project; without a GPU it takes a minute. What must be so that
+all see the same numbers: TRL casts the adapters of a 4-bit base to bf16, here they are set back to
+fp32; its CPO and ORPO trainers put BOS before prompts even where the tokenizer does not, here they
+have none; its KTO pairs each prompt with the answer of the row before in the file, so the rows are
+given to it in the order in which ours are paired.
 """
 
 import argparse
@@ -22,15 +26,15 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import torch
-from conftest import run_once
+from conftest import DEVICE, run_once
 from families import TINY, write_model
 from safetensors.torch import load_file, save_file
-from test_preferences import FLAGS, data_flags, write_preferences
+from test_preferences import FLAGS, LOSS_FLAGS, Reference, data_flags, write_preferences
 
 from fsdp_qlora.run.demo import write_demo
 
 LENGTH = 128  # so that nothing is cut: TRL joins KTO's mismatched answers before it cuts them
-BETA = {"dpo": 0.3, "ipo": 0.3, "simpo": 2.0, "orpo": 0.4, "kto": 0.3}
+LOSSES = "dpo", "ipo", "simpo", "orpo", "kto"
 LAYOUTS = {  # {name: (processes, flags)}
     "one process": (1, ["--recompute", "none"]),
     "one process, recomputed, small bins": (1, ["--recompute", "all", "--micro_batch_tokens",
@@ -61,8 +65,8 @@ def trl_results(loss, base):
     config_class, trainer_class, options = trl_classes(loss)
     arguments = config_class(
         output_dir=str(base / "trl"), per_device_train_batch_size=BATCH, max_length=LENGTH,
-        beta=BETA[loss], bf16=False, gradient_checkpointing=False,
-        use_cpu=not torch.cuda.is_available(), report_to="none", disable_tqdm=True, **options)
+        bf16=False, gradient_checkpointing=False, use_cpu=not torch.cuda.is_available(),
+        report_to="none", disable_tqdm=True, **options)
     tokenizer = AutoTokenizer.from_pretrained(base / "model")
     if loss in ("simpo", "orpo"):
         tokenizer.bos_token = None
@@ -87,27 +91,29 @@ def trl_results(loss, base):
 
 
 def trl_classes(loss):
-    """(config, trainer, what else the config has) of TRL for a loss."""
+    """(config, trainer, what the config has for our flags) of TRL for a loss."""
+    flags = LOSS_FLAGS[loss][2:]
+    options = {name.removeprefix("--"): value for name, value in zip(flags[::2], flags[1::2])}
     if loss in ("dpo", "ipo"):
         from trl import DPOConfig, DPOTrainer
 
-        return DPOConfig, DPOTrainer, {"loss_type": ["sigmoid" if loss == "dpo" else "ipo"]}
+        kind = ["sigmoid" if loss == "dpo" else "ipo"]
+        return DPOConfig, DPOTrainer, {"loss_type": kind, **options}
     if loss == "kto":
         from trl import KTOConfig, KTOTrainer
 
-        return KTOConfig, KTOTrainer, {}
+        return KTOConfig, KTOTrainer, options
     if loss == "simpo":
         from trl.experimental.cpo import CPOConfig, CPOTrainer
 
-        return CPOConfig, CPOTrainer, {"loss_type": "simpo", "cpo_alpha": 0.0}
+        return CPOConfig, CPOTrainer, {"loss_type": "simpo", "cpo_alpha": 0.0, **options}
     from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
-    return ORPOConfig, ORPOTrainer, {}
+    return ORPOConfig, ORPOTrainer, options
 
 
 def make_base(base, seed):
     """model/, rows.jsonl, rows_judged.jsonl, and an adapter whose B is not 0."""
-    from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     write_demo(base / "demo")
@@ -121,14 +127,39 @@ def make_base(base, seed):
         write_preferences(base, name, ROWS, seed=3)
     model = AutoModelForCausalLM.from_pretrained(base / "model", dtype=torch.float32)
     torch.manual_seed(seed)
-    model = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=ALPHA, task_type="CAUSAL_LM",
-                                             target_modules="all-linear"))
+    model = with_adapter(model)
     save_file({name.replace(".default", ""): torch.randn_like(p) * 0.03
                for name, p in model.named_parameters() if p.requires_grad},
               base / "now.safetensors")
 
 
-def own_results(base):
+def with_adapter(model):
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=RANK, lora_alpha=ALPHA, task_type="CAUSAL_LM",
+                                            target_modules="all-linear"))
+
+
+def exact_model(base):
+    """The model with its dequantised NF4 weights, all in fp64, also the norms and the softmax, which
+    transformers else computes in fp32."""
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        base / "model", dtype=torch.float32, attn_implementation="sdpa")
+    for name, module in list(model.named_modules()):
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            stored = quantize_4bit(module.weight.data, quant_type="nf4", compress_statistics=True)
+            module.weight.data = dequantize_4bit(*stored)
+        elif hasattr(module, "variance_epsilon"):
+            norm = torch.nn.RMSNorm(len(module.weight), eps=module.variance_epsilon)
+            norm.weight.data = module.weight.data
+            model.set_submodule(name, norm)
+    return with_adapter(model.double()).double().to(DEVICE)
+
+
+def own_results(base, losses):
     """{(layout, loss): {name: tensor}}"""
     flags = [flag for pair in zip(FLAGS[::2], FLAGS[1::2]) for flag in pair
              if pair[0] not in ("--lora_rank", "--lora_alpha", "--batch_size", "--max_seq_len")]
@@ -137,9 +168,8 @@ def own_results(base):
     found = {}
     for nproc in 1, 2:
         settings = {
-            f"{layout}|{loss}": ["--loss", loss, "--beta", BETA[loss], *data_flags(loss), *flags,
-                                 *more]
-            for layout, (n, more) in LAYOUTS.items() if n == nproc for loss in BETA}
+            f"{layout}|{loss}": [*LOSS_FLAGS[loss], *data_flags(loss), *flags, *more]
+            for layout, (n, more) in LAYOUTS.items() if n == nproc for loss in losses}
         job = {"case": "preferences", "out": str(base / f"out-{nproc}"), "model": "model",
                "dataset": "rows.jsonl", "adapter": "now.safetensors", "settings": settings,
                "cwd": str(base), "nproc": nproc}
@@ -153,33 +183,41 @@ def own_results(base):
     return found
 
 
+def distances(got, want):
+    """{kind: the largest relative distance of what both have}"""
+    worst = dict.fromkeys(("loss", "rewards", "logps", "lora", "kl"))
+    for name in want.keys() & got.keys():
+        kind = "lora" if "lora" in name else name.split("/")[0]
+        if kind in worst:
+            value = want[name].double()
+            size = value.norm() if kind == "lora" else value.abs().clamp(min=1)
+            off = float((got[name].double() - value).norm() / size)
+            worst[kind] = max(off, worst[kind] or 0.0)
+    return worst
+
+
 def compare(seed, losses):
     with tempfile.TemporaryDirectory() as directory:
         base = Path(directory)
         make_base(base, seed)
-        own = own_results(base)
+        own, reference = own_results(base, losses), Reference(base, exact_model(base), LENGTH)
         for loss in losses:
-            want = trl_results(loss, base)
+            trl, exact = trl_results(loss, base), reference.of_rows(loss, "rows", [*range(ROWS)])
             for layout in LAYOUTS:
                 got = own[layout, loss]
-                worst = dict.fromkeys(("loss", "rewards", "logps", "lora", "kl"))
-                for name, value in want.items():
-                    kind = "lora" if "lora" in name else name.split("/")[0]
-                    if kind in worst and name in got:
-                        size = value.norm() if kind == "lora" else value.abs().clamp(min=1)
-                        off = float((got[name].double() - value).norm() / size)
-                        worst[kind] = max(off, worst[kind] or 0.0)
-                cells = " ".join("" if off is None else f"{off:9.1e}" for off in worst.values())
-                cells += f"  of {float(want['kl']):.3f}" if "kl" in want else ""
+                cells = [*distances(got, trl).values(), distances(got, exact)["lora"],
+                         distances(trl, exact)["lora"]]
+                cells = " ".join(" " * 9 if off is None else f"{off:9.1e}" for off in cells)
+                cells += f"  KL {float(exact['kl']):.3f}" if "kl" in exact else ""
                 print(f"{seed:4} {loss:6} {layout:36} {cells}", flush=True)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--seeds", default="4", help="of the adapters, with commas")
-    parser.add_argument("--losses", default=",".join(BETA), help="with commas")
+    parser.add_argument("--losses", default=",".join(LOSSES), help="with commas")
     args = parser.parse_args()
-    titles = "loss rewards logps gradients kl".split()
+    titles = "loss rewards logps gradients kl fp64,ours fp64,TRL".split()
     print(f"seed {'loss':6} {'layout':36}", *(f"{title:>9}" for title in titles))
     for seed in args.seeds.split(","):
         compare(int(seed), args.losses.split(","))

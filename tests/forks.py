@@ -13,10 +13,12 @@ that has the name, see house.py:
     "slow"   [[function, call, seconds], ..]: this function, when it is called for the
              `call`th time, writes the file slow.FUNCTION.CALL.RANK and sleeps before it works
     "fault"  {"rank", "operation", "how"}: the file operation of this number, of those that the rank
-             does within the functions SAVES, see OPERATIONS: "kill" kills the process before it,
-             "torn" after half of it, "ENOSPC" and "EIO" are what it fails with. Each operation is
-             listed in operations.RANK, also where "operation" is None
+             does within the functions SAVES, see OPERATIONS, or the first [name, function] of
+             them: "kill" kills the process before it, "torn" after half of it, "ENOSPC" and "EIO"
+             are what it fails with. Each operation is listed in operations.RANK, also where
+             "operation" is None
     "out_of_memory"  the step at which rank 1 runs out of memory
+    "constants"  {name: value}: what a constant of the house is instead
     "plant"  a mistake of the house's, see PLANTS: what the tests of the tests want to see found
 """
 
@@ -275,6 +277,8 @@ def be_rank(command, rank, address, meeting, tell):
     log = Path(command["log"])
     if plant := command.get("plant"):
         PLANTS[plant]()
+    for name, value in command.get("constants", {}).items():
+        house.replace(name, value)
     if rank == 1 and "out_of_memory" in command:
         run_out_of_memory(command["out_of_memory"])
     for function, call, seconds in command.get("slow", ()):
@@ -315,7 +319,8 @@ def run_out_of_memory(at):
     house.replace("train_step", step_or_fail)
 
 
-SAVES = ["save_checkpoint", "save_adapter", "describe_run", ("Log", "write"), ("Log", "__init__")]
+SAVES = ["save_checkpoint", "save_adapter", "describe_run", "write_reference", ("Log", "write"),
+         ("Log", "__init__")]  # fmt: skip
 # by where they are found, as Path's mkdir, unlink and chmod are os's; what one calls of the others,
 # as rmtree does, is part of it
 OPERATIONS = {
@@ -327,7 +332,7 @@ OPERATIONS = {
 
 
 def watch_files(chosen, how, listed):
-    """List the file operations of SAVES, and let the one whose number is `chosen` go wrong."""
+    """List the file operations of SAVES, and let the `chosen` one go wrong."""
     within, busy, numbers = [], [], itertools.count()
 
     def in_save(function):
@@ -352,7 +357,7 @@ def watch_files(chosen, how, listed):
                 path = next((arg for arg in args if isinstance(arg, (str, Path))), "")
                 with listed.open("a") as file:
                     print(json.dumps([operation.__name__, str(path), within[-1]]), file=file)
-                if number == chosen:
+                if chosen in (number, [operation.__name__, within[-1]]):
                     return go_wrong(how, operation, args, kwargs)
                 return operation(*args, **kwargs)
             finally:

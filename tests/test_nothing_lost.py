@@ -4,10 +4,11 @@ had happened, once the same command has been given often enough.
 The runs are the script's own, of two processes on a CPU, and start within a moment by the server of
 forks.py. Ten steps, with dropout, evaluations and a checkpoint at every other step, are compared
 with the same command left alone: adapter and last checkpoint byte by byte, metrics.jsonl in all but
-its times. Two kills and a sample of the rest are in `make test`; `make chaos` has hundreds.
+its times. A few kills and a sample of the rest are in `make test`; `make chaos` has hundreds.
 What one process can show is further below, by main() in this process.
 """
 
+import functools
 import contextlib
 import errno
 import json
@@ -31,6 +32,7 @@ from conftest import DEVICE, ROOT, SCRIPT, SEVERAL, one_process, write_rows
 from forks import Forks
 from house import parse_config
 from safetensors.torch import load_file, save_file
+from test_preferences import write_preferences
 
 import train_fsdp_qlora
 from fsdp_qlora.run import checkpoints
@@ -46,6 +48,7 @@ from fsdp_qlora.ranks import AGAIN, DIVERGED, FROZEN, OUT_OF_MEMORY
 
 STEPS = 10
 TIMES = {"seconds", "eval_seconds", "tokens_per_second_per_gpu", "peak_memory_gib"}
+IN_PARTS = {"constants": {"SAVE_SECONDS": 0}}  # of the reference
 SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
 TARGETS = 0, 1, "launcher", "all"
 # of a rank that has lost another: where it has not begun or is about to end it hears no signals
@@ -60,13 +63,20 @@ def forks():
 
 
 @pytest.fixture(scope="module")
-def flags(tiny_model, tmp_path_factory):
+def data(tmp_path_factory):
+    """The directory of rows to train and to evaluate on, for each loss."""
     directory = tmp_path_factory.mktemp("rows")
+    for name, n in ("rows", 24), ("eval", 6):
+        write_rows(directory / f"{name}.jsonl", n)
+        write_preferences(directory, f"{name}_pairs", n, seed=n)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def flags(tiny_model, data):
     model = tiny_model("llama", hidden_size=64, intermediate_size=96, num_hidden_layers=2)
-    write_rows(directory / "rows.jsonl", 24)
-    write_rows(directory / "eval.jsonl", 6)
-    return ["--model", model, "--dataset", directory / "rows.jsonl", "--max_seq_len", 64,
-            "--eval_dataset", directory / "eval.jsonl", "--max_steps", STEPS, "--batch_size", 4,
+    return ["--model", model, "--dataset", data / "rows.jsonl", "--max_seq_len", 64,
+            "--eval_dataset", data / "eval.jsonl", "--max_steps", STEPS, "--batch_size", 4,
             "--save_every", 2, "--eval_every", 3, "--lora_rank", 4, "--lora_dropout", 0.1,
             "--shard_group_size", 2, "--output_dir", "run"]  # fmt: skip
 
@@ -78,24 +88,54 @@ def start(forks, flags):
     return lambda cwd, *more, **faults: forks.start([*flags, *more], cwd, **faults)
 
 
+def leave_alone(start, cwd, *more, **faults):
+    """The directory `run` of the command left alone, `more` of its flags, how long that takes, and
+    rank 0's and rank 1's file operations of all saves."""
+    run = start(cwd, *more, fault={"rank": None, "operation": None}, **faults)
+    assert run.wait() == [0, 0], run.err
+    return types.SimpleNamespace(
+        run=cwd / "run", more=more, seconds=time.monotonic() - run.started,
+        operations=[run.operations(rank) for rank in (0, 1)])  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def undisturbed(start, tmp_path_factory):
-    """The directory `run` of the command left alone, how long that takes, and rank 0's and rank 1's
-    file operations of all saves."""
     cwds = [tmp_path_factory.mktemp("undisturbed") for _ in range(2)]
-    for cwd in cwds:
-        run = start(cwd, fault={"rank": None, "operation": None})
-        assert run.wait() == [0, 0], run.err
-        seconds = time.monotonic() - run.started
-    assert differences(cwds[0], cwds[1] / "run") == []
-    return types.SimpleNamespace(run=cwd / "run", seconds=seconds, operations=[
-        run.operations(rank) for rank in (0, 1)])  # fmt: skip
+    first, second = (leave_alone(start, cwd) for cwd in cwds)
+    assert differences(cwds[0], second.run) == []
+    return second
+
+
+@pytest.fixture(scope="module")
+def preferred(start, data, tmp_path_factory):
+    """Function (loss): the same of a run with a loss of preferences, in fp32. Each set of rows of
+    its reference is written as soon as it is known."""
+    done = {}
+
+    def left_alone(loss):
+        if loss not in done:
+            rows, evaluated = (data / f"{name}_pairs{'_judged' * (loss == 'kto')}.jsonl"
+                               for name in ("rows", "eval"))  # fmt: skip
+            more = ["--loss", loss, "--dataset", rows, "--eval_dataset", evaluated,
+                    "--learning_rate", 1e-3, "--compute_dtype", "float32"]  # fmt: skip
+            cwd = tmp_path_factory.mktemp(loss)
+            done[loss] = leave_alone(start, cwd, *more, **IN_PARTS)
+        return done[loss]
+
+    return left_alone
 
 
 def read_metrics(directory):
     """Without times."""
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").open()]
     return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
+
+
+def read_reference(directory):
+    """{name: bytes} of a run with a loss of preferences, in which NaN equals NaN, else {}."""
+    path = directory / "reference.safetensors"
+    values = load_file(path) if path.exists() else {}
+    return {name: value.numpy().tobytes() for name, value in values.items()}
 
 
 def differences(cwd, expected, has_last=True, steps=STEPS):
@@ -115,6 +155,8 @@ def differences(cwd, expected, has_last=True, steps=STEPS):
             read_checkpoint(run / last)  # is whole
         if read_metrics(run) != read_metrics(expected):
             found.append(f"metrics.jsonl: steps {[row['step'] for row in read_metrics(run)]}")
+        if read_reference(run) != read_reference(expected):
+            found.append("reference.safetensors")
     except ValueError as e:
         found.append(str(e))
     status, whole = (read_json(path / "status.json", {}) for path in (run, expected))
@@ -187,6 +229,99 @@ def test_killed_at_random_times(kills, start, forks, undisturbed, tmp_path):
             cwd = None
 
 
+# {what is called in a start with a loss of preferences: how often}
+CALLS = {"document_losses": 4, "step_value": 9, "bin_objective": 12, "optimizer_step": 9}
+SAMPLE_OF_KILLS = [  # in its reference, in a step, in a save
+    {"slow": [["document_losses", 3, 0.3]]}, {"slow": [["bin_objective", 4, 0.3]]},
+    {"fault": {"rank": 0, "operation": ["save_file", "save_checkpoint"], "how": "torn"}}]
+
+
+def draw_kill(draw, whole):
+    """Faults of a start that is killed at a random time, where a function is called, or at a file
+    operation or in the midst of it."""
+    function = draw.choice([*CALLS])
+    return draw.choice([
+        {}, {"slow": [[function, draw.randint(1, CALLS[function]), 0.3]]},
+        {"fault": {"rank": 0, "operation": draw.randrange(len(whole.operations[0])),
+                   "how": draw.choice(["kill", "torn"])}}])  # fmt: skip
+
+
+def start_and_kill(kill, draw, forks, seconds, start):
+    """Give a command that has these faults, and kill a rank, the launcher or all; whether that came
+    before its end."""
+    run = start(**kill)
+    if "slow" in kill:
+        forks.wait_for(lambda: run.has_ended() or any(run.log.glob("slow.*")), 60)
+    else:
+        forks.wait_for(run.has_ended, 60 if kill else draw.uniform(0, seconds))
+    if run.has_ended():
+        return run, -signal.SIGKILL in run.wait()
+    run.kill(signal.SIGKILL, draw.choice([*range(len(run.ranks)), *TARGETS[2:]]))
+    return run, True
+
+
+def gaps(run, expected):
+    """How far the losses of a run are from those of another, which has the same steps, and of its
+    reference the log-probabilities, relative to theirs."""
+    (steps, got), (others, want) = (
+        ([row["step"] for row in read_metrics(path)],
+         torch.tensor([row.get("loss", row.get("eval_loss")) for row in read_metrics(path)]))
+        for path in (run, expected))  # fmt: skip
+    assert steps == others
+    pairs = [(got, want), *zip(*(load_file(path / "reference.safetensors").values()
+                                 for path in (run, expected)))]  # fmt: skip
+    assert all(torch.equal(a.isnan(), b.isnan()) for a, b in pairs)
+    return [float(((a - b) / b).nan_to_num().abs().max()) for a, b in pairs]
+
+
+@pytest.mark.parametrize("loss, counts, kills", [("kto", [2], 3)] + [
+    pytest.param(loss, counts, 40, marks=pytest.mark.chaos)
+    for loss in ("dpo", "kto") for counts in ([2], [1, 2, 3])])  # fmt: skip
+def test_killed_with_preferences(loss, counts, kills, start, forks, preferred, tmp_path):
+    """On two processes it ends as if nothing had happened; where each start has another number of
+    them, as near to it as sums in another order are."""
+    draw, whole, cwd, worst, done = random.Random(loss), preferred(loss), None, [0.0], 0
+    while done < kills or cwd:
+        if cwd is None:
+            cwd = tmp_path / str(len(list(tmp_path.iterdir())))
+            cwd.mkdir()
+        n = draw.choice(counts)
+        again = functools.partial(
+            start, cwd, *whole.more, "--shard_group_size", n, nproc=n, **IN_PARTS)
+        if done < kills:
+            kill = SAMPLE_OF_KILLS[done] if kills == 3 else draw_kill(draw, whole)
+            run, is_killed = start_and_kill(kill, draw, forks, whole.seconds, again)
+            done += is_killed
+        else:
+            run = again()
+        codes = run.wait(30)
+        assert set(codes) <= ENDS | {-signal.SIGKILL}, run.err
+        assert len(last_words(run)) <= max(1, n - 1), run.err  # each that has lost another says so
+        if not any(codes):
+            if counts == [2]:
+                assert differences(cwd, whole.run) == []
+            else:
+                worst.append(max(gaps(cwd / "run", whole.run)))
+            cwd = None
+    print(f"{loss} on {counts}: {done} kills, {len(list(tmp_path.iterdir()))} runs, largest gap"
+          f" {max(worst):.1e}")  # fmt: skip
+    assert max(worst) <= 1e-5
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("how", ["kill", "torn", "ENOSPC", "EIO"])
+def test_faults_of_writing_the_reference(how, start, preferred, tmp_path):
+    whole = preferred("kto")
+    again = lambda *args, **faults: start(*args, *whole.more, **IN_PARTS, **faults)  # noqa: E731
+    numbers = [i for i, (*_, function) in enumerate(whole.operations[0])
+               if function == "write_reference"]  # fmt: skip
+    found = []
+    for i in numbers:
+        (tmp_path / str(i)).mkdir()
+        found += lost_by_fault(again, tmp_path / str(i), 0, i, how, whole.run)
+    assert not found, "\n".join(found)
+
+
 # ------------------------------------------------------------------------------------------------
 # Files
 # ------------------------------------------------------------------------------------------------
@@ -217,7 +352,7 @@ def lost_by_fault(start, copy, rank, operation, how, expected):
         return [f"{what}: not reached"]
     if how in ("kill", "torn"):
         is_right = codes[rank] == -signal.SIGKILL and codes[1 - rank] in ENDS
-    elif done[operation][2] in ("save_checkpoint", "Log.write"):
+    elif done[operation][2] in ("save_checkpoint", "write_reference", "Log.write"):
         is_right = codes == [0, 0] and last_words(run) == []  # training goes on
     else:
         is_right = codes[0] == codes[1] and len(last_words(run)) == bool(codes[0])
@@ -1390,3 +1525,18 @@ def test_run_learns_nothing_where_losses_stay_high_and_weights_are_large(losses,
     why = [why_diverged(step, loss, 1.0, 10, progress, lambda: largest)
            for step, loss in zip(steps, losses)]  # fmt: skip
     assert why[:2] == ["", ""] and bool(why[2]) == ends
+
+
+@pytest.mark.parametrize("saturates, largest, ends", [
+    (False, 0.1, True), (True, 0.1, False), (True, 1e6, True)])  # fmt: skip
+def test_gradient_of_zero_is_right_where_a_loss_saturates(saturates, largest, ends):
+    progress = dict.fromkeys(("first_loss", "lowest_loss"))
+    why = why_diverged(2, 0.4, 0.0, 1, progress, lambda: largest, saturates)
+    assert ("gradient norm of exactly 0" in why) == ends
+
+
+def test_lowest_loss_may_be_0():
+    progress = dict.fromkeys(("first_loss", "lowest_loss"))
+    for step, loss in (1, 3.0), (20, 0.0), (70, 9.0):
+        assert not why_diverged(step, loss, 1.0, 10, progress, lambda: 1e4)
+    assert progress == {"first_loss": 3.0, "lowest_loss": 0.0}

@@ -10,6 +10,7 @@ import json
 import math
 import random
 import shutil
+import types
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from short_runs import write_peft_adapter
 from test_step import ALPHA, RANK, load_reference
-from transformers import AutoTokenizer
+from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.data.bins import deal_rows
 from fsdp_qlora.data.encode import encode_pieces, prepare_rows, rows_of, tokenize
@@ -29,7 +30,8 @@ from fsdp_qlora.data.sources import RefusedRow, find_pieces
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.data.preferences import parse_preference
 from fsdp_qlora.model.loss import LOSSES
-from fsdp_qlora.training.reference import tensor_digest
+from fsdp_qlora.run.status import Status
+from fsdp_qlora.training.reference import read_reference, tensor_digest, write_reference
 
 LENGTH = 64
 FLAGS = ["--lora_rank", RANK, "--lora_alpha", ALPHA, "--compute_dtype", "float32", "--max_seq_len",
@@ -137,20 +139,21 @@ def documents_of(path, tokenizer):
     return rows
 
 
-def mismatch(rows):
+def mismatch(rows, length):
     """The prompts of rows of one answer, each with the answer of the row before it in a random
     order, or what cutting has left of it."""
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
-    answers = [answer[: LENGTH - len(prompt)] for ((prompt, answer),) in rows]
+    answers = [answer[: length - len(prompt)] for ((prompt, answer),) in rows]
     return [[(rows[i][0][0], answers[order[order.index(i) - 1]])] for i in range(len(rows))]
 
 
 class Reference:
-    """What a step and an evaluation are to give, by transformers, bitsandbytes and PEFT."""
+    """What a step and an evaluation are to give, by a model of transformers in PEFT, in its dtype;
+    rows are cut to `length` tokens."""
 
-    def __init__(self, base):
-        self.base, self.tokenizer = base, AutoTokenizer.from_pretrained(base / "model")
-        self.model, self.done = load_reference(base / "model", "lora"), {}
+    def __init__(self, base, model, length):
+        self.base, self.tokenizer = base, PreTrainedTokenizerFast.from_pretrained(base / "model")
+        self.model, self.length, self.done = model, length, {}
         self.params = {name.replace(".default", ""): p for name, p in self.model.named_parameters()
                        if p.requires_grad}  # fmt: skip
 
@@ -160,8 +163,8 @@ class Reference:
 
     def token_losses(self, prompt, answer):
         """The losses of all tokens of a document but the first, and which are the answer's."""
-        ids = torch.tensor([*prompt, *answer][:LENGTH])
-        logits = self.model(ids[None].to(DEVICE)).logits[0, :-1].float()
+        ids = torch.tensor([*prompt, *answer][: self.length])
+        logits = self.model(ids[None].to(DEVICE)).logits[0, :-1]
         losses = F.cross_entropy(logits, ids[1:].to(DEVICE), reduction="none")
         return losses, torch.arange(1, len(ids)) >= len(prompt)
 
@@ -187,7 +190,7 @@ class Reference:
         flags = LOSS_FLAGS[name]
         beta = flags[3]
         now = self.logps(rows)
-        n = torch.tensor([[len([*p, *a][:LENGTH]) - len(p) for p, a in row] for row in rows])
+        n = torch.tensor([[len([*p, *a][: self.length]) - len(p) for p, a in row] for row in rows])
         n = n.to(DEVICE)
         ratio, values = now - before, {}
         if name in ("dpo", "cdpo"):
@@ -220,39 +223,39 @@ class Reference:
 
     def results(self, name, started):
         """Of the rows of the first step and of the evaluation."""
-        if (name, started) in self.done:
-            return self.done[name, started]
-        judged = "_judged" * (name == "kto")
-        order = torch.randperm(10, generator=torch.Generator().manual_seed(0)).tolist()[:7]
-        found = {}
-        for file, which, prefix in (("rows", order, ""), ("eval", range(5), "eval_")):
-            rows = documents_of(self.base / f"{file}{judged}.jsonl", self.tokenizer)
-            before = self.before(rows, started)
-            mismatched = mismatch(rows) if judged else rows
-            before_mismatched = self.before(mismatched, started)
-            self.load(self.base / "now.safetensors")
-            which = list(which)
-            with torch.no_grad():
-                now = self.logps([mismatched[i] for i in which])
-            kl = (now - before_mismatched[which]).mean().clamp(min=0)
-            good = torch.tensor([[i % 3 > 0] if judged else [True, False] for i in which])
-            with torch.set_grad_enabled(not prefix):
-                found |= self.metrics(name, [rows[i] for i in which], before[which], kl,
-                                      good.to(DEVICE), prefix)  # fmt: skip
-            if not prefix:
-                found["reference"] = before.flatten()
-                found["loss"].backward()
-                found |= {name: p.grad.clone() for name, p in self.params.items()}
-                for p in self.params.values():
-                    p.grad = None
-        self.done[name, started] = {key: value.detach().double().cpu()
-                                    for key, value in found.items()}  # fmt: skip
+        if (name, started) not in self.done:
+            order = torch.randperm(10, generator=torch.Generator().manual_seed(0)).tolist()[:7]
+            self.done[name, started] = {**self.of_rows(name, "rows", order, started),
+                                        **self.of_rows(name, "eval", [*range(5)], started, "eval_")}
         return self.done[name, started]
+
+    def of_rows(self, name, file, which, started=False, prefix=""):
+        """Of the rows of a file with these numbers; without a prefix also the gradients."""
+        judged = "_judged" * (name == "kto")
+        rows = documents_of(self.base / f"{file}{judged}.jsonl", self.tokenizer)
+        before = self.before(rows, started)
+        mismatched = mismatch(rows, self.length) if judged else rows
+        before_mismatched = self.before(mismatched, started)
+        self.load(self.base / "now.safetensors")
+        with torch.no_grad():
+            now = self.logps([mismatched[i] for i in which])
+        kl = (now - before_mismatched[which]).mean().clamp(min=0)
+        good = torch.tensor([[i % 3 > 0] if judged else [True, False] for i in which])
+        with torch.set_grad_enabled(not prefix):
+            found = self.metrics(name, [rows[i] for i in which], before[which], kl,
+                                 good.to(DEVICE), prefix)  # fmt: skip
+        if not prefix:
+            found["reference"] = before.flatten()
+            found["loss"].backward()
+            found |= {name: p.grad.clone() for name, p in self.params.items()}
+            for p in self.params.values():
+                p.grad = None
+        return {key: value.detach().double().cpu() for key, value in found.items()}
 
 
 @pytest.fixture(scope="module")
 def reference(base):
-    return Reference(base)
+    return Reference(base, load_reference(base / "model", "lora"), LENGTH)
 
 
 @pytest.mark.parametrize("nproc, name", CASES)
@@ -402,6 +405,30 @@ def test_a_resumed_run_has_the_reference_of_the_run_before(trained):
             assert is_computed == (what != "cut")
 
 
+@pytest.mark.parametrize("name", ["as it is", "truncated", "without metadata", "another's",
+                                  "of other rows", "longer"])  # fmt: skip
+def test_a_reference_that_is_not_this_runs_is_computed_again(name, tmp_path):
+    path = tmp_path / "reference.safetensors"
+    found = {"train": torch.full((3,), math.nan, dtype=torch.float64)}
+    run = types.SimpleNamespace(
+        directory=tmp_path, content={"rows": "1"}, saved_step=0, status=Status(),
+        config=types.SimpleNamespace(init_adapter=None))  # fmt: skip
+    run.status.check_lock = lambda: None
+    values = torch.arange(4 if name == "longer" else 3, dtype=torch.float64)
+    write_reference(run, {"train": values})
+    if name == "truncated":
+        path.write_bytes(path.read_bytes()[:-9])
+    if name == "without metadata":
+        save_file({"train": values}, path)
+    if name == "another's":
+        save_file({"train": values.bfloat16()}, path, {"format": "pt"})
+    if name == "of other rows":
+        run.content = {"rows": "2"}
+    with one_process():
+        read_reference(run, found)
+    assert torch.equal(found["train"].isnan(), torch.full((3,), name != "as it is"))
+
+
 def needed(name):
     return not torch.cuda.device_count() or torch.cuda.device_count() >= RAN[name][0]
 
@@ -505,6 +532,8 @@ def test_another_loss_is_another_run(name, flags, text, trained, run_main, monke
 
 QUESTION = "What is 3 plus 4?"
 ASKED = {"role": "user", "content": QUESTION}
+IN_PARTS = {"role": "user", "content": [{"type": "text", "text": QUESTION}]}
+AGAIN = {"role": "user", "content": "Sure?"}
 SYSTEM = {"role": "system", "content": "Be brief."}
 GOOD, BAD = ({"role": "assistant", "content": text} for text in ("It is 7.", "It is 8."))
 CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
@@ -512,6 +541,8 @@ CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_
 HEAD = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
 TALK = (HEAD, "It is 7.<|im_end|>"), (HEAD, "It is 8.<|im_end|>")
 BRIEF = tuple((f"<|im_start|>system\nBe brief.<|im_end|>\n{q}", a) for q, a in TALK)
+TURNS = tuple((f"{TALK[0][0]}It is 7.<|im_end|>\n{HEAD.replace(QUESTION, 'Sure?')}", a)
+              for _, a in TALK)  # fmt: skip
 TEXT = ("3 plus 4 is ", "7.</s>"), ("3 plus 4 is ", "8.</s>")
 FROM_TO = [{"from": "human", "value": QUESTION}]
 ANSWERED = [{"from": "gpt", "value": text} for text in ("It is 7.", "It is 8.")]
@@ -542,6 +573,15 @@ PAIRS = {  # name: (row, (question, answer) twice)
                                  "rejected": ANSWERED[1]}, TALK),
     "OpenAI": ({"input": {"messages": [ASKED], "tools": [], "parallel_tool_calls": True},
                 "preferred_output": [GOOD], "non_preferred_output": [BAD]}, TALK),
+    "UltraFeedback, spaces and content in parts": (
+        {"prompt": f" {QUESTION}\n", "chosen": [IN_PARTS, GOOD], "rejected": [IN_PARTS, BAD]},
+        TALK),
+    "a prompt of messages in both": (
+        {"prompt": [IN_PARTS], "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]}, TALK),
+    "turns in both": ({"prompt": QUESTION, "chosen": [ASKED, GOOD, AGAIN, GOOD],
+                       "rejected": [ASKED, GOOD, AGAIN, BAD]}, TURNS),
+    "a prompt of a space": ({"prompt": " ", "chosen": " 7.", "rejected": " 8."},
+                            ((" ", " 7.</s>"), (" ", " 8.</s>"))),
     "a prompt beside messages": ({"prompt": QUESTION, "chosen": [GOOD], "rejected": [BAD]}, TALK),
 }  # fmt: skip
 JUDGED = {  # name: (row, (question, answer))
@@ -568,6 +608,18 @@ WRONG = {  # name: (loss, row, the type of the error, a part of its text)
     "no chosen": ("kto", {"prompt": "a", "rejected": "b"}, RefusedRow, "rejected, but no chosen"),
     "null": ("dpo", {"prompt": "a", "chosen": "b", "rejected": None}, ValueError, "is null"),
     "the same": ("dpo", {"prompt": "a", "chosen": "b", "rejected": "b"}, ValueError, "the same"),
+    "the same conversation": ("dpo", {"chosen": [ASKED, GOOD], "rejected": [ASKED, GOOD]},
+                              ValueError, "the same"),
+    "a prompt three times": ("dpo", {"prompt": "2+2=", "chosen": "2+2= 4", "rejected": "2+2= 5"},
+                             ValueError, "begin with their prompt: .*--columns prompt=unused"),
+    "a question three times": ("kto", {"question": "2+2?\n", "chosen": "2+2? 4",
+                                       "rejected": "2+2? 5"}, ValueError, "their question"),
+    "one conversation": ("dpo", {"prompt": QUESTION, "chosen": [GOOD], "rejected": [ASKED, BAD]},
+                         ValueError, "one answer is a whole conversation"),
+    "no list": ("dpo", {"conversations": ASKED, "chosen": GOOD, "rejected": BAD}, ValueError,
+                "conversations is no list of messages"),
+    "no list, judged": ("kto", {"messages": QUESTION, "label": True}, ValueError,
+                        "messages is no list of messages"),
     "a label": ("dpo", {"prompt": "a", "chosen": "b", "rejected": "c", "label": True}, RefusedRow,
                 "--loss kto"),
     "kinds": ("dpo", {"prompt": "a", "chosen": "b", "rejected": [BAD]}, ValueError, "differ in k"),
@@ -716,9 +768,19 @@ def test_bad_input_ends_with_one_line_before_a_weight_is_read(name, run_main, ba
     assert "weights loaded" not in out
 
 
+def test_a_loss_without_slope_ends_no_run(run_main, read_metrics, base, monkeypatch):
+    """After the first step all answers are so far from the estimate that no gradient is left."""
+    monkeypatch.chdir(base)
+    code, _, err = run_main(*TRAIN, *data_flags("kto"), "--loss", "kto", "--beta", 1e5,
+                            "--output_dir", "saturated")  # fmt: skip
+    assert code == 0, err
+    norms = [row["grad_norm"] for row in read_metrics(base / "saturated") if "loss" in row]
+    assert norms[0] > 0 and norms[1:] == [0] * 5
+
+
 def test_models_own_dropout_is_off_and_experts_are_trained(run_main, demo_directory, tmp_path):
     """The first loss of DPO is ln 2 only if the model computes what the reference is of."""
-    tokenizer = AutoTokenizer.from_pretrained(demo_directory / "model")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(demo_directory / "model")
     write_preferences(tmp_path, "rows", 8, seed=1)
     for name, settings, flags in (("qwen3", {"attention_dropout": 0.3}, ["--adapter", "dora"]),
                                   ("qwen3_moe", {}, [])):  # fmt: skip

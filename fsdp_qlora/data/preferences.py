@@ -49,6 +49,8 @@ def parse_pair(row: dict[str, Any], better: str, worse: str,
         if row[key] is None:
             raise ValueError(f"{key} is null")
         answers.append(row[key])
+    if answers[0] == answers[1]:
+        raise ValueError("both answers are the same")
     row = {key: value for key, value in row.items() if key not in (better, worse)}
     if isinstance(row.get("input"), dict):  # OpenAI's
         row |= {"messages": row["input"].get("messages"), "tools": row.pop("input").get("tools")}
@@ -84,8 +86,8 @@ def parse_labelled(row: dict[str, Any], label: str,
             form = "prompt", answered  # a question and its answer, through the chat template
             row[answered] = row.pop("completion")
     elif conversation := next((key for key in CONVERSATIONS if key in row), None):
-        # its last message is what is judged
-        (row,), form, _ = ask(row, [read_list_text(conversation, row.pop(conversation))])
+        messages = list_of_messages(row, conversation)  # the last one is what is judged
+        (row,), form, _ = ask(row, [messages])
     else:
         form = find_form(given)
     name, documents = parse_object(row, tokenizer, form, trains_history=False)
@@ -111,15 +113,12 @@ def ask(row: dict[str, Any],
         raise ValueError("an answer is no text, message or list of messages, or two differ in kind")
     if isinstance(answers[0], dict):
         answers = [[answer] for answer in answers]
-    is_whole = isinstance(answers[0], list) and bool(answers[0]) and (
-        read_message(answers[0][0])["role"] in ("system", "user", "developer"))
+    is_whole = are_conversations(answers)
     for key in CONVERSATIONS:
         if key in row and is_whole:  # the same once more, as in UltraFeedback's rows
             del row[key]
         elif key in row and "prompt" not in row:
-            row["prompt"] = read_list_text(key, row.pop(key))
-            if not isinstance(row["prompt"], list):
-                raise ValueError(f"{key} is no list of messages")
+            row["prompt"] = list_of_messages(row, key)
     if "input" in row and not row.keys() & ANSWERS.keys():
         row["question"] = row.pop("input")
     if "prompt" in row:
@@ -133,6 +132,7 @@ def ask(row: dict[str, Any],
             row["prompt"] = [{"role": "user", "content": prompt}]
     for asked, answered in ANSWERS.items():
         if asked in row:
+            check_answers(asked, row[asked], answers)
             return [{**row, answered: answer} for answer in answers], (asked, answered), False
     if len(answers) == 1:
         n = len(answers[0]) - 1 if is_whole else 0
@@ -143,6 +143,32 @@ def ask(row: dict[str, Any],
                          " name its key by --columns OLD=prompt, or give an empty prompt")
     rows = [{**row, "prompt": answer[:n], "completion": answer[n:]} for answer in answers]
     return rows, COMPLETION, isinstance(answers[0], str)
+
+
+def list_of_messages(row: dict[str, Any], key: str) -> list[Any]:
+    """The conversation in this key, which the row then lacks."""
+    messages = read_list_text(key, row.pop(key))
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"{key} is no list of messages")
+    return messages
+
+
+def are_conversations(answers: list[Any]) -> bool:
+    """Whether the answers are whole conversations, which contain the question."""
+    found = {isinstance(answer, list) and bool(answer)
+             and read_message(answer[0])["role"] in ("system", "user", "developer")
+             for answer in answers}
+    if len(found) > 1:
+        raise ValueError("one answer is a whole conversation, the other is not")
+    return found.pop()
+
+
+def check_answers(asked: str, question: Any, answers: list[Any]) -> None:
+    """Leave out a pair of texts that both begin with their question, which would be read twice."""
+    if len(answers) == 2 and isinstance(question, str) and (question := question.strip()) and all(
+            isinstance(answer, str) and answer.strip().startswith(question) for answer in answers):
+        raise ValueError(f"both answers begin with their {asked}: if all rows are so, drop it,"
+                         f" --columns {asked}=unused")
 
 
 def check_prompt(prompt: Any, conversation: list[Any]) -> None:

@@ -335,18 +335,20 @@ LARGEST_WEIGHT = 1000  # of an adapter that learns; of one whose loss did not co
 
 
 def why_diverged(step: int, loss: float, norm: float, warmup_steps: float, progress: dict[str, Any],
-                 largest_weight: Callable[[], float]) -> str:
+                 largest_weight: Callable[[], float], saturates: bool = False) -> str:
     """Why the run learns nothing any more, or "". Also notes the losses in `progress`.
 
-    `largest_weight` is a function, which is called only where the losses make it suspicious.
+    `largest_weight` is a function, which is called only where the rest makes it suspicious.
+    `saturates`: the loss is one of preferences, whose gradient is 0 where rewards are high enough.
     """
     if progress["first_loss"] is None:
         progress["first_loss"] = loss
     if step > warmup_steps:
-        progress["lowest_loss"] = min(loss, progress["lowest_loss"] or math.inf)
+        lowest = progress["lowest_loss"]
+        progress["lowest_loss"] = loss if lowest is None else min(loss, lowest)
     if not math.isfinite(loss + norm):
         return f"loss {loss}, gradient norm {norm}"
-    if norm == 0:
+    if norm == 0 and not (saturates and largest_weight() <= LARGEST_WEIGHT):
         return f"loss {loss:.4f}, but a gradient norm of exactly 0: nothing is learned any more"
     if step > warmup_steps + PATIENCE and progress["lowest_loss"] > progress["first_loss"]:
         largest = largest_weight()

@@ -135,9 +135,9 @@ def read_reference(run: Run, found: dict[str, torch.Tensor]) -> None:
             kept = {name: file.get_tensor(name) for name in file.keys()}
     except (OSError, SafetensorError):
         return
-    adapter = said.pop("init_adapter", None)
-    digests = {name: tensor_digest(values) for name, values in kept.items()}
-    if said != {"format": "pt", "content": settings["content"], **digests}:
+    adapter, content = (said.pop(key, None) for key in ("init_adapter", "content"))
+    if content != settings["content"] or said != {
+            "format": "pt", **{name: tensor_digest(values) for name, values in kept.items()}}:
         say(f"{path} is damaged, or of other rows or another model: it is computed again")
         return
     if adapter != settings["init_adapter"] and not run.saved_step:
