@@ -123,35 +123,39 @@ def write_tokenizer(directory: Path, base: Path, tokenizer: PreTrainedTokenizerF
 
 def name_class(directory: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     """Let AutoTokenizer make the tokens of `tokenizer` from a directory that was written, whose
-    tokenizer_config.json is the base's: if it does not, name PreTrainedTokenizerFast there."""
-    path = directory / "tokenizer_config.json"
+    tokenizer_config.json is the base's: unless it does, by the class that is named there, name
+    PreTrainedTokenizerFast, as it does in all versions."""
+    path, version = directory / "tokenizer_config.json", transformers.__version__
     settings = read_json(path, {})
     named = settings.get("tokenizer_class")
     if named in PLAIN_CLASSES and not (directory / "config.json").is_file():
         return  # with a config.json the type of the model may count for more
-    text = other_tokens(directory, tokenizer)
-    if named and text is None:
+    taken, text = other_tokens(directory, tokenizer)
+    is_taken = named in PLAIN_CLASSES or named and named.removesuffix("Fast") == taken
+    if text is None and is_taken:
         return
     settings.pop("auto_map", None)  # remote code
-    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    settings["tokenizer_class"] = PLAIN_CLASSES[0]
     path.write_text(json.dumps(settings, indent=2))
+    why = f"transformers {version} does not take it for a {named}"
     if text is not None:
-        still = "" if other_tokens(directory, tokenizer) is None else (
-            ", but for this type of model AutoTokenizer does not ask: load it by this class")
-        say(f"tokenizer: trained as tokenizer.json has it; {named or 'the class of the model'} of"
-            f" transformers {transformers.__version__} makes other tokens of {text[:60]!r}, so"
-            f" what is saved names PreTrainedTokenizerFast{still}")
+        why = f"{named or taken} of transformers {version} makes other tokens of {text[:60]!r}"
+        if other_tokens(directory, tokenizer)[1] is not None:
+            why += ", and AutoTokenizer still does, for this type of model: load it by this class"
+    if named or text is not None:
+        say(f"tokenizer: trained as tokenizer.json has it, saved as {PLAIN_CLASSES[0]}: {why}")
 
 
-def other_tokens(directory: Path, tokenizer: PreTrainedTokenizerFast) -> str | None:
-    """A text of which AutoTokenizer makes other tokens than `tokenizer`; None if there is none."""
+def other_tokens(directory: Path, tokenizer: PreTrainedTokenizerFast) -> tuple[str, str | None]:
+    """The class that AutoTokenizer takes, and a text of which that makes other tokens than
+    `tokenizer`; None if there is none."""
     try:
         auto: Any = AutoTokenizer.from_pretrained(
             directory, mistral_format=False, trust_remote_code=False)
-        return next((text for text in probe_texts(tokenizer) if tokens(auto, text)
-                     != tokens(tokenizer, text)), None)
+        return type(auto).__name__, next((text for text in probe_texts(tokenizer) if tokens(
+            auto, text) != tokens(tokenizer, text)), None)
     except Exception:  # of all kinds: a class or a package that is missing
-        return PROBES[0]
+        return "AutoTokenizer", PROBES[0]
 
 
 def tokens(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
