@@ -14,9 +14,14 @@ ARGS ?=
 
 train_flags = $(if $(MODEL),--model '$(MODEL)') $(if $(DATASET),--dataset '$(DATASET)') \
     $(if $(OUT),--output_dir '$(OUT)') $(ARGS)
-count_gpus := import torch; print(torch.cuda.is_available() and torch.cuda.device_count() or 2)
 OLDEST_VENV := .venv-oldest
 oldest = $(shell sed -n 's/^transformers>=\([0-9.]*\),.*/\1.*/p' requirements.txt)
+# Of the driver: to import torch for this takes seconds. Without GPUs, two processes.
+count_gpus := import ctypes; n = ctypes.c_int(2); cuda = ctypes.CDLL("libcuda.so.1"); \
+    cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(n)); print(n.value)
+nproc = $(or $(NPROC),$(shell $(VENV)/bin/python -c '$(count_gpus)' 2>/dev/null),2)
+# torchrun imports torch, too, before it starts the script: one process does not need it
+launch = $(if $(filter 1,$1),python,torchrun --standalone --nproc_per_node=$1)
 newest_adapter = $(shell ls -t runs/*/adapter_model.safetensors 2>/dev/null | head -n 1)
 run = $(or $(OUT),$(patsubst %/adapter_model.safetensors,%,$(newest_adapter)))
 
@@ -44,9 +49,7 @@ help: ## When you want to know what there is
 setup: $(READY) ## Before you call the scripts yourself: makes .venv with all they need
 
 train: $(READY) ## To train: the built-in demo, or MODEL= on DATASET=, on all GPUs, else two CPU processes
-	$(VENV)/bin/torchrun --standalone \
-	    --nproc_per_node=$(or $(NPROC),$(shell $(VENV)/bin/python -c '$(count_gpus)')) \
-	    train_fsdp_qlora.py $(train_flags)
+	$(VENV)/bin/$(call launch,$(nproc)) train_fsdp_qlora.py $(train_flags)
 
 # What torchrun would set, with five lines of warning; on a CPU the script takes its share itself.
 train: export OMP_NUM_THREADS ?= 1

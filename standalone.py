@@ -89,14 +89,14 @@ def cut(path):
         start = node.end_lineno
         if i == 0:
             docstring = part[part.index('"""') :] if path in SCRIPTS else node.value.value.strip()
-        elif isinstance(node, ast.If) and "__main__" in part:
-            end = part
         elif i <= last_import:
             if for_types(node):
                 typed += [alias.name for block in node.body for alias in block.names]
             elif not getattr(node, "module", "").startswith("fsdp_qlora"):
                 head += one_by_one(node) if hasattr(node, "names") else [part]
                 names |= meanings(node, path)
+        elif isinstance(node, ast.If) and "__main__" in part:
+            end = part
         else:
             code.append("\n".join(lines[tree.body[i - 1].end_lineno : node.end_lineno]))
             names |= meanings(node, path)

@@ -36,6 +36,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
+    with contextlib.suppress(OSError):  # it may be closed
+        print("importing torch, transformers, peft, bitsandbytes", file=sys.stderr, flush=True)
+
 # on a CPU it warns that a package is missing, which only its own inference would use
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
@@ -76,6 +80,7 @@ from fsdp_qlora.pretrained.hub import base_digest, model_directory, read_model_c
 from fsdp_qlora.pretrained.reader import (
     RandomWeights, WeightReader, all_finite, rows_before, weight_files)
 from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
+from fsdp_qlora.quant.nf4 import why_no_triton
 from fsdp_qlora.ranks import (
     AGAIN, DIVERGED, EXITS, Stop, all_gather, check_same, gather_objects, is_rank_0, n_cores,
     on_rank_0, refuse_launch, say, say_each, together)
@@ -395,6 +400,8 @@ def join_processes() -> torch.device:
     # on a CPU bitsandbytes keeps the paged optimizer's state unpaged, which is what we want there
     warnings.filterwarnings("ignore", "Paged optimizers are not supported on CPU")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.")
+    # of the probe's few tokens, for which nothing is compiled
+    warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
     return device
 
 
@@ -758,6 +765,8 @@ def run_steps(run: Run, done: int) -> list[Record]:
     say(f"steps: {config.max_steps} of {config.batch_size} rows, {epochs:.3g} epochs,"
         f" in bins of at most {plan.bin_tokens:,} tokens on {dist.get_world_size()} processes; peak"
         f" learning rate {config.learning_rate}")
+    if run.device.type == "cuda" and not why_no_triton():
+        say("the first step compiles kernels: up to a minute, a few seconds once they are cached")
     with together():
         log = Log(run, done) if is_rank_0() else None
     save_steps, save_seconds = save_interval(config)

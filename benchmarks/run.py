@@ -214,7 +214,10 @@ GROUPS = {
           for loss, rows in (("sft", 2), ("dpo", 1), ("kto", 2))),
     ],
     "start": [
-        case(f"8b-{cache}", "llama-3-8b", 2, 2048, 1, cache=cache) for cache in ("cold", "warm")
+        case(f"{short}-{cache}", model, 8, 2048, 1, gpus=1, bins=0, cache=cache)
+        for short, model in (
+            ("8b", "llama-3-8b"), ("14b", "qwen3-14b"), ("30b", "qwen3-30b-a3b"))
+        for cache in ("cold", "warm")
     ],
     "attention": [  # which kernel they take is in the log
         case("gemma2-27b-1gpu", "gemma-2-27b", 8, 2048, 5, gpus=1, bins=0),
@@ -339,14 +342,15 @@ def gemm_ceiling(model, tokens):
 
 # ---- one case ----------------------------------------------------------------------------------
 
-MARKS = ("chosen: ", "plan: ", "weights loaded", "steps: ", "step +1/")  # of a log
+MARKS = ("importing ", "data: ", "plan: ", "weights loaded", "steps: ", "step +1/")  # of a log
 
 
 def launch(gpus, program, log, limit, **env):
-    """`program` by torchrun, or with gpus 0 by plain Python, its output in `log`, and at its end
-    when each of MARKS was reached. Returns the exit code (None: time limit), seconds and output."""
+    """`program` by torchrun, or for one process by plain Python, its output in `log`, and at its
+    end when each of MARKS was reached. Returns the exit code (None: time limit), seconds and
+    output."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}"]
-    command = [sys.executable, *(torchrun if gpus else []), *map(str, program)]
+    command = [sys.executable, *(torchrun if gpus > 1 else []), *map(str, program)]
     started, code, reached = time.perf_counter(), None, {}
     with log.open("w") as file:
         print("$", shlex.join(command), file=file, flush=True)
@@ -474,6 +478,7 @@ def run_case(chosen, gpus, out, scratch, limit, profile=False):
     steps = read_steps(results)
     return {"case": name, "work": describe(chosen), "gpus": gpus, "base": chosen["base"],
             "seconds": seconds, "flags": flags, **outcome(code, text, steps),
+            "start": cache and re.findall(r"^reached after ([\d.]+) s: (\w+)", text, re.M),
             **measurements(text, steps)}  # fmt: skip
 
 
@@ -540,8 +545,8 @@ def run_beside(peer, chosen, gpus, out, scratch, limit, path):
     work |= {"model": str(model), "output": str(output)}
     if gpus == 1:
         env["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    code, seconds, text = launch(0 if gpus == 1 else gpus, [program, peer, json.dumps(work)],
-                                 out / f"{name}.log", limit, **env)  # fmt: skip
+    program = [program, peer, json.dumps(work)]
+    code, seconds, text = launch(gpus, program, out / f"{name}.log", limit, **env)
     steps = read_steps(output)
     how = f"{peer}, {work['layout']}, {'all' if work['recompute'] else 'nothing'} recomputed"
     return {"case": name, "work": describe({**chosen, "flags": how}), "gpus": gpus, "base": None,
@@ -631,7 +636,8 @@ def driver(stem, argv):
     if stem is None:
         plan.use_graphs = lambda plan, *_: plan
         os._exit(script.main(argv))
-    train_step, cuda, rank = script.train_step, torch.cuda.is_available(), int(os.environ["RANK"])
+    train_step, cuda = script.train_step, torch.cuda.is_available()
+    rank = int(os.environ.get("RANK", 0))
     activity = torch.profiler.ProfilerActivity
     profiler = torch.profiler.profile(
         activities=[activity.CUDA if cuda else activity.CPU],
@@ -713,9 +719,12 @@ def table(rows):
         cells = ["" if values.get(key) is None else format(values[key], form)
                  for key, form in COLUMNS.values()]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
-    errors = [f"{row['case']}: {row['error'][:300]}" for row in rows if row["error"]]
+    notes = [f"{row['case']}: {row['error'][:300]}" for row in rows if row["error"]]
+    notes += [f"{row['case']}, seconds until: "
+               + ", ".join(f"{mark} {seconds}" for seconds, mark in row["start"])
+               for row in rows if row.get("start")]  # fmt: skip
     machine = next((row["machine"] for row in rows if row.get("machine")), "")
-    return "\n".join([machine, "", *lines, "", *errors]).strip() + "\n"
+    return "\n".join([machine, "", *lines, "", *notes]).strip() + "\n"
 
 
 def run_cases(group, cases, device_count, out, limit, peer=None, peers=(), peers_path=ROOT):

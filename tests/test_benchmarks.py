@@ -293,12 +293,13 @@ def test_warm_start_alone_is_made_warm_first(tmp_path, monkeypatch):
         runs.append(env)
         for directory in env.values():
             Path(directory).mkdir(parents=True, exist_ok=True)
-        return 0, 1.0, ""
+        return 0, 1.0, "\nreached after 2.5 s: data: \nreached after 9.0 s: step +1/\n"
 
     monkeypatch.setattr(bench, "launch", launch)
     for n_runs in 2, 3:  # then it is
-        bench.run_case(bench.CASES["8b-warm"], 2, tmp_path, tmp_path, 9)
+        row = bench.run_case(bench.CASES["8b-warm"], 1, tmp_path, tmp_path, 9)
         assert len(runs) == n_runs and all(env == runs[0] != {} for env in runs)
+    assert "8b-warm, seconds until: data 2.5, step 9.0" in bench.table([row])
 
 
 PEER = """
@@ -321,8 +322,8 @@ def test_peer_is_given_chat_rows_to_pack(tmp_path):
     )
     log = tmp_path / "log"
     program = [bench.__file__, "packed", tmp_path / "peer.py", "--seq", "100"]
-    code, _, text = bench.launch(0, program, log, 60, PYTHONPATH=str(tmp_path))
-    assert code == 0, text
+    code, _, text = bench.launch(1, program, log, 60, PYTHONPATH=str(tmp_path))
+    assert code == 0 and "torch.distributed.run" not in text, text
     chat, settings, own = json.loads(text.splitlines()[1])
     lengths = [len(row) for row in chat["input_ids"]]
     assert lengths == bench.chat_lengths(32, 100) and {5, 6, 7} == set(chat["input_ids"][0])

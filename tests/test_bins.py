@@ -431,3 +431,4 @@ def test_run_has_as_many_steps_as_its_epochs_take(run_main, tiny_model, tmp_path
     if epochs == "2":
         code, out, err = run_main(*flags, "--max_steps", 2)
         assert code == 0 and "steps: 2 of 4 rows" in out, err
+        assert ("the first step compiles kernels" in out) == torch.cuda.is_available()

@@ -150,6 +150,7 @@ def test_built_files_need_no_other(standalone):
         assert ast.get_docstring(tree) == ast.get_docstring(TREES[script])
         assert not {m for m in imported(tree) if m.split(".")[0] in {"fsdp_qlora", *SCRIPTS}}
         assert ast.unparse(tree.body[-1]).startswith("if __name__ == '__main__':")
+        assert text.count("__main__") == SOURCES[script].read_text().count("__main__")
         defined = [node.name for node in tree.body if hasattr(node, "name")]
         of_script = [node.name for node in TREES[script].body if hasattr(node, "name")]
         assert defined[: len(of_script)] == of_script  # the recipe first
@@ -353,6 +354,7 @@ def test_assembled_files_train_resume_and_merge_alone(nproc, alone, run_jobs, tm
     done = subprocess.run(command(nproc), env=ALONE, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert ("resumed from run/checkpoint-0000" in done.stdout) == (nproc > 1)
+    assert done.stderr.count("importing torch") == 1  # one rank says so
     merge = done.stdout.splitlines()[-1]
     assert " merge_adapters.py --adapter_dir run " in merge
     names = ["adapter_model.safetensors"]
