@@ -367,20 +367,19 @@ def test_log_says_what_a_template_trains_besides_or_leaves_out(name, tokenizer, 
 
 
 def test_template_is_jinja_or_in_json(tokenizer, tmp_path):
-    """As a model's chat_template.json and tokenizer_config.json have it, or several by name."""
+    """As a model's chat_template.json and tokenizer_config.json have it."""
     own, path = tokenizer.chat_template, tmp_path / "template"
-    several = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": TOOLS}]
     for content, want in (
             (TOOLS, TOOLS), ("\ufeff" + TOOLS, TOOLS),
             (json.dumps({"chat_template": TOOLS}), TOOLS),
-            (json.dumps({"chat_template": several}), {"default": CHATML, "tool_use": TOOLS}),
             (json.dumps(TOOLS), TOOLS)):  # fmt: skip
         path.write_text(content, encoding="utf-8")
         set_template(tokenizer, tmp_path, str(path))
         assert tokenizer.chat_template == want
-    path.write_text('{"model_max_length": 3}')
-    with pytest.raises(ValueError, match="--chat_template .*JSON without a chat_template"):
-        set_template(tokenizer, tmp_path, str(path))
+    for wrong in {"model_max_length": 3}, {"chat_template": [{"name": "a", "template": TOOLS}]}:
+        path.write_text(json.dumps(wrong))
+        with pytest.raises(ValueError, match="--chat_template .*JSON without a chat_template"):
+            set_template(tokenizer, tmp_path, str(path))
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": TOOLS}))
     tokenizer.chat_template = own
     set_template(tokenizer, tmp_path, None)

@@ -275,14 +275,23 @@ def test_cell_that_begins_with_a_quotation_mark_swallows_no_rows(
 
 @pytest.mark.parametrize("kind, separator", [("tsv", "\t"), ("csv", ",")])
 @pytest.mark.parametrize("cells", [
-    ("two\nlines", "x"), ('"x"', "y"), ("a, b\nc, d", "x"), ("tab\there", "x"), ("\n", '"'),
-    ("x" * 200_000, "y")], ids=lambda cells: repr(cells[0])[:9])  # fmt: skip
+    ("two\nlines", "x"), ('"x"', "y"), ("a, b\nc", "x"), ("tab\there", "x"), ("\n", '"'),
+    ('"' + "x" * 200_000, "y")], ids=lambda cells: repr(cells[0])[:9])  # fmt: skip
 def test_quotes_around_a_cell_are_no_part_of_it(cells, kind, separator, tmp_path):
     path = tmp_path / f"data.{kind}"
     rows = [{"prompt": "a", "completion": "b"}, dict(zip(("prompt", "completion"), cells))]
     write_csv(path, rows, delimiter=separator, lineterminator="\n")
     read = [row for _, row in sources.read_pieces(sources.find_pieces(str(path))[0])]
     assert read == rows
+
+
+def test_quotes_of_a_tsv_close_in_their_line(tmp_path):
+    """A mark at the end of another row's cell closes none."""
+    path = tmp_path / "data.tsv"
+    path.write_text('prompt\tcompletion\n"To be\tx\nthat is"\ty\n')
+    read = [row for _, row in sources.read_pieces(sources.find_pieces(str(path))[0])]
+    assert read == [{"prompt": '"To be', "completion": "x"},
+                    {"prompt": 'that is"', "completion": "y"}]  # fmt: skip
 
 
 @pytest.mark.parametrize("form", ["torch", "numpy", "pandas", "arrow"])

@@ -87,8 +87,8 @@ def test_other_tokens_that_the_head_never_learned_are_said(flags_for, run_main):
 
 
 def test_model_that_knows_all_tokens_gets_no_warning(flags_for, run_main):
-    """Nor is a row asked for that is not trained."""
-    code, out, err = run_main(*flags_for(zero("<s>")))
+    """Nor is a row asked for that is not trained: no answer here ends with EOS."""
+    code, out, err = run_main(*flags_for(zero("</s>")))
     assert code == 0 and "never learned" not in out + err
 
 

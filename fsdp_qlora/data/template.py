@@ -51,9 +51,9 @@ def set_template(tokenizer: PreTrainedTokenizerFast, directory: Path, file: str 
             tokenizer.chat_template = read_template(own)
 
 
-def read_template(path: Path) -> str | dict[str, str]:
-    """The template, or several by name, in a file of Jinja, or of JSON as chat_template.json and
-    tokenizer_config.json are."""
+def read_template(path: Path) -> str:
+    """The template in a file of Jinja, or of JSON as chat_template.json and tokenizer_config.json
+    are."""
     text = path.read_text(encoding="utf-8-sig")
     try:
         template = json.loads(text)
@@ -61,10 +61,8 @@ def read_template(path: Path) -> str | dict[str, str]:
         return text
     if isinstance(template, dict):
         template = template.get("chat_template")
-    if isinstance(template, list):
-        template = {one["name"]: one["template"] for one in template}
-    if not isinstance(template, (str, dict)):
-        raise ValueError("it is JSON without a chat_template")
+    if not isinstance(template, str):
+        raise ValueError("it is JSON without a chat_template, or with several: give one of them")
     return template
 
 

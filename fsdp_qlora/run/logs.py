@@ -294,11 +294,8 @@ def show_document(ids: torch.Tensor, labels: torch.Tensor,
 def decode(ids: list[int], start: int, stop: int, tokenizer: PreTrainedTokenizerFast) -> str:
     """The text of ids[start:stop]. A part by itself may lose the space that it begins with."""
     before = ids[max(0, start - 8) : start]
-    prefix: str = tokenizer.decode(before)
     whole: str = tokenizer.decode(before + ids[start:stop])
-    if whole.startswith(prefix):
-        return whole[len(prefix) :]
-    return str(tokenizer.decode(ids[start:stop]))  # a character is cut where `before` begins
+    return whole[len(tokenizer.decode(before)) :]
 
 
 def say_speed(run: Run, records: list[dict[str, Any]]) -> None:
