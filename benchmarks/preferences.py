@@ -141,7 +141,7 @@ def with_adapter(model):
 
 
 def exact_model(base):
-    """The model with its dequantised NF4 weights, all in fp64, also the norms and the softmax, which
+    """The model with its dequantised NF4 weights, all in fp64, also norms and softmax, which
     transformers else computes in fp32."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
     from transformers import AutoModelForCausalLM
