@@ -168,7 +168,7 @@ def read_unchecked(args: argparse.Namespace, adapter_dir: Path) -> tuple[
     NF4, quantised from bf16, all else as the base's files have it."""
     path, file = [adapter_dir / name for name in ADAPTER_FILES]
     settings, stored = {**LoraConfig().to_dict(), **read_json(path)}, tensors_of(file)
-    directory = model_directory(args.base_model, False, "--base_model")
+    directory = model_directory(args.base_model, "weights", "--base_model")
     config, files = read_json(directory / "config.json"), weight_files(directory)
     require("quantization_config" not in config, f"--base_model {directory}: is quantised already")
     print(f"WARNING: {adapter_dir} has no train_config.json: that it was trained on {directory} in"
@@ -207,7 +207,8 @@ def read_unchecked(args: argparse.Namespace, adapter_dir: Path) -> tuple[
 
 def read_base(name: str, quantization: dict[str, Any]) -> argparse.Namespace:
     """Returns what is known of the base model, its files checked as training checks them."""
-    directory, in_4bit = model_directory(name, False, "--base_model"), quantization["prequantized"]
+    directory = model_directory(name, "weights", "--base_model")
+    in_4bit = quantization["prequantized"]
     with explain(f"base model {directory}"):
         model_config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
         arch, files = describe_model(model_config), weight_files(directory)

@@ -58,7 +58,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fsdp_qlora.data.bins import Bin, deal_rows, make_bin, step_rows
-from fsdp_qlora.data.encode import Rows, prepare_data
+from fsdp_qlora.data.encode import Rows, prepare_data, random_rows
 from fsdp_qlora.lora.adapter import Adapter, choose_adapted
 from fsdp_qlora.model.attention import (
     attends, batched_attention, document_attention, flash_attention, varlen_attention)
@@ -69,8 +69,9 @@ from fsdp_qlora.model.model import (
     weight_requests)
 from fsdp_qlora.model.offload import GPUStore, HostStore, make_store
 from fsdp_qlora.model.router import BALANCE, take_balance
+from fsdp_qlora.planner.cards import card_machine, parse_cards
 from fsdp_qlora.planner.machine import host_memory, limit_memory, memory_gib, say_memory
-from fsdp_qlora.planner.plan import Plan, agree_on_plan
+from fsdp_qlora.planner.plan import Plan, agree_on_plan, choose_plan, describe_work
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.check import check_family
 from fsdp_qlora.pretrained.config import rope_frequencies
@@ -88,7 +89,7 @@ from fsdp_qlora.run.directory import describe_run, merge_command, open_output, s
 from fsdp_qlora.run.files import read_json, text_digest
 from fsdp_qlora.run.flags import parse_flags, resolve_config, save_interval
 from fsdp_qlora.run.logs import (
-    Log, describe_metrics, draw_losses, say_example, say_speed, say_start)
+    Log, describe_metrics, draw_losses, say_example, say_plan_elsewhere, say_speed, say_start)
 from fsdp_qlora.run.probe import Probe, reshard_all
 from fsdp_qlora.run.ranks import (
     AGAIN, DIVERGED, EXITS, Stop, all_gather, check_same, gather_objects, is_rank_0, n_cores,
@@ -208,6 +209,9 @@ class Config:
         False, "keep the 4-bit weights in pinned host memory; each layer is copied when needed")
     memory_limit_gib: float | None = knob(
         None, "GPU memory to plan for and never to exceed; left out: what is free")
+    plan_for: str | None = knob(
+        None, "print the plan of this run on other GPUs and end: 4x4090, 8xH100, 2x24GB; needs no"
+        " GPU, and reads of the model only config.json")
     attn: str | None = knob(
         None, "attention; left out: from Hopper on sdpa for rows of one length, else"
         " flash_attention_2 where it is installed, else sdpa",
@@ -258,7 +262,10 @@ def main(argv: list[str] | None = None) -> int:
         try:
             with together():
                 config = parse_flags(Config, __doc__.splitlines()[0], argv)
-            train(config, device, status)
+            if config.plan_for:
+                answer_plan_for(config, status)
+            else:
+                train(config, device, status)
             code = 0
         except Stop as e:
             code = status.stop_together(e)
@@ -294,8 +301,8 @@ def train(given: Config, device: torch.device, status: Status) -> None:
             make_demo(config, directory)
         status.enter("model")
         with together():
-            base = model_directory(config.model or str(directory / "demo" / "model"),
-                                   config.random_weights)
+            needs = ("weights", "tokenizer" if config.dataset else "config")[config.random_weights]
+            base = model_directory(config.model or str(directory / "demo" / "model"), needs)
             base_sha256 = text_digest(str(base)) if config.random_weights else base_digest(base)
             config, model_config, arch = read_model_config(base, config)
             tokenizer = load_tokenizer(base, config)
@@ -364,6 +371,31 @@ def train(given: Config, device: torch.device, status: Status) -> None:
         if records := run_steps(run, done):
             say_speed(run, records)
         finish_run(run)
+
+
+def answer_plan_for(given: Config, status: Status) -> None:
+    """Print what the run would be on the GPUs that --plan_for names. All ranks must call this."""
+    with together():
+        config = resolve_config(given, dist.get_world_size())
+    status.enter("model")
+    with together():
+        say_plan_elsewhere(given, *plan_elsewhere(config))
+
+
+def plan_elsewhere(config: Config) -> tuple[Config, Plan, int]:
+    """The plan of a run on the GPUs that --plan_for names, on rows of --max_seq_len tokens, which
+    is filled in, and the bytes of each GPU. Of the model only config.json is read. Raises
+    ValueError."""
+    world_size, _, card = parse_cards(config.plan_for or "")
+    limit, machine = int((config.memory_limit_gib or card.free) * 2**30), card_machine(card)
+    base = model_directory(config.model or "", "config")
+    config = dataclasses.replace(config, random_weights=True)
+    config, _, arch = read_model_config(base, config)
+    _, adapted = choose_adapted(arch, config, config.model or "")
+    layouts, rows = make_layouts(arch, adapted, config), random_rows(arch.vocab_size, config)
+    why_no_capture = machine.why_no_grouped if arch.mixture else ""
+    work = describe_work(config, rows, None, world_size, torch.device("cuda"), why_no_capture)
+    return config, choose_plan(config, arch, layouts, work, limit, machine), limit
 
 
 # ------------------------------------------------------------------------------------------------

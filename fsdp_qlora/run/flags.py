@@ -1,6 +1,6 @@
 """Flags: parsing a dataclass of them from the command line and YAML, and what follows from them.
 
-Depends on argparse and ranks. The flags themselves are the fields of Config, in the script.
+Depends on argparse, cards and ranks. The flags themselves are the fields of Config, in the script.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from fsdp_qlora.planner.cards import parse_cards
 from fsdp_qlora.run.ranks import say
 
 if TYPE_CHECKING:
@@ -167,6 +168,10 @@ def check_combinations(config: Config) -> None:
 
 def resolve_config(config: Config, world_size: int) -> Config:
     """The Config with what follows from the flags alone filled in. Raises ValueError."""
+    if config.plan_for:
+        world_size = parse_cards(config.plan_for)[0]
+        if not config.model:
+            raise ValueError("--plan_for needs a --model whose config.json gives the shapes")
     for name, value in vars(config).items():
         if value == "" or isinstance(value, tuple) and "" in value:
             raise ValueError(f"--{name} is empty: leave it out or give a value")
@@ -195,7 +200,7 @@ def resolve_config(config: Config, world_size: int) -> Config:
     check("seed", lambda n: 0 <= n < 2**40, "at least 0 and below 2^40")
     if config.recompute not in ("all", "none", "auto") and not config.recompute.isdecimal():
         raise ValueError(f"--recompute {config.recompute}: must be all, none, auto or a number")
-    if config.model and not config.dataset and not config.random_weights:
+    if config.model and not (config.dataset or config.random_weights or config.plan_for):
         raise ValueError(f"--model {config.model} needs a --dataset: files or a Hub id")
     tracker = config.report_to
     if tracker != "none" and importlib.util.find_spec(tracker) is None:

@@ -22,6 +22,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.data.forms import IGNORE
+from fsdp_qlora.planner.cards import HOST_GIB, parse_cards
 from fsdp_qlora.run.files import put_in_place, text_digest, write_whole
 from fsdp_qlora.quant.nf4 import why_no_triton
 from fsdp_qlora.run.ranks import say
@@ -210,18 +211,29 @@ def say_start(given: Config, config: Config, plan: Plan, kernels: dict[str, dict
         say(f"slower, without fused kernels: {why_no_triton()}")
     used = {f.__name__ for kind in kernels.values() for f in kind.values()}
     say(f"attention: {', '.join(sorted(used))}")
-    say_plan(given, plan, limit)
-
-
-def say_plan(given: Config, plan: Plan, limit: int) -> None:
-    """Print the plan: the memory that it is predicted to take, and how the work is laid out."""
-    if torch.cuda.is_available():
+    if device.type == "cuda":
         free, total = torch.cuda.mem_get_info()
-        used = total - free - torch.cuda.memory_reserved()
-        say(f"outside the plan: CUDA's context, NCCL and other programs hold {used / 2**30:.2f} GiB"
+        held = total - free - torch.cuda.memory_reserved()
+        say(f"outside the plan: CUDA's context, NCCL and other programs hold {held / 2**30:.2f} GiB"
             " of this GPU")
+    say_plan(given, plan, limit, dist.get_world_size())
+
+
+def say_plan_elsewhere(given: Config, config: Config, plan: Plan, limit: int) -> None:
+    """Print the answer of --plan_for, where the plan fits."""
+    world_size, card, _ = parse_cards(config.plan_for or "")
+    say(f"planned by data sheets for {world_size} x {card} with {HOST_GIB} GiB of host memory for"
+        f" each, in steps of {config.batch_size:,} rows of {config.max_seq_len:,} tokens; nothing"
+        " was measured")
+    say_plan(given, plan, limit, world_size)
+    say(f"it fits: {plan.bytes / 2**30:.1f} of {limit / 2**30:.1f} GiB on each GPU, predicted"
+        f" {1 / plan.token_seconds:,.0f} tokens/s per GPU")
+
+
+def say_plan(given: Config, plan: Plan, limit: int, world_size: int) -> None:
+    """Print the plan: the memory that it is predicted to take, and how the work is laid out."""
     notes = {
-        describe_copies(given, plan): True,
+        describe_copies(given, plan, world_size): True,
         f"bins of at most {plan.bin_tokens:,} tokens": True,
         f"{plan.recomputed} of {plan.n_layers} layers recomputed in backward": True,
         "these keep the sum after attention": plan.recomputed and plan.keep_middle,
@@ -242,9 +254,9 @@ def say_plan(given: Config, plan: Plan, limit: int) -> None:
         f" {parts}")
 
 
-def describe_copies(given: Config, plan: Plan) -> str:
-    """On which processes the model is, and who has decided that."""
-    n, shards = dist.get_world_size(), plan.shard_group_size
+def describe_copies(given: Config, plan: Plan, n: int) -> str:
+    """On which of `n` processes the model is, and who has decided that."""
+    shards = plan.shard_group_size
     if n == 1:
         return "the model on one process"
     why = "as asked" if given.shard_group_size else "the fastest that fits"
