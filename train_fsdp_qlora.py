@@ -89,7 +89,8 @@ from fsdp_qlora.run.directory import describe_run, merge_command, open_output, s
 from fsdp_qlora.run.files import read_json, text_digest
 from fsdp_qlora.run.flags import parse_flags, resolve_config, save_interval
 from fsdp_qlora.run.logs import (
-    Log, describe_metrics, draw_losses, say_example, say_plan_elsewhere, say_speed, say_start)
+    Log, describe_metrics, draw_losses, say_example, say_plan_elsewhere, say_sample, say_speed,
+    say_start)
 from fsdp_qlora.run.probe import Probe, reshard_all
 from fsdp_qlora.run.ranks import (
     AGAIN, DIVERGED, EXITS, Stop, all_gather, check_same, gather_objects, is_rank_0, n_cores,
@@ -99,6 +100,7 @@ from fsdp_qlora.run.status import (
 from fsdp_qlora.training.evaluation import evaluation_batches, evaluation_bins
 from fsdp_qlora.training.loss import bin_objective, mean_metrics, n_losses
 from fsdp_qlora.training.reference import find_reference, step_value
+from fsdp_qlora.training.samples import sample_answers
 
 SCRIPT = Path(__file__)
 VERSIONS = {m.__name__: m.__version__ for m in (torch, transformers, peft, bnb)}
@@ -170,6 +172,9 @@ class Config:
     eval_every: int | None = knob(
         None, "steps between evaluations, besides the one before the first step and the one at the"
         " end; 0: only these two; left out: a tenth of all steps")
+    eval_samples: int | None = knob(
+        None, "greedy answers to held-out rows that each evaluation shows beside what is wanted; 0:"
+        " none; left out: 2 where they take less than a hundredth of the time")
     save_every: str = knob(
         "5m", "between checkpoints: minutes, 5m, or steps, 100; 0: only at the end")
     keep_checkpoints: int = knob(2, "the newest that stay, besides the one of the best evaluation")
@@ -236,6 +241,7 @@ class Run:
     device: torch.device
     rows: Rows  # to train on
     eval_rows: Rows | None  # to evaluate on
+    tokenizer: transformers.PreTrainedTokenizerFast | None  # None: there is no text
     content: dict[str, str | None]  # digests of rows and base model, for checkpoints
     lora_config: peft.LoraConfig
     kernels: Kernels
@@ -311,7 +317,7 @@ def train(given: Config, device: torch.device, status: Status) -> None:
         day = begun.get("date", on_rank_0(time.strftime, "%Y-%m-%d"))
         rows, eval_rows = prepare_data(config, directory, tokenizer, arch.vocab_size, day)
         steps = config.max_steps or math.ceil(config.num_epochs * len(rows) / config.batch_size)
-        every = max(1, steps // 10) if config.eval_every is None else config.eval_every
+        every = math.ceil(steps / 10) if config.eval_every is None else config.eval_every
         config = dataclasses.replace(config, max_steps=steps, eval_every=every)
         content = agree_on_content(config, rows, eval_rows, base_sha256)
         status.enter("checkpoint")
@@ -346,9 +352,10 @@ def train(given: Config, device: torch.device, status: Status) -> None:
             measure_weight_norms(model)
         run = Run(
             config=config, plan=plan, status=status, directory=directory, device=device, rows=rows,
-            eval_rows=eval_rows, content=content, lora_config=lora_config, optimizer=optimizer,
+            eval_rows=eval_rows, tokenizer=tokenizer, content=content, lora_config=lora_config,
             model=model, kernels=kernels, store=make_store(plan, device), probe=Probe(rows),
-            adapter=adapter, graphs=plan.graphs and Graphs(model, config, device), saved_step=done)
+            adapter=adapter, graphs=plan.graphs and Graphs(model, config, device), saved_step=done,
+            optimizer=optimizer)
         if done:
             status.enter("checkpoint")
             with together():
@@ -751,11 +758,14 @@ def log_evaluation(run: Run, log: Log | None, step: int) -> tuple[bool, bool]:
     progress["evaluated"] = step
     if is_best:
         progress.update(best_loss=loss, best_step=step)
+    seconds, best = clock() - started, ", the best so far" if is_best and step else ""
+    say(f"evaluation after step {step}: loss {loss:.4f}{describe_metrics(found, 'eval_')}{best}")
+    samples = sample_answers(run, log.pace if log else None)
+    for sample in samples:
+        say_sample(sample)
     if log:
         log.record({"step": step, **found, "eval_tokens": int(run.eval_rows.n_trained.sum()),
-                    "eval_seconds": clock() - started})
-    best = ", the best so far" if is_best and step else ""
-    say(f"evaluation after step {step}: loss {loss:.4f}{describe_metrics(found, 'eval_')}{best}")
+                    "eval_seconds": seconds, **({"eval_samples": samples} if samples else {})})
     return False, is_best and step > 0
 
 
@@ -769,9 +779,10 @@ def run_steps(run: Run, done: int) -> list[Record]:
     metrics, one a step. All ranks must call this."""
     config, plan, status, records = run.config, run.plan, run.status, []
     epochs = config.max_steps * config.batch_size / len(run.rows)
-    say(f"steps: {config.max_steps} of {config.batch_size} rows, {epochs:.3g} epochs,"
-        f" in bins of at most {plan.bin_tokens:,} tokens on {dist.get_world_size()} processes; peak"
-        f" learning rate {config.learning_rate}")
+    n = dist.get_world_size()
+    say(f"steps: {config.max_steps} of {config.batch_size} rows, {epochs:.3g} epochs, in bins of at"
+        f" most {plan.bin_tokens:,} tokens on {n} process{'es' * (n > 1)}; peak learning rate"
+        f" {config.learning_rate}")
     with together():
         log = Log(run, done) if is_rank_0() else None
     save_steps, save_seconds = save_interval(config)

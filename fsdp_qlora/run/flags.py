@@ -159,6 +159,10 @@ def check_combinations(config: Config) -> None:
     if config.loss == "kto" and config.batch_size < 2:
         raise ValueError(f"--batch_size {config.batch_size} with --loss kto: a step compares good"
                          " answers with bad ones: give at least 2")
+    for name in "eval_every", "eval_samples":
+        if getattr(config, name) and not config.eval_dataset:
+            raise ValueError(f"--{name} {getattr(config, name)} needs an --eval_dataset: files, a Hub"
+                             " id, or a fraction of the rows, 0.02")
     if config.offload_activations and config.recompute in ("none", "0"):
         raise ValueError(f"--offload_activations has nothing to keep with --recompute"
                          f" {config.recompute}: drop one of them")
@@ -187,7 +191,7 @@ def resolve_config(config: Config, world_size: int) -> Config:
     check("max_steps num_epochs learning_rate beta desirable_weight undesirable_weight"
           " memory_limit_gib micro_batch_tokens max_grad_norm max_minutes step_timeout_minutes",
           lambda x: 0 < x < math.inf, "positive")
-    check("eval_every weight_decay simpo_gamma", lambda x: 0 <= x < math.inf, "0 or more")
+    check("eval_every eval_samples weight_decay simpo_gamma", lambda x: 0 <= x < math.inf, "0 or more")
     check("label_smoothing", lambda x: 0 <= x < 0.5, "at least 0 and below 0.5")
     check("save_every", lambda x: re.fullmatch(r"\d{1,9}m?", x),
           "minutes, as 5m, or a number of steps, or 0")

@@ -41,6 +41,8 @@ class Log:
     def __init__(self, run: Run, done: int) -> None:
         """Of a run that is resumed after step `done`, only earlier records stay."""
         self.max_steps, self.status = run.config.max_steps, run.status
+        self.first: tuple[int, float] | None = None  # step of this start, and when it was done
+        self.pace: float | None = None  # seconds for each step since, with evaluations and saves
         self.path = run.directory / "metrics.jsonl"
         write_whole(self.path, earlier_records(self.path, done, run.progress["evaluated"] or 0))
         self.size, self.unwritten, self.is_failing = self.path.stat().st_size, b"", False
@@ -82,19 +84,24 @@ class Log:
     def step(self, record: dict[str, Any]) -> None:
         """Log a step; print it unless another has just been printed."""
         self.record(record)
-        step = record["step"]
+        step, now, max_steps = record["step"], time.monotonic(), self.max_steps
+        self.first = self.first or (step, now)  # it compiles, too
+        if step > self.first[0]:
+            self.pace = (now - self.first[1]) / (step - self.first[0])
         with contextlib.suppress(OSError):  # the terminal may be gone
             if self.bar is None:  # its rate is to be without the first step's compiling
-                self.bar = tqdm(initial=step, total=self.max_steps, unit="step", disable=None)
+                self.bar = tqdm(initial=step, total=max_steps, unit="step", disable=None)
             else:
                 self.bar.update()
-        if time.monotonic() - self.last_line >= LOG_SECONDS or step == self.max_steps:
-            self.last_line = time.monotonic()
+        if now - self.last_line >= LOG_SECONDS or step == max_steps:
+            self.last_line = now
             self.status.write("training")
+            left = max_steps - step
+            eta = f", {describe_time(left * self.pace)} left" if left and self.pace else ""
             say("step {step:5d}/{max_steps} loss {loss:7.4f}{metrics} lr {learning_rate:.1e} grad"
                 " {grad_norm:6.3f} {tokens_per_second_per_gpu:6,.0f} tok/s/GPU"
-                " {peak_memory_gib:.2f} GiB".format(
-                    max_steps=self.max_steps, metrics=describe_metrics(record), **record))
+                " {peak_memory_gib:.2f} GiB{eta}".format(
+                    max_steps=max_steps, metrics=describe_metrics(record), eta=eta, **record))
 
     def close(self) -> None:
         self.write()
@@ -104,6 +111,18 @@ class Log:
             with contextlib.suppress(Exception):
                 if close:
                     close()
+
+
+def describe_time(seconds: float) -> str:
+    """Hours, minutes and seconds: 1:02:03."""
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
+
+
+def say_sample(sample: dict[str, str]) -> None:
+    """Print one of sample_answers()."""
+    prompt, answer, wanted = (sample[key] for key in ("prompt", "answer", "wanted"))
+    say(f"sample: {prompt[-150:]!r} -> {answer[:300]!r}, wanted {wanted[:300]!r}")
 
 
 def describe_metrics(record: dict[str, Any], prefix: str = "") -> str:
@@ -156,7 +175,10 @@ def tensorboard(run: Run, done: int) -> tuple[Callable[[dict[str, Any]], None], 
 
     def track(record: dict[str, Any]) -> None:
         for key, value in record.items():
-            board.add_scalar(key, value, record["step"])
+            if isinstance(value, list):
+                board.add_text(key, json.dumps(value, indent=2), record["step"])
+            else:
+                board.add_scalar(key, value, record["step"])
 
     return track, board.close
 
@@ -172,7 +194,13 @@ def wandb_run(run: Run, done: int) -> tuple[Callable[[dict[str, Any]], None], Ca
             resume="allow", dir=path, config=dataclasses.asdict(run.config))
     except Exception as e:
         raise ValueError(f"--report_to wandb: {e}")
-    return lambda record: tracker.log(record, step=record["step"]), tracker.finish
+
+    def track(record: dict[str, Any]) -> None:
+        tables = {key: wandb.Table(columns=[*value[0]], data=[[*row.values()] for row in value])
+                  for key, value in record.items() if isinstance(value, list)}
+        tracker.log({**record, **tables}, step=record["step"])
+
+    return track, tracker.finish
 
 
 def draw_losses(directory: Path) -> None:
