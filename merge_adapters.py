@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import logging
 import math
 import os
 import re
@@ -32,6 +33,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
+
+# on a CPU it warns that a package is missing, which only its own inference would use
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 import bitsandbytes as bnb
 import torch
@@ -126,11 +130,12 @@ def merge(args: argparse.Namespace) -> None:
             shutil.rmtree(partial, ignore_errors=True)
             raise
         rounding = math.sqrt(sums["error"] / max(sums["effect"], sys.float_info.min))
-        print(f"wrote {len(base.tensors)} tensors, {gib:.3f} GiB; rounded to bf16 the weights"
-              f" differ from the exact sum by {rounding:.4f} of what the adapter adds to them")
+        print(f"wrote {len(base.tensors)} tensors, {gib:.3f} GiB; rounding to bf16 moves the"
+              f" weights by {rounding:.4f} of what the adapter adds to them, in random directions")
+        verdict = "not checked: whether the merged model gives what was trained is not known"
         try:
             if args.check:
-                check(base, run["probe"], partial, run["probe_input_ids"], device)
+                verdict = check(base, run["probe"], partial, run["probe_input_ids"], device)
             require(begun and os.path.samestat(begun, file.stat()),
                     f"{adapter_dir}: has got another adapter meanwhile: merge again")
             partial = partial.replace(output.resolve())
@@ -138,6 +143,7 @@ def merge(args: argparse.Namespace) -> None:
             (partial / ".lock").unlink()
     sync_file(partial.parent)
     print(f'merged model saved; to load it: {base.auto_class.__name__}.from_pretrained("{output}")')
+    print(verdict)
 
 
 def read_checked(args: argparse.Namespace, adapter_dir: Path) -> tuple[
@@ -344,9 +350,9 @@ def write_files(directory: Path, base: argparse.Namespace, tensors: Iterator[tor
 
 
 def check(base: argparse.Namespace, probe: Path, merged_dir: Path, rows: list[list[int]],
-          device: str) -> None:
-    """Print how far the merged model is from what was trained, by the file `probe`; ValueError if
-    it is another one."""
+          device: str) -> str:
+    """Print how far the merged model is from what was trained, by the file `probe`. Returns the
+    verdict, one line and where it is bad what to do; ValueError if it is another model."""
     settings = {"dtype": base.dtype, "trust_remote_code": False, "use_safetensors": True,
                 "device_map": "auto" if device == "cuda" else {"": "cpu"}}
     with explain(f"the check did not run (see --no-check); {merged_dir} is whole: rename it"):
@@ -362,8 +368,10 @@ def check(base: argparse.Namespace, probe: Path, merged_dir: Path, rows: list[li
     require(error <= FAILED_ERROR, "the merged model does not agree with what was trained, it is"
             f" {error:.2f} of the adapter's effect away: {why}; left in {merged_dir}")  # NaN too
     if error > LARGE_ERROR:
-        print(f"WARNING: the merged model loses {error:.0%} of the adapter's effect: {why}"
-              + UNMERGED.format(probe.parent))
+        return (f"not fine: the merged model loses {error:.0%} of the adapter's effect: {why}"
+                + UNMERGED.format(probe.parent))
+    return (f"fine: the merged model gives what was trained, to {error:.1%} of the adapter's effect"
+            " on the logits")
 
 
 def probed_logits(base: argparse.Namespace, probe: Path, device: str) -> list[torch.Tensor]:

@@ -351,11 +351,10 @@ def train(given: Config, device: torch.device, status: Status) -> None:
         if config.adapter == "dora":
             measure_weight_norms(model)
         run = Run(
-            config=config, plan=plan, status=status, directory=directory, device=device, rows=rows,
-            eval_rows=eval_rows, tokenizer=tokenizer, content=content, lora_config=lora_config,
-            model=model, kernels=kernels, store=make_store(plan, device), probe=Probe(rows),
-            adapter=adapter, graphs=plan.graphs and Graphs(model, config, device), saved_step=done,
-            optimizer=optimizer)
+            config, plan, status, directory, device, rows, eval_rows, tokenizer, content,
+            lora_config=lora_config, kernels=kernels, model=model, adapter=adapter,
+            optimizer=optimizer, store=make_store(plan, device), probe=Probe(rows),
+            graphs=plan.graphs and Graphs(model, config, device), saved_step=done)
         if done:
             status.enter("checkpoint")
             with together():

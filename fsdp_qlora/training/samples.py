@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from train_fsdp_qlora import Run
 
 SAMPLE_TOKENS = 64  # in an answer, at most
-SAMPLES, SHARE = 2, 0.01  # how many where --eval_samples is left out, and their share of the time
+N_SAMPLES, SHARE = 2, 0.01  # how many where --eval_samples is left out, and their share of the time
 LONGEST_TEXT = 1000  # characters of a prompt, its end, and of what was wanted
 
 
@@ -38,7 +38,7 @@ def sample_answers(run: Run, pace: float | None) -> list[dict[str, str]]:
     config, tokenizer, rows = run.config, run.tokenizer, run.eval_rows
     n, budget = config.eval_samples, math.inf
     if n is None:
-        n, budget = SAMPLES, SHARE * (pace or 0) * (config.eval_every or config.max_steps or 1)
+        n, budget = N_SAMPLES, SHARE * (pace or 0) * (config.eval_every or config.max_steps or 1)
     if not (n and rows and tokenizer):
         return []
     prompts, wanted = choose_prompts(rows, n)
