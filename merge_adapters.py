@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import logging
 import math
 import os
 import re
@@ -32,6 +33,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
+
+# on a CPU it warns that a package is missing, which only its own inference would use
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 import bitsandbytes as bnb
 import torch
@@ -116,9 +120,10 @@ def merge(args: argparse.Namespace) -> None:
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
+        verdict = "not checked: whether the merged model gives what was trained is not known"
         try:
             if args.check:
-                check(base, run["probe"], partial, run["probe_input_ids"], device)
+                verdict = check(base, run["probe"], partial, run["probe_input_ids"], device)
             require(begun and os.path.samestat(begun, file.stat()),
                     f"{adapter_dir}: has got another adapter meanwhile: merge again")
             partial = partial.replace(output.resolve())
@@ -126,6 +131,7 @@ def merge(args: argparse.Namespace) -> None:
             (partial / ".lock").unlink()
     sync_file(partial.parent)
     print(f'merged model saved; to load it: {base.auto_class.__name__}.from_pretrained("{output}")')
+    print(verdict)
 
 
 def say_base(base: argparse.Namespace, n_adapted: int) -> None:
@@ -167,7 +173,7 @@ def read_unchecked(args: argparse.Namespace, adapter_dir: Path) -> tuple[
     NF4, quantised from bf16, all else as the base's files have it."""
     path, file = [adapter_dir / name for name in ADAPTER_FILES]
     settings, stored = {**LoraConfig().to_dict(), **read_json(path)}, tensors_of(file)
-    directory = model_directory(args.base_model, False, "--base_model")
+    directory = model_directory(args.base_model, "weights", "--base_model")
     config, files = read_json(directory / "config.json"), weight_files(directory)
     require("quantization_config" not in config, f"--base_model {directory}: is quantised already")
     print(f"WARNING: {adapter_dir} has no train_config.json: that it was trained on {directory} in"
@@ -205,7 +211,8 @@ def read_unchecked(args: argparse.Namespace, adapter_dir: Path) -> tuple[
 
 def read_base(name: str, quantization: dict[str, Any]) -> argparse.Namespace:
     """Returns what is known of the base model, its files checked as training checks them."""
-    directory, in_4bit = model_directory(name, False, "--base_model"), quantization["prequantized"]
+    directory = model_directory(name, "weights", "--base_model")
+    in_4bit = quantization["prequantized"]
     with explain(f"base model {directory}"):
         model_config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
         arch, files = describe_model(model_config), weight_files(directory)
@@ -309,8 +316,8 @@ def write_merged(partial: Path, output: Path, base: argparse.Namespace,
         tensors = (merged_tensor(name, base, adapter, device, sums) for name in names)
         write_files(partial, base, tensors, run)
     rounding = math.sqrt(sums["error"] / max(sums["effect"], sys.float_info.min))
-    print(f"wrote {len(base.tensors)} tensors, {gib:.3f} GiB; rounded to bf16 the weights"
-          f" differ from the exact sum by {rounding:.4f} of what the adapter adds to them")
+    print(f"wrote {len(base.tensors)} tensors, {gib:.3f} GiB; rounding to bf16 moves the"
+          f" weights by {rounding:.4f} of what the adapter adds to them, in random directions")
 
 
 def merged_tensor(name: str, base: argparse.Namespace, adapter: dict[str, AdapterParts],
@@ -395,9 +402,9 @@ def write_files(directory: Path, base: argparse.Namespace, tensors: Iterator[tor
 
 
 def check(base: argparse.Namespace, probe: Path, merged_dir: Path, rows: list[list[int]],
-          device: str) -> None:
-    """Print how far the merged model is from what was trained, by the file `probe`; ValueError if
-    it is another one."""
+          device: str) -> str:
+    """Print how far the merged model is from what was trained, by the file `probe`. Returns the
+    verdict, one line and where it is bad what to do; ValueError if it is another model."""
     settings = {"dtype": base.dtype, "trust_remote_code": False, "use_safetensors": True,
                 "device_map": "auto" if device == "cuda" else {"": "cpu"}}
     with explain(f"the check did not run (see --no-check); {merged_dir} is whole: rename it"):
@@ -413,8 +420,10 @@ def check(base: argparse.Namespace, probe: Path, merged_dir: Path, rows: list[li
     require(error <= FAILED_ERROR, "the merged model does not agree with what was trained, it is"
             f" {error:.2f} of the adapter's effect away: {why}; left in {merged_dir}")  # NaN too
     if error > LARGE_ERROR:
-        print(f"WARNING: the merged model loses {error:.0%} of the adapter's effect: {why}"
-              + UNMERGED.format(probe.parent))
+        return (f"not fine: the merged model loses {error:.0%} of the adapter's effect: {why}"
+                + UNMERGED.format(probe.parent))
+    return (f"fine: the merged model gives what was trained, to {error:.1%} of the adapter's effect"
+            " on the logits")
 
 
 def probed_logits(base: argparse.Namespace, probe: Path, device: str) -> list[torch.Tensor]:

@@ -54,11 +54,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fsdp_qlora.data.bins import Bin, deal_rows, make_bin, step_rows
-from fsdp_qlora.data.encode import Rows, prepare_data
+from fsdp_qlora.data.encode import Rows, prepare_data, random_rows
 from fsdp_qlora.data.tokenizer import check_tokenizer, load_tokenizer
 from fsdp_qlora.files import read_json, text_digest
-from fsdp_qlora.hashing import mix
-from fsdp_qlora.hashing import as_hex, content_sum
+from fsdp_qlora.hashing import as_hex, content_sum, mix
 from fsdp_qlora.lora.adapter import Adapter, choose_adapted
 from fsdp_qlora.model.attention import (
     attends, batched_attention, document_attention, flash_attention, varlen_attention)
@@ -72,8 +71,9 @@ from fsdp_qlora.model.model import Model, measure_weight_norms, verify_model
 from fsdp_qlora.model.offload import GPUStore, HostStore, make_store
 from fsdp_qlora.model.router import BALANCE, take_balance
 from fsdp_qlora.model.shards import weight_requests
+from fsdp_qlora.planner.cards import card_machine, parse_cards
 from fsdp_qlora.planner.machine import host_memory, limit_memory, memory_gib, say_memory
-from fsdp_qlora.planner.plan import Plan, agree_on_plan
+from fsdp_qlora.planner.plan import Plan, agree_on_plan, choose_plan, describe_work
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.config import rope_frequencies
 from fsdp_qlora.pretrained.hub import base_digest, model_directory, read_model_config
@@ -91,13 +91,15 @@ from fsdp_qlora.run.demo import make_demo
 from fsdp_qlora.run.directory import describe_run, merge_command, open_output, save_tokenizer
 from fsdp_qlora.run.flags import parse_flags, resolve_config, resolve_steps, save_interval
 from fsdp_qlora.run.logs import (
-    Log, describe_metrics, draw_losses, say_example, say_speed, say_start)
+    Log, describe_metrics, draw_losses, say_example, say_plan_elsewhere, say_sample, say_speed,
+    say_start)
 from fsdp_qlora.run.probe import Probe, reshard_all
 from fsdp_qlora.run.status import (
     LOST_DIRECTORY, REQUESTS, Status, watch_process, why_diverged)
 from fsdp_qlora.training.check import check_family
 from fsdp_qlora.training.evaluation import evaluation_batches, evaluation_bins
 from fsdp_qlora.training.reference import find_reference, step_value
+from fsdp_qlora.training.samples import sample_answers
 from fsdp_qlora.training.unlearned import check_head
 
 SCRIPT = Path(__file__)
@@ -171,6 +173,9 @@ class Config:
     eval_every: int | None = knob(
         None, "steps between evaluations, besides the one before the first step and the one at the"
         " end; 0: only these two; left out: a tenth of all steps")
+    eval_samples: int | None = knob(
+        None, "greedy answers to held-out rows that each evaluation shows beside what is wanted; 0:"
+        " none; left out: 2 where they take less than a hundredth of the time")
     save_every: str = knob(
         "5m", "between checkpoints: minutes, 5m, or steps, 100; 0: only at the end")
     keep_checkpoints: int = knob(2, "the newest that stay, besides the one of the best evaluation")
@@ -210,6 +215,9 @@ class Config:
         False, "keep the 4-bit weights in pinned host memory; each layer is copied when needed")
     memory_limit_gib: float | None = knob(
         None, "GPU memory to plan for and never to exceed; left out: what is free")
+    plan_for: str | None = knob(
+        None, "print the plan of this run on other GPUs and end: 4x4090, 8xH100, 2x24GB; needs no"
+        " GPU, and reads of the model only config.json")
     attn: str | None = knob(
         None, "attention; left out: from Hopper on sdpa for rows of one length, else"
         " flash_attention_2 where it is installed, else sdpa",
@@ -234,6 +242,7 @@ class Run:
     device: torch.device
     rows: Rows  # to train on
     eval_rows: Rows | None  # to evaluate on
+    tokenizer: transformers.PreTrainedTokenizerFast | None  # None: there is no text
     content: dict[str, str | None]  # digests of rows and base model, for checkpoints
     lora_config: peft.LoraConfig
     kernels: Kernels
@@ -260,7 +269,10 @@ def main(argv: list[str] | None = None) -> int:
         try:
             with together():
                 config = parse_flags(Config, __doc__.splitlines()[0], argv)
-            train(config, device, status)
+            if config.plan_for:
+                answer_plan_for(config, status)
+            else:
+                train(config, device, status)
             code = 0
         except Stop as e:
             code = status.stop_together(e)
@@ -294,8 +306,8 @@ def train(given: Config, device: torch.device, status: Status) -> None:
             make_demo(config, directory)
         status.enter("model")
         with together():
-            base = model_directory(config.model or str(directory / "demo" / "model"),
-                                   config.random_weights)
+            needs = ("weights", "tokenizer" if config.dataset else "config")[config.random_weights]
+            base = model_directory(config.model or str(directory / "demo" / "model"), needs)
             base_sha256 = text_digest(str(base)) if config.random_weights else base_digest(base)
             config, model_config, arch = read_model_config(base, config)
             tokenizer = load_tokenizer(base, config)
@@ -338,10 +350,10 @@ def train(given: Config, device: torch.device, status: Status) -> None:
         if config.adapter == "dora":
             measure_weight_norms(model)
         run = Run(
-            config=config, plan=plan, status=status, directory=directory, device=device, rows=rows,
-            eval_rows=eval_rows, content=content, lora_config=lora_config, optimizer=optimizer,
-            model=model, kernels=kernels, store=make_store(plan, device), probe=Probe(rows),
-            adapter=adapter, graphs=plan.graphs and Graphs(model, config, device), saved_step=done)
+            config, plan, status, directory, device, rows, eval_rows, tokenizer, content,
+            lora_config=lora_config, kernels=kernels, model=model, adapter=adapter,
+            optimizer=optimizer, store=make_store(plan, device), probe=Probe(rows),
+            graphs=plan.graphs and Graphs(model, config, device), saved_step=done)
         if done:
             status.enter("checkpoint")
             with together():
@@ -364,6 +376,32 @@ def train(given: Config, device: torch.device, status: Status) -> None:
         if records := run_steps(run, done):
             say_speed(run, records)
         finish_run(run)
+
+
+def answer_plan_for(given: Config, status: Status) -> None:
+    """Print what the run would be on the GPUs that --plan_for names. All ranks must call this."""
+    with together():
+        config = resolve_config(given, dist.get_world_size())
+    status.enter("model")
+    with together():
+        say_plan_elsewhere(given, *plan_elsewhere(config))
+
+
+def plan_elsewhere(config: Config) -> tuple[Config, Plan, int]:
+    """The plan of a run on the GPUs that --plan_for names, on rows of --max_seq_len tokens, which
+    is filled in, and the bytes of each GPU. Of the model only config.json is read. Raises
+    ValueError."""
+    world_size, _, card = parse_cards(config.plan_for or "")
+    limit, machine = int((config.memory_limit_gib or card.free) * 2**30), card_machine(card)
+    base = model_directory(config.model or "", "config")
+    config = dataclasses.replace(config, random_weights=True)
+    config, _, arch = read_model_config(base, config)
+    _, adapted = choose_adapted(arch, config, config.model or "")
+    layouts, rows = make_layouts(arch, adapted, config), random_rows(arch.vocab_size, config)
+    why_no_capture = machine.why_no_grouped if arch.mixture else ""
+    work = describe_work(config, rows, None, world_size, torch.device("cuda"), why_no_capture,
+                         state_bytes=state_bytes(config))
+    return config, choose_plan(config, arch, layouts, work, limit, machine), limit
 
 
 # ------------------------------------------------------------------------------------------------
@@ -744,11 +782,14 @@ def log_evaluation(run: Run, log: Log | None, step: int) -> tuple[bool, bool]:
     progress["evaluated"] = step
     if is_best:
         progress.update(best_loss=loss, best_step=step)
+    seconds, best = clock() - started, ", the best so far" if is_best and step else ""
+    say(f"evaluation after step {step}: loss {loss:.4f}{describe_metrics(found, 'eval_')}{best}")
+    samples = sample_answers(run, log.pace if log else None)
+    for sample in samples:
+        say_sample(sample)
     if log:
         log.record({"step": step, **found, "eval_tokens": int(run.eval_rows.n_trained.sum()),
-                    "eval_seconds": clock() - started})
-    best = ", the best so far" if is_best and step else ""
-    say(f"evaluation after step {step}: loss {loss:.4f}{describe_metrics(found, 'eval_')}{best}")
+                    "eval_seconds": seconds, **({"eval_samples": samples} if samples else {})})
     return False, is_best and step > 0
 
 
@@ -762,9 +803,10 @@ def run_steps(run: Run, done: int) -> list[Record]:
     metrics, one a step. All ranks must call this."""
     config, plan, status, records = run.config, run.plan, run.status, []
     epochs = config.max_steps * config.batch_size / len(run.rows)
-    say(f"steps: {config.max_steps} of {config.batch_size} rows, {epochs:.3g} epochs,"
-        f" in bins of at most {plan.bin_tokens:,} tokens on {dist.get_world_size()} processes; peak"
-        f" learning rate {config.learning_rate}")
+    n = dist.get_world_size()
+    say(f"steps: {config.max_steps} of {config.batch_size} rows, {epochs:.3g} epochs, in bins of at"
+        f" most {plan.bin_tokens:,} tokens on {n} process{'es' * (n > 1)}; peak learning rate"
+        f" {config.learning_rate}")
     if run.device.type == "cuda" and not why_no_triton():
         say("the first step compiles kernels: up to a minute, a few seconds once they are cached")
     with together():

@@ -79,11 +79,11 @@ def driver(path, argv):
     from fsdp_qlora.model import layer
     from fsdp_qlora.run import logs
     from fsdp_qlora.quant import nf4
-    from fsdp_qlora.planner import plan
+    from fsdp_qlora.planner import machine, plan
 
     if path == "plain":
         layer.DecoderLayer.forward = plain_layer
-        for user in (elementwise, logs, nf4, plan):
+        for user in (elementwise, logs, nf4, machine):
             user.why_no_triton = lambda: "plain"
         plan.use_graphs = lambda plan, *_: plan
     code = script.main(argv)

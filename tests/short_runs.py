@@ -49,6 +49,10 @@ def make_peft_adapters(base):
         "peft": {}, "peft-dora": {"use_dora": True}, "peft-rank": {"r": RANK + 1},
         "peft-targets": {"target_modules": ["q_proj"]}, "peft-alphas": {"alpha_pattern": {"k": 7}},
         "peft-pissa": {"init_lora_weights": "pissa"},
+        "peft-saved": {"modules_to_save": ["lm_head"]}, "peft-bias": {"bias": "lora_only"},
+        "peft-ranks": {"rank_pattern": {"k_proj": 4}},
+        "peft-tokens": {"trainable_token_indices": [3, 7]},
+        "peft-layers": {"layers_to_transform": [1], "target_modules": ["q_proj"]},
         "peft-alora": {"alora_invocation_tokens": [5, 6], "task_type": "CAUSAL_LM"},
     }.items():  # fmt: skip
         write_peft_adapter(base, name, **more)

@@ -8,11 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, encode_file
+from conftest import ROOT, encode_file, one_process
 from house import parse_config
 
 from fsdp_qlora.model import layer
-from fsdp_qlora.planner import plan
 from fsdp_qlora.pretrained.hub import model_directory, read_model_config
 from fsdp_qlora.data.tokenizer import load_tokenizer
 from fsdp_qlora.run.flags import resolve_config
@@ -90,7 +89,7 @@ def parsed(name, directory):
     gpus = chosen["gpus"] or 4
     words = bench.script_flags(chosen, gpus, directory)
     config = resolve_config(parse_config(words), gpus)
-    config, _, arch = read_model_config(model_directory(config.model, True), config)
+    config, _, arch = read_model_config(model_directory(config.model, "config"), config)
     return chosen, config, arch
 
 
@@ -361,15 +360,16 @@ def test_profile_of_chat_rows_runs(tmp_path, monkeypatch):
     assert (tmp_path / "tiny.trace.json.gz").stat().st_size > 1000
 
 
-@pytest.mark.slow
-def test_table_of_what_fits_is_that_of_the_plan(monkeypatch):
+@pytest.mark.parametrize("models", [
+    ["8B"],
+    pytest.param(["32B", "Llama-3-70B", "405B", "Qwen3-30B-A3B", "gpt-oss-20b", "gpt-oss-120b",
+                  "GLM-4.5-Air", "Qwen3-235B-A22B"], marks=pytest.mark.slow),
+])  # fmt: skip
+def test_table_of_what_fits_is_that_of_the_plan(monkeypatch, models):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     import fits
 
-    for name in "host_share", "why_no_triton":  # which it changes, and what it adds to
-        monkeypatch.setattr(plan, name, getattr(plan, name))
-    for name in (*fits.MORE_SHAPES, *fits.MIXTURES.values()):
-        monkeypatch.setitem(fits.SHAPES, name, {})
     page = (ROOT / "docs" / "memory.md").read_text().splitlines()
-    rows = fits.table()
-    assert len(rows) == 36 and [row for row in rows if row not in page] == []
+    with one_process():
+        rows = list(fits.table({short: fits.MODELS[short] for short in models}))
+    assert len(rows) == 4 * len(models) and [row for row in rows if row not in page] == []

@@ -6,21 +6,28 @@ with the same run without, bit by bit.
 
 import json
 import math
+import types
 
 import pytest
 import torch
-from conftest import one_process, read_rows
+from conftest import DEVICE, one_process, read_rows
+from peft import set_peft_model_state_dict
 from rows import REASONING, chat_tokenizer, write_jsonl
 from safetensors.torch import load_file
 from short_runs import (
     DROPOUT, EVALUATED, OFFLOADED, STEPS, adapter_of, assert_same, directory_name, evaluations,
     make_base, reference_loss_of, runs_of, trained)
+from test_merge_experts import write_base
+from test_step import load_reference
 from transformers import AutoTokenizer
 
 from fsdp_qlora.run.checkpoints import read_checkpoint
 from fsdp_qlora.data.encode import prepare_data, rows_of
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.ranks import Stop
+from fsdp_qlora.run import logs
+from fsdp_qlora.run.logs import describe_time
+from fsdp_qlora.training.samples import choose_prompts
 from train_fsdp_qlora import Config
 
 # (processes, name): flags of a run that is made with evaluation and without
@@ -43,6 +50,10 @@ SINGLE = {
     (1, "tenth"): ["--dataset", "many.jsonl", "--eval_dataset", "eval.jsonl", "--max_steps", 20,
                    "--batch_size", 1],
     (1, "never"): ["--max_steps", 5, "--eval_dataset", "eval.jsonl", "--eval_every", 0],
+    (1, "samples"): [*EVALUATED, "--eval_every", 0, "--eval_samples", 3, "--report_to",
+                     "tensorboard"],
+    (2, "samples, sharded"): [*EVALUATED, "--eval_every", 0, "--eval_samples", 2,
+                              "--shard_group_size", 2, "--micro_batch_tokens", 400],
 }  # fmt: skip
 
 
@@ -94,6 +105,85 @@ def test_evaluation_loss_equals_the_reference(nproc, name, runs, reference_loss,
         assert record["eval_tokens"] == n_trained
         assert record["eval_perplexity"] == math.exp(record["eval_loss"])
     assert abs(found[-1]["eval_loss"] - found[0]["eval_loss"]) > 0.05
+
+
+# ------------------------------------------------------------------------------------------------
+# Sample answers
+# ------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def greedy(model, ids, tokenizer):
+    """What transformers' model writes after these tokens, until EOS or 64 tokens."""
+    ids, n = list(ids), len(ids)
+    while len(ids) < n + 64 and (len(ids) == n or ids[-1] != tokenizer.eos_token_id):
+        ids.append(int(model(torch.tensor([ids], device=DEVICE)).logits[0, -1].argmax()))
+    return tokenizer.decode(ids[n:])
+
+
+@pytest.mark.parametrize("nproc, name", [(1, "samples"), (2, "samples, sharded")])
+def test_samples_are_what_transformers_and_peft_write(nproc, name, base, runs, read_metrics):
+    directory, out = runs(nproc, name)
+    tokenizer = AutoTokenizer.from_pretrained(base / "model")
+    rows = [json.loads(line) for line in (base / "eval.jsonl").open()][: 4 - nproc]
+    found = {record["step"]: record for record in evaluations(read_metrics(directory))}
+    model = load_reference(base / "model", "lora")
+    set_peft_model_state_dict(model, adapter_of(directory))
+    for row, sample in zip(rows, found[4]["eval_samples"], strict=True):
+        text = tokenizer.decode(tokenizer(row["prompt"])["input_ids"])
+        assert sample["prompt"].startswith(text)
+        assert sample["wanted"] == row["completion"] + tokenizer.eos_token
+        ids = tokenizer(sample["prompt"], add_special_tokens=False)["input_ids"]
+        assert sample["answer"] == greedy(model, ids, tokenizer)
+        assert (f"sample: {sample['prompt']!r} -> {sample['answer'][:300]!r}, wanted"
+                f" {sample['wanted']!r}\n") in out  # fmt: skip
+    assert found[0]["eval_samples"] != found[4]["eval_samples"]
+
+
+def test_samples_are_on_the_board(runs, read_metrics):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    directory, _ = runs(1, "samples")
+    events = EventAccumulator(str(directory / "tensorboard"))
+    events.Reload()
+    shown = {e.step: json.loads(e.tensor_proto.string_val[0])
+             for e in events.Tensors("eval_samples/text_summary")}  # fmt: skip
+    assert shown == {r["step"]: r["eval_samples"] for r in evaluations(read_metrics(directory))}
+
+
+@pytest.mark.parametrize("nproc, model, flags", [
+    (1, "qwen3_moe", []), (2, "qwen3_moe", []), (2, "gpt_oss", ["--micro_batch_tokens", 33])])
+def test_samples_are_those_of_one_document_alone(nproc, model, flags, demo_directory, run_jobs,
+                                                 tmp_path):  # fmt: skip
+    """Of mixtures, on one process and sharded, and where some do not fit into one bin."""
+    write_base(model, tmp_path / "base", demo_directory)
+    prompts = [[5, 9, 30, 7], [11, 8], [4] * 21]
+    job = {"case": "samples", "model": str(tmp_path / "base"), "out": str(tmp_path / "out"),
+           "prompts": prompts, "n": 14, "flags": [*flags, "--max_seq_len", 33]}  # fmt: skip
+    run_jobs(nproc, [job], cwd=tmp_path)
+    found = {name: values.tolist() for name, values in load_file(tmp_path / "out").items()}
+    assert found["has_changed"] == [1], "of an adapter that was gathered before it changed"
+    whole = [found[f"whole {i}"] for i in range(3)]
+    assert [len(answer) for answer in whole] == [14, 14, 12 if flags else 14]
+    assert whole == [found[f"alone {i}"] for i in range(3)]
+    assert len({token for answer in whole for token in answer}) > 5
+    for i, answer in enumerate(whole):
+        end = answer.index(whole[1][2]) + 1 if whole[1][2] in answer else len(answer)
+        assert found[f"cut {i}"] == answer[:end]
+    assert len(found["cut 1"]) <= 3 and found["dear"] == found["stopped"] == []
+    assert found["n_unasked"] == [2, 0, 0]  # where a step takes long; a short time; not known yet
+
+
+def test_prompts_are_those_of_different_good_answers(demo_directory):
+    tokens = [[1, 2, 3, 4, 5], [1, 2, 3, 9, 5], [1, 2, 3, 4], [7, 8, 9, 6]]
+    trained = [[*[IGNORE] * 2, 3, 4, IGNORE], [*[IGNORE] * 3, 9, 5], [*[IGNORE] * 2, 3, 4],
+               [7, 8, 9, 6]]  # fmt: skip
+    pairs = list(zip(tokens, trained))
+    assert choose_prompts(rows_of(pairs), 9) == (
+        [[1, 2], [1, 2, 3], [7, 8]], [[3, 4], [9, 5], [9, 6]])
+    assert choose_prompts(rows_of(pairs), 1) == ([[1, 2]], [[3, 4]])
+    assert choose_prompts(rows_of(pairs, "dpo"), 9) == ([[1, 2]], [[3, 4]])  # two rows, one prompt
+    assert choose_prompts(rows_of(pairs[1:], "kto"), 9) == ([[1, 2, 3], [7, 8]], [[9, 5], [9, 6]])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -165,6 +255,25 @@ def test_best_evaluations_checkpoint_is_kept_and_said(runs, read_metrics):
     assert kept == {step, *saved[-2:]}
     assert f"the best evaluation was after step {step}, loss {best:.4f}: " in out
     read_checkpoint(directory / f"checkpoint-{step:06d}")  # raises if it is not whole
+
+
+def test_line_of_a_step_tells_how_long_the_rest_takes(tmp_path, capsys, monkeypatch):
+    """By the pace since the first step, which compiles; with what evaluations and saves take."""
+    clock = iter([0, 0, 100, 110, 200, 10000])  # seconds; it is asked once a step
+    monkeypatch.setattr(logs.time, "monotonic", lambda: next(clock))
+    run = types.SimpleNamespace(
+        config=Config(max_steps=106, report_to="none"), directory=tmp_path,
+        status=types.SimpleNamespace(check_lock=lambda: None, write=lambda _: None),
+        progress={"evaluated": None})  # fmt: skip
+    log = logs.Log(run, 100)
+    record = {"loss": 1.0, "learning_rate": 1e-4, "grad_norm": 1.0,
+              "tokens_per_second_per_gpu": 1.0, "peak_memory_gib": 1.0}  # fmt: skip
+    for step in range(101, 107):
+        log.step({"step": step, **record})
+    ends = [line.partition("1.00 GiB")[2] for line in capsys.readouterr().out.splitlines()]
+    # no line for the first two, at 0 s
+    assert ends == [", 0:02:30 left", ", 0:01:13 left", ", 0:00:50 left", ""]
+    assert describe_time(3 * 3600 + 61.4) == "3:01:01" and describe_time(100 * 3600) == "100:00:00"
 
 
 def test_losses_are_drawn(runs):

@@ -4,16 +4,20 @@ import dataclasses
 import io
 import json
 import os
+import re
 import runpy
 import shutil
 import sys
 
 import pytest
-from conftest import SCRIPT
+from conftest import ROOT, SCRIPT
 from house import parse_config
 from short_runs import (
     EVALUATED, FLAGS, OFFLOADED, adapter_of, assert_same, make_base, runs_of, trained)
 
+from transformers import TrainingArguments
+
+from fsdp_qlora.run.peers import peer_answer, read_peers
 from train_fsdp_qlora import Config, join_processes
 
 
@@ -104,7 +108,8 @@ def test_unknown_flag_and_key_are_refused(name, tmp_path):
     [("- model", "no table of flags"), ("3", "no table of flags"), ("", "no table of flags"),
      ("model: [", "cannot be read"), ("\0", "cannot be read"), ("batch_size: many", "batch_size"),
      ("batch_size: 1.5", "batch_size"), ("lr_schedule: wavy", "lr_schedule"),
-     ("model: {a: 1}\nbatch_size: [1, 2]", "2"), ("{a", "cannot be read"),
+     ("model: {a: 1}", "model is a table"), ("batch_size: [1, 2]", "arguments: 2"),
+     ("dataset: [{path: a.jsonl}]", "dataset is a table"), ("{a", "cannot be read"),
      ("target_modules: [yes, v_proj]", "True: YAML takes yes"),
      ("seed: 1\nseed: 2", "seed is there twice"), ("config: other.yaml", "write its flags here")],
 )  # fmt: skip
@@ -114,6 +119,89 @@ def test_file_of_something_else_is_refused(text, wanted, tmp_path):
         parse_config(["--config", str(tmp_path / "flags.yaml")])
     with pytest.raises(ValueError, match="none.yaml: cannot be read"):
         parse_config(["--config", str(tmp_path / "none.yaml")])
+
+
+AXOLOTL = """
+base_model: NousResearch/Llama-3.2-1B
+load_in_4bit: true
+datasets:
+  - path: teknium/GPT4-LLM-Cleaned
+    type: alpaca
+val_set_size: 0.1
+sample_packing: true
+sequence_len: 2048
+micro_batch_size: 2
+gradient_accumulation_steps: 4
+optimizer: adamw_bnb_8bit
+lr_scheduler: cosine
+learning_rate: 0.0002
+bf16: auto
+flash_attention: true
+wandb_project:
+special_tokens:
+  pad_token: "<|end_of_text|>"
+"""
+LLAMA_FACTORY = {
+    "model_name_or_path": "--model", "finetuning_type": "LoRA", "lora_target": "--target_modules",
+    "cutoff_len": "--max_seq_len", "per_device_train_batch_size": "--batch_size",
+    "num_train_epochs": "--num_epochs", "lr_scheduler_type": "--lr_schedule",
+    "warmup_ratio": "--warmup_fraction", "quantization_bit": "NF4", "val_size": "--eval_dataset",
+    "eval_steps": "--eval_every", "pref_beta": "--beta", "pref_loss": "--loss",
+    "gradient_checkpointing": "--recompute", "resume_from_checkpoint": "the same command",
+    "save_steps": "--save_every", "dataset_name": "--dataset", "packing": "packed",
+    "train_on_prompt": "text"}  # fmt: skip
+
+
+def answers(argv):
+    """{flag: its answer} of the one line about unknown flags."""
+    with pytest.raises(ValueError, match="unrecognized arguments: ") as e:
+        parse_config(argv)
+    told = str(e.value).partition("unrecognized arguments: ")[2].removesuffix(" (see --help)")
+    return dict(entry.split(": ", 1) for entry in told.split(" | "))
+
+
+def test_flags_of_other_tools_are_each_answered(tmp_path):
+    found = answers([word for name in LLAMA_FACTORY for word in (f"--{name}", "1")])
+    assert [*found] == [f"--{name}" for name in LLAMA_FACTORY]
+    for (name, words), told in zip(LLAMA_FACTORY.items(), found.values()):
+        assert words in told, name
+    (tmp_path / "axolotl.yaml").write_text(AXOLOTL)
+    found = answers(["--config", str(tmp_path / "axolotl.yaml")])
+    keys = [line.partition(":")[0] for line in AXOLOTL.strip().splitlines() if line[0] != " "]
+    assert [*found] == [f"--{key}" for key in keys if key != "learning_rate"]
+    for key, words in (("base_model", "--model"), ("datasets", "--dataset"), ("bf16", "bf16"),
+                       ("micro_batch_size", "--batch_size"), ("special_tokens", "not here"),
+                       ("optimizer", "not needed, because"), ("wandb_project", "--report_to"),
+                       ("sequence_len", "--max_seq_len")):  # fmt: skip
+        assert words in found[f"--{key}"], key
+    assert answers(["--model", "m", "epochs=3", "lr=1e-4"]) == {  # torchtune's
+        "--epochs": "--num_epochs", "--lr": "--learning_rate"}
+    assert answers(["--learning-rate", "3"]) == {"--learning-rate": "perhaps --learning_rate"}
+
+
+def test_table_of_other_tools_knows_all_of_the_trainers():
+    fields = {f.name for f in dataclasses.fields(Config)}
+    known = [f.name for f in dataclasses.fields(TrainingArguments)]
+    assert [name for name in known if not (peer_answer(name) or name in fields)] == []
+    assert len(known) > 80 and peer_answer("no_such_word") == ""
+    for name, answer in read_peers():
+        assert set(re.findall(r"--(\w+)", answer)) <= fields, answer
+        assert name not in fields, "it is a flag"
+        assert peer_answer(name.replace("*", "x")) == answer, "an earlier name hides it"
+
+
+def test_table_of_other_tools_is_that_of_the_pages():
+    """Docs show some: each word of TRL and Axolotl beside a flag is answered by that flag."""
+    seen = 0
+    for page in "running.md", "data.md":
+        text = (ROOT / "docs" / page).read_text().partition("Flags beside those of")[2]
+        for line in re.findall(r"^\| `--.*", text.partition("\n## ")[0], re.M):
+            flag, *theirs = [re.findall(r"`([\w-]+)", cell) for cell in line.split("|")[1:-1]]
+            for name in sum(theirs, []):
+                if (answer := peer_answer(name)) and "`DPO" not in line:
+                    seen += 1
+                    assert answer.startswith(flag[0]), (name, answer)
+    assert seen > 25
 
 
 def test_run_is_repeated_by_its_own_configuration(base, whole, run_main, read_metrics, monkeypatch,

@@ -33,7 +33,7 @@ from fsdp_qlora.pretrained.tensor_names import tensor_names
 from train_fsdp_qlora import Config, fill_model
 
 GIB = 2**30
-H200 = Machine(flops=7e14, bandwidth=4e12, link=3e11, host=5e10)
+H200 = Machine(flops=7e14, bandwidth=4e12, link=3e11, host=5e10, host_bytes=64 * GIB)
 SLOW_BUS = dataclasses.replace(H200, link=1e10)
 GRAPHS = "CUDA graphs"
 
@@ -110,21 +110,15 @@ def predicted(arch, layouts, **settings):
 
 
 def choose(name, limit_gib, gpus=2, machine=H200, why_no_capture="", rows=4, longest=2048,
-           tied=False, uneven=True, device="cuda", **flags):  # fmt: skip
+           tied=False, uneven=True, device="cuda", host_gib=64, **flags):  # fmt: skip
     """The plan of a run on so many GPUs with such a limit, for steps of `rows` full rows a GPU."""
     config, arch, layouts = shapes_of(name, **{"batch_size": gpus * rows, **flags})
     workload = Workload(
         tokens=gpus * rows * longest, longest=longest, mean_document_tokens=longest, uneven=uneven,
         world_size=gpus, device=torch.device(device), why_no_capture=why_no_capture)  # fmt: skip
     return choose_plan(config, dataclasses.replace(arch, tied=tied), layouts, workload,
-                       int(limit_gib * GIB), machine)  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def host(monkeypatch):
-    """As on a large machine; and as if Triton were there, which the plan asks for."""
-    monkeypatch.setattr("fsdp_qlora.planner.plan.host_share", lambda: 64 * GIB)
-    monkeypatch.setattr("fsdp_qlora.planner.plan.why_no_triton", lambda: "")
+                       int(limit_gib * GIB),
+                       dataclasses.replace(machine, host_bytes=host_gib * GIB))  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------
@@ -316,7 +310,7 @@ def test_auto_recomputes_as_few_layers_as_fit():
         assert choose("llama-3-8b", 80, recompute=recompute, **flags).recomputed == n
 
 
-def test_recomputed_layers_keep_more_where_memory_allows(monkeypatch):
+def test_recomputed_layers_keep_more_where_memory_allows():
     flags = {"recompute": "all", "shard_group_size": 2, "micro_batch_tokens": 4096}
 
     def kept(limit_gib, **more):
@@ -329,8 +323,7 @@ def test_recomputed_layers_keep_more_where_memory_allows(monkeypatch):
     assert kept(24, offload_activations=True) == (True, True)
     # with the sum after attention on the host there is less to recompute at once
     assert kept(22.5, offload_activations=True)[0]
-    monkeypatch.setattr("fsdp_qlora.planner.plan.host_share", lambda: 16 * GIB)
-    assert not kept(22.5, offload_activations=True)[0]
+    assert not kept(22.5, offload_activations=True, host_gib=16)[0]
     plan = choose("llama-3-8b", 80, recompute="none", shard_group_size=2)
     assert not plan.keep_middle and not plan.hold_weights
 
@@ -342,13 +335,14 @@ def test_copies_with_small_bins_are_preferred_where_gathers_cost_more():
     assert (plan.shard_group_size, plan.bin_tokens, plan.recomputed) == (1, 2048, 0)
 
 
-def test_what_mlps_need_is_kept_on_the_host_as_far_as_that_is_faster_and_fits(monkeypatch):
+def test_what_mlps_need_is_kept_on_the_host_as_far_as_that_is_faster_and_fits():
     flags = {"offload_activations": True, "micro_batch_tokens": 4096}
 
     def n_kept(host_gib=200, host=5e10, **more):
-        monkeypatch.setattr("fsdp_qlora.planner.plan.host_share", lambda: host_gib * GIB)
         machine = dataclasses.replace(H200, host=host)
-        return choose("llama-2-70b", 22.5, machine=machine, **{**flags, **more}).n_mlp_kept
+        flags_of_all = {**flags, **more}
+        plan = choose("llama-2-70b", 22.5, machine=machine, host_gib=host_gib, **flags_of_all)
+        return plan.n_mlp_kept
 
     assert n_kept() > 70
     assert 10 < n_kept(host_gib=40) < n_kept(host_gib=60) < 50
@@ -458,10 +452,11 @@ def test_embedding_moves_to_the_host_where_that_makes_it_fit():
             choose("llama-3-70b", limit, tied=tied, **flags)
 
 
-def test_embedding_stays_where_no_kernel_can_read_it_on_the_host(monkeypatch):
-    monkeypatch.setattr("fsdp_qlora.planner.plan.why_no_triton", lambda: "there is no Triton")
+def test_embedding_stays_where_no_kernel_can_read_it_on_the_host():
+    machine = dataclasses.replace(H200, why_no_triton="there is no Triton")
     with pytest.raises(DoesNotFit):
-        choose("llama-3-70b", 22.5, offload_activations=True, micro_batch_tokens=4096)
+        choose("llama-3-70b", 22.5, machine=machine, offload_activations=True,
+               micro_batch_tokens=4096)  # fmt: skip
 
 
 def test_graphs_only_where_a_gpu_holds_a_whole_copy_and_nothing_is_offloaded():
@@ -523,7 +518,8 @@ OFFLOADED = {"offload_activations": True, "offload_params": True, "recompute": "
         (60, {"recompute": "none"}, "; --recompute all would"),
         (5, {}, "; --offload_activations --offload_params would"),
         (1, {}, "--offload_params --micro_batch_tokens 2048 it still takes"),
-        (1, {"micro_batch_tokens": 2048}, "--offload_params --max_seq_len 1024 it still takes"),
+        (1, {"micro_batch_tokens": 2048},
+         "--offload_params --micro_batch_tokens 1024 --max_seq_len 1024 it still takes"),
         (5, OFFLOADED, "; --micro_batch_tokens 2048 would bring it to"),
     ],
     ids=lambda value: str(value)[:40],
@@ -570,27 +566,25 @@ def test_limits_of_a_container_count(tmp_path, monkeypatch):
     assert cgroup_free(root, own) == 200
     own.write_text("0::/\n")  # in a container of its own
     assert cgroup_free(root, own) == 200
-    monkeypatch.undo()  # what all of these tests set
     monkeypatch.setattr("fsdp_qlora.planner.machine.cgroup_free", lambda: 800)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert host_share() == 400
 
 
-def test_offloading_more_than_the_host_has_is_refused(monkeypatch):
+def test_offloading_more_than_the_host_has_is_refused():
     flags = {"offload_activations": True, "recompute": "all", "shard_group_size": 2}
     assert 4 * GIB < choose("llama-2-70b", 140, **flags).host_bytes < 64 * GIB
-    monkeypatch.setattr("fsdp_qlora.planner.plan.host_share", lambda: 4 * GIB)
-    assert choose("llama-2-70b", 140, **flags).host_bytes < 4 * GIB  # by smaller bins
+    assert choose("llama-2-70b", 140, host_gib=4, **flags).host_bytes < 4 * GIB  # smaller bins
     with pytest.raises(DoesNotFit, match="host memory"):
-        choose("llama-2-70b", 140, micro_batch_tokens=8192, **flags)
+        choose("llama-2-70b", 140, host_gib=4, micro_batch_tokens=8192, **flags)
 
 
-def test_plan_for_a_cpu_counts_what_the_host_has(monkeypatch):
+def test_plan_for_a_cpu_counts_what_the_host_has():
     """Also what is offloaded there; else the kernel would end the run while it loads."""
     flags = {"device": "cpu", "gpus": 1}
     plan = choose("llama-2-70b", 0, **flags)
     assert plan.recomputed and 34 * GIB < plan.bytes < 64 * GIB
-    monkeypatch.setattr("fsdp_qlora.planner.plan.host_share", lambda: 12 * GIB)
+    flags["host_gib"] = 12
     for more in {}, {"offload_params": True, "offload_activations": True, "recompute": "all"}:
         with pytest.raises(DoesNotFit, match="12.0 GiB are available"):
             choose("llama-2-70b", 0, **flags, **more)

@@ -236,7 +236,7 @@ def negate(pattern):
     return lambda tensors: [tensors[key].neg_() for key in tensors if re.search(pattern, key)]
 
 
-REFUSED, WARNED = "the merged model does not agree", "WARNING: the merged model loses"
+REFUSED, WARNED = "the merged model does not agree", "not fine: the merged model loses"
 CHANGES = {
     "attention": (negate(r"layers\.1.*v_proj"), REFUSED),
     "head": (negate("lm_head"), REFUSED),

@@ -312,7 +312,8 @@ def test_error_texts_are_the_scripts(error):
 def demo(tmp_path_factory):
     """One step of the demo with an evaluation, as the pages show its log."""
     directory = tmp_path_factory.mktemp("demo")
-    argv = ["--max_steps", "1", "--output_dir", "run", "--eval_dataset", "0.1"]
+    argv = ["--max_steps", "1", "--output_dir", "run", "--eval_dataset", "0.1",
+            "--eval_samples", "1"]  # fmt: skip
     codes, out, err = do_here([{"argv": argv}], directory)
     assert codes == [0], err
     return directory / "run", out.splitlines()
@@ -397,6 +398,7 @@ def test_log_has_the_form_shown(demo):
         # the pages show two ranks on a CPU, here is one, maybe on a GPU
         line = re.sub(r"[\d.]+ GiB \(peak [\d.]+\); ", "", line)
         line = line.replace("GPU memory", "host memory")
+        line = re.sub(r", [\d:]+ left$", "", line)
         line = re.sub(r"runs/[\w-]+|\brun\b", "RUN", line)
         # the environment's, or its path; the script's from the folder that training ran in
         line = re.sub(r"^\S*python[\d.]* \S*merge_", "PYTHON merge_", line)
@@ -414,8 +416,8 @@ def test_log_has_the_form_shown(demo):
         assert [form(line) for line in shown[-n:]] == real[-n:]
         at = 0
         for line in dict.fromkeys(map(form, shown)):  # the real log has one step
-            if "first row" in line:
-                at = next(i for i in range(at, len(real)) if real[i].startswith("first row: "))
+            if (kind := line.partition(": ")[0]) in ("first row", "sample"):
+                at = next(i for i in range(at, len(real)) if real[i].startswith(f"{kind}: "))
             else:
                 at = real.index(line, at)
 

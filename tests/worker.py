@@ -6,6 +6,7 @@ the script's train() itself: training() runs it from flags to adapter, with a fu
 test's in place of its steps. `process` is what train() wants besides flags: device and Status.
 """
 
+import math
 import shutil
 import sys
 import tempfile
@@ -23,6 +24,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import house
 import train_fsdp_qlora
 from fsdp_qlora.run.checkpoints import sharded_state
+from fsdp_qlora.data.bins import make_bin
+from fsdp_qlora.data.encode import rows_of
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.run.demo import write_demo
 from fsdp_qlora.run.status import watch_process
@@ -32,7 +35,8 @@ from fsdp_qlora.model.shards import gathered, set_local
 from fsdp_qlora.quant.nf4 import NF4Blocks, dequantise
 from fsdp_qlora.model.offload import pinned_copy
 from fsdp_qlora.ranks import all_gather, on_rank_0
-from fsdp_qlora.model.head import HeadLoss, embed, shard_range
+from fsdp_qlora.model.head import HeadLoss, best_tokens, embed, shard_range
+from fsdp_qlora.training.samples import sample_answers, write_answers
 
 from minimal_runs import minimal  # noqa: F401 - a case
 
@@ -121,6 +125,44 @@ def evaluations(job, process):
         return {"losses": torch.tensor([*losses, train_fsdp_qlora.evaluate(run)["eval_loss"]])}
 
     return training(job, process, job["model"], sharded("--eval_dataset", "0.1"), look)
+
+
+def samples(job, process):
+    """Answers of write_answers(): as long as can be; cut at a closing token; none that would take
+    too long. And the same one token after the other, each by a forward of one document alone."""
+
+    def alone(run, prompt, n):
+        ids = list(prompt)
+        for _ in range(n):
+            bin = make_bin(rows_of([(ids, ids)]), [[0]], 0, None, run)
+            ids += best_tokens(run.model, run.model(bin, wants_loss=False)[-1:]).tolist()
+        return ids[len(prompt) :]
+
+    @torch.no_grad()
+    def look(run):
+        house.replace("SAMPLE_TOKENS", job["n"])
+        prompts, closing = job["prompts"], {job["n"] + 1000}
+        for layer in run.model.layers if dist.get_world_size() > 1 else ():
+            layer.set_reshard_after_forward(False)  # what is gathered stays unless it is freed
+        before = write_answers(run, prompts, closing, math.inf)
+        generator = torch.Generator(run.device).manual_seed(dist.get_rank())
+        run.adapter.weights.normal_(0, 0.2, generator=generator)
+        whole = write_answers(run, prompts, closing, math.inf)
+        cut = write_answers(run, prompts, {whole[1][2]}, math.inf)
+        out = {"dear": write_answers(run, prompts, closing, 0.0),
+               "stopped": (run.status.__setattr__("stop_reason", "SIGTERM"),
+                           write_answers(run, prompts, closing, math.inf))[1]}
+        run.status.stop_reason = None
+        out["n_unasked"] = [len(sample_answers(run, pace)) for pace in (1e6, 1e-9, None)]
+        n = [min(job["n"], run.plan.bin_tokens - len(prompt)) for prompt in prompts]
+        out |= {f"whole {i}": ids for i, ids in enumerate(whole)}
+        out |= {f"cut {i}": ids for i, ids in enumerate(cut)}
+        out |= {f"alone {i}": alone(run, *pair) for i, pair in enumerate(zip(prompts, n))}
+        out["has_changed"] = [whole != before]
+        return {name: torch.tensor(ids) for name, ids in out.items()}
+
+    flags = "--eval_dataset", "0.1", "--compute_dtype", "float32", *job["flags"]
+    return training(job, process, job["model"], sharded(*flags), look)
 
 
 def vocabulary(job, process):

@@ -27,6 +27,11 @@ from fsdp_qlora.model.shards import local_part, set_local
 from fsdp_qlora.pretrained.tensor_names import renamed
 from fsdp_qlora.ranks import all_gather, is_rank_0, say, together
 
+# of adapter_config.json: compared with flags, or without a meaning for the values
+READ_APART = set("""r lora_alpha use_dora use_rslora lora_dropout target_modules peft_version
+    task_type base_model_name_or_path revision inference_mode auto_mapping layers_pattern
+    megatron_core qalora_group_size eva_config""".split())
+
 if TYPE_CHECKING:
     from fsdp_qlora.model.layer import DecoderLayer
     from fsdp_qlora.model.model import Model
@@ -220,14 +225,9 @@ def read_adapter(config: Config, adapter: Adapter) -> dict[str, torch.Tensor]:
         if settings.get(key, False) != wanted:
             raise ValueError(f"--init_adapter {directory}: has {key} {settings.get(key)}: give the"
                              f" same by --{flag}")
-    scales = expert_settings(adapter.arch, config.lora_rank, config.lora_alpha,
-                             adapter.arch.adapted(config.target_modules)).get("alpha_pattern", {})
-    for key, works in (("init_lora_weights", (True, False, None, "gaussian", "eva", "orthogonal")),
-                       ("alpha_pattern", (scales, scales or None)), ("lora_bias", (False, None)),
-                       ("alora_invocation_tokens", (None,))):
-        if settings.get(key) not in works:  # PiSSA and others train on a changed base
-            raise ValueError(f"--init_adapter {directory}: has {key} {settings.get(key)}, and this"
-                             f" run {works[0]}: its values would mean another adapter here")
+    refuse_settings(directory, settings, LoraConfig(
+        **expert_settings(adapter.arch, config.lora_rank, config.lora_alpha,
+                          adapter.arch.adapted(config.target_modules))).to_dict())
     shapes = {name: shape for i in range(len(adapter.layers))
               for name, (_, shape) in adapter.names(i).items()}
     parts = adapter.expert_parts
@@ -246,6 +246,22 @@ def read_adapter(config: Config, adapter: Adapter) -> dict[str, torch.Tensor]:
             raise ValueError(f"--init_adapter {directory}: in its {name} gate and up of an expert"
                              " are not apart, as they are here")
     return {name: value.float() for name, value in own.items()}
+
+
+def refuse_settings(
+    directory: Path, settings: dict[str, Any], wanted: dict[str, Any],
+) -> None:
+    """Raise ValueError if the settings of another adapter, which READ_APART leaves, give its values
+    another meaning than `wanted`, those of this run, or it has more than adapters of linears."""
+    defaults = LoraConfig().to_dict()
+    for key in dict.fromkeys([*settings, *(k for k in wanted if wanted[k] != defaults[k])]):
+        value, here = settings.get(key), wanted.get(key)
+        value, here = (sorted(x) if isinstance(x, (list, set)) else x for x in (value, here))
+        if key == "init_lora_weights":  # PiSSA and others train on a changed base
+            here = value if value in (True, False, None, "gaussian", "eva", "orthogonal") else here
+        if key not in READ_APART and value != here and (value or here):
+            raise ValueError(f"--init_adapter {directory}: has {key} {value!r:.80}, and this run"
+                             f" {here}: it would be another adapter here")
 
 
 def write_adapter(directory: Path, weights: dict[str, torch.Tensor],

@@ -94,6 +94,18 @@ def scaled_logits(logits: Tensor, multiplier: float, cap: float | None) -> Tenso
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
+def best_tokens(model: Model, states: Tensor) -> Tensor:
+    """The most probable next token after each of `states` [n, hidden], which are normed, int64 [n].
+    All ranks of the group must call this, with the same states."""
+    logits = scaled_logits(
+        states @ model.head.t(), model.arch.logits_multiplier, model.arch.logits_softcap)
+    top, best = logits.max(-1)
+    if model.shards == 1:
+        return best
+    top, best = (all_gather(x, model.group) for x in (top, best + model.own_rows.start))
+    return best.gather(0, top.argmax(0)[None])[0]
+
+
 @elementwise
 def logits_statistics(
     logits: Tensor, targets: Tensor, multiplier: float, cap: float | None

@@ -194,6 +194,9 @@ class Fit:
     routed_launches: float = 40  # more if it has experts
     range_launches: float = 30  # more for each range of experts
     recomputed_range_launches: float = 15  # more for each range if it is recomputed
+    # of one product of an expert's rows where experts are multiplied one by one: what torch.mm in a
+    # loop takes a CPU; not fitted, as no such GPU was there
+    expert_launches: float = 0.3
     # with several ranges of experts; fitted to rows of MoE models with 4 ranges
     range_copies: float = 4  # times that a row of an expert's input or output is read or written
     range_wait_launches: float = 30  # a pass waits for the GPU this long, in launches
@@ -246,8 +249,9 @@ def layer_seconds(
     moved = (uses * (0.5 + item) / FIT.dequantising
              + n * layers.elementwise_values / n_layers * item)
     routed, waits = sum(arch.layer_routed) / n_layers, 0.0
-    if routed and plan.expert_ranges > 1:  # their rows are copied, and first waited for
+    if routed and plan.expert_ranges > 1:  # their rows are copied
         moved += routed * FIT.range_copies * n * arch.mixture.top_k * arch.hidden_size * item
+    if routed and (plan.expert_ranges > 1 or machine.why_no_grouped):  # they are waited for
         waits = routed * (1 + again) * FIT.range_wait_launches * machine.launch
     compute = flops / (FIT.sustained * machine.flops) + moved / machine.bandwidth
     gathered, shards = layers.nf4_bytes / n_layers + layers.adapter * item, plan.shard_group_size
@@ -259,6 +263,8 @@ def layer_seconds(
     of_ranges = FIT.range_launches + FIT.recomputed_range_launches * again
     launches = (FIT.launches + FIT.recomputed_launches * again + FIT.fsdp_launches * plan.uses_fsdp
                 + routed * (FIT.routed_launches + of_ranges * plan.expert_ranges))
+    if routed and machine.why_no_grouped:  # 2 products in forward, 2 in backward
+        launches += routed * FIT.expert_launches * (4 + 2 * again) * arch.mixture.n_experts
     return LayerSeconds(
         compute=compute, forward=forward,
         gathers=gathers * (2 if plan.reshard_after_forward else 1), copies=copies / machine.host,

@@ -1,6 +1,6 @@
 """What the machine has: memory of its GPUs and of the host, and how fast it computes and copies.
 
-plan decides how it is used.
+plan decides how it is used; cards has the machines that are not here.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from fsdp_qlora.model.grouped import why_no_grouped_mm
+from fsdp_qlora.quant.nf4 import why_no_triton
 from fsdp_qlora.ranks import gather_objects, say_each, together
 
 if TYPE_CHECKING:
@@ -93,20 +95,29 @@ def say_memory(when: str, device: torch.device) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """The speeds by which a plan's time is predicted."""
+    """What a plan is made for, besides the number of GPUs and the memory of each."""
 
     flops: float  # a second, of large products in the compute dtype
     bandwidth: float  # bytes a second, of the GPU's memory
     link: float  # bytes a second that a GPU receives in an all-gather
     host: float = 2e10  # bytes a second between host and GPU, each way
     launch: float = 40e-6  # seconds of the host for a kernel, Python around it included
+    host_bytes: float = math.inf  # free host memory for each process
+    why_no_triton: str = ""  # why no kernel reads an embedding in host memory; "" if one does
+    why_no_grouped: str = ""  # why experts are multiplied one by one; "" if they are not
+
+
+def rounded(figure: float) -> float:
+    """A speed, rounded to one of ten steps a decade, so that another run finds the same plan."""
+    return float(f"{10 ** (round(10 * math.log10(figure)) / 10):.2g}")
 
 
 def measure_machine(dtype: torch.dtype, device: torch.device) -> Machine:
-    """The Machine by rank 0's measurements, rounded so that another run finds the same plan. All
-    ranks must call this."""
+    """This Machine, by rank 0's measurements. All ranks must call this."""
+    facts = {"host_bytes": min(gather_objects(host_share())), "why_no_triton": why_no_triton(),
+             "why_no_grouped": why_no_grouped_mm(dtype, device)}
     if device.type == "cpu":
-        return Machine(1e11, 1e10, 1e9)
+        return Machine(1e11, 1e10, 1e9, **facts)
 
     def seconds(run: Callable[[], object]) -> float:
         times, events = 20, [torch.cuda.Event(enable_timing=True) for _ in range(2)]
@@ -127,5 +138,5 @@ def measure_machine(dtype: torch.dtype, device: torch.device) -> Machine:
         "bandwidth": 2 * 4 * a.nbytes / seconds(lambda: torch.cat([a, a, b, b])),
         "link": parts.nbytes / seconds(lambda: dist.all_gather_into_tensor(parts, own)),
         "host": own.nbytes / seconds(lambda: on_host.copy_(own, non_blocking=True))}
-    rounded = {name: float(f"{figure:.1g}") for name, figure in figures.items()}
-    return Machine(**gather_objects(rounded)[0])
+    speeds = {name: rounded(figure) for name, figure in figures.items()}
+    return Machine(**gather_objects(speeds)[0], **facts)

@@ -16,13 +16,11 @@ import torch.distributed as dist
 
 from fsdp_qlora.data.bins import round_up, step_rows
 from fsdp_qlora.model.attention import document_attention
-from fsdp_qlora.model.grouped import why_no_grouped_mm
 from fsdp_qlora.model.head import shard_range
 from fsdp_qlora.model.layer import Layout
 from fsdp_qlora.planner.costs import predict_memory, predict_time
-from fsdp_qlora.planner.machine import Machine, host_share, measure_machine
+from fsdp_qlora.planner.machine import Machine, measure_machine
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.quant.nf4 import why_no_triton
 from fsdp_qlora.ranks import gather_objects, together
 
 if TYPE_CHECKING:
@@ -93,6 +91,10 @@ class Plan:
     def fits(self, limit: float, spare: float = GAPS) -> bool:
         return not limit or self.bytes <= (1 - spare) * limit
 
+    def fits_both(self, limit: float, machine: Machine) -> bool:
+        """Whether it fits on the GPU and, as far as it is offloaded, on the host."""
+        return self.fits(limit) and self.host_bytes <= machine.host_bytes
+
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
@@ -150,21 +152,19 @@ def choose_plan(
     config: Config, arch: Architecture, layouts: tuple[Layout, ...], workload: Workload,
     limit: int, machine: Machine,
 ) -> Plan:
-    """The plan to run within `limit` bytes, 0: what the host has; raises ValueError with what would
-    help."""
+    """The plan to run within `limit` bytes of each GPU, 0: what the host has; raises ValueError
+    with what would help."""
     refuse_flags(config, arch, workload)
-    bound: float = limit
-    if is_by_host := workload.device.type == "cpu" and not limit:
-        bound = host_share()
-    plans = affordable_plans(config, arch, layouts, workload, bound)
-    plan = pick_plan(plans, arch, layouts, workload, bound, machine)
+    plan = find_plan(config, arch, layouts, workload, limit, machine)
+    is_by_host = workload.device.type == "cpu" and not limit
     if not is_by_host:
-        check_plan(plan, arch, layouts, workload.longest, limit, config.recompute == "auto")
+        check_plan(plan, config, arch, layouts, workload, limit, machine)
     if workload.device.type == "cpu":
-        check_host(plan)
+        check_host(plan, machine)
     # bins have several shapes if the rows have, or if a step's last bins hold fewer rows
     n_rows = workload.world_size * (plan.bin_tokens // workload.longest)
     uneven_bins = workload.uneven or config.batch_size % n_rows > 0
+    bound = machine.host_bytes if is_by_host else limit
     return use_graphs(plan, arch, layouts, machine, bound, workload, uneven_bins)
 
 
@@ -178,9 +178,21 @@ def refuse_flags(config: Config, arch: Architecture, workload: Workload) -> None
                          " --max_seq_len")
 
 
+def find_plan(
+    config: Config, arch: Architecture, layouts: tuple[Layout, ...], workload: Workload,
+    limit: int, machine: Machine,
+) -> Plan:
+    """The best plan, without CUDA graphs; where none fits the smallest one."""
+    bound: float = limit
+    if workload.device.type == "cpu" and not limit:
+        bound = machine.host_bytes
+    plans = affordable_plans(config, arch, layouts, workload, bound, machine)
+    return pick_plan(plans, arch, layouts, workload, bound, machine)
+
+
 def affordable_plans(
     config: Config, arch: Architecture, layouts: tuple[Layout, ...], workload: Workload,
-    limit: float,
+    limit: float, machine: Machine,
 ) -> list[Plan]:
     """The possible plans that do not pin too much host memory. If none of them leaves SPARE of
     `limit`, all have the embedding on the host, where that can be."""
@@ -190,10 +202,10 @@ def affordable_plans(
                          f" {config.shard_group_size} processes: use a smaller --shard_group_size")
     needed = min(plan.host_bytes for plan in plans)
     # beyond what is needed, host memory is pinned for speed alone
-    allowed = min(needed + HOST_SPARE, max(needed, host_share() / 2))
+    allowed = min(needed + HOST_SPARE, max(needed, machine.host_bytes / 2))
     plans = [plan for plan in plans if plan.host_bytes <= allowed]
     if not any(plan.fits(limit, SPARE) for plan in plans) and workload.device.type == "cuda" \
-            and not (arch.tied or why_no_triton()):
+            and not (arch.tied or machine.why_no_triton):
         # the same numbers, at the price of a copy of the tokens' rows for each micro-batch
         plans = [predict_memory(dataclasses.replace(plan, embedding_on_host=True), arch, layouts)
                  for plan in plans]
@@ -249,59 +261,97 @@ class DoesNotFit(ValueError, MemoryError):
     """The run would need more memory than there is. It is a ValueError because the user's flags
     cause it, and a MemoryError for the exit code, see together()."""
 
+    def __init__(self, message: str, flags: str = "", plan: Plan | None = None) -> None:
+        """`flags`: with these it fits, as `plan`; "": nothing was found."""
+        super().__init__(message)
+        self.flags, self.plan = flags, plan
 
-def check_host(plan: Plan) -> None:
+
+def check_host(plan: Plan, machine: Machine) -> None:
     """Raise DoesNotFit if a plan for a CPU, which has only host memory, does not fit."""
-    needed, share = plan.bytes + plan.host_bytes, host_share()
-    if needed > (1 - GAPS) * share:
+    needed = plan.bytes + plan.host_bytes
+    if needed > (1 - GAPS) * machine.host_bytes:
         raise DoesNotFit(
             f"this does not fit on this machine's CPU: predicted peak {needed / 2**30:.1f} GiB of"
-            f" host memory for each process, and {share / 2**30:.1f} GiB are available: fewer"
-            " processes, a smaller model, or a shorter --max_seq_len may fit")
+            f" host memory for each process, and {machine.host_bytes / 2**30:.1f} GiB are"
+            " available: fewer processes, a smaller model, or a shorter --max_seq_len may fit")
 
 
 def check_plan(
-    plan: Plan, arch: Architecture, layouts: tuple[Layout, ...], longest: int, limit: int,
-    recompute_is_auto: bool,
+    plan: Plan, config: Config, arch: Architecture, layouts: tuple[Layout, ...],
+    workload: Workload, limit: int, machine: Machine,
 ) -> None:
     """Raise DoesNotFit, with what would help, if the plan does not fit."""
-    if plan.host_bytes > (share := host_share()):
+    if plan.host_bytes > machine.host_bytes:
         raise DoesNotFit(f"this takes {plan.host_bytes / 2**30:.1f} GiB of host memory on this"
-                         f" machine for each process, and {share / 2**30:.1f} GiB are available:"
-                         " offload less")
+                         f" machine for each process, and {machine.host_bytes / 2**30:.1f} GiB are"
+                         " available: offload less")
     if plan.fits(limit):
         return
-    flags, smaller = [], plan
-    fewer, shorter = longest, f"--micro_batch_tokens {longest}"
-    if plan.bin_tokens <= longest:
-        fewer, shorter = longest // 2, f"--max_seq_len {longest // 2}"
-    for flag, change in (
-        ("--recompute all", {"recomputed": arch.n_layers}),
-        ("--offload_activations", {"offload_activations": True}),
-        ("--offload_params", {"offload_params": True}),
-        (shorter, {"bin_tokens": fewer}),
-    ):
-        if all(getattr(smaller, name) != value for name, value in change.items()):
-            smaller = predict_memory(dataclasses.replace(smaller, **change), arch, layouts)
-            if flag != "--recompute all" or not recompute_is_auto:
-                flags.append(flag)
-            if smaller.fits(limit):
-                break
-    advice = f"{' '.join(flags)} would bring it to {smaller.bytes / 2**30:.1f} GiB"
-    if not smaller.fits(limit):
-        advice = (f"with {' '.join(flags)} it still takes {smaller.bytes / 2**30:.1f} GiB: use more"
-                  " GPUs as well")
-    raise DoesNotFit(
-        f"this does not fit: predicted peak {plan.bytes / 2**30:.1f} GiB, and {GAPS:.0%} for"
-        f" fragmentation, of {limit / 2**30:.1f} GiB; {advice}")
+    flags, smaller = way_out(plan, config, arch, layouts, workload, limit, machine)
+    size, is_enough = f"{smaller.bytes / 2**30:.1f} GiB", smaller.fits_both(limit, machine)
+    if smaller.host_bytes:
+        size += f" and {smaller.host_bytes / 2**30:.1f} GiB of host memory for each process"
+    advice = (f"{flags} would bring it to {size}, at {1 / smaller.token_seconds:,.0f} tokens/s per"
+              " GPU, predicted")
+    if not is_enough:
+        advice = f"with {flags} it still takes {size}: use more GPUs as well"
+    text = (f"this does not fit: predicted peak {plan.bytes / 2**30:.1f} GiB, and {GAPS:.0%} for"
+            f" fragmentation, of {limit / 2**30:.1f} GiB; {advice}")
+    raise DoesNotFit(text, flags if is_enough else "", smaller)
 
 
-def longest_in_a_bin(rows: Rows) -> int:
+def way_out(
+    plan: Plan, config: Config, arch: Architecture, layouts: tuple[Layout, ...],
+    workload: Workload, limit: int, machine: Machine,
+) -> tuple[str, Plan]:
+    """What helps where `plan` does not fit: the fewest flags of those that were not given, in the
+    order in which to try them, and the plan with them; all flags, where none of them suffices."""
+    flags, n = "", workload.longest
+    shorter: dict[str, Any] = {"micro_batch_tokens": n}
+    if plan.bin_tokens <= n:
+        shorter = {"micro_batch_tokens": config.micro_batch_tokens and n // 2,
+                   "max_seq_len": min(n, config.max_seq_len or n) // 2}
+    for given in ({"recompute": "all"}, {"offload_activations": True}, {"offload_params": True},
+                  shorter):
+        change: dict[str, Any] = {name: value for name, value in given.items()
+                                  if value not in (None, getattr(config, name))}
+        if not change or "recompute" in change and config.recompute == "auto":
+            continue
+        config = dataclasses.replace(config, **change)
+        if "max_seq_len" in change:
+            mean = min(n // 2, workload.mean_document_tokens)
+            workload = dataclasses.replace(
+                workload, longest=n // 2, mean_document_tokens=mean)
+        flags = " ".join([flags, *(f"--{name}" + ("" if value is True else f" {value}")
+                                   for name, value in change.items())]).strip()
+        plan = find_plan(config, arch, layouts, workload, limit, machine)
+        if plan.fits_both(limit, machine):
+            break
+    return flags, plan
+
+
+def longest_in_a_bin(rows: Rows, world_size: int) -> int:
     """The fewest tokens that a bin must hold for these Rows: those of the longest document or, if
     one process has both answers of a pair, of the longest pair."""
-    together = rows.n_answers if dist.get_world_size() == 1 else 1
+    together = rows.n_answers if world_size == 1 else 1
     longest = int(rows.lengths.view(-1, together).sum(1).max())
-    return max(longest, longest_in_a_bin(rows.mismatched)) if rows.mismatched else longest
+    return max(longest, longest_in_a_bin(rows.mismatched, world_size)) if rows.mismatched \
+        else longest
+
+
+def describe_work(
+    config: Config, rows: Rows, eval_rows: Rows | None, world_size: int, device: torch.device,
+    why_no_capture: str, plain_attention: bool = False, state_bytes: float = 0.0,
+) -> Workload:
+    """What a run on these Rows gives its processes to do."""
+    longest = max(longest_in_a_bin(r, world_size) for r in (rows, eval_rows) if r)
+    uneven = any(bool((x != x[0]).any()) for x in (rows.lengths, rows.n_scored()))
+    steps = range(1, min(config.max_steps or 200, 200) + 1)
+    of_rows = rows.lengths.view(-1, rows.n_answers).sum(1)
+    tokens = max(int(of_rows[step_rows(s, len(rows), config)].sum()) for s in steps)
+    return Workload(tokens, longest, float(rows.lengths.float().mean()), uneven, world_size, device,
+                    plain_attention, why_no_capture, state_bytes)
 
 
 def agree_on_plan(
@@ -310,22 +360,16 @@ def agree_on_plan(
     state_bytes: float = 0.0,
 ) -> Plan:
     """The plan of this run, rank 0's on all ranks. All ranks must call this."""
-    longest = max(longest_in_a_bin(r) for r in (rows, eval_rows) if r)
-    uneven = any(bool((x != x[0]).any()) for x in (rows.lengths, rows.n_scored()))
-    dtype = getattr(torch, config.compute_dtype)
-    machine = measure_machine(dtype, device)
+    machine = measure_machine(getattr(torch, config.compute_dtype), device)
     if device.type == "cuda":  # so that reported peaks are those of training
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    steps = range(1, min(config.max_steps or 200, 200) + 1)
-    of_rows = rows.lengths.view(-1, rows.n_answers).sum(1)
-    tokens = max(int(of_rows[step_rows(s, len(rows), config)].sum()) for s in steps)
-    why_no_capture = why_no_grouped_mm(dtype, device) if arch.mixture else ""
+    why_no_capture = machine.why_no_grouped if arch.mixture else ""
     if plain := any(document_attention in pair.values() for pair in kernels.values()):
         why_no_capture = "attention runs in plain torch"
-    workload = Workload(tokens, longest, float(rows.lengths.float().mean()), uneven,
-                        dist.get_world_size(), device, plain, why_no_capture, state_bytes)
+    workload = describe_work(config, rows, eval_rows, dist.get_world_size(), device,
+                             why_no_capture, plain, state_bytes)
     with together():
         plan = choose_plan(config, arch, layouts, workload, limit, machine)
-    # free host memory differs between ranks and over time, so all take rank 0's plan
+    # what the host has free differs between nodes, so all take rank 0's plan
     return Plan(**gather_objects(dataclasses.asdict(plan))[0])

@@ -18,6 +18,7 @@ import huggingface_hub
 import numpy as np
 from transformers import AutoConfig, PreTrainedConfig
 
+from fsdp_qlora.files import read_json
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.config import describe_model, longest_text, text_config
 from fsdp_qlora.pretrained.families import SHAPES
@@ -30,27 +31,49 @@ if TYPE_CHECKING:
 
 SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # of a model: all but its weights
 NOT_COPIED = "config.json", "adapter_config.json"  # by which transformers would load an adapter
+NO_GGUF = ("is a GGUF file, which llama.cpp reads: give the model that it was made of, a Hub id or"
+           " a directory of safetensors")
 SAMPLES, SAMPLE = 16, 256  # places of a tensor, and bytes at each, that base_digest() hashes
 
 
-def model_directory(name: str, random_weights: bool, flag: str = "--model") -> Path:
-    """The local directory of a model, downloaded first if `name` is a Hub id. Raises ValueError
-    about `flag`, by which the user gave the name."""
+def model_directory(name: str, needs: str, flag: str = "--model") -> Path:
+    """The local directory of a model, downloaded first if `name` is a Hub id. `needs`: "config",
+    "tokenizer" with it, or "weights" with both. Raises ValueError about `flag`, by which the user
+    gave the name."""
     path = Path(name)
-    if random_weights and name in SHAPES:
+    if needs != "weights" and name in SHAPES:
         return path
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ValueError(f"{flag} {name}: the directory has no config.json")
+        if why := why_no_model(path):
+            raise ValueError(f"{flag} {name}: {why}")
         return path
     if path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise ValueError(f"{flag} {name}: neither a directory nor a Hub id (owner/name)")
-    files = SMALL_FILES + ["*.safetensors"] * (not random_weights)
+        why = "neither a directory nor a Hub id (owner/name)"
+        raise ValueError(f"{flag} {name}: {NO_GGUF if path.suffix == '.gguf' else why}")
+    files = {"config": ["config.json"], "tokenizer": SMALL_FILES,
+             "weights": [*SMALL_FILES, "*.safetensors"]}[needs]
     twice = ["consolidated*", "*/*.safetensors"]  # the same weights in another form
     with explain(f"{flag} {name}: not a directory, and the Hub says"):
         # every rank calls it; the Hub client's file locks let one rank of a node download
-        return Path(huggingface_hub.snapshot_download(
+        found = Path(huggingface_hub.snapshot_download(
             name, allow_patterns=files, ignore_patterns=twice))
+    if why := why_no_model(found):
+        raise ValueError(f"{flag} {name}: {why}")
+    return found
+
+
+def why_no_model(directory: Path) -> str:
+    """Why the directory holds no model that can be read, and what to give instead; "" if it may."""
+    if (directory / "config.json").is_file():
+        return ""
+    adapter = read_json(directory / "adapter_config.json", {})
+    if adapter:
+        base = adapter.get("base_model_name_or_path")
+        return (f"is an adapter: give the model that it was trained on, --model {base}, and this by"
+                " --init_adapter to train it further")
+    if any(directory.glob("*.gguf")):
+        return NO_GGUF
+    return "has no config.json: is it the directory of a model, with its safetensors?"
 
 
 def copy_small_files(directory: Path, target: Path, patterns: Sequence[str] = SMALL_FILES) -> None:

@@ -18,7 +18,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from fsdp_qlora.planner.cards import parse_cards
 from fsdp_qlora.ranks import say
+from fsdp_qlora.run.peers import peer_answer
 
 if TYPE_CHECKING:
     from train_fsdp_qlora import Config
@@ -66,12 +68,11 @@ def parse_flags(config_class: type[Config], description: str,
     def parse(argv: list[str]) -> dict[str, Any]:
         values, unknown = parser.parse_known_args(argv)
         if unknown:
-            names = [f"--{f.name}" for f in dataclasses.fields(config_class)]
-            name = unknown[0].partition("=")[0]
-            near = ([known for known in names if known.startswith(name)]
-                    or difflib.get_close_matches(name, names, 1))
-            advice = f", perhaps {near[0]}" if near else ""
-            raise ValueError(f"unrecognized arguments: {' '.join(unknown)}{advice} (see --help)")
+            # a flag with its value, as torchtune's lr=1e-4; else a value without a flag
+            flags = [word.partition("=")[0] for word in unknown if word[0] == "-" or "=" in word]
+            if not flags:
+                raise ValueError(f"unrecognized arguments: {' '.join(unknown)} (see --help)")
+            refuse_unknown(config_class, "", flags)
         return vars(values)
 
     values = parse(argv)
@@ -92,6 +93,20 @@ def parse_flags(config_class: type[Config], description: str,
     fields: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     return config_class(**fields)
+
+
+def refuse_unknown(config_class: type[Config], where: str, flags: list[str]) -> NoReturn:
+    """Raise ValueError for flags that are none, with what to give instead: what is known of other
+    tools' flags, or the flag that is spelled like it. `where` they stand: "--config FILE: "."""
+    names, told = [f"--{f.name}" for f in dataclasses.fields(config_class)], []
+    for flag in dict.fromkeys(flags):
+        flag = f"--{flag.lstrip('-')}"
+        word = f"--{flag[2:].replace('-', '_')}"
+        near = ([known for known in names if known.startswith(word)]
+                or difflib.get_close_matches(word, names, 1))
+        answer = peer_answer(flag) or near and f"perhaps {near[0]}"
+        told.append(f"{flag}: {answer}" if answer else flag)
+    raise ValueError(f"{where}unrecognized arguments: {' | '.join(told)} (see --help)")
 
 
 def read_flags(config_class: type[Config], path: Path) -> list[str]:
@@ -120,16 +135,22 @@ def read_flags(config_class: type[Config], path: Path) -> list[str]:
         raise ValueError(f"--config {path}: is no table of flags and their values")
     if "config" in content:
         raise ValueError(f"--config {path}: names another file by config: write its flags here")
+    names = {f.name for f in dataclasses.fields(config_class)}
+    if unknown := [str(name) for name in content if name not in names]:
+        refuse_unknown(config_class, f"--config {path}: ", unknown)
     argv = []
     for name, value in content.items():
         is_switch = isinstance(value, bool) and isinstance(getattr(config_class, name, False), bool)
         for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, dict) and name != "columns":
+                raise ValueError(f"--config {path}: {name} is a table, as other tools have it: give"
+                                 " the value alone")
             if isinstance(item, bool) and not is_switch:
                 raise ValueError(f"--config {path}: {name}: {item}: YAML takes yes, no, on and off"
                                  " for these: put the value in quotes")
         if is_switch:
             argv.append(f"--{name}" if value else f"--no-{name}")
-        elif isinstance(value, dict):
+        elif name == "columns" and isinstance(value, dict):
             argv += [f"--{name}", *(f"{old}={new}" for old, new in value.items())]
         elif isinstance(value, list):
             argv += [f"--{name}", *map(str, value)]
@@ -158,6 +179,13 @@ def check_combinations(config: Config) -> None:
     if config.loss == "kto" and config.batch_size < 2:
         raise ValueError(f"--batch_size {config.batch_size} with --loss kto: a step compares good"
                          " answers with bad ones: give at least 2")
+    for name in "random_weights", "plan_for":
+        if getattr(config, name) and not config.model:
+            raise ValueError(f"--{name} needs a --model whose config.json gives the shapes")
+    for name in "eval_every", "eval_samples":
+        if (n := getattr(config, name)) and not config.eval_dataset:
+            raise ValueError(f"--{name} {n} needs an --eval_dataset: files, a Hub id, or a fraction"
+                             " of the rows, 0.02")
     if config.offload_activations and config.recompute in ("none", "0"):
         raise ValueError(f"--offload_activations has nothing to keep with --recompute"
                          f" {config.recompute}: drop one of them")
@@ -167,6 +195,8 @@ def check_combinations(config: Config) -> None:
 
 def resolve_config(config: Config, world_size: int) -> Config:
     """The Config with what follows from the flags alone filled in. Raises ValueError."""
+    if config.plan_for:
+        world_size = parse_cards(config.plan_for)[0]
     for name, value in vars(config).items():
         if value == "" or isinstance(value, tuple) and "" in value:
             raise ValueError(f"--{name} is empty: leave it out or give a value")
@@ -182,7 +212,8 @@ def resolve_config(config: Config, world_size: int) -> Config:
     check("max_steps num_epochs learning_rate beta desirable_weight undesirable_weight"
           " memory_limit_gib micro_batch_tokens max_grad_norm max_minutes step_timeout_minutes",
           lambda x: 0 < x < math.inf, "positive")
-    check("eval_every weight_decay simpo_gamma", lambda x: 0 <= x < math.inf, "0 or more")
+    check("eval_every eval_samples weight_decay simpo_gamma", lambda x: 0 <= x < math.inf,
+          "0 or more")
     check("label_smoothing", lambda x: 0 <= x < 0.5, "at least 0 and below 0.5")
     check("save_every", lambda x: re.fullmatch(r"\d{1,9}m?", x),
           "minutes, as 5m, or a number of steps, or 0")
@@ -195,7 +226,7 @@ def resolve_config(config: Config, world_size: int) -> Config:
     check("seed", lambda n: 0 <= n < 2**40, "at least 0 and below 2^40")
     if config.recompute not in ("all", "none", "auto") and not config.recompute.isdecimal():
         raise ValueError(f"--recompute {config.recompute}: must be all, none, auto or a number")
-    if config.model and not config.dataset and not config.random_weights:
+    if config.model and not (config.dataset or config.random_weights or config.plan_for):
         raise ValueError(f"--model {config.model} needs a --dataset: files or a Hub id")
     tracker = config.report_to
     if tracker != "none" and importlib.util.find_spec(tracker) is None:
@@ -204,8 +235,6 @@ def resolve_config(config: Config, world_size: int) -> Config:
     if config.random_weights and config.eval_dataset and not config.dataset:
         raise ValueError("--eval_dataset needs a --dataset beside --random_weights")
     check_combinations(config)
-    if config.random_weights and not config.model:
-        raise ValueError("--random_weights needs a --model whose config.json gives the shapes")
     shards = config.shard_group_size
     if shards is None and not config.model:
         shards = world_size  # the demo is there to show sharding
@@ -226,5 +255,5 @@ def resolve_config(config: Config, world_size: int) -> Config:
 def resolve_steps(config: Config, n_rows: int) -> Config:
     """The Config with what follows from the number of rows filled in, in steps."""
     steps = config.max_steps or math.ceil(config.num_epochs * n_rows / config.batch_size)
-    every = max(1, steps // 10) if config.eval_every is None else config.eval_every
+    every = math.ceil(steps / 10) if config.eval_every is None else config.eval_every
     return dataclasses.replace(config, max_steps=steps, eval_every=every)

@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.files import put_in_place, text_digest, write_whole
+from fsdp_qlora.planner.cards import HOST_GIB, parse_cards
 from fsdp_qlora.quant.nf4 import why_no_triton
 from fsdp_qlora.ranks import say
 
@@ -41,6 +42,8 @@ class Log:
     def __init__(self, run: Run, done: int) -> None:
         """Of a run that is resumed after step `done`, only earlier records stay."""
         self.max_steps, self.status = run.config.max_steps, run.status
+        self.first: tuple[int, float] | None = None  # step of this start, and when it was done
+        self.pace: float | None = None  # seconds for each step since, with evaluations and saves
         self.path = run.directory / "metrics.jsonl"
         write_whole(self.path, earlier_records(self.path, done, run.progress["evaluated"] or 0))
         self.size, self.unwritten, self.is_failing = self.path.stat().st_size, b"", False
@@ -82,19 +85,24 @@ class Log:
     def step(self, record: dict[str, Any]) -> None:
         """Log a step; print it unless another has just been printed."""
         self.record(record)
-        step = record["step"]
+        step, now, max_steps = record["step"], time.monotonic(), self.max_steps
+        self.first = self.first or (step, now)  # it compiles, too
+        if step > self.first[0]:
+            self.pace = (now - self.first[1]) / (step - self.first[0])
         with contextlib.suppress(OSError):  # the terminal may be gone
             if self.bar is None:  # its rate is to be without the first step's compiling
-                self.bar = tqdm(initial=step, total=self.max_steps, unit="step", disable=None)
+                self.bar = tqdm(initial=step, total=max_steps, unit="step", disable=None)
             else:
                 self.bar.update()
-        if time.monotonic() - self.last_line >= LOG_SECONDS or step == self.max_steps:
-            self.last_line = time.monotonic()
+        if now - self.last_line >= LOG_SECONDS or step == max_steps:
+            self.last_line = now
             self.status.write("training")
+            left = max_steps - step
+            eta = f", {describe_time(left * self.pace)} left" if left and self.pace else ""
             say("step {step:5d}/{max_steps} loss {loss:7.4f}{metrics} lr {learning_rate:.1e} grad"
                 " {grad_norm:6.3f} {tokens_per_second_per_gpu:6,.0f} tok/s/GPU"
-                " {peak_memory_gib:.2f} GiB".format(
-                    max_steps=self.max_steps, metrics=describe_metrics(record), **record))
+                " {peak_memory_gib:.2f} GiB{eta}".format(
+                    max_steps=max_steps, metrics=describe_metrics(record), eta=eta, **record))
 
     def close(self) -> None:
         self.write()
@@ -104,6 +112,18 @@ class Log:
             with contextlib.suppress(Exception):
                 if close:
                     close()
+
+
+def describe_time(seconds: float) -> str:
+    """Hours, minutes and seconds: 1:02:03."""
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
+
+
+def say_sample(sample: dict[str, str]) -> None:
+    """Print one of sample_answers()."""
+    prompt, answer, wanted = (sample[key] for key in ("prompt", "answer", "wanted"))
+    say(f"sample: {prompt[-150:]!r} -> {answer[:300]!r}, wanted {wanted[:300]!r}")
 
 
 def describe_metrics(record: dict[str, Any], prefix: str = "") -> str:
@@ -156,7 +176,10 @@ def tensorboard(run: Run, done: int) -> tuple[Callable[[dict[str, Any]], None], 
 
     def track(record: dict[str, Any]) -> None:
         for key, value in record.items():
-            board.add_scalar(key, value, record["step"])
+            if isinstance(value, list):
+                board.add_text(key, json.dumps(value, indent=2), record["step"])
+            else:
+                board.add_scalar(key, value, record["step"])
 
     return track, board.close
 
@@ -172,7 +195,13 @@ def wandb_run(run: Run, done: int) -> tuple[Callable[[dict[str, Any]], None], Ca
             resume="allow", dir=path, config=dataclasses.asdict(run.config))
     except Exception as e:
         raise ValueError(f"--report_to wandb: {e}")
-    return lambda record: tracker.log(record, step=record["step"]), tracker.finish
+
+    def track(record: dict[str, Any]) -> None:
+        tables = {key: wandb.Table(columns=[*value[0]], data=[[*row.values()] for row in value])
+                  for key, value in record.items() if isinstance(value, list)}
+        tracker.log({**record, **tables}, step=record["step"])
+
+    return track, tracker.finish
 
 
 def draw_losses(directory: Path) -> None:
@@ -211,18 +240,29 @@ def say_start(given: Config, config: Config, plan: Plan, kernels: dict[str, dict
         say(f"slower, without fused kernels: {why_no_triton()}")
     used = {f.__name__ for kind in kernels.values() for f in kind.values()}
     say(f"attention: {', '.join(sorted(used))}")
-    say_plan(given, plan, limit)
-
-
-def say_plan(given: Config, plan: Plan, limit: int) -> None:
-    """Print the plan: the memory that it is predicted to take, and how the work is laid out."""
-    if torch.cuda.is_available():
+    if device.type == "cuda":
         free, total = torch.cuda.mem_get_info()
-        used = total - free - torch.cuda.memory_reserved()
-        say(f"outside the plan: CUDA's context, NCCL and other programs hold {used / 2**30:.2f} GiB"
+        held = total - free - torch.cuda.memory_reserved()
+        say(f"outside the plan: CUDA's context, NCCL and other programs hold {held / 2**30:.2f} GiB"
             " of this GPU")
+    say_plan(given, plan, limit, dist.get_world_size())
+
+
+def say_plan_elsewhere(given: Config, config: Config, plan: Plan, limit: int) -> None:
+    """Print the answer of --plan_for, where the plan fits."""
+    world_size, card, _ = parse_cards(config.plan_for or "")
+    say(f"planned by data sheets for {world_size} x {card} with {HOST_GIB} GiB of host memory for"
+        f" each, in steps of {config.batch_size:,} rows of {config.max_seq_len:,} tokens; nothing"
+        " was measured")
+    say_plan(given, plan, limit, world_size)
+    say(f"it fits: {plan.bytes / 2**30:.1f} of {limit / 2**30:.1f} GiB on each GPU, predicted"
+        f" {1 / plan.token_seconds:,.0f} tokens/s per GPU")
+
+
+def say_plan(given: Config, plan: Plan, limit: int, world_size: int) -> None:
+    """Print the plan: the memory that it is predicted to take, and how the work is laid out."""
     notes = {
-        describe_copies(given, plan): True,
+        describe_copies(given, plan, world_size): True,
         f"bins of at most {plan.bin_tokens:,} tokens": True,
         f"{plan.recomputed} of {plan.n_layers} layers recomputed in backward": True,
         "these keep the sum after attention": plan.recomputed and plan.keep_middle,
@@ -243,9 +283,9 @@ def say_plan(given: Config, plan: Plan, limit: int) -> None:
         f" {parts}")
 
 
-def describe_copies(given: Config, plan: Plan) -> str:
-    """On which processes the model is, and who has decided that."""
-    n, shards = dist.get_world_size(), plan.shard_group_size
+def describe_copies(given: Config, plan: Plan, n: int) -> str:
+    """On which of `n` processes the model is, and who has decided that."""
+    shards = plan.shard_group_size
     if n == 1:
         return "the model on one process"
     why = "as asked" if given.shard_group_size else "the fastest that fits"

@@ -1,0 +1,59 @@
+"""Cards by their data sheets: what a plan for GPUs that are not here goes by."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from fsdp_qlora.planner.machine import Machine, rounded
+
+
+class Card(NamedTuple):
+    """Speeds are NVIDIA's: of the data sheets of A100, L40S, H100, H200 (SXM where there is one)
+    and HGX B200, and of the whitepapers on GA102, Ada and RTX Blackwell."""
+
+    size: int  # GB, as it is sold
+    free: float  # GiB that CUDA and NCCL leave: what torch reports, less 1.2 to 2
+    flops: float  # TFLOP/s of dense products in bf16 with sums in fp32; of GeForce half of fp16's
+    bandwidth: float  # GB/s of its memory
+    link: float  # GB/s that it receives from the other cards: by NVLink, else by its bus
+    bus: float  # GB/s between card and host, each way: PCIe 4.0, or 5.0, x16
+    groups: bool = False  # whether torch has grouped products for it, see why_no_grouped_mm()
+
+
+CARDS = {
+    "3090": Card(24, 22.5, 71, 936, 32, 32),
+    "4090": Card(24, 22.5, 165, 1008, 32, 32),
+    "5090": Card(32, 30, 209, 1792, 64, 64),
+    "L40S": Card(48, 43, 362, 864, 32, 32),
+    "A100": Card(80, 77.5, 312, 2039, 300, 32),
+    "H100": Card(80, 77.5, 989, 3350, 450, 64, groups=True),
+    "H200": Card(141, 138, 989, 4800, 450, 64, groups=True),
+    "B200": Card(180, 176, 2250, 7700, 900, 64, groups=True)}
+# The shares of these speeds that measure_machine() finds on H100s and H200s. No other card was
+# there to be measured: for all others the same is assumed.
+FLOPS, BANDWIDTH, LINK, BUS = 0.81, 0.85, 0.67, 0.78
+HOST_GIB = 120  # of host memory for each GPU
+
+
+def parse_cards(text: str) -> tuple[int, str, Card]:
+    """The number of cards, their name and the Card of --plan_for: 4x4090; of 2x24GB the slowest of
+    that size. Raises ValueError."""
+    count, name = re.fullmatch(r"(?:(\d+) ?x ?)?(.*)", text.strip().lower()).groups()
+    names = {key.lower(): key for key in CARDS}
+    names |= {f"{card.size}gb": key for key, card in reversed(CARDS.items())}  # the slowest last
+    key = names.get(re.sub(r"nvidia|geforce|rtx|[\s_-]", "", name))
+    if not key or count and not 1 <= int(count) <= 1024:
+        raise ValueError(f"--plan_for {text}: give a number of cards and one of {', '.join(CARDS)},"
+                         " as 4x4090, or their memory, as 2x24GB")
+    return int(count or 1), key, CARDS[key]
+
+
+def card_machine(card: Card) -> Machine:
+    """What measure_machine() would find where this card is."""
+    flops, bandwidth, link, bus = (rounded(share * unit * speed) for share, unit, speed in (
+        (FLOPS, 1e12, card.flops), (BANDWIDTH, 1e9, card.bandwidth), (LINK, 1e9, card.link),
+        (BUS, 1e9, card.bus)))
+    return Machine(
+        flops, bandwidth, link, bus, host_bytes=HOST_GIB * 2**30,
+        why_no_grouped="" if card.groups else "torch multiplies experts one by one on this GPU")

@@ -1,0 +1,107 @@
+"""Sample answers: what the model, as it is trained so far, writes after the prompts of a few held
+out rows.
+
+`run` is the script's Run. An answer is greedy, and each of its
+tokens costs one forward of all samples. There is no cache of keys and values: what answers is the
+model that trains, sharded, offloaded, with experts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from fsdp_qlora.data.bins import deal_rows, make_bin
+from fsdp_qlora.data.encode import rows_of
+from fsdp_qlora.data.forms import IGNORE
+from fsdp_qlora.model.head import best_tokens
+from fsdp_qlora.run.probe import reshard_all
+from fsdp_qlora.ranks import gather_objects
+
+if TYPE_CHECKING:
+    from fsdp_qlora.data.encode import Rows
+    from train_fsdp_qlora import Run
+
+SAMPLE_TOKENS = 64  # in an answer, at most
+N_SAMPLES, SHARE = 2, 0.01  # how many where --eval_samples is left out, and their share of the time
+LONGEST_TEXT = 1000  # characters of a prompt, its end, and of what was wanted
+
+
+def sample_answers(run: Run, pace: float | None) -> list[dict[str, str]]:
+    """{"prompt", "answer", "wanted"}, texts with their special tokens, of the first held-out rows;
+    [] if the run was asked to stop, or where nobody asked for samples and they would take too long.
+    `pace`: rank 0's seconds for a step so far, None: not known yet. All ranks must call this."""
+    config, tokenizer, rows = run.config, run.tokenizer, run.eval_rows
+    n, budget = config.eval_samples, math.inf
+    if n is None:
+        n, budget = N_SAMPLES, SHARE * (pace or 0) * (config.eval_every or config.max_steps or 1)
+    if not (n and rows and tokenizer):
+        return []
+    prompts, wanted = choose_prompts(rows, n)
+    closing = {ids[-1] for ids in wanted if ids} & tokenizer.added_tokens_decoder.keys()
+    answers = write_answers(run, prompts, closing | {tokenizer.eos_token_id}, budget)
+    texts = [[tokenizer.decode(ids) for ids in some] for some in (prompts, answers, wanted)]
+    return [{"prompt": prompt[-LONGEST_TEXT:], "answer": answer, "wanted": want[:LONGEST_TEXT]}
+            for prompt, answer, want in zip(*texts)]
+
+
+def choose_prompts(rows: Rows, n: int) -> tuple[list[list[int]], list[list[int]]]:
+    """The first n different prompts of good answers, and what is wanted after each, as tokens. Of a
+    row that is trained from its beginning the prompt is its first half, 32 tokens at most."""
+    documents = rows.as_documents()
+    prompts: list[list[int]] = []
+    wanted: list[list[int]] = []
+    for i in rows.desirable.nonzero().view(-1)[: 10 * n].tolist():
+        ids, labels = (tensor.tolist() for tensor in documents.tokens(i))
+        n_prompt = int(documents.prompt_lengths[i])
+        if n_prompt < 2:  # BOS alone asks nothing
+            n_prompt = max(1, min(32, len(ids) // 2))
+        end = next((k for k in range(n_prompt, len(ids)) if labels[k] == IGNORE), len(ids))
+        if ids[:n_prompt] not in prompts:
+            prompts.append(ids[:n_prompt])
+            wanted.append(ids[n_prompt:end])
+    return prompts[:n], wanted[:n]
+
+
+@torch.no_grad()
+@torch.compiler.set_stance("force_eager")  # for so few tokens compiling would take longest
+def write_answers(run: Run, prompts: list[list[int]], closing: set[int],
+                  budget: float) -> list[list[int]]:
+    """The tokens that the model writes after each prompt, up to the first one of `closing`; [] if
+    the run was asked to stop, or where they would take longer than rank 0's `budget`, in seconds.
+    All ranks must call this, and each computes the same."""
+    rooms = [min(SAMPLE_TOKENS, run.plan.bin_tokens - len(prompt)) for prompt in prompts]
+    # what stands behind an answer's last token does not change it, as attention is causal: so the
+    # shape of a bin stays
+    padded = [prompt + [0] * room for prompt, room in zip(prompts, rooms)]
+    rows, answers = rows_of([(ids, ids) for ids in padded]), [[] for _ in prompts]
+    micro_batches = deal_rows(rows.lengths.tolist(), 1, run.plan.bin_tokens)
+    for (numbers,) in micro_batches:
+        bin = make_bin(rows, [numbers], 0, None, run)
+        ends = dict(zip(numbers, itertools.accumulate(len(padded[i]) for i in numbers)))
+        waiting = numbers
+        while waiting:
+            begun = time.monotonic()
+            run.status.extend_deadline(run.config, run.longest_step)
+            last = [ends[i] - rooms[i] + len(answers[i]) - 1 for i in waiting]
+            states = run.model(bin, wants_loss=False)[last]
+            for i, place, token in zip(waiting, last, best_tokens(run.model, states).tolist()):
+                answers[i].append(token)
+                if len(answers[i]) < rooms[i]:
+                    bin.input_ids[place + 1] = token
+            waiting = [i for i in waiting
+                       if len(answers[i]) < rooms[i] and answers[i][-1] not in closing]
+            expected = (time.monotonic() - begun) * SAMPLE_TOKENS * len(micro_batches)
+            is_second = max(map(len, answers)) == 2  # the first takes longer than all others
+            state = waiting, expected > budget and is_second, run.status.stop_reason
+            # rank 0 decides: another copy of the model may round in another way
+            (waiting, is_dear, _), *_ = states = gather_objects(state)
+            if is_dear or any(reason for *_, reason in states):
+                reshard_all(run.model)
+                return []
+    reshard_all(run.model)
+    return answers

@@ -1,0 +1,165 @@
+"""--plan_for: what a run would be on other GPUs, from config.json alone."""
+
+import dataclasses
+import json
+import re
+import shutil
+
+import huggingface_hub
+import pytest
+import torch
+from conftest import ROOT, one_process
+from test_benchmarks import bench
+
+from fsdp_qlora.lora.adapter import choose_adapted
+from fsdp_qlora.model.layer import make_layouts
+from fsdp_qlora.planner.cards import CARDS, card_machine, parse_cards
+from fsdp_qlora.planner.machine import rounded
+from fsdp_qlora.planner.plan import Workload, choose_plan
+from fsdp_qlora.pretrained.hub import read_model_config
+from train_fsdp_qlora import Config, plan_elsewhere
+
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """Function (shapes, layers): a directory that has their config.json alone."""
+    def make(name, layers=None):
+        bench.write_config(path := tmp_path_factory.mktemp(name), name, layers)
+        return path
+
+    return make
+
+
+def answer(out):
+    """(GiB of each GPU, GiB of its limit, tokens/s) of the last line."""
+    line = out.strip().splitlines()[-1]
+    gib, limit, speed = re.fullmatch(
+        r"it fits: ([\d.]+) of ([\d.]+) GiB on each GPU, predicted ([\d,]+) tokens/s per GPU", line
+    ).groups()  # fmt: skip
+    return float(gib), float(limit), int(speed.replace(",", ""))
+
+
+def test_answer_names_layout_memory_and_speed(run_main, directory, tmp_path, monkeypatch):
+    """Of a 70B on two cards of 24 GB: refused with the flag that helps, which then fits; and
+    nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    argv = "--model", directory("llama-3-70b"), "--plan_for", "2x4090", "--dataset", "not-there"
+    code, _, err = run_main(*argv)
+    (line,) = err.splitlines()
+    assert code == 8 and "; --offload_activations would bring it to " in line
+    code, out, err = run_main(*argv, "--offload_activations")
+    assert code == 0, err
+    gib, limit, speed = answer(out)
+    assert 19 < gib < limit == 22.5 and 150 < speed < 400
+    assert "2 x 4090 with 120 GiB of host memory for each, in steps of 16 rows of 2,048 tok" in out
+    assert "plan: the model sharded over 2 processes (the fastest that fits); bins of" in out
+    assert f"to {gib} GiB" in line and f"at {speed} tokens/s" in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_page_shows_these_answers(run_main, directory):
+    page = " ".join((ROOT / "docs" / "memory.md").read_text().split())
+    code, out, _ = run_main("--model", directory("gpt-oss-120b"), "--plan_for", "4x4090")
+    assert code == 0 and out.splitlines()[-1] in page
+    code, _, err = run_main("--model", "llama-3-70b", "--plan_for", "2x4090")
+    assert code == 8 and err.strip() in page
+
+
+def test_plan_is_that_of_a_run_there(directory):
+    """What choose_plan() finds for a run of full rows on a machine that measures as the card."""
+    path = directory("qwen3-30b-a3b", 4)
+    config = Config(model=str(path), plan_for="4x4090", batch_size=32, max_seq_len=1024)
+    with one_process():
+        _, plan, limit = plan_elsewhere(config)
+    config, _, arch = read_model_config(path, dataclasses.replace(config, random_weights=True))
+    layouts = make_layouts(arch, choose_adapted(arch, config, "")[1], config)
+    workload = Workload(
+        tokens=32 * 1024, longest=1024, mean_document_tokens=1024, uneven=False, world_size=4,
+        device=torch.device("cuda"), why_no_capture=plan.why_no_graphs)  # fmt: skip
+    machine = card_machine(CARDS["4090"])
+    assert limit == int(22.5 * GIB)
+    assert plan == choose_plan(config, arch, layouts, workload, limit, machine)
+    assert "one by one" in plan.why_no_graphs
+
+
+def test_flags_count_as_on_the_machine_itself(run_main, directory):
+    argv = "--model", directory("llama-3-8b", 8), "--plan_for", "8xH100", "--max_seq_len", "4096"
+    code, out, err = run_main(*argv, "--shard_group_size", "4", "--memory_limit_gib", "10")
+    assert code == 0, err
+    assert "sharded over 4 processes, 2 copies (as asked); bins of" in out
+    assert answer(out)[1] == 10
+    code, _, err = run_main(*argv, "--shard_group_size", "3")
+    assert code == 2 and "does not divide 8 processes: use one of 1, 2, 4, 8" in err
+    code, _, err = run_main(*argv, "--max_seq_len", "20000", "--dataset", "rows.jsonl")
+    assert code == 3 and "the model was made for 8192" in err
+
+
+def test_of_a_hub_id_config_json_alone_is_fetched(run_main, directory, tmp_path, monkeypatch):
+    asked = []
+
+    def fetch(name, allow_patterns, ignore_patterns):
+        asked.append((name, allow_patterns))
+        shutil.copy(directory("llama-3-8b", 2) / "config.json", tmp_path)
+        return tmp_path
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    code, out, err = run_main("--model", "someone/model", "--plan_for", "h100")
+    assert code == 0, err
+    assert asked == [("someone/model", ["config.json"])]
+    assert "plan: the model on one process" in out and answer(out)[1] == 77.5
+
+
+@pytest.mark.parametrize("text, count, name", [
+    ("4x4090", 4, "4090"), ("8 x H100", 8, "H100"), ("b200", 1, "B200"), ("2xRTX 5090", 2, "5090"),
+    ("24GB", 1, "3090"), ("4x24gb", 4, "3090"), ("2x80GB", 2, "A100"), ("2x48 GB", 2, "L40S"),
+])  # fmt: skip
+def test_cards_are_known_by_name_or_size(text, count, name):
+    assert parse_cards(text) == (count, name, CARDS[name])
+
+
+@pytest.mark.parametrize("text", ["4xT4", "x", "0x4090", "4090x4", "2000xH100", "4x"])
+def test_other_cards_are_refused_with_those_that_are_known(text, run_main):
+    code, _, err = run_main("--model", "llama-3-8b", "--plan_for", text)
+    assert code == 2 and f"--plan_for {text}: " in err and ", ".join(CARDS) in err
+
+
+def test_card_measures_as_it_did():
+    """What measure_machine() found on H100s and H200s, to which predict_time() was fitted."""
+    for name, bandwidth in ("H100", 3e12), ("H200", 4e12):
+        machine = card_machine(CARDS[name])
+        found = machine.flops, machine.bandwidth, machine.link, machine.host
+        assert found == tuple(map(rounded, (8e14, bandwidth, 3e11, 5e10)))
+    for figure in (7.4e13, 1e14, 9.6e14, 3.3e9):
+        once = rounded(figure)
+        assert abs(once / figure - 1) < 0.13 and rounded(once) == once
+
+
+def test_experts_one_by_one_take_the_host_longer(directory):
+    """On cards for which torch has no grouped products; a dense model is as fast as it was."""
+    for name, is_slower in ("qwen3-30b-a3b", True), ("llama-3-8b", False):
+        speeds = []
+        for grouped in (True, False):
+            config = Config(model=str(directory(name, 4)), plan_for="H100", max_seq_len=512)
+            card = CARDS["H100"]._replace(groups=grouped)
+            with pytest.MonkeyPatch.context() as patch, one_process():
+                patch.setitem(CARDS, "H100", card)
+                speeds.append(1 / plan_elsewhere(config)[1].token_seconds)
+        assert (speeds[1] < 0.8 * speeds[0]) == is_slower, speeds
+        assert is_slower or speeds[0] == speeds[1]
+
+
+def test_adapter_or_gguf_as_a_model_is_told_from_a_model(run_main, tmp_path):
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": "me/base"}))
+    (tmp_path / "gguf").mkdir()
+    (tmp_path / "gguf" / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
+    for name, words in (("adapter", "--model me/base"), ("gguf", "GGUF"),
+                        ("gguf/model-Q4_K_M.gguf", "GGUF")):  # fmt: skip
+        path = tmp_path / name
+        code, _, err = run_main("--model", path, "--dataset", "rows.jsonl",
+                                "--output_dir", tmp_path / "run")  # fmt: skip
+        (line,) = err.splitlines()
+        assert code == 3 and line.startswith(f"error: --model {path}: is a") and words in line
