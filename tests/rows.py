@@ -10,7 +10,7 @@ import json
 
 import pytest
 from conftest import encode_file, one_process
-from transformers import AddedToken, AutoTokenizer
+from transformers import AddedToken, PreTrainedTokenizerFast
 
 from fsdp_qlora.data.encode import prepare_rows
 from fsdp_qlora.data.forms import IGNORE
@@ -22,7 +22,7 @@ SPECIAL = ("<|im_start|> <|im_end|> <|start|> <|channel|> <|message|> <|end|> <|
 
 @functools.cache
 def load_tokenizer(directory):
-    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
     tokenizer.add_tokens([AddedToken(token, special=True) for token in SPECIAL])
     return tokenizer
 

@@ -14,7 +14,7 @@ from conftest import DEVICE, needs_ranks, read_rows
 from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from test_step import ALPHA, RANK, load_reference, write_uneven_rows
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from fsdp_qlora.data.forms import IGNORE
 
@@ -117,7 +117,7 @@ def trained(records):
 def reference_loss_of(base):
     """Function (values of an adapter or None): the loss of eval.jsonl by transformers and PEFT."""
     model = load_reference(base / "model", "lora")
-    rows = read_rows(base / "eval.jsonl", AutoTokenizer.from_pretrained(base / "model"))
+    rows = read_rows(base / "eval.jsonl", PreTrainedTokenizerFast.from_pretrained(base / "model"))
     lengths = sorted(len(ids) for ids, _ in rows)
     assert lengths[-1] > 4 * lengths[0]
     fresh = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}

@@ -19,7 +19,7 @@ from short_runs import (
     make_base, reference_loss_of, runs_of, trained)
 from test_merge_experts import write_base
 from test_step import load_reference
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fsdp_qlora.run.checkpoints import read_checkpoint
 from fsdp_qlora.data.encode import prepare_data, rows_of
@@ -124,7 +124,7 @@ def greedy(model, ids, tokenizer):
 @pytest.mark.parametrize("nproc, name", [(1, "samples"), (2, "samples, sharded")])
 def test_samples_are_what_transformers_and_peft_write(nproc, name, base, runs, read_metrics):
     directory, out = runs(nproc, name)
-    tokenizer = AutoTokenizer.from_pretrained(base / "model")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(base / "model")
     rows = [json.loads(line) for line in (base / "eval.jsonl").open()][: 4 - nproc]
     found = {record["step"]: record for record in evaluations(read_metrics(directory))}
     model = load_reference(base / "model", "lora")
@@ -310,7 +310,7 @@ def test_board_is_written_where_it_is_asked_for(runs, read_metrics):
 
 def test_fraction_of_the_rows_is_not_trained_on(base, runs, read_metrics):
     directory, out = runs(1, "fraction")
-    rows = read_rows(base / "many.jsonl", AutoTokenizer.from_pretrained(base / "model"))
+    rows = read_rows(base / "many.jsonl", PreTrainedTokenizerFast.from_pretrained(base / "model"))
     n_trained = sum(int((labels[1:] != IGNORE).sum()) for _, labels in rows)
     assert "evaluation: 4 of these rows, which are not trained on\n" in out
     records = read_metrics(directory)
@@ -339,7 +339,7 @@ def test_fraction_is_one_of_conversations(base, tmp_path):
 
 def test_fraction_depends_on_the_seed_alone(base, monkeypatch, capsys):
     monkeypatch.chdir(base)
-    tokenizer = AutoTokenizer.from_pretrained(base / "model")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(base / "model")
 
     def parts(**settings):
         config = Config(dataset=("many.jsonl",), max_seq_len=64, **settings)

@@ -132,7 +132,7 @@ def test_bf16_routers_round_as_transformers(name):
     x = torch.randn(64, arch.hidden_size, generator=seed(1)).bfloat16()
     routed = layer.get_submodule(arch.mixture.router.removesuffix(".wg"))
     routed = routed.float() if name == "hunyuan_moe" else routed  # as transformers makes it
-    correction = [layer.mlp.e_score_correction_bias] if name == "minimax_m2" else []
+    correction = [layer.mlp.e_score_correction_bias] if name in ("minimax_m2", "hy_v3") else []
     first, weights, last = routed(x, *correction)
     chosen = first if last.is_floating_point() else last  # Granite's in transformers 5.17
     tensors = {key: layer.state_dict()[key] for key in arch.mixture_tensors(True)}

@@ -24,7 +24,7 @@ from families import (
 )
 from safetensors.torch import save_file
 from test_step import FLAGS, SMALL, load_reference, rows_of_step, write_uneven_rows
-from transformers import AutoTokenizer
+from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.pretrained.config import describe_model
 
@@ -86,7 +86,7 @@ def runs(request, tmp_path_factory, run_jobs, demo_directory):
     """runs(name, layout, processes): the directory of this run; the base model is in model/. All
     runs of the selected tests are made together."""
     directory, done = tmp_path_factory.mktemp("layouts"), set()
-    tokenizer = AutoTokenizer.from_pretrained(demo_directory / "model")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(demo_directory / "model")
     write_uneven_rows(directory / "rows.jsonl")
     items = [item for item in request.session.items if item.path == request.path]
 
@@ -165,7 +165,7 @@ def test_first_step_equals_transformers(name, layout, runs, read_metrics):
     first = read_metrics(runs(name, layout, 1))[0]
     directory = runs(name, layout, 1).parent
     model = directory / f"{name}, {layout}"
-    rows = read_rows(directory / "rows.jsonl", AutoTokenizer.from_pretrained(model))
+    rows = read_rows(directory / "rows.jsonl", PreTrainedTokenizerFast.from_pretrained(model))
     loss, norm = first_step(make_reference(model, name, layout), rows_of_step(1, rows))
     off = abs(first["loss"] / loss - 1), abs(first["grad_norm"] / norm - 1)
     print(f"| {name} | {layout} | {off[0]:.1e} | {off[1]:.1e} |")

@@ -18,7 +18,7 @@ from conftest import DEVICE, ROOT, do_here, needs_ranks, one_process
 from minimal_runs import PROBE
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, BitsAndBytesConfig
 
 import merge_adapters
 import minimal_fsdp_qlora
@@ -105,7 +105,7 @@ def write_model(directory, model_type, tokenizer):
 def base(tmp_path_factory, demo_directory):
     """A directory with all models, text.jsonl, and mixed.jsonl, which has conversations too."""
     directory = tmp_path_factory.mktemp("minimal")
-    tokenizer = AutoTokenizer.from_pretrained(demo_directory / "model")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(demo_directory / "model")
     for model_type in *FAMILIES, "mixtral":
         write_model(directory / model_type, model_type, tokenizer)
     shutil.copytree(demo_directory / "model", directory / "demo")
@@ -247,7 +247,7 @@ def test_family_trains_and_peft_gives_the_same(family, base, runs):
     computes with the adapter."""
     text, seen = runs(family)
     model = load_trained(base, family)
-    tokenizer = AutoTokenizer.from_pretrained(base / family)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(base / family)
     args = argparse.Namespace(
         dataset=base / "text.jsonl", max_length=64, max_steps=1, batch_size=1)
     with one_process():
@@ -325,7 +325,7 @@ def test_rows(base):
         dataset=base / "mixed.jsonl", max_length=20, max_steps=1, batch_size=1)
     with one_process():
         rows = minimal_fsdp_qlora.read_rows(args, base / "llama")
-    tokenizer, want = AutoTokenizer.from_pretrained(base / "llama"), []
+    tokenizer, want = PreTrainedTokenizerFast.from_pretrained(base / "llama"), []
     for line in (base / "mixed.jsonl").read_text().splitlines():
         row = json.loads(line)
         text = (tokenizer.apply_chat_template(row["messages"], tokenize=False)
@@ -341,7 +341,7 @@ def test_rows(base):
 
 def test_each_answer_is_trained_once_as_the_model_will_write_it(base):
     """Also with a template that drops the reasoning of answers that others follow."""
-    tokenizer = AutoTokenizer.from_pretrained(base / "llama")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(base / "llama")
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role }}: {% if loop.last and m.role == 'assistant' %}why "
         "{% endif %}{{ m.content }}{{ eos_token }}{% endfor %}"

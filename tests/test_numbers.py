@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from conftest import DEVICE, ROOT, SEVERAL, needs_ranks, read_rows, write_rows
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import (
+    AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, BitsAndBytesConfig)
 
 from train_fsdp_qlora import Config, learning_rate, make_optimizer
 
@@ -181,7 +182,7 @@ def reference(model_dir, adapter, rows_file, dtype, **variant):
     taken = get_peft_model_state_dict(model)
     assert taken.keys() == values.keys()
     assert all(torch.equal(taken[name].cpu(), values[name]) for name in values)
-    rows = read_rows(rows_file, AutoTokenizer.from_pretrained(model_dir))
+    rows = read_rows(rows_file, PreTrainedTokenizerFast.from_pretrained(model_dir))
     ids, labels = (
         torch.nn.utils.rnn.pad_sequence([row[i] for row in rows], True, padding).to(DEVICE)
         for i, padding in enumerate((0, -100))

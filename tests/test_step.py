@@ -19,7 +19,7 @@ from conftest import DEVICE, needs_ranks, read_rows
 from families import TINY, auto_class, write_model
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig
+from transformers import AutoConfig, PreTrainedTokenizerFast, BitsAndBytesConfig
 
 from fsdp_qlora.model.elementwise import drop
 from fsdp_qlora.hashing import mix
@@ -130,7 +130,7 @@ def runs(base, run_jobs):
 
 def all_rows(base):
     """The rows as (input_ids, labels)."""
-    return read_rows(base / "rows.jsonl", AutoTokenizer.from_pretrained(base / "model"))
+    return read_rows(base / "rows.jsonl", PreTrainedTokenizerFast.from_pretrained(base / "model"))
 
 
 def rows_of_step(step, rows):
@@ -358,7 +358,8 @@ SHARDED = ["cohere_qk_norm", "granite", "phi4_mini", "smollm3_window", "gemma3"]
 @pytest.fixture(scope="module")
 def family_runs(base, run_jobs, demo_directory):
     needs_ranks(2)
-    jobs, tokenizer = {1: [], 2: []}, AutoTokenizer.from_pretrained(demo_directory / "model")
+    jobs = {1: [], 2: []}
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(demo_directory / "model")
     for name in SHARDED:
         write_model(base / name, TINY[name](len(tokenizer)))
         tokenizer.save_pretrained(base / name)

@@ -233,9 +233,9 @@ class WeightReader:
             self._begin_next()
         self.errors.extend(error for chunk in chunks if (error := chunk.exception()))
         tensor = tensor.zero_() if self.errors else tensor
-        if request.source and (columns := request.source.columns):
-            columns = columns[request.rows.start : request.rows.stop]
-            matrix = tensor.view(len(request.source.rows) if columns else 0, -1)
+        if request.rows and request.source and request.source.columns:
+            columns = request.source.columns[request.rows.start : request.rows.stop]
+            matrix = tensor.view(len(request.source.rows), -1)
             tensor = matrix[:, columns.start : columns.stop].t().flatten()
         return tensor
 
