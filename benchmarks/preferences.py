@@ -4,10 +4,9 @@
 
 For each loss, on one process and on two that share the model, with all layers kept and recomputed:
 the largest difference of loss, rewards and log-probabilities from TRL's (relative where they are
-above 1), and of the gradients of all adapter matrices, relative to their norms. The last two columns
-say whose rounding that is: how far our gradients and TRL's are from those in fp64, of transformers'
-model with the dequantised NF4 weights and of the formulas that are written down in
-tests/test_preferences.py.
+above 1), and of the gradients of all adapter matrices, relative to their norms. Whose rounding that
+is, the last two columns say: how far our gradients and TRL's are from those in fp64, by
+transformers' model with the dequantised NF4 weights and the formulas in tests/test_preferences.py.
 
 TRL 1.16 is no requirement of this project; without a GPU it takes a minute. What must be so that
 all see the same numbers: TRL casts the adapters of a 4-bit base to bf16, here they are set back to
@@ -141,8 +140,8 @@ def with_adapter(model):
 
 
 def exact_model(base):
-    """The model with its dequantised NF4 weights, all in fp64: also the norms and the softmax, which
-    transformers computes in fp32 else."""
+    """The model with its dequantised NF4 weights, all in fp64: also the norms and the softmax, for
+    which transformers goes back to fp32."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
     from transformers import AutoModelForCausalLM
 

@@ -10,6 +10,7 @@ What one process can show is further below, by main() in this process.
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import random
@@ -285,8 +286,8 @@ def test_killed_with_preferences(loss, counts, kills, start, forks, preferred, t
             cwd = tmp_path / str(len(list(tmp_path.iterdir())))
             cwd.mkdir()
         n = draw.choice(counts)
-        again = lambda **faults: start(  # noqa: E731
-            cwd, *whole.more, "--shard_group_size", n, nproc=n, **IN_PARTS, **faults)
+        again = functools.partial(
+            start, cwd, *whole.more, "--shard_group_size", n, nproc=n, **IN_PARTS)
         if done < kills:
             kill = SAMPLE_OF_KILLS[done] if kills == 3 else draw_kill(draw, whole)
             run, is_killed = start_and_kill(kill, draw, forks, whole.seconds, again)
