@@ -8,9 +8,9 @@ its times. A few kills and a sample of the rest are in `make test`; `make chaos`
 What one process can show is further below, by main() in this process.
 """
 
-import functools
 import contextlib
 import errno
+import functools
 import json
 import os
 import random

@@ -6,6 +6,7 @@ after the other; what it trains is written down here once more, as TRL has it. (
 beside this in benchmarks/preferences.py.)
 """
 
+import dataclasses
 import json
 import math
 import random
@@ -24,14 +25,19 @@ from short_runs import write_peft_adapter
 from test_step import ALPHA, RANK, load_reference
 from transformers import PreTrainedTokenizerFast
 
+import train_fsdp_qlora
 from fsdp_qlora.data.bins import deal_rows
-from fsdp_qlora.data.encode import encode_pieces, prepare_rows, rows_of, tokenize
+from fsdp_qlora.data.encode import (
+    encode_pieces, prepare_data, prepare_rows, rows_of, tokenize)
 from fsdp_qlora.data.sources import RefusedRow, find_pieces
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.data.preferences import parse_preference
-from fsdp_qlora.model.loss import LOSSES
+from fsdp_qlora.model.loss import LOSSES, Answers, bin_objective
+from fsdp_qlora.ranks import Stop
 from fsdp_qlora.run.status import Status
+from fsdp_qlora.training import evaluation, reference
 from fsdp_qlora.training.reference import read_reference, tensor_digest, write_reference
+from train_fsdp_qlora import Config
 
 LENGTH = 64
 FLAGS = ["--lora_rank", RANK, "--lora_alpha", ALPHA, "--compute_dtype", "float32", "--max_seq_len",
@@ -254,14 +260,14 @@ class Reference:
 
 
 @pytest.fixture(scope="module")
-def reference(base):
+def expected(base):
     return Reference(base, load_reference(base / "model", "lora"), LENGTH)
 
 
 @pytest.mark.parametrize("nproc, name", CASES)
-def test_loss_rewards_and_gradients_equal_the_reference(nproc, name, results, reference):
+def test_loss_rewards_and_gradients_equal_the_reference(nproc, name, results, expected):
     loss = name.split()[0]
-    want = reference.results(loss, "started" in name)
+    want = expected.results(loss, "started" in name)
     got = {key.removeprefix(f"{name}/"): value for key, value in results(nproc).items()
            if key.startswith(f"{name}/")}  # fmt: skip
     for key, value in want.items():
@@ -297,6 +303,39 @@ def test_answers_of_a_pair_may_be_in_bins_of_two_ranks():
     apart = [i for bins in deal_rows(lengths, 2, 64, 2) for bin in bins for i in bin
              if i ^ 1 not in bin]  # fmt: skip
     assert len(apart) > 40
+
+
+@pytest.mark.parametrize("losses, value", [([7.0, 7, 0, 0], 0.0), ([0.0] * 4, 1.0)])
+def test_kl_estimate_is_that_of_all_rows_and_not_below_0(losses, value, monkeypatch):
+    """Not of the few of an evaluation that are computed together: some may be below 0."""
+    rows = rows_of([([5, 6 + i], [IGNORE, 6 + i]) for i in range(4)], "kto")
+    before = dataclasses.replace(
+        rows.mismatch(seed=0, max_tokens=9), reference=torch.full((4,), -1.0, dtype=torch.float64)
+    )
+    rows = dataclasses.replace(rows, mismatched=before)
+    found = iter(torch.tensor(losses, dtype=torch.float64).split(2))
+    monkeypatch.setattr(reference, "document_losses", lambda run, rows: next(found))
+    monkeypatch.setattr(reference, "reshard_all", lambda model: None)
+    run = types.SimpleNamespace(device="cpu", model=None)
+    batches = (rows.select(torch.arange(4)[part]) for part in (slice(2), slice(2, 4)))
+    assert reference.step_value(run, rows, batches) == value
+
+
+@pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss != "sft"])
+def test_rows_that_pad_a_graph_count_nowhere(loss):
+    kind, config = LOSSES[loss], Config(loss=loss, beta=0.5)
+    sums = torch.tensor([3.0, 1, 2, 5, 4, 6, 2, 7], dtype=torch.float64)
+    documents = torch.arange(4).view(-1, kind.n_answers)
+    answers = documents, documents + 2.0, -documents - 1.0, documents % 2 == 0
+    found = []
+    for n in 0, 3:
+        padded = (F.pad(tensor, (0, 0, 0, n)) for tensor in answers)
+        value = torch.tensor(0.5, dtype=torch.float64)
+        bin = types.SimpleNamespace(answers=Answers(*padded, step_value=value))
+        with one_process():
+            found.append(bin_objective(sums, bin, config))
+    for one, another in zip(*found):
+        assert torch.equal(one, another)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -405,8 +444,9 @@ def test_a_resumed_run_has_the_reference_of_the_run_before(trained):
             assert is_computed == (what != "cut")
 
 
-@pytest.mark.parametrize("name", ["as it is", "truncated", "without metadata", "another's",
-                                  "of other rows", "longer"])  # fmt: skip
+@pytest.mark.parametrize("name", [
+    "as it is", "truncated", "without metadata", "another's", "of other rows", "longer",
+    "of another start", "of another start, resumed"])  # fmt: skip
 def test_a_reference_that_is_not_this_runs_is_computed_again(name, tmp_path):
     path = tmp_path / "reference.safetensors"
     found = {"train": torch.full((3,), math.nan, dtype=torch.float64)}
@@ -424,22 +464,37 @@ def test_a_reference_that_is_not_this_runs_is_computed_again(name, tmp_path):
         save_file({"train": values.bfloat16()}, path, {"format": "pt"})
     if name == "of other rows":
         run.content = {"rows": "2"}
+    if "another start" in name:
+        (tmp_path / "adapter_model.safetensors").touch()
+        run.config.init_adapter = tmp_path
+    run.saved_step = 2 if "resumed" in name else 0
     with one_process():
         read_reference(run, found)
-    assert torch.equal(found["train"].isnan(), torch.full((3,), name != "as it is"))
+    is_read = name in ("as it is", "of another start, resumed")
+    assert torch.equal(found["train"].isnan(), torch.full((3,), not is_read))
+
+
+def test_a_run_that_is_made_longer_needs_the_reference_of_more_rows(base, run_main, monkeypatch):
+    """In a single epoch, of which each step has other rows; it is that of before the first step."""
+    monkeypatch.chdir(base)
+    flags = [*TRAIN, "--loss", "dpo", *data_flags("dpo"), "--batch_size", 5, "--save_every", 1]
+    found = []
+    for name, steps in ("longer", 1), ("longer", 2), ("long", 2):
+        code, _, err = run_main(*flags, "--max_steps", steps, "--output_dir", name)
+        assert code == 0, err
+        found.append(load_file(base / name / "reference.safetensors"))
+    assert [int((~values["train"].isnan()).sum()) for values in found] == [10, 20, 20]
+    for key, value in found[2].items():
+        torch.testing.assert_close(found[1][key], value, rtol=1e-6, atol=0)
 
 
 def needed(name):
     return not torch.cuda.device_count() or torch.cuda.device_count() >= RAN[name][0]
 
 
-def test_a_reference_that_takes_longer_than_the_run_may_is_made_in_parts(base, run_jobs,
-                                                                         monkeypatch):
+def test_a_reference_that_takes_longer_than_the_run_may_is_made_in_parts(
+        base, trained, run_jobs, monkeypatch):
     """Each start is stopped after one part; none begins anew."""
-    import train_fsdp_qlora
-    from fsdp_qlora.training import evaluation
-    from fsdp_qlora.training import reference
-
     argv = [*TRAIN, *LOSS_FLAGS["dpo"], *data_flags("dpo"), "--output_dir", "in parts"]
     computed, measured = [], reference.document_losses
 
@@ -464,10 +519,31 @@ def test_a_reference_that_takes_longer_than_the_run_may_is_made_in_parts(base, r
             assert train_fsdp_qlora.main([str(x) for x in argv]) == 75
     assert computed == [4, 4, 2, 4, 1]
     run_jobs(1, [{"argv": list(map(str, argv)), "deterministic": True}], cwd=base)
-    want, got = (load_file(base / name / "reference.safetensors")
-                 for name in ("dpo whole", "in parts"))  # fmt: skip
+    want, got = (load_file(directory / "reference.safetensors")
+                 for directory in (trained("dpo whole"), base / "in parts"))  # fmt: skip
     for key, value in want.items():
         torch.testing.assert_close(got[key], value, rtol=1e-6, atol=0, equal_nan=True)
+
+
+def test_an_evaluation_in_parts_is_that_of_all_rows(
+        base, trained, run_main, read_metrics, monkeypatch):
+    """Also KTO's estimate, which is one for all."""
+
+    def few(run, rows):
+        for numbers, batch in evaluation.evaluation_batches(run, rows):
+            for part in torch.arange(len(batch)).split(2):
+                yield numbers[part], batch.select(part)
+
+    whole = read_metrics(trained("kto whole"))
+    monkeypatch.chdir(base)
+    monkeypatch.setattr(train_fsdp_qlora, "evaluation_batches", few)
+    code, _, err = run_main(*TRAIN, *LOSS_FLAGS["kto"], *data_flags("kto"), "--output_dir",
+                            "evaluated in parts")  # fmt: skip
+    assert code == 0, err
+    for one, another in zip(whole, read_metrics(base / "evaluated in parts"), strict=True):
+        for key in one.keys() & {"eval_loss", "eval_kl", "eval_rewards/margins"}:
+            assert math.isclose(one[key], another[key], rel_tol=1e-4, abs_tol=1e-6), (one, key)
+    assert max(row.get("eval_kl", 0) for row in whole) > 0.01
 
 
 def test_a_run_that_is_stopped_at_once_gets_ahead_with_its_reference(base, run_main, monkeypatch):
@@ -711,6 +787,34 @@ def test_answers_with_the_same_tokens_are_left_out(tokenizer, tmp_path):
     found = list(encode_pieces(pieces, tokenizer, 16, len(tokenizer), loss="dpo"))
     assert [row["kept"] for row in found] == [False, False, True, True]
     assert found[0]["left_out"].endswith("the same tokens among the first 16")
+
+
+@pytest.mark.parametrize("loss, n", [("dpo", 3), ("kto", 6)])
+def test_answers_to_one_question_are_held_out_together(loss, n, tokenizer, tmp_path):
+    """And no answer that is held out is mismatched to what is trained, nor the other way round."""
+    path = write_jsonl(tmp_path / "rows.jsonl", [
+        {"prompt": f"{i} or", "chosen": f" yes {i}", "rejected": f" no {i}"} for i in range(10)])
+    config = Config(dataset=(str(path),), eval_dataset=("0.3",), loss=loss, max_seq_len=64)
+    with one_process():
+        parts = prepare_data(config, tmp_path, tokenizer, len(tokenizer), "2026-01-01")
+    assert [len(rows) for rows in parts] == [n * 7 // 3, n]
+    examples = [{*rows.sources.tolist()} for rows in parts]
+    assert [len(one) for one in examples] == [7, 3] and len(examples[0] | examples[1]) == 10
+    for rows in parts:
+        if loss == "kto":
+            assert {*rows.mismatched.answer_starts.tolist()} == {
+                *(rows.starts + rows.prompt_lengths).tolist()}  # fmt: skip
+
+
+def test_rows_of_another_loss_or_label_are_other_rows(tokenizer, tmp_path):
+    row, path = {"prompt": "3", "completion": "4", "label": True}, tmp_path / "rows.jsonl"
+    write_jsonl(path, [row, {**row, "label": False}])
+    settings = [str(path)], tokenizer, 8, len(tokenizer), "2026-01-01"
+    with one_process():
+        rows, *_ = prepare_rows(*settings, loss="kto")
+        assert rows.digests[0] != rows.digests[1]
+        with pytest.raises(Stop, match="or train such rows by --loss kto"):
+            prepare_rows(*settings, loss="dpo")
 
 
 def test_only_the_last_answer_is_judged(tokenizer):
