@@ -286,7 +286,8 @@ def test_losses_are_drawn(runs):
 def test_tokenizer_lies_in_the_run(base, runs):
     """With the chat template that the run was given."""
     directory, _ = runs(1, "wide steps")
-    got, want = map(AutoTokenizer.from_pretrained, (directory, base / "model"))
+    got = AutoTokenizer.from_pretrained(directory)
+    want = PreTrainedTokenizerFast.from_pretrained(base / "model")
     text = "What is 3 plus 4? <s> ä"
     assert got(text)["input_ids"] == want(text)["input_ids"] and len(got) == len(want)
     assert got.chat_template == (base / "chat.jinja").read_text() != want.chat_template

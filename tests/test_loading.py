@@ -148,7 +148,7 @@ def test_weights_are_told_by_name_alone(run_main, tiny_model, tmp_path):
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32, torch.uint8))
 def test_sums_of_parts_add_up_to_that_of_the_whole(dtype, monkeypatch):
     """Whatever rows several ranks read; another order, sign or value gives another sum."""
-    monkeypatch.setattr("fsdp_qlora.pretrained.reader.SUM_CHUNK", {"cpu": 50})
+    monkeypatch.setattr("fsdp_qlora.hashing.SUM_CHUNK", {"cpu": 50})
     whole = torch.randint(1, 200, (9, 24)).to(dtype)
     parts = [(range(4), 0), (range(3, 7), 4), (range(7), 7), (range(2, 9), 7), (range(9), 9)]
     sums = [content_sum(whole[rows.start : rows.stop], rows, n) for rows, n in parts]

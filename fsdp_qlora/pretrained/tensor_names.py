@@ -67,11 +67,13 @@ class TensorNames:
         for name, linear in self.linears.items():
             stored, index = name, ...
             if source := self.sources.get(f"{name}_blocks" if linear.mxfp4 else name):
-                stored = source.stored
-                expert, first = divmod(source.rows.start, self.shapes[stored][1])
-                index = expert, slice(first, first + len(source.rows))
-                if source.columns:
-                    index = *index, slice(source.columns.start, source.columns.stop)
+                stored, rows, columns = source.stored, source.rows, source.columns
+                expert, first = divmod(rows.start, self.shapes[stored][1])
+                index = expert, slice(first, first + len(rows))
+                if columns:
+                    index = *index, slice(columns.start, columns.stop)
+                elif len(rows) == self.shapes[stored][1]:  # MXFP4 is merged in another shape
+                    index = expert
             found.setdefault(stored.removesuffix("_blocks"), []).append((name, index))
         return found
 
