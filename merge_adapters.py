@@ -16,7 +16,7 @@ is no train_config.json. It cannot be checked: that it was trained on the base i
 trust, and linears without an adapter stay the base's own.
 
 The whole job stands below, in the order in which it happens; fsdp_qlora/ has what it depends on.
-Tested with torch 2.13, transformers 5.23, peft 0.21, bitsandbytes 0.50.
+Tested with torch 2.13, transformers 5.24, peft 0.21, bitsandbytes 0.50.
 """
 
 from __future__ import annotations
@@ -138,8 +138,9 @@ def say_base(base: argparse.Namespace, n_adapted: int) -> None:
     """Print what is merged."""
     linears, used = base.names.linears, {*base.tensors, *base.names.shapes}
     unused = [n for n in base.files if n not in used and not n.endswith(NF4_PARTS)]
+    others = f"; {len(unused)} tensors are not used, as {unused[0]}" if unused else ""
     print(f"base model {base.directory}: {len(linears)} linears in 4 bits, {n_adapted} with an"
-          f" adapter; tensors that the model does not use: {len(unused)} {unused[:1]}")
+          f" adapter{others}")
     if n := sum(x.out_features * x.in_features for x in linears.values() if x.mxfp4):
         print(f"experts in MXFP4, {17 * n / 32 / 2**30:.3g} GiB, are written as bf16,"
               f" {2 * n / 2**30:.3g} GiB")
