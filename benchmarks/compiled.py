@@ -82,7 +82,10 @@ def calls(arch):
         norm = values(head)
     normed = qkv if arch.qk_norm else None
     yield attention.rotate_forward, (qkv, table, table, None, norm, norm, arch)
-    yield attention.rotate_backward, (query, key, key, normed, table, table, None, norm, norm, arch)
+    yield attention.rotate_backward, (
+        query, key, key, None, normed, table, table, None, norm, norm, arch)
+    yield attention.gate_heads, (query, query, "sigmoid")
+    yield attention.gate_heads_backward, (query, query, query, "sigmoid")
     x, grad, weight = values(n, hidden), values(n, hidden), values(hidden)
     yield elementwise.normalise, (values(n, hidden), x, weight, None, arch.norm, 1e-6)
     yield elementwise.norm_backward, (x, grad, x, weight, arch.norm, 1e-6)

@@ -63,14 +63,16 @@ class AttentionHalf:
         projected = product(work, self.qkv, inputs)
         kept = keep(x=x)
         keep_inputs(work, kept, inputs, self.qkv)
-        kept.qkv = projected if arch.qk_norm else None  # the backward of these norms reads it
+        # the backward of these norms and of the gate reads it
+        kept.projected = projected if arch.qk_norm or arch.attention_gate else None
         rotated = rotate_forward(projected, *self.rotary(work), evaluation=work.evaluation)
         heads = split_heads(arch, rotated)
-        del inputs, projected, rotated
+        del inputs, rotated
         with torch.enable_grad():  # autograd records only this, to call the kernel's backward
             kept.heads = [part.detach().requires_grad_() for part in heads]
             kept.attended = self.attend(work, *kept.heads)
-        out_inputs = widen(kept.attended.detach().flatten(1), self.out)
+        out_inputs = widen(self.gated(kept.attended.detach(), projected, work.evaluation), self.out)
+        del projected
         out, kept.branch = add_branch(work, x, self.out, out_inputs, ATTENTION_SITE,
                                       arch.attention_post_norm, want_sum)
         kept.out_columns = last_columns(out_inputs, self.out)
@@ -82,15 +84,20 @@ class AttentionHalf:
     ) -> Tensor | None:
         """Returns `residual` + the gradient of x through attention; None without needs_x. `grad` is
         the gradient of forward()'s sum."""
-        arch, attended = self.arch, kept.attended.detach().flatten(1)
+        arch, attended = self.arch, kept.attended.detach()
+        out_inputs = self.gated(attended, kept.projected)
         grad = branch_gradient(work, kept.branch, grad, arch.attention_post_norm, ATTENTION_SITE)
-        grad, grad_d = product_backward(work, self.out, kept.out_columns, grad, attended)
-        add_a_gradient(work, self.out, attended, grad_d)
-        kept.branch = attended = None
-        grads = torch.autograd.grad(kept.attended, kept.heads, grad.reshape(kept.attended.shape))
-        kept.attended = kept.heads = None
-        grad = rotate_backward(*grads, kept.qkv, *self.rotary(work))
-        del grads
+        grad, grad_d = product_backward(work, self.out, kept.out_columns, grad, out_inputs)
+        add_a_gradient(work, self.out, out_inputs, grad_d)
+        kept.branch = out_inputs = grad_gate = None
+        grad = grad.reshape(attended.shape)
+        if gate := arch.attention_gate:
+            gates = split_projected(arch, kept.projected)[3]
+            grad, grad_gate = gate_heads_backward(grad, attended, gates, gate.activation)
+        grads = torch.autograd.grad(kept.attended, kept.heads, grad)
+        kept.attended = kept.heads = attended = None
+        grad = rotate_backward(*grads, grad_gate, kept.projected, *self.rotary(work))
+        del grads, grad_gate
         inputs = kept_inputs(work, kept, arch.attention_norm, kept.x, self.qkv)
         grad, grad_d = product_backward(work, self.qkv, kept.columns, grad, inputs, needs_x)
         add_a_gradient(work, self.qkv, inputs, grad_d)
@@ -113,6 +120,21 @@ class AttentionHalf:
         sinks = work.vector("self_attn", "sinks")
         return kernel(query, key, value, sinks, bin, self.arch, window, work.layer.index)
 
+    def gated(
+        self, attended: Tensor, projected: Tensor | None, evaluation: bool = False
+    ) -> Tensor:
+        """What o_proj reads, [n, heads * head_dim], of `attended` [n, heads, head_dim]."""
+        gate = self.arch.attention_gate
+        if not gate:
+            return attended.flatten(1)
+        gates = split_projected(self.arch, projected)[3]
+        return gate_heads(attended, gates, gate.activation, evaluation=evaluation)
+
+    @property
+    def heads_width(self) -> int:
+        """Values of query, key and value."""
+        return (self.arch.n_heads + 2 * self.arch.n_kv_heads) * self.arch.head_dim
+
     @property
     def query_width(self) -> int:
         return self.arch.n_heads * self.arch.head_dim
@@ -120,14 +142,17 @@ class AttentionHalf:
     @property
     def recomputed_values(self) -> int:
         """Values that are alive while forward() is computed again."""
-        return self.qkv.out_features + self.query_width + self.qkv.width + self.out.width
+        values = self.qkv.out_features + self.query_width + self.qkv.width + self.out.width
+        return values + self.query_width * (self.arch.attention_gate is not None)
 
     @property
     def kept_values(self) -> int:
         """Values kept from forward to backward, if nothing is recomputed."""
-        arch, qkv = self.arch, self.qkv.out_features
+        arch = self.arch
         log_sums = 2 * arch.n_heads  # the kernel's own, fp32
-        values = arch.hidden_size + qkv * (2 if arch.qk_norm else 1)
+        values = arch.hidden_size + self.heads_width
+        if arch.qk_norm or arch.attention_gate:
+            values += self.qkv.out_features
         values += self.query_width + log_sums + self.qkv.padded_columns + self.out.padded_columns
         return values + arch.hidden_size * (arch.attention_post_norm is not None)
 
@@ -137,6 +162,7 @@ class AttentionHalf:
         hold_weights = plan.hold_weights and recomputed
         values = self.recomputed_values if recomputed else 0
         values += 2 * self.qkv.out_features + self.query_width + self.qkv.width
+        values += 2 * self.query_width * (self.arch.attention_gate is not None)
         # the gradients of x and of the sum; some kernels add up the query's gradient in fp32
         values += 2 * self.arch.hidden_size + 2 * self.query_width
         others = weight_bytes(self.qkv, item, hold_weights)
@@ -189,6 +215,21 @@ def split_heads(arch: Architecture, qkv: Tensor) -> list[Tensor]:
     return [part.unflatten(1, (-1, arch.head_dim)) for part in qkv.split(widths, 1)]
 
 
+def split_projected(arch: Architecture, projected: Tensor) -> list[Tensor | None]:
+    """Views of query, key, value and gate [n, heads, head_dim] in what their linears give,
+    [n, all their widths]. The gate is [n, heads, 1] where a head has one, None without gates."""
+    if not arch.attention_gate:
+        return [*split_heads(arch, projected), None]
+    width, kv_width = arch.n_heads * arch.head_dim, arch.n_kv_heads * arch.head_dim
+    if arch.attention_gate.linear:
+        n = width + 2 * kv_width
+        gates = projected[:, n:].unflatten(1, (arch.n_heads, -1))
+        return [*split_heads(arch, projected[:, :n]), gates]
+    query, gates = projected[:, : 2 * width].unflatten(1, (arch.n_heads, 2, -1)).unbind(2)
+    keys = projected[:, 2 * width :].unflatten(1, (2, arch.n_kv_heads, -1))
+    return [query, *keys.unbind(1), gates]
+
+
 def rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None, arch: Architecture) -> Tensor:
     """Rotary embedding of x [n, heads, head_dim], returned as [n, heads * head_dim]; cos and sin
     are fp32 [n, rotary_dim / 2] or None. With -sin it is its own backward."""
@@ -233,33 +274,35 @@ def normed_heads(
 
 @elementwise
 def rotate_forward(
-    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, temperature: Tensor | None,
+    projected: Tensor, cos: Tensor | None, sin: Tensor | None, temperature: Tensor | None,
     q_weight: Tensor | None, k_weight: Tensor | None, arch: Architecture
 ) -> Tensor:
-    """A copy of qkv [n, ...] with query and key rotated and, where the family does that, normed."""
-    query, key, value = split_heads(arch, qkv)
+    """A copy of query, key and value of split_projected(), [n, all their widths], with query and
+    key rotated and, where the family does that, normed."""
+    query, key, value, _ = split_projected(arch, projected)
     out = []
     for x, weight in (query, q_weight), (key, k_weight):
         if not arch.qk_norm_after_rotary:
             x = normed_heads(x, weight, arch)
-        x = rotate(x.float(), cos, sin, arch).to(qkv.dtype)
+        x = rotate(x.float(), cos, sin, arch).to(projected.dtype)
         if arch.qk_norm_after_rotary:
             x = normed_heads(x.unflatten(1, (-1, arch.head_dim)), weight, arch).flatten(1)
         out.append(x)
     if temperature is not None:
-        out[0] = (out[0] * temperature[:, None]).to(qkv.dtype)
+        out[0] = (out[0] * temperature[:, None]).to(projected.dtype)
     return torch.cat([*out, value.flatten(1)], 1)
 
 
 @elementwise
 def rotate_backward(
-    query: Tensor, key: Tensor, value: Tensor, qkv: Tensor | None, cos: Tensor | None,
-    sin: Tensor | None, temperature: Tensor | None, q_weight: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, gates: Tensor | None, projected: Tensor | None,
+    cos: Tensor | None, sin: Tensor | None, temperature: Tensor | None, q_weight: Tensor | None,
     k_weight: Tensor | None, arch: Architecture
 ) -> Tensor:
-    """The gradient of rotate_forward's qkv [n, ...] from those of query, key and value
-    [n, heads, head_dim]. `qkv` is needed only where query and key are normed, else None."""
-    before = (None, None) if qkv is None else split_heads(arch, qkv)[:2]
+    """The gradient of rotate_forward's `projected` from those of query, key, value and gates, None
+    without gates, [n, heads, head_dim]. `projected` is needed only where query and key are normed,
+    else None."""
+    before = split_projected(arch, projected)[:2] if arch.qk_norm else (None, None)
     grads, out = [query.float(), key.float()], []
     if temperature is not None:
         grads[0] = grads[0] * temperature[:, None, None]
@@ -267,13 +310,52 @@ def rotate_backward(
     for grad, x, weight in zip(grads, before, (q_weight, k_weight)):
         heads = 1, (-1, arch.head_dim)
         if x is not None and arch.qk_norm_after_rotary:
-            rotated = rotate(x.float(), cos, sin, arch).unflatten(*heads).to(qkv.dtype)
+            rotated = rotate(x.float(), cos, sin, arch).unflatten(*heads).to(value.dtype)
             grad = normed_heads(rotated, weight, arch, grad)
         grad = rotate(grad, cos, back, arch)
         if x is not None and not arch.qk_norm_after_rotary:
             grad = normed_heads(x, weight, arch, grad.unflatten(*heads)).flatten(1)
         out.append(grad)
-    return torch.cat([*(x.to(value.dtype) for x in out), value.flatten(1)], 1)
+    out = [*(x.to(value.dtype) for x in out), value.flatten(1)]
+    if gates is not None and arch.attention_gate.linear:
+        out.append(gates.flatten(1))
+    elif gates is not None:  # each head's after its query
+        out[0] = torch.stack([out[0].view_as(gates), gates], 2).flatten(1)
+    return torch.cat(out, 1)
+
+
+# ---- gates on what attention gives ----
+
+
+def gate_factor(gates: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """activation(gates) and its slope, fp32."""
+    gates = gates.float()
+    sigmoid = gates.sigmoid()
+    if activation == "softplus":
+        return F.softplus(gates), sigmoid
+    return sigmoid, sigmoid * (1 - sigmoid)
+
+
+@elementwise
+def gate_heads(attended: Tensor, gates: Tensor, activation: str) -> Tensor:
+    """attended [n, heads, head_dim] times activation(gates), [n, heads * head_dim]; gates are
+    [n, heads, head_dim] or [n, heads, 1]."""
+    factor, _ = gate_factor(gates, activation)
+    return (attended.float() * factor).to(attended.dtype).flatten(1)
+
+
+@elementwise
+def gate_heads_backward(
+    grad: Tensor, attended: Tensor, gates: Tensor, activation: str
+) -> tuple[Tensor, Tensor]:
+    """The gradients of `attended` and `gates` from that of gate_heads()'s result, `grad`
+    [n, heads, head_dim]."""
+    factor, slope = gate_factor(gates, activation)
+    grad32 = grad.float()
+    of_gates = grad32 * attended.float()
+    if gates.shape[2] == 1:
+        of_gates = of_gates.sum(2, keepdim=True)
+    return (grad32 * factor).to(grad.dtype), (of_gates * slope).to(grad.dtype)
 
 
 # ---- kernels ----

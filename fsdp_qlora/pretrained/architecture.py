@@ -56,6 +56,17 @@ class Mixture:
 
 
 @dataclasses.dataclass(frozen=True)
+class AttentionGate:
+    """What attention gives is multiplied by activation(gate) before o_proj. "config.x" means the
+    same as in Family."""
+
+    linear: str | None = None  # it reads what q_proj reads and gives the gates, [heads, head_dim];
+    #                            None: q_proj does, each head's after its query
+    per_head: bool | FromConfig = False  # there is one gate for a head; "per-head": the same
+    activation: str = "sigmoid"  # or "softplus"
+
+
+@dataclasses.dataclass(frozen=True)
 class Family:
     """How a model type differs from Llama. "config.x" means the config's field x, or None."""
 
@@ -96,10 +107,11 @@ class Family:
     query_scalar: float | FromConfig | None = None  # attention_scale = this ** -0.5
     attention_softcap: float | FromConfig | None = None
     sinks: bool = False  # one more logit per head joins attention's softmax, and has no value
+    attention_gate: AttentionGate | None = None
     logits_softcap: float | FromConfig | None = None
     # (beta, n): q *= 1 + beta * log(1 + position // n)
     query_temperature: bool | tuple[float, int] = False
-    sqrt_embedding: bool = False  # embedding_multiplier = hidden_size ** 0.5
+    sqrt_embedding: bool | FromConfig = False  # embedding_multiplier = hidden_size ** 0.5
     embedding_multiplier: float | FromConfig = 1.0  # rounded to the embedding's dtype (Gemma)
     residual_multiplier: float | FromConfig = 1.0  # on what a half of a layer adds
     logits_multiplier: float | FromConfig = 1.0
@@ -133,7 +145,7 @@ class Architecture(Family):
     n_kv_heads: int
     head_dim: int
     vocab_size: int
-    qkv: list[Linear]  # their outputs, concatenated, are q, k, v
+    qkv: list[Linear]  # their outputs, concatenated, are q, k, v and perhaps attention's gates
     out: list[Linear]
     gate_up: list[Linear]  # their outputs, concatenated, are gate, up (without a gate: up); of
     #                        layers without experts

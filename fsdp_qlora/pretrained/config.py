@@ -15,8 +15,8 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from fsdp_qlora.pretrained.architecture import LAYER_TYPES, Architecture, Family, Linear, Mixture
-from fsdp_qlora.pretrained.architecture import ACTIVATIONS
+from fsdp_qlora.pretrained.architecture import (
+    ACTIVATIONS, LAYER_TYPES, Architecture, AttentionGate, Family, Linear, Mixture)
 from fsdp_qlora.pretrained.families import FAMILIES, MULTIMODAL
 from fsdp_qlora.quant.nf4 import BLOCK
 
@@ -40,7 +40,7 @@ KNOWN_FIELDS = set("""vocab_size hidden_size intermediate_size num_hidden_layers
     """.split())
 
 
-AnyRecord = TypeVar("AnyRecord", Family, Mixture)
+AnyRecord = TypeVar("AnyRecord", Family, Mixture, AttentionGate)
 
 
 def text_config(model_config: PreTrainedConfig) -> PreTrainedConfig:
@@ -63,7 +63,8 @@ def check_model(model_config: PreTrainedConfig) -> None:
     if getattr(c, "is_causal", True) is False:
         raise ValueError(f"{name}: is_causal=False is not supported: only causal attention is")
     family = FAMILIES[c.model_type]
-    values = [*vars(family).values(), *(vars(family.mixture).values() if family.mixture else ())]
+    records = filter(None, (family, family.mixture, family.attention_gate))
+    values = [value for record in records for value in vars(record).values()]
     known = {str(value).removeprefix("config.") for value in values}
     known |= KNOWN_FIELDS.union(family.unused)
     for field in dataclasses.fields(c):
@@ -105,8 +106,6 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
         values["embedding_multiplier"] = hidden**0.5
     values["logits_multiplier"] = family.logits_multiplier / family.logits_divisor
     values["attention_dropout"] = family.attention_dropout or 0.0
-    qkv = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
-    qkv = {"qkv": sum(qkv.values())} if family.one_qkv else qkv
     settings = getattr(model_config, "quantization_config", None) or {}
     values.update(describe_experts(c, family, settings.get("quant_method") == "mxfp4"))
     n_in = inner * (1 + family.gated) // len(family.mlp_in)  # outputs of each of these linears
@@ -116,7 +115,7 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
     return Architecture(
         **values, family=c.model_type, n_layers=c.num_hidden_layers, hidden_size=hidden,
         n_heads=heads, n_kv_heads=kv_heads, head_dim=head_dim, vocab_size=c.vocab_size,
-        qkv=[Linear(f"self_attn.{x}_proj", n, hidden, family.qkv_bias) for x, n in qkv.items()],
+        qkv=describe_qkv(family, hidden, heads, kv_heads, head_dim),
         out=[Linear("self_attn.o_proj", hidden, heads * head_dim, family.out_bias)],
         gate_up=[Linear(name, n_in, hidden, family.mlp_bias) for name in family.mlp_in],
         down=[Linear(family.mlp_out, hidden, inner, family.mlp_bias)],
@@ -127,12 +126,27 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
         head_names=["lm_head.weight", "language_model.lm_head.weight"][: len(prefixes)])
 
 
+def describe_qkv(
+    family: Family, hidden: int, heads: int, kv_heads: int, head_dim: int,
+) -> list[Linear]:
+    """The linears that read attention's input."""
+    widths = {"q_proj": heads * head_dim, "k_proj": kv_heads * head_dim,
+              "v_proj": kv_heads * head_dim}
+    if family.one_qkv:
+        widths = {"qkv_proj": sum(widths.values())}
+    if gate := family.attention_gate:
+        name = gate.linear or "q_proj"
+        n_gates = heads if gate.per_head in (True, "per-head") else heads * head_dim
+        widths[name] = widths.get(name, 0) + n_gates
+    return [Linear(f"self_attn.{name}", n, hidden, family.qkv_bias) for name, n in widths.items()]
+
+
 def fill_record(record: AnyRecord, c: PreTrainedConfig) -> AnyRecord:
     """The record with the text config's values in place of "config.x"; None where the config
     declares no such field. A list of one value per layer, all equal, becomes that value."""
     values, declared = dict(vars(record)), {field.name for field in dataclasses.fields(c)}
     for key, value in values.items():
-        if isinstance(value, Mixture):
+        if isinstance(value, (Mixture, AttentionGate)):
             values[key] = fill_record(value, c)
         elif str(value).startswith("config."):
             name = value.removeprefix("config.")

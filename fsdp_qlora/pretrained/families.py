@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdp_qlora.pretrained.architecture import Family, Mixture
+from fsdp_qlora.pretrained.architecture import AttentionGate, Family, Mixture
 
 SHAPES: dict[str, dict[str, Any]] = {  # what --random_weights knows without a config.json
     name: dict(
@@ -159,6 +159,18 @@ FAMILIES: dict[str, Family] = {
                      unused=("mtp_layer_types", "mtp_mlp_layer_types"), mixture=Mixture(
                          normalised="config.norm_topk_prob")),
     "qwen3_vl_moe_text": Family(qk_norm="head", mixture=Mixture()),
+    # a bias would be of q_proj alone, not of the gate's linear
+    "afmoe": Family(
+        norm="rms_fp32", qkv_bias=False, out_bias=False, qk_norm="head", window="layer_types",
+        no_rotary="full", attention_gate=AttentionGate("gate_proj"),
+        sqrt_embedding="config.mup_enabled",
+        attention_post_norm="post_attention_layernorm", mlp_norm="pre_mlp_layernorm",
+        mlp_post_norm="post_mlp_layernorm", unused=("global_attn_every_n_layers",),
+        mixture=Mixture(
+            shared_size="config.moe_intermediate_size", n_shared="config.num_shared_experts",
+            shared="mlp.shared_experts", first_dense="config.num_dense_layers",
+            router="mlp.router.gate", scores="sigmoid", correction="mlp.expert_bias",
+            sum_eps=1e-20, scale="config.route_scale", rounded=False)),
     # its use_bias would also give the head a bias, which is not supported
     "ernie4_5_moe": Family(rotary_interleaved=True, mixture=Mixture(
         n_experts="config.moe_num_experts", top_k="config.moe_k",
