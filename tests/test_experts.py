@@ -130,10 +130,13 @@ def test_bf16_routers_round_as_transformers(name):
     arch, reference = describe_model(small), random_reference(small, seed()).bfloat16()
     layer = reference.model.layers[arch.layer_routed.index(True)]
     x = torch.randn(64, arch.hidden_size, generator=seed(1)).bfloat16()
-    routed = layer.get_submodule(arch.mixture.router.removesuffix(".wg"))
+    routed = layer.get_submodule(
+        arch.mixture.router.removesuffix(".wg").replace("router.gate", "router"))
     routed = routed.float() if name == "hunyuan_moe" else routed  # as transformers makes it
-    correction = [layer.mlp.e_score_correction_bias] if name in ("minimax_m2", "hy_v3") else []
-    first, weights, last = routed(x, *correction)
+    arguments = {"minimax_m2": ["e_score_correction_bias"], "hy_v3": ["e_score_correction_bias"],
+                 "afmoe": ["expert_bias"]}.get(name, [])
+    first, weights, last = routed(
+        x[None] if name == "afmoe" else x, *(getattr(layer.mlp, key) for key in arguments))
     chosen = first if last.is_floating_point() else last  # Granite's in transformers 5.17
     tensors = {key: layer.state_dict()[key] for key in arch.mixture_tensors(True)}
     work = types.SimpleNamespace(arch=arch, layer=types.SimpleNamespace(mixture_tensors=tensors))

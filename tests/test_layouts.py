@@ -50,7 +50,7 @@ def layouts(name):
 MIXTURES = [name for name, make in TINY.items() if describe_model(make(320)).mixture]
 CASES = [(name, layout) for name in MIXTURES for layout in layouts(name)]
 QUICK = [
-    ("mixtral", "w1, w2, w3"), ("glm4_moe", "per expert"), ("granitemoe", "input_linear"),
+    ("mixtral", "w1, w2, w3"), ("afmoe", "per expert"), ("granitemoe", "input_linear"),
     ("qwen3_vl_moe", "transposed"), ("qwen3_moe", FUSED), ("mixtral", "NF4 of transformers 5"),
     ("qwen2_moe", "NF4 of transformers 4"), ("granitemoe", "NF4 of transformers 4"),
     ("gpt_oss", "MXFP4"), ("minimax_m2", "FP8")]  # fmt: skip

@@ -82,10 +82,12 @@ def embed(model: Model, ids: Tensor) -> Tensor:
         for chunk in (slice(i, i + size) for i in range(0, len(out), size)):
             rows = look_up(ids[:, chunk].flatten(), table, first)
             dist.reduce_scatter_tensor(out[chunk], rows, group=model.group)
-    if model.arch.embedding_multiplier == 1:
+    multiplier = model.arch.embedding_multiplier
+    if multiplier == 1:
         return out
-    # rounded to the dtype first, as Gemma does
-    return out * torch.tensor(model.arch.embedding_multiplier, dtype=out.dtype)
+    if model.arch.rounded_multiplier:
+        return out * torch.tensor(multiplier, dtype=out.dtype)
+    return out * multiplier
 
 
 def scaled_logits(logits: Tensor, multiplier: float, cap: float | None) -> Tensor:

@@ -112,7 +112,8 @@ class Family:
     # (beta, n): q *= 1 + beta * log(1 + position // n)
     query_temperature: bool | tuple[float, int] = False
     sqrt_embedding: bool | FromConfig = False  # embedding_multiplier = hidden_size ** 0.5
-    embedding_multiplier: float | FromConfig = 1.0  # rounded to the embedding's dtype (Gemma)
+    embedding_multiplier: float | FromConfig = 1.0
+    rounded_multiplier: bool = False  # embedding_multiplier, to the embedding's dtype (Gemma)
     residual_multiplier: float | FromConfig = 1.0  # on what a half of a layer adds
     logits_multiplier: float | FromConfig = 1.0
     logits_divisor: float | FromConfig = 1.0
@@ -186,11 +187,14 @@ class Architecture(Family):
 
     def adapted(self, target_modules: Iterable[str]) -> list[str]:
         """Names in a layer of the linears that --target_modules means. "all-linear" means all
-        linears, in a MoE model those of attention; "experts" means all experts; any other word is
-        the end of a name."""
+        linears, in a MoE model those of attention, but for names that PEFT 0.21 takes for experts'
+        (gate_proj); "experts" means all experts; any other word is the end of a name."""
         ends, every = tuple(f".{target}" for target in target_modules), set()
-        if "all-linear" in target_modules:
-            every = {x.name for x in self.qkv + self.out} if self.mixture else {*self.adaptable()}
+        if "all-linear" in target_modules and self.mixture:
+            taken = {name.rsplit(".", 1)[-1] for name in self.experts()}
+            every = {x.name for x in self.qkv + self.out if x.name.rsplit(".", 1)[-1] not in taken}
+        elif "all-linear" in target_modules:
+            every = {*self.adaptable()}
         found = [name for name in self.adaptable() if name in every or f".{name}".endswith(ends)]
         return found + self.experts() if "experts" in target_modules else found
 

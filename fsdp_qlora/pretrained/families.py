@@ -24,7 +24,8 @@ SHAPES: dict[str, dict[str, Any]] = {  # what --random_weights knows without a c
 POST_NORMS: dict[str, Any] = dict(
     attention_norm=None, attention_post_norm="post_attention_layernorm",
     mlp_norm=None, mlp_post_norm="post_feedforward_layernorm")
-GEMMA: dict[str, Any] = dict(norm="rms_plus_one", sqrt_embedding=True)
+GEMMA: dict[str, Any] = dict(
+    norm="rms_plus_one", sqrt_embedding=True, rounded_multiplier=True)
 GEMMA2: dict[str, Any] = GEMMA | POST_NORMS | dict(
     attention_norm="input_layernorm", mlp_norm="pre_feedforward_layernorm", window="layer_types",
     activation="config.hidden_activation", query_scalar="config.query_pre_attn_scalar")
