@@ -128,7 +128,29 @@ ACTIVATION_PAIRS = {"silu": SILU, "swish": SILU, "gelu": (F.gelu, torch.ops.aten
                     "gelu_pytorch_tanh": GELU_TANH, "gelu_new": GELU_TANH, "relu2": RELU2}
 
 
-def gate_product(gate_up: Tensor, activation: str | tuple[float, float], gated: bool) -> Tensor:
+Activation = str | tuple[float, float] | Tensor  # see activation_pair() and gate_product()
+
+
+def activation_pair(activation: str | Tensor) -> tuple[Callable[..., Tensor], ...]:
+    """An activation and its gradient, functions of fp32 x and of (grad, x). A tensor stands for
+    xIELU (Apertus): its alpha_p and alpha_n, before their softplus, beta and eps."""
+    if isinstance(activation, str):
+        return ACTIVATION_PAIRS[activation]
+    alpha_p, alpha_n, beta, eps = activation.float()
+    alpha_p, alpha_n = F.softplus(alpha_p), beta + F.softplus(alpha_n)
+
+    def forward(x: Tensor) -> Tensor:
+        below = (torch.expm1(torch.minimum(x, eps)) - x) * alpha_n
+        return torch.where(x > 0, alpha_p * x * x, below) + beta * x
+
+    def backward(grad: Tensor, x: Tensor) -> Tensor:
+        below = (torch.where(x < eps, torch.exp(x), 0) - 1) * alpha_n
+        return grad * (torch.where(x > 0, 2 * alpha_p * x, below) + beta)
+
+    return forward, backward
+
+
+def gate_product(gate_up: Tensor, activation: Activation, gated: bool) -> Tensor:
     """activation(gates) * ups, fp32 [n, inner], of gate_up [n, 2 inner]; where nothing is gated,
     activation(ups) of [n, inner]. Where `activation` is (limit, alpha), the product of gpt-oss:
     (ups + 1) * gates * sigmoid(alpha * gates), see clamped_parts()."""
@@ -136,23 +158,25 @@ def gate_product(gate_up: Tensor, activation: str | tuple[float, float], gated: 
         gates, ups, sigmoid, _ = clamped_parts(gate_up, *activation)
         return (ups + 1) * gates * sigmoid
     parts = gate_up.float().chunk(1 + gated, -1)
-    activated = ACTIVATION_PAIRS[activation][0](parts[0])
+    activated = activation_pair(activation)[0](parts[0])
     return activated * parts[1] if gated else activated
 
 
 @elementwise
-def gate(out: Tensor, gate_up: Tensor, activation: str | tuple[float, float], gated: bool) -> None:
+def gate(out: Tensor, gate_up: Tensor, activation: Activation, gated: bool) -> None:
     """Write gate_product() into `out` [n, inner]."""
     out.copy_(gate_product(gate_up, activation, gated))
 
 
 @elementwise
-def gate_backward(grad: Tensor, activation: str, weights: Tensor | None, *parts: Tensor) -> None:
+def gate_backward(
+    grad: Tensor, activation: str | Tensor, weights: Tensor | None, *parts: Tensor
+) -> None:
     """Replace `parts`, gates and ups or, where nothing is gated, ups alone, each [n, inner], by
     their gradients from `grad`, that of gate()'s result; and `grad` by that result, which was not
     kept. `weights` [n], if not None, multiply these gradients, not the result.
     """
-    forward, backward = ACTIVATION_PAIRS[activation]
+    forward, backward = activation_pair(activation)
     grad32, first32 = grad.float(), parts[0].float()
     activated = forward(first32)
     if weights is not None:

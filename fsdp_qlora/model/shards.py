@@ -128,7 +128,7 @@ def whole_requests(name: str, shape: tuple[int, ...], in_nf4: bool = False) -> l
     if in_nf4:
         keys = name, *(f"{name}.{part}" for part in NF4_PARTS)
         return [Request(key, (1,), range(1)) for key in keys]
-    return [Request(name, shape, range(shape[0]))]
+    return [Request(name, shape or (1,), range(*shape[:1] or (1,)))]
 
 
 @contextlib.contextmanager

@@ -10,7 +10,9 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-ACTIVATIONS = "silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu2"
+ACTIVATIONS = "silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu2", "xielu"
+XIELU = "mlp.act_fn"  # where a layer has the scalars of its xIELU
+XIELU_SHAPES: dict[str, tuple[int, ...]] = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
 FromConfig = Any  # "config.x" in a Family or Mixture; in an Architecture the value of that field
 
 
@@ -211,6 +213,8 @@ class Architecture(Family):
                     "full": (heads * self.head_dim,)}[self.qk_norm]
         if self.sinks:
             shapes["self_attn.sinks"] = (self.n_heads,)
+        if self.activation == "xielu":
+            shapes |= {f"{XIELU}.{part}": shape for part, shape in XIELU_SHAPES.items()}
         linears = self.linears(routed)
         return shapes | {f"{x.name}.bias": (x.out_features,) for x in linears if x.bias}
 

@@ -79,6 +79,8 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family(qkv_bias=True, window="layer_types"),
     "qwen3": Family(qk_norm="head", window="layer_types"),
     "qwen3_vl_text": Family(qk_norm="head"),
+    "apertus": Family(**UNGATED, qk_norm="head", attention_norm="attention_layernorm",
+                      mlp_norm="feedforward_layernorm"),
     "phi3": Family(**ONE_GATE_UP, one_qkv=True, partial_rotary=True, window="all"),
     "gemma": Family(**GEMMA),
     "gemma2": Family(**GEMMA2, attention_softcap="config.attn_logit_softcapping",
