@@ -445,6 +445,21 @@ TINY = {
         "qwen3_vl_moe_vision",
         True,
     ),
+    "muse_glimmer": multimodal(
+        "muse_glimmer",
+        tiny(
+            "muse_glimmer_text",
+            head_dim=24,
+            sliding_window=7,
+            layer_types=MIXED,
+            layer_rope_theta=[10000.0, 0, 10000.0],
+            final_logit_softcapping=3.0,
+        ),
+        "muse_glimmer_vision",
+        False,
+        out_hidden_size=64,
+        projector_hidden_size=32,
+    ),
     "mistral3_ministral3": multimodal("mistral3", MINISTRAL3, "pixtral", True),
 }
 

@@ -137,7 +137,8 @@ class Pair:
         # rows are not whole blocks, see benchmarks/RESULTS.md
         turned = self.arch.mixture and self.arch.mixture.transposed
         for key, weight in reference.state_dict().items():
-            n_in = weight.shape[-2 if turned and ".experts." in key and weight.dim() == 3 else -1]
+            of_experts = ".experts." in key and weight.dim() == 3
+            n_in = (weight.shape or (1,))[-2 if turned and of_experts else -1]
             bar = 0.8 if n_in % 64 else 0.15
             assert (weight - self.tensors[key]).norm() <= bar * weight.norm(), key
         generator = torch.Generator().manual_seed(1)

@@ -260,9 +260,9 @@ def rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None, arch: Architecture
 def normed_heads(
     x: Tensor, weight: Tensor | None, arch: Architecture, grad: Tensor | None = None
 ) -> Tensor:
-    """The norm of x [n, heads, head_dim], by head or over all heads; x itself without a weight.
-    With `grad`, the gradient of that norm, it returns the gradient of x instead."""
-    if weight is None:
+    """The norm of x [n, heads, head_dim], by head or over all heads; x itself where the
+    family has none. With `grad`, the gradient of that norm, it returns the gradient of x instead."""
+    if not arch.qk_norm:
         return x
     shape = x.shape
     if arch.qk_norm == "full":

@@ -63,8 +63,10 @@ def standardised(x: Tensor, kind: str, eps: float) -> tuple[Tensor, Tensor]:
     return x * scale, scale
 
 
-def norm_of(x: Tensor, weight: Tensor, kind: str, eps: float, bias: Tensor | None = None) -> Tensor:
-    """The norm of x over its last dimension; `weight` must broadcast.
+def norm_of(
+    x: Tensor, weight: Tensor | None, kind: str, eps: float, bias: Tensor | None = None
+) -> Tensor:
+    """The norm of x over its last dimension; `weight` must broadcast, None: 1.
 
     `kind` is "rms" (Llama: rounds before the weight), "rms_fp32" (OLMo 2: rounds after it),
     "rms_plus_one" (Gemma: times 1 + weight), "layer" (Cohere: mean subtracted) or "layer_plus_one"
@@ -73,6 +75,8 @@ def norm_of(x: Tensor, weight: Tensor, kind: str, eps: float, bias: Tensor | Non
     if bias is not None:  # as in transformers, to the bit, where bf16 is a close call too
         return F.layer_norm(x, weight.shape, norm_factor(weight, kind).to(x.dtype), bias, eps)
     standard, _ = standardised(x, kind, eps)
+    if weight is None:
+        return standard.to(x.dtype)
     if kind == "rms":
         return weight * standard.to(x.dtype)
     return (norm_factor(weight, kind) * standard).to(x.dtype)
@@ -85,10 +89,10 @@ def norm_factor(weight: Tensor, kind: str) -> Tensor:
     return weight.float() + (kind == "rms_plus_one")
 
 
-def norm_grad_of(grad: Tensor, x: Tensor, weight: Tensor, kind: str, eps: float) -> Tensor:
+def norm_grad_of(grad: Tensor, x: Tensor, weight: Tensor | None, kind: str, eps: float) -> Tensor:
     """The gradient of x, fp32, from that of norm_of(x)."""
     standard, scale = standardised(x, kind, eps)
-    grad = grad.float() * norm_factor(weight, kind)
+    grad = grad.float() if weight is None else grad.float() * norm_factor(weight, kind)
     inner = grad - standard * (grad * standard).mean(-1, keepdim=True)
     if kind.startswith("layer"):
         inner = inner - grad.mean(-1, keepdim=True)
@@ -97,7 +101,7 @@ def norm_grad_of(grad: Tensor, x: Tensor, weight: Tensor, kind: str, eps: float)
 
 @elementwise
 def normalise(
-    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, eps: float
+    out: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, eps: float
 ) -> None:
     """Write the norm of x [n, width] into `out`; `bias` may be None."""
     out.copy_(norm_of(x, weight, kind, eps, bias))

@@ -64,7 +64,8 @@ class Model(nn.Module):
         if wants_loss:
             return HeadLoss.apply(x, self, bin)
         normed = torch.empty_like(x)
-        normalise(normed, x, self.norm, self.norm_bias, arch.norm, arch.norm_eps, evaluation=True)
+        normalise(normed, x, self.norm, self.norm_bias, arch.final_norm_kind, arch.norm_eps,
+                  evaluation=True)
         return normed
 
     def hidden(self, bin: Bin) -> Tensor:

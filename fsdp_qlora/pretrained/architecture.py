@@ -74,6 +74,9 @@ class Family:
 
     norm: str = "rms"  # kind, see norm_of(); also of the final norm, q_norm and k_norm
     norm_eps: float | FromConfig = "config.rms_norm_eps"
+    post_norm_eps: float | FromConfig | None = None  # of the two post norms; None: norm_eps
+    final_norm_kind: str | None = None  # None: as `norm`
+    embedding_norm: bool = False  # embeddings are divided by their root mean square
     norm_bias: bool = False  # of the final norm and the four below
     attention_norm: str | None = "input_layernorm"  # its name in the layer; None: there is none
     attention_post_norm: str | None = None  # of what attention returns
@@ -91,7 +94,8 @@ class Family:
     mlp_in: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     mlp_out: str = "mlp.down_proj"
     intermediate_size: int | FromConfig = "config.intermediate_size"  # width of gate and up, each
-    qk_norm: str | None = None  # weight: "head" [head_dim], "heads" [heads, head_dim], "full" [all]
+    # weight: "head" [head_dim], "heads" [heads, head_dim], "full" [all]; by head "without weight"
+    qk_norm: str | None = None
     qk_norm_if: bool | FromConfig = True  # where a config can switch it off
     q_norm: str | None = "self_attn.q_norm"  # None in an Architecture without qk_norm
     k_norm: str | None = "self_attn.k_norm"
@@ -101,11 +105,12 @@ class Family:
     ropes_by_layer_type: bool = False  # rope_parameters has an entry for each layer type
     ntk_alpha: bool = False  # alpha of rope_parameters counts, whatever the length
     rotary_if: bool | FromConfig = True  # where a config can switch it off; True or "rope": on
-    no_rotary: str | None = None  # layers without: "no_rope_layers": those that this list of the
-    #                               config marks; "full": those without a window; "full_if_window":
+    no_rotary: str | None = None  # layers without: "no_rope_layers" or "layer_rope_theta": where
+    #                               this list of the config has 0; "full": those without a window; "full_if_window":
     #                               the same, but none if the model has no window
     window: str | None = None  # layers with a sliding window: "all", or those of "layer_types"
     attention_scale: float | FromConfig | None = None  # None: head_dim ** -0.5
+    query_factor: float | FromConfig = 1.0  # attention_scale is multiplied by this
     query_scalar: float | FromConfig | None = None  # attention_scale = this ** -0.5
     attention_softcap: float | FromConfig | None = None
     sinks: bool = False  # one more logit per head joins attention's softmax, and has no value
@@ -206,7 +211,7 @@ class Architecture(Family):
         parts = ("weight", "bias") if self.norm_bias else ("weight",)
         shapes: dict[str, tuple[int, ...]] = {
             f"{name}.{part}": (self.hidden_size,) for name in norms if name for part in parts}
-        if self.qk_norm:
+        if self.qk_norm and self.qk_norm != "without weight":
             for name, heads in ((self.q_norm, self.n_heads), (self.k_norm, self.n_kv_heads)):
                 shapes[f"{name}.weight"] = {
                     "head": (self.head_dim,), "heads": (heads, self.head_dim),

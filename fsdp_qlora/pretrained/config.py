@@ -32,7 +32,7 @@ ROPE_KEYS = set("""rope_type type rope_theta factor partial_rotary_factor alpha 
 KNOWN_FIELDS = set("""vocab_size hidden_size intermediate_size num_hidden_layers head_dim dtype
     num_attention_heads num_key_value_heads tie_word_embeddings rope_parameters layer_types
     sliding_window use_sliding_window max_window_layers sliding_window_pattern no_rope_layers
-    no_rope_layer_interval max_position_embeddings original_max_position_embeddings use_cache
+    no_rope_layer_interval layer_rope_theta max_position_embeddings original_max_position_embeddings use_cache
     initializer_range pad_token_id bos_token_id eos_token_id eod_token_id transformers_version
     architectures output_hidden_states return_dict id2label label2id problem_type
     pretraining_tp mlp_only_layers mlp_layer_types decoder_sparse_step moe_layer_interval
@@ -101,9 +101,12 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
     if not family.post_norm_if:
         values.update(attention_post_norm=None, mlp_post_norm=None)
     if family.query_scalar or family.attention_scale is None:
-        values["attention_scale"] = (family.query_scalar or head_dim) ** -0.5
+        values["attention_scale"] = (family.query_scalar or head_dim) ** -0.5 * family.query_factor
     if family.sqrt_embedding:
         values["embedding_multiplier"] = hidden**0.5
+    values["final_norm_kind"] = family.final_norm_kind or family.norm
+    if family.post_norm_eps is None:
+        values["post_norm_eps"] = family.norm_eps
     values["logits_multiplier"] = family.logits_multiplier / family.logits_divisor
     values["attention_dropout"] = family.attention_dropout or 0.0
     settings = getattr(model_config, "quantization_config", None) or {}
@@ -218,8 +221,8 @@ def describe_positions(c: PreTrainedConfig, family: Family, head_dim: int) -> di
         raise ValueError(f"layers with a sliding window, but sliding_window={window},"
                          f" use_sliding_window={used}")
     rotated = [family.rotary_if in (True, "rope")] * n_layers
-    if family.no_rotary == "no_rope_layers":
-        rotated = c.no_rope_layers
+    if family.no_rotary in ("no_rope_layers", "layer_rope_theta"):
+        rotated = getattr(c, family.no_rotary)
     if family.no_rotary == "full" or family.no_rotary == "full_if_window" and window is not None:
         rotated = slides
     ropes, layer_rope = [], []
@@ -318,7 +321,7 @@ def shrinking_changes(
                   for name in (record.intermediate_size, record.norm_eps))
     heads_width = arch.n_heads * arch.head_dim
     per_layer = {name: getattr(c, name, None)
-                 for name in ("layer_types", "no_rope_layers", "mlp_layer_types")}
+                 for name in ("layer_types", "no_rope_layers", "layer_rope_theta", "mlp_layer_types")}
     kinds = list(zip(*filter(None, per_layer.values()))) or [()]
     differences = [sum(x != y for x, y in zip(kind, kinds[0])) for kind in kinds]
     other = differences.index(max(differences))
@@ -332,7 +335,7 @@ def shrinking_changes(
         ("always", {"tie_word_embeddings": arch.tied}),
         # with the released values a wrong scale of attention or a wrong eps would go unnoticed
         ("if declared", {"initializer_range": 0.2, "attention_multiplier": 0.2, eps: 0.05}),
-        ("if declared", {inner: 192}),
+        ("if declared", {inner: 192, "post_norm_eps": 0.1}),
         # these change no output
         ("if declared", {"use_cache": False, "return_dict": True, "output_attentions": False,
                          "output_hidden_states": False}),

@@ -89,6 +89,14 @@ FAMILIES: dict[str, Family] = {
                          attention_softcap="config.attn_logit_softcapping",
                          logits_softcap="config.final_logit_softcapping"),
     "gemma3_text": Family(**GEMMA2, qk_norm="head", ropes_by_layer_type=True),
+    "muse_glimmer_text": Family(
+        **POST_NORMS | dict(attention_norm="input_layernorm", mlp_norm="pre_feedforward_layernorm"),
+        norm="rms_plus_one", post_norm_eps="config.post_norm_eps", final_norm_kind="rms_fp32",
+        embedding_norm=True, qkv_bias=False, out_bias=False, qk_norm="without weight",
+        query_factor="config.qk_scale_factor", window="layer_types", no_rotary="layer_rope_theta",
+        attention_gate=AttentionGate("gate_proj"), activation="config.hidden_activation",
+        logits_multiplier="config.output_multiplier",
+        logits_softcap="config.final_logit_softcapping"),
     "granite": Family(**GRANITE, logits_divisor="config.logits_scaling"),
     "granitemoehybrid": Family(
         **GRANITE, logits_divisor="config.logits_scaling", mlp_in=("shared_mlp.input_linear",),
@@ -190,4 +198,5 @@ FAMILIES: dict[str, Family] = {
 MULTIMODAL: dict[str, tuple[str, ...]] = {
     "gemma3": ("gemma3_text",), "mistral3": ("mistral", "ministral3"),
     "internvl": ("qwen2", "qwen3"), "llava": ("llama", "mistral"), "exaone4_5": ("exaone4",),
-    "qwen3_vl": ("qwen3_vl_text",), "qwen3_vl_moe": ("qwen3_vl_moe_text",)}
+    "qwen3_vl": ("qwen3_vl_text",), "qwen3_vl_moe": ("qwen3_vl_moe_text",),
+    "muse_glimmer": ("muse_glimmer_text",)}

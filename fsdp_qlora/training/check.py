@@ -107,20 +107,23 @@ def text_model(model_config: PreTrainedConfig, **settings: Any) -> nn.Module:
 
 
 class TextModel(nn.Module):
-    """A text model that transformers gives a head only together with a vision tower: Qwen3-VL's.
-    """
+    """A text model that transformers gives a head only together with a vision tower: Qwen3-VL's,
+    Muse Glimmer's."""
 
     def __init__(self, model_config: PreTrainedConfig, **settings: Any) -> None:
         super().__init__()
         self.model = AutoModel.from_config(model_config, **settings)
         table = self.model.embed_tokens.weight
+        self.logits_multiplier = getattr(model_config, "output_multiplier", 1.0)
+        self.logits_softcap = getattr(model_config, "final_logit_softcapping", None)
         self.lm_head = nn.Linear(*reversed(table.shape), bias=False, dtype=table.dtype)
         if model_config.tie_word_embeddings:
             self.lm_head.weight = table
 
     def forward(self, input_ids: torch.Tensor) -> types.SimpleNamespace:
         hidden = self.model(input_ids).last_hidden_state
-        return types.SimpleNamespace(logits=self.lm_head(hidden))
+        logits = scaled_logits(self.lm_head(hidden), self.logits_multiplier, self.logits_softcap)
+        return types.SimpleNamespace(logits=logits)
 
 
 def plain_model(
