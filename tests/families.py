@@ -270,6 +270,11 @@ TINY = {
             mscale_all_dim=1.0,
         ),
     ),
+    "lfm2": tiny(
+        "lfm2", None, layer_types=["conv", "full_attention", "conv"], tie_word_embeddings=True),
+    "lfm2_bias": tiny(
+        "lfm2", None, layer_types=["full_attention", "conv", "conv"], conv_bias=True,
+        block_auto_adjust_ff_dim=False, tie_word_embeddings=False),
     "qwen3_moe": tiny("qwen3_moe", moe_intermediate_size=32, num_experts=8, num_experts_per_tok=3),
     "qwen3_moe_dense": tiny(
         "qwen3_moe",

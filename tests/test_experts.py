@@ -128,7 +128,8 @@ def test_bf16_routers_round_as_transformers(name):
     """In fp32 it makes no difference what is rounded."""
     small = shrunk_config(TINY[name](320))
     arch, reference = describe_model(small), random_reference(small, seed()).bfloat16()
-    layer = reference.model.layers[arch.layer_routed.index(True)]
+    i = arch.layer_routed.index(True)
+    layer = reference.model.layers[i]
     x = torch.randn(64, arch.hidden_size, generator=seed(1)).bfloat16()
     routed = layer.get_submodule(
         arch.mixture.router.removesuffix(".wg").replace("router.gate", "router"))
@@ -138,8 +139,8 @@ def test_bf16_routers_round_as_transformers(name):
     first, weights, last = routed(
         x[None] if name == "afmoe" else x, *(getattr(layer.mlp, key) for key in arguments))
     chosen = first if last.is_floating_point() else last  # Granite's in transformers 5.17
-    tensors = {key: layer.state_dict()[key] for key in arch.mixture_tensors(True)}
-    work = types.SimpleNamespace(arch=arch, layer=types.SimpleNamespace(mixture_tensors=tensors))
+    tensors = {key: layer.state_dict()[key] for key in arch.small_tensors(arch.layer_kinds[i])}
+    work = types.SimpleNamespace(arch=arch, layer=types.SimpleNamespace(small_tensors=tensors))
     ours, order, theirs = router.route(work, x), chosen.argsort(), weights.float()
     assert torch.equal(ours.chosen.sort()[0], chosen.gather(1, order))
     got = ours.weights.gather(1, ours.chosen.argsort())
@@ -426,8 +427,8 @@ def test_router_is_as_exact_as_in_the_files(monkeypatch):
     arch, tensors = describe_model(small), random_reference(small, seed()).state_dict()
     model = plain_model(small, arch, tensors, 24, fill_model)
     assert model.layers[1].vectors.dtype == torch.bfloat16
-    assert len(model.layers[1].mixture_tensors) == 2
-    for name, tensor in model.layers[1].mixture_tensors.items():
+    assert len(model.layers[1].small_tensors) == 2
+    for name, tensor in model.layers[1].small_tensors.items():
         stored = tensors[tensor_names(arch, tensors).of_layer(1, name)]
         assert tensor.dtype == stored.dtype and torch.equal(tensor.flatten(), stored.flatten())
 

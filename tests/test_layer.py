@@ -25,13 +25,14 @@ from fsdp_qlora.training import check
 from fsdp_qlora.pretrained import config as configs
 from fsdp_qlora.pretrained import families
 from fsdp_qlora.model import linears
+from fsdp_qlora.model import mixing
 from fsdp_qlora.model import mlp
 from fsdp_qlora.lora.adapter import choose_adapted
 from fsdp_qlora.training.check import (
     check_family, plain_run, random_reference, read_weights, text_model)
 from fsdp_qlora.data.bins import make_bin
 from fsdp_qlora.data.encode import rows_of
-from fsdp_qlora.model.attention import document_attention, rope_tables
+from fsdp_qlora.model.attention import AttentionMixing, document_attention, rope_tables
 from fsdp_qlora.model.elementwise import elementwise, norm_of
 from fsdp_qlora.model.experts import RoutedMLPHalf
 from fsdp_qlora.pretrained.config import (
@@ -260,8 +261,8 @@ def test_what_is_computed_again_is_there_once(name, keeps, monkeypatch):
         assert {fused.dropout_site for fused in work.held} <= {0, 1}
         return backward(half, work, *args)
 
-    pair, backward = pair_and_expected(name)[0], attention.AttentionHalf.backward
-    monkeypatch.setattr(attention.AttentionHalf, "backward", then)
+    pair, backward = pair_and_expected(name)[0], mixing.MixingHalf.backward
+    monkeypatch.setattr(mixing.MixingHalf, "backward", then)
     monkeypatch.setattr(mlp.MLPHalf, "forward", watched)
     monkeypatch.setattr(mlp, "SLICE_TOKENS", SLICED)
     pair.computed(keeps, True)
@@ -357,10 +358,15 @@ def test_each_layer_has_the_layout_of_its_kind():
     mixed = set()
     for name, make in TINY.items():
         arch = describe_model(make(VOCABULARY))
-        kinds = list(zip(arch.layer_window, arch.layer_rope, arch.layer_routed, strict=True))
+        kinds = list(zip(arch.layer_window, arch.layer_rope, arch.layer_mixer, arch.layer_routed,
+                         strict=True))  # fmt: skip
         layouts = make_layouts(arch, (), CONFIG)
-        found = [(x.attention.window, x.attention.rope, isinstance(x.mlp, RoutedMLPHalf))
-                 for x in layouts]  # fmt: skip
+        found = []
+        for layout in layouts:
+            of, routed = layout.mixing.mixing, isinstance(layout.mlp, RoutedMLPHalf)
+            attends = isinstance(of, AttentionMixing)
+            found.append((of.window, of.rope, None, routed) if attends else (
+                None, None, *(x for x in arch.mixers if arch.mixers[x] is of.mixer), routed))
         assert found == kinds, name
         for (one, kind), (other, its_kind) in itertools.combinations(zip(layouts, kinds), 2):
             assert (one is other) == (kind == its_kind), name
@@ -658,17 +664,17 @@ def test_bf16_norms_and_embeddings_round_as_transformers(name):
     torch.manual_seed(0)
     reference = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().model
     reference.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    ids = torch.arange(8)
+    ids, final = torch.arange(8), reference.get_submodule(arch.final_norm)
     with torch.no_grad():
-        for p in reference.norm.parameters():
+        for p in final.parameters():
             p.add_(torch.randn_like(p) * 0.3)
         reference(ids[None])
         x = torch.randn(64, arch.hidden_size, dtype=torch.bfloat16)
-        want = reference.norm(x)
+        want = final(x)
     table = reference.embed_tokens.weight.detach()
     model = types.SimpleNamespace(shards=1, arch=arch, embedding=table, own_rows=range(len(table)))
     assert torch.equal(embed(model, ids), seen[0][0])
-    norm, bias = (getattr(reference.norm, part, None) for part in ("weight", "bias"))
+    norm, bias = (getattr(final, part, None) for part in ("weight", "bias"))
     assert (bias is None) == (not arch.norm_bias)
     assert torch.equal(norm_of(x, norm, arch.norm, arch.norm_eps, bias), want)
 
@@ -703,7 +709,7 @@ def test_window_counts_from_the_first_document_that_is_longer(n, windowed):
     for reach in "window", "full":
         kernels[reach] = lambda *args, reach=reach: (reach, args[6])
     bin = types.SimpleNamespace(longest=n, lengths=(n,), dropout_keys=None, kernels=kernels)
-    half = make_layouts(arch, (), CONFIG)[0].attention
+    half = make_layouts(arch, (), CONFIG)[0].mixing.mixing
     work = types.SimpleNamespace(bin=bin, layer=types.SimpleNamespace(index=0),
                                  vector=lambda name, part: None)  # fmt: skip
     assert half.attend(work, None, None, None) == (("window", 7) if windowed else ("full", None))

@@ -1,6 +1,7 @@
-"""The attention half of a layer: x + attention(norm(x)), forward and backward, and what it costs;
-then its parts: heads with their norms and rotary embedding, and the kernels.
+"""Softmax attention, forward and backward, and what it costs; then its parts: heads with their
+norms and rotary embedding, and the kernels.
 
+The products before and after it are in mixing.
 Which kernel a run uses is chosen in the script; which layers have a window or no rotary embedding
 is in families.
 """
@@ -21,13 +22,8 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_qlora.model.elementwise import (
-    ATTENTION_SITE, N_SITES, WEIGHTS_SITE, drop_eager, elementwise, norm_grad_of, norm_of)
+    N_SITES, WEIGHTS_SITE, drop_eager, elementwise, norm_grad_of, norm_of)
 from fsdp_qlora.model.flex import BLOCK_TOKENS, flex_document_attention
-from fsdp_qlora.model.linears import FusedLinear
-from fsdp_qlora.model.products import add_a_gradient, product, product_backward, widen
-from fsdp_qlora.model.residual import (
-    add_branch, branch_gradient, keep, keep_inputs, kept_inputs, last_columns, norm_gradient,
-    norm_inputs, weight_bytes)
 from fsdp_qlora.model.sinks import flash_sink_attention, torch_sink_attention
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.quant.nf4 import why_no_triton
@@ -39,71 +35,42 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class AttentionHalf:
-    """One layer's attention. The properties after attend() are for the plan: they count values
-    per token, unless their names say bytes or weights."""
+class AttentionMixing:
+    """One layer's softmax attention, as a mixing of MixingHalf."""
 
     arch: Architecture
-    qkv: FusedLinear
-    out: FusedLinear
     window: int | None  # a query sees this many keys; None: all
     rope: int | None  # index of arch.ropes; None: no rotary
 
-    @property
-    def fused_linears(self) -> tuple[FusedLinear, ...]:
-        return self.qkv, self.out
-
-    def forward(
-        self, work: LayerWork, x: Tensor, want_sum: bool = True
-    ) -> tuple[Tensor | Any, types.SimpleNamespace]:
-        """Returns x + attention(norm(x)) [tokens, hidden], None without want_sum, and what
-        backward() needs."""
-        arch = self.arch
-        inputs = norm_inputs(work, arch.attention_norm, x, self.qkv)
-        projected = product(work, self.qkv, inputs)
-        kept = keep(x=x)
-        keep_inputs(work, kept, inputs, self.qkv)
+    def forward(self, work: LayerWork, kept: types.SimpleNamespace) -> Tensor:
+        rotated = rotate_forward(kept.projected, *self.rotary(work), evaluation=work.evaluation)
         # the backward of these norms and of the gate reads it
-        kept.projected = projected if arch.qk_norm or arch.attention_gate else None
-        rotated = rotate_forward(projected, *self.rotary(work), evaluation=work.evaluation)
-        heads = split_heads(arch, rotated)
-        del inputs, rotated
+        if not (self.arch.qk_norm or self.arch.attention_gate):
+            kept.projected = None
+        heads = split_heads(self.arch, rotated)
+        del rotated
         with torch.enable_grad():  # autograd records only this, to call the kernel's backward
             kept.heads = [part.detach().requires_grad_() for part in heads]
             kept.attended = self.attend(work, *kept.heads)
-        out_inputs = widen(self.gated(kept.attended.detach(), projected, work.evaluation), self.out)
-        del projected
-        out, kept.branch = add_branch(work, x, self.out, out_inputs, ATTENTION_SITE,
-                                      arch.attention_post_norm, want_sum)
-        kept.out_columns = last_columns(out_inputs, self.out)
-        return out, kept
+        return self.mixed(work, kept)
 
-    def backward(
-        self, work: LayerWork, kept: types.SimpleNamespace, grad: Tensor, residual: Tensor,
-        needs_x: bool
-    ) -> Tensor | None:
-        """Returns `residual` + the gradient of x through attention; None without needs_x. `grad` is
-        the gradient of forward()'s sum."""
-        arch, attended = self.arch, kept.attended.detach()
-        out_inputs = self.gated(attended, kept.projected)
-        grad = branch_gradient(work, kept.branch, grad, arch.attention_post_norm, ATTENTION_SITE)
-        grad, grad_d = product_backward(work, self.out, kept.out_columns, grad, out_inputs)
-        add_a_gradient(work, self.out, out_inputs, grad_d)
-        kept.branch = out_inputs = grad_gate = None
-        grad = grad.reshape(attended.shape)
-        if gate := arch.attention_gate:
-            gates = split_projected(arch, kept.projected)[3]
-            grad, grad_gate = gate_heads_backward(grad, attended, gates, gate.activation)
+    def mixed(self, work: LayerWork, kept: types.SimpleNamespace) -> Tensor:
+        attended: Tensor = kept.attended.detach()
+        gate = self.arch.attention_gate
+        if not gate:
+            return attended.flatten(1)
+        gates = split_projected(self.arch, kept.projected)[3]
+        return gate_heads(attended, gates, gate.activation, evaluation=work.evaluation)
+
+    def backward(self, work: LayerWork, kept: types.SimpleNamespace, grad: Tensor) -> Tensor:
+        grad, grad_gate = grad.reshape(kept.attended.shape), None
+        if gate := self.arch.attention_gate:
+            gates = split_projected(self.arch, kept.projected)[3]
+            grad, grad_gate = gate_heads_backward(grad, kept.attended.detach(), gates,
+                                                  gate.activation)
         grads = torch.autograd.grad(kept.attended, kept.heads, grad)
-        kept.attended = kept.heads = attended = None
-        grad = rotate_backward(*grads, grad_gate, kept.projected, *self.rotary(work))
-        del grads, grad_gate
-        inputs = kept_inputs(work, kept, arch.attention_norm, kept.x, self.qkv)
-        grad, grad_d = product_backward(work, self.qkv, kept.columns, grad, inputs, needs_x)
-        add_a_gradient(work, self.qkv, inputs, grad_d)
-        if not needs_x:
-            return None
-        return norm_gradient(work, arch.attention_norm, kept.x, grad, residual)
+        kept.attended = kept.heads = None
+        return rotate_backward(*grads, grad_gate, kept.projected, *self.rotary(work))
 
     def rotary(self, work: LayerWork) -> tuple[Tensor | Architecture | None, ...]:
         """(cos, sin, temperature, q_norm's weight, k_norm's weight, arch): the last arguments of
@@ -120,67 +87,39 @@ class AttentionHalf:
         sinks = work.vector("self_attn", "sinks")
         return kernel(query, key, value, sinks, bin, self.arch, window, work.layer.index)
 
-    def gated(
-        self, attended: Tensor, projected: Tensor | None, evaluation: bool = False
-    ) -> Tensor:
-        """What o_proj reads, [n, heads * head_dim], of `attended` [n, heads, head_dim]."""
-        gate = self.arch.attention_gate
-        if not gate:
-            return attended.flatten(1)
-        gates = split_projected(self.arch, projected)[3]
-        return gate_heads(attended, gates, gate.activation, evaluation=evaluation)
-
-    @property
-    def heads_width(self) -> int:
-        """Values of query, key and value."""
-        return (self.arch.n_heads + 2 * self.arch.n_kv_heads) * self.arch.head_dim
-
     @property
     def query_width(self) -> int:
         return self.arch.n_heads * self.arch.head_dim
 
     @property
-    def recomputed_values(self) -> int:
-        """Values that are alive while forward() is computed again."""
-        values = self.qkv.out_features + self.query_width + self.qkv.width + self.out.width
-        return values + self.query_width * (self.arch.attention_gate is not None)
+    def _qkv_width(self) -> int:
+        return self.query_width + 2 * self.arch.n_kv_heads * self.arch.head_dim
+
+    @property
+    def _projected_width(self) -> int:
+        return sum(linear.out_features for linear in self.arch.qkv)
 
     @property
     def kept_values(self) -> int:
-        """Values kept from forward to backward, if nothing is recomputed."""
         arch = self.arch
-        log_sums = 2 * arch.n_heads  # the kernel's own, fp32
-        values = arch.hidden_size + self.heads_width
-        if arch.qk_norm or arch.attention_gate:
-            values += self.qkv.out_features
-        values += self.query_width + log_sums + self.qkv.padded_columns + self.out.padded_columns
-        return values + arch.hidden_size * (arch.attention_post_norm is not None)
-
-    def live_bytes(self, plan: Plan, recomputed: bool) -> int:
-        """The peak bytes of backward(), besides what is kept."""
-        item = getattr(torch, plan.compute_dtype).itemsize
-        hold_weights = plan.hold_weights and recomputed
-        values = self.recomputed_values if recomputed else 0
-        values += 2 * self.qkv.out_features + self.query_width + self.qkv.width
-        values += 2 * self.query_width * (self.arch.attention_gate is not None)
-        # the gradients of x and of the sum; some kernels add up the query's gradient in fp32
-        values += 2 * self.arch.hidden_size + 2 * self.query_width
-        others = weight_bytes(self.qkv, item, hold_weights)
-        if hold_weights:
-            others += weight_bytes(self.out, item, hold_weights)
-        if plan.plain_attention:  # with keys and values for each query's head, and their gradients
-            values += 4 * self.query_width
-            others += explicit_bytes(self.arch, self.window, plan.bin_tokens)
-        return values * plan.bin_tokens * item + others
-
-    def recomputed_weights(self, want_sum: bool) -> int:
-        """Weights that are multiplied again when forward() is recomputed."""
-        return self.qkv.n_weights + (self.out.n_weights if want_sum else 0)
+        values = self._qkv_width + self.query_width + 2 * arch.n_heads  # the kernel's sums, fp32
+        return values + self._projected_width * bool(arch.qk_norm or arch.attention_gate)
 
     @property
-    def elementwise_values(self) -> int:
-        """Values that elementwise work reads or writes, forward and backward; measured."""
-        return 15 * self.arch.hidden_size
+    def recomputed_values(self) -> int:
+        gated = self.query_width * (self.arch.attention_gate is not None)
+        return self._projected_width + self.query_width + gated
+
+    def live_bytes(self, plan: Plan) -> int:
+        item, others = getattr(torch, plan.compute_dtype).itemsize, 0
+        # the gradients of what was projected, before and after rotation, and of what attention
+        # gives; some kernels add up the query's in fp32
+        values = 2 * self._projected_width + self.query_width + 2 * self.query_width
+        values += 2 * self.query_width * (self.arch.attention_gate is not None)
+        if plan.plain_attention:  # with keys and values for each query's head, and their gradients
+            values += 4 * self.query_width
+            others = explicit_bytes(self.arch, self.window, plan.bin_tokens)
+        return values * plan.bin_tokens * item + others
 
 
 # ---- heads and rotary embedding ----

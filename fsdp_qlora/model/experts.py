@@ -154,7 +154,7 @@ class RoutedMLPHalf:
 
     def _bias(self, work: LayerWork, key: str) -> Tensor | None:
         """[experts, out] of all experts' linears `key`; None where they have none."""
-        return work.layer.mixture_tensors.get(f"{self.arch.mixture.experts}.{key}_bias")
+        return work.layer.small_tensors.get(f"{self.arch.mixture.experts}.{key}_bias")
 
     def _add_bias(
         self, work: LayerWork, key: str, rows: Tensor, routing: Routing, passed: Pass
@@ -251,7 +251,7 @@ class RoutedMLPHalf:
         if name := self.arch.mixture.shared_gate:
             kept.shared_out = out
             x = inputs[:, : self.arch.hidden_size]
-            weight = work.layer.mixture_tensors[f"{name}.weight"].to(x.dtype)
+            weight = work.layer.small_tensors[f"{name}.weight"].to(x.dtype)
             kept.factor = F.linear(x, weight).sigmoid()
             out = out * kept.factor
         return out
@@ -266,7 +266,7 @@ class RoutedMLPHalf:
             factor = kept.factor.float()
             slope = (grad.float() * kept.shared_out.float()).sum(-1, keepdim=True)
             slope = (slope * factor * (1 - factor)).to(grad.dtype)
-            from_factor = slope @ work.layer.mixture_tensors[f"{name}.weight"].to(slope.dtype)
+            from_factor = slope @ work.layer.small_tensors[f"{name}.weight"].to(slope.dtype)
             grad, kept.shared_out = grad * kept.factor, None
         if work.layout.dora:
             activated = grad.new_empty(len(grad), self.shared_down.in_features)

@@ -32,7 +32,7 @@ SLICE_TOKENS = 4096  # of a recomputed MLP at once; fewer make its products slow
 @dataclasses.dataclass(frozen=True, eq=False)
 class MLPHalf:
     """One layer's MLP: forward and backward, whole or recomputed in slices; and its costs, as
-    AttentionHalf has them.
+    MixingHalf has them.
 
     It adds to `middle`, the sum after attention, what it computes of `source`: that is `middle`, in
     a parallel layer (Cohere) the layer's own x.

@@ -114,7 +114,7 @@ def verify_model(model: Model, plan: Plan) -> None:
             n_bytes[kind] += sum(part.nbytes for part in parts)
             if parts[0].is_cpu and torch.cuda.is_available():
                 n_bytes["of these on the host"] += sum(part.nbytes for part in parts)
-        n_bytes["other frozen"] += sum(t.nbytes for t in layer.mixture_tensors.values())
+        n_bytes["other frozen"] += sum(t.nbytes for t in layer.small_tensors.values())
     tables = {id(t): t.nbytes for t in (model.embedding, model.head, model.norm, model.norm_bias)
               if t is not None}
     n_bytes["other frozen"] += sum(tables.values())

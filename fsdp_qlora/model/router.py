@@ -47,7 +47,7 @@ def route(
     """The Routing of x [n, hidden]; `choice` is that of an earlier one of the same tokens. With
     needs_bounds it waits for the GPU, unless `choice` has them."""
     mixture: Mixture = work.arch.mixture
-    tensors = work.layer.mixture_tensors
+    tensors = work.layer.small_tensors
     weight = tensors[f"{mixture.router}.weight"]
     x_of_router = x.float() if mixture.fp32_router else x
     bias = tensors.get(f"{mixture.router}.bias")
@@ -140,6 +140,6 @@ def route_backward(work: LayerWork, routing: Routing, grad: Tensor, dtype: torch
         grad = torch.zeros_like(routing.scores).scatter_(1, chosen, grad * (1 - picked))
     else:
         grad = (-grad.sum(-1, keepdim=True) * routing.scores).scatter_add_(1, chosen, grad)
-    weight = work.layer.mixture_tensors[f"{mixture.router}.weight"]
+    weight = work.layer.small_tensors[f"{mixture.router}.weight"]
     dtype_of_product = torch.float32 if mixture.fp32_router else dtype
     return (grad.to(dtype_of_product) @ weight.to(dtype_of_product)).to(dtype)

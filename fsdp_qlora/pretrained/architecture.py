@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 ACTIVATIONS = "silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu2", "xielu"
 XIELU = "mlp.act_fn"  # where a layer has the scalars of its xIELU
@@ -69,6 +69,37 @@ class AttentionGate:
 
 
 @dataclasses.dataclass(frozen=True)
+class ShortConv:
+    """LFM2's token mixer: in_proj gives b, c and x, [3 x hidden]; out_proj reads c * conv(b * x),
+    where conv sums each channel's last `kernel` tokens. "config.x" means the same as in Family."""
+
+    kernel: int | FromConfig = "config.conv_L_cache"
+    bias: bool | FromConfig = "config.conv_bias"  # of conv, in_proj and out_proj
+
+    def linears(self, hidden: int) -> tuple[list[Linear], list[Linear]]:
+        """The linears that read its input, and those that give its output."""
+        return ([Linear("conv.in_proj", 3 * hidden, hidden, self.bias)],
+                [Linear("conv.out_proj", hidden, hidden, self.bias)])
+
+    def tensors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """{name below the layer: shape} of what it has besides its linears."""
+        bias = {"conv.conv.bias": (hidden,)} if self.bias else {}
+        return {"conv.conv.weight": (hidden, 1, self.kernel)} | bias
+
+
+Mixer = ShortConv  # of tokens, other than softmax attention
+
+
+class LayerKind(NamedTuple):
+    """In what layers of one model differ."""
+
+    window: int | None  # a query sees this many keys, itself included; None: all
+    rope: int | None  # index of Architecture.ropes; None: no rotary
+    mixer: str | None  # key of Architecture.mixers; None: softmax attention
+    routed: bool  # whether it has experts
+
+
+@dataclasses.dataclass(frozen=True)
 class Family:
     """How a model type differs from Llama. "config.x" means the config's field x, or None."""
 
@@ -78,6 +109,7 @@ class Family:
     final_norm_kind: str | None = None  # None: as `norm`
     embedding_norm: bool = False  # embeddings are divided by their root mean square
     norm_bias: bool = False  # of the final norm and the four below
+    final_norm: str = "norm"  # its name in the model
     attention_norm: str | None = "input_layernorm"  # its name in the layer; None: there is none
     attention_post_norm: str | None = None  # of what attention returns
     mlp_norm: str | None = "post_attention_layernorm"
@@ -89,11 +121,14 @@ class Family:
     out_bias: bool | FromConfig = "config.attention_bias"
     mlp_bias: bool | FromConfig = "config.mlp_bias"
     one_qkv: bool = False  # one linear "qkv_proj"
+    attention_out: str = "self_attn.o_proj"
     gated: bool = True  # the MLP's last linear reads act(gate) * up; else act(up)
     # linears whose outputs, concatenated, are gate and up, or up alone
     mlp_in: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     mlp_out: str = "mlp.down_proj"
     intermediate_size: int | FromConfig = "config.intermediate_size"  # width of gate and up, each
+    # LFM2: two thirds of that, times a factor, up to a multiple; see mlp_width()
+    two_thirds_wide: bool | FromConfig = False
     # weight: "head" [head_dim], "heads" [heads, head_dim], "full" [all]; by head "without weight"
     qk_norm: str | None = None
     qk_norm_if: bool | FromConfig = True  # where a config can switch it off
@@ -127,6 +162,8 @@ class Family:
     attention_dropout: float | FromConfig = "config.attention_dropout"
     embedding_dropout: float | FromConfig = 0.0
     residual_dropout: float | FromConfig = 0.0  # on what o_proj and down_proj return
+    # {layer type: what it has instead of softmax attention}
+    mixers: dict[str, Mixer] = dataclasses.field(default_factory=dict)
     mixture: Mixture | None = None  # of experts, instead of the MLP
     # {field of the config: its only value}
     must_be: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -164,29 +201,42 @@ class Architecture(Family):
     expert_down: list[Linear]
     rotary_dim: int  # the first dimensions of a head that are rotated
     ropes: list[dict[str, Any]]  # settings for rope_frequencies, one for each kind of rotary
-    layer_rope: list[int | None]  # for each layer which of `ropes`; None: no rotary
-    layer_window: list[int | None]  # a query sees this many keys, itself included; None: all
-    layer_routed: list[bool]  # whether the layer has experts
+    layer_rope: list[int | None]  # of each layer, see LayerKind; so the three after it
+    layer_window: list[int | None]
+    layer_mixer: list[str | None]
+    layer_routed: list[bool]
     tied: bool
     module_prefix: str  # module = module_prefix + f"layers.{i}." + name
     checkpoint_prefixes: list[str]  # the same in files; tried in turn
     head_names: list[str]  # the head's weight in files; tried in turn
 
-    def fused_groups(self, routed: bool) -> tuple[list[Linear], ...]:
-        """The Linears of a layer, with experts or without: a list for each input that they read."""
-        mlp = self.gate_up, self.down
-        if routed:
-            mlp = self.shared_gate_up, self.shared_down, self.expert_gate_up, self.expert_down
-        return self.qkv, self.out, *mlp
+    @property
+    def layer_kinds(self) -> list[LayerKind]:
+        """Of each layer."""
+        return [LayerKind(*kind) for kind in zip(
+            self.layer_window, self.layer_rope, self.layer_mixer, self.layer_routed)]
 
-    def linears(self, routed: bool) -> list[Linear]:
-        return [linear for group in self.fused_groups(routed) for linear in group]
+    def fused_groups(self, kind: LayerKind) -> tuple[list[Linear], ...]:
+        """The Linears of a layer: a list for each input that they read."""
+        mixing, mlp = (self.qkv, self.out), (self.gate_up, self.down)
+        if kind.mixer:
+            mixing = self.mixers[kind.mixer].linears(self.hidden_size)
+        if kind.routed:
+            mlp = self.shared_gate_up, self.shared_down, self.expert_gate_up, self.expert_down
+        return *mixing, *mlp
+
+    def linears(self, kind: LayerKind) -> list[Linear]:
+        return [linear for group in self.fused_groups(kind) for linear in group]
+
+    def all_linears(self) -> list[Linear]:
+        """Those of all kinds of layers, once each."""
+        return list({x.name: x for kind in dict.fromkeys(self.layer_kinds)
+                     for x in self.linears(kind)}.values())
 
     def adaptable(self) -> list[str]:
         """Names in a layer of the linears that --target_modules can name: all but the experts."""
         experts = set(self.experts())
-        linears = [x.name for routed in set(self.layer_routed) for x in self.linears(routed)]
-        return [name for name in dict.fromkeys(linears) if name not in experts]
+        return [x.name for x in self.all_linears() if x.name not in experts]
 
     def experts(self) -> list[str]:
         """Names in a layer of the linears of all experts."""
@@ -194,41 +244,47 @@ class Architecture(Family):
 
     def adapted(self, target_modules: Iterable[str]) -> list[str]:
         """Names in a layer of the linears that --target_modules means. "all-linear" means all
-        linears, in a MoE model those of attention, but for names that PEFT 0.21 takes for experts'
-        (gate_proj); "experts" means all experts; any other word is the end of a name."""
+        linears, in a MoE model those of attention and other mixers, but for names that PEFT 0.21
+        takes for experts' (gate_proj); "experts" means all experts; any other word is the end of a
+        name."""
         ends, every = tuple(f".{target}" for target in target_modules), set()
         if "all-linear" in target_modules and self.mixture:
             taken = {name.rsplit(".", 1)[-1] for name in self.experts()}
-            every = {x.name for x in self.qkv + self.out if x.name.rsplit(".", 1)[-1] not in taken}
+            every = {x.name for kind in dict.fromkeys(self.layer_kinds)
+                     for group in self.fused_groups(kind)[:2] for x in group
+                     if x.name.rsplit(".", 1)[-1] not in taken}
         elif "all-linear" in target_modules:
             every = {*self.adaptable()}
         found = [name for name in self.adaptable() if name in every or f".{name}".endswith(ends)]
         return found + self.experts() if "experts" in target_modules else found
 
-    def vectors(self, routed: bool) -> dict[str, tuple[int, ...]]:
-        """{name below the layer: shape} of a layer's norms, biases and sinks."""
+    def vectors(self, kind: LayerKind) -> dict[str, tuple[int, ...]]:
+        """{name below the layer: shape} of a layer's norms, biases and sinks; without those inside
+        of mixers."""
         norms = self.attention_norm, self.attention_post_norm, self.mlp_norm, self.mlp_post_norm
         parts = ("weight", "bias") if self.norm_bias else ("weight",)
         shapes: dict[str, tuple[int, ...]] = {
             f"{name}.{part}": (self.hidden_size,) for name in norms if name for part in parts}
-        if self.qk_norm and self.qk_norm != "without weight":
+        if self.qk_norm and self.qk_norm != "without weight" and not kind.mixer:
             for name, heads in ((self.q_norm, self.n_heads), (self.k_norm, self.n_kv_heads)):
                 shapes[f"{name}.weight"] = {
                     "head": (self.head_dim,), "heads": (heads, self.head_dim),
                     "full": (heads * self.head_dim,)}[self.qk_norm]
-        if self.sinks:
+        if self.sinks and not kind.mixer:
             shapes["self_attn.sinks"] = (self.n_heads,)
         if self.activation == "xielu":
             shapes |= {f"{XIELU}.{part}": shape for part, shape in XIELU_SHAPES.items()}
-        linears = self.linears(routed)
+        linears = self.linears(kind)
         return shapes | {f"{x.name}.bias": (x.out_features,) for x in linears if x.bias}
 
-    def mixture_tensors(self, routed: bool) -> dict[str, tuple[int, ...]]:
-        """{name below the layer: shape} of what a layer with experts has besides its 4-bit linears:
-        the router, the experts' biases, the shared expert's gate. They are small, so that every
-        rank has them whole."""
+    def small_tensors(self, kind: LayerKind) -> dict[str, tuple[int, ...]]:
+        """{name below the layer: shape} of what experts and mixers have besides their 4-bit
+        linears: the router, the experts' biases, the shared expert's gate; convolutions, decays.
+        Every rank has them whole, in the dtype of the files."""
         mixture, shapes = self.mixture, dict[str, tuple[int, ...]]()
-        if routed:
+        if kind.mixer:
+            shapes |= self.mixers[kind.mixer].tensors(self.hidden_size)
+        if kind.routed:
             shapes[f"{mixture.router}.weight"] = mixture.n_experts, self.hidden_size
             if mixture.biases:
                 shapes[f"{mixture.router}.bias"] = (mixture.n_experts,)

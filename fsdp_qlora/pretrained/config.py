@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import functools
 import itertools
+import math
 import types
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fsdp_qlora.pretrained.architecture import (
-    ACTIVATIONS, LAYER_TYPES, Architecture, AttentionGate, Family, Linear, Mixture)
+    ACTIVATIONS, LAYER_TYPES, Architecture, AttentionGate, Family, Linear, Mixture, ShortConv)
 from fsdp_qlora.pretrained.families import FAMILIES, MULTIMODAL
 from fsdp_qlora.quant.nf4 import BLOCK
 
@@ -37,10 +38,11 @@ KNOWN_FIELDS = set("""vocab_size hidden_size intermediate_size num_hidden_layers
     architectures output_hidden_states return_dict id2label label2id problem_type
     pretraining_tp mlp_only_layers mlp_layer_types decoder_sparse_step moe_layer_interval
     moe_layer_end_index router_aux_loss_coef output_router_logits num_mtp_layers
+    block_multiple_of block_ffn_dim_multiplier
     """.split())
 
 
-AnyRecord = TypeVar("AnyRecord", Family, Mixture, AttentionGate)
+AnyRecord = TypeVar("AnyRecord", Family, Mixture, AttentionGate, ShortConv)
 
 
 def text_config(model_config: PreTrainedConfig) -> PreTrainedConfig:
@@ -63,7 +65,8 @@ def check_model(model_config: PreTrainedConfig) -> None:
     if getattr(c, "is_causal", True) is False:
         raise ValueError(f"{name}: is_causal=False is not supported: only causal attention is")
     family = FAMILIES[c.model_type]
-    records = filter(None, (family, family.mixture, family.attention_gate))
+    records = (family, *filter(None, (family.mixture, family.attention_gate)),
+               *family.mixers.values())
     values = [value for record in records for value in vars(record).values()]
     known = {str(value).removeprefix("config.") for value in values}
     known |= KNOWN_FIELDS.union(family.unused)
@@ -86,7 +89,7 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
     if family.activation not in ACTIVATIONS:
         raise ValueError(f"{record.activation.removeprefix('config.')} {family.activation} is not"
                          f" supported: only {', '.join(ACTIVATIONS)}")
-    hidden, inner = c.hidden_size, family.intermediate_size
+    hidden, inner = c.hidden_size, mlp_width(c, family)
     if inner is None:
         name = record.intermediate_size.removeprefix("config.")
         raise ValueError(f"the config of {c.model_type} has no {name}: its record in families.py"
@@ -119,7 +122,7 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
         **values, family=c.model_type, n_layers=c.num_hidden_layers, hidden_size=hidden,
         n_heads=heads, n_kv_heads=kv_heads, head_dim=head_dim, vocab_size=c.vocab_size,
         qkv=describe_qkv(family, hidden, heads, kv_heads, head_dim),
-        out=[Linear("self_attn.o_proj", hidden, heads * head_dim, family.out_bias)],
+        out=[Linear(family.attention_out, hidden, heads * head_dim, family.out_bias)],
         gate_up=[Linear(name, n_in, hidden, family.mlp_bias) for name in family.mlp_in],
         down=[Linear(family.mlp_out, hidden, inner, family.mlp_bias)],
         # mistral3's outer flag is True by default, though released models are not tied; Qwen3-VL's
@@ -144,6 +147,15 @@ def describe_qkv(
     return [Linear(f"self_attn.{name}", n, hidden, family.qkv_bias) for name, n in widths.items()]
 
 
+def mlp_width(c: PreTrainedConfig, family: Family) -> int | None:
+    """The width of gate and up, each; None if the config does not say."""
+    inner = family.intermediate_size
+    if not family.two_thirds_wide or inner is None:
+        return inner
+    wanted = int((c.block_ffn_dim_multiplier or 1) * int(2 * inner / 3))
+    return math.ceil(wanted / c.block_multiple_of) * c.block_multiple_of
+
+
 def fill_record(record: AnyRecord, c: PreTrainedConfig) -> AnyRecord:
     """The record with the text config's values in place of "config.x"; None where the config
     declares no such field. A list of one value per layer, all equal, becomes that value."""
@@ -151,6 +163,8 @@ def fill_record(record: AnyRecord, c: PreTrainedConfig) -> AnyRecord:
     for key, value in values.items():
         if isinstance(value, (Mixture, AttentionGate)):
             values[key] = fill_record(value, c)
+        elif key == "mixers":
+            values[key] = {name: fill_record(mixer, c) for name, mixer in value.items()}
         elif str(value).startswith("config."):
             name = value.removeprefix("config.")
             value = getattr(c, name) if name in declared else None
@@ -210,10 +224,11 @@ def describe_positions(c: PreTrainedConfig, family: Family, head_dim: int) -> di
     kinds = getattr(c, "layer_types", None) or ["full_attention"] * n_layers
     if len(kinds) != n_layers:
         raise ValueError(f"layer_types has {len(kinds)} entries for {n_layers} layers")
-    if other := sorted(set(kinds) - LAYER_TYPES):
+    known = LAYER_TYPES.union(family.mixers)
+    if other := sorted(set(kinds) - known):
         raise ValueError(f"{sum(kind in other for kind in kinds)} of {n_layers} layers are of"
                          f" {', '.join(other)}, which is not supported, only"
-                         f" {' and '.join(sorted(LAYER_TYPES))} are")
+                         f" {' and '.join(sorted(known))} are")
     slides = [family.window == "all" and window is not None
               or family.window == "layer_types" and kind == "sliding_attention" for kind in kinds]
     used = getattr(c, "use_sliding_window", True)
@@ -237,6 +252,7 @@ def describe_positions(c: PreTrainedConfig, family: Family, head_dim: int) -> di
         if family.ntk_alpha and rope["rope_type"] == "dynamic" and rope.get("alpha"):
             theta = rope["rope_theta"] * rope["alpha"] ** (head_dim / (head_dim - 2))
             rope = {"rope_type": "default", "rope_theta": theta}  # no longer depends on length
+        rotates &= kind not in family.mixers
         if rope not in ropes:
             ropes.append(rope)
         layer_rope.append(ropes.index(rope) if rotates else None)
@@ -248,6 +264,7 @@ def describe_positions(c: PreTrainedConfig, family: Family, head_dim: int) -> di
         ropes[0]["llama_4_scaling_beta"], ropes[0]["original_max_position_embeddings"])
     return dict(rotary_dim=int(head_dim * part), ropes=ropes, layer_rope=layer_rope,
                 layer_window=[window if slide else None for slide in slides],
+                layer_mixer=[kind if kind in family.mixers else None for kind in kinds],
                 query_temperature=temperature)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdp_qlora.pretrained.architecture import AttentionGate, Family, Mixture
+from fsdp_qlora.pretrained.architecture import AttentionGate, Family, Mixture, ShortConv
 
 SHAPES: dict[str, dict[str, Any]] = {  # what --random_weights knows without a config.json
     name: dict(
@@ -58,6 +58,12 @@ DEEPSEEK: dict[str, Any] = dict(
 HUNYUAN: dict[str, Any] = dict(
     qk_norm="head", qk_norm_after_rotary=True, ntk_alpha=True,
     q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm")
+LFM2: dict[str, Any] = dict(
+    norm_eps="config.norm_eps", attention_norm="operator_norm", mlp_norm="ffn_norm",
+    final_norm="embedding_norm", qk_norm="head", q_norm="self_attn.q_layernorm",
+    k_norm="self_attn.k_layernorm", attention_out="self_attn.out_proj", activation="silu",
+    mlp_in=("feed_forward.w1", "feed_forward.w3"), mlp_out="feed_forward.w2",
+    mixers={"conv": ShortConv()})
 FAMILIES: dict[str, Family] = {
     "llama": Family(),
     "internlm3": Family(),
@@ -124,6 +130,8 @@ FAMILIES: dict[str, Family] = {
     "exaone4": Family(**POST_NORMS, qk_norm="head", window="layer_types",
                       no_rotary="full_if_window"),
     "hunyuan_v1_dense": Family(**HUNYUAN),
+    "lfm2": Family(**LFM2, two_thirds_wide="config.block_auto_adjust_ff_dim",
+                   unused=("full_attn_idxs",)),
     # MoE models
     "qwen3_moe": Family(qk_norm="head", window="all", mixture=Mixture(
         normalised="config.norm_topk_prob")),

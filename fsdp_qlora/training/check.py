@@ -72,10 +72,10 @@ def check_family(
             wrong = {what: value for what, value in differences.items() if not value < CHECK_LIMIT}
             wrong |= {} if weight_error < NF4_ROUNDING else {"weights as read": weight_error}
             if wrong:
-                kinds = sorted(set(map(str, zip(arch.layer_window, arch.layer_rope))))
+                kinds = ", ".join(map(str, dict.fromkeys(arch.layer_kinds)))
                 raise ValueError(
-                    f"{arch.family} with layers {kinds} (window, rotary) and {kind} differs from"
-                    f" transformers {transformers.__version__}: "
+                    f"{arch.family} with {kinds} and {kind} differs from transformers"
+                    f" {transformers.__version__}: "
                     + ", ".join(f"{what} by {value:.1e}" for what, value in wrong.items())
                     + ": please report this")
 
@@ -141,7 +141,7 @@ def plain_model(
         reshard_after_forward=True, bin_tokens=64, recomputed=arch.n_layers * recompute,
         keep_middle=False, hold_weights=recompute, offload_activations=False, offload_params=False,
         expert_ranges=3 if recompute else 1)
-    adapted = {x.name for routed in arch.layer_routed for x in arch.linears(routed)}
+    adapted = {linear.name for linear in arch.all_linears()}
     if kind == "dora":
         adapted -= {linear.name for linear in arch.expert_gate_up + arch.expert_down}
     layouts = make_layouts(arch, adapted if kind else (), config)
