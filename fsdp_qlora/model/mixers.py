@@ -1,4 +1,4 @@
-"""Mixings of tokens other than softmax attention: LFM2's short convolution.
+"""Mixings of tokens other than softmax attention: LFM2's short convolution, the gated delta net.
 
 Which layers have one is in families. None sees across the bounds of documents.
 """
@@ -6,18 +6,22 @@ Which layers have one is in families. None sees across the bounds of documents.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_qlora.model.elementwise import elementwise
-from fsdp_qlora.pretrained.architecture import Architecture, Mixer, ShortConv
+from fsdp_qlora.model.attention import recomputed
+from fsdp_qlora.model.elementwise import elementwise, norm_grad_of, norm_of
+from fsdp_qlora.pretrained.architecture import Architecture, DeltaNet, Mixer, ShortConv
 
 if TYPE_CHECKING:
+    from fsdp_qlora.data.bins import Bin
     from fsdp_qlora.model.layer import LayerWork
     from fsdp_qlora.planner.plan import Plan
 
@@ -124,6 +128,104 @@ def conv_backward(grad: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
     return total.to(grad.dtype)
 
 
+class GatedNorm(torch.autograd.Function):
+    """norm(x) * SiLU(z) of x and z [n, heads, dim]; the norm is "rms" of norm_of(), by head. Keeps
+    x and z; has no gradient of `weight`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, z, weight)
+        ctx.eps = eps
+        return gated_norm_forward(x, z, weight, eps)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *gated_norm_backward(grad, *ctx.saved_tensors, ctx.eps), None, None
+
+
+@elementwise
+def gated_norm_forward(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return (norm_of(x, weight, "rms", eps) * F.silu(z.float())).to(x.dtype)
+
+
+@elementwise
+def gated_norm_backward(
+    grad: Tensor, x: Tensor, z: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The gradients of x and z."""
+    grad32, z32 = grad.float(), z.float()
+    grad_x = norm_grad_of(grad32 * F.silu(z32), x, weight, "rms", eps)
+    grad_z = torch.ops.aten.silu_backward(grad32 * norm_of(x, weight, "rms", eps), z32)
+    return grad_x.to(x.dtype), grad_z.to(z.dtype)
+
+
+# ---- the gated delta rule ----
+
+# Each is a function (query, key, value, g, beta, bin), see DeltaNet, that returns S q
+# [n, value heads, value_dim]. Query and key are [n, key heads, key_dim], of any length, value is
+# [n, value heads, value_dim], g, fp32, and beta are [n, value heads].
+
+CHUNK = 64  # tokens of a document that are computed at once; the state goes from chunk to chunk
+
+
+def document_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, bin: Bin
+) -> Tensor:
+    """In plain torch and in fp32. Only the inputs are kept for backward."""
+    return recomputed(chunked_delta_rule, query, key, value, g, beta, bin.lengths)
+
+
+def chunked_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, lengths: Sequence[int]
+) -> Tensor:
+    """`lengths`: of the documents. With L the decays inside of a chunk and (..) below the diagonal,
+    (1 + beta (K K^T) L) gives from values and keys, times beta, what the chunk's tokens add to the
+    state: that is the delta rule of all of them at once."""
+    n_chunks, slots, firsts = chunks_of(lengths, value.device)
+    dtype, n_heads, repeats = value.dtype, value.shape[1], value.shape[1] // key.shape[1]
+
+    def chunked(x: Tensor) -> Tensor:
+        """[n, heads, dim] as fp32 [chunks, heads, CHUNK, dim]; zeros fill a document's last one."""
+        rows = x.new_zeros(n_chunks * CHUNK, *x.shape[1:], dtype=torch.float32)
+        return rows.index_copy(0, slots, x.float()).unflatten(0, (-1, CHUNK)).transpose(1, 2)
+
+    query, key = (x.float() * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + 1e-6)
+                  for x in (query, key))
+    query = query * query.shape[-1] ** -0.5
+    query, key = (chunked(x.repeat_interleave(repeats, 1)) for x in (query, key))
+    value, g, beta = chunked(value), chunked(g[..., None]), chunked(beta[..., None])
+    decay = g.cumsum(2)  # logarithm of what is left of the state before the chunk
+    between = (decay - decay.transpose(2, 3)).tril()  # [CHUNK, CHUNK]; above it might overflow
+    between = between.exp().tril()
+    below = ((beta * key) @ key.transpose(2, 3) * between).tril(-1)
+    targets = torch.cat([value, key * decay.exp()], -1) * beta
+    solved = torch.linalg.solve_triangular(below, targets, upper=False, unitriangular=True)
+    new, read = solved.split([value.shape[-1], key.shape[-1]], -1)
+    inside = query @ key.transpose(2, 3) * between
+    query = query * decay.exp()
+    key = (key * (decay[:, :, -1:] - decay).exp()).transpose(2, 3)
+    left, outs = decay[:, :, -1:].exp(), []
+    for i, is_first in enumerate(firsts):
+        if is_first:
+            state = value.new_zeros(n_heads, key.shape[2], value.shape[3])
+        added = new[i] - read[i] @ state
+        outs.append(query[i] @ state + inside[i] @ added)
+        state = state * left[i] + key[i] @ added
+    return torch.stack(outs).transpose(1, 2).flatten(0, 1)[slots].to(dtype)
+
+
+def chunks_of(
+    lengths: Sequence[int], device: torch.device
+) -> tuple[int, Tensor, list[bool]]:
+    """Documents of these lengths cut into chunks: how many there are, where each token is in all of
+    them [n], and whether a chunk is the first of its document."""
+    counts = [math.ceil(n / CHUNK) for n in lengths]
+    firsts = [i == 0 for count in counts for i in range(count)]
+    starts = itertools.accumulate(counts, initial=0)
+    slots = torch.cat([CHUNK * start + torch.arange(n) for start, n in zip(starts, lengths)])
+    return sum(counts), slots.to(device), firsts
+
+
 # ---- mixings ----
 
 
@@ -136,6 +238,36 @@ def short_conv(work: LayerWork, projected: Tensor, mixer: ShortConv) -> Tensor:
     return c * conv
 
 
+def delta_net(work: LayerWork, projected: Tensor, mixer: DeltaNet) -> Tensor:
+    """The gated delta net, see DeltaNet."""
+    tensors = {name.removeprefix("linear_attn."): tensor
+               for name, tensor in work.layer.small_tensors.items()}
+    parts, positions = delta_parts(projected, mixer), work.bin.position_ids
+    weights = tensors["conv1d.weight"].split([mixer.widths[x] for x in "qkv"])
+    query, key, value = (
+        CausalConv.apply(parts[x], weight, None, positions, True).unflatten(1, (heads, -1))
+        for x, weight, heads in zip(
+            "qkv", weights, (mixer.key_heads, mixer.key_heads, mixer.value_heads)))
+    beta = parts["b"].sigmoid() * (2 if mixer.double_beta else 1)
+    g = -tensors["A_log"].float().exp() * F.softplus(parts["a"].float() + tensors["dt_bias"])
+    out = work.bin.kernels["delta_rule"](query, key, value, g, beta, work.bin)
+    z, weight = parts["z"].unflatten(1, (mixer.value_heads, -1)), tensors[f"{mixer.norm}.weight"]
+    mixed: Tensor = GatedNorm.apply(out, z, weight, mixer.norm_eps)
+    return mixed.flatten(1)
+
+
+def delta_parts(projected: Tensor, mixer: DeltaNet) -> dict[str, Tensor]:
+    """{q, k, v, z, b, a: [n, width]} of what the linears give."""
+    groups, parts, first = mixer.key_heads if mixer.by_key_head else 1, {}, 0
+    for _, names in mixer.inputs:
+        widths = [mixer.widths[name] for name in names]
+        columns = projected[:, first : first + sum(widths)].unflatten(1, (groups, -1))
+        for name, part in zip(names, columns.split([width // groups for width in widths], 2)):
+            parts[name] = part.flatten(1)
+        first += sum(widths)
+    return parts
+
+
 @dataclasses.dataclass(frozen=True)
 class RecordedFunction:
     """A function (work, projected [n, widths], mixer) -> what out reads [n, width], under autograd;
@@ -146,7 +278,23 @@ class RecordedFunction:
     live_values: Callable[[Any, int], int]  # alive at once in its backward, besides
 
 
+def delta_kept_values(mixer: DeltaNet, hidden: int) -> int:
+    """What is projected; query, key, value and the like as the rule reads them; what it gives, and
+    that after norm and gate."""
+    widths = mixer.widths
+    return (sum(widths.values()) + sum(widths[x] for x in "qkv") + 2 * widths["v"]
+            + (CHUNK + 4) * mixer.value_heads)
+
+
+def delta_live_values(mixer: DeltaNet, hidden: int) -> int:
+    """Gradients of all that, and fla's states."""
+    states = mixer.value_heads * mixer.key_dim * mixer.value_dim // CHUNK
+    of_heads = mixer.value_heads * mixer.key_dim
+    return 2 * sum(mixer.widths.values()) + 4 * of_heads + 3 * mixer.widths["v"] + 2 * states
+
+
 MIXINGS: dict[type, RecordedFunction] = {
-    # kept: projected, b * x and conv's result; the products' inputs are views
+    # kept: projected, b * x, conv's result and that times c
     ShortConv: RecordedFunction(
-        short_conv, lambda mixer, hidden: 6 * hidden, lambda mixer, hidden: 7 * hidden)}
+        short_conv, lambda mixer, hidden: 6 * hidden, lambda mixer, hidden: 7 * hidden),
+    DeltaNet: RecordedFunction(delta_net, delta_kept_values, delta_live_values)}

@@ -87,7 +87,55 @@ class ShortConv:
         return {"conv.conv.weight": (hidden, 1, self.kernel)} | bias
 
 
-Mixer = ShortConv  # of tokens, other than softmax attention
+@dataclasses.dataclass(frozen=True)
+class DeltaNet:
+    """The gated delta net of Qwen3-Next and Qwen3.5. "config.x" means the same as in Family.
+
+    Its linears give query and key [key heads, key_dim], value and z [value heads, value_dim], b and
+    a [value heads]. Query, key and value go through a convolution of `kernel` tokens and SiLU; each
+    key head serves as many value heads as come to it. A value head's state S [key_dim, value_dim]
+    becomes S exp(g) + beta k (v - S exp(g) k), with k of length 1, beta the sigmoid of b and
+    g = -exp(A_log) softplus(a + dt_bias). out reads norm(S q) SiLU(z), with q of length
+    key_dim ** -0.5.
+    """
+
+    key_heads: int | FromConfig = "config.linear_num_key_heads"
+    value_heads: int | FromConfig = "config.linear_num_value_heads"
+    key_dim: int | FromConfig = "config.linear_key_head_dim"
+    value_dim: int | FromConfig = "config.linear_value_head_dim"
+    kernel: int | FromConfig = "config.linear_conv_kernel_dim"
+    # (name of a linear, which of q, k, v, z, b and a it gives)
+    inputs: tuple[tuple[str, str], ...] = (
+        ("in_proj_qkv", "qkv"), ("in_proj_z", "z"), ("in_proj_b", "b"), ("in_proj_a", "a"))
+    out: str = "out_proj"
+    norm: str = "norm"
+    norm_eps: float | FromConfig = "config.rms_norm_eps"
+    by_key_head: bool = False  # a linear's outputs are those of the first key head, the second, ..
+    double_beta: bool | FromConfig = False
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """Of q, k, v, z, b and a."""
+        keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
+        return {"q": keys, "k": keys, "v": values, "z": values,
+                "b": self.value_heads, "a": self.value_heads}
+
+    def linears(self, hidden: int) -> tuple[list[Linear], list[Linear]]:
+        """The linears that read its input, and those that give its output."""
+        widths = self.widths
+        return ([Linear(f"linear_attn.{name}", sum(widths[x] for x in parts), hidden, False)
+                 for name, parts in self.inputs],
+                [Linear(f"linear_attn.{self.out}", hidden, widths["v"], False)])
+
+    def tensors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """{name below the layer: shape} of what it has besides its linears."""
+        n_channels = sum(self.widths[x] for x in "qkv")
+        shapes = {"conv1d.weight": (n_channels, 1, self.kernel), "A_log": (self.value_heads,),
+                  "dt_bias": (self.value_heads,), f"{self.norm}.weight": (self.value_dim,)}
+        return {f"linear_attn.{name}": shape for name, shape in shapes.items()}
+
+
+Mixer = ShortConv | DeltaNet  # of tokens, other than softmax attention
 
 
 class LayerKind(NamedTuple):

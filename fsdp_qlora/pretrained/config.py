@@ -17,7 +17,8 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fsdp_qlora.pretrained.architecture import (
-    ACTIVATIONS, LAYER_TYPES, Architecture, AttentionGate, Family, Linear, Mixture, ShortConv)
+    ACTIVATIONS, LAYER_TYPES, Architecture, AttentionGate, DeltaNet, Family, Linear, Mixture,
+    ShortConv)
 from fsdp_qlora.pretrained.families import FAMILIES, MULTIMODAL
 from fsdp_qlora.quant.nf4 import BLOCK
 
@@ -42,7 +43,7 @@ KNOWN_FIELDS = set("""vocab_size hidden_size intermediate_size num_hidden_layers
     """.split())
 
 
-AnyRecord = TypeVar("AnyRecord", Family, Mixture, AttentionGate, ShortConv)
+AnyRecord = TypeVar("AnyRecord", Family, Mixture, AttentionGate, ShortConv, DeltaNet)
 
 
 def text_config(model_config: PreTrainedConfig) -> PreTrainedConfig:
