@@ -358,6 +358,8 @@ def shrinking_changes(
         ("if declared", {"use_cache": False, "return_dict": True, "output_attentions": False,
                          "output_hidden_states": False}),
         *expert_changes(arch, c),
+        ("if declared", {"linear_num_key_heads": 2, "linear_num_value_heads": 4,
+                         "linear_key_head_dim": 16, "linear_value_head_dim": 32}),
         # key-value heads: one, as many as heads, or a number between
         ("always", {"num_attention_heads": 4,
                     "num_key_value_heads": {1: 1, arch.n_heads: 4}.get(arch.n_kv_heads, 2)}),

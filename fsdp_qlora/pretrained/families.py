@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdp_qlora.pretrained.architecture import AttentionGate, Family, Mixture, ShortConv
+from fsdp_qlora.pretrained.architecture import (
+    AttentionGate, DeltaNet, Family, Mixture, ShortConv)
 
 SHAPES: dict[str, dict[str, Any]] = {  # what --random_weights knows without a config.json
     name: dict(
@@ -64,6 +65,8 @@ LFM2: dict[str, Any] = dict(
     k_norm="self_attn.k_layernorm", attention_out="self_attn.out_proj", activation="silu",
     mlp_in=("feed_forward.w1", "feed_forward.w3"), mlp_out="feed_forward.w2",
     mixers={"conv": ShortConv()})
+QWEN3_NEXT: dict[str, Any] = dict(
+    norm="rms_plus_one", qk_norm="head", partial_rotary=True, attention_gate=AttentionGate())
 FAMILIES: dict[str, Family] = {
     "llama": Family(),
     "internlm3": Family(),
@@ -132,6 +135,7 @@ FAMILIES: dict[str, Family] = {
     "hunyuan_v1_dense": Family(**HUNYUAN),
     "lfm2": Family(**LFM2, two_thirds_wide="config.block_auto_adjust_ff_dim",
                    unused=("full_attn_idxs",)),
+    "qwen3_5_text": Family(**QWEN3_NEXT, mixers={"linear_attention": DeltaNet()}),
     # MoE models
     "qwen3_moe": Family(qk_norm="head", window="all", mixture=Mixture(
         normalised="config.norm_topk_prob")),
