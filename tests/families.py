@@ -381,6 +381,28 @@ TINY = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
     ),
+    "laguna": tiny(
+        "laguna",
+        head_dim=32,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=48,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_routed_scaling_factor=2.5,
+        sliding_window=7,
+        layer_types=MIXED,
+        num_attention_heads_per_layer=[6, 4, 6],
+        rope_parameters={
+            "full_attention": YARN | dict(partial_rotary_factor=0.5),
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+    "laguna_elements": tiny(
+        "laguna",
+        moe_intermediate_size=32,
+        num_experts=8,
+        gating="per-element",
+    ),
     "afmoe": tiny(
         "afmoe",
         head_dim=24,

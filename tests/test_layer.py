@@ -28,6 +28,7 @@ from fsdp_qlora.model import linears
 from fsdp_qlora.model import mixing
 from fsdp_qlora.model import mlp
 from fsdp_qlora.lora.adapter import choose_adapted
+from fsdp_qlora.pretrained.architecture import AttentionGate
 from fsdp_qlora.training.check import (
     check_family, plain_run, random_reference, read_weights, text_model)
 from fsdp_qlora.data.bins import make_bin
@@ -212,6 +213,41 @@ def assert_equal(kept, monkeypatch, name, **settings):
     for name in TINY for kept in KEPT])  # fmt: skip
 def test_every_family_equals_transformers_and_peft(name, kept, monkeypatch):
     assert_equal(kept, monkeypatch, name)
+
+
+@pytest.mark.parametrize("linear", ["self_attn.gate", None])
+@pytest.mark.parametrize("per_head, activation", [(True, "sigmoid"), (False, "softplus")])
+def test_gate_of_attention_equals_autograd(linear, per_head, activation):
+    """Also where each head's gate follows its query, as in Qwen3.5."""
+    per_head = per_head and linear is not None
+    arch = dataclasses.replace(describe_model(TINY["qwen3"](VOCABULARY)), qk_norm=None,
+                               attention_gate=AttentionGate(linear, per_head, activation))
+    generator, (heads, kv_heads, d) = torch.Generator().manual_seed(0), (4, 2, arch.head_dim)
+    n_gates = heads if per_head else heads * d
+    projected = torch.randn(9, (heads + 2 * kv_heads) * d + n_gates, generator=generator)
+    assert projected.shape[1] == sum(x.out_features for x in arch.attention_linears()[0])
+    leaf, factor = projected.clone().requires_grad_(), {"sigmoid": torch.sigmoid,
+                                                         "softplus": F.softplus}[activation]
+    if linear:
+        query, key, value, gates = leaf.split([heads * d, kv_heads * d, kv_heads * d, n_gates], 1)
+        gates = gates.view(9, heads, -1)
+    else:
+        query, key, value = leaf.split([2 * heads * d, kv_heads * d, kv_heads * d], 1)
+        query, gates = query.view(9, heads, 2 * d).split(d, 2)
+    want = query.reshape(9, heads, d) * factor(gates)
+    grad = torch.randn(9, heads * d, generator=generator)
+    grads_kv = torch.randn(2, 9, kv_heads, d, generator=generator)
+    others = torch.stack([x.reshape(9, kv_heads, d) for x in (key, value)])
+    torch.autograd.backward([want.flatten(1), others], [grad, grads_kv])
+    query, _, _, gates = attention.split_projected(arch, projected)
+    got = attention.gate_heads(query, gates, activation)
+    torch.testing.assert_close(got, want.detach().flatten(1))
+    grad_query, grad_gates = attention.gate_heads_backward(
+        grad.view(9, heads, d), query, gates, activation)
+    no_rotary = None, None, None, None, None
+    got = attention.rotate_backward(
+        grad_query, *grads_kv, grad_gates, projected, *no_rotary, arch)
+    torch.testing.assert_close(got, leaf.grad)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "glm4"])

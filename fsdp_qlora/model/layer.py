@@ -142,7 +142,8 @@ def _make_layout(
         for site, linears in enumerate(arch.fused_groups(kind))]
     inputs, out, *mlp = fused
     rank, counts = config.lora_rank, allocator.counts
-    mixing: AttentionMixing | RecordedMixing = AttentionMixing(arch, kind.window, kind.rope)
+    mixing: AttentionMixing | RecordedMixing = AttentionMixing(
+        arch.of_kind(kind), kind.window, kind.rope)
     if kind.mixer:
         mixing = RecordedMixing(arch.mixers[kind.mixer], arch)
     return Layout(

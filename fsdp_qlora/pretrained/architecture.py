@@ -145,6 +145,7 @@ class LayerKind(NamedTuple):
     rope: int | None  # index of Architecture.ropes; None: no rotary
     mixer: str | None  # key of Architecture.mixers; None: softmax attention
     routed: bool  # whether it has experts
+    heads: int  # of queries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,6 +169,7 @@ class Family:
     qkv_bias: bool | FromConfig = "config.attention_bias"
     out_bias: bool | FromConfig = "config.attention_bias"
     mlp_bias: bool | FromConfig = "config.mlp_bias"
+    heads_by_layer: FromConfig = None  # a list of the config, instead of num_attention_heads
     one_qkv: bool = False  # one linear "qkv_proj"
     attention_out: str = "self_attn.o_proj"
     gated: bool = True  # the MLP's last linear reads act(gate) * up; else act(up)
@@ -238,8 +240,6 @@ class Architecture(Family):
     n_kv_heads: int
     head_dim: int
     vocab_size: int
-    qkv: list[Linear]  # their outputs, concatenated, are q, k, v and perhaps attention's gates
-    out: list[Linear]
     gate_up: list[Linear]  # their outputs, concatenated, are gate, up (without a gate: up); of
     #                        layers without experts
     down: list[Linear]
@@ -247,12 +247,12 @@ class Architecture(Family):
     shared_down: list[Linear]
     expert_gate_up: list[Linear]  # of expert 0, expert 1, ..
     expert_down: list[Linear]
-    rotary_dim: int  # the first dimensions of a head that are rotated
     ropes: list[dict[str, Any]]  # settings for rope_frequencies, one for each kind of rotary
-    layer_rope: list[int | None]  # of each layer, see LayerKind; so the three after it
+    layer_rope: list[int | None]  # of each layer, see LayerKind; so the four after it
     layer_window: list[int | None]
     layer_mixer: list[str | None]
     layer_routed: list[bool]
+    layer_heads: list[int]
     tied: bool
     module_prefix: str  # module = module_prefix + f"layers.{i}." + name
     checkpoint_prefixes: list[str]  # the same in files; tried in turn
@@ -262,11 +262,32 @@ class Architecture(Family):
     def layer_kinds(self) -> list[LayerKind]:
         """Of each layer."""
         return [LayerKind(*kind) for kind in zip(
-            self.layer_window, self.layer_rope, self.layer_mixer, self.layer_routed)]
+            self.layer_window, self.layer_rope, self.layer_mixer, self.layer_routed,
+            self.layer_heads)]
+
+    def of_kind(self, kind: LayerKind) -> Architecture:
+        """The same with this kind's number of heads."""
+        return self if kind.heads == self.n_heads else dataclasses.replace(
+            self, n_heads=kind.heads)
+
+    def attention_linears(self) -> tuple[list[Linear], list[Linear]]:
+        """Those whose outputs, concatenated, are q, k, v and perhaps attention's gates; and those
+        that give its output."""
+        width, kv_width = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+        widths = {"q_proj": width, "k_proj": kv_width, "v_proj": kv_width}
+        if self.one_qkv:
+            widths = {"qkv_proj": sum(widths.values())}
+        if gate := self.attention_gate:
+            name = gate.linear or "q_proj"
+            n_gates = self.n_heads if gate.per_head in (True, "per-head") else width
+            widths[name] = widths.get(name, 0) + n_gates
+        return ([Linear(f"self_attn.{name}", n, self.hidden_size, self.qkv_bias)
+                 for name, n in widths.items()],
+                [Linear(self.attention_out, self.hidden_size, width, self.out_bias)])
 
     def fused_groups(self, kind: LayerKind) -> tuple[list[Linear], ...]:
         """The Linears of a layer: a list for each input that they read."""
-        mixing, mlp = (self.qkv, self.out), (self.gate_up, self.down)
+        mixing, mlp = self.of_kind(kind).attention_linears(), (self.gate_up, self.down)
         if kind.mixer:
             mixing = self.mixers[kind.mixer].linears(self.hidden_size)
         if kind.routed:
@@ -314,12 +335,12 @@ class Architecture(Family):
         shapes: dict[str, tuple[int, ...]] = {
             f"{name}.{part}": (self.hidden_size,) for name in norms if name for part in parts}
         if self.qk_norm and self.qk_norm != "without weight" and not kind.mixer:
-            for name, heads in ((self.q_norm, self.n_heads), (self.k_norm, self.n_kv_heads)):
+            for name, heads in ((self.q_norm, kind.heads), (self.k_norm, self.n_kv_heads)):
                 shapes[f"{name}.weight"] = {
                     "head": (self.head_dim,), "heads": (heads, self.head_dim),
                     "full": (heads * self.head_dim,)}[self.qk_norm]
         if self.sinks and not kind.mixer:
-            shapes["self_attn.sinks"] = (self.n_heads,)
+            shapes["self_attn.sinks"] = (kind.heads,)
         if self.activation == "xielu":
             shapes |= {f"{XIELU}.{part}": shape for part, shape in XIELU_SHAPES.items()}
         linears = self.linears(kind)
@@ -346,6 +367,11 @@ class Architecture(Family):
             if mixture.shared_gate:
                 shapes[f"{mixture.shared_gate}.weight"] = 1, self.hidden_size
         return shapes
+
+
+def rotary_dim(rope: dict[str, Any], head_dim: int) -> int:
+    """How many of the first dimensions of a head such rope_parameters rotate."""
+    return int(head_dim * (rope.get("partial_rotary_factor") or 1.0))
 
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}

@@ -18,7 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fsdp_qlora.pretrained.architecture import (
     ACTIVATIONS, LAYER_TYPES, Architecture, AttentionGate, DeltaNet, Family, Linear, Mixture,
-    ShortConv)
+    ShortConv, rotary_dim)
 from fsdp_qlora.pretrained.families import FAMILIES, MULTIMODAL
 from fsdp_qlora.quant.nf4 import BLOCK
 
@@ -34,9 +34,9 @@ ROPE_KEYS = set("""rope_type type rope_theta factor partial_rotary_factor alpha 
 KNOWN_FIELDS = set("""vocab_size hidden_size intermediate_size num_hidden_layers head_dim dtype
     num_attention_heads num_key_value_heads tie_word_embeddings rope_parameters layer_types
     sliding_window use_sliding_window max_window_layers sliding_window_pattern no_rope_layers
-    no_rope_layer_interval layer_rope_theta max_position_embeddings original_max_position_embeddings use_cache
-    initializer_range pad_token_id bos_token_id eos_token_id eod_token_id transformers_version
-    architectures output_hidden_states return_dict id2label label2id problem_type
+    no_rope_layer_interval layer_rope_theta max_position_embeddings
+    original_max_position_embeddings use_cache initializer_range pad_token_id bos_token_id eos_token_id
+    eod_token_id transformers_version architectures output_hidden_states return_dict id2label label2id problem_type
     pretraining_tp mlp_only_layers mlp_layer_types decoder_sparse_step moe_layer_interval
     moe_layer_end_index router_aux_loss_coef output_router_logits num_mtp_layers
     block_multiple_of block_ffn_dim_multiplier
@@ -96,8 +96,10 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
         raise ValueError(f"the config of {c.model_type} has no {name}: its record in families.py"
                          " needs another intermediate_size")
     heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
-    if heads % kv_heads:
-        raise ValueError(f"{heads} attention heads are no multiple of {kv_heads} key-value heads")
+    by_layer = list(getattr(c, record.heads_by_layer.removeprefix("config."))
+                    if record.heads_by_layer else [heads] * c.num_hidden_layers)
+    if odd := [n for n in (heads, *by_layer) if n % kv_heads]:
+        raise ValueError(f"{odd[0]} attention heads are no multiple of {kv_heads} key-value heads")
     head_dim = getattr(c, "head_dim", None) or hidden // heads
     values.update(describe_positions(c, family, head_dim))
     if not (family.qk_norm and family.qk_norm_if):
@@ -122,8 +124,7 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
     return Architecture(
         **values, family=c.model_type, n_layers=c.num_hidden_layers, hidden_size=hidden,
         n_heads=heads, n_kv_heads=kv_heads, head_dim=head_dim, vocab_size=c.vocab_size,
-        qkv=describe_qkv(family, hidden, heads, kv_heads, head_dim),
-        out=[Linear(family.attention_out, hidden, heads * head_dim, family.out_bias)],
+        layer_heads=by_layer,
         gate_up=[Linear(name, n_in, hidden, family.mlp_bias) for name in family.mlp_in],
         down=[Linear(family.mlp_out, hidden, inner, family.mlp_bias)],
         # mistral3's outer flag is True by default, though released models are not tied; Qwen3-VL's
@@ -131,21 +132,6 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
         tied=getattr(c, "tie_word_embeddings", True) and model_config.tie_word_embeddings,
         module_prefix=prefixes[0], checkpoint_prefixes=prefixes,
         head_names=["lm_head.weight", "language_model.lm_head.weight"][: len(prefixes)])
-
-
-def describe_qkv(
-    family: Family, hidden: int, heads: int, kv_heads: int, head_dim: int,
-) -> list[Linear]:
-    """The linears that read attention's input."""
-    widths = {"q_proj": heads * head_dim, "k_proj": kv_heads * head_dim,
-              "v_proj": kv_heads * head_dim}
-    if family.one_qkv:
-        widths = {"qkv_proj": sum(widths.values())}
-    if gate := family.attention_gate:
-        name = gate.linear or "q_proj"
-        n_gates = heads if gate.per_head in (True, "per-head") else heads * head_dim
-        widths[name] = widths.get(name, 0) + n_gates
-    return [Linear(f"self_attn.{name}", n, hidden, family.qkv_bias) for name, n in widths.items()]
 
 
 def mlp_width(c: PreTrainedConfig, family: Family) -> int | None:
@@ -238,7 +224,7 @@ def describe_positions(c: PreTrainedConfig, family: Family, head_dim: int) -> di
                          f" use_sliding_window={used}")
     rotated = [family.rotary_if in (True, "rope")] * n_layers
     if family.no_rotary in ("no_rope_layers", "layer_rope_theta"):
-        rotated = getattr(c, family.no_rotary)
+        rotated = [bool(marked) for marked in getattr(c, family.no_rotary)]
     if family.no_rotary == "full" or family.no_rotary == "full_if_window" and window is not None:
         rotated = slides
     ropes, layer_rope = [], []
@@ -257,13 +243,12 @@ def describe_positions(c: PreTrainedConfig, family: Family, head_dim: int) -> di
         if rope not in ropes:
             ropes.append(rope)
         layer_rope.append(ropes.index(rope) if rotates else None)
-    part = ropes[0].get("partial_rotary_factor") or 1.0
-    if len({x.get("partial_rotary_factor") for x in ropes}) > 1 or int(head_dim * part) % 2 \
-            or part != 1.0 and not family.partial_rotary:
-        raise ValueError(f"partial_rotary_factor={part} of {head_dim} dimensions is not supported")
+    for dim in (rotary_dim(rope, head_dim) for rope in ropes):
+        if dim % 2 or dim != head_dim and not family.partial_rotary:
+            raise ValueError(f"rotary embedding of {dim} of {head_dim} dimensions is not supported")
     temperature = family.query_temperature and (
         ropes[0]["llama_4_scaling_beta"], ropes[0]["original_max_position_embeddings"])
-    return dict(rotary_dim=int(head_dim * part), ropes=ropes, layer_rope=layer_rope,
+    return dict(ropes=ropes, layer_rope=layer_rope,
                 layer_window=[window if slide else None for slide in slides],
                 layer_mixer=[kind if kind in family.mixers else None for kind in kinds],
                 query_temperature=temperature)
@@ -289,11 +274,12 @@ def rope_frequencies(
     """(fp32 [rotary_dim / 2] inverse frequencies, factor on cos and sin) of one of arch.ropes; for
     longrope [2, rotary_dim / 2], for short documents and for long ones. max_seq_len chooses the
     base of "dynamic" once, for all batches."""
+    dim = rotary_dim(rope, arch.head_dim)
     if rope["rope_type"] == "default":
-        exponents = torch.arange(0, arch.rotary_dim, 2, dtype=torch.float) / arch.rotary_dim
+        exponents = torch.arange(0, dim, 2, dtype=torch.float) / dim
         return 1.0 / rope["rope_theta"] ** exponents, 1.0
     view = types.SimpleNamespace(
-        rope_parameters=rope | {"partial_rotary_factor": 1.0}, head_dim=arch.rotary_dim,
+        rope_parameters=rope | {"partial_rotary_factor": 1.0}, head_dim=dim,
         hidden_size=arch.hidden_size, num_attention_heads=arch.n_heads,
         max_position_embeddings=text_config(model_config).max_position_embeddings,
         standardize_rope_params=lambda: None)
@@ -339,7 +325,8 @@ def shrinking_changes(
                   for name in (record.intermediate_size, record.norm_eps))
     heads_width = arch.n_heads * arch.head_dim
     per_layer = {name: getattr(c, name, None)
-                 for name in ("layer_types", "no_rope_layers", "layer_rope_theta", "mlp_layer_types")}
+                 for name in ("layer_types", "no_rope_layers", "layer_rope_theta",
+                              "mlp_layer_types", "num_attention_heads_per_layer")}
     kinds = list(zip(*filter(None, per_layer.values()))) or [()]
     differences = [sum(x != y for x, y in zip(kind, kinds[0])) for kind in kinds]
     other = differences.index(max(differences))
@@ -361,6 +348,8 @@ def shrinking_changes(
         ("if declared", {"linear_num_key_heads": 2, "linear_num_value_heads": 4,
                          "linear_key_head_dim": 16, "linear_value_head_dim": 32}),
         # key-value heads: one, as many as heads, or a number between
+        ("if used", {"num_attention_heads_per_layer": [
+            4 if n == arch.n_heads else 8 for n in (arch.layer_heads[0], arch.layer_heads[other])]}),
         ("always", {"num_attention_heads": 4,
                     "num_key_value_heads": {1: 1, arch.n_heads: 4}.get(arch.n_kv_heads, 2)}),
         # whole blocks of 64 weights: bitsandbytes on a CPU dequantises others wrongly. 4 heads of
@@ -403,4 +392,4 @@ def shrink_rope(c: PreTrainedConfig, rope: dict[str, Any], arch: Architecture) -
     if hasattr(c, "original_max_position_embeddings"):
         c.original_max_position_embeddings = 20
     for name in {"short_factor", "long_factor"} & rope.keys():
-        rope[name] = rope[name][: arch.rotary_dim * 8 // arch.head_dim]
+        rope[name] = rope[name][: rotary_dim(rope, 16) // 2]

@@ -183,6 +183,15 @@ FAMILIES: dict[str, Family] = {
                          normalised="config.norm_topk_prob")),
     "qwen3_vl_moe_text": Family(qk_norm="head", mixture=Mixture()),
     # a bias would be of q_proj alone, not of the gate's linear
+    "laguna": Family(
+        qkv_bias=False, out_bias=False, qk_norm="head", window="layer_types", partial_rotary=True,
+        ropes_by_layer_type=True, heads_by_layer="config.num_attention_heads_per_layer",
+        attention_gate=AttentionGate("g_proj", "config.gating", "softplus"), mixture=Mixture(
+            shared_size="config.shared_expert_intermediate_size", shared="mlp.shared_experts",
+            scores="sigmoid", correction="mlp.gate.e_score_correction_bias",
+            scale="config.moe_routed_scaling_factor",
+            renames=(("mlp.shared_experts.", "mlp.shared_expert."),
+                     ("mlp.gate.e_score", "mlp.experts.e_score")))),
     "afmoe": Family(
         norm="rms_fp32", qkv_bias=False, out_bias=False, qk_norm="head", window="layer_types",
         no_rotary="full", attention_gate=AttentionGate("gate_proj"),
