@@ -228,6 +228,17 @@ TINY = {
     "granite4_nope": tiny(
         "granitemoehybrid", None, attention_bias=True, tie_word_embeddings=True, **GRANITE4
     ),
+    "granite4_h": tiny(
+        "granitemoehybrid",
+        None,
+        **GRANITE4
+        | dict(
+            layer_types=["mamba", "attention", "mamba"],
+            mamba_n_heads=4,
+            mamba_d_state=16,
+            mamba_n_groups=2,
+        ),
+    ),
     "cohere": tiny("cohere", None, logit_scale=0.25),
     "cohere_qk_norm": tiny("cohere", None, use_qk_norm=True, attention_bias=True),
     "cohere2": tiny("cohere2", None, sliding_window=7, layer_types=MIXED, logit_scale=0.25),

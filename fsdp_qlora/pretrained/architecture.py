@@ -135,7 +135,53 @@ class DeltaNet:
         return {f"linear_attn.{name}": shape for name, shape in shapes.items()}
 
 
-Mixer = ShortConv | DeltaNet  # of tokens, other than softmax attention
+@dataclasses.dataclass(frozen=True)
+class Mamba2:
+    """Mamba-2. "config.x" means the same as in Family.
+
+    in_proj gives z and x [heads, head_dim], B and C [groups, state] and dt [heads]. x, B and C go
+    through a convolution of `kernel` tokens and SiLU; each group serves as many heads as come to
+    it. With step = softplus(dt + dt_bias), inside of step_limits and not below min_step, a head's
+    state S [state, head_dim] becomes S exp(-exp(A_log) step) + B (step x). out_proj reads
+    norm((C S + D x) SiLU(z)) with the norm by group.
+    """
+
+    heads: int | FromConfig = "config.mamba_n_heads"
+    head_dim: int | FromConfig = "config.mamba_d_head"
+    groups: int | FromConfig = "config.mamba_n_groups"
+    state: int | FromConfig = "config.mamba_d_state"
+    kernel: int | FromConfig = "config.mamba_d_conv"
+    conv_bias: bool | FromConfig = "config.mamba_conv_bias"
+    in_bias: bool | FromConfig = "config.mamba_proj_bias"
+    out_bias: bool | FromConfig = "config.mamba_proj_bias"
+    step_limits: FromConfig = "config.time_step_limit"
+    min_step: float | FromConfig = 0.0
+    norm_eps: float | FromConfig = "config.rms_norm_eps"
+    stem: str = "mamba"  # its name in a layer
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """Of what in_proj gives."""
+        inner, states = self.heads * self.head_dim, self.groups * self.state
+        return {"z": inner, "x": inner, "B": states, "C": states, "dt": self.heads}
+
+    def linears(self, hidden: int) -> tuple[list[Linear], list[Linear]]:
+        """The linears that read its input, and those that give its output."""
+        widths = self.widths
+        return ([Linear(f"{self.stem}.in_proj", sum(widths.values()), hidden, self.in_bias)],
+                [Linear(f"{self.stem}.out_proj", hidden, widths["x"], self.out_bias)])
+
+    def tensors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """{name below the layer: shape} of what it has besides its linears."""
+        n_channels = sum(self.widths[part] for part in ("x", "B", "C"))
+        shapes: dict[str, tuple[int, ...]] = {
+            "conv1d.weight": (n_channels, 1, self.kernel), "A_log": (self.heads,),
+            "dt_bias": (self.heads,), "D": (self.heads,), "norm.weight": (self.widths["x"],)}
+        shapes |= {"conv1d.bias": (n_channels,)} if self.conv_bias else {}
+        return {f"{self.stem}.{name}": shape for name, shape in shapes.items()}
+
+
+Mixer = ShortConv | DeltaNet | Mamba2  # of tokens, other than softmax attention
 
 
 class LayerKind(NamedTuple):

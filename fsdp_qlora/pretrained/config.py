@@ -17,8 +17,8 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fsdp_qlora.pretrained.architecture import (
-    ACTIVATIONS, LAYER_TYPES, Architecture, AttentionGate, DeltaNet, Family, Linear, Mixture,
-    ShortConv, rotary_dim)
+    ACTIVATIONS, LAYER_TYPES, Architecture, AttentionGate, DeltaNet, Family, Linear, Mamba2,
+    Mixture, ShortConv, rotary_dim)
 from fsdp_qlora.pretrained.families import FAMILIES, MULTIMODAL
 from fsdp_qlora.quant.nf4 import BLOCK
 
@@ -43,7 +43,7 @@ KNOWN_FIELDS = set("""vocab_size hidden_size intermediate_size num_hidden_layers
     """.split())
 
 
-AnyRecord = TypeVar("AnyRecord", Family, Mixture, AttentionGate, ShortConv, DeltaNet)
+AnyRecord = TypeVar("AnyRecord", Family, Mixture, AttentionGate, ShortConv, DeltaNet, Mamba2)
 
 
 def text_config(model_config: PreTrainedConfig) -> PreTrainedConfig:
@@ -347,6 +347,7 @@ def shrinking_changes(
         *expert_changes(arch, c),
         ("if declared", {"linear_num_key_heads": 2, "linear_num_value_heads": 4,
                          "linear_key_head_dim": 16, "linear_value_head_dim": 32}),
+        *mamba_changes(arch, c),
         # key-value heads: one, as many as heads, or a number between
         ("if used", {"num_attention_heads_per_layer": [
             4 if n == arch.n_heads else 8 for n in (arch.layer_heads[0], arch.layer_heads[other])]}),
@@ -381,6 +382,17 @@ def expert_changes(arch: Architecture, c: PreTrainedConfig) -> list[tuple[str, d
         ("if used", {"mlp_only_layers": [0]}),
         ("if used", {"decoder_sparse_step": min(2, getattr(c, "decoder_sparse_step", 1))}),
         ("if declared", {"moe_layer_end_index": 1})]
+
+
+def mamba_changes(arch: Architecture, c: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
+    """The rows of shrinking_changes() for Mamba-2: 4 heads, of whole blocks of 64 weights."""
+    record = next((x for x in FAMILIES[arch.family].mixers.values() if isinstance(x, Mamba2)), None)
+    if not record:
+        return []
+    sizes = {"heads": 4, "head_dim": 32, "groups": min(2, getattr(
+        c, record.groups.removeprefix("config."))), "state": 16}
+    fields = {str(getattr(record, key)).removeprefix("config."): n for key, n in sizes.items()}
+    return [("always", fields), ("if declared", {"mamba_expand": 2, "mamba_d_ssm": 128})]
 
 
 def shrink_rope(c: PreTrainedConfig, rope: dict[str, Any], arch: Architecture) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from fsdp_qlora.pretrained.architecture import (
-    AttentionGate, DeltaNet, Family, Mixture, ShortConv)
+    AttentionGate, DeltaNet, Family, Mamba2, Mixture, ShortConv)
 
 SHAPES: dict[str, dict[str, Any]] = {  # what --random_weights knows without a config.json
     name: dict(
@@ -110,11 +110,10 @@ FAMILIES: dict[str, Family] = {
     "granitemoehybrid": Family(
         **GRANITE, logits_divisor="config.logits_scaling", mlp_in=("shared_mlp.input_linear",),
         mlp_out="shared_mlp.output_linear", intermediate_size="config.shared_intermediate_size",
-        rotary_if="config.position_embedding_type", must_be={"num_local_experts": 0},
+        rotary_if="config.position_embedding_type", mixers={"linear_attention": Mamba2()},
+        must_be={"num_local_experts": 0},
         unused=("num_experts_per_tok", "output_router_logits", "router_aux_loss_coef",
-                "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv",
-                "mamba_expand", "mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias",
-                "time_step_limit")),
+                "mamba_expand", "mamba_chunk_size")),
     "hyperclovax": Family(**GRANITE, logits_multiplier="config.logits_scaling",
                           attention_post_norm="post_norm1", mlp_post_norm="post_norm2",
                           post_norm_if="config.use_post_norm"),
