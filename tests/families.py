@@ -323,6 +323,19 @@ TINY = {
         residual_multiplier=0.4,
         logits_scaling=2.0,
     ),
+    "granite4_h_moe": tiny(
+        "granitemoehybrid",
+        None,
+        **GRANITE4
+        | dict(
+            layer_types=["mamba", "attention", "mamba"],
+            mamba_n_heads=8,
+            mamba_d_state=16,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            shared_intermediate_size=48,
+        ),
+    ),
     "hunyuan_moe": tiny("hunyuan_v1_moe", num_experts=4, moe_topk=2),
     "glm4_moe": tiny(
         "glm4_moe",

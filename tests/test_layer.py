@@ -22,9 +22,11 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
 from fsdp_qlora.model import attention
 from fsdp_qlora.training import check
+from fsdp_qlora.pretrained import architecture
 from fsdp_qlora.pretrained import config as configs
 from fsdp_qlora.pretrained import families
 from fsdp_qlora.model import linears
+from fsdp_qlora.model import mixers
 from fsdp_qlora.model import mixing
 from fsdp_qlora.model import mlp
 from fsdp_qlora.lora.adapter import choose_adapted
@@ -431,9 +433,10 @@ def test_elementwise_work_on_a_cpu_is_not_compiled(monkeypatch):
     assert len(seen) == 3 and all(one is x and other is None for one, other in seen)
 
 
-def test_no_document_sees_another():
+@pytest.mark.parametrize("name", ["gemma2", "granite4_h"])  # a window, a cap; Mamba-2
+def test_no_document_sees_another(name):
     """A changed document changes its own loss and no other's, to the bit."""
-    pair = Pair("gemma2")  # a window, a cap, layers of two kinds
+    pair = Pair(name)
     model = pair.make()
     adapter_values(model, pair.values)
 
@@ -511,6 +514,56 @@ def test_check_at_start_catches(error, monkeypatch):
     plant(monkeypatch, family, fields)
     with pytest.raises(ValueError, match=f"the check at start failed: {family} "):
         check_family(model_config, name, fill_model)
+
+
+@pytest.mark.parametrize("name", ["granite4_h"])
+def test_check_at_start_catches_documents_end_to_end(name, monkeypatch):
+    """Given to the convolution and the scan as if all were one document; attention is as ever."""
+    def all_as_one(work, projected, mixer):
+        n = len(projected)
+        bin = types.SimpleNamespace(**vars(work.bin) | {
+            "position_ids": torch.arange(n), "lengths": (n,)})
+        return function(types.SimpleNamespace(layer=work.layer, bin=bin), projected, mixer)
+
+    of_mixer = mixers.MIXINGS[architecture.Mamba2]
+    function = of_mixer.function
+    monkeypatch.setitem(mixers.MIXINGS, architecture.Mamba2,
+                        dataclasses.replace(of_mixer, function=all_as_one))
+    with pytest.raises(ValueError, match="differs from transformers .*: logits by"):
+        check_family(TINY[name](VOCABULARY), name, fill_model)
+
+
+def test_scan_of_mamba_equals_the_recurrence():
+    """In chunks, with documents shorter and longer than them; forward and backward in fp64."""
+    lengths, n_heads, groups, generator = (70, 1, 130, 64), 4, 2, torch.Generator().manual_seed(0)
+    n = sum(lengths)
+
+    def draw(*shape):
+        return torch.randn(n, *shape, generator=generator)
+
+    inputs = [draw(n_heads, 5), draw(n_heads).exp(), -0.2 * draw(n_heads).exp(), draw(groups, 6),
+              draw(groups, 6)]  # fmt: skip
+    grad = draw(n_heads, 5)
+    results = []
+    for scan, kind in (mixers.chunked_scan, torch.float32), (recurrence, torch.float64):
+        leaves = [x.to(kind).requires_grad_() for x in inputs]
+        out = scan(*leaves, lengths)
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, grad.to(kind))])
+    for got, want in zip(*results, strict=True):
+        assert (got - want).norm() < 1e-5 * want.norm()
+
+
+def recurrence(x, step, decay, b, c, lengths):
+    outs, first = [], 0
+    for length in lengths:
+        state = 0
+        for i in range(first, first + length):
+            of_b, of_c = (part[i].repeat_interleave(2, 0) for part in (b, c))
+            state = state * decay[i, :, None, None].exp() + (
+                of_b[:, :, None] * (step[i, :, None] * x[i])[:, None])
+            outs.append((of_c[:, :, None] * state).sum(1))
+        first += length
+    return torch.stack(outs)
 
 
 def swap_gate_and_up(model, names, read, *rest):

@@ -33,6 +33,7 @@ class Mixture:
     first_dense: int | FromConfig = 0  # the number of first layers that have an MLP without experts
     experts: str = "mlp.experts"  # their name in a layer
     shared: str = "mlp.shared_expert"
+    shared_mlp: bool = False  # the shared expert is what other layers or models have as their MLP
     shared_gate: str | None = None  # a linear; the shared output is multiplied by its sigmoid
     router: str = "mlp.gate"
     fp32_router: bool = False  # logits are computed in fp32, not in the model's dtype

@@ -116,8 +116,11 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
     values["logits_multiplier"] = family.logits_multiplier / family.logits_divisor
     values["attention_dropout"] = family.attention_dropout or 0.0
     settings = getattr(model_config, "quantization_config", None) or {}
-    values.update(describe_experts(c, family, settings.get("quant_method") == "mxfp4"))
     n_in = inner * (1 + family.gated) // len(family.mlp_in)  # outputs of each of these linears
+    gate_up = [Linear(name, n_in, hidden, family.mlp_bias) for name in family.mlp_in]
+    down = [Linear(family.mlp_out, hidden, inner, family.mlp_bias)]
+    values.update(describe_experts(
+        c, family, settings.get("quant_method") == "mxfp4", (gate_up, down)))
     prefixes = ["model."]
     if c is not model_config:
         prefixes = ["model.language_model.", "language_model.model."]
@@ -125,8 +128,7 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
         **values, family=c.model_type, n_layers=c.num_hidden_layers, hidden_size=hidden,
         n_heads=heads, n_kv_heads=kv_heads, head_dim=head_dim, vocab_size=c.vocab_size,
         layer_heads=by_layer,
-        gate_up=[Linear(name, n_in, hidden, family.mlp_bias) for name in family.mlp_in],
-        down=[Linear(family.mlp_out, hidden, inner, family.mlp_bias)],
+        gate_up=gate_up, down=down,
         # mistral3's outer flag is True by default, though released models are not tied; Qwen3-VL's
         # text config may lack the flag
         tied=getattr(c, "tie_word_embeddings", True) and model_config.tie_word_embeddings,
@@ -160,22 +162,26 @@ def fill_record(record: AnyRecord, c: PreTrainedConfig) -> AnyRecord:
     return dataclasses.replace(record, **values)
 
 
-def describe_experts(c: PreTrainedConfig, family: Family, in_mxfp4: bool) -> dict[str, Any]:
+def describe_experts(
+    c: PreTrainedConfig, family: Family, in_mxfp4: bool,
+    dense: tuple[list[Linear], list[Linear]],
+) -> dict[str, Any]:
     """{field of Architecture: value} of the fields about experts, from a text config. `in_mxfp4`:
-    whether the files have the experts in MXFP4."""
+    whether the files have the experts in MXFP4; `dense`: the linears of the MLP without experts.
+    """
     n_layers, hidden, mixture = c.num_hidden_layers, c.hidden_size, family.mixture
     names = "shared_gate_up", "shared_down", "expert_gate_up", "expert_down"
-    if not mixture:
-        return {"layer_routed": [False] * n_layers, **dict.fromkeys(names, [])}
+    if not mixture or mixture.n_experts == 0:
+        return {"layer_routed": [False] * n_layers, **dict.fromkeys(names, []), "mixture": None}
     sizes = mixture.n_experts, mixture.top_k, mixture.expert_size
     if not all(isinstance(n, int) and n > 0 for n in sizes) or mixture.top_k > mixture.n_experts:
         raise ValueError(f"{sizes[0]} experts, {sizes[1]} for a token, of size {sizes[2]} are not"
                          " supported")
-    dense = getattr(c, "mlp_only_layers", None) or ()
+    only_dense = getattr(c, "mlp_only_layers", None) or ()
     every = getattr(c, "decoder_sparse_step", None) or getattr(c, "moe_layer_interval", None) or 1
     last = getattr(c, "moe_layer_end_index", n_layers - 1)
-    routed = [(mixture.first_dense or 0) <= i <= last and i not in dense and (i + 1) % every == 0
-              for i in range(n_layers)]
+    routed = [(mixture.first_dense or 0) <= i <= last and i not in only_dense
+              and (i + 1) % every == 0 for i in range(n_layers)]
     if kinds := getattr(c, "mlp_layer_types", None):  # counts alone where a config has it
         if len(kinds) != n_layers or set(kinds) - {"dense", "sparse"}:
             raise ValueError(f"mlp_layer_types {kinds} is not supported for {n_layers} layers,"
@@ -200,6 +206,7 @@ def describe_experts(c: PreTrainedConfig, family: Family, in_mxfp4: bool) -> dic
 
     shared_size = (mixture.shared_size or 0) * (mixture.n_shared or 0)
     shared = mlp(mixture.shared, shared_size, family.mlp_bias) if shared_size else ([], [])
+    shared = dense if mixture.shared_mlp else shared
     gate_ups, downs = zip(*map(expert, range(mixture.n_experts)))
     experts = [list(itertools.chain(*linears)) for linears in (gate_ups, downs)]
     return {"layer_routed": routed, **dict(zip(names, (*shared, *experts)))}
@@ -374,7 +381,8 @@ def expert_changes(arch: Architecture, c: PreTrainedConfig) -> list[tuple[str, d
     record = FAMILIES[arch.family].mixture
     fields = {str(getattr(record, key)).removeprefix("config."): size
               for key, size in sizes.items()}  # where two sizes are one field, the last counts
-    fields.pop("intermediate_size", None)  # of some families also that of experts; it is set above
+    # of some families also that of experts; it is set above
+    fields.pop(str(FAMILIES[arch.family].intermediate_size).removeprefix("config."), None)
     return [
         # few small experts, in the second layer alone if the first layers have none
         ("if used", fields),

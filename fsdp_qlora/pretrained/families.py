@@ -45,6 +45,12 @@ GRANITE: dict[str, Any] = dict(
     attention_scale="config.attention_multiplier",
     embedding_multiplier="config.embedding_multiplier",
     residual_multiplier="config.residual_multiplier")
+GRANITE_EXPERTS: dict[str, Any] = dict(
+    n_experts="config.num_local_experts", expert_size="config.intermediate_size",
+    experts="block_sparse_moe.experts", router="block_sparse_moe.router", adapters="stacked",
+    renames=(("moe.experts.gate_up_proj", "moe.input_linear.weight"),
+             ("moe.experts.down_proj", "moe.output_linear.weight"),
+             ("router.weight", "router.layer.weight")))
 MIXTRAL: dict[str, Any] = dict(
     n_experts="config.num_local_experts", expert_size="config.intermediate_size",
     renames=(("mlp.", "block_sparse_moe."), ("gate_proj", "w1"), ("up_proj", "w3"),
@@ -111,9 +117,9 @@ FAMILIES: dict[str, Family] = {
         **GRANITE, logits_divisor="config.logits_scaling", mlp_in=("shared_mlp.input_linear",),
         mlp_out="shared_mlp.output_linear", intermediate_size="config.shared_intermediate_size",
         rotary_if="config.position_embedding_type", mixers={"linear_attention": Mamba2()},
-        must_be={"num_local_experts": 0},
-        unused=("num_experts_per_tok", "output_router_logits", "router_aux_loss_coef",
-                "mamba_expand", "mamba_chunk_size")),
+        unused=("output_router_logits", "router_aux_loss_coef", "mamba_expand",
+                "mamba_chunk_size"),
+        mixture=Mixture(**GRANITE_EXPERTS, shared_mlp=True)),
     "hyperclovax": Family(**GRANITE, logits_multiplier="config.logits_scaling",
                           attention_post_norm="post_norm1", mlp_post_norm="post_norm2",
                           post_norm_if="config.use_post_norm"),
@@ -149,13 +155,8 @@ FAMILIES: dict[str, Family] = {
         expert_size="config.intermediate_size", normalised="config.norm_topk_prob")),
     "flex_olmo": Family(**OLMO2, mixture=Mixture(
         expert_size="config.intermediate_size", normalised="config.norm_topk_prob")),
-    "granitemoe": Family(**GRANITE, logits_divisor="config.logits_scaling", mixture=Mixture(
-        n_experts="config.num_local_experts", expert_size="config.intermediate_size",
-        experts="block_sparse_moe.experts", router="block_sparse_moe.router",
-        adapters="stacked",
-        renames=(("experts.gate_up_proj", "input_linear.weight"),
-                 ("experts.down_proj", "output_linear.weight"),
-                 ("router.weight", "router.layer.weight")))),
+    "granitemoe": Family(**GRANITE, logits_divisor="config.logits_scaling",
+                         mixture=Mixture(**GRANITE_EXPERTS)),
     "hunyuan_v1_moe": Family(**HUNYUAN, mixture=Mixture(
         top_k="config.moe_topk", expert_size="config.intermediate_size",
         shared_size="config.intermediate_size", shared="mlp.shared_mlp", router="mlp.gate.wg",
