@@ -111,7 +111,7 @@ class DeltaNet:
     norm: str = "norm"
     norm_eps: float | FromConfig = "config.rms_norm_eps"
     by_key_head: bool = False  # a linear's outputs are those of the first key head, the second, ..
-    double_beta: bool | FromConfig = False
+    double_beta: bool | FromConfig = False  # beta is twice the sigmoid
 
     @property
     def widths(self) -> dict[str, int]:
@@ -212,6 +212,8 @@ class Family:
     residual_dropout: float | FromConfig = 0.0  # on what o_proj and down_proj return
     # {layer type: what it has instead of softmax attention}
     mixers: dict[str, Mixer] = dataclasses.field(default_factory=dict)
+    # {field of Family: its value in layers with a mixer}: of the four norms
+    mixer_norms: dict[str, str | None] = dataclasses.field(default_factory=dict)
     mixture: Mixture | None = None  # of experts, instead of the MLP
     # {field of the config: its only value}
     must_be: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -264,6 +266,10 @@ class Architecture(Family):
         return [LayerKind(*kind) for kind in zip(
             self.layer_window, self.layer_rope, self.layer_mixer, self.layer_routed)]
 
+    def of_kind(self, kind: LayerKind) -> Architecture:
+        """The same with the norms of such layers."""
+        return dataclasses.replace(self, **self.mixer_norms) if kind.mixer else self
+
     def fused_groups(self, kind: LayerKind) -> tuple[list[Linear], ...]:
         """The Linears of a layer: a list for each input that they read."""
         mixing, mlp = (self.qkv, self.out), (self.gate_up, self.down)
@@ -309,7 +315,8 @@ class Architecture(Family):
     def vectors(self, kind: LayerKind) -> dict[str, tuple[int, ...]]:
         """{name below the layer: shape} of a layer's norms, biases and sinks; without those inside
         of mixers."""
-        norms = self.attention_norm, self.attention_post_norm, self.mlp_norm, self.mlp_post_norm
+        arch = self.of_kind(kind)
+        norms = arch.attention_norm, arch.attention_post_norm, arch.mlp_norm, arch.mlp_post_norm
         parts = ("weight", "bias") if self.norm_bias else ("weight",)
         shapes: dict[str, tuple[int, ...]] = {
             f"{name}.{part}": (self.hidden_size,) for name in norms if name for part in parts}

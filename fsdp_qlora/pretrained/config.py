@@ -253,16 +253,19 @@ def describe_positions(c: PreTrainedConfig, family: Family, head_dim: int) -> di
         if family.ntk_alpha and rope["rope_type"] == "dynamic" and rope.get("alpha"):
             theta = rope["rope_theta"] * rope["alpha"] ** (head_dim / (head_dim - 2))
             rope = {"rope_type": "default", "rope_theta": theta}  # no longer depends on length
-        rotates &= kind not in family.mixers
+        if kind in family.mixers or rope.get("rope_theta") is None:  # OLMo hybrid can be without
+            layer_rope.append(None)
+            continue
         if rope not in ropes:
             ropes.append(rope)
         layer_rope.append(ropes.index(rope) if rotates else None)
-    part = ropes[0].get("partial_rotary_factor") or 1.0
+    first = ropes[0] if ropes else {}
+    part = first.get("partial_rotary_factor") or 1.0
     if len({x.get("partial_rotary_factor") for x in ropes}) > 1 or int(head_dim * part) % 2 \
             or part != 1.0 and not family.partial_rotary:
         raise ValueError(f"partial_rotary_factor={part} of {head_dim} dimensions is not supported")
     temperature = family.query_temperature and (
-        ropes[0]["llama_4_scaling_beta"], ropes[0]["original_max_position_embeddings"])
+        first["llama_4_scaling_beta"], first["original_max_position_embeddings"])
     return dict(rotary_dim=int(head_dim * part), ropes=ropes, layer_rope=layer_rope,
                 layer_window=[window if slide else None for slide in slides],
                 layer_mixer=[kind if kind in family.mixers else None for kind in kinds],
