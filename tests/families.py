@@ -38,6 +38,7 @@ YARN_LLAMA4 = YARN | dict(
 MROPE = dict(
     rope_type="default", rope_theta=10000.0, mrope_interleaved=True, mrope_section=[3, 3, 2]
 )
+MROPE25 = MROPE | dict(partial_rotary_factor=0.25, mrope_section=[1, 1, 0])
 GRANITE4 = dict(
     layer_types=["attention"] * 3,
     num_local_experts=0,
@@ -48,6 +49,13 @@ GRANITE4 = dict(
     residual_multiplier=0.22,
     attention_multiplier=0.1,
     logits_scaling=8.0,
+)
+HYBRID = ["linear_attention", "linear_attention", "full_attention"]
+DELTA_NET = dict(
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=32,
 )
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 
@@ -286,6 +294,18 @@ TINY = {
     "lfm2_bias": tiny(
         "lfm2", None, layer_types=["full_attention", "conv", "conv"], conv_bias=True,
         block_auto_adjust_ff_dim=False, tie_word_embeddings=False),
+    "lfm2_moe": tiny(
+        "lfm2_moe", None, layer_types=["conv", "full_attention", "conv"], num_dense_layers=1,
+        moe_intermediate_size=32, num_experts=8, num_experts_per_tok=3, routed_scaling_factor=1.5),
+    "qwen3_5": tiny("qwen3_5_text", layer_types=HYBRID, **DELTA_NET),
+    "qwen3_5_moe": tiny(
+        "qwen3_5_moe_text", layer_types=HYBRID, **DELTA_NET, moe_intermediate_size=32,
+        shared_expert_intermediate_size=64, num_experts=8, num_experts_per_tok=3),
+    "qwen3_next": tiny(
+        "qwen3_next", layer_types=HYBRID, **DELTA_NET, moe_intermediate_size=32,
+        shared_expert_intermediate_size=64, num_experts=8, num_experts_per_tok=3,
+        mlp_only_layers=[1]),
+    "olmo_hybrid": tiny("olmo_hybrid", None, layer_types=HYBRID, **DELTA_NET),
     "qwen3_moe": tiny("qwen3_moe", moe_intermediate_size=32, num_experts=8, num_experts_per_tok=3),
     "qwen3_moe_dense": tiny(
         "qwen3_moe",
@@ -511,6 +531,15 @@ TINY = {
         out_hidden_size=64,
         projector_hidden_size=32,
     ),
+    "qwen3_5_vl": multimodal(
+        "qwen3_5", tiny("qwen3_5_text", layer_types=HYBRID, rope_parameters=MROPE25, **DELTA_NET),
+        "qwen3_5_vision", False),
+    "qwen3_5_moe_vl": multimodal(
+        "qwen3_5_moe",
+        tiny("qwen3_5_moe_text", layer_types=HYBRID, rope_parameters=MROPE25, **DELTA_NET,
+             moe_intermediate_size=32, shared_expert_intermediate_size=64, num_experts=8,
+             num_experts_per_tok=3),
+        "qwen3_5_moe_vision", True),
     "mistral3_ministral3": multimodal("mistral3", MINISTRAL3, "pixtral", True),
 }
 

@@ -141,9 +141,9 @@ def _make_layout(
                      arch.mixture.n_experts if linears in of_experts else 0) if linears else None
         for site, linears in enumerate(arch.fused_groups(kind))]
     inputs, out, *mlp = fused
+    arch = arch.of_kind(kind)
     rank, counts = config.lora_rank, allocator.counts
-    mixing: AttentionMixing | RecordedMixing = AttentionMixing(
-        arch.of_kind(kind), kind.window, kind.rope)
+    mixing: AttentionMixing | RecordedMixing = AttentionMixing(arch, kind.window, kind.rope)
     if kind.mixer:
         mixing = RecordedMixing(arch.mixers[kind.mixer], arch)
     return Layout(

@@ -181,33 +181,31 @@ CHUNK = 64  # tokens of a document that are computed at once; the state goes fro
 
 
 def document_delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, bin: Bin
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, bin: Bin, chunk: int = CHUNK
 ) -> Tensor:
     """In plain torch and in fp32. Only the inputs are kept for backward."""
-    return recomputed(chunked_delta_rule, query, key, value, g, beta, bin.lengths)
+    return recomputed(chunked_delta_rule, query, key, value, g, beta, bin.lengths, chunk)
 
 
 def chunked_delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, lengths: Sequence[int]
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, lengths: Sequence[int],
+    chunk: int
 ) -> Tensor:
-    """`lengths`: of the documents. With L the decays inside of a chunk and (..) below the diagonal,
-    (1 + beta (K K^T) L) gives from values and keys, times beta, what the chunk's tokens add to the
-    state: that is the delta rule of all of them at once."""
-    n_chunks, slots, firsts = chunks_of(lengths, value.device)
+    """document_delta_rule() of documents of these lengths.
+
+    What a chunk's tokens add to the state depends on what those before them have added. These
+    equations are triangular, and are solved for values, which gives what is added to a state of 0,
+    and for keys, which gives what is to be subtracted from that for each state.
+    """
+    chunked, slots, firsts = chunks_of(lengths, chunk, value.device)
     dtype, n_heads, repeats = value.dtype, value.shape[1], value.shape[1] // key.shape[1]
-
-    def chunked(x: Tensor) -> Tensor:
-        """[n, heads, dim] as fp32 [chunks, heads, CHUNK, dim]; zeros fill a document's last one."""
-        rows = x.new_zeros(n_chunks * CHUNK, *x.shape[1:], dtype=torch.float32)
-        return rows.index_copy(0, slots, x.float()).unflatten(0, (-1, CHUNK)).transpose(1, 2)
-
     query, key = (x.float() * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + 1e-6)
                   for x in (query, key))
     query = query * query.shape[-1] ** -0.5
     query, key = (chunked(x.repeat_interleave(repeats, 1)) for x in (query, key))
     value, g, beta = chunked(value), chunked(g[..., None]), chunked(beta[..., None])
     decay = g.cumsum(2)  # logarithm of what is left of the state before the chunk
-    between = (decay - decay.transpose(2, 3)).tril()  # [CHUNK, CHUNK]; above it might overflow
+    between = (decay - decay.transpose(2, 3)).tril()  # above the diagonal exp() might overflow
     between = between.exp().tril()
     below = ((beta * key) @ key.transpose(2, 3) * between).tril(-1)
     targets = torch.cat([value, key * decay.exp()], -1) * beta
@@ -227,15 +225,22 @@ def chunked_delta_rule(
 
 
 def chunks_of(
-    lengths: Sequence[int], device: torch.device
-) -> tuple[int, Tensor, list[bool]]:
-    """Documents of these lengths cut into chunks: how many there are, where each token is in all of
-    them [n], and whether a chunk is the first of its document."""
-    counts = [math.ceil(n / CHUNK) for n in lengths]
+    lengths: Sequence[int], chunk: int, device: torch.device
+) -> tuple[Callable[[Tensor], Tensor], Tensor, list[bool]]:
+    """Documents of these lengths cut into chunks: a function of [n, heads, dim] that gives fp32
+    [chunks, heads, chunk, dim], in which zeros fill each document's last chunk; where each token
+    is in all of them [n]; and whether a chunk is the first of its document."""
+    counts = [math.ceil(n / chunk) for n in lengths]
     firsts = [i == 0 for count in counts for i in range(count)]
     starts = itertools.accumulate(counts, initial=0)
-    slots = torch.cat([CHUNK * start + torch.arange(n) for start, n in zip(starts, lengths)])
-    return sum(counts), slots.to(device), firsts
+    slots = torch.cat([chunk * start + torch.arange(n) for start, n in zip(starts, lengths)])
+    slots = slots.to(device)
+
+    def chunked(x: Tensor) -> Tensor:
+        rows = x.new_zeros(sum(counts) * chunk, *x.shape[1:], dtype=torch.float32)
+        return rows.index_copy(0, slots, x.float()).unflatten(0, (-1, chunk)).transpose(1, 2)
+
+    return chunked, slots, firsts
 
 
 # ---- the scan of Mamba-2 ----
@@ -255,14 +260,8 @@ def chunked_scan(
 ) -> Tensor:
     """`lengths`: of the documents. Inside a chunk each token's C meets the B of all before it, as
     queries and keys do, times what is left in between; states go from chunk to chunk."""
-    n_chunks, slots, firsts = chunks_of(lengths, x.device)
+    chunked, slots, firsts = chunks_of(lengths, CHUNK, x.device)
     n_heads, repeats, dtype = x.shape[1], x.shape[1] // b.shape[1], x.dtype
-
-    def chunked(x: Tensor) -> Tensor:
-        """[n, heads, dim] as fp32 [chunks, heads, CHUNK, dim]; zeros fill a document's last one."""
-        rows = x.new_zeros(n_chunks * CHUNK, *x.shape[1:], dtype=torch.float32)
-        return rows.index_copy(0, slots, x.float()).unflatten(0, (-1, CHUNK)).transpose(1, 2)
-
     b, c, decay = chunked(b), chunked(c), chunked(decay[..., None]).cumsum(2)
     x = chunked(x.float() * step[..., None])
     between = (decay - decay.transpose(2, 3)).tril()  # [CHUNK, CHUNK]; above it might overflow

@@ -112,7 +112,7 @@ class DeltaNet:
     norm: str = "norm"
     norm_eps: float | FromConfig = "config.rms_norm_eps"
     by_key_head: bool = False  # a linear's outputs are those of the first key head, the second, ..
-    double_beta: bool | FromConfig = False
+    double_beta: bool | FromConfig = False  # beta is twice the sigmoid
 
     @property
     def widths(self) -> dict[str, int]:
@@ -261,6 +261,8 @@ class Family:
     residual_dropout: float | FromConfig = 0.0  # on what o_proj and down_proj return
     # {layer type: what it has instead of softmax attention}
     mixers: dict[str, Mixer] = dataclasses.field(default_factory=dict)
+    # {field of Family: its value in layers with a mixer}: of the four norms
+    mixer_norms: dict[str, str | None] = dataclasses.field(default_factory=dict)
     mixture: Mixture | None = None  # of experts, instead of the MLP
     # {field of the config: its only value}
     must_be: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -313,9 +315,11 @@ class Architecture(Family):
             self.layer_heads)]
 
     def of_kind(self, kind: LayerKind) -> Architecture:
-        """The same with this kind's number of heads."""
-        return self if kind.heads == self.n_heads else dataclasses.replace(
-            self, n_heads=kind.heads)
+        """The same with the norms and the number of heads of such layers."""
+        norms = self.mixer_norms if kind.mixer else {}
+        if kind.heads == self.n_heads and not norms:
+            return self
+        return dataclasses.replace(self, n_heads=kind.heads, **norms)
 
     def attention_linears(self) -> tuple[list[Linear], list[Linear]]:
         """Those whose outputs, concatenated, are q, k, v and perhaps attention's gates; and those
@@ -377,7 +381,8 @@ class Architecture(Family):
     def vectors(self, kind: LayerKind) -> dict[str, tuple[int, ...]]:
         """{name below the layer: shape} of a layer's norms, biases and sinks; without those inside
         of mixers."""
-        norms = self.attention_norm, self.attention_post_norm, self.mlp_norm, self.mlp_post_norm
+        arch = self.of_kind(kind)
+        norms = arch.attention_norm, arch.attention_post_norm, arch.mlp_norm, arch.mlp_post_norm
         parts = ("weight", "bias") if self.norm_bias else ("weight",)
         shapes: dict[str, tuple[int, ...]] = {
             f"{name}.{part}": (self.hidden_size,) for name in norms if name for part in parts}

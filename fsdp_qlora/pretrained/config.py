@@ -246,7 +246,9 @@ def describe_positions(c: PreTrainedConfig, family: Family, head_dim: int) -> di
         if family.ntk_alpha and rope["rope_type"] == "dynamic" and rope.get("alpha"):
             theta = rope["rope_theta"] * rope["alpha"] ** (head_dim / (head_dim - 2))
             rope = {"rope_type": "default", "rope_theta": theta}  # no longer depends on length
-        rotates &= kind not in family.mixers
+        if kind in family.mixers or rope.get("rope_theta") is None:  # OLMo hybrid can be without
+            layer_rope.append(None)
+            continue
         if rope not in ropes:
             ropes.append(rope)
         layer_rope.append(ropes.index(rope) if rotates else None)

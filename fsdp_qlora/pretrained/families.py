@@ -73,6 +73,8 @@ LFM2: dict[str, Any] = dict(
     mixers={"conv": ShortConv()})
 QWEN3_NEXT: dict[str, Any] = dict(
     norm="rms_plus_one", qk_norm="head", partial_rotary=True, attention_gate=AttentionGate())
+QWEN3_NEXT_EXPERTS: dict[str, Any] = dict(
+    shared_size="config.shared_expert_intermediate_size", shared_gate="mlp.shared_expert_gate")
 FAMILIES: dict[str, Family] = {
     "llama": Family(),
     "internlm3": Family(),
@@ -141,6 +143,14 @@ FAMILIES: dict[str, Family] = {
     "lfm2": Family(**LFM2, two_thirds_wide="config.block_auto_adjust_ff_dim",
                    unused=("full_attn_idxs",)),
     "qwen3_5_text": Family(**QWEN3_NEXT, mixers={"linear_attention": DeltaNet()}),
+    "olmo_hybrid": Family(
+        **OLMO2, mixers={"linear_attention": DeltaNet(
+            inputs=tuple((f"{x}_proj", "z" if x == "g" else x) for x in "qkvgba"), out="o_proj",
+            norm="o_norm", norm_eps=1e-5, double_beta="config.linear_allow_neg_eigval")},
+        mixer_norms=dict(attention_norm="input_layernorm", attention_post_norm=None,
+                         mlp_norm="post_attention_layernorm", mlp_post_norm=None),
+        unused=("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max",
+                "linear_dt_init_floor")),
     # MoE models
     "qwen3_moe": Family(qk_norm="head", window="all", mixture=Mixture(
         normalised="config.norm_topk_prob")),
@@ -181,6 +191,21 @@ FAMILIES: dict[str, Family] = {
     "mellum": Family(qk_norm="head", window="layer_types", ropes_by_layer_type=True,
                      unused=("mtp_layer_types", "mtp_mlp_layer_types"), mixture=Mixture(
                          normalised="config.norm_topk_prob")),
+    "qwen3_5_moe_text": Family(
+        **QWEN3_NEXT, intermediate_size="config.moe_intermediate_size",
+        mixers={"linear_attention": DeltaNet()},
+        mixture=Mixture(**QWEN3_NEXT_EXPERTS, adapters="parameters")),
+    "qwen3_next": Family(
+        **QWEN3_NEXT, mixers={"linear_attention": DeltaNet(
+            inputs=(("in_proj_qkvz", "qkvz"), ("in_proj_ba", "ba")), by_key_head=True)},
+        mixture=Mixture(**QWEN3_NEXT_EXPERTS, normalised="config.norm_topk_prob")),
+    "lfm2_moe": Family(**LFM2, must_be={"use_expert_bias": True}, mixture=Mixture(
+        first_dense="config.num_dense_layers", experts="feed_forward.experts",
+        router="feed_forward.gate", scores="sigmoid", correction="feed_forward.expert_bias",
+        normalised="config.norm_topk_prob", sum_eps=1e-6, scale="config.routed_scaling_factor",
+        # of experts, after their numbers: layers without experts have w1 wherever these are called
+        renames=tuple((f"{digit}.{here}", f"{digit}.{there}") for digit in range(10) for here, there
+                      in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))))),
     "qwen3_vl_moe_text": Family(qk_norm="head", mixture=Mixture()),
     # a bias would be of q_proj alone, not of the gate's linear
     "laguna": Family(
@@ -219,5 +244,6 @@ FAMILIES: dict[str, Family] = {
 MULTIMODAL: dict[str, tuple[str, ...]] = {
     "gemma3": ("gemma3_text",), "mistral3": ("mistral", "ministral3"),
     "internvl": ("qwen2", "qwen3"), "llava": ("llama", "mistral"), "exaone4_5": ("exaone4",),
+    "qwen3_5": ("qwen3_5_text",), "qwen3_5_moe": ("qwen3_5_moe_text",),
     "qwen3_vl": ("qwen3_vl_text",), "qwen3_vl_moe": ("qwen3_vl_moe_text",),
     "muse_glimmer": ("muse_glimmer_text",)}
