@@ -94,7 +94,7 @@ def calls(arch):
     yield elementwise.gate, (product, gate_up, arch.activation, True)
     yield elementwise.gate_backward, (product, arch.activation, None, *parts)
     yield elementwise.gate_backward, (product, arch.activation, weights, *parts)
-    yield elementwise.gate_weight_gradients, (product, gate_up, arch.activation)
+    yield elementwise.gate_weight_gradients, (product, gate_up, arch.activation, True)
     yield elementwise.clamped_gate_backward, (product, weights, gate_up, *CLAMP)
     place, factors = torch.randperm(8 * n).view(n, 8), values(n, 8, dtype=torch.float32)
     yield elementwise.add_expert_rows, (values(8 * n, hidden), place, factors)

@@ -193,6 +193,7 @@ class LayerKind(NamedTuple):
     mixer: str | None  # key of Architecture.mixers; None: softmax attention
     routed: bool  # whether it has experts
     heads: int  # of queries
+    halves: str  # "both"; "mixing" or "mlp": this one alone
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,6 +207,10 @@ class Family:
     embedding_norm: bool = False  # embeddings are divided by their root mean square
     norm_bias: bool = False  # of the final norm and the four below
     final_norm: str = "norm"  # its name in the model
+    embedding: str = "embed_tokens"
+    prefixes: tuple[str, ...] = ("model.",)  # of names in files; the first one is transformers'
+    one_half: bool = False  # a layer is attention, a mixer or, where layer_types have "mlp" or
+    #                         "moe", an MLP or experts, with one norm
     attention_norm: str | None = "input_layernorm"  # its name in the layer; None: there is none
     attention_post_norm: str | None = None  # of what attention returns
     mlp_norm: str | None = "post_attention_layernorm"
@@ -218,6 +223,7 @@ class Family:
     mlp_bias: bool | FromConfig = "config.mlp_bias"
     heads_by_layer: FromConfig = None  # a list of the config, instead of num_attention_heads
     one_qkv: bool = False  # one linear "qkv_proj"
+    attention: str = "self_attn"  # where a layer has q_proj and the like
     attention_out: str = "self_attn.o_proj"
     gated: bool = True  # the MLP's last linear reads act(gate) * up; else act(up)
     # linears whose outputs, concatenated, are gate and up, or up alone
@@ -297,11 +303,12 @@ class Architecture(Family):
     expert_gate_up: list[Linear]  # of expert 0, expert 1, ..
     expert_down: list[Linear]
     ropes: list[dict[str, Any]]  # settings for rope_frequencies, one for each kind of rotary
-    layer_rope: list[int | None]  # of each layer, see LayerKind; so the four after it
+    layer_rope: list[int | None]  # of each layer, see LayerKind; so the five after it
     layer_window: list[int | None]
     layer_mixer: list[str | None]
     layer_routed: list[bool]
     layer_heads: list[int]
+    layer_halves: list[str]
     tied: bool
     module_prefix: str  # module = module_prefix + f"layers.{i}." + name
     checkpoint_prefixes: list[str]  # the same in files; tried in turn
@@ -312,11 +319,15 @@ class Architecture(Family):
         """Of each layer."""
         return [LayerKind(*kind) for kind in zip(
             self.layer_window, self.layer_rope, self.layer_mixer, self.layer_routed,
-            self.layer_heads)]
+            self.layer_heads, self.layer_halves)]
 
     def of_kind(self, kind: LayerKind) -> Architecture:
         """The same with the norms and the number of heads of such layers."""
         norms = self.mixer_norms if kind.mixer else {}
+        if kind.halves == "mixing":
+            norms = norms | dict(mlp_norm=None, mlp_post_norm=None)
+        elif kind.halves == "mlp":
+            norms = norms | dict(attention_norm=None, attention_post_norm=None)
         if kind.heads == self.n_heads and not norms:
             return self
         return dataclasses.replace(self, n_heads=kind.heads, **norms)
@@ -332,7 +343,7 @@ class Architecture(Family):
             name = gate.linear or "q_proj"
             n_gates = self.n_heads if gate.per_head in (True, "per-head") else width
             widths[name] = widths.get(name, 0) + n_gates
-        return ([Linear(f"self_attn.{name}", n, self.hidden_size, self.qkv_bias)
+        return ([Linear(f"{self.attention}.{name}", n, self.hidden_size, self.qkv_bias)
                  for name, n in widths.items()],
                 [Linear(self.attention_out, self.hidden_size, width, self.out_bias)])
 
@@ -343,6 +354,10 @@ class Architecture(Family):
             mixing = self.mixers[kind.mixer].linears(self.hidden_size)
         if kind.routed:
             mlp = self.shared_gate_up, self.shared_down, self.expert_gate_up, self.expert_down
+        if kind.halves == "mlp":
+            mixing = [], []
+        elif kind.halves == "mixing":
+            mlp = [], []
         return *mixing, *mlp
 
     def linears(self, kind: LayerKind) -> list[Linear]:
@@ -386,12 +401,13 @@ class Architecture(Family):
         parts = ("weight", "bias") if self.norm_bias else ("weight",)
         shapes: dict[str, tuple[int, ...]] = {
             f"{name}.{part}": (self.hidden_size,) for name in norms if name for part in parts}
-        if self.qk_norm and self.qk_norm != "without weight" and not kind.mixer:
+        attends = not kind.mixer and kind.halves != "mlp"
+        if self.qk_norm and self.qk_norm != "without weight" and attends:
             for name, heads in ((self.q_norm, kind.heads), (self.k_norm, self.n_kv_heads)):
                 shapes[f"{name}.weight"] = {
                     "head": (self.head_dim,), "heads": (heads, self.head_dim),
                     "full": (heads * self.head_dim,)}[self.qk_norm]
-        if self.sinks and not kind.mixer:
+        if self.sinks and attends:
             shapes["self_attn.sinks"] = (kind.heads,)
         if self.activation == "xielu":
             shapes |= {f"{XIELU}.{part}": shape for part, shape in XIELU_SHAPES.items()}

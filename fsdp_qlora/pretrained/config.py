@@ -121,7 +121,7 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
     down = [Linear(family.mlp_out, hidden, inner, family.mlp_bias)]
     values.update(describe_experts(
         c, family, settings.get("quant_method") == "mxfp4", (gate_up, down)))
-    prefixes = ["model."]
+    prefixes = [*family.prefixes]
     if c is not model_config:
         prefixes = ["model.language_model.", "language_model.model."]
     return Architecture(
@@ -171,26 +171,18 @@ def describe_experts(
     """
     n_layers, hidden, mixture = c.num_hidden_layers, c.hidden_size, family.mixture
     names = "shared_gate_up", "shared_down", "expert_gate_up", "expert_down"
-    if not mixture or mixture.n_experts == 0:
+    routed = mixture and mixture.n_experts != 0 and routed_layers(c, family)
+    if not routed or not any(routed):
         return {"layer_routed": [False] * n_layers, **dict.fromkeys(names, []), "mixture": None}
     sizes = mixture.n_experts, mixture.top_k, mixture.expert_size
     if not all(isinstance(n, int) and n > 0 for n in sizes) or mixture.top_k > mixture.n_experts:
         raise ValueError(f"{sizes[0]} experts, {sizes[1]} for a token, of size {sizes[2]} are not"
                          " supported")
-    only_dense = getattr(c, "mlp_only_layers", None) or ()
-    every = getattr(c, "decoder_sparse_step", None) or getattr(c, "moe_layer_interval", None) or 1
-    last = getattr(c, "moe_layer_end_index", n_layers - 1)
-    routed = [(mixture.first_dense or 0) <= i <= last and i not in only_dense
-              and (i + 1) % every == 0 for i in range(n_layers)]
-    if kinds := getattr(c, "mlp_layer_types", None):  # counts alone where a config has it
-        if len(kinds) != n_layers or set(kinds) - {"dense", "sparse"}:
-            raise ValueError(f"mlp_layer_types {kinds} is not supported for {n_layers} layers,"
-                             " only dense and sparse are, one for each")
-        routed = [kind == "sparse" for kind in kinds]
 
     def mlp(stem: str, inner: int, bias: bool) -> tuple[list[Linear], list[Linear]]:
         """The linears of an MLP that read its input, and those that give its output."""
-        return ([Linear(f"{stem}.{x}_proj", inner, hidden, bias) for x in ("gate", "up")],
+        names = ("gate", "up") if family.gated else ("up",)
+        return ([Linear(f"{stem}.{x}_proj", inner, hidden, bias) for x in names],
                 [Linear(f"{stem}.down_proj", hidden, inner, bias)])
 
     def expert(i: int) -> tuple[list[Linear], list[Linear]]:
@@ -212,13 +204,30 @@ def describe_experts(
     return {"layer_routed": routed, **dict(zip(names, (*shared, *experts)))}
 
 
+def routed_layers(c: PreTrainedConfig, family: Family) -> list[bool]:
+    """Which layers have experts, from the text config of a family with experts."""
+    n_layers, first_dense = c.num_hidden_layers, family.mixture.first_dense or 0
+    if family.one_half:
+        return [kind == "moe" for kind in c.layer_types]
+    if kinds := getattr(c, "mlp_layer_types", None):  # counts alone where a config has it
+        if len(kinds) != n_layers or set(kinds) - {"dense", "sparse"}:
+            raise ValueError(f"mlp_layer_types {kinds} is not supported for {n_layers} layers,"
+                             " only dense and sparse are, one for each")
+        return [kind == "sparse" for kind in kinds]
+    dense = getattr(c, "mlp_only_layers", None) or ()
+    every = getattr(c, "decoder_sparse_step", None) or getattr(c, "moe_layer_interval", None) or 1
+    last = getattr(c, "moe_layer_end_index", n_layers - 1)
+    return [first_dense <= i <= last and i not in dense and (i + 1) % every == 0
+            for i in range(n_layers)]
+
+
 def describe_positions(c: PreTrainedConfig, family: Family, head_dim: int) -> dict[str, Any]:
     """{field of Architecture: value} of the fields about positions, from a text config."""
     n_layers, window = c.num_hidden_layers, getattr(c, "sliding_window", None)
     kinds = getattr(c, "layer_types", None) or ["full_attention"] * n_layers
     if len(kinds) != n_layers:
         raise ValueError(f"layer_types has {len(kinds)} entries for {n_layers} layers")
-    known = LAYER_TYPES.union(family.mixers)
+    known = LAYER_TYPES.union(family.mixers, {"mlp", "moe"} if family.one_half else ())
     if other := sorted(set(kinds) - known):
         raise ValueError(f"{sum(kind in other for kind in kinds)} of {n_layers} layers are of"
                          f" {', '.join(other)}, which is not supported, only"
@@ -236,6 +245,9 @@ def describe_positions(c: PreTrainedConfig, family: Family, head_dim: int) -> di
         rotated = slides
     ropes, layer_rope = [], []
     for kind, rotates in zip(kinds, rotated, strict=True):
+        if kind in family.mixers or not rotates and family.one_half:
+            layer_rope.append(None)
+            continue
         rope = dict(c.rope_parameters)
         if family.ropes_by_layer_type and "rope_type" not in rope:  # else all share them
             rope = dict(rope.get(kind) or {})
@@ -260,6 +272,8 @@ def describe_positions(c: PreTrainedConfig, family: Family, head_dim: int) -> di
     return dict(ropes=ropes, layer_rope=layer_rope,
                 layer_window=[window if slide else None for slide in slides],
                 layer_mixer=[kind if kind in family.mixers else None for kind in kinds],
+                layer_halves=["both" if not family.one_half else "mlp" if kind in ("mlp", "moe")
+                              else "mixing" for kind in kinds],
                 query_temperature=temperature)
 
 
@@ -317,7 +331,8 @@ def shrunk_config(model_config: PreTrainedConfig) -> PreTrainedConfig:
         for name, value in changes.items():
             if applies[condition](name):
                 setattr(c, name, value)
-    for rope in [c.rope_parameters, *c.rope_parameters.values()]:
+    ropes = getattr(c, "rope_parameters", None) or {}
+    for rope in [ropes, *ropes.values()]:
         if isinstance(rope, dict) and ("long_factor" in rope or "llama_4_scaling_beta" in rope):
             shrink_rope(c, rope, arch)
     return c
@@ -339,12 +354,14 @@ def shrinking_changes(
     kinds = list(zip(*filter(None, per_layer.values()))) or [()]
     differences = [sum(x != y for x, y in zip(kind, kinds[0])) for kind in kinds]
     other = differences.index(max(differences))
+    # one layer of the first kind, and one that differs from it in as much as there is; of layers
+    # of one half one of each kind
+    layers = [kinds.index(kind) for kind in dict.fromkeys(kinds)] if record.one_half else [0, other]
     return [
-        # one layer of the first kind, and one that differs from it in as much as there is
-        ("if used", {name: values and [values[0], values[other]]
+        ("if used", {name: values and [values[i] for i in layers]
                      for name, values in per_layer.items()}),
         # the check takes seconds on a CPU
-        ("always", {"num_hidden_layers": 2, "vocab_size": 128}),
+        ("always", {"num_hidden_layers": len(layers), "vocab_size": 128}),
         # a multimodal config has this flag outside its text config
         ("always", {"tie_word_embeddings": arch.tied}),
         # with the released values a wrong scale of attention or a wrong eps would go unnoticed

@@ -6,6 +6,7 @@ record and a config.json.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from fsdp_qlora.pretrained.architecture import (
@@ -207,6 +208,25 @@ FAMILIES: dict[str, Family] = {
         renames=tuple((f"{digit}.{here}", f"{digit}.{there}") for digit in range(10) for here, there
                       in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))))),
     "qwen3_vl_moe_text": Family(qk_norm="head", mixture=Mixture()),
+    "nemotron_h": Family(
+        norm="rms_fp32", norm_eps="config.layer_norm_epsilon", one_half=True,
+        embedding="embeddings", final_norm="norm_f", prefixes=("model.", "backbone."),
+        attention_norm="norm", mlp_norm="norm", attention="mixer", attention_out="mixer.o_proj",
+        qkv_bias=False, out_bias=False, rotary_if=False, gated=False, mlp_in=("mixer.up_proj",),
+        mlp_out="mixer.down_proj", activation="config.mlp_hidden_act", mixers={
+            "linear_attention": Mamba2(
+                "config.mamba_num_heads", "config.mamba_head_dim", "config.n_groups",
+                "config.ssm_state_size", "config.conv_kernel", "config.use_conv_bias",
+                "config.use_bias", "config.use_bias", (0.0, math.inf), "config.time_step_min",
+                "config.layer_norm_epsilon", "mixer")},
+        mixture=Mixture(**DEEPSEEK | dict(
+            experts="mixer.experts", router="mixer.gate", shared="mixer.shared_experts",
+            correction="mixer.gate.e_score_correction_bias", first_dense=0, n_shared=1,
+            shared_size="config.moe_shared_expert_intermediate_size")),
+        unused=tuple("""layers_block_type time_step_limit time_step_max time_step_floor expand
+            chunk_size mamba_proj_bias mamba_ssm_cache_dtype use_mamba_kernels num_logits_to_keep
+            n_shared_experts moe_shared_expert_overlap rescale_prenorm_residual
+            num_nextn_predict_layers mtp_layers_block_type""".split())),
     # a bias would be of q_proj alone, not of the gate's linear
     "laguna": Family(
         qkv_bias=False, out_bias=False, qk_norm="head", window="layer_types", partial_rotary=True,
