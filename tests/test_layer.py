@@ -21,6 +21,7 @@ from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
 from fsdp_qlora.model import attention
+from fsdp_qlora.model.absent import NoMixingHalf, NoMLPHalf
 from fsdp_qlora.training import check
 from fsdp_qlora.pretrained import architecture
 from fsdp_qlora.pretrained import config as configs
@@ -392,19 +393,24 @@ def test_families_here_are_all_families_of_the_table():
 
 
 def test_each_layer_has_the_layout_of_its_kind():
-    """Its own window, rotary and MLP; layers of one kind share a Layout."""
+    """Its own window, rotary, heads, halves and MLP; layers of one kind share a Layout."""
     mixed = set()
     for name, make in TINY.items():
         arch = describe_model(make(VOCABULARY))
         kinds = list(zip(arch.layer_window, arch.layer_rope, arch.layer_mixer, arch.layer_routed,
-                         strict=True))  # fmt: skip
+                         arch.layer_heads, arch.layer_halves, strict=True))  # fmt: skip
         layouts = make_layouts(arch, (), CONFIG)
         found = []
         for layout in layouts:
-            of, routed = layout.mixing.mixing, isinstance(layout.mlp, RoutedMLPHalf)
-            attends = isinstance(of, AttentionMixing)
-            found.append((of.window, of.rope, None, routed) if attends else (
-                None, None, *(x for x in arch.mixers if arch.mixers[x] is of.mixer), routed))
+            of, routed = layout.mixing, isinstance(layout.mlp, RoutedMLPHalf)
+            halves = {NoMixingHalf: "mlp", NoMLPHalf: "mixing"}
+            halves = halves.get(type(of)) or halves.get(type(layout.mlp)) or "both"
+            kind = [None, None, None, routed, of.arch.n_heads, halves]
+            if halves != "mlp" and isinstance(of.mixing, AttentionMixing):
+                kind[:2] = of.mixing.window, of.mixing.rope
+            elif halves != "mlp":
+                kind[2:3] = [x for x in arch.mixers if arch.mixers[x] is of.mixing.mixer]
+            found.append(tuple(kind))
         assert found == kinds, name
         for (one, kind), (other, its_kind) in itertools.combinations(zip(layouts, kinds), 2):
             assert (one is other) == (kind == its_kind), name
@@ -760,7 +766,7 @@ def test_bf16_norms_and_embeddings_round_as_transformers(name):
         reference(ids[None])
         x = torch.randn(64, arch.hidden_size, dtype=torch.bfloat16)
         want = final(x)
-    table = reference.embed_tokens.weight.detach()
+    table = reference.get_input_embeddings().weight.detach()
     model = types.SimpleNamespace(shards=1, arch=arch, embedding=table, own_rows=range(len(table)))
     assert torch.equal(embed(model, ids), seen[0][0])
     norm, bias = (getattr(final, part, None) for part in ("weight", "bias"))

@@ -270,6 +270,7 @@ class Family:
     # {field of Family: its value in layers with a mixer}: of the four norms
     mixer_norms: dict[str, str | None] = dataclasses.field(default_factory=dict)
     mixture: Mixture | None = None  # of experts, instead of the MLP
+    peft_refuses: tuple[str, ...] = ()  # ends of names of linears to which PEFT adds no adapter
     # {field of the config: its only value}
     must_be: dict[str, Any] = dataclasses.field(default_factory=dict)
     unused: tuple[str, ...] = ()  # fields of the config that change nothing here: of Mamba layers
@@ -369,9 +370,11 @@ class Architecture(Family):
                      for x in self.linears(kind)}.values())
 
     def adaptable(self) -> list[str]:
-        """Names in a layer of the linears that --target_modules can name: all but the experts."""
+        """Names in a layer of the linears that --target_modules can name: all but the experts, and
+        but those that PEFT refuses."""
         experts = set(self.experts())
-        return [x.name for x in self.all_linears() if x.name not in experts]
+        return [x.name for x in self.all_linears()
+                if x.name not in experts and not x.name.endswith(self.peft_refuses)]
 
     def experts(self) -> list[str]:
         """Names in a layer of the linears of all experts."""
