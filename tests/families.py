@@ -57,6 +57,21 @@ DELTA_NET = dict(
     linear_key_head_dim=16,
     linear_value_head_dim=32,
 )
+FALCON = dict(
+    mamba_d_ssm=96,
+    mamba_n_heads=4,
+    mamba_n_groups=2,
+    mamba_d_state=16,
+    lm_head_multiplier=0.3,
+    embedding_multiplier=5.656854249492381,
+    mlp_multipliers=[0.9, 0.4],
+    key_multiplier=0.4,
+    attention_in_multiplier=0.9,
+    attention_out_multiplier=0.7,
+    ssm_multipliers=[0.35, 0.25, 0.18, 0.5, 0.35],
+    ssm_in_multiplier=1.25,
+    ssm_out_multiplier=0.25,
+)
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 
 
@@ -247,6 +262,8 @@ TINY = {
             mamba_n_groups=2,
         ),
     ),
+    "falcon_h1": tiny("falcon_h1", mamba_norm_before_gate=False, mamba_rms_norm=True, **FALCON),
+    "falcon_h1_no_norm": tiny("falcon_h1", None, **FALCON),
     "cohere": tiny("cohere", None, logit_scale=0.25),
     "cohere_qk_norm": tiny("cohere", None, use_qk_norm=True, attention_bias=True),
     "cohere2": tiny("cohere2", None, sliding_window=7, layer_types=MIXED, logit_scale=0.25),

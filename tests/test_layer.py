@@ -522,7 +522,7 @@ def test_check_at_start_catches(error, monkeypatch):
         check_family(model_config, name, fill_model)
 
 
-@pytest.mark.parametrize("name", ["granite4_h"])
+@pytest.mark.parametrize("name", ["granite4_h", "falcon_h1"])
 def test_check_at_start_catches_documents_end_to_end(name, monkeypatch):
     """Given to the convolution and the scan as if all were one document; attention is as ever."""
     def all_as_one(work, projected, mixer):

@@ -51,7 +51,7 @@ def layouts(name):
 
 
 MIXTURES = [name for name, make in TINY.items() if describe_model(make(320)).mixture]
-OWN_TENSORS = "apertus", "muse_glimmer", "lfm2", "qwen3_5", "granite4_h"
+OWN_TENSORS = "apertus", "muse_glimmer", "lfm2", "qwen3_5", "granite4_h", "falcon_h1"
 DENSE = [(name, "as saved") for name in OWN_TENSORS if name in TINY]
 CASES = DENSE + [(name, layout) for name in MIXTURES for layout in layouts(name)]
 QUICK = [

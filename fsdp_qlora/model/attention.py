@@ -54,8 +54,16 @@ class AttentionMixing:
             kept.attended = self.attend(work, *kept.heads)
         return self.mixed(work, kept)
 
+    @property
+    def _factor(self) -> float:
+        """On what attention gives."""
+        factor: float = self.arch.attention_in_multiplier * self.arch.attention_out_multiplier
+        return factor
+
     def mixed(self, work: LayerWork, kept: types.SimpleNamespace) -> Tensor:
         attended: Tensor = kept.attended.detach()
+        if self._factor != 1:
+            attended = attended * self._factor
         gate = self.arch.attention_gate
         if not gate:
             return attended.flatten(1)
@@ -64,6 +72,9 @@ class AttentionMixing:
 
     def backward(self, work: LayerWork, kept: types.SimpleNamespace, grad: Tensor) -> Tensor:
         grad, grad_gate = grad.reshape(kept.attended.shape), None
+        assert self._factor == 1 or not self.arch.attention_gate, "not in one family"
+        if self._factor != 1:
+            grad = grad * self._factor
         if gate := self.arch.attention_gate:
             gates = split_projected(self.arch, kept.projected)[3]
             grad, grad_gate = gate_heads_backward(grad, kept.attended.detach(), gates,
@@ -96,25 +107,25 @@ class AttentionMixing:
         return self.query_width + 2 * self.arch.n_kv_heads * self.arch.head_dim
 
     @property
-    def _projected_width(self) -> int:
+    def projected_width(self) -> int:
         return sum(linear.out_features for linear in self.arch.attention_linears()[0])
 
     @property
     def kept_values(self) -> int:
         arch = self.arch
         values = self._qkv_width + self.query_width + 2 * arch.n_heads  # the kernel's sums, fp32
-        return values + self._projected_width * bool(arch.qk_norm or arch.attention_gate)
+        return values + self.projected_width * bool(arch.qk_norm or arch.attention_gate)
 
     @property
     def recomputed_values(self) -> int:
         gated = self.query_width * (self.arch.attention_gate is not None)
-        return self._projected_width + self.query_width + gated
+        return self.projected_width + self.query_width + gated
 
     def live_bytes(self, plan: Plan) -> int:
         item, others = getattr(torch, plan.compute_dtype).itemsize, 0
         # the gradients of what was projected, before and after rotation, and of what attention
         # gives; some kernels add up the query's in fp32
-        values = 2 * self._projected_width + self.query_width + 2 * self.query_width
+        values = 2 * self.projected_width + self.query_width + 2 * self.query_width
         values += 2 * self.query_width * (self.arch.attention_gate is not None)
         if plan.plain_attention:  # with keys and values for each query's head, and their gradients
             values += 4 * self.query_width

@@ -5,6 +5,7 @@ What needs a bin or a layer is not here.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import types
@@ -132,14 +133,30 @@ ACTIVATION_PAIRS = {"silu": SILU, "swish": SILU, "gelu": (F.gelu, torch.ops.aten
                     "gelu_pytorch_tanh": GELU_TANH, "gelu_new": GELU_TANH, "relu2": RELU2}
 
 
-Activation = str | tuple[float, float] | Tensor  # see activation_pair() and gate_product()
+@dataclasses.dataclass(frozen=True)
+class ScaledActivation:
+    """outer * activation(inner * x), of Falcon-H1."""
+
+    activation: str
+    inner: float
+    outer: float
 
 
-def activation_pair(activation: str | Tensor) -> tuple[Callable[..., Tensor], ...]:
+Activation = str | tuple[float, float] | Tensor | ScaledActivation  # see activation_pair() and gate_product()
+
+
+def activation_pair(
+    activation: str | Tensor | ScaledActivation
+) -> tuple[Callable[..., Tensor], ...]:
     """An activation and its gradient, functions of fp32 x and of (grad, x). A tensor stands for
     xIELU (Apertus): its alpha_p and alpha_n, before their softplus, beta and eps."""
     if isinstance(activation, str):
         return ACTIVATION_PAIRS[activation]
+    if isinstance(activation, ScaledActivation):
+        inner, outer = activation.inner, activation.outer
+        function, slope = ACTIVATION_PAIRS[activation.activation]
+        return (lambda x: outer * function(inner * x),
+                lambda grad, x: slope(inner * outer * grad, inner * x))
     alpha_p, alpha_n, beta, eps = activation.float()
     alpha_p, alpha_n = F.softplus(alpha_p), beta + F.softplus(alpha_n)
 
@@ -174,7 +191,8 @@ def gate(out: Tensor, gate_up: Tensor, activation: Activation, gated: bool) -> N
 
 @elementwise
 def gate_backward(
-    grad: Tensor, activation: str | Tensor, weights: Tensor | None, *parts: Tensor
+    grad: Tensor, activation: str | Tensor | ScaledActivation, weights: Tensor | None,
+    *parts: Tensor
 ) -> None:
     """Replace `parts`, gates and ups or, where nothing is gated, ups alone, each [n, inner], by
     their gradients from `grad`, that of gate()'s result; and `grad` by that result, which was not

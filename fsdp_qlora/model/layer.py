@@ -156,12 +156,15 @@ def _make_halves(
     """Those of a layer with the fused_groups() `fused`."""
     inputs, out, *of_mlp = fused
     of_tokens: AttentionMixing | RecordedMixing = AttentionMixing(arch, kind.window, kind.rope)
-    if kind.mixer:
+    beside = None
+    if kind.mixer and arch.beside:
+        beside = of_mlp.pop(0), RecordedMixing(arch.mixers[kind.mixer], arch)
+    elif kind.mixer:
         of_tokens = RecordedMixing(arch.mixers[kind.mixer], arch)
     mixing: MixingHalf | NoMixingHalf = NoMixingHalf(arch)
     mlp: MLPHalf | RoutedMLPHalf | NoMLPHalf = NoMLPHalf(arch)
     if kind.halves != "mlp":
-        mixing = MixingHalf(arch, inputs, out, of_tokens)
+        mixing = MixingHalf(arch, inputs, out, of_tokens, beside)
     if kind.halves != "mixing":
         mlp = (RoutedMLPHalf if kind.routed else MLPHalf)(arch, *of_mlp)
     return mixing, mlp

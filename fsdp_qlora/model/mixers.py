@@ -52,6 +52,10 @@ class RecordedMixing:
     query_width = 0
 
     @property
+    def projected_width(self) -> int:
+        return sum(x.out_features for x in self.mixer.linears(self.arch.hidden_size)[0])
+
+    @property
     def kept_values(self) -> int:
         return MIXINGS[type(self.mixer)].kept_values(self.mixer, self.arch.hidden_size)
 
@@ -130,12 +134,12 @@ def conv_backward(grad: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
 
 class GatedNorm(torch.autograd.Function):
     """norm(x) * SiLU(z) of x and z [n, heads, dim], with gate_first norm(x * SiLU(z)); the norm is
-    "rms" of norm_of(), by head, with a weight [dim] or [heads, dim]. Keeps x and z; has no gradient
-    of `weight`."""
+    "rms" of norm_of(), by head, with a weight [dim] or [heads, dim]; None: there is no norm. Keeps
+    x and z; has no gradient of `weight`."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, z: Tensor, weight: Tensor, eps: float, gate_first: bool = False
+        ctx: Any, x: Tensor, z: Tensor, weight: Tensor | None, eps: float, gate_first: bool = False
     ) -> Tensor:
         ctx.save_for_backward(x, z, weight)
         ctx.settings = eps, gate_first
@@ -148,8 +152,10 @@ class GatedNorm(torch.autograd.Function):
 
 @elementwise
 def gated_norm_forward(
-    x: Tensor, z: Tensor, weight: Tensor, eps: float, gate_first: bool
+    x: Tensor, z: Tensor, weight: Tensor | None, eps: float, gate_first: bool
 ) -> Tensor:
+    if weight is None:
+        return (x.float() * F.silu(z.float())).to(x.dtype)
     if gate_first:
         return norm_of(x.float() * F.silu(z.float()), weight, "rms", eps).to(x.dtype)
     return (norm_of(x, weight, "rms", eps) * F.silu(z.float())).to(x.dtype)
@@ -157,13 +163,14 @@ def gated_norm_forward(
 
 @elementwise
 def gated_norm_backward(
-    grad: Tensor, x: Tensor, z: Tensor, weight: Tensor, eps: float, gate_first: bool
+    grad: Tensor, x: Tensor, z: Tensor, weight: Tensor | None, eps: float, gate_first: bool
 ) -> tuple[Tensor, Tensor]:
     """The gradients of x and z."""
     grad32, z32 = grad.float(), z.float()
-    if gate_first:
+    if weight is None or gate_first:
         x32, factor = x.float(), F.silu(z32)
-        grad32 = norm_grad_of(grad32, x32 * factor, weight, "rms", eps)
+        if weight is not None:
+            grad32 = norm_grad_of(grad32, x32 * factor, weight, "rms", eps)
         grad_z = torch.ops.aten.silu_backward(grad32 * x32, z32)
         return (grad32 * factor).to(x.dtype), grad_z.to(z.dtype)
     grad_x = norm_grad_of(grad32 * F.silu(z32), x, weight, "rms", eps)
@@ -312,7 +319,11 @@ def mamba2(work: LayerWork, projected: Tensor, mixer: Mamba2) -> Tensor:
     """Mamba-2, see Mamba2."""
     tensors = {name.removeprefix(f"{mixer.stem}."): tensor
                for name, tensor in work.layer.small_tensors.items()}
-    widths = mixer.widths
+    widths, multipliers = mixer.widths, mixer.multipliers
+    if multipliers != 1.0 or mixer.in_multiplier != 1.0:
+        by_part = multipliers if isinstance(multipliers, list) else [multipliers] * len(widths)
+        projected = torch.cat([part * (factor * mixer.in_multiplier) for part, factor in zip(
+            projected.split(list(widths.values()), 1), by_part, strict=True)], 1)
     of_conv = widths["x"] + widths["B"] + widths["C"]
     z, of_conv, dt = projected.split([widths["z"], of_conv, widths["dt"]], 1)
     of_conv = CausalConv.apply(of_conv, tensors["conv1d.weight"], tensors.get("conv1d.bias"),
@@ -326,9 +337,9 @@ def mamba2(work: LayerWork, projected: Tensor, mixer: Mamba2) -> Tensor:
     out = document_scan(x, step, decay, b, c, work.bin)
     out = (out + tensors["D"].float()[:, None] * x).to(x.dtype)
     out, z = (part.reshape(len(x), mixer.groups, -1) for part in (out, z))
-    weight = tensors["norm.weight"].view(mixer.groups, -1)
-    mixed: Tensor = GatedNorm.apply(out, z, weight, mixer.norm_eps, True)
-    return mixed.flatten(1)
+    weight = tensors["norm.weight"].view(mixer.groups, -1) if mixer.norm else None
+    mixed: Tensor = GatedNorm.apply(out, z, weight, mixer.norm_eps, not mixer.norm_first)
+    return mixed.flatten(1) * mixer.out_multiplier
 
 
 def delta_parts(projected: Tensor, mixer: DeltaNet) -> dict[str, Tensor]:

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from fsdp_qlora.model.elementwise import ATTENTION_SITE
 from fsdp_qlora.model.linears import FusedLinear
-from fsdp_qlora.model.products import add_a_gradient, product, product_backward, widen
+from fsdp_qlora.model.products import (
+    add_a_gradient, fill_columns, product, product_backward, widen)
 from fsdp_qlora.model.residual import (
-    add_branch, branch_gradient, keep, keep_inputs, kept_inputs, last_columns, norm_gradient,
+    branch_gradient, end_branch, keep, keep_inputs, kept_inputs, last_columns, norm_gradient,
     norm_inputs, weight_bytes)
 from fsdp_qlora.pretrained.architecture import Architecture
 
@@ -40,6 +41,10 @@ class Mixing(Protocol):
     def backward(self, work: LayerWork, kept: types.SimpleNamespace, grad: Tensor) -> Tensor:
         """The gradient of what was projected, from that of what forward() returned. Takes what it
         needs out of `kept`."""
+
+    @property
+    def projected_width(self) -> int:
+        """How many of the inputs' outputs it reads."""
 
     @property
     def query_width(self) -> int:
@@ -66,10 +71,16 @@ class MixingHalf:
     inputs: FusedLinear  # of attention: q, k and v
     out: FusedLinear
     mixing: Mixing
+    beside: tuple[FusedLinear, Mixing] | None = None  # another one of the last of the inputs'
+    #                                                   outputs, and what gives its output
+
+    @property
+    def branches(self) -> tuple[tuple[FusedLinear, Mixing], ...]:
+        return ((self.out, self.mixing), *([self.beside] if self.beside else ()))
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
-        return self.inputs, self.out
+        return self.inputs, *(out for out, _ in self.branches)
 
     def forward(
         self, work: LayerWork, x: Tensor, want_sum: bool = True
@@ -78,13 +89,25 @@ class MixingHalf:
         needs."""
         arch, kept = self.arch, keep(x=x)
         inputs = norm_inputs(work, arch.attention_norm, x, self.inputs)
-        kept.projected = product(work, self.inputs, inputs)
+        projected = product(work, self.inputs, inputs)
         keep_inputs(work, kept, inputs, self.inputs)
         del inputs
-        out_inputs = widen(self.mixing.forward(work, kept), self.out)
-        out, kept.branch = add_branch(work, x, self.out, out_inputs, ATTENTION_SITE,
-                                      arch.attention_post_norm, want_sum)
-        kept.out_columns = last_columns(out_inputs, self.out)
+        widths = [mixing.projected_width for _, mixing in self.branches]
+        kept.parts = [keep(projected=part) for part in projected.split(widths, 1)]
+        del projected
+        needs_branch, branch = want_sum or arch.attention_post_norm is not None, None
+        for (fused, mixing), part in zip(self.branches, kept.parts):
+            out_inputs = widen(mixing.forward(work, part), fused)
+            if needs_branch:
+                given = product(work, fused, out_inputs)
+                branch = given if branch is None else branch.add_(given)
+            else:
+                fill_columns(work, fused, out_inputs)  # backward reads them
+            part.out_columns = last_columns(out_inputs, fused)
+        out, kept.branch = None, None
+        if branch is not None:
+            out, kept.branch = end_branch(work, x, branch, arch.attention_post_norm,
+                                          ATTENTION_SITE, want_sum)
         return out, kept
 
     def backward(
@@ -93,12 +116,19 @@ class MixingHalf:
     ) -> Tensor | None:
         """Returns `residual` + the gradient of x through this half; None without needs_x. `grad` is
         the gradient of forward()'s sum."""
-        arch, mixed = self.arch, self.mixing.mixed(work, kept)
-        grad = branch_gradient(work, kept.branch, grad, arch.attention_post_norm, ATTENTION_SITE)
-        grad, grad_d = product_backward(work, self.out, kept.out_columns, grad, mixed)
-        add_a_gradient(work, self.out, mixed, grad_d)
-        kept.branch = mixed = None
-        grad = self.mixing.backward(work, kept, grad)
+        arch, grads = self.arch, []
+        upstream = branch_gradient(
+            work, kept.branch, grad, arch.attention_post_norm, ATTENTION_SITE)
+        kept.branch = None
+        for (fused, mixing), part in zip(self.branches, kept.parts):
+            mixed = mixing.mixed(work, part)
+            grad, grad_d = product_backward(work, fused, part.out_columns, upstream, mixed)
+            add_a_gradient(work, fused, mixed, grad_d)
+            mixed = None
+            grads.append(mixing.backward(work, part, grad))
+        del upstream
+        grad = torch.cat(grads, 1) if len(grads) > 1 else grads[0]
+        del grads
         inputs = kept_inputs(work, kept, arch.attention_norm, kept.x, self.inputs)
         grad, grad_d = product_backward(work, self.inputs, kept.columns, grad, inputs, needs_x)
         add_a_gradient(work, self.inputs, inputs, grad_d)
@@ -109,20 +139,22 @@ class MixingHalf:
     @property
     def recomputed_values(self) -> int:
         """Values that are alive while forward() is computed again."""
-        return self.mixing.recomputed_values + self.inputs.width + self.out.width
+        return self.inputs.width + sum(
+            mixing.recomputed_values + out.width for out, mixing in self.branches)
 
     @property
     def kept_values(self) -> int:
         """Values kept from forward to backward, if nothing is recomputed."""
         hidden = self.arch.hidden_size
-        values = hidden + self.inputs.padded_columns + self.out.padded_columns
+        values = hidden + self.inputs.padded_columns
+        values += sum(out.padded_columns + mixing.kept_values for out, mixing in self.branches)
         values += hidden * (self.arch.attention_post_norm is not None)
-        return values + self.mixing.kept_values
+        return values
 
     @property
     def query_width(self) -> int:
         """See Mixing."""
-        return self.mixing.query_width
+        return sum(mixing.query_width for _, mixing in self.branches)
 
     def live_bytes(self, plan: Plan, recomputed: bool) -> int:
         """The peak bytes of backward(), besides what is kept."""
@@ -132,12 +164,13 @@ class MixingHalf:
         values += self.inputs.width + 2 * self.arch.hidden_size  # gradients: of x and of the sum
         others = weight_bytes(self.inputs, item, hold_weights)
         if hold_weights:
-            others += weight_bytes(self.out, item, hold_weights)
-        return values * plan.bin_tokens * item + others + self.mixing.live_bytes(plan)
+            others += sum(weight_bytes(out, item, hold_weights) for out, _ in self.branches)
+        others += sum(mixing.live_bytes(plan) for _, mixing in self.branches)
+        return values * plan.bin_tokens * item + others
 
     def recomputed_weights(self, want_sum: bool) -> int:
         """Weights that are multiplied again when forward() is recomputed."""
-        return self.inputs.n_weights + (self.out.n_weights if want_sum else 0)
+        return self.inputs.n_weights + want_sum * sum(out.n_weights for out, _ in self.branches)
 
     @property
     def elementwise_values(self) -> int:

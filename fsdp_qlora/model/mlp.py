@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fsdp_qlora.model.elementwise import MLP_SITE, gate, gate_backward
+from fsdp_qlora.model.elementwise import MLP_SITE, ScaledActivation, gate, gate_backward
 from fsdp_qlora.model.linears import FusedLinear
 from fsdp_qlora.model.products import add_a_gradient, product, product_backward
 from fsdp_qlora.model.residual import (
@@ -114,8 +114,12 @@ class MLPHalf:
         work.held.clear()
         return torch.cat(grads)
 
-    def activation(self, work: LayerWork) -> str | Tensor:
-        """For gate() and gate_backward(): its name, or xIELU's scalars [4]."""
+    def activation(self, work: LayerWork) -> str | Tensor | ScaledActivation:
+        """For gate() and gate_backward(): its name, with multipliers; or xIELU's scalars [4]."""
+        if self.arch.mlp_multipliers != 1.0:
+            both = self.arch.mlp_multipliers
+            inner, outer = both if isinstance(both, list) else (both, both)
+            return ScaledActivation(self.arch.activation, inner, outer)
         if self.arch.activation != "xielu":
             return self.arch.activation
         return torch.stack([work.vector(XIELU, part).view(()) for part in XIELU_SHAPES])

@@ -144,7 +144,7 @@ class Mamba2:
     through a convolution of `kernel` tokens and SiLU; each group serves as many heads as come to
     it. With step = softplus(dt + dt_bias), inside of step_limits and not below min_step, a head's
     state S [state, head_dim] becomes S exp(-exp(A_log) step) + B (step x). out_proj reads
-    norm((C S + D x) SiLU(z)) with the norm by group.
+    norm((C S + D x) SiLU(z)) with the norm by group, with norm_first norm(C S + D x) SiLU(z).
     """
 
     heads: int | FromConfig = "config.mamba_n_heads"
@@ -159,6 +159,12 @@ class Mamba2:
     min_step: float | FromConfig = 0.0
     norm_eps: float | FromConfig = "config.rms_norm_eps"
     stem: str = "mamba"  # its name in a layer
+    norm: bool | FromConfig = True  # whether there is one
+    norm_first: bool | FromConfig = False
+    # what in_proj reads, its z, x, B, C and dt, and what out_proj gives are multiplied by these
+    in_multiplier: float | FromConfig = 1.0
+    multipliers: FromConfig = 1.0  # one for all, or a list
+    out_multiplier: float | FromConfig = 1.0
 
     @property
     def widths(self) -> dict[str, int]:
@@ -177,7 +183,8 @@ class Mamba2:
         n_channels = sum(self.widths[part] for part in ("x", "B", "C"))
         shapes: dict[str, tuple[int, ...]] = {
             "conv1d.weight": (n_channels, 1, self.kernel), "A_log": (self.heads,),
-            "dt_bias": (self.heads,), "D": (self.heads,), "norm.weight": (self.widths["x"],)}
+            "dt_bias": (self.heads,), "D": (self.heads,)}
+        shapes |= {"norm.weight": (self.widths["x"],)} if self.norm else {}
         shapes |= {"conv1d.bias": (n_channels,)} if self.conv_bias else {}
         return {f"{self.stem}.{name}": shape for name, shape in shapes.items()}
 
@@ -249,6 +256,13 @@ class Family:
     window: str | None = None  # layers with a sliding window: "all", or those of "layer_types"
     attention_scale: float | FromConfig | None = None  # None: head_dim ** -0.5
     query_factor: float | FromConfig = 1.0  # attention_scale is multiplied by this
+    # what q, k and v read, what k gives, and what o_proj gives are multiplied by these; without
+    # biases of these linears
+    attention_in_multiplier: float | FromConfig = 1.0
+    key_multiplier: float | FromConfig = 1.0
+    attention_out_multiplier: float | FromConfig = 1.0
+    # [on what the MLP's gate gives, on what the MLP gives], one for both; without biases
+    mlp_multipliers: FromConfig = 1.0
     query_scalar: float | FromConfig | None = None  # attention_scale = this ** -0.5
     attention_softcap: float | FromConfig | None = None
     sinks: bool = False  # one more logit per head joins attention's softmax, and has no value
@@ -267,6 +281,7 @@ class Family:
     residual_dropout: float | FromConfig = 0.0  # on what o_proj and down_proj return
     # {layer type: what it has instead of softmax attention}
     mixers: dict[str, Mixer] = dataclasses.field(default_factory=dict)
+    beside: bool = False  # layers with a mixer also have softmax attention; both are added
     # {field of Family: its value in layers with a mixer}: of the four norms
     mixer_norms: dict[str, str | None] = dataclasses.field(default_factory=dict)
     mixture: Mixture | None = None  # of experts, instead of the MLP
@@ -350,9 +365,12 @@ class Architecture(Family):
 
     def fused_groups(self, kind: LayerKind) -> tuple[list[Linear], ...]:
         """The Linears of a layer: a list for each input that they read."""
-        mixing, mlp = self.of_kind(kind).attention_linears(), (self.gate_up, self.down)
+        mixing: tuple[list[Linear], ...] = self.of_kind(kind).attention_linears()
+        mlp: tuple[list[Linear], ...] = self.gate_up, self.down
         if kind.mixer:
-            mixing = self.mixers[kind.mixer].linears(self.hidden_size)
+            of_mixer = self.mixers[kind.mixer].linears(self.hidden_size)
+            inputs = mixing[0] + of_mixer[0]
+            mixing = (inputs, mixing[1], of_mixer[1]) if self.beside else of_mixer
         if kind.routed:
             mlp = self.shared_gate_up, self.shared_down, self.expert_gate_up, self.expert_down
         if kind.halves == "mlp":
@@ -404,7 +422,7 @@ class Architecture(Family):
         parts = ("weight", "bias") if self.norm_bias else ("weight",)
         shapes: dict[str, tuple[int, ...]] = {
             f"{name}.{part}": (self.hidden_size,) for name in norms if name for part in parts}
-        attends = not kind.mixer and kind.halves != "mlp"
+        attends = (self.beside or not kind.mixer) and kind.halves != "mlp"
         if self.qk_norm and self.qk_norm != "without weight" and attends:
             for name, heads in ((self.q_norm, kind.heads), (self.k_norm, self.n_kv_heads)):
                 shapes[f"{name}.weight"] = {

@@ -110,6 +110,7 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
         values["attention_scale"] = (family.query_scalar or head_dim) ** -0.5 * family.query_factor
     if family.sqrt_embedding:
         values["embedding_multiplier"] = hidden**0.5
+    values["attention_scale"] *= family.key_multiplier * family.attention_in_multiplier**2
     values["final_norm_kind"] = family.final_norm_kind or family.norm
     if family.post_norm_eps is None:
         values["post_norm_eps"] = family.norm_eps
@@ -245,7 +246,7 @@ def describe_positions(c: PreTrainedConfig, family: Family, head_dim: int) -> di
         rotated = slides
     ropes, layer_rope = [], []
     for kind, rotates in zip(kinds, rotated, strict=True):
-        if kind in family.mixers or not rotates and family.one_half:
+        if kind in family.mixers and not family.beside or not rotates and family.one_half:
             layer_rope.append(None)
             continue
         rope = dict(c.rope_parameters)
@@ -258,15 +259,17 @@ def describe_positions(c: PreTrainedConfig, family: Family, head_dim: int) -> di
         if family.ntk_alpha and rope["rope_type"] == "dynamic" and rope.get("alpha"):
             theta = rope["rope_theta"] * rope["alpha"] ** (head_dim / (head_dim - 2))
             rope = {"rope_type": "default", "rope_theta": theta}  # no longer depends on length
-        if kind in family.mixers or rope.get("rope_theta") is None:  # OLMo hybrid can be without
+        if rope.get("rope_theta") is None:  # OLMo hybrid can be without
             layer_rope.append(None)
             continue
         if rope not in ropes:
             ropes.append(rope)
         layer_rope.append(ropes.index(rope) if rotates else None)
-    for dim in (rotary_dim(rope, head_dim) for rope in ropes):
-        if dim % 2 or dim != head_dim and not family.partial_rotary:
-            raise ValueError(f"rotary embedding of {dim} of {head_dim} dimensions is not supported")
+    for rope in ropes:
+        part = rope.get("partial_rotary_factor") or 1.0
+        if rotary_dim(rope, head_dim) % 2 or part != 1.0 and not family.partial_rotary:
+            raise ValueError(f"partial_rotary_factor={part} of {head_dim} dimensions is not"
+                             " supported")
     temperature = family.query_temperature and (
         ropes[0]["llama_4_scaling_beta"], ropes[0]["original_max_position_embeddings"])
     return dict(ropes=ropes, layer_rope=layer_rope,
@@ -359,7 +362,7 @@ def shrinking_changes(
     layers = [kinds.index(kind) for kind in dict.fromkeys(kinds)] if record.one_half else [0, other]
     return [
         ("if used", {name: values and [values[i] for i in layers]
-                     for name, values in per_layer.items()}),
+                     for name, values in per_layer.items() if not is_computed(c, name)}),
         # the check takes seconds on a CPU
         ("always", {"num_hidden_layers": len(layers), "vocab_size": 128}),
         # a multimodal config has this flag outside its text config
@@ -387,6 +390,12 @@ def shrinking_changes(
         ("if used", {"sliding_window": 5}),
         # the released ones may lie outside the small vocabulary
         ("always", {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2})]
+
+
+def is_computed(c: PreTrainedConfig, name: str) -> bool:
+    """Whether the config computes this field of others."""
+    name = c.attribute_map.get(name, name)
+    return isinstance(getattr(type(c), name, None), property)
 
 
 def expert_changes(arch: Architecture, c: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
