@@ -406,10 +406,11 @@ def test_each_layer_has_the_layout_of_its_kind():
             halves = {NoMixingHalf: "mlp", NoMLPHalf: "mixing"}
             halves = halves.get(type(of)) or halves.get(type(layout.mlp)) or "both"
             kind = [None, None, None, routed, of.arch.n_heads, halves]
-            if halves != "mlp" and isinstance(of.mixing, AttentionMixing):
-                kind[:2] = of.mixing.window, of.mixing.rope
-            elif halves != "mlp":
-                kind[2:3] = [x for x in arch.mixers if arch.mixers[x] is of.mixing.mixer]
+            for _, one in of.branches if halves != "mlp" else ():
+                if isinstance(one, AttentionMixing):
+                    kind[:2] = one.window, one.rope
+                else:
+                    kind[2:3] = [x for x in arch.mixers if arch.mixers[x] is one.mixer]
             found.append(tuple(kind))
         assert found == kinds, name
         for (one, kind), (other, its_kind) in itertools.combinations(zip(layouts, kinds), 2):
