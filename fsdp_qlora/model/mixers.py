@@ -230,6 +230,52 @@ def chunks_of(
     return sum(counts), slots.to(device), firsts
 
 
+def fla_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, bin: Bin
+) -> Tensor:
+    """By the Triton kernels of flash-linear-attention (fla-core), in bf16."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    if bin.chunks is None:  # given the lengths on the GPU alone, fla would wait for them
+        counts = torch.tensor([math.ceil(n / CHUNK) for n in bin.lengths])
+        documents = torch.arange(len(counts)).repeat_interleave(counts)
+        first = (counts.cumsum(0) - counts)[documents]
+        chunks = torch.stack([documents, torch.arange(len(documents)) - first], 1).int()
+        bin.chunks = chunks.pin_memory().to(value.device, non_blocking=True)
+    out, _ = chunk_gated_delta_rule(
+        *(x[None] for x in (query, key, value, g, beta)), use_qk_l2norm_in_kernel=True,
+        cu_seqlens=bin.cu_seqlens, chunk_indices=bin.chunks)
+    of_bin: Tensor = out[0]
+    return of_bin
+
+
+def why_no_fla(mixer: DeltaNet, device: torch.device) -> str:
+    """Why fla_delta_rule() is not used; "" if it gives what document_delta_rule() gives, forward
+    and backward, for two documents."""
+    length = 3 * CHUNK // 2
+    generator, n = torch.Generator(device).manual_seed(0), 2 * length
+    shapes = (mixer.key_heads, mixer.key_dim), (mixer.value_heads, mixer.value_dim)
+    settings: dict[str, Any] = dict(dtype=torch.bfloat16, device=device, generator=generator)
+    query, key, value, grad = (torch.randn(n, *shapes[i], **settings) for i in (0, 0, 1, 1))
+    g, beta = (torch.rand(n, mixer.value_heads, **settings) for _ in range(2))
+    bounds = torch.tensor([0, length, n], dtype=torch.int32, device=device)
+    probe: Any = types.SimpleNamespace(lengths=(length, length), cu_seqlens=bounds, chunks=None)
+
+    def both(function: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        inputs = [t.detach().requires_grad_() for t in (query, key, value, -g.float(), beta)]
+        out = function(*inputs, probe)
+        return out.detach(), *torch.autograd.grad(out, inputs, grad)
+
+    try:
+        pairs = list(zip(both(fla_delta_rule), both(document_delta_rule)))
+    except ModuleNotFoundError as e:
+        return f"{e.name} is not installed"
+    except Exception as e:  # Triton's and fla's have no class in common
+        return f"{type(e).__name__}: {str(e).strip().splitlines()[0]}"
+    worst = max(float((got - want).norm() / want.norm()) for got, want in pairs)
+    return "" if worst < 0.05 else f"it is {100 * worst:.0f} % off here"
+
+
 # ---- mixings ----
 
 
