@@ -236,6 +236,17 @@ TINY = {
     "granite4_nope": tiny(
         "granitemoehybrid", None, attention_bias=True, tie_word_embeddings=True, **GRANITE4
     ),
+    "granite4_h": tiny(
+        "granitemoehybrid",
+        None,
+        **GRANITE4
+        | dict(
+            layer_types=["mamba", "attention", "mamba"],
+            mamba_n_heads=4,
+            mamba_d_state=16,
+            mamba_n_groups=2,
+        ),
+    ),
     "cohere": tiny("cohere", None, logit_scale=0.25),
     "cohere_qk_norm": tiny("cohere", None, use_qk_norm=True, attention_bias=True),
     "cohere2": tiny("cohere2", None, sliding_window=7, layer_types=MIXED, logit_scale=0.25),
@@ -332,6 +343,35 @@ TINY = {
         residual_multiplier=0.4,
         logits_scaling=2.0,
     ),
+    "granite4_h_moe": tiny(
+        "granitemoehybrid",
+        None,
+        **GRANITE4
+        | dict(
+            layer_types=["mamba", "attention", "mamba"],
+            mamba_n_heads=8,
+            mamba_d_state=16,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            shared_intermediate_size=48,
+        ),
+    ),
+    "nemotron_h": tiny(
+        "nemotron_h",
+        head_dim=24,
+        layer_types=["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+        mamba_num_heads=4,
+        mamba_head_dim=16,
+        n_groups=2,
+        ssm_state_size=8,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=32,
+        moe_shared_expert_intermediate_size=48,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=2.5,
+    ),
     "hunyuan_moe": tiny("hunyuan_v1_moe", num_experts=4, moe_topk=2),
     "glm4_moe": tiny(
         "glm4_moe",
@@ -400,6 +440,28 @@ TINY = {
             "full_attention": YARN,
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
+    ),
+    "laguna": tiny(
+        "laguna",
+        head_dim=32,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=48,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_routed_scaling_factor=2.5,
+        sliding_window=7,
+        layer_types=MIXED,
+        num_attention_heads_per_layer=[6, 4, 6],
+        rope_parameters={
+            "full_attention": YARN | dict(partial_rotary_factor=0.5),
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+    "laguna_elements": tiny(
+        "laguna",
+        moe_intermediate_size=32,
+        num_experts=8,
+        gating="per-element",
     ),
     "afmoe": tiny(
         "afmoe",

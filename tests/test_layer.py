@@ -21,13 +21,17 @@ from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
 from fsdp_qlora.model import attention
+from fsdp_qlora.model.absent import NoMixingHalf, NoMLPHalf
 from fsdp_qlora.training import check
+from fsdp_qlora.pretrained import architecture
 from fsdp_qlora.pretrained import config as configs
 from fsdp_qlora.pretrained import families
 from fsdp_qlora.model import linears
+from fsdp_qlora.model import mixers
 from fsdp_qlora.model import mixing
 from fsdp_qlora.model import mlp
 from fsdp_qlora.lora.adapter import choose_adapted
+from fsdp_qlora.pretrained.architecture import AttentionGate
 from fsdp_qlora.training.check import (
     check_family, plain_run, random_reference, read_weights, text_model)
 from fsdp_qlora.data.bins import make_bin
@@ -214,6 +218,41 @@ def test_every_family_equals_transformers_and_peft(name, kept, monkeypatch):
     assert_equal(kept, monkeypatch, name)
 
 
+@pytest.mark.parametrize("linear", ["self_attn.gate", None])
+@pytest.mark.parametrize("per_head, activation", [(True, "sigmoid"), (False, "softplus")])
+def test_gate_of_attention_equals_autograd(linear, per_head, activation):
+    """Also where each head's gate follows its query, as in Qwen3.5."""
+    per_head = per_head and linear is not None
+    arch = dataclasses.replace(describe_model(TINY["qwen3"](VOCABULARY)), qk_norm=None,
+                               attention_gate=AttentionGate(linear, per_head, activation))
+    generator, (heads, kv_heads, d) = torch.Generator().manual_seed(0), (4, 2, arch.head_dim)
+    n_gates = heads if per_head else heads * d
+    projected = torch.randn(9, (heads + 2 * kv_heads) * d + n_gates, generator=generator)
+    assert projected.shape[1] == sum(x.out_features for x in arch.attention_linears()[0])
+    leaf, factor = projected.clone().requires_grad_(), {"sigmoid": torch.sigmoid,
+                                                         "softplus": F.softplus}[activation]
+    if linear:
+        query, key, value, gates = leaf.split([heads * d, kv_heads * d, kv_heads * d, n_gates], 1)
+        gates = gates.view(9, heads, -1)
+    else:
+        query, key, value = leaf.split([2 * heads * d, kv_heads * d, kv_heads * d], 1)
+        query, gates = query.view(9, heads, 2 * d).split(d, 2)
+    want = query.reshape(9, heads, d) * factor(gates)
+    grad = torch.randn(9, heads * d, generator=generator)
+    grads_kv = torch.randn(2, 9, kv_heads, d, generator=generator)
+    others = torch.stack([x.reshape(9, kv_heads, d) for x in (key, value)])
+    torch.autograd.backward([want.flatten(1), others], [grad, grads_kv])
+    query, _, _, gates = attention.split_projected(arch, projected)
+    got = attention.gate_heads(query, gates, activation)
+    torch.testing.assert_close(got, want.detach().flatten(1))
+    grad_query, grad_gates = attention.gate_heads_backward(
+        grad.view(9, heads, d), query, gates, activation)
+    no_rotary = None, None, None, None, None
+    got = attention.rotate_backward(
+        grad_query, *grads_kv, grad_gates, projected, *no_rotary, arch)
+    torch.testing.assert_close(got, leaf.grad)
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3", "glm4"])
 def test_gradients_are_the_same_whatever_is_kept_on_the_host(name):
     """Bins of several lengths; the first layers keep x, or the sum after attention as well, the
@@ -354,19 +393,24 @@ def test_families_here_are_all_families_of_the_table():
 
 
 def test_each_layer_has_the_layout_of_its_kind():
-    """Its own window, rotary and MLP; layers of one kind share a Layout."""
+    """Its own window, rotary, heads, halves and MLP; layers of one kind share a Layout."""
     mixed = set()
     for name, make in TINY.items():
         arch = describe_model(make(VOCABULARY))
         kinds = list(zip(arch.layer_window, arch.layer_rope, arch.layer_mixer, arch.layer_routed,
-                         strict=True))  # fmt: skip
+                         arch.layer_heads, arch.layer_halves, strict=True))  # fmt: skip
         layouts = make_layouts(arch, (), CONFIG)
         found = []
         for layout in layouts:
-            of, routed = layout.mixing.mixing, isinstance(layout.mlp, RoutedMLPHalf)
-            attends = isinstance(of, AttentionMixing)
-            found.append((of.window, of.rope, None, routed) if attends else (
-                None, None, *(x for x in arch.mixers if arch.mixers[x] is of.mixer), routed))
+            of, routed = layout.mixing, isinstance(layout.mlp, RoutedMLPHalf)
+            halves = {NoMixingHalf: "mlp", NoMLPHalf: "mixing"}
+            halves = halves.get(type(of)) or halves.get(type(layout.mlp)) or "both"
+            kind = [None, None, None, routed, of.arch.n_heads, halves]
+            if halves != "mlp" and isinstance(of.mixing, AttentionMixing):
+                kind[:2] = of.mixing.window, of.mixing.rope
+            elif halves != "mlp":
+                kind[2:3] = [x for x in arch.mixers if arch.mixers[x] is of.mixing.mixer]
+            found.append(tuple(kind))
         assert found == kinds, name
         for (one, kind), (other, its_kind) in itertools.combinations(zip(layouts, kinds), 2):
             assert (one is other) == (kind == its_kind), name
@@ -395,9 +439,10 @@ def test_elementwise_work_on_a_cpu_is_not_compiled(monkeypatch):
     assert len(seen) == 3 and all(one is x and other is None for one, other in seen)
 
 
-def test_no_document_sees_another():
+@pytest.mark.parametrize("name", ["gemma2", "granite4_h"])  # a window, a cap; Mamba-2
+def test_no_document_sees_another(name):
     """A changed document changes its own loss and no other's, to the bit."""
-    pair = Pair("gemma2")  # a window, a cap, layers of two kinds
+    pair = Pair(name)
     model = pair.make()
     adapter_values(model, pair.values)
 
@@ -475,6 +520,56 @@ def test_check_at_start_catches(error, monkeypatch):
     plant(monkeypatch, family, fields)
     with pytest.raises(ValueError, match=f"the check at start failed: {family} "):
         check_family(model_config, name, fill_model)
+
+
+@pytest.mark.parametrize("name", ["granite4_h"])
+def test_check_at_start_catches_documents_end_to_end(name, monkeypatch):
+    """Given to the convolution and the scan as if all were one document; attention is as ever."""
+    def all_as_one(work, projected, mixer):
+        n = len(projected)
+        bin = types.SimpleNamespace(**vars(work.bin) | {
+            "position_ids": torch.arange(n), "lengths": (n,)})
+        return function(types.SimpleNamespace(layer=work.layer, bin=bin), projected, mixer)
+
+    of_mixer = mixers.MIXINGS[architecture.Mamba2]
+    function = of_mixer.function
+    monkeypatch.setitem(mixers.MIXINGS, architecture.Mamba2,
+                        dataclasses.replace(of_mixer, function=all_as_one))
+    with pytest.raises(ValueError, match="differs from transformers .*: logits by"):
+        check_family(TINY[name](VOCABULARY), name, fill_model)
+
+
+def test_scan_of_mamba_equals_the_recurrence():
+    """In chunks, with documents shorter and longer than them; forward and backward in fp64."""
+    lengths, n_heads, groups, generator = (70, 1, 130, 64), 4, 2, torch.Generator().manual_seed(0)
+    n = sum(lengths)
+
+    def draw(*shape):
+        return torch.randn(n, *shape, generator=generator)
+
+    inputs = [draw(n_heads, 5), draw(n_heads).exp(), -0.2 * draw(n_heads).exp(), draw(groups, 6),
+              draw(groups, 6)]  # fmt: skip
+    grad = draw(n_heads, 5)
+    results = []
+    for scan, kind in (mixers.chunked_scan, torch.float32), (recurrence, torch.float64):
+        leaves = [x.to(kind).requires_grad_() for x in inputs]
+        out = scan(*leaves, lengths)
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, grad.to(kind))])
+    for got, want in zip(*results, strict=True):
+        assert (got - want).norm() < 1e-5 * want.norm()
+
+
+def recurrence(x, step, decay, b, c, lengths):
+    outs, first = [], 0
+    for length in lengths:
+        state = 0
+        for i in range(first, first + length):
+            of_b, of_c = (part[i].repeat_interleave(2, 0) for part in (b, c))
+            state = state * decay[i, :, None, None].exp() + (
+                of_b[:, :, None] * (step[i, :, None] * x[i])[:, None])
+            outs.append((of_c[:, :, None] * state).sum(1))
+        first += length
+    return torch.stack(outs)
 
 
 def swap_gate_and_up(model, names, read, *rest):
@@ -671,7 +766,7 @@ def test_bf16_norms_and_embeddings_round_as_transformers(name):
         reference(ids[None])
         x = torch.randn(64, arch.hidden_size, dtype=torch.bfloat16)
         want = final(x)
-    table = reference.embed_tokens.weight.detach()
+    table = reference.get_input_embeddings().weight.detach()
     model = types.SimpleNamespace(shards=1, arch=arch, embedding=table, own_rows=range(len(table)))
     assert torch.equal(embed(model, ids), seen[0][0])
     norm, bias = (getattr(final, part, None) for part in ("weight", "bias"))

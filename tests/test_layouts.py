@@ -1,4 +1,5 @@
-"""Mixtures by the command line, from each layout of files in which such models are released.
+"""Mixtures by the command line, from each layout of files in which such models are released; and
+models without experts whose layers have tensors, or linears, that no others have.
 
 The reference is test_step.py's, transformers' model with bitsandbytes' 4-bit linears in PEFT, and
 in place of what that leaves whole: bitsandbytes' NF4 of each expert's matrices. `make test` runs
@@ -48,14 +49,16 @@ def layouts(name):
 
 
 MIXTURES = [name for name, make in TINY.items() if describe_model(make(320)).mixture]
-CASES = [(name, layout) for name in MIXTURES for layout in layouts(name)]
+DENSE = [(name, "as saved") for name in ("apertus", "muse_glimmer", "lfm2", "qwen3_5")
+         if name in TINY]
+CASES = DENSE + [(name, layout) for name in MIXTURES for layout in layouts(name)]
 QUICK = [
     ("mixtral", "w1, w2, w3"), ("afmoe", "per expert"), ("granitemoe", "input_linear"),
     ("qwen3_vl_moe", "transposed"), ("qwen3_moe", FUSED), ("mixtral", "NF4 of transformers 5"),
     ("qwen2_moe", "NF4 of transformers 4"), ("granitemoe", "NF4 of transformers 4"),
-    ("gpt_oss", "MXFP4"), ("minimax_m2", "FP8")]  # fmt: skip
+    ("gpt_oss", "MXFP4"), ("minimax_m2", "FP8"), *DENSE]  # fmt: skip
 assert set(QUICK) < set(CASES)
-QUICK_ON_TWO = QUICK[3:7] + QUICK[8:]  # of each layout that a rank reads its part of otherwise
+QUICK_ON_TWO = QUICK[3:7] + QUICK[8:10] + DENSE[:1]  # of each layout that a rank reads its part of otherwise
 PARAMETERS, ON_TWO = (
     [case if case in quick else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
     for quick in (QUICK, QUICK_ON_TWO))
@@ -132,7 +135,7 @@ def make_reference(directory, name, layout):
     the file has them so: transformers 5 loads them whole, 4 saved them as linears."""
     whole = directory if layout == "NF4 of transformers 5" else directory / "whole"
     skipped = None if layout in BITS else ["lm_head", "shared_expert_gate", "wg"]
-    model = load_reference(whole, "attention", skipped)
+    model = load_reference(whole, "all" if (name, layout) in DENSE else "attention", skipped)
     device = "cpu" if layout == "NF4 of transformers 4" else DEVICE  # its file was written on a CPU
     before_5 = layout == "NF4 of transformers 4" and name not in ROUTER_NO_LINEAR_IN_4
     for key, p in model.named_parameters():
@@ -156,7 +159,7 @@ def first_step(model, rows):
         part = F.cross_entropy(logits, labels[1:].to(DEVICE), reduction="sum") / trained
         part.backward()
         loss += part.item()
-    grads = [p.grad for p in model.parameters() if p.requires_grad]
+    grads = [p.grad for p in model.parameters() if p.grad is not None]  # not of vision towers
     return loss, math.sqrt(sum(grad.norm().item() ** 2 for grad in grads))
 
 

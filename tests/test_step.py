@@ -39,7 +39,7 @@ KINDS = {
     "some": ["--target_modules", "q_proj", "v_proj", "down_proj"],
 }
 TARGETS = {"some": ["q_proj", "v_proj", "down_proj"],
-           "attention": ["q_proj", "k_proj", "v_proj", "o_proj"]}  # fmt: skip
+           "attention": ["q_proj", "k_proj", "v_proj", "o_proj", "g_proj"]}  # fmt: skip
 SMALL = ["--micro_batch_tokens", 64]  # the longest row
 MIDDLE = ["--micro_batch_tokens", 100]
 LARGE = ["--micro_batch_tokens", 1000]

@@ -97,7 +97,7 @@ class AttentionMixing:
 
     @property
     def _projected_width(self) -> int:
-        return sum(linear.out_features for linear in self.arch.qkv)
+        return sum(linear.out_features for linear in self.arch.attention_linears()[0])
 
     @property
     def kept_values(self) -> int:
@@ -176,7 +176,7 @@ def rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None, arch: Architecture
         return x.flatten(1)
     # Compiled, a cat() of rotated parts goes through memory, and an index by two remainders is read
     # value by value: hence flip(), and one flatten() at the end.
-    sign, half = torch.arange(-1, 2, 2, device=x.device), arch.rotary_dim // 2
+    sign, half = torch.arange(-1, 2, 2, device=x.device), cos.shape[1]
     if arch.rotary_interleaved:
         pieces = x.unflatten(-1, (-1, 2))
         pairs, axis = pieces[:, :, :half], 3

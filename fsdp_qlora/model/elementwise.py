@@ -221,12 +221,12 @@ def clamped_gate_backward(
 
 @elementwise
 def gate_weight_gradients(
-    grad: Tensor, gate_up: Tensor, activation: str | tuple[float, float]
+    grad: Tensor, gate_up: Tensor, activation: str | tuple[float, float], gated: bool
 ) -> Tensor:
     """Returns the gradient of the weights of rows, fp32 [n]. `grad` is the gradient of gate()'s
     result for weights of 1. This is no part of gate_backward(): a compiled kernel that both sums
     its input and writes over it was wrong in fp32 (torch 2.11), and slower."""
-    return (grad.float() * gate_product(gate_up, activation, True)).sum(-1)
+    return (grad.float() * gate_product(gate_up, activation, gated)).sum(-1)
 
 
 @elementwise

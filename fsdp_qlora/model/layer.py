@@ -8,12 +8,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from fsdp_qlora.model.absent import NoMixingHalf, NoMLPHalf
 from fsdp_qlora.model.attention import AttentionMixing
 from fsdp_qlora.model.elementwise import N_SITES, drop
 from fsdp_qlora.model.experts import RoutedMLPHalf
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
 class Layout:
     """What one layer computes, and what its three parameters hold."""
 
-    mixing: MixingHalf
-    mlp: MLPHalf | RoutedMLPHalf
+    mixing: MixingHalf | NoMixingHalf
+    mlp: MLPHalf | RoutedMLPHalf | NoMLPHalf
     # {name in the layer: (slice of `vectors`, shape)} of norms and biases
     vectors: dict[str, tuple[slice, tuple[int, ...]]]
     small_tensors: dict[str, tuple[int, ...]]  # {name in the layer: shape}
@@ -140,18 +141,30 @@ def _make_layout(
         fuse_linears(site, linears, adapted, config, vectors, allocator,
                      arch.mixture.n_experts if linears in of_experts else 0) if linears else None
         for site, linears in enumerate(arch.fused_groups(kind))]
-    inputs, out, *mlp = fused
+    small_tensors = arch.small_tensors(kind)
     arch = arch.of_kind(kind)
     rank, counts = config.lora_rank, allocator.counts
-    mixing: AttentionMixing | RecordedMixing = AttentionMixing(arch, kind.window, kind.rope)
-    if kind.mixer:
-        mixing = RecordedMixing(arch.mixers[kind.mixer], arch)
     return Layout(
-        MixingHalf(arch, inputs, out, mixing), (RoutedMLPHalf if kind.routed else MLPHalf)(
-            arch, *mlp), vectors, arch.small_tensors(kind),
-        counts["blocks"], counts["vectors"], counts["adapter"],
+        *_make_halves(arch, kind, fused), vectors, small_tensors, counts["blocks"], counts["vectors"], counts["adapter"],
         config.lora_alpha / (math.sqrt(rank) if config.adapter == "rslora" else rank),
         config.lora_dropout, config.adapter == "dora")
+
+
+def _make_halves(
+    arch: Architecture, kind: LayerKind, fused: Sequence[Any]
+) -> tuple[MixingHalf | NoMixingHalf, MLPHalf | RoutedMLPHalf | NoMLPHalf]:
+    """Those of a layer with the fused_groups() `fused`."""
+    inputs, out, *of_mlp = fused
+    of_tokens: AttentionMixing | RecordedMixing = AttentionMixing(arch, kind.window, kind.rope)
+    if kind.mixer:
+        of_tokens = RecordedMixing(arch.mixers[kind.mixer], arch)
+    mixing: MixingHalf | NoMixingHalf = NoMixingHalf(arch)
+    mlp: MLPHalf | RoutedMLPHalf | NoMLPHalf = NoMLPHalf(arch)
+    if kind.halves != "mlp":
+        mixing = MixingHalf(arch, inputs, out, of_tokens)
+    if kind.halves != "mixing":
+        mlp = (RoutedMLPHalf if kind.routed else MLPHalf)(arch, *of_mlp)
+    return mixing, mlp
 
 
 class DecoderLayer(nn.Module):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fsdp_qlora.model.attention import recomputed
 from fsdp_qlora.model.elementwise import elementwise, norm_grad_of, norm_of
-from fsdp_qlora.pretrained.architecture import Architecture, DeltaNet, Mixer, ShortConv
+from fsdp_qlora.pretrained.architecture import Architecture, DeltaNet, Mamba2, Mixer, ShortConv
 
 if TYPE_CHECKING:
     from fsdp_qlora.data.bins import Bin
@@ -129,31 +129,43 @@ def conv_backward(grad: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
 
 
 class GatedNorm(torch.autograd.Function):
-    """norm(x) * SiLU(z) of x and z [n, heads, dim]; the norm is "rms" of norm_of(), by head. Keeps
-    x and z; has no gradient of `weight`."""
+    """norm(x) * SiLU(z) of x and z [n, heads, dim], with gate_first norm(x * SiLU(z)); the norm is
+    "rms" of norm_of(), by head, with a weight [dim] or [heads, dim]. Keeps x and z; has no gradient
+    of `weight`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, z: Tensor, weight: Tensor, eps: float, gate_first: bool = False
+    ) -> Tensor:
         ctx.save_for_backward(x, z, weight)
-        ctx.eps = eps
-        return gated_norm_forward(x, z, weight, eps)
+        ctx.settings = eps, gate_first
+        return gated_norm_forward(x, z, weight, eps, gate_first)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *gated_norm_backward(grad, *ctx.saved_tensors, ctx.eps), None, None
+        return *gated_norm_backward(grad, *ctx.saved_tensors, *ctx.settings), None, None, None
 
 
 @elementwise
-def gated_norm_forward(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+def gated_norm_forward(
+    x: Tensor, z: Tensor, weight: Tensor, eps: float, gate_first: bool
+) -> Tensor:
+    if gate_first:
+        return norm_of(x.float() * F.silu(z.float()), weight, "rms", eps).to(x.dtype)
     return (norm_of(x, weight, "rms", eps) * F.silu(z.float())).to(x.dtype)
 
 
 @elementwise
 def gated_norm_backward(
-    grad: Tensor, x: Tensor, z: Tensor, weight: Tensor, eps: float
+    grad: Tensor, x: Tensor, z: Tensor, weight: Tensor, eps: float, gate_first: bool
 ) -> tuple[Tensor, Tensor]:
     """The gradients of x and z."""
     grad32, z32 = grad.float(), z.float()
+    if gate_first:
+        x32, factor = x.float(), F.silu(z32)
+        grad32 = norm_grad_of(grad32, x32 * factor, weight, "rms", eps)
+        grad_z = torch.ops.aten.silu_backward(grad32 * x32, z32)
+        return (grad32 * factor).to(x.dtype), grad_z.to(z.dtype)
     grad_x = norm_grad_of(grad32 * F.silu(z32), x, weight, "rms", eps)
     grad_z = torch.ops.aten.silu_backward(grad32 * norm_of(x, weight, "rms", eps), z32)
     return grad_x.to(x.dtype), grad_z.to(z.dtype)
@@ -185,14 +197,8 @@ def chunked_delta_rule(
     equations are triangular, and are solved for values, which gives what is added to a state of 0,
     and for keys, which gives what is to be subtracted from that for each state.
     """
-    n_chunks, slots, firsts = chunks_of(lengths, chunk, value.device)
+    chunked, slots, firsts = chunks_of(lengths, chunk, value.device)
     dtype, n_heads, repeats = value.dtype, value.shape[1], value.shape[1] // key.shape[1]
-
-    def chunked(x: Tensor) -> Tensor:
-        """[n, heads, dim] as fp32 [chunks, heads, chunk, dim]; zeros fill a document's last one."""
-        rows = x.new_zeros(n_chunks * chunk, *x.shape[1:], dtype=torch.float32)
-        return rows.index_copy(0, slots, x.float()).unflatten(0, (-1, chunk)).transpose(1, 2)
-
     query, key = (x.float() * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + 1e-6)
                   for x in (query, key))
     query = query * query.shape[-1] ** -0.5
@@ -220,14 +226,56 @@ def chunked_delta_rule(
 
 def chunks_of(
     lengths: Sequence[int], chunk: int, device: torch.device
-) -> tuple[int, Tensor, list[bool]]:
-    """Documents of these lengths cut into chunks: how many there are, where each token is in all of
-    them [n], and whether a chunk is the first of its document."""
+) -> tuple[Callable[[Tensor], Tensor], Tensor, list[bool]]:
+    """Documents of these lengths cut into chunks: a function of [n, heads, dim] that gives fp32
+    [chunks, heads, chunk, dim], in which zeros fill each document's last chunk; where each token
+    is in all of them [n]; and whether a chunk is the first of its document."""
     counts = [math.ceil(n / chunk) for n in lengths]
     firsts = [i == 0 for count in counts for i in range(count)]
     starts = itertools.accumulate(counts, initial=0)
     slots = torch.cat([chunk * start + torch.arange(n) for start, n in zip(starts, lengths)])
-    return sum(counts), slots.to(device), firsts
+    slots = slots.to(device)
+
+    def chunked(x: Tensor) -> Tensor:
+        rows = x.new_zeros(sum(counts) * chunk, *x.shape[1:], dtype=torch.float32)
+        return rows.index_copy(0, slots, x.float()).unflatten(0, (-1, chunk)).transpose(1, 2)
+
+    return chunked, slots, firsts
+
+
+# ---- the scan of Mamba-2 ----
+
+
+def document_scan(
+    x: Tensor, step: Tensor, decay: Tensor, b: Tensor, c: Tensor, bin: Bin
+) -> Tensor:
+    """C S [n, heads, head_dim], see Mamba2, of x [n, heads, head_dim], step and decay, the
+    logarithm of what is left of the state, fp32 [n, heads], b and c [n, groups, state]. In plain
+    torch and in fp32. Only the inputs are kept for backward."""
+    return recomputed(chunked_scan, x, step, decay, b, c, bin.lengths)
+
+
+def chunked_scan(
+    x: Tensor, step: Tensor, decay: Tensor, b: Tensor, c: Tensor, lengths: Sequence[int]
+) -> Tensor:
+    """`lengths`: of the documents. Inside a chunk each token's C meets the B of all before it, as
+    queries and keys do, times what is left in between; states go from chunk to chunk."""
+    chunked, slots, firsts = chunks_of(lengths, CHUNK, x.device)
+    n_heads, repeats, dtype = x.shape[1], x.shape[1] // b.shape[1], x.dtype
+    b, c, decay = chunked(b), chunked(c), chunked(decay[..., None]).cumsum(2)
+    x = chunked(x.float() * step[..., None])
+    between = (decay - decay.transpose(2, 3)).tril()  # [CHUNK, CHUNK]; above it might overflow
+    inside = (c @ b.transpose(2, 3)).repeat_interleave(repeats, 1) * between.exp().tril()
+    b, c = (part.repeat_interleave(repeats, 1) for part in (b, c))
+    c, b = c * decay.exp(), (b * (decay[:, :, -1:] - decay).exp()).transpose(2, 3)
+    left, outs = decay[:, :, -1:].exp(), []
+    for i, is_first in enumerate(firsts):
+        if is_first:
+            state = x.new_zeros(n_heads, b.shape[2], x.shape[3])
+        outs.append(c[i] @ state)
+        state = state * left[i] + b[i] @ x[i]
+    out = torch.stack(outs) + inside @ x
+    return out.transpose(1, 2).flatten(0, 1)[slots].to(dtype)
 
 
 def fla_delta_rule(
@@ -306,6 +354,29 @@ def delta_net(work: LayerWork, projected: Tensor, mixer: DeltaNet) -> Tensor:
     return mixed.flatten(1)
 
 
+def mamba2(work: LayerWork, projected: Tensor, mixer: Mamba2) -> Tensor:
+    """Mamba-2, see Mamba2."""
+    tensors = {name.removeprefix(f"{mixer.stem}."): tensor
+               for name, tensor in work.layer.small_tensors.items()}
+    widths = mixer.widths
+    of_conv = widths["x"] + widths["B"] + widths["C"]
+    z, of_conv, dt = projected.split([widths["z"], of_conv, widths["dt"]], 1)
+    of_conv = CausalConv.apply(of_conv, tensors["conv1d.weight"], tensors.get("conv1d.bias"),
+                               work.bin.position_ids, True)
+    x, b, c = of_conv.split([widths["x"], widths["B"], widths["C"]], 1)
+    x, b, c = (part.unflatten(1, (heads, -1)) for part, heads in zip(
+        (x, b, c), (mixer.heads, mixer.groups, mixer.groups)))
+    low, high = mixer.step_limits
+    step = F.softplus(dt.float() + tensors["dt_bias"].float()).clamp(max(low, mixer.min_step), high)
+    decay = -tensors["A_log"].float().exp() * step
+    out = document_scan(x, step, decay, b, c, work.bin)
+    out = (out + tensors["D"].float()[:, None] * x).to(x.dtype)
+    out, z = (part.reshape(len(x), mixer.groups, -1) for part in (out, z))
+    weight = tensors["norm.weight"].view(mixer.groups, -1)
+    mixed: Tensor = GatedNorm.apply(out, z, weight, mixer.norm_eps, True)
+    return mixed.flatten(1)
+
+
 def delta_parts(projected: Tensor, mixer: DeltaNet) -> dict[str, Tensor]:
     """{q, k, v, z, b, a: [n, width]} of what the linears give."""
     groups, parts, first = mixer.key_heads if mixer.by_key_head else 1, {}, 0
@@ -343,8 +414,22 @@ def delta_live_values(mixer: DeltaNet, hidden: int) -> int:
     return 2 * sum(mixer.widths.values()) + 4 * of_heads + 3 * mixer.widths["v"] + 2 * states
 
 
+def mamba2_kept_values(mixer: Mamba2, hidden: int) -> int:
+    """What is projected; x, B and C as the scan reads them; step and decay, fp32; what it gives,
+    that plus D x, after norm and gate."""
+    widths = mixer.widths
+    return (sum(widths.values()) + widths["x"] + widths["B"] + widths["C"] + 4 * widths["x"]
+            + 6 * mixer.heads)
+
+
+def mamba2_live_values(mixer: Mamba2, hidden: int) -> int:
+    """In fp32, which is twice bf16: B, C and their gradients by head, scores of a chunk."""
+    return 2 * mixer.heads * (6 * mixer.state + 4 * CHUNK + 6 * mixer.head_dim)
+
+
 MIXINGS: dict[type, RecordedFunction] = {
     # kept: projected, b * x, conv's result and that times c
     ShortConv: RecordedFunction(
         short_conv, lambda mixer, hidden: 6 * hidden, lambda mixer, hidden: 7 * hidden),
-    DeltaNet: RecordedFunction(delta_net, delta_kept_values, delta_live_values)}
+    DeltaNet: RecordedFunction(delta_net, delta_kept_values, delta_live_values),
+    Mamba2: RecordedFunction(mamba2, mamba2_kept_values, mamba2_live_values)}

@@ -119,6 +119,11 @@ class MixingHalf:
         values += hidden * (self.arch.attention_post_norm is not None)
         return values + self.mixing.kept_values
 
+    @property
+    def query_width(self) -> int:
+        """See Mixing."""
+        return self.mixing.query_width
+
     def live_bytes(self, plan: Plan, recomputed: bool) -> int:
         """The peak bytes of backward(), besides what is kept."""
         item = getattr(torch, plan.compute_dtype).itemsize

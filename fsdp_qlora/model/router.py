@@ -64,6 +64,7 @@ def route(
     weights = chosen_weights(scores, chosen, mixture)[0]
     if mixture.rounded:
         weights = weights.to(x.dtype).float()
+    weights = weights * mixture.scale
     experts, order = chosen.flatten().sort(stable=True)
     every = torch.arange(mixture.n_experts, device=x.device)
     ends = torch.searchsorted(experts, every, right=True).int()  # without waiting for the GPU
@@ -119,12 +120,12 @@ def best_experts(scores: Tensor, mixture: Mixture) -> Tensor:
 def chosen_weights(
     scores: Tensor, chosen: Tensor, mixture: Mixture
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The weights of the chosen experts, fp32 [n, k], their scores, and the sum [n, 1] by which
+    """The weights of the chosen experts before scaling, fp32 [n, k], their scores, and the sum [n, 1] by which
     these are divided, None where they are not."""
     picked, total = scores.gather(1, chosen), None
     if mixture.normalised:
         total = picked.sum(-1, keepdim=True) + mixture.sum_eps
-    return (picked if total is None else picked / total) * mixture.scale, picked, total
+    return picked if total is None else picked / total, picked, total
 
 
 def route_backward(work: LayerWork, routing: Routing, grad: Tensor, dtype: torch.dtype) -> Tensor:

@@ -33,6 +33,7 @@ class Mixture:
     first_dense: int | FromConfig = 0  # the number of first layers that have an MLP without experts
     experts: str = "mlp.experts"  # their name in a layer
     shared: str = "mlp.shared_expert"
+    shared_mlp: bool = False  # the shared expert is what other layers or models have as their MLP
     shared_gate: str | None = None  # a linear; the shared output is multiplied by its sigmoid
     router: str = "mlp.gate"
     fp32_router: bool = False  # logits are computed in fp32, not in the model's dtype
@@ -135,7 +136,53 @@ class DeltaNet:
         return {f"linear_attn.{name}": shape for name, shape in shapes.items()}
 
 
-Mixer = ShortConv | DeltaNet  # of tokens, other than softmax attention
+@dataclasses.dataclass(frozen=True)
+class Mamba2:
+    """Mamba-2. "config.x" means the same as in Family.
+
+    in_proj gives z and x [heads, head_dim], B and C [groups, state] and dt [heads]. x, B and C go
+    through a convolution of `kernel` tokens and SiLU; each group serves as many heads as come to
+    it. With step = softplus(dt + dt_bias), inside of step_limits and not below min_step, a head's
+    state S [state, head_dim] becomes S exp(-exp(A_log) step) + B (step x). out_proj reads
+    norm((C S + D x) SiLU(z)) with the norm by group.
+    """
+
+    heads: int | FromConfig = "config.mamba_n_heads"
+    head_dim: int | FromConfig = "config.mamba_d_head"
+    groups: int | FromConfig = "config.mamba_n_groups"
+    state: int | FromConfig = "config.mamba_d_state"
+    kernel: int | FromConfig = "config.mamba_d_conv"
+    conv_bias: bool | FromConfig = "config.mamba_conv_bias"
+    in_bias: bool | FromConfig = "config.mamba_proj_bias"
+    out_bias: bool | FromConfig = "config.mamba_proj_bias"
+    step_limits: FromConfig = "config.time_step_limit"
+    min_step: float | FromConfig = 0.0
+    norm_eps: float | FromConfig = "config.rms_norm_eps"
+    stem: str = "mamba"  # its name in a layer
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """Of what in_proj gives."""
+        inner, states = self.heads * self.head_dim, self.groups * self.state
+        return {"z": inner, "x": inner, "B": states, "C": states, "dt": self.heads}
+
+    def linears(self, hidden: int) -> tuple[list[Linear], list[Linear]]:
+        """The linears that read its input, and those that give its output."""
+        widths = self.widths
+        return ([Linear(f"{self.stem}.in_proj", sum(widths.values()), hidden, self.in_bias)],
+                [Linear(f"{self.stem}.out_proj", hidden, widths["x"], self.out_bias)])
+
+    def tensors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """{name below the layer: shape} of what it has besides its linears."""
+        n_channels = sum(self.widths[part] for part in ("x", "B", "C"))
+        shapes: dict[str, tuple[int, ...]] = {
+            "conv1d.weight": (n_channels, 1, self.kernel), "A_log": (self.heads,),
+            "dt_bias": (self.heads,), "D": (self.heads,), "norm.weight": (self.widths["x"],)}
+        shapes |= {"conv1d.bias": (n_channels,)} if self.conv_bias else {}
+        return {f"{self.stem}.{name}": shape for name, shape in shapes.items()}
+
+
+Mixer = ShortConv | DeltaNet | Mamba2  # of tokens, other than softmax attention
 
 
 class LayerKind(NamedTuple):
@@ -145,6 +192,8 @@ class LayerKind(NamedTuple):
     rope: int | None  # index of Architecture.ropes; None: no rotary
     mixer: str | None  # key of Architecture.mixers; None: softmax attention
     routed: bool  # whether it has experts
+    heads: int  # of queries
+    halves: str  # "both"; "mixing" or "mlp": this one alone
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,6 +207,10 @@ class Family:
     embedding_norm: bool = False  # embeddings are divided by their root mean square
     norm_bias: bool = False  # of the final norm and the four below
     final_norm: str = "norm"  # its name in the model
+    embedding: str = "embed_tokens"
+    prefixes: tuple[str, ...] = ("model.",)  # of names in files; the first one is transformers'
+    one_half: bool = False  # a layer is attention, a mixer or, where layer_types have "mlp" or
+    #                         "moe", an MLP or experts, with one norm
     attention_norm: str | None = "input_layernorm"  # its name in the layer; None: there is none
     attention_post_norm: str | None = None  # of what attention returns
     mlp_norm: str | None = "post_attention_layernorm"
@@ -168,7 +221,9 @@ class Family:
     qkv_bias: bool | FromConfig = "config.attention_bias"
     out_bias: bool | FromConfig = "config.attention_bias"
     mlp_bias: bool | FromConfig = "config.mlp_bias"
+    heads_by_layer: FromConfig = None  # a list of the config, instead of num_attention_heads
     one_qkv: bool = False  # one linear "qkv_proj"
+    attention: str = "self_attn"  # where a layer has q_proj and the like
     attention_out: str = "self_attn.o_proj"
     gated: bool = True  # the MLP's last linear reads act(gate) * up; else act(up)
     # linears whose outputs, concatenated, are gate and up, or up alone
@@ -215,6 +270,7 @@ class Family:
     # {field of Family: its value in layers with a mixer}: of the four norms
     mixer_norms: dict[str, str | None] = dataclasses.field(default_factory=dict)
     mixture: Mixture | None = None  # of experts, instead of the MLP
+    peft_refuses: tuple[str, ...] = ()  # ends of names of linears to which PEFT adds no adapter
     # {field of the config: its only value}
     must_be: dict[str, Any] = dataclasses.field(default_factory=dict)
     unused: tuple[str, ...] = ()  # fields of the config that change nothing here: of Mamba layers
@@ -240,8 +296,6 @@ class Architecture(Family):
     n_kv_heads: int
     head_dim: int
     vocab_size: int
-    qkv: list[Linear]  # their outputs, concatenated, are q, k, v and perhaps attention's gates
-    out: list[Linear]
     gate_up: list[Linear]  # their outputs, concatenated, are gate, up (without a gate: up); of
     #                        layers without experts
     down: list[Linear]
@@ -249,12 +303,13 @@ class Architecture(Family):
     shared_down: list[Linear]
     expert_gate_up: list[Linear]  # of expert 0, expert 1, ..
     expert_down: list[Linear]
-    rotary_dim: int  # the first dimensions of a head that are rotated
     ropes: list[dict[str, Any]]  # settings for rope_frequencies, one for each kind of rotary
-    layer_rope: list[int | None]  # of each layer, see LayerKind; so the three after it
+    layer_rope: list[int | None]  # of each layer, see LayerKind; so the five after it
     layer_window: list[int | None]
     layer_mixer: list[str | None]
     layer_routed: list[bool]
+    layer_heads: list[int]
+    layer_halves: list[str]
     tied: bool
     module_prefix: str  # module = module_prefix + f"layers.{i}." + name
     checkpoint_prefixes: list[str]  # the same in files; tried in turn
@@ -264,19 +319,46 @@ class Architecture(Family):
     def layer_kinds(self) -> list[LayerKind]:
         """Of each layer."""
         return [LayerKind(*kind) for kind in zip(
-            self.layer_window, self.layer_rope, self.layer_mixer, self.layer_routed)]
+            self.layer_window, self.layer_rope, self.layer_mixer, self.layer_routed,
+            self.layer_heads, self.layer_halves)]
 
     def of_kind(self, kind: LayerKind) -> Architecture:
-        """The same with the norms of such layers."""
-        return dataclasses.replace(self, **self.mixer_norms) if kind.mixer else self
+        """The same with the norms and the number of heads of such layers."""
+        norms = self.mixer_norms if kind.mixer else {}
+        if kind.halves == "mixing":
+            norms = norms | dict(mlp_norm=None, mlp_post_norm=None)
+        elif kind.halves == "mlp":
+            norms = norms | dict(attention_norm=None, attention_post_norm=None)
+        if kind.heads == self.n_heads and not norms:
+            return self
+        return dataclasses.replace(self, n_heads=kind.heads, **norms)
+
+    def attention_linears(self) -> tuple[list[Linear], list[Linear]]:
+        """Those whose outputs, concatenated, are q, k, v and perhaps attention's gates; and those
+        that give its output."""
+        width, kv_width = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+        widths = {"q_proj": width, "k_proj": kv_width, "v_proj": kv_width}
+        if self.one_qkv:
+            widths = {"qkv_proj": sum(widths.values())}
+        if gate := self.attention_gate:
+            name = gate.linear or "q_proj"
+            n_gates = self.n_heads if gate.per_head in (True, "per-head") else width
+            widths[name] = widths.get(name, 0) + n_gates
+        return ([Linear(f"{self.attention}.{name}", n, self.hidden_size, self.qkv_bias)
+                 for name, n in widths.items()],
+                [Linear(self.attention_out, self.hidden_size, width, self.out_bias)])
 
     def fused_groups(self, kind: LayerKind) -> tuple[list[Linear], ...]:
         """The Linears of a layer: a list for each input that they read."""
-        mixing, mlp = (self.qkv, self.out), (self.gate_up, self.down)
+        mixing, mlp = self.of_kind(kind).attention_linears(), (self.gate_up, self.down)
         if kind.mixer:
             mixing = self.mixers[kind.mixer].linears(self.hidden_size)
         if kind.routed:
             mlp = self.shared_gate_up, self.shared_down, self.expert_gate_up, self.expert_down
+        if kind.halves == "mlp":
+            mixing = [], []
+        elif kind.halves == "mixing":
+            mlp = [], []
         return *mixing, *mlp
 
     def linears(self, kind: LayerKind) -> list[Linear]:
@@ -288,9 +370,11 @@ class Architecture(Family):
                      for x in self.linears(kind)}.values())
 
     def adaptable(self) -> list[str]:
-        """Names in a layer of the linears that --target_modules can name: all but the experts."""
+        """Names in a layer of the linears that --target_modules can name: all but the experts, and
+        but those that PEFT refuses."""
         experts = set(self.experts())
-        return [x.name for x in self.all_linears() if x.name not in experts]
+        return [x.name for x in self.all_linears()
+                if x.name not in experts and not x.name.endswith(self.peft_refuses)]
 
     def experts(self) -> list[str]:
         """Names in a layer of the linears of all experts."""
@@ -320,13 +404,14 @@ class Architecture(Family):
         parts = ("weight", "bias") if self.norm_bias else ("weight",)
         shapes: dict[str, tuple[int, ...]] = {
             f"{name}.{part}": (self.hidden_size,) for name in norms if name for part in parts}
-        if self.qk_norm and self.qk_norm != "without weight" and not kind.mixer:
-            for name, heads in ((self.q_norm, self.n_heads), (self.k_norm, self.n_kv_heads)):
+        attends = not kind.mixer and kind.halves != "mlp"
+        if self.qk_norm and self.qk_norm != "without weight" and attends:
+            for name, heads in ((self.q_norm, kind.heads), (self.k_norm, self.n_kv_heads)):
                 shapes[f"{name}.weight"] = {
                     "head": (self.head_dim,), "heads": (heads, self.head_dim),
                     "full": (heads * self.head_dim,)}[self.qk_norm]
-        if self.sinks and not kind.mixer:
-            shapes["self_attn.sinks"] = (self.n_heads,)
+        if self.sinks and attends:
+            shapes["self_attn.sinks"] = (kind.heads,)
         if self.activation == "xielu":
             shapes |= {f"{XIELU}.{part}": shape for part, shape in XIELU_SHAPES.items()}
         linears = self.linears(kind)
@@ -353,6 +438,11 @@ class Architecture(Family):
             if mixture.shared_gate:
                 shapes[f"{mixture.shared_gate}.weight"] = 1, self.hidden_size
         return shapes
+
+
+def rotary_dim(rope: dict[str, Any], head_dim: int) -> int:
+    """How many of the first dimensions of a head such rope_parameters rotate."""
+    return int(head_dim * (rope.get("partial_rotary_factor") or 1.0))
 
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}

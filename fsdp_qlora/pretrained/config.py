@@ -17,8 +17,8 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fsdp_qlora.pretrained.architecture import (
-    ACTIVATIONS, LAYER_TYPES, Architecture, AttentionGate, DeltaNet, Family, Linear, Mixture,
-    ShortConv)
+    ACTIVATIONS, LAYER_TYPES, Architecture, AttentionGate, DeltaNet, Family, Linear, Mamba2,
+    Mixture, ShortConv, rotary_dim)
 from fsdp_qlora.pretrained.families import FAMILIES, MULTIMODAL
 from fsdp_qlora.quant.nf4 import BLOCK
 
@@ -34,16 +34,16 @@ ROPE_KEYS = set("""rope_type type rope_theta factor partial_rotary_factor alpha 
 KNOWN_FIELDS = set("""vocab_size hidden_size intermediate_size num_hidden_layers head_dim dtype
     num_attention_heads num_key_value_heads tie_word_embeddings rope_parameters layer_types
     sliding_window use_sliding_window max_window_layers sliding_window_pattern no_rope_layers
-    no_rope_layer_interval layer_rope_theta max_position_embeddings original_max_position_embeddings use_cache
-    initializer_range pad_token_id bos_token_id eos_token_id eod_token_id transformers_version
-    architectures output_hidden_states return_dict id2label label2id problem_type
+    no_rope_layer_interval layer_rope_theta max_position_embeddings
+    original_max_position_embeddings use_cache initializer_range pad_token_id bos_token_id eos_token_id
+    eod_token_id transformers_version architectures output_hidden_states return_dict id2label label2id problem_type
     pretraining_tp mlp_only_layers mlp_layer_types decoder_sparse_step moe_layer_interval
     moe_layer_end_index router_aux_loss_coef output_router_logits num_mtp_layers
     block_multiple_of block_ffn_dim_multiplier
     """.split())
 
 
-AnyRecord = TypeVar("AnyRecord", Family, Mixture, AttentionGate, ShortConv, DeltaNet)
+AnyRecord = TypeVar("AnyRecord", Family, Mixture, AttentionGate, ShortConv, DeltaNet, Mamba2)
 
 
 def text_config(model_config: PreTrainedConfig) -> PreTrainedConfig:
@@ -96,8 +96,10 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
         raise ValueError(f"the config of {c.model_type} has no {name}: its record in families.py"
                          " needs another intermediate_size")
     heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
-    if heads % kv_heads:
-        raise ValueError(f"{heads} attention heads are no multiple of {kv_heads} key-value heads")
+    by_layer = list(getattr(c, record.heads_by_layer.removeprefix("config."))
+                    if record.heads_by_layer else [heads] * c.num_hidden_layers)
+    if odd := [n for n in (heads, *by_layer) if n % kv_heads]:
+        raise ValueError(f"{odd[0]} attention heads are no multiple of {kv_heads} key-value heads")
     head_dim = getattr(c, "head_dim", None) or hidden // heads
     values.update(describe_positions(c, family, head_dim))
     if not (family.qk_norm and family.qk_norm_if):
@@ -114,38 +116,24 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
     values["logits_multiplier"] = family.logits_multiplier / family.logits_divisor
     values["attention_dropout"] = family.attention_dropout or 0.0
     settings = getattr(model_config, "quantization_config", None) or {}
-    values.update(describe_experts(c, family, settings.get("quant_method") == "mxfp4"))
     n_in = inner * (1 + family.gated) // len(family.mlp_in)  # outputs of each of these linears
-    prefixes = ["model."]
+    gate_up = [Linear(name, n_in, hidden, family.mlp_bias) for name in family.mlp_in]
+    down = [Linear(family.mlp_out, hidden, inner, family.mlp_bias)]
+    values.update(describe_experts(
+        c, family, settings.get("quant_method") == "mxfp4", (gate_up, down)))
+    prefixes = [*family.prefixes]
     if c is not model_config:
         prefixes = ["model.language_model.", "language_model.model."]
     return Architecture(
         **values, family=c.model_type, n_layers=c.num_hidden_layers, hidden_size=hidden,
         n_heads=heads, n_kv_heads=kv_heads, head_dim=head_dim, vocab_size=c.vocab_size,
-        qkv=describe_qkv(family, hidden, heads, kv_heads, head_dim),
-        out=[Linear(family.attention_out, hidden, heads * head_dim, family.out_bias)],
-        gate_up=[Linear(name, n_in, hidden, family.mlp_bias) for name in family.mlp_in],
-        down=[Linear(family.mlp_out, hidden, inner, family.mlp_bias)],
+        layer_heads=by_layer,
+        gate_up=gate_up, down=down,
         # mistral3's outer flag is True by default, though released models are not tied; Qwen3-VL's
         # text config may lack the flag
         tied=getattr(c, "tie_word_embeddings", True) and model_config.tie_word_embeddings,
         module_prefix=prefixes[0], checkpoint_prefixes=prefixes,
         head_names=["lm_head.weight", "language_model.lm_head.weight"][: len(prefixes)])
-
-
-def describe_qkv(
-    family: Family, hidden: int, heads: int, kv_heads: int, head_dim: int,
-) -> list[Linear]:
-    """The linears that read attention's input."""
-    widths = {"q_proj": heads * head_dim, "k_proj": kv_heads * head_dim,
-              "v_proj": kv_heads * head_dim}
-    if family.one_qkv:
-        widths = {"qkv_proj": sum(widths.values())}
-    if gate := family.attention_gate:
-        name = gate.linear or "q_proj"
-        n_gates = heads if gate.per_head in (True, "per-head") else heads * head_dim
-        widths[name] = widths.get(name, 0) + n_gates
-    return [Linear(f"self_attn.{name}", n, hidden, family.qkv_bias) for name, n in widths.items()]
 
 
 def mlp_width(c: PreTrainedConfig, family: Family) -> int | None:
@@ -174,31 +162,27 @@ def fill_record(record: AnyRecord, c: PreTrainedConfig) -> AnyRecord:
     return dataclasses.replace(record, **values)
 
 
-def describe_experts(c: PreTrainedConfig, family: Family, in_mxfp4: bool) -> dict[str, Any]:
+def describe_experts(
+    c: PreTrainedConfig, family: Family, in_mxfp4: bool,
+    dense: tuple[list[Linear], list[Linear]],
+) -> dict[str, Any]:
     """{field of Architecture: value} of the fields about experts, from a text config. `in_mxfp4`:
-    whether the files have the experts in MXFP4."""
+    whether the files have the experts in MXFP4; `dense`: the linears of the MLP without experts.
+    """
     n_layers, hidden, mixture = c.num_hidden_layers, c.hidden_size, family.mixture
     names = "shared_gate_up", "shared_down", "expert_gate_up", "expert_down"
-    if not mixture:
-        return {"layer_routed": [False] * n_layers, **dict.fromkeys(names, [])}
+    routed = mixture and mixture.n_experts != 0 and routed_layers(c, family)
+    if not routed or not any(routed):
+        return {"layer_routed": [False] * n_layers, **dict.fromkeys(names, []), "mixture": None}
     sizes = mixture.n_experts, mixture.top_k, mixture.expert_size
     if not all(isinstance(n, int) and n > 0 for n in sizes) or mixture.top_k > mixture.n_experts:
         raise ValueError(f"{sizes[0]} experts, {sizes[1]} for a token, of size {sizes[2]} are not"
                          " supported")
-    dense = getattr(c, "mlp_only_layers", None) or ()
-    every = getattr(c, "decoder_sparse_step", None) or getattr(c, "moe_layer_interval", None) or 1
-    last = getattr(c, "moe_layer_end_index", n_layers - 1)
-    routed = [(mixture.first_dense or 0) <= i <= last and i not in dense and (i + 1) % every == 0
-              for i in range(n_layers)]
-    if kinds := getattr(c, "mlp_layer_types", None):  # counts alone where a config has it
-        if len(kinds) != n_layers or set(kinds) - {"dense", "sparse"}:
-            raise ValueError(f"mlp_layer_types {kinds} is not supported for {n_layers} layers,"
-                             " only dense and sparse are, one for each")
-        routed = [kind == "sparse" for kind in kinds]
 
     def mlp(stem: str, inner: int, bias: bool) -> tuple[list[Linear], list[Linear]]:
         """The linears of an MLP that read its input, and those that give its output."""
-        return ([Linear(f"{stem}.{x}_proj", inner, hidden, bias) for x in ("gate", "up")],
+        names = ("gate", "up") if family.gated else ("up",)
+        return ([Linear(f"{stem}.{x}_proj", inner, hidden, bias) for x in names],
                 [Linear(f"{stem}.down_proj", hidden, inner, bias)])
 
     def expert(i: int) -> tuple[list[Linear], list[Linear]]:
@@ -214,9 +198,27 @@ def describe_experts(c: PreTrainedConfig, family: Family, in_mxfp4: bool) -> dic
 
     shared_size = (mixture.shared_size or 0) * (mixture.n_shared or 0)
     shared = mlp(mixture.shared, shared_size, family.mlp_bias) if shared_size else ([], [])
+    shared = dense if mixture.shared_mlp else shared
     gate_ups, downs = zip(*map(expert, range(mixture.n_experts)))
     experts = [list(itertools.chain(*linears)) for linears in (gate_ups, downs)]
     return {"layer_routed": routed, **dict(zip(names, (*shared, *experts)))}
+
+
+def routed_layers(c: PreTrainedConfig, family: Family) -> list[bool]:
+    """Which layers have experts, from the text config of a family with experts."""
+    n_layers, first_dense = c.num_hidden_layers, family.mixture.first_dense or 0
+    if family.one_half:
+        return [kind == "moe" for kind in c.layer_types]
+    if kinds := getattr(c, "mlp_layer_types", None):  # counts alone where a config has it
+        if len(kinds) != n_layers or set(kinds) - {"dense", "sparse"}:
+            raise ValueError(f"mlp_layer_types {kinds} is not supported for {n_layers} layers,"
+                             " only dense and sparse are, one for each")
+        return [kind == "sparse" for kind in kinds]
+    dense = getattr(c, "mlp_only_layers", None) or ()
+    every = getattr(c, "decoder_sparse_step", None) or getattr(c, "moe_layer_interval", None) or 1
+    last = getattr(c, "moe_layer_end_index", n_layers - 1)
+    return [first_dense <= i <= last and i not in dense and (i + 1) % every == 0
+            for i in range(n_layers)]
 
 
 def describe_positions(c: PreTrainedConfig, family: Family, head_dim: int) -> dict[str, Any]:
@@ -225,7 +227,7 @@ def describe_positions(c: PreTrainedConfig, family: Family, head_dim: int) -> di
     kinds = getattr(c, "layer_types", None) or ["full_attention"] * n_layers
     if len(kinds) != n_layers:
         raise ValueError(f"layer_types has {len(kinds)} entries for {n_layers} layers")
-    known = LAYER_TYPES.union(family.mixers)
+    known = LAYER_TYPES.union(family.mixers, {"mlp", "moe"} if family.one_half else ())
     if other := sorted(set(kinds) - known):
         raise ValueError(f"{sum(kind in other for kind in kinds)} of {n_layers} layers are of"
                          f" {', '.join(other)}, which is not supported, only"
@@ -238,11 +240,14 @@ def describe_positions(c: PreTrainedConfig, family: Family, head_dim: int) -> di
                          f" use_sliding_window={used}")
     rotated = [family.rotary_if in (True, "rope")] * n_layers
     if family.no_rotary in ("no_rope_layers", "layer_rope_theta"):
-        rotated = getattr(c, family.no_rotary)
+        rotated = [bool(marked) for marked in getattr(c, family.no_rotary)]
     if family.no_rotary == "full" or family.no_rotary == "full_if_window" and window is not None:
         rotated = slides
     ropes, layer_rope = [], []
     for kind, rotates in zip(kinds, rotated, strict=True):
+        if kind in family.mixers or not rotates and family.one_half:
+            layer_rope.append(None)
+            continue
         rope = dict(c.rope_parameters)
         if family.ropes_by_layer_type and "rope_type" not in rope:  # else all share them
             rope = dict(rope.get(kind) or {})
@@ -259,16 +264,16 @@ def describe_positions(c: PreTrainedConfig, family: Family, head_dim: int) -> di
         if rope not in ropes:
             ropes.append(rope)
         layer_rope.append(ropes.index(rope) if rotates else None)
-    first = ropes[0] if ropes else {}
-    part = first.get("partial_rotary_factor") or 1.0
-    if len({x.get("partial_rotary_factor") for x in ropes}) > 1 or int(head_dim * part) % 2 \
-            or part != 1.0 and not family.partial_rotary:
-        raise ValueError(f"partial_rotary_factor={part} of {head_dim} dimensions is not supported")
+    for dim in (rotary_dim(rope, head_dim) for rope in ropes):
+        if dim % 2 or dim != head_dim and not family.partial_rotary:
+            raise ValueError(f"rotary embedding of {dim} of {head_dim} dimensions is not supported")
     temperature = family.query_temperature and (
-        first["llama_4_scaling_beta"], first["original_max_position_embeddings"])
-    return dict(rotary_dim=int(head_dim * part), ropes=ropes, layer_rope=layer_rope,
+        ropes[0]["llama_4_scaling_beta"], ropes[0]["original_max_position_embeddings"])
+    return dict(ropes=ropes, layer_rope=layer_rope,
                 layer_window=[window if slide else None for slide in slides],
                 layer_mixer=[kind if kind in family.mixers else None for kind in kinds],
+                layer_halves=["both" if not family.one_half else "mlp" if kind in ("mlp", "moe")
+                              else "mixing" for kind in kinds],
                 query_temperature=temperature)
 
 
@@ -292,11 +297,12 @@ def rope_frequencies(
     """(fp32 [rotary_dim / 2] inverse frequencies, factor on cos and sin) of one of arch.ropes; for
     longrope [2, rotary_dim / 2], for short documents and for long ones. max_seq_len chooses the
     base of "dynamic" once, for all batches."""
+    dim = rotary_dim(rope, arch.head_dim)
     if rope["rope_type"] == "default":
-        exponents = torch.arange(0, arch.rotary_dim, 2, dtype=torch.float) / arch.rotary_dim
+        exponents = torch.arange(0, dim, 2, dtype=torch.float) / dim
         return 1.0 / rope["rope_theta"] ** exponents, 1.0
     view = types.SimpleNamespace(
-        rope_parameters=rope | {"partial_rotary_factor": 1.0}, head_dim=arch.rotary_dim,
+        rope_parameters=rope | {"partial_rotary_factor": 1.0}, head_dim=dim,
         hidden_size=arch.hidden_size, num_attention_heads=arch.n_heads,
         max_position_embeddings=text_config(model_config).max_position_embeddings,
         standardize_rope_params=lambda: None)
@@ -325,7 +331,8 @@ def shrunk_config(model_config: PreTrainedConfig) -> PreTrainedConfig:
         for name, value in changes.items():
             if applies[condition](name):
                 setattr(c, name, value)
-    for rope in [c.rope_parameters, *c.rope_parameters.values()]:
+    ropes = getattr(c, "rope_parameters", None) or {}
+    for rope in [ropes, *ropes.values()]:
         if isinstance(rope, dict) and ("long_factor" in rope or "llama_4_scaling_beta" in rope):
             shrink_rope(c, rope, arch)
     return c
@@ -342,16 +349,19 @@ def shrinking_changes(
                   for name in (record.intermediate_size, record.norm_eps))
     heads_width = arch.n_heads * arch.head_dim
     per_layer = {name: getattr(c, name, None)
-                 for name in ("layer_types", "no_rope_layers", "layer_rope_theta", "mlp_layer_types")}
+                 for name in ("layer_types", "no_rope_layers", "layer_rope_theta",
+                              "mlp_layer_types", "num_attention_heads_per_layer")}
     kinds = list(zip(*filter(None, per_layer.values()))) or [()]
     differences = [sum(x != y for x, y in zip(kind, kinds[0])) for kind in kinds]
     other = differences.index(max(differences))
+    # one layer of the first kind, and one that differs from it in as much as there is; of layers
+    # of one half one of each kind
+    layers = [kinds.index(kind) for kind in dict.fromkeys(kinds)] if record.one_half else [0, other]
     return [
-        # one layer of the first kind, and one that differs from it in as much as there is
-        ("if used", {name: values and [values[0], values[other]]
+        ("if used", {name: values and [values[i] for i in layers]
                      for name, values in per_layer.items()}),
         # the check takes seconds on a CPU
-        ("always", {"num_hidden_layers": 2, "vocab_size": 128}),
+        ("always", {"num_hidden_layers": len(layers), "vocab_size": 128}),
         # a multimodal config has this flag outside its text config
         ("always", {"tie_word_embeddings": arch.tied}),
         # with the released values a wrong scale of attention or a wrong eps would go unnoticed
@@ -363,7 +373,10 @@ def shrinking_changes(
         *expert_changes(arch, c),
         ("if declared", {"linear_num_key_heads": 2, "linear_num_value_heads": 4,
                          "linear_key_head_dim": 16, "linear_value_head_dim": 32}),
+        *mamba_changes(arch, c),
         # key-value heads: one, as many as heads, or a number between
+        ("if used", {"num_attention_heads_per_layer": [
+            4 if n == arch.n_heads else 8 for n in (arch.layer_heads[0], arch.layer_heads[other])]}),
         ("always", {"num_attention_heads": 4,
                     "num_key_value_heads": {1: 1, arch.n_heads: 4}.get(arch.n_kv_heads, 2)}),
         # whole blocks of 64 weights: bitsandbytes on a CPU dequantises others wrongly. 4 heads of
@@ -387,7 +400,8 @@ def expert_changes(arch: Architecture, c: PreTrainedConfig) -> list[tuple[str, d
     record = FAMILIES[arch.family].mixture
     fields = {str(getattr(record, key)).removeprefix("config."): size
               for key, size in sizes.items()}  # where two sizes are one field, the last counts
-    fields.pop("intermediate_size", None)  # of some families also that of experts; it is set above
+    # of some families also that of experts; it is set above
+    fields.pop(str(FAMILIES[arch.family].intermediate_size).removeprefix("config."), None)
     return [
         # few small experts, in the second layer alone if the first layers have none
         ("if used", fields),
@@ -395,6 +409,17 @@ def expert_changes(arch: Architecture, c: PreTrainedConfig) -> list[tuple[str, d
         ("if used", {"mlp_only_layers": [0]}),
         ("if used", {"decoder_sparse_step": min(2, getattr(c, "decoder_sparse_step", 1))}),
         ("if declared", {"moe_layer_end_index": 1})]
+
+
+def mamba_changes(arch: Architecture, c: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
+    """The rows of shrinking_changes() for Mamba-2: 4 heads, of whole blocks of 64 weights."""
+    record = next((x for x in FAMILIES[arch.family].mixers.values() if isinstance(x, Mamba2)), None)
+    if not record:
+        return []
+    sizes = {"heads": 4, "head_dim": 32, "groups": min(2, getattr(
+        c, record.groups.removeprefix("config."))), "state": 16}
+    fields = {str(getattr(record, key)).removeprefix("config."): n for key, n in sizes.items()}
+    return [("always", fields), ("if declared", {"mamba_expand": 2, "mamba_d_ssm": 128})]
 
 
 def shrink_rope(c: PreTrainedConfig, rope: dict[str, Any], arch: Architecture) -> None:
@@ -406,4 +431,4 @@ def shrink_rope(c: PreTrainedConfig, rope: dict[str, Any], arch: Architecture) -
     if hasattr(c, "original_max_position_embeddings"):
         c.original_max_position_embeddings = 20
     for name in {"short_factor", "long_factor"} & rope.keys():
-        rope[name] = rope[name][: arch.rotary_dim * 8 // arch.head_dim]
+        rope[name] = rope[name][: rotary_dim(rope, 16) // 2]

@@ -6,10 +6,11 @@ record and a config.json.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from fsdp_qlora.pretrained.architecture import (
-    AttentionGate, DeltaNet, Family, Mixture, ShortConv)
+    AttentionGate, DeltaNet, Family, Mamba2, Mixture, ShortConv)
 
 SHAPES: dict[str, dict[str, Any]] = {  # what --random_weights knows without a config.json
     name: dict(
@@ -45,6 +46,12 @@ GRANITE: dict[str, Any] = dict(
     attention_scale="config.attention_multiplier",
     embedding_multiplier="config.embedding_multiplier",
     residual_multiplier="config.residual_multiplier")
+GRANITE_EXPERTS: dict[str, Any] = dict(
+    n_experts="config.num_local_experts", expert_size="config.intermediate_size",
+    experts="block_sparse_moe.experts", router="block_sparse_moe.router", adapters="stacked",
+    renames=(("moe.experts.gate_up_proj", "moe.input_linear.weight"),
+             ("moe.experts.down_proj", "moe.output_linear.weight"),
+             ("router.weight", "router.layer.weight")))
 MIXTRAL: dict[str, Any] = dict(
     n_experts="config.num_local_experts", expert_size="config.intermediate_size",
     renames=(("mlp.", "block_sparse_moe."), ("gate_proj", "w1"), ("up_proj", "w3"),
@@ -112,11 +119,10 @@ FAMILIES: dict[str, Family] = {
     "granitemoehybrid": Family(
         **GRANITE, logits_divisor="config.logits_scaling", mlp_in=("shared_mlp.input_linear",),
         mlp_out="shared_mlp.output_linear", intermediate_size="config.shared_intermediate_size",
-        rotary_if="config.position_embedding_type", must_be={"num_local_experts": 0},
-        unused=("num_experts_per_tok", "output_router_logits", "router_aux_loss_coef",
-                "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv",
-                "mamba_expand", "mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias",
-                "time_step_limit")),
+        rotary_if="config.position_embedding_type", mixers={"linear_attention": Mamba2()},
+        unused=("output_router_logits", "router_aux_loss_coef", "mamba_expand",
+                "mamba_chunk_size"),
+        mixture=Mixture(**GRANITE_EXPERTS, shared_mlp=True)),
     "hyperclovax": Family(**GRANITE, logits_multiplier="config.logits_scaling",
                           attention_post_norm="post_norm1", mlp_post_norm="post_norm2",
                           post_norm_if="config.use_post_norm"),
@@ -160,13 +166,8 @@ FAMILIES: dict[str, Family] = {
         expert_size="config.intermediate_size", normalised="config.norm_topk_prob")),
     "flex_olmo": Family(**OLMO2, mixture=Mixture(
         expert_size="config.intermediate_size", normalised="config.norm_topk_prob")),
-    "granitemoe": Family(**GRANITE, logits_divisor="config.logits_scaling", mixture=Mixture(
-        n_experts="config.num_local_experts", expert_size="config.intermediate_size",
-        experts="block_sparse_moe.experts", router="block_sparse_moe.router",
-        adapters="stacked",
-        renames=(("experts.gate_up_proj", "input_linear.weight"),
-                 ("experts.down_proj", "output_linear.weight"),
-                 ("router.weight", "router.layer.weight")))),
+    "granitemoe": Family(**GRANITE, logits_divisor="config.logits_scaling",
+                         mixture=Mixture(**GRANITE_EXPERTS)),
     "hunyuan_v1_moe": Family(**HUNYUAN, mixture=Mixture(
         top_k="config.moe_topk", expert_size="config.intermediate_size",
         shared_size="config.intermediate_size", shared="mlp.shared_mlp", router="mlp.gate.wg",
@@ -207,7 +208,35 @@ FAMILIES: dict[str, Family] = {
         renames=tuple((f"{digit}.{here}", f"{digit}.{there}") for digit in range(10) for here, there
                       in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))))),
     "qwen3_vl_moe_text": Family(qk_norm="head", mixture=Mixture()),
+    "nemotron_h": Family(
+        peft_refuses=("out_proj",), norm="rms_fp32", norm_eps="config.layer_norm_epsilon", one_half=True,
+        embedding="embeddings", final_norm="norm_f", prefixes=("model.", "backbone."),
+        attention_norm="norm", mlp_norm="norm", attention="mixer", attention_out="mixer.o_proj",
+        qkv_bias=False, out_bias=False, rotary_if=False, gated=False, mlp_in=("mixer.up_proj",),
+        mlp_out="mixer.down_proj", activation="config.mlp_hidden_act", mixers={
+            "linear_attention": Mamba2(
+                "config.mamba_num_heads", "config.mamba_head_dim", "config.n_groups",
+                "config.ssm_state_size", "config.conv_kernel", "config.use_conv_bias",
+                "config.use_bias", "config.use_bias", (0.0, math.inf), "config.time_step_min",
+                "config.layer_norm_epsilon", "mixer")},
+        mixture=Mixture(**DEEPSEEK | dict(
+            experts="mixer.experts", router="mixer.gate", shared="mixer.shared_experts",
+            correction="mixer.gate.e_score_correction_bias", first_dense=0, n_shared=1,
+            shared_size="config.moe_shared_expert_intermediate_size")),
+        unused=tuple("""layers_block_type time_step_limit time_step_max time_step_floor expand
+            chunk_size mamba_proj_bias mamba_ssm_cache_dtype use_mamba_kernels num_logits_to_keep
+            n_shared_experts moe_shared_expert_overlap rescale_prenorm_residual
+            num_nextn_predict_layers mtp_layers_block_type""".split())),
     # a bias would be of q_proj alone, not of the gate's linear
+    "laguna": Family(
+        qkv_bias=False, out_bias=False, qk_norm="head", window="layer_types", partial_rotary=True,
+        ropes_by_layer_type=True, heads_by_layer="config.num_attention_heads_per_layer",
+        attention_gate=AttentionGate("g_proj", "config.gating", "softplus"), mixture=Mixture(
+            shared_size="config.shared_expert_intermediate_size", shared="mlp.shared_experts",
+            scores="sigmoid", correction="mlp.gate.e_score_correction_bias",
+            scale="config.moe_routed_scaling_factor",
+            renames=(("mlp.shared_experts.", "mlp.shared_expert."),
+                     ("mlp.gate.e_score", "mlp.experts.e_score")))),
     "afmoe": Family(
         norm="rms_fp32", qkv_bias=False, out_bias=False, qk_norm="head", window="layer_types",
         no_rotary="full", attention_gate=AttentionGate("gate_proj"),

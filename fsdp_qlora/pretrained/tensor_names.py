@@ -88,9 +88,9 @@ def renamed(name: str, renames: Iterable[tuple[str, str]]) -> str:
 def tensor_names(arch: Architecture, files: Mapping[str, HasShape]) -> TensorNames:
     """The TensorNames of a model whose files have the tensors `files`, of the spelling there."""
     stems = arch.checkpoint_prefixes
-    stem = next((s for s in stems if f"{s}embed_tokens.weight" in files), stems[0])
+    stem = next((s for s in stems if f"{s}{arch.embedding}.weight" in files), stems[0])
     head = next((name for name in arch.head_names if name in files), arch.head_names[0])
-    embedding, norm = f"{stem}embed_tokens.weight", f"{stem}{arch.final_norm}.weight"
+    embedding, norm = f"{stem}{arch.embedding}.weight", f"{stem}{arch.final_norm}.weight"
     norm_bias = f"{stem}{arch.final_norm}.bias" if arch.norm_bias else None
     table, renames = (arch.vocab_size, arch.hidden_size), ()
     if arch.mixture:  # those that files have
@@ -129,7 +129,8 @@ def stacked_experts(
     files have the linears of all experts in one tensor, as transformers 5 has them in memory,
     [experts, out, in] or transposed, or in MXFP4 in two tensors of bytes. Else {}."""
     found, mixture = {}, arch.mixture
-    groups = {"gate_up_proj": arch.expert_gate_up, "down_proj": arch.expert_down}
+    first_key = "gate_up_proj" if arch.gated else "up_proj"
+    groups = {first_key: arch.expert_gate_up, "down_proj": arch.expert_down}
     for key, linears in groups.items():
         stored, n, n_in = f"{mixture.experts}.{key}", mixture.n_experts, linears[0].in_features
         n_out = sum(linear.out_features for linear in linears) // n  # of one expert
