@@ -74,7 +74,8 @@ from fsdp_qlora.model.router import BALANCE, take_balance
 from fsdp_qlora.model.shards import weight_requests
 from fsdp_qlora.planner.cards import card_machine, parse_cards
 from fsdp_qlora.planner.machine import host_memory, limit_memory, memory_gib, say_memory
-from fsdp_qlora.planner.plan import Plan, agree_on_plan, choose_plan, describe_work
+from fsdp_qlora.planner.plan import (
+    Plan, agree_on_plan, choose_plan, describe_work, why_no_capture)
 from fsdp_qlora.pretrained.architecture import Architecture, DeltaNet
 from fsdp_qlora.pretrained.config import rope_frequencies
 from fsdp_qlora.pretrained.hub import base_digest, model_directory, read_model_config
@@ -399,9 +400,8 @@ def plan_elsewhere(config: Config) -> tuple[Config, Plan, int]:
     config, _, arch = read_model_config(base, config)
     _, adapted = choose_adapted(arch, config, config.model or "")
     layouts, rows = make_layouts(arch, adapted, config), random_rows(arch.vocab_size, config)
-    why_no_capture = machine.why_no_grouped if arch.mixture else ""
-    work = describe_work(config, rows, None, world_size, torch.device("cuda"), why_no_capture,
-                         state_bytes=state_bytes(config))
+    work = describe_work(config, rows, None, world_size, torch.device("cuda"),
+                         why_no_capture(arch, machine), state_bytes=state_bytes(config))
     return config, choose_plan(config, arch, layouts, work, limit, machine), limit
 
 

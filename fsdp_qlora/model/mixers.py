@@ -60,9 +60,14 @@ class RecordedMixing:
         return self.kept_values
 
     def live_bytes(self, plan: Plan) -> int:
-        item = getattr(torch, plan.compute_dtype).itemsize
-        values = MIXINGS[type(self.mixer)].live_values(self.mixer, self.arch.hidden_size)
-        return values * plan.bin_tokens * item
+        item, n = getattr(torch, plan.compute_dtype).itemsize, plan.bin_tokens
+        if plan.plain_delta_rule and isinstance(self.mixer, DeltaNet):
+            return plain_rule_bytes(self.mixer) * n
+        return MIXINGS[type(self.mixer)].live_values(self.mixer, self.arch.hidden_size) * n * item
+
+    @property
+    def elementwise_values(self) -> int:
+        return MIXINGS[type(self.mixer)].moved_values(self.mixer, self.arch.hidden_size)
 
 
 # ---- causal convolution ----
@@ -397,6 +402,7 @@ class RecordedFunction:
     function: Callable[[LayerWork, Tensor, Any], Tensor]
     kept_values: Callable[[Any, int], int]  # of (mixer, hidden): kept for its backward
     live_values: Callable[[Any, int], int]  # alive at once in its backward, besides
+    moved_values: Callable[[Any, int], int]  # read or written, forward and backward
 
 
 def delta_kept_values(mixer: DeltaNet, hidden: int) -> int:
@@ -408,10 +414,25 @@ def delta_kept_values(mixer: DeltaNet, hidden: int) -> int:
 
 
 def delta_live_values(mixer: DeltaNet, hidden: int) -> int:
-    """Gradients of all that, and fla's states."""
+    """Gradients of all that, and fla's states. Counted, not measured."""
     states = mixer.value_heads * mixer.key_dim * mixer.value_dim // CHUNK
     of_heads = mixer.value_heads * mixer.key_dim
     return 2 * sum(mixer.widths.values()) + 4 * of_heads + 3 * mixer.widths["v"] + 2 * states
+
+
+def plain_rule_bytes(mixer: DeltaNet) -> int:
+    """Of a token, alive at once in the backward of document_delta_rule(): fp32 values of each value
+    head, measured to 2 % with heads of 128 and 128, 96 and 192; and twice what was projected."""
+    key, value = mixer.key_dim, mixer.value_dim
+    of_head = 13 * key + 11 * value + 8 * CHUNK + 2 * key * value // CHUNK
+    return 4 * mixer.value_heads * of_head + 8 * sum(mixer.widths.values())
+
+
+def delta_moved_values(mixer: DeltaNet, hidden: int) -> int:
+    """By convolution, norm and gate, and by the rule's kernels, which take as long as if they moved
+    so much; counted, not measured."""
+    widths, of_heads = mixer.widths, mixer.value_heads * (mixer.key_dim + mixer.value_dim)
+    return 10 * sum(widths[x] for x in "qkv") + 8 * widths["v"] + 40 * of_heads
 
 
 def mamba2_kept_values(mixer: Mamba2, hidden: int) -> int:
@@ -430,6 +451,10 @@ def mamba2_live_values(mixer: Mamba2, hidden: int) -> int:
 MIXINGS: dict[type, RecordedFunction] = {
     # kept: projected, b * x, conv's result and that times c
     ShortConv: RecordedFunction(
-        short_conv, lambda mixer, hidden: 6 * hidden, lambda mixer, hidden: 7 * hidden),
-    DeltaNet: RecordedFunction(delta_net, delta_kept_values, delta_live_values),
-    Mamba2: RecordedFunction(mamba2, mamba2_kept_values, mamba2_live_values)}
+        short_conv, lambda mixer, hidden: 6 * hidden, lambda mixer, hidden: 7 * hidden,
+        lambda mixer, hidden: 25 * hidden),
+    DeltaNet: RecordedFunction(
+        delta_net, delta_kept_values, delta_live_values, delta_moved_values),
+    Mamba2: RecordedFunction(
+        mamba2, mamba2_kept_values, mamba2_live_values,
+        lambda mixer, hidden: 3 * mamba2_live_values(mixer, hidden))}
