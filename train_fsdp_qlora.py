@@ -66,6 +66,7 @@ from fsdp_qlora.model.graphs import Graphs
 from fsdp_qlora.model.layer import make_layouts
 from fsdp_qlora.model.linears import STATE_BLOCK
 from fsdp_qlora.model.load import fill_model
+from fsdp_qlora.model.mixers import document_delta_rule, fla_delta_rule, why_no_fla
 from fsdp_qlora.model.loss import bin_objective, mean_metrics, n_losses
 from fsdp_qlora.model.model import Model, measure_weight_norms, verify_model
 from fsdp_qlora.model.offload import GPUStore, HostStore, make_store
@@ -73,8 +74,9 @@ from fsdp_qlora.model.router import BALANCE, take_balance
 from fsdp_qlora.model.shards import weight_requests
 from fsdp_qlora.planner.cards import card_machine, parse_cards
 from fsdp_qlora.planner.machine import host_memory, limit_memory, memory_gib, say_memory
-from fsdp_qlora.planner.plan import Plan, agree_on_plan, choose_plan, describe_work
-from fsdp_qlora.pretrained.architecture import Architecture
+from fsdp_qlora.planner.plan import (
+    Plan, agree_on_plan, choose_plan, describe_work, why_no_capture)
+from fsdp_qlora.pretrained.architecture import Architecture, DeltaNet
 from fsdp_qlora.pretrained.config import rope_frequencies
 from fsdp_qlora.pretrained.hub import base_digest, model_directory, read_model_config
 from fsdp_qlora.pretrained.reader import (
@@ -327,6 +329,7 @@ def train(given: Config, device: torch.device, status: Status) -> None:
             lora_config, adapted = choose_adapted(arch, config, config.model or str(base))
             layouts = make_layouts(arch, adapted, config)
             kernels = choose_attention(config, arch, device)
+            choose_delta_rule(kernels, config, arch, device)
         plan = agree_on_plan(config, arch, layouts, rows, eval_rows, limit, device, kernels,
                              state_bytes(config))
         status.plan = plan
@@ -397,9 +400,8 @@ def plan_elsewhere(config: Config) -> tuple[Config, Plan, int]:
     config, _, arch = read_model_config(base, config)
     _, adapted = choose_adapted(arch, config, config.model or "")
     layouts, rows = make_layouts(arch, adapted, config), random_rows(arch.vocab_size, config)
-    why_no_capture = machine.why_no_grouped if arch.mixture else ""
-    work = describe_work(config, rows, None, world_size, torch.device("cuda"), why_no_capture,
-                         state_bytes=state_bytes(config))
+    work = describe_work(config, rows, None, world_size, torch.device("cuda"),
+                         why_no_capture(arch, machine), state_bytes=state_bytes(config))
     return config, choose_plan(config, arch, layouts, work, limit, machine), limit
 
 
@@ -462,7 +464,8 @@ def choose_attention(config: Config, arch: Architecture, device: torch.device) -
     if config.attn == "flash_attention_2" and not has_flash:
         raise ValueError("--attn flash_attention_2: flash-attn is not installed or there is no GPU;"
                          " `make flash-attn` builds it, or use --attn sdpa")
-    chosen = dict.fromkeys(("same", "any"), dict.fromkeys(("full", "window"), document_attention))
+    chosen = {kind: dict.fromkeys(("full", "window"), document_attention) for kind in (
+        "same", "any")}
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     kernels_can = config.compute_dtype == "bfloat16" and not arch.attention_dropout
     if kernels_can and capability >= (8, 0):
@@ -480,6 +483,25 @@ def choose_attention(config: Config, arch: Architecture, device: torch.device) -
         raise ValueError("--attn flash_attention_2: as installed it does not compute this model's"
                          " attention; use --attn sdpa")
     return chosen
+
+
+def choose_delta_rule(
+    kernels: Kernels, config: Config, arch: Architecture, device: torch.device,
+) -> None:
+    """Add "delta_rule", what computes a gated delta net, where the model has one. On a GPU that is
+    flash-linear-attention, if it gives what plain torch gives."""
+    mixer = next((mixer for mixer in arch.mixers.values() if isinstance(mixer, DeltaNet)), None)
+    if mixer is None:
+        return
+    rule = document_delta_rule
+    if device.type == "cuda" and config.compute_dtype == "bfloat16":
+        if why := why_no_fla(mixer, device):
+            say("slower: the gated delta rule runs in plain torch, as flash-linear-attention's"
+                f" kernels (`pip install fla-core einops`) are not used: {why}")
+        else:
+            rule = fla_delta_rule
+    for kind in kernels.values():
+        kind["delta_rule"] = rule
 
 
 # ------------------------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 from fsdp_qlora.model import attention
 from fsdp_qlora.model.absent import NoMixingHalf, NoMLPHalf
 from fsdp_qlora.training import check
-from fsdp_qlora.pretrained import architecture
 from fsdp_qlora.pretrained import config as configs
 from fsdp_qlora.pretrained import families
 from fsdp_qlora.model import linears
@@ -440,7 +439,8 @@ def test_elementwise_work_on_a_cpu_is_not_compiled(monkeypatch):
     assert len(seen) == 3 and all(one is x and other is None for one, other in seen)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "granite4_h"])  # a window, a cap; Mamba-2
+# a window, a cap; Mamba-2; a short convolution; gated delta net
+@pytest.mark.parametrize("name", ["gemma2", "granite4_h", "lfm2", "qwen3_5"])
 def test_no_document_sees_another(name):
     """A changed document changes its own loss and no other's, to the bit."""
     pair = Pair(name)
@@ -523,21 +523,53 @@ def test_check_at_start_catches(error, monkeypatch):
         check_family(model_config, name, fill_model)
 
 
-@pytest.mark.parametrize("name", ["granite4_h", "falcon_h1"])
+@pytest.mark.parametrize("name", ["granite4_h", "falcon_h1", "lfm2", "qwen3_5"])
 def test_check_at_start_catches_documents_end_to_end(name, monkeypatch):
     """Given to the convolution and the scan as if all were one document; attention is as ever."""
     def all_as_one(work, projected, mixer):
         n = len(projected)
-        bin = types.SimpleNamespace(**vars(work.bin) | {
-            "position_ids": torch.arange(n), "lengths": (n,)})
+        bin = dataclasses.replace(work.bin, position_ids=torch.arange(n), lengths=(n,))
         return function(types.SimpleNamespace(layer=work.layer, bin=bin), projected, mixer)
 
-    of_mixer = mixers.MIXINGS[architecture.Mamba2]
+    model_config = TINY[name](VOCABULARY)
+    (kind,) = map(type, describe_model(model_config).mixers.values())
+    of_mixer = mixers.MIXINGS[kind]
     function = of_mixer.function
-    monkeypatch.setitem(mixers.MIXINGS, architecture.Mamba2,
-                        dataclasses.replace(of_mixer, function=all_as_one))
+    monkeypatch.setitem(mixers.MIXINGS, kind, dataclasses.replace(of_mixer, function=all_as_one))
     with pytest.raises(ValueError, match="differs from transformers .*: logits by"):
-        check_family(TINY[name](VOCABULARY), name, fill_model)
+        check_family(model_config, name, fill_model)
+
+
+def test_gated_delta_rule_equals_the_recurrence():
+    """In chunks, with documents shorter and longer than them; forward and backward in fp64."""
+    lengths, generator = (70, 1, 130, 64), torch.Generator().manual_seed(0)
+    n = sum(lengths)
+    query, key, value, grad = (torch.randn(n, *shape, generator=generator)
+                               for shape in ((2, 8), (2, 8), (4, 5), (4, 5)))
+    g, beta = (torch.rand(n, 4, generator=generator) for _ in range(2))
+    inputs, results = (query, key, value, -g, 2 * beta), []
+    chunked = functools.partial(mixers.chunked_delta_rule, chunk=64)
+    for rule, kind in (chunked, torch.float32), (delta_recurrence, torch.float64):
+        leaves = [x.to(kind).requires_grad_() for x in inputs]
+        out = rule(*leaves, lengths)
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, grad.to(kind))])
+    for got, want in zip(*results, strict=True):
+        assert (got - want).norm() < 1e-5 * want.norm()
+
+
+def delta_recurrence(query, key, value, g, beta, lengths):
+    query, key = (F.normalize(x, dim=-1).repeat_interleave(2, 1) for x in (query, key))
+    outs, first = [], 0
+    for length in lengths:
+        state = 0
+        for i in range(first, first + length):
+            state = state * g[i, :, None, None].exp()
+            read = (state * key[i, :, :, None]).sum(1)
+            added = beta[i, :, None] * (value[i] - read)
+            state = state + key[i, :, :, None] * added[:, None]
+            outs.append((state * query[i, :, :, None]).sum(1) * query.shape[-1] ** -0.5)
+        first += length
+    return torch.stack(outs)
 
 
 def test_scan_of_mamba_equals_the_recurrence():

@@ -98,6 +98,8 @@ class AttentionMixing:
         sinks = work.vector("self_attn", "sinks")
         return kernel(query, key, value, sinks, bin, self.arch, window, work.layer.index)
 
+    elementwise_values = 0  # those of its halves' norms are counted there
+
     @property
     def query_width(self) -> int:
         return self.arch.n_heads * self.arch.head_dim

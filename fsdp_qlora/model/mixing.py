@@ -58,6 +58,10 @@ class Mixing(Protocol):
     def recomputed_values(self) -> int:
         """Alive while forward() is computed again."""
 
+    @property
+    def elementwise_values(self) -> int:
+        """What reads or writes memory takes as long as so many values, forward and backward."""
+
     def live_bytes(self, plan: Plan) -> int:
         """The peak bytes of backward(), besides what is kept."""
 
@@ -175,4 +179,4 @@ class MixingHalf:
     @property
     def elementwise_values(self) -> int:
         """Values that elementwise work reads or writes, forward and backward; measured."""
-        return 15 * self.arch.hidden_size
+        return 15 * self.arch.hidden_size + self.mixing.elementwise_values

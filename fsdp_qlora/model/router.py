@@ -54,6 +54,8 @@ def route(
     bias = None if bias is None else bias.to(x_of_router.dtype)
     logits = F.linear(x_of_router, weight.to(x_of_router.dtype), bias).float()
     scores = logits.sigmoid() if mixture.scores == "sigmoid" else logits.softmax(-1)
+    if mixture.rounded_scores:
+        scores = scores.to(x.dtype).float()
     if choice is None:
         ranked = scores
         if mixture.correction:
@@ -120,8 +122,8 @@ def best_experts(scores: Tensor, mixture: Mixture) -> Tensor:
 def chosen_weights(
     scores: Tensor, chosen: Tensor, mixture: Mixture
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The weights of the chosen experts before scaling, fp32 [n, k], their scores, and the sum [n, 1] by which
-    these are divided, None where they are not."""
+    """The weights of the chosen experts before scaling, fp32 [n, k], their scores, and the sum
+    [n, 1] by which these are divided, None where they are not."""
     picked, total = scores.gather(1, chosen), None
     if mixture.normalised:
         total = picked.sum(-1, keepdim=True) + mixture.sum_eps

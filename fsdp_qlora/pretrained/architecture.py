@@ -38,6 +38,7 @@ class Mixture:
     router: str = "mlp.gate"
     fp32_router: bool = False  # logits are computed in fp32, not in the model's dtype
     scores: str = "softmax"  # of all logits; or "sigmoid" of each
+    rounded_scores: bool = False  # to the model's dtype, before they are compared
     correction: str | None = None  # a tensor [experts], or [1, experts]
     # a token goes only to experts of its top_groups groups, those in which the two highest scores
     # have the largest sums

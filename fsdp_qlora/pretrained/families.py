@@ -215,7 +215,8 @@ FAMILIES: dict[str, Family] = {
         mixture=Mixture(**QWEN3_NEXT_EXPERTS, normalised="config.norm_topk_prob")),
     "lfm2_moe": Family(**LFM2, must_be={"use_expert_bias": True}, mixture=Mixture(
         first_dense="config.num_dense_layers", experts="feed_forward.experts",
-        router="feed_forward.gate", scores="sigmoid", correction="feed_forward.expert_bias",
+        router="feed_forward.gate", scores="sigmoid", rounded_scores=True,
+        correction="feed_forward.expert_bias",
         normalised="config.norm_topk_prob", sum_eps=1e-6, scale="config.routed_scaling_factor",
         # of experts, after their numbers: layers without experts have w1 wherever these are called
         renames=tuple((f"{digit}.{here}", f"{digit}.{there}") for digit in range(10) for here, there

@@ -6,10 +6,12 @@ The script passes the function that loads weights, so that this is checked as we
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -36,6 +38,7 @@ from fsdp_qlora.pretrained.tensor_names import TensorNames, rows_in_memory, tens
 from fsdp_qlora.quant.nf4 import dequantise
 from fsdp_qlora.ranks import explain
 
+KERNEL_PACKAGES = "fla", "causal_conv1d"
 LENGTHS = 24, 18  # tokens of two documents in one bin, for longrope a long one and a short one
 CHECK_RANK, CHECK_ALPHA = 4, 8  # of the adapters
 CHECKED = ("lora", False), ("dora", True)  # kind of adapter, and whether layers are recomputed
@@ -105,9 +108,23 @@ def random_reference(model_config: PreTrainedConfig, generator: torch.Generator)
 
 def text_model(model_config: PreTrainedConfig, **settings: Any) -> nn.Module:
     """transformers' model of a text config, with its head."""
-    if type(model_config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return AutoModelForCausalLM.from_config(model_config, **settings)
-    return TextModel(model_config, **settings)
+    with without_kernels():
+        if type(model_config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+            return AutoModelForCausalLM.from_config(model_config, **settings)
+        return TextModel(model_config, **settings)
+
+
+@contextlib.contextmanager
+def without_kernels() -> Iterator[None]:
+    """In the `with` body transformers' modelling code, which takes the kernels that are installed
+    when it is imported, is imported without them: they do not work on a CPU."""
+    before = {name: sys.modules.get(name) for name in KERNEL_PACKAGES}
+    sys.modules.update(dict.fromkeys(KERNEL_PACKAGES))  # None: import raises ImportError
+    yield
+    for name, module in before.items():
+        del sys.modules[name]
+        if module is not None:
+            sys.modules[name] = module
 
 
 class TextModel(nn.Module):
