@@ -65,8 +65,10 @@ class RecordedMixing:
 
     def live_bytes(self, plan: Plan) -> int:
         item, n = getattr(torch, plan.compute_dtype).itemsize, plan.bin_tokens
-        if plan.plain_delta_rule and isinstance(self.mixer, DeltaNet):
+        if plan.plain_recurrence and isinstance(self.mixer, DeltaNet):
             return plain_rule_bytes(self.mixer) * n
+        if plan.plain_recurrence and isinstance(self.mixer, Mamba2):
+            return plain_scan_bytes(self.mixer) * n
         return MIXINGS[type(self.mixer)].live_values(self.mixer, self.arch.hidden_size) * n * item
 
     @property
@@ -255,41 +257,6 @@ def chunks_of(
     return chunked, slots, firsts
 
 
-# ---- the scan of Mamba-2 ----
-
-
-def document_scan(
-    x: Tensor, step: Tensor, decay: Tensor, b: Tensor, c: Tensor, bin: Bin
-) -> Tensor:
-    """C S [n, heads, head_dim], see Mamba2, of x [n, heads, head_dim], step and decay, the
-    logarithm of what is left of the state, fp32 [n, heads], b and c [n, groups, state]. In plain
-    torch and in fp32. Only the inputs are kept for backward."""
-    return recomputed(chunked_scan, x, step, decay, b, c, bin.lengths)
-
-
-def chunked_scan(
-    x: Tensor, step: Tensor, decay: Tensor, b: Tensor, c: Tensor, lengths: Sequence[int]
-) -> Tensor:
-    """`lengths`: of the documents. Inside a chunk each token's C meets the B of all before it, as
-    queries and keys do, times what is left in between; states go from chunk to chunk."""
-    chunked, slots, firsts = chunks_of(lengths, CHUNK, x.device)
-    n_heads, repeats, dtype = x.shape[1], x.shape[1] // b.shape[1], x.dtype
-    b, c, decay = chunked(b), chunked(c), chunked(decay[..., None]).cumsum(2)
-    x = chunked(x.float() * step[..., None])
-    between = (decay - decay.transpose(2, 3)).tril()  # [CHUNK, CHUNK]; above it might overflow
-    inside = (c @ b.transpose(2, 3)).repeat_interleave(repeats, 1) * between.exp().tril()
-    b, c = (part.repeat_interleave(repeats, 1) for part in (b, c))
-    c, b = c * decay.exp(), (b * (decay[:, :, -1:] - decay).exp()).transpose(2, 3)
-    left, outs = decay[:, :, -1:].exp(), []
-    for i, is_first in enumerate(firsts):
-        if is_first:
-            state = x.new_zeros(n_heads, b.shape[2], x.shape[3])
-        outs.append(c[i] @ state)
-        state = state * left[i] + b[i] @ x[i]
-    out = torch.stack(outs) + inside @ x
-    return out.transpose(1, 2).flatten(0, 1)[slots].to(dtype)
-
-
 def fla_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, bin: Bin
 ) -> Tensor:
@@ -309,25 +276,98 @@ def fla_delta_rule(
     return of_bin
 
 
-def why_no_fla(mixer: DeltaNet, device: torch.device) -> str:
-    """Why fla_delta_rule() is not used; "" if it gives what document_delta_rule() gives, forward
-    and backward, for two documents."""
+# ---- the scan of Mamba-2 ----
+
+
+# Each is a function (b, c, x, decay, step, bin), see Mamba2, that returns C S [n, heads, head_dim].
+# b and c are [n, groups, state], x is [n, heads, head_dim], decay, the logarithm of what is left of
+# the state, and step, both fp32, are [n, heads].
+
+
+def document_scan(
+    b: Tensor, c: Tensor, x: Tensor, decay: Tensor, step: Tensor, bin: Bin, chunk: int = CHUNK
+) -> Tensor:
+    """In plain torch and in fp32. Only the inputs are kept for backward."""
+    return recomputed(chunked_scan, b, c, x, decay, step, bin.lengths, chunk)
+
+
+def chunked_scan(
+    b: Tensor, c: Tensor, x: Tensor, decay: Tensor, step: Tensor, lengths: Sequence[int], chunk: int
+) -> Tensor:
+    """document_scan() of documents of these lengths. Inside a chunk each token's C meets the B of
+    all before it, as queries and keys do, times what is left in between."""
+    chunked, slots, firsts = chunks_of(lengths, chunk, x.device)
+    n_heads, repeats, dtype = x.shape[1], x.shape[1] // b.shape[1], x.dtype
+    b, c, decay = chunked(b), chunked(c), chunked(decay[..., None]).cumsum(2)
+    x = chunked(x.float() * step[..., None])
+    between = (decay - decay.transpose(2, 3)).tril()  # above the diagonal exp() might overflow
+    inside = (c @ b.transpose(2, 3)).repeat_interleave(repeats, 1) * between.exp().tril()
+    b, c = (part.repeat_interleave(repeats, 1) for part in (b, c))
+    c, b = c * decay.exp(), (b * (decay[:, :, -1:] - decay).exp()).transpose(2, 3)
+    left, outs = decay[:, :, -1:].exp(), []
+    for i, is_first in enumerate(firsts):
+        if is_first:
+            state = x.new_zeros(n_heads, b.shape[2], x.shape[3])
+        outs.append(c[i] @ state)
+        state = state * left[i] + b[i] @ x[i]
+    out = torch.stack(outs) + inside @ x
+    return out.transpose(1, 2).flatten(0, 1)[slots].to(dtype)
+
+
+def fla_scan(
+    b: Tensor, c: Tensor, x: Tensor, decay: Tensor, step: Tensor, bin: Bin
+) -> Tensor:
+    """By the Triton kernels of flash-linear-attention (fla-core), in bf16: this is attention with a
+    decay by head, of queries C, keys B and values step x."""
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    b, c = (part.repeat_interleave(x.shape[1] // b.shape[1], 1) for part in (b, c))
+    value = (x * step[..., None]).to(x.dtype)
+    bounds = torch.tensor([0, *itertools.accumulate(bin.lengths)])  # else fla would wait for them
+    out, _ = chunk_simple_gla(
+        *(part[None] for part in (c, b, value, decay)), scale=1.0, cu_seqlens=bin.cu_seqlens,
+        cu_seqlens_cpu=bounds)
+    of_bin: Tensor = out[0]
+    return of_bin
+
+
+# ---- which of them is used ----
+
+RECURRENCES: dict[type, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    DeltaNet: (document_delta_rule, fla_delta_rule), Mamba2: (document_scan, fla_scan)}
+PLAIN_RECURRENCES = tuple(plain for plain, _ in RECURRENCES.values())
+
+
+def recurrent(arch: Architecture) -> DeltaNet | Mamba2 | None:
+    """The mixer of the model's layers that has a state, if any has one."""
+    return next((x for x in arch.mixers.values() if isinstance(x, (DeltaNet, Mamba2))), None)
+
+
+def why_no_fla(mixer: DeltaNet | Mamba2, device: torch.device) -> str:
+    """Why flash-linear-attention is not used; "" if it gives what plain torch gives, forward and
+    backward, for two documents."""
+    plain, fast = RECURRENCES[type(mixer)]
     length = 3 * CHUNK // 2
     generator, n = torch.Generator(device).manual_seed(0), 2 * length
-    shapes = (mixer.key_heads, mixer.key_dim), (mixer.value_heads, mixer.value_dim)
+    if isinstance(mixer, DeltaNet):
+        shapes = (mixer.key_heads, mixer.key_dim), (mixer.value_heads, mixer.value_dim)
+    else:
+        shapes = (mixer.groups, mixer.state), (mixer.heads, mixer.head_dim)
     settings: dict[str, Any] = dict(dtype=torch.bfloat16, device=device, generator=generator)
-    query, key, value, grad = (torch.randn(n, *shapes[i], **settings) for i in (0, 0, 1, 1))
-    g, beta = (torch.rand(n, mixer.value_heads, **settings) for _ in range(2))
+    first, second, third, grad = (torch.randn(n, *shapes[i], **settings) for i in (0, 0, 1, 1))
+    decay, factor = (torch.rand(n, shapes[1][0], **settings) for _ in range(2))
+    factor = factor if isinstance(mixer, DeltaNet) else factor.float()
     bounds = torch.tensor([0, length, n], dtype=torch.int32, device=device)
     probe: Any = types.SimpleNamespace(lengths=(length, length), cu_seqlens=bounds, chunks=None)
 
     def both(function: Callable[..., Tensor]) -> tuple[Tensor, ...]:
-        inputs = [t.detach().requires_grad_() for t in (query, key, value, -g.float(), beta)]
+        inputs = [t.detach().requires_grad_() for t in (
+            first, second, third, -decay.float(), factor)]
         out = function(*inputs, probe)
         return out.detach(), *torch.autograd.grad(out, inputs, grad)
 
     try:
-        pairs = list(zip(both(fla_delta_rule), both(document_delta_rule)))
+        pairs = list(zip(both(fast), both(plain)))
     except ModuleNotFoundError as e:
         return f"{e.name} is not installed"
     except Exception as e:  # Triton's and fla's have no class in common
@@ -360,7 +400,7 @@ def delta_net(work: LayerWork, projected: Tensor, mixer: DeltaNet) -> Tensor:
             "qkv", weights, (mixer.key_heads, mixer.key_heads, mixer.value_heads)))
     beta = parts["b"].sigmoid() * (2 if mixer.double_beta else 1)
     g = -tensors["A_log"].float().exp() * F.softplus(parts["a"].float() + tensors["dt_bias"])
-    out = work.bin.kernels["delta_rule"](query, key, value, g, beta, work.bin)
+    out = work.bin.kernels["recurrence"](query, key, value, g, beta, work.bin)
     z, weight = parts["z"].unflatten(1, (mixer.value_heads, -1)), tensors[f"{mixer.norm}.weight"]
     mixed: Tensor = GatedNorm.apply(out, z, weight, mixer.norm_eps)
     return mixed.flatten(1)
@@ -385,7 +425,7 @@ def mamba2(work: LayerWork, projected: Tensor, mixer: Mamba2) -> Tensor:
     low, high = mixer.step_limits
     step = F.softplus(dt.float() + tensors["dt_bias"].float()).clamp(max(low, mixer.min_step), high)
     decay = -tensors["A_log"].float().exp() * step
-    out = document_scan(x, step, decay, b, c, work.bin)
+    out = work.bin.kernels["recurrence"](b, c, x, decay, step, work.bin)
     out = (out + tensors["D"].float()[:, None] * x).to(x.dtype)
     out, z = (part.reshape(len(x), mixer.groups, -1) for part in (out, z))
     weight = tensors["norm.weight"].view(mixer.groups, -1) if mixer.norm else None
@@ -455,8 +495,24 @@ def mamba2_kept_values(mixer: Mamba2, hidden: int) -> int:
 
 
 def mamba2_live_values(mixer: Mamba2, hidden: int) -> int:
-    """In fp32, which is twice bf16: B, C and their gradients by head, scores of a chunk."""
-    return 2 * mixer.heads * (6 * mixer.state + 4 * CHUNK + 6 * mixer.head_dim)
+    """Gradients of all that, B and C and their gradients by head, and fla's states, fp32. Counted,
+    not measured."""
+    states = mixer.heads * mixer.state * mixer.head_dim // CHUNK
+    return (2 * sum(mixer.widths.values()) + 4 * mixer.heads * mixer.state + 3 * mixer.widths["x"]
+            + 4 * states)
+
+
+def plain_scan_bytes(mixer: Mamba2) -> int:
+    """Of a token, alive at once in the backward of document_scan(): fp32 values of each head,
+    measured to 6 % with states of 128 and 256; and twice what was projected."""
+    of_head = 8 * mixer.state + 8 * mixer.head_dim + 6 * CHUNK
+    return 4 * mixer.heads * of_head + 8 * sum(mixer.widths.values())
+
+
+def mamba2_moved_values(mixer: Mamba2, hidden: int) -> int:
+    """As delta_moved_values()."""
+    widths, of_heads = mixer.widths, mixer.heads * (mixer.state + mixer.head_dim)
+    return 10 * (widths["x"] + widths["B"] + widths["C"]) + 12 * widths["x"] + 30 * of_heads
 
 
 MIXINGS: dict[type, RecordedFunction] = {
@@ -467,5 +523,4 @@ MIXINGS: dict[type, RecordedFunction] = {
     DeltaNet: RecordedFunction(
         delta_net, delta_kept_values, delta_live_values, delta_moved_values),
     Mamba2: RecordedFunction(
-        mamba2, mamba2_kept_values, mamba2_live_values,
-        lambda mixer, hidden: 3 * mamba2_live_values(mixer, hidden))}
+        mamba2, mamba2_kept_values, mamba2_live_values, mamba2_moved_values)}

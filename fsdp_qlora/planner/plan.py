@@ -18,7 +18,7 @@ from fsdp_qlora.data.bins import round_up, step_rows
 from fsdp_qlora.model.attention import document_attention
 from fsdp_qlora.model.head import shard_range
 from fsdp_qlora.model.layer import Layout
-from fsdp_qlora.model.mixers import document_delta_rule
+from fsdp_qlora.model.mixers import PLAIN_RECURRENCES
 from fsdp_qlora.planner.costs import predict_memory, predict_time
 from fsdp_qlora.planner.machine import Machine, measure_machine
 from fsdp_qlora.pretrained.architecture import Architecture, ShortConv
@@ -53,7 +53,7 @@ class Plan:
     n_mlp_kept: int = 0  # recomputed layers, the last ones, that keep what their MLP needs
     expert_ranges: int = 1  # experts are dequantised in so many ranges, one after the other
     plain_attention: bool = False  # whether a layer's attention runs in plain torch
-    plain_delta_rule: bool = False  # the same of gated delta nets
+    plain_recurrence: bool = False  # the same of mixers with a state
     embedding_on_host: bool = False
     state_bytes: float = 0.0  # of the optimizer's state in GPU memory, for each weight
     graphs: bool = False  # whether CUDA graphs are used
@@ -109,7 +109,7 @@ class Workload:
     world_size: int
     device: torch.device
     plain_attention: bool = False
-    plain_delta_rule: bool = False
+    plain_recurrence: bool = False
     why_no_capture: str = ""  # why CUDA graphs cannot capture a layer; "" if they can
     state_bytes: float = 0.0  # see Plan
 
@@ -147,7 +147,7 @@ def possible_plans(
                 plan = Plan(config.compute_dtype, arch.n_layers, shards, reshard, bin_tokens, n,
                             middle, hold, config.offload_activations, config.offload_params,
                             n_mlp_kept, n_ranges, workload.plain_attention,
-                            workload.plain_delta_rule,
+                            workload.plain_recurrence,
                             state_bytes=workload.state_bytes)
                 yield predict_memory(plan, arch, layouts)
 
@@ -347,7 +347,7 @@ def longest_in_a_bin(rows: Rows, world_size: int) -> int:
 def describe_work(
     config: Config, rows: Rows, eval_rows: Rows | None, world_size: int, device: torch.device,
     why_no_capture: str, plain_attention: bool = False, state_bytes: float = 0.0,
-    plain_delta_rule: bool = False,
+    plain_recurrence: bool = False,
 ) -> Workload:
     """What a run on these Rows gives its processes to do."""
     longest = max(longest_in_a_bin(r, world_size) for r in (rows, eval_rows) if r)
@@ -356,7 +356,7 @@ def describe_work(
     of_rows = rows.lengths.view(-1, rows.n_answers).sum(1)
     tokens = max(int(of_rows[step_rows(s, len(rows), config)].sum()) for s in steps)
     return Workload(tokens, longest, float(rows.lengths.float().mean()), uneven, world_size, device,
-                    plain_attention, plain_delta_rule, why_no_capture, state_bytes)
+                    plain_attention, plain_recurrence, why_no_capture, state_bytes)
 
 
 def why_no_capture(arch: Architecture, machine: Machine, plain_attention: bool = False) -> str:
@@ -379,7 +379,8 @@ def agree_on_plan(
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     plain = any(document_attention in pair.values() for pair in kernels.values())
-    plain_rule = any(document_delta_rule in pair.values() for pair in kernels.values())
+    plain_rule = any(
+        f in PLAIN_RECURRENCES for pair in kernels.values() for f in pair.values())
     workload = describe_work(config, rows, eval_rows, dist.get_world_size(), device,
                              why_no_capture(arch, machine, plain), plain, state_bytes, plain_rule)
     with together():
