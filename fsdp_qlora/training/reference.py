@@ -101,26 +101,20 @@ def measure(run: Run, needed: dict[str, tuple[Rows, torch.Tensor]],
     say(f"reference: computed in {time.monotonic() - started:.1f} s")
 
 
-def values_of_all(run: Run, rows: Rows, batches: Iterable[Rows]) -> dict[str, torch.Tensor | None]:
-    """What Answers hold of all of these Rows, those of a step or an evaluation, for losses that
-    read it. `batches` yields the Rows a few at a time. All ranks must call this."""
-    if rows.kind.has_kl:
-        return {"kl": estimate_kl(run, batches, len(rows))}
-    if rows.kind.trains_prompt:
+def step_value(run: Run, rows: Rows, batches: Iterable[Rows]) -> torch.Tensor | None:
+    """What Answers.step_value is for all of these Rows, of a step or an evaluation, which `batches`
+    yields a few at a time; None where the loss reads none. All ranks must call this."""
+    if rows.loss == "orpo":
         n_tokens = int(rows.n_scored()[rows.desirable].sum())
-        return {"rows_per_token": torch.tensor(
-            len(rows) / n_tokens, dtype=torch.float64, device=run.device)}
-    return {}
-
-
-def estimate_kl(run: Run, batches: Iterable[Rows], n_rows: int) -> torch.Tensor | None:
-    """KTO's estimate of the KL divergence from the reference, fp64 []: the mean log-ratio of these
-    rows' prompts with the answers of others, at least 0. None if the run was asked to stop. All
-    ranks must call this."""
-    ratios = [(-document_losses(run, other) - other.reference.to(run.device)).sum()
-              for batch in batches if (other := batch.mismatched)]
-    reshard_all(run.model)
-    return (torch.stack(ratios).sum() / n_rows).clamp(min=0) if ratios else None
+        return torch.tensor(len(rows) / n_tokens, dtype=torch.float64, device=run.device)
+    if rows.loss == "kto":
+        ratios = [(-document_losses(run, other) - other.reference.to(run.device)).sum()
+                  for batch in batches if (other := batch.mismatched)]
+        reshard_all(run.model)
+        if not ratios:  # the run was asked to stop
+            return None
+        return (torch.stack(ratios).sum() / len(rows)).clamp(min=0)
+    return None
 
 
 def why_no_start(run: Run) -> str:
