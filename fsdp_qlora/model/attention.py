@@ -12,7 +12,7 @@ import dataclasses
 import inspect
 import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -167,7 +167,7 @@ def split_heads(arch: Architecture, qkv: Tensor) -> list[Tensor]:
     return [part.unflatten(1, (-1, arch.head_dim)) for part in qkv.split(widths, 1)]
 
 
-def split_projected(arch: Architecture, projected: Tensor) -> list[Tensor | None]:
+def split_projected(arch: Architecture, projected: Tensor) -> list[Tensor | Any]:
     """Views of query, key, value and gate [n, heads, head_dim] in what their linears give,
     [n, all their widths]. The gate is [n, heads, 1] where a head has one, None without gates."""
     if not arch.attention_gate:
@@ -213,7 +213,7 @@ def normed_heads(
     x: Tensor, weight: Tensor | None, arch: Architecture, grad: Tensor | None = None
 ) -> Tensor:
     """The norm of x [n, heads, head_dim], by head or over all heads; x itself where the
-    family has none. With `grad`, the gradient of that norm, it returns the gradient of x instead."""
+    family has none. With `grad`, the gradient of that norm, it returns that of x instead."""
     if not arch.qk_norm:
         return x
     shape = x.shape
@@ -254,7 +254,10 @@ def rotate_backward(
     """The gradient of rotate_forward's `projected` from those of query, key, value and gates, None
     without gates, [n, heads, head_dim]. `projected` is needed only where query and key are normed,
     else None."""
-    before = split_projected(arch, projected)[:2] if arch.qk_norm else (None, None)
+    before: Sequence[Tensor | None] = (None, None)
+    if arch.qk_norm:
+        assert projected is not None, "these norms need it"
+        before = split_projected(arch, projected)[:2]
     grads, out = [query.float(), key.float()], []
     if temperature is not None:
         grads[0] = grads[0] * temperature[:, None, None]

@@ -73,11 +73,11 @@ def norm_of(
     "rms_plus_one" (Gemma: times 1 + weight), "layer" (Cohere: mean subtracted) or "layer_plus_one"
     (Nemotron: rounds 1 + weight). The last two may have a bias.
     """
+    if weight is None:
+        return standardised(x, kind, eps)[0].to(x.dtype)
     if bias is not None:  # as in transformers, to the bit, where bf16 is a close call too
         return F.layer_norm(x, weight.shape, norm_factor(weight, kind).to(x.dtype), bias, eps)
     standard, _ = standardised(x, kind, eps)
-    if weight is None:
-        return standard.to(x.dtype)
     if kind == "rms":
         return weight * standard.to(x.dtype)
     return (norm_factor(weight, kind) * standard).to(x.dtype)
@@ -142,7 +142,8 @@ class ScaledActivation:
     outer: float
 
 
-Activation = str | tuple[float, float] | Tensor | ScaledActivation  # see activation_pair() and gate_product()
+# see activation_pair() and gate_product()
+Activation = str | tuple[float, float] | Tensor | ScaledActivation
 
 
 def activation_pair(
@@ -151,7 +152,8 @@ def activation_pair(
     """An activation and its gradient, functions of fp32 x and of (grad, x). A tensor stands for
     xIELU (Apertus): its alpha_p and alpha_n, before their softplus, beta and eps."""
     if isinstance(activation, str):
-        return ACTIVATION_PAIRS[activation]
+        named: tuple[Callable[..., Tensor], ...] = ACTIVATION_PAIRS[activation]
+        return named
     if isinstance(activation, ScaledActivation):
         inner, outer = activation.inner, activation.outer
         function, slope = ACTIVATION_PAIRS[activation.activation]

@@ -129,8 +129,8 @@ class RoutedMLPHalf:
         for passed in self._passes(work, routing):
             gate_up = self._expert_gate_up(work, routing, x, passed)
             activated = gate_up.new_empty(len(gate_up), self.expert_down.width)
-            gate(activated[:, : self.expert_down.in_features], gate_up, self._activation, self.arch.gated,
-                 evaluation=work.evaluation)
+            gate(activated[:, : self.expert_down.in_features], gate_up, self._activation,
+                 self.arch.gated, evaluation=work.evaluation)
             fill_expert_columns(work, self.expert_down, activated, passed)
             rows = grouped(activated, passed.down.transpose(1, 2), passed)
             self._add_bias(work, "down_proj", rows, routing, passed)
@@ -274,7 +274,8 @@ class RoutedMLPHalf:
             gate(activated, kept.shared_gate_up, arch.activation, arch.gated)
         activated, grad_d = product_backward(work, self.shared_down, kept.down_columns, grad,
                                              activated)
-        gate_backward(activated, arch.activation, None, *kept.shared_gate_up.chunk(1 + arch.gated, -1))
+        gate_backward(activated, arch.activation, None,
+                      *kept.shared_gate_up.chunk(1 + arch.gated, -1))
         add_a_gradient(work, self.shared_down, activated, grad_d)  # gate()'s result by now
         inputs = kept_inputs(work, kept, arch.mlp_norm, kept.source, self.shared_gate_up)
         grad_x, grad_d = product_backward(work, self.shared_gate_up, kept.columns,

@@ -145,7 +145,8 @@ def _make_layout(
     arch = arch.of_kind(kind)
     rank, counts = config.lora_rank, allocator.counts
     return Layout(
-        *_make_halves(arch, kind, fused), vectors, small_tensors, counts["blocks"], counts["vectors"], counts["adapter"],
+        *_make_halves(arch, kind, fused), vectors, small_tensors,
+        counts["blocks"], counts["vectors"], counts["adapter"],
         config.lora_alpha / (math.sqrt(rank) if config.adapter == "rslora" else rank),
         config.lora_dropout, config.adapter == "dora")
 
@@ -213,10 +214,10 @@ class LayerFunction(torch.autograd.Function):
     tokens, then the MLP.
 
     What it keeps from forward to backward is layer.keeps: "all"; "mlp", which is x and what the MLP
-    needs; "middle", which is x and the sum after the mixing; or "x". The rest is computed again, but
-    never which experts were chosen. A parallel layer, whose MLP reads x, keeps "all" or "x", one
-    with experts never "mlp". Backward reads the parameters from the layer, where FSDP2 has put the
-    gathered ones back by then.
+    needs; "middle", which is x and the sum after the mixing; or "x". The rest is computed again,
+    but never which experts were chosen. A parallel layer, whose MLP reads x, keeps "all" or "x",
+    one with experts never "mlp". Backward reads the parameters from the layer, where FSDP2 has put
+    the gathered ones back by then.
     """
 
     @staticmethod

@@ -103,7 +103,7 @@ class CausalConv(torch.autograd.Function):
 def conv_sum(x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor) -> Tensor:
     """The convolution before SiLU, fp32."""
     kernel = weight.shape[-1]
-    total = 0.0 if bias is None else bias.float()
+    total: Tensor | Any = 0.0 if bias is None else bias.float()
     for back in range(kernel):  # the token so many before; only if it is of the same document
         earlier = F.pad(x, (0, 0, back, 0))[: len(x)].float() * (positions >= back)[:, None]
         total = total + earlier * weight[:, 0, kernel - 1 - back].float()

@@ -252,8 +252,8 @@ class Family:
     ntk_alpha: bool = False  # alpha of rope_parameters counts, whatever the length
     rotary_if: bool | FromConfig = True  # where a config can switch it off; True or "rope": on
     no_rotary: str | None = None  # layers without: "no_rope_layers" or "layer_rope_theta": where
-    #                               this list of the config has 0; "full": those without a window; "full_if_window":
-    #                               the same, but none if the model has no window
+    #                               this list of the config has 0; "full": those without a window;
+    #                               "full_if_window": the same, but none if the model has no window
     window: str | None = None  # layers with a sliding window: "all", or those of "layer_types"
     attention_scale: float | FromConfig | None = None  # None: head_dim ** -0.5
     query_factor: float | FromConfig = 1.0  # attention_scale is multiplied by this
@@ -340,7 +340,7 @@ class Architecture(Family):
 
     def of_kind(self, kind: LayerKind) -> Architecture:
         """The same with the norms and the number of heads of such layers."""
-        norms = self.mixer_norms if kind.mixer else {}
+        norms: dict[str, Any] = self.mixer_norms if kind.mixer else {}
         if kind.halves == "mixing":
             norms = norms | dict(mlp_norm=None, mlp_post_norm=None)
         elif kind.halves == "mlp":

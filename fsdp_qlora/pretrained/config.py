@@ -35,10 +35,11 @@ KNOWN_FIELDS = set("""vocab_size hidden_size intermediate_size num_hidden_layers
     num_attention_heads num_key_value_heads tie_word_embeddings rope_parameters layer_types
     sliding_window use_sliding_window max_window_layers sliding_window_pattern no_rope_layers
     no_rope_layer_interval layer_rope_theta max_position_embeddings
-    original_max_position_embeddings use_cache initializer_range pad_token_id bos_token_id eos_token_id
-    eod_token_id transformers_version architectures output_hidden_states return_dict id2label label2id problem_type
-    pretraining_tp mlp_only_layers mlp_layer_types decoder_sparse_step moe_layer_interval
-    moe_layer_end_index router_aux_loss_coef output_router_logits num_mtp_layers
+    original_max_position_embeddings use_cache initializer_range pad_token_id bos_token_id
+    eos_token_id eod_token_id transformers_version architectures output_hidden_states return_dict
+    id2label label2id problem_type pretraining_tp mlp_only_layers mlp_layer_types
+    decoder_sparse_step moe_layer_interval moe_layer_end_index router_aux_loss_coef
+    output_router_logits num_mtp_layers
     block_multiple_of block_ffn_dim_multiplier
     """.split())
 
@@ -151,7 +152,7 @@ def fill_record(record: AnyRecord, c: PreTrainedConfig) -> AnyRecord:
     declares no such field. A list of one value per layer, all equal, becomes that value."""
     values, declared = dict(vars(record)), {field.name for field in dataclasses.fields(c)}
     for key, value in values.items():
-        if isinstance(value, (Mixture, AttentionGate)):
+        if key in ("mixture", "attention_gate") and value:
             values[key] = fill_record(value, c)
         elif key == "mixers":
             values[key] = {name: fill_record(mixer, c) for name, mixer in value.items()}
@@ -244,7 +245,8 @@ def describe_positions(c: PreTrainedConfig, family: Family, head_dim: int) -> di
         rotated = [bool(marked) for marked in getattr(c, family.no_rotary)]
     if family.no_rotary == "full" or family.no_rotary == "full_if_window" and window is not None:
         rotated = slides
-    ropes, layer_rope = [], []
+    ropes: list[dict[str, Any]] = []
+    layer_rope: list[int | None] = []
     for kind, rotates in zip(kinds, rotated, strict=True):
         if kind in family.mixers and not family.beside or not rotates and family.one_half:
             layer_rope.append(None)
@@ -379,7 +381,7 @@ def shrinking_changes(
         *mamba_changes(arch, c),
         # key-value heads: one, as many as heads, or a number between
         ("if used", {"num_attention_heads_per_layer": [
-            4 if n == arch.n_heads else 8 for n in (arch.layer_heads[0], arch.layer_heads[other])]}),
+            4 if arch.layer_heads[i] == arch.n_heads else 8 for i in layers]}),
         ("always", {"num_attention_heads": 4,
                     "num_key_value_heads": {1: 1, arch.n_heads: 4}.get(arch.n_kv_heads, 2)}),
         # whole blocks of 64 weights: bitsandbytes on a CPU dequantises others wrongly. 4 heads of

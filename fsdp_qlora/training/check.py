@@ -119,7 +119,8 @@ def without_kernels() -> Iterator[None]:
     """In the `with` body transformers' modelling code, which takes the kernels that are installed
     when it is imported, is imported without them: they do not work on a CPU."""
     before = {name: sys.modules.get(name) for name in KERNEL_PACKAGES}
-    sys.modules.update(dict.fromkeys(KERNEL_PACKAGES))  # None: import raises ImportError
+    absent: dict[str, Any] = dict.fromkeys(KERNEL_PACKAGES)  # None: import raises ImportError
+    sys.modules.update(absent)
     yield
     for name, module in before.items():
         del sys.modules[name]
