@@ -393,7 +393,9 @@ def delta_net(work: LayerWork, projected: Tensor, mixer: DeltaNet) -> Tensor:
     tensors = {name.removeprefix("linear_attn."): tensor
                for name, tensor in work.layer.small_tensors.items()}
     parts, positions = delta_parts(projected, mixer), work.bin.position_ids
-    weights = tensors["conv1d.weight"].split([mixer.widths[x] for x in "qkv"])
+    weights = [tensors.get(f"{x}_conv1d.weight") for x in "qkv"]
+    if not mixer.split_conv:
+        weights = tensors["conv1d.weight"].split([mixer.widths[x] for x in "qkv"])
     query, key, value = (
         CausalConv.apply(parts[x], weight, None, positions, True).unflatten(1, (heads, -1))
         for x, weight, heads in zip(

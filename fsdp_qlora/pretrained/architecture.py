@@ -112,6 +112,8 @@ class DeltaNet:
     out: str = "out_proj"
     norm: str = "norm"
     norm_eps: float | FromConfig = "config.rms_norm_eps"
+    # whether files have one each of query, key and value, as transformers has not
+    split_conv: bool = False
     by_key_head: bool = False  # a linear's outputs are those of the first key head, the second, ..
     double_beta: bool | FromConfig = False  # beta is twice the sigmoid
 
@@ -131,9 +133,12 @@ class DeltaNet:
 
     def tensors(self, hidden: int) -> dict[str, tuple[int, ...]]:
         """{name below the layer: shape} of what it has besides its linears."""
-        n_channels = sum(self.widths[x] for x in "qkv")
-        shapes = {"conv1d.weight": (n_channels, 1, self.kernel), "A_log": (self.value_heads,),
-                  "dt_bias": (self.value_heads,), f"{self.norm}.weight": (self.value_dim,)}
+        channels = {"conv1d": sum(self.widths[x] for x in "qkv")}
+        if self.split_conv:
+            channels = {f"{x}_conv1d": self.widths[x] for x in "qkv"}
+        shapes = {f"{name}.weight": (n, 1, self.kernel) for name, n in channels.items()}
+        shapes |= {"A_log": (self.value_heads,), "dt_bias": (self.value_heads,),
+                   f"{self.norm}.weight": (self.value_dim,)}
         return {f"linear_attn.{name}": shape for name, shape in shapes.items()}
 
 
@@ -285,6 +290,8 @@ class Family:
     beside: bool = False  # layers with a mixer also have softmax attention; both are added
     # {field of Family: its value in layers with a mixer}: of the four norms
     mixer_norms: dict[str, str | None] = dataclasses.field(default_factory=dict)
+    # pairs: a part of a norm's name here, and what files may have instead
+    norm_renames: tuple[tuple[str, str], ...] = ()
     mixture: Mixture | None = None  # of experts, instead of the MLP
     peft_refuses: tuple[str, ...] = ()  # ends of names of linears to which PEFT adds no adapter
     # {field of the config: its only value}

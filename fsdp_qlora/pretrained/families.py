@@ -160,7 +160,10 @@ FAMILIES: dict[str, Family] = {
     "olmo_hybrid": Family(
         **OLMO2, mixers={"linear_attention": DeltaNet(
             inputs=tuple((f"{x}_proj", "z" if x == "g" else x) for x in "qkvgba"), out="o_proj",
-            norm="o_norm", norm_eps=1e-5, double_beta="config.linear_allow_neg_eigval")},
+            norm="o_norm", norm_eps=1e-5, double_beta="config.linear_allow_neg_eigval",
+            split_conv=True)},
+        norm_renames=(("input_layernorm", "attention_layer_norm"),
+                      ("post_attention_layernorm", "feedforward_layer_norm")),
         mixer_norms=dict(attention_norm="input_layernorm", attention_post_norm=None,
                          mlp_norm="post_attention_layernorm", mlp_post_norm=None),
         unused=("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max",

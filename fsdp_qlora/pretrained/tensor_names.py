@@ -6,6 +6,7 @@ Which rows this rank asks for is in model.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -48,6 +49,7 @@ class TensorNames:
     layer_prefix: str
     # pairs: a part of a name here, and what these files have instead
     renames: tuple[tuple[str, str], ...]
+    aliases: dict[str, str]  # {name of a norm: what these files have instead}
 
     @property
     def n_parameters(self) -> int:
@@ -58,7 +60,8 @@ class TensorNames:
 
     def of_layer(self, index: int, name: str) -> str:
         """The name in the files of the tensor `name` of layer `index`."""
-        return self.layer_prefix + f"{index}." + renamed(name, self.renames)
+        name = self.layer_prefix + f"{index}." + renamed(name, self.renames)
+        return self.aliases.get(name, name)
 
     def parts(self) -> dict[str, list[tuple[str, Any]]]:
         """{name of a tensor in 16 bits: [(name of a linear, its index in the tensor)]} of all
@@ -96,7 +99,7 @@ def tensor_names(arch: Architecture, files: Mapping[str, HasShape]) -> TensorNam
     if arch.mixture:  # those that files have
         renames = tuple(p for p in arch.mixture.renames if any(p[1] in name for name in files))
     names = TensorNames({embedding: table}, {}, {}, {}, set(), embedding, norm, norm_bias, head,
-                        f"{stem}layers.", renames)
+                        f"{stem}layers.", renames, {})
     for i, kind in enumerate(arch.layer_kinds):
         stacked = stacked_experts(arch, names, i, files) if kind.routed else {}
         for linear in arch.linears(kind):
@@ -111,15 +114,35 @@ def tensor_names(arch: Architecture, files: Mapping[str, HasShape]) -> TensorNam
         for key, (source, shape) in stacked.items():
             names.sources[names.of_layer(i, key)] = source
             names.shapes[source.stored] = shape
-        small = arch.small_tensors(kind)
-        for key, shape in (arch.vectors(kind) | small).items():
-            names.shapes[names.of_layer(i, key)] = shape
+        vectors, small = arch.vectors(kind), arch.small_tensors(kind)
+        for key in vectors:
+            name = names.of_layer(i, key)
+            if (other := renamed(name, arch.norm_renames)) in files:
+                names.aliases[name] = other
+        fused = fused_conv(small, names.of_layer(i, "linear_attn.conv1d.weight"), files)
+        for key, source in fused.items():
+            names.sources[names.of_layer(i, key)] = source
+            names.shapes[source.stored] = tuple(files[source.stored].shape)
+        for key in [*vectors, *small]:
+            if key not in fused:
+                names.shapes[names.of_layer(i, key)] = (vectors | small)[key]
         names.small_tensors.update(names.of_layer(i, key) for key in small)
     for name in filter(None, (norm, norm_bias)):
         names.shapes[name] = (arch.hidden_size,)
     if not arch.tied:
         names.shapes[head] = table
     return names
+
+
+def fused_conv(
+    small: Mapping[str, tuple[int, ...]], stored: str, files: Mapping[str, HasShape],
+) -> dict[str, Source]:
+    """{name of a convolution of query, key or value: its Source} where one tensor, `stored`, holds
+    all three, as transformers has them in memory. `small`: small_tensors() of a layer."""
+    parts = {key: shape[0] for key, shape in small.items() if key.endswith("_conv1d.weight")}
+    stops = dict(zip(parts, itertools.accumulate(parts.values())))
+    return {key: Source(stored, sum(parts.values()), range(stop - parts[key], stop))
+            for key, stop in stops.items() if stored in files}
 
 
 def stacked_experts(
