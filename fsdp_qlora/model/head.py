@@ -165,12 +165,12 @@ class HeadLoss(torch.autograd.Function):
             part = x[bin.trained_at[chunk]]
             hidden = torch.empty_like(part)
             normalise(hidden, part, model.norm, model.norm_bias, arch.norm, arch.norm_eps,
-                      evaluation=evaluation)
+                      any_rows=True)
             logits = gather(hidden).flatten(0, 1) @ weight.t()
             labels = all_labels[:, chunk].flatten()
             absent, targets = labels < 0, labels - model.own_rows.start
             targets = targets.where((targets >= 0) & (targets < len(weight)) & ~absent, -1)
-            statistics = logits_statistics(logits, targets, *change, evaluation=evaluation)
+            statistics = logits_statistics(logits, targets, *change, any_rows=True)
             statistics = gather(statistics)
             top, total, target_logit = statistics.unbind(1)  # each [shards, n]
             top_of_all = top.amax(0)
@@ -179,12 +179,14 @@ class HeadLoss(torch.autograd.Function):
             token_losses[chunk] = losses.view(shards, -1)[model.shard]
             if evaluation:
                 continue
-            grad = logits_gradient(logits, log_sum, targets, absent, *change)
+            grad = logits_gradient(
+                logits, log_sum, targets, absent, *change, any_rows=True)
             grad = fp32_product(grad, weight)
             if shards > 1:
                 whole, grad = grad, grad.new_empty(len(grad) // shards, grad.shape[1])
                 dist.reduce_scatter_tensor(grad, whole, group=model.group)
-            grad = norm_backward(part, grad, None, model.norm, arch.norm, arch.norm_eps)
+            grad = norm_backward(part, grad, None, model.norm, arch.norm, arch.norm_eps,
+                                 any_rows=True)
             grad_x.index_add_(0, bin.trained_at[chunk], grad)  # padding adds 0 to token 0
         ctx.grad_x, ctx.bin = grad_x, bin
         # not index_add_() into documents: on a GPU its order, and so the sum, would vary
