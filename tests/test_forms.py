@@ -502,8 +502,10 @@ def test_long_rows_are_cut_and_counted(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     "row, wanted",
     [
-        ({"poem": "x", "title": "y"}, "has poem, title; want input_ids; messages"),
-        ({"instruction": "x"}, "instruction and output or response; question and answer or resp"),
+        ({"poem": "x", "title": "y"}, "poem, title, which is no form of rows. Give it the keys of"),
+        ({"poem": "x", "title": "y"}, "--columns poem=question title=answer"),
+        ({"query": "x", "reply": "y"}, "has query, but not response or answer beside it"),
+        ({"query": "x", "reply": "y"}, "--columns reply=response"),
         ({}, "has no keys"),
     ],
     ids=json.dumps,
