@@ -126,8 +126,8 @@ class Config:
     """Every flag of the script. None means: derived from the rest, and printed, or not used."""
 
     model: str | None = knob(
-        None, "Hub id or directory of safetensors; left out: a built-in demo; with"
-        " --random_weights also llama-2-7b, llama-2-70b, llama-3-8b, llama-3-70b, qwen2.5-32b")
+        None, "Hub id or directory of safetensors; left out: a built-in demo; with --random_weights"
+        " or --plan_for also llama-2-7b, llama-2-70b, llama-3-8b, llama-3-70b, qwen2.5-32b")
     dataset: tuple[str, ...] | None = knob(
         None, "files (JSONL, JSON, Parquet, CSV, TSV, text, also .gz), patterns, directories, what"
         " save_to_disk wrote, or a Hub id; after a directory or a Hub id may stand"
@@ -450,7 +450,8 @@ def join_processes() -> torch.device:
 
 def choose_attention(config: Config, arch: Architecture, device: torch.device) -> Kernels:
     """The attention to use: {"same": for bins of rows of one length, "any": of other rows}, each
-    {"full": kernel, "window": kernel}, the latter where a layer has a window. Raises ValueError.
+    {"full": kernel, "window": kernel}, the second for layers with a sliding window. Raises
+    ValueError.
 
     From Hopper on torch's SDPA (cuDNN) is the fastest for rows of one length, else Flash Attention
     2; where that is not installed, torch's own kernel for any lengths, and for what that does not

@@ -1,8 +1,8 @@
 """The vocabulary: embedding of tokens and the loss over them, both tables sharded by rows.
 
-What is trained is a function of the losses of whole documents, see preferences. To train another
-loss of a token, change logits_statistics(), logits_gradient(), HeadLoss.forward(), which uses both,
-and the reference in check_family().
+What is trained is a function of the losses of whole documents, see loss. To train another loss of a
+token, change logits_statistics(), logits_gradient(), HeadLoss.forward(), which uses both, and what
+they are compared with at the start, reference_results() in training/check.py.
 """
 
 from __future__ import annotations

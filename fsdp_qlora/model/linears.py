@@ -1,7 +1,7 @@
 """Where the values of a layer's linears lie: in the layer's three parameters and in its products.
 
-What is computed with them is in products, what they hold comes from weights; which linears a model
-has is in architecture. Of k, where `own` is an OwnBlocks of model:
+What is computed with them is in products, load fills them, and which linears a model has is in
+architecture. Of k, where `own` is an OwnBlocks of shards:
 
     layer's nf4    |  q  |  k  |  v  |  o  | gate ..   place.blocks: from the layer's first block
     ranks' shards  |   0    |   1    |   2    | ..

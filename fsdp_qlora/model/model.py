@@ -37,7 +37,7 @@ class Model(nn.Module):
     """
 
     layers: Sequence[DecoderLayer]  # an nn.ModuleList
-    # loaded by the script, None before; a tied head is the embedding
+    # filled by fill_model() in load, None before; a tied head is the embedding
     embedding: Tensor
     norm: Tensor
     norm_bias: Tensor | None

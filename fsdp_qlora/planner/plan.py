@@ -1,6 +1,13 @@
 """The plan: of all plans that fit into memory, the one predicted to be the fastest.
 
-The script, model and layer do what the plan says.
+The script, model and layer do what the plan says. Who calls whom:
+
+    agree_on_plan()          measures the machine, describe_work(); rank 0's plan goes to all ranks
+      choose_plan()          the plan to run, or DoesNotFit
+        find_plan()          affordable_plans() lists possible_plans(), each with predict_memory();
+                             pick_plan() takes the fastest of those that fit, by predict_time()
+        check_plan()         where none fits, way_out() tries flags and names those that help
+        use_graphs()         CUDA graphs, where they make it faster
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def refuse_unknown(config_class: type[Config], where: str, flags: list[str]) -> 
         word = f"--{flag[2:].replace('-', '_')}"
         near = ([known for known in names if known.startswith(word)]
                 or difflib.get_close_matches(word, names, 1))
-        answer = peer_answer(flag) or near and f"perhaps {near[0]}"
+        answer = peer_answer(flag) or near and f"do you mean {near[0]}?"
         told.append(f"{flag}: {answer}" if answer else flag)
     raise ValueError(f"{where}unrecognized arguments: {' | '.join(told)} (see --help)")
 
