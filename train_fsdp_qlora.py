@@ -98,7 +98,7 @@ from fsdp_qlora.run.status import (
     LOST_DIRECTORY, REQUESTS, Status, watch_process, why_diverged)
 from fsdp_qlora.training.check import check_family
 from fsdp_qlora.training.evaluation import evaluation_batches, evaluation_bins
-from fsdp_qlora.training.reference import find_reference, step_value
+from fsdp_qlora.training.reference import find_reference, values_of_all
 from fsdp_qlora.training.samples import sample_answers
 from fsdp_qlora.training.unlearned import check_head
 
@@ -148,8 +148,7 @@ class Config:
     random_weights: bool = knob(False, "random weights: of the model, only config.json is read")
     loss: str = knob(
         "sft", "what is trained: sft, text; dpo, ipo, simpo or orpo, a chosen answer rather than a"
-        " rejected one; kto, good answers rather than bad ones",
-        choices=("sft", "dpo", "ipo", "simpo", "orpo", "kto"))
+        " rejected one; kto, good answers rather than bad ones")
     beta: float | None = knob(
         None, "of the other losses: how far the model may move from the reference, less the higher;"
         " of simpo the scale of rewards (its authors take 2 to 10), of orpo the weight of the odds;"
@@ -655,11 +654,11 @@ def train_step(run: Run, step: int) -> tuple[Record, str | None]:
     # every rank knows all rows' lengths, so that the global counts need no communication
     trained_tokens, tokens = int(batch.n_trained.sum()), int(batch.lengths.sum())
     local_sums: Any = 0
-    n_bins, capacity, value = 0, 0, step_value(run, batch, [batch])
+    n_bins, capacity, of_all = 0, 0, values_of_all(run, batch, [batch])
     while bins:
         bin = bins.pop(0)
         if bin.answers:
-            bin.answers.step_value = value
+            bin.answers = dataclasses.replace(bin.answers, **of_all)
         n_bins, capacity = n_bins + world_size, capacity + len(bin.input_ids) * world_size
         if plan.uses_fsdp and plan.shard_group_size < world_size:
             # copies of the model exchange gradients once a step, not once a micro-batch
@@ -758,12 +757,12 @@ def evaluate(run: Run) -> Record | None:
     assert run.eval_rows, "there is nothing to evaluate on"
     sums: Any = 0
     rows, n_seen = run.eval_rows, 0
-    value = step_value(run, rows, (batch for _, batch in evaluation_batches(run, rows)))
+    of_all = values_of_all(run, rows, (batch for _, batch in evaluation_batches(run, rows)))
     for _, batch in evaluation_batches(run, rows):
         n_seen += len(batch)
         for bin, _ in evaluation_bins(run, batch):
             if bin.answers:
-                bin.answers.step_value = value
+                bin.answers = dataclasses.replace(bin.answers, **of_all)
             sums += bin_objective(run.model(bin), bin, run.config)[1]
     reshard_all(run.model)
     if n_seen < len(rows):

@@ -330,7 +330,7 @@ def test_metrics_are_documented(demo):
     assert {*evaluated[0]} == {*first_cells("| field of an evaluation |")}
     # these of mixtures alone
     assert [*row, *BALANCE] == first_cells("| field of `metrics.jsonl` |")
-    assert {*METRICS[1:], "rewards/margins"} == {*first_cells("| field of preferences |")}
+    assert {*[*METRICS][1:], "rewards/margins"} == {*first_cells("| field of preferences |")}
 
 
 def test_keys_that_end_a_run_or_leave_an_answer_out_are_all_there():

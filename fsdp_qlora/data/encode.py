@@ -193,15 +193,16 @@ def prepare_data(config: Config, directory: Path, tokenizer: PreTrainedTokenizer
     if fraction is not None:
         rows, eval_rows = hold_out(rows, fraction, config)
     n_good = int(rows.desirable.sum())
-    if config.loss == "kto" and n_good in (0, len(rows)):
-        raise Stop(f"--loss kto learns from good answers beside bad ones, and of {len(rows):,} rows"
-                   f" {n_good:,} have label true: --loss sft trains good answers alone")
+    if rows.kind.is_judged and n_good in (0, len(rows)):
+        raise Stop(f"--loss {config.loss} learns from good answers beside bad ones, and of"
+                   f" {len(rows):,} rows {n_good:,} have label true: --loss sft trains good answers"
+                   " alone")
     return with_mismatched(rows, config), eval_rows and with_mismatched(eval_rows, config)
 
 
 def with_mismatched(rows: Rows, config: Config) -> Rows:
     """The rows, with `mismatched` where their loss reads it."""
-    if rows.loss != "kto":
+    if not rows.kind.is_judged:
         return rows
     assert config.max_seq_len, "read_model_config() fills it in"
     mismatched = rows.mismatch(config.seed, config.max_seq_len)
@@ -280,7 +281,7 @@ def describe_rows(rows: Rows, table: pyarrow.Table, max_seq_len: int) -> str:
     parts = [f"{len(rows):,} rows, "
              + ", ".join(f"{n // rows.n_answers:,} {form}" for form, n in forms),
              f"{rows.lengths.sum():,} tokens, {rows.n_trained.sum():,} of them trained"]
-    if rows.loss == "kto":
+    if rows.kind.is_judged:
         good = rows.desirable
         parts.append(f"{good.sum():,} good answers, {(~good).sum():,} bad ones")
     if n_cut:
@@ -294,10 +295,11 @@ def cache_key(sources: Sequence[str], contents: list[list[str]], tokenizer: PreT
     code = {str(inspect.getsourcefile(f)) for f in
             (find_pieces, parse_row, parse_preference, parse_chat, with_day, openai_calls,
              encode_pieces)}
-    kind = "pairs" if LOSSES[loss].n_answers == 2 else loss  # what the rows' forms depend on
+    kind = LOSSES[loss]
+    forms = "pairs" if kind.n_answers == 2 else "judged" if kind.is_judged else "text"
     return text_digest([
         sorted(map(digest, code)), transformers.__version__, sources, contents, max_seq_len,
-        vocab_size, new_names, kind, str(tokenizer.chat_template or ""),
+        vocab_size, new_names, forms, str(tokenizer.chat_template or ""),
         tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map])
 
 

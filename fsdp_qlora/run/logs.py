@@ -302,8 +302,10 @@ def say_example(rows: Rows, tokenizer: PreTrainedTokenizerFast | None) -> None:
     tokenizer; of preferences both answers, or whether its answer is good."""
     if not tokenizer:
         return
-    names = {"sft": [""], "kto": [" (good)" if rows.desirable[0] else " (bad)"]}
-    for i, name in enumerate(names.get(rows.loss, [", chosen", ", rejected"])):
+    names = [", chosen", ", rejected"] if rows.n_answers == 2 else [""]
+    if rows.kind.is_judged:
+        names = [" (good)" if rows.desirable[0] else " (bad)"]
+    for i, name in enumerate(names):
         say(f"first row{name}: {show_document(*rows.tokens(i), tokenizer)!r}")
 
 
