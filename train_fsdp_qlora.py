@@ -34,7 +34,7 @@ import warnings
 from datetime import timedelta
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
     with contextlib.suppress(OSError):  # it may be closed
@@ -656,19 +656,22 @@ def train_step(run: Run, step: int) -> tuple[Record, str | None]:
     local_sums: Any = 0
     n_bins, capacity, of_all = 0, 0, values_of_all(run, batch, [batch])
     while bins:
-        bin = bins.pop(0)
+        bin = bins.pop(0)  # not a for loop: a bin's memory is free once it is done
+        is_last = not bins
         if bin.answers:
             bin.answers = dataclasses.replace(bin.answers, **of_all)
         n_bins, capacity = n_bins + world_size, capacity + len(bin.input_ids) * world_size
         if plan.uses_fsdp and plan.shard_group_size < world_size:
             # copies of the model exchange gradients once a step, not once a micro-batch
-            run.model.set_requires_all_reduce(not bins)
+            run.model.set_requires_all_reduce(is_last)
         local_sums += forward_backward(run, bin, 1 / n_losses(batch))
-    numbers = reduce_and_clip(run, local_sums, wanted_request(run))
+    sum_gradient(run)
+    numbers = exchange_numbers(run, local_sums, wanted_request(run))
+    clip_gradient(run, numbers.grad_norm)
     # on the host, while the GPU computes
     run.dealt = deal_step(run, step + 1) if step < config.max_steps else None
-    norm, request, *numbers = numbers.tolist()  # waits for the GPU
-    metrics, balance = mean_metrics(numbers[: len(local_sums)], batch), numbers[len(local_sums) :]
+    numbers = numbers.on_host()  # waits for the GPU, once a step
+    metrics, norm = mean_metrics(numbers.sums.tolist(), batch), float(numbers.grad_norm)
     stop_if_diverged(run, step, metrics["loss"], norm)
     rate = learning_rate(step, config)
     optimizer_step(run.optimizer, run.adapter, rate)
@@ -679,8 +682,9 @@ def train_step(run: Run, step: int) -> tuple[Record, str | None]:
         "tokens": tokens, "learnt_tokens": trained_tokens, "bins": n_bins,
         "bins_full": tokens / capacity, "seconds": seconds,
         "tokens_per_second_per_gpu": tokens / seconds / world_size,
-        "peak_memory_gib": memory_gib(run.device, plan.graphs)[1], **dict(zip(BALANCE, balance))}
-    return record, REQUESTS[int(request)]
+        "peak_memory_gib": memory_gib(run.device, plan.graphs)[1],
+        **dict(zip(BALANCE, numbers.balance.tolist()))}
+    return record, REQUESTS[int(numbers.request)]
 
 
 def deal_step(run: Run, step: int) -> tuple[Rows, list[Bin]]:
@@ -711,23 +715,42 @@ def wanted_request(run: Run) -> int:
         "stop" if run.status.stop_reason else "save" if clock() > run.save_due else None)
 
 
-def reduce_and_clip(run: Run, local_sums: torch.Tensor, request: int) -> torch.Tensor:
-    """Add up the gradient and the sums of metrics over all ranks, and scale the gradient down to
-    --max_grad_norm. All ranks must call this.
+class StepNumbers(NamedTuple):
+    """What all ranks know at the end of a step, in fp64."""
 
-    Returns one tensor, so that train_step() waits for the GPU once: the gradient's norm before,
-    the highest request of a rank, the sums, and how even experts are used, see BALANCE.
-    """
-    adapter, grad = run.adapter, run.adapter.weights.grad
-    if dist.get_world_size() > adapter.shards and not run.plan.uses_fsdp:  # FSDP2 sums them itself
-        dist.all_reduce(grad)
-    own = (grad.norm().double()[None] ** 2, torch.full_like(local_sums[:1], request), local_sums,
-           take_balance(run.model))
-    squares, requests, sums, balance = all_gather(torch.cat(own)).split([*map(len, own)], 1)
-    norm = squares[: adapter.shards].sum().sqrt()  # other copies have the same gradients
-    grad.mul_((run.config.max_grad_norm / norm).clamp(max=1))
-    routed, all_routed = balance.sum(0).tensor_split([2])
-    return torch.cat([norm[None], requests.max()[None], sums.sum(0), routed / all_routed])
+    grad_norm: torch.Tensor  # [], of the whole gradient, before it is clipped
+    request: torch.Tensor  # [], the highest wanted_request() of a rank
+    sums: torch.Tensor  # [k], over all ranks, see bin_objective()
+    balance: torch.Tensor  # [2], how even experts are used, see BALANCE; [0] without experts
+
+    def on_host(self) -> StepNumbers:
+        """The same on the CPU, by one copy."""
+        values = torch.cat([number.view(-1) for number in self]).cpu()
+        parts = values.split([number.numel() for number in self])
+        return StepNumbers(*(part.view_as(number) for part, number in zip(parts, self)))
+
+
+def sum_gradient(run: Run) -> None:
+    """Add up the gradient over copies of the model. All ranks must call this."""
+    if dist.get_world_size() > run.adapter.shards and not run.plan.uses_fsdp:  # else FSDP2 has
+        dist.all_reduce(run.adapter.weights.grad)
+
+
+def exchange_numbers(run: Run, local_sums: torch.Tensor, request: int) -> StepNumbers:
+    """The StepNumbers, from this rank's sums and request, by one exchange and without waiting for
+    the GPU. All ranks must call this."""
+    square = run.adapter.weights.grad.norm().double() ** 2  # of this rank's part of the gradient
+    local = (square[None], torch.full_like(local_sums[:1], request), local_sums,
+             take_balance(run.model))
+    squares, requests, sums, balance = all_gather(torch.cat(local)).split([*map(len, local)], 1)
+    norm = squares[: run.adapter.shards].sum().sqrt()  # other copies have the same gradients
+    routed, n_routed = balance.sum(0).tensor_split([2])
+    return StepNumbers(norm, requests.max(), sums.sum(0), routed / n_routed)
+
+
+def clip_gradient(run: Run, norm: torch.Tensor) -> None:
+    """Scale the gradient, which has this norm, down to --max_grad_norm."""
+    run.adapter.weights.grad.mul_((run.config.max_grad_norm / norm).clamp(max=1))
 
 
 def stop_if_diverged(run: Run, step: int, loss: float, norm: float) -> None:
