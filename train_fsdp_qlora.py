@@ -85,8 +85,8 @@ from fsdp_qlora.ranks import (
     AGAIN, DIVERGED, EXITS, Stop, all_gather, check_same, gather_objects, is_rank_0, n_cores,
     on_rank_0, refuse_launch, say, say_each, together)
 from fsdp_qlora.run.checkpoints import (
-    agree_on_content, checkpoint_path, drop_checkpoints, find_checkpoint, load_checkpoint,
-    save_adapter, sharded_state, write_checkpoint)
+    DISK_ERRORS, agree_on_content, checkpoint_path, drop_checkpoints, find_checkpoint,
+    load_checkpoint, save_adapter, sharded_state, write_checkpoint)
 from fsdp_qlora.run.demo import make_demo
 from fsdp_qlora.run.directory import describe_run, merge_command, open_output, save_tokenizer
 from fsdp_qlora.run.flags import parse_flags, resolve_config, resolve_steps, save_interval
@@ -880,10 +880,16 @@ def stop_run(run: Run, step: int, cut_short: bool, is_first: bool) -> NoReturn:
         raise Stop(f"{why} before the evaluation after step {step} was done, and so it would go"
                    " again: give more, or evaluate fewer rows", EXITS["flags"])
     if why == LOST_DIRECTORY:  # this saves elsewhere, says where, and ends the run
-        on_rank_0(save_adapter, run, run.adapter.gather_weights(), run.probe.states(run))
-    saved = checkpoint_path(run.directory, run.saved_step).name
-    left = f"{saved} is whole" if run.saved_step else "nothing is saved"
-    raise Stop(f"{why}, after step {step}; {left}; {run.status.how_to_resume}", AGAIN)
+        on_rank_0(save_adapter, run, run.adapter.gather_weights(), run.probe.states(run),
+                  causes=DISK_ERRORS)
+    newest = checkpoint_path(run.directory, run.saved_step).name
+    if not run.saved_step:
+        left = "no checkpoint is saved, and the same command begins anew"
+    elif run.saved_step < step:
+        left = f"its checkpoint could not be saved; {run.status.how_to_resume} from {newest}"
+    else:
+        left = f"{newest} is whole; {run.status.how_to_resume}"
+    raise Stop(f"{why}, after step {step}; {left}", AGAIN)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -892,8 +898,8 @@ def stop_run(run: Run, step: int, cut_short: bool, is_first: bool) -> NoReturn:
 
 
 def save_checkpoint(run: Run, step: int) -> None:
-    """Gather adapter and optimizer state on rank 0, which writes checkpoint-<step>; if that fails,
-    say so and try again later. All ranks must call this."""
+    """Gather adapter and optimizer state on rank 0, which writes checkpoint-<step>; if the disk
+    does not take it, say so and try again later. All ranks must call this."""
     run.status.extend_deadline(run.config, run.longest_step)
     started, name = clock(), checkpoint_path(run.directory, step).name
     torch.get_device_module(run.device).synchronize()  # no stream orders reads of paged state
@@ -901,7 +907,7 @@ def save_checkpoint(run: Run, step: int) -> None:
     state_by_layer = {name: list(run.adapter.gather(value))
                       for name, value in sharded_state(run.optimizer).items()}
     try:
-        on_rank_0(write_checkpoint, run, step, weights, state_by_layer, probe)
+        on_rank_0(write_checkpoint, run, step, weights, state_by_layer, probe, causes=DISK_ERRORS)
     except Stop as e:
         run.save_due = clock() + RETRY_SECONDS
         say(f"{name} could not be saved: {e}; if training goes on, it is tried again in"
@@ -911,7 +917,7 @@ def save_checkpoint(run: Run, step: int) -> None:
     run.status.checkpoint = name
     say(f"{name} saved in {clock() - started:.2f} s")
     run.status.write("training")
-    on_rank_0(drop_checkpoints, run, step)
+    on_rank_0(drop_checkpoints, run, step, causes=DISK_ERRORS)
 
 
 def finish_run(run: Run) -> None:
@@ -919,8 +925,11 @@ def finish_run(run: Run) -> None:
     next. All ranks must call this."""
     run.status.enter("saving")
     weights, directory = run.adapter.gather_weights(), run.directory
-    on_rank_0(save_adapter, run, weights, run.probe.states(run))
+    on_rank_0(save_adapter, run, weights, run.probe.states(run), causes=DISK_ERRORS)
     on_rank_0(draw_losses, directory)
+    if run.saved_step < run.config.max_steps:
+        say("the checkpoint of the last step could not be saved, but its adapter is; the newest"
+            f" checkpoint: {run.status.checkpoint or 'none'}")
     if best := run.progress["best_step"]:
         path = checkpoint_path(directory, best)
         say(f"the best evaluation was after step {best}, loss {run.progress['best_loss']:.4f}:"

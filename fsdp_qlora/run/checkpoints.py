@@ -41,6 +41,8 @@ MUST_MATCH = (  # flags that a resumed run cannot change, besides rows and base 
     "label_smoothing", "simpo_gamma", "desirable_weight", "undesirable_weight")
 SCHEDULE = ("max_steps", "learning_rate", "lr_schedule", "warmup_fraction", "weight_decay",
             "max_grad_norm")  # flags that it can change, which is said
+# of a disk that is full, damaged or gone, or is another run's now; what else a save raises is a bug
+DISK_ERRORS = OSError, SafetensorError
 
 
 def checkpoint_path(directory: Path, step: int) -> Path:
@@ -51,8 +53,8 @@ def write_checkpoint(run: Run, step: int, weights: dict[str, torch.Tensor],
                      state_by_layer: dict[str, list[torch.Tensor]],
                      probe: dict[str, torch.Tensor]) -> None:
     """Write checkpoint-<step>, whole or not at all, from the gathered {PEFT's name: tensor} and
-    sharded_state() {name: a tensor for each layer}, and from Probe.states(). Raises OSError, and
-    ValueError where the directory is not this run's any more. Rank 0 only.
+    sharded_state() {name: a tensor for each layer}, and from Probe.states(). Raises DISK_ERRORS,
+    also where the directory is not this run's any more. Rank 0 only.
 
     Everything goes into a hidden directory, which gets its name when all is written, synced and
     listed with its SHA-256: a directory with the right name is a whole checkpoint.
@@ -281,7 +283,7 @@ def save_adapter(run: Run, weights: dict[str, torch.Tensor],
     try:
         write_results(run, weights, probe)
         return
-    except (OSError, ValueError, SafetensorError) as e:
+    except DISK_ERRORS as e:
         errors = [f"{run.directory}: {e}"]
     for place in run.directory.resolve().parent, None:
         made, error = save_elsewhere(run, weights, place)
@@ -298,7 +300,7 @@ def save_adapter(run: Run, weights: dict[str, torch.Tensor],
 def write_results(run: Run, weights: dict[str, torch.Tensor],
                   probe: dict[str, torch.Tensor]) -> None:
     """Write the adapter and the probe into the run's directory, and their SHA-256 into its
-    train_config.json. Raises ValueError where the directory is lost. Rank 0 only."""
+    train_config.json. Raises DISK_ERRORS, also where the directory is lost. Rank 0 only."""
     run.status.check_lock()
     write_adapter(run.directory, weights, run.lora_config)
     write_whole(run.directory / PROBE_FILE, probe)
@@ -317,7 +319,7 @@ def save_elsewhere(run: Run, weights: dict[str, torch.Tensor],
         made = Path(tempfile.mkdtemp(prefix=f"{run.directory.name[:50]}-adapter-", dir=place))
         write_adapter(made, weights, run.lora_config)
         return made, ""
-    except (OSError, ValueError, SafetensorError) as e:
+    except DISK_ERRORS as e:
         with contextlib.suppress(OSError):
             if made:
                 made.rmdir()  # if nothing could be written

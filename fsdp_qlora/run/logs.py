@@ -64,7 +64,7 @@ class Log:
             finally:
                 os.close(file)  # NFS may report only here that the disk is full
             self.size, self.unwritten, self.is_failing = self.size + done, b"", False
-        except (OSError, ValueError) as e:
+        except OSError as e:
             self.why = getattr(e, "strerror", None) or e
             if not self.is_failing:
                 say(f"{self.path}: cannot be written ({self.why}): training goes on, and its lines"

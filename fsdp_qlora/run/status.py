@@ -107,11 +107,11 @@ class Status:
             return False
 
     def check_lock(self) -> None:
-        """Raise ValueError where this run has lost its directory, in which it then writes nothing
+        """Raise OSError where this run has lost its directory, in which it then writes nothing
         more: it ends after this step."""
         if self.has_lost_directory():
             self.stop_reason = LOST_DIRECTORY
-            raise ValueError(LOST_DIRECTORY)
+            raise OSError(LOST_DIRECTORY)
 
     def stop_together(self, stop: Stop) -> int:
         """Say and write down why all ranks end. Returns the exit code."""
@@ -187,7 +187,7 @@ class Status:
     def check_time(self, config: Config, longest_step: float) -> None:
         """Ask to stop where --max_minutes are over, or would be after another step, or where the
         directory is lost."""
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(OSError):
             self.check_lock()
         minutes = config.max_minutes
         if minutes and time.monotonic() + longest_step > self.started + 60 * minutes:

@@ -160,7 +160,7 @@ def write_reference(run: Run, found: dict[str, torch.Tensor]) -> None:
     try:
         run.status.check_lock()
         write_whole(run.directory / REFERENCE_FILE, found, {**identify_model(run), **digests})
-    except (OSError, ValueError, SafetensorError) as e:
+    except (OSError, SafetensorError) as e:
         say(f"{REFERENCE_FILE} could not be written: {e}; a resumed run computes it again")
 
 
