@@ -54,7 +54,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fsdp_qlora.data.bins import Bin, deal_rows, make_bin, step_rows
-from fsdp_qlora.data.encode import Rows, prepare_data, random_rows
+from fsdp_qlora.data.prepare import prepare_data
+from fsdp_qlora.data.rows import Rows, random_rows
 from fsdp_qlora.data.tokenizer import check_tokenizer, load_tokenizer
 from fsdp_qlora.files import read_json, text_digest
 from fsdp_qlora.hashing import as_hex, content_sum, mix

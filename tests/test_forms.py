@@ -20,7 +20,7 @@ from tokenizers.processors import ByteLevel, RobertaProcessing, Sequence, Templa
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.data import encode, forms
-from fsdp_qlora.data.encode import prepare_data
+from fsdp_qlora.data.prepare import prepare_data
 from fsdp_qlora.data.sources import RefusedRow
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.run.logs import say_example

@@ -27,8 +27,9 @@ from transformers import PreTrainedTokenizerFast
 
 import train_fsdp_qlora
 from fsdp_qlora.data.bins import deal_rows
-from fsdp_qlora.data.encode import (
-    encode_pieces, prepare_data, prepare_rows, rows_of, tokenize)
+from fsdp_qlora.data.encode import encode_pieces, tokenize
+from fsdp_qlora.data.prepare import prepare_data, prepare_rows
+from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.data.sources import RefusedRow, find_pieces
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.data.preferences import parse_preference

@@ -25,7 +25,7 @@ import house
 import train_fsdp_qlora
 from fsdp_qlora.run.checkpoints import sharded_state
 from fsdp_qlora.data.bins import make_bin
-from fsdp_qlora.data.encode import rows_of
+from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.run.demo import write_demo
 from fsdp_qlora.run.status import watch_process

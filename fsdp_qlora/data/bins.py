@@ -1,5 +1,5 @@
 """Which rows an optimizer step works on, their documents dealt into bins of equal work, and the
-tensors of a bin. It depends on forms.py for what is not trained; Rows come from encode.py, and what
+tensors of a bin. It depends on forms.py for what is not trained; Rows are in rows.py, and what
 is computed of a bin is in the model.
 """
 
@@ -21,7 +21,7 @@ from fsdp_qlora.model.loss import Answers
 from fsdp_qlora.model.offload import GPUStore, HostStore
 
 if TYPE_CHECKING:
-    from fsdp_qlora.data.encode import Rows
+    from fsdp_qlora.data.rows import Rows
     from train_fsdp_qlora import Config, Run
 
 

@@ -72,6 +72,7 @@ class Part(NamedTuple):
     trained: bool | Spans  # all of it, nothing, or some of its characters
     may_begin: bool  # whether the tokenizer may put BOS in front
     must_end: bool = False  # whether EOS follows, if it does not end with that
+    is_completion: bool = False  # of a prompt in plain text, which may stand in this part before it
 
 
 Ids = tuple[list[int], list[int]]  # (input_ids, labels)
@@ -241,9 +242,10 @@ def parse_text(row: dict[str, Any], form: tuple[str, ...], tokenizer: PreTrained
         raise ValueError("completion is empty")
     if is_one_text or begins_with_space(tokenizer):
         text = prompt + completion.removesuffix(tokenizer.eos_token)
-        return [[Part(text, [(len(prompt), len(text))], may_begin=True, must_end=True)]]
+        return [[Part(text, [(len(prompt), len(text))], may_begin=True, must_end=True,
+                      is_completion=True)]]
     return [[Part(prompt, trained=False, may_begin=True),
-             Part(completion, trained=True, may_begin=False, must_end=True)]]
+             Part(completion, trained=True, may_begin=False, must_end=True, is_completion=True)]]
 
 
 @functools.lru_cache(1)

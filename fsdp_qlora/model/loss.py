@@ -23,7 +23,7 @@ from fsdp_qlora.ranks import all_gather
 
 if TYPE_CHECKING:
     from fsdp_qlora.data.bins import Bin
-    from fsdp_qlora.data.encode import Rows
+    from fsdp_qlora.data.rows import Rows
     from train_fsdp_qlora import Config
 
 

@@ -31,7 +31,7 @@ from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.ranks import gather_objects, together
 
 if TYPE_CHECKING:
-    from fsdp_qlora.data.encode import Rows
+    from fsdp_qlora.data.rows import Rows
     from train_fsdp_qlora import Config
 
 # the share of the GPU's memory that fragmentation takes: with 22.5 GiB a plan of 21.4 GiB ran, one

@@ -31,7 +31,7 @@ from fsdp_qlora.ranks import Stop, gather_objects, say
 from fsdp_qlora.run.directory import ADAPTER_FILES, PROBE_FILE, RESULTS
 
 if TYPE_CHECKING:
-    from fsdp_qlora.data.encode import Rows
+    from fsdp_qlora.data.rows import Rows
     from fsdp_qlora.lora.adapter import Adapter
     from train_fsdp_qlora import Config, Run
 

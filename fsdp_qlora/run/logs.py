@@ -28,7 +28,7 @@ from fsdp_qlora.quant.nf4 import why_no_triton
 from fsdp_qlora.ranks import say
 
 if TYPE_CHECKING:
-    from fsdp_qlora.data.encode import Rows
+    from fsdp_qlora.data.rows import Rows
     from fsdp_qlora.planner.plan import Plan
     from train_fsdp_qlora import Config, Run
 

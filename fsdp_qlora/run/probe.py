@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from fsdp_qlora.data.bins import deal_rows, make_bin
 
 if TYPE_CHECKING:
-    from fsdp_qlora.data.encode import Rows
+    from fsdp_qlora.data.rows import Rows
     from fsdp_qlora.lora.adapter import Adapter
     from train_fsdp_qlora import Run
 

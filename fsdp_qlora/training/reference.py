@@ -27,7 +27,7 @@ from fsdp_qlora.run.probe import reshard_all
 from fsdp_qlora.training.evaluation import document_losses, evaluation_batches
 
 if TYPE_CHECKING:
-    from fsdp_qlora.data.encode import Rows
+    from fsdp_qlora.data.rows import Rows
     from train_fsdp_qlora import Run
 
 REFERENCE_FILE = "reference.safetensors"
