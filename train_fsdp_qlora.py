@@ -23,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import itertools
 import logging
 import math
 import os
@@ -306,7 +305,8 @@ def train(given: Config, device: torch.device, status: Status) -> None:
             make_demo(config, directory)
         status.enter("model")
         with together():
-            needs = ("weights", "tokenizer" if config.dataset else "config")[config.random_weights]
+            needs = "tokenizer" if config.dataset else "config"
+            needs = needs if config.random_weights else "weights"
             base = model_directory(config.model or str(directory / "demo" / "model"), needs)
             base_sha256 = text_digest(str(base)) if config.random_weights else base_digest(base)
             config, model_config, arch = read_model_config(base, config)
@@ -464,20 +464,24 @@ def choose_attention(config: Config, arch: Architecture, device: torch.device) -
     if config.attn == "flash_attention_2" and not has_flash:
         raise ValueError("--attn flash_attention_2: flash-attn is not installed or there is no GPU;"
                          " `make flash-attn` builds it, or use --attn sdpa")
-    chosen = dict.fromkeys(("same", "any"), dict.fromkeys(("full", "window"), document_attention))
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    kernels_can = config.compute_dtype == "bfloat16" and not arch.attention_dropout
-    if kernels_can and capability >= (8, 0):
-        flash = [flash_attention] if has_flash and config.attn != "sdpa" else []
-        batched_first = capability >= (9, 0) and config.attn != "flash_attention_2"
-        same = [batched_attention, *flash] if batched_first else [*flash, batched_attention]
-        chosen = {"same": {}, "any": {}}
-        for kind, reach in itertools.product(chosen, ("full", "window")):
-            if reach == "full" or any(arch.layer_window):
-                kernels = same if (kind, reach) == ("same", "full") else flash
-                kernels = *kernels, varlen_attention, flex_document_attention
-                works = (f for f in kernels if attends(f, arch, reach, device))
-                chosen[kind][reach] = next(works, document_attention)
+    has_kernels = capability >= (8, 0) and config.compute_dtype == "bfloat16"
+    flash = [flash_attention] if has_flash and config.attn != "sdpa" else []
+    batched_first = capability >= (9, 0) and config.attn != "flash_attention_2"
+    of_one_length = [batched_attention, *flash] if batched_first else [*flash, batched_attention]
+    of_any_lengths = [varlen_attention, flex_document_attention]
+
+    def first_that_works(kernels: list[Callable], reach: str) -> Callable:
+        if not has_kernels or arch.attention_dropout:
+            return document_attention
+        works = (f for f in kernels if attends(f, arch, reach, device))
+        return next(works, document_attention)
+
+    chosen: Kernels = {"same": {}, "any": {}}
+    for reach in ("full", "window") if any(arch.layer_window) else ("full",):
+        chosen["any"][reach] = first_that_works([*flash, *of_any_lengths], reach)
+        same = of_one_length if reach == "full" else flash
+        chosen["same"][reach] = first_that_works([*same, *of_any_lengths], reach)
     if config.attn == "flash_attention_2" and flash_attention not in chosen["any"].values():
         raise ValueError("--attn flash_attention_2: as installed it does not compute this model's"
                          " attention; use --attn sdpa")
@@ -532,13 +536,14 @@ def shard_model(model: Model, mesh: DeviceMesh, plan: Plan) -> None:
 
 
 # ------------------------------------------------------------------------------------------------
-# Loading: each rank reads its rows, quantises them to NF4, keeps them
+# Loading: files are checked and opened here; fill_model() of load quantises to NF4 what is read
 # ------------------------------------------------------------------------------------------------
 
 
 def load_model(model: Model, base: Path, model_config: transformers.PretrainedConfig,
                config: Config, device: torch.device) -> types.SimpleNamespace:
-    """Fill all of the model that is frozen. All ranks must call this.
+    """Give the model all of its frozen weights, this rank's part of them, from the files in `base`;
+    raises ValueError where one is not finite. All ranks must call this.
 
     Returns a namespace: `sums` {name in files: content_sum() as hex}, which tell one base from any
     other; `prequantised`, whether its files are in 4 bits; `n_parameters`.

@@ -18,7 +18,8 @@ import math
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
-from fsdp_qlora.quant.nf4 import BLOCK, LORA_COLUMNS, NESTED_BLOCK
+from fsdp_qlora.quant.blocks import BLOCK, NESTED_BLOCK
+from fsdp_qlora.quant.nf4 import LORA_COLUMNS
 
 if TYPE_CHECKING:
     from fsdp_qlora.pretrained.architecture import Linear

@@ -19,7 +19,7 @@ from fsdp_qlora.model.layer import DecoderLayer
 from fsdp_qlora.model.linears import LinearPlace
 from fsdp_qlora.pretrained.reader import Request
 from fsdp_qlora.pretrained.tensor_names import FP8_BLOCK, NF4_PARTS
-from fsdp_qlora.quant.nf4 import BLOCK, MX_BLOCK
+from fsdp_qlora.quant.blocks import BLOCK, MX_BLOCK
 
 if TYPE_CHECKING:
     from fsdp_qlora.model.model import Model
