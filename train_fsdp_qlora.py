@@ -70,7 +70,7 @@ from fsdp_qlora.model.loss import bin_objective, mean_metrics, n_losses
 from fsdp_qlora.model.model import Model, measure_weight_norms, verify_model
 from fsdp_qlora.model.offload import GPUStore, HostStore, make_store
 from fsdp_qlora.model.router import BALANCE, take_balance
-from fsdp_qlora.model.shards import weight_requests
+from fsdp_qlora.model.shards import reshard_all, weight_requests
 from fsdp_qlora.planner.cards import card_machine, parse_cards
 from fsdp_qlora.planner.machine import host_memory, limit_memory, memory_gib, say_memory
 from fsdp_qlora.planner.plan import Plan, agree_on_plan, choose_plan, describe_work
@@ -93,10 +93,10 @@ from fsdp_qlora.run.flags import parse_flags, resolve_config, resolve_steps, sav
 from fsdp_qlora.run.logs import (
     Log, describe_metrics, draw_losses, say_example, say_plan_elsewhere, say_sample, say_speed,
     say_start)
-from fsdp_qlora.run.probe import Probe, reshard_all
-from fsdp_qlora.run.status import (
-    LOST_DIRECTORY, REQUESTS, Status, watch_process, why_diverged)
+from fsdp_qlora.run.probe import Probe
+from fsdp_qlora.run.status import LOST_DIRECTORY, REQUESTS, Status, watch_process
 from fsdp_qlora.training.check import check_family
+from fsdp_qlora.training.divergence import why_diverged
 from fsdp_qlora.training.evaluation import evaluation_batches, evaluation_bins
 from fsdp_qlora.training.reference import find_reference, values_of_all
 from fsdp_qlora.training.samples import sample_answers

@@ -40,7 +40,8 @@ from fsdp_qlora.training import evaluation
 from fsdp_qlora.run import status as lifecycle
 from fsdp_qlora.run.checkpoints import MUST_MATCH, checkpoint_path, read_checkpoint
 from fsdp_qlora.files import digest, read_json, sync_file, write_whole
-from fsdp_qlora.run.status import LOST, Status, out_of_memory_text, watch_process, why_diverged
+from fsdp_qlora.run.status import LOST, Status, out_of_memory_text, watch_process
+from fsdp_qlora.training.divergence import why_diverged
 from fsdp_qlora.run.logs import Log
 from fsdp_qlora.run.directory import open_partial
 from fsdp_qlora.planner.plan import Plan

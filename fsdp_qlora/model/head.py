@@ -195,9 +195,10 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_sums: Tensor) -> tuple[Tensor, None, None]:
         grad_x, bin, ctx.grad_x = ctx.grad_x, ctx.bin, None
-        which = torch.arange(len(bin.labels), device=grad_x.device)
-        which = torch.searchsorted(bin.loss_bounds, which, right=True) - 1
-        weights = grad_sums.float()[which.clamp(max=len(grad_sums) - 1)]
-        weights = weights.masked_fill(bin.labels < 0, 0)  # padding is at token 0
+        numbers = torch.arange(len(bin.labels), device=grad_x.device)
+        sum_of = torch.searchsorted(bin.loss_bounds, numbers, right=True) - 1  # of each label
+        # padding stands behind the last sum, and at token 0: it takes any weight, and then 0
+        weights = grad_sums.float()[sum_of.clamp(max=len(grad_sums) - 1)]
+        weights = weights.masked_fill(bin.labels < 0, 0)
         of_tokens = weights.new_zeros(len(grad_x)).index_add_(0, bin.trained_at, weights)
         return grad_x.mul_(of_tokens[:, None]), None, None

@@ -141,7 +141,8 @@ def fuse_linears(
     for linear in linears:
         n_out, columns, of_a, of_b, of_m = linear.out_features, None, None, None, None
         if linear in with_adapter:
-            columns = slice(column % n_columns, column % n_columns + rank)
+            first_column = column % n_columns  # each expert begins again at 0, see n_experts
+            columns = slice(first_column, first_column + rank)
             of_a = _part(lora_a, column * n_in, rank * n_in)
             of_b = _part(lora_b, b_row * rank, n_out * rank)
             of_m = _part(magnitude, b_row, n_out) if config.adapter == "dora" else None

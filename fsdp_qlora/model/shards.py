@@ -139,3 +139,10 @@ def gathered(layer: nn.Module) -> Iterator[None]:
     yield
     if isinstance(layer, FSDPModule):
         layer.reshard()
+
+
+def reshard_all(model: nn.Module) -> None:
+    """Free all that FSDP2 has gathered for a forward alone: the adapter will change."""
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()

@@ -341,8 +341,8 @@ def way_out(
 def longest_in_a_bin(rows: Rows, world_size: int) -> int:
     """The fewest tokens that a bin must hold for these Rows: those of the longest document or, if
     one process has both answers of a pair, of the longest pair."""
-    together = rows.n_answers if world_size == 1 else 1
-    longest = int(rows.lengths.view(-1, together).sum(1).max())
+    n_joined = rows.n_answers if world_size == 1 else 1
+    longest = int(rows.lengths.view(-1, n_joined).sum(1).max())
     return max(longest, longest_in_a_bin(rows.mismatched, world_size)) if rows.mismatched \
         else longest
 

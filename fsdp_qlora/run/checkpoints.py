@@ -109,7 +109,9 @@ def load_checkpoint(path: Path, adapter: Adapter,
     may have saved. Returns the progress until then. Raises ValueError where another optimizer has
     saved it."""
     saved = json.loads((path / "checkpoint.json").read_text())
-    optimizer.step()  # with gradients of 0: makes the state, as the first step does
+    # an optimizer makes its state in its first step: here with gradients of 0, and all that this
+    # changes, the count of steps included, is set below
+    optimizer.step()
     stored, own_state = load_file(path / "optimizer.safetensors"), sharded_state(optimizer)
     if stored.keys() != own_state.keys():
         raise ValueError(f"{path} is of another optimizer: it has {', '.join(sorted(stored))}; this"
@@ -120,7 +122,7 @@ def load_checkpoint(path: Path, adapter: Adapter,
         whole = F.pad(stored[name], (0, missing))
         own.copy_(whole.unflatten(1, (adapter.shards, -1))[:, adapter.shard])
     state = optimizer.state[adapter.weights]
-    if "step" in state:  # a number or a tensor, which is 1
+    if "step" in state:  # a number or a tensor, which is 1 by now; added to, it keeps its kind
         state["step"] += saved["step"] - 1
     weights = unstack_experts(load_file(path / "adapter_model.safetensors"), adapter.expert_parts)
     for i in range(len(adapter.layers)):

@@ -22,8 +22,8 @@ from safetensors import SafetensorError, safe_open
 
 from fsdp_qlora.data.bins import step_rows
 from fsdp_qlora.files import digest, text_digest, write_whole
+from fsdp_qlora.model.shards import reshard_all
 from fsdp_qlora.ranks import AGAIN, EXITS, Stop, gather_objects, is_rank_0, on_rank_0, say
-from fsdp_qlora.run.probe import reshard_all
 from fsdp_qlora.training.evaluation import document_losses, evaluation_batches
 
 if TYPE_CHECKING:

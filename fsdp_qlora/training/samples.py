@@ -19,7 +19,7 @@ from fsdp_qlora.data.bins import deal_rows, make_bin
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.model.head import best_tokens
-from fsdp_qlora.run.probe import reshard_all
+from fsdp_qlora.model.shards import reshard_all
 from fsdp_qlora.ranks import gather_objects
 
 if TYPE_CHECKING:
