@@ -18,7 +18,7 @@ from fsdp_qlora.data.chat import closing_tokens
 from fsdp_qlora.ranks import all_gather, say, together
 
 if TYPE_CHECKING:
-    from fsdp_qlora.data.encode import Rows
+    from fsdp_qlora.data.rows import Rows
     from fsdp_qlora.model.model import Model
 
 ZERO, SMALL = 1e-3, 0.1  # of the median over all tokens; random and trained rows are above 0.3
