@@ -136,7 +136,8 @@ class DeltaNet:
         channels = {"conv1d": sum(self.widths[x] for x in "qkv")}
         if self.split_conv:
             channels = {f"{x}_conv1d": self.widths[x] for x in "qkv"}
-        shapes = {f"{name}.weight": (n, 1, self.kernel) for name, n in channels.items()}
+        shapes: dict[str, tuple[int, ...]] = {
+            f"{name}.weight": (n, 1, self.kernel) for name, n in channels.items()}
         shapes |= {"A_log": (self.value_heads,), "dt_bias": (self.value_heads,),
                    f"{self.norm}.weight": (self.value_dim,)}
         return {f"linear_attn.{name}": shape for name, shape in shapes.items()}
