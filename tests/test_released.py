@@ -20,6 +20,17 @@ YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 16.0, "llama_4_scaling_be
         "rope_theta": 1e6, "rope_type": "yarn", "type": "yarn"}  # fmt: skip
 HUNYUAN = {"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0,
            "mscale_all_dim": 1.0, "type": "dynamic"}  # fmt: skip
+LINEAR = ["linear_attention"] * 3 + ["full_attention"]
+DELTA_NET = {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16,
+             "linear_num_value_heads": 32, "linear_value_head_dim": 128, "head_dim": 256,
+             "attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu",
+             "full_attention_interval": 4}  # fmt: skip
+QWEN3_5 = DELTA_NET | {
+    "attn_output_gate": True, "mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False, "max_position_embeddings": 262144,
+    "rope_parameters": {"mrope_interleaved": True, "mrope_section": [11, 11, 10],
+                        "partial_rotary_factor": 0.25, "rope_theta": 10000000,
+                        "rope_type": "default"}}  # fmt: skip
 SLIDING = ["sliding_attention"] * 3 + ["full_attention"]
 SIGLIP = {"hidden_size": 1152, "image_size": 896, "intermediate_size": 4304, "patch_size": 14,
           "model_type": "siglip_vision_model", "num_attention_heads": 16,
@@ -140,6 +151,42 @@ CONFIGS = {
         "qwen3_vl", text("qwen3_vl_text", 4096, 12288, 36, 32, 8, 151936, head_dim=128,
                          max_position_embeddings=262144, attention_bias=False, rope_theta=5e6,
                          rope_scaling=MROPE), QWEN3_VISION, tie_word_embeddings=False),
+    "Qwen3.5 9B": multimodal(
+        "qwen3_5", text("qwen3_5_text", 4096, 12288, 32, 16, 4, 248320, layer_types=LINEAR * 8,
+                        **QWEN3_5, tie_word_embeddings=False),
+        {"depth": 27, "model_type": "qwen3_5"}, image_token_id=248056, tie_word_embeddings=False),
+    "Qwen3.5 35B-A3B": multimodal(
+        "qwen3_5_moe", text(
+            "qwen3_5_moe_text", 2048, 512, 40, 16, 2, 248320, layer_types=LINEAR * 10, **QWEN3_5,
+            moe_intermediate_size=512, num_experts=256, num_experts_per_tok=8,
+            shared_expert_intermediate_size=512, output_router_logits=False),
+        {"depth": 27, "model_type": "qwen3_5_moe"}, tie_word_embeddings=False),
+    "Qwen3-Next 80B-A3B": text(
+        "qwen3_next", 2048, 5120, 48, 16, 2, 151936, **DELTA_NET, decoder_sparse_step=1,
+        max_position_embeddings=262144, mlp_only_layers=[], moe_intermediate_size=512,
+        norm_topk_prob=True, num_experts=512, num_experts_per_tok=10, partial_rotary_factor=0.25,
+        rope_scaling=None, rope_theta=10000000, shared_expert_intermediate_size=512,
+        use_sliding_window=False),
+    "LFM2 1.2B": text(
+        "lfm2", 2048, 12288, 16, 32, 8, 65536, block_auto_adjust_ff_dim=True, block_dim=2048,
+        block_ff_dim=12288, block_ffn_dim_multiplier=1.0, block_multiple_of=256, norm_eps=1e-5,
+        block_mlp_init_scale=1.0, block_norm_eps=1e-5, block_out_init_scale=1.0,
+        block_use_swiglu=True, block_use_xavier_init=True, conv_L_cache=3, conv_bias=False,
+        conv_dim=2048, conv_dim_out=2048, conv_use_xavier_init=True,
+        full_attn_idxs=[2, 5, 8, 10, 12, 14], max_position_embeddings=128000, num_heads=32,
+        rope_theta=1e6, tie_embedding=True, use_pos_enc=True),
+    "LFM2 8B-A1B": text(
+        "lfm2_moe", 2048, 7168, 24, 32, 8, 65536, conv_L_cache=3, conv_bias=False,
+        layer_types=["conv", "conv", "full_attention", "conv"] * 6, max_position_embeddings=128000,
+        moe_intermediate_size=1792, norm_eps=1e-5, norm_topk_prob=True, num_dense_layers=2,
+        num_experts=32, num_experts_per_tok=4, rope_theta=1e6, routed_scaling_factor=1.0,
+        use_expert_bias=True),
+    "OLMo hybrid 7B": text(
+        "olmo_hybrid", 3840, 11008, 32, 30, 30, 100352, layer_types=LINEAR * 8,
+        linear_allow_neg_eigval=True, linear_conv_kernel_dim=4, linear_key_head_dim=96,
+        linear_num_key_heads=30, linear_num_value_heads=30, linear_value_head_dim=192,
+        max_position_embeddings=65536, rope_parameters={"rope_theta": None, "rope_type": "default"},
+        tie_word_embeddings=False),
     "Phi-3 mini 4k": text("phi3", 3072, 8192, 32, 32, 32, 32064, **PHI3, sliding_window=2047,
                           max_position_embeddings=4096, original_max_position_embeddings=4096),
     "Phi-3.5 mini": text("phi3", 3072, 8192, 32, 32, 32, 32064, **PHI3, sliding_window=262144,
