@@ -255,7 +255,7 @@ def merged_tensors(
             shape = shape[0], shape[2] * MX_BLOCK, shape[1]
         # training used these in fp32, so they stay in fp32; transformers also keeps some of them in
         # fp32, such as a router's correction, and rounds the others itself
-        is_exact = (name in names.mixture_tensors and name not in nf4_states
+        is_exact = (name in names.small_tensors and name not in nf4_states
                     and stored.dtype == "F32")
         tensors[name] = shape, torch.float32 if is_exact else torch.bfloat16
         paths[name] = stored.path

@@ -66,6 +66,7 @@ from fsdp_qlora.model.graphs import Graphs
 from fsdp_qlora.model.layer import make_layouts
 from fsdp_qlora.model.linears import STATE_BLOCK
 from fsdp_qlora.model.load import fill_model
+from fsdp_qlora.model.mixers import RECURRENCES, recurrent, why_no_fla
 from fsdp_qlora.model.loss import bin_objective, mean_metrics, n_losses
 from fsdp_qlora.model.model import Model, measure_weight_norms, verify_model
 from fsdp_qlora.model.offload import GPUStore, HostStore, make_store
@@ -73,7 +74,8 @@ from fsdp_qlora.model.router import BALANCE, take_balance
 from fsdp_qlora.model.shards import reshard_all, weight_requests
 from fsdp_qlora.planner.cards import card_machine, parse_cards
 from fsdp_qlora.planner.machine import host_memory, limit_memory, memory_gib, say_memory
-from fsdp_qlora.planner.plan import Plan, agree_on_plan, choose_plan, describe_work
+from fsdp_qlora.planner.plan import (
+    Plan, agree_on_plan, choose_plan, describe_work, why_no_capture)
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.config import rope_frequencies
 from fsdp_qlora.pretrained.hub import base_digest, model_directory, read_model_config
@@ -328,6 +330,7 @@ def train(given: Config, device: torch.device, status: Status) -> None:
             lora_config, adapted = choose_adapted(arch, config, config.model or str(base))
             layouts = make_layouts(arch, adapted, config)
             kernels = choose_attention(config, arch, device)
+            choose_recurrence(kernels, config, arch, device)
         plan = agree_on_plan(config, arch, layouts, rows, eval_rows, limit, device, kernels,
                              state_bytes(config))
         status.plan = plan
@@ -398,9 +401,8 @@ def plan_elsewhere(config: Config) -> tuple[Config, Plan, int]:
     config, _, arch = read_model_config(base, config)
     _, adapted = choose_adapted(arch, config, config.model or "")
     layouts, rows = make_layouts(arch, adapted, config), random_rows(arch.vocab_size, config)
-    why_no_capture = machine.why_no_grouped if arch.mixture else ""
-    work = describe_work(config, rows, None, world_size, torch.device("cuda"), why_no_capture,
-                         state_bytes=state_bytes(config))
+    work = describe_work(config, rows, None, world_size, torch.device("cuda"),
+                         why_no_capture(arch, machine), state_bytes=state_bytes(config))
     return config, choose_plan(config, arch, layouts, work, limit, machine), limit
 
 
@@ -486,6 +488,25 @@ def choose_attention(config: Config, arch: Architecture, device: torch.device) -
         raise ValueError("--attn flash_attention_2: as installed it does not compute this model's"
                          " attention; use --attn sdpa")
     return chosen
+
+
+def choose_recurrence(
+    kernels: Kernels, config: Config, arch: Architecture, device: torch.device,
+) -> None:
+    """Add "recurrence", what computes a gated delta net or Mamba-2, where the model has one. On a
+    GPU that is flash-linear-attention, if it gives what plain torch gives."""
+    mixer = recurrent(arch)
+    if mixer is None:
+        return
+    rule, fast = RECURRENCES[type(mixer)]
+    if device.type == "cuda" and config.compute_dtype == "bfloat16":
+        if why := why_no_fla(mixer, device):
+            say(f"slower: {type(mixer).__name__} runs in plain torch, as flash-linear-attention's"
+                f" kernels (`pip install fla-core einops`) are not used: {why}")
+        else:
+            rule = fast
+    for kind in kernels.values():
+        kind["recurrence"] = rule
 
 
 # ------------------------------------------------------------------------------------------------

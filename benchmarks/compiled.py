@@ -77,12 +77,15 @@ def calls(arch):
     inner = arch.mixture.expert_size if arch.mixture else arch.intermediate_size
     query, key = (values(n, heads, head) for heads in (arch.n_heads, arch.n_kv_heads))
     qkv = values(n, (arch.n_heads + 2 * arch.n_kv_heads) * head)
-    table, norm = values(n, arch.rotary_dim // 2, dtype=torch.float32), None
+    table, norm = values(n, head // 2, dtype=torch.float32), None
     if arch.qk_norm:
         norm = values(head)
     normed = qkv if arch.qk_norm else None
     yield attention.rotate_forward, (qkv, table, table, None, norm, norm, arch)
-    yield attention.rotate_backward, (query, key, key, normed, table, table, None, norm, norm, arch)
+    yield attention.rotate_backward, (
+        query, key, key, None, normed, table, table, None, norm, norm, arch)
+    yield attention.gate_heads, (query, query, "sigmoid")
+    yield attention.gate_heads_backward, (query, query, query, "sigmoid")
     x, grad, weight = values(n, hidden), values(n, hidden), values(hidden)
     yield elementwise.normalise, (values(n, hidden), x, weight, None, arch.norm, 1e-6)
     yield elementwise.norm_backward, (x, grad, x, weight, arch.norm, 1e-6)
@@ -91,7 +94,7 @@ def calls(arch):
     yield elementwise.gate, (product, gate_up, arch.activation, True)
     yield elementwise.gate_backward, (product, arch.activation, None, *parts)
     yield elementwise.gate_backward, (product, arch.activation, weights, *parts)
-    yield elementwise.gate_weight_gradients, (product, gate_up, arch.activation)
+    yield elementwise.gate_weight_gradients, (product, gate_up, arch.activation, True)
     yield elementwise.clamped_gate_backward, (product, weights, gate_up, *CLAMP)
     place, factors = torch.randperm(8 * n).view(n, 8), values(n, 8, dtype=torch.float32)
     yield elementwise.add_expert_rows, (values(8 * n, hidden), place, factors)

@@ -55,7 +55,7 @@ def plain_layer(layer, x, bin):
         return layer.vectors[where].view(shape) * (x.float() * scale).to(x.dtype)
 
     def rotated(x):
-        cos, sin = (t[:, None] for t in bin.ropes[layer.layout.attention.rope][:2])
+        cos, sin = (t[:, None] for t in bin.ropes[layer.layout.mixing.mixing.rope][:2])
         first, second = x.float().chunk(2, -1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 

@@ -38,6 +38,7 @@ YARN_LLAMA4 = YARN | dict(
 MROPE = dict(
     rope_type="default", rope_theta=10000.0, mrope_interleaved=True, mrope_section=[3, 3, 2]
 )
+MROPE25 = MROPE | dict(partial_rotary_factor=0.25, mrope_section=[1, 1, 0])
 GRANITE4 = dict(
     layer_types=["attention"] * 3,
     num_local_experts=0,
@@ -48,6 +49,28 @@ GRANITE4 = dict(
     residual_multiplier=0.22,
     attention_multiplier=0.1,
     logits_scaling=8.0,
+)
+HYBRID = ["linear_attention", "linear_attention", "full_attention"]
+DELTA_NET = dict(
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=32,
+)
+FALCON = dict(
+    mamba_d_ssm=96,
+    mamba_n_heads=4,
+    mamba_n_groups=2,
+    mamba_d_state=16,
+    lm_head_multiplier=0.3,
+    embedding_multiplier=5.656854249492381,
+    mlp_multipliers=[0.9, 0.4],
+    key_multiplier=0.4,
+    attention_in_multiplier=0.9,
+    attention_out_multiplier=0.7,
+    ssm_multipliers=[0.35, 0.25, 0.18, 0.5, 0.35],
+    ssm_in_multiplier=1.25,
+    ssm_out_multiplier=0.25,
 )
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 
@@ -185,6 +208,7 @@ TINY = {
     "qwen3_window": tiny(
         "qwen3", use_sliding_window=True, sliding_window=7, max_window_layers=1
     ),
+    "apertus": tiny("apertus", None, rope_parameters=LLAMA3),
     "phi3": tiny("phi3", None, num_key_value_heads=4),
     "phi3_window": tiny("phi3", None, sliding_window=7, num_key_value_heads=4),
     "phi3_longrope": tiny(
@@ -227,6 +251,19 @@ TINY = {
     "granite4_nope": tiny(
         "granitemoehybrid", None, attention_bias=True, tie_word_embeddings=True, **GRANITE4
     ),
+    "granite4_h": tiny(
+        "granitemoehybrid",
+        None,
+        **GRANITE4
+        | dict(
+            layer_types=["mamba", "attention", "mamba"],
+            mamba_n_heads=4,
+            mamba_d_state=16,
+            mamba_n_groups=2,
+        ),
+    ),
+    "falcon_h1": tiny("falcon_h1", mamba_norm_before_gate=False, mamba_rms_norm=True, **FALCON),
+    "falcon_h1_no_norm": tiny("falcon_h1", None, **FALCON),
     "cohere": tiny("cohere", None, logit_scale=0.25),
     "cohere_qk_norm": tiny("cohere", None, use_qk_norm=True, attention_bias=True),
     "cohere2": tiny("cohere2", None, sliding_window=7, layer_types=MIXED, logit_scale=0.25),
@@ -269,6 +306,23 @@ TINY = {
             mscale_all_dim=1.0,
         ),
     ),
+    "lfm2": tiny(
+        "lfm2", None, layer_types=["conv", "full_attention", "conv"], tie_word_embeddings=True),
+    "lfm2_bias": tiny(
+        "lfm2", None, layer_types=["full_attention", "conv", "conv"], conv_bias=True,
+        block_auto_adjust_ff_dim=False, tie_word_embeddings=False),
+    "lfm2_moe": tiny(
+        "lfm2_moe", None, layer_types=["conv", "full_attention", "conv"], num_dense_layers=1,
+        moe_intermediate_size=32, num_experts=8, num_experts_per_tok=3, routed_scaling_factor=1.5),
+    "qwen3_5": tiny("qwen3_5_text", layer_types=HYBRID, **DELTA_NET),
+    "qwen3_5_moe": tiny(
+        "qwen3_5_moe_text", layer_types=HYBRID, **DELTA_NET, moe_intermediate_size=32,
+        shared_expert_intermediate_size=64, num_experts=8, num_experts_per_tok=3),
+    "qwen3_next": tiny(
+        "qwen3_next", layer_types=HYBRID, **DELTA_NET, moe_intermediate_size=32,
+        shared_expert_intermediate_size=64, num_experts=8, num_experts_per_tok=3,
+        mlp_only_layers=[1]),
+    "olmo_hybrid": tiny("olmo_hybrid", None, layer_types=HYBRID, **DELTA_NET),
     "qwen3_moe": tiny("qwen3_moe", moe_intermediate_size=32, num_experts=8, num_experts_per_tok=3),
     "qwen3_moe_dense": tiny(
         "qwen3_moe",
@@ -305,6 +359,35 @@ TINY = {
         embedding_multiplier=2.0,
         residual_multiplier=0.4,
         logits_scaling=2.0,
+    ),
+    "granite4_h_moe": tiny(
+        "granitemoehybrid",
+        None,
+        **GRANITE4
+        | dict(
+            layer_types=["mamba", "attention", "mamba"],
+            mamba_n_heads=8,
+            mamba_d_state=16,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            shared_intermediate_size=48,
+        ),
+    ),
+    "nemotron_h": tiny(
+        "nemotron_h",
+        head_dim=24,
+        layer_types=["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+        mamba_num_heads=4,
+        mamba_head_dim=16,
+        n_groups=2,
+        ssm_state_size=8,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=32,
+        moe_shared_expert_intermediate_size=48,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=2.5,
     ),
     "hunyuan_moe": tiny("hunyuan_v1_moe", num_experts=4, moe_topk=2),
     "glm4_moe": tiny(
@@ -375,6 +458,41 @@ TINY = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
     ),
+    "laguna": tiny(
+        "laguna",
+        head_dim=32,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=48,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_routed_scaling_factor=2.5,
+        sliding_window=7,
+        layer_types=MIXED,
+        num_attention_heads_per_layer=[6, 4, 6],
+        rope_parameters={
+            "full_attention": YARN | dict(partial_rotary_factor=0.5),
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+    "laguna_elements": tiny(
+        "laguna",
+        moe_intermediate_size=32,
+        num_experts=8,
+        gating="per-element",
+    ),
+    "afmoe": tiny(
+        "afmoe",
+        head_dim=24,
+        moe_intermediate_size=32,
+        num_experts=8,
+        num_experts_per_tok=3,
+        num_shared_experts=2,
+        num_dense_layers=1,
+        route_scale=1.5,
+        mup_enabled=True,
+        sliding_window=7,
+        layer_types=MIXED,
+    ),
     "ernie4_5_moe": tiny(
         "ernie4_5_moe",
         None,
@@ -431,6 +549,30 @@ TINY = {
         "qwen3_vl_moe_vision",
         True,
     ),
+    "muse_glimmer": multimodal(
+        "muse_glimmer",
+        tiny(
+            "muse_glimmer_text",
+            head_dim=24,
+            sliding_window=7,
+            layer_types=MIXED,
+            layer_rope_theta=[10000.0, 0, 10000.0],
+            final_logit_softcapping=3.0,
+        ),
+        "muse_glimmer_vision",
+        False,
+        out_hidden_size=64,
+        projector_hidden_size=32,
+    ),
+    "qwen3_5_vl": multimodal(
+        "qwen3_5", tiny("qwen3_5_text", layer_types=HYBRID, rope_parameters=MROPE25, **DELTA_NET),
+        "qwen3_5_vision", False),
+    "qwen3_5_moe_vl": multimodal(
+        "qwen3_5_moe",
+        tiny("qwen3_5_moe_text", layer_types=HYBRID, rope_parameters=MROPE25, **DELTA_NET,
+             moe_intermediate_size=32, shared_expert_intermediate_size=64, num_experts=8,
+             num_experts_per_tok=3),
+        "qwen3_5_moe_vision", True),
     "mistral3_ministral3": multimodal("mistral3", MINISTRAL3, "pixtral", True),
 }
 

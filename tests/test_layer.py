@@ -21,17 +21,21 @@ from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
 from fsdp_qlora.model import attention
+from fsdp_qlora.model.absent import NoMixingHalf, NoMLPHalf
 from fsdp_qlora.training import check
 from fsdp_qlora.pretrained import config as configs
 from fsdp_qlora.pretrained import families
 from fsdp_qlora.model import linears
+from fsdp_qlora.model import mixers
+from fsdp_qlora.model import mixing
 from fsdp_qlora.model import mlp
 from fsdp_qlora.lora.adapter import choose_adapted
+from fsdp_qlora.pretrained.architecture import AttentionGate
 from fsdp_qlora.training.check import (
     check_family, plain_run, random_reference, read_weights, text_model)
 from fsdp_qlora.data.bins import make_bin
 from fsdp_qlora.data.rows import rows_of
-from fsdp_qlora.model.attention import document_attention, rope_tables
+from fsdp_qlora.model.attention import AttentionMixing, document_attention, rope_tables
 from fsdp_qlora.model.elementwise import elementwise, norm_of
 from fsdp_qlora.model.experts import RoutedMLPHalf
 from fsdp_qlora.pretrained.config import (
@@ -137,7 +141,8 @@ class Pair:
         # rows are not whole blocks, see benchmarks/RESULTS.md
         turned = self.arch.mixture and self.arch.mixture.transposed
         for key, weight in reference.state_dict().items():
-            n_in = weight.shape[-2 if turned and ".experts." in key and weight.dim() == 3 else -1]
+            of_experts = ".experts." in key and weight.dim() == 3
+            n_in = (weight.shape or (1,))[-2 if turned and of_experts else -1]
             bar = 0.8 if n_in % 64 else 0.15
             assert (weight - self.tensors[key]).norm() <= bar * weight.norm(), key
         generator = torch.Generator().manual_seed(1)
@@ -212,6 +217,41 @@ def test_every_family_equals_transformers_and_peft(name, kept, monkeypatch):
     assert_equal(kept, monkeypatch, name)
 
 
+@pytest.mark.parametrize("linear", ["self_attn.gate", None])
+@pytest.mark.parametrize("per_head, activation", [(True, "sigmoid"), (False, "softplus")])
+def test_gate_of_attention_equals_autograd(linear, per_head, activation):
+    """Also where each head's gate follows its query, as in Qwen3.5."""
+    per_head = per_head and linear is not None
+    arch = dataclasses.replace(describe_model(TINY["qwen3"](VOCABULARY)), qk_norm=None,
+                               attention_gate=AttentionGate(linear, per_head, activation))
+    generator, (heads, kv_heads, d) = torch.Generator().manual_seed(0), (4, 2, arch.head_dim)
+    n_gates = heads if per_head else heads * d
+    projected = torch.randn(9, (heads + 2 * kv_heads) * d + n_gates, generator=generator)
+    assert projected.shape[1] == sum(x.out_features for x in arch.attention_linears()[0])
+    leaf, factor = projected.clone().requires_grad_(), {"sigmoid": torch.sigmoid,
+                                                         "softplus": F.softplus}[activation]
+    if linear:
+        query, key, value, gates = leaf.split([heads * d, kv_heads * d, kv_heads * d, n_gates], 1)
+        gates = gates.view(9, heads, -1)
+    else:
+        query, key, value = leaf.split([2 * heads * d, kv_heads * d, kv_heads * d], 1)
+        query, gates = query.view(9, heads, 2 * d).split(d, 2)
+    want = query.reshape(9, heads, d) * factor(gates)
+    grad = torch.randn(9, heads * d, generator=generator)
+    grads_kv = torch.randn(2, 9, kv_heads, d, generator=generator)
+    others = torch.stack([x.reshape(9, kv_heads, d) for x in (key, value)])
+    torch.autograd.backward([want.flatten(1), others], [grad, grads_kv])
+    query, _, _, gates = attention.split_projected(arch, projected)
+    got = attention.gate_heads(query, gates, activation)
+    torch.testing.assert_close(got, want.detach().flatten(1))
+    grad_query, grad_gates = attention.gate_heads_backward(
+        grad.view(9, heads, d), query, gates, activation)
+    no_rotary = None, None, None, None, None
+    got = attention.rotate_backward(
+        grad_query, *grads_kv, grad_gates, projected, *no_rotary, arch)
+    torch.testing.assert_close(got, leaf.grad)
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3", "glm4"])
 def test_gradients_are_the_same_whatever_is_kept_on_the_host(name):
     """Bins of several lengths; the first layers keep x, or the sum after attention as well, the
@@ -259,8 +299,8 @@ def test_what_is_computed_again_is_there_once(name, keeps, monkeypatch):
         assert {fused.dropout_site for fused in work.held} <= {0, 1}
         return backward(half, work, *args)
 
-    pair, backward = pair_and_expected(name)[0], attention.AttentionHalf.backward
-    monkeypatch.setattr(attention.AttentionHalf, "backward", then)
+    pair, backward = pair_and_expected(name)[0], mixing.MixingHalf.backward
+    monkeypatch.setattr(mixing.MixingHalf, "backward", then)
     monkeypatch.setattr(mlp.MLPHalf, "forward", watched)
     monkeypatch.setattr(mlp, "SLICE_TOKENS", SLICED)
     pair.computed(keeps, True)
@@ -352,14 +392,25 @@ def test_families_here_are_all_families_of_the_table():
 
 
 def test_each_layer_has_the_layout_of_its_kind():
-    """Its own window, rotary and MLP; layers of one kind share a Layout."""
+    """Its own window, rotary, heads, halves and MLP; layers of one kind share a Layout."""
     mixed = set()
     for name, make in TINY.items():
         arch = describe_model(make(VOCABULARY))
-        kinds = list(zip(arch.layer_window, arch.layer_rope, arch.layer_routed, strict=True))
+        kinds = list(zip(arch.layer_window, arch.layer_rope, arch.layer_mixer, arch.layer_routed,
+                         arch.layer_heads, arch.layer_halves, strict=True))  # fmt: skip
         layouts = make_layouts(arch, (), CONFIG)
-        found = [(x.attention.window, x.attention.rope, isinstance(x.mlp, RoutedMLPHalf))
-                 for x in layouts]  # fmt: skip
+        found = []
+        for layout in layouts:
+            of, routed = layout.mixing, isinstance(layout.mlp, RoutedMLPHalf)
+            halves = {NoMixingHalf: "mlp", NoMLPHalf: "mixing"}
+            halves = halves.get(type(of)) or halves.get(type(layout.mlp)) or "both"
+            kind = [None, None, None, routed, of.arch.n_heads, halves]
+            for _, one in of.branches if halves != "mlp" else ():
+                if isinstance(one, AttentionMixing):
+                    kind[:2] = one.window, one.rope
+                else:
+                    kind[2:3] = [x for x in arch.mixers if arch.mixers[x] is one.mixer]
+            found.append(tuple(kind))
         assert found == kinds, name
         for (one, kind), (other, its_kind) in itertools.combinations(zip(layouts, kinds), 2):
             assert (one is other) == (kind == its_kind), name
@@ -388,9 +439,11 @@ def test_elementwise_work_on_a_cpu_is_not_compiled(monkeypatch):
     assert len(seen) == 3 and all(one is x and other is None for one, other in seen)
 
 
-def test_no_document_sees_another():
+# a window, a cap; Mamba-2; a short convolution; gated delta net
+@pytest.mark.parametrize("name", ["gemma2", "granite4_h", "lfm2", "qwen3_5"])
+def test_no_document_sees_another(name):
     """A changed document changes its own loss and no other's, to the bit."""
-    pair = Pair("gemma2")  # a window, a cap, layers of two kinds
+    pair = Pair(name)
     model = pair.make()
     adapter_values(model, pair.values)
 
@@ -468,6 +521,89 @@ def test_check_at_start_catches(error, monkeypatch):
     plant(monkeypatch, family, fields)
     with pytest.raises(ValueError, match=f"the check at start failed: {family} "):
         check_family(model_config, name, fill_model)
+
+
+@pytest.mark.parametrize("name", ["granite4_h", "falcon_h1", "lfm2", "qwen3_5"])
+def test_check_at_start_catches_documents_end_to_end(name, monkeypatch):
+    """Given to the convolution and the scan as if all were one document; attention is as ever."""
+    def all_as_one(work, projected, mixer):
+        n = len(projected)
+        bin = dataclasses.replace(work.bin, position_ids=torch.arange(n), lengths=(n,))
+        return function(types.SimpleNamespace(layer=work.layer, bin=bin), projected, mixer)
+
+    model_config = TINY[name](VOCABULARY)
+    (kind,) = map(type, describe_model(model_config).mixers.values())
+    of_mixer = mixers.MIXINGS[kind]
+    function = of_mixer.function
+    monkeypatch.setitem(mixers.MIXINGS, kind, dataclasses.replace(of_mixer, function=all_as_one))
+    with pytest.raises(ValueError, match="differs from transformers .*: logits by"):
+        check_family(model_config, name, fill_model)
+
+
+def test_gated_delta_rule_equals_the_recurrence():
+    """In chunks, with documents shorter and longer than them; forward and backward in fp64."""
+    lengths, generator = (70, 1, 130, 64), torch.Generator().manual_seed(0)
+    n = sum(lengths)
+    query, key, value, grad = (torch.randn(n, *shape, generator=generator)
+                               for shape in ((2, 8), (2, 8), (4, 5), (4, 5)))
+    g, beta = (torch.rand(n, 4, generator=generator) for _ in range(2))
+    inputs, results = (query, key, value, -g, 2 * beta), []
+    chunked = functools.partial(mixers.chunked_delta_rule, chunk=64)
+    for rule, kind in (chunked, torch.float32), (delta_recurrence, torch.float64):
+        leaves = [x.to(kind).requires_grad_() for x in inputs]
+        out = rule(*leaves, lengths)
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, grad.to(kind))])
+    for got, want in zip(*results, strict=True):
+        assert (got - want).norm() < 1e-5 * want.norm()
+
+
+def delta_recurrence(query, key, value, g, beta, lengths):
+    query, key = (F.normalize(x, dim=-1).repeat_interleave(2, 1) for x in (query, key))
+    outs, first = [], 0
+    for length in lengths:
+        state = 0
+        for i in range(first, first + length):
+            state = state * g[i, :, None, None].exp()
+            read = (state * key[i, :, :, None]).sum(1)
+            added = beta[i, :, None] * (value[i] - read)
+            state = state + key[i, :, :, None] * added[:, None]
+            outs.append((state * query[i, :, :, None]).sum(1) * query.shape[-1] ** -0.5)
+        first += length
+    return torch.stack(outs)
+
+
+def test_scan_of_mamba_equals_the_recurrence():
+    """In chunks, with documents shorter and longer than them; forward and backward in fp64."""
+    lengths, n_heads, groups, generator = (70, 1, 130, 64), 4, 2, torch.Generator().manual_seed(0)
+    n = sum(lengths)
+
+    def draw(*shape):
+        return torch.randn(n, *shape, generator=generator)
+
+    inputs = [draw(groups, 6), draw(groups, 6), draw(n_heads, 5), -0.2 * draw(n_heads).exp(),
+              draw(n_heads).exp()]  # fmt: skip
+    grad = draw(n_heads, 5)
+    results = []
+    chunked = functools.partial(mixers.chunked_scan, chunk=64)
+    for scan, kind in (chunked, torch.float32), (scan_recurrence, torch.float64):
+        leaves = [x.to(kind).requires_grad_() for x in inputs]
+        out = scan(*leaves, lengths)
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, grad.to(kind))])
+    for got, want in zip(*results, strict=True):
+        assert (got - want).norm() < 1e-5 * want.norm()
+
+
+def scan_recurrence(b, c, x, decay, step, lengths):
+    outs, first = [], 0
+    for length in lengths:
+        state = 0
+        for i in range(first, first + length):
+            of_b, of_c = (part[i].repeat_interleave(2, 0) for part in (b, c))
+            state = state * decay[i, :, None, None].exp() + (
+                of_b[:, :, None] * (step[i, :, None] * x[i])[:, None])
+            outs.append((of_c[:, :, None] * state).sum(1))
+        first += length
+    return torch.stack(outs)
 
 
 def swap_gate_and_up(model, names, read, *rest):
@@ -657,17 +793,17 @@ def test_bf16_norms_and_embeddings_round_as_transformers(name):
     torch.manual_seed(0)
     reference = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().model
     reference.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    ids = torch.arange(8)
+    ids, final = torch.arange(8), reference.get_submodule(arch.final_norm)
     with torch.no_grad():
-        for p in reference.norm.parameters():
+        for p in final.parameters():
             p.add_(torch.randn_like(p) * 0.3)
         reference(ids[None])
         x = torch.randn(64, arch.hidden_size, dtype=torch.bfloat16)
-        want = reference.norm(x)
-    table = reference.embed_tokens.weight.detach()
+        want = final(x)
+    table = reference.get_input_embeddings().weight.detach()
     model = types.SimpleNamespace(shards=1, arch=arch, embedding=table, own_rows=range(len(table)))
     assert torch.equal(embed(model, ids), seen[0][0])
-    norm, bias = (getattr(reference.norm, part, None) for part in ("weight", "bias"))
+    norm, bias = (getattr(final, part, None) for part in ("weight", "bias"))
     assert (bias is None) == (not arch.norm_bias)
     assert torch.equal(norm_of(x, norm, arch.norm, arch.norm_eps, bias), want)
 
@@ -702,7 +838,7 @@ def test_window_counts_from_the_first_document_that_is_longer(n, windowed):
     for reach in "window", "full":
         kernels[reach] = lambda *args, reach=reach: (reach, args[6])
     bin = types.SimpleNamespace(longest=n, lengths=(n,), dropout_keys=None, kernels=kernels)
-    half = make_layouts(arch, (), CONFIG)[0].attention
+    half = make_layouts(arch, (), CONFIG)[0].mixing.mixing
     work = types.SimpleNamespace(bin=bin, layer=types.SimpleNamespace(index=0),
                                  vector=lambda name, part: None)  # fmt: skip
     assert half.attend(work, None, None, None) == (("window", 7) if windowed else ("full", None))

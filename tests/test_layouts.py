@@ -1,4 +1,5 @@
-"""Mixtures by the command line, from each layout of files in which such models are released.
+"""Mixtures by the command line, from each layout of files in which such models are released; and
+models without experts whose layers have tensors, or linears, that no others have.
 
 The reference is test_step.py's, transformers' model with bitsandbytes' 4-bit linears in PEFT, and
 in place of what that leaves whole: bitsandbytes' NF4 of each expert's matrices. `make test` runs
@@ -24,16 +25,18 @@ from families import (
 )
 from safetensors.torch import save_file
 from test_step import FLAGS, SMALL, load_reference, rows_of_step, write_uneven_rows
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from fsdp_qlora.pretrained.config import describe_model
 
 BAR = 1e-5  # of relative differences of a first step in fp32
 FUSED = "fused"  # all experts' in one tensor [experts, out, in], as transformers 5 has in memory
+EXPERTS = "experts.gate_up_proj", "experts.up_proj", "experts.down_proj"
 BITS = {"NF4 of transformers 4": 4, "NF4 of transformers 5": 5}
 RELEASED = {  # what transformers saves is as released; of the others an expert's are apart
     "mixtral": "w1, w2, w3", "minimax_m2": "w1, w2, w3", "granitemoe": "input_linear",
-    "gpt_oss": "transposed", "qwen3_vl_moe": "transposed"}  # fmt: skip
+    "granite4_h_moe": "input_linear", "gpt_oss": "transposed",
+    "qwen3_vl_moe": "transposed"}  # fmt: skip
 
 
 def layouts(name):
@@ -48,14 +51,17 @@ def layouts(name):
 
 
 MIXTURES = [name for name, make in TINY.items() if describe_model(make(320)).mixture]
-CASES = [(name, layout) for name in MIXTURES for layout in layouts(name)]
+OWN_TENSORS = "apertus", "muse_glimmer", "lfm2", "qwen3_5", "granite4_h", "falcon_h1"
+DENSE = [(name, "as saved") for name in OWN_TENSORS if name in TINY]
+CASES = DENSE + [(name, layout) for name in MIXTURES for layout in layouts(name)]
 QUICK = [
-    ("mixtral", "w1, w2, w3"), ("glm4_moe", "per expert"), ("granitemoe", "input_linear"),
+    ("mixtral", "w1, w2, w3"), ("afmoe", "per expert"), ("granitemoe", "input_linear"),
     ("qwen3_vl_moe", "transposed"), ("qwen3_moe", FUSED), ("mixtral", "NF4 of transformers 5"),
     ("qwen2_moe", "NF4 of transformers 4"), ("granitemoe", "NF4 of transformers 4"),
-    ("gpt_oss", "MXFP4"), ("minimax_m2", "FP8")]  # fmt: skip
+    ("gpt_oss", "MXFP4"), ("minimax_m2", "FP8"), *DENSE]  # fmt: skip
 assert set(QUICK) < set(CASES)
-QUICK_ON_TWO = QUICK[3:7] + QUICK[8:]  # of each layout that a rank reads its part of otherwise
+# of each layout that a rank reads its part of otherwise
+QUICK_ON_TWO = QUICK[3:7] + QUICK[8:10] + DENSE[:1]
 PARAMETERS, ON_TWO = (
     [case if case in quick else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
     for quick in (QUICK, QUICK_ON_TWO))
@@ -132,11 +138,13 @@ def make_reference(directory, name, layout):
     the file has them so: transformers 5 loads them whole, 4 saved them as linears."""
     whole = directory if layout == "NF4 of transformers 5" else directory / "whole"
     skipped = None if layout in BITS else ["lm_head", "shared_expert_gate", "wg"]
-    model = load_reference(whole, "attention", skipped)
+    arch = describe_model(AutoConfig.from_pretrained(whole if whole.exists() else directory))
+    adapted = sorted({linear.rsplit(".", 1)[-1] for linear in arch.adapted(["all-linear"])})
+    model = load_reference(whole, adapted, skipped)
     device = "cpu" if layout == "NF4 of transformers 4" else DEVICE  # its file was written on a CPU
     before_5 = layout == "NF4 of transformers 4" and name not in ROUTER_NO_LINEAR_IN_4
     for key, p in model.named_parameters():
-        if key.endswith(("experts.gate_up_proj", "experts.down_proj")) and layout != "MXFP4":
+        if key.endswith(EXPERTS) and layout != "MXFP4":
             p.data = experts_in_nf4(name, key, p, device)
         elif before_5 and key.endswith(("mlp.gate.weight", "router.weight")):
             p.data = nf4_and_back(p, device)
@@ -156,7 +164,7 @@ def first_step(model, rows):
         part = F.cross_entropy(logits, labels[1:].to(DEVICE), reduction="sum") / trained
         part.backward()
         loss += part.item()
-    grads = [p.grad for p in model.parameters() if p.requires_grad]
+    grads = [p.grad for p in model.parameters() if p.grad is not None]  # not of vision towers
     return loss, math.sqrt(sum(grad.norm().item() ** 2 for grad in grads))
 
 

@@ -38,8 +38,7 @@ KINDS = {
     "dora": ["--adapter", "dora"],
     "some": ["--target_modules", "q_proj", "v_proj", "down_proj"],
 }
-TARGETS = {"some": ["q_proj", "v_proj", "down_proj"],
-           "attention": ["q_proj", "k_proj", "v_proj", "o_proj"]}  # fmt: skip
+TARGETS = {"some": ["q_proj", "v_proj", "down_proj"]}
 SMALL = ["--micro_batch_tokens", 64]  # the longest row
 MIDDLE = ["--micro_batch_tokens", 100]
 LARGE = ["--micro_batch_tokens", 1000]
@@ -164,7 +163,7 @@ def load_reference(directory, kind, skipped=None):
         directory, quantization_config=quantization, dtype=torch.float32,
         device_map={"": DEVICE},
     )  # fmt: skip
-    targets = TARGETS.get(kind, "all-linear")
+    targets = kind if isinstance(kind, list) else TARGETS.get(kind, "all-linear")
     config = LoraConfig(r=RANK, lora_alpha=ALPHA, use_dora=kind == "dora", target_modules=targets,
                         task_type="CAUSAL_LM")  # fmt: skip
     return get_peft_model(model, config).train()

@@ -43,11 +43,13 @@ class Bin:
     answers: Answers | None  # of all ranks' bins of the micro-batch; None: --loss sft
     lengths: tuple[int, ...]  # of the documents, in tokens
     longest: int  # upper bound of `lengths`
-    kernels: dict[str, Callable]  # the attention to use: {"full": function, "window": function}
+    # {"full", "window": the attention to use; "recurrence": of a mixer with a state}
+    kernels: dict[str, Callable]
     store: GPUStore | HostStore  # where layers put what they keep
     ropes: dict | None = None  # cos and sin, see rope_tables
     # {window, None: without: what queries see}, of flex_document_attention() alone
     masks: dict[int | None, tuple[torch.Tensor, ...]] = dataclasses.field(default_factory=dict)
+    chunks: torch.Tensor | None = None  # of fla_delta_rule() alone: (document, its chunk) of each
 
 
 def step_rows(step: int, n_rows: int, config: Config) -> torch.Tensor:

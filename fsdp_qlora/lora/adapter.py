@@ -132,7 +132,7 @@ class Adapter:
     def __init__(self, model: Model, device: torch.device) -> None:
         self.arch, self.layers, self.group = model.arch, model.layers, model.group
         self.shard, self.shards = model.shard, model.shards
-        rank = model.layers[0].layout.attention.qkv.lora_rank
+        rank = model.layers[0].layout.fused_linears[0].lora_rank
         self.expert_parts = expert_parts(self.arch, rank)  # which files have stacked
         (self.n_own,) = {len(local_part(layer.adapter)) for layer in model.layers}  # all alike
         self.weights = nn.Parameter(torch.zeros(len(self.layers) * self.n_own, device=device))

@@ -1,6 +1,7 @@
-"""The attention half of a layer: x + attention(norm(x)), forward and backward, and what it costs;
-then its parts: heads with their norms and rotary embedding, and the kernels.
+"""Softmax attention, forward and backward, and what it costs; then its parts: heads with their
+norms and rotary embedding, and the kernels.
 
+The products before and after it are in mixing.
 Which kernel a run uses is chosen in the script; which layers have a window or no rotary embedding
 is in families.
 """
@@ -11,7 +12,7 @@ import dataclasses
 import inspect
 import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,13 +22,8 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_qlora.model.elementwise import (
-    ATTENTION_SITE, N_SITES, WEIGHTS_SITE, drop_eager, elementwise, norm_grad_of, norm_of)
+    N_SITES, WEIGHTS_SITE, drop_eager, elementwise, norm_grad_of, norm_of)
 from fsdp_qlora.model.flex import BLOCK_TOKENS, flex_document_attention
-from fsdp_qlora.model.linears import FusedLinear
-from fsdp_qlora.model.products import add_a_gradient, product, product_backward, widen
-from fsdp_qlora.model.residual import (
-    add_branch, branch_gradient, keep, keep_inputs, kept_inputs, last_columns, norm_gradient,
-    norm_inputs, weight_bytes)
 from fsdp_qlora.model.sinks import flash_sink_attention, torch_sink_attention
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.quant.nf4 import why_no_triton
@@ -39,64 +35,53 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class AttentionHalf:
-    """One layer's attention. The properties after attend() are for the plan: they count values
-    per token, unless their names say bytes or weights."""
+class AttentionMixing:
+    """One layer's softmax attention, as a mixing of MixingHalf."""
 
     arch: Architecture
-    qkv: FusedLinear
-    out: FusedLinear
     window: int | None  # a query sees this many keys; None: all
     rope: int | None  # index of arch.ropes; None: no rotary
 
-    @property
-    def fused_linears(self) -> tuple[FusedLinear, ...]:
-        return self.qkv, self.out
-
-    def forward(
-        self, work: LayerWork, x: Tensor, want_sum: bool = True
-    ) -> tuple[Tensor | Any, types.SimpleNamespace]:
-        """Returns x + attention(norm(x)) [tokens, hidden], None without want_sum, and what
-        backward() needs."""
-        arch = self.arch
-        inputs = norm_inputs(work, arch.attention_norm, x, self.qkv)
-        projected = product(work, self.qkv, inputs)
-        kept = keep(x=x)
-        keep_inputs(work, kept, inputs, self.qkv)
-        kept.qkv = projected if arch.qk_norm else None  # the backward of these norms reads it
-        rotated = rotate_forward(projected, *self.rotary(work), evaluation=work.evaluation)
-        heads = split_heads(arch, rotated)
-        del inputs, projected, rotated
+    def forward(self, work: LayerWork, kept: types.SimpleNamespace) -> Tensor:
+        rotated = rotate_forward(kept.projected, *self.rotary(work), evaluation=work.evaluation)
+        # the backward of these norms and of the gate reads it
+        if not (self.arch.qk_norm or self.arch.attention_gate):
+            kept.projected = None
+        heads = split_heads(self.arch, rotated)
+        del rotated
         with torch.enable_grad():  # autograd records only this, to call the kernel's backward
             kept.heads = [part.detach().requires_grad_() for part in heads]
             kept.attended = self.attend(work, *kept.heads)
-        out_inputs = widen(kept.attended.detach().flatten(1), self.out)
-        out, kept.branch = add_branch(work, x, self.out, out_inputs, ATTENTION_SITE,
-                                      arch.attention_post_norm, want_sum)
-        kept.out_columns = last_columns(out_inputs, self.out)
-        return out, kept
+        return self.mixed(work, kept)
 
-    def backward(
-        self, work: LayerWork, kept: types.SimpleNamespace, grad: Tensor, residual: Tensor,
-        needs_x: bool
-    ) -> Tensor | None:
-        """Returns `residual` + the gradient of x through attention; None without needs_x. `grad` is
-        the gradient of forward()'s sum."""
-        arch, attended = self.arch, kept.attended.detach().flatten(1)
-        grad = branch_gradient(work, kept.branch, grad, arch.attention_post_norm, ATTENTION_SITE)
-        grad, grad_d = product_backward(work, self.out, kept.out_columns, grad, attended)
-        add_a_gradient(work, self.out, attended, grad_d)
-        kept.branch = attended = None
-        grads = torch.autograd.grad(kept.attended, kept.heads, grad.reshape(kept.attended.shape))
+    @property
+    def _factor(self) -> float:
+        """On what attention gives."""
+        factor: float = self.arch.attention_in_multiplier * self.arch.attention_out_multiplier
+        return factor
+
+    def mixed(self, work: LayerWork, kept: types.SimpleNamespace) -> Tensor:
+        attended: Tensor = kept.attended.detach()
+        if self._factor != 1:
+            attended = attended * self._factor
+        gate = self.arch.attention_gate
+        if not gate:
+            return attended.flatten(1)
+        gates = split_projected(self.arch, kept.projected)[3]
+        return gate_heads(attended, gates, gate.activation, evaluation=work.evaluation)
+
+    def backward(self, work: LayerWork, kept: types.SimpleNamespace, grad: Tensor) -> Tensor:
+        grad, grad_gate = grad.reshape(kept.attended.shape), None
+        assert self._factor == 1 or not self.arch.attention_gate, "not in one family"
+        if self._factor != 1:
+            grad = grad * self._factor
+        if gate := self.arch.attention_gate:
+            gates = split_projected(self.arch, kept.projected)[3]
+            grad, grad_gate = gate_heads_backward(grad, kept.attended.detach(), gates,
+                                                  gate.activation)
+        grads = torch.autograd.grad(kept.attended, kept.heads, grad)
         kept.attended = kept.heads = None
-        grad = rotate_backward(*grads, kept.qkv, *self.rotary(work))
-        del grads
-        inputs = kept_inputs(work, kept, arch.attention_norm, kept.x, self.qkv)
-        grad, grad_d = product_backward(work, self.qkv, kept.columns, grad, inputs, needs_x)
-        add_a_gradient(work, self.qkv, inputs, grad_d)
-        if not needs_x:
-            return None
-        return norm_gradient(work, arch.attention_norm, kept.x, grad, residual)
+        return rotate_backward(*grads, grad_gate, kept.projected, *self.rotary(work))
 
     def rotary(self, work: LayerWork) -> tuple[Tensor | Architecture | None, ...]:
         """(cos, sin, temperature, q_norm's weight, k_norm's weight, arch): the last arguments of
@@ -113,48 +98,41 @@ class AttentionHalf:
         sinks = work.vector("self_attn", "sinks")
         return kernel(query, key, value, sinks, bin, self.arch, window, work.layer.index)
 
+    elementwise_values = 0  # those of its halves' norms are counted there
+
     @property
     def query_width(self) -> int:
         return self.arch.n_heads * self.arch.head_dim
 
     @property
-    def recomputed_values(self) -> int:
-        """Values that are alive while forward() is computed again."""
-        return self.qkv.out_features + self.query_width + self.qkv.width + self.out.width
+    def _qkv_width(self) -> int:
+        return self.query_width + 2 * self.arch.n_kv_heads * self.arch.head_dim
+
+    @property
+    def projected_width(self) -> int:
+        return sum(linear.out_features for linear in self.arch.attention_linears()[0])
 
     @property
     def kept_values(self) -> int:
-        """Values kept from forward to backward, if nothing is recomputed."""
-        arch, qkv = self.arch, self.qkv.out_features
-        log_sums = 2 * arch.n_heads  # the kernel's own, fp32
-        values = arch.hidden_size + qkv * (2 if arch.qk_norm else 1)
-        values += self.query_width + log_sums + self.qkv.padded_columns + self.out.padded_columns
-        return values + arch.hidden_size * (arch.attention_post_norm is not None)
-
-    def live_bytes(self, plan: Plan, recomputed: bool) -> int:
-        """The peak bytes of backward(), besides what is kept."""
-        item = getattr(torch, plan.compute_dtype).itemsize
-        hold_weights = plan.hold_weights and recomputed
-        values = self.recomputed_values if recomputed else 0
-        values += 2 * self.qkv.out_features + self.query_width + self.qkv.width
-        # the gradients of x and of the sum; some kernels add up the query's gradient in fp32
-        values += 2 * self.arch.hidden_size + 2 * self.query_width
-        others = weight_bytes(self.qkv, item, hold_weights)
-        if hold_weights:
-            others += weight_bytes(self.out, item, hold_weights)
-        if plan.plain_attention:  # with keys and values for each query's head, and their gradients
-            values += 4 * self.query_width
-            others += explicit_bytes(self.arch, self.window, plan.bin_tokens)
-        return values * plan.bin_tokens * item + others
-
-    def recomputed_weights(self, want_sum: bool) -> int:
-        """Weights that are multiplied again when forward() is recomputed."""
-        return self.qkv.n_weights + (self.out.n_weights if want_sum else 0)
+        arch = self.arch
+        values = self._qkv_width + self.query_width + 2 * arch.n_heads  # the kernel's sums, fp32
+        return values + self.projected_width * bool(arch.qk_norm or arch.attention_gate)
 
     @property
-    def elementwise_values(self) -> int:
-        """Values that elementwise work reads or writes, forward and backward; measured."""
-        return 15 * self.arch.hidden_size
+    def recomputed_values(self) -> int:
+        gated = self.query_width * (self.arch.attention_gate is not None)
+        return self.projected_width + self.query_width + gated
+
+    def live_bytes(self, plan: Plan) -> int:
+        item, others = getattr(torch, plan.compute_dtype).itemsize, 0
+        # the gradients of what was projected, before and after rotation, and of what attention
+        # gives; some kernels add up the query's in fp32
+        values = 2 * self.projected_width + self.query_width + 2 * self.query_width
+        values += 2 * self.query_width * (self.arch.attention_gate is not None)
+        if plan.plain_attention:  # with keys and values for each query's head, and their gradients
+            values += 4 * self.query_width
+            others = explicit_bytes(self.arch, self.window, plan.bin_tokens)
+        return values * plan.bin_tokens * item + others
 
 
 # ---- heads and rotary embedding ----
@@ -189,6 +167,21 @@ def split_heads(arch: Architecture, qkv: Tensor) -> list[Tensor]:
     return [part.unflatten(1, (-1, arch.head_dim)) for part in qkv.split(widths, 1)]
 
 
+def split_projected(arch: Architecture, projected: Tensor) -> list[Tensor | Any]:
+    """Views of query, key, value and gate [n, heads, head_dim] in what their linears give,
+    [n, all their widths]. The gate is [n, heads, 1] where a head has one, None without gates."""
+    if not arch.attention_gate:
+        return [*split_heads(arch, projected), None]
+    width, kv_width = arch.n_heads * arch.head_dim, arch.n_kv_heads * arch.head_dim
+    if arch.attention_gate.linear:
+        n = width + 2 * kv_width
+        gates = projected[:, n:].unflatten(1, (arch.n_heads, -1))
+        return [*split_heads(arch, projected[:, :n]), gates]
+    query, gates = projected[:, : 2 * width].unflatten(1, (arch.n_heads, 2, -1)).unbind(2)
+    keys = projected[:, 2 * width :].unflatten(1, (2, arch.n_kv_heads, -1))
+    return [query, *keys.unbind(1), gates]
+
+
 def rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None, arch: Architecture) -> Tensor:
     """Rotary embedding of x [n, heads, head_dim], returned as [n, heads * head_dim]; cos and sin
     are fp32 [n, rotary_dim / 2] or None. With -sin it is its own backward."""
@@ -196,7 +189,7 @@ def rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None, arch: Architecture
         return x.flatten(1)
     # Compiled, a cat() of rotated parts goes through memory, and an index by two remainders is read
     # value by value: hence flip(), and one flatten() at the end.
-    sign, half = torch.arange(-1, 2, 2, device=x.device), arch.rotary_dim // 2
+    sign, half = torch.arange(-1, 2, 2, device=x.device), cos.shape[1]
     if arch.rotary_interleaved:
         pieces = x.unflatten(-1, (-1, 2))
         pairs, axis = pieces[:, :, :half], 3
@@ -219,9 +212,9 @@ def rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None, arch: Architecture
 def normed_heads(
     x: Tensor, weight: Tensor | None, arch: Architecture, grad: Tensor | None = None
 ) -> Tensor:
-    """The norm of x [n, heads, head_dim], by head or over all heads; x itself without a weight.
-    With `grad`, the gradient of that norm, it returns the gradient of x instead."""
-    if weight is None:
+    """The norm of x [n, heads, head_dim], by head or over all heads; x itself where the
+    family has none. With `grad`, the gradient of that norm, it returns that of x instead."""
+    if not arch.qk_norm:
         return x
     shape = x.shape
     if arch.qk_norm == "full":
@@ -233,33 +226,38 @@ def normed_heads(
 
 @elementwise
 def rotate_forward(
-    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, temperature: Tensor | None,
+    projected: Tensor, cos: Tensor | None, sin: Tensor | None, temperature: Tensor | None,
     q_weight: Tensor | None, k_weight: Tensor | None, arch: Architecture
 ) -> Tensor:
-    """A copy of qkv [n, ...] with query and key rotated and, where the family does that, normed."""
-    query, key, value = split_heads(arch, qkv)
+    """A copy of query, key and value of split_projected(), [n, all their widths], with query and
+    key rotated and, where the family does that, normed."""
+    query, key, value, _ = split_projected(arch, projected)
     out = []
     for x, weight in (query, q_weight), (key, k_weight):
         if not arch.qk_norm_after_rotary:
             x = normed_heads(x, weight, arch)
-        x = rotate(x.float(), cos, sin, arch).to(qkv.dtype)
+        x = rotate(x.float(), cos, sin, arch).to(projected.dtype)
         if arch.qk_norm_after_rotary:
             x = normed_heads(x.unflatten(1, (-1, arch.head_dim)), weight, arch).flatten(1)
         out.append(x)
     if temperature is not None:
-        out[0] = (out[0] * temperature[:, None]).to(qkv.dtype)
+        out[0] = (out[0] * temperature[:, None]).to(projected.dtype)
     return torch.cat([*out, value.flatten(1)], 1)
 
 
 @elementwise
 def rotate_backward(
-    query: Tensor, key: Tensor, value: Tensor, qkv: Tensor | None, cos: Tensor | None,
-    sin: Tensor | None, temperature: Tensor | None, q_weight: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, gates: Tensor | None, projected: Tensor | None,
+    cos: Tensor | None, sin: Tensor | None, temperature: Tensor | None, q_weight: Tensor | None,
     k_weight: Tensor | None, arch: Architecture
 ) -> Tensor:
-    """The gradient of rotate_forward's qkv [n, ...] from those of query, key and value
-    [n, heads, head_dim]. `qkv` is needed only where query and key are normed, else None."""
-    before = (None, None) if qkv is None else split_heads(arch, qkv)[:2]
+    """The gradient of rotate_forward's `projected` from those of query, key, value and gates, None
+    without gates, [n, heads, head_dim]. `projected` is needed only where query and key are normed,
+    else None."""
+    before: Sequence[Tensor | None] = (None, None)
+    if arch.qk_norm:
+        assert projected is not None, "these norms need it"
+        before = split_projected(arch, projected)[:2]
     grads, out = [query.float(), key.float()], []
     if temperature is not None:
         grads[0] = grads[0] * temperature[:, None, None]
@@ -267,13 +265,52 @@ def rotate_backward(
     for grad, x, weight in zip(grads, before, (q_weight, k_weight)):
         heads = 1, (-1, arch.head_dim)
         if x is not None and arch.qk_norm_after_rotary:
-            rotated = rotate(x.float(), cos, sin, arch).unflatten(*heads).to(qkv.dtype)
+            rotated = rotate(x.float(), cos, sin, arch).unflatten(*heads).to(value.dtype)
             grad = normed_heads(rotated, weight, arch, grad)
         grad = rotate(grad, cos, back, arch)
         if x is not None and not arch.qk_norm_after_rotary:
             grad = normed_heads(x, weight, arch, grad.unflatten(*heads)).flatten(1)
         out.append(grad)
-    return torch.cat([*(x.to(value.dtype) for x in out), value.flatten(1)], 1)
+    out = [*(x.to(value.dtype) for x in out), value.flatten(1)]
+    if gates is not None and arch.attention_gate.linear:
+        out.append(gates.flatten(1))
+    elif gates is not None:  # each head's after its query
+        out[0] = torch.stack([out[0].view_as(gates), gates], 2).flatten(1)
+    return torch.cat(out, 1)
+
+
+# ---- gates on what attention gives ----
+
+
+def gate_factor(gates: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """activation(gates) and its slope, fp32."""
+    gates = gates.float()
+    sigmoid = gates.sigmoid()
+    if activation == "softplus":
+        return F.softplus(gates), sigmoid
+    return sigmoid, sigmoid * (1 - sigmoid)
+
+
+@elementwise
+def gate_heads(attended: Tensor, gates: Tensor, activation: str) -> Tensor:
+    """attended [n, heads, head_dim] times activation(gates), [n, heads * head_dim]; gates are
+    [n, heads, head_dim] or [n, heads, 1]."""
+    factor, _ = gate_factor(gates, activation)
+    return (attended.float() * factor).to(attended.dtype).flatten(1)
+
+
+@elementwise
+def gate_heads_backward(
+    grad: Tensor, attended: Tensor, gates: Tensor, activation: str
+) -> tuple[Tensor, Tensor]:
+    """The gradients of `attended` and `gates` from that of gate_heads()'s result, `grad`
+    [n, heads, head_dim]."""
+    factor, slope = gate_factor(gates, activation)
+    grad32 = grad.float()
+    of_gates = grad32 * attended.float()
+    if gates.shape[2] == 1:
+        of_gates = of_gates.sum(2, keepdim=True)
+    return (grad32 * factor).to(grad.dtype), (of_gates * slope).to(grad.dtype)
 
 
 # ---- kernels ----

@@ -5,6 +5,7 @@ What needs a bin or a layer is not here.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import types
@@ -68,13 +69,17 @@ def standardised(x: Tensor, kind: str, eps: float) -> tuple[Tensor, Tensor]:
     return x * scale, scale
 
 
-def norm_of(x: Tensor, weight: Tensor, kind: str, eps: float, bias: Tensor | None = None) -> Tensor:
-    """The norm of x over its last dimension; `weight` must broadcast.
+def norm_of(
+    x: Tensor, weight: Tensor | None, kind: str, eps: float, bias: Tensor | None = None
+) -> Tensor:
+    """The norm of x over its last dimension; `weight` must broadcast, None: 1.
 
     `kind` is "rms" (Llama: rounds before the weight), "rms_fp32" (OLMo 2: rounds after it),
     "rms_plus_one" (Gemma: times 1 + weight), "layer" (Cohere: mean subtracted) or "layer_plus_one"
     (Nemotron: rounds 1 + weight). The last two may have a bias.
     """
+    if weight is None:
+        return standardised(x, kind, eps)[0].to(x.dtype)
     if bias is not None:  # as in transformers, to the bit, where bf16 is a close call too
         return F.layer_norm(x, weight.shape, norm_factor(weight, kind).to(x.dtype), bias, eps)
     standard, _ = standardised(x, kind, eps)
@@ -90,10 +95,10 @@ def norm_factor(weight: Tensor, kind: str) -> Tensor:
     return weight.float() + (kind == "rms_plus_one")
 
 
-def norm_grad_of(grad: Tensor, x: Tensor, weight: Tensor, kind: str, eps: float) -> Tensor:
+def norm_grad_of(grad: Tensor, x: Tensor, weight: Tensor | None, kind: str, eps: float) -> Tensor:
     """The gradient of x, fp32, from that of norm_of(x)."""
     standard, scale = standardised(x, kind, eps)
-    grad = grad.float() * norm_factor(weight, kind)
+    grad = grad.float() if weight is None else grad.float() * norm_factor(weight, kind)
     inner = grad - standard * (grad * standard).mean(-1, keepdim=True)
     if kind.startswith("layer"):
         inner = inner - grad.mean(-1, keepdim=True)
@@ -102,7 +107,7 @@ def norm_grad_of(grad: Tensor, x: Tensor, weight: Tensor, kind: str, eps: float)
 
 @elementwise
 def normalise(
-    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, eps: float
+    out: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, eps: float
 ) -> None:
     """Write the norm of x [n, width] into `out`; `bias` may be None."""
     out.copy_(norm_of(x, weight, kind, eps, bias))
@@ -133,7 +138,47 @@ ACTIVATION_PAIRS = {"silu": SILU, "swish": SILU, "gelu": (F.gelu, torch.ops.aten
                     "gelu_pytorch_tanh": GELU_TANH, "gelu_new": GELU_TANH, "relu2": RELU2}
 
 
-def gate_product(gate_up: Tensor, activation: str | tuple[float, float], gated: bool) -> Tensor:
+@dataclasses.dataclass(frozen=True)
+class ScaledActivation:
+    """outer * activation(inner * x), of Falcon-H1."""
+
+    activation: str
+    inner: float
+    outer: float
+
+
+# see activation_pair() and gate_product()
+Activation = str | tuple[float, float] | Tensor | ScaledActivation
+
+
+def activation_pair(
+    activation: str | Tensor | ScaledActivation
+) -> tuple[Callable[..., Tensor], ...]:
+    """An activation and its gradient, functions of fp32 x and of (grad, x). A tensor stands for
+    xIELU (Apertus): its alpha_p and alpha_n, before their softplus, beta and eps."""
+    if isinstance(activation, str):
+        named: tuple[Callable[..., Tensor], ...] = ACTIVATION_PAIRS[activation]
+        return named
+    if isinstance(activation, ScaledActivation):
+        inner, outer = activation.inner, activation.outer
+        function, slope = ACTIVATION_PAIRS[activation.activation]
+        return (lambda x: outer * function(inner * x),
+                lambda grad, x: slope(inner * outer * grad, inner * x))
+    alpha_p, alpha_n, beta, eps = activation.float()
+    alpha_p, alpha_n = F.softplus(alpha_p), beta + F.softplus(alpha_n)
+
+    def forward(x: Tensor) -> Tensor:
+        below = (torch.expm1(torch.minimum(x, eps)) - x) * alpha_n
+        return torch.where(x > 0, alpha_p * x * x, below) + beta * x
+
+    def backward(grad: Tensor, x: Tensor) -> Tensor:
+        below = (torch.where(x < eps, torch.exp(x), 0) - 1) * alpha_n
+        return grad * (torch.where(x > 0, 2 * alpha_p * x, below) + beta)
+
+    return forward, backward
+
+
+def gate_product(gate_up: Tensor, activation: Activation, gated: bool) -> Tensor:
     """activation(gates) * ups, fp32 [n, inner], of gate_up [n, 2 inner]; where nothing is gated,
     activation(ups) of [n, inner]. Where `activation` is (limit, alpha), the product of gpt-oss:
     (ups + 1) * gates * sigmoid(alpha * gates), see clamped_parts()."""
@@ -141,23 +186,26 @@ def gate_product(gate_up: Tensor, activation: str | tuple[float, float], gated: 
         gates, ups, sigmoid, _ = clamped_parts(gate_up, *activation)
         return (ups + 1) * gates * sigmoid
     parts = gate_up.float().chunk(1 + gated, -1)
-    activated = ACTIVATION_PAIRS[activation][0](parts[0])
+    activated = activation_pair(activation)[0](parts[0])
     return activated * parts[1] if gated else activated
 
 
 @elementwise
-def gate(out: Tensor, gate_up: Tensor, activation: str | tuple[float, float], gated: bool) -> None:
+def gate(out: Tensor, gate_up: Tensor, activation: Activation, gated: bool) -> None:
     """Write gate_product() into `out` [n, inner]."""
     out.copy_(gate_product(gate_up, activation, gated))
 
 
 @elementwise
-def gate_backward(grad: Tensor, activation: str, weights: Tensor | None, *parts: Tensor) -> None:
+def gate_backward(
+    grad: Tensor, activation: str | Tensor | ScaledActivation, weights: Tensor | None,
+    *parts: Tensor
+) -> None:
     """Replace `parts`, gates and ups or, where nothing is gated, ups alone, each [n, inner], by
     their gradients from `grad`, that of gate()'s result; and `grad` by that result, which was not
     kept. `weights` [n], if not None, multiply these gradients, not the result.
     """
-    forward, backward = ACTIVATION_PAIRS[activation]
+    forward, backward = activation_pair(activation)
     grad32, first32 = grad.float(), parts[0].float()
     activated = forward(first32)
     if weights is not None:
@@ -198,12 +246,12 @@ def clamped_gate_backward(
 
 @elementwise
 def gate_weight_gradients(
-    grad: Tensor, gate_up: Tensor, activation: str | tuple[float, float]
+    grad: Tensor, gate_up: Tensor, activation: str | tuple[float, float], gated: bool
 ) -> Tensor:
     """Returns the gradient of the weights of rows, fp32 [n]. `grad` is the gradient of gate()'s
     result for weights of 1. This is no part of gate_backward(): a compiled kernel that both sums
     its input and writes over it was wrong in fp32 (torch 2.11), and slower."""
-    return (grad.float() * gate_product(gate_up, activation, True)).sum(-1)
+    return (grad.float() * gate_product(gate_up, activation, gated)).sum(-1)
 
 
 @elementwise

@@ -129,8 +129,8 @@ class RoutedMLPHalf:
         for passed in self._passes(work, routing):
             gate_up = self._expert_gate_up(work, routing, x, passed)
             activated = gate_up.new_empty(len(gate_up), self.expert_down.width)
-            gate(activated[:, : self.expert_down.in_features], gate_up, self._activation, True,
-                 evaluation=work.evaluation)
+            gate(activated[:, : self.expert_down.in_features], gate_up, self._activation,
+                 self.arch.gated, evaluation=work.evaluation)
             fill_expert_columns(work, self.expert_down, activated, passed)
             rows = grouped(activated, passed.down.transpose(1, 2), passed)
             self._add_bias(work, "down_proj", rows, routing, passed)
@@ -154,7 +154,7 @@ class RoutedMLPHalf:
 
     def _bias(self, work: LayerWork, key: str) -> Tensor | None:
         """[experts, out] of all experts' linears `key`; None where they have none."""
-        return work.layer.mixture_tensors.get(f"{self.arch.mixture.experts}.{key}_bias")
+        return work.layer.small_tensors.get(f"{self.arch.mixture.experts}.{key}_bias")
 
     def _add_bias(
         self, work: LayerWork, key: str, rows: Tensor, routing: Routing, passed: Pass
@@ -188,7 +188,8 @@ class RoutedMLPHalf:
             upstream = grad[routing.token[passed.rows]]
             grad_inner = grouped(upstream, passed.down, passed)
             grad_inner, grad_d = split_columns(work, self.expert_down, grad_inner, passed)
-            grad_weights[passed.rows] = gate_weight_gradients(grad_inner, gate_up, self._activation)
+            grad_weights[passed.rows] = gate_weight_gradients(
+                grad_inner, gate_up, self._activation, self.arch.gated)
             weights = routing.row_weights[passed.rows]
             grad_gate_up = self._gate_backward(grad_inner, weights, gate_up)
             activated = grad_inner  # _gate_backward() wrote gate()'s result there
@@ -216,7 +217,7 @@ class RoutedMLPHalf:
         Writes gate()'s result over `grad`, its gradient."""
         if clamp := self.arch.mixture.clamp:
             return clamped_gate_backward(grad, weights, gate_up, *clamp)
-        gate_backward(grad, self.arch.activation, weights, *gate_up.chunk(2, -1))
+        gate_backward(grad, self.arch.activation, weights, *gate_up.chunk(1 + self.arch.gated, -1))
         return gate_up
 
     def _passes(self, work: LayerWork, routing: Routing) -> Iterator[Pass]:
@@ -245,13 +246,13 @@ class RoutedMLPHalf:
         kept.shared_gate_up = product(work, self.shared_gate_up, inputs)
         activated = kept.shared_gate_up.new_empty(len(inputs), self.shared_down.width)
         gate(activated[:, : self.shared_down.in_features], kept.shared_gate_up,
-             self.arch.activation, True, evaluation=work.evaluation)
+             self.arch.activation, self.arch.gated, evaluation=work.evaluation)
         out = product(work, self.shared_down, activated)
         kept.down_columns = last_columns(activated, self.shared_down)
         if name := self.arch.mixture.shared_gate:
             kept.shared_out = out
             x = inputs[:, : self.arch.hidden_size]
-            weight = work.layer.mixture_tensors[f"{name}.weight"].to(x.dtype)
+            weight = work.layer.small_tensors[f"{name}.weight"].to(x.dtype)
             kept.factor = F.linear(x, weight).sigmoid()
             out = out * kept.factor
         return out
@@ -266,14 +267,15 @@ class RoutedMLPHalf:
             factor = kept.factor.float()
             slope = (grad.float() * kept.shared_out.float()).sum(-1, keepdim=True)
             slope = (slope * factor * (1 - factor)).to(grad.dtype)
-            from_factor = slope @ work.layer.mixture_tensors[f"{name}.weight"].to(slope.dtype)
+            from_factor = slope @ work.layer.small_tensors[f"{name}.weight"].to(slope.dtype)
             grad, kept.shared_out = grad * kept.factor, None
         if work.layout.dora:
             activated = grad.new_empty(len(grad), self.shared_down.in_features)
-            gate(activated, kept.shared_gate_up, arch.activation, True)
+            gate(activated, kept.shared_gate_up, arch.activation, arch.gated)
         activated, grad_d = product_backward(work, self.shared_down, kept.down_columns, grad,
                                              activated)
-        gate_backward(activated, arch.activation, None, *kept.shared_gate_up.chunk(2, -1))
+        gate_backward(activated, arch.activation, None,
+                      *kept.shared_gate_up.chunk(1 + arch.gated, -1))
         add_a_gradient(work, self.shared_down, activated, grad_d)  # gate()'s result by now
         inputs = kept_inputs(work, kept, arch.mlp_norm, kept.source, self.shared_gate_up)
         grad_x, grad_d = product_backward(work, self.shared_gate_up, kept.columns,

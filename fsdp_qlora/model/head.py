@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_qlora.model.elementwise import elementwise, norm_backward, normalise
+from fsdp_qlora.model.elementwise import elementwise, norm_backward, norm_of, normalise
 from fsdp_qlora.model.products import fp32_product
 from fsdp_qlora.ranks import all_gather
 
@@ -82,10 +82,14 @@ def embed(model: Model, ids: Tensor) -> Tensor:
         for chunk in (slice(i, i + size) for i in range(0, len(out), size)):
             rows = look_up(ids[:, chunk].flatten(), table, first)
             dist.reduce_scatter_tensor(out[chunk], rows, group=model.group)
-    if model.arch.embedding_multiplier == 1:
+    arch, multiplier = model.arch, model.arch.embedding_multiplier
+    if arch.embedding_norm:
+        return norm_of(out, None, "rms", arch.norm_eps)
+    if multiplier == 1:
         return out
-    # rounded to the dtype first, as Gemma does
-    return out * torch.tensor(model.arch.embedding_multiplier, dtype=out.dtype)
+    if arch.rounded_multiplier:
+        return out * torch.tensor(multiplier, dtype=out.dtype)
+    return out * multiplier
 
 
 def scaled_logits(logits: Tensor, multiplier: float, cap: float | None) -> Tensor:
@@ -164,8 +168,8 @@ class HeadLoss(torch.autograd.Function):
         for chunk in (slice(i, i + size) for i in range(0, len(bin.labels), size)):
             part = x[bin.trained_at[chunk]]
             hidden = torch.empty_like(part)
-            normalise(hidden, part, model.norm, model.norm_bias, arch.norm, arch.norm_eps,
-                      any_rows=True)
+            normalise(hidden, part, model.norm, model.norm_bias, arch.final_norm_kind,
+                      arch.norm_eps, any_rows=True)
             logits = gather(hidden).flatten(0, 1) @ weight.t()
             labels = all_labels[:, chunk].flatten()
             absent, targets = labels < 0, labels - model.own_rows.start
@@ -185,7 +189,7 @@ class HeadLoss(torch.autograd.Function):
             if shards > 1:
                 whole, grad = grad, grad.new_empty(len(grad) // shards, grad.shape[1])
                 dist.reduce_scatter_tensor(grad, whole, group=model.group)
-            grad = norm_backward(part, grad, None, model.norm, arch.norm, arch.norm_eps,
+            grad = norm_backward(part, grad, None, model.norm, arch.final_norm_kind, arch.norm_eps,
                                  any_rows=True)
             grad_x.index_add_(0, bin.trained_at[chunk], grad)  # padding adds 0 to token 0
         ctx.grad_x, ctx.bin = grad_x, bin

@@ -8,17 +8,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from fsdp_qlora.model.attention import AttentionHalf
+from fsdp_qlora.model.absent import NoMixingHalf, NoMLPHalf
+from fsdp_qlora.model.attention import AttentionMixing
 from fsdp_qlora.model.elementwise import N_SITES, drop
 from fsdp_qlora.model.experts import RoutedMLPHalf
 from fsdp_qlora.model.linears import (
     STATE_BLOCK, Allocator, FusedLinear, LinearPlace, fuse_linears)
+from fsdp_qlora.model.mixers import RecordedMixing
+from fsdp_qlora.model.mixing import MixingHalf
 from fsdp_qlora.model.mlp import MLPHalf
 from fsdp_qlora.model.offload import put_all
 from fsdp_qlora.quant.nf4 import Nested, NF4Blocks, dequantise
@@ -26,7 +29,7 @@ from fsdp_qlora.quant.nf4 import Nested, NF4Blocks, dequantise
 if TYPE_CHECKING:
     from fsdp_qlora.data.bins import Bin
     from fsdp_qlora.planner.plan import Plan
-    from fsdp_qlora.pretrained.architecture import Architecture
+    from fsdp_qlora.pretrained.architecture import Architecture, LayerKind
     from train_fsdp_qlora import Config
 
 
@@ -34,11 +37,11 @@ if TYPE_CHECKING:
 class Layout:
     """What one layer computes, and what its three parameters hold."""
 
-    attention: AttentionHalf
-    mlp: MLPHalf | RoutedMLPHalf
+    mixing: MixingHalf | NoMixingHalf
+    mlp: MLPHalf | RoutedMLPHalf | NoMLPHalf
     # {name in the layer: (slice of `vectors`, shape)} of norms and biases
     vectors: dict[str, tuple[slice, tuple[int, ...]]]
-    mixture_tensors: dict[str, tuple[int, ...]]  # {name in the layer: shape}
+    small_tensors: dict[str, tuple[int, ...]]  # {name in the layer: shape}
     n_blocks: int  # of `nf4`
     n_vectors: int  # values of `vectors`
     n_adapter: int  # values of `adapter`, a multiple of STATE_BLOCK
@@ -48,7 +51,7 @@ class Layout:
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
-        return self.attention.fused_linears + self.mlp.fused_linears
+        return self.mixing.fused_linears + self.mlp.fused_linears
 
     @functools.cached_property
     def places(self) -> list[LinearPlace]:
@@ -75,9 +78,9 @@ class Layout:
 
     def kept_values(self, keeps: str) -> int:
         """Values per token that a layer keeps from forward to backward, see LayerFunction."""
-        hidden = self.attention.arch.hidden_size
+        hidden = self.mixing.arch.hidden_size
         if keeps == "all":
-            return self.attention.kept_values + self.mlp.kept_values
+            return self.mixing.kept_values + self.mlp.kept_values
         if keeps == "mlp":
             return hidden + self.mlp.kept_values
         return (2 * hidden if keeps == "middle" else hidden) + self.mlp.choice_values
@@ -86,12 +89,12 @@ class Layout:
         """The most bytes that a layer's backward takes besides what is kept: gradients, dequantised
         weights, and what is computed again."""
         item, n = getattr(torch, plan.compute_dtype).itemsize, plan.bin_tokens
-        live = max(self.attention.live_bytes(plan, keeps != "all"),
+        live = max(self.mixing.live_bytes(plan, keeps != "all"),
                    self.mlp.live_bytes(plan, keeps in ("middle", "x")))
         if keeps != "all":  # x and the sum, where they are not counted as kept
-            live += 2 * n * self.attention.arch.hidden_size * item
-        if keeps == "x":  # attention is computed again first, to come to the sum
-            live += n * (self.attention.arch.hidden_size + self.attention.recomputed_values) * item
+            live += 2 * n * self.mixing.arch.hidden_size * item
+        if keeps == "x":  # the mixing half is computed again first, to come to the sum
+            live += n * (self.mixing.arch.hidden_size + self.mixing.recomputed_values) * item
         return live
 
     @property
@@ -101,15 +104,15 @@ class Layout:
     def token_weights(self, by_time: bool = False) -> float:
         """Weights that one token is multiplied by; by_time: those of slow products count more."""
         speed = self.mlp.product_speed if by_time else 1
-        return (sum(fused.n_weights for fused in self.attention.fused_linears)
+        return (sum(fused.n_weights for fused in self.mixing.fused_linears)
                 + self.mlp.token_weights / speed)
 
     def recomputed_weights(self, keeps: str) -> float:
         """Weights of the products that the backward of a layer computes again."""
         if keeps == "all":
             return 0
-        want_sum = keeps == "x" and not self.attention.arch.parallel
-        weights = self.attention.recomputed_weights(want_sum)
+        want_sum = keeps == "x" and not self.mixing.arch.parallel
+        weights = self.mixing.recomputed_weights(want_sum)
         return weights if keeps == "mlp" else weights + self.mlp.recomputed_weights
 
 
@@ -120,33 +123,52 @@ def make_layouts(
 
     `adapted` are the names, in a layer, of the linears that get an adapter.
     """
-    kinds = list(zip(arch.layer_window, arch.layer_rope, arch.layer_routed))
-    made = {kind: _make_layout(arch, adapted, config, *kind) for kind in dict.fromkeys(kinds)}
+    kinds = arch.layer_kinds
+    made = {kind: _make_layout(arch, adapted, config, kind) for kind in dict.fromkeys(kinds)}
     n_adapter = max(layout.n_adapter for layout in made.values())  # one length: see Adapter
     made = {kind: dataclasses.replace(layout, n_adapter=n_adapter) for kind, layout in made.items()}
     return tuple(made[kind] for kind in kinds)
 
 
 def _make_layout(
-    arch: Architecture, adapted: Collection[str], config: Config, window: int | None,
-    rope: int | None, routed: bool
+    arch: Architecture, adapted: Collection[str], config: Config, kind: LayerKind
 ) -> Layout:
     allocator = Allocator()
     vectors = {name: (allocator.reserve("vectors", math.prod(shape)), shape)
-               for name, shape in arch.vectors(routed).items()}
+               for name, shape in arch.vectors(kind).items()}
     of_experts = arch.expert_gate_up, arch.expert_down
     fused: list[Any] = [  # FusedLinears; None for a shared expert that the model does not have
         fuse_linears(site, linears, adapted, config, vectors, allocator,
                      arch.mixture.n_experts if linears in of_experts else 0) if linears else None
-        for site, linears in enumerate(arch.fused_groups(routed))]
-    qkv, out, *mlp = fused
+        for site, linears in enumerate(arch.fused_groups(kind))]
+    small_tensors = arch.small_tensors(kind)
+    arch = arch.of_kind(kind)
     rank, counts = config.lora_rank, allocator.counts
     return Layout(
-        AttentionHalf(arch, qkv, out, window, rope), (RoutedMLPHalf if routed else MLPHalf)(
-            arch, *mlp), vectors, arch.mixture_tensors(routed),
+        *_make_halves(arch, kind, fused), vectors, small_tensors,
         counts["blocks"], counts["vectors"], counts["adapter"],
         config.lora_alpha / (math.sqrt(rank) if config.adapter == "rslora" else rank),
         config.lora_dropout, config.adapter == "dora")
+
+
+def _make_halves(
+    arch: Architecture, kind: LayerKind, fused: Sequence[Any]
+) -> tuple[MixingHalf | NoMixingHalf, MLPHalf | RoutedMLPHalf | NoMLPHalf]:
+    """Those of a layer with the fused_groups() `fused`."""
+    inputs, out, *of_mlp = fused
+    of_tokens: AttentionMixing | RecordedMixing = AttentionMixing(arch, kind.window, kind.rope)
+    beside = None
+    if kind.mixer and arch.beside:
+        beside = of_mlp.pop(0), RecordedMixing(arch.mixers[kind.mixer], arch)
+    elif kind.mixer:
+        of_tokens = RecordedMixing(arch.mixers[kind.mixer], arch)
+    mixing: MixingHalf | NoMixingHalf = NoMixingHalf(arch)
+    mlp: MLPHalf | RoutedMLPHalf | NoMLPHalf = NoMLPHalf(arch)
+    if kind.halves != "mlp":
+        mixing = MixingHalf(arch, inputs, out, of_tokens, beside)
+    if kind.halves != "mixing":
+        mlp = (RoutedMLPHalf if kind.routed else MLPHalf)(arch, *of_mlp)
+    return mixing, mlp
 
 
 class DecoderLayer(nn.Module):
@@ -162,7 +184,7 @@ class DecoderLayer(nn.Module):
         self.keeps = plan.keeps(index)
         assert not arch.parallel or self.keeps in ("all", "x"), "the MLP of such a layer reads x"
         self.nested: Nested | None = None  # whole on every rank
-        self.mixture_tensors: dict[str, Tensor] = {}  # by name in the layer; whole on every rank
+        self.small_tensors: dict[str, Tensor] = {}  # by name in the layer; whole on every rank
         self.balance: Tensor | None = None  # of its experts in this step, see add_balance()
         # DoRA: {adapted linear's name: norms of the rows of W, fp32}
         self.weight_norms: dict[str, Tensor] = {}
@@ -188,13 +210,14 @@ class DecoderLayer(nn.Module):
 
 
 class LayerFunction(torch.autograd.Function):
-    """A decoder layer, from x [tokens, hidden] to the same shape: attention, then the MLP.
+    """A decoder layer, from x [tokens, hidden] to the same shape: attention or another mixing of
+    tokens, then the MLP.
 
     What it keeps from forward to backward is layer.keeps: "all"; "mlp", which is x and what the MLP
-    needs; "middle", which is x and the sum after attention; or "x". The rest is computed again, but
-    never which experts were chosen. A parallel layer, whose MLP reads x, keeps "all" or "x", one
-    with experts never "mlp". Backward reads the parameters from the layer, where FSDP2 has put the
-    gathered ones back by then.
+    needs; "middle", which is x and the sum after the mixing; or "x". The rest is computed again,
+    but never which experts were chosen. A parallel layer, whose MLP reads x, keeps "all" or "x",
+    one with experts never "mlp". Backward reads the parameters from the layer, where FSDP2 has put
+    the gathered ones back by then.
     """
 
     @staticmethod
@@ -203,14 +226,14 @@ class LayerFunction(torch.autograd.Function):
     ) -> Tensor:
         ctx.layer, ctx.bin, x = layer, bin, x.detach()
         work, put = LayerWork(layer, bin, evaluation=not is_training), bin.store.put
-        attention, mlp = layer.layout.attention, layer.layout.mlp
+        mixing, mlp = layer.layout.mixing, layer.layout.mlp
         if layer.keeps == "all":
-            middle, attention_kept = attention.forward(work, x)
+            middle, mixing_kept = mixing.forward(work, x)
             out, mlp_kept = mlp.forward(work, middle, x if layer.arch.parallel else middle)
-            ctx.kept = attention_kept, mlp_kept
+            ctx.kept = mixing_kept, mlp_kept
             return out
-        x_key = put(x)  # on its way to the host while attention runs
-        middle = attention.forward(work, x)[0]
+        x_key = put(x)  # on its way to the host while tokens are mixed
+        middle = mixing.forward(work, x)[0]
         if layer.keeps == "mlp":
             out, mlp_kept = mlp.forward(work, middle, middle)
             ctx.kept = x_key, put_all(bin.store, mlp_kept)
@@ -225,9 +248,9 @@ class LayerFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         layer, bin, kept = ctx.layer, ctx.bin, ctx.kept
         ctx.kept, work, take = None, LayerWork(layer, bin, backward=True), bin.store.take
-        attention, mlp, parallel = layer.layout.attention, layer.layout.mlp, layer.arch.parallel
+        mixing, mlp, parallel = layer.layout.mixing, layer.layout.mlp, layer.arch.parallel
         if layer.keeps == "all":
-            attention_kept, mlp_kept = kept
+            mixing_kept, mlp_kept = kept
             grad_middle = mlp.backward(work, mlp_kept, grad)
         elif layer.keeps in ("mlp", "middle"):
             if layer.keeps == "mlp":
@@ -239,18 +262,18 @@ class LayerFunction(torch.autograd.Function):
                 grad_middle = mlp.recomputed_backward(work, middle, grad, choice)
                 del middle
             (x,) = take(x_key)  # it came back while the MLP ran
-            attention_kept = attention.forward(work, x, want_sum=False)[1]
+            mixing_kept = mixing.forward(work, x, want_sum=False)[1]
         else:
             (x,), choice = take(kept[0]), kept[2]
-            middle, attention_kept = attention.forward(work, x, want_sum=not parallel)
+            middle, mixing_kept = mixing.forward(work, x, want_sum=not parallel)
             work.held.clear()  # room for the MLP's weights
             grad_middle = mlp.recomputed_backward(work, x if parallel else middle, grad, choice)
             del middle
-        # in a parallel layer attention gets the gradient of the layer's sum; grad_middle then has
+        # in a parallel layer the mixing gets the gradient of the layer's sum; grad_middle then has
         # the gradient of x through the MLP already
         upstream = grad if parallel else grad_middle
         needs_x = ctx.needs_input_grad[0]
-        grad_x = attention.backward(work, attention_kept, upstream, grad_middle, needs_x)
+        grad_x = mixing.backward(work, mixing_kept, upstream, grad_middle, needs_x)
         return grad_x, work.grad_adapter, None, None, None
 
 
@@ -267,6 +290,8 @@ class LayerWork:
         self.layer, self.bin, self.arch, self.layout = layer, bin, layer.arch, layer.layout
         self.is_backward = backward
         self.evaluation = evaluation  # whether no backward will follow
+        # whether this pass's backward follows, or another forward() before it
+        self.is_kept = backward or layer.keeps == "all" and not evaluation
         self.tokens = slice(None)  # of the bin: those that the MLP works on
         self.adapter = layer.adapter.detach().to(layer.vectors.dtype)
         self.held: dict[FusedLinear, Tensor] = {}  # for a second use, where memory allows

@@ -82,9 +82,9 @@ def fill_layer(
     for name, (where, _) in layer.layout.vectors.items():
         vectors.view(-1)[where] = read(names.of_layer(i, name)).to(device, dtype)
     set_local(layer, "vectors", vectors[model.shard].clone())
-    for name, shape in layer.layout.mixture_tensors.items():  # whole, not quantised
+    for name, shape in layer.layout.small_tensors.items():  # whole, not quantised
         tensor = whole_tensor(read, names.of_layer(i, name), nf4_states, dtype)
-        layer.mixture_tensors[name] = tensor.to(device).view(shape)
+        layer.small_tensors[name] = tensor.to(device).view(shape)
 
 
 def quantise(

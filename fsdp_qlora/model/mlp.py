@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fsdp_qlora.model.elementwise import MLP_SITE, gate, gate_backward
+from fsdp_qlora.model.elementwise import MLP_SITE, ScaledActivation, gate, gate_backward
 from fsdp_qlora.model.linears import FusedLinear
 from fsdp_qlora.model.products import add_a_gradient, product, product_backward
 from fsdp_qlora.model.residual import (
     add_branch, branch_gradient, keep, keep_inputs, kept_inputs, last_columns, norm_gradient,
     norm_inputs, weight_bytes)
-from fsdp_qlora.pretrained.architecture import Architecture
+from fsdp_qlora.pretrained.architecture import XIELU, XIELU_SHAPES, Architecture
 
 if TYPE_CHECKING:
     from fsdp_qlora.model.layer import LayerWork
@@ -32,7 +32,7 @@ SLICE_TOKENS = 4096  # of a recomputed MLP at once; fewer make its products slow
 @dataclasses.dataclass(frozen=True, eq=False)
 class MLPHalf:
     """One layer's MLP: forward and backward, whole or recomputed in slices; and its costs, as
-    AttentionHalf has them.
+    MixingHalf has them.
 
     It adds to `middle`, the sum after attention, what it computes of `source`: that is `middle`, in
     a parallel layer (Cohere) the layer's own x.
@@ -58,7 +58,7 @@ class MLPHalf:
         keep_inputs(work, kept, inputs, self.gate_up)
         del inputs
         activated = kept.gate_up.new_empty(len(source), self.down.width)
-        gate(activated[:, : self.down.in_features], kept.gate_up, arch.activation, arch.gated,
+        gate(activated[:, : self.down.in_features], kept.gate_up, self.activation(work), arch.gated,
              evaluation=work.evaluation)
         out, kept.branch = add_branch(work, middle, self.down, activated, MLP_SITE,
                                       arch.mlp_post_norm, want_sum)
@@ -73,13 +73,13 @@ class MLPHalf:
         kept.branch = None
         if work.layout.dora:
             activated = upstream.new_empty(len(upstream), self.down.in_features)
-            gate(activated, kept.gate_up, arch.activation, arch.gated)
+            gate(activated, kept.gate_up, self.activation(work), arch.gated)
         grad_activated, grad_d = product_backward(work, self.down, kept.down_columns, upstream,
                                                   activated)
         del upstream, activated
         # in place; gate and up as two tensors, whose columns one kernel can read and write at once
         parts = kept.gate_up.chunk(1 + arch.gated, -1)
-        gate_backward(grad_activated, arch.activation, None, *parts)
+        gate_backward(grad_activated, self.activation(work), None, *parts)
         add_a_gradient(work, self.down, grad_activated, grad_d)  # it now holds gate()'s result
         del grad_activated, grad_d
         inputs = kept_inputs(work, kept, arch.mlp_norm, kept.source, self.gate_up)
@@ -113,6 +113,16 @@ class MLPHalf:
         work.tokens = slice(None)
         work.held.clear()
         return torch.cat(grads)
+
+    def activation(self, work: LayerWork) -> str | Tensor | ScaledActivation:
+        """For gate() and gate_backward(): its name, with multipliers; or xIELU's scalars [4]."""
+        if self.arch.mlp_multipliers != 1.0:
+            both = self.arch.mlp_multipliers
+            inner, outer = both if isinstance(both, list) else (both, both)
+            return ScaledActivation(self.arch.activation, inner, outer)
+        if self.arch.activation != "xielu":
+            return self.arch.activation
+        return torch.stack([work.vector(XIELU, part).view(()) for part in XIELU_SHAPES])
 
     @property
     def kept_values(self) -> int:

@@ -65,7 +65,8 @@ class Model(nn.Module):
         if wants_loss:
             return HeadLoss.apply(x, self, bin)
         normed = torch.empty_like(x)
-        normalise(normed, x, self.norm, self.norm_bias, arch.norm, arch.norm_eps, evaluation=True)
+        normalise(normed, x, self.norm, self.norm_bias, arch.final_norm_kind, arch.norm_eps,
+                  evaluation=True)
         return normed
 
     def hidden(self, bin: Bin) -> Tensor:
@@ -114,7 +115,7 @@ def verify_model(model: Model, plan: Plan) -> None:
             n_bytes[kind] += sum(part.nbytes for part in parts)
             if parts[0].is_cpu and torch.cuda.is_available():
                 n_bytes["of these on the host"] += sum(part.nbytes for part in parts)
-        n_bytes["other frozen"] += sum(t.nbytes for t in layer.mixture_tensors.values())
+        n_bytes["other frozen"] += sum(t.nbytes for t in layer.small_tensors.values())
     tables = {id(t): t.nbytes for t in (model.embedding, model.head, model.norm, model.norm_bias)
               if t is not None}
     n_bytes["other frozen"] += sum(tables.values())

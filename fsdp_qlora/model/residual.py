@@ -84,7 +84,7 @@ def end_branch(
     if post_norm:
         normed = torch.empty_like(branch)
         normalise(normed, branch, work.vector(post_norm), work.vector(post_norm, "bias"),
-                  arch.norm, arch.norm_eps, evaluation=work.evaluation)
+                  arch.norm, arch.post_norm_eps, evaluation=work.evaluation)
     out = torch.add(x, normed, alpha=arch.residual_multiplier)
     return out, branch if post_norm else None
 
@@ -103,7 +103,7 @@ def branch_gradient(
         grad = grad * arch.residual_multiplier
     if post_norm:
         weight = work.vector(post_norm)
-        grad = norm_backward(branch, grad, None, weight, arch.norm, arch.norm_eps)
+        grad = norm_backward(branch, grad, None, weight, arch.norm, arch.post_norm_eps)
     return work.drop(grad, arch.residual_dropout, site)
 
 

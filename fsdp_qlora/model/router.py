@@ -47,13 +47,15 @@ def route(
     """The Routing of x [n, hidden]; `choice` is that of an earlier one of the same tokens. With
     needs_bounds it waits for the GPU, unless `choice` has them."""
     mixture: Mixture = work.arch.mixture
-    tensors = work.layer.mixture_tensors
+    tensors = work.layer.small_tensors
     weight = tensors[f"{mixture.router}.weight"]
     x_of_router = x.float() if mixture.fp32_router else x
     bias = tensors.get(f"{mixture.router}.bias")
     bias = None if bias is None else bias.to(x_of_router.dtype)
     logits = F.linear(x_of_router, weight.to(x_of_router.dtype), bias).float()
     scores = logits.sigmoid() if mixture.scores == "sigmoid" else logits.softmax(-1)
+    if mixture.rounded_scores:
+        scores = scores.to(x.dtype).float()
     if choice is None:
         ranked = scores
         if mixture.correction:
@@ -64,6 +66,7 @@ def route(
     weights = chosen_weights(scores, chosen, mixture)[0]
     if mixture.rounded:
         weights = weights.to(x.dtype).float()
+    weights = weights * mixture.scale
     experts, order = chosen.flatten().sort(stable=True)
     every = torch.arange(mixture.n_experts, device=x.device)
     ends = torch.searchsorted(experts, every, right=True).int()  # without waiting for the GPU
@@ -119,12 +122,12 @@ def best_experts(scores: Tensor, mixture: Mixture) -> Tensor:
 def chosen_weights(
     scores: Tensor, chosen: Tensor, mixture: Mixture
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The weights of the chosen experts, fp32 [n, k], their scores, and the sum [n, 1] by which
-    these are divided, None where they are not."""
+    """The weights of the chosen experts before scaling, fp32 [n, k], their scores, and the sum
+    [n, 1] by which these are divided, None where they are not."""
     picked, total = scores.gather(1, chosen), None
     if mixture.normalised:
         total = picked.sum(-1, keepdim=True) + mixture.sum_eps
-    return (picked if total is None else picked / total) * mixture.scale, picked, total
+    return picked if total is None else picked / total, picked, total
 
 
 def route_backward(work: LayerWork, routing: Routing, grad: Tensor, dtype: torch.dtype) -> Tensor:
@@ -140,6 +143,6 @@ def route_backward(work: LayerWork, routing: Routing, grad: Tensor, dtype: torch
         grad = torch.zeros_like(routing.scores).scatter_(1, chosen, grad * (1 - picked))
     else:
         grad = (-grad.sum(-1, keepdim=True) * routing.scores).scatter_add_(1, chosen, grad)
-    weight = work.layer.mixture_tensors[f"{mixture.router}.weight"]
+    weight = work.layer.small_tensors[f"{mixture.router}.weight"]
     dtype_of_product = torch.float32 if mixture.fp32_router else dtype
     return (grad.to(dtype_of_product) @ weight.to(dtype_of_product)).to(dtype)

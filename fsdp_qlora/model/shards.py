@@ -90,7 +90,7 @@ def weight_requests(model: Model, names: TensorNames, nf4_states: Collection[str
             name = names.of_layer(i, f"{own.place.linear.name}.weight")
             requests += linear_requests(own, name, names, name in nf4_states)
         shapes = {name: shape for name, (_, shape) in layer.layout.vectors.items()}
-        for name, shape in (shapes | layer.layout.mixture_tensors).items():
+        for name, shape in (shapes | layer.layout.small_tensors).items():
             name = names.of_layer(i, name)
             requests += whole_requests(name, shape, name in nf4_states)
     for name in filter(None, (names.norm, names.norm_bias)):
@@ -128,7 +128,7 @@ def whole_requests(name: str, shape: tuple[int, ...], in_nf4: bool = False) -> l
     if in_nf4:
         keys = name, *(f"{name}.{part}" for part in NF4_PARTS)
         return [Request(key, (1,), range(1)) for key in keys]
-    return [Request(name, shape, range(shape[0]))]
+    return [Request(name, shape or (1,), range(*shape[:1] or (1,)))]
 
 
 @contextlib.contextmanager

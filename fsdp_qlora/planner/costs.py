@@ -70,9 +70,9 @@ def count_layers(layouts: tuple[Layout, ...]) -> LayerTotals:
             keeps: sum(layout.recomputed_weights(keeps) for layout in layouts)
             for keeps in KEEPS},
         mlp_values=max(layout.mlp.kept_values for layout in layouts),
-        mean_query_width=sum(layout.attention.query_width for layout in layouts) / len(layouts),
+        mean_query_width=sum(x.mixing.query_width for x in layouts) / len(layouts),
         elementwise_values=sum(half.elementwise_values for layout in layouts
-                          for half in (layout.attention, layout.mlp)))
+                          for half in (layout.mixing, layout.mlp)))
 
 
 def predict_memory(plan: Plan, arch: Architecture, layouts: tuple[Layout, ...]) -> Plan:

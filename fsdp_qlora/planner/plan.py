@@ -25,9 +25,10 @@ from fsdp_qlora.data.bins import round_up, step_rows
 from fsdp_qlora.model.attention import document_attention
 from fsdp_qlora.model.head import shard_range
 from fsdp_qlora.model.layer import Layout
+from fsdp_qlora.model.mixers import PLAIN_RECURRENCES
 from fsdp_qlora.planner.costs import predict_memory, predict_time
 from fsdp_qlora.planner.machine import Machine, measure_machine
-from fsdp_qlora.pretrained.architecture import Architecture
+from fsdp_qlora.pretrained.architecture import Architecture, ShortConv
 from fsdp_qlora.ranks import gather_objects, together
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class Plan:
     n_mlp_kept: int = 0  # recomputed layers, the last ones, that keep what their MLP needs
     expert_ranges: int = 1  # experts are dequantised in so many ranges, one after the other
     plain_attention: bool = False  # whether a layer's attention runs in plain torch
+    plain_recurrence: bool = False  # the same of mixers with a state
     embedding_on_host: bool = False
     state_bytes: float = 0.0  # of the optimizer's state in GPU memory, for each weight
     graphs: bool = False  # whether CUDA graphs are used
@@ -114,6 +116,7 @@ class Workload:
     world_size: int
     device: torch.device
     plain_attention: bool = False
+    plain_recurrence: bool = False
     why_no_capture: str = ""  # why CUDA graphs cannot capture a layer; "" if they can
     state_bytes: float = 0.0  # see Plan
 
@@ -151,6 +154,7 @@ def possible_plans(
                 plan = Plan(config.compute_dtype, arch.n_layers, shards, reshard, bin_tokens, n,
                             middle, hold, config.offload_activations, config.offload_params,
                             n_mlp_kept, n_ranges, workload.plain_attention,
+                            workload.plain_recurrence,
                             state_bytes=workload.state_bytes)
                 yield predict_memory(plan, arch, layouts)
 
@@ -350,6 +354,7 @@ def longest_in_a_bin(rows: Rows, world_size: int) -> int:
 def describe_work(
     config: Config, rows: Rows, eval_rows: Rows | None, world_size: int, device: torch.device,
     why_no_capture: str, plain_attention: bool = False, state_bytes: float = 0.0,
+    plain_recurrence: bool = False,
 ) -> Workload:
     """What a run on these Rows gives its processes to do."""
     longest = max(longest_in_a_bin(r, world_size) for r in (rows, eval_rows) if r)
@@ -358,7 +363,16 @@ def describe_work(
     of_rows = rows.lengths.view(-1, rows.n_answers).sum(1)
     tokens = max(int(of_rows[step_rows(s, len(rows), config)].sum()) for s in steps)
     return Workload(tokens, longest, float(rows.lengths.float().mean()), uneven, world_size, device,
-                    plain_attention, why_no_capture, state_bytes)
+                    plain_attention, plain_recurrence, why_no_capture, state_bytes)
+
+
+def why_no_capture(arch: Architecture, machine: Machine, plain_attention: bool = False) -> str:
+    """Why CUDA graphs cannot capture a layer; "" if they can."""
+    if plain_attention:
+        return "attention runs in plain torch"
+    if not all(isinstance(mixer, ShortConv) for mixer in arch.mixers.values()):
+        return "mixers take the lengths of documents from the host"
+    return machine.why_no_grouped if arch.mixture else ""
 
 
 def agree_on_plan(
@@ -371,11 +385,11 @@ def agree_on_plan(
     if device.type == "cuda":  # so that reported peaks are those of training
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    why_no_capture = machine.why_no_grouped if arch.mixture else ""
-    if plain := any(document_attention in pair.values() for pair in kernels.values()):
-        why_no_capture = "attention runs in plain torch"
+    plain = any(document_attention in pair.values() for pair in kernels.values())
+    plain_rule = any(
+        f in PLAIN_RECURRENCES for pair in kernels.values() for f in pair.values())
     workload = describe_work(config, rows, eval_rows, dist.get_world_size(), device,
-                             why_no_capture, plain, state_bytes)
+                             why_no_capture(arch, machine, plain), plain, state_bytes, plain_rule)
     with together():
         plan = choose_plan(config, arch, layouts, workload, limit, machine)
     # what the host has free differs between nodes, so all take rank 0's plan

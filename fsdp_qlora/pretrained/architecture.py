@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
-ACTIVATIONS = "silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu2"
+ACTIVATIONS = "silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu2", "xielu"
+XIELU = "mlp.act_fn"  # where a layer has the scalars of its xIELU
+XIELU_SHAPES: dict[str, tuple[int, ...]] = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
 FromConfig = Any  # "config.x" in a Family or Mixture; in an Architecture the value of that field
 
 
@@ -31,10 +33,12 @@ class Mixture:
     first_dense: int | FromConfig = 0  # the number of first layers that have an MLP without experts
     experts: str = "mlp.experts"  # their name in a layer
     shared: str = "mlp.shared_expert"
+    shared_mlp: bool = False  # the shared expert is what other layers or models have as their MLP
     shared_gate: str | None = None  # a linear; the shared output is multiplied by its sigmoid
     router: str = "mlp.gate"
     fp32_router: bool = False  # logits are computed in fp32, not in the model's dtype
     scores: str = "softmax"  # of all logits; or "sigmoid" of each
+    rounded_scores: bool = False  # to the model's dtype, before they are compared
     correction: str | None = None  # a tensor [experts], or [1, experts]
     # a token goes only to experts of its top_groups groups, those in which the two highest scores
     # have the largest sums
@@ -56,12 +60,165 @@ class Mixture:
 
 
 @dataclasses.dataclass(frozen=True)
+class AttentionGate:
+    """What attention gives is multiplied by activation(gate) before o_proj. "config.x" means the
+    same as in Family."""
+
+    linear: str | None = None  # it reads what q_proj reads and gives the gates, [heads, head_dim];
+    #                            None: q_proj does, each head's after its query
+    per_head: bool | FromConfig = False  # there is one gate for a head; "per-head": the same
+    activation: str = "sigmoid"  # or "softplus"
+
+
+@dataclasses.dataclass(frozen=True)
+class ShortConv:
+    """LFM2's token mixer: in_proj gives b, c and x, [3 x hidden]; out_proj reads c * conv(b * x),
+    where conv sums each channel's last `kernel` tokens. "config.x" means the same as in Family."""
+
+    kernel: int | FromConfig = "config.conv_L_cache"
+    bias: bool | FromConfig = "config.conv_bias"  # of conv, in_proj and out_proj
+
+    def linears(self, hidden: int) -> tuple[list[Linear], list[Linear]]:
+        """The linears that read its input, and those that give its output."""
+        return ([Linear("conv.in_proj", 3 * hidden, hidden, self.bias)],
+                [Linear("conv.out_proj", hidden, hidden, self.bias)])
+
+    def tensors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """{name below the layer: shape} of what it has besides its linears."""
+        bias = {"conv.conv.bias": (hidden,)} if self.bias else {}
+        return {"conv.conv.weight": (hidden, 1, self.kernel)} | bias
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaNet:
+    """The gated delta net of Qwen3-Next and Qwen3.5. "config.x" means the same as in Family.
+
+    Its linears give query and key [key heads, key_dim], value and z [value heads, value_dim], b and
+    a [value heads]. Query, key and value go through a convolution of `kernel` tokens and SiLU; each
+    key head serves as many value heads as come to it. A value head's state S [key_dim, value_dim]
+    becomes S exp(g) + beta k (v - S exp(g) k), with k of length 1, beta the sigmoid of b and
+    g = -exp(A_log) softplus(a + dt_bias). out reads norm(S q) SiLU(z), with q of length
+    key_dim ** -0.5.
+    """
+
+    key_heads: int | FromConfig = "config.linear_num_key_heads"
+    value_heads: int | FromConfig = "config.linear_num_value_heads"
+    key_dim: int | FromConfig = "config.linear_key_head_dim"
+    value_dim: int | FromConfig = "config.linear_value_head_dim"
+    kernel: int | FromConfig = "config.linear_conv_kernel_dim"
+    # (name of a linear, which of q, k, v, z, b and a it gives)
+    inputs: tuple[tuple[str, str], ...] = (
+        ("in_proj_qkv", "qkv"), ("in_proj_z", "z"), ("in_proj_b", "b"), ("in_proj_a", "a"))
+    out: str = "out_proj"
+    norm: str = "norm"
+    norm_eps: float | FromConfig = "config.rms_norm_eps"
+    by_key_head: bool = False  # a linear's outputs are those of the first key head, the second, ..
+    double_beta: bool | FromConfig = False  # beta is twice the sigmoid
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """Of q, k, v, z, b and a."""
+        keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
+        return {"q": keys, "k": keys, "v": values, "z": values,
+                "b": self.value_heads, "a": self.value_heads}
+
+    def linears(self, hidden: int) -> tuple[list[Linear], list[Linear]]:
+        """The linears that read its input, and those that give its output."""
+        widths = self.widths
+        return ([Linear(f"linear_attn.{name}", sum(widths[x] for x in parts), hidden, False)
+                 for name, parts in self.inputs],
+                [Linear(f"linear_attn.{self.out}", hidden, widths["v"], False)])
+
+    def tensors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """{name below the layer: shape} of what it has besides its linears."""
+        n_channels = sum(self.widths[x] for x in "qkv")
+        shapes = {"conv1d.weight": (n_channels, 1, self.kernel), "A_log": (self.value_heads,),
+                  "dt_bias": (self.value_heads,), f"{self.norm}.weight": (self.value_dim,)}
+        return {f"linear_attn.{name}": shape for name, shape in shapes.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Mamba2:
+    """Mamba-2. "config.x" means the same as in Family.
+
+    in_proj gives z and x [heads, head_dim], B and C [groups, state] and dt [heads]. x, B and C go
+    through a convolution of `kernel` tokens and SiLU; each group serves as many heads as come to
+    it. With step = softplus(dt + dt_bias), inside of step_limits and not below min_step, a head's
+    state S [state, head_dim] becomes S exp(-exp(A_log) step) + B (step x). out_proj reads
+    norm((C S + D x) SiLU(z)) with the norm by group, with norm_first norm(C S + D x) SiLU(z).
+    """
+
+    heads: int | FromConfig = "config.mamba_n_heads"
+    head_dim: int | FromConfig = "config.mamba_d_head"
+    groups: int | FromConfig = "config.mamba_n_groups"
+    state: int | FromConfig = "config.mamba_d_state"
+    kernel: int | FromConfig = "config.mamba_d_conv"
+    conv_bias: bool | FromConfig = "config.mamba_conv_bias"
+    in_bias: bool | FromConfig = "config.mamba_proj_bias"
+    out_bias: bool | FromConfig = "config.mamba_proj_bias"
+    step_limits: FromConfig = "config.time_step_limit"
+    min_step: float | FromConfig = 0.0
+    norm_eps: float | FromConfig = "config.rms_norm_eps"
+    stem: str = "mamba"  # its name in a layer
+    norm: bool | FromConfig = True  # whether there is one
+    norm_first: bool | FromConfig = False
+    # what in_proj reads, its z, x, B, C and dt, and what out_proj gives are multiplied by these
+    in_multiplier: float | FromConfig = 1.0
+    multipliers: FromConfig = 1.0  # one for all, or a list
+    out_multiplier: float | FromConfig = 1.0
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """Of what in_proj gives."""
+        inner, states = self.heads * self.head_dim, self.groups * self.state
+        return {"z": inner, "x": inner, "B": states, "C": states, "dt": self.heads}
+
+    def linears(self, hidden: int) -> tuple[list[Linear], list[Linear]]:
+        """The linears that read its input, and those that give its output."""
+        widths = self.widths
+        return ([Linear(f"{self.stem}.in_proj", sum(widths.values()), hidden, self.in_bias)],
+                [Linear(f"{self.stem}.out_proj", hidden, widths["x"], self.out_bias)])
+
+    def tensors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """{name below the layer: shape} of what it has besides its linears."""
+        n_channels = sum(self.widths[part] for part in ("x", "B", "C"))
+        shapes: dict[str, tuple[int, ...]] = {
+            "conv1d.weight": (n_channels, 1, self.kernel), "A_log": (self.heads,),
+            "dt_bias": (self.heads,), "D": (self.heads,)}
+        shapes |= {"norm.weight": (self.widths["x"],)} if self.norm else {}
+        shapes |= {"conv1d.bias": (n_channels,)} if self.conv_bias else {}
+        return {f"{self.stem}.{name}": shape for name, shape in shapes.items()}
+
+
+Mixer = ShortConv | DeltaNet | Mamba2  # of tokens, other than softmax attention
+
+
+class LayerKind(NamedTuple):
+    """In what layers of one model differ."""
+
+    window: int | None  # a query sees this many keys, itself included; None: all
+    rope: int | None  # index of Architecture.ropes; None: no rotary
+    mixer: str | None  # key of Architecture.mixers; None: softmax attention
+    routed: bool  # whether it has experts
+    heads: int  # of queries
+    halves: str  # "both"; "mixing" or "mlp": this one alone
+
+
+@dataclasses.dataclass(frozen=True)
 class Family:
     """How a model type differs from Llama. "config.x" means the config's field x, or None."""
 
     norm: str = "rms"  # kind, see norm_of(); also of the final norm, q_norm and k_norm
     norm_eps: float | FromConfig = "config.rms_norm_eps"
+    post_norm_eps: float | FromConfig | None = None  # of the two post norms; None: norm_eps
+    final_norm_kind: str | None = None  # None: as `norm`
+    embedding_norm: bool = False  # embeddings are divided by their root mean square
     norm_bias: bool = False  # of the final norm and the four below
+    final_norm: str = "norm"  # its name in the model
+    embedding: str = "embed_tokens"
+    prefixes: tuple[str, ...] = ("model.",)  # of names in files; the first one is transformers'
+    one_half: bool = False  # a layer is attention, a mixer or, where layer_types have "mlp" or
+    #                         "moe", an MLP or experts, with one norm
     attention_norm: str | None = "input_layernorm"  # its name in the layer; None: there is none
     attention_post_norm: str | None = None  # of what attention returns
     mlp_norm: str | None = "post_attention_layernorm"
@@ -72,13 +229,19 @@ class Family:
     qkv_bias: bool | FromConfig = "config.attention_bias"
     out_bias: bool | FromConfig = "config.attention_bias"
     mlp_bias: bool | FromConfig = "config.mlp_bias"
+    heads_by_layer: FromConfig = None  # a list of the config, instead of num_attention_heads
     one_qkv: bool = False  # one linear "qkv_proj"
+    attention: str = "self_attn"  # where a layer has q_proj and the like
+    attention_out: str = "self_attn.o_proj"
     gated: bool = True  # the MLP's last linear reads act(gate) * up; else act(up)
     # linears whose outputs, concatenated, are gate and up, or up alone
     mlp_in: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     mlp_out: str = "mlp.down_proj"
     intermediate_size: int | FromConfig = "config.intermediate_size"  # width of gate and up, each
-    qk_norm: str | None = None  # weight: "head" [head_dim], "heads" [heads, head_dim], "full" [all]
+    # LFM2: two thirds of that, times a factor, up to a multiple; see mlp_width()
+    two_thirds_wide: bool | FromConfig = False
+    # weight: "head" [head_dim], "heads" [heads, head_dim], "full" [all]; by head "without weight"
+    qk_norm: str | None = None
     qk_norm_if: bool | FromConfig = True  # where a config can switch it off
     q_norm: str | None = "self_attn.q_norm"  # None in an Architecture without qk_norm
     k_norm: str | None = "self_attn.k_norm"
@@ -88,26 +251,42 @@ class Family:
     ropes_by_layer_type: bool = False  # rope_parameters has an entry for each layer type
     ntk_alpha: bool = False  # alpha of rope_parameters counts, whatever the length
     rotary_if: bool | FromConfig = True  # where a config can switch it off; True or "rope": on
-    no_rotary: str | None = None  # layers without: "no_rope_layers": those that this list of the
-    #                               config marks; "full": those without a window; "full_if_window":
-    #                               the same, but none if the model has no window
+    no_rotary: str | None = None  # layers without: "no_rope_layers" or "layer_rope_theta": where
+    #                               this list of the config has 0; "full": those without a window;
+    #                               "full_if_window": the same, but none if the model has no window
     window: str | None = None  # layers with a sliding window: "all", or those of "layer_types"
     attention_scale: float | FromConfig | None = None  # None: head_dim ** -0.5
+    query_factor: float | FromConfig = 1.0  # attention_scale is multiplied by this
+    # what q, k and v read, what k gives, and what o_proj gives are multiplied by these; without
+    # biases of these linears
+    attention_in_multiplier: float | FromConfig = 1.0
+    key_multiplier: float | FromConfig = 1.0
+    attention_out_multiplier: float | FromConfig = 1.0
+    # [on what the MLP's gate gives, on what the MLP gives], one for both; without biases
+    mlp_multipliers: FromConfig = 1.0
     query_scalar: float | FromConfig | None = None  # attention_scale = this ** -0.5
     attention_softcap: float | FromConfig | None = None
     sinks: bool = False  # one more logit per head joins attention's softmax, and has no value
+    attention_gate: AttentionGate | None = None
     logits_softcap: float | FromConfig | None = None
     # (beta, n): q *= 1 + beta * log(1 + position // n)
     query_temperature: bool | tuple[float, int] = False
-    sqrt_embedding: bool = False  # embedding_multiplier = hidden_size ** 0.5
-    embedding_multiplier: float | FromConfig = 1.0  # rounded to the embedding's dtype (Gemma)
+    sqrt_embedding: bool | FromConfig = False  # embedding_multiplier = hidden_size ** 0.5
+    embedding_multiplier: float | FromConfig = 1.0
+    rounded_multiplier: bool = False  # embedding_multiplier, to the embedding's dtype (Gemma)
     residual_multiplier: float | FromConfig = 1.0  # on what a half of a layer adds
     logits_multiplier: float | FromConfig = 1.0
     logits_divisor: float | FromConfig = 1.0
     attention_dropout: float | FromConfig = "config.attention_dropout"
     embedding_dropout: float | FromConfig = 0.0
     residual_dropout: float | FromConfig = 0.0  # on what o_proj and down_proj return
+    # {layer type: what it has instead of softmax attention}
+    mixers: dict[str, Mixer] = dataclasses.field(default_factory=dict)
+    beside: bool = False  # layers with a mixer also have softmax attention; both are added
+    # {field of Family: its value in layers with a mixer}: of the four norms
+    mixer_norms: dict[str, str | None] = dataclasses.field(default_factory=dict)
     mixture: Mixture | None = None  # of experts, instead of the MLP
+    peft_refuses: tuple[str, ...] = ()  # ends of names of linears to which PEFT adds no adapter
     # {field of the config: its only value}
     must_be: dict[str, Any] = dataclasses.field(default_factory=dict)
     unused: tuple[str, ...] = ()  # fields of the config that change nothing here: of Mamba layers
@@ -133,8 +312,6 @@ class Architecture(Family):
     n_kv_heads: int
     head_dim: int
     vocab_size: int
-    qkv: list[Linear]  # their outputs, concatenated, are q, k, v
-    out: list[Linear]
     gate_up: list[Linear]  # their outputs, concatenated, are gate, up (without a gate: up); of
     #                        layers without experts
     down: list[Linear]
@@ -142,31 +319,81 @@ class Architecture(Family):
     shared_down: list[Linear]
     expert_gate_up: list[Linear]  # of expert 0, expert 1, ..
     expert_down: list[Linear]
-    rotary_dim: int  # the first dimensions of a head that are rotated
     ropes: list[dict[str, Any]]  # settings for rope_frequencies, one for each kind of rotary
-    layer_rope: list[int | None]  # for each layer which of `ropes`; None: no rotary
-    layer_window: list[int | None]  # a query sees this many keys, itself included; None: all
-    layer_routed: list[bool]  # whether the layer has experts
+    layer_rope: list[int | None]  # of each layer, see LayerKind; so the five after it
+    layer_window: list[int | None]
+    layer_mixer: list[str | None]
+    layer_routed: list[bool]
+    layer_heads: list[int]
+    layer_halves: list[str]
     tied: bool
     module_prefix: str  # module = module_prefix + f"layers.{i}." + name
     checkpoint_prefixes: list[str]  # the same in files; tried in turn
     head_names: list[str]  # the head's weight in files; tried in turn
 
-    def fused_groups(self, routed: bool) -> tuple[list[Linear], ...]:
-        """The Linears of a layer, with experts or without: a list for each input that they read."""
-        mlp = self.gate_up, self.down
-        if routed:
-            mlp = self.shared_gate_up, self.shared_down, self.expert_gate_up, self.expert_down
-        return self.qkv, self.out, *mlp
+    @property
+    def layer_kinds(self) -> list[LayerKind]:
+        """Of each layer."""
+        return [LayerKind(*kind) for kind in zip(
+            self.layer_window, self.layer_rope, self.layer_mixer, self.layer_routed,
+            self.layer_heads, self.layer_halves)]
 
-    def linears(self, routed: bool) -> list[Linear]:
-        return [linear for group in self.fused_groups(routed) for linear in group]
+    def of_kind(self, kind: LayerKind) -> Architecture:
+        """The same with the norms and the number of heads of such layers."""
+        norms: dict[str, Any] = self.mixer_norms if kind.mixer else {}
+        if kind.halves == "mixing":
+            norms = norms | dict(mlp_norm=None, mlp_post_norm=None)
+        elif kind.halves == "mlp":
+            norms = norms | dict(attention_norm=None, attention_post_norm=None)
+        if kind.heads == self.n_heads and not norms:
+            return self
+        return dataclasses.replace(self, n_heads=kind.heads, **norms)
+
+    def attention_linears(self) -> tuple[list[Linear], list[Linear]]:
+        """Those whose outputs, concatenated, are q, k, v and perhaps attention's gates; and those
+        that give its output."""
+        width, kv_width = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+        widths = {"q_proj": width, "k_proj": kv_width, "v_proj": kv_width}
+        if self.one_qkv:
+            widths = {"qkv_proj": sum(widths.values())}
+        if gate := self.attention_gate:
+            name = gate.linear or "q_proj"
+            n_gates = self.n_heads if gate.per_head in (True, "per-head") else width
+            widths[name] = widths.get(name, 0) + n_gates
+        return ([Linear(f"{self.attention}.{name}", n, self.hidden_size, self.qkv_bias)
+                 for name, n in widths.items()],
+                [Linear(self.attention_out, self.hidden_size, width, self.out_bias)])
+
+    def fused_groups(self, kind: LayerKind) -> tuple[list[Linear], ...]:
+        """The Linears of a layer: a list for each input that they read."""
+        mixing: tuple[list[Linear], ...] = self.of_kind(kind).attention_linears()
+        mlp: tuple[list[Linear], ...] = self.gate_up, self.down
+        if kind.mixer:
+            of_mixer = self.mixers[kind.mixer].linears(self.hidden_size)
+            inputs = mixing[0] + of_mixer[0]
+            mixing = (inputs, mixing[1], of_mixer[1]) if self.beside else of_mixer
+        if kind.routed:
+            mlp = self.shared_gate_up, self.shared_down, self.expert_gate_up, self.expert_down
+        if kind.halves == "mlp":
+            mixing = [], []
+        elif kind.halves == "mixing":
+            mlp = [], []
+        return *mixing, *mlp
+
+    def linears(self, kind: LayerKind) -> list[Linear]:
+        return [linear for group in self.fused_groups(kind) for linear in group]
+
+    def all_linears(self) -> list[Linear]:
+        """Those of all kinds of layers, once each."""
+        return list({x.name: x for kind in dict.fromkeys(self.layer_kinds)
+                     for x in self.linears(kind)}.values())
 
     def adaptable(self) -> list[str]:
-        """Names in a layer of the linears that --target_modules can name: all but the experts."""
+        """Names in a layer of the linears that --target_modules can name: all but the experts, and
+        but those that PEFT refuses."""
         experts = set(self.experts())
-        linears = [x.name for routed in set(self.layer_routed) for x in self.linears(routed)]
-        return [name for name in dict.fromkeys(linears) if name not in experts]
+        return [x.name for x in self.all_linears()
+                if x.name not in experts and not x.name.endswith(self.peft_refuses)]
 
     def experts(self) -> list[str]:
         """Names in a layer of the linears of all experts."""
@@ -174,36 +401,49 @@ class Architecture(Family):
 
     def adapted(self, target_modules: Iterable[str]) -> list[str]:
         """Names in a layer of the linears that --target_modules means. "all-linear" means all
-        linears, in a MoE model those of attention; "experts" means all experts; any other word is
-        the end of a name."""
+        linears, in a MoE model those of attention and other mixers, but for names that PEFT 0.21
+        takes for experts' (gate_proj); "experts" means all experts; any other word is the end of a
+        name."""
         ends, every = tuple(f".{target}" for target in target_modules), set()
-        if "all-linear" in target_modules:
-            every = {x.name for x in self.qkv + self.out} if self.mixture else {*self.adaptable()}
+        if "all-linear" in target_modules and self.mixture:
+            taken = {name.rsplit(".", 1)[-1] for name in self.experts()}
+            every = {x.name for kind in dict.fromkeys(self.layer_kinds)
+                     for group in self.fused_groups(kind)[:2] for x in group
+                     if x.name.rsplit(".", 1)[-1] not in taken}
+        elif "all-linear" in target_modules:
+            every = {*self.adaptable()}
         found = [name for name in self.adaptable() if name in every or f".{name}".endswith(ends)]
         return found + self.experts() if "experts" in target_modules else found
 
-    def vectors(self, routed: bool) -> dict[str, tuple[int, ...]]:
-        """{name below the layer: shape} of a layer's norms, biases and sinks."""
-        norms = self.attention_norm, self.attention_post_norm, self.mlp_norm, self.mlp_post_norm
+    def vectors(self, kind: LayerKind) -> dict[str, tuple[int, ...]]:
+        """{name below the layer: shape} of a layer's norms, biases and sinks; without those inside
+        of mixers."""
+        arch = self.of_kind(kind)
+        norms = arch.attention_norm, arch.attention_post_norm, arch.mlp_norm, arch.mlp_post_norm
         parts = ("weight", "bias") if self.norm_bias else ("weight",)
         shapes: dict[str, tuple[int, ...]] = {
             f"{name}.{part}": (self.hidden_size,) for name in norms if name for part in parts}
-        if self.qk_norm:
-            for name, heads in ((self.q_norm, self.n_heads), (self.k_norm, self.n_kv_heads)):
+        attends = (self.beside or not kind.mixer) and kind.halves != "mlp"
+        if self.qk_norm and self.qk_norm != "without weight" and attends:
+            for name, heads in ((self.q_norm, kind.heads), (self.k_norm, self.n_kv_heads)):
                 shapes[f"{name}.weight"] = {
                     "head": (self.head_dim,), "heads": (heads, self.head_dim),
                     "full": (heads * self.head_dim,)}[self.qk_norm]
-        if self.sinks:
-            shapes["self_attn.sinks"] = (self.n_heads,)
-        linears = self.linears(routed)
+        if self.sinks and attends:
+            shapes["self_attn.sinks"] = (kind.heads,)
+        if self.activation == "xielu":
+            shapes |= {f"{XIELU}.{part}": shape for part, shape in XIELU_SHAPES.items()}
+        linears = self.linears(kind)
         return shapes | {f"{x.name}.bias": (x.out_features,) for x in linears if x.bias}
 
-    def mixture_tensors(self, routed: bool) -> dict[str, tuple[int, ...]]:
-        """{name below the layer: shape} of what a layer with experts has besides its 4-bit linears:
-        the router, the experts' biases, the shared expert's gate. They are small, so that every
-        rank has them whole."""
+    def small_tensors(self, kind: LayerKind) -> dict[str, tuple[int, ...]]:
+        """{name below the layer: shape} of what experts and mixers have besides their 4-bit
+        linears: the router, the experts' biases, the shared expert's gate; convolutions, decays.
+        Every rank has them whole, in the dtype of the files."""
         mixture, shapes = self.mixture, dict[str, tuple[int, ...]]()
-        if routed:
+        if kind.mixer:
+            shapes |= self.mixers[kind.mixer].tensors(self.hidden_size)
+        if kind.routed:
             shapes[f"{mixture.router}.weight"] = mixture.n_experts, self.hidden_size
             if mixture.biases:
                 shapes[f"{mixture.router}.bias"] = (mixture.n_experts,)
@@ -217,6 +457,11 @@ class Architecture(Family):
             if mixture.shared_gate:
                 shapes[f"{mixture.shared_gate}.weight"] = 1, self.hidden_size
         return shapes
+
+
+def rotary_dim(rope: dict[str, Any], head_dim: int) -> int:
+    """How many of the first dimensions of a head such rope_parameters rotate."""
+    return int(head_dim * (rope.get("partial_rotary_factor") or 1.0))
 
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}

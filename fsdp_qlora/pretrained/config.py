@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import functools
 import itertools
+import math
 import types
 from typing import Any, TypeVar
 
@@ -15,8 +16,9 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from fsdp_qlora.pretrained.architecture import LAYER_TYPES, Architecture, Family, Linear, Mixture
-from fsdp_qlora.pretrained.architecture import ACTIVATIONS
+from fsdp_qlora.pretrained.architecture import (
+    ACTIVATIONS, LAYER_TYPES, Architecture, AttentionGate, DeltaNet, Family, Linear, Mamba2,
+    Mixture, ShortConv, rotary_dim)
 from fsdp_qlora.pretrained.families import FAMILIES, MULTIMODAL
 from fsdp_qlora.quant.nf4 import BLOCK
 
@@ -32,15 +34,17 @@ ROPE_KEYS = set("""rope_type type rope_theta factor partial_rotary_factor alpha 
 KNOWN_FIELDS = set("""vocab_size hidden_size intermediate_size num_hidden_layers head_dim dtype
     num_attention_heads num_key_value_heads tie_word_embeddings rope_parameters layer_types
     sliding_window use_sliding_window max_window_layers sliding_window_pattern no_rope_layers
-    no_rope_layer_interval max_position_embeddings original_max_position_embeddings use_cache
-    initializer_range pad_token_id bos_token_id eos_token_id eod_token_id transformers_version
-    architectures output_hidden_states return_dict id2label label2id problem_type
-    pretraining_tp mlp_only_layers mlp_layer_types decoder_sparse_step moe_layer_interval
-    moe_layer_end_index router_aux_loss_coef output_router_logits num_mtp_layers
+    no_rope_layer_interval layer_rope_theta max_position_embeddings
+    original_max_position_embeddings use_cache initializer_range pad_token_id bos_token_id
+    eos_token_id eod_token_id transformers_version architectures output_hidden_states return_dict
+    id2label label2id problem_type pretraining_tp mlp_only_layers mlp_layer_types
+    decoder_sparse_step moe_layer_interval moe_layer_end_index router_aux_loss_coef
+    output_router_logits num_mtp_layers
+    block_multiple_of block_ffn_dim_multiplier
     """.split())
 
 
-AnyRecord = TypeVar("AnyRecord", Family, Mixture)
+AnyRecord = TypeVar("AnyRecord", Family, Mixture, AttentionGate, ShortConv, DeltaNet, Mamba2)
 
 
 def text_config(model_config: PreTrainedConfig) -> PreTrainedConfig:
@@ -63,7 +67,9 @@ def check_model(model_config: PreTrainedConfig) -> None:
     if getattr(c, "is_causal", True) is False:
         raise ValueError(f"{name}: is_causal=False is not supported: only causal attention is")
     family = FAMILIES[c.model_type]
-    values = [*vars(family).values(), *(vars(family.mixture).values() if family.mixture else ())]
+    records = (family, *filter(None, (family.mixture, family.attention_gate)),
+               *family.mixers.values())
+    values = [value for record in records for value in vars(record).values()]
     known = {str(value).removeprefix("config.") for value in values}
     known |= KNOWN_FIELDS.union(family.unused)
     for field in dataclasses.fields(c):
@@ -85,14 +91,16 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
     if family.activation not in ACTIVATIONS:
         raise ValueError(f"{record.activation.removeprefix('config.')} {family.activation} is not"
                          f" supported: only {', '.join(ACTIVATIONS)}")
-    hidden, inner = c.hidden_size, family.intermediate_size
+    hidden, inner = c.hidden_size, mlp_width(c, family)
     if inner is None:
         name = record.intermediate_size.removeprefix("config.")
         raise ValueError(f"the config of {c.model_type} has no {name}: its record in families.py"
                          " needs another intermediate_size")
     heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
-    if heads % kv_heads:
-        raise ValueError(f"{heads} attention heads are no multiple of {kv_heads} key-value heads")
+    by_layer = list(getattr(c, record.heads_by_layer.removeprefix("config."))
+                    if record.heads_by_layer else [heads] * c.num_hidden_layers)
+    if odd := [n for n in (heads, *by_layer) if n % kv_heads]:
+        raise ValueError(f"{odd[0]} attention heads are no multiple of {kv_heads} key-value heads")
     head_dim = getattr(c, "head_dim", None) or hidden // heads
     values.update(describe_positions(c, family, head_dim))
     if not (family.qk_norm and family.qk_norm_if):
@@ -100,26 +108,29 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
     if not family.post_norm_if:
         values.update(attention_post_norm=None, mlp_post_norm=None)
     if family.query_scalar or family.attention_scale is None:
-        values["attention_scale"] = (family.query_scalar or head_dim) ** -0.5
+        values["attention_scale"] = (family.query_scalar or head_dim) ** -0.5 * family.query_factor
     if family.sqrt_embedding:
         values["embedding_multiplier"] = hidden**0.5
+    values["attention_scale"] *= family.key_multiplier * family.attention_in_multiplier**2
+    values["final_norm_kind"] = family.final_norm_kind or family.norm
+    if family.post_norm_eps is None:
+        values["post_norm_eps"] = family.norm_eps
     values["logits_multiplier"] = family.logits_multiplier / family.logits_divisor
     values["attention_dropout"] = family.attention_dropout or 0.0
-    qkv = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
-    qkv = {"qkv": sum(qkv.values())} if family.one_qkv else qkv
     settings = getattr(model_config, "quantization_config", None) or {}
-    values.update(describe_experts(c, family, settings.get("quant_method") == "mxfp4"))
     n_in = inner * (1 + family.gated) // len(family.mlp_in)  # outputs of each of these linears
-    prefixes = ["model."]
+    gate_up = [Linear(name, n_in, hidden, family.mlp_bias) for name in family.mlp_in]
+    down = [Linear(family.mlp_out, hidden, inner, family.mlp_bias)]
+    values.update(describe_experts(
+        c, family, settings.get("quant_method") == "mxfp4", (gate_up, down)))
+    prefixes = [*family.prefixes]
     if c is not model_config:
         prefixes = ["model.language_model.", "language_model.model."]
     return Architecture(
         **values, family=c.model_type, n_layers=c.num_hidden_layers, hidden_size=hidden,
         n_heads=heads, n_kv_heads=kv_heads, head_dim=head_dim, vocab_size=c.vocab_size,
-        qkv=[Linear(f"self_attn.{x}_proj", n, hidden, family.qkv_bias) for x, n in qkv.items()],
-        out=[Linear("self_attn.o_proj", hidden, heads * head_dim, family.out_bias)],
-        gate_up=[Linear(name, n_in, hidden, family.mlp_bias) for name in family.mlp_in],
-        down=[Linear(family.mlp_out, hidden, inner, family.mlp_bias)],
+        layer_heads=by_layer,
+        gate_up=gate_up, down=down,
         # mistral3's outer flag is True by default, though released models are not tied; Qwen3-VL's
         # text config may lack the flag
         tied=getattr(c, "tie_word_embeddings", True) and model_config.tie_word_embeddings,
@@ -127,13 +138,24 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
         head_names=["lm_head.weight", "language_model.lm_head.weight"][: len(prefixes)])
 
 
+def mlp_width(c: PreTrainedConfig, family: Family) -> int | None:
+    """The width of gate and up, each; None if the config does not say."""
+    inner = family.intermediate_size
+    if not family.two_thirds_wide or inner is None:
+        return inner
+    wanted = int((c.block_ffn_dim_multiplier or 1) * int(2 * inner / 3))
+    return math.ceil(wanted / c.block_multiple_of) * c.block_multiple_of
+
+
 def fill_record(record: AnyRecord, c: PreTrainedConfig) -> AnyRecord:
     """The record with the text config's values in place of "config.x"; None where the config
     declares no such field. A list of one value per layer, all equal, becomes that value."""
     values, declared = dict(vars(record)), {field.name for field in dataclasses.fields(c)}
     for key, value in values.items():
-        if isinstance(value, Mixture):
+        if key in ("mixture", "attention_gate") and value:
             values[key] = fill_record(value, c)
+        elif key == "mixers":
+            values[key] = {name: fill_record(mixer, c) for name, mixer in value.items()}
         elif str(value).startswith("config."):
             name = value.removeprefix("config.")
             value = getattr(c, name) if name in declared else None
@@ -142,31 +164,27 @@ def fill_record(record: AnyRecord, c: PreTrainedConfig) -> AnyRecord:
     return dataclasses.replace(record, **values)
 
 
-def describe_experts(c: PreTrainedConfig, family: Family, in_mxfp4: bool) -> dict[str, Any]:
+def describe_experts(
+    c: PreTrainedConfig, family: Family, in_mxfp4: bool,
+    dense: tuple[list[Linear], list[Linear]],
+) -> dict[str, Any]:
     """{field of Architecture: value} of the fields about experts, from a text config. `in_mxfp4`:
-    whether the files have the experts in MXFP4."""
+    whether the files have the experts in MXFP4; `dense`: the linears of the MLP without experts.
+    """
     n_layers, hidden, mixture = c.num_hidden_layers, c.hidden_size, family.mixture
     names = "shared_gate_up", "shared_down", "expert_gate_up", "expert_down"
-    if not mixture:
-        return {"layer_routed": [False] * n_layers, **dict.fromkeys(names, [])}
+    routed = mixture and mixture.n_experts != 0 and routed_layers(c, family)
+    if not routed or not any(routed):
+        return {"layer_routed": [False] * n_layers, **dict.fromkeys(names, []), "mixture": None}
     sizes = mixture.n_experts, mixture.top_k, mixture.expert_size
     if not all(isinstance(n, int) and n > 0 for n in sizes) or mixture.top_k > mixture.n_experts:
         raise ValueError(f"{sizes[0]} experts, {sizes[1]} for a token, of size {sizes[2]} are not"
                          " supported")
-    dense = getattr(c, "mlp_only_layers", None) or ()
-    every = getattr(c, "decoder_sparse_step", None) or getattr(c, "moe_layer_interval", None) or 1
-    last = getattr(c, "moe_layer_end_index", n_layers - 1)
-    routed = [(mixture.first_dense or 0) <= i <= last and i not in dense and (i + 1) % every == 0
-              for i in range(n_layers)]
-    if kinds := getattr(c, "mlp_layer_types", None):  # counts alone where a config has it
-        if len(kinds) != n_layers or set(kinds) - {"dense", "sparse"}:
-            raise ValueError(f"mlp_layer_types {kinds} is not supported for {n_layers} layers,"
-                             " only dense and sparse are, one for each")
-        routed = [kind == "sparse" for kind in kinds]
 
     def mlp(stem: str, inner: int, bias: bool) -> tuple[list[Linear], list[Linear]]:
         """The linears of an MLP that read its input, and those that give its output."""
-        return ([Linear(f"{stem}.{x}_proj", inner, hidden, bias) for x in ("gate", "up")],
+        names = ("gate", "up") if family.gated else ("up",)
+        return ([Linear(f"{stem}.{x}_proj", inner, hidden, bias) for x in names],
                 [Linear(f"{stem}.down_proj", hidden, inner, bias)])
 
     def expert(i: int) -> tuple[list[Linear], list[Linear]]:
@@ -182,9 +200,27 @@ def describe_experts(c: PreTrainedConfig, family: Family, in_mxfp4: bool) -> dic
 
     shared_size = (mixture.shared_size or 0) * (mixture.n_shared or 0)
     shared = mlp(mixture.shared, shared_size, family.mlp_bias) if shared_size else ([], [])
+    shared = dense if mixture.shared_mlp else shared
     gate_ups, downs = zip(*map(expert, range(mixture.n_experts)))
     experts = [list(itertools.chain(*linears)) for linears in (gate_ups, downs)]
     return {"layer_routed": routed, **dict(zip(names, (*shared, *experts)))}
+
+
+def routed_layers(c: PreTrainedConfig, family: Family) -> list[bool]:
+    """Which layers have experts, from the text config of a family with experts."""
+    n_layers, first_dense = c.num_hidden_layers, family.mixture.first_dense or 0
+    if family.one_half:
+        return [kind == "moe" for kind in c.layer_types]
+    if kinds := getattr(c, "mlp_layer_types", None):  # counts alone where a config has it
+        if len(kinds) != n_layers or set(kinds) - {"dense", "sparse"}:
+            raise ValueError(f"mlp_layer_types {kinds} is not supported for {n_layers} layers,"
+                             " only dense and sparse are, one for each")
+        return [kind == "sparse" for kind in kinds]
+    dense = getattr(c, "mlp_only_layers", None) or ()
+    every = getattr(c, "decoder_sparse_step", None) or getattr(c, "moe_layer_interval", None) or 1
+    last = getattr(c, "moe_layer_end_index", n_layers - 1)
+    return [first_dense <= i <= last and i not in dense and (i + 1) % every == 0
+            for i in range(n_layers)]
 
 
 def describe_positions(c: PreTrainedConfig, family: Family, head_dim: int) -> dict[str, Any]:
@@ -193,10 +229,11 @@ def describe_positions(c: PreTrainedConfig, family: Family, head_dim: int) -> di
     kinds = getattr(c, "layer_types", None) or ["full_attention"] * n_layers
     if len(kinds) != n_layers:
         raise ValueError(f"layer_types has {len(kinds)} entries for {n_layers} layers")
-    if other := sorted(set(kinds) - LAYER_TYPES):
+    known = LAYER_TYPES.union(family.mixers, {"mlp", "moe"} if family.one_half else ())
+    if other := sorted(set(kinds) - known):
         raise ValueError(f"{sum(kind in other for kind in kinds)} of {n_layers} layers are of"
                          f" {', '.join(other)}, which is not supported, only"
-                         f" {' and '.join(sorted(LAYER_TYPES))} are")
+                         f" {' and '.join(sorted(known))} are")
     slides = [family.window == "all" and window is not None
               or family.window == "layer_types" and kind == "sliding_attention" for kind in kinds]
     used = getattr(c, "use_sliding_window", True)
@@ -204,12 +241,16 @@ def describe_positions(c: PreTrainedConfig, family: Family, head_dim: int) -> di
         raise ValueError(f"layers with a sliding window, but sliding_window={window},"
                          f" use_sliding_window={used}")
     rotated = [family.rotary_if in (True, "rope")] * n_layers
-    if family.no_rotary == "no_rope_layers":
-        rotated = c.no_rope_layers
+    if family.no_rotary in ("no_rope_layers", "layer_rope_theta"):
+        rotated = [bool(marked) for marked in getattr(c, family.no_rotary)]
     if family.no_rotary == "full" or family.no_rotary == "full_if_window" and window is not None:
         rotated = slides
-    ropes, layer_rope = [], []
+    ropes: list[dict[str, Any]] = []
+    layer_rope: list[int | None] = []
     for kind, rotates in zip(kinds, rotated, strict=True):
+        if kind in family.mixers and not family.beside or not rotates and family.one_half:
+            layer_rope.append(None)
+            continue
         rope = dict(c.rope_parameters)
         if family.ropes_by_layer_type and "rope_type" not in rope:  # else all share them
             rope = dict(rope.get(kind) or {})
@@ -220,17 +261,24 @@ def describe_positions(c: PreTrainedConfig, family: Family, head_dim: int) -> di
         if family.ntk_alpha and rope["rope_type"] == "dynamic" and rope.get("alpha"):
             theta = rope["rope_theta"] * rope["alpha"] ** (head_dim / (head_dim - 2))
             rope = {"rope_type": "default", "rope_theta": theta}  # no longer depends on length
+        if rope.get("rope_theta") is None:  # OLMo hybrid can be without
+            layer_rope.append(None)
+            continue
         if rope not in ropes:
             ropes.append(rope)
         layer_rope.append(ropes.index(rope) if rotates else None)
-    part = ropes[0].get("partial_rotary_factor") or 1.0
-    if len({x.get("partial_rotary_factor") for x in ropes}) > 1 or int(head_dim * part) % 2 \
-            or part != 1.0 and not family.partial_rotary:
-        raise ValueError(f"partial_rotary_factor={part} of {head_dim} dimensions is not supported")
+    for rope in ropes:
+        part = rope.get("partial_rotary_factor") or 1.0
+        if rotary_dim(rope, head_dim) % 2 or part != 1.0 and not family.partial_rotary:
+            raise ValueError(f"partial_rotary_factor={part} of {head_dim} dimensions is not"
+                             " supported")
     temperature = family.query_temperature and (
         ropes[0]["llama_4_scaling_beta"], ropes[0]["original_max_position_embeddings"])
-    return dict(rotary_dim=int(head_dim * part), ropes=ropes, layer_rope=layer_rope,
+    return dict(ropes=ropes, layer_rope=layer_rope,
                 layer_window=[window if slide else None for slide in slides],
+                layer_mixer=[kind if kind in family.mixers else None for kind in kinds],
+                layer_halves=["both" if not family.one_half else "mlp" if kind in ("mlp", "moe")
+                              else "mixing" for kind in kinds],
                 query_temperature=temperature)
 
 
@@ -254,11 +302,12 @@ def rope_frequencies(
     """(fp32 [rotary_dim / 2] inverse frequencies, factor on cos and sin) of one of arch.ropes; for
     longrope [2, rotary_dim / 2], for short documents and for long ones. max_seq_len chooses the
     base of "dynamic" once, for all batches."""
+    dim = rotary_dim(rope, arch.head_dim)
     if rope["rope_type"] == "default":
-        exponents = torch.arange(0, arch.rotary_dim, 2, dtype=torch.float) / arch.rotary_dim
+        exponents = torch.arange(0, dim, 2, dtype=torch.float) / dim
         return 1.0 / rope["rope_theta"] ** exponents, 1.0
     view = types.SimpleNamespace(
-        rope_parameters=rope | {"partial_rotary_factor": 1.0}, head_dim=arch.rotary_dim,
+        rope_parameters=rope | {"partial_rotary_factor": 1.0}, head_dim=dim,
         hidden_size=arch.hidden_size, num_attention_heads=arch.n_heads,
         max_position_embeddings=text_config(model_config).max_position_embeddings,
         standardize_rope_params=lambda: None)
@@ -287,7 +336,8 @@ def shrunk_config(model_config: PreTrainedConfig) -> PreTrainedConfig:
         for name, value in changes.items():
             if applies[condition](name):
                 setattr(c, name, value)
-    for rope in [c.rope_parameters, *c.rope_parameters.values()]:
+    ropes = getattr(c, "rope_parameters", None) or {}
+    for rope in [ropes, *ropes.values()]:
         if isinstance(rope, dict) and ("long_factor" in rope or "llama_4_scaling_beta" in rope):
             shrink_rope(c, rope, arch)
     return c
@@ -304,26 +354,34 @@ def shrinking_changes(
                   for name in (record.intermediate_size, record.norm_eps))
     heads_width = arch.n_heads * arch.head_dim
     per_layer = {name: getattr(c, name, None)
-                 for name in ("layer_types", "no_rope_layers", "mlp_layer_types")}
+                 for name in ("layer_types", "no_rope_layers", "layer_rope_theta",
+                              "mlp_layer_types", "num_attention_heads_per_layer")}
     kinds = list(zip(*filter(None, per_layer.values()))) or [()]
     differences = [sum(x != y for x, y in zip(kind, kinds[0])) for kind in kinds]
     other = differences.index(max(differences))
+    # one layer of the first kind, and one that differs from it in as much as there is; of layers
+    # of one half one of each kind
+    layers = [kinds.index(kind) for kind in dict.fromkeys(kinds)] if record.one_half else [0, other]
     return [
-        # one layer of the first kind, and one that differs from it in as much as there is
-        ("if used", {name: values and [values[0], values[other]]
-                     for name, values in per_layer.items()}),
+        ("if used", {name: values and [values[i] for i in layers]
+                     for name, values in per_layer.items() if not is_computed(c, name)}),
         # the check takes seconds on a CPU
-        ("always", {"num_hidden_layers": 2, "vocab_size": 128}),
+        ("always", {"num_hidden_layers": len(layers), "vocab_size": 128}),
         # a multimodal config has this flag outside its text config
         ("always", {"tie_word_embeddings": arch.tied}),
         # with the released values a wrong scale of attention or a wrong eps would go unnoticed
         ("if declared", {"initializer_range": 0.2, "attention_multiplier": 0.2, eps: 0.05}),
-        ("if declared", {inner: 192}),
+        ("if declared", {inner: 192, "post_norm_eps": 0.1}),
         # these change no output
         ("if declared", {"use_cache": False, "return_dict": True, "output_attentions": False,
                          "output_hidden_states": False}),
         *expert_changes(arch, c),
+        ("if declared", {"linear_num_key_heads": 2, "linear_num_value_heads": 4,
+                         "linear_key_head_dim": 16, "linear_value_head_dim": 32}),
+        *mamba_changes(arch, c),
         # key-value heads: one, as many as heads, or a number between
+        ("if used", {"num_attention_heads_per_layer": [
+            4 if arch.layer_heads[i] == arch.n_heads else 8 for i in layers]}),
         ("always", {"num_attention_heads": 4,
                     "num_key_value_heads": {1: 1, arch.n_heads: 4}.get(arch.n_kv_heads, 2)}),
         # whole blocks of 64 weights: bitsandbytes on a CPU dequantises others wrongly. 4 heads of
@@ -334,6 +392,12 @@ def shrinking_changes(
         ("if used", {"sliding_window": 5}),
         # the released ones may lie outside the small vocabulary
         ("always", {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2})]
+
+
+def is_computed(c: PreTrainedConfig, name: str) -> bool:
+    """Whether the config computes this field of others."""
+    name = c.attribute_map.get(name, name)
+    return isinstance(getattr(type(c), name, None), property)
 
 
 def expert_changes(arch: Architecture, c: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
@@ -347,7 +411,8 @@ def expert_changes(arch: Architecture, c: PreTrainedConfig) -> list[tuple[str, d
     record = FAMILIES[arch.family].mixture
     fields = {str(getattr(record, key)).removeprefix("config."): size
               for key, size in sizes.items()}  # where two sizes are one field, the last counts
-    fields.pop("intermediate_size", None)  # of some families also that of experts; it is set above
+    # of some families also that of experts; it is set above
+    fields.pop(str(FAMILIES[arch.family].intermediate_size).removeprefix("config."), None)
     return [
         # few small experts, in the second layer alone if the first layers have none
         ("if used", fields),
@@ -355,6 +420,17 @@ def expert_changes(arch: Architecture, c: PreTrainedConfig) -> list[tuple[str, d
         ("if used", {"mlp_only_layers": [0]}),
         ("if used", {"decoder_sparse_step": min(2, getattr(c, "decoder_sparse_step", 1))}),
         ("if declared", {"moe_layer_end_index": 1})]
+
+
+def mamba_changes(arch: Architecture, c: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
+    """The rows of shrinking_changes() for Mamba-2: 4 heads, of whole blocks of 64 weights."""
+    record = next((x for x in FAMILIES[arch.family].mixers.values() if isinstance(x, Mamba2)), None)
+    if not record:
+        return []
+    sizes = {"heads": 4, "head_dim": 32, "groups": min(2, getattr(
+        c, record.groups.removeprefix("config."))), "state": 16}
+    fields = {str(getattr(record, key)).removeprefix("config."): n for key, n in sizes.items()}
+    return [("always", fields), ("if declared", {"mamba_expand": 2, "mamba_d_ssm": 128})]
 
 
 def shrink_rope(c: PreTrainedConfig, rope: dict[str, Any], arch: Architecture) -> None:
@@ -366,4 +442,4 @@ def shrink_rope(c: PreTrainedConfig, rope: dict[str, Any], arch: Architecture) -
     if hasattr(c, "original_max_position_embeddings"):
         c.original_max_position_embeddings = 20
     for name in {"short_factor", "long_factor"} & rope.keys():
-        rope[name] = rope[name][: arch.rotary_dim * 8 // arch.head_dim]
+        rope[name] = rope[name][: rotary_dim(rope, 16) // 2]

@@ -6,9 +6,11 @@ record and a config.json.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from fsdp_qlora.pretrained.architecture import Family, Mixture
+from fsdp_qlora.pretrained.architecture import (
+    AttentionGate, DeltaNet, Family, Mamba2, Mixture, ShortConv)
 
 SHAPES: dict[str, dict[str, Any]] = {  # what --random_weights knows without a config.json
     name: dict(
@@ -24,7 +26,8 @@ SHAPES: dict[str, dict[str, Any]] = {  # what --random_weights knows without a c
 POST_NORMS: dict[str, Any] = dict(
     attention_norm=None, attention_post_norm="post_attention_layernorm",
     mlp_norm=None, mlp_post_norm="post_feedforward_layernorm")
-GEMMA: dict[str, Any] = dict(norm="rms_plus_one", sqrt_embedding=True)
+GEMMA: dict[str, Any] = dict(
+    norm="rms_plus_one", sqrt_embedding=True, rounded_multiplier=True)
 GEMMA2: dict[str, Any] = GEMMA | POST_NORMS | dict(
     attention_norm="input_layernorm", mlp_norm="pre_feedforward_layernorm", window="layer_types",
     activation="config.hidden_activation", query_scalar="config.query_pre_attn_scalar")
@@ -43,6 +46,12 @@ GRANITE: dict[str, Any] = dict(
     attention_scale="config.attention_multiplier",
     embedding_multiplier="config.embedding_multiplier",
     residual_multiplier="config.residual_multiplier")
+GRANITE_EXPERTS: dict[str, Any] = dict(
+    n_experts="config.num_local_experts", expert_size="config.intermediate_size",
+    experts="block_sparse_moe.experts", router="block_sparse_moe.router", adapters="stacked",
+    renames=(("moe.experts.gate_up_proj", "moe.input_linear.weight"),
+             ("moe.experts.down_proj", "moe.output_linear.weight"),
+             ("router.weight", "router.layer.weight")))
 MIXTRAL: dict[str, Any] = dict(
     n_experts="config.num_local_experts", expert_size="config.intermediate_size",
     renames=(("mlp.", "block_sparse_moe."), ("gate_proj", "w1"), ("up_proj", "w3"),
@@ -57,6 +66,16 @@ DEEPSEEK: dict[str, Any] = dict(
 HUNYUAN: dict[str, Any] = dict(
     qk_norm="head", qk_norm_after_rotary=True, ntk_alpha=True,
     q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm")
+LFM2: dict[str, Any] = dict(
+    norm_eps="config.norm_eps", attention_norm="operator_norm", mlp_norm="ffn_norm",
+    final_norm="embedding_norm", qk_norm="head", q_norm="self_attn.q_layernorm",
+    k_norm="self_attn.k_layernorm", attention_out="self_attn.out_proj", activation="silu",
+    mlp_in=("feed_forward.w1", "feed_forward.w3"), mlp_out="feed_forward.w2",
+    mixers={"conv": ShortConv()})
+QWEN3_NEXT: dict[str, Any] = dict(
+    norm="rms_plus_one", qk_norm="head", partial_rotary=True, attention_gate=AttentionGate())
+QWEN3_NEXT_EXPERTS: dict[str, Any] = dict(
+    shared_size="config.shared_expert_intermediate_size", shared_gate="mlp.shared_expert_gate")
 FAMILIES: dict[str, Family] = {
     "llama": Family(),
     "internlm3": Family(),
@@ -78,6 +97,8 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family(qkv_bias=True, window="layer_types"),
     "qwen3": Family(qk_norm="head", window="layer_types"),
     "qwen3_vl_text": Family(qk_norm="head"),
+    "apertus": Family(**UNGATED, qk_norm="head", attention_norm="attention_layernorm",
+                      mlp_norm="feedforward_layernorm"),
     "phi3": Family(**ONE_GATE_UP, one_qkv=True, partial_rotary=True, window="all"),
     "gemma": Family(**GEMMA),
     "gemma2": Family(**GEMMA2, attention_softcap="config.attn_logit_softcapping",
@@ -86,15 +107,35 @@ FAMILIES: dict[str, Family] = {
                          attention_softcap="config.attn_logit_softcapping",
                          logits_softcap="config.final_logit_softcapping"),
     "gemma3_text": Family(**GEMMA2, qk_norm="head", ropes_by_layer_type=True),
+    "muse_glimmer_text": Family(
+        **POST_NORMS | dict(attention_norm="input_layernorm", mlp_norm="pre_feedforward_layernorm"),
+        norm="rms_plus_one", post_norm_eps="config.post_norm_eps", final_norm_kind="rms_fp32",
+        embedding_norm=True, qkv_bias=False, out_bias=False, qk_norm="without weight",
+        query_factor="config.qk_scale_factor", window="layer_types", no_rotary="layer_rope_theta",
+        attention_gate=AttentionGate("gate_proj"), activation="config.hidden_activation",
+        logits_multiplier="config.output_multiplier",
+        logits_softcap="config.final_logit_softcapping"),
     "granite": Family(**GRANITE, logits_divisor="config.logits_scaling"),
     "granitemoehybrid": Family(
         **GRANITE, logits_divisor="config.logits_scaling", mlp_in=("shared_mlp.input_linear",),
         mlp_out="shared_mlp.output_linear", intermediate_size="config.shared_intermediate_size",
-        rotary_if="config.position_embedding_type", must_be={"num_local_experts": 0},
-        unused=("num_experts_per_tok", "output_router_logits", "router_aux_loss_coef",
-                "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv",
-                "mamba_expand", "mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias",
-                "time_step_limit")),
+        rotary_if="config.position_embedding_type", mixers={"linear_attention": Mamba2()},
+        unused=("output_router_logits", "router_aux_loss_coef", "mamba_expand",
+                "mamba_chunk_size"),
+        mixture=Mixture(**GRANITE_EXPERTS, shared_mlp=True)),
+    "falcon_h1": Family(
+        peft_refuses=("out_proj",), final_norm="final_layernorm", mlp_norm="pre_ff_layernorm",
+        qkv_bias=False, out_bias=False, mlp_bias=False, mlp_out="feed_forward.down_proj",
+        mlp_in=("feed_forward.gate_proj", "feed_forward.up_proj"), beside=True,
+        embedding_multiplier="config.embedding_multiplier",
+        logits_multiplier="config.lm_head_multiplier", key_multiplier="config.key_multiplier",
+        attention_in_multiplier="config.attention_in_multiplier",
+        attention_out_multiplier="config.attention_out_multiplier",
+        mlp_multipliers="config.mlp_multipliers", mixers={"hybrid": Mamba2(
+            in_bias=False, out_bias=False, norm="config.mamba_rms_norm",
+            norm_first="config.mamba_norm_before_gate", in_multiplier="config.ssm_in_multiplier",
+            multipliers="config.ssm_multipliers", out_multiplier="config.ssm_out_multiplier")},
+        unused=("mamba_d_ssm", "mamba_expand", "mamba_chunk_size", "num_logits_to_keep")),
     "hyperclovax": Family(**GRANITE, logits_multiplier="config.logits_scaling",
                           attention_post_norm="post_norm1", mlp_post_norm="post_norm2",
                           post_norm_if="config.use_post_norm"),
@@ -113,6 +154,17 @@ FAMILIES: dict[str, Family] = {
     "exaone4": Family(**POST_NORMS, qk_norm="head", window="layer_types",
                       no_rotary="full_if_window"),
     "hunyuan_v1_dense": Family(**HUNYUAN),
+    "lfm2": Family(**LFM2, two_thirds_wide="config.block_auto_adjust_ff_dim",
+                   unused=("full_attn_idxs",)),
+    "qwen3_5_text": Family(**QWEN3_NEXT, mixers={"linear_attention": DeltaNet()}),
+    "olmo_hybrid": Family(
+        **OLMO2, mixers={"linear_attention": DeltaNet(
+            inputs=tuple((f"{x}_proj", "z" if x == "g" else x) for x in "qkvgba"), out="o_proj",
+            norm="o_norm", norm_eps=1e-5, double_beta="config.linear_allow_neg_eigval")},
+        mixer_norms=dict(attention_norm="input_layernorm", attention_post_norm=None,
+                         mlp_norm="post_attention_layernorm", mlp_post_norm=None),
+        unused=("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max",
+                "linear_dt_init_floor")),
     # MoE models
     "qwen3_moe": Family(qk_norm="head", window="all", mixture=Mixture(
         normalised="config.norm_topk_prob")),
@@ -127,13 +179,8 @@ FAMILIES: dict[str, Family] = {
         expert_size="config.intermediate_size", normalised="config.norm_topk_prob")),
     "flex_olmo": Family(**OLMO2, mixture=Mixture(
         expert_size="config.intermediate_size", normalised="config.norm_topk_prob")),
-    "granitemoe": Family(**GRANITE, logits_divisor="config.logits_scaling", mixture=Mixture(
-        n_experts="config.num_local_experts", expert_size="config.intermediate_size",
-        experts="block_sparse_moe.experts", router="block_sparse_moe.router",
-        adapters="stacked",
-        renames=(("experts.gate_up_proj", "input_linear.weight"),
-                 ("experts.down_proj", "output_linear.weight"),
-                 ("router.weight", "router.layer.weight")))),
+    "granitemoe": Family(**GRANITE, logits_divisor="config.logits_scaling",
+                         mixture=Mixture(**GRANITE_EXPERTS)),
     "hunyuan_v1_moe": Family(**HUNYUAN, mixture=Mixture(
         top_k="config.moe_topk", expert_size="config.intermediate_size",
         shared_size="config.intermediate_size", shared="mlp.shared_mlp", router="mlp.gate.wg",
@@ -158,7 +205,64 @@ FAMILIES: dict[str, Family] = {
     "mellum": Family(qk_norm="head", window="layer_types", ropes_by_layer_type=True,
                      unused=("mtp_layer_types", "mtp_mlp_layer_types"), mixture=Mixture(
                          normalised="config.norm_topk_prob")),
+    "qwen3_5_moe_text": Family(
+        **QWEN3_NEXT, intermediate_size="config.moe_intermediate_size",
+        mixers={"linear_attention": DeltaNet()},
+        mixture=Mixture(**QWEN3_NEXT_EXPERTS, adapters="parameters")),
+    "qwen3_next": Family(
+        **QWEN3_NEXT, mixers={"linear_attention": DeltaNet(
+            inputs=(("in_proj_qkvz", "qkvz"), ("in_proj_ba", "ba")), by_key_head=True)},
+        mixture=Mixture(**QWEN3_NEXT_EXPERTS, normalised="config.norm_topk_prob")),
+    "lfm2_moe": Family(**LFM2, must_be={"use_expert_bias": True}, mixture=Mixture(
+        first_dense="config.num_dense_layers", experts="feed_forward.experts",
+        router="feed_forward.gate", scores="sigmoid", rounded_scores=True,
+        correction="feed_forward.expert_bias",
+        normalised="config.norm_topk_prob", sum_eps=1e-6, scale="config.routed_scaling_factor",
+        # of experts, after their numbers: layers without experts have w1 wherever these are called
+        renames=tuple((f"{digit}.{here}", f"{digit}.{there}") for digit in range(10) for here, there
+                      in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))))),
     "qwen3_vl_moe_text": Family(qk_norm="head", mixture=Mixture()),
+    "nemotron_h": Family(
+        peft_refuses=("out_proj",), norm="rms_fp32", norm_eps="config.layer_norm_epsilon",
+        one_half=True, embedding="embeddings", final_norm="norm_f",
+        prefixes=("model.", "backbone."), attention_norm="norm", mlp_norm="norm",
+        attention="mixer", attention_out="mixer.o_proj",
+        qkv_bias=False, out_bias=False, rotary_if=False, gated=False, mlp_in=("mixer.up_proj",),
+        mlp_out="mixer.down_proj", activation="config.mlp_hidden_act", mixers={
+            "linear_attention": Mamba2(
+                "config.mamba_num_heads", "config.mamba_head_dim", "config.n_groups",
+                "config.ssm_state_size", "config.conv_kernel", "config.use_conv_bias",
+                "config.use_bias", "config.use_bias", (0.0, math.inf), "config.time_step_min",
+                "config.layer_norm_epsilon", "mixer")},
+        mixture=Mixture(**DEEPSEEK | dict(
+            experts="mixer.experts", router="mixer.gate", shared="mixer.shared_experts",
+            correction="mixer.gate.e_score_correction_bias", first_dense=0, n_shared=1,
+            shared_size="config.moe_shared_expert_intermediate_size")),
+        unused=tuple("""layers_block_type time_step_limit time_step_max time_step_floor expand
+            chunk_size mamba_proj_bias mamba_ssm_cache_dtype use_mamba_kernels num_logits_to_keep
+            n_shared_experts moe_shared_expert_overlap rescale_prenorm_residual
+            num_nextn_predict_layers mtp_layers_block_type""".split())),
+    # a bias would be of q_proj alone, not of the gate's linear
+    "laguna": Family(
+        qkv_bias=False, out_bias=False, qk_norm="head", window="layer_types", partial_rotary=True,
+        ropes_by_layer_type=True, heads_by_layer="config.num_attention_heads_per_layer",
+        attention_gate=AttentionGate("g_proj", "config.gating", "softplus"), mixture=Mixture(
+            shared_size="config.shared_expert_intermediate_size", shared="mlp.shared_experts",
+            scores="sigmoid", correction="mlp.gate.e_score_correction_bias",
+            scale="config.moe_routed_scaling_factor",
+            renames=(("mlp.shared_experts.", "mlp.shared_expert."),
+                     ("mlp.gate.e_score", "mlp.experts.e_score")))),
+    "afmoe": Family(
+        norm="rms_fp32", qkv_bias=False, out_bias=False, qk_norm="head", window="layer_types",
+        no_rotary="full", attention_gate=AttentionGate("gate_proj"),
+        sqrt_embedding="config.mup_enabled",
+        attention_post_norm="post_attention_layernorm", mlp_norm="pre_mlp_layernorm",
+        mlp_post_norm="post_mlp_layernorm", unused=("global_attn_every_n_layers",),
+        mixture=Mixture(
+            shared_size="config.moe_intermediate_size", n_shared="config.num_shared_experts",
+            shared="mlp.shared_experts", first_dense="config.num_dense_layers",
+            router="mlp.router.gate", scores="sigmoid", correction="mlp.expert_bias",
+            sum_eps=1e-20, scale="config.route_scale", rounded=False)),
     # its use_bias would also give the head a bias, which is not supported
     "ernie4_5_moe": Family(rotary_interleaved=True, mixture=Mixture(
         n_experts="config.moe_num_experts", top_k="config.moe_k",
@@ -175,4 +279,6 @@ FAMILIES: dict[str, Family] = {
 MULTIMODAL: dict[str, tuple[str, ...]] = {
     "gemma3": ("gemma3_text",), "mistral3": ("mistral", "ministral3"),
     "internvl": ("qwen2", "qwen3"), "llava": ("llama", "mistral"), "exaone4_5": ("exaone4",),
-    "qwen3_vl": ("qwen3_vl_text",), "qwen3_vl_moe": ("qwen3_vl_moe_text",)}
+    "qwen3_5": ("qwen3_5_text",), "qwen3_5_moe": ("qwen3_5_moe_text",),
+    "qwen3_vl": ("qwen3_vl_text",), "qwen3_vl_moe": ("qwen3_vl_moe_text",),
+    "muse_glimmer": ("muse_glimmer_text",)}

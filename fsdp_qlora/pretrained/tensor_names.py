@@ -40,7 +40,7 @@ class TensorNames:
     # then; in MXFP4 of two tensors, {name + each of MX_PARTS: Source}
     sources: dict[str, Source]
     scaled: dict[str, str]  # {name of a linear in FP8: name of the scales of its blocks}
-    mixture_tensors: set[str]  # those of `shapes` that Architecture.mixture_tensors() has
+    small_tensors: set[str]  # those of `shapes` that Architecture.small_tensors() has
     embedding: str
     norm: str
     norm_bias: str | None
@@ -88,18 +88,18 @@ def renamed(name: str, renames: Iterable[tuple[str, str]]) -> str:
 def tensor_names(arch: Architecture, files: Mapping[str, HasShape]) -> TensorNames:
     """The TensorNames of a model whose files have the tensors `files`, of the spelling there."""
     stems = arch.checkpoint_prefixes
-    stem = next((s for s in stems if f"{s}embed_tokens.weight" in files), stems[0])
+    stem = next((s for s in stems if f"{s}{arch.embedding}.weight" in files), stems[0])
     head = next((name for name in arch.head_names if name in files), arch.head_names[0])
-    embedding, norm = f"{stem}embed_tokens.weight", f"{stem}norm.weight"
-    norm_bias = f"{stem}norm.bias" if arch.norm_bias else None
+    embedding, norm = f"{stem}{arch.embedding}.weight", f"{stem}{arch.final_norm}.weight"
+    norm_bias = f"{stem}{arch.final_norm}.bias" if arch.norm_bias else None
     table, renames = (arch.vocab_size, arch.hidden_size), ()
     if arch.mixture:  # those that files have
         renames = tuple(p for p in arch.mixture.renames if any(p[1] in name for name in files))
     names = TensorNames({embedding: table}, {}, {}, {}, set(), embedding, norm, norm_bias, head,
                         f"{stem}layers.", renames)
-    for i, routed in enumerate(arch.layer_routed):
-        stacked = stacked_experts(arch, names, i, files) if routed else {}
-        for linear in arch.linears(routed):
+    for i, kind in enumerate(arch.layer_kinds):
+        stacked = stacked_experts(arch, names, i, files) if kind.routed else {}
+        for linear in arch.linears(kind):
             name = names.of_layer(i, f"{linear.name}.weight")
             names.linears[name] = linear
             if not linear.mxfp4 and f"{linear.name}.weight" not in stacked:
@@ -111,10 +111,10 @@ def tensor_names(arch: Architecture, files: Mapping[str, HasShape]) -> TensorNam
         for key, (source, shape) in stacked.items():
             names.sources[names.of_layer(i, key)] = source
             names.shapes[source.stored] = shape
-        of_mixture = arch.mixture_tensors(routed)
-        for key, shape in (arch.vectors(routed) | of_mixture).items():
+        small = arch.small_tensors(kind)
+        for key, shape in (arch.vectors(kind) | small).items():
             names.shapes[names.of_layer(i, key)] = shape
-        names.mixture_tensors.update(names.of_layer(i, key) for key in of_mixture)
+        names.small_tensors.update(names.of_layer(i, key) for key in small)
     for name in filter(None, (norm, norm_bias)):
         names.shapes[name] = (arch.hidden_size,)
     if not arch.tied:
@@ -129,7 +129,8 @@ def stacked_experts(
     files have the linears of all experts in one tensor, as transformers 5 has them in memory,
     [experts, out, in] or transposed, or in MXFP4 in two tensors of bytes. Else {}."""
     found, mixture = {}, arch.mixture
-    groups = {"gate_up_proj": arch.expert_gate_up, "down_proj": arch.expert_down}
+    first_key = "gate_up_proj" if arch.gated else "up_proj"
+    groups = {first_key: arch.expert_gate_up, "down_proj": arch.expert_down}
     for key, linears in groups.items():
         stored, n, n_in = f"{mixture.experts}.{key}", mixture.n_experts, linears[0].in_features
         n_out = sum(linear.out_features for linear in linears) // n  # of one expert
@@ -297,7 +298,7 @@ def check_prequantised(
     package. Not all linears need be quantised: transformers 5 leaves experts as they are,
     transformers 4 also quantised routers. Adds the tensors that bitsandbytes stores to `wanted`.
     Returns {name: the JSON object that bitsandbytes stored with it} of the quantised weights."""
-    in_nf4 = [name for name in (*names.linears, *sorted(names.mixture_tensors))
+    in_nf4 = [name for name in (*names.linears, *sorted(names.small_tensors))
               if f"{name}.{NF4_STATE}" in files and name in names.shapes]
     for name in files:
         if name.endswith(".absmax") and name.removesuffix(".absmax") not in in_nf4:

@@ -6,10 +6,12 @@ The script passes the function that loads weights, so that this is checked as we
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.model.attention import document_attention
 from fsdp_qlora.model.head import scaled_logits
 from fsdp_qlora.model.layer import make_layouts
+from fsdp_qlora.model.mixers import RECURRENCES, recurrent
 from fsdp_qlora.model.mlp import MLPHalf
 from fsdp_qlora.model.model import Model, measure_weight_norms
 from fsdp_qlora.model.offload import GPUStore
@@ -35,6 +38,7 @@ from fsdp_qlora.pretrained.tensor_names import TensorNames, rows_in_memory, tens
 from fsdp_qlora.quant.nf4 import dequantise
 from fsdp_qlora.ranks import explain
 
+KERNEL_PACKAGES = "fla", "causal_conv1d"
 LENGTHS = 24, 18  # tokens of two documents in one bin, for longrope a long one and a short one
 CHECK_RANK, CHECK_ALPHA = 4, 8  # of the adapters
 CHECKED = ("lora", False), ("dora", True)  # kind of adapter, and whether layers are recomputed
@@ -72,10 +76,10 @@ def check_family(
             wrong = {what: value for what, value in differences.items() if not value < CHECK_LIMIT}
             wrong |= {} if weight_error < NF4_ROUNDING else {"weights as read": weight_error}
             if wrong:
-                kinds = sorted(set(map(str, zip(arch.layer_window, arch.layer_rope))))
+                kinds = ", ".join(map(str, dict.fromkeys(arch.layer_kinds)))
                 raise ValueError(
-                    f"{arch.family} with layers {kinds} (window, rotary) and {kind} differs from"
-                    f" transformers {transformers.__version__}: "
+                    f"{arch.family} with {kinds} and {kind} differs from transformers"
+                    f" {transformers.__version__}: "
                     + ", ".join(f"{what} by {value:.1e}" for what, value in wrong.items())
                     + ": please report this")
 
@@ -91,36 +95,57 @@ def random_reference(model_config: PreTrainedConfig, generator: torch.Generator)
     # Nemotron's norms multiply by 1 + weight, but transformers begins with weights of 1, not 0:
     # attention would then be so sharp that fp32's rounding shows (3e-5)
     too_large = describe_model(model_config).norm == "layer_plus_one"
-    corrections = {n: p for n, p in reference.state_dict().items() if "correction" in n}
+    corrections = {n: p for n, p in reference.state_dict().items()
+                   if "correction" in n or n.endswith("expert_bias")}
     for name, p in {**dict(reference.named_parameters()), **corrections}.items():
         if p.dim() == 1 or p.shape[0] == 1 or name.endswith("bias"):
             p += torch.empty_like(p).normal_(0, 0.2, generator=generator)
             p -= float(too_large and name.endswith("norm.weight"))
+        if name.endswith("A_log"):  # a state that is forgotten within a token or two would hide
+            p -= 2  # mistakes, and transformers' own sums would be 1e-5 off in fp32
     return reference.requires_grad_(False)
 
 
 def text_model(model_config: PreTrainedConfig, **settings: Any) -> nn.Module:
     """transformers' model of a text config, with its head."""
-    if type(model_config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return AutoModelForCausalLM.from_config(model_config, **settings)
-    return TextModel(model_config, **settings)
+    with without_kernels():
+        if type(model_config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+            return AutoModelForCausalLM.from_config(model_config, **settings)
+        return TextModel(model_config, **settings)
+
+
+@contextlib.contextmanager
+def without_kernels() -> Iterator[None]:
+    """In the `with` body transformers' modelling code, which takes the kernels that are installed
+    when it is imported, is imported without them: they do not work on a CPU."""
+    before = {name: sys.modules.get(name) for name in KERNEL_PACKAGES}
+    absent: dict[str, Any] = dict.fromkeys(KERNEL_PACKAGES)  # None: import raises ImportError
+    sys.modules.update(absent)
+    yield
+    for name, module in before.items():
+        del sys.modules[name]
+        if module is not None:
+            sys.modules[name] = module
 
 
 class TextModel(nn.Module):
-    """A text model that transformers gives a head only together with a vision tower: Qwen3-VL's.
-    """
+    """A text model that transformers gives a head only together with a vision tower: Qwen3-VL's,
+    Muse Glimmer's."""
 
     def __init__(self, model_config: PreTrainedConfig, **settings: Any) -> None:
         super().__init__()
         self.model = AutoModel.from_config(model_config, **settings)
         table = self.model.embed_tokens.weight
+        self.logits_multiplier = getattr(model_config, "output_multiplier", 1.0)
+        self.logits_softcap = getattr(model_config, "final_logit_softcapping", None)
         self.lm_head = nn.Linear(*reversed(table.shape), bias=False, dtype=table.dtype)
         if model_config.tie_word_embeddings:
             self.lm_head.weight = table
 
     def forward(self, input_ids: torch.Tensor) -> types.SimpleNamespace:
         hidden = self.model(input_ids).last_hidden_state
-        return types.SimpleNamespace(logits=self.lm_head(hidden))
+        logits = scaled_logits(self.lm_head(hidden), self.logits_multiplier, self.logits_softcap)
+        return types.SimpleNamespace(logits=logits)
 
 
 def plain_model(
@@ -138,7 +163,7 @@ def plain_model(
         reshard_after_forward=True, bin_tokens=64, recomputed=arch.n_layers * recompute,
         keep_middle=False, hold_weights=recompute, offload_activations=False, offload_params=False,
         expert_ranges=3 if recompute else 1)
-    adapted = {x.name for routed in arch.layer_routed for x in arch.linears(routed)}
+    adapted = {linear.name for linear in arch.all_linears()}
     if kind == "dora":
         adapted -= {linear.name for linear in arch.expert_gate_up + arch.expert_down}
     layouts = make_layouts(arch, adapted if kind else (), config)
@@ -157,7 +182,10 @@ def plain_model(
 
 def plain_run(model: Model) -> Any:
     """Stands for a Run on a CPU: has the fields that make_bin() reads."""
-    same = dict.fromkeys(("full", "window"), document_attention)
+    same: dict[str, Callable[..., Any]] = dict.fromkeys(("full", "window"), document_attention)
+    if mixer := recurrent(model.arch):
+        plain, _ = RECURRENCES[type(mixer)]
+        same["recurrence"] = functools.partial(plain, chunk=8)  # several of each document
     return types.SimpleNamespace(device=torch.device("cpu"), store=GPUStore(), plan=model.plan,
                                  kernels={"same": same, "any": same})
 

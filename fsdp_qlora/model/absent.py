@@ -1,0 +1,76 @@
+"""What a layer of one half (Nemotron-H) has in the place of the other: halves that add nothing.
+
+They have the functions and properties of MixingHalf and MLPHalf.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from fsdp_qlora.model.linears import FusedLinear
+from fsdp_qlora.model.residual import keep
+from fsdp_qlora.pretrained.architecture import Architecture
+
+if TYPE_CHECKING:
+    from fsdp_qlora.model.layer import LayerWork
+    from fsdp_qlora.planner.plan import Plan
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Absent:
+    """What both cost."""
+
+    arch: Architecture
+
+    fused_linears: tuple[FusedLinear, ...] = dataclasses.field(default=(), init=False)
+    kept_values = recomputed_values = elementwise_values = query_width = choice_values = 0
+    token_weights, product_speed = 0, 1
+
+    def live_bytes(self, plan: Plan, recomputed: bool) -> int:
+        return 0
+
+
+class NoMixingHalf(_Absent):
+    """In the place of a MixingHalf."""
+
+    def forward(
+        self, work: LayerWork, x: Tensor, want_sum: bool = True
+    ) -> tuple[Tensor, types.SimpleNamespace]:
+        return x, keep()
+
+    def backward(
+        self, work: LayerWork, kept: types.SimpleNamespace, grad: Tensor, residual: Tensor,
+        needs_x: bool
+    ) -> Tensor:
+        return residual
+
+    def recomputed_weights(self, want_sum: bool) -> int:
+        return 0
+
+
+class NoMLPHalf(_Absent):
+    """In the place of a MLPHalf."""
+
+    recomputed_weights = 0
+
+    def forward(
+        self, work: LayerWork, middle: Tensor, source: Tensor
+    ) -> tuple[Tensor, types.SimpleNamespace]:
+        return middle, keep()
+
+    def backward(self, work: LayerWork, kept: types.SimpleNamespace, grad: Tensor) -> Tensor:
+        return grad
+
+    def forward_to_recompute(
+        self, work: LayerWork, middle: Tensor, source: Tensor
+    ) -> tuple[Tensor, None]:
+        return middle, None
+
+    def recomputed_backward(
+        self, work: LayerWork, source: Tensor, grad: Tensor, choice: None
+    ) -> Tensor:
+        return grad

@@ -1,0 +1,526 @@
+"""Mixings of tokens other than softmax attention: LFM2's short convolution, the gated delta net.
+
+Which layers have one is in families. None sees across the bounds of documents.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import types
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fsdp_qlora.model.attention import recomputed
+from fsdp_qlora.model.elementwise import elementwise, norm_grad_of, norm_of
+from fsdp_qlora.pretrained.architecture import Architecture, DeltaNet, Mamba2, Mixer, ShortConv
+
+if TYPE_CHECKING:
+    from fsdp_qlora.data.bins import Bin
+    from fsdp_qlora.model.layer import LayerWork
+    from fsdp_qlora.planner.plan import Plan
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RecordedMixing:
+    """A mixing of MixingHalf that is a function of MIXINGS, whose backward is autograd's."""
+
+    mixer: Mixer
+    arch: Architecture
+
+    def forward(self, work: LayerWork, kept: types.SimpleNamespace) -> Tensor:
+        function = MIXINGS[type(self.mixer)].function
+        kept.projected = kept.projected.requires_grad_(work.is_kept)
+        with torch.set_grad_enabled(work.is_kept):
+            kept.mixed = function(work, kept.projected, self.mixer)
+        return self.mixed(work, kept)
+
+    def mixed(self, work: LayerWork, kept: types.SimpleNamespace) -> Tensor:
+        mixed: Tensor = kept.mixed.detach()
+        return mixed
+
+    def backward(self, work: LayerWork, kept: types.SimpleNamespace, grad: Tensor) -> Tensor:
+        (grad,) = torch.autograd.grad(kept.mixed, kept.projected, grad)
+        kept.mixed = kept.projected = None
+        return grad
+
+    query_width = 0
+
+    @property
+    def projected_width(self) -> int:
+        return sum(x.out_features for x in self.mixer.linears(self.arch.hidden_size)[0])
+
+    @property
+    def kept_values(self) -> int:
+        return MIXINGS[type(self.mixer)].kept_values(self.mixer, self.arch.hidden_size)
+
+    @property
+    def recomputed_values(self) -> int:
+        return self.kept_values
+
+    def live_bytes(self, plan: Plan) -> int:
+        item, n = getattr(torch, plan.compute_dtype).itemsize, plan.bin_tokens
+        if plan.plain_recurrence and isinstance(self.mixer, DeltaNet):
+            return plain_rule_bytes(self.mixer) * n
+        if plan.plain_recurrence and isinstance(self.mixer, Mamba2):
+            return plain_scan_bytes(self.mixer) * n
+        return MIXINGS[type(self.mixer)].live_values(self.mixer, self.arch.hidden_size) * n * item
+
+    @property
+    def elementwise_values(self) -> int:
+        return MIXINGS[type(self.mixer)].moved_values(self.mixer, self.arch.hidden_size)
+
+
+# ---- causal convolution ----
+
+
+class CausalConv(torch.autograd.Function):
+    """Each channel's sum of its last tokens of the document, each times a weight, plus a bias; then
+    perhaps SiLU. x [n, channels], weight [channels, 1, kernel], bias [channels] or None, positions
+    [n] of the tokens in their documents. Keeps x alone; has no gradient of weights."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor, silu: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, bias, positions)
+        ctx.silu = silu
+        return conv_forward(x, weight, bias, positions, silu)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, positions = ctx.saved_tensors
+        if ctx.silu:
+            grad = conv_silu_backward(grad, x, weight, bias, positions)
+        return conv_backward(grad, weight, positions), None, None, None, None
+
+
+def conv_sum(x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor) -> Tensor:
+    """The convolution before SiLU, fp32."""
+    kernel = weight.shape[-1]
+    total: Tensor | Any = 0.0 if bias is None else bias.float()
+    for back in range(kernel):  # the token so many before; only if it is of the same document
+        earlier = F.pad(x, (0, 0, back, 0))[: len(x)].float() * (positions >= back)[:, None]
+        total = total + earlier * weight[:, 0, kernel - 1 - back].float()
+    return total
+
+
+@elementwise
+def conv_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor, silu: bool
+) -> Tensor:
+    total = conv_sum(x, weight, bias, positions)
+    return (F.silu(total) if silu else total).to(x.dtype)
+
+
+@elementwise
+def conv_silu_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor
+) -> Tensor:
+    """The gradient of what SiLU reads."""
+    total = conv_sum(x, weight, bias, positions)
+    grad_total: Tensor = torch.ops.aten.silu_backward(grad.float(), total)
+    return grad_total.to(x.dtype)
+
+
+@elementwise
+def conv_backward(grad: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
+    """The gradient of x from that of conv_sum()."""
+    kernel, total = weight.shape[-1], 0
+    for ahead in range(kernel):  # to the token so many after, if it is of the same document
+        of_later = grad.float() * (positions >= ahead)[:, None]
+        of_later = F.pad(of_later, (0, 0, 0, ahead))[ahead:]
+        total = total + of_later * weight[:, 0, kernel - 1 - ahead].float()
+    return total.to(grad.dtype)
+
+
+class GatedNorm(torch.autograd.Function):
+    """norm(x) * SiLU(z) of x and z [n, heads, dim], with gate_first norm(x * SiLU(z)); the norm is
+    "rms" of norm_of(), by head, with a weight [dim] or [heads, dim]; None: there is no norm. Keeps
+    x and z; has no gradient of `weight`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, z: Tensor, weight: Tensor | None, eps: float, gate_first: bool = False
+    ) -> Tensor:
+        ctx.save_for_backward(x, z, weight)
+        ctx.settings = eps, gate_first
+        return gated_norm_forward(x, z, weight, eps, gate_first)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *gated_norm_backward(grad, *ctx.saved_tensors, *ctx.settings), None, None, None
+
+
+@elementwise
+def gated_norm_forward(
+    x: Tensor, z: Tensor, weight: Tensor | None, eps: float, gate_first: bool
+) -> Tensor:
+    if weight is None:
+        return (x.float() * F.silu(z.float())).to(x.dtype)
+    if gate_first:
+        return norm_of(x.float() * F.silu(z.float()), weight, "rms", eps).to(x.dtype)
+    return (norm_of(x, weight, "rms", eps) * F.silu(z.float())).to(x.dtype)
+
+
+@elementwise
+def gated_norm_backward(
+    grad: Tensor, x: Tensor, z: Tensor, weight: Tensor | None, eps: float, gate_first: bool
+) -> tuple[Tensor, Tensor]:
+    """The gradients of x and z."""
+    grad32, z32 = grad.float(), z.float()
+    if weight is None or gate_first:
+        x32, factor = x.float(), F.silu(z32)
+        if weight is not None:
+            grad32 = norm_grad_of(grad32, x32 * factor, weight, "rms", eps)
+        grad_z = torch.ops.aten.silu_backward(grad32 * x32, z32)
+        return (grad32 * factor).to(x.dtype), grad_z.to(z.dtype)
+    grad_x = norm_grad_of(grad32 * F.silu(z32), x, weight, "rms", eps)
+    grad_z = torch.ops.aten.silu_backward(grad32 * norm_of(x, weight, "rms", eps), z32)
+    return grad_x.to(x.dtype), grad_z.to(z.dtype)
+
+
+# ---- the gated delta rule ----
+
+# Each is a function (query, key, value, g, beta, bin), see DeltaNet, that returns S q
+# [n, value heads, value_dim]. Query and key are [n, key heads, key_dim], of any length, value is
+# [n, value heads, value_dim], g, fp32, and beta are [n, value heads].
+
+CHUNK = 64  # tokens of a document that are computed at once; the state goes from chunk to chunk
+
+
+def document_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, bin: Bin, chunk: int = CHUNK
+) -> Tensor:
+    """In plain torch and in fp32. Only the inputs are kept for backward."""
+    return recomputed(chunked_delta_rule, query, key, value, g, beta, bin.lengths, chunk)
+
+
+def chunked_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, lengths: Sequence[int],
+    chunk: int
+) -> Tensor:
+    """document_delta_rule() of documents of these lengths.
+
+    What a chunk's tokens add to the state depends on what those before them have added. These
+    equations are triangular, and are solved for values, which gives what is added to a state of 0,
+    and for keys, which gives what is to be subtracted from that for each state.
+    """
+    chunked, slots, firsts = chunks_of(lengths, chunk, value.device)
+    dtype, n_heads, repeats = value.dtype, value.shape[1], value.shape[1] // key.shape[1]
+    query, key = (x.float() * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + 1e-6)
+                  for x in (query, key))
+    query = query * query.shape[-1] ** -0.5
+    query, key = (chunked(x.repeat_interleave(repeats, 1)) for x in (query, key))
+    value, g, beta = chunked(value), chunked(g[..., None]), chunked(beta[..., None])
+    decay = g.cumsum(2)  # logarithm of what is left of the state before the chunk
+    between = (decay - decay.transpose(2, 3)).tril()  # above the diagonal exp() might overflow
+    between = between.exp().tril()
+    below = ((beta * key) @ key.transpose(2, 3) * between).tril(-1)
+    targets = torch.cat([value, key * decay.exp()], -1) * beta
+    solved = torch.linalg.solve_triangular(below, targets, upper=False, unitriangular=True)
+    new, read = solved.split([value.shape[-1], key.shape[-1]], -1)
+    inside = query @ key.transpose(2, 3) * between
+    query = query * decay.exp()
+    key = (key * (decay[:, :, -1:] - decay).exp()).transpose(2, 3)
+    left, outs = decay[:, :, -1:].exp(), []
+    for i, is_first in enumerate(firsts):
+        if is_first:
+            state = value.new_zeros(n_heads, key.shape[2], value.shape[3])
+        added = new[i] - read[i] @ state
+        outs.append(query[i] @ state + inside[i] @ added)
+        state = state * left[i] + key[i] @ added
+    return torch.stack(outs).transpose(1, 2).flatten(0, 1)[slots].to(dtype)
+
+
+def chunks_of(
+    lengths: Sequence[int], chunk: int, device: torch.device
+) -> tuple[Callable[[Tensor], Tensor], Tensor, list[bool]]:
+    """Documents of these lengths cut into chunks: a function of [n, heads, dim] that gives fp32
+    [chunks, heads, chunk, dim], in which zeros fill each document's last chunk; where each token
+    is in all of them [n]; and whether a chunk is the first of its document."""
+    counts = [math.ceil(n / chunk) for n in lengths]
+    firsts = [i == 0 for count in counts for i in range(count)]
+    starts = itertools.accumulate(counts, initial=0)
+    slots = torch.cat([chunk * start + torch.arange(n) for start, n in zip(starts, lengths)])
+    slots = slots.to(device)
+
+    def chunked(x: Tensor) -> Tensor:
+        rows = x.new_zeros(sum(counts) * chunk, *x.shape[1:], dtype=torch.float32)
+        return rows.index_copy(0, slots, x.float()).unflatten(0, (-1, chunk)).transpose(1, 2)
+
+    return chunked, slots, firsts
+
+
+def fla_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, bin: Bin
+) -> Tensor:
+    """By the Triton kernels of flash-linear-attention (fla-core), in bf16."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    if bin.chunks is None:  # given the lengths on the GPU alone, fla would wait for them
+        counts = torch.tensor([math.ceil(n / CHUNK) for n in bin.lengths])
+        documents = torch.arange(len(counts)).repeat_interleave(counts)
+        first = (counts.cumsum(0) - counts)[documents]
+        chunks = torch.stack([documents, torch.arange(len(documents)) - first], 1).int()
+        bin.chunks = chunks.pin_memory().to(value.device, non_blocking=True)
+    out, _ = chunk_gated_delta_rule(
+        *(x[None] for x in (query, key, value, g, beta)), use_qk_l2norm_in_kernel=True,
+        cu_seqlens=bin.cu_seqlens, chunk_indices=bin.chunks)
+    of_bin: Tensor = out[0]
+    return of_bin
+
+
+# ---- the scan of Mamba-2 ----
+
+
+# Each is a function (b, c, x, decay, step, bin), see Mamba2, that returns C S [n, heads, head_dim].
+# b and c are [n, groups, state], x is [n, heads, head_dim], decay, the logarithm of what is left of
+# the state, and step, both fp32, are [n, heads].
+
+
+def document_scan(
+    b: Tensor, c: Tensor, x: Tensor, decay: Tensor, step: Tensor, bin: Bin, chunk: int = CHUNK
+) -> Tensor:
+    """In plain torch and in fp32. Only the inputs are kept for backward."""
+    return recomputed(chunked_scan, b, c, x, decay, step, bin.lengths, chunk)
+
+
+def chunked_scan(
+    b: Tensor, c: Tensor, x: Tensor, decay: Tensor, step: Tensor, lengths: Sequence[int], chunk: int
+) -> Tensor:
+    """document_scan() of documents of these lengths. Inside a chunk each token's C meets the B of
+    all before it, as queries and keys do, times what is left in between."""
+    chunked, slots, firsts = chunks_of(lengths, chunk, x.device)
+    n_heads, repeats, dtype = x.shape[1], x.shape[1] // b.shape[1], x.dtype
+    b, c, decay = chunked(b), chunked(c), chunked(decay[..., None]).cumsum(2)
+    x = chunked(x.float() * step[..., None])
+    between = (decay - decay.transpose(2, 3)).tril()  # above the diagonal exp() might overflow
+    inside = (c @ b.transpose(2, 3)).repeat_interleave(repeats, 1) * between.exp().tril()
+    b, c = (part.repeat_interleave(repeats, 1) for part in (b, c))
+    c, b = c * decay.exp(), (b * (decay[:, :, -1:] - decay).exp()).transpose(2, 3)
+    left, outs = decay[:, :, -1:].exp(), []
+    for i, is_first in enumerate(firsts):
+        if is_first:
+            state = x.new_zeros(n_heads, b.shape[2], x.shape[3])
+        outs.append(c[i] @ state)
+        state = state * left[i] + b[i] @ x[i]
+    out = torch.stack(outs) + inside @ x
+    return out.transpose(1, 2).flatten(0, 1)[slots].to(dtype)
+
+
+def fla_scan(
+    b: Tensor, c: Tensor, x: Tensor, decay: Tensor, step: Tensor, bin: Bin
+) -> Tensor:
+    """By the Triton kernels of flash-linear-attention (fla-core), in bf16: this is attention with a
+    decay by head, of queries C, keys B and values step x."""
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    b, c = (part.repeat_interleave(x.shape[1] // b.shape[1], 1) for part in (b, c))
+    value = (x * step[..., None]).to(x.dtype)
+    bounds = torch.tensor([0, *itertools.accumulate(bin.lengths)])  # else fla would wait for them
+    out, _ = chunk_simple_gla(
+        *(part[None] for part in (c, b, value, decay)), scale=1.0, cu_seqlens=bin.cu_seqlens,
+        cu_seqlens_cpu=bounds)
+    of_bin: Tensor = out[0]
+    return of_bin
+
+
+# ---- which of them is used ----
+
+RECURRENCES: dict[type, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    DeltaNet: (document_delta_rule, fla_delta_rule), Mamba2: (document_scan, fla_scan)}
+PLAIN_RECURRENCES = tuple(plain for plain, _ in RECURRENCES.values())
+
+
+def recurrent(arch: Architecture) -> DeltaNet | Mamba2 | None:
+    """The mixer of the model's layers that has a state, if any has one."""
+    return next((x for x in arch.mixers.values() if isinstance(x, (DeltaNet, Mamba2))), None)
+
+
+def why_no_fla(mixer: DeltaNet | Mamba2, device: torch.device) -> str:
+    """Why flash-linear-attention is not used; "" if it gives what plain torch gives, forward and
+    backward, for two documents."""
+    plain, fast = RECURRENCES[type(mixer)]
+    length = 3 * CHUNK // 2
+    generator, n = torch.Generator(device).manual_seed(0), 2 * length
+    if isinstance(mixer, DeltaNet):
+        shapes = (mixer.key_heads, mixer.key_dim), (mixer.value_heads, mixer.value_dim)
+    else:
+        shapes = (mixer.groups, mixer.state), (mixer.heads, mixer.head_dim)
+    settings: dict[str, Any] = dict(dtype=torch.bfloat16, device=device, generator=generator)
+    first, second, third, grad = (torch.randn(n, *shapes[i], **settings) for i in (0, 0, 1, 1))
+    decay, factor = (torch.rand(n, shapes[1][0], **settings) for _ in range(2))
+    factor = factor if isinstance(mixer, DeltaNet) else factor.float()
+    bounds = torch.tensor([0, length, n], dtype=torch.int32, device=device)
+    probe: Any = types.SimpleNamespace(lengths=(length, length), cu_seqlens=bounds, chunks=None)
+
+    def both(function: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        inputs = [t.detach().requires_grad_() for t in (
+            first, second, third, -decay.float(), factor)]
+        out = function(*inputs, probe)
+        return out.detach(), *torch.autograd.grad(out, inputs, grad)
+
+    try:
+        pairs = list(zip(both(fast), both(plain)))
+    except ModuleNotFoundError as e:
+        return f"{e.name} is not installed"
+    except Exception as e:  # Triton's and fla's have no class in common
+        return f"{type(e).__name__}: {str(e).strip().splitlines()[0]}"
+    worst = max(float((got - want).norm() / want.norm()) for got, want in pairs)
+    return "" if worst < 0.05 else f"it is {100 * worst:.0f} % off here"
+
+
+# ---- mixings ----
+
+
+def short_conv(work: LayerWork, projected: Tensor, mixer: ShortConv) -> Tensor:
+    """LFM2's, see ShortConv; b, c and x follow one another in `projected` [n, 3 x hidden]."""
+    tensors = work.layer.small_tensors
+    b, c, x = projected.chunk(3, 1)
+    conv = CausalConv.apply(b * x, tensors["conv.conv.weight"], tensors.get("conv.conv.bias"),
+                            work.bin.position_ids, False)
+    return c * conv
+
+
+def delta_net(work: LayerWork, projected: Tensor, mixer: DeltaNet) -> Tensor:
+    """The gated delta net, see DeltaNet."""
+    tensors = {name.removeprefix("linear_attn."): tensor
+               for name, tensor in work.layer.small_tensors.items()}
+    parts, positions = delta_parts(projected, mixer), work.bin.position_ids
+    weights = tensors["conv1d.weight"].split([mixer.widths[x] for x in "qkv"])
+    query, key, value = (
+        CausalConv.apply(parts[x], weight, None, positions, True).unflatten(1, (heads, -1))
+        for x, weight, heads in zip(
+            "qkv", weights, (mixer.key_heads, mixer.key_heads, mixer.value_heads)))
+    beta = parts["b"].sigmoid() * (2 if mixer.double_beta else 1)
+    g = -tensors["A_log"].float().exp() * F.softplus(parts["a"].float() + tensors["dt_bias"])
+    out = work.bin.kernels["recurrence"](query, key, value, g, beta, work.bin)
+    z, weight = parts["z"].unflatten(1, (mixer.value_heads, -1)), tensors[f"{mixer.norm}.weight"]
+    mixed: Tensor = GatedNorm.apply(out, z, weight, mixer.norm_eps)
+    return mixed.flatten(1)
+
+
+def mamba2(work: LayerWork, projected: Tensor, mixer: Mamba2) -> Tensor:
+    """Mamba-2, see Mamba2."""
+    tensors = {name.removeprefix(f"{mixer.stem}."): tensor
+               for name, tensor in work.layer.small_tensors.items()}
+    widths, multipliers = mixer.widths, mixer.multipliers
+    if multipliers != 1.0 or mixer.in_multiplier != 1.0:
+        by_part = multipliers if isinstance(multipliers, list) else [multipliers] * len(widths)
+        projected = torch.cat([part * (factor * mixer.in_multiplier) for part, factor in zip(
+            projected.split(list(widths.values()), 1), by_part, strict=True)], 1)
+    of_conv = widths["x"] + widths["B"] + widths["C"]
+    z, of_conv, dt = projected.split([widths["z"], of_conv, widths["dt"]], 1)
+    of_conv = CausalConv.apply(of_conv, tensors["conv1d.weight"], tensors.get("conv1d.bias"),
+                               work.bin.position_ids, True)
+    x, b, c = of_conv.split([widths["x"], widths["B"], widths["C"]], 1)
+    x, b, c = (part.unflatten(1, (heads, -1)) for part, heads in zip(
+        (x, b, c), (mixer.heads, mixer.groups, mixer.groups)))
+    low, high = mixer.step_limits
+    step = F.softplus(dt.float() + tensors["dt_bias"].float()).clamp(max(low, mixer.min_step), high)
+    decay = -tensors["A_log"].float().exp() * step
+    out = work.bin.kernels["recurrence"](b, c, x, decay, step, work.bin)
+    out = (out + tensors["D"].float()[:, None] * x).to(x.dtype)
+    out, z = (part.reshape(len(x), mixer.groups, -1) for part in (out, z))
+    weight = tensors["norm.weight"].view(mixer.groups, -1) if mixer.norm else None
+    mixed: Tensor = GatedNorm.apply(out, z, weight, mixer.norm_eps, not mixer.norm_first)
+    return mixed.flatten(1) * mixer.out_multiplier
+
+
+def delta_parts(projected: Tensor, mixer: DeltaNet) -> dict[str, Tensor]:
+    """{q, k, v, z, b, a: [n, width]} of what the linears give."""
+    groups, parts, first = mixer.key_heads if mixer.by_key_head else 1, {}, 0
+    for _, names in mixer.inputs:
+        widths = [mixer.widths[name] for name in names]
+        columns = projected[:, first : first + sum(widths)].unflatten(1, (groups, -1))
+        for name, part in zip(names, columns.split([width // groups for width in widths], 2)):
+            parts[name] = part.flatten(1)
+        first += sum(widths)
+    return parts
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedFunction:
+    """A function (work, projected [n, widths], mixer) -> what out reads [n, width], under autograd;
+    and what it costs, in values per token."""
+
+    function: Callable[[LayerWork, Tensor, Any], Tensor]
+    kept_values: Callable[[Any, int], int]  # of (mixer, hidden): kept for its backward
+    live_values: Callable[[Any, int], int]  # alive at once in its backward, besides
+    moved_values: Callable[[Any, int], int]  # read or written, forward and backward
+
+
+def delta_kept_values(mixer: DeltaNet, hidden: int) -> int:
+    """What is projected; query, key, value and the like as the rule reads them; what it gives, and
+    that after norm and gate."""
+    widths = mixer.widths
+    return (sum(widths.values()) + sum(widths[x] for x in "qkv") + 2 * widths["v"]
+            + (CHUNK + 4) * mixer.value_heads)
+
+
+def delta_live_values(mixer: DeltaNet, hidden: int) -> int:
+    """Gradients of all that, and fla's states. Counted, not measured."""
+    states = mixer.value_heads * mixer.key_dim * mixer.value_dim // CHUNK
+    of_heads = mixer.value_heads * mixer.key_dim
+    return 2 * sum(mixer.widths.values()) + 4 * of_heads + 3 * mixer.widths["v"] + 2 * states
+
+
+def plain_rule_bytes(mixer: DeltaNet) -> int:
+    """Of a token, alive at once in the backward of document_delta_rule(): fp32 values of each value
+    head, measured to 2 % with heads of 128 and 128, 96 and 192; and twice what was projected."""
+    key, value = mixer.key_dim, mixer.value_dim
+    of_head = 13 * key + 11 * value + 8 * CHUNK + 2 * key * value // CHUNK
+    return 4 * mixer.value_heads * of_head + 8 * sum(mixer.widths.values())
+
+
+def delta_moved_values(mixer: DeltaNet, hidden: int) -> int:
+    """By convolution, norm and gate, and by the rule's kernels, which take as long as if they moved
+    so much; counted, not measured."""
+    widths, of_heads = mixer.widths, mixer.value_heads * (mixer.key_dim + mixer.value_dim)
+    return 10 * sum(widths[x] for x in "qkv") + 8 * widths["v"] + 40 * of_heads
+
+
+def mamba2_kept_values(mixer: Mamba2, hidden: int) -> int:
+    """What is projected; x, B and C as the scan reads them; step and decay, fp32; what it gives,
+    that plus D x, after norm and gate."""
+    widths = mixer.widths
+    return (sum(widths.values()) + widths["x"] + widths["B"] + widths["C"] + 4 * widths["x"]
+            + 6 * mixer.heads)
+
+
+def mamba2_live_values(mixer: Mamba2, hidden: int) -> int:
+    """Gradients of all that, B and C and their gradients by head, and fla's states, fp32. Counted,
+    not measured."""
+    states = mixer.heads * mixer.state * mixer.head_dim // CHUNK
+    return (2 * sum(mixer.widths.values()) + 4 * mixer.heads * mixer.state + 3 * mixer.widths["x"]
+            + 4 * states)
+
+
+def plain_scan_bytes(mixer: Mamba2) -> int:
+    """Of a token, alive at once in the backward of document_scan(): fp32 values of each head,
+    measured to 6 % with states of 128 and 256; and twice what was projected."""
+    of_head = 8 * mixer.state + 8 * mixer.head_dim + 6 * CHUNK
+    return 4 * mixer.heads * of_head + 8 * sum(mixer.widths.values())
+
+
+def mamba2_moved_values(mixer: Mamba2, hidden: int) -> int:
+    """As delta_moved_values()."""
+    widths, of_heads = mixer.widths, mixer.heads * (mixer.state + mixer.head_dim)
+    return 10 * (widths["x"] + widths["B"] + widths["C"]) + 12 * widths["x"] + 30 * of_heads
+
+
+MIXINGS: dict[type, RecordedFunction] = {
+    # kept: projected, b * x, conv's result and that times c
+    ShortConv: RecordedFunction(
+        short_conv, lambda mixer, hidden: 6 * hidden, lambda mixer, hidden: 7 * hidden,
+        lambda mixer, hidden: 25 * hidden),
+    DeltaNet: RecordedFunction(
+        delta_net, delta_kept_values, delta_live_values, delta_moved_values),
+    Mamba2: RecordedFunction(
+        mamba2, mamba2_kept_values, mamba2_live_values, mamba2_moved_values)}

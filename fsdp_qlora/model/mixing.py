@@ -1,0 +1,182 @@
+"""The half of a layer that mixes tokens: x + out(mixing(inputs(norm(x)))), forward and backward,
+and what it costs.
+
+The mixings are AttentionMixing of attention and RecordedMixing of mixers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fsdp_qlora.model.elementwise import ATTENTION_SITE
+from fsdp_qlora.model.linears import FusedLinear
+from fsdp_qlora.model.products import (
+    add_a_gradient, fill_columns, product, product_backward, widen)
+from fsdp_qlora.model.residual import (
+    branch_gradient, end_branch, keep, keep_inputs, kept_inputs, last_columns, norm_gradient,
+    norm_inputs, weight_bytes)
+from fsdp_qlora.pretrained.architecture import Architecture
+
+if TYPE_CHECKING:
+    from fsdp_qlora.model.layer import LayerWork
+    from fsdp_qlora.planner.plan import Plan
+
+
+class Mixing(Protocol):
+    """A function of all tokens of a bin, inside each document. The properties are for the plan:
+    they count values per token."""
+
+    def forward(self, work: LayerWork, kept: types.SimpleNamespace) -> Tensor:
+        """What the last product reads [n, out.in_features], of kept.projected [n,
+        inputs.out_features], which it may replace in `kept`; that holds what the others need."""
+
+    def mixed(self, work: LayerWork, kept: types.SimpleNamespace) -> Tensor:
+        """What forward() returned."""
+
+    def backward(self, work: LayerWork, kept: types.SimpleNamespace, grad: Tensor) -> Tensor:
+        """The gradient of what was projected, from that of what forward() returned. Takes what it
+        needs out of `kept`."""
+
+    @property
+    def projected_width(self) -> int:
+        """How many of the inputs' outputs it reads."""
+
+    @property
+    def query_width(self) -> int:
+        """Of softmax attention, whose work grows with the length of documents; else 0."""
+
+    @property
+    def kept_values(self) -> int:
+        """Kept from forward to backward, if nothing is recomputed."""
+
+    @property
+    def recomputed_values(self) -> int:
+        """Alive while forward() is computed again."""
+
+    @property
+    def elementwise_values(self) -> int:
+        """What reads or writes memory takes as long as so many values, forward and backward."""
+
+    def live_bytes(self, plan: Plan) -> int:
+        """The peak bytes of backward(), besides what is kept."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MixingHalf:
+    """One layer's norm, product, mixing, product and sum. The properties are for the plan: they
+    count values per token, unless their names say bytes or weights."""
+
+    arch: Architecture
+    inputs: FusedLinear  # of attention: q, k and v
+    out: FusedLinear
+    mixing: Mixing
+    beside: tuple[FusedLinear, Mixing] | None = None  # another one of the last of the inputs'
+    #                                                   outputs, and what gives its output
+
+    @property
+    def branches(self) -> tuple[tuple[FusedLinear, Mixing], ...]:
+        return ((self.out, self.mixing), *([self.beside] if self.beside else ()))
+
+    @property
+    def fused_linears(self) -> tuple[FusedLinear, ...]:
+        return self.inputs, *(out for out, _ in self.branches)
+
+    def forward(
+        self, work: LayerWork, x: Tensor, want_sum: bool = True
+    ) -> tuple[Tensor | Any, types.SimpleNamespace]:
+        """Returns x + mixed(norm(x)) [tokens, hidden], None without want_sum, and what backward()
+        needs."""
+        arch, kept = self.arch, keep(x=x)
+        inputs = norm_inputs(work, arch.attention_norm, x, self.inputs)
+        projected = product(work, self.inputs, inputs)
+        keep_inputs(work, kept, inputs, self.inputs)
+        del inputs
+        widths = [mixing.projected_width for _, mixing in self.branches]
+        kept.parts = [keep(projected=part) for part in projected.split(widths, 1)]
+        del projected
+        needs_branch, branch = want_sum or arch.attention_post_norm is not None, None
+        for (fused, mixing), part in zip(self.branches, kept.parts):
+            out_inputs = widen(mixing.forward(work, part), fused)
+            if needs_branch:
+                given = product(work, fused, out_inputs)
+                branch = given if branch is None else branch.add_(given)
+            else:
+                fill_columns(work, fused, out_inputs)  # backward reads them
+            part.out_columns = last_columns(out_inputs, fused)
+        out, kept.branch = None, None
+        if branch is not None:
+            out, kept.branch = end_branch(work, x, branch, arch.attention_post_norm,
+                                          ATTENTION_SITE, want_sum)
+        return out, kept
+
+    def backward(
+        self, work: LayerWork, kept: types.SimpleNamespace, grad: Tensor, residual: Tensor,
+        needs_x: bool
+    ) -> Tensor | None:
+        """Returns `residual` + the gradient of x through this half; None without needs_x. `grad` is
+        the gradient of forward()'s sum."""
+        arch, grads = self.arch, []
+        upstream = branch_gradient(
+            work, kept.branch, grad, arch.attention_post_norm, ATTENTION_SITE)
+        kept.branch = None
+        for (fused, mixing), part in zip(self.branches, kept.parts):
+            mixed = mixing.mixed(work, part)
+            grad, grad_d = product_backward(work, fused, part.out_columns, upstream, mixed)
+            add_a_gradient(work, fused, mixed, grad_d)
+            mixed = None
+            grads.append(mixing.backward(work, part, grad))
+        del upstream
+        grad = torch.cat(grads, 1) if len(grads) > 1 else grads[0]
+        del grads
+        inputs = kept_inputs(work, kept, arch.attention_norm, kept.x, self.inputs)
+        grad, grad_d = product_backward(work, self.inputs, kept.columns, grad, inputs, needs_x)
+        add_a_gradient(work, self.inputs, inputs, grad_d)
+        if not needs_x:
+            return None
+        return norm_gradient(work, arch.attention_norm, kept.x, grad, residual)
+
+    @property
+    def recomputed_values(self) -> int:
+        """Values that are alive while forward() is computed again."""
+        return self.inputs.width + sum(
+            mixing.recomputed_values + out.width for out, mixing in self.branches)
+
+    @property
+    def kept_values(self) -> int:
+        """Values kept from forward to backward, if nothing is recomputed."""
+        hidden = self.arch.hidden_size
+        values = hidden + self.inputs.padded_columns
+        values += sum(out.padded_columns + mixing.kept_values for out, mixing in self.branches)
+        values += hidden * (self.arch.attention_post_norm is not None)
+        return values
+
+    @property
+    def query_width(self) -> int:
+        """See Mixing."""
+        return sum(mixing.query_width for _, mixing in self.branches)
+
+    def live_bytes(self, plan: Plan, recomputed: bool) -> int:
+        """The peak bytes of backward(), besides what is kept."""
+        item = getattr(torch, plan.compute_dtype).itemsize
+        hold_weights = plan.hold_weights and recomputed
+        values = self.recomputed_values if recomputed else 0
+        values += self.inputs.width + 2 * self.arch.hidden_size  # gradients: of x and of the sum
+        others = weight_bytes(self.inputs, item, hold_weights)
+        if hold_weights:
+            others += sum(weight_bytes(out, item, hold_weights) for out, _ in self.branches)
+        others += sum(mixing.live_bytes(plan) for _, mixing in self.branches)
+        return values * plan.bin_tokens * item + others
+
+    def recomputed_weights(self, want_sum: bool) -> int:
+        """Weights that are multiplied again when forward() is recomputed."""
+        return self.inputs.n_weights + want_sum * sum(out.n_weights for out, _ in self.branches)
+
+    @property
+    def elementwise_values(self) -> int:
+        """Values that elementwise work reads or writes, forward and backward; measured."""
+        return 15 * self.arch.hidden_size + self.mixing.elementwise_values
