@@ -54,7 +54,7 @@ from fsdp_qlora.pretrained.reader import (
     FLOATS, OTHER_BASE, Stored, read_tensor, tensors_of, weight_files)
 from fsdp_qlora.pretrained.tensor_names import (
     NF4_PARTS, TensorNames, check_files, read_part, tensor_names)
-from fsdp_qlora.quant.nf4 import BLOCK, MX_BLOCK
+from fsdp_qlora.quant.blocks import BLOCK, MX_BLOCK
 from fsdp_qlora.ranks import explain, print_error
 from fsdp_qlora.run.directory import ADAPTER_FILES, open_partial, read_run
 

@@ -13,7 +13,7 @@ CPU, to try it. What it leaves out, and what has that in train_fsdp_qlora.py:
     evaluation, checkpoints, resuming                 evaluate(), save_checkpoint()
     short rows together; fewer, larger micro-batches  --micro_batch_tokens
     mixtures of experts, models already in 4 bits     fill_model()
-    less memory: a 70B does not fit 2 x 24 GB here    --offload_params, --offload_activations
+    less memory: 24 GB hold an 8B, 2 x 24 GB no 70B   --offload_params, --offload_activations
 
 Tested with torch 2.11 and 2.13, transformers 5.17 and 5.24, peft 0.21, bitsandbytes 0.50.
 """
@@ -86,8 +86,7 @@ def join_processes() -> torch.device:
     if not torch.cuda.is_available():
         dist.init_process_group("gloo", **alone)
         return torch.device("cpu")
-    # rows of many lengths leave gaps in segments of fixed sizes; read at the first allocation
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # fewer gaps
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device, **alone)
@@ -107,7 +106,7 @@ def refuse(message: str) -> NoReturn:
 
 
 def read_rows(args: argparse.Namespace, directory: Path) -> list[Row]:
-    """Returns the rows of the data set, in tokens of tokenizer.json, cut and shuffled."""
+    """Returns the rows of all steps, cut. An epoch's number is the seed of its shuffle."""
     tokenizer, end = PreTrainedTokenizerFast.from_pretrained(directory), args.max_length
     found, number = list[Row](), 0
     try:
@@ -120,11 +119,11 @@ def read_rows(args: argparse.Namespace, directory: Path) -> list[Row]:
     rows = [(x[:end], y[:end]) for x, y in found if max(y[1:end], default=-100) >= 0]
     if not rows:
         refuse(f"--dataset {args.dataset}: nothing to train in {len(found)} texts and answers")
-    n_cut = sum(len(x) > end for x, _ in found)
-    log(f"data: {len(rows):,} of {len(found):,} texts and answers are trained, {n_cut:,} are cut;"
-        f" {args.max_steps} steps are {args.max_steps * args.batch_size / len(rows):.2f} epochs")
-    random.Random(0).shuffle(rows)  # the same on all ranks
-    return rows
+    n_epochs = args.max_steps * args.batch_size / len(rows)
+    log(f"data: {len(rows):,} of {len(found):,} texts and answers are trained {n_epochs:.2f} times,"
+        f" {sum(len(x) > end for x, _ in found):,} are cut")
+    return [row for epoch in range(math.ceil(n_epochs))
+            for row in random.Random(epoch).sample(rows, len(rows))]
 
 
 def encode(row: dict, tokenizer: PreTrainedTokenizerFast) -> list[Row]:
@@ -137,7 +136,8 @@ def encode(row: dict, tokenizer: PreTrainedTokenizerFast) -> list[Row]:
         if i > 0 and message["role"] == "assistant":
             prompt, ids = [tokenizer.apply_chat_template(row["messages"][:end], return_dict=False,
                            add_generation_prompt=end == i) for end in (i, i + 1)]
-            start = [*map(int.__eq__, prompt, ids), False].index(False)  # of what differs
+            is_same = [a == b for a, b in zip(prompt, ids)] + [False]
+            start = is_same.index(False)  # of the answer: where ids cease to be the prompt's
             rows.append((ids, [-100] * start + ids[start:]))
     return rows
 
@@ -157,8 +157,7 @@ def build_model(args: argparse.Namespace, directory: Path, device: torch.device)
         model.set_submodule(name, bnb.nn.Linear4bit(
             linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta",
             compute_dtype=torch.bfloat16, **NF4))
-    for name, weight in layers.named_parameters():
-        # experts are no linears; if they are, one without tokens has no gradient: others wait
+    for name, weight in layers.named_parameters():  # an expert without tokens has no gradient
         if "expert" in name or (weight.dim() == 3 and "conv" not in name):
             refuse(f"{args.model} is a mixture of experts ({name}): use train_fsdp_qlora.py")
     model.requires_grad_(False)
@@ -172,14 +171,17 @@ def build_model(args: argparse.Namespace, directory: Path, device: torch.device)
 
 def load_and_shard(model: PeftModel, directory: Path, device: torch.device) -> None:
     """Read, quantise, shard: layer by layer, so that one is whole. All ranks must call this."""
-    stored = {}  # {short name: slice of a file, which is read where it is indexed}
+    stored = {}  # {bare name: slice of a file; slice[...] reads all of it}
     for file in (safe_open(path, "pt") for path in sorted(directory.glob("model*.safetensors"))):
-        stored |= {short(name): file.get_slice(name) for name in file.keys()}
+        for name in file.keys():
+            if bare_name(name) in stored:
+                refuse(f"{directory}: two tensors of its files are {bare_name(name)}")
+            stored[bare_name(name)] = file.get_slice(name)
     causal_lm = model.get_base_model()
     causal_lm.tie_weights()  # a tied head is no tensor of its own
     for name, _ in causal_lm.named_parameters():
-        if ".lora_" not in name and short(name) not in stored:
-            refuse(f"{directory}: no model*.safetensors has {short(name)}")
+        if ".lora_" not in name and bare_name(name) not in stored:
+            refuse(f"{directory}: no model*.safetensors has {bare_name(name)}")
     torch.manual_seed(0)  # the same LoRA weights on all ranks
     names = {module: name for name, module in causal_lm.named_modules()}
     for layer in causal_lm.get_decoder().layers:
@@ -192,35 +194,36 @@ def load_and_shard(model: PeftModel, directory: Path, device: torch.device) -> N
     fully_shard(model)  # the rest, as embedding and head: whole in a step, of a 70B 4 GiB
 
 
-def short(name: str) -> str:
-    """A tensor's name without what differs: PEFT's words, and the prefixes of multimodal models."""
+def bare_name(name: str) -> str:
+    """A tensor's name without PEFT's words and the prefixes of multimodal models."""
     return re.sub(r"^((model|language_model)\.)+", "", name.replace(".base_layer", ""))
 
 
 def fill(module: nn.Module, name: str, stored: dict, device: torch.device) -> None:
-    """Give a module's own weights and buffers their values: LoRA's initial, or the checkpoint's."""
-    if hasattr(module, "lora_A"):
+    """Give a module's own weights and buffers, not those of its children, their values."""
+    if hasattr(module, "lora_A"):  # LoRA: PEFT's initial values, in fp32: see shard_layer()
         for matrices in module.lora_A, module.lora_B:
-            matrices.to_empty(device=device).float()  # both in place; fp32: see shard_layer()
+            matrices.to_empty(device=device).float()  # both in place
         module.reset_lora_parameters("default", init_lora_weights=True)
-    for key, buffer in list(module.named_buffers(recurse=False)):
-        value = stored.get(short(f"{name}.{key}"), buffer)[...]
+    for key, buffer in list(module.named_buffers(recurse=False)):  # most are computed, not stored
+        full = bare_name(f"{name}.{key}")
+        value = stored[full][...] if full in stored else buffer
         setattr(module, key, value.to(device, buffer.dtype))
     for key, _ in list(module.named_parameters(recurse=False)):
-        if (full := short(f"{name}.{key}")) in stored:  # else it is LoRA's, or a tied head
+        if (full := bare_name(f"{name}.{key}")) in stored:  # else it is LoRA's, or a tied head
             value = stored[full][...].to(device, torch.bfloat16)
             weight = nn.Parameter(value, requires_grad=False)
-            if isinstance(module, bnb.nn.Linear4bit) and key == "weight":  # to() sets quant_state
-                weight = bnb.nn.Params4bit(value, module=module, **NF4).to(device)  # quantises
+            if isinstance(module, bnb.nn.Linear4bit) and key == "weight":
+                weight = bnb.nn.Params4bit(value, module=module, **NF4).to(device)  # to() quantises
             setattr(module, key, weight)
 
 
 def shard_layer(layer: nn.Module) -> None:
-    """Make a decoder layer an FSDP2 unit: each rank keeps a part of it, and all gather the whole
-    for its forward and again for its backward. All ranks must call this.
+    """Make a layer an FSDP2 unit: each rank holds a part of it, and all gather the whole for its
+    forward and again for its backward. All ranks must call this.
 
-    The trap: 0.08 % of what is stored as bf16 here are NaNs, which torch._foreach_copy_, by which
-    FSDP2 copies, rewrites on CUDA: wrong weights, no error. A unit of several dtypes it copies as
+    The trap: of what is stored as bf16 here 0.08 % are NaNs. FSDP2 copies by torch._foreach_copy_,
+    which rewrites NaNs on CUDA: wrong weights, no error. Only a unit of several dtypes is copied as
     bytes (_get_all_gather_input_metadatas() in torch's _fsdp_collectives.py). So LoRA is in fp32,
     no MixedPrecisionPolicy makes it bf16, and what is gathered is compared.
     """
@@ -250,18 +253,16 @@ def train(model: PeftModel, rows: list, args: argparse.Namespace, device: torch.
     # bitsandbytes knows no DTensor: it gets this rank's rows, the same memory, if it has any
     shards = {p: nn.Parameter(p.to_local().detach()) for p in trained if p.to_local().numel()}
     optimizer = bnb.optim.PagedAdamW8bit(shards.values(), weight_decay=0.0)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    world_size = dist.get_world_size()
     for step in range(1, args.max_steps + 1):
         started = time.perf_counter()
-        first = (step - 1) * args.batch_size
-        batch = [rows[i % len(rows)] for i in range(first, first + args.batch_size)]  # of all ranks
+        batch = rows[(step - 1) * args.batch_size : step * args.batch_size]  # of all ranks
         n_trained = sum(label >= 0 for _, labels in batch for label in labels[1:])
         loss = torch.zeros((), device=device)
-        for row in batch[rank::world_size]:
+        for row in batch[dist.get_rank() :: world_size]:
             ids, labels = torch.tensor(row, device=device)  # both [tokens]
             with torch.autocast(device.type, torch.bfloat16):  # for LoRA, which is in fp32
-                logits = model(input_ids=ids[None], use_cache=False).logits[0]
-            # [tokens, vocabulary]: 1 GiB in fp32 for 2,048 tokens and a vocabulary of 128k
+                logits = model(input_ids=ids[None], use_cache=False).logits[0]  # [tokens, vocab]
             row_loss = F.cross_entropy(logits[:-1].float(), labels[1:], reduction="sum") / n_trained
             (row_loss * world_size).backward()  # FSDP2 divides gradients by world_size
             loss += row_loss.detach()
@@ -275,9 +276,8 @@ def train(model: PeftModel, rows: list, args: argparse.Namespace, device: torch.
         optimizer.step()
         model.zero_grad()
         speed = sum(len(ids) for ids, _ in batch) / (time.perf_counter() - started) / world_size
-        gib = torch.cuda.max_memory_allocated() / 2**30
         log(f"step {step:5}/{args.max_steps} loss {loss:7.4f} lr {rate:.1e} grad {norm:6.3f}"
-            f" {speed:7,.0f} tok/s" + (f"/GPU {gib:.2f} GiB" if gib else "/process"))
+            f" {speed:7,.0f} tok/s/GPU {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:

@@ -23,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import itertools
 import logging
 import math
 import os
@@ -34,7 +33,7 @@ import warnings
 from datetime import timedelta
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
     with contextlib.suppress(OSError):  # it may be closed
@@ -54,7 +53,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fsdp_qlora.data.bins import Bin, deal_rows, make_bin, step_rows
-from fsdp_qlora.data.encode import Rows, prepare_data, random_rows
+from fsdp_qlora.data.prepare import prepare_data
+from fsdp_qlora.data.rows import Rows, random_rows
 from fsdp_qlora.data.tokenizer import check_tokenizer, load_tokenizer
 from fsdp_qlora.files import read_json, text_digest
 from fsdp_qlora.hashing import as_hex, content_sum, mix
@@ -71,7 +71,7 @@ from fsdp_qlora.model.loss import bin_objective, mean_metrics, n_losses
 from fsdp_qlora.model.model import Model, measure_weight_norms, verify_model
 from fsdp_qlora.model.offload import GPUStore, HostStore, make_store
 from fsdp_qlora.model.router import BALANCE, take_balance
-from fsdp_qlora.model.shards import weight_requests
+from fsdp_qlora.model.shards import reshard_all, weight_requests
 from fsdp_qlora.planner.cards import card_machine, parse_cards
 from fsdp_qlora.planner.machine import host_memory, limit_memory, memory_gib, say_memory
 from fsdp_qlora.planner.plan import (
@@ -87,20 +87,20 @@ from fsdp_qlora.ranks import (
     AGAIN, DIVERGED, EXITS, Stop, all_gather, check_same, gather_objects, is_rank_0, n_cores,
     on_rank_0, refuse_launch, say, say_each, together)
 from fsdp_qlora.run.checkpoints import (
-    agree_on_content, checkpoint_path, drop_checkpoints, find_checkpoint, load_checkpoint,
-    save_adapter, sharded_state, write_checkpoint)
+    DISK_ERRORS, agree_on_content, checkpoint_path, drop_checkpoints, find_checkpoint,
+    load_checkpoint, save_adapter, sharded_state, write_checkpoint)
 from fsdp_qlora.run.demo import make_demo
 from fsdp_qlora.run.directory import describe_run, merge_command, open_output, save_tokenizer
 from fsdp_qlora.run.flags import parse_flags, resolve_config, resolve_steps, save_interval
 from fsdp_qlora.run.logs import (
     Log, describe_metrics, draw_losses, say_example, say_plan_elsewhere, say_sample, say_speed,
     say_start)
-from fsdp_qlora.run.probe import Probe, reshard_all
-from fsdp_qlora.run.status import (
-    LOST_DIRECTORY, REQUESTS, Status, watch_process, why_diverged)
+from fsdp_qlora.run.probe import Probe
+from fsdp_qlora.run.status import LOST_DIRECTORY, REQUESTS, Status, watch_process
 from fsdp_qlora.training.check import check_family
+from fsdp_qlora.training.divergence import why_diverged
 from fsdp_qlora.training.evaluation import evaluation_batches, evaluation_bins
-from fsdp_qlora.training.reference import find_reference, step_value
+from fsdp_qlora.training.reference import find_reference, values_of_all
 from fsdp_qlora.training.samples import sample_answers
 from fsdp_qlora.training.unlearned import check_head
 
@@ -128,8 +128,8 @@ class Config:
     """Every flag of the script. None means: derived from the rest, and printed, or not used."""
 
     model: str | None = knob(
-        None, "Hub id or directory of safetensors; left out: a built-in demo; with"
-        " --random_weights also llama-2-7b, llama-2-70b, llama-3-8b, llama-3-70b, qwen2.5-32b")
+        None, "Hub id or directory of safetensors; left out: a built-in demo; with --random_weights"
+        " or --plan_for also llama-2-7b, llama-2-70b, llama-3-8b, llama-3-70b, qwen2.5-32b")
     dataset: tuple[str, ...] | None = knob(
         None, "files (JSONL, JSON, Parquet, CSV, TSV, text, also .gz), patterns, directories, what"
         " save_to_disk wrote, or a Hub id; after a directory or a Hub id may stand"
@@ -150,8 +150,7 @@ class Config:
     random_weights: bool = knob(False, "random weights: of the model, only config.json is read")
     loss: str = knob(
         "sft", "what is trained: sft, text; dpo, ipo, simpo or orpo, a chosen answer rather than a"
-        " rejected one; kto, good answers rather than bad ones",
-        choices=("sft", "dpo", "ipo", "simpo", "orpo", "kto"))
+        " rejected one; kto, good answers rather than bad ones")
     beta: float | None = knob(
         None, "of the other losses: how far the model may move from the reference, less the higher;"
         " of simpo the scale of rewards (its authors take 2 to 10), of orpo the weight of the odds;"
@@ -308,7 +307,8 @@ def train(given: Config, device: torch.device, status: Status) -> None:
             make_demo(config, directory)
         status.enter("model")
         with together():
-            needs = ("weights", "tokenizer" if config.dataset else "config")[config.random_weights]
+            needs = "tokenizer" if config.dataset else "config"
+            needs = needs if config.random_weights else "weights"
             base = model_directory(config.model or str(directory / "demo" / "model"), needs)
             base_sha256 = text_digest(str(base)) if config.random_weights else base_digest(base)
             config, model_config, arch = read_model_config(base, config)
@@ -452,7 +452,8 @@ def join_processes() -> torch.device:
 
 def choose_attention(config: Config, arch: Architecture, device: torch.device) -> Kernels:
     """The attention to use: {"same": for bins of rows of one length, "any": of other rows}, each
-    {"full": kernel, "window": kernel}, the latter where a layer has a window. Raises ValueError.
+    {"full": kernel, "window": kernel}, the second for layers with a sliding window. Raises
+    ValueError.
 
     From Hopper on torch's SDPA (cuDNN) is the fastest for rows of one length, else Flash Attention
     2; where that is not installed, torch's own kernel for any lengths, and for what that does not
@@ -465,21 +466,24 @@ def choose_attention(config: Config, arch: Architecture, device: torch.device) -
     if config.attn == "flash_attention_2" and not has_flash:
         raise ValueError("--attn flash_attention_2: flash-attn is not installed or there is no GPU;"
                          " `make flash-attn` builds it, or use --attn sdpa")
-    chosen = {kind: dict.fromkeys(("full", "window"), document_attention) for kind in (
-        "same", "any")}
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    kernels_can = config.compute_dtype == "bfloat16" and not arch.attention_dropout
-    if kernels_can and capability >= (8, 0):
-        flash = [flash_attention] if has_flash and config.attn != "sdpa" else []
-        batched_first = capability >= (9, 0) and config.attn != "flash_attention_2"
-        same = [batched_attention, *flash] if batched_first else [*flash, batched_attention]
-        chosen = {"same": {}, "any": {}}
-        for kind, reach in itertools.product(chosen, ("full", "window")):
-            if reach == "full" or any(arch.layer_window):
-                kernels = same if (kind, reach) == ("same", "full") else flash
-                kernels = *kernels, varlen_attention, flex_document_attention
-                works = (f for f in kernels if attends(f, arch, reach, device))
-                chosen[kind][reach] = next(works, document_attention)
+    has_kernels = capability >= (8, 0) and config.compute_dtype == "bfloat16"
+    flash = [flash_attention] if has_flash and config.attn != "sdpa" else []
+    batched_first = capability >= (9, 0) and config.attn != "flash_attention_2"
+    of_one_length = [batched_attention, *flash] if batched_first else [*flash, batched_attention]
+    of_any_lengths = [varlen_attention, flex_document_attention]
+
+    def first_that_works(kernels: list[Callable], reach: str) -> Callable:
+        if not has_kernels or arch.attention_dropout:
+            return document_attention
+        works = (f for f in kernels if attends(f, arch, reach, device))
+        return next(works, document_attention)
+
+    chosen: Kernels = {"same": {}, "any": {}}
+    for reach in ("full", "window") if any(arch.layer_window) else ("full",):
+        chosen["any"][reach] = first_that_works([*flash, *of_any_lengths], reach)
+        same = of_one_length if reach == "full" else flash
+        chosen["same"][reach] = first_that_works([*same, *of_any_lengths], reach)
     if config.attn == "flash_attention_2" and flash_attention not in chosen["any"].values():
         raise ValueError("--attn flash_attention_2: as installed it does not compute this model's"
                          " attention; use --attn sdpa")
@@ -553,13 +557,14 @@ def shard_model(model: Model, mesh: DeviceMesh, plan: Plan) -> None:
 
 
 # ------------------------------------------------------------------------------------------------
-# Loading: each rank reads its rows, quantises them to NF4, keeps them
+# Loading: files are checked and opened here; fill_model() of load quantises to NF4 what is read
 # ------------------------------------------------------------------------------------------------
 
 
 def load_model(model: Model, base: Path, model_config: transformers.PretrainedConfig,
                config: Config, device: torch.device) -> types.SimpleNamespace:
-    """Fill all of the model that is frozen. All ranks must call this.
+    """Give the model all of its frozen weights, this rank's part of them, from the files in `base`;
+    raises ValueError where one is not finite. All ranks must call this.
 
     Returns a namespace: `sums` {name in files: content_sum() as hex}, which tell one base from any
     other; `prequantised`, whether its files are in 4 bits; `n_parameters`.
@@ -676,21 +681,24 @@ def train_step(run: Run, step: int) -> tuple[Record, str | None]:
     # every rank knows all rows' lengths, so that the global counts need no communication
     trained_tokens, tokens = int(batch.n_trained.sum()), int(batch.lengths.sum())
     local_sums: Any = 0
-    n_bins, capacity, value = 0, 0, step_value(run, batch, [batch])
+    n_bins, capacity, of_all = 0, 0, values_of_all(run, batch, [batch])
     while bins:
-        bin = bins.pop(0)
+        bin = bins.pop(0)  # not a for loop: a bin's memory is free once it is done
+        is_last = not bins
         if bin.answers:
-            bin.answers.step_value = value
+            bin.answers = dataclasses.replace(bin.answers, **of_all)
         n_bins, capacity = n_bins + world_size, capacity + len(bin.input_ids) * world_size
         if plan.uses_fsdp and plan.shard_group_size < world_size:
             # copies of the model exchange gradients once a step, not once a micro-batch
-            run.model.set_requires_all_reduce(not bins)
+            run.model.set_requires_all_reduce(is_last)
         local_sums += forward_backward(run, bin, 1 / n_losses(batch))
-    numbers = reduce_and_clip(run, local_sums, wanted_request(run))
+    sum_gradient(run)
+    numbers = exchange_numbers(run, local_sums, wanted_request(run))
+    clip_gradient(run, numbers.grad_norm)
     # on the host, while the GPU computes
     run.dealt = deal_step(run, step + 1) if step < config.max_steps else None
-    norm, request, *numbers = numbers.tolist()  # waits for the GPU
-    metrics, balance = mean_metrics(numbers[: len(local_sums)], batch), numbers[len(local_sums) :]
+    numbers = numbers.on_host()  # waits for the GPU, once a step
+    metrics, norm = mean_metrics(numbers.sums.tolist(), batch), float(numbers.grad_norm)
     stop_if_diverged(run, step, metrics["loss"], norm)
     rate = learning_rate(step, config)
     optimizer_step(run.optimizer, run.adapter, rate)
@@ -701,8 +709,9 @@ def train_step(run: Run, step: int) -> tuple[Record, str | None]:
         "tokens": tokens, "learnt_tokens": trained_tokens, "bins": n_bins,
         "bins_full": tokens / capacity, "seconds": seconds,
         "tokens_per_second_per_gpu": tokens / seconds / world_size,
-        "peak_memory_gib": memory_gib(run.device, plan.graphs)[1], **dict(zip(BALANCE, balance))}
-    return record, REQUESTS[int(request)]
+        "peak_memory_gib": memory_gib(run.device, plan.graphs)[1],
+        **dict(zip(BALANCE, numbers.balance.tolist()))}
+    return record, REQUESTS[int(numbers.request)]
 
 
 def deal_step(run: Run, step: int) -> tuple[Rows, list[Bin]]:
@@ -733,23 +742,42 @@ def wanted_request(run: Run) -> int:
         "stop" if run.status.stop_reason else "save" if clock() > run.save_due else None)
 
 
-def reduce_and_clip(run: Run, local_sums: torch.Tensor, request: int) -> torch.Tensor:
-    """Add up the gradient and the sums of metrics over all ranks, and scale the gradient down to
-    --max_grad_norm. All ranks must call this.
+class StepNumbers(NamedTuple):
+    """What all ranks know at the end of a step, in fp64."""
 
-    Returns one tensor, so that train_step() waits for the GPU once: the gradient's norm before,
-    the highest request of a rank, the sums, and how even experts are used, see BALANCE.
-    """
-    adapter, grad = run.adapter, run.adapter.weights.grad
-    if dist.get_world_size() > adapter.shards and not run.plan.uses_fsdp:  # FSDP2 sums them itself
-        dist.all_reduce(grad)
-    own = (grad.norm().double()[None] ** 2, torch.full_like(local_sums[:1], request), local_sums,
-           take_balance(run.model))
-    squares, requests, sums, balance = all_gather(torch.cat(own)).split([*map(len, own)], 1)
-    norm = squares[: adapter.shards].sum().sqrt()  # other copies have the same gradients
-    grad.mul_((run.config.max_grad_norm / norm).clamp(max=1))
-    routed, all_routed = balance.sum(0).tensor_split([2])
-    return torch.cat([norm[None], requests.max()[None], sums.sum(0), routed / all_routed])
+    grad_norm: torch.Tensor  # [], of the whole gradient, before it is clipped
+    request: torch.Tensor  # [], the highest wanted_request() of a rank
+    sums: torch.Tensor  # [k], over all ranks, see bin_objective()
+    balance: torch.Tensor  # [2], how even experts are used, see BALANCE; [0] without experts
+
+    def on_host(self) -> StepNumbers:
+        """The same on the CPU, by one copy."""
+        values = torch.cat([number.view(-1) for number in self]).cpu()
+        parts = values.split([number.numel() for number in self])
+        return StepNumbers(*(part.view_as(number) for part, number in zip(parts, self)))
+
+
+def sum_gradient(run: Run) -> None:
+    """Add up the gradient over copies of the model. All ranks must call this."""
+    if dist.get_world_size() > run.adapter.shards and not run.plan.uses_fsdp:  # else FSDP2 has
+        dist.all_reduce(run.adapter.weights.grad)
+
+
+def exchange_numbers(run: Run, local_sums: torch.Tensor, request: int) -> StepNumbers:
+    """The StepNumbers, from this rank's sums and request, by one exchange and without waiting for
+    the GPU. All ranks must call this."""
+    square = run.adapter.weights.grad.norm().double() ** 2  # of this rank's part of the gradient
+    local = (square[None], torch.full_like(local_sums[:1], request), local_sums,
+             take_balance(run.model))
+    squares, requests, sums, balance = all_gather(torch.cat(local)).split([*map(len, local)], 1)
+    norm = squares[: run.adapter.shards].sum().sqrt()  # other copies have the same gradients
+    routed, n_routed = balance.sum(0).tensor_split([2])
+    return StepNumbers(norm, requests.max(), sums.sum(0), routed / n_routed)
+
+
+def clip_gradient(run: Run, norm: torch.Tensor) -> None:
+    """Scale the gradient, which has this norm, down to --max_grad_norm."""
+    run.adapter.weights.grad.mul_((run.config.max_grad_norm / norm).clamp(max=1))
 
 
 def stop_if_diverged(run: Run, step: int, loss: float, norm: float) -> None:
@@ -779,12 +807,12 @@ def evaluate(run: Run) -> Record | None:
     assert run.eval_rows, "there is nothing to evaluate on"
     sums: Any = 0
     rows, n_seen = run.eval_rows, 0
-    value = step_value(run, rows, (batch for _, batch in evaluation_batches(run, rows)))
+    of_all = values_of_all(run, rows, (batch for _, batch in evaluation_batches(run, rows)))
     for _, batch in evaluation_batches(run, rows):
         n_seen += len(batch)
         for bin, _ in evaluation_bins(run, batch):
             if bin.answers:
-                bin.answers.step_value = value
+                bin.answers = dataclasses.replace(bin.answers, **of_all)
             sums += bin_objective(run.model(bin), bin, run.config)[1]
     reshard_all(run.model)
     if n_seen < len(rows):
@@ -879,10 +907,16 @@ def stop_run(run: Run, step: int, cut_short: bool, is_first: bool) -> NoReturn:
         raise Stop(f"{why} before the evaluation after step {step} was done, and so it would go"
                    " again: give more, or evaluate fewer rows", EXITS["flags"])
     if why == LOST_DIRECTORY:  # this saves elsewhere, says where, and ends the run
-        on_rank_0(save_adapter, run, run.adapter.gather_weights(), run.probe.states(run))
-    saved = checkpoint_path(run.directory, run.saved_step).name
-    left = f"{saved} is whole" if run.saved_step else "nothing is saved"
-    raise Stop(f"{why}, after step {step}; {left}; {run.status.how_to_resume}", AGAIN)
+        on_rank_0(save_adapter, run, run.adapter.gather_weights(), run.probe.states(run),
+                  causes=DISK_ERRORS)
+    newest = checkpoint_path(run.directory, run.saved_step).name
+    if not run.saved_step:
+        left = "no checkpoint is saved, and the same command begins anew"
+    elif run.saved_step < step:
+        left = f"its checkpoint could not be saved; {run.status.how_to_resume} from {newest}"
+    else:
+        left = f"{newest} is whole; {run.status.how_to_resume}"
+    raise Stop(f"{why}, after step {step}; {left}", AGAIN)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -891,8 +925,8 @@ def stop_run(run: Run, step: int, cut_short: bool, is_first: bool) -> NoReturn:
 
 
 def save_checkpoint(run: Run, step: int) -> None:
-    """Gather adapter and optimizer state on rank 0, which writes checkpoint-<step>; if that fails,
-    say so and try again later. All ranks must call this."""
+    """Gather adapter and optimizer state on rank 0, which writes checkpoint-<step>; if the disk
+    does not take it, say so and try again later. All ranks must call this."""
     run.status.extend_deadline(run.config, run.longest_step)
     started, name = clock(), checkpoint_path(run.directory, step).name
     torch.get_device_module(run.device).synchronize()  # no stream orders reads of paged state
@@ -900,7 +934,7 @@ def save_checkpoint(run: Run, step: int) -> None:
     state_by_layer = {name: list(run.adapter.gather(value))
                       for name, value in sharded_state(run.optimizer).items()}
     try:
-        on_rank_0(write_checkpoint, run, step, weights, state_by_layer, probe)
+        on_rank_0(write_checkpoint, run, step, weights, state_by_layer, probe, causes=DISK_ERRORS)
     except Stop as e:
         run.save_due = clock() + RETRY_SECONDS
         say(f"{name} could not be saved: {e}; if training goes on, it is tried again in"
@@ -910,7 +944,7 @@ def save_checkpoint(run: Run, step: int) -> None:
     run.status.checkpoint = name
     say(f"{name} saved in {clock() - started:.2f} s")
     run.status.write("training")
-    on_rank_0(drop_checkpoints, run, step)
+    on_rank_0(drop_checkpoints, run, step, causes=DISK_ERRORS)
 
 
 def finish_run(run: Run) -> None:
@@ -918,8 +952,11 @@ def finish_run(run: Run) -> None:
     next. All ranks must call this."""
     run.status.enter("saving")
     weights, directory = run.adapter.gather_weights(), run.directory
-    on_rank_0(save_adapter, run, weights, run.probe.states(run))
+    on_rank_0(save_adapter, run, weights, run.probe.states(run), causes=DISK_ERRORS)
     on_rank_0(draw_losses, directory)
+    if run.saved_step < run.config.max_steps:
+        say("the checkpoint of the last step could not be saved, but its adapter is; the newest"
+            f" checkpoint: {run.status.checkpoint or 'none'}")
     if best := run.progress["best_step"]:
         path = checkpoint_path(directory, best)
         say(f"the best evaluation was after step {best}, loss {run.progress['best_loss']:.4f}:"

@@ -31,7 +31,8 @@ import time
 from pathlib import Path
 
 RANK, GIB = 16, 2**30
-TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+           "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]  # fmt: skip
 
 
 def write_weights(directory):

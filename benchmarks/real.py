@@ -48,7 +48,8 @@ from torch.nn.utils.rnn import pad_sequence
 sys.path.insert(0, str(ROOT))
 from fsdp_qlora.data.tokenizer import load_tokenizer
 from fsdp_qlora.data.bins import step_rows
-from fsdp_qlora.data.encode import rows_of, tokenize
+from fsdp_qlora.data.encode import tokenize
+from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.data.forms import parse_row
 from train_fsdp_qlora import Config, learning_rate
 

@@ -65,6 +65,12 @@ SHAPES = {  # hidden, intermediate, layers, heads, key/value heads, vocabulary
     "gemma-2-2b": (2304, 9216, 26, 8, 4, 256000),
     "gemma-2-27b": (4608, 36864, 46, 32, 16, 256000),
     "gemma-3-12b": (3840, 15360, 48, 16, 8, 262208),
+    "qwen3.5-9b": (4096, 12288, 32, 16, 4, 248320),
+    "qwen3.5-27b": (5120, 17408, 64, 24, 4, 248320),
+    "qwen3.5-35b-a3b": (2048, 4608, 40, 16, 2, 248320),
+    "qwen3.5-122b-a10b": (3072, 9216, 48, 32, 2, 248320),
+    "granite-4-h-small": (4096, 768, 40, 32, 8, 100352),
+    "nemotron-3-nano-30b": (2688, 1856, 52, 32, 2, 131072),
 }
 HEAD_DIM = {  # where it is not hidden / heads
     "mistral-nemo-12b": 128, "qwen3-8b": 128, "gemma-2-2b": 256, "gemma-2-27b": 128,
@@ -92,6 +98,33 @@ MIXTURES = {  # what else their config.json says; above, `intermediate` is of th
         model_type="gpt_oss", head_dim=64, num_local_experts=32, num_experts_per_tok=4),
     "gpt-oss-120b": dict(
         model_type="gpt_oss", head_dim=64, num_local_experts=128, num_experts_per_tok=4),
+}  # fmt: skip
+
+QWEN3_5 = dict(
+    model_type="qwen3_5_text", head_dim=256, linear_num_key_heads=16, linear_num_value_heads=32,
+    rope_parameters={"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25})
+QWEN3_5_MOE = dict(
+    QWEN3_5, model_type="qwen3_5_moe_text", num_experts=256, num_experts_per_tok=8,
+    moe_intermediate_size=512, shared_expert_intermediate_size=512)
+MIXERS = {  # the same; not all of their layers are attention
+    "qwen3.5-9b": QWEN3_5,
+    "qwen3.5-27b": dict(QWEN3_5, linear_num_value_heads=48),
+    "qwen3.5-35b-a3b": QWEN3_5_MOE,
+    "qwen3.5-122b-a10b": dict(
+        QWEN3_5_MOE, linear_num_value_heads=64, moe_intermediate_size=1024,
+        shared_expert_intermediate_size=1024),
+    "granite-4-h-small": dict(
+        model_type="granitemoehybrid", num_local_experts=72, num_experts_per_tok=10,
+        shared_intermediate_size=1536, mamba_n_heads=128, mamba_d_head=64, mamba_d_state=128,
+        position_embedding_type="nope", embedding_multiplier=12, residual_multiplier=0.22,
+        attention_multiplier=0.0078125, logits_scaling=16,
+        layer_types=["attention" if i % 10 == 5 else "mamba" for i in range(40)]),
+    "nemotron-3-nano-30b": dict(
+        model_type="nemotron_h", head_dim=128, mamba_num_heads=64, mamba_head_dim=64,
+        ssm_state_size=128, n_groups=8, n_routed_experts=128, num_experts_per_tok=6,
+        moe_intermediate_size=1856, moe_shared_expert_intermediate_size=3712,
+        routed_scaling_factor=2.5, layer_norm_epsilon=1e-5, hybrid_override_pattern=(
+            "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME")),
 }  # fmt: skip
 
 
@@ -220,6 +253,16 @@ GROUPS = {
             ("8b", "llama-3-8b"), ("14b", "qwen3-14b"), ("30b", "qwen3-30b-a3b"))
         for cache in ("cold", "warm")
     ],
+    "mixers": [  # flash-linear-attention's kernels need torch 2.13; which are taken is in the log
+        case("qwen9b", "qwen3.5-9b", 8, 2048, 6, gpus=1, bins=0),
+        case("qwen9b-chat", "qwen3.5-9b", 54, 2048, 6, gpus=1, bins=0, chat=True, base="qwen9b"),
+        *(case(f"{short}-24gb", model, 8, 2048, 4, f"{CAP} {OFFLOAD}", gpus=1, bins=0)
+          for short, model in (("qwen9b", "qwen3.5-9b"), ("qwen27b", "qwen3.5-27b"),
+                               ("qwen35b", "qwen3.5-35b-a3b"))),
+        case("qwen122b", "qwen3.5-122b-a10b", 8, 2048, 4, bins=0),
+        case("granite-h-small", "granite-4-h-small", 8, 2048, 5, gpus=1, bins=0),
+        case("nemotron-nano", "nemotron-3-nano-30b", 8, 2048, 5, gpus=1, bins=0),
+    ],
     "attention": [  # which kernel they take is in the log
         case("gemma2-27b-1gpu", "gemma-2-27b", 8, 2048, 5, gpus=1, bins=0),
         case("gemma2-27b", "gemma-2-27b", 8, 2048, 5, bins=0),
@@ -271,7 +314,7 @@ def model_config(model, layers=None):
     hidden, intermediate, whole, heads, kv_heads, vocab = SHAPES[model]
     own = {"qwen2.5": {"model_type": "qwen2"}, "qwen3": {"model_type": "qwen3"},
            "mistral": {"model_type": "mistral", "sliding_window": None}}  # fmt: skip
-    known = MIXTURES | GEMMAS
+    known = MIXTURES | GEMMAS | MIXERS
     own = known.get(model) or own.get(model.partition("-")[0], {"model_type": "llama"})
     if model in HEAD_DIM:
         own["head_dim"] = HEAD_DIM[model]

@@ -102,19 +102,20 @@ def explain(what: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def together() -> Iterator[None]:
+def together(causes: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
     """If the `with` body fails on one rank, all ranks raise Stop with that rank's error.
 
-    The body must not use collectives. Libraries raise all kinds of errors for what a user can
-    cause, so only an AssertionError and lack of GPU memory are left to end this rank alone. All
-    ranks must call this.
+    The body must not use collectives. `causes` are the errors that may have a cause outside of this
+    code: by default nearly all, as libraries raise all kinds of errors for what a user can cause.
+    An AssertionError, lack of GPU memory and errors of other kinds end this rank alone. All ranks
+    must call this.
     """
     error, code = "", None
     try:
         yield
     except (AssertionError, torch.OutOfMemoryError):
         raise
-    except Exception as e:
+    except causes as e:
         error = " ".join(str(e).split())
         if not error or not isinstance(e, (ValueError, OSError)):
             error = f"{type(e).__name__}: {error}"
@@ -125,9 +126,11 @@ def together() -> Iterator[None]:
         raise Stop(*failed[0])
 
 
-def on_rank_0(function: Callable[..., Any], *args: Any) -> Any:
-    """Run `function` on rank 0 alone; all get what it returns. All ranks must call this."""
-    with together():
+def on_rank_0(function: Callable[..., Any], *args: Any,
+              causes: tuple[type[Exception], ...] = (Exception,)) -> Any:
+    """Run `function` on rank 0 alone; all get what it returns. Its errors: see together(). All
+    ranks must call this."""
+    with together(causes):
         value = function(*args) if is_rank_0() else None
     return gather_objects(value)[0]
 

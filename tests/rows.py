@@ -12,7 +12,7 @@ import pytest
 from conftest import encode_file, one_process
 from transformers import AddedToken, PreTrainedTokenizerFast
 
-from fsdp_qlora.data.encode import prepare_rows
+from fsdp_qlora.data.prepare import prepare_rows
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.ranks import Stop
 

@@ -17,7 +17,7 @@ from conftest import one_process, read_rows
 from transformers import AutoTokenizer
 
 from fsdp_qlora.data.bins import deal_rows, epoch_order, make_bin, round_up, step_rows
-from fsdp_qlora.data.encode import random_rows, rows_of
+from fsdp_qlora.data.rows import random_rows, rows_of
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.model.elementwise import N_SITES, drop
 from fsdp_qlora.hashing import mix

@@ -14,6 +14,8 @@ from rows import CHATML, chat_tokenizer, prepare, refusal, write_jsonl
 from test_files import NESTED, write_kind
 
 from fsdp_qlora.data import cache, chat, encode, forms
+from fsdp_qlora.data import prepare as preparation
+from fsdp_qlora.data import rows as encoded_rows
 from fsdp_qlora.data import sources as files
 from fsdp_qlora.files import digest
 
@@ -84,11 +86,12 @@ def test_other_content_or_settings_are_encoded_anew(change, parsed, tokenizer, t
     assert n >= 6 and after != before
 
 
-@pytest.mark.parametrize("module", [chat, encode, files, forms], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [chat, encode, files, forms, encoded_rows],
+                         ids=lambda m: m.__name__)  # fmt: skip
 def test_rows_are_encoded_anew_by_other_code(module, parsed, monkeypatch, tokenizer, tmp_path):
     path = write_jsonl(tmp_path / "data.jsonl", [{"text": "It is 7."}])
     assert n_parsed(parsed, [path], tokenizer)[0] == 1
-    monkeypatch.setattr(encode, "digest", lambda file: (
+    monkeypatch.setattr(preparation, "digest", lambda file: (
         digest(file) + "another" * Path(file).samefile(module.__file__)))  # fmt: skip
     assert n_parsed(parsed, [path], tokenizer)[0] == 1
     assert n_parsed(parsed, [path], tokenizer)[0] == 0
@@ -181,7 +184,7 @@ def test_file_rewritten_while_it_is_encoded_is_not_kept(tokenizer, tmp_path, mon
         return encode_batches(*args, **settings)
 
     with monkeypatch.context() as patch:
-        patch.setattr(encode, "encode_batches", rewritten)
+        patch.setattr(preparation, "encode_batches", rewritten)
         assert "was rewritten while it was read" in refusal([path], tokenizer)
     write_jsonl(path, [{"text": "It is 7."}])
     rows, _ = prepare([path], tokenizer)
@@ -204,7 +207,7 @@ def test_end_of_one_encoding_process_ends_the_start(end, tokenizer, tmp_path, mo
         return encode_batches(pieces, **settings)
 
     with monkeypatch.context() as patch:
-        patch.setattr(encode, "encode_batches", ended)
+        patch.setattr(preparation, "encode_batches", ended)
         found = refusal(paths, tokenizer)
         assert {"SIGKILL": "ended by SIGKILL", "MemoryError": "no GiB"}[end] in found
     assert len(prepare(paths, tokenizer)[0]) == 3

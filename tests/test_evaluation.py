@@ -22,7 +22,8 @@ from test_step import load_reference
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fsdp_qlora.run.checkpoints import read_checkpoint
-from fsdp_qlora.data.encode import prepare_data, rows_of
+from fsdp_qlora.data.prepare import prepare_data
+from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.ranks import Stop
 from fsdp_qlora.run import logs

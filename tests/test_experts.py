@@ -31,7 +31,7 @@ from fsdp_qlora.lora.adapter import Adapter, choose_adapted, read_adapter, write
 from fsdp_qlora.training.check import plain_model, random_adapter, random_reference, read_weights
 from fsdp_qlora.pretrained.config import describe_model, shrunk_config
 from fsdp_qlora.data.bins import make_bin
-from fsdp_qlora.data.encode import rows_of
+from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.model.elementwise import (
     add_expert_rows,
     clamped_gate_backward,

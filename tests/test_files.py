@@ -15,7 +15,7 @@ from rows import (
     write_jsonl)
 
 from fsdp_qlora.data import cache, sources
-from fsdp_qlora.data.encode import prepare_data
+from fsdp_qlora.data.prepare import prepare_data
 from train_fsdp_qlora import Config
 
 

@@ -170,13 +170,13 @@ def test_flags_of_other_tools_are_each_answered(tmp_path):
     keys = [line.partition(":")[0] for line in AXOLOTL.strip().splitlines() if line[0] != " "]
     assert [*found] == [f"--{key}" for key in keys if key != "learning_rate"]
     for key, words in (("base_model", "--model"), ("datasets", "--dataset"), ("bf16", "bf16"),
-                       ("micro_batch_size", "--batch_size"), ("special_tokens", "not here"),
+                       ("micro_batch_size", "--batch_size"), ("special_tokens", "not supported"),
                        ("optimizer", "not needed, because"), ("wandb_project", "--report_to"),
                        ("sequence_len", "--max_seq_len")):  # fmt: skip
         assert words in found[f"--{key}"], key
     assert answers(["--model", "m", "epochs=3", "lr=1e-4"]) == {  # torchtune's
-        "--epochs": "--num_epochs", "--lr": "--learning_rate"}
-    assert answers(["--learning-rate", "3"]) == {"--learning-rate": "perhaps --learning_rate"}
+        "--epochs": "give --num_epochs", "--lr": "give --learning_rate"}
+    assert answers(["--learning-rate", "3"]) == {"--learning-rate": "do you mean --learning_rate?"}
 
 
 def test_table_of_other_tools_knows_all_of_the_trainers():
@@ -200,7 +200,7 @@ def test_table_of_other_tools_is_that_of_the_pages():
             for name in sum(theirs, []):
                 if (answer := peer_answer(name)) and "`DPO" not in line:
                     seen += 1
-                    assert answer.startswith(flag[0]), (name, answer)
+                    assert answer.startswith(f"give {flag[0]}"), (name, answer)
     assert seen > 25
 
 

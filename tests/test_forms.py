@@ -20,7 +20,7 @@ from tokenizers.processors import ByteLevel, RobertaProcessing, Sequence, Templa
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.data import encode, forms
-from fsdp_qlora.data.encode import prepare_data
+from fsdp_qlora.data.prepare import prepare_data
 from fsdp_qlora.data.sources import RefusedRow
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.run.logs import say_example
@@ -502,8 +502,10 @@ def test_long_rows_are_cut_and_counted(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     "row, wanted",
     [
-        ({"poem": "x", "title": "y"}, "has poem, title; want input_ids; messages"),
-        ({"instruction": "x"}, "instruction and output or response; question and answer or resp"),
+        ({"poem": "x", "title": "y"}, "poem, title, which is no form of rows. Give it the keys of"),
+        ({"poem": "x", "title": "y"}, "--columns poem=question title=answer"),
+        ({"query": "x", "reply": "y"}, "has query, but not response or answer beside it"),
+        ({"query": "x", "reply": "y"}, "--columns reply=response"),
         ({}, "has no keys"),
     ],
     ids=json.dumps,
@@ -625,7 +627,8 @@ def test_lists_may_be_text_as_python_prints_them(tokenizer):
 
 def test_columns_are_renamed_before_the_form_is_found(tokenizer, tmp_path):
     path = write_jsonl(tmp_path / "data.jsonl", [{"poem": "It is 7.", "label": 1}])
-    assert "want input_ids" in refusal([path], tokenizer, columns=("label=unused",))
+    message = refusal([path], tokenizer, columns=("label=unused",))
+    assert "has poem, unused, which is no form of rows" in message
     rows, line = prepare([path], tokenizer, columns=("poem=text", "label=unused"))
     assert len(rows) == 1 and "1 text (ignored: unused)" in line
     twice = write_jsonl(path, [{"poem": "x", "text": "y"}])

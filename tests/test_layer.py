@@ -34,7 +34,7 @@ from fsdp_qlora.pretrained.architecture import AttentionGate
 from fsdp_qlora.training.check import (
     check_family, plain_run, random_reference, read_weights, text_model)
 from fsdp_qlora.data.bins import make_bin
-from fsdp_qlora.data.encode import rows_of
+from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.model.attention import AttentionMixing, document_attention, rope_tables
 from fsdp_qlora.model.elementwise import elementwise, norm_of
 from fsdp_qlora.model.experts import RoutedMLPHalf

@@ -19,7 +19,7 @@ from fsdp_qlora.lora.adapter import choose_adapted
 from fsdp_qlora.pretrained.hub import read_model_config
 from fsdp_qlora.training.check import plain_model, plain_run
 from fsdp_qlora.data.bins import make_bin
-from fsdp_qlora.data.encode import rows_of
+from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.pretrained.config import describe_model
 from fsdp_qlora.planner.costs import predict_memory, predict_time
 from fsdp_qlora.pretrained.families import SHAPES

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, BitsAndB
 import merge_adapters
 import minimal_fsdp_qlora
 import train_fsdp_qlora
-from minimal_fsdp_qlora import short
+from minimal_fsdp_qlora import bare_name
 
 SCRIPT = ROOT / "minimal_fsdp_qlora.py"
 # inner widths in multiples of 64: bitsandbytes on a CPU dequantises rows that share a block wrongly
@@ -112,6 +112,8 @@ def base(tmp_path_factory, demo_directory):
     shutil.copytree(directory / "llama", directory / "lacking")
     index = directory / "lacking" / "model.safetensors.index.json"
     (index.parent / json.loads(index.read_text())["weight_map"]["model.norm.weight"]).unlink()
+    shutil.copytree(directory / "olmo2", directory / "twice")
+    shutil.copy(directory / "twice/model.safetensors", directory / "twice/model-2.safetensors")
     shutil.copytree(directory / "olmo2", directory / "quantised")
     config = json.loads((directory / "olmo2" / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
@@ -158,6 +160,7 @@ RUNS = {  # name: (processes, what the job has)
     "mixture": (2, {"argv": flags("mixtral", "x")}),
     "lacking": (2, {"argv": flags("lacking", "x")}),
     "quantised": (2, {"argv": flags("quantised", "x")}),
+    "twice": (2, {"argv": flags("twice", "x")}),
     "odd rows": (2, {"argv": flags("llama", "x", rows="odd.jsonl")}),
     "batch": (2, {"argv": flags("llama", "x", "--batch_size", 3)}),
     "no batch": (2, {"argv": flags("llama", "x", "--batch_size", 0)}),
@@ -249,7 +252,7 @@ def test_family_trains_and_peft_gives_the_same(family, base, runs):
     model = load_trained(base, family)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(base / family)
     args = argparse.Namespace(
-        dataset=base / "text.jsonl", max_length=64, max_steps=1, batch_size=1)
+        dataset=base / "text.jsonl", max_length=64, max_steps=1, batch_size=4)
     with one_process():
         rows = minimal_fsdp_qlora.read_rows(args, base / family)[:4]
     assert all(ids == labels and ids[-1] == tokenizer.eos_token_id for ids, labels in rows)
@@ -272,9 +275,9 @@ def test_family_trains_and_peft_gives_the_same(family, base, runs):
 def test_gathered_words_are_bitsandbytes(family, base, runs):
     stored = {}
     for path in (base / family).glob("*.safetensors"):
-        stored |= {short(name): value for name, value in load_file(path, DEVICE).items()}
+        stored |= {bare_name(name): value for name, value in load_file(path, DEVICE).items()}
     _, seen = runs(family)
-    words = {short(name): value for name, value in seen.items() if name != "logits"}
+    words = {bare_name(name): value for name, value in seen.items() if name != "logits"}
     assert len(words) >= 3 * 4  # of each layer
     n_nan = 0
     for name, gathered in words.items():
@@ -307,6 +310,7 @@ def test_verify_finds(run, words, runs):
     ("mixture", "mixtral is a mixture of experts (0.mlp.experts.gate_up_proj): use train_fsdp_"),
     ("lacking", "lacking: no model*.safetensors has layers.2."),
     ("quantised", "quantised is quantised already: name the original"),
+    ("twice", "twice: two tensors of its files are "),
     ("odd rows", "odd.jsonl, line 2: KeyError('text')"),
     ("batch", "--batch_size 3 is not a multiple of 2 GPUs"),
     ("no batch", "--batch_size 0: it must be above 0"),
@@ -320,9 +324,10 @@ def test_one_line_says_what_is_wrong(run, words, runs):
 
 
 def test_rows(base):
-    """Text with EOS is trained whole, of conversations the answers; cut; in another order."""
+    """Text with EOS is trained whole, of conversations the answers; cut; each epoch is another
+    order."""
     args = argparse.Namespace(
-        dataset=base / "mixed.jsonl", max_length=20, max_steps=1, batch_size=1)
+        dataset=base / "mixed.jsonl", max_length=20, max_steps=1, batch_size=24)
     with one_process():
         rows = minimal_fsdp_qlora.read_rows(args, base / "llama")
     tokenizer, want = PreTrainedTokenizerFast.from_pretrained(base / "llama"), []
@@ -336,7 +341,9 @@ def test_rows(base):
         labels = [-100] * n_asked + ids[n_asked:]
         if n_asked < 20:
             want.append((ids[:20], labels[:20]))
-    assert sorted(rows) == sorted(want) and rows != want and len(want) < 24
+    first, second = rows[: len(want)], rows[len(want) :]
+    assert sorted(first) == sorted(second) == sorted(want) and len(want) < 24
+    assert first != second and want not in (first, second)
 
 
 def test_each_answer_is_trained_once_as_the_model_will_write_it(base):

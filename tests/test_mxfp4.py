@@ -20,7 +20,8 @@ from fsdp_qlora.pretrained.config import describe_model, shrunk_config
 from fsdp_qlora.model.shards import OwnBlocks
 from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
 from fsdp_qlora.model.load import copy_mxfp4
-from fsdp_qlora.quant.nf4 import BLOCK, NF4Blocks, dequantise, mxfp4_values
+from fsdp_qlora.quant.blocks import BLOCK, NF4Blocks
+from fsdp_qlora.quant.nf4 import dequantise, mxfp4_values
 from fsdp_qlora.ranks import Stop
 from fsdp_qlora.pretrained.reader import weight_files
 from train_fsdp_qlora import Config, fill_model

@@ -40,7 +40,8 @@ from fsdp_qlora.training import evaluation
 from fsdp_qlora.run import status as lifecycle
 from fsdp_qlora.run.checkpoints import MUST_MATCH, checkpoint_path, read_checkpoint
 from fsdp_qlora.files import digest, read_json, sync_file, write_whole
-from fsdp_qlora.run.status import LOST, Status, out_of_memory_text, watch_process, why_diverged
+from fsdp_qlora.run.status import LOST, Status, out_of_memory_text, watch_process
+from fsdp_qlora.training.divergence import why_diverged
 from fsdp_qlora.run.logs import Log
 from fsdp_qlora.run.directory import open_partial
 from fsdp_qlora.planner.plan import Plan
@@ -230,7 +231,7 @@ def test_killed_at_random_times(kills, start, forks, undisturbed, tmp_path):
 
 
 # {what is called in a start with a loss of preferences: how often}
-CALLS = {"document_losses": 4, "step_value": 9, "bin_objective": 12, "optimizer_step": 9}
+CALLS = {"document_losses": 4, "values_of_all": 9, "bin_objective": 12, "optimizer_step": 9}
 SAMPLE_OF_KILLS = [  # in its reference, in a step, in a save
     {"slow": [["document_losses", 3, 0.3]]}, {"slow": [["bin_objective", 4, 0.3]]},
     {"fault": {"rank": 0, "operation": ["save_file", "save_checkpoint"], "how": "torn"}}]
@@ -1487,6 +1488,40 @@ def test_failed_save_is_tried_again_by_the_clock(begin, tmp_path, monkeypatch, p
     code, _, err = begin("--save_every", "1m", "--max_steps", 7)
     assert code == 0, err
     assert tried == [3, 5, 7]  # after 60 seconds, 30 later, and at the end
+
+
+def fail_to_save(steps, error, monkeypatch):
+    """Saves of these steps raise this error."""
+    write_checkpoint = train_fsdp_qlora.write_checkpoint
+
+    def write_or_fail(run, step, *args):
+        if step in steps:
+            raise error
+        write_checkpoint(run, step, *args)
+
+    monkeypatch.setattr(train_fsdp_qlora, "write_checkpoint", write_or_fail)
+
+
+@pytest.mark.parametrize("steps, stop_at, ends", [
+    ([1, 2], 2, "no checkpoint is saved, and the same command begins anew"),
+    ([2, 3], 3, "its checkpoint could not be saved; the same command resumes it from"
+                " checkpoint-000001"),
+    ([5], None, "the newest checkpoint: checkpoint-000004")])  # fmt: skip
+def test_end_without_its_last_checkpoint_says_so(steps, stop_at, ends, begin, monkeypatch):
+    fail_to_save(steps, OSError(errno.ENOSPC, "No space left on device"), monkeypatch)
+    at_step(stop_at, monkeypatch, lambda run: setattr(run.status, "stop_reason", "SIGTERM"))
+    code, out, err = begin()
+    if stop_at:
+        assert (code, err) == (AGAIN, f"stopped: SIGTERM, after step {stop_at}; {ends}\n")
+    else:
+        assert code == 0 and f"but its adapter is; {ends}\n" in out, err
+
+
+def test_bug_while_saving_is_no_full_disk(begin, monkeypatch):
+    fail_to_save([2], KeyError("weight"), monkeypatch)
+    code, out, err = begin()
+    assert code == 70 and "has a bug: KeyError: 'weight'" in err and "Traceback" in err
+    assert "could not be saved" not in out
 
 
 def test_evaluations_and_saves_extend_the_deadline_and_are_no_time_of_a_step(

@@ -27,12 +27,13 @@ from transformers import PreTrainedTokenizerFast
 
 import train_fsdp_qlora
 from fsdp_qlora.data.bins import deal_rows
-from fsdp_qlora.data.encode import (
-    encode_pieces, prepare_data, prepare_rows, rows_of, tokenize)
+from fsdp_qlora.data.encode import encode_pieces, tokenize
+from fsdp_qlora.data.prepare import prepare_data, prepare_rows
+from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.data.sources import RefusedRow, find_pieces
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.data.preferences import parse_preference
-from fsdp_qlora.model.loss import LOSSES, Answers, bin_objective
+from fsdp_qlora.model.loss import LOSSES, Answers, Loss, bin_objective
 from fsdp_qlora.ranks import Stop
 from fsdp_qlora.run.status import Status
 from fsdp_qlora.training import evaluation, reference
@@ -318,7 +319,7 @@ def test_kl_estimate_is_that_of_all_rows_and_not_below_0(losses, value, monkeypa
     monkeypatch.setattr(reference, "reshard_all", lambda model: None)
     run = types.SimpleNamespace(device="cpu", model=None)
     batches = (rows.select(torch.arange(4)[part]) for part in (slice(2), slice(2, 4)))
-    assert reference.step_value(run, rows, batches) == value
+    assert reference.values_of_all(run, rows, batches) == {"kl": value}
 
 
 @pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss != "sft"])
@@ -331,7 +332,7 @@ def test_rows_that_pad_a_graph_count_nowhere(loss):
     for n in 0, 3:
         padded = (F.pad(tensor, (0, 0, 0, n)) for tensor in answers)
         value = torch.tensor(0.5, dtype=torch.float64)
-        bin = types.SimpleNamespace(answers=Answers(*padded, step_value=value))
+        bin = types.SimpleNamespace(answers=Answers(*padded, kl=value, rows_per_token=value))
         with one_process():
             found.append(bin_objective(sums, bin, config))
     for one, another in zip(*found):
@@ -566,6 +567,32 @@ def test_a_kto_evaluation_that_is_stopped_before_its_first_rows_is_no_bug(
     code, _, err = run_main(*TRAIN, *LOSS_FLAGS["kto"], *data_flags("kto"), "--output_dir",
                             "stopped", "--max_minutes", 0.00001)  # fmt: skip
     assert code == 2 and "before the evaluation after step 0 was done" in err
+
+
+def hinge(answers, config):
+    """The loss of SLiC: the chosen answer's reward is to be 1 above that of the rejected one."""
+    rewards = config.beta * (answers.logps - answers.reference)
+    return F.relu(1 - (rewards[:, 0] - rewards[:, 1])), rewards
+
+
+def test_a_new_loss_is_one_function_and_its_record(
+        base, trained, run_main, read_metrics, monkeypatch):
+    monkeypatch.setitem(LOSSES, "hinge", Loss(hinge))
+    monkeypatch.chdir(base)
+    argv = [*TRAIN, *data_flags("hinge"), "--loss", "hinge", "--output_dir", "hinge"]
+    code, out, err = run_main(*argv, "--beta", 0.5)
+    assert code == 0, err
+    assert "first row, rejected" in out
+    rows = read_metrics(base / "hinge")
+    of_dpo = read_metrics(trained("dpo whole"))
+    assert [row.keys() for row in rows] == [row.keys() for row in of_dpo]
+    steps = [row for row in rows if "loss" in row]
+    assert math.isclose(steps[0]["loss"], 1, abs_tol=1e-6)  # the model is the reference yet
+    assert steps[-1]["loss"] < 0.8
+    for row in steps:  # the hinge is convex
+        assert row["loss"] >= 1 - row["rewards/margins"] - 1e-9
+    code, _, err = run_main(*argv, "--beta", 0.5, "--simpo_gamma", 0.7, "--resume", "never")
+    assert code == 2 and "--simpo_gamma 0.7 is of --loss simpo, not of hinge" in err
 
 
 @pytest.mark.parametrize("lost, code", [(False, 0), (True, 7)])

@@ -67,7 +67,8 @@ TRAINING = [(c, *arguments_after("train_fsdp_qlora.py", [c])) for c in COMMANDS]
 
 
 def test_pages_are_readable():
-    pages = "data.md", "running.md", "memory.md", "models.md", "internals.md", "words.md"
+    pages = ("data.md", "running.md", "serving.md", "memory.md", "models.md", "internals.md",
+             "words.md")  # fmt: skip
     assert PAGES.keys() == {"README.md", *pages}
     for name in PAGES:
         assert [line for line in PAGES[name].splitlines() if len(line) > 220] == [], name
@@ -329,7 +330,7 @@ def test_metrics_are_documented(demo):
     assert {*evaluated[0]} == {*first_cells("| field of an evaluation |")}
     # these of mixtures alone
     assert [*row, *BALANCE] == first_cells("| field of `metrics.jsonl` |")
-    assert {*METRICS[1:], "rewards/margins"} == {*first_cells("| field of preferences |")}
+    assert {*[*METRICS][1:], "rewards/margins"} == {*first_cells("| field of preferences |")}
 
 
 def test_keys_that_end_a_run_or_leave_an_answer_out_are_all_there():

@@ -20,7 +20,7 @@ from tokenizers import (
 from transformers import AutoTokenizer
 
 import merge_adapters
-from fsdp_qlora.data.encode import rows_of
+from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.data.tokenizer import (
     check_tokenizer, load_tokenizer, name_class, write_tokenizer)
 from train_fsdp_qlora import Config

@@ -25,14 +25,15 @@ import house
 import train_fsdp_qlora
 from fsdp_qlora.run.checkpoints import sharded_state
 from fsdp_qlora.data.bins import make_bin
-from fsdp_qlora.data.encode import rows_of
+from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.run.demo import write_demo
 from fsdp_qlora.run.status import watch_process
 from fsdp_qlora.model.linears import STATE_BLOCK
 from fsdp_qlora.planner.machine import host_memory
 from fsdp_qlora.model.shards import gathered, set_local
-from fsdp_qlora.quant.nf4 import NF4Blocks, dequantise
+from fsdp_qlora.quant.blocks import NF4Blocks
+from fsdp_qlora.quant.nf4 import dequantise
 from fsdp_qlora.model.offload import pinned_copy
 from fsdp_qlora.ranks import all_gather, on_rank_0
 from fsdp_qlora.model.head import HeadLoss, best_tokens, embed, shard_range

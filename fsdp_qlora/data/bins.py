@@ -1,5 +1,5 @@
 """Which rows an optimizer step works on, their documents dealt into bins of equal work, and the
-tensors of a bin. It depends on forms.py for what is not trained; Rows come from encode.py, and what
+tensors of a bin. It depends on forms.py for what is not trained; Rows are in rows.py, and what
 is computed of a bin is in the model.
 """
 
@@ -21,7 +21,7 @@ from fsdp_qlora.model.loss import Answers
 from fsdp_qlora.model.offload import GPUStore, HostStore
 
 if TYPE_CHECKING:
-    from fsdp_qlora.data.encode import Rows
+    from fsdp_qlora.data.rows import Rows
     from train_fsdp_qlora import Config, Run
 
 
@@ -112,8 +112,9 @@ def round_up(n: int, device: torch.device) -> int:
 def make_bin(batch: Rows, micro_batch: list[list[int]], rank: int, step_key: torch.Tensor | None,
              run: Run) -> Bin:
     """This rank's Bin of a micro-batch of deal_rows(). `batch` are the Rows of the step, `step_key`
-    seeds dropout; None: an evaluation. All ranks pad to one shape, because they compute embedding
-    and head together, and every rank waits for the longest bin anyway."""
+    seeds dropout; None: an evaluation. Of the Run it reads plan, device, kernels and store. All
+    ranks pad to one shape, because they compute embedding and head together, and every rank waits
+    for the longest bin anyway."""
     n_tokens, n_labels, longest = shape_of_bins(batch, micro_batch, run)
     documents = micro_batch[rank]
     lengths = batch.lengths[documents].tolist()
@@ -161,22 +162,23 @@ def token_tensors(
         n_documents: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """A Bin's input_ids, its trained_at and labels without padding, and its loss_bounds.
     `lengths`: of the documents and then of padding."""
-    n_tokens, parts = sum(lengths), 2 if batch.kind.trains_prompt else 1
+    n_tokens = sum(lengths)
+    n_sums = 2 if batch.kind.trains_prompt else 1  # of a document: its answer's, then its prompt's
     ids, labels = torch.zeros(n_tokens, dtype=torch.int64), torch.full((n_tokens,), IGNORE)
-    part_at = torch.zeros(n_tokens, dtype=torch.int64)  # number of the sum that a token counts in
+    sum_at = torch.zeros(n_tokens, dtype=torch.int64)  # number of the sum that a token counts in
     start = 0
     for position, i in enumerate(documents):
         row_ids, row_labels = batch.tokens(i)
         whole, trained = (slice(start, start + len(row_ids) - n) for n in (0, 1))
-        ids[whole], labels[trained], part_at[whole] = row_ids, row_labels[1:], parts * position
+        ids[whole], labels[trained], sum_at[whole] = row_ids, row_labels[1:], n_sums * position
         if batch.kind.trains_prompt and batch.desirable[i]:
             is_prompt = labels[trained] == IGNORE
             labels[trained] = row_ids[1:]
-            part_at[trained] += is_prompt
+            sum_at[trained] += is_prompt
         start = whole.stop
     trained_at = (labels != IGNORE).nonzero().view(-1)
-    trained_at = trained_at[part_at[trained_at].argsort(stable=True)]
-    bounds = torch.searchsorted(part_at[trained_at], torch.arange(parts * n_documents + 1))
+    trained_at = trained_at[sum_at[trained_at].argsort(stable=True)]
+    bounds = torch.searchsorted(sum_at[trained_at], torch.arange(n_sums * n_documents + 1))
     return ids, trained_at, labels[trained_at], bounds
 
 

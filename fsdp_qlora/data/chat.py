@@ -166,6 +166,7 @@ def find_answer(messages: list[dict[str, Any]], prompt: str, text: str, options:
     # of Mistral's the system message. What stands behind those must be the same, and more than the
     # generation prompt.
     rest = text[start:]
+    # the longest end of the prompt that `rest` has; of one that it has, it has all shorter ones
     n_same = bisect.bisect_left(range(1, len(prompt) - start), True,
                                 key=lambda n: prompt[-n:] not in rest)
     at = start + n_same + (rest.index(prompt[-n_same:]) if n_same else 0)

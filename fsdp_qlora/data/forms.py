@@ -72,6 +72,7 @@ class Part(NamedTuple):
     trained: bool | Spans  # all of it, nothing, or some of its characters
     may_begin: bool  # whether the tokenizer may put BOS in front
     must_end: bool = False  # whether EOS follows, if it does not end with that
+    is_completion: bool = False  # of a prompt in plain text, which may stand in this part before it
 
 
 Ids = tuple[list[int], list[int]]  # (input_ids, labels)
@@ -159,14 +160,18 @@ def find_form(row: dict[str, Any]) -> tuple[str, ...]:
     for form in FORMS:
         if row.keys() >= set(form):
             raise ValueError(f"{' and '.join(key for key in form if key not in keys)} null")
-    beside: dict[str, list[str]] = {}
-    for first, *second in FORMS:
-        beside.setdefault(first, []).extend(second)
-    wanted = "; ".join(first + (f" and {' or '.join(found)}" if found else "")
-                       for first, found in beside.items())
-    listed = ", ".join(key for key in row if key in keys) or "no keys"
-    raise RefusedRow(f"has {listed}; want {wanted}: name its keys like one of these, by --columns"
-                     " OLD=NEW")
+    listed = [key for key in row if key in keys]
+    first = next((form[0] for form in FORMS if len(form) == 2 and form[0] in keys), "")
+    seconds = [form[1] for form in FORMS if len(form) == 2 and form[0] == first]
+    missing = seconds[:1] or ["question", "answer"]
+    renamed = " ".join(f"{old}={new}" for old, new in zip(
+        [key for key in listed if key != first], missing)) or "ask=question reply=answer"
+    why = (f"which has {first}, but not {' or '.join(seconds)} beside it" if first else
+           "which is no form of rows")
+    raise RefusedRow(
+        f"has {', '.join(listed) or 'no keys'}, {why}. Give it the keys of a form: messages; text;"
+        " prompt and completion; instruction and output; question and answer; docs/data.md has"
+        f" all. --columns renames keys, for instance: --columns {renamed}")
 
 
 def take_keys(row: dict[str, Any], form: tuple[str, ...]) -> tuple[dict[str, Any], list[str]]:
@@ -237,9 +242,10 @@ def parse_text(row: dict[str, Any], form: tuple[str, ...], tokenizer: PreTrained
         raise ValueError("completion is empty")
     if is_one_text or begins_with_space(tokenizer):
         text = prompt + completion.removesuffix(tokenizer.eos_token)
-        return [[Part(text, [(len(prompt), len(text))], may_begin=True, must_end=True)]]
+        return [[Part(text, [(len(prompt), len(text))], may_begin=True, must_end=True,
+                      is_completion=True)]]
     return [[Part(prompt, trained=False, may_begin=True),
-             Part(completion, trained=True, may_begin=False, must_end=True)]]
+             Part(completion, trained=True, may_begin=False, must_end=True, is_completion=True)]]
 
 
 @functools.lru_cache(1)

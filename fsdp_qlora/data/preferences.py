@@ -29,11 +29,12 @@ def parse_preference(row: Any, tokenizer: PreTrainedTokenizerFast, columns: Sequ
     row = as_object(row, columns)
     pair = next((keys for keys in PAIRS if any(key in row for key in keys)), None)
     label = next((key for key in LABELS if key in row), None)
-    if pair and not (label and loss == "kto"):
+    is_judged = LOSSES[loss].is_judged
+    if pair and not (label and is_judged):
         return parse_pair(row, *pair, tokenizer)
-    if label and loss == "kto":
+    if label and is_judged:
         return parse_labelled(row, label, tokenizer)
-    wanted = "chosen and rejected" if LOSSES[loss].n_answers == 2 else "label, true or false,"
+    wanted = "label, true or false," if is_judged else "chosen and rejected"
     raise RefusedRow(f"has {', '.join(row) or 'no keys'}; --loss {loss} wants {wanted} beside what"
                      " is answered: rename keys by --columns OLD=NEW, or train such rows by --loss "
                      + ("kto" if label else "sft"))

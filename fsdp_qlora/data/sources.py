@@ -1,6 +1,6 @@
 """The rows of a --dataset as they stand in files, tables and data sets of the Hub, split into
 pieces that several processes can read. It depends on `datasets` for everything but JSON, and leaves
-to forms.py what a row means, to encode.py its tokens and the cache.
+to forms.py what a row means, to encode.py its tokens.
 """
 
 from __future__ import annotations

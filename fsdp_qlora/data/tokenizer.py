@@ -25,7 +25,7 @@ from fsdp_qlora.pretrained.hub import copy_small_files
 from fsdp_qlora.ranks import explain, say
 
 if TYPE_CHECKING:
-    from fsdp_qlora.data.encode import Rows
+    from fsdp_qlora.data.rows import Rows
     from train_fsdp_qlora import Config
 
 PROBES = (  # where released tokenizers differ: spaces, lines, digits, case, scripts, normal forms

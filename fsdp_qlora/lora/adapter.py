@@ -137,6 +137,8 @@ class Adapter:
         (self.n_own,) = {len(local_part(layer.adapter)) for layer in model.layers}  # all alike
         self.weights = nn.Parameter(torch.zeros(len(self.layers) * self.n_own, device=device))
         self.weights.grad = torch.zeros_like(self.weights)
+        # each layer's `adapter` and its gradient are views of these two: what backward adds there
+        # is in weights.grad, and what the optimizer changes is in the layers
         views = self.by_layer(self.weights.data), self.by_layer(self.weights.grad)
         for layer, weights, grad in zip(self.layers, *views):
             set_local(layer, "adapter", weights)

@@ -60,6 +60,12 @@ def expert_parts(arch: Architecture, rank: int) -> Parts:
     A and one B for all experts: this expert's part is at `index`. In A an expert has consecutive
     rows, in B every n-th column. In A and B of gate and up together, gate has the first half of an
     expert's ranks and up the second; B is 0 where the outputs of one meet the ranks of the other.
+    Of two experts, a and b, with rank 2, gate and up together:
+
+        A [8, in]      rows, one below the other: a.gate a.gate a.up a.up b.gate b.gate b.up b.up
+        B [2 out, 8]   columns     a b a b | a b a b      (a's first, b's first, a's second, ..)
+                       gate's out  g g g g | 0 0 0 0
+                       up's out    0 0 0 0 | u u u u
     """
     found: Parts = {}
     for layer, routed in enumerate(arch.layer_routed):

@@ -29,7 +29,8 @@ def elementwise(function: Callable[..., Result]) -> Callable[..., Result]:
     any width is half as fast, because it divides to find each value's place. So each width has its
     own kernel, in which only the number of rows may vary. Evaluations have their own kernels, too:
     their lengths must not change training's kernels, nor the last bit of its results. (One kernel
-    for all lengths from the start cost 2 % of a step of Llama-3-8B on an H200.)
+    for all lengths from the start cost 2 % of a step of Llama-3-8B on an H200.) With `any_rows` it
+    is one kernel from the start: for tensors whose lengths vary in any case.
     """
     numbers = itertools.count()
 
@@ -38,11 +39,15 @@ def elementwise(function: Callable[..., Result]) -> Callable[..., Result]:
         return compiled_copy(function, f"{function.__name__}_{next(numbers)}")
 
     @functools.wraps(function)
-    def call(*args: Any, evaluation: bool = False) -> Result:
-        if args[0].is_cuda and not why_no_triton():
-            tensors = (x for x in args if isinstance(x, Tensor) and x.dim())
-            return compiled(evaluation, *((x.shape[1:], x.stride(0)) for x in tensors))(*args)
-        return function(*args)
+    def call(*args: Any, evaluation: bool = False, any_rows: bool = False) -> Result:
+        if not args[0].is_cuda or why_no_triton():
+            return function(*args)
+        tensors = [x for x in args if isinstance(x, Tensor) and x.dim()]
+        for tensor in tensors:
+            if any_rows and len(tensor) == len(args[0]):
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        layout = ((x.shape[1:], x.stride(0)) for x in tensors)
+        return compiled(evaluation, any_rows, *layout)(*args)
 
     return call
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 BLOCK_TOKENS = 128  # queries, and keys, of a block; torch's kernels divide it further
 
 # What a query may see is one number for each, the first key: keys are seen from there to the query
-# itself. A mask is a tuple: these numbers, int32 [n], and flex_attention's tables of blocks.
+# itself. A mask is a tuple: these numbers, int32 [blocks, BLOCK_TOKENS], and flex_attention's
+# tables of blocks.
 
 
 def flex_document_attention(
@@ -32,25 +33,34 @@ def flex_document_attention(
     """Documents of any lengths by torch's flex_attention, see attention.py."""
     if window not in bin.masks:
         bin.masks[window] = visible_blocks(bin.position_ids, window)
-    mask, attend = bin.masks[window], flex_function(arch.attention_softcap, arch.attention_scale)
-    if not query.is_cuda:  # slow, and forward alone: for tests
-        return attend(query, key, value, sinks, mask)
-    # One kernel serves bins of all lengths, as the first call says: to compile it takes 10 s. One
-    # for a single length takes half the time, 1.41 ms for 2.72 (Gemma 2 27B, 4,096 tokens, H100)
-    for tensor in query, key, value, mask[0]:
-        torch._dynamo.maybe_mark_dynamic(tensor, 0)
-    return compiled_flex(arch.attention_softcap, arch.attention_scale)(
-        query, key, value, sinks, mask)
+    mask, chosen = bin.masks[window], (arch.attention_softcap, arch.attention_scale)
+    # on a CPU it is slow, and forward alone: for tests
+    attend = compiled_flex(*chosen) if query.is_cuda else flex_function(*chosen)
+    blocks = [in_blocks(tensor) for tensor in (query, key, value)]
+    if query.is_cuda:
+        for tensor in blocks:
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return attend(*blocks, sinks, mask)[: len(query)]
+
+
+def in_blocks(tensor: Tensor) -> Tensor:
+    """[n, ...] as [blocks, BLOCK_TOKENS, ...], zeros at the end. So one kernel serves bins of all
+    lengths (to compile it takes 10 s) and yet knows that no block is cut: it takes half the time.
+    """
+    if missing := -len(tensor) % BLOCK_TOKENS:
+        tensor = torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
+    return tensor.unflatten(0, (-1, BLOCK_TOKENS))
 
 
 def visible_blocks(position_ids: Tensor, window: int | None) -> tuple[Tensor, ...]:
-    """The mask of a bin: see above."""
+    """The mask of a bin, see above; what was added at its end sees itself."""
+    position_ids = in_blocks(position_ids).flatten()
     tokens = torch.arange(len(position_ids), device=position_ids.device)
     first = tokens - position_ids
     if window:
         first = torch.maximum(first, tokens - window + 1)
     starts = tokens[::BLOCK_TOKENS]
-    ends = (starts + BLOCK_TOKENS - 1).clamp(max=len(tokens) - 1)
+    ends = starts + BLOCK_TOKENS - 1
     # [blocks of queries, of keys]; `first` never falls, so the outermost queries decide
     is_before = starts <= ends[:, None]
     is_seen = is_before & (ends >= first[starts][:, None])
@@ -58,8 +68,9 @@ def visible_blocks(position_ids: Tensor, window: int | None) -> tuple[Tensor, ..
     is_partial = is_seen & ~is_whole
     tables = [ordered_blocks(blocks)
               for blocks in (is_partial, is_whole, is_partial.t(), is_whole.t())]
-    mask = first.int(), *(table for pair in tables for table in pair)
+    mask = in_blocks(first.int()), *(table for pair in tables for table in pair)
     if position_ids.is_cuda:
+        torch._dynamo.maybe_mark_dynamic(mask[0], 0)
         for table in mask[1:]:
             for dim in range(2, table.dim()):
                 torch._dynamo.maybe_mark_dynamic(table, dim)
@@ -87,12 +98,12 @@ def flex_function(softcap: float | None, scale: float | None) -> Callable[..., T
     def attend(
         query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, mask: tuple[Any, ...]
     ) -> Tensor:
-        first, tables = mask[0], mask[1:]
+        query, key, value, first = (t.flatten(0, 1) for t in (query, key, value, mask[0]))
 
         def is_visible(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
             return (k <= q) & (k >= first[q])
 
-        blocks = BlockMask((len(query), len(query)), *tables, BLOCK_SIZE=(BLOCK_TOKENS,) * 2,
+        blocks = BlockMask((len(query), len(query)), *mask[1:], BLOCK_SIZE=(BLOCK_TOKENS,) * 2,
                            mask_mod=is_visible)
         q, k, v = (t.transpose(0, 1)[None] for t in (query, key, value))
         out, rest = flex_attention(

@@ -1,8 +1,8 @@
 """The vocabulary: embedding of tokens and the loss over them, both tables sharded by rows.
 
-What is trained is a function of the losses of whole documents, see preferences. To train another
-loss of a token, change logits_statistics(), logits_gradient(), HeadLoss.forward(), which uses both,
-and the reference in check_family().
+What is trained is a function of the losses of whole documents, see loss. To train another loss of a
+token, change logits_statistics(), logits_gradient(), HeadLoss.forward(), which uses both, and what
+they are compared with at the start, reference_results() in training/check.py.
 """
 
 from __future__ import annotations
@@ -169,12 +169,12 @@ class HeadLoss(torch.autograd.Function):
             part = x[bin.trained_at[chunk]]
             hidden = torch.empty_like(part)
             normalise(hidden, part, model.norm, model.norm_bias, arch.final_norm_kind,
-                      arch.norm_eps, evaluation=evaluation)
+                      arch.norm_eps, any_rows=True)
             logits = gather(hidden).flatten(0, 1) @ weight.t()
             labels = all_labels[:, chunk].flatten()
             absent, targets = labels < 0, labels - model.own_rows.start
             targets = targets.where((targets >= 0) & (targets < len(weight)) & ~absent, -1)
-            statistics = logits_statistics(logits, targets, *change, evaluation=evaluation)
+            statistics = logits_statistics(logits, targets, *change, any_rows=True)
             statistics = gather(statistics)
             top, total, target_logit = statistics.unbind(1)  # each [shards, n]
             top_of_all = top.amax(0)
@@ -183,12 +183,14 @@ class HeadLoss(torch.autograd.Function):
             token_losses[chunk] = losses.view(shards, -1)[model.shard]
             if evaluation:
                 continue
-            grad = logits_gradient(logits, log_sum, targets, absent, *change)
+            grad = logits_gradient(
+                logits, log_sum, targets, absent, *change, any_rows=True)
             grad = fp32_product(grad, weight)
             if shards > 1:
                 whole, grad = grad, grad.new_empty(len(grad) // shards, grad.shape[1])
                 dist.reduce_scatter_tensor(grad, whole, group=model.group)
-            grad = norm_backward(part, grad, None, model.norm, arch.final_norm_kind, arch.norm_eps)
+            grad = norm_backward(part, grad, None, model.norm, arch.final_norm_kind, arch.norm_eps,
+                                 any_rows=True)
             grad_x.index_add_(0, bin.trained_at[chunk], grad)  # padding adds 0 to token 0
         ctx.grad_x, ctx.bin = grad_x, bin
         # not index_add_() into documents: on a GPU its order, and so the sum, would vary
@@ -197,9 +199,10 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_sums: Tensor) -> tuple[Tensor, None, None]:
         grad_x, bin, ctx.grad_x = ctx.grad_x, ctx.bin, None
-        which = torch.arange(len(bin.labels), device=grad_x.device)
-        which = torch.searchsorted(bin.loss_bounds, which, right=True) - 1
-        weights = grad_sums.float()[which.clamp(max=len(grad_sums) - 1)]
-        weights = weights.masked_fill(bin.labels < 0, 0)  # padding is at token 0
+        numbers = torch.arange(len(bin.labels), device=grad_x.device)
+        sum_of = torch.searchsorted(bin.loss_bounds, numbers, right=True) - 1  # of each label
+        # padding stands behind the last sum, and at token 0: it takes any weight, and then 0
+        weights = grad_sums.float()[sum_of.clamp(max=len(grad_sums) - 1)]
+        weights = weights.masked_fill(bin.labels < 0, 0)
         of_tokens = weights.new_zeros(len(grad_x)).index_add_(0, bin.trained_at, weights)
         return grad_x.mul_(of_tokens[:, None]), None, None

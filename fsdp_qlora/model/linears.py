@@ -1,7 +1,7 @@
 """Where the values of a layer's linears lie: in the layer's three parameters and in its products.
 
-What is computed with them is in products, what they hold comes from weights; which linears a model
-has is in architecture. Of k, where `own` is an OwnBlocks of model:
+What is computed with them is in products, load fills them, and which linears a model has is in
+architecture. Of k, where `own` is an OwnBlocks of shards:
 
     layer's nf4    |  q  |  k  |  v  |  o  | gate ..   place.blocks: from the layer's first block
     ranks' shards  |   0    |   1    |   2    | ..
@@ -18,7 +18,8 @@ import math
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
-from fsdp_qlora.quant.nf4 import BLOCK, LORA_COLUMNS, NESTED_BLOCK
+from fsdp_qlora.quant.blocks import BLOCK, NESTED_BLOCK
+from fsdp_qlora.quant.nf4 import LORA_COLUMNS
 
 if TYPE_CHECKING:
     from fsdp_qlora.pretrained.architecture import Linear
@@ -140,7 +141,8 @@ def fuse_linears(
     for linear in linears:
         n_out, columns, of_a, of_b, of_m = linear.out_features, None, None, None, None
         if linear in with_adapter:
-            columns = slice(column % n_columns, column % n_columns + rank)
+            first_column = column % n_columns  # each expert begins again at 0, see n_experts
+            columns = slice(first_column, first_column + rank)
             of_a = _part(lora_a, column * n_in, rank * n_in)
             of_b = _part(lora_b, b_row * rank, n_out * rank)
             of_m = _part(magnitude, b_row, n_out) if config.adapter == "dora" else None

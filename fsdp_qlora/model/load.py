@@ -1,6 +1,7 @@
 """How a weight gets from a file to NF4: read, quantised or copied, into this rank's shard.
 
-`read` is given by the script: read(name) returns this rank's rows of a tensor, flat.
+What reads is given by load_model() of the script: read(name) returns this rank's rows of a tensor,
+flat.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from fsdp_qlora.model.model import Model
 from fsdp_qlora.model.offload import pinned_copy
 from fsdp_qlora.model.shards import OwnBlocks, local_part, own_blocks, set_local
 from fsdp_qlora.pretrained.tensor_names import FP8_BLOCK, NF4_PARTS, TensorNames, unscaled
-from fsdp_qlora.quant.nf4 import (
-    BLOCK, MX_BLOCK, NESTED_BLOCK, QUANT_STORAGE, Nested, NF4Blocks, dynamic_map)
+from fsdp_qlora.quant.blocks import (
+    BLOCK, MX_BLOCK, NESTED_BLOCK, QUANT_STORAGE, Nested, NF4Blocks)
+from fsdp_qlora.quant.nf4 import dynamic_map
 from fsdp_qlora.ranks import all_gather, is_rank_0
 
 
@@ -48,7 +50,7 @@ def fill_model(
     for i, shard in enumerate(bar):
         if shard is None:
             shard = zero_shard(model, i, device)
-        load_layer(model, i, shard, names, read, nf4_states)
+        fill_layer(model, i, shard, names, read, nf4_states)
     model.norm, model.norm_bias = (name and read(name).to(device, dtype)
                                    for name in (names.norm, names.norm_bias))
     model.head = model.embedding if model.arch.tied else table(names.head)
@@ -61,7 +63,7 @@ def zero_shard(model: Model, i: int, device: torch.device) -> NF4Blocks:
     return own.zeros_on(device, QUANT_STORAGE)
 
 
-def load_layer(
+def fill_layer(
     model: Model, i: int, shard: NF4Blocks, names: TensorNames, read: Callable[[str], torch.Tensor],
     nf4_states: dict[str, dict[str, Any]],
 ) -> None:

@@ -4,7 +4,8 @@ function of the log-probabilities of whole answers: DPO and its kin.
 HeadLoss in head gives the sum of the token losses of each document, and autograd does the rest.
 What a loss compares with, the model before the first step, is in reference.
 
-To add a loss of preferences, write a function like dpo() and its record in LOSSES.
+To add a loss of preferences, write a function like dpo() and its record in LOSSES: --loss takes its
+name, and its rows, its reference, its metrics and its evaluation follow from the record.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from fsdp_qlora.ranks import all_gather
 
 if TYPE_CHECKING:
     from fsdp_qlora.data.bins import Bin
-    from fsdp_qlora.data.encode import Rows
+    from fsdp_qlora.data.rows import Rows
     from train_fsdp_qlora import Config
 
 
@@ -35,9 +36,9 @@ class Answers:
     n_trained: torch.Tensor  # fp64 [rows, answers], trained tokens; 0: the row is padding
     reference: torch.Tensor  # fp64 [rows, answers], `logps` before the first step, see Rows
     desirable: torch.Tensor  # bool [rows, answers]: is it a good answer?
-    # fp64 []: of the whole step, KTO's estimate of the KL divergence, or of ORPO how many rows the
-    # step has for each token of the chosen documents
-    step_value: torch.Tensor | None = None
+    # fp64 [], each of the whole step or evaluation, see values_of_all() in reference:
+    kl: torch.Tensor | None = None  # KTO's estimate of the KL divergence
+    rows_per_token: torch.Tensor | None = None  # ORPO's: rows / all tokens of chosen documents
     # fp64 [rows, answers]: log-probability of each answer, the sum over its tokens or, where a
     # loss is `per_token`, their mean
     logps: torch.Tensor | None = None
@@ -77,14 +78,16 @@ def orpo(answers: Answers, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
     odds = logps - torch.log(-torch.expm1(logps))
     ratio = F.logsigmoid(odds[:, 0] - odds[:, 1])
     cross_entropy = answers.prompt_losses[:, 0] - answers.logps[:, 0] * answers.n_trained[:, 0]
-    return cross_entropy * answers.step_value - config.beta * ratio, config.beta * logps
+    # the mean over rows of this is the mean over tokens
+    cross_entropy = cross_entropy * answers.rows_per_token
+    return cross_entropy - config.beta * ratio, config.beta * logps
 
 
 def kto(answers: Answers, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
     """KTO: good answers are to be above the step's estimate of the KL divergence, bad ones below.
     """
     rewards: torch.Tensor = config.beta * (answers.logps - answers.reference)
-    above = rewards - config.beta * answers.step_value
+    above = rewards - config.beta * answers.kl
     losses = torch.where(answers.desirable, config.desirable_weight * above.neg().sigmoid(),
                          config.undesirable_weight * above.sigmoid())
     return losses[:, 0], rewards
@@ -95,22 +98,30 @@ class Loss:
     """One of --loss."""
 
     function: Callable | None  # as above; None: the mean over the trained tokens
+    flags: tuple[str, ...] = ("beta",)  # of the flags that are of some losses alone, those it reads
     n_answers: int = 2  # of a row
     has_reference: bool = True  # reads Answers.reference
     per_token: bool = False  # reads mean log-probabilities
-    trains_prompt: bool = False  # reads Answers.prompt_losses of chosen answers
+    trains_prompt: bool = False  # reads Answers.prompt_losses of chosen answers, rows_per_token
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether a row has one answer, good or bad, whose reward is compared with Answers.kl."""
+        return self.function is not None and self.n_answers == 1
 
 
 LOSSES = {
-    "sft": Loss(None, n_answers=1, has_reference=False),
-    "dpo": Loss(dpo),
+    "sft": Loss(None, flags=(), n_answers=1, has_reference=False),
+    "dpo": Loss(dpo, flags=("beta", "label_smoothing")),
     "ipo": Loss(ipo),
-    "simpo": Loss(simpo, has_reference=False, per_token=True),
+    "simpo": Loss(simpo, flags=("beta", "simpo_gamma"), has_reference=False, per_token=True),
     "orpo": Loss(orpo, has_reference=False, per_token=True, trains_prompt=True),
-    "kto": Loss(kto, n_answers=1)}
-# What is summed over rows, by TRL's names; of KTO also its step_value. "loss" comes first
-METRICS = ("loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "logps/chosen",
-           "logps/rejected", "kl")
+    "kto": Loss(kto, flags=("beta", "desirable_weight", "undesirable_weight"), n_answers=1)}
+# {name in metrics.jsonl, TRL's: the answers that it is the mean over}. bin_objective() sums them in
+# this order: of --loss sft the first alone, of pairs all but the last
+METRICS = {
+    "loss": "all", "rewards/chosen": "good", "rewards/rejected": "bad", "rewards/accuracies": "all",
+    "logps/chosen": "good", "logps/rejected": "bad", "kl": "all"}
 
 
 def bin_objective(document_losses: torch.Tensor, bin: Bin,
@@ -122,21 +133,23 @@ def bin_objective(document_losses: torch.Tensor, bin: Bin,
         loss = document_losses.sum()
         return loss, loss.detach()[None]
     # every rank computes all rows of the micro-batch; autograd stops at the documents of others
-    answers = read_answers(bin.answers, document_losses, LOSSES[config.loss])
-    losses, rewards = LOSSES[config.loss].function(answers, config)
+    kind = LOSSES[config.loss]
+    answers = read_answers(bin.answers, document_losses, kind)
+    losses, rewards = kind.function(answers, config)
     is_row = bin.answers.n_trained[:, 0] > 0
     losses = losses.where(is_row, 0)
     rewards, logps = rewards.detach(), answers.logps.detach()
     good, bad = (which & is_row[:, None] for which in (answers.desirable, ~answers.desirable))
-    if config.loss == "kto":
-        above = rewards - config.beta * answers.step_value
+    if kind.is_judged:
+        above = rewards - config.beta * answers.kl
         is_right = torch.where(answers.desirable, above > 0, above < 0)[:, 0]
     else:
         is_right = rewards[:, 0] > rewards[:, 1]
     sums = [losses.detach().sum(), (rewards * good).sum(), (rewards * bad).sum(),
             (is_right & is_row).sum().double(), (logps * good).sum(), (logps * bad).sum()]
-    if config.loss == "kto":
-        sums.append(answers.step_value * is_row.sum())
+    if kind.is_judged:
+        sums.append(answers.kl * is_row.sum())
+    # unlike the sum of tokens above, which is of this rank's own, every rank has these of all rows
     return losses.sum(), torch.stack(sums) / dist.get_world_size()
 
 
@@ -171,10 +184,10 @@ def n_losses(rows: Rows) -> int:
 def mean_metrics(sums: Sequence[float], rows: Rows, prefix: str = "") -> dict[str, float]:
     """{name of a metric: its mean}, from the sums of bin_objective() over all of these Rows. Of
     KTO the means over good answers, or over bad ones, are left out where there are none."""
-    n, good = n_losses(rows), int(rows.desirable.sum())
-    counts = n, good, len(rows.desirable) - good, n, good, len(rows.desirable) - good, n
-    means = {prefix + name: total / count
-             for name, total, count in zip(METRICS, sums, counts) if count}
+    n_good = int(rows.desirable.sum())
+    counts = {"all": n_losses(rows), "good": n_good, "bad": len(rows.desirable) - n_good}
+    means = {prefix + name: total / counts[answers]
+             for (name, answers), total in zip(METRICS.items(), sums) if counts[answers]}
     chosen, rejected = (means.get(f"{prefix}rewards/{answer}") for answer in ("chosen", "rejected"))
     if chosen is not None and rejected is not None:
         means[f"{prefix}rewards/margins"] = chosen - rejected

@@ -19,7 +19,8 @@ from fsdp_qlora.model.elementwise import EMBEDDING_SITE, drop, normalise
 from fsdp_qlora.model.head import HeadLoss, embed, shard_range
 from fsdp_qlora.model.layer import DecoderLayer, Layout
 from fsdp_qlora.model.shards import gathered, local_part
-from fsdp_qlora.quant.nf4 import NF4Blocks, dequantise
+from fsdp_qlora.quant.blocks import NF4Blocks
+from fsdp_qlora.quant.nf4 import dequantise
 from fsdp_qlora.ranks import say_each
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class Model(nn.Module):
     """
 
     layers: Sequence[DecoderLayer]  # an nn.ModuleList
-    # loaded by the script, None before; a tied head is the embedding
+    # filled by fill_model() in load, None before; a tied head is the embedding
     embedding: Tensor
     norm: Tensor
     norm_bias: Tensor | None

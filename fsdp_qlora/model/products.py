@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from fsdp_qlora.model.linears import FusedLinear
 
 # y = x W.T + s x A.T B.T is one product, [x, d] [W, B].T with d = s x A.T: the adapter costs a few
-# columns, not a pass over y. In backward the gradient of y times [W, B] is that of x and d.
+# columns, not a pass over y. d [n, n_columns] is what A makes of x, for all linears side by side;
+# with padding it is the last columns of the inputs [n, width]. In backward the gradient of y times
+# [W, B] is that of x and d; from that of d follows A's, and A's part in that of x.
 
 
 def widen(x: Tensor, fused: FusedLinear) -> Tensor:
@@ -69,10 +71,12 @@ def product_backward(
     work: LayerWork, fused: FusedLinear, columns: Tensor, grad: Tensor, x: Tensor | None,
     needs_x: bool = True
 ) -> tuple[Tensor | Any, Tensor]:
-    """Returns the gradients of x [n, in], None without needs_x, and of d [n, n_columns], from that
-    of the outputs [n, out]. Adds the gradients of B and of DoRA's magnitudes to work.grad_adapter.
+    """Returns the gradients of x [n, in], None without needs_x, and of d [n, n_columns], from
+    `grad`, that of the outputs [n, out]. Adds the gradients of B and of DoRA's magnitudes to
+    work.grad_adapter; A's is left to add_a_gradient(), as x may have to be made again for it.
 
-    `columns` are the last columns of product()'s inputs, which have d; x is read for DoRA alone.
+    `columns` [n, padded_columns] are last_columns() of product()'s inputs, which hold d; x is read
+    for DoRA alone.
     """
     n_in, layout, grad_inputs = fused.in_features, work.layout, None
     for one in fused.splits:
@@ -108,7 +112,8 @@ def product_backward(
 
 
 def add_a_gradient(work: LayerWork, fused: FusedLinear, x: Tensor, grad_d: Tensor) -> None:
-    """Add the gradient of all A to work.grad_adapter, from x [n, in] and the gradient of d."""
+    """The second half of product_backward(): add the gradient of all A to work.grad_adapter, from
+    x [n, in] and the gradient of d [n, n_columns]."""
     if fused.n_columns:
         dropped = work.drop(x, work.layout.dropout, fused.dropout_site)
         grad_a = work.grad_adapter[fused.lora_a].view(-1, fused.in_features)

@@ -33,9 +33,9 @@ def norm_inputs(work: LayerWork, name: str | None, x: Tensor, fused: FusedLinear
 def keep_inputs(
     work: LayerWork, kept: types.SimpleNamespace, inputs: Tensor, fused: FusedLinear | None
 ) -> None:
-    """Keep what backward needs of `inputs`, which norm_inputs() returned. product() has filled
-    their last columns for `fused`; None: it has not. The normed inputs are cheap to make again, so
-    they are kept only if backward is running."""
+    """Set kept.inputs and kept.columns, what backward needs of `inputs`, which norm_inputs()
+    returned. product() has filled their last columns for `fused`; None: it has not. The normed
+    inputs are cheap to make again, so they are kept only if backward is running."""
     kept.inputs = inputs if work.is_backward else None
     kept.columns = last_columns(inputs, fused) if fused else None
 
@@ -43,7 +43,7 @@ def keep_inputs(
 def kept_inputs(
     work: LayerWork, kept: types.SimpleNamespace, name: str | None, x: Tensor, fused: FusedLinear
 ) -> Tensor:
-    """The norm of x [n, in], as keep_inputs() has kept it or made again."""
+    """The norm of x [n, in]: kept.inputs or, where that is None, made again."""
     inputs = norm_inputs(work, name, x, fused) if kept.inputs is None else kept.inputs
     return inputs[:, : fused.in_features]
 
@@ -61,9 +61,8 @@ def add_branch(
     work: LayerWork, x: Tensor | None, fused: FusedLinear, inputs: Tensor, site: int,
     post_norm: str | None, want_sum: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The end of both halves: returns x + multiplier * norm(branch), None without want_sum, and
-    what the norm's backward needs, None without a norm. The branch is the product of `inputs` after
-    the model's own dropout."""
+    """The end of both halves: end_branch() of the product of `inputs`, which is not computed where
+    neither the sum nor the norm's backward needs it."""
     if not (want_sum or post_norm):
         fill_columns(work, fused, inputs)  # backward reads them
         return None, None
@@ -74,8 +73,9 @@ def end_branch(
     work: LayerWork, x: Tensor | None, branch: Tensor, post_norm: str | None, site: int,
     want_sum: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """x + multiplier * norm(branch), after the model's own dropout, None without want_sum; and what
-    the norm's backward needs, None without a norm."""
+    """Drops of the branch what the model's own dropout does. Returns x + multiplier *
+    norm(branch), None without want_sum; and the branch, which backward reads if there is a norm,
+    None where it was added without one."""
     arch = work.arch
     normed = branch = work.drop(branch, arch.residual_dropout, site)
     if not want_sum:

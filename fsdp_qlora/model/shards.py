@@ -19,7 +19,7 @@ from fsdp_qlora.model.layer import DecoderLayer
 from fsdp_qlora.model.linears import LinearPlace
 from fsdp_qlora.pretrained.reader import Request
 from fsdp_qlora.pretrained.tensor_names import FP8_BLOCK, NF4_PARTS
-from fsdp_qlora.quant.nf4 import BLOCK, MX_BLOCK
+from fsdp_qlora.quant.blocks import BLOCK, MX_BLOCK
 
 if TYPE_CHECKING:
     from fsdp_qlora.model.model import Model
@@ -139,3 +139,10 @@ def gathered(layer: nn.Module) -> Iterator[None]:
     yield
     if isinstance(layer, FSDPModule):
         layer.reshard()
+
+
+def reshard_all(model: nn.Module) -> None:
+    """Free all that FSDP2 has gathered for a forward alone: the adapter will change."""
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()

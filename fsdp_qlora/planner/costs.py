@@ -18,7 +18,7 @@ from fsdp_qlora.model.layer import Layout
 from fsdp_qlora.model.mlp import SLICE_TOKENS
 from fsdp_qlora.planner.machine import Machine
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.quant.nf4 import BLOCK
+from fsdp_qlora.quant.blocks import BLOCK
 
 if TYPE_CHECKING:
     from fsdp_qlora.planner.plan import Plan

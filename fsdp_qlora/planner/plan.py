@@ -1,6 +1,13 @@
 """The plan: of all plans that fit into memory, the one predicted to be the fastest.
 
-The script, model and layer do what the plan says.
+The script, model and layer do what the plan says. Who calls whom:
+
+    agree_on_plan()          measures the machine, describe_work(); rank 0's plan goes to all ranks
+      choose_plan()          the plan to run, or DoesNotFit
+        find_plan()          affordable_plans() lists possible_plans(), each with predict_memory();
+                             pick_plan() takes the fastest of those that fit, by predict_time()
+        check_plan()         where none fits, way_out() tries flags and names those that help
+        use_graphs()         CUDA graphs, where they make it faster
 """
 
 from __future__ import annotations
@@ -25,7 +32,7 @@ from fsdp_qlora.pretrained.architecture import Architecture, ShortConv
 from fsdp_qlora.ranks import gather_objects, together
 
 if TYPE_CHECKING:
-    from fsdp_qlora.data.encode import Rows
+    from fsdp_qlora.data.rows import Rows
     from train_fsdp_qlora import Config
 
 # the share of the GPU's memory that fragmentation takes: with 22.5 GiB a plan of 21.4 GiB ran, one
@@ -338,8 +345,8 @@ def way_out(
 def longest_in_a_bin(rows: Rows, world_size: int) -> int:
     """The fewest tokens that a bin must hold for these Rows: those of the longest document or, if
     one process has both answers of a pair, of the longest pair."""
-    together = rows.n_answers if world_size == 1 else 1
-    longest = int(rows.lengths.view(-1, together).sum(1).max())
+    n_joined = rows.n_answers if world_size == 1 else 1
+    longest = int(rows.lengths.view(-1, n_joined).sum(1).max())
     return max(longest, longest_in_a_bin(rows.mismatched, world_size)) if rows.mismatched \
         else longest
 

@@ -1,7 +1,7 @@
 """The base model's safetensors: what they hold, and how it is read.
 
-A tensor is read by its name. tensor_names says which tensors there must be, model which rows this
-rank asks for; the script uses what is read.
+A tensor is read by its name. tensor_names says which tensors there must be, model/shards.py which
+rows this rank asks for; load uses what is read.
 """
 
 from __future__ import annotations

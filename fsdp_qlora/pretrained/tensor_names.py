@@ -1,6 +1,6 @@
 """The names of tensors in a model's files, and the check that all are there in the right form.
 
-Which rows this rank asks for is in model.
+Which rows this rank asks for is in model/shards.py.
 """
 
 from __future__ import annotations

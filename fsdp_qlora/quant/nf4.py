@@ -1,21 +1,17 @@
-"""Weights in 4 bits: how FSDP2 shards their bytes exactly, and the kernel that dequantises them.
-
-Values of MXFP4, the format of gpt-oss's experts, are exact. How a weight gets here from a file is
-in load.
+"""What 4-bit codes mean, and the kernel that dequantises them: NF4, and MXFP4, the format of
+gpt-oss's experts. How they are stored is in blocks.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import inspect
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import bitsandbytes as bnb
 import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fsdp_qlora.quant.blocks import BLOCK, MX_BLOCK, NESTED_BLOCK, Nested, NF4Blocks
 
 try:
     import triton
@@ -25,126 +21,9 @@ except ImportError:  # comes with torch on CUDA alone
 
 if TYPE_CHECKING:
     from fsdp_qlora.model.layer import DecoderLayer
-    from fsdp_qlora.model.linears import FusedLinear
+    from fsdp_qlora.model.linears import FusedLinear, LinearPlace
 
-BLOCK = 64  # weights that share one absmax; QLoRA's choice and bitsandbytes' default
-MX_BLOCK = 32  # weights that share one scale, a power of two, in MXFP4: half a block
-NESTED_BLOCK = 256  # absmax values that share one second-level absmax (double quantisation)
 LORA_COLUMNS = 64  # an adapter's columns of a product are padded to whole cache lines
-# FSDP2 before torch 2.13 does not shard integers, so 4-bit codes are declared as bf16. If they were
-# also copied as bf16, they would be damaged without an error: CUDA rewrites NaN patterns, 0.08 % of
-# the words. The hooks of NF4Blocks make FSDP2 copy bytes.
-QUANT_STORAGE = torch.bfloat16
-
-
-class NF4Blocks(torch.Tensor):
-    """Storage of 4-bit weights: n blocks of 64 weights each.
-
-    For FSDP2 it is a tensor [n] of QUANT_STORAGE. It holds two uint8 tensors, which the two hooks
-    let FSDP2 gather as bytes: `packed` [n, 32], the 4-bit codes, the first of a byte in its high
-    half; `scales` [n, 1], the 8-bit code of a block's absmax. If a layer has linears in MXFP4,
-    `scales` is [n, 2]: a block is two blocks of MXFP4, with an exponent each; in NF4 the second
-    scale is 0. With --offload_params both tensors are in pinned host memory, and a gather starts
-    with their copy to the GPU, on FSDP2's stream and thus one layer ahead. (FSDP2's
-    CPUOffloadPolicy would also move the adapter, its gradients and the optimizer to the CPU.)
-    """
-
-    @staticmethod
-    def __new__(
-        cls, packed: torch.Tensor, scales: torch.Tensor, device: torch.device | None = None,
-        dtype: torch.dtype = QUANT_STORAGE,
-    ) -> NF4Blocks:
-        return torch.Tensor._make_wrapper_subclass(
-            cls, (packed.shape[0],), dtype=dtype, device=device or packed.device)
-
-    def __init__(
-        self, packed: torch.Tensor, scales: torch.Tensor, device: torch.device | None = None,
-        dtype: torch.dtype = QUANT_STORAGE,
-    ) -> None:
-        self.packed, self.scales = packed, scales
-
-    @classmethod
-    def zeros(
-        cls, n_blocks: int, device: torch.device | str, n_scales: int = 1,
-        quant_storage: torch.dtype = QUANT_STORAGE,
-    ) -> NF4Blocks:
-        packed = torch.zeros(n_blocks, BLOCK // 2, dtype=torch.uint8, device=device)
-        scales = torch.zeros(n_blocks, n_scales, dtype=torch.uint8, device=device)
-        return cls(packed, scales, dtype=quant_storage)
-
-    def zeros_on(self, device: torch.device, quant_storage: torch.dtype) -> NF4Blocks:
-        """The same number of blocks, all zeros."""
-        return NF4Blocks.zeros(len(self), device, self.scales.shape[1], quant_storage)
-
-    def __repr__(self) -> str:
-        return f"NF4Blocks({self.shape[0]} blocks, {self.device})"
-
-    @classmethod
-    def __torch_dispatch__(
-        cls, func: torch._ops.OpOverload, _: Any, args: tuple, kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """What FSDP2 and DTensor do to a parameter: all of it acts on whole blocks."""
-        aten, op = torch.ops.aten, func.overloadpacket
-        inner = [args[0].packed, args[0].scales]
-        kwargs = {k: v for k, v in (kwargs or {}).items() if k not in ("dtype", "layout")}
-        if op is aten.copy_:
-            args[0].packed.copy_(args[1].packed)
-            args[0].scales.copy_(args[1].scales)
-            return args[0]
-        if op is aten.split:
-            return [cls(*pair) for pair in zip(*(func(t, *args[1:]) for t in inner))]
-        offloaded = inner[0].is_cpu and args[0].is_cuda
-        if op is aten.new_zeros:
-            (n,) = args[1]
-            return cls(*(t.new_zeros(n, t.shape[1], **kwargs) for t in inner))
-        if op in (aten.view, aten.as_strided):  # FSDP2 asks only for the shape that it has
-            assert args[1] in ([-1], list(args[0].shape)), f"{func} of NF4Blocks to {args[1:]}"
-            return cls(*inner, device=args[0].device if offloaded else None)
-        if op in (aten.detach, aten.slice):
-            inner = [func(t, *args[1:], **kwargs) for t in inner]
-            return cls(*inner, device=args[0].device if offloaded else None)
-        raise NotImplementedError(f"{func} of NF4Blocks")
-
-    def fsdp_pre_all_gather(
-        self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...],
-        module: torch.nn.Module, mp_policy: MixedPrecisionPolicy,
-    ) -> tuple[tuple[torch.Tensor, ...], int]:
-        """FSDP2 calls it before a gather. Returns (the tensors to gather, metadata)."""
-        packed = self.packed.to(self.device, non_blocking=True)
-        scales = self.scales.to(self.device, non_blocking=True)
-        # FSDP2 passes the mesh of the shards alone, without its replicas
-        if mesh.size() == 1:  # one rank's FSDP2 takes the first of several tensors only
-            return (torch.cat([packed.view(-1), scales.view(-1)]),), scales.shape[1]
-        return (packed, scales), scales.shape[1]
-
-    # FSDP2 reads the signature at every gather; building it anew took 5 of 150 ms per micro-batch
-    # on a CPU
-    vars(fsdp_pre_all_gather)["__signature__"] = inspect.signature(fsdp_pre_all_gather)
-
-    def fsdp_post_all_gather(
-        self, outputs: tuple[torch.Tensor, ...], n_scales: int, param_dtype: torch.dtype, *,
-        out: NF4Blocks | None = None,
-    ) -> tuple[NF4Blocks, tuple[torch.Tensor, ...]] | None:
-        """FSDP2 calls it with the gathered tensors. Returns (the whole NF4Blocks, the tensors that
-        FSDP2 frees with it); None if `out` already holds them."""
-        packed, scales = outputs if len(outputs) == 2 else outputs[0].split(
-            [outputs[0].numel() // (BLOCK // 2 + n_scales) * n for n in (BLOCK // 2, n_scales)])
-        if out is None:
-            return NF4Blocks(packed.view(-1, BLOCK // 2), scales.view(-1, n_scales)), outputs
-        assert out.packed.data_ptr() == packed.data_ptr(), "FSDP2 gathered to another place"
-        return None
-
-
-@dataclasses.dataclass
-class Nested:
-    """The second level of quantisation of a layer's linears: turns 8-bit codes into absmax.
-
-    It takes 4 bytes for 16,384 weights, so every rank has all of it.
-    """
-
-    absmax: torch.Tensor  # fp32 [blocks / 256], one linear after the other
-    offsets: torch.Tensor  # fp32 [linears], the mean absmax of each
-    code_values: torch.Tensor  # fp32 [linears, 256], what the 8-bit codes mean
 
 
 @functools.lru_cache(None)
@@ -172,11 +51,12 @@ def dequantise(layer: DecoderLayer, fused: FusedLinear, adapter: torch.Tensor) -
 
     W are the weights of its linears, one below the other, bit for bit as bitsandbytes dequantises
     NF4 and transformers MXFP4. B of each linear is in its adapter's columns, which are 0 for the
-    other linears.
+    other linears. One kernel writes both: B takes no launch of its own.
     """
     weight = adapter.new_empty(fused.out_features, fused.width)
     blocks: NF4Blocks = layer.nf4
-    packed, scales, nested = blocks.packed[fused.blocks], blocks.scales[fused.blocks], layer.nested
+    packed, scales = blocks.packed[fused.blocks], blocks.scales[fused.blocks]
+    nested: Nested = layer.nested
     in_mxfp4 = fused.places[0].linear.mxfp4
     if weight.is_cuda and not why_no_triton():
         code, of_scales = mxfp4_code(weight.device)
@@ -187,27 +67,33 @@ def dequantise(layer: DecoderLayer, fused: FusedLinear, adapter: torch.Tensor) -
             place_table(fused, weight.device), weight, fused.in_features, fused.lora_rank,
             n_linears=len(fused.places), equal=equal_blocks(fused), in_mxfp4=in_mxfp4)
         return weight
-    weight[:, fused.in_features :] = 0
-    for p in fused.places:
-        part = slice(p.blocks.start - fused.blocks.start, p.blocks.stop - fused.blocks.start)
-        shape, rows = (p.linear.out_features, p.linear.in_features), fused.local_outputs(p)
-        if p.columns:
-            b = adapter[p.lora_b].view(-1, fused.lora_rank)
-            weight[rows, fused.in_features :][:, p.columns] = b
+    weights, columns = weight.split([fused.in_features, fused.padded_columns], 1)
+    columns.zero_()
+    for place in fused.places:
+        outputs, first = fused.local_outputs(place), fused.blocks.start
+        part = slice(place.blocks.start - first, place.blocks.stop - first)
         if in_mxfp4:
-            values = mxfp4_values(packed[part], scales[part])
-            weight[rows, : fused.in_features] = values.view(shape)
-            continue
-        nested_state = bnb.functional.QuantState(
-            absmax=nested.absmax[p.nested], code=nested.code_values[p.index],
-            blocksize=NESTED_BLOCK, dtype=torch.float32)
-        state = bnb.functional.QuantState(
-            absmax=scales[part, 0].contiguous(), code=nf4_code(weight.device), blocksize=BLOCK,
-            quant_type="nf4", shape=torch.Size(shape), dtype=weight.dtype,
-            offset=nested.offsets[p.index], state2=nested_state)
-        codes = packed[part].view(-1, 1)[: math.prod(shape) // 2]
-        weight[rows, : fused.in_features] = bnb.functional.dequantize_4bit(codes, state)
+            weights[outputs] = mxfp4_values(packed[part], scales[part]).view(-1, fused.in_features)
+        else:
+            weights[outputs] = nf4_values(packed[part], scales[part], nested, place, weight.dtype)
+        if place.columns:
+            columns[outputs, place.columns] = adapter[place.lora_b].view(-1, fused.lora_rank)
     return weight
+
+
+def nf4_values(packed: torch.Tensor, scales: torch.Tensor, nested: Nested, place: LinearPlace,
+               dtype: torch.dtype) -> torch.Tensor:
+    """The weights [out, in] of one linear in NF4, from its blocks, by bitsandbytes."""
+    shape = place.linear.out_features, place.linear.in_features
+    nested_state = bnb.functional.QuantState(
+        absmax=nested.absmax[place.nested], code=nested.code_values[place.index],
+        blocksize=NESTED_BLOCK, dtype=torch.float32)
+    state = bnb.functional.QuantState(
+        absmax=scales[:, 0].contiguous(), code=nf4_code(packed.device), blocksize=BLOCK,
+        quant_type="nf4", shape=torch.Size(shape), dtype=dtype,
+        offset=nested.offsets[place.index], state2=nested_state)
+    codes = packed.view(-1, 1)[: math.prod(shape) // 2]
+    return bnb.functional.dequantize_4bit(codes, state)
 
 
 def mxfp4_values(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

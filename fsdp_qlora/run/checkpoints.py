@@ -31,7 +31,7 @@ from fsdp_qlora.ranks import Stop, gather_objects, say
 from fsdp_qlora.run.directory import ADAPTER_FILES, PROBE_FILE, RESULTS
 
 if TYPE_CHECKING:
-    from fsdp_qlora.data.encode import Rows
+    from fsdp_qlora.data.rows import Rows
     from fsdp_qlora.lora.adapter import Adapter
     from train_fsdp_qlora import Config, Run
 
@@ -41,6 +41,8 @@ MUST_MATCH = (  # flags that a resumed run cannot change, besides rows and base 
     "label_smoothing", "simpo_gamma", "desirable_weight", "undesirable_weight")
 SCHEDULE = ("max_steps", "learning_rate", "lr_schedule", "warmup_fraction", "weight_decay",
             "max_grad_norm")  # flags that it can change, which is said
+# of a disk that is full, damaged or gone, or is another run's now; what else a save raises is a bug
+DISK_ERRORS = OSError, SafetensorError
 
 
 def checkpoint_path(directory: Path, step: int) -> Path:
@@ -51,8 +53,8 @@ def write_checkpoint(run: Run, step: int, weights: dict[str, torch.Tensor],
                      state_by_layer: dict[str, list[torch.Tensor]],
                      probe: dict[str, torch.Tensor]) -> None:
     """Write checkpoint-<step>, whole or not at all, from the gathered {PEFT's name: tensor} and
-    sharded_state() {name: a tensor for each layer}, and from Probe.states(). Raises OSError, and
-    ValueError where the directory is not this run's any more. Rank 0 only.
+    sharded_state() {name: a tensor for each layer}, and from Probe.states(). Raises DISK_ERRORS,
+    also where the directory is not this run's any more. Rank 0 only.
 
     Everything goes into a hidden directory, which gets its name when all is written, synced and
     listed with its SHA-256: a directory with the right name is a whole checkpoint.
@@ -107,7 +109,9 @@ def load_checkpoint(path: Path, adapter: Adapter,
     may have saved. Returns the progress until then. Raises ValueError where another optimizer has
     saved it."""
     saved = json.loads((path / "checkpoint.json").read_text())
-    optimizer.step()  # with gradients of 0: makes the state, as the first step does
+    # an optimizer makes its state in its first step: here with gradients of 0, and all that this
+    # changes, the count of steps included, is set below
+    optimizer.step()
     stored, own_state = load_file(path / "optimizer.safetensors"), sharded_state(optimizer)
     if stored.keys() != own_state.keys():
         raise ValueError(f"{path} is of another optimizer: it has {', '.join(sorted(stored))}; this"
@@ -118,7 +122,7 @@ def load_checkpoint(path: Path, adapter: Adapter,
         whole = F.pad(stored[name], (0, missing))
         own.copy_(whole.unflatten(1, (adapter.shards, -1))[:, adapter.shard])
     state = optimizer.state[adapter.weights]
-    if "step" in state:  # a number or a tensor, which is 1
+    if "step" in state:  # a number or a tensor, which is 1 by now; added to, it keeps its kind
         state["step"] += saved["step"] - 1
     weights = unstack_experts(load_file(path / "adapter_model.safetensors"), adapter.expert_parts)
     for i in range(len(adapter.layers)):
@@ -281,7 +285,7 @@ def save_adapter(run: Run, weights: dict[str, torch.Tensor],
     try:
         write_results(run, weights, probe)
         return
-    except (OSError, ValueError, SafetensorError) as e:
+    except DISK_ERRORS as e:
         errors = [f"{run.directory}: {e}"]
     for place in run.directory.resolve().parent, None:
         made, error = save_elsewhere(run, weights, place)
@@ -298,7 +302,7 @@ def save_adapter(run: Run, weights: dict[str, torch.Tensor],
 def write_results(run: Run, weights: dict[str, torch.Tensor],
                   probe: dict[str, torch.Tensor]) -> None:
     """Write the adapter and the probe into the run's directory, and their SHA-256 into its
-    train_config.json. Raises ValueError where the directory is lost. Rank 0 only."""
+    train_config.json. Raises DISK_ERRORS, also where the directory is lost. Rank 0 only."""
     run.status.check_lock()
     write_adapter(run.directory, weights, run.lora_config)
     write_whole(run.directory / PROBE_FILE, probe)
@@ -317,7 +321,7 @@ def save_elsewhere(run: Run, weights: dict[str, torch.Tensor],
         made = Path(tempfile.mkdtemp(prefix=f"{run.directory.name[:50]}-adapter-", dir=place))
         write_adapter(made, weights, run.lora_config)
         return made, ""
-    except (OSError, ValueError, SafetensorError) as e:
+    except DISK_ERRORS as e:
         with contextlib.suppress(OSError):
             if made:
                 made.rmdir()  # if nothing could be written

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
+from fsdp_qlora.model.loss import LOSSES
 from fsdp_qlora.ranks import on_rank_0, say
 
 if TYPE_CHECKING:
@@ -77,6 +78,6 @@ def judged(row: dict[str, str], loss: str, i: int) -> dict[str, Any]:
     right = row["completion"]
     number = int(right.split()[-1].rstrip("."))
     wrong = f"The answer is {number + (-1, 1, 2, -2)[i % 4]}."
-    if loss == "kto":
+    if LOSSES[loss].is_judged:
         return {**row, "completion": (right, wrong)[i % 2], "label": i % 2 == 0}
     return {"prompt": row["prompt"], "chosen": right, "rejected": wrong}

@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerFast
 from fsdp_qlora.data.tokenizer import generation_settings, write_tokenizer
 from fsdp_qlora.files import (
     as_json, digest, put_in_place, read_json, remove, text_digest, write_whole)
-from fsdp_qlora.quant.nf4 import BLOCK, NESTED_BLOCK
+from fsdp_qlora.quant.blocks import BLOCK, NESTED_BLOCK
 from fsdp_qlora.ranks import Stop, is_rank_0, on_rank_0, say, this_rank, together
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from fsdp_qlora.model.loss import LOSSES
 from fsdp_qlora.planner.cards import parse_cards
 from fsdp_qlora.ranks import say
 from fsdp_qlora.run.peers import peer_answer
@@ -52,6 +53,8 @@ def make_parser(config_class: type[Config], description: str) -> argparse.Argume
             options["nargs"] = "+"
         else:
             options["type"] = kind
+        if f.name == "loss":
+            options["choices"] = [*LOSSES]
         group.add_argument(f"--{f.name}", **options)
     group.add_argument("--config", help="YAML or JSON file of these flags, or a run's"
                        " train_config.json; the command line has precedence")
@@ -104,7 +107,7 @@ def refuse_unknown(config_class: type[Config], where: str, flags: list[str]) -> 
         word = f"--{flag[2:].replace('-', '_')}"
         near = ([known for known in names if known.startswith(word)]
                 or difflib.get_close_matches(word, names, 1))
-        answer = peer_answer(flag) or near and f"perhaps {near[0]}"
+        answer = peer_answer(flag) or near and f"do you mean {near[0]}?"
         told.append(f"{flag}: {answer}" if answer else flag)
     raise ValueError(f"{where}unrecognized arguments: {' | '.join(told)} (see --help)")
 
@@ -168,17 +171,15 @@ def save_interval(config: Config) -> tuple[int, float]:
 
 def check_combinations(config: Config) -> None:
     """Raise ValueError for flags that do not go together."""
-    only = {"beta": ("dpo", "ipo", "simpo", "orpo", "kto"), "label_smoothing": ("dpo",),
-            "simpo_gamma": ("simpo",), "desirable_weight": ("kto",), "undesirable_weight": ("kto",)}
-    defaults = {f.name: f.default for f in dataclasses.fields(config)}
-    for name, losses in only.items():
-        value = getattr(config, name)
-        if value != defaults[name] and config.loss not in losses:
-            raise ValueError(f"--{name} {value} is of --loss {' or '.join(losses)}, not of"
+    for f in dataclasses.fields(config):
+        losses = [loss for loss, kind in LOSSES.items() if f.name in kind.flags]
+        value = getattr(config, f.name)
+        if losses and config.loss not in losses and value != f.default:
+            raise ValueError(f"--{f.name} {value} is of --loss {' or '.join(losses)}, not of"
                              f" {config.loss}: drop it, or choose another --loss")
-    if config.loss == "kto" and config.batch_size < 2:
-        raise ValueError(f"--batch_size {config.batch_size} with --loss kto: a step compares good"
-                         " answers with bad ones: give at least 2")
+    if LOSSES[config.loss].is_judged and config.batch_size < 2:
+        raise ValueError(f"--batch_size {config.batch_size} with --loss {config.loss}: a step"
+                         " compares good answers with bad ones: give at least 2")
     for name in "random_weights", "plan_for":
         if getattr(config, name) and not config.model:
             raise ValueError(f"--{name} needs a --model whose config.json gives the shapes")
@@ -245,7 +246,7 @@ def resolve_config(config: Config, world_size: int) -> Config:
     return dataclasses.replace(
         config,
         shard_group_size=shards,
-        beta=config.beta or (None if config.loss == "sft" else 0.1),
+        beta=config.beta or (0.1 if "beta" in LOSSES[config.loss].flags else None),
         learning_rate=config.learning_rate or (
             3e-3 if not config.model else 2e-4 if config.loss == "sft" else 5e-6),
         max_steps=config.max_steps or (None if config.model or config.dataset else 300),

@@ -28,7 +28,7 @@ from fsdp_qlora.quant.nf4 import why_no_triton
 from fsdp_qlora.ranks import say
 
 if TYPE_CHECKING:
-    from fsdp_qlora.data.encode import Rows
+    from fsdp_qlora.data.rows import Rows
     from fsdp_qlora.planner.plan import Plan
     from train_fsdp_qlora import Config, Run
 
@@ -64,7 +64,7 @@ class Log:
             finally:
                 os.close(file)  # NFS may report only here that the disk is full
             self.size, self.unwritten, self.is_failing = self.size + done, b"", False
-        except (OSError, ValueError) as e:
+        except OSError as e:
             self.why = getattr(e, "strerror", None) or e
             if not self.is_failing:
                 say(f"{self.path}: cannot be written ({self.why}): training goes on, and its lines"
@@ -302,8 +302,10 @@ def say_example(rows: Rows, tokenizer: PreTrainedTokenizerFast | None) -> None:
     tokenizer; of preferences both answers, or whether its answer is good."""
     if not tokenizer:
         return
-    names = {"sft": [""], "kto": [" (good)" if rows.desirable[0] else " (bad)"]}
-    for i, name in enumerate(names.get(rows.loss, [", chosen", ", rejected"])):
+    names = [", chosen", ", rejected"] if rows.n_answers == 2 else [""]
+    if rows.kind.is_judged:
+        names = [" (good)" if rows.desirable[0] else " (bad)"]
+    for i, name in enumerate(names):
         say(f"first row{name}: {show_document(*rows.tokens(i), tokenizer)!r}")
 
 

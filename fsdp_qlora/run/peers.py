@@ -11,132 +11,132 @@ from fnmatch import fnmatchcase
 
 # An answer, and below it the names that get it, patterns too. The first that matches counts.
 PEERS = """
---model, a Hub id or a directory; its own tokenizer is taken
+give --model, a Hub id or a directory; the model's own tokenizer is used
     model_name_or_path model_name base_model pretrained_model_name_or_path model_id checkpointer
     base_model_config tokenizer tokenizer_name tokenizer_config tokenizer_type
 
---dataset, files, directories or a Hub id
+give --dataset: files, directories or a Hub id
     dataset_name datasets dataset_path dataset_dir train_file train_dataset data_path data_files
     dataset_id
 
---dataset OWNER/NAME,name=..,split=..,revision=..
+write it behind the Hub id: --dataset OWNER/NAME,name=..,split=..,revision=..
     dataset_config dataset_config_name dataset_subset dataset_train_split dataset_split split
     dataset_revision
 
---eval_dataset, files, a Hub id, or a fraction of the rows, 0.02
+give --eval_dataset: files, a Hub id, or a fraction of the rows, such as 0.02
     test_datasets val_set_size val_size eval_size eval_split dataset_test_split validation_file
     dataset_val eval_file validation_split*
 
---max_seq_len
+give --max_seq_len
     max_length max_seq_length sequence_len cutoff_len model_max_length max_prompt_length
     max_completion_length max_target_length
 
---chat_template FILE, where the model's own is not wanted
+give --chat_template FILE; without it the model's own template is used
     chat_template_path chat_template_jinja template
 
-not needed, because the keys of a row tell; --columns OLD=NEW renames them
+not needed, because a row's keys say what it is; --columns OLD=NEW renames keys
     dataset_text_field text_column field_messages input_column output_column message_property*
     roles columns_mapping formatting*
 
-not needed, because answers are what is trained; to train all, give rows of `text`
+not needed, because only answers are trained; to train whole texts, give rows with the key text
     train_on_inputs train_on_prompt train_on_input train_on_responses_only completion_only_loss
     assistant_only_loss mask_history mask_prompt response_template instruction_template
 
-not needed, because rows are always packed, and do not see one another
+not needed, because rows are always packed, and no row sees another
     packing sample_packing packed neat_packing padding_free pad_to_sequence_len group_by_length
     pad_to_multiple_of train_sampling_strategy length_column_name eval_packing
     eval_sample_packing packing_strategy multipack* sample_pack*
 
-not needed, because all cores encode, once, into a cache
+not needed, because all cores encode the rows once, into a cache
     dataset_num_proc preprocessing_num_workers dataset_processes dataloader_* dataset_kwargs
     dataset_batch_size dataset_prepared_path overwrite_cache tokenized_path streaming
     dataset_streaming remove_unused_columns dataset_exact_deduplication skip_prepare_dataset
     ignore_data_skip push_dataset_to_hub
 
-not here; give a smaller file, or --max_steps
+not supported; give a smaller file, or --max_steps
     max_samples max_train_samples
 
-not needed, because each epoch is a new shuffle, by --seed
+not needed, because every epoch is shuffled anew, by --seed
     shuffle shuffle_dataset shuffle_merged_datasets data_seed random_state full_determinism
 
-not here; --dataset takes several files, end to end
+not supported; --dataset takes several files and reads all of them
     interleave_probs mix_strategy dataset_mixer
 
-not here; the model's own tokenizer is used as it is
+not supported; the model's own tokenizer is used as it is
     special_tokens tokens added_tokens* eos_token pad_token resize_token* new_special_tokens
     resize_vocab bos_token fix_tokenizer
 
-not here; what config.json of --model says counts, and no remote code is run
+not supported; the model's config.json decides, and no remote code is run
     trust_remote_code model_revision model_init_kwargs model_type is_*_derived_model
     use_fast_tokenizer tokenizer_use_fast rope_scaling overrides_of_model_config revision
 
---batch_size, rows a step over all GPUs; what a GPU takes at once follows from its memory
+give --batch_size, the rows of a step over all GPUs; the plan decides what a GPU takes at once
     per_device_train_batch_size per_gpu_train_batch_size micro_batch_size train_batch_size
     gradient_accumulation_steps auto_find_batch_size global_batch_size
 
-not needed, because bins of evaluations are as large as training's
+not needed, because an evaluation takes as many tokens at once as training does
     per_device_eval_batch_size eval_batch_size eval_accumulation_steps batch_eval_metrics
     eval_do_concat_batches eval_use_gather_object
 
---num_epochs
+give --num_epochs
     num_train_epochs epochs train_epochs max_epochs
 
---max_steps
+give --max_steps
     max_steps_per_epoch total_steps train_steps iters
 
---learning_rate
+give --learning_rate
     lr learning_rates
 
---lr_schedule cosine, linear or constant
+give --lr_schedule: cosine, linear or constant
     lr_scheduler lr_scheduler_type scheduler
 
-not here; --lr_schedule cosine and linear end at 0
+not supported; --lr_schedule cosine and linear end at 0
     lr_scheduler_kwargs cosine_min_lr_ratio cosine_constant_lr_ratio num_warmup_steps_of_cosine
 
---warmup_fraction, of all steps
+give --warmup_fraction, a fraction of all steps
     warmup_ratio warmup_steps num_warmup_steps
 
---max_grad_norm
+give --max_grad_norm
     clip_grad_norm grad_clip gradient_clipping max_gradient_norm
 
-not needed, because it is AdamW with 8-bit, paged state, betas 0.9 and 0.999
+not needed, because the optimizer is always AdamW with 8-bit, paged state and betas of 0.9 and 0.999
     optim optimizer optim_args optim_target_modules adam_beta1 adam_beta2 adam_epsilon
     adam_beta3 optimizer_in_bwd optimizer_cls
 
 not needed, because the loss is the mean over a step's trained tokens on all GPUs
     average_tokens_across_devices num_items_in_batch
 
-not here
+not supported
     neftune_noise_alpha noisy_embedding_alpha relora* use_galore galore_* use_badam badam_*
     use_apollo apollo_* use_adam_mini loraplus* use_dft* lisa_* optim_loraplus*
 
---lora_rank
+give --lora_rank
     lora_r r lora_dim max_lora_rank
 
---target_modules q_proj v_proj ..., or all-linear, or experts
+give --target_modules: names such as q_proj v_proj, or all-linear, or experts
     lora_target_modules lora_target lora_attn_modules lora_target_parameters
 
---target_modules all-linear, which is the default
+not needed, because --target_modules all-linear is the default
     lora_target_linear apply_lora_to_mlp
 
---adapter rslora
+give --adapter rslora
     use_rslora peft_use_rslora
 
---adapter dora
+give --adapter dora
     use_dora peft_use_dora
 
---init_adapter
+give --init_adapter
     lora_model_dir adapter_name_or_path lora_path peft_model_id adapter_path
 
-not here; only adapters of linears are trained
+not supported; only adapters of linears are trained
     lora_modules_to_save modules_to_save additional_target apply_lora_to_output lora_bias bias
     unfrozen_parameters peft_layers_to_transform layers_to_transform lora_layers_to_transform
     trainable_tokens embedding_lr freeze_*
 
-not here; an adapter begins as PEFT's default does, or by --init_adapter
+not supported; an adapter begins as PEFT's default does, or as --init_adapter
     pissa_init pissa_* loftq_config init_lora_weights peft_init_lora_weights use_llama_pro
 
-not needed, because it is always LoRA on a 4-bit model
+not needed, because LoRA on a 4-bit model is all that is trained
     use_peft use_lora lora finetuning_type train_type lora_task_type lora_fan_in_fan_out
     create_new_adapter full_finetuning
 
@@ -145,124 +145,124 @@ not needed, because the base is always in NF4, with double quantisation
     use_bnb_nested_quant double_quantization quantization quant_method bnb_config_kwargs
     quantization_type gptq* load_in_16bit load_in_fp8
 
-not needed, because it computes in bf16; --compute_dtype float32 is for checks
+not needed, because all is computed in bf16; --compute_dtype float32 is for checks
     bf16 fp16 bfloat16 float16 tf32 pure_bf16 bf16_full_eval fp16_full_eval mixed_precision
     dtype torch_dtype half_precision_backend fp8
 
-not needed, because memory decides what is recomputed, unless --recompute does
+not needed, because the free memory decides what is recomputed; --recompute overrides that
     gradient_checkpointing use_gradient_checkpointing gradient_checkpointing_kwargs
     gradient_checkpointing_use_reentrant activation_checkpointing
     activation_checkpointing_kwargs enable_activation_checkpointing
     disable_gradient_checkpointing
 
---offload_activations
+give --offload_activations
     activation_offloading enable_activation_offloading
 
---offload_params; the optimizer's state is paged
+give --offload_params; the optimizer's state is paged anyway
     fsdp_cpu_offload cpu_offload offload_param offload_optimizer fsdp_offload_params
 
-not needed, because memory decides what is sharded, unless --shard_group_size does
+not needed, because the free memory decides what is sharded; --shard_group_size overrides that
     fsdp fsdp_* deepspeed ddp ddp_* parallelism_config accelerator_config distributed_type
     dp_shard_size dp_replicate_size device_map custom_sharded_layers zero_stage auto_wrap_policy
 
-not here; a row must fit on one GPU, see --offload_activations
+not supported; a row must fit on one GPU, for which --offload_activations helps
     context_parallel_size sequence_parallel_degree tensor_parallel_* pipeline_*
     expert_parallel_size cp_size tp_size
 
-not needed, because the fastest kernel is used, unless --attn decides
+not needed, because the fastest kernel is used; --attn overrides that
     attn_implementation flash_attention flash_attention_2 flash_attn sdp_attention
     eager_attention xformers_attention flex_attention use_flash_attention* s2_attention
     shift_attn use_reentrant_attention
 
-not needed, because its own kernels are always used
+not needed, because this script's own kernels are always used
     use_liger* liger_* enable_liger_kernel use_unsloth* plugins lora_mlp_kernel lora_qkv_kernel
     lora_o_kernel cut_cross_entropy unsloth_* chunked_cross_entropy use_kernels
 
-not needed, because what gains by it is compiled
+not needed, because what gains by compiling is always compiled
     torch_compile torch_compile_* compile compile_*
 
-not needed, because all GPUs that torchrun starts are used, else the CPU
+not needed, because there is a GPU for each process that torchrun starts, else the CPU
     device use_cpu no_cuda local_rank cuda_* device_type use_mps_device
 
---memory_limit_gib
+give --memory_limit_gib
     max_memory gpu_memory_limit gpu_memory_utilization
 
 not needed
     torch_empty_cache_steps use_cache skip_memory_metrics low_cpu_mem_usage
     enable_jit_checkpoint fast_inference debug strict profiler profiler_*
 
---eval_every, in steps, besides before the first step and at the end
+give --eval_every, a number of steps; the start and the end are always evaluated
     eval_steps evals_per_epoch eval_strategy evaluation_strategy eval_delay eval_on_start
     run_val_every_n_steps eval_interval
 
---save_every, minutes, 5m, or steps, 100
+give --save_every: minutes such as 5m, or a number of steps such as 100
     save_steps saves_per_epoch save_strategy save_every_n_steps checkpoint_every save_interval
 
---keep_checkpoints
+give --keep_checkpoints
     save_total_limit max_checkpoints keep_last_n
 
-not needed, because the same command resumes its --output_dir; --resume never: a new run
+not needed, because the same command resumes a run; --resume never begins a new one
     resume_from_checkpoint auto_resume_from_checkpoints overwrite_output_dir resume_training
     resume_from
 
-not needed, because the checkpoint of the best evaluation is kept, and named at the end
+not needed, because the checkpoint of the best evaluation is kept, and the log names it at the end
     load_best_model_at_end metric_for_best_model greater_is_better early_stopping_*
 
-not needed, because adapters are safetensors, checkpoints resume on any number of GPUs
+not needed, because adapters are safetensors, and a checkpoint resumes on any number of GPUs
     save_safetensors save_only_model save_on_each_node save_adapter_weights_only save_first_step
     restore_callback_states_from_checkpoint
 
---report_to tensorboard, wandb or none; loss.png is drawn anyway
+give --report_to: tensorboard, wandb or none; loss.png is drawn anyway
     report_to_* metric_logger use_tensorboard use_wandb tensorboard* wandb_* wandb mlflow_*
     comet_* use_comet use_mlflow swanlab_* use_swanlab trackio_* run_name project logging_dir
     plot_loss
 
-not needed, because metrics.jsonl has each step, the log a line every 2 seconds
+not needed, because metrics.jsonl has every step, and the log has a line every 2 seconds
     logging_* log_level* log_every_n_steps log_* log_on_each_node disable_tqdm
     include_num_input_tokens_seen include_for_metrics include_tokens_per_second
     log_peak_memory_stats label_names prediction_loss_only
 
-not needed, because it trains, and evaluates where there is an --eval_dataset
+not needed, because the script always trains, and evaluates if there is an --eval_dataset
     do_train do_eval do_predict stage predict_with_generate
 
-not here; `hf upload`, after merge_adapters.py
+not supported; use `hf upload` after merge_adapters.py
     push_to_hub hub_* export_*
 
---output_dir
+give --output_dir
     output_directory logdir out_dir
 
---max_minutes
+give --max_minutes
     timeout max_time
 
---loss dpo, ipo, simpo, orpo or kto
+give --loss: dpo, ipo, simpo, orpo or kto
     rl loss_type pref_loss rlhf_type
 
---beta
+give --beta
     rl_beta pref_beta dpo_beta orpo_alpha orpo_beta kto_beta simpo_beta
 
---label_smoothing, of --loss dpo
+give --label_smoothing, with --loss dpo
     dpo_label_smoothing label_smoothing_factor
 
---simpo_gamma
+give --simpo_gamma
     gamma gamma_beta_ratio cpo_simpo_gamma
 
---desirable_weight
+give --desirable_weight
     kto_desirable_weight kto_chosen_weight
 
---undesirable_weight
+give --undesirable_weight
     kto_undesirable_weight kto_rejected_weight
 
-not needed, because the model before the first step is the reference, computed once
+not needed, because the reference is the model before the first step, computed once
     ref_model ref_model_* reference_* precompute_ref_log_probs ref_adapter_name
     model_adapter_name force_use_ref_model sync_ref_model disable_dropout
 
-not here
+not supported
     pref_ftx rpo_alpha cpo_alpha f_divergence* ld_alpha
 
-not here; for reinforcement learning take TRL
+not supported; use TRL for reinforcement learning
     reward_* reward_model num_generations vllm_* use_vllm grpo_* ppo_* temperature top_p
 
-not here; text alone is trained
+not supported; only text is trained
     image_* video_* processor_type vision_* max_pixels min_pixels
 """
 

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from fsdp_qlora.data.bins import deal_rows, make_bin
+from fsdp_qlora.model.shards import reshard_all
 
 if TYPE_CHECKING:
-    from fsdp_qlora.data.encode import Rows
+    from fsdp_qlora.data.rows import Rows
     from fsdp_qlora.lora.adapter import Adapter
     from train_fsdp_qlora import Run
 
@@ -73,10 +73,3 @@ def no_adapter(adapter: Adapter) -> Iterator[None]:
         adapter.set_layer(i, values)
     yield
     adapter.weights.data.copy_(weights)
-
-
-def reshard_all(model: torch.nn.Module) -> None:
-    """Free all that FSDP2 has gathered for a forward alone: the adapter will change."""
-    for unit in model.modules():
-        if isinstance(unit, FSDPModule):
-            unit.reshard()

@@ -3,6 +3,19 @@
 What all ranks know of is a Stop, with which main() ends them together. What happens to one rank
 alone goes to Status.end_alone(), and torchrun ends the others. The watching thread cannot wait for
 the main thread: it calls Status.leave().
+
+    phase: flags -> model -> data -> checkpoint -> model -> saving -> training -> saving -> exit 0
+
+    main thread        a Stop, on all ranks             stop_together()   its code, or the phase's
+                       any other error, of this rank    end_alone()       8, 70, or 75: LOST
+    watching thread    a signal, or torchrun ends:
+                         before training, or a second   leave()           75
+                         the first in training          stop_reason: a Stop follows after the step
+                       another process ends             leave()           75
+                       the deadline is over             leave_frozen()    9
+
+Of the two threads the first that takes end_lock says why. Signal handlers do nothing; the
+signal's number comes to the watching thread through a socket, whatever the main thread waits for.
 """
 
 from __future__ import annotations
@@ -20,9 +33,9 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -107,11 +120,11 @@ class Status:
             return False
 
     def check_lock(self) -> None:
-        """Raise ValueError where this run has lost its directory, in which it then writes nothing
+        """Raise OSError where this run has lost its directory, in which it then writes nothing
         more: it ends after this step."""
         if self.has_lost_directory():
             self.stop_reason = LOST_DIRECTORY
-            raise ValueError(LOST_DIRECTORY)
+            raise OSError(LOST_DIRECTORY)
 
     def stop_together(self, stop: Stop) -> int:
         """Say and write down why all ranks end. Returns the exit code."""
@@ -187,7 +200,7 @@ class Status:
     def check_time(self, config: Config, longest_step: float) -> None:
         """Ask to stop where --max_minutes are over, or would be after another step, or where the
         directory is lost."""
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(OSError):
             self.check_lock()
         minutes = config.max_minutes
         if minutes and time.monotonic() + longest_step > self.started + 60 * minutes:
@@ -328,31 +341,3 @@ def out_of_memory_text(error: Exception, plan: Plan | None, device: torch.device
     if gaps := re.search(r"([\d.]+ \w+) is reserved by PyTorch but unallocated", str(error)):
         text += f", {gaps[1]} in gaps between tensors"
     return f"{text}; try, in this order: {', '.join(helps)}"
-
-
-PATIENCE = 50  # steps after the warm-up in which the loss has to come below the first step's
-LARGEST_WEIGHT = 1000  # of an adapter that learns; of one whose loss did not come below: diverged
-
-
-def why_diverged(step: int, loss: float, norm: float, warmup_steps: float, progress: dict[str, Any],
-                 largest_weight: Callable[[], float], saturates: bool = False) -> str:
-    """Why the run learns nothing any more, or "". Also notes the losses in `progress`.
-
-    `largest_weight` is a function, which is called only where the rest makes it suspicious.
-    `saturates`: the loss is one of preferences, whose gradient is 0 where rewards are high enough.
-    """
-    if progress["first_loss"] is None:
-        progress["first_loss"] = loss
-    if step > warmup_steps:
-        lowest = progress["lowest_loss"]
-        progress["lowest_loss"] = loss if lowest is None else min(loss, lowest)
-    if not math.isfinite(loss + norm):
-        return f"loss {loss}, gradient norm {norm}"
-    if norm == 0 and not (saturates and largest_weight() <= LARGEST_WEIGHT):
-        return f"loss {loss:.4f}, but a gradient norm of exactly 0: nothing is learned any more"
-    if step > warmup_steps + PATIENCE and progress["lowest_loss"] > progress["first_loss"]:
-        largest = largest_weight()
-        if largest > LARGEST_WEIGHT:
-            return (f"since the warm-up the loss has not been below the first step's"
-                    f" {progress['first_loss']:.4f}, and the adapter has weights of {largest:.0f}")
-    return ""

@@ -22,7 +22,7 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING, AutoModel, AutoModelForCausalLM, PreTrainedConfig)
 
 from fsdp_qlora.data.bins import make_bin
-from fsdp_qlora.data.encode import rows_of
+from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.model.attention import document_attention
 from fsdp_qlora.model.head import scaled_logits
 from fsdp_qlora.model.layer import make_layouts

@@ -17,7 +17,7 @@ from fsdp_qlora.model.loss import gather_documents
 from fsdp_qlora.ranks import gather_objects
 
 if TYPE_CHECKING:
-    from fsdp_qlora.data.encode import Rows
+    from fsdp_qlora.data.rows import Rows
     from train_fsdp_qlora import Run
 
 

@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,12 +22,12 @@ from safetensors import SafetensorError, safe_open
 
 from fsdp_qlora.data.bins import step_rows
 from fsdp_qlora.files import digest, text_digest, write_whole
+from fsdp_qlora.model.shards import reshard_all
 from fsdp_qlora.ranks import AGAIN, EXITS, Stop, gather_objects, is_rank_0, on_rank_0, say
-from fsdp_qlora.run.probe import reshard_all
 from fsdp_qlora.training.evaluation import document_losses, evaluation_batches
 
 if TYPE_CHECKING:
-    from fsdp_qlora.data.encode import Rows
+    from fsdp_qlora.data.rows import Rows
     from train_fsdp_qlora import Run
 
 REFERENCE_FILE = "reference.safetensors"
@@ -101,20 +101,26 @@ def measure(run: Run, needed: dict[str, tuple[Rows, torch.Tensor]],
     say(f"reference: computed in {time.monotonic() - started:.1f} s")
 
 
-def step_value(run: Run, rows: Rows, batches: Iterable[Rows]) -> torch.Tensor | None:
-    """What Answers.step_value is for all of these Rows, of a step or an evaluation, which `batches`
-    yields a few at a time; None where the loss reads none. All ranks must call this."""
-    if rows.loss == "orpo":
+def values_of_all(run: Run, rows: Rows, batches: Iterable[Rows]) -> dict[str, Any]:
+    """What Answers hold of all of these Rows, those of a step or an evaluation, for losses that
+    read it. `batches` yields the Rows a few at a time. All ranks must call this."""
+    if rows.kind.is_judged:
+        return {"kl": estimate_kl(run, batches, len(rows))}
+    if rows.kind.trains_prompt:
         n_tokens = int(rows.n_scored()[rows.desirable].sum())
-        return torch.tensor(len(rows) / n_tokens, dtype=torch.float64, device=run.device)
-    if rows.loss == "kto":
-        ratios = [(-document_losses(run, other) - other.reference.to(run.device)).sum()
-                  for batch in batches if (other := batch.mismatched)]
-        reshard_all(run.model)
-        if not ratios:  # the run was asked to stop
-            return None
-        return (torch.stack(ratios).sum() / len(rows)).clamp(min=0)
-    return None
+        return {"rows_per_token": torch.tensor(
+            len(rows) / n_tokens, dtype=torch.float64, device=run.device)}
+    return {}
+
+
+def estimate_kl(run: Run, batches: Iterable[Rows], n_rows: int) -> torch.Tensor | None:
+    """KTO's estimate of the KL divergence from the reference, fp64 []: the mean log-ratio of these
+    rows' prompts with the answers of others, at least 0. None if the run was asked to stop. All
+    ranks must call this."""
+    ratios = [(-document_losses(run, other) - other.reference.to(run.device)).sum()
+              for batch in batches if (other := batch.mismatched)]
+    reshard_all(run.model)
+    return (torch.stack(ratios).sum() / n_rows).clamp(min=0) if ratios else None
 
 
 def why_no_start(run: Run) -> str:
@@ -154,7 +160,7 @@ def write_reference(run: Run, found: dict[str, torch.Tensor]) -> None:
     try:
         run.status.check_lock()
         write_whole(run.directory / REFERENCE_FILE, found, {**identify_model(run), **digests})
-    except (OSError, ValueError, SafetensorError) as e:
+    except (OSError, SafetensorError) as e:
         say(f"{REFERENCE_FILE} could not be written: {e}; a resumed run computes it again")
 
 

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from fsdp_qlora.data.bins import deal_rows, make_bin
-from fsdp_qlora.data.encode import rows_of
+from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.model.head import best_tokens
-from fsdp_qlora.run.probe import reshard_all
+from fsdp_qlora.model.shards import reshard_all
 from fsdp_qlora.ranks import gather_objects
 
 if TYPE_CHECKING:
-    from fsdp_qlora.data.encode import Rows
+    from fsdp_qlora.data.rows import Rows
     from train_fsdp_qlora import Run
 
 SAMPLE_TOKENS = 64  # in an answer, at most

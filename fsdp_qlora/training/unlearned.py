@@ -18,11 +18,11 @@ from fsdp_qlora.data.chat import closing_tokens
 from fsdp_qlora.ranks import all_gather, say, together
 
 if TYPE_CHECKING:
-    from fsdp_qlora.data.encode import Rows
+    from fsdp_qlora.data.rows import Rows
     from fsdp_qlora.model.model import Model
 
 ZERO, SMALL = 1e-3, 0.1  # of the median over all tokens; random and trained rows are above 0.3
-CHUNK = 2**22  # labels or values looked at at once
+VALUES_AT_ONCE = 2**22  # labels or values looked at at once
 
 
 def check_head(model: Model, rows: Rows, tokenizer: PreTrainedTokenizerFast | None) -> None:
@@ -56,8 +56,8 @@ def count_trained(rows: Rows, vocab_size: int) -> np.ndarray:
     """[vocabulary], how often each token is trained."""
     counts = np.zeros(vocab_size, np.int64)
     for labels in rows.labels:
-        for start in range(0, len(labels), CHUNK):
-            part = labels[start : start + CHUNK]
+        for start in range(0, len(labels), VALUES_AT_ONCE):
+            part = labels[start : start + VALUES_AT_ONCE]
             counts += np.bincount(part[part >= 0], minlength=vocab_size)
     return counts
 
@@ -74,7 +74,7 @@ def unlearned_rows(model: Model) -> tuple[set[int], dict[int, str]]:
         return (all_gather(own, model.group).flatten(0, 1) if model.shards > 1 else own)[
             :vocab_size].cpu()
 
-    parts = head.split(max(1, CHUNK // head.shape[1]))
+    parts = head.split(max(1, VALUES_AT_ONCE // head.shape[1]))
     total = sum(part.float().sum(0) for part in parts)
     mean = (all_gather(total, model.group).sum(0) if model.shards > 1 else total) / vocab_size
     norms = gather(torch.cat([part.float().norm(dim=1) for part in parts]))

@@ -1,0 +1,213 @@
+"""The data of a run: from --dataset and --eval_dataset to the Rows to train and to evaluate on,
+with lines that say what became of them.
+
+It stands on sources.py for files, encode.py for a row's way to tokens, cache.py for keeping them,
+and rows.py for what comes of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow
+import torch
+import transformers
+from transformers import PreTrainedTokenizerFast
+
+from fsdp_qlora.data.cache import PARTS, has_table, open_cache, read_table, write_table
+from fsdp_qlora.data.chat import parse_chat
+from fsdp_qlora.data.encode import encode_batches, encode_pieces
+from fsdp_qlora.data.forms import parse_row
+from fsdp_qlora.data.preferences import parse_preference
+from fsdp_qlora.data.rows import COLUMNS, Rows, columns_of, random_rows
+from fsdp_qlora.data.sources import Piece, find_pieces
+from fsdp_qlora.data.template import with_day
+from fsdp_qlora.data.tools import openai_calls
+from fsdp_qlora.files import digest, text_digest, write_whole
+from fsdp_qlora.model.loss import LOSSES
+from fsdp_qlora.ranks import Stop, say, together
+
+if TYPE_CHECKING:
+    from train_fsdp_qlora import Config
+
+
+def prepare_data(config: Config, directory: Path, tokenizer: PreTrainedTokenizerFast | None,
+                 vocab_size: int, day: str) -> tuple[Rows, Rows | None]:
+    """The Rows to train on and those to evaluate on, or None. All ranks must call this."""
+    if config.random_weights and not config.dataset:
+        say(f"data: {config.batch_size} rows of random tokens")
+        return with_mismatched(random_rows(vocab_size, config), config), None
+    settings: tuple[Any, ...] = (tokenizer, config.max_seq_len, vocab_size, day,
+                                 config.columns or (), config.loss)
+    sources = config.dataset or (str(directory / "demo" / "data.jsonl"),)
+    rows, line, renamed = prepare_rows(sources, *settings)
+    say(f"data: {line}")
+    if config.dataset and (n_repeated := rows.n_repeated()):
+        say(f"repeated: {n_repeated:,} of these rows are another one again, token for token")
+    if config.model and tokenizer and tokenizer.chat_template and rows.n_plain:
+        way = "--columns completion=response" if rows.n_answers == 1 else "write them as messages"
+        say(f"chat template: not used for {rows.n_plain // rows.n_answers:,} prompts and"
+            f" completions, which are plain text; for that {way}")
+    eval_rows, fraction = None, None
+    if config.eval_dataset:
+        try:
+            fraction = float(config.eval_dataset[0])
+        except ValueError:
+            eval_rows, line, also = prepare_rows(
+                config.eval_dataset, *settings, flag="--eval_dataset")
+            say(f"evaluation: {line}")
+            renamed |= also
+    for column in config.columns or ():
+        if (key := column.split("=")[0]) not in renamed:
+            raise Stop(f"--columns {column}: no row has the key {key}")
+    if fraction is not None:
+        rows, eval_rows = hold_out(rows, fraction, config)
+    n_good = int(rows.desirable.sum())
+    if rows.kind.is_judged and n_good in (0, len(rows)):
+        raise Stop(f"--loss {config.loss} learns from good answers beside bad ones, and of"
+                   f" {len(rows):,} rows {n_good:,} have label true: --loss sft trains good answers"
+                   " alone")
+    return with_mismatched(rows, config), eval_rows and with_mismatched(eval_rows, config)
+
+
+def with_mismatched(rows: Rows, config: Config) -> Rows:
+    """The rows, with `mismatched` where their loss reads it."""
+    if not rows.kind.is_judged:
+        return rows
+    assert config.max_seq_len, "read_model_config() fills it in"
+    mismatched = rows.mismatch(config.seed, config.max_seq_len)
+    return dataclasses.replace(rows, mismatched=mismatched)
+
+
+def hold_out(rows: Rows, fraction: float, config: Config) -> tuple[Rows, Rows]:
+    """Split the rows into those to train on and a fraction to evaluate on. Rows that were made of
+    one example stay together."""
+    sources = rows.sources.unique()
+    n = round(fraction * len(sources)) if abs(fraction) < 1e9 else fraction
+    values = config.eval_dataset or ()
+    if not 0 < n < len(sources) or len(values) > 1:
+        raise Stop(f"--eval_dataset {' '.join(values)}: is {n} of {len(sources)}"
+                   " rows: give one fraction between 0 and 1, or files")
+    order = torch.randperm(len(sources), generator=torch.Generator().manual_seed(config.seed))
+    held_out = torch.isin(rows.sources[:: rows.n_answers], sources[order[:n]])
+    say(f"evaluation: {held_out.sum():,} of these rows, which are not trained on")
+    train, evaluation = (rows.select(mask.nonzero().view(-1)) for mask in (~held_out, held_out))
+    return train, evaluation
+
+
+def prepare_rows(sources: Sequence[str], tokenizer: PreTrainedTokenizerFast, max_seq_len: int,
+                 vocab_size: int, day: str, columns: Sequence[str] = (), loss: str = "sft",
+                 flag: str = "--dataset") -> tuple[Rows, str, set[str]]:
+    """The Rows of all `sources` for this loss, a line on what became of them, and the set of keys
+    that `columns` have renamed. All ranks must call this."""
+    name = " ".join(sources)
+    with together():
+        if tokenizer.eos_token_id is None:
+            raise ValueError("the tokenizer has no EOS token, and generation would never stop: set"
+                             " eos_token in its tokenizer_config.json")
+        settings: dict[str, Any] = {
+            "tokenizer": with_day(tokenizer, day), "max_seq_len": max_seq_len,
+            "vocab_size": vocab_size, "new_names": columns, "loss": loss}
+        try:
+            pieces, contents = pieces_of_all(sources)
+        except ValueError as e:
+            raise ValueError(f"{flag} {e}")
+        key = cache_key(sources, contents, **settings)
+    with together(), open_cache(key) as directory:
+        if int(os.environ.get("LOCAL_RANK", 0)) == 0 and not has_table(directory):
+            if not pieces:
+                raise ValueError(f"{flag} {name}: has no rows")
+            parts = write_table(directory, pieces, encode_batches, **settings)
+            if contents != pieces_of_all(sources, is_silent=True)[1]:
+                raise ValueError(f"{flag} {name}: was rewritten while it was read: start again")
+            write_whole(directory / PARTS, json.dumps(parts))
+    with together():
+        table = read_table(directory)
+        if not len(table):
+            raise ValueError(f"{flag} {name}: has no rows")
+        # not pyarrow's index(): it imports pandas, 0.3 s
+        if (refused := table["refused"].to_numpy()).any():
+            first = int(refused.argmax())
+            raise ValueError(f"{table['where'][first]}: {table['left_out'][first]}")
+        rows = rows_of_table(table, loss)
+        if not len(rows):
+            raise ValueError(f"{name}: none of its {len(table['kept'])} rows can be trained on:"
+                             f" {describe_left_out(table)}")
+        renamed = {key for keys in counts_of(table["renamed"]) for key in json.loads(keys)}
+        return rows, f"{name}: {describe_rows(rows, table, max_seq_len)}", renamed
+
+
+def pieces_of_all(sources: Sequence[str],
+                  is_silent: bool = False) -> tuple[list[Piece], list[list[str]]]:
+    """The pieces of all sources end to end, and the digests of each, see find_pieces()."""
+    found = [find_pieces(source, is_silent) for source in sources]
+    return [piece for pieces, _ in found for piece in pieces], [digests for _, digests in found]
+
+
+def describe_rows(rows: Rows, table: pyarrow.Table, max_seq_len: int) -> str:
+    """What became of the rows of read_table(): the Rows, and what was cut or left out."""
+    forms = counts_of(table["form"].filter(table["kept"])).items()
+    n_cut = int(table["cut"].filter(table["kept"]).to_numpy().sum())
+    parts = [f"{len(rows):,} rows, "
+             + ", ".join(f"{n // rows.n_answers:,} {form}" for form, n in forms),
+             f"{rows.lengths.sum():,} tokens, {rows.n_trained.sum():,} of them trained"]
+    if rows.kind.is_judged:
+        good = rows.desirable
+        parts.append(f"{good.sum():,} good answers, {(~good).sum():,} bad ones")
+    if n_cut:
+        parts.append(f"{n_cut:,} cut to {max_seq_len} tokens")
+    return "; ".join(filter(None, [*parts, describe_left_out(table)]))
+
+
+def describe_left_out(table: pyarrow.Table) -> str:
+    """How many rows of read_table() are left out, and why: the five commonest reasons, each with
+    the first such row."""
+    counts, parts = counts_of(table["left_out"]), []
+    counts.pop("", None)
+    for reason in sorted(counts, key=lambda reason: counts[reason], reverse=True)[:5]:
+        first = table["where"][table["left_out"].index(reason).as_py()]
+        parts.append(f"{counts.pop(reason):,} left out: {reason} ({first})")
+    if counts:
+        parts.append(f"{sum(counts.values()):,} left out for other reasons")
+    return "; ".join(parts)
+
+
+def counts_of(column: pyarrow.ChunkedArray) -> dict[str, int]:
+    """{value: how often it occurs}."""
+    return {pair["values"]: pair["counts"] for pair in column.value_counts().to_pylist()}
+
+
+def cache_key(sources: Sequence[str], contents: list[list[str]], tokenizer: PreTrainedTokenizerFast,
+              max_seq_len: int, vocab_size: int, new_names: Sequence[str], loss: str) -> str:
+    """Digest of all that decides what the rows become, this code and transformers' included."""
+    code = {str(inspect.getsourcefile(f)) for f in
+            (find_pieces, parse_row, parse_preference, parse_chat, with_day, openai_calls,
+             encode_pieces, columns_of)}
+    kind = LOSSES[loss]
+    forms = "pairs" if kind.n_answers == 2 else "judged" if kind.is_judged else "text"
+    return text_digest([
+        sorted(map(digest, code)), transformers.__version__, sources, contents, max_seq_len,
+        vocab_size, new_names, forms, str(tokenizer.chat_template or ""),
+        tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map])
+
+
+def rows_of_table(table: pyarrow.Table, loss: str) -> Rows:
+    """The Rows of what read_table() returns that are kept."""
+    kept, is_first, lengths, prompt_lengths, n_trained, desirable, digests = (
+        torch.from_numpy(table[name].to_numpy().copy())
+        for name in ("kept", "is_first", "length", *COLUMNS))
+    input_ids, labels = ([chunk.flatten().to_numpy() for chunk in table[name].chunks]
+                         for name in ("input_ids", "labels"))
+    bounds = np.cumsum([0, *map(len, input_ids)]).tolist()[:-1]
+    starts, sources = lengths.cumsum(0) - lengths, is_first.cumsum(0)
+    documents = Rows("sft", input_ids, labels, bounds, starts, lengths, prompt_lengths, n_trained,
+                     desirable, digests, sources)
+    return dataclasses.replace(documents.select(kept.nonzero().view(-1)), loss=loss,
+                               n_plain=int(table["plain"].to_numpy().sum()))

@@ -1,0 +1,132 @@
+"""How weights in 4 bits are stored and sharded: FSDP2 gathers their bytes exactly.
+
+What the codes mean is in nf4, how a weight gets here from a file in load.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+BLOCK = 64  # weights that share one absmax; QLoRA's choice and bitsandbytes' default
+MX_BLOCK = 32  # weights that share one scale, a power of two, in MXFP4: half a block
+NESTED_BLOCK = 256  # absmax values that share one second-level absmax (double quantisation)
+# FSDP2 before torch 2.13 does not shard integers, so 4-bit codes are declared as bf16. If they were
+# also copied as bf16, they would be damaged without an error: CUDA rewrites NaN patterns, 0.08 % of
+# the words. The hooks of NF4Blocks make FSDP2 copy bytes.
+QUANT_STORAGE = torch.bfloat16
+
+
+class NF4Blocks(torch.Tensor):
+    """Storage of 4-bit weights: n blocks of 64 weights each.
+
+    For FSDP2 it is a tensor [n] of QUANT_STORAGE. It holds two uint8 tensors, which the two hooks
+    let FSDP2 gather as bytes: `packed` [n, 32], the 4-bit codes, the first of a byte in its high
+    half; `scales` [n, 1], the 8-bit code of a block's absmax. If a layer has linears in MXFP4,
+    `scales` is [n, 2]: a block is two blocks of MXFP4, with an exponent each; in NF4 the second
+    scale is 0. With --offload_params both tensors are in pinned host memory, and a gather starts
+    with their copy to the GPU, on FSDP2's stream and thus one layer ahead. (FSDP2's
+    CPUOffloadPolicy would also move the adapter, its gradients and the optimizer to the CPU.)
+    """
+
+    @staticmethod
+    def __new__(
+        cls, packed: torch.Tensor, scales: torch.Tensor, device: torch.device | None = None,
+        dtype: torch.dtype = QUANT_STORAGE,
+    ) -> NF4Blocks:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, (packed.shape[0],), dtype=dtype, device=device or packed.device)
+
+    def __init__(
+        self, packed: torch.Tensor, scales: torch.Tensor, device: torch.device | None = None,
+        dtype: torch.dtype = QUANT_STORAGE,
+    ) -> None:
+        self.packed, self.scales = packed, scales
+
+    @classmethod
+    def zeros(
+        cls, n_blocks: int, device: torch.device | str, n_scales: int = 1,
+        quant_storage: torch.dtype = QUANT_STORAGE,
+    ) -> NF4Blocks:
+        packed = torch.zeros(n_blocks, BLOCK // 2, dtype=torch.uint8, device=device)
+        scales = torch.zeros(n_blocks, n_scales, dtype=torch.uint8, device=device)
+        return cls(packed, scales, dtype=quant_storage)
+
+    def zeros_on(self, device: torch.device, quant_storage: torch.dtype) -> NF4Blocks:
+        """The same number of blocks, all zeros."""
+        return NF4Blocks.zeros(len(self), device, self.scales.shape[1], quant_storage)
+
+    def __repr__(self) -> str:
+        return f"NF4Blocks({self.shape[0]} blocks, {self.device})"
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: torch._ops.OpOverload, _: Any, args: tuple, kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """What FSDP2 and DTensor do to a parameter: all of it acts on whole blocks."""
+        aten, op = torch.ops.aten, func.overloadpacket
+        inner = [args[0].packed, args[0].scales]
+        kwargs = {k: v for k, v in (kwargs or {}).items() if k not in ("dtype", "layout")}
+        if op is aten.copy_:
+            args[0].packed.copy_(args[1].packed)
+            args[0].scales.copy_(args[1].scales)
+            return args[0]
+        if op is aten.split:
+            return [cls(*pair) for pair in zip(*(func(t, *args[1:]) for t in inner))]
+        offloaded = inner[0].is_cpu and args[0].is_cuda
+        if op is aten.new_zeros:
+            (n,) = args[1]
+            return cls(*(t.new_zeros(n, t.shape[1], **kwargs) for t in inner))
+        if op in (aten.view, aten.as_strided):  # FSDP2 asks only for the shape that it has
+            assert args[1] in ([-1], list(args[0].shape)), f"{func} of NF4Blocks to {args[1:]}"
+            return cls(*inner, device=args[0].device if offloaded else None)
+        if op in (aten.detach, aten.slice):
+            inner = [func(t, *args[1:], **kwargs) for t in inner]
+            return cls(*inner, device=args[0].device if offloaded else None)
+        raise NotImplementedError(f"{func} of NF4Blocks")
+
+    def fsdp_pre_all_gather(
+        self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...],
+        module: torch.nn.Module, mp_policy: MixedPrecisionPolicy,
+    ) -> tuple[tuple[torch.Tensor, ...], int]:
+        """FSDP2 calls it before a gather. Returns (the tensors to gather, metadata)."""
+        packed = self.packed.to(self.device, non_blocking=True)
+        scales = self.scales.to(self.device, non_blocking=True)
+        # FSDP2 passes the mesh of the shards alone, without its replicas
+        if mesh.size() == 1:  # one rank's FSDP2 takes the first of several tensors only
+            return (torch.cat([packed.view(-1), scales.view(-1)]),), scales.shape[1]
+        return (packed, scales), scales.shape[1]
+
+    # FSDP2 reads the signature at every gather; building it anew took 5 of 150 ms per micro-batch
+    # on a CPU
+    vars(fsdp_pre_all_gather)["__signature__"] = inspect.signature(fsdp_pre_all_gather)
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[torch.Tensor, ...], n_scales: int, param_dtype: torch.dtype, *,
+        out: NF4Blocks | None = None,
+    ) -> tuple[NF4Blocks, tuple[torch.Tensor, ...]] | None:
+        """FSDP2 calls it with the gathered tensors. Returns (the whole NF4Blocks, the tensors that
+        FSDP2 frees with it); None if `out` already holds them."""
+        packed, scales = outputs if len(outputs) == 2 else outputs[0].split(
+            [outputs[0].numel() // (BLOCK // 2 + n_scales) * n for n in (BLOCK // 2, n_scales)])
+        if out is None:
+            return NF4Blocks(packed.view(-1, BLOCK // 2), scales.view(-1, n_scales)), outputs
+        assert out.packed.data_ptr() == packed.data_ptr(), "FSDP2 gathered to another place"
+        return None
+
+
+@dataclasses.dataclass
+class Nested:
+    """The second level of quantisation of a layer's linears: turns 8-bit codes into absmax.
+
+    It takes 4 bytes for 16,384 weights, so every rank has all of it.
+    """
+
+    absmax: torch.Tensor  # fp32 [blocks / 256], one linear after the other
+    offsets: torch.Tensor  # fp32 [linears], the mean absmax of each
+    code_values: torch.Tensor  # fp32 [linears, 256], what the 8-bit codes mean
