@@ -616,6 +616,8 @@ def test_balance_of_experts_counts_no_padding(name):
 
 def autograd_gate(gate_up, activation):
     """What gate() gives, by formulas of its own, in fp64."""
+    if activation == "relu2":  # without a gate
+        return F.relu(gate_up).square()
     if activation == "silu":
         gates, ups = gate_up.chunk(2, -1)
         return F.silu(gates) * ups
@@ -626,28 +628,30 @@ def autograd_gate(gate_up, activation):
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("activation", ["silu", (0.7, 1.702)])
+@pytest.mark.parametrize("activation", ["silu", "relu2", (0.7, 1.702)])
 def test_gates_of_experts_equal_autograd(activation, dtype, compiled):
     """Also by torch's compiler, with lengths that change, as those of bins do."""
 
     def kernel(function):
         return torch.compile(function.__wrapped__) if compiled else function  # on GPUs always
 
-    backward = kernel(gate_backward if activation == "silu" else clamped_gate_backward)
+    gated, named = activation != "relu2", isinstance(activation, str)
+    backward = kernel(gate_backward if named else clamped_gate_backward)
     forward, sums = kernel(gate), kernel(gate_weight_gradients)
     for n in (24, 37, 51):
         grad, gate_up, weights = (
-            torch.randn(shape, generator=seed(n)).to(DEVICE) for shape in ((n, 32), (n, 64), (n,))
+            torch.randn(shape, generator=seed(n)).to(DEVICE) for shape in (
+                (n, 32), (n, 32 * (1 + gated)), (n,))
         )
         grad, gate_up = grad.to(dtype), gate_up.to(dtype)
         exact = gate_up.double().requires_grad_(), weights.double().requires_grad_()
         want = autograd_gate(exact[0], activation)
         (want * exact[1][:, None] * grad).sum().backward()
         out = torch.empty_like(grad)
-        forward(out, gate_up, activation, True)
-        grad_weights = sums(grad, gate_up, activation)
-        if activation == "silu":
-            backward(grad, activation, weights, *gate_up.chunk(2, -1))
+        forward(out, gate_up, activation, gated)
+        grad_weights = sums(grad, gate_up, activation, gated)
+        if named:
+            backward(grad, activation, weights, *gate_up.chunk(1 + gated, -1))
         else:
             gate_up = backward(grad, weights, gate_up, *activation)
         torch.testing.assert_close(out, want.to(dtype))

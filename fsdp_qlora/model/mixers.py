@@ -191,11 +191,12 @@ def gated_norm_backward(
 # [n, value heads, value_dim]. Query and key are [n, key heads, key_dim], of any length, value is
 # [n, value heads, value_dim], g, fp32, and beta are [n, value heads].
 
-CHUNK = 64  # tokens of a document that are computed at once; the state goes from chunk to chunk
+STATE_CHUNK = 64  # tokens of a document that are computed at once; states go from chunk to chunk
 
 
 def document_delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, bin: Bin, chunk: int = CHUNK
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, bin: Bin,
+    chunk: int = STATE_CHUNK
 ) -> Tensor:
     """In plain torch and in fp32. Only the inputs are kept for backward."""
     return recomputed(chunked_delta_rule, query, key, value, g, beta, bin.lengths, chunk)
@@ -264,7 +265,7 @@ def fla_delta_rule(
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     if bin.chunks is None:  # given the lengths on the GPU alone, fla would wait for them
-        counts = torch.tensor([math.ceil(n / CHUNK) for n in bin.lengths])
+        counts = torch.tensor([math.ceil(n / STATE_CHUNK) for n in bin.lengths])
         documents = torch.arange(len(counts)).repeat_interleave(counts)
         first = (counts.cumsum(0) - counts)[documents]
         chunks = torch.stack([documents, torch.arange(len(documents)) - first], 1).int()
@@ -285,7 +286,7 @@ def fla_delta_rule(
 
 
 def document_scan(
-    b: Tensor, c: Tensor, x: Tensor, decay: Tensor, step: Tensor, bin: Bin, chunk: int = CHUNK
+    b: Tensor, c: Tensor, x: Tensor, decay: Tensor, step: Tensor, bin: Bin, chunk: int = STATE_CHUNK
 ) -> Tensor:
     """In plain torch and in fp32. Only the inputs are kept for backward."""
     return recomputed(chunked_scan, b, c, x, decay, step, bin.lengths, chunk)
@@ -347,7 +348,7 @@ def why_no_fla(mixer: DeltaNet | Mamba2, device: torch.device) -> str:
     """Why flash-linear-attention is not used; "" if it gives what plain torch gives, forward and
     backward, for two documents."""
     plain, fast = RECURRENCES[type(mixer)]
-    length = 3 * CHUNK // 2
+    length = 3 * STATE_CHUNK // 2
     generator, n = torch.Generator(device).manual_seed(0), 2 * length
     if isinstance(mixer, DeltaNet):
         shapes = (mixer.key_heads, mixer.key_dim), (mixer.value_heads, mixer.value_dim)
@@ -463,12 +464,12 @@ def delta_kept_values(mixer: DeltaNet, hidden: int) -> int:
     that after norm and gate."""
     widths = mixer.widths
     return (sum(widths.values()) + sum(widths[x] for x in "qkv") + 2 * widths["v"]
-            + (CHUNK + 4) * mixer.value_heads)
+            + (STATE_CHUNK + 4) * mixer.value_heads)
 
 
 def delta_live_values(mixer: DeltaNet, hidden: int) -> int:
     """Gradients of all that, and fla's states. Counted, not measured."""
-    states = mixer.value_heads * mixer.key_dim * mixer.value_dim // CHUNK
+    states = mixer.value_heads * mixer.key_dim * mixer.value_dim // STATE_CHUNK
     of_heads = mixer.value_heads * mixer.key_dim
     return 2 * sum(mixer.widths.values()) + 4 * of_heads + 3 * mixer.widths["v"] + 2 * states
 
@@ -477,7 +478,7 @@ def plain_rule_bytes(mixer: DeltaNet) -> int:
     """Of a token, alive at once in the backward of document_delta_rule(): fp32 values of each value
     head, measured to 2 % with heads of 128 and 128, 96 and 192; and twice what was projected."""
     key, value = mixer.key_dim, mixer.value_dim
-    of_head = 13 * key + 11 * value + 8 * CHUNK + 2 * key * value // CHUNK
+    of_head = 13 * key + 11 * value + 8 * STATE_CHUNK + 2 * key * value // STATE_CHUNK
     return 4 * mixer.value_heads * of_head + 8 * sum(mixer.widths.values())
 
 
@@ -499,7 +500,7 @@ def mamba2_kept_values(mixer: Mamba2, hidden: int) -> int:
 def mamba2_live_values(mixer: Mamba2, hidden: int) -> int:
     """Gradients of all that, B and C and their gradients by head, and fla's states, fp32. Counted,
     not measured."""
-    states = mixer.heads * mixer.state * mixer.head_dim // CHUNK
+    states = mixer.heads * mixer.state * mixer.head_dim // STATE_CHUNK
     return (2 * sum(mixer.widths.values()) + 4 * mixer.heads * mixer.state + 3 * mixer.widths["x"]
             + 4 * states)
 
@@ -507,7 +508,7 @@ def mamba2_live_values(mixer: Mamba2, hidden: int) -> int:
 def plain_scan_bytes(mixer: Mamba2) -> int:
     """Of a token, alive at once in the backward of document_scan(): fp32 values of each head,
     measured to 6 % with states of 128 and 256; and twice what was projected."""
-    of_head = 8 * mixer.state + 8 * mixer.head_dim + 6 * CHUNK
+    of_head = 8 * mixer.state + 8 * mixer.head_dim + 6 * STATE_CHUNK
     return 4 * mixer.heads * of_head + 8 * sum(mixer.widths.values())
 
 

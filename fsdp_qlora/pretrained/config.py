@@ -173,13 +173,16 @@ def describe_experts(
     """
     n_layers, hidden, mixture = c.num_hidden_layers, c.hidden_size, family.mixture
     names = "shared_gate_up", "shared_down", "expert_gate_up", "expert_down"
-    routed = mixture and mixture.n_experts != 0 and routed_layers(c, family)
-    if not routed or not any(routed):
-        return {"layer_routed": [False] * n_layers, **dict.fromkeys(names, []), "mixture": None}
+    none = {"layer_routed": [False] * n_layers, **dict.fromkeys(names, []), "mixture": None}
+    if not mixture or mixture.shared_mlp and mixture.n_experts == 0:
+        return none
     sizes = mixture.n_experts, mixture.top_k, mixture.expert_size
     if not all(isinstance(n, int) and n > 0 for n in sizes) or mixture.top_k > mixture.n_experts:
         raise ValueError(f"{sizes[0]} experts, {sizes[1]} for a token, of size {sizes[2]} are not"
                          " supported")
+    routed = routed_layers(c, family)
+    if not any(routed):
+        return none
 
     def mlp(stem: str, inner: int, bias: bool) -> tuple[list[Linear], list[Linear]]:
         """The linears of an MLP that read its input, and those that give its output."""
