@@ -51,8 +51,10 @@ setup: $(READY) ## Before you call the scripts yourself: makes .venv with all th
 train: $(READY) ## To train: the built-in demo, or MODEL= on DATASET=, on all GPUs, else two CPU processes
 	$(VENV)/bin/$(call launch,$(nproc)) train_fsdp_qlora.py $(train_flags)
 
-# What torchrun would set, with five lines of warning; on a CPU the script takes its share itself.
+# What torchrun would set, with five lines of warning; on a CPU its ranks share the cores themselves.
+ifneq ($(NPROC),1)
 train: export OMP_NUM_THREADS ?= 1
+endif
 
 merge: $(READY) ## After training: the newest run below runs/, or OUT=, as a plain bf16 model in its merged/
 	$(if $(run),,$(error no run to merge below runs/: `make train` first, or name one with OUT=))
@@ -60,9 +62,6 @@ merge: $(READY) ## After training: the newest run below runs/, or OUT=, as a pla
 
 standalone: $(READY) ## To take one file away: each script with all it stands on, as one file in dist/
 	$(VENV)/bin/python standalone.py $(ARGS)
-
-# As many processes as cores: threads besides would wait for one another, a third of the time.
-test test-fast: export OMP_NUM_THREADS ?= 1
 
 test: $(READY) ## After any change: all tests, on the GPUs if there are any
 	$(VENV)/bin/python -m pytest --numprocesses auto --dist loadfile $(ARGS)

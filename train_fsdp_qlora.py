@@ -431,8 +431,8 @@ def join_processes() -> torch.device:
         torch.set_num_threads(1)  # what the host computes is small: waking threads takes longer
     else:
         device = torch.device("cpu")
-        # torchrun allows each process one thread; share the cores instead
-        torch.set_num_threads(max(1, n_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+        if "LOCAL_WORLD_SIZE" in os.environ:  # torchrun allows each process one thread; share cores
+            torch.set_num_threads(max(1, n_cores() // int(os.environ["LOCAL_WORLD_SIZE"])))
     dist.init_process_group(**options)
     transformers.utils.logging.disable_progress_bar()
     if local_rank:  # one rank of a machine shows how the Hub's downloads go

@@ -38,8 +38,9 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # else it is that of the process th
 # torch asks for the name of each address that it connects to, also 127.0.0.1; where the name server
 # does not answer, each time for the 5 seconds that are the default
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-# a thread that waits for another leaves its core to those that have work; otherwise what else runs
-# on the machine makes a process of several threads ten times slower
+# what is computed is small: waking a second thread takes longer than it saves; and one of torchrun's
+# ranks that waits for another leaves its core to those that have work
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -201,7 +202,7 @@ class Launch:
             self.process = subprocess.Popen(
                 ranks_command(self.ranks, directory),
                 stdin=subprocess.PIPE, stdout=out, stderr=err,
-                env={**os.environ, "PYTHONFAULTHANDLER": "1", "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "PYTHONFAULTHANDLER": "1"},
             )  # fmt: skip
         self.output = [(directory / name).open() for name in ("stdout", "stderr")]
 
