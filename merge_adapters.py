@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import json
 import logging
 import math
@@ -33,6 +34,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
+
+if __name__ == "__main__":
+    gc.disable()  # until all is imported: it would look through ever more, a fifth of the time
 
 # on a CPU it warns that a package is missing, which only its own inference would use
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
@@ -457,4 +461,5 @@ def finite(tensor: torch.Tensor, what: str) -> torch.Tensor:
 
 
 if __name__ == "__main__":
+    gc.enable()
     main()

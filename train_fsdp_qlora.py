@@ -35,6 +35,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
+if __name__ == "__main__":
+    gc.disable()  # until all is imported: it would look through ever more, a fifth of the time
 if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
     with contextlib.suppress(OSError):  # it may be closed
         print("importing torch, transformers, peft, bitsandbytes", file=sys.stderr, flush=True)
@@ -968,6 +970,7 @@ def finish_run(run: Run) -> None:
 
 
 if __name__ == "__main__":
+    gc.enable()
     for name in "stdout", "stderr":  # it may be closed; a row may have what it cannot show
         setattr(sys, name, getattr(sys, name) or open(os.devnull, "w"))  # noqa: SIM115
         getattr(sys, name).reconfigure(errors="backslashreplace")

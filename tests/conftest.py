@@ -53,6 +53,8 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":  # where bitsandbytes would compile its dequantisation: 2 s for each odd shape
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 # gate, up and down hold 320 x 128 / 64 = 640 blocks, which 3 ranks cannot share evenly. For what 2
 # and 4 cannot share either, and blocks that straddle rows: intermediate_size=191, hidden_size=64
@@ -128,8 +130,12 @@ def pytest_xdist_auto_num_workers():
     return 1 if torch.cuda.is_available() else 2
 
 
+gc.disable()  # it would look again and again through all that is imported, a fifth of the time
+
+
 def pytest_collection_finish():
-    gc.freeze()  # no collection looks again and again through all that was imported
+    gc.freeze()
+    gc.enable()
 
 
 def needs_ranks(nproc):

@@ -930,8 +930,9 @@ def test_models_own_dropout_is_off_and_experts_are_trained(run_main, demo_direct
 
 
 def test_the_demo_learns_a_preference(run_main, tmp_path):
-    code, out, err = run_main("--loss", "dpo", "--max_steps", 30, "--eval_dataset", 0.1,
-                              "--eval_every", 0, "--output_dir", tmp_path / "run")  # fmt: skip
+    code, out, err = run_main("--loss", "dpo", "--max_steps", 12, "--learning_rate", 1e-3,
+                              "--eval_dataset", 0.1, "--eval_every", 0,
+                              "--output_dir", tmp_path / "run")  # fmt: skip
     assert code == 0, err
     assert "first row, chosen: '[not trained: What is" in out and "first row, rejected: " in out
     before, after = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()

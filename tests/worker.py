@@ -48,12 +48,12 @@ def training(job, process, model, flags, look):
     seen = {}
 
     def prepare():
-        with tempfile.TemporaryDirectory() as demo:
-            write_demo(Path(demo))
-            if not list(Path(model).glob("tokenizer*")):
-                for path in (Path(demo) / "model").glob("*token*"):
+        has_tokenizer = any(Path(model).glob("tokenizer*"))
+        if not has_tokenizer or "dataset" not in job:
+            with tempfile.TemporaryDirectory() as demo:
+                write_demo(Path(demo))
+                for path in (Path(demo) / "model").glob("*token*") if not has_tokenizer else ():
                     shutil.copy(path, model)
-            if "dataset" not in job:
                 shutil.copy(Path(demo) / "data.jsonl", f"{job['out']}.jsonl")
         return tempfile.mkdtemp(dir=Path(job["out"]).parent)
 
