@@ -25,6 +25,7 @@ from fsdp_qlora.model.elementwise import drop
 from fsdp_qlora.hashing import mix
 from fsdp_qlora.pretrained.config import describe_model
 from fsdp_qlora.model.layer import make_layouts
+from fsdp_qlora.run.flags import resolve_steps
 from train_fsdp_qlora import Config, learning_rate, make_optimizer
 
 BATCH, RANK, ALPHA, PEAK, DROPOUT = 7, 4, 64, 1e-2, 0.3
@@ -334,17 +335,20 @@ def test_tensorboard_has_the_same_numbers_at_the_same_steps(runs, read_metrics):
 
 
 @pytest.mark.parametrize("epochs, steps", [(1, 2), (0.5, 1), (0.8, 2), (1.5, 3), (2.8, 4)])
-def test_epochs_are_rounded_up_to_whole_steps(epochs, steps, base, run_main, monkeypatch, tmp_path):
+def test_epochs_are_rounded_up_to_whole_steps(epochs, steps):
     """10 rows, 7 a step."""
+    assert resolve_steps(Config(num_epochs=epochs, batch_size=7), 10).max_steps == steps
+
+
+def test_run_has_the_steps_of_its_epochs(base, run_main, monkeypatch, tmp_path):
     monkeypatch.chdir(base)
     flags = ["--model", "model", "--dataset", "rows.jsonl", "--batch_size", 7, "--output_dir"]
-    code, out, err = run_main(*flags, tmp_path / "run", "--num_epochs", epochs)
+    code, out, err = run_main(*flags, tmp_path / "run", "--num_epochs", 1.5)
     assert code == 0, err
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
-    assert [row["step"] for row in rows] == list(range(1, steps + 1))
-    assert [row["rows"] for row in rows] == [7] * steps
-    config = Config(max_steps=steps, learning_rate=2e-4)
-    assert 0 < rows[-1]["learning_rate"] == learning_rate(steps, config)
+    assert [(row["step"], row["rows"]) for row in rows] == [(1, 7), (2, 7), (3, 7)]
+    config = Config(max_steps=3, learning_rate=2e-4)
+    assert 0 < rows[-1]["learning_rate"] == learning_rate(3, config)
 
 
 # ------------------------------------------------------------------------------------------------
