@@ -192,7 +192,7 @@ class Vector:
         config = Config(lora_rank=RANK, lora_alpha=ALPHA, target_modules=targets,
                         adapter="dora" if kind == "dora" else "lora")  # fmt: skip
         adapted = [
-            x.name for x in arch.linears(False)
+            x.name for x in arch.all_linears()
             if targets == ("all-linear",) or x.name.split(".")[-1] in targets
         ]  # fmt: skip
         layout = make_layouts(arch, adapted, config)[0]  # those of all layers are alike
