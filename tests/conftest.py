@@ -38,7 +38,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # else it is that of the process th
 # torch asks for the name of each address that it connects to, also 127.0.0.1; where the name server
 # does not answer, each time for the 5 seconds that are the default
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-# what is computed is small: waking a second thread takes longer than it saves; and one of torchrun's
+# what is computed is small: a second thread takes longer to wake than it saves; one of torchrun's
 # ranks that waits for another leaves its core to those that have work
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
