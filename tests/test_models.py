@@ -8,6 +8,7 @@ import types
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from conftest import DEVICE
 from families import TINY, tiny, write_model
@@ -225,10 +226,12 @@ def test_flex_attention_sees_what_plain_torch_sees(kind, lengths, window):
 @pytest.mark.parametrize("lengths", [(100, 300, 1, 60, 5), (90,), (128, 256), (200, 184)])
 @pytest.mark.parametrize("window", [None, 7, 128, 150])
 def test_blocks_that_are_computed_are_those_that_a_query_sees(lengths, window):
-    """A block is left out if no query sees a key of it, and not masked if all see all."""
+    """A block is left out if no query sees a key of it, and not masked if all see all. The last
+    block is filled up by tokens that see themselves."""
     positions = torch.cat([torch.arange(length) for length in lengths])
-    n, n_blocks = len(positions), -(-len(positions) // BLOCK_TOKENS)
     first, *tables = visible_blocks(positions, window)
+    positions = F.pad(positions, (0, -len(positions) % BLOCK_TOKENS))
+    n, n_blocks, first = len(positions), len(positions) // BLOCK_TOKENS, first.flatten()
     tokens = torch.arange(n)
     visible = (tokens <= tokens[:, None]) & (tokens - positions == (tokens - positions)[:, None])
     if window:
