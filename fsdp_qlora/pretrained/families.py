@@ -156,8 +156,8 @@ FAMILIES: dict[str, Family] = {
     "hunyuan_v1_dense": Family(**HUNYUAN),
     "lfm2": Family(**LFM2, two_thirds_wide="config.block_auto_adjust_ff_dim",
                    unused=("full_attn_idxs",)),
-    # AutoModelForCausalLM takes the text model out of a multimodal one, and saves it under the names
-    # that it had there
+    # AutoModelForCausalLM takes the text model out of a multimodal one, and saves it under the
+    # names that it had there
     "qwen3_5_text": Family(
         **QWEN3_NEXT, prefixes=("model.", "model.language_model."),
         mixers={"linear_attention": DeltaNet()}),
