@@ -7,7 +7,9 @@ house's model in one bin.
 
 import dataclasses
 import functools
+import importlib
 import itertools
+import sys
 import types
 import weakref
 
@@ -30,7 +32,7 @@ from fsdp_qlora.model import mixers
 from fsdp_qlora.model import mixing
 from fsdp_qlora.model import mlp
 from fsdp_qlora.lora.adapter import choose_adapted
-from fsdp_qlora.pretrained.architecture import AttentionGate
+from fsdp_qlora.pretrained.architecture import AttentionGate, DeltaNet
 from fsdp_qlora.training.check import (
     check_family, plain_run, random_reference, read_weights, text_model)
 from fsdp_qlora.data.bins import make_bin
@@ -555,6 +557,31 @@ def test_gated_delta_rule_equals_the_recurrence():
         results.append([out.detach(), *torch.autograd.grad(out, leaves, grad.to(kind))])
     for got, want in zip(*results, strict=True):
         assert (got - want).norm() < 1e-5 * want.norm()
+
+
+def test_fla_is_used_only_if_it_gives_what_plain_torch_gives(monkeypatch):
+    """Stand-ins for its kernels, which need a GPU."""
+    mixer, cpu, plain = DeltaNet(2, 4, 16, 32, 4), torch.device("cpu"), mixers.document_delta_rule
+
+    def fails(*_):
+        raise RuntimeError("not on this GPU\nfor a long reason")
+
+    def leaks(*args):
+        return plain(*args[:-1], types.SimpleNamespace(lengths=(sum(args[-1].lengths),)))
+
+    for rule, why in ((plain, ""), (fails, "RuntimeError: not on this GPU"), (leaks, "% off here"),
+                      (lambda q, k, v, *rest: plain(k, q, v, *rest), "% off here")):
+        monkeypatch.setitem(mixers.RECURRENCES, DeltaNet, (plain, rule))
+        got = mixers.why_no_fla(mixer, cpu)
+        assert got.endswith(why) and bool(got) == bool(why)
+
+
+def test_transformers_takes_no_kernels_in_the_check_at_start(monkeypatch):
+    """They do not work on a CPU, and it takes what is installed when it is imported."""
+    monkeypatch.setitem(sys.modules, "fla", fla := types.ModuleType("fla"))
+    with check.without_kernels(), pytest.raises(ImportError):
+        importlib.import_module("fla")
+    assert sys.modules["fla"] is fla and sys.modules.get("causal_conv1d", 0) is not None
 
 
 def delta_recurrence(query, key, value, g, beta, lengths):

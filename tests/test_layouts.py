@@ -40,9 +40,9 @@ RELEASED = {  # what transformers saves is as released; of the others an expert'
 
 
 def layouts(name):
-    """Those of a mixture of families.py. MiniMax-M2 is not in transformers 4."""
+    """Those of a mixture of families.py. MiniMax-M2 and Qwen3.5 are not in transformers 4."""
     found = [RELEASED.get(name, "per expert"), FUSED, *BITS]
-    if name == "minimax_m2":
+    if name == "minimax_m2" or name.startswith("qwen3_5"):
         found.remove("NF4 of transformers 4")
     if name == "gpt_oss":  # it is fused in its files, too
         found.remove(FUSED)
@@ -146,7 +146,8 @@ def make_reference(directory, name, layout):
     for key, p in model.named_parameters():
         if key.endswith(EXPERTS) and layout != "MXFP4":
             p.data = experts_in_nf4(name, key, p, device)
-        elif before_5 and key.endswith(("mlp.gate.weight", "router.weight")):
+        elif before_5 and key.endswith((
+                "mlp.gate.weight", "forward.gate.weight", "router.weight")):  # fmt: skip
             p.data = nf4_and_back(p, device)
         elif "lora_A" in key:
             key = key.replace(".default", "")

@@ -234,7 +234,8 @@ def test_named_functions_exist():
     assert len(names) > 12
     missing = names - set().union(*map(defined, SOURCES.values()))
     assert missing <= {  # PEFT's and transformers'
-        "merge_and_unload", "AutoTokenizer", "PreTrainedTokenizerFast"}
+        "merge_and_unload", "AutoTokenizer", "PreTrainedTokenizerFast", "AutoModelForCausalLM",
+        "AutoModelForImageTextToText"}
 
 
 def test_what_people_change_is_where_the_pages_say():

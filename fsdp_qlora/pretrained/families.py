@@ -156,7 +156,11 @@ FAMILIES: dict[str, Family] = {
     "hunyuan_v1_dense": Family(**HUNYUAN),
     "lfm2": Family(**LFM2, two_thirds_wide="config.block_auto_adjust_ff_dim",
                    unused=("full_attn_idxs",)),
-    "qwen3_5_text": Family(**QWEN3_NEXT, mixers={"linear_attention": DeltaNet()}),
+    # AutoModelForCausalLM takes the text model out of a multimodal one, and saves it under the
+    # names that it had there
+    "qwen3_5_text": Family(
+        **QWEN3_NEXT, prefixes=("model.", "model.language_model."),
+        mixers={"linear_attention": DeltaNet()}),
     "olmo_hybrid": Family(
         **OLMO2, mixers={"linear_attention": DeltaNet(
             inputs=tuple((f"{x}_proj", "z" if x == "g" else x) for x in "qkvgba"), out="o_proj",
@@ -210,6 +214,7 @@ FAMILIES: dict[str, Family] = {
                          normalised="config.norm_topk_prob")),
     "qwen3_5_moe_text": Family(
         **QWEN3_NEXT, intermediate_size="config.moe_intermediate_size",
+        prefixes=("model.", "model.language_model."),
         mixers={"linear_attention": DeltaNet()},
         mixture=Mixture(**QWEN3_NEXT_EXPERTS, adapters="parameters")),
     "qwen3_next": Family(
