@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import DEVICE
-from families import TINY, from_fp8, make_model, to_fp8, write_fp8, write_model
+from families import TINY, from_fp8, make_model, tiny, to_fp8, write_fp8, write_model
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from test_layer import make_model as make_layers
@@ -141,6 +141,15 @@ def test_bf16_routers_round_as_transformers(name):
     assert torch.equal(ours.chosen.sort()[0], chosen.gather(1, order))
     got = ours.weights.gather(1, ours.chosen.argsort())
     assert torch.equal(got, theirs.gather(1, order))
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_more_experts_than_a_byte_numbers(again, monkeypatch):
+    """Of 300, so that two documents' tokens go beyond 128 and 256; a step is in test_layouts.py."""
+    small = tiny("qwen3_moe", moe_intermediate_size=64, num_experts=300, num_experts_per_tok=8)
+    monkeypatch.setitem(TINY, "many", small)
+    monkeypatch.setattr("test_experts.shrunk_config", lambda config: config)
+    assert worst("many", again, monkeypatch, ranges=4) < BAR
 
 
 def test_token_that_no_expert_wants_gets_nothing():
