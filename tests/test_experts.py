@@ -21,6 +21,7 @@ from families import TINY, from_fp8, make_model, tiny, to_fp8, write_fp8, write_
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from test_layer import make_model as make_layers
+from test_merge_experts import watch_sums
 from transformers import AutoTokenizer
 
 from fsdp_qlora.training import check
@@ -476,13 +477,13 @@ def test_rows_of_an_fp8_weight_have_their_scales(rows):
 
 @pytest.mark.parametrize("name", ["minimax_m2", "qwen3_moe"])
 def test_fp8_checkpoint_trains_as_the_bf16_one_of_its_values(
-    name, run_main, demo_directory, read_metrics, tmp_path
+    name, run_main, demo_directory, read_metrics, tmp_path, monkeypatch
 ):
     """The values that FP8 and its scales mean, rounded to bf16, are what is quantised to NF4."""
     tokenizer = AutoTokenizer.from_pretrained(demo_directory / "model")
     write_fp8(tmp_path / "fp8", TINY[name](len(tokenizer)), torch.bfloat16)
     (tmp_path / "fp8" / "whole").rename(tmp_path / "bf16")
-    found, counted = {}, set()
+    found, counted, watched = {}, set(), watch_sums(monkeypatch)
     for kind in "fp8", "bf16":
         tokenizer.save_pretrained(tmp_path / kind)
         code, out, err = run_main(
@@ -499,6 +500,7 @@ def test_fp8_checkpoint_trains_as_the_bf16_one_of_its_values(
             "--adapter_dir", str(tmp_path / f"run-{kind}"),
             "--output_dir", str(tmp_path / f"merged-{kind}"), "--no-check",
         ])  # fmt: skip
+    assert all(sums.keys() <= sums.asked for sums in watched)
     assert found["fp8"] == found["bf16"]
     assert len(counted) == 1  # scales are no parameters
     fp8, bf16 = (load_file(tmp_path / f"merged-{kind}" / "model.safetensors") for kind in found)
