@@ -21,9 +21,10 @@ from test_merge_experts import write_base
 from test_step import load_reference
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from fsdp_qlora.run.checkpoints import read_checkpoint
 from fsdp_qlora.data.prepare import prepare_data
 from fsdp_qlora.data.rows import rows_of
+from fsdp_qlora.files import text_digest
+from fsdp_qlora.run.checkpoints import checkpoint_path, drop_checkpoints, read_checkpoint
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.ranks import Stop
 from fsdp_qlora.run import logs
@@ -232,7 +233,22 @@ def test_resumed_run_equals_the_whole_one(nproc, name, how, runs, read_metrics):
 # ------------------------------------------------------------------------------------------------
 
 
-def test_best_evaluations_checkpoint_is_kept_and_said(runs, read_metrics):
+@pytest.mark.parametrize("best, keeps, left", [
+    (None, 2, [4, 5]), (5, 2, [4, 5]), (4, 2, [4, 5]), (3, 2, [3, 4, 5]), (1, 2, [1, 4, 5]),
+    (1, 4, [1, 2, 3, 4, 5]), (2, 4, [2, 3, 4, 5]), (2, 9, [1, 2, 3, 4, 5])])  # fmt: skip
+def test_best_evaluations_checkpoint_is_kept_besides_the_newest(best, keeps, left, tmp_path):
+    run = types.SimpleNamespace(directory=tmp_path, config=Config(keep_checkpoints=keeps),
+                                progress={"best_step": best})  # fmt: skip
+    for step in range(1, 6):
+        state = {"step": step, "files": {}}
+        checkpoint_path(tmp_path, step).mkdir()
+        (checkpoint_path(tmp_path, step) / "checkpoint.json").write_text(
+            json.dumps({**state, "sha256": text_digest(state)}))
+    drop_checkpoints(run, 5)
+    assert sorted(int(path.name[-6:]) for path in tmp_path.iterdir()) == left
+
+
+def test_best_evaluations_checkpoint_is_saved_and_said(runs, read_metrics):
     """With steps so wide that the loss falls first and rises then. Of fewer than ten steps each is
     followed by an evaluation, as nothing else is asked for."""
     directory, out = runs(1, "wide steps")
@@ -253,7 +269,7 @@ def test_best_evaluations_checkpoint_is_kept_and_said(runs, read_metrics):
     (step,) = (record["step"] for record in found if record["eval_loss"] == best)
     assert state["progress"]["best_loss"] == best and state["progress"]["best_step"] == step
     kept = {int(path.name[-6:]) for path in directory.glob("checkpoint-*")}
-    assert kept == {step, *saved[-2:]}
+    assert kept == {*saved[-2:]}
     assert f"the best evaluation was after step {step}, loss {best:.4f}: " in out
     read_checkpoint(directory / f"checkpoint-{step:06d}")  # raises if it is not whole
 

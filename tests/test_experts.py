@@ -17,10 +17,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import DEVICE
-from families import TINY, from_fp8, make_model, to_fp8, write_fp8, write_model
+from families import TINY, from_fp8, make_model, tiny, to_fp8, write_fp8, write_model
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from test_layer import make_model as make_layers
+from test_merge_experts import watch_sums
 from transformers import AutoTokenizer
 
 from fsdp_qlora.training import check
@@ -151,6 +152,15 @@ def test_bf16_routers_round_as_transformers(name):
         torch.testing.assert_close(got, theirs, rtol=2**-6, atol=0)
     else:
         assert torch.equal(got, theirs)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_more_experts_than_a_byte_numbers(again, monkeypatch):
+    """Of 300, so that two documents' tokens go beyond 128 and 256; a step is in test_layouts.py."""
+    small = tiny("qwen3_moe", moe_intermediate_size=64, num_experts=300, num_experts_per_tok=8)
+    monkeypatch.setitem(TINY, "many", small)
+    monkeypatch.setattr("test_experts.shrunk_config", lambda config: config)
+    assert worst("many", again, monkeypatch, ranges=4) < BAR
 
 
 def test_token_that_no_expert_wants_gets_nothing():
@@ -477,13 +487,13 @@ def test_rows_of_an_fp8_weight_have_their_scales(rows):
 
 @pytest.mark.parametrize("name", ["minimax_m2", "qwen3_moe"])
 def test_fp8_checkpoint_trains_as_the_bf16_one_of_its_values(
-    name, run_main, demo_directory, read_metrics, tmp_path
+    name, run_main, demo_directory, read_metrics, tmp_path, monkeypatch
 ):
     """The values that FP8 and its scales mean, rounded to bf16, are what is quantised to NF4."""
     tokenizer = AutoTokenizer.from_pretrained(demo_directory / "model")
     write_fp8(tmp_path / "fp8", TINY[name](len(tokenizer)), torch.bfloat16)
     (tmp_path / "fp8" / "whole").rename(tmp_path / "bf16")
-    found, counted = {}, set()
+    found, counted, watched = {}, set(), watch_sums(monkeypatch)
     for kind in "fp8", "bf16":
         tokenizer.save_pretrained(tmp_path / kind)
         code, out, err = run_main(
@@ -500,6 +510,7 @@ def test_fp8_checkpoint_trains_as_the_bf16_one_of_its_values(
             "--adapter_dir", str(tmp_path / f"run-{kind}"),
             "--output_dir", str(tmp_path / f"merged-{kind}"), "--no-check",
         ])  # fmt: skip
+    assert all(sums.keys() <= sums.asked for sums in watched)
     assert found["fp8"] == found["bf16"]
     assert len(counted) == 1  # scales are no parameters
     fp8, bf16 = (load_file(tmp_path / f"merged-{kind}" / "model.safetensors") for kind in found)

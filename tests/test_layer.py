@@ -48,6 +48,7 @@ from fsdp_qlora.model.model import Model, measure_weight_norms
 from fsdp_qlora.model.shards import set_local
 from fsdp_qlora.model.offload import make_store
 from fsdp_qlora.planner.plan import Plan
+from fsdp_qlora.run.probe import Probe
 from fsdp_qlora.model.head import embed
 from fsdp_qlora.pretrained.tensor_names import rows_in_memory, tensor_names
 from train_fsdp_qlora import Config, fill_model
@@ -268,7 +269,7 @@ def test_gradients_are_the_same_whatever_is_kept_on_the_host(name):
             layer.keeps, layer.adapter.grad = plan.keeps(layer.index), None
         run = plain_run(model)
         run.store = make_store(plan, run.device)
-        for n in len(ids), 5, len(ids) - 3:
+        for n in 9, 5, len(ids), len(ids) - 3:
             rows = rows_of([(ids[:n], ids[:n])])
             model(make_bin(rows, [[0]], 0, torch.tensor(0), run)).sum().backward()
         got[middle, n_mlp, on_host] = torch.cat([layer.adapter.grad for layer in model.layers])
@@ -464,6 +465,24 @@ def test_no_document_sees_another(name):
     after = list(losses(changed))
     assert min(before) > 0
     assert [i for i in range(4) if before[i] != after[i]] == [2]
+
+
+def test_probe_is_in_the_order_of_the_rows():
+    """Whatever bins they are dealt into; rows and tokens beyond its first ones do not count."""
+    pair = pair_and_expected("llama")[0]
+    model, generator = pair.make(), torch.Generator().manual_seed(0)
+    adapter_values(model, pair.values)
+    parts = [torch.randint(3, VOCABULARY, (n,), generator=generator) for n in (9, 70, 4, 33, 5)]
+    run, found = plain_run(model), {}
+    run.model, probe = model, Probe(rows_of([(part, part) for part in parts]))
+    assert probe.input_ids == [part[:64].tolist() for part in parts[:4]]
+    for bin_tokens in 64, 110:
+        run.plan = dataclasses.replace(model.plan, bin_tokens=bin_tokens)
+        found[bin_tokens] = probe.states(run)["with_adapter"]
+    alone = torch.cat([Probe(rows_of([(part, part)])).states(run)["with_adapter"]
+                       for part in parts[:4]])  # fmt: skip
+    for states in found.values():
+        torch.testing.assert_close(states, alone, rtol=1e-5, atol=1e-5)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from families import (
     ROUTER_NO_LINEAR_IN_4,
     TINY,
     make_model,
+    tiny,
     write_4bit,
     write_fp8,
     write_mxfp4,
@@ -39,8 +40,15 @@ RELEASED = {  # what transformers saves is as released; of the others an expert'
     "qwen3_vl_moe": "transposed"}  # fmt: skip
 
 
+MANY = "160 experts"  # more than a signed byte numbers
+MODELS = {**TINY, MANY: tiny("qwen3_moe", moe_intermediate_size=32, num_experts=160,
+                             num_experts_per_tok=8)}  # fmt: skip
+
+
 def layouts(name):
     """Those of a mixture of families.py. MiniMax-M2 and Qwen3.5 are not in transformers 4."""
+    if name == MANY:
+        return [FUSED]
     found = [RELEASED.get(name, "per expert"), FUSED, *BITS]
     if name == "minimax_m2" or name.startswith("qwen3_5"):
         found.remove("NF4 of transformers 4")
@@ -50,7 +58,7 @@ def layouts(name):
     return found + ["FP8"] * (name in ("qwen3_moe", "minimax_m2"))
 
 
-MIXTURES = [name for name, make in TINY.items() if describe_model(make(320)).mixture]
+MIXTURES = [name for name, make in MODELS.items() if describe_model(make(320)).mixture]
 OWN_TENSORS = "apertus", "muse_glimmer", "lfm2", "qwen3_5", "granite4_h", "falcon_h1"
 DENSE = [(name, "as saved") for name in OWN_TENSORS if name in TINY]
 CASES = DENSE + [(name, layout) for name in MIXTURES for layout in layouts(name)]
@@ -58,7 +66,7 @@ QUICK = [
     ("mixtral", "w1, w2, w3"), ("afmoe", "per expert"), ("granitemoe", "input_linear"),
     ("qwen3_vl_moe", "transposed"), ("qwen3_moe", FUSED), ("mixtral", "NF4 of transformers 5"),
     ("qwen2_moe", "NF4 of transformers 4"), ("granitemoe", "NF4 of transformers 4"),
-    ("gpt_oss", "MXFP4"), ("minimax_m2", "FP8"), *DENSE]  # fmt: skip
+    ("gpt_oss", "MXFP4"), ("minimax_m2", "FP8"), (MANY, FUSED), *DENSE]  # fmt: skip
 assert set(QUICK) < set(CASES)
 # of each layout that a rank reads its part of otherwise
 QUICK_ON_TWO = QUICK[3:7] + QUICK[8:10] + DENSE[:1]
@@ -69,7 +77,7 @@ PARAMETERS, ON_TWO = (
 
 def write_layout(directory, name, layout, vocab_size):
     """Write a model; in whole/ in 16 bits, as transformers saves it."""
-    config = TINY[name](vocab_size)
+    config = MODELS[name](vocab_size)
     if layout in BITS:
         write_4bit(directory, config, BITS[layout])
     elif layout == "FP8":

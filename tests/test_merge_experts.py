@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
 
 import merge_adapters
+from fsdp_qlora.pretrained.tensor_names import NF4_STATE
 
 nf4_and_back = functools.partial(test_merge.nf4_and_back, device=DEVICE)  # where merged
 CORRECTION = "e_score_correction_bias"
@@ -75,6 +76,32 @@ def merge(run, out):
     merge_adapters.main(["--adapter_dir", str(run), "--output_dir", str(out)])
 
 
+class Sums(dict):
+    """Those of training, and which of them are asked for."""
+
+    def __init__(self, sums):
+        super().__init__(sums)
+        self.asked = set()
+
+    def get(self, name, default=None):
+        self.asked.add(name)
+        return super().get(name, default)
+
+
+def watch_sums(monkeypatch):
+    """A list that gets the Sums of each merge to come."""
+    found, read_base = [], merge_adapters.read_base
+
+    def read(*args):
+        base = read_base(*args)
+        base.sums = Sums(base.sums)
+        found.append(base.sums)
+        return base
+
+    monkeypatch.setattr(merge_adapters, "read_base", read)
+    return found
+
+
 def merged_weight(name, weight, adapter, nf4_and_back=nf4_and_back):
     """What a tensor of the base becomes. Each matrix is quantised by itself."""
     if not re.fullmatch(LINEAR, name):
@@ -105,11 +132,14 @@ def test_turned_experts_become_what_training_had(trained, run_main, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["qwen2_moe-4bit-4", "mixtral-4bit-5"])
-def test_mixture_in_4bit_becomes_what_training_had(name, trained, run_main, tmp_path):
+def test_mixture_in_4bit_becomes_what_training_had(name, trained, run_main, tmp_path, monkeypatch):
     """Some linears or all are in NF4 in the base's file, of version 4 routers, too."""
-    run, out = trained(name, run_main), tmp_path / "out"
+    run, out, watched = trained(name, run_main), tmp_path / "out", watch_sums(monkeypatch)
     merge(run, out)
     stored = load_file(run.parent / "base" / "model.safetensors")
+    (sums,) = watched
+    values = {key for key in stored if not key.endswith((".quant_map", f".{NF4_STATE}"))}
+    assert values <= sums.keys() <= sums.asked  # of scales and scales of scales, too
     base = load_file(run.parent / "base" / "whole" / "model.safetensors")
     adapter = load_file(run / "adapter_model.safetensors")
     result = load_file(out / "model.safetensors")
@@ -125,10 +155,12 @@ def test_mixture_in_4bit_becomes_what_training_had(name, trained, run_main, tmp_
     assert not adapter
 
 
-def test_mxfp4_becomes_the_bf16_that_transformers_makes_of_it(trained, run_main, tmp_path, capsys):
-    run, out = trained("mxfp4", run_main), tmp_path / "out"
+def test_mxfp4_becomes_the_bf16_that_transformers_makes_of_it(
+        trained, run_main, tmp_path, monkeypatch, capsys):  # fmt: skip
+    run, out, watched = trained("mxfp4", run_main), tmp_path / "out", watch_sums(monkeypatch)
     capsys.readouterr()
     merge(run, out)
+    assert watched[0].keys() <= watched[0].asked
     said = capsys.readouterr().out
     base = AutoModelForCausalLM.from_pretrained(
         run.parent / "base", quantization_config=Mxfp4Config(dequantize=True))

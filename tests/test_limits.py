@@ -1,0 +1,320 @@
+"""Thresholds from both sides, and keys that are compared: each by itself.
+
+What the values mean is tested where they are used; here a value just below a limit and one just
+above must not be treated alike.
+"""
+
+import dataclasses
+import json
+import math
+import types
+from pathlib import Path
+
+import merge_adapters
+import pytest
+import torch
+from families import TINY
+from house import parse_config
+from test_layer import VOCABULARY
+from test_memory import H200, PLAN
+
+from fsdp_qlora.data import cache
+from fsdp_qlora.data.encode import columns_of
+from fsdp_qlora.files import digest
+from fsdp_qlora.planner import plan as planner
+from fsdp_qlora.planner.plan import DoesNotFit, Plan, Workload, check_host, pick_plan, use_graphs
+from fsdp_qlora.run.checkpoints import MUST_MATCH, SCHEDULE, find_checkpoint, refuse_other_run
+from fsdp_qlora.run.flags import resolve_config
+from fsdp_qlora.run.status import why_diverged
+from fsdp_qlora.training import check
+from fsdp_qlora.training.check import check_family
+from fsdp_qlora.training.unlearned import unlearned_rows
+from train_fsdp_qlora import Config, fill_model
+
+NAN = math.nan
+
+
+# ------------------------------------------------------------------------------------------------
+# The check at start
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by, passes", [(9e-5, True), (1.1e-4, False), (NAN, False)])
+def test_results_may_differ_by_rounding_alone(by, passes, monkeypatch):
+    results = check.results
+    monkeypatch.setattr(check, "results", lambda *args: {
+        what: value * (1 + by) if what == "logits" else value
+        for what, value in results(*args).items()})  # fmt: skip
+    check_is(passes, "logits by")
+
+
+@pytest.mark.parametrize("by, passes", [(0.19, True), (0.21, False), (NAN, False)])
+def test_weights_may_differ_by_nf4s_rounding_alone(by, passes, monkeypatch):
+    """Relative to the weights as read; what is computed with them does not tell here."""
+    seen, make = [], check.random_reference
+    monkeypatch.setattr(check, "random_reference", lambda *args: seen.append(make(*args))
+                        or seen[0])  # fmt: skip
+    read = check.read_weights
+    monkeypatch.setattr(check, "read_weights", lambda *args: {
+        name: seen[0].get_parameter(name) / (1 - by) for name in read(*args)})  # fmt: skip
+    monkeypatch.setattr(check, "reference_results", lambda *args: dict(seen[1:]))
+    monkeypatch.setattr(check, "results", lambda *args: dict(seen[1:]))
+    check_is(passes, "weights as read by")
+
+
+def check_is(passes, words):
+    if passes:
+        return check_family(TINY["llama"](VOCABULARY), "m", fill_model)
+    with pytest.raises(ValueError, match=f"the check at start failed: .*{words}"):
+        check_family(TINY["llama"](VOCABULARY), "m", fill_model)
+
+
+@pytest.mark.parametrize("kind", ["norm", "distance"])
+@pytest.mark.parametrize("share, found", [
+    (0.0009, "zero"), (0.0011, "small"), (0.098, "small"), (0.102, None)])  # fmt: skip
+def test_row_of_the_head_that_was_never_learned(kind, share, found):
+    """By its norm, and by how far it is from the mean row, as parts of the median."""
+    half = torch.randn(2000, 64, generator=torch.Generator().manual_seed(0))
+    half /= half.norm(dim=1, keepdim=True)
+    head = torch.cat([half, -half]) + 5 * (kind == "distance")
+    head[9] = head[9] * share if kind == "norm" else 5 + (head[9] - 5) * share
+    model = types.SimpleNamespace(head=head, shards=1, group=None,
+                                  arch=types.SimpleNamespace(vocab_size=4000))  # fmt: skip
+    zero, others = unlearned_rows(model)
+    assert zero == ({9} if (kind, found) == ("norm", "zero") else set())
+    name = {"norm": "a tiny row", "distance": "the mean of all rows"}[kind]
+    assert others == ({9: name} if found else {})
+
+
+# ------------------------------------------------------------------------------------------------
+# The plan
+# ------------------------------------------------------------------------------------------------
+
+
+def plan_of(size, seconds=1.0, **settings):
+    return Plan(**{**PLAN, "n_layers": 2, "memory": {"all": size}, "token_seconds": seconds,
+                   **settings})  # fmt: skip
+
+
+def picked(plans, limit, monkeypatch):
+    """The one that is run of plans whose time is known."""
+    monkeypatch.setattr(planner, "predict_time", lambda plan, *_: plan)
+    workload = Workload(1, 1, 1.0, False, 1, torch.device("cuda"))
+    return pick_plan(plans, None, (), workload, limit, H200)
+
+
+@pytest.mark.parametrize("size, fits", [(9600, True), (9601, False)])
+def test_plan_must_leave_room_for_gaps(size, fits):
+    """4 %, of a GPU and of a CPU's host."""
+    assert plan_of(size).fits(10_000) == fits and plan_of(size).fits(0)
+    machine = dataclasses.replace(H200, host_bytes=10_000)
+    if fits:
+        check_host(plan_of(size - 100, host_bytes=100), machine)
+    else:
+        with pytest.raises(DoesNotFit):
+            check_host(plan_of(size - 100, host_bytes=100), machine)
+
+
+@pytest.mark.parametrize("size, chosen", [(9300, "fast"), (9301, "small")])
+def test_plan_is_chosen_that_leaves_7_percent(size, chosen, monkeypatch):
+    plans = {"fast": plan_of(size), "small": plan_of(100, seconds=2.0)}
+    assert picked([*plans.values()], 10_000, monkeypatch) == plans[chosen]
+
+
+@pytest.mark.parametrize("size, chosen", [(9000, "preferred"), (9001, "small")])
+def test_plan_is_preferred_that_leaves_10_percent(size, chosen, monkeypatch):
+    plans = {"preferred": plan_of(size, hold_weights=True), "small": plan_of(100)}
+    assert picked([*plans.values()], 10_000, monkeypatch) == plans[chosen]
+
+
+@pytest.mark.parametrize("seconds, chosen", [(1.009, "preferred"), (1.011, "fast")])
+def test_plans_within_a_percent_are_as_fast(seconds, chosen, monkeypatch):
+    plans = {"preferred": plan_of(100, seconds, hold_weights=True), "fast": plan_of(100)}
+    assert picked([*plans.values()], 10_000, monkeypatch) == plans[chosen]
+
+
+@pytest.mark.parametrize("seconds, is_graphed", [(0.94, True), (0.96, False)])
+def test_graphs_must_save_a_twentieth_of_the_time(seconds, is_graphed, monkeypatch):
+    monkeypatch.setattr(planner, "predict_memory", lambda plan, *_: plan)
+    monkeypatch.setattr(planner, "predict_time", lambda plan, *_: dataclasses.replace(
+        plan, token_seconds=seconds))  # fmt: skip
+    workload = Workload(1, 1, 1.0, False, 1, torch.device("cuda"))
+    assert use_graphs(plan_of(100), None, (), H200, 10_000, workload, False).graphs == is_graphed
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize("host_gib, allowed", [
+    (1000, [10, 58]), (116, [10, 58]), (114, [10]), (15, [10])])  # fmt: skip
+def test_host_memory_is_pinned_for_speed_up_to_a_bound(host_gib, allowed, monkeypatch):
+    """48 GiB beyond what is needed, and half of what the host has."""
+    plans = [plan_of(1, host_bytes=n * GIB) for n in (10, 58, 59)]
+    monkeypatch.setattr(planner, "possible_plans", lambda *_: plans)
+    workload = Workload(1, 1, 1.0, False, 1, torch.device("cpu"))
+    machine = dataclasses.replace(H200, host_bytes=host_gib * GIB)
+    found = planner.affordable_plans(Config(), None, (), workload, 100, machine)
+    assert [plan.host_bytes // GIB for plan in found] == allowed
+
+
+# ------------------------------------------------------------------------------------------------
+# Steps, data, the merge
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step, loss, largest, ends", [
+    (61, 5.0, 1001, True), (60, 5.0, 1001, False), (61, 5.0, 1000, False), (61, 3.0, 1001, False),
+    (61, NAN, 1, True), (1, math.inf, 1, True)])  # fmt: skip
+def test_run_that_learns_nothing_is_given_50_steps(step, loss, largest, ends):
+    """After the warm-up, 10 steps here; the loss must come down to the first one."""
+    progress = {"first_loss": 3.0, "lowest_loss": None}
+    assert bool(why_diverged(step, loss, 1.0, 10, progress, lambda: largest)) == ends
+
+
+@pytest.mark.parametrize("largest, ends", [(1000, False), (1001, True)])
+def test_gradient_of_zero_ends_a_run_of_large_weights(largest, ends):
+    progress = {"first_loss": 3.0, "lowest_loss": None}
+    assert bool(why_diverged(2, 1.0, 0.0, 10, progress, lambda: largest, True)) == ends
+
+
+@pytest.mark.parametrize("n", [7, 8, 9])
+def test_row_is_cut_at_the_longest_length(n):
+    found = columns_of(range(n), range(n), 8)
+    assert (found["length"], found["cut"]) == (min(n, 8), n > 8)
+
+
+@pytest.mark.parametrize("by, verdict", [
+    (0.0, "fine"), (0.19, "fine"), (0.21, "not fine"), (0.99, "not fine"), (1.01, None),
+    (NAN, None)])  # fmt: skip
+@pytest.mark.parametrize("effect, why", [(0.09, "too small"), (0.11, "must be another")])
+def test_merged_model_may_lose_a_fifth_of_the_effect(by, verdict, effect, why, monkeypatch):
+    """And none that is further from what was trained than the base is passes."""
+    trained = torch.eye(8)
+    plain = trained * (1 - effect)
+    monkeypatch.setattr(merge_adapters, "probed_logits", lambda *_: [plain, trained])
+    monkeypatch.setattr(merge_adapters, "all_logits", lambda *_: trained + by * (trained - plain))
+    loads = types.SimpleNamespace(from_pretrained=lambda *_, **__: None)
+    base = types.SimpleNamespace(dtype=torch.bfloat16, auto_class=loads)
+    args = base, Path("run/probe"), Path("merged"), [[1]], "cpu"
+    if verdict is None:
+        with pytest.raises(ValueError, match=f"does not agree with what was trained.*{why}"):
+            merge_adapters.check(*args)
+    else:
+        said = merge_adapters.check(*args)
+        assert said.startswith(f"{verdict}: ") and (why in said) == (verdict != "fine")
+
+
+@pytest.mark.parametrize("harmed", [None, 0, 1, 2])
+def test_table_is_whole_if_each_of_its_files_is(harmed, tmp_path):
+    files = [tmp_path / f"{i:04}.arrow" for i in range(3)]
+    for file in files:
+        file.write_bytes(file.name.encode())
+    digests = {file.name: digest(file) for file in files}
+    (tmp_path / cache.PARTS).write_text(json.dumps(digests))
+    if harmed is not None:
+        files[harmed].write_bytes(b"other")
+    assert cache.has_table(tmp_path) == (harmed is None)
+
+
+# ------------------------------------------------------------------------------------------------
+# Flags
+# ------------------------------------------------------------------------------------------------
+
+BOUNDS = {  # {flag: ((refused, taken) at its lower bound, the same at its upper one)}
+    **dict.fromkeys(("lora_rank", "lora_alpha", "max_seq_len", "batch_size"), ((0, 1), None)),
+    **dict.fromkeys(("max_steps", "micro_batch_tokens"), ((0, 1), None)),
+    **dict.fromkeys(("num_epochs", "learning_rate", "beta", "desirable_weight", "memory_limit_gib",
+                     "undesirable_weight", "max_grad_norm", "max_minutes", "step_timeout_minutes"),
+                    ((0.0, 1e-9), (math.inf, 1e9))),
+    **dict.fromkeys(("weight_decay", "simpo_gamma"), ((-1e-9, 0.0), (math.inf, 1e9))),
+    **dict.fromkeys(("eval_every", "eval_samples"), ((-1, 0), None)),
+    **dict.fromkeys(("lora_dropout", "warmup_fraction"), ((-1e-9, 0.0), (1.0, 0.999))),
+    "label_smoothing": ((-1e-9, 0.0), (0.5, 0.499)), "keep_checkpoints": ((1, 2), None),
+    "seed": ((-1, 0), (2**40, 2**40 - 1)), "save_every": (("-1", "0"), ("5.5m", "999999999m")),
+}  # fmt: skip
+LOSS = {"beta": "dpo", "label_smoothing": "dpo", "simpo_gamma": "simpo", "desirable_weight": "kto",
+        "undesirable_weight": "kto"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_flag_is_taken_up_to_its_bound(name):
+    config = Config(loss=LOSS.get(name, "sft"), eval_dataset=("0.1",))
+    for refused, taken in filter(None, BOUNDS[name]):
+        resolve_config(dataclasses.replace(config, **{name: taken}), 1)
+        for wrong in (refused, NAN) if isinstance(refused, float) else (refused,):
+            with pytest.raises(ValueError, match=f"^--{name} {wrong}: must be"):
+                resolve_config(dataclasses.replace(config, **{name: wrong}), 1)
+
+
+def test_step_of_kto_compares_two_rows():
+    resolve_config(Config(loss="kto", batch_size=2), 1)
+    with pytest.raises(ValueError, match="--batch_size 1 with --loss kto"):
+        resolve_config(Config(loss="kto", batch_size=1), 1)
+
+
+@pytest.mark.parametrize("text", ["model: ''", "output_dir: ''", "dataset: ['']",
+                                  "dataset: [a.jsonl, '']", "dataset: []"])  # fmt: skip
+def test_empty_value_of_a_file_is_refused(text, tmp_path):
+    (tmp_path / "flags.yaml").write_text(text)
+    with pytest.raises(ValueError, match=f"--?{text.partition(':')[0]}"):
+        resolve_config(parse_config(["--config", str(tmp_path / "flags.yaml")]), 1)
+
+
+# ------------------------------------------------------------------------------------------------
+# What a resumed run may change
+# ------------------------------------------------------------------------------------------------
+
+REFUSED = """random_weights compute_dtype adapter lora_rank lora_alpha lora_dropout target_modules
+    init_adapter max_seq_len batch_size seed loss beta label_smoothing simpo_gamma desirable_weight
+    undesirable_weight""".split()
+SAID = "max_steps learning_rate lr_schedule warmup_fraction weight_decay max_grad_norm".split()
+# the first five count by what they give: CONTENT
+FREE = """model dataset eval_dataset columns chat_template output_dir resume num_epochs eval_every
+    eval_samples save_every keep_checkpoints max_minutes step_timeout_minutes report_to
+    micro_batch_tokens shard_group_size recompute offload_activations offload_params
+    memory_limit_gib plan_for attn""".split()
+CONTENT = "data_sha256 base_sha256 eval_sha256".split()
+
+
+def begun_run():
+    """(Config, digests, what a checkpoint says of them)."""
+    config, content = Config(max_steps=9), dict.fromkeys(CONTENT, "a")
+    return config, content, json.loads(json.dumps(
+        {"step": 5, "config": dataclasses.asdict(config), **content}))  # fmt: skip
+
+
+def test_each_flag_may_change_or_not():
+    names = [f.name for f in dataclasses.fields(Config)]
+    assert sorted(names) == sorted(REFUSED + SAID + FREE)
+    assert {*MUST_MATCH} == {*REFUSED} and {*SCHEDULE} == {*SAID}
+
+
+@pytest.mark.parametrize("key", [*REFUSED, *SAID, *FREE, *CONTENT, None])
+def test_run_with_another_value_goes_on_or_is_refused(key):
+    config, content, begun = begun_run()
+    other = ["another"] if key == "target_modules" else "another"
+    (begun if key in CONTENT else begun["config"]).update({key: other} if key else {})
+    if key in (*REFUSED, *CONTENT):
+        with pytest.raises(ValueError, match=rf"--{key} \[?'?another" if key in REFUSED else "other"):
+            refuse_other_run(config, Path("run"), content, begun)
+    else:
+        refuse_other_run(config, Path("run"), content, begun)
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_changed_schedule_is_said_or_refused_once_all_is_done(name, monkeypatch, capsys, tmp_path):
+    config, content, begun = begun_run()
+    path = tmp_path / "checkpoint-000005"
+    monkeypatch.setattr("fsdp_qlora.run.checkpoints.newest_checkpoint", lambda _: (path, begun))
+    begun["config"][name] = 9.5
+    assert find_checkpoint(config, tmp_path, content) == 5
+    assert f"changed: --{name} is {vars(config)[name]}, and was 9.5" in capsys.readouterr().out
+    begun["step"] = 9
+    if name == "max_steps":
+        assert find_checkpoint(config, tmp_path, content) == 9
+    else:
+        with pytest.raises(ValueError, match=f"--{name} 9.5, .* steps are done"):
+            find_checkpoint(config, tmp_path, content)
+    begun["step"] = 10
+    with pytest.raises(ValueError, match="has more steps"):
+        find_checkpoint(config, tmp_path, content)
