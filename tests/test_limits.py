@@ -19,13 +19,13 @@ from test_layer import VOCABULARY
 from test_memory import H200, PLAN
 
 from fsdp_qlora.data import cache
-from fsdp_qlora.data.encode import columns_of
+from fsdp_qlora.data.rows import columns_of
 from fsdp_qlora.files import digest
 from fsdp_qlora.planner import plan as planner
 from fsdp_qlora.planner.plan import DoesNotFit, Plan, Workload, check_host, pick_plan, use_graphs
 from fsdp_qlora.run.checkpoints import MUST_MATCH, SCHEDULE, find_checkpoint, refuse_other_run
 from fsdp_qlora.run.flags import resolve_config
-from fsdp_qlora.run.status import why_diverged
+from fsdp_qlora.training.divergence import why_diverged
 from fsdp_qlora.training import check
 from fsdp_qlora.training.check import check_family
 from fsdp_qlora.training.unlearned import unlearned_rows
@@ -295,7 +295,8 @@ def test_run_with_another_value_goes_on_or_is_refused(key):
     other = ["another"] if key == "target_modules" else "another"
     (begun if key in CONTENT else begun["config"]).update({key: other} if key else {})
     if key in (*REFUSED, *CONTENT):
-        with pytest.raises(ValueError, match=rf"--{key} \[?'?another" if key in REFUSED else "other"):
+        said = rf"--{key} \[?'?another" if key in REFUSED else "other"
+        with pytest.raises(ValueError, match=said):
             refuse_other_run(config, Path("run"), content, begun)
     else:
         refuse_other_run(config, Path("run"), content, begun)
