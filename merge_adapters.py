@@ -22,6 +22,7 @@ Tested with torch 2.13, transformers 5.24, peft 0.21, bitsandbytes 0.50.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import gc
 import json
@@ -61,6 +62,7 @@ from fsdp_qlora.pretrained.tensor_names import (
 from fsdp_qlora.quant.blocks import BLOCK, MX_BLOCK
 from fsdp_qlora.ranks import explain, print_error
 from fsdp_qlora.run.directory import ADAPTER_FILES, open_partial, read_run
+from fsdp_qlora.training.check import without_kernels
 
 LARGE_ERROR = 0.20  # of the adapter's own effect: a warning from here on
 FAILED_ERROR = 1.0  # further from what was trained than the base is: not a merge of it
@@ -412,7 +414,9 @@ def check(base: argparse.Namespace, probe: Path, merged_dir: Path, rows: list[li
     verdict, one line and where it is bad what to do; ValueError if it is another model."""
     settings = {"dtype": base.dtype, "trust_remote_code": False, "use_safetensors": True,
                 "device_map": "auto" if device == "cuda" else {"": "cpu"}}
-    with explain(f"the check did not run (see --no-check); {merged_dir} is whole: rename it"):
+    no_kernels = without_kernels() if device == "cpu" else contextlib.nullcontext()
+    with explain(f"the check did not run (see --no-check); {merged_dir} is whole: rename it"), \
+            no_kernels:
         plain, trained = probed_logits(base, probe, device)
         merged = all_logits(base.auto_class.from_pretrained(merged_dir, **settings), rows)
         effect, error = (trained - plain).norm(), merged - trained

@@ -22,7 +22,7 @@ nf4_and_back = functools.partial(test_merge.nf4_and_back, device=DEVICE)  # wher
 CORRECTION = "e_score_correction_bias"
 # of layers: attention, MLPs, experts one by one and all in one tensor; in Mixtral's words, in ours
 # and in Granite's
-LINEAR = r"model\.layers\..*(_proj|\.w[123]|(in|out)put_linear)\.weight"
+LINEAR = r"model\.layers\..*(_proj|in_proj_\w+|\.w[123]|(in|out)put_linear)\.weight"
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +180,8 @@ def test_mxfp4_becomes_the_bf16_that_transformers_makes_of_it(
     assert float(re.search(r"are ([\d.]+) of that away", said)[1]) < 0.1
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "granitemoe", "glm4_moe"])
+@pytest.mark.parametrize("name", [
+    "qwen3_moe", "mixtral", "granitemoe", "glm4_moe", "granite4_h_moe"])  # fmt: skip
 def test_merged_mixture_is_the_trained_one(name, trained, run_main, tmp_path, capsys):
     run, out = trained(name, run_main), tmp_path / "out"
     capsys.readouterr()

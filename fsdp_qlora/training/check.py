@@ -121,11 +121,13 @@ def without_kernels() -> Iterator[None]:
     before = {name: sys.modules.get(name) for name in KERNEL_PACKAGES}
     absent: dict[str, Any] = dict.fromkeys(KERNEL_PACKAGES)  # None: import raises ImportError
     sys.modules.update(absent)
-    yield
-    for name, module in before.items():
-        del sys.modules[name]
-        if module is not None:
-            sys.modules[name] = module
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            del sys.modules[name]
+            if module is not None:
+                sys.modules[name] = module
 
 
 class TextModel(nn.Module):
