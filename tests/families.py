@@ -50,6 +50,17 @@ GRANITE4 = dict(
     attention_multiplier=0.1,
     logits_scaling=8.0,
 )
+GEMMA4 = dict(
+    layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+    sliding_window=7,
+    head_dim=24,
+    global_head_dim=32,
+    num_global_key_value_heads=1,
+    attention_k_eq_v=True,
+    final_logit_softcapping=3.0,
+    tie_word_embeddings=True,
+    hidden_size_per_layer_input=0,
+)
 HYBRID = ["linear_attention", "linear_attention", "full_attention"]
 DELTA_NET = dict(
     linear_num_key_heads=2,
@@ -238,6 +249,8 @@ TINY = {
         "gemma3_text", sliding_window=7, layer_types=MIXED, query_pre_attn_scalar=16
     ),
     "gemma3_text_linear": GEMMA3,
+    "gemma4_text": tiny("gemma4_text", **GEMMA4),
+    "gemma4_values": tiny("gemma4_text", **GEMMA4 | dict(attention_k_eq_v=False)),
     "granite": tiny(
         "granite",
         None,
@@ -517,6 +530,10 @@ TINY = {
         boi_token_index=3,
         eoi_token_index=4,
     ),
+    "gemma4": multimodal(
+        "gemma4", tiny("gemma4_text", **GEMMA4), "gemma4_vision", True),
+    "gemma4_unified": multimodal(
+        "gemma4_unified", tiny("gemma4_unified_text", **GEMMA4), "gemma4_unified_vision", True),
     "mistral3": multimodal(
         "mistral3", tiny("mistral", sliding_window=None, head_dim=24), "pixtral", False
     ),
@@ -595,6 +612,9 @@ def make_model(config, seed=0, dtype=torch.float32, **settings):
         for name, value in model.named_parameters():
             if "norm" in name or name.endswith(".bias"):
                 value.add_(torch.randn_like(value) * 0.3)
+        for name, value in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                value.mul_(0.7)
     return model.to(dtype).eval()
 
 

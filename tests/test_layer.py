@@ -32,7 +32,7 @@ from fsdp_qlora.model import mixers
 from fsdp_qlora.model import mixing
 from fsdp_qlora.model import mlp
 from fsdp_qlora.lora.adapter import choose_adapted
-from fsdp_qlora.pretrained.architecture import AttentionGate, DeltaNet
+from fsdp_qlora.pretrained.architecture import AttentionGate, DeltaNet, Heads
 from fsdp_qlora.training.check import (
     check_family, plain_run, random_reference, read_weights, text_model)
 from fsdp_qlora.data.bins import make_bin
@@ -407,7 +407,9 @@ def test_each_layer_has_the_layout_of_its_kind():
             of, routed = layout.mixing, isinstance(layout.mlp, RoutedMLPHalf)
             halves = {NoMixingHalf: "mlp", NoMLPHalf: "mixing"}
             halves = halves.get(type(of)) or halves.get(type(layout.mlp)) or "both"
-            kind = [None, None, None, routed, of.arch.n_heads, halves]
+            heads = Heads(of.arch.n_heads, of.arch.n_kv_heads, of.arch.head_dim,
+                          of.arch.keys_are_values)  # fmt: skip
+            kind = [None, None, None, routed, heads, halves]
             for _, one in of.branches if halves != "mlp" else ():
                 if isinstance(one, AttentionMixing):
                     kind[:2] = one.window, one.rope

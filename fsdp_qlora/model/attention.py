@@ -44,8 +44,7 @@ class AttentionMixing:
 
     def forward(self, work: LayerWork, kept: types.SimpleNamespace) -> Tensor:
         rotated = rotate_forward(kept.projected, *self.rotary(work), evaluation=work.evaluation)
-        # the backward of these norms and of the gate reads it
-        if not (self.arch.qk_norm or self.arch.attention_gate):
+        if not self._keeps_projected:
             kept.projected = None
         heads = split_heads(self.arch, rotated)
         del rotated
@@ -53,6 +52,11 @@ class AttentionMixing:
             kept.heads = [part.detach().requires_grad_() for part in heads]
             kept.attended = self.attend(work, *kept.heads)
         return self.mixed(work, kept)
+
+    @property
+    def _keeps_projected(self) -> bool:
+        """Whether backward reads it: that of these norms and of the gate."""
+        return bool(self.arch.qk_norm or self.arch.value_norm or self.arch.attention_gate)
 
     @property
     def _factor(self) -> float:
@@ -116,18 +120,19 @@ class AttentionMixing:
     def kept_values(self) -> int:
         arch = self.arch
         values = self._qkv_width + self.query_width + 2 * arch.n_heads  # the kernel's sums, fp32
-        return values + self.projected_width * bool(arch.qk_norm or arch.attention_gate)
+        return values + self.projected_width * self._keeps_projected
 
     @property
     def recomputed_values(self) -> int:
         gated = self.query_width * (self.arch.attention_gate is not None)
-        return self.projected_width + self.query_width + gated
+        return max(self.projected_width, self._qkv_width) + self.query_width + gated
 
     def live_bytes(self, plan: Plan) -> int:
         item, others = getattr(torch, plan.compute_dtype).itemsize, 0
         # the gradients of what was projected, before and after rotation, and of what attention
         # gives; some kernels add up the query's in fp32
-        values = 2 * self.projected_width + self.query_width + 2 * self.query_width
+        values = self.projected_width + max(self.projected_width, self._qkv_width)
+        values += 3 * self.query_width
         values += 2 * self.query_width * (self.arch.attention_gate is not None)
         if plan.plain_attention:  # with keys and values for each query's head, and their gradients
             values += 4 * self.query_width
@@ -169,7 +174,12 @@ def split_heads(arch: Architecture, qkv: Tensor) -> list[Tensor]:
 
 def split_projected(arch: Architecture, projected: Tensor) -> list[Tensor | Any]:
     """Views of query, key, value and gate [n, heads, head_dim] in what their linears give,
-    [n, all their widths]. The gate is [n, heads, 1] where a head has one, None without gates."""
+    [n, all their widths]. The gate is [n, heads, 1] where a head has one, None without gates; with
+    keys_are_values the value is the key."""
+    if arch.keys_are_values:
+        heads = projected.unflatten(1, (-1, arch.head_dim))
+        query, key = heads.split([arch.n_heads, arch.n_kv_heads], 1)
+        return [query, key, key, None]
     if not arch.attention_gate:
         return [*split_heads(arch, projected), None]
     width, kv_width = arch.n_heads * arch.head_dim, arch.n_kv_heads * arch.head_dim
@@ -230,7 +240,7 @@ def rotate_forward(
     q_weight: Tensor | None, k_weight: Tensor | None, arch: Architecture
 ) -> Tensor:
     """A copy of query, key and value of split_projected(), [n, all their widths], with query and
-    key rotated and, where the family does that, normed."""
+    key rotated and, where the family does that, with these or all normed."""
     query, key, value, _ = split_projected(arch, projected)
     out = []
     for x, weight in (query, q_weight), (key, k_weight):
@@ -242,6 +252,8 @@ def rotate_forward(
         out.append(x)
     if temperature is not None:
         out[0] = (out[0] * temperature[:, None]).to(projected.dtype)
+    if arch.value_norm:
+        value = norm_of(value, None, arch.norm, arch.norm_eps)
     return torch.cat([*out, value.flatten(1)], 1)
 
 
@@ -252,12 +264,17 @@ def rotate_backward(
     k_weight: Tensor | None, arch: Architecture
 ) -> Tensor:
     """The gradient of rotate_forward's `projected` from those of query, key, value and gates, None
-    without gates, [n, heads, head_dim]. `projected` is needed only where query and key are normed,
-    else None."""
+    without gates, [n, heads, head_dim]. `projected` is needed only where these are normed, else
+    None."""
     before: Sequence[Tensor | None] = (None, None)
-    if arch.qk_norm:
+    dtype = value.dtype
+    if arch.qk_norm or arch.value_norm:
         assert projected is not None, "these norms need it"
-        before = split_projected(arch, projected)[:2]
+        *heads_before, value_before, _ = split_projected(arch, projected)
+        if arch.qk_norm:
+            before = heads_before
+        if arch.value_norm:
+            value = norm_grad_of(value, value_before, None, arch.norm, arch.norm_eps)
     grads, out = [query.float(), key.float()], []
     if temperature is not None:
         grads[0] = grads[0] * temperature[:, None, None]
@@ -265,13 +282,17 @@ def rotate_backward(
     for grad, x, weight in zip(grads, before, (q_weight, k_weight)):
         heads = 1, (-1, arch.head_dim)
         if x is not None and arch.qk_norm_after_rotary:
-            rotated = rotate(x.float(), cos, sin, arch).unflatten(*heads).to(value.dtype)
+            rotated = rotate(x.float(), cos, sin, arch).unflatten(*heads).to(dtype)
             grad = normed_heads(rotated, weight, arch, grad)
         grad = rotate(grad, cos, back, arch)
         if x is not None and not arch.qk_norm_after_rotary:
             grad = normed_heads(x, weight, arch, grad.unflatten(*heads)).flatten(1)
         out.append(grad)
-    out = [*(x.to(value.dtype) for x in out), value.flatten(1)]
+    if arch.keys_are_values:
+        out[1] = out[1] + value.flatten(1)
+    else:
+        out.append(value.flatten(1))
+    out = [x.to(dtype) for x in out]
     if gates is not None and arch.attention_gate.linear:
         out.append(gates.flatten(1))
     elif gates is not None:  # each head's after its query

@@ -93,6 +93,8 @@ class Layout:
                    self.mlp.live_bytes(plan, keeps in ("middle", "x")))
         if keeps != "all":  # x and the sum, where they are not counted as kept
             live += 2 * n * self.mixing.arch.hidden_size * item
+        if self.mixing.arch.layer_scalar:  # the gradient before that
+            live += n * self.mixing.arch.hidden_size * item
         if keeps == "x":  # the mixing half is computed again first, to come to the sum
             live += n * (self.mixing.arch.hidden_size + self.mixing.recomputed_values) * item
         return live
@@ -231,24 +233,25 @@ class LayerFunction(torch.autograd.Function):
             middle, mixing_kept = mixing.forward(work, x)
             out, mlp_kept = mlp.forward(work, middle, x if layer.arch.parallel else middle)
             ctx.kept = mixing_kept, mlp_kept
-            return out
+            return work.scaled(out)
         x_key = put(x)  # on its way to the host while tokens are mixed
         middle = mixing.forward(work, x)[0]
         if layer.keeps == "mlp":
             out, mlp_kept = mlp.forward(work, middle, middle)
             ctx.kept = x_key, put_all(bin.store, mlp_kept)
-            return out
+            return work.scaled(out)
         middle_key = put(middle) if layer.keeps == "middle" else None
         out, choice = mlp.forward_to_recompute(work, middle,
                                                x if layer.arch.parallel else middle)
         ctx.kept = x_key, middle_key, choice
-        return out
+        return work.scaled(out)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         layer, bin, kept = ctx.layer, ctx.bin, ctx.kept
         ctx.kept, work, take = None, LayerWork(layer, bin, backward=True), bin.store.take
         mixing, mlp, parallel = layer.layout.mixing, layer.layout.mlp, layer.arch.parallel
+        grad = work.scaled(grad)
         if layer.keeps == "all":
             mixing_kept, mlp_kept = kept
             grad_middle = mlp.backward(work, mlp_kept, grad)
@@ -315,6 +318,12 @@ class LayerWork:
             return None
         where, shape = self.layout.vectors[f"{name}.{part}"]
         return self.layer.vectors[where].view(shape)
+
+    def scaled(self, x: Tensor) -> Tensor:
+        """x times the layer's scalar, where the family has one."""
+        if not self.arch.layer_scalar:
+            return x
+        return x * self.layer.small_tensors[self.arch.layer_scalar].to(x.dtype)
 
     def drop(self, x: Tensor, probability: float, site: int) -> Tensor:
         """x [n, width] after dropout; the same values when it is computed again."""

@@ -199,6 +199,15 @@ class Mamba2:
 Mixer = ShortConv | DeltaNet | Mamba2  # of tokens, other than softmax attention
 
 
+class Heads(NamedTuple):
+    """Of a layer's softmax attention."""
+
+    n: int  # of queries
+    n_kv: int
+    dim: int
+    keys_are_values: bool  # there is no v_proj: values are keys, before norm and rotary
+
+
 class LayerKind(NamedTuple):
     """In what layers of one model differ."""
 
@@ -206,7 +215,7 @@ class LayerKind(NamedTuple):
     rope: int | None  # index of Architecture.ropes; None: no rotary
     mixer: str | None  # key of Architecture.mixers; None: softmax attention
     routed: bool  # whether it has experts
-    heads: int  # of queries
+    heads: Heads
     halves: str  # "both"; "mixing" or "mlp": this one alone
 
 
@@ -236,6 +245,7 @@ class Family:
     out_bias: bool | FromConfig = "config.attention_bias"
     mlp_bias: bool | FromConfig = "config.mlp_bias"
     heads_by_layer: FromConfig = None  # a list of the config, instead of num_attention_heads
+    keys_are_values: bool | FromConfig = False  # of layers without a window, see Heads
     one_qkv: bool = False  # one linear "qkv_proj"
     attention: str = "self_attn"  # where a layer has q_proj and the like
     attention_out: str = "self_attn.o_proj"
@@ -252,8 +262,10 @@ class Family:
     q_norm: str | None = "self_attn.q_norm"  # None in an Architecture without qk_norm
     k_norm: str | None = "self_attn.k_norm"
     qk_norm_after_rotary: bool = False
+    value_norm: bool = False  # by head, without weight
     rotary_interleaved: bool = False  # pairs (0, 1), (2, 3), .. instead of halves
-    partial_rotary: bool = False  # partial_rotary_factor of rope_parameters counts
+    # partial_rotary_factor of rope_parameters counts; of rope_type "proportional" in any case
+    partial_rotary: bool = False
     ropes_by_layer_type: bool = False  # rope_parameters has an entry for each layer type
     ntk_alpha: bool = False  # alpha of rope_parameters counts, whatever the length
     rotary_if: bool | FromConfig = True  # where a config can switch it off; True or "rope": on
@@ -281,6 +293,7 @@ class Family:
     embedding_multiplier: float | FromConfig = 1.0
     rounded_multiplier: bool = False  # embedding_multiplier, to the embedding's dtype (Gemma)
     residual_multiplier: float | FromConfig = 1.0  # on what a half of a layer adds
+    layer_scalar: str | None = None  # a tensor [1] of each layer: on what the layer returns
     logits_multiplier: float | FromConfig = 1.0
     logits_divisor: float | FromConfig = 1.0
     attention_dropout: float | FromConfig = "config.attention_dropout"
@@ -317,7 +330,7 @@ class Architecture(Family):
     n_layers: int
     hidden_size: int
     n_heads: int
-    n_kv_heads: int
+    n_kv_heads: int  # this and head_dim: of layers without a Heads of their own
     head_dim: int
     vocab_size: int
     gate_up: list[Linear]  # their outputs, concatenated, are gate, up (without a gate: up); of
@@ -327,12 +340,13 @@ class Architecture(Family):
     shared_down: list[Linear]
     expert_gate_up: list[Linear]  # of expert 0, expert 1, ..
     expert_down: list[Linear]
-    ropes: list[dict[str, Any]]  # settings for rope_frequencies, one for each kind of rotary
+    # settings for rope_frequencies, one for each kind of rotary, with the layers' "head_dim"
+    ropes: list[dict[str, Any]]
     layer_rope: list[int | None]  # of each layer, see LayerKind; so the five after it
     layer_window: list[int | None]
     layer_mixer: list[str | None]
     layer_routed: list[bool]
-    layer_heads: list[int]
+    layer_heads: list[Heads]
     layer_halves: list[str]
     tied: bool
     module_prefix: str  # module = module_prefix + f"layers.{i}." + name
@@ -347,21 +361,30 @@ class Architecture(Family):
             self.layer_heads, self.layer_halves)]
 
     def of_kind(self, kind: LayerKind) -> Architecture:
-        """The same with the norms and the number of heads of such layers."""
+        """The same with the norms and heads of such layers."""
         norms: dict[str, Any] = self.mixer_norms if kind.mixer else {}
         if kind.halves == "mixing":
             norms = norms | dict(mlp_norm=None, mlp_post_norm=None)
         elif kind.halves == "mlp":
             norms = norms | dict(attention_norm=None, attention_post_norm=None)
-        if kind.heads == self.n_heads and not norms:
+        heads = Heads(self.n_heads, self.n_kv_heads, self.head_dim, bool(self.keys_are_values))
+        if kind.heads == heads and not norms:
             return self
-        return dataclasses.replace(self, n_heads=kind.heads, **norms)
+        n, n_kv, dim, keys_are_values = kind.heads
+        return dataclasses.replace(self, n_heads=n, n_kv_heads=n_kv, head_dim=dim,
+                                   keys_are_values=keys_are_values, **norms)
+
+    def attends(self, kind: LayerKind) -> bool:
+        """Whether such layers have softmax attention."""
+        return (self.beside or not kind.mixer) and kind.halves != "mlp"
 
     def attention_linears(self) -> tuple[list[Linear], list[Linear]]:
         """Those whose outputs, concatenated, are q, k, v and perhaps attention's gates; and those
         that give its output."""
         width, kv_width = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
         widths = {"q_proj": width, "k_proj": kv_width, "v_proj": kv_width}
+        if self.keys_are_values:
+            del widths["v_proj"]
         if self.one_qkv:
             widths = {"qkv_proj": sum(widths.values())}
         if gate := self.attention_gate:
@@ -431,14 +454,13 @@ class Architecture(Family):
         parts = ("weight", "bias") if self.norm_bias else ("weight",)
         shapes: dict[str, tuple[int, ...]] = {
             f"{name}.{part}": (self.hidden_size,) for name in norms if name for part in parts}
-        attends = (self.beside or not kind.mixer) and kind.halves != "mlp"
-        if self.qk_norm and self.qk_norm != "without weight" and attends:
-            for name, heads in ((self.q_norm, kind.heads), (self.k_norm, self.n_kv_heads)):
+        if self.qk_norm and self.qk_norm != "without weight" and self.attends(kind):
+            for name, heads in ((self.q_norm, arch.n_heads), (self.k_norm, arch.n_kv_heads)):
                 shapes[f"{name}.weight"] = {
-                    "head": (self.head_dim,), "heads": (heads, self.head_dim),
-                    "full": (heads * self.head_dim,)}[self.qk_norm]
-        if self.sinks and attends:
-            shapes["self_attn.sinks"] = (kind.heads,)
+                    "head": (arch.head_dim,), "heads": (heads, arch.head_dim),
+                    "full": (heads * arch.head_dim,)}[self.qk_norm]
+        if self.sinks and self.attends(kind):
+            shapes["self_attn.sinks"] = (arch.n_heads,)
         if self.activation == "xielu":
             shapes |= {f"{XIELU}.{part}": shape for part, shape in XIELU_SHAPES.items()}
         linears = self.linears(kind)
@@ -446,9 +468,12 @@ class Architecture(Family):
 
     def small_tensors(self, kind: LayerKind) -> dict[str, tuple[int, ...]]:
         """{name below the layer: shape} of what experts and mixers have besides their 4-bit
-        linears: the router, the experts' biases, the shared expert's gate; convolutions, decays.
+        linears: the router, the experts' biases, the shared expert's gate; convolutions, decays;
+        and the layer's scalar.
         Every rank has them whole, in the dtype of the files."""
         mixture, shapes = self.mixture, dict[str, tuple[int, ...]]()
+        if self.layer_scalar:
+            shapes[self.layer_scalar] = (1,)
         if kind.mixer:
             shapes |= self.mixers[kind.mixer].tensors(self.hidden_size)
         if kind.routed:
@@ -468,7 +493,10 @@ class Architecture(Family):
 
 
 def rotary_dim(rope: dict[str, Any], head_dim: int) -> int:
-    """How many of the first dimensions of a head such rope_parameters rotate."""
+    """How many of the first dimensions of a head such rope_parameters rotate; "proportional" ones
+    rotate all, most of them by an angle of 0."""
+    if rope.get("rope_type") == "proportional":
+        return head_dim
     return int(head_dim * (rope.get("partial_rotary_factor") or 1.0))
 
 

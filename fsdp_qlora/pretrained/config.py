@@ -17,12 +17,12 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fsdp_qlora.pretrained.architecture import (
-    ACTIVATIONS, LAYER_TYPES, Architecture, AttentionGate, DeltaNet, Family, Linear, Mamba2,
+    ACTIVATIONS, LAYER_TYPES, Architecture, AttentionGate, DeltaNet, Family, Heads, Linear, Mamba2,
     Mixture, ShortConv, rotary_dim)
 from fsdp_qlora.pretrained.families import FAMILIES, MULTIMODAL
 from fsdp_qlora.quant.nf4 import BLOCK
 
-ROPE_TYPES = {"default", "linear", "dynamic", "yarn", "longrope", "llama3"}
+ROPE_TYPES = {"default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"}
 # mrope's keys are allowed: with text alone its three positions are equal, as in ordinary rotary
 ROPE_KEYS = set("""rope_type type rope_theta factor partial_rotary_factor alpha attention_factor
     original_max_position_embeddings max_position_embeddings beta_fast beta_slow mscale truncate
@@ -44,6 +44,7 @@ KNOWN_FIELDS = set("""vocab_size hidden_size intermediate_size num_hidden_layers
     """.split())
 
 
+BY_LAYER = {"head_dim", "num_key_value_heads"}  # fields in whose values layers may differ
 AnyRecord = TypeVar("AnyRecord", Family, Mixture, AttentionGate, ShortConv, DeltaNet, Mamba2)
 
 
@@ -66,6 +67,9 @@ def check_model(model_config: PreTrainedConfig) -> None:
                          f" {', '.join([*FAMILIES, *MULTIMODAL])}")
     if getattr(c, "is_causal", True) is False:
         raise ValueError(f"{name}: is_causal=False is not supported: only causal attention is")
+    if other := sorted((c.per_layer_attributes or set()) - BY_LAYER):
+        raise ValueError(f"{name}: layers that differ in {', '.join(other)} are not supported")
+    c = c.per_layer_config[0]
     family = FAMILIES[c.model_type]
     records = (family, *filter(None, (family.mixture, family.attention_gate)),
                *family.mixers.values())
@@ -84,7 +88,9 @@ def check_model(model_config: PreTrainedConfig) -> None:
 def describe_model(model_config: PreTrainedConfig) -> Architecture:
     """The Architecture of a config from AutoConfig. ValueError if no record can express it."""
     check_model(model_config)
-    c = text_config(model_config)
+    outer, c = model_config, text_config(model_config)
+    layer_configs = list(c.per_layer_config)
+    c = layer_configs[0]  # in what layers do not differ, all
     record = FAMILIES[c.model_type]
     family = fill_record(record, c)
     values = dict(vars(family))
@@ -96,13 +102,10 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
         name = record.intermediate_size.removeprefix("config.")
         raise ValueError(f"the config of {c.model_type} has no {name}: its record in families.py"
                          " needs another intermediate_size")
-    heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
-    by_layer = list(getattr(c, record.heads_by_layer.removeprefix("config."))
-                    if record.heads_by_layer else [heads] * c.num_hidden_layers)
-    if odd := [n for n in (heads, *by_layer) if n % kv_heads]:
-        raise ValueError(f"{odd[0]} attention heads are no multiple of {kv_heads} key-value heads")
-    head_dim = getattr(c, "head_dim", None) or hidden // heads
-    values.update(describe_positions(c, family, head_dim))
+    layer_heads = describe_heads(layer_configs, family)
+    head_dim = layer_heads[0].dim
+    values.update(describe_positions(c, family, layer_heads),
+                  keys_are_values=layer_heads[0].keys_are_values)
     if not (family.qk_norm and family.qk_norm_if):
         values.update(qk_norm=None, q_norm=None, k_norm=None)
     if not family.post_norm_if:
@@ -124,18 +127,35 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
     values.update(describe_experts(
         c, family, settings.get("quant_method") == "mxfp4", (gate_up, down)))
     prefixes = [*family.prefixes]
-    if c is not model_config:
+    if outer.model_type in MULTIMODAL:
         prefixes = ["model.language_model.", "language_model.model."]
     return Architecture(
         **values, family=c.model_type, n_layers=c.num_hidden_layers, hidden_size=hidden,
-        n_heads=heads, n_kv_heads=kv_heads, head_dim=head_dim, vocab_size=c.vocab_size,
-        layer_heads=by_layer,
+        n_heads=c.num_attention_heads, n_kv_heads=c.num_key_value_heads, head_dim=head_dim,
+        vocab_size=c.vocab_size, layer_heads=layer_heads,
         gate_up=gate_up, down=down,
         # mistral3's outer flag is True by default, though released models are not tied; Qwen3-VL's
         # text config may lack the flag
         tied=getattr(c, "tie_word_embeddings", True) and model_config.tie_word_embeddings,
         module_prefix=prefixes[0], checkpoint_prefixes=prefixes,
         head_names=["lm_head.weight", "language_model.lm_head.weight"][: len(prefixes)])
+
+
+def describe_heads(layer_configs: list[PreTrainedConfig], family: Family) -> list[Heads]:
+    """The Heads of each layer, from its own text config."""
+    found, c = [], layer_configs[0]
+    n_heads = [c.num_attention_heads] * len(layer_configs)
+    if family.heads_by_layer:
+        n_heads = getattr(c, FAMILIES[c.model_type].heads_by_layer.removeprefix("config."))
+    kinds = getattr(c, "layer_types", None) or [None] * len(layer_configs)
+    for one, n, kind in zip(layer_configs, n_heads, kinds, strict=True):
+        n_kv = one.num_key_value_heads
+        if odd := [x for x in (c.num_attention_heads, n) if x % n_kv]:
+            raise ValueError(f"{odd[0]} attention heads are no multiple of {n_kv} key-value heads")
+        dim = getattr(one, "head_dim", None) or c.hidden_size // c.num_attention_heads
+        keys_are_values = bool(family.keys_are_values) and kind == "full_attention"
+        found.append(Heads(n, n_kv, dim, keys_are_values))
+    return found
 
 
 def mlp_width(c: PreTrainedConfig, family: Family) -> int | None:
@@ -226,7 +246,9 @@ def routed_layers(c: PreTrainedConfig, family: Family) -> list[bool]:
             for i in range(n_layers)]
 
 
-def describe_positions(c: PreTrainedConfig, family: Family, head_dim: int) -> dict[str, Any]:
+def describe_positions(
+    c: PreTrainedConfig, family: Family, layer_heads: list[Heads],
+) -> dict[str, Any]:
     """{field of Architecture: value} of the fields about positions, from a text config."""
     n_layers, window = c.num_hidden_layers, getattr(c, "sliding_window", None)
     kinds = getattr(c, "layer_types", None) or ["full_attention"] * n_layers
@@ -250,7 +272,7 @@ def describe_positions(c: PreTrainedConfig, family: Family, head_dim: int) -> di
         rotated = slides
     ropes: list[dict[str, Any]] = []
     layer_rope: list[int | None] = []
-    for kind, rotates in zip(kinds, rotated, strict=True):
+    for kind, rotates, (_, _, head_dim, _) in zip(kinds, rotated, layer_heads, strict=True):
         if kind in family.mixers and not family.beside or not rotates and family.one_half:
             layer_rope.append(None)
             continue
@@ -267,12 +289,14 @@ def describe_positions(c: PreTrainedConfig, family: Family, head_dim: int) -> di
         if rope.get("rope_theta") is None:  # OLMo hybrid can be without
             layer_rope.append(None)
             continue
+        rope["head_dim"] = head_dim
         if rope not in ropes:
             ropes.append(rope)
         layer_rope.append(ropes.index(rope) if rotates else None)
     for rope in ropes:
-        part = rope.get("partial_rotary_factor") or 1.0
-        if rotary_dim(rope, head_dim) % 2 or part != 1.0 and not family.partial_rotary:
+        part, head_dim = rope.get("partial_rotary_factor") or 1.0, rope["head_dim"]
+        is_known = family.partial_rotary or rope["rope_type"] == "proportional" or part == 1.0
+        if rotary_dim(rope, head_dim) % 2 or not is_known:
             raise ValueError(f"partial_rotary_factor={part} of {head_dim} dimensions is not"
                              " supported")
     temperature = family.query_temperature and (
@@ -305,12 +329,14 @@ def rope_frequencies(
     """(fp32 [rotary_dim / 2] inverse frequencies, factor on cos and sin) of one of arch.ropes; for
     longrope [2, rotary_dim / 2], for short documents and for long ones. max_seq_len chooses the
     base of "dynamic" once, for all batches."""
-    dim = rotary_dim(rope, arch.head_dim)
+    dim = rotary_dim(rope, rope["head_dim"])
     if rope["rope_type"] == "default":
         exponents = torch.arange(0, dim, 2, dtype=torch.float) / dim
         return 1.0 / rope["rope_theta"] ** exponents, 1.0
+    if rope["rope_type"] != "proportional":
+        rope = rope | {"partial_rotary_factor": 1.0}  # dim is a part of the head already
     view = types.SimpleNamespace(
-        rope_parameters=rope | {"partial_rotary_factor": 1.0}, head_dim=dim,
+        rope_parameters=rope, head_dim=dim,
         hidden_size=arch.hidden_size, num_attention_heads=arch.n_heads,
         max_position_embeddings=text_config(model_config).max_position_embeddings,
         standardize_rope_params=lambda: None)
@@ -330,6 +356,7 @@ def shrunk_config(model_config: PreTrainedConfig) -> PreTrainedConfig:
     """
     arch = describe_model(model_config)
     c = copy.deepcopy(text_config(model_config))
+    c.per_layer_config = None  # that of the small layers is among the changes
     vars(c).pop("quantization_config", None)  # its own weights are random, quantised to NF4 here
     applies = {
         "always": lambda name: True,
@@ -391,10 +418,23 @@ def shrinking_changes(
         # 16 are as wide as the hidden states only if the model's heads are
         ("always", {"hidden_size": 64 if heads_width == arch.hidden_size else 128}),
         ("if declared", {"head_dim": 16}),
+        *heads_changes([arch.layer_heads[i] for i in layers]),
         # shorter than the checked documents
         ("if used", {"sliding_window": 5}),
         # the released ones may lie outside the small vocabulary
         ("always", {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2})]
+
+
+def heads_changes(layer_heads: list[Heads]) -> list[tuple[str, dict[str, Any]]]:
+    """The rows of shrinking_changes() for layers whose heads are wider than the first layer's, or
+    whose key-value heads are more or fewer."""
+    first, changes = layer_heads[0], dict[int, dict[str, int]]()
+    for i, heads in enumerate(layer_heads):
+        change = {"head_dim": 32} if heads.dim != first.dim else {}
+        if heads.n_kv != first.n_kv:
+            change["num_key_value_heads"] = 1 if heads.n_kv < first.n_kv else 4
+        changes |= {i: change} if change else {}
+    return [("always", {"per_layer_config": changes})] if changes else []
 
 
 def is_computed(c: PreTrainedConfig, name: str) -> bool:

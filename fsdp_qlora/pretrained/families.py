@@ -31,6 +31,13 @@ GEMMA: dict[str, Any] = dict(
 GEMMA2: dict[str, Any] = GEMMA | POST_NORMS | dict(
     attention_norm="input_layernorm", mlp_norm="pre_feedforward_layernorm", window="layer_types",
     activation="config.hidden_activation", query_scalar="config.query_pre_attn_scalar")
+GEMMA4: dict[str, Any] = GEMMA2 | dict(
+    norm="rms_fp32", query_scalar=None, attention_scale=1.0, qk_norm="head", value_norm=True,
+    keys_are_values="config.attention_k_eq_v", ropes_by_layer_type=True,
+    logits_softcap="config.final_logit_softcapping", layer_scalar="layer_scalar",
+    must_be={"hidden_size_per_layer_input": 0},
+    # pixels alone see later ones with "vision"; with "all" is_causal is False
+    unused=("use_bidirectional_attention", "vocab_size_per_layer_input", "use_double_wide_mlp"))
 COHERE: dict[str, Any] = dict(
     norm="layer", norm_eps="config.layer_norm_eps", mlp_norm="input_layernorm", parallel=True,
     rotary_interleaved=True, logits_multiplier="config.logit_scale")
@@ -107,6 +114,8 @@ FAMILIES: dict[str, Family] = {
                          attention_softcap="config.attn_logit_softcapping",
                          logits_softcap="config.final_logit_softcapping"),
     "gemma3_text": Family(**GEMMA2, qk_norm="head", ropes_by_layer_type=True),
+    "gemma4_text": Family(**GEMMA4),
+    "gemma4_unified_text": Family(**GEMMA4),
     "muse_glimmer_text": Family(
         **POST_NORMS | dict(attention_norm="input_layernorm", mlp_norm="pre_feedforward_layernorm"),
         norm="rms_plus_one", post_norm_eps="config.post_norm_eps", final_norm_kind="rms_fp32",
@@ -285,7 +294,8 @@ FAMILIES: dict[str, Family] = {
         adapters="stacked"))}
 # {outer model type: those of the text models}; the outer one changes no logits
 MULTIMODAL: dict[str, tuple[str, ...]] = {
-    "gemma3": ("gemma3_text",), "mistral3": ("mistral", "ministral3"),
+    "gemma3": ("gemma3_text",), "gemma4": ("gemma4_text",),
+    "gemma4_unified": ("gemma4_unified_text",), "mistral3": ("mistral", "ministral3"),
     "internvl": ("qwen2", "qwen3"), "llava": ("llama", "mistral"), "exaone4_5": ("exaone4",),
     "qwen3_5": ("qwen3_5_text",), "qwen3_5_moe": ("qwen3_5_moe_text",),
     "qwen3_vl": ("qwen3_vl_text",), "qwen3_vl_moe": ("qwen3_vl_moe_text",),

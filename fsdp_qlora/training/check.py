@@ -96,7 +96,7 @@ def random_reference(model_config: PreTrainedConfig, generator: torch.Generator)
     # attention would then be so sharp that fp32's rounding shows (3e-5)
     too_large = describe_model(model_config).norm == "layer_plus_one"
     corrections = {n: p for n, p in reference.state_dict().items()
-                   if "correction" in n or n.endswith("expert_bias")}
+                   if "correction" in n or n.endswith(("expert_bias", "layer_scalar"))}
     for name, p in {**dict(reference.named_parameters()), **corrections}.items():
         if p.dim() == 1 or p.shape[0] == 1 or name.endswith("bias"):
             p += torch.empty_like(p).normal_(0, 0.2, generator=generator)
