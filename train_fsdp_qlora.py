@@ -62,7 +62,8 @@ from fsdp_qlora.files import read_json, text_digest
 from fsdp_qlora.hashing import as_hex, content_sum, mix
 from fsdp_qlora.lora.adapter import Adapter, choose_adapted
 from fsdp_qlora.model.attention import (
-    attends, batched_attention, document_attention, flash_attention, varlen_attention)
+    attends, batched_attention, document_attention, flash_attention, reach_architectures,
+    varlen_attention)
 from fsdp_qlora.model.flex import flex_document_attention
 from fsdp_qlora.model.graphs import Graphs
 from fsdp_qlora.model.layer import make_layouts
@@ -454,8 +455,7 @@ def join_processes() -> torch.device:
 
 def choose_attention(config: Config, arch: Architecture, device: torch.device) -> Kernels:
     """The attention to use: {"same": for bins of rows of one length, "any": of other rows}, each
-    {"full": kernel, "window": kernel}, the second for layers with a sliding window. Raises
-    ValueError.
+    {one of REACHES: kernel}. Raises ValueError.
 
     From Hopper on torch's SDPA (cuDNN) is the fastest for rows of one length, else Flash Attention
     2; where that is not installed, torch's own kernel for any lengths, and for what that does not
@@ -475,17 +475,17 @@ def choose_attention(config: Config, arch: Architecture, device: torch.device) -
     of_one_length = [batched_attention, *flash] if batched_first else [*flash, batched_attention]
     of_any_lengths = [varlen_attention, flex_document_attention]
 
-    def first_that_works(kernels: list[Callable], reach: str) -> Callable:
+    def first_that_works(kernels: list[Callable], arch: Architecture, reach: str) -> Callable:
         if not has_kernels or arch.attention_dropout:
             return document_attention
         works = (f for f in kernels if attends(f, arch, reach, device))
         return next(works, document_attention)
 
     chosen: Kernels = {"same": {}, "any": {}}
-    for reach in ("full", "window") if any(arch.layer_window) else ("full",):
-        chosen["any"][reach] = first_that_works([*flash, *of_any_lengths], reach)
-        same = of_one_length if reach == "full" else flash
-        chosen["same"][reach] = first_that_works([*same, *of_any_lengths], reach)
+    for reach, of_layers in reach_architectures(arch).items():
+        chosen["any"][reach] = first_that_works([*flash, *of_any_lengths], of_layers, reach)
+        same = flash if reach == "window" else of_one_length
+        chosen["same"][reach] = first_that_works([*same, *of_any_lengths], of_layers, reach)
     if config.attn == "flash_attention_2" and flash_attention not in chosen["any"].values():
         raise ValueError("--attn flash_attention_2: as installed it does not compute this model's"
                          " attention; use --attn sdpa")

@@ -883,13 +883,13 @@ def test_truncate_of_yarn_is_obeyed_by_layer_type_too():
 @pytest.mark.parametrize("n, windowed", [(7, False), (8, True)])
 def test_window_counts_from_the_first_document_that_is_longer(n, windowed):
     arch, kernels = describe_model(TINY["mistral"](VOCABULARY)), {}
-    for reach in "window", "full":
+    for reach in "window", "within":
         kernels[reach] = lambda *args, reach=reach: (reach, args[6])
     bin = types.SimpleNamespace(longest=n, lengths=(n,), dropout_keys=None, kernels=kernels)
     half = make_layouts(arch, (), CONFIG)[0].mixing.mixing
     work = types.SimpleNamespace(bin=bin, layer=types.SimpleNamespace(index=0),
                                  vector=lambda name, part: None)  # fmt: skip
-    assert half.attend(work, None, None, None) == (("window", 7) if windowed else ("full", None))
+    assert half.attend(work, None, None, None) == (("window", 7) if windowed else ("within", None))
     q, k, v = (torch.randn(n, heads, arch.head_dim) for heads in (4, 2, 2))
     got, full = (document_attention(q, k, v, None, bin, arch, window, 0) for window in (7, None))
     assert torch.equal(got[:7], full[:7]) or torch.allclose(got[:7], full[:7], atol=1e-5)

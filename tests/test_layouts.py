@@ -59,7 +59,9 @@ def layouts(name):
 
 
 MIXTURES = [name for name, make in MODELS.items() if describe_model(make(320)).mixture]
-OWN_TENSORS = "apertus", "muse_glimmer", "lfm2", "qwen3_5", "granite4_h", "falcon_h1"
+OWN_TENSORS = (
+    "apertus", "gemma4", "gemma4_unified", "muse_glimmer", "lfm2", "qwen3_5", "granite4_h",
+    "falcon_h1")  # fmt: skip
 DENSE = [(name, "as saved") for name in OWN_TENSORS if name in TINY]
 CASES = DENSE + [(name, layout) for name in MIXTURES for layout in layouts(name)]
 QUICK = [
@@ -69,7 +71,7 @@ QUICK = [
     ("gpt_oss", "MXFP4"), ("minimax_m2", "FP8"), (MANY, FUSED), *DENSE]  # fmt: skip
 assert set(QUICK) < set(CASES)
 # of each layout that a rank reads its part of otherwise
-QUICK_ON_TWO = QUICK[3:7] + QUICK[8:10] + DENSE[:1]
+QUICK_ON_TWO = QUICK[3:7] + QUICK[8:10] + DENSE[:2]
 PARAMETERS, ON_TWO = (
     [case if case in quick else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
     for quick in (QUICK, QUICK_ON_TWO))

@@ -23,6 +23,7 @@ from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.pretrained.config import describe_model
 from fsdp_qlora.planner.costs import predict_memory, predict_time
 from fsdp_qlora.pretrained.families import SHAPES
+from fsdp_qlora.model.attention import REACHES
 from fsdp_qlora.model.layer import make_layouts
 from fsdp_qlora.planner.machine import Machine, cgroup_free, host_share
 from fsdp_qlora.model.offload import pinned_copy
@@ -162,7 +163,7 @@ def held_bytes(arch, model, n_layers, n_tokens):
     """Of all tensors that are there after a forward of n_tokens and were not before it."""
     ids = torch.arange(n_tokens) % 100
     kernel = {kind: lambda q, k, v, *_: CountedAttention.apply(q, k, v)
-              for kind in ("full", "window")}  # fmt: skip
+              for kind in REACHES}  # fmt: skip
     run = plain_run(model)
     run.kernels = {"same": kernel, "any": kernel}
     bin = make_bin(rows_of([(ids, ids)]), [[0]], 0, torch.tensor(0), run)

@@ -166,7 +166,7 @@ def load_reference(directory, kind, skipped=None):
     ).dequantize()  # once; the same numbers as at each use  # fmt: skip
     targets = kind if isinstance(kind, list) else TARGETS.get(kind, "all-linear")
     config = LoraConfig(r=RANK, lora_alpha=ALPHA, use_dora=kind == "dora", target_modules=targets,
-                        task_type="CAUSAL_LM")  # fmt: skip
+                        exclude_modules=".*vision.*", task_type="CAUSAL_LM")  # fmt: skip
     return get_peft_model(model, config).train()
 
 

@@ -43,7 +43,7 @@ class Bin:
     answers: Answers | None  # of all ranks' bins of the micro-batch; None: --loss sft
     lengths: tuple[int, ...]  # of the documents, in tokens
     longest: int  # upper bound of `lengths`
-    # {"full", "window": the attention to use; "recurrence": of a mixer with a state}
+    # {one of REACHES: the attention to use; "recurrence": of a mixer with a state}
     kernels: dict[str, Callable]
     store: GPUStore | HostStore  # where layers put what they keep
     ropes: dict | None = None  # cos and sin, see rope_tables

@@ -96,9 +96,10 @@ class AttentionMixing:
     def attend(self, work: LayerWork, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Causal attention inside each document of the bin, [n, heads, head_dim]."""
         bin, window = work.bin, self.window
+        reach = "window" if window else "full"
         if window is not None and window >= bin.longest:
-            window = None
-        kernel = bin.kernels["window" if window else "full"]
+            window, reach = None, "within"
+        kernel = bin.kernels[reach]
         sinks = work.vector("self_attn", "sinks")
         return kernel(query, key, value, sinks, bin, self.arch, window, work.layer.index)
 
@@ -339,7 +340,10 @@ def gate_heads_backward(
 # Each is a function (query, key, value, sinks, bin, arch, window, layer's index) of [n, heads,
 # head_dim], with fewer heads for key and value: causal attention inside the documents of a bin. It
 # returns [n, heads, head_dim]. `sinks` are [heads] or None; a kernel that knows nothing of them is
-# not chosen, see attends(). `window` is how many keys a query sees, None: all.
+# not chosen, see attends(). `window` is how many keys a query sees, None: all. Layers differ in
+# their REACH, and with that perhaps in their heads; "within": a layer with a window that is longer
+# than all documents of the bin.
+REACHES = "full", "window", "within"
 
 
 def batched_attention(
@@ -480,13 +484,24 @@ def explicit_bytes(arch: Architecture, window: int | None, n_tokens: int) -> int
     return 5 * scores if arch.attention_softcap or arch.sinks else scores if window else 0
 
 
+def reach_architectures(arch: Architecture) -> dict[str, Architecture]:
+    """{one of REACHES: the Architecture of the layers that need it}, of those that a model has."""
+    found = {}
+    for kind in filter(arch.attends, arch.layer_kinds):
+        for reach in ("window", "within") if kind.window else ("full",):
+            found.setdefault(reach, arch.of_kind(kind))
+    return found
+
+
 def attends(
     kernel: Callable[..., Tensor], arch: Architecture, reach: str, device: torch.device
 ) -> bool:
     """Whether a kernel gives what document_attention() gives, forward and backward, for two
-    documents. `reach` is "full" or "window"."""
+    documents. `arch` is that of layers of this reach, see reach_architectures()."""
     if arch.attention_softcap and kernel not in (flash_attention, flex_document_attention):
         return False
+    if kernel is batched_attention and arch.head_dim > 256:
+        return False  # SDPA would have all scores in memory
     if kernel is flex_document_attention and why_no_triton():
         return False
     length = 3 * BLOCK_TOKENS // 2  # for one block alone flex_attention's kernel is another

@@ -23,7 +23,7 @@ from transformers import (
 
 from fsdp_qlora.data.bins import make_bin
 from fsdp_qlora.data.rows import rows_of
-from fsdp_qlora.model.attention import document_attention
+from fsdp_qlora.model.attention import REACHES, document_attention
 from fsdp_qlora.model.head import scaled_logits
 from fsdp_qlora.model.layer import make_layouts
 from fsdp_qlora.model.mixers import RECURRENCES, recurrent
@@ -184,7 +184,7 @@ def plain_model(
 
 def plain_run(model: Model) -> Any:
     """Stands for a Run on a CPU: has the fields that make_bin() reads."""
-    same: dict[str, Callable[..., Any]] = dict.fromkeys(("full", "window"), document_attention)
+    same: dict[str, Callable[..., Any]] = dict.fromkeys(REACHES, document_attention)
     if mixer := recurrent(model.arch):
         plain, _ = RECURRENCES[type(mixer)]
         same["recurrence"] = functools.partial(plain, chunk=8)  # several of each document
