@@ -478,13 +478,20 @@ OLD_NAMES = {
     "model.vision_tower.": "vision_tower.", "model.multi_modal": "multi_modal",
 }  # fmt: skip
 IN_TEXT = r"model\.language_model\.layers\.\d+\.(self_attn|mlp)\.(q_proj|down_proj)"
-# config's settings, target modules, linear layers in a decoder layer, new names' old ones
+GEMMA4 = {
+    "text_config": {**SMALL, "model_type": "gemma4_text", "head_dim": 16, "global_head_dim": 32,
+                    "layer_types": ["sliding_attention", "full_attention"],
+                    "attention_k_eq_v": True, "hidden_size_per_layer_input": 0},
+    "vision_config": {**VISION, "model_type": "gemma4_vision", "standardize": True},
+}  # fmt: skip
+# config's settings, target modules, linear layers in decoder layers, new names' old ones
 FAMILIES = {
-    "gemma2": ({**SMALL, "head_dim": 24}, ["o_proj", "up_proj"], 7, {}),
-    "cohere": ({**SMALL, "use_qk_norm": True}, ["q_proj", "down_proj"], 7, {}),
-    "phi3": ({**SMALL, "num_key_value_heads": 4}, ["qkv_proj", "gate_up_proj"], 4, {}),
-    "mistral3": (MISTRAL3, IN_TEXT, 7, OLD_NAMES),
-    "mistral3 by its new names": (MISTRAL3, IN_TEXT, 7, {}),
+    "gemma2": ({**SMALL, "head_dim": 24}, ["o_proj", "up_proj"], 14, {}),
+    "cohere": ({**SMALL, "use_qk_norm": True}, ["q_proj", "down_proj"], 14, {}),
+    "phi3": ({**SMALL, "num_key_value_heads": 4}, ["qkv_proj", "gate_up_proj"], 8, {}),
+    "mistral3": (MISTRAL3, IN_TEXT, 14, OLD_NAMES),
+    "mistral3 by its new names": (MISTRAL3, IN_TEXT, 14, {}),
+    "gemma4": (GEMMA4, IN_TEXT, 13, {}),
 }
 
 
@@ -500,9 +507,10 @@ def family(tmp_path):
         config = AutoConfig.for_model(case.split()[0], **settings)
         auto = AutoModelForImageTextToText if "text_config" in settings else AutoModelForCausalLM
         model = auto.from_config(config).bfloat16()
-        stored = {}
-        for name, p in model.named_parameters():
-            if "norm" in name:
+        stored, saved = {}, model.state_dict().keys()
+        buffers = ((name, x) for name, x in model.named_buffers() if name in saved)
+        for name, p in (*model.named_parameters(), *buffers):
+            if "norm" in name or "scalar" in name:
                 p.data += 0.3 * torch.randn_like(p)
             new = next(filter(name.startswith, old_names), "")
             stored[old_names.get(new, "") + name.removeprefix(new)] = name, p.detach().clone()
@@ -517,7 +525,7 @@ def family(tmp_path):
         model.save_pretrained(tmp_path / "run")
         modules = [(f"{n}.weight", m) for n, m in model.base_model.model.named_modules()]
         layers = {n: m for n, m in modules if re.fullmatch(LINEAR_OF_LAYER, n)}
-        assert len(layers) == 2 * n_linears
+        assert len(layers) == n_linears
         names = ["q_proj", "down_proj"] if targets == IN_TEXT else targets
         write_train_config(tmp_path / "run", tmp_path / "base", lora, names)
         write_probe(tmp_path / "run", tmp_path / "base", auto)
