@@ -250,6 +250,8 @@ TINY = {
     ),
     "gemma3_text_linear": GEMMA3,
     "gemma4_text": tiny("gemma4_text", **GEMMA4),
+    "gemma4_moe": tiny("gemma4_text", **GEMMA4 | dict(
+        enable_moe_block=True, num_experts=8, top_k_experts=3, moe_intermediate_size=32)),
     "gemma4_values": tiny("gemma4_text", **GEMMA4 | dict(attention_k_eq_v=False)),
     "granite": tiny(
         "granite",
@@ -610,7 +612,7 @@ def make_model(config, seed=0, dtype=torch.float32, **settings):
     model = auto.from_config(config, **settings)
     with torch.no_grad():
         for name, value in model.named_parameters():
-            if "norm" in name or name.endswith(".bias"):
+            if "norm" in name or name.endswith((".bias", "router.scale", "per_expert_scale")):
                 value.add_(torch.randn_like(value) * 0.3)
         for name, value in model.named_buffers():
             if name.endswith("layer_scalar"):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fsdp_qlora.model.elementwise import (
     MLP_SITE, add_expert_rows, add_row_bias, clamped_gate_backward, gate, gate_backward,
-    gate_weight_gradients)
+    gate_weight_gradients, norm_backward)
 from fsdp_qlora.model.grouped import (
     Pass, add_expert_gradients, cut_experts, fill_expert_columns, grouped, put_rows, split_columns,
     why_no_grouped_mm)
@@ -26,9 +26,9 @@ from fsdp_qlora.model.linears import FusedLinear
 from fsdp_qlora.model.products import add_a_gradient, product, product_backward, widen
 from fsdp_qlora.model.residual import (
     branch_gradient, end_branch, keep, keep_inputs, kept_inputs, last_columns, norm_gradient,
-    norm_inputs)
+    norm_inputs, normed)
 from fsdp_qlora.model.router import Routing, add_balance, route, route_backward
-from fsdp_qlora.pretrained.architecture import Architecture
+from fsdp_qlora.pretrained.architecture import Architecture, ExpertNorms
 from fsdp_qlora.quant.nf4 import dequantise
 
 if TYPE_CHECKING:
@@ -63,20 +63,26 @@ class RoutedMLPHalf:
         decided another way. Without keep_gate_ups, backward() computes the experts' gate and up
         again.
         """
-        arch, kept, branch = self.arch, keep(source=source, branch=None, gate_ups=None), None
+        arch, norms, branch = self.arch, self.arch.mixture.norms, None
+        kept = keep(source=source, branch=None, gate_ups=None)
         # with columns for the shared expert's adapter, which product() fills
         inputs = norm_inputs(work, arch.mlp_norm, source, self.fused_linears[0])
         x = inputs[:, : arch.hidden_size]
         needs_bounds = work.layer.plan.expert_ranges > 1 or bool(
             why_no_grouped_mm(x.dtype, x.device))
-        kept.routing = route(work, x, choice, needs_bounds)
+        kept.routing = route(work, source if norms else x, choice, needs_bounds)
         if not (work.is_backward or work.evaluation):
             add_balance(work.layer, kept.routing, work.bin.n_unpadded)
         needs_branch = want_sum or arch.mlp_post_norm is not None
         if needs_branch:
-            branch, kept.gate_ups = self._experts_forward(work, kept.routing, x, keep_gate_ups)
+            branch, kept.gate_ups = self._experts_forward(
+                work, kept.routing, self._expert_inputs(work, source, x), keep_gate_ups)
         if self.shared_gate_up:
             shared = self._shared_forward(work, kept, inputs)
+            if norms:
+                kept.given, kept.shared_given = branch, shared
+                branch, shared = (normed(work, name, part) for name, part in (
+                    (norms.after, branch), (norms.after_shared, shared)))
             if needs_branch:
                 branch += shared
         keep_inputs(work, kept, inputs, self.shared_gate_up)
@@ -89,13 +95,33 @@ class RoutedMLPHalf:
     def backward(self, work: LayerWork, kept: types.SimpleNamespace, grad: Tensor) -> Tensor:
         """Returns the gradient of `middle`, which includes that of `source` through the MLP. `grad`
         is the gradient of forward()'s sum."""
-        arch = self.arch
+        arch, norms = self.arch, self.arch.mixture.norms
         upstream = branch_gradient(work, kept.branch, grad, arch.mlp_post_norm, MLP_SITE)
         kept.branch = None
-        grad_x = self._experts_backward(work, kept, upstream)
+        if norms:
+            return self._apart_backward(work, kept, upstream, grad, norms)
+        grad_x, grad_weights = self._experts_backward(work, kept, upstream)
+        grad_x += route_backward(work, kept.routing, grad_weights, grad_x)
         if self.shared_gate_up:
             grad_x += self._shared_backward(work, kept, upstream)
         return norm_gradient(work, arch.mlp_norm, kept.source, grad_x, grad)
+
+    def _apart_backward(
+        self, work: LayerWork, kept: types.SimpleNamespace, upstream: Tensor, grad: Tensor,
+        norms: ExpertNorms
+    ) -> Tensor:
+        """backward() where experts, router and shared expert have norms of their own. `upstream`:
+        the gradient of the sum of what experts and shared expert give, normed."""
+        source, kind, eps = kept.source, self.arch.norm, self.arch.norm_eps
+        of_given = norm_backward(kept.given, upstream, None, work.vector(norms.after), kind, eps)
+        grad_x, grad_weights = self._experts_backward(work, kept, of_given)
+        grad = norm_gradient(work, norms.before, source, grad_x, grad)
+        grad += route_backward(work, kept.routing, grad_weights, source)
+        kept.given = of_given = None
+        of_shared = norm_backward(
+            kept.shared_given, upstream, None, work.vector(norms.after_shared), kind, eps)
+        grad_x, kept.shared_given = self._shared_backward(work, kept, of_shared), None
+        return norm_gradient(work, self.arch.mlp_norm, source, grad_x, grad)
 
     def forward_to_recompute(
         self, work: LayerWork, middle: Tensor, source: Tensor
@@ -115,6 +141,11 @@ class RoutedMLPHalf:
         return grad
 
     # ---- the experts ----
+
+    def _expert_inputs(self, work: LayerWork, source: Tensor, x: Tensor | None) -> Tensor | None:
+        """What experts read [n, hidden]: x, the norm of `source`, or another norm of that."""
+        norms = self.arch.mixture.norms
+        return normed(work, norms.before, source) if norms else x
 
     @property
     def _activation(self) -> str | tuple[float, float]:
@@ -166,8 +197,9 @@ class RoutedMLPHalf:
 
     def _experts_backward(
         self, work: LayerWork, kept: types.SimpleNamespace, grad: Tensor
-    ) -> Tensor:
-        """The gradient of x [n, hidden] through experts and router, from that of their sum.
+    ) -> tuple[Tensor, Tensor]:
+        """The gradients of what the experts read [n, hidden] and of the weights, fp32 [n, k], from
+        that of the experts' sum.
 
         The gradient of a token's weight for an expert is grad . (what the expert gave). It is
         computed before the last product, as (grad W) . activated, so that this product is never
@@ -175,7 +207,9 @@ class RoutedMLPHalf:
         """
         routing, x = kept.routing, None
         if not kept.gate_ups or self.expert_gate_up.n_columns:  # to compute them; for A's gradient
-            x = kept_inputs(work, kept, self.arch.mlp_norm, kept.source, self.fused_linears[0])
+            x = None if self.arch.mixture.norms else kept_inputs(
+                work, kept, self.arch.mlp_norm, kept.source, self.fused_linears[0])
+            x = self._expert_inputs(work, kept.source, x)
         grad_rows, n_rows = None, len(routing.token)
         grad_weights = torch.empty(n_rows, dtype=torch.float32, device=grad.device)
         for passed in self._passes(work, routing):
@@ -210,7 +244,7 @@ class RoutedMLPHalf:
         grad_weights, bias = grad_weights[routing.token_rows], self._bias(work, "down_proj")
         if bias is not None:  # it is a part of what an expert gives
             grad_weights += F.linear(grad, bias.to(grad.dtype)).float().gather(1, routing.chosen)
-        return grad_x + route_backward(work, routing, grad_weights, grad_x.dtype)
+        return grad_x, grad_weights
 
     def _gate_backward(self, grad: Tensor, weights: Tensor, gate_up: Tensor) -> Tensor:
         """Returns the gradient of gate_up times `weights`: a new tensor, or gate_up, overwritten.
@@ -308,6 +342,8 @@ class RoutedMLPHalf:
             columns = self.shared_gate_up.padded_columns + self.shared_down.padded_columns
             values += self.shared_gate_up.out_features + columns
             values += arch.hidden_size * (mixture.shared_gate is not None)
+        if mixture.norms:  # what experts and shared expert give
+            values += 2 * arch.hidden_size
         return values + arch.hidden_size * (arch.mlp_post_norm is not None)
 
     def live_bytes(self, plan: Plan, recomputed: bool) -> int:
@@ -323,6 +359,8 @@ class RoutedMLPHalf:
         weights = sum(fused.out_features * fused.width for fused in (up, down))
         weights = math.ceil(weights / plan.expert_ranges)
         values = rows * hidden * (plan.expert_ranges > 1) + of_pass + weights + 3 * n * hidden
+        if mixture.norms:  # what experts read, and the gradient of what they give
+            values += n * hidden * (2 + 2 * recomputed)
         # of the router in fp32: four values a row, and three tensors like its scores
         return values * item + 4 * (4 * rows + 3 * n * mixture.n_experts)
 
@@ -348,4 +386,6 @@ class RoutedMLPHalf:
         rows = top_k * (10 * hidden + 6 * self._gate_up_size)
         if self.expert_gate_up.n_columns:  # narrow products, which take as long; fitted
             rows += top_k * 40 * (hidden + self._gate_up_size // 2)
+        if self.arch.mixture.norms:  # four more norms, the first of them for a second reader
+            rows += 20 * hidden
         return 15 * hidden + rows

@@ -30,6 +30,14 @@ def norm_inputs(work: LayerWork, name: str | None, x: Tensor, fused: FusedLinear
     return inputs
 
 
+def normed(work: LayerWork, name: str, x: Tensor) -> Tensor:
+    """The norm of x [n, hidden]."""
+    arch, out = work.arch, torch.empty_like(x)
+    normalise(out, x, work.vector(name), work.vector(name, "bias"), arch.norm, arch.norm_eps,
+              evaluation=work.evaluation)
+    return out
+
+
 def keep_inputs(
     work: LayerWork, kept: types.SimpleNamespace, inputs: Tensor, fused: FusedLinear | None
 ) -> None:

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fsdp_qlora.model.elementwise import elementwise, norm_grad_of, norm_of
+
 if TYPE_CHECKING:
     from fsdp_qlora.model.layer import DecoderLayer, LayerWork
     from fsdp_qlora.model.model import Model
@@ -45,9 +47,12 @@ def route(
     needs_bounds: bool = False
 ) -> Routing:
     """The Routing of x [n, hidden]; `choice` is that of an earlier one of the same tokens. With
-    needs_bounds it waits for the GPU, unless `choice` has them."""
+    needs_bounds it waits for the GPU, unless `choice` has them. With ExpertNorms x is not normed.
+    """
     mixture: Mixture = work.arch.mixture
     tensors = work.layer.small_tensors
+    if mixture.norms:
+        x = router_norm(x, tensors[mixture.norms.router_scale], work.arch.norm_eps)
     weight = tensors[f"{mixture.router}.weight"]
     x_of_router = x.float() if mixture.fp32_router else x
     bias = tensors.get(f"{mixture.router}.bias")
@@ -66,7 +71,7 @@ def route(
     weights = chosen_weights(scores, chosen, mixture)[0]
     if mixture.rounded:
         weights = weights.to(x.dtype).float()
-    weights = weights * mixture.scale
+    weights = weights * weight_factor(work, chosen)
     experts, order = chosen.flatten().sort(stable=True)
     every = torch.arange(mixture.n_experts, device=x.device)
     ends = torch.searchsorted(experts, every, right=True).int()  # without waiting for the GPU
@@ -76,6 +81,28 @@ def route(
         bounds = [0, *ends.tolist()]
     return Routing(scores, chosen, weights, order // mixture.top_k, experts,
                    token_rows.view_as(chosen), weights.flatten()[order], ends, bounds)
+
+
+@elementwise
+def router_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
+    """What the router reads of x [n, hidden], see ExpertNorms."""
+    return norm_of(x, None, "rms", eps) * scale.to(x.dtype) * x.shape[1] ** -0.5
+
+
+@elementwise
+def router_norm_backward(grad: Tensor, x: Tensor, scale: Tensor, eps: float) -> Tensor:
+    """The gradient of x from that of router_norm()."""
+    grad = grad.float() * scale.float() * x.shape[1] ** -0.5
+    return norm_grad_of(grad, x, None, "rms", eps).to(x.dtype)
+
+
+def weight_factor(work: LayerWork, chosen: Tensor) -> float | Tensor:
+    """What multiplies the weights of the chosen experts: a number, or fp32 [n, k]."""
+    mixture: Mixture = work.arch.mixture
+    if not mixture.expert_scale:
+        scale: float = mixture.scale
+        return scale
+    return work.layer.small_tensors[mixture.expert_scale].float()[chosen] * mixture.scale
 
 
 BALANCE = "expert_balance_loss", "busiest_expert"  # of metrics.jsonl
@@ -130,12 +157,13 @@ def chosen_weights(
     return picked if total is None else picked / total, picked, total
 
 
-def route_backward(work: LayerWork, routing: Routing, grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """The gradient of x [n, hidden] in `dtype` through the weights, from theirs, fp32 [n, k]."""
+def route_backward(work: LayerWork, routing: Routing, grad: Tensor, x: Tensor) -> Tensor:
+    """The gradient of route()'s x [n, hidden] through the weights, from theirs, fp32 [n, k]. Only
+    with ExpertNorms x itself is read, else its dtype."""
     mixture: Mixture = work.arch.mixture
     chosen = routing.chosen
     _, picked, total = chosen_weights(routing.scores, chosen, mixture)
-    grad = grad * mixture.scale
+    grad = grad * weight_factor(work, chosen)
     if total is not None:
         grad = (grad - (grad * picked).sum(-1, keepdim=True) / total) / total
     grad = grad * picked
@@ -144,5 +172,9 @@ def route_backward(work: LayerWork, routing: Routing, grad: Tensor, dtype: torch
     else:
         grad = (-grad.sum(-1, keepdim=True) * routing.scores).scatter_add_(1, chosen, grad)
     weight = work.layer.small_tensors[f"{mixture.router}.weight"]
-    dtype_of_product = torch.float32 if mixture.fp32_router else dtype
-    return (grad.to(dtype_of_product) @ weight.to(dtype_of_product)).to(dtype)
+    dtype_of_product = torch.float32 if mixture.fp32_router else x.dtype
+    grad = (grad.to(dtype_of_product) @ weight.to(dtype_of_product)).to(x.dtype)
+    if mixture.norms:
+        scale = work.layer.small_tensors[mixture.norms.router_scale]
+        return router_norm_backward(grad, x, scale, work.arch.norm_eps)
+    return grad

@@ -16,6 +16,18 @@ XIELU_SHAPES: dict[str, tuple[int, ...]] = {"alpha_p": (1,), "alpha_n": (1,), "b
 FromConfig = Any  # "config.x" in a Family or Mixture; in an Architecture the value of that field
 
 
+class ExpertNorms(NamedTuple):
+    """Of Gemma 4's experts, which stand beside the MLP that other models have: what both give is
+    normed apart and added. Names in a layer; the norm before the MLP is Family.mlp_norm."""
+
+    before: str = "pre_feedforward_layernorm_2"  # of what experts read
+    after: str = "post_feedforward_layernorm_2"  # of what they give
+    after_shared: str = "post_feedforward_layernorm_1"  # of what the shared expert gives, the MLP
+    # the router reads the norm without weight of what all these norms read, times this tensor
+    # [hidden] and hidden ** -0.5
+    router_scale: str = "router.scale"
+
+
 @dataclasses.dataclass(frozen=True)
 class Mixture:
     """The experts of a MoE model: how the router works, and how they differ from Qwen3's.
@@ -25,6 +37,7 @@ class Mixture:
     (plus correction), and their outputs are added, each times its weight, which is its score.
     """
 
+    used: bool | FromConfig = True  # where a config can switch them off
     n_experts: int | FromConfig = "config.num_experts"
     top_k: int | FromConfig = "config.num_experts_per_tok"
     expert_size: int | FromConfig = "config.moe_intermediate_size"  # inner width of one expert
@@ -47,6 +60,8 @@ class Mixture:
     normalised: bool | FromConfig = True  # weights are divided by their sum plus sum_eps
     sum_eps: float = 0.0
     scale: float | FromConfig = 1.0  # multiplies the weights
+    expert_scale: str | None = None  # a tensor [experts]: so do these
+    norms: ExpertNorms | None = None  # None: router, experts and shared expert read one norm
     rounded: bool = True  # weights are rounded to the model's dtype
     biases: bool = False  # the router and each expert's two linears have a bias
     clamp: tuple[float, float] | None = None  # (limit, alpha) of gpt-oss's gate, see gate_product()
@@ -454,6 +469,9 @@ class Architecture(Family):
         parts = ("weight", "bias") if self.norm_bias else ("weight",)
         shapes: dict[str, tuple[int, ...]] = {
             f"{name}.{part}": (self.hidden_size,) for name in norms if name for part in parts}
+        if kind.routed and (own := self.mixture.norms):
+            shapes |= {f"{name}.weight": (self.hidden_size,)
+                       for name in (own.before, own.after, own.after_shared)}
         if self.qk_norm and self.qk_norm != "without weight" and self.attends(kind):
             for name, heads in ((self.q_norm, arch.n_heads), (self.k_norm, arch.n_kv_heads)):
                 shapes[f"{name}.weight"] = {
@@ -487,6 +505,10 @@ class Architecture(Family):
             if mixture.correction:
                 is_row = "moe_statics" in mixture.correction
                 shapes[mixture.correction] = (1,) * is_row + (mixture.n_experts,)
+            if mixture.norms:
+                shapes[mixture.norms.router_scale] = (self.hidden_size,)
+            if mixture.expert_scale:
+                shapes[mixture.expert_scale] = (mixture.n_experts,)
             if mixture.shared_gate:
                 shapes[f"{mixture.shared_gate}.weight"] = 1, self.hidden_size
         return shapes

@@ -194,7 +194,7 @@ def describe_experts(
     n_layers, hidden, mixture = c.num_hidden_layers, c.hidden_size, family.mixture
     names = "shared_gate_up", "shared_down", "expert_gate_up", "expert_down"
     none = {"layer_routed": [False] * n_layers, **dict.fromkeys(names, []), "mixture": None}
-    if not mixture or mixture.shared_mlp and mixture.n_experts == 0:
+    if not mixture or not mixture.used or mixture.shared_mlp and mixture.n_experts == 0:
         return none
     sizes = mixture.n_experts, mixture.top_k, mixture.expert_size
     if not all(isinstance(n, int) and n > 0 for n in sizes) or mixture.top_k > mixture.n_experts:

@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 from fsdp_qlora.pretrained.architecture import (
-    AttentionGate, DeltaNet, Family, Mamba2, Mixture, ShortConv)
+    AttentionGate, DeltaNet, ExpertNorms, Family, Mamba2, Mixture, ShortConv)
 
 SHAPES: dict[str, dict[str, Any]] = {  # what --random_weights knows without a config.json
     name: dict(
@@ -114,7 +114,10 @@ FAMILIES: dict[str, Family] = {
                          attention_softcap="config.attn_logit_softcapping",
                          logits_softcap="config.final_logit_softcapping"),
     "gemma3_text": Family(**GEMMA2, qk_norm="head", ropes_by_layer_type=True),
-    "gemma4_text": Family(**GEMMA4),
+    "gemma4_text": Family(**GEMMA4, mixture=Mixture(
+        used="config.enable_moe_block", top_k="config.top_k_experts", experts="experts",
+        router="router.proj", shared_mlp=True, rounded=False, norms=ExpertNorms(),
+        expert_scale="router.per_expert_scale", adapters="parameters")),
     "gemma4_unified_text": Family(**GEMMA4),
     "muse_glimmer_text": Family(
         **POST_NORMS | dict(attention_norm="input_layernorm", mlp_norm="pre_feedforward_layernorm"),
