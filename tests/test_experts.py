@@ -136,6 +136,8 @@ def test_bf16_routers_round_as_transformers(name):
         arch.mixture.router.removesuffix(".wg").replace("router.gate", "router"))
     routed = routed.float() if name == "hunyuan_moe" else routed  # as transformers makes it
     mlp = layer.get_submodule(arch.mixture.experts.split(".")[0])
+    # Gemma 4's stands beside the experts, and norms x itself
+    routed = layer.router if name == "gemma4_moe" else routed
     arguments = {"minimax_m2": ["e_score_correction_bias"], "hy_v3": ["e_score_correction_bias"],
                  "afmoe": ["expert_bias"], "lfm2_moe": ["expert_bias"]}.get(name, [])
     first, weights, last = routed(

@@ -37,7 +37,7 @@ BITS = {"NF4 of transformers 4": 4, "NF4 of transformers 5": 5}
 RELEASED = {  # what transformers saves is as released; of the others an expert's are apart
     "mixtral": "w1, w2, w3", "minimax_m2": "w1, w2, w3", "granitemoe": "input_linear",
     "granite4_h_moe": "input_linear", "gpt_oss": "transposed",
-    "qwen3_vl_moe": "transposed"}  # fmt: skip
+    "qwen3_vl_moe": "transposed", "gemma4_moe": "gate_up_proj"}  # fmt: skip
 
 
 MANY = "160 experts"  # more than a signed byte numbers
@@ -46,14 +46,15 @@ MODELS = {**TINY, MANY: tiny("qwen3_moe", moe_intermediate_size=32, num_experts=
 
 
 def layouts(name):
-    """Those of a mixture of families.py. MiniMax-M2 and Qwen3.5 are not in transformers 4."""
+    """Those of a mixture of families.py. MiniMax-M2, Qwen3.5, Gemma 4 are not in transformers 4."""
     if name == MANY:
         return [FUSED]
     found = [RELEASED.get(name, "per expert"), FUSED, *BITS]
-    if name == "minimax_m2" or name.startswith("qwen3_5"):
+    if name.startswith(("minimax_m2", "qwen3_5", "gemma4")):
         found.remove("NF4 of transformers 4")
-    if name == "gpt_oss":  # it is fused in its files, too
+    if name in ("gpt_oss", "gemma4_moe"):  # fused in their files, too
         found.remove(FUSED)
+    if name == "gpt_oss":
         found.append("MXFP4")
     return found + ["FP8"] * (name in ("qwen3_moe", "minimax_m2"))
 
@@ -68,7 +69,8 @@ QUICK = [
     ("mixtral", "w1, w2, w3"), ("afmoe", "per expert"), ("granitemoe", "input_linear"),
     ("qwen3_vl_moe", "transposed"), ("qwen3_moe", FUSED), ("mixtral", "NF4 of transformers 5"),
     ("qwen2_moe", "NF4 of transformers 4"), ("granitemoe", "NF4 of transformers 4"),
-    ("gpt_oss", "MXFP4"), ("minimax_m2", "FP8"), (MANY, FUSED), *DENSE]  # fmt: skip
+    ("gpt_oss", "MXFP4"), ("minimax_m2", "FP8"), (MANY, FUSED), *DENSE,
+    *[("gemma4_moe", "gate_up_proj")] * ("gemma4_moe" in TINY)]  # fmt: skip
 assert set(QUICK) < set(CASES)
 # of each layout that a rank reads its part of otherwise
 QUICK_ON_TWO = QUICK[3:7] + QUICK[8:10] + DENSE[:2]
@@ -147,7 +149,7 @@ def make_reference(directory, name, layout):
     """transformers' model in PEFT with the script's adapter at its start. Routers are in NF4 where
     the file has them so: transformers 5 loads them whole, 4 saved them as linears."""
     whole = directory if layout == "NF4 of transformers 5" else directory / "whole"
-    skipped = None if layout in BITS else ["lm_head", "shared_expert_gate", "wg"]
+    skipped = None if layout in BITS else ["lm_head", "shared_expert_gate", "wg", "router.proj"]
     arch = describe_model(AutoConfig.from_pretrained(whole if whole.exists() else directory))
     adapted = sorted({linear.rsplit(".", 1)[-1] for linear in arch.adapted(["all-linear"])})
     model = load_reference(whole, adapted, skipped)

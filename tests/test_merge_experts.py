@@ -220,7 +220,7 @@ def swap_experts(tensors):
         tensors[key], tensors[other] = tensors[other], tensors[key]
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "granitemoe", "qwen2_moe"])
+@pytest.mark.parametrize("name", ["mxfp4", "granitemoe", "qwen2_moe", "gemma4_moe"])
 def test_adapters_of_experts_resume_begin_a_run_and_merge_to_what_peft_gives(
     name, run_main, demo_directory, tmp_path, capsys
 ):

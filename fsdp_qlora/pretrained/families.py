@@ -117,7 +117,7 @@ FAMILIES: dict[str, Family] = {
     "gemma4_text": Family(**GEMMA4, mixture=Mixture(
         used="config.enable_moe_block", top_k="config.top_k_experts", experts="experts",
         router="router.proj", shared_mlp=True, rounded=False, norms=ExpertNorms(),
-        expert_scale="router.per_expert_scale", adapters="parameters")),
+        expert_scale="router.per_expert_scale", adapters="stacked")),
     "gemma4_unified_text": Family(**GEMMA4),
     "muse_glimmer_text": Family(
         **POST_NORMS | dict(attention_norm="input_layernorm", mlp_norm="pre_feedforward_layernorm"),
