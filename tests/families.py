@@ -172,6 +172,10 @@ TINY = {
     "llama_linear": tiny(
         "llama", rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=4.0)
     ),
+    "llama_proportional": tiny(
+        "llama",
+        rope_parameters=dict(rope_type="proportional", rope_theta=1e4, partial_rotary_factor=0.5),
+    ),
     "llama_dynamic": tiny(
         "llama",
         max_position_embeddings=16,
