@@ -44,7 +44,8 @@ QWEN3_VISION = {"deepstack_visual_indexes": [5, 11, 17], "depth": 24, "hidden_si
                 "num_heads": 16, "out_hidden_size": 2560, "patch_size": 16,
                 "spatial_merge_size": 2, "temporal_patch_size": 2}  # fmt: skip
 GEMMA4 = {
-    "head_dim": 256, "global_head_dim": 512, "hidden_activation": "gelu_pytorch_tanh",
+    "sliding_window": 1024, "head_dim": 256, "global_head_dim": 512,
+    "hidden_activation": "gelu_pytorch_tanh",
     "final_logit_softcapping": 30.0, "attention_bias": False, "attention_dropout": 0.0,
     "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 262144,
     "num_kv_shared_layers": 0, "use_double_wide_mlp": False, "rms_norm_eps": 1e-6,
@@ -229,18 +230,18 @@ CONFIGS = {
                        query_pre_attn_scalar=168,
                        rope_scaling={"factor": 8.0, "rope_type": "linear"}), SIGLIP),
     "Gemma 4 31B": multimodal(
-        "gemma4", text("gemma4_text", 5376, 21504, 60, 32, 16, 262144, **GEMMA4, sliding_window=1024,
+        "gemma4", text("gemma4_text", 5376, 21504, 60, 32, 16, 262144, **GEMMA4,
                        num_global_key_value_heads=4, attention_k_eq_v=True, enable_moe_block=False,
                        num_experts=None, top_k_experts=None, moe_intermediate_size=None),
         {"model_type": "gemma4_vision", "standardize": True}),
     "Gemma 4 26B-A4B": multimodal(
-        "gemma4", text("gemma4_text", 2816, 2112, 30, 16, 8, 262144, **GEMMA4, sliding_window=1024,
+        "gemma4", text("gemma4_text", 2816, 2112, 30, 16, 8, 262144, **GEMMA4,
                        num_global_key_value_heads=2, attention_k_eq_v=True, enable_moe_block=True,
                        num_experts=128, top_k_experts=8, moe_intermediate_size=704),
         {"model_type": "gemma4_vision", "standardize": True}),
     "Gemma 4 12B": multimodal(
         "gemma4_unified", text("gemma4_unified_text", 3840, 15360, 48, 16, 8, 262144, **GEMMA4,
-                               sliding_window=1024, num_global_key_value_heads=1,
+                               num_global_key_value_heads=1,
                                attention_k_eq_v=True), {"model_type": "gemma4_unified_vision"}),
     "Granite 3.0 8B": text("granite", 4096, 12800, 40, 32, 8, 49155, **GRANITE,
                            attention_dropout=0.1, max_position_embeddings=4096),

@@ -75,14 +75,15 @@ class RoutedMLPHalf:
             add_balance(work.layer, kept.routing, work.bin.n_unpadded)
         needs_branch = want_sum or arch.mlp_post_norm is not None
         if needs_branch:
-            branch, kept.gate_ups = self._experts_forward(
-                work, kept.routing, self._expert_inputs(work, source, x), keep_gate_ups)
+            read = normed(work, norms.before, source) if norms else x
+            branch, kept.gate_ups = self._experts_forward(work, kept.routing, read, keep_gate_ups)
         if self.shared_gate_up:
             shared = self._shared_forward(work, kept, inputs)
             if norms:
+                assert branch is not None, "the norm after the half needs it"
                 kept.given, kept.shared_given = branch, shared
-                branch, shared = (normed(work, name, part) for name, part in (
-                    (norms.after, branch), (norms.after_shared, shared)))
+                branch = normed(work, norms.after, branch)
+                shared = normed(work, norms.after_shared, shared)
             if needs_branch:
                 branch += shared
         keep_inputs(work, kept, inputs, self.shared_gate_up)
@@ -141,11 +142,6 @@ class RoutedMLPHalf:
         return grad
 
     # ---- the experts ----
-
-    def _expert_inputs(self, work: LayerWork, source: Tensor, x: Tensor | None) -> Tensor | None:
-        """What experts read [n, hidden]: x, the norm of `source`, or another norm of that."""
-        norms = self.arch.mixture.norms
-        return normed(work, norms.before, source) if norms else x
 
     @property
     def _activation(self) -> str | tuple[float, float]:
@@ -207,9 +203,10 @@ class RoutedMLPHalf:
         """
         routing, x = kept.routing, None
         if not kept.gate_ups or self.expert_gate_up.n_columns:  # to compute them; for A's gradient
-            x = None if self.arch.mixture.norms else kept_inputs(
-                work, kept, self.arch.mlp_norm, kept.source, self.fused_linears[0])
-            x = self._expert_inputs(work, kept.source, x)
+            if norms := self.arch.mixture.norms:
+                x = normed(work, norms.before, kept.source)
+            else:
+                x = kept_inputs(work, kept, self.arch.mlp_norm, kept.source, self.fused_linears[0])
         grad_rows, n_rows = None, len(routing.token)
         grad_weights = torch.empty(n_rows, dtype=torch.float32, device=grad.device)
         for passed in self._passes(work, routing):
