@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from fsdp_qlora.pretrained.architecture import Architecture
 
 BLOCK_TOKENS = 128  # queries, and keys, of a block; torch's kernels divide it further
+# How they do so for heads of more than 256 values, of which torch's own choice does not fit into
+# the shared memory of an H100
+WIDE_HEADS = {"num_stages": 1, "num_warps": 8, "bwd_BLOCK_M1": 16, "bwd_BLOCK_N1": 32,
+              "bwd_BLOCK_M2": 32, "bwd_BLOCK_N2": 16}
 
 # What a query may see is one number for each, the first key: keys are seen from there to the query
 # itself. A mask is a tuple: these numbers, int32 [blocks, BLOCK_TOKENS], and flex_attention's
@@ -35,7 +39,8 @@ def flex_document_attention(
         bin.masks[window] = visible_blocks(bin.position_ids, window)
     mask, chosen = bin.masks[window], (arch.attention_softcap, arch.attention_scale)
     # on a CPU it is slow, and forward alone: for tests
-    attend = compiled_flex(*chosen) if query.is_cuda else flex_function(*chosen)
+    shape = query.shape[1], *key.shape[1:]
+    attend = compiled_flex(*chosen, shape) if query.is_cuda else flex_function(*chosen)
     blocks = [in_blocks(tensor) for tensor in (query, key, value)]
     if query.is_cuda:
         for tensor in blocks:
@@ -108,6 +113,7 @@ def flex_function(softcap: float | None, scale: float | None) -> Callable[..., T
         q, k, v = (t.transpose(0, 1)[None] for t in (query, key, value))
         out, rest = flex_attention(
             q, k, v, capped if softcap else None, blocks, scale, enable_gqa=True,
+            kernel_options=WIDE_HEADS if query.shape[-1] > 256 else None,
             return_aux=AuxRequest(lse=sinks is not None))
         out = out[0].transpose(0, 1)
         if sinks is None:
@@ -120,6 +126,9 @@ def flex_function(softcap: float | None, scale: float | None) -> Callable[..., T
 
 
 @functools.cache
-def compiled_flex(softcap: float | None, scale: float | None) -> Callable[..., Tensor]:
-    """The same, compiled."""
-    return compiled_copy(flex_function(softcap, scale), f"flex_{softcap}_{scale}")
+def compiled_flex(
+    softcap: float | None, scale: float | None, shape: tuple[int, ...]
+) -> Callable[..., Tensor]:
+    """The same, compiled for such numbers of heads, (n_heads, n_kv_heads, head_dim)."""
+    name = "_".join(map(str, ("flex", softcap, scale, *shape)))
+    return compiled_copy(flex_function(softcap, scale), name)

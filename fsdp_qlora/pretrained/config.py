@@ -294,11 +294,10 @@ def describe_positions(
             ropes.append(rope)
         layer_rope.append(ropes.index(rope) if rotates else None)
     for rope in ropes:
-        part, head_dim = rope.get("partial_rotary_factor") or 1.0, rope["head_dim"]
+        part, dim = rope.get("partial_rotary_factor") or 1.0, rope["head_dim"]
         is_known = family.partial_rotary or rope["rope_type"] == "proportional" or part == 1.0
-        if rotary_dim(rope, head_dim) % 2 or not is_known:
-            raise ValueError(f"partial_rotary_factor={part} of {head_dim} dimensions is not"
-                             " supported")
+        if rotary_dim(rope, dim) % 2 or not is_known:
+            raise ValueError(f"partial_rotary_factor={part} of {dim} dimensions is not supported")
     temperature = family.query_temperature and (
         ropes[0]["llama_4_scaling_beta"], ropes[0]["original_max_position_embeddings"])
     return dict(ropes=ropes, layer_rope=layer_rope,
