@@ -38,6 +38,7 @@ YARN_LLAMA4 = YARN | dict(
 MROPE = dict(
     rope_type="default", rope_theta=10000.0, mrope_interleaved=True, mrope_section=[3, 3, 2]
 )
+MROPE_IN_ROW = dict(rope_type="default", rope_theta=10000.0, mrope_section=[3, 3, 2])
 MROPE25 = MROPE | dict(partial_rotary_factor=0.25, mrope_section=[1, 1, 0])
 GRANITE4 = dict(
     layer_types=["attention"] * 3,
@@ -110,8 +111,9 @@ def tiny(model_type, head_dim=16, **settings):
     return make
 
 
-def multimodal(model_type, text, vision_type, tied, **settings):
-    """A function vocab_size -> config with a vision tower of one layer and text's tiny config."""
+def multimodal(model_type, text, vision_type, tied, vision_too=(), **settings):
+    """A function vocab_size -> config with a vision tower of one layer, whose config also has the
+    pairs `vision_too`, and text's tiny config."""
 
     def make(vocab_size):
         vision = dict(
@@ -123,7 +125,7 @@ def multimodal(model_type, text, vision_type, tied, **settings):
             num_attention_heads=2,
             patch_size=14,
             head_dim=16,
-        )
+        ) | dict(vision_too)
         text_config = text(vocab_size).to_dict() | {"tie_word_embeddings": tied}
         return AutoConfig.for_model(
             model_type,
@@ -549,6 +551,12 @@ TINY = {
         "qwen3_vl_moe_vision",
         True,
     ),
+    "qwen2_vl": multimodal(
+        "qwen2_vl", tiny("qwen2_vl_text", None, rope_parameters=MROPE_IN_ROW), "qwen2_vl_vision",
+        False, dict(embed_dim=32, hidden_size=48, num_heads=2, depth=1).items()),  # fmt: skip
+    "qwen2_5_vl": multimodal(
+        "qwen2_5_vl", tiny("qwen2_5_vl_text", None, rope_parameters=MROPE_IN_ROW),
+        "qwen2_5_vl_vision", False),  # fmt: skip
     "muse_glimmer": multimodal(
         "muse_glimmer",
         tiny(
@@ -578,6 +586,14 @@ TINY = {
 
 
 # of some families older versions of transformers know nothing
+# Others around a text model that is there already
+OUTER = {
+    name: multimodal(name, TINY[text], vision, text == "lfm2")
+    for name, text, vision in (
+        ("llava_next", "mistral", "clip_vision_model"),
+        ("llava_onevision", "qwen2", "siglip_vision_model"),
+        ("idefics3", "llama", "idefics3_vision"), ("smolvlm", "llama", "smolvlm_vision"),
+        ("lfm2_vl", "lfm2", "siglip2_vision_model"))}  # fmt: skip
 TINY = {name: make for name, make in TINY.items() if make.model_type in CONFIG_MAPPING}
 
 

@@ -19,7 +19,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from fsdp_qlora.pretrained.architecture import (
     ACTIVATIONS, LAYER_TYPES, Architecture, AttentionGate, DeltaNet, Family, Linear, Mamba2,
     Mixture, ShortConv, rotary_dim)
-from fsdp_qlora.pretrained.families import FAMILIES, MULTIMODAL
+from fsdp_qlora.pretrained.families import FAMILIES, MULTIMODAL, TEXT_MODULES
 from fsdp_qlora.quant.nf4 import BLOCK
 
 ROPE_TYPES = {"default", "linear", "dynamic", "yarn", "longrope", "llama3"}
@@ -125,7 +125,8 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
         c, family, settings.get("quant_method") == "mxfp4", (gate_up, down)))
     prefixes = [*family.prefixes]
     if c is not model_config:
-        prefixes = ["model.language_model.", "language_model.model."]
+        module = TEXT_MODULES.get(model_config.model_type, "language_model")
+        prefixes = [f"model.{module}.", f"{module}.model.", "model."]  # the last: Qwen2-VL's files
     return Architecture(
         **values, family=c.model_type, n_layers=c.num_hidden_layers, hidden_size=hidden,
         n_heads=heads, n_kv_heads=kv_heads, head_dim=head_dim, vocab_size=c.vocab_size,

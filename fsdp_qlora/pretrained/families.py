@@ -95,6 +95,8 @@ FAMILIES: dict[str, Family] = {
     "ministral": Family(window="layer_types"),
     "ministral3": Family(window="all", query_temperature=True),
     "qwen2": Family(qkv_bias=True, window="layer_types"),
+    "qwen2_vl_text": Family(qkv_bias=True, window="layer_types"),
+    "qwen2_5_vl_text": Family(qkv_bias=True, window="layer_types"),
     "qwen3": Family(qk_norm="head", window="layer_types"),
     "qwen3_vl_text": Family(qk_norm="head"),
     "apertus": Family(**UNGATED, qk_norm="head", attention_norm="attention_layernorm",
@@ -289,4 +291,8 @@ MULTIMODAL: dict[str, tuple[str, ...]] = {
     "internvl": ("qwen2", "qwen3"), "llava": ("llama", "mistral"), "exaone4_5": ("exaone4",),
     "qwen3_5": ("qwen3_5_text",), "qwen3_5_moe": ("qwen3_5_moe_text",),
     "qwen3_vl": ("qwen3_vl_text",), "qwen3_vl_moe": ("qwen3_vl_moe_text",),
+    "qwen2_vl": ("qwen2_vl_text",), "qwen2_5_vl": ("qwen2_5_vl_text",),
+    "llava_next": ("llama", "mistral", "qwen2"), "llava_onevision": ("qwen2",),
+    "idefics3": ("llama",), "smolvlm": ("llama",), "lfm2_vl": ("lfm2",),
     "muse_glimmer": ("muse_glimmer_text",)}
+TEXT_MODULES = {"idefics3": "text_model", "smolvlm": "text_model"}  # else "language_model"
