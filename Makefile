@@ -5,14 +5,14 @@ PYTHON ?= python3
 VENV := .venv
 READY := $(VENV)/ready
 
-# What can be given on the command line, e.g. make train MODEL=models/llama DATASET=data.jsonl
+# What can be given on the command line, e.g. make train MODEL=models/llama DATASET='a.jsonl b.jsonl'
 MODEL ?=
 DATASET ?=
 OUT ?=
 NPROC ?=
 ARGS ?=
 
-train_flags = $(if $(MODEL),--model '$(MODEL)') $(if $(DATASET),--dataset '$(DATASET)') \
+train_flags = $(if $(MODEL),--model '$(MODEL)') $(if $(DATASET),--dataset $(DATASET:%='%')) \
     $(if $(OUT),--output_dir '$(OUT)') $(ARGS)
 OLDEST_VENV := .venv-oldest
 oldest = $(shell sed -n 's/^transformers>=\([0-9.]*\),.*/\1.*/p' requirements.txt)

@@ -7,24 +7,32 @@ above must not be treated alike.
 import dataclasses
 import json
 import math
+import re
 import types
 from pathlib import Path
 
 import merge_adapters
 import pytest
 import torch
+import transformers
+from conftest import one_process
 from families import TINY
 from house import parse_config
+from rows import CHATML, chat_tokenizer
+from safetensors.torch import save_file
 from test_layer import VOCABULARY
 from test_memory import H200, PLAN
 
 from fsdp_qlora.data import cache
+from fsdp_qlora.data.encode import cache_key
 from fsdp_qlora.data.rows import columns_of
 from fsdp_qlora.files import digest
 from fsdp_qlora.planner import plan as planner
 from fsdp_qlora.planner.plan import DoesNotFit, Plan, Workload, check_host, pick_plan, use_graphs
+from fsdp_qlora.pretrained.hub import base_digest
 from fsdp_qlora.run.checkpoints import MUST_MATCH, SCHEDULE, find_checkpoint, refuse_other_run
 from fsdp_qlora.run.flags import resolve_config
+from fsdp_qlora.run.logs import say_start
 from fsdp_qlora.training.divergence import why_diverged
 from fsdp_qlora.training import check
 from fsdp_qlora.training.check import check_family
@@ -216,6 +224,18 @@ def test_table_is_whole_if_each_of_its_files_is(harmed, tmp_path):
     assert cache.has_table(tmp_path) == (harmed is None)
 
 
+@pytest.mark.parametrize("rate, is_high", [(0.02, False), (0.021, True)])
+def test_start_says_what_is_unusual_and_what_the_process_has(rate, is_high, capsys):
+    """On a CPU its memory so far is a part of the peak."""
+    config, device = Config(learning_rate=rate), torch.device("cpu")
+    with one_process():
+        say_start(config, config, plan_of(3 * GIB), {}, 0, device, {})
+    out = capsys.readouterr().out
+    assert ("is far above what trains adapters" in out) == is_high
+    peak, own = map(float, re.search(r"peak (\S+) GiB: the process so far (\S+), ", out).groups())
+    assert own > 0.1 and abs(peak - own - 3) < 0.02
+
+
 # ------------------------------------------------------------------------------------------------
 # Flags
 # ------------------------------------------------------------------------------------------------
@@ -319,3 +339,50 @@ def test_changed_schedule_is_said_or_refused_once_all_is_done(name, monkeypatch,
     begun["step"] = 10
     with pytest.raises(ValueError, match="has more steps"):
         find_checkpoint(config, tmp_path, content)
+
+
+# ------------------------------------------------------------------------------------------------
+# What else tells one thing from another
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change, is_other", [
+    ({}, False), ({"sources": ["b.jsonl"]}, True), ({"contents": [["2"]]}, True),
+    ({"max_seq_len": 9}, True), ({"vocab_size": 99}, True), ({"new_names": ["a=b"]}, True),
+    ({"loss": "dpo"}, True), ({"loss": "kto"}, True), ({"version": "0.0"}, True)])  # fmt: skip
+def test_encoded_rows_are_those_of_each_setting(change, is_other, demo_directory, monkeypatch):
+    settings = {"sources": ["a.jsonl"], "contents": [["1"]], "max_seq_len": 8, "vocab_size": 98,
+                "tokenizer": chat_tokenizer(demo_directory, CHATML), "new_names": [],
+                "loss": "sft"}  # fmt: skip
+    before = cache_key(**settings)
+    if change == {"version": "0.0"}:
+        monkeypatch.setattr(transformers, "__version__", "0.0")
+    else:
+        settings |= change
+    assert (cache_key(**settings) != before) == is_other
+
+
+def test_rows_of_all_losses_of_pairs_are_the_same(demo_directory):
+    keys = {loss: cache_key(["a"], [["1"]], chat_tokenizer(demo_directory, CHATML), 8, 98, [], loss)
+            for loss in ("sft", "dpo", "ipo", "simpo", "orpo", "kto")}  # fmt: skip
+    assert len(set(keys.values())) == 3 and keys["dpo"] == keys["orpo"] != keys["kto"]
+
+
+BASES = {  # what is changed: {tensor's name: tensor}, config.json
+    "nothing": ({}, "{}"), "config.json": ({}, "{ }"), "value": ({"a": torch.ones(4, 6)}, "{}"),
+    "shape": ({"a": torch.zeros(6, 4)}, "{}"), "name": ({"b": torch.zeros(4, 6)}, "{}"),
+    "dtype": ({"a": torch.zeros(4, 6, dtype=torch.int32)}, "{}"),
+    "last value": ({"a": torch.zeros(4, 6).index_fill(1, torch.tensor([5]), 1)}, "{}"),
+    "more": ({"a": torch.zeros(4, 6), "b": torch.zeros(1)}, "{}")}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BASES)
+def test_base_model_is_told_by_its_configuration_and_tensors(what, tmp_path):
+    digests = []
+    for name in "nothing", what:
+        tensors, text = BASES[name]
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "config.json").write_text(text)
+        save_file(tensors or {"a": torch.zeros(4, 6)}, tmp_path / name / "model.safetensors")
+        digests.append(base_digest(tmp_path / name))
+    assert (digests[0] != digests[1]) == (what != "nothing")
