@@ -18,13 +18,13 @@ import transformers
 from conftest import one_process
 from families import TINY
 from house import parse_config
-from rows import CHATML, chat_tokenizer
+from rows import CHATML, chat_tokenizer, write_jsonl
 from safetensors.torch import save_file
 from test_layer import VOCABULARY
 from test_memory import H200, PLAN
 
 from fsdp_qlora.data import cache
-from fsdp_qlora.data.encode import cache_key
+from fsdp_qlora.data.prepare import cache_key, prepare_rows
 from fsdp_qlora.data.rows import columns_of
 from fsdp_qlora.files import digest
 from fsdp_qlora.planner import plan as planner
@@ -33,9 +33,9 @@ from fsdp_qlora.pretrained.hub import base_digest
 from fsdp_qlora.run.checkpoints import MUST_MATCH, SCHEDULE, find_checkpoint, refuse_other_run
 from fsdp_qlora.run.flags import resolve_config
 from fsdp_qlora.run.logs import say_start
-from fsdp_qlora.training.divergence import why_diverged
-from fsdp_qlora.training import check
+from fsdp_qlora.training import check, unlearned
 from fsdp_qlora.training.check import check_family
+from fsdp_qlora.training.divergence import why_diverged
 from fsdp_qlora.training.unlearned import unlearned_rows
 from train_fsdp_qlora import Config, fill_model
 
@@ -80,8 +80,9 @@ def check_is(passes, words):
 @pytest.mark.parametrize("kind", ["norm", "distance"])
 @pytest.mark.parametrize("share, found", [
     (0.0009, "zero"), (0.0011, "small"), (0.098, "small"), (0.102, None)])  # fmt: skip
-def test_row_of_the_head_that_was_never_learned(kind, share, found):
+def test_row_of_the_head_that_was_never_learned(kind, share, found, monkeypatch):
     """By its norm, and by how far it is from the mean row, as parts of the median."""
+    monkeypatch.setattr(unlearned, "CHUNK", 2**16)
     half = torch.randn(2000, 64, generator=torch.Generator().manual_seed(0))
     half /= half.norm(dim=1, keepdim=True)
     head = torch.cat([half, -half]) + 5 * (kind == "distance")
@@ -183,6 +184,22 @@ def test_run_that_learns_nothing_is_given_50_steps(step, loss, largest, ends):
 def test_gradient_of_zero_ends_a_run_of_large_weights(largest, ends):
     progress = {"first_loss": 3.0, "lowest_loss": None}
     assert bool(why_diverged(2, 1.0, 0.0, 10, progress, lambda: largest, True)) == ends
+
+
+def test_many_rows_of_large_tokens_stay_as_they_are(demo_directory, tmp_path, monkeypatch):
+    """Ids and lengths that 16 bits do not hold, more rows than are parsed at once."""
+    monkeypatch.setattr(unlearned, "CHUNK", 1000)
+    tokens = torch.randint(3, 200_000, (71_800,), generator=torch.Generator().manual_seed(0))
+    wanted = tokens.split([3] * 600 + [70_000])
+    path = write_jsonl(tmp_path / "rows.jsonl", [
+        {"input_ids": ids.tolist(), "labels": ids.tolist()} for ids in wanted])  # fmt: skip
+    tokenizer = chat_tokenizer(demo_directory, CHATML)
+    with one_process():
+        rows, _, _ = prepare_rows([str(path)], tokenizer, 70_000, 200_000, "2020-01-31")
+    assert len(rows) == 601 and rows.lengths.tolist() == [len(ids) for ids in wanted]
+    assert all(torch.equal(part, ids) for i, ids in enumerate(wanted) for part in rows.tokens(i))
+    counts = torch.from_numpy(unlearned.count_trained(rows, 200_000))
+    assert torch.equal(counts, tokens.bincount(minlength=200_000))
 
 
 @pytest.mark.parametrize("n", [7, 8, 9])
@@ -317,6 +334,8 @@ def test_run_with_another_value_goes_on_or_is_refused(key):
     if key in (*REFUSED, *CONTENT):
         said = rf"--{key} \[?'?another" if key in REFUSED else "other"
         with pytest.raises(ValueError, match=said):
+        words = rf"--{key} \[?'?another" if key in REFUSED else "other"
+        with pytest.raises(ValueError, match=words):
             refuse_other_run(config, Path("run"), content, begun)
     else:
         refuse_other_run(config, Path("run"), content, begun)
