@@ -26,7 +26,7 @@ newest_adapter = $(shell ls -t runs/*/adapter_model.safetensors 2>/dev/null | he
 run = $(or $(OUT),$(patsubst %/adapter_model.safetensors,%,$(newest_adapter)))
 
 # What needs no launch of several processes; and the longest of its tests, which try many random rows.
-fast := layer forms models bins files chat memory cache released
+fast := layer forms models bins files chat memory cache released limits
 slower := any_row or many_rows
 
 nvcc = $(firstword $(wildcard $(CUDA_HOME)/bin/nvcc) $(shell command -v nvcc) \
