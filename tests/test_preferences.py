@@ -351,8 +351,9 @@ def test_loss_and_rewards_of_one_pair(loss):
     config = Config(loss=loss, beta=0.4, label_smoothing=0.2 * (loss == "dpo"), simpo_gamma=0.7,
                     desirable_weight=0.8, undesirable_weight=1.5)  # fmt: skip
     numbers = [[0, 1], [2.0, 4.0], [-3.5, -4.0], [True, False]]
+    value_of_all = torch.tensor(0.01, dtype=torch.float64)
     answers = Answers(*(torch.tensor(x).view(-1, kind.n_answers) for x in numbers),
-                      step_value=torch.tensor(0.01, dtype=torch.float64))  # fmt: skip
+                      kl=value_of_all, rows_per_token=value_of_all)  # fmt: skip
     sums = [3.0, 9.0, 5.0, 0.0] if kind.trains_prompt else [3.0, 5.0]
     with one_process():
         got, metrics = bin_objective(torch.tensor(sums, dtype=torch.float64),
