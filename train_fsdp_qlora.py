@@ -610,8 +610,10 @@ def load_model(model: Model, base: Path, model_config: transformers.PretrainedCo
         (rope_frequencies(rope, arch, config.max_seq_len, model_config) for rope in arch.ropes)]
     torch.cuda.empty_cache()  # what loading used and training would use in other sizes
     seconds, grown = clock() - started, (host_memory()[1] - memory_before[0]) / 2**30
-    say_each(f"weights loaded in {seconds:.2f} s", f"{n_bytes / 1e9:.3f} GB at"
-             f" {n_bytes / 1e9 / seconds:.2f} GB/s with at most {grown:.2f} GiB more host memory")
+    unit, size = ("GB", 1e9) if n_bytes > 1e9 else ("MB", 1e6)
+    say_each(f"weights loaded in {seconds:.2f} s", f"{n_bytes / size:.2f} {unit} at"
+             f" {n_bytes / size / seconds:.2f} {unit}/s with at most {grown:.2f} GiB more host"
+             " memory")
     say_memory("after loading", device)
     return types.SimpleNamespace(sums=dict(zip(sums, map(as_hex, totals.tolist()))),
                                  prequantised=bool(nf4_states), n_parameters=names.n_parameters)

@@ -322,6 +322,50 @@ def test_kl_estimate_is_that_of_all_rows_and_not_below_0(losses, value, monkeypa
     assert reference.values_of_all(run, rows, batches) == {"kl": value}
 
 
+def log_sigmoid(x):
+    return -math.log1p(math.exp(-x))
+
+
+def log_odds(logp):
+    return logp - math.log1p(-math.exp(logp))
+
+
+# of one pair: log-probabilities -3 of 2 tokens and -5 of 4, before the first step -3.5 and -4;
+# beta 0.4, 20 % of the labels wrong, a margin of 0.7
+REWARDS = 0.4 * 0.5, 0.4 * -1.0
+BY_HAND = {  # {loss: (its value, rewards)}
+    "dpo": (-0.8 * log_sigmoid(0.6) - 0.2 * log_sigmoid(-0.6), REWARDS),
+    "ipo": ((0.5 / 2 + 1.0 / 4 - 1 / 0.8) ** 2, REWARDS),
+    "simpo": (-log_sigmoid(0.4 * (-3 / 2 + 5 / 4) - 0.7), (0.4 * -1.5, 0.4 * -1.25)),
+    # 9 is the prompt's loss, beside the good answer's 3; a step of 0.01 rows a token
+    "orpo": ((9 + 3) * 0.01 - 0.4 * log_sigmoid(log_odds(-1.5) - log_odds(-1.25)),
+             (0.4 * -1.5, 0.4 * -1.25)),
+    # two rows; 0.01 is the estimate of the KL divergence, bad answers weigh 1.5, good ones 0.8
+    "kto": (0.8 / (1 + math.exp(0.4 * (0.5 - 0.01))) + 1.5 / (1 + math.exp(-0.4 * (-1.0 - 0.01))),
+            REWARDS)}  # fmt: skip
+
+
+@pytest.mark.parametrize("loss", BY_HAND)
+def test_loss_and_rewards_of_one_pair(loss):
+    kind, (value, rewards) = LOSSES[loss], BY_HAND[loss]
+    config = Config(loss=loss, beta=0.4, label_smoothing=0.2 * (loss == "dpo"), simpo_gamma=0.7,
+                    desirable_weight=0.8, undesirable_weight=1.5)  # fmt: skip
+    numbers = [[0, 1], [2.0, 4.0], [-3.5, -4.0], [True, False]]
+    value_of_all = torch.tensor(0.01, dtype=torch.float64)
+    answers = Answers(*(torch.tensor(x).view(-1, kind.n_answers) for x in numbers),
+                      kl=value_of_all, rows_per_token=value_of_all)  # fmt: skip
+    sums = [3.0, 9.0, 5.0, 0.0] if kind.trains_prompt else [3.0, 5.0]
+    with one_process():
+        got, metrics = bin_objective(torch.tensor(sums, dtype=torch.float64),
+                                     types.SimpleNamespace(answers=answers), config)  # fmt: skip
+    assert float(got) == pytest.approx(value, rel=1e-7)
+    assert metrics[:3].tolist() == pytest.approx([value, *rewards], rel=1e-7)
+    right = {"kto": 2, "simpo": 0, "orpo": 0}.get(loss, 1)
+    assert metrics[3:].tolist()[0] == right
+    logps = (-1.5, -1.25) if kind.per_token else (-3, -5)
+    assert metrics[4:6].tolist() == pytest.approx(logps)
+
+
 @pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss != "sft"])
 def test_rows_that_pad_a_graph_count_nowhere(loss):
     kind, config = LOSSES[loss], Config(loss=loss, beta=0.5)

@@ -194,6 +194,14 @@ def test_make_passes_real_flags():
         resolve_config(parse_config(argv), world_size=2)
 
 
+def test_make_takes_several_files():
+    make = ["make", "--dry-run", "train", "MODEL=m", "DATASET=a.jsonl some/b*.jsonl", "NPROC=1"]
+    done = subprocess.run(make, cwd=ROOT, env={"PATH": os.environ["PATH"]}, capture_output=True,
+                          text=True, check=True)  # fmt: skip
+    argv = shlex.split(done.stdout.replace("\\\n", " ").partition("train_fsdp_qlora.py")[2])
+    assert parse_config(argv).dataset == ("a.jsonl", "some/b*.jsonl")
+
+
 def test_quick_tests_exist():
     """What `make test-fast` names: files, and words of tests that are left out."""
     make = ["make", "--dry-run", "test-fast"]
