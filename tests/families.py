@@ -726,7 +726,8 @@ def write_fp8(directory, config, dtype=torch.float32):
     """Write a mixture as it is released in FP8; in whole/ the values that it means, in `dtype`."""
     write_model(directory / "whole", config)
     whole = load_file(directory / "whole" / "model.safetensors")
-    fp8, linears = dict(whole), tuple(f"{end}.weight" for end in ("proj", "w1", "w2", "w3"))
+    fp8, linears = dict(whole), tuple(
+        f"{end}.weight" for end in ("proj", "proj_with_mqa", "w1", "w2", "w3"))
     for key, weight in whole.items():
         if "layers." in key and key.endswith(linears):
             fp8[key], fp8[f"{key}_scale_inv"] = to_fp8(weight.float())

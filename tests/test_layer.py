@@ -370,10 +370,10 @@ def test_gradient_with_dropout_is_that_of_the_loss(name, adapter, keeps):
             direction[where] = weights.grad[where]
     slope, losses = direction.norm(), []
     with torch.no_grad():
-        for step in 3e-3, -6e-3:
+        for step in 1e-3, -2e-3:
             weights += step * direction / slope
             losses.append(loss().item())
-    assert (losses[0] - losses[1]) / 6e-3 == pytest.approx(slope.item(), rel=1e-3)
+    assert (losses[0] - losses[1]) / 2e-3 == pytest.approx(slope.item(), rel=1e-3)
 
 
 def test_weights_are_quantised_from_the_compute_dtype():

@@ -481,5 +481,7 @@ def shrink_rope(c: PreTrainedConfig, rope: dict[str, Any], arch: Architecture) -
     c.max_position_embeddings = int(20 * ratio)
     if hasattr(c, "original_max_position_embeddings"):
         c.original_max_position_embeddings = 20
+    if arch.latent and "partial_rotary_factor" in rope:
+        rope["partial_rotary_factor"] = c.qk_rope_head_dim / c.head_dim
     for name in {"short_factor", "long_factor"} & rope.keys():
         rope[name] = rope[name][: rotary_dim(rope, 16) // 2]

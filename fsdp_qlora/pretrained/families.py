@@ -159,7 +159,7 @@ FAMILIES: dict[str, Family] = {
     "hunyuan_v1_dense": Family(**HUNYUAN),
     "lfm2": Family(**LFM2, two_thirds_wide="config.block_auto_adjust_ff_dim",
                    unused=("full_attn_idxs",)),
-    "youtu": Family(**MLA),
+    "youtu": Family(**MLA, unused=("embedding_initializer_range",)),
     "minicpm3": Family(
         **MLA | dict(rotary_interleaved=False), embedding_multiplier="config.scale_emb",
         rounded_multiplier=True, residual_scale="config.scale_depth",
