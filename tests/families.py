@@ -58,6 +58,22 @@ DELTA_NET = dict(
     linear_key_head_dim=16,
     linear_value_head_dim=32,
 )
+LATENT = dict(
+    num_key_value_heads=4,
+    q_lora_rank=64,
+    kv_lora_rank=64,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=16,
+)
+YARN_MLA = dict(rope_parameters=YARN | dict(mscale=0.8, mscale_all_dim=1.2))
+DEEPSEEK = dict(
+    moe_intermediate_size=32,
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    n_shared_experts=2,
+    first_k_dense_replace=1,
+)
 FALCON = dict(
     mamba_d_ssm=96,
     mamba_n_heads=4,
@@ -405,6 +421,32 @@ TINY = {
         routed_scaling_factor=2.5,
         rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5),
     ),
+    "youtu": tiny("youtu", None, **LATENT | dict(num_attention_heads=6, num_key_value_heads=6)),
+    "minicpm3": tiny("minicpm3", None, **LATENT, scale_emb=12, scale_depth=1.4, dim_model_base=32),
+    "glm4_moe_lite": tiny(
+        "glm4_moe_lite", None, **LATENT | dict(v_head_dim=24), moe_intermediate_size=32,
+        n_routed_experts=8, num_experts_per_tok=3,
+        mlp_layer_types=["dense", "sparse", "sparse"]),
+    "deepseek_v3": tiny(
+        "deepseek_v3", None, **LATENT | YARN_MLA, **DEEPSEEK, n_group=4, topk_group=2,
+        routed_scaling_factor=2.5),
+    "deepseek_v3_moonlight": tiny(
+        "deepseek_v3", None, **LATENT | dict(q_lora_rank=None), **DEEPSEEK, n_group=1,
+        topk_group=1, rope_interleave=False),
+    "deepseek_v2": tiny(
+        "deepseek_v2", None, **LATENT | YARN_MLA, **DEEPSEEK, n_group=4, topk_group=2,
+        topk_method="group_limited_greedy", routed_scaling_factor=4.0),
+    "deepseek_v2_lite": tiny(
+        "deepseek_v2", None, **LATENT | dict(q_lora_rank=None), **DEEPSEEK, n_group=4,
+        topk_group=2),
+    "mistral4": multimodal(
+        "mistral3", tiny(
+            "mistral4", None, **LATENT, **DEEPSEEK, n_group=1, topk_group=1,
+            rope_parameters=YARN_LLAMA4),
+        "pixtral", False),
+    "kimi_k25": multimodal(
+        "kimi_k25", tiny("deepseek_v3", None, **LATENT, **DEEPSEEK, n_group=1, topk_group=1),
+        "kimi_k25_vision", False),
     "dots1": tiny(
         "dots1",
         None,
@@ -700,7 +742,8 @@ def write_fp8(directory, config, dtype=torch.float32):
     """Write a mixture as it is released in FP8; in whole/ the values that it means, in `dtype`."""
     write_model(directory / "whole", config)
     whole = load_file(directory / "whole" / "model.safetensors")
-    fp8, linears = dict(whole), tuple(f"{end}.weight" for end in ("proj", "w1", "w2", "w3"))
+    fp8, linears = dict(whole), tuple(
+        f"{end}.weight" for end in ("proj", "proj_with_mqa", "w1", "w2", "w3"))
     for key, weight in whole.items():
         if "layers." in key and key.endswith(linears):
             fp8[key], fp8[f"{key}_scale_inv"] = to_fp8(weight.float())

@@ -43,6 +43,7 @@ from fsdp_qlora.model.experts import RoutedMLPHalf
 from fsdp_qlora.pretrained.config import (
     describe_model, rope_frequencies, shrunk_config, text_config)
 from fsdp_qlora.planner.costs import predict_memory
+from fsdp_qlora.model.latent import LatentMixing
 from fsdp_qlora.model.layer import make_layouts
 from fsdp_qlora.model.model import Model, measure_weight_norms
 from fsdp_qlora.model.shards import set_local
@@ -255,7 +256,7 @@ def test_gate_of_attention_equals_autograd(linear, per_head, activation):
     torch.testing.assert_close(got, leaf.grad)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "glm4"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "glm4", "youtu"])
 def test_gradients_are_the_same_whatever_is_kept_on_the_host(name):
     """Bins of several lengths; the first layers keep x, or the sum after attention as well, the
     last ones what their MLP needs."""
@@ -311,7 +312,7 @@ def test_what_is_computed_again_is_there_once(name, keeps, monkeypatch):
 
 
 @pytest.mark.parametrize("kept", KEPT)
-@pytest.mark.parametrize("name", ["llama", "qwen2", "phi3", "cohere", "glm4", "arcee"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "phi3", "cohere", "glm4", "arcee", "youtu"])
 @pytest.mark.parametrize("adapter", ["rslora", "dora"])
 def test_other_adapters_equal_peft(adapter, name, kept, monkeypatch):
     assert_equal(kept, monkeypatch, name, adapter=adapter)
@@ -329,7 +330,8 @@ def test_adapters_of_some_linears_equal_peft(targets, name, adapter, kept, monke
 
 
 @pytest.mark.parametrize("kept", KEPT)
-@pytest.mark.parametrize("name, adapter", [("qwen3", "lora"), ("glm4", "lora"), ("llama", "dora")])
+@pytest.mark.parametrize("name, adapter", [
+    ("qwen3", "lora"), ("glm4", "lora"), ("llama", "dora"), ("youtu", "dora")])  # fmt: skip
 def test_bf16_reads_nothing_that_was_not_written(name, adapter, kept, monkeypatch):
     """Until a tensor is written it is NaN here, and products by 0 are no way to write it. With rows
     of whole cache lines CPUs take another path."""
@@ -347,7 +349,8 @@ def test_bf16_reads_nothing_that_was_not_written(name, adapter, kept, monkeypatc
 
 
 @pytest.mark.parametrize("keeps", ["all", "x"])
-@pytest.mark.parametrize("name, adapter", [("llama", "lora"), ("glm4", "lora"), ("qwen2", "dora")])
+@pytest.mark.parametrize("name, adapter", [
+    ("llama", "lora"), ("glm4", "lora"), ("qwen2", "dora"), ("youtu", "lora")])  # fmt: skip
 def test_gradient_with_dropout_is_that_of_the_loss(name, adapter, keeps):
     """By the loss a little to both sides, for the first layer, which the second one's x leads to.
     With the model's own dropout too, and in glm4 a norm after it, as no released model has both.
@@ -370,10 +373,10 @@ def test_gradient_with_dropout_is_that_of_the_loss(name, adapter, keeps):
             direction[where] = weights.grad[where]
     slope, losses = direction.norm(), []
     with torch.no_grad():
-        for step in 3e-3, -6e-3:
+        for step in 1e-3, -2e-3:
             weights += step * direction / slope
             losses.append(loss().item())
-    assert (losses[0] - losses[1]) / 6e-3 == pytest.approx(slope.item(), rel=1e-3)
+    assert (losses[0] - losses[1]) / 2e-3 == pytest.approx(slope.item(), rel=1e-3)
 
 
 def test_weights_are_quantised_from_the_compute_dtype():
@@ -411,6 +414,8 @@ def test_each_layer_has_the_layout_of_its_kind():
             for _, one in of.branches if halves != "mlp" else ():
                 if isinstance(one, AttentionMixing):
                     kind[:2] = one.window, one.rope
+                elif isinstance(one, LatentMixing):
+                    kind[1] = one.rope
                 else:
                     kind[2:3] = [x for x in arch.mixers if arch.mixers[x] is one.mixer]
             found.append(tuple(kind))
@@ -884,7 +889,8 @@ def test_window_counts_from_the_first_document_that_is_longer(n, windowed):
     half = make_layouts(arch, (), CONFIG)[0].mixing.mixing
     work = types.SimpleNamespace(bin=bin, layer=types.SimpleNamespace(index=0),
                                  vector=lambda name, part: None)  # fmt: skip
-    assert half.attend(work, None, None, None) == (("window", 7) if windowed else ("full", None))
+    got = attention.attend(work, arch, half.window, None, None, None)
+    assert got == (("window", 7) if windowed else ("full", None))
     q, k, v = (torch.randn(n, heads, arch.head_dim) for heads in (4, 2, 2))
     got, full = (document_attention(q, k, v, None, bin, arch, window, 0) for window in (7, None))
     assert torch.equal(got[:7], full[:7]) or torch.allclose(got[:7], full[:7], atol=1e-5)

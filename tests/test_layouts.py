@@ -52,21 +52,25 @@ def layouts(name):
     found = [RELEASED.get(name, "per expert"), FUSED, *BITS]
     if name == "minimax_m2" or name.startswith("qwen3_5"):
         found.remove("NF4 of transformers 4")
+    if name in ("mistral4", "kimi_k25"):  # transformers saves no 4-bit copy of them
+        found = found[name == "kimi_k25" : 2]  # and its own files of this one it cannot read
     if name == "gpt_oss":  # it is fused in its files, too
         found.remove(FUSED)
         found.append("MXFP4")
-    return found + ["FP8"] * (name in ("qwen3_moe", "minimax_m2"))
+    return found + ["FP8"] * (name in ("qwen3_moe", "minimax_m2", "deepseek_v3"))
 
 
 MIXTURES = [name for name, make in MODELS.items() if describe_model(make(320)).mixture]
-OWN_TENSORS = "apertus", "muse_glimmer", "lfm2", "qwen3_5", "granite4_h", "falcon_h1"
+OWN_TENSORS = ("apertus", "muse_glimmer", "lfm2", "qwen3_5", "granite4_h", "falcon_h1", "youtu",
+               "minicpm3")  # fmt: skip
 DENSE = [(name, "as saved") for name in OWN_TENSORS if name in TINY]
 CASES = DENSE + [(name, layout) for name in MIXTURES for layout in layouts(name)]
 QUICK = [
     ("mixtral", "w1, w2, w3"), ("afmoe", "per expert"), ("granitemoe", "input_linear"),
     ("qwen3_vl_moe", "transposed"), ("qwen3_moe", FUSED), ("mixtral", "NF4 of transformers 5"),
     ("qwen2_moe", "NF4 of transformers 4"), ("granitemoe", "NF4 of transformers 4"),
-    ("gpt_oss", "MXFP4"), ("minimax_m2", "FP8"), (MANY, FUSED), *DENSE]  # fmt: skip
+    ("gpt_oss", "MXFP4"), ("minimax_m2", "FP8"), (MANY, FUSED), ("glm4_moe_lite", "per expert"),
+    ("deepseek_v3", "FP8"), *DENSE]  # fmt: skip
 assert set(QUICK) < set(CASES)
 # of each layout that a rank reads its part of otherwise
 QUICK_ON_TWO = QUICK[3:7] + QUICK[8:10] + DENSE[:1]

@@ -51,6 +51,7 @@ class RecordedMixing:
         kept.mixed = kept.projected = None
         return grad
 
+    fused_linears = ()
     query_width = 0
 
     @property

@@ -1,7 +1,7 @@
 """The half of a layer that mixes tokens: x + out(mixing(inputs(norm(x)))), forward and backward,
 and what it costs.
 
-The mixings are AttentionMixing of attention and RecordedMixing of mixers.
+The mixings are AttentionMixing of attention, LatentMixing of latent and RecordedMixing of mixers.
 """
 
 from __future__ import annotations
@@ -41,6 +41,10 @@ class Mixing(Protocol):
     def backward(self, work: LayerWork, kept: types.SimpleNamespace, grad: Tensor) -> Tensor:
         """The gradient of what was projected, from that of what forward() returned. Takes what it
         needs out of `kept`."""
+
+    @property
+    def fused_linears(self) -> tuple[FusedLinear, ...]:
+        """Those that it has itself, between the two products of the half."""
 
     @property
     def projected_width(self) -> int:
@@ -84,7 +88,12 @@ class MixingHalf:
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
-        return self.inputs, *(out for out, _ in self.branches)
+        return self.inputs, *(out for out, _ in self.branches), *self.between
+
+    @property
+    def between(self) -> tuple[FusedLinear, ...]:
+        """Those of the mixings themselves."""
+        return tuple(fused for _, mixing in self.branches for fused in mixing.fused_linears)
 
     def forward(
         self, work: LayerWork, x: Tensor, want_sum: bool = True
@@ -166,15 +175,16 @@ class MixingHalf:
         hold_weights = plan.hold_weights and recomputed
         values = self.recomputed_values if recomputed else 0
         values += self.inputs.width + 2 * self.arch.hidden_size  # gradients: of x and of the sum
-        others = weight_bytes(self.inputs, item, hold_weights)
-        if hold_weights:
-            others += sum(weight_bytes(out, item, hold_weights) for out, _ in self.branches)
+        held = self.fused_linears if hold_weights else (self.inputs, *self.between)
+        weights = [weight_bytes(fused, item, hold_weights) for fused in held]
+        others = sum(weights) if hold_weights else max(weights)
         others += sum(mixing.live_bytes(plan) for _, mixing in self.branches)
         return values * plan.bin_tokens * item + others
 
     def recomputed_weights(self, want_sum: bool) -> int:
         """Weights that are multiplied again when forward() is recomputed."""
-        return self.inputs.n_weights + want_sum * sum(out.n_weights for out, _ in self.branches)
+        always = sum(fused.n_weights for fused in (self.inputs, *self.between))
+        return always + want_sum * sum(out.n_weights for out, _ in self.branches)
 
     @property
     def elementwise_values(self) -> int:

@@ -17,8 +17,8 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fsdp_qlora.pretrained.architecture import (
-    ACTIVATIONS, LAYER_TYPES, Architecture, AttentionGate, DeltaNet, Family, Linear, Mamba2,
-    Mixture, ShortConv, rotary_dim)
+    ACTIVATIONS, LAYER_TYPES, Architecture, AttentionGate, DeltaNet, Family, LatentAttention,
+    Linear, Mamba2, Mixture, ShortConv, rotary_dim)
 from fsdp_qlora.pretrained.families import FAMILIES, MULTIMODAL, TEXT_MODULES
 from fsdp_qlora.quant.nf4 import BLOCK
 
@@ -44,7 +44,8 @@ KNOWN_FIELDS = set("""vocab_size hidden_size intermediate_size num_hidden_layers
     """.split())
 
 
-AnyRecord = TypeVar("AnyRecord", Family, Mixture, AttentionGate, ShortConv, DeltaNet, Mamba2)
+AnyRecord = TypeVar("AnyRecord", Family, Mixture, AttentionGate, LatentAttention, ShortConv,
+                    DeltaNet, Mamba2)
 
 
 def text_config(model_config: PreTrainedConfig) -> PreTrainedConfig:
@@ -67,7 +68,7 @@ def check_model(model_config: PreTrainedConfig) -> None:
     if getattr(c, "is_causal", True) is False:
         raise ValueError(f"{name}: is_causal=False is not supported: only causal attention is")
     family = FAMILIES[c.model_type]
-    records = (family, *filter(None, (family.mixture, family.attention_gate)),
+    records = (family, *filter(None, (family.mixture, family.attention_gate, family.latent)),
                *family.mixers.values())
     values = [value for record in records for value in vars(record).values()]
     known = {str(value).removeprefix("config.") for value in values}
@@ -102,7 +103,9 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
     if odd := [n for n in (heads, *by_layer) if n % kv_heads]:
         raise ValueError(f"{odd[0]} attention heads are no multiple of {kv_heads} key-value heads")
     head_dim = getattr(c, "head_dim", None) or hidden // heads
-    values.update(describe_positions(c, family, head_dim))
+    if latent := family.latent:
+        kv_heads, head_dim = heads, latent.nope + latent.rope
+    values.update(describe_positions(c, family, latent.rope if latent else head_dim))
     if not (family.qk_norm and family.qk_norm_if):
         values.update(qk_norm=None, q_norm=None, k_norm=None)
     if not family.post_norm_if:
@@ -112,10 +115,15 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
     if family.sqrt_embedding:
         values["embedding_multiplier"] = hidden**0.5
     values["attention_scale"] *= family.key_multiplier * family.attention_in_multiplier**2
+    if latent:
+        values["attention_scale"] *= yarn_factor(values["ropes"][0])
+    if family.residual_scale is not None:
+        values["residual_multiplier"] = family.residual_scale / c.num_hidden_layers**0.5
     values["final_norm_kind"] = family.final_norm_kind or family.norm
     if family.post_norm_eps is None:
         values["post_norm_eps"] = family.norm_eps
-    values["logits_multiplier"] = family.logits_multiplier / family.logits_divisor
+    divisor = hidden / family.logits_width if family.logits_width else family.logits_divisor
+    values["logits_multiplier"] = family.logits_multiplier / divisor
     values["attention_dropout"] = family.attention_dropout or 0.0
     settings = getattr(model_config, "quantization_config", None) or {}
     n_in = inner * (1 + family.gated) // len(family.mlp_in)  # outputs of each of these linears
@@ -139,6 +147,14 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
         head_names=["lm_head.weight", "language_model.lm_head.weight"][: len(prefixes)])
 
 
+def yarn_factor(rope: dict[str, Any]) -> float:
+    """What DeepSeek's yarn multiplies attention_scale by."""
+    scale, factor = rope.get("mscale_all_dim"), rope.get("factor") or 1.0
+    if rope["rope_type"] == "default" or not scale or factor <= 1:
+        return 1.0
+    return float((0.1 * scale * math.log(factor) + 1) ** 2)
+
+
 def mlp_width(c: PreTrainedConfig, family: Family) -> int | None:
     """The width of gate and up, each; None if the config does not say."""
     inner = family.intermediate_size
@@ -153,7 +169,7 @@ def fill_record(record: AnyRecord, c: PreTrainedConfig) -> AnyRecord:
     declares no such field. A list of one value per layer, all equal, becomes that value."""
     values, declared = dict(vars(record)), {field.name for field in dataclasses.fields(c)}
     for key, value in values.items():
-        if key in ("mixture", "attention_gate") and value:
+        if key in ("mixture", "attention_gate", "latent") and value:
             values[key] = fill_record(value, c)
         elif key == "mixers":
             values[key] = {name: fill_record(mixer, c) for name, mixer in value.items()}
@@ -181,6 +197,8 @@ def describe_experts(
     if not all(isinstance(n, int) and n > 0 for n in sizes) or mixture.top_k > mixture.n_experts:
         raise ValueError(f"{sizes[0]} experts, {sizes[1]} for a token, of size {sizes[2]} are not"
                          " supported")
+    if mixture.groups_if not in (True, "group_limited_greedy"):
+        mixture = dataclasses.replace(mixture, n_groups=1)
     routed = routed_layers(c, family)
     if not any(routed):
         return none
@@ -207,7 +225,7 @@ def describe_experts(
     shared = dense if mixture.shared_mlp else shared
     gate_ups, downs = zip(*map(expert, range(mixture.n_experts)))
     experts = [list(itertools.chain(*linears)) for linears in (gate_ups, downs)]
-    return {"layer_routed": routed, **dict(zip(names, (*shared, *experts)))}
+    return {"layer_routed": routed, "mixture": mixture, **dict(zip(names, (*shared, *experts)))}
 
 
 def routed_layers(c: PreTrainedConfig, family: Family) -> list[bool]:
@@ -262,6 +280,11 @@ def describe_positions(c: PreTrainedConfig, family: Family, head_dim: int) -> di
             raise ValueError(f"rope_parameters {c.rope_parameters} are not supported")
         if family.query_temperature and not rope.get("llama_4_scaling_beta"):
             raise ValueError(f"rope_parameters {rope} have no llama_4_scaling_beta")
+        if family.latent and rope.get("partial_rotary_factor"):  # in Mistral 4: of all of a head
+            whole = family.latent.nope + family.latent.rope
+            if int(rope.pop("partial_rotary_factor") * whole) != head_dim:
+                raise ValueError(f"rope_parameters {c.rope_parameters} do not rotate"
+                                 f" qk_rope_head_dim={head_dim} dimensions")
         if family.ntk_alpha and rope["rope_type"] == "dynamic" and rope.get("alpha"):
             theta = rope["rope_theta"] * rope["alpha"] ** (head_dim / (head_dim - 2))
             rope = {"rope_type": "default", "rope_theta": theta}  # no longer depends on length
@@ -306,7 +329,7 @@ def rope_frequencies(
     """(fp32 [rotary_dim / 2] inverse frequencies, factor on cos and sin) of one of arch.ropes; for
     longrope [2, rotary_dim / 2], for short documents and for long ones. max_seq_len chooses the
     base of "dynamic" once, for all batches."""
-    dim = rotary_dim(rope, arch.head_dim)
+    dim = rotary_dim(rope, arch.rotary_head_dim)
     if rope["rope_type"] == "default":
         exponents = torch.arange(0, dim, 2, dtype=torch.float) / dim
         return 1.0 / rope["rope_theta"] ** exponents, 1.0
@@ -392,6 +415,7 @@ def shrinking_changes(
         # 16 are as wide as the hidden states only if the model's heads are
         ("always", {"hidden_size": 64 if heads_width == arch.hidden_size else 128}),
         ("if declared", {"head_dim": 16}),
+        *latent_changes(arch, c),
         # shorter than the checked documents
         ("if used", {"sliding_window": 5}),
         # the released ones may lie outside the small vocabulary
@@ -426,6 +450,19 @@ def expert_changes(arch: Architecture, c: PreTrainedConfig) -> list[tuple[str, d
         ("if declared", {"moe_layer_end_index": 1})]
 
 
+def latent_changes(arch: Architecture, c: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
+    """The rows of shrinking_changes() for latent attention. Values stay narrower than queries, or
+    as wide as they are."""
+    latent = arch.latent
+    if not latent:
+        return []
+    value = 64 if latent.value == arch.head_dim else 32
+    sizes = {"qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "qk_head_dim": 64, "v_head_dim": value}
+    if c.head_dim == arch.head_dim:
+        sizes |= {"head_dim": 64}
+    return [("if declared", {"kv_lora_rank": 64, **sizes}), ("if used", {"q_lora_rank": 128})]
+
+
 def mamba_changes(arch: Architecture, c: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
     """The rows of shrinking_changes() for Mamba-2: 4 heads, of whole blocks of 64 weights."""
     record = next((x for x in FAMILIES[arch.family].mixers.values() if isinstance(x, Mamba2)), None)
@@ -445,5 +482,7 @@ def shrink_rope(c: PreTrainedConfig, rope: dict[str, Any], arch: Architecture) -
     c.max_position_embeddings = int(20 * ratio)
     if hasattr(c, "original_max_position_embeddings"):
         c.original_max_position_embeddings = 20
+    if arch.latent and "partial_rotary_factor" in rope:
+        rope["partial_rotary_factor"] = c.qk_rope_head_dim / c.head_dim
     for name in {"short_factor", "long_factor"} & rope.keys():
         rope[name] = rope[name][: rotary_dim(rope, 16) // 2]

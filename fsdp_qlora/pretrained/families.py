@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 from fsdp_qlora.pretrained.architecture import (
-    AttentionGate, DeltaNet, Family, Mamba2, Mixture, ShortConv)
+    AttentionGate, DeltaNet, Family, LatentAttention, Mamba2, Mixture, ShortConv)
 
 SHAPES: dict[str, dict[str, Any]] = {  # what --random_weights knows without a config.json
     name: dict(
@@ -63,6 +63,9 @@ DEEPSEEK: dict[str, Any] = dict(
     correction="mlp.gate.e_score_correction_bias", n_groups="config.n_group",
     top_groups="config.topk_group", normalised="config.norm_topk_prob",
     sum_eps=1e-20, scale="config.routed_scaling_factor", rounded=False)
+MLA: dict[str, Any] = dict(
+    latent=LatentAttention(), qkv_bias=False, out_bias=False, mlp_bias=False,
+    rotary_interleaved="config.rope_interleave")
 HUNYUAN: dict[str, Any] = dict(
     qk_norm="head", qk_norm_after_rotary=True, ntk_alpha=True,
     q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm")
@@ -158,6 +161,11 @@ FAMILIES: dict[str, Family] = {
     "hunyuan_v1_dense": Family(**HUNYUAN),
     "lfm2": Family(**LFM2, two_thirds_wide="config.block_auto_adjust_ff_dim",
                    unused=("full_attn_idxs",)),
+    "youtu": Family(**MLA, unused=("embedding_initializer_range",)),
+    "minicpm3": Family(
+        **MLA | dict(rotary_interleaved=False), embedding_multiplier="config.scale_emb",
+        rounded_multiplier=True, residual_scale="config.scale_depth",
+        logits_width="config.dim_model_base"),
     # AutoModelForCausalLM takes the text model out of a multimodal one, and saves it under the
     # names that it had there
     "qwen3_5_text": Family(
@@ -196,6 +204,13 @@ FAMILIES: dict[str, Family] = {
         fp32_router=True, rounded=False)),
     "glm4_moe": Family(out_bias=False, partial_rotary=True, qk_norm="head",
                        qk_norm_if="config.use_qk_norm", mixture=Mixture(**DEEPSEEK)),
+    "glm4_moe_lite": Family(**MLA, mixture=Mixture(**DEEPSEEK | dict(first_dense=0))),
+    "deepseek_v3": Family(**MLA, mixture=Mixture(**DEEPSEEK)),
+    "deepseek_v2": Family(**MLA | dict(rotary_interleaved=True), mixture=Mixture(**DEEPSEEK | dict(
+        scores="softmax", correction=None, normalised=False, group_best=1,
+        groups_if="config.topk_method"))),
+    "mistral4": Family(**MLA, query_temperature=True, mixture=Mixture(**DEEPSEEK | dict(
+        fp32_router=False, scores="softmax", rounded_scores=True, correction=None, rounded=True))),
     "dots1": Family(qk_norm="head", window="layer_types", mixture=Mixture(**DEEPSEEK)),
     "solar_open": Family(out_bias=False, intermediate_size="config.moe_intermediate_size",
                          mixture=Mixture(**DEEPSEEK)),
@@ -287,7 +302,8 @@ FAMILIES: dict[str, Family] = {
         adapters="stacked"))}
 # {outer model type: those of the text models}; the outer one changes no logits
 MULTIMODAL: dict[str, tuple[str, ...]] = {
-    "gemma3": ("gemma3_text",), "mistral3": ("mistral", "ministral3"),
+    "gemma3": ("gemma3_text",), "mistral3": ("mistral", "ministral3", "mistral4"),
+    "kimi_k25": ("deepseek_v3",),
     "internvl": ("qwen2", "qwen3"), "llava": ("llama", "mistral"), "exaone4_5": ("exaone4",),
     "qwen3_5": ("qwen3_5_text",), "qwen3_5_moe": ("qwen3_5_moe_text",),
     "qwen3_vl": ("qwen3_vl_text",), "qwen3_vl_moe": ("qwen3_vl_moe_text",),
