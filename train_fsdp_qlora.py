@@ -853,8 +853,8 @@ def log_evaluation(run: Run, log: Log | None, step: int) -> tuple[bool, bool]:
 
 
 def run_steps(run: Run, done: int) -> list[Record]:
-    """The training loop: steps, evaluations, metrics, checkpoints. Returns a dry run's records of
-    metrics, one a step. All ranks must call this."""
+    """The training loop: steps, evaluations, metrics, checkpoints. With
+    --random_weights it returns the records of metrics, one a step. All ranks must call this."""
     config, plan, status, records = run.config, run.plan, run.status, []
     epochs = config.max_steps * config.batch_size / len(run.rows)
     n = dist.get_world_size()

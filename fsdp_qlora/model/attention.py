@@ -90,7 +90,7 @@ class AttentionMixing:
         return *work.bin.ropes[self.rope], *norms, self.arch
 
     fused_linears = ()
-    elementwise_values = 0  # those of its halves' norms are counted there
+    elementwise_values = 0  # MixingHalf counts what norms take
 
     @property
     def query_width(self) -> int:

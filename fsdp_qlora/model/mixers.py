@@ -1,6 +1,8 @@
-"""Mixings of tokens other than softmax attention: LFM2's short convolution, the gated delta net.
+"""Mixings of tokens other than softmax attention: LFM2's short convolution, the gated delta net,
+Mamba-2; the convolution and the norm that they share.
 
-Which layers have one is in families. None sees across the bounds of documents.
+Which layers have one is in families; what their letters mean, in architecture. None sees across the
+bounds of documents.
 """
 
 from __future__ import annotations

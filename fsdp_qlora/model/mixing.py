@@ -79,8 +79,8 @@ class MixingHalf:
     inputs: FusedLinear  # of attention: q, k and v
     out: FusedLinear
     mixing: Mixing
-    beside: tuple[FusedLinear, Mixing] | None = None  # another one of the last of the inputs'
-    #                                                   outputs, and what gives its output
+    # a second (out, mixing), which reads what `mixing` leaves of what the inputs give; both add up
+    beside: tuple[FusedLinear, Mixing] | None = None
 
     @property
     def branches(self) -> tuple[tuple[FusedLinear, Mixing], ...]:
@@ -189,4 +189,5 @@ class MixingHalf:
     @property
     def elementwise_values(self) -> int:
         """Values that elementwise work reads or writes, forward and backward; measured."""
-        return 15 * self.arch.hidden_size + self.mixing.elementwise_values
+        return 15 * self.arch.hidden_size + sum(
+            mixing.elementwise_values for _, mixing in self.branches)
