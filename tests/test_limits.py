@@ -24,8 +24,10 @@ from test_layer import VOCABULARY
 from test_memory import H200, PLAN
 
 from fsdp_qlora.data import cache
+from fsdp_qlora.data.encode import check_tokens
 from fsdp_qlora.data.prepare import cache_key, prepare_rows
 from fsdp_qlora.data.rows import columns_of
+from fsdp_qlora.data.sources import RefusedRow
 from fsdp_qlora.files import digest
 from fsdp_qlora.planner import plan as planner
 from fsdp_qlora.planner.plan import DoesNotFit, Plan, Workload, check_host, pick_plan, use_graphs
@@ -200,6 +202,13 @@ def test_many_rows_of_large_tokens_stay_as_they_are(demo_directory, tmp_path, mo
     assert all(torch.equal(part, ids) for i, ids in enumerate(wanted) for part in rows.tokens(i))
     counts = torch.from_numpy(unlearned.count_trained(rows, 200_000))
     assert torch.equal(counts, tokens.bincount(minlength=200_000))
+
+
+@pytest.mark.parametrize("token, is_refused", [(97, False), (98, True)])
+def test_token_must_be_in_the_vocabulary(token, is_refused):
+    for ids, labels in ((5, token), (5, token)), ((5, 6), (5, token)):
+        error = check_tokens(columns_of(ids, labels, 8), 8, 98)
+        assert isinstance(error, RefusedRow) == is_refused and (error is None) != is_refused
 
 
 @pytest.mark.parametrize("n", [7, 8, 9])

@@ -864,7 +864,8 @@ def test_answers_with_the_same_tokens_are_left_out(tokenizer, tmp_path):
 def test_answers_to_one_question_are_held_out_together(loss, n, tokenizer, tmp_path):
     """And no answer that is held out is mismatched to what is trained, nor the other way round."""
     path = write_jsonl(tmp_path / "rows.jsonl", [
-        {"prompt": f"{i} or", "chosen": f" yes {i}", "rejected": f" no {i}"} for i in range(10)])
+        {"prompt": f"{i} or" * (1 + i % 2 * 3), "chosen": f" yes {i}" * (4 - i % 2 * 3),
+         "rejected": f" no {i}"} for i in range(10)])  # fmt: skip
     config = Config(dataset=(str(path),), eval_dataset=("0.3",), loss=loss, max_seq_len=64)
     with one_process():
         parts = prepare_data(config, tmp_path, tokenizer, len(tokenizer), "2026-01-01")
@@ -875,6 +876,12 @@ def test_answers_to_one_question_are_held_out_together(loss, n, tokenizer, tmp_p
         if loss == "kto":
             assert {*rows.mismatched.answer_starts.tolist()} == {
                 *(rows.starts + rows.prompt_lengths).tolist()}  # fmt: skip
+            answers = dict(zip((rows.starts + rows.prompt_lengths).tolist(),
+                               (rows.lengths - rows.prompt_lengths).tolist()))  # fmt: skip
+            whole = [n + answers[start] for n, start in zip(
+                rows.prompt_lengths.tolist(), rows.mismatched.answer_starts.tolist())]
+            assert rows.mismatched.lengths.tolist() == whole  # no more is cut than 64 tokens
+            assert len(rows) < 7 or max(whole) > rows.lengths.max()
 
 
 def test_rows_of_another_loss_or_label_are_other_rows(tokenizer, tmp_path):
