@@ -77,7 +77,7 @@ DEEPSEEK = dict(
 FALCON = dict(
     mamba_d_ssm=96,
     mamba_n_heads=4,
-    mamba_n_groups=2,
+    mamba_n_groups=1,
     mamba_d_state=16,
     lm_head_multiplier=0.3,
     embedding_multiplier=5.656854249492381,
@@ -277,7 +277,7 @@ TINY = {
             layer_types=["mamba", "attention", "mamba"],
             mamba_n_heads=4,
             mamba_d_state=16,
-            mamba_n_groups=2,
+            mamba_n_groups=1,
         ),
     ),
     "falcon_h1": tiny("falcon_h1", mamba_norm_before_gate=False, mamba_rms_norm=True, **FALCON),
