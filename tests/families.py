@@ -74,6 +74,7 @@ DEEPSEEK = dict(
     n_shared_experts=2,
     first_k_dense_replace=1,
 )
+INDEXER = dict(index_head_dim=16, index_n_heads=2)
 FALCON = dict(
     mamba_d_ssm=96,
     mamba_n_heads=4,
@@ -439,6 +440,11 @@ TINY = {
     "deepseek_v2_lite": tiny(
         "deepseek_v2", None, **LATENT | dict(q_lora_rank=None), **DEEPSEEK, n_group=4,
         topk_group=2),
+    "deepseek_v32": tiny(
+        "deepseek_v32", None, **LATENT | YARN_MLA, **DEEPSEEK, **INDEXER, n_group=4, topk_group=2),
+    "glm_moe_dsa": tiny(
+        "glm_moe_dsa", None, **LATENT | dict(v_head_dim=24), **DEEPSEEK, **INDEXER,
+        indexer_types=["full", "shared", "full"]),
     "mistral4": multimodal(
         "mistral3", tiny(
             "mistral4", None, **LATENT, **DEEPSEEK, n_group=1, topk_group=1,

@@ -295,7 +295,7 @@ def test_config_that_cannot_be_used_is_refused(start, model, config):
         ({"model_type": "clip"}, ["clip"]),  # no language model
         ({"model_type": "phimoe", **SMALL}, ["phimoe", "a router not known, num_local_experts=16"]),
         ({"model_type": "jamba", **SMALL}, ["jamba"]),  # another state space
-        ({"model_type": "deepseek_v3", **SMALL}, ["deepseek_v3", "latent attention, kv_lora_rank"]),
+        ({"model_type": "longcat_flash", **SMALL}, ["longcat_flash"]),  # two attentions in a layer
         ({"model_type": "bamba", **SMALL}, ["bamba"]),
         ({"model_type": "recurrent_gemma", **SMALL}, ["recurrent_gemma"]),
         ({"model_type": "mamba"}, ["mamba"]),

@@ -57,7 +57,7 @@ def layouts(name):
     if name == "gpt_oss":  # it is fused in its files, too
         found.remove(FUSED)
         found.append("MXFP4")
-    return found + ["FP8"] * (name in ("qwen3_moe", "minimax_m2", "deepseek_v3"))
+    return found + ["FP8"] * (name in ("qwen3_moe", "minimax_m2", "deepseek_v3", "deepseek_v32"))
 
 
 MIXTURES = [name for name, make in MODELS.items() if describe_model(make(320)).mixture]

@@ -91,6 +91,10 @@ class LatentAttention:
     norm_eps: float = 1e-6  # of the norms of latents; transformers takes no other
     q_norm: str = "self_attn.q_a_layernorm"
     kv_norm: str = "self_attn.kv_a_layernorm"
+    # An indexer chooses so many keys for each query. Up to this length of a row these are all keys,
+    # so that there it changes nothing and is not computed; longer rows are refused.
+    index_topk: int | FromConfig | None = None
+    indexer: str = "self_attn.indexer."  # what the names of its tensors begin with
 
     def linears(self, hidden: int, heads: int) -> tuple[list[Linear], ...]:
         """A list for each input: those that read the layer's, those that give its output, those

@@ -58,7 +58,7 @@ def check_model(model_config: PreTrainedConfig) -> None:
     outer, c = model_config.model_type, text_config(model_config)
     name = outer if c is model_config else f"{outer} with {c.model_type}"
     if c.model_type not in (MULTIMODAL.get(outer) or FAMILIES):
-        words = {"kv_lora_rank": "latent attention, ", "num_local_experts": "a router not known, ",
+        words = {"num_local_experts": "a router not known, ",
                  "num_experts": "a router not known, ", "is_encoder_decoder": ""}
         why = [f"{words[x]}{x}={getattr(c, x)}" for x in words if getattr(c, x, None)]
         why += sorted(set(getattr(c, "layer_types", None) or ()) - LAYER_TYPES)
@@ -252,6 +252,8 @@ def describe_positions(c: PreTrainedConfig, family: Family, head_dim: int) -> di
     if len(kinds) != n_layers:
         raise ValueError(f"layer_types has {len(kinds)} entries for {n_layers} layers")
     known = LAYER_TYPES.union(family.mixers, {"mlp", "moe"} if family.one_half else ())
+    if family.latent and family.latent.index_topk:
+        known = {"indexed_attention"}
     if other := sorted(set(kinds) - known):
         raise ValueError(f"{sum(kind in other for kind in kinds)} of {n_layers} layers are of"
                          f" {', '.join(other)}, which is not supported, only"
@@ -457,7 +459,8 @@ def latent_changes(arch: Architecture, c: PreTrainedConfig) -> list[tuple[str, d
     if not latent:
         return []
     value = 64 if latent.value == arch.head_dim else 32
-    sizes = {"qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "qk_head_dim": 64, "v_head_dim": value}
+    sizes = {"qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "qk_head_dim": 64, "v_head_dim": value,
+             "index_head_dim": 32, "index_n_heads": 2}
     if c.head_dim == arch.head_dim:
         sizes |= {"head_dim": 64}
     return [("if declared", {"kv_lora_rank": 64, **sizes}), ("if used", {"q_lora_rank": 128})]

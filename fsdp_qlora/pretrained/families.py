@@ -66,6 +66,9 @@ DEEPSEEK: dict[str, Any] = dict(
 MLA: dict[str, Any] = dict(
     latent=LatentAttention(), qkv_bias=False, out_bias=False, mlp_bias=False,
     rotary_interleaved="config.rope_interleave")
+INDEXED: dict[str, Any] = MLA | dict(
+    latent=LatentAttention(index_topk="config.index_topk"), rotary_interleaved=True,
+    unused=("index_head_dim", "index_n_heads", "indexer_types"))
 HUNYUAN: dict[str, Any] = dict(
     qk_norm="head", qk_norm_after_rotary=True, ntk_alpha=True,
     q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm")
@@ -204,11 +207,13 @@ FAMILIES: dict[str, Family] = {
         fp32_router=True, rounded=False)),
     "glm4_moe": Family(out_bias=False, partial_rotary=True, qk_norm="head",
                        qk_norm_if="config.use_qk_norm", mixture=Mixture(**DEEPSEEK)),
-    "glm4_moe_lite": Family(**MLA, mixture=Mixture(**DEEPSEEK | dict(first_dense=0))),
+    "glm4_moe_lite": Family(**MLA, mixture=Mixture(**DEEPSEEK)),
     "deepseek_v3": Family(**MLA, mixture=Mixture(**DEEPSEEK)),
     "deepseek_v2": Family(**MLA | dict(rotary_interleaved=True), mixture=Mixture(**DEEPSEEK | dict(
         scores="softmax", correction=None, normalised=False, group_best=1,
         groups_if="config.topk_method"))),
+    "deepseek_v32": Family(**INDEXED, mixture=Mixture(**DEEPSEEK)),
+    "glm_moe_dsa": Family(**INDEXED, mixture=Mixture(**DEEPSEEK)),
     "mistral4": Family(**MLA, query_temperature=True, mixture=Mixture(**DEEPSEEK | dict(
         fp32_router=False, scores="softmax", rounded_scores=True, correction=None, rounded=True))),
     "dots1": Family(qk_norm="head", window="layer_types", mixture=Mixture(**DEEPSEEK)),
