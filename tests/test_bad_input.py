@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT, SIZES, one_process
+from families import TINY
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -235,6 +236,19 @@ LENGTHS = {  # name: (class of the config, its max_position_embeddings and rope,
                8192),
     "of some layers": ("Gemma3Text", 2048, {"rope_type": "linear", "factor": 8.0}, 2048),
 }
+
+
+def test_rows_for_which_an_indexer_counts_are_refused(tmp_path):
+    TINY["deepseek_v32"](99).save_pretrained(tmp_path)  # made for 64 tokens
+    config = json.loads((tmp_path / "config.json").read_text())
+    for chosen, longest in (16, 16), (2048, 64):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"index_topk": chosen}))
+        flags = {"model": str(tmp_path), "dataset": ("x.jsonl",)}
+        found, _, _ = read_model_config(tmp_path, Config(**flags, max_seq_len=longest))
+        assert found.max_seq_len == longest
+        assert read_model_config(tmp_path, Config(**flags))[0].max_seq_len == longest
+        with pytest.raises(ValueError, match=f"--max_seq_len {longest + 1}: .*{longest}"):
+            read_model_config(tmp_path, Config(**flags, max_seq_len=longest + 1))
 
 
 @pytest.mark.parametrize("name", LENGTHS)

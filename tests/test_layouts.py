@@ -54,6 +54,8 @@ def layouts(name):
         found.remove("NF4 of transformers 4")
     if name in ("mistral4", "kimi_k25"):  # transformers saves no 4-bit copy of them
         found = found[name == "kimi_k25" : 2]  # and its own files of this one it cannot read
+    if name in ("deepseek_v32", "glm_moe_dsa"):  # an indexer in 4 bits is not read
+        found = found[:2]
     if name == "gpt_oss":  # it is fused in its files, too
         found.remove(FUSED)
         found.append("MXFP4")

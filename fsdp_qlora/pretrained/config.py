@@ -110,20 +110,10 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
         values.update(qk_norm=None, q_norm=None, k_norm=None)
     if not family.post_norm_if:
         values.update(attention_post_norm=None, mlp_post_norm=None)
-    if family.query_scalar or family.attention_scale is None:
-        values["attention_scale"] = (family.query_scalar or head_dim) ** -0.5 * family.query_factor
-    if family.sqrt_embedding:
-        values["embedding_multiplier"] = hidden**0.5
-    values["attention_scale"] *= family.key_multiplier * family.attention_in_multiplier**2
-    if latent:
-        values["attention_scale"] *= yarn_factor(values["ropes"][0])
-    if family.residual_scale is not None:
-        values["residual_multiplier"] = family.residual_scale / c.num_hidden_layers**0.5
+    values.update(describe_factors(c, family, head_dim, values["ropes"]))
     values["final_norm_kind"] = family.final_norm_kind or family.norm
     if family.post_norm_eps is None:
         values["post_norm_eps"] = family.norm_eps
-    divisor = hidden / family.logits_width if family.logits_width else family.logits_divisor
-    values["logits_multiplier"] = family.logits_multiplier / divisor
     values["attention_dropout"] = family.attention_dropout or 0.0
     settings = getattr(model_config, "quantization_config", None) or {}
     n_in = inner * (1 + family.gated) // len(family.mlp_in)  # outputs of each of these linears
@@ -145,6 +135,25 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
         tied=getattr(c, "tie_word_embeddings", True) and model_config.tie_word_embeddings,
         module_prefix=prefixes[0], checkpoint_prefixes=prefixes,
         head_names=["lm_head.weight", "language_model.lm_head.weight"][: len(prefixes)])
+
+
+def describe_factors(
+    c: PreTrainedConfig, family: Family, head_dim: int, ropes: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """{field of Architecture: value} of what scores, embeddings, sums and logits are multiplied by,
+    from a text config."""
+    scale, divisor = family.attention_scale, family.logits_divisor
+    if family.query_scalar or scale is None:
+        scale = (family.query_scalar or head_dim) ** -0.5 * family.query_factor
+    scale *= family.key_multiplier * family.attention_in_multiplier**2
+    factors = {"attention_scale": scale * yarn_factor(ropes[0]) if family.latent else scale}
+    if family.sqrt_embedding:
+        factors["embedding_multiplier"] = c.hidden_size**0.5
+    if family.residual_scale is not None:
+        factors["residual_multiplier"] = family.residual_scale / c.num_hidden_layers**0.5
+    if family.logits_width:
+        divisor = c.hidden_size / family.logits_width
+    return factors | {"logits_multiplier": family.logits_multiplier / divisor}
 
 
 def yarn_factor(rope: dict[str, Any]) -> float:
@@ -245,9 +254,9 @@ def routed_layers(c: PreTrainedConfig, family: Family) -> list[bool]:
             for i in range(n_layers)]
 
 
-def describe_positions(c: PreTrainedConfig, family: Family, head_dim: int) -> dict[str, Any]:
-    """{field of Architecture: value} of the fields about positions, from a text config."""
-    n_layers, window = c.num_hidden_layers, getattr(c, "sliding_window", None)
+def layer_types(c: PreTrainedConfig, family: Family) -> list[str]:
+    """Of each layer, from a text config; ValueError for what the family has not."""
+    n_layers = c.num_hidden_layers
     kinds = getattr(c, "layer_types", None) or ["full_attention"] * n_layers
     if len(kinds) != n_layers:
         raise ValueError(f"layer_types has {len(kinds)} entries for {n_layers} layers")
@@ -258,6 +267,13 @@ def describe_positions(c: PreTrainedConfig, family: Family, head_dim: int) -> di
         raise ValueError(f"{sum(kind in other for kind in kinds)} of {n_layers} layers are of"
                          f" {', '.join(other)}, which is not supported, only"
                          f" {' and '.join(sorted(known))} are")
+    return list(kinds)
+
+
+def describe_positions(c: PreTrainedConfig, family: Family, head_dim: int) -> dict[str, Any]:
+    """{field of Architecture: value} of the fields about positions, from a text config."""
+    n_layers, window = c.num_hidden_layers, getattr(c, "sliding_window", None)
+    kinds = layer_types(c, family)
     slides = [family.window == "all" and window is not None
               or family.window == "layer_types" and kind == "sliding_attention" for kind in kinds]
     used = getattr(c, "use_sliding_window", True)
@@ -282,9 +298,9 @@ def describe_positions(c: PreTrainedConfig, family: Family, head_dim: int) -> di
             raise ValueError(f"rope_parameters {c.rope_parameters} are not supported")
         if family.query_temperature and not rope.get("llama_4_scaling_beta"):
             raise ValueError(f"rope_parameters {rope} have no llama_4_scaling_beta")
-        if family.latent and rope.get("partial_rotary_factor"):  # in Mistral 4: of all of a head
-            whole = family.latent.nope + family.latent.rope
-            if int(rope.pop("partial_rotary_factor") * whole) != head_dim:
+        if family.latent:  # head_dim is of what rotates; Mistral 4 says how much of a head it is
+            part, whole = rope.pop("partial_rotary_factor", 1.0), family.latent.nope + head_dim
+            if part != 1.0 and int(part * whole) != head_dim:
                 raise ValueError(f"rope_parameters {c.rope_parameters} do not rotate"
                                  f" qk_rope_head_dim={head_dim} dimensions")
         if family.ntk_alpha and rope["rope_type"] == "dynamic" and rope.get("alpha"):
