@@ -422,7 +422,7 @@ TINY = {
         routed_scaling_factor=2.5,
         rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5),
     ),
-    "youtu": tiny("youtu", None, **LATENT | dict(num_attention_heads=6, num_key_value_heads=6)),
+    "youtu": tiny("youtu", None, **LATENT | dict(v_head_dim=24)),
     "minicpm3": tiny("minicpm3", None, **LATENT, scale_emb=12, scale_depth=1.4, dim_model_base=32),
     "glm4_moe_lite": tiny(
         "glm4_moe_lite", None, **LATENT | dict(v_head_dim=24), moe_intermediate_size=32,

@@ -148,7 +148,7 @@ def test_bf16_routers_round_as_transformers(name):
     assert torch.equal(ours.chosen.sort()[0], chosen.gather(1, order))
     got = ours.weights.gather(1, ours.chosen.argsort())
     theirs = theirs.gather(1, order)
-    if name == "lfm2_moe":  # there each step is rounded: the sum, the quotient, the product
+    if name in ("lfm2_moe", "mistral4"):  # there each step is rounded: the sum, the quotient, the product
         torch.testing.assert_close(got, theirs, rtol=2**-6, atol=0)
     else:
         assert torch.equal(got, theirs)
@@ -377,7 +377,8 @@ def layouts_of_files(name, directory):
     return model.config, {key: directory / key for key in ("released", "memory")}
 
 
-@pytest.mark.parametrize("name", MIXTURES)
+# transformers' own files of Kimi K2.5 it cannot read
+@pytest.mark.parametrize("name", [name for name in MIXTURES if name != "kimi_k25"])
 def test_layouts_of_files_give_the_same_values(name, tmp_path):
     """Every tensor that is read has the same rows, whichever layout holds it."""
     config, directories = layouts_of_files(name, tmp_path)
