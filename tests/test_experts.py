@@ -148,7 +148,7 @@ def test_bf16_routers_round_as_transformers(name):
     assert torch.equal(ours.chosen.sort()[0], chosen.gather(1, order))
     got = ours.weights.gather(1, ours.chosen.argsort())
     theirs = theirs.gather(1, order)
-    if name in ("lfm2_moe", "mistral4"):  # there each step is rounded: the sum, the quotient, the product
+    if name in ("lfm2_moe", "mistral4"):  # there the sum, the quotient and the product are rounded
         torch.testing.assert_close(got, theirs, rtol=2**-6, atol=0)
     else:
         assert torch.equal(got, theirs)
