@@ -5,14 +5,14 @@ PYTHON ?= python3
 VENV := .venv
 READY := $(VENV)/ready
 
-# What can be given on the command line, e.g. make train MODEL=models/llama DATASET=data.jsonl
+# What can be given on the command line, e.g. make train MODEL=models/llama DATASET='a.jsonl b.jsonl'
 MODEL ?=
 DATASET ?=
 OUT ?=
 NPROC ?=
 ARGS ?=
 
-train_flags = $(if $(MODEL),--model '$(MODEL)') $(if $(DATASET),--dataset '$(DATASET)') \
+train_flags = $(if $(MODEL),--model '$(MODEL)') $(if $(DATASET),--dataset $(DATASET:%='%')) \
     $(if $(OUT),--output_dir '$(OUT)') $(ARGS)
 OLDEST_VENV := .venv-oldest
 oldest = $(shell sed -n 's/^transformers>=\([0-9.]*\),.*/\1.*/p' requirements.txt)
@@ -26,7 +26,7 @@ newest_adapter = $(shell ls -t runs/*/adapter_model.safetensors 2>/dev/null | he
 run = $(or $(OUT),$(patsubst %/adapter_model.safetensors,%,$(newest_adapter)))
 
 # What needs no launch of several processes; and the longest of its tests, which try many random rows.
-fast := layer forms models bins files chat memory cache released
+fast := layer forms models bins files chat memory cache released limits
 slower := any_row or many_rows
 
 nvcc = $(firstword $(wildcard $(CUDA_HOME)/bin/nvcc) $(shell command -v nvcc) \

@@ -12,7 +12,7 @@ CPU, to try it. What it leaves out, and what has that in train_fsdp_qlora.py:
     other forms of rows, other data sets              --dataset
     evaluation, checkpoints, resuming                 evaluate(), save_checkpoint()
     short rows together; fewer, larger micro-batches  --micro_batch_tokens
-    mixtures of experts, models already in 4 bits     fill_model()
+    mixtures of experts, models already in 4 bits     load_model()
     less memory: 24 GB hold an 8B, 2 x 24 GB no 70B   --offload_params, --offload_activations
 
 Tested with torch 2.11 and 2.13, transformers 5.17 and 5.24, peft 0.21, bitsandbytes 0.50.

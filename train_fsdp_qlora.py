@@ -610,8 +610,10 @@ def load_model(model: Model, base: Path, model_config: transformers.PretrainedCo
         (rope_frequencies(rope, arch, config.max_seq_len, model_config) for rope in arch.ropes)]
     torch.cuda.empty_cache()  # what loading used and training would use in other sizes
     seconds, grown = clock() - started, (host_memory()[1] - memory_before[0]) / 2**30
-    say_each(f"weights loaded in {seconds:.2f} s", f"{n_bytes / 1e9:.3f} GB at"
-             f" {n_bytes / 1e9 / seconds:.2f} GB/s with at most {grown:.2f} GiB more host memory")
+    unit, size = ("GB", 1e9) if n_bytes > 1e9 else ("MB", 1e6)
+    say_each(f"weights loaded in {seconds:.2f} s", f"{n_bytes / size:.2f} {unit} at"
+             f" {n_bytes / size / seconds:.2f} {unit}/s with at most {grown:.2f} GiB more host"
+             " memory")
     say_memory("after loading", device)
     return types.SimpleNamespace(sums=dict(zip(sums, map(as_hex, totals.tolist()))),
                                  prequantised=bool(nf4_states), n_parameters=names.n_parameters)
@@ -851,8 +853,8 @@ def log_evaluation(run: Run, log: Log | None, step: int) -> tuple[bool, bool]:
 
 
 def run_steps(run: Run, done: int) -> list[Record]:
-    """The training loop: steps, evaluations, metrics, checkpoints. Returns a dry run's records of
-    metrics, one a step. All ranks must call this."""
+    """The training loop: steps, evaluations, metrics, checkpoints. With
+    --random_weights it returns the records of metrics, one a step. All ranks must call this."""
     config, plan, status, records = run.config, run.plan, run.status, []
     epochs = config.max_steps * config.batch_size / len(run.rows)
     n = dist.get_world_size()

@@ -23,7 +23,11 @@ MARKS = {"--offload_activations": "a", "--offload_activations --offload_params":
 MODELS = {"8B": "llama-3-8b", "32B": "qwen2.5-32b", "Llama-3-70B": "llama-3-70b",
           "405B": "llama-3.1-405b", "Qwen3-30B-A3B": "qwen3-30b-a3b", "gpt-oss-20b": "gpt-oss-20b",
           "gpt-oss-120b": "gpt-oss-120b", "GLM-4.5-Air": "glm-4.5-air",
-          "Qwen3-235B-A22B": "qwen3-235b-a22b"}
+          "Qwen3-235B-A22B": "qwen3-235b-a22b", "Qwen3.5-9B": "qwen3.5-9b",
+          "Qwen3.5-27B": "qwen3.5-27b", "Qwen3.5-35B-A3B": "qwen3.5-35b-a3b",
+          "Qwen3.5-122B-A10B": "qwen3.5-122b-a10b",
+          "Nemotron 3 Nano 30B-A3B": "nemotron-3-nano-30b",
+          "Granite 4.0 H Small": "granite-4-h-small"}
 
 
 def cell(directory, card, gpus):

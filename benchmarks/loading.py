@@ -110,13 +110,13 @@ def load(directory, nproc):
     (line,) = re.findall("^weights loaded in .*", done.stdout, re.M)
     (memory,) = re.findall("^.* memory after loading, each rank: .*", done.stdout, re.M)
     print(f"{line}\n{memory}")
-    ranks = re.findall(r"([\d.]+) GB at [\d.]+ GB/s with at most ([\d.]+) GiB", line)
+    ranks = re.findall(r"([\d.]+) ([GM])B at [\d.]+ .B/s with at most ([\d.]+) GiB", line)
     peaks = re.findall(r"([\d.]+) GiB \(peak ([\d.]+)\)", memory)
     ranks = ranks * nproc if len(ranks) == 1 else ranks  # what all say alike is said once
     return {
         "seconds": float(re.search(r"loaded in ([\d.]+) s", line)[1]),
-        "gb": sum(float(gb) for gb, _ in ranks),
-        "host": max(float(gib) for _, gib in ranks),
+        "gb": sum(float(size) / {"G": 1, "M": 1000}[unit] for size, unit, _ in ranks),
+        "host": max(float(gib) for *_, gib in ranks),
         "device": max(float(peak) - float(now) for now, peak in peaks),
     }
 

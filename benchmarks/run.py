@@ -67,9 +67,9 @@ SHAPES = {  # hidden, intermediate, layers, heads, key/value heads, vocabulary
     "gemma-3-12b": (3840, 15360, 48, 16, 8, 262208),
     "qwen3.5-9b": (4096, 12288, 32, 16, 4, 248320),
     "qwen3.5-27b": (5120, 17408, 64, 24, 4, 248320),
-    "qwen3.5-35b-a3b": (2048, 4608, 40, 16, 2, 248320),
-    "qwen3.5-122b-a10b": (3072, 9216, 48, 32, 2, 248320),
-    "granite-4-h-small": (4096, 768, 40, 32, 8, 100352),
+    "qwen3.5-35b-a3b": (2048, 512, 40, 16, 2, 248320),
+    "qwen3.5-122b-a10b": (3072, 1024, 48, 32, 2, 248320),
+    "granite-4-h-small": (4096, 1536, 40, 32, 8, 100352),
     "nemotron-3-nano-30b": (2688, 1856, 52, 32, 2, 131072),
 }
 HEAD_DIM = {  # where it is not hidden / heads
@@ -115,6 +115,7 @@ MIXERS = {  # the same; not all of their layers are attention
         shared_expert_intermediate_size=1024),
     "granite-4-h-small": dict(
         model_type="granitemoehybrid", num_local_experts=72, num_experts_per_tok=10,
+        intermediate_size=768,
         shared_intermediate_size=1536, mamba_n_heads=128, mamba_d_head=64, mamba_d_state=128,
         position_embedding_type="nope", embedding_multiplier=12, residual_multiplier=0.22,
         attention_multiplier=0.0078125, logits_scaling=16,
@@ -319,11 +320,11 @@ def model_config(model, layers=None):
     if model in HEAD_DIM:
         own["head_dim"] = HEAD_DIM[model]
     return {
-        **own, "dtype": "bfloat16",
+        "dtype": "bfloat16",
         "hidden_size": hidden, "intermediate_size": intermediate,
         "num_hidden_layers": layers or whole, "num_attention_heads": heads,
         "num_key_value_heads": kv_heads, "vocab_size": vocab, "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 8192, "tie_word_embeddings": model in TIED,
+        "max_position_embeddings": 8192, "tie_word_embeddings": model in TIED, **own,
     }  # fmt: skip
 
 

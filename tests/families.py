@@ -38,6 +38,7 @@ YARN_LLAMA4 = YARN | dict(
 MROPE = dict(
     rope_type="default", rope_theta=10000.0, mrope_interleaved=True, mrope_section=[3, 3, 2]
 )
+MROPE_IN_ROW = dict(rope_type="default", rope_theta=10000.0, mrope_section=[3, 3, 2])
 MROPE25 = MROPE | dict(partial_rotary_factor=0.25, mrope_section=[1, 1, 0])
 GRANITE4 = dict(
     layer_types=["attention"] * 3,
@@ -68,10 +69,27 @@ DELTA_NET = dict(
     linear_key_head_dim=16,
     linear_value_head_dim=32,
 )
+LATENT = dict(
+    num_key_value_heads=4,
+    q_lora_rank=64,
+    kv_lora_rank=64,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=16,
+)
+YARN_MLA = dict(rope_parameters=YARN | dict(mscale=0.8, mscale_all_dim=1.2))
+DEEPSEEK = dict(
+    moe_intermediate_size=32,
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    n_shared_experts=2,
+    first_k_dense_replace=1,
+)
+INDEXER = dict(index_head_dim=16, index_n_heads=2)
 FALCON = dict(
     mamba_d_ssm=96,
     mamba_n_heads=4,
-    mamba_n_groups=2,
+    mamba_n_groups=1,
     mamba_d_state=16,
     lm_head_multiplier=0.3,
     embedding_multiplier=5.656854249492381,
@@ -121,8 +139,9 @@ def tiny(model_type, head_dim=16, **settings):
     return make
 
 
-def multimodal(model_type, text, vision_type, tied, **settings):
-    """A function vocab_size -> config with a vision tower of one layer and text's tiny config."""
+def multimodal(model_type, text, vision_type, tied, vision_too=(), **settings):
+    """A function vocab_size -> config with a vision tower of one layer, whose config also has the
+    pairs `vision_too`, and text's tiny config."""
 
     def make(vocab_size):
         vision = dict(
@@ -134,7 +153,7 @@ def multimodal(model_type, text, vision_type, tied, **settings):
             num_attention_heads=2,
             patch_size=14,
             head_dim=16,
-        )
+        ) | dict(vision_too)
         text_config = text(vocab_size).to_dict() | {"tie_word_embeddings": tied}
         return AutoConfig.for_model(
             model_type,
@@ -278,7 +297,7 @@ TINY = {
             layer_types=["mamba", "attention", "mamba"],
             mamba_n_heads=4,
             mamba_d_state=16,
-            mamba_n_groups=2,
+            mamba_n_groups=1,
         ),
     ),
     "falcon_h1": tiny("falcon_h1", mamba_norm_before_gate=False, mamba_rms_norm=True, **FALCON),
@@ -422,6 +441,37 @@ TINY = {
         routed_scaling_factor=2.5,
         rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5),
     ),
+    "youtu": tiny("youtu", None, **LATENT | dict(v_head_dim=24)),
+    "minicpm3": tiny("minicpm3", None, **LATENT, scale_emb=12, scale_depth=1.4, dim_model_base=32),
+    "glm4_moe_lite": tiny(
+        "glm4_moe_lite", None, **LATENT | dict(v_head_dim=24), moe_intermediate_size=32,
+        n_routed_experts=8, num_experts_per_tok=3,
+        mlp_layer_types=["dense", "sparse", "sparse"]),
+    "deepseek_v3": tiny(
+        "deepseek_v3", None, **LATENT | YARN_MLA, **DEEPSEEK, n_group=4, topk_group=2,
+        routed_scaling_factor=2.5),
+    "deepseek_v3_moonlight": tiny(
+        "deepseek_v3", None, **LATENT | dict(q_lora_rank=None), **DEEPSEEK, n_group=1,
+        topk_group=1, rope_interleave=False),
+    "deepseek_v2": tiny(
+        "deepseek_v2", None, **LATENT | YARN_MLA, **DEEPSEEK, n_group=4, topk_group=2,
+        topk_method="group_limited_greedy", routed_scaling_factor=4.0),
+    "deepseek_v2_lite": tiny(
+        "deepseek_v2", None, **LATENT | dict(q_lora_rank=None), **DEEPSEEK, n_group=4,
+        topk_group=2),
+    "deepseek_v32": tiny(
+        "deepseek_v32", None, **LATENT | YARN_MLA, **DEEPSEEK, **INDEXER, n_group=4, topk_group=2),
+    "glm_moe_dsa": tiny(
+        "glm_moe_dsa", None, **LATENT | dict(v_head_dim=24), **DEEPSEEK, **INDEXER,
+        indexer_types=["full", "shared", "full"]),
+    "mistral4": multimodal(
+        "mistral3", tiny(
+            "mistral4", None, **LATENT, **DEEPSEEK, n_group=1, topk_group=1,
+            rope_parameters=YARN_LLAMA4),
+        "pixtral", False),
+    "kimi_k25": multimodal(
+        "kimi_k25", tiny("deepseek_v3", None, **LATENT, **DEEPSEEK, n_group=1, topk_group=1),
+        "kimi_k25_vision", False),
     "dots1": tiny(
         "dots1",
         None,
@@ -572,6 +622,12 @@ TINY = {
         "qwen3_vl_moe_vision",
         True,
     ),
+    "qwen2_vl": multimodal(
+        "qwen2_vl", tiny("qwen2_vl_text", None, rope_parameters=MROPE_IN_ROW), "qwen2_vl_vision",
+        False, dict(embed_dim=32, hidden_size=48, num_heads=2, depth=1).items()),  # fmt: skip
+    "qwen2_5_vl": multimodal(
+        "qwen2_5_vl", tiny("qwen2_5_vl_text", None, rope_parameters=MROPE_IN_ROW),
+        "qwen2_5_vl_vision", False),  # fmt: skip
     "muse_glimmer": multimodal(
         "muse_glimmer",
         tiny(
@@ -601,6 +657,14 @@ TINY = {
 
 
 # of some families older versions of transformers know nothing
+# Others around a text model that is there already
+OUTER = {
+    name: multimodal(name, TINY[text], vision, text == "lfm2")
+    for name, text, vision in (
+        ("llava_next", "mistral", "clip_vision_model"),
+        ("llava_onevision", "qwen2", "siglip_vision_model"),
+        ("idefics3", "llama", "idefics3_vision"), ("smolvlm", "llama", "smolvlm_vision"),
+        ("lfm2_vl", "lfm2", "siglip2_vision_model"))}  # fmt: skip
 TINY = {name: make for name, make in TINY.items() if make.model_type in CONFIG_MAPPING}
 
 
@@ -710,7 +774,8 @@ def write_fp8(directory, config, dtype=torch.float32):
     """Write a mixture as it is released in FP8; in whole/ the values that it means, in `dtype`."""
     write_model(directory / "whole", config)
     whole = load_file(directory / "whole" / "model.safetensors")
-    fp8, linears = dict(whole), tuple(f"{end}.weight" for end in ("proj", "w1", "w2", "w3"))
+    fp8, linears = dict(whole), tuple(
+        f"{end}.weight" for end in ("proj", "proj_with_mqa", "w1", "w2", "w3"))
     for key, weight in whole.items():
         if "layers." in key and key.endswith(linears):
             fp8[key], fp8[f"{key}_scale_inv"] = to_fp8(weight.float())

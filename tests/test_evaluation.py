@@ -252,6 +252,7 @@ def test_best_evaluations_checkpoint_is_saved_and_said(runs, read_metrics):
     """With steps so wide that the loss falls first and rises then. Of fewer than ten steps each is
     followed by an evaluation, as nothing else is asked for."""
     directory, out = runs(1, "wide steps")
+    assert "--learning_rate 0.1 is far above" in out and " MB at " in out
     found, best, saved = evaluations(read_metrics(directory)), math.inf, []
     assert [record["step"] for record in found] == [0, 1, 2, 3]
     kinds = set()

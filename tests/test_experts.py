@@ -150,13 +150,13 @@ def test_bf16_routers_round_as_transformers(name):
     assert torch.equal(ours.chosen.sort()[0], chosen.gather(1, order))
     got = ours.weights.gather(1, ours.chosen.argsort())
     theirs = theirs.gather(1, order)
-    if name == "lfm2_moe":  # there each step is rounded: the sum, the quotient, the product
+    if name in ("lfm2_moe", "mistral4"):  # there the sum, the quotient and the product are rounded
         torch.testing.assert_close(got, theirs, rtol=2**-6, atol=0)
     else:
         assert torch.equal(got, theirs)
 
 
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_more_experts_than_a_byte_numbers(again, monkeypatch):
     """Of 300, so that two documents' tokens go beyond 128 and 256; a step is in test_layouts.py."""
     small = tiny("qwen3_moe", moe_intermediate_size=64, num_experts=300, num_experts_per_tok=8)
@@ -379,7 +379,8 @@ def layouts_of_files(name, directory):
     return model.config, {key: directory / key for key in ("released", "memory")}
 
 
-@pytest.mark.parametrize("name", MIXTURES)
+# transformers' own files of Kimi K2.5 it cannot read
+@pytest.mark.parametrize("name", [name for name in MIXTURES if name != "kimi_k25"])
 def test_layouts_of_files_give_the_same_values(name, tmp_path):
     """Every tensor that is read has the same rows, whichever layout holds it."""
     config, directories = layouts_of_files(name, tmp_path)

@@ -17,6 +17,7 @@ from short_runs import (
 
 from transformers import TrainingArguments
 
+from fsdp_qlora.run.flags import resolve_config
 from fsdp_qlora.run.peers import peer_answer, read_peers
 from train_fsdp_qlora import Config, join_processes
 
@@ -79,6 +80,12 @@ def test_text_of_a_file_stays_as_it_is_written(tmp_path):
     config = parse_config(["--config", str(tmp_path / "flags.yaml")])
     assert (config.output_dir, config.save_every) == ("20261125_0346", "1:30")
     assert (config.dataset, config.seed) == (("012", "2026-11-25 1:2:3"), 12)
+
+
+@pytest.mark.parametrize("words", [["q_proj,v_proj"], ["q_proj,", "v_proj"], ["q_proj , v_proj"]])
+def test_names_of_linears_may_have_commas_between_them(words):
+    config = resolve_config(parse_config(["--target_modules", *words]), 1)
+    assert config.target_modules == ("q_proj", "v_proj")
 
 
 def test_command_line_counts_more_than_the_file(tmp_path):

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import house
-from families import TINY, YARN, longrope, tiny, write_model
+from families import OUTER, TINY, YARN, longrope, tiny, write_model
 from families import make_model as make_whole
 from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
@@ -43,6 +43,7 @@ from fsdp_qlora.model.experts import RoutedMLPHalf
 from fsdp_qlora.pretrained.config import (
     describe_model, rope_frequencies, shrunk_config, text_config)
 from fsdp_qlora.planner.costs import predict_memory
+from fsdp_qlora.model.latent import LatentMixing
 from fsdp_qlora.model.layer import make_layouts
 from fsdp_qlora.model.model import Model, measure_weight_norms
 from fsdp_qlora.model.shards import set_local
@@ -255,7 +256,7 @@ def test_gate_of_attention_equals_autograd(linear, per_head, activation):
     torch.testing.assert_close(got, leaf.grad)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "glm4"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "glm4", "youtu"])
 def test_gradients_are_the_same_whatever_is_kept_on_the_host(name):
     """Bins of several lengths; the first layers keep x, or the sum after attention as well, the
     last ones what their MLP needs."""
@@ -311,7 +312,7 @@ def test_what_is_computed_again_is_there_once(name, keeps, monkeypatch):
 
 
 @pytest.mark.parametrize("kept", KEPT)
-@pytest.mark.parametrize("name", ["llama", "qwen2", "phi3", "cohere", "glm4", "arcee"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "phi3", "cohere", "glm4", "arcee", "youtu"])
 @pytest.mark.parametrize("adapter", ["rslora", "dora"])
 def test_other_adapters_equal_peft(adapter, name, kept, monkeypatch):
     assert_equal(kept, monkeypatch, name, adapter=adapter)
@@ -329,7 +330,8 @@ def test_adapters_of_some_linears_equal_peft(targets, name, adapter, kept, monke
 
 
 @pytest.mark.parametrize("kept", KEPT)
-@pytest.mark.parametrize("name, adapter", [("qwen3", "lora"), ("glm4", "lora"), ("llama", "dora")])
+@pytest.mark.parametrize("name, adapter", [
+    ("qwen3", "lora"), ("glm4", "lora"), ("llama", "dora"), ("minicpm3", "dora")])  # fmt: skip
 def test_bf16_reads_nothing_that_was_not_written(name, adapter, kept, monkeypatch):
     """Until a tensor is written it is NaN here, and products by 0 are no way to write it. With rows
     of whole cache lines CPUs take another path."""
@@ -347,7 +349,8 @@ def test_bf16_reads_nothing_that_was_not_written(name, adapter, kept, monkeypatc
 
 
 @pytest.mark.parametrize("keeps", ["all", "x"])
-@pytest.mark.parametrize("name, adapter", [("llama", "lora"), ("glm4", "lora"), ("qwen2", "dora")])
+@pytest.mark.parametrize("name, adapter", [
+    ("llama", "lora"), ("glm4", "lora"), ("qwen2", "dora"), ("youtu", "lora")])  # fmt: skip
 def test_gradient_with_dropout_is_that_of_the_loss(name, adapter, keeps):
     """By the loss a little to both sides, for the first layer, which the second one's x leads to.
     With the model's own dropout too, and in glm4 a norm after it, as no released model has both.
@@ -370,10 +373,10 @@ def test_gradient_with_dropout_is_that_of_the_loss(name, adapter, keeps):
             direction[where] = weights.grad[where]
     slope, losses = direction.norm(), []
     with torch.no_grad():
-        for step in 3e-3, -6e-3:
+        for step in 1e-3, -2e-3:
             weights += step * direction / slope
             losses.append(loss().item())
-    assert (losses[0] - losses[1]) / 6e-3 == pytest.approx(slope.item(), rel=1e-3)
+    assert (losses[0] - losses[1]) / 2e-3 == pytest.approx(slope.item(), rel=1e-3)
 
 
 def test_weights_are_quantised_from_the_compute_dtype():
@@ -388,7 +391,7 @@ def test_weights_are_quantised_from_the_compute_dtype():
 
 
 def test_families_here_are_all_families_of_the_table():
-    outer = {make(VOCABULARY).model_type for make in TINY.values()}
+    outer = {make(VOCABULARY).model_type for make in (TINY | OUTER).values()}
     inner = {text_config(make(VOCABULARY)).model_type for make in TINY.values()}
     assert inner == families.FAMILIES.keys() & CONFIG_MAPPING.keys()
     assert families.MULTIMODAL.keys() & CONFIG_MAPPING.keys() <= outer
@@ -413,6 +416,8 @@ def test_each_layer_has_the_layout_of_its_kind():
             for _, one in of.branches if halves != "mlp" else ():
                 if isinstance(one, AttentionMixing):
                     kind[:2] = one.window, one.rope
+                elif isinstance(one, LatentMixing):
+                    kind[1] = one.rope
                 else:
                     kind[2:3] = [x for x in arch.mixers if arch.mixers[x] is one.mixer]
             found.append(tuple(kind))
@@ -814,26 +819,23 @@ def test_text_config_without_that_flag_is_tied_as_the_outer_one_says(tied):
     assert describe_model(shrunk_config(config)).tied == tied
 
 
-OUTER = [name for name, make in TINY.items() if make.model_type in families.MULTIMODAL]
+WRAPPED = [name for name, make in TINY.items() if make.model_type in families.MULTIMODAL]
 
 
-@pytest.mark.parametrize("name", OUTER)
+@pytest.mark.parametrize("name", [*WRAPPED, *OUTER])
 def test_multimodal_model_gives_the_logits_of_its_text_model(name):
     """The check at start builds the text model alone; the outer one must not scale or cap."""
-    config = TINY[name](VOCABULARY)
-    outer = make_whole(config)
+    config = (TINY | OUTER)[name](VOCABULARY)
+    outer, prefix = make_whole(config), describe_model(config).module_prefix
     text = text_model(config.text_config, dtype=torch.float32).eval()
-    tensors = {
-        key.replace("model.language_model.", "model."): value
-        for key, value in outer.state_dict().items()
-    }
+    tensors = {key.replace(prefix, "model."): value for key, value in outer.state_dict().items()}
     text.load_state_dict({key: tensors[key] for key in text.state_dict()})
     ids = torch.arange(5, 25)[None]
     with torch.no_grad():
         torch.testing.assert_close(outer(input_ids=ids).logits, text(input_ids=ids).logits)
 
 
-@pytest.mark.parametrize("name", [name for name in TINY if name not in OUTER])
+@pytest.mark.parametrize("name", [name for name in TINY if name not in WRAPPED])
 def test_bf16_norms_and_embeddings_round_as_transformers(name):
     """In fp32 it makes no difference what is rounded first."""
     config = shrunk_config(TINY[name](VOCABULARY))
@@ -889,7 +891,8 @@ def test_window_counts_from_the_first_document_that_is_longer(n, windowed):
     half = make_layouts(arch, (), CONFIG)[0].mixing.mixing
     work = types.SimpleNamespace(bin=bin, layer=types.SimpleNamespace(index=0),
                                  vector=lambda name, part: None)  # fmt: skip
-    assert half.attend(work, None, None, None) == (("window", 7) if windowed else ("within", None))
+    got = attention.attend(work, arch, half.window, None, None, None)
+    assert got == (("window", 7) if windowed else ("within", None))
     q, k, v = (torch.randn(n, heads, arch.head_dim) for heads in (4, 2, 2))
     got, full = (document_attention(q, k, v, None, bin, arch, window, 0) for window in (7, None))
     assert torch.equal(got[:7], full[:7]) or torch.allclose(got[:7], full[:7], atol=1e-5)

@@ -7,27 +7,37 @@ above must not be treated alike.
 import dataclasses
 import json
 import math
+import re
 import types
 from pathlib import Path
 
 import merge_adapters
 import pytest
 import torch
+import transformers
+from conftest import one_process
 from families import TINY
 from house import parse_config
+from rows import CHATML, chat_tokenizer, write_jsonl
+from safetensors.torch import save_file
 from test_layer import VOCABULARY
 from test_memory import H200, PLAN
 
 from fsdp_qlora.data import cache
+from fsdp_qlora.data.encode import check_tokens
+from fsdp_qlora.data.prepare import cache_key, prepare_rows
 from fsdp_qlora.data.rows import columns_of
+from fsdp_qlora.data.sources import RefusedRow
 from fsdp_qlora.files import digest
 from fsdp_qlora.planner import plan as planner
 from fsdp_qlora.planner.plan import DoesNotFit, Plan, Workload, check_host, pick_plan, use_graphs
+from fsdp_qlora.pretrained.hub import base_digest
 from fsdp_qlora.run.checkpoints import MUST_MATCH, SCHEDULE, find_checkpoint, refuse_other_run
 from fsdp_qlora.run.flags import resolve_config
-from fsdp_qlora.training.divergence import why_diverged
-from fsdp_qlora.training import check
+from fsdp_qlora.run.logs import say_start
+from fsdp_qlora.training import check, unlearned
 from fsdp_qlora.training.check import check_family
+from fsdp_qlora.training.divergence import why_diverged
 from fsdp_qlora.training.unlearned import unlearned_rows
 from train_fsdp_qlora import Config, fill_model
 
@@ -72,8 +82,9 @@ def check_is(passes, words):
 @pytest.mark.parametrize("kind", ["norm", "distance"])
 @pytest.mark.parametrize("share, found", [
     (0.0009, "zero"), (0.0011, "small"), (0.098, "small"), (0.102, None)])  # fmt: skip
-def test_row_of_the_head_that_was_never_learned(kind, share, found):
+def test_row_of_the_head_that_was_never_learned(kind, share, found, monkeypatch):
     """By its norm, and by how far it is from the mean row, as parts of the median."""
+    monkeypatch.setattr(unlearned, "VALUES_AT_ONCE", 2**16)
     half = torch.randn(2000, 64, generator=torch.Generator().manual_seed(0))
     half /= half.norm(dim=1, keepdim=True)
     head = torch.cat([half, -half]) + 5 * (kind == "distance")
@@ -177,6 +188,29 @@ def test_gradient_of_zero_ends_a_run_of_large_weights(largest, ends):
     assert bool(why_diverged(2, 1.0, 0.0, 10, progress, lambda: largest, True)) == ends
 
 
+def test_many_rows_of_large_tokens_stay_as_they_are(demo_directory, tmp_path, monkeypatch):
+    """Ids and lengths that 16 bits do not hold, more rows than are parsed at once."""
+    monkeypatch.setattr(unlearned, "VALUES_AT_ONCE", 1000)
+    tokens = torch.randint(3, 200_000, (71_800,), generator=torch.Generator().manual_seed(0))
+    wanted = tokens.split([3] * 600 + [70_000])
+    path = write_jsonl(tmp_path / "rows.jsonl", [
+        {"input_ids": ids.tolist(), "labels": ids.tolist()} for ids in wanted])  # fmt: skip
+    tokenizer = chat_tokenizer(demo_directory, CHATML)
+    with one_process():
+        rows, _, _ = prepare_rows([str(path)], tokenizer, 70_000, 200_000, "2020-01-31")
+    assert len(rows) == 601 and rows.lengths.tolist() == [len(ids) for ids in wanted]
+    assert all(torch.equal(part, ids) for i, ids in enumerate(wanted) for part in rows.tokens(i))
+    counts = torch.from_numpy(unlearned.count_trained(rows, 200_000))
+    assert torch.equal(counts, tokens.bincount(minlength=200_000))
+
+
+@pytest.mark.parametrize("token, is_refused", [(97, False), (98, True)])
+def test_token_must_be_in_the_vocabulary(token, is_refused):
+    for ids, labels in ((5, token), (5, token)), ((5, 6), (5, token)):
+        error = check_tokens(columns_of(ids, labels, 8), 8, 98)
+        assert isinstance(error, RefusedRow) == is_refused and (error is None) != is_refused
+
+
 @pytest.mark.parametrize("n", [7, 8, 9])
 def test_row_is_cut_at_the_longest_length(n):
     found = columns_of(range(n), range(n), 8)
@@ -214,6 +248,18 @@ def test_table_is_whole_if_each_of_its_files_is(harmed, tmp_path):
     if harmed is not None:
         files[harmed].write_bytes(b"other")
     assert cache.has_table(tmp_path) == (harmed is None)
+
+
+@pytest.mark.parametrize("rate, is_high", [(0.02, False), (0.021, True)])
+def test_start_says_what_is_unusual_and_what_the_process_has(rate, is_high, capsys):
+    """On a CPU its memory so far is a part of the peak."""
+    config, device = Config(learning_rate=rate), torch.device("cpu")
+    with one_process():
+        say_start(config, config, plan_of(3 * GIB), {}, 0, device, {})
+    out = capsys.readouterr().out
+    assert ("is far above what trains adapters" in out) == is_high
+    peak, own = map(float, re.search(r"peak (\S+) GiB: the process so far (\S+), ", out).groups())
+    assert own > 0.1 and abs(peak - own - 3) < 0.02
 
 
 # ------------------------------------------------------------------------------------------------
@@ -295,8 +341,8 @@ def test_run_with_another_value_goes_on_or_is_refused(key):
     other = ["another"] if key == "target_modules" else "another"
     (begun if key in CONTENT else begun["config"]).update({key: other} if key else {})
     if key in (*REFUSED, *CONTENT):
-        said = rf"--{key} \[?'?another" if key in REFUSED else "other"
-        with pytest.raises(ValueError, match=said):
+        words = rf"--{key} \[?'?another" if key in REFUSED else "other"
+        with pytest.raises(ValueError, match=words):
             refuse_other_run(config, Path("run"), content, begun)
     else:
         refuse_other_run(config, Path("run"), content, begun)
@@ -319,3 +365,50 @@ def test_changed_schedule_is_said_or_refused_once_all_is_done(name, monkeypatch,
     begun["step"] = 10
     with pytest.raises(ValueError, match="has more steps"):
         find_checkpoint(config, tmp_path, content)
+
+
+# ------------------------------------------------------------------------------------------------
+# What else tells one thing from another
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change, is_other", [
+    ({}, False), ({"sources": ["b.jsonl"]}, True), ({"contents": [["2"]]}, True),
+    ({"max_seq_len": 9}, True), ({"vocab_size": 99}, True), ({"new_names": ["a=b"]}, True),
+    ({"loss": "dpo"}, True), ({"loss": "kto"}, True), ({"version": "0.0"}, True)])  # fmt: skip
+def test_encoded_rows_are_those_of_each_setting(change, is_other, demo_directory, monkeypatch):
+    settings = {"sources": ["a.jsonl"], "contents": [["1"]], "max_seq_len": 8, "vocab_size": 98,
+                "tokenizer": chat_tokenizer(demo_directory, CHATML), "new_names": [],
+                "loss": "sft"}  # fmt: skip
+    before = cache_key(**settings)
+    if change == {"version": "0.0"}:
+        monkeypatch.setattr(transformers, "__version__", "0.0")
+    else:
+        settings |= change
+    assert (cache_key(**settings) != before) == is_other
+
+
+def test_rows_of_all_losses_of_pairs_are_the_same(demo_directory):
+    keys = {loss: cache_key(["a"], [["1"]], chat_tokenizer(demo_directory, CHATML), 8, 98, [], loss)
+            for loss in ("sft", "dpo", "ipo", "simpo", "orpo", "kto")}  # fmt: skip
+    assert len(set(keys.values())) == 3 and keys["dpo"] == keys["orpo"] != keys["kto"]
+
+
+BASES = {  # what is changed: {tensor's name: tensor}, config.json
+    "nothing": ({}, "{}"), "config.json": ({}, "{ }"), "value": ({"a": torch.ones(4, 6)}, "{}"),
+    "shape": ({"a": torch.zeros(6, 4)}, "{}"), "name": ({"b": torch.zeros(4, 6)}, "{}"),
+    "dtype": ({"a": torch.zeros(4, 6, dtype=torch.int32)}, "{}"),
+    "last value": ({"a": torch.zeros(4, 6).index_fill(1, torch.tensor([5]), 1)}, "{}"),
+    "more": ({"a": torch.zeros(4, 6), "b": torch.zeros(1)}, "{}")}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BASES)
+def test_base_model_is_told_by_its_configuration_and_tensors(what, tmp_path):
+    digests = []
+    for name in "nothing", what:
+        tensors, text = BASES[name]
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "config.json").write_text(text)
+        save_file(tensors or {"a": torch.zeros(4, 6)}, tmp_path / name / "model.safetensors")
+        digests.append(base_digest(tmp_path / name))
+    assert (digests[0] != digests[1]) == (what != "nothing")

@@ -215,7 +215,7 @@ def other_value(field):
         return [f"--{'no-' if field.default else ''}{field.name}"]
     if "choices" in field.metadata:
         return [f"--{field.name}", next(c for c in field.metadata["choices"] if c != field.default)]
-    return [f"--{field.name}", "7"]
+    return [f"--{field.name}", "dpo" if field.name == "loss" else "7"]
 
 
 FIELDS = {field.name: other_value(field) for field in dataclasses.fields(Config)

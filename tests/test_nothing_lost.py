@@ -275,7 +275,8 @@ def gaps(run, expected):
     return [float(((a - b) / b).nan_to_num().abs().max()) for a, b in pairs]
 
 
-@pytest.mark.parametrize("loss, counts, kills", [("kto", [2], 3)] + [
+@pytest.mark.parametrize("loss, counts, kills", [
+    pytest.param("kto", [2], 3, marks=pytest.mark.slow)] + [
     pytest.param(loss, counts, 40, marks=pytest.mark.chaos)
     for loss in ("dpo", "kto") for counts in ([2], [1, 2, 3])])  # fmt: skip
 def test_killed_with_preferences(loss, counts, kills, start, forks, preferred, tmp_path):

@@ -322,6 +322,50 @@ def test_kl_estimate_is_that_of_all_rows_and_not_below_0(losses, value, monkeypa
     assert reference.values_of_all(run, rows, batches) == {"kl": value}
 
 
+def log_sigmoid(x):
+    return -math.log1p(math.exp(-x))
+
+
+def log_odds(logp):
+    return logp - math.log1p(-math.exp(logp))
+
+
+# of one pair: log-probabilities -3 of 2 tokens and -5 of 4, before the first step -3.5 and -4;
+# beta 0.4, 20 % of the labels wrong, a margin of 0.7
+REWARDS = 0.4 * 0.5, 0.4 * -1.0
+BY_HAND = {  # {loss: (its value, rewards)}
+    "dpo": (-0.8 * log_sigmoid(0.6) - 0.2 * log_sigmoid(-0.6), REWARDS),
+    "ipo": ((0.5 / 2 + 1.0 / 4 - 1 / 0.8) ** 2, REWARDS),
+    "simpo": (-log_sigmoid(0.4 * (-3 / 2 + 5 / 4) - 0.7), (0.4 * -1.5, 0.4 * -1.25)),
+    # 9 is the prompt's loss, beside the good answer's 3; a step of 0.01 rows a token
+    "orpo": ((9 + 3) * 0.01 - 0.4 * log_sigmoid(log_odds(-1.5) - log_odds(-1.25)),
+             (0.4 * -1.5, 0.4 * -1.25)),
+    # two rows; 0.01 is the estimate of the KL divergence, bad answers weigh 1.5, good ones 0.8
+    "kto": (0.8 / (1 + math.exp(0.4 * (0.5 - 0.01))) + 1.5 / (1 + math.exp(-0.4 * (-1.0 - 0.01))),
+            REWARDS)}  # fmt: skip
+
+
+@pytest.mark.parametrize("loss", BY_HAND)
+def test_loss_and_rewards_of_one_pair(loss):
+    kind, (value, rewards) = LOSSES[loss], BY_HAND[loss]
+    config = Config(loss=loss, beta=0.4, label_smoothing=0.2 * (loss == "dpo"), simpo_gamma=0.7,
+                    desirable_weight=0.8, undesirable_weight=1.5)  # fmt: skip
+    numbers = [[0, 1], [2.0, 4.0], [-3.5, -4.0], [True, False]]
+    value_of_all = torch.tensor(0.01, dtype=torch.float64)
+    answers = Answers(*(torch.tensor(x).view(-1, kind.n_answers) for x in numbers),
+                      kl=value_of_all, rows_per_token=value_of_all)  # fmt: skip
+    sums = [3.0, 9.0, 5.0, 0.0] if kind.trains_prompt else [3.0, 5.0]
+    with one_process():
+        got, metrics = bin_objective(torch.tensor(sums, dtype=torch.float64),
+                                     types.SimpleNamespace(answers=answers), config)  # fmt: skip
+    assert float(got) == pytest.approx(value, rel=1e-7)
+    assert metrics[:3].tolist() == pytest.approx([value, *rewards], rel=1e-7)
+    right = {"kto": 2, "simpo": 0, "orpo": 0}.get(loss, 1)
+    assert metrics[3:].tolist()[0] == right
+    logps = (-1.5, -1.25) if kind.per_token else (-3, -5)
+    assert metrics[4:6].tolist() == pytest.approx(logps)
+
+
 @pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss != "sft"])
 def test_rows_that_pad_a_graph_count_nowhere(loss):
     kind, config = LOSSES[loss], Config(loss=loss, beta=0.5)
@@ -820,7 +864,8 @@ def test_answers_with_the_same_tokens_are_left_out(tokenizer, tmp_path):
 def test_answers_to_one_question_are_held_out_together(loss, n, tokenizer, tmp_path):
     """And no answer that is held out is mismatched to what is trained, nor the other way round."""
     path = write_jsonl(tmp_path / "rows.jsonl", [
-        {"prompt": f"{i} or", "chosen": f" yes {i}", "rejected": f" no {i}"} for i in range(10)])
+        {"prompt": f"{i} or" * (1 + i % 2 * 3), "chosen": f" yes {i}" * (4 - i % 2 * 3),
+         "rejected": f" no {i}"} for i in range(10)])  # fmt: skip
     config = Config(dataset=(str(path),), eval_dataset=("0.3",), loss=loss, max_seq_len=64)
     with one_process():
         parts = prepare_data(config, tmp_path, tokenizer, len(tokenizer), "2026-01-01")
@@ -831,6 +876,12 @@ def test_answers_to_one_question_are_held_out_together(loss, n, tokenizer, tmp_p
         if loss == "kto":
             assert {*rows.mismatched.answer_starts.tolist()} == {
                 *(rows.starts + rows.prompt_lengths).tolist()}  # fmt: skip
+            answers = dict(zip((rows.starts + rows.prompt_lengths).tolist(),
+                               (rows.lengths - rows.prompt_lengths).tolist()))  # fmt: skip
+            whole = [n + answers[start] for n, start in zip(
+                rows.prompt_lengths.tolist(), rows.mismatched.answer_starts.tolist())]
+            assert rows.mismatched.lengths.tolist() == whole  # no more is cut than 64 tokens
+            assert len(rows) < 7 or max(whole) > rows.lengths.max()
 
 
 def test_rows_of_another_loss_or_label_are_other_rows(tokenizer, tmp_path):

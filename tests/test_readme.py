@@ -194,6 +194,14 @@ def test_make_passes_real_flags():
         resolve_config(parse_config(argv), world_size=2)
 
 
+def test_make_takes_several_files():
+    make = ["make", "--dry-run", "train", "MODEL=m", "DATASET=a.jsonl some/b*.jsonl", "NPROC=1"]
+    done = subprocess.run(make, cwd=ROOT, env={"PATH": os.environ["PATH"]}, capture_output=True,
+                          text=True, check=True)  # fmt: skip
+    argv = shlex.split(done.stdout.replace("\\\n", " ").partition("train_fsdp_qlora.py")[2])
+    assert parse_config(argv).dataset == ("a.jsonl", "some/b*.jsonl")
+
+
 def test_quick_tests_exist():
     """What `make test-fast` names: files, and words of tests that are left out."""
     make = ["make", "--dry-run", "test-fast"]
@@ -381,7 +389,8 @@ def test_each_family_is_documented_once():
             for line in table.splitlines() if "`" in line]  # fmt: skip
     types = [re.findall(r"`(\w+)`", row.split("|")[2])[0] for row in rows]
     # text models that are only ever a part of a multimodal one
-    parts = {"qwen3_vl_text", "qwen3_vl_moe_text", "muse_glimmer_text"}
+    parts = {"qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text",
+             "muse_glimmer_text", "mistral4"}  # fmt: skip
     assert sorted(types) == sorted({*FAMILIES, *MULTIMODAL} - parts)
 
 

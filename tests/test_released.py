@@ -67,6 +67,28 @@ GRANITE4 = GRANITE | {
     "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": 64, "mamba_d_state": 128,
     "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 80,
     "mamba_proj_bias": False}  # fmt: skip
+MLA = {"attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu",
+       "kv_lora_rank": 512, "qk_rope_head_dim": 64, "tie_word_embeddings": False}  # fmt: skip
+DEEPSEEK = MLA | {
+    "qk_nope_head_dim": 128, "v_head_dim": 128, "q_lora_rank": 1536, "ep_size": 1,
+    "first_k_dense_replace": 3, "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8,
+    "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True,
+    "num_experts_per_tok": 8, "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-6,
+    "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0,
+                     "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096,
+                     "type": "yarn"},
+    "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid",
+    "topk_group": 4, "topk_method": "noaux_tc", "max_position_embeddings": 163840,
+    "quantization_config": {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
+                            "weight_block_size": [128, 128]}}  # fmt: skip
+DEEPSEEK_V2 = MLA | {
+    "qk_nope_head_dim": 128, "v_head_dim": 128, "first_k_dense_replace": 1, "moe_layer_freq": 1,
+    "aux_loss_alpha": 0.001, "ep_size": 1, "n_shared_experts": 2, "norm_topk_prob": False,
+    "num_experts_per_tok": 6, "rms_norm_eps": 1e-6, "rope_theta": 10000, "scoring_func": "softmax",
+    "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707,
+                     "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096,
+                     "type": "yarn"},
+    "max_position_embeddings": 163840, "seq_aux": True}  # fmt: skip
 EXAONE = {"factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
           "original_max_position_embeddings": 8192, "rope_type": "llama3"}  # fmt: skip
 
@@ -349,6 +371,69 @@ CONFIGS = {
         attention_in_multiplier=1.0, attention_out_multiplier=0.9375, ssm_in_multiplier=1.25,
         ssm_multipliers=[0.3535533905932738, 0.25, 0.1767766952966369, 0.5, 0.3535533905932738],
         ssm_out_multiplier=0.23570226039551587, mlp_multipliers=[0.8838834764831844, 0.58925565]),
+    "GLM-4.7-Flash": text(
+        "glm4_moe_lite", 2048, 10240, 47, 20, 20, 154880, **MLA, q_lora_rank=768,
+        qk_nope_head_dim=192, v_head_dim=256, max_position_embeddings=202752, n_group=1,
+        first_k_dense_replace=1, moe_intermediate_size=1536, n_routed_experts=64,
+        n_shared_experts=1, norm_topk_prob=True, num_experts_per_tok=4, topk_group=1,
+        num_nextn_predict_layers=1, partial_rotary_factor=1.0, rms_norm_eps=1e-5,
+        rope_scaling=None, rope_theta=1e6, routed_scaling_factor=1.8, topk_method="noaux_tc"),
+    "DeepSeek V3": text("deepseek_v3", 7168, 18432, 61, 128, 128, 129280, **DEEPSEEK),
+    "Moonlight 16B-A3B": text(
+        "deepseek_v3", 2048, 11264, 27, 16, 16, 163840, **DEEPSEEK | {
+            "q_lora_rank": None, "first_k_dense_replace": 1, "moe_intermediate_size": 1408,
+            "n_group": 1, "topk_group": 1, "n_routed_experts": 64, "n_shared_experts": 2,
+            "num_experts_per_tok": 6, "num_nextn_predict_layers": 0, "rms_norm_eps": 1e-5,
+            "rope_scaling": None, "rope_theta": 50000, "routed_scaling_factor": 2.446,
+            "max_position_embeddings": 8192, "quantization_config": None}),
+    "DeepSeek V2": text(
+        "deepseek_v2", 5120, 12288, 60, 128, 128, 102400, **DEEPSEEK_V2, q_lora_rank=1536,
+        moe_intermediate_size=1536, n_group=8, n_routed_experts=160, routed_scaling_factor=16.0,
+        topk_group=3, topk_method="group_limited_greedy"),
+    "DeepSeek V2-Lite": text(
+        "deepseek_v2", 2048, 10944, 27, 16, 16, 102400, **DEEPSEEK_V2, q_lora_rank=None,
+        moe_intermediate_size=1408, n_group=1, n_routed_experts=64, routed_scaling_factor=1.0,
+        topk_group=1, topk_method="greedy"),
+    "DeepSeek V3.2": text(
+        "deepseek_v32", 7168, 18432, 61, 128, 128, 129280, **DEEPSEEK, index_head_dim=128,
+        index_n_heads=64, index_topk=2048),
+    "GLM-5": text(
+        "glm_moe_dsa", 6144, 12288, 78, 64, 64, 154880, **MLA, q_lora_rank=2048,
+        qk_nope_head_dim=192, v_head_dim=256, max_position_embeddings=202752, n_group=1,
+        first_k_dense_replace=3, moe_intermediate_size=2048, n_routed_experts=256,
+        n_shared_experts=1, norm_topk_prob=True, num_experts_per_tok=8, topk_group=1,
+        num_nextn_predict_layers=1, rms_norm_eps=1e-5, routed_scaling_factor=2.5,
+        rope_parameters={"rope_theta": 1000000, "rope_type": "default"}, scoring_func="sigmoid",
+        topk_method="noaux_tc", index_head_dim=128, index_n_heads=32, index_topk=2048),
+    "Mistral Small 4": multimodal(
+        "mistral3", text(
+            "mistral4", 4096, 12288, 36, 32, 32, 131072, **MLA | {"kv_lora_rank": 256},
+            q_lora_rank=1024, qk_nope_head_dim=64, v_head_dim=128, n_group=1, topk_group=1,
+            first_k_dense_replace=0, moe_intermediate_size=2048, n_routed_experts=128,
+            n_shared_experts=1, num_experts_per_tok=4, norm_topk_prob=True, rope_interleave=True,
+            routed_scaling_factor=1.0, max_position_embeddings=1048576,
+            rope_parameters=YARN | {"factor": 128.0, "original_max_position_embeddings": 8192,
+                                    "rope_theta": 10000.0}), PIXTRAL, spatial_merge_size=2),
+    "Kimi K2.5, text": multimodal(
+        "kimi_k25", text(
+            "kimi_k2", 7168, 18432, 61, 64, 64, 163840, **DEEPSEEK | {
+                "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "n_routed_experts": 384,
+                "num_nextn_predict_layers": 0, "rms_norm_eps": 1e-5, "rope_theta": 50000,
+                "routed_scaling_factor": 2.827, "quantization_config": None}),
+        {"model_type": "kimi_k25_vision"}, tie_word_embeddings=False),
+    "Youtu-LLM 2B": text(
+        "youtu", 2048, 6144, 32, 16, 16, 128256, **MLA | {"tie_word_embeddings": True},
+        q_lora_rank=1536, qk_nope_head_dim=128, v_head_dim=128, max_position_embeddings=131072,
+        mlp_bias=False, rms_norm_eps=1e-6, rope_interleave=True, rope_theta=1600000,
+        embedding_initializer_range=0.04),
+    "MiniCPM3 4B": text(
+        "minicpm3", 2560, 6400, 62, 40, 40, 73448, **MLA | {
+            "kv_lora_rank": 256, "qk_rope_head_dim": 32, "tie_word_embeddings": True},
+        q_lora_rank=768, qk_nope_head_dim=64, v_head_dim=64, max_position_embeddings=32768,
+        dim_model_base=256, scale_depth=1.4, scale_emb=12, rms_norm_eps=1e-5,
+        rope_scaling={"type": "longrope", "long_factor": [1 + i / 10 for i in range(16)],
+                      "short_factor": [1 + i / 100 for i in range(16)],
+                      "original_max_position_embeddings": 32768}),
     "Hunyuan A13B": text("hunyuan_v1_moe", 4096, 3072, 32, 32, 8, 128167, attention_head_dim=128,
                          head_dim=128, max_position_embeddings=32768, rope_scaling=HUNYUAN,
                          use_qk_norm=True, use_cla=False, use_mixed_mlp_moe=True, norm_type="rms",
@@ -368,5 +453,5 @@ def test_config_as_released_passes_the_check_at_start(name, tmp_path):
     config, model_config, arch = read_model_config(tmp_path, config)
     check_family(model_config, name, fill_model)
     text_model = CONFIGS[name].get("text_config", CONFIGS[name])
-    assert arch.family == text_model["model_type"]
+    assert arch.family == text_model["model_type"].replace("kimi_k2", "deepseek_v3")
     assert arch.hidden_size == text_model["hidden_size"] and config.max_seq_len == 2048

@@ -64,6 +64,14 @@ def test_zero_row_of_the_closing_token_ends_the_start(
     assert "instruct model" in err and "--chat_template" in err
 
 
+def test_zero_row_of_eos_ends_the_start_where_plain_rows_end_with_it(flags_for, run_main):
+    """Though a chat would be closed by another token."""
+    flags = flags_for(zero("</s>"))
+    flags[3].write_text(8 * '{"prompt": "1 or ", "completion": "2"}\n')
+    code, _, err = run_main(*flags)
+    assert code == 3 and "never learned '</s>', which ends answers" in err
+
+
 def test_rows_that_were_never_trained_are_found():
     """As they are made or filled in: copies, zeros, tiny values, the mean of all."""
     head = torch.randn(300, 64, generator=torch.Generator().manual_seed(0)) + 1

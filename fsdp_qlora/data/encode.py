@@ -26,7 +26,7 @@ from fsdp_qlora.data.rows import columns_of
 from fsdp_qlora.data.sources import Piece, RefusedRow, read_pieces
 from fsdp_qlora.model.loss import LOSSES
 
-BATCH = 256  # rows that are parsed at once
+BATCH = 256  # rows that are parsed at once, and documents of one RecordBatch
 # characters that the tokenizer gets at once: what it gives for them takes some 100 MB
 BATCH_CHARACTERS = 2**19
 ENCODED = {  # what encode_pieces() yields of a document
@@ -77,13 +77,9 @@ def encode_pieces(pieces: list[Piece], tokenizer: PreTrainedTokenizerFast, max_s
             errors = [row_error or check_tokens(columns, max_seq_len, vocab_size)
                       for columns in found]
             if LOSSES[loss].n_answers == 2:
-                if len(found) == 2 and not any(errors) and all(
-                        np.array_equal(found[0][key], found[1][key])
-                        for key in ("input_ids", "labels")):
-                    errors = [ValueError("both answers have the same tokens"
-                                         + found[0]["cut"] * f" among the first {max_seq_len}")]
-                if any(errors):
-                    found, errors = found[:1], [next(filter(None, errors))]
+                error = next(filter(None, errors), None) or check_pair(found, max_seq_len)
+                if error:  # one document tells of the whole pair
+                    found, errors = found[:1], [error]
             for i, (columns, error) in enumerate(zip(found, errors)):
                 why = (str(error) or type(error).__name__) if error else ""
                 form, why = printable(form), printable(why)
@@ -91,6 +87,16 @@ def encode_pieces(pieces: list[Piece], tokenizer: PreTrainedTokenizerFast, max_s
                        "is_first": i == 0, "form": form, "plain": is_plain and not error,
                        "renamed": renamed, "left_out": why,
                        "where": where if error else ""}
+
+
+def check_pair(answers: list[dict[str, Any]], max_seq_len: int) -> ValueError | None:
+    """Why two answers, see columns_of(), cannot be compared; None if they can."""
+    keys = "input_ids", "labels"
+    if len(answers) == 2 and all(np.array_equal(*(answer[key] for answer in answers))
+                                 for key in keys):
+        return ValueError("both answers have the same tokens"
+                          + answers[0]["cut"] * f" among the first {max_seq_len}")
+    return None
 
 
 def try_row(row: Any, tokenizer: PreTrainedTokenizerFast, new_names: Sequence[str],

@@ -50,7 +50,7 @@ class AttentionMixing:
         del rotated
         with torch.enable_grad():  # autograd records only this, to call the kernel's backward
             kept.heads = [part.detach().requires_grad_() for part in heads]
-            kept.attended = self.attend(work, *kept.heads)
+            kept.attended = attend(work, self.arch, self.window, *kept.heads)
         return self.mixed(work, kept)
 
     @property
@@ -93,17 +93,8 @@ class AttentionMixing:
         norms = work.vector(self.arch.q_norm), work.vector(self.arch.k_norm)
         return *work.bin.ropes[self.rope], *norms, self.arch
 
-    def attend(self, work: LayerWork, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Causal attention inside each document of the bin, [n, heads, head_dim]."""
-        bin, window = work.bin, self.window
-        reach = "window" if window else "full"
-        if window is not None and window >= bin.longest:
-            window, reach = None, "within"
-        kernel = bin.kernels[reach]
-        sinks = work.vector("self_attn", "sinks")
-        return kernel(query, key, value, sinks, bin, self.arch, window, work.layer.index)
-
-    elementwise_values = 0  # those of its halves' norms are counted there
+    fused_linears = ()
+    elementwise_values = 0  # MixingHalf counts what norms take
 
     @property
     def query_width(self) -> int:
@@ -139,6 +130,20 @@ class AttentionMixing:
             values += 4 * self.query_width
             others = explicit_bytes(self.arch, self.window, plan.bin_tokens)
         return values * plan.bin_tokens * item + others
+
+
+def attend(
+    work: LayerWork, arch: Architecture, window: int | None, query: Tensor, key: Tensor,
+    value: Tensor
+) -> Tensor:
+    """Causal attention inside each document of the bin, [n, heads, width of a value]. `window`:
+    a query sees this many keys; None: all."""
+    bin, reach = work.bin, "window" if window else "full"
+    if window is not None and window >= bin.longest:
+        window, reach = None, "within"
+    kernel = bin.kernels[reach]
+    sinks = work.vector("self_attn", "sinks")
+    return kernel(query, key, value, sinks, bin, arch, window, work.layer.index)
 
 
 # ---- heads and rotary embedding ----

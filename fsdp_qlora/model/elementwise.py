@@ -274,7 +274,7 @@ def add_expert_rows(rows: Tensor, token_rows: Tensor, weights: Tensor | None) ->
 # The sites of dropout in a layer: 0 to 3 are the inputs of its fused linears; these are what
 # attention adds, what the MLP adds, attention's weights and, in the first layer, what the embedding
 # gives. A layer has N_SITES numbers.
-ATTENTION_SITE, MLP_SITE, WEIGHTS_SITE, EMBEDDING_SITE, N_SITES = 4, 5, 6, 7, 8
+ATTENTION_SITE, MLP_SITE, WEIGHTS_SITE, EMBEDDING_SITE, N_SITES = 8, 9, 10, 11, 12
 
 
 def drop_eager(x: Tensor, keys: Tensor, site: int, probability: float) -> Tensor:

@@ -18,10 +18,11 @@ from fsdp_qlora.model.absent import NoMixingHalf, NoMLPHalf
 from fsdp_qlora.model.attention import AttentionMixing
 from fsdp_qlora.model.elementwise import N_SITES, drop
 from fsdp_qlora.model.experts import RoutedMLPHalf
+from fsdp_qlora.model.latent import LatentMixing
 from fsdp_qlora.model.linears import (
     STATE_BLOCK, Allocator, FusedLinear, LinearPlace, fuse_linears)
 from fsdp_qlora.model.mixers import RecordedMixing
-from fsdp_qlora.model.mixing import MixingHalf
+from fsdp_qlora.model.mixing import Mixing, MixingHalf
 from fsdp_qlora.model.mlp import MLPHalf
 from fsdp_qlora.model.offload import put_all
 from fsdp_qlora.quant.nf4 import Nested, NF4Blocks, dequantise
@@ -158,9 +159,12 @@ def _make_halves(
 ) -> tuple[MixingHalf | NoMixingHalf, MLPHalf | RoutedMLPHalf | NoMLPHalf]:
     """Those of a layer with the fused_groups() `fused`."""
     inputs, out, *of_mlp = fused
-    of_tokens: AttentionMixing | RecordedMixing = AttentionMixing(arch, kind.window, kind.rope)
+    of_tokens: Mixing = AttentionMixing(arch, kind.window, kind.rope)
     beside = None
-    if kind.mixer and arch.beside:
+    if arch.latent:
+        q_b = of_mlp.pop(0) if arch.latent.q_rank else None
+        of_tokens = LatentMixing(arch, kind.rope, q_b, of_mlp.pop(0))
+    elif kind.mixer and arch.beside:
         beside = of_mlp.pop(0), RecordedMixing(arch.mixers[kind.mixer], arch)
     elif kind.mixer:
         of_tokens = RecordedMixing(arch.mixers[kind.mixer], arch)

@@ -1,11 +1,14 @@
-"""Mixings of tokens other than softmax attention: LFM2's short convolution, the gated delta net.
+"""Mixings of tokens other than softmax attention: LFM2's short convolution, the gated delta net,
+Mamba-2; the convolution and the norm that they share.
 
-Which layers have one is in families. None sees across the bounds of documents.
+Which layers have one is in families; what their letters mean, in architecture. None sees across the
+bounds of documents.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import sys
@@ -50,6 +53,7 @@ class RecordedMixing:
         kept.mixed = kept.projected = None
         return grad
 
+    fused_linears = ()
     query_width = 0
 
     @property
@@ -259,10 +263,29 @@ def chunks_of(
     return chunked, slots, firsts
 
 
+@functools.cache
+def use_few_configurations() -> None:
+    """Of each of its kernels fla compiles all configurations that it knows, to time them. With a
+    few of them the first call takes 18 s instead of 88, and the later ones no longer (a delta net
+    of Qwen3.5-9B, 8,192 tokens, H100: 10.6 and 11.9 ms). Raises ModuleNotFoundError."""
+    import fla.ops.gated_delta_rule
+    import fla.ops.simple_gla  # noqa: F401
+    from triton.runtime import Autotuner
+
+    for name in [name for name in sys.modules if name.startswith("fla.")]:
+        for kernel in vars(sys.modules[name]).values():
+            while kernel is not None:
+                if isinstance(kernel, Autotuner):
+                    usual = [x for x in kernel.configs if (x.num_warps, x.num_stages) == (4, 2)]
+                    kernel.configs = usual or kernel.configs[:2]
+                kernel = getattr(kernel, "fn", None)  # what a decorator of Triton holds
+
+
 def fla_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, bin: Bin
 ) -> Tensor:
     """By the Triton kernels of flash-linear-attention (fla-core), in bf16."""
+    use_few_configurations()
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     if bin.chunks is None:  # given the lengths on the GPU alone, fla would wait for them
@@ -321,6 +344,7 @@ def fla_scan(
 ) -> Tensor:
     """By the Triton kernels of flash-linear-attention (fla-core), in bf16: this is attention with a
     decay by head, of queries C, keys B and values step x."""
+    use_few_configurations()
     from fla.ops.simple_gla import chunk_simple_gla
 
     b, c = (part.repeat_interleave(x.shape[1] // b.shape[1], 1) for part in (b, c))
@@ -343,23 +367,6 @@ PLAIN_RECURRENCES = tuple(plain for plain, _ in RECURRENCES.values())
 def recurrent(arch: Architecture) -> DeltaNet | Mamba2 | None:
     """The mixer of the model's layers that has a state, if any has one."""
     return next((x for x in arch.mixers.values() if isinstance(x, (DeltaNet, Mamba2))), None)
-
-
-def use_few_configurations() -> None:
-    """Of each of its kernels fla compiles all configurations that it knows, to time them. With a
-    few of them the first call takes 18 s instead of 88, and the later ones no longer (a delta net
-    of Qwen3.5-9B, 8,192 tokens, H100: 10.6 and 11.9 ms). Raises ModuleNotFoundError."""
-    import fla.ops.gated_delta_rule
-    import fla.ops.simple_gla  # noqa: F401
-    from triton.runtime import Autotuner
-
-    for name in [name for name in sys.modules if name.startswith("fla.")]:
-        for kernel in vars(sys.modules[name]).values():
-            while kernel is not None:
-                if isinstance(kernel, Autotuner):
-                    usual = [x for x in kernel.configs if (x.num_warps, x.num_stages) == (4, 2)]
-                    kernel.configs = usual or kernel.configs[:2]
-                kernel = getattr(kernel, "fn", None)  # what a decorator of Triton holds
 
 
 def why_no_fla(mixer: DeltaNet | Mamba2, device: torch.device) -> str:
@@ -386,7 +393,6 @@ def why_no_fla(mixer: DeltaNet | Mamba2, device: torch.device) -> str:
         return out.detach(), *torch.autograd.grad(out, inputs, grad)
 
     try:
-        use_few_configurations()
         pairs = list(zip(both(fast), both(plain)))
     except ModuleNotFoundError as e:
         return f"{e.name} is not installed"

@@ -1,7 +1,7 @@
 """The half of a layer that mixes tokens: x + out(mixing(inputs(norm(x)))), forward and backward,
 and what it costs.
 
-The mixings are AttentionMixing of attention and RecordedMixing of mixers.
+The mixings are AttentionMixing of attention, LatentMixing of latent and RecordedMixing of mixers.
 """
 
 from __future__ import annotations
@@ -43,6 +43,10 @@ class Mixing(Protocol):
         needs out of `kept`."""
 
     @property
+    def fused_linears(self) -> tuple[FusedLinear, ...]:
+        """Those that it has itself, between the two products of the half."""
+
+    @property
     def projected_width(self) -> int:
         """How many of the inputs' outputs it reads."""
 
@@ -75,8 +79,8 @@ class MixingHalf:
     inputs: FusedLinear  # of attention: q, k and v
     out: FusedLinear
     mixing: Mixing
-    beside: tuple[FusedLinear, Mixing] | None = None  # another one of the last of the inputs'
-    #                                                   outputs, and what gives its output
+    # a second (out, mixing), which reads what `mixing` leaves of what the inputs give; both add up
+    beside: tuple[FusedLinear, Mixing] | None = None
 
     @property
     def branches(self) -> tuple[tuple[FusedLinear, Mixing], ...]:
@@ -84,7 +88,12 @@ class MixingHalf:
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
-        return self.inputs, *(out for out, _ in self.branches)
+        return self.inputs, *(out for out, _ in self.branches), *self.between
+
+    @property
+    def between(self) -> tuple[FusedLinear, ...]:
+        """Those of the mixings themselves."""
+        return tuple(fused for _, mixing in self.branches for fused in mixing.fused_linears)
 
     def forward(
         self, work: LayerWork, x: Tensor, want_sum: bool = True
@@ -166,17 +175,19 @@ class MixingHalf:
         hold_weights = plan.hold_weights and recomputed
         values = self.recomputed_values if recomputed else 0
         values += self.inputs.width + 2 * self.arch.hidden_size  # gradients: of x and of the sum
-        others = weight_bytes(self.inputs, item, hold_weights)
-        if hold_weights:
-            others += sum(weight_bytes(out, item, hold_weights) for out, _ in self.branches)
+        held = self.fused_linears if hold_weights else (self.inputs, *self.between)
+        weights = [weight_bytes(fused, item, hold_weights) for fused in held]
+        others = sum(weights) if hold_weights else max(weights)
         others += sum(mixing.live_bytes(plan) for _, mixing in self.branches)
         return values * plan.bin_tokens * item + others
 
     def recomputed_weights(self, want_sum: bool) -> int:
         """Weights that are multiplied again when forward() is recomputed."""
-        return self.inputs.n_weights + want_sum * sum(out.n_weights for out, _ in self.branches)
+        always = sum(fused.n_weights for fused in (self.inputs, *self.between))
+        return always + want_sum * sum(out.n_weights for out, _ in self.branches)
 
     @property
     def elementwise_values(self) -> int:
         """Values that elementwise work reads or writes, forward and backward; measured."""
-        return 15 * self.arch.hidden_size + self.mixing.elementwise_values
+        return 15 * self.arch.hidden_size + sum(
+            mixing.elementwise_values for _, mixing in self.branches)

@@ -140,7 +140,7 @@ def best_experts(scores: Tensor, mixture: Mixture) -> Tensor:
     """The top_k experts of each token, int64 [n, k], by scores [n, experts]."""
     if mixture.n_groups > 1:
         groups = scores.unflatten(1, (mixture.n_groups, -1))
-        best = groups.topk(2, -1)[0].sum(-1).topk(mixture.top_groups, -1)[1]
+        best = groups.topk(mixture.group_best, -1)[0].sum(-1).topk(mixture.top_groups, -1)[1]
         is_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, False)
         scores = groups.masked_fill(is_out[..., None], -math.inf).flatten(1)
     return scores.topk(mixture.top_k, -1)[1]

@@ -61,6 +61,7 @@ class Plan:
     expert_ranges: int = 1  # experts are dequantised in so many ranges, one after the other
     plain_attention: bool = False  # whether a layer's attention runs in plain torch
     plain_recurrence: bool = False  # the same of mixers with a state
+    fused: bool = True  # whether elementwise work is compiled to one kernel each, as on a GPU
     embedding_on_host: bool = False
     state_bytes: float = 0.0  # of the optimizer's state in GPU memory, for each weight
     graphs: bool = False  # whether CUDA graphs are used
@@ -155,6 +156,7 @@ def possible_plans(
                             middle, hold, config.offload_activations, config.offload_params,
                             n_mlp_kept, n_ranges, workload.plain_attention,
                             workload.plain_recurrence,
+                            workload.device.type == "cuda",
                             state_bytes=workload.state_bytes)
                 yield predict_memory(plan, arch, layouts)
 

@@ -53,10 +53,13 @@ class Mixture:
     scores: str = "softmax"  # of all logits; or "sigmoid" of each
     rounded_scores: bool = False  # to the model's dtype, before they are compared
     correction: str | None = None  # a tensor [experts], or [1, experts]
-    # a token goes only to experts of its top_groups groups, those in which the two highest scores
-    # have the largest sums
+    # a token goes only to experts of its top_groups groups, those in which the group_best highest
+    # scores have the largest sums
     n_groups: int | FromConfig = 1
     top_groups: int | FromConfig = 1
+    group_best: int = 2
+    groups_if: bool | FromConfig = True  # where a config can switch them off; True or
+    #                                      "group_limited_greedy": on
     normalised: bool | FromConfig = True  # weights are divided by their sum plus sum_eps
     sum_eps: float = 0.0
     scale: float | FromConfig = 1.0  # multiplies the weights
@@ -83,6 +86,47 @@ class AttentionGate:
     #                            None: q_proj does, each head's after its query
     per_head: bool | FromConfig = False  # there is one gate for a head; "per-head": the same
     activation: str = "sigmoid"  # or "softplus"
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentAttention:
+    """DeepSeek's multi-head latent attention (MLA). "config.x" means the same as in Family.
+
+    q_a_proj and kv_a_proj_with_mqa give two latents of a token. Of their norms q_b_proj makes the
+    heads of queries, [nope + rope], and kv_b_proj those of keys and values, [nope + value]. The
+    last `rope` dimensions of a query are rotated; those of keys are one vector for all heads, which
+    kv_a_proj_with_mqa gives after its latent.
+    """
+
+    q_rank: int | FromConfig = "config.q_lora_rank"  # None: q_proj gives the queries
+    kv_rank: int | FromConfig = "config.kv_lora_rank"
+    nope: int | FromConfig = "config.qk_nope_head_dim"
+    rope: int | FromConfig = "config.qk_rope_head_dim"
+    value: int | FromConfig = "config.v_head_dim"
+    norm_eps: float = 1e-6  # of the norms of latents; transformers takes no other
+    q_norm: str = "self_attn.q_a_layernorm"
+    kv_norm: str = "self_attn.kv_a_layernorm"
+    # An indexer chooses so many keys for each query. Up to this length of a row these are all keys,
+    # so that there it changes nothing and is not computed; longer rows are refused.
+    index_topk: int | FromConfig | None = None
+    indexer: str = "self_attn.indexer."  # what the names of its tensors begin with
+
+    def linears(self, hidden: int, heads: int) -> tuple[list[Linear], ...]:
+        """A list for each input: those that read the layer's, those that give its output, those
+        that make heads of latents."""
+        of_queries = heads * (self.nope + self.rope)
+        kv_a = Linear("self_attn.kv_a_proj_with_mqa", self.kv_rank + self.rope, hidden, False)
+        kv_b = Linear("self_attn.kv_b_proj", heads * (self.nope + self.value), self.kv_rank, False)
+        out = Linear("self_attn.o_proj", hidden, heads * self.value, False)
+        if not self.q_rank:
+            return [Linear("self_attn.q_proj", of_queries, hidden, False), kv_a], [out], [kv_b]
+        return ([Linear("self_attn.q_a_proj", self.q_rank, hidden, False), kv_a], [out],
+                [Linear("self_attn.q_b_proj", of_queries, self.q_rank, False)], [kv_b])
+
+    def norms(self) -> dict[str, tuple[int, ...]]:
+        """{name below the layer: shape} of the weights of its norms."""
+        ranks = {self.q_norm: self.q_rank, self.kv_norm: self.kv_rank}
+        return {f"{name}.weight": (rank,) for name, rank in ranks.items() if rank}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,7 +322,8 @@ class Family:
     k_norm: str | None = "self_attn.k_norm"
     qk_norm_after_rotary: bool = False
     value_norm: bool = False  # by head, without weight
-    rotary_interleaved: bool = False  # pairs (0, 1), (2, 3), .. instead of halves
+    # pairs (0, 1), (2, 3), .. instead of halves
+    rotary_interleaved: bool | FromConfig = False
     # partial_rotary_factor of rope_parameters counts; of rope_type "proportional" in any case
     partial_rotary: bool = False
     ropes_by_layer_type: bool = False  # rope_parameters has an entry for each layer type
@@ -309,11 +354,14 @@ class Family:
     rounded_multiplier: bool = False  # embedding_multiplier, to the embedding's dtype (Gemma)
     residual_multiplier: float | FromConfig = 1.0  # on what a half of a layer adds
     layer_scalar: str | None = None  # a tensor [1] of each layer: on what the layer returns
+    residual_scale: float | FromConfig | None = None  # residual_multiplier = this / layers ** 0.5
     logits_multiplier: float | FromConfig = 1.0
     logits_divisor: float | FromConfig = 1.0
+    logits_width: int | FromConfig | None = None  # logits_divisor = hidden_size / this
     attention_dropout: float | FromConfig = "config.attention_dropout"
     embedding_dropout: float | FromConfig = 0.0
     residual_dropout: float | FromConfig = 0.0  # on what o_proj and down_proj return
+    latent: LatentAttention | None = None  # what attention has instead of q_proj, k_proj, v_proj
     # {layer type: what it has instead of softmax attention}
     mixers: dict[str, Mixer] = dataclasses.field(default_factory=dict)
     beside: bool = False  # layers with a mixer also have softmax attention; both are added
@@ -346,7 +394,7 @@ class Architecture(Family):
     hidden_size: int
     n_heads: int
     n_kv_heads: int  # this and head_dim: of layers without a Heads of their own
-    head_dim: int
+    head_dim: int  # of queries and keys
     vocab_size: int
     gate_up: list[Linear]  # their outputs, concatenated, are gate, up (without a gate: up); of
     #                        layers without experts
@@ -410,21 +458,24 @@ class Architecture(Family):
                  for name, n in widths.items()],
                 [Linear(self.attention_out, self.hidden_size, width, self.out_bias)])
 
+    def mixing_groups(self, kind: LayerKind) -> tuple[list[Linear], ...]:
+        """The Linears of a layer's half that mixes tokens: a list for each input that they read."""
+        if kind.halves == "mlp":
+            return [], []
+        if self.latent:
+            return self.latent.linears(self.hidden_size, kind.heads.n)
+        attention = self.of_kind(kind).attention_linears()
+        if not kind.mixer:
+            return attention
+        of_mixer = self.mixers[kind.mixer].linears(self.hidden_size)
+        return (attention[0] + of_mixer[0], attention[1], of_mixer[1]) if self.beside else of_mixer
+
     def fused_groups(self, kind: LayerKind) -> tuple[list[Linear], ...]:
         """The Linears of a layer: a list for each input that they read."""
-        mixing: tuple[list[Linear], ...] = self.of_kind(kind).attention_linears()
         mlp: tuple[list[Linear], ...] = self.gate_up, self.down
-        if kind.mixer:
-            of_mixer = self.mixers[kind.mixer].linears(self.hidden_size)
-            inputs = mixing[0] + of_mixer[0]
-            mixing = (inputs, mixing[1], of_mixer[1]) if self.beside else of_mixer
         if kind.routed:
             mlp = self.shared_gate_up, self.shared_down, self.expert_gate_up, self.expert_down
-        if kind.halves == "mlp":
-            mixing = [], []
-        elif kind.halves == "mixing":
-            mlp = [], []
-        return *mixing, *mlp
+        return *self.mixing_groups(kind), *(([], []) if kind.halves == "mixing" else mlp)
 
     def linears(self, kind: LayerKind) -> list[Linear]:
         return [linear for group in self.fused_groups(kind) for linear in group]
@@ -454,7 +505,7 @@ class Architecture(Family):
         if "all-linear" in target_modules and self.mixture:
             taken = {name.rsplit(".", 1)[-1] for name in self.experts()}
             every = {x.name for kind in dict.fromkeys(self.layer_kinds)
-                     for group in self.fused_groups(kind)[:2] for x in group
+                     for group in self.mixing_groups(kind) for x in group
                      if x.name.rsplit(".", 1)[-1] not in taken}
         elif "all-linear" in target_modules:
             every = {*self.adaptable()}
@@ -477,6 +528,8 @@ class Architecture(Family):
                 shapes[f"{name}.weight"] = {
                     "head": (arch.head_dim,), "heads": (heads, arch.head_dim),
                     "full": (heads * arch.head_dim,)}[self.qk_norm]
+        if self.latent:
+            shapes |= self.latent.norms()
         if self.sinks and self.attends(kind):
             shapes["self_attn.sinks"] = (arch.n_heads,)
         if self.activation == "xielu":

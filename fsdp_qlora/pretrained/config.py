@@ -17,9 +17,9 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fsdp_qlora.pretrained.architecture import (
-    ACTIVATIONS, LAYER_TYPES, Architecture, AttentionGate, DeltaNet, Family, Heads, Linear, Mamba2,
-    Mixture, ShortConv, rotary_dim)
-from fsdp_qlora.pretrained.families import FAMILIES, MULTIMODAL
+    ACTIVATIONS, LAYER_TYPES, Architecture, AttentionGate, DeltaNet, Family, Heads, LatentAttention,
+    Linear, Mamba2, Mixture, ShortConv, rotary_dim)
+from fsdp_qlora.pretrained.families import FAMILIES, MULTIMODAL, TEXT_MODULES
 from fsdp_qlora.quant.nf4 import BLOCK
 
 ROPE_TYPES = {"default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"}
@@ -45,7 +45,8 @@ KNOWN_FIELDS = set("""vocab_size hidden_size intermediate_size num_hidden_layers
 
 
 BY_LAYER = {"head_dim", "num_key_value_heads"}  # fields in whose values layers may differ
-AnyRecord = TypeVar("AnyRecord", Family, Mixture, AttentionGate, ShortConv, DeltaNet, Mamba2)
+AnyRecord = TypeVar("AnyRecord", Family, Mixture, AttentionGate, LatentAttention, ShortConv,
+                    DeltaNet, Mamba2)
 
 
 def text_config(model_config: PreTrainedConfig) -> PreTrainedConfig:
@@ -58,7 +59,7 @@ def check_model(model_config: PreTrainedConfig) -> None:
     outer, c = model_config.model_type, text_config(model_config)
     name = outer if c is model_config else f"{outer} with {c.model_type}"
     if c.model_type not in (MULTIMODAL.get(outer) or FAMILIES):
-        words = {"kv_lora_rank": "latent attention, ", "num_local_experts": "a router not known, ",
+        words = {"num_local_experts": "a router not known, ",
                  "num_experts": "a router not known, ", "is_encoder_decoder": ""}
         why = [f"{words[x]}{x}={getattr(c, x)}" for x in words if getattr(c, x, None)]
         why += sorted(set(getattr(c, "layer_types", None) or ()) - LAYER_TYPES)
@@ -71,7 +72,7 @@ def check_model(model_config: PreTrainedConfig) -> None:
         raise ValueError(f"{name}: layers that differ in {', '.join(other)} are not supported")
     c = c.per_layer_config[0]
     family = FAMILIES[c.model_type]
-    records = (family, *filter(None, (family.mixture, family.attention_gate)),
+    records = (family, *filter(None, (family.mixture, family.attention_gate, family.latent)),
                *family.mixers.values())
     values = [value for record in records for value in vars(record).values()]
     known = {str(value).removeprefix("config.") for value in values}
@@ -88,7 +89,7 @@ def check_model(model_config: PreTrainedConfig) -> None:
 def describe_model(model_config: PreTrainedConfig) -> Architecture:
     """The Architecture of a config from AutoConfig. ValueError if no record can express it."""
     check_model(model_config)
-    outer, c = model_config, text_config(model_config)
+    c = text_config(model_config)
     layer_configs = list(c.per_layer_config)
     c = layer_configs[0]  # in what layers do not differ, all
     record = FAMILIES[c.model_type]
@@ -103,22 +104,16 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
         raise ValueError(f"the config of {c.model_type} has no {name}: its record in families.py"
                          " needs another intermediate_size")
     layer_heads = describe_heads(layer_configs, family)
-    head_dim = layer_heads[0].dim
-    values.update(describe_positions(c, family, layer_heads),
-                  keys_are_values=layer_heads[0].keys_are_values)
+    _, kv_heads, head_dim, keys_are_values = layer_heads[0]
+    values.update(describe_positions(c, family, layer_heads), keys_are_values=keys_are_values)
     if not (family.qk_norm and family.qk_norm_if):
         values.update(qk_norm=None, q_norm=None, k_norm=None)
     if not family.post_norm_if:
         values.update(attention_post_norm=None, mlp_post_norm=None)
-    if family.query_scalar or family.attention_scale is None:
-        values["attention_scale"] = (family.query_scalar or head_dim) ** -0.5 * family.query_factor
-    if family.sqrt_embedding:
-        values["embedding_multiplier"] = hidden**0.5
-    values["attention_scale"] *= family.key_multiplier * family.attention_in_multiplier**2
+    values.update(describe_factors(c, family, head_dim, values["ropes"]))
     values["final_norm_kind"] = family.final_norm_kind or family.norm
     if family.post_norm_eps is None:
         values["post_norm_eps"] = family.norm_eps
-    values["logits_multiplier"] = family.logits_multiplier / family.logits_divisor
     values["attention_dropout"] = family.attention_dropout or 0.0
     settings = getattr(model_config, "quantization_config", None) or {}
     n_in = inner * (1 + family.gated) // len(family.mlp_in)  # outputs of each of these linears
@@ -127,11 +122,12 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
     values.update(describe_experts(
         c, family, settings.get("quant_method") == "mxfp4", (gate_up, down)))
     prefixes = [*family.prefixes]
-    if outer.model_type in MULTIMODAL:
-        prefixes = ["model.language_model.", "language_model.model."]
+    if model_config.model_type in MULTIMODAL:
+        module = TEXT_MODULES.get(model_config.model_type, "language_model")
+        prefixes = [f"model.{module}.", f"{module}.model.", "model."]  # the last: Qwen2-VL's files
     return Architecture(
         **values, family=c.model_type, n_layers=c.num_hidden_layers, hidden_size=hidden,
-        n_heads=c.num_attention_heads, n_kv_heads=c.num_key_value_heads, head_dim=head_dim,
+        n_heads=c.num_attention_heads, n_kv_heads=kv_heads, head_dim=head_dim,
         vocab_size=c.vocab_size, layer_heads=layer_heads,
         gate_up=gate_up, down=down,
         # mistral3's outer flag is True by default, though released models are not tied; Qwen3-VL's
@@ -149,6 +145,9 @@ def describe_heads(layer_configs: list[PreTrainedConfig], family: Family) -> lis
         n_heads = getattr(c, FAMILIES[c.model_type].heads_by_layer.removeprefix("config."))
     kinds = getattr(c, "layer_types", None) or [None] * len(layer_configs)
     for one, n, kind in zip(layer_configs, n_heads, kinds, strict=True):
+        if latent := family.latent:
+            found.append(Heads(n, n, latent.nope + latent.rope, False))
+            continue
         n_kv = one.num_key_value_heads
         if odd := [x for x in (c.num_attention_heads, n) if x % n_kv]:
             raise ValueError(f"{odd[0]} attention heads are no multiple of {n_kv} key-value heads")
@@ -156,6 +155,33 @@ def describe_heads(layer_configs: list[PreTrainedConfig], family: Family) -> lis
         keys_are_values = bool(family.keys_are_values) and kind == "full_attention"
         found.append(Heads(n, n_kv, dim, keys_are_values))
     return found
+
+
+def describe_factors(
+    c: PreTrainedConfig, family: Family, head_dim: int, ropes: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """{field of Architecture: value} of what scores, embeddings, sums and logits are multiplied by,
+    from a text config."""
+    scale, divisor = family.attention_scale, family.logits_divisor
+    if family.query_scalar or scale is None:
+        scale = (family.query_scalar or head_dim) ** -0.5 * family.query_factor
+    scale *= family.key_multiplier * family.attention_in_multiplier**2
+    factors = {"attention_scale": scale * yarn_factor(ropes[0]) if family.latent else scale}
+    if family.sqrt_embedding:
+        factors["embedding_multiplier"] = c.hidden_size**0.5
+    if family.residual_scale is not None:
+        factors["residual_multiplier"] = family.residual_scale / c.num_hidden_layers**0.5
+    if family.logits_width:
+        divisor = c.hidden_size / family.logits_width
+    return factors | {"logits_multiplier": family.logits_multiplier / divisor}
+
+
+def yarn_factor(rope: dict[str, Any]) -> float:
+    """What DeepSeek's yarn multiplies attention_scale by."""
+    scale, factor = rope.get("mscale_all_dim"), rope.get("factor") or 1.0
+    if rope["rope_type"] == "default" or not scale or factor <= 1:
+        return 1.0
+    return float((0.1 * scale * math.log(factor) + 1) ** 2)
 
 
 def mlp_width(c: PreTrainedConfig, family: Family) -> int | None:
@@ -172,7 +198,7 @@ def fill_record(record: AnyRecord, c: PreTrainedConfig) -> AnyRecord:
     declares no such field. A list of one value per layer, all equal, becomes that value."""
     values, declared = dict(vars(record)), {field.name for field in dataclasses.fields(c)}
     for key, value in values.items():
-        if key in ("mixture", "attention_gate") and value:
+        if key in ("mixture", "attention_gate", "latent") and value:
             values[key] = fill_record(value, c)
         elif key == "mixers":
             values[key] = {name: fill_record(mixer, c) for name, mixer in value.items()}
@@ -200,6 +226,8 @@ def describe_experts(
     if not all(isinstance(n, int) and n > 0 for n in sizes) or mixture.top_k > mixture.n_experts:
         raise ValueError(f"{sizes[0]} experts, {sizes[1]} for a token, of size {sizes[2]} are not"
                          " supported")
+    if mixture.groups_if not in (True, "group_limited_greedy"):
+        mixture = dataclasses.replace(mixture, n_groups=1)
     routed = routed_layers(c, family)
     if not any(routed):
         return none
@@ -226,7 +254,7 @@ def describe_experts(
     shared = dense if mixture.shared_mlp else shared
     gate_ups, downs = zip(*map(expert, range(mixture.n_experts)))
     experts = [list(itertools.chain(*linears)) for linears in (gate_ups, downs)]
-    return {"layer_routed": routed, **dict(zip(names, (*shared, *experts)))}
+    return {"layer_routed": routed, "mixture": mixture, **dict(zip(names, (*shared, *experts)))}
 
 
 def routed_layers(c: PreTrainedConfig, family: Family) -> list[bool]:
@@ -246,19 +274,28 @@ def routed_layers(c: PreTrainedConfig, family: Family) -> list[bool]:
             for i in range(n_layers)]
 
 
-def describe_positions(
-    c: PreTrainedConfig, family: Family, layer_heads: list[Heads],
-) -> dict[str, Any]:
-    """{field of Architecture: value} of the fields about positions, from a text config."""
-    n_layers, window = c.num_hidden_layers, getattr(c, "sliding_window", None)
+def layer_types(c: PreTrainedConfig, family: Family) -> list[str]:
+    """Of each layer, from a text config; ValueError for what the family has not."""
+    n_layers = c.num_hidden_layers
     kinds = getattr(c, "layer_types", None) or ["full_attention"] * n_layers
     if len(kinds) != n_layers:
         raise ValueError(f"layer_types has {len(kinds)} entries for {n_layers} layers")
     known = LAYER_TYPES.union(family.mixers, {"mlp", "moe"} if family.one_half else ())
+    if family.latent and family.latent.index_topk:
+        known = {"indexed_attention"}
     if other := sorted(set(kinds) - known):
         raise ValueError(f"{sum(kind in other for kind in kinds)} of {n_layers} layers are of"
                          f" {', '.join(other)}, which is not supported, only"
                          f" {' and '.join(sorted(known))} are")
+    return list(kinds)
+
+
+def describe_positions(
+    c: PreTrainedConfig, family: Family, layer_heads: list[Heads]
+) -> dict[str, Any]:
+    """{field of Architecture: value} of the fields about positions, from a text config."""
+    n_layers, window = c.num_hidden_layers, getattr(c, "sliding_window", None)
+    kinds = layer_types(c, family)
     slides = [family.window == "all" and window is not None
               or family.window == "layer_types" and kind == "sliding_attention" for kind in kinds]
     used = getattr(c, "use_sliding_window", True)
@@ -283,6 +320,12 @@ def describe_positions(
             raise ValueError(f"rope_parameters {c.rope_parameters} are not supported")
         if family.query_temperature and not rope.get("llama_4_scaling_beta"):
             raise ValueError(f"rope_parameters {rope} have no llama_4_scaling_beta")
+        if family.latent:  # which part of a head rotates; Mistral 4 says that in two ways
+            part, whole = rope.pop("partial_rotary_factor", 1.0), head_dim
+            head_dim = family.latent.rope
+            if part != 1.0 and int(part * whole) != head_dim:
+                raise ValueError(f"rope_parameters {c.rope_parameters} do not rotate"
+                                 f" qk_rope_head_dim={head_dim} dimensions")
         if family.ntk_alpha and rope["rope_type"] == "dynamic" and rope.get("alpha"):
             theta = rope["rope_theta"] * rope["alpha"] ** (head_dim / (head_dim - 2))
             rope = {"rope_type": "default", "rope_theta": theta}  # no longer depends on length
@@ -418,6 +461,7 @@ def shrinking_changes(
         ("always", {"hidden_size": 64 if heads_width == arch.hidden_size else 128}),
         ("if declared", {"head_dim": 16}),
         *heads_changes([arch.layer_heads[i] for i in layers]),
+        *latent_changes(arch, c),
         # shorter than the checked documents
         ("if used", {"sliding_window": 5}),
         # the released ones may lie outside the small vocabulary
@@ -464,6 +508,20 @@ def expert_changes(arch: Architecture, c: PreTrainedConfig) -> list[tuple[str, d
         ("if declared", {"moe_layer_end_index": 1})]
 
 
+def latent_changes(arch: Architecture, c: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
+    """The rows of shrinking_changes() for latent attention. Values stay narrower than queries, or
+    as wide as they are."""
+    latent = arch.latent
+    if not latent:
+        return []
+    value = 64 if latent.value == arch.head_dim else 32
+    sizes = {"qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "qk_head_dim": 64, "v_head_dim": value,
+             "index_head_dim": 32, "index_n_heads": 2}
+    if c.head_dim == arch.head_dim:
+        sizes |= {"head_dim": 64}
+    return [("if declared", {"kv_lora_rank": 64, **sizes}), ("if used", {"q_lora_rank": 128})]
+
+
 def mamba_changes(arch: Architecture, c: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
     """The rows of shrinking_changes() for Mamba-2: 4 heads, of whole blocks of 64 weights."""
     record = next((x for x in FAMILIES[arch.family].mixers.values() if isinstance(x, Mamba2)), None)
@@ -483,5 +541,7 @@ def shrink_rope(c: PreTrainedConfig, rope: dict[str, Any], arch: Architecture) -
     c.max_position_embeddings = int(20 * ratio)
     if hasattr(c, "original_max_position_embeddings"):
         c.original_max_position_embeddings = 20
+    if arch.latent and "partial_rotary_factor" in rope:
+        rope["partial_rotary_factor"] = c.qk_rope_head_dim / c.head_dim
     for name in {"short_factor", "long_factor"} & rope.keys():
         rope[name] = rope[name][: rotary_dim(rope, 16) // 2]

@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 from fsdp_qlora.pretrained.architecture import (
-    AttentionGate, DeltaNet, ExpertNorms, Family, Mamba2, Mixture, ShortConv)
+    AttentionGate, DeltaNet, ExpertNorms, Family, LatentAttention, Mamba2, Mixture, ShortConv)
 
 SHAPES: dict[str, dict[str, Any]] = {  # what --random_weights knows without a config.json
     name: dict(
@@ -70,6 +70,12 @@ DEEPSEEK: dict[str, Any] = dict(
     correction="mlp.gate.e_score_correction_bias", n_groups="config.n_group",
     top_groups="config.topk_group", normalised="config.norm_topk_prob",
     sum_eps=1e-20, scale="config.routed_scaling_factor", rounded=False)
+MLA: dict[str, Any] = dict(
+    latent=LatentAttention(), qkv_bias=False, out_bias=False, mlp_bias=False,
+    rotary_interleaved="config.rope_interleave")
+INDEXED: dict[str, Any] = MLA | dict(
+    latent=LatentAttention(index_topk="config.index_topk"), rotary_interleaved=True,
+    unused=("index_head_dim", "index_n_heads", "indexer_types"))
 HUNYUAN: dict[str, Any] = dict(
     qk_norm="head", qk_norm_after_rotary=True, ntk_alpha=True,
     q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm")
@@ -102,6 +108,8 @@ FAMILIES: dict[str, Family] = {
     "ministral": Family(window="layer_types"),
     "ministral3": Family(window="all", query_temperature=True),
     "qwen2": Family(qkv_bias=True, window="layer_types"),
+    "qwen2_vl_text": Family(qkv_bias=True, window="layer_types"),
+    "qwen2_5_vl_text": Family(qkv_bias=True, window="layer_types"),
     "qwen3": Family(qk_norm="head", window="layer_types"),
     "qwen3_vl_text": Family(qk_norm="head"),
     "apertus": Family(**UNGATED, qk_norm="head", attention_norm="attention_layernorm",
@@ -168,6 +176,11 @@ FAMILIES: dict[str, Family] = {
     "hunyuan_v1_dense": Family(**HUNYUAN),
     "lfm2": Family(**LFM2, two_thirds_wide="config.block_auto_adjust_ff_dim",
                    unused=("full_attn_idxs",)),
+    "youtu": Family(**MLA, unused=("embedding_initializer_range",)),
+    "minicpm3": Family(
+        **MLA | dict(rotary_interleaved=False), embedding_multiplier="config.scale_emb",
+        rounded_multiplier=True, residual_scale="config.scale_depth",
+        logits_width="config.dim_model_base"),
     # AutoModelForCausalLM takes the text model out of a multimodal one, and saves it under the
     # names that it had there
     "qwen3_5_text": Family(
@@ -206,6 +219,15 @@ FAMILIES: dict[str, Family] = {
         fp32_router=True, rounded=False)),
     "glm4_moe": Family(out_bias=False, partial_rotary=True, qk_norm="head",
                        qk_norm_if="config.use_qk_norm", mixture=Mixture(**DEEPSEEK)),
+    "glm4_moe_lite": Family(**MLA, mixture=Mixture(**DEEPSEEK)),
+    "deepseek_v3": Family(**MLA, mixture=Mixture(**DEEPSEEK)),
+    "deepseek_v2": Family(**MLA | dict(rotary_interleaved=True), mixture=Mixture(**DEEPSEEK | dict(
+        scores="softmax", correction=None, normalised=False, group_best=1,
+        groups_if="config.topk_method"))),
+    "deepseek_v32": Family(**INDEXED, mixture=Mixture(**DEEPSEEK)),
+    "glm_moe_dsa": Family(**INDEXED, mixture=Mixture(**DEEPSEEK)),
+    "mistral4": Family(**MLA, query_temperature=True, mixture=Mixture(**DEEPSEEK | dict(
+        fp32_router=False, scores="softmax", rounded_scores=True, correction=None, rounded=True))),
     "dots1": Family(qk_norm="head", window="layer_types", mixture=Mixture(**DEEPSEEK)),
     "solar_open": Family(out_bias=False, intermediate_size="config.moe_intermediate_size",
                          mixture=Mixture(**DEEPSEEK)),
@@ -298,8 +320,13 @@ FAMILIES: dict[str, Family] = {
 # {outer model type: those of the text models}; the outer one changes no logits
 MULTIMODAL: dict[str, tuple[str, ...]] = {
     "gemma3": ("gemma3_text",), "gemma4": ("gemma4_text",),
-    "gemma4_unified": ("gemma4_unified_text",), "mistral3": ("mistral", "ministral3"),
+    "gemma4_unified": ("gemma4_unified_text",),
+    "mistral3": ("mistral", "ministral3", "mistral4"), "kimi_k25": ("deepseek_v3",),
     "internvl": ("qwen2", "qwen3"), "llava": ("llama", "mistral"), "exaone4_5": ("exaone4",),
     "qwen3_5": ("qwen3_5_text",), "qwen3_5_moe": ("qwen3_5_moe_text",),
     "qwen3_vl": ("qwen3_vl_text",), "qwen3_vl_moe": ("qwen3_vl_moe_text",),
+    "qwen2_vl": ("qwen2_vl_text",), "qwen2_5_vl": ("qwen2_5_vl_text",),
+    "llava_next": ("llama", "mistral", "qwen2"), "llava_onevision": ("qwen2",),
+    "idefics3": ("llama",), "smolvlm": ("llama",), "lfm2_vl": ("lfm2",),
     "muse_glimmer": ("muse_glimmer_text",)}
+TEXT_MODULES = {"idefics3": "text_model", "smolvlm": "text_model"}  # else "language_model"

@@ -121,7 +121,12 @@ def read_model_config(
     if longest and (config.max_seq_len or 0) > longest and config.dataset:
         raise ValueError(f"--max_seq_len {config.max_seq_len}: the model was made for {longest};"
                          " more takes a rope_scaling in its config.json")
-    max_seq_len = config.max_seq_len or min(2048, longest or 2048)
+    chosen = arch.latent.index_topk if arch.latent else None
+    max_seq_len = config.max_seq_len or min(2048, longest or 2048, chosen or 2048)
+    if chosen and max_seq_len > chosen:
+        raise ValueError(f"--max_seq_len {max_seq_len}: in rows of more than {chosen} tokens this"
+                         " model's indexer chooses the keys that a query sees, which is not"
+                         f" supported: give at most {chosen}")
     if config.loss != "sft":
         arch = dataclasses.replace(
             arch, attention_dropout=0.0, embedding_dropout=0.0, residual_dropout=0.0)

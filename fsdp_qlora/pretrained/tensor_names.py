@@ -114,6 +114,8 @@ def tensor_names(arch: Architecture, files: Mapping[str, HasShape]) -> TensorNam
         for key, (source, shape) in stacked.items():
             names.sources[names.of_layer(i, key)] = source
             names.shapes[source.stored] = shape
+        if arch.latent and arch.latent.index_topk:
+            add_indexer(names, names.of_layer(i, arch.latent.indexer), files)
         vectors, small = arch.vectors(kind), arch.small_tensors(kind)
         for key in vectors:
             name = names.of_layer(i, key)
@@ -132,6 +134,14 @@ def tensor_names(arch: Architecture, files: Mapping[str, HasShape]) -> TensorNam
     if not arch.tied:
         names.shapes[head] = table
     return names
+
+
+def add_indexer(names: TensorNames, prefix: str, files: Mapping[str, HasShape]) -> None:
+    """Add the tensors of an indexer that the files have: a run reads none, a merge copies all."""
+    for name in (name for name in files if name.startswith(prefix)):
+        names.shapes[name] = tuple(files[name].shape)
+        if (scales := f"{name}_scale_inv") in files:
+            names.scaled[name] = scales
 
 
 def fused_conv(

@@ -246,6 +246,7 @@ def resolve_config(config: Config, world_size: int) -> Config:
     return dataclasses.replace(
         config,
         shard_group_size=shards,
+        target_modules=tuple(" ".join(config.target_modules).replace(",", " ").split()),
         beta=config.beta or (0.1 if "beta" in LOSSES[config.loss].flags else None),
         learning_rate=config.learning_rate or (
             3e-3 if not config.model else 2e-4 if config.loss == "sft" else 5e-6),

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import os
 import threading
 import time
@@ -24,6 +25,7 @@ from transformers import PreTrainedTokenizerFast
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.files import put_in_place, text_digest, write_whole
 from fsdp_qlora.planner.cards import HOST_GIB, parse_cards
+from fsdp_qlora.planner.machine import host_memory
 from fsdp_qlora.quant.nf4 import why_no_triton
 from fsdp_qlora.ranks import say
 
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from train_fsdp_qlora import Config, Run
 
 LOG_SECONDS = 2  # between lines of steps in the log
+HIGH_RATE = 0.02  # --learning_rate above it gets a line
 SHOWN_TOKENS = {True: 60, False: 30}  # of the first row's long parts, trained or not, at each end
 
 
@@ -236,6 +239,9 @@ def say_start(given: Config, config: Config, plan: Plan, kernels: dict[str, dict
     say("chosen: " + " ".join(f"--{name} {value}" for name, value in chosen.items()))
     say(", ".join(f"{name} {version}" for name, version in versions.items())
         + f"; {dist.get_world_size()} x {gpu}")
+    if config.learning_rate > HIGH_RATE:
+        say(f"--learning_rate {config.learning_rate:g} is far above what trains adapters, 1e-5 to"
+            " 1e-2: AdamW changes each value by about so much in every step")
     if device.type == "cuda" and why_no_triton():
         say(f"slower, without fused kernels: {why_no_triton()}")
     used = {f.__name__ for kind in kernels.values() for f in kind.values()}
@@ -245,7 +251,8 @@ def say_start(given: Config, config: Config, plan: Plan, kernels: dict[str, dict
         held = total - free - torch.cuda.memory_reserved()
         say(f"outside the plan: CUDA's context, NCCL and other programs hold {held / 2**30:.2f} GiB"
             " of this GPU")
-    say_plan(given, plan, limit, dist.get_world_size())
+    resident = host_memory()[0] if device.type == "cpu" else 0
+    say_plan(given, plan, limit, dist.get_world_size(), resident if resident < math.inf else 0)
 
 
 def say_plan_elsewhere(given: Config, config: Config, plan: Plan, limit: int) -> None:
@@ -259,8 +266,11 @@ def say_plan_elsewhere(given: Config, config: Config, plan: Plan, limit: int) ->
         f" {1 / plan.token_seconds:,.0f} tokens/s per GPU")
 
 
-def say_plan(given: Config, plan: Plan, limit: int, world_size: int) -> None:
-    """Print the plan: the memory that it is predicted to take, and how the work is laid out."""
+def say_plan(
+    given: Config, plan: Plan, limit: int, world_size: int, resident: float = 0,
+) -> None:
+    """Print the plan: the memory that it is predicted to take, and how the work is laid out.
+    `resident`: bytes that the process has already, on a CPU, where they count."""
     notes = {
         describe_copies(given, plan, world_size): True,
         f"bins of at most {plan.bin_tokens:,} tokens": True,
@@ -275,12 +285,13 @@ def say_plan(given: Config, plan: Plan, limit: int, world_size: int) -> None:
         f"no CUDA graphs: {plan.why_no_graphs}": not plan.graphs,
         f"{1e6 * plan.token_seconds:,.1f} us a token predicted": True}
     say("plan: " + "; ".join(note for note, holds in notes.items() if holds))
-    parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in plan.memory.items()
+    memory = {"the process so far": resident, **plan.memory}
+    parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in memory.items()
                       if size > 2**30 / 200)
     of_limit = f" of {limit / 2**30:.2f} GiB" if limit else ""
     pinned = f", and {plan.host_bytes / 2**30:.2f} GiB of pinned host memory"
-    say(f"predicted peak {plan.bytes / 2**30:.2f} GiB{of_limit}{pinned if plan.host_bytes else ''}:"
-        f" {parts}")
+    say(f"predicted peak {sum(memory.values()) / 2**30:.2f} GiB{of_limit}"
+        f"{pinned if plan.host_bytes else ''}: {parts}")
 
 
 def describe_copies(given: Config, plan: Plan, n: int) -> str:

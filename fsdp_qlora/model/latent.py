@@ -1,0 +1,194 @@
+"""Multi-head latent attention (MLA) of DeepSeek and its kin, as a mixing of MixingHalf.
+
+What that half's first product gives are two latents of each token; the products that make heads of
+them are here, and kernels of attention are those of attention.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fsdp_qlora.model.attention import attend, document_attention, explicit_bytes, rotate
+from fsdp_qlora.model.elementwise import elementwise, norm_backward, normalise
+from fsdp_qlora.model.linears import FusedLinear
+from fsdp_qlora.model.products import add_a_gradient, product, product_backward
+from fsdp_qlora.model.residual import last_columns
+from fsdp_qlora.pretrained.architecture import Architecture, LatentAttention
+
+if TYPE_CHECKING:
+    from fsdp_qlora.data.bins import Bin
+    from fsdp_qlora.model.layer import LayerWork
+    from fsdp_qlora.planner.plan import Plan
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LatentMixing:
+    """One layer's latent attention, see LatentAttention."""
+
+    arch: Architecture
+    rope: int | None  # index of arch.ropes
+    q_b: FusedLinear | None  # None: what is projected has the queries themselves
+    kv_b: FusedLinear
+
+    @property
+    def latent(self) -> LatentAttention:
+        latent: LatentAttention = self.arch.latent
+        return latent
+
+    @property
+    def fused_linears(self) -> tuple[FusedLinear, ...]:
+        return (self.q_b, self.kv_b) if self.q_b else (self.kv_b,)
+
+    def forward(self, work: LayerWork, kept: types.SimpleNamespace) -> Tensor:
+        query, kv_latent, rotary_key = kept.projected.split(self._projected_widths, 1)
+        kept.projected, kept.q_latent = None, None
+        if self.q_b:
+            kept.q_latent = query
+            query, kept.q_columns = self._heads(work, self.q_b, self.latent.q_norm, query)
+        # a view would keep the queries
+        kept.kv_latent = kv_latent if self.q_b else kv_latent.clone()
+        key_value, kept.kv_columns = self._heads(work, self.kv_b, self.latent.kv_norm, kv_latent)
+        heads = latent_heads(query, key_value, rotary_key, *work.bin.ropes[self.rope], self.arch,
+                             value_width(work.bin, self.arch), evaluation=work.evaluation)
+        del query, key_value, kv_latent, rotary_key
+        with torch.enable_grad():  # autograd records only this, to call the kernel's backward
+            kept.heads = [part.detach().requires_grad_() for part in heads]
+            kept.attended = attend(work, self.arch, None, *kept.heads)
+        return self.mixed(work, kept)
+
+    def mixed(self, work: LayerWork, kept: types.SimpleNamespace) -> Tensor:
+        attended: Tensor = kept.attended.detach()
+        return attended[..., : self.latent.value].flatten(1)
+
+    def backward(self, work: LayerWork, kept: types.SimpleNamespace, grad: Tensor) -> Tensor:
+        grad = grad.unflatten(1, (self.arch.n_heads, -1))
+        grad = F.pad(grad, (0, kept.attended.shape[2] - grad.shape[2]))
+        grads = torch.autograd.grad(kept.attended, kept.heads, grad)
+        kept.attended = kept.heads = None
+        query, key_value, rotary_key = latent_heads_backward(
+            *grads, *work.bin.ropes[self.rope], self.arch)
+        del grads, grad
+        if self.q_b:
+            query = self._heads_backward(work, self.q_b, self.latent.q_norm, kept.q_latent,
+                                         kept.q_columns, query)
+        kv_latent = self._heads_backward(work, self.kv_b, self.latent.kv_norm, kept.kv_latent,
+                                         kept.kv_columns, key_value)
+        return torch.cat([query, kv_latent, rotary_key], 1)
+
+    def _normed(self, work: LayerWork, fused: FusedLinear, norm: str, latent: Tensor) -> Tensor:
+        """A new [n, fused.width] with the norm of a latent [n, rank] in its first columns."""
+        inputs = latent.new_empty(len(latent), fused.width)
+        normalise(inputs[:, : fused.in_features], latent, work.vector(norm), None, self.arch.norm,
+                  self.latent.norm_eps, evaluation=work.evaluation)
+        return inputs
+
+    def _heads(
+        self, work: LayerWork, fused: FusedLinear, norm: str, latent: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """What `fused` makes of the norm of a latent, and what its backward needs besides."""
+        inputs = self._normed(work, fused, norm, latent)
+        return product(work, fused, inputs), last_columns(inputs, fused)
+
+    def _heads_backward(
+        self, work: LayerWork, fused: FusedLinear, norm: str, latent: Tensor, columns: Tensor,
+        grad: Tensor
+    ) -> Tensor:
+        """The gradient of the latent, from that of what _heads() gave."""
+        normed = self._normed(work, fused, norm, latent)[:, : fused.in_features]
+        grad, grad_d = product_backward(work, fused, columns, grad, normed)
+        add_a_gradient(work, fused, normed, grad_d)
+        return norm_backward(
+            latent, grad, None, work.vector(norm), self.arch.norm, self.latent.norm_eps)
+
+    @property
+    def _projected_widths(self) -> list[int]:
+        first = self.latent.q_rank or self.query_width
+        return [first, self.latent.kv_rank, self.latent.rope]
+
+    @property
+    def projected_width(self) -> int:
+        return sum(self._projected_widths)
+
+    @property
+    def query_width(self) -> int:
+        return self.arch.n_heads * self.arch.head_dim
+
+    @property
+    def kept_values(self) -> int:
+        """Latents and adapters' columns; query, key, value and what attention gives, each as wide
+        as queries; the kernel's sums, fp32."""
+        latents = (self.latent.q_rank or 0) + self.latent.kv_rank + self.latent.rope
+        columns = sum(fused.padded_columns for fused in self.fused_linears)
+        return latents + columns + 4 * self.query_width + 2 * self.arch.n_heads
+
+    @property
+    def recomputed_values(self) -> int:
+        return self.projected_width + self.kept_values + self.kv_b.out_features
+
+    @property
+    def elementwise_values(self) -> int:
+        """Of the norms of latents, as of the half's own, and of heads, forward and backward."""
+        return 15 * ((self.latent.q_rank or 0) + self.latent.kv_rank) + 8 * self.query_width
+
+    def live_bytes(self, plan: Plan) -> int:
+        item, others = getattr(torch, plan.compute_dtype).itemsize, 0
+        # the gradients of heads and of what they are made of, and of what attention gives; some
+        # kernels add up the query's in fp32
+        values = 4 * self.query_width + self.kv_b.out_features + self.query_width
+        values += 2 * self.query_width
+        if plan.plain_attention:
+            values += 4 * self.query_width
+            others = explicit_bytes(self.arch, None, plan.bin_tokens)
+        return values * plan.bin_tokens * item + others
+
+
+def value_width(bin: Bin, arch: Architecture) -> int:
+    """The width of a head's value for the kernel: plain torch takes it as it is, others want it as
+    wide as the query."""
+    is_plain = bin.kernels["full"] is document_attention
+    width: int = arch.latent.value if is_plain else arch.head_dim
+    return width
+
+
+@elementwise
+def latent_heads(
+    query: Tensor, key_value: Tensor, rotary_key: Tensor, cos: Tensor, sin: Tensor,
+    temperature: Tensor | None, arch: Architecture, value_width: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query and key [n, heads, nope + rope], rotated, and value [n, heads, value_width], the last
+    columns 0, of what the linears give: [n, heads * (nope + rope)], [n, heads * (nope + value)] and
+    [n, rope]. See rope_tables() for the next three."""
+    latent, dtype = arch.latent, query.dtype
+    query, key_value = (x.unflatten(1, (arch.n_heads, -1)) for x in (query, key_value))
+    nope, turned = query.split([latent.nope, latent.rope], 2)
+    turned = rotate(turned.float(), cos, sin, arch).view_as(turned).to(dtype)
+    query = torch.cat([nope, turned], 2)
+    if temperature is not None:
+        query = (query * temperature[:, None, None]).to(dtype)
+    key, value = key_value.split([latent.nope, latent.value], 2)
+    shared = rotate(rotary_key[:, None].float(), cos, sin, arch).to(dtype)
+    key = torch.cat([key, shared[:, None].expand(-1, arch.n_heads, -1)], 2)
+    return query, key, F.pad(value, (0, value_width - latent.value))
+
+
+@elementwise
+def latent_heads_backward(
+    query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor,
+    temperature: Tensor | None, arch: Architecture
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of latent_heads()'s first three arguments from those of what it returns."""
+    latent, dtype = arch.latent, query.dtype
+    query = query.float() if temperature is None else query.float() * temperature[:, None, None]
+    nope, turned = query.split([latent.nope, latent.rope], 2)
+    turned = rotate(turned, cos, -sin, arch).view_as(turned)
+    query = torch.cat([nope, turned], 2).to(dtype).flatten(1)
+    key, shared = key.split([latent.nope, latent.rope], 2)
+    rotary_key = rotate(shared.float().sum(1, keepdim=True), cos, -sin, arch).to(dtype)
+    key_value = torch.cat([key, value[..., : latent.value]], 2).flatten(1)
+    return query, key_value, rotary_key
