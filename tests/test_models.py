@@ -15,7 +15,8 @@ from families import TINY, tiny, write_model
 from safetensors.torch import load_file, save_file
 
 from fsdp_qlora.pretrained.config import describe_model
-from fsdp_qlora.model.attention import attends, batched_attention, document_attention
+from fsdp_qlora.model.attention import (
+    attends, batched_attention, document_attention, reach_architectures)
 from fsdp_qlora.model.flex import BLOCK_TOKENS, flex_document_attention, visible_blocks
 from fsdp_qlora.model.model import Model
 from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
@@ -180,6 +181,23 @@ def test_kernel_that_computes_something_else_is_found_out(kind, reach, monkeypat
     for kernel in (right, *wrong):
         monkeypatch.setattr("fsdp_qlora.model.attention.flash_attention", kernel)
         assert attends(kernel, arch, reach, cpu) == (kernel is right), kernel.__name__
+
+
+def test_kernels_are_tried_with_the_heads_of_the_layers_that_use_them():
+    """Gemma 4's layers without a window have wider heads, and fewer of keys."""
+    found = reach_architectures(describe_model(TINY["gemma4_text"](320)))
+    heads = {reach: (arch.n_kv_heads, arch.head_dim, arch.keys_are_values)
+             for reach, arch in found.items()}  # fmt: skip
+    assert heads == {"window": (2, 24, False), "within": (2, 24, False), "full": (1, 32, True)}
+    assert reach_architectures(describe_model(TINY["mistral"](320))).keys() == {"window", "within"}
+    assert reach_architectures(describe_model(TINY["llama"](320))).keys() == {"full"}
+
+
+def test_sdpa_is_not_asked_for_heads_of_which_it_would_keep_all_scores():
+    arch = describe_model(TINY["llama"](320))
+    for head_dim, works in (256, True), (512, False):
+        wide = dataclasses.replace(arch, head_dim=head_dim)
+        assert attends(batched_attention, wide, "full", torch.device("cpu")) == works
 
 
 @pytest.mark.parametrize("length", [13, 64, 256])
