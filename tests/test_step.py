@@ -21,7 +21,7 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoConfig, PreTrainedTokenizerFast, BitsAndBytesConfig
 
-from fsdp_qlora.model.elementwise import drop
+from fsdp_qlora.model.elementwise import N_SITES, drop
 from fsdp_qlora.hashing import mix
 from fsdp_qlora.pretrained.config import describe_model
 from fsdp_qlora.model.layer import make_layouts
@@ -178,7 +178,7 @@ def put_dropout(model):
         if hasattr(module, "lora_dropout"):
             layer, linear = int(name.split(".layers.")[1].split(".")[0]), name.split(".")[-1]
             site = next(i for i, names in enumerate(sites) if linear in names.split())
-            made.append(Dropout(layer * 8 + site))
+            made.append(Dropout(layer * N_SITES + site))
             module.lora_dropout = torch.nn.ModuleDict({"default": made[-1]})
     return made
 

@@ -271,7 +271,7 @@ def add_expert_rows(rows: Tensor, token_rows: Tensor, weights: Tensor | None) ->
     return total.to(rows.dtype)
 
 
-# The sites of dropout in a layer: 0 to 3 are the inputs of its fused linears; these are what
+# The sites of dropout in a layer: the first are the inputs of its fused linears; these are what
 # attention adds, what the MLP adds, attention's weights and, in the first layer, what the embedding
 # gives. A layer has N_SITES numbers.
 ATTENTION_SITE, MLP_SITE, WEIGHTS_SITE, EMBEDDING_SITE, N_SITES = 8, 9, 10, 11, 12
