@@ -442,7 +442,9 @@ TINY = {
         rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5),
     ),
     "youtu": tiny("youtu", None, **LATENT | dict(v_head_dim=24)),
-    "minicpm3": tiny("minicpm3", None, **LATENT, scale_emb=12, scale_depth=1.4, dim_model_base=32),
+    "minicpm3": tiny(
+        "minicpm3", None, **LATENT | dict(q_lora_rank=None, v_head_dim=24), scale_emb=12,
+        scale_depth=1.4, dim_model_base=32),
     "glm4_moe_lite": tiny(
         "glm4_moe_lite", None, **LATENT | dict(v_head_dim=24), moe_intermediate_size=32,
         n_routed_experts=8, num_experts_per_tok=3,

@@ -234,7 +234,7 @@ ADAPTED = {"lora_rank": 8, "lora_alpha": 16, "target_modules": ("q_proj", "o_pro
 @torch.no_grad()
 @pytest.mark.parametrize("name", [
     "qwen3_moe", "mixtral", "minimax_m2", "glm4_moe", "hunyuan_moe", "olmoe", "flex_olmo", "dots1",
-    "ernie4_5_moe", "gpt_oss", "granitemoe", "qwen2_moe"])  # fmt: skip
+    "ernie4_5_moe", "gpt_oss", "granitemoe", "qwen2_moe", "deepseek_v3_moonlight"])  # fmt: skip
 def test_adapters_of_experts_are_what_peft_loads(name, tmp_path):
     """Names and values of the file: PEFT's model gives the logits, the loss and each part's
     gradient that ours gives."""

@@ -38,7 +38,7 @@ from fsdp_qlora.training.check import (
 from fsdp_qlora.data.bins import make_bin
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.model.attention import AttentionMixing, document_attention, rope_tables
-from fsdp_qlora.model.elementwise import elementwise, norm_of
+from fsdp_qlora.model.elementwise import ATTENTION_SITE, elementwise, norm_of
 from fsdp_qlora.model.experts import RoutedMLPHalf
 from fsdp_qlora.pretrained.config import (
     describe_model, rope_frequencies, shrunk_config, text_config)
@@ -407,6 +407,9 @@ def test_each_layer_has_the_layout_of_its_kind():
         layouts = make_layouts(arch, (), CONFIG)
         found = []
         for layout in layouts:
+            # another number for each dropout, or two would drop the same values
+            sites = [fused.dropout_site for fused in layout.fused_linears]
+            assert len({*sites}) == len(sites) and max(sites) < ATTENTION_SITE, name
             of, routed = layout.mixing, isinstance(layout.mlp, RoutedMLPHalf)
             halves = {NoMixingHalf: "mlp", NoMLPHalf: "mixing"}
             halves = halves.get(type(of)) or halves.get(type(layout.mlp)) or "both"

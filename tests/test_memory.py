@@ -189,7 +189,8 @@ def held_bytes(arch, model, n_layers, n_tokens):
 @pytest.mark.parametrize(
     "family, keeps",
     [(family, keeps) for family in (
-        "llama", "phi3", "qwen3", "gemma2", "cohere", "olmo2", "glm4", "youtu", "gemma4_text")
+        "llama", "phi3", "qwen3", "gemma2", "cohere", "olmo2", "glm4", "youtu", "minicpm3",
+        "gemma4_text")
      for keeps in ("x", "middle", "mlp", "all")
      if family != "cohere" or keeps in ("x", "all")],
 )  # fmt: skip

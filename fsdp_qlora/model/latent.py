@@ -123,7 +123,7 @@ class LatentMixing:
     def kept_values(self) -> int:
         """Latents and adapters' columns; query, key, value and what attention gives, each as wide
         as queries; the kernel's sums, fp32."""
-        latents = (self.latent.q_rank or 0) + self.latent.kv_rank + self.latent.rope
+        latents = self.projected_width if self.q_b else self.latent.kv_rank
         columns = sum(fused.padded_columns for fused in self.fused_linears)
         return latents + columns + 4 * self.query_width + 2 * self.arch.n_heads
 
