@@ -156,7 +156,8 @@ def test_bf16_routers_round_as_transformers(name):
         assert torch.equal(got, theirs)
 
 
-@pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow  # 160 experts are in test_layouts.py
+@pytest.mark.parametrize("again", [False, True])
 def test_more_experts_than_a_byte_numbers(again, monkeypatch):
     """Of 300, so that two documents' tokens go beyond 128 and 256; a step is in test_layouts.py."""
     small = tiny("qwen3_moe", moe_intermediate_size=64, num_experts=300, num_experts_per_tok=8)

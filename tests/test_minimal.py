@@ -217,6 +217,7 @@ def test_same_losses_whatever_the_processes(launched, runs):
         assert gradients(text) == pytest.approx(norms, rel=0.03)
 
 
+@pytest.mark.slow
 def test_first_loss_is_that_of_the_big_script(base, runs, read_metrics):
     argv = ["--model", "qwen3", "--dataset", "mixed.jsonl", "--output_dir", "big", "--batch_size",
             "24", "--max_steps", "1", "--max_seq_len", "64", "--report_to", "none"]  # fmt: skip
