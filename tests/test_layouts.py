@@ -78,7 +78,7 @@ QUICK = [
     ("granite4_h", "as saved")]  # fmt: skip
 assert set(QUICK) < set(CASES)
 # of each layout that a rank reads its part of otherwise
-QUICK_ON_TWO = QUICK[3:7] + QUICK[8:10] + QUICK[-3:-2] + QUICK[-1:]
+QUICK_ON_TWO = QUICK[3:7] + QUICK[8:10] + QUICK[-2:]
 PARAMETERS, ON_TWO = (
     [case if case in quick else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
     for quick in (QUICK, QUICK_ON_TWO))
