@@ -62,6 +62,7 @@ GEMMA4 = dict(
     tie_word_embeddings=True,
     hidden_size_per_layer_input=0,
 )
+GRANITE4_H = GRANITE4 | dict(layer_types=["mamba", "attention", "mamba"], mamba_d_state=16)
 HYBRID = ["linear_attention", "linear_attention", "full_attention"]
 DELTA_NET = dict(
     linear_num_key_heads=2,
@@ -89,7 +90,7 @@ INDEXER = dict(index_head_dim=16, index_n_heads=2)
 FALCON = dict(
     mamba_d_ssm=96,
     mamba_n_heads=4,
-    mamba_n_groups=1,
+    mamba_n_groups=2,
     mamba_d_state=16,
     lm_head_multiplier=0.3,
     embedding_multiplier=5.656854249492381,
@@ -292,13 +293,7 @@ TINY = {
     "granite4_h": tiny(
         "granitemoehybrid",
         None,
-        **GRANITE4
-        | dict(
-            layer_types=["mamba", "attention", "mamba"],
-            mamba_n_heads=4,
-            mamba_d_state=16,
-            mamba_n_groups=1,
-        ),
+        **GRANITE4_H | dict(mamba_n_heads=4, mamba_n_groups=1),
     ),
     "falcon_h1": tiny("falcon_h1", mamba_norm_before_gate=False, mamba_rms_norm=True, **FALCON),
     "falcon_h1_no_norm": tiny("falcon_h1", None, **FALCON),
@@ -401,11 +396,9 @@ TINY = {
     "granite4_h_moe": tiny(
         "granitemoehybrid",
         None,
-        **GRANITE4
+        **GRANITE4_H
         | dict(
-            layer_types=["mamba", "attention", "mamba"],
             mamba_n_heads=8,
-            mamba_d_state=16,
             num_local_experts=4,
             num_experts_per_tok=2,
             shared_intermediate_size=48,

@@ -578,11 +578,17 @@ def test_gated_delta_rule_equals_the_recurrence():
     query, key, value, grad = (torch.randn(n, *shape, generator=generator)
                                for shape in ((2, 8), (2, 8), (4, 5), (4, 5)))
     g, beta = (torch.rand(n, 4, generator=generator) for _ in range(2))
-    inputs, results = (query, key, value, -g, 2 * beta), []
-    chunked = functools.partial(mixers.chunked_delta_rule, chunk=64)
-    for rule, kind in (chunked, torch.float32), (delta_recurrence, torch.float64):
+    chunks_equal(mixers.chunked_delta_rule, delta_recurrence, (query, key, value, -g, 2 * beta),
+                 grad, lengths)  # fmt: skip
+
+
+def chunks_equal(rule, recurrence, inputs, grad, lengths):
+    """Results and gradients of a rule by chunks, fp32, are those of one token at a time, fp64."""
+    results = []
+    chunked = functools.partial(rule, chunk=64)
+    for function, kind in (chunked, torch.float32), (recurrence, torch.float64):
         leaves = [x.to(kind).requires_grad_() for x in inputs]
-        out = rule(*leaves, lengths)
+        out = function(*leaves, lengths)
         results.append([out.detach(), *torch.autograd.grad(out, leaves, grad.to(kind))])
     for got, want in zip(*results, strict=True):
         assert (got - want).norm() < 1e-5 * want.norm()
@@ -638,15 +644,7 @@ def test_scan_of_mamba_equals_the_recurrence():
 
     inputs = [draw(groups, 6), draw(groups, 6), draw(n_heads, 5), -0.2 * draw(n_heads).exp(),
               draw(n_heads).exp()]  # fmt: skip
-    grad = draw(n_heads, 5)
-    results = []
-    chunked = functools.partial(mixers.chunked_scan, chunk=64)
-    for scan, kind in (chunked, torch.float32), (scan_recurrence, torch.float64):
-        leaves = [x.to(kind).requires_grad_() for x in inputs]
-        out = scan(*leaves, lengths)
-        results.append([out.detach(), *torch.autograd.grad(out, leaves, grad.to(kind))])
-    for got, want in zip(*results, strict=True):
-        assert (got - want).norm() < 1e-5 * want.norm()
+    chunks_equal(mixers.chunked_scan, scan_recurrence, inputs, draw(n_heads, 5), lengths)
 
 
 def scan_recurrence(b, c, x, decay, step, lengths):

@@ -273,7 +273,7 @@ def use_few_configurations() -> None:
     from triton.runtime import Autotuner
 
     for name in [name for name in sys.modules if name.startswith("fla.")]:
-        for kernel in vars(sys.modules[name]).values():
+        for kernel in [*vars(sys.modules[name]).values()]:
             while kernel is not None:
                 if isinstance(kernel, Autotuner):
                     usual = [x for x in kernel.configs if (x.num_warps, x.num_stages) == (4, 2)]
