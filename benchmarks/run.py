@@ -71,11 +71,17 @@ SHAPES = {  # hidden, intermediate, layers, heads, key/value heads, vocabulary
     "qwen3.5-122b-a10b": (3072, 1024, 48, 32, 2, 248320),
     "granite-4-h-small": (4096, 1536, 40, 32, 8, 100352),
     "nemotron-3-nano-30b": (2688, 1856, 52, 32, 2, 131072),
+    "glm-4.7-flash": (2048, 10240, 47, 20, 20, 154880),
+    "deepseek-v3": (7168, 18432, 61, 128, 128, 129280),
+    "gemma-4-31b": (5376, 21504, 60, 32, 16, 262144),
+    "gemma-4-26b-a4b": (2816, 2112, 30, 16, 8, 262144),
 }
 HEAD_DIM = {  # where it is not hidden / heads
     "mistral-nemo-12b": 128, "qwen3-8b": 128, "gemma-2-2b": 256, "gemma-2-27b": 128,
     "gemma-3-12b": 256}  # fmt: skip
-TIED = "llama-3.2-1b", "smollm2-135m", "gemma-2-2b", "gemma-2-27b", "gemma-3-12b"  # embedding, head
+TIED = (  # embedding and head
+    "llama-3.2-1b", "smollm2-135m", "gemma-2-2b", "gemma-2-27b", "gemma-3-12b", "gemma-4-31b",
+    "gemma-4-26b-a4b")
 GEMMA2 = dict(model_type="gemma2", sliding_window=4096)  # soft caps are its config's defaults
 GEMMAS = {  # what else their config.json says
     "gemma-2-2b": dict(GEMMA2, query_pre_attn_scalar=256),
@@ -126,6 +132,28 @@ MIXERS = {  # the same; not all of their layers are attention
         moe_intermediate_size=1856, moe_shared_expert_intermediate_size=3712,
         routed_scaling_factor=2.5, layer_norm_epsilon=1e-5, hybrid_override_pattern=(
             "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME")),
+}  # fmt: skip
+
+MLA = dict(kv_lora_rank=512, qk_rope_head_dim=64, norm_topk_prob=True, n_shared_experts=1)
+LATENT = {
+    "glm-4.7-flash": dict(
+        MLA, model_type="glm4_moe_lite", q_lora_rank=768, qk_nope_head_dim=192, v_head_dim=256,
+        first_k_dense_replace=1, moe_intermediate_size=1536, n_routed_experts=64,
+        num_experts_per_tok=4, n_group=1, topk_group=1, routed_scaling_factor=1.8),
+    "deepseek-v3": dict(
+        MLA, model_type="deepseek_v3", q_lora_rank=1536, qk_nope_head_dim=128, v_head_dim=128,
+        first_k_dense_replace=3, moe_intermediate_size=2048, n_routed_experts=256,
+        num_experts_per_tok=8, n_group=8, topk_group=4, routed_scaling_factor=2.5),
+}  # fmt: skip
+GEMMA4 = dict(  # what is left out here is its config's default
+    model_type="gemma4_text", sliding_window=1024, head_dim=256, global_head_dim=512,
+    final_logit_softcapping=30.0, hidden_size_per_layer_input=0, attention_k_eq_v=True,
+    pad_token_id=0)
+GEMMAS_4 = {
+    "gemma-4-31b": dict(GEMMA4, num_global_key_value_heads=4),
+    "gemma-4-26b-a4b": dict(
+        GEMMA4, num_global_key_value_heads=2, enable_moe_block=True, num_experts=128,
+        top_k_experts=8, moe_intermediate_size=704),
 }  # fmt: skip
 
 
@@ -264,6 +292,19 @@ GROUPS = {
         case("granite-h-small", "granite-4-h-small", 8, 2048, 5, gpus=1, bins=0),
         case("nemotron-nano", "nemotron-3-nano-30b", 8, 2048, 5, gpus=1, bins=0),
     ],
+    "latent": [
+        *(case(f"glm-flash{name}", "glm-4.7-flash", 8, 2048, 5, flags, gpus=gpus, bins=0)
+          for name, gpus, flags in (
+              ("", 1, ""), ("-24gb", 1, CAP), ("-24gb-shared", 2, f"{CAP} {SHARED}"))),
+        case("deepseek4", "deepseek-v3", 8, 2048, 5, SHARED, layers=4, bins=0),
+    ],
+    "gemma4": [
+        case("gemma4-31b", "gemma-4-31b", 8, 2048, 5, gpus=1, bins=0),
+        *(case(f"{short}-24gb", model, 8, 2048, 4, f"{CAP} {OFFLOAD}", gpus=1, bins=0)
+          for short, model in (("gemma4-31b", "gemma-4-31b"), ("gemma4-26b", "gemma-4-26b-a4b"))),
+        case("gemma4-31b-24gb-shared", "gemma-4-31b", 8, 2048, 4, f"{CAP} {SHARED}", bins=0),
+        case("gemma4-26b", "gemma-4-26b-a4b", 8, 2048, 5, gpus=1, bins=0),
+    ],
     "attention": [  # which kernel they take is in the log
         case("gemma2-27b-1gpu", "gemma-2-27b", 8, 2048, 5, gpus=1, bins=0),
         case("gemma2-27b", "gemma-2-27b", 8, 2048, 5, bins=0),
@@ -275,6 +316,8 @@ GROUPS = {
 CASES = {c["name"]: c for group in GROUPS.values() for c in group}
 GROUPS["speed"] += [CASES["70b-auto"], CASES["70b-2k"]]
 GROUPS["profile"] = [CASES[name] for name in ("70b8-nooffload", "8b-2gpus", "qwen30b4-16k-none")]
+
+BESIDE_PEERS = "speed", "small", "experts", "mixers", "gemma4"
 
 COLUMNS = {  # title: (key of a row, format)
     "case": ("case", ""), "work": ("work", ""), "GPUs": ("gpus", ""),
@@ -315,7 +358,7 @@ def model_config(model, layers=None):
     hidden, intermediate, whole, heads, kv_heads, vocab = SHAPES[model]
     own = {"qwen2.5": {"model_type": "qwen2"}, "qwen3": {"model_type": "qwen3"},
            "mistral": {"model_type": "mistral", "sliding_window": None}}  # fmt: skip
-    known = MIXTURES | GEMMAS | MIXERS
+    known = MIXTURES | GEMMAS | MIXERS | LATENT | GEMMAS_4
     own = known.get(model) or own.get(model.partition("-")[0], {"model_type": "llama"})
     if model in HEAD_DIM:
         own["head_dim"] = HEAD_DIM[model]
@@ -841,14 +884,13 @@ def main(argv):
     parser.add_argument("--limit", type=float, default=240, help="seconds a case may take")
     parser.add_argument("--flags", default="", help="added to every case: --flags='--attn sdpa'")
     parser.add_argument("--peer", type=Path, help="TRL's script, for speed and chat")
-    parser.add_argument("--peers", default="", help=f"for speed, small and experts, or all:"
-                        f" {', '.join(PEERS)}")  # fmt: skip
+    parser.add_argument("--peers", default="", help=f"all, or of {', '.join(PEERS)}")
     parser.add_argument("--peers_path", type=Path, default=ROOT / ".p-site",
                         help="where they are installed, by pip install --target")  # fmt: skip
     args = parser.parse_args(argv)
     peers = list(PEERS) if args.peers == "all" else [p for p in args.peers.split(",") if p]
-    if set(peers) - set(PEERS) or peers and args.group not in ("speed", "small", "experts"):
-        parser.error(f"--peers {args.peers}: speed, small and experts have {', '.join(PEERS)}")
+    if set(peers) - set(PEERS) or peers and args.group not in BESIDE_PEERS:
+        parser.error(f"--peers {args.peers}: {', '.join(BESIDE_PEERS)} have {', '.join(PEERS)}")
     known = CASES if args.group == "profile" else {c["name"]: c for c in GROUPS[args.group]}
     names = args.cases.split(",") if args.cases else [c["name"] for c in GROUPS[args.group]]
     if set(names) - set(known):
