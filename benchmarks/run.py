@@ -890,7 +890,8 @@ def main(argv):
     args = parser.parse_args(argv)
     peers = list(PEERS) if args.peers == "all" else [p for p in args.peers.split(",") if p]
     if set(peers) - set(PEERS) or peers and args.group not in BESIDE_PEERS:
-        parser.error(f"--peers {args.peers}: {', '.join(BESIDE_PEERS)} have {', '.join(PEERS)}")
+        groups = ", ".join(BESIDE_PEERS)
+        parser.error(f"--peers {args.peers}: groups {groups} have {', '.join(PEERS)}")
     known = CASES if args.group == "profile" else {c["name"]: c for c in GROUPS[args.group]}
     names = args.cases.split(",") if args.cases else [c["name"] for c in GROUPS[args.group]]
     if set(names) - set(known):
