@@ -23,8 +23,8 @@ BLOCK_TOKENS = 128  # queries, and keys, of a block; torch's kernels divide it f
 # How they do so for heads of more than 256 values, of which torch's own choice does not fit into
 # the shared memory of an H100
 WIDE_HEADS: Any = {
-    "num_stages": 1, "num_warps": 8, "bwd_BLOCK_M1": 16, "bwd_BLOCK_N1": 32, "bwd_BLOCK_M2": 32,
-    "bwd_BLOCK_N2": 16}
+    "num_stages": 1, "num_warps": 8, "fwd_BLOCK_M": 64, "fwd_BLOCK_N": 32, "bwd_BLOCK_M1": 32,
+    "bwd_BLOCK_N1": 32, "bwd_BLOCK_M2": 32, "bwd_BLOCK_N2": 32}
 
 # What a query may see is one number for each, the first key: keys are seen from there to the query
 # itself. A mask is a tuple: these numbers, int32 [blocks, BLOCK_TOKENS], and flex_attention's
