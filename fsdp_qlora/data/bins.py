@@ -49,7 +49,7 @@ class Bin:
     ropes: dict | None = None  # cos and sin, see rope_tables
     # {window, None: without: what queries see}, of flex_document_attention() alone
     masks: dict[int | None, tuple[torch.Tensor, ...]] = dataclasses.field(default_factory=dict)
-    chunks: torch.Tensor | None = None  # of fla_delta_rule() alone: (document, its chunk) of each
+    chunks: torch.Tensor | None = None  # see chunk_table(), mixers
 
 
 def step_rows(step: int, n_rows: int, config: Config) -> torch.Tensor:

@@ -281,6 +281,19 @@ def use_few_configurations() -> None:
                 kernel = getattr(kernel, "fn", None)  # what a decorator of Triton holds
 
 
+def chunk_table(bin: Bin, device: torch.device) -> Tensor:
+    """(document, which of its chunks) of all chunks of a bin, [chunks, 2], for fla: given the
+    lengths on the GPU alone, it would wait for them."""
+    if bin.chunks is None:
+        counts = torch.tensor([math.ceil(n / STATE_CHUNK) for n in bin.lengths])
+        documents = torch.arange(len(counts)).repeat_interleave(counts)
+        first = (counts.cumsum(0) - counts)[documents]
+        chunks = torch.stack([documents, torch.arange(len(documents)) - first], 1).int()
+        bin.chunks = chunks.pin_memory().to(device, non_blocking=True)
+    table: Tensor = bin.chunks
+    return table
+
+
 def fla_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, bin: Bin
 ) -> Tensor:
@@ -288,15 +301,9 @@ def fla_delta_rule(
     use_few_configurations()
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    if bin.chunks is None:  # given the lengths on the GPU alone, fla would wait for them
-        counts = torch.tensor([math.ceil(n / STATE_CHUNK) for n in bin.lengths])
-        documents = torch.arange(len(counts)).repeat_interleave(counts)
-        first = (counts.cumsum(0) - counts)[documents]
-        chunks = torch.stack([documents, torch.arange(len(documents)) - first], 1).int()
-        bin.chunks = chunks.pin_memory().to(value.device, non_blocking=True)
     out, _ = chunk_gated_delta_rule(
         *(x[None] for x in (query, key, value, g, beta)), use_qk_l2norm_in_kernel=True,
-        cu_seqlens=bin.cu_seqlens, chunk_indices=bin.chunks)
+        cu_seqlens=bin.cu_seqlens, chunk_indices=chunk_table(bin, value.device))
     of_bin: Tensor = out[0]
     return of_bin
 
@@ -345,16 +352,56 @@ def fla_scan(
     """By the Triton kernels of flash-linear-attention (fla-core), in bf16: this is attention with a
     decay by head, of queries C, keys B and values step x."""
     use_few_configurations()
-    from fla.ops.simple_gla import chunk_simple_gla
+    out: Tensor = FlaScan.apply(b, c, x, decay, step, bin.cu_seqlens, chunk_table(bin, x.device))
+    return out
 
-    b, c = (part.repeat_interleave(x.shape[1] // b.shape[1], 1) for part in (b, c))
-    value = (x * step[..., None]).to(x.dtype)
-    bounds = torch.tensor([0, *itertools.accumulate(bin.lengths)])  # else fla would wait for them
-    out, _ = chunk_simple_gla(
-        *(part[None] for part in (c, b, value, decay)), scale=1.0, cu_seqlens=bin.cu_seqlens,
-        cu_seqlens_cpu=bounds)
-    of_bin: Tensor = out[0]
-    return of_bin
+
+class FlaScan(torch.autograd.Function):
+    """See fla_scan(). fla wants B and C for each head, and keeps them so: in Nemotron 3 Nano four
+    times as much as all else of a layer. Here they are kept for each group."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, b: Tensor, c: Tensor, x: Tensor, decay: Tensor, step: Tensor, bounds: Tensor,
+        chunks: Tensor
+    ) -> Tensor:
+        from fla.ops.simple_gla.chunk import chunk_simple_gla_fwd
+
+        ctx.save_for_backward(b, c, x, decay, step, bounds, chunks)
+        out, _ = chunk_simple_gla_fwd(**FlaScan._arguments(*ctx.saved_tensors))
+        of_bin: Tensor = out[0].to(x.dtype)
+        return of_bin
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        from fla.ops.simple_gla.chunk import chunk_simple_gla_bwd
+        from fla.ops.utils import chunk_local_cumsum
+
+        b, c, x, decay, step, bounds, chunks = ctx.saved_tensors
+        arguments = FlaScan._arguments(b, c, x, decay, step, bounds, chunks)
+        of_c, of_b, of_value, of_decay, _ = chunk_simple_gla_bwd(
+            **arguments, g_gamma=None, initial_state=None, do=grad[None].contiguous(), dht=None)
+        of_decay = chunk_local_cumsum(
+            of_decay, chunk_size=STATE_CHUNK, reverse=True, cu_seqlens=bounds, chunk_indices=chunks)
+        of_b, of_c = (part[0].unflatten(1, (b.shape[1], -1)).sum(2, dtype=torch.float32).to(b.dtype)
+                      for part in (of_b, of_c))
+        of_value = of_value[0].float()
+        return (of_b, of_c, (of_value * step[..., None]).to(x.dtype), of_decay[0].to(decay.dtype),
+                (of_value * x).sum(-1), None, None)
+
+    @staticmethod
+    def _arguments(
+        b: Tensor, c: Tensor, x: Tensor, decay: Tensor, step: Tensor, bounds: Tensor, chunks: Tensor
+    ) -> dict[str, Any]:
+        """Of fla's functions, which begin with a dimension of 1."""
+        from fla.ops.utils import chunk_local_cumsum
+        from fla.ops.utils.constant import RCP_LN2
+
+        where = dict(cu_seqlens=bounds, chunk_size=STATE_CHUNK, chunk_indices=chunks)
+        of_heads = [part.repeat_interleave(x.shape[1] // b.shape[1], 1)[None] for part in (c, b)]
+        value = (x * step[..., None]).to(x.dtype)[None]
+        total = chunk_local_cumsum(decay[None], scale=RCP_LN2, **where)  # fla's kernels use exp2()
+        return dict(q=of_heads[0], k=of_heads[1], v=value, g=total, scale=1.0, **where)
 
 
 # ---- which of them is used ----
@@ -516,9 +563,9 @@ def delta_moved_values(mixer: DeltaNet, hidden: int) -> int:
 
 def mamba2_kept_values(mixer: Mamba2, hidden: int) -> int:
     """What is projected; x, B and C as the scan reads them; step and decay, fp32; what it gives,
-    that plus D x, after norm and gate."""
+    plus D x, and that after norm and gate."""
     widths = mixer.widths
-    return (sum(widths.values()) + widths["x"] + widths["B"] + widths["C"] + 4 * widths["x"]
+    return (sum(widths.values()) + widths["x"] + widths["B"] + widths["C"] + 2 * widths["x"]
             + 6 * mixer.heads)
 
 
