@@ -117,6 +117,11 @@ def test_random_weights_follow_from_names(stored):
         assert torch.equal(*wholes) and wholes[0].std() > 0.005
         rows = wholes[0].view(request.shape)[request.rows.start : request.rows.stop]
         assert torch.equal(part, rows.flatten())
+    # what 60 layers multiply with must not be 0.02 each
+    factors = ("layer_scalar", 1), ("router.scale", 1), ("norm.weight", 1), ("q_proj.bias", 0)
+    for name, value in factors:
+        reader = RandomWeights([Request(name, (3,), range(3))], 7, torch.float32, HERE)
+        assert reader.read(name).tolist() == [value] * 3
     other = RandomWeights(requests, 8, torch.float32, HERE).read(requests[0].name)
     assert not torch.equal(other, readers[1].read(requests[0].name))
 

@@ -258,8 +258,8 @@ class RandomWeights:
 
     def read(self, name: str) -> torch.Tensor:
         _, shape, rows, _ = self.requests[name]
-        if "norm" in name or name.endswith("bias"):
-            value = float(name.endswith("weight"))  # norms start at 1, biases at 0
+        if "norm" in name or name.endswith(("bias", "scale", "scalar")):
+            value = float(not name.endswith("bias"))  # norms and Gemma 4's factors start at 1
             return torch.full((math.prod(shape),), value, dtype=self.dtype, device=self.device)
         seed = self.seed ^ zlib.crc32(name.encode())
         generator = torch.Generator(self.device).manual_seed(seed)
