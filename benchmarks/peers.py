@@ -47,6 +47,8 @@ def write_weights(directory):
     with torch.no_grad():
         for weight in model.parameters():
             weight.normal_(0, 0.02) if weight.ndim > 1 else weight.fill_(1)
+        for factor in model.buffers():  # Gemma 4's; others are not saved
+            factor.fill_(1)
     model.save_pretrained(directory, max_shard_size="4GB")
 
 

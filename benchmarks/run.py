@@ -284,6 +284,7 @@ GROUPS = {
     ],
     "mixers": [  # flash-linear-attention's kernels need torch 2.13; which are taken is in the log
         case("qwen9b", "qwen3.5-9b", 8, 2048, 6, gpus=1, bins=0),
+        case("qwen9b-4k", "qwen3.5-9b", 2, 2048, 9, NONE, gpus=1),  # for --peers
         case("qwen9b-chat", "qwen3.5-9b", 54, 2048, 6, gpus=1, bins=0, chat=True, base="qwen9b"),
         *(case(f"{short}-24gb", model, 8, 2048, 4, f"{CAP} {OFFLOAD}", gpus=1, bins=0)
           for short, model in (("qwen9b", "qwen3.5-9b"), ("qwen27b", "qwen3.5-27b"),
@@ -300,6 +301,7 @@ GROUPS = {
     ],
     "gemma4": [
         case("gemma4-31b", "gemma-4-31b", 8, 2048, 5, gpus=1, bins=0),
+        case("gemma4-31b12-4k", "gemma-4-31b", 2, 2048, 9, NONE, gpus=1, layers=12),  # for --peers
         *(case(f"{short}-24gb", model, 8, 2048, 4, f"{CAP} {OFFLOAD}", gpus=1, bins=0)
           for short, model in (("gemma4-31b", "gemma-4-31b"), ("gemma4-26b", "gemma-4-26b-a4b"))),
         case("gemma4-31b-24gb-shared", "gemma-4-31b", 8, 2048, 4, f"{CAP} {SHARED}", bins=0),
