@@ -67,7 +67,7 @@ MIXTURES = [name for name, make in MODELS.items() if describe_model(make(320)).m
 OWN_TENSORS = (
     "apertus", "gemma4", "gemma4_unified", "muse_glimmer", "lfm2", "qwen3_5", "granite4_h",
     "falcon_h1", "youtu", "minicpm3")  # fmt: skip
-DENSE = [(name, "as saved") for name in OWN_TENSORS if name in TINY]
+DENSE = [(name, how) for name in OWN_TENSORS if name in TINY for how in ("as saved", "DoRA")]
 CASES = DENSE + [(name, layout) for name in MIXTURES for layout in layouts(name)]
 QUICK = [
     ("mixtral", "w1, w2, w3"), ("afmoe", "per expert"), ("granitemoe", "input_linear"),
@@ -75,10 +75,10 @@ QUICK = [
     ("qwen2_moe", "NF4 of transformers 4"), ("granitemoe", "NF4 of transformers 4"),
     ("gpt_oss", "MXFP4"), ("minimax_m2", "FP8"), (MANY, FUSED), ("glm4_moe_lite", "per expert"),
     ("deepseek_v3", "FP8"), ("gemma4_moe", "gate_up_proj"), ("qwen3_5", "as saved"),
-    ("granite4_h", "as saved")]  # fmt: skip
+    ("granite4_h", "as saved"), ("qwen3_5", "DoRA")]  # fmt: skip
 assert set(QUICK) < set(CASES)
 # of each layout that a rank reads its part of otherwise
-QUICK_ON_TWO = QUICK[3:7] + QUICK[8:10] + QUICK[-2:]
+QUICK_ON_TWO = QUICK[3:7] + QUICK[8:10] + QUICK[-3:-1]
 PARAMETERS, ON_TWO = (
     [case if case in quick else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
     for quick in (QUICK, QUICK_ON_TWO))
@@ -125,9 +125,10 @@ def runs(request, tmp_path_factory, run_jobs, demo_directory):
                 if not model.exists():
                     write_layout(model, *case, len(tokenizer))
                     tokenizer.save_pretrained(model)
-                again = ["--recompute", "all"] * (MANY in case)  # by the choice of forward
+                more = ["--recompute", "all"] * (MANY in case)  # by the choice of forward
+                more += ["--adapter", "dora"] * ("DoRA" in case)
                 argv = ["--model", model.name, *FLAGS, *SMALL, "--shard_group_size", nproc,
-                        *again, "--output_dir", f"{model.name} on {nproc}"]  # fmt: skip
+                        *more, "--output_dir", f"{model.name} on {nproc}"]  # fmt: skip
                 jobs.append({"argv": list(map(str, argv))})
             run_jobs(nproc, jobs, cwd=directory, timeout=600)
         return directory / f"{name}, {layout} on {nproc}"
@@ -158,7 +159,7 @@ def make_reference(directory, name, layout):
     skipped = None if layout in BITS else ["lm_head", "shared_expert_gate", "wg", "router.proj"]
     arch = describe_model(AutoConfig.from_pretrained(whole if whole.exists() else directory))
     adapted = sorted({linear.rsplit(".", 1)[-1] for linear in arch.adapted(["all-linear"])})
-    model = load_reference(whole, adapted, skipped)
+    model = load_reference(whole, adapted, skipped, layout == "DoRA")
     device = "cpu" if layout == "NF4 of transformers 4" else DEVICE  # its file was written on a CPU
     before_5 = layout == "NF4 of transformers 4" and name not in ROUTER_NO_LINEAR_IN_4
     for key, p in model.named_parameters():

@@ -153,7 +153,7 @@ class Dropout(torch.nn.Module):
         return drop(x[0], self.keys, self.site, DROPOUT)[None]
 
 
-def load_reference(directory, kind, skipped=None):
+def load_reference(directory, kind, skipped=None, dora=False):
     """transformers + bitsandbytes + PEFT in fp32 on one process; without what is in 4 bits in the
     file the linears `skipped` stay whole, None: the head."""
     quantization = BitsAndBytesConfig(
@@ -165,8 +165,9 @@ def load_reference(directory, kind, skipped=None):
         device_map={"": DEVICE},
     ).dequantize()  # once; the same numbers as at each use  # fmt: skip
     targets = kind if isinstance(kind, list) else TARGETS.get(kind, "all-linear")
-    config = LoraConfig(r=RANK, lora_alpha=ALPHA, use_dora=kind == "dora", target_modules=targets,
-                        exclude_modules=".*vision.*", task_type="CAUSAL_LM")  # fmt: skip
+    config = LoraConfig(
+        r=RANK, lora_alpha=ALPHA, use_dora=dora or kind == "dora", target_modules=targets,
+        exclude_modules=".*vision.*", task_type="CAUSAL_LM")  # fmt: skip
     return get_peft_model(model, config).train()
 
 
