@@ -102,6 +102,21 @@ FALCON = dict(
     ssm_in_multiplier=1.25,
     ssm_out_multiplier=0.25,
 )
+NEMOTRON_H = dict(
+    head_dim=24,
+    layer_types=["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+    mamba_num_heads=4,
+    mamba_head_dim=16,
+    n_groups=2,
+    ssm_state_size=8,
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    moe_intermediate_size=32,
+    moe_shared_expert_intermediate_size=48,
+    n_group=4,
+    topk_group=2,
+    routed_scaling_factor=2.5,
+)
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 
 
@@ -404,22 +419,8 @@ TINY = {
             shared_intermediate_size=48,
         ),
     ),
-    "nemotron_h": tiny(
-        "nemotron_h",
-        head_dim=24,
-        layer_types=["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
-        mamba_num_heads=4,
-        mamba_head_dim=16,
-        n_groups=2,
-        ssm_state_size=8,
-        n_routed_experts=8,
-        num_experts_per_tok=3,
-        moe_intermediate_size=32,
-        moe_shared_expert_intermediate_size=48,
-        n_group=4,
-        topk_group=2,
-        routed_scaling_factor=2.5,
-    ),
+    "nemotron_h": tiny("nemotron_h", **NEMOTRON_H),
+    "nemotron_h_latent": tiny("nemotron_h", **NEMOTRON_H, moe_latent_size=40),
     "hunyuan_moe": tiny("hunyuan_v1_moe", num_experts=4, moe_topk=2),
     "glm4_moe": tiny(
         "glm4_moe",

@@ -46,11 +46,11 @@ MODELS = {**TINY, MANY: tiny("qwen3_moe", moe_intermediate_size=32, num_experts=
 
 
 def layouts(name):
-    """Those of a mixture of families.py. MiniMax-M2, Qwen3.5, Gemma 4 are not in transformers 4."""
+    """Those of a mixture of families.py. Not all are in transformers 4."""
     if name == MANY:
         return [FUSED]
     found = [RELEASED.get(name, "per expert"), FUSED, *BITS]
-    if name.startswith(("minimax_m2", "qwen3_5", "gemma4")):
+    if name.startswith(("minimax_m2", "qwen3_5", "gemma4", "nemotron_h")):
         found.remove("NF4 of transformers 4")
     if name in ("mistral4", "kimi_k25"):  # transformers saves no 4-bit copy of them
         found = found[name == "kimi_k25" : 2]  # and its own files of this one it cannot read

@@ -67,6 +67,15 @@ GRANITE4 = GRANITE | {
     "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": 64, "mamba_d_state": 128,
     "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 80,
     "mamba_proj_bias": False}  # fmt: skip
+NEMOTRON_H = {
+    "head_dim": 128, "attention_bias": False, "mamba_head_dim": 64, "mamba_hidden_act": "silu",
+    "n_groups": 8, "expand": 2, "ssm_state_size": 128, "conv_kernel": 4, "chunk_size": 128,
+    "use_conv_bias": True, "use_bias": False, "time_step_min": 0.001, "time_step_max": 0.1,
+    "time_step_floor": 1e-4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+    "norm_topk_prob": True, "layer_norm_epsilon": 1e-5, "mlp_hidden_act": "relu2",
+    "mlp_bias": False, "residual_in_fp32": False, "rescale_prenorm_residual": True,
+    "hidden_dropout": 0.0, "num_logits_to_keep": 1, "use_mamba_kernels": True,
+    "mamba_ssm_cache_dtype": "float32"}  # fmt: skip
 MLA = {"attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu",
        "kv_lora_rank": 512, "qk_rope_head_dim": 64, "tie_word_embeddings": False}  # fmt: skip
 DEEPSEEK = MLA | {
@@ -351,16 +360,24 @@ CONFIGS = {
             "position_embedding_type": "nope", "num_local_experts": 64, "num_experts_per_tok": 6,
             "shared_intermediate_size": 1024, "mamba_n_heads": 48}),
     "Nemotron 3 Nano 30B": text(
-        "nemotron_h", 2688, 1856, 52, 32, 2, 131072, head_dim=128, attention_bias=False,
+        "nemotron_h", 2688, 1856, 52, 32, 2, 131072, **NEMOTRON_H, mamba_num_heads=64,
         hybrid_override_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
-        mamba_num_heads=64, mamba_head_dim=64, mamba_hidden_act="silu", n_groups=8, expand=2,
-        ssm_state_size=128, conv_kernel=4, chunk_size=128, use_conv_bias=True, use_bias=False,
-        time_step_min=0.001, time_step_max=0.1, time_step_floor=1e-4, n_routed_experts=128,
-        num_experts_per_tok=6, n_shared_experts=1, moe_intermediate_size=1856, n_group=1,
-        moe_shared_expert_intermediate_size=3712, topk_group=1, routed_scaling_factor=2.5,
-        norm_topk_prob=True, layer_norm_epsilon=1e-5, mlp_hidden_act="relu2", mlp_bias=False,
-        residual_in_fp32=False, rescale_prenorm_residual=True, hidden_dropout=0.0,
-        num_logits_to_keep=1, use_mamba_kernels=True, mamba_ssm_cache_dtype="float32"),
+        n_routed_experts=128, num_experts_per_tok=6, moe_intermediate_size=1856,
+        moe_shared_expert_intermediate_size=3712, routed_scaling_factor=2.5),
+    "Nemotron 3 Super 120B": text(
+        "nemotron_h", 4096, 2688, 88, 32, 2, 131072, **NEMOTRON_H, mamba_num_heads=128,
+        hybrid_override_pattern="MEMEMEM*E" + "MEMEMEM*E" * 2 + "MEMEMEMEM*E" * 4 + "MEMEMEM*E"
+        + "MEMEMEME", moe_latent_size=1024, moe_shared_expert_overlap=False,
+        n_routed_experts=512, num_experts_per_tok=22, moe_intermediate_size=2688,
+        moe_shared_expert_intermediate_size=5376, routed_scaling_factor=5.0,
+        num_nextn_predict_layers=1, mtp_hybrid_override_pattern="*E"),
+    "Nemotron 3 Ultra 550B": text(
+        "nemotron_h", 8192, 5120, None, 64, 2, 131072, **NEMOTRON_H, mamba_num_heads=256,
+        layers_block_type=(["mamba", "moe"] * 4 + ["attention"]) * 12, moe_latent_size=2048,
+        moe_shared_expert_overlap=False, n_routed_experts=512, num_experts_per_tok=22,
+        moe_intermediate_size=5120, moe_shared_expert_intermediate_size=10240,
+        routed_scaling_factor=5.0, num_nextn_predict_layers=1, partial_rotary_factor=1.0,
+        mtp_layers_block_type=["attention", "moe"], rope_theta=10000, sliding_window=None),
     "Falcon-H1 1.5B Deep": text(
         "falcon_h1", 1280, 3072, 66, 6, 2, 65537, head_dim=128, rope_theta=1e11, rms_norm_eps=1e-5,
         mamba_d_ssm=1536, mamba_n_heads=24, mamba_d_head=64, mamba_n_groups=1, mamba_d_state=256,

@@ -279,6 +279,8 @@ FAMILIES: dict[str, Family] = {
         mixture=Mixture(**DEEPSEEK | dict(
             experts="mixer.experts", router="mixer.gate", shared="mixer.shared_experts",
             correction="mixer.gate.e_score_correction_bias", first_dense=0, n_shared=1,
+            latent_size="config.moe_latent_size",
+            latent_linears=("mixer.fc1_latent_proj", "mixer.fc2_latent_proj"),
             shared_size="config.moe_shared_expert_intermediate_size")),
         unused=tuple("""layers_block_type time_step_limit time_step_max time_step_floor expand
             chunk_size mamba_proj_bias mamba_ssm_cache_dtype use_mamba_kernels num_logits_to_keep
