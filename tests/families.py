@@ -39,6 +39,7 @@ MROPE = dict(
     rope_type="default", rope_theta=10000.0, mrope_interleaved=True, mrope_section=[3, 3, 2]
 )
 MROPE_IN_ROW = dict(rope_type="default", rope_theta=10000.0, mrope_section=[3, 3, 2])
+MROPE_HALF = MROPE_IN_ROW | dict(partial_rotary_factor=0.5, mrope_section=[2, 1, 1])
 MROPE25 = MROPE | dict(partial_rotary_factor=0.25, mrope_section=[1, 1, 0])
 GRANITE4 = dict(
     layer_types=["attention"] * 3,
@@ -624,6 +625,12 @@ TINY = {
     "qwen2_5_vl": multimodal(
         "qwen2_5_vl", tiny("qwen2_5_vl_text", None, rope_parameters=MROPE_IN_ROW),
         "qwen2_5_vl_vision", False),  # fmt: skip
+    "glm4v": multimodal(
+        "glm4v", tiny("glm4v_text", None, rope_parameters=MROPE_HALF), "glm4v_vision", False),
+    "glm4v_moe": multimodal(
+        "glm4v_moe", tiny(
+            "glm4v_moe_text", None, **DEEPSEEK, n_group=4, topk_group=2, rope_parameters=MROPE_HALF,
+            routed_scaling_factor=2.5), "glm4v_moe_vision", False),
     "muse_glimmer": multimodal(
         "muse_glimmer",
         tiny(

@@ -52,7 +52,7 @@ def layouts(name):
     found = [RELEASED.get(name, "per expert"), FUSED, *BITS]
     if name.startswith(("minimax_m2", "qwen3_5", "gemma4", "nemotron_h")):
         found.remove("NF4 of transformers 4")
-    if name in ("mistral4", "kimi_k25"):  # transformers saves no 4-bit copy of them
+    if name in ("mistral4", "kimi_k25", "glm4v_moe"):  # transformers saves no 4-bit copy of them
         found = found[name == "kimi_k25" : 2]  # and its own files of this one it cannot read
     if name in ("deepseek_v32", "glm_moe_dsa"):  # an indexer in 4 bits is not read
         found = found[:2]

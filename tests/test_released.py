@@ -76,6 +76,9 @@ NEMOTRON_H = {
     "mlp_bias": False, "residual_in_fp32": False, "rescale_prenorm_residual": True,
     "hidden_dropout": 0.0, "num_logits_to_keep": 1, "use_mamba_kernels": True,
     "mamba_ssm_cache_dtype": "float32"}  # fmt: skip
+GLM_V = {"hidden_act": "silu", "max_position_embeddings": 65536, "partial_rotary_factor": 0.5,
+         "rms_norm_eps": 1e-5,
+         "rope_scaling": {"type": "default", "mrope_section": [8, 12, 12]}}  # fmt: skip
 MLA = {"attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu",
        "kv_lora_rank": 512, "qk_rope_head_dim": 64, "tie_word_embeddings": False}  # fmt: skip
 DEEPSEEK = MLA | {
@@ -184,6 +187,24 @@ CONFIGS = {
     "Qwen3 8B": text("qwen3", 4096, 12288, 36, 32, 8, 151936, head_dim=128, max_window_layers=36,
                      max_position_embeddings=40960, rope_theta=1e6, rope_scaling=None,
                      sliding_window=None, use_sliding_window=False, attention_bias=False),
+    "Qwen2.5-VL 7B": text(
+        "qwen2_5_vl", 3584, 18944, 28, 28, 4, 152064, max_position_embeddings=128000,
+        max_window_layers=28, rope_scaling={"type": "mrope", "mrope_section": [16, 24, 24]},
+        rope_theta=1e6, sliding_window=32768, tie_word_embeddings=False, use_sliding_window=False,
+        vision_config={"depth": 32, "model_type": "qwen2_5_vl"}),
+    "GLM-4.1V 9B": multimodal(
+        "glm4v", text("glm4v_text", 4096, 13696, 40, 32, 2, 151552, attention_bias=True,
+                      attention_dropout=0.0, head_dim=128, **GLM_V, rope_theta=1e4),
+        {"depth": 24, "model_type": "glm4v"}, image_token_id=151343, tie_word_embeddings=False),
+    "GLM-4.5V": multimodal(
+        "glm4v_moe", text(
+            "glm4v_moe_text", 4096, 10944, 46, 96, 8, 151552, attention_bias=True,
+            attention_dropout=0.0, head_dim=128, **GLM_V, rope_theta=1e4, n_group=1, topk_group=1,
+            n_shared_experts=1, n_routed_experts=128, num_experts_per_tok=8, norm_topk_prob=True,
+            first_k_dense_replace=1, moe_intermediate_size=1408, routed_scaling_factor=1.0,
+            use_qk_norm=False),
+        {"depth": 24, "model_type": "glm4v_moe"}, image_token_id=151363,
+        tie_word_embeddings=False),
     "Qwen3-VL 4B": multimodal(
         "qwen3_vl", text("qwen3_vl_text", 2560, 9728, 36, 32, 8, 151936, head_dim=128,
                          max_position_embeddings=262144, attention_bias=False, rope_theta=5e6,
@@ -470,5 +491,6 @@ def test_config_as_released_passes_the_check_at_start(name, tmp_path):
     config, model_config, arch = read_model_config(tmp_path, config)
     check_family(model_config, name, fill_model)
     text_model = CONFIGS[name].get("text_config", CONFIGS[name])
-    assert arch.family == text_model["model_type"].replace("kimi_k2", "deepseek_v3")
+    family = {"kimi_k2": "deepseek_v3", "qwen2_5_vl": "qwen2_5_vl_text"}
+    assert arch.family == family.get(text_model["model_type"], text_model["model_type"])
     assert arch.hidden_size == text_model["hidden_size"] and config.max_seq_len == 2048

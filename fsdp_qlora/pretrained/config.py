@@ -420,6 +420,9 @@ def shrunk_config(model_config: PreTrainedConfig) -> PreTrainedConfig:
     for rope in [ropes, *ropes.values()]:
         if isinstance(rope, dict) and ("long_factor" in rope or "llama_4_scaling_beta" in rope):
             shrink_rope(c, rope, arch)
+        if isinstance(rope, dict) and rope.get("mrope_section"):  # frequencies of three positions
+            n = rotary_dim(rope, 16) // 2
+            rope["mrope_section"] = [n - 2 * (n // 3), n // 3, n // 3]
     return c
 
 
