@@ -790,6 +790,50 @@ def write_fp8(directory, config, dtype=torch.float32):
     save_file(whole, directory / "whole" / "model.safetensors", {"format": "pt"})
 
 
+def to_int4(weight):
+    """A weight [out, in] in INT4 as compressed-tensors packs it: {end of a name: tensor}."""
+    groups = weight.float().unflatten(1, (-1, 32))
+    scales = (groups.abs().amax(-1) / 7.5).bfloat16()
+    codes = (groups / scales.float()[..., None]).round().clamp(-8, 7).flatten(1).long() + 8
+    words = (codes.unflatten(1, (-1, 8)) << 4 * torch.arange(8)).sum(-1)
+    words = torch.where(words < 2**31, words, words - 2**32).int()
+    return {"_packed": words, "_scale": scales, "_shape": torch.tensor(weight.shape)}
+
+
+def from_int4(parts):
+    """In bf16, number by number."""
+    rows = [[int(word) % 2**32 >> 4 * i & 15 for word in row for i in range(8)]
+            for row in parts["_packed"]]  # fmt: skip
+    codes = torch.tensor(rows, dtype=torch.bfloat16) - 8
+    return codes * parts["_scale"].repeat_interleave(32, 1)
+
+
+def write_int4(directory, config, dtype=torch.float32):
+    """Write a mixture with experts in INT4, as Kimi K2.5 is released; in whole/ the values that it
+    means, in `dtype`."""
+    write_model(directory / "whole", config)
+    saved = load_file(directory / "whole" / "model.safetensors")
+    # by the released names; transformers 5.24 saves others of Kimi K2.5's text model
+    whole = {key.replace("language_model.model.blocks.", "language_model.model.layers."): tensor
+             for key, tensor in saved.items()}  # fmt: skip
+    tensors = dict(whole)
+    for key in whole:
+        if re.search(r"\.experts\.\d+\..*_proj\.weight", key):
+            parts = to_int4(tensors.pop(key))
+            tensors |= {key + end: part for end, part in parts.items()}
+            whole[key] = from_int4(parts).to(dtype)
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32,
+               "symmetric": True, "dynamic": False, "observer": "minmax"}  # fmt: skip
+    settings = {"quant_method": "compressed-tensors", "format": "pack-quantized",
+                "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+                "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"]}  # fmt: skip
+    config = json.loads((directory / "whole" / "config.json").read_text())
+    config.get("text_config", config)["quantization_config"] = settings
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    save_file(whole, directory / "whole" / "model.safetensors", {"format": "pt"})
+
+
 def write_model(directory, config, seed=0, dtype=torch.bfloat16):
     """Write config.json and model.safetensors, named as transformers saves them."""
     make_model(config, seed, dtype).save_pretrained(directory)

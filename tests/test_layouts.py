@@ -22,6 +22,7 @@ from families import (
     tiny,
     write_4bit,
     write_fp8,
+    write_int4,
     write_mxfp4,
 )
 from safetensors.torch import save_file
@@ -60,6 +61,7 @@ def layouts(name):
         found.remove(FUSED)
     if name == "gpt_oss":
         found.append("MXFP4")
+    found += ["INT4"] * (name == "deepseek_v3")
     return found + ["FP8"] * (name in ("qwen3_moe", "minimax_m2", "deepseek_v3", "deepseek_v32"))
 
 
@@ -73,12 +75,13 @@ QUICK = [
     ("mixtral", "w1, w2, w3"), ("afmoe", "per expert"), ("granitemoe", "input_linear"),
     ("qwen3_vl_moe", "transposed"), ("qwen3_moe", FUSED), ("mixtral", "NF4 of transformers 5"),
     ("qwen2_moe", "NF4 of transformers 4"), ("granitemoe", "NF4 of transformers 4"),
-    ("gpt_oss", "MXFP4"), ("minimax_m2", "FP8"), (MANY, FUSED), ("glm4_moe_lite", "per expert"),
+    ("gpt_oss", "MXFP4"), ("minimax_m2", "FP8"), ("deepseek_v3", "INT4"), (MANY, FUSED),
+    ("glm4_moe_lite", "per expert"),
     ("deepseek_v3", "FP8"), ("gemma4_moe", "gate_up_proj"), ("qwen3_5", "as saved"),
     ("granite4_h", "as saved")]  # fmt: skip
 assert set(QUICK) < set(CASES)
 # of each layout that a rank reads its part of otherwise
-QUICK_ON_TWO = QUICK[3:7] + QUICK[8:10] + QUICK[-2:]
+QUICK_ON_TWO = QUICK[3:7] + QUICK[8:11] + QUICK[-2:]
 PARAMETERS, ON_TWO = (
     [case if case in quick else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
     for quick in (QUICK, QUICK_ON_TWO))
@@ -91,6 +94,8 @@ def write_layout(directory, name, layout, vocab_size):
         write_4bit(directory, config, BITS[layout])
     elif layout == "FP8":
         write_fp8(directory, config)
+    elif layout == "INT4":
+        write_int4(directory, config)
     elif layout == "MXFP4":
         write_mxfp4(directory, vocab_size)
     else:

@@ -93,6 +93,14 @@ DEEPSEEK = MLA | {
     "topk_group": 4, "topk_method": "noaux_tc", "max_position_embeddings": 163840,
     "quantization_config": {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
                             "weight_block_size": [128, 128]}}  # fmt: skip
+INT4 = {"config_groups": {"group_0": {
+    "input_activations": None, "output_activations": None, "targets": ["Linear"], "weights": {
+        "actorder": None, "block_structure": None, "dynamic": False, "group_size": 32,
+        "num_bits": 4, "observer": "minmax", "observer_kwargs": {}, "strategy": "group",
+        "symmetric": True, "type": "int"}}},
+    "format": "pack-quantized", "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"],
+    "kv_cache_scheme": None, "quant_method": "compressed-tensors",
+    "quantization_status": "compressed"}  # fmt: skip
 DEEPSEEK_V2 = MLA | {
     "qk_nope_head_dim": 128, "v_head_dim": 128, "first_k_dense_replace": 1, "moe_layer_freq": 1,
     "aux_loss_alpha": 0.001, "ep_size": 1, "n_shared_experts": 2, "norm_topk_prob": False,
@@ -452,12 +460,12 @@ CONFIGS = {
             routed_scaling_factor=1.0, max_position_embeddings=1048576,
             rope_parameters=YARN | {"factor": 128.0, "original_max_position_embeddings": 8192,
                                     "rope_theta": 10000.0}), PIXTRAL, spatial_merge_size=2),
-    "Kimi K2.5, text": multimodal(
+    "Kimi K2.5": multimodal(
         "kimi_k25", text(
             "kimi_k2", 7168, 18432, 61, 64, 64, 163840, **DEEPSEEK | {
                 "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "n_routed_experts": 384,
                 "num_nextn_predict_layers": 0, "rms_norm_eps": 1e-5, "rope_theta": 50000,
-                "routed_scaling_factor": 2.827, "quantization_config": None}),
+                "routed_scaling_factor": 2.827, "quantization_config": INT4}),
         {"model_type": "kimi_k25_vision"}, tie_word_embeddings=False),
     "Youtu-LLM 2B": text(
         "youtu", 2048, 6144, 32, 16, 16, 128256, **MLA | {"tie_word_embeddings": True},

@@ -54,6 +54,14 @@ def text_config(model_config: PreTrainedConfig) -> PreTrainedConfig:
     return model_config.text_config if model_config.model_type in MULTIMODAL else model_config
 
 
+def stored_format(model_config: PreTrainedConfig) -> dict[str, Any]:
+    """The quantization_config of a config.json or, as Kimi K2.5 has it, of the text config in it:
+    the form of its files; {} if there is none."""
+    settings = (getattr(c, "quantization_config", None)
+                for c in (model_config, text_config(model_config)))
+    return dict(next(filter(None, settings), {}))
+
+
 def check_model(model_config: PreTrainedConfig) -> None:
     """Raise ValueError for a model that is not in the table or that its record cannot express."""
     outer, c = model_config.model_type, text_config(model_config)
@@ -115,7 +123,7 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
     if family.post_norm_eps is None:
         values["post_norm_eps"] = family.norm_eps
     values["attention_dropout"] = family.attention_dropout or 0.0
-    settings = getattr(model_config, "quantization_config", None) or {}
+    settings = stored_format(model_config)
     n_in = inner * (1 + family.gated) // len(family.mlp_in)  # outputs of each of these linears
     gate_up = [Linear(name, n_in, hidden, family.mlp_bias) for name in family.mlp_in]
     down = [Linear(family.mlp_out, hidden, inner, family.mlp_bias)]
