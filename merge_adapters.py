@@ -58,7 +58,7 @@ from fsdp_qlora.pretrained.hub import base_digest, copy_small_files, model_direc
 from fsdp_qlora.pretrained.reader import (
     FLOATS, OTHER_BASE, Stored, read_tensor, tensors_of, weight_files)
 from fsdp_qlora.pretrained.tensor_names import (
-    NF4_PARTS, TensorNames, check_files, read_part, tensor_names)
+    INT4, INT4_SHAPE, NF4_PARTS, TensorNames, check_files, read_part, tensor_names)
 from fsdp_qlora.quant.blocks import BLOCK, MX_BLOCK
 from fsdp_qlora.ranks import explain, print_error
 from fsdp_qlora.run.directory import ADAPTER_FILES, open_partial, read_run
@@ -246,16 +246,20 @@ def merged_tensors(
     base model's file that its file replaces}. Experts in MXFP4 become [experts, in, out], the form
     of gpt-oss, the only family with MXFP4. Raises ValueError for what cannot be merged."""
     tensors, paths, of_text = {}, {}, names.layer_prefix.removesuffix("layers.")
+    known, scales = {*names.shapes, names.head}, {*names.scaled.values()}
     for name, stored in in_order(files):
         shape = names.shapes.get(name, stored.shape)
-        if name not in {*names.shapes, names.head}:
+        if name not in known:
             # a multimodal model has other parts besides its text model, which are copied
             if not is_multimodal or name.startswith(of_text):
                 continue
-            require(not name.endswith(NF4_PARTS), f"{stored.path}: {name} is of a weight in 4-bit"
-                    " outside the text model's layers, which is not merged")
-        elif name.endswith("_scales") or name in names.scaled.values():
+            require(not name.endswith((*NF4_PARTS, INT4)), f"{stored.path}: {name} is of a weight"
+                    " in 4-bit outside the text model's layers, which is not merged")
+        elif name in scales or name.endswith(("_scales", INT4_SHAPE)):
             continue
+        elif name.endswith(INT4):
+            linear = names.linears[name]
+            name, shape = name.removesuffix(INT4), (linear.out_features, linear.in_features)
         elif name.endswith("_blocks"):
             name = name.removesuffix("_blocks")
             shape = shape[0], shape[2] * MX_BLOCK, shape[1]
@@ -391,7 +395,8 @@ def write_files(directory: Path, base: argparse.Namespace, tensors: Iterator[tor
              "weight_map": {name: path.name for name, path in base.paths.items()}}
     config = read_json(base.directory / "config.json")
     config.update(dict.fromkeys(["dtype", *config.keys() & {"torch_dtype"}], "bfloat16"))
-    config.pop("quantization_config", None)  # of a base in 4-bit
+    for part in config, config.get("text_config", {}):
+        part.pop("quantization_config", None)  # of a base in 4-bit
     config.pop("auto_map", None)  # remote code, which is neither used nor copied here
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     (directory / "config.json").write_text(json.dumps(config, indent=2))

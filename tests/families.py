@@ -39,6 +39,7 @@ MROPE = dict(
     rope_type="default", rope_theta=10000.0, mrope_interleaved=True, mrope_section=[3, 3, 2]
 )
 MROPE_IN_ROW = dict(rope_type="default", rope_theta=10000.0, mrope_section=[3, 3, 2])
+MROPE_HALF = MROPE_IN_ROW | dict(partial_rotary_factor=0.5, mrope_section=[2, 1, 1])
 MROPE25 = MROPE | dict(partial_rotary_factor=0.25, mrope_section=[1, 1, 0])
 GRANITE4 = dict(
     layer_types=["attention"] * 3,
@@ -101,6 +102,21 @@ FALCON = dict(
     ssm_multipliers=[0.35, 0.25, 0.18, 0.5, 0.35],
     ssm_in_multiplier=1.25,
     ssm_out_multiplier=0.25,
+)
+NEMOTRON_H = dict(
+    head_dim=24,
+    layer_types=["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+    mamba_num_heads=4,
+    mamba_head_dim=16,
+    n_groups=2,
+    ssm_state_size=8,
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    moe_intermediate_size=32,
+    moe_shared_expert_intermediate_size=48,
+    n_group=4,
+    topk_group=2,
+    routed_scaling_factor=2.5,
 )
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 
@@ -404,22 +420,8 @@ TINY = {
             shared_intermediate_size=48,
         ),
     ),
-    "nemotron_h": tiny(
-        "nemotron_h",
-        head_dim=24,
-        layer_types=["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
-        mamba_num_heads=4,
-        mamba_head_dim=16,
-        n_groups=2,
-        ssm_state_size=8,
-        n_routed_experts=8,
-        num_experts_per_tok=3,
-        moe_intermediate_size=32,
-        moe_shared_expert_intermediate_size=48,
-        n_group=4,
-        topk_group=2,
-        routed_scaling_factor=2.5,
-    ),
+    "nemotron_h": tiny("nemotron_h", **NEMOTRON_H),
+    "nemotron_h_latent": tiny("nemotron_h", **NEMOTRON_H, moe_latent_size=40),
     "hunyuan_moe": tiny("hunyuan_v1_moe", num_experts=4, moe_topk=2),
     "glm4_moe": tiny(
         "glm4_moe",
@@ -623,6 +625,12 @@ TINY = {
     "qwen2_5_vl": multimodal(
         "qwen2_5_vl", tiny("qwen2_5_vl_text", None, rope_parameters=MROPE_IN_ROW),
         "qwen2_5_vl_vision", False),  # fmt: skip
+    "glm4v": multimodal(
+        "glm4v", tiny("glm4v_text", None, rope_parameters=MROPE_HALF), "glm4v_vision", False),
+    "glm4v_moe": multimodal(
+        "glm4v_moe", tiny(
+            "glm4v_moe_text", None, **DEEPSEEK, n_group=4, topk_group=2, rope_parameters=MROPE_HALF,
+            routed_scaling_factor=2.5), "glm4v_moe_vision", False),
     "muse_glimmer": multimodal(
         "muse_glimmer",
         tiny(
@@ -779,6 +787,50 @@ def write_fp8(directory, config, dtype=torch.float32):
     config = json.loads((directory / "whole" / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
     save_file(fp8, directory / "model.safetensors", {"format": "pt"})
+    save_file(whole, directory / "whole" / "model.safetensors", {"format": "pt"})
+
+
+def to_int4(weight):
+    """A weight [out, in] in INT4 as compressed-tensors packs it: {end of a name: tensor}."""
+    groups = weight.float().unflatten(1, (-1, 32))
+    scales = (groups.abs().amax(-1) / 7.5).bfloat16()
+    codes = (groups / scales.float()[..., None]).round().clamp(-8, 7).flatten(1).long() + 8
+    words = (codes.unflatten(1, (-1, 8)) << 4 * torch.arange(8)).sum(-1)
+    words = torch.where(words < 2**31, words, words - 2**32).int()
+    return {"_packed": words, "_scale": scales, "_shape": torch.tensor(weight.shape)}
+
+
+def from_int4(parts):
+    """In bf16, number by number."""
+    rows = [[int(word) % 2**32 >> 4 * i & 15 for word in row for i in range(8)]
+            for row in parts["_packed"]]  # fmt: skip
+    codes = torch.tensor(rows, dtype=torch.bfloat16) - 8
+    return codes * parts["_scale"].repeat_interleave(32, 1)
+
+
+def write_int4(directory, config, dtype=torch.float32):
+    """Write a mixture with experts in INT4, as Kimi K2.5 is released; in whole/ the values that it
+    means, in `dtype`."""
+    write_model(directory / "whole", config)
+    saved = load_file(directory / "whole" / "model.safetensors")
+    # by the released names; transformers 5.24 saves others of Kimi K2.5's text model
+    whole = {key.replace("language_model.model.blocks.", "language_model.model.layers."): tensor
+             for key, tensor in saved.items()}  # fmt: skip
+    tensors = dict(whole)
+    for key in whole:
+        if re.search(r"\.experts\.\d+\..*_proj\.weight", key):
+            parts = to_int4(tensors.pop(key))
+            tensors |= {key + end: part for end, part in parts.items()}
+            whole[key] = from_int4(parts).to(dtype)
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32,
+               "symmetric": True, "dynamic": False, "observer": "minmax"}  # fmt: skip
+    settings = {"quant_method": "compressed-tensors", "format": "pack-quantized",
+                "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+                "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"]}  # fmt: skip
+    config = json.loads((directory / "whole" / "config.json").read_text())
+    config.get("text_config", config)["quantization_config"] = settings
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     save_file(whole, directory / "whole" / "model.safetensors", {"format": "pt"})
 
 

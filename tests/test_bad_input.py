@@ -357,7 +357,6 @@ def test_model_type_that_the_table_lacks_is_refused_with_what_it_has(
          ["layers that differ in intermediate_size"]),
         ({"model_type": "qwen3", "layer_types": ["linear_attention", "full_attention"]},
          ["1 of 2 layers are of linear_attention, which is not"]),
-        ({"model_type": "nemotron_h", "moe_latent_size": 64}, ["moe_latent_size=64"]),
         ({"model_type": "laguna", "moe_router_logit_softcapping": 30.0},
          ["moe_router_logit_softcapping=30.0"]),
     ],

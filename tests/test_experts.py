@@ -17,7 +17,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import DEVICE
-from families import TINY, from_fp8, make_model, tiny, to_fp8, write_fp8, write_model
+from families import (
+    TINY,
+    from_fp8,
+    from_int4,
+    make_model,
+    tiny,
+    to_fp8,
+    write_fp8,
+    write_int4,
+    write_model,
+)
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from test_layer import make_model as make_layers
@@ -42,7 +52,7 @@ from fsdp_qlora.model.elementwise import (
 )
 from fsdp_qlora.planner.plan import Plan
 from fsdp_qlora.pretrained.tensor_names import (
-    check_files, rows_in_memory, tensor_names)
+    check_files, rows_in_memory, tensor_names, unscaled)
 from fsdp_qlora.model.load import weight_rows
 from fsdp_qlora.lora.peft_names import expert_parts, stack_experts, unstack_experts
 from fsdp_qlora.pretrained.reader import Request, WeightReader, weight_files
@@ -346,7 +356,8 @@ def test_all_linear_stands_beside_other_words(name, words, same):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name, shared, is_loaded", [
-    ("qwen2_moe", "shared_expert.down_proj", True), ("dots1", "shared_experts.down_proj", False)])
+    ("qwen2_moe", "shared_expert.down_proj", True), ("dots1", "shared_experts.down_proj", False),
+    ("nemotron_h_latent", "fc1_latent_proj", True)])  # fmt: skip
 def test_log_tells_where_peft_does_not_load_a_shared_experts_adapter(
     name, shared, is_loaded, tmp_path, capsys
 ):
@@ -356,7 +367,7 @@ def test_log_tells_where_peft_does_not_load_a_shared_experts_adapter(
     for layer in model.layers:
         layer.adapter.normal_(generator=seed())
     lora_config, _ = choose_adapted(arch, config, "m")
-    says = f"--target_modules {shared}: PEFT 0.21 does not load adapters of mlp.{shared}"
+    says = f"--target_modules {shared}: PEFT 0.21 does not load adapters of "
     assert (says in capsys.readouterr().out) == (not is_loaded)
     write_adapter(tmp_path, parts_of_adapter(model, arch, "data"), lora_config)
     peft = PeftModel.from_pretrained(reference, tmp_path)
@@ -482,28 +493,48 @@ def test_missing_expert_is_named(tmp_path):
 def test_rows_of_an_fp8_weight_have_their_scales(rows):
     codes, scales = to_fp8(torch.randn(300, 200, generator=seed()))
     linear = types.SimpleNamespace(in_features=200)
-    names = types.SimpleNamespace(scaled={"w": "s"}, linears={"w": linear})
+    names = types.SimpleNamespace(
+        scaled={"w": "s"}, linears={"w": linear}, shapes={"w": codes.shape})  # fmt: skip
     its_scales = scales[rows.start // 128 : -(-rows.stop // 128)]
     files = {"w": codes[rows.start : rows.stop].flatten(), "s": its_scales.flatten()}
     got = weight_rows(files.get, names, "w", rows)
     assert torch.equal(got.view(-1, 200), from_fp8(codes, scales)[rows.start : rows.stop])
 
 
-@pytest.mark.parametrize("name", ["minimax_m2", "qwen3_moe"])
-def test_fp8_checkpoint_trains_as_the_bf16_one_of_its_values(
-    name, run_main, demo_directory, read_metrics, tmp_path, monkeypatch
+@pytest.mark.parametrize("scales", [torch.bfloat16, torch.float16])
+def test_int4_means_what_compressed_tensors_documents(scales):
+    """Eight weights in an int32, the first in its lowest bits, each plus 8; 32 have one scale."""
+    first, last = range(8), (15, 8, 0, 7, 9, 1, 14, 3)  # codes of the first word and of the last
+    numbers = [sum(code << 4 * i for i, code in enumerate(word)) for word in (first, last)]
+    assert [f"{number:08x}" for number in numbers] == ["76543210", "3e19708f"]
+    words = torch.full((3, 8), 0x08080808, dtype=torch.int32)
+    words[0, 0], words[2, 7] = numbers
+    scale = torch.tensor([[0.3, 1.0], [1.0, 1.0], [1.0, 0.0117]]).to(scales)
+    got = unscaled("w_packed", words[1:], scale[1:])
+    assert got.dtype == scales and torch.equal(
+        got[1, -8:], torch.tensor([code - 8.0 for code in last]).to(scales) * scale[2, 1])
+    got = unscaled("w_packed", words, scale)
+    assert got.shape == (3, 64) and got[1].tolist() == [0.0, -8.0] * 32
+    assert got[0, :9].tolist() == [float(scale[0, 0] * n) for n in range(-8, 0)] + [0.0]
+    assert torch.equal(got, from_int4({"_packed": words, "_scale": scale}).to(scales))
+
+
+@pytest.mark.parametrize("write, name", [
+    (write_fp8, "minimax_m2"), (write_fp8, "qwen3_moe"), (write_int4, "kimi_k25")])  # fmt: skip
+def test_fp8_or_int4_checkpoint_trains_as_the_bf16_one_of_its_values(
+    write, name, run_main, demo_directory, read_metrics, tmp_path, monkeypatch
 ):
-    """The values that FP8 and its scales mean, rounded to bf16, are what is quantised to NF4."""
+    """The values that they and their scales mean, rounded to bf16, are quantised to NF4."""
     tokenizer = AutoTokenizer.from_pretrained(demo_directory / "model")
-    write_fp8(tmp_path / "fp8", TINY[name](len(tokenizer)), torch.bfloat16)
-    (tmp_path / "fp8" / "whole").rename(tmp_path / "bf16")
+    write(tmp_path / "scaled", TINY[name](len(tokenizer)), torch.bfloat16)
+    (tmp_path / "scaled" / "whole").rename(tmp_path / "bf16")
     found, counted, watched = {}, set(), watch_sums(monkeypatch)
-    for kind in "fp8", "bf16":
+    for kind in "scaled", "bf16":
         tokenizer.save_pretrained(tmp_path / kind)
         code, out, err = run_main(
             "--model", tmp_path / kind, "--dataset", demo_directory / "data.jsonl",
             "--max_steps", 2, "--max_seq_len", 64, "--output_dir", tmp_path / f"run-{kind}",
-            "--target_modules", "q_proj", "experts", "--lora_rank", 8,
+            "--target_modules", "o_proj", "experts", "--lora_rank", 8,
         )  # fmt: skip
         assert code == 0, err
         counted |= {line for line in out.splitlines() if line.startswith("parameters: ")}
@@ -515,11 +546,13 @@ def test_fp8_checkpoint_trains_as_the_bf16_one_of_its_values(
             "--output_dir", str(tmp_path / f"merged-{kind}"), "--no-check",
         ])  # fmt: skip
     assert all(sums.keys() <= sums.asked for sums in watched)
-    assert found["fp8"] == found["bf16"]
+    assert found["scaled"] == found["bf16"]
     assert len(counted) == 1  # scales are no parameters
-    fp8, bf16 = (load_file(tmp_path / f"merged-{kind}" / "model.safetensors") for kind in found)
-    assert fp8.keys() == bf16.keys()
-    assert all(torch.equal(fp8[key], value) for key, value in bf16.items())
+    scaled, bf16 = (load_file(tmp_path / f"merged-{kind}" / "model.safetensors") for kind in found)
+    assert scaled.keys() == bf16.keys()
+    assert all(torch.equal(scaled[key], value) for key, value in bf16.items())
+    configs = [(tmp_path / f"merged-{kind}" / "config.json").read_text() for kind in found]
+    assert configs[0] == configs[1] and "quantization_config" not in configs[0]
 
 
 @pytest.mark.parametrize("change, words", [

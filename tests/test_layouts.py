@@ -22,6 +22,7 @@ from families import (
     tiny,
     write_4bit,
     write_fp8,
+    write_int4,
     write_mxfp4,
 )
 from safetensors.torch import save_file
@@ -46,13 +47,13 @@ MODELS = {**TINY, MANY: tiny("qwen3_moe", moe_intermediate_size=32, num_experts=
 
 
 def layouts(name):
-    """Those of a mixture of families.py. MiniMax-M2, Qwen3.5, Gemma 4 are not in transformers 4."""
+    """Those of a mixture of families.py. Not all are in transformers 4."""
     if name == MANY:
         return [FUSED]
     found = [RELEASED.get(name, "per expert"), FUSED, *BITS]
-    if name.startswith(("minimax_m2", "qwen3_5", "gemma4")):
+    if name.startswith(("minimax_m2", "qwen3_5", "gemma4", "nemotron_h")):
         found.remove("NF4 of transformers 4")
-    if name in ("mistral4", "kimi_k25"):  # transformers saves no 4-bit copy of them
+    if name in ("mistral4", "kimi_k25", "glm4v_moe"):  # transformers saves no 4-bit copy of them
         found = found[name == "kimi_k25" : 2]  # and its own files of this one it cannot read
     if name in ("deepseek_v32", "glm_moe_dsa"):  # an indexer in 4 bits is not read
         found = found[:2]
@@ -60,6 +61,7 @@ def layouts(name):
         found.remove(FUSED)
     if name == "gpt_oss":
         found.append("MXFP4")
+    found += ["INT4"] * (name == "deepseek_v3")
     return found + ["FP8"] * (name in ("qwen3_moe", "minimax_m2", "deepseek_v3", "deepseek_v32"))
 
 
@@ -73,12 +75,13 @@ QUICK = [
     ("mixtral", "w1, w2, w3"), ("afmoe", "per expert"), ("granitemoe", "input_linear"),
     ("qwen3_vl_moe", "transposed"), ("qwen3_moe", FUSED), ("mixtral", "NF4 of transformers 5"),
     ("qwen2_moe", "NF4 of transformers 4"), ("granitemoe", "NF4 of transformers 4"),
-    ("gpt_oss", "MXFP4"), ("minimax_m2", "FP8"), (MANY, FUSED), ("glm4_moe_lite", "per expert"),
+    ("gpt_oss", "MXFP4"), ("minimax_m2", "FP8"), ("deepseek_v3", "INT4"), (MANY, FUSED),
+    ("glm4_moe_lite", "per expert"),
     ("deepseek_v3", "FP8"), ("gemma4_moe", "gate_up_proj"), ("qwen3_5", "as saved"),
     ("granite4_h", "as saved"), ("qwen3_5", "DoRA")]  # fmt: skip
 assert set(QUICK) < set(CASES)
 # of each layout that a rank reads its part of otherwise
-QUICK_ON_TWO = QUICK[3:7] + QUICK[8:10] + QUICK[-3:-1]
+QUICK_ON_TWO = QUICK[3:7] + QUICK[8:11] + QUICK[-3:-1]
 PARAMETERS, ON_TWO = (
     [case if case in quick else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
     for quick in (QUICK, QUICK_ON_TWO))
@@ -91,6 +94,8 @@ def write_layout(directory, name, layout, vocab_size):
         write_4bit(directory, config, BITS[layout])
     elif layout == "FP8":
         write_fp8(directory, config)
+    elif layout == "INT4":
+        write_int4(directory, config)
     elif layout == "MXFP4":
         write_mxfp4(directory, vocab_size)
     else:

@@ -475,6 +475,18 @@ def test_fp8_of_other_blocks_is_refused(refused):
     refused("quantised already", "weight_block_size [64, 64]; only [128, 128]", settings=settings)
 
 
+@pytest.mark.parametrize("form, weights, words", [
+    ("pack-quantized", {"num_bits": 8}, "num_bits 8; only 4"),
+    ("pack-quantized", {"group_size": 128}, "group_size 128; only 32"),
+    ("pack-quantized", {"symmetric": False}, "symmetric False; only True"),
+    ("nvfp4-pack-quantized", {}, "format nvfp4-pack-quantized; only pack-quantized")])  # fmt: skip
+def test_other_forms_of_compressed_tensors_are_refused(refused, form, weights, words):
+    int4 = {"num_bits": 4, "type": "int", "group_size": 32, "symmetric": True, **weights}
+    settings = {"quant_method": "compressed-tensors", "format": form,
+                "config_groups": {"group_0": {"weights": int4}}}  # fmt: skip
+    refused("quantised already", words, settings=settings)
+
+
 @pytest.mark.parametrize("case", WRONG_TENSORS)
 def test_tensors_in_4bit_that_cannot_be_used_are_refused(refused, case):
     change, words = WRONG_TENSORS[case]

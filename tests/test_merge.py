@@ -484,6 +484,12 @@ GEMMA4 = {
                     "attention_k_eq_v": True, "hidden_size_per_layer_input": 0},
     "vision_config": {**VISION, "model_type": "gemma4_vision", "standardize": True},
 }  # fmt: skip
+GLM4V = {
+    "text_config": {**SMALL, "model_type": "glm4v_text", "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1],
+        "partial_rotary_factor": 0.5}},
+    "vision_config": {**VISION, "model_type": "glm4v_vision", "depth": 1, "num_heads": 2},
+}  # fmt: skip
 # config's settings, target modules, linear layers in decoder layers, new names' old ones
 FAMILIES = {
     "gemma2": ({**SMALL, "head_dim": 24}, ["o_proj", "up_proj"], 14, {}),
@@ -492,6 +498,7 @@ FAMILIES = {
     "mistral3": (MISTRAL3, IN_TEXT, 14, OLD_NAMES),
     "mistral3 by its new names": (MISTRAL3, IN_TEXT, 14, {}),
     "gemma4": (GEMMA4, IN_TEXT, 13, {}),
+    "glm4v": (GLM4V, IN_TEXT, 12, {}),
 }
 
 

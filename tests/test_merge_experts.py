@@ -23,7 +23,7 @@ nf4_and_back = functools.partial(test_merge.nf4_and_back, device=DEVICE)  # wher
 CORRECTION = "e_score_correction_bias"
 # of layers: attention, MLPs, experts one by one and all in one tensor; in Mixtral's words, in ours
 # and in Granite's
-LINEAR = (r"model\.layers\.(?!.*indexer).*"  # but for indexers, which stay as they are
+LINEAR = (r"(model|backbone)\.layers\.(?!.*indexer).*"  # but for indexers, which stay as they are
           r"(_proj|_proj_with_mqa|in_proj_\w+|\.w[123]|(in|out)put_linear)\.weight")
 
 
@@ -111,7 +111,8 @@ def merged_weight(name, weight, adapter, nf4_and_back=nf4_and_back):
     if weight.dim() == 3:  # gate and up of all experts, or down
         matrices = [expert.chunk(1 + ("input" in name)) for expert in weight]
         return torch.stack([torch.cat([*map(nf4_and_back, pair)]) for pair in matrices])
-    stem, want = f"base_model.model.{name.removesuffix('.weight')}.lora_", nf4_and_back(weight)
+    stem = name.removesuffix("weight").replace("backbone", "model")
+    stem, want = f"base_model.model.{stem}lora_", nf4_and_back(weight)
     if f"{stem}A.weight" in adapter:
         a, b = adapter.pop(f"{stem}A.weight"), adapter.pop(f"{stem}B.weight")
         product = (b.to(DEVICE) @ a.to(DEVICE)).cpu()
@@ -183,7 +184,8 @@ def test_mxfp4_becomes_the_bf16_that_transformers_makes_of_it(
 
 
 @pytest.mark.parametrize("name", [
-    "qwen3_moe", "mixtral", "granitemoe", "glm4_moe", "granite4_h_moe", "glm_moe_dsa"])  # fmt: skip
+    "qwen3_moe", "mixtral", "granitemoe", "glm4_moe", "granite4_h_moe", "glm_moe_dsa",
+    "nemotron_h_latent"])  # fmt: skip
 def test_merged_mixture_is_the_trained_one(
     name, trained, run_main, tmp_path, capsys, monkeypatch
 ):  # fmt: skip
@@ -198,7 +200,8 @@ def test_merged_mixture_is_the_trained_one(
     base = load_file(run.parent / "base" / "model.safetensors")
     adapter = load_file(run / "adapter_model.safetensors")
     result = load_file(out / "model.safetensors")
-    assert result.keys() == base.keys() and (CORRECTION in str([*base])) == name.startswith("glm")
+    assert result.keys() == base.keys() and (CORRECTION in str([*base])) == name.startswith(
+        ("glm", "nemotron"))
     for key, weight in base.items():
         want = merged_weight(key, weight, adapter)
         assert result[key].dtype == want.dtype and torch.equal(result[key], want), key

@@ -67,6 +67,18 @@ GRANITE4 = GRANITE | {
     "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": 64, "mamba_d_state": 128,
     "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 80,
     "mamba_proj_bias": False}  # fmt: skip
+NEMOTRON_H = {
+    "head_dim": 128, "attention_bias": False, "mamba_head_dim": 64, "mamba_hidden_act": "silu",
+    "n_groups": 8, "expand": 2, "ssm_state_size": 128, "conv_kernel": 4, "chunk_size": 128,
+    "use_conv_bias": True, "use_bias": False, "time_step_min": 0.001, "time_step_max": 0.1,
+    "time_step_floor": 1e-4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+    "norm_topk_prob": True, "layer_norm_epsilon": 1e-5, "mlp_hidden_act": "relu2",
+    "mlp_bias": False, "residual_in_fp32": False, "rescale_prenorm_residual": True,
+    "hidden_dropout": 0.0, "num_logits_to_keep": 1, "use_mamba_kernels": True,
+    "mamba_ssm_cache_dtype": "float32"}  # fmt: skip
+GLM_V = {"hidden_act": "silu", "max_position_embeddings": 65536, "partial_rotary_factor": 0.5,
+         "rms_norm_eps": 1e-5,
+         "rope_scaling": {"type": "default", "mrope_section": [8, 12, 12]}}  # fmt: skip
 MLA = {"attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu",
        "kv_lora_rank": 512, "qk_rope_head_dim": 64, "tie_word_embeddings": False}  # fmt: skip
 DEEPSEEK = MLA | {
@@ -81,6 +93,14 @@ DEEPSEEK = MLA | {
     "topk_group": 4, "topk_method": "noaux_tc", "max_position_embeddings": 163840,
     "quantization_config": {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
                             "weight_block_size": [128, 128]}}  # fmt: skip
+INT4 = {"config_groups": {"group_0": {
+    "input_activations": None, "output_activations": None, "targets": ["Linear"], "weights": {
+        "actorder": None, "block_structure": None, "dynamic": False, "group_size": 32,
+        "num_bits": 4, "observer": "minmax", "observer_kwargs": {}, "strategy": "group",
+        "symmetric": True, "type": "int"}}},
+    "format": "pack-quantized", "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"],
+    "kv_cache_scheme": None, "quant_method": "compressed-tensors",
+    "quantization_status": "compressed"}  # fmt: skip
 DEEPSEEK_V2 = MLA | {
     "qk_nope_head_dim": 128, "v_head_dim": 128, "first_k_dense_replace": 1, "moe_layer_freq": 1,
     "aux_loss_alpha": 0.001, "ep_size": 1, "n_shared_experts": 2, "norm_topk_prob": False,
@@ -175,6 +195,24 @@ CONFIGS = {
     "Qwen3 8B": text("qwen3", 4096, 12288, 36, 32, 8, 151936, head_dim=128, max_window_layers=36,
                      max_position_embeddings=40960, rope_theta=1e6, rope_scaling=None,
                      sliding_window=None, use_sliding_window=False, attention_bias=False),
+    "Qwen2.5-VL 7B": text(
+        "qwen2_5_vl", 3584, 18944, 28, 28, 4, 152064, max_position_embeddings=128000,
+        max_window_layers=28, rope_scaling={"type": "mrope", "mrope_section": [16, 24, 24]},
+        rope_theta=1e6, sliding_window=32768, tie_word_embeddings=False, use_sliding_window=False,
+        vision_config={"depth": 32, "model_type": "qwen2_5_vl"}),
+    "GLM-4.1V 9B": multimodal(
+        "glm4v", text("glm4v_text", 4096, 13696, 40, 32, 2, 151552, attention_bias=True,
+                      attention_dropout=0.0, head_dim=128, **GLM_V, rope_theta=1e4),
+        {"depth": 24, "model_type": "glm4v"}, image_token_id=151343, tie_word_embeddings=False),
+    "GLM-4.5V": multimodal(
+        "glm4v_moe", text(
+            "glm4v_moe_text", 4096, 10944, 46, 96, 8, 151552, attention_bias=True,
+            attention_dropout=0.0, head_dim=128, **GLM_V, rope_theta=1e4, n_group=1, topk_group=1,
+            n_shared_experts=1, n_routed_experts=128, num_experts_per_tok=8, norm_topk_prob=True,
+            first_k_dense_replace=1, moe_intermediate_size=1408, routed_scaling_factor=1.0,
+            use_qk_norm=False),
+        {"depth": 24, "model_type": "glm4v_moe"}, image_token_id=151363,
+        tie_word_embeddings=False),
     "Qwen3-VL 4B": multimodal(
         "qwen3_vl", text("qwen3_vl_text", 2560, 9728, 36, 32, 8, 151936, head_dim=128,
                          max_position_embeddings=262144, attention_bias=False, rope_theta=5e6,
@@ -351,16 +389,24 @@ CONFIGS = {
             "position_embedding_type": "nope", "num_local_experts": 64, "num_experts_per_tok": 6,
             "shared_intermediate_size": 1024, "mamba_n_heads": 48}),
     "Nemotron 3 Nano 30B": text(
-        "nemotron_h", 2688, 1856, 52, 32, 2, 131072, head_dim=128, attention_bias=False,
+        "nemotron_h", 2688, 1856, 52, 32, 2, 131072, **NEMOTRON_H, mamba_num_heads=64,
         hybrid_override_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
-        mamba_num_heads=64, mamba_head_dim=64, mamba_hidden_act="silu", n_groups=8, expand=2,
-        ssm_state_size=128, conv_kernel=4, chunk_size=128, use_conv_bias=True, use_bias=False,
-        time_step_min=0.001, time_step_max=0.1, time_step_floor=1e-4, n_routed_experts=128,
-        num_experts_per_tok=6, n_shared_experts=1, moe_intermediate_size=1856, n_group=1,
-        moe_shared_expert_intermediate_size=3712, topk_group=1, routed_scaling_factor=2.5,
-        norm_topk_prob=True, layer_norm_epsilon=1e-5, mlp_hidden_act="relu2", mlp_bias=False,
-        residual_in_fp32=False, rescale_prenorm_residual=True, hidden_dropout=0.0,
-        num_logits_to_keep=1, use_mamba_kernels=True, mamba_ssm_cache_dtype="float32"),
+        n_routed_experts=128, num_experts_per_tok=6, moe_intermediate_size=1856,
+        moe_shared_expert_intermediate_size=3712, routed_scaling_factor=2.5),
+    "Nemotron 3 Super 120B": text(
+        "nemotron_h", 4096, 2688, 88, 32, 2, 131072, **NEMOTRON_H, mamba_num_heads=128,
+        hybrid_override_pattern="MEMEMEM*E" + "MEMEMEM*E" * 2 + "MEMEMEMEM*E" * 4 + "MEMEMEM*E"
+        + "MEMEMEME", moe_latent_size=1024, moe_shared_expert_overlap=False,
+        n_routed_experts=512, num_experts_per_tok=22, moe_intermediate_size=2688,
+        moe_shared_expert_intermediate_size=5376, routed_scaling_factor=5.0,
+        num_nextn_predict_layers=1, mtp_hybrid_override_pattern="*E"),
+    "Nemotron 3 Ultra 550B": text(
+        "nemotron_h", 8192, 5120, None, 64, 2, 131072, **NEMOTRON_H, mamba_num_heads=256,
+        layers_block_type=(["mamba", "moe"] * 4 + ["attention"]) * 12, moe_latent_size=2048,
+        moe_shared_expert_overlap=False, n_routed_experts=512, num_experts_per_tok=22,
+        moe_intermediate_size=5120, moe_shared_expert_intermediate_size=10240,
+        routed_scaling_factor=5.0, num_nextn_predict_layers=1, partial_rotary_factor=1.0,
+        mtp_layers_block_type=["attention", "moe"], rope_theta=10000, sliding_window=None),
     "Falcon-H1 1.5B Deep": text(
         "falcon_h1", 1280, 3072, 66, 6, 2, 65537, head_dim=128, rope_theta=1e11, rms_norm_eps=1e-5,
         mamba_d_ssm=1536, mamba_n_heads=24, mamba_d_head=64, mamba_n_groups=1, mamba_d_state=256,
@@ -414,12 +460,12 @@ CONFIGS = {
             routed_scaling_factor=1.0, max_position_embeddings=1048576,
             rope_parameters=YARN | {"factor": 128.0, "original_max_position_embeddings": 8192,
                                     "rope_theta": 10000.0}), PIXTRAL, spatial_merge_size=2),
-    "Kimi K2.5, text": multimodal(
+    "Kimi K2.5": multimodal(
         "kimi_k25", text(
             "kimi_k2", 7168, 18432, 61, 64, 64, 163840, **DEEPSEEK | {
                 "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "n_routed_experts": 384,
                 "num_nextn_predict_layers": 0, "rms_norm_eps": 1e-5, "rope_theta": 50000,
-                "routed_scaling_factor": 2.827, "quantization_config": None}),
+                "routed_scaling_factor": 2.827, "quantization_config": INT4}),
         {"model_type": "kimi_k25_vision"}, tie_word_embeddings=False),
     "Youtu-LLM 2B": text(
         "youtu", 2048, 6144, 32, 16, 16, 128256, **MLA | {"tie_word_embeddings": True},
@@ -453,5 +499,6 @@ def test_config_as_released_passes_the_check_at_start(name, tmp_path):
     config, model_config, arch = read_model_config(tmp_path, config)
     check_family(model_config, name, fill_model)
     text_model = CONFIGS[name].get("text_config", CONFIGS[name])
-    assert arch.family == text_model["model_type"].replace("kimi_k2", "deepseek_v3")
+    family = {"kimi_k2": "deepseek_v3", "qwen2_5_vl": "qwen2_5_vl_text"}
+    assert arch.family == family.get(text_model["model_type"], text_model["model_type"])
     assert arch.hidden_size == text_model["hidden_size"] and config.max_seq_len == 2048

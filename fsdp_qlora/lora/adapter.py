@@ -66,6 +66,7 @@ def requested_words(arch: Architecture, config: Config) -> list[str]:
     experts, names, default = arch.experts(), arch.adaptable(), arch.adapted(["all-linear"])
     short = sorted({name.rsplit(".", 1)[-1] for name in default})
     others = [name for name in names if name not in default]
+    of_experts = {name.rsplit(".", 1)[-1] for name in experts}
     choices = ", ".join([*short, *others, *["experts"] * bool(experts), "all-linear"])
     words = list(dict.fromkeys(name for word in config.target_modules for name in (
         short if word == "all-linear" else [word])))
@@ -73,13 +74,14 @@ def requested_words(arch: Architecture, config: Config) -> list[str]:
         if word == "experts" and experts:
             continue
         found = [name for name in names if f".{name}".endswith(f".{word}")]
-        if any(name.rsplit(".", 1)[-1] == word for name in experts):
+        if word in of_experts:
             raise ValueError(f"--target_modules {word}: PEFT takes this for all experts, whose name"
                              f" is experts here; there are {choices}")
         if not found:
             raise ValueError(f"--target_modules {word}: no such linear in the decoder layers;"
                              f" there are {choices}")
-        if experts and arch.mixture.adapters == "modules" and not set(found) <= set(default):
+        ends = {name.rsplit(".", 1)[-1] for name in found}
+        if ends & of_experts and arch.mixture.adapters == "modules":
             say(f"--target_modules {word}: PEFT 0.21 does not load adapters of {found[0]}; vLLM"
                 " reads them by their names")
     return words

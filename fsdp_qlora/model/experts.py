@@ -19,6 +19,7 @@ from torch import Tensor
 from fsdp_qlora.model.elementwise import (
     MLP_SITE, add_expert_rows, add_row_bias, clamped_gate_backward, gate, gate_backward,
     gate_weight_gradients, norm_backward)
+from fsdp_qlora.model.expert_latent import ExpertLatent
 from fsdp_qlora.model.grouped import (
     Pass, add_expert_gradients, cut_experts, fill_expert_columns, grouped, put_rows, split_columns,
     why_no_grouped_mm)
@@ -45,13 +46,15 @@ class RoutedMLPHalf:
     arch: Architecture
     shared_gate_up: FusedLinear | None  # None: there is no shared expert
     shared_down: FusedLinear | None
+    latent: ExpertLatent | None  # None: experts read what the router and the shared expert do
     expert_gate_up: FusedLinear  # of all experts, one after the other
     expert_down: FusedLinear
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
         shared = (self.shared_gate_up, self.shared_down) if self.shared_gate_up else ()
-        return *shared, self.expert_gate_up, self.expert_down
+        latent = self.latent.fused_linears if self.latent else ()
+        return *shared, *latent, self.expert_gate_up, self.expert_down
 
     def forward(
         self, work: LayerWork, middle: Tensor | None, source: Tensor, want_sum: bool = True,
@@ -74,9 +77,12 @@ class RoutedMLPHalf:
         if not (work.is_backward or work.evaluation):
             add_balance(work.layer, kept.routing, work.bin.n_unpadded)
         needs_branch = want_sum or arch.mlp_post_norm is not None
-        if needs_branch:
-            read = normed(work, norms.before, source) if norms else x
+        read = self.latent.enter(work, kept, x) if self.latent else x
+        if needs_branch or self.latent and self.latent.back.n_columns:
+            read = normed(work, norms.before, source) if norms else read
             branch, kept.gate_ups = self._experts_forward(work, kept.routing, read, keep_gate_ups)
+            if self.latent:
+                branch = self.latent.leave(work, kept, branch, needs_branch)
         if self.shared_gate_up:
             shared = self._shared_forward(work, kept, inputs)
             if norms:
@@ -101,7 +107,11 @@ class RoutedMLPHalf:
         kept.branch = None
         if norms:
             return self._apart_backward(work, kept, upstream, grad, norms)
-        grad_x, grad_weights = self._experts_backward(work, kept, upstream)
+        of_given = self.latent.leave_backward(work, kept, upstream) if self.latent else upstream
+        grad_x, grad_weights = self._experts_backward(work, kept, of_given)
+        if self.latent:
+            x = kept_inputs(work, kept, arch.mlp_norm, kept.source, self.fused_linears[0])
+            grad_x = self.latent.enter_backward(work, kept, grad_x, x)
         grad_x += route_backward(work, kept.routing, grad_weights, grad_x)
         if self.shared_gate_up:
             grad_x += self._shared_backward(work, kept, upstream)
@@ -203,7 +213,9 @@ class RoutedMLPHalf:
         """
         routing, x = kept.routing, None
         if not kept.gate_ups or self.expert_gate_up.n_columns:  # to compute them; for A's gradient
-            if norms := self.arch.mixture.norms:
+            if self.latent:
+                x = kept.latent
+            elif norms := self.arch.mixture.norms:
                 x = normed(work, norms.before, kept.source)
             else:
                 x = kept_inputs(work, kept, self.arch.mlp_norm, kept.source, self.fused_linears[0])
@@ -341,12 +353,15 @@ class RoutedMLPHalf:
             values += arch.hidden_size * (mixture.shared_gate is not None)
         if mixture.norms:  # what experts and shared expert give
             values += 2 * arch.hidden_size
+        if self.latent:
+            values += self.latent.kept_values
         return values + arch.hidden_size * (arch.mlp_post_norm is not None)
 
     def live_bytes(self, plan: Plan, recomputed: bool) -> int:
         """The peak bytes of backward(), besides what is kept."""
         n, item = plan.bin_tokens, getattr(torch, plan.compute_dtype).itemsize
         hidden, mixture = self.arch.hidden_size, self.arch.mixture
+        width = self.expert_gate_up.in_features  # that of hidden states, or of a latent
         rows, up, down = n * mixture.top_k, self.expert_gate_up, self.expert_down
         # gate and up once more if they are computed again, and if their gradient is a new tensor
         of_row = up.width + down.width + self._gate_up_size * (recomputed + bool(mixture.clamp))
@@ -355,9 +370,12 @@ class RoutedMLPHalf:
             of_pass += n * (self.shared_gate_up.out_features + self.shared_down.width)
         weights = sum(fused.out_features * fused.width for fused in (up, down))
         weights = math.ceil(weights / plan.expert_ranges)
-        values = rows * hidden * (plan.expert_ranges > 1) + of_pass + weights + 3 * n * hidden
+        values = rows * width * (plan.expert_ranges > 1) + of_pass + weights + 3 * n * hidden
         if mixture.norms:  # what experts read, and the gradient of what they give
             values += n * hidden * (2 + 2 * recomputed)
+        if self.latent:
+            values += n * (self.latent.live_values + recomputed * self.latent.kept_values)
+            values += max(fused.out_features * fused.width for fused in self.latent.fused_linears)
         # of the router in fp32: four values a row, and three tensors like its scores
         return values * item + 4 * (4 * rows + 3 * n * mixture.n_experts)
 
@@ -380,9 +398,10 @@ class RoutedMLPHalf:
         """Values that elementwise work reads or writes, forward and backward; counted."""
         # of a row, each way: gathered, put in its place, summed, 2 + 2 + 1; all gates: 1.5 + 4.5
         hidden, top_k = self.arch.hidden_size, self.arch.mixture.top_k
-        rows = top_k * (10 * hidden + 6 * self._gate_up_size)
+        width = self.expert_gate_up.in_features
+        rows = top_k * (10 * width + 6 * self._gate_up_size)
         if self.expert_gate_up.n_columns:  # narrow products, which take as long; fitted
-            rows += top_k * 40 * (hidden + self._gate_up_size // 2)
+            rows += top_k * 40 * (width + self._gate_up_size // 2)
         if self.arch.mixture.norms:  # four more norms, the first of them for a second reader
             rows += 20 * hidden
         return 15 * hidden + rows

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fsdp_qlora.model.absent import NoMixingHalf, NoMLPHalf
 from fsdp_qlora.model.attention import AttentionMixing
 from fsdp_qlora.model.elementwise import N_SITES, drop
+from fsdp_qlora.model.expert_latent import ExpertLatent
 from fsdp_qlora.model.experts import RoutedMLPHalf
 from fsdp_qlora.model.latent import LatentMixing
 from fsdp_qlora.model.linears import (
@@ -172,8 +173,12 @@ def _make_halves(
     mlp: MLPHalf | RoutedMLPHalf | NoMLPHalf = NoMLPHalf(arch)
     if kind.halves != "mlp":
         mixing = MixingHalf(arch, inputs, out, of_tokens, beside)
-    if kind.halves != "mixing":
-        mlp = (RoutedMLPHalf if kind.routed else MLPHalf)(arch, *of_mlp)
+    if kind.routed:
+        shared_gate_up, shared_down, into, back, gate_up, down = of_mlp
+        latent = ExpertLatent(into, back) if into else None
+        mlp = RoutedMLPHalf(arch, shared_gate_up, shared_down, latent, gate_up, down)
+    elif kind.halves != "mixing":
+        mlp = MLPHalf(arch, *of_mlp)
     return mixing, mlp
 
 

@@ -19,7 +19,7 @@ from fsdp_qlora.model.layer import DecoderLayer
 from fsdp_qlora.model.model import Model
 from fsdp_qlora.model.offload import pinned_copy
 from fsdp_qlora.model.shards import OwnBlocks, local_part, own_blocks, set_local
-from fsdp_qlora.pretrained.tensor_names import FP8_BLOCK, NF4_PARTS, TensorNames, unscaled
+from fsdp_qlora.pretrained.tensor_names import NF4_PARTS, TensorNames, scale_block, unscaled
 from fsdp_qlora.quant.blocks import (
     BLOCK, MX_BLOCK, NESTED_BLOCK, QUANT_STORAGE, Nested, NF4Blocks)
 from fsdp_qlora.quant.nf4 import dynamic_map
@@ -159,14 +159,15 @@ def copy_nf4(
 def weight_rows(
     read: Callable[[str], torch.Tensor], names: TensorNames, name: str, rows: range,
 ) -> torch.Tensor:
-    """The requested `rows` of a linear's weight, flat. If it is in FP8: in fp32, times the scales
-    of its blocks."""
+    """The requested `rows` of a linear's weight, flat. If it is in FP8 or INT4: times its scales,
+    see unscaled()."""
     value = read(name)
     if name not in names.scaled:
         return value
-    n_in = names.linears[name].in_features
-    scales = read(names.scaled[name]).view(-1, math.ceil(n_in / FP8_BLOCK))
-    return unscaled(value.view(len(rows), n_in), scales, rows.start % FP8_BLOCK).flatten()
+    (n_rows, n_columns), n_in = scale_block(name), names.linears[name].in_features
+    scales = read(names.scaled[name]).view(-1, math.ceil(n_in / n_columns))
+    value = value.view(len(rows), names.shapes[name][1])
+    return unscaled(name, value, scales, rows.start % n_rows).flatten()
 
 
 def whole_tensor(

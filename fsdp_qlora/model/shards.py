@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_qlora.model.layer import DecoderLayer
 from fsdp_qlora.model.linears import LinearPlace
 from fsdp_qlora.pretrained.reader import Request
-from fsdp_qlora.pretrained.tensor_names import FP8_BLOCK, NF4_PARTS
+from fsdp_qlora.pretrained.tensor_names import NF4_PARTS, scale_block
 from fsdp_qlora.quant.blocks import BLOCK, MX_BLOCK
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def weight_requests(model: Model, names: TensorNames, nf4_states: Collection[str
 
 
 def linear_requests(own: OwnBlocks, name: str, names: TensorNames, in_nf4: bool) -> list[Request]:
-    """The Requests for this rank's blocks of a linear: whole rows, in FP8 and MXFP4 with their
+    """The Requests for this rank's blocks of a linear: whole rows, in FP8, INT4, MXFP4 with their
     scales; in NF4 the packed codes, their scales, and all of these scales' second level."""
     linear, blocks = own.place.linear, own.blocks
     n_out, n_in = linear.out_features, linear.in_features
@@ -118,7 +118,8 @@ def linear_requests(own: OwnBlocks, name: str, names: TensorNames, in_nf4: bool)
               for part in ("nested_absmax", "nested_quant_map"))]
     requests = [Request(name, (n_out, n_in), own.rows, names.sources.get(name))]
     if scales := names.scaled.get(name):
-        rows = range(own.rows.start // FP8_BLOCK, -(-own.rows.stop // FP8_BLOCK))
+        n, _ = scale_block(name)
+        rows = range(own.rows.start // n, -(-own.rows.stop // n))
         requests.append(Request(scales, names.shapes[scales], rows))
     return requests
 

@@ -255,7 +255,8 @@ def layer_seconds(
              + n * layers.elementwise_values / n_layers * item)
     routed, waits = sum(arch.layer_routed) / n_layers, 0.0
     if routed and plan.expert_ranges > 1:  # their rows are copied
-        moved += routed * FIT.range_copies * n * arch.mixture.top_k * arch.hidden_size * item
+        width = arch.expert_gate_up[0].in_features
+        moved += routed * FIT.range_copies * n * arch.mixture.top_k * width * item
     if routed and (plan.expert_ranges > 1 or machine.why_no_grouped):  # they are waited for
         waits = routed * (1 + again) * FIT.range_wait_launches * machine.launch
     compute = flops / (FIT.sustained * machine.flops) + moved / machine.bandwidth

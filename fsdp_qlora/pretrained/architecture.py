@@ -41,6 +41,10 @@ class Mixture:
     n_experts: int | FromConfig = "config.num_experts"
     top_k: int | FromConfig = "config.num_experts_per_tok"
     expert_size: int | FromConfig = "config.moe_intermediate_size"  # inner width of one expert
+    # experts, but not the router nor the shared expert, work in a latent space of this width: the
+    # first of these linears leads there, the second back from their weighted sum; None: they do not
+    latent_size: int | FromConfig | None = None
+    latent_linears: tuple[str, str] = ("", "")
     shared_size: int | FromConfig = 0  # inner width of the expert that gets all tokens; 0: none
     n_shared: int | FromConfig = 1  # shared experts, computed as one that is n_shared times as wide
     first_dense: int | FromConfig = 0  # the number of first layers that have an MLP without experts
@@ -401,6 +405,8 @@ class Architecture(Family):
     down: list[Linear]
     shared_gate_up: list[Linear]  # of layers with experts: of the shared one, or none
     shared_down: list[Linear]
+    to_latent: list[Linear]  # see Mixture.latent_size; or none
+    from_latent: list[Linear]
     expert_gate_up: list[Linear]  # of expert 0, expert 1, ..
     expert_down: list[Linear]
     # settings for rope_frequencies, one for each kind of rotary, with the layers' "head_dim"
@@ -474,7 +480,8 @@ class Architecture(Family):
         """The Linears of a layer: a list for each input that they read."""
         mlp: tuple[list[Linear], ...] = self.gate_up, self.down
         if kind.routed:
-            mlp = self.shared_gate_up, self.shared_down, self.expert_gate_up, self.expert_down
+            mlp = (self.shared_gate_up, self.shared_down, self.to_latent, self.from_latent,
+                   self.expert_gate_up, self.expert_down)
         return *self.mixing_groups(kind), *(([], []) if kind.halves == "mixing" else mlp)
 
     def linears(self, kind: LayerKind) -> list[Linear]:

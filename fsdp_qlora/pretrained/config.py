@@ -54,6 +54,14 @@ def text_config(model_config: PreTrainedConfig) -> PreTrainedConfig:
     return model_config.text_config if model_config.model_type in MULTIMODAL else model_config
 
 
+def stored_format(model_config: PreTrainedConfig) -> dict[str, Any]:
+    """The quantization_config of a config.json or, as Kimi K2.5 has it, of the text config in it:
+    the form of its files; {} if there is none."""
+    settings = (getattr(c, "quantization_config", None)
+                for c in (model_config, text_config(model_config)))
+    return dict(next(filter(None, settings), {}))
+
+
 def check_model(model_config: PreTrainedConfig) -> None:
     """Raise ValueError for a model that is not in the table or that its record cannot express."""
     outer, c = model_config.model_type, text_config(model_config)
@@ -115,7 +123,7 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
     if family.post_norm_eps is None:
         values["post_norm_eps"] = family.norm_eps
     values["attention_dropout"] = family.attention_dropout or 0.0
-    settings = getattr(model_config, "quantization_config", None) or {}
+    settings = stored_format(model_config)
     n_in = inner * (1 + family.gated) // len(family.mlp_in)  # outputs of each of these linears
     gate_up = [Linear(name, n_in, hidden, family.mlp_bias) for name in family.mlp_in]
     down = [Linear(family.mlp_out, hidden, inner, family.mlp_bias)]
@@ -218,7 +226,8 @@ def describe_experts(
     whether the files have the experts in MXFP4; `dense`: the linears of the MLP without experts.
     """
     n_layers, hidden, mixture = c.num_hidden_layers, c.hidden_size, family.mixture
-    names = "shared_gate_up", "shared_down", "expert_gate_up", "expert_down"
+    names = ("shared_gate_up", "shared_down", "to_latent", "from_latent", "expert_gate_up",
+             "expert_down")
     none = {"layer_routed": [False] * n_layers, **dict.fromkeys(names, []), "mixture": None}
     if not mixture or not mixture.used or mixture.shared_mlp and mixture.n_experts == 0:
         return none
@@ -232,17 +241,17 @@ def describe_experts(
     if not any(routed):
         return none
 
-    def mlp(stem: str, inner: int, bias: bool) -> tuple[list[Linear], list[Linear]]:
+    def mlp(stem: str, inner: int, bias: bool, outer: int) -> tuple[list[Linear], list[Linear]]:
         """The linears of an MLP that read its input, and those that give its output."""
         names = ("gate", "up") if family.gated else ("up",)
-        return ([Linear(f"{stem}.{x}_proj", inner, hidden, bias) for x in names],
-                [Linear(f"{stem}.down_proj", hidden, inner, bias)])
+        return ([Linear(f"{stem}.{x}_proj", inner, outer, bias) for x in names],
+                [Linear(f"{stem}.down_proj", outer, inner, bias)])
 
     def expert(i: int) -> tuple[list[Linear], list[Linear]]:
         """mlp() of one expert."""
         stem, inner = f"{mixture.experts}.{i}", mixture.expert_size
         if not mixture.one_gate_up:
-            return mlp(stem, inner, False)
+            return mlp(stem, inner, False, mixture.latent_size or hidden)
         if in_mxfp4 and (hidden % BLOCK or inner % BLOCK):
             raise ValueError(f"MXFP4 with rows of {hidden} and {inner} weights is not supported,"
                              f" only with multiples of {BLOCK}")
@@ -250,11 +259,18 @@ def describe_experts(
                 [Linear(f"{stem}.down_proj", hidden, inner, False, in_mxfp4)])
 
     shared_size = (mixture.shared_size or 0) * (mixture.n_shared or 0)
-    shared = mlp(mixture.shared, shared_size, family.mlp_bias) if shared_size else ([], [])
+    shared = latent = [], []
+    if shared_size:
+        shared = mlp(mixture.shared, shared_size, family.mlp_bias, hidden)
     shared = dense if mixture.shared_mlp else shared
+    if size := mixture.latent_size:
+        there, back = mixture.latent_linears
+        latent = ([Linear(there, size, hidden, family.mlp_bias)],
+                  [Linear(back, hidden, size, family.mlp_bias)])
     gate_ups, downs = zip(*map(expert, range(mixture.n_experts)))
     experts = [list(itertools.chain(*linears)) for linears in (gate_ups, downs)]
-    return {"layer_routed": routed, "mixture": mixture, **dict(zip(names, (*shared, *experts)))}
+    return {"layer_routed": routed, "mixture": mixture,
+            **dict(zip(names, (*shared, *latent, *experts)))}
 
 
 def routed_layers(c: PreTrainedConfig, family: Family) -> list[bool]:
@@ -412,6 +428,9 @@ def shrunk_config(model_config: PreTrainedConfig) -> PreTrainedConfig:
     for rope in [ropes, *ropes.values()]:
         if isinstance(rope, dict) and ("long_factor" in rope or "llama_4_scaling_beta" in rope):
             shrink_rope(c, rope, arch)
+        if isinstance(rope, dict) and rope.get("mrope_section"):  # frequencies of three positions
+            n = rotary_dim(rope, 16) // 2
+            rope["mrope_section"] = [n - 2 * (n // 3), n // 3, n // 3]
     return c
 
 
@@ -493,7 +512,7 @@ def expert_changes(arch: Architecture, c: PreTrainedConfig) -> list[tuple[str, d
     sizes = {
         "n_experts": max(8, 2 * arch.mixture.n_groups),  # a group is ranked by its two best
         "top_k": min(3, arch.mixture.top_k), "shared_size": 128, "expert_size": 64,
-        "first_dense": 1}
+        "latent_size": 192, "first_dense": 1}
     record = FAMILIES[arch.family].mixture
     fields = {str(getattr(record, key)).removeprefix("config."): size
               for key, size in sizes.items()}  # where two sizes are one field, the last counts

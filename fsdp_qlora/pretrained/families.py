@@ -45,6 +45,8 @@ OLMO2: dict[str, Any] = POST_NORMS | dict(norm="rms_fp32", qk_norm="full")
 ONE_GATE_UP: dict[str, Any] = dict(mlp_in=("mlp.gate_up_proj",))
 GLM: dict[str, Any] = ONE_GATE_UP | dict(
     out_bias=False, rotary_interleaved=True, partial_rotary=True)
+GLM4: dict[str, Any] = GLM | dict(
+    attention_post_norm="post_self_attn_layernorm", mlp_post_norm="post_mlp_layernorm")
 UNGATED: dict[str, Any] = dict(gated=False, mlp_in=("mlp.up_proj",))
 LAYER_NORM: dict[str, Any] = dict(norm="layer", norm_bias=True, norm_eps="config.layer_norm_eps")
 NEMOTRON: dict[str, Any] = dict(
@@ -165,8 +167,8 @@ FAMILIES: dict[str, Family] = {
     "olmo3": Family(**OLMO2, ropes_by_layer_type=True, window="layer_types"),
     "smollm3": Family(no_rotary="no_rope_layers", window="layer_types"),
     "glm": Family(**GLM),
-    "glm4": Family(**GLM, attention_post_norm="post_self_attn_layernorm",
-                   mlp_post_norm="post_mlp_layernorm"),
+    "glm4": Family(**GLM4),
+    "glm4v_text": Family(**GLM4, qkv_bias=True),
     "ernie4_5": Family(qkv_bias="config.use_bias", out_bias="config.use_bias",
                        mlp_bias="config.use_bias", rotary_interleaved=True),
     "seed_oss": Family(out_bias="config.attention_out_bias",
@@ -219,6 +221,7 @@ FAMILIES: dict[str, Family] = {
         fp32_router=True, rounded=False)),
     "glm4_moe": Family(out_bias=False, partial_rotary=True, qk_norm="head",
                        qk_norm_if="config.use_qk_norm", mixture=Mixture(**DEEPSEEK)),
+    "glm4v_moe_text": Family(out_bias=False, partial_rotary=True, mixture=Mixture(**DEEPSEEK)),
     "glm4_moe_lite": Family(**MLA, mixture=Mixture(**DEEPSEEK)),
     "deepseek_v3": Family(**MLA, mixture=Mixture(**DEEPSEEK)),
     "deepseek_v2": Family(**MLA | dict(rotary_interleaved=True), mixture=Mixture(**DEEPSEEK | dict(
@@ -279,6 +282,8 @@ FAMILIES: dict[str, Family] = {
         mixture=Mixture(**DEEPSEEK | dict(
             experts="mixer.experts", router="mixer.gate", shared="mixer.shared_experts",
             correction="mixer.gate.e_score_correction_bias", first_dense=0, n_shared=1,
+            latent_size="config.moe_latent_size",
+            latent_linears=("mixer.fc1_latent_proj", "mixer.fc2_latent_proj"),
             shared_size="config.moe_shared_expert_intermediate_size")),
         unused=tuple("""layers_block_type time_step_limit time_step_max time_step_floor expand
             chunk_size mamba_proj_bias mamba_ssm_cache_dtype use_mamba_kernels num_logits_to_keep
@@ -326,6 +331,7 @@ MULTIMODAL: dict[str, tuple[str, ...]] = {
     "qwen3_5": ("qwen3_5_text",), "qwen3_5_moe": ("qwen3_5_moe_text",),
     "qwen3_vl": ("qwen3_vl_text",), "qwen3_vl_moe": ("qwen3_vl_moe_text",),
     "qwen2_vl": ("qwen2_vl_text",), "qwen2_5_vl": ("qwen2_5_vl_text",),
+    "glm4v": ("glm4v_text",), "glm4v_moe": ("glm4v_moe_text",),
     "llava_next": ("llama", "mistral", "qwen2"), "llava_onevision": ("qwen2",),
     "idefics3": ("llama",), "smolvlm": ("llama",), "lfm2_vl": ("lfm2",),
     "muse_glimmer": ("muse_glimmer_text",)}

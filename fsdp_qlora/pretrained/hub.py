@@ -20,10 +20,10 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from fsdp_qlora.files import read_json
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.config import describe_model, longest_text, text_config
+from fsdp_qlora.pretrained.config import describe_model, longest_text, stored_format, text_config
 from fsdp_qlora.pretrained.families import SHAPES
 from fsdp_qlora.pretrained.reader import weight_files
-from fsdp_qlora.pretrained.tensor_names import FP8_BLOCK
+from fsdp_qlora.pretrained.tensor_names import FP8_BLOCK, INT4_GROUP
 from fsdp_qlora.ranks import explain, say
 
 if TYPE_CHECKING:
@@ -105,11 +105,16 @@ def read_model_config(
             model_config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         arch = describe_model(model_config)
     refuse_misleading(directory, config, model_config, arch)
-    settings = getattr(model_config, "quantization_config", None) or {}
+    settings = stored_format(model_config)
     want = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
             "bnb_4bit_use_double_quant": True}
     if settings.get("quant_method") == "fp8":
         want = {"weight_block_size": [FP8_BLOCK, FP8_BLOCK]}
+    if settings.get("quant_method") == "compressed-tensors":
+        want = {"format": "pack-quantized", "type": "int", "num_bits": 4, "symmetric": True,
+                "group_size": INT4_GROUP}
+        for group in settings.get("config_groups", {}).values():
+            settings |= group["weights"]
     if arch.expert_down and arch.expert_down[0].mxfp4:
         want = {}  # they stay in MXFP4, and nothing else is quantised
     for key, value in want.items():

@@ -32,7 +32,7 @@ OTHER_BASE = ("are not those of the base model trained on: name that by --base_m
               " --allow_other_base merges into this one")
 RANDOM_STD = 0.02  # of --random_weights
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-DTYPES = {**FLOATS, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn}
+DTYPES = {**FLOATS, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn, "I32": torch.int32}
 
 
 class Stored(NamedTuple):

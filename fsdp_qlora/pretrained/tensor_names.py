@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from fsdp_qlora.pretrained.architecture import Architecture, Linear
-from fsdp_qlora.pretrained.config import text_config
+from fsdp_qlora.pretrained.config import stored_format, text_config
 from fsdp_qlora.pretrained.reader import (
     DTYPES, FLOATS, READ_CHUNK, Request, Source, Stored, WeightReader, read_tensor)
 from fsdp_qlora.quant.nf4 import BLOCK, MX_BLOCK, NESTED_BLOCK, dynamic_map, mxfp4_values, nf4_code
@@ -24,6 +24,10 @@ from fsdp_qlora.ranks import say
 
 NF4_STATE = "quant_state.bitsandbytes__nf4"  # bitsandbytes' name, after that of the weight
 FP8_BLOCK = 128  # rows and columns of a weight in FP8 that share one scale
+INT4_GROUP = 32  # weights of a row in INT4 that share one scale
+# what compressed-tensors calls the parts of a weight in INT4: after its name, "weight"
+INT4, INT4_SCALE, INT4_SHAPE = "_packed", "_scale", "_shape"
+PACKED = 8  # weights in INT4 that are in one int32
 MX_PARTS = "_blocks", "_scales"  # what the names of tensors in MXFP4 end with; both are bytes
 # {name: (shape, or None for any, dtypes)} of tensors that the files must have
 Wanted = dict[str, tuple[tuple[int, ...] | None, Collection[str]]]
@@ -40,7 +44,7 @@ class TensorNames:
     # {name of a linear: Source} where it is a part of a tensor of all experts, which is in `shapes`
     # then; in MXFP4 of two tensors, {name + each of MX_PARTS: Source}
     sources: dict[str, Source]
-    scaled: dict[str, str]  # {name of a linear in FP8: name of the scales of its blocks}
+    scaled: dict[str, str]  # {name of a linear in FP8 or INT4: name of its scales}
     small_tensors: set[str]  # those of `shapes` that Architecture.small_tensors() has
     embedding: str
     norm: str
@@ -49,14 +53,15 @@ class TensorNames:
     layer_prefix: str
     # pairs: a part of a name here, and what these files have instead
     renames: tuple[tuple[str, str], ...]
-    aliases: dict[str, str]  # {name of a norm: what these files have instead}
+    aliases: dict[str, str]  # {name of a norm or of a linear in INT4: what these files have}
 
     @property
     def n_parameters(self) -> int:
         """The number of weights, without their scales; a byte of MXFP4 holds two."""
-        return sum(math.prod(shape) * (1 + name.endswith("_blocks"))
+        others, each = {*self.scaled.values()}, {"_blocks": 2, INT4: PACKED}
+        return sum(math.prod(shape) * each.get(name[name.rfind("_"):], 1)
                    for name, shape in self.shapes.items()
-                   if not name.endswith(("_scales", "_scale_inv")))
+                   if name not in others and not name.endswith(("_scales", INT4_SHAPE)))
 
     def of_layer(self, index: int, name: str) -> str:
         """The name in the files of the tensor `name` of layer `index`."""
@@ -68,7 +73,7 @@ class TensorNames:
         linears."""
         found = {}
         for name, linear in self.linears.items():
-            stored, index = name, ...
+            stored, index = name.removesuffix(INT4), ...
             if source := self.sources.get(f"{name}_blocks" if linear.mxfp4 else name):
                 stored, rows, columns = source.stored, source.rows, source.columns
                 expert, first = divmod(rows.start, self.shapes[stored][1])
@@ -104,6 +109,9 @@ def tensor_names(arch: Architecture, files: Mapping[str, HasShape]) -> TensorNam
         stacked = stacked_experts(arch, names, i, files) if kind.routed else {}
         for linear in arch.linears(kind):
             name = names.of_layer(i, f"{linear.name}.weight")
+            if name + INT4 in files:
+                add_int4(names, name, linear)
+                continue
             names.linears[name] = linear
             if not linear.mxfp4 and f"{linear.name}.weight" not in stacked:
                 names.shapes[name] = linear.out_features, linear.in_features
@@ -134,6 +142,15 @@ def tensor_names(arch: Architecture, files: Mapping[str, HasShape]) -> TensorNam
     if not arch.tied:
         names.shapes[head] = table
     return names
+
+
+def add_int4(names: TensorNames, name: str, linear: Linear) -> None:
+    """Add the tensors of a linear whose weight, which would be called `name`, is in INT4."""
+    packed, scales, n_out = name + INT4, name + INT4_SCALE, linear.out_features
+    names.linears[packed], names.aliases[name], names.scaled[packed] = linear, packed, scales
+    names.shapes[packed] = n_out, linear.in_features // PACKED
+    names.shapes[scales] = n_out, linear.in_features // INT4_GROUP
+    names.shapes[name + INT4_SHAPE] = (2,)
 
 
 def add_indexer(names: TensorNames, prefix: str, files: Mapping[str, HasShape]) -> None:
@@ -204,9 +221,9 @@ def read_part(
     device: torch.device | str, sums: Mapping[str, str],
 ) -> tuple[torch.Tensor, bool]:
     """A whole tensor of the files, or the `part` of it at `index`, see TensorNames.parts(), and
-    whether the tensor in 16 bits is its transpose. A linear is [out, in]; in FP8 it is multiplied
-    by its scales; in MXFP4 it becomes fp32. Raises ValueError if its content differs from `sums`,
-    {name: content_sum() as hex}."""
+    whether the tensor in 16 bits is its transpose. A linear is [out, in]; in FP8 and INT4 it is
+    multiplied by its scales; in MXFP4 it becomes fp32. Raises ValueError if its content differs
+    from `sums`, {name: content_sum() as hex}."""
     if part in names.linears and names.linears[part].mxfp4:
         blocks, scales = (
             read_tensor(files[stored + end], stored + end, device, sums.get(part + end), index,
@@ -214,19 +231,30 @@ def read_part(
         packed, scales = blocks.view(-1, BLOCK // 2), scales.view(-1, BLOCK // MX_BLOCK)
         values = mxfp4_values(packed << 4 | packed >> 4, scales)  # low halves come first in files
         return values.view(len(blocks), -1), True
+    stored = part if part.endswith(INT4) else stored
     transposed = part in names.sources and names.sources[part].columns is not None
     tensor = read_tensor(files[stored], stored, device, sums.get(part), index, part, transposed)
     if scales := names.scaled.get(part):
         of_scales = read_tensor(files[scales], scales, device, sums.get(scales))
-        tensor = unscaled(tensor, of_scales)
+        tensor = unscaled(part, tensor, of_scales)
     return tensor, transposed
 
 
-def unscaled(value: torch.Tensor, scales: torch.Tensor, first: int = 0) -> torch.Tensor:
-    """The fp32 weight [out, in]: FP8 values times the scales of their blocks. `first`: the row of
-    the first block at which the values begin."""
-    scales = scales.float().repeat_interleave(FP8_BLOCK, 0)[first : first + len(value)]
-    return value.float() * scales.repeat_interleave(FP8_BLOCK, 1)[:, : value.shape[1]]
+def scale_block(name: str) -> tuple[int, int]:
+    """Rows and columns that share one scale, of a linear in FP8 or INT4 of this name."""
+    return (1, INT4_GROUP) if name.endswith(INT4) else (FP8_BLOCK, FP8_BLOCK)
+
+
+def unscaled(name: str, value: torch.Tensor, scales: torch.Tensor, first: int = 0) -> torch.Tensor:
+    """The weight [out, in] of a linear: FP8 values times the scales of their blocks, fp32; or INT4,
+    int32 [out, in / 8], times those of their groups, rounded to the scales' dtype as
+    compressed-tensors does. `first`: the row of the first block at which the values begin."""
+    (rows, columns), dtype = scale_block(name), torch.float32
+    if name.endswith(INT4):  # the lowest four bits are the first weight, plus 8
+        in_bytes, dtype = value.view(torch.uint8), scales.dtype
+        value = torch.stack([in_bytes & 15, in_bytes >> 4], -1).flatten(1).float() - 8
+    scales = scales.float().repeat_interleave(rows, 0)[first : first + len(value)]
+    return (value.float() * scales.repeat_interleave(columns, 1)[:, : value.shape[1]]).to(dtype)
 
 
 def check_files(
@@ -238,7 +266,11 @@ def check_files(
     wanted: Wanted = {
         name: (shape, ["U8"] if name.endswith(MX_PARTS) else FLOATS)
         for name, shape in names.shapes.items()}
-    wanted |= {name: (names.shapes[name], ["F8_E4M3"]) for name in names.scaled}
+    for name in names.scaled:
+        in_int4 = name.endswith(INT4)
+        wanted[name] = names.shapes[name], ["I32"] if in_int4 else ["F8_E4M3"]
+        if in_int4:
+            wanted[name.removesuffix(INT4) + INT4_SHAPE] = (2,), ["I32", "I64"]
     files = drop_further_layers(files, names, model_config)
     n_mxfp4 = sum(linear.mxfp4 for linear in names.linears.values())
     if n_mxfp4 or not has_nf4(model_config):
@@ -262,8 +294,8 @@ def check_files(
 
 def has_nf4(model_config: PreTrainedConfig) -> bool:
     """Whether the files have linears that bitsandbytes quantised to 4 bits."""
-    settings = getattr(model_config, "quantization_config", None) or {}
-    return settings.get("quant_method") not in (None, "fp8", "mxfp4")
+    method = stored_format(model_config).get("quant_method")
+    return method not in (None, "fp8", "mxfp4", "compressed-tensors")
 
 
 def drop_further_layers(
