@@ -70,7 +70,7 @@ def plain_layer(layer, x, bin):
     ]  # fmt: skip
     x = x + plain_product(layer, out, torch.cat(attended))[0]
     gates, ups = plain_product(layer, gate_up, norm(arch.mlp_norm, x))
-    return x + plain_product(layer, down, F.silu(gates) * ups)[0]
+    return (x + plain_product(layer, down, F.silu(gates) * ups)[0],)
 
 
 def driver(path, argv):

@@ -63,6 +63,15 @@ GEMMA4 = dict(
     tie_word_embeddings=True,
     hidden_size_per_layer_input=0,
 )
+# The last three layers read others' keys and values
+GEMMA4_E = GEMMA4 | dict(
+    num_hidden_layers=6,
+    layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    num_global_key_value_heads=None,
+    attention_k_eq_v=False,
+    num_kv_shared_layers=3,
+    hidden_size_per_layer_input=32,
+)
 GRANITE4_H = GRANITE4 | dict(layer_types=["mamba", "attention", "mamba"], mamba_d_state=16)
 HYBRID = ["linear_attention", "linear_attention", "full_attention"]
 DELTA_NET = dict(
@@ -153,6 +162,17 @@ def tiny(model_type, head_dim=16, **settings):
         return AutoConfig.for_model(model_type, **copy.deepcopy(base | settings))
 
     make.model_type = model_type
+    return make
+
+
+def gemma4_e(**settings):
+    """As tiny(), of a Gemma 4 whose layers have inputs of their own and share keys and values."""
+
+    def make(vocab_size):
+        inputs = dict(vocab_size_per_layer_input=vocab_size)
+        return tiny("gemma4_text", **GEMMA4_E | inputs | settings)(vocab_size)
+
+    make.model_type = "gemma4_text"
     return make
 
 
@@ -293,6 +313,11 @@ TINY = {
     "gemma4_moe": tiny("gemma4_text", **GEMMA4 | dict(
         enable_moe_block=True, num_experts=8, top_k_experts=3, moe_intermediate_size=32)),
     "gemma4_values": tiny("gemma4_text", **GEMMA4 | dict(attention_k_eq_v=False)),
+    "gemma4_e": gemma4_e(),
+    "gemma4_wide": gemma4_e(
+        use_double_wide_mlp=True, attention_k_eq_v=True, num_global_key_value_heads=1,
+        tie_word_embeddings=False),
+    "gemma4_inputs": gemma4_e(num_kv_shared_layers=0),
     "granite": tiny(
         "granite",
         None,
@@ -585,6 +610,7 @@ TINY = {
     ),
     "gemma4": multimodal(
         "gemma4", tiny("gemma4_text", **GEMMA4), "gemma4_vision", True),
+    "gemma4_e_vl": multimodal("gemma4", gemma4_e(), "gemma4_vision", True),
     "gemma4_unified": multimodal(
         "gemma4_unified", tiny("gemma4_unified_text", **GEMMA4), "gemma4_unified_vision", True),
     "mistral3": multimodal(

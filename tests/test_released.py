@@ -54,6 +54,10 @@ GEMMA4 = {
         "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1e6,
                            "rope_type": "proportional"},
         "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"}}}  # fmt: skip
+GEMMA4_E = {
+    "sliding_window": 512, "hidden_size_per_layer_input": 256, "max_position_embeddings": 131072,
+    "attention_k_eq_v": False, "num_global_key_value_heads": None, "enable_moe_block": False,
+    "num_experts": None, "top_k_experts": None, "moe_intermediate_size": None}  # fmt: skip
 PHI3 = {"attention_bias": False, "attention_dropout": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
         "hidden_act": "silu", "rms_norm_eps": 1e-5, "tie_word_embeddings": False}  # fmt: skip
 GRANITE = {"attention_multiplier": 0.0078125, "embedding_multiplier": 12.0, "logits_scaling": 16.0,
@@ -299,6 +303,16 @@ CONFIGS = {
                        num_global_key_value_heads=2, attention_k_eq_v=True, enable_moe_block=True,
                        num_experts=128, top_k_experts=8, moe_intermediate_size=704),
         {"model_type": "gemma4_vision", "standardize": True}),
+    "Gemma 4 E2B": multimodal(
+        "gemma4", text("gemma4_text", 1536, 6144, 35, 8, 1, 262144, **GEMMA4 | GEMMA4_E | {
+                       "num_kv_shared_layers": 20, "use_double_wide_mlp": True},
+                       layer_types=(["sliding_attention"] * 4 + ["full_attention"]) * 7),
+        {"model_type": "gemma4_vision", "standardize": False}),
+    "Gemma 4 E4B": multimodal(
+        "gemma4", text("gemma4_text", 2560, 10240, 42, 8, 2, 262144, **GEMMA4 | GEMMA4_E | {
+                       "num_kv_shared_layers": 18},
+                       layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 7),
+        {"model_type": "gemma4_vision", "standardize": False}),
     "Gemma 4 12B": multimodal(
         "gemma4_unified", text("gemma4_unified_text", 3840, 15360, 48, 16, 8, 262144, **GEMMA4,
                                num_global_key_value_heads=1,

@@ -48,6 +48,10 @@ class AttentionMixing:
             kept.projected = None
         heads = split_heads(self.arch, rotated)
         del rotated
+        if work.borrowed:
+            heads = [heads[0], *work.borrowed]
+        elif work.layer.lends and not work.is_backward:
+            work.lent = tuple(part.clone() for part in heads[1:])  # a view would keep the queries
         with torch.enable_grad():  # autograd records only this, to call the kernel's backward
             kept.heads = [part.detach().requires_grad_() for part in heads]
             kept.attended = attend(work, self.arch, self.window, *kept.heads)
@@ -85,6 +89,10 @@ class AttentionMixing:
                                                   gate.activation)
         grads = torch.autograd.grad(kept.attended, kept.heads, grad)
         kept.attended = kept.heads = None
+        if work.borrowed:
+            work.grad_borrowed, grads = grads[1:], (grads[0], *(x[:, :0] for x in grads[1:]))
+        elif work.layer.lends:
+            grads = grads[0], *(own + lent for own, lent in zip(grads[1:], work.grad_lent))
         return rotate_backward(*grads, grad_gate, kept.projected, *self.rotary(work))
 
     def rotary(self, work: LayerWork) -> tuple[Tensor | Architecture | None, ...]:

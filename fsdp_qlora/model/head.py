@@ -66,22 +66,8 @@ def look_up(ids: Tensor, table: Tensor, first: int) -> Tensor:
 
 
 def embed(model: Model, ids: Tensor) -> Tensor:
-    """Embeddings [n, hidden] of ids [n]. All ranks of the group must call this, with the same n.
-
-    Only ids are gathered: each rank looks the tokens of all ranks up among its own rows, and each
-    gets the sum for its tokens, in which one term is not zero. Of a Llama-3-70B that is 0.1 GB for
-    4,096 tokens on 2 GPUs, instead of a weight of 2.1 GB.
-    """
-    shards, table, first = model.shards, model.embedding, model.own_rows.start
-    if shards == 1:
-        out = look_up(ids, table, 0)
-    else:
-        ids = all_gather(ids, model.group)  # [shards, n]
-        out = torch.empty(ids.shape[1], table.shape[1], dtype=table.dtype, device=ids.device)
-        size = max(1, CHUNK_BYTES // (shards * table[:1].nbytes))
-        for chunk in (slice(i, i + size) for i in range(0, len(out), size)):
-            rows = look_up(ids[:, chunk].flatten(), table, first)
-            dist.reduce_scatter_tensor(out[chunk], rows, group=model.group)
+    """Embeddings [n, hidden] of ids [n]. All ranks of the group must call this, with the same n."""
+    out = look_up_sharded(model, ids, model.embedding)
     arch, multiplier = model.arch, model.arch.embedding_multiplier
     if arch.embedding_norm:
         return norm_of(out, None, "rms", arch.norm_eps)
@@ -90,6 +76,26 @@ def embed(model: Model, ids: Tensor) -> Tensor:
     if arch.rounded_multiplier:
         return out * torch.tensor(multiplier, dtype=out.dtype)
     return out * multiplier
+
+
+def look_up_sharded(model: Model, ids: Tensor, table: Tensor) -> Tensor:
+    """Rows [n, width] of ids [n] of a table, of which this rank has the rows model.own_rows. All
+    ranks of the group must call this, with the same n.
+
+    Only ids are gathered: each rank looks the tokens of all ranks up among its own rows, and each
+    gets the sum for its tokens, in which one term is not zero. Of a Llama-3-70B that is 0.1 GB for
+    4,096 tokens on 2 GPUs, instead of a weight of 2.1 GB.
+    """
+    shards, first = model.shards, model.own_rows.start
+    if shards == 1:
+        return look_up(ids, table, 0)
+    ids = all_gather(ids, model.group)  # [shards, n]
+    out = torch.empty(ids.shape[1], table.shape[1], dtype=table.dtype, device=ids.device)
+    size = max(1, CHUNK_BYTES // (shards * table[:1].nbytes))
+    for chunk in (slice(i, i + size) for i in range(0, len(out), size)):
+        rows = look_up(ids[:, chunk].flatten(), table, first)
+        dist.reduce_scatter_tensor(out[chunk], rows, group=model.group)
+    return out
 
 
 def scaled_logits(logits: Tensor, multiplier: float, cap: float | None) -> Tensor:

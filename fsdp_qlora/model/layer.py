@@ -26,6 +26,7 @@ from fsdp_qlora.model.mixers import RecordedMixing
 from fsdp_qlora.model.mixing import Mixing, MixingHalf
 from fsdp_qlora.model.mlp import MLPHalf
 from fsdp_qlora.model.offload import put_all
+from fsdp_qlora.model.per_layer import PerLayerEnd
 from fsdp_qlora.quant.nf4 import Nested, NF4Blocks, dequantise
 
 if TYPE_CHECKING:
@@ -178,7 +179,8 @@ def _make_halves(
         latent = ExpertLatent(into, back) if into else None
         mlp = RoutedMLPHalf(arch, shared_gate_up, shared_down, latent, gate_up, down)
     elif kind.halves != "mixing":
-        mlp = MLPHalf(arch, *of_mlp)
+        gate_up, down, *of_end = of_mlp
+        mlp = MLPHalf(arch, gate_up, down, PerLayerEnd(arch, *of_end) if of_end else None)
     return mixing, mlp
 
 
@@ -193,6 +195,8 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.arch, self.layout, self.index, self.plan = arch, layout, index, plan
         self.keeps = plan.keeps(index)
+        self.lender = arch.lenders[index]  # whose keys and values it reads; None: it has its own
+        self.lends = index in arch.lenders
         assert not arch.parallel or self.keeps in ("all", "x"), "the MLP of such a layer reads x"
         self.nested: Nested | None = None  # whole on every rank
         self.small_tensors: dict[str, Tensor] = {}  # by name in the layer; whole on every rank
@@ -214,10 +218,14 @@ class DecoderLayer(nn.Module):
         self.vectors = parameter(layout.n_vectors, 1, functools.partial(torch.empty, dtype=dtype))
         self.adapter = parameter(layout.n_adapter, STATE_BLOCK, torch.empty, trained=True)
 
-    def forward(self, x: Tensor, bin: Bin) -> Tensor:
+    def forward(self, x: Tensor, bin: Bin, *borrowed: Tensor) -> tuple[Tensor, ...]:
+        """What the layer returns; where it lends its keys and values, these too, [tokens, heads,
+        head_dim]. `borrowed`: those of its lender."""
         # is_grad_enabled() is always False inside LayerFunction.forward(), and needs_input_grad is
         # the same in an evaluation; the adapter is given so that autograd asks for its gradient
-        return LayerFunction.apply(x, self.adapter, self, bin, torch.is_grad_enabled())
+        out: tuple[Tensor, ...] = LayerFunction.apply(
+            x, self.adapter, self, bin, torch.is_grad_enabled(), *borrowed)
+        return out
 
 
 class LayerFunction(torch.autograd.Function):
@@ -229,36 +237,42 @@ class LayerFunction(torch.autograd.Function):
     but never which experts were chosen. A parallel layer, whose MLP reads x, keeps "all" or "x",
     one with experts never "mlp". Backward reads the parameters from the layer, where FSDP2 has put
     the gathered ones back by then.
+
+    Keys and values that later layers read are outputs of this one and inputs of those, so that
+    autograd adds up their gradients. They stay on the GPU, and nobody computes another layer again.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, adapter: Tensor, layer: DecoderLayer, bin: Bin, is_training: bool
-    ) -> Tensor:
+        ctx: Any, x: Tensor, adapter: Tensor, layer: DecoderLayer, bin: Bin, is_training: bool,
+        *borrowed: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.layer, ctx.bin, x = layer, bin, x.detach()
-        work, put = LayerWork(layer, bin, evaluation=not is_training), bin.store.put
+        ctx.borrowed = tuple(part.detach() for part in borrowed)
+        work, put = LayerWork(layer, bin, ctx.borrowed, evaluation=not is_training), bin.store.put
         mixing, mlp = layer.layout.mixing, layer.layout.mlp
         if layer.keeps == "all":
             middle, mixing_kept = mixing.forward(work, x)
             out, mlp_kept = mlp.forward(work, middle, x if layer.arch.parallel else middle)
             ctx.kept = mixing_kept, mlp_kept
-            return work.scaled(out)
+            return work.scaled(out), *work.lent
         x_key = put(x)  # on its way to the host while tokens are mixed
         middle = mixing.forward(work, x)[0]
         if layer.keeps == "mlp":
             out, mlp_kept = mlp.forward(work, middle, middle)
             ctx.kept = x_key, put_all(bin.store, mlp_kept)
-            return work.scaled(out)
+            return work.scaled(out), *work.lent
         middle_key = put(middle) if layer.keeps == "middle" else None
         out, choice = mlp.forward_to_recompute(work, middle,
                                                x if layer.arch.parallel else middle)
         ctx.kept = x_key, middle_key, choice
-        return work.scaled(out)
+        return work.scaled(out), *work.lent
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, *grad_lent: Tensor) -> tuple[Tensor | None, ...]:
         layer, bin, kept = ctx.layer, ctx.bin, ctx.kept
-        ctx.kept, work, take = None, LayerWork(layer, bin, backward=True), bin.store.take
+        work, take = LayerWork(layer, bin, ctx.borrowed, backward=True), bin.store.take
+        ctx.kept, ctx.borrowed, work.grad_lent = None, (), grad_lent
         mixing, mlp, parallel = layer.layout.mixing, layer.layout.mlp, layer.arch.parallel
         grad = work.scaled(grad)
         if layer.keeps == "all":
@@ -286,7 +300,7 @@ class LayerFunction(torch.autograd.Function):
         upstream = grad if parallel else grad_middle
         needs_x = ctx.needs_input_grad[0]
         grad_x = mixing.backward(work, mixing_kept, upstream, grad_middle, needs_x)
-        return grad_x, work.grad_adapter, None, None, None
+        return grad_x, work.grad_adapter, None, None, None, *work.grad_borrowed
 
 
 class LayerWork:
@@ -297,7 +311,8 @@ class LayerWork:
     """
 
     def __init__(
-        self, layer: DecoderLayer, bin: Bin, backward: bool = False, evaluation: bool = False
+        self, layer: DecoderLayer, bin: Bin, borrowed: tuple[Tensor, ...] = (),
+        backward: bool = False, evaluation: bool = False
     ) -> None:
         self.layer, self.bin, self.arch, self.layout = layer, bin, layer.arch, layer.layout
         self.is_backward = backward
@@ -305,6 +320,9 @@ class LayerWork:
         # whether this pass's backward follows, or another forward() before it
         self.is_kept = backward or layer.keeps == "all" and not evaluation
         self.tokens = slice(None)  # of the bin: those that the MLP works on
+        # keys and values: of another layer, which this one reads; its own, for others; gradients
+        self.borrowed = borrowed
+        self.lent = self.grad_lent = self.grad_borrowed = tuple[Tensor, ...]()
         self.adapter = layer.adapter.detach().to(layer.vectors.dtype)
         self.held: dict[FusedLinear, Tensor] = {}  # for a second use, where memory allows
         self.hold = (backward and layer.plan.hold_weights
@@ -327,6 +345,12 @@ class LayerWork:
             return None
         where, shape = self.layout.vectors[f"{name}.{part}"]
         return self.layer.vectors[where].view(shape)
+
+    @property
+    def layer_input(self) -> Tensor:
+        """The layer's own input of its tokens, see PerLayerInputs."""
+        inputs: Tensor = self.bin.per_layer[self.tokens, self.layer.index]
+        return inputs
 
     def scaled(self, x: Tensor) -> Tensor:
         """x times the layer's scalar, where the family has one."""

@@ -19,6 +19,7 @@ from fsdp_qlora.model.layer import DecoderLayer
 from fsdp_qlora.model.model import Model
 from fsdp_qlora.model.offload import pinned_copy
 from fsdp_qlora.model.shards import OwnBlocks, local_part, own_blocks, set_local
+from fsdp_qlora.pretrained.architecture import Linear
 from fsdp_qlora.pretrained.tensor_names import NF4_PARTS, TensorNames, scale_block, unscaled
 from fsdp_qlora.quant.blocks import (
     BLOCK, MX_BLOCK, NESTED_BLOCK, QUANT_STORAGE, Nested, NF4Blocks)
@@ -35,11 +36,20 @@ def fill_model(
     `nf4_states` is what check_files() returns. All ranks of model.group must call this."""
     plan, dtype = model.plan, getattr(torch, model.plan.compute_dtype)
 
-    def table(name: str) -> torch.Tensor:
-        return read(name).view(-1, model.arch.hidden_size).to(device, dtype)
+    def table(name: str, width: int, on_host: bool = False) -> torch.Tensor:
+        rows = read(name).view(-1, width).to(device, dtype)
+        return pinned_copy(rows) if on_host else rows
 
-    embedding = table(names.embedding)
-    model.embedding = pinned_copy(embedding) if plan.embedding_on_host else embedding
+    arch, hidden = model.arch, model.arch.hidden_size
+    model.embedding = table(names.embedding, hidden, plan.embedding_on_host and not arch.tied)
+    if arch.per_layer:
+        linear = arch.per_layer.projection_linear(hidden, arch.n_layers)
+        model.per_layer_table = table(
+            names.of_model(arch.per_layer.table), linear.out_features, plan.embedding_on_host)
+        model.per_layer_projection = nf4_values(
+            read, names.of_model(linear.name), linear, nf4_states, dtype, device)
+        model.per_layer_norm = read(
+            names.of_model(arch.per_layer.projection_norm)).to(device, dtype)
     # Allocate the 4-bit weights before anything temporary: else gaps between them would stay. FSDP2
     # sees them as QUANT_STORAGE, bf16. If it copied them as bf16, without the hooks of NF4Blocks,
     # the words that are NaN in bf16, 0.08 % of all, would be changed without an error.
@@ -53,7 +63,7 @@ def fill_model(
         fill_layer(model, i, shard, names, read, nf4_states)
     model.norm, model.norm_bias = (name and read(name).to(device, dtype)
                                    for name in (names.norm, names.norm_bias))
-    model.head = model.embedding if model.arch.tied else table(names.head)
+    model.head = model.embedding if arch.tied else table(names.head, hidden)
 
 
 def zero_shard(model: Model, i: int, device: torch.device) -> NF4Blocks:
@@ -168,6 +178,21 @@ def weight_rows(
     scales = read(names.scaled[name]).view(-1, math.ceil(n_in / n_columns))
     value = value.view(len(rows), names.shapes[name][1])
     return unscaled(name, value, scales, rows.start % n_rows).flatten()
+
+
+def nf4_values(
+    read: Callable[[str], torch.Tensor], name: str, linear: Linear,
+    states: dict[str, dict[str, Any]], dtype: torch.dtype, device: torch.device,
+) -> torch.Tensor:
+    """A whole linear outside of the layers, [out, in], with the values that its NF4 has."""
+    shape = linear.out_features, linear.in_features
+    weight = whole_tensor(read, name, states, dtype).to(device, dtype).view(shape)
+    if name in states:
+        return weight
+    packed, state = bnb.functional.quantize_4bit(
+        weight, blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
+    values: torch.Tensor = bnb.functional.dequantize_4bit(packed, state)
+    return values
 
 
 def whole_tensor(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fsdp_qlora.model.elementwise import MLP_SITE, ScaledActivation, gate, gate_backward
 from fsdp_qlora.model.linears import FusedLinear
+from fsdp_qlora.model.per_layer import PerLayerEnd
 from fsdp_qlora.model.products import add_a_gradient, product, product_backward
 from fsdp_qlora.model.residual import (
     add_branch, branch_gradient, keep, keep_inputs, kept_inputs, last_columns, norm_gradient,
@@ -41,17 +42,18 @@ class MLPHalf:
     arch: Architecture
     gate_up: FusedLinear  # of an MLP without a gate: up
     down: FusedLinear
+    end: PerLayerEnd | None = None  # of layers with an input of their own: what follows the sum
     slice_tokens: int = dataclasses.field(default_factory=lambda: SLICE_TOKENS)
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
-        return self.gate_up, self.down
+        return self.gate_up, self.down, *(self.end.fused_linears if self.end else ())
 
     def forward(
         self, work: LayerWork, middle: Tensor | None, source: Tensor, want_sum: bool = True
     ) -> tuple[Tensor | Any, types.SimpleNamespace]:
-        """Returns middle + MLP(norm(source)) of the tokens work.tokens, None without want_sum, and
-        what backward() needs."""
+        """Returns middle + MLP(norm(source)) of the tokens work.tokens, after that `end`; None
+        without want_sum; and what backward() needs."""
         arch, kept = self.arch, keep(source=source)
         inputs = norm_inputs(work, arch.mlp_norm, source, self.gate_up)
         kept.gate_up = product(work, self.gate_up, inputs)
@@ -61,14 +63,20 @@ class MLPHalf:
         gate(activated[:, : self.down.in_features], kept.gate_up, self.activation(work), arch.gated,
              evaluation=work.evaluation)
         out, kept.branch = add_branch(work, middle, self.down, activated, MLP_SITE,
-                                      arch.mlp_post_norm, want_sum)
+                                      arch.mlp_post_norm, want_sum or self.end is not None)
         kept.down_columns = last_columns(activated, self.down)
+        del activated
+        if self.end:
+            assert out is not None, "the end needs the sum"
+            out = self.end.forward(work, out, kept, want_sum)
         return out, kept
 
     def backward(self, work: LayerWork, kept: types.SimpleNamespace, grad: Tensor) -> Tensor:
         """Returns the gradient of `middle`, which includes that of `source` through the MLP. `grad`
         is the gradient of forward()'s sum."""
         arch, activated = self.arch, None
+        if self.end:
+            grad = self.end.backward(work, kept, grad)
         upstream = branch_gradient(work, kept.branch, grad, arch.mlp_post_norm, MLP_SITE)
         kept.branch = None
         if work.layout.dora:
@@ -107,7 +115,8 @@ class MLPHalf:
         grads = []
         for tokens in token_slices(len(source), self.slice_tokens):
             work.tokens = tokens
-            kept = self.forward(work, None, source[tokens], want_sum=False)[1]
+            middle = source[tokens] if self.end else None  # they are the same then
+            kept = self.forward(work, middle, source[tokens], want_sum=False)[1]
             grads.append(self.backward(work, kept, grad[tokens]))
             del kept  # before the next slice's
         work.tokens = slice(None)
@@ -130,6 +139,7 @@ class MLPHalf:
         hidden, arch = self.arch.hidden_size, self.arch
         values = self.gate_up.out_features + self.gate_up.padded_columns + self.down.padded_columns
         values += hidden * (not arch.parallel)  # there its source is attention's
+        values += self.end.kept_values if self.end else 0
         return values + hidden * (arch.mlp_post_norm is not None)
 
     def live_bytes(self, plan: Plan, recomputed: bool) -> int:
@@ -144,10 +154,13 @@ class MLPHalf:
         second = n * up.width * (2 - recomputed) * item + up_weights
         if hold_weights:
             first, second = first + up_weights, second + down_weights
-        total = max(first, second) + 2 * n_tokens * hidden * item  # the sum's, and finished slices'
+        of_end = self.end.live_bytes(n, item, hold_weights) if self.end else 0
+        total = max(first, second, of_end)
+        total += 2 * n_tokens * hidden * item  # the sum's, and finished slices'
         if recomputed:
             columns = up.padded_columns + down.padded_columns
             total += n * (up.out_features + up.width + columns) * item
+            total += n * self.end.kept_values * item if self.end else 0
         return total
 
     choice_values = 0  # per token, see RoutedMLPHalf
@@ -156,18 +169,19 @@ class MLPHalf:
     @property
     def token_weights(self) -> int:
         """Weights that one token is multiplied by."""
-        return self.gate_up.n_weights + self.down.n_weights
+        return sum(fused.n_weights for fused in self.fused_linears)
 
     @property
     def recomputed_weights(self) -> int:
-        """Weights that recomputed_backward() multiplies again: never down's."""
-        return self.gate_up.n_weights
+        """Weights that recomputed_backward() multiplies again: without an end never down's."""
+        return self.token_weights if self.end else self.gate_up.n_weights
 
     @property
     def elementwise_values(self) -> int:
         """Values that elementwise work reads or writes, forward and backward; measured."""
+        of_end = self.end.elementwise_values if self.end else 0
         return (15 * self.arch.hidden_size + 6 * self.down.in_features
-                + 3 * self.gate_up.out_features)
+                + 3 * self.gate_up.out_features + of_end)
 
 
 def token_slices(n: int, most: int) -> list[slice]:

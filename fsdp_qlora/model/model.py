@@ -18,6 +18,7 @@ from fsdp_qlora.model.attention import rope_tables
 from fsdp_qlora.model.elementwise import EMBEDDING_SITE, drop, normalise
 from fsdp_qlora.model.head import HeadLoss, embed, shard_range
 from fsdp_qlora.model.layer import DecoderLayer, Layout
+from fsdp_qlora.model.per_layer import per_layer_inputs
 from fsdp_qlora.model.shards import gathered, local_part
 from fsdp_qlora.quant.blocks import NF4Blocks
 from fsdp_qlora.quant.nf4 import dequantise
@@ -33,8 +34,8 @@ class Model(nn.Module):
     """Embedding, decoder layers, norm and head. Its forward of a Bin returns the sums of the token
     losses of its documents, see HeadLoss; without wants_loss what the head reads, [tokens, hidden].
 
-    Of embedding and head each rank has its own rows, outside of FSDP2, which would gather them
-    whole: 2.1 GB each for Llama-3-70B, and twice that while it copies.
+    Of embedding, head and per_layer_table each rank has its own rows, outside of FSDP2, which would
+    gather them whole: 2.1 GB each for Llama-3-70B, and twice that while it copies.
     """
 
     layers: Sequence[DecoderLayer]  # an nn.ModuleList
@@ -43,6 +44,11 @@ class Model(nn.Module):
     norm: Tensor
     norm_bias: Tensor | None
     head: Tensor
+    # of models with an input for each layer: the table, the projection with the values of its NF4,
+    # the norm's weight
+    per_layer_table: Tensor
+    per_layer_projection: Tensor
+    per_layer_norm: Tensor
     frequencies: list[tuple[Tensor, float]]  # of each of arch.ropes, see rope_frequencies()
 
     def __init__(
@@ -55,10 +61,11 @@ class Model(nn.Module):
         self.shard, self.shards = 0, 1
         if group:
             self.shard, self.shards = dist.get_rank(group), dist.get_world_size(group)
-        self.own_rows = shard_range(arch.vocab_size, self.shard, self.shards)  # of both tables
+        self.own_rows = shard_range(arch.vocab_size, self.shard, self.shards)  # of all tables
         self.layers = nn.ModuleList(
             DecoderLayer(arch, layout, i, plan) for i, layout in enumerate(layouts))
         self.embedding = self.norm = self.norm_bias = self.head = self.frequencies = None
+        self.per_layer_table = self.per_layer_projection = self.per_layer_norm = None
 
     def forward(self, bin: Bin, wants_loss: bool = True) -> Tensor:
         x, arch = self.hidden(bin), self.arch
@@ -72,13 +79,16 @@ class Model(nn.Module):
     def hidden(self, bin: Bin) -> Tensor:
         """What the last layer returns, [tokens, hidden]."""
         x, dropout = embed(self, bin.input_ids), self.arch.embedding_dropout
+        if self.arch.per_layer:
+            bin.per_layer = per_layer_inputs(self, bin.input_ids, x)
         if dropout and bin.dropout_keys is not None:
             x = drop(x, bin.dropout_keys, EMBEDDING_SITE, dropout)
         bin.ropes = {index: rope_tables(self.arch, self.frequencies, bin, index)
                      for index in (None, *range(len(self.arch.ropes)))}
         bin.masks = {}
+        lent: dict[int | None, list[Tensor]] = {None: []}  # keys and values of layers that lend
         for layer in self.layers:
-            x = layer(x, bin)
+            x, *lent[layer.index] = layer(x, bin, *lent[layer.lender])
         return x
 
 
@@ -116,7 +126,8 @@ def verify_model(model: Model, plan: Plan) -> None:
             if parts[0].is_cpu and torch.cuda.is_available():
                 n_bytes["of these on the host"] += sum(part.nbytes for part in parts)
         n_bytes["other frozen"] += sum(t.nbytes for t in layer.small_tensors.values())
-    tables = {id(t): t.nbytes for t in (model.embedding, model.head, model.norm, model.norm_bias)
-              if t is not None}
+    tables = {id(t): t.nbytes for t in (
+        model.embedding, model.head, model.norm, model.norm_bias, model.per_layer_table,
+        model.per_layer_projection, model.per_layer_norm) if t is not None}
     n_bytes["other frozen"] += sum(tables.values())
     say_each("weights, GiB", ", ".join(f"{kind} {n / 2**30:.3f}" for kind, n in n_bytes.items()))

@@ -83,8 +83,16 @@ def own_blocks(layer: DecoderLayer, shard: int) -> list[OwnBlocks]:
 def weight_requests(model: Model, names: TensorNames, nf4_states: Collection[str]) -> list[Request]:
     """The Requests for all that this rank reads, in the order in which it is used. `nf4_states`:
     the names of the weights that are in NF4 in the files, see check_files()."""
-    table = model.arch.vocab_size, model.arch.hidden_size
+    arch, table = model.arch, (model.arch.vocab_size, model.arch.hidden_size)
     requests = [Request(names.embedding, table, model.own_rows)]
+    if arch.per_layer:
+        linear = arch.per_layer.projection_linear(arch.hidden_size, arch.n_layers)
+        name, shape = names.of_model(linear.name), (linear.out_features, linear.in_features)
+        requests.append(Request(names.of_model(arch.per_layer.table),
+                                (arch.vocab_size, linear.out_features), model.own_rows))
+        requests += whole_requests(name, shape, name in nf4_states)
+        requests += whole_requests(
+            names.of_model(arch.per_layer.projection_norm), (arch.per_layer.size,))
     for i, layer in enumerate(model.layers):
         for own in own_blocks(layer, model.shard):
             name = names.of_layer(i, f"{own.place.linear.name}.weight")
@@ -95,7 +103,7 @@ def weight_requests(model: Model, names: TensorNames, nf4_states: Collection[str
             requests += whole_requests(name, shape, name in nf4_states)
     for name in filter(None, (names.norm, names.norm_bias)):
         requests += whole_requests(name, table[1:])
-    return requests if model.arch.tied else [*requests, Request(names.head, table, model.own_rows)]
+    return requests if arch.tied else [*requests, Request(names.head, table, model.own_rows)]
 
 
 def linear_requests(own: OwnBlocks, name: str, names: TensorNames, in_nf4: bool) -> list[Request]:

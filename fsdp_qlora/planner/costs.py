@@ -81,6 +81,9 @@ def predict_memory(plan: Plan, arch: Architecture, layouts: tuple[Layout, ...]) 
     layers, value_bytes = count_layers(layouts), plan.bin_tokens * item
     adapter = layers.adapter * 4  # of one layer, in fp32
     table = arch.vocab_size * arch.hidden_size * item / shards
+    n_inputs = arch.n_layers * (arch.per_layer.size if arch.per_layer else 0)  # of all layers
+    # tables that are looked up alone, and so can be on the host
+    looked_up = table * (not arch.tied) + arch.vocab_size * n_inputs * item / shards
     kept = kept_bytes(plan, layers, value_bytes)
     recomputed, others, live = activation_peak(plan, layers, value_bytes, arch.hidden_size)
     # beside x and its gradient: a chunk of logits, its gradient, and a quarter more; where that is
@@ -92,12 +95,14 @@ def predict_memory(plan: Plan, arch: Architecture, layouts: tuple[Layout, ...]) 
     head = 2 * arch.hidden_size * value_bytes + of_logits
     memory = {
         "4-bit weights": 0 if plan.offload_params else layers.nf4_bytes / shards,
-        "embedding, head, norms": table * (2 - arch.tied - plan.embedding_on_host)
-        + layers.vectors * item / shards,
+        "embedding, head, norms": table + looked_up * (not plan.embedding_on_host)
+        + layers.vectors * item / shards + n_inputs * arch.hidden_size * item,
         "adapter and gradients": 2 * plan.n_layers * adapter / shards,
         "optimizer's state": plan.state_bytes * plan.n_layers * layers.adapter / shards,
         "kept by recomputed layers": recomputed,
         "kept by other layers": others,
+        # and keys and values that others read, their gradients, and those of one layer
+        "inputs of all layers": (n_inputs + 3 * lent_values(arch)) * value_bytes,
         "live layer or head": head if plan.graphs else max(live, head),
         # FSDP2 has copies of it for the sum over ranks
         "one layer's adapter gradient": adapter * (3 if plan.uses_fsdp else 1),
@@ -105,12 +110,18 @@ def predict_memory(plan: Plan, arch: Architecture, layouts: tuple[Layout, ...]) 
         "DoRA": dora_bytes(plan, layouts)}
     if plan.graphs:  # evaluations run beside them
         memory["CUDA graphs' own"] = plan.graph_room * (recomputed + others + live) + live
-    host = table * plan.embedding_on_host + layers.nf4_bytes / shards * plan.offload_params
+    host = looked_up * plan.embedding_on_host + layers.nf4_bytes / shards * plan.offload_params
     if plan.offload_activations:  # all but what the last layer puts: it is taken back first
         last = layers.mlp_values if plan.n_mlp_kept else arch.hidden_size
         host += max(0, kept[0] - last * value_bytes)
     memory = {kind: int(size) for kind, size in memory.items() if size}
     return dataclasses.replace(plan, memory=memory, host_bytes=int(host))
+
+
+def lent_values(arch: Architecture) -> int:
+    """Values per token of the keys and values that layers read of others."""
+    lent = [arch.layer_heads[i] for i in {*arch.lenders} - {None}]
+    return sum(2 * heads.n_kv * heads.dim for heads in lent)
 
 
 def kept_bytes(plan: Plan, layers: LayerTotals, value_bytes: int) -> tuple[int, int]:

@@ -218,7 +218,7 @@ def affordable_plans(
     allowed = min(needed + HOST_SPARE, max(needed, machine.host_bytes / 2))
     plans = [plan for plan in plans if plan.host_bytes <= allowed]
     if not any(plan.fits(limit, SPARE) for plan in plans) and workload.device.type == "cuda" \
-            and not (arch.tied or machine.why_no_triton):
+            and (arch.per_layer or not arch.tied) and not machine.why_no_triton:
         # the same numbers, at the price of a copy of the tokens' rows for each micro-batch
         plans = [predict_memory(dataclasses.replace(plan, embedding_on_host=True), arch, layouts)
                  for plan in plans]

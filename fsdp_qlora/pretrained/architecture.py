@@ -262,11 +262,40 @@ class Mamba2:
 Mixer = ShortConv | DeltaNet | Mamba2  # of tokens, other than softmax attention
 
 
+@dataclasses.dataclass(frozen=True)
+class PerLayerInputs:
+    """Each layer has an input of its own of each token (Gemma 4 E2B). "config.x" means the same as
+    in Family.
+
+    `table` and `projection` give `size` values for each layer: the table of the token, the
+    projection of the token's embedding. The input is (norm(projected * hidden ** -0.5) + looked up
+    * size ** 0.5) * 2 ** -0.5. After its MLP a layer adds norm(out(activation(gate(x)) * input)).
+    """
+
+    size: int | FromConfig = "config.hidden_size_per_layer_input"  # 0: the model has none
+    vocab_size: int | FromConfig = "config.vocab_size_per_layer_input"
+    table: str = "embed_tokens_per_layer"  # this and the next two: their names in the model
+    projection: str = "per_layer_model_projection"
+    projection_norm: str = "per_layer_projection_norm"
+    gate: str = "per_layer_input_gate"  # this and the next two: in a layer
+    out: str = "per_layer_projection"
+    norm: str = "post_per_layer_input_norm"
+
+    def linears(self, hidden: int) -> tuple[list[Linear], list[Linear]]:
+        """The linears of a layer, gate and out."""
+        return ([Linear(self.gate, self.size, hidden, False)],
+                [Linear(self.out, hidden, self.size, False)])
+
+    def projection_linear(self, hidden: int, n_layers: int) -> Linear:
+        """The one of the whole model."""
+        return Linear(self.projection, n_layers * self.size, hidden, False)
+
+
 class Heads(NamedTuple):
     """Of a layer's softmax attention."""
 
     n: int  # of queries
-    n_kv: int
+    n_kv: int  # 0: keys and values are those of another layer, see Architecture.lenders
     dim: int
     keys_are_values: bool  # there is no v_proj: values are keys, before norm and rotary
 
@@ -317,6 +346,10 @@ class Family:
     mlp_in: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     mlp_out: str = "mlp.down_proj"
     intermediate_size: int | FromConfig = "config.intermediate_size"  # width of gate and up, each
+    # so many of the last layers have no keys and values of their own: they read those of the last
+    # layer before them that is of the same layer type and has some
+    n_borrowers: int | FromConfig = 0
+    wide_borrowers: bool | FromConfig = False  # their MLPs are twice as wide
     # LFM2: two thirds of that, times a factor, up to a multiple; see mlp_width()
     two_thirds_wide: bool | FromConfig = False
     # weight: "head" [head_dim], "heads" [heads, head_dim], "full" [all]; by head "without weight"
@@ -374,6 +407,7 @@ class Family:
     # pairs: a part of a norm's name here, and what files may have instead
     norm_renames: tuple[tuple[str, str], ...] = ()
     mixture: Mixture | None = None  # of experts, instead of the MLP
+    per_layer: PerLayerInputs | None = None
     peft_refuses: tuple[str, ...] = ()  # ends of names of linears to which PEFT adds no adapter
     # {field of the config: its only value}
     must_be: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -417,6 +451,8 @@ class Architecture(Family):
     layer_routed: list[bool]
     layer_heads: list[Heads]
     layer_halves: list[str]
+    # of each layer, the number of the one whose keys and values it reads; None: it has its own
+    lenders: list[int | None]
     tied: bool
     module_prefix: str  # module = module_prefix + f"layers.{i}." + name
     checkpoint_prefixes: list[str]  # the same in files; tried in turn
@@ -454,6 +490,7 @@ class Architecture(Family):
         widths = {"q_proj": width, "k_proj": kv_width, "v_proj": kv_width}
         if self.keys_are_values:
             del widths["v_proj"]
+        widths = {name: n for name, n in widths.items() if n}
         if self.one_qkv:
             widths = {"qkv_proj": sum(widths.values())}
         if gate := self.attention_gate:
@@ -482,6 +519,12 @@ class Architecture(Family):
         if kind.routed:
             mlp = (self.shared_gate_up, self.shared_down, self.to_latent, self.from_latent,
                    self.expert_gate_up, self.expert_down)
+        if self.wide_borrowers and not kind.heads.n_kv:
+            mlp = (
+                [dataclasses.replace(x, out_features=2 * x.out_features) for x in self.gate_up],
+                [dataclasses.replace(x, in_features=2 * x.in_features) for x in self.down])
+        if self.per_layer:
+            mlp += self.per_layer.linears(self.hidden_size)
         return *self.mixing_groups(kind), *(([], []) if kind.halves == "mixing" else mlp)
 
     def linears(self, kind: LayerKind) -> list[Linear]:
@@ -527,11 +570,15 @@ class Architecture(Family):
         parts = ("weight", "bias") if self.norm_bias else ("weight",)
         shapes: dict[str, tuple[int, ...]] = {
             f"{name}.{part}": (self.hidden_size,) for name in norms if name for part in parts}
+        if self.per_layer:
+            shapes[f"{self.per_layer.norm}.weight"] = (self.hidden_size,)
         if kind.routed and (own := self.mixture.norms):
             shapes |= {f"{name}.weight": (self.hidden_size,)
                        for name in (own.before, own.after, own.after_shared)}
         if self.qk_norm and self.qk_norm != "without weight" and self.attends(kind):
             for name, heads in ((self.q_norm, arch.n_heads), (self.k_norm, arch.n_kv_heads)):
+                if not heads:
+                    continue
                 shapes[f"{name}.weight"] = {
                     "head": (arch.head_dim,), "heads": (heads, arch.head_dim),
                     "full": (heads * arch.head_dim,)}[self.qk_norm]

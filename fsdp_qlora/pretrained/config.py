@@ -18,7 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fsdp_qlora.pretrained.architecture import (
     ACTIVATIONS, LAYER_TYPES, Architecture, AttentionGate, DeltaNet, Family, Heads, LatentAttention,
-    Linear, Mamba2, Mixture, ShortConv, rotary_dim)
+    Linear, Mamba2, Mixture, PerLayerInputs, ShortConv, rotary_dim)
 from fsdp_qlora.pretrained.families import FAMILIES, MULTIMODAL, TEXT_MODULES
 from fsdp_qlora.quant.nf4 import BLOCK
 
@@ -46,7 +46,7 @@ KNOWN_FIELDS = set("""vocab_size hidden_size intermediate_size num_hidden_layers
 
 BY_LAYER = {"head_dim", "num_key_value_heads"}  # fields in whose values layers may differ
 AnyRecord = TypeVar("AnyRecord", Family, Mixture, AttentionGate, LatentAttention, ShortConv,
-                    DeltaNet, Mamba2)
+                    DeltaNet, Mamba2, PerLayerInputs)
 
 
 def text_config(model_config: PreTrainedConfig) -> PreTrainedConfig:
@@ -80,8 +80,8 @@ def check_model(model_config: PreTrainedConfig) -> None:
         raise ValueError(f"{name}: layers that differ in {', '.join(other)} are not supported")
     c = c.per_layer_config[0]
     family = FAMILIES[c.model_type]
-    records = (family, *filter(None, (family.mixture, family.attention_gate, family.latent)),
-               *family.mixers.values())
+    records = (family, *filter(None, (family.mixture, family.attention_gate, family.latent,
+                                      family.per_layer)), *family.mixers.values())
     values = [value for record in records for value in vars(record).values()]
     known = {str(value).removeprefix("config.") for value in values}
     known |= KNOWN_FIELDS.union(family.unused)
@@ -123,6 +123,8 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
     if family.post_norm_eps is None:
         values["post_norm_eps"] = family.norm_eps
     values["attention_dropout"] = family.attention_dropout or 0.0
+    values["lenders"] = describe_lenders(c, family)
+    values["per_layer"] = describe_per_layer(c, family)
     settings = stored_format(model_config)
     n_in = inner * (1 + family.gated) // len(family.mlp_in)  # outputs of each of these linears
     gate_up = [Linear(name, n_in, hidden, family.mlp_bias) for name in family.mlp_in]
@@ -160,9 +162,35 @@ def describe_heads(layer_configs: list[PreTrainedConfig], family: Family) -> lis
         if odd := [x for x in (c.num_attention_heads, n) if x % n_kv]:
             raise ValueError(f"{odd[0]} attention heads are no multiple of {n_kv} key-value heads")
         dim = getattr(one, "head_dim", None) or c.hidden_size // c.num_attention_heads
+        if len(found) >= c.num_hidden_layers - (family.n_borrowers or 0):
+            found.append(Heads(n, 0, dim, False))
+            continue
         keys_are_values = bool(family.keys_are_values) and kind == "full_attention"
         found.append(Heads(n, n_kv, dim, keys_are_values))
     return found
+
+
+def describe_lenders(c: PreTrainedConfig, family: Family) -> list[int | None]:
+    """Architecture.lenders, from a text config."""
+    n_own, kinds = c.num_hidden_layers - (family.n_borrowers or 0), layer_types(c, family)
+    of_kind = {kind: i for i, kind in enumerate(kinds[: max(0, n_own)])}
+    if missing := set(kinds) - of_kind.keys():
+        raise ValueError(f"no layer has the keys and values of {missing.pop()} that the last"
+                         f" {family.n_borrowers} of {len(kinds)} layers are to read")
+    return [None if i < n_own else of_kind[kind] for i, kind in enumerate(kinds)]
+
+
+def describe_per_layer(c: PreTrainedConfig, family: Family) -> PerLayerInputs | None:
+    """Architecture.per_layer, from a text config."""
+    record = family.per_layer
+    if not record or not record.size:
+        return None
+    if family.mixture and family.mixture.used:
+        raise ValueError("experts and an input for each layer are not supported in one model")
+    if record.vocab_size != c.vocab_size:
+        raise ValueError(f"inputs for each layer of {record.vocab_size} tokens are not supported"
+                         f" where the vocabulary has {c.vocab_size}")
+    return record
 
 
 def describe_factors(
@@ -206,7 +234,7 @@ def fill_record(record: AnyRecord, c: PreTrainedConfig) -> AnyRecord:
     declares no such field. A list of one value per layer, all equal, becomes that value."""
     values, declared = dict(vars(record)), {field.name for field in dataclasses.fields(c)}
     for key, value in values.items():
-        if key in ("mixture", "attention_gate", "latent") and value:
+        if key in ("mixture", "attention_gate", "latent", "per_layer") and value:
             values[key] = fill_record(value, c)
         elif key == "mixers":
             values[key] = {name: fill_record(mixer, c) for name, mixer in value.items()}
@@ -451,8 +479,13 @@ def shrinking_changes(
     differences = [sum(x != y for x, y in zip(kind, kinds[0])) for kind in kinds]
     other = differences.index(max(differences))
     # one layer of the first kind, and one that differs from it in as much as there is; of layers
-    # of one half one of each kind
+    # of one half one of each kind; where layers read others' keys and values, all that are read,
+    # and the last that reads each of them
     layers = [kinds.index(kind) for kind in dict.fromkeys(kinds)] if record.one_half else [0, other]
+    lenders = {i: lender for i, lender in enumerate(arch.lenders) if lender is not None}
+    if lenders:
+        last = {lender: i for i, lender in lenders.items()}
+        layers = sorted([*last, *last.values()])
     return [
         ("if used", {name: values and [values[i] for i in layers]
                      for name, values in per_layer.items() if not is_computed(c, name)}),
@@ -479,7 +512,11 @@ def shrinking_changes(
         # 16 are as wide as the hidden states only if the model's heads are
         ("always", {"hidden_size": 64 if heads_width == arch.hidden_size else 128}),
         ("if declared", {"head_dim": 16}),
-        *heads_changes([arch.layer_heads[i] for i in layers]),
+        *heads_changes([arch.layer_heads[lenders.get(i, i)] for i in layers]),
+        ("if used", {"num_kv_shared_layers": len({*lenders.values()})}),
+        # of whole blocks, too
+        ("if declared", {"hidden_size_per_layer_input": 64 if arch.per_layer else 0,
+                         "vocab_size_per_layer_input": 128}),
         *latent_changes(arch, c),
         # shorter than the checked documents
         ("if used", {"sliding_window": 5}),

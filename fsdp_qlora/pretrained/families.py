@@ -10,7 +10,8 @@ import math
 from typing import Any
 
 from fsdp_qlora.pretrained.architecture import (
-    AttentionGate, DeltaNet, ExpertNorms, Family, LatentAttention, Mamba2, Mixture, ShortConv)
+    AttentionGate, DeltaNet, ExpertNorms, Family, LatentAttention, Mamba2, Mixture,
+    PerLayerInputs, ShortConv)
 
 SHAPES: dict[str, dict[str, Any]] = {  # what --random_weights knows without a config.json
     name: dict(
@@ -35,9 +36,10 @@ GEMMA4: dict[str, Any] = GEMMA2 | dict(
     norm="rms_fp32", query_scalar=None, attention_scale=1.0, qk_norm="head", value_norm=True,
     keys_are_values="config.attention_k_eq_v", ropes_by_layer_type=True,
     logits_softcap="config.final_logit_softcapping", layer_scalar="layer_scalar",
-    must_be={"hidden_size_per_layer_input": 0},
+    n_borrowers="config.num_kv_shared_layers", wide_borrowers="config.use_double_wide_mlp",
+    per_layer=PerLayerInputs(),
     # pixels alone see later ones with "vision"; with "all" is_causal is False
-    unused=("use_bidirectional_attention", "vocab_size_per_layer_input", "use_double_wide_mlp"))
+    unused=("use_bidirectional_attention",))
 COHERE: dict[str, Any] = dict(
     norm="layer", norm_eps="config.layer_norm_eps", mlp_norm="input_layernorm", parallel=True,
     rotary_interleaved=True, logits_multiplier="config.logit_scale")

@@ -50,7 +50,7 @@ class TensorNames:
     norm: str
     norm_bias: str | None
     head: str
-    layer_prefix: str
+    stem: str  # what the names of the text model begin with
     # pairs: a part of a name here, and what these files have instead
     renames: tuple[tuple[str, str], ...]
     aliases: dict[str, str]  # {name of a norm or of a linear in INT4: what these files have}
@@ -62,6 +62,14 @@ class TensorNames:
         return sum(math.prod(shape) * each.get(name[name.rfind("_"):], 1)
                    for name, shape in self.shapes.items()
                    if name not in others and not name.endswith(("_scales", INT4_SHAPE)))
+
+    @property
+    def layer_prefix(self) -> str:
+        return f"{self.stem}layers."
+
+    def of_model(self, name: str) -> str:
+        """The name in the files of the weight of `name`, which is outside of the layers."""
+        return f"{self.stem}{name}.weight"
 
     def of_layer(self, index: int, name: str) -> str:
         """The name in the files of the tensor `name` of layer `index`."""
@@ -104,7 +112,9 @@ def tensor_names(arch: Architecture, files: Mapping[str, HasShape]) -> TensorNam
     if arch.mixture:  # those that files have
         renames = tuple(p for p in arch.mixture.renames if any(p[1] in name for name in files))
     names = TensorNames({embedding: table}, {}, {}, {}, set(), embedding, norm, norm_bias, head,
-                        f"{stem}layers.", renames, {})
+                        stem, renames, {})
+    if arch.per_layer:
+        add_per_layer(names, arch)
     for i, kind in enumerate(arch.layer_kinds):
         stacked = stacked_experts(arch, names, i, files) if kind.routed else {}
         for linear in arch.linears(kind):
@@ -123,7 +133,10 @@ def tensor_names(arch: Architecture, files: Mapping[str, HasShape]) -> TensorNam
             names.sources[names.of_layer(i, key)] = source
             names.shapes[source.stored] = shape
         if arch.latent and arch.latent.index_topk:
-            add_indexer(names, names.of_layer(i, arch.latent.indexer), files)
+            add_unread(names, names.of_layer(i, arch.latent.indexer), files)
+        if arch.lenders[i] is not None:  # released files have them all the same
+            for key in "k_proj", "v_proj", "k_norm", "v_norm":
+                add_unread(names, names.of_layer(i, f"{arch.attention}.{key}."), files)
         vectors, small = arch.vectors(kind), arch.small_tensors(kind)
         for key in vectors:
             name = names.of_layer(i, key)
@@ -153,8 +166,21 @@ def add_int4(names: TensorNames, name: str, linear: Linear) -> None:
     names.shapes[name + INT4_SHAPE] = (2,)
 
 
-def add_indexer(names: TensorNames, prefix: str, files: Mapping[str, HasShape]) -> None:
-    """Add the tensors of an indexer that the files have: a run reads none, a merge copies all."""
+def add_per_layer(names: TensorNames, arch: Architecture) -> None:
+    """Add the tensors of PerLayerInputs that are outside of the layers."""
+    record = arch.per_layer
+    linear = record.projection_linear(arch.hidden_size, arch.n_layers)
+    name = names.of_model(linear.name)
+    names.linears[name] = linear
+    names.shapes.update({
+        names.of_model(record.table): (arch.vocab_size, linear.out_features),
+        name: (linear.out_features, linear.in_features),
+        names.of_model(record.projection_norm): (record.size,)})
+
+
+def add_unread(names: TensorNames, prefix: str, files: Mapping[str, HasShape]) -> None:
+    """Add the tensors that the files have with this prefix: a run reads none, a merge copies all.
+    """
     for name in (name for name in files if name.startswith(prefix)):
         names.shapes[name] = tuple(files[name].shape)
         if (scales := f"{name}_scale_inv") in files:

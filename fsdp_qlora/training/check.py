@@ -197,6 +197,8 @@ def read_weights(model: Model, names: TensorNames) -> dict[str, torch.Tensor]:
     """{transformers' name: W [out, in]} of each linear, dequantised from the model's NF4; experts
     are one tensor, [experts, out, in]. `names`: the TensorNames of transformers' model."""
     weights = {}
+    if record := model.arch.per_layer:
+        weights[names.of_model(record.projection)] = model.per_layer_projection
     for i, layer in enumerate(model.layers):
         for fused in layer.layout.fused_linears:
             weight = dequantise(layer, fused, layer.adapter)[:, : fused.in_features]
@@ -263,8 +265,9 @@ def reference_results(
             else:
                 adapted[name] = weight
     documents = ids.split(LENGTHS)
-    logits = [torch.func.functional_call(reference, adapted, x[None]).logits[0].float()
-              for x in documents]
+    logits = [
+        torch.func.functional_call(reference, {**weights, **adapted}, x[None]).logits[0].float()
+        for x in documents]
     loss: torch.Tensor = sum(
         F.cross_entropy(rows[:-1], x[1:], reduction="sum") for rows, x in zip(logits, documents))
     gradients = torch.autograd.grad(loss, adapters)

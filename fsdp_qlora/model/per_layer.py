@@ -1,0 +1,121 @@
+"""Inputs that each layer has of its own (Gemma 4 E2B, E4B), see PerLayerInputs: how they are made,
+and what a layer adds for its one after the MLP.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from fsdp_qlora.model.elementwise import MLP_SITE, activation_pair, elementwise, norm_of
+from fsdp_qlora.model.head import look_up_sharded
+from fsdp_qlora.model.linears import FusedLinear
+from fsdp_qlora.model.products import add_a_gradient, product, product_backward, widen
+from fsdp_qlora.model.residual import add_branch, branch_gradient, last_columns, weight_bytes
+from fsdp_qlora.pretrained.architecture import Architecture
+
+if TYPE_CHECKING:
+    from fsdp_qlora.model.layer import LayerWork
+    from fsdp_qlora.model.model import Model
+
+
+def per_layer_inputs(model: Model, ids: Tensor, embeddings: Tensor) -> Tensor:
+    """The inputs of all layers [n, layers, size] of tokens `ids` [n] with these embeddings. All
+    ranks of the group must call this, with the same n."""
+    arch, shape = model.arch, (model.arch.n_layers, model.arch.per_layer.size)
+    looked_up = look_up_sharded(model, ids, model.per_layer_table)
+    projected = embeddings @ model.per_layer_projection.t()
+    return add_inputs(projected.unflatten(1, shape), looked_up.unflatten(1, shape),
+                      model.per_layer_norm, arch)
+
+
+@elementwise
+def add_inputs(projected: Tensor, looked_up: Tensor, weight: Tensor, arch: Architecture) -> Tensor:
+    """What per_layer_inputs() returns, of its two parts."""
+    projected = norm_of(projected * arch.hidden_size**-0.5, weight, arch.norm, arch.norm_eps)
+    return (projected + looked_up * arch.per_layer.size**0.5) * 2**-0.5
+
+
+@elementwise
+def gate_inputs(out: Tensor, gates: Tensor, inputs: Tensor, activation: str) -> None:
+    """Write activation(gates) * inputs into `out`, all [n, size]."""
+    out.copy_(activation_pair(activation)[0](gates.float()) * inputs.float())
+
+
+@elementwise
+def gate_inputs_backward(grad: Tensor, gates: Tensor, inputs: Tensor, activation: str) -> Tensor:
+    """The gradient of gates from that of gate_inputs()'s result."""
+    slope = activation_pair(activation)[1]
+    return slope(grad.float() * inputs.float(), gates.float()).to(grad.dtype)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PerLayerEnd:
+    """The end of one layer's MLP half: x + norm(out(activation(gate(x)) * input)), forward and
+    backward; and its costs, as MLPHalf has them."""
+
+    arch: Architecture
+    gate: FusedLinear
+    out: FusedLinear
+
+    @property
+    def fused_linears(self) -> tuple[FusedLinear, ...]:
+        return self.gate, self.out
+
+    def forward(
+        self, work: LayerWork, x: Tensor, kept: types.SimpleNamespace, want_sum: bool
+    ) -> Tensor | None:
+        """Returns the sum, None without want_sum; adds to `kept` what backward() needs."""
+        inputs, kept.end_x = widen(x, self.gate), x
+        kept.end_gates = product(work, self.gate, inputs)
+        kept.end_columns = last_columns(inputs, self.gate)
+        activated = x.new_empty(len(x), self.out.width)
+        self._activate(work, kept, activated[:, : self.out.in_features])
+        # the site is the MLP's: no such family has dropout of its own
+        out, kept.end_branch = add_branch(work, x, self.out, activated, MLP_SITE,
+                                          self.arch.per_layer.norm, want_sum)
+        kept.end_out_columns = last_columns(activated, self.out)
+        return out
+
+    def backward(self, work: LayerWork, kept: types.SimpleNamespace, grad: Tensor) -> Tensor:
+        """The gradient of x from that of the sum."""
+        upstream = branch_gradient(
+            work, kept.end_branch, grad, self.arch.per_layer.norm, MLP_SITE)
+        kept.end_branch = None
+        activated = upstream.new_empty(len(upstream), self.out.in_features)
+        self._activate(work, kept, activated)
+        grad_gates, grad_d = product_backward(work, self.out, kept.end_out_columns, upstream,
+                                              activated)
+        add_a_gradient(work, self.out, activated, grad_d)
+        grad_gates = gate_inputs_backward(
+            grad_gates, kept.end_gates, work.layer_input, self.arch.activation)
+        grad_x, grad_d = product_backward(work, self.gate, kept.end_columns, grad_gates, kept.end_x)
+        add_a_gradient(work, self.gate, kept.end_x, grad_d)
+        return grad + grad_x
+
+    def _activate(self, work: LayerWork, kept: types.SimpleNamespace, out: Tensor) -> None:
+        gate_inputs(out, kept.end_gates, work.layer_input, self.arch.activation,
+                    evaluation=work.evaluation)
+
+    @property
+    def kept_values(self) -> int:
+        columns = sum(fused.padded_columns for fused in self.fused_linears)
+        return 2 * self.arch.hidden_size + self.gate.out_features + columns
+
+    def live_bytes(self, n: int, item: int, hold_weights: bool) -> int:
+        """The peak bytes of backward() of n tokens, besides what is kept."""
+        values = 2 * self.arch.hidden_size + 2 * self.out.width + self.gate.width
+        weights = [weight_bytes(fused, item, hold_weights) for fused in self.fused_linears]
+        return n * values * item + sum(weights)
+
+    @property
+    def n_weights(self) -> int:
+        return self.gate.n_weights + self.out.n_weights
+
+    @property
+    def elementwise_values(self) -> int:
+        """Counted, not measured."""
+        return 12 * self.arch.hidden_size + 9 * self.gate.out_features
