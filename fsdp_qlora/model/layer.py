@@ -175,8 +175,8 @@ def _make_halves(
     if kind.halves != "mlp":
         mixing = MixingHalf(arch, inputs, out, of_tokens, beside)
     if kind.routed:
-        shared_gate_up, shared_down, into, back, gate_up, down = of_mlp
-        latent = ExpertLatent(into, back) if into else None
+        shared_gate_up, shared_down, *way, gate_up, down = of_mlp
+        latent = ExpertLatent(*way) if way else None
         mlp = RoutedMLPHalf(arch, shared_gate_up, shared_down, latent, gate_up, down)
     elif kind.halves != "mixing":
         gate_up, down, *of_end = of_mlp

@@ -439,8 +439,7 @@ class Architecture(Family):
     down: list[Linear]
     shared_gate_up: list[Linear]  # of layers with experts: of the shared one, or none
     shared_down: list[Linear]
-    to_latent: list[Linear]  # see Mixture.latent_size; or none
-    from_latent: list[Linear]
+    expert_latent: list[Linear]  # into the latent space of the experts and back; or none
     expert_gate_up: list[Linear]  # of expert 0, expert 1, ..
     expert_down: list[Linear]
     # settings for rope_frequencies, one for each kind of rotary, with the layers' "head_dim"
@@ -517,7 +516,8 @@ class Architecture(Family):
         """The Linears of a layer: a list for each input that they read."""
         mlp: tuple[list[Linear], ...] = self.gate_up, self.down
         if kind.routed:
-            mlp = (self.shared_gate_up, self.shared_down, self.to_latent, self.from_latent,
+            latent = ([linear] for linear in self.expert_latent)
+            mlp = (self.shared_gate_up, self.shared_down, *latent,
                    self.expert_gate_up, self.expert_down)
         if self.wide_borrowers and not kind.heads.n_kv:
             mlp = (

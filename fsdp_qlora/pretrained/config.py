@@ -254,8 +254,7 @@ def describe_experts(
     whether the files have the experts in MXFP4; `dense`: the linears of the MLP without experts.
     """
     n_layers, hidden, mixture = c.num_hidden_layers, c.hidden_size, family.mixture
-    names = ("shared_gate_up", "shared_down", "to_latent", "from_latent", "expert_gate_up",
-             "expert_down")
+    names = "shared_gate_up", "shared_down", "expert_latent", "expert_gate_up", "expert_down"
     none = {"layer_routed": [False] * n_layers, **dict.fromkeys(names, []), "mixture": None}
     if not mixture or not mixture.used or mixture.shared_mlp and mixture.n_experts == 0:
         return none
@@ -287,18 +286,18 @@ def describe_experts(
                 [Linear(f"{stem}.down_proj", hidden, inner, False, in_mxfp4)])
 
     shared_size = (mixture.shared_size or 0) * (mixture.n_shared or 0)
-    shared = latent = [], []
+    shared: tuple[list[Linear], list[Linear]] = [], []
     if shared_size:
         shared = mlp(mixture.shared, shared_size, family.mlp_bias, hidden)
-    shared = dense if mixture.shared_mlp else shared
+    shared, latent = dense if mixture.shared_mlp else shared, list[Linear]()
     if size := mixture.latent_size:
-        there, back = mixture.latent_linears
-        latent = ([Linear(there, size, hidden, family.mlp_bias)],
-                  [Linear(back, hidden, size, family.mlp_bias)])
+        into, back = mixture.latent_linears
+        latent = [Linear(into, size, hidden, family.mlp_bias),
+                  Linear(back, hidden, size, family.mlp_bias)]
     gate_ups, downs = zip(*map(expert, range(mixture.n_experts)))
     experts = [list(itertools.chain(*linears)) for linears in (gate_ups, downs)]
     return {"layer_routed": routed, "mixture": mixture,
-            **dict(zip(names, (*shared, *latent, *experts)))}
+            **dict(zip(names, (*shared, latent, *experts)))}
 
 
 def routed_layers(c: PreTrainedConfig, family: Family) -> list[bool]:
