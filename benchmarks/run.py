@@ -75,13 +75,14 @@ SHAPES = {  # hidden, intermediate, layers, heads, key/value heads, vocabulary
     "deepseek-v3": (7168, 18432, 61, 128, 128, 129280),
     "gemma-4-31b": (5376, 21504, 60, 32, 16, 262144),
     "gemma-4-26b-a4b": (2816, 2112, 30, 16, 8, 262144),
+    "gemma-4-e4b": (2560, 10240, 42, 8, 2, 262144),
 }
 HEAD_DIM = {  # where it is not hidden / heads
     "mistral-nemo-12b": 128, "qwen3-8b": 128, "gemma-2-2b": 256, "gemma-2-27b": 128,
     "gemma-3-12b": 256}  # fmt: skip
 TIED = (  # embedding and head
     "llama-3.2-1b", "smollm2-135m", "gemma-2-2b", "gemma-2-27b", "gemma-3-12b", "gemma-4-31b",
-    "gemma-4-26b-a4b")
+    "gemma-4-26b-a4b", "gemma-4-e4b")
 GEMMA2 = dict(model_type="gemma2", sliding_window=4096)  # soft caps are its config's defaults
 GEMMAS = {  # what else their config.json says
     "gemma-2-2b": dict(GEMMA2, query_pre_attn_scalar=256),
@@ -150,6 +151,8 @@ GEMMA4 = dict(  # what is left out here is its config's default
     final_logit_softcapping=30.0, hidden_size_per_layer_input=0, attention_k_eq_v=True,
     pad_token_id=0)
 GEMMAS_4 = {
+    "gemma-4-e4b": dict(
+        GEMMA4, attention_k_eq_v=False, hidden_size_per_layer_input=256, num_kv_shared_layers=18),
     "gemma-4-31b": dict(GEMMA4, num_global_key_value_heads=4),
     "gemma-4-26b-a4b": dict(
         GEMMA4, num_global_key_value_heads=2, enable_moe_block=True, num_experts=128,
@@ -306,6 +309,7 @@ GROUPS = {
           for short, model in (("gemma4-31b", "gemma-4-31b"), ("gemma4-26b", "gemma-4-26b-a4b"))),
         case("gemma4-31b-24gb-shared", "gemma-4-31b", 8, 2048, 4, f"{CAP} {SHARED}", bins=0),
         case("gemma4-26b", "gemma-4-26b-a4b", 8, 2048, 5, gpus=1, bins=0),
+        case("gemma4-e4b-12gb", "gemma-4-e4b", 8, 2048, 4, "--memory_limit_gib 11", gpus=1, bins=0),
     ],
     "attention": [  # which kernel they take is in the log
         case("gemma2-27b-1gpu", "gemma-2-27b", 8, 2048, 5, gpus=1, bins=0),
