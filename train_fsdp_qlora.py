@@ -64,6 +64,7 @@ from fsdp_qlora.lora.adapter import Adapter, choose_adapted
 from fsdp_qlora.model.attention import (
     attends, batched_attention, document_attention, flash_attention, reach_architectures,
     varlen_attention)
+from fsdp_qlora.model.elementwise import compile_for_any_rows
 from fsdp_qlora.model.flex import flex_document_attention
 from fsdp_qlora.model.graphs import Graphs
 from fsdp_qlora.model.layer import make_layouts
@@ -337,6 +338,8 @@ def train(given: Config, device: torch.device, status: Status) -> None:
         plan = agree_on_plan(config, arch, layouts, rows, eval_rows, limit, device, kernels,
                              state_bytes(config))
         status.plan = plan
+        if rows.lengths.min() != rows.lengths.max():
+            compile_for_any_rows()
         say_start(given, config, plan, kernels, limit, device, VERSIONS)
         say_example(rows, tokenizer)
         on_rank_0(check_tokenizer, base, tokenizer, rows)
