@@ -367,8 +367,9 @@ class FlaScan(torch.autograd.Function):
     ) -> Tensor:
         from fla.ops.simple_gla.chunk import chunk_simple_gla_fwd
 
-        ctx.save_for_backward(b, c, x, decay, step, bounds, chunks)
-        out, _ = chunk_simple_gla_fwd(**FlaScan._arguments(*ctx.saved_tensors))
+        inputs = b, c, x, decay, step, bounds, chunks
+        ctx.save_for_backward(*inputs)
+        out, _ = chunk_simple_gla_fwd(**FlaScan._arguments(*inputs))
         of_bin: Tensor = out[0].to(x.dtype)
         return of_bin
 
@@ -377,8 +378,8 @@ class FlaScan(torch.autograd.Function):
         from fla.ops.simple_gla.chunk import chunk_simple_gla_bwd
         from fla.ops.utils import chunk_local_cumsum
 
+        arguments = FlaScan._arguments(*ctx.saved_tensors)
         b, c, x, decay, step, bounds, chunks = ctx.saved_tensors
-        arguments = FlaScan._arguments(b, c, x, decay, step, bounds, chunks)
         of_c, of_b, of_value, of_decay, _ = chunk_simple_gla_bwd(
             **arguments, g_gamma=None, initial_state=None, do=grad[None].contiguous(), dht=None)
         of_decay = chunk_local_cumsum(
