@@ -68,6 +68,7 @@ OWN_TENSORS = (
     "apertus", "gemma4", "gemma4_unified", "gemma4_e", "gemma4_wide", "gemma4_e_vl", "muse_glimmer",
     "lfm2", "qwen3_5", "granite4_h", "falcon_h1", "youtu", "minicpm3")  # fmt: skip
 DENSE = [(name, "as saved") for name in OWN_TENSORS if name in TINY]
+DENSE += [("gemma4_e", "NF4 of transformers 5")]  # with a linear outside of the layers
 CASES = DENSE + [(name, layout) for name in MIXTURES for layout in layouts(name)]
 QUICK = [
     ("mixtral", "w1, w2, w3"), ("afmoe", "per expert"), ("granitemoe", "input_linear"),
@@ -75,7 +76,7 @@ QUICK = [
     ("qwen2_moe", "NF4 of transformers 4"), ("granitemoe", "NF4 of transformers 4"),
     ("gpt_oss", "MXFP4"), ("minimax_m2", "FP8"), (MANY, FUSED), ("glm4_moe_lite", "per expert"),
     ("deepseek_v3", "FP8"), ("gemma4_moe", "gate_up_proj"), ("qwen3_5", "as saved"),
-    ("granite4_h", "as saved")]  # fmt: skip
+    ("gemma4_e", "NF4 of transformers 5"), ("granite4_h", "as saved")]  # fmt: skip
 assert set(QUICK) < set(CASES)
 # of each layout that a rank reads its part of otherwise
 QUICK_ON_TWO = QUICK[3:7] + QUICK[8:10] + QUICK[-2:]
