@@ -8,11 +8,12 @@ import dataclasses
 import json
 import re
 import shutil
+import types
 
 import pytest
 import torch
 from conftest import write_rows
-from families import TINY, auto_class, gemma4_e, write_model
+from families import TINY, auto_class, gemma4_e, make_model, write_model
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from test_merge import nf4_and_back
@@ -22,6 +23,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 
 import merge_adapters
 from fsdp_qlora.model.layer import make_layouts
+from fsdp_qlora.model.per_layer import per_layer_inputs
 from fsdp_qlora.planner.costs import predict_memory
 from fsdp_qlora.planner.plan import Plan
 from fsdp_qlora.pretrained.config import describe_model
@@ -192,6 +194,21 @@ def test_plan_and_random_weights_need_config_json_alone(base, run_main, tmp_path
         "--model", tmp_path, "--random_weights", "--max_steps", 1, "--batch_size", 2,
         "--max_seq_len", 32, "--output_dir", tmp_path / "run")  # fmt: skip
     assert code == 0, err
+
+
+def test_bf16_inputs_of_layers_round_as_transformers():
+    """In fp32 it makes no difference what is rounded first."""
+    config, ids = TINY["gemma4_e"](320), torch.arange(40)
+    text = make_model(config, dtype=torch.bfloat16).model
+    with torch.no_grad():
+        embeddings = text.embed_tokens(ids[None])
+        want = text.project_per_layer_inputs(embeddings, text.get_per_layer_inputs(ids[None]))[0]
+        model = types.SimpleNamespace(
+            shards=1, arch=describe_model(config), own_rows=range(320),
+            per_layer_table=text.embed_tokens_per_layer.weight,
+            per_layer_projection=text.per_layer_model_projection.weight,
+            per_layer_norm=text.per_layer_projection_norm.weight)
+        assert torch.equal(per_layer_inputs(model, ids, embeddings[0]), want)
 
 
 EXPERTS = dict(enable_moe_block=True, num_experts=8, top_k_experts=3, moe_intermediate_size=32)
