@@ -13,7 +13,7 @@ import types
 import pytest
 import torch
 from conftest import write_rows
-from families import TINY, auto_class, gemma4_e, make_model, write_model
+from families import TINY, auto_class, make_model, write_model
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from test_merge import nf4_and_back
@@ -209,16 +209,3 @@ def test_bf16_inputs_of_layers_round_as_transformers():
             per_layer_projection=text.per_layer_model_projection.weight,
             per_layer_norm=text.per_layer_projection_norm.weight)
         assert torch.equal(per_layer_inputs(model, ids, embeddings[0]), want)
-
-
-EXPERTS = dict(enable_moe_block=True, num_experts=8, top_k_experts=3, moe_intermediate_size=32)
-
-
-@pytest.mark.parametrize("settings, words", [
-    (dict(num_kv_shared_layers=4), "no layer has the keys and values of full_attention that"),
-    (dict(vocab_size_per_layer_input=100), "inputs for each layer of 100 tokens are not supported"),
-    (EXPERTS, "experts and an input for each layer are not supported in one model"),
-])  # fmt: skip
-def test_what_is_not_known_of_shared_keys_and_inputs_is_refused(settings, words):
-    with pytest.raises(ValueError, match=words):
-        describe_model(gemma4_e(**settings)(320))

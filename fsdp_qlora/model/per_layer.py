@@ -32,7 +32,7 @@ def per_layer_inputs(model: Model, ids: Tensor, embeddings: Tensor) -> Tensor:
     looked_up.mul_(torch.tensor(arch.per_layer.size**0.5, dtype=looked_up.dtype))
     projected = embeddings @ model.per_layer_projection.t()
     return add_inputs(projected.unflatten(1, shape), looked_up.unflatten(1, shape),
-                      model.per_layer_norm, arch)
+                      model.per_layer_norm, arch, evaluation=not torch.is_grad_enabled())
 
 
 @elementwise
