@@ -338,8 +338,6 @@ def train(given: Config, device: torch.device, status: Status) -> None:
         plan = agree_on_plan(config, arch, layouts, rows, eval_rows, limit, device, kernels,
                              state_bytes(config))
         status.plan = plan
-        if rows.lengths.min() != rows.lengths.max():
-            compile_for_any_rows()
         say_start(given, config, plan, kernels, limit, device, VERSIONS)
         say_example(rows, tokenizer)
         on_rank_0(check_tokenizer, base, tokenizer, rows)
@@ -866,6 +864,8 @@ def run_steps(run: Run, done: int) -> list[Record]:
         f" {config.learning_rate}")
     if run.device.type == "cuda" and not why_no_triton():
         say("the first step compiles kernels: up to a minute, a few seconds once they are cached")
+    if run.rows.lengths.min() != run.rows.lengths.max():
+        compile_for_any_rows()
     with together():
         log = Log(run, done) if is_rank_0() else None
     save_steps, save_seconds = save_interval(config)

@@ -256,7 +256,7 @@ def test_gate_of_attention_equals_autograd(linear, per_head, activation):
     torch.testing.assert_close(got, leaf.grad)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "glm4", "youtu"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "glm4", "youtu", "gemma4_e"])
 def test_gradients_are_the_same_whatever_is_kept_on_the_host(name):
     """Bins of several lengths; the first layers keep x, or the sum after attention as well, the
     last ones what their MLP needs."""
@@ -312,7 +312,8 @@ def test_what_is_computed_again_is_there_once(name, keeps, monkeypatch):
 
 
 @pytest.mark.parametrize("kept", KEPT)
-@pytest.mark.parametrize("name", ["llama", "qwen2", "phi3", "cohere", "glm4", "arcee", "youtu"])
+@pytest.mark.parametrize("name", [
+    "llama", "qwen2", "phi3", "cohere", "glm4", "arcee", "youtu", "gemma4_wide"])  # fmt: skip
 @pytest.mark.parametrize("adapter", ["rslora", "dora"])
 def test_other_adapters_equal_peft(adapter, name, kept, monkeypatch):
     assert_equal(kept, monkeypatch, name, adapter=adapter)
@@ -452,8 +453,8 @@ def test_elementwise_work_on_a_cpu_is_not_compiled(monkeypatch):
     assert len(seen) == 3 and all(one is x and other is None for one, other in seen)
 
 
-# a window, a cap; Mamba-2; a short convolution; gated delta net
-@pytest.mark.parametrize("name", ["gemma2", "granite4_h", "lfm2", "qwen3_5"])
+# a window, a cap; Mamba-2; a short convolution; gated delta net; keys of another layer
+@pytest.mark.parametrize("name", ["gemma2", "granite4_h", "lfm2", "qwen3_5", "gemma4_e"])
 def test_no_document_sees_another(name):
     """A changed document changes its own loss and no other's, to the bit."""
     pair = Pair(name)
@@ -683,6 +684,16 @@ def always_long(frequencies):
 
 
 # {what is wrong: (a family, the function, what is put around it)}
+def forget_readers(backward):
+    """That without the gradients of later layers."""
+
+    def wrong(mixing, work, *args):
+        work.grad_lent = tuple(map(torch.zeros_like, work.grad_lent))
+        return backward(mixing, work, *args)
+
+    return wrong
+
+
 WRONG_CODE = {
     "windows on other layers": (
         "gemma2",
@@ -715,6 +726,8 @@ WRONG_CODE = {
         "MLPHalf.recomputed_backward",
         lambda f: lambda *a: f(*a).roll(1, 0),
     ),
+    "inputs of layers": ("gemma4_e", "add_inputs", lambda f: lambda *a: f(*a).roll(1, 1)),
+    "gradient of keys that others read": ("gemma4_e", "AttentionMixing.backward", forget_readers),
     "offset of NF4": ("llama", "fill_model", lambda f: drop_offsets),
     "gate and up while reading": ("llama", "fill_model", lambda f: swap_gate_and_up),
 }

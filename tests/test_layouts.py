@@ -70,6 +70,7 @@ OWN_TENSORS = (
     "apertus", "gemma4", "gemma4_unified", "gemma4_e", "gemma4_wide", "gemma4_e_vl", "muse_glimmer",
     "lfm2", "qwen3_5", "granite4_h", "falcon_h1", "youtu", "minicpm3")  # fmt: skip
 DENSE = [(name, how) for name in OWN_TENSORS if name in TINY for how in ("as saved", "DoRA")]
+DENSE += [("gemma4_e", "NF4 of transformers 5")]  # with a linear outside of the layers
 CASES = DENSE + [(name, layout) for name in MIXTURES for layout in layouts(name)]
 QUICK = [
     ("mixtral", "w1, w2, w3"), ("afmoe", "per expert"), ("granitemoe", "input_linear"),
@@ -78,10 +79,11 @@ QUICK = [
     ("gpt_oss", "MXFP4"), ("minimax_m2", "FP8"), ("deepseek_v3", "INT4"), (MANY, FUSED),
     ("glm4_moe_lite", "per expert"),
     ("deepseek_v3", "FP8"), ("gemma4_moe", "gate_up_proj"), ("qwen3_5", "as saved"),
-    ("granite4_h", "as saved"), ("qwen3_5", "DoRA")]  # fmt: skip
+    ("gemma4_e", "NF4 of transformers 5"), ("granite4_h", "as saved"),
+    ("qwen3_5", "DoRA")]  # fmt: skip
 assert set(QUICK) < set(CASES)
 # of each layout that a rank reads its part of otherwise
-QUICK_ON_TWO = QUICK[3:7] + QUICK[8:11] + QUICK[-3:-1]
+QUICK_ON_TWO = QUICK[3:7] + QUICK[8:11] + QUICK[-4:-1]
 PARAMETERS, ON_TWO = (
     [case if case in quick else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
     for quick in (QUICK, QUICK_ON_TWO))

@@ -173,9 +173,8 @@ def reference(model_dir, adapter, rows_file, dtype, **variant):
     model = AutoModelForCausalLM.from_pretrained(
         model_dir, quantization_config=quantization, dtype=dtype, device_map={"": DEVICE}
     )
-    config = LoraConfig(
-        r=4, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM", **variant
-    )
+    settings = {"target_modules": "all-linear", **variant}
+    config = LoraConfig(r=4, lora_alpha=32, task_type="CAUSAL_LM", **settings)
     model = get_peft_model(model, config).train()
     values = load_file(adapter)
     set_peft_model_state_dict(model, values)

@@ -46,7 +46,7 @@ def fill_model(
         linear = arch.per_layer.projection_linear(hidden, arch.n_layers)
         model.per_layer_table = table(
             names.of_model(arch.per_layer.table), linear.out_features, plan.embedding_on_host)
-        model.per_layer_projection = nf4_values(
+        model.per_layer_projection = quantised_values(
             read, names.of_model(linear.name), linear, nf4_states, dtype, device)
         model.per_layer_norm = read(
             names.of_model(arch.per_layer.projection_norm)).to(device, dtype)
@@ -180,7 +180,7 @@ def weight_rows(
     return unscaled(name, value, scales, rows.start % n_rows).flatten()
 
 
-def nf4_values(
+def quantised_values(
     read: Callable[[str], torch.Tensor], name: str, linear: Linear,
     states: dict[str, dict[str, Any]], dtype: torch.dtype, device: torch.device,
 ) -> torch.Tensor:

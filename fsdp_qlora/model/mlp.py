@@ -1,5 +1,5 @@
 """The MLP half of a layer: x + down(act(gate) * up), in some families x + down(act(up)), forward
-and backward, and what it costs.
+and backward, and what it costs. What may follow that sum is in per_layer.
 
 A recomputed MLP is computed a slice of tokens at a time, so that its widest tensors are short.
 """
@@ -52,8 +52,8 @@ class MLPHalf:
     def forward(
         self, work: LayerWork, middle: Tensor | None, source: Tensor, want_sum: bool = True
     ) -> tuple[Tensor | Any, types.SimpleNamespace]:
-        """Returns middle + MLP(norm(source)) of the tokens work.tokens, after that `end`; None
-        without want_sum; and what backward() needs."""
+        """Returns middle + MLP(norm(source)) of the tokens work.tokens and what `end` adds to that,
+        None without want_sum; and what backward() needs."""
         arch, kept = self.arch, keep(source=source)
         inputs = norm_inputs(work, arch.mlp_norm, source, self.gate_up)
         kept.gate_up = product(work, self.gate_up, inputs)

@@ -8,6 +8,7 @@ import dataclasses
 import types
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from fsdp_qlora.model.elementwise import MLP_SITE, activation_pair, elementwise, norm_of
@@ -27,16 +28,18 @@ def per_layer_inputs(model: Model, ids: Tensor, embeddings: Tensor) -> Tensor:
     ranks of the group must call this, with the same n."""
     arch, shape = model.arch, (model.arch.n_layers, model.arch.per_layer.size)
     looked_up = look_up_sharded(model, ids, model.per_layer_table)
+    # the factor is rounded to the table's dtype, as that of the embedding is
+    looked_up.mul_(torch.tensor(arch.per_layer.size**0.5, dtype=looked_up.dtype))
     projected = embeddings @ model.per_layer_projection.t()
     return add_inputs(projected.unflatten(1, shape), looked_up.unflatten(1, shape),
-                      model.per_layer_norm, arch)
+                      model.per_layer_norm, arch, evaluation=not torch.is_grad_enabled())
 
 
 @elementwise
 def add_inputs(projected: Tensor, looked_up: Tensor, weight: Tensor, arch: Architecture) -> Tensor:
     """What per_layer_inputs() returns, of its two parts."""
     projected = norm_of(projected * arch.hidden_size**-0.5, weight, arch.norm, arch.norm_eps)
-    return (projected + looked_up * arch.per_layer.size**0.5) * 2**-0.5
+    return (projected + looked_up) * 2**-0.5
 
 
 @elementwise

@@ -82,7 +82,7 @@ def predict_memory(plan: Plan, arch: Architecture, layouts: tuple[Layout, ...]) 
     adapter = layers.adapter * 4  # of one layer, in fp32
     table = arch.vocab_size * arch.hidden_size * item / shards
     n_inputs = arch.n_layers * (arch.per_layer.size if arch.per_layer else 0)  # of all layers
-    # tables that are looked up alone, and so can be on the host
+    # of the tables that no product reads, which can be on the host
     looked_up = table * (not arch.tied) + arch.vocab_size * n_inputs * item / shards
     kept = kept_bytes(plan, layers, value_bytes)
     recomputed, others, live = activation_peak(plan, layers, value_bytes, arch.hidden_size)

@@ -62,7 +62,7 @@ class Plan:
     plain_attention: bool = False  # whether a layer's attention runs in plain torch
     plain_recurrence: bool = False  # the same of mixers with a state
     fused: bool = True  # whether elementwise work is compiled to one kernel each, as on a GPU
-    embedding_on_host: bool = False
+    embedding_on_host: bool = False  # the tables that no product reads
     state_bytes: float = 0.0  # of the optimizer's state in GPU memory, for each weight
     graphs: bool = False  # whether CUDA graphs are used
     why_no_graphs: str = ""

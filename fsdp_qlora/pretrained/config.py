@@ -175,8 +175,8 @@ def describe_lenders(c: PreTrainedConfig, family: Family) -> list[int | None]:
     n_own, kinds = c.num_hidden_layers - (family.n_borrowers or 0), layer_types(c, family)
     of_kind = {kind: i for i, kind in enumerate(kinds[: max(0, n_own)])}
     if missing := set(kinds) - of_kind.keys():
-        raise ValueError(f"no layer has the keys and values of {missing.pop()} that the last"
-                         f" {family.n_borrowers} of {len(kinds)} layers are to read")
+        raise ValueError(f"num_kv_shared_layers={family.n_borrowers}: none of the other layers has"
+                         f" keys and values of {', '.join(sorted(missing))} that they could read")
     return [None if i < n_own else of_kind[kind] for i, kind in enumerate(kinds)]
 
 
@@ -186,10 +186,11 @@ def describe_per_layer(c: PreTrainedConfig, family: Family) -> PerLayerInputs | 
     if not record or not record.size:
         return None
     if family.mixture and family.mixture.used:
-        raise ValueError("experts and an input for each layer are not supported in one model")
+        raise ValueError(f"hidden_size_per_layer_input={record.size} is not supported in a model"
+                         " with experts")
     if record.vocab_size != c.vocab_size:
-        raise ValueError(f"inputs for each layer of {record.vocab_size} tokens are not supported"
-                         f" where the vocabulary has {c.vocab_size}")
+        raise ValueError(f"vocab_size_per_layer_input={record.vocab_size} is not supported, only"
+                         f" vocab_size={c.vocab_size}")
     return record
 
 

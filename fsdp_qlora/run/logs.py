@@ -280,7 +280,7 @@ def say_plan(
         "backward keeps dequantised weights for a second use": plan.hold_weights,
         "gathered weights stay until backward": not plan.reshard_after_forward,
         "nothing to offload": plan.offload_activations and not plan.recomputed,
-        "the embedding in host memory": plan.embedding_on_host,
+        "embeddings in host memory": plan.embedding_on_host,
         "CUDA graphs": plan.graphs,
         f"no CUDA graphs: {plan.why_no_graphs}": not plan.graphs,
         f"{1e6 * plan.token_seconds:,.1f} us a token predicted": True}
