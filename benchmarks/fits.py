@@ -27,7 +27,9 @@ MODELS = {"8B": "llama-3-8b", "32B": "qwen2.5-32b", "Llama-3-70B": "llama-3-70b"
           "Qwen3.5-27B": "qwen3.5-27b", "Qwen3.5-35B-A3B": "qwen3.5-35b-a3b",
           "Qwen3.5-122B-A10B": "qwen3.5-122b-a10b",
           "Nemotron 3 Nano 30B-A3B": "nemotron-3-nano-30b",
-          "Granite 4.0 H Small": "granite-4-h-small"}
+          "Granite 4.0 H Small": "granite-4-h-small", "GLM-4.7-Flash": "glm-4.7-flash",
+          "DeepSeek-V3": "deepseek-v3", "Gemma 4 E4B": "gemma-4-e4b",
+          "Gemma 4 31B": "gemma-4-31b", "Gemma 4 26B-A4B": "gemma-4-26b-a4b"}
 
 
 def cell(directory, card, gpus):

@@ -45,7 +45,8 @@ class LayerTotals:
     # each counts as one: Fit was fitted to that
     recomputed_weights: dict[str, int]
     mlp_values: int  # values per token that the MLP of a layer keeps, at most
-    mean_query_width: float  # values of a token's queries in a layer, mean over the layers
+    # values of a token's queries in a layer, mean over the layers; those of wide heads count more
+    mean_query_width: float
     elementwise_values: int  # by elementwise work, per token
 
 
@@ -70,7 +71,9 @@ def count_layers(layouts: tuple[Layout, ...]) -> LayerTotals:
             keeps: sum(layout.recomputed_weights(keeps) for layout in layouts)
             for keeps in KEEPS},
         mlp_values=max(layout.mlp.kept_values for layout in layouts),
-        mean_query_width=sum(x.mixing.query_width for x in layouts) / len(layouts),
+        mean_query_width=sum(
+            x.mixing.query_width * (FIT.wide_heads if x.mixing.arch.head_dim > 256 else 1)
+            for x in layouts) / len(layouts),
         elementwise_values=sum(half.elementwise_values for layout in layouts
                           for half in (layout.mixing, layout.mlp)))
 
@@ -200,6 +203,9 @@ class Fit:
     dequantising: float = 0.65  # of its bandwidth, while weights are dequantised; from two profiles
     # work of attention in units of its forward, which has 2 products; backward has 5; counted
     attention_passes: float = 3.5
+    # times as long by flex_attention for heads of more than 256 values; measured: 41 ms for 8,192
+    # tokens of Gemma 4 31B (H100), forward and backward
+    wide_heads: float = 11
     # share of a recomputed layer's weights that is dequantised a third time
     dequantised_again: float = 1
     held_dequantised_again: float = 0.5  # the same with hold_weights
