@@ -5,6 +5,8 @@ read and pass the check at start. What a family computes is in test_layer.py.
 import json
 
 import pytest
+import transformers
+from packaging.version import Version
 from transformers import CONFIG_MAPPING
 
 from fsdp_qlora.pretrained.hub import read_model_config
@@ -504,6 +506,8 @@ CONFIGS = {
 
 # of some families older versions of transformers know nothing
 KNOWN = [name for name, config in CONFIGS.items() if config["model_type"] in CONFIG_MAPPING]
+if Version(transformers.__version__) < Version("5.24"):
+    KNOWN.remove("MiniCPM3 4B")  # 5.20 cannot make it: KeyError 'factor'
 
 
 @pytest.mark.parametrize("name", KNOWN)
