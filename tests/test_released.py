@@ -9,6 +9,9 @@ import transformers
 from packaging.version import Version
 from transformers import CONFIG_MAPPING
 
+from families import TINY
+
+from fsdp_qlora.pretrained.config import shrunk_config
 from fsdp_qlora.pretrained.hub import read_model_config
 from fsdp_qlora.training.check import check_family
 from train_fsdp_qlora import Config, fill_model
@@ -520,3 +523,9 @@ def test_config_as_released_passes_the_check_at_start(name, tmp_path):
     family = {"kimi_k2": "deepseek_v3", "qwen2_5_vl": "qwen2_5_vl_text"}
     assert arch.family == family.get(text_model["model_type"], text_model["model_type"])
     assert arch.hidden_size == text_model["hidden_size"] and config.max_seq_len == 2048
+
+
+@pytest.mark.skipif("laguna" not in CONFIG_MAPPING, reason="transformers does not know it")
+def test_check_at_start_has_layers_of_both_numbers_of_heads():
+    small = shrunk_config(TINY["laguna"](320))
+    assert len(set(small.num_attention_heads_per_layer)) == 2

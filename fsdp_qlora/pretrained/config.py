@@ -505,7 +505,7 @@ def shrinking_changes(
         *mamba_changes(arch, c),
         # key-value heads: one, as many as heads, or a number between
         ("if used", {"num_attention_heads_per_layer": [
-            4 if arch.layer_heads[i] == arch.n_heads else 8 for i in layers]}),
+            4 if arch.layer_heads[i].n == arch.n_heads else 8 for i in layers]}),
         ("always", {"num_attention_heads": 4,
                     "num_key_value_heads": {1: 1, arch.n_heads: 4}.get(arch.n_kv_heads, 2)}),
         # whole blocks of 64 weights: bitsandbytes on a CPU dequantises others wrongly. 4 heads of
