@@ -138,6 +138,12 @@ def pytest_collection_finish():
     gc.enable()
 
 
+def selected_params(request):
+    """The parameters of this file's selected tests, for a fixture that makes their runs alone."""
+    return [item.callspec.params for item in request.session.items
+            if item.path == request.path and hasattr(item, "callspec")]  # fmt: skip
+
+
 def needs_ranks(nproc):
     """On a machine with GPUs each rank needs its own."""
     if 0 < torch.cuda.device_count() < nproc:

@@ -4,13 +4,14 @@ The loss is compared with transformers' 4-bit model with the adapter in PEFT; a 
 with the same run without, bit by bit.
 """
 
+import functools
 import json
 import math
 import types
 
 import pytest
 import torch
-from conftest import DEVICE, one_process, read_rows
+from conftest import DEVICE, one_process, read_rows, selected_params
 from peft import set_peft_model_state_dict
 from rows import REASONING, chat_tokenizer, write_jsonl
 from safetensors.torch import load_file
@@ -40,6 +41,8 @@ PAIRS = {
     (2, "plain, sharded"): ["--shard_group_size", 2],
     (2, "offloaded, sharded"): [*OFFLOADED, "--shard_group_size", 2],
 }
+RARE = (1, "dropout"), (2, "plain, sharded")  # "offloaded" has both; by `make test-slow`
+SOME_PAIRS = [pytest.param(*pair, marks=[pytest.mark.slow] * (pair in RARE)) for pair in PAIRS]
 # these are also cut off after half their steps and resumed
 RESUMED = [(1, "offloaded"), (2, "offloaded, sharded")]
 # (processes, name): flags of a run of its own
@@ -69,14 +72,16 @@ def reference_loss(base):
     return reference_loss_of(base)
 
 
-def jobs(nproc):
-    """Of PAIRS "evaluated" and "not evaluated", some also ", resumed"; and SINGLE."""
+def jobs(nproc, selected):
+    """Of PAIRS "evaluated" and "not evaluated", some also ", resumed", of RARE the selected ones;
+    and SINGLE."""
     for (n, name), flags in PAIRS.items():
+        if n != nproc or ((n, name) in RARE and (n, name) not in selected):
+            continue
         for how, evaluation in (("evaluated", EVALUATED), ("not evaluated", [])):
             flags_of_both = [*flags, *evaluation, "--save_every", 2]
-            if n == nproc:
-                yield (name, how), flags_of_both, {}
-            if n == nproc and (n, name) in RESUMED:
+            yield (name, how), flags_of_both, {}
+            if (n, name) in RESUMED:
                 whole, cut = (directory_name(n, name, h) for h in (how, f"{how}, resumed"))
                 before = f"cp -r '{whole}' '{cut}'; cd '{cut}'; rm -r *-000004 adapter*"
                 yield (name, f"{how}, resumed"), ["--resume", *flags_of_both], {"before": before}
@@ -86,15 +91,16 @@ def jobs(nproc):
 
 
 @pytest.fixture(scope="module")
-def runs(base, run_jobs):
-    return runs_of(base, run_jobs, jobs)
+def runs(base, run_jobs, request):
+    selected = {(params.get("nproc"), params.get("name")) for params in selected_params(request)}
+    return runs_of(base, run_jobs, functools.partial(jobs, selected=selected))
 
 
 # ------------------------------------------------------------------------------------------------
 # The loss
 # ------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("nproc, name", PAIRS, ids=str)
+@pytest.mark.parametrize("nproc, name", SOME_PAIRS, ids=str)
 def test_evaluation_loss_equals_the_reference(nproc, name, runs, reference_loss, read_metrics):
     """Before the first step, when the adapter adds nothing, and after the last; without dropout."""
     directory, _ = runs(nproc, name, "evaluated")
@@ -154,7 +160,8 @@ def test_samples_are_on_the_board(runs, read_metrics):
 
 
 @pytest.mark.parametrize("nproc, model, flags", [
-    (1, "qwen3_moe", []), (2, "qwen3_moe", []), (2, "gpt_oss", ["--micro_batch_tokens", 33])])
+    pytest.param(1, "qwen3_moe", [], marks=pytest.mark.slow), (2, "qwen3_moe", []),
+    (2, "gpt_oss", ["--micro_batch_tokens", 33])])  # fmt: skip
 def test_samples_are_those_of_one_document_alone(nproc, model, flags, demo_directory, run_jobs,
                                                  tmp_path):  # fmt: skip
     """Of mixtures, on one process and sharded, and where some do not fit into one bin."""
@@ -193,7 +200,7 @@ def test_prompts_are_those_of_different_good_answers(demo_directory):
 # ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nproc, name", PAIRS, ids=str)
+@pytest.mark.parametrize("nproc, name", SOME_PAIRS, ids=str)
 def test_evaluation_changes_no_bit_of_training(nproc, name, runs, read_metrics):
     with_it, without = (runs(nproc, name, how)[0] for how in ("evaluated", "not evaluated"))
     assert trained(read_metrics(with_it)) == trained(read_metrics(without))

@@ -20,6 +20,7 @@ import house
 from families import OUTER, TINY, YARN, longrope, tiny, write_model
 from families import make_model as make_whole
 from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from test_released import CONFIGS
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
 from fsdp_qlora.model import attention
@@ -500,9 +501,14 @@ def test_probe_is_in_the_order_of_the_rows():
 # The check at start
 # ------------------------------------------------------------------------------------------------
 
+IN_RELEASED = {config.get("text_config", config)["model_type"] for config in CONFIGS.values()}
 
-@pytest.mark.parametrize("name", TINY)
+
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[pytest.mark.slow] * (make(VOCABULARY).model_type in IN_RELEASED))
+    for name, make in TINY.items()])  # fmt: skip
 def test_check_at_start_passes(name):
+    """Of the families that test_released.py does not check; the others by `make test-slow`."""
     model_config = TINY[name](VOCABULARY)
     state = torch.random.get_rng_state()
     check_family(model_config, name, fill_model)

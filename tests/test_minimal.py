@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import DEVICE, ROOT, do_here, needs_ranks, one_process
+from conftest import DEVICE, ROOT, do_here, needs_ranks, one_process, selected_params
 from minimal_runs import PROBE
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -64,6 +64,8 @@ FAMILIES = {  # model type: settings besides SIZES
     },
     "gemma3": {"text": "gemma3_text", "vision_model": "siglip_vision_model"},  # multimodal
 }  # fmt: skip
+RARE = "olmo2", "gemma3_text", "lfm2", "granitemoehybrid", "youtu"  # by `make test-slow`
+SOME_FAMILIES = [pytest.param(name, marks=[pytest.mark.slow] * (name in RARE)) for name in FAMILIES]
 MERGED = "llama", "gemma3", "qwen3_5_text"
 MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 FLAGS = ["--max_steps", 3, "--batch_size", 4, "--max_length", 64, "--learning_rate", 5e-3]
@@ -102,20 +104,27 @@ def write_model(directory, model_type, tokenizer):
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory, demo_directory):
-    """A directory with all models, text.jsonl, and mixed.jsonl, which has conversations too."""
+def wanted(request):
+    """The families: of RARE those of the selected tests."""
+    selected = {params.get("family") for params in selected_params(request)}
+    return [name for name in FAMILIES if name in selected or name not in RARE]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, demo_directory, wanted):
+    """A directory with the models, text.jsonl, and mixed.jsonl, which has conversations too."""
     directory = tmp_path_factory.mktemp("minimal")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(demo_directory / "model")
-    for model_type in *FAMILIES, "mixtral":
+    for model_type in *wanted, "mixtral":
         write_model(directory / model_type, model_type, tokenizer)
     shutil.copytree(demo_directory / "model", directory / "demo")
     shutil.copytree(directory / "llama", directory / "lacking")
     index = directory / "lacking" / "model.safetensors.index.json"
     (index.parent / json.loads(index.read_text())["weight_map"]["model.norm.weight"]).unlink()
-    shutil.copytree(directory / "olmo2", directory / "twice")
+    shutil.copytree(directory / "qwen3", directory / "twice")
     shutil.copy(directory / "twice/model.safetensors", directory / "twice/model-2.safetensors")
-    shutil.copytree(directory / "olmo2", directory / "quantised")
-    config = json.loads((directory / "olmo2" / "config.json").read_text())
+    shutil.copytree(directory / "qwen3", directory / "quantised")
+    config = json.loads((directory / "qwen3" / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (directory / "quantised" / "config.json").write_text(json.dumps(config))
     draw, words = random.Random(3), "what is the answer to this plus minus times 1 2 3 4 5".split()
@@ -171,7 +180,7 @@ RUNS = {  # name: (processes, what the job has)
 
 
 @pytest.fixture(scope="module")
-def runs(base, run_jobs):
+def runs(base, run_jobs, wanted):
     """Function (name): what a run of RUNS has printed, and what minimal_runs has seen in it."""
     done = set()
 
@@ -179,7 +188,8 @@ def runs(base, run_jobs):
         nproc = RUNS[name][0]
         if nproc not in done:
             run_jobs(nproc, [{"case": "minimal", "out": str(base / f"{name}.seen"), **job}
-                             for name, (n, job) in RUNS.items() if n == nproc], cwd=base)
+                             for name, (n, job) in RUNS.items()
+                             if n == nproc and (name not in FAMILIES or name in wanted)], cwd=base)
             done.add(nproc)
         return (base / f"{name}.seen.log").read_text(), load_file(base / f"{name}.seen", DEVICE)
 
@@ -245,7 +255,7 @@ def logits_of(model, ids):
         return model(input_ids=torch.tensor([ids], device=DEVICE)).logits[0].float()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SOME_FAMILIES)
 def test_family_trains_and_peft_gives_the_same(family, base, runs):
     """Its first loss is that of transformers' 4-bit model, its last logits are those that PEFT
     computes with the adapter."""
@@ -272,7 +282,7 @@ def test_family_trains_and_peft_gives_the_same(family, base, runs):
     assert error < 0.02
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SOME_FAMILIES)
 def test_gathered_words_are_bitsandbytes(family, base, runs):
     stored = {}
     for path in (base / family).glob("*.safetensors"):
@@ -428,16 +438,16 @@ def test_merged_model_is_loaded(base, runs, tmp_path):
 
 
 @pytest.mark.parametrize("argv,words", [
-    (["--base_model", "qwen3"], "lora_B.weight is (64, 16), but the base model and this merge"),
-    (["--base_model", "lfm2"], "is no linear of the layers of lfm2: another base model?"),
+    (["--base_model", "llama"], "lora_B.weight is (128, 16), but the base model and this merge"),
+    (["--base_model", "mixtral"], "is no linear of the layers of mixtral: another base model?"),
     (["--base_model", "quantised"], "quantised: is quantised already"),
     ([], "another adapter of PEFT's is merged, unchecked, if --base_model is given"),
 ])  # fmt: skip
 def test_merge_refuses(argv, words, base, runs, tmp_path, capsys, monkeypatch):
-    runs("olmo2")
+    runs("qwen3")
     monkeypatch.chdir(base)
     with pytest.raises(SystemExit, match="1"):
-        merge("--adapter_dir", "olmo2-adapter", *argv, "--output_dir", tmp_path / "out")
+        merge("--adapter_dir", "qwen3-adapter", *argv, "--output_dir", tmp_path / "out")
     assert words in capsys.readouterr().err
 
 

@@ -16,7 +16,7 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import DEVICE, needs_ranks, one_process
+from conftest import DEVICE, needs_ranks, one_process, selected_params
 from families import TINY, write_model
 from rows import chat_tokenizer, write_jsonl
 from safetensors import safe_open
@@ -71,7 +71,10 @@ SETTINGS = {  # {processes: {name: flags}}
         "kto split": [*SMALL, *SHARED], "kto copies": [*ALL, *LARGE, "--shard_group_size", 1]},
     4: {"dpo two copies": [*PAIR, *SHARED], "kto two copies": [*SMALL, *SHARED]},
 }  # fmt: skip
-CASES = [pytest.param(n, name, marks=[pytest.mark.slow] * (n == 4))
+# what others hold together; by `make test-slow`
+RARE = ("dpo large", "dpo recomputed", "orpo recomputed", "dpo copies", "dpo recomputed sharded",
+        "ipo sharded", "kto copies", "kto resumed", "dpo resumed by two")  # fmt: skip
+CASES = [pytest.param(n, name, marks=[pytest.mark.slow] * (n == 4 or name in RARE))
          for n, settings in SETTINGS.items() for name in settings]  # fmt: skip
 
 
@@ -110,15 +113,16 @@ def data_flags(loss):
 
 
 @pytest.fixture(scope="module")
-def results(base, run_jobs):
+def results(base, run_jobs, request):
     """results(processes): {setting/name: tensor} of the worker's `preferences`."""
-    done = {}
+    done, selected = {}, {params.get("name") for params in selected_params(request)}
 
     def work(nproc):
         needs_ranks(nproc)
         if nproc not in done:
             settings = {name: [*LOSS_FLAGS[name.split()[0]], *data_flags(name.split()[0]), *FLAGS,
-                               *flags] for name, flags in SETTINGS[nproc].items()}  # fmt: skip
+                               *flags]
+                        for name, flags in SETTINGS[nproc].items() if name in selected}  # fmt: skip
             job = {"case": "preferences", "out": str(base / f"out-{nproc}"), "model": "model",
                    "dataset": "rows.jsonl", "adapter": "now.safetensors", "settings": settings}
             run_jobs(nproc, [job], cwd=base)
@@ -408,6 +412,11 @@ RAN = {
 }  # fmt: skip
 
 
+LIKE_WHOLE = [pytest.param(name, marks=[pytest.mark.slow] * (name in RARE))
+              for name in RAN if "whole" not in name]  # fmt: skip
+RESUMED = [case for case in LIKE_WHOLE if RAN[case.values[0]][3]]
+
+
 def cut_run(whole, directory, what):
     """Copy a run as if it had been killed after step 3; and do something to its reference."""
     shutil.copytree(whole, directory)
@@ -450,7 +459,7 @@ def trained(base, run_jobs):
     return run
 
 
-@pytest.mark.parametrize("name", [name for name in RAN if "whole" not in name])
+@pytest.mark.parametrize("name", LIKE_WHOLE)
 def test_runs_end_alike(name, trained, read_metrics):
     """Resumed on as many processes: to the byte; on others: as far as sums in another order go."""
     nproc, loss, _, what = RAN[name]
@@ -477,16 +486,15 @@ def test_runs_end_alike(name, trained, read_metrics):
         assert last["rewards/margins"] > 0.1
 
 
-def test_a_resumed_run_has_the_reference_of_the_run_before(trained):
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_resumed_run_has_the_reference_of_the_run_before(name, trained):
     """Also what is computed anew: with the adapter as it was before the first step."""
-    for name, (_, loss, _, what) in RAN.items():
-        if what and needed(name):
-            want, got = (load_file(trained(n) / "reference.safetensors")
-                         for n in (f"{loss} whole", name))  # fmt: skip
-            for key, value in want.items():
-                torch.testing.assert_close(got[key], value, rtol=1e-6, atol=0, equal_nan=True)
-            is_computed = "reference: computed" in (trained(name) / "printed").read_text()
-            assert is_computed == (what != "cut")
+    _, loss, _, what = RAN[name]
+    want, got = (load_file(trained(n) / "reference.safetensors") for n in (f"{loss} whole", name))
+    for key, value in want.items():
+        torch.testing.assert_close(got[key], value, rtol=1e-6, atol=0, equal_nan=True)
+    is_computed = "reference: computed" in (trained(name) / "printed").read_text()
+    assert is_computed == (what != "cut")
 
 
 @pytest.mark.parametrize("name", [
@@ -531,10 +539,6 @@ def test_a_run_that_is_made_longer_needs_the_reference_of_more_rows(base, run_ma
     assert [int((~values["train"].isnan()).sum()) for values in found] == [10, 20, 20]
     for key, value in found[2].items():
         torch.testing.assert_close(found[1][key], value, rtol=1e-6, atol=0)
-
-
-def needed(name):
-    return not torch.cuda.device_count() or torch.cuda.device_count() >= RAN[name][0]
 
 
 def test_a_reference_that_takes_longer_than_the_run_may_is_made_in_parts(

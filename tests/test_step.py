@@ -15,7 +15,7 @@ import zlib
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import DEVICE, needs_ranks, read_rows
+from conftest import DEVICE, needs_ranks, read_rows, selected_params
 from families import TINY, auto_class, write_model
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
@@ -356,15 +356,16 @@ def test_run_has_the_steps_of_its_epochs(base, run_main, monkeypatch, tmp_path):
 # Families on two processes
 # ------------------------------------------------------------------------------------------------
 
-SHARDED = ["cohere_qk_norm", "granite", "phi4_mini", "smollm3_window", "gemma3"]
+RARE = ["granite", "phi4_mini", "smollm3_window"]  # by `make test-slow`
+SHARDED = ["cohere_qk_norm", "gemma3", *(pytest.param(x, marks=pytest.mark.slow) for x in RARE)]
 
 
 @pytest.fixture(scope="module")
-def family_runs(base, run_jobs, demo_directory):
+def family_runs(base, run_jobs, demo_directory, request):
     needs_ranks(2)
     jobs = {1: [], 2: []}
     tokenizer = PreTrainedTokenizerFast.from_pretrained(demo_directory / "model")
-    for name in SHARDED:
+    for name in (params["family"] for params in selected_params(request) if "family" in params):
         write_model(base / name, TINY[name](len(tokenizer)))
         tokenizer.save_pretrained(base / name)
         for nproc in jobs:
@@ -376,10 +377,10 @@ def family_runs(base, run_jobs, demo_directory):
     return base
 
 
-@pytest.mark.parametrize("name", SHARDED)
-def test_families_give_the_same_on_two_processes(name, family_runs, read_metrics):
+@pytest.mark.parametrize("family", SHARDED)
+def test_families_give_the_same_on_two_processes(family, family_runs, read_metrics):
     """What they give on one is in test_layer.py; of mixtures, in test_layouts.py."""
-    one, two = (family_runs / f"{name} on {nproc}" for nproc in (1, 2))
+    one, two = (family_runs / f"{family} on {nproc}" for nproc in (1, 2))
     rows = zip(read_metrics(one), read_metrics(two), strict=True)
     for bar, (row, other) in zip((1e-5, 1e-4), rows):  # the second one's is after an 8-bit update
         for key in "loss", "grad_norm":
