@@ -54,12 +54,13 @@ from fsdp_qlora.files import read_json, sync_file, write_tensors
 from fsdp_qlora.lora.peft_names import expert_parts, expert_settings, file_parts
 from fsdp_qlora.model.head import scaled_logits
 from fsdp_qlora.pretrained.config import describe_model, text_config
+from fsdp_qlora.pretrained.formats import INT4, INT4_SHAPE, MX_PARTS, NF4_PARTS, unscaled
 from fsdp_qlora.pretrained.hub import base_digest, copy_small_files, model_directory
 from fsdp_qlora.pretrained.reader import (
     FLOATS, OTHER_BASE, Stored, read_tensor, tensors_of, weight_files)
-from fsdp_qlora.pretrained.tensor_names import (
-    INT4, INT4_SHAPE, NF4_PARTS, TensorNames, check_files, read_part, tensor_names)
+from fsdp_qlora.pretrained.tensor_names import TensorNames, check_files, tensor_names
 from fsdp_qlora.quant.blocks import BLOCK, MX_BLOCK
+from fsdp_qlora.quant.nf4 import mxfp4_values
 from fsdp_qlora.ranks import explain, print_error
 from fsdp_qlora.run.directory import ADAPTER_FILES, open_partial, read_run
 from fsdp_qlora.training.check import without_kernels
@@ -337,7 +338,7 @@ def merged_tensor(name: str, base: argparse.Namespace, adapter: dict[str, Adapte
     path, (shape, dtype) = base.paths[name], base.tensors[name]
     merged = torch.empty(shape, dtype=dtype)
     for part, index in base.parts.get(name, [(name, ...)]):  # of all experts, or the whole
-        tensor, transposed = read_part(base.files, base.names, name, part, index, device, base.sums)
+        tensor, transposed = read_part(base, name, part, index, device)
         if part in base.names.linears or part in base.nf4_states:
             tensor = trained_weight(tensor, part, path, base)
         if part in adapter:
@@ -345,6 +346,29 @@ def merged_tensor(name: str, base: argparse.Namespace, adapter: dict[str, Adapte
             tensor = add_adapter(tensor, sums, scale, *(read(n, device)[i] for n, _, i in where))
         merged[index] = tensor.t() if transposed else tensor
     return finite(merged, f"{path}: what {name} becomes")
+
+
+def read_part(base: argparse.Namespace, whole: str, part: str, index: Any,
+              device: str) -> tuple[torch.Tensor, bool]:
+    """The tensor `whole` of the base model's files or the `part` of it at `index`, see
+    TensorNames.parts(); and whether the tensor in 16 bits is its transpose. A linear is [out, in];
+    in FP8 and INT4 it is multiplied by its scales; in MXFP4 it becomes fp32. Raises ValueError if
+    its content is not that of base.sums."""
+    files, names, sums = base.files, base.names, base.sums
+    if part in names.linears and names.linears[part].mxfp4:
+        blocks, scales = (
+            read_tensor(files[whole + end], whole + end, device, sums.get(part + end), index,
+                        part + end) for end in MX_PARTS)
+        packed, scales = blocks.view(-1, BLOCK // 2), scales.view(-1, BLOCK // MX_BLOCK)
+        values = mxfp4_values(packed << 4 | packed >> 4, scales)  # low halves come first in files
+        return values.view(len(blocks), -1), True
+    name = part if part.endswith(INT4) else whole
+    transposed = part in names.sources and names.sources[part].columns is not None
+    tensor = read_tensor(files[name], name, device, sums.get(part), index, part, transposed)
+    if scales := names.scaled.get(part):
+        of_scales = read_tensor(files[scales], scales, device, sums.get(scales))
+        tensor = unscaled(part, tensor, of_scales)
+    return tensor, transposed
 
 
 def trained_weight(weight: torch.Tensor, name: str, path: Path,

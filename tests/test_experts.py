@@ -51,11 +51,12 @@ from fsdp_qlora.model.elementwise import (
     gate_weight_gradients,
 )
 from fsdp_qlora.planner.plan import Plan
-from fsdp_qlora.pretrained.tensor_names import (
-    check_files, rows_in_memory, tensor_names, unscaled)
+from fsdp_qlora.pretrained.formats import unscaled
+from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
 from fsdp_qlora.model.load import weight_rows
 from fsdp_qlora.lora.peft_names import expert_parts, stack_experts, unstack_experts
-from fsdp_qlora.pretrained.reader import Request, WeightReader, weight_files
+from fsdp_qlora.pretrained.reader import (
+    Request, WeightReader, rows_in_memory, weight_files)
 from train_fsdp_qlora import Config, fill_model
 
 BAR = 1e-5  # of a relative difference in fp32
@@ -412,7 +413,7 @@ def test_layouts_of_files_give_the_same_values(name, tmp_path):
     assert all(torch.equal(value, memory[key]) for key, value in released.items())
     tensors = load_file(directory / "model.safetensors")
     for i, (name, linear) in enumerate(names.linears.items()):
-        whole = rows_in_memory(tensors, names, name)
+        whole = rows_in_memory(tensors, names.sources, name)
         assert torch.equal(memory[linear.name + str(i)], whole[linear.in_features :]), name
 
 
@@ -441,7 +442,7 @@ def test_an_experts_bytes_are_bitsandbytes_own():
     names, layer = tensor_names(arch, tensors), model.layers[0]
     for place in layer.layout.places:
         name = names.of_layer(0, f"{place.linear.name}.weight")
-        weight = rows_in_memory(tensors, names, name).view(-1, place.linear.in_features)
+        weight = rows_in_memory(tensors, names.sources, name).view(-1, place.linear.in_features)
         codes, state = bnb.functional.quantize_4bit(
             weight, blocksize=64, compress_statistics=True, quant_type="nf4"
         )

@@ -52,7 +52,8 @@ from fsdp_qlora.model.offload import make_store
 from fsdp_qlora.planner.plan import Plan
 from fsdp_qlora.run.probe import Probe
 from fsdp_qlora.model.head import embed
-from fsdp_qlora.pretrained.tensor_names import rows_in_memory, tensor_names
+from fsdp_qlora.pretrained.reader import rows_in_memory
+from fsdp_qlora.pretrained.tensor_names import tensor_names
 from train_fsdp_qlora import Config, fill_model
 
 LENGTHS = (24, 21)
@@ -98,7 +99,7 @@ def make_model(model_config, arch, tensors, config=CONFIG, plan=None):
     model = Model(arch, make_layouts(arch, adapted, config), plan)
     # the only process reads all rows
     names, cpu = tensor_names(arch, tensors), torch.device("cpu")
-    fill_model(model, names, functools.partial(rows_in_memory, tensors, names), {}, cpu)
+    fill_model(model, names, functools.partial(rows_in_memory, tensors, names.sources), {}, cpu)
     model.frequencies = [
         rope_frequencies(rope, arch, max(LENGTHS), model_config) for rope in arch.ropes
     ]

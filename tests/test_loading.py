@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 import merge_adapters
 from fsdp_qlora.pretrained.hub import base_digest
-from fsdp_qlora.pretrained.tensor_names import NF4_STATE
+from fsdp_qlora.pretrained.formats import NF4_STATE
 from fsdp_qlora.pretrained.reader import (
     DTYPES, RandomWeights, Request, WeightReader, content_sum, tensors_of, weight_files
 )  # fmt: skip

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
 
 import merge_adapters
-from fsdp_qlora.pretrained.tensor_names import NF4_STATE
+from fsdp_qlora.pretrained.formats import NF4_STATE
 
 nf4_and_back = functools.partial(test_merge.nf4_and_back, device=DEVICE)  # where merged
 CORRECTION = "e_score_correction_bias"

@@ -20,7 +20,8 @@ from fsdp_qlora.model.model import Model
 from fsdp_qlora.model.offload import pinned_copy
 from fsdp_qlora.model.shards import OwnBlocks, local_part, own_blocks, set_local
 from fsdp_qlora.pretrained.architecture import Linear
-from fsdp_qlora.pretrained.tensor_names import NF4_PARTS, TensorNames, scale_block, unscaled
+from fsdp_qlora.pretrained.formats import NF4_PARTS, scale_block, unscaled
+from fsdp_qlora.pretrained.tensor_names import TensorNames
 from fsdp_qlora.quant.blocks import (
     BLOCK, MX_BLOCK, NESTED_BLOCK, QUANT_STORAGE, Nested, NF4Blocks)
 from fsdp_qlora.quant.nf4 import dynamic_map

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_qlora.model.layer import DecoderLayer
 from fsdp_qlora.model.linears import LinearPlace
+from fsdp_qlora.pretrained.formats import NF4_PARTS, scale_block
 from fsdp_qlora.pretrained.reader import Request
-from fsdp_qlora.pretrained.tensor_names import NF4_PARTS, scale_block
 from fsdp_qlora.quant.blocks import BLOCK, MX_BLOCK
 
 if TYPE_CHECKING:

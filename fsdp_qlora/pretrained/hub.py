@@ -22,8 +22,8 @@ from fsdp_qlora.files import read_json
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.config import describe_model, longest_text, stored_format, text_config
 from fsdp_qlora.pretrained.families import SHAPES
+from fsdp_qlora.pretrained.formats import FP8_BLOCK, INT4_GROUP
 from fsdp_qlora.pretrained.reader import weight_files
-from fsdp_qlora.pretrained.tensor_names import FP8_BLOCK, INT4_GROUP
 from fsdp_qlora.ranks import explain, say
 
 if TYPE_CHECKING:

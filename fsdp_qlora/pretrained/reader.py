@@ -58,7 +58,7 @@ class Request(NamedTuple):
 class Source:
     """Where files hold a linear of an expert: as some rows of a tensor of all experts."""
 
-    stored: str  # the tensor's name
+    name: str  # the tensor's
     n_rows: int  # of it as a matrix
     rows: range  # the linear's
     columns: range | None = None  # its outputs, where its rows are its inputs: transposed
@@ -205,7 +205,7 @@ class WeightReader:
         and the number of their bytes."""
         name, n_rows, rows = request.name, request.shape[0], request.rows
         if source := request.source:
-            name, n_rows, rows = source.stored, source.n_rows, source.rows_with(rows)
+            name, n_rows, rows = source.name, source.n_rows, source.rows_with(rows)
         stored = self.files[name]
         row_bytes = (stored.stop - stored.start) // n_rows
         return stored, stored.start + rows.start * row_bytes, len(rows) * row_bytes
@@ -244,6 +244,15 @@ class WeightReader:
         self.pool.shutdown()
         if self.errors:
             raise self.errors[0]
+
+
+def rows_in_memory(
+    tensors: Mapping[str, torch.Tensor], sources: Mapping[str, Source], name: str,
+) -> torch.Tensor:
+    """All rows of a tensor of `tensors`, flat, as a WeightReader reads them from files that have
+    the same; `sources`: see TensorNames."""
+    source = sources.get(name)
+    return (source.weight_in(tensors[source.name]) if source else tensors[name]).flatten()
 
 
 class RandomWeights:

@@ -1,6 +1,7 @@
 """The names of tensors in a model's files, and the check that all are there in the right form.
 
-Which rows this rank asks for is in model/shards.py.
+How other formats than 16 bits name the parts of a weight is in formats; which rows this rank asks
+for, in model/shards.py.
 """
 
 from __future__ import annotations
@@ -17,22 +18,16 @@ from transformers import PreTrainedConfig
 
 from fsdp_qlora.pretrained.architecture import Architecture, Linear
 from fsdp_qlora.pretrained.config import stored_format, text_config
+from fsdp_qlora.pretrained.formats import (
+    FP8_BLOCK, INT4, INT4_GROUP, INT4_SCALE, INT4_SHAPE, MX_PARTS, NF4_STATE, PACKED)
 from fsdp_qlora.pretrained.reader import (
-    DTYPES, FLOATS, READ_CHUNK, Request, Source, Stored, WeightReader, read_tensor)
-from fsdp_qlora.quant.nf4 import BLOCK, MX_BLOCK, NESTED_BLOCK, dynamic_map, mxfp4_values, nf4_code
+    DTYPES, FLOATS, READ_CHUNK, Request, Source, Stored, WeightReader)
+from fsdp_qlora.quant.nf4 import BLOCK, MX_BLOCK, NESTED_BLOCK, dynamic_map, nf4_code
 from fsdp_qlora.ranks import say
 
-NF4_STATE = "quant_state.bitsandbytes__nf4"  # bitsandbytes' name, after that of the weight
-FP8_BLOCK = 128  # rows and columns of a weight in FP8 that share one scale
-INT4_GROUP = 32  # weights of a row in INT4 that share one scale
-# what compressed-tensors calls the parts of a weight in INT4: after its name, "weight"
-INT4, INT4_SCALE, INT4_SHAPE = "_packed", "_scale", "_shape"
-PACKED = 8  # weights in INT4 that are in one int32
-MX_PARTS = "_blocks", "_scales"  # what the names of tensors in MXFP4 end with; both are bytes
 # {name: (shape, or None for any, dtypes)} of tensors that the files must have
 Wanted = dict[str, tuple[tuple[int, ...] | None, Collection[str]]]
 HasShape = Stored | torch.Tensor
-NF4_PARTS = "absmax", "nested_absmax", "nested_quant_map", "quant_map", NF4_STATE  # all of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,16 +76,16 @@ class TensorNames:
         linears."""
         found = {}
         for name, linear in self.linears.items():
-            stored, index = name.removesuffix(INT4), ...
+            whole, index = name.removesuffix(INT4), ...
             if source := self.sources.get(f"{name}_blocks" if linear.mxfp4 else name):
-                stored, rows, columns = source.stored, source.rows, source.columns
-                expert, first = divmod(rows.start, self.shapes[stored][1])
+                whole, rows, columns = source.name, source.rows, source.columns
+                expert, first = divmod(rows.start, self.shapes[whole][1])
                 index = expert, slice(first, first + len(rows))
                 if columns:
                     index = *index, slice(columns.start, columns.stop)
-                elif len(rows) == self.shapes[stored][1]:  # MXFP4 is merged in another shape
+                elif len(rows) == self.shapes[whole][1]:  # MXFP4 is merged in another shape
                     index = expert
-            found.setdefault(stored.removesuffix("_blocks"), []).append((name, index))
+            found.setdefault(whole.removesuffix("_blocks"), []).append((name, index))
         return found
 
 
@@ -131,7 +126,7 @@ def tensor_names(arch: Architecture, files: Mapping[str, HasShape]) -> TensorNam
                     math.ceil(n / FP8_BLOCK) for n in (linear.out_features, linear.in_features))
         for key, (source, shape) in stacked.items():
             names.sources[names.of_layer(i, key)] = source
-            names.shapes[source.stored] = shape
+            names.shapes[source.name] = shape
         if arch.latent and arch.latent.index_topk:
             add_unread(names, names.of_layer(i, arch.latent.indexer), files)
         if arch.lenders[i] is not None:  # released files have them all the same
@@ -145,7 +140,7 @@ def tensor_names(arch: Architecture, files: Mapping[str, HasShape]) -> TensorNam
         fused = fused_conv(small, names.of_layer(i, "linear_attn.conv1d.weight"), files)
         for key, source in fused.items():
             names.sources[names.of_layer(i, key)] = source
-            names.shapes[source.stored] = tuple(files[source.stored].shape)
+            names.shapes[source.name] = tuple(files[source.name].shape)
         for key in [*vectors, *small]:
             if key not in fused:
                 names.shapes[names.of_layer(i, key)] = (vectors | small)[key]
@@ -188,14 +183,14 @@ def add_unread(names: TensorNames, prefix: str, files: Mapping[str, HasShape]) -
 
 
 def fused_conv(
-    small: Mapping[str, tuple[int, ...]], stored: str, files: Mapping[str, HasShape],
+    small: Mapping[str, tuple[int, ...]], whole: str, files: Mapping[str, HasShape],
 ) -> dict[str, Source]:
-    """{name of a convolution of query, key or value: its Source} where one tensor, `stored`, holds
+    """{name of a convolution of query, key or value: its Source} where one tensor, `whole`, holds
     all three, as transformers has them in memory. `small`: small_tensors() of a layer."""
     parts = {key: shape[0] for key, shape in small.items() if key.endswith("_conv1d.weight")}
     stops = dict(zip(parts, itertools.accumulate(parts.values())))
-    return {key: Source(stored, sum(parts.values()), range(stop - parts[key], stop))
-            for key, stop in stops.items() if stored in files}
+    return {key: Source(whole, sum(parts.values()), range(stop - parts[key], stop))
+            for key, stop in stops.items() if whole in files}
 
 
 def stacked_experts(
@@ -208,14 +203,14 @@ def stacked_experts(
     first_key = "gate_up_proj" if arch.gated else "up_proj"
     groups = {first_key: arch.expert_gate_up, "down_proj": arch.expert_down}
     for key, linears in groups.items():
-        stored, n, n_in = f"{mixture.experts}.{key}", mixture.n_experts, linears[0].in_features
+        whole, n, n_in = f"{mixture.experts}.{key}", mixture.n_experts, linears[0].in_features
         n_out = sum(linear.out_features for linear in linears) // n  # of one expert
         transposed = False
         if linears[0].mxfp4:
             parts = {"_blocks": (n, n_out, n_in // MX_BLOCK, MX_BLOCK // 2),
                      "_scales": (n, n_out, n_in // MX_BLOCK)}
-        elif names.of_layer(layer, stored) in files:
-            found_shape = tuple(files[names.of_layer(layer, stored)].shape)
+        elif names.of_layer(layer, whole) in files:
+            found_shape = tuple(files[names.of_layer(layer, whole)].shape)
             transposed = found_shape == (n, n_in, n_out) and (n_in != n_out or mixture.transposed)
             parts = {"": (n, n_in, n_out) if transposed else (n, n_out, n_in)}
         else:
@@ -229,58 +224,9 @@ def stacked_experts(
                     columns = range(first - expert * n_out, stop - expert * n_out)
                     rows = range(expert * n_in, (expert + 1) * n_in)
                 found[f"{linear.name}.weight{part}"] = Source(
-                    names.of_layer(layer, stored + part), n * shape[1], rows, columns), shape
+                    names.of_layer(layer, whole + part), n * shape[1], rows, columns), shape
                 first = stop
     return found
-
-
-def rows_in_memory(
-    tensors: Mapping[str, torch.Tensor], names: TensorNames, name: str,
-) -> torch.Tensor:
-    """All rows of a tensor of `tensors`, flat, as a WeightReader reads them."""
-    source = names.sources.get(name)
-    return (source.weight_in(tensors[source.stored]) if source else tensors[name]).flatten()
-
-
-def read_part(
-    files: Mapping[str, Stored], names: TensorNames, stored: str, part: str, index: Any,
-    device: torch.device | str, sums: Mapping[str, str],
-) -> tuple[torch.Tensor, bool]:
-    """A whole tensor of the files, or the `part` of it at `index`, see TensorNames.parts(), and
-    whether the tensor in 16 bits is its transpose. A linear is [out, in]; in FP8 and INT4 it is
-    multiplied by its scales; in MXFP4 it becomes fp32. Raises ValueError if its content differs
-    from `sums`, {name: content_sum() as hex}."""
-    if part in names.linears and names.linears[part].mxfp4:
-        blocks, scales = (
-            read_tensor(files[stored + end], stored + end, device, sums.get(part + end), index,
-                        part + end) for end in MX_PARTS)
-        packed, scales = blocks.view(-1, BLOCK // 2), scales.view(-1, BLOCK // MX_BLOCK)
-        values = mxfp4_values(packed << 4 | packed >> 4, scales)  # low halves come first in files
-        return values.view(len(blocks), -1), True
-    stored = part if part.endswith(INT4) else stored
-    transposed = part in names.sources and names.sources[part].columns is not None
-    tensor = read_tensor(files[stored], stored, device, sums.get(part), index, part, transposed)
-    if scales := names.scaled.get(part):
-        of_scales = read_tensor(files[scales], scales, device, sums.get(scales))
-        tensor = unscaled(part, tensor, of_scales)
-    return tensor, transposed
-
-
-def scale_block(name: str) -> tuple[int, int]:
-    """Rows and columns that share one scale, of a linear in FP8 or INT4 of this name."""
-    return (1, INT4_GROUP) if name.endswith(INT4) else (FP8_BLOCK, FP8_BLOCK)
-
-
-def unscaled(name: str, value: torch.Tensor, scales: torch.Tensor, first: int = 0) -> torch.Tensor:
-    """The weight [out, in] of a linear: FP8 values times the scales of their blocks, fp32; or INT4,
-    int32 [out, in / 8], times those of their groups, rounded to the scales' dtype as
-    compressed-tensors does. `first`: the row of the first block at which the values begin."""
-    (rows, columns), dtype = scale_block(name), torch.float32
-    if name.endswith(INT4):  # the lowest four bits are the first weight, plus 8
-        in_bytes, dtype = value.view(torch.uint8), scales.dtype
-        value = torch.stack([in_bytes & 15, in_bytes >> 4], -1).flatten(1).float() - 8
-    scales = scales.float().repeat_interleave(rows, 0)[first : first + len(value)]
-    return (value.float() * scales.repeat_interleave(columns, 1)[:, : value.shape[1]]).to(dtype)
 
 
 def check_files(
@@ -396,7 +342,7 @@ def check_prequantised(
             original = "the original model"
             if "_projs." in name:  # Unsloth's gpt-oss, which has each expert's matrices apart
                 original = "openai/gpt-oss-20b or openai/gpt-oss-120b, which are in MXFP4"
-            raise ValueError(f"{name}: only linears of decoder layers can be in 4-bit, in NF4, by"
+            raise ValueError(f"{name}: only linears and routers can be in 4-bit, in NF4, by"
                              f" the names that transformers gives them: name {original}")
     for name in in_nf4:
         n_blocks = math.ceil(math.prod(names.shapes[name]) / BLOCK)

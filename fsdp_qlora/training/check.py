@@ -34,7 +34,8 @@ from fsdp_qlora.model.shards import set_local
 from fsdp_qlora.planner.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.config import describe_model, rope_frequencies, shrunk_config
-from fsdp_qlora.pretrained.tensor_names import TensorNames, rows_in_memory, tensor_names
+from fsdp_qlora.pretrained.reader import rows_in_memory
+from fsdp_qlora.pretrained.tensor_names import TensorNames, tensor_names
 from fsdp_qlora.quant.nf4 import dequantise
 from fsdp_qlora.ranks import explain
 
@@ -173,7 +174,7 @@ def plain_model(
         layouts = [dataclasses.replace(x, mlp=dataclasses.replace(x.mlp, slice_tokens=25))
                    if isinstance(x.mlp, MLPHalf) else x for x in layouts]
     model, names = Model(arch, layouts, plan), tensor_names(arch, tensors)
-    fill_model(model, names, functools.partial(rows_in_memory, tensors, names), {},
+    fill_model(model, names, functools.partial(rows_in_memory, tensors, names.sources), {},
                torch.device("cpu"))
     for layer in model.layers:
         set_local(layer, "adapter", torch.zeros(len(layer.adapter)))
@@ -205,8 +206,8 @@ def read_weights(model: Model, names: TensorNames) -> dict[str, torch.Tensor]:
             for place in fused.places:
                 name = names.of_layer(i, f"{place.linear.name}.weight")
                 if source := names.sources.get(name):
-                    shape = names.shapes[source.stored]
-                    whole = weights.setdefault(source.stored, torch.empty(shape))
+                    shape = names.shapes[source.name]
+                    whole = weights.setdefault(source.name, torch.empty(shape))
                     source.weight_in(whole).copy_(weight[place.outputs])
                 else:
                     weights[name] = weight[place.outputs]
@@ -251,7 +252,7 @@ def reference_results(
         adapters.append(layer.adapter.detach().clone().requires_grad_())
         for place in layer.layout.places:
             name = names.of_layer(i, f"{place.linear.name}.weight")
-            weight = rows_in_memory(weights, names, name).view(-1, place.linear.in_features)
+            weight = rows_in_memory(weights, names.sources, name).view(-1, place.linear.in_features)
             if place.columns:
                 a = adapters[i][place.lora_a].view(CHECK_RANK, -1)
                 b = adapters[i][place.lora_b].view(-1, CHECK_RANK)
@@ -260,7 +261,7 @@ def reference_results(
                 norms = weight.detach().norm(dim=1)
                 weight = weight * (adapters[i][place.magnitude] / norms)[:, None]
             if source := names.sources.get(name):
-                whole = adapted.setdefault(source.stored, torch.zeros(names.shapes[source.stored]))
+                whole = adapted.setdefault(source.name, torch.zeros(names.shapes[source.name]))
                 source.weight_in(whole).copy_(weight)
             else:
                 adapted[name] = weight
