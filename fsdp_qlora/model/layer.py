@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -141,11 +141,10 @@ def _make_layout(
     allocator = Allocator()
     vectors = {name: (allocator.reserve("vectors", math.prod(shape)), shape)
                for name, shape in arch.vectors(kind).items()}
-    of_experts = arch.expert_gate_up, arch.expert_down
-    fused: list[Any] = [  # FusedLinears; None for a shared expert that the model does not have
-        fuse_linears(site, linears, adapted, config, vectors, allocator,
-                     arch.mixture.n_experts if linears in of_experts else 0) if linears else None
-        for site, linears in enumerate(arch.fused_groups(kind))]
+    fused = {
+        name: fuse_linears(site, linears, adapted, config, vectors, allocator,
+                           arch.mixture.n_experts if name.startswith("expert_") else 0)
+        for site, (name, linears) in enumerate(arch.fused_groups(kind).items()) if linears}
     small_tensors = arch.small_tensors(kind)
     arch = arch.of_kind(kind)
     rank, counts = config.lora_rank, allocator.counts
@@ -157,30 +156,29 @@ def _make_layout(
 
 
 def _make_halves(
-    arch: Architecture, kind: LayerKind, fused: Sequence[Any]
+    arch: Architecture, kind: LayerKind, fused: Mapping[str, FusedLinear]
 ) -> tuple[MixingHalf | NoMixingHalf, MLPHalf | RoutedMLPHalf | NoMLPHalf]:
-    """Those of a layer with the fused_groups() `fused`."""
-    inputs, out, *of_mlp = fused
+    """Those of a layer. `fused`: of each group of fused_groups() that has linears."""
     of_tokens: Mixing = AttentionMixing(arch, kind.window, kind.rope)
     beside = None
     if arch.latent:
-        q_b = of_mlp.pop(0) if arch.latent.q_rank else None
-        of_tokens = LatentMixing(arch, kind.rope, q_b, of_mlp.pop(0))
+        of_tokens = LatentMixing(arch, kind.rope, fused.get("q_b"), fused["kv_b"])
     elif kind.mixer and arch.beside:
-        beside = of_mlp.pop(0), RecordedMixing(arch.mixers[kind.mixer], arch)
+        beside = fused["mixer_out"], RecordedMixing(arch.mixers[kind.mixer], arch)
     elif kind.mixer:
         of_tokens = RecordedMixing(arch.mixers[kind.mixer], arch)
     mixing: MixingHalf | NoMixingHalf = NoMixingHalf(arch)
     mlp: MLPHalf | RoutedMLPHalf | NoMLPHalf = NoMLPHalf(arch)
     if kind.halves != "mlp":
-        mixing = MixingHalf(arch, inputs, out, of_tokens, beside)
+        mixing = MixingHalf(arch, fused["in_proj"], fused["out"], of_tokens, beside)
     if kind.routed:
-        shared_gate_up, shared_down, *way, gate_up, down = of_mlp
-        latent = ExpertLatent(*way) if way else None
-        mlp = RoutedMLPHalf(arch, shared_gate_up, shared_down, latent, gate_up, down)
+        way = (ExpertLatent(fused["latent_into"], fused["latent_back"])
+               if arch.expert_latent else None)
+        mlp = RoutedMLPHalf(arch, fused.get("shared_gate_up"), fused.get("shared_down"), way,
+                            fused["expert_gate_up"], fused["expert_down"])
     elif kind.halves != "mixing":
-        gate_up, down, *of_end = of_mlp
-        mlp = MLPHalf(arch, gate_up, down, PerLayerEnd(arch, *of_end) if of_end else None)
+        end = PerLayerEnd(arch, fused["end_gate"], fused["end_out"]) if arch.per_layer else None
+        mlp = MLPHalf(arch, fused["gate_up"], fused["down"], end)
     return mixing, mlp
 
 

@@ -512,7 +512,7 @@ def mamba2(work: LayerWork, projected: Tensor, mixer: Mamba2) -> Tensor:
 def delta_parts(projected: Tensor, mixer: DeltaNet) -> dict[str, Tensor]:
     """{q, k, v, z, b, a: [n, width]} of what the linears give."""
     groups, parts, first = mixer.key_heads if mixer.by_key_head else 1, {}, 0
-    for _, names in mixer.inputs:
+    for _, names in mixer.in_projs:
         widths = [mixer.widths[name] for name in names]
         columns = projected[:, first : first + sum(widths)].unflatten(1, (groups, -1))
         for name, part in zip(names, columns.split([width // groups for width in widths], 2)):

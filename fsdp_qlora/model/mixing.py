@@ -1,4 +1,4 @@
-"""The half of a layer that mixes tokens: x + out(mixing(inputs(norm(x)))), forward and backward,
+"""The half of a layer that mixes tokens: x + out(mixing(in_proj(norm(x)))), forward and backward,
 and what it costs.
 
 The mixings are AttentionMixing of attention, LatentMixing of latent and RecordedMixing of mixers.
@@ -33,7 +33,7 @@ class Mixing(Protocol):
 
     def forward(self, work: LayerWork, kept: types.SimpleNamespace) -> Tensor:
         """What the last product reads [n, out.in_features], of kept.projected [n,
-        inputs.out_features], which it may replace in `kept`; that holds what the others need."""
+        in_proj.out_features], which it may replace in `kept`; that holds what the others need."""
 
     def mixed(self, work: LayerWork, kept: types.SimpleNamespace) -> Tensor:
         """What forward() returned."""
@@ -48,7 +48,7 @@ class Mixing(Protocol):
 
     @property
     def projected_width(self) -> int:
-        """How many of the inputs' outputs it reads."""
+        """How many of the outputs of in_proj it reads."""
 
     @property
     def query_width(self) -> int:
@@ -76,10 +76,10 @@ class MixingHalf:
     count values per token, unless their names say bytes or weights."""
 
     arch: Architecture
-    inputs: FusedLinear  # of attention: q, k and v
+    in_proj: FusedLinear  # of attention: q, k and v
     out: FusedLinear
     mixing: Mixing
-    # a second (out, mixing), which reads what `mixing` leaves of what the inputs give; both add up
+    # a second (out, mixing), which reads the outputs of in_proj that `mixing` leaves; both add up
     beside: tuple[FusedLinear, Mixing] | None = None
 
     @property
@@ -88,7 +88,7 @@ class MixingHalf:
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
-        return self.inputs, *(out for out, _ in self.branches), *self.between
+        return self.in_proj, *(out for out, _ in self.branches), *self.between
 
     @property
     def between(self) -> tuple[FusedLinear, ...]:
@@ -101,9 +101,9 @@ class MixingHalf:
         """Returns x + mixed(norm(x)) [tokens, hidden], None without want_sum, and what backward()
         needs."""
         arch, kept = self.arch, keep(x=x)
-        inputs = norm_inputs(work, arch.attention_norm, x, self.inputs)
-        projected = product(work, self.inputs, inputs)
-        keep_inputs(work, kept, inputs, self.inputs)
+        inputs = norm_inputs(work, arch.attention_norm, x, self.in_proj)
+        projected = product(work, self.in_proj, inputs)
+        keep_inputs(work, kept, inputs, self.in_proj)
         del inputs
         widths = [mixing.projected_width for _, mixing in self.branches]
         kept.parts = [keep(projected=part) for part in projected.split(widths, 1)]
@@ -142,9 +142,9 @@ class MixingHalf:
         del upstream
         grad = torch.cat(grads, 1) if len(grads) > 1 else grads[0]
         del grads
-        inputs = kept_inputs(work, kept, arch.attention_norm, kept.x, self.inputs)
-        grad, grad_d = product_backward(work, self.inputs, kept.columns, grad, inputs, needs_x)
-        add_a_gradient(work, self.inputs, inputs, grad_d)
+        inputs = kept_inputs(work, kept, arch.attention_norm, kept.x, self.in_proj)
+        grad, grad_d = product_backward(work, self.in_proj, kept.columns, grad, inputs, needs_x)
+        add_a_gradient(work, self.in_proj, inputs, grad_d)
         if not needs_x:
             return None
         return norm_gradient(work, arch.attention_norm, kept.x, grad, residual)
@@ -152,14 +152,14 @@ class MixingHalf:
     @property
     def recomputed_values(self) -> int:
         """Values that are alive while forward() is computed again."""
-        return self.inputs.width + sum(
+        return self.in_proj.width + sum(
             mixing.recomputed_values + out.width for out, mixing in self.branches)
 
     @property
     def kept_values(self) -> int:
         """Values kept from forward to backward, if nothing is recomputed."""
         hidden = self.arch.hidden_size
-        values = hidden + self.inputs.padded_columns
+        values = hidden + self.in_proj.padded_columns
         values += sum(out.padded_columns + mixing.kept_values for out, mixing in self.branches)
         values += hidden * (self.arch.attention_post_norm is not None)
         return values
@@ -174,8 +174,8 @@ class MixingHalf:
         item = getattr(torch, plan.compute_dtype).itemsize
         hold_weights = plan.hold_weights and recomputed
         values = self.recomputed_values if recomputed else 0
-        values += self.inputs.width + 2 * self.arch.hidden_size  # gradients: of x and of the sum
-        held = self.fused_linears if hold_weights else (self.inputs, *self.between)
+        values += self.in_proj.width + 2 * self.arch.hidden_size  # gradients: of x and of the sum
+        held = self.fused_linears if hold_weights else (self.in_proj, *self.between)
         weights = [weight_bytes(fused, item, hold_weights) for fused in held]
         others = sum(weights) if hold_weights else max(weights)
         others += sum(mixing.live_bytes(plan) for _, mixing in self.branches)
@@ -183,7 +183,7 @@ class MixingHalf:
 
     def recomputed_weights(self, want_sum: bool) -> int:
         """Weights that are multiplied again when forward() is recomputed."""
-        always = sum(fused.n_weights for fused in (self.inputs, *self.between))
+        always = sum(fused.n_weights for fused in (self.in_proj, *self.between))
         return always + want_sum * sum(out.n_weights for out, _ in self.branches)
 
     @property

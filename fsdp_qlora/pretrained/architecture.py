@@ -115,17 +115,18 @@ class LatentAttention:
     index_topk: int | FromConfig | None = None
     indexer: str = "self_attn.indexer."  # what the names of its tensors begin with
 
-    def linears(self, hidden: int, heads: int) -> tuple[list[Linear], ...]:
-        """A list for each input: those that read the layer's, those that give its output, those
-        that make heads of latents."""
+    def linears(self, hidden: int, heads: int) -> dict[str, list[Linear]]:
+        """Of a layer, see Architecture.mixing_groups()."""
         of_queries = heads * (self.nope + self.rope)
         kv_a = Linear("self_attn.kv_a_proj_with_mqa", self.kv_rank + self.rope, hidden, False)
         kv_b = Linear("self_attn.kv_b_proj", heads * (self.nope + self.value), self.kv_rank, False)
         out = Linear("self_attn.o_proj", hidden, heads * self.value, False)
         if not self.q_rank:
-            return [Linear("self_attn.q_proj", of_queries, hidden, False), kv_a], [out], [kv_b]
-        return ([Linear("self_attn.q_a_proj", self.q_rank, hidden, False), kv_a], [out],
-                [Linear("self_attn.q_b_proj", of_queries, self.q_rank, False)], [kv_b])
+            q = Linear("self_attn.q_proj", of_queries, hidden, False)
+            return {"in_proj": [q, kv_a], "out": [out], "kv_b": [kv_b]}
+        q_a = Linear("self_attn.q_a_proj", self.q_rank, hidden, False)
+        q_b = Linear("self_attn.q_b_proj", of_queries, self.q_rank, False)
+        return {"in_proj": [q_a, kv_a], "out": [out], "q_b": [q_b], "kv_b": [kv_b]}
 
     def norms(self) -> dict[str, tuple[int, ...]]:
         """{name below the layer: shape} of the weights of its norms."""
@@ -169,8 +170,8 @@ class DeltaNet:
     key_dim: int | FromConfig = "config.linear_key_head_dim"
     value_dim: int | FromConfig = "config.linear_value_head_dim"
     kernel: int | FromConfig = "config.linear_conv_kernel_dim"
-    # (name of a linear, which of q, k, v, z, b and a it gives)
-    inputs: tuple[tuple[str, str], ...] = (
+    # of each linear that reads the input: (name, which of q, k, v, z, b and a it gives)
+    in_projs: tuple[tuple[str, str], ...] = (
         ("in_proj_qkv", "qkv"), ("in_proj_z", "z"), ("in_proj_b", "b"), ("in_proj_a", "a"))
     out: str = "out_proj"
     norm: str = "norm"
@@ -191,7 +192,7 @@ class DeltaNet:
         """The linears that read its input, and those that give its output."""
         widths = self.widths
         return ([Linear(f"linear_attn.{name}", sum(widths[x] for x in parts), hidden, False)
-                 for name, parts in self.inputs],
+                 for name, parts in self.in_projs],
                 [Linear(f"linear_attn.{self.out}", hidden, widths["v"], False)])
 
     def tensors(self, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -500,35 +501,47 @@ class Architecture(Family):
                  for name, n in widths.items()],
                 [Linear(self.attention_out, self.hidden_size, width, self.out_bias)])
 
-    def mixing_groups(self, kind: LayerKind) -> tuple[list[Linear], ...]:
-        """The Linears of a layer's half that mixes tokens: a list for each input that they read."""
+    def mixing_groups(self, kind: LayerKind) -> dict[str, list[Linear]]:
+        """Those of fused_groups() that the half that mixes tokens has."""
         if kind.halves == "mlp":
-            return [], []
+            return {"in_proj": [], "out": []}
         if self.latent:
             return self.latent.linears(self.hidden_size, kind.heads.n)
-        attention = self.of_kind(kind).attention_linears()
+        in_proj, out = self.of_kind(kind).attention_linears()
         if not kind.mixer:
-            return attention
-        of_mixer = self.mixers[kind.mixer].linears(self.hidden_size)
-        return (attention[0] + of_mixer[0], attention[1], of_mixer[1]) if self.beside else of_mixer
+            return {"in_proj": in_proj, "out": out}
+        of_mixer, mixer_out = self.mixers[kind.mixer].linears(self.hidden_size)
+        if not self.beside:
+            return {"in_proj": of_mixer, "out": mixer_out}
+        return {"in_proj": in_proj + of_mixer, "out": out, "mixer_out": mixer_out}
 
-    def fused_groups(self, kind: LayerKind) -> tuple[list[Linear], ...]:
-        """The Linears of a layer: a list for each input that they read."""
-        mlp: tuple[list[Linear], ...] = self.gate_up, self.down
+    def mlp_groups(self, kind: LayerKind) -> dict[str, list[Linear]]:
+        """Those of fused_groups() that the MLP half has."""
+        if kind.halves == "mixing":
+            return {"gate_up": [], "down": []}
+        groups = {"gate_up": self.gate_up, "down": self.down}
         if kind.routed:
-            latent = ([linear] for linear in self.expert_latent)
-            mlp = (self.shared_gate_up, self.shared_down, *latent,
-                   self.expert_gate_up, self.expert_down)
+            groups = {"shared_gate_up": self.shared_gate_up, "shared_down": self.shared_down}
+            groups |= {name: [linear] for name, linear in zip(
+                ("latent_into", "latent_back"), self.expert_latent)}
+            groups |= {"expert_gate_up": self.expert_gate_up, "expert_down": self.expert_down}
         if self.wide_borrowers and not kind.heads.n_kv:
-            mlp = (
-                [dataclasses.replace(x, out_features=2 * x.out_features) for x in self.gate_up],
-                [dataclasses.replace(x, in_features=2 * x.in_features) for x in self.down])
+            groups = {
+                "gate_up": [dataclasses.replace(x, out_features=2 * x.out_features)
+                            for x in self.gate_up],
+                "down": [dataclasses.replace(x, in_features=2 * x.in_features)
+                         for x in self.down]}
         if self.per_layer:
-            mlp += self.per_layer.linears(self.hidden_size)
-        return *self.mixing_groups(kind), *(([], []) if kind.halves == "mixing" else mlp)
+            groups["end_gate"], groups["end_out"] = self.per_layer.linears(self.hidden_size)
+        return groups
+
+    def fused_groups(self, kind: LayerKind) -> dict[str, list[Linear]]:
+        """{name: Linears that read one input} of a layer, perhaps none. Their values follow one
+        another in this order, and the number of a group is its site of dropout, see drop()."""
+        return self.mixing_groups(kind) | self.mlp_groups(kind)
 
     def linears(self, kind: LayerKind) -> list[Linear]:
-        return [linear for group in self.fused_groups(kind) for linear in group]
+        return [linear for group in self.fused_groups(kind).values() for linear in group]
 
     def all_linears(self) -> list[Linear]:
         """Those of all kinds of layers, once each."""
@@ -555,7 +568,7 @@ class Architecture(Family):
         if "all-linear" in target_modules and self.mixture:
             taken = {name.rsplit(".", 1)[-1] for name in self.experts()}
             every = {x.name for kind in dict.fromkeys(self.layer_kinds)
-                     for group in self.mixing_groups(kind) for x in group
+                     for group in self.mixing_groups(kind).values() for x in group
                      if x.name.rsplit(".", 1)[-1] not in taken}
         elif "all-linear" in target_modules:
             every = {*self.adaptable()}

@@ -192,7 +192,7 @@ FAMILIES: dict[str, Family] = {
         mixers={"linear_attention": DeltaNet()}),
     "olmo_hybrid": Family(
         **OLMO2, mixers={"linear_attention": DeltaNet(
-            inputs=tuple((f"{x}_proj", "z" if x == "g" else x) for x in "qkvgba"), out="o_proj",
+            in_projs=tuple((f"{x}_proj", "z" if x == "g" else x) for x in "qkvgba"), out="o_proj",
             norm="o_norm", norm_eps=1e-5, double_beta="config.linear_allow_neg_eigval",
             split_conv=True)},
         norm_renames=(("input_layernorm", "attention_layer_norm"),
@@ -258,7 +258,7 @@ FAMILIES: dict[str, Family] = {
         mixture=Mixture(**QWEN3_NEXT_EXPERTS, adapters="parameters")),
     "qwen3_next": Family(
         **QWEN3_NEXT, mixers={"linear_attention": DeltaNet(
-            inputs=(("in_proj_qkvz", "qkvz"), ("in_proj_ba", "ba")), by_key_head=True)},
+            in_projs=(("in_proj_qkvz", "qkvz"), ("in_proj_ba", "ba")), by_key_head=True)},
         mixture=Mixture(**QWEN3_NEXT_EXPERTS, normalised="config.norm_topk_prob")),
     "lfm2_moe": Family(**LFM2, must_be={"use_expert_bias": True}, mixture=Mixture(
         first_dense="config.num_dense_layers", experts="feed_forward.experts",
