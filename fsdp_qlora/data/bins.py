@@ -47,7 +47,7 @@ class Bin:
     kernels: dict[str, Callable]
     store: GPUStore | HostStore  # where layers put what they keep
     ropes: dict | None = None  # cos and sin, see rope_tables
-    per_layer: torch.Tensor | None = None  # inputs of all layers, see per_layer_inputs()
+    layer_inputs: torch.Tensor | None = None  # of all layers, see per_layer_inputs()
     # {window, None: without: what queries see}, of flex_document_attention() alone
     masks: dict[int | None, tuple[torch.Tensor, ...]] = dataclasses.field(default_factory=dict)
     chunks: torch.Tensor | None = None  # see chunk_table(), mixers

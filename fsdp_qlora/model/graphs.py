@@ -58,7 +58,7 @@ class Graphs:
             loss, sums = bin_objective(self.model(static), static, self.config)
             (loss * factor).backward()
         self.pool = self.pool or graph.pool()
-        static.ropes, static.masks, static.per_layer = None, {}, None
+        static.ropes, static.masks, static.layer_inputs = None, {}, None
         torch.cuda.empty_cache()  # what ran without a graph used this
         return graph, static, factor, sums
 

@@ -37,9 +37,9 @@ class LatentMixing:
     kv_b: FusedLinear
 
     @property
-    def latent(self) -> LatentAttention:
-        latent: LatentAttention = self.arch.latent
-        return latent
+    def mla(self) -> LatentAttention:
+        mla: LatentAttention = self.arch.mla
+        return mla
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
@@ -50,10 +50,10 @@ class LatentMixing:
         kept.projected, kept.q_latent = None, None
         if self.q_b:
             kept.q_latent = query
-            query, kept.q_columns = self._heads(work, self.q_b, self.latent.q_norm, query)
-        # a view would keep the queries
+            query, kept.q_columns = self._heads(work, self.q_b, self.mla.q_norm, query)
+        # without q_b the queries are in the same tensor: a view would keep them, too
         kept.kv_latent = kv_latent if self.q_b else kv_latent.clone()
-        key_value, kept.kv_columns = self._heads(work, self.kv_b, self.latent.kv_norm, kv_latent)
+        key_value, kept.kv_columns = self._heads(work, self.kv_b, self.mla.kv_norm, kv_latent)
         heads = latent_heads(query, key_value, rotary_key, *work.bin.ropes[self.rope], self.arch,
                              value_width(work.bin, self.arch), evaluation=work.evaluation)
         del query, key_value, kv_latent, rotary_key
@@ -64,7 +64,7 @@ class LatentMixing:
 
     def mixed(self, work: LayerWork, kept: types.SimpleNamespace) -> Tensor:
         attended: Tensor = kept.attended.detach()
-        return attended[..., : self.latent.value].flatten(1)
+        return attended[..., : self.mla.value].flatten(1)
 
     def backward(self, work: LayerWork, kept: types.SimpleNamespace, grad: Tensor) -> Tensor:
         grad = grad.unflatten(1, (self.arch.n_heads, -1))
@@ -75,9 +75,9 @@ class LatentMixing:
             *grads, *work.bin.ropes[self.rope], self.arch)
         del grads, grad
         if self.q_b:
-            query = self._heads_backward(work, self.q_b, self.latent.q_norm, kept.q_latent,
+            query = self._heads_backward(work, self.q_b, self.mla.q_norm, kept.q_latent,
                                          kept.q_columns, query)
-        kv_latent = self._heads_backward(work, self.kv_b, self.latent.kv_norm, kept.kv_latent,
+        kv_latent = self._heads_backward(work, self.kv_b, self.mla.kv_norm, kept.kv_latent,
                                          kept.kv_columns, key_value)
         return torch.cat([query, kv_latent, rotary_key], 1)
 
@@ -85,7 +85,7 @@ class LatentMixing:
         """A new [n, fused.width] with the norm of a latent [n, rank] in its first columns."""
         inputs = latent.new_empty(len(latent), fused.width)
         normalise(inputs[:, : fused.in_features], latent, work.vector(norm), None, self.arch.norm,
-                  self.latent.norm_eps, evaluation=work.evaluation)
+                  self.mla.norm_eps, evaluation=work.evaluation)
         return inputs
 
     def _heads(
@@ -104,12 +104,12 @@ class LatentMixing:
         grad, grad_d = product_backward(work, fused, columns, grad, normed)
         add_a_gradient(work, fused, normed, grad_d)
         return norm_backward(
-            latent, grad, None, work.vector(norm), self.arch.norm, self.latent.norm_eps)
+            latent, grad, None, work.vector(norm), self.arch.norm, self.mla.norm_eps)
 
     @property
     def _projected_widths(self) -> list[int]:
-        first = self.latent.q_rank or self.query_width
-        return [first, self.latent.kv_rank, self.latent.rope]
+        first = self.mla.q_rank or self.query_width
+        return [first, self.mla.kv_rank, self.mla.rope]
 
     @property
     def projected_width(self) -> int:
@@ -123,7 +123,7 @@ class LatentMixing:
     def kept_values(self) -> int:
         """Latents and adapters' columns; query, key, value and what attention gives, each as wide
         as queries; the kernel's sums, fp32."""
-        latents = self.projected_width if self.q_b else self.latent.kv_rank
+        latents = self.projected_width if self.q_b else self.mla.kv_rank
         columns = sum(fused.padded_columns for fused in self.fused_linears)
         return latents + columns + 4 * self.query_width + 2 * self.arch.n_heads
 
@@ -134,7 +134,7 @@ class LatentMixing:
     @property
     def elementwise_values(self) -> int:
         """Of the norms of latents, as of the half's own, and of heads, forward and backward."""
-        return 15 * ((self.latent.q_rank or 0) + self.latent.kv_rank) + 8 * self.query_width
+        return 15 * ((self.mla.q_rank or 0) + self.mla.kv_rank) + 8 * self.query_width
 
     def live_bytes(self, plan: Plan) -> int:
         item, others = getattr(torch, plan.compute_dtype).itemsize, 0
@@ -152,7 +152,7 @@ def value_width(bin: Bin, arch: Architecture) -> int:
     """The width of a head's value for the kernel: plain torch takes it as it is, others want it as
     wide as the query."""
     is_plain = bin.kernels["full"] is document_attention
-    width: int = arch.latent.value if is_plain else arch.head_dim
+    width: int = arch.mla.value if is_plain else arch.head_dim
     return width
 
 
@@ -164,17 +164,17 @@ def latent_heads(
     """Query and key [n, heads, nope + rope], rotated, and value [n, heads, value_width], the last
     columns 0, of what the linears give: [n, heads * (nope + rope)], [n, heads * (nope + value)] and
     [n, rope]. See rope_tables() for the next three."""
-    latent, dtype = arch.latent, query.dtype
+    mla, dtype = arch.mla, query.dtype
     query, key_value = (x.unflatten(1, (arch.n_heads, -1)) for x in (query, key_value))
-    nope, turned = query.split([latent.nope, latent.rope], 2)
+    nope, turned = query.split([mla.nope, mla.rope], 2)
     turned = rotate(turned.float(), cos, sin, arch).view_as(turned).to(dtype)
     query = torch.cat([nope, turned], 2)
     if temperature is not None:
         query = (query * temperature[:, None, None]).to(dtype)
-    key, value = key_value.split([latent.nope, latent.value], 2)
+    key, value = key_value.split([mla.nope, mla.value], 2)
     shared = rotate(rotary_key[:, None].float(), cos, sin, arch).to(dtype)
     key = torch.cat([key, shared[:, None].expand(-1, arch.n_heads, -1)], 2)
-    return query, key, F.pad(value, (0, value_width - latent.value))
+    return query, key, F.pad(value, (0, value_width - mla.value))
 
 
 @elementwise
@@ -183,12 +183,12 @@ def latent_heads_backward(
     temperature: Tensor | None, arch: Architecture
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of latent_heads()'s first three arguments from those of what it returns."""
-    latent, dtype = arch.latent, query.dtype
+    mla, dtype = arch.mla, query.dtype
     query = query.float() if temperature is None else query.float() * temperature[:, None, None]
-    nope, turned = query.split([latent.nope, latent.rope], 2)
+    nope, turned = query.split([mla.nope, mla.rope], 2)
     turned = rotate(turned, cos, -sin, arch).view_as(turned)
     query = torch.cat([nope, turned], 2).to(dtype).flatten(1)
-    key, shared = key.split([latent.nope, latent.rope], 2)
+    key, shared = key.split([mla.nope, mla.rope], 2)
     rotary_key = rotate(shared.float().sum(1, keepdim=True), cos, -sin, arch).to(dtype)
-    key_value = torch.cat([key, value[..., : latent.value]], 2).flatten(1)
+    key_value = torch.cat([key, value[..., : mla.value]], 2).flatten(1)
     return query, key_value, rotary_key

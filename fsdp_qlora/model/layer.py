@@ -161,7 +161,7 @@ def _make_halves(
     """Those of a layer. `fused`: of each group of fused_groups() that has linears."""
     of_tokens: Mixing = AttentionMixing(arch, kind.window, kind.rope)
     beside = None
-    if arch.latent:
+    if arch.mla:
         of_tokens = LatentMixing(arch, kind.rope, fused.get("q_b"), fused["kv_b"])
     elif kind.mixer and arch.beside:
         beside = fused["mixer_out"], RecordedMixing(arch.mixers[kind.mixer], arch)
@@ -347,7 +347,7 @@ class LayerWork:
     @property
     def layer_input(self) -> Tensor:
         """The layer's own input of its tokens, see PerLayerInputs."""
-        inputs: Tensor = self.bin.per_layer[self.tokens, self.layer.index]
+        inputs: Tensor = self.bin.layer_inputs[self.tokens, self.layer.index]
         return inputs
 
     def scaled(self, x: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ class Model(nn.Module):
         """What the last layer returns, [tokens, hidden]."""
         x, dropout = embed(self, bin.input_ids), self.arch.embedding_dropout
         if self.arch.per_layer:
-            bin.per_layer = per_layer_inputs(self, bin.input_ids, x)
+            bin.layer_inputs = per_layer_inputs(self, bin.input_ids, x)
         if dropout and bin.dropout_keys is not None:
             x = drop(x, bin.dropout_keys, EMBEDDING_SITE, dropout)
         bin.ropes = {index: rope_tables(self.arch, self.frequencies, bin, index)

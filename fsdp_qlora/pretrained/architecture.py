@@ -23,8 +23,8 @@ class ExpertNorms(NamedTuple):
     before: str = "pre_feedforward_layernorm_2"  # of what experts read
     after: str = "post_feedforward_layernorm_2"  # of what they give
     after_shared: str = "post_feedforward_layernorm_1"  # of what the shared expert gives, the MLP
-    # the router reads the norm without weight of what all these norms read, times this tensor
-    # [hidden] and hidden ** -0.5
+    # a tensor [hidden]. The router, too, reads a norm of what `before` reads: one without weight,
+    # times this tensor and hidden ** -0.5
     router_scale: str = "router.scale"
 
 
@@ -347,12 +347,12 @@ class Family:
     mlp_in: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     mlp_out: str = "mlp.down_proj"
     intermediate_size: int | FromConfig = "config.intermediate_size"  # width of gate and up, each
-    # so many of the last layers have no keys and values of their own: they read those of the last
-    # layer before them that is of the same layer type and has some
-    n_borrowers: int | FromConfig = 0
-    wide_borrowers: bool | FromConfig = False  # their MLPs are twice as wide
     # LFM2: two thirds of that, times a factor, up to a multiple; see mlp_width()
     two_thirds_wide: bool | FromConfig = False
+    # so many of the last layers have no keys and values of their own: they read those of the last
+    # layer before these that is of the same layer type
+    n_borrowers: int | FromConfig = 0
+    wide_borrowers: bool | FromConfig = False  # the MLPs of these layers are twice as wide
     # weight: "head" [head_dim], "heads" [heads, head_dim], "full" [all]; by head "without weight"
     qk_norm: str | None = None
     qk_norm_if: bool | FromConfig = True  # where a config can switch it off
@@ -371,8 +371,9 @@ class Family:
     #                               this list of the config has 0; "full": those without a window;
     #                               "full_if_window": the same, but none if the model has no window
     window: str | None = None  # layers with a sliding window: "all", or those of "layer_types"
-    attention_scale: float | FromConfig | None = None  # None: head_dim ** -0.5
-    query_factor: float | FromConfig = 1.0  # attention_scale is multiplied by this
+    attention_scale: float | FromConfig | None = None  # None: see the next two
+    query_scalar: float | FromConfig | None = None  # attention_scale = this ** -0.5; None: head_dim
+    query_factor: float | FromConfig = 1.0  # times this; not on a given attention_scale
     # what q, k and v read, what k gives, and what o_proj gives are multiplied by these; without
     # biases of these linears
     attention_in_multiplier: float | FromConfig = 1.0
@@ -380,7 +381,6 @@ class Family:
     attention_out_multiplier: float | FromConfig = 1.0
     # [on what the MLP's gate gives, on what the MLP gives], one for both; without biases
     mlp_multipliers: FromConfig = 1.0
-    query_scalar: float | FromConfig | None = None  # attention_scale = this ** -0.5
     attention_softcap: float | FromConfig | None = None
     sinks: bool = False  # one more logit per head joins attention's softmax, and has no value
     attention_gate: AttentionGate | None = None
@@ -399,7 +399,7 @@ class Family:
     attention_dropout: float | FromConfig = "config.attention_dropout"
     embedding_dropout: float | FromConfig = 0.0
     residual_dropout: float | FromConfig = 0.0  # on what o_proj and down_proj return
-    latent: LatentAttention | None = None  # what attention has instead of q_proj, k_proj, v_proj
+    mla: LatentAttention | None = None  # what attention has instead of q_proj, k_proj, v_proj
     # {layer type: what it has instead of softmax attention}
     mixers: dict[str, Mixer] = dataclasses.field(default_factory=dict)
     beside: bool = False  # layers with a mixer also have softmax attention; both are added
@@ -412,7 +412,7 @@ class Family:
     peft_refuses: tuple[str, ...] = ()  # ends of names of linears to which PEFT adds no adapter
     # {field of the config: its only value}
     must_be: dict[str, Any] = dataclasses.field(default_factory=dict)
-    unused: tuple[str, ...] = ()  # fields of the config that change nothing here: of Mamba layers
+    unused: tuple[str, ...] = ()  # fields of the config that change nothing here
 
 
 @dataclasses.dataclass(frozen=True)
@@ -505,8 +505,8 @@ class Architecture(Family):
         """Those of fused_groups() that the half that mixes tokens has."""
         if kind.halves == "mlp":
             return {"in_proj": [], "out": []}
-        if self.latent:
-            return self.latent.linears(self.hidden_size, kind.heads.n)
+        if self.mla:
+            return self.mla.linears(self.hidden_size, kind.heads.n)
         in_proj, out = self.of_kind(kind).attention_linears()
         if not kind.mixer:
             return {"in_proj": in_proj, "out": out}
@@ -595,8 +595,8 @@ class Architecture(Family):
                 shapes[f"{name}.weight"] = {
                     "head": (arch.head_dim,), "heads": (heads, arch.head_dim),
                     "full": (heads * arch.head_dim,)}[self.qk_norm]
-        if self.latent:
-            shapes |= self.latent.norms()
+        if self.mla:
+            shapes |= self.mla.norms()
         if self.sinks and self.attends(kind):
             shapes["self_attn.sinks"] = (arch.n_heads,)
         if self.activation == "xielu":
@@ -607,8 +607,7 @@ class Architecture(Family):
     def small_tensors(self, kind: LayerKind) -> dict[str, tuple[int, ...]]:
         """{name below the layer: shape} of what experts and mixers have besides their 4-bit
         linears: the router, the experts' biases, the shared expert's gate; convolutions, decays;
-        and the layer's scalar.
-        Every rank has them whole, in the dtype of the files."""
+        and of the layer's scalar. Every rank has them whole, in the dtype of the files."""
         mixture, shapes = self.mixture, dict[str, tuple[int, ...]]()
         if self.layer_scalar:
             shapes[self.layer_scalar] = (1,)

@@ -80,7 +80,7 @@ def check_model(model_config: PreTrainedConfig) -> None:
         raise ValueError(f"{name}: layers that differ in {', '.join(other)} are not supported")
     c = c.per_layer_config[0]
     family = FAMILIES[c.model_type]
-    records = (family, *filter(None, (family.mixture, family.attention_gate, family.latent,
+    records = (family, *filter(None, (family.mixture, family.attention_gate, family.mla,
                                       family.per_layer)), *family.mixers.values())
     values = [value for record in records for value in vars(record).values()]
     known = {str(value).removeprefix("config.") for value in values}
@@ -155,8 +155,8 @@ def describe_heads(layer_configs: list[PreTrainedConfig], family: Family) -> lis
         n_heads = getattr(c, FAMILIES[c.model_type].heads_by_layer.removeprefix("config."))
     kinds = getattr(c, "layer_types", None) or [None] * len(layer_configs)
     for one, n, kind in zip(layer_configs, n_heads, kinds, strict=True):
-        if latent := family.latent:
-            found.append(Heads(n, n, latent.nope + latent.rope, False))
+        if mla := family.mla:
+            found.append(Heads(n, n, mla.nope + mla.rope, False))
             continue
         n_kv = one.num_key_value_heads
         if odd := [x for x in (c.num_attention_heads, n) if x % n_kv]:
@@ -203,7 +203,7 @@ def describe_factors(
     if family.query_scalar or scale is None:
         scale = (family.query_scalar or head_dim) ** -0.5 * family.query_factor
     scale *= family.key_multiplier * family.attention_in_multiplier**2
-    factors = {"attention_scale": scale * yarn_factor(ropes[0]) if family.latent else scale}
+    factors = {"attention_scale": scale * yarn_factor(ropes[0]) if family.mla else scale}
     if family.sqrt_embedding:
         factors["embedding_multiplier"] = c.hidden_size**0.5
     if family.residual_scale is not None:
@@ -235,7 +235,7 @@ def fill_record(record: AnyRecord, c: PreTrainedConfig) -> AnyRecord:
     declares no such field. A list of one value per layer, all equal, becomes that value."""
     values, declared = dict(vars(record)), {field.name for field in dataclasses.fields(c)}
     for key, value in values.items():
-        if key in ("mixture", "attention_gate", "latent", "per_layer") and value:
+        if key in ("mixture", "attention_gate", "mla", "per_layer") and value:
             values[key] = fill_record(value, c)
         elif key == "mixers":
             values[key] = {name: fill_record(mixer, c) for name, mixer in value.items()}
@@ -325,7 +325,7 @@ def layer_types(c: PreTrainedConfig, family: Family) -> list[str]:
     if len(kinds) != n_layers:
         raise ValueError(f"layer_types has {len(kinds)} entries for {n_layers} layers")
     known = LAYER_TYPES.union(family.mixers, {"mlp", "moe"} if family.one_half else ())
-    if family.latent and family.latent.index_topk:
+    if family.mla and family.mla.index_topk:
         known = {"indexed_attention"}
     if other := sorted(set(kinds) - known):
         raise ValueError(f"{sum(kind in other for kind in kinds)} of {n_layers} layers are of"
@@ -364,9 +364,9 @@ def describe_positions(
             raise ValueError(f"rope_parameters {c.rope_parameters} are not supported")
         if family.query_temperature and not rope.get("llama_4_scaling_beta"):
             raise ValueError(f"rope_parameters {rope} have no llama_4_scaling_beta")
-        if family.latent:  # which part of a head rotates; Mistral 4 says that in two ways
+        if family.mla:  # which part of a head rotates; Mistral 4 says that in two ways
             part, whole = rope.pop("partial_rotary_factor", 1.0), head_dim
-            head_dim = family.latent.rope
+            head_dim = family.mla.rope
             if part != 1.0 and int(part * whole) != head_dim:
                 raise ValueError(f"rope_parameters {c.rope_parameters} do not rotate"
                                  f" qk_rope_head_dim={head_dim} dimensions")
@@ -472,10 +472,10 @@ def shrinking_changes(
     inner, eps = (str(name).removeprefix("config.")
                   for name in (record.intermediate_size, record.norm_eps))
     heads_width = arch.n_heads * arch.head_dim
-    per_layer = {name: getattr(c, name, None)
-                 for name in ("layer_types", "no_rope_layers", "layer_rope_theta",
-                              "mlp_layer_types", "num_attention_heads_per_layer")}
-    kinds = list(zip(*filter(None, per_layer.values()))) or [()]
+    by_layer = {name: getattr(c, name, None)
+                for name in ("layer_types", "no_rope_layers", "layer_rope_theta",
+                             "mlp_layer_types", "num_attention_heads_per_layer")}
+    kinds = list(zip(*filter(None, by_layer.values()))) or [()]
     differences = [sum(x != y for x, y in zip(kind, kinds[0])) for kind in kinds]
     other = differences.index(max(differences))
     # one layer of the first kind, and one that differs from it in as much as there is; of layers
@@ -488,7 +488,7 @@ def shrinking_changes(
         layers = sorted([*last, *last.values()])
     return [
         ("if used", {name: values and [values[i] for i in layers]
-                     for name, values in per_layer.items() if not is_computed(c, name)}),
+                     for name, values in by_layer.items() if not is_computed(c, name)}),
         # the check takes seconds on a CPU
         ("always", {"num_hidden_layers": len(layers), "vocab_size": 128}),
         # a multimodal config has this flag outside its text config
@@ -567,10 +567,10 @@ def expert_changes(arch: Architecture, c: PreTrainedConfig) -> list[tuple[str, d
 def latent_changes(arch: Architecture, c: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
     """The rows of shrinking_changes() for latent attention. Values stay narrower than queries, or
     as wide as they are."""
-    latent = arch.latent
-    if not latent:
+    mla = arch.mla
+    if not mla:
         return []
-    value = 64 if latent.value == arch.head_dim else 32
+    value = 64 if mla.value == arch.head_dim else 32
     sizes = {"qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "qk_head_dim": 64, "v_head_dim": value,
              "index_head_dim": 32, "index_n_heads": 2}
     if c.head_dim == arch.head_dim:
@@ -597,7 +597,7 @@ def shrink_rope(c: PreTrainedConfig, rope: dict[str, Any], arch: Architecture) -
     c.max_position_embeddings = int(20 * ratio)
     if hasattr(c, "original_max_position_embeddings"):
         c.original_max_position_embeddings = 20
-    if arch.latent and "partial_rotary_factor" in rope:
+    if arch.mla and "partial_rotary_factor" in rope:
         rope["partial_rotary_factor"] = c.qk_rope_head_dim / c.head_dim
     for name in {"short_factor", "long_factor"} & rope.keys():
         rope[name] = rope[name][: rotary_dim(rope, 16) // 2]

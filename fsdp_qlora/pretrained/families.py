@@ -75,10 +75,10 @@ DEEPSEEK: dict[str, Any] = dict(
     top_groups="config.topk_group", normalised="config.norm_topk_prob",
     sum_eps=1e-20, scale="config.routed_scaling_factor", rounded=False)
 MLA: dict[str, Any] = dict(
-    latent=LatentAttention(), qkv_bias=False, out_bias=False, mlp_bias=False,
+    mla=LatentAttention(), qkv_bias=False, out_bias=False, mlp_bias=False,
     rotary_interleaved="config.rope_interleave")
 INDEXED: dict[str, Any] = MLA | dict(
-    latent=LatentAttention(index_topk="config.index_topk"), rotary_interleaved=True,
+    mla=LatentAttention(index_topk="config.index_topk"), rotary_interleaved=True,
     unused=("index_head_dim", "index_n_heads", "indexer_types"))
 HUNYUAN: dict[str, Any] = dict(
     qk_norm="head", qk_norm_after_rotary=True, ntk_alpha=True,

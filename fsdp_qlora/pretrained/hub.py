@@ -126,7 +126,7 @@ def read_model_config(
     if longest and (config.max_seq_len or 0) > longest and config.dataset:
         raise ValueError(f"--max_seq_len {config.max_seq_len}: the model was made for {longest};"
                          " more takes a rope_scaling in its config.json")
-    chosen = arch.latent.index_topk if arch.latent else None
+    chosen = arch.mla.index_topk if arch.mla else None
     max_seq_len = config.max_seq_len or min(2048, longest or 2048, chosen or 2048)
     if chosen and max_seq_len > chosen:
         raise ValueError(f"--max_seq_len {max_seq_len}: in rows of more than {chosen} tokens this"

@@ -127,8 +127,8 @@ def tensor_names(arch: Architecture, files: Mapping[str, HasShape]) -> TensorNam
         for key, (source, shape) in stacked.items():
             names.sources[names.of_layer(i, key)] = source
             names.shapes[source.name] = shape
-        if arch.latent and arch.latent.index_topk:
-            add_unread(names, names.of_layer(i, arch.latent.indexer), files)
+        if arch.mla and arch.mla.index_topk:
+            add_unread(names, names.of_layer(i, arch.mla.indexer), files)
         if arch.lenders[i] is not None:  # released files have them all the same
             for key in "k_proj", "v_proj", "k_norm", "v_norm":
                 add_unread(names, names.of_layer(i, f"{arch.attention}.{key}."), files)
