@@ -70,7 +70,7 @@ from fsdp_qlora.model.graphs import Graphs
 from fsdp_qlora.model.layer import make_layouts
 from fsdp_qlora.model.linears import STATE_BLOCK
 from fsdp_qlora.model.load import fill_model
-from fsdp_qlora.model.mixers import RECURRENCES, recurrent, why_no_fla
+from fsdp_qlora.model.mixers import RECURRENCES, mixer_with_state, why_no_fla
 from fsdp_qlora.model.loss import bin_objective, mean_metrics, n_losses
 from fsdp_qlora.model.model import Model, measure_weight_norms, verify_model
 from fsdp_qlora.model.offload import GPUStore, HostStore, make_store
@@ -498,7 +498,7 @@ def choose_recurrence(
 ) -> None:
     """Add "recurrence", what computes a gated delta net or Mamba-2, where the model has one. On a
     GPU that is flash-linear-attention, if it gives what plain torch gives."""
-    mixer = recurrent(arch)
+    mixer = mixer_with_state(arch)
     if mixer is None:
         return
     rule, fast = RECURRENCES[type(mixer)]

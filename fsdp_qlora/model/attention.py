@@ -43,7 +43,8 @@ class AttentionMixing:
     rope: int | None  # index of arch.ropes; None: no rotary
 
     def forward(self, work: LayerWork, kept: types.SimpleNamespace) -> Tensor:
-        rotated = rotate_forward(kept.projected, *self.rotary(work), evaluation=work.evaluation)
+        rotated = rotate_forward(
+            kept.projected, *self._rotate_arguments(work), evaluation=work.evaluation)
         if not self._keeps_projected:
             kept.projected = None
         heads = split_heads(self.arch, rotated)
@@ -63,15 +64,16 @@ class AttentionMixing:
         return bool(self.arch.qk_norm or self.arch.value_norm or self.arch.attention_gate)
 
     @property
-    def _factor(self) -> float:
-        """On what attention gives."""
+    def _output_factor(self) -> float:
+        """What attention gives is multiplied by this: the multiplier of what q, k and v read, which
+        values still need (attention_scale has that of queries and keys), and that of the output."""
         factor: float = self.arch.attention_in_multiplier * self.arch.attention_out_multiplier
         return factor
 
     def mixed(self, work: LayerWork, kept: types.SimpleNamespace) -> Tensor:
         attended: Tensor = kept.attended.detach()
-        if self._factor != 1:
-            attended = attended * self._factor
+        if self._output_factor != 1:
+            attended = attended * self._output_factor
         gate = self.arch.attention_gate
         if not gate:
             return attended.flatten(1)
@@ -80,9 +82,9 @@ class AttentionMixing:
 
     def backward(self, work: LayerWork, kept: types.SimpleNamespace, grad: Tensor) -> Tensor:
         grad, grad_gate = grad.reshape(kept.attended.shape), None
-        assert self._factor == 1 or not self.arch.attention_gate, "not in one family"
-        if self._factor != 1:
-            grad = grad * self._factor
+        assert self._output_factor == 1 or not self.arch.attention_gate, "not in one family"
+        if self._output_factor != 1:
+            grad = grad * self._output_factor
         if gate := self.arch.attention_gate:
             gates = split_projected(self.arch, kept.projected)[3]
             grad, grad_gate = gate_heads_backward(grad, kept.attended.detach(), gates,
@@ -90,12 +92,14 @@ class AttentionMixing:
         grads = torch.autograd.grad(kept.attended, kept.heads, grad)
         kept.attended = kept.heads = None
         if work.borrowed:
-            work.grad_borrowed, grads = grads[1:], (grads[0], *(x[:, :0] for x in grads[1:]))
+            work.grad_borrowed = grads[1:]
+            # this layer has projected no keys and values: the gradient has 0 heads of them
+            grads = grads[0], *(x[:, :0] for x in grads[1:])
         elif work.layer.lends:
             grads = grads[0], *(own + lent for own, lent in zip(grads[1:], work.grad_lent))
-        return rotate_backward(*grads, grad_gate, kept.projected, *self.rotary(work))
+        return rotate_backward(*grads, grad_gate, kept.projected, *self._rotate_arguments(work))
 
-    def rotary(self, work: LayerWork) -> tuple[Tensor | Architecture | None, ...]:
+    def _rotate_arguments(self, work: LayerWork) -> tuple[Tensor | Architecture | None, ...]:
         """(cos, sin, temperature, q_norm's weight, k_norm's weight, arch): the last arguments of
         rotate_forward() and rotate_backward()."""
         norms = work.vector(self.arch.q_norm), work.vector(self.arch.k_norm)

@@ -1,4 +1,5 @@
-"""Elementwise work of layers and loss, one compiled kernel each on a GPU: norms, gates, dropout.
+"""Norms, activations, gates, dropout: what is computed of rows without a matrix product; and
+elementwise(), which makes one compiled kernel of each such function on a GPU, here and elsewhere.
 
 What needs a bin or a layer is not here.
 """
@@ -36,7 +37,7 @@ def elementwise(function: Callable[..., Result]) -> Callable[..., Result]:
     numbers = itertools.count()
 
     @functools.cache
-    def compiled(*layout: Any) -> Callable[..., Result]:
+    def compiled(*kind: Any) -> Callable[..., Result]:
         return compiled_copy(function, f"{function.__name__}_{next(numbers)}")
 
     @functools.wraps(function)
@@ -45,23 +46,23 @@ def elementwise(function: Callable[..., Result]) -> Callable[..., Result]:
             return function(*args)
         tensors = [x for x in args if isinstance(x, Tensor) and x.dim()]
         for tensor in tensors:
-            if (any_rows or _any_rows) and len(tensor) == len(args[0]):
+            if (any_rows or _all_for_any_rows) and len(tensor) == len(args[0]):
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        layout = ((x.shape[1:], x.stride(0)) for x in tensors)
-        return compiled(evaluation, any_rows, *layout)(*args)
+        widths = ((x.shape[1:], x.stride(0)) for x in tensors)
+        return compiled(evaluation, any_rows, *widths)(*args)
 
     return call
 
 
-_any_rows = False
+_all_for_any_rows = False  # set by the next function alone
 
 
 def compile_for_any_rows() -> None:
     """Have all kernels from now on serve any number of rows: for a run whose rows differ in length.
     Each would else be compiled twice, for its first bin and for any; that took Qwen3.5-9B's first
     step from 34 to 51 s (H100)."""
-    global _any_rows
-    _any_rows = True
+    global _all_for_any_rows
+    _all_for_any_rows = True
 
 
 def compiled_copy(function: Callable[..., Result], name: str) -> Callable[..., Result]:

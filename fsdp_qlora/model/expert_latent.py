@@ -26,61 +26,62 @@ class ExpertLatent:
     """One layer's two products around its experts, see Mixture.latent_size. The properties are for
     the plan: they count values per token."""
 
-    into: FusedLinear  # of what router and shared expert read
-    back: FusedLinear  # of the weighted sum of what the experts give
+    entry: FusedLinear  # reads what router and shared expert read; gives what the experts read
+    exit: FusedLinear  # reads the experts' weighted sum; gives what they add to the half's sum
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
-        return self.into, self.back
+        return self.entry, self.exit
 
     def enter(self, work: LayerWork, kept: types.SimpleNamespace, x: Tensor) -> Tensor:
         """What the experts read [n, latent], of x [n, hidden]; also in kept.latent."""
-        inputs = widen(x, self.into)
-        kept.latent = product(work, self.into, inputs)
-        kept.latent_columns, kept.latent_sum = last_columns(inputs, self.into), None
+        inputs = widen(x, self.entry)
+        kept.latent = product(work, self.entry, inputs)
+        kept.entry_columns, kept.exit_inputs = last_columns(inputs, self.entry), None
         latent: Tensor = kept.latent
         return latent
 
     def leave(
-        self, work: LayerWork, kept: types.SimpleNamespace, given: Tensor, wanted: bool
+        self, work: LayerWork, kept: types.SimpleNamespace, summed: Tensor, want_output: bool
     ) -> Tensor | None:
-        """What the experts give [n, hidden], of their sum [n, latent]; None if not wanted."""
-        inputs = widen(given, self.back)
-        if self.back.n_columns:
-            kept.latent_sum = inputs
-        if wanted:
-            return product(work, self.back, inputs)
-        fill_columns(work, self.back, inputs)  # backward reads them
+        """What `exit` gives [n, hidden] of the experts' sum [n, latent]; None without want_output.
+        """
+        inputs = widen(summed, self.exit)
+        if self.exit.n_columns:
+            kept.exit_inputs = inputs
+        if want_output:
+            return product(work, self.exit, inputs)
+        fill_columns(work, self.exit, inputs)  # backward reads them
         return None
 
     def leave_backward(
         self, work: LayerWork, kept: types.SimpleNamespace, grad: Tensor
     ) -> Tensor:
-        """The gradient of leave()'s sum, from that of what the experts give."""
-        inputs, kept.latent_sum = kept.latent_sum, None
+        """The gradient of the experts' sum, from that of what leave() returned."""
+        inputs, kept.exit_inputs = kept.exit_inputs, None
         if inputs is None:  # without an adapter it is not read
-            inputs = grad.new_empty(0, self.back.width)
-        given, columns = inputs.tensor_split([self.back.in_features], 1)
-        grad, grad_d = product_backward(work, self.back, columns, grad, given)
-        add_a_gradient(work, self.back, given, grad_d)
+            inputs = grad.new_empty(0, self.exit.width)
+        summed, columns = inputs.tensor_split([self.exit.in_features], 1)
+        grad, grad_d = product_backward(work, self.exit, columns, grad, summed)
+        add_a_gradient(work, self.exit, summed, grad_d)
         return grad
 
     def enter_backward(
         self, work: LayerWork, kept: types.SimpleNamespace, grad: Tensor, x: Tensor
     ) -> Tensor:
-        """The gradient of enter()'s x, from that of what the experts read."""
+        """The gradient of x, from that of what enter() returned."""
         kept.latent = None
-        grad, grad_d = product_backward(work, self.into, kept.latent_columns, grad, x)
-        add_a_gradient(work, self.into, x, grad_d)
+        grad, grad_d = product_backward(work, self.entry, kept.entry_columns, grad, x)
+        add_a_gradient(work, self.entry, x, grad_d)
         return grad
 
     @property
     def kept_values(self) -> int:
         """Kept from forward to backward, if nothing is recomputed."""
-        of_sum = self.back.width if self.back.n_columns else 0
-        return self.into.out_features + self.into.padded_columns + of_sum
+        of_exit = self.exit.width if self.exit.n_columns else 0
+        return self.entry.out_features + self.entry.padded_columns + of_exit
 
     @property
     def live_values(self) -> int:
         """Alive in backward besides: both inputs, and gradients of the latent and its sum."""
-        return self.into.width + self.back.width + 2 * self.into.out_features
+        return self.entry.width + self.exit.width + 2 * self.entry.out_features

@@ -78,7 +78,7 @@ class RoutedMLPHalf:
             add_balance(work.layer, kept.routing, work.bin.n_unpadded)
         needs_branch = want_sum or arch.mlp_post_norm is not None
         read = self.latent.enter(work, kept, x) if self.latent else x
-        if needs_branch or self.latent and self.latent.back.n_columns:
+        if needs_branch or self.latent and self.latent.exit.n_columns:
             read = normed(work, norms.before, source) if norms else read
             branch, kept.gate_ups = self._experts_forward(work, kept.routing, read, keep_gate_ups)
             if self.latent:
@@ -284,7 +284,7 @@ class RoutedMLPHalf:
     def _shared_forward(
         self, work: LayerWork, kept: types.SimpleNamespace, inputs: Tensor
     ) -> Tensor:
-        """What the shared expert gives [n, hidden], times its gate where it has one."""
+        """What the shared expert gives [n, hidden], times the sigmoid of its gate, if any."""
         assert self.shared_gate_up and self.shared_down, "asked for above"
         kept.shared_gate_up = product(work, self.shared_gate_up, inputs)
         activated = kept.shared_gate_up.new_empty(len(inputs), self.shared_down.width)
@@ -296,8 +296,8 @@ class RoutedMLPHalf:
             kept.shared_out = out
             x = inputs[:, : self.arch.hidden_size]
             weight = work.layer.small_tensors[f"{name}.weight"].to(x.dtype)
-            kept.factor = F.linear(x, weight).sigmoid()
-            out = out * kept.factor
+            kept.shared_factor = F.linear(x, weight).sigmoid()
+            out = out * kept.shared_factor
         return out
 
     def _shared_backward(
@@ -307,11 +307,11 @@ class RoutedMLPHalf:
         assert self.shared_gate_up and self.shared_down, "asked for above"
         arch, from_factor, activated = self.arch, 0, None
         if name := arch.mixture.shared_gate:
-            factor = kept.factor.float()
+            factor = kept.shared_factor.float()
             slope = (grad.float() * kept.shared_out.float()).sum(-1, keepdim=True)
             slope = (slope * factor * (1 - factor)).to(grad.dtype)
             from_factor = slope @ work.layer.small_tensors[f"{name}.weight"].to(slope.dtype)
-            grad, kept.shared_out = grad * kept.factor, None
+            grad, kept.shared_out = grad * kept.shared_factor, None
         if work.layout.dora:
             activated = grad.new_empty(len(grad), self.shared_down.in_features)
             gate(activated, kept.shared_gate_up, arch.activation, arch.gated)

@@ -26,9 +26,13 @@ WIDE_HEADS: Any = {
     "num_stages": 1, "num_warps": 8, "fwd_BLOCK_M": 64, "fwd_BLOCK_N": 32, "bwd_BLOCK_M1": 32,
     "bwd_BLOCK_N1": 32, "bwd_BLOCK_M2": 32, "bwd_BLOCK_N2": 32}
 
-# What a query may see is one number for each, the first key: keys are seen from there to the query
-# itself. A mask is a tuple: these numbers, int32 [blocks, BLOCK_TOKENS], and flex_attention's
-# tables of blocks.
+# A mask is a tuple, which visible_blocks() makes and flex_function() reads:
+#   first, int32 [blocks, BLOCK_TOKENS]: of each query the first key that it sees; it sees all keys
+#     from there to itself, and no others;
+#   eight tables, in the order of BlockMask's arguments, two of each ordered_blocks(): the blocks of
+#     keys that each block of queries sees in part, and those that it sees whole; then the blocks of
+#     queries that see each block of keys in part, and those that see it whole.
+# The kernels read `first` only where a block is seen in part, and skip blocks that are in no table.
 
 
 def flex_document_attention(
@@ -59,7 +63,8 @@ def in_blocks(tensor: Tensor) -> Tensor:
 
 
 def visible_blocks(position_ids: Tensor, window: int | None) -> tuple[Tensor, ...]:
-    """The mask of a bin, see above; what was added at its end sees itself."""
+    """The mask of a bin, see above. What in_blocks() adds at its end has position 0: it sees
+    itself, as the softmax of a query without keys would be NaN."""
     position_ids = in_blocks(position_ids).flatten()
     tokens = torch.arange(len(position_ids), device=position_ids.device)
     first = tokens - position_ids

@@ -172,9 +172,9 @@ def _make_halves(
     if kind.halves != "mlp":
         mixing = MixingHalf(arch, fused["in_proj"], fused["out"], of_tokens, beside)
     if kind.routed:
-        way = (ExpertLatent(fused["latent_into"], fused["latent_back"])
-               if arch.expert_latent else None)
-        mlp = RoutedMLPHalf(arch, fused.get("shared_gate_up"), fused.get("shared_down"), way,
+        latent = (ExpertLatent(fused["latent_entry"], fused["latent_exit"])
+                  if arch.expert_latent else None)
+        mlp = RoutedMLPHalf(arch, fused.get("shared_gate_up"), fused.get("shared_down"), latent,
                             fused["expert_gate_up"], fused["expert_down"])
     elif kind.halves != "mixing":
         end = PerLayerEnd(arch, fused["end_gate"], fused["end_out"]) if arch.per_layer else None
@@ -315,8 +315,9 @@ class LayerWork:
         self.layer, self.bin, self.arch, self.layout = layer, bin, layer.arch, layer.layout
         self.is_backward = backward
         self.evaluation = evaluation  # whether no backward will follow
-        # whether this pass's backward follows, or another forward() before it
-        self.is_kept = backward or layer.keeps == "all" and not evaluation
+        # whether a backward reads the graph that autograd records in this forward: in backward at
+        # once, later if the layer keeps all; else forward() runs again before it, or none follows
+        self.keeps_graph = backward or layer.keeps == "all" and not evaluation
         self.tokens = slice(None)  # of the bin: those that the MLP works on
         # keys and values: of another layer, which this one reads; its own, for others; gradients
         self.borrowed = borrowed

@@ -39,8 +39,8 @@ class RecordedMixing:
 
     def forward(self, work: LayerWork, kept: types.SimpleNamespace) -> Tensor:
         function = MIXINGS[type(self.mixer)].function
-        kept.projected = kept.projected.requires_grad_(work.is_kept)
-        with torch.set_grad_enabled(work.is_kept):
+        kept.projected = kept.projected.requires_grad_(work.keeps_graph)
+        with torch.set_grad_enabled(work.keeps_graph):
             kept.mixed = function(work, kept.projected, self.mixer)
         return self.mixed(work, kept)
 
@@ -230,17 +230,19 @@ def chunked_delta_rule(
     below = ((beta * key) @ key.transpose(2, 3) * between).tril(-1)
     targets = torch.cat([value, key * decay.exp()], -1) * beta
     solved = torch.linalg.solve_triangular(below, targets, upper=False, unitriangular=True)
-    new, read = solved.split([value.shape[-1], key.shape[-1]], -1)
+    for_values, for_keys = solved.split([value.shape[-1], key.shape[-1]], -1)
     inside = query @ key.transpose(2, 3) * between
-    query = query * decay.exp()
-    key = (key * (decay[:, :, -1:] - decay).exp()).transpose(2, 3)
+    # queries of the state before the chunk, and keys by which the chunk adds to that after it
+    outer_query = query * decay.exp()
+    outer_key = (key * (decay[:, :, -1:] - decay).exp()).transpose(2, 3)
+    del query, key
     left, outs = decay[:, :, -1:].exp(), []
     for i, is_first in enumerate(firsts):
         if is_first:
-            state = value.new_zeros(n_heads, key.shape[2], value.shape[3])
-        added = new[i] - read[i] @ state
-        outs.append(query[i] @ state + inside[i] @ added)
-        state = state * left[i] + key[i] @ added
+            state = value.new_zeros(n_heads, outer_key.shape[2], value.shape[3])
+        added = for_values[i] - for_keys[i] @ state
+        outs.append(outer_query[i] @ state + inside[i] @ added)
+        state = state * left[i] + outer_key[i] @ added
     return torch.stack(outs).transpose(1, 2).flatten(0, 1)[slots].to(dtype)
 
 
@@ -327,22 +329,25 @@ def chunked_scan(
     b: Tensor, c: Tensor, x: Tensor, decay: Tensor, step: Tensor, lengths: Sequence[int], chunk: int
 ) -> Tensor:
     """document_scan() of documents of these lengths. Inside a chunk each token's C meets the B of
-    all before it, as queries and keys do, times what is left in between."""
+    all before it, as queries and keys do, times what is left in between; so they are called."""
     chunked, slots, firsts = chunks_of(lengths, chunk, x.device)
     n_heads, repeats, dtype = x.shape[1], x.shape[1] // b.shape[1], x.dtype
-    b, c, decay = chunked(b), chunked(c), chunked(decay[..., None]).cumsum(2)
-    x = chunked(x.float() * step[..., None])
+    query, key, value = chunked(c), chunked(b), chunked(x.float() * step[..., None])
+    decay = chunked(decay[..., None]).cumsum(2)  # see chunked_delta_rule()
     between = (decay - decay.transpose(2, 3)).tril()  # above the diagonal exp() might overflow
-    inside = (c @ b.transpose(2, 3)).repeat_interleave(repeats, 1) * between.exp().tril()
-    b, c = (part.repeat_interleave(repeats, 1) for part in (b, c))
-    c, b = c * decay.exp(), (b * (decay[:, :, -1:] - decay).exp()).transpose(2, 3)
+    inside = (query @ key.transpose(2, 3)).repeat_interleave(repeats, 1) * between.exp().tril()
+    query, key = (part.repeat_interleave(repeats, 1) for part in (query, key))
+    # queries of the state before the chunk, and keys by which the chunk adds to that after it
+    outer_query = query * decay.exp()
+    outer_key = (key * (decay[:, :, -1:] - decay).exp()).transpose(2, 3)
+    del query, key
     left, outs = decay[:, :, -1:].exp(), []
     for i, is_first in enumerate(firsts):
         if is_first:
-            state = x.new_zeros(n_heads, b.shape[2], x.shape[3])
-        outs.append(c[i] @ state)
-        state = state * left[i] + b[i] @ x[i]
-    out = torch.stack(outs) + inside @ x
+            state = value.new_zeros(n_heads, outer_key.shape[2], value.shape[3])
+        outs.append(outer_query[i] @ state)
+        state = state * left[i] + outer_key[i] @ value[i]
+    out = torch.stack(outs) + inside @ value
     return out.transpose(1, 2).flatten(0, 1)[slots].to(dtype)
 
 
@@ -407,13 +412,14 @@ class FlaScan(torch.autograd.Function):
 
 # ---- which of them is used ----
 
+# {mixer with a state: (what computes it in plain torch, the same by fla's kernels)}
 RECURRENCES: dict[type, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     DeltaNet: (document_delta_rule, fla_delta_rule), Mamba2: (document_scan, fla_scan)}
 PLAIN_RECURRENCES = tuple(plain for plain, _ in RECURRENCES.values())
 
 
-def recurrent(arch: Architecture) -> DeltaNet | Mamba2 | None:
-    """The mixer of the model's layers that has a state, if any has one."""
+def mixer_with_state(arch: Architecture) -> DeltaNet | Mamba2 | None:
+    """The mixer of a model's layers that has a state, if there is one: one of RECURRENCES."""
     return next((x for x in arch.mixers.values() if isinstance(x, (DeltaNet, Mamba2))), None)
 
 
@@ -467,12 +473,12 @@ def delta_net(work: LayerWork, projected: Tensor, mixer: DeltaNet) -> Tensor:
     tensors = {name.removeprefix("linear_attn."): tensor
                for name, tensor in work.layer.small_tensors.items()}
     parts, positions = delta_parts(projected, mixer), work.bin.position_ids
-    weights = [tensors.get(f"{x}_conv1d.weight") for x in "qkv"]
+    weights = [tensors.get(f"{letter}_conv1d.weight") for letter in "qkv"]
     if not mixer.split_conv:
-        weights = tensors["conv1d.weight"].split([mixer.widths[x] for x in "qkv"])
+        weights = tensors["conv1d.weight"].split([mixer.widths[letter] for letter in "qkv"])
     query, key, value = (
-        CausalConv.apply(parts[x], weight, None, positions, True).unflatten(1, (heads, -1))
-        for x, weight, heads in zip(
+        CausalConv.apply(parts[letter], weight, None, positions, True).unflatten(1, (heads, -1))
+        for letter, weight, heads in zip(
             "qkv", weights, (mixer.key_heads, mixer.key_heads, mixer.value_heads)))
     beta = parts["b"].sigmoid() * (2 if mixer.double_beta else 1)
     g = -tensors["A_log"].float().exp() * F.softplus(parts["a"].float() + tensors["dt_bias"])
@@ -491,11 +497,11 @@ def mamba2(work: LayerWork, projected: Tensor, mixer: Mamba2) -> Tensor:
         by_part = multipliers if isinstance(multipliers, list) else [multipliers] * len(widths)
         projected = torch.cat([part * (factor * mixer.in_multiplier) for part, factor in zip(
             projected.split(list(widths.values()), 1), by_part, strict=True)], 1)
-    of_conv = widths["x"] + widths["B"] + widths["C"]
-    z, of_conv, dt = projected.split([widths["z"], of_conv, widths["dt"]], 1)
-    of_conv = CausalConv.apply(of_conv, tensors["conv1d.weight"], tensors.get("conv1d.bias"),
-                               work.bin.position_ids, True)
-    x, b, c = of_conv.split([widths["x"], widths["B"], widths["C"]], 1)
+    n_channels = widths["x"] + widths["B"] + widths["C"]
+    z, before_conv, dt = projected.split([widths["z"], n_channels, widths["dt"]], 1)
+    conv = CausalConv.apply(before_conv, tensors["conv1d.weight"], tensors.get("conv1d.bias"),
+                            work.bin.position_ids, True)
+    x, b, c = conv.split([widths["x"], widths["B"], widths["C"]], 1)
     x, b, c = (part.unflatten(1, (heads, -1)) for part, heads in zip(
         (x, b, c), (mixer.heads, mixer.groups, mixer.groups)))
     low, high = mixer.step_limits

@@ -40,9 +40,10 @@ class LayerTotals:
     largest_vectors: int
     adapter: int  # values of one layer, the same for all
     weights: int  # how many
-    token_weights: float  # that one token is multiplied by, each counted by its product's time
+    # that one token is multiplied by; those of slow products count more, see Layout
+    token_weights: float
     # {what a layer keeps: weights that backward multiplies by once more, if all layers keep that};
-    # each counts as one: Fit was fitted to that
+    # here each counts as one, in slow products too: Fit was fitted to that
     recomputed_weights: dict[str, int]
     mlp_values: int  # values per token that the MLP of a layer keeps, at most
     # values of a token's queries in a layer, mean over the layers; those of wide heads count more
@@ -84,9 +85,10 @@ def predict_memory(plan: Plan, arch: Architecture, layouts: tuple[Layout, ...]) 
     layers, value_bytes = count_layers(layouts), plan.bin_tokens * item
     adapter = layers.adapter * 4  # of one layer, in fp32
     table = arch.vocab_size * arch.hidden_size * item / shards
-    n_inputs = arch.n_layers * (arch.per_layer.size if arch.per_layer else 0)  # of all layers
+    # values of a token's inputs of all layers, see PerLayerInputs
+    layer_inputs = arch.n_layers * arch.per_layer.size if arch.per_layer else 0
     # of the tables that no product reads, which can be on the host
-    looked_up = table * (not arch.tied) + arch.vocab_size * n_inputs * item / shards
+    looked_up = table * (not arch.tied) + arch.vocab_size * layer_inputs * item / shards
     kept = kept_bytes(plan, layers, value_bytes)
     recomputed, others, live = activation_peak(plan, layers, value_bytes, arch.hidden_size)
     # beside x and its gradient: a chunk of logits, its gradient, and a quarter more; where that is
@@ -99,13 +101,13 @@ def predict_memory(plan: Plan, arch: Architecture, layouts: tuple[Layout, ...]) 
     memory = {
         "4-bit weights": 0 if plan.offload_params else layers.nf4_bytes / shards,
         "embedding, head, norms": table + looked_up * (not plan.embedding_on_host)
-        + layers.vectors * item / shards + n_inputs * arch.hidden_size * item,
+        + layers.vectors * item / shards + layer_inputs * arch.hidden_size * item,
         "adapter and gradients": 2 * plan.n_layers * adapter / shards,
         "optimizer's state": plan.state_bytes * plan.n_layers * layers.adapter / shards,
         "kept by recomputed layers": recomputed,
         "kept by other layers": others,
         # and keys and values that others read, their gradients, and those of one layer
-        "inputs of all layers": (n_inputs + 3 * lent_values(arch)) * value_bytes,
+        "inputs of all layers": (layer_inputs + 3 * lent_values(arch)) * value_bytes,
         "live layer or head": head if plan.graphs else max(live, head),
         # FSDP2 has copies of it for the sum over ranks
         "one layer's adapter gradient": adapter * (3 if plan.uses_fsdp else 1),
@@ -185,8 +187,9 @@ def predict_time(
     plan: Plan, arch: Architecture, layouts: tuple[Layout, ...], machine: Machine,
     mean_document_tokens: float,
 ) -> Plan:
-    """The plan with its `token_seconds`, the predicted time of one GPU for a token: 0.94 to 1.18
-    times the measured speed, see Fit, which is good enough to compare plans."""
+    """The plan with its `token_seconds`, the predicted time of one GPU for a token. In the rows
+    that Fit names its tokens/s are 0.94 to 1.18 times those measured: good enough to compare plans
+    on H100s and H200s. On other GPUs nothing was compared."""
     layer = layer_seconds(plan, arch, count_layers(layouts), machine, mean_document_tokens)
     seconds = layer.total(plan.graphs) * arch.n_layers + head_seconds(plan, arch, machine)
     return dataclasses.replace(plan, token_seconds=seconds / plan.bin_tokens)
@@ -195,13 +198,14 @@ def predict_time(
 @dataclasses.dataclass(frozen=True)
 class Fit:
     """The constants of predict_time(), fitted to the tokens/s of the rows of benchmarks/RESULTS.md
-    that tests/test_memory.py compares, on H100s and H200s; those marked "counted" are not fitted.
-    "Launches" are in units of Machine.launch, the host's seconds for one kernel."""
+    that tests/test_memory.py compares, on H100s and H200s. Not fitted are those that are called
+    "counted", which follows from what is computed, or "measured" by themselves. "Launches" are in
+    units of Machine.launch, the host's seconds for one kernel."""
 
     # shares of what measure_machine() finds
     sustained: float = 0.77  # of its FLOP/s, over whole steps
-    dequantising: float = 0.65  # of its bandwidth, while weights are dequantised; from two profiles
-    # work of attention in units of its forward, which has 2 products; backward has 5; counted
+    dequantising: float = 0.65  # of its bandwidth, while weights are dequantised; measured, twice
+    # work of attention in units of its forward: that has 2 products, backward has 5; counted
     attention_passes: float = 3.5
     # times as long by flex_attention for heads of more than 256 values; measured: 41 ms for 8,192
     # tokens of Gemma 4 31B (H100), forward and backward
@@ -216,10 +220,10 @@ class Fit:
     routed_launches: float = 40  # more if it has experts
     range_launches: float = 30  # more for each range of experts
     recomputed_range_launches: float = 15  # more for each range if it is recomputed
-    # of one product of an expert's rows where experts are multiplied one by one: what torch.mm in a
-    # loop takes a CPU; not fitted, as no such GPU was there
+    # of one product of an expert's rows where experts are multiplied one by one; measured: the time
+    # of torch.mm in a loop on a host alone, as no GPU that needs it was there
     expert_launches: float = 0.3
-    # with several ranges of experts; fitted to rows of MoE models with 4 ranges
+    # both with several ranges of experts; the rows of MoE models to which they are fitted have 4
     range_copies: float = 4  # times that a row of an expert's input or output is read or written
     range_wait_launches: float = 30  # a pass waits for the GPU this long, in launches
     # share of the shorter of computing and both copies that is lost when they overlap

@@ -523,7 +523,7 @@ class Architecture(Family):
         if kind.routed:
             groups = {"shared_gate_up": self.shared_gate_up, "shared_down": self.shared_down}
             groups |= {name: [linear] for name, linear in zip(
-                ("latent_into", "latent_back"), self.expert_latent)}
+                ("latent_entry", "latent_exit"), self.expert_latent)}
             groups |= {"expert_gate_up": self.expert_gate_up, "expert_down": self.expert_down}
         if self.wide_borrowers and not kind.heads.n_kv:
             groups = {
