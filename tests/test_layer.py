@@ -419,7 +419,7 @@ def test_each_layer_has_the_layout_of_its_kind():
             heads = Heads(of.arch.n_heads, of.arch.n_kv_heads, of.arch.head_dim,
                           of.arch.keys_are_values)  # fmt: skip
             kind = [None, None, None, routed, heads, halves]
-            for _, one in of.branches if halves != "mlp" else ():
+            for _, one in of.paths if halves != "mlp" else ():
                 if isinstance(one, AttentionMixing):
                     kind[:2] = one.window, one.rope
                 elif isinstance(one, LatentMixing):

@@ -284,7 +284,7 @@ def rotate_backward(
     """The gradient of rotate_forward's `projected` from those of query, key, value and gates, None
     without gates, [n, heads, head_dim]. `projected` is needed only where these are normed, else
     None."""
-    before: Sequence[Tensor | None] = (None, None)
+    before: Sequence[Tensor | None] = (None, None)  # query and key, where a norm has read them
     dtype = value.dtype
     if arch.qk_norm or arch.value_norm:
         assert projected is not None, "these norms need it"
@@ -297,14 +297,14 @@ def rotate_backward(
     if temperature is not None:
         grads[0] = grads[0] * temperature[:, None, None]
     back = None if sin is None else -sin
+    as_heads = 1, (-1, arch.head_dim)
     for grad, x, weight in zip(grads, before, (q_weight, k_weight)):
-        heads = 1, (-1, arch.head_dim)
         if x is not None and arch.qk_norm_after_rotary:
-            rotated = rotate(x.float(), cos, sin, arch).unflatten(*heads).to(dtype)
+            rotated = rotate(x.float(), cos, sin, arch).unflatten(*as_heads).to(dtype)
             grad = normed_heads(rotated, weight, arch, grad)
         grad = rotate(grad, cos, back, arch)
         if x is not None and not arch.qk_norm_after_rotary:
-            grad = normed_heads(x, weight, arch, grad.unflatten(*heads)).flatten(1)
+            grad = normed_heads(x, weight, arch, grad.unflatten(*as_heads)).flatten(1)
         out.append(grad)
     if arch.keys_are_values:
         out[1] = out[1] + value.flatten(1)
@@ -423,21 +423,21 @@ def document_attention(
     no other kernel works. Only the inputs are kept for backward."""
     outs, start, site = [], 0, index * N_SITES + WEIGHTS_SITE
     for q, k, v in zip(*(t.split(bin.lengths) for t in (query, key, value))):
-        n, keys = len(q), bin.dropout_keys
-        keys = keys[start : start + n] if arch.attention_dropout and keys is not None else None
+        n, drop_keys = len(q), bin.dropout_keys if arch.attention_dropout else None
+        drop_keys = None if drop_keys is None else drop_keys[start : start + n]
         start += n
         if (window is None or n <= window) and not (
-                arch.attention_softcap or sinks is not None or keys is not None):
+                arch.attention_softcap or sinks is not None or drop_keys is not None):
             outs.append(recomputed(sdpa, q, k, v, arch.attention_scale))
             continue
         rows = max(1, SCORES_BYTES // (4 * arch.n_heads * n))
         for first in range(0, n, rows):  # a few queries at a time, and what they may see
             # dropout counts a document's keys from its first one
-            low = max(0, first - window + 1) if window and keys is None else 0
+            low = max(0, first - window + 1) if window and drop_keys is None else 0
             some, seen = slice(first, first + rows), slice(low, first + rows)
             outs.append(recomputed(
                 explicit_attention, q[some], k[seen], v[seen], sinks, arch, window,
-                None if keys is None else keys[some], site))
+                None if drop_keys is None else drop_keys[some], site))
     return torch.cat(outs)
 
 
@@ -466,15 +466,15 @@ def by_head(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 
 def explicit_attention(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arch: Architecture, window: int | None,
-    keys: Tensor | None, site: int
+    drop_keys: Tensor | None, site: int
 ) -> Tensor:
     """The last rows of a document's attention, with a mask: [rows, heads, head_dim]. Where SDPA
     cannot compute it, all weights are in memory: for Gemma 2's capped scores, for dropout on
-    weights, for sinks. `keys` [rows] are of drop(), None: no dropout."""
+    weights, for sinks. `drop_keys` [rows] are drop()'s keys, None: no dropout."""
     before = len(k) - len(q)  # keys that the first query sees, besides its own
     mask = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(before)
     mask = mask.triu(before - window + 1) if window else mask
-    if not arch.attention_softcap and sinks is None and keys is None:
+    if not arch.attention_softcap and sinks is None and drop_keys is None:
         return sdpa(q, k, v, arch.attention_scale, mask)
     query, key, value = by_head(q, k, v)
     scores = (query @ key.transpose(-1, -2)).float() * arch.attention_scale
@@ -485,9 +485,9 @@ def explicit_attention(
         column = sinks.float().view(-1, 1, 1).expand(*scores.shape[1:3], 1)
         scores = torch.cat([scores, column[None]], -1)
     weights = scores.softmax(-1).to(q.dtype)[..., : len(k)]
-    if keys is not None:  # in an order that more keys do not change
+    if drop_keys is not None:  # in an order that further keys do not change
         of_queries = weights[0].permute(1, 2, 0)
-        dropped = drop_eager(of_queries.flatten(1), keys, site, arch.attention_dropout)
+        dropped = drop_eager(of_queries.flatten(1), drop_keys, site, arch.attention_dropout)
         weights = dropped.view(of_queries.shape).permute(2, 0, 1)[None]
     return (weights @ value)[0].transpose(0, 1)
 
@@ -504,7 +504,7 @@ def explicit_bytes(arch: Architecture, window: int | None, n_tokens: int) -> int
 def reach_architectures(arch: Architecture) -> dict[str, Architecture]:
     """{one of REACHES: the Architecture of the layers that need it}, of those that a model has."""
     found = {}
-    for kind in filter(arch.attends, arch.layer_kinds):
+    for kind in filter(arch.has_attention, arch.layer_kinds):
         for reach in ("window", "within") if kind.window else ("full",):
             found.setdefault(reach, arch.of_kind(kind))
     return found

@@ -55,7 +55,7 @@ class LatentMixing:
         kept.kv_latent = kv_latent if self.q_b else kv_latent.clone()
         key_value, kept.kv_columns = self._heads(work, self.kv_b, self.mla.kv_norm, kv_latent)
         heads = latent_heads(query, key_value, rotary_key, *work.bin.ropes[self.rope], self.arch,
-                             value_width(work.bin, self.arch), evaluation=work.evaluation)
+                             kernel_value_width(work.bin, self.arch), evaluation=work.evaluation)
         del query, key_value, kv_latent, rotary_key
         with torch.enable_grad():  # autograd records only this, to call the kernel's backward
             kept.heads = [part.detach().requires_grad_() for part in heads]
@@ -138,9 +138,9 @@ class LatentMixing:
 
     def live_bytes(self, plan: Plan) -> int:
         item, others = getattr(torch, plan.compute_dtype).itemsize, 0
-        # the gradients of heads and of what they are made of, and of what attention gives; some
-        # kernels add up the query's in fp32
-        values = 4 * self.query_width + self.kv_b.out_features + self.query_width
+        # the gradients of query, key, value and of what attention gives, and those of what these
+        # heads are made of; some kernels add up the query's in fp32
+        values = 4 * self.query_width + self.query_width + self.kv_b.out_features
         values += 2 * self.query_width
         if plan.plain_attention:
             values += 4 * self.query_width
@@ -148,7 +148,7 @@ class LatentMixing:
         return values * plan.bin_tokens * item + others
 
 
-def value_width(bin: Bin, arch: Architecture) -> int:
+def kernel_value_width(bin: Bin, arch: Architecture) -> int:
     """The width of a head's value for the kernel: plain torch takes it as it is, others want it as
     wide as the query."""
     is_plain = bin.kernels["full"] is document_attention

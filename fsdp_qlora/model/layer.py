@@ -81,7 +81,7 @@ class Layout:
 
     def kept_values(self, keeps: str) -> int:
         """Values per token that a layer keeps from forward to backward, see LayerFunction."""
-        hidden = self.mixing.arch.hidden_size
+        hidden = self.mixing.arch.hidden_size  # the width of x, and of the sum after the mixing
         if keeps == "all":
             return self.mixing.kept_values + self.mlp.kept_values
         if keeps == "mlp":
@@ -92,11 +92,11 @@ class Layout:
         """The most bytes that a layer's backward takes besides what is kept: gradients, dequantised
         weights, and what is computed again."""
         item, n = getattr(torch, plan.compute_dtype).itemsize, plan.bin_tokens
-        live = max(self.mixing.live_bytes(plan, keeps != "all"),
-                   self.mlp.live_bytes(plan, keeps in ("middle", "x")))
+        live = max(self.mixing.live_bytes(plan, recomputed=keeps != "all"),
+                   self.mlp.live_bytes(plan, recomputed=keeps in ("middle", "x")))
         if keeps != "all":  # x and the sum, where they are not counted as kept
             live += 2 * n * self.mixing.arch.hidden_size * item
-        if self.mixing.arch.layer_scalar:  # the gradient before that
+        if self.mixing.arch.layer_scalar:  # the gradient before it is multiplied by that
             live += n * self.mixing.arch.hidden_size * item
         if keeps == "x":  # the mixing half is computed again first, to come to the sum
             live += n * (self.mixing.arch.hidden_size + self.mixing.recomputed_values) * item
@@ -148,11 +148,12 @@ def _make_layout(
     small_tensors = arch.small_tensors(kind)
     arch = arch.of_kind(kind)
     rank, counts = config.lora_rank, allocator.counts
+    mixing, mlp = _make_halves(arch, kind, fused)
     return Layout(
-        *_make_halves(arch, kind, fused), vectors, small_tensors,
-        counts["blocks"], counts["vectors"], counts["adapter"],
-        config.lora_alpha / (math.sqrt(rank) if config.adapter == "rslora" else rank),
-        config.lora_dropout, config.adapter == "dora")
+        mixing=mixing, mlp=mlp, vectors=vectors, small_tensors=small_tensors,
+        n_blocks=counts["blocks"], n_vectors=counts["vectors"], n_adapter=counts["adapter"],
+        scaling=config.lora_alpha / (math.sqrt(rank) if config.adapter == "rslora" else rank),
+        dropout=config.lora_dropout, dora=config.adapter == "dora")
 
 
 def _make_halves(
@@ -319,13 +320,13 @@ class LayerWork:
         # once, later if the layer keeps all; else forward() runs again before it, or none follows
         self.keeps_graph = backward or layer.keeps == "all" and not evaluation
         self.tokens = slice(None)  # of the bin: those that the MLP works on
-        # keys and values: of another layer, which this one reads; its own, for others; gradients
+        # keys and values of its lender, which it reads; its own, where others read them; gradients
         self.borrowed = borrowed
         self.lent = self.grad_lent = self.grad_borrowed = tuple[Tensor, ...]()
         self.adapter = layer.adapter.detach().to(layer.vectors.dtype)
-        self.held: dict[FusedLinear, Tensor] = {}  # for a second use, where memory allows
-        self.hold = (backward and layer.plan.hold_weights
-                     and layer.keeps in ("middle", "x"))
+        # weights for a second use: a recomputed layer's backward runs forward() again first
+        self.held: dict[FusedLinear, Tensor] = {}
+        self.hold = backward and layer.plan.hold_weights and layer.keeps in ("middle", "x")
         if backward:
             self.grad_adapter = torch.zeros_like(self.adapter, dtype=torch.float32)
 

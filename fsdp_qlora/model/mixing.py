@@ -83,17 +83,18 @@ class MixingHalf:
     beside: tuple[FusedLinear, Mixing] | None = None
 
     @property
-    def branches(self) -> tuple[tuple[FusedLinear, Mixing], ...]:
+    def paths(self) -> tuple[tuple[FusedLinear, Mixing], ...]:
+        """One or two (out, mixing), whose outputs are added."""
         return ((self.out, self.mixing), *([self.beside] if self.beside else ()))
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
-        return self.in_proj, *(out for out, _ in self.branches), *self.between
+        return self.in_proj, *(out for out, _ in self.paths), *self.between
 
     @property
     def between(self) -> tuple[FusedLinear, ...]:
         """Those of the mixings themselves."""
-        return tuple(fused for _, mixing in self.branches for fused in mixing.fused_linears)
+        return tuple(fused for _, mixing in self.paths for fused in mixing.fused_linears)
 
     def forward(
         self, work: LayerWork, x: Tensor, want_sum: bool = True
@@ -105,15 +106,16 @@ class MixingHalf:
         projected = product(work, self.in_proj, inputs)
         keep_inputs(work, kept, inputs, self.in_proj)
         del inputs
-        widths = [mixing.projected_width for _, mixing in self.branches]
+        widths = [mixing.projected_width for _, mixing in self.paths]
         kept.parts = [keep(projected=part) for part in projected.split(widths, 1)]
         del projected
+        # the backward of the post norm reads the branch, too
         needs_branch, branch = want_sum or arch.attention_post_norm is not None, None
-        for (fused, mixing), part in zip(self.branches, kept.parts):
+        for (fused, mixing), part in zip(self.paths, kept.parts):
             out_inputs = widen(mixing.forward(work, part), fused)
             if needs_branch:
-                given = product(work, fused, out_inputs)
-                branch = given if branch is None else branch.add_(given)
+                added = product(work, fused, out_inputs)
+                branch = added if branch is None else branch.add_(added)
             else:
                 fill_columns(work, fused, out_inputs)  # backward reads them
             part.out_columns = last_columns(out_inputs, fused)
@@ -133,7 +135,7 @@ class MixingHalf:
         upstream = branch_gradient(
             work, kept.branch, grad, arch.attention_post_norm, ATTENTION_SITE)
         kept.branch = None
-        for (fused, mixing), part in zip(self.branches, kept.parts):
+        for (fused, mixing), part in zip(self.paths, kept.parts):
             mixed = mixing.mixed(work, part)
             grad, grad_d = product_backward(work, fused, part.out_columns, upstream, mixed)
             add_a_gradient(work, fused, mixed, grad_d)
@@ -153,21 +155,21 @@ class MixingHalf:
     def recomputed_values(self) -> int:
         """Values that are alive while forward() is computed again."""
         return self.in_proj.width + sum(
-            mixing.recomputed_values + out.width for out, mixing in self.branches)
+            mixing.recomputed_values + out.width for out, mixing in self.paths)
 
     @property
     def kept_values(self) -> int:
         """Values kept from forward to backward, if nothing is recomputed."""
         hidden = self.arch.hidden_size
         values = hidden + self.in_proj.padded_columns
-        values += sum(out.padded_columns + mixing.kept_values for out, mixing in self.branches)
+        values += sum(out.padded_columns + mixing.kept_values for out, mixing in self.paths)
         values += hidden * (self.arch.attention_post_norm is not None)
         return values
 
     @property
     def query_width(self) -> int:
         """See Mixing."""
-        return sum(mixing.query_width for _, mixing in self.branches)
+        return sum(mixing.query_width for _, mixing in self.paths)
 
     def live_bytes(self, plan: Plan, recomputed: bool) -> int:
         """The peak bytes of backward(), besides what is kept."""
@@ -178,16 +180,16 @@ class MixingHalf:
         held = self.fused_linears if hold_weights else (self.in_proj, *self.between)
         weights = [weight_bytes(fused, item, hold_weights) for fused in held]
         others = sum(weights) if hold_weights else max(weights)
-        others += sum(mixing.live_bytes(plan) for _, mixing in self.branches)
+        others += sum(mixing.live_bytes(plan) for _, mixing in self.paths)
         return values * plan.bin_tokens * item + others
 
     def recomputed_weights(self, want_sum: bool) -> int:
         """Weights that are multiplied again when forward() is recomputed."""
         always = sum(fused.n_weights for fused in (self.in_proj, *self.between))
-        return always + want_sum * sum(out.n_weights for out, _ in self.branches)
+        return always + want_sum * sum(out.n_weights for out, _ in self.paths)
 
     @property
     def elementwise_values(self) -> int:
         """Values that elementwise work reads or writes, forward and backward; measured."""
         return 15 * self.arch.hidden_size + sum(
-            mixing.elementwise_values for _, mixing in self.branches)
+            mixing.elementwise_values for _, mixing in self.paths)

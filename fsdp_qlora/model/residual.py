@@ -1,7 +1,7 @@
 """What the two halves of a layer share: the norm before them, and the residual sum after them.
 
-A half is x + norm(products(norm(x))), with each norm only where the family has one; `work` is a
-LayerWork of layer.
+A half is x + norm(products(norm(x))), with each norm only where the family has one. What products()
+gives is the half's branch. `work` is a LayerWork of layer.
 """
 
 from __future__ import annotations
@@ -81,19 +81,19 @@ def end_branch(
     work: LayerWork, x: Tensor | None, branch: Tensor, post_norm: str | None, site: int,
     want_sum: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Drops of the branch what the model's own dropout does. Returns x + multiplier *
-    norm(branch), None without want_sum; and the branch, which backward reads if there is a norm,
-    None where it was added without one."""
+    """Returns x + multiplier * norm(branch), None without want_sum; and the branch, which backward
+    reads if there is a norm, None where it was added without one. Both after the model's own
+    dropout of the branch."""
     arch = work.arch
-    normed = branch = work.drop(branch, arch.residual_dropout, site)
+    added = branch = work.drop(branch, arch.residual_dropout, site)
     if not want_sum:
         return None, branch
     assert x is not None, "the sum needs it"
     if post_norm:
-        normed = torch.empty_like(branch)
-        normalise(normed, branch, work.vector(post_norm), work.vector(post_norm, "bias"),
+        added = torch.empty_like(branch)
+        normalise(added, branch, work.vector(post_norm), work.vector(post_norm, "bias"),
                   arch.norm, arch.post_norm_eps, evaluation=work.evaluation)
-    out = torch.add(x, normed, alpha=arch.residual_multiplier)
+    out = torch.add(x, added, alpha=arch.residual_multiplier)
     return out, branch if post_norm else None
 
 

@@ -139,7 +139,7 @@ def possible_plans(
             sizes.insert(0, max(longest, math.ceil(sizes[0] / 2)))
         sizes = sorted({n if n == longest else round_up(n, workload.device) for n in sizes})
     keep_middle = (False,) if arch.parallel else (True, False)  # there the MLP reads x
-    keep = list(itertools.product(keep_middle, (True, False)))
+    of_recomputed = list(itertools.product(keep_middle, (True, False)))  # keep_middle, hold_weights
     n_experts = arch.mixture.n_experts if arch.mixture else 1
     ranges = sorted({min(n, n_experts) for n in (1, 4, 16)})
     # if all layers are recomputed, they can also keep what their MLP needs, in host memory
@@ -150,14 +150,16 @@ def possible_plans(
             reshards = [True] if shards == 1 or config.offload_params else [True, False]
             mlp_counts = range(n + 1) if can_keep_mlp and n == arch.n_layers else (0,)
             for reshard, (middle, hold), n_mlp_kept, n_ranges in itertools.product(
-                reshards, keep if n else keep[-1:], mlp_counts, ranges
+                reshards, of_recomputed if n else of_recomputed[-1:], mlp_counts, ranges
             ):
-                plan = Plan(config.compute_dtype, arch.n_layers, shards, reshard, bin_tokens, n,
-                            middle, hold, config.offload_activations, config.offload_params,
-                            n_mlp_kept, n_ranges, workload.plain_attention,
-                            workload.plain_recurrence,
-                            workload.device.type == "cuda",
-                            state_bytes=workload.state_bytes)
+                plan = Plan(
+                    config.compute_dtype, arch.n_layers, shards, reshard, bin_tokens, n,
+                    keep_middle=middle, hold_weights=hold,
+                    offload_activations=config.offload_activations,
+                    offload_params=config.offload_params, n_mlp_kept=n_mlp_kept,
+                    expert_ranges=n_ranges, plain_attention=workload.plain_attention,
+                    plain_recurrence=workload.plain_recurrence,
+                    fused=workload.device.type == "cuda", state_bytes=workload.state_bytes)
                 yield predict_memory(plan, arch, layouts)
 
 
@@ -388,10 +390,11 @@ def agree_on_plan(
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     plain = any(document_attention in pair.values() for pair in kernels.values())
-    plain_rule = any(
+    plain_recurrence = any(
         f in PLAIN_RECURRENCES for pair in kernels.values() for f in pair.values())
     workload = describe_work(config, rows, eval_rows, dist.get_world_size(), device,
-                             why_no_capture(arch, machine, plain), plain, state_bytes, plain_rule)
+                             why_no_capture(arch, machine, plain), plain, state_bytes,
+                             plain_recurrence)
     with together():
         plan = choose_plan(config, arch, layouts, workload, limit, machine)
     # what the host has free differs between nodes, so all take rank 0's plan

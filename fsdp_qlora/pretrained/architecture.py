@@ -479,7 +479,7 @@ class Architecture(Family):
         return dataclasses.replace(self, n_heads=n, n_kv_heads=n_kv, head_dim=dim,
                                    keys_are_values=keys_are_values, **norms)
 
-    def attends(self, kind: LayerKind) -> bool:
+    def has_attention(self, kind: LayerKind) -> bool:
         """Whether such layers have softmax attention."""
         return (self.beside or not kind.mixer) and kind.halves != "mlp"
 
@@ -588,7 +588,7 @@ class Architecture(Family):
         if kind.routed and (own := self.mixture.norms):
             shapes |= {f"{name}.weight": (self.hidden_size,)
                        for name in (own.before, own.after, own.after_shared)}
-        if self.qk_norm and self.qk_norm != "without weight" and self.attends(kind):
+        if self.qk_norm and self.qk_norm != "without weight" and self.has_attention(kind):
             for name, heads in ((self.q_norm, arch.n_heads), (self.k_norm, arch.n_kv_heads)):
                 if not heads:
                     continue
@@ -597,7 +597,7 @@ class Architecture(Family):
                     "full": (heads * arch.head_dim,)}[self.qk_norm]
         if self.mla:
             shapes |= self.mla.norms()
-        if self.sinks and self.attends(kind):
+        if self.sinks and self.has_attention(kind):
             shapes["self_attn.sinks"] = (arch.n_heads,)
         if self.activation == "xielu":
             shapes |= {f"{XIELU}.{part}": shape for part, shape in XIELU_SHAPES.items()}
