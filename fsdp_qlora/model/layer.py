@@ -229,7 +229,7 @@ class DecoderLayer(nn.Module):
 
 class LayerFunction(torch.autograd.Function):
     """A decoder layer, from x [tokens, hidden] to the same shape: attention or another mixing of
-    tokens, then the MLP.
+    tokens, then the MLP. `middle` is the sum after the first.
 
     What it keeps from forward to backward is layer.keeps: "all"; "mlp", which is x and what the MLP
     needs; "middle", which is x and the sum after the mixing; or "x". The rest is computed again,
@@ -255,7 +255,8 @@ class LayerFunction(torch.autograd.Function):
             out, mlp_kept = mlp.forward(work, middle, x if layer.arch.parallel else middle)
             ctx.kept = mixing_kept, mlp_kept
             return work.scaled(out), *work.lent
-        x_key = put(x)  # on its way to the host while tokens are mixed
+        # put() returns a key for take(): by them activations go to the host and back, if offloaded
+        x_key = put(x)  # on its way while tokens are mixed
         middle = mixing.forward(work, x)[0]
         if layer.keeps == "mlp":
             out, mlp_kept = mlp.forward(work, middle, middle)

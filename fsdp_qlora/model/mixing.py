@@ -64,7 +64,7 @@ class Mixing(Protocol):
 
     @property
     def elementwise_values(self) -> int:
-        """What reads or writes memory takes as long as so many values, forward and backward."""
+        """Its elementwise work takes as long as to read or write so many values, both ways."""
 
     def live_bytes(self, plan: Plan) -> int:
         """The peak bytes of backward(), besides what is kept."""

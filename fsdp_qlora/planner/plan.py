@@ -99,6 +99,7 @@ class Plan:
                 not self.hold_weights)
 
     def fits(self, limit: float, spare: float = GAPS) -> bool:
+        """Whether it leaves this share of `limit` bytes free; 0: there is no limit."""
         return not limit or self.bytes <= (1 - spare) * limit
 
     def fits_both(self, limit: float, machine: Machine) -> bool:
@@ -324,7 +325,7 @@ def way_out(
     order in which to try them, and the plan with them; all flags, where none of them suffices."""
     flags, n = "", workload.longest
     shorter: dict[str, Any] = {"micro_batch_tokens": n}
-    if plan.bin_tokens <= n:
+    if plan.bin_tokens <= n:  # a bin has the longest row alone: shorter rows
         shorter = {"micro_batch_tokens": config.micro_batch_tokens and n // 2,
                    "max_seq_len": min(n, config.max_seq_len or n) // 2}
     for given in ({"recompute": "all"}, {"offload_activations": True}, {"offload_params": True},
