@@ -358,7 +358,9 @@ def test_all_linear_stands_beside_other_words(name, words, same):
 @torch.no_grad()
 @pytest.mark.parametrize("name, shared, is_loaded", [
     ("qwen2_moe", "shared_expert.down_proj", True), ("dots1", "shared_experts.down_proj", False),
-    ("nemotron_h_latent", "fc1_latent_proj", True)])  # fmt: skip
+    ("nemotron_h_latent", "fc1_latent_proj", True), ("nemotron_h", "shared_experts.up_proj", True),
+    ("hy_v3", "shared_experts.down_proj", True), ("laguna", "shared_experts.down_proj", True),
+    ("afmoe", "shared_experts.down_proj", False)])  # fmt: skip
 def test_log_tells_where_peft_does_not_load_a_shared_experts_adapter(
     name, shared, is_loaded, tmp_path, capsys
 ):

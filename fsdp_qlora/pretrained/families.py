@@ -319,7 +319,7 @@ FAMILIES: dict[str, Family] = {
         first_dense="config.moe_layer_start_index", shared="mlp.shared_experts",
         fp32_router=True, correction="mlp.gate.moe_statics.e_score_correction_bias",
         renames=(("mlp.gate.moe_statics", "mlp.moe_statics"),))),
-    # limit and alpha are constants in transformers 5.17; another value of a config is refused
+    # another swiglu_limit or swiglu_alpha than these in a config is refused
     "gpt_oss": Family(norm="rms_fp32", window="layer_types", sinks=True, mixture=Mixture(
         n_experts="config.num_local_experts", expert_size="config.intermediate_size",
         router="mlp.router", biases=True, clamp=(7.0, 1.702), one_gate_up=True, transposed=True,
