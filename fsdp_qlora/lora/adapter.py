@@ -83,8 +83,8 @@ def requested_words(arch: Architecture, config: Config) -> list[str]:
             raise ValueError(f"--target_modules {word}: no such linear in the decoder layers;"
                              f" there are {choices}")
         ends = {name.rsplit(".", 1)[-1] for name in found}
-        is_mistaken = ends & of_experts and arch.family not in LOADED_BY_NAME
-        if is_mistaken and arch.mixture.adapters == "modules":
+        if (ends & of_experts and arch.mixture.adapters == "modules"
+                and arch.family not in LOADED_BY_NAME):
             say(f"--target_modules {word}: PEFT 0.21 does not load adapters of {found[0]}; vLLM"
                 " reads them by their names")
     return words
