@@ -48,6 +48,7 @@ WARM_STEPS, PROFILED_STEPS = 4, 2
 SHAPES = {  # hidden, intermediate, layers, heads, key/value heads, vocabulary
     "llama-2-70b": (8192, 28672, 80, 64, 8, 32000),
     "llama-3-8b": (4096, 14336, 32, 32, 8, 128256),
+    "llama-3-8b-dropout": (4096, 14336, 32, 32, 8, 128256),
     "llama-3-70b": (8192, 28672, 80, 64, 8, 128256),
     "llama-3.1-405b": (16384, 53248, 126, 128, 8, 128256),
     "qwen2.5-72b": (8192, 29568, 80, 64, 8, 152064),
@@ -317,6 +318,7 @@ GROUPS = {
         case("gemma3-12b", "gemma-3-12b", 8, 2048, 5, gpus=1, bins=0),
         case("qwen3-14b", "qwen3-14b", 8, 2048, 5, gpus=1, bins=0),
         case("gpt-oss-20b", "gpt-oss-20b", 8, 2048, 5, gpus=1, bins=0),
+        case("8b-dropout", "llama-3-8b-dropout", 8, 2048, 5, gpus=1, bins=0),
     ],
 }  # fmt: skip
 CASES = {c["name"]: c for group in GROUPS.values() for c in group}
@@ -363,9 +365,11 @@ def model_config(model, layers=None):
     """What config.json says of a model with that many layers, None: its own."""
     hidden, intermediate, whole, heads, kv_heads, vocab = SHAPES[model]
     own = {"qwen2.5": {"model_type": "qwen2"}, "qwen3": {"model_type": "qwen3"},
-           "mistral": {"model_type": "mistral", "sliding_window": None}}  # fmt: skip
+           "mistral": {"model_type": "mistral", "sliding_window": None},
+           "llama-3-8b-dropout": {"model_type": "llama", "attention_dropout": 0.1}}  # fmt: skip
     known = MIXTURES | GEMMAS | MIXERS | LATENT | GEMMAS_4
-    own = known.get(model) or own.get(model.partition("-")[0], {"model_type": "llama"})
+    own = known.get(model) or own.get(model) or own.get(
+        model.partition("-")[0], {"model_type": "llama"})
     if model in HEAD_DIM:
         own["head_dim"] = HEAD_DIM[model]
     return {

@@ -279,7 +279,8 @@ class RandomWeights:
         else:
             whole = torch.empty(shape, dtype=self.dtype, device=self.device)
             whole.normal_(0, RANDOM_STD, generator=generator)
-        return whole[rows.start : rows.stop].flatten().clone()  # so that `whole` is freed
+        part = whole[rows.start : rows.stop].flatten()
+        return part if len(rows) == len(whole) else part.clone()  # so that `whole` is freed
 
     def close(self) -> None:
         pass
