@@ -64,8 +64,7 @@ from fsdp_qlora.lora.adapter import Adapter, choose_adapted
 from fsdp_qlora.model.attention import (
     attends, batched_attention, document_attention, flash_attention, reach_architectures,
     varlen_attention)
-from fsdp_qlora.model.compile_ahead import compile_ahead
-from fsdp_qlora.model.elementwise import compile_for_any_rows
+from fsdp_qlora.model.elementwise import compile_for_any_rows, start_compiler
 from fsdp_qlora.model.flex import flex_document_attention
 from fsdp_qlora.model.graphs import Graphs
 from fsdp_qlora.model.layer import make_layouts
@@ -331,6 +330,7 @@ def train(given: Config, device: torch.device, status: Status) -> None:
 
         # 3. What is adapted, which attention, and the plan: what is sharded, recomputed, offloaded
         status.enter("model")
+        start_compiler(device)
         with together():
             lora_config, adapted = choose_adapted(arch, config, config.model or str(base))
             layouts = make_layouts(arch, adapted, config)
@@ -349,17 +349,7 @@ def train(given: Config, device: torch.device, status: Status) -> None:
         mesh = make_mesh(plan.shard_group_size, device)
         model = Model(arch, layouts, plan, mesh.get_group("shard"))
         shard_model(model, mesh, plan)
-        assert config.max_seq_len, "read_model_config() fills it in"
-        model.frequencies = [
-            (frequencies.to(device), factor) for frequencies, factor in
-            (rope_frequencies(rope, arch, config.max_seq_len, model_config) for rope in arch.ropes)]
-        if rows.lengths.min() != rows.lengths.max():
-            compile_for_any_rows()
-        to_deal: Any = types.SimpleNamespace(rows=rows, config=config, plan=plan, device=device,
-                                             kernels=kernels, store=None)
-        _, bins = deal_step(to_deal, done + 1)
-        with compile_ahead(arch, layouts, plan, bins[0], model.frequencies, device):
-            loaded = load_model(model, base, model_config, config, device)
+        loaded = load_model(model, base, model_config, config, device)
         check_head(model, rows, tokenizer)
 
         # 5. The adapter, new or from a checkpoint, and its optimizer
@@ -583,6 +573,7 @@ def load_model(model: Model, base: Path, model_config: transformers.PretrainedCo
     Returns a namespace: `sums` {name in files: content_sum() as hex}, which tell one base from any
     other; `prequantised`, whether its files are in 4 bits; `n_parameters`.
     """
+    assert config.max_seq_len, "read_model_config() fills it in"
     arch, nf4_states, dtype = model.arch, {}, getattr(torch, config.compute_dtype)
     if config.random_weights:
         names = tensor_names(arch, {})
@@ -616,6 +607,9 @@ def load_model(model: Model, base: Path, model_config: transformers.PretrainedCo
             raise ValueError(f"the model's {damaged} has values that are not finite: is its file"
                              " damaged? Fetch it again")
     dist.all_reduce(totals := torch.stack(list(sums.values())))
+    model.frequencies = [
+        (f.to(device), factor) for f, factor in
+        (rope_frequencies(rope, arch, config.max_seq_len, model_config) for rope in arch.ropes)]
     torch.cuda.empty_cache()  # what loading used and training would use in other sizes
     seconds, grown = clock() - started, (host_memory()[1] - memory_before[0]) / 2**30
     unit, size = ("GB", 1e9) if n_bytes > 1e9 else ("MB", 1e6)
@@ -871,6 +865,8 @@ def run_steps(run: Run, done: int) -> list[Record]:
         f" {config.learning_rate}")
     if run.device.type == "cuda" and not why_no_triton():
         say("the first step compiles kernels: up to a minute, a few seconds once they are cached")
+    if run.rows.lengths.min() != run.rows.lengths.max():
+        compile_for_any_rows()
     with together():
         log = Log(run, done) if is_rank_0() else None
     save_steps, save_seconds = save_interval(config)
