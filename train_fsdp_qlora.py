@@ -64,7 +64,7 @@ from fsdp_qlora.lora.adapter import Adapter, choose_adapted
 from fsdp_qlora.model.attention import (
     attends, batched_attention, document_attention, flash_attention, reach_architectures,
     varlen_attention)
-from fsdp_qlora.model.elementwise import compile_for_any_rows, start_compiler
+from fsdp_qlora.model.elementwise import compile_for_any_rows
 from fsdp_qlora.model.flex import flex_document_attention
 from fsdp_qlora.model.graphs import Graphs
 from fsdp_qlora.model.layer import make_layouts
@@ -330,7 +330,6 @@ def train(given: Config, device: torch.device, status: Status) -> None:
 
         # 3. What is adapted, which attention, and the plan: what is sharded, recomputed, offloaded
         status.enter("model")
-        start_compiler(device)
         with together():
             lora_config, adapted = choose_adapted(arch, config, config.model or str(base))
             layouts = make_layouts(arch, adapted, config)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import threading
 import types
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -72,15 +71,6 @@ def compiled_copy(function: Callable[..., Result], name: str) -> Callable[..., R
     return torch.compile(types.FunctionType(
         function.__code__.replace(co_name=name), function.__globals__, function.__name__,
         function.__defaults__, function.__closure__))
-
-
-def start_compiler(device: torch.device) -> None:
-    """Have torch's compiler import what it consists of and start its processes, in a thread, while
-    weights are read: the first kernel would wait for that."""
-    if device.type == "cuda" and not why_no_triton():
-        x = torch.zeros(1, 16, device=device)
-        first = compiled_copy(standardised, "first_kernel")
-        threading.Thread(target=first, args=(x, "rms", 1e-6), daemon=True).start()
 
 
 def standardised(x: Tensor, kind: str, eps: float) -> tuple[Tensor, Tensor]:
