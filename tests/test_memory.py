@@ -93,6 +93,13 @@ ON_H100 = [
     ("llama-2-70b", 80, 69.78, 1_592, {"recomputed": 49, "bin_tokens": 8192, **HELD,
                                        "keep_middle": False}),
     ("llama-3-8b", 32, 53.21, 16_580, {"bin_tokens": 16384}),
+    # at 18630e0
+    ("granite-4-h-small", 40, 60.26, 8_042, {"bin_tokens": 8192}),
+    ("nemotron-3-nano-30b", 52, 53.99, 20_724, {"bin_tokens": 16384}),
+    ("qwen3.5-9b", 32, 68.83, 13_990, {"bin_tokens": 16384}),
+    # in plain torch
+    ("llama-3-8b-dropout", 32, 53.67, 1_944, {"bin_tokens": 16384, "plain_attention": True}),
+    ("gemma-2-27b", 46, 53.13, 2_454, {"plain_attention": True}),
 ]  # fmt: skip
 
 @functools.lru_cache(None)

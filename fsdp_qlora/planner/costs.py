@@ -210,6 +210,10 @@ class Fit:
     # times as long by flex_attention for heads of more than 256 values; measured: 41 ms for 8,192
     # tokens of Gemma 4 31B (H100), forward and backward
     wide_heads: float = 11
+    # bytes that plain torch moves for each score of attention, in both passes; the second with
+    # dropout. From one row each
+    score_bytes: float = 170
+    dropped_score_bytes: float = 640
     # share of a recomputed layer's weights that is dequantised a third time
     dequantised_again: float = 1
     held_dequantised_again: float = 0.5  # the same with hold_weights
@@ -274,6 +278,9 @@ def layer_seconds(
     uses = 2 * weights + again * share * token_weights
     moved = (uses * (0.5 + item) / FIT.dequantising
              + n * layers.elementwise_values / n_layers * item)
+    if plan.plain_attention:
+        of_score = FIT.dropped_score_bytes if arch.attention_dropout else FIT.score_bytes
+        moved += n * context * arch.n_heads * of_score
     routed, waits = sum(arch.layer_routed) / n_layers, 0.0
     if routed and plan.expert_ranges > 1:  # their rows are copied
         width = arch.expert_gate_up[0].in_features
