@@ -694,6 +694,7 @@ OUTER = {
         ("llava_onevision", "qwen2", "siglip_vision_model"),
         ("idefics3", "llama", "idefics3_vision"), ("smolvlm", "llama", "smolvlm_vision"),
         ("lfm2_vl", "lfm2", "siglip2_vision_model"))}  # fmt: skip
+OUTER["gemma4_moe_vl"] = multimodal("gemma4", TINY["gemma4_moe"], "gemma4_vision", True)
 TINY = {name: make for name, make in TINY.items() if make.model_type in CONFIG_MAPPING}
 
 

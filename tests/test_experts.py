@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from conftest import DEVICE
 from families import (
+    OUTER,
     TINY,
     from_fp8,
     from_int4,
@@ -40,7 +41,7 @@ from fsdp_qlora.model import grouped
 from fsdp_qlora.model import router
 from fsdp_qlora.lora.adapter import Adapter, choose_adapted, read_adapter, write_adapter
 from fsdp_qlora.training.check import plain_model, random_adapter, random_reference, read_weights
-from fsdp_qlora.pretrained.config import describe_model, shrunk_config
+from fsdp_qlora.pretrained.config import describe_model, shrunk_config, text_config
 from fsdp_qlora.data.bins import make_bin
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.model.elementwise import (
@@ -244,16 +245,16 @@ ADAPTED = {"lora_rank": 8, "lora_alpha": 16, "target_modules": ("q_proj", "o_pro
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", [
-    "qwen3_moe", "mixtral", "minimax_m2", "glm4_moe", "hunyuan_moe", "olmoe", "flex_olmo", "dots1",
-    "ernie4_5_moe", "gpt_oss", "granitemoe", "qwen2_moe", "deepseek_v3_moonlight"])  # fmt: skip
-def test_adapters_of_experts_are_what_peft_loads(name, tmp_path):
-    """Names and values of the file: PEFT's model gives the logits, the loss and each part's
-    gradient that ours gives."""
-    config, small = Config(model="m", **ADAPTED), shrunk_config(TINY[name](320))
-    arch, reference = describe_model(small), random_reference(small, seed())
+@pytest.mark.parametrize("targets", [("experts",), ("all-linear", "experts")])
+@pytest.mark.parametrize("name", [*MIXTURES, "gemma4_moe_vl"])
+def test_adapters_of_experts_are_what_peft_loads(name, targets, tmp_path):
+    """Names and values of the file: PEFT's model, with a vision tower if there is one, gives the
+    logits, the loss and each part's gradient that ours gives."""
+    config = Config(model="m", **ADAPTED | {"target_modules": targets})
+    whole = (TINY | OUTER)[name](320)
+    arch, reference = describe_model(whole), make_model(whole).requires_grad_(False)
     tensors = {key: tensor.clone() for key, tensor in reference.state_dict().items()}
-    model = make_layers(small, arch, tensors, config)
+    model = make_layers(text_config(whole), arch, tensors, config)
     for key, weight in read_weights(model, tensor_names(arch, tensors)).items():
         reference.get_parameter(key).copy_(weight)
     for i, layer in enumerate(model.layers):
@@ -266,13 +267,14 @@ def test_adapters_of_experts_are_what_peft_loads(name, tmp_path):
     peft = PeftModel.from_pretrained(reference, tmp_path, is_trainable=True)
 
     def logits():
-        return torch.cat([peft(part[None]).logits[0] for part in ids.split(check.LENGTHS)])
+        return torch.cat([peft(input_ids=part[None]).logits[0] for part in ids.split(check.LENGTHS)])
 
     with torch.enable_grad():
         theirs = logits()
         rows = zip(theirs.split(check.LENGTHS), ids.split(check.LENGTHS))
         loss = sum(F.cross_entropy(row[:-1], x[1:], reduction="sum") for row, x in rows)
         loss.backward()
+    print(name, targets, float((ours["logits"] - theirs).norm() / theirs.norm()))
     assert (ours["logits"] - theirs).norm() < BAR * theirs.norm()
     assert abs(ours["loss"] - loss) < BAR * loss
     # as PEFT has it all experts' adapters are fused, whatever the file has
@@ -284,9 +286,10 @@ def test_adapters_of_experts_are_what_peft_loads(name, tmp_path):
     mine = parts_of_adapter(model, memory, "grad")
     assert mine.keys() == their.keys()
     for key, grad in mine.items():
-        assert (grad - their[key]).norm() <= BAR * their[key].norm(), key  # 0 without a token
+        bar = check.CHECK_LIMIT * their[key].norm()  # 0 without a token
+        assert (grad - their[key]).norm() <= bar, key
     with peft.disable_adapter():
-        assert (theirs - logits()).norm() > 0.1 * theirs.norm()
+        assert (theirs - logits()).norm() > 0.05 * theirs.norm()
 
 
 def test_adapter_whose_gate_and_up_are_not_apart_is_no_beginning(tmp_path):

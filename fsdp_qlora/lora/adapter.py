@@ -31,8 +31,6 @@ from fsdp_qlora.ranks import all_gather, is_rank_0, say, together
 READ_APART = set("""r lora_alpha use_dora use_rslora lora_dropout target_modules peft_version
     task_type base_model_name_or_path revision inference_mode auto_mapping layers_pattern
     megatron_core qalora_group_size eva_config""".split())
-# MoE models in which PEFT 0.21 takes no linear for the experts, so that it loads those named here
-LOADED_BY_NAME = {"hy_v3", "laguna", "mistral4", "nemotron_h", "qwen3_vl_moe_text"}
 
 if TYPE_CHECKING:
     from fsdp_qlora.model.layer import DecoderLayer
@@ -83,8 +81,7 @@ def requested_words(arch: Architecture, config: Config) -> list[str]:
             raise ValueError(f"--target_modules {word}: no such linear in the decoder layers;"
                              f" there are {choices}")
         ends = {name.rsplit(".", 1)[-1] for name in found}
-        if (ends & of_experts and arch.mixture.adapters == "modules"
-                and arch.family not in LOADED_BY_NAME):
+        if ends & of_experts and arch.mixture.adapters == "modules":
             say(f"--target_modules {word}: PEFT 0.21 does not load adapters of {found[0]}; vLLM"
                 " reads them by their names")
     return words
@@ -105,7 +102,7 @@ def peft_targets(
         if arch.expert_down[0].mxfp4:
             say("--target_modules experts: PEFT 0.21 finds no experts in a model in MXFP4: load"
                 " that with Mxfp4Config(dequantize=True), or merge, to bf16")
-    if arch.module_prefix == "model.":
+    if arch.module_prefix == "model." or not targets:
         return targets, settings
     # a vision tower may have linears of the same names
     either = "|".join(re.escape(target) for target in targets)

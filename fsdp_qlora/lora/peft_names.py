@@ -48,10 +48,11 @@ def expert_settings(arch: Architecture, rank: int, alpha: int,
     if not {*adapted} & {*arch.experts()} or arch.mixture.adapters == "modules":
         return {}
     stem, n = arch.mixture.experts, arch.mixture.n_experts
-    settings = {"target_parameters": [f"{stem}.down_proj", f"{stem}.gate_up_proj"]}
+    first = f"{stem}.gate_up_proj" if arch.gated else f"{stem}.up_proj"
+    settings: dict[str, Any] = {"target_parameters": [f"{stem}.down_proj", first]}
     if (each := len(arch.expert_gate_up) // n) > 1:
         for key, value in ("rank_pattern", rank), ("alpha_pattern", alpha):
-            settings[key] = {f"{stem}.gate_up_proj": each * value}
+            settings[key] = {first: each * value}
     return settings
 
 

@@ -19,7 +19,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from fsdp_qlora.pretrained.architecture import (
     ACTIVATIONS, LAYER_TYPES, Architecture, AttentionGate, DeltaNet, Family, Heads, LatentAttention,
     Linear, Mamba2, Mixture, PerLayerInputs, ShortConv, rotary_dim)
-from fsdp_qlora.pretrained.families import FAMILIES, MULTIMODAL, TEXT_MODULES
+from fsdp_qlora.pretrained.families import (
+    ADAPTERS_INSIDE, FAMILIES, MULTIMODAL, TEXT_MODULES)
 from fsdp_qlora.quant.nf4 import BLOCK
 
 ROPE_TYPES = {"default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"}
@@ -131,6 +132,8 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
     down = [Linear(family.mlp_out, hidden, inner, family.mlp_bias)]
     values.update(describe_experts(
         c, family, settings.get("quant_method") == "mxfp4", (gate_up, down)))
+    if values["mixture"] and (form := ADAPTERS_INSIDE.get(model_config.model_type)):
+        values["mixture"] = dataclasses.replace(values["mixture"], adapters=form)
     prefixes = [*family.prefixes]
     if model_config.model_type in MULTIMODAL:
         module = TEXT_MODULES.get(model_config.model_type, "language_model")

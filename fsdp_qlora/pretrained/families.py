@@ -232,7 +232,8 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v32": Family(**INDEXED, mixture=Mixture(**DEEPSEEK)),
     "glm_moe_dsa": Family(**INDEXED, mixture=Mixture(**DEEPSEEK)),
     "mistral4": Family(**MLA, query_temperature=True, mixture=Mixture(**DEEPSEEK | dict(
-        fp32_router=False, scores="softmax", rounded_scores=True, correction=None, rounded=True))),
+        fp32_router=False, scores="softmax", rounded_scores=True, correction=None, rounded=True,
+        adapters="stacked"))),
     "dots1": Family(qk_norm="head", window="layer_types", mixture=Mixture(**DEEPSEEK)),
     "solar_open": Family(out_bias=False, intermediate_size="config.moe_intermediate_size",
                          mixture=Mixture(**DEEPSEEK)),
@@ -244,7 +245,7 @@ FAMILIES: dict[str, Family] = {
         shared_size="config.moe_intermediate_size", n_shared="config.num_shared_experts",
         shared="mlp.shared_experts", fp32_router=True, scores="sigmoid",
         correction="mlp.e_score_correction_bias", sum_eps=1e-20,
-        scale="config.router_scaling_factor", rounded=False,
+        scale="config.router_scaling_factor", rounded=False, adapters="parameters",
         renames=(("mlp.gate.weight", "mlp.router.gate.weight"),
                  ("mlp.e_score_correction_bias", "mlp.expert_bias"),
                  ("mlp.shared_experts.", "mlp.shared_mlp.")))),
@@ -265,10 +266,11 @@ FAMILIES: dict[str, Family] = {
         router="feed_forward.gate", scores="sigmoid", rounded_scores=True,
         correction="feed_forward.expert_bias",
         normalised="config.norm_topk_prob", sum_eps=1e-6, scale="config.routed_scaling_factor",
+        adapters="parameters",
         # of experts, after their numbers: layers without experts have w1 wherever these are called
         renames=tuple((f"{digit}.{here}", f"{digit}.{there}") for digit in range(10) for here, there
                       in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))))),
-    "qwen3_vl_moe_text": Family(qk_norm="head", mixture=Mixture()),
+    "qwen3_vl_moe_text": Family(qk_norm="head", mixture=Mixture(adapters="stacked")),
     "nemotron_h": Family(
         peft_refuses=("out_proj",), norm="rms_fp32", norm_eps="config.layer_norm_epsilon",
         one_half=True, embedding="embeddings", final_norm="norm_f",
@@ -283,6 +285,7 @@ FAMILIES: dict[str, Family] = {
                 "config.layer_norm_epsilon", "mixer")},
         mixture=Mixture(**DEEPSEEK | dict(
             experts="mixer.experts", router="mixer.gate", shared="mixer.shared_experts",
+            adapters="stacked",
             correction="mixer.gate.e_score_correction_bias", first_dense=0, n_shared=1,
             latent_size="config.moe_latent_size",
             latent_linears=("mixer.fc1_latent_proj", "mixer.fc2_latent_proj"),
@@ -298,7 +301,7 @@ FAMILIES: dict[str, Family] = {
         attention_gate=AttentionGate("g_proj", "config.gating", "softplus"), mixture=Mixture(
             shared_size="config.shared_expert_intermediate_size", shared="mlp.shared_experts",
             scores="sigmoid", correction="mlp.gate.e_score_correction_bias",
-            scale="config.moe_routed_scaling_factor",
+            scale="config.moe_routed_scaling_factor", adapters="parameters",
             renames=(("mlp.shared_experts.", "mlp.shared_expert."),
                      ("mlp.gate.e_score", "mlp.experts.e_score")))),
     "afmoe": Family(
@@ -337,4 +340,6 @@ MULTIMODAL: dict[str, tuple[str, ...]] = {
     "llava_next": ("llama", "mistral", "qwen2"), "llava_onevision": ("qwen2",),
     "idefics3": ("llama",), "smolvlm": ("llama",), "lfm2_vl": ("lfm2",),
     "muse_glimmer": ("muse_glimmer_text",)}
+# {outer model type: Mixture.adapters inside it}, where that is not the text model's alone
+ADAPTERS_INSIDE = {"kimi_k25": "parameters", "qwen3_5_moe": "stacked"}
 TEXT_MODULES = {"idefics3": "text_model", "smolvlm": "text_model"}  # else "language_model"
