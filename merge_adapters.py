@@ -51,7 +51,7 @@ from tqdm import tqdm
 
 from fsdp_qlora.data.tokenizer import name_class
 from fsdp_qlora.files import read_json, sync_file, write_tensors
-from fsdp_qlora.lora.peft_names import expert_parts, expert_settings, file_parts
+from fsdp_qlora.lora.peft_names import as_saved, expert_parts, expert_settings, file_parts
 from fsdp_qlora.model.head import scaled_logits
 from fsdp_qlora.pretrained.config import describe_model, text_config
 from fsdp_qlora.pretrained.formats import INT4, INT4_SHAPE, MX_PARTS, NF4_PARTS, unscaled
@@ -282,14 +282,16 @@ def match_adapter(adapter_dir: Path, config: dict[str, Any],
                   base: argparse.Namespace) -> dict[str, AdapterParts]:
     """Returns read_adapter() of a run whose train_config.json has this `config`."""
     r, alpha, kind = config["lora_rank"], config["lora_alpha"], config["adapter"]
-    names, adapted = base.names, set(base.arch.adapted(config["target_modules"]))
+    path, file = [adapter_dir / name for name in ADAPTER_FILES]
+    arch = as_saved(base.arch, read_json(path), tensors_of(file))
+    names, adapted = base.names, set(arch.adapted(config["target_modules"]))
     lora = LoraConfig(r=r, lora_alpha=alpha, use_rslora=kind == "rslora", use_dora=kind == "dora",
-                      **expert_settings(base.arch, r, alpha, adapted))
-    where, of_experts = {}, expert_parts(base.arch, r)
+                      **expert_settings(arch, r, alpha, adapted))
+    where, of_experts = {}, expert_parts(arch, r)
     for name, linear in names.linears.items():
         if linear.name in adapted:
             layer = name.removeprefix(names.layer_prefix).partition(".")[0]
-            where[name] = file_parts(base.arch, layer, linear, r, kind, of_experts)
+            where[name] = file_parts(arch, layer, linear, r, kind, of_experts)
     return read_adapter(adapter_dir, lora, where, "train_config.json")
 
 

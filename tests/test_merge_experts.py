@@ -11,12 +11,15 @@ import pytest
 import test_merge
 import torch
 from conftest import DEVICE
-from families import TINY, make_model, write_4bit, write_mxfp4
+from families import TINY, auto_class, make_model, write_4bit, write_mxfp4
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
 
 import merge_adapters
+from fsdp_qlora.files import digest
+from fsdp_qlora.lora.peft_names import expert_parts, unstack_experts
+from fsdp_qlora.pretrained.config import describe_model
 from fsdp_qlora.pretrained.formats import NF4_STATE
 
 nf4_and_back = functools.partial(test_merge.nf4_and_back, device=DEVICE)  # where merged
@@ -231,7 +234,9 @@ def swap_experts(tensors):
         tensors[key], tensors[other] = tensors[other], tensors[key]
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "granitemoe", "qwen2_moe", "gemma4_moe"])
+@pytest.mark.parametrize("name", [
+    "mxfp4", "granitemoe", "qwen2_moe", "gemma4_moe", "hy_v3", "nemotron_h_latent",
+    "qwen3_5_moe_vl"])  # fmt: skip
 def test_adapters_of_experts_resume_begin_a_run_and_merge_to_what_peft_gives(
     name, run_main, demo_directory, tmp_path, capsys
 ):
@@ -261,12 +266,14 @@ def test_adapters_of_experts_resume_begin_a_run_and_merge_to_what_peft_gives(
     assert WARNED not in capsys.readouterr().out
 
     quantization = {"quantization_config": Mxfp4Config(dequantize=True)} if name == "mxfp4" else {}
-    model = AutoModelForCausalLM.from_pretrained(base, **quantization).float()
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out").float().state_dict()
+    auto = auto_class(AutoConfig.from_pretrained(base))
+    model = auto.from_pretrained(base, **quantization).float()
+    merged = auto.from_pretrained(tmp_path / "out").float().state_dict()
     plain = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     adapted = PeftModel.from_pretrained(model, run).merge_and_unload().state_dict()
     for key, weight in plain.items():
-        if weight.dim() == 3:  # merged: NF4 of the base, or its MXFP4, and what PEFT adds
+        # merged: NF4 of the base, or its MXFP4, and what PEFT adds
+        if ".experts." in key and weight.dim() == 3:
             if name != "mxfp4":
                 halves = 1 + ("gate_up" in key)
                 weight = torch.stack([torch.cat([*map(nf4_and_back, x.bfloat16().chunk(halves))])
@@ -274,6 +281,47 @@ def test_adapters_of_experts_resume_begin_a_run_and_merge_to_what_peft_gives(
             want = (weight + adapted[key] - plain[key]).bfloat16().float()
             assert not torch.equal(adapted[key], plain[key])
             assert (merged[key] - want).norm() < 1e-3 * want.norm(), key
+
+
+@pytest.mark.parametrize("name, form", [
+    ("lfm2_moe", "modules"), ("nemotron_h_latent", "modules"), ("qwen3_5_moe_vl", "parameters")])
+def test_adapters_of_experts_in_the_form_of_earlier_versions_are_read(
+    name, form, run_main, demo_directory, tmp_path
+):  # fmt: skip
+    """By expert, which PEFT does not load of these."""
+    base, run, old, other = (tmp_path / x for x in ("base", "run", "old", "other"))
+    write_base(name, base, demo_directory)
+
+    def train(directory, *flags):
+        code, _, err = run_main(
+            "--model", base, "--dataset", demo_directory / "data.jsonl", "--batch_size", 4,
+            "--report_to", "none", "--target_modules", "q_proj", "experts", "--lora_rank", 8,
+            "--eval_every", 0, "--max_seq_len", 64, "--max_steps", 1, "--output_dir", directory,
+            *flags)  # fmt: skip
+        assert code == 0, err
+        return load_file(directory / "adapter_model.safetensors")
+
+    adapter = train(run, "--learning_rate", 0.01)
+    shutil.copytree(run, old)
+    parts = expert_parts(describe_model(AutoConfig.from_pretrained(base)), 8)
+    save_file({key: tensor.contiguous() for key, tensor in unstack_experts(adapter, parts).items()},
+              old / "adapter_model.safetensors")
+    settings = json.loads((run / "adapter_config.json").read_text())
+    if form == "modules":
+        settings |= dict(target_parameters=None, rank_pattern={}, alpha_pattern={})
+    (old / "adapter_config.json").write_text(json.dumps(settings))
+    begun = train(other, "--init_adapter", old, "--learning_rate", 1e-30)
+    assert begun.keys() == adapter.keys()
+    assert all(torch.equal(tensor, begun[key]) for key, tensor in adapter.items())
+
+    described = json.loads((old / "train_config.json").read_text())
+    described["adapter_sha256"] = digest(old / "adapter_model.safetensors")
+    (old / "train_config.json").write_text(json.dumps(described))
+    for directory in run, old:
+        merge(directory, directory / "merged")
+    want, got = (load_file(x / "merged" / "model.safetensors") for x in (run, old))
+    assert want.keys() == got.keys()
+    assert all(torch.equal(tensor, got[key]) for key, tensor in want.items())
 
 
 def negate(pattern):

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_qlora.files import read_json, write_whole
 from fsdp_qlora.lora.peft_names import (
-    expert_parts, expert_settings, peft_name, stack_experts, unstack_experts)
+    as_saved, expert_parts, expert_settings, peft_name, stack_experts, unstack_experts)
 from fsdp_qlora.model.shards import local_part, set_local
 from fsdp_qlora.pretrained.tensor_names import renamed
 from fsdp_qlora.ranks import all_gather, is_rank_0, say, together
@@ -229,12 +229,13 @@ def read_adapter(config: Config, adapter: Adapter) -> dict[str, torch.Tensor]:
         if settings.get(key, False) != wanted:
             raise ValueError(f"--init_adapter {directory}: has {key} {settings.get(key)}: give the"
                              f" same by --{flag}")
+    arch = as_saved(adapter.arch, settings, values)
     refuse_settings(directory, settings, LoraConfig(
-        **expert_settings(adapter.arch, config.lora_rank, config.lora_alpha,
-                          adapter.arch.adapted(config.target_modules))).to_dict())
+        **expert_settings(arch, config.lora_rank, config.lora_alpha,
+                          arch.adapted(config.target_modules))).to_dict())
     shapes = {name: shape for i in range(len(adapter.layers))
               for name, (_, shape) in adapter.names(i).items()}
-    parts = adapter.expert_parts
+    parts = expert_parts(arch, config.lora_rank)
     shapes = dict(parts.get(name, (name, shape))[:2] for name, shape in shapes.items())
     if shapes != {name: tuple(value.shape) for name, value in values.items()}:
         odd = sorted(shapes.keys() ^ values.keys()) or ["one of another shape"]

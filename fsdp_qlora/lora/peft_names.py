@@ -5,7 +5,8 @@ The values of an adapter are in adapter.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,18 @@ def file_parts(arch: Architecture, layer: int, linear: Linear, rank: int, kind: 
     shapes |= {"lora_magnitude_vector": (n_out,)} if kind == "dora" else {}
     names = {peft_name(arch, layer, linear.name, key): shape for key, shape in shapes.items()}
     return [of_experts.get(name, (name, shape, ...)) for name, shape in names.items()]
+
+
+def as_saved(arch: Architecture, settings: Mapping[str, Any],
+             names: Iterable[str]) -> Architecture:
+    """The same with Mixture.adapters as an adapter with these settings and names of tensors has it:
+    earlier versions wrote those of more families by expert."""
+    if not arch.mixture:
+        return arch
+    form = "modules"
+    if settings.get("target_parameters"):
+        form = "parameters" if any(".experts.0." in name for name in names) else "stacked"
+    return dataclasses.replace(arch, mixture=dataclasses.replace(arch.mixture, adapters=form))
 
 
 def expert_settings(arch: Architecture, rank: int, alpha: int,
