@@ -85,7 +85,7 @@ def expert_parts(arch: Architecture, rank: int) -> Parts:
     for layer, routed in enumerate(arch.layer_routed):
         if not routed or arch.mixture.adapters != "stacked":
             continue
-        # PEFT wraps the module of all experts once for down_proj, within that for gate_up_proj
+        # PEFT wraps the module of all experts once for down_proj, within that for the other
         for end, linears in (".base_layer", arch.expert_gate_up), ("", arch.expert_down):
             n, n_out = arch.mixture.n_experts, linears[0].out_features
             whole, n_columns = arch.mixture.experts + end, rank * len(linears)

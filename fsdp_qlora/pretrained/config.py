@@ -19,8 +19,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from fsdp_qlora.pretrained.architecture import (
     ACTIVATIONS, LAYER_TYPES, Architecture, AttentionGate, DeltaNet, Family, Heads, LatentAttention,
     Linear, Mamba2, Mixture, PerLayerInputs, ShortConv, rotary_dim)
-from fsdp_qlora.pretrained.families import (
-    ADAPTERS_INSIDE, FAMILIES, MULTIMODAL, TEXT_MODULES)
+from fsdp_qlora.pretrained.families import ADAPTERS_INSIDE, FAMILIES, MULTIMODAL, TEXT_MODULES
 from fsdp_qlora.quant.nf4 import BLOCK
 
 ROPE_TYPES = {"default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"}
