@@ -70,10 +70,10 @@ from fsdp_qlora.model.graphs import Graphs
 from fsdp_qlora.model.layer import make_layouts
 from fsdp_qlora.model.linears import STATE_BLOCK
 from fsdp_qlora.model.load import fill_model
-from fsdp_qlora.model.mixers import RECURRENCES, mixer_with_state, why_no_fla
 from fsdp_qlora.model.loss import bin_objective, mean_metrics, n_losses
 from fsdp_qlora.model.model import Model, measure_weight_norms, verify_model
 from fsdp_qlora.model.offload import GPUStore, HostStore, make_store
+from fsdp_qlora.model.recurrence import RECURRENCES, mixer_with_state, why_no_fla
 from fsdp_qlora.model.router import BALANCE, take_balance
 from fsdp_qlora.model.shards import reshard_all, weight_requests
 from fsdp_qlora.planner.cards import card_machine, parse_cards
@@ -501,13 +501,14 @@ def choose_recurrence(
     mixer = mixer_with_state(arch)
     if mixer is None:
         return
-    rule, fast = RECURRENCES[type(mixer)]
+    recurrence = RECURRENCES[type(mixer)]
+    rule = recurrence.plain
     if device.type == "cuda" and config.compute_dtype == "bfloat16":
         if why := why_no_fla(mixer, device):
             say(f"slower: {type(mixer).__name__} runs in plain torch, as flash-linear-attention's"
                 f" kernels (`pip install fla-core einops`) are not used: {why}")
         else:
-            rule = fast
+            rule = recurrence.fla
     for kind in kernels.values():
         kind["recurrence"] = rule
 

@@ -29,7 +29,7 @@ from fsdp_qlora.training import check
 from fsdp_qlora.pretrained import config as configs
 from fsdp_qlora.pretrained import families
 from fsdp_qlora.model import linears
-from fsdp_qlora.model import mixers
+from fsdp_qlora.model import mixers, recurrence
 from fsdp_qlora.model import mixing
 from fsdp_qlora.model import mlp
 from fsdp_qlora.lora.adapter import choose_adapted
@@ -586,7 +586,7 @@ def test_gated_delta_rule_equals_the_recurrence():
     query, key, value, grad = (torch.randn(n, *shape, generator=generator)
                                for shape in ((2, 8), (2, 8), (4, 5), (4, 5)))
     g, beta = (torch.rand(n, 4, generator=generator) for _ in range(2))
-    chunks_equal(mixers.chunked_delta_rule, delta_recurrence, (query, key, value, -g, 2 * beta),
+    chunks_equal(recurrence.chunked_delta_rule, delta_recurrence, (query, key, value, -g, 2 * beta),
                  grad, lengths)  # fmt: skip
 
 
@@ -604,7 +604,8 @@ def chunks_equal(rule, recurrence, inputs, grad, lengths):
 
 def test_fla_is_used_only_if_it_gives_what_plain_torch_gives(monkeypatch):
     """Stand-ins for its kernels, which need a GPU."""
-    mixer, cpu, plain = DeltaNet(2, 4, 16, 32, 4), torch.device("cpu"), mixers.document_delta_rule
+    mixer, cpu = DeltaNet(2, 4, 16, 32, 4), torch.device("cpu")
+    plain = recurrence.document_delta_rule
 
     def fails(*_):
         raise RuntimeError("not on this GPU\nfor a long reason")
@@ -614,8 +615,9 @@ def test_fla_is_used_only_if_it_gives_what_plain_torch_gives(monkeypatch):
 
     for rule, why in ((plain, ""), (fails, "RuntimeError: not on this GPU"), (leaks, "% off here"),
                       (lambda q, k, v, *rest: plain(k, q, v, *rest), "% off here")):
-        monkeypatch.setitem(mixers.RECURRENCES, DeltaNet, (plain, rule))
-        got = mixers.why_no_fla(mixer, cpu)
+        monkeypatch.setitem(recurrence.RECURRENCES, DeltaNet, dataclasses.replace(
+            recurrence.RECURRENCES[DeltaNet], fla=rule))
+        got = recurrence.why_no_fla(mixer, cpu)
         assert got.endswith(why) and bool(got) == bool(why)
 
 
@@ -652,7 +654,7 @@ def test_scan_of_mamba_equals_the_recurrence():
 
     inputs = [draw(groups, 6), draw(groups, 6), draw(n_heads, 5), -0.2 * draw(n_heads).exp(),
               draw(n_heads).exp()]  # fmt: skip
-    chunks_equal(mixers.chunked_scan, scan_recurrence, inputs, draw(n_heads, 5), lengths)
+    chunks_equal(recurrence.chunked_scan, scan_recurrence, inputs, draw(n_heads, 5), lengths)
 
 
 def scan_recurrence(b, c, x, decay, step, lengths):

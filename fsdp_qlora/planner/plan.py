@@ -25,7 +25,7 @@ from fsdp_qlora.data.bins import round_up, step_rows
 from fsdp_qlora.model.attention import document_attention
 from fsdp_qlora.model.head import shard_range
 from fsdp_qlora.model.layer import Layout
-from fsdp_qlora.model.mixers import PLAIN_RECURRENCES
+from fsdp_qlora.model.recurrence import RECURRENCES
 from fsdp_qlora.planner.costs import predict_memory, predict_time
 from fsdp_qlora.planner.machine import Machine, measure_machine
 from fsdp_qlora.pretrained.architecture import Architecture, ShortConv
@@ -391,8 +391,8 @@ def agree_on_plan(
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     plain = any(document_attention in pair.values() for pair in kernels.values())
-    plain_recurrence = any(
-        f in PLAIN_RECURRENCES for pair in kernels.values() for f in pair.values())
+    of_plain_torch = {recurrence.plain for recurrence in RECURRENCES.values()}
+    plain_recurrence = any(of_plain_torch & {*of_kind.values()} for of_kind in kernels.values())
     workload = describe_work(config, rows, eval_rows, dist.get_world_size(), device,
                              why_no_capture(arch, machine, plain), plain, state_bytes,
                              plain_recurrence)

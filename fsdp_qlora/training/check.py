@@ -26,7 +26,7 @@ from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.model.attention import REACHES, document_attention
 from fsdp_qlora.model.head import scaled_logits
 from fsdp_qlora.model.layer import make_layouts
-from fsdp_qlora.model.mixers import RECURRENCES, mixer_with_state
+from fsdp_qlora.model.recurrence import RECURRENCES, mixer_with_state
 from fsdp_qlora.model.mlp import MLPHalf
 from fsdp_qlora.model.model import Model, measure_weight_norms
 from fsdp_qlora.model.offload import GPUStore
@@ -187,8 +187,8 @@ def plain_run(model: Model) -> Any:
     """Stands for a Run on a CPU: has the fields that make_bin() reads."""
     same: dict[str, Callable[..., Any]] = dict.fromkeys(REACHES, document_attention)
     if mixer := mixer_with_state(model.arch):
-        plain, _ = RECURRENCES[type(mixer)]
-        same["recurrence"] = functools.partial(plain, chunk=8)  # several of each document
+        # chunks so small that each document has several
+        same["recurrence"] = functools.partial(RECURRENCES[type(mixer)].plain, chunk=8)
     return types.SimpleNamespace(device=torch.device("cpu"), store=GPUStore(), plan=model.plan,
                                  kernels={"same": same, "any": same})
 

@@ -1,0 +1,333 @@
+"""What computes the states of mixers that have one, of a bin's documents: the gated delta rule, the
+scan of Mamba-2; each in plain torch and by flash-linear-attention (fla-core).
+
+Which is used is decided in the script. No state goes from one document to the next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import sys
+import types
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fsdp_qlora.model.attention import recomputed
+from fsdp_qlora.pretrained.architecture import Architecture, DeltaNet, Mamba2
+from fsdp_qlora.ranks import n_cores
+
+if TYPE_CHECKING:
+    from fsdp_qlora.data.bins import Bin
+
+STATE_CHUNK = 64  # tokens of a document that are computed at once; states go from chunk to chunk
+
+# ---- the gated delta rule ----
+
+# Each is a function (query, key, value, g, beta, bin), see DeltaNet, that returns S q
+# [n, value heads, value_dim]. Query and key are [n, key heads, key_dim], of any length, value is
+# [n, value heads, value_dim], g, fp32, and beta are [n, value heads].
+
+def document_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, bin: Bin,
+    chunk: int = STATE_CHUNK
+) -> Tensor:
+    """In plain torch and in fp32. Only the inputs are kept for backward."""
+    return recomputed(chunked_delta_rule, query, key, value, g, beta, bin.lengths, chunk)
+
+
+def chunked_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, lengths: Sequence[int],
+    chunk: int
+) -> Tensor:
+    """document_delta_rule() of documents of these lengths.
+
+    What a chunk's tokens add to the state depends on what those before them have added. These
+    equations are triangular, and are solved for values, which gives what is added to a state of 0,
+    and for keys, which gives what is to be subtracted from that for each state.
+    """
+    chunked, slots, firsts = chunks_of(lengths, chunk, value.device)
+    dtype, n_heads, repeats = value.dtype, value.shape[1], value.shape[1] // key.shape[1]
+    query, key = (x.float() * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + 1e-6)
+                  for x in (query, key))
+    query = query * query.shape[-1] ** -0.5
+    query, key = (chunked(x.repeat_interleave(repeats, 1)) for x in (query, key))
+    value, g, beta = chunked(value), chunked(g[..., None]), chunked(beta[..., None])
+    decay = g.cumsum(2)  # logarithm of what is left of the state before the chunk
+    between = (decay - decay.transpose(2, 3)).tril()  # above the diagonal exp() might overflow
+    between = between.exp().tril()
+    below = ((beta * key) @ key.transpose(2, 3) * between).tril(-1)
+    targets = torch.cat([value, key * decay.exp()], -1) * beta
+    solved = torch.linalg.solve_triangular(below, targets, upper=False, unitriangular=True)
+    for_values, for_keys = solved.split([value.shape[-1], key.shape[-1]], -1)
+    inside = query @ key.transpose(2, 3) * between
+    # queries of the state before the chunk, and keys by which the chunk adds to that after it
+    outer_query = query * decay.exp()
+    outer_key = (key * (decay[:, :, -1:] - decay).exp()).transpose(2, 3)
+    del query, key
+    left, outs = decay[:, :, -1:].exp(), []
+    for i, is_first in enumerate(firsts):
+        if is_first:
+            state = value.new_zeros(n_heads, outer_key.shape[2], value.shape[3])
+        added = for_values[i] - for_keys[i] @ state
+        outs.append(outer_query[i] @ state + inside[i] @ added)
+        state = state * left[i] + outer_key[i] @ added
+    return torch.stack(outs).transpose(1, 2).flatten(0, 1)[slots].to(dtype)
+
+
+def chunks_of(
+    lengths: Sequence[int], chunk: int, device: torch.device
+) -> tuple[Callable[[Tensor], Tensor], Tensor, list[bool]]:
+    """Documents of these lengths cut into chunks: a function of [n, heads, dim] that gives fp32
+    [chunks, heads, chunk, dim], in which zeros fill each document's last chunk; where each token
+    is in all of them [n]; and whether a chunk is the first of its document."""
+    counts = [math.ceil(n / chunk) for n in lengths]
+    firsts = [i == 0 for count in counts for i in range(count)]
+    starts = itertools.accumulate(counts, initial=0)
+    slots = torch.cat([chunk * start + torch.arange(n) for start, n in zip(starts, lengths)])
+    slots = slots.to(device)
+
+    def chunked(x: Tensor) -> Tensor:
+        rows = x.new_zeros(sum(counts) * chunk, *x.shape[1:], dtype=torch.float32)
+        return rows.index_copy(0, slots, x.float()).unflatten(0, (-1, chunk)).transpose(1, 2)
+
+    return chunked, slots, firsts
+
+
+@functools.cache
+def use_few_configurations() -> None:
+    """Of each of its kernels fla compiles all configurations that it knows, one after the other, to
+    time them. With a few of them, compiled in threads and timed for less long, the first call takes
+    10 s instead of 88, and the later ones no longer (a delta net of Qwen3.5-9B, 8,192 tokens, H100:
+    10.6 and 11.9 ms). Raises ModuleNotFoundError."""
+    import fla.ops.gated_delta_rule
+    import fla.ops.simple_gla  # noqa: F401
+    from triton.runtime import Autotuner
+    from triton.testing import do_bench
+
+    for name in [name for name in sys.modules if name.startswith("fla.")]:
+        for kernel in [*vars(sys.modules[name]).values()]:
+            while kernel is not None:
+                if isinstance(kernel, Autotuner):
+                    usual = [x for x in kernel.configs if (x.num_warps, x.num_stages) == (4, 2)]
+                    kernel.configs = usual or kernel.configs[:2]
+                    kernel.prune_configs = functools.partial(
+                        compile_together, kernel, kernel.prune_configs)
+                    kernel.do_bench = functools.partial(do_bench, warmup=5, rep=20)  # ms
+                kernel = getattr(kernel, "fn", None)  # what a decorator of Triton holds
+
+
+def compile_together(
+    kernel: Any, choose: Callable[[dict[str, Any]], list[Any]], arguments: dict[str, Any]
+) -> list[Any]:
+    """The configurations that a Triton Autotuner is about to time, each compiled in a thread."""
+    from triton import AsyncCompileMode
+
+    configs = choose(arguments)
+    with ThreadPoolExecutor(n_cores()) as pool, AsyncCompileMode(pool, ignore_errors=True):
+        for config in configs:
+            kernel.fn.run(*kernel.nargs.values(),
+                          **{**arguments, **config.all_kwargs(), "warmup": True})
+    return configs
+
+
+def chunk_table(bin: Bin, device: torch.device) -> Tensor:
+    """(document, which of its chunks) of all chunks of a bin, [chunks, 2], for fla: given the
+    lengths on the GPU alone, it would wait for them."""
+    if bin.chunks is None:
+        counts = torch.tensor([math.ceil(n / STATE_CHUNK) for n in bin.lengths])
+        documents = torch.arange(len(counts)).repeat_interleave(counts)
+        first = (counts.cumsum(0) - counts)[documents]
+        chunks = torch.stack([documents, torch.arange(len(documents)) - first], 1).int()
+        bin.chunks = chunks.pin_memory().to(device, non_blocking=True)
+    table: Tensor = bin.chunks
+    return table
+
+
+def fla_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, bin: Bin
+) -> Tensor:
+    """By the Triton kernels of flash-linear-attention (fla-core), in bf16."""
+    use_few_configurations()
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    out, _ = chunk_gated_delta_rule(
+        *(x[None] for x in (query, key, value, g, beta)), use_qk_l2norm_in_kernel=True,
+        cu_seqlens=bin.cu_seqlens, chunk_indices=chunk_table(bin, value.device))
+    of_bin: Tensor = out[0]
+    return of_bin
+
+
+def plain_rule_bytes(mixer: DeltaNet) -> int:
+    """Of a token, alive at once in the backward of document_delta_rule(): fp32 values of each value
+    head, measured to 2 % with heads of 128 and 128, 96 and 192; and twice what was projected."""
+    key, value = mixer.key_dim, mixer.value_dim
+    of_head = 13 * key + 11 * value + 8 * STATE_CHUNK + 2 * key * value // STATE_CHUNK
+    return 4 * mixer.value_heads * of_head + 8 * sum(mixer.widths.values())
+
+
+# ---- the scan of Mamba-2 ----
+
+
+# Each is a function (b, c, x, decay, step, bin), see Mamba2, that returns C S [n, heads, head_dim].
+# b and c are [n, groups, state], x is [n, heads, head_dim], decay, the logarithm of what is left of
+# the state, and step, both fp32, are [n, heads].
+
+
+def document_scan(
+    b: Tensor, c: Tensor, x: Tensor, decay: Tensor, step: Tensor, bin: Bin, chunk: int = STATE_CHUNK
+) -> Tensor:
+    """In plain torch and in fp32. Only the inputs are kept for backward."""
+    return recomputed(chunked_scan, b, c, x, decay, step, bin.lengths, chunk)
+
+
+def chunked_scan(
+    b: Tensor, c: Tensor, x: Tensor, decay: Tensor, step: Tensor, lengths: Sequence[int], chunk: int
+) -> Tensor:
+    """document_scan() of documents of these lengths. Inside a chunk each token's C meets the B of
+    all before it, as queries and keys do, times what is left in between; so they are called."""
+    chunked, slots, firsts = chunks_of(lengths, chunk, x.device)
+    n_heads, repeats, dtype = x.shape[1], x.shape[1] // b.shape[1], x.dtype
+    query, key, value = chunked(c), chunked(b), chunked(x.float() * step[..., None])
+    decay = chunked(decay[..., None]).cumsum(2)  # see chunked_delta_rule()
+    between = (decay - decay.transpose(2, 3)).tril()  # above the diagonal exp() might overflow
+    inside = (query @ key.transpose(2, 3)).repeat_interleave(repeats, 1) * between.exp().tril()
+    query, key = (part.repeat_interleave(repeats, 1) for part in (query, key))
+    # queries of the state before the chunk, and keys by which the chunk adds to that after it
+    outer_query = query * decay.exp()
+    outer_key = (key * (decay[:, :, -1:] - decay).exp()).transpose(2, 3)
+    del query, key
+    left, outs = decay[:, :, -1:].exp(), []
+    for i, is_first in enumerate(firsts):
+        if is_first:
+            state = value.new_zeros(n_heads, outer_key.shape[2], value.shape[3])
+        outs.append(outer_query[i] @ state)
+        state = state * left[i] + outer_key[i] @ value[i]
+    out = torch.stack(outs) + inside @ value
+    return out.transpose(1, 2).flatten(0, 1)[slots].to(dtype)
+
+
+def fla_scan(
+    b: Tensor, c: Tensor, x: Tensor, decay: Tensor, step: Tensor, bin: Bin
+) -> Tensor:
+    """By the Triton kernels of flash-linear-attention (fla-core), in bf16: this is attention with a
+    decay by head, of queries C, keys B and values step x."""
+    use_few_configurations()
+    out: Tensor = FlaScan.apply(b, c, x, decay, step, bin.cu_seqlens, chunk_table(bin, x.device))
+    return out
+
+
+class FlaScan(torch.autograd.Function):
+    """See fla_scan(). fla wants B and C for each head, and keeps them so: in Nemotron 3 Nano four
+    times as much as all else of a layer. Here they are kept for each group."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, b: Tensor, c: Tensor, x: Tensor, decay: Tensor, step: Tensor, bounds: Tensor,
+        chunks: Tensor
+    ) -> Tensor:
+        from fla.ops.simple_gla.chunk import chunk_simple_gla_fwd
+
+        inputs = b, c, x, decay, step, bounds, chunks
+        ctx.save_for_backward(*inputs)
+        out, _ = chunk_simple_gla_fwd(**FlaScan._arguments(*inputs))
+        of_bin: Tensor = out[0].to(x.dtype)
+        return of_bin
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        from fla.ops.simple_gla.chunk import chunk_simple_gla_bwd
+        from fla.ops.utils import chunk_local_cumsum
+
+        arguments = FlaScan._arguments(*ctx.saved_tensors)
+        b, c, x, decay, step, bounds, chunks = ctx.saved_tensors
+        of_c, of_b, of_value, of_decay, _ = chunk_simple_gla_bwd(
+            **arguments, g_gamma=None, initial_state=None, do=grad[None].contiguous(), dht=None)
+        of_decay = chunk_local_cumsum(
+            of_decay, chunk_size=STATE_CHUNK, reverse=True, cu_seqlens=bounds, chunk_indices=chunks)
+        of_b, of_c = (part[0].unflatten(1, (b.shape[1], -1)).sum(2, dtype=torch.float32).to(b.dtype)
+                      for part in (of_b, of_c))
+        of_value = of_value[0].float()
+        return (of_b, of_c, (of_value * step[..., None]).to(x.dtype), of_decay[0].to(decay.dtype),
+                (of_value * x).sum(-1), None, None)
+
+    @staticmethod
+    def _arguments(
+        b: Tensor, c: Tensor, x: Tensor, decay: Tensor, step: Tensor, bounds: Tensor, chunks: Tensor
+    ) -> dict[str, Any]:
+        """Of fla's functions, which begin with a dimension of 1."""
+        from fla.ops.utils import chunk_local_cumsum
+        from fla.ops.utils.constant import RCP_LN2
+
+        where = dict(cu_seqlens=bounds, chunk_size=STATE_CHUNK, chunk_indices=chunks)
+        of_heads = [part.repeat_interleave(x.shape[1] // b.shape[1], 1)[None] for part in (c, b)]
+        value = (x * step[..., None]).to(x.dtype)[None]
+        total = chunk_local_cumsum(decay[None], scale=RCP_LN2, **where)  # fla's kernels use exp2()
+        return dict(q=of_heads[0], k=of_heads[1], v=value, g=total, scale=1.0, **where)
+
+
+def plain_scan_bytes(mixer: Mamba2) -> int:
+    """Of a token, alive at once in the backward of document_scan(): fp32 values of each head,
+    measured to 6 % with states of 128 and 256; and twice what was projected."""
+    of_head = 8 * mixer.state + 8 * mixer.head_dim + 6 * STATE_CHUNK
+    return 4 * mixer.heads * of_head + 8 * sum(mixer.widths.values())
+
+
+# ---- which of them is used ----
+
+@dataclasses.dataclass(frozen=True)
+class Recurrence:
+    """What computes the state of a kind of mixer, see above."""
+
+    plain: Callable[..., Tensor]  # in plain torch
+    fla: Callable[..., Tensor]  # by flash-linear-attention's kernels
+    plain_bytes: Callable[[Any], int]  # of a mixer and a token, while plain's backward runs
+
+
+RECURRENCES: dict[type, Recurrence] = {  # by kind of mixer
+    DeltaNet: Recurrence(document_delta_rule, fla_delta_rule, plain_rule_bytes),
+    Mamba2: Recurrence(document_scan, fla_scan, plain_scan_bytes)}
+
+
+def mixer_with_state(arch: Architecture) -> DeltaNet | Mamba2 | None:
+    """The mixer of a model's layers that has a state, if there is one: one of RECURRENCES."""
+    return next((x for x in arch.mixers.values() if isinstance(x, (DeltaNet, Mamba2))), None)
+
+
+def why_no_fla(mixer: DeltaNet | Mamba2, device: torch.device) -> str:
+    """Why flash-linear-attention is not used; "" if it gives what plain torch gives, forward and
+    backward, for two documents."""
+    recurrence = RECURRENCES[type(mixer)]
+    length = 3 * STATE_CHUNK // 2
+    generator, n = torch.Generator(device).manual_seed(0), 2 * length
+    if isinstance(mixer, DeltaNet):
+        shapes = (mixer.key_heads, mixer.key_dim), (mixer.value_heads, mixer.value_dim)
+    else:
+        shapes = (mixer.groups, mixer.state), (mixer.heads, mixer.head_dim)
+    settings: dict[str, Any] = dict(dtype=torch.bfloat16, device=device, generator=generator)
+    first, second, third, grad = (torch.randn(n, *shapes[i], **settings) for i in (0, 0, 1, 1))
+    decay, factor = (torch.rand(n, shapes[1][0], **settings) for _ in range(2))
+    factor = factor if isinstance(mixer, DeltaNet) else factor.float()
+    bounds = torch.tensor([0, length, n], dtype=torch.int32, device=device)
+    probe: Any = types.SimpleNamespace(lengths=(length, length), cu_seqlens=bounds, chunks=None)
+
+    def both(function: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        inputs = [t.detach().requires_grad_() for t in (
+            first, second, third, -decay.float(), factor)]
+        out = function(*inputs, probe)
+        return out.detach(), *torch.autograd.grad(out, inputs, grad)
+
+    try:
+        pairs = list(zip(both(recurrence.fla), both(recurrence.plain)))
+    except ModuleNotFoundError as e:
+        return f"{e.name} is not installed"
+    except Exception as e:  # Triton's and fla's have no class in common
+        return f"{type(e).__name__}: {str(e).strip().splitlines()[0]}"
+    worst = max(float((got - want).norm() / want.norm()) for got, want in pairs)
+    return "" if worst < 0.05 else f"it is {100 * worst:.0f} % off here"
