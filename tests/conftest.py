@@ -5,13 +5,18 @@ layers of every family in families.py), the references are transformers, PEFT an
 themselves, the runs are the script's own. Three ways lead to it. run_main calls its main() in this
 process. run_training starts the file by torchrun, as a user does. run_jobs has the ranks of a
 launch of several.py call main() with one list of flags after the other: a launch serves the whole
-session, since to start one takes longer than most runs; on a CPU it imports the libraries once,
-then forks four ranks, of which a job takes as many as it wants. A file's runs are made together, by
+session, since to start one takes longer than most runs; on a CPU it is forked from this process
+and forks four ranks, of which a job takes as many as it wants. A file's runs are made together, by
 a fixture, when its first test asks for them, and each test then reads what its own run has left: a
 case that goes wrong fails under its own name. Where files do not tell, a job is a case of
 worker.py, which looks at the run that train() has wired, in place of its steps. Computed in fp32
 and on a CPU, numbers equal the references to 1e-5; what must be the same bytes is compared by
 torch.equal. `make test` shares the files out to two processes, each with launches of its own.
+
+Two things take as long as the few steps of such a run, a fifth of the time of all tests together:
+the check at start, which a session does once for each shrunk configuration, and loss.png, which is
+drawn where a test looks at it. Where the script is started by torchrun or python, and in
+test_layer.py, nothing is left out.
 
 To see a test fail, copy the scripts, fsdp_qlora/ and tests/ to another folder, break something
 there and run pytest there: everything is found from where this file lies.
@@ -35,6 +40,8 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 if "PYTEST_XDIST_WORKER" not in os.environ:  # else it is that of the process that started this one
     CACHE = tempfile.TemporaryDirectory(prefix="datasets-", ignore_cleanup_errors=True)
     os.environ["HF_DATASETS_CACHE"] = CACHE.name
+    CHECKS = tempfile.TemporaryDirectory(prefix="checks-", ignore_cleanup_errors=True)
+    os.environ["PASSED_CHECKS"] = CHECKS.name  # of house.py
 # torch asks for the name of each address that it connects to, also 127.0.0.1; where the name server
 # does not answer, each time for the 5 seconds that are the default
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
@@ -138,6 +145,24 @@ def pytest_collection_finish():
     gc.enable()
 
 
+SPARES = []  # what the first Launch becomes of
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session):
+    """Before the first test; of pytest-xdist's processes, in those that run tests."""
+    wanted = {name for item in session.items for name in item.fixturenames}
+    if not wanted & {"launch", "run_main"}:
+        return
+    import house
+    import several
+    from spare import Spare
+
+    house.check_each_model_once()
+    if "launch" in wanted and DEVICE == "cpu":
+        SPARES.append(Spare(several.main))
+
+
 def selected_params(request):
     """The parameters of this file's selected tests, for a fixture that makes their runs alone."""
     return [item.callspec.params for item in request.session.items
@@ -210,22 +235,31 @@ class Launch:
     def __init__(self, directory):
         self.directory, self.n_lists = directory, 0
         self.ranks = min(4, torch.cuda.device_count() or 4)
-        with (directory / "stdout").open("w") as out, (directory / "stderr").open("w") as err:
-            self.process = subprocess.Popen(
-                ranks_command(self.ranks, directory),
-                stdin=subprocess.PIPE, stdout=out, stderr=err,
-                env={**os.environ, "PYTHONFAULTHANDLER": "1"},
-            )  # fmt: skip
-        self.output = [(directory / name).open() for name in ("stdout", "stderr")]
+        self.wakes = []
+        for rank in range(self.ranks):
+            os.mkfifo(directory / f"wake.{rank}")
+            self.wakes.append(os.open(directory / f"wake.{rank}", os.O_RDWR))  # waits for no reader
+        paths = [directory / name for name in ("stdout", "stderr")]
+        with paths[0].open("w") as out, paths[1].open("w") as err:
+            if SPARES:
+                argv = SEVERAL, directory, self.ranks
+                self.process = SPARES.pop().start(argv, *paths)
+            else:
+                self.process = subprocess.Popen(
+                    ranks_command(self.ranks, directory),
+                    stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+                    env={**os.environ, "PYTHONFAULTHANDLER": "1"},
+                )  # fmt: skip
+        self.output = [path.open() for path in paths]
 
     def run(self, nproc, jobs, timeout):
         """The exit codes of each of `nproc` ranks, or None where a rank ended or none came in time;
         and what was written to stdout and stderr meanwhile."""
-        from several import write_whole
-
         path = self.directory / f"{self.n_lists}.json"
         self.n_lists += 1
-        write_whole(path, json.dumps([{"nproc": nproc, **job} for job in jobs]))
+        path.write_text(json.dumps([{"nproc": nproc, **job} for job in jobs]))
+        for wake in self.wakes:
+            os.write(wake, b".")
         results = [path.with_suffix(f".{rank}") for rank in range(self.ranks)]
         until = time.monotonic() + timeout
         while not (done := all(result.exists() for result in results)):
@@ -238,7 +272,8 @@ class Launch:
         return codes, *(file.read() for file in self.output)
 
     def end(self):
-        self.process.stdin.close()
+        while self.wakes:
+            os.close(self.wakes.pop())
         try:
             self.process.wait(5)
         except subprocess.TimeoutExpired:
@@ -347,18 +382,23 @@ def read_metrics():
 
 @pytest.fixture
 def run_main(capsys):
-    """Function (*args): the script's main() in this process; (exit code, stdout, stderr)."""
+    """Function (*args, draws=False): the script's main() in this process; (exit code, stdout,
+    stderr). Without `draws` it does all but loss.png, which takes as long as a few steps."""
     import torch.distributed as dist
 
     import train_fsdp_qlora
 
-    def run(*args):
+    def run(*args, draws=False):
         capsys.readouterr()
+        draw_losses = train_fsdp_qlora.draw_losses
+        if not draws:
+            train_fsdp_qlora.draw_losses = lambda directory: None
         try:
             code = train_fsdp_qlora.main([str(arg) for arg in args])
         except SystemExit as e:
             code = e.code
         finally:
+            train_fsdp_qlora.draw_losses = draw_losses
             if dist.is_initialized():  # an exception that main() knows nothing of
                 dist.destroy_process_group()
         return (code, *capsys.readouterr())

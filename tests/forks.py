@@ -493,6 +493,8 @@ def main():
 
     import train_fsdp_qlora
 
+    house.check_each_model_once()
+    house.replace("draw_losses", lambda directory: None)
     gc.collect()
     gc.freeze()
     serve()

@@ -4,7 +4,9 @@ A module has the names that it imports, so that a fault in one function must be 
 that calls it. The assembled single file is one module, and then the only one.
 """
 
+import os
 import sys
+from pathlib import Path
 
 
 def modules():
@@ -45,6 +47,28 @@ def snapshot():
 def restore(names):
     for module, values in names.items():
         vars(module).update(values)
+
+
+def check_each_model_once():
+    """This process's runs leave out a check at start that one of the session has passed: nothing
+    comes into it but the shrunk configuration, and it takes as long as a step or two."""
+    import train_fsdp_qlora
+    from fsdp_qlora.files import text_digest
+    from fsdp_qlora.pretrained.config import shrunk_config
+
+    check = train_fsdp_qlora.check_family
+
+    def check_once(model_config, name, fill_model):
+        try:
+            shrunk = shrunk_config(model_config).to_json_string(use_diff=False)
+        except Exception:
+            return check(model_config, name, fill_model)  # which tells what is wrong
+        passed = Path(os.environ["PASSED_CHECKS"], text_digest(shrunk))
+        if not passed.exists():
+            check(model_config, name, fill_model)
+            passed.touch()
+
+    train_fsdp_qlora.check_family = check_once
 
 
 def parse_config(argv):

@@ -1,19 +1,20 @@
 """What the tests run on several ranks: python -m torch.distributed.run several.py DIRECTORY, or
 python several.py DIRECTORY RANKS, which forks them and is faster.
 
-Every rank does the jobs of DIRECTORY/0.json, then of 1.json and so on as they appear, until its
-standard input has ended; the jobs' exit codes are in 0.RANK and so on. One launch for many jobs:
-starting costs more than they do.
+Every rank does the jobs of DIRECTORY/0.json; the jobs' exit codes are in 0.RANK. Where there is a
+named pipe DIRECTORY/wake.RANK, it does those of 0.json, 1.json and so on, one for each byte that
+comes, until that has ended. One launch for many jobs: starting costs more than they do.
 
 A job is one main() of the script, with its "argv", or a "case" of worker.py. What may be given
 besides: "nproc", where the first ranks alone take part; "nodes", of how many machines they are to
 take themselves for processes; "deterministic", for what must be the same to the last bit on a GPU,
 where the attention's backward adds in any order otherwise; "cwd"; "before", a command that rank 0
-runs first; "script", another to run instead: an assembled one, one with its package beside it, or
-one that depends on this tree's package; "optimizer", the code of another one; "peft", the
-version that this node seems to have; "plan", what the plan is to have whatever would be
-chosen; "cut_off", a file that rank 1 cuts off before the weights are read, and where; "others",
-what is different for the ranks but 0, or from "first_other" on.
+runs first; "draws", for loss.png, which no other run draws; "script", another to run instead: an
+assembled one, one with its package beside it, or one that depends on this tree's package;
+"optimizer", the code of another one; "peft", the version that this node seems to have; "plan", what
+the plan is to have whatever would be chosen; "cut_off", a file that rank 1 cuts off before the
+weights are read, and where; "others", what is different for the ranks but 0, or from "first_other"
+on.
 """
 
 import collections
@@ -24,7 +25,6 @@ import importlib.util
 import itertools
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -118,6 +118,8 @@ def do(job, rank):
     if torch.cuda.is_available():
         torch.use_deterministic_algorithms(job.get("deterministic", False), warn_only=True)
     with other_script(job["script"]) if "script" in job else contextlib.nullcontext():
+        if not job.get("draws"):
+            house.replace("draw_losses", lambda directory: None)
         if "peft" in job:
             house.wrap("VERSIONS", lambda versions: versions | {"peft": job["peft"]})
         if "plan" in job:
@@ -152,15 +154,18 @@ def write_whole(path, text):
     part.rename(path)
 
 
-def lists_of_jobs(directory):
+def lists_of_jobs(directory, rank):
     """The paths of 0.json, 1.json and so on, each once it is there."""
+    wake = directory / f"wake.{rank}"
+    if not wake.exists():
+        yield directory / "0.json"
+        return
+    pipe = os.open(wake, os.O_RDONLY | os.O_NONBLOCK)  # its other end may be closed already
+    os.set_blocking(pipe, True)
     for number in itertools.count():
-        path = directory / f"{number}.json"
-        while not path.exists():
-            # nothing is ever written there, but it ends with pytest, however that ends
-            if select.select([sys.stdin], [], [], 0.02)[0]:
-                return
-        yield path
+        if not os.read(pipe, 1):  # it ends with pytest, however that ends
+            return
+        yield directory / f"{number}.json"
 
 
 def fork_ranks(n):
@@ -193,7 +198,7 @@ def main():
     if len(sys.argv) > 2:
         fork_ranks(int(sys.argv[2]))
     rank, ranks, worst = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), 0
-    for path in lists_of_jobs(Path(sys.argv[1])):
+    for path in lists_of_jobs(Path(sys.argv[1]), rank):
         codes = [take_part(job, rank, ranks, path.with_suffix(f".meeting-{i}"))
                  for i, job in enumerate(json.loads(path.read_text()))]  # fmt: skip
         sys.stdout.flush()
@@ -204,6 +209,7 @@ def main():
 
 
 if __name__ == "__main__":
+    house.check_each_model_once()
     code = main()
     sys.stdout.flush()
     os._exit(code)  # as the script does

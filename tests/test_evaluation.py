@@ -80,14 +80,14 @@ def jobs(nproc, selected):
             continue
         for how, evaluation in (("evaluated", EVALUATED), ("not evaluated", [])):
             flags_of_both = [*flags, *evaluation, "--save_every", 2]
-            yield (name, how), flags_of_both, {}
+            yield (name, how), flags_of_both, {"draws": name == "plain"}
             if (n, name) in RESUMED:
                 whole, cut = (directory_name(n, name, h) for h in (how, f"{how}, resumed"))
                 before = f"cp -r '{whole}' '{cut}'; cd '{cut}'; rm -r *-000004 adapter*"
                 yield (name, f"{how}, resumed"), ["--resume", *flags_of_both], {"before": before}
     for (n, name), flags in SINGLE.items():
         if n == nproc:
-            yield (name,), flags, {}
+            yield (name,), flags, {"draws": name == "wide steps"}
 
 
 @pytest.fixture(scope="module")

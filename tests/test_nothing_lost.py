@@ -1101,7 +1101,7 @@ def begin(complete, tmp_path, run_main, monkeypatch):
     shutil.copytree(complete / "model", tmp_path / "model")
     shutil.copy(complete / "rows.jsonl", tmp_path)
     monkeypatch.chdir(tmp_path)
-    return lambda *more: run_main(*FLAGS, *more)
+    return lambda *more, **how: run_main(*FLAGS, *more, **how)
 
 
 def kept(run):
@@ -1283,7 +1283,7 @@ def test_nothing_is_written_through_links(begin, tmp_path):
     (run / "adapter_config.json").unlink()  # else it holds a run already
     (run / "checkpoint-000002").unlink()
     (run / ".checkpoint-000002.part").symlink_to(tmp_path)
-    code, _, err = begin()
+    code, _, err = begin(draws=True)
     assert code == 0, err
     assert outside.read_text() == "not the run's" and run.is_symlink()
     assert not [path for path in run.rglob("*") if path.is_symlink()]

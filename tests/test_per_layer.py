@@ -5,6 +5,7 @@ two small layers of each kind compute is in test_layer.py, first steps are in te
 """
 
 import dataclasses
+import functools
 import inspect
 import json
 import re
@@ -81,18 +82,29 @@ def worked(base, run_jobs):
     return work
 
 
+@pytest.fixture(scope="module")
+def expected(base):
+    """Function (name): the loss and all gradients by transformers and PEFT."""
+
+    @functools.cache
+    def compute(name):
+        adapter = base / f"{name}.adapter"
+        targets = {key.split(".lora_")[0].rsplit(".", 1)[-1] for key in load_file(adapter)}
+        return reference(base / name, adapter, base / "rows.jsonl", torch.float32,
+                         target_modules=sorted(targets))  # fmt: skip
+
+    return compute
+
+
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("nproc", [1, 2])
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_through_shared_keys_and_values_equal_transformers(
-    name, nproc, setting, base, worked
+    name, nproc, setting, base, worked, expected
 ):
     worked(nproc)
     got = of_setting(load_file(base / f"{name} on {nproc}"), setting)
-    adapter = base / f"{name}.adapter"
-    targets = {key.split(".lora_")[0].rsplit(".", 1)[-1] for key in load_file(adapter)}
-    loss, exact = reference(base / name, adapter, base / "rows.jsonl", torch.float32,
-                            target_modules=sorted(targets))  # fmt: skip
+    loss, exact = expected(name)
     assert len(got) == 1 + len(exact) and not any("layers.3.self_attn.k_proj" in n for n in exact)
     assert abs(got["loss"] - loss) <= 1e-5 * loss
     for key, grad in exact.items():
