@@ -25,6 +25,9 @@ launch = $(if $(filter 1,$1),python,torchrun --standalone --nproc_per_node=$1)
 newest_adapter = $(shell ls -t runs/*/adapter_model.safetensors 2>/dev/null | head -n 1)
 run = $(or $(OUT),$(patsubst %/adapter_model.safetensors,%,$(newest_adapter)))
 
+# Two processes, each of which takes a file after the other, the longest first.
+two := --numprocesses auto --dist loadfile --no-loadscope-reorder
+
 # What needs no launch of several processes; and the longest of its tests, which try many random rows.
 fast := layer forms models bins files chat memory cache released limits
 slower := any_row or many_rows
@@ -64,10 +67,10 @@ standalone: $(READY) ## To take one file away: each script with all it stands on
 	$(VENV)/bin/python standalone.py $(ARGS)
 
 test: $(READY) ## After any change: all tests, on the GPUs if there are any
-	$(VENV)/bin/python -m pytest --numprocesses auto --dist loadfile $(ARGS)
+	$(VENV)/bin/python -m pytest $(two) $(ARGS)
 
 test-fast: $(READY) ## While you edit: layer, families, plan, data; less than a minute on two cores
-	$(VENV)/bin/python -m pytest --numprocesses auto --dist loadfile -k 'not ($(slower))' \
+	$(VENV)/bin/python -m pytest $(two) -k 'not ($(slower))' \
 	    $(fast:%=tests/test_%.py) $(ARGS)
 
 test-slow: $(READY) ## Before you push: all that make test leaves out but kills, 10 minutes

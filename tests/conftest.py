@@ -137,6 +137,16 @@ def pytest_xdist_auto_num_workers():
     return 1 if torch.cuda.is_available() else 2
 
 
+# The longest first, so that two processes end together; xdist would go by the number of tests.
+LONG = """nothing_lost layer preferences minimal merge layouts evaluation numbers step nodes
+    per_layer experts merge_experts house memory released dora bad_input""".split()
+
+
+def pytest_collection_modifyitems(items):
+    place = {f"test_{name}": i for i, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(LONG)))
+
+
 gc.disable()  # it would look again and again through all that is imported, a fifth of the time
 
 

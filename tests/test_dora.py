@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import merge_adapters
 
-STEPS = 8
+STEPS = 4
 MAGNITUDE = "lora_magnitude_vector"
 
 
@@ -27,7 +27,8 @@ def all_runs(tmp_path_factory, run_jobs):
     flags of the one that was resumed."""
     base = tmp_path_factory.mktemp("dora")
     (base / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    flags = ["--dataset", "data.jsonl", "--batch_size", "16", "--max_steps", str(STEPS)]
+    flags = ["--dataset", "data.jsonl", "--batch_size", "16", "--max_steps", str(STEPS),
+             "--learning_rate", "3e-3"]
     flags += ["--save_every", str(STEPS - 1), "--target_modules", "q_proj", "v_proj", "down_proj"]
     cut = ["--adapter", "dora", "--lora_dropout", "0.1", "--max_steps", "4", "--save_every", "2"]
     break_off = "cp -r whole resumed; rm -r resumed/adapter_* resumed/checkpoint-000004"

@@ -305,7 +305,7 @@ def test_what_one_file_cannot_hold_fails_the_build(small_tree, file, old, new, w
 
 
 # The assembled files at work.
-FLAGS = ["--max_steps", "16", "--save_every", "2", "--batch_size", "4", "--max_seq_len", "64",
+FLAGS = ["--save_every", "2", "--batch_size", "4", "--max_seq_len", "64",
          "--compute_dtype", "float32", "--lora_dropout", "0.1", "--report_to", "none",
          "--output_dir", "run"]  # fmt: skip
 ALONE = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -319,11 +319,16 @@ def alone(standalone, tmp_path, monkeypatch):
     return directory
 
 
+def flags_of(nproc):
+    """Two processes are killed in between."""
+    return [*FLAGS, "--max_steps", "16" if nproc > 1 else "4"]
+
+
 def command(nproc):
     python = [sys.executable]
     if nproc > 1:
         python += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
-    return [*python, "train_fsdp_qlora.py", *FLAGS]
+    return [*python, "train_fsdp_qlora.py", *flags_of(nproc)]
 
 
 def kill_after_first_checkpoint(nproc):
@@ -368,7 +373,7 @@ def test_assembled_files_train_resume_and_merge_alone(nproc, alone, run_jobs, tm
         return
     house = tmp_path / "house"
     house.mkdir()
-    run_jobs(nproc, [{"argv": FLAGS}], cwd=house)
+    run_jobs(nproc, [{"argv": flags_of(nproc)}], cwd=house)
     if nproc == 1:
         run = str(house / "run")
         merge_adapters.main(["--adapter_dir", run, "--output_dir", f"{run}/merged"])

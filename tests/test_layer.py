@@ -946,6 +946,7 @@ def test_failed_check_ends_a_run_with_one_line(run_main, monkeypatch, demo_direc
     code, _, err = run_main(*flags, tmp_path / "right")
     assert code == 0, err
     plant(monkeypatch, "qwen3", {"qk_norm_after_rotary": True})
+    monkeypatch.setattr("train_fsdp_qlora.check_family", check_family)  # else it has passed already
     code, _, err = run_main(*flags, tmp_path / "wrong")
     (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
     assert code == 3 and "the check at start failed: qwen3 " in line and "Traceback" not in err

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import signal
@@ -776,10 +777,15 @@ def test_bad_input(case, unsummed, tmp_path, capsys):
     assert tree(tmp_path) == before
 
 
-def test_bad_input_by_command_line(trained, tmp_path):
-    result = call(merge_command(trained / "demo", tmp_path / "out"), tmp_path)
-    assert result.returncode == 1 and "Traceback" not in result.stderr and not result.stdout
-    assert result.stderr.splitlines()[-1].startswith("error: --adapter_dir")
+def test_bad_input_by_command_line(trained, tmp_path, monkeypatch, capfd):
+    """The file as a command, in a process that has imported the libraries."""
+    _, script, *flags = merge_command(trained / "demo", tmp_path / "out")
+    monkeypatch.setattr(sys, "argv", [script, *flags])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(script, run_name="__main__")
+    out, err = capfd.readouterr()
+    assert ended.value.code == 1 and "Traceback" not in err and not out
+    assert err.splitlines()[-1].startswith("error: --adapter_dir")
     assert not any(tmp_path.iterdir())
 
 

@@ -1168,10 +1168,10 @@ def test_evaluation_that_has_ended_is_not_thrown_away(begin, monkeypatch):
 
 
 def test_time_limit_below_one_evaluation_is_not_tried_for_ever(begin, tmp_path):
-    flags = "--eval_dataset", "rows.jsonl", "--eval_every", 2, "--max_minutes", 0.001
+    flags = "--eval_dataset", "rows.jsonl", "--eval_every", 2, "--max_minutes", 0.0001
     code, _, err = begin(*flags)
     assert code == 2 and err == (
-        "error: --max_minutes 0.001 are over before the evaluation after step 0 was done, and so it"
+        "error: --max_minutes 0.0001 are over before the evaluation after step 0 was done, and so it"
         " would go again: give more, or evaluate fewer rows\n")  # fmt: skip
 
 

@@ -325,7 +325,7 @@ def demo(tmp_path_factory):
     directory = tmp_path_factory.mktemp("demo")
     argv = ["--max_steps", "1", "--output_dir", "run", "--eval_dataset", "0.1",
             "--eval_samples", "1"]  # fmt: skip
-    codes, out, err = do_here([{"argv": argv}], directory)
+    codes, out, err = do_here([{"argv": argv, "draws": True}], directory)
     assert codes == [0], err
     return directory / "run", out.splitlines()
 
