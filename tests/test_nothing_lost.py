@@ -1138,13 +1138,13 @@ def test_newest_checkpoints_and_the_best_are_kept(begin, tmp_path, monkeypatch):
 
 def test_time_limit_ends_a_run_that_the_same_command_goes_on_with(begin, tmp_path, complete):
     for step in 1, 2, 3, 4:
-        code, _, err = begin("--max_minutes", 0.001)
+        code, _, err = begin("--max_minutes", 0.0001)
         assert code == AGAIN and err == (
-            f"stopped: --max_minutes 0.001 are over, after step {step};"
+            f"stopped: --max_minutes 0.0001 are over, after step {step};"
             f" checkpoint-{step:06d} is whole; the same command resumes it\n")  # fmt: skip
-    code, _, err = begin("--max_minutes", 0.001)
+    code, _, err = begin("--max_minutes", 0.0001)
     if code:  # asked to stop in the last step, before the adapter is written
-        code, _, err = begin("--max_minutes", 0.001)
+        code, _, err = begin("--max_minutes", 0.0001)
     is_whole((code, _, err), tmp_path / "run", complete)
 
 
@@ -1171,8 +1171,8 @@ def test_time_limit_below_one_evaluation_is_not_tried_for_ever(begin, tmp_path):
     flags = "--eval_dataset", "rows.jsonl", "--eval_every", 2, "--max_minutes", 0.0001
     code, _, err = begin(*flags)
     assert code == 2 and err == (
-        "error: --max_minutes 0.0001 are over before the evaluation after step 0 was done, and so it"
-        " would go again: give more, or evaluate fewer rows\n")  # fmt: skip
+        "error: --max_minutes 0.0001 are over before the evaluation after step 0 was done, and so"
+        " it would go again: give more, or evaluate fewer rows\n")  # fmt: skip
 
 
 @pytest.mark.parametrize(
