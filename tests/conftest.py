@@ -13,7 +13,7 @@ worker.py, which looks at the run that train() has wired, in place of its steps.
 and on a CPU, numbers equal the references to 1e-5; what must be the same bytes is compared by
 torch.equal. `make test` shares the files out to two processes, each with launches of its own.
 
-Two things take as long as the few steps of such a run, a fifth of the time of all tests together:
+Two things take as long as the few steps of such a run, an eighth of the time of all tests together:
 the check at start, which a session does once for each shrunk configuration, and loss.png, which is
 drawn where a test looks at it. Where the script is started by torchrun or python, and in
 test_layer.py, nothing is left out.
@@ -23,7 +23,6 @@ there and run pytest there: everything is found from where this file lies.
 """
 
 import contextlib
-import ctypes
 import gc
 import io
 import json
@@ -57,16 +56,11 @@ SEVERAL = ROOT / "tests" / "several.py"
 sys.path.insert(0, str(ROOT))
 
 import pytest  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 
-# pytest-xdist's process that shares out the tests runs none, and begins two seconds earlier so
-SHARES_OUT = "--numprocesses" in sys.argv and "PYTEST_XDIST_WORKER" not in os.environ
-if not SHARES_OUT:
-    import torch
-    import torch.distributed as dist
-
-DEVICE = "cuda" if not SHARES_OUT and torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu" and not SHARES_OUT:
-    # bitsandbytes would compile its dequantisation: 2 s for each odd shape
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":  # where bitsandbytes would compile its dequantisation: 2 s for each odd shape
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 # gate, up and down hold 320 x 128 / 64 = 640 blocks, which 3 ranks cannot share evenly. For what 2
@@ -140,12 +134,6 @@ def tiny_model(tmp_path_factory, demo_directory):
 def pytest_xdist_auto_num_workers():
     """Two of pytest-xdist's processes, which `make test` asks for; on GPUs one, as memory is short
     there."""
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return 2  # no driver, and no need to import torch
-    import torch
-
     return 1 if torch.cuda.is_available() else 2
 
 
@@ -174,14 +162,15 @@ SPARES = []  # what the first Launch becomes of
 def pytest_runtestloop(session):
     """Before the first test; of pytest-xdist's processes, in those that run tests."""
     wanted = {name for item in session.items for name in item.fixturenames}
-    if not wanted & {"launch", "run_main"}:
+    if session.config.option.collectonly or not wanted & {"launch", "run_main"}:
         return
     import house
-    import several
-    from spare import Spare
 
     house.check_each_model_once()
     if "launch" in wanted and DEVICE == "cpu":
+        import several
+        from spare import Spare
+
         SPARES.append(Spare(several.main))
 
 
