@@ -156,7 +156,15 @@ LLAMA_FACTORY = {
     "eval_steps": "--eval_every", "pref_beta": "--beta", "pref_loss": "--loss",
     "gradient_checkpointing": "--recompute", "resume_from_checkpoint": "the same command",
     "save_steps": "--save_every", "dataset_name": "--dataset", "packing": "packed",
-    "train_on_prompt": "text"}  # fmt: skip
+    "train_on_prompt": "text", "enable_thinking": "chat_template_kwargs",
+    "adapter_folder": "--init_adapter", "moe_aux_loss_coef": "frozen"}  # fmt: skip
+ANSWER_DOT_AI = {
+    "train_type": "LoRA", "context_length": "--max_seq_len", "precision": "--compute_dtype",
+    "use_gradient_checkpointing": "--recompute", "use_cpu_offload": "--offload_params",
+    "use_activation_cpu_offload": "--offload_activations", "reentrant_checkpointing": "--recompute",
+    "sharding_strategy": "--shard_group_size", "grad_norm": "--max_grad_norm",
+    "wd": "--weight_decay", "log_to": "metrics.jsonl", "project_name": "--report_to",
+    "world_size": "torchrun", "n_bits": "NF4", "low_memory": "not needed"}  # fmt: skip
 
 
 def answers(argv):
@@ -168,10 +176,11 @@ def answers(argv):
 
 
 def test_flags_of_other_tools_are_each_answered(tmp_path):
-    found = answers([word for name in LLAMA_FACTORY for word in (f"--{name}", "1")])
-    assert [*found] == [f"--{name}" for name in LLAMA_FACTORY]
-    for (name, words), told in zip(LLAMA_FACTORY.items(), found.values()):
-        assert words in told, name
+    for names in LLAMA_FACTORY, ANSWER_DOT_AI:
+        found = answers([word for name in names for word in (f"--{name}", "1")])
+        assert [*found] == [f"--{name}" for name in names]
+        for (name, words), told in zip(names.items(), found.values()):
+            assert words in told, name
     (tmp_path / "axolotl.yaml").write_text(AXOLOTL)
     found = answers(["--config", str(tmp_path / "axolotl.yaml")])
     keys = [line.partition(":")[0] for line in AXOLOTL.strip().splitlines() if line[0] != " "]
@@ -184,6 +193,34 @@ def test_flags_of_other_tools_are_each_answered(tmp_path):
     assert answers(["--model", "m", "epochs=3", "lr=1e-4"]) == {  # torchtune's
         "--epochs": "give --num_epochs", "--lr": "give --learning_rate"}
     assert answers(["--learning-rate", "3"]) == {"--learning-rate": "do you mean --learning_rate?"}
+
+
+def test_flags_of_torchtune_are_answered_by_the_part_that_is_known():
+    found = answers(["--model", "m", "optimizer.lr=1e-4", "dataset.packed=True", "tokenizer.path=x",
+                     "tokenizer.max_seq_len=9", "model.lora_rank=8", "batch_size=2"])  # fmt: skip
+    assert found.pop("--dataset.packed").startswith("not needed, because rows are always packed")
+    assert found.pop("--tokenizer.path").startswith("give --model")
+    assert found == {
+        "--optimizer.lr": "give --learning_rate", "--batch_size": "its dashes are missing",
+        "--tokenizer.max_seq_len": "do you mean --max_seq_len?",
+        "--model.lora_rank": "do you mean --lora_rank?"}  # fmt: skip
+
+
+def test_a_flag_is_guessed_only_if_it_is_spelled_almost_so():
+    """Of the flags of other tools one that is answered wrongly is worse than one that is not."""
+    for name in "num_processes", "nnodes", "master_port", "num_gpus", "enable_thinking":
+        assert "do you mean" not in answers([f"--{name}", "1"])[f"--{name}"]
+    with pytest.raises(ValueError, match=r"arguments: --save_ggml \(see --help\)$"):
+        parse_config(["--save_ggml", "1"])
+    for name, ours in (("num_train_epoch", "num_epochs"), ("lora_alfa", "lora_alpha"),
+                       ("batchsize", "batch_size")):  # fmt: skip
+        assert answers([f"--{name}", "1"]) == {f"--{name}": f"do you mean --{ours}?"}
+
+
+@pytest.mark.parametrize("value", ["true", "False"])
+def test_value_of_a_switch_is_answered(value):
+    with pytest.raises(ValueError, match=f"arguments: {value}; .* takes no value: --flag or --no-"):
+        parse_config(["--offload_activations", value])
 
 
 def test_table_of_other_tools_knows_all_of_the_trainers():

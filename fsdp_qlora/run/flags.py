@@ -74,7 +74,9 @@ def parse_flags(config_class: type[Config], description: str,
             # a flag with its value, as torchtune's lr=1e-4; else a value without a flag
             flags = [word.partition("=")[0] for word in unknown if word[0] == "-" or "=" in word]
             if not flags:
-                raise ValueError(f"unrecognized arguments: {' '.join(unknown)} (see --help)")
+                is_switch = {word.lower() for word in unknown} <= {"true", "false"}
+                why = "; what is on or off takes no value: --flag or --no-flag" * is_switch
+                raise ValueError(f"unrecognized arguments: {' '.join(unknown)}{why} (see --help)")
             refuse_unknown(config_class, "", flags)
         return vars(values)
 
@@ -104,10 +106,15 @@ def refuse_unknown(config_class: type[Config], where: str, flags: list[str]) -> 
     names, told = [f"--{f.name}" for f in dataclasses.fields(config_class)], []
     for flag in dict.fromkeys(flags):
         flag = f"--{flag.lstrip('-')}"
-        word = f"--{flag[2:].replace('-', '_')}"
+        parts = flag[2:].replace("-", "_").split(".")  # torchtune's optimizer.lr
+        word = f"--{parts[-1]}"
+        # a cutoff below which another tool's --num_processes would be --num_epochs
         near = ([known for known in names if known.startswith(word)]
-                or difflib.get_close_matches(word, names, 1))
-        answer = peer_answer(flag) or near and f"do you mean {near[0]}?"
+                or difflib.get_close_matches(word, names, 1, cutoff=0.75))
+        guess = near and f"do you mean {near[0]}?"
+        answers = (peer_answer(flag), "its dashes are missing" if flag in names else "",
+                   guess if word in names else "", *map(peer_answer, (parts[-1], parts[0])), guess)
+        answer = next(filter(None, answers), "")
         told.append(f"{flag}: {answer}" if answer else flag)
     raise ValueError(f"{where}unrecognized arguments: {' | '.join(told)} (see --help)")
 

@@ -1,7 +1,8 @@
 """What other tools call what is a flag here, and what they have flags for that is not needed here.
 
-For whoever types the flags of TRL, transformers' Trainer, Axolotl, Unsloth, LLaMA-Factory or
-torchtune. It depends on nothing; flags.py asks it about flags that it does not know.
+For whoever types the flags of TRL, transformers' Trainer, Axolotl, Unsloth, LLaMA-Factory,
+torchtune or AnswerDotAI's fsdp_qlora. It depends on nothing; flags.py asks it about flags that it
+does not know.
 """
 
 from __future__ import annotations
@@ -29,10 +30,16 @@ give --eval_dataset: files, a Hub id, or a fraction of the rows, such as 0.02
 
 give --max_seq_len
     max_length max_seq_length sequence_len cutoff_len model_max_length max_prompt_length
-    max_completion_length max_target_length
+    max_completion_length max_target_length context_length sequence_length
+
+not supported; longer rows are cut at their end
+    truncation_mode truncation_side excess_length_strategy
 
 give --chat_template FILE; without it the model's own template is used
     chat_template_path chat_template_jinja template
+
+write it into the rows, under the key chat_template_kwargs
+    enable_thinking chat_template_kwargs reasoning_effort
 
 not needed, because a row's keys say what it is; --columns OLD=NEW renames keys
     dataset_text_field text_column field_messages input_column output_column message_property*
@@ -51,10 +58,10 @@ not needed, because all cores encode the rows once, into a cache
     dataset_num_proc preprocessing_num_workers dataset_processes dataloader_* dataset_kwargs
     dataset_batch_size dataset_prepared_path overwrite_cache tokenized_path streaming
     dataset_streaming remove_unused_columns dataset_exact_deduplication skip_prepare_dataset
-    ignore_data_skip push_dataset_to_hub
+    ignore_data_skip push_dataset_to_hub preprocessing_batch_size buffer_size loading_workers
 
 not supported; give a smaller file, or --max_steps
-    max_samples max_train_samples
+    max_samples max_train_samples dataset_samples
 
 not needed, because every epoch is shuffled anew, by --seed
     shuffle shuffle_dataset shuffle_merged_datasets data_seed random_state full_determinism
@@ -64,7 +71,7 @@ not supported; --dataset takes several files and reads all of them
 
 not supported; the model's own tokenizer is used as it is
     special_tokens tokens added_tokens* eos_token pad_token resize_token* new_special_tokens
-    resize_vocab bos_token fix_tokenizer
+    resize_vocab bos_token fix_tokenizer add_tokens *_special_tokens new_special_tokens_config
 
 not supported; the model's config.json decides, and no remote code is run
     trust_remote_code model_revision model_init_kwargs model_type is_*_derived_model
@@ -79,10 +86,10 @@ not needed, because an evaluation takes as many tokens at once as training does
     eval_do_concat_batches eval_use_gather_object
 
 give --num_epochs
-    num_train_epochs epochs train_epochs max_epochs
+    num_train_epochs epochs train_epochs max_epochs epoch
 
 give --max_steps
-    max_steps_per_epoch total_steps train_steps iters
+    max_steps_per_epoch total_steps train_steps iters training_steps
 
 give --learning_rate
     lr learning_rates
@@ -97,7 +104,10 @@ give --warmup_fraction, a fraction of all steps
     warmup_ratio warmup_steps num_warmup_steps
 
 give --max_grad_norm
-    clip_grad_norm grad_clip gradient_clipping max_gradient_norm
+    clip_grad_norm grad_clip gradient_clipping max_gradient_norm grad_norm apply_gradient_clipping
+
+give --weight_decay
+    wd
 
 not needed, because the optimizer is always AdamW with 8-bit, paged state and betas of 0.9 and 0.999
     optim optimizer optim_args optim_target_modules adam_beta1 adam_beta2 adam_epsilon
@@ -106,9 +116,13 @@ not needed, because the optimizer is always AdamW with 8-bit, paged state and be
 not needed, because the loss is the mean over a step's trained tokens on all GPUs
     average_tokens_across_devices num_items_in_batch
 
+not needed, because the routers of mixtures stay frozen
+    router_aux_loss_coef moe_aux_loss_coef
+
 not supported
-    neftune_noise_alpha noisy_embedding_alpha relora* use_galore galore_* use_badam badam_*
-    use_apollo apollo_* use_adam_mini loraplus* use_dft* lisa_* optim_loraplus*
+    neftune* noisy_embedding_alpha relora* use_galore galore_* use_badam badam_*
+    use_apollo apollo_* use_adam_mini loraplus* use_dft* lisa_* optim_loraplus* oft_*
+    mixture_of_depths train_from_scratch
 
 give --lora_rank
     lora_r r lora_dim max_lora_rank
@@ -126,7 +140,7 @@ give --adapter dora
     use_dora peft_use_dora
 
 give --init_adapter
-    lora_model_dir adapter_name_or_path lora_path peft_model_id adapter_path
+    lora_model_dir adapter_name_or_path lora_path peft_model_id adapter_path adapter_folder
 
 not supported; only adapters of linears are trained
     lora_modules_to_save modules_to_save additional_target apply_lora_to_output lora_bias bias
@@ -143,26 +157,28 @@ not needed, because LoRA on a 4-bit model is all that is trained
 not needed, because the base is always in NF4, with double quantisation
     load_in_4bit load_in_8bit quantization_bit quantization_method quantize_base bnb_*
     use_bnb_nested_quant double_quantization quantization quant_method bnb_config_kwargs
-    quantization_type gptq* load_in_16bit load_in_fp8
+    quantization_type gptq* load_in_16bit load_in_fp8 n_bits
 
 not needed, because all is computed in bf16; --compute_dtype float32 is for checks
     bf16 fp16 bfloat16 float16 tf32 pure_bf16 bf16_full_eval fp16_full_eval mixed_precision
-    dtype torch_dtype half_precision_backend fp8
+    dtype torch_dtype half_precision_backend fp8 precision
 
 not needed, because the free memory decides what is recomputed; --recompute overrides that
     gradient_checkpointing use_gradient_checkpointing gradient_checkpointing_kwargs
     gradient_checkpointing_use_reentrant activation_checkpointing
     activation_checkpointing_kwargs enable_activation_checkpointing
-    disable_gradient_checkpointing
+    disable_gradient_checkpointing reentrant_checkpointing use_reentrant_gc
 
 give --offload_activations
-    activation_offloading enable_activation_offloading
+    activation_offloading enable_activation_offloading use_activation_cpu_offload
 
 give --offload_params; the optimizer's state is paged anyway
-    fsdp_cpu_offload cpu_offload offload_param offload_optimizer fsdp_offload_params
+    fsdp_cpu_offload cpu_offload use_cpu_offload offload_param offload_optimizer
+    fsdp_offload_params
 
 not needed, because the free memory decides what is sharded; --shard_group_size overrides that
-    fsdp fsdp_* deepspeed ddp ddp_* parallelism_config accelerator_config distributed_type
+    fsdp fsdp_* deepspeed deepspeed_* ddp ddp_* parallelism_config accelerator_config
+    accelerate_config distributed_type sharding_strategy no_sync
     dp_shard_size dp_replicate_size device_map custom_sharded_layers zero_stage auto_wrap_policy
 
 not supported; a row must fit on one GPU, for which --offload_activations helps
@@ -184,19 +200,31 @@ not needed, because what gains by compiling is always compiled
 not needed, because there is a GPU for each process that torchrun starts, else the CPU
     device use_cpu no_cuda local_rank cuda_* device_type use_mps_device
 
+not needed, because torchrun starts the processes: its nproc_per_node stands before the script
+    nproc_per_node nnodes num_nodes node_rank num_processes num_machines machine_rank num_gpus
+    n_gpu n_gpus gpus gpu_ids devices world_size master_addr master_port main_process_* rdzv_*
+
 give --memory_limit_gib
     max_memory gpu_memory_limit gpu_memory_utilization
 
 not needed
     torch_empty_cache_steps use_cache skip_memory_metrics low_cpu_mem_usage
-    enable_jit_checkpoint fast_inference debug strict profiler profiler_*
+    enable_jit_checkpoint fast_inference debug strict profiler profiler_* low_memory upcast_*
+    use_kv_cache verbose
+
+not needed; the Hub's own settings count: HF_HOME, `hf auth login`
+    cache_dir hf_token hf_hub_token use_auth_token token
 
 give --eval_every, a number of steps; the start and the end are always evaluated
     eval_steps evals_per_epoch eval_strategy evaluation_strategy eval_delay eval_on_start
     run_val_every_n_steps eval_interval
 
+give --eval_samples
+    generate_during_eval eval_table_size num_eval_samples
+
 give --save_every: minutes such as 5m, or a number of steps such as 100
     save_steps saves_per_epoch save_strategy save_every_n_steps checkpoint_every save_interval
+    save_model save_model_every*
 
 give --keep_checkpoints
     save_total_limit max_checkpoints keep_last_n
@@ -214,8 +242,8 @@ not needed, because adapters are safetensors, and a checkpoint resumes on any nu
 
 give --report_to: tensorboard, wandb or none; loss.png is drawn anyway
     report_to_* metric_logger use_tensorboard use_wandb tensorboard* wandb_* wandb mlflow_*
-    comet_* use_comet use_mlflow swanlab_* use_swanlab trackio_* run_name project logging_dir
-    plot_loss
+    comet_* use_comet use_mlflow swanlab_* use_swanlab trackio_* run_name project project_name
+    entity logging_dir plot_loss
 
 not needed, because metrics.jsonl has every step, and the log has a line every 2 seconds
     logging_* log_level* log_every_n_steps log_* log_on_each_node disable_tqdm
@@ -225,8 +253,8 @@ not needed, because metrics.jsonl has every step, and the log has a line every 2
 not needed, because the script always trains, and evaluates if there is an --eval_dataset
     do_train do_eval do_predict stage predict_with_generate
 
-not supported; use `hf upload` after merge_adapters.py
-    push_to_hub hub_* export_*
+not supported; merge_adapters.py writes a model for `hf upload` and llama.cpp's converter
+    push_to_hub hub_* export_* save_gguf save_method save_merged* merge_lora*
 
 give --output_dir
     output_directory logdir out_dir
@@ -253,11 +281,12 @@ give --undesirable_weight
     kto_undesirable_weight kto_rejected_weight
 
 not needed, because the reference is the model before the first step, computed once
-    ref_model ref_model_* reference_* precompute_ref_log_probs ref_adapter_name
+    ref_model ref_model_* reference_* precompute_ref_* ref_adapter_name
     model_adapter_name force_use_ref_model sync_ref_model disable_dropout
 
 not supported
-    pref_ftx rpo_alpha cpo_alpha f_divergence* ld_alpha
+    pref_ftx rpo_alpha cpo_alpha f_*divergence* ld_alpha loss_weights use_weighting discopop_tau
+    pref_bco_weight
 
 not supported; use TRL for reinforcement learning
     reward_* reward_model num_generations vllm_* use_vllm grpo_* ppo_* temperature top_p
