@@ -132,6 +132,8 @@ def edit_map(directory, change):
          ["--eval_dataset", "--dataset"]),
         (["--resume", "must", "--output_dir", "typo"], ["--resume", "typo"]),
         (["--output_dir=~/run"], ["--output_dir ~/run", "whole path"]),
+        (["--eval_every", "1"], ["--eval_every 1", "--eval_dataset"]),
+        (["--eval_samples", "2"], ["--eval_samples 2", "--eval_dataset"]),
     ],
     ids=lambda value: " ".join(value),
 )

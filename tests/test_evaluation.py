@@ -7,6 +7,7 @@ with the same run without, bit by bit.
 import functools
 import json
 import math
+import re
 import types
 
 import pytest
@@ -260,6 +261,8 @@ def test_best_evaluations_checkpoint_is_saved_and_said(runs, read_metrics):
     followed by an evaluation, as nothing else is asked for."""
     directory, out = runs(1, "wide steps")
     assert "--learning_rate 0.1 is far above" in out and " MB at " in out
+    assert re.search(r"\nsteps: 3 of \d+ rows, .* tokens on 1 process; ", out)
+    assert "no CUDA graphs: attention runs in plain torch" in out
     found, best, saved = evaluations(read_metrics(directory)), math.inf, []
     assert [record["step"] for record in found] == [0, 1, 2, 3]
     kinds = set()

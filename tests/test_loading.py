@@ -391,6 +391,25 @@ def test_merge_wants_the_model_trained_on(run_main, in_4bit, tiny_model, tmp_pat
         assert line.startswith("error: base model") and words in line
 
 
+@pytest.mark.parametrize("part", ["", ".absmax", ".nested_absmax"])
+def test_merge_wants_the_codes_and_scales_of_training(part, run_main, in_4bit, tmp_path, capsys,
+                                                      monkeypatch):  # fmt: skip
+    """Of a base in 4 bits, also where its digest, which looks at some places, is the same."""
+    base, run = tmp_path / "base", tmp_path / "run"
+    shutil.copytree(in_4bit("uint8"), base)
+    run_and_merge(run_main, base, run, capsys)
+    monkeypatch.setattr(merge_adapters, "base_digest", lambda _, same=base_digest(base): same)
+    (file,) = (path for path in base.glob("*.safetensors") if LAYER in load_file(path))
+    tensors = load_file(file)
+    tensors[LAYER + part].view(torch.uint8).view(-1)[5] ^= 1
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(SystemExit, match="1"):
+        merge_adapters.main(["--adapter_dir", str(run), "--output_dir", str(tmp_path / "out"),
+                             "--no-check"])  # fmt: skip
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"the values of {LAYER}{part} are not those" in line
+
+
 def edit(part, change):
     """A change of one of the layer's stored tensors; its new value, None to remove it."""
 

@@ -18,6 +18,7 @@ from tokenizers import (
     AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors,
     trainers)
 from transformers import AutoTokenizer
+from transformers.models.auto import tokenization_auto
 
 import merge_adapters
 from fsdp_qlora.data.rows import rows_of
@@ -276,8 +277,12 @@ def test_mistral_common_is_not_taken_for_tokenizer_json(monkeypatch, tmp_path):
     """Where that package is installed and a tekken.json lies beside, AutoTokenizer would."""
     monkeypatch.setattr(
         transformers.integrations.mistral.tokenizer, "is_mistral_common_available", lambda: True)
-    base = write_base(tmp_path / "base", "tekken")
+    monkeypatch.setitem(
+        tokenization_auto.TOKENIZER_MAPPING_NAMES, "mistral", "MistralCommonBackend")
+    base = write_base(tmp_path / "base", "tekken", None)
     (base / "tekken.json").write_text("{}")
+    with pytest.raises(Exception, match="mistral.common"):  # that it is not installed here
+        AutoTokenizer.from_pretrained(base)
     tokenizer = load_tokenizer(base, config_of(base))
     assert no_difference(tokenizer, "tekken")
     (saved := tmp_path / "saved").mkdir()
