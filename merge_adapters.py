@@ -16,7 +16,7 @@ is no train_config.json. It cannot be checked: that it was trained on the base i
 trust, and linears without an adapter stay the base's own.
 
 The whole job stands below, in the order in which it happens; fsdp_qlora/ has what it depends on.
-Tested with torch 2.13, transformers 5.24, peft 0.21, bitsandbytes 0.50.
+Tested with torch 2.13, transformers 5.20 and 5.24, peft 0.21, bitsandbytes 0.50.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ CPU, to try it. What it leaves out, and what has that in train_fsdp_qlora.py:
     mixtures of experts, models already in 4 bits     load_model()
     less memory: 24 GB hold an 8B, 2 x 24 GB no 70B   --offload_params, --offload_activations
 
-Tested with torch 2.11 and 2.13, transformers 5.17 and 5.24, peft 0.21, bitsandbytes 0.50.
+Tested with torch 2.13, transformers 5.20 and 5.24, peft 0.21, bitsandbytes 0.50.
 """
 
 import argparse

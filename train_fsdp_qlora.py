@@ -15,7 +15,7 @@ This file is the whole job, in the order in which it happens: flags; main() and 
 the choice of attention; the FSDP2 policy; loading to NF4; the adapter's optimizer; schedule, step,
 evaluation, loop; saving. docs/internals.md is the map of fsdp_qlora/, on which it stands.
 
-Tested with torch 2.11 and 2.13, transformers 5.17 and 5.24, peft 0.21, bitsandbytes 0.50.
+Tested with torch 2.13, transformers 5.20 and 5.24, peft 0.21, bitsandbytes 0.50.
 """
 
 from __future__ import annotations

@@ -324,6 +324,7 @@ ASIDE = {
     "words below": (["docs/NOTICE.txt", "docs/notes.txt", "vocab.txt", "merges.txt.gz"], 4),
     "of libraries": (["dataset_infos.json", "dataset_info.json", "tokenizer_config.json",
                       "model.safetensors.index.json"], 4),
+    "of tools": (["croissant.json", "schema.json", "stats.json", "trainer_state.json"], 4),
     "data": (["readme.jsonl", "config.jsonl", "states.json"], 0),
 }  # fmt: skip
 

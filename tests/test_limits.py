@@ -254,9 +254,11 @@ def test_table_is_whole_if_each_of_its_files_is(harmed, tmp_path):
 def test_start_says_what_is_unusual_and_what_the_process_has(rate, is_high, capsys):
     """On a CPU its memory so far is a part of the peak."""
     config, device = Config(learning_rate=rate), torch.device("cpu")
+    chosen = dataclasses.replace(config, max_steps=7, target_modules=("q_proj", "v_proj"))
     with one_process():
-        say_start(config, config, plan_of(3 * GIB), {}, 0, device, {})
+        say_start(config, chosen, plan_of(3 * GIB), {}, 0, device, {})
     out = capsys.readouterr().out
+    assert out.startswith("chosen: --max_steps 7 --target_modules q_proj v_proj\n")
     assert ("is far above what trains adapters" in out) == is_high
     peak, own = map(float, re.search(r"peak (\S+) GiB: the process so far (\S+), ", out).groups())
     assert own > 0.1 and abs(peak - own - 3) < 0.02

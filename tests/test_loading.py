@@ -398,7 +398,8 @@ def test_merge_wants_the_codes_and_scales_of_training(part, run_main, in_4bit, t
     base, run = tmp_path / "base", tmp_path / "run"
     shutil.copytree(in_4bit("uint8"), base)
     run_and_merge(run_main, base, run, capsys)
-    monkeypatch.setattr(merge_adapters, "base_digest", lambda _, same=base_digest(base): same)
+    same = base_digest(base)
+    monkeypatch.setattr(merge_adapters, "base_digest", lambda _: same)
     (file,) = (path for path in base.glob("*.safetensors") if LAYER in load_file(path))
     tensors = load_file(file)
     tensors[LAYER + part].view(torch.uint8).view(-1)[5] ^= 1

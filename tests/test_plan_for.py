@@ -156,8 +156,14 @@ def test_adapter_or_gguf_as_a_model_is_told_from_a_model(run_main, tmp_path):
         json.dumps({"base_model_name_or_path": "me/base"}))
     (tmp_path / "gguf").mkdir()
     (tmp_path / "gguf" / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
+    shutil.copytree(tmp_path / "gguf", tmp_path / "with-config")
+    (tmp_path / "with-config" / "config.json").write_text("{}")
+    # as a Hub id like owner/name-GGUF is downloaded, with what it has besides
+    shutil.copytree(tmp_path / "with-config", tmp_path / "name-GGUF",
+                    ignore=shutil.ignore_patterns("*.gguf"))  # fmt: skip
     for name, words in (("adapter", "--model me/base"), ("gguf", "GGUF"),
-                        ("gguf/model-Q4_K_M.gguf", "GGUF")):  # fmt: skip
+                        ("gguf/model-Q4_K_M.gguf", "GGUF"), ("with-config", "GGUF"),
+                        ("name-GGUF", "GGUF")):  # fmt: skip
         path = tmp_path / name
         code, _, err = run_main("--model", path, "--dataset", "rows.jsonl",
                                 "--output_dir", tmp_path / "run")  # fmt: skip

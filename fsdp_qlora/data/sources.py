@@ -30,7 +30,8 @@ SPLITS = {"train": "train|training", "validation": "validation|valid|val|dev",
 NO_DATA = re.compile(
     r"(readme|licen[cs]e|copying|notice|authors|contributing|citation|change(s|log)|requirements)"
     r"([^a-z].*)?\.txt|"
-    r"(dataset_(infos?|dict)|state|metadata|(\w+_)?config|package(-lock)?|.*\.index)\.json", re.I)
+    r"(dataset_(infos?|dict)|(\w+_)?state|meta(data)?|info|stats|schema|croissant|(\w+_)?config|"
+    r"package(-lock)?|special_tokens_map|.*\.index)\.json", re.I)
 PIECE_BYTES, PIECE_ROWS = 2**20, 5000  # of lines of JSON, of a table
 
 

@@ -45,7 +45,8 @@ def parse_cards(text: str) -> tuple[int, str, Card]:
     key = names.get(re.sub(r"nvidia|geforce|rtx|[\s_-]", "", name))
     if not key or count and not 1 <= int(count) <= 1024:
         raise ValueError(f"--plan_for {text}: give a number of cards and one of {', '.join(CARDS)},"
-                         " as 4x4090, or their memory, as 2x24GB")
+                         " as 4x4090, or the memory of one of them, as 2x24GB; for other cards one"
+                         " that is as fast, with their memory by --memory_limit_gib")
     return int(count or 1), key, CARDS[key]
 
 

@@ -44,7 +44,7 @@ def model_directory(name: str, needs: str, flag: str = "--model") -> Path:
     if needs != "weights" and name in SHAPES:
         return path
     if path.is_dir():
-        if why := why_no_model(path):
+        if why := why_no_model(path, name, needs):
             raise ValueError(f"{flag} {name}: {why}")
         return path
     if path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
@@ -57,21 +57,25 @@ def model_directory(name: str, needs: str, flag: str = "--model") -> Path:
         # every rank calls it; the Hub client's file locks let one rank of a node download
         found = Path(huggingface_hub.snapshot_download(
             name, allow_patterns=files, ignore_patterns=twice))
-    if why := why_no_model(found):
+    if why := why_no_model(found, name, needs):
         raise ValueError(f"{flag} {name}: {why}")
     return found
 
 
-def why_no_model(directory: Path) -> str:
-    """Why the directory holds no model that can be read, and what to give instead; "" if it may."""
-    if (directory / "config.json").is_file():
+def why_no_model(directory: Path, name: str, needs: str) -> str:
+    """Why the directory holds no model that can be read, and what to give instead; "" if it may.
+    `name` and `needs`: as for model_directory()."""
+    # of a Hub id the .gguf themselves are not downloaded
+    is_gguf = any(directory.glob("*.gguf")) or name.lower().endswith("gguf")
+    lacks_weights = needs == "weights" and not any(directory.glob("*.safetensors"))
+    if (directory / "config.json").is_file() and not (is_gguf and lacks_weights):
         return ""
     adapter = read_json(directory / "adapter_config.json", {})
     if adapter:
         base = adapter.get("base_model_name_or_path")
         return (f"is an adapter: give the model that it was trained on, --model {base}, and this by"
                 " --init_adapter to train it further")
-    if any(directory.glob("*.gguf")):
+    if is_gguf:
         return NO_GGUF
     return "has no config.json: is it the directory of a model, with its safetensors?"
 

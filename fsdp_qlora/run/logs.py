@@ -236,7 +236,9 @@ def say_start(given: Config, config: Config, plan: Plan, kernels: dict[str, dict
     on what it runs, and the plan."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, gloo"
     chosen = {name: value for name, value in vars(config).items() if value != vars(given)[name]}
-    say("chosen: " + " ".join(f"--{name} {value}" for name, value in chosen.items()))
+    say("chosen: " + " ".join(
+        f"--{name} {' '.join(value) if isinstance(value, tuple) else value}"
+        for name, value in chosen.items()))
     say(", ".join(f"{name} {version}" for name, version in versions.items())
         + f"; {dist.get_world_size()} x {gpu}")
     if config.learning_rate > HIGH_RATE:
