@@ -14,6 +14,7 @@ from conftest import DEVICE
 from families import TINY, tiny, write_model
 from safetensors.torch import load_file, save_file
 
+import train_fsdp_qlora
 from fsdp_qlora.pretrained.config import describe_model
 from fsdp_qlora.model.attention import (
     attends, batched_attention, document_attention, reach_architectures)
@@ -22,6 +23,7 @@ from fsdp_qlora.model.model import Model
 from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
 from fsdp_qlora.model.sinks import SinkAttention
 from fsdp_qlora.pretrained.reader import weight_files
+from train_fsdp_qlora import Config, choose_attention
 
 DROPOUT = {  # tiny configs whose own dropout is in one place
     "residual": tiny("seed_oss", head_dim=24, residual_dropout=0.2, attention_dropout=0.0),
@@ -191,6 +193,30 @@ def test_kernels_are_tried_with_the_heads_of_the_layers_that_use_them():
     assert heads == {"window": (2, 24, False), "within": (2, 24, False), "full": (1, 32, True)}
     assert reach_architectures(describe_model(TINY["mistral"](320))).keys() == {"window", "within"}
     assert reach_architectures(describe_model(TINY["llama"](320))).keys() == {"full"}
+
+
+@pytest.mark.parametrize("kind, flex", [
+    ("llama", set()), ("gemma2", {"full", "window", "within"}), ("gpt_oss", set())])
+@pytest.mark.parametrize("capability", [(8, 6), (9, 0)])
+def test_on_a_gpu_no_model_runs_in_plain_torch(capability, kind, flex, monkeypatch):
+    """Without flash-attn, flex_attention computes what torch's other kernels do not know; but not
+    in fp32, or with dropout on attention."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(transformers.utils, "is_flash_attn_2_available", lambda: False)
+    monkeypatch.setattr(train_fsdp_qlora, "attends", lambda kernel, arch, *_: (
+        kernel is flex_document_attention or not arch.attention_softcap))
+    arch = describe_model(TINY[kind](320))
+
+    def kernels(arch=arch, **flags):
+        chosen = choose_attention(Config(**flags), arch, torch.device("cuda"))
+        return {reach: {f[reach] for f in chosen.values()} for reach in chosen["any"]}
+
+    found = kernels()
+    assert document_attention not in set.union(*found.values())
+    assert {reach for reach, used in found.items() if used == {flex_document_attention}} == flex
+    for plain in (kernels(compute_dtype="float32"),
+                  kernels(dataclasses.replace(arch, attention_dropout=0.1))):  # fmt: skip
+        assert set.union(*plain.values()) == {document_attention}
 
 
 def test_sdpa_is_not_asked_for_heads_of_which_it_would_keep_all_scores():
