@@ -203,6 +203,22 @@ def test_tokens_are_those_of_tokenizer_json(kind, tmp_path):
         assert new == (old if is_right else {**old, "tokenizer_class": "PreTrainedTokenizerFast"})
 
 
+def test_name_that_transformers_4_does_not_know_is_not_saved(tmp_path, capsys):
+    """That of PreTrainedTokenizerFast in transformers 5, which newer bases have."""
+    base = write_base(tmp_path / "base", "qwen", "TokenizersBackend")
+    tokenizer = load_tokenizer(base, config_of(base))
+    for files in ["tokenizer_config.json"], ["tokenizer_config.json", "config.json"]:
+        (saved := tmp_path / f"saved-{len(files)}").mkdir()
+        write_tokenizer(saved, base, tokenizer)
+        for name in files:
+            shutil.copy(base / name, saved)
+        name_class(saved, tokenizer)
+        settings = json.loads((saved / "tokenizer_config.json").read_text())
+        assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+        assert no_difference(AutoTokenizer.from_pretrained(saved), "qwen")
+    assert "transformers 4 does not take it for a TokenizersBackend" in capsys.readouterr().out
+
+
 def added(content, **flags):
     return {"content": content, "lstrip": False, "rstrip": False, "normalized": False,
             "single_word": False, "special": True, **flags}

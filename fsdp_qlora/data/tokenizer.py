@@ -35,7 +35,8 @@ PROBES = (  # where released tokenizers differ: spaces, lines, digits, case, scr
     "日本語 한국어 русский العربية हिन्दी", "🙂👩\u200d💻 a\u00a0b\u2003c\u3000d\u0000")
 N_ROWS, N_TOKENS = 16, 1024  # of the run: rows, and tokens of each
 TOKENIZER_FILES = ["*token*.json", "tokenizer.model", "vocab.json", "merges.txt", "chat_template.*"]
-PLAIN_CLASSES = "PreTrainedTokenizerFast", "TokenizersBackend"  # names of one, which takes the file
+# two names of one class, which takes the file; transformers 4 does not know the second
+PLAIN_CLASS, NEW_NAME = "PreTrainedTokenizerFast", "TokenizersBackend"
 # what else transformers can make a tokenizer of
 VOCABULARIES = "tokenizer.model", "tekken.json", "vocab.json", "tiktoken.model"
 
@@ -128,22 +129,22 @@ def name_class(directory: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     path, version = directory / "tokenizer_config.json", transformers.__version__
     settings = read_json(path, {})
     named = settings.get("tokenizer_class")
-    if named in PLAIN_CLASSES and not (directory / "config.json").is_file():
+    if named == PLAIN_CLASS and not (directory / "config.json").is_file():
         return  # with a config.json the type of the model may count for more
     taken, text = other_tokens(directory, tokenizer)
-    is_taken = named in PLAIN_CLASSES or named and named.removesuffix("Fast") == taken
-    if text is None and is_taken:
+    is_taken = named == PLAIN_CLASS or named and named.removesuffix("Fast") == taken
+    if text is None and is_taken and named != NEW_NAME:
         return
     settings.pop("auto_map", None)  # remote code
-    settings["tokenizer_class"] = PLAIN_CLASSES[0]
+    settings["tokenizer_class"] = PLAIN_CLASS
     path.write_text(json.dumps(settings, indent=2))
-    why = f"transformers {version} does not take it for a {named}"
+    why = f"transformers {4 if named == NEW_NAME else version} does not take it for a {named}"
     if text is not None:
         why = f"{named or taken} of transformers {version} makes other tokens of {text[:60]!r}"
         if other_tokens(directory, tokenizer)[1] is not None:
             why += ", and AutoTokenizer still does, for this type of model: load it by this class"
     if named or text is not None:
-        say(f"tokenizer: trained as tokenizer.json has it, saved as {PLAIN_CLASSES[0]}: {why}")
+        say(f"tokenizer: trained as tokenizer.json has it, saved as {PLAIN_CLASS}: {why}")
 
 
 def other_tokens(directory: Path, tokenizer: PreTrainedTokenizerFast) -> tuple[str, str | None]:
