@@ -36,6 +36,7 @@ from test_merge_experts import watch_sums
 from transformers import AutoTokenizer
 
 from fsdp_qlora.training import check
+from fsdp_qlora.model import elementwise
 from fsdp_qlora.model import experts
 from fsdp_qlora.model import grouped
 from fsdp_qlora.model import router
@@ -45,6 +46,7 @@ from fsdp_qlora.pretrained.config import describe_model, shrunk_config, text_con
 from fsdp_qlora.data.bins import make_bin
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.model.elementwise import (
+    LimitedActivation,
     add_expert_rows,
     clamped_gate_backward,
     gate,
@@ -158,7 +160,8 @@ def test_bf16_routers_round_as_transformers(name):
     tensors = {key: layer.state_dict()[key] for key in arch.small_tensors(arch.layer_kinds[i])}
     work = types.SimpleNamespace(arch=arch, layer=types.SimpleNamespace(small_tensors=tensors))
     ours, order, theirs = router.route(work, x), chosen.argsort(), weights.float()
-    theirs = theirs * arch.mixture.scale if name == "laguna" else theirs  # scaled with the output
+    if name in ("laguna", "step3p7"):  # there the output is scaled
+        theirs = theirs * arch.mixture.scale
     assert torch.equal(ours.chosen.sort()[0], chosen.gather(1, order))
     got = ours.weights.gather(1, ours.chosen.argsort())
     theirs = theirs.gather(1, order)
@@ -197,6 +200,27 @@ def wide(tensors):
 @pytest.mark.parametrize("again", [False, True])
 def test_clamped_gate_and_biases_equal_transformers(again, ranges, monkeypatch):
     assert worst("gpt_oss", again, monkeypatch, edit=wide, ranges=ranges) < BAR
+
+
+@pytest.mark.parametrize("ranges", [1, 3])
+@pytest.mark.parametrize("again", [False, True])
+def test_limits_of_layers_equal_transformers(again, ranges, monkeypatch):
+    """Of routed experts, of the shared one and of the MLP of another layer, so that much is cut."""
+    share, true = [], elementwise.limited_ups
+
+    def watched(ups, activation):
+        out, inside = true(ups, activation)
+        share.append(1 - inside.float().mean().item())
+        return out, inside
+
+    def widen(tensors):
+        for name, tensor in tensors.items():
+            if name.endswith(("gate_up_proj", "gate_proj.weight", "up_proj.weight")):
+                tensor *= 4
+
+    monkeypatch.setattr(elementwise, "limited_ups", watched)
+    assert worst("step3p7", again, monkeypatch, edit=widen, ranges=ranges, tokens=(9, 5)) < BAR
+    assert min(share) > 0.3 and max(share) < 0.7
 
 
 def test_rows_at_once_are_an_even_share(monkeypatch):
@@ -364,7 +388,8 @@ def test_all_linear_stands_beside_other_words(name, words, same):
     ("nemotron_h_latent", "fc1_latent_proj", True), ("nemotron_h", "shared_experts.up_proj", True),
     ("hy_v3", "shared_experts.down_proj", True), ("laguna", "shared_experts.down_proj", True),
     ("afmoe", "shared_experts.down_proj", False), ("kimi_k25", "shared_experts.down_proj", True),
-    ("glm4v_moe", "shared_experts.down_proj", False)])  # fmt: skip
+    ("glm4v_moe", "shared_experts.down_proj", False),
+    ("step3p7", "shared_experts.down_proj", True)])  # fmt: skip
 def test_log_tells_where_peft_does_not_load_a_shared_experts_adapter(
     name, shared, is_loaded, tmp_path, capsys
 ):
@@ -676,6 +701,10 @@ def autograd_gate(gate_up, activation):
     if activation == "silu":
         gates, ups = gate_up.chunk(2, -1)
         return F.silu(gates) * ups
+    if isinstance(activation, LimitedActivation):
+        gates, ups = gate_up.chunk(2, -1)
+        limit = activation.limit
+        return F.silu(gates).clamp(max=limit) * ups.clamp(-limit, limit)
     limit, alpha = activation
     gates, ups = gate_up[:, ::2].clamp(max=limit), gate_up[:, 1::2].clamp(-limit, limit)
     return (ups + 1) * gates * (alpha * gates).sigmoid()
@@ -683,15 +712,17 @@ def autograd_gate(gate_up, activation):
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("activation", ["silu", "relu2", (0.7, 1.702)])
+@pytest.mark.parametrize("activation", [
+    "silu", "relu2", (0.7, 1.702), LimitedActivation("silu", 0.7), LimitedActivation("silu", 0.5)],
+    ids=["silu", "relu2", "clamp", "limit", "another limit"])  # fmt: skip
 def test_gates_of_experts_equal_autograd(activation, dtype, compiled):
     """Also by torch's compiler, with lengths that change, as those of bins do."""
 
     def kernel(function):
         return torch.compile(function.__wrapped__) if compiled else function  # on GPUs always
 
-    gated, named = activation != "relu2", isinstance(activation, str)
-    backward = kernel(gate_backward if named else clamped_gate_backward)
+    gated, in_place = activation != "relu2", not isinstance(activation, tuple)
+    backward = kernel(gate_backward if in_place else clamped_gate_backward)
     forward, sums = kernel(gate), kernel(gate_weight_gradients)
     for n in (24, 37, 51):
         grad, gate_up, weights = (
@@ -705,7 +736,7 @@ def test_gates_of_experts_equal_autograd(activation, dtype, compiled):
         out = torch.empty_like(grad)
         forward(out, gate_up, activation, gated)
         grad_weights = sums(grad, gate_up, activation, gated)
-        if named:
+        if in_place:
             backward(grad, activation, weights, *gate_up.chunk(1 + gated, -1))
         else:
             gate_up = backward(grad, weights, gate_up, *activation)

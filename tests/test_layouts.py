@@ -38,7 +38,8 @@ BITS = {"NF4 of transformers 4": 4, "NF4 of transformers 5": 5}
 RELEASED = {  # what transformers saves is as released; of the others an expert's are apart
     "mixtral": "w1, w2, w3", "minimax_m2": "w1, w2, w3", "granitemoe": "input_linear",
     "granite4_h_moe": "input_linear", "gpt_oss": "transposed",
-    "qwen3_vl_moe": "transposed", "gemma4_moe": "gate_up_proj"}  # fmt: skip
+    "qwen3_vl_moe": "transposed", "gemma4_moe": "gate_up_proj",
+    "step3p7": "gate_proj, up_proj"}  # fmt: skip
 
 
 MANY = "160 experts"  # more than a signed byte numbers
@@ -53,7 +54,8 @@ def layouts(name):
     found = [RELEASED.get(name, "per expert"), FUSED, *BITS]
     if name.startswith(("minimax_m2", "qwen3_5", "gemma4", "nemotron_h")):
         found.remove("NF4 of transformers 4")
-    if name in ("mistral4", "kimi_k25", "glm4v_moe"):  # transformers saves no 4-bit copy of them
+    # transformers saves no 4-bit copy of them
+    if name in ("mistral4", "kimi_k25", "glm4v_moe", "step3p7"):
         found = found[name == "kimi_k25" : 2]  # and its own files of this one it cannot read
     if name in ("deepseek_v32", "glm_moe_dsa"):  # an indexer in 4 bits is not read
         found = found[:2]
@@ -77,7 +79,7 @@ QUICK = [
     ("qwen3_vl_moe", "transposed"), ("qwen3_moe", FUSED), ("mixtral", "NF4 of transformers 5"),
     ("qwen2_moe", "NF4 of transformers 4"), ("granitemoe", "NF4 of transformers 4"),
     ("gpt_oss", "MXFP4"), ("minimax_m2", "FP8"), ("deepseek_v3", "INT4"), (MANY, FUSED),
-    ("glm4_moe_lite", "per expert"),
+    ("glm4_moe_lite", "per expert"), ("step3p7", "gate_proj, up_proj"),
     ("deepseek_v3", "FP8"), ("gemma4_moe", "gate_up_proj"), ("qwen3_5", "as saved"),
     ("gemma4_e", "NF4 of transformers 5"), ("granite4_h", "as saved"),
     ("qwen3_5", "DoRA")]  # fmt: skip

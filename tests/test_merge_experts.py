@@ -236,7 +236,7 @@ def swap_experts(tensors):
 
 @pytest.mark.parametrize("name", [
     "mxfp4", "granitemoe", "qwen2_moe", "gemma4_moe", "hy_v3", "nemotron_h_latent",
-    "qwen3_5_moe_vl"])  # fmt: skip
+    "qwen3_5_moe_vl", "step3p7"])  # fmt: skip
 def test_adapters_of_experts_resume_begin_a_run_and_merge_to_what_peft_gives(
     name, run_main, demo_directory, tmp_path, capsys
 ):

@@ -37,6 +37,7 @@ QWEN3_5 = DELTA_NET | {
                         "partial_rotary_factor": 0.25, "rope_theta": 10000000,
                         "rope_type": "default"}}  # fmt: skip
 SLIDING = ["sliding_attention"] * 3 + ["full_attention"]
+STEP = ["full_attention"] + ["sliding_attention"] * 3
 SIGLIP = {"hidden_size": 1152, "image_size": 896, "intermediate_size": 4304, "patch_size": 14,
           "model_type": "siglip_vision_model", "num_attention_heads": 16,
           "num_hidden_layers": 27, "vision_use_head": False}  # fmt: skip
@@ -402,6 +403,27 @@ CONFIGS = {
                                                "partial_rotary_factor": 0.5},
                             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4,
                                                   "partial_rotary_factor": 1.0}}),
+    "Step 3.7 Flash": multimodal(
+        "step3p7", text(
+            "step3p5", 4096, 11264, 45, 64, vocab_size=128896, head_dim=128, num_attention_groups=8,
+            attention_other_setting={
+                "attention_type": "sliding_attention", "num_attention_heads": 96,
+                "num_attention_groups": 8, "head_dim": 128, "true_head_dim": 128},
+            layer_types=STEP * 12, max_position_embeddings=262144, moe_every_n_layer=1,
+            moe_intermediate_size=1280, moe_layer_offset=0, moe_num_experts=288, moe_top_k=8,
+            moe_layers_enum=",".join(map(str, range(3, 45))), moe_router_activation="sigmoid",
+            moe_router_scaling_factor=3.0, need_fp32_gate=True, norm_expert_weight=True,
+            num_nextn_predict_layers=3, partial_rotary_factors=[0.5, 1.0, 1.0, 1.0] * 12,
+            rope_scaling=LLAMA3 | {"factor": 2.0, "high_freq_factor": 32.0,
+                                   "original_max_position_embeddings": 131072},
+            rope_theta=[5e6, 1e4, 1e4, 1e4] * 12, share_expert_dim=1280, sliding_window=512,
+            swiglu_limits=[0.0] * 43 + [7, 7] + [0.0] * 3,
+            swiglu_limits_shared=[0.0] * 43 + [16, 16] + [0.0] * 3, tie_word_embeddings=False,
+            use_head_wise_attn_gate=True, use_moe=True, use_moe_router_bias=True,
+            yarn_only_types=["full_attention"], zero_centered=True),
+        {"model_type": "perception_encoder", "width": 1536, "layers": 47, "heads": 16,
+         "image_size": 728, "patch_size": 14, "ls_init_value": 0.1, "mlp_ratio": 8960 / 1536},
+        image_token_id=128001, projector_bias=False, understand_projector_stride=2),
     "Granite 4.0 H Tiny": text(
         "granitemoehybrid", 1536, 512, 40, 12, 4, 100352, **GRANITE4 | {
             "layer_types": (["mamba"] * 5 + ["attention"] + ["mamba"] * 4) * 4,

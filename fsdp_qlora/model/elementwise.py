@@ -49,7 +49,10 @@ def elementwise(function: Callable[..., Result]) -> Callable[..., Result]:
             if (any_rows or _all_for_any_rows) and len(tensor) == len(args[0]):
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
         widths = ((x.shape[1:], x.stride(0)) for x in tensors)
-        return compiled(evaluation, any_rows, *widths)(*args)
+        # each limit has a kernel of its own: with a limit that varies, gate_backward() compiled by
+        # torch 2.13 gives other values, all wrong
+        limits = (x for x in args if isinstance(x, LimitedActivation))
+        return compiled(evaluation, any_rows, *limits, *widths)(*args)
 
     return call
 
@@ -160,13 +163,24 @@ class ScaledActivation:
     outer: float
 
 
-# see activation_pair() and gate_product()
-Activation = str | tuple[float, float] | Tensor | ScaledActivation
+@dataclasses.dataclass(frozen=True)
+class LimitedActivation:
+    """What the activation gives is at most `limit`, and ups are between -limit and limit."""
+
+    activation: str
+    limit: float
 
 
-def activation_pair(
-    activation: str | Tensor | ScaledActivation
-) -> tuple[Callable[..., Tensor], ...]:
+def limited(activation: str, limit: float | None) -> str | LimitedActivation:
+    """The activation with this limit, None: without one."""
+    return LimitedActivation(activation, limit) if limit else activation
+
+
+PairedActivation = str | Tensor | ScaledActivation | LimitedActivation  # see activation_pair()
+Activation = PairedActivation | tuple[float, float]  # see gate_product()
+
+
+def activation_pair(activation: PairedActivation) -> tuple[Callable[..., Tensor], ...]:
     """An activation and its gradient, functions of fp32 x and of (grad, x). A tensor stands for
     xIELU (Apertus): its alpha_p and alpha_n, before their softplus, beta and eps."""
     if isinstance(activation, str):
@@ -177,6 +191,11 @@ def activation_pair(
         function, slope = ACTIVATION_PAIRS[activation.activation]
         return (lambda x: outer * function(inner * x),
                 lambda grad, x: slope(inner * outer * grad, inner * x))
+    if isinstance(activation, LimitedActivation):
+        limit = activation.limit
+        function, slope = ACTIVATION_PAIRS[activation.activation]
+        return (lambda x: function(x).clamp(max=limit),
+                lambda grad, x: slope(grad * (function(x) <= limit), x))
     alpha_p, alpha_n, beta, eps = activation.float()
     alpha_p, alpha_n = F.softplus(alpha_p), beta + F.softplus(alpha_n)
 
@@ -191,6 +210,14 @@ def activation_pair(
     return forward, backward
 
 
+def limited_ups(ups: Tensor, activation: Activation) -> tuple[Tensor, Tensor | bool]:
+    """Returns ups, fp32, inside of the activation's limit, if it has one; and where they were."""
+    if not isinstance(activation, LimitedActivation):
+        return ups, True
+    limit = activation.limit
+    return ups.clamp(-limit, limit), ups.abs() <= limit
+
+
 def gate_product(gate_up: Tensor, activation: Activation, gated: bool) -> Tensor:
     """activation(gates) * ups, fp32 [n, inner], of gate_up [n, 2 inner]; where nothing is gated,
     activation(ups) of [n, inner]. Where `activation` is (limit, alpha), the product of gpt-oss:
@@ -200,7 +227,7 @@ def gate_product(gate_up: Tensor, activation: Activation, gated: bool) -> Tensor
         return (ups + 1) * gates * sigmoid
     parts = gate_up.float().chunk(1 + gated, -1)
     activated = activation_pair(activation)[0](parts[0])
-    return activated * parts[1] if gated else activated
+    return activated * limited_ups(parts[1], activation)[0] if gated else activated
 
 
 @elementwise
@@ -211,8 +238,7 @@ def gate(out: Tensor, gate_up: Tensor, activation: Activation, gated: bool) -> N
 
 @elementwise
 def gate_backward(
-    grad: Tensor, activation: str | Tensor | ScaledActivation, weights: Tensor | None,
-    *parts: Tensor
+    grad: Tensor, activation: PairedActivation, weights: Tensor | None, *parts: Tensor
 ) -> None:
     """Replace `parts`, gates and ups or, where nothing is gated, ups alone, each [n, inner], by
     their gradients from `grad`, that of gate()'s result; and `grad` by that result, which was not
@@ -225,8 +251,8 @@ def gate_backward(
         grad32 = grad32 * weights[:, None]
     results = activated, backward(grad32, first32)
     if len(parts) == 2:
-        ups32 = parts[1].float()
-        results = activated * ups32, backward(grad32 * ups32, first32), grad32 * activated
+        ups32, inside = limited_ups(parts[1].float(), activation)
+        results = activated * ups32, backward(grad32 * ups32, first32), grad32 * activated * inside
     for tensor, result in zip((grad, *parts), results):
         tensor.copy_(result)
 
@@ -259,7 +285,7 @@ def clamped_gate_backward(
 
 @elementwise
 def gate_weight_gradients(
-    grad: Tensor, gate_up: Tensor, activation: str | tuple[float, float], gated: bool
+    grad: Tensor, gate_up: Tensor, activation: Activation, gated: bool
 ) -> Tensor:
     """Returns the gradient of the weights of rows, fp32 [n]. `grad` is the gradient of gate()'s
     result for weights of 1. This is no part of gate_backward(): a compiled kernel that both sums

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp_qlora.model.elementwise import (
-    MLP_SITE, add_expert_rows, add_row_bias, clamped_gate_backward, gate, gate_backward,
-    gate_weight_gradients, norm_backward)
+    MLP_SITE, LimitedActivation, add_expert_rows, add_row_bias, clamped_gate_backward,
+    gate, gate_backward, gate_weight_gradients, limited, norm_backward)
 from fsdp_qlora.model.expert_latent import ExpertLatent
 from fsdp_qlora.model.grouped import (
     Pass, add_expert_gradients, cut_experts, fill_expert_columns, grouped, put_rows, split_columns,
@@ -29,7 +29,7 @@ from fsdp_qlora.model.residual import (
     branch_gradient, end_branch, keep, keep_inputs, kept_inputs, last_columns, norm_gradient,
     norm_inputs, normed)
 from fsdp_qlora.model.router import Routing, add_balance, route, route_backward
-from fsdp_qlora.pretrained.architecture import Architecture, ExpertNorms
+from fsdp_qlora.pretrained.architecture import Architecture, ExpertNorms, Limits
 from fsdp_qlora.quant.nf4 import dequantise
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ class RoutedMLPHalf:
     latent: ExpertLatent | None  # None: experts read what the router and the shared expert do
     expert_gate_up: FusedLinear  # of all experts, one after the other
     expert_down: FusedLinear
+    limits: Limits
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
@@ -154,8 +155,8 @@ class RoutedMLPHalf:
     # ---- the experts ----
 
     @property
-    def _activation(self) -> str | tuple[float, float]:
-        return self.arch.mixture.clamp or self.arch.activation
+    def _activation(self) -> str | LimitedActivation | tuple[float, float]:
+        return self.arch.mixture.clamp or limited(self.arch.activation, self.limits.experts)
 
     def _experts_forward(
         self, work: LayerWork, routing: Routing, x: Tensor, keep_gate_ups: bool
@@ -258,9 +259,10 @@ class RoutedMLPHalf:
     def _gate_backward(self, grad: Tensor, weights: Tensor, gate_up: Tensor) -> Tensor:
         """Returns the gradient of gate_up times `weights`: a new tensor, or gate_up, overwritten.
         Writes gate()'s result over `grad`, its gradient."""
-        if clamp := self.arch.mixture.clamp:
-            return clamped_gate_backward(grad, weights, gate_up, *clamp)
-        gate_backward(grad, self.arch.activation, weights, *gate_up.chunk(1 + self.arch.gated, -1))
+        activation = self._activation
+        if isinstance(activation, tuple):
+            return clamped_gate_backward(grad, weights, gate_up, *activation)
+        gate_backward(grad, activation, weights, *gate_up.chunk(1 + self.arch.gated, -1))
         return gate_up
 
     def _passes(self, work: LayerWork, routing: Routing) -> Iterator[Pass]:
@@ -281,6 +283,10 @@ class RoutedMLPHalf:
 
     # ---- the shared expert ----
 
+    @property
+    def _shared_activation(self) -> str | LimitedActivation:
+        return limited(self.arch.activation, self.limits.mlp)
+
     def _shared_forward(
         self, work: LayerWork, kept: types.SimpleNamespace, inputs: Tensor
     ) -> Tensor:
@@ -289,7 +295,7 @@ class RoutedMLPHalf:
         kept.shared_gate_up = product(work, self.shared_gate_up, inputs)
         activated = kept.shared_gate_up.new_empty(len(inputs), self.shared_down.width)
         gate(activated[:, : self.shared_down.in_features], kept.shared_gate_up,
-             self.arch.activation, self.arch.gated, evaluation=work.evaluation)
+             self._shared_activation, self.arch.gated, evaluation=work.evaluation)
         out = product(work, self.shared_down, activated)
         kept.down_columns = last_columns(activated, self.shared_down)
         if name := self.arch.mixture.shared_gate:
@@ -314,10 +320,10 @@ class RoutedMLPHalf:
             grad, kept.shared_out = grad * kept.shared_factor, None
         if work.layout.dora:
             activated = grad.new_empty(len(grad), self.shared_down.in_features)
-            gate(activated, kept.shared_gate_up, arch.activation, arch.gated)
+            gate(activated, kept.shared_gate_up, self._shared_activation, arch.gated)
         activated, grad_d = product_backward(work, self.shared_down, kept.down_columns, grad,
                                              activated)
-        gate_backward(activated, arch.activation, None,
+        gate_backward(activated, self._shared_activation, None,
                       *kept.shared_gate_up.chunk(1 + arch.gated, -1))
         add_a_gradient(work, self.shared_down, activated, grad_d)  # gate()'s result by now
         inputs = kept_inputs(work, kept, arch.mlp_norm, kept.source, self.shared_gate_up)

@@ -176,10 +176,10 @@ def _make_halves(
         latent = (ExpertLatent(fused["latent_entry"], fused["latent_exit"])
                   if arch.expert_latent else None)
         mlp = RoutedMLPHalf(arch, fused.get("shared_gate_up"), fused.get("shared_down"), latent,
-                            fused["expert_gate_up"], fused["expert_down"])
+                            fused["expert_gate_up"], fused["expert_down"], kind.limits)
     elif kind.halves != "mixing":
         end = PerLayerEnd(arch, fused["end_gate"], fused["end_out"]) if arch.per_layer else None
-        mlp = MLPHalf(arch, fused["gate_up"], fused["down"], end)
+        mlp = MLPHalf(arch, fused["gate_up"], fused["down"], end, kind.limits.mlp)
     return mixing, mlp
 
 

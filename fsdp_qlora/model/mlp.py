@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fsdp_qlora.model.elementwise import MLP_SITE, ScaledActivation, gate, gate_backward
+from fsdp_qlora.model.elementwise import (
+    MLP_SITE, PairedActivation, ScaledActivation, gate, gate_backward, limited)
 from fsdp_qlora.model.linears import FusedLinear
 from fsdp_qlora.model.per_layer import PerLayerEnd
 from fsdp_qlora.model.products import add_a_gradient, product, product_backward
@@ -43,6 +44,7 @@ class MLPHalf:
     gate_up: FusedLinear  # of an MLP without a gate: up
     down: FusedLinear
     end: PerLayerEnd | None = None  # of layers with an input of their own: what follows the sum
+    limit: float | None = None  # see LimitedActivation
     slice_tokens: int = dataclasses.field(default_factory=lambda: SLICE_TOKENS)
 
     @property
@@ -123,14 +125,15 @@ class MLPHalf:
         work.held.clear()
         return torch.cat(grads)
 
-    def activation(self, work: LayerWork) -> str | Tensor | ScaledActivation:
-        """For gate() and gate_backward(): its name, with multipliers; or xIELU's scalars [4]."""
+    def activation(self, work: LayerWork) -> PairedActivation:
+        """For gate() and gate_backward(): its name, with multipliers or a limit; or xIELU's
+        scalars [4]."""
         if self.arch.mlp_multipliers != 1.0:
             both = self.arch.mlp_multipliers
             inner, outer = both if isinstance(both, list) else (both, both)
             return ScaledActivation(self.arch.activation, inner, outer)
         if self.arch.activation != "xielu":
-            return self.arch.activation
+            return limited(self.arch.activation, self.limit)
         return torch.stack([work.vector(XIELU, part).view(()) for part in XIELU_SHAPES])
 
     @property

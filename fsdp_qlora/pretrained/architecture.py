@@ -72,6 +72,7 @@ class Mixture:
     rounded: bool = True  # weights are rounded to the model's dtype
     biases: bool = False  # the router and each expert's two linears have a bias
     clamp: tuple[float, float] | None = None  # (limit, alpha) of gpt-oss's gate, see gate_product()
+    limits: FromConfig = None  # a list of the config, of layers, see LimitedActivation
     one_gate_up: bool = False  # an expert has one linear gate_up_proj: rows gate, up, gate, up, ..
     transposed: bool = False  # a tensor of all experts is [experts, in, out], also if in = out
     adapters: str = "modules"  # of experts, as PEFT 0.21 takes them: "modules", one of each expert;
@@ -301,6 +302,13 @@ class Heads(NamedTuple):
     keys_are_values: bool  # there is no v_proj: values are keys, before norm and rotary
 
 
+class Limits(NamedTuple):
+    """Of what a layer's gates and ups give, see LimitedActivation; None: none."""
+
+    experts: float | None
+    mlp: float | None  # or of the shared expert
+
+
 class LayerKind(NamedTuple):
     """In what layers of one model differ."""
 
@@ -310,6 +318,7 @@ class LayerKind(NamedTuple):
     routed: bool  # whether it has experts
     heads: Heads
     halves: str  # "both"; "mixing" or "mlp": this one alone
+    limits: Limits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -347,6 +356,7 @@ class Family:
     mlp_in: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     mlp_out: str = "mlp.down_proj"
     intermediate_size: int | FromConfig = "config.intermediate_size"  # width of gate and up, each
+    mlp_limits: FromConfig = None  # as Mixture.limits; of the MLP and of the shared expert
     # LFM2: two thirds of that, times a factor, up to a multiple; see mlp_width()
     two_thirds_wide: bool | FromConfig = False
     # so many of the last layers have no keys and values of their own: they read those of the last
@@ -445,12 +455,13 @@ class Architecture(Family):
     expert_down: list[Linear]
     # settings for rope_frequencies, one for each kind of rotary, with the layers' "head_dim"
     ropes: list[dict[str, Any]]
-    layer_rope: list[int | None]  # of each layer, see LayerKind; so the five after it
+    layer_rope: list[int | None]  # of each layer, see LayerKind; so the six after it
     layer_window: list[int | None]
     layer_mixer: list[str | None]
     layer_routed: list[bool]
     layer_heads: list[Heads]
     layer_halves: list[str]
+    layer_limits: list[Limits]
     # of each layer, the number of the one whose keys and values it reads; None: it has its own
     lenders: list[int | None]
     tied: bool
@@ -463,7 +474,7 @@ class Architecture(Family):
         """Of each layer."""
         return [LayerKind(*kind) for kind in zip(
             self.layer_window, self.layer_rope, self.layer_mixer, self.layer_routed,
-            self.layer_heads, self.layer_halves)]
+            self.layer_heads, self.layer_halves, self.layer_limits)]
 
     def of_kind(self, kind: LayerKind) -> Architecture:
         """The same with the norms and heads of such layers."""

@@ -18,7 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fsdp_qlora.pretrained.architecture import (
     ACTIVATIONS, LAYER_TYPES, Architecture, AttentionGate, DeltaNet, Family, Heads, LatentAttention,
-    Linear, Mamba2, Mixture, PerLayerInputs, ShortConv, rotary_dim)
+    Limits, Linear, Mamba2, Mixture, PerLayerInputs, ShortConv, rotary_dim)
 from fsdp_qlora.pretrained.families import ADAPTERS_INSIDE, FAMILIES, MULTIMODAL, TEXT_MODULES
 from fsdp_qlora.quant.nf4 import BLOCK
 
@@ -44,7 +44,11 @@ KNOWN_FIELDS = set("""vocab_size hidden_size intermediate_size num_hidden_layers
     """.split())
 
 
-BY_LAYER = {"head_dim", "num_key_value_heads"}  # fields in whose values layers may differ
+# fields in whose values layers may differ
+BY_LAYER = {"head_dim", "num_attention_heads", "num_key_value_heads"}
+# {fields of limits by layer: what they are in small layers}. These pass 0.3 % of values and the
+# like; with limits of 1 one value of 20,000 was so near that rounding took it to the other side
+SMALL_LIMITS = {"swiglu_limits": 6.0, "swiglu_limits_shared": 7.0}
 AnyRecord = TypeVar("AnyRecord", Family, Mixture, AttentionGate, LatentAttention, ShortConv,
                     DeltaNet, Mamba2, PerLayerInputs)
 
@@ -124,6 +128,7 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
         values["post_norm_eps"] = family.norm_eps
     values["attention_dropout"] = family.attention_dropout or 0.0
     values["lenders"] = describe_lenders(c, family)
+    values["layer_limits"] = describe_limits(c, family)
     values["per_layer"] = describe_per_layer(c, family)
     settings = stored_format(model_config)
     n_in = inner * (1 + family.gated) // len(family.mlp_in)  # outputs of each of these linears
@@ -152,7 +157,7 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
 def describe_heads(layer_configs: list[PreTrainedConfig], family: Family) -> list[Heads]:
     """The Heads of each layer, from its own text config."""
     found, c = [], layer_configs[0]
-    n_heads = [c.num_attention_heads] * len(layer_configs)
+    n_heads = [one.num_attention_heads for one in layer_configs]
     if family.heads_by_layer:
         n_heads = getattr(c, FAMILIES[c.model_type].heads_by_layer.removeprefix("config."))
     kinds = getattr(c, "layer_types", None) or [None] * len(layer_configs)
@@ -180,6 +185,17 @@ def describe_lenders(c: PreTrainedConfig, family: Family) -> list[int | None]:
         raise ValueError(f"num_kv_shared_layers={family.n_borrowers}: none of the other layers has"
                          f" keys and values of {', '.join(sorted(missing))} that they could read")
     return [None if i < n_own else of_kind[kind] for i, kind in enumerate(kinds)]
+
+
+def describe_limits(c: PreTrainedConfig, family: Family) -> list[Limits]:
+    """Architecture.layer_limits, from a text config."""
+    n_layers, columns = c.num_hidden_layers, []
+    for found in family.mixture.limits if family.mixture else None, family.mlp_limits:
+        column = found if isinstance(found, list) else [found] * n_layers
+        if len(column) != n_layers:
+            raise ValueError(f"there are limits of {len(column)} layers, {column}, for {n_layers}")
+        columns.append([limit or None for limit in column])
+    return list(map(Limits, *columns))
 
 
 def describe_per_layer(c: PreTrainedConfig, family: Family) -> PerLayerInputs | None:
@@ -475,8 +491,8 @@ def shrinking_changes(
                   for name in (record.intermediate_size, record.norm_eps))
     heads_width = arch.n_heads * arch.head_dim
     by_layer = {name: getattr(c, name, None)
-                for name in ("layer_types", "no_rope_layers", "layer_rope_theta",
-                             "mlp_layer_types", "num_attention_heads_per_layer")}
+                for name in ("layer_types", "no_rope_layers", "layer_rope_theta", "mlp_layer_types",
+                             "num_attention_heads_per_layer", *SMALL_LIMITS)}
     kinds = list(zip(*filter(None, by_layer.values()))) or [()]
     differences = [sum(x != y for x, y in zip(kind, kinds[0])) for kind in kinds]
     other = differences.index(max(differences))
@@ -489,7 +505,8 @@ def shrinking_changes(
         last = {lender: i for i, lender in lenders.items()}
         layers = sorted([*last, *last.values()])
     return [
-        ("if used", {name: values and [values[i] for i in layers]
+        ("if used", {name: values and [values[i] and SMALL_LIMITS.get(name, values[i])
+                                       for i in layers]
                      for name, values in by_layer.items() if not is_computed(c, name)}),
         # the check takes seconds on a CPU
         ("always", {"num_hidden_layers": len(layers), "vocab_size": 128}),
@@ -514,7 +531,8 @@ def shrinking_changes(
         # 16 are as wide as the hidden states only if the model's heads are
         ("always", {"hidden_size": 64 if heads_width == arch.hidden_size else 128}),
         ("if declared", {"head_dim": 16}),
-        *heads_changes([arch.layer_heads[lenders.get(i, i)] for i in layers]),
+        *heads_changes([arch.layer_heads[lenders.get(i, i)] for i in layers],
+                       other_n=not record.heads_by_layer),
         ("if used", {"num_kv_shared_layers": len({*lenders.values()})}),
         # of whole blocks, too
         ("if declared", {"hidden_size_per_layer_input": 64 if arch.per_layer else 0,
@@ -523,17 +541,21 @@ def shrinking_changes(
         # shorter than the checked documents
         ("if used", {"sliding_window": 5}),
         # the released ones may lie outside the small vocabulary
-        ("always", {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2})]
+        ("always", {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2})]
 
 
-def heads_changes(layer_heads: list[Heads]) -> list[tuple[str, dict[str, Any]]]:
+def heads_changes(
+    layer_heads: list[Heads], other_n: bool,
+) -> list[tuple[str, dict[str, Any]]]:
     """The rows of shrinking_changes() for layers whose heads are wider than the first layer's, or
-    whose key-value heads are more or fewer."""
+    whose key-value heads are more or fewer; with other_n, also for other numbers of heads."""
     first, changes = layer_heads[0], dict[int, dict[str, int]]()
     for i, heads in enumerate(layer_heads):
         change = {"head_dim": 32} if heads.dim != first.dim else {}
         if heads.n_kv != first.n_kv:
             change["num_key_value_heads"] = 1 if heads.n_kv < first.n_kv else 4
+        if other_n and heads.n != first.n:
+            change["num_attention_heads"] = 8
         changes |= {i: change} if change else {}
     return [("always", {"per_layer_config": changes})] if changes else []
 

@@ -294,7 +294,7 @@ FAMILIES: dict[str, Family] = {
             chunk_size mamba_proj_bias mamba_ssm_cache_dtype use_mamba_kernels num_logits_to_keep
             n_shared_experts moe_shared_expert_overlap rescale_prenorm_residual
             num_nextn_predict_layers mtp_layers_block_type""".split())),
-    # a bias would be of q_proj alone, not of the gate's linear
+    # here and in the next, a bias would be of q_proj alone, not of the gate's linear
     "laguna": Family(
         qkv_bias=False, out_bias=False, qk_norm="head", window="layer_types", partial_rotary=True,
         ropes_by_layer_type=True, heads_by_layer="config.num_attention_heads_per_layer",
@@ -304,6 +304,22 @@ FAMILIES: dict[str, Family] = {
             scale="config.moe_routed_scaling_factor", adapters="parameters",
             renames=(("mlp.shared_experts.", "mlp.shared_expert."),
                      ("mlp.gate.e_score", "mlp.experts.e_score")))),
+    "step3p5": Family(
+        norm="rms_plus_one", qkv_bias=False, out_bias=False, qk_norm="head", window="layer_types",
+        partial_rotary=True, ropes_by_layer_type=True, query_scalar="config.query_pre_attn_scalar",
+        attention_gate=AttentionGate("g_proj", True), mlp_limits="config.swiglu_limits_shared",
+        unused=("num_sliding_attention_heads", "num_local_experts", "mtp_layer_types",
+                "mtp_mlp_layer_types"),
+        mixture=Mixture(
+            n_experts="config.n_routed_experts", shared_size="config.share_expert_dim",
+            shared="mlp.shared_experts", scores="sigmoid", rounded=False,
+            correction="mlp.gate.e_score_correction_bias", limits="config.swiglu_limits",
+            scale="config.moe_router_scaling_factor", adapters="stacked",
+            renames=(("mlp.gate.weight", "moe.gate.weight"),
+                     ("mlp.gate.e_score_correction_bias", "moe.router_bias"),
+                     ("mlp.shared_experts.", "share_expert."),
+                     *((f"mlp.experts.{x}_proj", f"moe.{x}_proj.weight")
+                       for x in ("gate", "up", "down"))))),
     "afmoe": Family(
         norm="rms_fp32", qkv_bias=False, out_bias=False, qk_norm="head", window="layer_types",
         no_rotary="full", attention_gate=AttentionGate("gate_proj"),
@@ -339,7 +355,7 @@ MULTIMODAL: dict[str, tuple[str, ...]] = {
     "glm4v": ("glm4v_text",), "glm4v_moe": ("glm4v_moe_text",),
     "llava_next": ("llama", "mistral", "qwen2"), "llava_onevision": ("qwen2",),
     "idefics3": ("llama",), "smolvlm": ("llama",), "lfm2_vl": ("lfm2",),
-    "muse_glimmer": ("muse_glimmer_text",)}
+    "muse_glimmer": ("muse_glimmer_text",), "step3p7": ("step3p5",)}
 # {outer model type: Mixture.adapters inside it}, where that is not the text model's alone
 ADAPTERS_INSIDE = {"kimi_k25": "parameters", "qwen3_5_moe": "stacked"}
 TEXT_MODULES = {"idefics3": "text_model", "smolvlm": "text_model"}  # else "language_model"

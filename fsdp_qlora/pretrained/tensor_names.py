@@ -198,10 +198,14 @@ def stacked_experts(
 ) -> dict[str, tuple[Source, tuple[int, ...]]]:
     """{name in a layer of a linear's tensor: (Source, shape of the tensor that holds it)} if the
     files have the linears of all experts in one tensor, as transformers 5 has them in memory,
-    [experts, out, in] or transposed, or in MXFP4 in two tensors of bytes. Else {}."""
+    [experts, out, in] or transposed, or gates and ups in two such tensors; or in MXFP4 in two
+    tensors of bytes. Else {}."""
     found, mixture = {}, arch.mixture
     first_key = "gate_up_proj" if arch.gated else "up_proj"
     groups = {first_key: arch.expert_gate_up, "down_proj": arch.expert_down}
+    if names.of_layer(layer, f"{mixture.experts}.gate_proj") in files:
+        apart = {"gate_proj": arch.expert_gate_up[::2], "up_proj": arch.expert_gate_up[1::2]}
+        groups = apart | {"down_proj": arch.expert_down}
     for key, linears in groups.items():
         whole, n, n_in = f"{mixture.experts}.{key}", mixture.n_experts, linears[0].in_features
         n_out = sum(linear.out_features for linear in linears) // n  # of one expert

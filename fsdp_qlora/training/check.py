@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -18,8 +19,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import nn
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING, AutoModel, AutoModelForCausalLM, PreTrainedConfig)
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
 from fsdp_qlora.data.bins import make_bin
 from fsdp_qlora.data.rows import rows_of
@@ -90,8 +90,7 @@ def random_reference(model_config: PreTrainedConfig, generator: torch.Generator)
     """transformers' model in fp32. Its norms and biases are random: 1 and 0 would hide mistakes."""
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
-        settings: dict[str, Any] = dict(
-            dtype=torch.float32, attn_implementation="eager", trust_remote_code=False)
+        settings: dict[str, Any] = dict(dtype=torch.float32, attn_implementation="eager")
         reference = text_model(model_config, **settings).eval()
     # Nemotron's norms multiply by 1 + weight, but transformers begins with weights of 1, not 0:
     # attention would then be so sharp that fp32's rounding shows (3e-5)
@@ -111,7 +110,8 @@ def text_model(model_config: PreTrainedConfig, **settings: Any) -> nn.Module:
     """transformers' model of a text config, with its head."""
     with without_kernels():
         if type(model_config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-            return AutoModelForCausalLM.from_config(model_config, **settings)
+            return AutoModelForCausalLM.from_config(
+                model_config, trust_remote_code=False, **settings)
         return TextModel(model_config, **settings)
 
 
@@ -131,13 +131,20 @@ def without_kernels() -> Iterator[None]:
                 sys.modules[name] = module
 
 
+def text_class(model_config: PreTrainedConfig) -> Any:
+    """transformers' class of a text model without its head. AutoModel does not know Step 3.7's."""
+    kind = type(model_config)
+    module = importlib.import_module(kind.__module__.replace("configuration", "modeling"))
+    return getattr(module, kind.__name__.replace("Config", "Model"))
+
+
 class TextModel(nn.Module):
     """A text model that transformers gives a head only together with a vision tower: Qwen3-VL's,
     Muse Glimmer's."""
 
     def __init__(self, model_config: PreTrainedConfig, **settings: Any) -> None:
         super().__init__()
-        self.model = AutoModel.from_config(model_config, **settings)
+        self.model = text_class(model_config)._from_config(model_config, **settings)
         table = self.model.embed_tokens.weight
         self.logits_multiplier = getattr(model_config, "output_multiplier", 1.0)
         self.logits_softcap = getattr(model_config, "final_logit_softcapping", None)
