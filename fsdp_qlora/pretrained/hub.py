@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import huggingface_hub
 import numpy as np
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 
 from fsdp_qlora.files import read_json
 from fsdp_qlora.pretrained.architecture import Architecture
@@ -150,6 +150,10 @@ def refuse_misleading(directory: Path, config: Config, model_config: PreTrainedC
         raise ValueError(f"--model {config.model}: has an adapter beside its weights, which"
                          " transformers would add to them: move adapter_config.json and"
                          " adapter_model.safetensors elsewhere; --init_adapter goes on with them")
+    is_text = text_config(model_config) is model_config
+    if is_text and type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(f"--model {config.model}: transformers has {arch.family} inside of a"
+                         " multimodal model alone, and would not load the merged model")
     pad = text_config(model_config).pad_token_id
     if pad is not None and not -arch.vocab_size <= pad < arch.vocab_size:
         raise ValueError(f"--model {config.model}: config.json has pad_token_id {pad}, outside of"
