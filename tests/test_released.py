@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING
 
 from families import TINY
 
-from fsdp_qlora.pretrained.config import shrunk_config
+from fsdp_qlora.pretrained.config import describe_model, shrunk_config
 from fsdp_qlora.pretrained.hub import read_model_config
 from fsdp_qlora.training.check import check_family
 from train_fsdp_qlora import Config, fill_model
@@ -547,7 +547,7 @@ def test_config_as_released_passes_the_check_at_start(name, tmp_path):
     assert arch.hidden_size == text_model["hidden_size"] and config.max_seq_len == 2048
 
 
-@pytest.mark.skipif("laguna" not in CONFIG_MAPPING, reason="transformers does not know it")
-def test_check_at_start_has_layers_of_both_numbers_of_heads():
-    small = shrunk_config(TINY["laguna"](320))
-    assert len(set(small.num_attention_heads_per_layer)) == 2
+@pytest.mark.parametrize("name", [x for x in ("laguna", "step3p7") if x in CONFIG_MAPPING])
+def test_check_at_start_has_layers_of_both_numbers_of_heads(name):
+    small = shrunk_config(TINY[name](320))
+    assert len({heads.n for heads in describe_model(small).layer_heads}) == 2

@@ -531,30 +531,28 @@ def shrinking_changes(
         # 16 are as wide as the hidden states only if the model's heads are
         ("always", {"hidden_size": 64 if heads_width == arch.hidden_size else 128}),
         ("if declared", {"head_dim": 16}),
-        *heads_changes([arch.layer_heads[lenders.get(i, i)] for i in layers],
-                       other_n=not record.heads_by_layer),
+        *heads_changes([arch.layer_heads[lenders.get(i, i)] for i in layers], record),
         ("if used", {"num_kv_shared_layers": len({*lenders.values()})}),
         # of whole blocks, too
         ("if declared", {"hidden_size_per_layer_input": 64 if arch.per_layer else 0,
                          "vocab_size_per_layer_input": 128}),
         *latent_changes(arch, c),
-        # shorter than the checked documents
-        ("if used", {"sliding_window": 5}),
+        ("if used", {"sliding_window": 5}),  # shorter than the checked documents
         # the released ones may lie outside the small vocabulary
         ("always", {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2})]
 
 
 def heads_changes(
-    layer_heads: list[Heads], other_n: bool,
+    layer_heads: list[Heads], family: Family,
 ) -> list[tuple[str, dict[str, Any]]]:
     """The rows of shrinking_changes() for layers whose heads are wider than the first layer's, or
-    whose key-value heads are more or fewer; with other_n, also for other numbers of heads."""
+    whose key-value heads are more or fewer, or heads, if no list of the config says that."""
     first, changes = layer_heads[0], dict[int, dict[str, int]]()
     for i, heads in enumerate(layer_heads):
         change = {"head_dim": 32} if heads.dim != first.dim else {}
         if heads.n_kv != first.n_kv:
             change["num_key_value_heads"] = 1 if heads.n_kv < first.n_kv else 4
-        if other_n and heads.n != first.n:
+        if heads.n != first.n and not family.heads_by_layer:
             change["num_attention_heads"] = 8
         changes |= {i: change} if change else {}
     return [("always", {"per_layer_config": changes})] if changes else []
