@@ -791,7 +791,7 @@ def write_4bit(directory, config, version, dtype=torch.float32):
     settings = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype)  # fmt: skip
-    model = AutoModelForCausalLM.from_pretrained(
+    model = auto_class(config).from_pretrained(
         directory / "whole", quantization_config=settings, dtype=dtype, device_map={"": "cpu"})
     model.save_pretrained(directory)
     whole = load_file(directory / "whole" / "model.safetensors")

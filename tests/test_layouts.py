@@ -59,6 +59,8 @@ def layouts(name):
         found = found[name == "kimi_k25" : 2]  # and its own files of this one it cannot read
     if name in ("deepseek_v32", "glm_moe_dsa"):  # an indexer in 4 bits is not read
         found = found[:2]
+    if name in ("qwen3_vl_moe", "qwen3_5_moe_vl"):  # nor a vision tower that is
+        found.remove("NF4 of transformers 5")
     if name in ("gpt_oss", "gemma4_moe"):  # fused in their files, too
         found.remove(FUSED)
     if name == "gpt_oss":

@@ -27,7 +27,6 @@ import json
 import math
 import os
 import re
-import select
 import signal
 import socket
 import threading
@@ -282,9 +281,10 @@ def watch(receive: socket.socket, status: Status) -> None:
     """Watch this process until `receive` is closed."""
     torchrun = parent = os.getppid()
     n_processes, n_missing, looked = 0, 0, time.monotonic()
+    receive.settimeout(0.2)
     while True:
         reasons = []
-        if select.select([receive], [], [], 0.2)[0]:
+        with contextlib.suppress(TimeoutError):
             if not (numbers := receive.recv(64)):
                 return
             reasons = [signal.Signals(n).name for n in numbers if n in SIGNALS]
