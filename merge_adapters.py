@@ -54,7 +54,8 @@ from fsdp_qlora.files import read_json, sync_file, write_tensors
 from fsdp_qlora.lora.peft_names import as_saved, expert_parts, expert_settings, file_parts
 from fsdp_qlora.model.head import scaled_logits
 from fsdp_qlora.pretrained.config import describe_model, text_config
-from fsdp_qlora.pretrained.formats import INT4, INT4_SHAPE, MX_PARTS, NF4_PARTS, unscaled
+from fsdp_qlora.pretrained.formats import (
+    INT4_PACKED, INT4_SHAPE, MX_PARTS, NF4_PARTS, scaled_weight)
 from fsdp_qlora.pretrained.hub import base_digest, copy_small_files, model_directory
 from fsdp_qlora.pretrained.reader import (
     FLOATS, OTHER_BASE, Stored, read_tensor, tensors_of, weight_files)
@@ -254,13 +255,13 @@ def merged_tensors(
             # a multimodal model has other parts besides its text model, which are copied
             if not is_multimodal or name.startswith(of_text):
                 continue
-            require(not name.endswith((*NF4_PARTS, INT4)), f"{stored.path}: {name} is of a weight"
-                    " in 4-bit outside the text model's layers, which is not merged")
+            require(not name.endswith((*NF4_PARTS, INT4_PACKED)), f"{stored.path}: {name} is of a"
+                    " weight in 4-bit outside the text model's layers, which is not merged")
         elif name in scales or name.endswith(("_scales", INT4_SHAPE)):
             continue
-        elif name.endswith(INT4):
+        elif name.endswith(INT4_PACKED):
             linear = names.linears[name]
-            name, shape = name.removesuffix(INT4), (linear.out_features, linear.in_features)
+            name, shape = name.removesuffix(INT4_PACKED), (linear.out_features, linear.in_features)
         elif name.endswith("_blocks"):
             name = name.removesuffix("_blocks")
             shape = shape[0], shape[2] * MX_BLOCK, shape[1]
@@ -364,12 +365,12 @@ def read_part(base: argparse.Namespace, whole: str, part: str, index: Any,
         packed, scales = blocks.view(-1, BLOCK // 2), scales.view(-1, BLOCK // MX_BLOCK)
         values = mxfp4_values(packed << 4 | packed >> 4, scales)  # low halves come first in files
         return values.view(len(blocks), -1), True
-    name = part if part.endswith(INT4) else whole
+    name = part if part.endswith(INT4_PACKED) else whole
     transposed = part in names.sources and names.sources[part].columns is not None
     tensor = read_tensor(files[name], name, device, sums.get(part), index, part, transposed)
     if scales := names.scaled.get(part):
         of_scales = read_tensor(files[scales], scales, device, sums.get(scales))
-        tensor = unscaled(part, tensor, of_scales)
+        tensor = scaled_weight(part, tensor, of_scales)
     return tensor, transposed
 
 

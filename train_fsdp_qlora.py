@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
 if __name__ == "__main__":
-    gc.disable()  # until all is imported: it would look through ever more, a fifth of the time
+    gc.disable()  # until all is imported: collections would take a fifth of that time
 if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
     with contextlib.suppress(OSError):  # it may be closed
         print("importing torch, transformers, peft, bitsandbytes", file=sys.stderr, flush=True)

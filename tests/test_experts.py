@@ -54,7 +54,7 @@ from fsdp_qlora.model.elementwise import (
     gate_weight_gradients,
 )
 from fsdp_qlora.planner.plan import Plan
-from fsdp_qlora.pretrained.formats import unscaled
+from fsdp_qlora.pretrained.formats import scaled_weight
 from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
 from fsdp_qlora.model.load import weight_rows
 from fsdp_qlora.lora.peft_names import expert_parts, stack_experts, unstack_experts
@@ -542,10 +542,10 @@ def test_int4_means_what_compressed_tensors_documents(scales):
     words = torch.full((3, 8), 0x08080808, dtype=torch.int32)
     words[0, 0], words[2, 7] = numbers
     scale = torch.tensor([[0.3, 1.0], [1.0, 1.0], [1.0, 0.0117]]).to(scales)
-    got = unscaled("w_packed", words[1:], scale[1:])
+    got = scaled_weight("w_packed", words[1:], scale[1:])
     assert got.dtype == scales and torch.equal(
         got[1, -8:], torch.tensor([code - 8.0 for code in last]).to(scales) * scale[2, 1])
-    got = unscaled("w_packed", words, scale)
+    got = scaled_weight("w_packed", words, scale)
     assert got.shape == (3, 64) and got[1].tolist() == [0.0, -8.0] * 32
     assert got[0, :9].tolist() == [float(scale[0, 0] * n) for n in range(-8, 0)] + [0.0]
     assert torch.equal(got, from_int4({"_packed": words, "_scale": scale}).to(scales))

@@ -43,8 +43,8 @@ def file_parts(arch: Architecture, layer: int, linear: Linear, rank: int, kind: 
 
 def as_saved(arch: Architecture, settings: Mapping[str, Any],
              names: Iterable[str]) -> Architecture:
-    """The same with Mixture.adapters as an adapter with these settings and names of tensors has it:
-    earlier versions wrote those of more families by expert."""
+    """`arch` with Mixture.adapters in the form in which an adapter with these settings and names of
+    tensors is saved, which may not be today's."""
     if not arch.mixture:
         return arch
     form = "modules"

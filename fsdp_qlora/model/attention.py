@@ -60,7 +60,7 @@ class AttentionMixing:
 
     @property
     def _keeps_projected(self) -> bool:
-        """Whether backward reads it: that of these norms and of the gate."""
+        """Whether backward reads kept.projected: that of norms and of the gate does."""
         return bool(self.arch.qk_norm or self.arch.value_norm or self.arch.attention_gate)
 
     @property
@@ -82,7 +82,7 @@ class AttentionMixing:
 
     def backward(self, work: LayerWork, kept: types.SimpleNamespace, grad: Tensor) -> Tensor:
         grad, grad_gate = grad.reshape(kept.attended.shape), None
-        assert self._output_factor == 1 or not self.arch.attention_gate, "not in one family"
+        assert self._output_factor == 1 or not self.arch.attention_gate, "no family has both"
         if self._output_factor != 1:
             grad = grad * self._output_factor
         if gate := self.arch.attention_gate:

@@ -317,8 +317,8 @@ class LayerWork:
         self.layer, self.bin, self.arch, self.layout = layer, bin, layer.arch, layer.layout
         self.is_backward = backward
         self.evaluation = evaluation  # whether no backward will follow
-        # whether a backward reads the graph that autograd records in this forward: in backward at
-        # once, later if the layer keeps all; else forward() runs again before it, or none follows
+        # whether autograd's graph of this forward is read: by the backward that runs it now, or
+        # later, if the layer keeps all
         self.keeps_graph = backward or layer.keeps == "all" and not evaluation
         self.tokens = slice(None)  # of the bin: those that the MLP works on
         # keys and values of its lender, which it reads; its own, where others read them; gradients

@@ -20,7 +20,7 @@ from fsdp_qlora.model.model import Model
 from fsdp_qlora.model.offload import pinned_copy
 from fsdp_qlora.model.shards import OwnBlocks, local_part, own_blocks, set_local
 from fsdp_qlora.pretrained.architecture import Linear
-from fsdp_qlora.pretrained.formats import NF4_PARTS, scale_block, unscaled
+from fsdp_qlora.pretrained.formats import NF4_PARTS, scale_block, scaled_weight
 from fsdp_qlora.pretrained.tensor_names import TensorNames
 from fsdp_qlora.quant.blocks import (
     BLOCK, MX_BLOCK, NESTED_BLOCK, QUANT_STORAGE, Nested, NF4Blocks)
@@ -171,14 +171,14 @@ def weight_rows(
     read: Callable[[str], torch.Tensor], names: TensorNames, name: str, rows: range,
 ) -> torch.Tensor:
     """The requested `rows` of a linear's weight, flat. If it is in FP8 or INT4: times its scales,
-    see unscaled()."""
+    see scaled_weight()."""
     value = read(name)
     if name not in names.scaled:
         return value
     (n_rows, n_columns), n_in = scale_block(name), names.linears[name].in_features
     scales = read(names.scaled[name]).view(-1, math.ceil(n_in / n_columns))
     value = value.view(len(rows), names.shapes[name][1])
-    return unscaled(name, value, scales, rows.start % n_rows).flatten()
+    return scaled_weight(name, value, scales, rows.start % n_rows).flatten()
 
 
 def quantised_values(

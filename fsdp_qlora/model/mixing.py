@@ -33,7 +33,7 @@ class Mixing(Protocol):
 
     def forward(self, work: LayerWork, kept: types.SimpleNamespace) -> Tensor:
         """What the last product reads [n, out.in_features], of kept.projected [n,
-        in_proj.out_features], which it may replace in `kept`; that holds what the others need."""
+        projected_width], which it may replace in `kept`; that holds what the others need."""
 
     def mixed(self, work: LayerWork, kept: types.SimpleNamespace) -> Tensor:
         """What forward() returned."""
@@ -99,7 +99,7 @@ class MixingHalf:
     def forward(
         self, work: LayerWork, x: Tensor, want_sum: bool = True
     ) -> tuple[Tensor | Any, types.SimpleNamespace]:
-        """Returns x + mixed(norm(x)) [tokens, hidden], None without want_sum, and what backward()
+        """Returns x + the branch [tokens, hidden], None without want_sum, and what backward()
         needs."""
         arch, kept = self.arch, keep(x=x)
         inputs = norm_inputs(work, arch.attention_norm, x, self.in_proj)

@@ -30,7 +30,7 @@ STATE_CHUNK = 64  # tokens of a document that are computed at once; states go fr
 
 # ---- the gated delta rule ----
 
-# Each is a function (query, key, value, g, beta, bin), see DeltaNet, that returns S q
+# Each is a function (query, key, value, g, beta, bin), see DeltaNet, that returns q S
 # [n, value heads, value_dim]. Query and key are [n, key heads, key_dim], of any length, value is
 # [n, value heads, value_dim], g, fp32, and beta are [n, value heads].
 

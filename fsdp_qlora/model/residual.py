@@ -69,7 +69,7 @@ def add_branch(
     work: LayerWork, x: Tensor | None, fused: FusedLinear, inputs: Tensor, site: int,
     post_norm: str | None, want_sum: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The end of both halves: end_branch() of the product of `inputs`, which is not computed where
+    """end_branch() of the product of `inputs`, which is not computed where
     neither the sum nor the norm's backward needs it."""
     if not (want_sum or post_norm):
         fill_columns(work, fused, inputs)  # backward reads them
@@ -105,7 +105,7 @@ def last_columns(inputs: Tensor, fused: FusedLinear) -> Tensor:
 def branch_gradient(
     work: LayerWork, branch: Tensor | None, grad: Tensor, post_norm: str | None, site: int
 ) -> Tensor:
-    """The gradient of the product that add_branch() adds, from `grad`, that of the sum."""
+    """The gradient of end_branch()'s branch, from `grad`, that of the sum."""
     arch = work.arch
     if arch.residual_multiplier != 1:
         grad = grad * arch.residual_multiplier

@@ -69,7 +69,7 @@ def route(
     else:
         chosen, bounds = choice[0].long(), choice[1]
     weights = chosen_weights(scores, chosen, mixture)[0]
-    if mixture.rounded:
+    if mixture.rounded_weights:
         weights = weights.to(x.dtype).float()
     weights = weights * weight_factor(work, chosen)
     experts, order = chosen.flatten().sort(stable=True)

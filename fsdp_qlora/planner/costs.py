@@ -44,7 +44,7 @@ class LayerTotals:
     token_weights: float
     # {what a layer keeps: weights that backward multiplies by once more, if all layers keep that};
     # here each counts as one, in slow products too: Fit was fitted to that
-    recomputed_weights: dict[str, int]
+    recomputed_weights: dict[str, float]
     mlp_values: int  # values per token that the MLP of a layer keeps, at most
     # values of a token's queries in a layer, mean over the layers; those of wide heads count more
     mean_query_width: float
@@ -106,7 +106,7 @@ def predict_memory(plan: Plan, arch: Architecture, layouts: tuple[Layout, ...]) 
         "optimizer's state": plan.state_bytes * plan.n_layers * layers.adapter / shards,
         "kept by recomputed layers": recomputed,
         "kept by other layers": others,
-        # and keys and values that others read, their gradients, and those of one layer
+        # and keys and values that others read, their gradients, and one layer's gradients of them
         "inputs of all layers": (layer_inputs + 3 * lent_values(arch)) * value_bytes,
         "live layer or head": head if plan.graphs else max(live, head),
         # FSDP2 has copies of it for the sum over ranks

@@ -53,7 +53,7 @@ class Plan:
     reshard_after_forward: bool  # free a layer's gathered weights until its backward (FULL_SHARD)
     bin_tokens: int  # at most in one bin
     recomputed: int  # how many layers, the first ones, are recomputed in backward
-    keep_middle: bool  # recomputed layers also keep the sum after attention
+    keep_middle: bool  # recomputed layers also keep the sum after the mixing
     hold_weights: bool  # the backward of these keeps dequantised weights for a second use
     offload_activations: bool
     offload_params: bool

@@ -69,15 +69,15 @@ class Mixture:
     scale: float | FromConfig = 1.0  # multiplies the weights
     expert_scale: str | None = None  # a tensor [experts]: so do these
     norms: ExpertNorms | None = None  # None: router, experts and shared expert read one norm
-    rounded: bool = True  # weights are rounded to the model's dtype
+    rounded_weights: bool = True  # they are rounded to the model's dtype
     biases: bool = False  # the router and each expert's two linears have a bias
     clamp: tuple[float, float] | None = None  # (limit, alpha) of gpt-oss's gate, see gate_product()
     limits: FromConfig = None  # a list of the config, of layers, see LimitedActivation
     one_gate_up: bool = False  # an expert has one linear gate_up_proj: rows gate, up, gate, up, ..
     transposed: bool = False  # a tensor of all experts is [experts, in, out], also if in = out
     adapters: str = "modules"  # of experts, as PEFT 0.21 takes them: "modules", one of each expert;
-    #                           "stacked", one of all experts; "parameters", the first in its files
-    #                           and the second in its config
+    #                           "stacked", one of all experts; "parameters", saved as "modules",
+    #                           but declared in its config as "stacked"
     # pairs: a part of a tensor's name here, and what files may have instead
     renames: tuple[tuple[str, str], ...] = ()
 
@@ -161,8 +161,8 @@ class DeltaNet:
     Its linears give query and key [key heads, key_dim], value and z [value heads, value_dim], b and
     a [value heads]. Query, key and value go through a convolution of `kernel` tokens and SiLU; each
     key head serves as many value heads as come to it. A value head's state S [key_dim, value_dim]
-    becomes S exp(g) + beta k (v - S exp(g) k), with k of length 1, beta the sigmoid of b and
-    g = -exp(A_log) softplus(a + dt_bias). out reads norm(S q) SiLU(z), with q of length
+    becomes S exp(g) + beta k (v - k S exp(g)), with k of length 1, beta the sigmoid of b and
+    g = -exp(A_log) softplus(a + dt_bias). out reads norm(q S) SiLU(z), with q of length
     key_dim ** -0.5.
     """
 

@@ -131,8 +131,8 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
     values["layer_limits"] = describe_limits(c, family)
     values["per_layer"] = describe_per_layer(c, family)
     settings = stored_format(model_config)
-    n_in = inner * (1 + family.gated) // len(family.mlp_in)  # outputs of each of these linears
-    gate_up = [Linear(name, n_in, hidden, family.mlp_bias) for name in family.mlp_in]
+    n_out = inner * (1 + family.gated) // len(family.mlp_in)
+    gate_up = [Linear(name, n_out, hidden, family.mlp_bias) for name in family.mlp_in]
     down = [Linear(family.mlp_out, hidden, inner, family.mlp_bias)]
     values.update(describe_experts(
         c, family, settings.get("quant_method") == "mxfp4", (gate_up, down)))
@@ -454,7 +454,7 @@ def rope_frequencies(
 
 
 def shrunk_config(model_config: PreTrainedConfig) -> PreTrainedConfig:
-    """A text config of two small layers, one of each kind, that has every feature of the model.
+    """A text config of few small layers, of every kind, that has every feature of the model.
 
     The kinds are those of the config's own lists: what describe_model() makes of them is checked.
     """

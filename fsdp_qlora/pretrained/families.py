@@ -73,7 +73,7 @@ DEEPSEEK: dict[str, Any] = dict(
     shared="mlp.shared_experts", fp32_router=True, scores="sigmoid",
     correction="mlp.gate.e_score_correction_bias", n_groups="config.n_group",
     top_groups="config.topk_group", normalised="config.norm_topk_prob",
-    sum_eps=1e-20, scale="config.routed_scaling_factor", rounded=False)
+    sum_eps=1e-20, scale="config.routed_scaling_factor", rounded_weights=False)
 MLA: dict[str, Any] = dict(
     mla=LatentAttention(), qkv_bias=False, out_bias=False, mlp_bias=False,
     rotary_interleaved="config.rope_interleave")
@@ -128,7 +128,7 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": Family(**GEMMA2, qk_norm="head", ropes_by_layer_type=True),
     "gemma4_text": Family(**GEMMA4, mixture=Mixture(
         used="config.enable_moe_block", top_k="config.top_k_experts", experts="experts",
-        router="router.proj", shared_mlp=True, rounded=False, norms=ExpertNorms(),
+        router="router.proj", shared_mlp=True, rounded_weights=False, norms=ExpertNorms(),
         expert_scale="router.per_expert_scale", adapters="stacked")),
     "gemma4_unified_text": Family(**GEMMA4),
     "muse_glimmer_text": Family(
@@ -208,9 +208,10 @@ FAMILIES: dict[str, Family] = {
         shared_size="config.shared_expert_intermediate_size",
         shared_gate="mlp.shared_expert_gate", normalised="config.norm_topk_prob",
         adapters="parameters")),
-    "mixtral": Family(window="all", mixture=Mixture(**MIXTRAL, rounded=False)),
+    "mixtral": Family(window="all", mixture=Mixture(**MIXTRAL, rounded_weights=False)),
     "minimax_m2": Family(qk_norm="full", partial_rotary=True, mixture=Mixture(
-        **MIXTRAL, scores="sigmoid", correction="mlp.e_score_correction_bias", rounded=False)),
+        **MIXTRAL, scores="sigmoid", correction="mlp.e_score_correction_bias",
+        rounded_weights=False)),
     "olmoe": Family(qk_norm="full", must_be={"clip_qkv": None}, mixture=Mixture(
         expert_size="config.intermediate_size", normalised="config.norm_topk_prob")),
     "flex_olmo": Family(**OLMO2, mixture=Mixture(
@@ -220,7 +221,7 @@ FAMILIES: dict[str, Family] = {
     "hunyuan_v1_moe": Family(**HUNYUAN, mixture=Mixture(
         top_k="config.moe_topk", expert_size="config.intermediate_size",
         shared_size="config.intermediate_size", shared="mlp.shared_mlp", router="mlp.gate.wg",
-        fp32_router=True, rounded=False)),
+        fp32_router=True, rounded_weights=False)),
     "glm4_moe": Family(out_bias=False, partial_rotary=True, qk_norm="head",
                        qk_norm_if="config.use_qk_norm", mixture=Mixture(**DEEPSEEK)),
     "glm4v_moe_text": Family(out_bias=False, partial_rotary=True, mixture=Mixture(**DEEPSEEK)),
@@ -232,8 +233,8 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v32": Family(**INDEXED, mixture=Mixture(**DEEPSEEK)),
     "glm_moe_dsa": Family(**INDEXED, mixture=Mixture(**DEEPSEEK)),
     "mistral4": Family(**MLA, query_temperature=True, mixture=Mixture(**DEEPSEEK | dict(
-        fp32_router=False, scores="softmax", rounded_scores=True, correction=None, rounded=True,
-        adapters="stacked"))),
+        fp32_router=False, scores="softmax", rounded_scores=True, correction=None,
+        rounded_weights=True, adapters="stacked"))),
     "dots1": Family(qk_norm="head", window="layer_types", mixture=Mixture(**DEEPSEEK)),
     "solar_open": Family(out_bias=False, intermediate_size="config.moe_intermediate_size",
                          mixture=Mixture(**DEEPSEEK)),
@@ -245,7 +246,7 @@ FAMILIES: dict[str, Family] = {
         shared_size="config.moe_intermediate_size", n_shared="config.num_shared_experts",
         shared="mlp.shared_experts", fp32_router=True, scores="sigmoid",
         correction="mlp.e_score_correction_bias", sum_eps=1e-20,
-        scale="config.router_scaling_factor", rounded=False, adapters="parameters",
+        scale="config.router_scaling_factor", rounded_weights=False, adapters="parameters",
         renames=(("mlp.gate.weight", "mlp.router.gate.weight"),
                  ("mlp.e_score_correction_bias", "mlp.expert_bias"),
                  ("mlp.shared_experts.", "mlp.shared_mlp.")))),
@@ -279,10 +280,12 @@ FAMILIES: dict[str, Family] = {
         qkv_bias=False, out_bias=False, rotary_if=False, gated=False, mlp_in=("mixer.up_proj",),
         mlp_out="mixer.down_proj", activation="config.mlp_hidden_act", mixers={
             "linear_attention": Mamba2(
-                "config.mamba_num_heads", "config.mamba_head_dim", "config.n_groups",
-                "config.ssm_state_size", "config.conv_kernel", "config.use_conv_bias",
-                "config.use_bias", "config.use_bias", (0.0, math.inf), "config.time_step_min",
-                "config.layer_norm_epsilon", "mixer")},
+                heads="config.mamba_num_heads", head_dim="config.mamba_head_dim",
+                groups="config.n_groups", state="config.ssm_state_size",
+                kernel="config.conv_kernel", conv_bias="config.use_conv_bias",
+                in_bias="config.use_bias", out_bias="config.use_bias",
+                step_limits=(0.0, math.inf), min_step="config.time_step_min",
+                norm_eps="config.layer_norm_epsilon", stem="mixer")},
         mixture=Mixture(**DEEPSEEK | dict(
             experts="mixer.experts", router="mixer.gate", shared="mixer.shared_experts",
             adapters="stacked",
@@ -294,11 +297,12 @@ FAMILIES: dict[str, Family] = {
             chunk_size mamba_proj_bias mamba_ssm_cache_dtype use_mamba_kernels num_logits_to_keep
             n_shared_experts moe_shared_expert_overlap rescale_prenorm_residual
             num_nextn_predict_layers mtp_layers_block_type""".split())),
-    # here and in the next, a bias would be of q_proj alone, not of the gate's linear
+    # qkv_bias=False here and in the next: else g_proj would have a bias, too
     "laguna": Family(
         qkv_bias=False, out_bias=False, qk_norm="head", window="layer_types", partial_rotary=True,
         ropes_by_layer_type=True, heads_by_layer="config.num_attention_heads_per_layer",
-        attention_gate=AttentionGate("g_proj", "config.gating", "softplus"), mixture=Mixture(
+        attention_gate=AttentionGate(
+            "g_proj", per_head="config.gating", activation="softplus"), mixture=Mixture(
             shared_size="config.shared_expert_intermediate_size", shared="mlp.shared_experts",
             scores="sigmoid", correction="mlp.gate.e_score_correction_bias",
             scale="config.moe_routed_scaling_factor", adapters="parameters",
@@ -307,12 +311,13 @@ FAMILIES: dict[str, Family] = {
     "step3p5": Family(
         norm="rms_plus_one", qkv_bias=False, out_bias=False, qk_norm="head", window="layer_types",
         partial_rotary=True, ropes_by_layer_type=True, query_scalar="config.query_pre_attn_scalar",
-        attention_gate=AttentionGate("g_proj", True), mlp_limits="config.swiglu_limits_shared",
+        attention_gate=AttentionGate("g_proj", per_head=True),
+        mlp_limits="config.swiglu_limits_shared",
         unused=("num_sliding_attention_heads", "num_local_experts", "mtp_layer_types",
                 "mtp_mlp_layer_types"),
         mixture=Mixture(
             n_experts="config.n_routed_experts", shared_size="config.share_expert_dim",
-            shared="mlp.shared_experts", scores="sigmoid", rounded=False,
+            shared="mlp.shared_experts", scores="sigmoid", rounded_weights=False,
             correction="mlp.gate.e_score_correction_bias", limits="config.swiglu_limits",
             scale="config.moe_router_scaling_factor", adapters="stacked",
             renames=(("mlp.gate.weight", "moe.gate.weight"),
@@ -330,7 +335,7 @@ FAMILIES: dict[str, Family] = {
             shared_size="config.moe_intermediate_size", n_shared="config.num_shared_experts",
             shared="mlp.shared_experts", first_dense="config.num_dense_layers",
             router="mlp.router.gate", scores="sigmoid", correction="mlp.expert_bias",
-            sum_eps=1e-20, scale="config.route_scale", rounded=False)),
+            sum_eps=1e-20, scale="config.route_scale", rounded_weights=False)),
     # its use_bias would also give the head a bias, which is not supported
     "ernie4_5_moe": Family(rotary_interleaved=True, mixture=Mixture(
         n_experts="config.moe_num_experts", top_k="config.moe_k",

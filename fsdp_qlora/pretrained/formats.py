@@ -1,5 +1,5 @@
-"""Formats of weights in files besides 16 and 32 bits, NF4, MXFP4, FP8 and INT4: what the parts of a
-weight are called and, of FP8 and INT4, what it is.
+"""Formats of weights in files: NF4, MXFP4, FP8 and INT4. What the parts of a weight are called and,
+of FP8 and INT4, what it is.
 
 What the codes of NF4 and MXFP4 mean is in quant/nf4.py.
 """
@@ -14,21 +14,23 @@ MX_PARTS = "_blocks", "_scales"  # what the names of tensors in MXFP4 end with; 
 FP8_BLOCK = 128  # rows and columns of a weight in FP8 that share one scale
 INT4_GROUP = 32  # weights of a row in INT4 that share one scale
 # what compressed-tensors calls the parts of a weight in INT4: after its name, "weight"
-INT4, INT4_SCALE, INT4_SHAPE = "_packed", "_scale", "_shape"
-PACKED = 8  # weights in INT4 that are in one int32
+INT4_PACKED, INT4_SCALE, INT4_SHAPE = "_packed", "_scale", "_shape"
+PER_INT32 = 8  # weights in INT4 that are in one int32
 
 
 def scale_block(name: str) -> tuple[int, int]:
     """Rows and columns that share one scale, of a linear in FP8 or INT4 of this name."""
-    return (1, INT4_GROUP) if name.endswith(INT4) else (FP8_BLOCK, FP8_BLOCK)
+    return (1, INT4_GROUP) if name.endswith(INT4_PACKED) else (FP8_BLOCK, FP8_BLOCK)
 
 
-def unscaled(name: str, value: torch.Tensor, scales: torch.Tensor, first: int = 0) -> torch.Tensor:
+def scaled_weight(
+    name: str, value: torch.Tensor, scales: torch.Tensor, first: int = 0
+) -> torch.Tensor:
     """The weight [out, in] of a linear: FP8 values times the scales of their blocks, fp32; or INT4,
     int32 [out, in / 8], times those of their groups, rounded to the scales' dtype as
     compressed-tensors does. `first`: the row of the first block at which the values begin."""
     (rows, columns), dtype = scale_block(name), torch.float32
-    if name.endswith(INT4):  # the lowest four bits are the first weight, plus 8
+    if name.endswith(INT4_PACKED):  # the lowest four bits are the first weight, plus 8
         in_bytes, dtype = value.view(torch.uint8), scales.dtype
         value = torch.stack([in_bytes & 15, in_bytes >> 4], -1).flatten(1).float() - 8
     scales = scales.float().repeat_interleave(rows, 0)[first : first + len(value)]

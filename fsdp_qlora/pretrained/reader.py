@@ -56,7 +56,8 @@ class Request(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where files hold a linear of an expert: as some rows of a tensor of all experts."""
+    """Where files hold a tensor as some rows of a larger one: a linear of an expert, or a
+    convolution of q, k or v."""
 
     name: str  # the tensor's
     n_rows: int  # of it as a matrix

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 from fsdp_qlora.pretrained.architecture import Architecture, Linear
 from fsdp_qlora.pretrained.config import stored_format, text_config
 from fsdp_qlora.pretrained.formats import (
-    FP8_BLOCK, INT4, INT4_GROUP, INT4_SCALE, INT4_SHAPE, MX_PARTS, NF4_STATE, PACKED)
+    FP8_BLOCK, INT4_PACKED, INT4_GROUP, INT4_SCALE, INT4_SHAPE, MX_PARTS, NF4_STATE, PER_INT32)
 from fsdp_qlora.pretrained.reader import (
     DTYPES, FLOATS, READ_CHUNK, Request, Source, Stored, WeightReader)
 from fsdp_qlora.quant.nf4 import BLOCK, MX_BLOCK, NESTED_BLOCK, dynamic_map, nf4_code
@@ -36,8 +36,8 @@ class TensorNames:
 
     shapes: dict[str, tuple[int, ...]]  # {name: shape} of all of them
     linears: dict[str, Linear]  # {name: Linear} of those that are in 4 bits here
-    # {name of a linear: Source} where it is a part of a tensor of all experts, which is in `shapes`
-    # then; in MXFP4 of two tensors, {name + each of MX_PARTS: Source}
+    # {name: Source} of those that are a part of a larger tensor, which is in `shapes` then; in
+    # MXFP4 of two tensors, {name + each of MX_PARTS: Source}
     sources: dict[str, Source]
     scaled: dict[str, str]  # {name of a linear in FP8 or INT4: name of its scales}
     small_tensors: set[str]  # those of `shapes` that Architecture.small_tensors() has
@@ -53,7 +53,7 @@ class TensorNames:
     @property
     def n_parameters(self) -> int:
         """The number of weights, without their scales; a byte of MXFP4 holds two."""
-        others, each = {*self.scaled.values()}, {"_blocks": 2, INT4: PACKED}
+        others, each = {*self.scaled.values()}, {"_blocks": 2, INT4_PACKED: PER_INT32}
         return sum(math.prod(shape) * each.get(name[name.rfind("_"):], 1)
                    for name, shape in self.shapes.items()
                    if name not in others and not name.endswith(("_scales", INT4_SHAPE)))
@@ -76,7 +76,7 @@ class TensorNames:
         linears."""
         found = {}
         for name, linear in self.linears.items():
-            whole, index = name.removesuffix(INT4), ...
+            whole, index = name.removesuffix(INT4_PACKED), ...
             if source := self.sources.get(f"{name}_blocks" if linear.mxfp4 else name):
                 whole, rows, columns = source.name, source.rows, source.columns
                 expert, first = divmod(rows.start, self.shapes[whole][1])
@@ -106,15 +106,17 @@ def tensor_names(arch: Architecture, files: Mapping[str, HasShape]) -> TensorNam
     table, renames = (arch.vocab_size, arch.hidden_size), ()
     if arch.mixture:  # those that files have
         renames = tuple(p for p in arch.mixture.renames if any(p[1] in name for name in files))
-    names = TensorNames({embedding: table}, {}, {}, {}, set(), embedding, norm, norm_bias, head,
-                        stem, renames, {})
+    names = TensorNames(
+        shapes={embedding: table}, linears={}, sources={}, scaled={}, small_tensors=set(),
+        embedding=embedding, norm=norm, norm_bias=norm_bias, head=head, stem=stem,
+        renames=renames, aliases={})
     if arch.per_layer:
         add_per_layer(names, arch)
     for i, kind in enumerate(arch.layer_kinds):
         stacked = stacked_experts(arch, names, i, files) if kind.routed else {}
         for linear in arch.linears(kind):
             name = names.of_layer(i, f"{linear.name}.weight")
-            if name + INT4 in files:
+            if name + INT4_PACKED in files:
                 add_int4(names, name, linear)
                 continue
             names.linears[name] = linear
@@ -154,9 +156,9 @@ def tensor_names(arch: Architecture, files: Mapping[str, HasShape]) -> TensorNam
 
 def add_int4(names: TensorNames, name: str, linear: Linear) -> None:
     """Add the tensors of a linear whose weight, which would be called `name`, is in INT4."""
-    packed, scales, n_out = name + INT4, name + INT4_SCALE, linear.out_features
+    packed, scales, n_out = name + INT4_PACKED, name + INT4_SCALE, linear.out_features
     names.linears[packed], names.aliases[name], names.scaled[packed] = linear, packed, scales
-    names.shapes[packed] = n_out, linear.in_features // PACKED
+    names.shapes[packed] = n_out, linear.in_features // PER_INT32
     names.shapes[scales] = n_out, linear.in_features // INT4_GROUP
     names.shapes[name + INT4_SHAPE] = (2,)
 
@@ -243,10 +245,10 @@ def check_files(
         name: (shape, ["U8"] if name.endswith(MX_PARTS) else FLOATS)
         for name, shape in names.shapes.items()}
     for name in names.scaled:
-        in_int4 = name.endswith(INT4)
+        in_int4 = name.endswith(INT4_PACKED)
         wanted[name] = names.shapes[name], ["I32"] if in_int4 else ["F8_E4M3"]
         if in_int4:
-            wanted[name.removesuffix(INT4) + INT4_SHAPE] = (2,), ["I32", "I64"]
+            wanted[name.removesuffix(INT4_PACKED) + INT4_SHAPE] = (2,), ["I32", "I64"]
     files = drop_further_layers(files, names, model_config)
     n_mxfp4 = sum(linear.mxfp4 for linear in names.linears.values())
     if n_mxfp4 or not has_nf4(model_config):

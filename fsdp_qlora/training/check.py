@@ -1,4 +1,4 @@
-"""The check at start: two small layers of the user's own model are computed here and by
+"""The check at start: a few small layers of the user's own model are computed here and by
 transformers, with an adapter of random values, forward and backward.
 
 The script passes the function that loads weights, so that this is checked as well.
@@ -101,8 +101,10 @@ def random_reference(model_config: PreTrainedConfig, generator: torch.Generator)
         if p.dim() == 1 or p.shape[0] == 1 or name.endswith("bias"):
             p += torch.empty_like(p).normal_(0, 0.2, generator=generator)
             p -= float(too_large and name.endswith("norm.weight"))
-        if name.endswith("A_log"):  # a state that is forgotten within a token or two would hide
-            p -= 2  # mistakes, and transformers' own sums would be 1e-5 off in fp32
+        # a state that is forgotten within a token or two would hide mistakes, and transformers' own
+        # sums would be 1e-5 off in fp32
+        if name.endswith("A_log"):
+            p -= 2
     return reference.requires_grad_(False)
 
 
