@@ -311,7 +311,9 @@ def test_files(trained, merged):
     for path in merged[0].iterdir():
         assert path.stat().st_mode & 0o777 == 0o644, path
         if path.suffix == ".jinja" or path.name.startswith(("tokenizer", "generation")):
-            assert path.read_bytes() == (base / path.name).read_bytes()
+            text = (base / path.name).read_text()  # a name that transformers 4 knows, too
+            text = text.replace("TokenizersBackend", "PreTrainedTokenizerFast").rstrip()
+            assert path.read_text().rstrip() == text
     index = json.loads((merged[0] / "model.safetensors.index.json").read_text())
     tensors = load_file(merged[0] / "model.safetensors")
     assert index["weight_map"] == dict.fromkeys(tensors, "model.safetensors")

@@ -216,7 +216,7 @@ def test_name_that_transformers_4_does_not_know_is_not_saved(tmp_path, capsys):
         settings = json.loads((saved / "tokenizer_config.json").read_text())
         assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
         assert no_difference(AutoTokenizer.from_pretrained(saved), "qwen")
-    assert "transformers 4 does not take it for a TokenizersBackend" in capsys.readouterr().out
+    assert "saved as" not in capsys.readouterr().out  # its tokens are the same
 
 
 def added(content, **flags):

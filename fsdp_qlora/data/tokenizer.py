@@ -138,12 +138,12 @@ def name_class(directory: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     settings.pop("auto_map", None)  # remote code
     settings["tokenizer_class"] = PLAIN_CLASS
     path.write_text(json.dumps(settings, indent=2))
-    why = f"transformers {4 if named == NEW_NAME else version} does not take it for a {named}"
+    why = f"transformers {version} does not take it for a {named}"
     if text is not None:
         why = f"{named or taken} of transformers {version} makes other tokens of {text[:60]!r}"
         if other_tokens(directory, tokenizer)[1] is not None:
             why += ", and AutoTokenizer still does, for this type of model: load it by this class"
-    if named or text is not None:
+    if text is not None or named not in (None, NEW_NAME):
         say(f"tokenizer: trained as tokenizer.json has it, saved as {PLAIN_CLASS}: {why}")
 
 
