@@ -67,11 +67,9 @@ def chunked_delta_rule(
     solved = torch.linalg.solve_triangular(below, targets, upper=False, unitriangular=True)
     for_values, for_keys = solved.split([value.shape[-1], key.shape[-1]], -1)
     inside = query @ key.transpose(2, 3) * between
-    # queries of the state before the chunk, and keys by which the chunk adds to that after it
-    outer_query = query * decay.exp()
-    outer_key = (key * (decay[:, :, -1:] - decay).exp()).transpose(2, 3)
+    outer_query, outer_key, left = outer_parts(query, key, decay)
     del query, key
-    left, outs = decay[:, :, -1:].exp(), []
+    outs = []
     for i, is_first in enumerate(firsts):
         if is_first:
             state = value.new_zeros(n_heads, outer_key.shape[2], value.shape[3])
@@ -98,6 +96,13 @@ def chunks_of(
         return rows.index_copy(0, slots, x.float()).unflatten(0, (-1, chunk)).transpose(1, 2)
 
     return chunked, slots, firsts
+
+
+def outer_parts(query: Tensor, key: Tensor, decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries of the state before a chunk, keys by which the chunk adds to that after it, and what
+    is left of it by then."""
+    last = decay[:, :, -1:]
+    return query * decay.exp(), (key * (last - decay).exp()).transpose(2, 3), last.exp()
 
 
 @functools.cache
@@ -199,11 +204,9 @@ def chunked_scan(
     between = (decay - decay.transpose(2, 3)).tril()  # above the diagonal exp() might overflow
     inside = (query @ key.transpose(2, 3)).repeat_interleave(repeats, 1) * between.exp().tril()
     query, key = (part.repeat_interleave(repeats, 1) for part in (query, key))
-    # queries of the state before the chunk, and keys by which the chunk adds to that after it
-    outer_query = query * decay.exp()
-    outer_key = (key * (decay[:, :, -1:] - decay).exp()).transpose(2, 3)
+    outer_query, outer_key, left = outer_parts(query, key, decay)
     del query, key
-    left, outs = decay[:, :, -1:].exp(), []
+    outs = []
     for i, is_first in enumerate(firsts):
         if is_first:
             state = value.new_zeros(n_heads, outer_key.shape[2], value.shape[3])
