@@ -9,16 +9,15 @@ import subprocess
 import sys
 import time
 
+from forks import fork
+
 
 class Spare:
     """It ends unused when this process does. Has what the tests use of subprocess.Popen."""
 
     def __init__(self, function):
         theirs, self.end = os.pipe()
-        self.returncode, self.pid = None, os.fork()
-        if self.pid == 0:
-            os.close(self.end)  # else it would not hear the end
-            be_spare(function, theirs)
+        self.returncode, self.pid = None, fork(be_spare, function, theirs, self.end)
         os.close(theirs)
 
     def start(self, argv, stdout, stderr):
@@ -47,23 +46,16 @@ class Spare:
             os.kill(self.pid, signal.SIGTERM)
 
 
-def be_spare(function, command):
-    """Wait for start(), call the function and end with what it returns."""
-    code = 1
-    try:
-        with open(command, "rb") as file:
-            command = file.read()
-        if not command:
-            os._exit(0)
-        sys.argv, *paths = json.loads(command)
-        for fd, path in enumerate([os.devnull, *paths]):  # pytest has its own
-            os.dup2(os.open(path, os.O_RDWR | os.O_APPEND), fd)
-        sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", 1)  # noqa: SIM115
-        faulthandler.enable()
-        code = function()
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code or 0)
+def be_spare(function, command, end):
+    """Wait for start() and call the function; what it returns is the exit code."""
+    os.close(end)  # else it would not hear the end
+    with open(command, "rb") as file:
+        command = file.read()
+    if not command:
+        os._exit(0)  # without what pytest had not flushed
+    sys.argv, *paths = json.loads(command)
+    for fd, path in enumerate([os.devnull, *paths]):  # pytest has its own
+        os.dup2(os.open(path, os.O_RDWR | os.O_APPEND), fd)
+    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", 1)  # noqa: SIM115
+    faulthandler.enable()
+    return function()
