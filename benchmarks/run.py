@@ -77,6 +77,7 @@ SHAPES = {  # hidden, intermediate, layers, heads, key/value heads, vocabulary
     "gemma-4-31b": (5376, 21504, 60, 32, 16, 262144),
     "gemma-4-26b-a4b": (2816, 2112, 30, 16, 8, 262144),
     "gemma-4-e4b": (2560, 10240, 42, 8, 2, 262144),
+    "step-3.7-flash": (4096, 11264, 45, 64, 8, 128896),
 }
 HEAD_DIM = {  # where it is not hidden / heads
     "mistral-nemo-12b": 128, "qwen3-8b": 128, "gemma-2-2b": 256, "gemma-2-27b": 128,
@@ -106,6 +107,15 @@ MIXTURES = {  # what else their config.json says; above, `intermediate` is of th
         model_type="gpt_oss", head_dim=64, num_local_experts=32, num_experts_per_tok=4),
     "gpt-oss-120b": dict(
         model_type="gpt_oss", head_dim=64, num_local_experts=128, num_experts_per_tok=4),
+    "step-3.7-flash": dict(  # inside of a multimodal model
+        model_type="step3p5", head_dim=128, num_sliding_attention_heads=96, sliding_window=512,
+        layer_types=(["full_attention"] + ["sliding_attention"] * 3) * 11 + ["full_attention"],
+        rope_parameters={
+            "full_attention": {
+                "rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}},
+        mlp_layer_types=["dense"] * 3 + ["sparse"] * 42, moe_router_scaling_factor=3.0,
+        swiglu_limits=[None] * 43 + [7, 7], swiglu_limits_shared=[None] * 44 + [16]),
 }  # fmt: skip
 
 QWEN3_5 = dict(
@@ -255,6 +265,7 @@ GROUPS = {
         case("glm-air", "glm-4.5-air", 8, 2048, 5, bins=0),
         case("glm-air-46gb", "glm-4.5-air", 4, 2048, 5, f"--memory_limit_gib 46 {SHARED}", bins=0),
         case("qwen235b", "qwen3-235b-a22b", 4, 2048, 4, SHARED, bins=0),
+        case("step37", "step-3.7-flash", 8, 2048, 4, SHARED, bins=0),
     ],
     "layouts": [  # what the plan chooses, and for the 70B others by hand
         *(case(name, model, 8, 2048, 5, flags, gpus=gpus, bins=bins)
@@ -372,13 +383,16 @@ def model_config(model, layers=None):
         model.partition("-")[0], {"model_type": "llama"})
     if model in HEAD_DIM:
         own["head_dim"] = HEAD_DIM[model]
-    return {
+    config = {
         "dtype": "bfloat16",
         "hidden_size": hidden, "intermediate_size": intermediate,
         "num_hidden_layers": layers or whole, "num_attention_heads": heads,
         "num_key_value_heads": kv_heads, "vocab_size": vocab, "rms_norm_eps": 1e-5,
         "max_position_embeddings": 8192, "tie_word_embeddings": model in TIED, **own,
     }  # fmt: skip
+    if model == "step-3.7-flash":
+        return {"model_type": "step3p7", "text_config": config}
+    return config
 
 
 def write_config(directory, model, layers):

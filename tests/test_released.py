@@ -418,7 +418,7 @@ CONFIGS = {
                                    "original_max_position_embeddings": 131072},
             rope_theta=[5e6, 1e4, 1e4, 1e4] * 12, share_expert_dim=1280, sliding_window=512,
             swiglu_limits=[0.0] * 43 + [7, 7] + [0.0] * 3,
-            swiglu_limits_shared=[0.0] * 43 + [16, 16] + [0.0] * 3, tie_word_embeddings=False,
+            swiglu_limits_shared=[0.0] * 44 + [16] + [0.0] * 3, tie_word_embeddings=False,
             use_head_wise_attn_gate=True, use_moe=True, use_moe_router_bias=True,
             yarn_only_types=["full_attention"], zero_centered=True),
         {"model_type": "perception_encoder", "width": 1536, "layers": 47, "heads": 16,
