@@ -20,6 +20,7 @@ from fsdp_qlora.data.bins import deal_rows, epoch_order, make_bin, round_up, ste
 from fsdp_qlora.data.rows import random_rows, rows_of
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.model.elementwise import N_SITES, drop
+from fsdp_qlora.model.recurrence import chunk_table
 from fsdp_qlora.hashing import mix
 from train_fsdp_qlora import Config, deal_step
 
@@ -274,6 +275,30 @@ def test_bins_end_at_a_few_lengths_on_a_gpu():
     assert lengths == [64, 64, 64, 128, 2048, 2048, 2176, 9728]
     assert round_up(65, cpu) == 65
     assert len({round_up(n, gpu) for n in range(4096, 8193)}) <= 17
+
+
+def test_chunks_for_flash_linear_attention():
+    """A bin of several lengths has, for CUDA graphs, as many chunks as any lengths can give; those
+    that are not there belong to an empty document."""
+    assert chunk_table(torch.tensor([0, 70, 71, 135, 200])).tolist() == [
+        [0, 0], [0, 1], [1, 0], [2, 0], [3, 0], [3, 1]]
+    run, tables = make_run(200), []
+    run.kernels["any"]["recurrence"] = run.kernels["same"]["recurrence"] = None
+    for lengths in [70, 1, 64, 65], [100, 100], [64, 64, 72]:
+        batch = rows_of(make_rows(lengths))
+        for run.plan.graphs in False, True:
+            bin = make_bin(batch, [list(range(len(lengths)))], 0, torch.tensor(0), run)
+            real = [[i, k] for i, n in enumerate(lengths) for k in range(-(-n // 64))]
+            assert bin.chunks.dtype == torch.int32 and bin.chunks[: len(real)].tolist() == real
+            spare = bin.chunks[len(real) :]
+            if run.plan.graphs and len(lengths) > 2:
+                tables.append(len(bin.chunks))
+                assert tables[-1] == 200 // 64 + len(bin.cu_seqlens) - 1
+                assert not spare[:, 1].any() and not bin.cu_seqlens.diff()[spare[:, 0]].any()
+            else:
+                assert not len(spare)
+    assert make_bin(batch, [[0]], 0, torch.tensor(0), make_run(200)).chunks is None
+    assert len(tables) == 2
 
 
 def test_first_token_is_never_trained():

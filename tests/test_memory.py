@@ -29,6 +29,7 @@ from fsdp_qlora.planner.machine import Machine, cgroup_free, host_share
 from fsdp_qlora.model.offload import pinned_copy
 from fsdp_qlora.planner.plan import (
     GAPS, DoesNotFit, Plan, Workload, agree_on_plan, choose_plan, possible_plans, use_graphs,
+    why_no_capture,
 )  # fmt: skip
 from fsdp_qlora.pretrained.tensor_names import tensor_names
 from train_fsdp_qlora import Config, fill_model
@@ -97,6 +98,8 @@ ON_H100 = [
     ("granite-4-h-small", 40, 60.26, 8_042, {"bin_tokens": 8192}),
     ("nemotron-3-nano-30b", 52, 53.99, 20_724, {"bin_tokens": 16384}),
     ("qwen3.5-9b", 32, 68.83, 13_990, {"bin_tokens": 16384}),
+    ("qwen3.5-9b", 32, 22.86, 12_977, {}),
+    ("qwen3.5-9b", 32, 23.19, 13_338, {"graphs": True}),
     # in plain torch
     ("llama-3-8b-dropout", 32, 53.67, 1_944, {"bin_tokens": 16384, "plain_attention": True}),
     ("gemma-2-27b", 46, 53.13, 2_454, {"plain_attention": True}),
@@ -492,6 +495,17 @@ def test_graphs_only_where_a_gpu_holds_a_whole_copy_and_nothing_is_offloaded():
     ):
         plan = choose("llama-3-8b", 140, **short, **settings)
         assert not plan.graphs and GRAPHS not in " ".join(plan.memory)
+
+
+def test_graphs_of_mixers():
+    """flash-linear-attention takes many launches for a delta net; for Mamba-2 it waits."""
+    full = {"uneven": False, "rows": 2, "micro_batch_tokens": 4096, "recompute": "none"}
+    assert choose("qwen3.5-9b", 75, gpus=1, **full).graphs
+    assert not choose("llama-3-8b", 75, gpus=1, **full).graphs
+    reasons = [why_no_capture(shapes_of(name)[1], H200, plain_recurrence=plain) for name, plain in (
+        ("qwen3.5-9b", False), ("qwen3.5-9b", True), ("granite-4-h-small", False))]
+    assert reasons == ["", "a mixer runs in plain torch",
+                       "flash-linear-attention waits for the GPU in Mamba-2"]
 
 
 def test_memory_of_graphs_by_how_many_shapes_the_bins_have():

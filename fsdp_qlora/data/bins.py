@@ -19,6 +19,7 @@ from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.hashing import mix
 from fsdp_qlora.model.loss import Answers
 from fsdp_qlora.model.offload import GPUStore, HostStore
+from fsdp_qlora.model.recurrence import chunk_table
 
 if TYPE_CHECKING:
     from fsdp_qlora.data.rows import Rows
@@ -50,7 +51,7 @@ class Bin:
     layer_inputs: torch.Tensor | None = None  # of all layers, see per_layer_inputs()
     # {window, None: without: what queries see}, of flex_document_attention() alone
     masks: dict[int | None, tuple[torch.Tensor, ...]] = dataclasses.field(default_factory=dict)
-    chunks: torch.Tensor | None = None  # see chunk_table(), mixers
+    chunks: torch.Tensor | None = None  # see chunk_table(); None: no mixer has a state
 
 
 def step_rows(step: int, n_rows: int, config: Config) -> torch.Tensor:
@@ -140,13 +141,17 @@ def make_bin(batch: Rows, micro_batch: list[list[int]], rank: int, step_key: tor
         longest = power_of_2(longest)
         spare = 2 ** len(lengths).bit_length() - len(lengths)
         starts = F.pad(starts, (0, spare), value=n_tokens)
+    chunks = None
+    if "recurrence" in run.kernels["any"]:
+        chunks = chunk_table(starts, of_any_lengths=run.plan.graphs and not same)
     ids, trained_at, labels, bounds = token_tensors(batch, documents, lengths, n_documents)
     assert n_labels >= len(labels), f"{len(labels)} labels, and room for {n_labels}"
     padding = (0, n_labels - len(labels))
     tensors: dict[str, Any] = {
         "input_ids": ids, "n_unpadded": n_unpadded, "position_ids": position_ids,
         "cu_seqlens": starts.int(), "trained_at": F.pad(trained_at, padding),
-        "labels": F.pad(labels, padding, value=IGNORE), "loss_bounds": bounds, "dropout_keys": keys}
+        "labels": F.pad(labels, padding, value=IGNORE), "loss_bounds": bounds, "dropout_keys": keys,
+        "chunks": chunks}
     answers = find_answers(batch, micro_batch, n_documents, run) if batch.loss != "sft" else []
     if run.device.type == "cuda":
         answers = [tensor.pin_memory().to(run.device, non_blocking=True) for tensor in answers]

@@ -52,7 +52,9 @@ class Graphs:
     def capture(self, bin: Bin) -> tuple[torch.cuda.CUDAGraph, Bin, Tensor, Tensor]:
         """A graph, and the tensors that it reads and writes: the Bin, the factor on the loss, the
         sums."""
-        static, factor = dataclasses.replace(bin), torch.ones((), device=self.device)
+        # fla keeps what it made of bounds that it has seen, by the tensor's identity
+        static = dataclasses.replace(bin, cu_seqlens=bin.cu_seqlens.clone())
+        factor = torch.ones((), device=self.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool):
             loss, sums = bin_objective(self.model(static), static, self.config)

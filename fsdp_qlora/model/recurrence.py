@@ -142,16 +142,18 @@ def compile_together(
     return configs
 
 
-def chunk_table(bin: Bin, device: torch.device) -> Tensor:
-    """(document, which of its chunks) of all chunks of a bin, [chunks, 2], for fla: given the
-    lengths on the GPU alone, it would wait for them."""
-    if bin.chunks is None:
-        counts = torch.tensor([math.ceil(n / STATE_CHUNK) for n in bin.lengths])
-        documents = torch.arange(len(counts)).repeat_interleave(counts)
-        first = (counts.cumsum(0) - counts)[documents]
-        chunks = torch.stack([documents, torch.arange(len(documents)) - first], 1).int()
-        bin.chunks = chunks.pin_memory().to(device, non_blocking=True)
-    table: Tensor = bin.chunks
+def chunk_table(starts: Tensor, of_any_lengths: bool = False) -> Tensor:
+    """(document, which of its chunks) of all chunks of the documents between `starts`, int32
+    [chunks, 2], for fla: given the lengths on the GPU alone, it would wait for them. With
+    `of_any_lengths` there are as many as so many documents of so many tokens can have at most; the
+    spare ones are of the last document, which must be empty."""
+    counts = (starts.diff() + STATE_CHUNK - 1) // STATE_CHUNK
+    documents = torch.arange(len(counts)).repeat_interleave(counts)
+    first = (counts.cumsum(0) - counts)[documents]
+    table = torch.stack([documents, torch.arange(len(documents)) - first], 1).int()
+    if of_any_lengths:
+        n_spare = int(starts[-1]) // STATE_CHUNK + len(counts) - len(table)
+        table = torch.cat([table, torch.tensor([[len(counts) - 1, 0]] * n_spare).view(-1, 2).int()])
     return table
 
 
@@ -164,7 +166,7 @@ def fla_delta_rule(
 
     out, _ = chunk_gated_delta_rule(
         *(x[None] for x in (query, key, value, g, beta)), use_qk_l2norm_in_kernel=True,
-        cu_seqlens=bin.cu_seqlens, chunk_indices=chunk_table(bin, value.device))
+        cu_seqlens=bin.cu_seqlens, chunk_indices=bin.chunks)
     of_bin: Tensor = out[0]
     return of_bin
 
@@ -222,7 +224,7 @@ def fla_scan(
     """By the Triton kernels of flash-linear-attention (fla-core), in bf16: this is attention with a
     decay by head, of queries C, keys B and values step x."""
     use_few_configurations()
-    out: Tensor = FlaScan.apply(b, c, x, decay, step, bin.cu_seqlens, chunk_table(bin, x.device))
+    out: Tensor = FlaScan.apply(b, c, x, decay, step, bin.cu_seqlens, bin.chunks)
     return out
 
 
@@ -317,8 +319,10 @@ def why_no_fla(mixer: DeltaNet | Mamba2, device: torch.device) -> str:
     first, second, third, grad = (torch.randn(n, *shapes[i], **settings) for i in (0, 0, 1, 1))
     decay, factor = (torch.rand(n, shapes[1][0], **settings) for _ in range(2))
     factor = factor if isinstance(mixer, DeltaNet) else factor.float()
-    bounds = torch.tensor([0, length, n], dtype=torch.int32, device=device)
-    probe: Any = types.SimpleNamespace(lengths=(length, length), cu_seqlens=bounds, chunks=None)
+    bounds = torch.tensor([0, length, n], dtype=torch.int32)
+    probe: Any = types.SimpleNamespace(
+        lengths=(length, length), cu_seqlens=bounds.to(device),
+        chunks=chunk_table(bounds).to(device))
 
     def both(function: Callable[..., Tensor]) -> tuple[Tensor, ...]:
         inputs = [t.detach().requires_grad_() for t in (

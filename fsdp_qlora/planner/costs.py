@@ -16,6 +16,7 @@ import torch
 from fsdp_qlora.model.head import CHUNK_BYTES
 from fsdp_qlora.model.layer import Layout
 from fsdp_qlora.model.mlp import SLICE_TOKENS
+from fsdp_qlora.model.recurrence import mixer_with_state
 from fsdp_qlora.planner.machine import Machine
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.quant.blocks import BLOCK
@@ -222,6 +223,7 @@ class Fit:
     recomputed_launches: float = 80  # more if it is recomputed
     fsdp_launches: float = 40  # more with FSDP2
     routed_launches: float = 40  # more if it has experts
+    recurrence_launches: float = 200  # more if it has a mixer with a state; that of a delta net
     range_launches: float = 30  # more for each range of experts
     recomputed_range_launches: float = 15  # more for each range if it is recomputed
     # of one product of an expert's rows where experts are multiplied one by one; measured: the time
@@ -297,6 +299,9 @@ def layer_seconds(
     of_ranges = FIT.range_launches + FIT.recomputed_range_launches * again
     launches = (FIT.launches + FIT.recomputed_launches * again + FIT.fsdp_launches * plan.uses_fsdp
                 + routed * (FIT.routed_launches + of_ranges * plan.expert_ranges))
+    if mixer := mixer_with_state(arch):
+        share = sum(arch.mixers.get(name or "") is mixer for name in arch.layer_mixer) / n_layers
+        launches += FIT.recurrence_launches * share
     if routed and machine.why_no_grouped:  # 2 products in forward, 2 in backward
         launches += routed * FIT.expert_launches * (4 + 2 * again) * arch.mixture.n_experts
     return LayerSeconds(

@@ -25,10 +25,10 @@ from fsdp_qlora.data.bins import round_up, step_rows
 from fsdp_qlora.model.attention import document_attention
 from fsdp_qlora.model.head import shard_range
 from fsdp_qlora.model.layer import Layout
-from fsdp_qlora.model.recurrence import RECURRENCES
+from fsdp_qlora.model.recurrence import RECURRENCES, mixer_with_state
 from fsdp_qlora.planner.costs import predict_memory, predict_time
 from fsdp_qlora.planner.machine import Machine, measure_machine
-from fsdp_qlora.pretrained.architecture import Architecture, ShortConv
+from fsdp_qlora.pretrained.architecture import Architecture, Mamba2
 from fsdp_qlora.ranks import gather_objects, together
 
 if TYPE_CHECKING:
@@ -371,12 +371,17 @@ def describe_work(
                     plain_attention, plain_recurrence, why_no_capture, state_bytes)
 
 
-def why_no_capture(arch: Architecture, machine: Machine, plain_attention: bool = False) -> str:
+def why_no_capture(
+    arch: Architecture, machine: Machine, plain_attention: bool = False,
+    plain_recurrence: bool = False,
+) -> str:
     """Why CUDA graphs cannot capture a layer; "" if they can."""
     if plain_attention:
         return "attention runs in plain torch"
-    if not all(isinstance(mixer, ShortConv) for mixer in arch.mixers.values()):
-        return "mixers take the lengths of documents from the host"
+    if plain_recurrence:
+        return "a mixer runs in plain torch"
+    if isinstance(mixer_with_state(arch), Mamba2):
+        return "flash-linear-attention waits for the GPU in Mamba-2"
     return machine.why_no_grouped if arch.mixture else ""
 
 
@@ -394,8 +399,8 @@ def agree_on_plan(
     of_plain_torch = {recurrence.plain for recurrence in RECURRENCES.values()}
     plain_recurrence = any(of_plain_torch & {*of_kind.values()} for of_kind in kernels.values())
     workload = describe_work(config, rows, eval_rows, dist.get_world_size(), device,
-                             why_no_capture(arch, machine, plain), plain, state_bytes,
-                             plain_recurrence)
+                             why_no_capture(arch, machine, plain, plain_recurrence), plain,
+                             state_bytes, plain_recurrence)
     with together():
         plan = choose_plan(config, arch, layouts, workload, limit, machine)
     # what the host has free differs between nodes, so all take rank 0's plan
