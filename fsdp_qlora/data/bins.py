@@ -137,13 +137,13 @@ def make_bin(batch: Rows, micro_batch: list[list[int]], rank: int, step_key: tor
     same = len(set(lengths)) == 1
     if run.plan.graphs:
         n_documents = power_of_2(n_documents)
-    if run.plan.graphs and not same:  # one graph serves several numbers of documents
+    if several := run.plan.graphs and not same:  # one graph serves several numbers of documents
         longest = power_of_2(longest)
         spare = 2 ** len(lengths).bit_length() - len(lengths)
         starts = F.pad(starts, (0, spare), value=n_tokens)
     chunks = None
     if "recurrence" in run.kernels["any"]:
-        chunks = chunk_table(starts, of_any_lengths=run.plan.graphs and not same)
+        chunks = chunk_table(starts, of_any_lengths=several)
     ids, trained_at, labels, bounds = token_tensors(batch, documents, lengths, n_documents)
     assert n_labels >= len(labels), f"{len(labels)} labels, and room for {n_labels}"
     padding = (0, n_labels - len(labels))

@@ -153,7 +153,7 @@ def chunk_table(starts: Tensor, of_any_lengths: bool = False) -> Tensor:
     table = torch.stack([documents, torch.arange(len(documents)) - first], 1).int()
     if of_any_lengths:
         n_spare = int(starts[-1]) // STATE_CHUNK + len(counts) - len(table)
-        table = torch.cat([table, torch.tensor([[len(counts) - 1, 0]] * n_spare).view(-1, 2).int()])
+        table = torch.cat([table, table.new_tensor([len(counts) - 1, 0]).expand(n_spare, 2)])
     return table
 
 
