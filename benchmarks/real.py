@@ -48,7 +48,7 @@ from torch.nn.utils.rnn import pad_sequence
 sys.path.insert(0, str(ROOT))
 from fsdp_qlora.data.tokenizer import load_tokenizer
 from fsdp_qlora.data.bins import step_rows
-from fsdp_qlora.data.encode import tokenize
+from fsdp_qlora.data.encode import both_tokenizers, tokenize
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.data.forms import parse_row
 from train_fsdp_qlora import Config, learning_rate
@@ -143,7 +143,8 @@ def encode(path, model):
     tokenizer = load_tokenizer(model, Config())
     rows = map(json.loads, path.read_text().splitlines())
     documents = [d for row in rows for d in parse_row(row, tokenizer)[1]]
-    return rows_of(tokenize(documents, tokenizer))
+    found = tokenize(documents, both_tokenizers(tokenizer))
+    return rows_of([ids for of_document in found for ids in of_document])
 
 
 # ---- one run: held-out loss before, after, seconds of the steps --------------------------------

@@ -11,7 +11,7 @@ import time
 
 import pytest
 from rows import (
-    ADD, AGAIN, ASKED, BRIEF, CHATML, MARKED, OPENED, REASONING, STRICT, TALK, TEMPLATES, THIRD,
+    ADD, AGAIN, ASKED, BRIEF, CHATML, MARKED, REASONING, STRICT, TALK, TEMPLATES, THIRD,
     TOOLS, UNCLOSED, chat_tokenizer, encode_row, prepare, refusal, says, trained, trained_runs,
     whole, write_jsonl)
 from test_forms import BOS_AND_EOS, add_specials, plain
@@ -90,7 +90,14 @@ CHATS = {
           "<|start|>assistant<|channel|>final<|message|>The answer is 7.<|return|>"],
          ["<|channel|>final<|message|>It is 4.<|return|>"]]),
     "generation prompt opens reasoning": (
-        "generation prompt opens reasoning", TALK, [["The answer is 7.</s>", "It is 4.</s>"]]),
+        "generation prompt opens reasoning", TALK,
+        [["\n</think>\n\nThe answer is 7.</s>"], ["\n</think>\n\nIt is 4.</s>"]]),
+    "generation prompt opens reasoning that the template drops": (
+        "generation prompt opens reasoning",
+        [ASKED[0], thought("3 and 4", "The answer is 7."), AGAIN[0],
+         says("assistant", "It is 4.", reasoning_content="2 and 2")],
+        [["3 and 4\n</think>\n\nThe answer is 7.</s>"],
+         ["2 and 2\n</think>\n\nIt is 4.</s>"]]),
     "not closed": ("not closed", ASKED, [["The answer is 7.</s>"]]),
     "closed by no special token": (
         "closed by plain text", TALK, [["The answer is 7.[end]\n", "It is 4.[end]\n</s>"]]),
@@ -142,8 +149,7 @@ def test_answers_are_trained_as_the_model_sees_them(name, tokenizer, tmp_path):
             in_parts = kind == "content in parts"
             one["content"] = [{"type": "text", "text": content}] if in_parts else content
         given = tokenizer.apply_chat_template(shown, add_generation_prompt=True, tokenize=False)
-        assert given.startswith(before)
-        assert given.removeprefix(before) == ("<think>\n" if "opens" in kind else "")
+        assert given == before
     assert not left, "more is trained than the answers"
 
 
@@ -158,13 +164,18 @@ def test_only_the_completions_answers_are_trained_where_earlier_ones_are_rewritt
     assert "3 and 4" not in whole(documents, tokenizer)[0]
 
 
-def test_first_word_is_trained_where_its_token_takes_the_space_before(tokenizer, tmp_path):
+def test_prompt_and_answer_are_tokens_apart_where_one_token_would_take_of_both(tokenizer, tmp_path):
+    """Each answer has a document of its own then: as a part of a later prompt it has that token."""
     tokenizer.add_tokens([" The", " It"])
     tokenizer.chat_template = CHATML.replace("assistant\n", "assistant: ").replace(
         "{{ m.role }}\n", "{{ m.role }}: "
     )
     documents = encode_row({"messages": TALK}, tokenizer, tmp_path)
-    assert trained(documents, tokenizer) == [[" The answer is 7.<|im_end|>", " It is 4.<|im_end|>"]]
+    assert trained(documents, tokenizer) == [["The answer is 7.<|im_end|>"], ["It is 4.<|im_end|>"]]
+    for document, before in zip(documents, (TALK[:2], TALK[:4])):
+        prompt = document["input_ids"][: document["prompt_length"]].tolist()
+        assert prompt == tokenizer.apply_chat_template(
+            before, add_generation_prompt=True, return_dict=False)
 
 
 def test_tools_are_a_list_or_json_text(tokenizer, tmp_path):
@@ -236,12 +247,12 @@ def test_marks_around_the_content_alone_leave_its_closing_untrained(tokenizer, t
 
 
 def test_answer_of_which_less_is_marked_once_another_follows_is_refused(tokenizer, tmp_path):
-    """Which marks are the last answer's cannot be told."""
+    """It is rewritten by the answer that follows."""
     tokenizer.chat_template = MARKED.replace("{% if m.note %}", "{% if m.note and loop.last %}")
     messages = [*ASKED[:1], says("assistant", "It is 7.", note="Indeed"),
                 says("assistant", "Yes, 7.", note="Surely")]  # fmt: skip
     path = write_jsonl(tmp_path / "data.jsonl", [{"messages": messages}])
-    assert "marks, but none for message 3 alone" in refusal([path], tokenizer)
+    assert "mixes message 3 with those before it" in refusal([path], tokenizer)
 
 
 def test_answer_without_marks_is_not_taken_for_the_one_before(tokenizer, tmp_path):
@@ -606,7 +617,8 @@ LEFT_OUT = {
                        "{{ m.content if loop.last or m.role != 'assistant' else '-' }}"),
         {"messages": TALK}, "the content of message 3", "system, user, assistant"),
     "reasoning within the last answer": (
-        OPENED, {"messages": [ASKED[0], thought("carry nothing", "The answer is 7.")]},
+        CHATML.replace("m.content", "m.content.split('</think>')[-1]"),
+        {"messages": [ASKED[0], thought("carry nothing", "The answer is 7.")]},
         "message 2", "user, assistant"),
 }  # fmt: skip
 
@@ -667,7 +679,7 @@ def test_template_prints_the_day_of_the_run(quoted, tokenizer, tmp_path):
 
 
 def test_each_of_several_templates_prints_the_day(tokenizer, tmp_path):
-    tokenizer.chat_template = {"default": DATED, "tool_use": DATED + TOOLS}
+    tokenizer.chat_template = {"default": DATED, "tool_use": DATED.removesuffix(CHATML) + TOOLS}
     dated = with_day(tokenizer, "2020-01-31")
     for row in {"messages": ASKED}, {"messages": ASKED, "tools": [ADD]}:
         assert "31 Jan 2020" in whole(encode_row(row, dated, tmp_path), dated)[0]

@@ -271,12 +271,14 @@ def test_completion_is_no_text_of_its_own_where_texts_begin_with_a_space(
     tokenizer = sentencepiece(kind)
     bos = add_specials(tokenizer, template)
     (document,) = encode_row({"prompt": prompt, "completion": completion}, tokenizer, tmp_path)
-    joined = prompt + completion.removesuffix("</s>")
-    assert document["input_ids"].tolist() == [
-        *bos, *plain(tokenizer, joined), tokenizer.eos_token_id]
+    before, joined = plain(tokenizer, prompt), plain(tokenizer, prompt + completion)
     *answer, eos = document["labels"][document["labels"] != IGNORE].tolist()
-    assert "".join(tokenizer.convert_ids_to_tokens(answer)).lstrip("\u2581") == "7."
+    assert document["input_ids"].tolist() == [*bos, *before, *answer, eos]
+    assert "".join(tokenizer.convert_ids_to_tokens(answer)) == (
+        completion.removesuffix("</s>").replace(" ", "\u2581"))
     assert eos == tokenizer.eos_token_id
+    if not prompt.endswith(" "):  # else the space would be in a token of both
+        assert [*before, *answer] == joined[: len(before + answer)]
 
 
 @pytest.mark.parametrize("template", BOS_AND_EOS)
@@ -466,10 +468,10 @@ def test_tokenizer_gets_a_bounded_text_at_once(tokenizer, tmp_path, monkeypatch)
     rows = [{"text": "x" * n} for n in (3, 900, 4, 5, 6, 200, 7, 2000, 2)] + [{"input_ids": [5, 6]}]
     path, sizes, tokenize = write_jsonl(tmp_path / "data.jsonl", rows), [], encode.tokenize_batch
 
-    def noted(documents, tokenizer):
+    def noted(documents, tokenizers):
         sizes.append([sum(len(part.text) for part in document) for document in documents
                       if isinstance(document, list)])  # fmt: skip
-        return tokenize(documents, tokenizer)
+        return tokenize(documents, tokenizers)
 
     want = [document["digest"] for document in encode_file(path, tokenizer)]
     monkeypatch.setattr(encode, "BATCH_CHARACTERS", 500)
@@ -660,9 +662,12 @@ def test_keys_of_messages_that_the_template_does_not_name_are_told(tokenizer):
     _, ((part,),) = forms.parse_row({"messages": talk}, tokenizer)
     assert len(part.trained) == 1
     tokenizer.chat_template = CHATML.replace("m.role }}", "m.role }}{{ m.mood }}")
+    with pytest.raises(ValueError, match="asks for an answer with 'assistant.n', but begins"):
+        forms.parse_row({"messages": [ASKED[0], answer]}, tokenizer)
+    tokenizer.chat_template = CHATML.replace("m.content }}", "m.content }}{{ m.mood }}")
     form, ((part,),) = forms.parse_row({"messages": [ASKED[0], answer]}, tokenizer)
-    assert form == "messages (ignored in messages: wieght)" and "assistantgood" in part.text
-    thought = [{"reasoning_content": "so", "train": True}]  # transformers gives it by all its names
+    assert form == "messages (ignored in messages: wieght)" and "7.good" in part.text
+    thought = [{"reasoning_content": "so", "train": False}]  # transformers gives it by all its names
     assert not forms.unread_keys(thought, "{{ m.thinking }}")
     assert forms.unread_keys(thought, "{{ m.content }}") == ["reasoning_content"]
 

@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerFast
 
 import train_fsdp_qlora
 from fsdp_qlora.data.bins import deal_rows
-from fsdp_qlora.data.encode import encode_pieces, tokenize
+from fsdp_qlora.data.encode import both_tokenizers, encode_pieces, tokenize
 from fsdp_qlora.data.prepare import prepare_data, prepare_rows
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.data.sources import RefusedRow, find_pieces
@@ -799,7 +799,7 @@ def tokenizer(demo_directory):
 
 def decoded(document, tokenizer):
     """(what is read, what is trained) of a document."""
-    ((ids, labels),) = tokenize([document], tokenizer)
+    (((ids, labels),),) = tokenize([document], both_tokenizers(tokenizer))
     trained = [label for label in labels if label != IGNORE]
     assert ids[len(ids) - len(trained) :] == trained
     read = tokenizer.decode(ids[: len(ids) - len(trained)]).removeprefix("<s>")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import json
 import os
 import re
 from typing import Any, NamedTuple
@@ -19,6 +20,17 @@ from fsdp_qlora.data.template import PROBE_CALL, PROBE_TOOL, Traits, render, tem
 from fsdp_qlora.data.tools import openai_calls
 
 Spans = list[tuple[int, int]]  # where in a text, in characters: [(start, end)]
+REASONING = "reasoning_content", "reasoning", "thinking"  # keys of a message; they mean the same
+
+
+class Conversation(NamedTuple):
+    """A document of a conversation: a text that the template renders."""
+
+    text: str
+    spans: Spans  # what of it is trained
+    # where in the text each trained answer begins, and with which variables of the template its
+    # prompt, the text before it, is rendered: JSON, see Rows.asked
+    answers: list[tuple[int, str]]
 
 
 class Answer(NamedTuple):
@@ -26,21 +38,23 @@ class Answer(NamedTuple):
 
     text: str  # the conversation up to it, as a longer document begins where it is not rewritten
     document: str  # the same if nothing follows, up to the token that closes the answer
-    spans: Spans  # of the answer, in both
+    start: int  # where the answer begins in both: behind its prompt
+    spans: Spans  # what of it is trained, in both
+    asked: str  # see Conversation
     notes: list[str]  # what the user should know of its training
 
 
 def parse_chat(messages: list[dict[str, Any]], options: dict[str, Any],
-               tokenizer: PreTrainedTokenizerFast) -> tuple[list[tuple[str, Spans]], list[str]]:
-    """Returns [(text, spans)], the documents of a conversation and which of their characters are
-    trained; and notes on them. `options` is what the template is given besides messages: tools, and
-    other variables. Each message says in `train` whether it is trained.
+               tokenizer: PreTrainedTokenizerFast) -> tuple[list[Conversation], list[str]]:
+    """Returns the documents of a conversation, and notes on them. `options` is what the template is
+    given besides messages: tools, and other variables. Each message says in `train` whether it is
+    trained.
 
     Each answer (a message of the assistant that is trained) is trained as the model will write it:
-    after what the template makes of the messages before it, from the generation prompt to its
-    closing token, or what the template marks by {% generation %}. An answer that the template
-    rewrites when more messages follow, as Qwen3 does to drop reasoning, gets a document that ends
-    with it.
+    behind its prompt, which is exactly what the template renders for the messages before it when a
+    server asks, and up to its closing token, or what the template marks by {% generation %}. An
+    answer that the template rewrites when more messages follow, as Qwen3 does to drop reasoning,
+    gets a document that ends with it.
     """
     if not tokenizer.chat_template:
         raise RefusedRow("is a conversation, but the tokenizer has no chat template: give one by"
@@ -52,17 +66,20 @@ def parse_chat(messages: list[dict[str, Any]], options: dict[str, Any],
     answers = [i for i, (_, is_trained) in enumerate(cleaned) if is_trained and i > 0]
     if not answers:
         raise ValueError("no message of the assistant is trained")
-    documents: list[tuple[str, Spans]] = []  # the longest first
+    documents: list[Conversation] = []  # the longest first
     notes: dict[str, None] = {}
     for i in reversed(answers):
         answer = render_answer(messages[: i + 1], options, tokenizer, traits)
         notes |= dict.fromkeys(answer.notes)
-        for longer, longer_spans in documents:
-            if longer.startswith(answer.text):
-                longer_spans += spans_within(answer, longer, messages[i + 1]["role"], traits)
+        for longer in documents:
+            if longer.text.startswith(answer.text):
+                spans = spans_within(answer, longer.text, messages[i + 1]["role"], traits)
+                longer.spans.extend(spans)
+                longer.answers.append((answer.start, answer.asked))
                 break
         else:
-            documents.append((answer.document, answer.spans))
+            documents.append(
+                Conversation(answer.document, answer.spans, [(answer.start, answer.asked)]))
     return documents[::-1], list(notes)
 
 
@@ -91,7 +108,7 @@ def closing_tokens(tokenizer: PreTrainedTokenizerFast) -> list[str]:
         with contextlib.suppress(ValueError):  # of the template
             documents, _ = parse_chat(talk, {"tools": tools}, tokenizer)
             special = template_traits(tokenizer, str(tokenizer.chat_template)).special
-            for text, spans in reversed(documents):
+            for text, spans, _ in reversed(documents):
                 for start, end in spans:
                     written = text[start:end].rstrip()
                     found |= {token: None for token in special if written.endswith(token)}
@@ -109,59 +126,124 @@ def checked_text(value: Any, name: str) -> str:
 
 def render_answer(messages: list[dict[str, Any]], options: dict[str, Any],
                   tokenizer: PreTrainedTokenizerFast, traits: Traits) -> Answer:
-    """The Answer with which the messages end. Its document ends with its closing token, or with EOS
-    if the template has none; with {% generation %} marks, where the last of them ends."""
-    prompt = render(messages[:-1], tokenizer, add_generation_prompt=True, **options)
-    text = checked_text(render(messages, tokenizer, **options), "the conversation")
+    """The Answer with which the messages end, behind its prompt. Its document ends with its closing
+    token, or with EOS if the template has none; with {% generation %} marks, where the last of
+    them ends.
+
+    Where the template opens the answer otherwise than the prompt does, as thinking models' do for
+    an answer without reasoning, it is rendered as the template's own switch makes both agree. Where
+    there is none, the answer has the reasoning, which may be empty, that its prompt opens. Raises
+    RefusedRow where they cannot agree.
+    """
+    notes: list[str] = []
+    prompt, text, at = render_both(messages, options, tokenizer)
+    for switch in traits.switches:
+        if at is None and not switch.keys() & options.keys():  # the row itself sets no such thing
+            with contextlib.suppress(ValueError):
+                switched = render_both(messages, options | switch, tokenizer)
+                if switched[2] is not None:
+                    options, (prompt, text, at) = options | switch, switched
     template, marks = tokenizer.get_chat_template(tools=options["tools"]), []
     if re.search(r"\{%-?\s*generation\b", template):
         marks = marked_spans(messages, options, template, tokenizer)
-    found = find_answer(messages, prompt, text, options, tokenizer)
-    if not found and not marks:
-        raise RefusedRow(f"the chat template mixes message {len(messages)} with those before it:"
-                         " its tokens cannot be told")
-    given, at = found or ("", 0)
-    text, shift = given + text[at:], len(given) - at
+    elif at is None and (closed := close_reasoning(messages[-1], prompt, text, template)):
+        at, text = len(prompt), prompt + closed
+        notes.append("answers go on from the reasoning that the generation prompt opens; where a"
+                     " row has none, it is empty")
+    if at is None:
+        raise RefusedRow(why_otherwise(prompt, text))
+    text, shift = prompt + text[at:], len(prompt) - at
     if marks:
-        spans = [(start + shift, end + shift) for start, end in marks]
-        answer = Answer(text, text[: spans[-1][1]], spans, [])
-        if not answer.document.rstrip().endswith(traits.special):
-            answer.notes.append("no token that closes an answer is trained: the template's"
-                                " {% generation %} marks leave it out")
+        answer = marked_answer(text, prompt, [(a + shift, b + shift) for a, b in marks], traits)
     else:
         content = content_of(messages[-1])
-        answer = close_answer(text, given, prompt, content, tokenizer.eos_token, traits)
-    check_rendered(messages, options["tools"], text, text[answer.spans[0][0] :])
+        answer = close_answer(text, prompt, content, tokenizer.eos_token, traits)
+    answer.notes.extend(notes)
+    check_rendered(messages, options["tools"], text, text[len(prompt) :])
+    asked = {name: value for name, value in options.items() if name in traits.variables}
+    return answer._replace(asked=json.dumps(asked, sort_keys=True))
+
+
+def render_both(messages: list[dict[str, Any]], options: dict[str, Any],
+                tokenizer: PreTrainedTokenizerFast) -> tuple[str, str, int | None]:
+    """What the template makes of the messages before the last one, with the generation prompt, and
+    of all of them; and where in that the last one begins, None: not behind the prompt."""
+    prompt = render(messages[:-1], tokenizer, add_generation_prompt=True, **options)
+    text = checked_text(render(messages, tokenizer, **options), "the conversation")
+    if text.startswith(prompt):
+        return prompt, text, len(prompt)
+    return prompt, text, find_answer(messages, prompt, text, options, tokenizer)
+
+
+def marked_answer(text: str, prompt: str, marks: Spans, traits: Traits) -> Answer:
+    """The Answer of a template with {% generation %} marks, which are where the model's words are:
+    what they have of the prompt is not trained."""
+    spans = [(max(start, len(prompt)), end) for start, end in marks if end > len(prompt)]
+    if not spans or (between := text[len(prompt) : spans[0][0]]):
+        raise RefusedRow("the chat template's {% generation %} marks leave out"
+                         f" {between[:60] if spans else 'the answer'!r}, which stands behind the"
+                         " generation prompt: the model would never learn to write it; name another"
+                         " template by --chat_template")
+    answer = Answer(text, text[: spans[-1][1]], len(prompt), spans, "", [])
+    if not answer.document.rstrip().endswith(traits.special):
+        answer.notes.append("no token that closes an answer is trained: the template's"
+                            " {% generation %} marks leave it out")
     return answer
 
 
-def close_answer(text: str, given: str, prompt: str, content: str, eos: str,
-                 traits: Traits) -> Answer:
-    """The Answer of a template without marks: what stands behind `given` in the text."""
+def close_answer(text: str, prompt: str, content: str, eos: str, traits: Traits) -> Answer:
+    """The Answer of a template without marks: what stands behind the prompt in the text."""
     notes, opened = [], text.rpartition(eos)[2]
     if not traits.has_prompt and opened.strip() and prompt.endswith(opened):
         text = text.removesuffix(opened)  # Cohere's: a generation prompt that is always there
-    elif not traits.has_prompt and text[len(given) :].partition(content or "\n")[0].strip():
+    elif not traits.has_prompt and text[len(prompt) :].partition(content or "\n")[0].strip():
         notes.append("the assistant's header is trained, too: the chat template has no generation"
                      " prompt")
     document = text.rstrip()
     if not document.endswith(traits.special if traits.closes else eos):
         document = text + eos
-    return Answer(text, document, [(len(given), len(document))], notes)
+    return Answer(text, document, len(prompt), [(len(prompt), len(document))], "", notes)
+
+
+def close_reasoning(message: dict[str, Any], prompt: str, text: str, template: str) -> str:
+    """What the model writes behind a prompt that ends in a tag, as <think>, if the template renders
+    the message without it, as DeepSeek R1's does: the message's reasoning, which may be empty, the
+    tag's end, and the answer. "" where that is not so."""
+    found = re.search(r"<([\w:]+)>(\s*)$", prompt)
+    if not found or not text.startswith(prompt[: found.start()]):
+        return ""
+    tag, close, gap = found[0].rstrip(), f"</{found[1]}>", found[2]
+    answer = text[found.start() :]
+    if answer.startswith(tag):  # only the white space behind it differs
+        return answer.removeprefix(tag)
+    if close not in template:
+        return ""
+    within = content_of(message).rpartition(close)[0].removeprefix(tag)
+    given = next((message[key] for key in REASONING if message.get(key)), within)
+    reasoning = checked_text(given, "reasoning").strip()
+    return f"{reasoning}{gap}{close}{2 * gap}{answer.lstrip()}"
+
+
+def why_otherwise(prompt: str, text: str) -> str:
+    """Why an answer cannot be trained as the model is asked for it."""
+    at = shared_length(prompt, text)
+    at = max(prompt.rfind("\n", 0, at), prompt.rfind(">", 0, at)) + 1  # not within a tag
+    return (f"the chat template asks for an answer with {prompt[at:][:60]!r}, but begins this one"
+            f" with {text[at:][:60]!r}, so that what is trained is not what is asked for: change"
+            " the reasoning of the answer or chat_template_kwargs, or name another template by"
+            " --chat_template")
 
 
 def find_answer(messages: list[dict[str, Any]], prompt: str, text: str, options: dict[str, Any],
-                tokenizer: PreTrainedTokenizerFast) -> tuple[str, int] | None:
-    """What the model is given before the last message, and where this begins in `text`, which the
-    template makes of all; None if it mixes them. `prompt` is what it makes of the others, with the
-    generation prompt."""
+                tokenizer: PreTrainedTokenizerFast) -> int | None:
+    """Where the last message begins in `text`, which the template makes of all, if messages before
+    it are rewritten there; None where it is opened otherwise than by `prompt`, which is what the
+    template makes of the others, with the generation prompt. Raises RefusedRow where they mix."""
     start = shared_length(prompt, text)
-    if start == len(prompt):
-        return prompt, start
     before = render(messages[:-1], tokenizer, **options)
     n_before = shared_length(prompt, before)
-    if start > n_before:  # an answer is opened otherwise than by the generation prompt
-        return text[:start], start
+    if start >= n_before:
+        return None
     # With the answer, messages before it are rewritten: gpt-oss drops the reasoning of calls, some
     # of Mistral's the system message. What stands behind those must be the same, and more than the
     # generation prompt.
@@ -170,8 +252,10 @@ def find_answer(messages: list[dict[str, Any]], prompt: str, text: str, options:
     n_same = bisect.bisect_left(range(1, len(prompt) - start), True,
                                 key=lambda n: prompt[-n:] not in rest)
     at = start + n_same + (rest.index(prompt[-n_same:]) if n_same else 0)
-    is_found = n_same > len(prompt) - n_before and has_text(text[at:], content_of(messages[-1]))
-    return (prompt, at) if is_found else None
+    if n_same > len(prompt) - n_before and has_text(text[at:], content_of(messages[-1])):
+        return at
+    raise RefusedRow(f"the chat template mixes message {len(messages)} with those before it:"
+                     " its tokens cannot be told")
 
 
 def marked_spans(messages: list[dict[str, Any]], options: dict[str, Any], template: str,
@@ -247,7 +331,7 @@ def check_rendered(messages: list[dict[str, Any]], tools: list[dict[str, Any]] |
                         for string in [function["name"], *strings_in(function["arguments"])]]
         if i == len(messages):
             strings += [(f"{key} of message {i}", message.get(key))
-                        for key in ("reasoning_content", "reasoning", "thinking")]
+                        for key in REASONING]
             wanted += [(what, string, answer) for what, string in strings]
         else:  # templates may drop the reasoning of earlier answers
             wanted += [(what, str(string or "").rpartition("</think>")[2], text)

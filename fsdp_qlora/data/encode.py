@@ -13,7 +13,7 @@ import functools
 import itertools
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow
@@ -37,6 +37,7 @@ ENCODED = {  # what encode_pieces() yields of a document
     "is_first": "bool",  # of its row
     "form": "string",  # of its row, with the keys that are ignored
     "plain": "bool",  # whether its row is a prompt and a completion as texts
+    "asked": "string",  # how its row's answers are asked for, a line for each, see Rows.asked
     "renamed": "string",  # the keys that --columns renames in its row, as JSON
     "left_out": "string", "where": "string"}  # why, and which row; "" if it is kept
 
@@ -65,15 +66,17 @@ def encode_pieces(pieces: list[Piece], tokenizer: PreTrainedTokenizerFast, max_s
     """Yield {name: value}, see ENCODED, for each document of each row; one of a row that cannot be
     used, and of a pair that has an answer which cannot."""
     rows, old_names = read_pieces(pieces), {column.split("=")[0] for column in new_names}
-    tokenizer = with_whole_offsets(tokenizer)
+    tokenizers = both_tokenizers(tokenizer)
     while batch := list(itertools.islice(rows, BATCH)):
         parsed = [(where, json.dumps(sorted(old_names & row.keys() if type(row) is dict else ())),
                    *try_row(row, tokenizer, new_names, loss)) for where, row in batch]
-        tokens = tokenize([d for *_, documents, _ in parsed for d in documents], tokenizer)
+        tokens = tokenize([d for *_, documents, _ in parsed for d in documents], tokenizers)
         for where, renamed, row_error, form, documents, desirable in parsed:
-            last = documents[0][-1]
-            is_plain = isinstance(last, Part) and last.is_completion
-            found = [columns_of(*next(tokens), max_seq_len, good) for good in desirable]
+            parts = [part for document in documents for part in document if isinstance(part, Part)]
+            is_plain = any(part.is_completion for part in parts)
+            asked = "\n".join(way for part in parts for _, way in part.answers)
+            found = [columns_of(*ids, max_seq_len, good)
+                     for good in desirable for ids in next(tokens)]
             errors = [row_error or check_tokens(columns, max_seq_len, vocab_size)
                       for columns in found]
             if LOSSES[loss].n_answers == 2:
@@ -85,7 +88,7 @@ def encode_pieces(pieces: list[Piece], tokenizer: PreTrainedTokenizerFast, max_s
                 form, why = printable(form), printable(why)
                 yield {**columns, "kept": not error, "refused": isinstance(error, RefusedRow),
                        "is_first": i == 0, "form": form, "plain": is_plain and not error,
-                       "renamed": renamed, "left_out": why,
+                       "asked": asked if i == 0 else "", "renamed": renamed, "left_out": why,
                        "where": where if error else ""}
 
 
@@ -114,41 +117,82 @@ def try_row(row: Any, tokenizer: PreTrainedTokenizerFast, new_names: Sequence[st
         return e, "", [([], [])], [True]
 
 
-def tokenize(documents: list[Document], tokenizer: PreTrainedTokenizerFast) -> Iterator[Ids]:
-    """Yield (input_ids, labels), two lists, of each document of parse_row(). The tokenizer must be
-    with_whole_offsets()."""
+class Tokenizers(NamedTuple):
+    """A tokenizer in the forms that tokenize() needs."""
+
+    first: PreTrainedTokenizerFast  # for what begins a text, with_whole_offsets()
+    further: PreTrainedTokenizerFast  # for what goes on, without_prefix()
+
+
+def both_tokenizers(tokenizer: PreTrainedTokenizerFast) -> Tokenizers:
+    return Tokenizers(with_whole_offsets(tokenizer), without_prefix(tokenizer))
+
+
+def tokenize(documents: list[Document], tokenizers: Tokenizers) -> Iterator[list[Ids]]:
+    """Yield what becomes of each document of parse_row(), in most cases one (input_ids, labels).
+
+    An answer that begins inside a token gets one of its own, in which its prompt and itself are
+    tokens apart, as they are where the model is asked. So the tokens before each answer are those
+    of its prompt: where a tokenizer puts a token's end, the tokens before are those of the text
+    before.
+    """
     sizes = (0 if isinstance(document, tuple) else sum(len(part.text) for part in document)
              for document in documents)
     batches = (n // BATCH_CHARACTERS for n in itertools.accumulate(sizes))
     for _, batch in itertools.groupby(zip(batches, documents), key=lambda pair: pair[0]):
-        yield from tokenize_batch([document for _, document in batch], tokenizer)
+        yield from tokenize_batch([document for _, document in batch], tokenizers)
 
 
-def tokenize_batch(documents: list[Document], tokenizer: PreTrainedTokenizerFast) -> list[Ids]:
+def tokenize_batch(documents: list[Document], tokenizers: Tokenizers) -> list[list[Ids]]:
     """tokenize() of a few documents at once."""
     parts = [part for document in documents if isinstance(document, list) for part in document]
-    encoded = {}  # may_begin: the tokens of all such parts in order
-    for may_begin in (True, False):
-        texts = [part.text for part in parts if part.may_begin == may_begin]
-        if texts:
-            batch = tokenizer(texts, verbose=False, add_special_tokens=may_begin,
-                              return_offsets_mapping=True, return_attention_mask=False,
-                              return_token_type_ids=False)
-            encoded[may_begin] = zip(batch["input_ids"], batch["offset_mapping"])
-    pairs = []
+    encoded = {}  # kind: the tokens of all such parts in order
+    for kind in {(part.may_begin, part.goes_on) for part in parts}:
+        may_begin, goes_on = kind
+        texts = [part.text for part in parts if (part.may_begin, part.goes_on) == kind]
+        batch = (tokenizers.further if goes_on else tokenizers.first)(
+            texts, verbose=False, add_special_tokens=may_begin, return_offsets_mapping=True,
+            return_attention_mask=False, return_token_type_ids=False)
+        encoded[kind] = zip(batch["input_ids"], batch["offset_mapping"])
+    found: list[list[Ids]] = []
     for document in documents:
         if not isinstance(document, list):  # it is tokens already
-            pairs.append(document)
+            found.append([document])
             continue
-        ids, labels = [], []
+        ids, labels, apart = [], [], list[Document]()
         for part in document:
-            new_ids, new_labels = part_labels(part, *next(encoded[part.may_begin]), tokenizer)
+            new_ids, offsets = next(encoded[part.may_begin, part.goes_on])
+            if part.answers:
+                part, apart = part_apart(part, offsets)
+            new_ids, new_labels = part_labels(part, new_ids, offsets, tokenizers.first)
             ids, labels = ids + new_ids, labels + new_labels
-        eos = tokenizer.eos_token_id
+        eos = tokenizers.first.eos_token_id
         if document[-1].must_end and ids[-1:] != [eos]:
             ids, labels = [*ids, eos], [*labels, eos]
-        pairs.append((ids, labels))
-    return pairs
+        others = tokenize_batch(apart, tokenizers) if apart else []
+        found.append([pair for pairs in others for pair in pairs])
+        if not apart or part.trained:
+            found[-1].append((ids, labels))
+    return found
+
+
+def part_apart(part: Part, offsets: list[tuple[int, int]]) -> tuple[Part, list[Document]]:
+    """A conversation without its answers that begin inside a token, and a document of each of
+    these, up to its end."""
+    assert not isinstance(part.trained, bool), "a conversation has spans"
+    starts, apart = sorted(start for start, _ in part.answers), list[Document]()
+    trained = list(part.trained)
+    for start, next_start in zip(starts, [*starts[1:], len(part.text)]):
+        token = bisect.bisect_right(offsets, start, key=lambda token: token[1])
+        if token < len(offsets) and offsets[token][0] < start:
+            spans = [span for span in trained if start <= span[0] < next_start]
+            trained = [span for span in trained if span not in spans]
+            end = max(end for _, end in spans)
+            apart.append([
+                Part(part.text[:start], trained=False, may_begin=False),
+                Part(part.text[start:end], [(a - start, b - start) for a, b in spans],
+                     may_begin=False, goes_on=True)])
+    return part._replace(trained=trained), apart
 
 
 def with_whole_offsets(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
@@ -160,6 +204,26 @@ def with_whole_offsets(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenize
     whole._tokenizer = Tokenizer.from_str(
         text.replace('"trim_offsets":true', '"trim_offsets":false'))
     return whole
+
+
+def without_prefix(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """A copy of the tokenizer that puts nothing before a text that goes on, as SentencePiece's of
+    Llama 2 and Mistral put a space before every text."""
+    further, whole = copy.copy(tokenizer), json.loads(tokenizer.backend_tokenizer.to_str())
+
+    def change(step: Any) -> Any:
+        """A normalizer or pre-tokenizer that puts nothing before a text; None: it did only that."""
+        if not isinstance(step, dict) or step["type"] == "Prepend":
+            return None
+        for key, value in ("prepend_scheme", "never"), ("add_prefix_space", False):
+            step |= {key: value} if key in step else {}
+        for key in step.keys() & {"normalizers", "pretokenizers"}:  # of a Sequence
+            step[key] = [other for each in step[key] if (other := change(each))]
+        return step
+
+    whole |= {key: change(whole[key]) for key in ("normalizer", "pre_tokenizer")}
+    further._tokenizer = Tokenizer.from_str(json.dumps(whole))
+    return further
 
 
 @functools.lru_cache(1)
@@ -181,7 +245,7 @@ def part_labels(part: Part, ids: list[int], offsets: list[tuple[int, int]],
     if isinstance(part.trained, bool):
         return ids, ids if part.trained else [IGNORE] * len(ids)
     labels, offsets = [IGNORE] * len(ids), offsets[: len(ids)]
-    for start, end in part.trained:  # by overlap: a token may begin with the space before the span
+    for start, end in part.trained:  # by overlap: a token may begin before the span
         chosen = slice(bisect.bisect_right(offsets, start, key=lambda token: token[1]),
                        bisect.bisect_left(offsets, end, key=lambda token: token[0]))
         labels[chosen] = ids[chosen]

@@ -5,14 +5,13 @@ encode.py, and rows with several answers or with judged ones to preferences.py.
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerFast
 
-from fsdp_qlora.data.chat import Spans, checked_text, parse_chat
+from fsdp_qlora.data.chat import REASONING, Spans, checked_text, parse_chat
 from fsdp_qlora.data.sources import RefusedRow
 from fsdp_qlora.data.tools import openai_tools, read_value
 
@@ -21,7 +20,6 @@ IGNORE = -100  # the label of a token that is not trained
 # The keys that TRL, Axolotl, LLaMA-Factory and OpenAI give a meaning. A row's form takes a key, or
 # the key ends the run; all other keys, and what only another form must have, are named and ignored.
 CHAT = ("system", "tools", "chat_template_kwargs")
-REASONING = ("reasoning_content", "thinking", "reasoning")  # to transformers they are one
 MASKS = ("labels", "completion_mask", "assistant_masks", "attention_mask")
 COMPLETION = ("prompt", "completion")
 INSTRUCTIONS = (("instruction", "output"), ("instruction", "response"))
@@ -73,6 +71,10 @@ class Part(NamedTuple):
     may_begin: bool  # whether the tokenizer may put BOS in front
     must_end: bool = False  # whether EOS follows, if it does not end with that
     is_completion: bool = False  # of a prompt in plain text, which may stand in this part before it
+    # of a conversation, see Conversation: its document is several where a token would go over from
+    # a prompt to an answer
+    answers: Sequence[tuple[int, str]] = ()
+    goes_on: bool = False  # whether it stands behind another part: no tokenizer may put a space there
 
 
 Ids = tuple[list[int], list[int]]  # (input_ids, labels)
@@ -118,7 +120,8 @@ def parse_object(row: dict[str, Any], tokenizer: PreTrainedTokenizerFast,
             notes.append("not trained: the assistant's first message, before which nothing stands")
         rendered, more_notes = parse_chat(messages, template_options(row), tokenizer)
         notes += more_notes
-        documents = [[Part(text, spans, may_begin=False)] for text, spans in rendered]
+        documents = [[Part(text, spans, may_begin=False, answers=answers)]
+                     for text, spans, answers in rendered]
     return " and ".join(form) + (f" ({'; '.join(notes)})" if notes else ""), documents
 
 
@@ -198,9 +201,11 @@ def take_keys(row: dict[str, Any], form: tuple[str, ...]) -> tuple[dict[str, Any
 
 
 def unread_keys(messages: list[dict[str, Any]], template: str) -> list[str]:
-    """The keys of messages that the chat template never names, in order."""
+    """The keys of messages that the chat template never names, in order; the reasoning of an answer
+    that is trained counts as read, see close_reasoning() of chat."""
     keys = dict.fromkeys(key for message in messages for key, value in message.items()
-                         if key != "train" and not is_empty(value))
+                         if key != "train" and not is_empty(value)
+                         and not (message["train"] and key in REASONING))
     return [key for key in keys if not any(re.search(rf"\b{re.escape(name)}\b", template)
                                            for name in (REASONING if key in REASONING else [key]))]
 
@@ -240,20 +245,13 @@ def parse_text(row: dict[str, Any], form: tuple[str, ...], tokenizer: PreTrained
     prompt, completion = as_prompt(row, form)
     if not completion.strip():
         raise ValueError("completion is empty")
-    if is_one_text or begins_with_space(tokenizer):
+    if is_one_text:
         text = prompt + completion.removesuffix(tokenizer.eos_token)
         return [[Part(text, [(len(prompt), len(text))], may_begin=True, must_end=True,
                       is_completion=True)]]
     return [[Part(prompt, trained=False, may_begin=True),
-             Part(completion, trained=True, may_begin=False, must_end=True, is_completion=True)]]
-
-
-@functools.lru_cache(1)
-def begins_with_space(tokenizer: PreTrainedTokenizerFast) -> bool:
-    """Whether the tokenizer puts a space before any text, as SentencePiece's of Llama 2 and Mistral
-    do: a completion must not be a text of its own there."""
-    ids = tokenizer("a", add_special_tokens=False)["input_ids"]
-    return "".join(tokenizer.convert_ids_to_tokens(ids)).startswith("\u2581")
+             Part(completion, trained=True, may_begin=False, must_end=True, is_completion=True,
+                  goes_on=True)]]
 
 
 def as_prompt(row: dict[str, Any], form: tuple[str, ...]) -> tuple[str, str]:

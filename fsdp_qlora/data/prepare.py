@@ -28,7 +28,7 @@ from fsdp_qlora.data.forms import parse_row
 from fsdp_qlora.data.preferences import parse_preference
 from fsdp_qlora.data.rows import COLUMNS, Rows, columns_of, random_rows
 from fsdp_qlora.data.sources import Piece, find_pieces
-from fsdp_qlora.data.template import with_day
+from fsdp_qlora.data.template import describe_asked, with_day
 from fsdp_qlora.data.tools import openai_calls
 from fsdp_qlora.files import digest, text_digest, write_whole
 from fsdp_qlora.model.loss import LOSSES
@@ -49,6 +49,8 @@ def prepare_data(config: Config, directory: Path, tokenizer: PreTrainedTokenizer
     sources = config.dataset or (str(directory / "demo" / "data.jsonl"),)
     rows, line, renamed = prepare_rows(sources, *settings)
     say(f"data: {line}")
+    if rows.asked:
+        say(f"asked: {describe_asked(rows.asked)}")
     if config.dataset and (n_repeated := rows.n_repeated()):
         say(f"repeated: {n_repeated:,} of these rows are another one again, token for token")
     if config.model and tokenizer and tokenizer.chat_template and rows.n_plain:
@@ -210,4 +212,14 @@ def rows_of_table(table: pyarrow.Table, loss: str) -> Rows:
     documents = Rows("sft", input_ids, labels, bounds, starts, lengths, prompt_lengths, n_trained,
                      desirable, digests, sources)
     return dataclasses.replace(documents.select(kept.nonzero().view(-1)), loss=loss,
-                               n_plain=int(table["plain"].to_numpy().sum()))
+                               n_plain=int(table["plain"].to_numpy().sum()),
+                               asked=count_asked(table))
+
+
+def count_asked(table: pyarrow.Table) -> dict[str, int]:
+    """Rows.asked of what read_table() returns."""
+    counts: dict[str, int] = {}
+    for ways, n_rows in counts_of(table["asked"].filter(table["kept"])).items():
+        for way in ways.splitlines():
+            counts[way] = counts.get(way, 0) + n_rows
+    return counts

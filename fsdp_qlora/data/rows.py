@@ -44,6 +44,9 @@ class Rows:
     digests: torch.Tensor  # int64 [documents], of tokens, labels and `desirable`
     sources: torch.Tensor  # int64 [documents], the number of the example that each was made of
     n_plain: int = 0  # documents of the data set that are prompt and completion as plain text
+    # {JSON of variables of the chat template: how many answers of the data set are rendered with
+    # these}, "{}": with none. Whoever asks for such an answer must set the same.
+    asked: dict[str, int] = dataclasses.field(default_factory=dict)
     # fp64 [documents], the log-probability of each answer before the first step
     reference: torch.Tensor | None = None
     # the same prompts with answers of other rows, as KTO wants them, see mismatch()

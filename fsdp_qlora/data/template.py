@@ -14,6 +14,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jinja2
+import jinja2.ext
+import jinja2.meta
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.data.tools import openai_calls
@@ -26,6 +29,10 @@ PROBE_TOOL = {"type": "function", "function": {
     "name": "probe", "description": "probe", "parameters": {
         "type": "object", "properties": {"of": {"type": "string", "description": "probe"}}}}}
 
+# of a template's variables: what it is given in any case, and its functions
+NO_SWITCHES = ("messages", "tools", "documents", "add_generation_prompt", "raise_exception",
+               "strftime_now")
+
 
 class Traits(NamedTuple):
     """What a chat template does with a few probes."""
@@ -36,6 +43,10 @@ class Traits(NamedTuple):
     closes: bool  # it closes the last answer by a special token
     has_prompt: bool  # it has a generation prompt
     calls_as_text: bool  # it wants the arguments of a call as JSON text
+    # each {variable: value} that a caller may set and that changes the generation prompt, as
+    # enable_thinking False
+    switches: tuple[dict[str, Any], ...]
+    variables: frozenset[str]  # those of the switches
 
 
 def set_template(tokenizer: PreTrainedTokenizerFast, directory: Path, file: str | None) -> None:
@@ -122,10 +133,57 @@ def template_traits(tokenizer: PreTrainedTokenizerFast, template: str) -> Traits
     with_object, with_text = (
         rendered(asked, {**answered, "tool_calls": openai_calls([PROBE_CALL], as_text)},
                  tools=[PROBE_TOOL]) for as_text in (False, True))
+    # an object may raise, as with DeepSeek-V3's, or be printed as Python prints it
+    calls_as_text = bool(with_text) and (
+        not with_object or str(PROBE_CALL["function"]["arguments"]) in with_object)
+
+    def generation_prompt(**options: Any) -> str:
+        """What is added behind a question to ask for an answer."""
+        question = rendered(asked, **options)
+        return rendered(asked, add_generation_prompt=True, **options).removeprefix(question)
+
+    usual = generation_prompt()
+    switches = tuple(switch for switch in possible_switches(tokenizer)
+                     if generation_prompt(**switch) not in ("", usual))
     return Traits(
         special=special, marker=re.compile(rf"\s*({'|'.join(map(re.escape, longest_first))})"),
         as_parts=as_parts, closes=not answer or answer.rstrip().endswith(special),
         has_prompt=rendered(asked) != rendered(asked, add_generation_prompt=True),
-        # an object may raise, as with DeepSeek-V3's, or be printed as Python prints it
-        calls_as_text=bool(with_text) and (
-            not with_object or str(PROBE_CALL["function"]["arguments"]) in with_object))
+        calls_as_text=calls_as_text, switches=switches,
+        variables=frozenset(name for switch in switches for name in switch))
+
+
+def describe_asked(asked: dict[str, int]) -> str:
+    """How to ask for the answers of a data set as they are trained, from Rows.asked."""
+    n_answers, parts = sum(asked.values()), []
+    for way, n in sorted(asked.items(), key=lambda item: -item[1])[:5]:
+        variables = json.loads(way)
+        named = ", ".join(f"{name}={value!r}" for name, value in variables.items())
+        parts.append(f"{n:,} of {n_answers:,} answers are trained behind the chat template's prompt"
+                     + (f" with {named}: ask with tokenizer.apply_chat_template(messages,"
+                        f" add_generation_prompt=True, {named}), or a server with"
+                        f' "chat_template_kwargs": {way}' if variables else " as it is"))
+    return "; ".join(parts)
+
+
+def possible_switches(tokenizer: PreTrainedTokenizerFast) -> list[dict[str, Any]]:
+    """Each variable that the tokenizer's chat templates read and do not set, with each value that
+    it may have: False, True, or what the template compares it with."""
+    template = tokenizer.chat_template
+    found: list[dict[str, Any]] = []
+    for text in template.values() if isinstance(template, dict) else [template]:
+        text = re.sub(r"\{%-?\s*(end)?generation\b.*?%\}", "", text)  # a tag of transformers' own
+        with contextlib.suppress(jinja2.TemplateError):
+            tree = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
+            names = jinja2.meta.find_undeclared_variables(tree)
+            values = {name: [False, True] for name in sorted(
+                names - {*NO_SWITCHES, *tokenizer.special_tokens_map})}
+            for compared in tree.find_all(jinja2.nodes.Compare):
+                sides = [compared.expr, *(operand.expr for operand in compared.ops)]
+                constants = [side.value for side in sides if isinstance(side, jinja2.nodes.Const)]
+                for side in sides:
+                    if isinstance(side, jinja2.nodes.Name) and side.name in values:
+                        values[side.name] += constants
+            found += [{name: value} for name in values for value in values[name]
+                      if {name: value} not in found]
+    return found
