@@ -49,6 +49,7 @@ from peft import LoraConfig
 from safetensors import SafetensorError
 from tqdm import tqdm
 
+from fsdp_qlora.data.template import how_to_ask
 from fsdp_qlora.data.tokenizer import name_class
 from fsdp_qlora.files import read_json, sync_file, write_tensors
 from fsdp_qlora.lora.peft_names import as_saved, expert_parts, expert_settings, file_parts
@@ -140,6 +141,9 @@ def merge(args: argparse.Namespace) -> None:
     sync_file(partial.parent)
     print(f'merged model saved; to load it: {base.auto_class.__name__}.from_pretrained("{output}")')
     print(verdict)
+    asked = {json.dumps(way["chat_template_kwargs"]): way["answers"] for way in run.get("asked", ())}
+    if how := how_to_ask(asked):
+        print(how)
 
 
 def say_base(base: argparse.Namespace, n_adapted: int) -> None:

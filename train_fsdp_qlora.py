@@ -57,6 +57,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from fsdp_qlora.data.bins import Bin, deal_rows, make_bin, step_rows
 from fsdp_qlora.data.prepare import prepare_data
 from fsdp_qlora.data.rows import Rows, random_rows
+from fsdp_qlora.data.template import how_to_ask
 from fsdp_qlora.data.tokenizer import check_tokenizer, load_tokenizer
 from fsdp_qlora.files import read_json, text_digest
 from fsdp_qlora.hashing import as_hex, content_sum, mix
@@ -972,7 +973,9 @@ def finish_run(run: Run) -> None:
     say_memory("at the end", run.device)
     say(f"adapter saved in {directory}; to merge it into the base model:")
     say(merge_command(directory, SCRIPT))
-    run.status.write("complete", 0, "the adapter is saved")
+    if how := how_to_ask(run.rows.asked):
+        say(how)
+    run.status.write("complete", 0, f"the adapter is saved; {how}" if how else "the adapter is saved")
 
 
 if __name__ == "__main__":

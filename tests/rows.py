@@ -161,6 +161,40 @@ MARKED = (
     "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# Qwen3.5: an answer that follows a question has reasoning, which its prompt opens, or by a switch
+# closes; where it is empty, a line's end stands on both sides of where they meet
+THINKING = (
+    "{% set ns = namespace(asked=-1) %}{% for m in messages if m.role == 'user' %}"
+    "{% set ns.asked = messages.index(m) %}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% set thought = m.reasoning_content or '' %}{% set content = m.content %}"
+    "{% if '</think>' in content %}{% set thought = content.split('</think>')[0].split('<think>')"
+    "[-1] %}{% set content = content.split('</think>')[-1] %}{% endif %}"
+    "{% if loop.index0 > ns.asked %}<think>\n{{ thought.strip() }}\n</think>\n\n{% endif %}"
+    "{{ content.strip() }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n"
+    "{% else %}<think>\n{% endif %}{% endif %}"
+)
+# its small sizes: no reasoning unless the switch asks for it
+SILENT = THINKING.replace("is false", "is true").replace(
+    "<think>\n\n</think>\n\n{% else %}<think>\n", "<think>\n{% else %}<think>\n\n</think>\n\n")
+# Nemotron 3: an answer without reasoning is not opened as the prompt opens it, but for a switch
+SWITCHED = (
+    "{% set enable_thinking = enable_thinking if enable_thinking is defined else True %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n"
+    "{% elif '</think>' not in m.content %}<think></think>{% endif %}{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{{ '<think>\n' if enable_thinking else '<think></think>' }}{% endif %}"
+)
+# GLM 4.7: the same, with a tag's end alone, and open turns
+CLOSED_TAG = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}"
+    "{{ '<think>' + m.reasoning_content + '</think>' if m.reasoning_content else '</think>' }}"
+    "{% endif %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>"
+    "{{ '</think>' if enable_thinking is defined and not enable_thinking else '<think>' }}{% endif %}"
+)
 TEMPLATES = {  # by trait
     "closed": CHATML,
     "marked": MARKED,
@@ -172,6 +206,10 @@ TEMPLATES = {  # by trait
     "content in parts": PARTS,
     "raises on a system message": STRICT,
     "tools": TOOLS,
+    "thinking": THINKING,
+    "thinking by a switch": SILENT,
+    "answering by a switch": SWITCHED,
+    "answering behind a tag's end": CLOSED_TAG,
 }
 
 ASKED = [says("user", "What is 3 plus 4?"), says("assistant", "The answer is 7.")]

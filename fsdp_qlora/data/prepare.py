@@ -28,7 +28,7 @@ from fsdp_qlora.data.forms import parse_row
 from fsdp_qlora.data.preferences import parse_preference
 from fsdp_qlora.data.rows import COLUMNS, Rows, columns_of, random_rows
 from fsdp_qlora.data.sources import Piece, find_pieces
-from fsdp_qlora.data.template import describe_asked, with_day
+from fsdp_qlora.data.template import how_to_ask, with_day
 from fsdp_qlora.data.tools import openai_calls
 from fsdp_qlora.files import digest, text_digest, write_whole
 from fsdp_qlora.model.loss import LOSSES
@@ -49,8 +49,9 @@ def prepare_data(config: Config, directory: Path, tokenizer: PreTrainedTokenizer
     sources = config.dataset or (str(directory / "demo" / "data.jsonl"),)
     rows, line, renamed = prepare_rows(sources, *settings)
     say(f"data: {line}")
-    if rows.asked:
-        say(f"asked: {describe_asked(rows.asked)}")
+    if n_answers := sum(rows.asked.values()):
+        say(f"chat template: the tokens before each of {n_answers:,} answers are those of its prompt"
+            f"; {how_to_ask(rows.asked) or 'ask by it as it is'}")
     if config.dataset and (n_repeated := rows.n_repeated()):
         say(f"repeated: {n_repeated:,} of these rows are another one again, token for token")
     if config.model and tokenizer and tokenizer.chat_template and rows.n_plain:

@@ -153,17 +153,17 @@ def template_traits(tokenizer: PreTrainedTokenizerFast, template: str) -> Traits
         variables=frozenset(name for switch in switches for name in switch))
 
 
-def describe_asked(asked: dict[str, int]) -> str:
-    """How to ask for the answers of a data set as they are trained, from Rows.asked."""
-    n_answers, parts = sum(asked.values()), []
-    for way, n in sorted(asked.items(), key=lambda item: -item[1])[:5]:
+def how_to_ask(asked: dict[str, int]) -> str:
+    """How to ask for the answers of a data set as they are trained, from Rows.asked; "": by the
+    chat template as it is."""
+    parts = []
+    for way, n in sorted(asked.items(), key=lambda item: -item[1]):
         variables = json.loads(way)
         named = ", ".join(f"{name}={value!r}" for name, value in variables.items())
-        parts.append(f"{n:,} of {n_answers:,} answers are trained behind the chat template's prompt"
-                     + (f" with {named}: ask with tokenizer.apply_chat_template(messages,"
-                        f" add_generation_prompt=True, {named}), or a server with"
-                        f' "chat_template_kwargs": {way}' if variables else " as it is"))
-    return "; ".join(parts)
+        parts.append(f"{n:,} answers with {named}, which is apply_chat_template(messages,"
+                     f" add_generation_prompt=True, {named}) and to a server"
+                     f' "chat_template_kwargs": {way}' if variables else f"{n:,} without more")
+    return "" if asked.keys() <= {"{}"} else f"ask as it was trained: {'; '.join(parts[:5])}"
 
 
 def possible_switches(tokenizer: PreTrainedTokenizerFast) -> list[dict[str, Any]]:

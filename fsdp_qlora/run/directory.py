@@ -232,6 +232,8 @@ def describe_run(run: Run, given: Config, base: Path, loaded: types.SimpleNamesp
         },
         "world_size": dist.get_world_size(),
         "date": day,
+        "asked": [{"answers": n, "chat_template_kwargs": json.loads(way)}
+                  for way, n in run.rows.asked.items()],  # see how_to_ask()
         "versions": versions,
         **kept,
         "probe_input_ids": run.probe.input_ids}
