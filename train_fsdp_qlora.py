@@ -61,7 +61,7 @@ from fsdp_qlora.data.template import how_to_ask
 from fsdp_qlora.data.tokenizer import check_tokenizer, load_tokenizer
 from fsdp_qlora.files import read_json, text_digest
 from fsdp_qlora.hashing import as_hex, content_sum, mix
-from fsdp_qlora.lora.adapter import Adapter, choose_adapted
+from fsdp_qlora.lora.adapter import Adapter, check_origin, choose_adapted, read_adapter
 from fsdp_qlora.model.attention import (
     attends, batched_attention, document_attention, flash_attention, reach_architectures,
     varlen_attention)
@@ -92,13 +92,13 @@ from fsdp_qlora.ranks import (
     AGAIN, DIVERGED, EXITS, Stop, all_gather, check_same, gather_objects, is_rank_0, n_cores,
     on_rank_0, refuse_launch, say, say_each, together)
 from fsdp_qlora.run.checkpoints import (
-    DISK_ERRORS, agree_on_content, checkpoint_path, drop_checkpoints, find_checkpoint,
-    load_checkpoint, save_adapter, sharded_state, write_checkpoint)
+    DISK_ERRORS, agree_on_content, check_room, checkpoint_path, drop_checkpoints, find_checkpoint,
+    load_checkpoint, refuse_other_run, save_adapter, sharded_state, write_checkpoint)
 from fsdp_qlora.run.demo import make_demo
 from fsdp_qlora.run.directory import describe_run, merge_command, open_output, save_tokenizer
 from fsdp_qlora.run.flags import parse_flags, resolve_config, resolve_steps, save_interval
 from fsdp_qlora.run.logs import (
-    Log, describe_metrics, draw_losses, say_example, say_plan_elsewhere, say_sample, say_speed,
+    Log, describe_metrics, draw_losses, say_examples, say_plan_elsewhere, say_sample, say_speed,
     say_start)
 from fsdp_qlora.run.probe import Probe
 from fsdp_qlora.run.status import LOST_DIRECTORY, REQUESTS, Status, watch_process
@@ -113,6 +113,7 @@ SCRIPT = Path(__file__)
 VERSIONS = {m.__name__: m.__version__ for m in (torch, transformers, peft, bnb)}
 TIMEOUT = timedelta(hours=12)  # one process may encode a large file while the others wait
 RETRY_SECONDS = 60  # after a save that failed
+DRY_EXAMPLES = 5  # rows that a dry run shows
 clock = time.monotonic  # seconds
 Record = dict[str, float]  # a line of metrics.jsonl
 Kernels = dict[str, dict[str, Callable]]  # see choose_attention
@@ -167,7 +168,8 @@ class Config:
     batch_size: int = knob(16, "rows an optimizer step, over all GPUs")
     num_epochs: float = knob(1.0, "passes over the data set; --max_steps overrides it")
     max_steps: int | None = knob(
-        None, "optimizer steps; left out: by --num_epochs, for the demo 300")
+        None, "optimizer steps; 0: a dry run, which reads and checks all but the weights and shows"
+        " what would be trained; left out: by --num_epochs, for the demo 300")
     learning_rate: float | None = knob(
         None, "peak; left out: 2e-4, of preferences 5e-6, for the demo 3e-3")
     lr_schedule: str = knob(
@@ -300,6 +302,7 @@ def train(given: Config, device: torch.device, status: Status) -> None:
     check_same(given, SCRIPT, VERSIONS | {"python": "{}.{}".format(*sys.version_info)})
     with together():
         config = resolve_config(given, dist.get_world_size())
+    is_dry = given.max_steps == 0
     config = dataclasses.replace(config, output_dir=on_rank_0(lambda: config.output_dir))
     with open_output(config, given, status) as (directory, is_complete):
         if is_complete:
@@ -307,52 +310,72 @@ def train(given: Config, device: torch.device, status: Status) -> None:
             return
         limit = limit_memory(config, device)
 
-        # 2. Model and data: what is wrong with them is found before any weight is read
+        # 2. Model and data: what is wrong with them is found before any weight is fetched or read
         if not config.model:
             make_demo(config, directory)
         status.enter("model")
+        name = config.model or str(directory / "demo" / "model")
+        reads_text = config.dataset or not config.random_weights
         with together():
-            needs = "tokenizer" if config.dataset else "config"
-            needs = needs if config.random_weights else "weights"
-            base = model_directory(config.model or str(directory / "demo" / "model"), needs)
-            base_sha256 = text_digest(str(base)) if config.random_weights else base_digest(base)
+            base = model_directory(name, "tokenizer" if reads_text else "config")
             config, model_config, arch = read_model_config(base, config)
             tokenizer = load_tokenizer(base, config)
         status.enter("data")
         begun = on_rank_0(read_json, directory / "train_config.json", {})
         day = begun.get("date", on_rank_0(time.strftime, "%Y-%m-%d"))
         rows, eval_rows = prepare_data(config, directory, tokenizer, arch.vocab_size, day)
+        on_rank_0(check_tokenizer, base, tokenizer, rows)
         config = resolve_steps(config, len(rows))
-        content = agree_on_content(config, rows, eval_rows, base_sha256)
-        status.enter("checkpoint")
-        done = on_rank_0(find_checkpoint, config, directory, content)  # steps; 0: a new run
-        status.may_write, status.max_steps, status.step = True, config.max_steps, done
-        status.checkpoint = checkpoint_path(directory, done).name if done else None
 
-        # 3. What is adapted, which attention, and the plan: what is sharded, recomputed, offloaded
+        # 3. What is adapted, and whether a checkpoint goes on; each is looked at before the base is
         status.enter("model")
         with together():
             lora_config, adapted = choose_adapted(arch, config, config.model or str(base))
             layouts = make_layouts(arch, adapted, config)
+            if config.init_adapter and not begun:
+                read_adapter(config, arch, layouts)
+            if not config.random_weights and not is_dry:
+                base = model_directory(name, "weights")
+            has_weights = not config.random_weights and any(base.glob("*.safetensors"))
+            base_sha256 = base_digest(base) if has_weights else text_digest(str(base))
+        if config.init_adapter and has_weights and not begun:
+            on_rank_0(check_origin, config, base_sha256, tokenizer)
+        content = agree_on_content(config, rows, eval_rows, base_sha256)
+        status.enter("checkpoint")
+        done = 0  # steps; 0: a new run
+        if not is_dry:
+            done = on_rank_0(find_checkpoint, config, directory, content)
+            status.may_write, status.max_steps, status.step = True, config.max_steps, done
+            status.checkpoint = checkpoint_path(directory, done).name if done else None
+        elif begun and has_weights:
+            on_rank_0(refuse_other_run, config, directory, content, begun)
+        on_rank_0(check_room, config, directory, layouts)
+        say_extension(config, begun, done)
+
+        # 4. Which attention, and the plan: what is sharded, recomputed, offloaded
+        status.enter("model")
+        with together():
             kernels = choose_attention(config, arch, device)
             choose_recurrence(kernels, config, arch, device)
         plan = agree_on_plan(config, arch, layouts, rows, eval_rows, limit, device, kernels,
                              state_bytes(config))
         status.plan = plan
         say_start(given, config, plan, kernels, limit, device, VERSIONS)
-        say_example(rows, tokenizer)
-        on_rank_0(check_tokenizer, base, tokenizer, rows)
+        say_examples(rows, tokenizer, DRY_EXAMPLES if is_dry else 1)
         if not config.random_weights:
             on_rank_0(check_family, model_config, config.model, fill_model)
+        if is_dry:
+            raise Stop(f"--max_steps 0: nothing was trained; the run has {config.max_steps:,}"
+                       f" steps of {config.batch_size:,} rows", 0)
 
-        # 4. The model: built on meta, sharded by FSDP2, then each rank loads its part in NF4
+        # 5. The model: built on meta, sharded by FSDP2, then each rank loads its part in NF4
         mesh = make_mesh(plan.shard_group_size, device)
         model = Model(arch, layouts, plan, mesh.get_group("shard"))
         shard_model(model, mesh, plan)
         loaded = load_model(model, base, model_config, config, device)
         check_head(model, rows, tokenizer)
 
-        # 5. The adapter, new or from a checkpoint, and its optimizer
+        # 6. The adapter, new or from a checkpoint, and its optimizer
         adapter = Adapter(model, device)
         optimizer = make_optimizer(adapter.weights, config)
         if config.adapter == "dora":
@@ -377,7 +400,7 @@ def train(given: Config, device: torch.device, status: Status) -> None:
         say(f"parameters: {adapter.n_trainable:,} trainable ({config.adapter}),"
             f" {loaded.n_parameters:,} frozen")
 
-        # 6. Loop and save
+        # 7. Loop and save
         status.enter("training")
         find_reference(run)
         run.probe.begin(run)
@@ -387,26 +410,39 @@ def train(given: Config, device: torch.device, status: Status) -> None:
 
 
 def answer_plan_for(given: Config, status: Status) -> None:
-    """Print what the run would be on the GPUs that --plan_for names. All ranks must call this."""
+    """Print what the run would be on the GPUs that --plan_for names, on the rows of --dataset if
+    there are any. All ranks must call this."""
     with together():
         config = resolve_config(given, dist.get_world_size())
     status.enter("model")
+    rows, eval_rows = None, None
+    if config.dataset:
+        with together():
+            base = model_directory(config.model or "", "tokenizer")
+            config, _, arch = read_model_config(base, config)
+            tokenizer = load_tokenizer(base, config)
+        status.enter("data")
+        day = on_rank_0(time.strftime, "%Y-%m-%d")
+        rows, eval_rows = prepare_data(config, base, tokenizer, arch.vocab_size, day)
+        config = resolve_steps(config, len(rows))
+        status.enter("model")
     with together():
-        say_plan_elsewhere(given, *plan_elsewhere(config))
+        say_plan_elsewhere(given, *plan_elsewhere(config, rows, eval_rows))
 
 
-def plan_elsewhere(config: Config) -> tuple[Config, Plan, int]:
-    """The plan of a run on the GPUs that --plan_for names, on rows of --max_seq_len tokens, which
-    is filled in, and the bytes of each GPU. Of the model only config.json is read. Raises
-    ValueError."""
+def plan_elsewhere(config: Config, rows: Rows | None = None,
+                   eval_rows: Rows | None = None) -> tuple[Config, Plan, int]:
+    """The plan of a run on the GPUs that --plan_for names, on these rows or on some of
+    --max_seq_len tokens, which is filled in, and the bytes of each GPU. Of the model only
+    config.json is read. Raises ValueError."""
     world_size, _, card = parse_cards(config.plan_for or "")
     limit, machine = int((config.memory_limit_gib or card.free) * 2**30), card_machine(card)
     base = model_directory(config.model or "", "config")
     config = dataclasses.replace(config, random_weights=True)
     config, _, arch = read_model_config(base, config)
     _, adapted = choose_adapted(arch, config, config.model or "")
-    layouts, rows = make_layouts(arch, adapted, config), random_rows(arch.vocab_size, config)
-    work = describe_work(config, rows, None, world_size, torch.device("cuda"),
+    layouts, rows = make_layouts(arch, adapted, config), rows or random_rows(arch.vocab_size, config)
+    work = describe_work(config, rows, eval_rows, world_size, torch.device("cuda"),
                          why_no_capture(arch, machine), state_bytes=state_bytes(config))
     return config, choose_plan(config, arch, layouts, work, limit, machine), limit
 
@@ -659,6 +695,17 @@ def optimizer_step(optimizer: Optimizer, adapter: Adapter, rate: float) -> None:
     optimizer.prefetch_state(adapter.weights)
     optimizer.update_step(group, adapter.weights, 0, 0)
     adapter.weights.grad.zero_()
+
+
+def say_extension(config: Config, begun: dict[str, Any], done: int) -> None:
+    """Say what becomes of the rate where a run goes on that was complete after `done` steps, by its
+    train_config.json."""
+    if done and done == begun["config"]["max_steps"] < config.max_steps:
+        last, next_rate = (learning_rate(step, dataclasses.replace(config, max_steps=n))
+                           for step, n in ((done, done), (done + 1, config.max_steps)))
+        say(f"the run was complete after {done} steps and goes on to {config.max_steps}: the"
+            f" learning rate was {last:.1e} and is {next_rate:.1e} now; a new run with"
+            " --init_adapter would begin with a warm-up")
 
 
 def learning_rate(step: int, config: Config) -> float:

@@ -23,7 +23,7 @@ from fsdp_qlora.data import encode, forms
 from fsdp_qlora.data.prepare import prepare_data
 from fsdp_qlora.data.sources import RefusedRow
 from fsdp_qlora.data.forms import IGNORE
-from fsdp_qlora.run.logs import say_example
+from fsdp_qlora.run.logs import say_examples
 from fsdp_qlora.ranks import Stop
 from train_fsdp_qlora import Config
 
@@ -222,7 +222,7 @@ def sentencepiece(kind):
 
 def first_row(rows, tokenizer, capsys):
     capsys.readouterr()
-    say_example(rows, tokenizer)
+    say_examples(rows, tokenizer)
     (line,) = capsys.readouterr().out.splitlines()
     return line
 
@@ -258,7 +258,7 @@ def test_first_row_in_the_log_shows_the_space_that_an_answer_begins_with(tmp_pat
     tokenizer, prompt = sentencepiece("llama 2"), "3 and 4"
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": prompt, "completion": " 7."}])
     rows, _ = prepare([path], tokenizer)
-    say_example(rows, tokenizer)
+    say_examples(rows, tokenizer)
     assert f"first row: '[not trained: {prompt}] 7." in capsys.readouterr().out
 
 

@@ -66,6 +66,10 @@ def prepare_data(config: Config, directory: Path, tokenizer: PreTrainedTokenizer
             eval_rows, line, also = prepare_rows(
                 config.eval_dataset, *settings, flag="--eval_dataset")
             say(f"evaluation: {line}")
+            is_trained = torch.isin(eval_rows.digests, rows.digests).view(-1, rows.n_answers)
+            if n_trained := int(is_trained.any(1).sum()):
+                say(f"warning: {n_trained:,} of the {len(eval_rows):,} rows to evaluate on are"
+                    " trained on, too, token for token: their loss says nothing of new rows")
             renamed |= also
     for column in config.columns or ():
         if (key := column.split("=")[0]) not in renamed:
@@ -91,15 +95,16 @@ def with_mismatched(rows: Rows, config: Config) -> Rows:
 
 def hold_out(rows: Rows, fraction: float, config: Config) -> tuple[Rows, Rows]:
     """Split the rows into those to train on and a fraction to evaluate on. Rows that were made of
-    one example stay together."""
-    sources = rows.sources.unique()
+    one example, or that are the same token for token, stay together."""
+    groups = rows.groups()
+    sources = groups.unique()
     n = round(fraction * len(sources)) if abs(fraction) < 1e9 else fraction
     values = config.eval_dataset or ()
     if not 0 < n < len(sources) or len(values) > 1:
-        raise Stop(f"--eval_dataset {' '.join(values)}: is {n} of {len(sources)}"
+        raise Stop(f"--eval_dataset {' '.join(values)}: is {n} of {len(sources)} different"
                    " rows: give one fraction between 0 and 1, or files")
     order = torch.randperm(len(sources), generator=torch.Generator().manual_seed(config.seed))
-    held_out = torch.isin(rows.sources[:: rows.n_answers], sources[order[:n]])
+    held_out = torch.isin(groups[:: rows.n_answers], sources[order[:n]])
     say(f"evaluation: {held_out.sum():,} of these rows, which are not trained on")
     train, evaluation = (rows.select(mask.nonzero().view(-1)) for mask in (~held_out, held_out))
     return train, evaluation

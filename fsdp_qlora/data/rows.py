@@ -124,6 +124,18 @@ class Rows:
         """How many rows are an earlier one again, token for token."""
         return len(self) - len(self.digests.view(-1, self.n_answers).unique(dim=0))
 
+    def groups(self) -> torch.Tensor:
+        """int64 [documents], the same number for documents that were made of one example, or that
+        are the same, token for token."""
+        _, same = self.digests.unique(return_inverse=True)
+        groups, before = self.sources, None
+        while before is None or not torch.equal(groups, before):
+            before = groups
+            for parts in same, self.sources:  # each takes the lowest number of its documents
+                lowest = groups.new_full((int(parts.max()) + 1,), len(groups))
+                groups = lowest.scatter_reduce(0, parts, groups, "amin")[parts]
+        return groups
+
     def sha256(self) -> str:
         """Hash of all rows in order, by which a resumed run sees that its data are the same."""
         return hashlib.sha256(self.digests.numpy().tobytes()).hexdigest()

@@ -9,7 +9,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,9 @@ READ_APART = set("""r lora_alpha use_dora use_rslora lora_dropout target_modules
     megatron_core qalora_group_size eva_config""".split())
 
 if TYPE_CHECKING:
-    from fsdp_qlora.model.layer import DecoderLayer
+    from transformers import PreTrainedTokenizerFast
+
+    from fsdp_qlora.model.layer import DecoderLayer, Layout
     from fsdp_qlora.model.model import Model
     from fsdp_qlora.pretrained.architecture import Architecture
     from train_fsdp_qlora import Config
@@ -158,8 +160,7 @@ class Adapter:
 
     def names(self, i: int) -> dict[str, tuple[slice, tuple[int, ...]]]:
         """{PEFT's name: (slice of layer i's adapter, shape)}."""
-        return {self.name(i, *part): where
-                for part, where in self.layers[i].layout.adapter_parts().items()}
+        return layer_names(self.arch, i, self.layers[i].layout)
 
     def set_layer(self, i: int, values: dict[str, torch.Tensor]) -> None:
         """Set the values of layer i to those of {PEFT's name: whole tensor}."""
@@ -172,8 +173,9 @@ class Adapter:
         """Set the values of --init_adapter, or PEFT's initial ones: A is random, the same on any
         number of ranks; B is zero; DoRA's magnitudes are the norms of the base weights' rows. All
         ranks must call this."""
+        layouts = [layer.layout for layer in self.layers]
         with together():
-            given = read_adapter(config, self) if config.init_adapter else None
+            given = read_adapter(config, self.arch, layouts) if config.init_adapter else None
         for i, layer in enumerate(self.layers):
             self.set_layer(i, given or self.initial_values(i, layer, config.seed))
 
@@ -213,9 +215,40 @@ class Adapter:
         return float(all_gather(self.weights.detach().abs().max()).max())
 
 
-def read_adapter(config: Config, adapter: Adapter) -> dict[str, torch.Tensor]:
+def layer_names(
+    arch: Architecture, i: int, layout: Layout,
+) -> dict[str, tuple[slice, tuple[int, ...]]]:
+    """{PEFT's name: (slice of layer i's adapter, shape)}."""
+    return {peft_name(arch, i, *part): where for part, where in layout.adapter_parts().items()}
+
+
+def check_origin(config: Config, base_sha256: str,
+                 tokenizer: PreTrainedTokenizerFast | None) -> None:
+    """Raise ValueError if the run that --init_adapter comes from had another base model; say it if
+    it had another chat template. Rank 0 only."""
+    directory = Path(str(config.init_adapter))
+    begun = next((found for place in (directory, directory.resolve().parent)
+                  if (found := read_json(place / "train_config.json", {}))), {})
+    if begun.get("base_sha256", base_sha256) != base_sha256:
+        raise ValueError(f"--init_adapter {directory}: was trained on another base model,"
+                         f" {begun.get('base_model')}; --model must be that one, or the adapter"
+                         " merged into it without --init_adapter")
+    named = read_json(directory / "adapter_config.json", {}).get("base_model_name_or_path")
+    if not begun and named and Path(named).name != Path(str(config.model)).name:
+        say(f"--init_adapter {directory}: names {named} as its base model, this run trains on"
+            f" {config.model}: are they the same?")
+    for place in directory, directory.resolve().parent:
+        if (path := place / "chat_template.jinja").is_file() and tokenizer:
+            if path.read_text() != tokenizer.chat_template:
+                say(f"--init_adapter {directory}: was trained with another chat template, {path}:"
+                    " --chat_template takes it")
+            break
+
+
+def read_adapter(config: Config, arch: Architecture,
+                 layouts: Sequence[Layout]) -> dict[str, torch.Tensor]:
     """{PEFT's name: fp32 tensor} of --init_adapter. Raises ValueError unless it is an adapter of
-    the same form as this run's."""
+    the same form as this run's, whose layers have these `layouts`."""
     directory = Path(str(config.init_adapter))
     try:
         settings = read_json(directory / "adapter_config.json")
@@ -229,12 +262,12 @@ def read_adapter(config: Config, adapter: Adapter) -> dict[str, torch.Tensor]:
         if settings.get(key, False) != wanted:
             raise ValueError(f"--init_adapter {directory}: has {key} {settings.get(key)}: give the"
                              f" same by --{flag}")
-    arch = as_saved(adapter.arch, settings, values)
+    own_arch, arch = arch, as_saved(arch, settings, values)
     refuse_settings(directory, settings, LoraConfig(
         **expert_settings(arch, config.lora_rank, config.lora_alpha,
                           arch.adapted(config.target_modules))).to_dict())
-    shapes = {name: shape for i in range(len(adapter.layers))
-              for name, (_, shape) in adapter.names(i).items()}
+    shapes = {name: shape for i, layout in enumerate(layouts)
+              for name, (_, shape) in layer_names(own_arch, i, layout).items()}
     parts = expert_parts(arch, config.lora_rank)
     shapes = dict(parts.get(name, (name, shape))[:2] for name, shape in shapes.items())
     if shapes != {name: tuple(value.shape) for name, value in values.items()}:

@@ -10,11 +10,13 @@ import dataclasses
 import errno
 import itertools
 import json
+import math
 import os
 import re
 import shutil
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +35,7 @@ from fsdp_qlora.run.directory import ADAPTER_FILES, PROBE_FILE, RESULTS
 if TYPE_CHECKING:
     from fsdp_qlora.data.rows import Rows
     from fsdp_qlora.lora.adapter import Adapter
+    from fsdp_qlora.model.layer import Layout
     from train_fsdp_qlora import Config, Run
 
 MUST_MATCH = (  # flags that a resumed run cannot change, besides rows and base model
@@ -41,6 +44,8 @@ MUST_MATCH = (  # flags that a resumed run cannot change, besides rows and base 
     "label_smoothing", "simpo_gamma", "desirable_weight", "undesirable_weight")
 SCHEDULE = ("max_steps", "learning_rate", "lr_schedule", "warmup_fraction", "weight_decay",
             "max_grad_norm")  # flags that it can change, which is said
+# of each weight of the adapter: itself, and AdamW's state in 8 bits with a scale for 256 of each
+CHECKPOINT_BYTES = 4 + 2 * (1 + 4 / 256)
 # of a disk that is full, damaged or gone, or is another run's now; what else a save raises is a bug
 DISK_ERRORS = OSError, SafetensorError
 
@@ -89,6 +94,24 @@ def write_checkpoint(run: Run, step: int, weights: dict[str, torch.Tensor],
     except Exception:
         remove_at_once(hidden)  # its room may be what is missing
         raise
+
+
+def check_room(config: Config, directory: Path, layouts: Sequence[Layout]) -> None:
+    """Raise ValueError if the disk has no room for the adapter and one checkpoint, which is all
+    that a run must write; say it if it has none for as many as --keep_checkpoints keeps. Rank 0
+    only."""
+    n_weights = sum(math.prod(shape) for layout in layouts
+                    for _, shape in layout.adapter_parts().values())
+    adapter, checkpoint = 4 * n_weights, CHECKPOINT_BYTES * n_weights + 2**20
+    there = len(checkpoints_of(directory))
+    # the best one, and the one that is being written, besides
+    wanted = adapter + checkpoint * max(1, config.keep_checkpoints + 2 - there)
+    free = shutil.disk_usage(directory).free
+    sizes = f"{wanted / 2**30:.2f} GiB for the adapter and checkpoints, and {free / 2**30:.2f} are free"
+    if free < adapter + checkpoint:
+        raise ValueError(f"--output_dir {directory}: takes {sizes}: make room")
+    if free < wanted:
+        say(f"--output_dir {directory}: takes up to {sizes}: a checkpoint may not be saved")
 
 
 def sharded_state(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

@@ -217,10 +217,10 @@ def resolve_config(config: Config, world_size: int) -> Config:
 
     check("lora_rank lora_alpha max_seq_len batch_size", lambda n: n >= 1, "at least 1")
     check("keep_checkpoints", lambda n: n >= 2, "at least 2")
-    check("max_steps num_epochs learning_rate beta desirable_weight undesirable_weight"
+    check("num_epochs learning_rate beta desirable_weight undesirable_weight"
           " memory_limit_gib micro_batch_tokens max_grad_norm max_minutes step_timeout_minutes",
           lambda x: 0 < x < math.inf, "positive")
-    check("eval_every eval_samples weight_decay simpo_gamma", lambda x: 0 <= x < math.inf,
+    check("max_steps eval_every eval_samples weight_decay simpo_gamma", lambda x: 0 <= x < math.inf,
           "0 or more")
     check("label_smoothing", lambda x: 0 <= x < 0.5, "at least 0 and below 0.5")
     check("save_every", lambda x: re.fullmatch(r"\d{1,9}m?", x),

@@ -261,8 +261,8 @@ def say_plan_elsewhere(given: Config, config: Config, plan: Plan, limit: int) ->
     """Print the answer of --plan_for, where the plan fits."""
     world_size, card, _ = parse_cards(config.plan_for or "")
     say(f"planned by data sheets for {world_size} x {card} with {HOST_GIB} GiB of host memory for"
-        f" each, in steps of {config.batch_size:,} rows of {config.max_seq_len:,} tokens; nothing"
-        " was measured")
+        f" each, in steps of {config.batch_size:,} rows"
+        + ("" if config.dataset else f" of {config.max_seq_len:,} tokens") + "; nothing was measured")
     say_plan(given, plan, limit, world_size)
     say(f"it fits: {plan.bytes / 2**30:.1f} of {limit / 2**30:.1f} GiB on each GPU, predicted"
         f" {1 / plan.token_seconds:,.0f} tokens/s per GPU")
@@ -310,16 +310,19 @@ def describe_copies(given: Config, plan: Plan, n: int) -> str:
     return f"the model sharded over {shards} processes{copies} ({why})"
 
 
-def say_example(rows: Rows, tokenizer: PreTrainedTokenizerFast | None) -> None:
-    """Print one row as the model sees it, with what is not trained in brackets, if there is a
-    tokenizer; of preferences both answers, or whether its answer is good."""
+def say_examples(rows: Rows, tokenizer: PreTrainedTokenizerFast | None, n: int = 1) -> None:
+    """Print the first row as the model sees it, or `n` rows of the whole data set, with what is not
+    trained in brackets, if there is a tokenizer; of preferences both answers, or whether its answer
+    is good."""
     if not tokenizer:
         return
-    names = [", chosen", ", rejected"] if rows.n_answers == 2 else [""]
-    if rows.kind.is_judged:
-        names = [" (good)" if rows.desirable[0] else " (bad)"]
-    for i, name in enumerate(names):
-        say(f"first row{name}: {show_document(*rows.tokens(i), tokenizer)!r}")
+    for row in range(0, len(rows), math.ceil(len(rows) / n)):
+        which, first = f"row {row + 1:,}" if row else "first row", row * rows.n_answers
+        names = [", chosen", ", rejected"] if rows.n_answers == 2 else [""]
+        if rows.kind.is_judged:
+            names = [" (good)" if rows.desirable[first] else " (bad)"]
+        for i, name in enumerate(names):
+            say(f"{which}{name}: {show_document(*rows.tokens(first + i), tokenizer)!r}")
 
 
 def show_document(ids: torch.Tensor, labels: torch.Tensor,

@@ -154,8 +154,11 @@ class Status:
             # rank 0 may be what is lost; but where torchrun is, all ranks know
             is_alone = code != AGAIN or message.startswith(LOST) and os.getppid() == self.parent
             if (is_rank_0() or is_alone) and not self.has_said_end:
-                self.write("stopped" if code == AGAIN else "failed", code, message)
-                print_error(f"{'stopped' if code == AGAIN else 'error'}: {message}")
+                state, word = {0: ("", "done"), AGAIN: ("stopped", "stopped")}.get(
+                    code, ("failed", "error"))
+                if state:  # 0: of a dry run, which writes nothing
+                    self.write(state, code, message)
+                print_error(f"{word}: {message}")
             self.has_said_end = True
 
     def leave(self, code: int, message: str) -> NoReturn:
