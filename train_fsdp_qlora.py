@@ -315,9 +315,11 @@ def train(given: Config, device: torch.device, status: Status) -> None:
             make_demo(config, directory)
         status.enter("model")
         name = config.model or str(directory / "demo" / "model")
-        reads_text = config.dataset or not config.random_weights
+        needs = "tokenizer" if config.dataset or not config.random_weights else "config"
+        if Path(name).is_dir() and not config.random_weights:
+            needs = "weights"
         with together():
-            base = model_directory(name, "tokenizer" if reads_text else "config")
+            base = model_directory(name, needs)
             config, model_config, arch = read_model_config(base, config)
             tokenizer = load_tokenizer(base, config)
         status.enter("data")
@@ -1020,6 +1022,8 @@ def finish_run(run: Run) -> None:
     say_memory("at the end", run.device)
     say(f"adapter saved in {directory}; to merge it into the base model:")
     say(merge_command(directory, SCRIPT))
+    if (directory / "merged").exists():
+        say(f"{directory}/merged is of an earlier adapter: remove it before you merge")
     if how := how_to_ask(run.rows.asked):
         say(how)
     run.status.write("complete", 0, f"the adapter is saved; {how}" if how else "the adapter is saved")

@@ -366,6 +366,29 @@ def test_fraction_is_one_of_conversations(base, tmp_path):
     assert [len(one) for one in asked] == [7, 3] and not asked[0] & asked[1]
 
 
+def test_rows_that_are_the_same_are_trained_or_held_out_together(base, tmp_path, capsys):
+    """And those of a file that are trained, too, are told."""
+    tokenizer = chat_tokenizer(base, REASONING)
+    rows = [{"prompt": f"{i}?", "completion": f"{i}."} for i in range(10)]
+    write_jsonl(tmp_path / "twice.jsonl", rows + rows[::-1] + rows[:3])
+    write_jsonl(tmp_path / "eval.jsonl", [*rows[:2], *rows[:1], {"prompt": "x", "completion": "y"}])
+
+    def parts(evaluation):
+        config = Config(dataset=(str(tmp_path / "twice.jsonl"),), max_seq_len=64,
+                        eval_dataset=(str(evaluation),))
+        with one_process():
+            return prepare_data(config, base, tokenizer, len(tokenizer), "2020-01-31")
+
+    for fraction in 0.2, 0.5, 0.9:
+        train, held_out = parts(fraction)
+        assert len(held_out.digests.unique()) == round(10 * fraction)
+        assert len(train) + len(held_out) == 23
+        assert not {*train.digests.tolist()} & {*held_out.digests.tolist()}
+    capsys.readouterr()
+    parts(tmp_path / "eval.jsonl")
+    assert "warning: 3 of the 4 rows to evaluate on are trained on, too" in capsys.readouterr().out
+
+
 def test_fraction_depends_on_the_seed_alone(base, monkeypatch, capsys):
     monkeypatch.chdir(base)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(base / "model")

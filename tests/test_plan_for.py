@@ -45,7 +45,7 @@ def test_answer_names_layout_memory_and_speed(run_main, directory, tmp_path, mon
     """Of a 70B on two cards of 24 GB: refused with the flag that helps, which then fits; and
     nothing is written."""
     monkeypatch.chdir(tmp_path)
-    argv = "--model", directory("llama-3-70b"), "--plan_for", "2x4090", "--dataset", "not-there"
+    argv = "--model", directory("llama-3-70b"), "--plan_for", "2x4090"
     code, _, err = run_main(*argv)
     (line,) = err.splitlines()
     assert code == 8 and "; --offload_activations would bring it to " in line

@@ -101,8 +101,8 @@ def hold_out(rows: Rows, fraction: float, config: Config) -> tuple[Rows, Rows]:
     n = round(fraction * len(sources)) if abs(fraction) < 1e9 else fraction
     values = config.eval_dataset or ()
     if not 0 < n < len(sources) or len(values) > 1:
-        raise Stop(f"--eval_dataset {' '.join(values)}: is {n} of {len(sources)} different"
-                   " rows: give one fraction between 0 and 1, or files")
+        raise Stop(f"--eval_dataset {' '.join(values)}: is {n} of {len(sources)} rows"
+                   ": give one fraction between 0 and 1, or files")
     order = torch.randperm(len(sources), generator=torch.Generator().manual_seed(config.seed))
     held_out = torch.isin(groups[:: rows.n_answers], sources[order[:n]])
     say(f"evaluation: {held_out.sum():,} of these rows, which are not trained on")
