@@ -37,7 +37,7 @@ from fsdp_qlora.run.flags import resolve_config
 from fsdp_qlora.run.logs import say_start
 from fsdp_qlora.training import check, unlearned
 from fsdp_qlora.training.check import check_family
-from fsdp_qlora.training.divergence import why_diverged
+from fsdp_qlora.training.divergence import why_diverged, why_worse
 from fsdp_qlora.training.unlearned import unlearned_rows
 from train_fsdp_qlora import Config, fill_model
 
@@ -186,6 +186,22 @@ def test_run_that_learns_nothing_is_given_50_steps(step, loss, largest, ends):
 def test_gradient_of_zero_ends_a_run_of_large_weights(largest, ends):
     progress = {"first_loss": 3.0, "lowest_loss": None}
     assert bool(why_diverged(2, 1.0, 0.0, 10, progress, lambda: largest, True)) == ends
+
+
+RUINED = [2.92, 9.0, 12.1, 8.8, 7.9, 11.2, 10.6, 9.9, 10.1, 10.7, 10.4, 10.34]
+NOISY = [1.0, 3.0, 0.9, 2.5, 0.8] * 20  # a row a step, nothing learned
+
+
+@pytest.mark.parametrize("losses, why", [
+    (RUINED, "the loss ended at 10.48, above the 2.92 at which it began"),
+    ([3.0] * 90 + [3.31] * 10, "the loss ended at 3.31, above the 3 at which it began"),
+    ([3.0] * 90 + [3.3] * 10, ""), ([3.0, 4.4], ""), ([3.0, 4.6], "the loss ended at 4.6"),
+    ([0.01] * 20 + [0.05] * 3, ""), ([0.01] * 20 + [0.07] * 3, "the loss ended at 0.07"),
+    (NOISY, ""), ([3.0] * 90 + [4.0] * 9 + [2.9], "the loss ended at 3.89"),
+    ([3.0] * 90 + [4.0] * 8 + [2.9] * 2, ""),
+    ([3.0, 9.0, 2.9, 2.8], ""), ([7.0], ""), ([], "")])  # fmt: skip
+def test_run_that_ended_worse_than_it_began(losses, why):
+    assert why_worse(losses).startswith(why) and bool(why_worse(losses)) == bool(why)
 
 
 def test_many_rows_of_large_tokens_stay_as_they_are(demo_directory, tmp_path, monkeypatch):

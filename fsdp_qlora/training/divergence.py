@@ -1,13 +1,16 @@
-"""Whether a run learns nothing any more: each step's loss and gradient norm tell."""
+"""Whether a run learns nothing any more, or has ended worse than it began: by each step's loss and
+gradient norm."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 PATIENCE = 50  # steps after the warm-up in which the loss has to come below the first step's
 LARGEST_WEIGHT = 1000  # of an adapter that learns; of one whose loss did not come below: diverged
+LAST = 0.1  # the share of a run's steps that it is judged by at its end, at least three steps
+MARGIN, SLIGHT = 0.1, 0.05  # of the first loss, or this much: the last ones may differ by chance
 
 
 def why_diverged(step: int, loss: float, norm: float, warmup_steps: float, progress: dict[str, Any],
@@ -32,3 +35,20 @@ def why_diverged(step: int, loss: float, norm: float, warmup_steps: float, progr
             return (f"since the warm-up the loss has not been below the first step's"
                     f" {progress['first_loss']:.4f}, and the adapter has weights of {largest:.0f}")
     return ""
+
+
+def why_worse(losses: Sequence[float]) -> str:
+    """Return one line if a run's losses, one for each step, ended above where they began; else "".
+
+    The first step's is that of the model before training. Since each step has other rows, the mean
+    of the last ones must be above it by a margin, wider in a short run, and nine of ten of them.
+    """
+    n = len(losses)
+    if n < 2:
+        return ""
+    first, last = losses[0], losses[-min(n - 1, max(3, round(LAST * n))):]
+    mean, margin = sum(last) / len(last), max(SLIGHT, abs(first) * max(MARGIN, 1 / n))
+    n_above = sum(loss > first for loss in last)
+    if mean <= first + margin or n_above < 0.9 * len(last):
+        return ""
+    return f"the loss ended at {mean:.4g}, above the {first:.4g} at which it began"
