@@ -98,12 +98,12 @@ from fsdp_qlora.run.demo import make_demo
 from fsdp_qlora.run.directory import describe_run, merge_command, open_output, save_tokenizer
 from fsdp_qlora.run.flags import parse_flags, resolve_config, resolve_steps, save_interval
 from fsdp_qlora.run.logs import (
-    Log, describe_metrics, draw_losses, say_examples, say_plan_elsewhere, say_sample, say_speed,
-    say_start)
+    Log, describe_metrics, draw_losses, losses_of, say_examples, say_plan_elsewhere, say_sample,
+    say_speed, say_start)
 from fsdp_qlora.run.probe import Probe
 from fsdp_qlora.run.status import LOST_DIRECTORY, REQUESTS, Status, watch_process
 from fsdp_qlora.training.check import check_family
-from fsdp_qlora.training.divergence import why_diverged
+from fsdp_qlora.training.divergence import why_diverged, why_worse
 from fsdp_qlora.training.evaluation import evaluation_batches, evaluation_bins
 from fsdp_qlora.training.reference import find_reference, values_of_all
 from fsdp_qlora.training.samples import sample_answers
@@ -1026,6 +1026,8 @@ def finish_run(run: Run) -> None:
         say(f"{directory}/merged is of an earlier adapter: remove it before you merge")
     if how := how_to_ask(run.rows.asked):
         say(how)
+    if why := on_rank_0(lambda: why_worse(losses_of(directory))):
+        say(f"warning: {why}: a lower --learning_rate may help")
     run.status.write("complete", 0, f"the adapter is saved; {how}" if how else "the adapter is saved")
 
 

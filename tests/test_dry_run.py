@@ -26,8 +26,7 @@ def base(tmp_path_factory, tiny_model):
 
 @pytest.fixture(scope="module")
 def first_run(base, run_training):
-    done = run_training("--model", base / "model", "--dataset", base / "rows.jsonl", *ONE,
-                        "--max_steps", 2, "--output_dir", base / "first")
+    done = run_training(flags_of(base, "--max_steps", 2, "--output_dir", base / "first"))
     assert done.returncode == 0, done.stderr
     return base / "first"
 
@@ -155,19 +154,23 @@ def test_complete_run_that_goes_on_says_what_becomes_of_the_rate_and_of_its_merg
     run = shutil.copytree(first_run, tmp_path / "run")
     (run / "merged").mkdir()
     (run / "merged" / "config.json").write_text("{}")
-    code, out, err = run_main(*flags_of(base, "--max_steps", 4, "--output_dir", run))
+    code, out, err = run_main(*flags_of(base, "--max_steps", 8, "--output_dir", run))
     assert code == 0, err
-    assert re.search("complete after 2 steps and goes on to 4: the learning rate was 1.0e-04 and is"
-                     " 1.5e-04 now", out)
+    assert re.search("complete after 2 steps and goes on to 8: the learning rate was 1.0e-04 and is"
+                     " 1.7e-04 now", out)
     assert f"{run}/merged is of an earlier adapter" in out
 
 
 def test_run_whose_loss_ended_above_where_it_began_says_so(base, run_main, tmp_path):
+    """As one that spoils what it begins with."""
+    good, bad = (tmp_path / name for name in ("good", "bad"))
     code, out, err = run_main(*flags_of(
-        base, "--max_steps", 12, "--learning_rate", 5, "--output_dir", tmp_path / "run"))
+        base, "--max_steps", 20, "--learning_rate", 0.01, "--output_dir", good))
+    assert code == 0 and "warning" not in out, err
+    code, out, err = run_main(*flags_of(
+        base, "--max_steps", 8, "--learning_rate", 0.5, "--init_adapter", good, "--output_dir", bad))
     assert code == 0, err
-    losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").open()]
-    assert losses[-1] > losses[0] and "above" in out.splitlines()[-1]
+    assert out.splitlines()[-1].startswith("warning: the loss ended at ")
 
 
 def test_saved_tokenizer_is_that_of_the_run(first_run, base):

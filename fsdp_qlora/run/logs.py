@@ -168,6 +168,13 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
                 yield record
 
 
+def losses_of(directory: Path) -> list[float]:
+    """The loss of each step that metrics.jsonl of a run has; [] if it cannot be read."""
+    with contextlib.suppress(OSError):
+        return [r["loss"] for r in read_records(directory / "metrics.jsonl") if "loss" in r]
+    return []
+
+
 def tensorboard(run: Run, done: int) -> tuple[Callable[[dict[str, Any]], None], Callable[[], None]]:
     """A function that tracks a record, and one that closes the tracker."""
     from torch.utils.tensorboard import SummaryWriter
