@@ -110,12 +110,13 @@ def read_rows(args: argparse.Namespace, directory: Path) -> list[Row]:
     tokenizer, end = PreTrainedTokenizerFast.from_pretrained(directory), args.max_length
     found, number = list[Row](), 0
     try:
-        with open(args.dataset) as file:
+        with open(args.dataset, encoding="utf-8") as file:
             for line in file:
                 number += 1
-                found += encode(json.loads(line), tokenizer)
+                if line.strip():
+                    found += encode(json.loads(line), tokenizer)
     except Exception as e:  # a chat template raises what it likes
-        refuse(f"--dataset {args.dataset}, line {number}: {e!r}")
+        refuse(f"--dataset {args.dataset}, line {number}: {type(e).__name__}: {e}")
     rows = [(x[:end], y[:end]) for x, y in found if max(y[1:end], default=-100) >= 0]
     if not rows:
         refuse(f"--dataset {args.dataset}: nothing to train in {len(found)} texts and answers")
@@ -127,19 +128,58 @@ def read_rows(args: argparse.Namespace, directory: Path) -> list[Row]:
 
 
 def encode(row: dict, tokenizer: PreTrainedTokenizerFast) -> list[Row]:
-    """Returns a text, or each answer of a conversation after all that precedes it: a template may
-    change an answer when others follow, as Qwen3's drops reasoning."""
-    if "messages" not in row:
-        return [(ids := tokenizer(row["text"] + (tokenizer.eos_token or ""))["input_ids"], ids)]
+    """Returns a text, or each answer of a conversation behind its prompt, which is what a server
+    makes of the messages before it. A template may change an answer when others follow, as Qwen3's
+    drops reasoning, so each answer is a row of its own."""
+    check_keys(row)
+    if "text" in row:
+        ids = tokenizer(row["text"] + (tokenizer.eos_token or ""))["input_ids"]
+        return [(ids, ids)]
     rows = []
     for i, message in enumerate(row["messages"]):
         if i > 0 and message["role"] == "assistant":
-            prompt, ids = [tokenizer.apply_chat_template(row["messages"][:end], return_dict=False,
-                           add_generation_prompt=end == i) for end in (i, i + 1)]
-            is_same = [a == b for a, b in zip(prompt, ids)] + [False]
-            start = is_same.index(False)  # of the answer: where ids cease to be the prompt's
-            rows.append((ids, [-100] * start + ids[start:]))
+            prompt = render(row["messages"][:i], tokenizer, add_generation_prompt=True)
+            text = render(row["messages"][: i + 1], tokenizer).rstrip()
+            if not text.startswith(prompt):
+                raise ValueError(f"the chat template asks with {prompt[-40:]!r}, but renders the"
+                                 " answer otherwise: train_fsdp_qlora.py knows ways")
+            special = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
+            if not text.endswith((tokenizer.eos_token, *special)):
+                text += tokenizer.eos_token  # the template leaves the last turn open, as GLM's
+            prompt_ids, ids = (tokenizer(t, add_special_tokens=False)["input_ids"]
+                               for t in (prompt, text))
+            if ids[: len(prompt_ids)] != prompt_ids:  # a token goes over from one to the other
+                answer = text.removeprefix(prompt)
+                ids = prompt_ids + tokenizer(answer, add_special_tokens=False)["input_ids"]
+            rows.append((ids, [-100] * len(prompt_ids) + ids[len(prompt_ids) :]))
     return rows
+
+
+def render(messages: list[dict], tokenizer: PreTrainedTokenizerFast, **options: bool) -> str:
+    """Returns what the chat template makes of messages, if it has all that they say."""
+    text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    for message in messages:
+        content = message["content"].rpartition("</think>")[2]  # templates may drop reasoning
+        if content.strip() not in text:
+            raise ValueError(f"the chat template leaves out {content[:40]!r}")
+    return text
+
+
+def check_keys(row: dict) -> None:
+    """Raise ValueError for what is not handled here: most of it means something elsewhere."""
+    if row.keys() not in ({"text"}, {"messages"}):
+        raise ValueError(f"has {', '.join(row)}; want messages or text alone: train_fsdp_qlora.py"
+                         " reads tools, weights and other forms")
+    for message in row.get("messages", ()):
+        content = message.get("content")
+        if message.keys() != {"role", "content"} or not isinstance(content, str):
+            raise ValueError(f"a message has {', '.join(message)}; want role and content, a text:"
+                             " train_fsdp_qlora.py reads calls of tools, parts and reasoning")
+        if message["role"] not in ("system", "user", "assistant"):
+            raise ValueError(f"a message is of {message['role']!r}; known are system, user and"
+                             " assistant")
+        if message["role"] == "assistant" and not content.strip():
+            raise ValueError("an answer is empty")
 
 
 def build_model(args: argparse.Namespace, directory: Path, device: torch.device) -> PeftModel:

@@ -1020,15 +1020,16 @@ def finish_run(run: Run) -> None:
         say(f"the best evaluation was after step {best}, loss {run.progress['best_loss']:.4f}:"
             f" {path if path.is_dir() else 'its checkpoint could not be saved'}")
     say_memory("at the end", run.device)
-    say(f"adapter saved in {directory}; to merge it into the base model:")
-    say(merge_command(directory, SCRIPT))
-    if (directory / "merged").exists():
-        say(f"{directory}/merged is of an earlier adapter: remove it before you merge")
-    if how := how_to_ask(run.rows.asked):
+    how = how_to_ask(run.rows.asked)
+    if how:
         say(how)
     if why := on_rank_0(lambda: why_worse(losses_of(directory))):
         say(f"warning: {why}: a lower --learning_rate may help")
-    run.status.write("complete", 0, f"the adapter is saved; {how}" if how else "the adapter is saved")
+    if (directory / "merged").exists():
+        say(f"{directory}/merged is of an earlier adapter: remove it before you merge")
+    say(f"adapter saved in {directory}; to merge it into the base model:")
+    say(merge_command(directory, SCRIPT))
+    run.status.write("complete", 0, "; ".join(filter(None, ["the adapter is saved", how])))
 
 
 if __name__ == "__main__":

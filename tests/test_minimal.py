@@ -17,6 +17,7 @@ import transformers
 from conftest import DEVICE, ROOT, do_here, needs_ranks, one_process, selected_params
 from minimal_runs import PROBE
 from peft import PeftModel
+from rows import CHATML, SWITCHED, UNCLOSED
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, BitsAndBytesConfig
 
@@ -322,10 +323,10 @@ def test_verify_finds(run, words, runs):
     ("lacking", "lacking: no model*.safetensors has layers.2."),
     ("quantised", "quantised is quantised already: name the original"),
     ("twice", "twice: two tensors of its files are "),
-    ("odd rows", "odd.jsonl, line 2: KeyError('text')"),
+    ("odd rows", "odd.jsonl, line 2: ValueError: has prompt, completion; want messages or text"),
     ("batch", "--batch_size 3 is not a multiple of 2 GPUs"),
     ("no batch", "--batch_size 0: it must be above 0"),
-    ("no file", "none.jsonl, line 0: FileNotFoundError("),
+    ("no file", "none.jsonl, line 0: FileNotFoundError: "),
     ("no rows", "nothing to train in 24 texts and answers"),
     ("too fast", "gradient norm 0.0: try a lower --learning_rate"),
 ])  # fmt: skip
@@ -344,17 +345,66 @@ def test_rows(base):
     tokenizer, want = PreTrainedTokenizerFast.from_pretrained(base / "llama"), []
     for line in (base / "mixed.jsonl").read_text().splitlines():
         row = json.loads(line)
-        text = (tokenizer.apply_chat_template(row["messages"], tokenize=False)
-                if "messages" in row else row["text"] + tokenizer.eos_token)  # fmt: skip
-        ids = tokenizer(text)["input_ids"]
-        answer = tokenizer("4" + tokenizer.eos_token, add_special_tokens=False)["input_ids"]
-        n_asked = len(ids) - len(answer) if "messages" in row else 0
+        prompt, answer = [], [*tokenizer(row.get("text", "4") + tokenizer.eos_token)["input_ids"]]
+        if "messages" in row:  # its prompt ends in a space, which a token of the answer could take
+            prompt = tokenizer.apply_chat_template(
+                row["messages"][:1], add_generation_prompt=True, return_dict=False)
+        ids, n_asked = prompt + answer, len(prompt)
         labels = [-100] * n_asked + ids[n_asked:]
         if n_asked < 20:
             want.append((ids[:20], labels[:20]))
     first, second = rows[: len(want)], rows[len(want) :]
     assert sorted(first) == sorted(second) == sorted(want) and len(want) < 24
     assert first != second and want not in (first, second)
+
+
+# rows of other scripts: what each would lose here
+UNREAD = {
+    "tools": {"tools": []}, "a system message apart": {"system": "Be brief."},
+    "variables": {"chat_template_kwargs": {"enable_thinking": False}}, "a prompt": {"prompt": "1"}}
+UNREAD_IN_MESSAGES = {
+    "weight": {"weight": 0}, "train": {"train": False}, "a call": {"tool_calls": []},
+    "reasoning": {"reasoning_content": "so"}, "parts": {"content": [{"type": "text", "text": "4"}]},
+    "null": {"content": None}, "another role": {"role": "tool"}, "nothing": {"content": " "}}
+
+
+@pytest.mark.parametrize("name", [*UNREAD, *UNREAD_IN_MESSAGES, "a template without system"])
+def test_what_would_be_lost_is_refused(name, base):
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(base / "llama")
+    row = {"messages": [{"role": role, "content": "4"} for role in ("system", "user", "assistant")]}
+    assert len(minimal_fsdp_qlora.encode(row, tokenizer)) == 1
+    row |= UNREAD.get(name, {})
+    row["messages"][-1] |= UNREAD_IN_MESSAGES.get(name, {})
+    if name == "a template without system":
+        tokenizer.chat_template = tokenizer.chat_template.replace("messages %}", "messages[1:] %}")
+        row["messages"][0]["content"] = "Be brief."
+    with pytest.raises(ValueError, match="want |known are |is empty|leaves out"):
+        minimal_fsdp_qlora.encode(row, tokenizer)
+
+
+def test_answer_stands_behind_the_prompt_that_a_server_makes(base):
+    """Where a token would take of both, in tokens apart; what is opened otherwise is refused."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(base / "llama")
+    tokenizer.add_tokens([": It"])
+    tokenizer.chat_template = CHATML.replace("assistant\n", "assistant:").replace(
+        "{{ m.role }}\n", "{{ m.role }}:")
+    talk = [{"role": "user", "content": "1"}, {"role": "assistant", "content": " It is 4."}]
+    ((ids, labels),) = minimal_fsdp_qlora.encode({"messages": talk}, tokenizer)
+    prompt = tokenizer.apply_chat_template(
+        talk[:1], add_generation_prompt=True, return_dict=False)
+    assert ids[: len(prompt)] == prompt and labels[: len(prompt)] == [-100] * len(prompt)
+    assert tokenizer.decode(labels[len(prompt) :]).startswith(" It is 4.<|im_end|>")
+    tokenizer.chat_template = SWITCHED
+    with pytest.raises(ValueError, match="asks with .*<think>.*, but renders the answer otherwise"):
+        minimal_fsdp_qlora.encode({"messages": talk}, tokenizer)
+
+
+def test_turn_that_its_template_leaves_open_is_closed(base):
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(base / "llama")
+    tokenizer.chat_template = UNCLOSED
+    talk = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "4"}]
+    ((ids, _),) = minimal_fsdp_qlora.encode({"messages": talk}, tokenizer)
+    assert ids[-1] == tokenizer.eos_token_id
 
 
 def test_each_answer_is_trained_once_as_the_model_will_write_it(base):
