@@ -137,9 +137,9 @@ def rename_keys(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
     renamed = {}
     for key, value in row.items():
         new = columns.get(key, key)
-        if renamed.get(new) is not None and value is not None:
+        if not is_empty(renamed.get(new)) and not is_empty(value):
             raise RefusedRow(f"has {new} twice after --columns: rename the other one, too")
-        if renamed.get(new) is None:
+        if renamed.get(new) is None or not is_empty(value):
             renamed[new] = value
     return renamed
 
@@ -177,16 +177,16 @@ def find_form(row: dict[str, Any]) -> tuple[str, ...]:
 def take_keys(row: dict[str, Any], form: tuple[str, ...]) -> tuple[dict[str, Any], list[str]]:
     """The row's keys that its form takes and that are not empty, JSON text read; and the keys that
     are ignored."""
-    taken, ignored = {}, []
+    taken: dict[str, Any] = {}
+    ignored = []
     for key, value in row.items():
         name = SYNONYMS.get(key, key)
         value = read_list_text(name, value)
-        if key in form or key in MASKS and key in FORMS[form] and value is not None:
-            taken[key] = value
-        elif is_empty(value):
+        is_own = key in form or key in MASKS and key in FORMS[form] and value is not None
+        if is_empty(value) and (not is_own or name in taken):
             continue
-        elif name in FORMS[form]:
-            if name in taken:
+        if is_own or name in FORMS[form]:
+            if not is_empty(taken.get(name)):
                 raise RefusedRow(f"has {key} and another key that means {name}: keep one of them")
             taken[name] = value
         elif name in OPTIONAL:
@@ -206,7 +206,8 @@ def unread_keys(messages: list[dict[str, Any]], template: str) -> list[str]:
 
 
 def is_empty(value: Any) -> bool:
-    return value in (None, "", [], {})
+    """Whether there is nothing in it; blank text counts as nothing."""
+    return value in (None, "", [], {}) or isinstance(value, str) and not value.strip()
 
 
 def read_list_text(key: str, value: Any) -> Any:
@@ -264,14 +265,34 @@ def as_prompt(row: dict[str, Any], form: tuple[str, ...]) -> tuple[str, str]:
                          " messages, with a --chat_template if the model has none")
     if form == COMPLETION:
         return text_of(row, "prompt"), text_of(row, "completion")
-    asked, answer = (text_of(row, key) for key in form)
-    system, more = ("" if key in form else text_of({key: "", **row}, key)
-                    for key in ("system", "input"))
-    system = f"{system}\n\n" if system else ""
+    asked, answer = question_of(row, form), text_of(row, form[1])
+    system = [text_of(row, "system")] if "system" in row else []
     if form in QUESTIONS:
-        return f"{system}{asked}\n" + (f"\n{more}\n" if more else ""), answer
-    more = f"### Input:\n{more}\n\n" if more else ""
-    return f"{system}### Instruction:\n{asked}\n\n{more}### Response:\n", answer
+        return "\n\n".join([*system, *asked.values()]) + "\n", answer
+    headed = [f"### {key.capitalize()}:\n{text}" for key, text in asked.items()]
+    return "\n\n".join([*system, *headed, "### Response:\n"]), answer
+
+
+def question_of(row: dict[str, Any], form: tuple[str, ...]) -> dict[str, str]:
+    """{key: text} of what an instruction or question asks, without what is blank."""
+    texts = {key: text_of(row, key) for key in (form[0], "input") if key in row}
+    asked = {key: text for key, text in texts.items() if not is_empty(text)}
+    if not asked:
+        raise ValueError(f"{form[0]} is blank: nothing is asked")
+    return asked
+
+
+def turns_of(history: list[Any]) -> list[tuple[str, str]]:
+    """[(question, answer)] of the turns before an instruction; a wholly blank one is none."""
+    turns = []
+    for turn in history:
+        if not isinstance(turn, list) or len(turn) != 2:
+            raise ValueError("a turn of history is no list of a question and its answer")
+        asked, answer = (checked_text(text, "a text of history") for text in turn)
+        if is_empty(asked) != is_empty(answer):
+            raise ValueError("a turn of history has no question, or no answer")
+        turns += [(asked, answer)] * (not is_empty(asked))
+    return turns
 
 
 def join_segments(segments: list[Any]) -> Part:
@@ -292,10 +313,9 @@ def as_messages(row: dict[str, Any], form: tuple[str, ...]) -> list[dict[str, An
         asked, answered = ([read_message(m) for m in list_of(row, key)] for key in form)
         messages = [message | {"train": False} for message in asked] + answered
     elif form in (*INSTRUCTIONS, *QUESTIONS):
-        asked, answer = (text_of(row, key) for key in form)
-        if "input" in row and "input" not in form:
-            asked += f"\n\n{text_of(row, 'input')}"
-        turns = [*list_of({"history": [], **row}, "history"), (asked, answer)]
+        asked = "\n\n".join(question_of(row, form).values())
+        turns = turns_of(list_of({"history": [], **row}, "history"))
+        turns.append((asked, text_of(row, form[1])))
         messages = [{"role": role, "content": text, "train": role == "assistant"}
                     for user, assistant in turns
                     for role, text in (("user", user), ("assistant", assistant))]
@@ -306,6 +326,8 @@ def as_messages(row: dict[str, Any], form: tuple[str, ...]) -> list[dict[str, An
     first = {"role": "system", "content": row["system"], "train": False}
     if not messages or messages[0]["role"] != "system":
         return [first, *messages]
+    if is_empty(messages[0].get("content")):
+        return [first, *messages[1:]]
     if messages[0].get("content") != row["system"]:
         raise RefusedRow("has a system message and another one in system: keep one of them")
     return messages
@@ -317,8 +339,8 @@ def read_message(message: Any) -> dict[str, Any]:
         raise ValueError("a message is no object with a role")
     message = {key: value for key, value in message.items() if value is not None}
     for theirs, ours in ("from", "role"), ("value", "content"):
-        if theirs in message:
-            message.setdefault(ours, message.pop(theirs))
+        if theirs in message and is_empty(message.get(ours)):
+            message[ours] = message.pop(theirs)
     if not isinstance(message.get("role"), str):
         raise ValueError("a message is no object with a role")
     role = re.sub(r"[ -]", "_", message["role"].strip().lower())  # also Human, function-call

@@ -10,7 +10,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.data.forms import (
-    COMPLETION, Document, as_object, find_form, parse_object, read_list_text, read_message)
+    COMPLETION, Document, as_object, find_form, is_empty, parse_object, read_list_text,
+    read_message)
 from fsdp_qlora.data.sources import RefusedRow
 from fsdp_qlora.model.loss import LOSSES
 
@@ -108,7 +109,7 @@ def ask(row: dict[str, Any],
     asks = [key for key in (*ANSWERS, *CONVERSATIONS) if key in row]
     if asks and all(row[key] is None for key in asks):
         raise ValueError(f"{asks[0]} is null")
-    row = {key: value for key, value in row.items() if value is not None}
+    row = without_blank_questions(row)
     answers = [read_list_text("completion", answer) for answer in answers]
     if {type(answer) for answer in answers} not in ({str}, {list}, {dict}):
         raise ValueError("an answer is no text, message or list of messages, or two differ in kind")
@@ -130,6 +131,8 @@ def ask(row: dict[str, Any],
         elif isinstance(prompt, list) and isinstance(answers[0], str):
             answers = [[{"role": "assistant", "content": answer}] for answer in answers]
         elif isinstance(prompt, str) and isinstance(answers[0], list):
+            if is_empty(prompt):
+                raise ValueError("prompt is blank: nothing is asked")
             row["prompt"] = [{"role": "user", "content": prompt}]
     for asked, answered in ANSWERS.items():
         if asked in row:
@@ -144,6 +147,16 @@ def ask(row: dict[str, Any],
                          " name its key by --columns OLD=prompt, or give an empty prompt")
     rows = [{**row, "prompt": answer[:n], "completion": answer[n:]} for answer in answers]
     return rows, COMPLETION, isinstance(answers[0], str)
+
+
+def without_blank_questions(row: dict[str, Any]) -> dict[str, Any]:
+    """The row without keys that are null, and without blank questions where another key asks."""
+    row = {key: value for key, value in row.items() if value is not None}
+    full = {key for key, value in row.items() if not is_empty(value)}
+    may_go = {*ANSWERS, *CONVERSATIONS} if full & {*ANSWERS, *CONVERSATIONS} else set()
+    if "input" in full:  # beside a blank instruction it keeps its form
+        may_go |= {"prompt"}
+    return {key: value for key, value in row.items() if key in full or key not in may_go}
 
 
 def list_of_messages(row: dict[str, Any], key: str) -> list[Any]:
