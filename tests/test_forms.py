@@ -163,10 +163,52 @@ FORMS = {
         ["It is 7.</s>"]),
 }  # fmt: skip
 
+BLANK = {  # what is blank is not joined
+    "question of an input alone": (
+        {"question": "", "input": "What is 3 plus 4?", "answer": "The answer is 7."}, True,
+        SHORT_TEXT, ["The answer is 7.<|im_end|>"]),
+    "query of a context alone": (
+        {"query": "\n", "context": "What is 3 plus 4?", "response": "The answer is 7."}, True,
+        SHORT_TEXT, ["The answer is 7.<|im_end|>"]),
+    "instruction of a context alone": (
+        {"instruction": " ", "context": "Add 3 and 4.", "response": "It is 7."}, True,
+        NO_INPUT_CHAT, ["It is 7.<|im_end|>"]),
+    "blank input": (
+        {**NO_INPUT, "input": " \n"}, True, NO_INPUT_CHAT, ["It is 7.<|im_end|>"]),
+    "blank input and a context that asks": (
+        {"input": " ", "context": "Add 3 and 4.", "output": "It is 7."}, True, NO_INPUT_CHAT,
+        ["It is 7.<|im_end|>"]),
+    "blank system": (
+        {**NO_INPUT, "system_prompt": "  "}, True, NO_INPUT_CHAT, ["It is 7.<|im_end|>"]),
+    "blank system message and another one": (
+        {"system": "Be brief.", "messages": [says("system", " "), *TALK[1:]]}, True, CHAT_TEXT,
+        ["The answer is 7.<|im_end|>", "It is 4.<|im_end|>"]),
+    "blank system beside a system message": (
+        {"system": "\t", "messages": TALK}, True, CHAT_TEXT,
+        ["The answer is 7.<|im_end|>", "It is 4.<|im_end|>"]),
+    "blank turn of history": (
+        {"system": "Be brief.", "instruction": "And 2 times 2?", "output": "It is 4.",
+         "history": [["", " "], ["What is 3 plus 4?", "The answer is 7."], ["", ""]]}, True,
+        CHAT_TEXT, ["The answer is 7.<|im_end|>", "It is 4.<|im_end|>"]),
+    "blank text beside its other name": (
+        {"conversations": [{"from": "human", "content": "", "value": "What is 3 plus 4?"},
+                           {"role": "", "from": "gpt", "value": "The answer is 7."}]}, True,
+        SHORT_TEXT, ["The answer is 7.<|im_end|>"]),
+    "input alone, without template": (
+        {"instruction": "", "input": "3 and 4", "output": "It is 7."}, False,
+        "### Input:\n3 and 4\n\n### Response:\nIt is 7.</s>", ["It is 7.</s>"]),
+    "blank parts, without template": (
+        {"question": " ", "context": "3 and 4", "system": "\n", "answer": "7"}, False,
+        "3 and 4\n7</s>", ["7</s>"]),
+    "blank input and system, without template": (
+        {"instruction": "Add 3 and 4.", "input": " ", "system": " ", "output": "It is 7."}, False,
+        "### Instruction:\nAdd 3 and 4.\n\n### Response:\nIt is 7.</s>", ["It is 7.</s>"]),
+}  # fmt: skip
 
-@pytest.mark.parametrize("name", FORMS)
+
+@pytest.mark.parametrize("name", [*FORMS, *BLANK])
 def test_form_is_trained_as_specified(name, tokenizer, tmp_path):
-    row, has_template, text, parts = FORMS[name]
+    row, has_template, text, parts = {**FORMS, **BLANK}[name]
     if not has_template:
         tokenizer.chat_template = None
     documents = encode_row(row, tokenizer, tmp_path)
@@ -449,6 +491,12 @@ def test_ids_of_another_kind_are_never_trained(row, tokenizer, tmp_path):
         ({"conversations": "x"}, "conversations is str"),
         ({"conversations": [{"from": None, "value": "x"}]}, "no object with a role"),
         ({"question": 3, "answer": "x"}, "question is int"),
+        ({"question": " ", "answer": "x"}, "question is blank: nothing is asked"),
+        ({"instruction": "", "input": " ", "output": "x"}, "instruction is blank: nothing is asked"),
+        ({**NO_INPUT, "history": [["", "x"]]}, "a turn of history has no question, or no answer"),
+        ({**NO_INPUT, "history": [["x", " "]]}, "a turn of history has no question, or no answer"),
+        ({**NO_INPUT, "history": ASKED}, "a turn of history is no list of a question and its"),
+        ({**NO_INPUT, "history": ["ab"]}, "a turn of history is no list of a question and its"),
         (["x"], "is list, want an object"),
     ],
     ids=json.dumps,

@@ -138,15 +138,30 @@ def ask(row: dict[str, Any],
         if asked in row:
             check_answers(asked, row[asked], answers)
             return [{**row, answered: answer} for answer in answers], (asked, answered), False
-    if len(answers) == 1:
-        n = len(answers[0]) - 1 if is_whole else 0
-    else:
-        n = next((i for i, (a, b) in enumerate(zip(*answers)) if a != b), min(map(len, answers)))
+    n = shared_question(answers, is_whole)
     if not n:
         raise RefusedRow(f"has no question beside its answers, only {', '.join(row) or 'them'}:"
                          " name its key by --columns OLD=prompt, or give an empty prompt")
     rows = [{**row, "prompt": answer[:n], "completion": answer[n:]} for answer in answers]
     return rows, COMPLETION, isinstance(answers[0], str)
+
+
+def shared_question(answers: list[Any], is_whole: bool) -> int:
+    """How many characters or messages of the answers are their question: all but the last message
+    of one conversation, what two answers have in common at their beginning."""
+    if len(answers) == 1:
+        return len(answers[0]) - 1 if is_whole else 0
+    shortest = min(map(len, answers))
+    n = next((i for i, (a, b) in enumerate(zip(*answers)) if a != b), shortest)
+    if n == shortest:
+        raise ValueError("one answer is the beginning of the other, and nothing tells where their"
+                         " question ends: write it in a key of its own, prompt")
+    if is_whole and (role := next((read_message(answer[n])["role"] for answer in answers
+                                   if read_message(answer[n])["role"] != "assistant"), None)):
+        raise ValueError(f"the two conversations differ in message {n + 1}, of {role}, before their"
+                         " answers: make it the same in both, or write the messages that are asked"
+                         " in prompt and the answers alone in chosen and rejected")
+    return n
 
 
 def without_blank_questions(row: dict[str, Any]) -> dict[str, Any]:
