@@ -194,7 +194,8 @@ def test_several_processes_encode_a_large_file_in_its_order(tokenizer, tmp_path)
     "bad, why",
     [(b'{"text": ', "is no JSON: "), (b'{"text"', "is no JSON: Expecting ':' delimiter"),
      (b"nonsense", "is no JSON: "), (b"\0", "is no JSON: "),
-     (b'{"text": "\xe4"}', "is not UTF-8 (perhaps cp1252): save the file"), (b"[" * 100_000, "is no JSON: "),
+     (b'{"text": "\xe4"}', "is not UTF-8 (perhaps cp1252): save the file as"),
+     (b"[" * 100_000, "is no JSON: "),
      (b"[1, 2]", "is list, want an object"), (b'"text"', "is str, want an object")],
     ids=lambda value: repr(value)[:30],
 )  # fmt: skip

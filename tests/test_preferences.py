@@ -745,8 +745,8 @@ PAIRS = {  # name: (row, (question, answer) twice)
                                           "rejected": "It is 8."}, TALK),
     "no messages beside a question": ({"messages": [], "question": QUESTION, "chosen": "It is 7.",
                                        "rejected": "It is 8."}, TALK),
-    "turns that differ": ({"chosen": [ASKED, GOOD], "rejected": [ASKED, BAD], "system": "Be brief."},
-                          BRIEF),
+    "system beside conversations": ({"system": "Be brief.", "chosen": [ASKED, GOOD],
+                                     "rejected": [ASKED, BAD]}, BRIEF),
 }  # fmt: skip
 JUDGED = {  # name: (row, (question, answer))
     "TRL, texts": ({"prompt": "3 plus 4 is ", "completion": "7.", "label": True}, TEXT[0]),

@@ -5,8 +5,10 @@ encode.py, and rows with several answers or with judged ones to preferences.py.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import re
+import shlex
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -54,6 +56,12 @@ REFUSED = {key: why for why, keys in {  # of rows and messages
     "write it as content": ("refusal",),
 }.items() for key in keys}
 
+MEANINGS = {  # of words in keys that no form has; none: it is no text to train on
+    "none": ("id", "uuid", "url", "lang", "language", "split", "date", "category", "type"),
+    "question": ("ask", "question", "query", "prompt", "instruction", "input", "problem", "request",
+                 "user", "human", "task"),
+    "answer": ("reply", "answer", "response", "completion", "output", "solution", "assistant",
+               "target", "gpt", "bot", "summary")}
 TRAINED = ("train", "training", "train_on_turn", "weight", "loss")  # of a message: is it trained?
 CALLS = ("function_call", "tool_call")  # roles of the assistant's messages whose content is a call
 ROLES = {  # of a message, in small letters: what templates call it
@@ -163,15 +171,69 @@ def find_form(row: dict[str, Any]) -> tuple[str, ...]:
     listed = [key for key in row if key in keys]
     first = next((form[0] for form in FORMS if len(form) == 2 and form[0] in keys), "")
     seconds = [form[1] for form in FORMS if len(form) == 2 and form[0] == first]
-    missing = seconds[:1] or ["question", "answer"]
-    renamed = " ".join(f"{old}={new}" for old, new in zip(
-        [key for key in listed if key != first], missing)) or "ask=question reply=answer"
     why = (f"which has {first}, but not {' or '.join(seconds)} beside it" if first else
            "which is no form of rows")
+    names = likely_names({key: row[key] for key in listed}, first, seconds)
+    renamed = " ".join(shlex.quote(f"{old}={new}") for old, new in names.items())
     raise RefusedRow(
         f"has {', '.join(listed) or 'no keys'}, {why}. Give it the keys of a form: messages; text;"
         " prompt and completion; instruction and output; question and answer; docs/data.md has"
-        f" all. --columns renames keys, for instance: --columns {renamed}")
+        " all." + f" --columns renames keys, for instance: --columns {renamed}" * bool(names))
+
+
+def likely_names(row: dict[str, Any], first: str, seconds: list[str]) -> dict[str, str]:
+    """{key: new name} that would likely make a row of no form one of a form, whose key `first` it
+    may have already, but none of `seconds`; {} if nothing is likely."""
+    near = {key: near_key(key, value) for key, value in row.items() if "=" not in key}
+    if any({*near.values()} >= set(form) for form in FORMS):
+        return {key: name for key, name in near.items() if name not in ("", key)}
+    lists = {key: name for key in near if (name := name_of_list(row[key]))}
+    if first == "prompt" and len(lists) == 2 and first in lists:
+        return {key: "completion" for key in lists if key != first}
+    if lists:
+        return dict([*lists.items()][:1])
+    texts = {key: meaning_of(key) for key in near if isinstance(row[key], str)
+             and key not in (first, "system", "system_prompt")}
+    texts = {key: meaning for key, meaning in texts.items() if meaning != "none"}
+    asked, answered = (next((key for key in texts if texts[key] == meaning), None)
+                       for meaning in ("question", "answer"))
+    rest = [key for key in texts if key not in (asked, answered)]
+    if first:
+        answered = answered or next(iter([*rest, *filter(None, [asked])]), None)
+        return {answered: seconds[0]} if answered else {}
+    if len(texts) == 1:
+        return dict.fromkeys(texts, "text")
+    asked = asked or next(iter(rest), None)
+    answered = answered or next((key for key in rest if key != asked), None)
+    return {asked: "question", answered: "answer"} if asked and answered else {}
+
+
+def near_key(key: str, value: Any) -> str:
+    """The key of a form that is this one, or this one misspelt, and may have such a value; else "".
+    """
+    known = [*dict.fromkeys([key for form in FORMS for key in form]), *OPTIONAL, *SYNONYMS]
+    found = [key] if key in known else difflib.get_close_matches(key.strip().lower(), known, 1, 0.8)
+    if not found or (found[0] in LISTS) == (name_of_list(value) == ""):
+        return ""
+    return found[0]
+
+
+def name_of_list(value: Any) -> str:
+    """The key of a form that has such a list; "" if none has."""
+    value = read_value(value) if isinstance(value, str) else value
+    first = value[0] if isinstance(value, list) and value else None
+    if isinstance(first, dict):
+        return ("segments" if first.keys() >= {"text", "label"} else
+                "messages" if first.keys() & {"role", "from"} else "")
+    return "input_ids" if type(first) is int else ""
+
+
+def meaning_of(key: str) -> str:
+    """What of MEANINGS the words of a key say that a text in it is, or ""."""
+    words = [word.removesuffix("s") for word in re.findall(
+        "[a-z]+", re.sub("([a-z])([A-Z])", r"\1 \2", key).lower())]
+    return next((meaning for meaning, names in MEANINGS.items() if any(
+        difflib.get_close_matches(word, names, 1, 0.8) for word in words)), "")
 
 
 def take_keys(row: dict[str, Any], form: tuple[str, ...]) -> tuple[dict[str, Any], list[str]]:

@@ -173,8 +173,8 @@ def say_bos(directory: Path, tokenizer: PreTrainedTokenizerFast, first_ids: list
     if bos is None or is_wanted not in (True, False) or is_wanted == is_added:
         return
     if is_wanted and any(first != bos for first in first_ids):
-        say(f"BOS: tokenizer.json puts no {tokenizer.bos_token} before a text, so rows of plain text"
-            ' have none; "add_bos_token": true in tokenizer_config.json is not read: write'
+        say(f"BOS: tokenizer.json puts no {tokenizer.bos_token} before a text, so rows of plain"
+            ' text have none; "add_bos_token": true in tokenizer_config.json is not read: write'
             f" {tokenizer.bos_token} into the rows if they are to begin with it")
     if is_added and bos in first_ids:
         say(f"BOS: tokenizer.json puts {tokenizer.bos_token} before each text;"
