@@ -417,7 +417,7 @@ def read_message(message: Any) -> dict[str, Any]:
         if flag and ROLES[role] != "assistant":
             raise RefusedRow(f"has {key} {flag} in a message of {role}: only the assistant's are"
                              " trained; leave it out, or write the row as segments")
-    if role in CALLS:
+    if role in CALLS and is_empty(message.get("tool_calls")):
         message["tool_calls"] = message.pop("content", None)
     is_trained = ROLES[role] == "assistant" and all(flags.values())
     return message | {"role": ROLES[role], "train": is_trained}

@@ -28,17 +28,22 @@ def parse_preference(row: Any, tokenizer: PreTrainedTokenizerFast, columns: Sequ
     """parse_row() of a row for this loss of preferences; and of each document, whether it is a good
     answer. Of two answers the better one comes first."""
     row = as_object(row, columns)
-    pair = next((keys for keys in PAIRS if any(key in row for key in keys)), None)
-    label = next((key for key in LABELS if key in row), None)
     is_judged = LOSSES[loss].is_judged
-    if pair and not (label and is_judged):
-        return parse_pair(row, *pair, tokenizer)
-    if label and is_judged:
-        return parse_labelled(row, label, tokenizer)
+    kinds = [*PAIRS, *((key,) for key in LABELS)] if is_judged else PAIRS
+    given = {key for key, value in row.items() if value is not None}
+    found = [keys for keys in kinds if given & {*keys}]
+    found = found or [keys for keys in kinds if row.keys() & {*keys}][:1]  # which are null
+    if len(found) > 1:
+        raise RefusedRow(f"has {found[0][0]} and {found[1][0]}: keep one of them, or ignore one:"
+                         f" --columns {found[1][0]}=unused")
+    if found and found[0] in PAIRS:
+        return parse_pair(row, *found[0], tokenizer)
+    if found:
+        return parse_labelled(row, found[0][0], tokenizer)
     wanted = "label, true or false," if is_judged else "chosen and rejected"
     raise RefusedRow(f"has {', '.join(row) or 'no keys'}; --loss {loss} wants {wanted} beside what"
                      " is answered: rename keys by --columns OLD=NEW, or train such rows by --loss "
-                     + ("kto" if label else "sft"))
+                     + ("kto" if row.keys() & {*LABELS} else "sft"))
 
 
 def parse_pair(row: dict[str, Any], better: str, worse: str,
@@ -55,7 +60,11 @@ def parse_pair(row: dict[str, Any], better: str, worse: str,
         raise ValueError("both answers are the same")
     row = {key: value for key, value in row.items() if key not in (better, worse)}
     if isinstance(row.get("input"), dict):  # OpenAI's
-        row |= {"messages": row["input"].get("messages"), "tools": row.pop("input").get("tools")}
+        asked = {key: value for key, value in row.pop("input").items()
+                 if key != "parallel_tool_calls" and not is_empty(value)}
+        if both := [key for key in asked if not is_empty(row.get(key))]:
+            raise RefusedRow(f"has {both[0]} and another one in input: keep one of them")
+        row |= asked
     rows, form, is_one_text = ask(row, answers)
     (name, chosen), (_, rejected) = (
         parse_object(one, tokenizer, form, is_one_text, trains_history=False) for one in rows)
