@@ -6,6 +6,7 @@ What rows mean is in test_forms.py, that they are found again in test_cache.py.
 import csv
 import gzip
 import json
+import re
 
 import datasets
 import pytest
@@ -193,7 +194,8 @@ def test_several_processes_encode_a_large_file_in_its_order(tokenizer, tmp_path)
     "bad, why",
     [(b'{"text": ', "is no JSON: "), (b'{"text"', "is no JSON: Expecting ':' delimiter"),
      (b"nonsense", "is no JSON: "), (b"\0", "is no JSON: "),
-     (b'{"text": "\xe4"}', "is no JSON: "), (b"[" * 100_000, "is no JSON: "),
+     (b'{"text": "\xe4"}', "is not UTF-8 (perhaps cp1252): save the file as"),
+     (b"[" * 100_000, "is no JSON: "),
      (b"[1, 2]", "is list, want an object"), (b'"text"', "is str, want an object")],
     ids=lambda value: repr(value)[:30],
 )  # fmt: skip
@@ -205,6 +207,97 @@ def test_line_that_is_no_row_is_left_out(bad, why, tokenizer, tmp_path):
         "a</s>", "b</s>", "c</s>"]  # fmt: skip
     (left_out,) = (one for one in documents if not one["kept"])
     assert left_out["left_out"].startswith(why) and left_out["where"] == f"{path} line 4"
+
+
+TEXTS = {  # of two rows, by kind of file
+    "jsonl": "".join(f'{{"prompt": "ж {i}", "completion": "ö {i}"}}\n' for i in range(2)),
+    "json": json.dumps([{"prompt": "ж", "completion": "ö"}] * 2, ensure_ascii=False),
+    "txt": "жаба ö\nещё текст\n",
+    "csv": "prompt,completion\nж,ö\nx,y\n",
+    "tsv": "prompt\tcompletion\nж\tö\nx\ty\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("packed", ["", ".gz"])
+@pytest.mark.parametrize("kind", TEXTS)
+def test_text_in_another_encoding_ends_the_run(kind, packed, tokenizer, tmp_path):
+    """As Windows' > writes it, JSON too, which Python guesses from the bytes of lines that are cut
+    at their ends. A byte order mark of UTF-8 does no harm."""
+    path = tmp_path / f"data.{kind}{packed}"
+    write = gzip.open if packed else open
+    encodings = ["utf-16", "utf-16-le", "utf-16-be", "utf-32"]
+    if kind != "txt":  # where only spaces tell UTF-16 without a mark, and nothing UTF-32
+        encodings += ["utf-32-le", "utf-32-be"]
+    for encoding in encodings:
+        with write(path, "wb") as file:
+            file.write(TEXTS[kind].encode(encoding))
+        words = f"{path}: is {encoding[:6].upper()}: save it as UTF-8"
+        assert refusal([path], tokenizer) == f"--dataset {words}"
+    for encoding in "utf-8", "utf-8-sig":
+        with write(path, "wb") as file:
+            file.write(TEXTS[kind].encode(encoding))
+        rows, line = prepare([path], tokenizer)
+        assert len(rows) == 2 and "left out" not in line
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_text_of_windows_is_said_not_to_be_utf_8(kind, tokenizer, tmp_path):
+    """Its lines are left out one by one, a table or an array is refused as a whole."""
+    path = tmp_path / f"data.{kind}"
+    path.write_bytes(TEXTS[kind].replace("ö", "ж").encode("cp1251"))
+    assert re.search(r"is not UTF-8 \(perhaps cp1252\): save the file as UTF-8( \(.* line 1\))?$",
+                     refusal([path], tokenizer))  # fmt: skip
+
+
+def test_lines_in_utf_16_behind_others_are_left_out(tokenizer, tmp_path):
+    """As >> of Windows appends them: each by itself is JSON to Python."""
+    path = tmp_path / "data.jsonl"
+    line = '{"text": "ж"}\n'
+    path.write_bytes(400 * line.encode() + 2 * line.encode("utf-16-be"))
+    rows, said = prepare([path], tokenizer)
+    assert len(rows) == 400 and "2 left out: is no JSON: " in said
+
+
+def test_null_characters_alone_are_no_sign_of_utf_16(tokenizer, tmp_path):
+    path = tmp_path / "data.jsonl"
+    for nulls in b"\0", b"\0 \0", 999 * b"\0":
+        path.write_bytes(nulls + b'\n{"text": "a"}\n{"text": "b"}\n')
+        assert len(prepare([path], tokenizer)[0]) == 2
+
+
+@pytest.mark.parametrize("name, content, words", [
+    ("a.jsonl", gzip.compress(b'{"text": "x"}\n'), "is gzip: name it a.jsonl.gz"),
+    ("a.csv", gzip.compress(b"prompt,completion\n"), "is gzip: name it a.csv.gz"),
+    ("a.jsonl.gz", b'{"text": "x"}\n', "is not gzip: name it a.jsonl"),
+    ("a.csv.gz", b"prompt,completion\n", "is not gzip: name it a.csv"),
+    ("a.json", b"PK\3\4\x14\0", "is a zip archive: unpack it"),
+    ("a.jsonl", b"(\xb5/\xfd\x04", "is zstd: unpack it"),
+    ("a.jsonl", None, "is Parquet: name it .parquet"),
+    ("a.csv", b"prompt;completion\na, b;c\n", "separated by semicolons: save it with commas"),
+    ("a.tsv", b"prompt;completion\na;c\n", "separated by semicolons: save it with tabs"),
+    ("a.csv", b"prompt\tcompletion\na\tc\n", "separated by tabs: name it .tsv"),
+    ("a.tsv", b"prompt,completion\na,c\n", "separated by commas: name it .csv"),
+    ("a.csv", b"\n\nprompt|completion\na|c\n", "separated by vertical bars: save it with commas"),
+    ("a.csv", b"prompt,completion\na,b\na,b,c\n", "saw 3: put quotes around each cell that has"),
+    ("a.csv", b"prompt,completion\na,b,c\n", "put quotes around each cell that has commas in it"),
+], ids=lambda value: str(value)[:20])  # fmt: skip
+def test_file_that_is_not_what_its_name_says_is_refused_in_one_line(
+        name, content, words, tokenizer, tmp_path, capfd):  # fmt: skip
+    if content is None:
+        write_table(tmp_path / name, [{"text": "x"}])
+    else:
+        (tmp_path / name).write_bytes(content)
+    capfd.readouterr()
+    said = refusal([tmp_path], tokenizer)
+    assert said.startswith(f"--dataset {tmp_path / name}: ") and words in said
+    assert capfd.readouterr().err == ""  # of `datasets`, which logs errors and draws bars
+
+
+def test_a_semicolon_in_a_cell_separates_none(tokenizer, tmp_path):
+    (tmp_path / "a.csv").write_text('prompt,"completion"\na; b; c,"d; e"\n')
+    (tmp_path / "b.csv").write_text("text\na; b, c\n")
+    assert len(prepare([tmp_path / "a.csv"], tokenizer)[0]) == 1
+    assert "put quotes" in refusal([tmp_path / "b.csv"], tokenizer)
 
 
 def test_row_of_an_array_is_named(tokenizer, tmp_path):
@@ -325,7 +418,13 @@ ASIDE = {
     "of libraries": (["dataset_infos.json", "dataset_info.json", "tokenizer_config.json",
                       "model.safetensors.index.json"], 4),
     "of tools": (["croissant.json", "schema.json", "stats.json", "trainer_state.json"], 4),
+    "about data": (["metadata.jsonl", "metadata.csv", "index.tsv", "croissant.json"], 4),
+    "about splits": (["train_metadata.jsonl", "metadata-00000-of-00002.ndjson", "stats_test.json",
+                      "meta/episodes.jsonl"], 4),
+    "about data, compressed": (["metadata.jsonl.gz", "README.csv", "LICENSE.txt.gz"], 3),
     "data": (["readme.jsonl", "config.jsonl", "states.json"], 0),
+    "data about metadata": (["metadata_extraction.jsonl", "meta_math.jsonl", "reindex.jsonl",
+                             "user_info.jsonl"], 0),
 }  # fmt: skip
 
 
@@ -336,12 +435,25 @@ def test_what_describes_data_in_a_directory_is_no_data(name, tokenizer, tmp_path
     for file in beside:
         (tmp_path / file).parent.mkdir(exist_ok=True)
         text = json.dumps({"text": file}) if n_aside == 0 else '{"default": {"splits": []}}\n'
+        if ".csv" in file or ".tsv" in file:
+            text = "text\nnote\n"
         (gzip.open if file.endswith(".gz") else open)(tmp_path / file, "wt").write(text)
     rows, line = prepare([tmp_path], tokenizer)
     assert len(rows) == 1 + len(beside) - n_aside and "left out" not in line
     said = capsys.readouterr().out
     assert said.count("taken for no data: ") == (n_aside > 0)  # once, and all are named
     assert all(file in said for file in beside) == (n_aside > 0)
+
+
+def test_table_about_data_is_no_data(tokenizer, tmp_path, capsys):
+    """As the metadata.parquet of a folder of images; named by itself it is read."""
+    write_jsonl(tmp_path / "data.jsonl", [{"text": "data"}])
+    write_table(tmp_path / "metadata.parquet", [{"file_name": "a.png", "text": "internal note"}])
+    assert len(prepare([tmp_path], tokenizer)[0]) == 1
+    assert "no data: metadata.parquet; to train it, name the file" in capsys.readouterr().out
+    assert len(prepare([tmp_path / "metadata.parquet"], tokenizer)[0]) == 1
+    (tmp_path / "data.jsonl").unlink()
+    assert "but for metadata.parquet, which is no data" in refusal([tmp_path], tokenizer)
 
 
 def test_directory_of_text_alone_is_data_but_for_its_license(tokenizer, tmp_path, capsys):
@@ -479,7 +591,8 @@ def test_all_rows_that_are_left_out_are_counted(tokenizer, tmp_path):
     _, line = prepare([path], tokenizer)
     assert "data.jsonl: 1 rows, 1 text; " in line
     assert f"; 4 left out: is no JSON: Invalid control character at ({path} line 2)" in line
-    assert f"; 2 left out: is no JSON: invalid continuation byte ({path} line 12)" in line
+    latin = "is not UTF-8 (perhaps cp1252): save the file as UTF-8"
+    assert f"; 2 left out: {latin} ({path} line 12)" in line
     assert line.endswith("; 3 left out for other reasons")
 
 

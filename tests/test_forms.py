@@ -6,6 +6,7 @@ Conversations are in test_chat.py, files in test_files.py.
 import contextlib
 import json
 import re
+import shlex
 
 import pytest
 from conftest import encode_file, one_process
@@ -163,10 +164,52 @@ FORMS = {
         ["It is 7.</s>"]),
 }  # fmt: skip
 
+BLANK = {  # what is blank is not joined
+    "question of an input alone": (
+        {"question": "", "input": "What is 3 plus 4?", "answer": "The answer is 7."}, True,
+        SHORT_TEXT, ["The answer is 7.<|im_end|>"]),
+    "query of a context alone": (
+        {"query": "\n", "context": "What is 3 plus 4?", "response": "The answer is 7."}, True,
+        SHORT_TEXT, ["The answer is 7.<|im_end|>"]),
+    "instruction of a context alone": (
+        {"instruction": " ", "context": "Add 3 and 4.", "response": "It is 7."}, True,
+        NO_INPUT_CHAT, ["It is 7.<|im_end|>"]),
+    "blank input": (
+        {**NO_INPUT, "input": " \n"}, True, NO_INPUT_CHAT, ["It is 7.<|im_end|>"]),
+    "blank input and a context that asks": (
+        {"input": " ", "context": "Add 3 and 4.", "output": "It is 7."}, True, NO_INPUT_CHAT,
+        ["It is 7.<|im_end|>"]),
+    "blank system": (
+        {**NO_INPUT, "system_prompt": "  "}, True, NO_INPUT_CHAT, ["It is 7.<|im_end|>"]),
+    "blank system message and another one": (
+        {"system": "Be brief.", "messages": [says("system", " "), *TALK[1:]]}, True, CHAT_TEXT,
+        ["The answer is 7.<|im_end|>", "It is 4.<|im_end|>"]),
+    "blank system beside a system message": (
+        {"system": "\t", "messages": TALK}, True, CHAT_TEXT,
+        ["The answer is 7.<|im_end|>", "It is 4.<|im_end|>"]),
+    "blank turn of history": (
+        {"system": "Be brief.", "instruction": "And 2 times 2?", "output": "It is 4.",
+         "history": [["", " "], ["What is 3 plus 4?", "The answer is 7."], ["", ""]]}, True,
+        CHAT_TEXT, ["The answer is 7.<|im_end|>", "It is 4.<|im_end|>"]),
+    "blank text beside its other name": (
+        {"conversations": [{"from": "human", "content": "", "value": "What is 3 plus 4?"},
+                           {"role": "", "from": "gpt", "value": "The answer is 7."}]}, True,
+        SHORT_TEXT, ["The answer is 7.<|im_end|>"]),
+    "input alone, without template": (
+        {"instruction": "", "input": "3 and 4", "output": "It is 7."}, False,
+        "### Input:\n3 and 4\n\n### Response:\nIt is 7.</s>", ["It is 7.</s>"]),
+    "blank parts, without template": (
+        {"question": " ", "context": "3 and 4", "system": "\n", "answer": "7"}, False,
+        "3 and 4\n7</s>", ["7</s>"]),
+    "blank input and system, without template": (
+        {"instruction": "Add 3 and 4.", "input": " ", "system": " ", "output": "It is 7."}, False,
+        "### Instruction:\nAdd 3 and 4.\n\n### Response:\nIt is 7.</s>", ["It is 7.</s>"]),
+}  # fmt: skip
 
-@pytest.mark.parametrize("name", FORMS)
+
+@pytest.mark.parametrize("name", [*FORMS, *BLANK])
 def test_form_is_trained_as_specified(name, tokenizer, tmp_path):
-    row, has_template, text, parts = FORMS[name]
+    row, has_template, text, parts = {**FORMS, **BLANK}[name]
     if not has_template:
         tokenizer.chat_template = None
     documents = encode_row(row, tokenizer, tmp_path)
@@ -451,6 +494,12 @@ def test_ids_of_another_kind_are_never_trained(row, tokenizer, tmp_path):
         ({"conversations": "x"}, "conversations is str"),
         ({"conversations": [{"from": None, "value": "x"}]}, "no object with a role"),
         ({"question": 3, "answer": "x"}, "question is int"),
+        ({"question": " ", "answer": "x"}, "question is blank: nothing is asked"),
+        ({"instruction": "", "input": " ", "output": "x"}, "instruction is blank: nothing is"),
+        ({**NO_INPUT, "history": [["", "x"]]}, "a turn of history has no question, or no answer"),
+        ({**NO_INPUT, "history": [["x", " "]]}, "a turn of history has no question, or no answer"),
+        ({**NO_INPUT, "history": ASKED}, "a turn of history is no list of a question and its"),
+        ({**NO_INPUT, "history": ["ab"]}, "a turn of history is no list of a question and its"),
         (["x"], "is list, want an object"),
     ],
     ids=json.dumps,
@@ -517,6 +566,64 @@ def test_row_of_no_known_form_is_refused(row, wanted, tokenizer, tmp_path):
     message = refusal([path], tokenizer)
     assert f"{path} line 3: " in message and wanted in message
     assert "prompt and completion" in message  # what it can be named
+
+
+SHAREGPT_TALK = [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]
+LIKELY = {  # keys that no form has: (row, what is advised, the form that comes of it)
+    "message": ({"message": ASKED}, "message=messages", "messages"),
+    "message, a text": ({"message": "x"}, "message=text", "text"),
+    "conversation": ({"conversation": SHAREGPT_TALK}, "conversation=conversations",
+                     "conversations"),
+    "dialog": ({"id": "7", "dialog": ASKED}, "dialog=messages", "messages (ignored: id)"),
+    "chat as text": ({"chat": json.dumps(ASKED)}, "chat=messages", "messages"),
+    "prompt": ({"prompt": ASKED}, "prompt=messages", "messages"),
+    "capitals": ({"Instruction": "x", "Input": "y", "Output": "z"},
+                 "Instruction=instruction Input=input Output=output", "instruction and output"),
+    "misspelt": ({"instruction": "x", "respones": "y"}, "respones=response",
+                 "instruction and response"),
+    "misspelt answer": ({"question": "x", "anwser": "y"}, "anwser=answer", "question and answer"),
+    "words": ({"question_id": "7", "user_text": "x", "model_answer": "y"},
+              "user_text=question model_answer=answer",
+              "question and answer (ignored: question_id)"),
+    "answer first": ({"reply": "y", "ask": "x"}, "ask=question reply=answer",
+                     "question and answer"),
+    "camels": ({"userMessage": "x", "assistantMessage": "y"},
+               "userMessage=question assistantMessage=answer", "question and answer"),
+    "translation": ({"source": "x", "target": "y"}, "source=question target=answer",
+                    "question and answer"),
+    "summary": ({"article": "x", "summary": "y"}, "article=question summary=answer",
+                "question and answer"),
+    "system": ({"system": "x", "user": "y", "bot": "z"}, "user=question bot=answer",
+               "question and answer"),
+    "spaces": ({"My question": "x", "The answer": "y"},
+               "'My question=question' 'The answer=answer'", "question and answer"),
+    "semicolon": ({"a;b": "x"}, "'a;b=text'", "text"),
+    "half": ({"prompt": "x", "model_output": "y"}, "model_output=completion",
+             "prompt and completion"),
+    "half of lists": ({"prompt": ASKED[:1], "answers": ASKED[1:]}, "answers=completion",
+                      "prompt and completion"),
+    "tokens": ({"tokens": [5, 6]}, "tokens=input_ids", "input_ids"),
+    "segment": ({"segment": [{"text": "x", "label": True}]}, "segment=segments", "segments"),
+    "unknown words": ({"n": 3, "poem": "x", "title": "y"}, "poem=question title=answer",
+                      "question and answer (ignored: n)"),
+    "one text": ({"url": "u", "body": "x"}, "body=text", "text (ignored: url)"),
+    "nothing": ({"dialog": ["x", "y"], "n": 3}, "", ""),
+    "half alone": ({"question": "x"}, "", ""),
+    "no list of messages": ({"conversation": [{"input": "x", "output": "y"}]}, "", ""),
+    "a key that cannot be renamed": ({"a=b": ASKED}, "", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LIKELY)
+def test_advice_on_keys_helps_when_it_is_followed(name, tokenizer):
+    row, advice, form = LIKELY[name]
+    with pytest.raises(RefusedRow, match="Give it the keys of a form: messages; text; ") as caught:
+        forms.parse_row(row, tokenizer)
+    said = str(caught.value).partition(" --columns renames keys, for instance: --columns ")[2]
+    assert said == advice
+    if advice:
+        found, (document,) = forms.parse_row(row, tokenizer, shlex.split(said))
+        assert found == form and document
 
 
 ROWS_OF_FORMS = {

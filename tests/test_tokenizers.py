@@ -5,7 +5,9 @@ The tokenizers are small ones of the kinds that are released, trained here on a 
 right is told by the library `tokenizers`, which reads the file alone.
 """
 
+import base64
 import functools
+import io
 import json
 import random
 import shutil
@@ -23,7 +25,7 @@ from transformers.models.auto import tokenization_auto
 import merge_adapters
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.data.tokenizer import (
-    check_tokenizer, load_tokenizer, name_class, write_tokenizer)
+    check_tokenizer, load_tokenizer, name_class, read_sentencepiece, write_tokenizer)
 from train_fsdp_qlora import Config
 
 LINES = ["It is sunny and warm in Paris, isn't it? I'LL see; 2024, 1000, 12345 degrees.\n\n\n",
@@ -366,3 +368,121 @@ def test_run_trains_and_saves_the_tokens_of_the_file(run_main, model, tmp_path):
         (base / "tokenizer.json").unlink(missing_ok=True)
     for name in "run", "merged", "merged-by-the-run":
         assert no_difference(AutoTokenizer.from_pretrained(tmp_path / name), "llama2")
+
+
+# ------------------------------------------------------------------------------------------------
+# Without a tokenizer.json; BOS
+# ------------------------------------------------------------------------------------------------
+
+FOXES = [*LINES, "the quick brown fox jumps over the lazy dog", "  a fox,  of   foxes "]
+AS_IS = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+OF_LLAMA = {"tokenizer_class": "LlamaTokenizer"}
+# name: (tokenizer_config.json, how the model of sentencepiece is trained)
+MODELS = {
+    "legacy unsaid": (OF_LLAMA, AS_IS),
+    "legacy": ({**OF_LLAMA, "legacy": True}, AS_IS),
+    "no class": ({}, AS_IS),
+    "BOS": ({**OF_LLAMA, "add_bos_token": True}, AS_IS),
+    "no space before a text": (OF_LLAMA, {**AS_IS, "add_dummy_prefix": False}),
+    "normal forms": (OF_LLAMA, {"normalization_rule_name": "nmt_nfkc"}),
+    "pieces of users": (OF_LLAMA, {**AS_IS, "user_defined_symbols": ["<|user|>", "\t\t"]}),
+    "a piece that its class forgets": (
+        {"tokenizer_class": "GemmaTokenizer", "additional_special_tokens": ["<|extra|>"]},
+        {**AS_IS, "add_dummy_prefix": False, "user_defined_symbols": ["<|user|>"]}),
+    "no bytes": (OF_LLAMA, {**AS_IS, "byte_fallback": False, "vocab_size": 200}),
+    "unigram": (OF_LLAMA, {"model_type": "unigram", "hard_vocab_limit": False}),
+}  # fmt: skip
+
+
+def write_sentencepiece(directory, settings, options):
+    """A base with a tokenizer.model, and no tokenizer.json. Returns the model itself."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(8 * FOXES), model_writer=model, minloglevel=2,
+        **{"model_type": "bpe", "vocab_size": 340, "byte_fallback": True,
+           "allow_whitespace_only_pieces": True, **options})  # fmt: skip
+    directory.mkdir()
+    (directory / "tokenizer.model").write_bytes(model.getvalue())
+    (directory / "tokenizer_config.json").write_text(json.dumps(
+        {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", **settings}))  # fmt: skip
+    (directory / "config.json").write_text('{"model_type": "llama"}')
+    return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_of_a_sentencepiece_model_are_its_own(name, tmp_path, capsys):
+    """What a text begins with, several spaces, normal forms; and what is saved gives them again."""
+    base = tmp_path / "base"
+    model = write_sentencepiece(base, *MODELS[name])
+    tokenizer = load_tokenizer(base, config_of(base))
+    assert "makes of tokenizer.model was compared with sentencepiece" in capsys.readouterr().out
+    (saved := tmp_path / "saved").mkdir()
+    write_tokenizer(saved, base, tokenizer)
+    for one in tokenizer, AutoTokenizer.from_pretrained(saved):
+        for text in ["  fox", " ", "a<|user|>b", *(t for t in texts("llama2") if "<" not in t)]:
+            assert one(text, add_special_tokens=False)["input_ids"] == model.encode(text), text
+        ids, before = one("a fox</s>a")["input_ids"], one("a fox")["input_ids"]
+        assert ids[: len(before) + 1] == [*before, 2] and len(ids) > len(before) + 1
+        assert one("a")["input_ids"] == [1] * (name == "BOS") + model.encode("a")
+
+
+def test_tokens_that_are_not_sentencepieces_end_the_start(tmp_path):
+    """Of a setting by which transformers drops a space before a text; what is advised helps."""
+    base = tmp_path / "base"
+    write_sentencepiece(base, {**OF_LLAMA, "legacy": False}, AS_IS)
+    with pytest.raises(ValueError) as caught:
+        load_tokenizer(base, config_of(base))
+    assert str(caught.value).startswith(f"{base}: there is no tokenizer.json, and of '  two spaces")
+    assert 'set "legacy": true in tokenizer_config.json, or put a tok' in str(caught.value)
+    settings = json.loads((base / "tokenizer_config.json").read_text())
+    (base / "tokenizer_config.json").write_text(json.dumps({**settings, "legacy": True}))
+    tokenizer = load_tokenizer(base, config_of(base))
+    (base / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer.backend_tokenizer.save(str(base / "tokenizer.json"))
+    assert load_tokenizer(base, config_of(base))("  fox").tokens() == tokenizer("  fox").tokens()
+
+
+def test_tokenizer_model_of_tiktoken_is_not_sentencepieces(tmp_path):
+    pytest.importorskip("sentencepiece")
+    lines = (f"{base64.b64encode(bytes([i])).decode()} {i}" for i in range(256))
+    (tmp_path / "tokenizer.model").write_text("\n".join(lines))
+    assert read_sentencepiece(tmp_path / "tokenizer.model") is None
+
+
+def test_vocabulary_that_names_no_eos_ends_the_start(tmp_path, capsys):
+    """Mistral's tekken.json; what is advised helps."""
+    base = write_base(tmp_path / "base", "tekken")
+    (base / "tokenizer.json").unlink()
+    (base / "tokenizer_config.json").unlink()
+    pieces = [{"rank": i, "token_bytes": base64.b64encode(bytes([i])).decode(), "token_str": None}
+              for i in range(256)]  # fmt: skip
+    special = [{"rank": i, "token_str": token, "is_control": True}
+               for i, token in enumerate(LLAMA)]  # fmt: skip
+    config = {"pattern": TEKKEN, "num_vocab_tokens": 256, "default_vocab_size": 259,
+              "default_num_special_tokens": 3, "version": "v3"}  # fmt: skip
+    (base / "tekken.json").write_text(
+        json.dumps({"config": config, "vocab": pieces, "special_tokens": special}))
+    with pytest.raises(ValueError, match="tekken.json does not say which token is EOS, .* write "
+                                         r"{\"eos_token\": \"...\"} into a tokenizer_config.json"):
+        load_tokenizer(base, config_of(base))
+    (base / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    assert load_tokenizer(base, config_of(base)).eos_token_id == 2
+    assert "makes of tekken.json cannot be compared with it" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind, wanted, first, words", [
+    ("llama3", False, 0, 'puts <|begin|> before each text; "add_bos_token": false'),
+    ("llama3", True, 0, ""), ("llama3", None, 0, ""), ("llama3", False, 5, ""),
+    ("gpt2", True, 5, 'puts no <|end|> before a text, so rows of plain text have none; "add_bos'),
+    ("gpt2", True, 0, ""), ("gpt2", False, 5, ""), ("gpt2", None, 5, "")])  # fmt: skip
+def test_bos_that_the_settings_want_otherwise_is_said(
+        kind, wanted, first, words, tmp_path, capsys):  # fmt: skip
+    """Where the rows show it: those of chats have it of their template."""
+    bos = {"bos_token": KINDS[kind][1][0]}
+    base = write_base(tmp_path / "base", kind, add_bos_token=wanted, **bos)
+    tokenizer = load_tokenizer(base, config_of(base))
+    rows = [([first, 6, 7], [first, 6, 7])] * 40
+    check_tokenizer(base, tokenizer, rows_of(rows))
+    said = capsys.readouterr().out
+    assert said.count("BOS: tokenizer.json ") == (words != "") and words in said

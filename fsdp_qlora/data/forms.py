@@ -5,7 +5,9 @@ encode.py, and rows with several answers or with judged ones to preferences.py.
 
 from __future__ import annotations
 
+import difflib
 import re
+import shlex
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -52,6 +54,12 @@ REFUSED = {key: why for why, keys in {  # of rows and messages
     "write it as content": ("refusal",),
 }.items() for key in keys}
 
+MEANINGS = {  # of words in keys that no form has; none: it is no text to train on
+    "none": ("id", "uuid", "url", "lang", "language", "split", "date", "category", "type"),
+    "question": ("ask", "question", "query", "prompt", "instruction", "input", "problem", "request",
+                 "user", "human", "task"),
+    "answer": ("reply", "answer", "response", "completion", "output", "solution", "assistant",
+               "target", "gpt", "bot", "summary")}
 TRAINED = ("train", "training", "train_on_turn", "weight", "loss")  # of a message: is it trained?
 CALLS = ("function_call", "tool_call")  # roles of the assistant's messages whose content is a call
 ROLES = {  # of a message, in small letters: what templates call it
@@ -140,9 +148,9 @@ def rename_keys(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
     renamed = {}
     for key, value in row.items():
         new = columns.get(key, key)
-        if renamed.get(new) is not None and value is not None:
+        if not is_empty(renamed.get(new)) and not is_empty(value):
             raise RefusedRow(f"has {new} twice after --columns: rename the other one, too")
-        if renamed.get(new) is None:
+        if renamed.get(new) is None or not is_empty(value):
             renamed[new] = value
     return renamed
 
@@ -166,30 +174,84 @@ def find_form(row: dict[str, Any]) -> tuple[str, ...]:
     listed = [key for key in row if key in keys]
     first = next((form[0] for form in FORMS if len(form) == 2 and form[0] in keys), "")
     seconds = [form[1] for form in FORMS if len(form) == 2 and form[0] == first]
-    missing = seconds[:1] or ["question", "answer"]
-    renamed = " ".join(f"{old}={new}" for old, new in zip(
-        [key for key in listed if key != first], missing)) or "ask=question reply=answer"
     why = (f"which has {first}, but not {' or '.join(seconds)} beside it" if first else
            "which is no form of rows")
+    names = likely_names({key: row[key] for key in listed}, first, seconds)
+    renamed = " ".join(shlex.quote(f"{old}={new}") for old, new in names.items())
     raise RefusedRow(
         f"has {', '.join(listed) or 'no keys'}, {why}. Give it the keys of a form: messages; text;"
         " prompt and completion; instruction and output; question and answer; docs/data.md has"
-        f" all. --columns renames keys, for instance: --columns {renamed}")
+        " all." + f" --columns renames keys, for instance: --columns {renamed}" * bool(names))
+
+
+def likely_names(row: dict[str, Any], first: str, seconds: list[str]) -> dict[str, str]:
+    """{key: new name} that would likely make a row of no form one of a form, whose key `first` it
+    may have already, but none of `seconds`; {} if nothing is likely."""
+    near = {key: near_key(key, value) for key, value in row.items() if "=" not in key}
+    if any({*near.values()} >= set(form) for form in FORMS):
+        return {key: name for key, name in near.items() if name not in ("", key)}
+    lists = {key: name for key in near if (name := name_of_list(row[key]))}
+    if first == "prompt" and len(lists) == 2 and first in lists:
+        return {key: "completion" for key in lists if key != first}
+    if lists:
+        return dict([*lists.items()][:1])
+    texts = {key: meaning_of(key) for key in near if isinstance(row[key], str)
+             and key not in (first, "system", "system_prompt")}
+    texts = {key: meaning for key, meaning in texts.items() if meaning != "none"}
+    asked, answered = (next((key for key in texts if texts[key] == meaning), None)
+                       for meaning in ("question", "answer"))
+    rest = [key for key in texts if key not in (asked, answered)]
+    if first:
+        answered = answered or next(iter([*rest, *filter(None, [asked])]), None)
+        return {answered: seconds[0]} if answered else {}
+    if len(texts) == 1:
+        return dict.fromkeys(texts, "text")
+    asked = asked or next(iter(rest), None)
+    answered = answered or next((key for key in rest if key != asked), None)
+    return {asked: "question", answered: "answer"} if asked and answered else {}
+
+
+def near_key(key: str, value: Any) -> str:
+    """The key of a form that is this one, or this one misspelt, and may have such a value; else "".
+    """
+    known = [*dict.fromkeys([key for form in FORMS for key in form]), *OPTIONAL, *SYNONYMS]
+    found = [key] if key in known else difflib.get_close_matches(key.strip().lower(), known, 1, 0.8)
+    if not found or (found[0] in LISTS) == (name_of_list(value) == ""):
+        return ""
+    return found[0]
+
+
+def name_of_list(value: Any) -> str:
+    """The key of a form that has such a list; "" if none has."""
+    value = read_value(value) if isinstance(value, str) else value
+    first = value[0] if isinstance(value, list) and value else None
+    if isinstance(first, dict):
+        return ("segments" if first.keys() >= {"text", "label"} else
+                "messages" if first.keys() & {"role", "from"} else "")
+    return "input_ids" if type(first) is int else ""
+
+
+def meaning_of(key: str) -> str:
+    """What of MEANINGS the words of a key say that a text in it is, or ""."""
+    words = [word.removesuffix("s") for word in re.findall(
+        "[a-z]+", re.sub("([a-z])([A-Z])", r"\1 \2", key).lower())]
+    return next((meaning for meaning, names in MEANINGS.items() if any(
+        difflib.get_close_matches(word, names, 1, 0.8) for word in words)), "")
 
 
 def take_keys(row: dict[str, Any], form: tuple[str, ...]) -> tuple[dict[str, Any], list[str]]:
     """The row's keys that its form takes and that are not empty, JSON text read; and the keys that
     are ignored."""
-    taken, ignored = {}, []
+    taken: dict[str, Any] = {}
+    ignored = []
     for key, value in row.items():
         name = SYNONYMS.get(key, key)
         value = read_list_text(name, value)
-        if key in form or key in MASKS and key in FORMS[form] and value is not None:
-            taken[key] = value
-        elif is_empty(value):
+        is_own = key in form or key in MASKS and key in FORMS[form] and value is not None
+        if is_empty(value) and (not is_own or name in taken):
             continue
-        elif name in FORMS[form]:
-            if name in taken:
+        if is_own or name in FORMS[form]:
+            if not is_empty(taken.get(name)):
                 raise RefusedRow(f"has {key} and another key that means {name}: keep one of them")
             taken[name] = value
         elif name in OPTIONAL:
@@ -211,7 +273,8 @@ def unread_keys(messages: list[dict[str, Any]], template: str) -> list[str]:
 
 
 def is_empty(value: Any) -> bool:
-    return value in (None, "", [], {})
+    """Whether there is nothing in it; blank text counts as nothing."""
+    return value in (None, "", [], {}) or isinstance(value, str) and not value.strip()
 
 
 def read_list_text(key: str, value: Any) -> Any:
@@ -262,14 +325,34 @@ def as_prompt(row: dict[str, Any], form: tuple[str, ...]) -> tuple[str, str]:
                          " messages, with a --chat_template if the model has none")
     if form == COMPLETION:
         return text_of(row, "prompt"), text_of(row, "completion")
-    asked, answer = (text_of(row, key) for key in form)
-    system, more = ("" if key in form else text_of({key: "", **row}, key)
-                    for key in ("system", "input"))
-    system = f"{system}\n\n" if system else ""
+    asked, answer = question_of(row, form), text_of(row, form[1])
+    system = [text_of(row, "system")] if "system" in row else []
     if form in QUESTIONS:
-        return f"{system}{asked}\n" + (f"\n{more}\n" if more else ""), answer
-    more = f"### Input:\n{more}\n\n" if more else ""
-    return f"{system}### Instruction:\n{asked}\n\n{more}### Response:\n", answer
+        return "\n\n".join([*system, *asked.values()]) + "\n", answer
+    headed = [f"### {key.capitalize()}:\n{text}" for key, text in asked.items()]
+    return "\n\n".join([*system, *headed, "### Response:\n"]), answer
+
+
+def question_of(row: dict[str, Any], form: tuple[str, ...]) -> dict[str, str]:
+    """{key: text} of what an instruction or question asks, without what is blank."""
+    texts = {key: text_of(row, key) for key in (form[0], "input") if key in row}
+    asked = {key: text for key, text in texts.items() if not is_empty(text)}
+    if not asked:
+        raise ValueError(f"{form[0]} is blank: nothing is asked")
+    return asked
+
+
+def turns_of(history: list[Any]) -> list[tuple[str, str]]:
+    """[(question, answer)] of the turns before an instruction; a wholly blank one is none."""
+    turns = []
+    for turn in history:
+        if not isinstance(turn, list) or len(turn) != 2:
+            raise ValueError("a turn of history is no list of a question and its answer")
+        asked, answer = (checked_text(text, "a text of history") for text in turn)
+        if is_empty(asked) != is_empty(answer):
+            raise ValueError("a turn of history has no question, or no answer")
+        turns += [(asked, answer)] * (not is_empty(asked))
+    return turns
 
 
 def join_segments(segments: list[Any]) -> Part:
@@ -290,10 +373,9 @@ def as_messages(row: dict[str, Any], form: tuple[str, ...]) -> list[dict[str, An
         asked, answered = ([read_message(m) for m in list_of(row, key)] for key in form)
         messages = [message | {"train": False} for message in asked] + answered
     elif form in (*INSTRUCTIONS, *QUESTIONS):
-        asked, answer = (text_of(row, key) for key in form)
-        if "input" in row and "input" not in form:
-            asked += f"\n\n{text_of(row, 'input')}"
-        turns = [*list_of({"history": [], **row}, "history"), (asked, answer)]
+        asked = "\n\n".join(question_of(row, form).values())
+        turns = turns_of(list_of({"history": [], **row}, "history"))
+        turns.append((asked, text_of(row, form[1])))
         messages = [{"role": role, "content": text, "train": role == "assistant"}
                     for user, assistant in turns
                     for role, text in (("user", user), ("assistant", assistant))]
@@ -304,6 +386,8 @@ def as_messages(row: dict[str, Any], form: tuple[str, ...]) -> list[dict[str, An
     first = {"role": "system", "content": row["system"], "train": False}
     if not messages or messages[0]["role"] != "system":
         return [first, *messages]
+    if is_empty(messages[0].get("content")):
+        return [first, *messages[1:]]
     if messages[0].get("content") != row["system"]:
         raise RefusedRow("has a system message and another one in system: keep one of them")
     return messages
@@ -315,8 +399,8 @@ def read_message(message: Any) -> dict[str, Any]:
         raise ValueError("a message is no object with a role")
     message = {key: value for key, value in message.items() if value is not None}
     for theirs, ours in ("from", "role"), ("value", "content"):
-        if theirs in message:
-            message.setdefault(ours, message.pop(theirs))
+        if theirs in message and is_empty(message.get(ours)):
+            message[ours] = message.pop(theirs)
     if not isinstance(message.get("role"), str):
         raise ValueError("a message is no object with a role")
     role = re.sub(r"[ -]", "_", message["role"].strip().lower())  # also Human, function-call
@@ -331,7 +415,7 @@ def read_message(message: Any) -> dict[str, Any]:
         if flag and ROLES[role] != "assistant":
             raise RefusedRow(f"has {key} {flag} in a message of {role}: only the assistant's are"
                              " trained; leave it out, or write the row as segments")
-    if role in CALLS:
+    if role in CALLS and is_empty(message.get("tool_calls")):
         message["tool_calls"] = message.pop("content", None)
     is_trained = ROLES[role] == "assistant" and all(flags.values())
     return message | {"role": ROLES[role], "train": is_trained}

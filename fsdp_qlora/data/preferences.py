@@ -10,7 +10,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.data.forms import (
-    COMPLETION, Document, as_object, find_form, parse_object, read_list_text, read_message)
+    COMPLETION, Document, as_object, find_form, is_empty, parse_object, read_list_text,
+    read_message)
 from fsdp_qlora.data.sources import RefusedRow
 from fsdp_qlora.model.loss import LOSSES
 
@@ -27,17 +28,22 @@ def parse_preference(row: Any, tokenizer: PreTrainedTokenizerFast, columns: Sequ
     """parse_row() of a row for this loss of preferences; and of each document, whether it is a good
     answer. Of two answers the better one comes first."""
     row = as_object(row, columns)
-    pair = next((keys for keys in PAIRS if any(key in row for key in keys)), None)
-    label = next((key for key in LABELS if key in row), None)
     is_judged = LOSSES[loss].is_judged
-    if pair and not (label and is_judged):
-        return parse_pair(row, *pair, tokenizer)
-    if label and is_judged:
-        return parse_labelled(row, label, tokenizer)
+    kinds = [*PAIRS, *((key,) for key in LABELS)] if is_judged else PAIRS
+    given = {key for key, value in row.items() if value is not None}
+    found = [keys for keys in kinds if given & {*keys}]
+    found = found or [keys for keys in kinds if row.keys() & {*keys}][:1]  # which are null
+    if len(found) > 1:
+        raise RefusedRow(f"has {found[0][0]} and {found[1][0]}: keep one of them, or ignore one:"
+                         f" --columns {found[1][0]}=unused")
+    if found and found[0] in PAIRS:
+        return parse_pair(row, *found[0], tokenizer)
+    if found:
+        return parse_labelled(row, found[0][0], tokenizer)
     wanted = "label, true or false," if is_judged else "chosen and rejected"
     raise RefusedRow(f"has {', '.join(row) or 'no keys'}; --loss {loss} wants {wanted} beside what"
                      " is answered: rename keys by --columns OLD=NEW, or train such rows by --loss "
-                     + ("kto" if label else "sft"))
+                     + ("kto" if row.keys() & {*LABELS} else "sft"))
 
 
 def parse_pair(row: dict[str, Any], better: str, worse: str,
@@ -54,7 +60,11 @@ def parse_pair(row: dict[str, Any], better: str, worse: str,
         raise ValueError("both answers are the same")
     row = {key: value for key, value in row.items() if key not in (better, worse)}
     if isinstance(row.get("input"), dict):  # OpenAI's
-        row |= {"messages": row["input"].get("messages"), "tools": row.pop("input").get("tools")}
+        asked = {key: value for key, value in row.pop("input").items()
+                 if key != "parallel_tool_calls" and not is_empty(value)}
+        if both := [key for key in asked if not is_empty(row.get(key))]:
+            raise RefusedRow(f"has {both[0]} and another one in input: keep one of them")
+        row |= asked
     rows, form, is_one_text = ask(row, answers)
     (name, chosen), (_, rejected) = (
         parse_object(one, tokenizer, form, is_one_text, trains_history=False) for one in rows)
@@ -108,7 +118,7 @@ def ask(row: dict[str, Any],
     asks = [key for key in (*ANSWERS, *CONVERSATIONS) if key in row]
     if asks and all(row[key] is None for key in asks):
         raise ValueError(f"{asks[0]} is null")
-    row = {key: value for key, value in row.items() if value is not None}
+    row = without_blank_questions(row)
     answers = [read_list_text("completion", answer) for answer in answers]
     if {type(answer) for answer in answers} not in ({str}, {list}, {dict}):
         raise ValueError("an answer is no text, message or list of messages, or two differ in kind")
@@ -130,20 +140,47 @@ def ask(row: dict[str, Any],
         elif isinstance(prompt, list) and isinstance(answers[0], str):
             answers = [[{"role": "assistant", "content": answer}] for answer in answers]
         elif isinstance(prompt, str) and isinstance(answers[0], list):
+            if is_empty(prompt):
+                raise ValueError("prompt is blank: nothing is asked")
             row["prompt"] = [{"role": "user", "content": prompt}]
     for asked, answered in ANSWERS.items():
         if asked in row:
             check_answers(asked, row[asked], answers)
             return [{**row, answered: answer} for answer in answers], (asked, answered), False
-    if len(answers) == 1:
-        n = len(answers[0]) - 1 if is_whole else 0
-    else:
-        n = next((i for i, (a, b) in enumerate(zip(*answers)) if a != b), min(map(len, answers)))
+    n = shared_question(answers, is_whole)
     if not n:
         raise RefusedRow(f"has no question beside its answers, only {', '.join(row) or 'them'}:"
                          " name its key by --columns OLD=prompt, or give an empty prompt")
     rows = [{**row, "prompt": answer[:n], "completion": answer[n:]} for answer in answers]
     return rows, COMPLETION, isinstance(answers[0], str)
+
+
+def shared_question(answers: list[Any], is_whole: bool) -> int:
+    """How many characters or messages of the answers are their question: all but the last message
+    of one conversation, what two answers have in common at their beginning."""
+    if len(answers) == 1:
+        return len(answers[0]) - 1 if is_whole else 0
+    shortest = min(map(len, answers))
+    n = next((i for i, (a, b) in enumerate(zip(*answers)) if a != b), shortest)
+    if n == shortest:
+        raise ValueError("one answer is the beginning of the other, and nothing tells where their"
+                         " question ends: write it in a key of its own, prompt")
+    if is_whole and (role := next((read_message(answer[n])["role"] for answer in answers
+                                   if read_message(answer[n])["role"] != "assistant"), None)):
+        raise ValueError(f"the two conversations differ in message {n + 1}, of {role}, before their"
+                         " answers: make it the same in both, or write the messages that are asked"
+                         " in prompt and the answers alone in chosen and rejected")
+    return n
+
+
+def without_blank_questions(row: dict[str, Any]) -> dict[str, Any]:
+    """The row without keys that are null, and without blank questions where another key asks."""
+    row = {key: value for key, value in row.items() if value is not None}
+    full = {key for key, value in row.items() if not is_empty(value)}
+    may_go = {*ANSWERS, *CONVERSATIONS} if full & {*ANSWERS, *CONVERSATIONS} else set()
+    if "input" in full:  # beside a blank instruction it keeps its form
+        may_go |= {"prompt"}
+    return {key: value for key, value in row.items() if key in full or key not in may_go}
 
 
 def list_of_messages(row: dict[str, Any], key: str) -> list[Any]:

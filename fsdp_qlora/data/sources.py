@@ -5,6 +5,8 @@ to forms.py what a row means, to encode.py its tokens.
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import csv
 import glob
 import gzip
@@ -24,15 +26,28 @@ from fsdp_qlora.ranks import say
 JSON_KINDS = (".jsonl", ".json", ".ndjson", ".txt")  # also lines of text, each a row
 TABLE_KINDS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}  # what `datasets` calls them
 KINDS = (*JSON_KINDS, *TABLE_KINDS)
+SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "vertical bars"}  # of cells
+PACKED = {  # the first bytes of what is no text, whatever its name says
+    b"\x1f\x8b": "gzip: name it {}.gz", b"PK\3\4": "a zip archive: unpack it",
+    b"(\xb5/\xfd": "zstd: unpack it", b"\xfd7zXZ\0": "xz: unpack it",
+    b"BZh91AY&SY": "bzip2: unpack it", b"PAR1\x15": "Parquet: name it .parquet"}
+BYTE_ORDER_MARKS = {  # in this order: that of UTF-16 begins that of UTF-32
+    "UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
+    "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)}
+NOT_UTF_8 = "is not UTF-8 (perhaps cp1252): save the file as UTF-8"
 SPLITS = {"train": "train|training", "validation": "validation|valid|val|dev",
           "test": "test|testing|eval|evaluation"}  # what names of files and directories call them
-# what lies beside data in a directory: words about them, and what libraries write of them
+# what lies beside data in a directory: words about them, what libraries write of them, and tables
+# about them, in a file of any kind or a folder, perhaps of a split or in several parts
+SPLIT_WORDS = "|".join(SPLITS.values())
 NO_DATA = re.compile(
     r"(readme|licen[cs]e|copying|notice|authors|contributing|citation|change(s|log)|requirements)"
-    r"([^a-z].*)?\.txt|"
-    r"(dataset_(infos?|dict)|(\w+_)?state|meta(data)?|info|stats|schema|croissant|(\w+_)?config|"
-    r"package(-lock)?|special_tokens_map|.*\.index)\.json", re.I)
+    r"([^a-z].*)?\.(txt|csv|tsv)(\.gz)?|"
+    r"(dataset_dict|(\w+_)?state|(\w+_)?config|package(-lock)?|special_tokens_map|.*\.index)\.json|"
+    rf"(({SPLIT_WORDS})[-_.])?(meta(data)?|index|info|stats|schema|croissant|manifest|checksums|"
+    rf"dataset_infos?)([-_.](\d+|of|{SPLIT_WORDS}))*(\.\w+)?(\.gz)?", re.I)
 PIECE_BYTES, PIECE_ROWS = 2**20, 5000  # of lines of JSON, of a table
+HEAD_BYTES = 4096  # by which the encoding of a file is told
 
 
 class RefusedRow(ValueError):
@@ -65,6 +80,8 @@ def find_pieces(source: str, is_silent: bool = False) -> tuple[list[Piece], list
             raise ValueError(f"{source}: what stands after the comma is for Hub ids, and"
                              " split= for directories: name the files you want")
         for file in find_files(path, options.get("split"), is_silent):
+            if file.is_file() and file_kind(file) in KINDS and file_kind(file) != ".parquet":
+                check_text(file)
             if file.is_file() and file_kind(file) in JSON_KINDS:
                 more, content = json_pieces(file)
             else:
@@ -100,7 +117,9 @@ def read_piece(piece: Piece) -> Iterator[tuple[str, Any]]:
     elif piece.start == 0 and is_array(Path(piece.name)):
         with open_file(piece.name) as file:
             try:
-                rows = json.load(file)
+                rows = json.loads(file.read().decode("utf-8-sig"))
+            except UnicodeDecodeError:
+                rows = [RefusedRow(NOT_UTF_8)]
             except (ValueError, RecursionError) as e:
                 rows = [RefusedRow(f"is no JSON: {e}")]
         for number, row in enumerate(rows, 1):
@@ -121,12 +140,13 @@ def read_lines(piece: Piece) -> Iterator[tuple[str, Any]]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line) if not is_text else {
-                    "text": line.decode("utf-8-sig").rstrip("\r\n")}
+                text = line.decode("utf-8-sig")  # json.loads() would guess from bytes
+                row = {"text": text.rstrip("\r\n")} if is_text else json.loads(text)
+            except UnicodeDecodeError:
+                row = ValueError(NOT_UTF_8)
             except (ValueError, RecursionError) as e:
                 # without the column, so that equal errors are counted together
-                why = getattr(e, "msg", None) or getattr(e, "reason", e)
-                row = ValueError(f"is no {'UTF-8' if is_text else 'JSON'}: {why}")
+                row = ValueError(f"is no JSON: {getattr(e, 'msg', e)}")
             yield f"{piece.name} line {number}", row
 
 
@@ -152,7 +172,7 @@ def find_files(path: Path, split: str | None, is_silent: bool) -> list[Path]:
             below = file.relative_to(path)
             is_hidden = any(part.startswith(".") for part in below.parts)
             if not is_hidden and not any((path / p / ".lock").exists() for p in below.parents):
-                (aside if NO_DATA.fullmatch(file.name) else files).append(file)
+                (aside if any(map(NO_DATA.fullmatch, below.parts)) else files).append(file)
     kinds = {file_kind(file) for file in files}
     if kinds - {".txt"}:  # beside data of another kind, text describes them
         aside += [file for file in files if file_kind(file) == ".txt"]
@@ -230,8 +250,42 @@ def json_pieces(path: Path) -> tuple[list[Piece], str]:
     return pieces, sha.hexdigest()
 
 
+def check_text(path: Path) -> None:
+    """Raise ValueError for a file that does not begin as text in UTF-8."""
+    try:
+        with open_file(path) as file:
+            head = file.read(HEAD_BYTES)
+    except gzip.BadGzipFile:
+        raise ValueError(f"{path}: is not gzip: name it {path.name.removesuffix('.gz')}")
+    except (EOFError, zlib.error):
+        return  # it is said where the file is read
+    for first_bytes, what in PACKED.items():
+        if head.startswith(first_bytes):
+            raise ValueError(f"{path}: is {what.format(path.name)}")
+    if (encoding := encoding_of(head)) != "UTF-8":
+        raise ValueError(f"{path}: is {encoding}: save it as UTF-8")
+
+
+def encoding_of(head: bytes) -> str:
+    """The encoding of a text that begins so, by its byte order mark or the places of its NULs; else
+    UTF-8."""
+    for encoding, marks in BYTE_ORDER_MARKS.items():
+        if head.startswith(marks):
+            return encoding
+    nulls = [head[i::4].count(0) for i in range(4)]
+    if sum(nulls) > 2 and (nulls[0] + nulls[2] == 0 or nulls[1] + nulls[3] == 0):
+        return "UTF-16"
+    if min(nulls) == 0 and len(head) // 4 in (nulls[0], nulls[3]) and len(head) > 4:
+        return "UTF-32"
+    return "UTF-8"
+
+
 def open_file(path: Path | str) -> io.BufferedReader | gzip.GzipFile:
     return gzip.open(path, "rb") if str(path).endswith(".gz") else open(path, "rb")
+
+
+def open_text(path: Path) -> io.TextIOWrapper:
+    return io.TextIOWrapper(open_file(path), encoding="utf-8-sig", newline="")
 
 
 def is_array(path: Path) -> bool:
@@ -278,10 +332,12 @@ def open_table(source: str, path: Path, options: dict[str, str], content: str | 
         return datasets.load_dataset(str(path), **{"split": "train", **options})
     except Exception as e:  # the Hub client has a dozen kinds of errors; each is the user's
         error = e.__cause__ or e
+        if isinstance(error, UnicodeDecodeError):
+            error = NOT_UTF_8
         what = "no such file here, and the Hub says: " if is_from_hub else ""
         where = (f"; a table is copied to HF_DATASETS_CACHE, {datasets.config.HF_DATASETS_CACHE}"
                  if isinstance(error, OSError) and path.is_file() else "")
-        raise ValueError(f"{source}: {what}{error}{where}")
+        raise ValueError(f"{path if path.is_file() else source}: {what}{error}{where}")
 
 
 def load_table_file(path: Path, content: str) -> Any:
@@ -292,20 +348,58 @@ def load_table_file(path: Path, content: str) -> Any:
     import pandas
 
     kind = TABLE_KINDS[file_kind(path)]
-    options: dict[str, Any] = {}
-    if kind == "csv":
-        options["sep"] = "\t" if file_kind(path) == ".tsv" else ","
-        if not uses_quotes(path, options["sep"]):
-            options["quoting"] = csv.QUOTE_NONE
-        names = pandas.read_csv(path, nrows=0, index_col=False, **options).columns
-        features = datasets.Features({name: datasets.Value("string") for name in names})
-        options |= {"features": features, "keep_default_na": False, "index_col": False}
-    with warnings.catch_warnings():
-        # of a row with more cells than the header has names
-        warnings.simplefilter("error", pandas.errors.ParserWarning)
-        return datasets.load_dataset(
-            kind, data_files=str(path), split="train", **options,
-            cache_dir=Path(datasets.config.HF_DATASETS_CACHE, "fsdp_qlora", content))
+    options = csv_options(path) if kind == "csv" else {}
+    cache = Path(datasets.config.HF_DATASETS_CACHE, "fsdp_qlora", content)
+    try:
+        with warnings.catch_warnings(), only_errors_of_datasets():
+            # of a row with more cells than the header has names
+            warnings.simplefilter("error", pandas.errors.ParserWarning)
+            return datasets.load_dataset(kind, data_files=str(path), split="train", **options,
+                                         cache_dir=cache)
+    except Exception as e:
+        error = e.__cause__ or e
+        if isinstance(error, (pandas.errors.ParserError, pandas.errors.ParserWarning)):
+            raise ValueError(f"{str(error).strip().rstrip('.')}: put quotes around each cell that"
+                             f" has {SEPARATORS[options['sep']]} in it")
+        raise
+
+
+@contextlib.contextmanager
+def only_errors_of_datasets() -> Iterator[None]:
+    """`datasets` raises errors in the `with` body, but neither logs them nor draws a bar before."""
+    from datasets import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from datasets.utils.logging import CRITICAL, get_verbosity, set_verbosity
+
+    level, had_bars = get_verbosity(), not are_progress_bars_disabled()
+    set_verbosity(CRITICAL)
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        set_verbosity(level)
+        if had_bars:
+            enable_progress_bars()
+
+
+def csv_options(path: Path) -> dict[str, Any]:
+    """What read_csv() of pandas is given for a file, all cells of which are text."""
+    import datasets
+    import pandas
+
+    separator = "\t" if file_kind(path) == ".tsv" else ","
+    with open_text(path) as file:
+        header = next((line for line in file if line.strip()), "")
+    used = max(SEPARATORS, key=header.count)
+    if separator not in header and used in header:
+        way_out = {",": "name it .csv", "\t": "name it .tsv"}.get(
+            used, f"save it with {SEPARATORS[separator]}")
+        raise ValueError(f"its cells are separated by {SEPARATORS[used]}: {way_out}")
+    options: dict[str, Any] = {"sep": separator}
+    if not uses_quotes(path, separator):
+        options["quoting"] = csv.QUOTE_NONE
+    names = pandas.read_csv(path, nrows=0, index_col=False, **options).columns
+    features = datasets.Features({name: datasets.Value("string") for name in names})
+    return {**options, "features": features, "keep_default_na": False, "index_col": False}
 
 
 def uses_quotes(path: Path, separator: str) -> bool:
@@ -314,16 +408,16 @@ def uses_quotes(path: Path, separator: str) -> bool:
     only begins with would swallow all up to the next mark."""
     limit = csv.field_size_limit(2**31 - 1)
     try:
-        with io.TextIOWrapper(open_file(path), encoding="utf-8-sig", newline="") as file:
+        with open_text(path) as file:
             counts = [line.count(separator) for line in file if line.strip()]
         if len(set(counts)) > 1:
             return True
-        with io.TextIOWrapper(open_file(path), encoding="utf-8-sig", newline="") as file:
+        with open_text(path) as file:
             reader = csv.reader(file, delimiter=separator, strict=True)
             sizes = [len(row) - 1 for row in reader if row]
     except csv.Error:
         return False
-    except (UnicodeError, OSError, EOFError, zlib.error):
+    except (OSError, EOFError, zlib.error):
         return True  # what is wrong is said where the table is read
     finally:
         csv.field_size_limit(limit)

@@ -8,9 +8,11 @@ names of special tokens and the chat template.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,9 +72,68 @@ def make_tokenizer(directory: Path, model: str) -> PreTrainedTokenizerFast:
             model if where else directory, **where, mistral_format=False, trust_remote_code=False)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ValueError(f"{directory}: its tokenizer has no fast version (tokenizer.json)")
+    compared = "cannot be compared with it"
+    if found[0] == "tokenizer.model" and (model_file := read_sentencepiece(directory / found[0])):
+        tokenizer = like_sentencepiece(directory, tokenizer, model_file)
+        compared = "was compared with sentencepiece"
+    if tokenizer.eos_token is None:
+        raise ValueError(f"{directory}: {found[0]} does not say which token is EOS, and generation"
+                         ' would never stop: write {"eos_token": "..."} into a'
+                         " tokenizer_config.json there")
     say(f"tokenizer: there is no tokenizer.json; what transformers {transformers.__version__} makes"
-        f" of {found[0]} cannot be compared with it")
+        f" of {found[0]} {compared}")
     return tokenizer
+
+
+def read_sentencepiece(path: Path) -> Any:
+    """The sentencepiece.SentencePieceProcessor of a file; None if it is one of tiktoken, which may
+    have the same name."""
+    from sentencepiece import SentencePieceProcessor
+
+    with contextlib.suppress(RuntimeError):
+        return SentencePieceProcessor(model_file=str(path))
+    return None
+
+
+def like_sentencepiece(directory: Path, tokenizer: PreTrainedTokenizerFast,
+                       model_file: Any) -> PreTrainedTokenizerFast:
+    """The tokenizer, or if it makes other tokens than the directory's tokenizer.model, what
+    PreTrainedTokenizerFast makes of that; raises ValueError if both make others. The classes that
+    tokenizer_config.json names leave out a space before a text that begins with one."""
+    if other_than_sentencepiece(tokenizer, model_file) is None:
+        return tokenizer
+    with explain(f"{directory}: its tokenizer cannot be loaded"):
+        general = PreTrainedTokenizerFast.from_pretrained(directory)
+    if (text := other_than_sentencepiece(general, model_file)) is None:
+        return general
+    got, want = plain_tokens(general, text), model_file.encode(text)
+    is_new = read_json(directory / "tokenizer_config.json", {}).get("legacy") is False
+    raise ValueError(
+        f"{directory}: there is no tokenizer.json, and of {text[:60]!r} transformers"
+        f" {transformers.__version__} makes {general.convert_ids_to_tokens(got)[:8]},"
+        f" tokenizer.model {model_file.id_to_piece(want)[:8]}: "
+        + 'set "legacy": true in tokenizer_config.json, or ' * is_new
+        + "put a tokenizer.json there that makes the same")
+
+
+def other_than_sentencepiece(tokenizer: PreTrainedTokenizerFast, model_file: Any) -> str | None:
+    """One of PROBES, or a text with a special token, of which the tokenizer makes other tokens than
+    the sentencepiece model; None if there is none. Behind a special token, which is none to
+    sentencepiece, both ways to go on are right: with a space and without."""
+    for text in PROBES:
+        if plain_tokens(tokenizer, text) != model_file.encode(text):
+            return text
+    pieces = map(model_file.id_to_piece, range(model_file.vocab_size()))
+    markers = [piece for piece in pieces if re.fullmatch(r"<(?!0x).+>|\[.+\]", piece)][:64]
+    for token in dict.fromkeys([*special_tokens(tokenizer), *markers]):
+        text, token_id = f"a{token}b", tokenizer.convert_tokens_to_ids(token)
+        got, before = plain_tokens(tokenizer, text), model_file.encode("a")
+        own = model_file.piece_to_id(token)
+        is_own = own in (token_id, model_file.unk_id())
+        if got != model_file.encode(text) and not (
+                is_own and got[: len(before) + 1] == [*before, token_id]):
+            return text
+    return None
 
 
 def check_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerFast | None,
@@ -90,8 +151,8 @@ def check_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerFast | None,
     own.add_tokens([token for token in tokenizer.added_tokens_decoder.values()
                     if token.content not in known])  # which tokenizer_config.json adds to it
     step = -(-len(rows.starts) // N_ROWS)
-    texts: list[Any] = [tokenizer.decode(rows.tokens(i)[0][:N_TOKENS])
-                        for i in range(0, len(rows.starts), step)]
+    ids_of_rows = [rows.tokens(i)[0][:N_TOKENS] for i in range(0, len(rows.starts), step)]
+    texts: list[Any] = list(map(tokenizer.decode, ids_of_rows))
     for text in [*probe_texts(tokenizer), *texts]:
         got, want = tokens(tokenizer, text), own.encode(text).ids
         if got != want:
@@ -100,13 +161,36 @@ def check_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerFast | None,
             raise ValueError(f"{directory}: tokenizer_config.json changes the tokens of"
                              f" tokenizer.json: in {text[:60]!r} token {at + 1} and those after it"
                              f" are {got}, by the file alone {want}; make both agree")
+    say_bos(directory, tokenizer, [int(ids[0]) for ids in ids_of_rows])
+
+
+def say_bos(directory: Path, tokenizer: PreTrainedTokenizerFast, first_ids: list[int]) -> None:
+    """Say where the rows with these first tokens have no BOS, or have one, against add_bos_token in
+    tokenizer_config.json, which is not read."""
+    is_wanted = read_json(directory / "tokenizer_config.json", {}).get("add_bos_token")
+    bos = tokenizer.bos_token_id
+    is_added = tokens(tokenizer, "a")[:1] == [bos]
+    if bos is None or is_wanted not in (True, False) or is_wanted == is_added:
+        return
+    if is_wanted and any(first != bos for first in first_ids):
+        say(f"BOS: tokenizer.json puts no {tokenizer.bos_token} before a text, so rows of plain"
+            ' text have none; "add_bos_token": true in tokenizer_config.json is not read: write'
+            f" {tokenizer.bos_token} into the rows if they are to begin with it")
+    if is_added and bos in first_ids:
+        say(f"BOS: tokenizer.json puts {tokenizer.bos_token} before each text;"
+            ' "add_bos_token": false in tokenizer_config.json is not read')
 
 
 def probe_texts(tokenizer: PreTrainedTokenizerFast) -> list[str]:
-    """PROBES, and a text around each special token, or the first 64 of very many."""
+    """PROBES, and a text around each special token."""
+    return [*PROBES, *(f"a{token}b {token} c\n{token}\n{token} "
+                       for token in special_tokens(tokenizer))]
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    """The special and added tokens, of very many added ones the first 64."""
     added = [token.content for token in tokenizer.added_tokens_decoder.values()][:64]
-    special = dict.fromkeys([*tokenizer.all_special_tokens, *added])
-    return [*PROBES, *(f"a{token}b {token} c\n{token}\n{token} " for token in special)]
+    return list(dict.fromkeys([*tokenizer.all_special_tokens, *added]))
 
 
 def write_tokenizer(directory: Path, base: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -162,6 +246,11 @@ def other_tokens(directory: Path, tokenizer: PreTrainedTokenizerFast) -> tuple[s
 def tokens(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
     """The tokens of a text, with BOS and EOS as the tokenizer adds them."""
     return tokenizer(text, verbose=False)["input_ids"]  # verbose: warns of long texts
+
+
+def plain_tokens(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    """The tokens of a text alone."""
+    return tokenizer(text, verbose=False, add_special_tokens=False)["input_ids"]
 
 
 def generation_settings(

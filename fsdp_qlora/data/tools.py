@@ -59,10 +59,11 @@ def openai_calls(calls: Any, as_text: bool) -> list[dict[str, Any]]:
         function = outer.pop("function", {key: call[key] for key in call if key not in OUTER})
         function = read_value(function) if isinstance(function, str) else function
         if isinstance(function, str):  # its name alone
-            function = {"name": function, **{key: outer.pop(key) for key in ARGUMENTS
-                                             if key in outer}}
+            function = {"name": function}
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise ValueError("a call of a tool is no object with a name and arguments")
+        for key in outer.keys() & {*ARGUMENTS}:  # beside function, not in it
+            function = {**function, f"{key} beside function": outer.pop(key)}
         found.append({"type": "function", **outer, "function": with_arguments(function, as_text)})
     return found
 
@@ -70,8 +71,14 @@ def openai_calls(calls: Any, as_text: bool) -> list[dict[str, Any]]:
 def with_arguments(function: dict[str, Any], as_text: bool) -> dict[str, Any]:
     """The function of a call with its arguments under that name, an object, or JSON `as_text`."""
     name = function["name"]
-    given = next((function[key] for key in ARGUMENTS if function.get(key) is not None), "")
-    others = {key: value for key, value in function.items() if key not in ARGUMENTS}
+    keys = [key for key in function if key.removesuffix(" beside function") in ARGUMENTS]
+    found = {key: function[key] for key in keys if function[key] is not None}
+    full = {key: value for key, value in found.items() if value not in ("", {})}
+    given = next(iter([*full.values(), *found.values()]), "")
+    values = [read_value(value) if isinstance(value, str) else value for value in full.values()]
+    if any(value != values[0] for value in values):
+        raise ValueError(f"a call of {name} has {' and '.join(full)}, which differ")
+    others = {key: value for key, value in function.items() if key not in keys}
     if given == "" and (unknown := others.keys() - {"name", "description"}):
         raise ValueError(f"a call of {name} has {', '.join(sorted(unknown))}, but no arguments")
     arguments = read_value(given.strip() or "{}") if isinstance(given, str) else given
