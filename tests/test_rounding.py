@@ -17,16 +17,23 @@ import pytest
 import torch
 import torch.nn.functional as F
 from families import TINY
+from test_layer import Pair, adapter_values, make_model, make_plan
 
 import fsdp_qlora
+from fsdp_qlora.data.bins import make_bin
+from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.model import (
-    attention, elementwise, grouped, head, latent, mixers, per_layer, products, recurrence, router)
+    attention, elementwise, experts, head, latent, mixers, per_layer, products, recurrence, router)
 from fsdp_qlora.model.elementwise import LimitedActivation, ScaledActivation
+from fsdp_qlora.model.layer import LayerWork
 from fsdp_qlora.model.sinks import SinkAttention
 from fsdp_qlora.pretrained.architecture import DeltaNet, Mamba2
-from fsdp_qlora.pretrained.config import describe_model
+from fsdp_qlora.pretrained.config import describe_model, shrunk_config
+from fsdp_qlora.training.check import plain_run, random_reference
+from train_fsdp_qlora import Config
 
 N, WIDTH, HEADS = 96, 128, 4
+MIXTURES = [name for name, make in TINY.items() if describe_model(make(320)).mixture]
 
 
 def draw(*shape, seed=0):
@@ -325,3 +332,188 @@ def test_steps_and_decays_of_mamba_are_fp32(stored):
     z = projected[:, :128].view(N, 2, -1)
     want = mixers.gated_norm_forward(added.bfloat16().view(N, 2, -1), z, None, 0.0, False)
     assert torch.equal(mixed, want.flatten(1))
+
+
+# ------------------------------------------------------------------------------------------------
+# Attention, products, router, head
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+def test_softmax_of_plain_attention_is_fp32(name):
+    """Capped, or with sinks. Two products round: scores, and what is attended."""
+    arch = arch_of(name)
+    q, k, v = heads_of(arch)
+    q = 3 * q
+    sinks = draw(arch.n_heads).float() / 3 if arch.sinks else None
+    got = attention.explicit_attention(q, k, v, sinks, arch, None, None, 0)
+    k, v = (x.float().repeat_interleave(arch.n_heads // arch.n_kv_heads, 1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.float(), k).bfloat16().float()
+    scores = scores * arch.attention_scale
+    if cap := arch.attention_softcap:
+        scores = cap * (scores / cap).tanh()
+    total = scores.masked_fill(~torch.ones(N, N, dtype=torch.bool).tril(), -torch.inf).exp()
+    weights = total / (total.sum(-1, keepdim=True) + (0 if sinks is None else
+                                                      sinks.exp()[:, None, None]))  # fmt: skip
+    check_rounding(got, torch.einsum("hqk,khd->qhd", weights.bfloat16().float(), v), name)
+
+
+def test_sum_with_a_sink_is_fp32():
+    """What a kernel's backward gets of it, and what the sink leaves of the kernel's result."""
+    seen, lse, sinks = [], draw(HEADS, N).float() / 3, draw(HEADS).float() / 3
+
+    def backward(grad, query, key, value, out, joined):
+        seen.extend([out, joined])
+        return grad, grad, grad
+
+    def attend(*args):
+        leaves = [x.detach().requires_grad_() for x in args]
+        out = SinkAttention.apply(*leaves, sinks, lambda q, k, v: (v.clone(), lse, ()), backward)
+        out.sum().backward()
+        return seen[-2:]
+
+    assert_rounded_once(attend, *(draw(N, HEADS, 16, seed=seed) for seed in range(3)))
+    want = (lse.double().exp() + sinks.double().exp()[:, None]).log().float()
+    torch.testing.assert_close(seen[-1], want, rtol=1e-6, atol=1e-6)
+
+
+def bf16_work(name, **settings):
+    """[(a FusedLinear, a LayerWork in backward)] of a first layer in bf16."""
+    pair = Pair(name, **settings)
+    model = pair.make(make_plan(pair.arch.n_layers, compute_dtype="bfloat16"))
+    adapter_values(model, pair.values)
+    layer, bin = model.layers[0], types.SimpleNamespace(dropout_keys=None)
+    return [(fused, LayerWork(layer, bin, backward=True)) for fused in layer.layout.fused_linears]
+
+
+def test_adapters_gradients_are_summed_in_fp32():
+    """Of several parts of a batch."""
+    for fused, work in bf16_work("llama"):
+        want_a, want_b, scaling = 0, dict.fromkeys(fused.adapted, 0), work.layout.scaling
+        for seed in range(3):
+            x, grad = draw(N, fused.in_features, seed=seed), draw(N, fused.out_features, seed=seed)
+            columns = draw(N, fused.padded_columns, seed=seed)
+            _, grad_d = products.product_backward(work, fused, columns, grad, x)
+            products.add_a_gradient(work, fused, x, grad_d)
+            of_b = work.weight(fused)[:, fused.in_features :].double()
+            check_rounding(grad_d, (grad.double() @ of_b)[:, : fused.n_columns], "d")
+            want_a = want_a + scaling * grad_d.double().t() @ x.double()
+            for place in fused.adapted:
+                part = grad[:, place.outputs].double().t() @ columns[:, place.columns].double()
+                want_b[place] = want_b[place] + part
+        check_rounding(work.grad_adapter[fused.lora_a], want_a.flatten(), "A")
+        for place, want in want_b.items():
+            check_rounding(work.grad_adapter[place.lora_b], want.flatten(), "B")
+
+
+def test_doras_norms_and_magnitudes_are_fp32():
+    for fused, work in bf16_work("llama", adapter="dora"):
+        weight, n_in = work.weight(fused), fused.in_features
+        factor, norm = products.dora_factors(work, fused, weight)
+        x, grad = torch.eye(n_in).bfloat16(), draw(n_in, fused.out_features)  # picks columns of W
+        products.product_backward(work, fused, x.new_zeros(n_in, fused.padded_columns), grad, x)
+        a, weight = work.adapter[fused.lora_a].view(-1, n_in).double(), weight[:, :n_in].double()
+        for place in fused.adapted:
+            b, rows = work.adapter[place.lora_b].view(-1, fused.lora_rank).double(), place.outputs
+            of_rows = (weight[rows] + work.layout.scaling * b @ a[place.columns]).norm(dim=1)
+            sums = (grad[:, rows].double() * weight[rows].t()).sum(0) / of_rows
+            check_rounding(norm[rows], of_rows, "norms")
+            check_rounding(factor[rows], work.layer.adapter[place.magnitude] / of_rows, "factors")
+            check_rounding(work.grad_adapter[place.magnitude], sums, "gradient of magnitudes")
+
+
+@pytest.mark.parametrize("name", [
+    name for name in MIXTURES if not describe_model(TINY[name](320)).mixture.rounded_scores])
+def test_gradient_through_a_router_is_rounded_for_its_product(name):
+    arch = describe_model(TINY[name](320))
+    mixture, kind = arch.mixture, arch.layer_kinds[arch.layer_routed.index(True)]
+    tensors = {key: draw(*shape) for key, shape in arch.small_tensors(kind).items()}
+    work = types.SimpleNamespace(arch=arch, layer=types.SimpleNamespace(small_tensors=tensors))
+    x, grad = (0.2 * draw(N, arch.hidden_size)).bfloat16(), draw(N, mixture.top_k).float() / 3
+    routing = router.route(work, x)
+    got = router.route_backward(work, routing, grad, x)
+    logits = routing.scores.double()  # such that these are their scores
+    logits = (logits.logit() if mixture.scores == "sigmoid" else logits.log()).requires_grad_()
+    scores = logits.sigmoid() if mixture.scores == "sigmoid" else logits.softmax(-1)
+    weights = router.chosen_weights(scores, routing.chosen, mixture)[0]
+    weights = weights * router.weight_factor(work, routing.chosen)
+    (exact,) = torch.autograd.grad(weights, logits, grad.double())
+    exact = exact if mixture.fp32_router else exact.bfloat16().double()
+    exact = exact @ tensors[f"{mixture.router}.weight"].double()
+    if mixture.norms:
+        scale = tensors[mixture.norms.router_scale]
+        exact = router.router_norm_backward(exact.bfloat16(), x.float(), scale, arch.norm_eps)
+    check_rounding(got, exact, name)
+
+
+def has_fp32_values(tensor):
+    return tensor.dtype == torch.float32 and not torch.equal(tensor, tensor.bfloat16().float())
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_gradients_of_experts_are_fp32(name, monkeypatch):
+    """Of the weights of a token's experts, and of the experts' adapters."""
+    seen, true = [], router.route_backward
+    monkeypatch.setattr(experts, "route_backward", lambda work, routing, grad, x: (
+        seen.append(grad) or true(work, routing, grad, x)))
+    small = shrunk_config(TINY[name](320))
+    arch = describe_model(small)
+    tensors = random_reference(small, torch.Generator().manual_seed(0)).state_dict()
+    config = Config(model="m", lora_rank=8, target_modules=("experts", "o_proj"))
+    plan = make_plan(arch.n_layers, compute_dtype="bfloat16")
+    model = make_model(small, arch, tensors, config, plan)
+    for i, layer in enumerate(model.layers):
+        layer.adapter.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(i))
+    ids = torch.arange(3, 48)
+    bin = make_bin(rows_of([(ids, ids)]), [[0]], 0, torch.tensor(0), plain_run(model))
+    model(bin).sum().backward()
+    assert len(seen) == arch.layer_routed.count(True) and all(map(has_fp32_values, seen))
+    for layer in model.layers:
+        for (linear, key), (where, _) in layer.layout.adapter_parts().items():
+            grad = layer.adapter.grad[where]
+            assert has_fp32_values(grad) or not grad.any(), (linear, key)
+
+
+def test_slope_of_a_shared_experts_gate_is_rounded_once():
+    """Where the shared expert itself is 0, and its gate reads one value, it alone is left."""
+    small = shrunk_config(TINY["qwen2_moe"](320))
+    arch = describe_model(small)
+    tensors = random_reference(small, torch.Generator().manual_seed(0)).state_dict()
+    for key, tensor in tensors.items():
+        if ".shared_expert." in key:
+            tensor.zero_()
+        elif key.endswith("shared_expert_gate.weight"):
+            tensor.copy_(F.one_hot(torch.tensor([0]), tensor.shape[1]))
+    plan = make_plan(arch.n_layers, compute_dtype="bfloat16")
+    model = make_model(small, arch, tensors, Config(model="m", target_modules=("o_proj",)), plan)
+    layer = model.layers[arch.layer_routed.index(True)]
+    x, out, grad = (draw(N, arch.hidden_size, seed=seed) for seed in range(3))
+    bin = types.SimpleNamespace(dropout_keys=None, n_unpadded=torch.tensor([N]))
+    _, kept = layer.layout.mlp.forward(LayerWork(layer, bin), x, x)
+    factor, kept.shared_out = kept.shared_factor.double(), out
+    work = LayerWork(layer, bin, backward=True)
+    got = layer.layout.mlp._shared_backward(work, kept, grad)
+    sums = (grad.double() * out.double()).sum(-1, keepdim=True)
+    check_rounding(got[:, :1], sums * factor * (1 - factor), "slope")
+    assert not got[:, 1:].any()
+
+
+def test_losses_of_documents_are_fp64_and_their_gradient_is_weighed_in_fp32():
+    """From the logits on, which a product rounds."""
+    arch, weight = describe_model(TINY["llama"](320)), draw(320, 64)
+    x, labels = draw(N, 64), torch.arange(3, 3 + N)
+    model = types.SimpleNamespace(
+        arch=arch, head=weight, norm=torch.ones(64).bfloat16(), norm_bias=None, shards=1, shard=0,
+        own_rows=range(320))  # fmt: skip
+    bin = types.SimpleNamespace(labels=labels, trained_at=torch.arange(N),
+                                loss_bounds=torch.tensor([0, 30, N]))  # fmt: skip
+    x = x.requires_grad_()
+    weights, sums = torch.tensor([1 / 3, 0.7]), head.HeadLoss.apply(x, model, bin)
+    normed = elementwise.norm_of(x.detach(), model.norm, arch.final_norm_kind, arch.norm_eps)
+    each = F.cross_entropy((normed @ weight.t()).double(), labels, reduction="none")
+    want = torch.stack([part.sum() for part in each.split([30, N - 30])])
+    torch.testing.assert_close(sums.detach(), want, rtol=1e-6, atol=0)
+    (grad,) = torch.autograd.grad(sums, x, weights.double())
+    (of_one,) = torch.autograd.grad(head.HeadLoss.apply(x, model, bin).sum(), x)
+    of_tokens = weights.repeat_interleave(torch.tensor([30, N - 30]))
+    check_rounding(grad, of_one.float() * of_tokens[:, None], "gradient")
