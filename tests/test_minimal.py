@@ -4,6 +4,7 @@ bitsandbytes and train_fsdp_qlora.py; and merge_adapters.py on what it and PEFT 
 import argparse
 import ast
 import json
+import math
 import random
 import re
 import shutil
@@ -16,7 +17,8 @@ import torch.nn.functional as F
 import transformers
 from conftest import DEVICE, ROOT, do_here, needs_ranks, one_process, selected_params
 from minimal_runs import PROBE
-from peft import PeftModel
+from peft import (
+    LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict)
 from rows import CHATML, SWITCHED, UNCLOSED
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, BitsAndBytesConfig
@@ -522,3 +524,132 @@ def test_docstring_says_where_the_big_script_has_what_is_left_out():
     rows = re.findall(r"^    .*?  +(\S.*)$", left_out, re.M)
     words = [word for row in rows for word in row.split(", ")]
     assert len(words) >= 7 and set(words) <= known, words
+
+
+# ------------------------------------------------------------------------------------------------
+# Every step against a plain loop
+# ------------------------------------------------------------------------------------------------
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+LONGEST, PEAK = 80, 5e-2  # norms of gradients are then below and above that which is clipped
+# {processes: (rank, steps, rows a step)}. On one process the optimizer's state has 8 bits, as
+# matrices have 4,096 values, and the warm-up has two steps. Shards of others are smaller: fp32
+STEPS = {1: (64, 50, 1), 2: (8, 6, 4), 4: (8, 6, 4)}
+
+
+@pytest.fixture(scope="module")
+def stepped(tmp_path_factory, demo_directory, run_jobs):
+    """stepped(processes): what a run has printed. Its adapter is in adapter-{processes}/, those
+    before the first step of a rank in start-{rank}/; as are model/ and rows.jsonl."""
+    directory, done = tmp_path_factory.mktemp("steps"), set()
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(demo_directory / "model")
+    tokenizer.chat_template = CHATML
+    small = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 128}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(FAMILIES, "llama", {"attention_bias": True, **small})
+        write_model(directory / "model", "llama", tokenizer)
+    draw, words = random.Random(3), "what is the answer to this plus minus times 1 2 3 4 5".split()
+    texts = [" ".join(draw.choices(words, k=draw.randint(3, 12))) for _ in range(14)]
+    rows = [{"text": f"{text} " * 3} for text in texts]
+    for i, text in enumerate(texts[::3]):
+        rows[3 * i] = {"messages": [{"role": "user", "content": text[:20]},
+                                    {"role": "assistant", "content": text}]}  # fmt: skip
+    write_jsonl(directory / "rows.jsonl", rows)
+
+    def argv(output, *settings):
+        names = "output_dir", "lora_rank", "max_steps", "batch_size", "learning_rate"
+        given = {"model": "model", "dataset": "rows.jsonl", "max_length": LONGEST}
+        given |= dict(zip(names, (output, *settings), strict=True))
+        return [word for name, value in given.items() for word in (f"--{name}", str(value))]
+
+    def run(nproc):
+        if nproc not in done:
+            done.add(nproc)
+            jobs = [("adapter", *STEPS[nproc], PEAK)]
+            if nproc == 1:  # a rate that is 0 in fp32
+                jobs += [(f"start-{rank}", rank, 1, 1, 1e-60) for rank in (8, 64)]
+            run_jobs(nproc, [
+                {"case": "minimal", "argv": argv(*job), "out": str(directory / f"{job[0]}.{nproc}")}
+                for job in jobs], cwd=directory)  # fmt: skip
+            (directory / "adapter").rename(directory / f"adapter-{nproc}")
+        return (directory / f"adapter.{nproc}.log").read_text()
+
+    run.directory = directory
+    return run
+
+
+def plain_rows(directory, n):
+    """The token ids and labels of the rows of n draws, an epoch after the other."""
+    tokenizer, found = PreTrainedTokenizerFast.from_pretrained(directory / "model"), []
+    for row in map(json.loads, (directory / "rows.jsonl").open()):
+        if "text" in row:
+            ids, n_asked = tokenizer(row["text"] + tokenizer.eos_token)["input_ids"], 0
+        else:
+            ids = tokenizer.apply_chat_template(row["messages"], return_dict=False)
+            n_asked = len(tokenizer.apply_chat_template(
+                row["messages"][:-1], add_generation_prompt=True, return_dict=False))
+        found.append((ids[:LONGEST], ([-100] * n_asked + ids[n_asked:])[:LONGEST]))
+    return [row for epoch in range(math.ceil(n / len(found)))
+            for row in random.Random(epoch).sample(found, len(found))]
+
+
+def plain_loop(directory, rank, n_steps, batch):
+    """Yields (loss, rate, gradient norm) of each step; at last the adapter. transformers' 4-bit
+    model in PEFT on one process."""
+    settings = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16)  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(
+        directory / "model", quantization_config=settings, dtype=torch.bfloat16, device_map=DEVICE)
+    model = get_peft_model(model, LoraConfig(
+        r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")).train()
+    start = load_file(directory / f"start-{rank}" / "adapter_model.safetensors", DEVICE)
+    assert not set_peft_model_state_dict(model, start).unexpected_keys
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = bnb.optim.AdamW8bit(trained, weight_decay=0.0)
+    rows, warmup = plain_rows(directory, n_steps * batch), max(1, round(0.03 * n_steps))
+    for step in range(n_steps):
+        loss, batch_rows = 0.0, rows[step * batch :][:batch]
+        n_trained = sum(label != -100 for _, labels in batch_rows for label in labels[1:])
+        for ids, labels in batch_rows:
+            with torch.autocast(DEVICE, torch.bfloat16):
+                logits = model(input_ids=torch.tensor([ids], device=DEVICE)).logits[0, :-1]
+            targets = torch.tensor(labels[1:], device=DEVICE)
+            part = F.cross_entropy(logits.float(), targets, reduction="sum") / n_trained
+            part.backward()
+            loss += part.item()
+        norm = torch.nn.utils.clip_grad_norm_(trained, 1.0).item()
+        part_done = max(0, step + 1 - warmup) / (n_steps + 1 - warmup)
+        rate = min(1, (step + 1) / warmup) * PEAK * 0.5 * (1 + math.cos(math.pi * part_done))
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss, rate, norm
+    yield get_peft_model_state_dict(model)
+
+
+@pytest.mark.parametrize("nproc", STEPS)
+def test_steps_equal_a_plain_loop(nproc, stepped):
+    """What is printed of each step, and the adapter after the last one, to the bit on a CPU."""
+    needs_ranks(nproc)
+    stepped(1)  # makes what each begins with
+    text, directory = stepped(nproc), stepped.directory
+    rank = STEPS[nproc][0]
+    *want, after = plain_loop(directory, *STEPS[nproc])
+    printed = re.findall(r"^step .* loss +(\S+) lr (\S+) grad +(\S+)", text, re.M)
+    assert min(norm for *_, norm in want) < 0.8 and max(norm for *_, norm in want) > 1.3
+    for (loss, rate, norm), (its_loss, its_rate, its_norm) in zip(want, printed, strict=True):
+        assert float(its_loss) == pytest.approx(loss, abs=2e-4)
+        assert its_rate == f"{rate:.1e}"
+        assert float(its_norm) == pytest.approx(norm, abs=2e-3)
+    start, got = (load_file(directory / name / "adapter_model.safetensors", DEVICE)
+                  for name in (f"start-{rank}", f"adapter-{nproc}"))  # fmt: skip
+    assert start.keys() == got.keys() == after.keys() and len(got) == 2 * 7
+    off, moved = (torch.cat([(one[key] - after[key]).flatten() for key in after]).norm()
+                  for one in (got, start))  # fmt: skip
+    print(f"{nproc}: {off / moved:.1e} of what training has moved them")
+    assert off <= (1e-5 if DEVICE == "cpu" else 0.05) * moved
+    for key, value in start.items():
+        assert value.abs().max() <= value.shape[1] ** -0.5 and value.any() == ("lora_A" in key)

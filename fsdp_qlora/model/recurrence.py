@@ -54,8 +54,8 @@ def chunked_delta_rule(
     """
     chunked, slots, firsts = chunks_of(lengths, chunk, value.device)
     dtype, n_heads, repeats = value.dtype, value.shape[1], value.shape[1] // key.shape[1]
-    query, key = (x.float() * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + 1e-6)
-                  for x in (query, key))
+    query, key = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+                  for x in (query.float(), key.float()))  # once: else two gradients are rounded
     query = query * query.shape[-1] ** -0.5
     query, key = (chunked(x.repeat_interleave(repeats, 1)) for x in (query, key))
     value, g, beta = chunked(value), chunked(g[..., None]), chunked(beta[..., None])

@@ -1,0 +1,519 @@
+"""In bf16 numbers are rounded where they are written, once: what leads there from rounded inputs is
+computed in fp32.
+
+A function here gets random inputs that are bf16's values, once as bf16 and once as fp32. The second
+result is exact, and the first must be as far from it as one rounding takes it. To round anything
+else on the way, where it counts a seventh of that, adds a hundredth to the distance. In fp32, where
+families are compared with transformers, it would make no difference.
+"""
+
+import dataclasses
+import functools
+import importlib
+import pkgutil
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from families import TINY
+from test_layer import Pair, adapter_values, make_model, make_plan
+
+import fsdp_qlora
+from fsdp_qlora.data.bins import make_bin
+from fsdp_qlora.data.rows import rows_of
+from fsdp_qlora.model import (
+    attention, elementwise, experts, head, latent, mixers, per_layer, products, recurrence, router)
+from fsdp_qlora.model.elementwise import LimitedActivation, ScaledActivation
+from fsdp_qlora.model.layer import LayerWork
+from fsdp_qlora.model.sinks import SinkAttention
+from fsdp_qlora.pretrained.architecture import DeltaNet, Mamba2
+from fsdp_qlora.pretrained.config import describe_model, shrunk_config
+from fsdp_qlora.training.check import plain_run, random_reference
+from train_fsdp_qlora import Config
+
+N, WIDTH, HEADS = 96, 128, 4
+MIXTURES = [name for name, make in TINY.items() if describe_model(make(320)).mixture]
+
+
+def draw(*shape, seed=0):
+    """Random values of bf16, another for each shape and seed."""
+    generator = torch.Generator().manual_seed(hash((shape, seed)) % 2**32)
+    return torch.randn(*shape, generator=generator).bfloat16()
+
+
+def tensors_of(values):
+    """All tensors of numbers in nested tuples and lists."""
+    if isinstance(values, (tuple, list)):
+        return [tensor for value in values for tensor in tensors_of(value)]
+    is_one = isinstance(values, torch.Tensor) and values.is_floating_point()
+    return [values] if is_one else []
+
+
+def in_dtype(value, dtype):
+    """A copy of a tensor of bf16 in this dtype; all else as it is."""
+    is_one = isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16
+    return value.to(dtype, copy=True) if is_one else value
+
+
+def assert_rounded_once(function, *args, **settings):
+    """Of all that it returns, and of its arguments, which it may write over."""
+    found = []
+    for dtype in torch.bfloat16, torch.float32:
+        given = [in_dtype(arg, dtype) for arg in args]
+        found.append(tensors_of([function(*given, **settings), *given]))
+    for i, (got, exact) in enumerate(zip(*found, strict=True)):
+        check_rounding(got, exact, i)
+
+
+def check_rounding(got, exact, what):
+    """A result in fp32 may not be rounded at all."""
+    once, away = (exact.to(got.dtype) - exact).norm(), (got - exact).norm()
+    if once:
+        print(f"{what}: {away / exact.norm():.1e} away, {away / once:.3f} of one rounding")
+    assert away <= 1.01 * once + 1e-6 * exact.norm(), what
+
+
+# ------------------------------------------------------------------------------------------------
+# Elementwise kernels
+# ------------------------------------------------------------------------------------------------
+
+X, GRAD, RESIDUAL = (draw(N, WIDTH, seed=seed) for seed in range(3))
+ALIKE = (X.float() + 0.3 * GRAD.float()).bfloat16()  # a gradient of which a norm leaves little
+FACTOR = (1 + 0.3 * draw(WIDTH).float()).bfloat16()
+GATE_UP = draw(N, 2 * WIDTH)
+OF_ROWS = draw(N).abs().float()
+KEYS = torch.arange(N) << 20
+XIELU = torch.tensor([0.8, 0.3, 0.5, -1e-6]).bfloat16()
+POSITIONS = torch.cat([torch.arange(n) for n in (50, 1, 2, 43)])
+ANGLES = 6 * torch.rand(N, 8, generator=torch.Generator().manual_seed(0))
+COS, SIN = ANGLES.cos(), ANGLES.sin()
+# by right angles: they round nothing, so that what is written after a rotation is rounded once
+TURNS = [F.one_hot(torch.arange(N * 8).view(N, 8) % 2, 2)[..., i].float() for i in range(2)]
+TEMPERATURE = 1 + torch.arange(N) / N
+SIGNS = torch.ones_like(X).where(X > 0, -1)  # their norm rounds nothing either, without an eps
+
+
+def arch_of(name, **fields):
+    return dataclasses.replace(describe_model(TINY[name](320)), norm_eps=0.0, **fields)
+
+
+def heads_of(arch, of=draw, kv_heads=None):
+    """Query, key and value, or their gradients."""
+    kv_heads = arch.n_kv_heads if kv_heads is None else kv_heads
+    return [of(N, n, arch.head_dim, seed=i) for i, n in enumerate((arch.n_heads, *[kv_heads] * 2))]
+
+
+def signs(*shape, seed=0):
+    return torch.ones(shape).where(draw(*shape, seed=seed) > 0, -1).bfloat16()
+
+
+def projected_of(arch, of=draw):
+    return of(N, sum(x.out_features for x in arch.attention_linears()[0]))
+
+
+def norm_cases():
+    plus_one = FACTOR - 1  # exact
+    for kind, weight in (("rms", torch.ones_like(FACTOR)), ("rms_fp32", FACTOR), ("layer", FACTOR),
+                         ("rms_plus_one", plus_one), ("layer_plus_one", plus_one)):
+        for x in X, X + 3:  # with a mean, too
+            yield elementwise.normalise, torch.zeros_like(x), x, weight, None, kind, 1e-3
+            yield elementwise.norm_backward, x, ALIKE, None, weight, kind, 1e-3
+            yield elementwise.norm_backward, x, GRAD, RESIDUAL, weight, kind, 1e-3
+    yield elementwise.normalise, torch.zeros_like(X), X + 3, FACTOR, FACTOR, "layer", 1e-3
+    yield router.router_norm_backward, ALIKE, X, FACTOR.float(), 1e-3
+
+
+def gate_cases():
+    in_place = "silu", "gelu", "gelu_pytorch_tanh", LimitedActivation("silu", 0.7)
+    in_place += ScaledActivation("silu", 0.9, 0.4), XIELU
+    out = torch.zeros_like(X)
+    for activation in in_place:
+        yield elementwise.gate, out, GATE_UP, activation, True
+        yield elementwise.gate_backward, GRAD, activation, None, *GATE_UP.chunk(2, 1)
+        yield elementwise.gate_backward, GRAD, activation, OF_ROWS, *GATE_UP.chunk(2, 1)
+        yield elementwise.gate_weight_gradients, GRAD, GATE_UP, activation, True
+    for activation in "relu2", XIELU:
+        yield elementwise.gate, out, X, activation, False
+        yield elementwise.gate_backward, GRAD, activation, OF_ROWS, X
+    yield elementwise.gate, out, GATE_UP, (0.7, 1.702), True
+    yield elementwise.gate_weight_gradients, GRAD, GATE_UP, (0.7, 1.702), True
+    yield elementwise.clamped_gate_backward, GRAD, OF_ROWS, GATE_UP, 0.7, 1.702
+    yield per_layer.gate_inputs, out, X, RESIDUAL, "gelu_pytorch_tanh"
+    yield per_layer.gate_inputs_backward, GRAD, X, RESIDUAL, "gelu_pytorch_tanh"
+
+
+def row_cases():
+    token_rows = torch.randperm(N, generator=torch.Generator().manual_seed(0)).view(-1, 3)
+    yield elementwise.scale_columns, X, FACTOR.float(), None
+    yield elementwise.scale_columns, X, FACTOR.float() / 3, FACTOR
+    yield elementwise.add_row_bias, X, draw(8, WIDTH), torch.arange(N) % 8
+    yield elementwise.add_row_bias, X, draw(8, WIDTH).float() / 3, torch.arange(N) % 8
+    yield elementwise.add_expert_rows, X, token_rows, None
+    yield elementwise.add_expert_rows, X, token_rows, draw(*token_rows.shape).float() / 3
+    yield elementwise.drop, X, KEYS, 1, 0.3
+
+
+def mixer_cases():
+    weight, by_head = draw(WIDTH, 1, 4), (draw(N, HEADS, 32, seed=seed) for seed in range(3))
+    (x, z, grad), of_head = by_head, FACTOR[:32]
+    for conv, bias in (weight, None), (weight, FACTOR), (weight.float() / 3, FACTOR.float() / 3):
+        for silu in False, True:
+            yield mixers.conv_forward, X, conv, bias, POSITIONS, silu
+        yield mixers.conv_silu_backward, GRAD, X, conv, bias, POSITIONS
+        yield mixers.conv_backward, GRAD, conv, POSITIONS
+    for norm_weight, gate_first in (None, False), (of_head, True), (of_head.float() / 3, True):
+        yield mixers.gated_norm_forward, x, z, norm_weight, 1e-3, gate_first
+        yield mixers.gated_norm_backward, grad, x, z, norm_weight, 1e-3, gate_first
+    # with the norm first its result is rounded, as in transformers
+    yield mixers.gated_norm_forward, signs(*x.shape), z, of_head, 0.0, False
+    yield mixers.gated_norm_backward, grad, signs(*x.shape), z, of_head, 0.0, False
+    yield of_x, grad, x, z, of_head, 1e-3, False
+
+
+def of_x(*args):
+    return mixers.gated_norm_backward(*args)[0]
+
+
+def attention_cases():
+    none, half = (None, None, None), COS.shape[1]
+    for name in "llama", "glm4", "phi4_mini":  # halves, pairs, a part of each head
+        arch = arch_of(name)
+        tables = COS[:, : half], SIN[:, : half], None
+        yield attention.rotate_forward, projected_of(arch), *tables, None, None, arch
+        yield attention.rotate_backward, *heads_of(arch), None, None, *tables, None, None, arch
+    arch = arch_of("llama")
+    yield attention.rotate_forward, projected_of(arch), *TURNS, TEMPERATURE, None, None, arch
+    yield (attention.rotate_backward, *heads_of(arch), None, None, COS, SIN, TEMPERATURE, None,
+           None, arch)
+    arch = arch_of("qwen3", head_dim=16)  # a norm before rotation
+    weights = FACTOR[:16], FACTOR[16:32]
+    yield (attention.rotate_forward, projected_of(arch, signs), COS, SIN, None, *weights, arch)
+    yield (attention.rotate_backward, *heads_of(arch), None, projected_of(arch), COS, SIN, None,
+           *weights, arch)
+    arch = arch_of("hunyuan")  # after it
+    ones = torch.ones(16).bfloat16()
+    yield attention.rotate_forward, projected_of(arch), *TURNS, None, ones, ones, arch
+    yield (attention.rotate_backward, *heads_of(arch), None, projected_of(arch), *TURNS, None,
+           *weights, arch)
+    arch = arch_of("gemma4_text", head_dim=16, keys_are_values=True)  # values have one, too
+    yield attention.rotate_forward, projected_of(arch), *none, ones - 1, ones - 1, arch
+    yield (attention.rotate_backward, *heads_of(arch), None, projected_of(arch), COS, SIN, None,
+           *weights, arch)
+    grad, attended = (draw(N, HEADS, 32, seed=seed) for seed in range(2))
+    for activation in "sigmoid", "softplus":
+        for gates in draw(N, HEADS, 32, seed=2), draw(N, HEADS, 1):
+            yield attention.gate_heads, attended, gates, activation
+            yield attention.gate_heads_backward, grad, attended, gates, activation
+
+
+def latent_cases():
+    arch = arch_of("deepseek_v3")
+    mla, heads = arch.mla, arch.n_heads
+    cos, sin = COS[:, : mla.rope // 2], SIN[:, : mla.rope // 2]
+    turns = [turn[:, : mla.rope // 2] for turn in TURNS]
+    linears = [draw(N, heads * (mla.nope + mla.rope)), draw(N, heads * (mla.nope + mla.value)),
+               draw(N, mla.rope)]
+    grads = [draw(N, heads, mla.nope + mla.rope, seed=seed) for seed in range(3)]
+    yield latent.latent_heads, *linears, cos, sin, None, arch, 24
+    yield latent.latent_heads, *linears, *turns, TEMPERATURE, arch, 24
+    for temperature in None, TEMPERATURE:
+        yield latent.latent_heads_backward, *grads, cos, sin, temperature, arch
+
+
+def head_cases():
+    targets = torch.arange(N) % WIDTH - 1
+    for multiplier, cap in (1.0, None), (0.3, 2.0):
+        yield head.logits_statistics, 3 * X, targets, multiplier, cap
+        yield (head.logits_gradient, 3 * X, torch.full((N,), 5.0), targets, targets < 0, multiplier,
+               cap)
+
+
+CASES = [case for cases in (norm_cases, gate_cases, row_cases, mixer_cases, attention_cases,
+                            latent_cases, head_cases) for case in cases()]  # fmt: skip
+ELSEWHERE = {  # these round in between as transformers does, with which these tests compare them
+    "add_inputs": "test_per_layer.py::test_bf16_inputs_of_layers_round_as_transformers",
+    "router_norm": "test_experts.py::test_bf16_routers_round_as_transformers"}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case[0].__name__)
+def test_kernel_rounds_once(case):
+    assert_rounded_once(*case)
+
+
+def test_all_kernels_are_here():
+    found = set()
+    for module in pkgutil.walk_packages(fsdp_qlora.__path__, "fsdp_qlora."):
+        values = vars(importlib.import_module(module.name)).values()
+        found |= {f.__name__ for f in values if getattr(f, "__code__", None) == KERNEL}
+    here = {case[0].__name__ for case in CASES} - {"of_x"}
+    assert found == here | {*ELSEWHERE}
+
+
+KERNEL = elementwise.gate.__code__  # of what elementwise() returns
+
+
+# ------------------------------------------------------------------------------------------------
+# States of mixers
+# ------------------------------------------------------------------------------------------------
+
+LENGTHS = 200, 1, 64, 130  # several chunks, less than one, a whole one
+
+
+def rule_inputs(scale=1.0):
+    """Of a gated delta rule of two key heads and four value heads, whose state decays little."""
+    n = sum(LENGTHS)
+    g = -scale * 0.02 * draw(n, 4, seed=3).float().abs()
+    return (draw(n, 2, 16), draw(n, 2, 16, seed=1), draw(n, 4, 32), g,
+            draw(n, 4).sigmoid()), draw(n, 4, 32, seed=1)  # fmt: skip
+
+
+def scan_inputs():
+    n = sum(LENGTHS)
+    step = draw(n, 4).float().exp() / 3
+    inputs = draw(n, 2, 16), draw(n, 2, 16, seed=1), draw(n, 4, 32), -0.02 * step, step
+    return inputs, draw(n, 4, 32, seed=1)
+
+
+@pytest.mark.parametrize("rule, make", [
+    (recurrence.chunked_delta_rule, rule_inputs), (recurrence.chunked_scan, scan_inputs)],
+    ids=["delta rule", "scan"])  # fmt: skip
+def test_states_are_fp32(rule, make):
+    """Chunks and what goes from one to the next; the gradients, too."""
+    inputs, grad = make()
+
+    def both(*args):
+        *leaves, of_out = args
+        leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+        out = rule(*leaves, LENGTHS, 64)
+        return out.detach(), *torch.autograd.grad(out, leaves, of_out)
+
+    assert_rounded_once(both, *inputs, grad)
+
+
+def work_of(tensors, bin):
+    return types.SimpleNamespace(layer=types.SimpleNamespace(small_tensors=tensors), bin=bin)
+
+
+def mixer_states(function, mixer, tensors, projected, out):
+    """What a mixer gives the kernel of its state, and what it makes of the kernel's `out`."""
+    seen = []
+    bin = types.SimpleNamespace(position_ids=POSITIONS, kernels={
+        "recurrence": lambda *args: seen.extend(args[:-1]) or out})
+    mixed = function(work_of(tensors, bin), projected, mixer)
+    return [*seen, mixed]
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("double", [False, True])
+def test_decays_of_a_delta_net_are_fp32(double, stored):
+    """Whatever dtype the files have them in."""
+    mixer = DeltaNet(2, 4, 16, 32, 4, norm_eps=0.0, double_beta=double)
+    tensors = {"A_log": draw(4), "dt_bias": draw(4, seed=1), "norm.weight": FACTOR[:32],
+               "conv1d.weight": draw(192, 1, 4)}  # fmt: skip
+    tensors = {f"linear_attn.{key}": value.to(stored) for key, value in tensors.items()}
+    projected = draw(N, sum(mixer.widths.values()))
+    assert_rounded_once(functools.partial(mixer_states, mixers.delta_net, mixer, tensors),
+                        projected, signs(N, 4, 32))  # fmt: skip
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+def test_steps_and_decays_of_mamba_are_fp32(stored):
+    mixer = Mamba2(4, 32, 2, 16, 4, conv_bias=True, step_limits=(0.0, torch.inf), norm=False)
+    tensors = {"A_log": draw(4), "dt_bias": draw(4, seed=1), "D": 0 * draw(4),
+               "conv1d.weight": draw(192, 1, 4), "conv1d.bias": draw(192)}  # fmt: skip
+    tensors = {f"mamba.{key}": value.to(stored) for key, value in tensors.items()}
+    projected, out = draw(N, sum(mixer.widths.values())), draw(N, 4, 32)
+    function = functools.partial(mixer_states, mixers.mamba2, mixer, tensors)
+    assert_rounded_once(function, projected, out)
+    tensors["mamba.D"] = draw(4, seed=2).to(stored) / 3
+    _, _, x, *_, mixed = function(projected, out)
+    added = out.float() + tensors["mamba.D"].float()[:, None] * x.float()
+    z = projected[:, :128].view(N, 2, -1)
+    want = mixers.gated_norm_forward(added.bfloat16().view(N, 2, -1), z, None, 0.0, False)
+    assert torch.equal(mixed, want.flatten(1))
+
+
+# ------------------------------------------------------------------------------------------------
+# Attention, products, router, head
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+def test_softmax_of_plain_attention_is_fp32(name):
+    """Capped, or with sinks. Two products round: scores, and what is attended."""
+    arch = arch_of(name)
+    q, k, v = heads_of(arch)
+    q = 3 * q
+    sinks = draw(arch.n_heads).float() / 3 if arch.sinks else None
+    got = attention.explicit_attention(q, k, v, sinks, arch, None, None, 0)
+    k, v = (x.float().repeat_interleave(arch.n_heads // arch.n_kv_heads, 1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.float(), k).bfloat16().float()
+    scores = scores * arch.attention_scale
+    if cap := arch.attention_softcap:
+        scores = cap * (scores / cap).tanh()
+    total = scores.masked_fill(~torch.ones(N, N, dtype=torch.bool).tril(), -torch.inf).exp()
+    weights = total / (total.sum(-1, keepdim=True) + (0 if sinks is None else
+                                                      sinks.exp()[:, None, None]))  # fmt: skip
+    check_rounding(got, torch.einsum("hqk,khd->qhd", weights.bfloat16().float(), v), name)
+
+
+def test_sum_with_a_sink_is_fp32():
+    """What a kernel's backward gets of it, and what the sink leaves of the kernel's result."""
+    seen, lse, sinks = [], draw(HEADS, N).float() / 3, draw(HEADS).float() / 3
+
+    def backward(grad, query, key, value, out, joined):
+        seen.extend([out, joined])
+        return grad, grad, grad
+
+    def attend(*args):
+        leaves = [x.detach().requires_grad_() for x in args]
+        out = SinkAttention.apply(*leaves, sinks, lambda q, k, v: (v.clone(), lse, ()), backward)
+        out.sum().backward()
+        return seen[-2:]
+
+    assert_rounded_once(attend, *(draw(N, HEADS, 16, seed=seed) for seed in range(3)))
+    want = (lse.double().exp() + sinks.double().exp()[:, None]).log().float()
+    torch.testing.assert_close(seen[-1], want, rtol=1e-6, atol=1e-6)
+
+
+def bf16_work(name, **settings):
+    """[(a FusedLinear, a LayerWork in backward)] of a first layer in bf16."""
+    pair = Pair(name, **settings)
+    model = pair.make(make_plan(pair.arch.n_layers, compute_dtype="bfloat16"))
+    adapter_values(model, pair.values)
+    layer, bin = model.layers[0], types.SimpleNamespace(dropout_keys=None)
+    return [(fused, LayerWork(layer, bin, backward=True)) for fused in layer.layout.fused_linears]
+
+
+def test_adapters_gradients_are_summed_in_fp32():
+    """Of several parts of a batch."""
+    for fused, work in bf16_work("llama"):
+        want_a, want_b, scaling = 0, dict.fromkeys(fused.adapted, 0), work.layout.scaling
+        for seed in range(3):
+            x, grad = draw(N, fused.in_features, seed=seed), draw(N, fused.out_features, seed=seed)
+            columns = draw(N, fused.padded_columns, seed=seed)
+            _, grad_d = products.product_backward(work, fused, columns, grad, x)
+            products.add_a_gradient(work, fused, x, grad_d)
+            of_b = work.weight(fused)[:, fused.in_features :].double()
+            check_rounding(grad_d, (grad.double() @ of_b)[:, : fused.n_columns], "d")
+            want_a = want_a + scaling * grad_d.double().t() @ x.double()
+            for place in fused.adapted:
+                part = grad[:, place.outputs].double().t() @ columns[:, place.columns].double()
+                want_b[place] = want_b[place] + part
+        check_rounding(work.grad_adapter[fused.lora_a], want_a.flatten(), "A")
+        for place, want in want_b.items():
+            check_rounding(work.grad_adapter[place.lora_b], want.flatten(), "B")
+
+
+def test_doras_norms_and_magnitudes_are_fp32():
+    for fused, work in bf16_work("llama", adapter="dora"):
+        weight, n_in = work.weight(fused), fused.in_features
+        factor, norm = products.dora_factors(work, fused, weight)
+        x, grad = torch.eye(n_in).bfloat16(), draw(n_in, fused.out_features)  # picks columns of W
+        products.product_backward(work, fused, x.new_zeros(n_in, fused.padded_columns), grad, x)
+        a, weight = work.adapter[fused.lora_a].view(-1, n_in).double(), weight[:, :n_in].double()
+        for place in fused.adapted:
+            b, rows = work.adapter[place.lora_b].view(-1, fused.lora_rank).double(), place.outputs
+            of_rows = (weight[rows] + work.layout.scaling * b @ a[place.columns]).norm(dim=1)
+            sums = (grad[:, rows].double() * weight[rows].t()).sum(0) / of_rows
+            check_rounding(norm[rows], of_rows, "norms")
+            check_rounding(factor[rows], work.layer.adapter[place.magnitude] / of_rows, "factors")
+            check_rounding(work.grad_adapter[place.magnitude], sums, "gradient of magnitudes")
+
+
+@pytest.mark.parametrize("name", [
+    name for name in MIXTURES if not describe_model(TINY[name](320)).mixture.rounded_scores])
+def test_gradient_through_a_router_is_rounded_for_its_product(name):
+    arch = describe_model(TINY[name](320))
+    mixture, kind = arch.mixture, arch.layer_kinds[arch.layer_routed.index(True)]
+    tensors = {key: draw(*shape) for key, shape in arch.small_tensors(kind).items()}
+    work = types.SimpleNamespace(arch=arch, layer=types.SimpleNamespace(small_tensors=tensors))
+    x, grad = (0.2 * draw(N, arch.hidden_size)).bfloat16(), draw(N, mixture.top_k).float() / 3
+    routing = router.route(work, x)
+    got = router.route_backward(work, routing, grad, x)
+    logits = routing.scores.double()  # such that these are their scores
+    logits = (logits.logit() if mixture.scores == "sigmoid" else logits.log()).requires_grad_()
+    scores = logits.sigmoid() if mixture.scores == "sigmoid" else logits.softmax(-1)
+    weights = router.chosen_weights(scores, routing.chosen, mixture)[0]
+    weights = weights * router.weight_factor(work, routing.chosen)
+    (exact,) = torch.autograd.grad(weights, logits, grad.double())
+    exact = exact if mixture.fp32_router else exact.bfloat16().double()
+    exact = exact @ tensors[f"{mixture.router}.weight"].double()
+    if mixture.norms:
+        scale = tensors[mixture.norms.router_scale]
+        exact = router.router_norm_backward(exact.bfloat16(), x.float(), scale, arch.norm_eps)
+    check_rounding(got, exact, name)
+
+
+def has_fp32_values(tensor):
+    return tensor.dtype == torch.float32 and not torch.equal(tensor, tensor.bfloat16().float())
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_gradients_of_experts_are_fp32(name, monkeypatch):
+    """Of the weights of a token's experts, and of the experts' adapters."""
+    seen, true = [], router.route_backward
+    monkeypatch.setattr(experts, "route_backward", lambda work, routing, grad, x: (
+        seen.append(grad) or true(work, routing, grad, x)))
+    small = shrunk_config(TINY[name](320))
+    arch = describe_model(small)
+    tensors = random_reference(small, torch.Generator().manual_seed(0)).state_dict()
+    config = Config(model="m", lora_rank=8, target_modules=("experts", "o_proj"))
+    plan = make_plan(arch.n_layers, compute_dtype="bfloat16")
+    model = make_model(small, arch, tensors, config, plan)
+    for i, layer in enumerate(model.layers):
+        layer.adapter.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(i))
+    ids = torch.arange(3, 48)
+    bin = make_bin(rows_of([(ids, ids)]), [[0]], 0, torch.tensor(0), plain_run(model))
+    model(bin).sum().backward()
+    assert len(seen) == arch.layer_routed.count(True) and all(map(has_fp32_values, seen))
+    for layer in model.layers:
+        for (linear, key), (where, _) in layer.layout.adapter_parts().items():
+            grad = layer.adapter.grad[where]
+            assert has_fp32_values(grad) or not grad.any(), (linear, key)
+
+
+def test_slope_of_a_shared_experts_gate_is_rounded_once():
+    """Where the shared expert itself is 0, and its gate reads one value, it alone is left."""
+    small = shrunk_config(TINY["qwen2_moe"](320))
+    arch = describe_model(small)
+    tensors = random_reference(small, torch.Generator().manual_seed(0)).state_dict()
+    for key, tensor in tensors.items():
+        if ".shared_expert." in key:
+            tensor.zero_()
+        elif key.endswith("shared_expert_gate.weight"):
+            tensor.copy_(F.one_hot(torch.tensor([0]), tensor.shape[1]))
+    plan = make_plan(arch.n_layers, compute_dtype="bfloat16")
+    model = make_model(small, arch, tensors, Config(model="m", target_modules=("o_proj",)), plan)
+    layer = model.layers[arch.layer_routed.index(True)]
+    x, out, grad = (draw(N, arch.hidden_size, seed=seed) for seed in range(3))
+    bin = types.SimpleNamespace(dropout_keys=None, n_unpadded=torch.tensor([N]))
+    _, kept = layer.layout.mlp.forward(LayerWork(layer, bin), x, x)
+    factor, kept.shared_out = kept.shared_factor.double(), out
+    work = LayerWork(layer, bin, backward=True)
+    got = layer.layout.mlp._shared_backward(work, kept, grad)
+    sums = (grad.double() * out.double()).sum(-1, keepdim=True)
+    check_rounding(got[:, :1], sums * factor * (1 - factor), "slope")
+    assert not got[:, 1:].any()
+
+
+def test_losses_of_documents_are_fp64_and_their_gradient_is_weighed_in_fp32():
+    """From the logits on, which a product rounds."""
+    arch, weight = describe_model(TINY["llama"](320)), draw(320, 64)
+    x, labels = draw(N, 64), torch.arange(3, 3 + N)
+    model = types.SimpleNamespace(
+        arch=arch, head=weight, norm=torch.ones(64).bfloat16(), norm_bias=None, shards=1, shard=0,
+        own_rows=range(320))  # fmt: skip
+    bin = types.SimpleNamespace(labels=labels, trained_at=torch.arange(N),
+                                loss_bounds=torch.tensor([0, 30, N]))  # fmt: skip
+    x = x.requires_grad_()
+    weights, sums = torch.tensor([1 / 3, 0.7]), head.HeadLoss.apply(x, model, bin)
+    normed = elementwise.norm_of(x.detach(), model.norm, arch.final_norm_kind, arch.norm_eps)
+    each = F.cross_entropy((normed @ weight.t()).double(), labels, reduction="none")
+    want = torch.stack([part.sum() for part in each.split([30, N - 30])])
+    torch.testing.assert_close(sums.detach(), want, rtol=1e-6, atol=0)
+    (grad,) = torch.autograd.grad(sums, x, weights.double())
+    (of_one,) = torch.autograd.grad(head.HeadLoss.apply(x, model, bin).sum(), x)
+    of_tokens = weights.repeat_interleave(torch.tensor([30, N - 30]))
+    check_rounding(grad, of_one.float() * of_tokens[:, None], "gradient")
