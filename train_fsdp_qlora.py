@@ -26,6 +26,7 @@ import gc
 import logging
 import math
 import os
+import signal
 import sys
 import time
 import types
@@ -37,6 +38,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 if __name__ == "__main__":
     gc.disable()  # until all is imported: collections would take a fifth of that time
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until watch_process(): no traceback of an import
 if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
     with contextlib.suppress(OSError):  # it may be closed
         print("importing torch, transformers, peft, bitsandbytes", file=sys.stderr, flush=True)
