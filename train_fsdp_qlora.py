@@ -861,10 +861,10 @@ def run_steps(run: Run, done: int) -> list[Record]:
     --random_weights it returns the records of metrics, one a step. All ranks must call this."""
     config, plan, status, records = run.config, run.plan, run.status, []
     epochs = config.max_steps * config.batch_size / len(run.rows)
-    n = dist.get_world_size()
+    n, longest = dist.get_world_size(), run.rows.lengths.view(-1, run.rows.n_answers).sum(1).max()
     say(f"steps: {config.max_steps} of {config.batch_size} rows, {epochs:.3g} epochs, in bins of at"
-        f" most {plan.bin_tokens:,} tokens on {n} process{'es' * (n > 1)}; peak learning rate"
-        f" {config.learning_rate}")
+        f" most {plan.bin_tokens:,} tokens on {n} process{'es' * (n > 1)}; the longest row has"
+        f" {longest:,} tokens; peak learning rate {config.learning_rate}")
     if run.device.type == "cuda" and not why_no_triton():
         say("the first step compiles kernels: up to a minute, a few seconds once they are cached")
     if run.rows.lengths.min() != run.rows.lengths.max():

@@ -260,6 +260,11 @@ def test_start_says_what_is_unusual_and_what_the_process_has(rate, is_high, caps
     out = capsys.readouterr().out
     assert out.startswith("chosen: --max_steps 7 --target_modules q_proj v_proj\n")
     assert ("is far above what trains adapters" in out) == is_high
+    assert " tokens, in which rows lie end to end; " in out
+    assert "; 1 tokens/s per process predicted\n" in out
+    with one_process():
+        say_start(chosen, chosen, plan_of(3 * GIB), {}, 0, device, {})
+    assert "chosen:" not in capsys.readouterr().out  # of a run all of whose flags were given
     peak, own = map(float, re.search(r"peak (\S+) GiB: the process so far (\S+), ", out).groups())
     assert own > 0.1 and abs(peak - own - 3) < 0.02
 

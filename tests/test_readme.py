@@ -410,7 +410,7 @@ def test_log_has_the_form_shown(demo):
     def form(line):
         # the pages show two ranks on a CPU, here is one, maybe on a GPU
         line = re.sub(r"[\d.]+ GiB \(peak [\d.]+\); ", "", line)
-        line = line.replace("GPU memory", "host memory")
+        line = line.replace("GPU memory", "host memory").replace("tok/s/GPU", "tok/s/process")
         line = re.sub(r", [\d:]+ left$", "", line)
         line = re.sub(r"runs/[\w-]+|\brun\b", "RUN", line)
         # the environment's, or its path; the script's from the folder that training ran in
