@@ -287,8 +287,11 @@ not needed, because the reference is the model before the first step, computed o
     ref_model ref_model_* reference_* precompute_ref_* ref_adapter_name
     model_adapter_name force_use_ref_model sync_ref_model disable_dropout
 
+not supported; --loss simpo adds no cross-entropy, as TRL with cpo_alpha 0
+    cpo_alpha
+
 not supported
-    pref_ftx rpo_alpha cpo_alpha f_*divergence* ld_alpha loss_weights use_weighting discopop_tau
+    pref_ftx rpo_alpha f_*divergence* ld_alpha loss_weights use_weighting discopop_tau
     pref_bco_weight
 
 not supported; use TRL for reinforcement learning
