@@ -57,7 +57,7 @@ def make_parser(config_class: type[Config], description: str) -> argparse.Argume
         if kind is bool:
             options["action"] = argparse.BooleanOptionalAction
         else:
-            options["type"] = functools.partial(read_value, f.name, kind, choices)
+            options["type"] = functools.partial(parse_value, f.name, kind, choices)
         if isinstance(f.default, tuple) or typing.get_origin(kind) is tuple:
             options["nargs"] = "+"
         group.add_argument(f"--{f.name}", **options)
@@ -66,7 +66,7 @@ def make_parser(config_class: type[Config], description: str) -> argparse.Argume
     return parser
 
 
-def read_value(name: str, kind: Any, choices: Sequence[str], text: str) -> Any:
+def parse_value(name: str, kind: Any, choices: Sequence[str], text: str) -> Any:
     """The value that `text` is for flag `name`: one of `choices`, or of a `kind`. What is none is
     refused with what it may be, and what was probably meant."""
     wanted, meant = "", ""

@@ -73,7 +73,7 @@ def measure(run: Run, needed: dict[str, tuple[Rows, torch.Tensor]],
         missing[name] = numbers[is_missing[numbers]]
     if not any(map(len, missing.values())):
         return
-    say(f"reference: the log-probabilities before the first step of {describe(missing, needed)}")
+    say(f"reference: the log-probabilities before the first step of {describe_missing(missing, needed)}")
     started = saved = time.monotonic()
     if run.saved_step:  # of a run that goes on with more rows, or whose file is lost
         if why := on_rank_0(why_no_start, run):
@@ -101,8 +101,8 @@ def measure(run: Run, needed: dict[str, tuple[Rows, torch.Tensor]],
     say(f"reference: computed in {time.monotonic() - started:.1f} s")
 
 
-def describe(missing: dict[str, torch.Tensor],
-             needed: dict[str, tuple[Rows, torch.Tensor]]) -> str:
+def describe_missing(missing: dict[str, torch.Tensor],
+                     needed: dict[str, tuple[Rows, torch.Tensor]]) -> str:
     """What is measured, in pairs, or in answers where each is judged by itself."""
     texts = []
     for name, purpose in (("train", "to train on"), ("eval", "to evaluate on")):
