@@ -73,7 +73,8 @@ def measure(run: Run, needed: dict[str, tuple[Rows, torch.Tensor]],
         missing[name] = numbers[is_missing[numbers]]
     if not any(map(len, missing.values())):
         return
-    say(f"reference: the log-probabilities before the first step of {describe_missing(missing, needed)}")
+    say("reference: the log-probabilities before the first step of"
+        f" {describe_missing(missing, needed)}")
     started = saved = time.monotonic()
     if run.saved_step:  # of a run that goes on with more rows, or whose file is lost
         if why := on_rank_0(why_no_start, run):
