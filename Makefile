@@ -20,8 +20,8 @@ oldest = $(shell sed -n 's/^transformers>=\([0-9.]*\),.*/\1.*/p' requirements.tx
 count_gpus := import ctypes; n = ctypes.c_int(2); cuda = ctypes.CDLL("libcuda.so.1"); \
     cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(n)); print(n.value)
 nproc = $(or $(NPROC),$(shell $(VENV)/bin/python -c '$(count_gpus)' 2>/dev/null),2)
-# torchrun imports torch, too, before it starts the script: one process does not need it
-launch = $(if $(filter 1,$1),python,torchrun --standalone --nproc_per_node=$1)
+# torchrun, whose report would follow the run's own last line; one process does not need it
+launch = python $(if $(filter 1,$1),,-m fsdp_qlora.run.launch --standalone --nproc_per_node=$1)
 newest_adapter = $(shell ls -t runs/*/adapter_model.safetensors 2>/dev/null | head -n 1)
 run = $(or $(OUT),$(patsubst %/adapter_model.safetensors,%,$(newest_adapter)))
 
@@ -53,11 +53,6 @@ setup: $(READY) ## Before you call the scripts yourself: makes .venv with all th
 
 train: $(READY) ## To train: the built-in demo, or MODEL= on DATASET=, on all GPUs, else two CPU processes
 	$(VENV)/bin/$(call launch,$(nproc)) train_fsdp_qlora.py $(train_flags)
-
-# What torchrun would set, with five lines of warning; on a CPU its ranks share the cores themselves.
-ifneq ($(NPROC),1)
-train: export OMP_NUM_THREADS ?= 1
-endif
 
 merge: $(READY) ## After training: the newest run below runs/, or OUT=, as a plain bf16 model in its merged/
 	$(if $(run),,$(error no run to merge below runs/: `make train` first, or name one with OUT=))

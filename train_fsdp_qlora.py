@@ -26,6 +26,7 @@ import gc
 import logging
 import math
 import os
+import signal
 import sys
 import time
 import types
@@ -37,6 +38,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 if __name__ == "__main__":
     gc.disable()  # until all is imported: collections would take a fifth of that time
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until watch_process(): no traceback of an import
 if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
     with contextlib.suppress(OSError):  # it may be closed
         print("importing torch, transformers, peft, bitsandbytes", file=sys.stderr, flush=True)
@@ -909,10 +911,10 @@ def run_steps(run: Run, done: int) -> list[Record]:
     --random_weights it returns the records of metrics, one a step. All ranks must call this."""
     config, plan, status, records = run.config, run.plan, run.status, []
     epochs = config.max_steps * config.batch_size / len(run.rows)
-    n = dist.get_world_size()
+    n, longest = dist.get_world_size(), run.rows.lengths.view(-1, run.rows.n_answers).sum(1).max()
     say(f"steps: {config.max_steps} of {config.batch_size} rows, {epochs:.3g} epochs, in bins of at"
-        f" most {plan.bin_tokens:,} tokens on {n} process{'es' * (n > 1)}; peak learning rate"
-        f" {config.learning_rate}")
+        f" most {plan.bin_tokens:,} tokens on {n} process{'es' * (n > 1)}; the longest row has"
+        f" {longest:,} tokens; peak learning rate {config.learning_rate}")
     if run.device.type == "cuda" and not why_no_triton():
         say("the first step compiles kernels: up to a minute, a few seconds once they are cached")
     if run.rows.lengths.min() != run.rows.lengths.max():

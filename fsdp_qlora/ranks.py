@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from train_fsdp_qlora import Config
 
 AGAIN, DISK, DIVERGED, OUT_OF_MEMORY, FROZEN, BUG = 75, 5, 6, 8, 9, 70  # exit codes
+SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1  # end a run, see status
 EXITS = {"flags": 2, "model": 3, "data": 4, "training": DISK, "saving": DISK,
          "checkpoint": 7}  # of an error, by the phase of the run
 
@@ -59,9 +62,25 @@ def print_error(message: str) -> None:
         print(f"{start}{' '.join(message.split())}", file=sys.stderr, flush=True)
 
 
+def tell_torchrun(line: str) -> None:
+    """Leave the line with which this process ends where torchrun looks for it: in the report that
+    torchrun prints of processes that failed, that line is then the last."""
+    if not (path := os.environ.get("TORCHELASTIC_ERROR_FILE")):
+        return
+    # of two that end in the same second torchrun takes any: an error comes before what it stops
+    seconds = int(time.time()) - line.startswith("error")
+    content = {"message": {"message": line, "extraInfo": {"timestamp": seconds}}}
+    with contextlib.suppress(OSError):
+        part = Path(f"{path}.part")  # half a file would end torchrun itself
+        part.write_text(json.dumps(content))
+        os.replace(part, path)
+
+
 def refuse_launch(message: str) -> NoReturn:
     """End this process, which has not joined the others, with one line."""
-    print_error(f"error: {message}")
+    line = f"error: {message}"
+    tell_torchrun(line)
+    print_error(line)
     sys.exit(EXITS["flags"])
 
 

@@ -718,6 +718,8 @@ OUTER = {
         ("llava_onevision", "qwen2", "siglip_vision_model"),
         ("idefics3", "llama", "idefics3_vision"), ("smolvlm", "llama", "smolvlm_vision"),
         ("lfm2_vl", "lfm2", "siglip2_vision_model"))}  # fmt: skip
+OUTER["glm46v"] = multimodal(
+    "glm46v", tiny("glm4v_text", None, rope_parameters=MROPE_HALF), "glm4v_vision", False)
 OUTER["gemma4_moe_vl"] = multimodal("gemma4", TINY["gemma4_moe"], "gemma4_vision", True)
 TINY = {name: make for name, make in TINY.items() if make.model_type in CONFIG_MAPPING}
 

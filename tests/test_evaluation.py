@@ -149,6 +149,21 @@ def test_samples_are_what_transformers_and_peft_write(nproc, name, base, runs, r
     assert found[0]["eval_samples"] != found[4]["eval_samples"]
 
 
+def test_what_a_sample_leaves_out_is_marked(run_main, read_metrics, tmp_path):
+    """In the log the beginning of a long prompt, and in metrics.jsonl of a very long one."""
+    words = " ".join(str(i % 7) for i in range(600))
+    row = {"prompt": f"What is {words}?\n", "completion": "The answer is 6."}
+    path = write_jsonl(tmp_path / "eval.jsonl", [row])
+    code, out, err = run_main("--max_steps", 1, "--eval_dataset", path, "--eval_samples", 1,
+                              "--output_dir", tmp_path / "run")  # fmt: skip
+    assert code == 0, err
+    (sample,) = evaluations(read_metrics(tmp_path / "run"))[0]["eval_samples"]
+    assert sample["prompt"] == f"[..] {row['prompt'][-1000:]}"
+    assert sample["wanted"] == "The answer is 6.</s>"
+    assert f"\nsample: {'[..] ' + row['prompt'][-150:]!r} -> '" in out
+    assert [logs.beginning(text, 2) for text in ("ab", "abc")] == ["ab", "ab [..]"]
+
+
 def test_samples_are_on_the_board(runs, read_metrics):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -256,12 +271,15 @@ def test_best_evaluations_checkpoint_is_kept_besides_the_newest(best, keeps, lef
     assert sorted(int(path.name[-6:]) for path in tmp_path.iterdir()) == left
 
 
-def test_best_evaluations_checkpoint_is_saved_and_said(runs, read_metrics):
+def test_best_evaluations_checkpoint_is_saved_and_said(base, runs, read_metrics):
     """With steps so wide that the loss falls first and rises then. Of fewer than ten steps each is
     followed by an evaluation, as nothing else is asked for."""
     directory, out = runs(1, "wide steps")
     assert "--learning_rate 0.1 is far above" in out and " MB at " in out
-    assert re.search(r"\nsteps: 3 of \d+ rows, .* tokens on 1 process; ", out)
+    rows = read_rows(base / "rows.jsonl", PreTrainedTokenizerFast.from_pretrained(base / "model"))
+    longest = max(len(ids) for ids, _ in rows)
+    assert re.search(r"\nsteps: 3 of \d+ rows, .* tokens on 1 process; the longest row has"
+                     f" {longest} tokens; ", out)  # fmt: skip
     assert "no CUDA graphs: attention runs in plain torch" in out
     found, best, saved = evaluations(read_metrics(directory)), math.inf, []
     assert [record["step"] for record in found] == [0, 1, 2, 3]
@@ -292,13 +310,15 @@ def test_line_of_a_step_tells_how_long_the_rest_takes(tmp_path, capsys, monkeypa
     run = types.SimpleNamespace(
         config=Config(max_steps=106, report_to="none"), directory=tmp_path,
         status=types.SimpleNamespace(check_lock=lambda: None, write=lambda _: None),
-        progress={"evaluated": None})  # fmt: skip
+        progress={"evaluated": None}, device=torch.device("cpu"))  # fmt: skip
     log = logs.Log(run, 100)
     record = {"loss": 1.0, "learning_rate": 1e-4, "grad_norm": 1.0,
               "tokens_per_second_per_gpu": 1.0, "peak_memory_gib": 1.0}  # fmt: skip
     for step in range(101, 107):
         log.step({"step": step, **record})
-    ends = [line.partition("1.00 GiB")[2] for line in capsys.readouterr().out.splitlines()]
+    lines = capsys.readouterr().out.splitlines()
+    assert all(" tok/s/process 1.00 GiB" in line for line in lines)
+    ends = [line.partition("1.00 GiB")[2] for line in lines]
     # no line for the first two, at 0 s
     assert ends == [", 0:02:30 left", ", 0:01:13 left", ", 0:00:50 left", ""]
     assert describe_time(3 * 3600 + 61.4) == "3:01:01" and describe_time(100 * 3600) == "100:00:00"

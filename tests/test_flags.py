@@ -18,7 +18,8 @@ from short_runs import (
 from transformers import TrainingArguments
 
 from fsdp_qlora.run.flags import resolve_config
-from fsdp_qlora.run.peers import peer_answer, read_peers
+from fsdp_qlora.model.loss import LOSSES
+from fsdp_qlora.run.peers import VALUES, peer_answer, read_peers
 from train_fsdp_qlora import Config, join_processes
 
 
@@ -192,6 +193,7 @@ def test_flags_of_other_tools_are_each_answered(tmp_path):
         assert words in found[f"--{key}"], key
     assert answers(["--model", "m", "epochs=3", "lr=1e-4"]) == {  # torchtune's
         "--epochs": "give --num_epochs", "--lr": "give --learning_rate"}
+    assert "--attn overrides" in answers(["--attention", "sdpa"])["--attention"]
     assert answers(["--learning-rate", "3"]) == {"--learning-rate": "do you mean --learning_rate?"}
 
 
@@ -217,7 +219,40 @@ def test_a_flag_is_guessed_only_if_it_is_spelled_almost_so():
         assert answers([f"--{name}", "1"]) == {f"--{name}": f"do you mean --{ours}?"}
 
 
-@pytest.mark.parametrize("value", ["true", "False"])
+@pytest.mark.parametrize("flag, value, meant", [
+    ("adapter", "qlora", "lora"), ("attn", "flash", "flash_attention_2"), ("attn", "fa2",
+    "flash_attention_2"), ("attn", "eager", "sdpa"), ("loss", "DPO", "dpo"), ("loss", "sigmoid",
+    "dpo"), ("lr_schedule", "cos", "cosine"), ("lr_schedule", "constant_with_warmup", "constant"),
+    ("compute_dtype", "bf16", "bfloat16"), ("report_to", "tensorboard,wandb", "tensorboard"),
+    ("report_to", "tensorbord", "tensorboard"), ("recompute", "full", "all"),
+    ("recompute", "None", "none"), ("resume", "true", "must"), ("resume", "runs/x", None),
+    ("loss", "grpo", None), ("adapter", "full", None), ("recompute", "half", None),
+    ("max_seq_len", "4k", "4096"), ("max_seq_len", "8K", "8192"), ("batch_size", "16.0", "16"),
+    ("batch_size", "1.5", None), ("learning_rate", "2e-4f", "0.0002"), ("learning_rate", "x", None),
+    ("lora_dropout", "5%", "0.05"), ("memory_limit_gib", "24GB", "24"),
+    ("eval_dataset", "10%", "0.1")])  # fmt: skip
+def test_wrong_value_is_answered_by_the_one_that_is_meant(flag, value, meant, tmp_path):
+    """On the command line and in a file: what the flag takes, and what was probably meant."""
+    (tmp_path / "flags.yaml").write_text(f"{flag}: '{value}'")
+    for argv in [f"--{flag}", value], ["--config", str(tmp_path / "flags.yaml")]:
+        with pytest.raises(ValueError, match=f"^--{flag} {re.escape(value)}: must be ") as e:
+            parse_config(argv)
+        guess = re.search(r"; do you mean (\S+)\?", str(e.value))
+        assert (guess and guess[1]) == meant
+        assert "\n" not in str(e.value)
+    if meant:  # what is said to be meant is taken
+        parse_config([f"--{flag}", meant])
+
+
+def test_values_of_other_tools_are_answered_by_ours():
+    fields = {f.name: f for f in dataclasses.fields(Config)}
+    choices = {"loss": LOSSES, "recompute": ("all", "none", "auto")}
+    for flag, values in VALUES.items():
+        taken = choices.get(flag) or fields[flag].metadata["choices"]
+        assert {*values.values()} <= {*taken} and not {*values} & {*taken}, flag
+
+
+@pytest.mark.parametrize("value", ["true", "False", "1"])
 def test_value_of_a_switch_is_answered(value):
     with pytest.raises(ValueError, match=f"arguments: {value}; .* takes no value: --flag or --no-"):
         parse_config(["--offload_activations", value])

@@ -276,6 +276,11 @@ def test_start_says_what_is_unusual_and_what_the_process_has(rate, is_high, caps
     out = capsys.readouterr().out
     assert out.startswith("chosen: --max_steps 7 --target_modules q_proj v_proj\n")
     assert ("is far above what trains adapters" in out) == is_high
+    assert " tokens, in which rows lie end to end; " in out
+    assert "; 1 tokens/s per process predicted\n" in out
+    with one_process():
+        say_start(chosen, chosen, plan_of(3 * GIB), {}, 0, device, {})
+    assert "chosen:" not in capsys.readouterr().out  # of a run all of whose flags were given
     peak, own = map(float, re.search(r"peak (\S+) GiB: the process so far (\S+), ", out).groups())
     assert own > 0.1 and abs(peak - own - 3) < 0.02
 
@@ -308,6 +313,19 @@ def test_flag_is_taken_up_to_its_bound(name):
         for wrong in (refused, NAN) if isinstance(refused, float) else (refused,):
             with pytest.raises(ValueError, match=f"^--{name} {wrong}: must be"):
                 resolve_config(dataclasses.replace(config, **{name: wrong}), 1)
+
+
+@pytest.mark.parametrize("rank", [64, 65, 128, 129])
+def test_rank_is_taken_as_far_as_a_linear_can_use_it(rank, run_main, tiny_model, tmp_path):
+    """Of this model k_proj and v_proj are 64 x 128, and no other is smaller than 128 x 128."""
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "2+2=", "completion": "4"}] * 2)
+    code, out, err = run_main(
+        "--model", tiny_model("llama"), "--dataset", rows, "--max_steps", 1, "--lora_rank", rank,
+        "--batch_size", 2, "--report_to", "none", "--output_dir", tmp_path / "run")  # fmt: skip
+    assert code == (3 if rank > 128 else 0)
+    assert ("--lora_rank 129: a rank above 128 adds nothing" in err) == (rank > 128)
+    said = "is more than the smaller side of k_proj (64), v_proj (64): what is above adds nothing"
+    assert (said in out) == (64 < rank <= 128)
 
 
 def test_step_of_kto_compares_two_rows():

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 import random
+import re
 import shutil
 import types
 
@@ -1018,6 +1019,11 @@ def test_the_demo_learns_a_preference(run_main, tmp_path):
                               "--output_dir", tmp_path / "run")  # fmt: skip
     assert code == 0, err
     assert "first row, chosen: '[not trained: What is" in out and "first row, rejected: " in out
+    assert ("reference: the log-probabilities before the first step of 192 pairs to train on"
+            " (of 461: the others are known, or no step draws them) and 51 pairs to evaluate"
+            " on\n") in out  # fmt: skip
+    numbers = r"chosen -?[\d.]+ rejected -?[\d.]+"
+    assert re.search(f"\nstep .*, accuracy .*, rewards {numbers}, logps {numbers}, margin ", out)
     before, after = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()
                      if "eval_loss" in line]  # fmt: skip
     assert before["eval_rewards/accuracies"] == 0  # all rewards are 0, and a tie is wrong

@@ -12,10 +12,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import transformers
 from conftest import do_here
 from house import parse_config
+from packaging.version import Version
 from rows import CHATML, chat_tokenizer
 from torch.distributed.run import get_args_parser
+from transformers import CONFIG_MAPPING
 
 import merge_adapters
 from fsdp_qlora import ranks
@@ -24,6 +27,7 @@ from fsdp_qlora.data.encode import try_row
 from fsdp_qlora.data.forms import FORMS, OPTIONAL, REFUSED, SYNONYMS, TRAINED
 from fsdp_qlora.data.preferences import LABELS, PAIRS
 from fsdp_qlora.model.router import BALANCE
+from fsdp_qlora.pretrained import architecture
 from fsdp_qlora.pretrained.families import FAMILIES, MULTIMODAL
 from fsdp_qlora.model.loss import LOSSES, METRICS
 from train_fsdp_qlora import Config
@@ -395,6 +399,48 @@ def test_each_family_is_documented_once():
     assert sorted(types) == sorted({*FAMILIES, *MULTIMODAL} - parts)
 
 
+def test_types_of_models_are_those_of_transformers():
+    """And a multimodal model's text models those that are read inside of it."""
+    (table,) = tables("| released models | `model_type` | its text model |")
+    inside = {}
+    for row in re.findall(r"^\| .*`.*$", table, re.M):
+        name, *others = re.findall(r"`(\w+)`", row.partition("|")[2].partition("|")[2])
+        inside[name] = others
+    inside.pop("model_type", None)
+    assert {name: [*texts] for name, texts in MULTIMODAL.items()} == inside
+    newest = Version(transformers.__version__) >= Version("5.24")
+    unknown = {*FAMILIES, *MULTIMODAL} - {*CONFIG_MAPPING}
+    assert not unknown or not newest, unknown
+
+
+def test_records_of_a_family_have_the_fields_shown():
+    """In the table of how to add one: `Record`: `field`, of Family."""
+    (table,) = tables("| the family has | record, and the field of `Family` that holds it |")
+    fields = {f.name: str(f.type) for record in (architecture.Family, architecture.Mixture)
+              for f in dataclasses.fields(record)}  # fmt: skip
+    seen = 0
+    for row in table.splitlines()[2:]:
+        words = re.findall(r"`(\w+)`", row.split("|")[2])
+        assert {word for word in words if word.islower()} <= fields.keys(), row
+        for *records, field in re.findall(r"((?:`[A-Z]\w+`,? ?)+): `(\w+)`", row):
+            for record in re.findall(r"\w+", records[0]):
+                annotation = fields[field].replace("Mixer]", "ShortConv | DeltaNet | Mamba2]")
+                assert hasattr(architecture, record) and record in annotation, row
+                seen += 1
+    assert seen >= 7
+
+
+def test_measured_speeds_are_the_newest():
+    """Those of README.md and docs/models.md stand in tables of RESULTS.md, not only in its notes
+    of what was before."""
+    results = (ROOT / "benchmarks" / "RESULTS.md").read_text()
+    newest = {*re.findall(r"\d+,\d{3}", "".join(re.findall(r"^\|.*$", results, re.M)))}
+    measured = PAGES["README.md"].partition("## Measured")[2].partition("\n## ")[0]
+    lines = [line for line in PAGES["models.md"].splitlines() if "tokens/s" in line]
+    shown = re.findall(r"\d+,\d{3}", "\n".join([measured, *lines]))
+    assert len(shown) > 12 and [number for number in shown if number not in newest] == []
+
+
 def test_written_files_are_documented(demo):
     directory, _ = demo
     documented = {name.rstrip("/") for name in first_cells("| file | what it is |")}
@@ -410,7 +456,7 @@ def test_log_has_the_form_shown(demo):
     def form(line):
         # the pages show two ranks on a CPU, here is one, maybe on a GPU
         line = re.sub(r"[\d.]+ GiB \(peak [\d.]+\); ", "", line)
-        line = line.replace("GPU memory", "host memory")
+        line = line.replace("GPU memory", "host memory").replace("tok/s/GPU", "tok/s/process")
         line = re.sub(r", [\d:]+ left$", "", line)
         line = re.sub(r"runs/[\w-]+|\brun\b", "RUN", line)
         # the environment's, or its path; the script's from the folder that training ran in

@@ -48,6 +48,8 @@ def choose_adapted(
     ValueError."""
     words = requested_words(arch, config)
     say(f"adapter: {config.adapter} on {', '.join(words)}")
+    adapted = arch.adapted(config.target_modules)
+    check_rank(arch, config.lora_rank, adapted)
     targets, settings = peft_targets(arch, config, words)
     lora_config = LoraConfig(
         r=config.lora_rank,
@@ -59,7 +61,21 @@ def choose_adapted(
         task_type="CAUSAL_LM",
         **settings,
         base_model_name_or_path=base_name)
-    return lora_config, arch.adapted(config.target_modules)
+    return lora_config, adapted
+
+
+def check_rank(arch: Architecture, rank: int, adapted: list[str]) -> None:
+    """Raise ValueError for a rank that no adapted linear can use, and say which cannot use all of
+    it: PEFT takes any, but no change of a linear has a higher rank than its smaller side."""
+    sides = {x.name.rsplit(".", 1)[-1]: min(x.out_features, x.in_features)
+             for x in arch.all_linears() if x.name in adapted}
+    if rank > (most := max(sides.values())):
+        raise ValueError(f"--lora_rank {rank}: a rank above {most} adds nothing to these linears,"
+                         f" as the smaller side of none is longer; use at most {most}; 8 to 64 are"
+                         " usual")
+    if small := [f"{name} ({side})" for name, side in sorted(sides.items()) if rank > side]:
+        say(f"--lora_rank {rank} is more than the smaller side of {', '.join(small)}: what is above"
+            " adds nothing there")
 
 
 def requested_words(arch: Architecture, config: Config) -> list[str]:

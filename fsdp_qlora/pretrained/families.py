@@ -357,7 +357,7 @@ MULTIMODAL: dict[str, tuple[str, ...]] = {
     "qwen3_5": ("qwen3_5_text",), "qwen3_5_moe": ("qwen3_5_moe_text",),
     "qwen3_vl": ("qwen3_vl_text",), "qwen3_vl_moe": ("qwen3_vl_moe_text",),
     "qwen2_vl": ("qwen2_vl_text",), "qwen2_5_vl": ("qwen2_5_vl_text",),
-    "glm4v": ("glm4v_text",), "glm4v_moe": ("glm4v_moe_text",),
+    "glm4v": ("glm4v_text",), "glm46v": ("glm4v_text",), "glm4v_moe": ("glm4v_moe_text",),
     "llava_next": ("llama", "mistral", "qwen2"), "llava_onevision": ("qwen2",),
     "idefics3": ("llama",), "smolvlm": ("llama",), "lfm2_vl": ("lfm2",),
     "muse_glimmer": ("muse_glimmer_text",), "step3p7": ("step3p5",)}

@@ -6,8 +6,10 @@ The flags themselves are the fields of Config, in the script.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
+import functools
 import importlib.util
 import math
 import re
@@ -21,13 +23,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from fsdp_qlora.model.loss import LOSSES
 from fsdp_qlora.planner.cards import parse_cards
 from fsdp_qlora.ranks import say
-from fsdp_qlora.run.peers import peer_answer
+from fsdp_qlora.run.peers import peer_answer, peer_value
 
 if TYPE_CHECKING:
     from train_fsdp_qlora import Config
 
 GROUPS = {"model": "model and data", "batch_size": "training", "adapter": "adapter",
           "micro_batch_tokens": "memory and speed"}  # the first flag of each group in --help
+SWITCHED = "true", "false", "yes", "no", "on", "off", "1", "0"  # values of switches elsewhere
 
 
 def make_parser(config_class: type[Config], description: str) -> argparse.ArgumentParser:
@@ -35,6 +38,7 @@ def make_parser(config_class: type[Config], description: str) -> argparse.Argume
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
 
     def fail(message: str) -> NoReturn:
+        message = re.sub(r"^argument (--\w+): ", r"\1 ", message)
         raise ValueError(f"{message} (see --help)")
 
     parser.error = fail
@@ -45,20 +49,57 @@ def make_parser(config_class: type[Config], description: str) -> argparse.Argume
             group = parser.add_argument_group(GROUPS[f.name])
         kind = [*typing.get_args(types[f.name]), types[f.name]][0]  # of "int | None" int
         options = dict(f.metadata, default=f.default)
+        choices = [*LOSSES] if f.name == "loss" else options.pop("choices", ())
+        if choices:
+            options["metavar"] = f"{{{','.join(choices)}}}"
         if f.default is not None:
             options["help"] += " (default: %(default)s)"
         if kind is bool:
             options["action"] = argparse.BooleanOptionalAction
-        elif isinstance(f.default, tuple) or typing.get_origin(kind) is tuple:
-            options["nargs"] = "+"
         else:
-            options["type"] = kind
-        if f.name == "loss":
-            options["choices"] = [*LOSSES]
+            options["type"] = functools.partial(parse_value, f.name, kind, choices)
+        if isinstance(f.default, tuple) or typing.get_origin(kind) is tuple:
+            options["nargs"] = "+"
         group.add_argument(f"--{f.name}", **options)
     group.add_argument("--config", help="YAML or JSON file of these flags, or a run's"
                        " train_config.json; the command line has precedence")
     return parser
+
+
+def parse_value(name: str, kind: Any, choices: Sequence[str], text: str) -> Any:
+    """The value that `text` is for flag `name`: one of `choices`, or of a `kind`. What is none is
+    refused with what it may be, and what was probably meant."""
+    wanted, meant = "", ""
+    if choices and text not in choices:
+        wanted = f"one of {', '.join(choices)}"
+        wanted += ", and --output_dir names the run" * (name == "resume")
+        meant = peer_value(name, text, choices)
+    elif kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            wanted = "a whole number" if kind is int else "a number"
+            meant = meant_number(text, kind)
+    elif name == "recompute" and not text.isdecimal():
+        words = ("all", "none", "auto")
+        wanted = "" if text in words else f"{', '.join(words)} or a number of layers"
+        meant = peer_value(name, text, words)
+    elif name == "eval_dataset" and text.endswith("%"):
+        wanted, meant = "files, a Hub id or a fraction of the rows", meant_number(text, float)
+    if wanted:
+        guess = f"; do you mean {meant}?" if meant else ""
+        raise argparse.ArgumentTypeError(f"{text}: must be {wanted}{guess}")
+    return text
+
+
+def meant_number(text: str, kind: Any) -> str:
+    """The number that is written as people or C do, 4k, 10%, 24GB, 16.0 or 2e-4f, or ""."""
+    match = re.fullmatch(r"([\d.]+(?:e[+-]?\d+)?)([kf%]|gi?b)?", text.lower())
+    with contextlib.suppress(ValueError):
+        if match:
+            value = float(match[1]) * {"k": 1024, "%": 0.01}.get(match[2], 1)
+            return f"{value:g}" if kind is float else f"{value:.0f}" if value % 1 == 0 else ""
+    return ""
 
 
 def parse_flags(config_class: type[Config], description: str,
@@ -74,7 +115,7 @@ def parse_flags(config_class: type[Config], description: str,
             # a flag with its value, as torchtune's lr=1e-4; else a value without a flag
             flags = [word.partition("=")[0] for word in unknown if word[0] == "-" or "=" in word]
             if not flags:
-                is_switch = {word.lower() for word in unknown} <= {"true", "false"}
+                is_switch = {word.lower() for word in unknown} <= {*SWITCHED}
                 why = "; what is on or off takes no value: --flag or --no-flag" * is_switch
                 raise ValueError(f"unrecognized arguments: {' '.join(unknown)}{why} (see --help)")
             refuse_unknown(config_class, "", flags)

@@ -45,6 +45,7 @@ class Log:
     def __init__(self, run: Run, done: int) -> None:
         """Of a run that is resumed after step `done`, only earlier records stay."""
         self.max_steps, self.status = run.config.max_steps, run.status
+        self.place = place_of(run.device)
         self.first: tuple[int, float] | None = None  # step of this start, and when it was done
         self.pace: float | None = None  # seconds for each step since, with evaluations and saves
         self.path = run.directory / "metrics.jsonl"
@@ -103,9 +104,10 @@ class Log:
             left = max_steps - step
             eta = f", {describe_time(left * self.pace)} left" if left and self.pace else ""
             say("step {step:5d}/{max_steps} loss {loss:7.4f}{metrics} lr {learning_rate:.1e} grad"
-                " {grad_norm:6.3f} {tokens_per_second_per_gpu:6,.0f} tok/s/GPU"
+                " {grad_norm:6.3f} {tokens_per_second_per_gpu:6,.0f} tok/s/{place}"
                 " {peak_memory_gib:.2f} GiB{eta}".format(
-                    max_steps=max_steps, metrics=describe_metrics(record), eta=eta, **record))
+                    max_steps=max_steps, metrics=describe_metrics(record), place=self.place,
+                    eta=eta, **record))
 
     def close(self) -> None:
         self.write()
@@ -117,6 +119,11 @@ class Log:
                     close()
 
 
+def place_of(device: torch.device) -> str:
+    """What speeds are per: a GPU, or a process where there is none."""
+    return "GPU" if device.type == "cuda" else "process"
+
+
 def describe_time(seconds: float) -> str:
     """Hours, minutes and seconds: 1:02:03."""
     minutes, seconds = divmod(round(seconds), 60)
@@ -125,8 +132,18 @@ def describe_time(seconds: float) -> str:
 
 def say_sample(sample: dict[str, str]) -> None:
     """Print one of sample_answers()."""
-    prompt, answer, wanted = (sample[key] for key in ("prompt", "answer", "wanted"))
-    say(f"sample: {prompt[-150:]!r} -> {answer[:300]!r}, wanted {wanted[:300]!r}")
+    answer, wanted = (beginning(sample[key], 300) for key in ("answer", "wanted"))
+    say(f"sample: {ending(sample['prompt'], 150)!r} -> {answer!r}, wanted {wanted!r}")
+
+
+def beginning(text: str, n: int) -> str:
+    """A text's first n characters, with a mark where more follow."""
+    return text if len(text) <= n else f"{text[:n]} [..]"
+
+
+def ending(text: str, n: int) -> str:
+    """A text's last n characters, with a mark where more precede them."""
+    return text if len(text) <= n else f"[..] {text[-n:]}"
 
 
 def describe_metrics(record: dict[str, Any], prefix: str = "") -> str:
@@ -138,10 +155,10 @@ def describe_metrics(record: dict[str, Any], prefix: str = "") -> str:
     if "rewards/accuracies" in found:
         parts.append(f"accuracy {found['rewards/accuracies']:.1%}")
     for name in "rewards", "logps":
-        pair = [f"{found[key]:.3f}" if (key := f"{name}/{answer}") in found else "-"
-                for answer in ("chosen", "rejected")]
-        if pair != ["-", "-"]:
-            parts.append(f"{name} {' / '.join(pair)}")
+        pair = [f"{answer} {found[key]:.3f}" for answer in ("chosen", "rejected")
+                if (key := f"{name}/{answer}") in found]
+        if pair:
+            parts.append(f"{name} {' '.join(pair)}")
     parts += [f"{name} {found[key]:.3f}" for name, key in (("margin", "rewards/margins"),
                                                             ("kl", "kl")) if key in found]
     return "".join(f", {part}" for part in parts)
@@ -243,9 +260,10 @@ def say_start(given: Config, config: Config, plan: Plan, kernels: dict[str, dict
     on what it runs, and the plan."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, gloo"
     chosen = {name: value for name, value in vars(config).items() if value != vars(given)[name]}
-    say("chosen: " + " ".join(
-        f"--{name} {' '.join(value) if isinstance(value, tuple) else value}"
-        for name, value in chosen.items()))
+    if chosen:
+        say("chosen: " + " ".join(
+            f"--{name} {' '.join(value) if isinstance(value, tuple) else value}"
+            for name, value in chosen.items()))
     say(", ".join(f"{name} {version}" for name, version in versions.items())
         + f"; {dist.get_world_size()} x {gpu}")
     if config.learning_rate > HIGH_RATE:
@@ -261,7 +279,8 @@ def say_start(given: Config, config: Config, plan: Plan, kernels: dict[str, dict
         say(f"outside the plan: CUDA's context, NCCL and other programs hold {held / 2**30:.2f} GiB"
             " of this GPU")
     resident = host_memory()[0] if device.type == "cpu" else 0
-    say_plan(given, plan, limit, dist.get_world_size(), resident if resident < math.inf else 0)
+    say_plan(given, plan, limit, dist.get_world_size(), place_of(device),
+             resident if resident < math.inf else 0)
 
 
 def say_plan_elsewhere(given: Config, config: Config, plan: Plan, limit: int) -> None:
@@ -276,13 +295,14 @@ def say_plan_elsewhere(given: Config, config: Config, plan: Plan, limit: int) ->
 
 
 def say_plan(
-    given: Config, plan: Plan, limit: int, world_size: int, resident: float = 0,
+    given: Config, plan: Plan, limit: int, world_size: int, place: str = "GPU",
+    resident: float = 0,
 ) -> None:
     """Print the plan: the memory that it is predicted to take, and how the work is laid out.
     `resident`: bytes that the process has already, on a CPU, where they count."""
     notes = {
         describe_copies(given, plan, world_size): True,
-        f"bins of at most {plan.bin_tokens:,} tokens": True,
+        f"bins of at most {plan.bin_tokens:,} tokens, in which rows lie end to end": True,
         f"{plan.recomputed} of {plan.n_layers} layers recomputed in backward": True,
         "these keep the sum after attention": plan.recomputed and plan.keep_middle,
         f"{plan.n_mlp_kept} of these keep what their MLP needs": plan.n_mlp_kept,
@@ -292,7 +312,7 @@ def say_plan(
         "embeddings in host memory": plan.embedding_on_host,
         "CUDA graphs": plan.graphs,
         f"no CUDA graphs: {plan.why_no_graphs}": not plan.graphs,
-        f"{1e6 * plan.token_seconds:,.1f} us a token predicted": True}
+        f"{1 / plan.token_seconds:,.0f} tokens/s per {place} predicted": not given.plan_for}
     say("plan: " + "; ".join(note for note, holds in notes.items() if holds))
     memory = {"the process so far": resident, **plan.memory}
     parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in memory.items()
@@ -372,5 +392,5 @@ def say_speed(run: Run, records: list[dict[str, Any]]) -> None:
     weights = sum(layer.layout.token_weights() for layer in layers)
     again = sum(layer.layout.recomputed_weights(layer.keeps) for layer in layers)
     tflops = rate * (4 * (weights + arch.vocab_size * arch.hidden_size) + 2 * again) / 1e12
-    say(f"measured: {rate:,.0f} tokens/s per GPU, {tflops:.1f} TFLOP/s, peak {peak:.2f} GiB;"
-        f" predicted {1 / plan.token_seconds:,.0f} tokens/s")
+    say(f"measured: {rate:,.0f} tokens/s per {place_of(run.device)}, {tflops:.1f} TFLOP/s, peak"
+        f" {peak:.2f} GiB; predicted {1 / plan.token_seconds:,.0f} tokens/s")

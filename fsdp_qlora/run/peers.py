@@ -7,7 +7,9 @@ does not know.
 
 from __future__ import annotations
 
+import difflib
 import functools
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 # An answer, and below it the names that get it, patterns too. The first that matches counts.
@@ -188,7 +190,8 @@ not supported; a row must fit on one GPU, for which --offload_activations helps
 not needed, because the fastest kernel is used; --attn overrides that
     attn_implementation flash_attention flash_attention_2 flash_attn sdp_attention
     eager_attention xformers_attention flex_attention use_flash_attention* s2_attention
-    shift_attn use_reentrant_attention
+    shift_attn use_reentrant_attention attention attention_backend attention_implementation
+    attn_impl attn_type
 
 not needed, because this script's own kernels are always used
     use_liger* liger_* enable_liger_kernel use_unsloth* plugins lora_mlp_kernel lora_qkv_kernel
@@ -284,8 +287,11 @@ not needed, because the reference is the model before the first step, computed o
     ref_model ref_model_* reference_* precompute_ref_* ref_adapter_name
     model_adapter_name force_use_ref_model sync_ref_model disable_dropout
 
+not supported; --loss simpo adds no cross-entropy, as TRL with cpo_alpha 0
+    cpo_alpha
+
 not supported
-    pref_ftx rpo_alpha cpo_alpha f_*divergence* ld_alpha loss_weights use_weighting discopop_tau
+    pref_ftx rpo_alpha f_*divergence* ld_alpha loss_weights use_weighting discopop_tau
     pref_bco_weight
 
 not supported; use TRL for reinforcement learning
@@ -294,6 +300,17 @@ not supported; use TRL for reinforcement learning
 not supported; only text is trained
     image_* video_* processor_type vision_* max_pixels min_pixels
 """
+
+
+# What other tools call a value of a flag: {flag: {their value: ours}}.
+VALUES = {
+    "adapter": {"qlora": "lora", "qdora": "dora", "peft": "lora"},
+    "attn": {"fa2": "flash_attention_2", "flash_attn": "flash_attention_2", "eager": "sdpa"},
+    "compute_dtype": {"bf16": "bfloat16", "fp32": "float32", "f32": "float32"},
+    "loss": {"sigmoid": "dpo", "kto_pair": "kto", "nll": "sft", "cross_entropy": "sft"},
+    "recompute": {"full": "all", "true": "all", "on": "all", "false": "none", "off": "none"},
+    "report_to": {"tb": "tensorboard"},
+    "resume": {"true": "must", "yes": "must", "false": "never", "no": "never"}}
 
 
 @functools.cache
@@ -307,3 +324,13 @@ def peer_answer(name: str) -> str:
     """What to do instead of another tool's flag of this name; "" of an unknown one."""
     word = name.lstrip("-").replace("-", "_").lower()
     return next((answer for theirs, answer in read_peers() if fnmatchcase(word, theirs)), "")
+
+
+def peer_value(flag: str, text: str, values: Sequence[str]) -> str:
+    """Which of a flag's values is meant by another tool's word for it, a part of it, or a slip; ""
+    if none is."""
+    word = text.lower()
+    if meant := VALUES.get(flag, {}).get(word):
+        return meant
+    parts = [value for value in values if value.startswith(word) or word.startswith(value)]
+    return (parts or difflib.get_close_matches(word, values, 1, cutoff=0.8) or [""])[0]

@@ -42,7 +42,8 @@ import torch.distributed as dist
 from fsdp_qlora.files import read_json
 from fsdp_qlora.planner.machine import memory_gib
 from fsdp_qlora.ranks import (
-    AGAIN, BUG, EXITS, FROZEN, OUT_OF_MEMORY, Stop, is_rank_0, print_error, this_rank)
+    AGAIN, BUG, EXITS, FROZEN, OUT_OF_MEMORY, SIGNALS, Stop, is_rank_0, print_error, tell_torchrun,
+    this_rank)
 
 if TYPE_CHECKING:
     from fsdp_qlora.planner.plan import Plan
@@ -52,7 +53,6 @@ REQUESTS = (None, "save", "stop")  # of one rank to all; the last has precedence
 LOST = "another process of this run has ended"
 LOST_DIRECTORY = (".lock is not this run's any more: the directory was moved, removed or taken by"
                   " another run, and this one writes nothing more there")
-SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
 FIRST_STEP_SECONDS = 180  # at most, as it compiles, too
 LIBC, SET_PDEATHSIG = ctypes.CDLL(None), 1  # of prctl(2)
 
@@ -130,6 +130,8 @@ class Status:
         code, self.is_ending = EXITS[self.phase] if stop.code is None else stop.code, True
         if is_rank_0():
             self.say_end(code, str(stop))
+        else:
+            tell_torchrun(end_line(code, str(stop)))
         return code
 
     def end_alone(self, error: Exception, device: torch.device) -> int:
@@ -150,15 +152,16 @@ class Status:
 
     def say_end(self, code: int, message: str) -> None:
         """Write down and print why the run ends. Where all ranks know, only rank 0 does."""
+        line = end_line(code, message)
         with self.end_lock:  # both threads may come here at once
             # rank 0 may be what is lost; but where torchrun is, all ranks know
             is_alone = code != AGAIN or message.startswith(LOST) and os.getppid() == self.parent
+            if not self.has_said_end:
+                tell_torchrun(line)
             if (is_rank_0() or is_alone) and not self.has_said_end:
-                state, word = {0: ("", "done"), AGAIN: ("stopped", "stopped")}.get(
-                    code, ("failed", "error"))
-                if state:  # 0: of a dry run, which writes nothing
-                    self.write(state, code, message)
-                print_error(f"{word}: {message}")
+                if code:  # 0: of a dry run, which writes nothing
+                    self.write("stopped" if code == AGAIN else "failed", code, message)
+                print_error(line)
             self.has_said_end = True
 
     def leave(self, code: int, message: str) -> NoReturn:
@@ -207,6 +210,11 @@ class Status:
         minutes = config.max_minutes
         if minutes and time.monotonic() + longest_step > self.started + 60 * minutes:
             self.stop_reason = self.stop_reason or f"--max_minutes {minutes:g} are over"
+
+
+def end_line(code: int, message: str) -> str:
+    """The last line that a process prints."""
+    return f"{ {0: 'done', AGAIN: 'stopped'}.get(code, 'error')}: {message}"
 
 
 def may_replace(before: str | None, state: str, code: int | None, message: str) -> bool:

@@ -71,9 +71,10 @@ def measure(run: Run, needed: dict[str, tuple[Rows, torch.Tensor]],
     for name, (rows, numbers) in needed.items():
         is_missing = found[name].isnan().view(len(rows), -1).any(1)
         missing[name] = numbers[is_missing[numbers]]
-    if not (n_rows := sum(map(len, missing.values()))):
+    if not any(map(len, missing.values())):
         return
-    say(f"reference: the log-probabilities of the answers of {n_rows:,} rows before the first step")
+    say("reference: the log-probabilities before the first step of"
+        f" {describe_missing(missing, needed)}")
     started = saved = time.monotonic()
     if run.saved_step:  # of a run that goes on with more rows, or whose file is lost
         if why := on_rank_0(why_no_start, run):
@@ -99,6 +100,21 @@ def measure(run: Run, needed: dict[str, tuple[Rows, torch.Tensor]],
         raise Stop(f"{why}, before the reference was complete; what there is of it is in"
                    f" {REFERENCE_FILE}; {run.status.how_to_resume}", AGAIN)
     say(f"reference: computed in {time.monotonic() - started:.1f} s")
+
+
+def describe_missing(missing: dict[str, torch.Tensor],
+                     needed: dict[str, tuple[Rows, torch.Tensor]]) -> str:
+    """What is measured, in pairs, or in answers where each is judged by itself."""
+    texts = []
+    for name, purpose in (("train", "to train on"), ("eval", "to evaluate on")):
+        if n := len(missing.get(name, ())):
+            rows, _ = needed[name]
+            others = f" (of {len(rows):,}: the others are known, or no step draws them)"
+            texts.append(f"{n:,} {'pairs' if rows.n_answers == 2 else 'answers'} {purpose}"
+                         f"{others if n < len(rows) else ''}")
+    if n := sum(len(numbers) for name, numbers in missing.items() if name.endswith("mismatched")):
+        texts.append(f"{n:,} answers after the prompts of others, for the KL divergence")
+    return " and ".join(texts)
 
 
 def values_of_all(run: Run, rows: Rows, batches: Iterable[Rows]) -> dict[str, Any]:

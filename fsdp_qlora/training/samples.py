@@ -21,6 +21,7 @@ from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.model.head import best_tokens
 from fsdp_qlora.model.shards import reshard_all
 from fsdp_qlora.ranks import gather_objects
+from fsdp_qlora.run.logs import beginning, ending
 
 if TYPE_CHECKING:
     from fsdp_qlora.data.rows import Rows
@@ -45,7 +46,8 @@ def sample_answers(run: Run, pace: float | None) -> list[dict[str, str]]:
     closing = {ids[-1] for ids in wanted if ids} & tokenizer.added_tokens_decoder.keys()
     answers = write_answers(run, prompts, closing | {tokenizer.eos_token_id}, budget)
     texts = [[tokenizer.decode(ids) for ids in some] for some in (prompts, answers, wanted)]
-    return [{"prompt": prompt[-LONGEST_TEXT:], "answer": answer, "wanted": want[:LONGEST_TEXT]}
+    return [{"prompt": ending(prompt, LONGEST_TEXT), "answer": answer,
+             "wanted": beginning(want, LONGEST_TEXT)}
             for prompt, answer, want in zip(*texts)]
 
 

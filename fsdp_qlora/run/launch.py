@@ -1,0 +1,81 @@
+"""torchrun, without its report of thirty lines behind a run that has said itself why it ends.
+
+    python -m fsdp_qlora.run.launch --standalone --nproc_per_node=2 train_fsdp_qlora.py ...
+
+`make train` calls it with torchrun's arguments, of one node. It ends with the ranks' own exit code,
+where torchrun answers 1, and says something only of a rank that could not: one that was killed, or
+whose Python ended. A signal goes on to the ranks, which finish their step, save and end in their
+own time; torchrun would kill them after 30 seconds.
+"""
+
+from __future__ import annotations
+
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until main(): no traceback of an import
+
+import contextlib
+import logging
+import os
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import parse_args, run
+
+from fsdp_qlora.ranks import AGAIN, SIGNALS, print_error
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+
+def main() -> int:
+    """Returns the exit code of the rank that ended first for a reason of its own; 0: of all."""
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, pass_on)
+    logging.disable(logging.ERROR)  # what torchrun tells of ranks that end
+    try:
+        run(parse_args(["--signals_to_handle=SIGQUIT", *sys.argv[1:]]))
+    except ChildFailedError as e:
+        return explain(e.failures)
+    return 0
+
+
+def pass_on(number: int, _: FrameType | None) -> None:
+    """Send a signal to all ranks; without ranks, end."""
+    me = os.getpid()
+    ranks = Path(f"/proc/{me}/task/{me}/children").read_text().split()
+    for rank in map(int, ranks):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(rank, number)  # torchrun gives each rank a session of its own
+    if not ranks:
+        os._exit(128 + number)
+
+
+def explain(failures: dict[int, ProcessFailure]) -> int:
+    """Say why a run has ended, {rank: how it failed}, if no rank has. Returns the exit code."""
+    def order(rank: int) -> tuple[bool, int]:
+        return failures[rank].exitcode == AGAIN, failures[rank].timestamp  # causes come first
+
+    rank = min(failures, key=order)
+    failure = failures[rank]
+    code, name = failure.exitcode, failure.signal_name()
+    if os.path.isfile(failure.error_file):  # tell_torchrun()'s: the rank has printed why
+        return code
+    if -code in SIGNALS:
+        print_error(f"stopped: {name} before training began; the same command resumes it")
+        return AGAIN
+    if code < 0:
+        why = ", as by the kernel if host memory runs out (see dmesg)" * (name == "SIGKILL")
+        print_error(f"error: rank {rank} was killed by {name}{why}; the same command resumes it")
+        return 128 - code
+    print_error(f"error: rank {rank} ended with exit code {code}; what it printed is above")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+"""The last lines of the screen, where a run of two ranks ends before its time: the real make and
+the real torchrun, on a copy of the scripts."""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, needs_ranks
+
+from fsdp_qlora.ranks import AGAIN, BUG
+
+MAKES = re.compile(r"make: \*\*\* \[Makefile:\d+: train\] Error (\d+)")
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """A copy of what `make train` needs, with this Python in the place of a new .venv."""
+    needs_ranks(2)
+    directory = tmp_path_factory.mktemp("tree")
+    for name in "Makefile", "requirements.txt", "train_fsdp_qlora.py":
+        shutil.copy(ROOT / name, directory)
+    shutil.copytree(ROOT / "fsdp_qlora", directory / "fsdp_qlora",
+                    ignore=shutil.ignore_patterns("__pycache__"))  # fmt: skip
+    python = directory / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    (directory / "venv" / "ready").touch()
+    return directory
+
+
+@pytest.fixture
+def start(tree, tmp_path):
+    """Function (*flags): `make train` of two ranks with an --output_dir, as by a terminal: a
+    process group of its own, stdout and stderr on one screen."""
+    started = []
+
+    def start(*flags):
+        env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+        flags = " ".join(map(str, flags))
+        make = ["make", "train", "VENV=venv", "NPROC=2", f"OUT={tmp_path}/run", f"ARGS={flags}"]
+        with (tmp_path / "screen").open("w") as screen:
+            started.append(subprocess.Popen(make, cwd=tree, env=env, stdin=subprocess.DEVNULL,
+                                            stdout=screen, stderr=screen,
+                                            start_new_session=True))  # fmt: skip
+        return started[-1]
+
+    yield start
+    for make in started:
+        if make.poll() is None:
+            os.killpg(make.pid, signal.SIGKILL)  # the ranks then end by themselves
+
+
+def wait_for_steps(directory, n):
+    until = time.monotonic() + 60
+    path = directory / "run" / "metrics.jsonl"
+    while not (path.is_file() and path.read_text().count("\n") >= n):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+def end(make, directory):
+    """The screen's lines, without make's, and the exit code that make's shows, which is the last;
+    of torchrun there are none."""
+    make.wait(60)
+    *lines, last = (directory / "screen").read_text().splitlines()
+    assert MAKES.fullmatch(last), last
+    assert not any("ChildFailedError" in line or "elastic" in line for line in lines)
+    return lines, int(MAKES.fullmatch(last)[1])
+
+
+def test_a_wrong_flag_is_the_last_word(start, tmp_path):
+    make = start("--learning_rat", 3)
+    lines, code = end(make, tmp_path)
+    assert (code, make.returncode) == (2, 2)
+    assert lines[-1].startswith("error: unrecognized arguments: --learning_rat: do you mean")
+    assert "Traceback" not in "".join(lines)
+
+
+def test_ctrl_c_saves_and_how_to_resume_is_the_last_word(start, tmp_path):
+    """As of a terminal: make and all that it started get the signal, the ranks by the launcher."""
+    make = start("--max_steps", 100_000)
+    wait_for_steps(tmp_path, 2)
+    os.killpg(make.pid, signal.SIGINT)
+    lines, code = end(make, tmp_path)
+    assert code == AGAIN and make.returncode != 0
+    assert re.fullmatch(r"stopped: SIGINT, after step \d+; checkpoint-\d+ is whole; the same"
+                        " command resumes it", lines[-1])  # fmt: skip
+    assert "Traceback" not in "".join(lines)
+
+
+def test_bug_of_a_rank_keeps_its_traceback(start, tree, tmp_path):
+    script = tree / "train_fsdp_qlora.py"
+    whole = script.read_text()
+    line = "    batch, bins = run.dealt or deal_step(run, step)\n"
+    assert line in whole
+    fault = '    if dist.get_rank() == 1 and step == 2:\n        raise KeyError("planted")\n'
+    try:
+        script.write_text(whole.replace(line, fault + line))
+        make = start("--max_steps", 4)
+        lines, code = end(make, tmp_path)
+    finally:
+        script.write_text(whole)
+    assert (code, make.returncode) == (BUG, 2)
+    at = lines.index("KeyError: 'planted'")
+    assert any('train_fsdp_qlora.py", line' in line for line in lines[at - 6 : at])
+    said = [line for line in lines if re.match(r"error: rank 1 on \S+ has a bug: KeyError", line)]
+    assert len(said) == 1 and len(lines) - lines.index(said[0]) <= 2  # rank 0 may say that it ends
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_rank_is_named(number, start, tmp_path):
+    """Which cannot say so itself: by the kernel that is short of memory, or while it starts."""
+    make = start("--max_steps", 100_000)
+    if number == signal.SIGKILL:
+        wait_for_steps(tmp_path, 2)
+    until = time.monotonic() + 60
+    while not (pid := pid_of_rank_1(tmp_path)):
+        assert time.monotonic() < until
+    os.kill(pid, number)
+    lines, code = end(make, tmp_path)
+    if number == signal.SIGTERM:
+        assert code == AGAIN and lines[-1].startswith("stopped: SIGTERM before training began; ")
+    else:
+        assert code == 128 + number
+        assert lines[-1].startswith("error: rank 1 was killed by SIGKILL, as by the kernel")
+
+
+def pid_of_rank_1(directory):
+    """Of the run in this directory; None: not started yet."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (str(directory).encode() in (process / "cmdline").read_bytes()
+                    and b"RANK=1" in (process / "environ").read_bytes().split(b"\0")):  # fmt: skip
+                return int(process.name)
+
+
+@pytest.mark.slow
+def test_a_stop_by_the_clock_is_the_last_word(start, tmp_path):
+    make = start("--max_steps", 100_000, "--max_minutes", 0.3)
+    lines, code = end(make, tmp_path)
+    assert (code, make.returncode) == (AGAIN, 2)
+    assert lines[-1].startswith("stopped: --max_minutes 0.3 are over, after step ")
+
+
+def test_report_of_plain_torchrun_ends_with_the_reason(tree):
+    """Its thirty lines come, and the line of the rank is the last that has words."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+               "train_fsdp_qlora.py", "--dataset", "none.jsonl"]  # fmt: skip
+    done = subprocess.run(command, cwd=tree, stdin=subprocess.DEVNULL, capture_output=True,
+                          text=True, timeout=60)  # fmt: skip
+    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 1 and len(said) == 1 and "--dataset none.jsonl" in said[0]
+    *_, last, rule = done.stderr.splitlines()
+    assert last.strip() == f"traceback : {said[0]}" and set(rule) == {"="}
