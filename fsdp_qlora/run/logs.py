@@ -13,7 +13,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.data.forms import IGNORE
-from fsdp_qlora.files import put_in_place, text_digest, write_whole
+from fsdp_qlora.files import put_in_place, read_records, text_digest, write_whole
 from fsdp_qlora.planner.cards import HOST_GIB, parse_cards
 from fsdp_qlora.planner.machine import host_memory
 from fsdp_qlora.quant.nf4 import why_no_triton
@@ -156,16 +156,6 @@ def earlier_records(path: Path, done: int, evaluated: int) -> str:
         if record["step"] <= (evaluated if is_evaluation else done):
             lines[record["step"], is_evaluation] = json.dumps(record) + "\n"
     return "".join(lines.values())
-
-
-def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of metrics.jsonl; a line that is none, as the end of a run may tear it, is
-    passed over."""
-    for line in path.read_text(errors="replace").splitlines():
-        with contextlib.suppress(ValueError, RecursionError):
-            record = json.loads(line)
-            if isinstance(record, dict) and type(record.get("step")) is int:
-                yield record
 
 
 def tensorboard(run: Run, done: int) -> tuple[Callable[[dict[str, Any]], None], Callable[[], None]]:
