@@ -392,8 +392,8 @@ def write_merged(partial: Path, output: Path, base: argparse.Namespace,
         write_files(partial, base, tensors, run)
     rounding = math.sqrt(sums["error"] / max(sums["effect"], sys.float_info.min))
     print(f"wrote {len(base.tensors)} tensors, {gib:.3f} GiB; rounding to bf16 moves the"
-          f" weights by {rounding:.4f} of what the adapter adds to them, in random directions, of"
-          " which little is left in a product: the check measures that, on the logits")
+          f" weights by {rounding:.4f} of what the adapter adds to them, in random"
+          " directions that mostly cancel out; the check tells how much reaches the logits")
 
 
 def merged_tensor(name: str, base: argparse.Namespace, adapter: dict[str, AdapterParts],

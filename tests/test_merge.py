@@ -303,6 +303,81 @@ def test_weights_equal_bitsandbytes(trained, merged):
     assert float(reported[1]) == pytest.approx((error / effect) ** 0.5, rel=0.01)
 
 
+def test_adapter_alone_is_merged_as_the_run_is(trained, merged, tmp_path):
+    """Of some linears: those without an adapter go through NF4 as well."""
+    for name in "adapter_config.json", "adapter_model.safetensors":
+        (tmp_path / "adapter").mkdir(exist_ok=True)
+        shutil.copy(trained / name, tmp_path / "adapter")
+    base = trained / "demo" / "model"
+    flags = ["--base_model", str(base)]
+    merge_adapters.main(merge_command(tmp_path / "adapter", tmp_path / "out", *flags)[2:])
+    found, wanted = (load_file(d / "model.safetensors") for d in (tmp_path / "out", merged[0]))
+    assert found.keys() == wanted.keys()
+    for name, weight in wanted.items():
+        assert torch.equal(found[name], weight), name
+
+
+def test_template_beside_an_adapter_is_its(trained, tmp_path):
+    """TRL saves the tokenizer with the adapter: by .jinja, older versions in its settings."""
+    base, adapter = trained / "demo" / "model", tmp_path / "adapter"
+    adapter.mkdir()
+    for name in "adapter_config.json", "adapter_model.safetensors":
+        shutil.copy(trained / name, adapter)
+    for i, (name, text) in enumerate([
+        ("tokenizer_config.json", "{}"), ("tokenizer_config.json", '{"chat_template": "its"}'),
+        ("chat_template.jinja", "newer")
+    ]):  # fmt: skip
+        (adapter / name).write_text(text)
+        flags = ["--base_model", str(base)]
+        merge_adapters.main(merge_command(adapter, tmp_path / f"out-{i}", *flags)[2:])
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / f"out-{i}")
+        its = AutoTokenizer.from_pretrained(base).chat_template
+        assert tokenizer.chat_template == [its, "its", "newer"][i]
+
+
+def test_run_that_ended_worse_than_it_began_is_not_fine(
+        trained, merged, run_main, tmp_path, capsys):
+    """A rate of 5, on a base that knows its rows; the model is written all the same."""
+    code, _, err = run_main(
+        "--model", merged[0], "--dataset", trained.parent / "data.jsonl", "--batch_size", 16,
+        "--max_steps", 8, "--learning_rate", 5, "--report_to", "none", "--save_every", 2,
+        "--keep_checkpoints", 9, "--output_dir", tmp_path / "run")  # fmt: skip
+    assert code == 0, err
+    capsys.readouterr()
+    merge_adapters.main(merge_command(tmp_path / "run", tmp_path / "out")[2:])
+    *_, load, verdict = capsys.readouterr().out.splitlines()
+    assert load.endswith(f'from_pretrained("{tmp_path}/out")') and (tmp_path / "out").is_dir()
+    assert re.fullmatch(r"not fine: the loss ended at [\d.]+, above the [\d.]+ at which it began;"
+                        r" the merged model gives what was trained, to [\d.]+% .*", verdict)
+    # of a checkpoint only the steps until it count
+    losses = [1.0] * 5 + [9.0] * 3
+    lines = [json.dumps({"step": i, "loss": loss}) for i, loss in enumerate(losses, 1)]
+    (tmp_path / "run" / "metrics.jsonl").write_text("\n".join([*lines, "torn"]))
+    for step, begins in (4, "not checked: "), (8, "not fine: the loss ended at 9, above the 1 "):
+        run = tmp_path / "run" / f"checkpoint-{step:06d}"
+        merge_adapters.main(merge_command(run, tmp_path / f"out-{step}", "--no-check")[2:])
+        assert capsys.readouterr().out.splitlines()[-1].startswith(begins)
+
+
+def test_options_of_the_template_are_printed(trained, unsummed, tmp_path, capsys):
+    """Those by which training has rendered its rows, in one line before the verdict."""
+    run = shutil.copytree(trained, tmp_path / "run")
+    for i, kwargs in enumerate([{}, {"enable_thinking": False, "effort": "low"}]):
+        config = json.loads((unsummed / "train_config.json").read_text())
+        config["chat_template_kwargs"] = kwargs
+        (run / "train_config.json").write_text(json.dumps(config))
+        sign(run)
+        capsys.readouterr()
+        flags = ["--no-check", "--base_model", str(run / "demo" / "model")]
+        merge_adapters.main(merge_command(run, tmp_path / f"out-{i}", *flags)[2:])
+        line = capsys.readouterr().out.splitlines()[-2]
+        assert line.startswith("ask it") == bool(kwargs)
+    assert line == (
+        "ask it as it was trained: tokenizer.apply_chat_template(messages,"
+        " add_generation_prompt=True, enable_thinking=False, effort='low'); a server takes it as"
+        ' "chat_template_kwargs": {"enable_thinking": false, "effort": "low"}')
+
+
 def test_files(trained, merged):
     base = trained / "demo" / "model"
     assert {p.name for p in merged[0].iterdir()} == {
