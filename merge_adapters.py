@@ -77,7 +77,8 @@ FREE = """peft_version base_model_name_or_path task_type auto_mapping inference_
 UNMERGED = """; to use the adapter without merging it:
     nf4 = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16)
-    model = peft.AutoPeftModelForCausalLM.from_pretrained("{}", quantization_config=nf4)"""
+    model = peft.PeftModel.from_pretrained(transformers.{}.from_pretrained(\
+"{}", quantization_config=nf4), "{}")"""
 
 # of a linear: a function that reads a tensor, file_parts(), scaling
 AdapterParts = tuple[Callable[..., torch.Tensor], list[tuple[str, tuple[int, ...], Any]], float]
@@ -517,13 +518,17 @@ def check(base: argparse.Namespace, probe: Path, merged_dir: Path, rows: list[li
     error, effect = float(error.norm() / effect), float(effect / trained.norm())
     print(f"check: the adapter moves the 4-bit model's logits by {effect:.1%} of their norm; the"
           f" merged model's are {error:.4f} of that away; {agree:.2%} of greedy tokens agree")
-    why = ("the adapter's effect is too small for bf16: train longer, or use it unmerged" if
-           effect < 0.1 else "the base, the device or a version must be another than in training")
+    # unmerged is no way out of mixtures: transformers leaves experts in bf16, another model
+    recipe = "" if base.arch.mixture else UNMERGED.format(
+        base.auto_class.__name__, base.directory, probe.parent)
+    why = ("the adapter's effect is too small for bf16: train longer" + ", or use it unmerged" * (
+        not base.arch.mixture) if effect < 0.1 else
+        "the base, the device or a version must be another than in training")
     require(error <= FAILED_ERROR, "the merged model does not agree with what was trained, it is"
             f" {error:.2f} of the adapter's effect away: {why}; left in {merged_dir}")  # NaN too
     if error > LARGE_ERROR:
         return (f"not fine: the merged model loses {error:.0%} of the adapter's effect: {why}"
-                + UNMERGED.format(probe.parent))
+                + recipe)
     return (f"fine: the merged model gives what was trained, to {error:.1%} of the adapter's effect"
             " on the logits")
 

@@ -3,10 +3,12 @@
 One run of the real training script on two processes is shared by the tests of this file.
 """
 
+import contextlib
 import copy
 import errno
 import fcntl
 import hashlib
+import io
 import json
 import os
 import re
@@ -18,6 +20,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import warnings
 from pathlib import Path
 
 import bitsandbytes as bnb
@@ -637,6 +640,13 @@ def test_families(case, family, tmp_path, capsys):
     auto_class = getattr(transformers, re.search(r"load it: (\w+)\.from_pretrained", text)[1])
     loaded = auto_class.from_pretrained(tmp_path / "out").state_dict()
     assert all(torch.equal(loaded[new], result[name]) for name, (new, _) in stored.items())
+    # PEFT's adapter alone gives the same
+    (tmp_path / "run" / "train_config.json").unlink()
+    flags = ["--base_model", str(tmp_path / "base")]
+    merge_adapters.main(merge_command(tmp_path / "run", tmp_path / "alone", *flags)[2:])
+    alone = load_file(tmp_path / "alone" / "model.safetensors")
+    assert alone.keys() == result.keys()
+    assert all(torch.equal(alone[name], result[name]) for name in result)
 
 
 def test_lost_tensor_of_a_multimodal_base(family, tmp_path, capsys):
@@ -1163,6 +1173,60 @@ def test_generation_stops_where_a_turn_ends(run_main, tiny_model, tmp_path, caps
         assert GenerationConfig.from_pretrained(directory).eos_token_id == want
     _, closing = generation_settings(base, tokenizer)  # whose own template closes by EOS
     assert closing is None
+
+
+SNIPPET = re.search(
+    r"```python\n(import peft.*?spider.*?)```", (ROOT / "docs/serving.md").read_text(), re.S)[1]
+TWO = [[{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+       for asked, answer in (("hi", "yes"), ("fox?", "The fox"))]  # fmt: skip
+
+
+def run_snippet(run, question):
+    """What the snippet of docs/serving.md prints."""
+    code = SNIPPET.replace("runs/chat", str(run))
+    with contextlib.redirect_stdout(printed := io.StringIO()):
+        exec(code.replace("How many legs does a spider have?", question), {})
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("template", [None, CLOSING_TEMPLATE])
+def test_snippet_gives_what_was_trained_and_stops(template, run_main, tmp_path, demo_directory):
+    """Also where --chat_template closes answers by a token that is not the base's EOS."""
+    rows = "".join(json.dumps({"messages": chat}) + "\n" for chat in TWO)
+    (tmp_path / "data.jsonl").write_text(rows)
+    (tmp_path / "chat.jinja").write_text(template or "")
+    given = ["--chat_template", tmp_path / "chat.jinja"] if template else []
+    base = shutil.copytree(demo_directory / "model", tmp_path / "base")
+    (base / "generation_config.json").unlink(missing_ok=True)
+    code, _, err = run_main(
+        "--model", base, "--dataset", tmp_path / "data.jsonl", "--output_dir", tmp_path / "run",
+        *given, "--max_steps", 25, "--batch_size", 2, "--learning_rate", 0.01, "--lora_rank", 8,
+        "--report_to", "none")  # fmt: skip
+    assert code == 0, err
+    for asked, answer in TWO:
+        printed = run_snippet(tmp_path / "run", asked["content"]).rstrip("\n")
+        closing = "<s>" if template else "</s>"
+        assert printed.endswith(answer["content"] + closing), printed
+
+
+def test_snippet_loads_a_multimodal_model(family, tmp_path, demo_directory):
+    """With its class, so that each weight of the adapter is used."""
+    family("mistral3")
+    tokenizer = AutoTokenizer.from_pretrained(demo_directory / "model")
+    tokenizer.save_pretrained(tmp_path / "run")
+    (tmp_path / "run" / "generation_config.json").write_text("{}")
+    path, names = tmp_path / "run" / "adapter_config.json", {}
+    base = {"base_model_name_or_path": str(tmp_path / "base")}
+    path.write_text(json.dumps(json.loads(path.read_text()) | base))
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*adapter keys")
+        code = SNIPPET.replace("runs/chat", str(tmp_path / "run")).partition("inputs = ")[0]
+        exec(code, names)
+    adapter = load_file(tmp_path / "run" / "adapter_model.safetensors")
+    got = dict(names["model"].named_parameters())
+    for name, value in adapter.items():
+        name = re.sub(r"lora_(.)", r"lora_\1.default", name)
+        assert torch.equal(got[name].cpu().float(), value), name
 
 
 SLOW = r"(\w+\.?)+!"  # some 2**30 ways to fail on a module's name
