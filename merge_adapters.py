@@ -42,19 +42,21 @@ if __name__ == "__main__":
 # on a CPU it warns that a package is missing, which only its own inference would use
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
+import accelerate
 import bitsandbytes as bnb
 import torch
 import transformers
 from peft import LoraConfig
 from safetensors import SafetensorError
+from torch import nn
 from tqdm import tqdm
 
 from fsdp_qlora.data.template import how_to_ask
-from fsdp_qlora.data.tokenizer import name_class
+from fsdp_qlora.data.tokenizer import complete_tokenizer
 from fsdp_qlora.files import read_json, sync_file, write_tensors
 from fsdp_qlora.lora.peft_names import as_saved, expert_parts, expert_settings, file_parts
 from fsdp_qlora.model.head import scaled_logits
-from fsdp_qlora.pretrained.config import describe_model, text_config
+from fsdp_qlora.pretrained.config import describe_model, stored_format, text_config
 from fsdp_qlora.pretrained.formats import (
     INT4_PACKED, INT4_SHAPE, MX_PARTS, NF4_PARTS, scaled_weight)
 from fsdp_qlora.pretrained.hub import base_digest, copy_small_files, model_directory
@@ -66,16 +68,18 @@ from fsdp_qlora.quant.nf4 import mxfp4_values
 from fsdp_qlora.ranks import explain, print_error
 from fsdp_qlora.run.directory import ADAPTER_FILES, open_partial, read_run
 from fsdp_qlora.training.check import without_kernels
+from fsdp_qlora.training.divergence import why_worse
 
 LARGE_ERROR = 0.20  # of the adapter's own effect: a warning from here on
 FAILED_ERROR = 1.0  # further from what was trained than the base is: not a merge of it
 AUTO_CLASSES = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
-FREE = """peft_version base_model_name_or_path task_type inference_mode lora_dropout
-    target_modules""".split()  # of adapter_config.json: not used here
+FREE = """peft_version base_model_name_or_path task_type auto_mapping inference_mode lora_dropout
+    target_modules exclude_modules""".split()  # of adapter_config.json: not used here
 UNMERGED = """; to use the adapter without merging it:
     nf4 = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16)
-    model = peft.AutoPeftModelForCausalLM.from_pretrained("{}", quantization_config=nf4)"""
+    model = peft.PeftModel.from_pretrained(transformers.{}.from_pretrained(\
+"{}", quantization_config=nf4), "{}")"""
 
 # of a linear: a function that reads a tensor, file_parts(), scaling
 AdapterParts = tuple[Callable[..., torch.Tensor], list[tuple[str, tuple[int, ...], Any]], float]
@@ -140,10 +144,13 @@ def merge(args: argparse.Namespace) -> None:
             (partial / ".lock").unlink()
     sync_file(partial.parent)
     print(f'merged model saved; to load it: {base.auto_class.__name__}.from_pretrained("{output}")')
-    print(verdict)
-    asked = {json.dumps(way["chat_template_kwargs"]): way["answers"] for way in run.get("asked", ())}
+    asked = {json.dumps(way["chat_template_kwargs"]): way["answers"]
+             for way in run.get("asked", ())}
     if how := how_to_ask(asked):
         print(how)
+    if why := why_worse(run["losses"]):
+        verdict = f"not fine: {why}; {re.sub('^(not )?fine: ', '', verdict)}"
+    print(verdict)
 
 
 def say_base(base: argparse.Namespace, n_adapted: int) -> None:
@@ -182,44 +189,89 @@ def read_checked(args: argparse.Namespace, adapter_dir: Path) -> tuple[
 
 def read_unchecked(args: argparse.Namespace, adapter_dir: Path) -> tuple[
         dict[str, Any], argparse.Namespace, dict[str, AdapterParts], str]:
-    """Returns what read_checked() does, of an adapter that PEFT has saved: what it adapts was in
-    NF4, quantised from bf16, all else as the base's files have it."""
+    """Returns what read_checked() does, of an adapter that PEFT has saved: the base was loaded by
+    transformers with load_in_4bit, from bf16."""
     path, file = [adapter_dir / name for name in ADAPTER_FILES]
     settings, stored = {**LoraConfig().to_dict(), **read_json(path)}, tensors_of(file)
     directory = model_directory(args.base_model, "weights", "--base_model")
-    config, files = read_json(directory / "config.json"), weight_files(directory)
-    require("quantization_config" not in config, f"--base_model {directory}: is quantised already")
+    with explain(f"--base_model {directory}"):
+        config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        require(not stored_format(config), "is quantised already")
+    auto_class, files = AUTO_CLASSES[hasattr(config, "text_config")], weight_files(directory)
     print(f"WARNING: {adapter_dir} has no train_config.json: that it was trained on {directory} in"
           f" NF4 is taken on trust (its {path.name} names {settings['base_model_name_or_path']}),"
           " and nothing will be compared")
-
-    def plain(name: str) -> str:  # without the prefixes of PEFT and of multimodal models
-        return re.sub(r"^(base_model\.model\.)?((model|language_model)\.)*", "", name)
-
-    found, r = {plain(name): name for name in files}, settings["r"]
-    where: dict[str, list[tuple[str, tuple[int, ...], Any]]] = {}
+    in_4bit, others = linears_in_4bit(directory, config, auto_class, files)
+    where, r = dict[str, list[tuple[str, tuple[int, ...], Any]]](), settings["r"]
     for stem in sorted({name.rpartition(".lora_")[0] or name for name in stored}):
-        name = found.get(f"{plain(stem)}.weight", "")
-        shape = files[name].shape if name else ()
-        require("layers." in name and len(shape) == 2,
-                f"{file}: {stem} is no linear of the layers of {directory}: another base model?")
+        name = {**in_4bit, **others}.get(bare_name(stem), "")
+        require(name, f"{file}: {stem} is no linear of the layers of {directory}: another base"
+                " model?")
+        shape = files[name].shape
         parts: dict[str, tuple[int, ...]] = {
             "lora_A.weight": (r, shape[1]), "lora_B.weight": (shape[0], r)}
         parts |= {"lora_magnitude_vector": shape[:1]} if settings["use_dora"] else {}
         where[name] = [(f"{stem}.{part}", shape, ...) for part, shape in parts.items()]
+    linears = [*in_4bit.values()]
+    if where.keys() & others.values():  # then it was loaded with them
+        linears += others.values()
+    elif others:
+        print(f"note: {len(others)} linears outside the text model, as {min(others.values())}, have"
+              " no adapter and stay as the base has them: whether they were in NF4 in training is"
+              " not known")
     lora = LoraConfig(r=r, **{key: settings[key] for key in (
         "lora_alpha", "use_rslora", "use_dora")})
     tensors = {n: (x.shape, torch.bfloat16) for n, x in in_order(files) if x.dtype in FLOATS}
     base = argparse.Namespace(
         directory=directory, files=files, nf4_states={}, parts={}, tensors=tensors,
-        names=argparse.Namespace(linears=dict.fromkeys(where, argparse.Namespace(mxfp4=False)),
+        names=argparse.Namespace(linears=dict.fromkeys(linears, argparse.Namespace(mxfp4=False)),
                                  shapes={}, sources={}, scaled={}),
-        auto_class=AUTO_CLASSES["text_config" in config], dtype=torch.bfloat16, sums={},
+        auto_class=auto_class, dtype=torch.bfloat16, sums={},
         paths={name: files[name].path for name in tensors},
         n_bytes=sum(2 * math.prod(shape) for shape, _ in tensors.values()))
-    args.check, run = False, {"tokenizer": [], "extras": []}
+    # TRL saves the tokenizer with the adapter
+    template = next((x for name in ("chat_template.jinja", "tokenizer_config.json")
+                     if (x := adapter_dir / name).is_file() and (
+                         x.suffix != ".json" or isinstance(read_json(x).get("chat_template"), str))
+                     ), None)
+    args.check, run = False, {"tokenizer": [], "extras": [], "template": template, "losses": []}
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     return run, base, read_adapter(adapter_dir, lora, where, "this merge"), device
+
+
+def linears_in_4bit(
+    directory: Path, config: transformers.PreTrainedConfig, auto_class: Any,
+    files: dict[str, Stored],
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Returns {bare_name() of a linear: its tensor's name in the files} of those that transformers
+    quantises with load_in_4bit, in the text model and outside of it. Raises ValueError for a
+    mixture, of which that depends on the version of transformers."""
+    with explain(f"--base_model {directory}: transformers does not load it"):
+        with accelerate.init_empty_weights(include_buffers=False):
+            model = auto_class.from_config(config, dtype=torch.bfloat16)
+        quantizer = transformers.quantizers.AutoHfQuantizer.from_config(
+            transformers.BitsAndBytesConfig(load_in_4bit=True), pre_quantized=False)
+        quantizer.preprocess_model(model, device_map=None)
+        of_text = {*model.get_decoder().modules()}
+    stored = {bare_name(name).removesuffix(".weight"): name for name in files}
+    in_text, outside = dict[str, str](), dict[str, str]()
+    for name, module in model.named_modules():
+        if module in of_text and not isinstance(module, nn.Conv1d):
+            for key, weight in module.named_parameters(name, recurse=False):
+                require(weight.dim() < 3, f"--base_model {directory}: has experts: {key} is in NF4"
+                        " or in bf16 depending on the version of transformers, which the adapter"
+                        " does not tell: use it unmerged, or train with train_fsdp_qlora.py")
+        if isinstance(module, bnb.nn.Linear4bit):
+            bare = bare_name(name)
+            require(bare in stored, f"--base_model {directory}: has no {name}.weight, which"
+                    " transformers makes of other tensors and quantises: use the adapter unmerged")
+            (in_text if module in of_text else outside)[bare] = stored[bare]
+    return in_text, outside
+
+
+def bare_name(name: str) -> str:
+    """A name without the prefixes of PEFT and of multimodal models."""
+    return re.sub(r"^(base_model\.model\.)?((model|language_model)\.)*", "", name)
 
 
 def read_base(name: str, quantization: dict[str, Any]) -> argparse.Namespace:
@@ -336,7 +388,8 @@ def write_merged(partial: Path, output: Path, base: argparse.Namespace,
         write_files(partial, base, tensors, run)
     rounding = math.sqrt(sums["error"] / max(sums["effect"], sys.float_info.min))
     print(f"wrote {len(base.tensors)} tensors, {gib:.3f} GiB; rounding to bf16 moves the"
-          f" weights by {rounding:.4f} of what the adapter adds to them, in random directions")
+          f" weights by {rounding:.4f} of what the adapter adds to them, in random"
+          " directions that mostly cancel out; the check tells how much reaches the logits")
 
 
 def merged_tensor(name: str, base: argparse.Namespace, adapter: dict[str, AdapterParts],
@@ -418,7 +471,8 @@ def add_adapter(weight: torch.Tensor, sums: dict[str, float], scaling: float, lo
 def write_files(directory: Path, base: argparse.Namespace, tensors: Iterator[torch.Tensor],
                 run: dict[str, Any]) -> None:
     """Write the merged model of these tensors, in the base's files, with all else that the base
-    has, and files of the run: `tokenizer`, where the base has none, `extras` for the base's."""
+    has, and files of the run: `tokenizer`, where the base has none, `extras` for the base's, and
+    its chat template."""
     for path in run["tokenizer"]:
         shutil.copyfile(path, directory / path.name)
     copy_small_files(base.directory, directory)
@@ -433,9 +487,8 @@ def write_files(directory: Path, base: argparse.Namespace, tensors: Iterator[tor
     (directory / "config.json").write_text(json.dumps(config, indent=2))
     for path in run["extras"]:
         shutil.copyfile(path, directory / path.name)
-    if (directory / "tokenizer.json").is_file():
-        with explain(f"{base.directory}: its tokenizer cannot be loaded"):
-            name_class(directory, transformers.PreTrainedTokenizerFast.from_pretrained(directory))
+    with explain(f"{base.directory}: its tokenizer cannot be loaded"):
+        complete_tokenizer(directory, run["template"])
     for path in dict.fromkeys(base.paths.values()):
         described = {n: base.tensors[n] for n, its_path in base.paths.items() if its_path == path}
         write_tensors(directory / path.name, described, tensors)
@@ -460,13 +513,17 @@ def check(base: argparse.Namespace, probe: Path, merged_dir: Path, rows: list[li
     error, effect = float(error.norm() / effect), float(effect / trained.norm())
     print(f"check: the adapter moves the 4-bit model's logits by {effect:.1%} of their norm; the"
           f" merged model's are {error:.4f} of that away; {agree:.2%} of greedy tokens agree")
-    why = ("the adapter's effect is too small for bf16: train longer, or use it unmerged" if
-           effect < 0.1 else "the base, the device or a version must be another than in training")
+    # unmerged is no way out of mixtures: transformers leaves experts in bf16, another model
+    recipe = "" if base.arch.mixture else UNMERGED.format(
+        base.auto_class.__name__, base.directory, probe.parent)
+    why = ("the adapter's effect is too small for bf16: train longer" + ", or use it unmerged" * (
+        not base.arch.mixture) if effect < 0.1 else
+        "the base, the device or a version must be another than in training")
     require(error <= FAILED_ERROR, "the merged model does not agree with what was trained, it is"
             f" {error:.2f} of the adapter's effect away: {why}; left in {merged_dir}")  # NaN too
     if error > LARGE_ERROR:
         return (f"not fine: the merged model loses {error:.0%} of the adapter's effect: {why}"
-                + UNMERGED.format(probe.parent))
+                + recipe)
     return (f"fine: the merged model gives what was trained, to {error:.1%} of the adapter's effect"
             " on the logits")
 

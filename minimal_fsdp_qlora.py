@@ -228,8 +228,13 @@ def load_and_shard(model: PeftModel, directory: Path, device: torch.device) -> N
         for module in layer.modules():
             fill(module, names.pop(module), stored, device)
         shard_layer(layer)
+    outer = {m for m in causal_lm.get_decoder().modules() if isinstance(m, nn.Linear)} & {*names}
     for module, name in names.items():
         fill(module, name, stored, device)
+        if module in outer:  # Gemma 4 has one: stays in bf16, rounded as transformers' NF4 does
+            codes = bnb.functional.quantize_4bit(
+                module.weight.data, blocksize=64, compress_statistics=True, quant_type="nf4")
+            module.weight.data = bnb.functional.dequantize_4bit(*codes)
     causal_lm.tie_weights()
     fully_shard(model)  # the rest, as embedding and head: whole in a step, of a 70B 4 GiB
 

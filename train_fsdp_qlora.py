@@ -95,12 +95,13 @@ from fsdp_qlora.ranks import (
     on_rank_0, refuse_launch, say, say_each, together)
 from fsdp_qlora.run.checkpoints import (
     DISK_ERRORS, agree_on_content, check_room, checkpoint_path, drop_checkpoints, find_checkpoint,
-    load_checkpoint, refuse_other_run, save_adapter, sharded_state, write_checkpoint)
+    check_run, load_checkpoint, save_adapter, sharded_state, write_checkpoint)
 from fsdp_qlora.run.demo import make_demo
-from fsdp_qlora.run.directory import describe_run, merge_command, open_output, save_tokenizer
+from fsdp_qlora.run.directory import (
+    describe_run, losses_of, merge_command, open_output, save_tokenizer)
 from fsdp_qlora.run.flags import parse_flags, resolve_config, resolve_steps, save_interval
 from fsdp_qlora.run.logs import (
-    Log, describe_metrics, draw_losses, losses_of, say_examples, say_plan_elsewhere, say_sample,
+    Log, describe_metrics, draw_losses, say_examples, say_plan_elsewhere, say_sample,
     say_speed, say_start)
 from fsdp_qlora.run.probe import Probe
 from fsdp_qlora.run.status import LOST_DIRECTORY, REQUESTS, Status, watch_process
@@ -317,13 +318,7 @@ def train(given: Config, device: torch.device, status: Status) -> None:
             make_demo(config, directory)
         status.enter("model")
         name = config.model or str(directory / "demo" / "model")
-        needs = "tokenizer" if config.dataset or not config.random_weights else "config"
-        if Path(name).is_dir() and not config.random_weights:
-            needs = "weights"
-        with together():
-            base = model_directory(name, needs)
-            config, model_config, arch = read_model_config(base, config)
-            tokenizer = load_tokenizer(base, config)
+        config, base, model_config, arch, tokenizer = open_model(config, name)
         status.enter("data")
         begun = on_rank_0(read_json, directory / "train_config.json", {})
         day = begun.get("date", on_rank_0(time.strftime, "%Y-%m-%d"))
@@ -331,30 +326,27 @@ def train(given: Config, device: torch.device, status: Status) -> None:
         on_rank_0(check_tokenizer, base, tokenizer, rows)
         config = resolve_steps(config, len(rows))
 
-        # 3. What is adapted, and whether a checkpoint goes on; each is looked at before the base is
+        # 3. What is adapted, and which run this is: its adapter is looked at, then its weights
         status.enter("model")
         with together():
             lora_config, adapted = choose_adapted(arch, config, config.model or str(base))
             layouts = make_layouts(arch, adapted, config)
             if config.init_adapter and not begun:
                 read_adapter(config, arch, layouts)
-            if not config.random_weights and not is_dry:
-                base = model_directory(name, "weights")
-            has_weights = not config.random_weights and any(base.glob("*.safetensors"))
-            base_sha256 = base_digest(base) if has_weights else text_digest(str(base))
-        if config.init_adapter and has_weights and not begun:
-            on_rank_0(check_origin, config, base_sha256, tokenizer)
+            base, base_sha256 = find_weights(config, base, name, is_dry)
         content = agree_on_content(config, rows, eval_rows, base_sha256)
+        if config.init_adapter and not begun:
+            on_rank_0(check_origin, config, base_sha256, tokenizer)
         status.enter("checkpoint")
         done = 0  # steps; 0: a new run
-        if not is_dry:
+        if is_dry:
+            on_rank_0(check_run, config, directory, content, begun)
+        else:
             done = on_rank_0(find_checkpoint, config, directory, content)
             status.may_write, status.max_steps, status.step = True, config.max_steps, done
             status.checkpoint = checkpoint_path(directory, done).name if done else None
-        elif begun and has_weights:
-            on_rank_0(refuse_other_run, config, directory, content, begun)
+            say_extension(config, begun, done)
         on_rank_0(check_room, config, directory, layouts)
-        say_extension(config, begun, done)
 
         # 4. Which attention, and the plan: what is sharded, recomputed, offloaded
         status.enter("model")
@@ -413,6 +405,33 @@ def train(given: Config, device: torch.device, status: Status) -> None:
         finish_run(run)
 
 
+def open_model(config: Config, name: str) -> tuple[
+        Config, Path, transformers.PretrainedConfig, Architecture,
+        transformers.PreTrainedTokenizerFast | None]:
+    """What is known of a model without its weights, which are not fetched yet: the config with
+    --max_seq_len filled in, its directory, its config, what it is made of, and its tokenizer. All
+    ranks must call this."""
+    needs = "tokenizer" if config.dataset or not config.random_weights else "config"
+    if Path(name).is_dir() and not config.random_weights:
+        needs = "weights"
+    with together():
+        base = model_directory(name, needs)
+        config, model_config, arch = read_model_config(base, config)
+        tokenizer = load_tokenizer(base, config)
+    return config, base, model_config, arch, tokenizer
+
+
+def find_weights(config: Config, base: Path, name: str, is_dry: bool) -> tuple[Path, str]:
+    """The directory of the model's weights, fetched if they must be, and the digest by which a
+    resumed run knows them; "": a dry run does without."""
+    if config.random_weights:
+        return base, text_digest(str(base))
+    if is_dry and not any(base.glob("*.safetensors")):
+        return base, ""
+    base = model_directory(name, "weights")
+    return base, base_digest(base)
+
+
 def answer_plan_for(given: Config, status: Status) -> None:
     """Print what the run would be on the GPUs that --plan_for names, on the rows of --dataset if
     there are any. All ranks must call this."""
@@ -421,10 +440,7 @@ def answer_plan_for(given: Config, status: Status) -> None:
     status.enter("model")
     rows, eval_rows = None, None
     if config.dataset:
-        with together():
-            base = model_directory(config.model or "", "tokenizer")
-            config, _, arch = read_model_config(base, config)
-            tokenizer = load_tokenizer(base, config)
+        config, base, _, arch, tokenizer = open_model(config, config.model or "")
         status.enter("data")
         day = on_rank_0(time.strftime, "%Y-%m-%d")
         rows, eval_rows = prepare_data(config, base, tokenizer, arch.vocab_size, day)
@@ -445,7 +461,8 @@ def plan_elsewhere(config: Config, rows: Rows | None = None,
     config = dataclasses.replace(config, random_weights=True)
     config, _, arch = read_model_config(base, config)
     _, adapted = choose_adapted(arch, config, config.model or "")
-    layouts, rows = make_layouts(arch, adapted, config), rows or random_rows(arch.vocab_size, config)
+    layouts = make_layouts(arch, adapted, config)
+    rows = rows or random_rows(arch.vocab_size, config)
     work = describe_work(config, rows, eval_rows, world_size, torch.device("cuda"),
                          why_no_capture(arch, machine), state_bytes=state_bytes(config))
     return config, choose_plan(config, arch, layouts, work, limit, machine), limit

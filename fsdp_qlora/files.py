@@ -5,12 +5,13 @@ Which files a run writes is in directory and checkpoints.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,16 @@ def read_json(path: Path, default: dict[str, Any] | None = None) -> dict[str, An
         if default is None:
             raise ValueError(f"{path}: not a JSON object: {' '.join(str(e).split())}")
         return default
+
+
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of metrics.jsonl; a line that is none, as the end of a run may tear it, is
+    passed over."""
+    for line in path.read_text(errors="replace").splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
+            record = json.loads(line)
+            if isinstance(record, dict) and type(record.get("step")) is int:
+                yield record
 
 
 def remove(path: Path) -> None:

@@ -193,7 +193,8 @@ CLOSED_TAG = (
     "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}"
     "{{ '<think>' + m.reasoning_content + '</think>' if m.reasoning_content else '</think>' }}"
     "{% endif %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>"
-    "{{ '</think>' if enable_thinking is defined and not enable_thinking else '<think>' }}{% endif %}"
+    "{{ '</think>' if enable_thinking is defined and not enable_thinking else '<think>' }}"
+    "{% endif %}"
 )
 TEMPLATES = {  # by trait
     "closed": CHATML,

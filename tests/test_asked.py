@@ -5,13 +5,12 @@ gives the answers that it was trained on.
 
 import copy
 import json
-import random
 
 import pytest
 import torch
 from conftest import encode_file
 from rows import (
-    ADD, AGAIN, ASKED, BRIEF, CHATML, MARKED, PLAINLY, SWITCHED, TALK, TEMPLATES, THINKING,
+    ADD, AGAIN, ASKED, BRIEF, CHATML, MARKED, SWITCHED, TALK, TEMPLATES, THINKING,
     prepare, refusal, says, trained, write_jsonl)
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
@@ -37,7 +36,8 @@ def qwen():
     tokens.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=340, show_progress=False,
                                   initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
-    tokens.train_from_iterator(["user assistant\n\n\n\n : :\n What is it? one two three four It so"] * 9, trainer)
+    corpus = "user assistant\n\n\n\n : :\n What is it? one two three four It so"
+    tokens.train_from_iterator([corpus] * 9, trainer)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=tokens, eos_token="<|endoftext|>", bos_token="<|begin|>")
     tokenizer.add_tokens([AddedToken(tag, special="think" not in tag) for tag in TAGS])
@@ -164,7 +164,8 @@ SERVED = {
     "Qwen3.5": ("thinking", TALKS, {}, "\n</think>\n\nIt is {}."),
     "Qwen3.5, small": ("thinking by a switch", TALKS, {}, "It is {}."),
     "Qwen3.5, small, reasoning": (
-        "thinking by a switch", THOUGHTS, {"enable_thinking": True}, "so {0}\n</think>\n\nIt is {0}."),
+        "thinking by a switch", THOUGHTS, {"enable_thinking": True},
+        "so {0}\n</think>\n\nIt is {0}."),
     "Nemotron 3": ("answering by a switch", TALKS, {"enable_thinking": False}, "It is {}."),
     "GLM 4.7": ("answering behind a tag's end", TALKS, {"enable_thinking": False}, "It is {}."),
     "R1": ("generation prompt opens reasoning", TALKS, {}, "\n</think>\n\nIt is {}."),

@@ -113,7 +113,7 @@ def edit_map(directory, change):
         (["--shard_group_size", "2"], ["--shard_group_size 2"]),
         (["--shard_group_size", "0"], ["--shard_group_size 0"]),
         (["--batch_size", "0"], ["--batch_size 0"]),
-        (["--max_steps", "0"], ["--max_steps 0"]),
+        (["--max_steps", "-1"], ["--max_steps -1"]),
         (["--max_seq_len", "0"], ["--max_seq_len 0"]),
         (["--learning_rate", "nan"], ["--learning_rate nan"]),
         (["--num_epochs", "-1"], ["--num_epochs -1"]),

@@ -2,7 +2,6 @@
 the room on the disk; and the plan for the rows of a data set.
 """
 
-import json
 import re
 import shutil
 import subprocess
@@ -168,7 +167,8 @@ def test_run_whose_loss_ended_above_where_it_began_says_so(base, run_main, tmp_p
         base, "--max_steps", 20, "--learning_rate", 0.01, "--output_dir", good))
     assert code == 0 and "warning" not in out, err
     code, out, err = run_main(*flags_of(
-        base, "--max_steps", 8, "--learning_rate", 0.5, "--init_adapter", good, "--output_dir", bad))
+        base, "--max_steps", 8, "--learning_rate", 0.5, "--init_adapter", good,
+        "--output_dir", bad))
     assert code == 0, err
     assert out.splitlines()[-3].startswith("warning: the loss ended at ")
 

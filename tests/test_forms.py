@@ -774,7 +774,8 @@ def test_keys_of_messages_that_the_template_does_not_name_are_told(tokenizer):
     tokenizer.chat_template = CHATML.replace("m.content }}", "m.content }}{{ m.mood }}")
     form, ((part,),) = forms.parse_row({"messages": [ASKED[0], answer]}, tokenizer)
     assert form == "messages (ignored in messages: wieght)" and "7.good" in part.text
-    thought = [{"reasoning_content": "so", "train": False}]  # transformers gives it by all its names
+    # transformers gives it by all its names
+    thought = [{"reasoning_content": "so", "train": False}]
     assert not forms.unread_keys(thought, "{{ m.thinking }}")
     assert forms.unread_keys(thought, "{{ m.content }}") == ["reasoning_content"]
 

@@ -291,7 +291,7 @@ def test_start_says_what_is_unusual_and_what_the_process_has(rate, is_high, caps
 
 BOUNDS = {  # {flag: ((refused, taken) at its lower bound, the same at its upper one)}
     **dict.fromkeys(("lora_rank", "lora_alpha", "max_seq_len", "batch_size"), ((0, 1), None)),
-    **dict.fromkeys(("max_steps", "micro_batch_tokens"), ((0, 1), None)),
+    "micro_batch_tokens": ((0, 1), None), "max_steps": ((-1, 1), None),
     **dict.fromkeys(("num_epochs", "learning_rate", "beta", "desirable_weight", "memory_limit_gib",
                      "undesirable_weight", "max_grad_norm", "max_minutes", "step_timeout_minutes"),
                     ((0.0, 1e-9), (math.inf, 1e9))),

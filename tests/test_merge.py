@@ -3,10 +3,12 @@
 One run of the real training script on two processes is shared by the tests of this file.
 """
 
+import contextlib
 import copy
 import errno
 import fcntl
 import hashlib
+import io
 import json
 import os
 import re
@@ -18,6 +20,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import warnings
 from pathlib import Path
 
 import bitsandbytes as bnb
@@ -303,6 +306,80 @@ def test_weights_equal_bitsandbytes(trained, merged):
     assert float(reported[1]) == pytest.approx((error / effect) ** 0.5, rel=0.01)
 
 
+def test_adapter_alone_is_merged_as_the_run_is(trained, merged, tmp_path):
+    """Of some linears: those without an adapter go through NF4 as well."""
+    for name in "adapter_config.json", "adapter_model.safetensors":
+        (tmp_path / "adapter").mkdir(exist_ok=True)
+        shutil.copy(trained / name, tmp_path / "adapter")
+    base = trained / "demo" / "model"
+    flags = ["--base_model", str(base)]
+    merge_adapters.main(merge_command(tmp_path / "adapter", tmp_path / "out", *flags)[2:])
+    found, wanted = (load_file(d / "model.safetensors") for d in (tmp_path / "out", merged[0]))
+    assert found.keys() == wanted.keys()
+    for name, weight in wanted.items():
+        assert torch.equal(found[name], weight), name
+
+
+def test_template_beside_an_adapter_is_its(trained, tmp_path):
+    """TRL saves the tokenizer with the adapter: by .jinja, older versions in its settings."""
+    base, adapter = trained / "demo" / "model", tmp_path / "adapter"
+    adapter.mkdir()
+    for name in "adapter_config.json", "adapter_model.safetensors":
+        shutil.copy(trained / name, adapter)
+    for i, (name, text) in enumerate([
+        ("tokenizer_config.json", "{}"), ("tokenizer_config.json", '{"chat_template": "its"}'),
+        ("chat_template.jinja", "newer")
+    ]):  # fmt: skip
+        (adapter / name).write_text(text)
+        flags = ["--base_model", str(base)]
+        merge_adapters.main(merge_command(adapter, tmp_path / f"out-{i}", *flags)[2:])
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / f"out-{i}")
+        its = AutoTokenizer.from_pretrained(base).chat_template
+        assert tokenizer.chat_template == [its, "its", "newer"][i]
+
+
+def test_run_that_ended_worse_than_it_began_is_not_fine(
+        trained, merged, run_main, tmp_path, capsys):
+    """A rate of 5, on a base that knows its rows; the model is written all the same."""
+    code, _, err = run_main(
+        "--model", merged[0], "--dataset", trained.parent / "data.jsonl", "--batch_size", 16,
+        "--max_steps", 8, "--learning_rate", 5, "--report_to", "none", "--save_every", 2,
+        "--keep_checkpoints", 9, "--output_dir", tmp_path / "run")  # fmt: skip
+    assert code == 0, err
+    capsys.readouterr()
+    merge_adapters.main(merge_command(tmp_path / "run", tmp_path / "out")[2:])
+    *_, load, verdict = capsys.readouterr().out.splitlines()
+    assert load.endswith(f'from_pretrained("{tmp_path}/out")') and (tmp_path / "out").is_dir()
+    assert re.fullmatch(r"not fine: the loss ended at [\d.]+, above the [\d.]+ at which it began;"
+                        r" the merged model gives what was trained, to [\d.]+% .*", verdict)
+    # of a checkpoint only the steps until it count
+    losses = [1.0] * 5 + [9.0] * 3
+    lines = [json.dumps({"step": i, "loss": loss}) for i, loss in enumerate(losses, 1)]
+    (tmp_path / "run" / "metrics.jsonl").write_text("\n".join([*lines, "torn"]))
+    for step, begins in (4, "not checked: "), (8, "not fine: the loss ended at 9, above the 1 "):
+        run = tmp_path / "run" / f"checkpoint-{step:06d}"
+        merge_adapters.main(merge_command(run, tmp_path / f"out-{step}", "--no-check")[2:])
+        assert capsys.readouterr().out.splitlines()[-1].startswith(begins)
+
+
+def test_how_to_ask_is_printed(trained, unsummed, tmp_path, capsys):
+    """As training has rendered its rows, in one line before the verdict; nothing where that is the
+    template as it is."""
+    run = shutil.copytree(trained, tmp_path / "run")
+    for i, kwargs in enumerate([{}, {"enable_thinking": False}]):
+        config = json.loads((unsummed / "train_config.json").read_text())
+        config["asked"] = [{"answers": 4, "chat_template_kwargs": kwargs}]
+        (run / "train_config.json").write_text(json.dumps(config))
+        sign(run)
+        capsys.readouterr()
+        flags = ["--no-check", "--base_model", str(run / "demo" / "model")]
+        merge_adapters.main(merge_command(run, tmp_path / f"out-{i}", *flags)[2:])
+        line = capsys.readouterr().out.splitlines()[-2]
+        assert line.startswith("ask as it was trained: ") == bool(kwargs)
+    assert "(messages, add_generation_prompt=True, enable_thinking=False)" in line
+    assert line.endswith('"chat_template_kwargs": {"enable_thinking": false}')
+
+
 def test_files(trained, merged):
     base = trained / "demo" / "model"
     assert {p.name for p in merged[0].iterdir()} == {
@@ -327,9 +404,8 @@ def test_files(trained, merged):
 
 
 def test_chat_template_is_that_of_training(trained, unsummed, tmp_path):
-    """Where it was given by --chat_template, also where a checkpoint is merged; else the base's.
-    Those that are not the default stay the base's. generation_config.json is the run's, if it has
-    one."""
+    """Where it was given by --chat_template, also where a checkpoint is merged, and then alone;
+    else the base's, with others by name. generation_config.json is the run's, if it has one."""
     run = shutil.copytree(trained, tmp_path / "run")
     shutil.copyfile(unsummed / "train_config.json", run / "train_config.json")
     (run / "generation_config.json").write_text('{"eos_token_id": [2, 1]}')
@@ -348,7 +424,7 @@ def test_chat_template_is_that_of_training(trained, unsummed, tmp_path):
         base = run / "demo" / "model"
         merge_adapters.main(
             merge_command(adapter, out, "--no-check", "--base_model", str(base))[2:])  # fmt: skip
-        assert (out / other.relative_to(base)).read_text() == "of tools"
+        assert (out / other.relative_to(base)).exists() == (given is None)
         is_its = (out / "chat_template.jinja").read_text() == "of training"
         assert is_its == (given is not None)
         assert json.loads((out / "generation_config.json").read_text()) == {"eos_token_id": [2, 1]}
@@ -563,6 +639,13 @@ def test_families(case, family, tmp_path, capsys):
     auto_class = getattr(transformers, re.search(r"load it: (\w+)\.from_pretrained", text)[1])
     loaded = auto_class.from_pretrained(tmp_path / "out").state_dict()
     assert all(torch.equal(loaded[new], result[name]) for name, (new, _) in stored.items())
+    # PEFT's adapter alone gives the same
+    (tmp_path / "run" / "train_config.json").unlink()
+    flags = ["--base_model", str(tmp_path / "base")]
+    merge_adapters.main(merge_command(tmp_path / "run", tmp_path / "alone", *flags)[2:])
+    alone = load_file(tmp_path / "alone" / "model.safetensors")
+    assert alone.keys() == result.keys()
+    assert all(torch.equal(alone[name], result[name]) for name in result)
 
 
 def test_lost_tensor_of_a_multimodal_base(family, tmp_path, capsys):
@@ -1089,6 +1172,60 @@ def test_generation_stops_where_a_turn_ends(run_main, tiny_model, tmp_path, caps
         assert GenerationConfig.from_pretrained(directory).eos_token_id == want
     _, closing = generation_settings(base, tokenizer)  # whose own template closes by EOS
     assert closing is None
+
+
+SNIPPET = re.search(
+    r"```python\n(import peft.*?spider.*?)```", (ROOT / "docs/serving.md").read_text(), re.S)[1]
+TWO = [[{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+       for asked, answer in (("hi", "yes"), ("fox?", "The fox"))]  # fmt: skip
+
+
+def run_snippet(run, question):
+    """What the snippet of docs/serving.md prints."""
+    code = SNIPPET.replace("runs/chat", str(run))
+    with contextlib.redirect_stdout(printed := io.StringIO()):
+        exec(code.replace("How many legs does a spider have?", question), {})
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("template", [None, CLOSING_TEMPLATE])
+def test_snippet_gives_what_was_trained_and_stops(template, run_main, tmp_path, demo_directory):
+    """Also where --chat_template closes answers by a token that is not the base's EOS."""
+    rows = "".join(json.dumps({"messages": chat}) + "\n" for chat in TWO)
+    (tmp_path / "data.jsonl").write_text(rows)
+    (tmp_path / "chat.jinja").write_text(template or "")
+    given = ["--chat_template", tmp_path / "chat.jinja"] if template else []
+    base = shutil.copytree(demo_directory / "model", tmp_path / "base")
+    (base / "generation_config.json").unlink(missing_ok=True)
+    code, _, err = run_main(
+        "--model", base, "--dataset", tmp_path / "data.jsonl", "--output_dir", tmp_path / "run",
+        *given, "--max_steps", 25, "--batch_size", 2, "--learning_rate", 0.01, "--lora_rank", 8,
+        "--report_to", "none")  # fmt: skip
+    assert code == 0, err
+    for asked, answer in TWO:
+        printed = run_snippet(tmp_path / "run", asked["content"]).rstrip("\n")
+        closing = "<s>" if template else "</s>"
+        assert printed.endswith(answer["content"] + closing), printed
+
+
+def test_snippet_loads_a_multimodal_model(family, tmp_path, demo_directory):
+    """With its class, so that each weight of the adapter is used."""
+    family("mistral3")
+    tokenizer = AutoTokenizer.from_pretrained(demo_directory / "model")
+    tokenizer.save_pretrained(tmp_path / "run")
+    (tmp_path / "run" / "generation_config.json").write_text("{}")
+    path, names = tmp_path / "run" / "adapter_config.json", {}
+    base = {"base_model_name_or_path": str(tmp_path / "base")}
+    path.write_text(json.dumps(json.loads(path.read_text()) | base))
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*adapter keys")
+        code = SNIPPET.replace("runs/chat", str(tmp_path / "run")).partition("inputs = ")[0]
+        exec(code, names)
+    adapter = load_file(tmp_path / "run" / "adapter_model.safetensors")
+    got = dict(names["model"].named_parameters())
+    for name, value in adapter.items():
+        name = re.sub(r"lora_(.)", r"lora_\1.default", name)
+        assert torch.equal(got[name].cpu().float(), value), name
 
 
 SLOW = r"(\w+\.?)+!"  # some 2**30 ways to fail on a module's name

@@ -19,6 +19,7 @@ from conftest import DEVICE, ROOT, do_here, needs_ranks, one_process, selected_p
 from minimal_runs import PROBE
 from peft import (
     LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict)
+from peft.tuners.lora import LoraLayer
 from rows import CHATML, SWITCHED, UNCLOSED
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, BitsAndBytesConfig
@@ -47,7 +48,7 @@ FAMILIES = {  # model type: settings besides SIZES
     "gemma3_text": {**SLIDING, **TIED, "query_pre_attn_scalar": 32},
     "gemma4_text": {
         **SLIDING, **TIED, "global_head_dim": 64, "num_kv_shared_layers": 0,
-        "hidden_size_per_layer_input": 0,
+        "hidden_size_per_layer_input": 64,
     },
     "qwen3_5_text": {
         "head_dim": 32, "num_hidden_layers": 4, "linear_key_head_dim": 32,
@@ -77,6 +78,8 @@ STEP = re.compile(r"^step +(\d+)/\d+ loss +([\d.]+) lr \S+ grad +([\d.]+) ", re.
 
 def config_of(model_type, vocab_size):
     settings = dict(FAMILIES.get(model_type, MIXTURE))
+    if "hidden_size_per_layer_input" in settings:
+        settings["vocab_size_per_layer_input"] = vocab_size
     if text := settings.pop("text", None):
         vision = {**VISION, "model_type": settings.pop("vision_model")}
         return transformers.AutoConfig.for_model(
@@ -491,7 +494,10 @@ def test_merged_model_is_loaded(base, runs, tmp_path):
 
 @pytest.mark.parametrize("argv,words", [
     (["--base_model", "llama"], "lora_B.weight is (128, 16), but the base model and this merge"),
-    (["--base_model", "mixtral"], "is no linear of the layers of mixtral: another base model?"),
+    (["--base_model", "qwen3_5_text"],
+     "layers.0.self_attn.k_proj is no linear of the layers of qwen3_5_text: another base model?"),
+    (["--base_model", "mixtral"],
+     "mixtral: has experts: model.layers.0.mlp.experts.gate_up_proj is in NF4 or in bf16 depend"),
     (["--base_model", "quantised"], "quantised: is quantised already"),
     ([], "another adapter of PEFT's is merged, unchecked, if --base_model is given"),
 ])  # fmt: skip
@@ -501,6 +507,69 @@ def test_merge_refuses(argv, words, base, runs, tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit, match="1"):
         merge("--adapter_dir", "qwen3-adapter", *argv, "--output_dir", tmp_path / "out")
     assert words in capsys.readouterr().err
+
+
+def save_peft(base, adapter, targets):
+    """Save an adapter of PEFT's on a base that transformers loaded with load_in_4bit. Returns
+    {parameter: value} of the model that would be trained, merged and dequantised."""
+    config = transformers.AutoConfig.from_pretrained(base)
+    auto = (transformers.AutoModelForImageTextToText if hasattr(config, "vision_config")
+            else AutoModelForCausalLM)  # fmt: skip
+    settings = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16)  # fmt: skip
+    model = auto.from_pretrained(base, quantization_config=settings, dtype=torch.bfloat16,
+                                 device_map=DEVICE)  # fmt: skip
+    wanted = {}
+    for name, value in model.named_parameters():
+        if isinstance(value, bnb.nn.Params4bit):
+            value = bnb.functional.dequantize_4bit(value.data, value.quant_state)
+        wanted[name] = value
+    torch.manual_seed(2)
+    task = "CAUSAL_LM" if "llama" in str(base) else None
+    lora = LoraConfig(r=8, lora_alpha=16, target_modules=targets, task_type=task)
+    model = get_peft_model(model, lora)
+    for name, module in model.get_base_model().named_modules():
+        if isinstance(module, LoraLayer):
+            a, b = (getattr(module, f"lora_{x}")["default"].weight.detach() for x in "AB")
+            b.normal_(0, 0.1)
+            key = f"{name}.weight"
+            wanted[key] = (wanted[key].float() + 2 * (b.float() @ a.float())).bfloat16()
+    model.save_pretrained(adapter)
+    return {name: value.detach().cpu() for name, value in wanted.items()}
+
+
+def merged_weights(directory, adapter, base):
+    merge("--adapter_dir", adapter, "--base_model", base, "--output_dir", directory)
+    return {name: value for path in directory.glob("*.safetensors")
+            for name, value in load_file(path).items()}
+
+
+@pytest.mark.parametrize("family, targets, is_whole", [
+    ("llama", ["q_proj", "v_proj"], True), ("gemma4_text", ["q_proj", "v_proj"], True),
+    ("qwen3_5_text", ["down_proj"], True), ("gemma3", ["q_proj", "v_proj"], True),
+    ("gemma3", r".*language_model.*\.[qv]_proj", False)])  # fmt: skip
+def test_adapter_of_some_linears_is_merged_into_what_peft_trained(
+        family, targets, is_whole, base, tmp_path, capsys):
+    """All that transformers quantises goes through NF4, adapted or not; of a multimodal model the
+    vision tower too if a linear of it is adapted, else it stays, which is said."""
+    wanted = save_peft(base / family, tmp_path / "adapter", targets)
+    found = merged_weights(tmp_path / "out", tmp_path / "adapter", base / family)
+    text = capsys.readouterr().out
+    stored = {}
+    for path in (base / family).glob("*.safetensors"):
+        stored |= {bare_name(name): value for name, value in load_file(path).items()}
+    wanted = {bare_name(name): value for name, value in wanted.items()}
+    n_nf4 = 0
+    for name, value in found.items():
+        name = bare_name(name)
+        if not is_whole and "vision" in name:
+            assert torch.equal(value, stored[name]), name
+        elif name in wanted:
+            assert torch.equal(value, wanted[name]), name
+            n_nf4 += not torch.equal(value, stored[name])
+    assert n_nf4 >= 12 and stored.keys() == {bare_name(name) for name in found}
+    assert ("linears outside the text model, as" in text) == (not is_whole)
 
 
 TREE = ast.parse(SCRIPT.read_text())
@@ -530,9 +599,6 @@ def test_docstring_says_where_the_big_script_has_what_is_left_out():
 # Every step against a plain loop
 # ------------------------------------------------------------------------------------------------
 
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 LONGEST, PEAK = 80, 5e-2  # norms of gradients are then below and above that which is clipped
 # {processes: (rank, steps, rows a step)}. On one process the optimizer's state has 8 bits, as
 # matrices have 4,096 values, and the warm-up has two steps. Shards of others are smaller: fp32

@@ -25,7 +25,9 @@ from transformers.models.auto import tokenization_auto
 import merge_adapters
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.data.tokenizer import (
-    check_tokenizer, load_tokenizer, name_class, read_sentencepiece, write_tokenizer)
+    check_tokenizer, complete_tokenizer, load_tokenizer, name_class, read_sentencepiece,
+    write_tokenizer)
+from fsdp_qlora.pretrained.hub import copy_small_files
 from train_fsdp_qlora import Config
 
 LINES = ["It is sunny and warm in Paris, isn't it? I'LL see; 2024, 1000, 12345 degrees.\n\n\n",
@@ -486,3 +488,104 @@ def test_bos_that_the_settings_want_otherwise_is_said(
     check_tokenizer(base, tokenizer, rows_of(rows))
     said = capsys.readouterr().out
     assert said.count("BOS: tokenizer.json ") == (words != "") and words in said
+
+
+OLD = "{% for m in messages %}old {{ m.content }}{{ eos_token }}{% endfor %}"
+NEW = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+NAMED = [{"name": "default", "template": OLD}, {"name": "tool_use", "template": "of tools"}]
+BY_NAME = {x["name"]: x["template"] for x in NAMED}
+MORE = "additional_chat_templates/tool_use.jinja"
+PLACES = {  # {file: its chat template} of a base, what transformers' tokenizer takes, what is left
+    "in the settings": ({"tokenizer_config.json": OLD}, OLD, {"tokenizer_config.json": OLD}),
+    "a file": ({"chat_template.jinja": OLD}, OLD, {"chat_template.jinja": OLD}),
+    "the processor's": ({"chat_template.json": OLD}, OLD, {"chat_template.jinja": OLD}),
+    "in its settings too": ({"chat_template.jinja": OLD, "processor_config.json": OLD}, OLD,
+                            {"chat_template.jinja": OLD}),
+    "twice": ({"tokenizer_config.json": OLD, "chat_template.json": OLD}, OLD,
+              {"chat_template.jinja": OLD}),
+    "two": ({"tokenizer_config.json": "other", "chat_template.jinja": OLD}, OLD,
+            {"chat_template.jinja": OLD}),
+    "by name": ({"tokenizer_config.json": NAMED}, BY_NAME, {"tokenizer_config.json": NAMED}),
+    "by name in files": (
+        {"tokenizer_config.json": "other", "chat_template.jinja": OLD, MORE: "of tools"}, BY_NAME,
+        {"chat_template.jinja": OLD, MORE: "of tools"}),
+    "none": ({}, None, {}),
+}  # fmt: skip
+
+
+def write_templates(base, places):
+    for name, template in places.items():
+        (path := base / name).parent.mkdir(exist_ok=True)
+        settings = json.loads(path.read_text()) if path.is_file() else {}
+        path.write_text(template if path.suffix == ".jinja" else
+                        json.dumps(settings | {"chat_template": template}))  # fmt: skip
+
+
+def templates_in(directory):
+    """{file: its chat template} of a directory."""
+    found = {str(path.relative_to(directory)): path.read_text()
+             for path in directory.rglob("*.jinja")}
+    for path in directory.glob("*.json"):
+        settings = json.loads(path.read_text())
+        found |= {path.name: settings["chat_template"]} if "chat_template" in settings else {}
+    return found
+
+
+def as_llama_cpp_reads(directory):
+    """The chat template that its converter finds, by gguf.SpecialVocab: one, or several by name."""
+    found, more = None, [*directory.glob("additional_chat_templates/*.jinja")]
+    if (path := directory / "chat_template.jinja").is_file():
+        found = path.read_text()
+        found = {"default": found, **{x.stem: x.read_text() for x in more}} if more else found
+    elif (path := directory / "chat_template.json").is_file():
+        found = json.loads(path.read_text()).get("chat_template")
+    found = json.loads((directory / "tokenizer_config.json").read_text()).get(
+        "chat_template", found)
+    return {x["name"]: x["template"] for x in found} if isinstance(found, list) else found
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("given", [False, True])
+def test_one_chat_template_is_written(place, given, tmp_path):
+    """Beside an adapter and in a merged model, for transformers and llama.cpp: that of training."""
+    places, own, left = PLACES[place]
+    write_templates(base := write_base(tmp_path / "base", "qwen"), places)
+    (tmp_path / "new.jinja").write_text(NEW)
+    config = config_of(base, chat_template=str(tmp_path / "new.jinja") if given else None)
+    tokenizer, want = load_tokenizer(base, config), NEW if given else own
+    assert tokenizer.chat_template == want
+    (run := tmp_path / "run").mkdir()
+    write_tokenizer(run, base, tokenizer)
+    (merged := tmp_path / "merged").mkdir()
+    copy_small_files(base, merged)
+    complete_tokenizer(merged, run / "chat_template.jinja" if given else None)
+    for directory in run, merged:
+        assert AutoTokenizer.from_pretrained(directory).chat_template == want
+        assert as_llama_cpp_reads(directory) == want
+        assert templates_in(directory) == ({"chat_template.jinja": NEW} if given else left)
+
+
+def test_template_of_a_run_is_the_one_that_is_merged(run_main, model, tmp_path):
+    """By the command lines; a second start leaves nothing of the first one's template."""
+    base = model("qwen")
+    write_templates(base, {"tokenizer_config.json": OLD, "chat_template.json": OLD,
+                           "processor_config.json": OLD})  # fmt: skip
+    (tmp_path / "new.jinja").write_text(NEW)
+    chat = [{"role": "user", "content": "It is"}, {"role": "assistant", "content": "sunny."}]
+    (tmp_path / "data.jsonl").write_text(2 * (json.dumps({"messages": chat}) + "\n"))
+    (tmp_path / "run" / "additional_chat_templates").mkdir(parents=True)
+    (tmp_path / "run" / "additional_chat_templates" / "tool_use.jinja").write_text("stale")
+    (tmp_path / "run" / "chat_template.json").write_text("{}")
+    code, out, err = run_main(
+        "--model", base, "--dataset", tmp_path / "data.jsonl", "--max_steps", 1, "--batch_size", 2,
+        "--learning_rate", 0.01, "--report_to", "none", "--chat_template", tmp_path / "new.jinja",
+        "--output_dir", tmp_path / "run")  # fmt: skip
+    assert code == 0, err
+    assert "user: It is<|im_end|>" in out
+    merge_adapters.main(["--adapter_dir", str(tmp_path / "run"), "--no-check",
+                         "--output_dir", str(tmp_path / "merged")])  # fmt: skip
+    for directory in tmp_path / "run", tmp_path / "merged":
+        assert templates_in(directory) == {"chat_template.jinja": NEW}
+        assert not (directory / "chat_template.json").exists()
+        assert AutoTokenizer.from_pretrained(directory).chat_template == NEW
+        assert as_llama_cpp_reads(directory) == NEW

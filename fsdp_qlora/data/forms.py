@@ -82,7 +82,7 @@ class Part(NamedTuple):
     # of a conversation, see Conversation: its document is several where a token would go over from
     # a prompt to an answer
     answers: Sequence[tuple[int, str]] = ()
-    goes_on: bool = False  # whether it stands behind another part: no tokenizer may put a space there
+    goes_on: bool = False  # it stands behind another part: no tokenizer may put a space there
 
 
 Ids = tuple[list[int], list[int]]  # (input_ids, labels)

@@ -50,8 +50,8 @@ def prepare_data(config: Config, directory: Path, tokenizer: PreTrainedTokenizer
     rows, line, renamed = prepare_rows(sources, *settings)
     say(f"data: {line}")
     if n_answers := sum(rows.asked.values()):
-        say(f"chat template: the tokens before each of {n_answers:,} answers are those of its prompt"
-            f"; {how_to_ask(rows.asked) or 'ask by it as it is'}")
+        say(f"chat template: the tokens before each of {n_answers:,} answers are those of its"
+            f" prompt; {how_to_ask(rows.asked) or 'ask by it as it is'}")
     if config.dataset and (n_repeated := rows.n_repeated()):
         say(f"repeated: {n_repeated:,} of these rows are another one again, token for token")
     if config.model and tokenizer and tokenizer.chat_template and rows.n_plain:

@@ -21,7 +21,7 @@ import transformers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fsdp_qlora.data.chat import closing_tokens
-from fsdp_qlora.data.template import set_template
+from fsdp_qlora.data.template import read_template, set_template
 from fsdp_qlora.files import read_json, remove
 from fsdp_qlora.pretrained.hub import copy_small_files
 from fsdp_qlora.ranks import explain, say
@@ -37,6 +37,8 @@ PROBES = (  # where released tokenizers differ: spaces, lines, digits, case, scr
     "日本語 한국어 русский العربية हिन्दी", "🙂👩\u200d💻 a\u00a0b\u2003c\u3000d\u0000")
 N_ROWS, N_TOKENS = 16, 1024  # of the run: rows, and tokens of each
 TOKENIZER_FILES = ["*token*.json", "tokenizer.model", "vocab.json", "merges.txt", "chat_template.*"]
+# those that may have a chat template by this key
+TEMPLATE_FILES = "tokenizer_config.json", "processor_config.json", "chat_template.json"
 # two names of one class, which takes the file; transformers 4 does not know the second
 PLAIN_CLASS, NEW_NAME = "PreTrainedTokenizerFast", "TokenizersBackend"
 # what else transformers can make a tokenizer of
@@ -195,15 +197,50 @@ def special_tokens(tokenizer: PreTrainedTokenizerFast) -> list[str]:
 
 def write_tokenizer(directory: Path, base: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     """Write the tokenizer into an empty directory: the base's own files, if tokenizer.json is one
-    of them, and the chat template of training."""
+    of them, with the chat template of training as the only one."""
     if (base / "tokenizer.json").is_file():
         copy_small_files(base, directory, TOKENIZER_FILES)
     else:
         tokenizer.save_pretrained(directory)
-    if isinstance(tokenizer.chat_template, str):  # else the base has several
-        remove(directory / "additional_chat_templates")  # --chat_template is for all rows
-        (directory / "chat_template.jinja").write_text(tokenizer.chat_template)
+    keep_template(directory, tokenizer.chat_template)
     name_class(directory, tokenizer)
+
+
+def complete_tokenizer(directory: Path, template: Path | None) -> None:
+    """Let what a merged model's directory has of its base be loaded as what was trained, with the
+    chat template in the file `template`, or if that is None with the base's."""
+    if (directory / "tokenizer.json").is_file():
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
+        set_template(tokenizer, directory, str(template) if template else None)
+        keep_template(directory, tokenizer.chat_template)
+        name_class(directory, tokenizer)
+    elif template:
+        keep_template(directory, read_template(template))
+
+
+def keep_template(directory: Path, template: str | dict[str, str] | None) -> None:
+    """Make `template`, the tokenizer's, or several by name, the only one in a directory that was
+    written. Readers differ in where they look first: transformers in chat_template.jinja, its
+    processors in chat_template.json, llama.cpp's converter in tokenizer_config.json."""
+    jinja, named = directory / "chat_template.jinja", directory / "additional_chat_templates"
+    found = {}
+    for path in (directory / name for name in TEMPLATE_FILES):
+        if "chat_template" in (settings := read_json(path, {})):
+            found[path.name] = settings.pop("chat_template"), path, settings
+    has_files = jinja.exists() or named.exists()
+    if not template or isinstance(template, dict) and not has_files:
+        return  # by name they may all stand in tokenizer_config.json
+    if not has_files and [(key, value) for key, (value, *_) in found.items()] == [
+            ("tokenizer_config.json", template)]:
+        return
+    for name, (_, path, settings) in found.items():
+        if name == "chat_template.json":
+            path.unlink()
+        else:
+            path.write_text(json.dumps(settings, indent=2))
+    if isinstance(template, str):
+        remove(named)
+        jinja.write_text(template, encoding="utf-8")
 
 
 def name_class(directory: Path, tokenizer: PreTrainedTokenizerFast) -> None:

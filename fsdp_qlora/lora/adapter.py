@@ -240,12 +240,13 @@ def layer_names(
 
 def check_origin(config: Config, base_sha256: str,
                  tokenizer: PreTrainedTokenizerFast | None) -> None:
-    """Raise ValueError if the run that --init_adapter comes from had another base model; say it if
-    it had another chat template. Rank 0 only."""
+    """Raise ValueError if the run that --init_adapter comes from had another base model than that
+    of the digest, "": not known; say it if it had another chat template. Rank 0 only."""
     directory = Path(str(config.init_adapter))
     begun = next((found for place in (directory, directory.resolve().parent)
                   if (found := read_json(place / "train_config.json", {}))), {})
-    if begun.get("base_sha256", base_sha256) != base_sha256:
+    theirs = begun.get("base_sha256")
+    if theirs and base_sha256 and theirs != base_sha256 and not config.random_weights:
         raise ValueError(f"--init_adapter {directory}: was trained on another base model,"
                          f" {begun.get('base_model')}; --model must be that one, or the adapter"
                          " merged into it without --init_adapter")

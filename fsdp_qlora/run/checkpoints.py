@@ -107,7 +107,8 @@ def check_room(config: Config, directory: Path, layouts: Sequence[Layout]) -> No
     # the best one, and the one that is being written, besides
     wanted = adapter + checkpoint * max(1, config.keep_checkpoints + 2 - there)
     free = shutil.disk_usage(directory).free
-    sizes = f"{wanted / 2**30:.2f} GiB for the adapter and checkpoints, and {free / 2**30:.2f} are free"
+    sizes = (f"{wanted / 2**30:.2f} GiB for the adapter and checkpoints, and {free / 2**30:.2f} are"
+             " free")
     if free < adapter + checkpoint:
         raise ValueError(f"--output_dir {directory}: takes {sizes}: make room")
     if free < wanted:
@@ -273,6 +274,15 @@ def refuse_other_run(config: Config, directory: Path, content: dict[str, str | N
                       ("eval_sha256", "other evaluation rows: --eval_dataset has changed")):
         if begun.get(key) != content[key]:
             raise ValueError(f"--output_dir {directory} holds a run with {what}")
+
+
+def check_run(config: Config, directory: Path, content: dict[str, str | None],
+              begun: dict[str, Any]) -> None:
+    """For a dry run: raise ValueError if the run in --output_dir, which `begun` describes, could
+    not go on as this one. Rank 0 only."""
+    if begun:
+        base = content["base_sha256"] or begun.get("base_sha256")
+        refuse_other_run(config, directory, {**content, "base_sha256": base}, begun)
 
 
 def set_aside(directory: Path, step: int) -> None:

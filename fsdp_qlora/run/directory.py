@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import fcntl
 import json
+import math
 import os
 import re
 import shlex
@@ -26,7 +27,7 @@ from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.data.tokenizer import generation_settings, write_tokenizer
 from fsdp_qlora.files import (
-    as_json, digest, put_in_place, read_json, remove, text_digest, write_whole)
+    as_json, digest, put_in_place, read_json, read_records, remove, text_digest, write_whole)
 from fsdp_qlora.quant.blocks import BLOCK, NESTED_BLOCK
 from fsdp_qlora.ranks import Stop, is_rank_0, on_rank_0, say, this_rank, together
 
@@ -243,31 +244,36 @@ def describe_run(run: Run, given: Config, base: Path, loaded: types.SimpleNamesp
 
 
 def save_tokenizer(directory: Path, base: Path, tokenizer: PreTrainedTokenizerFast | None) -> None:
-    """Write the tokenizer, if there is one, and where generation stops if that is not as in the
-    base. Rank 0 only."""
+    """Write the tokenizer, if there is one, and generation_config.json, by which generation stops
+    where a turn ended in training. Rank 0 only."""
     if not tokenizer:
         return
     # not at once into the run's directory: it would write what a link leads to
     remove(hidden := directory / ".tokenizer.part")
     hidden.mkdir()
     write_tokenizer(hidden, base, tokenizer)
+    # of an earlier start; and a directory replaces only an empty one
+    remove(directory / "additional_chat_templates")
+    for name in {"chat_template.jinja", "chat_template.json"} - {*os.listdir(hidden)}:
+        remove(directory / name)
     for file in hidden.iterdir():
-        if file.is_dir():  # of more chat templates; a directory replaces only an empty one
-            remove(directory / file.name)
         put_in_place(file, directory / file.name)
     hidden.rmdir()
     settings, closing = generation_settings(base, tokenizer)
+    own = base / "generation_config.json"
+    text = own.read_text() if own.is_file() and not closing else json.dumps(settings, indent=2)
     if closing:
         say(f"generation is to stop at {' and '.join(map(repr, closing))} too, which ends a turn:"
             f" so says generation_config.json in {directory}")
-        write_whole(directory / "generation_config.json", json.dumps(settings, indent=2))
+    write_whole(directory / "generation_config.json", text)
 
 
 def read_run(directory: Path) -> dict[str, Any]:
     """What train_config.json says of the run in a directory, or of the run that a checkpoint is in;
     `extras`: its files that replace the base's in a merged model; `tokenizer`: those that are taken
-    where the base has none; `probe`: the path of PROBE_FILE. Raises ValueError for what is not as
-    it was written and for what a merge cannot take."""
+    where the base has none; `template`: the file of --chat_template, or None; `probe`: the path of
+    PROBE_FILE; `losses`: of each step until the adapter was saved. Raises ValueError for what is
+    not as it was written and for what a merge cannot take."""
     path = directory / "train_config.json"
     path = path if path.is_file() else directory.resolve().parent / path.name
     needed = [path, *(directory / name for name in (*ADAPTER_FILES, PROBE_FILE))]
@@ -301,10 +307,21 @@ def read_run(directory: Path) -> dict[str, Any]:
     def found(*names: str) -> list[Path]:
         return [file for name in names if (file := path.with_name(name)).is_file()]
 
-    extras = ["chat_template.jinja"] * bool(run["config"].get("chat_template"))
-    return {**run, "extras": found("generation_config.json", *extras),
+    is_given = bool(run["config"].get("chat_template"))
+    last_step = state["step"] if os.path.lexists(listed) else math.inf
+    return {**run, "extras": found("generation_config.json"),
             "tokenizer": found("tokenizer.json", "tokenizer_config.json"),
-            "probe": directory / PROBE_FILE}
+            "template": path.with_name("chat_template.jinja") if is_given else None,
+            "probe": directory / PROBE_FILE, "losses": losses_of(path.parent, last_step)}
+
+
+def losses_of(directory: Path, last_step: float = math.inf) -> list[float]:
+    """The loss of each step until `last_step` that metrics.jsonl of a run has; [] if it cannot be
+    read."""
+    with contextlib.suppress(OSError):
+        return [record["loss"] for record in read_records(directory / "metrics.jsonl")
+                if isinstance(record.get("loss"), float) and record["step"] <= last_step]
+    return []
 
 
 def merge_command(directory: Path, script: Path) -> str:

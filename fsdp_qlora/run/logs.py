@@ -13,7 +13,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.data.forms import IGNORE
-from fsdp_qlora.files import put_in_place, text_digest, write_whole
+from fsdp_qlora.files import put_in_place, read_records, text_digest, write_whole
 from fsdp_qlora.planner.cards import HOST_GIB, parse_cards
 from fsdp_qlora.planner.machine import host_memory
 from fsdp_qlora.quant.nf4 import why_no_triton
@@ -175,23 +175,6 @@ def earlier_records(path: Path, done: int, evaluated: int) -> str:
     return "".join(lines.values())
 
 
-def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of metrics.jsonl; a line that is none, as the end of a run may tear it, is
-    passed over."""
-    for line in path.read_text(errors="replace").splitlines():
-        with contextlib.suppress(ValueError, RecursionError):
-            record = json.loads(line)
-            if isinstance(record, dict) and type(record.get("step")) is int:
-                yield record
-
-
-def losses_of(directory: Path) -> list[float]:
-    """The loss of each step that metrics.jsonl of a run has; [] if it cannot be read."""
-    with contextlib.suppress(OSError):
-        return [r["loss"] for r in read_records(directory / "metrics.jsonl") if "loss" in r]
-    return []
-
-
 def tensorboard(run: Run, done: int) -> tuple[Callable[[dict[str, Any]], None], Callable[[], None]]:
     """A function that tracks a record, and one that closes the tracker."""
     from torch.utils.tensorboard import SummaryWriter
@@ -286,9 +269,9 @@ def say_start(given: Config, config: Config, plan: Plan, kernels: dict[str, dict
 def say_plan_elsewhere(given: Config, config: Config, plan: Plan, limit: int) -> None:
     """Print the answer of --plan_for, where the plan fits."""
     world_size, card, _ = parse_cards(config.plan_for or "")
+    lengths = "" if config.dataset else f" of {config.max_seq_len:,} tokens"
     say(f"planned by data sheets for {world_size} x {card} with {HOST_GIB} GiB of host memory for"
-        f" each, in steps of {config.batch_size:,} rows"
-        + ("" if config.dataset else f" of {config.max_seq_len:,} tokens") + "; nothing was measured")
+        f" each, in steps of {config.batch_size:,} rows{lengths}; nothing was measured")
     say_plan(given, plan, limit, world_size)
     say(f"it fits: {plan.bytes / 2**30:.1f} of {limit / 2**30:.1f} GiB on each GPU, predicted"
         f" {1 / plan.token_seconds:,.0f} tokens/s per GPU")
