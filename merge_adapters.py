@@ -137,6 +137,8 @@ def merge(args: argparse.Namespace) -> None:
         try:
             if args.check:
                 verdict = check(base, run["probe"], partial, run["probe_input_ids"], device)
+            if verdict.startswith("not fine") and not base.arch.mixture:  # see docs/serving.md
+                verdict += UNMERGED.format(base.auto_class.__name__, base.directory, adapter_dir)
             require(begun and os.path.samestat(begun, file.stat()),
                     f"{adapter_dir}: has got another adapter meanwhile: merge again")
             partial = partial.replace(output.resolve())
@@ -500,7 +502,7 @@ def write_files(directory: Path, base: argparse.Namespace, tensors: Iterator[tor
 def check(base: argparse.Namespace, probe: Path, merged_dir: Path, rows: list[list[int]],
           device: str) -> str:
     """Print how far the merged model is from what was trained, by the file `probe`. Returns the
-    verdict, one line and where it is bad what to do; ValueError if it is another model."""
+    verdict, one line; ValueError if it is another model."""
     settings = {"dtype": base.dtype, "trust_remote_code": False, "use_safetensors": True,
                 "device_map": "auto" if device == "cuda" else {"": "cpu"}}
     no_kernels = without_kernels() if device == "cpu" else contextlib.nullcontext()
@@ -513,17 +515,13 @@ def check(base: argparse.Namespace, probe: Path, merged_dir: Path, rows: list[li
     error, effect = float(error.norm() / effect), float(effect / trained.norm())
     print(f"check: the adapter moves the 4-bit model's logits by {effect:.1%} of their norm; the"
           f" merged model's are {error:.4f} of that away; {agree:.2%} of greedy tokens agree")
-    # unmerged is no way out of mixtures: transformers leaves experts in bf16, another model
-    recipe = "" if base.arch.mixture else UNMERGED.format(
-        base.auto_class.__name__, base.directory, probe.parent)
-    why = ("the adapter's effect is too small for bf16: train longer" + ", or use it unmerged" * (
-        not base.arch.mixture) if effect < 0.1 else
-        "the base, the device or a version must be another than in training")
+    why = ("the adapter's effect is too small for bf16: train longer; on a dense model it can be"
+           " used unmerged" if effect < 0.1 else
+           "the base, the device or a version must be another than in training")
     require(error <= FAILED_ERROR, "the merged model does not agree with what was trained, it is"
             f" {error:.2f} of the adapter's effect away: {why}; left in {merged_dir}")  # NaN too
     if error > LARGE_ERROR:
-        return (f"not fine: the merged model loses {error:.0%} of the adapter's effect: {why}"
-                + recipe)
+        return f"not fine: the merged model loses {error:.0%} of the adapter's effect: {why}"
     return (f"fine: the merged model gives what was trained, to {error:.1%} of the adapter's effect"
             " on the logits")
 
