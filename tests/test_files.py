@@ -521,6 +521,8 @@ SPLITS = {
     "no name": (["a.jsonl", "b_eval.jsonl"], "", ["a.jsonl"]),
     "no test": (["contest.jsonl", "train.jsonl"], "", ["contest.jsonl", "train.jsonl"]),
     "test alone": (["test.jsonl"], "", ["test.jsonl"]),
+    "file in a directory of another split": (
+        ["train/test.jsonl", "test/train.jsonl"], "", ["test/train.jsonl"]),
     "chosen": (["train.jsonl", "dev.jsonl"], ",split=validation", ["dev.jsonl"]),
     "chosen by its own name": (
         ["data/train_sft-0.jsonl", "data/train_gen-0.jsonl"], ",split=train_gen",

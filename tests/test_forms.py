@@ -4,6 +4,7 @@ Conversations are in test_chat.py, files in test_files.py.
 """
 
 import contextlib
+import itertools
 import json
 import re
 import shlex
@@ -24,6 +25,7 @@ from fsdp_qlora.data import encode, forms
 from fsdp_qlora.data.prepare import prepare_data
 from fsdp_qlora.data.sources import RefusedRow
 from fsdp_qlora.data.forms import IGNORE
+from fsdp_qlora.data.tools import openai_calls
 from fsdp_qlora.run.logs import say_examples
 from fsdp_qlora.ranks import Stop
 from train_fsdp_qlora import Config
@@ -665,9 +667,11 @@ def test_each_key_that_has_a_meaning_is_obeyed_or_ends_the_run(form, tokenizer):
      ({"messages": [says("user", "x", name="Zoe"), ASKED[1]]}, "leaves out the name in message 1"),
      ({**NO_INPUT, "input": "x", "context": "y"}, "another key that means input"),
      ({"system": "Be long.", "messages": TALK}, "has a system message and another one"),
+     ({"messages": ASKED, "tools": [ADD], "chat_template_kwargs": {"tools": []}}, "has tools in"),
      ({"messages": ASKED, "chat_template_kwargs": {"tokenize": True}}, "has tokenize in chat_"),
      ({"prompt": "x", "completion": "y", "tools": [ADD]}, "tools, which a prompt in plain text")],
-    ids=["role", "assistant", "user", "image", "name", "twice", "system", "variables", "tools"],
+    ids=["role", "assistant", "user", "image", "name", "twice", "system", "tools twice",
+         "variables", "tools"],
 )  # fmt: skip
 def test_what_would_not_be_trained_ends_the_run(row, words, tokenizer):
     with pytest.raises(RefusedRow, match=words):
@@ -684,6 +688,156 @@ def test_masks_beside_ids_are_obeyed(tokenizer, tmp_path):
     _, ((_, labels),) = forms.parse_row(
         {"input_ids": [5, 6], "labels": "[5, 6]", "completion_mask": [0, 1]}, tokenizer)
     assert labels == [IGNORE, 6]
+
+
+# rows of a padded data set: the keys of each, and the (ids, labels) that are left of it
+NO = IGNORE
+PADDED = {
+    "right": ({"input_ids": [5, 6, 7, 0, 0], "labels": [NO, 6, 7, NO, NO],
+               "attention_mask": [1, 1, 1, 0, 0]}, ([5, 6, 7], [NO, 6, 7])),
+    "left": ({"input_ids": [0, 0, 8, 9, 10], "labels": [NO, NO, NO, 9, 10],
+              "attention_mask": [0, 0, 1, 1, 1]}, ([8, 9, 10], [NO, 9, 10])),
+    "both": ({"input_ids": [0, 11, 12, 13, 0], "labels": [NO, NO, 12, 13, NO],
+              "attention_mask": [0, 1, 1, 1, 0]}, ([11, 12, 13], [NO, 12, 13])),
+    "labels of padding": ({"input_ids": [0, 14, 15, 0], "labels": [0, NO, 15, 0],
+                           "attention_mask": [0, 1, 1, 0]}, ([14, 15], [NO, 15])),
+    "no labels": ({"input_ids": [0, 16, 17], "attention_mask": [0, 1, 1]}, ([16, 17], [16, 17])),
+    "mask of the completion": (
+        {"input_ids": [0, 18, 19, 20, 0], "completion_mask": [0, 0, 1, 1, 0],
+         "attention_mask": [0, 1, 1, 1, 0]}, ([18, 19, 20], [NO, 19, 20])),
+    "mask of the completion, also of padding": (
+        {"input_ids": [0, 21, 22, 0], "completion_mask": [1, 0, 1, 1],
+         "attention_mask": [0, 1, 1, 0]}, ([21, 22], [NO, 22])),
+    "labels and masks": (
+        {"input_ids": [5, 6, 7, 8, 9, 0], "labels": [5, NO, 7, 8, 30, NO],
+         "completion_mask": [0, 1, 1, 1, 1, 1], "assistant_masks": [1, 1, 0, 1, 1, 0],
+         "attention_mask": [1, 1, 1, 1, 1, 0]}, ([5, 6, 7, 8, 9], [NO, NO, NO, 8, 30])),
+    "padding alone is trained": (
+        {"input_ids": [5, 6, 0], "labels": [NO, NO, 0], "attention_mask": [1, 1, 0]}, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("names", [PADDED, [*PADDED][::-1]], ids=["down", "up"])
+def test_padding_goes_with_its_labels(names, tokenizer, tmp_path):
+    """A label that stayed would shift those of all later rows. What any of the masks or labels
+    excludes is not trained; a label may be another token than the one it stands at."""
+    path = write_jsonl(tmp_path / "data.jsonl", [PADDED[name][0] for name in names])
+    rows, line = prepare([path], tokenizer)
+    assert "1 left out: none of its tokens is trained" in line
+    want = [PADDED[name][1] for name in names if PADDED[name][1]]
+    assert len(rows) == len(want)
+    for i, (ids, labels) in enumerate(want):
+        assert [tensor.tolist() for tensor in rows.tokens(i)] == [ids, labels], i
+        assert rows.n_trained[i] == sum(label != NO for label in labels[1:])
+
+
+ORDER = [  # of the table in docs/data.md
+    ["input_ids"], ["messages"], ["conversations"], ["prompt", "completion"],
+    ["instruction", "output"], ["instruction", "response"], ["question", "answer"],
+    ["question", "response"], ["query", "response"], ["query", "answer"], ["prompt", "response"],
+    ["prompt", "answer"], ["prompt", "output"], ["input", "output"], ["segments"], ["text"]]
+
+
+def test_of_several_forms_the_upper_one_in_the_table_is_taken(tokenizer):
+    assert len(ORDER) == len(forms.FORMS)
+    for upper, lower in itertools.combinations(ORDER, 2):
+        for keys in [*upper, *lower], [*lower, *upper]:
+            first = next(form for form in ORDER if {*form} <= {*keys})
+            assert forms.find_form(dict.fromkeys(keys, "x")) == tuple(first)
+    form, (document,) = forms.parse_row({"text": "x", "conversations": SHAREGPT_TALK,
+                                         "messages": ASKED, **NO_INPUT}, tokenizer)
+    assert form == "messages (ignored: text, conversations, instruction, output)"
+    assert [document[0].text[slice(*span)] for span in document[0].trained] == [
+        "The answer is 7.<|im_end|>"]  # fmt: skip
+
+
+# of two values for one thing: (row, another way to write it without the one that loses, columns)
+WINS = {
+    "text over null after --columns": (
+        {"poem": "x", "text": None}, {"text": "x"}, ("poem=text",)),
+    "text over blank after --columns": ({"poem": "x", "text": " "}, {"text": "x"}, ("poem=text",)),
+    "empty prompt over null after --columns": (
+        {"hint": None, "prompt": "", "completion": "x"}, {"prompt": "", "completion": "x"},
+        ("hint=prompt",)),
+    "input over a blank context": (
+        {"context": " ", "input": "x", "output": "y"}, {"input": "x", "output": "y"}, ()),
+    "system over a blank one": (
+        {"system_prompt": "x", "system": "", **NO_INPUT}, {"system": "x", **NO_INPUT}, ()),
+    "tools of a synonym over an empty list": (
+        {"messages": ASKED, "tools": [], "functions": [ADD]}, {"messages": ASKED, "tools": [ADD]},
+        ()),
+    "tool_calls over a blank call": (
+        {"messages": [ASKED[0], {"role": "function_call", "content": "", "tool_calls": [
+            {"name": "add", "arguments": {"a": 3}}]}], "tools": [ADD]},
+        {"messages": [ASKED[0], {"role": "assistant", "tool_calls": [
+            {"function": {"name": "add", "arguments": {"a": 3}}}]}], "tools": [ADD]}, ()),
+    "speech beside tool_calls": (
+        {"messages": [ASKED[0], {"role": "tool_call", "content": "Let me see.", "tool_calls": [
+            {"name": "add", "arguments": {"a": 3}}]}], "tools": [ADD]},
+        {"messages": [ASKED[0], {"role": "assistant", "content": "Let me see.", "tool_calls": [
+            {"name": "add", "arguments": {"a": 3}}]}], "tools": [ADD]}, ()),
+    "variables of the row": (
+        {"messages": ASKED, "tools": None, "chat_template_kwargs": {"tools_of": "x"}},
+        {"messages": ASKED}, ()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WINS)
+def test_what_is_empty_gives_way_in_any_order(name, tokenizer):
+    row, want, columns = WINS[name]
+    tokenizer.chat_template = TEMPLATES["tools"]
+    _, documents = forms.parse_row(want, tokenizer)
+    for keys in row, [*row][::-1]:
+        found = forms.parse_row({key: row[key] for key in keys}, tokenizer, columns)[1]
+        assert found == documents
+
+
+@pytest.mark.parametrize("row, columns, words", [
+    ({"context": "x", "input": "y", "output": "z"}, (), "another key that means input"),
+    ({"context": "x", "article": "y", **NO_INPUT}, (), "another key that means input"),
+    ({"system_prompt": "x", "system": "y", **NO_INPUT}, (), "another key that means system"),
+    ({"functions": [ADD], "tools": [ADD], "messages": ASKED}, (), "another key that means tools"),
+    ({"poem": "x", "text": "y"}, ("poem=text",), "has text twice after --columns"),
+    ({"poem": "x", "song": "y"}, ("poem=text", "song=text"), "has text twice after --columns"),
+], ids=["input", "synonyms", "system", "tools", "columns", "two columns"])  # fmt: skip
+def test_two_values_for_one_thing_end_the_run_in_any_order(row, columns, words, tokenizer):
+    for keys in row, [*row][::-1]:
+        with pytest.raises(RefusedRow, match=words):
+            forms.parse_row({key: row[key] for key in keys}, tokenizer, columns)
+
+
+def test_an_answer_is_trained_if_all_its_flags_say_so(tokenizer):
+    flags = [key for key in forms.TRAINED if key != "weight"]
+    for key in flags:
+        for pair in {key: True, "weight": 1}, {"weight": 1, key: True}:
+            assert forms.read_message({**ASKED[1], **pair})["train"] is True
+        for pair in ({key: True, "weight": 0}, {"weight": 0, key: True}, {key: False, "weight": 1},
+                     {"weight": 1, key: False}):  # fmt: skip
+            assert forms.read_message({**ASKED[1], **pair})["train"] is False
+    answers = [{**ASKED[1], "weight": 0}, *AGAIN]
+    _, (document,) = forms.parse_row({"prompt": ASKED[:1], "completion": answers}, tokenizer)
+    assert [document[0].text[slice(*span)] for span in document[0].trained] == [
+        "It is 4.<|im_end|>"]  # fmt: skip
+
+
+def test_other_names_in_a_message_give_way_and_are_named(tokenizer):
+    talk = [{"role": "user", "from": "gpt", "value": "y", "content": "What is 3 plus 4?"},
+            {"from": "human", "role": "assistant", "content": "The answer is 7."}]
+    form, documents = forms.parse_row({"messages": talk}, tokenizer)
+    assert form == "messages (ignored in messages: from, value)"
+    assert documents == forms.parse_row({"messages": ASKED}, tokenizer)[1]
+
+
+def test_reasoning_beside_reasoning_in_the_content_is_all_trained(tokenizer):
+    """As a template that takes both renders it; else the row is refused."""
+    answer = says("assistant", "<think>by hand</think>It is 7.", reasoning_content="so")
+    tokenizer.chat_template = TEMPLATES["tools"]
+    _, (document,) = forms.parse_row({"messages": [ASKED[0], answer]}, tokenizer)
+    assert [document[0].text[slice(*span)] for span in document[0].trained] == [
+        "<think>so</think><think>by hand</think>It is 7.<|im_end|>"]  # fmt: skip
+    tokenizer.chat_template = TEMPLATES["drops reasoning"]
+    with pytest.raises(RefusedRow, match="leaves out reasoning_content of message 2"):
+        forms.parse_row({"messages": [ASKED[0], answer]}, tokenizer)
 
 
 def test_greeting_of_the_assistant_is_said_not_to_be_trained(tokenizer):
@@ -711,6 +865,28 @@ def test_calls_and_tools_of_other_frameworks_are_openais(tokenizer):
     for more in {"functions": [ADD["function"]]}, {"tools": json.dumps([ADD["function"]])}:
         talk = [asked, {"from": "function_call", "value": json.dumps(call)}]
         assert forms.parse_row({"conversations": talk, **more}, tokenizer)[1] == want
+
+
+@pytest.mark.parametrize("call", [
+    {"name": "add", "arguments": "", "parameters": {"a": 3}},
+    {"name": "add", "parameters": None, "args": {"a": 3}, "arguments": {}},
+    {"name": "add", "arguments": '{"a": 3}', "parameters": {"a": 3}},
+    {"function": {"name": "add"}, "arguments": {"a": 3}},
+    {"function": {"name": "add", "arguments": {}}, "parameters": {"a": 3}},
+    {"function": "add", "args": {"a": 3}, "arguments": None}], ids=json.dumps)  # fmt: skip
+def test_arguments_of_a_call_are_found_in_any_of_their_places(call, tokenizer):
+    ((found,), (as_text,)) = (openai_calls([call], as_text) for as_text in (False, True))
+    assert found == {"type": "function", "function": {"name": "add", "arguments": {"a": 3}}}
+    assert json.loads(as_text["function"]["arguments"]) == {"a": 3}
+
+
+@pytest.mark.parametrize("call", [
+    {"name": "add", "arguments": {"a": 3}, "parameters": {"a": 4}},
+    {"function": {"name": "add", "arguments": {"a": 3}}, "arguments": {"a": 4}},
+    {"function": "add", "args": {"a": 3}, "arguments": {"a": 4}}], ids=json.dumps)  # fmt: skip
+def test_arguments_of_a_call_that_differ_leave_the_row_out(call, tokenizer):
+    with pytest.raises(ValueError, match="a call of add has ar.* and .*, which differ"):
+        openai_calls([call], as_text=False)
 
 
 @pytest.mark.parametrize("user, assistant", [

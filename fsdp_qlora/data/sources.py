@@ -37,15 +37,17 @@ BYTE_ORDER_MARKS = {  # in this order: that of UTF-16 begins that of UTF-32
 NOT_UTF_8 = "is not UTF-8 (perhaps cp1252): save the file as UTF-8"
 SPLITS = {"train": "train|training", "validation": "validation|valid|val|dev",
           "test": "test|testing|eval|evaluation"}  # what names of files and directories call them
-# what lies beside data in a directory: words about them, what libraries write of them, and tables
-# about them, in a file of any kind or a folder, perhaps of a split or in several parts
 SPLIT_WORDS = "|".join(SPLITS.values())
-NO_DATA = re.compile(
+NO_DATA = re.compile("|".join((  # names of what lies beside data in a directory
+    # words about them
     r"(readme|licen[cs]e|copying|notice|authors|contributing|citation|change(s|log)|requirements)"
-    r"([^a-z].*)?\.(txt|csv|tsv)(\.gz)?|"
-    r"(dataset_dict|(\w+_)?state|(\w+_)?config|package(-lock)?|special_tokens_map|.*\.index)\.json|"
-    rf"(({SPLIT_WORDS})[-_.])?(meta(data)?|index|info|stats|schema|croissant|manifest|checksums|"
-    rf"dataset_infos?)([-_.](\d+|of|{SPLIT_WORDS}))*(\.\w+)?(\.gz)?", re.I)
+    r"([^a-z].*)?\.(txt|csv|tsv)(\.gz)?",
+    # tables about them, in a file of any kind or a folder; perhaps of a split, or in several parts
+    rf"(({SPLIT_WORDS})[-_.])?(meta(data)?|index|info|stats|schema|manifest|checksums|croissant|"
+    rf"dataset_infos?)([-_.](\d+|of|{SPLIT_WORDS}))*(\.\w+)?(\.gz)?",
+    # what libraries write
+    r"(dataset_dict|(\w+_)?state|(\w+_)?config|package(-lock)?|special_tokens_map|.*\.index)\.json",
+)), re.I)
 PIECE_BYTES, PIECE_ROWS = 2**20, 5000  # of lines of JSON, of a table
 HEAD_BYTES = 4096  # by which the encoding of a file is told
 
