@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from fsdp_qlora.model.mlp import SLICE_TOKENS
 from fsdp_qlora.model.recurrence import mixer_with_state
 from fsdp_qlora.planner.machine import Machine
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.quant.blocks import BLOCK
+from fsdp_qlora.quant.blocks import BLOCK, NESTED_BLOCK
 
 if TYPE_CHECKING:
     from fsdp_qlora.planner.plan import Plan
@@ -37,6 +38,8 @@ class LayerTotals:
     kept_values: dict[str, list[int]]
     nf4_bytes: int
     largest_nf4: int  # bytes of one layer
+    small: int  # values of the tensors that every rank has whole, see small_tensors()
+    linears: int  # how many
     vectors: int  # values of norms and biases
     largest_vectors: int
     adapter: int  # values of one layer, the same for all
@@ -65,6 +68,9 @@ def count_layers(layouts: tuple[Layout, ...]) -> LayerTotals:
         kinds=tuple(dict.fromkeys(layouts)),
         kept_values={keeps: running_sum(keeps) for keeps in KEEPS},
         nf4_bytes=sum(bytes_each), largest_nf4=max(bytes_each),
+        small=sum(math.prod(shape) for layout in layouts
+                  for shape in layout.small_tensors.values()),
+        linears=sum(len(layout.places) for layout in layouts),
         vectors=sum(vectors_each), largest_vectors=max(vectors_each),
         adapter=layouts[0].n_adapter,
         weights=sum(layout.n_weights for layout in layouts),
@@ -102,7 +108,9 @@ def predict_memory(plan: Plan, arch: Architecture, layouts: tuple[Layout, ...]) 
     memory = {
         "4-bit weights": 0 if plan.offload_params else layers.nf4_bytes / shards,
         "embedding, head, norms": table + looked_up * (not plan.embedding_on_host)
-        + layers.vectors * item / shards + layer_inputs * arch.hidden_size * item,
+        + (layers.vectors / shards + layers.small + layer_inputs * arch.hidden_size) * item
+        # and the second level of 4-bit scales: a table of 256 values for each linear, and see Nested
+        + layers.linears * 4 * 256 + 4 * layers.nf4_bytes / shards / (BLOCK // 2 + 1) / NESTED_BLOCK,
         "adapter and gradients": 2 * plan.n_layers * adapter / shards,
         "optimizer's state": plan.state_bytes * plan.n_layers * layers.adapter / shards,
         "kept by recomputed layers": recomputed,
