@@ -20,7 +20,7 @@ from fsdp_qlora.model.mlp import SLICE_TOKENS
 from fsdp_qlora.model.recurrence import mixer_with_state
 from fsdp_qlora.planner.machine import Machine
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.quant.blocks import BLOCK, NESTED_BLOCK
+from fsdp_qlora.quant.blocks import BLOCK
 
 if TYPE_CHECKING:
     from fsdp_qlora.planner.plan import Plan
@@ -39,7 +39,7 @@ class LayerTotals:
     nf4_bytes: int
     largest_nf4: int  # bytes of one layer
     small: int  # values of the tensors that every rank has whole, see small_tensors()
-    linears: int  # how many
+    linears: int  # how many; each has a table of 256 values for the scales of its 4-bit blocks
     vectors: int  # values of norms and biases
     largest_vectors: int
     adapter: int  # values of one layer, the same for all
@@ -109,8 +109,7 @@ def predict_memory(plan: Plan, arch: Architecture, layouts: tuple[Layout, ...]) 
         "4-bit weights": 0 if plan.offload_params else layers.nf4_bytes / shards,
         "embedding, head, norms": table + looked_up * (not plan.embedding_on_host)
         + (layers.vectors / shards + layers.small + layer_inputs * arch.hidden_size) * item
-        # and the second level of 4-bit scales: a table of 256 values for each linear, and see Nested
-        + layers.linears * 4 * 256 + 4 * layers.nf4_bytes / shards / (BLOCK // 2 + 1) / NESTED_BLOCK,
+        + layers.linears * 4 * 256,
         "adapter and gradients": 2 * plan.n_layers * adapter / shards,
         "optimizer's state": plan.state_bytes * plan.n_layers * layers.adapter / shards,
         "kept by recomputed layers": recomputed,
