@@ -289,11 +289,13 @@ class RecordedFunction:
 
 
 def delta_kept_values(mixer: DeltaNet, hidden: int) -> int:
-    """What is projected; query, key, value and the like as the rule reads them; what it gives, and
-    that after norm and gate."""
-    widths = mixer.widths
-    return (sum(widths.values()) + sum(widths[x] for x in "qkv") + 2 * widths["v"]
-            + (STATE_CHUNK + 4) * mixer.value_heads)
+    """What is projected, without b and a where the parts are copies; query, key and value as the
+    rule reads them; what it gives, and that after norm and gate. Of each head: a chunk's products,
+    g and what it is made of, fp32, b before and after its factor; of each key head: the norms of
+    query and key, fp32."""
+    widths, of_copies = mixer.widths, 2 * mixer.value_heads * mixer.by_key_head
+    return (sum(widths.values()) - of_copies + sum(widths[x] for x in "qkv") + 2 * widths["v"]
+            + (STATE_CHUNK + 6) * mixer.value_heads + 4 * mixer.key_heads)
 
 
 def delta_live_values(mixer: DeltaNet, hidden: int) -> int:
@@ -311,11 +313,11 @@ def delta_moved_values(mixer: DeltaNet, hidden: int) -> int:
 
 
 def mamba2_kept_values(mixer: Mamba2, hidden: int) -> int:
-    """What is projected; x, B and C as the scan reads them; step and decay, fp32; what it gives,
-    plus D x, and that after norm and gate."""
+    """What is projected; x, B and C as the scan reads them; decay, step and what that is made of,
+    twice, fp32; what it gives, plus D x, and that after norm and gate."""
     widths = mixer.widths
     return (sum(widths.values()) + widths["x"] + widths["B"] + widths["C"] + 2 * widths["x"]
-            + 6 * mixer.heads)
+            + 8 * mixer.heads)
 
 
 def mamba2_live_values(mixer: Mamba2, hidden: int) -> int:

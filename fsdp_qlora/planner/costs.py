@@ -39,7 +39,7 @@ class LayerTotals:
     nf4_bytes: int
     largest_nf4: int  # bytes of one layer
     small: int  # values of the tensors that every rank has whole, see small_tensors()
-    linears: int  # how many; each has a table of 256 values for the scales of its 4-bit blocks
+    nested: int  # fp32 values of the second level of 4-bit scales, which every rank has whole
     vectors: int  # values of norms and biases
     largest_vectors: int
     adapter: int  # values of one layer, the same for all
@@ -70,7 +70,7 @@ def count_layers(layouts: tuple[Layout, ...]) -> LayerTotals:
         nf4_bytes=sum(bytes_each), largest_nf4=max(bytes_each),
         small=sum(math.prod(shape) for layout in layouts
                   for shape in layout.small_tensors.values()),
-        linears=sum(len(layout.places) for layout in layouts),
+        nested=sum(layout.n_nested for layout in layouts),
         vectors=sum(vectors_each), largest_vectors=max(vectors_each),
         adapter=layouts[0].n_adapter,
         weights=sum(layout.n_weights for layout in layouts),
@@ -109,7 +109,7 @@ def predict_memory(plan: Plan, arch: Architecture, layouts: tuple[Layout, ...]) 
         "4-bit weights": 0 if plan.offload_params else layers.nf4_bytes / shards,
         "embedding, head, norms": table + looked_up * (not plan.embedding_on_host)
         + (layers.vectors / shards + layers.small + layer_inputs * arch.hidden_size) * item
-        + layers.linears * 4 * 256,
+        + 4 * layers.nested,
         "adapter and gradients": 2 * plan.n_layers * adapter / shards,
         "optimizer's state": plan.state_bytes * plan.n_layers * layers.adapter / shards,
         "kept by recomputed layers": recomputed,
