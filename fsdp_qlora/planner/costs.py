@@ -99,11 +99,14 @@ def predict_memory(plan: Plan, arch: Architecture, layouts: tuple[Layout, ...]) 
     kept = kept_bytes(plan, layers, value_bytes)
     recomputed, others, live = activation_peak(plan, layers, value_bytes, arch.hidden_size)
     # beside x and its gradient: a chunk of logits, its gradient, and a quarter more; where that is
-    # not one kernel, four tensors in fp32 and one of bools, or the head and its product in fp32
-    n_logits = min(plan.bin_tokens, CHUNK_BYTES // (4 * arch.vocab_size)) * arch.vocab_size
+    # not one kernel, four tensors in fp32 (20 bytes with both), or the head and its product in fp32
+    # beside rows of x
+    n_rows = min(plan.bin_tokens, CHUNK_BYTES // (4 * arch.vocab_size))
+    n_logits = n_rows * arch.vocab_size
     of_logits = 2.5 * item * n_logits
     if not plan.fused:
-        of_logits = max((item + 17) * n_logits, (2 * item + 4) * n_logits + 4 * table / item)
+        of_both = (2 * item + 4) * (n_logits + n_rows * arch.hidden_size)
+        of_logits = max(20 * n_logits, of_both + 4 * table / item)
     head = 2 * arch.hidden_size * value_bytes + of_logits
     memory = {
         "4-bit weights": 0 if plan.offload_params else layers.nf4_bytes / shards,
