@@ -78,13 +78,17 @@ SHAPES = {  # hidden, intermediate, layers, heads, key/value heads, vocabulary
     "gemma-4-26b-a4b": (2816, 2112, 30, 16, 8, 262144),
     "gemma-4-e4b": (2560, 10240, 42, 8, 2, 262144),
     "step-3.7-flash": (4096, 11264, 45, 64, 8, 128896),
+    "qwen3-next-80b-a3b": (2048, 5120, 48, 16, 2, 151936),
+    "falcon-h1-7b": (3072, 12288, 44, 12, 2, 130048),
+    "qwen3.5-4b": (2560, 9216, 32, 16, 4, 248320),
+    "lfm2-8b-a1b": (2048, 7168, 24, 32, 8, 65536),
 }
 HEAD_DIM = {  # where it is not hidden / heads
     "mistral-nemo-12b": 128, "qwen3-8b": 128, "gemma-2-2b": 256, "gemma-2-27b": 128,
     "gemma-3-12b": 256}  # fmt: skip
 TIED = (  # embedding and head
     "llama-3.2-1b", "smollm2-135m", "gemma-2-2b", "gemma-2-27b", "gemma-3-12b", "gemma-4-31b",
-    "gemma-4-26b-a4b", "gemma-4-e4b")
+    "gemma-4-26b-a4b", "gemma-4-e4b", "qwen3.5-4b", "lfm2-8b-a1b")
 GEMMA2 = dict(model_type="gemma2", sliding_window=4096)  # soft caps are its config's defaults
 GEMMAS = {  # what else their config.json says
     "gemma-2-2b": dict(GEMMA2, query_pre_attn_scalar=256),
@@ -125,6 +129,7 @@ QWEN3_5_MOE = dict(
     QWEN3_5, model_type="qwen3_5_moe_text", num_experts=256, num_experts_per_tok=8,
     moe_intermediate_size=512, shared_expert_intermediate_size=512)
 MIXERS = {  # the same; not all of their layers are attention
+    "qwen3.5-4b": QWEN3_5,
     "qwen3.5-9b": QWEN3_5,
     "qwen3.5-27b": dict(QWEN3_5, linear_num_value_heads=48),
     "qwen3.5-35b-a3b": QWEN3_5_MOE,
@@ -144,6 +149,19 @@ MIXERS = {  # the same; not all of their layers are attention
         moe_intermediate_size=1856, moe_shared_expert_intermediate_size=3712,
         routed_scaling_factor=2.5, layer_norm_epsilon=1e-5, hybrid_override_pattern=(
             "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME")),
+    "qwen3-next-80b-a3b": dict(
+        QWEN3_5_MOE, model_type="qwen3_next", num_experts=512, num_experts_per_tok=10,
+        norm_topk_prob=True),
+    "falcon-h1-7b": dict(
+        model_type="falcon_h1", head_dim=128, mamba_d_ssm=3072, mamba_n_heads=24, mamba_d_head=128,
+        mamba_d_state=256, mamba_n_groups=1, mamba_rms_norm=False, key_multiplier=0.3,
+        embedding_multiplier=5.6, lm_head_multiplier=0.013, attention_in_multiplier=1.0,
+        attention_out_multiplier=0.04, mlp_multipliers=[0.88, 0.13], ssm_in_multiplier=0.88,
+        ssm_multipliers=[0.35, 0.25, 0.35, 0.5, 0.35], ssm_out_multiplier=0.12),
+    "lfm2-8b-a1b": dict(
+        model_type="lfm2_moe", num_experts=32, num_experts_per_tok=4, moe_intermediate_size=1792,
+        num_dense_layers=2, norm_topk_prob=True, use_expert_bias=True, layer_types=[
+            "full_attention" if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)]),
 }  # fmt: skip
 
 MLA = dict(kv_lora_rank=512, qk_rope_head_dim=64, norm_topk_prob=True, n_shared_experts=1)
@@ -307,6 +325,10 @@ GROUPS = {
         case("qwen122b", "qwen3.5-122b-a10b", 8, 2048, 4, bins=0),
         case("granite-h-small", "granite-4-h-small", 8, 2048, 5, gpus=1, bins=0),
         case("nemotron-nano", "nemotron-3-nano-30b", 8, 2048, 5, gpus=1, bins=0),
+        case("qwen3next", "qwen3-next-80b-a3b", 8, 2048, 5, gpus=1, bins=0),
+        case("falconh1", "falcon-h1-7b", 8, 2048, 5, gpus=1, bins=0),
+        case("qwen4b", "qwen3.5-4b", 8, 2048, 5, gpus=1, bins=0),
+        case("lfm2-8b", "lfm2-8b-a1b", 8, 2048, 5, gpus=1, bins=0),
     ],
     "latent": [
         *(case(f"glm-flash{name}", "glm-4.7-flash", 8, 2048, 5, flags, gpus=gpus, bins=0)

@@ -604,6 +604,20 @@ def test_offloading_more_than_the_host_has_is_refused():
         choose("llama-2-70b", 140, host_gib=4, micro_batch_tokens=8192, **flags)
 
 
+def test_as_much_host_memory_as_the_gpu_needs_may_be_pinned():
+    """More than HOST_SPARE too, if no plan with less fits the GPU: one row of 240,000 tokens."""
+    flags = {"gpus": 1, "rows": 1, "longest": 240_000, "max_seq_len": 240_000,
+             "offload_activations": True}
+    auto, every = (choose("llama-3-8b", 77.5, host_gib=120, **flags, recompute=recompute)
+                   for recompute in ("auto", "all"))
+    assert auto.fits(77.5 * GIB) and 48 * GIB < auto.host_bytes <= every.host_bytes
+    with pytest.raises(DoesNotFit, match="--max_seq_len 120000 would bring it to"):
+        choose("llama-3-8b", 77.5, host_gib=50, **flags)  # it fits the GPU or the host, not both
+    # where only the embedding on the host makes it fit, what that plan pins is needed, too
+    tight = choose("llama-3-8b", 41, host_gib=120, **flags)
+    assert tight.embedding_on_host and tight.fits(41 * GIB)
+
+
 def test_plan_for_a_cpu_counts_what_the_host_has():
     """Also what is offloaded there; else the kernel would end the run while it loads."""
     flags = {"device": "cpu", "gpus": 1}

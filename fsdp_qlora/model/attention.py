@@ -45,7 +45,7 @@ class AttentionMixing:
     def forward(self, work: LayerWork, kept: types.SimpleNamespace) -> Tensor:
         rotated = rotate_forward(
             kept.projected, *self._rotate_arguments(work), evaluation=work.evaluation)
-        if not self._keeps_projected:
+        if not self.keeps_projected:
             kept.projected = None
         heads = split_heads(self.arch, rotated)
         del rotated
@@ -59,7 +59,7 @@ class AttentionMixing:
         return self.mixed(work, kept)
 
     @property
-    def _keeps_projected(self) -> bool:
+    def keeps_projected(self) -> bool:
         """Whether backward reads kept.projected: that of norms and of the gate does."""
         return bool(self.arch.qk_norm or self.arch.value_norm or self.arch.attention_gate)
 
@@ -124,7 +124,7 @@ class AttentionMixing:
     def kept_values(self) -> int:
         arch = self.arch
         values = self._qkv_width + self.query_width + 2 * arch.n_heads  # the kernel's sums, fp32
-        return values + self.projected_width * self._keeps_projected
+        return values + self.projected_width * self.keeps_projected
 
     @property
     def recomputed_values(self) -> int:

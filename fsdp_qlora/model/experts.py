@@ -356,7 +356,7 @@ class RoutedMLPHalf:
         if self.shared_gate_up:
             columns = self.shared_gate_up.padded_columns + self.shared_down.padded_columns
             values += self.shared_gate_up.out_features + columns
-            values += arch.hidden_size * (mixture.shared_gate is not None)
+            values += (arch.hidden_size + 1) * (mixture.shared_gate is not None)
         if mixture.norms:  # what experts and shared expert give
             values += 2 * arch.hidden_size
         if self.latent:

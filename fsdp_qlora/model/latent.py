@@ -120,10 +120,14 @@ class LatentMixing:
         return self.arch.n_heads * self.arch.head_dim
 
     @property
+    def keeps_projected(self) -> bool:
+        return self.q_b is not None
+
+    @property
     def kept_values(self) -> int:
         """Latents and adapters' columns; query, key, value and what attention gives, each as wide
         as queries; the kernel's sums, fp32."""
-        latents = self.projected_width if self.q_b else self.mla.kv_rank
+        latents = self.projected_width if self.keeps_projected else self.mla.kv_rank
         columns = sum(fused.padded_columns for fused in self.fused_linears)
         return latents + columns + 4 * self.query_width + 2 * self.arch.n_heads
 

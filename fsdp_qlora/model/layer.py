@@ -66,6 +66,13 @@ class Layout:
         """Of each block, in bytes, see NF4Blocks."""
         return 2 if any(place.linear.mxfp4 for place in self.places) else 1
 
+    @functools.cached_property
+    def n_nested(self) -> int:
+        """Values of its Nested: those of all blocks' scales, an offset and a table of each linear.
+        """
+        of_blocks = [place.nested.stop - place.nested.start for place in self.places]
+        return sum(n + (1 + 256) * (n > 0) for n in of_blocks)
+
     def adapter_parts(self) -> dict[tuple[str, str], tuple[slice, tuple[int, ...]]]:
         """{(linear's name, PEFT's key): (slice of `adapter`, shape)}."""
         parts: dict[tuple[str, str], tuple[slice, tuple[int, ...]]] = {}

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from fsdp_qlora.model.elementwise import elementwise, norm_grad_of, norm_of
 from fsdp_qlora.model.recurrence import RECURRENCES, STATE_CHUNK
@@ -34,9 +35,12 @@ class RecordedMixing:
 
     def forward(self, work: LayerWork, kept: types.SimpleNamespace) -> Tensor:
         function = MIXINGS[type(self.mixer)].function
-        kept.projected = kept.projected.requires_grad_(work.keeps_graph)
+        projected, kept.projected = kept.projected, None
         with torch.set_grad_enabled(work.keeps_graph):
-            kept.mixed = function(work, kept.projected, self.mixer)
+            if work.keeps_graph:
+                projected = GraphStart.apply(torch.empty(0, requires_grad=True), projected)
+                kept.start = get_gradient_edge(projected)
+            kept.mixed = function(work, projected, self.mixer)
         return self.mixed(work, kept)
 
     def mixed(self, work: LayerWork, kept: types.SimpleNamespace) -> Tensor:
@@ -44,8 +48,8 @@ class RecordedMixing:
         return mixed
 
     def backward(self, work: LayerWork, kept: types.SimpleNamespace, grad: Tensor) -> Tensor:
-        (grad,) = torch.autograd.grad(kept.mixed, kept.projected, grad)
-        kept.mixed = kept.projected = None
+        (grad,) = torch.autograd.grad(kept.mixed, kept.start, grad)
+        kept.mixed = kept.start = None
         return grad
 
     fused_linears = ()
@@ -54,6 +58,12 @@ class RecordedMixing:
     @property
     def projected_width(self) -> int:
         return sum(x.out_features for x in self.mixer.linears(self.arch.hidden_size)[0])
+
+    @property
+    def keeps_projected(self) -> bool:
+        if isinstance(self.mixer, DeltaNet):
+            return not self.mixer.by_key_head  # else it keeps copies of the parts
+        return not (isinstance(self.mixer, Mamba2) and self.mixer.is_multiplied)
 
     @property
     def kept_values(self) -> int:
@@ -72,6 +82,19 @@ class RecordedMixing:
     @property
     def elementwise_values(self) -> int:
         return MIXINGS[type(self.mixer)].moved_values(self.mixer, self.arch.hidden_size)
+
+
+class GraphStart(torch.autograd.Function):
+    """`x` as that of which a graph is recorded. The graph keeps no more of it than its backward
+    reads; a leaf it would keep as a whole, beside the copies that a mixing makes of its parts."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        raise AssertionError("the gradient is taken at what forward() returned")
 
 
 # ---- causal convolution ----
@@ -220,7 +243,7 @@ def mamba2(work: LayerWork, projected: Tensor, mixer: Mamba2) -> Tensor:
     tensors = {name.removeprefix(f"{mixer.stem}."): tensor
                for name, tensor in work.layer.small_tensors.items()}
     widths, multipliers = mixer.widths, mixer.multipliers
-    if multipliers != 1.0 or mixer.in_multiplier != 1.0:
+    if mixer.is_multiplied:
         by_part = multipliers if isinstance(multipliers, list) else [multipliers] * len(widths)
         projected = torch.cat([part * (factor * mixer.in_multiplier) for part, factor in zip(
             projected.split(list(widths.values()), 1), by_part, strict=True)], 1)
@@ -266,11 +289,13 @@ class RecordedFunction:
 
 
 def delta_kept_values(mixer: DeltaNet, hidden: int) -> int:
-    """What is projected; query, key, value and the like as the rule reads them; what it gives, and
-    that after norm and gate."""
-    widths = mixer.widths
-    return (sum(widths.values()) + sum(widths[x] for x in "qkv") + 2 * widths["v"]
-            + (STATE_CHUNK + 4) * mixer.value_heads)
+    """What is projected, without b and a where the parts are copies; query, key and value as the
+    rule reads them; what it gives, and that after norm and gate. Of each head: a chunk's products,
+    g and what it is made of, fp32, b before and after its factor; of each key head: the norms of
+    query and key, fp32."""
+    widths, of_copies = mixer.widths, 2 * mixer.value_heads * mixer.by_key_head
+    return (sum(widths.values()) - of_copies + sum(widths[x] for x in "qkv") + 2 * widths["v"]
+            + (STATE_CHUNK + 6) * mixer.value_heads + 4 * mixer.key_heads)
 
 
 def delta_live_values(mixer: DeltaNet, hidden: int) -> int:
@@ -288,11 +313,11 @@ def delta_moved_values(mixer: DeltaNet, hidden: int) -> int:
 
 
 def mamba2_kept_values(mixer: Mamba2, hidden: int) -> int:
-    """What is projected; x, B and C as the scan reads them; step and decay, fp32; what it gives,
-    plus D x, and that after norm and gate."""
+    """What is projected; x, B and C as the scan reads them; decay, step and what that is made of,
+    twice, fp32; what it gives, plus D x, and that after norm and gate."""
     widths = mixer.widths
     return (sum(widths.values()) + widths["x"] + widths["B"] + widths["C"] + 2 * widths["x"]
-            + 6 * mixer.heads)
+            + 8 * mixer.heads)
 
 
 def mamba2_live_values(mixer: Mamba2, hidden: int) -> int:

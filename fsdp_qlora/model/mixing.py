@@ -51,6 +51,10 @@ class Mixing(Protocol):
         """How many of the outputs of in_proj it reads."""
 
     @property
+    def keeps_projected(self) -> bool:
+        """Whether that includes what it reads, in its place beside what others read."""
+
+    @property
     def query_width(self) -> int:
         """Of softmax attention, whose work grows with the length of documents; else 0."""
 
@@ -163,6 +167,9 @@ class MixingHalf:
         hidden = self.arch.hidden_size
         values = hidden + self.in_proj.padded_columns
         values += sum(out.padded_columns + mixing.kept_values for out, mixing in self.paths)
+        if any(mixing.keeps_projected for _, mixing in self.paths):  # what others read lies there
+            values += sum(mixing.projected_width for _, mixing in self.paths
+                          if not mixing.keeps_projected)
         values += hidden * (self.arch.attention_post_norm is not None)
         return values
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,8 @@ class LayerTotals:
     kept_values: dict[str, list[int]]
     nf4_bytes: int
     largest_nf4: int  # bytes of one layer
+    small: int  # values of the tensors that every rank has whole, see small_tensors()
+    nested: int  # fp32 values of the second level of 4-bit scales, which every rank has whole
     vectors: int  # values of norms and biases
     largest_vectors: int
     adapter: int  # values of one layer, the same for all
@@ -65,6 +68,9 @@ def count_layers(layouts: tuple[Layout, ...]) -> LayerTotals:
         kinds=tuple(dict.fromkeys(layouts)),
         kept_values={keeps: running_sum(keeps) for keeps in KEEPS},
         nf4_bytes=sum(bytes_each), largest_nf4=max(bytes_each),
+        small=sum(math.prod(shape) for layout in layouts
+                  for shape in layout.small_tensors.values()),
+        nested=sum(layout.n_nested for layout in layouts),
         vectors=sum(vectors_each), largest_vectors=max(vectors_each),
         adapter=layouts[0].n_adapter,
         weights=sum(layout.n_weights for layout in layouts),
@@ -93,16 +99,20 @@ def predict_memory(plan: Plan, arch: Architecture, layouts: tuple[Layout, ...]) 
     kept = kept_bytes(plan, layers, value_bytes)
     recomputed, others, live = activation_peak(plan, layers, value_bytes, arch.hidden_size)
     # beside x and its gradient: a chunk of logits, its gradient, and a quarter more; where that is
-    # not one kernel, four tensors in fp32 and one of bools, or the head and its product in fp32
-    n_logits = min(plan.bin_tokens, CHUNK_BYTES // (4 * arch.vocab_size)) * arch.vocab_size
+    # not one kernel, four tensors in fp32 (20 bytes with both), or the head and its product in fp32
+    # beside rows of x
+    n_rows = min(plan.bin_tokens, CHUNK_BYTES // (4 * arch.vocab_size))
+    n_logits = n_rows * arch.vocab_size
     of_logits = 2.5 * item * n_logits
     if not plan.fused:
-        of_logits = max((item + 17) * n_logits, (2 * item + 4) * n_logits + 4 * table / item)
+        of_both = (2 * item + 4) * (n_logits + n_rows * arch.hidden_size)
+        of_logits = max(20 * n_logits, of_both + 4 * table / item)
     head = 2 * arch.hidden_size * value_bytes + of_logits
     memory = {
         "4-bit weights": 0 if plan.offload_params else layers.nf4_bytes / shards,
         "embedding, head, norms": table + looked_up * (not plan.embedding_on_host)
-        + layers.vectors * item / shards + layer_inputs * arch.hidden_size * item,
+        + (layers.vectors / shards + layers.small + layer_inputs * arch.hidden_size) * item
+        + 4 * layers.nested,
         "adapter and gradients": 2 * plan.n_layers * adapter / shards,
         "optimizer's state": plan.state_bytes * plan.n_layers * layers.adapter / shards,
         "kept by recomputed layers": recomputed,

@@ -210,22 +210,23 @@ def affordable_plans(
     config: Config, arch: Architecture, layouts: tuple[Layout, ...], workload: Workload,
     limit: float, machine: Machine,
 ) -> list[Plan]:
-    """The possible plans that do not pin too much host memory. If none of them leaves SPARE of
+    """The possible plans that do not pin too much host memory. If none of all leaves SPARE of
     `limit`, all have the embedding on the host, where that can be."""
     plans = list(possible_plans(config, arch, layouts, workload))
     if not plans:
         raise ValueError(f"a vocabulary of {arch.vocab_size} cannot be sharded over"
                          f" {config.shard_group_size} processes: use a smaller --shard_group_size")
-    needed = min(plan.host_bytes for plan in plans)
-    # beyond what is needed, host memory is pinned for speed alone
-    allowed = min(needed + HOST_SPARE, max(needed, machine.host_bytes / 2))
-    plans = [plan for plan in plans if plan.host_bytes <= allowed]
     if not any(plan.fits(limit, SPARE) for plan in plans) and workload.device.type == "cuda" \
             and (arch.per_layer or not arch.tied) and not machine.why_no_triton:
         # the same numbers, at the price of a copy of the tokens' rows for each micro-batch
         plans = [predict_memory(dataclasses.replace(plan, embedding_on_host=True), arch, layouts)
                  for plan in plans]
-    return plans
+    runnable = [plan for plan in plans if plan.fits_both(limit, machine)]
+    roomy = [plan for plan in runnable if plan.fits(limit, SPARE)]
+    needed = min(plan.host_bytes for plan in roomy or runnable or plans)
+    # beyond what is needed, host memory is pinned for speed alone
+    allowed = min(needed + HOST_SPARE, max(needed, machine.host_bytes / 2))
+    return [plan for plan in plans if plan.host_bytes <= allowed]
 
 
 def pick_plan(

@@ -239,6 +239,11 @@ class Mamba2:
     out_multiplier: float | FromConfig = 1.0
 
     @property
+    def is_multiplied(self) -> bool:
+        """Whether what in_proj gives is multiplied, by its own factors or that of what it reads."""
+        return self.multipliers != 1.0 or self.in_multiplier != 1.0
+
+    @property
     def widths(self) -> dict[str, int]:
         """Of what in_proj gives."""
         inner, states = self.heads * self.head_dim, self.groups * self.state

@@ -1,0 +1,363 @@
+"""The plan's memory of a layer against all storages that are alive while a real layer runs forward
+and backward, of real sizes: of tensors that have shapes and no values.
+"""
+
+import dataclasses
+import itertools
+import sys
+import types
+import weakref
+
+import pytest
+import torch
+from test_benchmarks import bench
+from test_memory import PLAN, shapes_of
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import fsdp_qlora.model.experts
+import fsdp_qlora.model.grouped
+import fsdp_qlora.model.layer
+from fsdp_qlora.model.attention import REACHES, document_attention, rope_tables
+from fsdp_qlora.model.elementwise import gate
+from fsdp_qlora.model.head import HeadLoss
+from fsdp_qlora.model.layer import DecoderLayer
+from fsdp_qlora.model.offload import GPUStore
+from fsdp_qlora.model.recurrence import RECURRENCES, mixer_with_state
+from fsdp_qlora.planner.costs import predict_memory
+from fsdp_qlora.planner.plan import Plan
+from fsdp_qlora.pretrained.architecture import rotary_dim
+
+
+class Storages(TorchDispatchMode):
+    """Counts the bytes of all storages that are made in it: now and at most. What an elementwise
+    function makes inside of it does not count if it is `fused` to one kernel, as on a GPU."""
+
+    def __init__(self, fused=True):
+        super().__init__()
+        self.fused = fused
+        self.alive, self.bytes, self.most = {}, 0, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count((args, kwargs), is_made_here=False)
+        out = function(*args, **kwargs or {})
+        frame, one_kernel = sys._getframe(), gate.__code__  # all elementwise functions have it
+        while frame and frame.f_code is not one_kernel:
+            frame = frame.f_back
+        self.count(out)
+        if not frame or not self.fused:
+            self.most = max(self.most, self.bytes)
+        return out
+
+    def count(self, tensors, is_made_here=True):
+        for tensor in tree_leaves(tensors):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.alive:
+                self.alive[storage._cdata] = storage.nbytes() * is_made_here
+                self.bytes += storage.nbytes() * is_made_here
+                weakref.finalize(storage, self.free, storage._cdata)
+
+    def free(self, key):
+        self.bytes -= self.alive.pop(key)
+
+
+# ---- what stands where a kernel stands, makes what that makes, and saves what that saves ----
+
+
+class CountedAttention(torch.autograd.Function):
+    """Of Flash Attention."""
+
+    @staticmethod
+    def forward(ctx, query, key, value):
+        out, sums = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, out, sums)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        query_sums = torch.empty_like(grad, dtype=torch.float32)
+        grads = [torch.empty_like(x) for x in ctx.saved_tensors[:3]]
+        del query_sums
+        return tuple(grads)
+
+
+class CountedRule(torch.autograd.Function):
+    """Of chunk_gated_delta_rule() of flash-linear-attention 0.6.0."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, g, beta):
+        (n, heads, width), states = value.shape, state_of(value, key)
+        saved = [torch.empty_like(x) for x in (query, key, g)]
+        saved += [torch.empty_like(x[..., 0], dtype=torch.float32) for x in (query, key)]
+        saved.append(key.new_empty(n, heads, 64))
+        made = key.new_empty(n, heads, key.shape[2]), torch.empty_like(value), states()
+        more = torch.empty_like(value), torch.empty_like(value)
+        ctx.save_for_backward(*saved, value, beta)
+        del made
+        return more[0]
+
+    @staticmethod
+    def backward(ctx, grad):
+        query, key, g, _, _, _, value, beta = ctx.saved_tensors
+        states = state_of(value, key)
+        of_heads = lambda: key.new_empty(*value.shape[:2], key.shape[2])  # noqa: E731
+        like_value = lambda: torch.empty_like(value)  # noqa: E731
+        # w, u; h, v_new; dv; dh and dv; dq, dk, dw, dg
+        made = [of_heads(), like_value(), states(), like_value(), like_value(), states()]
+        made[4] = like_value()
+        made += [of_heads(), of_heads(), of_heads(), torch.empty_like(g)]
+        made += [of_heads(), like_value(), torch.empty_like(beta), torch.empty_like(g)]
+        del made
+        return tuple(torch.empty_like(x) for x in (query, key, value, g, beta))
+
+
+class CountedScan(torch.autograd.Function):
+    """Of FlaScan, with chunk_simple_gla_fwd() and its backward of the same."""
+
+    @staticmethod
+    def forward(ctx, b, c, x, decay, step):
+        ctx.save_for_backward(b, c, x, decay, step)
+        made = [*CountedScan.arguments(b, c, x, decay), state_of(x, b)(torch.float32)]
+        out = torch.empty_like(x)
+        del made
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        b, c, x, decay, step = ctx.saved_tensors
+        made = CountedScan.arguments(b, c, x, decay)
+        states = [state_of(x, b)(torch.float32) for _ in range(2)]
+        grads = [torch.empty_like(y) for y in made]
+        del states
+        of_b, of_c = (part.unflatten(1, (b.shape[1], -1)).sum(2) for part in grads[:2])
+        of_value = grads[2].float()
+        return of_b, of_c, (of_value * step[..., None]).to(x.dtype), grads[3], (of_value * x).sum(-1)
+
+    @staticmethod
+    def arguments(b, c, x, decay):
+        of_heads = [y.repeat_interleave(x.shape[1] // b.shape[1], 1) for y in (b, c)]
+        return [*of_heads, torch.empty_like(x), torch.empty_like(decay)]
+
+
+def state_of(value, key):
+    """A function that gives the states of all chunks of 64 tokens."""
+    n, heads, width = value.shape
+    return lambda dtype=None: value.new_empty(n // 64, heads, key.shape[2], width, dtype=dtype)
+
+
+def counted_kernels(arch, plan):
+    """{reach: attention; "recurrence": that of the mixers}."""
+    kernels = dict.fromkeys(
+        REACHES, lambda query, key, value, *_: CountedAttention.apply(query, key, value))
+    if plan.plain_attention:
+        kernels = dict.fromkeys(REACHES, document_attention)
+    if mixer := mixer_with_state(arch):
+        counted = CountedRule if hasattr(mixer, "by_key_head") else CountedScan
+        kernels["recurrence"] = lambda *args: counted.apply(*args[:5])
+        if plan.plain_recurrence:
+            kernels["recurrence"] = RECURRENCES[type(mixer)].plain
+    return kernels
+
+
+@pytest.fixture
+def kernels_make_shapes_alone(monkeypatch):
+    """Products of experts, products in fp32, and dequantised weights."""
+    model = fsdp_qlora.model
+    for module in (model.layer, model.experts):
+        monkeypatch.setattr(module, "dequantise", lambda layer, fused, adapter: adapter.new_empty(
+            fused.out_features, fused.width))
+    for module in (model.grouped, model.experts):
+        monkeypatch.setattr(module, "why_no_grouped_mm", lambda *_: "")
+        monkeypatch.setattr(module, "grouped", lambda rows, weights, _: rows.new_empty(
+            len(rows), weights.shape[2]))
+    monkeypatch.setattr(model.grouped, "grouped_outer", lambda a, b, passed: a.new_empty(
+        len(passed.experts), a.shape[1], b.shape[1], dtype=torch.float32))
+    monkeypatch.setattr(model.products, "fp32_product", torch.mm)  # a GPU's reads bf16, too
+    route = model.experts.route
+
+    def even_route(work, x, choice, needs_bounds):  # to each expert as many rows
+        routing = route(work, x, choice)
+        n, rows = work.arch.mixture.n_experts, len(routing.token)
+        routing.bounds = [rows * i // n for i in range(n + 1)] if needs_bounds else None
+        return routing
+
+    monkeypatch.setattr(model.experts, "route", even_route)
+
+
+# ---- a layer of these ----
+
+
+def fake_layer(arch, layout, index, plan):
+    """A DecoderLayer whose tensors have shapes alone, and a gradient of its adapter."""
+    with torch.device("meta"):
+        layer = DecoderLayer(arch, layout, index, plan)
+    dtype = getattr(torch, plan.compute_dtype)
+    layer.vectors = torch.nn.Parameter(torch.empty(layout.n_vectors, dtype=dtype), False)
+    layer.adapter = torch.nn.Parameter(torch.empty(layout.n_adapter))
+    layer.small_tensors = {
+        name: torch.empty(shape, dtype=dtype) for name, shape in layout.small_tensors.items()}
+    return layer
+
+
+def fake_bin(arch, plan, lengths):
+    n, size = sum(lengths), arch.per_layer.size if arch.per_layer else 0
+    bin = types.SimpleNamespace(
+        position_ids=torch.empty(n, dtype=torch.int64), lengths=lengths, longest=max(lengths),
+        cu_seqlens=torch.empty(len(lengths) + 1, dtype=torch.int32), store=GPUStore(),
+        kernels=counted_kernels(arch, plan), dropout_keys=None,
+        n_unpadded=torch.empty(1, dtype=torch.int64),
+        layer_inputs=torch.empty(n, arch.n_layers, size, dtype=torch.bfloat16))
+    frequencies = [(torch.empty(rotary_dim(rope, rope["head_dim"]) // 2), 1.0) for rope in arch.ropes]
+    bin.ropes = {i: rope_tables(arch, frequencies, bin, i) for i in (None, *range(len(arch.ropes)))}
+    return bin
+
+
+def measure(arch, layout, index, plan):
+    """(kept, most): the bytes that are there after a layer's forward, and those at the peak of
+    forward and backward; with x and, at the peak, the gradient of what the layer returns."""
+    n, hidden = plan.bin_tokens, arch.hidden_size
+    dtype = getattr(torch, plan.compute_dtype)
+    with FakeTensorMode():
+        layer, bin = fake_layer(arch, layout, index, plan), fake_bin(arch, plan, (n // 2, n // 2))
+        with Storages() as storages:
+            x = torch.empty(n, hidden, dtype=dtype).requires_grad_()
+            out, *_ = layer(x, bin)
+            edge, grad = get_gradient_edge(out), None
+            del out
+            kept = storages.bytes
+            grad = torch.empty(n, hidden, dtype=dtype)
+            torch.autograd.backward(edge, grad)
+    return kept, storages.most
+
+
+def planned(layout, plan):
+    """The same by the plan."""
+    item, keeps = getattr(torch, plan.compute_dtype).itemsize, plan.keeps(0)
+    kept = layout.kept_values(keeps) * plan.bin_tokens * item
+    # the adapter's gradient, and the adapter in the compute dtype
+    return kept, kept + layout.live_bytes(plan, keeps) + (4 + item) * layout.n_adapter
+
+
+def plan_of(arch, keeps, **settings):
+    """One whose layers all keep that."""
+    n = arch.n_layers
+    of_layers = {"recomputed": n * (keeps != "all"), "keep_middle": keeps == "middle",
+                 "n_mlp_kept": n * (keeps == "mlp"), "bin_tokens": 2048}
+    return Plan(**{**PLAN, "n_layers": n, **of_layers, **settings})
+
+
+def layers_of(name, monkeypatch):
+    """(Architecture, {which layer is the first of its kind: Layout}) of a model's shapes."""
+    if name == "nemotron-3-super":  # whose experts work in a latent space
+        own = dict(bench.MIXERS["nemotron-3-nano-30b"], n_routed_experts=512, mamba_num_heads=128,
+                   num_experts_per_tok=22, moe_intermediate_size=2688, moe_latent_size=1024,
+                   moe_shared_expert_intermediate_size=5376)
+        monkeypatch.setitem(bench.SHAPES, name, (4096, 5376, 52, 32, 2, 131072))
+        monkeypatch.setitem(bench.MIXERS, name, own)
+    _, arch, layouts = shapes_of(name)
+    return arch, {layouts.index(layout): layout for layout in dict.fromkeys(layouts)}
+
+
+KINDS = [
+    "llama-3-8b", "gemma-2-27b", "glm-4.5-air", "gpt-oss-20b", "qwen3-30b-a3b", "gemma-4-26b-a4b",
+    "gemma-4-e4b", "glm-4.7-flash", "nemotron-3-super", "nemotron-3-nano-30b", "granite-4-h-small",
+    "falcon-h1-7b", "lfm2-8b-a1b", "qwen3.5-9b", "qwen3-next-80b-a3b"]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_plan_counts_what_layers_of_real_sizes_keep(
+    name, kernels_make_shapes_alone, monkeypatch
+):
+    """To the byte for each token; beside these a layer keeps some numbers of each expert."""
+    arch, layouts = layers_of(name, monkeypatch)
+    for (i, layout), keeps in itertools.product(layouts.items(), ("all", "x")):
+        if arch.lenders[i] is None:  # else it reads what another layer has
+            plan = plan_of(arch, keeps)
+            got, want = (x[0] for x in (measure(arch, layout, i, plan), planned(layout, plan)))
+            print(f"{name}, layer {i}, {keeps}: {got / 2048} bytes a token, {want / 2048} planned")
+            assert 0 <= got - want < 2 * 2048, (i, keeps)  # less than one value a token
+
+
+NOTHING, HELD = {}, {"hold_weights": True}
+RANGES, NARROW = {"expert_ranges": 4}, {"expert_ranges": 16}
+PLAIN, PLAIN_ATTENTION = {"plain_recurrence": True}, {"plain_attention": True}
+
+
+@pytest.mark.parametrize("name, index, keeps, settings, share", [
+    ("llama-3-8b", 0, "all", NOTHING, 0.967),
+    ("llama-3-8b", 0, "middle", NOTHING, 0.899),
+    ("llama-3-8b", 0, "x", HELD, 0.890),
+    ("gemma-2-27b", 1, "x", NOTHING, 0.948),
+    ("gemma-2-27b", 1, "all", PLAIN_ATTENTION, 0.739),
+    ("gemma-4-e4b", 0, "all", NOTHING, 0.940),
+    ("gemma-4-e4b", 0, "x", NOTHING, 0.954),
+    ("gemma-4-e4b", 0, "x", HELD, 0.970),
+    ("qwen3-30b-a3b", 0, "all", RANGES, 0.961),
+    ("qwen3-30b-a3b", 0, "x", RANGES, 0.959),
+    ("qwen3-30b-a3b", 0, "all", NOTHING, 0.986),
+    ("gpt-oss-20b", 0, "all", RANGES, 0.928),
+    ("gpt-oss-20b", 0, "x", RANGES, 0.887),
+    ("gemma-4-26b-a4b", 0, "all", RANGES, 0.945),
+    ("gemma-4-26b-a4b", 0, "x", RANGES, 0.994),
+    ("glm-4.7-flash", 0, "all", NOTHING, 0.866),
+    ("glm-4.7-flash", 0, "all", PLAIN_ATTENTION, 0.741),
+    ("glm-4.7-flash", 1, "x", RANGES, 0.843),
+    ("granite-4-h-small", 5, "x", RANGES, 0.928),
+    ("nemotron-3-super", 1, "all", NARROW, 0.889),
+    ("nemotron-3-super", 1, "x", NARROW, 0.815),
+    ("nemotron-3-super", 0, "all", NOTHING, 0.775),
+    ("nemotron-3-super", 0, "x", NOTHING, 0.615),
+    ("nemotron-3-super", 0, "all", PLAIN, 0.782),
+    ("falcon-h1-7b", 0, "all", NOTHING, 0.812),
+    ("lfm2-8b-a1b", 0, "all", NOTHING, 0.890),
+    ("qwen3.5-9b", 0, "all", NOTHING, 0.784),
+    ("qwen3.5-9b", 0, "all", PLAIN, 0.786),
+    ("qwen3.5-9b", 3, "all", NOTHING, 0.909),
+])  # fmt: skip
+def test_plan_is_no_less_than_a_layers_peak(
+    name, index, keeps, settings, share, kernels_make_shapes_alone, monkeypatch
+):
+    """`share`: what a layer takes of what is planned. It is less than 1 where the plan counts the
+    most that a kernel may need, or counts tensors that are not there at the same time."""
+    arch, layouts = layers_of(name, monkeypatch)
+    plan = plan_of(arch, keeps, **settings)
+    got = measure(arch, layouts[index], index, plan)[1]
+    want = planned(layouts[index], plan)[1]
+    print(f"{got / 2**20:.1f} MiB at the peak, {want / 2**20:.1f} planned: {got / want:.4f}")
+    assert got <= want and got / want == pytest.approx(share, abs=0.002)
+
+
+@pytest.mark.parametrize("name, fused, share", [
+    ("llama-3-8b", True, 0.876), ("gemma-2-2b", True, 0.833),
+    ("llama-3-8b", False, 1), ("gemma-2-2b", False, 1), ("smollm2-135m", False, 1.004),
+])  # fmt: skip
+def test_plan_knows_the_heads_peak(
+    name, fused, share, kernels_make_shapes_alone, monkeypatch
+):
+    """Where nothing is fused, as on a CPU, the logits as a loss in plain torch has them."""
+    _, arch, layouts = shapes_of(name)
+    n, dtype = 4096, torch.bfloat16
+    plan = plan_of(arch, "all", bin_tokens=n, fused=fused)
+    if fused:  # a GPU's product makes no copies of what it reads
+        monkeypatch.setattr(fsdp_qlora.model.head, "fp32_product", lambda a, b: torch.empty(
+            len(a), b.shape[1]))
+    with FakeTensorMode():
+        head, norm = torch.empty(arch.vocab_size, arch.hidden_size, dtype=dtype), torch.empty(
+            arch.hidden_size, dtype=dtype)
+        model = types.SimpleNamespace(arch=arch, head=head, norm=norm, norm_bias=None, shards=1,
+                                      shard=0, own_rows=range(arch.vocab_size), group=None)
+        labels, bounds = torch.empty(n, dtype=torch.int64), torch.empty(3, dtype=torch.int64)
+        bin = types.SimpleNamespace(labels=labels, trained_at=labels, loss_bounds=bounds)
+        with Storages(fused) as storages:
+            x = torch.empty(n, arch.hidden_size, dtype=dtype).requires_grad_()
+            HeadLoss.apply(x, model, bin).sum().backward()
+    # with graphs the plan says the head's alone
+    got = storages.most
+    want = predict_memory(dataclasses.replace(plan, graphs=True), arch, layouts).memory[
+        "live layer or head"]
+    print(f"{got / 2**20:.1f} MiB at the peak, {want / 2**20:.1f} planned: {got / want:.4f}")
+    assert got / want == pytest.approx(share, abs=0.002)
