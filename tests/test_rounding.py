@@ -223,10 +223,12 @@ def latent_cases():
 
 def head_cases():
     targets = torch.arange(N) % WIDTH - 1
+    logits = 3 * X
+    logits[torch.arange(48), targets[:48]] = 14  # of some tokens the model is nearly certain
     for multiplier, cap in (1.0, None), (0.3, 2.0):
-        yield head.logits_statistics, 3 * X, targets, multiplier, cap
-        yield (head.logits_gradient, 3 * X, torch.full((N,), 5.0), targets, targets < 0, multiplier,
-               cap)
+        log_sum = head.scaled_logits(logits, multiplier, cap).logsumexp(-1)
+        yield head.logits_statistics, logits, targets, multiplier, cap
+        yield head.logits_gradient, logits, log_sum, targets, targets < 0, multiplier, cap
 
 
 CASES = [case for cases in (norm_cases, gate_cases, row_cases, mixer_cases, attention_cases,
@@ -444,6 +446,18 @@ def test_gradient_through_a_router_is_rounded_for_its_product(name):
         scale = tensors[mixture.norms.router_scale]
         exact = router.router_norm_backward(exact.bfloat16(), x.float(), scale, arch.norm_eps)
     check_rounding(got, exact, name)
+
+
+def test_correction_of_scores_is_as_exact_as_in_the_files():
+    """Scores are the same for all experts here, and what is added has but one value in bf16."""
+    arch = describe_model(TINY["minimax_m2"](320))
+    mixture, kind = arch.mixture, arch.layer_kinds[0]
+    tensors = {key: 0 * draw(*shape) for key, shape in arch.small_tensors(kind).items()}
+    tensors[mixture.correction] = torch.linspace(1, 1.001, mixture.n_experts)
+    work = types.SimpleNamespace(arch=arch, layer=types.SimpleNamespace(small_tensors=tensors))
+    chosen = router.route(work, draw(N, arch.hidden_size)).chosen
+    want = torch.arange(mixture.n_experts)[-mixture.top_k :]
+    assert torch.equal(chosen.sort()[0], want.expand(N, -1))
 
 
 def has_fp32_values(tensor):
