@@ -11,7 +11,7 @@ import weakref
 import pytest
 import torch
 from test_benchmarks import bench
-from test_memory import PLAN, shapes_of
+from test_memory import PLAN, shapes_of, tiny_plain_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,7 +23,7 @@ import fsdp_qlora.model.layer
 from fsdp_qlora.model.attention import REACHES, document_attention, rope_tables
 from fsdp_qlora.model.elementwise import gate
 from fsdp_qlora.model.head import HeadLoss
-from fsdp_qlora.model.layer import DecoderLayer
+from fsdp_qlora.model.layer import DecoderLayer, make_layouts
 from fsdp_qlora.model.offload import GPUStore
 from fsdp_qlora.model.recurrence import RECURRENCES, mixer_with_state
 from fsdp_qlora.planner.costs import predict_memory
@@ -90,7 +90,7 @@ class CountedRule(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query, key, value, g, beta):
-        (n, heads, width), states = value.shape, state_of(value, key)
+        n, heads, states = *value.shape[:2], state_of(value, key)
         saved = [torch.empty_like(x) for x in (query, key, g)]
         saved += [torch.empty_like(x[..., 0], dtype=torch.float32) for x in (query, key)]
         saved.append(key.new_empty(n, heads, 64))
@@ -134,8 +134,8 @@ class CountedScan(torch.autograd.Function):
         grads = [torch.empty_like(y) for y in made]
         del states
         of_b, of_c = (part.unflatten(1, (b.shape[1], -1)).sum(2) for part in grads[:2])
-        of_value = grads[2].float()
-        return of_b, of_c, (of_value * step[..., None]).to(x.dtype), grads[3], (of_value * x).sum(-1)
+        value = grads[2].float()
+        return of_b, of_c, (value * step[..., None]).to(x.dtype), grads[3], (value * x).sum(-1)
 
     @staticmethod
     def arguments(b, c, x, decay):
@@ -205,13 +205,16 @@ def fake_layer(arch, layout, index, plan):
 
 def fake_bin(arch, plan, lengths):
     n, size = sum(lengths), arch.per_layer.size if arch.per_layer else 0
+    keys = torch.empty(n, dtype=torch.int64) if arch.attention_dropout else None
     bin = types.SimpleNamespace(
-        position_ids=torch.empty(n, dtype=torch.int64), lengths=lengths, longest=max(lengths),
+        position_ids=torch.empty(n, dtype=torch.int64), dropout_keys=keys,
+        lengths=lengths, longest=max(lengths),
         cu_seqlens=torch.empty(len(lengths) + 1, dtype=torch.int32), store=GPUStore(),
-        kernels=counted_kernels(arch, plan), dropout_keys=None,
+        kernels=counted_kernels(arch, plan),
         n_unpadded=torch.empty(1, dtype=torch.int64),
         layer_inputs=torch.empty(n, arch.n_layers, size, dtype=torch.bfloat16))
-    frequencies = [(torch.empty(rotary_dim(rope, rope["head_dim"]) // 2), 1.0) for rope in arch.ropes]
+    frequencies = [
+        (torch.empty(rotary_dim(rope, rope["head_dim"]) // 2), 1.0) for rope in arch.ropes]
     bin.ropes = {i: rope_tables(arch, frequencies, bin, i) for i in (None, *range(len(arch.ropes)))}
     return bin
 
@@ -250,7 +253,7 @@ def plan_of(arch, keeps, **settings):
     return Plan(**{**PLAN, "n_layers": n, **of_layers, **settings})
 
 
-def layers_of(name, monkeypatch):
+def layers_of(name, monkeypatch, **flags):
     """(Architecture, {which layer is the first of its kind: Layout}) of a model's shapes."""
     if name == "nemotron-3-super":  # whose experts work in a latent space
         own = dict(bench.MIXERS["nemotron-3-nano-30b"], n_routed_experts=512, mamba_num_heads=128,
@@ -258,7 +261,12 @@ def layers_of(name, monkeypatch):
                    moe_shared_expert_intermediate_size=5376)
         monkeypatch.setitem(bench.SHAPES, name, (4096, 5376, 52, 32, 2, 131072))
         monkeypatch.setitem(bench.MIXERS, name, own)
-    _, arch, layouts = shapes_of(name)
+    config, arch, layouts = shapes_of(name.replace("h1-plain", "h1-7b"), **flags)
+    if name == "falcon-h1-plain":  # without its factors
+        (kind, mixer), = arch.mixers.items()
+        mixer = dataclasses.replace(mixer, in_multiplier=1.0, multipliers=1.0)
+        arch = dataclasses.replace(arch, mixers={kind: mixer})
+        layouts = make_layouts(arch, (), config)
     return arch, {layouts.index(layout): layout for layout in dict.fromkeys(layouts)}
 
 
@@ -268,23 +276,30 @@ KINDS = [
     "falcon-h1-7b", "lfm2-8b-a1b", "qwen3.5-9b", "qwen3-next-80b-a3b"]
 
 
-@pytest.mark.parametrize("name", KINDS)
+NOTHING, HELD = {}, {"hold_weights": True}
+RANGES, NARROW = {"expert_ranges": 4}, {"expert_ranges": 16}
+PLAIN, PLAIN_ATTENTION = {"plain_recurrence": True}, {"plain_attention": True}
+LONG = {"plain_attention": True, "bin_tokens": 8192}  # longer than a window
+EXPERTS = {"target_modules": ("all-linear", "experts")}
+AROUND = {"target_modules": ("all-linear", "fc1_latent_proj", "fc2_latent_proj")}
+SHARED = {"lora_rank": 128, "target_modules": (
+    "all-linear", "shared_experts.gate_proj", "shared_experts.up_proj", "shared_experts.down_proj")}
+
+
+@pytest.mark.parametrize("name, flags", [
+    *((name, NOTHING) for name in KINDS), ("glm-4.5-air", SHARED), ("nemotron-3-super", AROUND),
+    ("falcon-h1-plain", NOTHING)])  # fmt: skip
 def test_plan_counts_what_layers_of_real_sizes_keep(
-    name, kernels_make_shapes_alone, monkeypatch
+    name, flags, kernels_make_shapes_alone, monkeypatch
 ):
     """To the byte for each token; beside these a layer keeps some numbers of each expert."""
-    arch, layouts = layers_of(name, monkeypatch)
+    arch, layouts = layers_of(name, monkeypatch, **flags)
     for (i, layout), keeps in itertools.product(layouts.items(), ("all", "x")):
         if arch.lenders[i] is None:  # else it reads what another layer has
             plan = plan_of(arch, keeps)
             got, want = (x[0] for x in (measure(arch, layout, i, plan), planned(layout, plan)))
             print(f"{name}, layer {i}, {keeps}: {got / 2048} bytes a token, {want / 2048} planned")
             assert 0 <= got - want < 2 * 2048, (i, keeps)  # less than one value a token
-
-
-NOTHING, HELD = {}, {"hold_weights": True}
-RANGES, NARROW = {"expert_ranges": 4}, {"expert_ranges": 16}
-PLAIN, PLAIN_ATTENTION = {"plain_recurrence": True}, {"plain_attention": True}
 
 
 @pytest.mark.parametrize("name, index, keeps, settings, share", [
@@ -317,13 +332,32 @@ PLAIN, PLAIN_ATTENTION = {"plain_recurrence": True}, {"plain_attention": True}
     ("qwen3.5-9b", 0, "all", NOTHING, 0.784),
     ("qwen3.5-9b", 0, "all", PLAIN, 0.786),
     ("qwen3.5-9b", 3, "all", NOTHING, 0.909),
+    ("llama-2-70b", 0, "x", HELD, 0.924),
+    ("qwen3.5-9b", 0, "x", HELD, 0.779),
+    ("qwen3.5-9b", 3, "x", NOTHING, 0.836),
+    ("llama-3-8b", 0, "x", {"lora_rank": 256}, 0.913),
+    ("gemma-3-12b", 0, "all", LONG, 0.689),
+    ("llama-3-8b-dropout", 0, "all", PLAIN_ATTENTION, 0.775),
+    ("qwen3-30b-a3b", 0, "all", RANGES | EXPERTS, 0.980),
+    ("qwen3-30b-a3b", 0, "x", RANGES | EXPERTS, 0.983),
+    ("qwen3-30b-a3b", 0, "all", EXPERTS, 0.978),
+    ("gpt-oss-20b", 0, "all", RANGES | EXPERTS, 0.964),
+    ("gemma-4-26b-a4b", 0, "all", RANGES | EXPERTS, 0.962),
+    ("gemma-4-26b-a4b", 0, "x", RANGES | EXPERTS, 0.995),
+    ("nemotron-3-super", 1, "all", NARROW | EXPERTS, 0.938),
+    ("nemotron-3-super", 1, "x", NARROW | EXPERTS, 0.898),
+    ("nemotron-3-super", 1, "all", NARROW | AROUND, 0.884),
+    ("nemotron-3-super", 1, "x", NARROW | AROUND, 0.809),
+    ("glm-4.5-air", 1, "all", NARROW | SHARED, 0.949),
 ])  # fmt: skip
 def test_plan_is_no_less_than_a_layers_peak(
     name, index, keeps, settings, share, kernels_make_shapes_alone, monkeypatch
 ):
     """`share`: what a layer takes of what is planned. It is less than 1 where the plan counts the
     most that a kernel may need, or counts tensors that are not there at the same time."""
-    arch, layouts = layers_of(name, monkeypatch)
+    settings = dict(settings)
+    flags = {key: settings.pop(key) for key in ("target_modules", "lora_rank") if key in settings}
+    arch, layouts = layers_of(name, monkeypatch, **flags)
     plan = plan_of(arch, keeps, **settings)
     got = measure(arch, layouts[index], index, plan)[1]
     want = planned(layouts[index], plan)[1]
@@ -361,3 +395,20 @@ def test_plan_knows_the_heads_peak(
         "live layer or head"]
     print(f"{got / 2**20:.1f} MiB at the peak, {want / 2**20:.1f} planned: {got / want:.4f}")
     assert got / want == pytest.approx(share, abs=0.002)
+
+
+@pytest.mark.parametrize("family", [
+    "llama", "cohere", "gpt_oss", "nemotron_h_latent", "gemma4_e", "qwen3_next", "falcon_h1",
+    "deepseek_v3", "glm4_moe"])  # fmt: skip
+def test_plan_counts_what_a_model_has_to_the_byte(family):
+    """Its weights in 4 bits, their scales, and all other frozen tensors but the last norms'."""
+    arch, model = tiny_plain_model(family)
+    tables = [model.embedding, model.head, model.per_layer_table, model.per_layer_projection]
+    got = sum({t.data_ptr(): t.nbytes for t in tables if t is not None}.values())
+    for layer in model.layers:
+        got += sum(part.nbytes for part in (layer.nf4.packed, layer.nf4.scales))
+        got += sum(part.nbytes for part in vars(layer.nested).values())
+        got += sum(part.nbytes for part in (layer.vectors, *layer.small_tensors.values()))
+    layouts = tuple(layer.layout for layer in model.layers)
+    memory = predict_memory(plan_of(arch, "all", compute_dtype="float32"), arch, layouts).memory
+    assert memory["4-bit weights"] + memory["embedding, head, norms"] == got

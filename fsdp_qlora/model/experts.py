@@ -370,15 +370,19 @@ class RoutedMLPHalf:
         width = self.expert_gate_up.in_features  # that of hidden states, or of a latent
         rows, up, down = n * mixture.top_k, self.expert_gate_up, self.expert_down
         # gate and up once more if they are computed again, and if their gradient is a new tensor
-        of_row = up.width + down.width + self._gate_up_size * (recomputed + bool(mixture.clamp))
-        of_pass = math.ceil(rows / plan.expert_ranges) * of_row
+        of_row, of_adapters = up.width + down.width, 0
+        if up.n_columns:  # a gradient of rows, the part from d and their sum; A's, in fp32 too
+            of_row = max(3 * up.width, up.width + 3 * down.width)
+            of_adapters = 3 * mixture.n_experts * up.n_columns * width
+        of_row += self._gate_up_size * (recomputed + bool(mixture.clamp))
+        of_pass = math.ceil((rows * of_row + of_adapters) / plan.expert_ranges)
         if recomputed and self.shared_gate_up:
             of_pass += n * (self.shared_gate_up.out_features + self.shared_down.width)
         weights = sum(fused.out_features * fused.width for fused in (up, down))
         weights = math.ceil(weights / plan.expert_ranges)
         values = rows * width * (plan.expert_ranges > 1) + of_pass + weights + 3 * n * hidden
-        if mixture.norms:  # what experts read, and the gradient of what they give
-            values += n * hidden * (2 + 2 * recomputed)
+        if mixture.norms:  # what experts read, also for A's gradient, and that of what they give
+            values += n * hidden * (2 + 2 * recomputed + bool(up.n_columns))
         if self.latent:
             values += n * (self.latent.live_values + recomputed * self.latent.kept_values)
             values += max(fused.out_features * fused.width for fused in self.latent.fused_linears)
