@@ -13,7 +13,7 @@ own. --output_dir appears when all is done and gives, for a few rows, what the t
 
 The last command merges an adapter of minimal_fsdp_qlora.py, or any that PEFT has saved, where there
 is no train_config.json. It cannot be checked: that it was trained on the base in NF4 is taken on
-trust, and linears without an adapter stay the base's own.
+trust. W is then what transformers makes of the base with load_in_4bit.
 
 The whole job stands below, in the order in which it happens; fsdp_qlora/ has what it depends on.
 Tested with torch 2.13, transformers 5.20 and 5.24, peft 0.21, bitsandbytes 0.50.
@@ -216,11 +216,13 @@ def read_unchecked(args: argparse.Namespace, adapter_dir: Path) -> tuple[
         where[name] = [(f"{stem}.{part}", shape, ...) for part, shape in parts.items()]
     linears = [*in_4bit.values()]
     if where.keys() & others.values():  # then it was loaded with them
+        require(all(others.values()), f"--base_model {directory}: its tensors outside the text"
+                " model have other names than transformers: use the adapter unmerged")
         linears += others.values()
     elif others:
-        print(f"note: {len(others)} linears outside the text model, as {min(others.values())}, have"
-              " no adapter and stay as the base has them: whether they were in NF4 in training is"
-              " not known")
+        print(f"note: {len(others)} linears outside the text model, as {min(others)}, have no"
+              " adapter and stay as the base has them: whether they were in NF4 in training is not"
+              " known")
     lora = LoraConfig(r=r, **{key: settings[key] for key in (
         "lora_alpha", "use_rslora", "use_dora")})
     tensors = {n: (x.shape, torch.bfloat16) for n, x in in_order(files) if x.dtype in FLOATS}
@@ -231,12 +233,8 @@ def read_unchecked(args: argparse.Namespace, adapter_dir: Path) -> tuple[
         auto_class=auto_class, dtype=torch.bfloat16, sums={},
         paths={name: files[name].path for name in tensors},
         n_bytes=sum(2 * math.prod(shape) for shape, _ in tensors.values()))
-    # TRL saves the tokenizer with the adapter
-    template = next((x for name in ("chat_template.jinja", "tokenizer_config.json")
-                     if (x := adapter_dir / name).is_file() and (
-                         x.suffix != ".json" or isinstance(read_json(x).get("chat_template"), str))
-                     ), None)
-    args.check, run = False, {"tokenizer": [], "extras": [], "template": template, "losses": []}
+    args.check, run = False, {
+        "tokenizer": [], "extras": [], "template": template_beside(adapter_dir), "losses": []}
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     return run, base, read_adapter(adapter_dir, lora, where, "this merge"), device
 
@@ -246,8 +244,8 @@ def linears_in_4bit(
     files: dict[str, Stored],
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Returns {bare_name() of a linear: its tensor's name in the files} of those that transformers
-    quantises with load_in_4bit, in the text model and outside of it. Raises ValueError for a
-    mixture, of which that depends on the version of transformers."""
+    quantises with load_in_4bit, in the text model and outside of it, where the name may be "", not
+    found. Raises ValueError for a mixture, of which that depends on the version of transformers."""
     with explain(f"--base_model {directory}: transformers does not load it"):
         with accelerate.init_empty_weights(include_buffers=False):
             model = auto_class.from_config(config, dtype=torch.bfloat16)
@@ -265,10 +263,21 @@ def linears_in_4bit(
                         " does not tell: use it unmerged, or train with train_fsdp_qlora.py")
         if isinstance(module, bnb.nn.Linear4bit):
             bare = bare_name(name)
-            require(bare in stored, f"--base_model {directory}: has no {name}.weight, which"
-                    " transformers makes of other tensors and quantises: use the adapter unmerged")
-            (in_text if module in of_text else outside)[bare] = stored[bare]
+            require(bare in stored or module not in of_text, f"--base_model {directory}: has no"
+                    f" {name}.weight, which transformers makes of other tensors and quantises: use"
+                    " the adapter unmerged")
+            (in_text if module in of_text else outside)[bare] = stored.get(bare, "")
     return in_text, outside
+
+
+def template_beside(adapter_dir: Path) -> Path | None:
+    """Returns the file with the chat template that is saved with an adapter, as TRL does it."""
+    for name in "chat_template.jinja", "tokenizer_config.json":
+        path = adapter_dir / name
+        if path.is_file() and (path.suffix == ".jinja" or isinstance(
+                read_json(path).get("chat_template"), str)):
+            return path
+    return None
 
 
 def bare_name(name: str) -> str:

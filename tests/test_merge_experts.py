@@ -6,13 +6,15 @@ import json
 import re
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import test_merge
 import torch
 from conftest import DEVICE
-from families import TINY, auto_class, make_model, write_4bit, write_mxfp4
-from peft import PeftModel
+from families import (
+    TINY, auto_class, make_model, write_4bit, write_model, write_mxfp4)
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
 
@@ -21,6 +23,7 @@ from fsdp_qlora.files import digest
 from fsdp_qlora.lora.peft_names import expert_parts, unstack_experts
 from fsdp_qlora.pretrained.config import describe_model
 from fsdp_qlora.pretrained.formats import NF4_STATE
+from fsdp_qlora.pretrained.tensor_names import tensor_names
 
 nf4_and_back = functools.partial(test_merge.nf4_and_back, device=DEVICE)  # where merged
 CORRECTION = "e_score_correction_bias"
@@ -382,3 +385,44 @@ def test_change_of_one_experts_slice_is_named(
         path.write_bytes(before)
     words = f"{path}: the values of model.layers.2.{part} are not those"
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_what_load_in_4bit_quantises_is_what_training_does(name):
+    """Of each family, so that PEFT's adapters are merged by the rule of the run's own; mixtures
+    are refused, as the versions of transformers differ in their experts."""
+    config = TINY[name](96)
+    with torch.device("meta"):
+        files = dict(auto_class(config).from_config(config).named_parameters())
+    arch = describe_model(config)
+    wanted = tensor_names(arch, files).linears
+    if arch.mixture:
+        with pytest.raises(ValueError, match="has experts: .* depending on the version"):
+            merge_adapters.linears_in_4bit(Path("base"), config, auto_class(config), files)
+        return
+    text, _ = merge_adapters.linears_in_4bit(Path("base"), config, auto_class(config), files)
+    assert {*text.values()} == {*wanted}
+
+
+def test_adapter_of_the_text_model_needs_no_names_outside_of_it(tmp_path, capsys):
+    """Where the files have other names there than transformers, which refuses only an adapter
+    outside of the text model."""
+    config, path = TINY["gemma3"](96), tmp_path / "base" / "model.safetensors"
+    write_model(tmp_path / "base", config)
+    tensors = load_file(path)
+    name = next(n for n in tensors if n.startswith("vision_tower") and n.endswith("fc2.weight"))
+    tensors["vision_tower.other"] = tensors.pop(name)
+    save_file(tensors, path, {"format": "pt"})
+    for targets, words in (r".*language_model.*q_proj", "note: "), (r".*q_proj", "other names"):
+        with torch.device("meta"):
+            model = auto_class(config).from_config(config)
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=targets))
+        for value in model.to_empty(device="cpu").parameters():
+            value.data.fill_(0.1)
+        model.save_pretrained(tmp_path / words)
+        with contextlib.suppress(SystemExit):
+            merge_adapters.main([
+                "--adapter_dir", str(tmp_path / words), "--base_model", str(tmp_path / "base"),
+                "--output_dir", str(tmp_path / words / "out")])  # fmt: skip
+        assert words in "".join(capsys.readouterr())
+        assert (tmp_path / words / "out").is_dir() == (words == "note: ")
