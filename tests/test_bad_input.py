@@ -538,12 +538,23 @@ def test_other_number_of_layers_is_refused(start, model):
         ('{"text": ""}\n{"text": ""}\n', ["none of its 2 rows", "text is empty"]),
         (json.dumps({"prompt": "a " * 99, "completion": "b"}), ["none of its 1 rows"]),
         ('{"messages": [{"role": "user", "content": "a"}]}\n', ["line 1", "assistant is trained"]),
+        ('{"message": [{"role": "user"}]}\n', ["has message", "--columns message=messages"]),
+        ('{"question": "", "answer": "a"}\n', ["1 left out: question is blank: nothing is asked"]),
     ],
     ids=lambda value: None if isinstance(value, list) else ascii(value)[:40],
 )
 def test_data_set_that_cannot_be_used_is_refused(start, model, data, content, words):
     data.write_text(content)
     refused(DATA, start(model), data, *words)
+
+
+def test_data_set_in_utf_16_is_refused(start, model, data):
+    """Each of its lines is JSON to Python, some read shifted by a byte."""
+    for encoding in "utf-16", "utf-16-be":
+        text = '{"text": "a"}\n{"text": "\u0430"}\n'
+        data.write_bytes(text.encode(encoding))
+        line = refused(DATA, start(model), data)
+        assert line == f"error: --dataset {data}: is UTF-16: save it as UTF-8"
 
 
 def test_rows_that_cannot_be_used_are_left_out_and_counted(start, model, data, read_metrics):

@@ -260,7 +260,7 @@ def test_lines_in_utf_16_behind_others_are_left_out(tokenizer, tmp_path):
 
 def test_null_characters_alone_are_no_sign_of_utf_16(tokenizer, tmp_path):
     path = tmp_path / "data.jsonl"
-    for nulls in b"\0", b"\0 \0", 999 * b"\0":
+    for nulls in b"\0", b"\0 \0", 999 * b"\0", 9999 * b"\0":
         path.write_bytes(nulls + b'\n{"text": "a"}\n{"text": "b"}\n')
         assert len(prepare([path], tokenizer)[0]) == 2
 
@@ -291,10 +291,11 @@ def test_file_that_is_not_what_its_name_says_is_refused_in_one_line(
     said = refusal([tmp_path], tokenizer)
     assert said.startswith(f"--dataset {tmp_path / name}: ") and words in said
     assert capfd.readouterr().err == ""  # of `datasets`, which logs errors and draws bars
+    assert not datasets.are_progress_bars_disabled()  # elsewhere
 
 
 def test_a_semicolon_in_a_cell_separates_none(tokenizer, tmp_path):
-    (tmp_path / "a.csv").write_text('prompt,"completion"\na; b; c,"d; e"\n')
+    (tmp_path / "a.csv").write_text('prompt,completion,"a;b;c;d"\na; b; c,"d; e",\n')
     (tmp_path / "b.csv").write_text("text\na; b, c\n")
     assert len(prepare([tmp_path / "a.csv"], tokenizer)[0]) == 1
     assert "put quotes" in refusal([tmp_path / "b.csv"], tokenizer)

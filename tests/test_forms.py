@@ -761,6 +761,8 @@ WINS = {
         ("hint=prompt",)),
     "input over a blank context": (
         {"context": " ", "input": "x", "output": "y"}, {"input": "x", "output": "y"}, ()),
+    "context over a blank input": (
+        {"context": "x", "input": " ", "output": "y"}, {"input": "x", "output": "y"}, ()),
     "system over a blank one": (
         {"system_prompt": "x", "system": "", **NO_INPUT}, {"system": "x", **NO_INPUT}, ()),
     "tools of a synonym over an empty list": (

@@ -744,6 +744,8 @@ PAIRS = {  # name: (row, (question, answer) twice)
     "a blank prompt beside a question": ({"prompt": "", "question": QUESTION, "system": "\n",
                                           "context": " ", "chosen": "It is 7.",
                                           "rejected": "It is 8."}, TALK),
+    "history": ({"instruction": "Sure?", "history": [[QUESTION, "It is 7."]],
+                 "chosen": "It is 7.", "rejected": "It is 8."}, TURNS),
     "null keys of other pairs": ({"prompt": QUESTION, "chosen": None, "rejected": None,
                                   "label": None, "chosen_response": [GOOD],
                                   "rejected_response": [BAD]}, TALK),

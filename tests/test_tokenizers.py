@@ -376,6 +376,8 @@ def test_run_trains_and_saves_the_tokens_of_the_file(run_main, model, tmp_path):
 # Without a tokenizer.json; BOS
 # ------------------------------------------------------------------------------------------------
 
+# it reads no tokenizer.model as sentencepiece does
+IS_OLD = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 24)
 FOXES = [*LINES, "the quick brown fox jumps over the lazy dog", "  a fox,  of   foxes "]
 AS_IS = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
 OF_LLAMA = {"tokenizer_class": "LlamaTokenizer"}
@@ -417,6 +419,10 @@ def test_tokens_of_a_sentencepiece_model_are_its_own(name, tmp_path, capsys):
     """What a text begins with, several spaces, normal forms; and what is saved gives them again."""
     base = tmp_path / "base"
     model = write_sentencepiece(base, *MODELS[name])
+    if IS_OLD and name != "no space before a text":
+        with pytest.raises(ValueError, match="take a newer transformers, or put a tokenizer.json"):
+            load_tokenizer(base, config_of(base))
+        return
     tokenizer = load_tokenizer(base, config_of(base))
     assert "makes of tokenizer.model was compared with sentencepiece" in capsys.readouterr().out
     (saved := tmp_path / "saved").mkdir()
@@ -435,8 +441,10 @@ def test_tokens_that_are_not_sentencepieces_end_the_start(tmp_path):
     write_sentencepiece(base, {**OF_LLAMA, "legacy": False}, AS_IS)
     with pytest.raises(ValueError) as caught:
         load_tokenizer(base, config_of(base))
-    assert str(caught.value).startswith(f"{base}: there is no tokenizer.json, and of '  two spaces")
+    assert str(caught.value).startswith(f"{base}: there is no tokenizer.json, and of '")
     assert 'set "legacy": true in tokenizer_config.json, or put a tok' in str(caught.value)
+    if IS_OLD:
+        return
     settings = json.loads((base / "tokenizer_config.json").read_text())
     (base / "tokenizer_config.json").write_text(json.dumps({**settings, "legacy": True}))
     tokenizer = load_tokenizer(base, config_of(base))

@@ -109,13 +109,14 @@ def like_sentencepiece(directory: Path, tokenizer: PreTrainedTokenizerFast,
     if (text := other_than_sentencepiece(general, model_file)) is None:
         return general
     got, want = plain_tokens(general, text), model_file.encode(text)
-    is_new = read_json(directory / "tokenizer_config.json", {}).get("legacy") is False
+    is_legacy = read_json(directory / "tokenizer_config.json", {}).get("legacy", True)
     raise ValueError(
         f"{directory}: there is no tokenizer.json, and of {text[:60]!r} transformers"
         f" {transformers.__version__} makes {general.convert_ids_to_tokens(got)[:8]},"
         f" tokenizer.model {model_file.id_to_piece(want)[:8]}: "
-        + 'set "legacy": true in tokenizer_config.json, or ' * is_new
-        + "put a tokenizer.json there that makes the same")
+        + ("take a newer transformers" if is_legacy else
+           'set "legacy": true in tokenizer_config.json')
+        + ", or put a tokenizer.json there that makes the same")
 
 
 def other_than_sentencepiece(tokenizer: PreTrainedTokenizerFast, model_file: Any) -> str | None:
