@@ -163,13 +163,17 @@ def counted_kernels(arch, plan):
     return kernels
 
 
+def only_shape(layer, fused, adapter):
+    """In the place of dequantise()."""
+    return adapter.new_empty(fused.out_features, fused.width)
+
+
 @pytest.fixture
 def kernels_make_shapes_alone(monkeypatch):
     """Products of experts, products in fp32, and dequantised weights."""
     model = fsdp_qlora.model
     for module in (model.layer, model.experts):
-        monkeypatch.setattr(module, "dequantise", lambda layer, fused, adapter: adapter.new_empty(
-            fused.out_features, fused.width))
+        monkeypatch.setattr(module, "dequantise", only_shape)
     for module in (model.grouped, model.experts):
         monkeypatch.setattr(module, "why_no_grouped_mm", lambda *_: "")
         monkeypatch.setattr(module, "grouped", lambda rows, weights, _: rows.new_empty(
@@ -412,3 +416,25 @@ def test_plan_counts_what_a_model_has_to_the_byte(family):
     layouts = tuple(layer.layout for layer in model.layers)
     memory = predict_memory(plan_of(arch, "all", compute_dtype="float32"), arch, layouts).memory
     assert memory["4-bit weights"] + memory["embedding, head, norms"] == got
+
+
+def test_plan_counts_what_layers_have_in_common():
+    """The inputs of all layers; keys and values that a layer lends, their gradient, and that of one
+    layer that reads them; and the optimizer's state."""
+    _, arch, layouts = shapes_of("gemma-4-e4b")
+    plan = plan_of(arch, "all", state_bytes=2)
+    with FakeTensorMode():
+        bin = fake_bin(arch, plan, (1024, 1024))
+        x, lent = torch.empty(2048, arch.hidden_size, dtype=torch.bfloat16), 0
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fsdp_qlora.model.layer, "dequantise", only_shape)
+            for i in {*arch.lenders} - {None}:
+                _, *parts = fake_layer(arch, layouts[i], i, plan)(x, bin)
+                lent += sum(part.nbytes for part in parts)
+    memory = predict_memory(plan, arch, layouts).memory
+    assert memory["inputs of all layers"] == bin.layer_inputs.nbytes + 3 * lent > 3 * lent > 0
+    n_adapter = sum(layout.n_adapter for layout in layouts)
+    assert memory["optimizer's state"] == 2 * n_adapter
+    one = "one layer's adapter gradient"
+    sharded = predict_memory(dataclasses.replace(plan, shard_group_size=2), arch, layouts).memory
+    assert memory[one] == 4 * layouts[0].n_adapter and sharded[one] == 3 * memory[one]
