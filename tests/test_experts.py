@@ -31,7 +31,8 @@ from families import (
 )
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from test_layer import make_model as make_layers
+from test_layer import make_model as make_model_of_layers
+from test_layer import make_plan
 from test_merge_experts import watch_sums
 from transformers import AutoTokenizer
 
@@ -91,6 +92,12 @@ def worst(name, again, monkeypatch, edit=None, ranges=1, torch_grouped=False, to
     ours = check.results(model, ids)
     theirs = check.reference_results(reference, model, names, weights, ids)
     return max(float((ours[key] - theirs[key]).norm() / theirs[key].norm()) for key in ours)
+
+
+def make_layers(model_config, arch, tensors, config):
+    """The house's model, for bins of the check's two documents."""
+    plan = dataclasses.replace(make_plan(arch.n_layers), bin_tokens=sum(check.LENGTHS))
+    return make_model_of_layers(model_config, arch, tensors, config, plan)
 
 
 def changed_plan(ranges, **settings):
