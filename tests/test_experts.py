@@ -44,6 +44,7 @@ from fsdp_qlora.model import router
 from fsdp_qlora.lora.adapter import Adapter, choose_adapted, read_adapter, write_adapter
 from fsdp_qlora.training.check import plain_model, random_adapter, random_reference, read_weights
 from fsdp_qlora.pretrained.config import describe_model, shrunk_config, text_config
+from fsdp_qlora.pretrained.families import FAMILIES
 from fsdp_qlora.data.bins import make_bin
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.model.elementwise import (
@@ -186,6 +187,45 @@ def test_more_experts_than_a_byte_numbers(again, monkeypatch):
     monkeypatch.setitem(TINY, "many", small)
     monkeypatch.setattr("test_experts.shrunk_config", lambda config: config)
     assert worst("many", again, monkeypatch, ranges=4) < BAR
+
+
+FEW = {  # {which experts a token has: (family, settings)}
+    "the only one": ("qwen3_moe", dict(num_experts=1, num_experts_per_tok=1)),
+    "all": ("qwen3_moe", dict(num_experts=3, num_experts_per_tok=3)),
+    "all, corrected": ("glm4_moe", dict(
+        n_routed_experts=4, num_experts_per_tok=4, n_group=1, topk_group=1,
+        first_k_dense_replace=0)),
+    "one of its group": ("glm4_moe", dict(
+        n_routed_experts=8, num_experts_per_tok=1, n_group=4, topk_group=1,
+        first_k_dense_replace=1)),
+    "one, with biases": ("gpt_oss", dict(
+        num_local_experts=3, num_experts_per_tok=1, intermediate_size=64))}  # fmt: skip
+
+
+@pytest.mark.parametrize("ranges", [1, 3])
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("which", FEW)
+def test_few_experts_equal_transformers(which, again, ranges, monkeypatch):
+    """Also where there are fewer than are dequantised at once."""
+    family, settings = FEW[which]
+    monkeypatch.setitem(TINY, "few", tiny(family, **{"moe_intermediate_size": 64} | settings))
+    monkeypatch.setattr("test_experts.shrunk_config", lambda config: config)
+    assert worst("few", again, monkeypatch, ranges=ranges) < BAR
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_moe", "mixtral", "step3p7", "gemma4_moe"])
+def test_square_matrices_of_experts_equal_transformers(name, monkeypatch):
+    """No shape tells then whether a tensor of all experts is transposed."""
+    shrink = shrunk_config
+
+    def as_square(config):
+        small = shrink(config)
+        field = FAMILIES[small.model_type].mixture.expert_size.removeprefix("config.")
+        setattr(small, field, small.hidden_size)
+        return small
+
+    monkeypatch.setattr("test_experts.shrunk_config", as_square)
+    assert worst(name, False, monkeypatch) < BAR
 
 
 def test_token_that_no_expert_wants_gets_nothing():

@@ -136,10 +136,12 @@ def bin_of(documents, model):
 class Pair:
     """The house's model and PEFT's of one family, with the same weights and the same adapter."""
 
-    def __init__(self, name, intermediate_size=96, **settings):
+    def __init__(self, name, fields=(), **settings):
+        """`fields`: pairs of a small config's field and its value."""
         self.config = dataclasses.replace(CONFIG, **settings)
         self.model_config = shrunk_config(TINY[name](VOCABULARY))
-        self.model_config.intermediate_size = intermediate_size
+        for field, value in (("intermediate_size", 96), *fields):
+            setattr(self.model_config, field, value)
         self.arch = dataclasses.replace(
             describe_model(self.model_config),
             attention_dropout=0.0,
@@ -232,6 +234,40 @@ def assert_equal(kept, monkeypatch, name, **settings):
     for name in TINY for kept in KEPT])  # fmt: skip
 def test_every_family_equals_transformers_and_peft(name, kept, monkeypatch):
     assert_equal(kept, monkeypatch, name)
+
+
+# {shape that no model of families.py has: (model, fields of its small config, adapter's settings)}
+OF_VALUES = dict(target_modules=("v_proj", "o_proj"))  # one key has no rival: its query counts not
+SHAPES = {
+    "one head": ("llama", dict(num_attention_heads=1, num_key_value_heads=1), {}),
+    "heads of two values": ("qwen3", dict(head_dim=2), {}),
+    "heads of 256 values": ("gemma2", dict(head_dim=256), {}),
+    "an MLP as wide as the hidden states": ("llama", dict(intermediate_size=64), {}),
+    "one layer": ("llama", dict(num_hidden_layers=1), {}),
+    "an odd vocabulary": ("qwen2", dict(vocab_size=131), {}),
+    "a window of one token": ("mistral", dict(sliding_window=1), OF_VALUES),
+    "a window of one token, capped": ("gemma2", dict(sliding_window=1), OF_VALUES),
+    "rank 1": ("llama", {}, dict(lora_rank=1)),
+    "a rank above all widths": ("llama", {}, dict(lora_rank=200)),
+    "a rank above all widths, DoRA": ("qwen2", {}, dict(lora_rank=100, adapter="dora")),
+    "as many heads of keys as of values": (
+        "qwen3_next", dict(linear_num_key_heads=4, linear_num_value_heads=4), {}),
+    "one head of keys": ("qwen3_5", dict(linear_num_key_heads=1), {}),
+    "square heads of the delta rule": ("olmo_hybrid", dict(linear_value_head_dim=16), {}),
+    "a group for each head": ("granite4_h", dict(mamba_n_groups=4), {}),
+    "a group for each head, beside attention": ("falcon_h1", dict(mamba_n_groups=4), {}),
+    "a state as wide as a head": ("falcon_h1", dict(mamba_d_state=32), {}),
+    "a convolution of two tokens": ("lfm2", dict(conv_L_cache=2), {}),
+    "values as wide as queries, one head": (
+        "youtu", dict(num_attention_heads=1, num_key_value_heads=1, v_head_dim=64), {}),
+}
+
+
+@pytest.mark.parametrize("kept", QUICK)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shapes_equal_transformers_and_peft(shape, kept, monkeypatch):
+    name, fields, settings = SHAPES[shape]
+    assert_equal(kept, monkeypatch, name, fields=tuple(fields.items()), **settings)
 
 
 @pytest.mark.parametrize("linear", ["self_attn.gate", None])
@@ -350,7 +386,8 @@ def test_bf16_reads_nothing_that_was_not_written(name, adapter, kept, monkeypatc
     """Until a tensor is written it is NaN here, and products by 0 are no way to write it. With rows
     of whole cache lines CPUs take another path."""
     keeps, hold_weights, slice_tokens = KEPT[kept]
-    pair, (loss, grads) = pair_and_expected(name, intermediate_size=171, adapter=adapter)
+    pair, (loss, grads) = pair_and_expected(
+        name, fields=(("intermediate_size", 171),), adapter=adapter)
     monkeypatch.setattr(mlp, "SLICE_TOKENS", slice_tokens)
     if slice_tokens == SLICED:
         monkeypatch.setattr(linears, "LARGE_WEIGHT", 0)  # and each linear's weight by itself
@@ -589,15 +626,25 @@ def test_check_at_start_catches_documents_end_to_end(name, monkeypatch):
         check_family(model_config, name, fill_model)
 
 
-def test_gated_delta_rule_equals_the_recurrence():
-    """In chunks, with documents shorter and longer than them; forward and backward in fp64."""
-    lengths, generator = (70, 1, 130, 64), torch.Generator().manual_seed(0)
-    n = sum(lengths)
-    query, key, value, grad = (torch.randn(n, *shape, generator=generator)
-                               for shape in ((2, 8), (2, 8), (4, 5), (4, 5)))
-    g, beta = (torch.rand(n, 4, generator=generator) for _ in range(2))
-    chunks_equal(recurrence.chunked_delta_rule, delta_recurrence, (query, key, value, -g, 2 * beta),
-                 grad, lengths)  # fmt: skip
+# shorter and longer than a chunk of 64, one or two chunks, one more or less
+CHUNKED = (70, 1, 130, 64), (63, 65, 128, 2)
+# of the state a token leaves e to the power of minus this, or more. Over a chunk the second one
+# comes to 160 and more, of which fp32 has no exp()
+DECAYS = {"weak": 0.1, "strong": 5.0}
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("heads", [(2, 4), (3, 3), (1, 4)])
+@pytest.mark.parametrize("lengths", CHUNKED)
+def test_gated_delta_rule_equals_the_recurrence(lengths, heads, decay):
+    """In chunks; forward and backward in fp64. Some keys are short, some are 0."""
+    n, generator = sum(lengths), torch.Generator().manual_seed(0)
+    query, key, value, grad = (torch.randn(n, *shape, generator=generator) for shape in (
+        (heads[0], 8), (heads[0], 8), (heads[1], 5), (heads[1], 5)))
+    g, beta = (torch.rand(n, heads[1], generator=generator) for _ in range(2))
+    key *= torch.tensor([1, 1, 1e-3, 1, 0])[torch.arange(n) % 5, None, None]
+    chunks_equal(recurrence.chunked_delta_rule, delta_recurrence,
+                 (query, key, value, -DECAYS[decay] * g, 2 * beta), grad, lengths)  # fmt: skip
 
 
 def chunks_equal(rule, recurrence, inputs, grad, lengths):
@@ -640,7 +687,9 @@ def test_transformers_takes_no_kernels_in_the_check_at_start(monkeypatch):
 
 
 def delta_recurrence(query, key, value, g, beta, lengths):
-    query, key = (F.normalize(x, dim=-1).repeat_interleave(2, 1) for x in (query, key))
+    repeats = value.shape[1] // key.shape[1]
+    query, key = ((x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(
+        repeats, 1) for x in (query, key))
     outs, first = [], 0
     for length in lengths:
         state = 0
@@ -654,25 +703,27 @@ def delta_recurrence(query, key, value, g, beta, lengths):
     return torch.stack(outs)
 
 
-def test_scan_of_mamba_equals_the_recurrence():
-    """In chunks, with documents shorter and longer than them; forward and backward in fp64."""
-    lengths, n_heads, groups, generator = (70, 1, 130, 64), 4, 2, torch.Generator().manual_seed(0)
-    n = sum(lengths)
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("groups", [2, 4, 1])
+@pytest.mark.parametrize("lengths", CHUNKED)
+def test_scan_of_mamba_equals_the_recurrence(lengths, groups, decay):
+    """In chunks; forward and backward in fp64."""
+    n, n_heads, generator = sum(lengths), 4, torch.Generator().manual_seed(0)
 
     def draw(*shape):
         return torch.randn(n, *shape, generator=generator)
 
-    inputs = [draw(groups, 6), draw(groups, 6), draw(n_heads, 5), -0.2 * draw(n_heads).exp(),
-              draw(n_heads).exp()]  # fmt: skip
+    inputs = [draw(groups, 6), draw(groups, 6), draw(n_heads, 5),
+              -DECAYS[decay] * torch.rand(n, n_heads, generator=generator), draw(n_heads).exp()]
     chunks_equal(recurrence.chunked_scan, scan_recurrence, inputs, draw(n_heads, 5), lengths)
 
 
 def scan_recurrence(b, c, x, decay, step, lengths):
-    outs, first = [], 0
+    outs, first, repeats = [], 0, x.shape[1] // b.shape[1]
     for length in lengths:
         state = 0
         for i in range(first, first + length):
-            of_b, of_c = (part[i].repeat_interleave(2, 0) for part in (b, c))
+            of_b, of_c = (part[i].repeat_interleave(repeats, 0) for part in (b, c))
             state = state * decay[i, :, None, None].exp() + (
                 of_b[:, :, None] * (step[i, :, None] * x[i])[:, None])
             outs.append((of_c[:, :, None] * state).sum(1))
