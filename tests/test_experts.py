@@ -179,6 +179,25 @@ def test_bf16_routers_round_as_transformers(name):
         assert torch.equal(got, theirs)
 
 
+@pytest.mark.parametrize("name", [
+    name for name in MIXTURES if describe_model(TINY[name](320)).mixture.scores == "softmax"])
+def test_softmax_of_large_logits_is_finite(name):
+    """Where exp() of them is infinite."""
+    arch = describe_model(TINY[name](320))
+    mixture, kind = arch.mixture, arch.layer_kinds[arch.layer_routed.index(True)]
+    tensors = {key: torch.randn(shape, generator=seed())
+               for key, shape in arch.small_tensors(kind).items()}  # fmt: skip
+    tensors[f"{mixture.router}.weight"] *= 1000
+    if mixture.correction:  # else tokens go to experts of which they want nothing
+        tensors[mixture.correction].zero_()
+    work = types.SimpleNamespace(arch=arch, layer=types.SimpleNamespace(small_tensors=tensors))
+    x = torch.randn(64, arch.hidden_size, generator=seed(1))
+    routing = router.route(work, x)
+    torch.testing.assert_close(routing.scores.sum(-1), torch.ones(64))
+    grad = router.route_backward(work, routing, torch.ones_like(routing.weights), x)
+    assert routing.weights.isfinite().all() and grad.isfinite().all()
+
+
 @pytest.mark.slow  # 160 experts are in test_layouts.py
 @pytest.mark.parametrize("again", [False, True])
 def test_more_experts_than_a_byte_numbers(again, monkeypatch):

@@ -956,6 +956,21 @@ def test_angles_of_far_positions_are_exact(name):
         torch.testing.assert_close(ours, theirs[0, :, : ours.shape[1]], rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["phi3_longrope", "phi4_mini"])
+def test_document_as_long_as_longropes_limit_is_short(name):
+    config = TINY[name](VOCABULARY)
+    arch, n = describe_model(config), 16
+    assert arch.ropes[0]["original_max_position_embeddings"] == n
+    rotary, lengths = AutoModelForCausalLM.from_config(config).model.rotary_emb, (n + 1, n, n - 1)
+    positions = [torch.arange(length) for length in lengths]
+    bounds = torch.tensor([0, *itertools.accumulate(lengths)])
+    bin = types.SimpleNamespace(position_ids=torch.cat(positions), cu_seqlens=bounds)
+    got = rope_tables(arch, [rope_frequencies(arch.ropes[0], arch, n + 1, config)], bin, 0)[0]
+    for ours, at in zip(got.split(lengths), positions):
+        want = rotary(torch.zeros(1), at[None])[0][0, :, : ours.shape[1]]
+        torch.testing.assert_close(ours, want, rtol=0, atol=1e-6)
+
+
 def test_truncate_of_yarn_is_obeyed_by_layer_type_too():
     """There transformers ignores it, so that the check at start refuses such a model."""
     yarn = YARN | dict(original_max_position_embeddings=64, beta_fast=8.0, truncate=False)
@@ -983,19 +998,23 @@ def test_window_counts_from_the_first_document_that_is_longer(n, windowed):
     assert torch.allclose(got, full, atol=1e-5) == (not windowed)
 
 
-def test_large_logits_do_not_overflow():
-    pair = Pair("llama")
-    model = pair.make()
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_large_logits_do_not_overflow(name):
+    """Nor where they are capped, nor in backward."""
+    pair = Pair(name)
+    model, cap = pair.make(), pair.arch.logits_softcap
+    adapter_values(model, pair.values)
     model.head = model.head * 1000
-    rows = rows_of([(pair.ids, pair.ids)])
-    bin = make_bin(rows, [[0]], 0, torch.tensor(0), plain_run(model))
+    bin = bin_of([pair.ids], model)
     with torch.no_grad():
-        hidden = model.hidden(bin)
-        normed = norm_of(hidden, model.norm, pair.arch.norm, pair.arch.norm_eps)
-        logits = normed @ model.head.t()
-        want = F.cross_entropy(logits[:-1], pair.ids[1:], reduction="sum")
+        logits = model(bin, wants_loss=False) @ model.head.t()
         assert logits.max() > 100
-        assert model(bin).sum().item() == pytest.approx(want.item(), rel=1e-5)
+        logits = cap * torch.tanh(logits / cap) if cap else logits
+        want = F.cross_entropy(logits[:-1], pair.ids[1:], reduction="sum")
+    loss = model(bin).sum()
+    assert loss.item() == pytest.approx(want.item(), rel=1e-5)
+    loss.backward()
+    assert all(layer.adapter.grad.isfinite().all() for layer in model.layers)
 
 
 def test_failed_check_ends_a_run_with_one_line(run_main, monkeypatch, demo_directory, tmp_path):
