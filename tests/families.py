@@ -591,8 +591,9 @@ TINY = {
         moe_k=3,
         moe_intermediate_size=32,
     ),
-    "gpt_oss": tiny(
+    "gpt_oss": tiny(  # as released, its down_proj is square: no shape tells that it is transposed
         "gpt_oss",
+        intermediate_size=64,
         num_local_experts=4,
         num_experts_per_tok=2,
         sliding_window=7,

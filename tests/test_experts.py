@@ -31,7 +31,8 @@ from families import (
 )
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from test_layer import make_model as make_layers
+from test_layer import make_model as make_model_of_layers
+from test_layer import make_plan
 from test_merge_experts import watch_sums
 from transformers import AutoTokenizer
 
@@ -43,6 +44,7 @@ from fsdp_qlora.model import router
 from fsdp_qlora.lora.adapter import Adapter, choose_adapted, read_adapter, write_adapter
 from fsdp_qlora.training.check import plain_model, random_adapter, random_reference, read_weights
 from fsdp_qlora.pretrained.config import describe_model, shrunk_config, text_config
+from fsdp_qlora.pretrained.families import FAMILIES
 from fsdp_qlora.data.bins import make_bin
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.model.elementwise import (
@@ -91,6 +93,12 @@ def worst(name, again, monkeypatch, edit=None, ranges=1, torch_grouped=False, to
     ours = check.results(model, ids)
     theirs = check.reference_results(reference, model, names, weights, ids)
     return max(float((ours[key] - theirs[key]).norm() / theirs[key].norm()) for key in ours)
+
+
+def make_layers(model_config, arch, tensors, config):
+    """The house's model, for bins of the check's two documents."""
+    plan = dataclasses.replace(make_plan(arch.n_layers), bin_tokens=sum(check.LENGTHS))
+    return make_model_of_layers(model_config, arch, tensors, config, plan)
 
 
 def changed_plan(ranges, **settings):
@@ -171,6 +179,25 @@ def test_bf16_routers_round_as_transformers(name):
         assert torch.equal(got, theirs)
 
 
+@pytest.mark.parametrize("name", [
+    name for name in MIXTURES if describe_model(TINY[name](320)).mixture.scores == "softmax"])
+def test_softmax_of_large_logits_is_finite(name):
+    """Where exp() of them is infinite."""
+    arch = describe_model(TINY[name](320))
+    mixture, kind = arch.mixture, arch.layer_kinds[arch.layer_routed.index(True)]
+    tensors = {key: torch.randn(shape, generator=seed())
+               for key, shape in arch.small_tensors(kind).items()}  # fmt: skip
+    tensors[f"{mixture.router}.weight"] *= 1000
+    if mixture.correction:  # else tokens go to experts of which they want nothing
+        tensors[mixture.correction].zero_()
+    work = types.SimpleNamespace(arch=arch, layer=types.SimpleNamespace(small_tensors=tensors))
+    x = torch.randn(64, arch.hidden_size, generator=seed(1))
+    routing = router.route(work, x)
+    torch.testing.assert_close(routing.scores.sum(-1), torch.ones(64))
+    grad = router.route_backward(work, routing, torch.ones_like(routing.weights), x)
+    assert routing.weights.isfinite().all() and grad.isfinite().all()
+
+
 @pytest.mark.slow  # 160 experts are in test_layouts.py
 @pytest.mark.parametrize("again", [False, True])
 def test_more_experts_than_a_byte_numbers(again, monkeypatch):
@@ -179,6 +206,45 @@ def test_more_experts_than_a_byte_numbers(again, monkeypatch):
     monkeypatch.setitem(TINY, "many", small)
     monkeypatch.setattr("test_experts.shrunk_config", lambda config: config)
     assert worst("many", again, monkeypatch, ranges=4) < BAR
+
+
+FEW = {  # {which experts a token has: (family, settings)}
+    "the only one": ("qwen3_moe", dict(num_experts=1, num_experts_per_tok=1)),
+    "all": ("qwen3_moe", dict(num_experts=3, num_experts_per_tok=3)),
+    "all, corrected": ("glm4_moe", dict(
+        n_routed_experts=4, num_experts_per_tok=4, n_group=1, topk_group=1,
+        first_k_dense_replace=0)),
+    "one of its group": ("glm4_moe", dict(
+        n_routed_experts=8, num_experts_per_tok=1, n_group=4, topk_group=1,
+        first_k_dense_replace=1)),
+    "one, with biases": ("gpt_oss", dict(
+        num_local_experts=3, num_experts_per_tok=1, intermediate_size=64))}  # fmt: skip
+
+
+@pytest.mark.parametrize("ranges", [1, 3])
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("which", FEW)
+def test_few_experts_equal_transformers(which, again, ranges, monkeypatch):
+    """Also where there are fewer than are dequantised at once."""
+    family, settings = FEW[which]
+    monkeypatch.setitem(TINY, "few", tiny(family, **{"moe_intermediate_size": 64} | settings))
+    monkeypatch.setattr("test_experts.shrunk_config", lambda config: config)
+    assert worst("few", again, monkeypatch, ranges=ranges) < BAR
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_moe", "mixtral", "step3p7", "gemma4_moe"])
+def test_square_matrices_of_experts_equal_transformers(name, monkeypatch):
+    """No shape tells then whether a tensor of all experts is transposed."""
+    shrink = shrunk_config
+
+    def as_square(config):
+        small = shrink(config)
+        field = FAMILIES[small.model_type].mixture.expert_size.removeprefix("config.")
+        setattr(small, field, small.hidden_size)
+        return small
+
+    monkeypatch.setattr("test_experts.shrunk_config", as_square)
+    assert worst(name, False, monkeypatch) < BAR
 
 
 def test_token_that_no_expert_wants_gets_nothing():

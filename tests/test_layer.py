@@ -56,7 +56,9 @@ from fsdp_qlora.pretrained.reader import rows_in_memory
 from fsdp_qlora.pretrained.tensor_names import tensor_names
 from train_fsdp_qlora import Config, fill_model
 
-LENGTHS = (24, 21)
+# Of documents: a multiple of a chunk of states, which longrope takes for a long one; one token; as
+# many as a window; fewer than a convolution reads
+LENGTHS = (24, 1, 5, 3)
 CONFIG = Config(model="test", lora_rank=4, lora_alpha=8)
 VOCABULARY = 320
 # What a layer keeps from forward to backward, whether its backward holds dequantised weights, and
@@ -124,13 +126,22 @@ def adapter_names(model):
             yield f"base_model.model.model.layers.{i}.{linear}.{key}", where, shape, i
 
 
+def bin_of(documents, model):
+    """A bin of these documents, all of whose tokens are trained."""
+    rows = rows_of([(ids, ids) for ids in documents])
+    every = [*range(len(documents))]
+    return make_bin(rows, [every], 0, torch.tensor(0), plain_run(model))
+
+
 class Pair:
     """The house's model and PEFT's of one family, with the same weights and the same adapter."""
 
-    def __init__(self, name, intermediate_size=96, **settings):
+    def __init__(self, name, fields=(), **settings):
+        """`fields`: pairs of a small config's field and its value."""
         self.config = dataclasses.replace(CONFIG, **settings)
         self.model_config = shrunk_config(TINY[name](VOCABULARY))
-        self.model_config.intermediate_size = intermediate_size
+        for field, value in (("intermediate_size", 96), *fields):
+            setattr(self.model_config, field, value)
         self.arch = dataclasses.replace(
             describe_model(self.model_config),
             attention_dropout=0.0,
@@ -166,7 +177,10 @@ class Pair:
         set_peft_model_state_dict(self.peft, self.values)
         taken = get_peft_model_state_dict(self.peft)
         assert taken.keys() == self.values.keys()
-        self.ids = torch.randint(3, self.arch.vocab_size, (sum(LENGTHS),), generator=generator)
+        # of rows that are not longer than the model transformers takes another base than of others
+        self.lengths = LENGTHS[:1] if name == "llama_dynamic" else LENGTHS
+        n_tokens = sum(self.lengths)
+        self.ids = torch.randint(3, self.arch.vocab_size, (n_tokens,), generator=generator)
 
     def make(self, plan=None):
         return make_model(self.model_config, self.arch, self.tensors, self.config, plan)
@@ -174,7 +188,7 @@ class Pair:
     def expected(self):
         """The sum of the token losses and {PEFT's name: gradient}, by transformers and PEFT."""
         loss = 0.0
-        for part in self.ids.split(LENGTHS):
+        for part in self.ids.split(self.lengths):
             logits = self.peft(part[None]).logits[0].float()
             loss += F.cross_entropy(logits[:-1], part[1:], reduction="sum")
         loss.backward()
@@ -187,8 +201,7 @@ class Pair:
             keeps = "x"  # see LayerFunction
         model = self.make(make_plan(self.arch.n_layers, keeps, hold_weights, compute_dtype))
         adapter_values(model, self.values)
-        rows = rows_of([(part, part) for part in self.ids.split(LENGTHS)])
-        loss = model(make_bin(rows, [[0, 1]], 0, torch.tensor(0), plain_run(model))).sum()
+        loss = model(bin_of(self.ids.split(self.lengths), model)).sum()
         loss.backward()
         names = adapter_names(model)
         return loss.item(), {
@@ -221,6 +234,40 @@ def assert_equal(kept, monkeypatch, name, **settings):
     for name in TINY for kept in KEPT])  # fmt: skip
 def test_every_family_equals_transformers_and_peft(name, kept, monkeypatch):
     assert_equal(kept, monkeypatch, name)
+
+
+# {shape that no model of families.py has: (model, fields of its small config, adapter's settings)}
+OF_VALUES = dict(target_modules=("v_proj", "o_proj"))  # one key has no rival: its query counts not
+SHAPES = {
+    "one head": ("llama", dict(num_attention_heads=1, num_key_value_heads=1), {}),
+    "heads of two values": ("qwen3", dict(head_dim=2), {}),
+    "heads of 256 values": ("gemma2", dict(head_dim=256), {}),
+    "an MLP as wide as the hidden states": ("llama", dict(intermediate_size=64), {}),
+    "one layer": ("llama", dict(num_hidden_layers=1), {}),
+    "an odd vocabulary": ("qwen2", dict(vocab_size=131), {}),
+    "a window of one token": ("mistral", dict(sliding_window=1), OF_VALUES),
+    "a window of one token, capped": ("gemma2", dict(sliding_window=1), OF_VALUES),
+    "rank 1": ("llama", {}, dict(lora_rank=1)),
+    "a rank above all widths": ("llama", {}, dict(lora_rank=200)),
+    "a rank above all widths, DoRA": ("qwen2", {}, dict(lora_rank=100, adapter="dora")),
+    "as many heads of keys as of values": (
+        "qwen3_next", dict(linear_num_key_heads=4, linear_num_value_heads=4), {}),
+    "one head of keys": ("qwen3_5", dict(linear_num_key_heads=1), {}),
+    "square heads of the delta rule": ("olmo_hybrid", dict(linear_value_head_dim=16), {}),
+    "a group for each head": ("granite4_h", dict(mamba_n_groups=4), {}),
+    "a group for each head, beside attention": ("falcon_h1", dict(mamba_n_groups=4), {}),
+    "a state as wide as a head": ("falcon_h1", dict(mamba_d_state=32), {}),
+    "a convolution of two tokens": ("lfm2", dict(conv_L_cache=2), {}),
+    "values as wide as queries, one head": (
+        "youtu", dict(num_attention_heads=1, num_key_value_heads=1, v_head_dim=64), {}),
+}
+
+
+@pytest.mark.parametrize("kept", QUICK)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shapes_equal_transformers_and_peft(shape, kept, monkeypatch):
+    name, fields, settings = SHAPES[shape]
+    assert_equal(kept, monkeypatch, name, fields=tuple(fields.items()), **settings)
 
 
 @pytest.mark.parametrize("linear", ["self_attn.gate", None])
@@ -339,7 +386,8 @@ def test_bf16_reads_nothing_that_was_not_written(name, adapter, kept, monkeypatc
     """Until a tensor is written it is NaN here, and products by 0 are no way to write it. With rows
     of whole cache lines CPUs take another path."""
     keeps, hold_weights, slice_tokens = KEPT[kept]
-    pair, (loss, grads) = pair_and_expected(name, intermediate_size=171, adapter=adapter)
+    pair, (loss, grads) = pair_and_expected(
+        name, fields=(("intermediate_size", 171),), adapter=adapter)
     monkeypatch.setattr(mlp, "SLICE_TOKENS", slice_tokens)
     if slice_tokens == SLICED:
         monkeypatch.setattr(linears, "LARGE_WEIGHT", 0)  # and each linear's weight by itself
@@ -362,11 +410,10 @@ def test_gradient_with_dropout_is_that_of_the_loss(name, adapter, keeps):
     pair.arch = dataclasses.replace(pair.arch, residual_dropout=0.3)
     model = pair.make(make_plan(pair.arch.n_layers, keeps))
     adapter_values(model, pair.values)
-    rows = rows_of([(part, part) for part in pair.ids.split(LENGTHS)])
-    run, weights = plain_run(model), model.layers[0].adapter
+    bin, weights = bin_of(pair.ids.split(pair.lengths), model), model.layers[0].adapter
 
     def loss():
-        return model(make_bin(rows, [[0, 1]], 0, torch.tensor(0), run)).sum()
+        return model(bin).sum()
 
     loss().backward()
     # DoRA's norm is a constant in backward, but not in the loss: only B has a gradient without it
@@ -464,7 +511,7 @@ def test_no_document_sees_another(name):
     adapter_values(model, pair.values)
 
     def losses(ids):
-        parts = ids.split((9, 20, 4, 12))
+        parts = ids.split((9, 14, 4, 6))
         for trained in range(len(parts)):
             rows = [
                 (part, part if i == trained else torch.full_like(part, -100))
@@ -474,7 +521,7 @@ def test_no_document_sees_another(name):
             yield model(make_bin(batch, [[2, 0, 3, 1]], 0, torch.tensor(0), run)).sum().item()
 
     before, changed = list(losses(pair.ids)), pair.ids.clone()
-    changed[29:33] = changed[29:33].flip(0)  # the third
+    changed[23:27] = changed[23:27].flip(0)  # the third
     after = list(losses(changed))
     assert min(before) > 0
     assert [i for i in range(4) if before[i] != after[i]] == [2]
@@ -579,15 +626,25 @@ def test_check_at_start_catches_documents_end_to_end(name, monkeypatch):
         check_family(model_config, name, fill_model)
 
 
-def test_gated_delta_rule_equals_the_recurrence():
-    """In chunks, with documents shorter and longer than them; forward and backward in fp64."""
-    lengths, generator = (70, 1, 130, 64), torch.Generator().manual_seed(0)
-    n = sum(lengths)
-    query, key, value, grad = (torch.randn(n, *shape, generator=generator)
-                               for shape in ((2, 8), (2, 8), (4, 5), (4, 5)))
-    g, beta = (torch.rand(n, 4, generator=generator) for _ in range(2))
-    chunks_equal(recurrence.chunked_delta_rule, delta_recurrence, (query, key, value, -g, 2 * beta),
-                 grad, lengths)  # fmt: skip
+# shorter and longer than a chunk of 64, one or two chunks, one more or less
+CHUNKED = (70, 1, 130, 64), (63, 65, 128, 2)
+# of the state a token leaves e to the power of minus this, or more. Over a chunk the second one
+# comes to 160 and more, of which fp32 has no exp()
+DECAYS = {"weak": 0.1, "strong": 5.0}
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("heads", [(2, 4), (3, 3), (1, 4)])
+@pytest.mark.parametrize("lengths", CHUNKED)
+def test_gated_delta_rule_equals_the_recurrence(lengths, heads, decay):
+    """In chunks; forward and backward in fp64. Some keys are short, some are 0."""
+    n, generator = sum(lengths), torch.Generator().manual_seed(0)
+    query, key, value, grad = (torch.randn(n, *shape, generator=generator) for shape in (
+        (heads[0], 8), (heads[0], 8), (heads[1], 5), (heads[1], 5)))
+    g, beta = (torch.rand(n, heads[1], generator=generator) for _ in range(2))
+    key *= torch.tensor([1, 1, 1e-3, 1, 0])[torch.arange(n) % 5, None, None]
+    chunks_equal(recurrence.chunked_delta_rule, delta_recurrence,
+                 (query, key, value, -DECAYS[decay] * g, 2 * beta), grad, lengths)  # fmt: skip
 
 
 def chunks_equal(rule, recurrence, inputs, grad, lengths):
@@ -630,7 +687,9 @@ def test_transformers_takes_no_kernels_in_the_check_at_start(monkeypatch):
 
 
 def delta_recurrence(query, key, value, g, beta, lengths):
-    query, key = (F.normalize(x, dim=-1).repeat_interleave(2, 1) for x in (query, key))
+    repeats = value.shape[1] // key.shape[1]
+    query, key = ((x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(
+        repeats, 1) for x in (query, key))
     outs, first = [], 0
     for length in lengths:
         state = 0
@@ -644,25 +703,27 @@ def delta_recurrence(query, key, value, g, beta, lengths):
     return torch.stack(outs)
 
 
-def test_scan_of_mamba_equals_the_recurrence():
-    """In chunks, with documents shorter and longer than them; forward and backward in fp64."""
-    lengths, n_heads, groups, generator = (70, 1, 130, 64), 4, 2, torch.Generator().manual_seed(0)
-    n = sum(lengths)
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("groups", [2, 4, 1])
+@pytest.mark.parametrize("lengths", CHUNKED)
+def test_scan_of_mamba_equals_the_recurrence(lengths, groups, decay):
+    """In chunks; forward and backward in fp64."""
+    n, n_heads, generator = sum(lengths), 4, torch.Generator().manual_seed(0)
 
     def draw(*shape):
         return torch.randn(n, *shape, generator=generator)
 
-    inputs = [draw(groups, 6), draw(groups, 6), draw(n_heads, 5), -0.2 * draw(n_heads).exp(),
-              draw(n_heads).exp()]  # fmt: skip
+    inputs = [draw(groups, 6), draw(groups, 6), draw(n_heads, 5),
+              -DECAYS[decay] * torch.rand(n, n_heads, generator=generator), draw(n_heads).exp()]
     chunks_equal(recurrence.chunked_scan, scan_recurrence, inputs, draw(n_heads, 5), lengths)
 
 
 def scan_recurrence(b, c, x, decay, step, lengths):
-    outs, first = [], 0
+    outs, first, repeats = [], 0, x.shape[1] // b.shape[1]
     for length in lengths:
         state = 0
         for i in range(first, first + length):
-            of_b, of_c = (part[i].repeat_interleave(2, 0) for part in (b, c))
+            of_b, of_c = (part[i].repeat_interleave(repeats, 0) for part in (b, c))
             state = state * decay[i, :, None, None].exp() + (
                 of_b[:, :, None] * (step[i, :, None] * x[i])[:, None])
             outs.append((of_c[:, :, None] * state).sum(1))
@@ -895,6 +956,21 @@ def test_angles_of_far_positions_are_exact(name):
         torch.testing.assert_close(ours, theirs[0, :, : ours.shape[1]], rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["phi3_longrope", "phi4_mini"])
+def test_document_as_long_as_longropes_limit_is_short(name):
+    config = TINY[name](VOCABULARY)
+    arch, n = describe_model(config), 16
+    assert arch.ropes[0]["original_max_position_embeddings"] == n
+    rotary, lengths = AutoModelForCausalLM.from_config(config).model.rotary_emb, (n + 1, n, n - 1)
+    positions = [torch.arange(length) for length in lengths]
+    bounds = torch.tensor([0, *itertools.accumulate(lengths)])
+    bin = types.SimpleNamespace(position_ids=torch.cat(positions), cu_seqlens=bounds)
+    got = rope_tables(arch, [rope_frequencies(arch.ropes[0], arch, n + 1, config)], bin, 0)[0]
+    for ours, at in zip(got.split(lengths), positions):
+        want = rotary(torch.zeros(1), at[None])[0][0, :, : ours.shape[1]]
+        torch.testing.assert_close(ours, want, rtol=0, atol=1e-6)
+
+
 def test_truncate_of_yarn_is_obeyed_by_layer_type_too():
     """There transformers ignores it, so that the check at start refuses such a model."""
     yarn = YARN | dict(original_max_position_embeddings=64, beta_fast=8.0, truncate=False)
@@ -922,19 +998,23 @@ def test_window_counts_from_the_first_document_that_is_longer(n, windowed):
     assert torch.allclose(got, full, atol=1e-5) == (not windowed)
 
 
-def test_large_logits_do_not_overflow():
-    pair = Pair("llama")
-    model = pair.make()
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_large_logits_do_not_overflow(name):
+    """Nor where they are capped, nor in backward."""
+    pair = Pair(name)
+    model, cap = pair.make(), pair.arch.logits_softcap
+    adapter_values(model, pair.values)
     model.head = model.head * 1000
-    rows = rows_of([(pair.ids, pair.ids)])
-    bin = make_bin(rows, [[0]], 0, torch.tensor(0), plain_run(model))
+    bin = bin_of([pair.ids], model)
     with torch.no_grad():
-        hidden = model.hidden(bin)
-        normed = norm_of(hidden, model.norm, pair.arch.norm, pair.arch.norm_eps)
-        logits = normed @ model.head.t()
-        want = F.cross_entropy(logits[:-1], pair.ids[1:], reduction="sum")
+        logits = model(bin, wants_loss=False) @ model.head.t()
         assert logits.max() > 100
-        assert model(bin).sum().item() == pytest.approx(want.item(), rel=1e-5)
+        logits = cap * torch.tanh(logits / cap) if cap else logits
+        want = F.cross_entropy(logits[:-1], pair.ids[1:], reduction="sum")
+    loss = model(bin).sum()
+    assert loss.item() == pytest.approx(want.item(), rel=1e-5)
+    loss.backward()
+    assert all(layer.adapter.grad.isfinite().all() for layer in model.layers)
 
 
 def test_failed_check_ends_a_run_with_one_line(run_main, monkeypatch, demo_directory, tmp_path):

@@ -319,6 +319,30 @@ def test_plain_attention_by_a_few_rows_is_that_of_all(kind, window, monkeypatch)
         assert (got - whole).norm() < 1e-5 * whole.norm()
 
 
+@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss", "llama"])
+def test_large_scores_do_not_overflow(kind):
+    """Capped, beside sinks as large, and by torch's kernel."""
+    arch, n = describe_model(TINY[kind](320)), 30
+    heads, generator = (arch.n_heads, arch.n_kv_heads, arch.n_kv_heads), torch.Generator()
+    q, k, v = torch.randn(n, sum(heads), arch.head_dim, generator=generator.manual_seed(0)).split(
+        heads, 1)
+    sinks = 1000 * torch.randn(arch.n_heads, generator=generator) if arch.sinks else None
+    inputs = [x.detach().requires_grad_() for x in (100 * q, 10 * k, v)]
+    bin = types.SimpleNamespace(lengths=(n,), dropout_keys=None)
+    got = document_attention(*inputs, sinks, bin, arch, None, 0)
+    assert all(x.isfinite().all() for x in torch.autograd.grad(got.sum(), inputs))
+    q, k, v = (x.double().repeat_interleave(arch.n_heads // x.shape[1], 1) for x in inputs)
+    scores = torch.einsum("qhd,khd->hqk", q, k) * arch.attention_scale
+    assert scores.max() > 500
+    if arch.attention_softcap:
+        scores = arch.attention_softcap * torch.tanh(scores / arch.attention_softcap)
+    scores = scores.masked_fill(~torch.ones(n, n, dtype=torch.bool).tril(), -torch.inf)
+    if arch.sinks:
+        scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, n, 1)], -1)
+    want = torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :n], v)
+    assert (got - want).norm() < 1e-4 * want.norm()
+
+
 def cpu_flash(mask, groups, scale):
     """SinkAttention's two kernels: torch's flash kernel for CPUs, of one document."""
     op = torch.ops.aten
@@ -344,14 +368,16 @@ def cpu_flash(mask, groups, scale):
     return forward, backward
 
 
+@pytest.mark.parametrize("size", [2, 1000])
 @pytest.mark.parametrize("window", [None, 7])
-def test_a_kernel_that_knows_no_sinks_gives_exact_gradients_with_them(window):
-    """Because its backward gets out and lse of attention with sinks."""
+def test_a_kernel_that_knows_no_sinks_gives_exact_gradients_with_them(window, size):
+    """Because its backward gets out and lse of attention with sinks; also where exp() of a sink is
+    infinite, or 0."""
     n, arch = 50, describe_model(TINY["gpt_oss"](320))
     shapes = arch.n_heads, arch.n_kv_heads, arch.n_kv_heads, arch.n_heads
     generator = torch.Generator().manual_seed(0)
     q, k, v, grad = (torch.randn(n, heads, arch.head_dim, generator=generator) for heads in shapes)
-    sinks = 2 * torch.randn(arch.n_heads, generator=generator)
+    sinks = size * torch.randn(arch.n_heads, generator=generator)
     visible = torch.ones(n, n, dtype=torch.bool).tril().triu(1 - window if window else -n)
     mask = torch.zeros(n, n).masked_fill(~visible, -torch.inf)
     bin = types.SimpleNamespace(lengths=(n,), dropout_keys=None)

@@ -45,9 +45,11 @@ def test_every_code_and_scale_means_what_transformers_says():
         assert torch.equal(mxfp4_values(turned, scales.view(-1, 2)).to(dtype).view(255, -1), want)
 
 
-def small_model(kind=None, again=False):
-    """A shrunk model with experts in MXFP4, here and as transformers has it."""
+def small_model(kind=None, again=False, inner=None):
+    """A shrunk model with experts in MXFP4, here and as transformers has it; `inner`: their width,
+    None: as wide as hidden states."""
     small = shrunk_config(TINY["gpt_oss"](320))
+    small.intermediate_size = inner or small.hidden_size
     reference = random_reference(small, torch.Generator().manual_seed(0))
     tensors, packed = dict(reference.state_dict()), mxfp4_experts(small)
     for name in {name.rpartition("_")[0] for name in packed}:
@@ -72,7 +74,7 @@ def test_weights_are_dequantised_to_the_bit():
 
 def test_a_rank_may_have_a_part_of_a_row():
     """Blocks 2 to 6 of rows of three."""
-    model, *_ = small_model()
+    model, *_ = small_model(inner=3 * BLOCK)
     layer = model.layers[0]
     fused = layer.layout.mlp.fused_linears[1]
     place = fused.places[2]
@@ -90,9 +92,10 @@ def test_a_rank_may_have_a_part_of_a_row():
         assert torch.equal(got[1:], want[2:7]) and not got[0].any()
 
 
+@pytest.mark.parametrize("inner", [None, 192])
 @pytest.mark.parametrize("again", [False, True])
-def test_model_equals_transformers(again):
-    model, reference, names = small_model("lora", again)
+def test_model_equals_transformers(again, inner):
+    model, reference, names = small_model("lora", again, inner)
     weights = read_weights(model, names)
     random_adapter(model, torch.Generator().manual_seed(1))
     ids = torch.randint(3, 128, (sum(check.LENGTHS),), generator=torch.Generator().manual_seed(2))
@@ -209,7 +212,7 @@ def test_scale_that_is_no_number_is_named(released, run_main, demo_directory, tm
     ("llama", "is quantised already, with quant_method mxfp4; only bitsandbytes can")])  # fmt: skip
 def test_model_that_cannot_be_in_mxfp4_is_refused(name, words, tmp_path):
     config = TINY[name](320)
-    config.quantization_config = IN_MXFP4
+    config.intermediate_size, config.quantization_config = 96, IN_MXFP4
     config.save_pretrained(tmp_path)
     with pytest.raises((ValueError, Stop), match=words):
         read_config(tmp_path)

@@ -970,6 +970,24 @@ def test_only_the_last_answer_is_judged(tokenizer):
     assert decoded(*documents, tokenizer)[1] == "a<|im_end|>"
 
 
+EARLIER = {  # {where earlier turns are: what a row has of them and of the question}
+    "history": {"instruction": "Sure?", "history": [[QUESTION, "It is 7."]]},
+    "prompt": {"prompt": [ASKED, GOOD, AGAIN]},
+    "prompt, marked": {"prompt": [ASKED, GOOD | {"train": True}, AGAIN]},
+    "messages": {"messages": [ASKED, GOOD, AGAIN]},
+    "conversations": {"conversations": [*FROM_TO, ANSWERED[0], AGAIN]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("where", EARLIER)
+def test_earlier_answers_of_a_pair_count_in_neither(where, tokenizer):
+    as_texts = where == "history"
+    answers = [a["content"] if as_texts else [a] for a in (GOOD, BAD)]
+    row = EARLIER[where] | dict(zip(("chosen", "rejected"), answers))
+    _, documents, _ = parse_preference(row, tokenizer, (), "dpo")
+    assert tuple(decoded(document, tokenizer) for document in documents) == TURNS
+
+
 def test_an_answer_without_a_prompt_has_room_after_another_one():
     """Nothing predicts the first token of a row, but after a prompt it counts."""
     rows = rows_of([([5, 6, 7], [5, 6, 7]), ([1, 2, 8], [IGNORE, IGNORE, 8])], "kto")

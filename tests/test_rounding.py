@@ -243,6 +243,18 @@ def test_kernel_rounds_once(case):
     assert_rounded_once(*case)
 
 
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case[0].__name__)
+def test_kernel_of_large_values_is_finite(case):
+    """Where exp() of them is infinite in fp32."""
+    function, *args = case
+    given = [in_dtype(arg, torch.float32) if arg is XIELU else
+             in_dtype(arg * 1000, torch.float32) if tensors_of(arg) else arg for arg in args]
+    if function is head.logits_gradient:
+        given[1] = head.scaled_logits(given[0], *given[-2:]).logsumexp(-1)
+    for result in tensors_of([function(*given), *given]):
+        assert result.isfinite().all()
+
+
 def test_all_kernels_are_here():
     found = set()
     for module in pkgutil.walk_packages(fsdp_qlora.__path__, "fsdp_qlora."):

@@ -489,7 +489,9 @@ def shrinking_changes(
     record = FAMILIES[c.model_type]
     inner, eps = (str(name).removeprefix("config.")
                   for name in (record.intermediate_size, record.norm_eps))
-    heads_width = arch.n_heads * arch.head_dim
+    # whole blocks of 64 weights: bitsandbytes on a CPU dequantises others wrongly. 4 heads of 16 are
+    # as wide as the hidden states only if the model's heads are; so is an MLP or an expert
+    hidden = 64 if arch.n_heads * arch.head_dim == arch.hidden_size else 128
     by_layer = {name: getattr(c, name, None)
                 for name in ("layer_types", "no_rope_layers", "layer_rope_theta", "mlp_layer_types",
                              "num_attention_heads_per_layer", *SMALL_LIMITS)}
@@ -514,11 +516,12 @@ def shrinking_changes(
         ("always", {"tie_word_embeddings": arch.tied}),
         # with the released values a wrong scale of attention or a wrong eps would go unnoticed
         ("if declared", {"initializer_range": 0.2, "attention_multiplier": 0.2, eps: 0.05}),
-        ("if declared", {inner: 192, "post_norm_eps": 0.1}),
+        ("if declared", {inner: hidden if getattr(c, inner, None) == arch.hidden_size else 192,
+                         "post_norm_eps": 0.1}),
         # these change no output
         ("if declared", {"use_cache": False, "return_dict": True, "output_attentions": False,
                          "output_hidden_states": False}),
-        *expert_changes(arch, c),
+        *expert_changes(arch, c, hidden),
         ("if declared", {"linear_num_key_heads": 2, "linear_num_value_heads": 4,
                          "linear_key_head_dim": 16, "linear_value_head_dim": 32}),
         *mamba_changes(arch, c),
@@ -527,9 +530,7 @@ def shrinking_changes(
             4 if arch.layer_heads[i].n == arch.n_heads else 8 for i in layers]}),
         ("always", {"num_attention_heads": 4,
                     "num_key_value_heads": {1: 1, arch.n_heads: 4}.get(arch.n_kv_heads, 2)}),
-        # whole blocks of 64 weights: bitsandbytes on a CPU dequantises others wrongly. 4 heads of
-        # 16 are as wide as the hidden states only if the model's heads are
-        ("always", {"hidden_size": 64 if heads_width == arch.hidden_size else 128}),
+        ("always", {"hidden_size": hidden}),
         ("if declared", {"head_dim": 16}),
         *heads_changes([arch.layer_heads[lenders.get(i, i)] for i in layers], record),
         ("if used", {"num_kv_shared_layers": len({*lenders.values()})}),
@@ -564,13 +565,16 @@ def is_computed(c: PreTrainedConfig, name: str) -> bool:
     return isinstance(getattr(type(c), name, None), property)
 
 
-def expert_changes(arch: Architecture, c: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
-    """The rows of shrinking_changes() for experts."""
+def expert_changes(
+    arch: Architecture, c: PreTrainedConfig, hidden: int,
+) -> list[tuple[str, dict[str, Any]]]:
+    """The rows of shrinking_changes() for experts; `hidden`: the small model's hidden size."""
     if not arch.mixture:
         return []
     sizes = {
         "n_experts": max(8, 2 * arch.mixture.n_groups),  # a group is ranked by its two best
-        "top_k": min(3, arch.mixture.top_k), "shared_size": 128, "expert_size": 64,
+        "top_k": min(3, arch.mixture.top_k), "shared_size": 128,
+        "expert_size": hidden if arch.mixture.expert_size == arch.hidden_size else 64,
         "latent_size": 192, "first_dense": 1}
     record = FAMILIES[arch.family].mixture
     fields = {str(getattr(record, key)).removeprefix("config."): size
