@@ -337,15 +337,7 @@ def train(given: Config, device: torch.device, status: Status) -> None:
         content = agree_on_content(config, rows, eval_rows, base_sha256)
         if config.init_adapter and not begun:
             on_rank_0(check_origin, config, base_sha256, tokenizer)
-        status.enter("checkpoint")
-        done = 0  # steps; 0: a new run
-        if is_dry:
-            on_rank_0(check_run, config, directory, content, begun)
-        else:
-            done = on_rank_0(find_checkpoint, config, directory, content)
-            status.may_write, status.max_steps, status.step = True, config.max_steps, done
-            status.checkpoint = checkpoint_path(directory, done).name if done else None
-            say_extension(config, begun, done)
+        done = steps_done(config, directory, content, begun, status, is_dry)
         on_rank_0(check_room, config, directory, layouts)
 
         # 4. Which attention, and the plan: what is sharded, recomputed, offloaded
@@ -381,14 +373,7 @@ def train(given: Config, device: torch.device, status: Status) -> None:
             lora_config=lora_config, kernels=kernels, model=model, adapter=adapter,
             optimizer=optimizer, store=make_store(plan, device), probe=Probe(rows),
             graphs=plan.graphs and Graphs(model, config, device), saved_step=done)
-        if done:
-            status.enter("checkpoint")
-            with together():
-                path = checkpoint_path(directory, done)
-                run.progress = load_checkpoint(path, adapter, optimizer)
-            say(f"resumed from {path}: {done} of {config.max_steps} steps are done")
-        else:
-            adapter.initialise(config)
+        start_adapter(run, done)
         status.enter("saving")
         on_rank_0(describe_run, run, given, base.resolve(), loaded, day, VERSIONS)
         on_rank_0(save_tokenizer, directory, base, tokenizer)
@@ -430,6 +415,34 @@ def find_weights(config: Config, base: Path, name: str, is_dry: bool) -> tuple[P
         return base, ""
     base = model_directory(name, "weights")
     return base, base_digest(base)
+
+
+def steps_done(config: Config, directory: Path, content: dict[str, str | None],
+               begun: dict[str, Any], status: Status, is_dry: bool) -> int:
+    """After how many steps the run in the directory goes on, by its newest whole checkpoint; 0: it
+    is new, or is only looked at. `begun` is its train_config.json. All ranks must call this."""
+    status.enter("checkpoint")
+    if is_dry:
+        on_rank_0(check_run, config, directory, content, begun)
+        return 0
+    done: int = on_rank_0(find_checkpoint, config, directory, content)
+    status.may_write, status.max_steps, status.step = True, config.max_steps, done
+    status.checkpoint = checkpoint_path(directory, done).name if done else None
+    say_extension(config, begun, done)
+    return done
+
+
+def start_adapter(run: Run, done: int) -> None:
+    """Give the adapter its first values, or those after `done` steps with the optimizer's state.
+    All ranks must call this."""
+    if not done:
+        run.adapter.initialise(run.config)
+        return
+    run.status.enter("checkpoint")
+    path = checkpoint_path(run.directory, done)
+    with together():
+        run.progress = load_checkpoint(path, run.adapter, run.optimizer)
+    say(f"resumed from {path}: {done} of {run.config.max_steps} steps are done")
 
 
 def answer_plan_for(given: Config, status: Status) -> None:
