@@ -139,17 +139,18 @@ def encode(row: dict, tokenizer: PreTrainedTokenizerFast) -> list[Row]:
     for i, message in enumerate(row["messages"]):
         if i > 0 and message["role"] == "assistant":
             prompt = render(row["messages"][:i], tokenizer, add_generation_prompt=True)
-            text = render(row["messages"][: i + 1], tokenizer).rstrip()
+            text = render(row["messages"][: i + 1], tokenizer)
             if not text.startswith(prompt):
                 raise ValueError(f"the chat template asks with {prompt[-40:]!r}, but renders the"
                                  " answer otherwise: train_fsdp_qlora.py knows ways")
             special = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
-            if not text.endswith((tokenizer.eos_token, *special)):
-                text += tokenizer.eos_token  # the template leaves the last turn open, as GLM's
+            closed = text.rstrip()
+            if not closed.endswith((tokenizer.eos_token, *special)):
+                closed = text + tokenizer.eos_token  # the last turn is left open, as GLM's is
             prompt_ids, ids = (tokenizer(t, add_special_tokens=False)["input_ids"]
-                               for t in (prompt, text))
+                               for t in (prompt, closed))
             if ids[: len(prompt_ids)] != prompt_ids:  # a token goes over from one to the other
-                answer = text.removeprefix(prompt)
+                answer = closed.removeprefix(prompt)
                 ids = prompt_ids + tokenizer(answer, add_special_tokens=False)["input_ids"]
             rows.append((ids, [-100] * len(prompt_ids) + ids[len(prompt_ids) :]))
     return rows

@@ -323,11 +323,11 @@ def train(given: Config, device: torch.device, status: Status) -> None:
         begun = on_rank_0(read_json, directory / "train_config.json", {})
         day = begun.get("date", on_rank_0(time.strftime, "%Y-%m-%d"))
         rows, eval_rows = prepare_data(config, directory, tokenizer, arch.vocab_size, day)
-        on_rank_0(check_tokenizer, base, tokenizer, rows)
         config = resolve_steps(config, len(rows))
 
         # 3. What is adapted, and which run this is: its adapter is looked at, then its weights
         status.enter("model")
+        on_rank_0(check_tokenizer, base, tokenizer, rows)
         with together():
             lora_config, adapted = choose_adapted(arch, config, config.model or str(base))
             layouts = make_layouts(arch, adapted, config)

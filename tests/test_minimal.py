@@ -653,8 +653,9 @@ def plain_rows(directory, n):
         if "text" in row:
             ids, n_asked = tokenizer(row["text"] + tokenizer.eos_token)["input_ids"], 0
         else:
-            text = tokenizer.apply_chat_template(row["messages"], tokenize=False)
-            ids = tokenizer(text.rstrip(), add_special_tokens=False)["input_ids"]
+            # its template closes a turn by no token of this tokenizer: EOS follows
+            ids = [*tokenizer.apply_chat_template(row["messages"], return_dict=False),
+                   tokenizer.eos_token_id]
             n_asked = len(tokenizer.apply_chat_template(
                 row["messages"][:-1], add_generation_prompt=True, return_dict=False))
         found.append((ids[:LONGEST], ([-100] * n_asked + ids[n_asked:])[:LONGEST]))

@@ -118,8 +118,9 @@ def prepare_rows(sources: Sequence[str], tokenizer: PreTrainedTokenizerFast, max
     name = " ".join(sources)
     with together():
         if tokenizer.eos_token_id is None:
-            raise ValueError("the tokenizer has no EOS token, and generation would never stop: set"
-                             " eos_token in its tokenizer_config.json")
+            raise ValueError("the tokenizer has no EOS token, and generation would never stop: name"
+                             " it as eos_token in tokenizer_config.json beside tokenizer.json"
+                             " (create the file if there is none)")
         settings: dict[str, Any] = {
             "tokenizer": with_day(tokenizer, day), "max_seq_len": max_seq_len,
             "vocab_size": vocab_size, "new_names": columns, "loss": loss}
