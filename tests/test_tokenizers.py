@@ -481,18 +481,20 @@ def test_vocabulary_that_names_no_eos_ends_the_start(tmp_path, capsys):
     assert "makes of tekken.json cannot be compared with it" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kind, wanted, first, words", [
-    ("llama3", False, 0, 'puts <|begin|> before each text; "add_bos_token": false'),
-    ("llama3", True, 0, ""), ("llama3", None, 0, ""), ("llama3", False, 5, ""),
-    ("gpt2", True, 5, 'puts no <|end|> before a text, so rows of plain text have none; "add_bos'),
-    ("gpt2", True, 0, ""), ("gpt2", False, 5, ""), ("gpt2", None, 5, "")])  # fmt: skip
+@pytest.mark.parametrize("kind, wanted, first_ids, words", [
+    ("llama3", False, [0], 'puts <|begin|> before each text; "add_bos_token": false'),
+    ("llama3", False, [0, 5], 'puts <|begin|> before each text; "add_bos_token": false'),
+    ("llama3", True, [0], ""), ("llama3", None, [0], ""), ("llama3", False, [5], ""),
+    ("gpt2", True, [5], 'puts no <|end|> before a text, so rows of plain text have none; "add_bo'),
+    ("gpt2", True, [0, 5], 'puts no <|end|> before a text, so rows of plain text have none'),
+    ("gpt2", True, [0], ""), ("gpt2", False, [5], ""), ("gpt2", None, [5], "")])  # fmt: skip
 def test_bos_that_the_settings_want_otherwise_is_said(
-        kind, wanted, first, words, tmp_path, capsys):  # fmt: skip
+        kind, wanted, first_ids, words, tmp_path, capsys):  # fmt: skip
     """Where the rows show it: those of chats have it of their template."""
     bos = {"bos_token": KINDS[kind][1][0]}
     base = write_base(tmp_path / "base", kind, add_bos_token=wanted, **bos)
     tokenizer = load_tokenizer(base, config_of(base))
-    rows = [([first, 6, 7], [first, 6, 7])] * 40
+    rows = [([first, 6, 7], [first, 6, 7]) for first in first_ids * 40]
     check_tokenizer(base, tokenizer, rows_of(rows))
     said = capsys.readouterr().out
     assert said.count("BOS: tokenizer.json ") == (words != "") and words in said
