@@ -489,8 +489,8 @@ def shrinking_changes(
     record = FAMILIES[c.model_type]
     inner, eps = (str(name).removeprefix("config.")
                   for name in (record.intermediate_size, record.norm_eps))
-    # whole blocks of 64 weights: bitsandbytes on a CPU dequantises others wrongly. 4 heads of 16 are
-    # as wide as the hidden states only if the model's heads are; so is an MLP or an expert
+    # rows have whole blocks of 64 weights: bitsandbytes on a CPU dequantises others wrongly. 4 heads
+    # of 16, an MLP or an expert are as wide as the hidden states only if the model's are
     hidden = 64 if arch.n_heads * arch.head_dim == arch.hidden_size else 128
     by_layer = {name: getattr(c, name, None)
                 for name in ("layer_types", "no_rope_layers", "layer_rope_theta", "mlp_layer_types",
@@ -534,7 +534,6 @@ def shrinking_changes(
         ("if declared", {"head_dim": 16}),
         *heads_changes([arch.layer_heads[lenders.get(i, i)] for i in layers], record),
         ("if used", {"num_kv_shared_layers": len({*lenders.values()})}),
-        # of whole blocks, too
         ("if declared", {"hidden_size_per_layer_input": 64 if arch.per_layer else 0,
                          "vocab_size_per_layer_input": 128}),
         *latent_changes(arch, c),
