@@ -489,8 +489,8 @@ def shrinking_changes(
     record = FAMILIES[c.model_type]
     inner, eps = (str(name).removeprefix("config.")
                   for name in (record.intermediate_size, record.norm_eps))
-    # rows have whole blocks of 64 weights: bitsandbytes on a CPU dequantises others wrongly. 4 heads
-    # of 16, an MLP or an expert are as wide as the hidden states only if the model's are
+    # rows are whole blocks of 64 weights: bitsandbytes on a CPU dequantises others wrongly. 4 heads
+    # of 16, an MLP, an expert are as wide as the hidden states only if the model's are
     hidden = 64 if arch.n_heads * arch.head_dim == arch.hidden_size else 128
     by_layer = {name: getattr(c, name, None)
                 for name in ("layer_types", "no_rope_layers", "layer_rope_theta", "mlp_layer_types",
