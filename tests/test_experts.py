@@ -530,9 +530,12 @@ def test_a_rank_reads_nothing_of_an_expert_that_it_has_no_part_of(tmp_path):
     assert sizes == [0, 2 * math.prod(shape)]
 
 
-def test_an_experts_bytes_are_bitsandbytes_own():
-    """Of its 2-D matrices, though files may have all experts' in one tensor."""
+@pytest.mark.parametrize("width", [64, 640])
+def test_an_experts_bytes_are_bitsandbytes_own(width):
+    """Of its 2-D matrices, though files may have all experts' in one tensor; also of one with
+    several scales of the second level."""
     small = shrunk_config(TINY["qwen3_moe"](320))
+    small.moe_intermediate_size = width
     arch, reference = describe_model(small), random_reference(small, seed())
     tensors = dict(reference.state_dict())
     model = plain_model(small, arch, tensors, 24, fill_model)

@@ -50,6 +50,7 @@ from fsdp_qlora.model.model import Model, measure_weight_norms
 from fsdp_qlora.model.shards import set_local
 from fsdp_qlora.model.offload import make_store
 from fsdp_qlora.planner.plan import Plan
+from fsdp_qlora.ranks import Stop
 from fsdp_qlora.run.probe import Probe
 from fsdp_qlora.model.head import embed
 from fsdp_qlora.pretrained.reader import rows_in_memory
@@ -250,6 +251,8 @@ SHAPES = {
     "rank 1": ("llama", {}, dict(lora_rank=1)),
     "a rank above all widths": ("llama", {}, dict(lora_rank=200)),
     "a rank above all widths, DoRA": ("qwen2", {}, dict(lora_rank=100, adapter="dora")),
+    "more rows than DoRA norms at once": (
+        "llama", dict(intermediate_size=2112), dict(adapter="dora", lora_rank=2)),
     "as many heads of keys as of values": (
         "qwen3_next", dict(linear_num_key_heads=4, linear_num_value_heads=4), {}),
     "one head of keys": ("qwen3_5", dict(linear_num_key_heads=1), {}),
@@ -366,6 +369,14 @@ def test_what_is_computed_again_is_there_once(name, keeps, monkeypatch):
 @pytest.mark.parametrize("adapter", ["rslora", "dora"])
 def test_other_adapters_equal_peft(adapter, name, kept, monkeypatch):
     assert_equal(kept, monkeypatch, name, adapter=adapter)
+
+
+def test_dora_is_refused_where_a_row_of_a_weight_is_0():
+    """It would begin with 0 / 0, here and in PEFT."""
+    pair = Pair("llama", adapter="dora")
+    pair.tensors["model.layers.1.mlp.up_proj.weight"][3] = 0
+    with pytest.raises(Stop, match="row 3 of mlp.up_proj in layer 1 is all 0, .*: use --adapter l"):
+        measure_weight_norms(pair.make())
 
 
 @pytest.mark.parametrize("kept", KEPT)

@@ -22,7 +22,7 @@ from fsdp_qlora.model.per_layer import per_layer_inputs
 from fsdp_qlora.model.shards import gathered, local_part
 from fsdp_qlora.quant.blocks import NF4Blocks
 from fsdp_qlora.quant.nf4 import dequantise
-from fsdp_qlora.ranks import say_each
+from fsdp_qlora.ranks import Stop, say_each
 
 if TYPE_CHECKING:
     from fsdp_qlora.data.bins import Bin
@@ -94,8 +94,8 @@ class Model(nn.Module):
 
 @torch.no_grad()
 def measure_weight_norms(model: Model) -> None:
-    """For DoRA: compute the norms of the rows of all adapted weights, fp32. All ranks must call
-    this."""
+    """For DoRA: compute the norms of the rows of all adapted weights, fp32. Raises Stop if a row is
+    0. All ranks must call this."""
     for layer in model.layers:
         with gathered(layer):
             no_adapter = layer.vectors.new_zeros(layer.layout.n_adapter)
@@ -104,7 +104,13 @@ def measure_weight_norms(model: Model) -> None:
                     weight = dequantise(layer, fused, no_adapter)[:, : fused.in_features]
                     norms = torch.cat([rows.float().norm(dim=1) for rows in weight.split(4096)])
                     for place in fused.adapted:
-                        layer.weight_norms[place.linear.name] = norms[place.outputs]
+                        name, its = place.linear.name, norms[place.outputs]
+                        if not its.all():  # PEFT, too, would compute NaN
+                            raise Stop(f"--adapter dora: row {int(its.argmin())} of {name} in layer"
+                                       f" {layer.index} is all 0, and DoRA divides by its norm: use"
+                                       " --adapter lora, or leave this linear out of"
+                                       " --target_modules")
+                        layer.weight_norms[name] = its
 
 
 def verify_model(model: Model, plan: Plan) -> None:

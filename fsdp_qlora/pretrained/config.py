@@ -533,7 +533,6 @@ def shrinking_changes(
         ("if declared", {"head_dim": 16}),
         *heads_changes([arch.layer_heads[lenders.get(i, i)] for i in layers], record),
         ("if used", {"num_kv_shared_layers": len({*lenders.values()})}),
-        # of whole blocks, too
         ("if declared", {"hidden_size_per_layer_input": 64 if arch.per_layer else 0,
                          "vocab_size_per_layer_input": 128}),
         *latent_changes(arch, c),
