@@ -489,7 +489,7 @@ def shrinking_changes(
     record = FAMILIES[c.model_type]
     inner, eps = (str(name).removeprefix("config.")
                   for name in (record.intermediate_size, record.norm_eps))
-    # whole blocks of 64: bitsandbytes on a CPU dequantises others wrongly; square where the model is
+    # whole blocks of 64: bitsandbytes on a CPU dequantises others wrongly; square as the model is
     hidden = 64 if arch.n_heads * arch.head_dim == arch.hidden_size else 128
     by_layer = {name: getattr(c, name, None)
                 for name in ("layer_types", "no_rope_layers", "layer_rope_theta", "mlp_layer_types",
