@@ -438,3 +438,27 @@ def test_plan_counts_what_layers_have_in_common():
     one = "one layer's adapter gradient"
     sharded = predict_memory(dataclasses.replace(plan, shard_group_size=2), arch, layouts).memory
     assert memory[one] == 4 * layouts[0].n_adapter and sharded[one] == 3 * memory[one]
+
+
+def test_plan_counts_what_fsdp_gathers_to_the_byte():
+    """All parameters of two layers, each as large as the largest; with those kept until backward
+    all and one more. The adapters are in the compute dtype."""
+    _, arch, layouts = shapes_of("qwen3.5-9b")
+    plan = plan_of(arch, "all", shard_group_size=2)
+    sizes = []
+    for i, layout in enumerate(layouts):
+        layer = DecoderLayer(arch, layout, i, plan)  # its parameters are on the meta device
+        weights = layer.nf4.packed.nbytes + layer.nf4.scales.nbytes
+        sizes.append((weights, layer.vectors.nbytes, layer.adapter.nbytes // 2))
+    one, every = (sum(map(of_all, zip(*sizes))) for of_all in (max, sum))
+    freed, kept = (predict_memory(dataclasses.replace(plan, reshard_after_forward=frees), arch,
+                                  layouts).memory["gathered weights"] for frees in (True, False))
+    assert freed == 2 * one and kept == every + one
+
+
+def test_plan_counts_doras_norms_to_the_byte():
+    """Of the rows of q, k, v, o, gate, up and down, fp32; and outputs that backward makes again."""
+    _, arch, layouts = shapes_of("llama-2-70b", adapter="dora")
+    rows = 80 * (8192 + 2 * 1024 + 8192 + 2 * 28672 + 8192)
+    memory = predict_memory(plan_of(arch, "all"), arch, layouts).memory
+    assert memory["DoRA"] == 4 * rows + (2 + 4 + 4) * 2048 * 2 * 28672
