@@ -265,6 +265,9 @@ def layers_of(name, monkeypatch, **flags):
                    moe_shared_expert_intermediate_size=5376)
         monkeypatch.setitem(bench.SHAPES, name, (4096, 5376, 52, 32, 2, 131072))
         monkeypatch.setitem(bench.MIXERS, name, own)
+    if name == "gemma-4-e4b-narrow":  # what follows its MLP takes most
+        monkeypatch.setitem(bench.SHAPES, name, (2560, 256, 42, 1, 1, 262144))
+        monkeypatch.setitem(bench.MIXERS, name, bench.GEMMAS_4["gemma-4-e4b"])
     config, arch, layouts = shapes_of(name.replace("h1-plain", "h1-7b"), **flags)
     if name == "falcon-h1-plain":  # without its factors
         (kind, mixer), = arch.mixers.items()
@@ -315,6 +318,8 @@ def test_plan_counts_what_layers_of_real_sizes_keep(
     ("gemma-4-e4b", 0, "all", NOTHING, 0.940),
     ("gemma-4-e4b", 0, "x", NOTHING, 0.954),
     ("gemma-4-e4b", 0, "x", HELD, 0.970),
+    ("gemma-4-e4b-narrow", 0, "all", NOTHING, 0.833),
+    ("gemma-4-e4b-narrow", 0, "x", NOTHING, 0.866),
     ("qwen3-30b-a3b", 0, "all", RANGES, 0.961),
     ("qwen3-30b-a3b", 0, "x", RANGES, 0.959),
     ("qwen3-30b-a3b", 0, "all", NOTHING, 0.986),
