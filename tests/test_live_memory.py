@@ -265,6 +265,9 @@ def layers_of(name, monkeypatch, **flags):
                    moe_shared_expert_intermediate_size=5376)
         monkeypatch.setitem(bench.SHAPES, name, (4096, 5376, 52, 32, 2, 131072))
         monkeypatch.setitem(bench.MIXERS, name, own)
+    if name == "gemma-4-e4b-narrow":  # what follows its MLP takes most
+        monkeypatch.setitem(bench.SHAPES, name, (2560, 256, 42, 1, 1, 262144))
+        monkeypatch.setitem(bench.MIXERS, name, bench.GEMMAS_4["gemma-4-e4b"])
     config, arch, layouts = shapes_of(name.replace("h1-plain", "h1-7b"), **flags)
     if name == "falcon-h1-plain":  # without its factors
         (kind, mixer), = arch.mixers.items()
@@ -315,6 +318,8 @@ def test_plan_counts_what_layers_of_real_sizes_keep(
     ("gemma-4-e4b", 0, "all", NOTHING, 0.940),
     ("gemma-4-e4b", 0, "x", NOTHING, 0.954),
     ("gemma-4-e4b", 0, "x", HELD, 0.970),
+    ("gemma-4-e4b-narrow", 0, "all", NOTHING, 0.833),
+    ("gemma-4-e4b-narrow", 0, "x", NOTHING, 0.866),
     ("qwen3-30b-a3b", 0, "all", RANGES, 0.961),
     ("qwen3-30b-a3b", 0, "x", RANGES, 0.959),
     ("qwen3-30b-a3b", 0, "all", NOTHING, 0.986),
@@ -438,3 +443,27 @@ def test_plan_counts_what_layers_have_in_common():
     one = "one layer's adapter gradient"
     sharded = predict_memory(dataclasses.replace(plan, shard_group_size=2), arch, layouts).memory
     assert memory[one] == 4 * layouts[0].n_adapter and sharded[one] == 3 * memory[one]
+
+
+def test_plan_counts_what_fsdp_gathers_to_the_byte():
+    """All parameters of two layers, each as large as the largest; with those kept until backward
+    all and one more. The adapters are in the compute dtype."""
+    _, arch, layouts = shapes_of("qwen3.5-9b")
+    plan = plan_of(arch, "all", shard_group_size=2)
+    sizes = []
+    for i, layout in enumerate(layouts):
+        layer = DecoderLayer(arch, layout, i, plan)  # its parameters are on the meta device
+        weights = layer.nf4.packed.nbytes + layer.nf4.scales.nbytes
+        sizes.append((weights, layer.vectors.nbytes, layer.adapter.nbytes // 2))
+    one, every = (sum(map(of_all, zip(*sizes))) for of_all in (max, sum))
+    freed, kept = (predict_memory(dataclasses.replace(plan, reshard_after_forward=frees), arch,
+                                  layouts).memory["gathered weights"] for frees in (True, False))
+    assert freed == 2 * one and kept == every + one
+
+
+def test_plan_counts_doras_norms_to_the_byte():
+    """Of the rows of q, k, v, o, gate, up and down, fp32; and outputs that backward makes again."""
+    _, arch, layouts = shapes_of("llama-2-70b", adapter="dora")
+    rows = 80 * (8192 + 2 * 1024 + 8192 + 2 * 28672 + 8192)
+    memory = predict_memory(plan_of(arch, "all"), arch, layouts).memory
+    assert memory["DoRA"] == 4 * rows + (2 + 4 + 4) * 2048 * 2 * 28672

@@ -618,6 +618,14 @@ def test_as_much_host_memory_as_the_gpu_needs_may_be_pinned():
     assert tight.embedding_on_host and tight.fits(41 * GIB)
 
 
+def test_offloaded_weights_take_their_time_on_the_bus():
+    """All of them twice a bin, where the bus is what a step waits for."""
+    _, arch, layouts = shapes_of("llama-2-70b")
+    plan, bus = predicted(arch, layouts, offload_params=True), 1e9
+    slow = predict_time(plan, arch, layouts, dataclasses.replace(H200, host=bus), 2048)
+    assert 1 < slow.token_seconds * 4096 / (2 * plan.host_bytes / bus) < 1.1
+
+
 def test_plan_for_a_cpu_counts_what_the_host_has():
     """Also what is offloaded there; else the kernel would end the run while it loads."""
     flags = {"device": "cpu", "gpus": 1}
