@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import importlib
 import itertools
+import math
 import sys
 import types
 import weakref
@@ -33,7 +34,7 @@ from fsdp_qlora.model import mixers, recurrence
 from fsdp_qlora.model import mixing
 from fsdp_qlora.model import mlp
 from fsdp_qlora.lora.adapter import choose_adapted
-from fsdp_qlora.pretrained.architecture import AttentionGate, DeltaNet, Heads
+from fsdp_qlora.pretrained.architecture import AttentionGate, DeltaNet, Heads, Mamba2
 from fsdp_qlora.training.check import (
     check_family, plain_run, random_reference, read_weights, text_model)
 from fsdp_qlora.data.bins import make_bin
@@ -260,6 +261,8 @@ SHAPES = {
     "a group for each head": ("granite4_h", dict(mamba_n_groups=4), {}),
     "a group for each head, beside attention": ("falcon_h1", dict(mamba_n_groups=4), {}),
     "a state as wide as a head": ("falcon_h1", dict(mamba_d_state=32), {}),
+    "steps within narrow limits": ("granite4_h", dict(time_step_limit=(0.5, 0.8)), {}),
+    "steps of a least size": ("nemotron_h", dict(time_step_min=0.7), {}),
     "a convolution of two tokens": ("lfm2", dict(conv_L_cache=2), {}),
     "values as wide as queries, one head": (
         "youtu", dict(num_attention_heads=1, num_key_value_heads=1, v_head_dim=64), {}),
@@ -668,6 +671,30 @@ def chunks_equal(rule, recurrence, inputs, grad, lengths):
         results.append([out.detach(), *torch.autograd.grad(out, leaves, grad.to(kind))])
     for got, want in zip(*results, strict=True):
         assert (got - want).norm() < 1e-5 * want.norm()
+
+
+MIXERS = {  # {function: (mixer, what names of its tensors begin with, which part decays)}
+    mixers.delta_net: (DeltaNet(2, 2, 3, 3, 4, norm_eps=1e-6), "linear_attn.", "a"),
+    mixers.mamba2: (Mamba2(2, 3, 2, 3, 4, conv_bias=False, step_limits=(0.0, math.inf),
+                           norm_eps=1e-6), "mamba.", "dt")}  # fmt: skip
+
+
+@pytest.mark.parametrize("function", MIXERS, ids=lambda f: f.__name__)
+def test_decays_of_large_values_are_finite(function):
+    """Where exp() of what decides on a decay is infinite, or 0."""
+    mixer, stem, part = MIXERS[function]
+    n = 5
+    projected, seen = torch.ones(n, sum(mixer.widths.values())), []
+    projected[:, -2:] = torch.tensor([-1000.0, -1, 0, 1, 1000])[:, None]
+    assert [*mixer.widths][-1] == part  # the last columns
+    tensors = {key: torch.ones(shape) for key, shape in mixer.tensors(64).items()}
+    bin = types.SimpleNamespace(position_ids=torch.arange(n), kernels={
+        "recurrence": lambda *args: seen.extend(args[:-1]) or torch.ones(n, 2, 3)})
+    work = types.SimpleNamespace(layer=types.SimpleNamespace(small_tensors=tensors), bin=bin)
+    function(work, projected, mixer)
+    steps = torch.tensor([0, 0.6931472, 1.3132617, 2.126928, 1001])  # log(1 + exp(1 + value))
+    decay = next(x for x in seen if x.dim() == 2 and x.max() <= 0)
+    torch.testing.assert_close(decay, -math.e * steps[:, None].expand(n, 2))
 
 
 def test_fla_is_used_only_if_it_gives_what_plain_torch_gives(monkeypatch):
