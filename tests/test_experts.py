@@ -391,15 +391,16 @@ def test_adapter_whose_gate_and_up_are_not_apart_is_no_beginning(tmp_path):
     adapter, lora_config = Adapter(model, torch.device("cpu")), choose_adapted(arch, config, "m")[0]
     values = stack_experts(parts_of_adapter(model, arch, "data"), adapter.expert_parts)
     write_adapter(tmp_path, values, lora_config)
-    assert read_adapter(config, adapter).keys() == parts_of_adapter(model, arch, "data").keys()
+    layouts = [layer.layout for layer in adapter.layers]
+    assert read_adapter(config, arch, layouts).keys() == parts_of_adapter(model, arch, "data").keys()
     write_adapter(tmp_path, {key: value + 1 for key, value in values.items()}, lora_config)
     with pytest.raises(ValueError, match="gate and up of an expert are not apart"):
-        read_adapter(config, adapter)
+        read_adapter(config, arch, layouts)
     settings = json.loads((tmp_path / "adapter_config.json").read_text())
     del settings["alpha_pattern"]
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
     with pytest.raises(ValueError, match="alpha_pattern None, and this run {.*gate_up_proj': 32}"):
-        read_adapter(config, adapter)
+        read_adapter(config, arch, layouts)
 
 
 def parts_of_adapter(model, arch, what):

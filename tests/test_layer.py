@@ -250,8 +250,8 @@ SHAPES = {
     "a window of one token": ("mistral", dict(sliding_window=1), OF_VALUES),
     "a window of one token, capped": ("gemma2", dict(sliding_window=1), OF_VALUES),
     "rank 1": ("llama", {}, dict(lora_rank=1)),
-    "a rank above all widths": ("llama", {}, dict(lora_rank=200)),
-    "a rank above all widths, DoRA": ("qwen2", {}, dict(lora_rank=100, adapter="dora")),
+    "a rank above some widths": ("llama", {}, dict(lora_rank=64)),
+    "a rank above some widths, DoRA": ("qwen2", {}, dict(lora_rank=64, adapter="dora")),
     "more rows than DoRA norms at once": (
         "llama", dict(intermediate_size=2112), dict(adapter="dora", lora_rank=2)),
     "as many heads of keys as of values": (

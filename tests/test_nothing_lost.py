@@ -1023,8 +1023,8 @@ def test_metrics_that_the_disk_refuses_at_the_end_are_written_again(
     """As NFS says only when a file is closed that there was no room."""
     config = types.SimpleNamespace(max_steps=2, report_to="none")
     run = types.SimpleNamespace(
-        config=config, status=Status(), directory=tmp_path, progress={"evaluated": None}
-    )
+        config=config, status=Status(), directory=tmp_path, progress={"evaluated": None},
+        device=torch.device("cpu"))
     log, path, close = Log(run, 0), tmp_path / "metrics.jsonl", os.close
 
     def close_and_fail(file):

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import math
 import re
 import shutil
 import types
@@ -194,14 +195,16 @@ def test_plan_counts_tables_and_shared_keys_and_values(name, width, hidden, lent
     assert on_gpu.memory["inputs of all layers"] == (width + 3 * lent) * 1024 * 2
     kind, table = "embedding, head, norms", 262144 * width * 2 // 2  # bf16, on two processes
     norms = sum(layout.n_vectors for layout in layouts) * 2 // 2
-    whole = table + 262144 * hidden * 2 // 2 + norms + width * hidden * 2
+    every_rank = sum(4 * layout.n_nested + 2 * sum(map(math.prod, layout.small_tensors.values()))
+                     for layout in layouts)  # scales of scales, small tensors
+    whole = table + 262144 * hidden * 2 // 2 + norms + width * hidden * 2 + every_rank
     assert on_gpu.memory[kind] == whole and on_gpu.host_bytes == 0
     assert on_host.memory[kind] == whole - table and on_host.host_bytes == table  # the head stays
 
 
 def test_plan_and_random_weights_need_config_json_alone(base, run_main, tmp_path):
     (tmp_path / "config.json").write_text((base / NAMES[1] / "config.json").read_text())
-    code, out, err = run_main("--model", tmp_path, "--plan_for", "4090", "--dataset", "not-there")
+    code, out, err = run_main("--model", tmp_path, "--plan_for", "4090")
     assert code == 0 and "it fits: " in out, err
     code, out, err = run_main(
         "--model", tmp_path, "--random_weights", "--max_steps", 1, "--batch_size", 2,

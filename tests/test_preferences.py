@@ -1074,7 +1074,7 @@ def test_the_demo_learns_a_preference(run_main, tmp_path):
     assert code == 0, err
     assert "first row, chosen: '[not trained: What is" in out and "first row, rejected: " in out
     assert ("reference: the log-probabilities before the first step of 192 pairs to train on"
-            " (of 461: the others are known, or no step draws them) and 51 pairs to evaluate"
+            " (of 449: the others are known, or no step draws them) and 63 pairs to evaluate"
             " on\n") in out  # fmt: skip
     numbers = r"chosen -?[\d.]+ rejected -?[\d.]+"
     assert re.search(f"\nstep .*, accuracy .*, rewards {numbers}, logps {numbers}, margin ", out)

@@ -29,7 +29,7 @@ from fsdp_qlora.files import (
     as_json, digest, read_json, remove, sync_file, text_digest, write_whole)
 from fsdp_qlora.lora.adapter import write_adapter
 from fsdp_qlora.lora.peft_names import unstack_experts
-from fsdp_qlora.ranks import Stop, gather_objects, say
+from fsdp_qlora.ranks import EXITS, Stop, gather_objects, say
 from fsdp_qlora.run.directory import ADAPTER_FILES, PROBE_FILE, RESULTS
 
 if TYPE_CHECKING:
@@ -306,7 +306,7 @@ def agree_on_content(config: Config, rows: Rows, eval_rows: Rows | None,
             if other[key] != content[key]:
                 value = as_json(vars(config)[flag])
                 value = " ".join(value) if isinstance(value, list) else value
-                raise Stop(f"--{flag} {value}: not the same on all nodes")
+                raise Stop(f"--{flag} {value}: not the same on all nodes", EXITS["data"])
     return content
 
 
