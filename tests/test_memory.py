@@ -21,7 +21,8 @@ from fsdp_qlora.training.check import plain_model, plain_run
 from fsdp_qlora.data.bins import make_bin
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.pretrained.config import describe_model
-from fsdp_qlora.planner.costs import predict_memory, predict_time
+from fsdp_qlora.planner.costs import (
+    FIT, count_layers, layer_seconds, predict_memory, predict_time)
 from fsdp_qlora.pretrained.families import SHAPES
 from fsdp_qlora.model.attention import REACHES
 from fsdp_qlora.model.layer import make_layouts
@@ -624,6 +625,19 @@ def test_offloaded_weights_take_their_time_on_the_bus():
     plan, bus = predicted(arch, layouts, offload_params=True), 1e9
     slow = predict_time(plan, arch, layouts, dataclasses.replace(H200, host=bus), 2048)
     assert 1 < slow.token_seconds * 4096 / (2 * plan.host_bytes / bus) < 1.1
+
+
+def test_every_launch_of_a_layer_counts():
+    """Of one with experts in 4 ranges that is recomputed and sharded, on a card where torch
+    multiplies 128 experts one by one: 4 products each, and 2 more."""
+    _, arch, layouts = shapes_of("qwen3-30b-a3b")
+    plan = Plan(**{**PLAN, "n_layers": 48, "recomputed": 48, "expert_ranges": 4,
+                   "shard_group_size": 2})  # fmt: skip
+    machine = dataclasses.replace(H200, why_no_grouped="another card")
+    got = layer_seconds(plan, arch, count_layers(layouts), machine, 2048).launches / machine.launch
+    of_layer = FIT.launches + FIT.recomputed_launches + FIT.fsdp_launches + FIT.routed_launches
+    of_ranges = 4 * (FIT.range_launches + FIT.recomputed_range_launches)
+    assert got == pytest.approx(of_layer + of_ranges + FIT.expert_launches * (4 + 2) * 128)
 
 
 def test_plan_for_a_cpu_counts_what_the_host_has():
