@@ -23,7 +23,8 @@ import fsdp_qlora
 from fsdp_qlora.data.bins import make_bin
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.model import (
-    attention, elementwise, experts, head, latent, mixers, per_layer, products, recurrence, router)
+    attention, elementwise, experts, head, latent, mixers, per_layer, products, recurrence,
+    residual, router)
 from fsdp_qlora.model.elementwise import LimitedActivation, ScaledActivation
 from fsdp_qlora.model.layer import LayerWork
 from fsdp_qlora.model.sinks import SinkAttention
@@ -389,6 +390,15 @@ def test_sum_with_a_sink_is_fp32():
     assert_rounded_once(attend, *(draw(N, HEADS, 16, seed=seed) for seed in range(3)))
     want = (lse.double().exp() + sinks.double().exp()[:, None]).log().float()
     torch.testing.assert_close(seen[-1], want, rtol=1e-6, atol=1e-6)
+
+
+def test_residual_sum_is_rounded_once():
+    """With a multiplier, too; torch rounds that on a CPU, but for such a one."""
+    work = types.SimpleNamespace(arch=arch_of("granite", residual_multiplier=7 / 32),
+                                 drop=lambda x, *_: x)  # fmt: skip
+    assert_rounded_once(lambda x, branch: residual.end_branch(work, x, branch, None, 0, True),
+                        X, GRAD)  # fmt: skip
+    assert_rounded_once(lambda grad: residual.branch_gradient(work, None, grad, None, 0), GRAD)
 
 
 def bf16_work(name, **settings):
