@@ -340,6 +340,14 @@ def test_gradients_are_the_same_whatever_is_kept_on_the_host(name):
     assert first.norm() > 0 and all(torch.equal(first, other) for other in others)
 
 
+def test_slices_of_tokens_are_all_of_them():
+    """Also where one token is left."""
+    for n, most in itertools.product(range(1, 40), range(1, 12)):
+        slices = mlp.token_slices(n, most)
+        assert [i for part in slices for i in range(n)[part]] == [*range(n)]
+        assert max(part.stop - part.start for part in slices) <= most
+
+
 @pytest.mark.parametrize("keeps", ["all", "middle", "x"])
 @pytest.mark.parametrize("name", ["llama", "cohere", "glm4"])
 def test_what_is_computed_again_is_there_once(name, keeps, monkeypatch):
