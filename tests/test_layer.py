@@ -242,6 +242,8 @@ def test_every_family_equals_transformers_and_peft(name, kept, monkeypatch):
 OF_VALUES = dict(target_modules=("v_proj", "o_proj"))  # one key has no rival: its query counts not
 SHAPES = {
     "one head": ("llama", dict(num_attention_heads=1, num_key_value_heads=1), {}),
+    "one head of keys beside gates": ("afmoe", dict(num_key_value_heads=1), {}),
+    "one head of keys, gates in queries": ("qwen3_5", dict(num_key_value_heads=1), {}),
     "heads of two values": ("qwen3", dict(head_dim=2), {}),
     "heads of 256 values": ("gemma2", dict(head_dim=256), {}),
     "an MLP as wide as the hidden states": ("llama", dict(intermediate_size=64), {}),
@@ -254,9 +256,9 @@ SHAPES = {
     "a rank above some widths, DoRA": ("qwen2", {}, dict(lora_rank=64, adapter="dora")),
     "more rows than DoRA norms at once": (
         "llama", dict(intermediate_size=2112), dict(adapter="dora", lora_rank=2)),
-    "as many heads of keys as of values": (
+    "as many heads of keys of the delta rule as of values": (
         "qwen3_next", dict(linear_num_key_heads=4, linear_num_value_heads=4), {}),
-    "one head of keys": ("qwen3_5", dict(linear_num_key_heads=1), {}),
+    "one head of keys of the delta rule": ("qwen3_5", dict(linear_num_key_heads=1), {}),
     "square heads of the delta rule": ("olmo_hybrid", dict(linear_value_head_dim=16), {}),
     "a group for each head": ("granite4_h", dict(mamba_n_groups=4), {}),
     "a group for each head, beside attention": ("falcon_h1", dict(mamba_n_groups=4), {}),
@@ -336,6 +338,14 @@ def test_gradients_are_the_same_whatever_is_kept_on_the_host(name):
                     == predict_memory(plan, pair.arch, layouts).host_bytes > 0)
     first, *others = got.values()
     assert first.norm() > 0 and all(torch.equal(first, other) for other in others)
+
+
+def test_slices_of_tokens_are_all_of_them():
+    """Also where one token is left."""
+    for n, most in itertools.product(range(1, 40), range(1, 12)):
+        slices = mlp.token_slices(n, most)
+        assert [i for part in slices for i in range(n)[part]] == [*range(n)]
+        assert max(part.stop - part.start for part in slices) <= most
 
 
 @pytest.mark.parametrize("keeps", ["all", "middle", "x"])

@@ -368,16 +368,16 @@ def cpu_flash(mask, groups, scale):
     return forward, backward
 
 
-@pytest.mark.parametrize("size", [2, 1000])
+@pytest.mark.parametrize("size, bar", [(1, 1e-6), (100, 1e-4)])
 @pytest.mark.parametrize("window", [None, 7])
-def test_a_kernel_that_knows_no_sinks_gives_exact_gradients_with_them(window, size):
-    """Because its backward gets out and lse of attention with sinks; also where exp() of a sink is
-    infinite, or 0."""
+def test_a_kernel_that_knows_no_sinks_gives_exact_gradients_with_them(window, size, bar):
+    """Because its backward gets out and lse of attention with sinks; also where exp() of scores and
+    of sinks is infinite."""
     n, arch = 50, describe_model(TINY["gpt_oss"](320))
     shapes = arch.n_heads, arch.n_kv_heads, arch.n_kv_heads, arch.n_heads
     generator = torch.Generator().manual_seed(0)
     q, k, v, grad = (torch.randn(n, heads, arch.head_dim, generator=generator) for heads in shapes)
-    sinks = size * torch.randn(arch.n_heads, generator=generator)
+    sinks, q = 2 * size * torch.randn(arch.n_heads, generator=generator), size * q
     visible = torch.ones(n, n, dtype=torch.bool).tril().triu(1 - window if window else -n)
     mask = torch.zeros(n, n).masked_fill(~visible, -torch.inf)
     bin = types.SimpleNamespace(lengths=(n,), dropout_keys=None)
@@ -391,4 +391,4 @@ def test_a_kernel_that_knows_no_sinks_gives_exact_gradients_with_them(window, si
     got = both(lambda *inputs: SinkAttention.apply(*inputs, *kernels))
     want = both(lambda *inputs: document_attention(*inputs, bin, arch, window, 0))
     for one, other in zip(got, want):
-        assert (one - other).norm() < 1e-6 * other.norm()
+        assert (one - other).norm() < bar * other.norm()

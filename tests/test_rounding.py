@@ -23,7 +23,8 @@ import fsdp_qlora
 from fsdp_qlora.data.bins import make_bin
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.model import (
-    attention, elementwise, experts, head, latent, mixers, per_layer, products, recurrence, router)
+    attention, elementwise, experts, head, latent, mixers, per_layer, products, recurrence,
+    residual, router)
 from fsdp_qlora.model.elementwise import LimitedActivation, ScaledActivation
 from fsdp_qlora.model.layer import LayerWork
 from fsdp_qlora.model.sinks import SinkAttention
@@ -305,6 +306,11 @@ def test_states_are_fp32(rule, make):
     assert_rounded_once(both, *inputs, grad)
 
 
+def as_stored(value, dtype):
+    """A small tensor as a file has it; in fp32 with values that bf16 has not."""
+    return value if dtype == torch.bfloat16 else value.float() / 3
+
+
 def work_of(tensors, bin):
     return types.SimpleNamespace(layer=types.SimpleNamespace(small_tensors=tensors), bin=bin)
 
@@ -325,7 +331,7 @@ def test_decays_of_a_delta_net_are_fp32(double, stored):
     mixer = DeltaNet(2, 4, 16, 32, 4, norm_eps=0.0, double_beta=double)
     tensors = {"A_log": draw(4), "dt_bias": draw(4, seed=1), "norm.weight": FACTOR[:32],
                "conv1d.weight": draw(192, 1, 4)}  # fmt: skip
-    tensors = {f"linear_attn.{key}": value.to(stored) for key, value in tensors.items()}
+    tensors = {f"linear_attn.{key}": as_stored(value, stored) for key, value in tensors.items()}
     projected = draw(N, sum(mixer.widths.values()))
     assert_rounded_once(functools.partial(mixer_states, mixers.delta_net, mixer, tensors),
                         projected, signs(N, 4, 32))  # fmt: skip
@@ -336,7 +342,7 @@ def test_steps_and_decays_of_mamba_are_fp32(stored):
     mixer = Mamba2(4, 32, 2, 16, 4, conv_bias=True, step_limits=(0.0, torch.inf), norm=False)
     tensors = {"A_log": draw(4), "dt_bias": draw(4, seed=1), "D": 0 * draw(4),
                "conv1d.weight": draw(192, 1, 4), "conv1d.bias": draw(192)}  # fmt: skip
-    tensors = {f"mamba.{key}": value.to(stored) for key, value in tensors.items()}
+    tensors = {f"mamba.{key}": as_stored(value, stored) for key, value in tensors.items()}
     projected, out = draw(N, sum(mixer.widths.values())), draw(N, 4, 32)
     function = functools.partial(mixer_states, mixers.mamba2, mixer, tensors)
     assert_rounded_once(function, projected, out)
@@ -389,6 +395,15 @@ def test_sum_with_a_sink_is_fp32():
     assert_rounded_once(attend, *(draw(N, HEADS, 16, seed=seed) for seed in range(3)))
     want = (lse.double().exp() + sinks.double().exp()[:, None]).log().float()
     torch.testing.assert_close(seen[-1], want, rtol=1e-6, atol=1e-6)
+
+
+def test_residual_sum_is_rounded_once():
+    """With a multiplier, too; torch rounds that on a CPU, but for such a one."""
+    work = types.SimpleNamespace(arch=arch_of("granite", residual_multiplier=7 / 32),
+                                 drop=lambda x, *_: x)  # fmt: skip
+    assert_rounded_once(lambda x, branch: residual.end_branch(work, x, branch, None, 0, True),
+                        X, GRAD)  # fmt: skip
+    assert_rounded_once(lambda grad: residual.branch_gradient(work, None, grad, None, 0), GRAD)
 
 
 def bf16_work(name, **settings):
