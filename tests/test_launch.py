@@ -69,7 +69,7 @@ def wait_for_steps(directory, n):
 def end(make, directory):
     """The screen's lines, without make's, and the exit code that make's shows, which is the last;
     of torchrun there are none."""
-    make.wait(60)
+    make.wait(180)
     *lines, last = (directory / "screen").read_text().splitlines()
     assert MAKES.fullmatch(last), last
     assert not any("ChildFailedError" in line or "elastic" in line for line in lines)
@@ -84,6 +84,7 @@ def test_a_wrong_flag_is_the_last_word(start, tmp_path):
     assert "Traceback" not in "".join(lines)
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_how_to_resume_is_the_last_word(start, tmp_path):
     """As of a terminal: make and all that it started get the signal, the ranks by the launcher."""
     make = start("--max_steps", 100_000)
@@ -96,6 +97,7 @@ def test_ctrl_c_saves_and_how_to_resume_is_the_last_word(start, tmp_path):
     assert "Traceback" not in "".join(lines)
 
 
+@pytest.mark.slow
 def test_bug_of_a_rank_keeps_its_traceback(start, tree, tmp_path):
     script = tree / "train_fsdp_qlora.py"
     whole = script.read_text()
