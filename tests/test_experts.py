@@ -392,7 +392,8 @@ def test_adapter_whose_gate_and_up_are_not_apart_is_no_beginning(tmp_path):
     values = stack_experts(parts_of_adapter(model, arch, "data"), adapter.expert_parts)
     write_adapter(tmp_path, values, lora_config)
     layouts = [layer.layout for layer in adapter.layers]
-    assert read_adapter(config, arch, layouts).keys() == parts_of_adapter(model, arch, "data").keys()
+    own = parts_of_adapter(model, arch, "data")
+    assert read_adapter(config, arch, layouts).keys() == own.keys()
     write_adapter(tmp_path, {key: value + 1 for key, value in values.items()}, lora_config)
     with pytest.raises(ValueError, match="gate and up of an expert are not apart"):
         read_adapter(config, arch, layouts)

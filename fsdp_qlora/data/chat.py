@@ -136,13 +136,16 @@ def render_answer(messages: list[dict[str, Any]], options: dict[str, Any],
     RefusedRow where they cannot agree.
     """
     notes: list[str] = []
-    prompt, text, at = render_both(messages, options, tokenizer)
-    for switch in traits.switches:
-        if at is None and not switch.keys() & options.keys():  # the row itself sets no such thing
-            with contextlib.suppress(ValueError):
-                switched = render_both(messages, options | switch, tokenizer)
-                if switched[2] is not None:
-                    options, (prompt, text, at) = options | switch, switched
+    prompt = render(messages[:-1], tokenizer, add_generation_prompt=True, **options)
+    text = checked_text(render(messages, tokenizer, **options), "the conversation")
+    at = len(prompt) if text.startswith(prompt) else None
+    # a variable that the row itself sets stays as it is
+    switches = (switch for switch in traits.switches if not switch.keys() & options.keys())
+    while at is None and (switch := next(switches, None)):
+        if found := render_switched(messages, text, options | switch, tokenizer):
+            options, (prompt, text), at = options | switch, found, len(found[0])
+    if at is None:
+        at = find_answer(messages, prompt, text, options, tokenizer)
     template, marks = tokenizer.get_chat_template(tools=options["tools"]), []
     if re.search(r"\{%-?\s*generation\b", template):
         marks = marked_spans(messages, options, template, tokenizer)
@@ -164,15 +167,18 @@ def render_answer(messages: list[dict[str, Any]], options: dict[str, Any],
     return answer._replace(asked=json.dumps(asked, sort_keys=True))
 
 
-def render_both(messages: list[dict[str, Any]], options: dict[str, Any],
-                tokenizer: PreTrainedTokenizerFast) -> tuple[str, str, int | None]:
-    """What the template makes of the messages before the last one, with the generation prompt, and
-    of all of them; and where in that the last one begins, None: not behind the prompt."""
-    prompt = render(messages[:-1], tokenizer, add_generation_prompt=True, **options)
-    text = checked_text(render(messages, tokenizer, **options), "the conversation")
-    if text.startswith(prompt):
-        return prompt, text, len(prompt)
-    return prompt, text, find_answer(messages, prompt, text, options, tokenizer)
+def render_switched(messages: list[dict[str, Any]], text: str, options: dict[str, Any],
+                    tokenizer: PreTrainedTokenizerFast) -> tuple[str, str] | None:
+    """The prompt of the last message with other options of the template, and a text that goes on
+    from it: `text`, as it is rendered without these, or what they make of all messages. None if
+    neither does."""
+    with contextlib.suppress(ValueError):  # of the template
+        prompt = render(messages[:-1], tokenizer, add_generation_prompt=True, **options)
+        if not text.startswith(prompt):
+            text = checked_text(render(messages, tokenizer, **options), "the conversation")
+        if text.startswith(prompt):
+            return prompt, text
+    return None
 
 
 def marked_answer(text: str, prompt: str, marks: Spans, traits: Traits) -> Answer:

@@ -20,6 +20,7 @@ import pyarrow
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from fsdp_qlora.data.chat import Spans
 from fsdp_qlora.data.forms import IGNORE, Document, Ids, Part, parse_row, printable
 from fsdp_qlora.data.preferences import parse_preference
 from fsdp_qlora.data.rows import columns_of
@@ -145,6 +146,7 @@ def tokenize(documents: list[Document], tokenizers: Tokenizers) -> Iterator[list
 
 def tokenize_batch(documents: list[Document], tokenizers: Tokenizers) -> list[list[Ids]]:
     """tokenize() of a few documents at once."""
+    documents = [with_answer_apart(document) for document in documents]
     parts = [part for document in documents if isinstance(document, list) for part in document]
     encoded = {}  # kind: the tokens of all such parts in order
     for kind in {(part.may_begin, part.goes_on) for part in parts}:
@@ -162,7 +164,7 @@ def tokenize_batch(documents: list[Document], tokenizers: Tokenizers) -> list[li
         ids, labels, apart = [], [], list[Document]()
         for part in document:
             new_ids, offsets = next(encoded[part.may_begin, part.goes_on])
-            if part.answers:
+            if part.answers and not part.goes_on:
                 part, apart = part_apart(part, offsets)
             new_ids, new_labels = part_labels(part, new_ids, offsets, tokenizers.first)
             ids, labels = ids + new_ids, labels + new_labels
@@ -176,22 +178,33 @@ def tokenize_batch(documents: list[Document], tokenizers: Tokenizers) -> list[li
     return found
 
 
+def with_answer_apart(document: Document) -> Document:
+    """A conversation of one answer as two parts, so that nothing is tokenized twice; any other
+    document as it is."""
+    if isinstance(document, list) and len(document[0].answers) == 1 and not document[0].goes_on:
+        (part,) = document
+        return answer_apart(part, part.answers[0][0], part.spans(), len(part.text))
+    return document
+
+
+def answer_apart(part: Part, start: int, spans: Spans, end: int) -> list[Part]:
+    """A conversation up to the end of one of its answers, of which alone these spans are trained:
+    its prompt, and the answer."""
+    return [Part(part.text[:start], trained=False, may_begin=False),
+            Part(part.text[start:end], [(a - start, b - start) for a, b in spans],
+                 may_begin=False, answers=part.answers, goes_on=True)]
+
+
 def part_apart(part: Part, offsets: list[tuple[int, int]]) -> tuple[Part, list[Document]]:
     """A conversation without its answers that begin inside a token, and a document of each of
     these, up to its end."""
-    assert not isinstance(part.trained, bool), "a conversation has spans"
-    starts, apart = sorted(start for start, _ in part.answers), list[Document]()
-    trained = list(part.trained)
+    starts, trained, apart = sorted(start for start, _ in part.answers), part.spans(), []
     for start, next_start in zip(starts, [*starts[1:], len(part.text)]):
         token = bisect.bisect_right(offsets, start, key=lambda token: token[1])
         if token < len(offsets) and offsets[token][0] < start:
             spans = [span for span in trained if start <= span[0] < next_start]
             trained = [span for span in trained if span not in spans]
-            end = max(end for _, end in spans)
-            apart.append([
-                Part(part.text[:start], trained=False, may_begin=False),
-                Part(part.text[start:end], [(a - start, b - start) for a, b in spans],
-                     may_begin=False, goes_on=True)])
+            apart.append(answer_apart(part, start, spans, max(end for _, end in spans)))
     return part._replace(trained=trained), apart
 
 

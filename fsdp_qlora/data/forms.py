@@ -84,6 +84,11 @@ class Part(NamedTuple):
     answers: Sequence[tuple[int, str]] = ()
     goes_on: bool = False  # it stands behind another part: no tokenizer may put a space there
 
+    def spans(self) -> Spans:
+        """What is trained, where that is some of its characters."""
+        assert not isinstance(self.trained, bool), "all of it is trained, or nothing"
+        return list(self.trained)
+
 
 Ids = tuple[list[int], list[int]]  # (input_ids, labels)
 Document = list[Part] | Ids
