@@ -310,6 +310,15 @@ def test_first_token_is_never_trained():
     assert batch.n_trained.tolist() == [4, 2]
 
 
+def test_padding_is_no_longer_than_the_longest_document():
+    """However much another process has: kernels are told how long a document may be."""
+    batch = rows_of(make_rows([7, 7, 7, 4]))
+    got = make_bin(batch, [[0, 1, 2, 3], [], [3]], 1, torch.tensor(0), make_run(25))
+    assert got.lengths == (7, 7, 7, 4) and got.longest == 7
+    got = make_bin(batch, [[0, 1, 2, 3], [], [3]], 2, torch.tensor(0), make_run(25))
+    assert got.lengths == (4, 7, 7, 7) and got.cu_seqlens.tolist() == [0, 4, 11, 18, 25]
+
+
 def keys_of_rows(rows, most, processes, step):
     """{row: the dropout keys of its tokens}, however the rows are dealt."""
     keys, batch = {}, rows_of(rows)

@@ -251,7 +251,7 @@ def test_batched_attention_reads_gradients_of_any_strides(length):
 
 @pytest.mark.parametrize("kind, lengths, window", [
     ("gemma2", (100, 300, 1, 60), None), ("gemma2", (100, 300, 1, 60), 50), ("gemma2", (90,), 7),
-    ("gpt_oss", (128, 128, 7), None), ("llama", (400, 112), 200)])  # fmt: skip
+    ("gpt_oss", (128, 128, 7), None), ("gpt_oss", (129, 127, 1), 1), ("llama", (400, 112), 200)])
 def test_flex_attention_sees_what_plain_torch_sees(kind, lengths, window):
     """On a CPU torch has no backward for it: there is one on GPUs, where attends() compares it."""
     arch, n = describe_model(TINY[kind](320)), sum(lengths)
@@ -268,7 +268,7 @@ def test_flex_attention_sees_what_plain_torch_sees(kind, lengths, window):
 
 
 @pytest.mark.parametrize("lengths", [(100, 300, 1, 60, 5), (90,), (128, 256), (200, 184)])
-@pytest.mark.parametrize("window", [None, 7, 128, 150])
+@pytest.mark.parametrize("window", [None, 1, 7, 128, 150])
 def test_blocks_that_are_computed_are_those_that_a_query_sees(lengths, window):
     """A block is left out if no query sees a key of it, and not masked if all see all. The last
     block is filled up by tokens that see themselves."""
