@@ -198,7 +198,8 @@ def answer_apart(part: Part, start: int, spans: Spans, end: int) -> list[Part]:
 def part_apart(part: Part, offsets: list[tuple[int, int]]) -> tuple[Part, list[Document]]:
     """A conversation without its answers that begin inside a token, and a document of each of
     these, up to its end."""
-    starts, trained, apart = sorted(start for start, _ in part.answers), part.spans(), []
+    starts, trained = sorted(start for start, _ in part.answers), part.spans()
+    apart: list[Document] = []
     for start, next_start in zip(starts, [*starts[1:], len(part.text)]):
         token = bisect.bisect_right(offsets, start, key=lambda token: token[1])
         if token < len(offsets) and offsets[token][0] < start:
