@@ -371,12 +371,16 @@ def test_tokens_of_spaces_are_trained_where_offsets_are_trimmed(processor, token
     segments = [{"text": text, "label": label} for text, label in
                 [("A:   ", False), ("7  \n\n", True), ("  3 ", False), (" 4 ", True), (" ", False),
                  ("  ", True)]]  # fmt: skip
-    (want,) = encode_row({"segments": segments}, tokenizer, tmp_path)
+    talk = [ASKED[0], says("assistant", "    7    and\n\n    4")]
+    rows = [{"segments": segments}, {"messages": talk}, {"messages": [*talk, *talk]}]
+    want = [encode_row(row, tokenizer, tmp_path)[0]["labels"].tolist() for row in rows]
     tokenizer.backend_tokenizer.post_processor = processor
     saved = tokenizer.backend_tokenizer.to_str()
-    (got,) = encode_row({"segments": segments}, tokenizer, tmp_path)
-    assert got["labels"].tolist() == want["labels"].tolist()
-    assert got["labels"][-1] != IGNORE
+    got = [encode_row(row, tokenizer, tmp_path)[0]["labels"].tolist() for row in rows]
+    assert got == want and all(labels[-1] != IGNORE for labels in got)
+    for labels in got[1:]:  # all of an answer, in one go
+        trained = [label != IGNORE for label in labels]
+        assert sum(a < b for a, b in zip(trained, trained[1:])) == labels.count(labels[-1])
     assert tokenizer.backend_tokenizer.to_str() == saved  # the one that is saved
 
 

@@ -126,7 +126,8 @@ class Tokenizers(NamedTuple):
 
 
 def both_tokenizers(tokenizer: PreTrainedTokenizerFast) -> Tokenizers:
-    return Tokenizers(with_whole_offsets(tokenizer), without_prefix(tokenizer))
+    whole = with_whole_offsets(tokenizer)
+    return Tokenizers(whole, without_prefix(whole))
 
 
 def tokenize(documents: list[Document], tokenizers: Tokenizers) -> Iterator[list[Ids]]:
