@@ -297,6 +297,21 @@ def test_sharded_vocabulary_equals_embedding_and_cross_entropy(nproc, models, wo
 
 
 @pytest.mark.parametrize("nproc", [1, 2, THREE])
+def test_large_logits_of_a_sharded_vocabulary_do_not_overflow(nproc, models, worked):
+    """The largest is among the rows of one rank; exp() of what others lack to it is 0."""
+    got = of_setting(load_file(worked[0](nproc) / "vocabulary"), "float32")
+    _, head, norm = vocabulary_tables(models["llama"], torch.float32)
+    hidden = got["hidden"].requires_grad_()
+    logits = F.linear(rms_norm(hidden, norm, 1e-6), 1000 * head)
+    tops = torch.stack([part.amax(-1) for part in logits.chunk(2, -1)])
+    assert tops.diff(dim=0).abs().max() > 200
+    want = F.cross_entropy(logits, got["labels"], ignore_index=-100, reduction="sum")
+    (grad,) = torch.autograd.grad(want * 0.25, hidden)
+    torch.testing.assert_close(got["large/loss"], want, rtol=1e-5, atol=0)
+    assert (got["large/grad"] - grad).norm() <= 1e-4 * grad.norm()
+
+
+@pytest.mark.parametrize("nproc", [1, 2, THREE])
 def test_heads_gradient_is_rounded_once(nproc, models, worked):
     """In bf16: from the rounded gradient of the logits on, products and sums over ranks are fp32,
     and only what goes to the last layer is rounded again."""

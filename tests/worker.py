@@ -185,8 +185,10 @@ def vocabulary(job, process):
             labels=labels[trained_at], trained_at=trained_at,
             loss_bounds=torch.tensor([0, 5, 17, 17], device=run.device))
         chunk_bytes, row = house.get("CHUNK_BYTES"), 4 * model.arch.vocab_size
-        for chunk, n_bytes in ("8", row * 8), ("all", chunk_bytes), ("one", 1):
+        own_head = model.head
+        for chunk, n_bytes in ("8", row * 8), ("all", chunk_bytes), ("one", 1), ("large", row * 8):
             house.replace("CHUNK_BYTES", n_bytes)
+            model.head = own_head * (1000 if chunk == "large" else 1)
             embedded = embed(model, ids)
             local = x.clone().requires_grad_()
             loss = HeadLoss.apply(local, model, bin)
@@ -196,6 +198,7 @@ def vocabulary(job, process):
             out[f"{chunk}/grad"] = gather(grad).flatten(0, 1)
             out[f"{chunk}/loss"] = gather(loss.detach()).sum().float()
         house.replace("CHUNK_BYTES", chunk_bytes)
+        model.head = own_head
         return out
 
     return {
