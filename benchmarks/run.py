@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure train_fsdp_qlora.py on a GPU machine: named cases, each a torchrun of its own.
+"""Measure the scripts on a GPU machine: named cases, each a torchrun of its own.
 
     python benchmarks/run.py memory --out bench [--cases 70b-2k,70b-8k] [--flags='--attn sdpa']
     python benchmarks/run.py scale --out bench        # 2 GPUs against all of the machine
@@ -9,6 +9,7 @@
     python benchmarks/run.py speed --out bench --cases nemo-1gpu --peers all    # see peers.py
     python benchmarks/run.py layouts --out bench      # what the plan chooses, beside others
     python benchmarks/run.py preferences --out bench  # DPO and its kin against SFT
+    python benchmarks/run.py minimal --out bench --peers trl-fsdp   # minimal_fsdp_qlora.py
     python benchmarks/run.py start --out bench        # seconds from the launch to the first step
     python benchmarks/run.py profile --out bench --cases 70b8-nooffload     # of any group
     python benchmarks/run.py ceiling llama-2-70b:4096 # of bf16 products on 4,096 tokens
@@ -190,12 +191,12 @@ GEMMAS_4 = {
 
 
 def case(name, model, rows, seq, steps, flags="", gpus=2, layers=None, base=None, bins=None,
-         chat=False, graphs=True, cache=None):  # fmt: skip
+         chat=False, graphs=True, cache=None, minimal=False):  # fmt: skip
     """One measurement: `rows` of `seq` tokens a GPU and step. gpus None: all of the machine, which
     {gpus} in the flags stands for; layers None: the whole model; base: the case that the table's
     ratio is to; bins: tokens at once, None: all of them, 0: what the script chooses; chat: `seq` is
     the longest of rows of uneven length; graphs: whether CUDA graphs are allowed; cache: the one of
-    compiled kernels, "cold" or "warm", None: the user's own."""
+    compiled kernels, "cold" or "warm", None: the user's own; minimal: by minimal_fsdp_qlora.py."""
     return locals()
 
 
@@ -309,6 +310,25 @@ GROUPS = {
                bins=2048, base=None if loss == "sft" else "70b-sft-24gb")
           for loss, rows in (("sft", 2), ("dpo", 1), ("kto", 2))),
     ],
+    "minimal": [  # beside the same work by train_fsdp_qlora.py
+        *(case(f"minimal-{name}", model, rows, 2048, steps, flags, gpus=gpus, chat=chat, base=base,
+               minimal=True)
+          for name, model, rows, steps, gpus, chat, base, flags in (
+              ("8b", "llama-3-8b", 4, 12, 2, False, "8b-4-rows", ""),
+              ("8b-sdpa", "llama-3-8b", 4, 6, 2, False, "minimal-8b", "--no_flash_attn"),
+              ("8b-offload", "llama-3-8b", 4, 6, 2, False, "minimal-8b", "--offload"),
+              ("8b-1gpu", "llama-3-8b", 4, 6, 1, False, None, CAP),
+              ("8b-chat", "llama-3-8b", 64, 6, 2, True, "minimal-8b", ""),
+              ("70b", "llama-3-70b", 2, 5, 2, False, "70b-4-rows",
+               f"{CAP} --offload --micro_batch_size 2"),
+              ("70b-1-row", "llama-3-70b", 1, 5, 2, False, None, f"{CAP} --offload"),
+              ("70b-on-gpu", "llama-3-70b", 1, 5, 2, False, "minimal-70b-1-row", ""),
+              ("70b-1gpu", "llama-3-70b", 2, 4, 1, False, None,
+               f"{CAP} --offload --micro_batch_size 2"),
+          )),
+        case("8b-4-rows", "llama-3-8b", 4, 2048, 12, f"{ALL} {SHARED}"),
+        case("70b-4-rows", "llama-3-70b", 2, 2048, 5, f"{CAP} {OFFLOAD}", bins=0),
+    ],
     "start": [
         case(f"{short}-{cache}", model, 8, 2048, 1, gpus=1, bins=0, cache=cache)
         for short, model in (
@@ -358,7 +378,7 @@ CASES = {c["name"]: c for group in GROUPS.values() for c in group}
 GROUPS["speed"] += [CASES["70b-auto"], CASES["70b-2k"]]
 GROUPS["profile"] = [CASES[name] for name in ("70b8-nooffload", "8b-2gpus", "qwen30b4-16k-none")]
 
-BESIDE_PEERS = "speed", "small", "experts", "mixers", "gemma4"
+BESIDE_PEERS = "speed", "small", "experts", "mixers", "gemma4", "minimal"
 
 COLUMNS = {  # title: (key of a row, format)
     "case": ("case", ""), "work": ("work", ""), "GPUs": ("gpus", ""),
@@ -576,6 +596,26 @@ def script_flags(chosen, gpus, scratch):
     return shlex.split(" ".join([*flags, chosen["flags"].replace("{gpus}", str(gpus))]))
 
 
+def minimal_flags(chosen, gpus, scratch):
+    """The same for minimal_fsdp_qlora.py, which needs rows and a tokenizer in any case."""
+    model, batch = scratch / f"{chosen['model']}-{chosen['layers']}", chosen["rows"] * gpus
+    write_config(model, chosen["model"], chosen["layers"])
+    n_rows = batch * chosen["steps"]
+    lengths = chat_lengths(n_rows, chosen["seq"]) if chosen["chat"] else [chosen["seq"]] * n_rows
+    values = {"model": model, "dataset": write_chat(model, lengths), "batch_size": batch,
+              "max_seq_len": chosen["seq"], "max_steps": chosen["steps"]}  # fmt: skip
+    flags = [f"--{name} {value}" for name, value in values.items()]
+    return shlex.split(" ".join([*flags, chosen["flags"]]))
+
+
+def minimal_steps(text):
+    """What minimal_fsdp_qlora.py prints of each step, as metrics.jsonl has it."""
+    pattern = r"^step +(\d+)/\d+ loss +(\S+) .* (\S+) tok/s/\S+ (\S+) GiB"
+    names = "step", "loss", "tokens_per_second_per_gpu", "peak_memory_gib"
+    return [{"bins_full": 1, **{n: float(x.replace(",", "")) for n, x in zip(names, found)}}
+            for found in re.findall(pattern, text, re.M)]  # fmt: skip
+
+
 def cache_of(chosen, scratch):
     """Where compiled kernels are kept, by environment variables."""
     if not chosen["cache"]:
@@ -601,15 +641,18 @@ def run_case(chosen, gpus, out, scratch, limit, profile=False):
     if chosen["cache"] == "warm" and not (scratch / "cache").exists():
         run_case({**chosen, "cache": "cold"}, gpus, out, scratch, limit)  # chosen without that one
     results = scratch / f"run-{name}"  # not in `out`: adapters and checkpoints are gigabytes
-    flags = [*script_flags(chosen, gpus, scratch), "--output_dir", str(results)]
+    make_flags = minimal_flags if chosen["minimal"] else script_flags
+    flags = [*make_flags(chosen, gpus, scratch), "--output_dir", str(results)]
     program, log = [ROOT / "train_fsdp_qlora.py"], out / f"{name}.log"
-    if profile:
+    if chosen["minimal"]:
+        program = [ROOT / "benchmarks" / "minimal.py"]
+    elif profile:
         program, log = [__file__, "profiled", out / name], out / f"{name}.profile.log"
     elif not chosen["graphs"]:
         program = [__file__, "plain"]
     cache = cache_of(chosen, scratch)
     code, seconds, text = launch(gpus, [*program, *flags], log, limit, **cache)
-    steps = read_steps(results)
+    steps = read_steps(results) or minimal_steps(text)
     return {"case": name, "work": describe(chosen), "gpus": gpus, "base": chosen["base"],
             "seconds": seconds, "flags": flags, **outcome(code, text, steps),
             "start": cache and re.findall(r"^reached after ([\d.]+) s: (\w+)", text, re.M),
@@ -651,14 +694,15 @@ def layout(chosen, gpus):
         return "experts"
     if gpus == 1:
         return "one GPU"
-    return "sharded" if "--shard_group_size" in chosen["flags"] else "copies"
+    return "sharded" if "--shard_group_size" in chosen["flags"] or chosen["minimal"] else "copies"
 
 
 def peer_work(chosen, gpus):
     """What a peer is to do, see peers.py: the same for cases that differ in the script's flags."""
     return {
         "rows": chosen["rows"], "seq": chosen["seq"], "steps": chosen["steps"],
-        "recompute": ALL in chosen["flags"], "gpus": gpus, "layout": layout(chosen, gpus),
+        "recompute": ALL in chosen["flags"] or chosen["minimal"], "gpus": gpus,
+        "layout": layout(chosen, gpus),
         "attn": "flash_attention_2" if FLASH in chosen["flags"] else "sdpa",
         "model": f"{chosen['model']}-{chosen['layers']}",
     }  # fmt: skip

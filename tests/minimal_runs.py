@@ -1,5 +1,6 @@
 """minimal_fsdp_qlora.py on the ranks of several.py, for test_minimal.py: the case `minimal` of
-worker.py. The script is its own; what is put around its functions looks, or is a fault."""
+worker.py. The script is its own; what is put around its functions looks, or is a fault, or says
+how it is to compute."""
 
 import contextlib
 import io
@@ -10,7 +11,6 @@ from unittest import mock
 import bitsandbytes as bnb
 import torch
 import torch.distributed as dist
-from peft.tuners.lora import LoraLayer
 
 import minimal_fsdp_qlora as script
 
@@ -18,9 +18,10 @@ PROBE = range(3, 67)  # token ids
 
 
 def minimal(job, process):
-    """The script's main() with job["argv"]. What rank 0 has printed, and the error if one has ended
-    it, is in the file job["out"] + ".log". Returns the logits of PROBE at the end, and the bytes of
-    all 4-bit weights as they are gathered: {name: tensor}, {} after an error."""
+    """The script's main() with job["argv"] and the patches that job["with"] names. What rank 0 has
+    printed, and the error if one has ended it, is in the file job["out"] + ".log". Returns the loss
+    of each step, the logits of PROBE at the end, and the bytes of all 4-bit weights as they are
+    gathered: {name: tensor}, {} after an error."""
     device, _ = process
     seen, log, argv = {}, io.StringIO(), ["minimal_fsdp_qlora.py", *map(str, job["argv"])]
     with contextlib.ExitStack() as stack:
@@ -30,8 +31,9 @@ def minimal(job, process):
             (script, "join_processes", lambda: device),
             (dist, "destroy_process_group", lambda: None),  # worker.py ends it
             (script, "verify", looking_at_weights(script.verify, seen)),
+            *looking_at_losses(seen),
             (script, "save_adapter", looking_at_logits(script.save_adapter, seen, device)),
-            *(FAULTS[job["fault"]]() if "fault" in job else ()),
+            *(one for key in job.get("with", ()) for one in PATCHES[key]()),
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(owner, name, new))
         try:
@@ -60,27 +62,54 @@ def looking_at_weights(verify, seen):
     return look
 
 
+def looking_at_losses(seen):
+    """To more digits than are printed."""
+    forward_backward, clip_gradient, mine = script.forward_backward, script.clip_gradient, []
+
+    def look(*args):
+        mine.append(forward_backward(*args))
+        return mine[-1]
+
+    def end_step(*args):
+        loss = torch.stack(mine).double().sum()
+        dist.all_reduce(loss)
+        seen["losses"] = torch.cat([seen.get("losses", loss.new_empty(0)), loss[None]])
+        mine.clear()
+        return clip_gradient(*args)
+
+    return [(script, "forward_backward", look), (script, "clip_gradient", end_step)]
+
+
 def looking_at_logits(save_adapter, seen, device):
     @torch.no_grad()
-    def look(model, args):
-        with torch.autocast(device.type, torch.bfloat16):
+    def look(model, *args):
+        with torch.autocast(device.type, script.DTYPE):
             seen["logits"] = model(input_ids=torch.tensor([PROBE], device=device)).logits[0].float()
-        save_adapter(model, args)
+        save_adapter(model, *args)
 
     return look
 
 
+def in_fp32():
+    return [(script, "DTYPE", torch.float32)]
+
+
+def one_by_one():
+    """A micro-batch is one row, which has no padding then."""
+    return [(script, "micro_batches", lambda batch, args: (
+        [row] for row in batch[dist.get_rank() :: dist.get_world_size()]))]
+
+
 def lora_in_bf16():
     """Then all of a layer is bf16, and CUDA's copies rewrite NaNs; elsewhere the copies here do."""
-    fill = script.fill
+    init_lora = script.init_lora
 
-    def fill_in_bf16(module, *args):
-        fill(module, *args)
-        if isinstance(module, LoraLayer):
-            module.lora_A.bfloat16()
-            module.lora_B.bfloat16()
+    def init_in_bf16(module, device):
+        init_lora(module, device)
+        module.lora_A.bfloat16()
+        module.lora_B.bfloat16()
 
-    return [(script, "fill", fill_in_bf16), *copies_as_on_cuda()]
+    return [(script, "init_lora", init_in_bf16), *copies_as_on_cuda()]
 
 
 def copies_as_on_cuda():
@@ -106,14 +135,14 @@ def norm_is_trained():
 
 
 def norm_is_not_read():
-    fill = script.fill
+    load_module = script.load_module
 
-    def fill_but_norms(module, name, *args):
+    def load_all_but_norms(module, name, *args):
         if not name.endswith("model.norm"):
-            fill(module, name, *args)
+            load_module(module, name, *args)
 
-    return [(script, "fill", fill_but_norms)]
+    return [(script, "load_module", load_all_but_norms)]
 
 
-FAULTS = {f.__name__: f for f in (
-    lora_in_bf16, copies_as_on_cuda, norm_is_trained, norm_is_not_read)}  # fmt: skip
+PATCHES = {patch.__name__: patch for patch in (
+    in_fp32, one_by_one, lora_in_bf16, copies_as_on_cuda, norm_is_trained, norm_is_not_read)}
