@@ -4,6 +4,7 @@ import doctest
 import importlib.util
 import json
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -93,7 +94,7 @@ def parsed(name, directory):
     return chosen, config, arch
 
 
-@pytest.mark.parametrize("name", bench.CASES)
+@pytest.mark.parametrize("name", [name for name, c in bench.CASES.items() if not c["minimal"]])
 def test_flags_are_the_scripts(name, tmp_path):
     chosen, config, arch = parsed(name, tmp_path)
     hidden, inner, layers, heads, kv_heads, vocab = bench.SHAPES[chosen["model"]]
@@ -105,6 +106,21 @@ def test_flags_are_the_scripts(name, tmp_path):
     tokens = chosen["rows"] * chosen["seq"] if chosen["bins"] is None else chosen["bins"] or None
     assert config.micro_batch_tokens == tokens
     assert (config.dataset is None) == (not chosen["chat"])
+
+
+@pytest.mark.parametrize("name, words", [("fp32", "found in 0 layers"), (None, None)])
+def test_minimal_is_measured(name, words, tmp_path, monkeypatch):
+    """On random weights, offloaded: its steps as a row, and the words that FSDP2 changes."""
+    monkeypatch.setitem(bench.SHAPES, "demo", (256, 512, 4, 4, 2, 384))
+    flags = "--offload" + (f" --words {name}" if name else "")
+    case = bench.case("tiny", "demo", 3, 64, 2, flags, layers=1, gpus=1, chat=True, minimal=True)
+    (row,) = bench.run_cases("minimal", [case], 0, tmp_path, 100)
+    assert row["result"] == "ok", row["error"]
+    log = (tmp_path / "tiny.log").read_text()
+    printed = re.findall(r"^step +\d/2 loss +(\S+) .* (\S+) tok/s", log, re.M)
+    assert [step["loss"] for step in row["steps"]] == [float(loss) for loss, _ in printed]
+    assert row["tokens_per_second"] == float(printed[1][1].replace(",", ""))
+    assert words in log if words else "words: " not in log
 
 
 def test_chat_rows_have_the_lengths_asked_for(tmp_path):
@@ -245,7 +261,7 @@ def test_ratio_is_to_the_fastest_peer():
 def test_unknown_peers_are_refused(words, capsys):
     with pytest.raises(SystemExit):
         bench.main(words)
-    assert "small, experts, mixers, gemma4 have trl-ddp, trl-ddp-liger" in capsys.readouterr().err
+    assert "gemma4, minimal have trl-ddp, trl-ddp-liger" in capsys.readouterr().err
 
 
 @pytest.mark.slow
