@@ -6,12 +6,13 @@ a PagedAdamW8bit loop. The whole job, in one file to copy.
     torchrun --nproc_per_node=2 minimal_fsdp_qlora.py --model meta-llama/Llama-3.1-8B-Instruct \
         --dataset rows.jsonl --output_dir adapter
 
-Each line of the data set is {"messages": [...]}, of which the assistant's answers are in the loss,
-or {"text": ...}, all of which is. With --offload a 70B trains on two 24 GB GPUs, or on one, and
-64 GB of CPU RAM. Started by plain python it is one process, and without a GPU it uses the CPU.
+A line of the data set is {"messages": [...]}, where only the assistant's answers are in the loss,
+or {"text": "..."}, where every token is. With --offload --micro_batch_size 2, a 70B trains on two
+24 GB GPUs, or on one: rows of 2,048 tokens take 15 GiB of each, and 64 GB of CPU RAM. Without
+torchrun the file runs as one process, and without a GPU on the CPU.
 
 The model is transformers', its 4-bit linears are bitsandbytes', the adapter is PEFT's, and FSDP2
-shards all of them. What is missing here, and what does it in train_fsdp_qlora.py:
+shards all of them. What is missing here, and where train_fsdp_qlora.py has it:
 
     tools, preference pairs, other data               --dataset, --loss
     evaluation, checkpoints, resuming                 evaluate(), save_checkpoint()
@@ -53,16 +54,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from transformers.utils import is_flash_attn_2_available
 
 DTYPE = torch.bfloat16  # of unquantized weights, activations and matmuls
-# FSDP takes floating-point tensors, so four 4-bit weights are stored as one bf16 number
+# four 4-bit weights are stored as one bf16 number: FSDP2 of torch 2.11 shards no integers
 NF4_KWARGS = {"quant_type": "nf4", "compress_statistics": True, "quant_storage": torch.bfloat16}
+MAX_GRAD_NORM = 1.0
+WARMUP_FRACTION = 0.03  # of all steps
 LOSS_CHUNK = 1024  # tokens whose logits are in fp32 at once: 0.5 GiB for a vocabulary of 128k
-IGNORED = -100  # in place of a token that is not in the loss
-Row = tuple[list[int], list[int]]  # token ids, and for each the next token, or IGNORED
+IGNORE_INDEX = -100  # label of a token that is not in the loss
+Row = tuple[list[int], list[int]]  # token ids, and for each the next token's id, or IGNORE_INDEX
 
 
 def main() -> None:
     args = parse_args()
-    device = join_processes()
+    device = init_distributed()
     check_args(args)
     directory = model_directory(args)
     # reads tokenizer.json as it is, whatever class the model names
@@ -89,7 +92,7 @@ def parse_args() -> argparse.Namespace:
         help="rows (texts, or answers) per optimizer step, over all GPUs")
     parser.add_argument(
         "--micro_batch_size", type=int, default=4,
-        help="rows of --max_seq_len that a GPU computes at once; more of shorter rows")
+        help="rows that a GPU computes at once; more where they are shorter than --max_seq_len")
     parser.add_argument(
         "--max_seq_len", type=int, default=2048, help="tokens; longer rows are cut")
     parser.add_argument("--learning_rate", type=float, default=2e-4, help="peak")
@@ -101,14 +104,15 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def join_processes() -> torch.device:
-    """Join torchrun's processes, or be a group of one. Returns this rank's device."""
+def init_distributed() -> torch.device:
+    """Join the processes that torchrun started, or be the only one. Returns this rank's device."""
     single_process = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     group = {} if "RANK" in os.environ else single_process  # torchrun sets RANK and the rest
     if not torch.cuda.is_available():
         dist.init_process_group("gloo", **group)
         return torch.device("cpu")
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # fewer gaps
+    # less fragmentation
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device, **group)
@@ -152,7 +156,7 @@ def model_directory(args: argparse.Namespace) -> Path:
                 "*.json", "model*.safetensors", "*.jinja", "*.model"]))
         except (OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
-            fail(f"--model {args.model}: no such directory, and no model of the Hub: {reason}")
+            fail(f"--model {args.model}: no such directory, and not found on the Hub: {reason}")
     for name in ("config.json", "tokenizer.json"):
         if not (directory / name).is_file():
             fail(f"--model {args.model}: has no {name}; expected safetensors as on the Hub")
@@ -180,7 +184,7 @@ def build_model(args: argparse.Namespace, directory: Path, device: torch.device)
             compute_dtype=DTYPE, **NF4_KWARGS))
     model.requires_grad_(False)
     model.name_or_path = args.model  # for adapter_config.json
-    model.is_loaded_in_4bit = True  # or PEFT would take its LoRA for unquantized linears
+    model.is_loaded_in_4bit = True  # or PEFT would use its LoRA layer for plain linears
     lora = LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=list(linears),
                       task_type="CAUSAL_LM")
     model = get_peft_model(model, lora, low_cpu_mem_usage=True)  # LoRA is on meta, too
@@ -203,9 +207,9 @@ def choose_attention(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def check_dense(layers: nn.ModuleList, args: argparse.Namespace) -> None:
-    """Refuse mixtures of experts: an expert that got no token on a rank has no gradient there, and
-    FSDP2 then waits for it. Experts are called so, or are stacked in weights of three dimensions,
-    which else only convolutions have."""
+    """Refuse mixtures of experts: where an expert got no token it has no gradient, and the ranks'
+    reduce-scatters would not match. Experts are found by name, or by weights of three dimensions,
+    convolutions aside."""
     for name, weight in layers.named_parameters():
         if "expert" in name or (weight.dim() == 3 and "conv" not in name):
             fail(f"--model {args.model}: is a mixture of experts ({name}); use train_fsdp_qlora.py")
@@ -220,7 +224,7 @@ def load_and_shard(
     causal_lm.tie_weights()  # the lm_head may share the embedding's tensor
     handles = open_weights(causal_lm, directory)
     policy = fsdp_policy(args, device)
-    torch.manual_seed(0)  # the same initial LoRA on all ranks
+    torch.manual_seed(0)  # the same initial LoRA on any number of ranks
     names = {module: name for name, module in causal_lm.named_modules()}
     for layer in causal_lm.get_decoder().layers:
         for module in layer.modules():
@@ -234,8 +238,8 @@ def load_and_shard(
     fully_shard(model, **policy)  # the last unit: embedding, final norm, lm_head
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
-            # add up the ranks' gradients, instead of averaging them: each rank's loss is already
-            # divided by the tokens of all. (gloo can only sum.)
+            # sum the ranks' gradients, do not average them: their losses are already divided by
+            # the tokens of all ranks. By a plain sum, because gloo lacks NCCL's PREMUL_SUM.
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
 
@@ -247,7 +251,7 @@ def open_weights(causal_lm: PreTrainedModel, directory: Path) -> dict[str, Any]:
         file = safe_open(path, "pt")
         for name in file.keys():
             if bare_name(name) in handles:
-                fail(f"{directory}: two tensors of its files are {bare_name(name)}")
+                fail(f"{directory}: its files have two tensors {bare_name(name)}")
             handles[bare_name(name)] = file.get_slice(name)
     for name, _ in causal_lm.named_parameters():
         if ".lora_" not in name and bare_name(name) not in handles:
@@ -283,17 +287,16 @@ def load_module(
 
 
 def init_lora(module: LoraLayer, device: torch.device) -> None:
-    """Give LoRA PEFT's initial values, in fp32: shard_layer() says why."""
+    """Materialize LoRA with PEFT's initial values, in fp32: shard_layer() says why."""
     for matrices in (module.lora_A, module.lora_B):
         matrices.to_empty(device=device).float()  # both work in place
     module.reset_lora_parameters("default", init_lora_weights=True)
 
 
 def round_to_nf4(linear: nn.Linear) -> None:
-    """Round the weight to NF4, but keep it in bf16. Gemma 4 has a linear outside of its layers
-    (per_layer_model_projection), which transformers' load_in_4bit quantizes, too."""
-    codes, state = bnb.functional.quantize_4bit(
-        linear.weight.data, blocksize=64, compress_statistics=True, quant_type="nf4")
+    """Round a weight to NF4 and keep it in bf16, for the same model as transformers' load_in_4bit
+    makes. Gemma 4 has such a linear outside of its layers, per_layer_model_projection."""
+    codes, state = bnb.functional.quantize_4bit(linear.weight.data, **NF4_KWARGS)
     linear.weight.data = bnb.functional.dequantize_4bit(codes, state)
 
 
@@ -308,17 +311,17 @@ def fsdp_policy(args: argparse.Namespace, device: torch.device) -> dict[str, Any
     offload_policy = OffloadPolicy()
     if args.offload:
         offload_policy = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    # a dtype in MixedPrecisionPolicy would damage the weights: see shard_layer()
+    # param_dtype must stay None, or the weights would be damaged: shard_layer() says how
     return {"offload_policy": offload_policy, "mp_policy": MixedPrecisionPolicy()}
 
 
 def shard_layer(layer: nn.Module, policy: dict[str, Any]) -> None:
     """Make a decoder layer an FSDP2 unit. All ranks must call this.
 
-    The trap: 0.08 % of the packed 4-bit words are NaN patterns when they are read as bf16. Where
-    all tensors of a unit have the same dtype, FSDP2 copies them by torch._foreach_copy_, which
-    rewrites NaNs on CUDA: wrong weights, and no error. A unit of several dtypes is copied as bytes
-    (_get_all_gather_input_metadatas() in torch's _fsdp_collectives.py). Therefore:
+    The trap: read as bf16, 0.08 % of the packed weights are NaNs. torch._foreach_copy_, by which
+    FSDP2 copies a unit that is all bf16, rewrites NaNs on CUDA: wrong weights, and no error. A unit
+    of several dtypes is copied as bytes (foreach_all_gather() in torch's _fsdp_collectives.py).
+    Therefore:
 
     - LoRA is in fp32;
     - no MixedPrecisionPolicy casts it to bf16;
@@ -330,7 +333,8 @@ def shard_layer(layer: nn.Module, policy: dict[str, Any]) -> None:
     layer.unshard()
     for linear, weight in zip(linears, before):
         if not torch.equal(linear.weight.view(torch.uint8), weight.view(torch.uint8)):
-            raise RuntimeError("FSDP2 has changed 4-bit weights: is LoRA in fp32? Is it cast?")
+            raise RuntimeError("FSDP2 has changed 4-bit weights: LoRA must be in fp32 and"
+                               " MixedPrecisionPolicy's param_dtype None")
     layer.reshard()
 
 
@@ -358,34 +362,35 @@ def train(
     # bitsandbytes cannot step DTensors, so it gets this rank's shards of them on the GPU: the same
     # memory, or with --offload a copy. A rank may have no part of a small matrix.
     params = [p for p in model.parameters() if p.requires_grad and p.to_local().numel()]
-    shards = [p.to_local().detach() for p in params]
-    stepped = [nn.Parameter(shard.to(device)) for shard in shards]
-    optimizer = bnb.optim.PagedAdamW8bit(stepped, weight_decay=0.0)
+    local_params = [nn.Parameter(p.to_local().detach().to(device)) for p in params]
+    optimizer = bnb.optim.PagedAdamW8bit(local_params, weight_decay=0.0)
     for step in range(1, args.max_steps + 1):
         started = time.perf_counter()
         batch = rows[(step - 1) * args.batch_size : step * args.batch_size]  # of all ranks
-        n_targets = sum(token != IGNORED for _, targets in batch for token in targets)
+        n_targets = sum(target != IGNORE_INDEX for _, targets in batch for target in targets)
         loss = torch.zeros((), device=device)
         for micro_batch in micro_batches(batch, args):
             loss += forward_backward(model, micro_batch, n_targets, device)
         dist.all_reduce(loss)
-        for param, of_rank in zip(params, stepped):
-            of_rank.grad = param.grad.to_local().to(device)
-        norm = clip_gradient(stepped, 1.0, device)
+        for param, local_param in zip(params, local_params):
+            local_param.grad = param.grad.to_local().to(device)
+        norm = clip_gradient(local_params, device)
         if not torch.isfinite(loss + norm):
             fail(f"step {step}: loss {loss}, gradient norm {norm}: use a lower --learning_rate")
         if norm == 0:
             fail(f"step {step}: the gradient is 0, so nothing is learned: "
                  + ("are the model's weights right?" if step == 1 else
                     "the run has diverged, use a lower --learning_rate"))
-        rate = optimizer.param_groups[0]["lr"] = learning_rate(step, args)
+        lr = learning_rate(step, args)
+        optimizer.param_groups[0]["lr"] = lr
         optimizer.step()
-        for shard, of_rank in zip(shards, stepped):
-            shard.copy_(of_rank.detach())  # with --offload: back to CPU RAM
+        if args.offload:
+            for param, local_param in zip(params, local_params):
+                param.to_local().detach().copy_(local_param.detach())
         model.zero_grad()
         n_tokens = sum(len(ids) for ids, _ in batch) / dist.get_world_size()
         unit = "GPU" if device.type == "cuda" else "process"
-        log(f"step {step:5}/{args.max_steps} loss {loss:7.4f} lr {rate:.1e} grad {norm:6.3f}"
+        log(f"step {step:5}/{args.max_steps} loss {loss:7.4f} lr {lr:.1e} grad {norm:6.3f}"
             f" {n_tokens / (time.perf_counter() - started):7,.0f} tok/s/{unit}"
             f" {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
 
@@ -408,53 +413,53 @@ def micro_batches(batch: list[Row], args: argparse.Namespace) -> Iterator[list[R
 def forward_backward(
     model: PeftModel, rows: list[Row], n_targets: int, device: torch.device
 ) -> torch.Tensor:
-    """Add to the gradient. Returns these rows' part of the step's mean loss.
+    """Add to the gradient. Returns the sum of the rows' losses, divided by the step's n_targets.
 
-    Rows are padded behind their end. There is no mask for that: tokens of a causal model do not see
-    what follows them, and the loss ignores the padding. All ranks must call this.
+    Rows are right-padded, without a mask: a causal model's tokens do not see what follows them, and
+    the loss ignores the padding. All ranks must call this.
     """
 
     def pad(sequences: Any, value: int) -> torch.Tensor:  # [rows, tokens]
-        return pad_sequence([torch.tensor(x) for x in sequences], True, value).to(device)
+        tensors = [torch.tensor(sequence) for sequence in sequences]
+        return pad_sequence(tensors, batch_first=True, padding_value=value).to(device)
 
     ids, targets = zip(*rows)
     # autocast for LoRA, which is in fp32; its cache would keep the whole adapter in bf16, too
     with torch.autocast(device.type, DTYPE, cache_enabled=False):
         logits = model(input_ids=pad(ids, 0), use_cache=False).logits  # [rows, tokens, vocabulary]
-    loss = cross_entropy(logits.flatten(0, 1), pad(targets, IGNORED).flatten()) / n_targets
+    loss = cross_entropy(logits.flatten(0, 1), pad(targets, IGNORE_INDEX).flatten()) / n_targets
     loss.backward()
     return loss.detach()
 
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Sum the cross-entropy of logits [tokens, vocabulary], LOSS_CHUNK tokens at a time.
-    checkpoint() computes each chunk again in backward, so that fp32 logits are never whole."""
+    checkpoint() recomputes each chunk in backward, so that only one chunk is ever in fp32."""
 
     def of_chunk(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum")
+        return F.cross_entropy(logits.float(), targets, ignore_index=IGNORE_INDEX, reduction="sum")
 
     chunks = zip(logits.split(LOSS_CHUNK), targets.split(LOSS_CHUNK))
     losses = [checkpoint(of_chunk, *chunk, use_reentrant=False) for chunk in chunks]
     return torch.stack(losses).sum()
 
 
-def clip_gradient(
-    params: list[nn.Parameter], max_norm: float, device: torch.device
-) -> torch.Tensor:
-    """Scale the gradient of all ranks down to max_norm. Returns its norm before. All ranks must
-    call this."""
-    norm = nn.utils.get_total_norm([p.grad for p in params]).to(device).square()
+def clip_gradient(local_params: list[nn.Parameter], device: torch.device) -> torch.Tensor:
+    """Scale the gradient down to MAX_GRAD_NORM. Returns its norm before that, over all ranks. All
+    ranks must call this."""
+    norm = nn.utils.get_total_norm([p.grad for p in local_params]).to(device).square()
     dist.all_reduce(norm)
     norm.sqrt_()
-    nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+    nn.utils.clip_grads_with_norm_(local_params, MAX_GRAD_NORM, norm)
     return norm
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
-    """Linear warm-up over 3 % of the steps, then cosine decay. step: 1 to max_steps."""
-    warmup = max(1, round(0.03 * args.max_steps))
-    done = max(0, step - warmup) / (args.max_steps + 1 - warmup)
-    return args.learning_rate * min(1, step / warmup) * 0.5 * (1 + math.cos(math.pi * done))
+    """Linear warm-up, then cosine decay. step: 1 to max_steps."""
+    n_warmup = max(1, round(WARMUP_FRACTION * args.max_steps))
+    progress = max(0, step - n_warmup) / (args.max_steps + 1 - n_warmup)
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    return args.learning_rate * min(1, step / n_warmup) * cosine
 
 
 def save_adapter(
@@ -462,10 +467,11 @@ def save_adapter(
 ) -> None:
     """Gather the adapter; rank 0 writes it in PEFT's format, with the model's tokenizer. All ranks
     must call this."""
-    whole = {name: p.detach().to(device).full_tensor().cpu()
-             for name, p in model.named_parameters() if p.requires_grad}
+    state_dict = {name: p.detach().to(device).full_tensor().cpu()
+                  for name, p in model.named_parameters() if p.requires_grad}
     if dist.get_rank() == 0:
-        model.save_pretrained(args.output_dir, state_dict=whole, save_embedding_layers=False)
+        model.save_pretrained(
+            args.output_dir, state_dict=state_dict, save_embedding_layers=False)
         for pattern in ("tokenizer*", "special_tokens_map.json", "chat_template*"):
             for path in directory.glob(pattern):
                 shutil.copy(path, args.output_dir)
@@ -483,6 +489,7 @@ def read_rows(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> l
     if not Path(args.dataset).is_file():
         fail(f"--dataset {args.dataset}: no such file")
     sequences = []
+    # as bytes: str.splitlines() also splits at characters such as U+2028
     for number, line in enumerate(Path(args.dataset).read_bytes().splitlines(), start=1):
         if not line.strip():
             continue
@@ -493,8 +500,8 @@ def read_rows(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> l
     rows = []
     for ids, labels in sequences:
         ids, labels = ids[: args.max_seq_len], labels[: args.max_seq_len]
-        targets = labels[1:] + [IGNORED]  # what each token is to predict: the next one
-        if any(token != IGNORED for token in targets):
+        targets = labels[1:] + [IGNORE_INDEX]  # each token is to predict the next one
+        if any(target != IGNORE_INDEX for target in targets):
             rows.append((ids, targets))
     if not rows:
         fail(f"--dataset {args.dataset}: no token to train on in {len(sequences)} rows")
@@ -508,12 +515,15 @@ def read_rows(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> l
     return order
 
 
-def encode(row: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> list[Row]:
-    """Tokenize a line of the data set. Returns (ids, labels) of a text, or of each answer of a
-    conversation. Labels are the ids, or IGNORED.
+def encode(
+    row: dict[str, Any], tokenizer: PreTrainedTokenizerFast
+) -> list[tuple[list[int], list[int]]]:
+    """Tokenize a line of the data set. Returns (ids, labels) of its text, or of each answer in its
+    conversation. The labels are the ids, or IGNORE_INDEX for what is not in the loss.
 
-    Each answer follows the prompt that a server makes of the messages before it. Answers do not
-    share a row, because a template may change one when others follow: Qwen3's drops its reasoning.
+    Each answer follows exactly the prompt that a server renders for the messages before it. Answers
+    do not share a row, because a template may change one that others follow: Qwen3's drops its
+    reasoning.
     """
     check_keys(row)
     if "text" in row:
@@ -526,13 +536,13 @@ def encode(row: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> list[Row]
 
 def encode_answer(
     prompt_messages: list[dict], answer: dict, tokenizer: PreTrainedTokenizerFast
-) -> Row:
-    """Returns (ids, labels) of a prompt, whose labels are IGNORED, and the answer to it."""
+) -> tuple[list[int], list[int]]:
+    """Returns (ids, labels) of a prompt, which is not in the loss, and the answer to it."""
     prompt = render(prompt_messages, tokenizer, add_generation_prompt=True)
     text = render([*prompt_messages, answer], tokenizer)
     if not text.startswith(prompt):
         raise ValueError(f"the chat template's prompt ends with {prompt[-40:]!r}, but its answer"
-                         " begins otherwise: train_fsdp_qlora.py knows ways")
+                         " begins otherwise: train_fsdp_qlora.py trains such models")
     if not text.rstrip().endswith(special_tokens(tokenizer)):
         text += tokenizer.eos_token or ""  # GLM's template leaves the last turn open
     prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
@@ -540,7 +550,7 @@ def encode_answer(
     if ids[: len(prompt_ids)] != prompt_ids:  # a token would cross from the prompt into the answer
         rest = text.removeprefix(prompt)
         ids = prompt_ids + tokenizer(rest, add_special_tokens=False)["input_ids"]
-    return ids, [IGNORED] * len(prompt_ids) + ids[len(prompt_ids) :]
+    return ids, [IGNORE_INDEX] * len(prompt_ids) + ids[len(prompt_ids) :]
 
 
 @functools.cache
@@ -561,12 +571,10 @@ def render(messages: list[dict], tokenizer: PreTrainedTokenizerFast, **options: 
 def check_keys(row: dict[str, Any]) -> None:
     """Raise ValueError for what is not handled here. Most other keys would change the training."""
     if not isinstance(row, dict) or set(row) not in ({"text"}, {"messages"}):
-        raise ValueError(f"expected text alone or messages alone, not {str(row)[:80]}:"
-                         " train_fsdp_qlora.py reads other forms")
+        raise ValueError(f"expected text alone or messages alone, not {str(row)[:80]}")
     for message in row.get("messages", []):
         if set(message) != {"role", "content"} or not isinstance(message["content"], str):
-            raise ValueError(f"expected a role and a content of text, not {str(message)[:80]}:"
-                             " train_fsdp_qlora.py reads other messages")
+            raise ValueError(f"expected a role and a content of text, not {str(message)[:80]}")
         if message["role"] not in ("system", "user", "assistant"):
             raise ValueError(f"expected system, user or assistant, not {message['role']!r}")
         if message["role"] == "assistant" and not message["content"].strip():

@@ -28,7 +28,7 @@ def minimal(job, process):
         stack.enter_context(contextlib.redirect_stdout(log))
         for owner, name, new in (
             (sys, "argv", argv),
-            (script, "join_processes", lambda: device),
+            (script, "init_distributed", lambda: device),
             (dist, "destroy_process_group", lambda: None),  # worker.py ends it
             (script, "verify", looking_at_weights(script.verify, seen)),
             *looking_at_losses(seen),

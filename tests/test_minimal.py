@@ -417,7 +417,7 @@ def test_check_at_start_finds_rewritten_words(runs):
     needs_ranks(2)
     assert len(losses(runs("copies as on CUDA")[0])) == 3
     text, _ = runs("LoRA in bf16")
-    assert "RuntimeError: FSDP2 has changed 4-bit weights: is LoRA in fp32" in text
+    assert "RuntimeError: FSDP2 has changed 4-bit weights: LoRA must be in fp32" in text
     assert not losses(text)
 
 
@@ -434,8 +434,8 @@ def test_verify_finds(run, words, runs):
     ("mixture", "--model mixtral: is a mixture of experts (0.mlp.experts.gate_up_proj); use "),
     ("lacking", "lacking: no model*.safetensors has layers.2."),
     ("quantised", "--model quantised: is quantized already; name the original"),
-    ("twice", "twice: two tensors of its files are "),
-    ("no model", "--model none: no such directory, and no model of the Hub: "),
+    ("twice", "twice: its files have two tensors "),
+    ("no model", "--model none: no such directory, and not found on the Hub: "),
     ("a GGUF", "--model gguf: has no config.json; expected safetensors as on the Hub"),
     ("odd rows", "odd.jsonl, line 2: ValueError: expected text alone or messages alone, not {'p"),
     ("broken rows", "broken.jsonl, line 3: JSONDecodeError: "),
@@ -544,7 +544,7 @@ def test_each_answer_is_trained_once_as_the_model_will_write_it(base):
 
 def test_runs_without_torchrun(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    assert minimal_fsdp_qlora.join_processes().type == DEVICE
+    assert minimal_fsdp_qlora.init_distributed().type == DEVICE
     assert torch.distributed.get_world_size() == 1
     torch.distributed.destroy_process_group()
 
@@ -698,7 +698,7 @@ def test_file_stands_alone_and_is_short():
 
 
 def test_docstring_says_where_the_big_script_has_what_is_left_out():
-    left_out = ast.get_docstring(TREE).partition("train_fsdp_qlora.py:")[2]
+    left_out = ast.get_docstring(TREE).partition("has it:")[2]
     known = {f"{name}()" for name in vars(train_fsdp_qlora)} | set(vars(train_fsdp_qlora))
     known |= {f"--{name}" for name in train_fsdp_qlora.Config.__dataclass_fields__}
     rows = re.findall(r"^    .*?  +(\S.*)$", left_out, re.M)
