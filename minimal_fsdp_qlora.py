@@ -362,7 +362,8 @@ def train(
     # bitsandbytes cannot step DTensors, so it gets this rank's shards of them on the GPU: the same
     # memory, or with --offload a copy. A rank may have no part of a small matrix.
     params = [p for p in model.parameters() if p.requires_grad and p.to_local().numel()]
-    local_params = [nn.Parameter(p.to_local().detach().to(device)) for p in params]
+    local_params = [
+        nn.Parameter(p.to_local().detach().to(device, copy=args.offload)) for p in params]
     optimizer = bnb.optim.PagedAdamW8bit(local_params, weight_decay=0.0)
     for step in range(1, args.max_steps + 1):
         started = time.perf_counter()
