@@ -7,8 +7,8 @@ a PagedAdamW8bit loop. The whole job, in one file to copy.
         --dataset rows.jsonl --output_dir adapter
 
 A line of the data set is {"messages": [...]}, where only the assistant's answers are in the loss,
-or {"text": "..."}, where every token is. With --offload --micro_batch_size 2, a 70B trains on two
-24 GB GPUs, or on one: rows of 2,048 tokens take 15 GiB of each, and 64 GB of CPU RAM. Without
+or {"text": "..."}, where every token is. With --offload --micro_batch_size 2, a 70B trains on one
+or two 24 GB GPUs: 15 GiB per GPU for rows of 2,048 tokens, and 64 GB of CPU RAM in all. Without
 torchrun the file runs as one process, and without a GPU on the CPU.
 
 The model is transformers', its 4-bit linears are bitsandbytes', the adapter is PEFT's, and FSDP2
@@ -54,7 +54,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from transformers.utils import is_flash_attn_2_available
 
 DTYPE = torch.bfloat16  # of unquantized weights, activations and matmuls
-# four 4-bit weights are stored as one bf16 number: FSDP2 of torch 2.11 shards no integers
+# four 4-bit weights are stored as one bf16 number, because FSDP2 shards integers only in newer
+# versions of torch than the oldest that this file supports (2.11)
 NF4_KWARGS = {"quant_type": "nf4", "compress_statistics": True, "quant_storage": torch.bfloat16}
 MAX_GRAD_NORM = 1.0
 WARMUP_FRACTION = 0.03  # of all steps
@@ -185,6 +186,7 @@ def build_model(args: argparse.Namespace, directory: Path, device: torch.device)
     model.requires_grad_(False)
     model.name_or_path = args.model  # for adapter_config.json
     model.is_loaded_in_4bit = True  # or PEFT would use its LoRA layer for plain linears
+    # any of these linears may be left out, as long as each layer has one: see shard_layer()
     lora = LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=list(linears),
                       task_type="CAUSAL_LM")
     model = get_peft_model(model, lora, low_cpu_mem_usage=True)  # LoRA is on meta, too
@@ -225,14 +227,14 @@ def load_and_shard(
     handles = open_weights(causal_lm, directory)
     policy = fsdp_policy(args, device)
     torch.manual_seed(0)  # the same initial LoRA on any number of ranks
-    names = {module: name for name, module in causal_lm.named_modules()}
+    unloaded = {module: name for name, module in causal_lm.named_modules()}
     for layer in causal_lm.get_decoder().layers:
         for module in layer.modules():
-            load_module(module, names.pop(module), handles, device)
+            load_module(module, unloaded.pop(module), handles, device)
         shard_layer(layer, policy)
-    for module, name in names.items():
+    for module, name in unloaded.items():  # embedding, final norm, lm_head
         load_module(module, name, handles, device)
-        if isinstance(module, nn.Linear) and module is not causal_lm.get_output_embeddings():
+        if isinstance(module, nn.Linear) and not name.startswith("lm_head"):
             round_to_nf4(module)
     causal_lm.tie_weights()
     fully_shard(model, **policy)  # the last unit: embedding, final norm, lm_head
@@ -280,7 +282,8 @@ def load_module(
             continue  # LoRA, or a tied lm_head
         value = stored[...].to(device, DTYPE)
         if isinstance(module, bnb.nn.Linear4bit) and key == "weight":
-            weight = bnb.nn.Params4bit(value, module=module, **NF4_KWARGS).to(device)  # quantizes
+            # to() quantizes, and leaves the scales in module.quant_state, where forward finds them
+            weight = bnb.nn.Params4bit(value, module=module, **NF4_KWARGS).to(device)
         else:
             weight = nn.Parameter(value, requires_grad=False)
         setattr(module, key, weight)
@@ -323,7 +326,7 @@ def shard_layer(layer: nn.Module, policy: dict[str, Any]) -> None:
     of several dtypes is copied as bytes (foreach_all_gather() in torch's _fsdp_collectives.py).
     Therefore:
 
-    - LoRA is in fp32;
+    - every layer has LoRA, and it is in fp32;
     - no MixedPrecisionPolicy casts it to bf16;
     - the weights are compared with what FSDP2 gathers.
     """
@@ -333,8 +336,8 @@ def shard_layer(layer: nn.Module, policy: dict[str, Any]) -> None:
     layer.unshard()
     for linear, weight in zip(linears, before):
         if not torch.equal(linear.weight.view(torch.uint8), weight.view(torch.uint8)):
-            raise RuntimeError("FSDP2 has changed 4-bit weights: LoRA must be in fp32 and"
-                               " MixedPrecisionPolicy's param_dtype None")
+            raise RuntimeError("FSDP2 has changed 4-bit weights: every layer must have LoRA in"
+                               " fp32, and MixedPrecisionPolicy's param_dtype must be None")
     layer.reshard()
 
 
@@ -389,6 +392,7 @@ def train(
             for param, local_param in zip(params, local_params):
                 param.to_local().detach().copy_(local_param.detach())
         model.zero_grad()
+        optimizer.zero_grad()  # or it would keep this gradient through the next step
         n_tokens = sum(len(ids) for ids, _ in batch) / dist.get_world_size()
         unit = "GPU" if device.type == "cuda" else "process"
         log(f"step {step:5}/{args.max_steps} loss {loss:7.4f} lr {lr:.1e} grad {norm:6.3f}"
@@ -399,8 +403,8 @@ def train(
 def micro_batches(batch: list[Row], args: argparse.Namespace) -> Iterator[list[Row]]:
     """Yield this rank's rows of a step, as many at once as fit, the longest first.
 
-    Rows of similar length go together, because they are padded to the longest. Ranks take turns,
-    so that all of them yield equally often: each forward and backward is a collective.
+    Rows of similar length go together, because they are padded to the longest. Row i goes to rank
+    i % world_size, so that all ranks yield equally often: each forward is a collective.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     batch = sorted(batch, key=lambda row: len(row[0]))
@@ -522,9 +526,9 @@ def encode(
     """Tokenize a line of the data set. Returns (ids, labels) of its text, or of each answer in its
     conversation. The labels are the ids, or IGNORE_INDEX for what is not in the loss.
 
-    Each answer follows exactly the prompt that a server renders for the messages before it. Answers
-    do not share a row, because a template may change one that others follow: Qwen3's drops its
-    reasoning.
+    Each answer follows exactly the prompt that a server renders for the messages before it. It is
+    a row of its own, which repeats them, because a template may change an answer that others
+    follow: Qwen3's drops its reasoning.
     """
     check_keys(row)
     if "text" in row:
@@ -544,7 +548,9 @@ def encode_answer(
     if not text.startswith(prompt):
         raise ValueError(f"the chat template's prompt ends with {prompt[-40:]!r}, but its answer"
                          " begins otherwise: train_fsdp_qlora.py trains such models")
-    if not text.rstrip().endswith(special_tokens(tokenizer)):
+    if text.rstrip().endswith(special_tokens(tokenizer)):
+        text = text.rstrip()  # the model stops there: what follows is not learned
+    else:
         text += tokenizer.eos_token or ""  # GLM's template leaves the last turn open
     prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -193,7 +193,7 @@ RUNS = {  # name: (processes, what the job has)
     "LoRA in bf16": (2, {"argv": flags("llama", "x"), "with": ["lora_in_bf16"]}),
     "a norm is trained": (2, {"argv": flags("llama", "x"), "with": ["norm_is_trained"]}),
     "a norm is not read": (2, {"argv": flags("llama", "x"), "with": ["norm_is_not_read"]}),
-    "mixture": (2, {"argv": flags("mixtral", "x")}),
+    "moe": (2, {"argv": flags("mixtral", "x")}),
     "lacking": (2, {"argv": flags("lacking", "x")}),
     "quantised": (2, {"argv": flags("quantised", "x")}),
     "twice": (2, {"argv": flags("twice", "x")}),
@@ -417,7 +417,7 @@ def test_check_at_start_finds_rewritten_words(runs):
     needs_ranks(2)
     assert len(losses(runs("copies as on CUDA")[0])) == 3
     text, _ = runs("LoRA in bf16")
-    assert "RuntimeError: FSDP2 has changed 4-bit weights: LoRA must be in fp32" in text
+    assert "RuntimeError: FSDP2 has changed 4-bit weights: every layer must have LoRA" in text
     assert not losses(text)
 
 
@@ -431,7 +431,7 @@ def test_verify_finds(run, words, runs):
 
 
 @pytest.mark.parametrize("run,words", [
-    ("mixture", "--model mixtral: is a mixture of experts (0.mlp.experts.gate_up_proj); use "),
+    ("moe", "--model mixtral: is a mixture of experts (0.mlp.experts.gate_up_proj); use "),
     ("lacking", "lacking: no model*.safetensors has layers.2."),
     ("quantised", "--model quantised: is quantized already; name the original"),
     ("twice", "twice: its files have two tensors "),
@@ -513,6 +513,15 @@ def test_answer_stands_behind_the_prompt_that_a_server_makes(base):
     tokenizer.chat_template = SWITCHED
     with pytest.raises(ValueError, match="prompt ends with .*<think>.*, but its answer begins"):
         minimal_fsdp_qlora.encode({"messages": talk}, tokenizer)
+
+
+def test_line_end_behind_a_closed_turn_is_not_learned(base):
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(base / "llama")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    tokenizer.chat_template = CHATML  # ends each turn by <|im_end|> and a line end
+    talk = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "4"}]
+    ((ids, labels),) = minimal_fsdp_qlora.encode({"messages": talk}, tokenizer)
+    assert tokenizer.decode(ids[-1]) == tokenizer.decode(labels[-1]) == "<|im_end|>"
 
 
 def test_turn_that_its_template_leaves_open_is_closed(base):
@@ -792,12 +801,12 @@ def plain_loop(directory, rank, n_steps, batch):
     rows, warmup = plain_rows(directory, n_steps * batch), max(1, round(0.03 * n_steps))
     for step in range(n_steps):
         loss, batch_rows = 0.0, rows[step * batch :][:batch]
-        n_trained = sum(label != -100 for _, labels in batch_rows for label in labels[1:])
+        n_trainable_tokens = sum(label != -100 for _, labels in batch_rows for label in labels[1:])
         for ids, labels in batch_rows:
             with torch.autocast(DEVICE, torch.bfloat16):
                 logits = model(input_ids=torch.tensor([ids], device=DEVICE)).logits[0, :-1]
             targets = torch.tensor(labels[1:], device=DEVICE)
-            part = F.cross_entropy(logits.float(), targets, reduction="sum") / n_trained
+            part = F.cross_entropy(logits.float(), targets, reduction="sum") / n_trainable_tokens
             part.backward()
             loss += part.item()
         norm = torch.nn.utils.clip_grad_norm_(trained, 1.0).item()
