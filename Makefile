@@ -29,7 +29,7 @@ run = $(or $(OUT),$(patsubst %/adapter_model.safetensors,%,$(newest_adapter)))
 two := --numprocesses auto --dist loadfile --no-loadscope-reorder
 
 # What needs no launch of several processes; and the longest of its tests, which try many random rows.
-fast := layer rounding forms models bins files chat memory cache released limits
+fast := layer rounding forms models packing files chat memory cache released limits
 slower := any_row or many_rows
 
 nvcc = $(firstword $(wildcard $(CUDA_HOME)/bin/nvcc) $(shell command -v nvcc) \

@@ -119,11 +119,11 @@ def merge(args: argparse.Namespace) -> None:
     adapter_dir, output = Path(args.adapter_dir), Path(args.output_dir)
     transformers.utils.logging.disable_progress_bar()
     file, places = adapter_dir / ADAPTER_FILES[1], (adapter_dir, adapter_dir.resolve().parent)
-    begun = file.stat() if file.is_file() else None  # else reading says so
+    saved_config = file.stat() if file.is_file() else None  # else reading says so
     has_config = any((place / "train_config.json").is_file() for place in places)
     read = read_checked if has_config or not args.base_model else read_unchecked
     run, base, adapter, device = read(args, adapter_dir)
-    say_base(base, len(adapter))
+    log_base(base, len(adapter))
     partial, lock_fd = open_partial(output)
     with os.fdopen(lock_fd):
         try:
@@ -137,9 +137,9 @@ def merge(args: argparse.Namespace) -> None:
         try:
             if args.check:
                 verdict = check(base, run["probe"], partial, run["probe_input_ids"], device)
-            if verdict.startswith("not fine") and not base.arch.mixture:  # see docs/serving.md
+            if verdict.startswith("not fine") and not base.arch.moe:  # see docs/serving.md
                 verdict += UNMERGED.format(base.auto_class.__name__, base.directory, adapter_dir)
-            require(begun and os.path.samestat(begun, file.stat()),
+            require(saved_config and os.path.samestat(saved_config, file.stat()),
                     f"{adapter_dir}: has got another adapter meanwhile: merge again")
             partial = partial.replace(output.resolve())
         finally:  # not before: another merge would take the directory for that of a dead one
@@ -155,7 +155,7 @@ def merge(args: argparse.Namespace) -> None:
     print(verdict)
 
 
-def say_base(base: argparse.Namespace, n_adapted: int) -> None:
+def log_base(base: argparse.Namespace, n_adapted: int) -> None:
     """Print what is merged."""
     linears, used = base.names.linears, {*base.tensors, *base.names.shapes}
     unused = [n for n in base.files if n not in used and not n.endswith(NF4_PARTS)]
@@ -508,7 +508,7 @@ def write_files(directory: Path, base: argparse.Namespace, tensors: Iterator[tor
         sync_file(path)
 
 
-def check(base: argparse.Namespace, probe: Path, merged_dir: Path, rows: list[list[int]],
+def check(base: argparse.Namespace, merge_check: Path, merged_dir: Path, rows: list[list[int]],
           device: str) -> str:
     """Print how far the merged model is from what was trained, by the file `probe`. Returns the
     verdict, one line; ValueError if it is another model."""
@@ -517,7 +517,7 @@ def check(base: argparse.Namespace, probe: Path, merged_dir: Path, rows: list[li
     no_kernels = without_kernels() if device == "cpu" else contextlib.nullcontext()
     with explain(f"the check did not run (see --no-check); {merged_dir} is whole: rename it"), \
             no_kernels:
-        plain, trained = probed_logits(base, probe, device)
+        plain, trained = probed_logits(base, merge_check, device)
         merged = all_logits(base.auto_class.from_pretrained(merged_dir, **settings), rows)
         effect, error = (trained - plain).norm(), merged - trained
     agree = (merged.argmax(-1) == trained.argmax(-1)).float().mean()
@@ -535,12 +535,12 @@ def check(base: argparse.Namespace, probe: Path, merged_dir: Path, rows: list[li
             " on the logits")
 
 
-def probed_logits(base: argparse.Namespace, probe: Path, device: str) -> list[torch.Tensor]:
+def probed_logits(base: argparse.Namespace, merge_check: Path, device: str) -> list[torch.Tensor]:
     """Returns the 4-bit model's logits without the adapter and with it, fp32 [tokens of all rows,
     vocabulary] on the CPU, from what training has noted, which is what the head reads."""
     name = base.names.embedding if base.arch.tied else base.names.head
     head = read_tensor(base.files[name], name, device).to(base.dtype)
-    logits = [read_tensor(tensors_of(probe)[name], name, device).to(base.dtype) @ head.t()
+    logits = [read_tensor(tensors_of(merge_check)[name], name, device).to(base.dtype) @ head.t()
               for name in ("without_adapter", "with_adapter")]
     change = base.arch.logits_multiplier, base.arch.logits_softcap
     return [scaled_logits(x.cpu(), *change) for x in logits]

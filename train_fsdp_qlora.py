@@ -56,31 +56,31 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from fsdp_qlora.data.bins import Bin, deal_rows, make_bin, step_rows
+from fsdp_qlora.data.packing import MicroBatch, pack_rows, make_micro_batch, step_rows
 from fsdp_qlora.data.prepare import prepare_data
 from fsdp_qlora.data.rows import Rows, random_rows
 from fsdp_qlora.data.template import how_to_ask
 from fsdp_qlora.data.tokenizer import check_tokenizer, load_tokenizer
 from fsdp_qlora.files import read_json, text_digest
-from fsdp_qlora.hashing import as_hex, content_sum, mix
-from fsdp_qlora.lora.adapter import Adapter, check_origin, choose_adapted, read_adapter
+from fsdp_qlora.hashing import as_hex, content_sum, hash_ints
+from fsdp_qlora.lora.adapter import Adapter, check_origin, resolve_target_modules, read_adapter
 from fsdp_qlora.model.attention import (
-    attends, batched_attention, document_attention, flash_attention, reach_architectures,
-    varlen_attention)
+    architectures_by_attention_type, batched_attention, document_attention, flash_attention,
+    kernel_matches, varlen_attention)
 from fsdp_qlora.model.elementwise import compile_for_any_rows
 from fsdp_qlora.model.flex import flex_document_attention
 from fsdp_qlora.model.graphs import Graphs
-from fsdp_qlora.model.layer import make_layouts
+from fsdp_qlora.model.layer import make_layer_specs
 from fsdp_qlora.model.linears import STATE_BLOCK
 from fsdp_qlora.model.load import fill_model
-from fsdp_qlora.model.loss import bin_objective, mean_metrics, n_losses
+from fsdp_qlora.model.loss import micro_batch_loss, mean_metrics, num_items_in_batch
 from fsdp_qlora.model.model import Model, measure_weight_norms, verify_model
-from fsdp_qlora.model.offload import GPUStore, HostStore, make_store
+from fsdp_qlora.model.offload import DeviceActivations, OffloadedActivations, make_store
 from fsdp_qlora.model.recurrence import RECURRENCES, mixer_with_state, why_no_fla
 from fsdp_qlora.model.router import BALANCE, take_balance
 from fsdp_qlora.model.shards import reshard_all, weight_requests
-from fsdp_qlora.planner.cards import card_machine, parse_cards
-from fsdp_qlora.planner.machine import host_memory, limit_memory, memory_gib, say_memory
+from fsdp_qlora.planner.gpu_specs import card_machine, parse_cards
+from fsdp_qlora.planner.machine import host_memory, limit_memory, memory_gib, log_memory
 from fsdp_qlora.planner.plan import (
     Plan, agree_on_plan, choose_plan, describe_work, why_no_capture)
 from fsdp_qlora.pretrained.architecture import Architecture
@@ -91,8 +91,8 @@ from fsdp_qlora.pretrained.reader import (
 from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
 from fsdp_qlora.quant.nf4 import why_no_triton
 from fsdp_qlora.ranks import (
-    AGAIN, DIVERGED, EXITS, Stop, all_gather, check_same, gather_objects, is_rank_0, n_cores,
-    on_rank_0, refuse_launch, say, say_each, together)
+    DIVERGED, EXIT_RESUMABLE, EXITS, RunError, all_gather, check_same, fail_before_init,
+    gather_objects, is_rank_0, log, log_each_rank, n_cores, on_rank_0, raise_on_all_ranks)
 from fsdp_qlora.run.checkpoints import (
     DISK_ERRORS, agree_on_content, check_room, checkpoint_path, drop_checkpoints, find_checkpoint,
     check_run, load_checkpoint, save_adapter, sharded_state, write_checkpoint)
@@ -101,16 +101,16 @@ from fsdp_qlora.run.directory import (
     describe_run, losses_of, merge_command, open_output, save_tokenizer)
 from fsdp_qlora.run.flags import parse_flags, resolve_config, resolve_steps, save_interval
 from fsdp_qlora.run.logs import (
-    Log, describe_metrics, draw_losses, say_examples, say_plan_elsewhere, say_sample,
-    say_speed, say_start)
-from fsdp_qlora.run.probe import Probe
-from fsdp_qlora.run.status import LOST_DIRECTORY, REQUESTS, Status, watch_process
+    MetricsWriter, describe_metrics, draw_losses, log_examples, log_plan_elsewhere, log_sample,
+    log_speed, log_startup)
+from fsdp_qlora.run.merge_check import MergeCheck
+from fsdp_qlora.run.status import LOST_DIRECTORY, ACTIONS, Status, watch_process
 from fsdp_qlora.training.check import check_family
 from fsdp_qlora.training.divergence import why_diverged, why_worse
-from fsdp_qlora.training.evaluation import evaluation_batches, evaluation_bins
+from fsdp_qlora.training.evaluation import evaluation_batches, evaluation_micro_batches
 from fsdp_qlora.training.reference import find_reference, values_of_all
 from fsdp_qlora.training.samples import sample_answers
-from fsdp_qlora.training.unlearned import check_head
+from fsdp_qlora.training.untrained_tokens import check_untrained_tokens
 
 SCRIPT = Path(__file__)
 VERSIONS = {m.__name__: m.__version__ for m in (torch, transformers, peft, bnb)}
@@ -127,7 +127,7 @@ Kernels = dict[str, dict[str, Callable]]  # see choose_attention
 # ------------------------------------------------------------------------------------------------
 
 
-def knob(default: Any, help_text: str, **extra: Any) -> Any:
+def flag(default: Any, help_text: str, **extra: Any) -> Any:
     """One field of Config: its default, its help and argparse's other keywords."""
     return dataclasses.field(default=default, metadata={"help": help_text, **extra})
 
@@ -136,104 +136,104 @@ def knob(default: Any, help_text: str, **extra: Any) -> Any:
 class Config:
     """Every flag of the script. None means: derived from the rest, and printed, or not used."""
 
-    model: str | None = knob(
+    model: str | None = flag(
         None, "Hub id or directory of safetensors; left out: a built-in demo; with --random_weights"
         " or --plan_for also llama-2-7b, llama-2-70b, llama-3-8b, llama-3-70b, qwen2.5-32b")
-    dataset: tuple[str, ...] | None = knob(
+    dataset: tuple[str, ...] | None = flag(
         None, "files (JSONL, JSON, Parquet, CSV, TSV, text, also .gz), patterns, directories, what"
         " save_to_disk wrote, or a Hub id; after a directory or a Hub id may stand"
         " ,split=train_sft, after a Hub id also ,name=CONFIGURATION ,revision=TAG; left out: the"
         " demo's instructions")
-    eval_dataset: tuple[str, ...] | None = knob(
+    eval_dataset: tuple[str, ...] | None = flag(
         None, "the same for evaluation, or a fraction of the rows of --dataset: 0.02")
-    columns: tuple[str, ...] | None = knob(None, "new names for keys of rows: context=input")
-    max_seq_len: int | None = knob(
+    columns: tuple[str, ...] | None = flag(None, "new names for keys of rows: context=input")
+    max_seq_len: int | None = flag(
         None, "tokens; longer rows are cut; left out: 2048, or what the model was made for if less")
-    chat_template: str | None = knob(
+    chat_template: str | None = flag(
         None, "Jinja file, or JSON like chat_template.json, to use instead of the tokenizer's own")
-    output_dir: str | None = knob(None, "where results go; left out: a new directory below runs/")
-    resume: str = knob(
+    output_dir: str | None = flag(None, "where results go; left out: a new directory below runs/")
+    resume: str = flag(
         "auto", "auto: resume the run in --output_dir, if there is one; never:"
         " begin a new one; must, or no value: resume it, with the flags that it began with unless"
         " others are given", choices=("auto", "never", "must"), nargs="?", const="must")
-    random_weights: bool = knob(False, "random weights: of the model, only config.json is read")
-    loss: str = knob(
+    random_weights: bool = flag(False, "random weights: of the model, only config.json is read")
+    loss: str = flag(
         "sft", "what is trained: sft, text; dpo, ipo, simpo or orpo, a chosen answer rather than a"
         " rejected one; kto, good answers rather than bad ones")
-    beta: float | None = knob(
+    beta: float | None = flag(
         None, "of the other losses: how far the model may move from the reference, less the higher;"
         " of simpo the scale of rewards (its authors take 2 to 10), of orpo the weight of the odds;"
         " left out: 0.1")
-    label_smoothing: float = knob(0.0, "of dpo: the share of pairs that are the wrong way round")
-    simpo_gamma: float = knob(0.5, "of simpo: the margin between rewards")
-    desirable_weight: float = knob(1.0, "of kto: of the losses of good answers")
-    undesirable_weight: float = knob(1.0, "of kto: of the losses of bad answers")
-    batch_size: int = knob(16, "rows an optimizer step, over all GPUs")
-    num_epochs: float = knob(1.0, "passes over the data set; --max_steps overrides it")
-    max_steps: int | None = knob(
+    label_smoothing: float = flag(0.0, "of dpo: the share of pairs that are the wrong way round")
+    simpo_gamma: float = flag(0.5, "of simpo: the margin between rewards")
+    desirable_weight: float = flag(1.0, "of kto: of the losses of good answers")
+    undesirable_weight: float = flag(1.0, "of kto: of the losses of bad answers")
+    batch_size: int = flag(16, "rows an optimizer step, over all GPUs")
+    num_epochs: float = flag(1.0, "passes over the data set; --max_steps overrides it")
+    max_steps: int | None = flag(
         None, "optimizer steps; 0: a dry run, which reads and checks all but the weights and shows"
         " what would be trained; left out: by --num_epochs, for the demo 300")
-    learning_rate: float | None = knob(
+    learning_rate: float | None = flag(
         None, "peak; left out: 2e-4, of preferences 5e-6, for the demo 3e-3")
-    lr_schedule: str = knob(
+    lr_schedule: str = flag(
         "cosine", "after the warm-up: to 0 as a cosine or linear, or constant",
         choices=("cosine", "linear", "constant"))
-    warmup_fraction: float = knob(0.03, "of all steps, in which the rate rises to its peak")
-    weight_decay: float = knob(0.0, "of AdamW, on all of the adapter")
-    max_grad_norm: float = knob(1.0, "the adapter's whole gradient is scaled down to this norm")
-    eval_every: int | None = knob(
+    warmup_fraction: float = flag(0.03, "of all steps, in which the rate rises to its peak")
+    weight_decay: float = flag(0.0, "of AdamW, on all of the adapter")
+    max_grad_norm: float = flag(1.0, "the adapter's whole gradient is scaled down to this norm")
+    eval_every: int | None = flag(
         None, "steps between evaluations, besides the one before the first step and the one at the"
         " end; 0: only these two; left out: a tenth of all steps")
-    eval_samples: int | None = knob(
+    eval_samples: int | None = flag(
         None, "greedy answers to held-out rows that each evaluation shows beside what is wanted; 0:"
         " none; left out: 2 where they take less than a hundredth of the time")
-    save_every: str = knob(
+    save_every: str = flag(
         "5m", "between checkpoints: minutes, 5m, or steps, 100; 0: only at the end")
-    keep_checkpoints: int = knob(2, "the newest that stay, besides the one of the best evaluation")
-    max_minutes: float | None = knob(
+    keep_checkpoints: int = flag(2, "the newest that stay, besides the one of the best evaluation")
+    max_minutes: float | None = flag(
         None, "from the launch; then the run saves and ends, and the same command resumes it")
-    step_timeout_minutes: float | None = knob(
+    step_timeout_minutes: float | None = flag(
         None, "in which a step must end, else all ranks write down where they are and end; left"
         " out: 20 times the longest step so far and at least 10 minutes, an hour for the first")
-    seed: int = knob(
+    seed: int = flag(
         0, "of the adapter's initial values, the data order, the rows held out, dropout, random"
         " weights")
-    report_to: str = knob(
+    report_to: str = flag(
         "tensorboard", "where metrics go besides metrics.jsonl; wandb must be installed",
         choices=("tensorboard", "wandb", "none"))
-    adapter: str = knob(
+    adapter: str = flag(
         "lora", "kind: lora; rslora, which scales by lora_alpha / sqrt(lora_rank); dora, which also"
         " trains the norm of each weight's rows", choices=("lora", "rslora", "dora"))
-    lora_rank: int = knob(16, "rank of the adapter")
-    lora_alpha: int = knob(32, "scales the adapter, by lora_alpha / lora_rank; rslora: / its root")
-    lora_dropout: float = knob(0.0, "dropout on the adapter's input")
-    target_modules: tuple[str, ...] = knob(
+    lora_rank: int = flag(16, "rank of the adapter")
+    lora_alpha: int = flag(32, "scales the adapter, by lora_alpha / lora_rank; rslora: / its root")
+    lora_dropout: float = flag(0.0, "dropout on the adapter's input")
+    target_modules: tuple[str, ...] = flag(
         ("all-linear",), "linears that get an adapter, by name: q_proj v_proj; all-linear: all of"
         " the decoder layers, of mixtures those of attention; experts: all experts, too")
-    init_adapter: str | None = knob(
+    init_adapter: str | None = flag(
         None, "directory of an adapter to begin with, of this script or of PEFT")
-    micro_batch_tokens: int | None = knob(
+    micro_batch_tokens: int | None = flag(
         None, "tokens a GPU works on at once, at least the longest row; left out: what is fastest"
         " and fits")
-    shard_group_size: int | None = knob(
+    shard_group_size: int | None = flag(
         None, "processes that share one copy of the model, for instance those of a node; every such"
         " group holds one; left out: what is fastest and fits")
-    recompute: str = knob(
+    recompute: str = flag(
         "auto", "decoder layers recomputed in backward: all, none, a number, auto (fastest)")
-    offload_activations: bool = knob(
+    offload_activations: bool = flag(
         False, "keep what recomputed layers need in pinned host memory until their backward")
-    offload_params: bool = knob(
+    offload_params: bool = flag(
         False, "keep the 4-bit weights in pinned host memory; each layer is copied when needed")
-    memory_limit_gib: float | None = knob(
+    memory_limit_gib: float | None = flag(
         None, "GPU memory to plan for and never to exceed; left out: what is free")
-    plan_for: str | None = knob(
+    plan_for: str | None = flag(
         None, "print the plan of this run on other GPUs and end: 4x4090, 8xH100, 2x24GB; needs no"
         " GPU, and reads of the model only config.json")
-    attn: str | None = knob(
+    attn: str | None = flag(
         None, "attention; left out: from Hopper on sdpa for rows of one length, else"
         " flash_attention_2 where it is installed, else sdpa",
         choices=("flash_attention_2", "sdpa"))
-    compute_dtype: str = knob(
+    compute_dtype: str = flag(
         "bfloat16", "dtype of activations and products", choices=("bfloat16", "float32"))
 
 
@@ -260,8 +260,9 @@ class Run:
     model: Model
     adapter: Adapter
     optimizer: Optimizer
-    store: GPUStore | HostStore  # where layers keep what they need when they are recomputed
-    probe: Probe
+    # where layers keep what they need when they are recomputed
+    store: DeviceActivations | OffloadedActivations
+    merge_check: MergeCheck
     graphs: Graphs | Literal[False]
     # all below changes; `progress` is saved in checkpoints
     progress: dict[str, Any] = dataclasses.field(default_factory=lambda: dict.fromkeys(
@@ -270,7 +271,7 @@ class Run:
     save_due: float = math.inf  # by the clock
     step_start: float = 0.0  # by the clock
     longest_step: float = 0.0  # seconds
-    dealt: tuple[Rows, list[Bin]] | None = None  # the next step's rows and bins
+    prefetched: tuple[Rows, list[MicroBatch]] | None = None  # the next step's rows and bins
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -278,14 +279,14 @@ def main(argv: list[str] | None = None) -> int:
     device = join_processes()
     with watch_process() as status:
         try:
-            with together():
+            with raise_on_all_ranks():
                 config = parse_flags(Config, __doc__.splitlines()[0], argv)
             if config.plan_for:
                 answer_plan_for(config, status)
             else:
                 train(config, device, status)
             code = 0
-        except Stop as e:
+        except RunError as e:
             code = status.stop_together(e)
             with contextlib.suppress(RuntimeError):  # of a rank that has left alone
                 dist.barrier()  # torchrun kills rank 0 when another exits; let it print first
@@ -299,17 +300,17 @@ def main(argv: list[str] | None = None) -> int:
     return code
 
 
-def train(given: Config, device: torch.device, status: Status) -> None:
+def train(user_config: Config, device: torch.device, status: Status) -> None:
     """The whole job, from the flags that were given to the adapter. All ranks must call this."""
     # 1. Agree: the same flags, source and versions on all ranks, one output directory
-    check_same(given, SCRIPT, VERSIONS | {"python": "{}.{}".format(*sys.version_info)})
-    with together():
-        config = resolve_config(given, dist.get_world_size())
-    is_dry = given.max_steps == 0
+    check_same(user_config, SCRIPT, VERSIONS | {"python": "{}.{}".format(*sys.version_info)})
+    with raise_on_all_ranks():
+        config = resolve_config(user_config, dist.get_world_size())
+    is_dry = user_config.max_steps == 0
     config = dataclasses.replace(config, output_dir=on_rank_0(lambda: config.output_dir))
-    with open_output(config, given, status) as (directory, is_complete):
+    with open_output(config, user_config, status) as (directory, is_complete):
         if is_complete:
-            say(f"already complete: {directory}; nothing was touched")
+            log(f"already complete: {directory}; nothing was touched")
             return
         limit = limit_memory(config, device)
 
@@ -320,48 +321,48 @@ def train(given: Config, device: torch.device, status: Status) -> None:
         name = config.model or str(directory / "demo" / "model")
         config, base, model_config, arch, tokenizer = open_model(config, name)
         status.enter("data")
-        begun = on_rank_0(read_json, directory / "train_config.json", {})
-        day = begun.get("date", on_rank_0(time.strftime, "%Y-%m-%d"))
-        rows, eval_rows = prepare_data(config, directory, tokenizer, arch.vocab_size, day)
+        saved_config = on_rank_0(read_json, directory / "train_config.json", {})
+        template_date = saved_config.get("date", on_rank_0(time.strftime, "%Y-%m-%d"))
+        rows, eval_rows = prepare_data(config, directory, tokenizer, arch.vocab_size, template_date)
         config = resolve_steps(config, len(rows))
 
         # 3. What is adapted, and which run this is: its adapter is looked at, then its weights
         status.enter("model")
         on_rank_0(check_tokenizer, base, tokenizer, rows)
-        with together():
-            lora_config, adapted = choose_adapted(arch, config, config.model or str(base))
-            layouts = make_layouts(arch, adapted, config)
-            if config.init_adapter and not begun:
-                read_adapter(config, arch, layouts)
+        with raise_on_all_ranks():
+            lora_config, adapted = resolve_target_modules(arch, config, config.model or str(base))
+            specs = make_layer_specs(arch, adapted, config)
+            if config.init_adapter and not saved_config:
+                read_adapter(config, arch, specs)
             base, base_sha256 = find_weights(config, base, name, is_dry)
         content = agree_on_content(config, rows, eval_rows, base_sha256)
-        if config.init_adapter and not begun:
+        if config.init_adapter and not saved_config:
             on_rank_0(check_origin, config, base_sha256, tokenizer)
-        done = steps_done(config, directory, content, begun, status, is_dry)
-        on_rank_0(check_room, config, directory, layouts)
+        done = steps_done(config, directory, content, saved_config, status, is_dry)
+        on_rank_0(check_room, config, directory, specs)
 
         # 4. Which attention, and the plan: what is sharded, recomputed, offloaded
         status.enter("model")
-        with together():
+        with raise_on_all_ranks():
             kernels = choose_attention(config, arch, device)
             choose_recurrence(kernels, config, arch, device)
-        plan = agree_on_plan(config, arch, layouts, rows, eval_rows, limit, device, kernels,
+        plan = agree_on_plan(config, arch, specs, rows, eval_rows, limit, device, kernels,
                              state_bytes(config))
         status.plan = plan
-        say_start(given, config, plan, kernels, limit, device, VERSIONS)
-        say_examples(rows, tokenizer, DRY_EXAMPLES if is_dry else 1)
+        log_startup(user_config, config, plan, kernels, limit, device, VERSIONS)
+        log_examples(rows, tokenizer, DRY_EXAMPLES if is_dry else 1)
         if not config.random_weights:
             on_rank_0(check_family, model_config, config.model, fill_model)
         if is_dry:
-            raise Stop(f"--max_steps 0: nothing was trained; the run has {config.max_steps:,}"
+            raise RunError(f"--max_steps 0: nothing was trained; the run has {config.max_steps:,}"
                        f" steps of {config.batch_size:,} rows", 0)
 
         # 5. The model: built on meta, sharded by FSDP2, then each rank loads its part in NF4
         mesh = make_mesh(plan.shard_group_size, device)
-        model = Model(arch, layouts, plan, mesh.get_group("shard"))
+        model = Model(arch, specs, plan, mesh.get_group("shard"))
         shard_model(model, mesh, plan)
         loaded = load_model(model, base, model_config, config, device)
-        check_head(model, rows, tokenizer)
+        check_untrained_tokens(model, rows, tokenizer)
 
         # 6. The adapter, new or from a checkpoint, and its optimizer
         adapter = Adapter(model, device)
@@ -371,22 +372,22 @@ def train(given: Config, device: torch.device, status: Status) -> None:
         run = Run(
             config, plan, status, directory, device, rows, eval_rows, tokenizer, content,
             lora_config=lora_config, kernels=kernels, model=model, adapter=adapter,
-            optimizer=optimizer, store=make_store(plan, device), probe=Probe(rows),
+            optimizer=optimizer, store=make_store(plan, device), merge_check=MergeCheck(rows),
             graphs=plan.graphs and Graphs(model, config, device), saved_step=done)
         start_adapter(run, done)
         status.enter("saving")
-        on_rank_0(describe_run, run, given, base.resolve(), loaded, day, VERSIONS)
+        on_rank_0(describe_run, run, user_config, base.resolve(), loaded, template_date, VERSIONS)
         on_rank_0(save_tokenizer, directory, base, tokenizer)
         verify_model(model, plan)
-        say(f"parameters: {adapter.n_trainable:,} trainable ({config.adapter}),"
+        log(f"parameters: {adapter.n_trainable:,} trainable ({config.adapter}),"
             f" {loaded.n_parameters:,} frozen")
 
         # 7. Loop and save
         status.enter("training")
         find_reference(run)
-        run.probe.begin(run)
-        if records := run_steps(run, done):
-            say_speed(run, records)
+        run.merge_check.begin(run)
+        if records := training_loop(run, done):
+            log_speed(run, records)
         finish_run(run)
 
 
@@ -399,7 +400,7 @@ def open_model(config: Config, name: str) -> tuple[
     needs = "tokenizer" if config.dataset or not config.random_weights else "config"
     if Path(name).is_dir() and not config.random_weights:
         needs = "weights"
-    with together():
+    with raise_on_all_ranks():
         base = model_directory(name, needs)
         config, model_config, arch = read_model_config(base, config)
         tokenizer = load_tokenizer(base, config)
@@ -418,17 +419,17 @@ def find_weights(config: Config, base: Path, name: str, is_dry: bool) -> tuple[P
 
 
 def steps_done(config: Config, directory: Path, content: dict[str, str | None],
-               begun: dict[str, Any], status: Status, is_dry: bool) -> int:
+               saved_config: dict[str, Any], status: Status, is_dry: bool) -> int:
     """After how many steps the run in the directory goes on, by its newest whole checkpoint; 0: it
     is new, or is only looked at. `begun` is its train_config.json. All ranks must call this."""
     status.enter("checkpoint")
     if is_dry:
-        on_rank_0(check_run, config, directory, content, begun)
+        on_rank_0(check_run, config, directory, content, saved_config)
         return 0
     done: int = on_rank_0(find_checkpoint, config, directory, content)
     status.may_write, status.max_steps, status.step = True, config.max_steps, done
     status.checkpoint = checkpoint_path(directory, done).name if done else None
-    say_extension(config, begun, done)
+    log_extension(config, saved_config, done)
     return done
 
 
@@ -440,27 +441,27 @@ def start_adapter(run: Run, done: int) -> None:
         return
     run.status.enter("checkpoint")
     path = checkpoint_path(run.directory, done)
-    with together():
+    with raise_on_all_ranks():
         run.progress = load_checkpoint(path, run.adapter, run.optimizer)
-    say(f"resumed from {path}: {done} of {run.config.max_steps} steps are done")
+    log(f"resumed from {path}: {done} of {run.config.max_steps} steps are done")
 
 
-def answer_plan_for(given: Config, status: Status) -> None:
+def answer_plan_for(user_config: Config, status: Status) -> None:
     """Print what the run would be on the GPUs that --plan_for names, on the rows of --dataset if
     there are any. All ranks must call this."""
-    with together():
-        config = resolve_config(given, dist.get_world_size())
+    with raise_on_all_ranks():
+        config = resolve_config(user_config, dist.get_world_size())
     status.enter("model")
     rows, eval_rows = None, None
     if config.dataset:
         config, base, _, arch, tokenizer = open_model(config, config.model or "")
         status.enter("data")
-        day = on_rank_0(time.strftime, "%Y-%m-%d")
-        rows, eval_rows = prepare_data(config, base, tokenizer, arch.vocab_size, day)
+        template_date = on_rank_0(time.strftime, "%Y-%m-%d")
+        rows, eval_rows = prepare_data(config, base, tokenizer, arch.vocab_size, template_date)
         config = resolve_steps(config, len(rows))
         status.enter("model")
-    with together():
-        say_plan_elsewhere(given, *plan_elsewhere(config, rows, eval_rows))
+    with raise_on_all_ranks():
+        log_plan_elsewhere(user_config, *plan_elsewhere(config, rows, eval_rows))
 
 
 def plan_elsewhere(config: Config, rows: Rows | None = None,
@@ -473,12 +474,12 @@ def plan_elsewhere(config: Config, rows: Rows | None = None,
     base = model_directory(config.model or "", "config")
     config = dataclasses.replace(config, random_weights=True)
     config, _, arch = read_model_config(base, config)
-    _, adapted = choose_adapted(arch, config, config.model or "")
-    layouts = make_layouts(arch, adapted, config)
+    _, adapted = resolve_target_modules(arch, config, config.model or "")
+    specs = make_layer_specs(arch, adapted, config)
     rows = rows or random_rows(arch.vocab_size, config)
     work = describe_work(config, rows, eval_rows, world_size, torch.device("cuda"),
                          why_no_capture(arch, machine), state_bytes=state_bytes(config))
-    return config, choose_plan(config, arch, layouts, work, limit, machine), limit
+    return config, choose_plan(config, arch, specs, work, limit, machine), limit
 
 
 # ------------------------------------------------------------------------------------------------
@@ -493,10 +494,10 @@ def join_processes() -> torch.device:
     if "RANK" not in os.environ:  # plain `python`, a run of one process
         options.update(store=dist.HashStore(), rank=0, world_size=1)
     elif lacks := {"WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys():
-        refuse_launch(f"RANK is set, {' and '.join(sorted(lacks))} not: start it by torchrun")
+        fail_before_init(f"RANK is set, {' and '.join(sorted(lacks))} not: start it by torchrun")
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
-            refuse_launch(f"rank on GPU {local_rank}, but there are {torch.cuda.device_count()}"
+            fail_before_init(f"rank on GPU {local_rank}, but there are {torch.cuda.device_count()}"
                           " GPUs: lower --nproc_per_node")
         device = torch.device("cuda", local_rank)
         options.update(backend="cpu:gloo,cuda:nccl", device_id=device)
@@ -527,7 +528,7 @@ def join_processes() -> torch.device:
 
 def choose_attention(config: Config, arch: Architecture, device: torch.device) -> Kernels:
     """The attention to use: {"same": for bins of rows of one length, "any": of other rows}, each
-    {one of REACHES: kernel}. Raises ValueError.
+    {one of ATTENTION_TYPES: kernel}. Raises ValueError.
 
     From Hopper on torch's SDPA (cuDNN) is the fastest for rows of one length, else Flash Attention
     2; where that is not installed, torch's own kernel for any lengths, and for what that does not
@@ -547,17 +548,19 @@ def choose_attention(config: Config, arch: Architecture, device: torch.device) -
     of_one_length = [batched_attention, *flash] if batched_first else [*flash, batched_attention]
     of_any_lengths = [varlen_attention, flex_document_attention]
 
-    def first_that_works(kernels: list[Callable], arch: Architecture, reach: str) -> Callable:
+    def first_that_works(
+            kernels: list[Callable], arch: Architecture, attention_type: str) -> Callable:
         if not has_kernels or arch.attention_dropout:
             return document_attention
-        works = (f for f in kernels if attends(f, arch, reach, device))
+        works = (f for f in kernels if kernel_matches(f, arch, attention_type, device))
         return next(works, document_attention)
 
     chosen: Kernels = {"same": {}, "any": {}}
-    for reach, of_layers in reach_architectures(arch).items():
-        chosen["any"][reach] = first_that_works([*flash, *of_any_lengths], of_layers, reach)
-        same = flash if reach == "window" else of_one_length
-        chosen["same"][reach] = first_that_works([*same, *of_any_lengths], of_layers, reach)
+    for attention_type, of_layers in architectures_by_attention_type(arch).items():
+        same = flash if attention_type == "window" else of_one_length
+        for lengths, first in ("any", flash), ("same", same):
+            chosen[lengths][attention_type] = first_that_works(
+                [*first, *of_any_lengths], of_layers, attention_type)
     if config.attn == "flash_attention_2" and flash_attention not in chosen["any"].values():
         raise ValueError("--attn flash_attention_2: as installed it does not compute this model's"
                          " attention; use --attn sdpa")
@@ -576,7 +579,7 @@ def choose_recurrence(
     rule = recurrence.plain
     if device.type == "cuda" and config.compute_dtype == "bfloat16":
         if why := why_no_fla(mixer, device):
-            say(f"slower: {type(mixer).__name__} runs in plain torch, as flash-linear-attention's"
+            log(f"slower: {type(mixer).__name__} runs in plain torch, as flash-linear-attention's"
                 f" kernels (`pip install fla-core einops`) are not used: {why}")
         else:
             rule = recurrence.fla
@@ -616,7 +619,7 @@ def shard_model(model: Model, mesh: DeviceMesh, plan: Plan) -> None:
     dtype = getattr(torch, plan.compute_dtype)
     policy = MixedPrecisionPolicy(
         # in bf16 DoRA's magnitudes would round by up to 0.4 %, as much as many steps change them
-        param_dtype=None if model.layers[0].layout.dora else dtype,
+        param_dtype=None if model.layers[0].spec.dora else dtype,
         reduce_dtype=torch.float32, cast_forward_inputs=False)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy,
@@ -649,7 +652,7 @@ def load_model(model: Model, base: Path, model_config: transformers.PretrainedCo
     if config.random_weights:
         names = tensor_names(arch, {})
     else:
-        with together():
+        with raise_on_all_ranks():
             files = weight_files(base)
             names = tensor_names(arch, files)
             nf4_states = check_files(files, names, model_config, config.compute_dtype)
@@ -670,7 +673,7 @@ def load_model(model: Model, base: Path, model_config: transformers.PretrainedCo
         return value
 
     fill_model(model, names, read_checked, nf4_states, device)
-    with together():
+    with raise_on_all_ranks():
         reader.close()  # raises its error: until here all ranks go on
         are_finite = torch.stack(list(finite.values())).tolist()
         if not all(are_finite):
@@ -684,10 +687,10 @@ def load_model(model: Model, base: Path, model_config: transformers.PretrainedCo
     torch.cuda.empty_cache()  # what loading used and training would use in other sizes
     seconds, grown = clock() - started, (host_memory()[1] - memory_before[0]) / 2**30
     unit, size = ("GB", 1e9) if n_bytes > 1e9 else ("MB", 1e6)
-    say_each(f"weights loaded in {seconds:.2f} s", f"{n_bytes / size:.2f} {unit} at"
+    log_each_rank(f"weights loaded in {seconds:.2f} s", f"{n_bytes / size:.2f} {unit} at"
              f" {n_bytes / size / seconds:.2f} {unit}/s with at most {grown:.2f} GiB more host"
              " memory")
-    say_memory("after loading", device)
+    log_memory("after loading", device)
     return types.SimpleNamespace(sums=dict(zip(sums, map(as_hex, totals.tolist()))),
                                  prequantised=bool(nf4_states), n_parameters=names.n_parameters)
 
@@ -731,13 +734,13 @@ def optimizer_step(optimizer: Optimizer, adapter: Adapter, rate: float) -> None:
     adapter.weights.grad.zero_()
 
 
-def say_extension(config: Config, begun: dict[str, Any], done: int) -> None:
+def log_extension(config: Config, saved_config: dict[str, Any], done: int) -> None:
     """Say what becomes of the rate where a run goes on that was complete after `done` steps, by its
     train_config.json."""
-    if done and done == begun["config"]["max_steps"] < config.max_steps:
+    if done and done == saved_config["config"]["max_steps"] < config.max_steps:
         last, next_rate = (learning_rate(step, dataclasses.replace(config, max_steps=n))
                            for step, n in ((done, done), (done + 1, config.max_steps)))
-        say(f"the run was complete after {done} steps and goes on to {config.max_steps}: the"
+        log(f"the run was complete after {done} steps and goes on to {config.max_steps}: the"
             f" learning rate was {last:.1e} and is {next_rate:.1e} now; a new run with"
             " --init_adapter would begin with a warm-up")
 
@@ -765,26 +768,27 @@ def train_step(run: Run, step: int) -> tuple[Record, str | None]:
     number, both over all ranks, so it does not depend on how many ranks there are.
     """
     config, plan, world_size = run.config, run.plan, dist.get_world_size()
-    batch, bins = run.dealt or deal_step(run, step)
+    batch, micro_batches = run.prefetched or next_step(run, step)
     # every rank knows all rows' lengths, so that the global counts need no communication
-    trained_tokens, tokens = int(batch.n_trained.sum()), int(batch.lengths.sum())
+    n_trainable_tokens, tokens = int(batch.n_trainable_tokens.sum()), int(batch.lengths.sum())
     local_sums: Any = 0
-    n_bins, capacity, of_all = 0, 0, values_of_all(run, batch, [batch])
-    while bins:
-        bin = bins.pop(0)  # not a for loop: a bin's memory is free once it is done
-        is_last = not bins
-        if bin.answers:
-            bin.answers = dataclasses.replace(bin.answers, **of_all)
-        n_bins, capacity = n_bins + world_size, capacity + len(bin.input_ids) * world_size
+    n_micro_batches, capacity, of_all = 0, 0, values_of_all(run, batch, [batch])
+    while micro_batches:
+        micro_batch = micro_batches.pop(0)  # not a for loop: a bin's memory is free once it is done
+        is_last = not micro_batches
+        if micro_batch.answers:
+            micro_batch.answers = dataclasses.replace(micro_batch.answers, **of_all)
+        n_micro_batches += world_size
+        capacity += len(micro_batch.input_ids) * world_size
         if plan.uses_fsdp and plan.shard_group_size < world_size:
             # copies of the model exchange gradients once a step, not once a micro-batch
             run.model.set_requires_all_reduce(is_last)
-        local_sums += forward_backward(run, bin, 1 / n_losses(batch))
+        local_sums += forward_backward(run, micro_batch, 1 / num_items_in_batch(batch))
     sum_gradient(run)
-    numbers = exchange_numbers(run, local_sums, wanted_request(run))
+    numbers = gather_step_stats(run, local_sums, pending_action(run))
     clip_gradient(run, numbers.grad_norm)
     # on the host, while the GPU computes
-    run.dealt = deal_step(run, step + 1) if step < config.max_steps else None
+    run.prefetched = next_step(run, step + 1) if step < config.max_steps else None
     numbers = numbers.on_host()  # waits for the GPU, once a step
     metrics, norm = mean_metrics(numbers.sums.tolist(), batch), float(numbers.grad_norm)
     stop_if_diverged(run, step, metrics["loss"], norm)
@@ -794,55 +798,56 @@ def train_step(run: Run, step: int) -> tuple[Record, str | None]:
     run.longest_step = max(run.longest_step, seconds)
     record = {
         "step": step, **metrics, "learning_rate": rate, "grad_norm": norm, "rows": len(batch),
-        "tokens": tokens, "learnt_tokens": trained_tokens, "bins": n_bins,
-        "bins_full": tokens / capacity, "seconds": seconds,
+        "tokens": tokens, "trainable_tokens": n_trainable_tokens, "micro_batches": n_micro_batches,
+        "packing_efficiency": tokens / capacity, "seconds": seconds,
         "tokens_per_second_per_gpu": tokens / seconds / world_size,
         "peak_memory_gib": memory_gib(run.device, plan.graphs)[1],
         **dict(zip(BALANCE, numbers.balance.tolist()))}
-    return record, REQUESTS[int(numbers.request)]
+    return record, ACTIONS[int(numbers.request)]
 
 
-def deal_step(run: Run, step: int) -> tuple[Rows, list[Bin]]:
+def next_step(run: Run, step: int) -> tuple[Rows, list[MicroBatch]]:
     """The rows of a step, and this rank's bins of them."""
     batch = run.rows.select(step_rows(step, len(run.rows), run.config))
-    micro_batches = deal_rows(batch.lengths.tolist(), dist.get_world_size(), run.plan.bin_tokens,
+    packing = pack_rows(batch.lengths.tolist(), dist.get_world_size(), run.plan.micro_batch_tokens,
                               batch.n_answers)
-    step_key = mix(torch.tensor(run.config.seed * 1_000_003 + step))
-    return batch, [make_bin(batch, m, dist.get_rank(), step_key, run) for m in micro_batches]
+    step_key = hash_ints(torch.tensor(run.config.seed * 1_000_003 + step))
+    return batch, [make_micro_batch(batch, m, dist.get_rank(), step_key, run) for m in packing]
 
 
-def forward_backward(run: Run, bin: Bin, scale: float) -> torch.Tensor:
+def forward_backward(run: Run, micro_batch: MicroBatch, scale: float) -> torch.Tensor:
     """Add the gradient of `scale` times a bin's loss to the adapter's. Returns the sums of
-    bin_objective(). All ranks must call this."""
+    micro_batch_loss(). All ranks must call this."""
     sums = None
     if run.graphs:
-        sums = run.graphs.sums(bin, scale, is_even=bin.kernels is run.kernels["same"])
+        is_even = micro_batch.kernels is run.kernels["same"]
+        sums = run.graphs.sums(micro_batch, scale, is_even=is_even)
     if sums is None:
-        loss, sums = bin_objective(run.model(bin), bin, run.config)
+        loss, sums = micro_batch_loss(run.model(micro_batch), micro_batch, run.config)
         (loss * scale).backward()
     return sums
 
 
-def wanted_request(run: Run) -> int:
+def pending_action(run: Run) -> int:
     """What this rank asks of all ranks after the step, an index of REQUESTS."""
     run.status.check_time(run.config, run.longest_step)
-    return REQUESTS.index(
+    return ACTIONS.index(
         "stop" if run.status.stop_reason else "save" if clock() > run.save_due else None)
 
 
-class StepNumbers(NamedTuple):
+class StepStats(NamedTuple):
     """What all ranks know at the end of a step, in fp64."""
 
     grad_norm: torch.Tensor  # [], of the whole gradient, before it is clipped
-    request: torch.Tensor  # [], the highest wanted_request() of a rank
-    sums: torch.Tensor  # [k], over all ranks, see bin_objective()
+    request: torch.Tensor  # [], the highest pending_action() of a rank
+    sums: torch.Tensor  # [k], over all ranks, see micro_batch_loss()
     balance: torch.Tensor  # [2], how even experts are used, see BALANCE; [0] without experts
 
-    def on_host(self) -> StepNumbers:
+    def on_host(self) -> StepStats:
         """The same on the CPU, by one copy."""
         values = torch.cat([number.view(-1) for number in self]).cpu()
         parts = values.split([number.numel() for number in self])
-        return StepNumbers(*(part.view_as(number) for part, number in zip(parts, self)))
+        return StepStats(*(part.view_as(number) for part, number in zip(parts, self)))
 
 
 def sum_gradient(run: Run) -> None:
@@ -851,8 +856,8 @@ def sum_gradient(run: Run) -> None:
         dist.all_reduce(run.adapter.weights.grad)
 
 
-def exchange_numbers(run: Run, local_sums: torch.Tensor, request: int) -> StepNumbers:
-    """The StepNumbers, from this rank's sums and request, by one exchange and without waiting for
+def gather_step_stats(run: Run, local_sums: torch.Tensor, request: int) -> StepStats:
+    """The StepStats, from this rank's sums and request, by one exchange and without waiting for
     the GPU. All ranks must call this."""
     square = run.adapter.weights.grad.norm().double() ** 2  # of this rank's part of the gradient
     local = (square[None], torch.full_like(local_sums[:1], request), local_sums,
@@ -860,7 +865,7 @@ def exchange_numbers(run: Run, local_sums: torch.Tensor, request: int) -> StepNu
     squares, requests, sums, balance = all_gather(torch.cat(local)).split([*map(len, local)], 1)
     norm = squares[: run.adapter.shards].sum().sqrt()  # other copies have the same gradients
     routed, n_routed = balance.sum(0).tensor_split([2])
-    return StepNumbers(norm, requests.max(), sums.sum(0), routed / n_routed)
+    return StepStats(norm, requests.max(), sums.sum(0), routed / n_routed)
 
 
 def clip_gradient(run: Run, norm: torch.Tensor) -> None:
@@ -880,7 +885,7 @@ def stop_if_diverged(run: Run, step: int, loss: float, norm: float) -> None:
         advice += f"; with it, {run.status.how_to_resume} from {run.status.checkpoint}"
     if step == 1:
         advice = "nothing was trained yet: --compute_dtype float32, or is the model damaged?"
-    raise Stop(f"step {step}: {why}; nothing of this step is saved; {advice}", DIVERGED)
+    raise RunError(f"step {step}: {why}; nothing of this step is saved; {advice}", DIVERGED)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -898,17 +903,17 @@ def evaluate(run: Run) -> Record | None:
     of_all = values_of_all(run, rows, (batch for _, batch in evaluation_batches(run, rows)))
     for _, batch in evaluation_batches(run, rows):
         n_seen += len(batch)
-        for bin, _ in evaluation_bins(run, batch):
-            if bin.answers:
-                bin.answers = dataclasses.replace(bin.answers, **of_all)
-            sums += bin_objective(run.model(bin), bin, run.config)[1]
+        for micro_batch, _ in evaluation_micro_batches(run, batch):
+            if micro_batch.answers:
+                micro_batch.answers = dataclasses.replace(micro_batch.answers, **of_all)
+            sums += micro_batch_loss(run.model(micro_batch), micro_batch, run.config)[1]
     reshard_all(run.model)
     if n_seen < len(rows):
         return None
     return mean_metrics(all_gather(sums).sum(0).tolist(), rows, "eval_")
 
 
-def log_evaluation(run: Run, log: Log | None, step: int) -> tuple[bool, bool]:
+def log_evaluation(run: Run, writer: MetricsWriter | None, step: int) -> tuple[bool, bool]:
     """Evaluate after `step`. Returns whether it was cut short, because the run was asked to stop,
     and whether the loss is the best so far, which that before the first step never is. All ranks
     must call this."""
@@ -921,13 +926,14 @@ def log_evaluation(run: Run, log: Log | None, step: int) -> tuple[bool, bool]:
     if is_best:
         progress.update(best_loss=loss, best_step=step)
     seconds, best = clock() - started, ", the best so far" if is_best and step else ""
-    say(f"evaluation after step {step}: loss {loss:.4f}{describe_metrics(found, 'eval_')}{best}")
-    samples = sample_answers(run, log.pace if log else None)
+    log(f"evaluation after step {step}: loss {loss:.4f}{describe_metrics(found, 'eval_')}{best}")
+    samples = sample_answers(run, writer.pace if writer else None)
     for sample in samples:
-        say_sample(sample)
-    if log:
-        log.record({"step": step, **found, "eval_tokens": int(run.eval_rows.n_trained.sum()),
-                    "eval_seconds": seconds, **({"eval_samples": samples} if samples else {})})
+        log_sample(sample)
+    if writer:
+        n_tokens = int(run.eval_rows.n_trainable_tokens.sum())
+        writer.record({"step": step, **found, "eval_tokens": n_tokens, "eval_seconds": seconds,
+                       **({"eval_samples": samples} if samples else {})})
     return False, is_best and step > 0
 
 
@@ -936,21 +942,22 @@ def log_evaluation(run: Run, log: Log | None, step: int) -> tuple[bool, bool]:
 # ------------------------------------------------------------------------------------------------
 
 
-def run_steps(run: Run, done: int) -> list[Record]:
+def training_loop(run: Run, done: int) -> list[Record]:
     """The training loop: steps, evaluations, metrics, checkpoints. With
     --random_weights it returns the records of metrics, one a step. All ranks must call this."""
     config, plan, status, records = run.config, run.plan, run.status, []
     epochs = config.max_steps * config.batch_size / len(run.rows)
     n, longest = dist.get_world_size(), run.rows.lengths.view(-1, run.rows.n_answers).sum(1).max()
-    say(f"steps: {config.max_steps} of {config.batch_size} rows, {epochs:.3g} epochs, in bins of at"
-        f" most {plan.bin_tokens:,} tokens on {n} process{'es' * (n > 1)}; the longest row has"
-        f" {longest:,} tokens; peak learning rate {config.learning_rate}")
+    log(f"steps: {config.max_steps} of {config.batch_size} rows, {epochs:.3g} epochs, in"
+        f" micro-batches of at most {plan.micro_batch_tokens:,} tokens on {n}"
+        f" process{'es' * (n > 1)}; the longest row has {longest:,} tokens; peak learning rate"
+        f" {config.learning_rate}")
     if run.device.type == "cuda" and not why_no_triton():
-        say("the first step compiles kernels: up to a minute, a few seconds once they are cached")
+        log("the first step compiles kernels: up to a minute, a few seconds once they are cached")
     if run.rows.lengths.min() != run.rows.lengths.max():
         compile_for_any_rows()
-    with together():
-        log = Log(run, done) if is_rank_0() else None
+    with raise_on_all_ranks():
+        writer = MetricsWriter(run, done) if is_rank_0() else None
     save_steps, save_seconds = save_interval(config)
     run.step_start, run.save_due = clock(), clock() + save_seconds
     try:
@@ -960,12 +967,13 @@ def run_steps(run: Run, done: int) -> list[Record]:
             status.extend_deadline(config, run.longest_step)
             status.step = step
             if step > done:
-                status.where = f"at step {step}, in bins of at most {plan.bin_tokens} tokens"
+                status.where = (f"at step {step}, in micro-batches of at most"
+                                f" {plan.micro_batch_tokens} tokens")
                 record, request = train_step(run, step)
-                if config.random_weights:  # for say_speed()
+                if config.random_weights:  # for log_speed()
                     records.append(record)
-                if log:
-                    log.step(record)
+                if writer:
+                    writer.step(record)
             if step == done + 1:
                 # freeze what exists by now: garbage collection would look through it again and
                 # again, on one rank at a time while the others wait
@@ -974,7 +982,7 @@ def run_steps(run: Run, done: int) -> list[Record]:
             evaluates = step == 0 or is_last or config.eval_every and step % config.eval_every == 0
             if (run.eval_rows and evaluates and run.progress["evaluated"] != step
                     and request != "stop"):
-                cut_short, is_best = log_evaluation(run, log, step)
+                cut_short, is_best = log_evaluation(run, writer, step)
                 request = "stop" if cut_short else request
             saves = is_last or request or is_best or save_steps and step % save_steps == 0
             if saves and run.saved_step < step:
@@ -985,8 +993,8 @@ def run_steps(run: Run, done: int) -> list[Record]:
                 stop_run(run, step, cut_short, is_first=step == done)
     finally:
         status.deadline = math.inf
-        if log:
-            log.close()
+        if writer:
+            writer.close()
     return records
 
 
@@ -994,10 +1002,10 @@ def stop_run(run: Run, step: int, cut_short: bool, is_first: bool) -> NoReturn:
     """End the run as it was asked to; `cut_short`: its evaluation was. All ranks must call this."""
     why = next(filter(None, gather_objects(run.status.stop_reason)))
     if is_first and cut_short and why.startswith("--max_minutes"):
-        raise Stop(f"{why} before the evaluation after step {step} was done, and so it would go"
+        raise RunError(f"{why} before the evaluation after step {step} was done, and so it would go"
                    " again: give more, or evaluate fewer rows", EXITS["flags"])
     if why == LOST_DIRECTORY:  # this saves elsewhere, says where, and ends the run
-        on_rank_0(save_adapter, run, run.adapter.gather_weights(), run.probe.states(run),
+        on_rank_0(save_adapter, run, run.adapter.gather_weights(), run.merge_check.states(run),
                   causes=DISK_ERRORS)
     newest = checkpoint_path(run.directory, run.saved_step).name
     if not run.saved_step:
@@ -1006,7 +1014,7 @@ def stop_run(run: Run, step: int, cut_short: bool, is_first: bool) -> NoReturn:
         left = f"its checkpoint could not be saved; {run.status.how_to_resume} from {newest}"
     else:
         left = f"{newest} is whole; {run.status.how_to_resume}"
-    raise Stop(f"{why}, after step {step}; {left}", AGAIN)
+    raise RunError(f"{why}, after step {step}; {left}", EXIT_RESUMABLE)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1020,19 +1028,20 @@ def save_checkpoint(run: Run, step: int) -> None:
     run.status.extend_deadline(run.config, run.longest_step)
     started, name = clock(), checkpoint_path(run.directory, step).name
     torch.get_device_module(run.device).synchronize()  # no stream orders reads of paged state
-    weights, probe = run.adapter.gather_weights(), run.probe.states(run)
+    weights, merge_check = run.adapter.gather_weights(), run.merge_check.states(run)
     state_by_layer = {name: list(run.adapter.gather(value))
                       for name, value in sharded_state(run.optimizer).items()}
     try:
-        on_rank_0(write_checkpoint, run, step, weights, state_by_layer, probe, causes=DISK_ERRORS)
-    except Stop as e:
+        on_rank_0(write_checkpoint, run, step, weights, state_by_layer, merge_check,
+                  causes=DISK_ERRORS)
+    except RunError as e:
         run.save_due = clock() + RETRY_SECONDS
-        say(f"{name} could not be saved: {e}; if training goes on, it is tried again in"
+        log(f"{name} could not be saved: {e}; if training goes on, it is tried again in"
             f" {RETRY_SECONDS} s")
         return
     run.saved_step, run.save_due = step, clock() + save_interval(run.config)[1]
     run.status.checkpoint = name
-    say(f"{name} saved in {clock() - started:.2f} s")
+    log(f"{name} saved in {clock() - started:.2f} s")
     run.status.write("training")
     on_rank_0(drop_checkpoints, run, step, causes=DISK_ERRORS)
 
@@ -1042,25 +1051,25 @@ def finish_run(run: Run) -> None:
     next. All ranks must call this."""
     run.status.enter("saving")
     weights, directory = run.adapter.gather_weights(), run.directory
-    on_rank_0(save_adapter, run, weights, run.probe.states(run), causes=DISK_ERRORS)
+    on_rank_0(save_adapter, run, weights, run.merge_check.states(run), causes=DISK_ERRORS)
     on_rank_0(draw_losses, directory)
     if run.saved_step < run.config.max_steps:
-        say("the checkpoint of the last step could not be saved, but its adapter is; the newest"
+        log("the checkpoint of the last step could not be saved, but its adapter is; the newest"
             f" checkpoint: {run.status.checkpoint or 'none'}")
     if best := run.progress["best_step"]:
         path = checkpoint_path(directory, best)
-        say(f"the best evaluation was after step {best}, loss {run.progress['best_loss']:.4f}:"
+        log(f"the best evaluation was after step {best}, loss {run.progress['best_loss']:.4f}:"
             f" {path if path.is_dir() else 'its checkpoint could not be saved'}")
-    say_memory("at the end", run.device)
+    log_memory("at the end", run.device)
     how = how_to_ask(run.rows.asked)
     if how:
-        say(how)
+        log(how)
     if why := on_rank_0(lambda: why_worse(losses_of(directory))):
-        say(f"warning: {why}: a lower --learning_rate may help")
+        log(f"warning: {why}: a lower --learning_rate may help")
     if (directory / "merged").exists():
-        say(f"{directory}/merged is of an earlier adapter: remove it before you merge")
-    say(f"adapter saved in {directory}; to merge it into the base model:")
-    say(merge_command(directory, SCRIPT))
+        log(f"{directory}/merged is of an earlier adapter: remove it before you merge")
+    log(f"adapter saved in {directory}; to merge it into the base model:")
+    log(merge_command(directory, SCRIPT))
     run.status.write("complete", 0, "; ".join(filter(None, ["the adapter is saved", how])))
 
 

@@ -46,14 +46,14 @@ def make_case(lengths, heads, kv_heads, head_dim, cap, window, has_sinks, device
     if cap:
         query *= 4  # else no score comes near the cap
     sinks = 2 * torch.randn(heads, device=device) if has_sinks else None
-    bin = types.SimpleNamespace(
+    micro_batch = types.SimpleNamespace(
         lengths=lengths, longest=max(lengths), masks={}, dropout_keys=None,
         position_ids=torch.cat([torch.arange(length) for length in lengths]).to(device),
         cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).int().to(device))  # fmt: skip
     arch = types.SimpleNamespace(
         n_heads=heads, n_kv_heads=kv_heads, head_dim=head_dim, attention_scale=head_dim**-0.5,
         attention_softcap=cap, attention_dropout=0.0, sinks=has_sinks)  # fmt: skip
-    return (query, key, value, grad), (sinks, bin, arch, window, 0)
+    return (query, key, value, grad), (sinks, micro_batch, arch, window, 0)
 
 
 def both(kernel, tensors, rest):
@@ -76,9 +76,10 @@ def measure(kernel, case, want):
     return " ".join(f"{e:.1e}" for e in errors), f"{start.elapsed_time(end) / REPEATS:.2f}"
 
 
-def static_kernel(sinks, bin, arch, window, _):
+def static_kernel(sinks, micro_batch, arch, window, _):
     """flex_document_attention() for these lengths alone."""
-    mask = tuple(t.clone() for t in bin.masks[window])  # without marks that leave sizes open
+    # without marks that leave sizes open
+    mask = tuple(t.clone() for t in micro_batch.masks[window])
     compiled = torch.compile(
         flex_function(arch.attention_softcap, arch.attention_scale), dynamic=False)  # fmt: skip
     return lambda query, key, value, *_: compiled(query, key, value, sinks, mask)

@@ -27,7 +27,7 @@ def plain_product(layer, fused, x):
     """The outputs of a fused linear's frozen weights, and what PEFT's formula adds to them."""
     from fsdp_qlora.quant.nf4 import dequantise
 
-    adapter, parts = layer.adapter.to(x.dtype), layer.layout.adapter_parts()
+    adapter, parts = layer.adapter.to(x.dtype), layer.spec.adapter_parts()
     blank = torch.zeros_like(adapter, requires_grad=False)
     weights = dequantise(layer, fused, blank)[:, : fused.in_features]
     outputs = []
@@ -37,32 +37,32 @@ def plain_product(layer, fused, x):
         if (name, "lora_A.weight") in parts:
             a, b = (adapter[where].view(shape) for where, shape in (
                 parts[name, f"lora_{which}.weight"] for which in "AB"))  # fmt: skip
-            outputs[-1] = outputs[-1] + F.linear(F.linear(x, a), b) * layer.layout.scaling
+            outputs[-1] = outputs[-1] + F.linear(F.linear(x, a), b) * layer.spec.scaling
     return outputs
 
 
-def plain_layer(layer, x, bin):
+def plain_layer(layer, x, micro_batch):
     """A Llama decoder layer as one would write it, for autograd; with DoRA the script's own."""
     from fsdp_qlora.model.layer import LayerFunction
 
-    if layer.layout.dora:  # of the check at start
-        return LayerFunction.apply(x, layer.adapter, layer, bin, torch.is_grad_enabled())
-    arch, (qkv, out, gate_up, down) = layer.arch, layer.layout.fused_linears
+    if layer.spec.dora:  # of the check at start
+        return LayerFunction.apply(x, layer.adapter, layer, micro_batch, torch.is_grad_enabled())
+    arch, (qkv, out, gate_up, down) = layer.arch, layer.spec.fused_linears
 
     def norm(name, x):
         scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + arch.norm_eps)
-        where, shape = layer.layout.vectors[f"{name}.weight"]
+        where, shape = layer.spec.vectors[f"{name}.weight"]
         return layer.vectors[where].view(shape) * (x.float() * scale).to(x.dtype)
 
     def rotated(x):
-        cos, sin = (t[:, None] for t in bin.ropes[layer.layout.mixing.mixing.rope][:2])
+        cos, sin = (t[:, None] for t in micro_batch.ropes[layer.spec.mixer.mixer.rope][:2])
         first, second = x.float().chunk(2, -1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
     normed = norm(arch.attention_norm, x)
     query, key, value = (part.unflatten(1, (-1, arch.head_dim))
                          for part in plain_product(layer, qkv, normed))  # fmt: skip
-    documents = zip(*(t.split(bin.lengths) for t in (rotated(query), rotated(key), value)))
+    documents = zip(*(t.split(micro_batch.lengths) for t in (rotated(query), rotated(key), value)))
     attended = [
         F.scaled_dot_product_attention(*(t.transpose(0, 1)[None] for t in document), is_causal=True,
                                        enable_gqa=True)[0].transpose(0, 1).flatten(1)

@@ -87,9 +87,14 @@ def meter(work, output):
             with (output / "metrics.jsonl").open("w") as file:
                 for step, (before, after) in enumerate(zip(marks, marks[1:]), 1):
                     seconds = before.elapsed_time(after) / 1000 if cuda else after - before
-                    record = {"step": step, "loss": losses[0 if step == 1 else -1], "bins_full": 1,
-                              "seconds": seconds, "peak_memory_gib": peak,
-                              "tokens_per_second_per_gpu": work["rows"] * work["seq"] / seconds}
+                    record = {
+                        "step": step,
+                        "loss": losses[0 if step == 1 else -1],
+                        "packing_efficiency": 1,
+                        "seconds": seconds,
+                        "peak_memory_gib": peak,
+                        "tokens_per_second_per_gpu": work["rows"] * work["seq"] / seconds,
+                    }
                     print(json.dumps(record), file=file)
 
     return Meter()

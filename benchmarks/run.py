@@ -190,13 +190,14 @@ GEMMAS_4 = {
 }  # fmt: skip
 
 
-def case(name, model, rows, seq, steps, flags="", gpus=2, layers=None, base=None, bins=None,
+def case(name, model, rows, seq, steps, flags="", gpus=2, layers=None, base=None, at_once=None,
          chat=False, graphs=True, cache=None, minimal=False):  # fmt: skip
     """One measurement: `rows` of `seq` tokens a GPU and step. gpus None: all of the machine, which
     {gpus} in the flags stands for; layers None: the whole model; base: the case that the table's
-    ratio is to; bins: tokens at once, None: all of them, 0: what the script chooses; chat: `seq` is
-    the longest of rows of uneven length; graphs: whether CUDA graphs are allowed; cache: the one of
-    compiled kernels, "cold" or "warm", None: the user's own; minimal: by minimal_fsdp_qlora.py."""
+    ratio is to; at_once: tokens at once, None: all of them, 0: what the script chooses; chat: `seq`
+    is the longest of rows of uneven length; graphs: whether CUDA graphs are allowed; cache: the
+    one of compiled kernels, "cold" or "warm", None: the user's own; minimal: by
+    minimal_fsdp_qlora.py."""
     return locals()
 
 
@@ -214,7 +215,7 @@ GROUPS = {
              base="70b8-nooffload"),
         case("70b8-nooffload", "llama-2-70b", 2, 2048, 12, f"{ALL} {SHARED}", layers=8),
         case("l3-70b-2k", "llama-3-70b", 2, 2048, 6, f"{CAP} {OFFLOAD} {ALL}"),
-        case("qwen-72b-2k", "qwen2.5-72b", 2, 2048, 6, f"{CAP} {OFFLOAD} {ALL}", bins=0),
+        case("qwen-72b-2k", "qwen2.5-72b", 2, 2048, 6, f"{CAP} {OFFLOAD} {ALL}", at_once=0),
         case("70b-8k", "llama-2-70b", 1, 8192, 3, f"{CAP} {OFFLOAD} {ALL}"),
         case("70b-32k", "llama-2-70b", 1, 32768, 2, f"{CAP} {OFFLOAD} --offload_params {ALL}"),
         case("8b-none", "llama-3-8b", 2, 2048, 8, f"{CAP} {NONE} {SHARED}"),
@@ -255,9 +256,9 @@ GROUPS = {
           )),
     ],
     "chat": [  # 32 chat rows have some 9,600 tokens
-        case("8b-fixed", "llama-3-8b", 4, 2048, 12, bins=0),
-        case("8b-chat", "llama-3-8b", 32, 2048, 12, bins=0, chat=True, base="8b-fixed"),
-        case("8b16-chat", "llama-3-8b", 32, 2048, 12, FLASH, layers=16, bins=0, chat=True,
+        case("8b-fixed", "llama-3-8b", 4, 2048, 12, at_once=0),
+        case("8b-chat", "llama-3-8b", 32, 2048, 12, at_once=0, chat=True, base="8b-fixed"),
+        case("8b16-chat", "llama-3-8b", 32, 2048, 12, FLASH, layers=16, at_once=0, chat=True,
              base="trl-8b16-chat"),
     ],
     "small": [
@@ -269,26 +270,27 @@ GROUPS = {
         *(case(f"{short}-{name}", "qwen3-30b-a3b", 1, tokens, 9, flags, gpus=1, layers=4)
           for short, tokens in (("qwen30b4-4k", 4096), ("qwen30b4-16k", 16384))
           for name, flags in (("none", NONE), ("all", ALL))),
-        case("qwen30b", "qwen3-30b-a3b", 8, 2048, 6, gpus=1, bins=0),
-        case("qwen30b-24gb", "qwen3-30b-a3b", 8, 2048, 5, CAP, gpus=1, bins=0),
+        case("qwen30b", "qwen3-30b-a3b", 8, 2048, 6, gpus=1, at_once=0),
+        case("qwen30b-24gb", "qwen3-30b-a3b", 8, 2048, 5, CAP, gpus=1, at_once=0),
         case("qwen30b-24gb-offload", "qwen3-30b-a3b", 8, 2048, 5, f"{CAP} {OFFLOAD}", gpus=1,
-             bins=0),
+             at_once=0),
         case("qwen30b4-adapters", "qwen3-30b-a3b", 1, 4096, 9,
              f"{NONE} --target_modules q_proj k_proj v_proj o_proj experts", gpus=1, layers=4),
-        case("gpt-oss-20b-24gb", "gpt-oss-20b", 8, 2048, 5, CAP, gpus=1, bins=0),
-        case("gpt-oss-120b", "gpt-oss-120b", 8, 2048, 5, bins=0),
-        case("gpt-oss-120b-shared", "gpt-oss-120b", 8, 2048, 5, SHARED, bins=0),
-        *(case(f"{name}-1gpu", model, 8, 2048, 5, gpus=1, bins=0) for name, model in (
+        case("gpt-oss-20b-24gb", "gpt-oss-20b", 8, 2048, 5, CAP, gpus=1, at_once=0),
+        case("gpt-oss-120b", "gpt-oss-120b", 8, 2048, 5, at_once=0),
+        case("gpt-oss-120b-shared", "gpt-oss-120b", 8, 2048, 5, SHARED, at_once=0),
+        *(case(f"{name}-1gpu", model, 8, 2048, 5, gpus=1, at_once=0) for name, model in (
             ("gpt-oss-120b", "gpt-oss-120b"), ("glm-air", "glm-4.5-air"),
             ("qwen235b", "qwen3-235b-a22b"))),
-        case("glm-air", "glm-4.5-air", 8, 2048, 5, bins=0),
-        case("glm-air-46gb", "glm-4.5-air", 4, 2048, 5, f"--memory_limit_gib 46 {SHARED}", bins=0),
-        case("qwen235b", "qwen3-235b-a22b", 4, 2048, 4, SHARED, bins=0),
-        case("step37", "step-3.7-flash", 8, 2048, 4, SHARED, bins=0),
+        case("glm-air", "glm-4.5-air", 8, 2048, 5, at_once=0),
+        case("glm-air-46gb", "glm-4.5-air", 4, 2048, 5, f"--memory_limit_gib 46 {SHARED}",
+             at_once=0),
+        case("qwen235b", "qwen3-235b-a22b", 4, 2048, 4, SHARED, at_once=0),
+        case("step37", "step-3.7-flash", 8, 2048, 4, SHARED, at_once=0),
     ],
     "layouts": [  # what the plan chooses, and for the 70B others by hand
-        *(case(name, model, 8, 2048, 5, flags, gpus=gpus, bins=bins)
-          for name, model, gpus, bins, flags in (
+        *(case(name, model, 8, 2048, 5, flags, gpus=gpus, at_once=at_once)
+          for name, model, gpus, at_once, flags in (
               ("8b-plan", "llama-3-8b", 2, 0, ""),
               ("32b-plan", "qwen2.5-32b", 2, 0, ""),
               ("70b-plan", "llama-2-70b", 2, 0, ""),
@@ -304,10 +306,10 @@ GROUPS = {
     ],
     "preferences": [  # a row of dpo has two documents; all steps have as many
         *(case(f"8b-{loss}", "llama-3-8b", rows, 1024, 9, f"{NONE} --loss {loss}", gpus=1,
-               bins=8192, base=None if loss == "sft" else "8b-sft")
+               at_once=8192, base=None if loss == "sft" else "8b-sft")
           for loss, rows in (("sft", 32), ("dpo", 16), ("orpo", 16), ("kto", 32))),
         *(case(f"70b-{loss}-24gb", "llama-2-70b", rows, 2048, 4, f"{CAP} {OFFLOAD} --loss {loss}",
-               bins=2048, base=None if loss == "sft" else "70b-sft-24gb")
+               at_once=2048, base=None if loss == "sft" else "70b-sft-24gb")
           for loss, rows in (("sft", 2), ("dpo", 1), ("kto", 2))),
     ],
     "minimal": [  # beside the same work by train_fsdp_qlora.py
@@ -327,51 +329,52 @@ GROUPS = {
                f"{CAP} --offload --micro_batch_size 2"),
           )),
         case("8b-4-rows", "llama-3-8b", 4, 2048, 12, f"{ALL} {SHARED}"),
-        case("70b-4-rows", "llama-3-70b", 2, 2048, 5, f"{CAP} {OFFLOAD}", bins=0),
+        case("70b-4-rows", "llama-3-70b", 2, 2048, 5, f"{CAP} {OFFLOAD}", at_once=0),
     ],
     "start": [
-        case(f"{short}-{cache}", model, 8, 2048, 1, gpus=1, bins=0, cache=cache)
+        case(f"{short}-{cache}", model, 8, 2048, 1, gpus=1, at_once=0, cache=cache)
         for short, model in (
             ("8b", "llama-3-8b"), ("14b", "qwen3-14b"), ("30b", "qwen3-30b-a3b"))
         for cache in ("cold", "warm")
     ],
     "mixers": [  # flash-linear-attention's kernels need torch 2.13; which are taken is in the log
-        case("qwen9b", "qwen3.5-9b", 8, 2048, 6, gpus=1, bins=0),
+        case("qwen9b", "qwen3.5-9b", 8, 2048, 6, gpus=1, at_once=0),
         case("qwen9b-4k", "qwen3.5-9b", 2, 2048, 9, NONE, gpus=1),  # for --peers
-        case("qwen9b-chat", "qwen3.5-9b", 54, 2048, 6, gpus=1, bins=0, chat=True, base="qwen9b"),
-        *(case(f"{short}-24gb", model, 8, 2048, 4, f"{CAP} {OFFLOAD}", gpus=1, bins=0)
+        case("qwen9b-chat", "qwen3.5-9b", 54, 2048, 6, gpus=1, at_once=0, chat=True, base="qwen9b"),
+        *(case(f"{short}-24gb", model, 8, 2048, 4, f"{CAP} {OFFLOAD}", gpus=1, at_once=0)
           for short, model in (("qwen9b", "qwen3.5-9b"), ("qwen27b", "qwen3.5-27b"),
                                ("qwen35b", "qwen3.5-35b-a3b"))),
-        case("qwen122b", "qwen3.5-122b-a10b", 8, 2048, 4, bins=0),
-        case("granite-h-small", "granite-4-h-small", 8, 2048, 5, gpus=1, bins=0),
-        case("nemotron-nano", "nemotron-3-nano-30b", 8, 2048, 5, gpus=1, bins=0),
-        case("qwen3next", "qwen3-next-80b-a3b", 8, 2048, 5, gpus=1, bins=0),
-        case("falconh1", "falcon-h1-7b", 8, 2048, 5, gpus=1, bins=0),
-        case("qwen4b", "qwen3.5-4b", 8, 2048, 5, gpus=1, bins=0),
-        case("lfm2-8b", "lfm2-8b-a1b", 8, 2048, 5, gpus=1, bins=0),
+        case("qwen122b", "qwen3.5-122b-a10b", 8, 2048, 4, at_once=0),
+        case("granite-h-small", "granite-4-h-small", 8, 2048, 5, gpus=1, at_once=0),
+        case("nemotron-nano", "nemotron-3-nano-30b", 8, 2048, 5, gpus=1, at_once=0),
+        case("qwen3next", "qwen3-next-80b-a3b", 8, 2048, 5, gpus=1, at_once=0),
+        case("falconh1", "falcon-h1-7b", 8, 2048, 5, gpus=1, at_once=0),
+        case("qwen4b", "qwen3.5-4b", 8, 2048, 5, gpus=1, at_once=0),
+        case("lfm2-8b", "lfm2-8b-a1b", 8, 2048, 5, gpus=1, at_once=0),
     ],
     "latent": [
-        *(case(f"glm-flash{name}", "glm-4.7-flash", 8, 2048, 5, flags, gpus=gpus, bins=0)
+        *(case(f"glm-flash{name}", "glm-4.7-flash", 8, 2048, 5, flags, gpus=gpus, at_once=0)
           for name, gpus, flags in (
               ("", 1, ""), ("-24gb", 1, CAP), ("-24gb-shared", 2, f"{CAP} {SHARED}"))),
-        case("deepseek4", "deepseek-v3", 8, 2048, 5, SHARED, layers=4, bins=0),
+        case("deepseek4", "deepseek-v3", 8, 2048, 5, SHARED, layers=4, at_once=0),
     ],
     "gemma4": [
-        case("gemma4-31b", "gemma-4-31b", 8, 2048, 5, gpus=1, bins=0),
+        case("gemma4-31b", "gemma-4-31b", 8, 2048, 5, gpus=1, at_once=0),
         case("gemma4-31b12-4k", "gemma-4-31b", 2, 2048, 9, NONE, gpus=1, layers=12),  # for --peers
-        *(case(f"{short}-24gb", model, 8, 2048, 4, f"{CAP} {OFFLOAD}", gpus=1, bins=0)
+        *(case(f"{short}-24gb", model, 8, 2048, 4, f"{CAP} {OFFLOAD}", gpus=1, at_once=0)
           for short, model in (("gemma4-31b", "gemma-4-31b"), ("gemma4-26b", "gemma-4-26b-a4b"))),
-        case("gemma4-31b-24gb-shared", "gemma-4-31b", 8, 2048, 4, f"{CAP} {SHARED}", bins=0),
-        case("gemma4-26b", "gemma-4-26b-a4b", 8, 2048, 5, gpus=1, bins=0),
-        case("gemma4-e4b-12gb", "gemma-4-e4b", 8, 2048, 4, "--memory_limit_gib 11", gpus=1, bins=0),
+        case("gemma4-31b-24gb-shared", "gemma-4-31b", 8, 2048, 4, f"{CAP} {SHARED}", at_once=0),
+        case("gemma4-26b", "gemma-4-26b-a4b", 8, 2048, 5, gpus=1, at_once=0),
+        case("gemma4-e4b-12gb", "gemma-4-e4b", 8, 2048, 4, "--memory_limit_gib 11", gpus=1,
+             at_once=0),
     ],
     "attention": [  # which kernel they take is in the log
-        case("gemma2-27b-1gpu", "gemma-2-27b", 8, 2048, 5, gpus=1, bins=0),
-        case("gemma2-27b", "gemma-2-27b", 8, 2048, 5, bins=0),
-        case("gemma3-12b", "gemma-3-12b", 8, 2048, 5, gpus=1, bins=0),
-        case("qwen3-14b", "qwen3-14b", 8, 2048, 5, gpus=1, bins=0),
-        case("gpt-oss-20b", "gpt-oss-20b", 8, 2048, 5, gpus=1, bins=0),
-        case("8b-dropout", "llama-3-8b-dropout", 8, 2048, 5, gpus=1, bins=0),
+        case("gemma2-27b-1gpu", "gemma-2-27b", 8, 2048, 5, gpus=1, at_once=0),
+        case("gemma2-27b", "gemma-2-27b", 8, 2048, 5, at_once=0),
+        case("gemma3-12b", "gemma-3-12b", 8, 2048, 5, gpus=1, at_once=0),
+        case("qwen3-14b", "qwen3-14b", 8, 2048, 5, gpus=1, at_once=0),
+        case("gpt-oss-20b", "gpt-oss-20b", 8, 2048, 5, gpus=1, at_once=0),
+        case("8b-dropout", "llama-3-8b-dropout", 8, 2048, 5, gpus=1, at_once=0),
     ],
 }  # fmt: skip
 CASES = {c["name"]: c for group in GROUPS.values() for c in group}
@@ -384,7 +387,7 @@ COLUMNS = {  # title: (key of a row, format)
     "case": ("case", ""), "work": ("work", ""), "GPUs": ("gpus", ""),
     "tokens/s per GPU": ("tokens_per_second", ",.0f"), "TFLOP/s": ("tflops", ".0f"),
     "% of ceiling": ("ceiling_percent", ".1f"), "by the script": ("script_percent", ".1f"),
-    "bins full": ("bins_full", ".2f"), "first step, s": ("first_step_seconds", ".1f"),
+    "at_once full": ("packing_efficiency", ".2f"), "first step, s": ("first_step_seconds", ".1f"),
     "predicted GiB": ("predicted_gib", ".2f"), "peak GiB": ("peak_gib", ".2f"),
     "off by %": ("off_percent", "+.1f"), "first loss": ("first_loss", ".4f"),
     "last loss": ("last_loss", ".4f"), "seconds": ("seconds", ".0f"), "result": ("result", ""),
@@ -567,7 +570,8 @@ def measurements(text, steps):
         "off_percent": 100 * (predicted / peak - 1) if predicted and peak else None,
         "first_loss": steps[0]["loss"] if steps else None,
         "last_loss": steps[-1]["loss"] if steps else None, "steps": steps,
-        "bins_full": statistics.mean(step["bins_full"] for step in steps) if steps else None,
+        "packing_efficiency": statistics.mean(
+            step["packing_efficiency"] for step in steps) if steps else None,
         "first_step_seconds": number_in(r"reached after N s: step", text),
         "machine": (re.findall(r"^torch \d.*; \d+ x .*", text, re.M) or [""])[0],
     }  # fmt: skip
@@ -587,8 +591,8 @@ def script_flags(chosen, gpus, scratch):
     write_config(model, chosen["model"], chosen["layers"])
     flags = [f"--model {model} --random_weights --max_seq_len {chosen['seq']} --batch_size {batch}"
              f" --max_steps {chosen['steps']}"]  # fmt: skip
-    if chosen["bins"] != 0:
-        tokens = chosen["bins"] or chosen["rows"] * chosen["seq"]
+    if chosen["at_once"] != 0:
+        tokens = chosen["at_once"] or chosen["rows"] * chosen["seq"]
         flags.append(f"--micro_batch_tokens {tokens}")
     if chosen["chat"]:
         lengths = chat_lengths(batch * chosen["steps"], chosen["seq"])
@@ -612,8 +616,9 @@ def minimal_steps(text):
     """What minimal_fsdp_qlora.py prints of each step, as metrics.jsonl has it."""
     pattern = r"^step +(\d+)/\d+ loss +(\S+) .* (\S+) tok/s/\S+ (\S+) GiB"
     names = "step", "loss", "tokens_per_second_per_gpu", "peak_memory_gib"
-    return [{"bins_full": 1, **{n: float(x.replace(",", "")) for n, x in zip(names, found)}}
-            for found in re.findall(pattern, text, re.M)]  # fmt: skip
+    steps = [{name: float(x.replace(",", "")) for name, x in zip(names, found)}
+             for found in re.findall(pattern, text, re.M)]  # fmt: skip
+    return [{"packing_efficiency": 1, **step} for step in steps]
 
 
 def cache_of(chosen, scratch):

@@ -8,7 +8,7 @@ import torch
 SUM_CHUNK = {"cpu": 2**18, "cuda": 2**23}
 
 
-def mix(bits: torch.Tensor) -> torch.Tensor:
+def hash_ints(bits: torch.Tensor) -> torch.Tensor:
     """A hash of int64 to int64: the finaliser of MurmurHash3; products wrap around."""
     for factor in (-49064778989728563, -4265267296055464877):
         bits = (bits ^ (bits >> 33 & 0x7FFFFFFF)) * factor
@@ -33,6 +33,7 @@ def content_sum(
     own = values.contiguous().view(-1).view(bits)[(first - rows.start) * width :]
     total, index = torch.zeros((), dtype=torch.int64, device=own.device), first * width
     for chunk in own.split(SUM_CHUNK[own.device.type]):
-        total += (mix(torch.arange(index, index + len(chunk), device=own.device)) * chunk).sum()
+        places = torch.arange(index, index + len(chunk), device=own.device)
+        total += (hash_ints(places) * chunk).sum()
         index += len(chunk)
     return total

@@ -26,7 +26,9 @@ from fsdp_qlora.files import source_digest
 if TYPE_CHECKING:
     from train_fsdp_qlora import Config
 
-AGAIN, DISK, DIVERGED, OUT_OF_MEMORY, FROZEN, BUG = 75, 5, 6, 8, 9, 70  # exit codes
+# exit codes; 75 and 70 are EX_TEMPFAIL and EX_SOFTWARE of sysexits.h
+EXIT_RESUMABLE, EXIT_STEP_TIMEOUT, EXIT_BUG = 75, 9, 70
+DISK, DIVERGED, OUT_OF_MEMORY = 5, 6, 8
 SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1  # end a run, see status
 EXITS = {"flags": 2, "model": 3, "data": 4, "training": DISK, "saving": DISK,
          "checkpoint": 7}  # of an error, by the phase of the run
@@ -47,7 +49,7 @@ def this_rank() -> str:
     return f"rank {dist.get_rank()} on {socket.gethostname()}"
 
 
-def say(message: str) -> None:
+def log(message: str) -> None:
     """Print a message. Rank 0 only; other ranks do nothing."""
     with contextlib.suppress(OSError):  # the terminal may be gone, and the run goes on
         if is_rank_0():
@@ -76,7 +78,7 @@ def tell_torchrun(line: str) -> None:
         os.replace(part, path)
 
 
-def refuse_launch(message: str) -> NoReturn:
+def fail_before_init(message: str) -> NoReturn:
     """End this process, which has not joined the others, with one line."""
     line = f"error: {message}"
     tell_torchrun(line)
@@ -101,7 +103,7 @@ def gather_objects(value: Any) -> list[Any]:
     return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes)]
 
 
-class Stop(Exception):
+class RunError(Exception):
     """Ends the run on all ranks together, so that no rank waits for another: an error, or a stop
     that was asked for. `code` is the exit code; None: EXITS of the phase."""
 
@@ -121,7 +123,7 @@ def explain(what: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def together(causes: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
+def raise_on_all_ranks(causes: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
     """If the `with` body fails on one rank, all ranks raise Stop with that rank's error.
 
     The body must not use collectives. `causes` are the errors that may have a cause outside of this
@@ -142,14 +144,14 @@ def together(causes: tuple[type[Exception], ...] = (Exception,)) -> Iterator[Non
             code = OUT_OF_MEMORY
     failed = [pair for pair in gather_objects((error, code)) if pair[0]]
     if failed:
-        raise Stop(*failed[0])
+        raise RunError(*failed[0])
 
 
 def on_rank_0(function: Callable[..., Any], *args: Any,
               causes: tuple[type[Exception], ...] = (Exception,)) -> Any:
     """Run `function` on rank 0 alone; all get what it returns. Its errors: see together(). All
     ranks must call this."""
-    with together(causes):
+    with raise_on_all_ranks(causes):
         value = function(*args) if is_rank_0() else None
     return gather_objects(value)[0]
 
@@ -167,10 +169,10 @@ def check_same(config: Config, script: Path, versions: dict[str, str]) -> None:
     for other, other_facts in others:
         for (fact, remedy), (other_fact, _) in zip(first_facts, other_facts):
             if other_fact != fact:
-                raise Stop(f"{other} {other_fact}, {first} {fact}: {remedy}")
+                raise RunError(f"{other} {other_fact}, {first} {fact}: {remedy}")
 
 
-def say_each(what: str, text: str) -> None:
+def log_each_rank(what: str, text: str) -> None:
     """Print what each rank says, once if all say the same. All ranks must call this."""
     texts = gather_objects(text)
-    say(f"{what}, each rank: {texts[0] if len(set(texts)) == 1 else '; '.join(texts)}")
+    log(f"{what}, each rank: {texts[0] if len(set(texts)) == 1 else '; '.join(texts)}")

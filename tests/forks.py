@@ -184,7 +184,7 @@ def serve():
                 launchers.add(fork(launch, json.loads(line), tell))
         for pid, code in ended_children():
             launchers.discard(pid)
-            say(tell, pid=pid, code=code)
+            report(tell, pid=pid, code=code)
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             pid, rest = path.parent.name, path.read_text().rpartition(")")[2].split()
@@ -209,7 +209,7 @@ def fork(function, *args):
         os._exit(code or 0)
 
 
-def say(tell, **event):
+def report(tell, **event):
     os.write(tell, json.dumps(event).encode() + b"\n")  # whole, as it is shorter than a pipe's page
 
 
@@ -236,7 +236,7 @@ def launch(command, tell):
     for number in PASSED_ON:
         signal.signal(number, lambda number, _: asked.append(number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
-    say(tell, id=command["id"], launcher=os.getpid(), ranks=ranks)
+    report(tell, id=command["id"], launcher=os.getpid(), ranks=ranks)
     store = dist.TCPStore(  # noqa: F841, the ranks are its clients
         "localhost", 0, is_master=True, wait_for_workers=False, master_listen_fd=meeting.detach()
     )
@@ -245,7 +245,7 @@ def launch(command, tell):
         for pid, code in ended_children():
             if pid in ranks:
                 ranks.remove(pid)
-                say(tell, pid=pid, code=code)
+                report(tell, pid=pid, code=code)
                 worst = worst or code
                 if code and kill_at == float("inf"):
                     asked.append(signal.SIGTERM)

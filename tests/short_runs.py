@@ -110,7 +110,16 @@ def evaluations(records):
 
 def trained(records):
     """What must be the same of each training step."""
-    keys = ("step", "loss", "grad_norm", "learning_rate", "rows", "tokens", "learnt_tokens", "bins")
+    keys = (
+        "step",
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "rows",
+        "tokens",
+        "trainable_tokens",
+        "micro_batches",
+    )
     return [[record[key] for key in keys] for record in records if "loss" in record]
 
 
@@ -130,11 +139,11 @@ def reference_loss_of(base):
         if values is not None:
             found = set_peft_model_state_dict(model, values)
             assert not found.unexpected_keys
-        total, n_trained = 0.0, 0
+        total, n_trainable_tokens = 0.0, 0
         for ids, labels in rows:
             logits = model(ids[None].to(DEVICE)).logits[0, :-1].float()
             total += F.cross_entropy(logits, labels[1:].to(DEVICE), reduction="sum").item()
-            n_trained += int((labels[1:] != IGNORE).sum())
-        return total / n_trained, n_trained
+            n_trainable_tokens += int((labels[1:] != IGNORE).sum())
+        return total / n_trainable_tokens, n_trainable_tokens
 
     return compute

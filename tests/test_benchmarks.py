@@ -103,7 +103,9 @@ def test_flags_are_the_scripts(name, tmp_path):
                                                   kv_heads, vocab)  # fmt: skip
     gpus = chosen["gpus"] or 4
     assert config.batch_size == chosen["rows"] * gpus
-    tokens = chosen["rows"] * chosen["seq"] if chosen["bins"] is None else chosen["bins"] or None
+    tokens = (
+        chosen["rows"] * chosen["seq"] if chosen["at_once"] is None else chosen["at_once"] or None
+    )
     assert config.micro_batch_tokens == tokens
     assert (config.dataset is None) == (not chosen["chat"])
 
@@ -215,7 +217,7 @@ def test_cases_run_and_a_bad_one_stops_none(tmp_path, monkeypatch):
     assert "lora_rank" in bad["error"] and bad["first_step_seconds"] is None
     speeds = [step["tokens_per_second_per_gpu"] for step in good["steps"]]
     assert good["tokens_per_second"] == pytest.approx(sum(speeds[2:]) / 2)
-    assert good["peak_gib"] > 0.1 and good["bins_full"] == 1
+    assert good["peak_gib"] > 0.1 and good["packing_efficiency"] == 1
     assert 4 < good["last_loss"] != good["first_loss"] < 8
     assert 0 < good["first_step_seconds"] < good["seconds"]
     lines = (tmp_path / "results.jsonl").read_text().splitlines()
@@ -364,7 +366,9 @@ def test_plain_curve_is_the_scripts(run_main, tmp_path, monkeypatch, read_metric
 def test_profile_of_chat_rows_runs(tmp_path, monkeypatch):
     """On a CPU there are no kernels, so that all of a step is idle."""
     monkeypatch.setitem(bench.SHAPES, "demo", (256, 512, 4, 4, 2, 384))
-    case = bench.case("tiny", "demo", 8, 64, 1, layers=1, gpus=1, bins=0, chat=True, cache="cold")
+    case = bench.case(
+        "tiny", "demo", 8, 64, 1, layers=1, gpus=1, at_once=0, chat=True, cache="cold"
+    )
     (row,) = bench.run_cases("profile", [case], 0, tmp_path, 100)
     assert row["result"] == "ok", (tmp_path / "tiny.profile.log").read_text()
     n_steps, tokens = bench.WARM_STEPS + bench.PROFILED_STEPS, [s["tokens"] for s in row["steps"]]

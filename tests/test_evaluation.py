@@ -28,7 +28,7 @@ from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.files import text_digest
 from fsdp_qlora.run.checkpoints import checkpoint_path, drop_checkpoints, read_checkpoint
 from fsdp_qlora.data.forms import IGNORE
-from fsdp_qlora.ranks import Stop
+from fsdp_qlora.ranks import RunError
 from fsdp_qlora.run import logs
 from fsdp_qlora.run.logs import describe_time
 from fsdp_qlora.training.samples import choose_prompts
@@ -109,9 +109,9 @@ def test_evaluation_loss_equals_the_reference(nproc, name, runs, reference_loss,
     assert [record["step"] for record in found] == [0, 2, 4]
     middle = adapter_of(directory / "checkpoint-000002")
     for record, values in zip(found, (None, middle, adapter_of(directory))):
-        want, n_trained = reference_loss(values)
+        want, n_trainable_tokens = reference_loss(values)
         assert abs(record["eval_loss"] - want) <= 1e-5 * want, record["step"]
-        assert record["eval_tokens"] == n_trained
+        assert record["eval_tokens"] == n_trainable_tokens
         assert record["eval_perplexity"] == math.exp(record["eval_loss"])
     assert abs(found[-1]["eval_loss"] - found[0]["eval_loss"]) > 0.05
 
@@ -311,7 +311,7 @@ def test_line_of_a_step_tells_how_long_the_rest_takes(tmp_path, capsys, monkeypa
         config=Config(max_steps=106, report_to="none"), directory=tmp_path,
         status=types.SimpleNamespace(check_lock=lambda: None, write=lambda _: None),
         progress={"evaluated": None}, device=torch.device("cpu"))  # fmt: skip
-    log = logs.Log(run, 100)
+    log = logs.MetricsWriter(run, 100)
     record = {"loss": 1.0, "learning_rate": 1e-4, "grad_norm": 1.0,
               "tokens_per_second_per_gpu": 1.0, "peak_memory_gib": 1.0}  # fmt: skip
     for step in range(101, 107):
@@ -360,13 +360,13 @@ def test_board_is_written_where_it_is_asked_for(runs, read_metrics):
 def test_fraction_of_the_rows_is_not_trained_on(base, runs, read_metrics):
     directory, out = runs(1, "fraction")
     rows = read_rows(base / "many.jsonl", PreTrainedTokenizerFast.from_pretrained(base / "model"))
-    n_trained = sum(int((labels[1:] != IGNORE).sum()) for _, labels in rows)
+    n_trainable_tokens = sum(int((labels[1:] != IGNORE).sum()) for _, labels in rows)
     assert "evaluation: 4 of these rows, which are not trained on\n" in out
     records = read_metrics(directory)
     assert [record["step"] for record in evaluations(records)] == [0, 4, 8, 9]
     # 36 rows in 9 steps of 4: one epoch
-    of_steps = sum(record.get("learnt_tokens", 0) for record in records)
-    assert of_steps + records[0]["eval_tokens"] == n_trained
+    of_steps = sum(record.get("trainable_tokens", 0) for record in records)
+    assert of_steps + records[0]["eval_tokens"] == n_trainable_tokens
     assert sum(record.get("rows", 0) for record in records) == 36
 
 
@@ -433,7 +433,7 @@ def test_fraction_depends_on_the_seed_alone(base, monkeypatch, capsys):
         seen.append(kept_out.sha256())
     assert seen[0] == seen[1] != seen[2]
     for fraction in "1.0", "0.001", "0", "2", "-1":
-        with pytest.raises(Stop, match=f"--eval_dataset {fraction}: is .* of 40 rows"):
+        with pytest.raises(RunError, match=f"--eval_dataset {fraction}: is .* of 40 rows"):
             parts(eval_dataset=(fraction,))
 
 

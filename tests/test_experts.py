@@ -39,13 +39,13 @@ from transformers import AutoTokenizer
 from fsdp_qlora.training import check
 from fsdp_qlora.model import elementwise
 from fsdp_qlora.model import experts
-from fsdp_qlora.model import grouped
+from fsdp_qlora.model import grouped_mm
 from fsdp_qlora.model import router
-from fsdp_qlora.lora.adapter import Adapter, choose_adapted, read_adapter, write_adapter
+from fsdp_qlora.lora.adapter import Adapter, resolve_target_modules, read_adapter, write_adapter
 from fsdp_qlora.training.check import plain_model, random_adapter, random_reference, read_weights
 from fsdp_qlora.pretrained.config import describe_model, shrunk_config, text_config
 from fsdp_qlora.pretrained.families import FAMILIES
-from fsdp_qlora.data.bins import make_bin
+from fsdp_qlora.data.packing import make_micro_batch
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.model.elementwise import (
     LimitedActivation,
@@ -65,7 +65,7 @@ from fsdp_qlora.pretrained.reader import (
 from train_fsdp_qlora import Config, fill_model
 
 BAR = 1e-5  # of a relative difference in fp32
-MIXTURES = [name for name, make in TINY.items() if describe_model(make(320)).mixture]
+MIXTURES = [name for name, make in TINY.items() if describe_model(make(320)).moe]
 
 
 def seed(n=0):
@@ -78,7 +78,7 @@ def worst(name, again, monkeypatch, edit=None, ranges=1, torch_grouped=False, to
     monkeypatch.setattr(check, "LENGTHS", tokens or check.LENGTHS)
     monkeypatch.setattr(check, "Plan", functools.partial(changed_plan, ranges))
     if torch_grouped:
-        for module in experts, grouped:
+        for module in experts, grouped_mm:
             monkeypatch.setattr(module, "why_no_grouped_mm", lambda *_: "")
     small = shrunk_config(TINY[name](320))
     arch, reference = describe_model(small), random_reference(small, seed())
@@ -97,7 +97,7 @@ def worst(name, again, monkeypatch, edit=None, ranges=1, torch_grouped=False, to
 
 def make_layers(model_config, arch, tensors, config):
     """The house's model, for bins of the check's two documents."""
-    plan = dataclasses.replace(make_plan(arch.n_layers), bin_tokens=sum(check.LENGTHS))
+    plan = dataclasses.replace(make_plan(arch.n_layers), micro_batch_tokens=sum(check.LENGTHS))
     return make_model_of_layers(model_config, arch, tensors, config, plan)
 
 
@@ -155,9 +155,9 @@ def test_bf16_routers_round_as_transformers(name):
     layer = reference.model.layers[i]
     x = torch.randn(64, arch.hidden_size, generator=seed(1)).bfloat16()
     routed = layer.get_submodule(
-        arch.mixture.router.removesuffix(".wg").replace("router.gate", "router"))
+        arch.moe.router.removesuffix(".wg").replace("router.gate", "router"))
     routed = routed.float() if name == "hunyuan_moe" else routed  # as transformers makes it
-    mlp = layer.get_submodule(arch.mixture.experts.split(".")[0])
+    mlp = layer.get_submodule(arch.moe.experts.split(".")[0])
     # Gemma 4's stands beside the experts, and norms x itself
     routed = layer.router if name == "gemma4_moe" else routed
     arguments = {"minimax_m2": ["e_score_correction_bias"], "hy_v3": ["e_score_correction_bias"],
@@ -169,7 +169,7 @@ def test_bf16_routers_round_as_transformers(name):
     work = types.SimpleNamespace(arch=arch, layer=types.SimpleNamespace(small_tensors=tensors))
     ours, order, theirs = router.route(work, x), chosen.argsort(), weights.float()
     if name in ("laguna", "step3p7"):  # there the output is scaled
-        theirs = theirs * arch.mixture.scale
+        theirs = theirs * arch.moe.scale
     assert torch.equal(ours.chosen.sort()[0], chosen.gather(1, order))
     got = ours.weights.gather(1, ours.chosen.argsort())
     theirs = theirs.gather(1, order)
@@ -180,16 +180,16 @@ def test_bf16_routers_round_as_transformers(name):
 
 
 @pytest.mark.parametrize("name", [
-    name for name in MIXTURES if describe_model(TINY[name](320)).mixture.scores == "softmax"])
+    name for name in MIXTURES if describe_model(TINY[name](320)).moe.scores == "softmax"])
 def test_softmax_of_large_logits_is_finite(name):
     """Where exp() of them is infinite."""
     arch = describe_model(TINY[name](320))
-    mixture, kind = arch.mixture, arch.layer_kinds[arch.layer_routed.index(True)]
+    moe, kind = arch.moe, arch.layer_kinds[arch.layer_routed.index(True)]
     tensors = {key: torch.randn(shape, generator=seed())
                for key, shape in arch.small_tensors(kind).items()}  # fmt: skip
-    tensors[f"{mixture.router}.weight"] *= 1000
-    if mixture.correction:  # else tokens go to experts of which they want nothing
-        tensors[mixture.correction].zero_()
+    tensors[f"{moe.router}.weight"] *= 1000
+    if moe.correction:  # else tokens go to experts of which they want nothing
+        tensors[moe.correction].zero_()
     work = types.SimpleNamespace(arch=arch, layer=types.SimpleNamespace(small_tensors=tensors))
     x = torch.randn(64, arch.hidden_size, generator=seed(1))
     routing = router.route(work, x)
@@ -239,7 +239,7 @@ def test_square_matrices_of_experts_equal_transformers(name, monkeypatch):
 
     def as_square(config):
         small = shrink(config)
-        field = FAMILIES[small.model_type].mixture.expert_size.removeprefix("config.")
+        field = FAMILIES[small.model_type].moe.expert_size.removeprefix("config.")
         setattr(small, field, small.hidden_size)
         return small
 
@@ -249,9 +249,9 @@ def test_square_matrices_of_experts_equal_transformers(name, monkeypatch):
 
 def test_token_that_no_expert_wants_gets_nothing():
     """Sigmoids of large negative logits are 0, and so is their sum."""
-    mixture = describe_model(TINY["glm4_moe"](320)).mixture
+    moe = describe_model(TINY["glm4_moe"](320)).moe
     scores, chosen = torch.zeros(2, 8), torch.tensor([[0, 1, 2], [5, 6, 7]])
-    weights = router.chosen_weights(scores, chosen, mixture)[0]
+    weights = router.chosen_weights(scores, chosen, moe)[0]
     assert torch.equal(weights, torch.zeros(2, 3))
 
 
@@ -319,9 +319,9 @@ def test_backward_repeats_forwards_choice(ranges, monkeypatch):
     """A second look at the router would choose other experts here."""
     true, calls = router.best_experts, []
 
-    def fickle(scores, mixture):
+    def fickle(scores, moe):
         calls.append(scores)
-        return true(scores if len(calls) <= 4 else -scores, mixture)
+        return true(scores if len(calls) <= 4 else -scores, moe)
 
     monkeypatch.setattr(router, "best_experts", fickle)
     # results() looks twice at each of two layers: for the logits, then for loss and gradient
@@ -350,7 +350,9 @@ def test_adapters_of_experts_are_what_peft_loads(name, targets, tmp_path):
     for i, layer in enumerate(model.layers):
         layer.adapter.normal_(0, 0.1, generator=seed(i))
     values, parts = parts_of_adapter(model, arch, "data"), expert_parts(arch, config.lora_rank)
-    write_adapter(tmp_path, stack_experts(values, parts), choose_adapted(arch, config, "m")[0])
+    write_adapter(
+        tmp_path, stack_experts(values, parts), resolve_target_modules(arch, config, "m")[0]
+    )
     ids = torch.randint(3, arch.vocab_size, (sum(check.LENGTHS),), generator=seed(2))
     with torch.enable_grad():
         ours = check.results(model, ids)
@@ -368,8 +370,8 @@ def test_adapters_of_experts_are_what_peft_loads(name, targets, tmp_path):
     assert (ours["logits"] - theirs).norm() < BAR * theirs.norm()
     assert abs(ours["loss"] - loss) < BAR * loss
     # as PEFT has it all experts' adapters are fused, whatever the file has
-    mixture = dataclasses.replace(arch.mixture, adapters="stacked", renames=())
-    memory = dataclasses.replace(arch, mixture=mixture)
+    moe = dataclasses.replace(arch.moe, adapters="stacked", renames=())
+    memory = dataclasses.replace(arch, moe=moe)
     their = {name.replace(".default", ""): p.grad for name, p in peft.named_parameters()
              if p.requires_grad}  # fmt: skip
     their = unstack_experts(their, expert_parts(memory, config.lora_rank))
@@ -388,10 +390,13 @@ def test_adapter_whose_gate_and_up_are_not_apart_is_no_beginning(tmp_path):
     small = shrunk_config(TINY["granitemoe"](320))
     arch = describe_model(small)
     model = make_layers(small, arch, random_reference(small, seed()).state_dict(), config)
-    adapter, lora_config = Adapter(model, torch.device("cpu")), choose_adapted(arch, config, "m")[0]
+    adapter, lora_config = (
+        Adapter(model, torch.device("cpu")),
+        resolve_target_modules(arch, config, "m")[0],
+    )
     values = stack_experts(parts_of_adapter(model, arch, "data"), adapter.expert_parts)
     write_adapter(tmp_path, values, lora_config)
-    layouts = [layer.layout for layer in adapter.layers]
+    layouts = [layer.spec for layer in adapter.layers]
     own = parts_of_adapter(model, arch, "data")
     assert read_adapter(config, arch, layouts).keys() == own.keys()
     write_adapter(tmp_path, {key: value + 1 for key, value in values.items()}, lora_config)
@@ -409,7 +414,7 @@ def parts_of_adapter(model, arch, what):
     found, namer = {}, types.SimpleNamespace(arch=arch)
     for i, layer in enumerate(model.layers):
         whole = getattr(layer.adapter, what)
-        for part, (where, shape) in layer.layout.adapter_parts().items():
+        for part, (where, shape) in layer.spec.adapter_parts().items():
             found[Adapter.name(namer, i, *part)] = whole[where].view(shape).clone()
     return found
 
@@ -425,12 +430,14 @@ def parts_of_adapter(model, arch, what):
 def test_adapters_that_experts_cannot_have_are_refused(name, change, words):
     config = Config(model="m", **ADAPTED | change)
     with pytest.raises(ValueError, match=words):
-        choose_adapted(describe_model(TINY[name](320)), config, "m")
+        resolve_target_modules(describe_model(TINY[name](320)), config, "m")
 
 
 def test_adapters_are_on_attention_by_default():
     for name in "qwen3_moe", "glm4_moe", "mixtral":
-        lora_config, adapted = choose_adapted(describe_model(TINY[name](320)), Config(), "m")
+        lora_config, adapted = resolve_target_modules(
+            describe_model(TINY[name](320)), Config(), "m"
+        )
         assert lora_config.target_modules == {"q_proj", "k_proj", "v_proj", "o_proj"}
         assert sorted(adapted) == [f"self_attn.{x}_proj" for x in "koqv"]
 
@@ -445,7 +452,7 @@ def test_all_linear_stands_beside_other_words(name, words, same):
     arch, found = describe_model(TINY[name](320)), []
     for targets in words, same:
         config = Config(lora_rank=8, target_modules=tuple(targets))
-        lora_config, adapted = choose_adapted(arch, config, "m")
+        lora_config, adapted = resolve_target_modules(arch, config, "m")
         found.append((lora_config.to_dict(), sorted(adapted)))
     assert found[0] == found[1] and found[0][1]
 
@@ -466,7 +473,7 @@ def test_log_tells_where_peft_does_not_load_a_shared_experts_adapter(
     model = make_layers(text_config(whole), arch, reference.state_dict(), config)
     for layer in model.layers:
         layer.adapter.normal_(generator=seed())
-    lora_config, _ = choose_adapted(arch, config, "m")
+    lora_config, _ = resolve_target_modules(arch, config, "m")
     says = f"--target_modules {shared}: PEFT 0.21 does not load adapters of "
     assert (says in capsys.readouterr().out) == (not is_loaded)
     write_adapter(tmp_path, parts_of_adapter(model, arch, "data"), lora_config)
@@ -542,7 +549,7 @@ def test_an_experts_bytes_are_bitsandbytes_own(width):
     tensors = dict(reference.state_dict())
     model = plain_model(small, arch, tensors, 24, fill_model)
     names, layer = tensor_names(arch, tensors), model.layers[0]
-    for place in layer.layout.places:
+    for place in layer.spec.places:
         name = names.of_layer(0, f"{place.linear.name}.weight")
         weight = rows_in_memory(tensors, names.sources, name).view(-1, place.linear.in_features)
         codes, state = bnb.functional.quantize_4bit(
@@ -756,8 +763,8 @@ def test_balance_of_experts_counts_no_padding(name):
     model = plain_model(small, arch, reference.state_dict(), 64, fill_model, "lora")
     rows = rows_of([(x, x) for x in torch.randint(3, 128, (45,), generator=seed(1)).split([9, 36])])
     found = []
-    for micro_batch in [[0]], [[0], [1]], [[], [1]]:
-        model(make_bin(rows, micro_batch, 0, None, check.plain_run(model)))
+    for packed in [[0]], [[0], [1]], [[], [1]]:
+        model(make_micro_batch(rows, packed, 0, None, check.plain_run(model)))
         found.append(router.take_balance(model))
     alone, padded, padding = found
     assert alone[2] == arch.layer_routed.count(True) and 1 < alone[1] / alone[2] < 8

@@ -19,7 +19,7 @@ from transformers import TrainingArguments
 
 from fsdp_qlora.run.flags import resolve_config
 from fsdp_qlora.model.loss import LOSSES
-from fsdp_qlora.run.peers import VALUES, peer_answer, read_peers
+from fsdp_qlora.run.foreign_flags import VALUES, peer_answer, read_peers
 from train_fsdp_qlora import Config, join_processes
 
 

@@ -26,8 +26,8 @@ from fsdp_qlora.data.prepare import prepare_data
 from fsdp_qlora.data.sources import RefusedRow
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.data.tools import openai_calls
-from fsdp_qlora.run.logs import say_examples
-from fsdp_qlora.ranks import Stop
+from fsdp_qlora.run.logs import log_examples
+from fsdp_qlora.ranks import RunError
 from train_fsdp_qlora import Config
 
 
@@ -218,7 +218,7 @@ def test_form_is_trained_as_specified(name, tokenizer, tmp_path):
     assert whole(documents, tokenizer) == [text]
     assert trained(documents, tokenizer) == [parts]
     (document,) = documents
-    assert document["n_trained"] == sum(int(x) != IGNORE for x in document["labels"][1:])
+    assert document["n_trainable_tokens"] == sum(int(x) != IGNORE for x in document["labels"][1:])
     assert document["length"] == len(document["input_ids"]) and not document["cut"]
 
 
@@ -228,7 +228,7 @@ def test_ids_are_taken_as_they_are(labels, tokenizer, tmp_path):
     (document,) = encode_row(row, tokenizer, tmp_path)
     assert document["input_ids"].tolist() == [5, 6, 7, 8]
     assert document["labels"].tolist() == (labels or [5, 6, 7, 8])
-    assert document["n_trained"] == (1 if labels and IGNORE in labels else 3)
+    assert document["n_trainable_tokens"] == (1 if labels and IGNORE in labels else 3)
 
 
 BOS_AND_EOS = ("$A", "<s> $A", "$A </s>", "<s> $A </s>")
@@ -267,7 +267,7 @@ def sentencepiece(kind):
 
 def first_row(rows, tokenizer, capsys):
     capsys.readouterr()
-    say_examples(rows, tokenizer)
+    log_examples(rows, tokenizer)
     (line,) = capsys.readouterr().out.splitlines()
     return line
 
@@ -303,7 +303,7 @@ def test_first_row_in_the_log_shows_the_space_that_an_answer_begins_with(tmp_pat
     tokenizer, prompt = sentencepiece("llama 2"), "3 and 4"
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": prompt, "completion": " 7."}])
     rows, _ = prepare([path], tokenizer)
-    say_examples(rows, tokenizer)
+    log_examples(rows, tokenizer)
     assert f"first row: '[not trained: {prompt}] 7." in capsys.readouterr().out
 
 
@@ -422,7 +422,7 @@ def test_several_forms_in_one_file_train_together(tokenizer, run_main, tiny_mode
     ):  # fmt: skip
         assert f", {form}" in line or f": {form}" in line, form
     (record,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").open())
-    assert f"{record['tokens']:,} tokens, {record['learnt_tokens']:,} of them trained" in line
+    assert f"{record['tokens']:,} tokens, {record['trainable_tokens']:,} of them trained" in line
 
 
 FORMED = (  # a template whose markers are in the demo's vocabulary
@@ -732,7 +732,7 @@ def test_padding_goes_with_its_labels(names, tokenizer, tmp_path):
     assert len(rows) == len(want)
     for i, (ids, labels) in enumerate(want):
         assert [tensor.tolist() for tensor in rows.tokens(i)] == [ids, labels], i
-        assert rows.n_trained[i] == sum(label != NO for label in labels[1:])
+        assert rows.n_trainable_tokens[i] == sum(label != NO for label in labels[1:])
 
 
 ORDER = [  # of the table in docs/data.md
@@ -937,7 +937,7 @@ def test_column_that_no_row_has_ends_the_run(tokenizer, tmp_path):
     ):  # fmt: skip
         config = Config(dataset=(str(train),), eval_dataset=tuple(map(str, eval_dataset)),
                         columns=tuple(columns), max_seq_len=64)
-        expected = (pytest.raises(Stop, match=f"--columns {fault}: no row has the key") if fault
+        expected = (pytest.raises(RunError, match=f"--columns {fault}: no row has the key") if fault
                     else contextlib.nullcontext())  # fmt: skip
         with one_process(), expected:
             prepare_data(config, tmp_path, tokenizer, len(tokenizer), "2020-01-31")
@@ -1069,7 +1069,7 @@ def test_any_row_is_trained_or_left_out_or_refused(template, tokenizer, tmp_path
                 assert len(ids) == len(labels) == one["length"] <= most
                 assert all(0 <= token < len(tokenizer) for token in ids)
                 assert all(label == IGNORE or 0 <= label < len(tokenizer) for label in labels)
-                assert one["n_trained"] == sum(label != IGNORE for label in labels[1:]) > 0
+                assert one["n_trainable_tokens"] == sum(label != IGNORE for label in labels[1:]) > 0
             else:
                 is_refused = one["refused"]
                 seen["refused" if is_refused else "left out"] += 1

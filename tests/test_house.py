@@ -161,7 +161,7 @@ def test_built_files_need_no_other(standalone):
 
 
 def test_a_name_defined_twice_fails_the_build(copied_tree):
-    built = {f"fsdp_qlora.{m.replace('/', '.')}" for m in ("quant/nf4", "data/bins")}
+    built = {f"fsdp_qlora.{m.replace('/', '.')}" for m in ("quant/nf4", "data/packing")}
     first, second = (copied_tree / SOURCES[name].relative_to(ROOT) for name in sorted(built))
     for path in first, second:
         path.write_text(path.read_text() + "\n\ndef planted():\n    pass\n")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, needs_ranks
 
-from fsdp_qlora.ranks import AGAIN, BUG
+from fsdp_qlora.ranks import EXIT_RESUMABLE, EXIT_BUG
 
 MAKES = re.compile(r"make: \*\*\* \[Makefile:\d+: train\] Error (\d+)")
 
@@ -91,7 +91,7 @@ def test_ctrl_c_saves_and_how_to_resume_is_the_last_word(start, tmp_path):
     wait_for_steps(tmp_path, 2)
     os.killpg(make.pid, signal.SIGINT)
     lines, code = end(make, tmp_path)
-    assert code == AGAIN and make.returncode != 0
+    assert code == EXIT_RESUMABLE and make.returncode != 0
     assert re.fullmatch(r"stopped: SIGINT, after step \d+; checkpoint-\d+ is whole; the same"
                         " command resumes it", lines[-1])  # fmt: skip
     assert "Traceback" not in "".join(lines)
@@ -101,7 +101,7 @@ def test_ctrl_c_saves_and_how_to_resume_is_the_last_word(start, tmp_path):
 def test_bug_of_a_rank_keeps_its_traceback(start, tree, tmp_path):
     script = tree / "train_fsdp_qlora.py"
     whole = script.read_text()
-    line = "    batch, bins = run.dealt or deal_step(run, step)\n"
+    line = "    batch, bins = run.dealt or next_step(run, step)\n"
     assert line in whole
     fault = '    if dist.get_rank() == 1 and step == 2:\n        raise KeyError("planted")\n'
     try:
@@ -110,7 +110,7 @@ def test_bug_of_a_rank_keeps_its_traceback(start, tree, tmp_path):
         lines, code = end(make, tmp_path)
     finally:
         script.write_text(whole)
-    assert (code, make.returncode) == (BUG, 2)
+    assert (code, make.returncode) == (EXIT_BUG, 2)
     at = lines.index("KeyError: 'planted'")
     assert any('train_fsdp_qlora.py", line' in line for line in lines[at - 6 : at])
     said = [line for line in lines if re.match(r"error: rank 1 on \S+ has a bug: KeyError", line)]
@@ -130,7 +130,9 @@ def test_a_killed_rank_is_named(number, start, tmp_path):
     os.kill(pid, number)
     lines, code = end(make, tmp_path)
     if number == signal.SIGTERM:
-        assert code == AGAIN and lines[-1].startswith("stopped: SIGTERM before training began; ")
+        assert code == EXIT_RESUMABLE and lines[-1].startswith(
+            "stopped: SIGTERM before training began; "
+        )
     else:
         assert code == 128 + number
         assert lines[-1].startswith("error: rank 1 was killed by SIGKILL, as by the kernel")
@@ -149,7 +151,7 @@ def pid_of_rank_1(directory):
 def test_a_stop_by_the_clock_is_the_last_word(start, tmp_path):
     make = start("--max_steps", 100_000, "--max_minutes", 0.3)
     lines, code = end(make, tmp_path)
-    assert (code, make.returncode) == (AGAIN, 2)
+    assert (code, make.returncode) == (EXIT_RESUMABLE, 2)
     assert lines[-1].startswith("stopped: --max_minutes 0.3 are over, after step ")
 
 

@@ -25,34 +25,34 @@ from test_released import CONFIGS
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
 from fsdp_qlora.model import attention
-from fsdp_qlora.model.absent import NoMixingHalf, NoMLPHalf
+from fsdp_qlora.model.identity_sublayers import NoMixerSublayer, NoMLPSublayer
 from fsdp_qlora.training import check
 from fsdp_qlora.pretrained import config as configs
 from fsdp_qlora.pretrained import families
 from fsdp_qlora.model import linears
 from fsdp_qlora.model import mixers, recurrence
-from fsdp_qlora.model import mixing
+from fsdp_qlora.model import mixer_sublayer
 from fsdp_qlora.model import mlp
-from fsdp_qlora.lora.adapter import choose_adapted
+from fsdp_qlora.lora.adapter import resolve_target_modules
 from fsdp_qlora.pretrained.architecture import AttentionGate, DeltaNet, Heads, Mamba2
 from fsdp_qlora.training.check import (
     check_family, plain_run, random_reference, read_weights, text_model)
-from fsdp_qlora.data.bins import make_bin
+from fsdp_qlora.data.packing import make_micro_batch
 from fsdp_qlora.data.rows import rows_of
-from fsdp_qlora.model.attention import AttentionMixing, document_attention, rope_tables
+from fsdp_qlora.model.attention import AttentionMixer, document_attention, rope_tables
 from fsdp_qlora.model.elementwise import ATTENTION_SITE, elementwise, norm_of
-from fsdp_qlora.model.experts import RoutedMLPHalf
+from fsdp_qlora.model.experts import MoESublayer
 from fsdp_qlora.pretrained.config import (
     describe_model, rope_frequencies, shrunk_config, text_config)
 from fsdp_qlora.planner.costs import predict_memory
-from fsdp_qlora.model.latent import LatentMixing
-from fsdp_qlora.model.layer import make_layouts
+from fsdp_qlora.model.mla import MLAMixer
+from fsdp_qlora.model.layer import make_layer_specs
 from fsdp_qlora.model.model import Model, measure_weight_norms
 from fsdp_qlora.model.shards import set_local
 from fsdp_qlora.model.offload import make_store
 from fsdp_qlora.planner.plan import Plan
-from fsdp_qlora.ranks import Stop
-from fsdp_qlora.run.probe import Probe
+from fsdp_qlora.ranks import RunError
+from fsdp_qlora.run.merge_check import MergeCheck
 from fsdp_qlora.model.head import embed
 from fsdp_qlora.pretrained.reader import rows_in_memory
 from fsdp_qlora.pretrained.tensor_names import tensor_names
@@ -78,13 +78,13 @@ QUICK = "all", "x, sliced"  # in each run of the tests; of these families all
 WHOLE = "llama", "gemma3", "cohere", "qwen3_moe", "gpt_oss"
 
 
-def make_plan(n_layers, keeps="all", hold_weights=False, compute_dtype="float32"):
+def make_plan(n_layers, keeps="all", reuse_dequantized=False, compute_dtype="float32"):
     """The plan of one process that keeps the same of every layer."""
     return Plan(
         compute_dtype=compute_dtype, n_layers=n_layers, shard_group_size=1,
-        reshard_after_forward=True, bin_tokens=sum(LENGTHS),
-        recomputed=0 if keeps == "all" else n_layers, keep_middle=keeps == "middle",
-        n_mlp_kept=n_layers if keeps == "mlp" else 0, hold_weights=hold_weights,
+        reshard_after_forward=True, micro_batch_tokens=sum(LENGTHS),
+        recomputed=0 if keeps == "all" else n_layers, save_mid_residual=keeps == "middle",
+        n_mlp_saved=n_layers if keeps == "mlp" else 0, reuse_dequantized=reuse_dequantized,
         offload_activations=False, offload_params=False,
     )  # fmt: skip
 
@@ -99,8 +99,8 @@ def uninitialised_memory_is_nan():
 def make_model(model_config, arch, tensors, config=CONFIG, plan=None):
     """The house's model of this process alone, from transformers' tensors; adapters are zero."""
     plan = plan or make_plan(arch.n_layers)
-    _, adapted = choose_adapted(arch, config, "test")
-    model = Model(arch, make_layouts(arch, adapted, config), plan)
+    _, adapted = resolve_target_modules(arch, config, "test")
+    model = Model(arch, make_layer_specs(arch, adapted, config), plan)
     # the only process reads all rows
     names, cpu = tensor_names(arch, tensors), torch.device("cpu")
     fill_model(model, names, functools.partial(rows_in_memory, tensors, names.sources), {}, cpu)
@@ -117,22 +117,22 @@ def adapter_values(model, values):
     for name, where, _, i in adapter_names(model):
         with torch.no_grad():
             model.layers[i].adapter[where] = values[name].flatten()
-    if model.layers[0].layout.dora:
+    if model.layers[0].spec.dora:
         measure_weight_norms(model)
 
 
 def adapter_names(model):
     """(PEFT's name, where it is in the layer's adapter, its shape, the layer's number) of all."""
     for i, layer in enumerate(model.layers):
-        for (linear, key), (where, shape) in layer.layout.adapter_parts().items():
+        for (linear, key), (where, shape) in layer.spec.adapter_parts().items():
             yield f"base_model.model.model.layers.{i}.{linear}.{key}", where, shape, i
 
 
-def bin_of(documents, model):
+def micro_batch_of(documents, model):
     """A bin of these documents, all of whose tokens are trained."""
     rows = rows_of([(ids, ids) for ids in documents])
     every = [*range(len(documents))]
-    return make_bin(rows, [every], 0, torch.tensor(0), plain_run(model))
+    return make_micro_batch(rows, [every], 0, torch.tensor(0), plain_run(model))
 
 
 class Pair:
@@ -158,7 +158,7 @@ class Pair:
                 reference.get_parameter(key).copy_(weight)
         # its own rounded, not another's, which is 1.4 off; bitsandbytes' CPU code is 0.5 off where
         # rows are not whole blocks, see benchmarks/RESULTS.md
-        turned = self.arch.mixture and self.arch.mixture.transposed
+        turned = self.arch.moe and self.arch.moe.transposed
         for key, weight in reference.state_dict().items():
             of_experts = ".experts." in key and weight.dim() == 3
             n_in = (weight.shape or (1,))[-2 if turned and of_experts else -1]
@@ -173,7 +173,7 @@ class Pair:
                 weight = reference.get_submodule(linear).weight.detach()
                 value = weight.norm(dim=1) * (1 + value)
             self.values[key] = value
-        lora_config, _ = choose_adapted(self.arch, self.config, "test")
+        lora_config, _ = resolve_target_modules(self.arch, self.config, "test")
         lora_config.task_type = None  # else PEFT wants a model that generates
         self.peft = get_peft_model(reference, lora_config).eval()
         set_peft_model_state_dict(self.peft, self.values)
@@ -197,13 +197,13 @@ class Pair:
         grads = {n: p.grad for n, p in self.peft.named_parameters() if p.requires_grad}
         return loss.item(), get_peft_model_state_dict(self.peft, grads)
 
-    def computed(self, keeps, hold_weights, compute_dtype="float32"):
+    def computed(self, keeps, reuse_dequantized, compute_dtype="float32"):
         """The same by the house's model."""
-        if self.arch.parallel and keeps != "all" or self.arch.mixture and keeps == "mlp":
+        if self.arch.parallel and keeps != "all" or self.arch.moe and keeps == "mlp":
             keeps = "x"  # see LayerFunction
-        model = self.make(make_plan(self.arch.n_layers, keeps, hold_weights, compute_dtype))
+        model = self.make(make_plan(self.arch.n_layers, keeps, reuse_dequantized, compute_dtype))
         adapter_values(model, self.values)
-        loss = model(bin_of(self.ids.split(self.lengths), model)).sum()
+        loss = model(micro_batch_of(self.ids.split(self.lengths), model)).sum()
         loss.backward()
         names = adapter_names(model)
         return loss.item(), {
@@ -218,12 +218,12 @@ def pair_and_expected(name, **settings):
 
 
 def assert_equal(kept, monkeypatch, name, **settings):
-    keeps, hold_weights, slice_tokens = KEPT[kept]
+    keeps, reuse_dequantized, slice_tokens = KEPT[kept]
     pair, (loss, grads) = pair_and_expected(name, **settings)
     monkeypatch.setattr(mlp, "SLICE_TOKENS", slice_tokens)
     if slice_tokens == SLICED:
         monkeypatch.setattr(linears, "LARGE_WEIGHT", 0)  # and each linear's weight by itself
-    got_loss, got = pair.computed(keeps, hold_weights)
+    got_loss, got = pair.computed(keeps, reuse_dequantized)
     assert abs(got_loss - loss) <= 1e-5 * loss
     assert got.keys() == grads.keys()
     for key, grad in grads.items():
@@ -321,18 +321,18 @@ def test_gradients_are_the_same_whatever_is_kept_on_the_host(name):
     model, n_layers, ids, got = pair.make(), pair.arch.n_layers, pair.ids, {}
     adapter_values(model, pair.values)
     for middle, n_mlp, on_host in itertools.product((False, True), range(n_layers + 1), (0, 1)):
-        plan = dataclasses.replace(model.plan, recomputed=n_layers, n_mlp_kept=n_mlp,
-                                   keep_middle=middle, offload_activations=bool(on_host))
+        plan = dataclasses.replace(model.plan, recomputed=n_layers, n_mlp_saved=n_mlp,
+                                   save_mid_residual=middle, offload_activations=bool(on_host))
         for layer in model.layers:
             layer.keeps, layer.adapter.grad = plan.keeps(layer.index), None
         run = plain_run(model)
         run.store = make_store(plan, run.device)
         for n in 9, 5, len(ids), len(ids) - 3:
             rows = rows_of([(ids[:n], ids[:n])])
-            model(make_bin(rows, [[0]], 0, torch.tensor(0), run)).sum().backward()
+            model(make_micro_batch(rows, [[0]], 0, torch.tensor(0), run)).sum().backward()
         got[middle, n_mlp, on_host] = torch.cat([layer.adapter.grad for layer in model.layers])
         if on_host:
-            layouts = tuple(layer.layout for layer in model.layers)
+            layouts = tuple(layer.spec for layer in model.layers)
             assert not run.store.here and len(run.store.buffers) == run.store.n_puts - 1
             assert (sum(buffer.nbytes for buffer in run.store.buffers.values())
                     == predict_memory(plan, pair.arch, layouts).host_bytes > 0)
@@ -353,7 +353,7 @@ def test_slices_of_tokens_are_all_of_them():
 def test_what_is_computed_again_is_there_once(name, keeps, monkeypatch):
     """One slice of the MLP at a time; weights are held for their second use alone, and the
     attention's not beside the MLP's."""
-    forward, slices, at_once = mlp.MLPHalf.forward, [], []
+    forward, slices, at_once = mlp.MLPSublayer.forward, [], []
 
     def watched(half, work, *args, **settings):
         at_once.append(sum(ref() is not None for ref in slices))
@@ -368,9 +368,9 @@ def test_what_is_computed_again_is_there_once(name, keeps, monkeypatch):
         assert {fused.dropout_site for fused in work.held} <= {0, 1}
         return backward(half, work, *args)
 
-    pair, backward = pair_and_expected(name)[0], mixing.MixingHalf.backward
-    monkeypatch.setattr(mixing.MixingHalf, "backward", then)
-    monkeypatch.setattr(mlp.MLPHalf, "forward", watched)
+    pair, backward = pair_and_expected(name)[0], mixer_sublayer.MixerSublayer.backward
+    monkeypatch.setattr(mixer_sublayer.MixerSublayer, "backward", then)
+    monkeypatch.setattr(mlp.MLPSublayer, "forward", watched)
     monkeypatch.setattr(mlp, "SLICE_TOKENS", SLICED)
     pair.computed(keeps, True)
     assert len(at_once) > 4 * (keeps != "all") and set(at_once) == {0}
@@ -388,7 +388,9 @@ def test_dora_is_refused_where_a_row_of_a_weight_is_0():
     """It would begin with 0 / 0, here and in PEFT."""
     pair = Pair("llama", adapter="dora")
     pair.tensors["model.layers.1.mlp.up_proj.weight"][3] = 0
-    with pytest.raises(Stop, match="row 3 of mlp.up_proj in layer 1 is all 0, .*: use --adapter l"):
+    with pytest.raises(
+        RunError, match="row 3 of mlp.up_proj in layer 1 is all 0, .*: use --adapter l"
+    ):
         measure_weight_norms(pair.make())
 
 
@@ -409,13 +411,13 @@ def test_adapters_of_some_linears_equal_peft(targets, name, adapter, kept, monke
 def test_bf16_reads_nothing_that_was_not_written(name, adapter, kept, monkeypatch):
     """Until a tensor is written it is NaN here, and products by 0 are no way to write it. With rows
     of whole cache lines CPUs take another path."""
-    keeps, hold_weights, slice_tokens = KEPT[kept]
+    keeps, reuse_dequantized, slice_tokens = KEPT[kept]
     pair, (loss, grads) = pair_and_expected(
         name, fields=(("intermediate_size", 171),), adapter=adapter)
     monkeypatch.setattr(mlp, "SLICE_TOKENS", slice_tokens)
     if slice_tokens == SLICED:
         monkeypatch.setattr(linears, "LARGE_WEIGHT", 0)  # and each linear's weight by itself
-    got_loss, got = pair.computed(keeps, hold_weights, "bfloat16")
+    got_loss, got = pair.computed(keeps, reuse_dequantized, "bfloat16")
     assert abs(got_loss - loss) <= 1e-2 * loss
     for key in grads:
         assert got[key].norm() > 0 and got[key].isfinite().all(), key
@@ -434,15 +436,18 @@ def test_gradient_with_dropout_is_that_of_the_loss(name, adapter, keeps):
     pair.arch = dataclasses.replace(pair.arch, residual_dropout=0.3)
     model = pair.make(make_plan(pair.arch.n_layers, keeps))
     adapter_values(model, pair.values)
-    bin, weights = bin_of(pair.ids.split(pair.lengths), model), model.layers[0].adapter
+    micro_batch, weights = (
+        micro_batch_of(pair.ids.split(pair.lengths), model),
+        model.layers[0].adapter,
+    )
 
     def loss():
-        return model(bin).sum()
+        return model(micro_batch).sum()
 
     loss().backward()
     # DoRA's norm is a constant in backward, but not in the loss: only B has a gradient without it
     direction = torch.zeros_like(weights)
-    for (_, key), (where, _) in model.layers[0].layout.adapter_parts().items():
+    for (_, key), (where, _) in model.layers[0].spec.adapter_parts().items():
         if adapter == "lora" or key == "lora_magnitude_vector":
             direction[where] = weights.grad[where]
     slope, losses = direction.norm(), []
@@ -478,22 +483,22 @@ def test_each_layer_has_the_layout_of_its_kind():
         arch = describe_model(make(VOCABULARY))
         kinds = list(zip(arch.layer_window, arch.layer_rope, arch.layer_mixer, arch.layer_routed,
                          arch.layer_heads, arch.layer_halves, strict=True))  # fmt: skip
-        layouts = make_layouts(arch, (), CONFIG)
+        layouts = make_layer_specs(arch, (), CONFIG)
         found = []
         for layout in layouts:
             # another number for each dropout, or two would drop the same values
             sites = [fused.dropout_site for fused in layout.fused_linears]
             assert len({*sites}) == len(sites) and max(sites) < ATTENTION_SITE, name
-            of, routed = layout.mixing, isinstance(layout.mlp, RoutedMLPHalf)
-            halves = {NoMixingHalf: "mlp", NoMLPHalf: "mixing"}
+            of, routed = layout.mixer, isinstance(layout.mlp, MoESublayer)
+            halves = {NoMixerSublayer: "mlp", NoMLPSublayer: "mixer"}
             halves = halves.get(type(of)) or halves.get(type(layout.mlp)) or "both"
             heads = Heads(of.arch.n_heads, of.arch.n_kv_heads, of.arch.head_dim,
                           of.arch.keys_are_values)  # fmt: skip
             kind = [None, None, None, routed, heads, halves]
             for _, one in of.paths if halves != "mlp" else ():
-                if isinstance(one, AttentionMixing):
+                if isinstance(one, AttentionMixer):
                     kind[:2] = one.window, one.rope
-                elif isinstance(one, LatentMixing):
+                elif isinstance(one, MLAMixer):
                     kind[1] = one.rope
                 else:
                     kind[2:3] = [x for x in arch.mixers if arch.mixers[x] is one.mixer]
@@ -542,7 +547,9 @@ def test_no_document_sees_another(name):
                 for i, part in enumerate(parts)
             ]
             batch, run = rows_of(rows), plain_run(model)
-            yield model(make_bin(batch, [[2, 0, 3, 1]], 0, torch.tensor(0), run)).sum().item()
+            yield (
+                model(make_micro_batch(batch, [[2, 0, 3, 1]], 0, torch.tensor(0), run)).sum().item()
+            )
 
     before, changed = list(losses(pair.ids)), pair.ids.clone()
     changed[23:27] = changed[23:27].flip(0)  # the third
@@ -558,12 +565,12 @@ def test_probe_is_in_the_order_of_the_rows():
     adapter_values(model, pair.values)
     parts = [torch.randint(3, VOCABULARY, (n,), generator=generator) for n in (9, 70, 4, 33, 5)]
     run, found = plain_run(model), {}
-    run.model, probe = model, Probe(rows_of([(part, part) for part in parts]))
+    run.model, probe = model, MergeCheck(rows_of([(part, part) for part in parts]))
     assert probe.input_ids == [part[:64].tolist() for part in parts[:4]]
-    for bin_tokens in 64, 110:
-        run.plan = dataclasses.replace(model.plan, bin_tokens=bin_tokens)
-        found[bin_tokens] = probe.states(run)["with_adapter"]
-    alone = torch.cat([Probe(rows_of([(part, part)])).states(run)["with_adapter"]
+    for micro_batch_tokens in 64, 110:
+        run.plan = dataclasses.replace(model.plan, micro_batch_tokens=micro_batch_tokens)
+        found[micro_batch_tokens] = probe.states(run)["with_adapter"]
+    alone = torch.cat([MergeCheck(rows_of([(part, part)])).states(run)["with_adapter"]
                        for part in parts[:4]])  # fmt: skip
     for states in found.values():
         torch.testing.assert_close(states, alone, rtol=1e-5, atol=1e-5)
@@ -638,8 +645,10 @@ def test_check_at_start_catches_documents_end_to_end(name, monkeypatch):
     """Given to the convolution and the scan as if all were one document; attention is as ever."""
     def all_as_one(work, projected, mixer):
         n = len(projected)
-        bin = dataclasses.replace(work.bin, position_ids=torch.arange(n), lengths=(n,))
-        return function(types.SimpleNamespace(layer=work.layer, bin=bin), projected, mixer)
+        micro_batch = dataclasses.replace(work.batch, position_ids=torch.arange(n), lengths=(n,))
+        return function(
+            types.SimpleNamespace(layer=work.layer, batch=micro_batch), projected, mixer
+        )
 
     model_config = TINY[name](VOCABULARY)
     (kind,) = map(type, describe_model(model_config).mixers.values())
@@ -698,9 +707,11 @@ def test_decays_of_large_values_are_finite(function):
     projected[:, -2:] = torch.tensor([-1000.0, -1, 0, 1, 1000])[:, None]
     assert [*mixer.widths][-1] == part  # the last columns
     tensors = {key: torch.ones(shape) for key, shape in mixer.tensors(64).items()}
-    bin = types.SimpleNamespace(position_ids=torch.arange(n), kernels={
+    micro_batch = types.SimpleNamespace(position_ids=torch.arange(n), kernels={
         "recurrence": lambda *args: seen.extend(args[:-1]) or torch.ones(n, 2, 3)})
-    work = types.SimpleNamespace(layer=types.SimpleNamespace(small_tensors=tensors), bin=bin)
+    work = types.SimpleNamespace(
+        layer=types.SimpleNamespace(small_tensors=tensors), batch=micro_batch
+    )
     function(work, projected, mixer)
     steps = torch.tensor([0, 0.6931472, 1.3132617, 2.126928, 1001])  # log(1 + exp(1 + value))
     decay = next(x for x in seen if x.dim() == 2 and x.max() <= 0)
@@ -805,9 +816,9 @@ def always_long(frequencies):
 def forget_readers(backward):
     """That without the gradients of later layers."""
 
-    def wrong(mixing, work, *args):
+    def wrong(mixer, work, *args):
         work.grad_lent = tuple(map(torch.zeros_like, work.grad_lent))
-        return backward(mixing, work, *args)
+        return backward(mixer, work, *args)
 
     return wrong
 
@@ -831,7 +842,7 @@ WRONG_CODE = {
     ),
     "scale of LoRA": (
         "llama",
-        "_make_layout",
+        "_make_layer_spec",
         lambda f: lambda *a: dataclasses.replace(f(*a), scaling=1.0),
     ),
     "norm of DoRA": (
@@ -841,11 +852,11 @@ WRONG_CODE = {
     ),
     "slices computed again": (
         "llama",
-        "MLPHalf.recomputed_backward",
+        "MLPSublayer.recomputed_backward",
         lambda f: lambda *a: f(*a).roll(1, 0),
     ),
     "inputs of layers": ("gemma4_e", "add_inputs", lambda f: lambda *a: f(*a).roll(1, 1)),
-    "gradient of keys that others read": ("gemma4_e", "AttentionMixing.backward", forget_readers),
+    "gradient of keys that others read": ("gemma4_e", "AttentionMixer.backward", forget_readers),
     "offset of NF4": ("llama", "fill_model", lambda f: drop_offsets),
     "gate and up while reading": ("llama", "fill_model", lambda f: swap_gate_and_up),
 }
@@ -998,8 +1009,8 @@ def test_angles_of_far_positions_are_exact(name):
     at = torch.tensor([255, 257, 1001, 131071])
     rotary = AutoModelForCausalLM.from_config(config).model.rotary_emb
     want = rotary(torch.zeros(1, dtype=torch.float32), at[None])
-    bin = types.SimpleNamespace(position_ids=at)
-    got = rope_tables(arch, [rope_frequencies(arch.ropes[0], arch, 131072, config)], bin, 0)
+    micro_batch = types.SimpleNamespace(position_ids=at)
+    got = rope_tables(arch, [rope_frequencies(arch.ropes[0], arch, 131072, config)], micro_batch, 0)
     for ours, theirs in zip(got, want):
         torch.testing.assert_close(ours, theirs[0, :, : ours.shape[1]], rtol=0, atol=1e-6)
 
@@ -1012,8 +1023,10 @@ def test_document_as_long_as_longropes_limit_is_short(name):
     rotary, lengths = AutoModelForCausalLM.from_config(config).model.rotary_emb, (n + 1, n, n - 1)
     positions = [torch.arange(length) for length in lengths]
     bounds = torch.tensor([0, *itertools.accumulate(lengths)])
-    bin = types.SimpleNamespace(position_ids=torch.cat(positions), cu_seqlens=bounds)
-    got = rope_tables(arch, [rope_frequencies(arch.ropes[0], arch, n + 1, config)], bin, 0)[0]
+    micro_batch = types.SimpleNamespace(position_ids=torch.cat(positions), cu_seqlens=bounds)
+    got = rope_tables(arch, [rope_frequencies(arch.ropes[0], arch, n + 1, config)], micro_batch, 0)[
+        0
+    ]
     for ours, at in zip(got.split(lengths), positions):
         want = rotary(torch.zeros(1), at[None])[0][0, :, : ours.shape[1]]
         torch.testing.assert_close(ours, want, rtol=0, atol=1e-6)
@@ -1032,16 +1045,21 @@ def test_truncate_of_yarn_is_obeyed_by_layer_type_too():
 @pytest.mark.parametrize("n, windowed", [(7, False), (8, True)])
 def test_window_counts_from_the_first_document_that_is_longer(n, windowed):
     arch, kernels = describe_model(TINY["mistral"](VOCABULARY)), {}
-    for reach in "window", "within":
-        kernels[reach] = lambda *args, reach=reach: (reach, args[6])
-    bin = types.SimpleNamespace(longest=n, lengths=(n,), dropout_keys=None, kernels=kernels)
-    half = make_layouts(arch, (), CONFIG)[0].mixing.mixing
-    work = types.SimpleNamespace(bin=bin, layer=types.SimpleNamespace(index=0),
+    for attention_type in "window", "within":
+        kernels[attention_type] = lambda *args, attention_type=attention_type: (
+            attention_type,
+            args[6],
+        )
+    micro_batch = types.SimpleNamespace(longest=n, lengths=(n,), dropout_keys=None, kernels=kernels)
+    half = make_layer_specs(arch, (), CONFIG)[0].mixer.mixer
+    work = types.SimpleNamespace(batch=micro_batch, layer=types.SimpleNamespace(index=0),
                                  vector=lambda name, part: None)  # fmt: skip
     got = attention.attend(work, arch, half.window, None, None, None)
     assert got == (("window", 7) if windowed else ("within", None))
     q, k, v = (torch.randn(n, heads, arch.head_dim) for heads in (4, 2, 2))
-    got, full = (document_attention(q, k, v, None, bin, arch, window, 0) for window in (7, None))
+    got, full = (
+        document_attention(q, k, v, None, micro_batch, arch, window, 0) for window in (7, None)
+    )
     assert torch.equal(got[:7], full[:7]) or torch.allclose(got[:7], full[:7], atol=1e-5)
     assert torch.allclose(got, full, atol=1e-5) == (not windowed)
 
@@ -1053,13 +1071,13 @@ def test_large_logits_do_not_overflow(name):
     model, cap = pair.make(), pair.arch.logits_softcap
     adapter_values(model, pair.values)
     model.head = model.head * 1000
-    bin = bin_of([pair.ids], model)
+    micro_batch = micro_batch_of([pair.ids], model)
     with torch.no_grad():
-        logits = model(bin, wants_loss=False) @ model.head.t()
+        logits = model(micro_batch, wants_loss=False) @ model.head.t()
         assert logits.max() > 100
         logits = cap * torch.tanh(logits / cap) if cap else logits
         want = F.cross_entropy(logits[:-1], pair.ids[1:], reduction="sum")
-    loss = model(bin).sum()
+    loss = model(micro_batch).sum()
     assert loss.item() == pytest.approx(want.item(), rel=1e-5)
     loss.backward()
     assert all(layer.adapter.grad.isfinite().all() for layer in model.layers)

@@ -69,7 +69,7 @@ def layouts(name):
     return found + ["FP8"] * (name in ("qwen3_moe", "minimax_m2", "deepseek_v3", "deepseek_v32"))
 
 
-MIXTURES = [name for name, make in MODELS.items() if describe_model(make(320)).mixture]
+MIXTURES = [name for name, make in MODELS.items() if describe_model(make(320)).moe]
 OWN_TENSORS = (
     "apertus", "gemma4", "gemma4_unified", "gemma4_e", "gemma4_wide", "gemma4_e_vl", "muse_glimmer",
     "lfm2", "qwen3_5", "granite4_h", "falcon_h1", "youtu", "minicpm3")  # fmt: skip

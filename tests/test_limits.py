@@ -33,11 +33,11 @@ from fsdp_qlora.planner.plan import DoesNotFit, Plan, Workload, check_host, pick
 from fsdp_qlora.pretrained.hub import base_digest
 from fsdp_qlora.run.checkpoints import MUST_MATCH, SCHEDULE, find_checkpoint, refuse_other_run
 from fsdp_qlora.run.flags import resolve_config
-from fsdp_qlora.run.logs import say_start
-from fsdp_qlora.training import check, unlearned
+from fsdp_qlora.run.logs import log_startup
+from fsdp_qlora.training import check, untrained_tokens
 from fsdp_qlora.training.check import check_family
 from fsdp_qlora.training.divergence import why_diverged, why_worse
-from fsdp_qlora.training.unlearned import unlearned_rows
+from fsdp_qlora.training.untrained_tokens import untrained_rows
 from train_fsdp_qlora import Config, fill_model
 
 NAN = math.nan
@@ -83,14 +83,14 @@ def check_is(passes, words):
     (0.0009, "zero"), (0.0011, "small"), (0.098, "small"), (0.102, None)])  # fmt: skip
 def test_row_of_the_head_that_was_never_learned(kind, share, found, monkeypatch):
     """By its norm, and by how far it is from the mean row, as parts of the median."""
-    monkeypatch.setattr(unlearned, "VALUES_AT_ONCE", 2**16)
+    monkeypatch.setattr(untrained_tokens, "VALUES_AT_ONCE", 2**16)
     half = torch.randn(2000, 64, generator=torch.Generator().manual_seed(0))
     half /= half.norm(dim=1, keepdim=True)
     head = torch.cat([half, -half]) + 5 * (kind == "distance")
     head[9] = head[9] * share if kind == "norm" else 5 + (head[9] - 5) * share
     model = types.SimpleNamespace(head=head, shards=1, group=None,
                                   arch=types.SimpleNamespace(vocab_size=4000))  # fmt: skip
-    zero, others = unlearned_rows(model)
+    zero, others = untrained_rows(model)
     assert zero == ({9} if (kind, found) == ("norm", "zero") else set())
     name = {"norm": "a tiny row", "distance": "the mean of all rows"}[kind]
     assert others == ({9: name} if found else {})
@@ -133,13 +133,13 @@ def test_plan_is_chosen_that_leaves_7_percent(size, chosen, monkeypatch):
 
 @pytest.mark.parametrize("size, chosen", [(9000, "preferred"), (9001, "small")])
 def test_plan_is_preferred_that_leaves_10_percent(size, chosen, monkeypatch):
-    plans = {"preferred": plan_of(size, hold_weights=True), "small": plan_of(100)}
+    plans = {"preferred": plan_of(size, reuse_dequantized=True), "small": plan_of(100)}
     assert picked([*plans.values()], 10_000, monkeypatch) == plans[chosen]
 
 
 @pytest.mark.parametrize("seconds, chosen", [(1.009, "preferred"), (1.011, "fast")])
 def test_plans_within_a_percent_are_as_fast(seconds, chosen, monkeypatch):
-    plans = {"preferred": plan_of(100, seconds, hold_weights=True), "fast": plan_of(100)}
+    plans = {"preferred": plan_of(100, seconds, reuse_dequantized=True), "fast": plan_of(100)}
     assert picked([*plans.values()], 10_000, monkeypatch) == plans[chosen]
 
 
@@ -205,7 +205,7 @@ def test_run_that_ended_worse_than_it_began(losses, why):
 
 def test_many_rows_of_large_tokens_stay_as_they_are(demo_directory, tmp_path, monkeypatch):
     """Ids and lengths that 16 bits do not hold, more rows than are parsed at once."""
-    monkeypatch.setattr(unlearned, "VALUES_AT_ONCE", 1000)
+    monkeypatch.setattr(untrained_tokens, "VALUES_AT_ONCE", 1000)
     tokens = torch.randint(3, 200_000, (71_800,), generator=torch.Generator().manual_seed(0))
     wanted = tokens.split([3] * 600 + [70_000])
     path = write_jsonl(tmp_path / "rows.jsonl", [
@@ -215,7 +215,7 @@ def test_many_rows_of_large_tokens_stay_as_they_are(demo_directory, tmp_path, mo
         rows, _, _ = prepare_rows([str(path)], tokenizer, 70_000, 200_000, "2020-01-31")
     assert len(rows) == 601 and rows.lengths.tolist() == [len(ids) for ids in wanted]
     assert all(torch.equal(part, ids) for i, ids in enumerate(wanted) for part in rows.tokens(i))
-    counts = torch.from_numpy(unlearned.count_trained(rows, 200_000))
+    counts = torch.from_numpy(untrained_tokens.count_trained(rows, 200_000))
     assert torch.equal(counts, tokens.bincount(minlength=200_000))
 
 
@@ -271,14 +271,14 @@ def test_start_says_what_is_unusual_and_what_the_process_has(rate, is_high, caps
     config, device = Config(learning_rate=rate), torch.device("cpu")
     chosen = dataclasses.replace(config, max_steps=7, target_modules=("q_proj", "v_proj"))
     with one_process():
-        say_start(config, chosen, plan_of(3 * GIB), {}, 0, device, {})
+        log_startup(config, chosen, plan_of(3 * GIB), {}, 0, device, {})
     out = capsys.readouterr().out
     assert out.startswith("chosen: --max_steps 7 --target_modules q_proj v_proj\n")
     assert ("is far above what trains adapters" in out) == is_high
     assert " tokens, in which rows lie end to end; " in out
     assert "; 1 tokens/s per process predicted\n" in out
     with one_process():
-        say_start(chosen, chosen, plan_of(3 * GIB), {}, 0, device, {})
+        log_startup(chosen, chosen, plan_of(3 * GIB), {}, 0, device, {})
     assert "chosen:" not in capsys.readouterr().out  # of a run all of whose flags were given
     peak, own = map(float, re.search(r"peak (\S+) GiB: the process so far (\S+), ", out).groups())
     assert own > 0.1 and abs(peak - own - 3) < 0.02

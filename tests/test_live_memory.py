@@ -18,13 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fsdp_qlora.model.experts
-import fsdp_qlora.model.grouped
+import fsdp_qlora.model.grouped_mm
 import fsdp_qlora.model.layer
-from fsdp_qlora.model.attention import REACHES, document_attention, rope_tables
+from fsdp_qlora.model.attention import ATTENTION_TYPES, document_attention, rope_tables
 from fsdp_qlora.model.elementwise import gate
-from fsdp_qlora.model.head import HeadLoss
-from fsdp_qlora.model.layer import DecoderLayer, make_layouts
-from fsdp_qlora.model.offload import GPUStore
+from fsdp_qlora.model.head import LinearCrossEntropy
+from fsdp_qlora.model.layer import DecoderLayer, make_layer_specs
+from fsdp_qlora.model.offload import DeviceActivations
 from fsdp_qlora.model.recurrence import RECURRENCES, mixer_with_state
 from fsdp_qlora.planner.costs import predict_memory
 from fsdp_qlora.planner.plan import Plan
@@ -152,9 +152,9 @@ def state_of(value, key):
 def counted_kernels(arch, plan):
     """{reach: attention; "recurrence": that of the mixers}."""
     kernels = dict.fromkeys(
-        REACHES, lambda query, key, value, *_: CountedAttention.apply(query, key, value))
+        ATTENTION_TYPES, lambda query, key, value, *_: CountedAttention.apply(query, key, value))
     if plan.plain_attention:
-        kernels = dict.fromkeys(REACHES, document_attention)
+        kernels = dict.fromkeys(ATTENTION_TYPES, document_attention)
     if mixer := mixer_with_state(arch):
         counted = CountedRule if hasattr(mixer, "by_key_head") else CountedScan
         kernels["recurrence"] = lambda *args: counted.apply(*args[:5])
@@ -174,18 +174,18 @@ def kernels_make_shapes_alone(monkeypatch):
     model = fsdp_qlora.model
     for module in (model.layer, model.experts):
         monkeypatch.setattr(module, "dequantise", only_shape)
-    for module in (model.grouped, model.experts):
+    for module in (model.grouped_mm, model.experts):
         monkeypatch.setattr(module, "why_no_grouped_mm", lambda *_: "")
         monkeypatch.setattr(module, "grouped", lambda rows, weights, _: rows.new_empty(
             len(rows), weights.shape[2]))
-    monkeypatch.setattr(model.grouped, "grouped_outer", lambda a, b, passed: a.new_empty(
+    monkeypatch.setattr(model.grouped_mm, "grouped_outer", lambda a, b, passed: a.new_empty(
         len(passed.experts), a.shape[1], b.shape[1], dtype=torch.float32))
-    monkeypatch.setattr(model.products, "fp32_product", torch.mm)  # a GPU's reads bf16, too
+    monkeypatch.setattr(model.lora_matmul, "fp32_product", torch.mm)  # a GPU's reads bf16, too
     route = model.experts.route
 
     def even_route(work, x, choice, needs_bounds):  # to each expert as many rows
         routing = route(work, x, choice)
-        n, rows = work.arch.mixture.n_experts, len(routing.token)
+        n, rows = work.arch.moe.n_experts, len(routing.token)
         routing.bounds = [rows * i // n for i in range(n + 1)] if needs_bounds else None
         return routing
 
@@ -207,32 +207,37 @@ def fake_layer(arch, layout, index, plan):
     return layer
 
 
-def fake_bin(arch, plan, lengths):
+def fake_micro_batch(arch, plan, lengths):
     n, size = sum(lengths), arch.per_layer.size if arch.per_layer else 0
     keys = torch.empty(n, dtype=torch.int64) if arch.attention_dropout else None
-    bin = types.SimpleNamespace(
+    micro_batch = types.SimpleNamespace(
         position_ids=torch.empty(n, dtype=torch.int64), dropout_keys=keys,
         lengths=lengths, longest=max(lengths),
-        cu_seqlens=torch.empty(len(lengths) + 1, dtype=torch.int32), store=GPUStore(),
+        cu_seqlens=torch.empty(len(lengths) + 1, dtype=torch.int32), store=DeviceActivations(),
         kernels=counted_kernels(arch, plan),
         n_unpadded=torch.empty(1, dtype=torch.int64),
         layer_inputs=torch.empty(n, arch.n_layers, size, dtype=torch.bfloat16))
     frequencies = [
         (torch.empty(rotary_dim(rope, rope["head_dim"]) // 2), 1.0) for rope in arch.ropes]
-    bin.ropes = {i: rope_tables(arch, frequencies, bin, i) for i in (None, *range(len(arch.ropes)))}
-    return bin
+    micro_batch.ropes = {
+        i: rope_tables(arch, frequencies, micro_batch, i) for i in (None, *range(len(arch.ropes)))
+    }
+    return micro_batch
 
 
 def measure(arch, layout, index, plan):
     """(kept, most): the bytes that are there after a layer's forward, and those at the peak of
     forward and backward; with x and, at the peak, the gradient of what the layer returns."""
-    n, hidden = plan.bin_tokens, arch.hidden_size
+    n, hidden = plan.micro_batch_tokens, arch.hidden_size
     dtype = getattr(torch, plan.compute_dtype)
     with FakeTensorMode():
-        layer, bin = fake_layer(arch, layout, index, plan), fake_bin(arch, plan, (n // 2, n // 2))
+        layer, micro_batch = (
+            fake_layer(arch, layout, index, plan),
+            fake_micro_batch(arch, plan, (n // 2, n // 2)),
+        )
         with Storages() as storages:
             x = torch.empty(n, hidden, dtype=dtype).requires_grad_()
-            out, *_ = layer(x, bin)
+            out, *_ = layer(x, micro_batch)
             edge, grad = get_gradient_edge(out), None
             del out
             kept = storages.bytes
@@ -244,7 +249,7 @@ def measure(arch, layout, index, plan):
 def planned(layout, plan):
     """The same by the plan."""
     item, keeps = getattr(torch, plan.compute_dtype).itemsize, plan.keeps(0)
-    kept = layout.kept_values(keeps) * plan.bin_tokens * item
+    kept = layout.kept_values(keeps) * plan.micro_batch_tokens * item
     # the adapter's gradient, and the adapter in the compute dtype
     return kept, kept + layout.live_bytes(plan, keeps) + (4 + item) * layout.n_adapter
 
@@ -252,8 +257,8 @@ def planned(layout, plan):
 def plan_of(arch, keeps, **settings):
     """One whose layers all keep that."""
     n = arch.n_layers
-    of_layers = {"recomputed": n * (keeps != "all"), "keep_middle": keeps == "middle",
-                 "n_mlp_kept": n * (keeps == "mlp"), "bin_tokens": 2048}
+    of_layers = {"recomputed": n * (keeps != "all"), "save_mid_residual": keeps == "middle",
+                 "n_mlp_saved": n * (keeps == "mlp"), "micro_batch_tokens": 2048}
     return Plan(**{**PLAN, "n_layers": n, **of_layers, **settings})
 
 
@@ -273,7 +278,7 @@ def layers_of(name, monkeypatch, **flags):
         (kind, mixer), = arch.mixers.items()
         mixer = dataclasses.replace(mixer, in_multiplier=1.0, multipliers=1.0)
         arch = dataclasses.replace(arch, mixers={kind: mixer})
-        layouts = make_layouts(arch, (), config)
+        layouts = make_layer_specs(arch, (), config)
     return arch, {layouts.index(layout): layout for layout in dict.fromkeys(layouts)}
 
 
@@ -283,10 +288,10 @@ KINDS = [
     "falcon-h1-7b", "lfm2-8b-a1b", "qwen3.5-9b", "qwen3-next-80b-a3b"]
 
 
-NOTHING, HELD = {}, {"hold_weights": True}
+NOTHING, HELD = {}, {"reuse_dequantized": True}
 RANGES, NARROW = {"expert_ranges": 4}, {"expert_ranges": 16}
 PLAIN, PLAIN_ATTENTION = {"plain_recurrence": True}, {"plain_attention": True}
-LONG = {"plain_attention": True, "bin_tokens": 8192}  # longer than a window
+LONG = {"plain_attention": True, "micro_batch_tokens": 8192}  # longer than a window
 EXPERTS = {"target_modules": ("all-linear", "experts")}
 AROUND = {"target_modules": ("all-linear", "fc1_latent_proj", "fc2_latent_proj")}
 SHARED = {"lora_rank": 128, "target_modules": (
@@ -384,7 +389,7 @@ def test_plan_knows_the_heads_peak(
     """Where nothing is fused, as on a CPU, the logits as a loss in plain torch has them."""
     _, arch, layouts = shapes_of(name)
     n, dtype = 4096, torch.bfloat16
-    plan = plan_of(arch, "all", bin_tokens=n, fused=fused)
+    plan = plan_of(arch, "all", micro_batch_tokens=n, fused=fused)
     if fused:  # a GPU's product makes no copies of what it reads
         monkeypatch.setattr(fsdp_qlora.model.head, "fp32_product", lambda a, b: torch.empty(
             len(a), b.shape[1]))
@@ -394,10 +399,10 @@ def test_plan_knows_the_heads_peak(
         model = types.SimpleNamespace(arch=arch, head=head, norm=norm, norm_bias=None, shards=1,
                                       shard=0, own_rows=range(arch.vocab_size), group=None)
         labels, bounds = torch.empty(n, dtype=torch.int64), torch.empty(3, dtype=torch.int64)
-        bin = types.SimpleNamespace(labels=labels, trained_at=labels, loss_bounds=bounds)
+        micro_batch = types.SimpleNamespace(labels=labels, trained_at=labels, loss_bounds=bounds)
         with Storages(fused) as storages:
             x = torch.empty(n, arch.hidden_size, dtype=dtype).requires_grad_()
-            HeadLoss.apply(x, model, bin).sum().backward()
+            LinearCrossEntropy.apply(x, model, micro_batch).sum().backward()
     # with graphs the plan says the head's alone
     got = storages.most
     want = predict_memory(dataclasses.replace(plan, graphs=True), arch, layouts).memory[
@@ -418,7 +423,7 @@ def test_plan_counts_what_a_model_has_to_the_byte(family):
         got += sum(part.nbytes for part in (layer.nf4.packed, layer.nf4.scales))
         got += sum(part.nbytes for part in vars(layer.nested).values())
         got += sum(part.nbytes for part in (layer.vectors, *layer.small_tensors.values()))
-    layouts = tuple(layer.layout for layer in model.layers)
+    layouts = tuple(layer.spec for layer in model.layers)
     memory = predict_memory(plan_of(arch, "all", compute_dtype="float32"), arch, layouts).memory
     assert memory["4-bit weights"] + memory["embedding, head, norms"] == got
 
@@ -429,15 +434,17 @@ def test_plan_counts_what_layers_have_in_common():
     _, arch, layouts = shapes_of("gemma-4-e4b")
     plan = plan_of(arch, "all", state_bytes=2)
     with FakeTensorMode():
-        bin = fake_bin(arch, plan, (1024, 1024))
+        micro_batch = fake_micro_batch(arch, plan, (1024, 1024))
         x, lent = torch.empty(2048, arch.hidden_size, dtype=torch.bfloat16), 0
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(fsdp_qlora.model.layer, "dequantise", only_shape)
             for i in {*arch.lenders} - {None}:
-                _, *parts = fake_layer(arch, layouts[i], i, plan)(x, bin)
+                _, *parts = fake_layer(arch, layouts[i], i, plan)(x, micro_batch)
                 lent += sum(part.nbytes for part in parts)
     memory = predict_memory(plan, arch, layouts).memory
-    assert memory["inputs of all layers"] == bin.layer_inputs.nbytes + 3 * lent > 3 * lent > 0
+    assert (
+        memory["inputs of all layers"] == micro_batch.layer_inputs.nbytes + 3 * lent > 3 * lent > 0
+    )
     n_adapter = sum(layout.n_adapter for layout in layouts)
     assert memory["optimizer's state"] == 2 * n_adapter
     one = "one layer's adapter gradient"

@@ -283,11 +283,11 @@ def test_stored_bytes_are_those_computed_with(run_jobs, tiny_model, tmp_path):
     models = [save_4bit(base, tmp_path / name, STORAGES[name]) for name, base in bases.items()]
     # in these some linears are in NF4, others not: up in all layers; all experts
     mixed = save_4bit(bases["uint8"], tmp_path / "mixed", torch.uint8, skip=["lm_head", "up_proj"])
-    mixture = tmp_path / "mixture"
+    moe = tmp_path / "moe"
     tokenizer = AutoTokenizer.from_pretrained(bases["uint8"])
-    write_4bit(mixture, TINY["qwen3_moe"](len(tokenizer)), 5, torch.bfloat16)
-    tokenizer.save_pretrained(mixture)
-    models += [mixed, mixture]
+    write_4bit(moe, TINY["qwen3_moe"](len(tokenizer)), 5, torch.bfloat16)
+    tokenizer.save_pretrained(moe)
+    models += [mixed, moe]
     for path in models[0].glob("*.safetensors"):  # another version's last bits
         tensors = load_file(path)
         for name in tensors:
@@ -300,11 +300,11 @@ def test_stored_bytes_are_those_computed_with(run_jobs, tiny_model, tmp_path):
     seen = load_file(out)
     for directory in models:
         tensors = stored_tensors(directory)
-        assert len(list(directory.glob("*.safetensors"))) > 2 or directory == mixture
+        assert len(list(directory.glob("*.safetensors"))) > 2 or directory == moe
         layers = [k.removesuffix(".weight") for k in tensors if k.endswith("_proj.weight")]
         in_4bit = sum(k.endswith("weight.absmax") for k in tensors)
-        assert len(layers) == 3 * (4 + 3 * (8 if directory == mixture else 1))
-        assert in_4bit == {mixed: 3 * 6, mixture: 3 * 4}.get(directory, 3 * 7)
+        assert len(layers) == 3 * (4 + 3 * (8 if directory == moe else 1))
+        assert in_4bit == {mixed: 3 * 6, moe: 3 * 4}.get(directory, 3 * 7)
         for layer in layers:
             weight, prefix = tensors[f"{layer}.weight"], f"{layer}.weight."
             state = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}

@@ -15,17 +15,17 @@ from families import TINY
 from test_benchmarks import bench
 from transformers import AutoModelForCausalLM
 
-from fsdp_qlora.lora.adapter import choose_adapted
+from fsdp_qlora.lora.adapter import resolve_target_modules
 from fsdp_qlora.pretrained.hub import read_model_config
 from fsdp_qlora.training.check import plain_model, plain_run
-from fsdp_qlora.data.bins import make_bin
+from fsdp_qlora.data.packing import make_micro_batch
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.pretrained.config import describe_model
 from fsdp_qlora.planner.costs import (
     FIT, count_layers, layer_seconds, predict_memory, predict_time)
 from fsdp_qlora.pretrained.families import SHAPES
-from fsdp_qlora.model.attention import REACHES
-from fsdp_qlora.model.layer import make_layouts
+from fsdp_qlora.model.attention import ATTENTION_TYPES
+from fsdp_qlora.model.layer import make_layer_specs
 from fsdp_qlora.planner.machine import Machine, cgroup_free, host_share
 from fsdp_qlora.model.offload import pinned_copy
 from fsdp_qlora.planner.plan import (
@@ -44,65 +44,124 @@ GRAPHS = "CUDA graphs"
 # shapes, layers, peak allocated in GiB, tokens/s per GPU, what the plan has else than PLAN; on
 # H200s, below H100s. What measure_machine() finds there is 8e14 FLOP/s.
 PLAN = {"compute_dtype": "bfloat16", "shard_group_size": 1, "reshard_after_forward": True,
-        "bin_tokens": 4096, "recomputed": 0, "keep_middle": False, "hold_weights": False,
-        "offload_activations": False, "offload_params": False}  # fmt: skip
-HELD = {"shard_group_size": 2, "keep_middle": True, "hold_weights": True}
+        "micro_batch_tokens": 4096, "recomputed": 0, "save_mid_residual": False,
+        "reuse_dequantized": False, "offload_activations": False,
+        "offload_params": False}  # fmt: skip
+HELD = {"shard_group_size": 2, "save_mid_residual": True, "reuse_dequantized": True}
 MEASURED = [
     # where a layer keeps nothing that one pass over memory makes again
     ("llama-3-8b", 32, 17.65, 16_211, {}),
-    ("llama-3-8b", 32, 53.21, 16_615, {"bin_tokens": 16384}),
+    ("llama-3-8b", 32, 53.21, 16_615, {"micro_batch_tokens": 16384}),
     ("llama-2-70b", 80, 92.78, 1_970, {}),
-    ("llama-2-70b", 80, 124.74, 1_866, {"recomputed": 7, "bin_tokens": 8192, **HELD}),
+    ("llama-2-70b", 80, 124.74, 1_866, {"recomputed": 7, "micro_batch_tokens": 8192, **HELD}),
     ("llama-2-70b", 8, 6.28, 14_305, {"recomputed": 8, **HELD}),
     # at ac0fff0
     ("llama-3-8b", 32, 5.96, 11_573, {"recomputed": 32, **HELD}),
-    ("llama-2-70b", 80, 20.40, 1_444, {"recomputed": 80, **HELD, "hold_weights": False,
-                                       "offload_activations": True}),
+    (
+        "llama-2-70b",
+        80,
+        20.40,
+        1_444,
+        {"recomputed": 80, **HELD, "reuse_dequantized": False, "offload_activations": True},
+    ),
     # at d168899
-    ("llama-2-70b", 80, 20.33, 1_424, {"recomputed": 80, **HELD, "hold_weights": False,
-                                       "offload_activations": True}),
+    (
+        "llama-2-70b",
+        80,
+        20.33,
+        1_424,
+        {"recomputed": 80, **HELD, "reuse_dequantized": False, "offload_activations": True},
+    ),
     ("qwen2.5-32b", 64, 20.21, 3_044, {"recomputed": 55, **HELD}),
-    ("qwen2.5-32b", 64, 38.46, 3_736, {"bin_tokens": 2048}),
+    ("qwen2.5-32b", 64, 38.46, 3_736, {"micro_batch_tokens": 2048}),
     # mixtures
-    ("glm-4.5-air", 46, 120.03, 6_672, {"shard_group_size": 2, "bin_tokens": 16384}),
-    ("gpt-oss-20b", 24, 20.91, 19_185, {"recomputed": 14, "hold_weights": True,
-                                        "bin_tokens": 8192}),
-    ("gpt-oss-120b", 36, 108.60, 13_733, {"bin_tokens": 16384}),
-    ("glm-4.5-air", 46, 123.61, 6_900, {"recomputed": 12, "hold_weights": True,
-                                        "bin_tokens": 16384}),
-    ("qwen3-235b-a22b", 94, 124.86, 2_759, {"recomputed": 92, "hold_weights": True,
-                                            "expert_ranges": 4, "bin_tokens": 8192}),
+    ("glm-4.5-air", 46, 120.03, 6_672, {"shard_group_size": 2, "micro_batch_tokens": 16384}),
+    (
+        "gpt-oss-20b",
+        24,
+        20.91,
+        19_185,
+        {"recomputed": 14, "reuse_dequantized": True, "micro_batch_tokens": 8192},
+    ),
+    ("gpt-oss-120b", 36, 108.60, 13_733, {"micro_batch_tokens": 16384}),
+    (
+        "glm-4.5-air",
+        46,
+        123.61,
+        6_900,
+        {"recomputed": 12, "reuse_dequantized": True, "micro_batch_tokens": 16384},
+    ),
+    (
+        "qwen3-235b-a22b",
+        94,
+        124.86,
+        2_759,
+        {
+            "recomputed": 92,
+            "reuse_dequantized": True,
+            "expert_ranges": 4,
+            "micro_batch_tokens": 8192,
+        },
+    ),
     ("mistral-nemo-12b", 20, 13.36, 21_011, {}),
-    ("qwen3-30b-a3b", 48, 63.58, 24_314, {"bin_tokens": 16384}),
-    ("glm-4.5-air", 46, 101.01, 6_465, {"bin_tokens": 8192}),
+    ("qwen3-30b-a3b", 48, 63.58, 24_314, {"micro_batch_tokens": 16384}),
+    ("glm-4.5-air", 46, 101.01, 6_465, {"micro_batch_tokens": 8192}),
     ("qwen3-30b-a3b", 4, 5.07, 131_812, {"graphs": True}),  # reserved, as always with CUDA graphs
-    ("qwen3-30b-a3b", 4, 4.40, 118_999, {"graphs": True, "recomputed": 4, "hold_weights": True}),
+    (
+        "qwen3-30b-a3b",
+        4,
+        4.40,
+        118_999,
+        {"graphs": True, "recomputed": 4, "reuse_dequantized": True},
+    ),
     # at 2313221
-    ("llama-2-70b", 80, 20.83, 1_702, {"recomputed": 80, **HELD, "hold_weights": False,
-                                       "offload_activations": True, "n_mlp_kept": 76}),
-    ("mistral-nemo-12b", 20, 7.80, 15_531, {"recomputed": 20, **HELD,
-                                            "reshard_after_forward": False}),
-    ("qwen3-235b-a22b", 94, 125.01, 2_999, {"recomputed": 34, "bin_tokens": 8192, **HELD}),
-    ("glm-4.5-air", 46, 41.42, 4_614, {"recomputed": 44, "bin_tokens": 8192, **HELD}),
-    ("gpt-oss-120b", 36, 107.84, 14_217, {"bin_tokens": 16384}),
-    ("gpt-oss-120b", 36, 126.32, 12_375, {"recomputed": 9, "bin_tokens": 16384, **HELD,
-                                          "reshard_after_forward": False}),
+    (
+        "llama-2-70b",
+        80,
+        20.83,
+        1_702,
+        {
+            "recomputed": 80,
+            **HELD,
+            "reuse_dequantized": False,
+            "offload_activations": True,
+            "n_mlp_saved": 76,
+        },
+    ),
+    (
+        "mistral-nemo-12b",
+        20,
+        7.80,
+        15_531,
+        {"recomputed": 20, **HELD, "reshard_after_forward": False},
+    ),
+    ("qwen3-235b-a22b", 94, 125.01, 2_999, {"recomputed": 34, "micro_batch_tokens": 8192, **HELD}),
+    ("glm-4.5-air", 46, 41.42, 4_614, {"recomputed": 44, "micro_batch_tokens": 8192, **HELD}),
+    ("gpt-oss-120b", 36, 107.84, 14_217, {"micro_batch_tokens": 16384}),
+    (
+        "gpt-oss-120b",
+        36,
+        126.32,
+        12_375,
+        {"recomputed": 9, "micro_batch_tokens": 16384, **HELD, "reshard_after_forward": False},
+    ),
 ]
 ON_H100 = [
     ("qwen2.5-32b", 64, 57.68, 3_926, {}),
-    ("llama-2-70b", 80, 70.12, 1_748, {"recomputed": 9, **HELD, "keep_middle": False}),
-    ("llama-2-70b", 80, 64.37, 1_805, {"bin_tokens": 2048}),
-    ("llama-2-70b", 80, 69.78, 1_592, {"recomputed": 49, "bin_tokens": 8192, **HELD,
-                                       "keep_middle": False}),
-    ("llama-3-8b", 32, 53.21, 16_580, {"bin_tokens": 16384}),
+    ("llama-2-70b", 80, 70.12, 1_748, {"recomputed": 9, **HELD, "save_mid_residual": False}),
+    ("llama-2-70b", 80, 64.37, 1_805, {"micro_batch_tokens": 2048}),
+    ("llama-2-70b", 80, 69.78, 1_592, {"recomputed": 49, "micro_batch_tokens": 8192, **HELD,
+                                       "save_mid_residual": False}),
+    ("llama-3-8b", 32, 53.21, 16_580, {"micro_batch_tokens": 16384}),
     # at 18630e0
-    ("granite-4-h-small", 40, 60.26, 8_042, {"bin_tokens": 8192}),
-    ("nemotron-3-nano-30b", 52, 53.99, 20_724, {"bin_tokens": 16384}),
-    ("qwen3.5-9b", 32, 68.83, 13_990, {"bin_tokens": 16384}),
+    ("granite-4-h-small", 40, 60.26, 8_042, {"micro_batch_tokens": 8192}),
+    ("nemotron-3-nano-30b", 52, 53.99, 20_724, {"micro_batch_tokens": 16384}),
+    ("qwen3.5-9b", 32, 68.83, 13_990, {"micro_batch_tokens": 16384}),
     ("qwen3.5-9b", 32, 22.86, 12_977, {}),
     ("qwen3.5-9b", 32, 23.19, 13_338, {"graphs": True}),
     # in plain torch
-    ("llama-3-8b-dropout", 32, 53.67, 1_944, {"bin_tokens": 16384, "plain_attention": True}),
+    ("llama-3-8b-dropout", 32, 53.67, 1_944,
+     {"micro_batch_tokens": 16384, "plain_attention": True}),
     ("gemma-2-27b", 46, 53.13, 2_454, {"plain_attention": True}),
 ]  # fmt: skip
 
@@ -113,8 +172,8 @@ def shapes_of(name, layers=None, **flags):
     config = Config(model=name, random_weights=True, **flags)
     with unittest.mock.patch.dict(SHAPES, shapes):
         config, _, arch = read_model_config(Path(name), config)
-    _, adapted = choose_adapted(arch, config, name)
-    return config, arch, make_layouts(arch, adapted, config)
+    _, adapted = resolve_target_modules(arch, config, name)
+    return config, arch, make_layer_specs(arch, adapted, config)
 
 
 def predicted(arch, layouts, **settings):
@@ -174,10 +233,10 @@ def held_bytes(arch, model, n_layers, n_tokens):
     """Of all tensors that are there after a forward of n_tokens and were not before it."""
     ids = torch.arange(n_tokens) % 100
     kernel = {kind: lambda q, k, v, *_: CountedAttention.apply(q, k, v)
-              for kind in REACHES}  # fmt: skip
+              for kind in ATTENTION_TYPES}  # fmt: skip
     run = plain_run(model)
     run.kernels = {"same": kernel, "any": kernel}
-    bin = make_bin(rows_of([(ids, ids)]), [[0]], 0, torch.tensor(0), run)
+    micro_batch = make_micro_batch(rows_of([(ids, ids)]), [[0]], 0, torch.tensor(0), run)
 
     def storages():
         # not NF4Blocks, whose inner tensors are found, nor what an earlier test's tracing has left
@@ -190,7 +249,7 @@ def held_bytes(arch, model, n_layers, n_tokens):
     model.layers = layers[:n_layers]
     # with these hooks what autograd saves is Python's, too, and found
     with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda t: t):
-        out = model.hidden(bin)
+        out = model.hidden(micro_batch)
     assert out.requires_grad
     model.layers = layers
     after = storages()
@@ -219,9 +278,9 @@ def test_plan_counts_what_a_layer_keeps_to_the_byte(family, keeps):
         recomputed = 0 if keeps == "all" else n_layers
         plan = predicted(
             dataclasses.replace(arch, n_layers=n_layers),
-            tuple(layer.layout for layer in model.layers[:n_layers]), bin_tokens=n,
-            recomputed=recomputed, keep_middle=keeps == "middle", compute_dtype="float32",
-            n_mlp_kept=n_layers if keeps == "mlp" else 0,
+            tuple(layer.spec for layer in model.layers[:n_layers]), micro_batch_tokens=n,
+            recomputed=recomputed, save_mid_residual=keeps == "middle", compute_dtype="float32",
+            n_mlp_saved=n_layers if keeps == "mlp" else 0,
         )  # fmt: skip
         return sum(size for kind, size in plan.memory.items() if kind.startswith("kept by"))
 
@@ -241,7 +300,7 @@ def test_sharding_offloading_and_recomputing_take_what_they_say():
         ({"shard_group_size": 2}, "adapter and gradients", 1 / 2),
         ({"offload_params": True}, "4-bit weights", 0),
         ({"recomputed": 40}, "kept by other layers", 1 / 2),
-        ({"bin_tokens": 2048}, "kept by other layers", 1 / 2),
+        ({"micro_batch_tokens": 2048}, "kept by other layers", 1 / 2),
     ):
         got = dict(predicted(arch, layouts, **settings).memory).get(kind, 0)
         assert got == pytest.approx(part * base[kind], rel=1e-3), settings
@@ -253,9 +312,11 @@ def test_sharding_offloading_and_recomputing_take_what_they_say():
     dora = shapes_of("llama-2-70b", adapter="dora")[1:]
     assert predicted(*dora).bytes > predicted(arch, layouts).bytes
     # its outputs that backward computes again: of all tokens, or of a slice of them
-    kept, kept_of_more = (predicted(*dora, bin_tokens=n).memory["DoRA"] for n in (4096, 16384))
+    kept, kept_of_more = (
+        predicted(*dora, micro_batch_tokens=n).memory["DoRA"] for n in (4096, 16384)
+    )
     assert kept_of_more - kept == 3 * 4096 * 10 * 2 * 28672
-    recomputed, of_more = (predicted(*dora, recomputed=80, bin_tokens=n).memory["DoRA"]
+    recomputed, of_more = (predicted(*dora, recomputed=80, micro_batch_tokens=n).memory["DoRA"]
                            for n in (4096, 16384))  # fmt: skip
     assert recomputed == of_more == kept
 
@@ -274,7 +335,7 @@ def test_rows_of_the_evaluation_fit_into_the_bins():
     with one_process():
         plan = agree_on_plan(
             config, arch, layouts, rows, eval_rows, 0, torch.device("cpu"), {})  # fmt: skip
-    assert plan.bin_tokens >= 300
+    assert plan.micro_batch_tokens >= 300
 
 
 def test_layers_of_different_sizes_add_up():
@@ -285,7 +346,7 @@ def test_layers_of_different_sizes_add_up():
     narrow_arch = dataclasses.replace(
         arch, gate_up=[dataclasses.replace(x, out_features=half) for x in arch.gate_up],
         down=[dataclasses.replace(x, in_features=half) for x in arch.down])  # fmt: skip
-    wide, narrow = (make_layouts(each, (), config) for each in (arch, narrow_arch))
+    wide, narrow = (make_layer_specs(each, (), config) for each in (arch, narrow_arch))
 
     def memory(*layouts, **settings):
         return predicted(arch, layouts, **settings).memory
@@ -313,7 +374,10 @@ def test_auto_recomputes_as_few_layers_as_fit():
         assert plan.fits(limit_gib * GIB) and plan.bytes <= (1 - GAPS) * limit_gib * GIB
         if plan.recomputed:
             _, arch, layouts = shapes_of("llama-3-8b", **flags)
-            same = {"keep_middle": plan.keep_middle, "hold_weights": plan.hold_weights}
+            same = {
+                "save_mid_residual": plan.save_mid_residual,
+                "reuse_dequantized": plan.reuse_dequantized,
+            }
             n = plan.recomputed - 1
             fewer = predicted(arch, layouts, shard_group_size=2, recomputed=n, **same)
             assert fewer.bytes > 0.9 * limit_gib * GIB  # where that can be, a tenth stays free
@@ -331,7 +395,7 @@ def test_recomputed_layers_keep_more_where_memory_allows():
     def kept(limit_gib, **more):
         plan = choose("llama-2-70b", limit_gib, **flags, **more)
         assert plan.recomputed == 80
-        return plan.keep_middle, plan.hold_weights
+        return plan.save_mid_residual, plan.reuse_dequantized
 
     assert kept(27) == (False, False)
     assert kept(36) == (True, True)
@@ -340,14 +404,14 @@ def test_recomputed_layers_keep_more_where_memory_allows():
     assert kept(22.5, offload_activations=True)[0]
     assert not kept(22.5, offload_activations=True, host_gib=16)[0]
     plan = choose("llama-3-8b", 80, recompute="none", shard_group_size=2)
-    assert not plan.keep_middle and not plan.hold_weights
+    assert not plan.save_mid_residual and not plan.reuse_dequantized
 
 
 def test_copies_with_small_bins_are_preferred_where_gathers_cost_more():
     """Measured on two H100s: 1,805 tokens/s per GPU, sharded 1,748 with layers recomputed."""
     machine = dataclasses.replace(H200, flops=8e14, bandwidth=3e12)
     plan = choose("llama-2-70b", 77.5, machine=machine, rows=8)
-    assert (plan.shard_group_size, plan.bin_tokens, plan.recomputed) == (1, 2048, 0)
+    assert (plan.shard_group_size, plan.micro_batch_tokens, plan.recomputed) == (1, 2048, 0)
 
 
 def test_what_mlps_need_is_kept_on_the_host_as_far_as_that_is_faster_and_fits():
@@ -357,7 +421,7 @@ def test_what_mlps_need_is_kept_on_the_host_as_far_as_that_is_faster_and_fits():
         machine = dataclasses.replace(H200, host=host)
         flags_of_all = {**flags, **more}
         plan = choose("llama-2-70b", 22.5, machine=machine, host_gib=host_gib, **flags_of_all)
-        return plan.n_mlp_kept
+        return plan.n_mlp_saved
 
     assert n_kept() > 70
     assert 10 < n_kept(host_gib=40) < n_kept(host_gib=60) < 50
@@ -386,7 +450,7 @@ def test_choice_does_not_depend_on_the_order_of_plans(monkeypatch):
 
 def test_experts_are_in_no_more_ranges_than_there_are_experts():
     config, arch, layouts = shapes_of("qwen3-30b-a3b", 4)
-    arch = dataclasses.replace(arch, mixture=dataclasses.replace(arch.mixture, n_experts=8))
+    arch = dataclasses.replace(arch, moe=dataclasses.replace(arch.moe, n_experts=8))
     workload = Workload(tokens=4096, longest=2048, mean_document_tokens=2048, uneven=False,
                         world_size=1, device=torch.device("cuda"))  # fmt: skip
     plans = possible_plans(config, arch, layouts, workload)
@@ -427,9 +491,11 @@ def test_gathered_weights_stay_until_backward_where_that_is_faster_and_fits():
 def test_bins_hold_the_longest_row_and_no_more_than_a_step_has():
     for longest, rows in (2048, 4), (2048, 1), (5000, 2), (300, 40):
         plan = choose("llama-3-8b", 140, longest=longest, rows=rows)
-        assert longest <= plan.bin_tokens <= 1.07 * longest * rows
-    assert choose("llama-3-8b", 140, micro_batch_tokens=3000).bin_tokens == 3000
-    assert choose("llama-3-8b", 27).bin_tokens < choose("llama-3-8b", 140).bin_tokens
+        assert longest <= plan.micro_batch_tokens <= 1.07 * longest * rows
+    assert choose("llama-3-8b", 140, micro_batch_tokens=3000).micro_batch_tokens == 3000
+    assert (
+        choose("llama-3-8b", 27).micro_batch_tokens < choose("llama-3-8b", 140).micro_batch_tokens
+    )
 
 
 @pytest.mark.parametrize("vocab_size, processes, works", [
@@ -459,7 +525,7 @@ def test_embedding_moves_to_the_host_where_that_makes_it_fit():
     flags = {"offload_activations": True, "micro_batch_tokens": 4096, "recompute": "all"}
     moved, stays = (choose("llama-3-70b", limit, **flags) for limit in (22.5, 24))
     # what it leaves is for layers
-    assert choose("llama-3-70b", 22.5, offload_activations=True).n_mlp_kept > 0
+    assert choose("llama-3-70b", 22.5, offload_activations=True).n_mlp_saved > 0
     assert moved.embedding_on_host and not stays.embedding_on_host
     assert stays.bytes - moved.bytes == moved.host_bytes - stays.host_bytes == 128256 * 8192
     for limit, tied in (21.5, True), (15, False):

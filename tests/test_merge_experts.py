@@ -121,8 +121,8 @@ def merged_weight(name, weight, adapter, nf4_and_back=nf4_and_back):
     stem, want = f"base_model.model.{stem}lora_", nf4_and_back(weight)
     if f"{stem}A.weight" in adapter:
         a, b = adapter.pop(f"{stem}A.weight"), adapter.pop(f"{stem}B.weight")
-        product = (b.to(DEVICE) @ a.to(DEVICE)).cpu()
-        want = (want.float() + 32 / 16 * product).bfloat16()
+        lora_matmul = (b.to(DEVICE) @ a.to(DEVICE)).cpu()
+        want = (want.float() + 32 / 16 * lora_matmul).bfloat16()
     return want
 
 
@@ -396,7 +396,7 @@ def test_what_load_in_4bit_quantises_is_what_training_does(name):
         files = dict(auto_class(config).from_config(config).named_parameters())
     arch = describe_model(config)
     wanted = tensor_names(arch, files).linears
-    if arch.mixture:
+    if arch.moe:
         with pytest.raises(ValueError, match="has experts: .* depending on the version"):
             merge_adapters.linears_in_4bit(Path("base"), config, auto_class(config), files)
         return

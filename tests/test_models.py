@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 import train_fsdp_qlora
 from fsdp_qlora.pretrained.config import describe_model
 from fsdp_qlora.model.attention import (
-    attends, batched_attention, document_attention, reach_architectures)
+    kernel_matches, batched_attention, document_attention, architectures_by_attention_type)
 from fsdp_qlora.model.flex import BLOCK_TOKENS, flex_document_attention, visible_blocks
 from fsdp_qlora.model.model import Model
 from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
@@ -103,8 +103,8 @@ def test_dropout_of_the_embedding_has_its_probability():
     model, ids = Model(arch, (), None), torch.arange(800) % 8
     model.embedding = torch.ones(8, arch.hidden_size)
     for keys, values in (None, [1]), (torch.arange(800) << 20, [0, 2]):
-        bin = types.SimpleNamespace(input_ids=ids, position_ids=ids, dropout_keys=keys)
-        hidden = model.hidden(bin)
+        micro_batch = types.SimpleNamespace(input_ids=ids, position_ids=ids, dropout_keys=keys)
+        hidden = model.hidden(micro_batch)
         assert hidden.unique().tolist() == values
         assert hidden.mean().item() == pytest.approx(1, abs=0.02)
 
@@ -128,7 +128,7 @@ def test_bins_are_never_rounded_above_the_plan(train, tiny_model, monkeypatch):
     flags = tiny_model("llama"), "--recompute", "all", "--micro_batch_tokens", 100
     want = train("plain", *flags)
     # as on a GPU; the check at start stays on the CPU
-    monkeypatch.setattr("fsdp_qlora.data.bins.round_up", lambda n, device: -(-n // 64) * 64)
+    monkeypatch.setattr("fsdp_qlora.data.packing.round_up", lambda n, device: -(-n // 64) * 64)
     monkeypatch.setattr("train_fsdp_qlora.check_family", lambda *args: None)
     got = train("round", *flags, "--offload_activations")
     assert got == [pytest.approx(row, rel=1e-5) for row in want]
@@ -152,21 +152,23 @@ def test_tied_model_whose_file_has_another_head_is_refused(change, works, tmp_pa
         check_files(files, names, model_config, "bfloat16")
 
 
-@pytest.mark.parametrize("kind, reach", [("gemma2", "full"), ("gemma2", "window"),
+@pytest.mark.parametrize("kind, attention_type", [("gemma2", "full"), ("gemma2", "window"),
                                          ("mistral", "window"), ("llama", "full"),
                                          ("gpt_oss", "full"), ("gpt_oss", "window")])  # fmt: skip
-def test_kernel_that_computes_something_else_is_found_out(kind, reach, monkeypatch):
+def test_kernel_that_computes_something_else_is_found_out(kind, attention_type, monkeypatch):
     """One without soft caps, windows or sinks, or with a wrong backward."""
     arch, cpu = describe_model(TINY[kind](320)), torch.device("cpu")
     if arch.attention_softcap:
         arch = dataclasses.replace(arch, attention_softcap=50.0)  # Gemma 2's, far from most scores
     plain = document_attention
 
-    def uncapped(q, k, v, sinks, bin, arch, *rest):
-        return plain(q, k, v, sinks, bin, dataclasses.replace(arch, attention_softcap=None), *rest)
+    def uncapped(q, k, v, sinks, micro_batch, arch, *rest):
+        return plain(
+            q, k, v, sinks, micro_batch, dataclasses.replace(arch, attention_softcap=None), *rest
+        )
 
-    def without_window(q, k, v, sinks, bin, arch, window, index):
-        return plain(q, k, v, sinks, bin, arch, None, index)
+    def without_window(q, k, v, sinks, micro_batch, arch, window, index):
+        return plain(q, k, v, sinks, micro_batch, arch, None, index)
 
     def without_sinks(q, k, v, sinks, *rest):
         return plain(q, k, v, None, *rest)
@@ -178,21 +180,26 @@ def test_kernel_that_computes_something_else_is_found_out(kind, reach, monkeypat
     right = lambda *args: plain(*args)  # noqa: E731
     wrong = [halved_backward]
     wrong += [uncapped] if arch.attention_softcap else []
-    wrong += [without_window] if reach == "window" else []
+    wrong += [without_window] if attention_type == "window" else []
     wrong += [without_sinks] if arch.sinks else []
     for kernel in (right, *wrong):
         monkeypatch.setattr("fsdp_qlora.model.attention.flash_attention", kernel)
-        assert attends(kernel, arch, reach, cpu) == (kernel is right), kernel.__name__
+        assert kernel_matches(kernel, arch, attention_type, cpu) == (kernel is right), (
+            kernel.__name__
+        )
 
 
 def test_kernels_are_tried_with_the_heads_of_the_layers_that_use_them():
     """Gemma 4's layers without a window have wider heads, and fewer of keys."""
-    found = reach_architectures(describe_model(TINY["gemma4_text"](320)))
-    heads = {reach: (arch.n_kv_heads, arch.head_dim, arch.keys_are_values)
-             for reach, arch in found.items()}  # fmt: skip
+    found = architectures_by_attention_type(describe_model(TINY["gemma4_text"](320)))
+    heads = {attention_type: (arch.n_kv_heads, arch.head_dim, arch.keys_are_values)
+             for attention_type, arch in found.items()}  # fmt: skip
     assert heads == {"window": (2, 24, False), "within": (2, 24, False), "full": (1, 32, True)}
-    assert reach_architectures(describe_model(TINY["mistral"](320))).keys() == {"window", "within"}
-    assert reach_architectures(describe_model(TINY["llama"](320))).keys() == {"full"}
+    assert architectures_by_attention_type(describe_model(TINY["mistral"](320))).keys() == {
+        "window",
+        "within",
+    }
+    assert architectures_by_attention_type(describe_model(TINY["llama"](320))).keys() == {"full"}
 
 
 @pytest.mark.parametrize("kind, flex", [
@@ -203,17 +210,24 @@ def test_on_a_gpu_no_model_runs_in_plain_torch(capability, kind, flex, monkeypat
     in fp32, or with dropout on attention."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(transformers.utils, "is_flash_attn_2_available", lambda: False)
-    monkeypatch.setattr(train_fsdp_qlora, "attends", lambda kernel, arch, *_: (
+    monkeypatch.setattr(train_fsdp_qlora, "kernel_matches", lambda kernel, arch, *_: (
         kernel is flex_document_attention or not arch.attention_softcap))
     arch = describe_model(TINY[kind](320))
 
     def kernels(arch=arch, **flags):
         chosen = choose_attention(Config(**flags), arch, torch.device("cuda"))
-        return {reach: {f[reach] for f in chosen.values()} for reach in chosen["any"]}
+        return {
+            attention_type: {f[attention_type] for f in chosen.values()}
+            for attention_type in chosen["any"]
+        }
 
     found = kernels()
     assert document_attention not in set.union(*found.values())
-    assert {reach for reach, used in found.items() if used == {flex_document_attention}} == flex
+    assert {
+        attention_type
+        for attention_type, used in found.items()
+        if used == {flex_document_attention}
+    } == flex
     for plain in (kernels(compute_dtype="float32"),
                   kernels(dataclasses.replace(arch, attention_dropout=0.1))):  # fmt: skip
         assert set.union(*plain.values()) == {document_attention}
@@ -223,7 +237,7 @@ def test_sdpa_is_not_asked_for_heads_of_which_it_would_keep_all_scores():
     arch = describe_model(TINY["llama"](320))
     for head_dim, works in (256, True), (512, False):
         wide = dataclasses.replace(arch, head_dim=head_dim)
-        assert attends(batched_attention, wide, "full", torch.device("cpu")) == works
+        assert kernel_matches(batched_attention, wide, "full", torch.device("cpu")) == works
 
 
 @pytest.mark.parametrize("length", [13, 64, 256])
@@ -232,7 +246,7 @@ def test_batched_attention_reads_gradients_of_any_strides(length):
     arch = describe_model(TINY["granite"](320))
     heads = arch.n_heads, arch.n_kv_heads, arch.n_kv_heads
     generator = torch.Generator(DEVICE).manual_seed(0)
-    bin = types.SimpleNamespace(lengths=(length,) * 3, dropout_keys=None)
+    micro_batch = types.SimpleNamespace(lengths=(length,) * 3, dropout_keys=None)
     for spare in (2, 0, 5):  # columns of an adapter beside it, in heads
         q, k, v, grad = torch.randn(
             3 * length, sum(heads) + arch.n_heads + spare, arch.head_dim, device=DEVICE,
@@ -243,7 +257,7 @@ def test_batched_attention_reads_gradients_of_any_strides(length):
         results = []
         for function in (batched_attention, document_attention):
             inputs = [t.detach().requires_grad_() for t in qkv.split(heads, 1)]
-            out = function(*inputs, None, bin, arch, None, 0)
+            out = function(*inputs, None, micro_batch, arch, None, 0)
             results.append([out.detach(), *torch.autograd.grad(out, inputs, grad)])
         for got, want in zip(*results, strict=True):
             assert (got - want).norm() < 0.02 * want.norm()
@@ -253,16 +267,16 @@ def test_batched_attention_reads_gradients_of_any_strides(length):
     ("gemma2", (100, 300, 1, 60), None), ("gemma2", (100, 300, 1, 60), 50), ("gemma2", (90,), 7),
     ("gpt_oss", (128, 128, 7), None), ("gpt_oss", (129, 127, 1), 1), ("llama", (400, 112), 200)])
 def test_flex_attention_sees_what_plain_torch_sees(kind, lengths, window):
-    """On a CPU torch has no backward for it: there is one on GPUs, where attends() compares it."""
+    """On a CPU torch has no backward for it: there is one on GPUs: kernel_matches() compares it."""
     arch, n = describe_model(TINY[kind](320)), sum(lengths)
     generator = torch.Generator().manual_seed(0)
     heads = arch.n_heads, arch.n_kv_heads, arch.n_kv_heads
     qkv = 3 * torch.randn(n, sum(heads), arch.head_dim, generator=generator)
     sinks = 2 * torch.randn(arch.n_heads, generator=generator) if arch.sinks else None
     positions = torch.cat([torch.arange(length) for length in lengths])
-    bin = types.SimpleNamespace(
+    micro_batch = types.SimpleNamespace(
         lengths=lengths, dropout_keys=None, masks={}, position_ids=positions)  # fmt: skip
-    want, got = (kernel(*qkv.split(heads, 1), sinks, bin, arch, window, 0)
+    want, got = (kernel(*qkv.split(heads, 1), sinks, micro_batch, arch, window, 0)
                  for kernel in (document_attention, flex_document_attention))
     assert (got - want).norm() < 1e-5 * want.norm()
 
@@ -302,14 +316,14 @@ def test_plain_attention_by_a_few_rows_is_that_of_all(kind, window, monkeypatch)
     qkv = torch.randn(sum(lengths), sum(heads), arch.head_dim, generator=generator)
     grad = torch.randn(sum(lengths), arch.n_heads, arch.head_dim, generator=generator)
     sinks = 2 * torch.randn(arch.n_heads, generator=generator) if arch.sinks else None
-    bin = types.SimpleNamespace(lengths=lengths, dropout_keys=torch.arange(len(qkv)) << 20)
+    micro_batch = types.SimpleNamespace(lengths=lengths, dropout_keys=torch.arange(len(qkv)) << 20)
 
     def both():
         inputs, kept = [t.detach().requires_grad_() for t in qkv.split(heads, 1)], []
         with torch.autograd.graph.saved_tensors_hooks(
             lambda t: kept.append(t.untyped_storage().data_ptr()) or t, lambda t: t):  # fmt: skip
-            out = document_attention(*inputs, sinks, bin, arch, window, 0)
-        given = [t for t in (qkv, sinks, bin.dropout_keys) if t is not None]
+            out = document_attention(*inputs, sinks, micro_batch, arch, window, 0)
+        given = [t for t in (qkv, sinks, micro_batch.dropout_keys) if t is not None]
         assert {*kept} <= {t.untyped_storage().data_ptr() for t in given}
         return out.detach(), *torch.autograd.grad(out, inputs, grad)
 
@@ -328,8 +342,8 @@ def test_large_scores_do_not_overflow(kind):
         heads, 1)
     sinks = 1000 * torch.randn(arch.n_heads, generator=generator) if arch.sinks else None
     inputs = [x.detach().requires_grad_() for x in (100 * q, 10 * k, v)]
-    bin = types.SimpleNamespace(lengths=(n,), dropout_keys=None)
-    got = document_attention(*inputs, sinks, bin, arch, None, 0)
+    micro_batch = types.SimpleNamespace(lengths=(n,), dropout_keys=None)
+    got = document_attention(*inputs, sinks, micro_batch, arch, None, 0)
     assert all(x.isfinite().all() for x in torch.autograd.grad(got.sum(), inputs))
     q, k, v = (x.double().repeat_interleave(arch.n_heads // x.shape[1], 1) for x in inputs)
     scores = torch.einsum("qhd,khd->hqk", q, k) * arch.attention_scale
@@ -380,7 +394,7 @@ def test_a_kernel_that_knows_no_sinks_gives_exact_gradients_with_them(window, si
     sinks, q = 2 * size * torch.randn(arch.n_heads, generator=generator), size * q
     visible = torch.ones(n, n, dtype=torch.bool).tril().triu(1 - window if window else -n)
     mask = torch.zeros(n, n).masked_fill(~visible, -torch.inf)
-    bin = types.SimpleNamespace(lengths=(n,), dropout_keys=None)
+    micro_batch = types.SimpleNamespace(lengths=(n,), dropout_keys=None)
 
     def both(function):
         inputs = [t.clone().requires_grad_() for t in (q, k, v)]
@@ -389,6 +403,6 @@ def test_a_kernel_that_knows_no_sinks_gives_exact_gradients_with_them(window, si
 
     kernels = cpu_flash(mask, arch.n_heads // arch.n_kv_heads, arch.attention_scale)
     got = both(lambda *inputs: SinkAttention.apply(*inputs, *kernels))
-    want = both(lambda *inputs: document_attention(*inputs, bin, arch, window, 0))
+    want = both(lambda *inputs: document_attention(*inputs, micro_batch, arch, window, 0))
     for one, other in zip(got, want):
         assert (one - other).norm() < bar * other.norm()

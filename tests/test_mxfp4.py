@@ -22,7 +22,7 @@ from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
 from fsdp_qlora.model.load import copy_mxfp4
 from fsdp_qlora.quant.blocks import BLOCK, NF4Blocks
 from fsdp_qlora.quant.nf4 import dequantise, mxfp4_values
-from fsdp_qlora.ranks import Stop
+from fsdp_qlora.ranks import RunError
 from fsdp_qlora.pretrained.reader import weight_files
 from train_fsdp_qlora import Config, fill_model
 
@@ -66,7 +66,7 @@ def test_weights_are_dequantised_to_the_bit():
     model, reference, _ = small_model()
     for i, layer in enumerate(model.layers):
         adapter = layer.adapter.bfloat16()
-        for key, fused in zip(("gate_up_proj", "down_proj"), layer.layout.mlp.fused_linears):
+        for key, fused in zip(("gate_up_proj", "down_proj"), layer.spec.mlp.fused_linears):
             got = dequantise(layer, fused, adapter)[:, : fused.in_features]
             want = reference.get_parameter(f"model.layers.{i}.mlp.experts.{key}").bfloat16()
             assert torch.equal(got.view(len(want), -1, fused.in_features), want.transpose(1, 2))
@@ -76,7 +76,7 @@ def test_a_rank_may_have_a_part_of_a_row():
     """Blocks 2 to 6 of rows of three."""
     model, *_ = small_model(inner=3 * BLOCK)
     layer = model.layers[0]
-    fused = layer.layout.mlp.fused_linears[1]
+    fused = layer.spec.mlp.fused_linears[1]
     place = fused.places[2]
     assert fused.in_features == 3 * BLOCK
     own, shard = OwnBlocks(place, slice(2, 7), slice(1, 6)), NF4Blocks.zeros(6, "cpu", 2)
@@ -214,5 +214,5 @@ def test_model_that_cannot_be_in_mxfp4_is_refused(name, words, tmp_path):
     config = TINY[name](320)
     config.intermediate_size, config.quantization_config = 96, IN_MXFP4
     config.save_pretrained(tmp_path)
-    with pytest.raises((ValueError, Stop), match=words):
+    with pytest.raises((ValueError, RunError), match=words):
         read_config(tmp_path)

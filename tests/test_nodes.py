@@ -132,7 +132,7 @@ def assert_near(run, reference, bar):
     for row, want_row in zip(rows, want_rows):
         for key in "loss", "grad_norm":
             assert abs(row[key] - want_row[key]) <= bar * want_row[key], (row, want_row)
-        assert row["learnt_tokens"] == want_row["learnt_tokens"]
+        assert row["trainable_tokens"] == want_row["trainable_tokens"]
     values = [torch.cat([a[name].flatten() for name in want]) for a in (adapter, want)]
     gap = (values[0] - values[1]).norm() / values[1].norm()
     print(f"adapters differ by {gap:.1e}")
@@ -147,7 +147,7 @@ def test_any_sharding_on_two_nodes_is_the_same_run(nodes, flags, run_main, tmp_p
     for name in "all", "groups", "copies":
         run = read_run(nodes[0] / name)
         assert_near(run, alone, 1e-4)
-        assert run[0][0]["bins"] == 8  # two micro-batches
+        assert run[0][0]["micro_batches"] == 8  # two micro-batches
 
 
 @pytest.mark.parametrize("run", ["all", "groups", "copies"])

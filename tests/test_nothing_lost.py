@@ -42,10 +42,10 @@ from fsdp_qlora.run.checkpoints import MUST_MATCH, checkpoint_path, read_checkpo
 from fsdp_qlora.files import digest, read_json, sync_file, write_whole
 from fsdp_qlora.run.status import LOST, Status, out_of_memory_text, watch_process
 from fsdp_qlora.training.divergence import why_diverged
-from fsdp_qlora.run.logs import Log
+from fsdp_qlora.run.logs import MetricsWriter
 from fsdp_qlora.run.directory import open_partial
 from fsdp_qlora.planner.plan import Plan
-from fsdp_qlora.ranks import AGAIN, DIVERGED, FROZEN, OUT_OF_MEMORY
+from fsdp_qlora.ranks import EXIT_RESUMABLE, DIVERGED, EXIT_STEP_TIMEOUT, OUT_OF_MEMORY
 
 STEPS = 10
 TIMES = {"seconds", "eval_seconds", "tokens_per_second_per_gpu", "peak_memory_gib"}
@@ -53,7 +53,7 @@ IN_PARTS = {"constants": {"SAVE_SECONDS": 0}}  # of the reference
 SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
 TARGETS = 0, 1, "launcher", "all"
 # of a rank that has lost another: where it has not begun or is about to end it hears no signals
-ENDS = {0, AGAIN, -signal.SIGTERM}
+ENDS = {0, EXIT_RESUMABLE, -signal.SIGTERM}
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +185,7 @@ def finish(start, cwd, *more, most=3, **faults):
         run = start(cwd, *more, **faults)
         if (codes := run.wait()) == [0, 0]:
             return run
-        assert set(codes) == {AGAIN}, (codes, run.err)
+        assert set(codes) == {EXIT_RESUMABLE}, (codes, run.err)
     raise AssertionError(f"not complete after {most} starts: {run.err}")
 
 
@@ -231,9 +231,9 @@ def test_killed_at_random_times(kills, start, forks, undisturbed, tmp_path):
 
 
 # {what is called in a start with a loss of preferences: how often}
-CALLS = {"document_losses": 4, "values_of_all": 9, "bin_objective": 12, "optimizer_step": 9}
+CALLS = {"document_losses": 4, "values_of_all": 9, "micro_batch_loss": 12, "optimizer_step": 9}
 SAMPLE_OF_KILLS = [  # in its reference, in a step, in a save
-    {"slow": [["document_losses", 3, 0.3]]}, {"slow": [["bin_objective", 4, 0.3]]},
+    {"slow": [["document_losses", 3, 0.3]]}, {"slow": [["micro_batch_loss", 4, 0.3]]},
     {"fault": {"rank": 0, "operation": ["save_file", "save_checkpoint"], "how": "torn"}}]
 
 
@@ -426,7 +426,7 @@ def check_signals(start, undisturbed, cwd, chosen):
         if step is None:  # there is nothing left to stop
             assert (codes, last_words(run)) == ([0, 0], []), run.err
             continue
-        assert codes == [AGAIN] * 2, (function, codes, run.err)
+        assert codes == [EXIT_RESUMABLE] * 2, (function, codes, run.err)
         assert check_stopped(run)["step"] == step, function
         if step and (number, target) not in USR1_ENDS_TORCHRUN:
             assert f"stopped: {number.name}, after step {step}" in run.err
@@ -451,7 +451,7 @@ def test_stop_before_other_flags_are_accepted_is_told(state, start, undisturbed,
     run.wait_for_slow("prepare_data", 1, [0, 1])
     assert json.loads(path.read_text())["state"] == state
     run.kill(signal.SIGTERM, "launcher")
-    assert run.wait(10) == [AGAIN] * 2
+    assert run.wait(10) == [EXIT_RESUMABLE] * 2
     assert json.loads(path.read_text())["state"] == "stopped"
 
 
@@ -468,7 +468,7 @@ def test_rank_is_killed(rank, start, undisturbed, tmp_path):
     run = start(tmp_path, slow=[["train_step", 5, 0.5]])
     run.wait_for_slow("train_step", 5, [0, 1])
     run.kill(signal.SIGKILL, rank)
-    assert run.wait(10)[1 - rank] == AGAIN, run.err
+    assert run.wait(10)[1 - rank] == EXIT_RESUMABLE, run.err
     assert check_stopped(run, words=LOST)["step"] == 5
     finish(start, tmp_path)
     assert differences(tmp_path, undisturbed.run) == []
@@ -480,10 +480,10 @@ def test_lost_process_does_not_hide_why_a_run_has_ended(state, tmp_path):
     status.directory, status.may_write = tmp_path, True
     status.write("training")
     status.write(state, 0, "the reason")
-    status.write("stopped", AGAIN, f"{LOST}; the same command resumes it")
+    status.write("stopped", EXIT_RESUMABLE, f"{LOST}; the same command resumes it")
     assert read_json(path)["message"] == "the reason"
     status.write("training")
-    status.write("stopped", AGAIN, f"{LOST}; the same command resumes it")
+    status.write("stopped", EXIT_RESUMABLE, f"{LOST}; the same command resumes it")
     assert read_json(path)["state"] == ("failed" if state == "failed" else "stopped")
 
 
@@ -491,7 +491,7 @@ def test_torchrun_is_killed(start, undisturbed, tmp_path):
     run = start(tmp_path, slow=[["train_step", 5, 0.5]])
     run.wait_for_slow("train_step", 5, [0, 1])
     run.kill(signal.SIGKILL, "launcher")
-    assert run.wait(10) == [AGAIN] * 2, run.err
+    assert run.wait(10) == [EXIT_RESUMABLE] * 2, run.err
     assert check_stopped(run, words="torchrun has ended, after step 5")["step"] == 5
     finish(start, tmp_path)
     assert differences(tmp_path, undisturbed.run) == []
@@ -513,7 +513,7 @@ def test_torchrun_itself(number, flags, standalone, tmp_path):
     wait_until(lambda: torchrun.poll() is not None, 10)
     wait_until(lambda: not any(Path("/proc", rank, "cmdline").exists() for rank in ranks), 10)
     status = read_json(tmp_path / "run" / "status.json")
-    assert (status["state"], status["code"]) == ("stopped", AGAIN)
+    assert (status["state"], status["code"]) == ("stopped", EXIT_RESUMABLE)
     read_checkpoint(tmp_path / "run" / status["last_checkpoint"])
     lines = (tmp_path / "err").read_text().splitlines()
     assert [line for line in lines if line.startswith("stopped: ")] == [
@@ -611,11 +611,11 @@ def test_rank_is_frozen(function, rank, start, undisturbed, tmp_path):
     run.wait_for_slow(function, 2, [0, 1])
     run.kill(signal.SIGSTOP, rank)
     codes = run.wait(30)
-    assert codes[1 - rank] == FROZEN and codes[rank] == -signal.SIGKILL, run.err
-    check_stopped(run, "failed", FROZEN, f"rank {1 - rank} on")
+    assert codes[1 - rank] == EXIT_STEP_TIMEOUT and codes[rank] == -signal.SIGKILL, run.err
+    check_stopped(run, "failed", EXIT_STEP_TIMEOUT, f"rank {1 - rank} on")
     stacks = [path.name for path in (tmp_path / "run").glob("stacks-*.txt")]
     assert stacks == [f"stacks-{1 - rank}.txt"]
-    assert "run_steps" in (tmp_path / "run" / stacks[0]).read_text()
+    assert "training_loop" in (tmp_path / "run" / stacks[0]).read_text()
     finish(start, tmp_path, "--step_timeout_minutes", 0.05)
     assert differences(tmp_path, undisturbed.run) == []
 
@@ -974,7 +974,7 @@ def test_changed_evaluation_rows_are_refused(again, cut):
     shutil.copy("rows.jsonl", "eval.jsonl")
     shutil.rmtree(cut)
     more = "--eval_dataset", "eval.jsonl", "--max_minutes"
-    assert again(*more, 0.05)[0] in (0, AGAIN)
+    assert again(*more, 0.05)[0] in (0, EXIT_RESUMABLE)
     with open("eval.jsonl", "a") as file:
         file.write('{"text": "one more"}\n')
     refused(again(*more, 1, "--max_steps", 6), 7, "other evaluation rows: --eval_dataset")
@@ -1025,7 +1025,7 @@ def test_metrics_that_the_disk_refuses_at_the_end_are_written_again(
     run = types.SimpleNamespace(
         config=config, status=Status(), directory=tmp_path, progress={"evaluated": None},
         device=torch.device("cpu"))
-    log, path, close = Log(run, 0), tmp_path / "metrics.jsonl", os.close
+    log, path, close = MetricsWriter(run, 0), tmp_path / "metrics.jsonl", os.close
 
     def close_and_fail(file):
         close(file)
@@ -1139,7 +1139,7 @@ def test_newest_checkpoints_and_the_best_are_kept(begin, tmp_path, monkeypatch):
 def test_time_limit_ends_a_run_that_the_same_command_goes_on_with(begin, tmp_path, complete):
     for step in 1, 2, 3, 4:
         code, _, err = begin("--max_minutes", 0.0001)
-        assert code == AGAIN and err == (
+        assert code == EXIT_RESUMABLE and err == (
             f"stopped: --max_minutes 0.0001 are over, after step {step};"
             f" checkpoint-{step:06d} is whole; the same command resumes it\n")  # fmt: skip
     code, _, err = begin("--max_minutes", 0.0001)
@@ -1150,20 +1150,20 @@ def test_time_limit_ends_a_run_that_the_same_command_goes_on_with(begin, tmp_pat
 
 def test_evaluation_that_has_ended_is_not_thrown_away(begin, monkeypatch):
     """By a signal that came in its last rows."""
-    deal_rows, evaluate = evaluation.deal_rows, train_fsdp_qlora.evaluate
+    pack_rows, evaluate = evaluation.pack_rows, train_fsdp_qlora.evaluate
 
     def evaluate_signalled(run):
         def signalled(*args):
             run.status.stop_reason = "SIGTERM"
-            return deal_rows(*args)
+            return pack_rows(*args)
 
         with monkeypatch.context() as patch:
-            patch.setattr(evaluation, "deal_rows", signalled)
+            patch.setattr(evaluation, "pack_rows", signalled)
             return evaluate(run)
 
     monkeypatch.setattr(train_fsdp_qlora, "evaluate", evaluate_signalled)
     code, out, err = begin("--eval_dataset", "rows.jsonl", "--eval_every", 0)
-    assert code == AGAIN and "evaluation after step 0: loss" in out
+    assert code == EXIT_RESUMABLE and "evaluation after step 0: loss" in out
     assert err.startswith("stopped: SIGTERM, after step 1; checkpoint-000001 is whole")
 
 
@@ -1263,7 +1263,7 @@ def test_directory_of_a_run_that_has_begun_is_never_removed(begin, tmp_path, mon
         run.status.stop_reason = "SIGTERM"
 
     at_step(2, monkeypatch, stop)
-    assert begin()[0] == AGAIN
+    assert begin()[0] == EXIT_RESUMABLE
     read_checkpoint(tmp_path / "run" / "checkpoint-000002")
 
 
@@ -1428,7 +1428,7 @@ def test_second_signal_ends_the_run_at_once(monkeypatch, capsys):
     assert left == [] and status.stop_reason == "SIGTERM"
     status.signal_time -= 4
     status.on_signal("SIGINT")
-    assert left == [(AGAIN, "SIGINT again; the same command resumes it")]
+    assert left == [(EXIT_RESUMABLE, "SIGINT again; the same command resumes it")]
 
 
 def test_hangup_under_nohup_is_not_heard():
@@ -1513,7 +1513,7 @@ def test_end_without_its_last_checkpoint_says_so(steps, stop_at, ends, begin, mo
     at_step(stop_at, monkeypatch, lambda run: setattr(run.status, "stop_reason", "SIGTERM"))
     code, out, err = begin()
     if stop_at:
-        assert (code, err) == (AGAIN, f"stopped: SIGTERM, after step {stop_at}; {ends}\n")
+        assert (code, err) == (EXIT_RESUMABLE, f"stopped: SIGTERM, after step {stop_at}; {ends}\n")
     else:
         assert code == 0 and f"but its adapter is; {ends}\n" in out, err
 
@@ -1529,7 +1529,7 @@ def test_evaluations_and_saves_extend_the_deadline_and_are_no_time_of_a_step(
     begin, tmp_path, monkeypatch, passed
 ):
     """Each takes 400 seconds, of the 600 that a deadline gives."""
-    deadlines, select = [], evaluation.make_bin
+    deadlines, select = [], evaluation.make_micro_batch
 
     def slow(name):
         function = getattr(train_fsdp_qlora, name)
@@ -1540,13 +1540,13 @@ def test_evaluations_and_saves_extend_the_deadline_and_are_no_time_of_a_step(
 
         monkeypatch.setattr(train_fsdp_qlora, name, work)
 
-    def watched(batch, micro_batch, rank, step_key, run):
+    def watched(batch, packed, rank, step_key, run):
         if step_key is None:  # of an evaluation
             deadlines.append(run.status.deadline - lifecycle.time.monotonic())
-        return select(batch, micro_batch, rank, step_key, run)
+        return select(batch, packed, rank, step_key, run)
 
     slow("evaluate"), slow("write_checkpoint")
-    monkeypatch.setattr(evaluation, "make_bin", watched)
+    monkeypatch.setattr(evaluation, "make_micro_batch", watched)
     code, _, err = begin("--eval_dataset", "rows.jsonl", "--eval_every", 2)
     assert code == 0, err
     assert len(deadlines) > 3 and min(deadlines) > 500

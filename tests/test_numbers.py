@@ -355,14 +355,20 @@ def small_runs(small_model, tmp_path_factory, run_jobs):
     cut = [*flags, "--max_steps", "6", "--save_every", "3", "--batch_size", "12"]
     cut += ["--compute_dtype", "float32"]
     same = [*flags, "--max_steps", "8", "--batch_size", "8"]
-    bins = {1: "300", 2: "80", 4: "80"}  # the longest row has 71
+    micro_batches = {1: "300", 2: "80", 4: "80"}  # the longest row has 71
 
     def make(nproc):
         jobs = {}
         if nproc != 3:
             for dtype in "float32", "bfloat16":
                 jobs[f"{dtype}-{nproc}"] = {
-                    "argv": [*same, "--compute_dtype", dtype, "--micro_batch_tokens", bins[nproc]]
+                    "argv": [
+                        *same,
+                        "--compute_dtype",
+                        dtype,
+                        "--micro_batch_tokens",
+                        micro_batches[nproc],
+                    ]
                 }
         if nproc == 2:
             jobs["whole-2"] = {"argv": cut}
@@ -397,9 +403,9 @@ def test_same_losses_whatever_the_processes_and_bins(dtype, bar, nproc, small_ru
     gaps = [abs(a["loss"] - b["loss"]) / a["loss"] for a, b in zip(first, run, strict=True)]
     print(f"{dtype} {nproc}: largest gap {max(gaps):.1e}")
     assert max(gaps) <= bar, gaps
-    for key in "learnt_tokens", "tokens", "rows":
+    for key in "trainable_tokens", "tokens", "rows":
         assert [r[key] for r in run] == [r[key] for r in first]
-    assert any(a["bins"] != b["bins"] for a, b in zip(first, run))
+    assert any(a["micro_batches"] != b["micro_batches"] for a, b in zip(first, run))
 
 
 def saved_state(checkpoint):
@@ -498,7 +504,7 @@ def test_resumed_run_equals_the_uninterrupted_one(
     assert expected.keys() == got.keys() and len(got) == 2 * 7 * 2
     assert all(torch.equal(expected[k], got[k]) for k in got)
     assert any(v.abs().max() > 0 for k, v in got.items() if "lora_B" in k)
-    for key in "step", "loss", "grad_norm", "learning_rate", "tokens", "bins":
+    for key in "step", "loss", "grad_norm", "learning_rate", "tokens", "micro_batches":
         assert [r[key] for r in resumed] == [r[key] for r in whole]
 
 

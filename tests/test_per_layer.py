@@ -25,7 +25,7 @@ from test_released import CONFIGS
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
 import merge_adapters
-from fsdp_qlora.model.layer import make_layouts
+from fsdp_qlora.model.layer import make_layer_specs
 from fsdp_qlora.model.per_layer import per_layer_inputs
 from fsdp_qlora.planner.costs import predict_memory
 from fsdp_qlora.planner.plan import Plan
@@ -184,11 +184,11 @@ def test_run_evaluates_resumes_and_merges_to_what_peft_gives(
 def test_plan_counts_tables_and_shared_keys_and_values(name, width, hidden, lent, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
     arch = describe_model(AutoConfig.from_pretrained(tmp_path))
-    layouts = make_layouts(arch, arch.adapted(["all-linear"]), Config(model=name))
+    layouts = make_layer_specs(arch, arch.adapted(["all-linear"]), Config(model=name))
     plan = Plan(
         compute_dtype="bfloat16", n_layers=arch.n_layers, shard_group_size=2,
-        reshard_after_forward=True, bin_tokens=1024, recomputed=0, keep_middle=False,
-        hold_weights=False, offload_activations=False, offload_params=False)  # fmt: skip
+        reshard_after_forward=True, micro_batch_tokens=1024, recomputed=0, save_mid_residual=False,
+        reuse_dequantized=False, offload_activations=False, offload_params=False)  # fmt: skip
     on_gpu, on_host = (
         predict_memory(dataclasses.replace(plan, embedding_on_host=flag), arch, layouts)
         for flag in (False, True))

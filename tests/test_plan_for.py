@@ -11,9 +11,9 @@ import torch
 from conftest import ROOT, one_process
 from test_benchmarks import bench
 
-from fsdp_qlora.lora.adapter import choose_adapted
-from fsdp_qlora.model.layer import make_layouts
-from fsdp_qlora.planner.cards import CARDS, card_machine, parse_cards
+from fsdp_qlora.lora.adapter import resolve_target_modules
+from fsdp_qlora.model.layer import make_layer_specs
+from fsdp_qlora.planner.gpu_specs import CARDS, card_machine, parse_cards
 from fsdp_qlora.planner.machine import rounded
 from fsdp_qlora.planner.plan import Workload, choose_plan
 from fsdp_qlora.pretrained.hub import read_model_config
@@ -74,7 +74,7 @@ def test_plan_is_that_of_a_run_there(directory):
     with one_process():
         _, plan, limit = plan_elsewhere(config)
     config, _, arch = read_model_config(path, dataclasses.replace(config, random_weights=True))
-    layouts = make_layouts(arch, choose_adapted(arch, config, "")[1], config)
+    layouts = make_layer_specs(arch, resolve_target_modules(arch, config, "")[1], config)
     workload = Workload(
         tokens=32 * 1024, longest=1024, mean_document_tokens=1024, uneven=False, world_size=4,
         device=torch.device("cuda"), why_no_capture=plan.why_no_graphs)  # fmt: skip

@@ -27,15 +27,15 @@ from test_step import ALPHA, RANK, load_reference
 from transformers import PreTrainedTokenizerFast
 
 import train_fsdp_qlora
-from fsdp_qlora.data.bins import deal_rows
+from fsdp_qlora.data.packing import pack_rows
 from fsdp_qlora.data.encode import both_tokenizers, encode_pieces, tokenize
 from fsdp_qlora.data.prepare import prepare_data, prepare_rows
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.data.sources import RefusedRow, find_pieces
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.data.preferences import parse_preference
-from fsdp_qlora.model.loss import LOSSES, Answers, Loss, bin_objective
-from fsdp_qlora.ranks import Stop
+from fsdp_qlora.model.loss import LOSSES, Answers, Loss, micro_batch_loss
+from fsdp_qlora.ranks import RunError
 from fsdp_qlora.run.status import Status
 from fsdp_qlora.training import evaluation, reference
 from fsdp_qlora.training.reference import read_reference, tensor_digest, write_reference
@@ -83,13 +83,13 @@ def write_preferences(directory, name, n, seed):
     """n questions with answers of 1 to 40 words, a few longer than --max_seq_len: pairs in
     <name>.jsonl, and one judged answer of each in <name>_judged.jsonl."""
     draw, words = random.Random(seed), "what is the answer to this plus minus times 1 2 3".split()
-    pairs, judged = [], []
+    pairs, unpaired = [], []
     for i in range(n):
         text = [" ".join(draw.choices(words, k=draw.randint(1, k))) for k in (9, 40, 40)]
         pairs.append({"prompt": f"{text[0]}\n", "chosen": text[1], "rejected": text[2]})
-        judged.append({"prompt": f"{text[0]}\n", "completion": text[1], "label": i % 3 > 0})
+        unpaired.append({"prompt": f"{text[0]}\n", "completion": text[1], "label": i % 3 > 0})
     write_jsonl(directory / f"{name}.jsonl", pairs)
-    write_jsonl(directory / f"{name}_judged.jsonl", judged)
+    write_jsonl(directory / f"{name}_judged.jsonl", unpaired)
 
 
 @pytest.fixture(scope="module")
@@ -109,8 +109,8 @@ def base(tmp_path_factory, tiny_model):
 
 
 def data_flags(loss):
-    judged = "_judged" * (loss == "kto")
-    return ["--dataset", f"rows{judged}.jsonl", "--eval_dataset", f"eval{judged}.jsonl"]
+    unpaired = "_judged" * (loss == "kto")
+    return ["--dataset", f"rows{unpaired}.jsonl", "--eval_dataset", f"eval{unpaired}.jsonl"]
 
 
 @pytest.fixture(scope="module")
@@ -243,16 +243,16 @@ class Reference:
 
     def of_rows(self, name, file, which, started=False, prefix=""):
         """Of the rows of a file with these numbers; without a prefix also the gradients."""
-        judged = "_judged" * (name == "kto")
-        rows = documents_of(self.base / f"{file}{judged}.jsonl", self.tokenizer)
+        unpaired = "_judged" * (name == "kto")
+        rows = documents_of(self.base / f"{file}{unpaired}.jsonl", self.tokenizer)
         before = self.before(rows, started)
-        mismatched = mismatch(rows, self.length) if judged else rows
+        mismatched = mismatch(rows, self.length) if unpaired else rows
         before_mismatched = self.before(mismatched, started)
         self.load(self.base / "now.safetensors")
         with torch.no_grad():
             now = self.logps([mismatched[i] for i in which])
         kl = (now - before_mismatched[which]).mean().clamp(min=0)
-        good = torch.tensor([[i % 3 > 0] if judged else [True, False] for i in which])
+        good = torch.tensor([[i % 3 > 0] if unpaired else [True, False] for i in which])
         with torch.set_grad_enabled(not prefix):
             found = self.metrics(name, [rows[i] for i in which], before[which], kl,
                                  good.to(DEVICE), prefix)  # fmt: skip
@@ -289,7 +289,7 @@ def test_loss_rewards_and_gradients_equal_the_reference(nproc, name, results, ex
     assert len(got["reference"]) == (0 if loss in ("simpo", "orpo") else len(want["reference"]))
     assert 0 < want["rewards/accuracies"] <= 1
     if "split" in name and loss != "kto":  # no bin holds two documents of full length
-        assert got["bins"] >= 2 * 4
+        assert got["micro_batches"] >= 2 * 4
     assert {float(want[key].norm() > 0) for key in want if "lora" in key} == {1.0}
     assert loss != "kto" or max(want["kl"], want["eval_kl"]) > 0.1
 
@@ -299,15 +299,19 @@ def test_answers_of_a_pair_may_be_in_bins_of_two_ranks():
     draw = random.Random(1)
     lengths = [draw.randint(1, 64) for _ in range(80)]
     for processes, tokens in (1, 128), (2, 64), (2, 300), (3, 64), (4, 1000):
-        dealt = deal_rows(lengths, processes, tokens, 2)
-        assert sorted(i for bins in dealt for bin in bins for i in bin) == list(range(80))
-        for bins in dealt:
-            assert len(bins) == processes
-            assert all(sum(lengths[i] for i in bin) <= tokens for bin in bins)
-            together = {i for bin in bins for i in bin}
-            assert together == {i ^ 1 for i in together}
-    apart = [i for bins in deal_rows(lengths, 2, 64, 2) for bin in bins for i in bin
-             if i ^ 1 not in bin]  # fmt: skip
+        dealt = pack_rows(lengths, processes, tokens, 2)
+        assert sorted(
+            i for micro_batches in dealt for micro_batch in micro_batches for i in micro_batch
+        ) == list(range(80))
+        for micro_batches in dealt:
+            assert len(micro_batches) == processes
+            assert all(
+                sum(lengths[i] for i in micro_batch) <= tokens for micro_batch in micro_batches
+            )
+            documents = {i for micro_batch in micro_batches for i in micro_batch}
+            assert documents == {i ^ 1 for i in documents}
+    apart = [i for packed in pack_rows(lengths, 2, 64, 2) for documents in packed
+             for i in documents if i ^ 1 not in documents]  # fmt: skip
     assert len(apart) > 40
 
 
@@ -361,7 +365,7 @@ def test_loss_and_rewards_of_one_pair(loss):
                       kl=value_of_all, rows_per_token=value_of_all)  # fmt: skip
     sums = [3.0, 9.0, 5.0, 0.0] if kind.trains_prompt else [3.0, 5.0]
     with one_process():
-        got, metrics = bin_objective(torch.tensor(sums, dtype=torch.float64),
+        got, metrics = micro_batch_loss(torch.tensor(sums, dtype=torch.float64),
                                      types.SimpleNamespace(answers=answers), config)  # fmt: skip
     assert float(got) == pytest.approx(value, rel=1e-7)
     assert metrics[:3].tolist() == pytest.approx([value, *rewards], rel=1e-7)
@@ -381,9 +385,11 @@ def test_rows_that_pad_a_graph_count_nowhere(loss):
     for n in 0, 3:
         padded = (F.pad(tensor, (0, 0, 0, n)) for tensor in answers)
         value = torch.tensor(0.5, dtype=torch.float64)
-        bin = types.SimpleNamespace(answers=Answers(*padded, kl=value, rows_per_token=value))
+        micro_batch = types.SimpleNamespace(
+            answers=Answers(*padded, kl=value, rows_per_token=value)
+        )
         with one_process():
-            found.append(bin_objective(sums, bin, config))
+            found.append(micro_batch_loss(sums, micro_batch, config))
     for one, another in zip(*found):
         assert torch.equal(one, another)
 
@@ -472,8 +478,8 @@ def test_runs_end_alike(name, trained, read_metrics):
         assert torch.equal(got[key], value) or not is_same, key
     records = [read_metrics(path) for path in runs]
     assert [r["step"] for r in records[0]] == [r["step"] for r in records[1]]
-    changing = {"seconds", "eval_seconds", "tokens_per_second_per_gpu", "bins", "peak_memory_gib",
-                "bins_full"}  # fmt: skip
+    changing = {"seconds", "eval_seconds", "tokens_per_second_per_gpu", "micro_batches",
+                "peak_memory_gib", "packing_efficiency"}  # fmt: skip
     for one, another in zip(*records):
         if one["step"] < 2:  # rewards differ by rounding alone, and which is larger is chance
             changing = {*changing, "rewards/accuracies", "eval_rewards/accuracies"}
@@ -960,7 +966,7 @@ def test_rows_of_another_loss_or_label_are_other_rows(tokenizer, tmp_path):
     with one_process():
         rows, *_ = prepare_rows(*settings, loss="kto")
         assert rows.digests[0] != rows.digests[1]
-        with pytest.raises(Stop, match="or train such rows by --loss kto"):
+        with pytest.raises(RunError, match="or train such rows by --loss kto"):
             prepare_rows(*settings, loss="dpo")
 
 
@@ -994,7 +1000,7 @@ def test_an_answer_without_a_prompt_has_room_after_another_one():
     other = rows.mismatch(seed=0, max_tokens=9)
     for i in range(2):
         ids, labels = other.tokens(i)
-        assert (labels[1:] != IGNORE).sum() <= other.n_trained[i]
+        assert (labels[1:] != IGNORE).sum() <= other.n_trainable_tokens[i]
     assert other.tokens(1)[1].tolist() == [IGNORE, IGNORE, 5, 6, 7]
 
 

@@ -143,8 +143,8 @@ def test_exit_codes_are_documented():
     (table,) = tables("| code | what happened |")
     cells = " ".join(re.findall(r"^\| ([\d, ]+) \|", table, re.M))
     assert {int(code) for code in re.findall(r"\d+", cells)} == {
-        0, *ranks.EXITS.values(), ranks.AGAIN, ranks.DISK, ranks.DIVERGED, ranks.OUT_OF_MEMORY,
-        ranks.FROZEN, ranks.BUG}  # fmt: skip
+        0, *ranks.EXITS.values(), ranks.EXIT_RESUMABLE, ranks.DISK, ranks.DIVERGED,
+        ranks.OUT_OF_MEMORY, ranks.EXIT_STEP_TIMEOUT, ranks.EXIT_BUG}  # fmt: skip
 
 
 @pytest.fixture
@@ -369,10 +369,10 @@ def example_rows():
 def test_example_rows_are_trained(name, row, is_preference, demo_directory):
     tokenizer = chat_tokenizer(demo_directory, CHATML)
     losses = [loss for loss, kind in LOSSES.items() if kind.function] if is_preference else ["sft"]
-    is_judged = bool(row.keys() & {*LABELS})
+    is_unpaired = bool(row.keys() & {*LABELS})
     for loss in losses:
         error, form, documents, _ = try_row(row, tokenizer, (), loss)
-        if is_judged and loss != "kto":
+        if is_unpaired and loss != "kto":
             assert isinstance(error, ValueError)
             continue
         assert error is None and documents, (loss, error)
@@ -416,7 +416,7 @@ def test_types_of_models_are_those_of_transformers():
 def test_records_of_a_family_have_the_fields_shown():
     """In the table of how to add one: `Record`: `field`, of Family."""
     (table,) = tables("| the family has | record, and the field of `Family` that holds it |")
-    fields = {f.name: str(f.type) for record in (architecture.Family, architecture.Mixture)
+    fields = {f.name: str(f.type) for record in (architecture.Family, architecture.MoE)
               for f in dataclasses.fields(record)}  # fmt: skip
     seen = 0
     for row in table.splitlines()[2:]:

@@ -20,10 +20,10 @@ from families import TINY
 from test_layer import Pair, adapter_values, make_model, make_plan
 
 import fsdp_qlora
-from fsdp_qlora.data.bins import make_bin
+from fsdp_qlora.data.packing import make_micro_batch
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.model import (
-    attention, elementwise, experts, head, latent, mixers, per_layer, products, recurrence,
+    attention, elementwise, experts, head, lora_matmul, mixers, mla, per_layer, recurrence,
     residual, router)
 from fsdp_qlora.model.elementwise import LimitedActivation, ScaledActivation
 from fsdp_qlora.model.layer import LayerWork
@@ -34,7 +34,7 @@ from fsdp_qlora.training.check import plain_run, random_reference
 from train_fsdp_qlora import Config
 
 N, WIDTH, HEADS = 96, 128, 4
-MIXTURES = [name for name, make in TINY.items() if describe_model(make(320)).mixture]
+MIXTURES = [name for name, make in TINY.items() if describe_model(make(320)).moe]
 
 
 def draw(*shape, seed=0):
@@ -210,16 +210,16 @@ def attention_cases():
 
 def latent_cases():
     arch = arch_of("deepseek_v3")
-    mla, heads = arch.mla, arch.n_heads
-    cos, sin = COS[:, : mla.rope // 2], SIN[:, : mla.rope // 2]
-    turns = [turn[:, : mla.rope // 2] for turn in TURNS]
-    linears = [draw(N, heads * (mla.nope + mla.rope)), draw(N, heads * (mla.nope + mla.value)),
-               draw(N, mla.rope)]
-    grads = [draw(N, heads, mla.nope + mla.rope, seed=seed) for seed in range(3)]
-    yield latent.latent_heads, *linears, cos, sin, None, arch, 24
-    yield latent.latent_heads, *linears, *turns, TEMPERATURE, arch, 24
+    sizes, heads = arch.mla, arch.n_heads
+    cos, sin = COS[:, : sizes.rope // 2], SIN[:, : sizes.rope // 2]
+    turns = [turn[:, : sizes.rope // 2] for turn in TURNS]
+    linears = [draw(N, heads * (sizes.nope + sizes.rope)), draw(N, heads * (sizes.nope + sizes.value)),
+               draw(N, sizes.rope)]
+    grads = [draw(N, heads, sizes.nope + sizes.rope, seed=seed) for seed in range(3)]
+    yield mla.latent_heads, *linears, cos, sin, None, arch, 24
+    yield mla.latent_heads, *linears, *turns, TEMPERATURE, arch, 24
     for temperature in None, TEMPERATURE:
-        yield latent.latent_heads_backward, *grads, cos, sin, temperature, arch
+        yield mla.latent_heads_backward, *grads, cos, sin, temperature, arch
 
 
 def head_cases():
@@ -311,16 +311,18 @@ def as_stored(value, dtype):
     return value if dtype == torch.bfloat16 else value.float() / 3
 
 
-def work_of(tensors, bin):
-    return types.SimpleNamespace(layer=types.SimpleNamespace(small_tensors=tensors), bin=bin)
+def work_of(tensors, micro_batch):
+    return types.SimpleNamespace(
+        layer=types.SimpleNamespace(small_tensors=tensors), batch=micro_batch
+    )
 
 
 def mixer_states(function, mixer, tensors, projected, out):
     """What a mixer gives the kernel of its state, and what it makes of the kernel's `out`."""
     seen = []
-    bin = types.SimpleNamespace(position_ids=POSITIONS, kernels={
+    micro_batch = types.SimpleNamespace(position_ids=POSITIONS, kernels={
         "recurrence": lambda *args: seen.extend(args[:-1]) or out})
-    mixed = function(work_of(tensors, bin), projected, mixer)
+    mixed = function(work_of(tensors, micro_batch), projected, mixer)
     return [*seen, mixed]
 
 
@@ -411,19 +413,21 @@ def bf16_work(name, **settings):
     pair = Pair(name, **settings)
     model = pair.make(make_plan(pair.arch.n_layers, compute_dtype="bfloat16"))
     adapter_values(model, pair.values)
-    layer, bin = model.layers[0], types.SimpleNamespace(dropout_keys=None)
-    return [(fused, LayerWork(layer, bin, backward=True)) for fused in layer.layout.fused_linears]
+    layer, micro_batch = model.layers[0], types.SimpleNamespace(dropout_keys=None)
+    return [
+        (fused, LayerWork(layer, micro_batch, backward=True)) for fused in layer.spec.fused_linears
+    ]
 
 
 def test_adapters_gradients_are_summed_in_fp32():
     """Of several parts of a batch."""
     for fused, work in bf16_work("llama"):
-        want_a, want_b, scaling = 0, dict.fromkeys(fused.adapted, 0), work.layout.scaling
+        want_a, want_b, scaling = 0, dict.fromkeys(fused.adapted, 0), work.spec.scaling
         for seed in range(3):
             x, grad = draw(N, fused.in_features, seed=seed), draw(N, fused.out_features, seed=seed)
             columns = draw(N, fused.padded_columns, seed=seed)
-            _, grad_d = products.product_backward(work, fused, columns, grad, x)
-            products.add_a_gradient(work, fused, x, grad_d)
+            _, grad_d = lora_matmul.lora_matmul_backward(work, fused, columns, grad, x)
+            lora_matmul.add_a_gradient(work, fused, x, grad_d)
             of_b = work.weight(fused)[:, fused.in_features :].double()
             check_rounding(grad_d, (grad.double() @ of_b)[:, : fused.n_columns], "d")
             want_a = want_a + scaling * grad_d.double().t() @ x.double()
@@ -438,13 +442,13 @@ def test_adapters_gradients_are_summed_in_fp32():
 def test_doras_norms_and_magnitudes_are_fp32():
     for fused, work in bf16_work("llama", adapter="dora"):
         weight, n_in = work.weight(fused), fused.in_features
-        factor, norm = products.dora_factors(work, fused, weight)
+        factor, norm = lora_matmul.dora_factors(work, fused, weight)
         x, grad = torch.eye(n_in).bfloat16(), draw(n_in, fused.out_features)  # picks columns of W
-        products.product_backward(work, fused, x.new_zeros(n_in, fused.padded_columns), grad, x)
+        lora_matmul.lora_matmul_backward(work, fused, x.new_zeros(n_in, fused.padded_columns), grad, x)
         a, weight = work.adapter[fused.lora_a].view(-1, n_in).double(), weight[:, :n_in].double()
         for place in fused.adapted:
             b, rows = work.adapter[place.lora_b].view(-1, fused.lora_rank).double(), place.outputs
-            of_rows = (weight[rows] + work.layout.scaling * b @ a[place.columns]).norm(dim=1)
+            of_rows = (weight[rows] + work.spec.scaling * b @ a[place.columns]).norm(dim=1)
             sums = (grad[:, rows].double() * weight[rows].t()).sum(0) / of_rows
             check_rounding(norm[rows], of_rows, "norms")
             check_rounding(factor[rows], work.layer.adapter[place.magnitude] / of_rows, "factors")
@@ -452,25 +456,25 @@ def test_doras_norms_and_magnitudes_are_fp32():
 
 
 @pytest.mark.parametrize("name", [
-    name for name in MIXTURES if not describe_model(TINY[name](320)).mixture.rounded_scores])
+    name for name in MIXTURES if not describe_model(TINY[name](320)).moe.rounded_scores])
 def test_gradient_through_a_router_is_rounded_for_its_product(name):
     arch = describe_model(TINY[name](320))
-    mixture, kind = arch.mixture, arch.layer_kinds[arch.layer_routed.index(True)]
+    moe, kind = arch.moe, arch.layer_kinds[arch.layer_routed.index(True)]
     tensors = {key: draw(*shape) for key, shape in arch.small_tensors(kind).items()}
     work = types.SimpleNamespace(arch=arch, layer=types.SimpleNamespace(small_tensors=tensors))
-    x, grad = (0.2 * draw(N, arch.hidden_size)).bfloat16(), draw(N, mixture.top_k).float() / 3
+    x, grad = (0.2 * draw(N, arch.hidden_size)).bfloat16(), draw(N, moe.top_k).float() / 3
     routing = router.route(work, x)
     got = router.route_backward(work, routing, grad, x)
     logits = routing.scores.double()  # such that these are their scores
-    logits = (logits.logit() if mixture.scores == "sigmoid" else logits.log()).requires_grad_()
-    scores = logits.sigmoid() if mixture.scores == "sigmoid" else logits.softmax(-1)
-    weights = router.chosen_weights(scores, routing.chosen, mixture)[0]
+    logits = (logits.logit() if moe.scores == "sigmoid" else logits.log()).requires_grad_()
+    scores = logits.sigmoid() if moe.scores == "sigmoid" else logits.softmax(-1)
+    weights = router.chosen_weights(scores, routing.chosen, moe)[0]
     weights = weights * router.weight_factor(work, routing.chosen)
     (exact,) = torch.autograd.grad(weights, logits, grad.double())
-    exact = exact if mixture.fp32_router else exact.bfloat16().double()
-    exact = exact @ tensors[f"{mixture.router}.weight"].double()
-    if mixture.norms:
-        scale = tensors[mixture.norms.router_scale]
+    exact = exact if moe.fp32_router else exact.bfloat16().double()
+    exact = exact @ tensors[f"{moe.router}.weight"].double()
+    if moe.norms:
+        scale = tensors[moe.norms.router_scale]
         exact = router.router_norm_backward(exact.bfloat16(), x.float(), scale, arch.norm_eps)
     check_rounding(got, exact, name)
 
@@ -478,12 +482,12 @@ def test_gradient_through_a_router_is_rounded_for_its_product(name):
 def test_correction_of_scores_is_as_exact_as_in_the_files():
     """Scores are the same for all experts here, and what is added has but one value in bf16."""
     arch = describe_model(TINY["minimax_m2"](320))
-    mixture, kind = arch.mixture, arch.layer_kinds[0]
+    moe, kind = arch.moe, arch.layer_kinds[0]
     tensors = {key: 0 * draw(*shape) for key, shape in arch.small_tensors(kind).items()}
-    tensors[mixture.correction] = torch.linspace(1, 1.001, mixture.n_experts)
+    tensors[moe.correction] = torch.linspace(1, 1.001, moe.n_experts)
     work = types.SimpleNamespace(arch=arch, layer=types.SimpleNamespace(small_tensors=tensors))
     chosen = router.route(work, draw(N, arch.hidden_size)).chosen
-    want = torch.arange(mixture.n_experts)[-mixture.top_k :]
+    want = torch.arange(moe.n_experts)[-moe.top_k :]
     assert torch.equal(chosen.sort()[0], want.expand(N, -1))
 
 
@@ -506,11 +510,13 @@ def test_gradients_of_experts_are_fp32(name, monkeypatch):
     for i, layer in enumerate(model.layers):
         layer.adapter.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(i))
     ids = torch.arange(3, 48)
-    bin = make_bin(rows_of([(ids, ids)]), [[0]], 0, torch.tensor(0), plain_run(model))
-    model(bin).sum().backward()
+    micro_batch = make_micro_batch(
+        rows_of([(ids, ids)]), [[0]], 0, torch.tensor(0), plain_run(model)
+    )
+    model(micro_batch).sum().backward()
     assert len(seen) == arch.layer_routed.count(True) and all(map(has_fp32_values, seen))
     for layer in model.layers:
-        for (linear, key), (where, _) in layer.layout.adapter_parts().items():
+        for (linear, key), (where, _) in layer.spec.adapter_parts().items():
             grad = layer.adapter.grad[where]
             assert has_fp32_values(grad) or not grad.any(), (linear, key)
 
@@ -529,11 +535,11 @@ def test_slope_of_a_shared_experts_gate_is_rounded_once():
     model = make_model(small, arch, tensors, Config(model="m", target_modules=("o_proj",)), plan)
     layer = model.layers[arch.layer_routed.index(True)]
     x, out, grad = (draw(N, arch.hidden_size, seed=seed) for seed in range(3))
-    bin = types.SimpleNamespace(dropout_keys=None, n_unpadded=torch.tensor([N]))
-    _, kept = layer.layout.mlp.forward(LayerWork(layer, bin), x, x)
+    micro_batch = types.SimpleNamespace(dropout_keys=None, n_unpadded=torch.tensor([N]))
+    _, kept = layer.spec.mlp.forward(LayerWork(layer, micro_batch), x, x)
     factor, kept.shared_out = kept.shared_factor.double(), out
-    work = LayerWork(layer, bin, backward=True)
-    got = layer.layout.mlp._shared_backward(work, kept, grad)
+    work = LayerWork(layer, micro_batch, backward=True)
+    got = layer.spec.mlp._shared_backward(work, kept, grad)
     sums = (grad.double() * out.double()).sum(-1, keepdim=True)
     check_rounding(got[:, :1], sums * factor * (1 - factor), "slope")
     assert not got[:, 1:].any()
@@ -546,15 +552,15 @@ def test_losses_of_documents_are_fp64_and_their_gradient_is_weighed_in_fp32():
     model = types.SimpleNamespace(
         arch=arch, head=weight, norm=torch.ones(64).bfloat16(), norm_bias=None, shards=1, shard=0,
         own_rows=range(320))  # fmt: skip
-    bin = types.SimpleNamespace(labels=labels, trained_at=torch.arange(N),
+    micro_batch = types.SimpleNamespace(labels=labels, trained_at=torch.arange(N),
                                 loss_bounds=torch.tensor([0, 30, N]))  # fmt: skip
     x = x.requires_grad_()
-    weights, sums = torch.tensor([1 / 3, 0.7]), head.HeadLoss.apply(x, model, bin)
+    weights, sums = torch.tensor([1 / 3, 0.7]), head.LinearCrossEntropy.apply(x, model, micro_batch)
     normed = elementwise.norm_of(x.detach(), model.norm, arch.final_norm_kind, arch.norm_eps)
     each = F.cross_entropy((normed @ weight.t()).double(), labels, reduction="none")
     want = torch.stack([part.sum() for part in each.split([30, N - 30])])
     torch.testing.assert_close(sums.detach(), want, rtol=1e-6, atol=0)
     (grad,) = torch.autograd.grad(sums, x, weights.double())
-    (of_one,) = torch.autograd.grad(head.HeadLoss.apply(x, model, bin).sum(), x)
+    (of_one,) = torch.autograd.grad(head.LinearCrossEntropy.apply(x, model, micro_batch).sum(), x)
     of_tokens = weights.repeat_interleave(torch.tensor([30, N - 30]))
     check_rounding(grad, of_one.float() * of_tokens[:, None], "gradient")

@@ -22,9 +22,9 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, PreTrainedTokenizerFast, BitsAndBytesConfig
 
 from fsdp_qlora.model.elementwise import N_SITES, drop
-from fsdp_qlora.hashing import mix
+from fsdp_qlora.hashing import hash_ints
 from fsdp_qlora.pretrained.config import describe_model
-from fsdp_qlora.model.layer import make_layouts
+from fsdp_qlora.model.layer import make_layer_specs
 from fsdp_qlora.run.flags import resolve_steps
 from train_fsdp_qlora import Config, learning_rate, make_optimizer
 
@@ -196,7 +196,7 @@ class Vector:
             x.name for x in arch.all_linears()
             if targets == ("all-linear",) or x.name.split(".")[-1] in targets
         ]  # fmt: skip
-        layout = make_layouts(arch, adapted, config)[0]  # those of all layers are alike
+        layout = make_layer_specs(arch, adapted, config)[0]  # those of all layers are alike
         self.params = {
             n.replace(".default", "").replace("vector.weight", "vector"): p
             for n, p in model.named_parameters() if p.requires_grad
@@ -242,7 +242,7 @@ class Vector:
 
 def token_keys(step, row, n):
     """What the dropout of a row's tokens follows from: seed 0, the step, the row's place in it."""
-    return mix(mix(mix(torch.tensor(step)) + row) + torch.arange(n))
+    return hash_ints(hash_ints(hash_ints(torch.tensor(step)) + row) + torch.arange(n))
 
 
 @pytest.fixture(scope="module")
@@ -320,7 +320,7 @@ def test_speed_is_per_gpu(nproc, runs, read_metrics):
     for row in read_metrics(runs(nproc, "lora", next(iter(RUNS[nproc, "lora"])))):
         tokens = row["tokens_per_second_per_gpu"] * row["seconds"] * nproc
         assert tokens == pytest.approx(row["tokens"], rel=1e-9) and row["tokens"] > 20
-        assert 0.5 < row["bins_full"] <= 1  # of the bins of all ranks
+        assert 0.5 < row["packing_efficiency"] <= 1  # of the bins of all ranks
 
 
 def test_tensorboard_has_the_same_numbers_at_the_same_steps(runs, read_metrics):

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import house
 import train_fsdp_qlora
 from fsdp_qlora.run.checkpoints import sharded_state
-from fsdp_qlora.data.bins import make_bin
+from fsdp_qlora.data.packing import make_micro_batch
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.run.demo import write_demo
@@ -36,7 +36,7 @@ from fsdp_qlora.quant.blocks import NF4Blocks
 from fsdp_qlora.quant.nf4 import dequantise
 from fsdp_qlora.model.offload import pinned_copy
 from fsdp_qlora.ranks import all_gather, on_rank_0
-from fsdp_qlora.model.head import HeadLoss, best_tokens, embed, shard_range
+from fsdp_qlora.model.head import LinearCrossEntropy, best_tokens, embed, shard_range
 from fsdp_qlora.training.samples import sample_answers, write_answers
 
 from minimal_runs import minimal  # noqa: F401 - a case
@@ -59,12 +59,12 @@ def training(job, process, model, flags, look):
 
     directory = on_rank_0(prepare)
 
-    def run_steps(run, done):
+    def training_loop(run, done):
         seen.update(look(run))
         (run.directory / "metrics.jsonl").touch()  # of no steps
         return []
 
-    house.replace("run_steps", run_steps)
+    house.replace("training_loop", training_loop)
     dataset = job.get("dataset", f"{job['out']}.jsonl")
     argv = ["--model", model, "--dataset", dataset, "--output_dir", directory, *flags]
     train_fsdp_qlora.train(house.parse_config([str(arg) for arg in argv]), *process)
@@ -84,7 +84,7 @@ def quantized(job, process):
         for i, layer in enumerate(run.model.layers):
             with gathered(layer):
                 no_adapter = layer.vectors.new_zeros(len(layer.adapter))
-                for fused in layer.layout.fused_linears:
+                for fused in layer.spec.fused_linears:
                     weight = dequantise(layer, fused, no_adapter)
                     for place in fused.places:
                         name = f"model.layers.{i}.{place.linear.name}"
@@ -120,7 +120,7 @@ def evaluations(job, process):
         for layer in run.model.layers:
             layer.set_reshard_after_forward(False)
         losses = [train_fsdp_qlora.evaluate(run)["eval_loss"]]
-        run.probe.states(run)
+        run.merge_check.states(run)
         with torch.no_grad():
             run.adapter.weights += 0.1
         return {"losses": torch.tensor([*losses, train_fsdp_qlora.evaluate(run)["eval_loss"]])}
@@ -135,8 +135,8 @@ def samples(job, process):
     def alone(run, prompt, n):
         ids = list(prompt)
         for _ in range(n):
-            bin = make_bin(rows_of([(ids, ids)]), [[0]], 0, None, run)
-            ids += best_tokens(run.model, run.model(bin, wants_loss=False)[-1:]).tolist()
+            micro_batch = make_micro_batch(rows_of([(ids, ids)]), [[0]], 0, None, run)
+            ids += best_tokens(run.model, run.model(micro_batch, wants_loss=False)[-1:]).tolist()
         return ids[len(prompt) :]
 
     @torch.no_grad()
@@ -155,7 +155,7 @@ def samples(job, process):
                            write_answers(run, prompts, closing, math.inf))[1]}
         run.status.stop_reason = None
         out["n_unasked"] = [len(sample_answers(run, pace)) for pace in (1e6, 1e-9, None)]
-        n = [min(job["n"], run.plan.bin_tokens - len(prompt)) for prompt in prompts]
+        n = [min(job["n"], run.plan.micro_batch_tokens - len(prompt)) for prompt in prompts]
         out |= {f"whole {i}": ids for i, ids in enumerate(whole)}
         out |= {f"cut {i}": ids for i, ids in enumerate(cut)}
         out |= {f"alone {i}": alone(run, *pair) for i, pair in enumerate(zip(prompts, n))}
@@ -181,7 +181,7 @@ def vocabulary(job, process):
         mine = slice(rank * 17, (rank + 1) * 17)
         x, labels, ids = (t[mine].to(run.device) for t in (x, labels, ids))
         trained_at = torch.arange(17, device=run.device).flip(0)  # of tokens in any order
-        bin = types.SimpleNamespace(
+        micro_batch = types.SimpleNamespace(
             labels=labels[trained_at], trained_at=trained_at,
             loss_bounds=torch.tensor([0, 5, 17, 17], device=run.device))
         chunk_bytes, row = house.get("CHUNK_BYTES"), 4 * model.arch.vocab_size
@@ -191,7 +191,7 @@ def vocabulary(job, process):
             model.head = own_head * (1000 if chunk == "large" else 1)
             embedded = embed(model, ids)
             local = x.clone().requires_grad_()
-            loss = HeadLoss.apply(local, model, bin)
+            loss = LinearCrossEntropy.apply(local, model, micro_batch)
             (grad,) = torch.autograd.grad(loss.sum() * 0.25, local)
             gather = lambda t: all_gather(t, model.group)  # noqa: E731
             out[f"{chunk}/embedded"] = gather(embedded).flatten(0, 1)
@@ -291,7 +291,7 @@ def optimizer(job, process):
         house.replace("optimizer_step", watched)
         for step in range(1, job["steps"] + 1):
             train_fsdp_qlora.train_step(run, step)
-        out["n_adapter"] = torch.tensor(run.model.layers[0].layout.n_adapter)
+        out["n_adapter"] = torch.tensor(run.model.layers[0].spec.n_adapter)
         return out
 
     return training(job, process, job["model"], sharded(*job["flags"]), look)
@@ -304,8 +304,8 @@ def resumed(job, process):
     """The optimizer's state as a resumed run goes on with it: each layer's whole, unpadded."""
     out = {}
 
-    def run_steps(run, done):
-        adapter, n = run.adapter, run.model.layers[0].layout.n_adapter
+    def training_loop(run, done):
+        adapter, n = run.adapter, run.model.layers[0].spec.n_adapter
         for key, value in sharded_state(run.optimizer).items():
             whole = all_gather(adapter.by_layer(value).contiguous(), adapter.group)
             whole = whole.transpose(0, 1).flatten(1)  # [layers, all ranks' parts]
@@ -314,7 +314,7 @@ def resumed(job, process):
         out["planned"] = torch.tensor(run.plan.memory.get("optimizer's state", 0))
         return []
 
-    house.replace("run_steps", run_steps)
+    house.replace("training_loop", training_loop)
     train_fsdp_qlora.train(house.parse_config(job["argv"]), *process)
     return out
 

@@ -24,7 +24,7 @@ import huggingface_hub
 import pyarrow
 
 from fsdp_qlora.files import digest, read_json
-from fsdp_qlora.ranks import n_cores, say
+from fsdp_qlora.ranks import n_cores, log
 
 if TYPE_CHECKING:
     from fsdp_qlora.data.sources import Piece
@@ -56,7 +56,7 @@ def has_table(directory: Path) -> bool:
         if digests and all(digest(directory / name) == sha for name, sha in digests.items()):
             return True
     if directory.exists():
-        say(f"data: {directory} is not whole: an earlier start was ended or the disk has damaged"
+        log(f"data: {directory} is not whole: an earlier start was ended or the disk has damaged"
             " it; the rows are encoded again")
     return False
 
@@ -90,13 +90,13 @@ def write_files(directory: Path, pieces: list[Piece], make_batches: MakeBatches,
     for i in range(n):
         share = pieces[i * len(pieces) // n : (i + 1) * len(pieces) // n]
         works[directory / f"{i:04}.arrow"] = make_batches, share, settings
-    count = say_progress()
+    count = log_progress()
     if n == 1:
         return {path.name: write_part(path, *work, count) for path, work in works.items()}
     return write_parts(works, count)
 
 
-def say_progress() -> Callable[[int], None]:
+def log_progress() -> Callable[[int], None]:
     """A function that is told how many more rows are encoded, and says every few seconds how many
     are. Not a bar: tqdm shows none on a terminal that does not tell its size, nor in a log."""
     n_rows, started = 0, time.monotonic()
@@ -107,7 +107,7 @@ def say_progress() -> Callable[[int], None]:
         n_rows, now = n_rows + more, time.monotonic()
         if now - said >= PROGRESS_SECONDS:
             said = now
-            say(f"encoding: {n_rows:,} rows in {now - started:.0f} s")
+            log(f"encoding: {n_rows:,} rows in {now - started:.0f} s")
 
     return count
 

@@ -32,7 +32,7 @@ BATCH = 256  # rows that are parsed at once, and documents of one RecordBatch
 BATCH_CHARACTERS = 2**19
 ENCODED = {  # what encode_pieces() yields of a document
     "input_ids": "int32s", "labels": "int32s", "length": "int32", "prompt_length": "int32",
-    "n_trained": "int32", "desirable": "bool", "digest": "int64",
+    "n_trainable_tokens": "int32", "desirable": "bool", "digest": "int64",
     "cut": "bool",  # of these eight see columns_of()
     "kept": "bool", "refused": "bool",  # neither: the row is left out
     "is_first": "bool",  # of its row
@@ -273,7 +273,7 @@ def check_tokens(columns: dict[str, Any], max_seq_len: int, vocab_size: int) -> 
     if largest >= vocab_size:
         return RefusedRow(f"has token {largest}, but the model's vocabulary ends at"
                           f" {vocab_size - 1}")
-    if not columns["n_trained"]:
+    if not columns["n_trainable_tokens"]:
         which = f"first {max_seq_len} tokens" if columns["cut"] else "tokens"
         return ValueError(f"none of its {which} is trained")
     return None

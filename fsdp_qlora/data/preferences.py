@@ -28,8 +28,8 @@ def parse_preference(row: Any, tokenizer: PreTrainedTokenizerFast, columns: Sequ
     """parse_row() of a row for this loss of preferences; and of each document, whether it is a good
     answer. Of two answers the better one comes first."""
     row = as_object(row, columns)
-    is_judged = LOSSES[loss].is_judged
-    kinds = [*PAIRS, *((key,) for key in LABELS)] if is_judged else PAIRS
+    is_unpaired = LOSSES[loss].is_unpaired
+    kinds = [*PAIRS, *((key,) for key in LABELS)] if is_unpaired else PAIRS
     given = {key for key, value in row.items() if value is not None}
     found = [keys for keys in kinds if given & {*keys}]
     found = found or [keys for keys in kinds if row.keys() & {*keys}][:1]  # which are null
@@ -40,7 +40,7 @@ def parse_preference(row: Any, tokenizer: PreTrainedTokenizerFast, columns: Sequ
         return parse_pair(row, *found[0], tokenizer)
     if found:
         return parse_labelled(row, found[0][0], tokenizer)
-    wanted = "label, true or false," if is_judged else "chosen and rejected"
+    wanted = "label, true or false," if is_unpaired else "chosen and rejected"
     raise RefusedRow(f"has {', '.join(row) or 'no keys'}; --loss {loss} wants {wanted} beside what"
                      " is answered: rename keys by --columns OLD=NEW, or train such rows by --loss "
                      + ("kto" if row.keys() & {*LABELS} else "sft"))

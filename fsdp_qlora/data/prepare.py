@@ -32,31 +32,31 @@ from fsdp_qlora.data.template import how_to_ask, with_day
 from fsdp_qlora.data.tools import openai_calls
 from fsdp_qlora.files import digest, text_digest, write_whole
 from fsdp_qlora.model.loss import LOSSES
-from fsdp_qlora.ranks import Stop, say, together
+from fsdp_qlora.ranks import RunError, log, raise_on_all_ranks
 
 if TYPE_CHECKING:
     from train_fsdp_qlora import Config
 
 
 def prepare_data(config: Config, directory: Path, tokenizer: PreTrainedTokenizerFast | None,
-                 vocab_size: int, day: str) -> tuple[Rows, Rows | None]:
+                 vocab_size: int, template_date: str) -> tuple[Rows, Rows | None]:
     """The Rows to train on and those to evaluate on, or None. All ranks must call this."""
     if config.random_weights and not config.dataset:
-        say(f"data: {config.batch_size} rows of random tokens")
+        log(f"data: {config.batch_size} rows of random tokens")
         return with_mismatched(random_rows(vocab_size, config), config), None
-    settings: tuple[Any, ...] = (tokenizer, config.max_seq_len, vocab_size, day,
+    settings: tuple[Any, ...] = (tokenizer, config.max_seq_len, vocab_size, template_date,
                                  config.columns or (), config.loss)
     sources = config.dataset or (str(directory / "demo" / "data.jsonl"),)
     rows, line, renamed = prepare_rows(sources, *settings)
-    say(f"data: {line}")
+    log(f"data: {line}")
     if n_answers := sum(rows.asked.values()):
-        say(f"chat template: the tokens before each of {n_answers:,} answers are those of its"
+        log(f"chat template: the tokens before each of {n_answers:,} answers are those of its"
             f" prompt; {how_to_ask(rows.asked) or 'ask by it as it is'}")
     if config.dataset and (n_repeated := rows.n_repeated()):
-        say(f"repeated: {n_repeated:,} of these rows are another one again, token for token")
+        log(f"repeated: {n_repeated:,} of these rows are another one again, token for token")
     if config.model and tokenizer and tokenizer.chat_template and rows.n_plain:
         way = "--columns completion=response" if rows.n_answers == 1 else "write them as messages"
-        say(f"chat template: not used for {rows.n_plain // rows.n_answers:,} prompts and"
+        log(f"chat template: not used for {rows.n_plain // rows.n_answers:,} prompts and"
             f" completions, which are plain text; for that {way}")
     eval_rows, fraction = None, None
     if config.eval_dataset:
@@ -65,20 +65,20 @@ def prepare_data(config: Config, directory: Path, tokenizer: PreTrainedTokenizer
         except ValueError:
             eval_rows, line, also = prepare_rows(
                 config.eval_dataset, *settings, flag="--eval_dataset")
-            say(f"evaluation: {line}")
+            log(f"evaluation: {line}")
             is_trained = torch.isin(eval_rows.digests, rows.digests).view(-1, rows.n_answers)
             if n_trained := int(is_trained.any(1).sum()):
-                say(f"warning: {n_trained:,} of the {len(eval_rows):,} rows to evaluate on are"
+                log(f"warning: {n_trained:,} of the {len(eval_rows):,} rows to evaluate on are"
                     " trained on, too, token for token: their loss says nothing of new rows")
             renamed |= also
     for column in config.columns or ():
         if (key := column.split("=")[0]) not in renamed:
-            raise Stop(f"--columns {column}: no row has the key {key}")
+            raise RunError(f"--columns {column}: no row has the key {key}")
     if fraction is not None:
         rows, eval_rows = hold_out(rows, fraction, config)
     n_good = int(rows.desirable.sum())
-    if rows.kind.is_judged and n_good in (0, len(rows)):
-        raise Stop(f"--loss {config.loss} learns from good answers beside bad ones, and of"
+    if rows.kind.is_unpaired and n_good in (0, len(rows)):
+        raise RunError(f"--loss {config.loss} learns from good answers beside bad ones, and of"
                    f" {len(rows):,} rows {n_good:,} have label true: --loss sft trains good answers"
                    " alone")
     return with_mismatched(rows, config), eval_rows and with_mismatched(eval_rows, config)
@@ -86,7 +86,7 @@ def prepare_data(config: Config, directory: Path, tokenizer: PreTrainedTokenizer
 
 def with_mismatched(rows: Rows, config: Config) -> Rows:
     """The rows, with `mismatched` where their loss reads it."""
-    if not rows.kind.is_judged:
+    if not rows.kind.is_unpaired:
         return rows
     assert config.max_seq_len, "read_model_config() fills it in"
     mismatched = rows.mismatch(config.seed, config.max_seq_len)
@@ -101,35 +101,35 @@ def hold_out(rows: Rows, fraction: float, config: Config) -> tuple[Rows, Rows]:
     n = round(fraction * len(sources)) if abs(fraction) < 1e9 else fraction
     values = config.eval_dataset or ()
     if not 0 < n < len(sources) or len(values) > 1:
-        raise Stop(f"--eval_dataset {' '.join(values)}: is {n} of {len(sources)} rows"
+        raise RunError(f"--eval_dataset {' '.join(values)}: is {n} of {len(sources)} rows"
                    ": give one fraction between 0 and 1, or files")
     order = torch.randperm(len(sources), generator=torch.Generator().manual_seed(config.seed))
     held_out = torch.isin(groups[:: rows.n_answers], sources[order[:n]])
-    say(f"evaluation: {held_out.sum():,} of these rows, which are not trained on")
+    log(f"evaluation: {held_out.sum():,} of these rows, which are not trained on")
     train, evaluation = (rows.select(mask.nonzero().view(-1)) for mask in (~held_out, held_out))
     return train, evaluation
 
 
 def prepare_rows(sources: Sequence[str], tokenizer: PreTrainedTokenizerFast, max_seq_len: int,
-                 vocab_size: int, day: str, columns: Sequence[str] = (), loss: str = "sft",
-                 flag: str = "--dataset") -> tuple[Rows, str, set[str]]:
+                 vocab_size: int, template_date: str, columns: Sequence[str] = (),
+                 loss: str = "sft", flag: str = "--dataset") -> tuple[Rows, str, set[str]]:
     """The Rows of all `sources` for this loss, a line on what became of them, and the set of keys
     that `columns` have renamed. All ranks must call this."""
     name = " ".join(sources)
-    with together():
+    with raise_on_all_ranks():
         if tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no EOS token, and generation would never stop: name"
                              " it as eos_token in tokenizer_config.json beside tokenizer.json"
                              " (create the file if there is none)")
         settings: dict[str, Any] = {
-            "tokenizer": with_day(tokenizer, day), "max_seq_len": max_seq_len,
+            "tokenizer": with_day(tokenizer, template_date), "max_seq_len": max_seq_len,
             "vocab_size": vocab_size, "new_names": columns, "loss": loss}
         try:
             pieces, contents = pieces_of_all(sources)
         except ValueError as e:
             raise ValueError(f"{flag} {e}")
         key = cache_key(sources, contents, **settings)
-    with together(), open_cache(key) as directory:
+    with raise_on_all_ranks(), open_cache(key) as directory:
         if int(os.environ.get("LOCAL_RANK", 0)) == 0 and not has_table(directory):
             if not pieces:
                 raise ValueError(f"{flag} {name}: has no rows")
@@ -137,7 +137,7 @@ def prepare_rows(sources: Sequence[str], tokenizer: PreTrainedTokenizerFast, max
             if contents != pieces_of_all(sources, is_silent=True)[1]:
                 raise ValueError(f"{flag} {name}: was rewritten while it was read: start again")
             write_whole(directory / PARTS, json.dumps(parts))
-    with together():
+    with raise_on_all_ranks():
         table = read_table(directory)
         if not len(table):
             raise ValueError(f"{flag} {name}: has no rows")
@@ -166,8 +166,8 @@ def describe_rows(rows: Rows, table: pyarrow.Table, max_seq_len: int) -> str:
     n_cut = int(table["cut"].filter(table["kept"]).to_numpy().sum())
     parts = [f"{len(rows):,} rows, "
              + ", ".join(f"{n // rows.n_answers:,} {form}" for form, n in forms),
-             f"{rows.lengths.sum():,} tokens, {rows.n_trained.sum():,} of them trained"]
-    if rows.kind.is_judged:
+             f"{rows.lengths.sum():,} tokens, {rows.n_trainable_tokens.sum():,} of them trained"]
+    if rows.kind.is_unpaired:
         good = rows.desirable
         parts.append(f"{good.sum():,} good answers, {(~good).sum():,} bad ones")
     if n_cut:
@@ -200,7 +200,7 @@ def cache_key(sources: Sequence[str], contents: list[list[str]], tokenizer: PreT
             (find_pieces, parse_row, parse_preference, parse_chat, with_day, openai_calls,
              encode_pieces, columns_of)}
     kind = LOSSES[loss]
-    forms = "pairs" if kind.n_answers == 2 else "judged" if kind.is_judged else "text"
+    forms = "pairs" if kind.n_answers == 2 else "judged" if kind.is_unpaired else "text"
     return text_digest([
         sorted(map(digest, code)), transformers.__version__, sources, contents, max_seq_len,
         vocab_size, new_names, forms, str(tokenizer.chat_template or ""),
@@ -209,15 +209,15 @@ def cache_key(sources: Sequence[str], contents: list[list[str]], tokenizer: PreT
 
 def rows_of_table(table: pyarrow.Table, loss: str) -> Rows:
     """The Rows of what read_table() returns that are kept."""
-    kept, is_first, lengths, prompt_lengths, n_trained, desirable, digests = (
+    kept, is_first, lengths, prompt_lengths, n_trainable_tokens, desirable, digests = (
         torch.from_numpy(table[name].to_numpy().copy())
         for name in ("kept", "is_first", "length", *COLUMNS))
     input_ids, labels = ([chunk.flatten().to_numpy() for chunk in table[name].chunks]
                          for name in ("input_ids", "labels"))
     bounds = np.cumsum([0, *map(len, input_ids)]).tolist()[:-1]
     starts, sources = lengths.cumsum(0) - lengths, is_first.cumsum(0)
-    documents = Rows("sft", input_ids, labels, bounds, starts, lengths, prompt_lengths, n_trained,
-                     desirable, digests, sources)
+    documents = Rows("sft", input_ids, labels, bounds, starts, lengths, prompt_lengths,
+                     n_trainable_tokens, desirable, digests, sources)
     return dataclasses.replace(documents.select(kept.nonzero().view(-1)), loss=loss,
                                n_plain=int(table["plain"].to_numpy().sum()),
                                asked=count_asked(table))

@@ -1,5 +1,5 @@
 """Rows: the encoded data set, which the steps of a run draw from. How files become Rows is in
-prepare.py, what a step works on in bins.py.
+prepare.py, what a step works on in packing.py.
 
 Here and in all that works on Rows a row is what a step draws --batch_size of; what is a row to a
 file is an example here.
@@ -22,7 +22,7 @@ from fsdp_qlora.model.loss import LOSSES, Loss
 if TYPE_CHECKING:
     from train_fsdp_qlora import Config
 
-COLUMNS = "prompt_length", "n_trained", "desirable", "digest"  # as Rows has them
+COLUMNS = "prompt_length", "n_trainable_tokens", "desirable", "digest"  # as Rows has them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Rows:
     starts: torch.Tensor  # int64 [documents], where among all tokens each begins
     lengths: torch.Tensor  # [documents], in tokens
     prompt_lengths: torch.Tensor  # [documents], tokens before the first trained one
-    n_trained: torch.Tensor  # [documents], trained tokens: those that the loss is the mean of
+    n_trainable_tokens: torch.Tensor  # [documents], those that the loss is the mean of
     desirable: torch.Tensor  # bool [documents]: is it a good answer, of a pair the better one?
     digests: torch.Tensor  # int64 [documents], of tokens, labels and `desirable`
     sources: torch.Tensor  # int64 [documents], the number of the example that each was made of
@@ -103,22 +103,22 @@ class Rows:
 
     def mismatch(self, seed: int, max_tokens: int) -> Rows:
         """The prompts of these rows, each with the answer (cut or not) of the row before it in a
-        random order, cut to `max_tokens`. `n_trained` is an upper bound: some are cut here, and
-        the first token of an answer without a prompt is trained only after another prompt."""
+        random order, cut to `max_tokens`. `n_trainable_tokens` is an upper bound: some are cut
+        here, and the first token of an answer without a prompt is trained only after another."""
         order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
         other = torch.empty_like(order).scatter_(0, order, order.roll(1))
         lengths = self.prompt_lengths + (self.lengths - self.prompt_lengths)[other]
         return dataclasses.replace(
             self.as_documents(), lengths=lengths.clamp(max=max_tokens),
             answer_starts=(self.starts + self.prompt_lengths)[other],
-            n_trained=(self.n_trained + (self.prompt_lengths == 0))[other])
+            n_trainable_tokens=(self.n_trainable_tokens + (self.prompt_lengths == 0))[other])
 
     def n_scored(self) -> torch.Tensor:
         """[documents], the tokens whose loss is computed: the trained ones, and of ORPO also the
         prompts of good answers."""
         if not self.kind.trains_prompt:
-            return self.n_trained
-        return torch.where(self.desirable, self.lengths - 1, self.n_trained)
+            return self.n_trainable_tokens
+        return torch.where(self.desirable, self.lengths - 1, self.n_trainable_tokens)
 
     def n_repeated(self) -> int:
         """How many rows are an earlier one again, token for token."""
@@ -148,12 +148,12 @@ def rows_of(documents: Sequence[tuple[Sequence[int], Sequence[int]]], loss: str 
                for i, (ids, labels) in enumerate(documents)]
     input_ids, labels = (np.concatenate([document[name] for document in encoded])
                          for name in ("input_ids", "labels"))
-    lengths, prompt_lengths, n_trained, desirable, digests = (
+    lengths, prompt_lengths, n_trainable_tokens, desirable, digests = (
         torch.tensor([document[name] for document in encoded]) for name in ("length", *COLUMNS))
     starts = lengths.cumsum(0) - lengths
     sources = torch.arange(len(encoded)) // LOSSES[loss].n_answers
-    return Rows(loss, [input_ids], [labels], [0], starts, lengths, prompt_lengths, n_trained,
-                desirable, digests, sources)
+    return Rows(loss, [input_ids], [labels], [0], starts, lengths, prompt_lengths,
+                n_trainable_tokens, desirable, digests, sources)
 
 
 def random_rows(vocab_size: int, config: Config) -> Rows:
@@ -176,6 +176,6 @@ def columns_of(ids: Sequence[int], labels: Sequence[int], max_tokens: int,
     is_trained = labels != IGNORE
     return {"input_ids": ids, "labels": labels, "length": len(ids),
             "prompt_length": int(is_trained.argmax()) if len(ids) else 0,
-            "n_trained": int(is_trained[1:].sum()),  # nothing predicts the first token
+            "n_trainable_tokens": int(is_trained[1:].sum()),  # nothing predicts the first token
             "desirable": desirable, "cut": is_cut,
             "digest": int.from_bytes(sha, "little", signed=True)}

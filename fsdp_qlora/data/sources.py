@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fsdp_qlora.files import digest, text_digest
-from fsdp_qlora.ranks import say
+from fsdp_qlora.ranks import log
 
 JSON_KINDS = (".jsonl", ".json", ".ndjson", ".txt")  # also lines of text, each a row
 TABLE_KINDS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}  # what `datasets` calls them
@@ -183,7 +183,7 @@ def find_files(path: Path, split: str | None, is_silent: bool) -> list[Path]:
         raise ValueError(f"{path}: no file in it ends in {', '.join(KINDS)}"
                          + f", but for {name_some(path, aside)}, which is no data" * bool(aside))
     if aside and not is_silent:
-        say(f"{path}: taken for no data: {name_some(path, aside)}; to train it, name the file")
+        log(f"{path}: taken for no data: {name_some(path, aside)}; to train it, name the file")
     return choose_split(path, files, split, is_silent)
 
 
@@ -211,7 +211,7 @@ def choose_split(path: Path, files: list[Path], split: str | None, is_silent: bo
         raise ValueError(f"{path}: none of its {len(files)} files is of {split or 'train'}, but of"
                          f" {found}: choose by ,split=NAME or name the files")
     if len(chosen) < len(files) and not is_silent:
-        say(f"{path}: {len(chosen)} of {len(files)} files are read, those of {split or 'train'};"
+        log(f"{path}: {len(chosen)} of {len(files)} files are read, those of {split or 'train'};"
             f" there are {found}, and ,split=NAME chooses")
     return chosen
 

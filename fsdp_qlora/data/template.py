@@ -77,7 +77,7 @@ def read_template(path: Path) -> str:
     return template
 
 
-def with_day(tokenizer: PreTrainedTokenizerFast, day: str) -> PreTrainedTokenizerFast:
+def with_day(tokenizer: PreTrainedTokenizerFast, template_date: str) -> PreTrainedTokenizerFast:
     """A copy of the tokenizer whose chat templates print `day`, YYYY-MM-DD, where they ask for
     today's date, as Llama 3's and gpt-oss's do: a resumed run must see the same rows, and so must
     all ranks around midnight.
@@ -87,8 +87,9 @@ def with_day(tokenizer: PreTrainedTokenizerFast, day: str) -> PreTrainedTokenize
     """
 
     def dated(template: str) -> str:
+        date = datetime.fromisoformat(template_date)
         return re.sub(r"""\bstrftime_now\(\s*(["'])(.*?)\1\s*\)""",
-                      lambda call: repr(datetime.fromisoformat(day).strftime(call[2])), template)
+                      lambda call: repr(date.strftime(call[2])), template)
 
     tokenizer, template = copy.copy(tokenizer), tokenizer.chat_template
     if isinstance(template, dict):  # several, by name

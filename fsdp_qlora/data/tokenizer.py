@@ -24,7 +24,7 @@ from fsdp_qlora.data.chat import closing_tokens
 from fsdp_qlora.data.template import read_template, set_template
 from fsdp_qlora.files import read_json, remove
 from fsdp_qlora.pretrained.hub import copy_small_files
-from fsdp_qlora.ranks import explain, say
+from fsdp_qlora.ranks import explain, log
 
 if TYPE_CHECKING:
     from fsdp_qlora.data.rows import Rows
@@ -82,7 +82,7 @@ def make_tokenizer(directory: Path, model: str) -> PreTrainedTokenizerFast:
         raise ValueError(f"{directory}: {found[0]} does not say which token is EOS, and generation"
                          ' would never stop: write {"eos_token": "..."} into a'
                          " tokenizer_config.json there")
-    say(f"tokenizer: there is no tokenizer.json; what transformers {transformers.__version__} makes"
+    log(f"tokenizer: there is no tokenizer.json; what transformers {transformers.__version__} makes"
         f" of {found[0]} {compared}")
     return tokenizer
 
@@ -156,7 +156,7 @@ def check_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerFast | None,
     step = -(-len(rows.starts) // N_ROWS)
     ids_of_rows = [rows.tokens(i)[0][:N_TOKENS] for i in range(0, len(rows.starts), step)]
     texts: list[Any] = list(map(tokenizer.decode, ids_of_rows))
-    for text in [*probe_texts(tokenizer), *texts]:
+    for text in [*trial_texts(tokenizer), *texts]:
         got, want = tokens(tokenizer, text), own.encode(text).ids
         if got != want:
             at = len(os.path.commonprefix([got, want]))
@@ -164,10 +164,10 @@ def check_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerFast | None,
             raise ValueError(f"{directory}: tokenizer_config.json changes the tokens of"
                              f" tokenizer.json: in {text[:60]!r} token {at + 1} and those after it"
                              f" are {got}, by the file alone {want}; make both agree")
-    say_bos(directory, tokenizer, [int(ids[0]) for ids in ids_of_rows])
+    log_bos(directory, tokenizer, [int(ids[0]) for ids in ids_of_rows])
 
 
-def say_bos(directory: Path, tokenizer: PreTrainedTokenizerFast, first_ids: list[int]) -> None:
+def log_bos(directory: Path, tokenizer: PreTrainedTokenizerFast, first_ids: list[int]) -> None:
     """Say where the rows with these first tokens have no BOS, or have one, against add_bos_token in
     tokenizer_config.json, which is not read."""
     is_wanted = read_json(directory / "tokenizer_config.json", {}).get("add_bos_token")
@@ -176,15 +176,15 @@ def say_bos(directory: Path, tokenizer: PreTrainedTokenizerFast, first_ids: list
     if bos is None or is_wanted not in (True, False) or is_wanted == is_added:
         return
     if is_wanted and any(first != bos for first in first_ids):
-        say(f"BOS: tokenizer.json puts no {tokenizer.bos_token} before a text, so rows of plain"
+        log(f"BOS: tokenizer.json puts no {tokenizer.bos_token} before a text, so rows of plain"
             ' text have none; "add_bos_token": true in tokenizer_config.json is not read: write'
             f" {tokenizer.bos_token} into the rows if they are to begin with it")
     if is_added and bos in first_ids:
-        say(f"BOS: tokenizer.json puts {tokenizer.bos_token} before each text;"
+        log(f"BOS: tokenizer.json puts {tokenizer.bos_token} before each text;"
             ' "add_bos_token": false in tokenizer_config.json is not read')
 
 
-def probe_texts(tokenizer: PreTrainedTokenizerFast) -> list[str]:
+def trial_texts(tokenizer: PreTrainedTokenizerFast) -> list[str]:
     """PROBES, and a text around each special token."""
     return [*PROBES, *(f"a{token}b {token} c\n{token}\n{token} "
                        for token in special_tokens(tokenizer))]
@@ -266,7 +266,7 @@ def name_class(directory: Path, tokenizer: PreTrainedTokenizerFast) -> None:
         if other_tokens(directory, tokenizer)[1] is not None:
             why += ", and AutoTokenizer still does, for this type of model: load it by this class"
     if text is not None or named not in (None, NEW_NAME):
-        say(f"tokenizer: trained as tokenizer.json has it, saved as {PLAIN_CLASS}: {why}")
+        log(f"tokenizer: trained as tokenizer.json has it, saved as {PLAIN_CLASS}: {why}")
 
 
 def other_tokens(directory: Path, tokenizer: PreTrainedTokenizerFast) -> tuple[str, str | None]:
@@ -275,7 +275,7 @@ def other_tokens(directory: Path, tokenizer: PreTrainedTokenizerFast) -> tuple[s
     try:
         auto: Any = AutoTokenizer.from_pretrained(
             directory, mistral_format=False, trust_remote_code=False)
-        return type(auto).__name__, next((text for text in probe_texts(tokenizer) if tokens(
+        return type(auto).__name__, next((text for text in trial_texts(tokenizer) if tokens(
             auto, text) != tokens(tokenizer, text)), None)
     except Exception:  # of all kinds: a class or a package that is missing
         return "AutoTokenizer", PROBES[0]

@@ -25,7 +25,7 @@ from fsdp_qlora.lora.peft_names import (
     as_saved, expert_parts, expert_settings, peft_name, stack_experts, unstack_experts)
 from fsdp_qlora.model.shards import local_part, set_local
 from fsdp_qlora.pretrained.tensor_names import renamed
-from fsdp_qlora.ranks import all_gather, is_rank_0, say, together
+from fsdp_qlora.ranks import all_gather, is_rank_0, log, raise_on_all_ranks
 
 # of adapter_config.json: compared with flags, or without a meaning for the values
 READ_APART = set("""r lora_alpha use_dora use_rslora lora_dropout target_modules peft_version
@@ -35,19 +35,19 @@ READ_APART = set("""r lora_alpha use_dora use_rslora lora_dropout target_modules
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from fsdp_qlora.model.layer import DecoderLayer, Layout
+    from fsdp_qlora.model.layer import DecoderLayer, LayerSpec
     from fsdp_qlora.model.model import Model
     from fsdp_qlora.pretrained.architecture import Architecture
     from train_fsdp_qlora import Config
 
 
-def choose_adapted(
+def resolve_target_modules(
     arch: Architecture, config: Config, base_name: str,
 ) -> tuple[LoraConfig, list[str]]:
     """PEFT's LoraConfig, and the names in a layer of the linears that get an adapter. Raises
     ValueError."""
     words = requested_words(arch, config)
-    say(f"adapter: {config.adapter} on {', '.join(words)}")
+    log(f"adapter: {config.adapter} on {', '.join(words)}")
     adapted = arch.adapted(config.target_modules)
     check_rank(arch, config.lora_rank, adapted)
     targets, settings = peft_targets(arch, config, words)
@@ -74,7 +74,7 @@ def check_rank(arch: Architecture, rank: int, adapted: list[str]) -> None:
                          f" as the smaller side of none is longer; use at most {most}; 8 to 64 are"
                          " usual")
     if small := [f"{name} ({side})" for name, side in sorted(sides.items()) if rank > side]:
-        say(f"--lora_rank {rank} is more than the smaller side of {', '.join(small)}: what is above"
+        log(f"--lora_rank {rank} is more than the smaller side of {', '.join(small)}: what is above"
             " adds nothing there")
 
 
@@ -99,8 +99,8 @@ def requested_words(arch: Architecture, config: Config) -> list[str]:
             raise ValueError(f"--target_modules {word}: no such linear in the decoder layers;"
                              f" there are {choices}")
         ends = {name.rsplit(".", 1)[-1] for name in found}
-        if ends & of_experts and arch.mixture.adapters == "modules":
-            say(f"--target_modules {word}: PEFT 0.21 does not load adapters of {found[0]}; vLLM"
+        if ends & of_experts and arch.moe.adapters == "modules":
+            log(f"--target_modules {word}: PEFT 0.21 does not load adapters of {found[0]}; vLLM"
                 " reads them by their names")
     return words
 
@@ -114,11 +114,11 @@ def peft_targets(
     if "experts" in words:
         refuse_expert_adapters(arch, config)
         experts = arch.experts()
-        leaves = {renamed(name, arch.mixture.renames).rsplit(".", 1)[-1] for name in experts}
+        leaves = {renamed(name, arch.moe.renames).rsplit(".", 1)[-1] for name in experts}
         settings = expert_settings(arch, config.lora_rank, config.lora_alpha, experts)
         targets = sorted({*words} - {"experts"} | (set() if settings else leaves))
         if arch.expert_down[0].mxfp4:
-            say("--target_modules experts: PEFT 0.21 finds no experts in a model in MXFP4: load"
+            log("--target_modules experts: PEFT 0.21 finds no experts in a model in MXFP4: load"
                 " that with Mxfp4Config(dequantize=True), or merge, to bf16")
     if arch.module_prefix == "model." or not targets:
         return targets, settings
@@ -135,7 +135,7 @@ def refuse_expert_adapters(arch: Architecture, config: Config) -> None:
     if config.lora_rank % 8:
         raise ValueError(f"--lora_rank {config.lora_rank}: adapters of experts need a multiple of"
                          " 8: torch's grouped products need rows of a multiple of 16 bytes")
-    if config.adapter == "rslora" and not arch.mixture.one_gate_up:
+    if config.adapter == "rslora" and not arch.moe.one_gate_up:
         raise ValueError("--target_modules experts: with --adapter rslora PEFT 0.21 would count"
                          " gate and up 1.41 times: use lora")
 
@@ -152,7 +152,7 @@ class Adapter:
     def __init__(self, model: Model, device: torch.device) -> None:
         self.arch, self.layers, self.group = model.arch, model.layers, model.group
         self.shard, self.shards = model.shard, model.shards
-        rank = model.layers[0].layout.fused_linears[0].lora_rank
+        rank = model.layers[0].spec.fused_linears[0].lora_rank
         self.expert_parts = expert_parts(self.arch, rank)  # which files have stacked
         (self.n_own,) = {len(local_part(layer.adapter)) for layer in model.layers}  # all alike
         self.weights = nn.Parameter(torch.zeros(len(self.layers) * self.n_own, device=device))
@@ -176,7 +176,7 @@ class Adapter:
 
     def names(self, i: int) -> dict[str, tuple[slice, tuple[int, ...]]]:
         """{PEFT's name: (slice of layer i's adapter, shape)}."""
-        return layer_names(self.arch, i, self.layers[i].layout)
+        return layer_names(self.arch, i, self.layers[i].spec)
 
     def set_layer(self, i: int, values: dict[str, torch.Tensor]) -> None:
         """Set the values of layer i to those of {PEFT's name: whole tensor}."""
@@ -189,16 +189,16 @@ class Adapter:
         """Set the values of --init_adapter, or PEFT's initial ones: A is random, the same on any
         number of ranks; B is zero; DoRA's magnitudes are the norms of the base weights' rows. All
         ranks must call this."""
-        layouts = [layer.layout for layer in self.layers]
-        with together():
-            given = read_adapter(config, self.arch, layouts) if config.init_adapter else None
+        specs = [layer.spec for layer in self.layers]
+        with raise_on_all_ranks():
+            given = read_adapter(config, self.arch, specs) if config.init_adapter else None
         for i, layer in enumerate(self.layers):
             self.set_layer(i, given or self.initial_values(i, layer, config.seed))
 
     def initial_values(self, i: int, layer: DecoderLayer, seed: int) -> dict[str, torch.Tensor]:
         """{PEFT's name: tensor} of layer i."""
         values = {}
-        for (linear, key), (_, shape) in layer.layout.adapter_parts().items():
+        for (linear, key), (_, shape) in layer.spec.adapter_parts().items():
             name = self.name(i, linear, key)
             values[name] = torch.zeros(shape)
             if key == "lora_magnitude_vector":
@@ -232,10 +232,10 @@ class Adapter:
 
 
 def layer_names(
-    arch: Architecture, i: int, layout: Layout,
+    arch: Architecture, i: int, spec: LayerSpec,
 ) -> dict[str, tuple[slice, tuple[int, ...]]]:
     """{PEFT's name: (slice of layer i's adapter, shape)}."""
-    return {peft_name(arch, i, *part): where for part, where in layout.adapter_parts().items()}
+    return {peft_name(arch, i, *part): where for part, where in spec.adapter_parts().items()}
 
 
 def check_origin(config: Config, base_sha256: str,
@@ -243,27 +243,27 @@ def check_origin(config: Config, base_sha256: str,
     """Raise ValueError if the run that --init_adapter comes from had another base model than that
     of the digest, "": not known; say it if it had another chat template. Rank 0 only."""
     directory = Path(str(config.init_adapter))
-    begun = next((found for place in (directory, directory.resolve().parent)
+    saved_config = next((found for place in (directory, directory.resolve().parent)
                   if (found := read_json(place / "train_config.json", {}))), {})
-    theirs = begun.get("base_sha256")
+    theirs = saved_config.get("base_sha256")
     if theirs and base_sha256 and theirs != base_sha256 and not config.random_weights:
         raise ValueError(f"--init_adapter {directory}: was trained on another base model,"
-                         f" {begun.get('base_model')}; --model must be that one, or the adapter"
-                         " merged into it without --init_adapter")
+                         f" {saved_config.get('base_model')}; --model must be that one, or the"
+                         " adapter merged into it without --init_adapter")
     named = read_json(directory / "adapter_config.json", {}).get("base_model_name_or_path")
-    if not begun and named and Path(named).name != Path(str(config.model)).name:
-        say(f"--init_adapter {directory}: names {named} as its base model, this run trains on"
+    if not saved_config and named and Path(named).name != Path(str(config.model)).name:
+        log(f"--init_adapter {directory}: names {named} as its base model, this run trains on"
             f" {config.model}: are they the same?")
     for place in directory, directory.resolve().parent:
         if (path := place / "chat_template.jinja").is_file() and tokenizer:
             if path.read_text() != tokenizer.chat_template:
-                say(f"--init_adapter {directory}: was trained with another chat template, {path}:"
+                log(f"--init_adapter {directory}: was trained with another chat template, {path}:"
                     " --chat_template takes it")
             break
 
 
 def read_adapter(config: Config, arch: Architecture,
-                 layouts: Sequence[Layout]) -> dict[str, torch.Tensor]:
+                 specs: Sequence[LayerSpec]) -> dict[str, torch.Tensor]:
     """{PEFT's name: fp32 tensor} of --init_adapter. Raises ValueError unless it is an adapter of
     the same form as this run's, whose layers have these `layouts`."""
     directory = Path(str(config.init_adapter))
@@ -283,8 +283,8 @@ def read_adapter(config: Config, arch: Architecture,
     refuse_settings(directory, settings, LoraConfig(
         **expert_settings(arch, config.lora_rank, config.lora_alpha,
                           arch.adapted(config.target_modules))).to_dict())
-    shapes = {name: shape for i, layout in enumerate(layouts)
-              for name, (_, shape) in layer_names(own_arch, i, layout).items()}
+    shapes = {name: shape for i, spec in enumerate(specs)
+              for name, (_, shape) in layer_names(own_arch, i, spec).items()}
     parts = expert_parts(arch, config.lora_rank)
     shapes = dict(parts.get(name, (name, shape))[:2] for name, shape in shapes.items())
     if shapes != {name: tuple(value.shape) for name, value in values.items()}:

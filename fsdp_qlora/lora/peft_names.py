@@ -24,7 +24,7 @@ Parts = dict[str, tuple[str, tuple[int, ...], Index]]  # see expert_parts()
 def peft_name(arch: Architecture, layer: int, linear: str, key: str) -> str:
     """PEFT's name of a part of a linear's adapter. A single expert is named as in the released
     files of its family."""
-    renames = arch.mixture.renames if arch.mixture else ()
+    renames = arch.moe.renames if arch.moe else ()
     stem = f"base_model.model.{arch.module_prefix}layers.{layer}"
     return f"{stem}.{renamed(linear, renames)}.{key}"
 
@@ -45,12 +45,12 @@ def as_saved(arch: Architecture, settings: Mapping[str, Any],
              names: Iterable[str]) -> Architecture:
     """`arch` with Mixture.adapters in the form in which an adapter with these settings and names of
     tensors is saved, which may not be today's."""
-    if not arch.mixture:
+    if not arch.moe:
         return arch
     form = "modules"
     if settings.get("target_parameters"):
         form = "parameters" if any(".experts.0." in name for name in names) else "stacked"
-    return dataclasses.replace(arch, mixture=dataclasses.replace(arch.mixture, adapters=form))
+    return dataclasses.replace(arch, moe=dataclasses.replace(arch.moe, adapters=form))
 
 
 def expert_settings(arch: Architecture, rank: int, alpha: int,
@@ -58,9 +58,9 @@ def expert_settings(arch: Architecture, rank: int, alpha: int,
     """The settings of PEFT's LoraConfig for the experts among the linears `adapted`, if PEFT adapts
     one parameter of all experts. The adapter of gate and up together has the ranks of both, and
     twice alpha, so that the scale is the same."""
-    if not {*adapted} & {*arch.experts()} or arch.mixture.adapters == "modules":
+    if not {*adapted} & {*arch.experts()} or arch.moe.adapters == "modules":
         return {}
-    stem, n = arch.mixture.experts, arch.mixture.n_experts
+    stem, n = arch.moe.experts, arch.moe.n_experts
     first = f"{stem}.gate_up_proj" if arch.gated else f"{stem}.up_proj"
     settings: dict[str, Any] = {"target_parameters": [f"{stem}.down_proj", first]}
     if (each := len(arch.expert_gate_up) // n) > 1:
@@ -83,12 +83,12 @@ def expert_parts(arch: Architecture, rank: int) -> Parts:
     """
     found: Parts = {}
     for layer, routed in enumerate(arch.layer_routed):
-        if not routed or arch.mixture.adapters != "stacked":
+        if not routed or arch.moe.adapters != "stacked":
             continue
         # PEFT wraps the module of all experts once for down_proj, within that for the other
         for end, linears in (".base_layer", arch.expert_gate_up), ("", arch.expert_down):
-            n, n_out = arch.mixture.n_experts, linears[0].out_features
-            whole, n_columns = arch.mixture.experts + end, rank * len(linears)
+            n, n_out = arch.moe.n_experts, linears[0].out_features
+            whole, n_columns = arch.moe.experts + end, rank * len(linears)
             for i, linear in enumerate(linears):
                 expert, k = divmod(i, len(linears) // n)
                 columns = slice(rank * k * n + expert, rank * (k + 1) * n, n)

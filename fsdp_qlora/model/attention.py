@@ -29,14 +29,14 @@ from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.quant.nf4 import why_no_triton
 
 if TYPE_CHECKING:
-    from fsdp_qlora.data.bins import Bin
+    from fsdp_qlora.data.batches import MicroBatch
     from fsdp_qlora.model.layer import LayerWork
     from fsdp_qlora.planner.plan import Plan
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class AttentionMixing:
-    """One layer's softmax attention, as a mixing of MixingHalf."""
+class AttentionMixer:
+    """One layer's softmax attention, as a mixing of MixerSublayer."""
 
     arch: Architecture
     window: int | None  # a query sees this many keys; None: all
@@ -103,10 +103,10 @@ class AttentionMixing:
         """(cos, sin, temperature, q_norm's weight, k_norm's weight, arch): the last arguments of
         rotate_forward() and rotate_backward()."""
         norms = work.vector(self.arch.q_norm), work.vector(self.arch.k_norm)
-        return *work.bin.ropes[self.rope], *norms, self.arch
+        return *work.batch.ropes[self.rope], *norms, self.arch
 
     fused_linears = ()
-    elementwise_values = 0  # MixingHalf counts what norms take
+    elementwise_values = 0  # MixerSublayer counts what norms take
 
     @property
     def query_width(self) -> int:
@@ -140,8 +140,8 @@ class AttentionMixing:
         values += 2 * self.query_width * (self.arch.attention_gate is not None)
         if plan.plain_attention:  # with keys and values for each query's head, and their gradients
             values += 4 * self.query_width
-            others = explicit_bytes(self.arch, self.window, plan.bin_tokens)
-        return values * plan.bin_tokens * item + others
+            others = explicit_bytes(self.arch, self.window, plan.micro_batch_tokens)
+        return values * plan.micro_batch_tokens * item + others
 
 
 def attend(
@@ -150,26 +150,27 @@ def attend(
 ) -> Tensor:
     """Causal attention inside each document of the bin, [n, heads, width of a value]. `window`:
     a query sees this many keys; None: all."""
-    bin, reach = work.bin, "window" if window else "full"
-    if window is not None and window >= bin.longest:
-        window, reach = None, "within"
-    kernel = bin.kernels[reach]
+    batch, attention_type = work.batch, "window" if window else "full"
+    if window is not None and window >= batch.longest:
+        window, attention_type = None, "within"
+    kernel = batch.kernels[attention_type]
     sinks = work.vector("self_attn", "sinks")
-    return kernel(query, key, value, sinks, bin, arch, window, work.layer.index)
+    return kernel(query, key, value, sinks, batch, arch, window, work.layer.index)
 
 
 # ---- heads and rotary embedding ----
 
 
 def rope_tables(
-    arch: Architecture, frequencies: list[tuple[Tensor, float]], bin: Bin, index: int | None
+    arch: Architecture, frequencies: list[tuple[Tensor, float]], batch: MicroBatch,
+    index: int | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(cos, sin, temperature) of the tokens of a bin.
 
     cos and sin are fp32 [tokens, rotary_dim / 2] by frequencies[index], see rope_frequencies();
     None where index is None. temperature is Ministral 3's factor on queries [tokens], or None.
     """
-    temperature, position_ids = None, bin.position_ids
+    temperature, position_ids = None, batch.position_ids
     if arch.query_temperature:
         beta, original = arch.query_temperature
         temperature = 1 + beta * torch.log1p((position_ids // original).float())
@@ -177,7 +178,7 @@ def rope_tables(
         return None, None, temperature
     inverse, factor = frequencies[index]
     if inverse.dim() == 2:  # longrope: by the length of each token's document, as transformers
-        bounds, tokens = bin.cu_seqlens, torch.arange(len(position_ids), device=inverse.device)
+        bounds, tokens = batch.cu_seqlens, torch.arange(len(position_ids), device=inverse.device)
         is_long = bounds.diff() > arch.ropes[index]["original_max_position_embeddings"]
         inverse = inverse[is_long.long()[torch.bucketize(tokens, bounds[1:], right=True)]]
     angles = position_ids[:, None].float() * inverse
@@ -357,18 +358,18 @@ def gate_heads_backward(
 # Each is a function (query, key, value, sinks, bin, arch, window, layer's index) of [n, heads,
 # head_dim], with fewer heads for key and value: causal attention inside the documents of a bin. It
 # returns [n, heads, head_dim]. `sinks` are [heads] or None; a kernel that knows nothing of them is
-# not chosen, see attends(). `window` is how many keys a query sees, None: all. Layers differ in
-# their REACH, and with that perhaps in their heads; "within": a layer with a window that is longer
-# than all documents of the bin.
-REACHES = "full", "window", "within"
+# not chosen, see kernel_matches(). `window` is how many keys a query sees, None: all. Layers differ
+# in their attention type, and with that perhaps in their heads; "within": a layer with a window
+# that is longer than all documents of the micro-batch.
+ATTENTION_TYPES = "full", "window", "within"
 
 
 def batched_attention(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, bin: Bin, arch: Architecture,
-    window: int | None, index: int
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, batch: MicroBatch,
+    arch: Architecture, window: int | None, index: int
 ) -> Tensor:
     """Documents of one length by torch's SDPA, which on Hopper calls cuDNN's kernel."""
-    rows = [t.unflatten(0, (len(bin.lengths), -1)).transpose(1, 2) for t in (query, key, value)]
+    rows = [t.unflatten(0, (len(batch.lengths), -1)).transpose(1, 2) for t in (query, key, value)]
     out = F.scaled_dot_product_attention(
         *rows, is_causal=True, scale=arch.attention_scale, enable_gqa=True)
     out = out.transpose(1, 2).flatten(0, 1)
@@ -379,28 +380,28 @@ def batched_attention(
 
 
 def flash_attention(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, bin: Bin, arch: Architecture,
-    window: int | None, index: int
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, batch: MicroBatch,
+    arch: Architecture, window: int | None, index: int
 ) -> Tensor:
     """Documents of any lengths by Flash Attention 2."""
     if sinks is not None:
-        return flash_sink_attention(query, key, value, sinks, bin, arch, window)
+        return flash_sink_attention(query, key, value, sinks, batch, arch, window)
     from flash_attn import flash_attn_varlen_func
 
-    bounds, longest = (bin.cu_seqlens, bin.cu_seqlens), (bin.longest, bin.longest)
+    bounds, longest = (batch.cu_seqlens, batch.cu_seqlens), (batch.longest, batch.longest)
     return flash_attn_varlen_func(
         query, key, value, *bounds, *longest, softmax_scale=arch.attention_scale, causal=True,
         window_size=(window - 1 if window else -1, 0), softcap=arch.attention_softcap or 0.0)
 
 
 def varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, bin: Bin, arch: Architecture,
-    window: int | None, index: int
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, batch: MicroBatch,
+    arch: Architecture, window: int | None, index: int
 ) -> Tensor:
     """Documents of any lengths by torch's own kernel."""
     if sinks is not None:
-        return torch_sink_attention(query, key, value, sinks, bin, arch, window)
-    bounds, longest = (bin.cu_seqlens, bin.cu_seqlens), (bin.longest, bin.longest)
+        return torch_sink_attention(query, key, value, sinks, batch, arch, window)
+    bounds, longest = (batch.cu_seqlens, batch.cu_seqlens), (batch.longest, batch.longest)
     out: Tensor = varlen_attn(
         query, key, value, *bounds, *longest, scale=arch.attention_scale,
         window_size=(window - 1 if window else -1, 0), **GROUPED)
@@ -416,14 +417,14 @@ SCORES_BYTES = 2**27  # of the scores, in fp32, that plain torch has at once
 
 
 def document_attention(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, bin: Bin, arch: Architecture,
-    window: int | None, index: int
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, batch: MicroBatch,
+    arch: Architecture, window: int | None, index: int
 ) -> Tensor:
     """Each document by itself in plain torch: on a CPU, in fp32, with dropout on weights, and where
     no other kernel works. Only the inputs are kept for backward."""
     outs, start, site = [], 0, index * N_SITES + WEIGHTS_SITE
-    for q, k, v in zip(*(t.split(bin.lengths) for t in (query, key, value))):
-        n, drop_keys = len(q), bin.dropout_keys if arch.attention_dropout else None
+    for q, k, v in zip(*(t.split(batch.lengths) for t in (query, key, value))):
+        n, drop_keys = len(q), batch.dropout_keys if arch.attention_dropout else None
         drop_keys = None if drop_keys is None else drop_keys[start : start + n]
         start += n
         if (window is None or n <= window) and not (
@@ -501,20 +502,20 @@ def explicit_bytes(arch: Architecture, window: int | None, n_tokens: int) -> int
     return 5 * scores if arch.attention_softcap or arch.sinks else scores if window else 0
 
 
-def reach_architectures(arch: Architecture) -> dict[str, Architecture]:
-    """{one of REACHES: the Architecture of the layers that need it}, of those that a model has."""
+def architectures_by_attention_type(arch: Architecture) -> dict[str, Architecture]:
+    """{one of ATTENTION_TYPES that the model has: the Architecture of the layers that need it}."""
     found = {}
     for kind in filter(arch.has_attention, arch.layer_kinds):
-        for reach in ("window", "within") if kind.window else ("full",):
-            found.setdefault(reach, arch.of_kind(kind))
+        for attention_type in ("window", "within") if kind.window else ("full",):
+            found.setdefault(attention_type, arch.of_kind(kind))
     return found
 
 
-def attends(
-    kernel: Callable[..., Tensor], arch: Architecture, reach: str, device: torch.device
+def kernel_matches(
+    kernel: Callable[..., Tensor], arch: Architecture, attention_type: str, device: torch.device
 ) -> bool:
     """Whether a kernel gives what document_attention() gives, forward and backward, for two
-    documents. `arch` is that of layers of this reach, see reach_architectures()."""
+    documents. `arch` is that of layers of this reach, see architectures_by_attention_type()."""
     if arch.attention_softcap and kernel not in (flash_attention, flex_document_attention):
         return False
     if kernel is batched_attention and arch.head_dim > 256:
@@ -531,13 +532,13 @@ def attends(
     sinks = 2 * torch.randn(arch.n_heads, device=device, generator=generator)
     sinks = sinks if arch.sinks else None
     bounds = torch.tensor([0, length, n_tokens], dtype=torch.int32, device=device)
-    probe = types.SimpleNamespace(
+    trial = types.SimpleNamespace(
         lengths=(length, length), longest=length, cu_seqlens=bounds, dropout_keys=None, masks={},
         position_ids=torch.arange(n_tokens, device=device) % length)
 
     def both(function: Callable[..., Tensor]) -> tuple[Tensor, ...]:
         inputs = [t.detach().requires_grad_() for t in (q, k, v)]
-        out = function(*inputs, sinks, probe, arch, 8 if reach == "window" else None, 0)
+        out = function(*inputs, sinks, trial, arch, 8 if attention_type == "window" else None, 0)
         return out.detach(), *torch.autograd.grad(out, inputs, grad)
 
     try:

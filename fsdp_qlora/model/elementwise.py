@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_qlora.hashing import mix
+from fsdp_qlora.hashing import hash_ints
 from fsdp_qlora.quant.nf4 import why_no_triton
 
 Result = TypeVar("Result")
@@ -323,7 +323,7 @@ def drop_eager(x: Tensor, keys: Tensor, site: int, probability: float) -> Tensor
     it is computed again, in any bin and on any number of GPUs.
     """
     columns = torch.arange(x.shape[1], device=x.device, dtype=torch.int64)
-    bits = mix(mix(keys + site)[:, None] + columns)
+    bits = hash_ints(hash_ints(keys + site)[:, None] + columns)
     uniform = (bits & (2**24 - 1)).float() / 2**24
     return torch.where(uniform < probability, 0, x.float() / (1 - probability)).to(x.dtype)
 

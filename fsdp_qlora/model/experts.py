@@ -19,12 +19,12 @@ from torch import Tensor
 from fsdp_qlora.model.elementwise import (
     MLP_SITE, LimitedActivation, add_expert_rows, add_row_bias, clamped_gate_backward,
     gate, gate_backward, gate_weight_gradients, limited, norm_backward)
-from fsdp_qlora.model.expert_latent import ExpertLatent
-from fsdp_qlora.model.grouped import (
+from fsdp_qlora.model.latent_moe import ExpertLatent
+from fsdp_qlora.model.grouped_mm import (
     Pass, add_expert_gradients, cut_experts, fill_expert_columns, grouped, put_rows, split_columns,
     why_no_grouped_mm)
 from fsdp_qlora.model.linears import FusedLinear
-from fsdp_qlora.model.products import add_a_gradient, product, product_backward, widen
+from fsdp_qlora.model.lora_matmul import add_a_gradient, lora_matmul, lora_matmul_backward, widen
 from fsdp_qlora.model.residual import (
     branch_gradient, end_branch, keep, keep_inputs, kept_inputs, last_columns, norm_gradient,
     norm_inputs, normed)
@@ -40,8 +40,8 @@ GROUPED_SPEED = 0.66  # of grouped products, as a part of that of large ones; on
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class RoutedMLPHalf:
-    """One layer's experts, with the same functions as MLPHalf."""
+class MoESublayer:
+    """One layer's experts, with the same functions as MLPSublayer."""
 
     arch: Architecture
     shared_gate_up: FusedLinear | None  # None: there is no shared expert
@@ -58,7 +58,7 @@ class RoutedMLPHalf:
         return *shared, *latent, self.expert_gate_up, self.expert_down
 
     def forward(
-        self, work: LayerWork, middle: Tensor | None, source: Tensor, want_sum: bool = True,
+        self, work: LayerWork, mid_residual: Tensor | None, source: Tensor, want_sum: bool = True,
         choice: tuple[Tensor, list[int] | None] | None = None, keep_gate_ups: bool = True
     ) -> tuple[Tensor | Any, types.SimpleNamespace]:
         """Returns middle + MLP(norm(source)), None without want_sum, and what backward() needs.
@@ -67,7 +67,7 @@ class RoutedMLPHalf:
         decided another way. Without keep_gate_ups, backward() computes the experts' gate and up
         again.
         """
-        arch, norms, branch = self.arch, self.arch.mixture.norms, None
+        arch, norms, branch = self.arch, self.arch.moe.norms, None
         kept = keep(source=source, branch=None, gate_ups=None)
         # with columns for the shared expert's adapter, which product() fills
         inputs = norm_inputs(work, arch.mlp_norm, source, self.fused_linears[0])
@@ -76,7 +76,7 @@ class RoutedMLPHalf:
             why_no_grouped_mm(x.dtype, x.device))
         kept.routing = route(work, source if norms else x, choice, needs_bounds)
         if not (work.is_backward or work.evaluation):
-            add_balance(work.layer, kept.routing, work.bin.n_unpadded)
+            add_balance(work.layer, kept.routing, work.batch.n_unpadded)
         needs_branch = want_sum or arch.mlp_post_norm is not None
         read = self.latent.enter(work, kept, x) if self.latent else x
         if needs_branch or self.latent and self.latent.exit.n_columns:
@@ -96,14 +96,14 @@ class RoutedMLPHalf:
         keep_inputs(work, kept, inputs, self.shared_gate_up)
         out = None
         if branch is not None:
-            out, kept.branch = end_branch(work, middle, branch, arch.mlp_post_norm, MLP_SITE,
+            out, kept.branch = end_branch(work, mid_residual, branch, arch.mlp_post_norm, MLP_SITE,
                                           want_sum)
         return out, kept
 
     def backward(self, work: LayerWork, kept: types.SimpleNamespace, grad: Tensor) -> Tensor:
         """Returns the gradient of `middle`, which includes that of `source` through the MLP. `grad`
         is the gradient of forward()'s sum."""
-        arch, norms = self.arch, self.arch.mixture.norms
+        arch, norms = self.arch, self.arch.moe.norms
         upstream = branch_gradient(work, kept.branch, grad, arch.mlp_post_norm, MLP_SITE)
         kept.branch = None
         if norms:
@@ -136,11 +136,11 @@ class RoutedMLPHalf:
         return norm_gradient(work, self.arch.mlp_norm, source, grad_x, grad)
 
     def forward_to_recompute(
-        self, work: LayerWork, middle: Tensor, source: Tensor
+        self, work: LayerWork, mid_residual: Tensor, source: Tensor
     ) -> tuple[Tensor, tuple[Tensor, list[int] | None]]:
         """Returns forward()'s sum, and the choice for recomputed_backward(): all that is kept."""
         # not in slices of tokens, as without experts: each slice would dequantise all of them
-        out, kept = self.forward(work, middle, source, keep_gate_ups=False)
+        out, kept = self.forward(work, mid_residual, source, keep_gate_ups=False)
         return out, kept.routing.choice
 
     def recomputed_backward(
@@ -156,7 +156,7 @@ class RoutedMLPHalf:
 
     @property
     def _activation(self) -> str | LimitedActivation | tuple[float, float]:
-        return self.arch.mixture.clamp or limited(self.arch.activation, self.limits.experts)
+        return self.arch.moe.clamp or limited(self.arch.activation, self.limits.experts)
 
     def _experts_forward(
         self, work: LayerWork, routing: Routing, x: Tensor, keep_gate_ups: bool
@@ -192,7 +192,7 @@ class RoutedMLPHalf:
 
     def _bias(self, work: LayerWork, key: str) -> Tensor | None:
         """[experts, out] of all experts' linears `key`; None where they have none."""
-        return work.layer.small_tensors.get(f"{self.arch.mixture.experts}.{key}_bias")
+        return work.layer.small_tensors.get(f"{self.arch.moe.experts}.{key}_bias")
 
     def _add_bias(
         self, work: LayerWork, key: str, rows: Tensor, routing: Routing, passed: Pass
@@ -216,7 +216,7 @@ class RoutedMLPHalf:
         if not kept.gate_ups or self.expert_gate_up.n_columns:  # to compute them; for A's gradient
             if self.latent:
                 x = kept.latent
-            elif norms := self.arch.mixture.norms:
+            elif norms := self.arch.moe.norms:
                 x = normed(work, norms.before, kept.source)
             else:
                 x = kept_inputs(work, kept, self.arch.mlp_norm, kept.source, self.fused_linears[0])
@@ -292,13 +292,13 @@ class RoutedMLPHalf:
     ) -> Tensor:
         """What the shared expert gives [n, hidden], times the sigmoid of its gate, if any."""
         assert self.shared_gate_up and self.shared_down, "asked for above"
-        kept.shared_gate_up = product(work, self.shared_gate_up, inputs)
+        kept.shared_gate_up = lora_matmul(work, self.shared_gate_up, inputs)
         activated = kept.shared_gate_up.new_empty(len(inputs), self.shared_down.width)
         gate(activated[:, : self.shared_down.in_features], kept.shared_gate_up,
              self._shared_activation, self.arch.gated, evaluation=work.evaluation)
-        out = product(work, self.shared_down, activated)
+        out = lora_matmul(work, self.shared_down, activated)
         kept.down_columns = last_columns(activated, self.shared_down)
-        if name := self.arch.mixture.shared_gate:
+        if name := self.arch.moe.shared_gate:
             kept.shared_out = out
             x = inputs[:, : self.arch.hidden_size]
             weight = work.layer.small_tensors[f"{name}.weight"].to(x.dtype)
@@ -312,22 +312,22 @@ class RoutedMLPHalf:
         """The gradient of x [n, hidden] through the shared expert, from that of its output."""
         assert self.shared_gate_up and self.shared_down, "asked for above"
         arch, from_factor, activated = self.arch, 0, None
-        if name := arch.mixture.shared_gate:
+        if name := arch.moe.shared_gate:
             factor = kept.shared_factor.float()
             slope = (grad.float() * kept.shared_out.float()).sum(-1, keepdim=True)
             slope = (slope * factor * (1 - factor)).to(grad.dtype)
             from_factor = slope @ work.layer.small_tensors[f"{name}.weight"].to(slope.dtype)
             grad, kept.shared_out = grad * kept.shared_factor, None
-        if work.layout.dora:
+        if work.spec.dora:
             activated = grad.new_empty(len(grad), self.shared_down.in_features)
             gate(activated, kept.shared_gate_up, self._shared_activation, arch.gated)
-        activated, grad_d = product_backward(work, self.shared_down, kept.down_columns, grad,
+        activated, grad_d = lora_matmul_backward(work, self.shared_down, kept.down_columns, grad,
                                              activated)
         gate_backward(activated, self._shared_activation, None,
                       *kept.shared_gate_up.chunk(1 + arch.gated, -1))
         add_a_gradient(work, self.shared_down, activated, grad_d)  # gate()'s result by now
         inputs = kept_inputs(work, kept, arch.mlp_norm, kept.source, self.shared_gate_up)
-        grad_x, grad_d = product_backward(work, self.shared_gate_up, kept.columns,
+        grad_x, grad_d = lora_matmul_backward(work, self.shared_gate_up, kept.columns,
                                           kept.shared_gate_up, inputs)
         add_a_gradient(work, self.shared_gate_up, inputs, grad_d)
         return grad_x + from_factor
@@ -339,25 +339,25 @@ class RoutedMLPHalf:
     @property
     def choice_values(self) -> int:
         """Values kept per token if all else is computed again: the chosen experts, int16."""
-        return self.arch.mixture.top_k
+        return self.arch.moe.top_k
 
     @property
     def _gate_up_size(self) -> int:
         """Outputs of one expert's gate and up together."""
-        return self.expert_gate_up.out_features // self.arch.mixture.n_experts
+        return self.expert_gate_up.out_features // self.arch.moe.n_experts
 
     @property
     def kept_values(self) -> int:
         """Values kept from forward to backward, if nothing is recomputed; 2 bytes each."""
-        arch, mixture = self.arch, self.arch.mixture
-        values = mixture.top_k * self._gate_up_size + arch.hidden_size * (not arch.parallel)
+        arch, moe = self.arch, self.arch.moe
+        values = moe.top_k * self._gate_up_size + arch.hidden_size * (not arch.parallel)
         # the Routing: scores in fp32; of each row four numbers in int64 and two weights in fp32
-        values += 2 * mixture.n_experts + (4 * 4 + 2 * 2) * mixture.top_k
+        values += 2 * moe.n_experts + (4 * 4 + 2 * 2) * moe.top_k
         if self.shared_gate_up:
             columns = self.shared_gate_up.padded_columns + self.shared_down.padded_columns
             values += self.shared_gate_up.out_features + columns
-            values += (arch.hidden_size + 1) * (mixture.shared_gate is not None)
-        if mixture.norms:  # what experts and shared expert give
+            values += (arch.hidden_size + 1) * (moe.shared_gate is not None)
+        if moe.norms:  # what experts and shared expert give
             values += 2 * arch.hidden_size
         if self.latent:
             values += self.latent.kept_values
@@ -365,41 +365,41 @@ class RoutedMLPHalf:
 
     def live_bytes(self, plan: Plan, recomputed: bool) -> int:
         """The peak bytes of backward(), besides what is kept."""
-        n, item = plan.bin_tokens, getattr(torch, plan.compute_dtype).itemsize
-        hidden, mixture = self.arch.hidden_size, self.arch.mixture
+        n, item = plan.micro_batch_tokens, getattr(torch, plan.compute_dtype).itemsize
+        hidden, moe = self.arch.hidden_size, self.arch.moe
         width = self.expert_gate_up.in_features  # that of hidden states, or of a latent
-        rows, up, down = n * mixture.top_k, self.expert_gate_up, self.expert_down
+        rows, up, down = n * moe.top_k, self.expert_gate_up, self.expert_down
         # gate and up once more if they are computed again, and if their gradient is a new tensor
         of_row, of_adapters = up.width + down.width, 0
         if up.n_columns:  # a gradient of rows, the part from d and their sum; A's, in fp32 too
             of_row = max(3 * up.width, up.width + 3 * down.width)
-            of_adapters = 3 * mixture.n_experts * up.n_columns * width
-        of_row += self._gate_up_size * (recomputed + bool(mixture.clamp))
+            of_adapters = 3 * moe.n_experts * up.n_columns * width
+        of_row += self._gate_up_size * (recomputed + bool(moe.clamp))
         of_pass = math.ceil((rows * of_row + of_adapters) / plan.expert_ranges)
         if recomputed and self.shared_gate_up:
             of_pass += n * (self.shared_gate_up.out_features + self.shared_down.width)
         weights = sum(fused.out_features * fused.width for fused in (up, down))
         weights = math.ceil(weights / plan.expert_ranges)
         values = rows * width * (plan.expert_ranges > 1) + of_pass + weights + 3 * n * hidden
-        if mixture.norms:  # what experts read, also for A's gradient, and that of what they give
+        if moe.norms:  # what experts read, also for A's gradient, and that of what they give
             values += n * hidden * (2 + 2 * recomputed + bool(up.n_columns))
         if self.latent:
             values += n * (self.latent.live_values + recomputed * self.latent.kept_values)
             values += max(fused.out_features * fused.width for fused in self.latent.fused_linears)
         # of the router in fp32: four values a row, and three tensors like its scores
-        return values * item + 4 * (4 * rows + 3 * n * mixture.n_experts)
+        return values * item + 4 * (4 * rows + 3 * n * moe.n_experts)
 
     @property
     def token_weights(self) -> float:
         """Weights that one token is multiplied by."""
-        share = self.arch.mixture.top_k / self.arch.mixture.n_experts
+        share = self.arch.moe.top_k / self.arch.moe.n_experts
         shared = sum(fused.n_weights for fused in self.fused_linears[:-2])
         return shared + share * (self.expert_gate_up.n_weights + self.expert_down.n_weights)
 
     @property
     def recomputed_weights(self) -> float:
         """Those of token_weights that recomputed_backward() multiplies again."""
-        share = self.arch.mixture.top_k / self.arch.mixture.n_experts
+        share = self.arch.moe.top_k / self.arch.moe.n_experts
         shared = sum(fused.n_weights for fused in self.fused_linears[:-2])
         return shared + share * self.expert_gate_up.n_weights
 
@@ -407,11 +407,11 @@ class RoutedMLPHalf:
     def elementwise_values(self) -> int:
         """Values that elementwise work reads or writes, forward and backward; counted."""
         # of a row, each way: gathered, put in its place, summed, 2 + 2 + 1; all gates: 1.5 + 4.5
-        hidden, top_k = self.arch.hidden_size, self.arch.mixture.top_k
+        hidden, top_k = self.arch.hidden_size, self.arch.moe.top_k
         width = self.expert_gate_up.in_features
         rows = top_k * (10 * width + 6 * self._gate_up_size)
         if self.expert_gate_up.n_columns:  # narrow products, which take as long; fitted
             rows += top_k * 40 * (width + self._gate_up_size // 2)
-        if self.arch.mixture.norms:  # four more norms, the first of them for a second reader
+        if self.arch.moe.norms:  # four more norms, the first of them for a second reader
             rows += 20 * hidden
         return 15 * hidden + rows

@@ -16,7 +16,7 @@ from torch import Tensor
 from fsdp_qlora.model.elementwise import compiled_copy
 
 if TYPE_CHECKING:
-    from fsdp_qlora.data.bins import Bin
+    from fsdp_qlora.data.batches import MicroBatch
     from fsdp_qlora.pretrained.architecture import Architecture
 
 BLOCK_TOKENS = 128  # queries, and keys, of a block; torch's kernels divide it further
@@ -36,13 +36,13 @@ WIDE_HEADS: Any = {
 
 
 def flex_document_attention(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, bin: Bin, arch: Architecture,
-    window: int | None, index: int
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, batch: MicroBatch,
+    arch: Architecture, window: int | None, index: int
 ) -> Tensor:
     """Documents of any lengths by torch's flex_attention, see attention.py."""
-    if window not in bin.masks:
-        bin.masks[window] = visible_blocks(bin.position_ids, window)
-    mask, chosen = bin.masks[window], (arch.attention_softcap, arch.attention_scale)
+    if window not in batch.masks:
+        batch.masks[window] = visible_blocks(batch.position_ids, window)
+    mask, chosen = batch.masks[window], (arch.attention_softcap, arch.attention_scale)
     # on a CPU it is slow, and forward alone: for tests
     shape = query.shape[1], *key.shape[1:]
     attend = compiled_flex(*chosen, shape) if query.is_cuda else flex_function(*chosen)

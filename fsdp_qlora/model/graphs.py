@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fsdp_qlora.model.loss import bin_objective
+from fsdp_qlora.model.loss import micro_batch_loss
 
 if TYPE_CHECKING:
-    from fsdp_qlora.data.bins import Bin
+    from fsdp_qlora.data.batches import MicroBatch
     from fsdp_qlora.model.model import Model
     from train_fsdp_qlora import Config
 
@@ -27,37 +27,37 @@ class Graphs:
         # {shape: (graph, Bin, factor, sums)}; None: no graph, seen once so far
         self.captured: dict[tuple, Any] = {}
 
-    def sums(self, bin: Bin, scale: float, is_even: bool) -> Tensor | None:
-        """The sums of bin_objective(); adds the gradient of `scale` times the bin's loss.
+    def sums(self, batch: MicroBatch, scale: float, is_even: bool) -> Tensor | None:
+        """The sums of micro_batch_loss(); adds the gradient of `scale` times the bin's loss.
 
         A shape is captured when it comes a second time: kernels are compiled and chosen outside of
         a capture. Returns None where the caller must do without a graph. `is_even`: all documents
         of the bin have one length, for which attention is another.
         """
-        tensors = bin_tensors(bin)
-        shape = (is_even and bin.lengths, bin.longest, *(tensor.shape for tensor in tensors))
+        tensors = batch_tensors(batch)
+        shape = (is_even and batch.lengths, batch.longest, *(tensor.shape for tensor in tensors))
         if self.captured.get(shape) is None:
             n_graphs = sum(graph is not None for graph in self.captured.values())
             if shape not in self.captured or n_graphs >= MAX_GRAPHS:
                 self.captured[shape] = None
                 return None
-            self.captured[shape] = self.capture(bin)
+            self.captured[shape] = self.capture(batch)
         graph, static, factor, sums = self.captured[shape]
-        for own, tensor in zip(bin_tensors(static), tensors):
+        for own, tensor in zip(batch_tensors(static), tensors):
             own.copy_(tensor, non_blocking=True)
         factor.fill_(scale)
         graph.replay()
         return sums.clone()
 
-    def capture(self, bin: Bin) -> tuple[torch.cuda.CUDAGraph, Bin, Tensor, Tensor]:
+    def capture(self, batch: MicroBatch) -> tuple[torch.cuda.CUDAGraph, MicroBatch, Tensor, Tensor]:
         """A graph, and the tensors that it reads and writes: the Bin, the factor on the loss, the
         sums."""
         # fla keeps what it made of bounds that it has seen, by the tensor's identity
-        static = dataclasses.replace(bin, cu_seqlens=bin.cu_seqlens.clone())
+        static = dataclasses.replace(batch, cu_seqlens=batch.cu_seqlens.clone())
         factor = torch.ones((), device=self.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool):
-            loss, sums = bin_objective(self.model(static), static, self.config)
+            loss, sums = micro_batch_loss(self.model(static), static, self.config)
             (loss * factor).backward()
         self.pool = self.pool or graph.pool()
         static.ropes, static.masks, static.layer_inputs = None, {}, None
@@ -65,7 +65,7 @@ class Graphs:
         return graph, static, factor, sums
 
 
-def bin_tensors(bin: Bin) -> list[Tensor]:
+def batch_tensors(batch: MicroBatch) -> list[Tensor]:
     """All tensors of a Bin and its Answers."""
-    fields = [*vars(bin).values(), *(vars(bin.answers).values() if bin.answers else ())]
+    fields = [*vars(batch).values(), *(vars(batch.answers).values() if batch.answers else ())]
     return [value for value in fields if isinstance(value, Tensor)]

@@ -1,8 +1,8 @@
 """The vocabulary: embedding of tokens and the loss over them, both tables sharded by rows.
 
 What is trained is a function of the losses of whole documents, see loss. To train another loss of a
-token, change logits_statistics(), logits_gradient(), HeadLoss.forward(), which uses both, and what
-they are compared with at the start, reference_results() in training/check.py.
+token, change logits_statistics(), logits_gradient(), LinearCrossEntropy.forward(), which uses both,
+and what they are compared with at the start, reference_results() in training/check.py.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp_qlora.model.elementwise import elementwise, norm_backward, norm_of, normalise
-from fsdp_qlora.model.products import fp32_product
+from fsdp_qlora.model.lora_matmul import fp32_product
 from fsdp_qlora.ranks import all_gather
 
 if TYPE_CHECKING:
-    from fsdp_qlora.data.bins import Bin
+    from fsdp_qlora.data.batches import MicroBatch
     from fsdp_qlora.model.model import Model
 
 try:
@@ -144,7 +144,7 @@ def logits_gradient(
     return gradient.masked_fill(absent[:, None], 0).to(logits.dtype)
 
 
-class HeadLoss(torch.autograd.Function):
+class LinearCrossEntropy(torch.autograd.Function):
     """Final norm, head and cross-entropy of the trained tokens: from what the last layer returns
     [tokens, hidden] to the sum of the token losses of each document of this rank's bin, fp64
     [documents] (see Bin.loss_bounds).
@@ -159,7 +159,7 @@ class HeadLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, model: Model, bin: Bin) -> Tensor:
+    def forward(ctx: Any, x: Tensor, model: Model, batch: MicroBatch) -> Tensor:
         arch, weight, shards = model.arch, model.head, model.shards
 
         def gather(tensor: Tensor) -> Tensor:
@@ -167,12 +167,12 @@ class HeadLoss(torch.autograd.Function):
 
         change = arch.logits_multiplier, arch.logits_softcap
         evaluation = not ctx.needs_input_grad[0]
-        token_losses = torch.empty(len(bin.labels), dtype=torch.float64, device=x.device)
+        token_losses = torch.empty(len(batch.labels), dtype=torch.float64, device=x.device)
         grad_x = torch.zeros_like(x)
-        all_labels = gather(bin.labels)  # [shards, n], negative where padded
+        all_labels = gather(batch.labels)  # [shards, n], negative where padded
         size = max(1, CHUNK_BYTES // (4 * arch.vocab_size))
-        for chunk in (slice(i, i + size) for i in range(0, len(bin.labels), size)):
-            part = x[bin.trained_at[chunk]]
+        for chunk in (slice(i, i + size) for i in range(0, len(batch.labels), size)):
+            part = x[batch.trained_at[chunk]]
             hidden = torch.empty_like(part)
             normalise(hidden, part, model.norm, model.norm_bias, arch.final_norm_kind,
                       arch.norm_eps, any_rows=True)
@@ -197,18 +197,18 @@ class HeadLoss(torch.autograd.Function):
                 dist.reduce_scatter_tensor(grad, whole, group=model.group)
             grad = norm_backward(part, grad, None, model.norm, arch.final_norm_kind, arch.norm_eps,
                                  any_rows=True)
-            grad_x.index_add_(0, bin.trained_at[chunk], grad)  # padding adds 0 to token 0
-        ctx.grad_x, ctx.bin = grad_x, bin
+            grad_x.index_add_(0, batch.trained_at[chunk], grad)  # padding adds 0 to token 0
+        ctx.grad_x, ctx.batch = grad_x, batch
         # not index_add_() into documents: on a GPU its order, and so the sum, would vary
-        return torch.segment_reduce(token_losses, "sum", offsets=bin.loss_bounds, unsafe=True)
+        return torch.segment_reduce(token_losses, "sum", offsets=batch.loss_bounds, unsafe=True)
 
     @staticmethod
     def backward(ctx: Any, grad_sums: Tensor) -> tuple[Tensor, None, None]:
-        grad_x, bin, ctx.grad_x = ctx.grad_x, ctx.bin, None
-        numbers = torch.arange(len(bin.labels), device=grad_x.device)
-        sum_of = torch.searchsorted(bin.loss_bounds, numbers, right=True) - 1  # of each label
+        grad_x, batch, ctx.grad_x = ctx.grad_x, ctx.batch, None
+        numbers = torch.arange(len(batch.labels), device=grad_x.device)
+        sum_of = torch.searchsorted(batch.loss_bounds, numbers, right=True) - 1  # of each label
         # padding stands behind the last sum, and at token 0: it takes any weight, and then 0
         weights = grad_sums.float()[sum_of.clamp(max=len(grad_sums) - 1)]
-        weights = weights.masked_fill(bin.labels < 0, 0)
-        of_tokens = weights.new_zeros(len(grad_x)).index_add_(0, bin.trained_at, weights)
+        weights = weights.masked_fill(batch.labels < 0, 0)
+        of_tokens = weights.new_zeros(len(grad_x)).index_add_(0, batch.trained_at, weights)
         return grad_x.mul_(of_tokens[:, None]), None, None

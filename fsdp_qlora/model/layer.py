@@ -14,34 +14,34 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_qlora.model.absent import NoMixingHalf, NoMLPHalf
-from fsdp_qlora.model.attention import AttentionMixing
+from fsdp_qlora.model.identity_sublayers import NoMixerSublayer, NoMLPSublayer
+from fsdp_qlora.model.attention import AttentionMixer
 from fsdp_qlora.model.elementwise import N_SITES, drop
-from fsdp_qlora.model.expert_latent import ExpertLatent
-from fsdp_qlora.model.experts import RoutedMLPHalf
-from fsdp_qlora.model.latent import LatentMixing
+from fsdp_qlora.model.latent_moe import ExpertLatent
+from fsdp_qlora.model.experts import MoESublayer
+from fsdp_qlora.model.mla import MLAMixer
 from fsdp_qlora.model.linears import (
-    STATE_BLOCK, Allocator, FusedLinear, LinearPlace, fuse_linears)
-from fsdp_qlora.model.mixers import RecordedMixing
-from fsdp_qlora.model.mixing import Mixing, MixingHalf
-from fsdp_qlora.model.mlp import MLPHalf
+    STATE_BLOCK, Allocator, FusedLinear, LinearSlices, fuse_linears)
+from fsdp_qlora.model.mixers import AutogradMixer
+from fsdp_qlora.model.mixer_sublayer import TokenMixer, MixerSublayer
+from fsdp_qlora.model.mlp import MLPSublayer
 from fsdp_qlora.model.offload import put_all
 from fsdp_qlora.model.per_layer import PerLayerEnd
 from fsdp_qlora.quant.nf4 import Nested, NF4Blocks, dequantise
 
 if TYPE_CHECKING:
-    from fsdp_qlora.data.bins import Bin
+    from fsdp_qlora.data.batches import MicroBatch
     from fsdp_qlora.planner.plan import Plan
     from fsdp_qlora.pretrained.architecture import Architecture, LayerKind
     from train_fsdp_qlora import Config
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Layout:
+class LayerSpec:
     """What one layer computes, and what its three parameters hold."""
 
-    mixing: MixingHalf | NoMixingHalf
-    mlp: MLPHalf | RoutedMLPHalf | NoMLPHalf
+    mixer: MixerSublayer | NoMixerSublayer
+    mlp: MLPSublayer | MoESublayer | NoMLPSublayer
     # {name in the layer: (slice of `vectors`, shape)} of norms and biases
     vectors: dict[str, tuple[slice, tuple[int, ...]]]
     small_tensors: dict[str, tuple[int, ...]]  # {name in the layer: shape}
@@ -54,11 +54,11 @@ class Layout:
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
-        return self.mixing.fused_linears + self.mlp.fused_linears
+        return self.mixer.fused_linears + self.mlp.fused_linears
 
     @functools.cached_property
-    def places(self) -> list[LinearPlace]:
-        """The LinearPlace of each linear."""
+    def places(self) -> list[LinearSlices]:
+        """The LinearSlices of each linear."""
         return [place for fused in self.fused_linears for place in fused.places]
 
     @property
@@ -88,9 +88,9 @@ class Layout:
 
     def kept_values(self, keeps: str) -> int:
         """Values per token that a layer keeps from forward to backward, see LayerFunction."""
-        hidden = self.mixing.arch.hidden_size  # the width of x, and of the sum after the mixing
+        hidden = self.mixer.arch.hidden_size  # the width of x, and of the sum after the mixing
         if keeps == "all":
-            return self.mixing.kept_values + self.mlp.kept_values
+            return self.mixer.kept_values + self.mlp.kept_values
         if keeps == "mlp":
             return hidden + self.mlp.kept_values
         return (2 * hidden if keeps == "middle" else hidden) + self.mlp.choice_values
@@ -98,15 +98,15 @@ class Layout:
     def live_bytes(self, plan: Plan, keeps: str) -> int:
         """The most bytes that a layer's backward takes besides what is kept: gradients, dequantised
         weights, and what is computed again."""
-        item, n = getattr(torch, plan.compute_dtype).itemsize, plan.bin_tokens
-        live = max(self.mixing.live_bytes(plan, recomputed=keeps != "all"),
+        item, n = getattr(torch, plan.compute_dtype).itemsize, plan.micro_batch_tokens
+        live = max(self.mixer.live_bytes(plan, recomputed=keeps != "all"),
                    self.mlp.live_bytes(plan, recomputed=keeps in ("middle", "x")))
         if keeps != "all":  # x and the sum, where they are not counted as kept
-            live += 2 * n * self.mixing.arch.hidden_size * item
-        if self.mixing.arch.layer_scalar:  # the gradient before it is multiplied by that
-            live += n * self.mixing.arch.hidden_size * item
+            live += 2 * n * self.mixer.arch.hidden_size * item
+        if self.mixer.arch.layer_scalar:  # the gradient before it is multiplied by that
+            live += n * self.mixer.arch.hidden_size * item
         if keeps == "x":  # the mixing half is computed again first, to come to the sum
-            live += n * (self.mixing.arch.hidden_size + self.mixing.recomputed_values) * item
+            live += n * (self.mixer.arch.hidden_size + self.mixer.recomputed_values) * item
         return live
 
     @property
@@ -116,48 +116,48 @@ class Layout:
     def token_weights(self, by_time: bool = False) -> float:
         """Weights that one token is multiplied by; by_time: those of slow products count more."""
         speed = self.mlp.product_speed if by_time else 1
-        return (sum(fused.n_weights for fused in self.mixing.fused_linears)
+        return (sum(fused.n_weights for fused in self.mixer.fused_linears)
                 + self.mlp.token_weights / speed)
 
     def recomputed_weights(self, keeps: str) -> float:
         """Weights of the products that the backward of a layer computes again."""
         if keeps == "all":
             return 0
-        want_sum = keeps == "x" and not self.mixing.arch.parallel
-        weights = self.mixing.recomputed_weights(want_sum)
+        want_sum = keeps == "x" and not self.mixer.arch.parallel
+        weights = self.mixer.recomputed_weights(want_sum)
         return weights if keeps == "mlp" else weights + self.mlp.recomputed_weights
 
 
-def make_layouts(
+def make_layer_specs(
     arch: Architecture, adapted: Collection[str], config: Config
-) -> tuple[Layout, ...]:
+) -> tuple[LayerSpec, ...]:
     """The Layout of each layer; layers that are alike share one.
 
     `adapted` are the names, in a layer, of the linears that get an adapter.
     """
     kinds = arch.layer_kinds
-    made = {kind: _make_layout(arch, adapted, config, kind) for kind in dict.fromkeys(kinds)}
-    n_adapter = max(layout.n_adapter for layout in made.values())  # one length: see Adapter
-    made = {kind: dataclasses.replace(layout, n_adapter=n_adapter) for kind, layout in made.items()}
+    made = {kind: _make_layer_spec(arch, adapted, config, kind) for kind in dict.fromkeys(kinds)}
+    n_adapter = max(spec.n_adapter for spec in made.values())  # one length: see Adapter
+    made = {kind: dataclasses.replace(spec, n_adapter=n_adapter) for kind, spec in made.items()}
     return tuple(made[kind] for kind in kinds)
 
 
-def _make_layout(
+def _make_layer_spec(
     arch: Architecture, adapted: Collection[str], config: Config, kind: LayerKind
-) -> Layout:
+) -> LayerSpec:
     allocator = Allocator()
     vectors = {name: (allocator.reserve("vectors", math.prod(shape)), shape)
                for name, shape in arch.vectors(kind).items()}
     fused = {
         name: fuse_linears(site, linears, adapted, config, vectors, allocator,
-                           arch.mixture.n_experts if name.startswith("expert_") else 0)
+                           arch.moe.n_experts if name.startswith("expert_") else 0)
         for site, (name, linears) in enumerate(arch.fused_groups(kind).items()) if linears}
     small_tensors = arch.small_tensors(kind)
     arch = arch.of_kind(kind)
     rank, counts = config.lora_rank, allocator.counts
-    mixing, mlp = _make_halves(arch, kind, fused)
-    return Layout(
-        mixing=mixing, mlp=mlp, vectors=vectors, small_tensors=small_tensors,
+    mixer, mlp = _make_halves(arch, kind, fused)
+    return LayerSpec(
+        mixer=mixer, mlp=mlp, vectors=vectors, small_tensors=small_tensors,
         n_blocks=counts["blocks"], n_vectors=counts["vectors"], n_adapter=counts["adapter"],
         scaling=config.lora_alpha / (math.sqrt(rank) if config.adapter == "rslora" else rank),
         dropout=config.lora_dropout, dora=config.adapter == "dora")
@@ -165,29 +165,29 @@ def _make_layout(
 
 def _make_halves(
     arch: Architecture, kind: LayerKind, fused: Mapping[str, FusedLinear]
-) -> tuple[MixingHalf | NoMixingHalf, MLPHalf | RoutedMLPHalf | NoMLPHalf]:
+) -> tuple[MixerSublayer | NoMixerSublayer, MLPSublayer | MoESublayer | NoMLPSublayer]:
     """Those of a layer. `fused`: of each group of fused_groups() that has linears."""
-    of_tokens: Mixing = AttentionMixing(arch, kind.window, kind.rope)
+    of_tokens: TokenMixer = AttentionMixer(arch, kind.window, kind.rope)
     beside = None
     if arch.mla:
-        of_tokens = LatentMixing(arch, kind.rope, fused.get("q_b"), fused["kv_b"])
+        of_tokens = MLAMixer(arch, kind.rope, fused.get("q_b"), fused["kv_b"])
     elif kind.mixer and arch.beside:
-        beside = fused["mixer_out"], RecordedMixing(arch.mixers[kind.mixer], arch)
+        beside = fused["mixer_out"], AutogradMixer(arch.mixers[kind.mixer], arch)
     elif kind.mixer:
-        of_tokens = RecordedMixing(arch.mixers[kind.mixer], arch)
-    mixing: MixingHalf | NoMixingHalf = NoMixingHalf(arch)
-    mlp: MLPHalf | RoutedMLPHalf | NoMLPHalf = NoMLPHalf(arch)
+        of_tokens = AutogradMixer(arch.mixers[kind.mixer], arch)
+    mixer: MixerSublayer | NoMixerSublayer = NoMixerSublayer(arch)
+    mlp: MLPSublayer | MoESublayer | NoMLPSublayer = NoMLPSublayer(arch)
     if kind.halves != "mlp":
-        mixing = MixingHalf(arch, fused["in_proj"], fused["out"], of_tokens, beside)
+        mixer = MixerSublayer(arch, fused["in_proj"], fused["out"], of_tokens, beside)
     if kind.routed:
         latent = (ExpertLatent(fused["latent_entry"], fused["latent_exit"])
                   if arch.expert_latent else None)
-        mlp = RoutedMLPHalf(arch, fused.get("shared_gate_up"), fused.get("shared_down"), latent,
+        mlp = MoESublayer(arch, fused.get("shared_gate_up"), fused.get("shared_down"), latent,
                             fused["expert_gate_up"], fused["expert_down"], kind.limits)
-    elif kind.halves != "mixing":
+    elif kind.halves != "mixer":
         end = PerLayerEnd(arch, fused["end_gate"], fused["end_out"]) if arch.per_layer else None
-        mlp = MLPHalf(arch, fused["gate_up"], fused["down"], end, kind.limits.mlp)
-    return mixing, mlp
+        mlp = MLPSublayer(arch, fused["gate_up"], fused["down"], end, kind.limits.mlp)
+    return mixer, mlp
 
 
 class DecoderLayer(nn.Module):
@@ -197,9 +197,9 @@ class DecoderLayer(nn.Module):
     weights of all linears; `vectors`, norms and biases; `adapter`, which alone is trained.
     """
 
-    def __init__(self, arch: Architecture, layout: Layout, index: int, plan: Plan) -> None:
+    def __init__(self, arch: Architecture, spec: LayerSpec, index: int, plan: Plan) -> None:
         super().__init__()
-        self.arch, self.layout, self.index, self.plan = arch, layout, index, plan
+        self.arch, self.spec, self.index, self.plan = arch, spec, index, plan
         self.keeps = plan.keeps(index)
         self.lender = arch.lenders[index]  # whose keys and values it reads; None: it has its own
         self.lends = index in arch.lenders
@@ -219,18 +219,18 @@ class DecoderLayer(nn.Module):
 
         dtype = getattr(torch, plan.compute_dtype)
         # while the model loads, this rank's shard; while a layer works, the whole (FSDP2's hooks)
-        self.nf4 = parameter(layout.n_blocks, 1, functools.partial(
-            NF4Blocks.zeros, n_scales=layout.n_scales))
-        self.vectors = parameter(layout.n_vectors, 1, functools.partial(torch.empty, dtype=dtype))
-        self.adapter = parameter(layout.n_adapter, STATE_BLOCK, torch.empty, trained=True)
+        self.nf4 = parameter(spec.n_blocks, 1, functools.partial(
+            NF4Blocks.zeros, n_scales=spec.n_scales))
+        self.vectors = parameter(spec.n_vectors, 1, functools.partial(torch.empty, dtype=dtype))
+        self.adapter = parameter(spec.n_adapter, STATE_BLOCK, torch.empty, trained=True)
 
-    def forward(self, x: Tensor, bin: Bin, *borrowed: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, x: Tensor, batch: MicroBatch, *borrowed: Tensor) -> tuple[Tensor, ...]:
         """What the layer returns; where it lends its keys and values, these too, [tokens, heads,
         head_dim]. `borrowed`: those of its lender."""
         # is_grad_enabled() is always False inside LayerFunction.forward(), and needs_input_grad is
         # the same in an evaluation; the adapter is given so that autograd asks for its gradient
         out: tuple[Tensor, ...] = LayerFunction.apply(
-            x, self.adapter, self, bin, torch.is_grad_enabled(), *borrowed)
+            x, self.adapter, self, batch, torch.is_grad_enabled(), *borrowed)
         return out
 
 
@@ -250,63 +250,66 @@ class LayerFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, adapter: Tensor, layer: DecoderLayer, bin: Bin, is_training: bool,
-        *borrowed: Tensor
+        ctx: Any, x: Tensor, adapter: Tensor, layer: DecoderLayer, batch: MicroBatch,
+        is_training: bool, *borrowed: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.layer, ctx.bin, x = layer, bin, x.detach()
+        ctx.layer, ctx.batch, x = layer, batch, x.detach()
         ctx.borrowed = tuple(part.detach() for part in borrowed)
-        work, put = LayerWork(layer, bin, ctx.borrowed, evaluation=not is_training), bin.store.put
-        mixing, mlp = layer.layout.mixing, layer.layout.mlp
+        work = LayerWork(layer, batch, ctx.borrowed, evaluation=not is_training)
+        put = batch.store.put
+        mixer, mlp = layer.spec.mixer, layer.spec.mlp
         if layer.keeps == "all":
-            middle, mixing_kept = mixing.forward(work, x)
-            out, mlp_kept = mlp.forward(work, middle, x if layer.arch.parallel else middle)
-            ctx.kept = mixing_kept, mlp_kept
+            mid_residual, mixer_kept = mixer.forward(work, x)
+            mlp_inputs = x if layer.arch.parallel else mid_residual
+            out, mlp_kept = mlp.forward(work, mid_residual, mlp_inputs)
+            ctx.kept = mixer_kept, mlp_kept
             return work.scaled(out), *work.lent
         # put() returns a key for take(): by them activations go to the host and back, if offloaded
         x_key = put(x)  # on its way while tokens are mixed
-        middle = mixing.forward(work, x)[0]
+        mid_residual = mixer.forward(work, x)[0]
         if layer.keeps == "mlp":
-            out, mlp_kept = mlp.forward(work, middle, middle)
-            ctx.kept = x_key, put_all(bin.store, mlp_kept)
+            out, mlp_kept = mlp.forward(work, mid_residual, mid_residual)
+            ctx.kept = x_key, put_all(batch.store, mlp_kept)
             return work.scaled(out), *work.lent
-        middle_key = put(middle) if layer.keeps == "middle" else None
-        out, choice = mlp.forward_to_recompute(work, middle,
-                                               x if layer.arch.parallel else middle)
-        ctx.kept = x_key, middle_key, choice
+        mid_residual_key = put(mid_residual) if layer.keeps == "middle" else None
+        out, choice = mlp.forward_to_recompute(work, mid_residual,
+                                               x if layer.arch.parallel else mid_residual)
+        ctx.kept = x_key, mid_residual_key, choice
         return work.scaled(out), *work.lent
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *grad_lent: Tensor) -> tuple[Tensor | None, ...]:
-        layer, bin, kept = ctx.layer, ctx.bin, ctx.kept
-        work, take = LayerWork(layer, bin, ctx.borrowed, backward=True), bin.store.take
+        layer, batch, kept = ctx.layer, ctx.batch, ctx.kept
+        work, take = LayerWork(layer, batch, ctx.borrowed, backward=True), batch.store.take
         ctx.kept, ctx.borrowed, work.grad_lent = None, (), grad_lent
-        mixing, mlp, parallel = layer.layout.mixing, layer.layout.mlp, layer.arch.parallel
+        mixer, mlp, parallel = layer.spec.mixer, layer.spec.mlp, layer.arch.parallel
         grad = work.scaled(grad)
         if layer.keeps == "all":
-            mixing_kept, mlp_kept = kept
-            grad_middle = mlp.backward(work, mlp_kept, grad)
+            mixer_kept, mlp_kept = kept
+            grad_mid_residual = mlp.backward(work, mlp_kept, grad)
         elif layer.keeps in ("mlp", "middle"):
             if layer.keeps == "mlp":
                 x_key, take_mlp_kept = kept
-                grad_middle = mlp.backward(work, take_mlp_kept(), grad)
+                grad_mid_residual = mlp.backward(work, take_mlp_kept(), grad)
             else:
-                x_key, middle_key, choice = kept
-                (middle,) = take(middle_key)
-                grad_middle = mlp.recomputed_backward(work, middle, grad, choice)
-                del middle
+                x_key, mid_residual_key, choice = kept
+                (mid_residual,) = take(mid_residual_key)
+                grad_mid_residual = mlp.recomputed_backward(work, mid_residual, grad, choice)
+                del mid_residual
             (x,) = take(x_key)  # it came back while the MLP ran
-            mixing_kept = mixing.forward(work, x, want_sum=False)[1]
+            mixer_kept = mixer.forward(work, x, want_sum=False)[1]
         else:
             (x,), choice = take(kept[0]), kept[2]
-            middle, mixing_kept = mixing.forward(work, x, want_sum=not parallel)
+            mid_residual, mixer_kept = mixer.forward(work, x, want_sum=not parallel)
             work.held.clear()  # room for the MLP's weights
-            grad_middle = mlp.recomputed_backward(work, x if parallel else middle, grad, choice)
-            del middle
-        # in a parallel layer the mixing gets the gradient of the layer's sum; grad_middle then has
-        # the gradient of x through the MLP already
-        upstream = grad if parallel else grad_middle
+            grad_mid_residual = mlp.recomputed_backward(
+                work, x if parallel else mid_residual, grad, choice)
+            del mid_residual
+        # in a parallel layer the mixer gets the gradient of the layer's sum; grad_mid_residual then
+        # has the gradient of x through the MLP already
+        upstream = grad if parallel else grad_mid_residual
         needs_x = ctx.needs_input_grad[0]
-        grad_x = mixing.backward(work, mixing_kept, upstream, grad_middle, needs_x)
+        grad_x = mixer.backward(work, mixer_kept, upstream, grad_mid_residual, needs_x)
         return grad_x, work.grad_adapter, None, None, None, *work.grad_borrowed
 
 
@@ -318,10 +321,10 @@ class LayerWork:
     """
 
     def __init__(
-        self, layer: DecoderLayer, bin: Bin, borrowed: tuple[Tensor, ...] = (),
+        self, layer: DecoderLayer, batch: MicroBatch, borrowed: tuple[Tensor, ...] = (),
         backward: bool = False, evaluation: bool = False
     ) -> None:
-        self.layer, self.bin, self.arch, self.layout = layer, bin, layer.arch, layer.layout
+        self.layer, self.batch, self.arch, self.spec = layer, batch, layer.arch, layer.spec
         self.is_backward = backward
         self.evaluation = evaluation  # whether no backward will follow
         # whether autograd's graph of this forward is read: by the backward that runs it now, or
@@ -334,7 +337,7 @@ class LayerWork:
         self.adapter = layer.adapter.detach().to(layer.vectors.dtype)
         # weights for a second use: a recomputed layer's backward runs forward() again first
         self.held: dict[FusedLinear, Tensor] = {}
-        self.hold = backward and layer.plan.hold_weights and layer.keeps in ("middle", "x")
+        self.hold = backward and layer.plan.reuse_dequantized and layer.keeps in ("middle", "x")
         if backward:
             self.grad_adapter = torch.zeros_like(self.adapter, dtype=torch.float32)
 
@@ -349,15 +352,15 @@ class LayerWork:
 
     def vector(self, name: str | None, part: str = "weight") -> Tensor | None:
         """A norm's weight or bias, or attention's sinks, by the name in the layer; or None."""
-        if f"{name}.{part}" not in self.layout.vectors:
+        if f"{name}.{part}" not in self.spec.vectors:
             return None
-        where, shape = self.layout.vectors[f"{name}.{part}"]
+        where, shape = self.spec.vectors[f"{name}.{part}"]
         return self.layer.vectors[where].view(shape)
 
     @property
     def layer_input(self) -> Tensor:
         """The layer's own input of its tokens, see PerLayerInputs."""
-        inputs: Tensor = self.bin.layer_inputs[self.tokens, self.layer.index]
+        inputs: Tensor = self.batch.layer_inputs[self.tokens, self.layer.index]
         return inputs
 
     def scaled(self, x: Tensor) -> Tensor:
@@ -368,7 +371,7 @@ class LayerWork:
 
     def drop(self, x: Tensor, probability: float, site: int) -> Tensor:
         """x [n, width] after dropout; the same values when it is computed again."""
-        if not probability or self.bin.dropout_keys is None:
+        if not probability or self.batch.dropout_keys is None:
             return x
-        keys = self.bin.dropout_keys[self.tokens]
+        keys = self.batch.dropout_keys[self.tokens]
         return drop(x, keys, self.layer.index * N_SITES + site, probability)

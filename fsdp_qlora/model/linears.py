@@ -30,7 +30,7 @@ STATE_BLOCK = 256  # values of the adapter that share one scale in bitsandbytes'
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class LinearPlace:
+class LinearSlices:
     """Where the values of one linear lie. Made by fuse_linears() alone."""
 
     linear: Linear
@@ -50,7 +50,7 @@ class FusedLinear:
     """Linears that read one input and are computed as one product, as q, k and v."""
 
     dropout_site: int  # number in the layer, see drop()
-    places: tuple[LinearPlace, ...]
+    places: tuple[LinearSlices, ...]
     in_features: int
     out_features: int
     lora_rank: int
@@ -61,7 +61,7 @@ class FusedLinear:
     #                     [experts, n_columns, in], and the experts' adapters have the same columns
 
     @property
-    def adapted(self) -> list[LinearPlace]:
+    def adapted(self) -> list[LinearSlices]:
         return [place for place in self.places if place.columns]
 
     @property
@@ -74,12 +74,12 @@ class FusedLinear:
         """Slice into the layer's `nf4`, with all its blocks."""
         return slice(self.places[0].blocks.start, self.places[-1].blocks.stop)
 
-    def local_outputs(self, place: LinearPlace) -> slice:
+    def local_outputs(self, place: LinearSlices) -> slice:
         """The place's outputs, counted from the first of this fused linear."""
         start = self.outputs.start
         return slice(place.outputs.start - start, place.outputs.stop - start)
 
-    def part(self, places: Sequence[LinearPlace]) -> FusedLinear:
+    def part(self, places: Sequence[LinearSlices]) -> FusedLinear:
         """The same of some of its places; width, n_columns, lora_a and bias stay the whole's."""
         n_out = sum(place.linear.out_features for place in places)
         return dataclasses.replace(self, places=tuple(places), out_features=n_out)
@@ -152,7 +152,7 @@ def fuse_linears(
         blocks = allocator.reserve("blocks", n_blocks)
         n_nested = 0 if linear.mxfp4 else math.ceil(n_blocks / NESTED_BLOCK)
         nested = allocator.reserve("nested", n_nested)
-        places.append(LinearPlace(linear, index, blocks, nested, slice(outputs, outputs + n_out),
+        places.append(LinearSlices(linear, index, blocks, nested, slice(outputs, outputs + n_out),
                                   columns, of_a, of_b, of_m))
         outputs += n_out
     bias = None

@@ -90,10 +90,10 @@ def fill_layer(
         shard = NF4Blocks(pinned_copy(shard.packed), pinned_copy(shard.scales), device)
     set_local(layer, "nf4", shard)
     vectors = torch.zeros(model.shards, len(local_part(layer.vectors)), dtype=dtype, device=device)
-    for name, (where, _) in layer.layout.vectors.items():
+    for name, (where, _) in layer.spec.vectors.items():
         vectors.view(-1)[where] = read(names.of_layer(i, name)).to(device, dtype)
     set_local(layer, "vectors", vectors[model.shard].clone())
-    for name, shape in layer.layout.small_tensors.items():  # whole, not quantised
+    for name, shape in layer.spec.small_tensors.items():  # whole, not quantised
         tensor = whole_tensor(read, names.of_layer(i, name), nf4_states, dtype)
         layer.small_tensors[name] = tensor.to(device).view(shape)
 

@@ -1,8 +1,8 @@
 """What is trained: the token losses of supervised fine-tuning, or a loss of preferences, which is a
 function of the log-probabilities of whole answers: DPO and its kin.
 
-HeadLoss in head gives the sum of the token losses of each document, and autograd does the rest.
-What a loss compares with, the model before the first step, is in reference.
+LinearCrossEntropy in head.py gives the sum of the token losses of each document, and autograd does
+the rest. What a loss compares with, the model before the first step, is in training/reference.py.
 
 To add a loss of preferences, write a function like dpo() and its record in LOSSES: --loss takes its
 name, and its rows, its reference, its metrics and its evaluation follow from the record.
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from fsdp_qlora.ranks import all_gather
 
 if TYPE_CHECKING:
-    from fsdp_qlora.data.bins import Bin
+    from fsdp_qlora.data.batches import MicroBatch
     from fsdp_qlora.data.rows import Rows
     from train_fsdp_qlora import Config
 
@@ -33,7 +33,7 @@ class Answers:
     several ranks. A row has two answers, the better one first, or one."""
 
     documents: torch.Tensor  # int64 [rows, answers], their numbers among the sums of all ranks
-    n_trained: torch.Tensor  # fp64 [rows, answers], trained tokens; 0: the row is padding
+    n_trainable_tokens: torch.Tensor  # fp64 [rows, answers], trained tokens; 0: the row is padding
     reference: torch.Tensor  # fp64 [rows, answers], `logps` before the first step, see Rows
     desirable: torch.Tensor  # bool [rows, answers]: is it a good answer?
     # fp64 [], each of the whole step or evaluation, see values_of_all() in reference:
@@ -61,7 +61,7 @@ def dpo(answers: Answers, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
 def ipo(answers: Answers, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
     """Identity preference optimisation: the margin per token is to be 1 / (2 beta)."""
     scores = answers.logps - answers.reference
-    margins = (scores / answers.n_trained).diff(dim=1)[:, 0].neg()
+    margins = (scores / answers.n_trainable_tokens).diff(dim=1)[:, 0].neg()
     return (margins - 1 / (2 * config.beta)) ** 2, config.beta * scores
 
 
@@ -77,7 +77,8 @@ def orpo(answers: Answers, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
     logps = answers.logps.clamp(max=-1e-12)  # of a certain answer the odds are infinite
     odds = logps - torch.log(-torch.expm1(logps))
     ratio = F.logsigmoid(odds[:, 0] - odds[:, 1])
-    cross_entropy = answers.prompt_losses[:, 0] - answers.logps[:, 0] * answers.n_trained[:, 0]
+    cross_entropy = (answers.prompt_losses[:, 0]
+                     - answers.logps[:, 0] * answers.n_trainable_tokens[:, 0])
     # the mean over rows of this is the mean over tokens
     cross_entropy = cross_entropy * answers.rows_per_token
     return cross_entropy - config.beta * ratio, config.beta * logps
@@ -105,7 +106,7 @@ class Loss:
     trains_prompt: bool = False  # reads Answers.prompt_losses of chosen answers, rows_per_token
 
     @property
-    def is_judged(self) -> bool:
+    def is_unpaired(self) -> bool:
         """Whether a row has one answer, good or bad, whose reward is compared with Answers.kl."""
         return self.function is not None and self.n_answers == 1
 
@@ -117,37 +118,37 @@ LOSSES = {
     "simpo": Loss(simpo, flags=("beta", "simpo_gamma"), has_reference=False, per_token=True),
     "orpo": Loss(orpo, has_reference=False, per_token=True, trains_prompt=True),
     "kto": Loss(kto, flags=("beta", "desirable_weight", "undesirable_weight"), n_answers=1)}
-# {name in metrics.jsonl, TRL's: the answers that it is the mean over}. bin_objective() sums them in
-# this order: of --loss sft the first alone, of pairs all but the last
+# {name in metrics.jsonl, TRL's: the answers that it is the mean over}. micro_batch_loss() sums them
+# in this order: of --loss sft the first alone, of pairs all but the last
 METRICS = {
     "loss": "all", "rewards/chosen": "good", "rewards/rejected": "bad", "rewards/accuracies": "all",
     "logps/chosen": "good", "logps/rejected": "bad", "kl": "all"}
 
 
-def bin_objective(document_losses: torch.Tensor, bin: Bin,
+def micro_batch_loss(document_losses: torch.Tensor, batch: MicroBatch,
                   config: Config) -> tuple[torch.Tensor, torch.Tensor]:
-    """From what HeadLoss returns of a bin: its loss, a sum over tokens or rows, whose gradient is
-    wanted; and this rank's share of the sums that metrics are the means of, fp64 [k], the loss
-    first. All ranks must call this."""
-    if bin.answers is None:
+    """From what LinearCrossEntropy returns of a micro-batch: its loss, a sum over tokens or rows,
+    whose gradient is wanted; and this rank's share of the sums that metrics are the means of, fp64
+    [k], the loss first. All ranks must call this."""
+    if batch.answers is None:
         loss = document_losses.sum()
         return loss, loss.detach()[None]
     # every rank computes all rows of the micro-batch; autograd stops at the documents of others
     kind = LOSSES[config.loss]
-    answers = read_answers(bin.answers, document_losses, kind)
+    answers = read_answers(batch.answers, document_losses, kind)
     losses, rewards = kind.function(answers, config)
-    is_row = bin.answers.n_trained[:, 0] > 0
+    is_row = batch.answers.n_trainable_tokens[:, 0] > 0
     losses = losses.where(is_row, 0)
     rewards, logps = rewards.detach(), answers.logps.detach()
     good, bad = (which & is_row[:, None] for which in (answers.desirable, ~answers.desirable))
-    if kind.is_judged:
+    if kind.is_unpaired:
         above = rewards - config.beta * answers.kl
         is_right = torch.where(answers.desirable, above > 0, above < 0)[:, 0]
     else:
         is_right = rewards[:, 0] > rewards[:, 1]
     sums = [losses.detach().sum(), (rewards * good).sum(), (rewards * bad).sum(),
             (is_right & is_row).sum().double(), (logps * good).sum(), (logps * bad).sum()]
-    if kind.is_judged:
+    if kind.is_unpaired:
         sums.append(answers.kl * is_row.sum())
     # unlike the sum of tokens above, which is of this rank's own, every rank has these of all rows
     return losses.sum(), torch.stack(sums) / dist.get_world_size()
@@ -160,10 +161,11 @@ def read_answers(answers: Answers, document_losses: torch.Tensor, kind: Loss) ->
     if kind.trains_prompt:
         sums, prompts = sums.view(-1, 2).unbind(1)
         answers = dataclasses.replace(answers, prompt_losses=prompts[answers.documents])
-    n_trained = answers.n_trained.clamp(min=1)  # of padding
+    n_trainable_tokens = answers.n_trainable_tokens.clamp(min=1)  # of padding
     logps = -sums[answers.documents]
-    return dataclasses.replace(
-        answers, n_trained=n_trained, logps=logps / n_trained if kind.per_token else logps)
+    if kind.per_token:
+        logps = logps / n_trainable_tokens
+    return dataclasses.replace(answers, n_trainable_tokens=n_trainable_tokens, logps=logps)
 
 
 def gather_documents(document_losses: torch.Tensor) -> torch.Tensor:
@@ -176,16 +178,16 @@ def gather_documents(document_losses: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def n_losses(rows: Rows) -> int:
+def num_items_in_batch(rows: Rows) -> int:
     """How many losses the loss of these Rows is the mean of: trained tokens, or rows."""
-    return int(rows.n_trained.sum()) if rows.loss == "sft" else len(rows)
+    return int(rows.n_trainable_tokens.sum()) if rows.loss == "sft" else len(rows)
 
 
 def mean_metrics(sums: Sequence[float], rows: Rows, prefix: str = "") -> dict[str, float]:
-    """{name of a metric: its mean}, from the sums of bin_objective() over all of these Rows. Of
+    """{name of a metric: its mean}, from the sums of micro_batch_loss() over all of these Rows. Of
     KTO the means over good answers, or over bad ones, are left out where there are none."""
     n_good = int(rows.desirable.sum())
-    counts = {"all": n_losses(rows), "good": n_good, "bad": len(rows.desirable) - n_good}
+    counts = {"all": num_items_in_batch(rows), "good": n_good, "bad": len(rows.desirable) - n_good}
     means = {prefix + name: total / counts[answers]
              for (name, answers), total in zip(METRICS.items(), sums) if counts[answers]}
     chosen, rejected = (means.get(f"{prefix}rewards/{answer}") for answer in ("chosen", "rejected"))

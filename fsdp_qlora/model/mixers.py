@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class RecordedMixing:
-    """A mixing of MixingHalf that is a function of MIXINGS, whose backward is autograd's."""
+class AutogradMixer:
+    """A mixing of MixerSublayer that is a function of MIXINGS, whose backward is autograd's."""
 
     mixer: Mixer
     arch: Architecture
@@ -74,7 +74,7 @@ class RecordedMixing:
         return self.kept_values
 
     def live_bytes(self, plan: Plan) -> int:
-        item, n = getattr(torch, plan.compute_dtype).itemsize, plan.bin_tokens
+        item, n = getattr(torch, plan.compute_dtype).itemsize, plan.micro_batch_tokens
         if plan.plain_recurrence and (recurrence := RECURRENCES.get(type(self.mixer))):
             return recurrence.plain_bytes(self.mixer) * n
         return MIXINGS[type(self.mixer)].live_values(self.mixer, self.arch.hidden_size) * n * item
@@ -214,7 +214,7 @@ def short_conv(work: LayerWork, projected: Tensor, mixer: ShortConv) -> Tensor:
     tensors = work.layer.small_tensors
     b, c, x = projected.chunk(3, 1)
     conv = CausalConv.apply(b * x, tensors["conv.conv.weight"], tensors.get("conv.conv.bias"),
-                            work.bin.position_ids, False)
+                            work.batch.position_ids, False)
     return c * conv
 
 
@@ -222,7 +222,7 @@ def delta_net(work: LayerWork, projected: Tensor, mixer: DeltaNet) -> Tensor:
     """The gated delta net, see DeltaNet."""
     tensors = {name.removeprefix("linear_attn."): tensor
                for name, tensor in work.layer.small_tensors.items()}
-    parts, positions = delta_parts(projected, mixer), work.bin.position_ids
+    parts, positions = delta_parts(projected, mixer), work.batch.position_ids
     weights = [tensors.get(f"{letter}_conv1d.weight") for letter in "qkv"]
     if not mixer.split_conv:
         weights = tensors["conv1d.weight"].split([mixer.widths[letter] for letter in "qkv"])
@@ -232,7 +232,7 @@ def delta_net(work: LayerWork, projected: Tensor, mixer: DeltaNet) -> Tensor:
             "qkv", weights, (mixer.key_heads, mixer.key_heads, mixer.value_heads)))
     beta = parts["b"].sigmoid() * (2 if mixer.double_beta else 1)
     g = -tensors["A_log"].float().exp() * F.softplus(parts["a"].float() + tensors["dt_bias"])
-    out = work.bin.kernels["recurrence"](query, key, value, g, beta, work.bin)
+    out = work.batch.kernels["recurrence"](query, key, value, g, beta, work.batch)
     z, weight = parts["z"].unflatten(1, (mixer.value_heads, -1)), tensors[f"{mixer.norm}.weight"]
     mixed: Tensor = GatedNorm.apply(out, z, weight, mixer.norm_eps)
     return mixed.flatten(1)
@@ -250,14 +250,14 @@ def mamba2(work: LayerWork, projected: Tensor, mixer: Mamba2) -> Tensor:
     n_channels = widths["x"] + widths["B"] + widths["C"]
     z, before_conv, dt = projected.split([widths["z"], n_channels, widths["dt"]], 1)
     conv = CausalConv.apply(before_conv, tensors["conv1d.weight"], tensors.get("conv1d.bias"),
-                            work.bin.position_ids, True)
+                            work.batch.position_ids, True)
     x, b, c = conv.split([widths["x"], widths["B"], widths["C"]], 1)
     x, b, c = (part.unflatten(1, (heads, -1)) for part, heads in zip(
         (x, b, c), (mixer.heads, mixer.groups, mixer.groups)))
     low, high = mixer.step_limits
     step = F.softplus(dt.float() + tensors["dt_bias"].float()).clamp(max(low, mixer.min_step), high)
     decay = -tensors["A_log"].float().exp() * step
-    out = work.bin.kernels["recurrence"](b, c, x, decay, step, work.bin)
+    out = work.batch.kernels["recurrence"](b, c, x, decay, step, work.batch)
     out = (out + tensors["D"].float()[:, None] * x).to(x.dtype)
     out, z = (part.reshape(len(x), mixer.groups, -1) for part in (out, z))
     weight = tensors["norm.weight"].view(mixer.groups, -1) if mixer.norm else None

@@ -18,7 +18,7 @@ from fsdp_qlora.model.elementwise import (
     MLP_SITE, PairedActivation, ScaledActivation, gate, gate_backward, limited)
 from fsdp_qlora.model.linears import FusedLinear
 from fsdp_qlora.model.per_layer import PerLayerEnd
-from fsdp_qlora.model.products import add_a_gradient, product, product_backward
+from fsdp_qlora.model.lora_matmul import add_a_gradient, lora_matmul, lora_matmul_backward
 from fsdp_qlora.model.residual import (
     add_branch, branch_gradient, keep, keep_inputs, kept_inputs, last_columns, norm_gradient,
     norm_inputs, weight_bytes)
@@ -32,9 +32,9 @@ SLICE_TOKENS = 4096  # of a recomputed MLP at once; fewer make its products slow
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class MLPHalf:
+class MLPSublayer:
     """One layer's MLP: forward and backward, whole or recomputed in slices; and its costs, as
-    MixingHalf has them.
+    MixerSublayer has them.
 
     It adds to `middle`, the sum after attention, what it computes of `source`: that is `middle`, in
     a parallel layer (Cohere) the layer's own x.
@@ -52,19 +52,19 @@ class MLPHalf:
         return self.gate_up, self.down, *(self.end.fused_linears if self.end else ())
 
     def forward(
-        self, work: LayerWork, middle: Tensor | None, source: Tensor, want_sum: bool = True
+        self, work: LayerWork, mid_residual: Tensor | None, source: Tensor, want_sum: bool = True
     ) -> tuple[Tensor | Any, types.SimpleNamespace]:
         """Returns middle + MLP(norm(source)) of the tokens work.tokens and what `end` adds to that,
         None without want_sum; and what backward() needs."""
         arch, kept = self.arch, keep(source=source)
         inputs = norm_inputs(work, arch.mlp_norm, source, self.gate_up)
-        kept.gate_up = product(work, self.gate_up, inputs)
+        kept.gate_up = lora_matmul(work, self.gate_up, inputs)
         keep_inputs(work, kept, inputs, self.gate_up)
         del inputs
         activated = kept.gate_up.new_empty(len(source), self.down.width)
         gate(activated[:, : self.down.in_features], kept.gate_up, self.activation(work), arch.gated,
              evaluation=work.evaluation)
-        out, kept.branch = add_branch(work, middle, self.down, activated, MLP_SITE,
+        out, kept.branch = add_branch(work, mid_residual, self.down, activated, MLP_SITE,
                                       arch.mlp_post_norm, want_sum or self.end is not None)
         kept.down_columns = last_columns(activated, self.down)
         del activated
@@ -81,10 +81,10 @@ class MLPHalf:
             grad = self.end.backward(work, kept, grad)
         upstream = branch_gradient(work, kept.branch, grad, arch.mlp_post_norm, MLP_SITE)
         kept.branch = None
-        if work.layout.dora:
+        if work.spec.dora:
             activated = upstream.new_empty(len(upstream), self.down.in_features)
             gate(activated, kept.gate_up, self.activation(work), arch.gated)
-        grad_activated, grad_d = product_backward(work, self.down, kept.down_columns, upstream,
+        grad_activated, grad_d = lora_matmul_backward(work, self.down, kept.down_columns, upstream,
                                                   activated)
         del upstream, activated
         # in place; gate and up as two tensors, whose columns one kernel can read and write at once
@@ -93,20 +93,20 @@ class MLPHalf:
         add_a_gradient(work, self.down, grad_activated, grad_d)  # it now holds gate()'s result
         del grad_activated, grad_d
         inputs = kept_inputs(work, kept, arch.mlp_norm, kept.source, self.gate_up)
-        grad_inputs, grad_d = product_backward(work, self.gate_up, kept.columns, kept.gate_up,
+        grad_inputs, grad_d = lora_matmul_backward(work, self.gate_up, kept.columns, kept.gate_up,
                                                inputs)
         add_a_gradient(work, self.gate_up, inputs, grad_d)
         return norm_gradient(work, arch.mlp_norm, kept.source, grad_inputs, grad)
 
     def forward_to_recompute(
-        self, work: LayerWork, middle: Tensor, source: Tensor
+        self, work: LayerWork, mid_residual: Tensor, source: Tensor
     ) -> tuple[Tensor, None]:
         """Returns forward()'s sum of all tokens, computed a slice at a time with nothing kept; and
         None, because an MLP without experts has no choice to repeat."""
         sums = []
-        for tokens in token_slices(len(middle), self.slice_tokens):
+        for tokens in token_slices(len(mid_residual), self.slice_tokens):
             work.tokens = tokens
-            sums.append(self.forward(work, middle[tokens], source[tokens])[0])
+            sums.append(self.forward(work, mid_residual[tokens], source[tokens])[0])
         work.tokens = slice(None)
         return torch.cat(sums), None
 
@@ -117,8 +117,8 @@ class MLPHalf:
         grads = []
         for tokens in token_slices(len(source), self.slice_tokens):
             work.tokens = tokens
-            middle = source[tokens] if self.end else None  # they are the same then
-            kept = self.forward(work, middle, source[tokens], want_sum=False)[1]
+            mid_residual = source[tokens] if self.end else None  # they are the same then
+            kept = self.forward(work, mid_residual, source[tokens], want_sum=False)[1]
             grads.append(self.backward(work, kept, grad[tokens]))
             del kept  # before the next slice's
         work.tokens = slice(None)
@@ -148,16 +148,16 @@ class MLPHalf:
     def live_bytes(self, plan: Plan, recomputed: bool) -> int:
         """The peak bytes of backward(), besides what is kept."""
         hidden, up, down = self.arch.hidden_size, self.gate_up, self.down
-        n_tokens, item = plan.bin_tokens, getattr(torch, plan.compute_dtype).itemsize
-        hold_weights = plan.hold_weights and recomputed
+        n_tokens, item = plan.micro_batch_tokens, getattr(torch, plan.compute_dtype).itemsize
+        reuse_dequantized = plan.reuse_dequantized and recomputed
         n = token_slices(n_tokens, self.slice_tokens)[0].stop if recomputed else n_tokens
-        up_weights, down_weights = (weight_bytes(x, item, hold_weights) for x in (up, down))
+        up_weights, down_weights = (weight_bytes(x, item, reuse_dequantized) for x in (up, down))
         # first the gradient of what the gate returned, with down's weight; then that of the inputs
         first = n * (down.width + hidden) * item + down_weights
         second = n * up.width * (2 - recomputed) * item + up_weights
-        if hold_weights:
+        if reuse_dequantized:
             first, second = first + up_weights, second + down_weights
-        of_end = self.end.live_bytes(n, item, hold_weights) if self.end else 0
+        of_end = self.end.live_bytes(n, item, reuse_dequantized) if self.end else 0
         total = max(first, second, of_end)
         total += 2 * n_tokens * hidden * item  # the sum's, and finished slices'
         if recomputed:
@@ -166,7 +166,7 @@ class MLPHalf:
             total += n * self.end.kept_values * item if self.end else 0
         return total
 
-    choice_values = 0  # per token, see RoutedMLPHalf
+    choice_values = 0  # per token, see MoESublayer
     product_speed = 1  # of its products, as a part of that of large ones
 
     @property

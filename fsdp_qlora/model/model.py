@@ -16,23 +16,24 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_qlora.model.attention import rope_tables
 from fsdp_qlora.model.elementwise import EMBEDDING_SITE, drop, normalise
-from fsdp_qlora.model.head import HeadLoss, embed, shard_range
-from fsdp_qlora.model.layer import DecoderLayer, Layout
+from fsdp_qlora.model.head import LinearCrossEntropy, embed, shard_range
+from fsdp_qlora.model.layer import DecoderLayer, LayerSpec
 from fsdp_qlora.model.per_layer import per_layer_inputs
 from fsdp_qlora.model.shards import gathered, local_part
 from fsdp_qlora.quant.blocks import NF4Blocks
 from fsdp_qlora.quant.nf4 import dequantise
-from fsdp_qlora.ranks import Stop, say_each
+from fsdp_qlora.ranks import RunError, log_each_rank
 
 if TYPE_CHECKING:
-    from fsdp_qlora.data.bins import Bin
+    from fsdp_qlora.data.batches import MicroBatch
     from fsdp_qlora.planner.plan import Plan
     from fsdp_qlora.pretrained.architecture import Architecture
 
 
 class Model(nn.Module):
-    """Embedding, decoder layers, norm and head. Its forward of a Bin returns the sums of the token
-    losses of its documents, see HeadLoss; without wants_loss what the head reads, [tokens, hidden].
+    """Embedding, decoder layers, norm and head. Its forward of a MicroBatch returns the sums of
+    the token losses of its documents, see LinearCrossEntropy; without wants_loss what the head
+    reads, [tokens, hidden].
 
     Of embedding, head and per_layer_table each rank has its own rows, outside of FSDP2, which would
     gather them whole: 2.1 GB each for Llama-3-70B, and twice that while it copies.
@@ -52,7 +53,7 @@ class Model(nn.Module):
     frequencies: list[tuple[Tensor, float]]  # of each of arch.ropes, see rope_frequencies()
 
     def __init__(
-        self, arch: Architecture, layouts: Sequence[Layout], plan: Plan,
+        self, arch: Architecture, specs: Sequence[LayerSpec], plan: Plan,
         group: dist.ProcessGroup | None = None
     ) -> None:
         """`group`: of the processes that share one copy of the model; None: this process alone."""
@@ -63,32 +64,32 @@ class Model(nn.Module):
             self.shard, self.shards = dist.get_rank(group), dist.get_world_size(group)
         self.own_rows = shard_range(arch.vocab_size, self.shard, self.shards)  # of all tables
         self.layers = nn.ModuleList(
-            DecoderLayer(arch, layout, i, plan) for i, layout in enumerate(layouts))
+            DecoderLayer(arch, spec, i, plan) for i, spec in enumerate(specs))
         self.embedding = self.norm = self.norm_bias = self.head = self.frequencies = None
         self.per_layer_table = self.per_layer_projection = self.per_layer_norm = None
 
-    def forward(self, bin: Bin, wants_loss: bool = True) -> Tensor:
-        x, arch = self.hidden(bin), self.arch
+    def forward(self, batch: MicroBatch, wants_loss: bool = True) -> Tensor:
+        x, arch = self.hidden(batch), self.arch
         if wants_loss:
-            return HeadLoss.apply(x, self, bin)
+            return LinearCrossEntropy.apply(x, self, batch)
         normed = torch.empty_like(x)
         normalise(normed, x, self.norm, self.norm_bias, arch.final_norm_kind, arch.norm_eps,
                   evaluation=True)
         return normed
 
-    def hidden(self, bin: Bin) -> Tensor:
+    def hidden(self, batch: MicroBatch) -> Tensor:
         """What the last layer returns, [tokens, hidden]."""
-        x, dropout = embed(self, bin.input_ids), self.arch.embedding_dropout
+        x, dropout = embed(self, batch.input_ids), self.arch.embedding_dropout
         if self.arch.per_layer:
-            bin.layer_inputs = per_layer_inputs(self, bin.input_ids, x)
-        if dropout and bin.dropout_keys is not None:
-            x = drop(x, bin.dropout_keys, EMBEDDING_SITE, dropout)
-        bin.ropes = {index: rope_tables(self.arch, self.frequencies, bin, index)
+            batch.layer_inputs = per_layer_inputs(self, batch.input_ids, x)
+        if dropout and batch.dropout_keys is not None:
+            x = drop(x, batch.dropout_keys, EMBEDDING_SITE, dropout)
+        batch.ropes = {index: rope_tables(self.arch, self.frequencies, batch, index)
                      for index in (None, *range(len(self.arch.ropes)))}
-        bin.masks = {}
+        batch.masks = {}
         lent: dict[int | None, list[Tensor]] = {None: []}  # keys and values of layers that lend
         for layer in self.layers:
-            x, *lent[layer.index] = layer(x, bin, *lent[layer.lender])
+            x, *lent[layer.index] = layer(x, batch, *lent[layer.lender])
         return x
 
 
@@ -98,17 +99,18 @@ def measure_weight_norms(model: Model) -> None:
     0. All ranks must call this."""
     for layer in model.layers:
         with gathered(layer):
-            no_adapter = layer.vectors.new_zeros(layer.layout.n_adapter)
-            for fused in layer.layout.fused_linears:
+            no_adapter = layer.vectors.new_zeros(layer.spec.n_adapter)
+            for fused in layer.spec.fused_linears:
                 if fused.n_columns:
                     weight = dequantise(layer, fused, no_adapter)[:, : fused.in_features]
                     norms = torch.cat([rows.float().norm(dim=1) for rows in weight.split(4096)])
                     for place in fused.adapted:
                         name, its = place.linear.name, norms[place.outputs]
                         if not its.all():  # PEFT, too, would compute NaN
-                            raise Stop(f"--adapter dora: row {int(its.argmin())} of {name} in layer"
-                                       f" {layer.index} is all 0, and DoRA divides by its norm: use"
-                                       " --adapter lora, or leave this linear out of"
+                            raise RunError(
+                                f"--adapter dora: row {int(its.argmin())} of {name} in layer"
+                                f" {layer.index} is all 0, and DoRA divides by its norm: use"
+                                " --adapter lora, or leave this linear out of"
                                        " --target_modules")
                         layer.weight_norms[name] = its
 
@@ -136,4 +138,5 @@ def verify_model(model: Model, plan: Plan) -> None:
         model.embedding, model.head, model.norm, model.norm_bias, model.per_layer_table,
         model.per_layer_projection, model.per_layer_norm) if t is not None}
     n_bytes["other frozen"] += sum(tables.values())
-    say_each("weights, GiB", ", ".join(f"{kind} {n / 2**30:.3f}" for kind, n in n_bytes.items()))
+    log_each_rank(
+        "weights, GiB", ", ".join(f"{kind} {n / 2**30:.3f}" for kind, n in n_bytes.items()))

@@ -41,7 +41,7 @@ def pinned_copy(tensor: Tensor) -> Tensor:
     return host.copy_(tensor)
 
 
-class GPUStore:
+class DeviceActivations:
     """Where layers keep tensors from forward to backward: here they stay on the GPU. put() returns
     a key, with which take() returns them."""
 
@@ -52,7 +52,7 @@ class GPUStore:
         return tensors
 
 
-class HostStore:
+class OffloadedActivations:
     """A store in pinned host memory; take() is called in the reverse order of put().
 
     Its own stream copies, and fetches two puts ahead: a layer's while the backward of the layer
@@ -60,8 +60,8 @@ class HostStore:
     still run. The last of a bin's `n_puts` stays on the GPU, because its backward comes first.
     """
 
-    def __init__(self, n_puts: int, bin_tokens: int, device: torch.device) -> None:
-        self.n_puts, self.bin_tokens, self.device = n_puts, bin_tokens, device
+    def __init__(self, n_puts: int, micro_batch_tokens: int, device: torch.device) -> None:
+        self.n_puts, self.micro_batch_tokens, self.device = n_puts, micro_batch_tokens, device
         self.stream = torch.cuda.Stream() if device.type == "cuda" else None
         self.buffers = {}  # {i: pinned, uint8, long enough for the i-th put() of the longest bin}
         self.shapes = {}  # {i: (shape, dtype, bytes) of each tensor of this bin's i-th put()}
@@ -104,7 +104,7 @@ class HostStore:
         self.shapes[i] = [(t.shape, t.dtype, t.nbytes) for t in tensors]
         if i not in self.buffers:  # for the longest bin
             of_token = sum(t.nbytes for t in tensors) // len(tensors[0])
-            self.buffers[i] = pinned_empty(of_token * self.bin_tokens, self.device)
+            self.buffers[i] = pinned_empty(of_token * self.micro_batch_tokens, self.device)
         self.leaving.append((tensors, self.copy(self.views(i), tensors)))
         return i
 
@@ -127,7 +127,7 @@ class HostStore:
 
 
 def put_all(
-    store: GPUStore | HostStore, kept: types.SimpleNamespace
+    store: DeviceActivations | OffloadedActivations, kept: types.SimpleNamespace
 ) -> Callable[[], types.SimpleNamespace]:
     """Put the tensors of `kept`, a namespace of tensors and None, into a store; returns the
     function that takes them from there, as such a namespace."""
@@ -137,9 +137,9 @@ def put_all(
         **dict.fromkeys(every) | dict(zip(names, store.take(key))))
 
 
-def make_store(plan: Plan, device: torch.device) -> GPUStore | HostStore:
+def make_store(plan: Plan, device: torch.device) -> DeviceActivations | OffloadedActivations:
     """Where layers keep what they need when they are recomputed: on the GPU or in host memory."""
     if not plan.offload_activations or not plan.recomputed:
-        return GPUStore()
+        return DeviceActivations()
     n_puts = sum(1 if plan.keeps(i) == "x" else 2 for i in range(plan.recomputed))
-    return HostStore(n_puts, plan.bin_tokens, device)
+    return OffloadedActivations(n_puts, plan.micro_batch_tokens, device)

@@ -14,7 +14,7 @@ from torch import Tensor
 from fsdp_qlora.model.elementwise import MLP_SITE, activation_pair, elementwise, norm_of
 from fsdp_qlora.model.head import look_up_sharded
 from fsdp_qlora.model.linears import FusedLinear
-from fsdp_qlora.model.products import add_a_gradient, product, product_backward, widen
+from fsdp_qlora.model.lora_matmul import add_a_gradient, lora_matmul, lora_matmul_backward, widen
 from fsdp_qlora.model.residual import add_branch, branch_gradient, last_columns, weight_bytes
 from fsdp_qlora.pretrained.architecture import Architecture
 
@@ -58,7 +58,7 @@ def gate_inputs_backward(grad: Tensor, gates: Tensor, inputs: Tensor, activation
 @dataclasses.dataclass(frozen=True, eq=False)
 class PerLayerEnd:
     """The end of one layer's MLP half: x + norm(out(activation(gate(x)) * input)), forward and
-    backward; and its costs, as MLPHalf has them."""
+    backward; and its costs, as MLPSublayer has them."""
 
     arch: Architecture
     gate: FusedLinear
@@ -73,7 +73,7 @@ class PerLayerEnd:
     ) -> Tensor | None:
         """Returns the sum, None without want_sum; adds to `kept` what backward() needs."""
         inputs, kept.end_x = widen(x, self.gate), x
-        kept.end_gates = product(work, self.gate, inputs)
+        kept.end_gates = lora_matmul(work, self.gate, inputs)
         kept.end_columns = last_columns(inputs, self.gate)
         activated = x.new_empty(len(x), self.out.width)
         self._activate(work, kept, activated[:, : self.out.in_features])
@@ -90,12 +90,13 @@ class PerLayerEnd:
         kept.end_branch = None
         activated = upstream.new_empty(len(upstream), self.out.in_features)
         self._activate(work, kept, activated)
-        grad_gates, grad_d = product_backward(work, self.out, kept.end_out_columns, upstream,
+        grad_gates, grad_d = lora_matmul_backward(work, self.out, kept.end_out_columns, upstream,
                                               activated)
         add_a_gradient(work, self.out, activated, grad_d)
         grad_gates = gate_inputs_backward(
             grad_gates, kept.end_gates, work.layer_input, self.arch.activation)
-        grad_x, grad_d = product_backward(work, self.gate, kept.end_columns, grad_gates, kept.end_x)
+        grad_x, grad_d = lora_matmul_backward(
+            work, self.gate, kept.end_columns, grad_gates, kept.end_x)
         add_a_gradient(work, self.gate, kept.end_x, grad_d)
         return grad + grad_x
 
@@ -108,10 +109,10 @@ class PerLayerEnd:
         columns = sum(fused.padded_columns for fused in self.fused_linears)
         return 2 * self.arch.hidden_size + self.gate.out_features + columns
 
-    def live_bytes(self, n: int, item: int, hold_weights: bool) -> int:
+    def live_bytes(self, n: int, item: int, reuse_dequantized: bool) -> int:
         """The peak bytes of backward() of n tokens, besides what is kept."""
         values = 2 * self.arch.hidden_size + 2 * self.out.width + self.gate.width
-        weights = [weight_bytes(fused, item, hold_weights) for fused in self.fused_linears]
+        weights = [weight_bytes(fused, item, reuse_dequantized) for fused in self.fused_linears]
         return n * values * item + sum(weights)
 
     @property

@@ -24,7 +24,7 @@ from fsdp_qlora.pretrained.architecture import Architecture, DeltaNet, Mamba2
 from fsdp_qlora.ranks import n_cores
 
 if TYPE_CHECKING:
-    from fsdp_qlora.data.bins import Bin
+    from fsdp_qlora.data.batches import MicroBatch
 
 STATE_CHUNK = 64  # tokens of a document that are computed at once; states go from chunk to chunk
 
@@ -35,11 +35,11 @@ STATE_CHUNK = 64  # tokens of a document that are computed at once; states go fr
 # [n, value heads, value_dim], g, fp32, and beta are [n, value heads].
 
 def document_delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, bin: Bin,
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, batch: MicroBatch,
     chunk: int = STATE_CHUNK
 ) -> Tensor:
     """In plain torch and in fp32. Only the inputs are kept for backward."""
-    return recomputed(chunked_delta_rule, query, key, value, g, beta, bin.lengths, chunk)
+    return recomputed(chunked_delta_rule, query, key, value, g, beta, batch.lengths, chunk)
 
 
 def chunked_delta_rule(
@@ -158,7 +158,7 @@ def chunk_table(starts: Tensor, of_any_lengths: bool = False) -> Tensor:
 
 
 def fla_delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, bin: Bin
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, batch: MicroBatch
 ) -> Tensor:
     """By the Triton kernels of flash-linear-attention (fla-core), in bf16."""
     use_few_configurations()
@@ -166,9 +166,9 @@ def fla_delta_rule(
 
     out, _ = chunk_gated_delta_rule(
         *(x[None] for x in (query, key, value, g, beta)), use_qk_l2norm_in_kernel=True,
-        cu_seqlens=bin.cu_seqlens, chunk_indices=bin.chunks)
-    of_bin: Tensor = out[0]
-    return of_bin
+        cu_seqlens=batch.cu_seqlens, chunk_indices=batch.chunks)
+    of_batch: Tensor = out[0]
+    return of_batch
 
 
 def plain_rule_bytes(mixer: DeltaNet) -> int:
@@ -188,10 +188,11 @@ def plain_rule_bytes(mixer: DeltaNet) -> int:
 
 
 def document_scan(
-    b: Tensor, c: Tensor, x: Tensor, decay: Tensor, step: Tensor, bin: Bin, chunk: int = STATE_CHUNK
+    b: Tensor, c: Tensor, x: Tensor, decay: Tensor, step: Tensor, batch: MicroBatch,
+    chunk: int = STATE_CHUNK
 ) -> Tensor:
     """In plain torch and in fp32. Only the inputs are kept for backward."""
-    return recomputed(chunked_scan, b, c, x, decay, step, bin.lengths, chunk)
+    return recomputed(chunked_scan, b, c, x, decay, step, batch.lengths, chunk)
 
 
 def chunked_scan(
@@ -219,12 +220,12 @@ def chunked_scan(
 
 
 def fla_scan(
-    b: Tensor, c: Tensor, x: Tensor, decay: Tensor, step: Tensor, bin: Bin
+    b: Tensor, c: Tensor, x: Tensor, decay: Tensor, step: Tensor, batch: MicroBatch
 ) -> Tensor:
     """By the Triton kernels of flash-linear-attention (fla-core), in bf16: this is attention with a
     decay by head, of queries C, keys B and values step x."""
     use_few_configurations()
-    out: Tensor = FlaScan.apply(b, c, x, decay, step, bin.cu_seqlens, bin.chunks)
+    out: Tensor = FlaScan.apply(b, c, x, decay, step, batch.cu_seqlens, batch.chunks)
     return out
 
 
@@ -242,8 +243,8 @@ class FlaScan(torch.autograd.Function):
         inputs = b, c, x, decay, step, bounds, chunks
         ctx.save_for_backward(*inputs)
         out, _ = chunk_simple_gla_fwd(**FlaScan._arguments(*inputs))
-        of_bin: Tensor = out[0].to(x.dtype)
-        return of_bin
+        of_batch: Tensor = out[0].to(x.dtype)
+        return of_batch
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -320,14 +321,14 @@ def why_no_fla(mixer: DeltaNet | Mamba2, device: torch.device) -> str:
     decay, factor = (torch.rand(n, shapes[1][0], **settings) for _ in range(2))
     factor = factor if isinstance(mixer, DeltaNet) else factor.float()
     bounds = torch.tensor([0, length, n], dtype=torch.int32)
-    probe: Any = types.SimpleNamespace(
+    trial: Any = types.SimpleNamespace(
         lengths=(length, length), cu_seqlens=bounds.to(device),
         chunks=chunk_table(bounds).to(device))
 
     def both(function: Callable[..., Tensor]) -> tuple[Tensor, ...]:
         inputs = [t.detach().requires_grad_() for t in (
             first, second, third, -decay.float(), factor)]
-        out = function(*inputs, probe)
+        out = function(*inputs, trial)
         return out.detach(), *torch.autograd.grad(out, inputs, grad)
 
     try:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fsdp_qlora.model.elementwise import norm_backward, normalise
-from fsdp_qlora.model.products import fill_columns, product, widen
+from fsdp_qlora.model.lora_matmul import fill_columns, lora_matmul, widen
 
 if TYPE_CHECKING:
     from fsdp_qlora.model.layer import LayerWork
@@ -74,7 +74,7 @@ def add_branch(
     if not (want_sum or post_norm):
         fill_columns(work, fused, inputs)  # backward reads them
         return None, None
-    return end_branch(work, x, product(work, fused, inputs), post_norm, site, want_sum)
+    return end_branch(work, x, lora_matmul(work, fused, inputs), post_norm, site, want_sum)
 
 
 def end_branch(
@@ -120,7 +120,7 @@ def keep(**values: Any) -> types.SimpleNamespace:
     return types.SimpleNamespace(**values)
 
 
-def weight_bytes(fused: FusedLinear, item: int, hold_weights: bool) -> int:
+def weight_bytes(fused: FusedLinear, item: int, reuse_dequantized: bool) -> int:
     """Bytes of the dequantised weights of a FusedLinear that are alive at once."""
     sizes = [one.out_features for one in fused.splits]
-    return fused.width * (sum(sizes) if hold_weights else max(sizes)) * item
+    return fused.width * (sum(sizes) if reuse_dequantized else max(sizes)) * item

@@ -19,7 +19,7 @@ from fsdp_qlora.model.elementwise import elementwise, norm_grad_of, norm_of
 if TYPE_CHECKING:
     from fsdp_qlora.model.layer import DecoderLayer, LayerWork
     from fsdp_qlora.model.model import Model
-    from fsdp_qlora.pretrained.architecture import Mixture
+    from fsdp_qlora.pretrained.architecture import MoE
 
 
 @dataclasses.dataclass
@@ -49,37 +49,37 @@ def route(
     """The Routing of x [n, hidden]; `choice` is that of an earlier one of the same tokens. With
     needs_bounds it waits for the GPU, unless `choice` has them. With ExpertNorms x is not normed.
     """
-    mixture: Mixture = work.arch.mixture
+    moe: MoE = work.arch.moe
     tensors = work.layer.small_tensors
-    if mixture.norms:
-        x = router_norm(x, tensors[mixture.norms.router_scale], work.arch.norm_eps)
-    weight = tensors[f"{mixture.router}.weight"]
-    x_of_router = x.float() if mixture.fp32_router else x
-    bias = tensors.get(f"{mixture.router}.bias")
+    if moe.norms:
+        x = router_norm(x, tensors[moe.norms.router_scale], work.arch.norm_eps)
+    weight = tensors[f"{moe.router}.weight"]
+    x_of_router = x.float() if moe.fp32_router else x
+    bias = tensors.get(f"{moe.router}.bias")
     bias = None if bias is None else bias.to(x_of_router.dtype)
     logits = F.linear(x_of_router, weight.to(x_of_router.dtype), bias).float()
-    scores = logits.sigmoid() if mixture.scores == "sigmoid" else logits.softmax(-1)
-    if mixture.rounded_scores:
+    scores = logits.sigmoid() if moe.scores == "sigmoid" else logits.softmax(-1)
+    if moe.rounded_scores:
         scores = scores.to(x.dtype).float()
     if choice is None:
         ranked = scores
-        if mixture.correction:
-            ranked = scores + tensors[mixture.correction].view(-1)
-        chosen, bounds = best_experts(ranked, mixture), None
+        if moe.correction:
+            ranked = scores + tensors[moe.correction].view(-1)
+        chosen, bounds = best_experts(ranked, moe), None
     else:
         chosen, bounds = choice[0].long(), choice[1]
-    weights = chosen_weights(scores, chosen, mixture)[0]
-    if mixture.rounded_weights:
+    weights = chosen_weights(scores, chosen, moe)[0]
+    if moe.rounded_weights:
         weights = weights.to(x.dtype).float()
     weights = weights * weight_factor(work, chosen)
     experts, order = chosen.flatten().sort(stable=True)
-    every = torch.arange(mixture.n_experts, device=x.device)
+    every = torch.arange(moe.n_experts, device=x.device)
     ends = torch.searchsorted(experts, every, right=True).int()  # without waiting for the GPU
     token_rows = torch.empty_like(order)
     token_rows[order] = torch.arange(len(order), device=x.device)
     if bounds is None and needs_bounds:
         bounds = [0, *ends.tolist()]
-    return Routing(scores, chosen, weights, order // mixture.top_k, experts,
+    return Routing(scores, chosen, weights, order // moe.top_k, experts,
                    token_rows.view_as(chosen), weights.flatten()[order], ends, bounds)
 
 
@@ -98,14 +98,14 @@ def router_norm_backward(grad: Tensor, x: Tensor, scale: Tensor, eps: float) -> 
 
 def weight_factor(work: LayerWork, chosen: Tensor) -> float | Tensor:
     """What multiplies the weights of the chosen experts: a number, or fp32 [n, k]."""
-    mixture: Mixture = work.arch.mixture
-    if not mixture.expert_scale:
-        scale: float = mixture.scale
+    moe: MoE = work.arch.moe
+    if not moe.expert_scale:
+        scale: float = moe.scale
         return scale
-    return work.layer.small_tensors[mixture.expert_scale].float()[chosen] * mixture.scale
+    return work.layer.small_tensors[moe.expert_scale].float()[chosen] * moe.scale
 
 
-BALANCE = "expert_balance_loss", "busiest_expert"  # of metrics.jsonl
+BALANCE = "load_balancing_loss", "busiest_expert"  # of metrics.jsonl
 
 
 def add_balance(layer: DecoderLayer, routing: Routing, n_unpadded: Tensor) -> None:
@@ -136,45 +136,45 @@ def take_balance(model: Model) -> Tensor:
     return total
 
 
-def best_experts(scores: Tensor, mixture: Mixture) -> Tensor:
+def best_experts(scores: Tensor, moe: MoE) -> Tensor:
     """The top_k experts of each token, int64 [n, k], by scores [n, experts]."""
-    if mixture.n_groups > 1:
-        groups = scores.unflatten(1, (mixture.n_groups, -1))
-        best = groups.topk(mixture.group_best, -1)[0].sum(-1).topk(mixture.top_groups, -1)[1]
+    if moe.n_groups > 1:
+        groups = scores.unflatten(1, (moe.n_groups, -1))
+        best = groups.topk(moe.group_best, -1)[0].sum(-1).topk(moe.top_groups, -1)[1]
         is_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, False)
         scores = groups.masked_fill(is_out[..., None], -math.inf).flatten(1)
-    return scores.topk(mixture.top_k, -1)[1]
+    return scores.topk(moe.top_k, -1)[1]
 
 
 def chosen_weights(
-    scores: Tensor, chosen: Tensor, mixture: Mixture
+    scores: Tensor, chosen: Tensor, moe: MoE
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The weights of the chosen experts before scaling, fp32 [n, k], their scores, and the sum
     [n, 1] by which these are divided, None where they are not."""
     picked, total = scores.gather(1, chosen), None
-    if mixture.normalised:
-        total = picked.sum(-1, keepdim=True) + mixture.sum_eps
+    if moe.normalised:
+        total = picked.sum(-1, keepdim=True) + moe.sum_eps
     return picked if total is None else picked / total, picked, total
 
 
 def route_backward(work: LayerWork, routing: Routing, grad: Tensor, x: Tensor) -> Tensor:
     """The gradient of route()'s x [n, hidden] through the weights, from theirs, fp32 [n, k]. Only
     with ExpertNorms x itself is read, else its dtype."""
-    mixture: Mixture = work.arch.mixture
+    moe: MoE = work.arch.moe
     chosen = routing.chosen
-    _, picked, total = chosen_weights(routing.scores, chosen, mixture)
+    _, picked, total = chosen_weights(routing.scores, chosen, moe)
     grad = grad * weight_factor(work, chosen)
     if total is not None:
         grad = (grad - (grad * picked).sum(-1, keepdim=True) / total) / total
     grad = grad * picked
-    if mixture.scores == "sigmoid":
+    if moe.scores == "sigmoid":
         grad = torch.zeros_like(routing.scores).scatter_(1, chosen, grad * (1 - picked))
     else:
         grad = (-grad.sum(-1, keepdim=True) * routing.scores).scatter_add_(1, chosen, grad)
-    weight = work.layer.small_tensors[f"{mixture.router}.weight"]
-    dtype_of_product = torch.float32 if mixture.fp32_router else x.dtype
+    weight = work.layer.small_tensors[f"{moe.router}.weight"]
+    dtype_of_product = torch.float32 if moe.fp32_router else x.dtype
     grad = (grad.to(dtype_of_product) @ weight.to(dtype_of_product)).to(x.dtype)
-    if mixture.norms:
-        scale = work.layer.small_tensors[mixture.norms.router_scale]
+    if moe.norms:
+        scale = work.layer.small_tensors[moe.norms.router_scale]
         return router_norm_backward(grad, x, scale, work.arch.norm_eps)
     return grad

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdp_qlora.model.layer import DecoderLayer
-from fsdp_qlora.model.linears import LinearPlace
+from fsdp_qlora.model.linears import LinearSlices
 from fsdp_qlora.pretrained.formats import NF4_PARTS, scale_block
 from fsdp_qlora.pretrained.reader import Request
 from fsdp_qlora.quant.blocks import BLOCK, MX_BLOCK
@@ -44,7 +44,7 @@ def set_local(module: nn.Module, name: str, local: Tensor) -> None:
 class OwnBlocks:
     """The NF4 blocks of one linear that this rank keeps; perhaps none."""
 
-    place: LinearPlace
+    place: LinearSlices
     blocks: slice  # counted from the linear's first block
     local: slice  # the same blocks in this rank's shard of the layer's `nf4`
 
@@ -72,7 +72,7 @@ def own_blocks(layer: DecoderLayer, shard: int) -> list[OwnBlocks]:
     """
     n = len(local_part(layer.nf4))
     first, found = shard * n, []
-    for place in layer.layout.places:
+    for place in layer.spec.places:
         linear = place.blocks
         start, stop = (min(max(i, linear.start), linear.stop) for i in (first, first + n))
         blocks = slice(start - linear.start, stop - linear.start)
@@ -97,8 +97,8 @@ def weight_requests(model: Model, names: TensorNames, nf4_states: Collection[str
         for own in own_blocks(layer, model.shard):
             name = names.of_layer(i, f"{own.place.linear.name}.weight")
             requests += linear_requests(own, name, names, name in nf4_states)
-        shapes = {name: shape for name, (_, shape) in layer.layout.vectors.items()}
-        for name, shape in (shapes | layer.layout.small_tensors).items():
+        shapes = {name: shape for name, (_, shape) in layer.spec.vectors.items()}
+        for name, shape in (shapes | layer.spec.small_tensors).items():
             name = names.of_layer(i, name)
             requests += whole_requests(name, shape, name in nf4_states)
     for name in filter(None, (names.norm, names.norm_bias)):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from fsdp_qlora.data.bins import Bin
+    from fsdp_qlora.data.batches import MicroBatch
     from fsdp_qlora.pretrained.architecture import Architecture
 
 # A kernel gives out and lse, the logarithm of the sum of a query's exp(score). With the sink that
@@ -49,11 +49,11 @@ class SinkAttention(torch.autograd.Function):
 
 
 def torch_sink_attention(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, bin: Bin, arch: Architecture,
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, batch: MicroBatch, arch: Architecture,
     window: int | None
 ) -> Tensor:
     """By torch's own kernel for documents of any lengths."""
-    bounds = bin.cu_seqlens, bin.cu_seqlens, bin.longest, bin.longest, 0.0, window is None
+    bounds = batch.cu_seqlens, batch.cu_seqlens, batch.longest, batch.longest, 0.0, window is None
     settings = dict(scale=arch.attention_scale, window_size_left=window - 1 if window else -1,
                     window_size_right=0)
 
@@ -75,14 +75,14 @@ def torch_sink_attention(
 
 
 def flash_sink_attention(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, bin: Bin, arch: Architecture,
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, batch: MicroBatch, arch: Architecture,
     window: int | None
 ) -> Tensor:
     """By Flash Attention 2."""
     from flash_attn.flash_attn_interface import (
         _flash_attn_varlen_backward, _flash_attn_varlen_forward)
 
-    bounds = bin.cu_seqlens, bin.cu_seqlens, bin.longest, bin.longest
+    bounds = batch.cu_seqlens, batch.cu_seqlens, batch.longest, batch.longest
     settings = dict(
         dropout_p=0.0, softmax_scale=arch.attention_scale, causal=True, softcap=0.0,
         window_size_left=window - 1 if window else -1, window_size_right=0, alibi_slopes=None)

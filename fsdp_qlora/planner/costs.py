@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fsdp_qlora.model.head import CHUNK_BYTES
-from fsdp_qlora.model.layer import Layout
+from fsdp_qlora.model.layer import LayerSpec
 from fsdp_qlora.model.mlp import SLICE_TOKENS
 from fsdp_qlora.model.recurrence import mixer_with_state
 from fsdp_qlora.planner.machine import Machine
@@ -33,7 +33,7 @@ class LayerTotals:
     """What the plan needs to know of a model's layers. Counts are sums over all layers unless the
     comment says otherwise."""
 
-    kinds: tuple[Layout, ...]  # the different ones
+    kinds: tuple[LayerSpec, ...]  # the different ones
     # {what a layer keeps: values per token of the first 0, 1, 2, .. layers}
     kept_values: dict[str, list[int]]
     nf4_bytes: int
@@ -56,40 +56,40 @@ class LayerTotals:
 
 
 @functools.lru_cache(8)
-def count_layers(layouts: tuple[Layout, ...]) -> LayerTotals:
+def count_layers(specs: tuple[LayerSpec, ...]) -> LayerTotals:
     """The LayerTotals of these Layouts, a tuple."""
     def running_sum(keeps: str) -> list[int]:
-        values = {layout: layout.kept_values(keeps) for layout in set(layouts)}
-        return list(itertools.accumulate((values[x] for x in layouts), initial=0))
+        values = {spec: spec.kept_values(keeps) for spec in set(specs)}
+        return list(itertools.accumulate((values[x] for x in specs), initial=0))
 
-    bytes_each = [layout.n_blocks * (BLOCK // 2 + layout.n_scales) for layout in layouts]
-    vectors_each = [layout.n_vectors for layout in layouts]
+    bytes_each = [spec.n_blocks * (BLOCK // 2 + spec.n_scales) for spec in specs]
+    vectors_each = [spec.n_vectors for spec in specs]
     return LayerTotals(
-        kinds=tuple(dict.fromkeys(layouts)),
+        kinds=tuple(dict.fromkeys(specs)),
         kept_values={keeps: running_sum(keeps) for keeps in KEEPS},
         nf4_bytes=sum(bytes_each), largest_nf4=max(bytes_each),
-        small=sum(math.prod(shape) for layout in layouts
-                  for shape in layout.small_tensors.values()),
-        nested=sum(layout.n_nested for layout in layouts),
+        small=sum(math.prod(shape) for spec in specs
+                  for shape in spec.small_tensors.values()),
+        nested=sum(spec.n_nested for spec in specs),
         vectors=sum(vectors_each), largest_vectors=max(vectors_each),
-        adapter=layouts[0].n_adapter,
-        weights=sum(layout.n_weights for layout in layouts),
-        token_weights=sum(layout.token_weights(by_time=True) for layout in layouts),
+        adapter=specs[0].n_adapter,
+        weights=sum(spec.n_weights for spec in specs),
+        token_weights=sum(spec.token_weights(by_time=True) for spec in specs),
         recomputed_weights={
-            keeps: sum(layout.recomputed_weights(keeps) for layout in layouts)
+            keeps: sum(spec.recomputed_weights(keeps) for spec in specs)
             for keeps in KEEPS},
-        mlp_values=max(layout.mlp.kept_values for layout in layouts),
+        mlp_values=max(spec.mlp.kept_values for spec in specs),
         mean_query_width=sum(
-            x.mixing.query_width * (FIT.wide_heads if x.mixing.arch.head_dim > 256 else 1)
-            for x in layouts) / len(layouts),
-        elementwise_values=sum(half.elementwise_values for layout in layouts
-                          for half in (layout.mixing, layout.mlp)))
+            x.mixer.query_width * (FIT.wide_heads if x.mixer.arch.head_dim > 256 else 1)
+            for x in specs) / len(specs),
+        elementwise_values=sum(half.elementwise_values for spec in specs
+                          for half in (spec.mixer, spec.mlp)))
 
 
-def predict_memory(plan: Plan, arch: Architecture, layouts: tuple[Layout, ...]) -> Plan:
+def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...]) -> Plan:
     """The plan with its `memory` and `host_bytes`."""
     item, shards = getattr(torch, plan.compute_dtype).itemsize, plan.shard_group_size
-    layers, value_bytes = count_layers(layouts), plan.bin_tokens * item
+    layers, value_bytes = count_layers(specs), plan.micro_batch_tokens * item
     adapter = layers.adapter * 4  # of one layer, in fp32
     table = arch.vocab_size * arch.hidden_size * item / shards
     # values of a token's inputs of all layers, see PerLayerInputs
@@ -101,7 +101,7 @@ def predict_memory(plan: Plan, arch: Architecture, layouts: tuple[Layout, ...]) 
     # beside x and its gradient: a chunk of logits, its gradient, and a quarter more; where that is
     # not one kernel, four tensors in fp32 (20 bytes with both), or the head and its product in fp32
     # beside rows of x
-    n_rows = min(plan.bin_tokens, CHUNK_BYTES // (4 * arch.vocab_size))
+    n_rows = min(plan.micro_batch_tokens, CHUNK_BYTES // (4 * arch.vocab_size))
     n_logits = n_rows * arch.vocab_size
     of_logits = 2.5 * item * n_logits
     if not plan.fused:
@@ -123,12 +123,12 @@ def predict_memory(plan: Plan, arch: Architecture, layouts: tuple[Layout, ...]) 
         # FSDP2 has copies of it for the sum over ranks
         "one layer's adapter gradient": adapter * (3 if plan.uses_fsdp else 1),
         "gathered weights": gathered_bytes(plan, layers, item),
-        "DoRA": dora_bytes(plan, layouts)}
+        "DoRA": dora_bytes(plan, specs)}
     if plan.graphs:  # evaluations run beside them
         memory["CUDA graphs' own"] = plan.graph_room * (recomputed + others + live) + live
     host = looked_up * plan.embedding_on_host + layers.nf4_bytes / shards * plan.offload_params
     if plan.offload_activations:  # all but what the last layer puts: it is taken back first
-        last = layers.mlp_values if plan.n_mlp_kept else arch.hidden_size
+        last = layers.mlp_values if plan.n_mlp_saved else arch.hidden_size
         host += max(0, kept[0] - last * value_bytes)
     memory = {kind: int(size) for kind, size in memory.items() if size}
     return dataclasses.replace(plan, memory=memory, host_bytes=int(host))
@@ -147,7 +147,7 @@ def kept_bytes(plan: Plan, layers: LayerTotals, value_bytes: int) -> tuple[int, 
         values = layers.kept_values[plan.keeps(start)]
         return (values[stop] - values[start]) * value_bytes
 
-    first_mlp = plan.recomputed - plan.n_mlp_kept
+    first_mlp = plan.recomputed - plan.n_mlp_saved
     recomputed = of_layers(0, first_mlp) + of_layers(first_mlp, plan.recomputed)
     return recomputed, of_layers(plan.recomputed, plan.n_layers)
 
@@ -161,9 +161,9 @@ def activation_peak(
     recomputed, others = kept_bytes(plan, layers, value_bytes)
     peaks = []
     for keeps in {plan.keeps(i) for i in (0, max(0, plan.recomputed - 1), plan.n_layers - 1)}:
-        live = max(layout.live_bytes(plan, keeps) for layout in layers.kinds)
+        live = max(spec.live_bytes(plan, keeps) for spec in layers.kinds)
         on_gpu = recomputed
-        if plan.offload_activations:  # x, and twice what a HostStore gets after it
+        if plan.offload_activations:  # x, and twice what a OffloadedActivations gets after it
             second = layers.mlp_values if keeps == "mlp" else hidden
             on_gpu = min(recomputed, value_bytes * (hidden + 2 * second))
         peaks.append((on_gpu, others if keeps == "all" else 0, live))
@@ -182,12 +182,12 @@ def gathered_bytes(plan: Plan, layers: LayerTotals, item: int) -> int:
     return 2 * one  # of a layer and the next one
 
 
-def dora_bytes(plan: Plan, layouts: Sequence[Layout]) -> int:
+def dora_bytes(plan: Plan, specs: Sequence[LayerSpec]) -> int:
     """The bytes of the norms of all rows of weights, and of outputs that backward recomputes."""
-    if not layouts[0].dora:
+    if not specs[0].dora:
         return 0
-    widths = [fused.out_features for layout in layouts for fused in layout.fused_linears]
-    n, item = plan.bin_tokens, getattr(torch, plan.compute_dtype).itemsize
+    widths = [fused.out_features for spec in specs for fused in spec.fused_linears]
+    n, item = plan.micro_batch_tokens, getattr(torch, plan.compute_dtype).itemsize
     if plan.keeps(plan.n_layers - 1) in ("middle", "x"):  # no layer's MLP has all tokens at once
         n = min(n, SLICE_TOKENS)
     # in the compute dtype, in fp32, and their gradient in fp32
@@ -195,15 +195,15 @@ def dora_bytes(plan: Plan, layouts: Sequence[Layout]) -> int:
 
 
 def predict_time(
-    plan: Plan, arch: Architecture, layouts: tuple[Layout, ...], machine: Machine,
+    plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...], machine: Machine,
     mean_document_tokens: float,
 ) -> Plan:
     """The plan with its `token_seconds`, the predicted time of one GPU for a token. In the rows
     that Fit names its tokens/s are 0.94 to 1.18 times those measured: good enough to compare plans
     on H100s and H200s. On other GPUs nothing was compared."""
-    layer = layer_seconds(plan, arch, count_layers(layouts), machine, mean_document_tokens)
+    layer = layer_seconds(plan, arch, count_layers(specs), machine, mean_document_tokens)
     seconds = layer.total(plan.graphs) * arch.n_layers + head_seconds(plan, arch, machine)
-    return dataclasses.replace(plan, token_seconds=seconds / plan.bin_tokens)
+    return dataclasses.replace(plan, token_seconds=seconds / plan.micro_batch_tokens)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,7 +227,7 @@ class Fit:
     dropped_score_bytes: float = 640
     # share of a recomputed layer's weights that is dequantised a third time
     dequantised_again: float = 1
-    held_dequantised_again: float = 0.5  # the same with hold_weights
+    held_dequantised_again: float = 0.5  # the same with reuse_dequantized
     # launches of a layer in both passes
     launches: float = 100  # of any layer
     recomputed_launches: float = 80  # more if it is recomputed
@@ -276,17 +276,18 @@ def layer_seconds(
     mean_document_tokens: float,
 ) -> LayerSeconds:
     """The LayerSeconds of the mean of all layers."""
-    item, n, n_layers = getattr(torch, plan.compute_dtype).itemsize, plan.bin_tokens, arch.n_layers
+    item, n = getattr(torch, plan.compute_dtype).itemsize, plan.micro_batch_tokens
+    n_layers = arch.n_layers
     weights, token_weights = layers.weights / n_layers, layers.token_weights / n_layers
-    again = (plan.recomputed - plan.n_mlp_kept) / n_layers  # the share that is recomputed whole
+    again = (plan.recomputed - plan.n_mlp_saved) / n_layers  # the share that is recomputed whole
     weights_again = (again * layers.recomputed_weights[plan.keeps(0)]
-                     + plan.n_mlp_kept / n_layers * layers.recomputed_weights["mlp"]) / n_layers
+                     + plan.n_mlp_saved / n_layers * layers.recomputed_weights["mlp"]) / n_layers
     flops = 2 * n * (2 * token_weights + weights_again)
     context = min(n, mean_document_tokens)
     flops += 2 * n * FIT.attention_passes * context * layers.mean_query_width
     # each use of a weight: 4 bits are read, a number is written; once in forward, in backward, and
     # for a share of the recomputed layers' weights
-    share = FIT.held_dequantised_again if plan.hold_weights else FIT.dequantised_again
+    share = FIT.held_dequantised_again if plan.reuse_dequantized else FIT.dequantised_again
     uses = 2 * weights + again * share * token_weights
     moved = (uses * (0.5 + item) / FIT.dequantising
              + n * layers.elementwise_values / n_layers * item)
@@ -296,7 +297,7 @@ def layer_seconds(
     routed, waits = sum(arch.layer_routed) / n_layers, 0.0
     if routed and plan.expert_ranges > 1:  # their rows are copied
         width = arch.expert_gate_up[0].in_features
-        moved += routed * FIT.range_copies * n * arch.mixture.top_k * width * item
+        moved += routed * FIT.range_copies * n * arch.moe.top_k * width * item
     if routed and (plan.expert_ranges > 1 or machine.why_no_grouped):  # they are waited for
         waits = routed * (1 + again) * FIT.range_wait_launches * machine.launch
     compute = flops / (FIT.sustained * machine.flops) + moved / machine.bandwidth
@@ -313,7 +314,7 @@ def layer_seconds(
         share = sum(arch.mixers.get(name or "") is mixer for name in arch.layer_mixer) / n_layers
         launches += FIT.recurrence_launches * share
     if routed and machine.why_no_grouped:  # 2 products in forward, 2 in backward
-        launches += routed * FIT.expert_launches * (4 + 2 * again) * arch.mixture.n_experts
+        launches += routed * FIT.expert_launches * (4 + 2 * again) * arch.moe.n_experts
     return LayerSeconds(
         compute=compute, forward=forward,
         gathers=gathers * (2 if plan.reshard_after_forward else 1), copies=copies / machine.host,
@@ -322,7 +323,8 @@ def layer_seconds(
 
 def head_seconds(plan: Plan, arch: Architecture, machine: Machine) -> float:
     """The predicted time of the head and the loss for one bin."""
-    item, logits = getattr(torch, plan.compute_dtype).itemsize, plan.bin_tokens * arch.vocab_size
+    item = getattr(torch, plan.compute_dtype).itemsize
+    logits = plan.micro_batch_tokens * arch.vocab_size
     speed = FIT.sustained * machine.flops
     return (FIT.head_flops * logits * arch.hidden_size / speed
             + FIT.logits_passes * logits * item / machine.bandwidth)

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from fsdp_qlora.model.grouped import why_no_grouped_mm
+from fsdp_qlora.model.grouped_mm import why_no_grouped_mm
 from fsdp_qlora.quant.nf4 import why_no_triton
-from fsdp_qlora.ranks import gather_objects, say_each, together
+from fsdp_qlora.ranks import gather_objects, log_each_rank, raise_on_all_ranks
 
 if TYPE_CHECKING:
     from train_fsdp_qlora import Config
@@ -30,7 +30,7 @@ def limit_memory(config: Config, device: torch.device) -> int:
     GPU with the least free memory; 0 on a CPU without that flag. CUDA and NCCL need about 1 GiB
     more. All ranks must call this."""
     limit = int((config.memory_limit_gib or 0) * 2**30)
-    with together():
+    with raise_on_all_ranks():
         if device.type == "cuda":
             free, total = torch.cuda.mem_get_info()
             if limit > free:
@@ -86,11 +86,11 @@ def memory_gib(device: torch.device, graphs: bool = False) -> tuple[float, float
     return current / 2**30, peak / 2**30
 
 
-def say_memory(when: str, device: torch.device) -> None:
+def log_memory(when: str, device: torch.device) -> None:
     """Print each rank's memory now and at its peak. All ranks must call this."""
     current, peak = memory_gib(device)
     kind = "GPU memory" if device.type == "cuda" else "host memory"
-    say_each(f"{kind} {when}", f"{current:.2f} GiB (peak {peak:.2f})")
+    log_each_rank(f"{kind} {when}", f"{current:.2f} GiB (peak {peak:.2f})")
 
 
 @dataclasses.dataclass(frozen=True)

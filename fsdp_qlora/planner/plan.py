@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from fsdp_qlora.data.bins import round_up, step_rows
+from fsdp_qlora.data.packing import round_up, step_rows
 from fsdp_qlora.model.attention import document_attention
 from fsdp_qlora.model.head import shard_range
-from fsdp_qlora.model.layer import Layout
+from fsdp_qlora.model.layer import LayerSpec
 from fsdp_qlora.model.recurrence import RECURRENCES, mixer_with_state
 from fsdp_qlora.planner.costs import predict_memory, predict_time
 from fsdp_qlora.planner.machine import Machine, measure_machine
 from fsdp_qlora.pretrained.architecture import Architecture, Mamba2
-from fsdp_qlora.ranks import gather_objects, together
+from fsdp_qlora.ranks import gather_objects, raise_on_all_ranks
 
 if TYPE_CHECKING:
     from fsdp_qlora.data.rows import Rows
@@ -51,13 +51,13 @@ class Plan:
     n_layers: int
     shard_group_size: int  # processes that share one copy of the model
     reshard_after_forward: bool  # free a layer's gathered weights until its backward (FULL_SHARD)
-    bin_tokens: int  # at most in one bin
+    micro_batch_tokens: int  # at most in one bin
     recomputed: int  # how many layers, the first ones, are recomputed in backward
-    keep_middle: bool  # recomputed layers also keep the sum after the mixing
-    hold_weights: bool  # the backward of these keeps dequantised weights for a second use
+    save_mid_residual: bool  # recomputed layers also keep the sum after the mixing
+    reuse_dequantized: bool  # the backward of these keeps dequantised weights for a second use
     offload_activations: bool
     offload_params: bool
-    n_mlp_kept: int = 0  # recomputed layers, the last ones, that keep what their MLP needs
+    n_mlp_saved: int = 0  # recomputed layers, the last ones, that keep what their MLP needs
     expert_ranges: int = 1  # experts are dequantised in so many ranges, one after the other
     plain_attention: bool = False  # whether a layer's attention runs in plain torch
     plain_recurrence: bool = False  # the same of mixers with a state
@@ -85,18 +85,18 @@ class Plan:
         """What a layer keeps from forward to backward, see LayerFunction."""
         if index >= self.recomputed:
             return "all"
-        if index >= self.recomputed - self.n_mlp_kept:
+        if index >= self.recomputed - self.n_mlp_saved:
             return "mlp"
-        return "middle" if self.keep_middle else "x"
+        return "middle" if self.save_mid_residual else "x"
 
     @property
     def preference(self) -> tuple[int, ...]:
         """Among plans of the same speed the lowest is chosen: small groups, small bins, few layers
         recomputed whole, few expert ranges. It prefers freeing gathered weights, and otherwise
         keeps the most activations and weights."""
-        return (self.shard_group_size, self.bin_tokens, self.recomputed - self.n_mlp_kept,
-                self.expert_ranges, not self.reshard_after_forward, not self.keep_middle,
-                not self.hold_weights)
+        return (self.shard_group_size, self.micro_batch_tokens, self.recomputed - self.n_mlp_saved,
+                self.expert_ranges, not self.reshard_after_forward, not self.save_mid_residual,
+                not self.reuse_dequantized)
 
     def fits(self, limit: float, spare: float = GAPS) -> bool:
         """Whether it leaves this share of `limit` bytes free; 0: there is no limit."""
@@ -124,7 +124,7 @@ class Workload:
 
 
 def possible_plans(
-    config: Config, arch: Architecture, layouts: tuple[Layout, ...], workload: Workload,
+    config: Config, arch: Architecture, specs: tuple[LayerSpec, ...], workload: Workload,
 ) -> Iterator[Plan]:
     """All plans that the flags allow."""
     longest, world_size = workload.longest, workload.world_size
@@ -139,49 +139,50 @@ def possible_plans(
         while sizes[0] > longest:
             sizes.insert(0, max(longest, math.ceil(sizes[0] / 2)))
         sizes = sorted({n if n == longest else round_up(n, workload.device) for n in sizes})
-    keep_middle = (False,) if arch.parallel else (True, False)  # there the MLP reads x
-    of_recomputed = list(itertools.product(keep_middle, (True, False)))  # keep_middle, hold_weights
-    n_experts = arch.mixture.n_experts if arch.mixture else 1
+    save_mid_residual = (False,) if arch.parallel else (True, False)  # there the MLP reads x
+    # (save_mid_residual, reuse_dequantized)
+    of_recomputed = list(itertools.product(save_mid_residual, (True, False)))
+    n_experts = arch.moe.n_experts if arch.moe else 1
     ranges = sorted({min(n, n_experts) for n in (1, 4, 16)})
     # if all layers are recomputed, they can also keep what their MLP needs, in host memory
     can_keep_mlp = (config.offload_activations and config.recompute == "auto"
-                    and not arch.mixture and not arch.parallel)
-    for shards, bin_tokens, n in itertools.product(groups, sizes, counts):
+                    and not arch.moe and not arch.parallel)
+    for shards, micro_batch_tokens, n in itertools.product(groups, sizes, counts):
         if shard_range(arch.vocab_size, shards - 1, shards):  # else a process has no rows
             reshards = [True] if shards == 1 or config.offload_params else [True, False]
             mlp_counts = range(n + 1) if can_keep_mlp and n == arch.n_layers else (0,)
-            for reshard, (middle, hold), n_mlp_kept, n_ranges in itertools.product(
+            for reshard, (mid_residual, hold), n_mlp_saved, n_ranges in itertools.product(
                 reshards, of_recomputed if n else of_recomputed[-1:], mlp_counts, ranges
             ):
                 plan = Plan(
-                    config.compute_dtype, arch.n_layers, shards, reshard, bin_tokens, n,
-                    keep_middle=middle, hold_weights=hold,
+                    config.compute_dtype, arch.n_layers, shards, reshard, micro_batch_tokens, n,
+                    save_mid_residual=mid_residual, reuse_dequantized=hold,
                     offload_activations=config.offload_activations,
-                    offload_params=config.offload_params, n_mlp_kept=n_mlp_kept,
+                    offload_params=config.offload_params, n_mlp_saved=n_mlp_saved,
                     expert_ranges=n_ranges, plain_attention=workload.plain_attention,
                     plain_recurrence=workload.plain_recurrence,
                     fused=workload.device.type == "cuda", state_bytes=workload.state_bytes)
-                yield predict_memory(plan, arch, layouts)
+                yield predict_memory(plan, arch, specs)
 
 
 def choose_plan(
-    config: Config, arch: Architecture, layouts: tuple[Layout, ...], workload: Workload,
+    config: Config, arch: Architecture, specs: tuple[LayerSpec, ...], workload: Workload,
     limit: int, machine: Machine,
 ) -> Plan:
     """The plan to run within `limit` bytes of each GPU, 0: what the host has; raises ValueError
     with what would help."""
     refuse_flags(config, arch, workload)
-    plan = find_plan(config, arch, layouts, workload, limit, machine)
+    plan = find_plan(config, arch, specs, workload, limit, machine)
     is_by_host = workload.device.type == "cpu" and not limit
     if not is_by_host:
-        check_plan(plan, config, arch, layouts, workload, limit, machine)
+        check_plan(plan, config, arch, specs, workload, limit, machine)
     if workload.device.type == "cpu":
         check_host(plan, machine)
     # bins have several shapes if the rows have, or if a step's last bins hold fewer rows
-    n_rows = workload.world_size * (plan.bin_tokens // workload.longest)
-    uneven_bins = workload.uneven or config.batch_size % n_rows > 0
+    n_rows = workload.world_size * (plan.micro_batch_tokens // workload.longest)
+    uneven_micro_batches = workload.uneven or config.batch_size % n_rows > 0
     bound = machine.host_bytes if is_by_host else limit
-    return use_graphs(plan, arch, layouts, machine, bound, workload, uneven_bins)
+    return use_graphs(plan, arch, specs, machine, bound, workload, uneven_micro_batches)
 
 
 def refuse_flags(config: Config, arch: Architecture, workload: Workload) -> None:
@@ -195,31 +196,31 @@ def refuse_flags(config: Config, arch: Architecture, workload: Workload) -> None
 
 
 def find_plan(
-    config: Config, arch: Architecture, layouts: tuple[Layout, ...], workload: Workload,
+    config: Config, arch: Architecture, specs: tuple[LayerSpec, ...], workload: Workload,
     limit: int, machine: Machine,
 ) -> Plan:
     """The best plan, without CUDA graphs; where none fits the smallest one."""
     bound: float = limit
     if workload.device.type == "cpu" and not limit:
         bound = machine.host_bytes
-    plans = affordable_plans(config, arch, layouts, workload, bound, machine)
-    return pick_plan(plans, arch, layouts, workload, bound, machine)
+    plans = affordable_plans(config, arch, specs, workload, bound, machine)
+    return pick_plan(plans, arch, specs, workload, bound, machine)
 
 
 def affordable_plans(
-    config: Config, arch: Architecture, layouts: tuple[Layout, ...], workload: Workload,
+    config: Config, arch: Architecture, specs: tuple[LayerSpec, ...], workload: Workload,
     limit: float, machine: Machine,
 ) -> list[Plan]:
     """The possible plans that do not pin too much host memory. If none of all leaves SPARE of
     `limit`, all have the embedding on the host, where that can be."""
-    plans = list(possible_plans(config, arch, layouts, workload))
+    plans = list(possible_plans(config, arch, specs, workload))
     if not plans:
         raise ValueError(f"a vocabulary of {arch.vocab_size} cannot be sharded over"
                          f" {config.shard_group_size} processes: use a smaller --shard_group_size")
     if not any(plan.fits(limit, SPARE) for plan in plans) and workload.device.type == "cuda" \
             and (arch.per_layer or not arch.tied) and not machine.why_no_triton:
         # the same numbers, at the price of a copy of the tokens' rows for each micro-batch
-        plans = [predict_memory(dataclasses.replace(plan, embedding_on_host=True), arch, layouts)
+        plans = [predict_memory(dataclasses.replace(plan, embedding_on_host=True), arch, specs)
                  for plan in plans]
     runnable = [plan for plan in plans if plan.fits_both(limit, machine)]
     roomy = [plan for plan in runnable if plan.fits(limit, SPARE)]
@@ -230,7 +231,7 @@ def affordable_plans(
 
 
 def pick_plan(
-    plans: list[Plan], arch: Architecture, layouts: tuple[Layout, ...], workload: Workload,
+    plans: list[Plan], arch: Architecture, specs: tuple[LayerSpec, ...], workload: Workload,
     limit: float, machine: Machine,
 ) -> Plan:
     """The plan to run, of those that leave SPARE of the memory, `limit` bytes, free.
@@ -240,7 +241,7 @@ def pick_plan(
     """
     smallest = min(plans, key=lambda plan: plan.bytes)
     fitting = [p for p in plans if p.fits(limit, SPARE)]
-    fitting = [predict_time(p, arch, layouts, machine, workload.mean_document_tokens)
+    fitting = [predict_time(p, arch, specs, machine, workload.mean_document_tokens)
                for p in fitting or [smallest]]
     fastest = min(p.token_seconds for p in fitting)
     near = [p for p in fitting if p.token_seconds <= SAME_TIME * fastest]
@@ -251,8 +252,8 @@ def pick_plan(
 
 
 def use_graphs(
-    plan: Plan, arch: Architecture, layouts: tuple[Layout, ...], machine: Machine, limit: float,
-    workload: Workload, uneven_bins: bool,
+    plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...], machine: Machine, limit: float,
+    workload: Workload, uneven_micro_batches: bool,
 ) -> Plan:
     """The plan, with CUDA graphs where the host is slower than the GPU, or why they are not used.
 
@@ -260,9 +261,9 @@ def use_graphs(
     graph need memory of their own: graph_room is 2 bins. If all bins have one shape, the memory of
     what ran before the capture is free again.
     """
-    graphed = dataclasses.replace(plan, graphs=True, graph_room=2 if uneven_bins else 0)
-    graphed = predict_memory(graphed, arch, layouts)
-    graphed = predict_time(graphed, arch, layouts, machine, workload.mean_document_tokens)
+    graphed = dataclasses.replace(plan, graphs=True, graph_room=2 if uneven_micro_batches else 0)
+    graphed = predict_memory(graphed, arch, specs)
+    graphed = predict_time(graphed, arch, specs, machine, workload.mean_document_tokens)
     reasons = {
         "FSDP2 gathers the weights": plan.uses_fsdp,
         "activations are offloaded": plan.offload_activations,
@@ -295,7 +296,7 @@ def check_host(plan: Plan, machine: Machine) -> None:
 
 
 def check_plan(
-    plan: Plan, config: Config, arch: Architecture, layouts: tuple[Layout, ...],
+    plan: Plan, config: Config, arch: Architecture, specs: tuple[LayerSpec, ...],
     workload: Workload, limit: int, machine: Machine,
 ) -> None:
     """Raise DoesNotFit, with what would help, if the plan does not fit."""
@@ -305,7 +306,7 @@ def check_plan(
                          " available: offload less")
     if plan.fits(limit):
         return
-    flags, smaller = way_out(plan, config, arch, layouts, workload, limit, machine)
+    flags, smaller = way_out(plan, config, arch, specs, workload, limit, machine)
     size, is_enough = f"{smaller.bytes / 2**30:.1f} GiB", smaller.fits_both(limit, machine)
     if smaller.host_bytes:
         size += f" and {smaller.host_bytes / 2**30:.1f} GiB of host memory for each process"
@@ -319,19 +320,19 @@ def check_plan(
 
 
 def way_out(
-    plan: Plan, config: Config, arch: Architecture, layouts: tuple[Layout, ...],
+    plan: Plan, config: Config, arch: Architecture, specs: tuple[LayerSpec, ...],
     workload: Workload, limit: int, machine: Machine,
 ) -> tuple[str, Plan]:
     """What helps where `plan` does not fit: the fewest flags of those that were not given, in the
     order in which to try them, and the plan with them; all flags, where none of them suffices."""
     flags, n = "", workload.longest
     shorter: dict[str, Any] = {"micro_batch_tokens": n}
-    if plan.bin_tokens <= n:  # a bin has the longest row alone: shorter rows
+    if plan.micro_batch_tokens <= n:  # a bin has the longest row alone: shorter rows
         shorter = {"micro_batch_tokens": config.micro_batch_tokens and n // 2,
                    "max_seq_len": min(n, config.max_seq_len or n) // 2}
-    for given in ({"recompute": "all"}, {"offload_activations": True}, {"offload_params": True},
+    for tried in ({"recompute": "all"}, {"offload_activations": True}, {"offload_params": True},
                   shorter):
-        change: dict[str, Any] = {name: value for name, value in given.items()
+        change: dict[str, Any] = {name: value for name, value in tried.items()
                                   if value not in (None, getattr(config, name))}
         if not change or "recompute" in change and config.recompute == "auto":
             continue
@@ -342,18 +343,18 @@ def way_out(
                 workload, longest=n // 2, mean_document_tokens=mean)
         flags = " ".join([flags, *(f"--{name}" + ("" if value is True else f" {value}")
                                    for name, value in change.items())]).strip()
-        plan = find_plan(config, arch, layouts, workload, limit, machine)
+        plan = find_plan(config, arch, specs, workload, limit, machine)
         if plan.fits_both(limit, machine):
             break
     return flags, plan
 
 
-def longest_in_a_bin(rows: Rows, world_size: int) -> int:
+def longest_in_a_micro_batch(rows: Rows, world_size: int) -> int:
     """The fewest tokens that a bin must hold for these Rows: those of the longest document or, if
     one process has both answers of a pair, of the longest pair."""
     n_joined = rows.n_answers if world_size == 1 else 1
     longest = int(rows.lengths.view(-1, n_joined).sum(1).max())
-    return max(longest, longest_in_a_bin(rows.mismatched, world_size)) if rows.mismatched \
+    return max(longest, longest_in_a_micro_batch(rows.mismatched, world_size)) if rows.mismatched \
         else longest
 
 
@@ -363,7 +364,7 @@ def describe_work(
     plain_recurrence: bool = False,
 ) -> Workload:
     """What a run on these Rows gives its processes to do."""
-    longest = max(longest_in_a_bin(r, world_size) for r in (rows, eval_rows) if r)
+    longest = max(longest_in_a_micro_batch(r, world_size) for r in (rows, eval_rows) if r)
     uneven = any(bool((x != x[0]).any()) for x in (rows.lengths, rows.n_scored()))
     steps = range(1, min(config.max_steps or 200, 200) + 1)
     of_rows = rows.lengths.view(-1, rows.n_answers).sum(1)
@@ -383,11 +384,11 @@ def why_no_capture(
         return "a mixer runs in plain torch"
     if isinstance(mixer_with_state(arch), Mamba2):
         return "flash-linear-attention waits for the GPU in Mamba-2"
-    return machine.why_no_grouped if arch.mixture else ""
+    return machine.why_no_grouped if arch.moe else ""
 
 
 def agree_on_plan(
-    config: Config, arch: Architecture, layouts: tuple[Layout, ...], rows: Rows,
+    config: Config, arch: Architecture, specs: tuple[LayerSpec, ...], rows: Rows,
     eval_rows: Rows | None, limit: int, device: torch.device, kernels: dict[str, dict[str, Any]],
     state_bytes: float = 0.0,
 ) -> Plan:
@@ -402,7 +403,7 @@ def agree_on_plan(
     workload = describe_work(config, rows, eval_rows, dist.get_world_size(), device,
                              why_no_capture(arch, machine, plain, plain_recurrence), plain,
                              state_bytes, plain_recurrence)
-    with together():
-        plan = choose_plan(config, arch, layouts, workload, limit, machine)
+    with raise_on_all_ranks():
+        plan = choose_plan(config, arch, specs, workload, limit, machine)
     # what the host has free differs between nodes, so all take rank 0's plan
     return Plan(**gather_objects(dataclasses.asdict(plan))[0])

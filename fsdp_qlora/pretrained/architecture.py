@@ -29,7 +29,7 @@ class ExpertNorms(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Mixture:
+class MoE:
     """The experts of a MoE model: how the router works, and how they differ from Qwen3's.
     "config.x" means the same as in Family.
 
@@ -117,7 +117,7 @@ class LatentAttention:
     indexer: str = "self_attn.indexer."  # what the names of its tensors begin with
 
     def linears(self, hidden: int, heads: int) -> dict[str, list[Linear]]:
-        """Of a layer, see Architecture.mixing_groups()."""
+        """Of a layer, see Architecture.mixer_groups()."""
         of_queries = heads * (self.nope + self.rope)
         kv_a = Linear("self_attn.kv_a_proj_with_mqa", self.kv_rank + self.rope, hidden, False)
         kv_b = Linear("self_attn.kv_b_proj", heads * (self.nope + self.value), self.kv_rank, False)
@@ -322,7 +322,7 @@ class LayerKind(NamedTuple):
     mixer: str | None  # key of Architecture.mixers; None: softmax attention
     routed: bool  # whether it has experts
     heads: Heads
-    halves: str  # "both"; "mixing" or "mlp": this one alone
+    halves: str  # "both"; "mixer" or "mlp": this one alone
     limits: Limits
 
 
@@ -422,7 +422,7 @@ class Family:
     mixer_norms: dict[str, str | None] = dataclasses.field(default_factory=dict)
     # pairs: a part of a norm's name here, and what files may have instead
     norm_renames: tuple[tuple[str, str], ...] = ()
-    mixture: Mixture | None = None  # of experts, instead of the MLP
+    moe: MoE | None = None  # of experts, instead of the MLP
     per_layer: PerLayerInputs | None = None
     peft_refuses: tuple[str, ...] = ()  # ends of names of linears to which PEFT adds no adapter
     # {field of the config: its only value}
@@ -484,7 +484,7 @@ class Architecture(Family):
     def of_kind(self, kind: LayerKind) -> Architecture:
         """The same with the norms and heads of such layers."""
         norms: dict[str, Any] = self.mixer_norms if kind.mixer else {}
-        if kind.halves == "mixing":
+        if kind.halves == "mixer":
             norms = norms | dict(mlp_norm=None, mlp_post_norm=None)
         elif kind.halves == "mlp":
             norms = norms | dict(attention_norm=None, attention_post_norm=None)
@@ -517,7 +517,7 @@ class Architecture(Family):
                  for name, n in widths.items()],
                 [Linear(self.attention_out, self.hidden_size, width, self.out_bias)])
 
-    def mixing_groups(self, kind: LayerKind) -> dict[str, list[Linear]]:
+    def mixer_groups(self, kind: LayerKind) -> dict[str, list[Linear]]:
         """Those of fused_groups() that the half that mixes tokens has."""
         if kind.halves == "mlp":
             return {"in_proj": [], "out": []}
@@ -533,7 +533,7 @@ class Architecture(Family):
 
     def mlp_groups(self, kind: LayerKind) -> dict[str, list[Linear]]:
         """Those of fused_groups() that the MLP half has."""
-        if kind.halves == "mixing":
+        if kind.halves == "mixer":
             return {"gate_up": [], "down": []}
         groups = {"gate_up": self.gate_up, "down": self.down}
         if kind.routed:
@@ -554,7 +554,7 @@ class Architecture(Family):
     def fused_groups(self, kind: LayerKind) -> dict[str, list[Linear]]:
         """{name: Linears that read one input} of a layer, perhaps none. Their values follow one
         another in this order, and the number of a group is its site of dropout, see drop()."""
-        return self.mixing_groups(kind) | self.mlp_groups(kind)
+        return self.mixer_groups(kind) | self.mlp_groups(kind)
 
     def linears(self, kind: LayerKind) -> list[Linear]:
         return [linear for group in self.fused_groups(kind).values() for linear in group]
@@ -581,10 +581,10 @@ class Architecture(Family):
         takes for experts' (gate_proj); "experts" means all experts; any other word is the end of a
         name."""
         ends, every = tuple(f".{target}" for target in target_modules), set()
-        if "all-linear" in target_modules and self.mixture:
+        if "all-linear" in target_modules and self.moe:
             taken = {name.rsplit(".", 1)[-1] for name in self.experts()}
             every = {x.name for kind in dict.fromkeys(self.layer_kinds)
-                     for group in self.mixing_groups(kind).values() for x in group
+                     for group in self.mixer_groups(kind).values() for x in group
                      if x.name.rsplit(".", 1)[-1] not in taken}
         elif "all-linear" in target_modules:
             every = {*self.adaptable()}
@@ -601,7 +601,7 @@ class Architecture(Family):
             f"{name}.{part}": (self.hidden_size,) for name in norms if name for part in parts}
         if self.per_layer:
             shapes[f"{self.per_layer.norm}.weight"] = (self.hidden_size,)
-        if kind.routed and (own := self.mixture.norms):
+        if kind.routed and (own := self.moe.norms):
             shapes |= {f"{name}.weight": (self.hidden_size,)
                        for name in (own.before, own.after, own.after_shared)}
         if self.qk_norm and self.qk_norm != "without weight" and self.has_attention(kind):
@@ -624,28 +624,28 @@ class Architecture(Family):
         """{name below the layer: shape} of what experts and mixers have besides their 4-bit
         linears: the router, the experts' biases, the shared expert's gate; convolutions, decays;
         and of the layer's scalar. Every rank has them whole, in the dtype of the files."""
-        mixture, shapes = self.mixture, dict[str, tuple[int, ...]]()
+        moe, shapes = self.moe, dict[str, tuple[int, ...]]()
         if self.layer_scalar:
             shapes[self.layer_scalar] = (1,)
         if kind.mixer:
             shapes |= self.mixers[kind.mixer].tensors(self.hidden_size)
         if kind.routed:
-            shapes[f"{mixture.router}.weight"] = mixture.n_experts, self.hidden_size
-            if mixture.biases:
-                shapes[f"{mixture.router}.bias"] = (mixture.n_experts,)
+            shapes[f"{moe.router}.weight"] = moe.n_experts, self.hidden_size
+            if moe.biases:
+                shapes[f"{moe.router}.bias"] = (moe.n_experts,)
                 for linear in (self.expert_gate_up[0], self.expert_down[0]):
                     key = linear.name.rsplit(".", 1)[-1]
-                    shapes[f"{mixture.experts}.{key}_bias"] = (
-                        mixture.n_experts, linear.out_features)
-            if mixture.correction:
-                is_row = "moe_statics" in mixture.correction
-                shapes[mixture.correction] = (1,) * is_row + (mixture.n_experts,)
-            if mixture.norms:
-                shapes[mixture.norms.router_scale] = (self.hidden_size,)
-            if mixture.expert_scale:
-                shapes[mixture.expert_scale] = (mixture.n_experts,)
-            if mixture.shared_gate:
-                shapes[f"{mixture.shared_gate}.weight"] = 1, self.hidden_size
+                    shapes[f"{moe.experts}.{key}_bias"] = (
+                        moe.n_experts, linear.out_features)
+            if moe.correction:
+                is_row = "moe_statics" in moe.correction
+                shapes[moe.correction] = (1,) * is_row + (moe.n_experts,)
+            if moe.norms:
+                shapes[moe.norms.router_scale] = (self.hidden_size,)
+            if moe.expert_scale:
+                shapes[moe.expert_scale] = (moe.n_experts,)
+            if moe.shared_gate:
+                shapes[f"{moe.shared_gate}.weight"] = 1, self.hidden_size
         return shapes
 
 

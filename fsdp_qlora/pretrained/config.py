@@ -18,7 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fsdp_qlora.pretrained.architecture import (
     ACTIVATIONS, LAYER_TYPES, Architecture, AttentionGate, DeltaNet, Family, Heads, LatentAttention,
-    Limits, Linear, Mamba2, Mixture, PerLayerInputs, ShortConv, rotary_dim)
+    Limits, Linear, Mamba2, MoE, PerLayerInputs, ShortConv, rotary_dim)
 from fsdp_qlora.pretrained.families import ADAPTERS_INSIDE, FAMILIES, MULTIMODAL, TEXT_MODULES
 from fsdp_qlora.quant.nf4 import BLOCK
 
@@ -49,7 +49,7 @@ BY_LAYER = {"head_dim", "num_attention_heads", "num_key_value_heads"}
 # {fields of limits by layer: what they are in small layers}. These pass 0.3 % of values and the
 # like; with limits of 1 one value of 20,000 was so near that rounding took it to the other side
 SMALL_LIMITS = {"swiglu_limits": 6.0, "swiglu_limits_shared": 7.0}
-AnyRecord = TypeVar("AnyRecord", Family, Mixture, AttentionGate, LatentAttention, ShortConv,
+AnyRecord = TypeVar("AnyRecord", Family, MoE, AttentionGate, LatentAttention, ShortConv,
                     DeltaNet, Mamba2, PerLayerInputs)
 
 
@@ -84,7 +84,7 @@ def check_model(model_config: PreTrainedConfig) -> None:
         raise ValueError(f"{name}: layers that differ in {', '.join(other)} are not supported")
     c = c.per_layer_config[0]
     family = FAMILIES[c.model_type]
-    records = (family, *filter(None, (family.mixture, family.attention_gate, family.mla,
+    records = (family, *filter(None, (family.moe, family.attention_gate, family.mla,
                                       family.per_layer)), *family.mixers.values())
     values = [value for record in records for value in vars(record).values()]
     known = {str(value).removeprefix("config.") for value in values}
@@ -136,8 +136,8 @@ def describe_model(model_config: PreTrainedConfig) -> Architecture:
     down = [Linear(family.mlp_out, hidden, inner, family.mlp_bias)]
     values.update(describe_experts(
         c, family, settings.get("quant_method") == "mxfp4", (gate_up, down)))
-    if values["mixture"] and (form := ADAPTERS_INSIDE.get(model_config.model_type)):
-        values["mixture"] = dataclasses.replace(values["mixture"], adapters=form)
+    if values["moe"] and (form := ADAPTERS_INSIDE.get(model_config.model_type)):
+        values["moe"] = dataclasses.replace(values["moe"], adapters=form)
     prefixes = [*family.prefixes]
     if model_config.model_type in MULTIMODAL:
         module = TEXT_MODULES.get(model_config.model_type, "language_model")
@@ -190,7 +190,7 @@ def describe_lenders(c: PreTrainedConfig, family: Family) -> list[int | None]:
 def describe_limits(c: PreTrainedConfig, family: Family) -> list[Limits]:
     """Architecture.layer_limits, from a text config."""
     n_layers, columns = c.num_hidden_layers, []
-    for found in family.mixture.limits if family.mixture else None, family.mlp_limits:
+    for found in family.moe.limits if family.moe else None, family.mlp_limits:
         column = found if isinstance(found, list) else [found] * n_layers
         if len(column) != n_layers:
             raise ValueError(f"there are limits of {len(column)} layers, {column}, for {n_layers}")
@@ -203,7 +203,7 @@ def describe_per_layer(c: PreTrainedConfig, family: Family) -> PerLayerInputs | 
     record = family.per_layer
     if not record or not record.size:
         return None
-    if family.mixture and family.mixture.used:
+    if family.moe and family.moe.used:
         raise ValueError(f"hidden_size_per_layer_input={record.size} is not supported in a model"
                          " with experts")
     if record.vocab_size != c.vocab_size:
@@ -253,7 +253,7 @@ def fill_record(record: AnyRecord, c: PreTrainedConfig) -> AnyRecord:
     declares no such field. A list of one value per layer, all equal, becomes that value."""
     values, declared = dict(vars(record)), {field.name for field in dataclasses.fields(c)}
     for key, value in values.items():
-        if key in ("mixture", "attention_gate", "mla", "per_layer") and value:
+        if key in ("moe", "attention_gate", "mla", "per_layer") and value:
             values[key] = fill_record(value, c)
         elif key == "mixers":
             values[key] = {name: fill_record(mixer, c) for name, mixer in value.items()}
@@ -272,17 +272,17 @@ def describe_experts(
     """{field of Architecture: value} of the fields about experts, from a text config. `in_mxfp4`:
     whether the files have the experts in MXFP4; `dense`: the linears of the MLP without experts.
     """
-    n_layers, hidden, mixture = c.num_hidden_layers, c.hidden_size, family.mixture
+    n_layers, hidden, moe = c.num_hidden_layers, c.hidden_size, family.moe
     names = "shared_gate_up", "shared_down", "expert_latent", "expert_gate_up", "expert_down"
-    none = {"layer_routed": [False] * n_layers, **dict.fromkeys(names, []), "mixture": None}
-    if not mixture or not mixture.used or mixture.shared_mlp and mixture.n_experts == 0:
+    none = {"layer_routed": [False] * n_layers, **dict.fromkeys(names, []), "moe": None}
+    if not moe or not moe.used or moe.shared_mlp and moe.n_experts == 0:
         return none
-    sizes = mixture.n_experts, mixture.top_k, mixture.expert_size
-    if not all(isinstance(n, int) and n > 0 for n in sizes) or mixture.top_k > mixture.n_experts:
+    sizes = moe.n_experts, moe.top_k, moe.expert_size
+    if not all(isinstance(n, int) and n > 0 for n in sizes) or moe.top_k > moe.n_experts:
         raise ValueError(f"{sizes[0]} experts, {sizes[1]} for a token, of size {sizes[2]} are not"
                          " supported")
-    if mixture.groups_if not in (True, "group_limited_greedy"):
-        mixture = dataclasses.replace(mixture, n_groups=1)
+    if moe.groups_if not in (True, "group_limited_greedy"):
+        moe = dataclasses.replace(moe, n_groups=1)
     routed = routed_layers(c, family)
     if not any(routed):
         return none
@@ -295,33 +295,33 @@ def describe_experts(
 
     def expert(i: int) -> tuple[list[Linear], list[Linear]]:
         """mlp() of one expert."""
-        stem, inner = f"{mixture.experts}.{i}", mixture.expert_size
-        if not mixture.one_gate_up:
-            return mlp(stem, inner, False, mixture.latent_size or hidden)
+        stem, inner = f"{moe.experts}.{i}", moe.expert_size
+        if not moe.one_gate_up:
+            return mlp(stem, inner, False, moe.latent_size or hidden)
         if in_mxfp4 and (hidden % BLOCK or inner % BLOCK):
             raise ValueError(f"MXFP4 with rows of {hidden} and {inner} weights is not supported,"
                              f" only with multiples of {BLOCK}")
         return ([Linear(f"{stem}.gate_up_proj", 2 * inner, hidden, False, in_mxfp4)],
                 [Linear(f"{stem}.down_proj", hidden, inner, False, in_mxfp4)])
 
-    shared_size = (mixture.shared_size or 0) * (mixture.n_shared or 0)
+    shared_size = (moe.shared_size or 0) * (moe.n_shared or 0)
     shared: tuple[list[Linear], list[Linear]] = [], []
     if shared_size:
-        shared = mlp(mixture.shared, shared_size, family.mlp_bias, hidden)
-    shared, latent = dense if mixture.shared_mlp else shared, list[Linear]()
-    if size := mixture.latent_size:
-        into, back = mixture.latent_linears
+        shared = mlp(moe.shared, shared_size, family.mlp_bias, hidden)
+    shared, latent = dense if moe.shared_mlp else shared, list[Linear]()
+    if size := moe.latent_size:
+        into, back = moe.latent_linears
         latent = [Linear(into, size, hidden, family.mlp_bias),
                   Linear(back, hidden, size, family.mlp_bias)]
-    gate_ups, downs = zip(*map(expert, range(mixture.n_experts)))
+    gate_ups, downs = zip(*map(expert, range(moe.n_experts)))
     experts = [list(itertools.chain(*linears)) for linears in (gate_ups, downs)]
-    return {"layer_routed": routed, "mixture": mixture,
+    return {"layer_routed": routed, "moe": moe,
             **dict(zip(names, (*shared, latent, *experts)))}
 
 
 def routed_layers(c: PreTrainedConfig, family: Family) -> list[bool]:
     """Which layers have experts, from the text config of a family with experts."""
-    n_layers, first_dense = c.num_hidden_layers, family.mixture.first_dense or 0
+    n_layers, first_dense = c.num_hidden_layers, family.moe.first_dense or 0
     if family.one_half:
         return [kind == "moe" for kind in c.layer_types]
     if kinds := getattr(c, "mlp_layer_types", None):  # counts alone where a config has it
@@ -409,7 +409,7 @@ def describe_positions(
                 layer_window=[window if slide else None for slide in slides],
                 layer_mixer=[kind if kind in family.mixers else None for kind in kinds],
                 layer_halves=["both" if not family.one_half else "mlp" if kind in ("mlp", "moe")
-                              else "mixing" for kind in kinds],
+                              else "mixer" for kind in kinds],
                 query_temperature=temperature)
 
 
@@ -567,14 +567,14 @@ def expert_changes(
     arch: Architecture, c: PreTrainedConfig, hidden: int,
 ) -> list[tuple[str, dict[str, Any]]]:
     """The rows of shrinking_changes() for experts; `hidden`: the small model's hidden size."""
-    if not arch.mixture:
+    if not arch.moe:
         return []
     sizes = {
-        "n_experts": max(8, 2 * arch.mixture.n_groups),  # a group is ranked by its two best
-        "top_k": min(3, arch.mixture.top_k), "shared_size": 128,
-        "expert_size": hidden if arch.mixture.expert_size == arch.hidden_size else 64,
+        "n_experts": max(8, 2 * arch.moe.n_groups),  # a group is ranked by its two best
+        "top_k": min(3, arch.moe.top_k), "shared_size": 128,
+        "expert_size": hidden if arch.moe.expert_size == arch.hidden_size else 64,
         "latent_size": 192, "first_dense": 1}
-    record = FAMILIES[arch.family].mixture
+    record = FAMILIES[arch.family].moe
     fields = {str(getattr(record, key)).removeprefix("config."): size
               for key, size in sizes.items()}  # where two sizes are one field, the last counts
     # of some families also that of experts; it is set above

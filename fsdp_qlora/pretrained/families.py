@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 from fsdp_qlora.pretrained.architecture import (
-    AttentionGate, DeltaNet, ExpertNorms, Family, LatentAttention, Mamba2, Mixture,
+    AttentionGate, DeltaNet, ExpertNorms, Family, LatentAttention, Mamba2, MoE,
     PerLayerInputs, ShortConv)
 
 SHAPES: dict[str, dict[str, Any]] = {  # what --random_weights knows without a config.json
@@ -126,7 +126,7 @@ FAMILIES: dict[str, Family] = {
                          attention_softcap="config.attn_logit_softcapping",
                          logits_softcap="config.final_logit_softcapping"),
     "gemma3_text": Family(**GEMMA2, qk_norm="head", ropes_by_layer_type=True),
-    "gemma4_text": Family(**GEMMA4, mixture=Mixture(
+    "gemma4_text": Family(**GEMMA4, moe=MoE(
         used="config.enable_moe_block", top_k="config.top_k_experts", experts="experts",
         router="router.proj", shared_mlp=True, rounded_weights=False, norms=ExpertNorms(),
         expert_scale="router.per_expert_scale", adapters="stacked")),
@@ -146,7 +146,7 @@ FAMILIES: dict[str, Family] = {
         rotary_if="config.position_embedding_type", mixers={"linear_attention": Mamba2()},
         unused=("output_router_logits", "router_aux_loss_coef", "mamba_expand",
                 "mamba_chunk_size"),
-        mixture=Mixture(**GRANITE_EXPERTS, shared_mlp=True)),
+        moe=MoE(**GRANITE_EXPERTS, shared_mlp=True)),
     "falcon_h1": Family(
         peft_refuses=("out_proj",), final_norm="final_layernorm", mlp_norm="pre_ff_layernorm",
         qkv_bias=False, out_bias=False, mlp_bias=False, mlp_out="feed_forward.down_proj",
@@ -202,47 +202,47 @@ FAMILIES: dict[str, Family] = {
         unused=("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max",
                 "linear_dt_init_floor")),
     # MoE models
-    "qwen3_moe": Family(qk_norm="head", window="all", mixture=Mixture(
+    "qwen3_moe": Family(qk_norm="head", window="all", moe=MoE(
         normalised="config.norm_topk_prob")),
-    "qwen2_moe": Family(qkv_bias="config.qkv_bias", window="layer_types", mixture=Mixture(
+    "qwen2_moe": Family(qkv_bias="config.qkv_bias", window="layer_types", moe=MoE(
         shared_size="config.shared_expert_intermediate_size",
         shared_gate="mlp.shared_expert_gate", normalised="config.norm_topk_prob",
         adapters="parameters")),
-    "mixtral": Family(window="all", mixture=Mixture(**MIXTRAL, rounded_weights=False)),
-    "minimax_m2": Family(qk_norm="full", partial_rotary=True, mixture=Mixture(
+    "mixtral": Family(window="all", moe=MoE(**MIXTRAL, rounded_weights=False)),
+    "minimax_m2": Family(qk_norm="full", partial_rotary=True, moe=MoE(
         **MIXTRAL, scores="sigmoid", correction="mlp.e_score_correction_bias",
         rounded_weights=False)),
-    "olmoe": Family(qk_norm="full", must_be={"clip_qkv": None}, mixture=Mixture(
+    "olmoe": Family(qk_norm="full", must_be={"clip_qkv": None}, moe=MoE(
         expert_size="config.intermediate_size", normalised="config.norm_topk_prob")),
-    "flex_olmo": Family(**OLMO2, mixture=Mixture(
+    "flex_olmo": Family(**OLMO2, moe=MoE(
         expert_size="config.intermediate_size", normalised="config.norm_topk_prob")),
     "granitemoe": Family(**GRANITE, logits_divisor="config.logits_scaling",
-                         mixture=Mixture(**GRANITE_EXPERTS)),
-    "hunyuan_v1_moe": Family(**HUNYUAN, mixture=Mixture(
+                         moe=MoE(**GRANITE_EXPERTS)),
+    "hunyuan_v1_moe": Family(**HUNYUAN, moe=MoE(
         top_k="config.moe_topk", expert_size="config.intermediate_size",
         shared_size="config.intermediate_size", shared="mlp.shared_mlp", router="mlp.gate.wg",
         fp32_router=True, rounded_weights=False)),
     "glm4_moe": Family(out_bias=False, partial_rotary=True, qk_norm="head",
-                       qk_norm_if="config.use_qk_norm", mixture=Mixture(**DEEPSEEK)),
-    "glm4v_moe_text": Family(out_bias=False, partial_rotary=True, mixture=Mixture(**DEEPSEEK)),
-    "glm4_moe_lite": Family(**MLA, mixture=Mixture(**DEEPSEEK)),
-    "deepseek_v3": Family(**MLA, mixture=Mixture(**DEEPSEEK)),
-    "deepseek_v2": Family(**MLA | dict(rotary_interleaved=True), mixture=Mixture(**DEEPSEEK | dict(
+                       qk_norm_if="config.use_qk_norm", moe=MoE(**DEEPSEEK)),
+    "glm4v_moe_text": Family(out_bias=False, partial_rotary=True, moe=MoE(**DEEPSEEK)),
+    "glm4_moe_lite": Family(**MLA, moe=MoE(**DEEPSEEK)),
+    "deepseek_v3": Family(**MLA, moe=MoE(**DEEPSEEK)),
+    "deepseek_v2": Family(**MLA | dict(rotary_interleaved=True), moe=MoE(**DEEPSEEK | dict(
         scores="softmax", correction=None, normalised=False, group_best=1,
         groups_if="config.topk_method"))),
-    "deepseek_v32": Family(**INDEXED, mixture=Mixture(**DEEPSEEK)),
-    "glm_moe_dsa": Family(**INDEXED, mixture=Mixture(**DEEPSEEK)),
-    "mistral4": Family(**MLA, query_temperature=True, mixture=Mixture(**DEEPSEEK | dict(
+    "deepseek_v32": Family(**INDEXED, moe=MoE(**DEEPSEEK)),
+    "glm_moe_dsa": Family(**INDEXED, moe=MoE(**DEEPSEEK)),
+    "mistral4": Family(**MLA, query_temperature=True, moe=MoE(**DEEPSEEK | dict(
         fp32_router=False, scores="softmax", rounded_scores=True, correction=None,
         rounded_weights=True, adapters="stacked"))),
-    "dots1": Family(qk_norm="head", window="layer_types", mixture=Mixture(**DEEPSEEK)),
+    "dots1": Family(qk_norm="head", window="layer_types", moe=MoE(**DEEPSEEK)),
     "solar_open": Family(out_bias=False, intermediate_size="config.moe_intermediate_size",
-                         mixture=Mixture(**DEEPSEEK)),
+                         moe=MoE(**DEEPSEEK)),
     "exaone_moe": Family(
-        qk_norm="head", window="layer_types", no_rotary="full_if_window", mixture=Mixture(
+        qk_norm="head", window="layer_types", no_rotary="full_if_window", moe=MoE(
             **DEEPSEEK | dict(n_experts="config.num_experts", n_shared="config.num_shared_experts"),
             renames=(("mlp.gate.e_score", "mlp.e_score"),))),
-    "hy_v3": Family(qk_norm="head", unused=("enable_moe_fp32_combine",), mixture=Mixture(
+    "hy_v3": Family(qk_norm="head", unused=("enable_moe_fp32_combine",), moe=MoE(
         shared_size="config.moe_intermediate_size", n_shared="config.num_shared_experts",
         shared="mlp.shared_experts", fp32_router=True, scores="sigmoid",
         correction="mlp.e_score_correction_bias", sum_eps=1e-20,
@@ -251,18 +251,18 @@ FAMILIES: dict[str, Family] = {
                  ("mlp.e_score_correction_bias", "mlp.expert_bias"),
                  ("mlp.shared_experts.", "mlp.shared_mlp.")))),
     "mellum": Family(qk_norm="head", window="layer_types", ropes_by_layer_type=True,
-                     unused=("mtp_layer_types", "mtp_mlp_layer_types"), mixture=Mixture(
+                     unused=("mtp_layer_types", "mtp_mlp_layer_types"), moe=MoE(
                          normalised="config.norm_topk_prob")),
     "qwen3_5_moe_text": Family(
         **QWEN3_NEXT, intermediate_size="config.moe_intermediate_size",
         prefixes=("model.", "model.language_model."),
         mixers={"linear_attention": DeltaNet()},
-        mixture=Mixture(**QWEN3_NEXT_EXPERTS, adapters="parameters")),
+        moe=MoE(**QWEN3_NEXT_EXPERTS, adapters="parameters")),
     "qwen3_next": Family(
         **QWEN3_NEXT, mixers={"linear_attention": DeltaNet(
             in_projs=(("in_proj_qkvz", "qkvz"), ("in_proj_ba", "ba")), by_key_head=True)},
-        mixture=Mixture(**QWEN3_NEXT_EXPERTS, normalised="config.norm_topk_prob")),
-    "lfm2_moe": Family(**LFM2, must_be={"use_expert_bias": True}, mixture=Mixture(
+        moe=MoE(**QWEN3_NEXT_EXPERTS, normalised="config.norm_topk_prob")),
+    "lfm2_moe": Family(**LFM2, must_be={"use_expert_bias": True}, moe=MoE(
         first_dense="config.num_dense_layers", experts="feed_forward.experts",
         router="feed_forward.gate", scores="sigmoid", rounded_scores=True,
         correction="feed_forward.expert_bias",
@@ -271,7 +271,7 @@ FAMILIES: dict[str, Family] = {
         # of experts, after their numbers: layers without experts have w1 wherever these are called
         renames=tuple((f"{digit}.{here}", f"{digit}.{there}") for digit in range(10) for here, there
                       in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))))),
-    "qwen3_vl_moe_text": Family(qk_norm="head", mixture=Mixture(adapters="stacked")),
+    "qwen3_vl_moe_text": Family(qk_norm="head", moe=MoE(adapters="stacked")),
     "nemotron_h": Family(
         peft_refuses=("out_proj",), norm="rms_fp32", norm_eps="config.layer_norm_epsilon",
         one_half=True, embedding="embeddings", final_norm="norm_f",
@@ -286,7 +286,7 @@ FAMILIES: dict[str, Family] = {
                 in_bias="config.use_bias", out_bias="config.use_bias",
                 step_limits=(0.0, math.inf), min_step="config.time_step_min",
                 norm_eps="config.layer_norm_epsilon", stem="mixer")},
-        mixture=Mixture(**DEEPSEEK | dict(
+        moe=MoE(**DEEPSEEK | dict(
             experts="mixer.experts", router="mixer.gate", shared="mixer.shared_experts",
             adapters="stacked",
             correction="mixer.gate.e_score_correction_bias", first_dense=0, n_shared=1,
@@ -302,7 +302,7 @@ FAMILIES: dict[str, Family] = {
         qkv_bias=False, out_bias=False, qk_norm="head", window="layer_types", partial_rotary=True,
         ropes_by_layer_type=True, heads_by_layer="config.num_attention_heads_per_layer",
         attention_gate=AttentionGate(
-            "g_proj", per_head="config.gating", activation="softplus"), mixture=Mixture(
+            "g_proj", per_head="config.gating", activation="softplus"), moe=MoE(
             shared_size="config.shared_expert_intermediate_size", shared="mlp.shared_experts",
             scores="sigmoid", correction="mlp.gate.e_score_correction_bias",
             scale="config.moe_routed_scaling_factor", adapters="parameters",
@@ -315,7 +315,7 @@ FAMILIES: dict[str, Family] = {
         mlp_limits="config.swiglu_limits_shared",
         unused=("num_sliding_attention_heads", "num_local_experts", "mtp_layer_types",
                 "mtp_mlp_layer_types"),
-        mixture=Mixture(
+        moe=MoE(
             n_experts="config.n_routed_experts", shared_size="config.share_expert_dim",
             shared="mlp.shared_experts", scores="sigmoid", rounded_weights=False,
             correction="mlp.gate.e_score_correction_bias", limits="config.swiglu_limits",
@@ -331,20 +331,20 @@ FAMILIES: dict[str, Family] = {
         sqrt_embedding="config.mup_enabled",
         attention_post_norm="post_attention_layernorm", mlp_norm="pre_mlp_layernorm",
         mlp_post_norm="post_mlp_layernorm", unused=("global_attn_every_n_layers",),
-        mixture=Mixture(
+        moe=MoE(
             shared_size="config.moe_intermediate_size", n_shared="config.num_shared_experts",
             shared="mlp.shared_experts", first_dense="config.num_dense_layers",
             router="mlp.router.gate", scores="sigmoid", correction="mlp.expert_bias",
             sum_eps=1e-20, scale="config.route_scale", rounded_weights=False)),
     # its use_bias would also give the head a bias, which is not supported
-    "ernie4_5_moe": Family(rotary_interleaved=True, mixture=Mixture(
+    "ernie4_5_moe": Family(rotary_interleaved=True, moe=MoE(
         n_experts="config.moe_num_experts", top_k="config.moe_k",
         shared_size="config.moe_intermediate_size", n_shared="config.moe_num_shared_experts",
         first_dense="config.moe_layer_start_index", shared="mlp.shared_experts",
         fp32_router=True, correction="mlp.gate.moe_statics.e_score_correction_bias",
         renames=(("mlp.gate.moe_statics", "mlp.moe_statics"),))),
     # another swiglu_limit or swiglu_alpha than these in a config is refused
-    "gpt_oss": Family(norm="rms_fp32", window="layer_types", sinks=True, mixture=Mixture(
+    "gpt_oss": Family(norm="rms_fp32", window="layer_types", sinks=True, moe=MoE(
         n_experts="config.num_local_experts", expert_size="config.intermediate_size",
         router="mlp.router", biases=True, clamp=(7.0, 1.702), one_gate_up=True, transposed=True,
         adapters="stacked"))}

@@ -24,7 +24,7 @@ from fsdp_qlora.pretrained.config import describe_model, longest_text, stored_fo
 from fsdp_qlora.pretrained.families import SHAPES
 from fsdp_qlora.pretrained.formats import FP8_BLOCK, INT4_GROUP
 from fsdp_qlora.pretrained.reader import weight_files
-from fsdp_qlora.ranks import explain, say
+from fsdp_qlora.ranks import explain, log
 
 if TYPE_CHECKING:
     from train_fsdp_qlora import Config
@@ -89,7 +89,7 @@ def copy_small_files(directory: Path, target: Path, patterns: Sequence[str] = SM
     for pattern in (*patterns, "additional_chat_templates/*.jinja"):
         for path in directory.glob(pattern):
             if not path.resolve().is_relative_to(own):
-                say(f"{path}: not copied, it is a link to another directory")
+                log(f"{path}: not copied, it is a link to another directory")
             elif path.name not in NOT_COPIED and not path.name.endswith(".index.json"):
                 copy = target / path.relative_to(directory)
                 copy.parent.mkdir(exist_ok=True)

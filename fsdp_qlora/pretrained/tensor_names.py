@@ -23,7 +23,7 @@ from fsdp_qlora.pretrained.formats import (
 from fsdp_qlora.pretrained.reader import (
     DTYPES, FLOATS, READ_CHUNK, Request, Source, Stored, WeightReader)
 from fsdp_qlora.quant.nf4 import BLOCK, MX_BLOCK, NESTED_BLOCK, dynamic_map, nf4_code
-from fsdp_qlora.ranks import say
+from fsdp_qlora.ranks import log
 
 # {name: (shape, or None for any, dtypes)} of tensors that the files must have
 Wanted = dict[str, tuple[tuple[int, ...] | None, Collection[str]]]
@@ -104,8 +104,8 @@ def tensor_names(arch: Architecture, files: Mapping[str, HasShape]) -> TensorNam
     embedding, norm = f"{stem}{arch.embedding}.weight", f"{stem}{arch.final_norm}.weight"
     norm_bias = f"{stem}{arch.final_norm}.bias" if arch.norm_bias else None
     table, renames = (arch.vocab_size, arch.hidden_size), ()
-    if arch.mixture:  # those that files have
-        renames = tuple(p for p in arch.mixture.renames if any(p[1] in name for name in files))
+    if arch.moe:  # those that files have
+        renames = tuple(p for p in arch.moe.renames if any(p[1] in name for name in files))
     names = TensorNames(
         shapes={embedding: table}, linears={}, sources={}, scaled={}, small_tensors=set(),
         embedding=embedding, norm=norm, norm_bias=norm_bias, head=head, stem=stem,
@@ -202,14 +202,14 @@ def stacked_experts(
     files have the linears of all experts in one tensor, as transformers 5 has them in memory,
     [experts, out, in] or transposed, or gates and ups in two such tensors; or in MXFP4 in two
     tensors of bytes. Else {}."""
-    found, mixture = {}, arch.mixture
+    found, moe = {}, arch.moe
     first_key = "gate_up_proj" if arch.gated else "up_proj"
     groups = {first_key: arch.expert_gate_up, "down_proj": arch.expert_down}
-    if names.of_layer(layer, f"{mixture.experts}.gate_proj") in files:
+    if names.of_layer(layer, f"{moe.experts}.gate_proj") in files:
         apart = {"gate_proj": arch.expert_gate_up[::2], "up_proj": arch.expert_gate_up[1::2]}
         groups = apart | {"down_proj": arch.expert_down}
     for key, linears in groups.items():
-        whole, n, n_in = f"{mixture.experts}.{key}", mixture.n_experts, linears[0].in_features
+        whole, n, n_in = f"{moe.experts}.{key}", moe.n_experts, linears[0].in_features
         n_out = sum(linear.out_features for linear in linears) // n  # of one expert
         transposed = False
         if linears[0].mxfp4:
@@ -217,7 +217,7 @@ def stacked_experts(
                      "_scales": (n, n_out, n_in // MX_BLOCK)}
         elif names.of_layer(layer, whole) in files:
             found_shape = tuple(files[names.of_layer(layer, whole)].shape)
-            transposed = found_shape == (n, n_in, n_out) and (n_in != n_out or mixture.transposed)
+            transposed = found_shape == (n, n_in, n_out) and (n_in != n_out or moe.transposed)
             parts = {"": (n, n_in, n_out) if transposed else (n, n_out, n_in)}
         else:
             parts = {}
@@ -254,17 +254,17 @@ def check_files(
     if n_mxfp4 or not has_nf4(model_config):
         check_tensors(files, names, wanted)
         if n_mxfp4:
-            say(f"model: {n_mxfp4} linears of experts are in MXFP4, taken exactly as they are")
+            log(f"model: {n_mxfp4} linears of experts are in MXFP4, taken exactly as they are")
         return {}
     states = check_prequantised(files, names, wanted)
     dtypes = sorted({state["dtype"] for state in states.values()})
     n = sum(name in states for name in names.linears)
     n_whole, n_gates = len(names.linears) - n, len(states) - n
-    say(f"model: quantised already, loaded as it is: {n} linears in NF4"
+    log(f"model: quantised already, loaded as it is: {n} linears in NF4"
         + f"; {n_whole} others, which are not, are quantised now" * (n_whole > 0)
         + f"; {n_gates} tensors of routers and gates are dequantised" * (n_gates > 0))
     if dtypes not in ([], [compute_dtype]):
-        say(f"they were quantised from {', '.join(dtypes)}, to which bitsandbytes dequantises them;"
+        log(f"they were quantised from {', '.join(dtypes)}, to which bitsandbytes dequantises them;"
             f" here they are dequantised to {compute_dtype}, so that some weights differ by its"
             " rounding")
     return states
@@ -287,7 +287,7 @@ def drop_further_layers(
         stem = f"{names.layer_prefix}{i}."
         found |= {name: stored for name, stored in files.items() if name.startswith(stem)}
     if found:
-        say(f"model: {len(found)} tensors of layers after the last are not read: they predict"
+        log(f"model: {len(found)} tensors of layers after the last are not read: they predict"
             " further tokens (MTP)")
     return {name: stored for name, stored in files.items() if name not in found}
 

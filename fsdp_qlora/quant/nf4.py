@@ -21,7 +21,7 @@ except ImportError:  # comes with torch on CUDA alone
 
 if TYPE_CHECKING:
     from fsdp_qlora.model.layer import DecoderLayer
-    from fsdp_qlora.model.linears import FusedLinear, LinearPlace
+    from fsdp_qlora.model.linears import FusedLinear, LinearSlices
 
 LORA_COLUMNS = 64  # an adapter's columns of a product are padded to whole cache lines
 
@@ -81,7 +81,7 @@ def dequantise(layer: DecoderLayer, fused: FusedLinear, adapter: torch.Tensor) -
     return weight
 
 
-def nf4_values(packed: torch.Tensor, scales: torch.Tensor, nested: Nested, place: LinearPlace,
+def nf4_values(packed: torch.Tensor, scales: torch.Tensor, nested: Nested, place: LinearSlices,
                dtype: torch.dtype) -> torch.Tensor:
     """The weights [out, in] of one linear in NF4, from its blocks, by bitsandbytes."""
     shape = place.linear.out_features, place.linear.in_features
@@ -104,12 +104,12 @@ def mxfp4_values(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 FIELDS = 7  # of a row of place_table
-TILE_BLOCKS = 64  # blocks that one program of dequantise_kernel writes
+TILE_BLOCKS = 64  # blocks that one program of dequantize_kernel writes
 
 
 @functools.lru_cache(None)
 def place_table(fused: FusedLinear, device: torch.device) -> torch.Tensor:
-    """For dequantise_kernel, of each linear: its first block, first output, first second-level
+    """For dequantize_kernel, of each linear: its first block, first output, first second-level
     absmax, index, first value of B and first column (-1: no adapter), and the output after its
     last. int32 [linears, FIELDS]."""
     table = [[p.blocks.start - fused.blocks.start, fused.local_outputs(p).start, p.nested.start,
@@ -130,11 +130,11 @@ def launch_dequantise(
     code_values: torch.Tensor, code: torch.Tensor, adapter: torch.Tensor, table: torch.Tensor,
     out: torch.Tensor, n_in: int, rank: int, *, n_linears: int, equal: int, in_mxfp4: bool,
 ) -> None:
-    """Launch dequantise_kernel(), which fills `out` [rows, n_in + padded adapter columns]."""
+    """Launch dequantize_kernel(), which fills `out` [rows, n_in + padded adapter columns]."""
     n_rows, n_columns = len(out), out.shape[1] - n_in
     n_tiles = triton.cdiv(len(packed), TILE_BLOCKS)
     column_tiles = triton.cdiv(n_rows, 64) * (n_columns // LORA_COLUMNS)
-    dequantise_kernel[(n_tiles + column_tiles,)](
+    dequantize_kernel[(n_tiles + column_tiles,)](
         packed, scales, nested_absmax, offsets, code_values, code, adapter, table, out,
         len(packed), n_tiles, n_rows, n_in, n_columns, rank,
         LINEARS=n_linears, EQUAL=equal, MXFP4=in_mxfp4, N_SCALES=scales.shape[1],
@@ -146,7 +146,7 @@ def launch_dequantise(
 if triton:
 
     @triton.jit
-    def dequantise_kernel(
+    def dequantize_kernel(
         packed, scales, nested_absmax, offsets, code_values, code, adapter, table, out,
         n_blocks, n_tiles, n_rows, n_in, n_columns, rank, LINEARS: tl.constexpr,
         EQUAL: tl.constexpr, MXFP4: tl.constexpr, N_SCALES: tl.constexpr, BLOCKS: tl.constexpr,
@@ -203,7 +203,7 @@ if triton:
         adapter, table, out, tile, n_rows, n_in, n_columns, rank, LINEARS: tl.constexpr,
         EQUAL: tl.constexpr, COLUMNS: tl.constexpr, FIELDS: tl.constexpr,
     ):
-        """64 rows and COLUMNS columns of B, see dequantise_kernel()."""
+        """64 rows and COLUMNS columns of B, see dequantize_kernel()."""
         row = tile // (n_columns // COLUMNS) * 64 + tl.arange(0, 64)
         column = tile % (n_columns // COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
         linear = tl.zeros([64], tl.int32)

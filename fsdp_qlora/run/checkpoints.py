@@ -29,13 +29,13 @@ from fsdp_qlora.files import (
     as_json, digest, read_json, remove, sync_file, text_digest, write_whole)
 from fsdp_qlora.lora.adapter import write_adapter
 from fsdp_qlora.lora.peft_names import unstack_experts
-from fsdp_qlora.ranks import EXITS, Stop, gather_objects, say
+from fsdp_qlora.ranks import EXITS, RunError, gather_objects, log
 from fsdp_qlora.run.directory import ADAPTER_FILES, PROBE_FILE, RESULTS
 
 if TYPE_CHECKING:
     from fsdp_qlora.data.rows import Rows
     from fsdp_qlora.lora.adapter import Adapter
-    from fsdp_qlora.model.layer import Layout
+    from fsdp_qlora.model.layer import LayerSpec
     from train_fsdp_qlora import Config, Run
 
 MUST_MATCH = (  # flags that a resumed run cannot change, besides rows and base model
@@ -56,7 +56,7 @@ def checkpoint_path(directory: Path, step: int) -> Path:
 
 def write_checkpoint(run: Run, step: int, weights: dict[str, torch.Tensor],
                      state_by_layer: dict[str, list[torch.Tensor]],
-                     probe: dict[str, torch.Tensor]) -> None:
+                     merge_check: dict[str, torch.Tensor]) -> None:
     """Write checkpoint-<step>, whole or not at all, from the gathered {PEFT's name: tensor} and
     sharded_state() {name: a tensor for each layer}, and from Probe.states(). Raises DISK_ERRORS,
     also where the directory is not this run's any more. Rank 0 only.
@@ -68,7 +68,7 @@ def write_checkpoint(run: Run, step: int, weights: dict[str, torch.Tensor],
     final = checkpoint_path(run.directory, step)
     hidden = run.directory / f".{final.name}.part"
     remove_at_once(hidden)  # of a save that failed
-    tensors = *weights.values(), *probe.values(), *itertools.chain(*state_by_layer.values())
+    tensors = *weights.values(), *merge_check.values(), *itertools.chain(*state_by_layer.values())
     needed = 2**20 + sum(tensor.nbytes for tensor in tensors)
     if (free := shutil.disk_usage(run.directory).free) < needed:
         raise OSError(errno.ENOSPC, f"it takes {needed / 2**30:.3f} GiB, and {free / 2**30:.3f}"
@@ -78,7 +78,7 @@ def write_checkpoint(run: Run, step: int, weights: dict[str, torch.Tensor],
         write_adapter(hidden, weights, run.lora_config)
         stacked = {key: torch.stack(layers) for key, layers in state_by_layer.items()}
         write_whole(hidden / "optimizer.safetensors", stacked)
-        write_whole(hidden / PROBE_FILE, probe)
+        write_whole(hidden / PROBE_FILE, merge_check)
         names = *ADAPTER_FILES, "optimizer.safetensors", PROBE_FILE
         state = {
             "step": step,
@@ -96,12 +96,12 @@ def write_checkpoint(run: Run, step: int, weights: dict[str, torch.Tensor],
         raise
 
 
-def check_room(config: Config, directory: Path, layouts: Sequence[Layout]) -> None:
+def check_room(config: Config, directory: Path, specs: Sequence[LayerSpec]) -> None:
     """Raise ValueError if the disk has no room for the adapter and one checkpoint, which is all
     that a run must write; say it if it has none for as many as --keep_checkpoints keeps. Rank 0
     only."""
-    n_weights = sum(math.prod(shape) for layout in layouts
-                    for _, shape in layout.adapter_parts().values())
+    n_weights = sum(math.prod(shape) for spec in specs
+                    for _, shape in spec.adapter_parts().values())
     adapter, checkpoint = 4 * n_weights, CHECKPOINT_BYTES * n_weights + 2**20
     there = len(checkpoints_of(directory))
     # the best one, and the one that is being written, besides
@@ -112,7 +112,7 @@ def check_room(config: Config, directory: Path, layouts: Sequence[Layout]) -> No
     if free < adapter + checkpoint:
         raise ValueError(f"--output_dir {directory}: takes {sizes}: make room")
     if free < wanted:
-        say(f"--output_dir {directory}: takes up to {sizes}: a checkpoint may not be saved")
+        log(f"--output_dir {directory}: takes up to {sizes}: a checkpoint may not be saved")
 
 
 def sharded_state(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -182,7 +182,7 @@ def drop_checkpoints(run: Run, step: int) -> None:
         for path in older:
             remove_at_once(path)
     except (OSError, ValueError) as e:
-        say(f"older checkpoints stay: {e}")
+        log(f"older checkpoints stay: {e}")
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def newest_checkpoint(directory: Path) -> tuple[Path, dict[str, Any]] | tuple[No
             return path, read_checkpoint(path)
         except ValueError as e:
             broken.append(str(e))
-            say(f"skipped {e}")
+            log(f"skipped {e}")
     if broken:
         raise ValueError("; ".join([f"--resume: {directory} has no whole checkpoint", *broken]))
     return None, None
@@ -225,14 +225,14 @@ def find_checkpoint(config: Config, directory: Path, content: dict[str, str | No
     """The step of the newest whole checkpoint in --output_dir, 0 if there is none. Raises
     ValueError if the run there has other flags, data or base model. Rank 0 only."""
     path, state = newest_checkpoint(directory)
-    begun = state or read_json(directory / "train_config.json", {})
+    saved_config = state or read_json(directory / "train_config.json", {})
     if config.resume == "must" and not path:
         raise ValueError(f"--resume must: {directory} has no whole checkpoint")
     if not path and (directory / "adapter_model.safetensors").is_file():
         raise ValueError(f"--output_dir {directory} holds a trained adapter, but no checkpoint to"
                          " resume from: name another directory; --init_adapter can begin with it")
-    if begun:
-        refuse_other_run(config, directory, content, begun)
+    if saved_config:
+        refuse_other_run(config, directory, content, saved_config)
     if not path or not state:
         return 0
     before, now = compared_flags(config, state)
@@ -244,25 +244,26 @@ def find_checkpoint(config: Config, directory: Path, content: dict[str, str | No
     if state["step"] > now["max_steps"]:
         raise ValueError(f"--max_steps {config.max_steps}: {path} has more steps")
     for name in changed:
-        say(f"changed: --{name} is {now[name]}, and was {before.get(name)} until step"
+        log(f"changed: --{name} is {now[name]}, and was {before.get(name)} until step"
             f" {state['step']}")
     set_aside(directory, state["step"])
     return state["step"]
 
 
-def compared_flags(config: Config, begun: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The flags of the run that `begun` describes, and those of this one, as JSON has them."""
-    before, now = begun.get("config", {}), as_json(dataclasses.asdict(config))
+def compared_flags(
+        config: Config, saved_config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The flags of the run that `saved_config` describes, and of this one, as JSON has them."""
+    before, now = saved_config.get("config", {}), as_json(dataclasses.asdict(config))
     before, now = ({**flags, "target_modules": sorted(flags.get("target_modules", ()))}
                    for flags in (before, now))
     return before, now
 
 
 def refuse_other_run(config: Config, directory: Path, content: dict[str, str | None],
-                     begun: dict[str, Any]) -> None:
+                     saved_config: dict[str, Any]) -> None:
     """Raise ValueError if the run that `begun` describes cannot go on as this one: it has other
     flags, data or base model."""
-    before, now = compared_flags(config, begun)
+    before, now = compared_flags(config, saved_config)
     changed = [f"--{name} {before.get(name)}, not {now[name]}" for name in MUST_MATCH
                if before.get(name) != now[name]]
     if changed:
@@ -272,17 +273,17 @@ def refuse_other_run(config: Config, directory: Path, content: dict[str, str | N
                                       " the tokenizer has changed"),
                       ("base_sha256", "another base model: its files or config.json have changed"),
                       ("eval_sha256", "other evaluation rows: --eval_dataset has changed")):
-        if begun.get(key) != content[key]:
+        if saved_config.get(key) != content[key]:
             raise ValueError(f"--output_dir {directory} holds a run with {what}")
 
 
 def check_run(config: Config, directory: Path, content: dict[str, str | None],
-              begun: dict[str, Any]) -> None:
+              saved_config: dict[str, Any]) -> None:
     """For a dry run: raise ValueError if the run in --output_dir, which `begun` describes, could
     not go on as this one. Rank 0 only."""
-    if begun:
-        base = content["base_sha256"] or begun.get("base_sha256")
-        refuse_other_run(config, directory, {**content, "base_sha256": base}, begun)
+    if saved_config:
+        base = content["base_sha256"] or saved_config.get("base_sha256")
+        refuse_other_run(config, directory, {**content, "base_sha256": base}, saved_config)
 
 
 def set_aside(directory: Path, step: int) -> None:
@@ -306,17 +307,17 @@ def agree_on_content(config: Config, rows: Rows, eval_rows: Rows | None,
             if other[key] != content[key]:
                 value = as_json(vars(config)[flag])
                 value = " ".join(value) if isinstance(value, list) else value
-                raise Stop(f"--{flag} {value}: not the same on all nodes", EXITS["data"])
+                raise RunError(f"--{flag} {value}: not the same on all nodes", EXITS["data"])
     return content
 
 
 def save_adapter(run: Run, weights: dict[str, torch.Tensor],
-                 probe: dict[str, torch.Tensor]) -> None:
+                 merge_check: dict[str, torch.Tensor]) -> None:
     """Write the trained adapter in PEFT's format and what Probe.states() gives, and their SHA-256
     into train_config.json; if --output_dir cannot be written or is lost, the adapter beside it or
     in the system's temporary directory, and OSError says where. Rank 0 only."""
     try:
-        write_results(run, weights, probe)
+        write_results(run, weights, merge_check)
         return
     except DISK_ERRORS as e:
         errors = [f"{run.directory}: {e}"]
@@ -333,12 +334,12 @@ def save_adapter(run: Run, weights: dict[str, torch.Tensor],
 
 
 def write_results(run: Run, weights: dict[str, torch.Tensor],
-                  probe: dict[str, torch.Tensor]) -> None:
+                  merge_check: dict[str, torch.Tensor]) -> None:
     """Write the adapter and the probe into the run's directory, and their SHA-256 into its
     train_config.json. Raises DISK_ERRORS, also where the directory is lost. Rank 0 only."""
     run.status.check_lock()
     write_adapter(run.directory, weights, run.lora_config)
-    write_whole(run.directory / PROBE_FILE, probe)
+    write_whole(run.directory / PROBE_FILE, merge_check)
     path = run.directory / "train_config.json"
     if described := read_json(path, {}):
         described |= {key: digest(run.directory / name) for key, name in RESULTS.items()}

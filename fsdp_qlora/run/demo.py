@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from fsdp_qlora.model.loss import LOSSES
-from fsdp_qlora.ranks import on_rank_0, say
+from fsdp_qlora.ranks import on_rank_0, log
 
 if TYPE_CHECKING:
     from train_fsdp_qlora import Config
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def make_demo(config: Config, directory: Path) -> None:
     """Write the demo's model and data, unless they are there from an earlier start. All ranks must
     call this."""
-    say("No --model: training the built-in demo, a small Llama with random weights"
+    log("No --model: training the built-in demo, a small Llama with random weights"
         + ("." if config.dataset else " and 512 made-up instructions (no --dataset)."))
 
     def write_once() -> None:
@@ -45,7 +45,7 @@ def write_demo(directory: Path, loss: str = "sft") -> None:
         word, answer = draw.choice([("plus", a + b), ("times", a * b), ("minus", a - b)])
         prompt, completion = f"What is {a} {word} {b}?\n", f"The answer is {answer}."
         rows.append({"prompt": prompt, "completion": completion})
-    lines = rows if loss == "sft" else [judged(row, loss, i) for i, row in enumerate(rows)]
+    lines = rows if loss == "sft" else [unpaired(row, loss, i) for i, row in enumerate(rows)]
     (directory / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     bpe, alphabet = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel.alphabet()
@@ -72,12 +72,12 @@ def write_demo(directory: Path, loss: str = "sft") -> None:
     model.save_pretrained(directory / "model")
 
 
-def judged(row: dict[str, str], loss: str, i: int) -> dict[str, Any]:
+def unpaired(row: dict[str, str], loss: str, i: int) -> dict[str, Any]:
     """The i-th of the demo's rows for a loss of preferences: its answer beside a wrong one, or one
     of them in turn."""
     right = row["completion"]
     number = int(right.split()[-1].rstrip("."))
     wrong = f"The answer is {number + (-1, 1, 2, -2)[i % 4]}."
-    if LOSSES[loss].is_judged:
+    if LOSSES[loss].is_unpaired:
         return {**row, "completion": (right, wrong)[i % 2], "label": i % 2 == 0}
     return {"prompt": row["prompt"], "chosen": right, "rejected": wrong}

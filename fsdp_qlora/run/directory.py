@@ -29,7 +29,7 @@ from fsdp_qlora.data.tokenizer import generation_settings, write_tokenizer
 from fsdp_qlora.files import (
     as_json, digest, put_in_place, read_json, read_records, remove, text_digest, write_whole)
 from fsdp_qlora.quant.blocks import BLOCK, NESTED_BLOCK
-from fsdp_qlora.ranks import Stop, is_rank_0, on_rank_0, say, this_rank, together
+from fsdp_qlora.ranks import RunError, is_rank_0, on_rank_0, log, this_rank, raise_on_all_ranks
 
 if TYPE_CHECKING:
     from fsdp_qlora.run.status import Status
@@ -53,7 +53,7 @@ MERGEABLE = {  # what a merge takes of train_config.json: the JSON of each value
 
 
 @contextlib.contextmanager
-def open_output(config: Config, given: Config, status: Status) -> Iterator[tuple[Path, bool]]:
+def open_output(config: Config, user_config: Config, status: Status) -> Iterator[tuple[Path, bool]]:
     """Yields the output directory, locked, and whether the run in it is complete.
 
     What this start has made is removed again, and nothing else, if the run ends by a Stop before
@@ -62,22 +62,22 @@ def open_output(config: Config, given: Config, status: Status) -> Iterator[tuple
     directory = Path(config.output_dir or "")
 
     def claim_and_find() -> tuple[str, list[str], bool, bool]:
-        begun = read_json(directory / "train_config.json", {})
-        claimed = claim_directory(config, directory, begun, status)
-        return *claimed, *find_run(config, given, directory, begun)
+        saved_config = read_json(directory / "train_config.json", {})
+        claimed = claim_directory(config, directory, saved_config, status)
+        return *claimed, *find_run(config, user_config, directory, saved_config)
 
     holder, made, is_complete, may_write_status = on_rank_0(claim_and_find)
     status.directory, status.may_write = directory, may_write_status
-    if not given.output_dir:
+    if not user_config.output_dir:
         status.how_to_resume = f"the same command with --output_dir {directory} resumes it"
     try:
-        with together():
+        with raise_on_all_ranks():
             if not (path := directory / ".lock").is_file() or path.read_text() != holder:
                 raise ValueError(f"--output_dir {directory}: {this_rank()} does not see the {path}"
                                  " that rank 0 wrote: name a directory that all nodes share")
             status.lock = os.lstat(path)
         yield directory, is_complete
-    except Stop:
+    except RunError:
         is_begun = status.phase in ("saving", "training")
         if is_rank_0() and made and not (is_begun or status.has_lost_directory()):
             for name in ("status.json", *["demo"] * (not config.model), ".lock"):
@@ -88,12 +88,12 @@ def open_output(config: Config, given: Config, status: Status) -> Iterator[tuple
         raise
 
 
-def claim_directory(config: Config, directory: Path, begun: dict[str, Any],
+def claim_directory(config: Config, directory: Path, saved_config: dict[str, Any],
                     status: Status) -> tuple[str, list[str]]:
     """Make and lock the directory; `begun` is its train_config.json, {} without. Returns who holds
     it, as .lock says, and the directories that were made. Raises ValueError. Rank 0 only."""
     made = [str(p) for p in (directory, *directory.parents) if not p.exists()]
-    if not begun:
+    if not saved_config:
         refuse_inputs(config, directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -103,26 +103,26 @@ def claim_directory(config: Config, directory: Path, begun: dict[str, Any],
     return holder, made
 
 
-def find_run(config: Config, given: Config, directory: Path,
-             begun: dict[str, Any]) -> tuple[bool, bool]:
+def find_run(config: Config, user_config: Config, directory: Path,
+             saved_config: dict[str, Any]) -> tuple[bool, bool]:
     """Whether the run that `begun` describes is this one and complete, and whether status.json may
     be written, as no other run's is there. Of one that is not complete, what is half written is
     removed. Raises ValueError where the directory cannot be used. Rank 0 only."""
     used = [*directory.glob("adapter_*"), *directory.glob("checkpoint-*")]
-    if used and not begun or begun and config.resume == "never":
-        way_out = ("resume it by --resume must" if begun else "begin with its adapter by"
+    if used and not saved_config or saved_config and config.resume == "never":
+        way_out = ("resume it by --resume must" if saved_config else "begin with its adapter by"
                    " --init_adapter: its train_config.json is damaged or missing")
         raise ValueError(f"--output_dir {directory} holds a run already: name another directory, or"
                          f" {way_out}")
-    is_own = begun.get("flags") == as_json(flags_of(given))
+    is_own = saved_config.get("flags") == as_json(flags_of(user_config))
     state = read_json(directory / "status.json", {}).get("state")
-    is_complete = is_own and state == "complete" and has_adapter(directory, begun)
+    is_complete = is_own and state == "complete" and has_adapter(directory, saved_config)
     if not is_complete:
         for torn in directory.glob(".checkpoint-*"):  # of a run that ended while saving
             shutil.rmtree(torn, ignore_errors=True)
         for torn in directory.glob(".status.*"):
             torn.unlink()
-    return is_complete, not is_complete and (is_own or not begun)
+    return is_complete, not is_complete and (is_own or not saved_config)
 
 
 def refuse_inputs(config: Config, directory: Path) -> None:
@@ -135,15 +135,15 @@ def refuse_inputs(config: Config, directory: Path) -> None:
                                  " would spoil that: name another directory")
 
 
-def has_adapter(directory: Path, begun: dict[str, Any]) -> bool:
+def has_adapter(directory: Path, saved_config: dict[str, Any]) -> bool:
     """Whether a run's adapter is there, and is what train_config.json, `begun`, says that it was
     when it was written; says if it is another."""
     adapter = directory / "adapter_model.safetensors"
     if not all((directory / name).is_file() for name in ADAPTER_FILES):
         return False
-    if begun.get("adapter_sha256") == digest(adapter):
+    if saved_config.get("adapter_sha256") == digest(adapter):
         return True
-    say(f"{adapter} has another SHA-256 than when it was written: it is saved again from the last"
+    log(f"{adapter} has another SHA-256 than when it was written: it is saved again from the last"
         " checkpoint")
     return False
 
@@ -162,7 +162,7 @@ def lock(path: Path, directory: Path) -> tuple[int, str]:
         raise ValueError(f"--output_dir {directory}: in use by {holder or 'a process that begins'}:"
                          " wait for it, or name another directory")
     except OSError as e:
-        say(f"--output_dir {directory}: its file system has no locks ({e.strerror}): two runs in it"
+        log(f"--output_dir {directory}: its file system has no locks ({e.strerror}): two runs in it"
             " at once will not be noticed")
     holder = (f"process {os.getpid()} on {socket.gethostname()} since"
               f" {time.strftime('%Y-%m-%d %H:%M:%S')}")
@@ -192,14 +192,14 @@ def open_partial(output: Path) -> tuple[Path, int]:
     return partial, fd
 
 
-def flags_of(given: Config) -> dict[str, Any]:
+def flags_of(user_config: Config) -> dict[str, Any]:
     """The flags that decide what a run does."""
-    flags = dataclasses.asdict(given)
+    flags = dataclasses.asdict(user_config)
     return {name: value for name, value in flags.items() if name not in ("resume", "output_dir")}
 
 
-def describe_run(run: Run, given: Config, base: Path, loaded: types.SimpleNamespace, day: str,
-                 versions: dict[str, str]) -> None:
+def describe_run(run: Run, user_config: Config, base: Path, loaded: types.SimpleNamespace,
+                 template_date: str, versions: dict[str, str]) -> None:
     """Write train_config.json, which has all that a merge needs. Rank 0 only.
 
     Of a run that goes on, what it has of the start before is kept: the SHA-256 of an adapter that
@@ -207,16 +207,16 @@ def describe_run(run: Run, given: Config, base: Path, loaded: types.SimpleNamesp
     """
     run.status.check_lock()
     config, path = run.config, run.directory / "train_config.json"
-    begun = read_json(path, {}) if run.saved_step else {}
-    kept = {key: begun[key] for key in ("earlier_versions",) if key in begun}
-    if (before := begun.get("versions", versions)) != versions:
+    saved_config = read_json(path, {}) if run.saved_step else {}
+    kept = {key: saved_config[key] for key in ("earlier_versions",) if key in saved_config}
+    if (before := saved_config.get("versions", versions)) != versions:
         changed = [f"{library} {version}, was {before.get(library)}"
                    for library, version in versions.items() if version != before.get(library)]
-        say(f"changed: {', '.join(changed)} until step {run.saved_step}")
+        log(f"changed: {', '.join(changed)} until step {run.saved_step}")
         kept["earlier_versions"] = [*kept.get("earlier_versions", []),
                                     {"until_step": run.saved_step, **before}]
     described = {
-        "flags": flags_of(given),
+        "flags": flags_of(user_config),
         "config": dataclasses.asdict(config),
         **run.content,
         "plan": dataclasses.asdict(run.plan),
@@ -232,14 +232,14 @@ def describe_run(run: Run, given: Config, base: Path, loaded: types.SimpleNamesp
             "tensor_sums": loaded.sums,  # {tensor: content_sum()}: tell bases apart
         },
         "world_size": dist.get_world_size(),
-        "date": day,
+        "date": template_date,
         "asked": [{"answers": n, "chat_template_kwargs": json.loads(way)}
                   for way, n in run.rows.asked.items()],  # see how_to_ask()
         "versions": versions,
         **kept,
-        "probe_input_ids": run.probe.input_ids}
+        "probe_input_ids": run.merge_check.input_ids}
     described["sha256"] = text_digest(described)
-    described |= {key: begun[key] for key in RESULTS if key in begun}
+    described |= {key: saved_config[key] for key in RESULTS if key in saved_config}
     write_whole(path, json.dumps(described, indent=2))
 
 
@@ -263,7 +263,7 @@ def save_tokenizer(directory: Path, base: Path, tokenizer: PreTrainedTokenizerFa
     own = base / "generation_config.json"
     text = own.read_text() if own.is_file() and not closing else json.dumps(settings, indent=2)
     if closing:
-        say(f"generation is to stop at {' and '.join(map(repr, closing))} too, which ends a turn:"
+        log(f"generation is to stop at {' and '.join(map(repr, closing))} too, which ends a turn:"
             f" so says generation_config.json in {directory}")
     write_whole(directory / "generation_config.json", text)
 

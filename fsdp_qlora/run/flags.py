@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from fsdp_qlora.model.loss import LOSSES
-from fsdp_qlora.planner.cards import parse_cards
-from fsdp_qlora.ranks import say
-from fsdp_qlora.run.peers import peer_answer, peer_value
+from fsdp_qlora.planner.gpu_specs import parse_cards
+from fsdp_qlora.ranks import log
+from fsdp_qlora.run.foreign_flags import peer_answer, peer_value
 
 if TYPE_CHECKING:
     from train_fsdp_qlora import Config
@@ -42,7 +42,7 @@ def make_parser(config_class: type[Config], description: str) -> argparse.Argume
         raise ValueError(f"{message} (see --help)")
 
     parser.error = fail
-    parser.print_help = lambda: say(parser.format_help())  # on rank 0
+    parser.print_help = lambda: log(parser.format_help())  # on rank 0
     types = typing.get_type_hints(config_class)
     for f in dataclasses.fields(config_class):
         if f.name in GROUPS:
@@ -130,10 +130,10 @@ def parse_flags(config_class: type[Config], description: str,
         if not (values["output_dir"] or runs):
             raise ValueError("--resume must without --output_dir: no run below runs/ to resume")
         directory = values["output_dir"] or str(runs[-1].parent)
-        begun = Path(directory, "train_config.json")
-        if not begun.is_file():
-            raise ValueError(f"--resume must: no run in {directory} (no {begun.name})")
-        begun_argv = read_flags(config_class, begun)
+        saved_config = Path(directory, "train_config.json")
+        if not saved_config.is_file():
+            raise ValueError(f"--resume must: no run in {directory} (no {saved_config.name})")
+        begun_argv = read_flags(config_class, saved_config)
         values = parse([*begun_argv, *argv, f"--output_dir={directory}"])
     del values["config"]
     fields: dict[str, Any] = {
@@ -225,7 +225,7 @@ def check_combinations(config: Config) -> None:
         if losses and config.loss not in losses and value != f.default:
             raise ValueError(f"--{f.name} {value} is of --loss {' or '.join(losses)}, not of"
                              f" {config.loss}: drop it, or choose another --loss")
-    if LOSSES[config.loss].is_judged and config.batch_size < 2:
+    if LOSSES[config.loss].is_unpaired and config.batch_size < 2:
         raise ValueError(f"--batch_size {config.batch_size} with --loss {config.loss}: a step"
                          " compares good answers with bad ones: give at least 2")
     for name in "random_weights", "plan_for":

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
-from fsdp_qlora.ranks import AGAIN, SIGNALS, print_error
+from fsdp_qlora.ranks import EXIT_RESUMABLE, SIGNALS, print_error
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -59,7 +59,8 @@ def pass_on(number: int, _: FrameType | None) -> None:
 def explain(failures: dict[int, ProcessFailure]) -> int:
     """Say why a run has ended, {rank: how it failed}, if no rank has. Returns the exit code."""
     def order(rank: int) -> tuple[bool, int]:
-        return failures[rank].exitcode == AGAIN, failures[rank].timestamp  # causes come first
+        # causes come first
+        return failures[rank].exitcode == EXIT_RESUMABLE, failures[rank].timestamp
 
     rank = min(failures, key=order)
     failure = failures[rank]
@@ -68,7 +69,7 @@ def explain(failures: dict[int, ProcessFailure]) -> int:
         return code
     if -code in SIGNALS:
         print_error(f"stopped: {name} before training began; the same command resumes it")
-        return AGAIN
+        return EXIT_RESUMABLE
     if code < 0:
         why = ", as by the kernel if host memory runs out (see dmesg)" * (name == "SIGKILL")
         print_error(f"error: rank {rank} was killed by {name}{why}; the same command resumes it")

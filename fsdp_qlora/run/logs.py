@@ -24,10 +24,10 @@ from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.files import put_in_place, read_records, text_digest, write_whole
-from fsdp_qlora.planner.cards import HOST_GIB, parse_cards
+from fsdp_qlora.planner.gpu_specs import HOST_GIB, parse_cards
 from fsdp_qlora.planner.machine import host_memory
 from fsdp_qlora.quant.nf4 import why_no_triton
-from fsdp_qlora.ranks import say
+from fsdp_qlora.ranks import log
 
 if TYPE_CHECKING:
     from fsdp_qlora.data.rows import Rows
@@ -39,7 +39,7 @@ HIGH_RATE = 0.02  # --learning_rate above it gets a line
 SHOWN_TOKENS = {True: 60, False: 30}  # of the first row's long parts, trained or not, at each end
 
 
-class Log:
+class MetricsWriter:
     """metrics.jsonl, the tracker that --report_to names, and a progress bar. Rank 0 only."""
 
     def __init__(self, run: Run, done: int) -> None:
@@ -71,7 +71,7 @@ class Log:
         except OSError as e:
             self.why = getattr(e, "strerror", None) or e
             if not self.is_failing:
-                say(f"{self.path}: cannot be written ({self.why}): training goes on, and its lines"
+                log(f"{self.path}: cannot be written ({self.why}): training goes on, and its lines"
                     " are written when they can be")
             self.is_failing = True
 
@@ -83,7 +83,7 @@ class Log:
             if self.track:
                 self.track(record)
         except Exception as e:
-            say(f"{self.name}: {getattr(e, 'strerror', None) or e}: it gets nothing more")
+            log(f"{self.name}: {getattr(e, 'strerror', None) or e}: it gets nothing more")
             self.track = None
 
     def step(self, record: dict[str, Any]) -> None:
@@ -103,7 +103,7 @@ class Log:
             self.status.write("training")
             left = max_steps - step
             eta = f", {describe_time(left * self.pace)} left" if left and self.pace else ""
-            say("step {step:5d}/{max_steps} loss {loss:7.4f}{metrics} lr {learning_rate:.1e} grad"
+            log("step {step:5d}/{max_steps} loss {loss:7.4f}{metrics} lr {learning_rate:.1e} grad"
                 " {grad_norm:6.3f} {tokens_per_second_per_gpu:6,.0f} tok/s/{place}"
                 " {peak_memory_gib:.2f} GiB{eta}".format(
                     max_steps=max_steps, metrics=describe_metrics(record), place=self.place,
@@ -112,7 +112,7 @@ class Log:
     def close(self) -> None:
         self.write()
         if n_lost := self.unwritten.count(b"\n"):
-            say(f"{self.path}: its last {n_lost} lines are lost: {self.why}")
+            log(f"{self.path}: its last {n_lost} lines are lost: {self.why}")
         for close in (self.bar and self.bar.close, self.close_tracker):
             with contextlib.suppress(Exception):
                 if close:
@@ -130,10 +130,10 @@ def describe_time(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
 
 
-def say_sample(sample: dict[str, str]) -> None:
+def log_sample(sample: dict[str, str]) -> None:
     """Print one of sample_answers()."""
     answer, wanted = (beginning(sample[key], 300) for key in ("answer", "wanted"))
-    say(f"sample: {ending(sample['prompt'], 150)!r} -> {answer!r}, wanted {wanted!r}")
+    log(f"sample: {ending(sample['prompt'], 150)!r} -> {answer!r}, wanted {wanted!r}")
 
 
 def beginning(text: str, n: int) -> str:
@@ -234,85 +234,87 @@ def draw_losses(directory: Path) -> None:
         figure.savefig(part, format="png", dpi=120)
         put_in_place(part, directory / "loss.png")
     except Exception as e:
-        say(f"no loss.png: {e}")
+        log(f"no loss.png: {e}")
 
 
-def say_start(given: Config, config: Config, plan: Plan, kernels: dict[str, dict[str, Callable]],
-              limit: int, device: torch.device, versions: dict[str, str]) -> None:
+def log_startup(
+        user_config: Config, config: Config, plan: Plan, kernels: dict[str, dict[str, Callable]],
+        limit: int, device: torch.device, versions: dict[str, str]) -> None:
     """Print what this run is, before it begins: what it has chosen for flags that were not given,
     on what it runs, and the plan."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, gloo"
-    chosen = {name: value for name, value in vars(config).items() if value != vars(given)[name]}
+    chosen = {name: value for name, value in vars(config).items()
+              if value != vars(user_config)[name]}
     if chosen:
-        say("chosen: " + " ".join(
+        log("chosen: " + " ".join(
             f"--{name} {' '.join(value) if isinstance(value, tuple) else value}"
             for name, value in chosen.items()))
-    say(", ".join(f"{name} {version}" for name, version in versions.items())
+    log(", ".join(f"{name} {version}" for name, version in versions.items())
         + f"; {dist.get_world_size()} x {gpu}")
     if config.learning_rate > HIGH_RATE:
-        say(f"--learning_rate {config.learning_rate:g} is far above what trains adapters, 1e-5 to"
+        log(f"--learning_rate {config.learning_rate:g} is far above what trains adapters, 1e-5 to"
             " 1e-2: AdamW changes each value by about so much in every step")
     if device.type == "cuda" and why_no_triton():
-        say(f"slower, without fused kernels: {why_no_triton()}")
+        log(f"slower, without fused kernels: {why_no_triton()}")
     used = {f.__name__ for kind in kernels.values() for f in kind.values()}
-    say(f"attention: {', '.join(sorted(used))}")
+    log(f"attention: {', '.join(sorted(used))}")
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info()
         held = total - free - torch.cuda.memory_reserved()
-        say(f"outside the plan: CUDA's context, NCCL and other programs hold {held / 2**30:.2f} GiB"
+        log(f"outside the plan: CUDA's context, NCCL and other programs hold {held / 2**30:.2f} GiB"
             " of this GPU")
     resident = host_memory()[0] if device.type == "cpu" else 0
-    say_plan(given, plan, limit, dist.get_world_size(), place_of(device),
+    log_plan(user_config, plan, limit, dist.get_world_size(), place_of(device),
              resident if resident < math.inf else 0)
 
 
-def say_plan_elsewhere(given: Config, config: Config, plan: Plan, limit: int) -> None:
+def log_plan_elsewhere(user_config: Config, config: Config, plan: Plan, limit: int) -> None:
     """Print the answer of --plan_for, where the plan fits."""
     world_size, card, _ = parse_cards(config.plan_for or "")
     lengths = "" if config.dataset else f" of {config.max_seq_len:,} tokens"
-    say(f"planned by data sheets for {world_size} x {card} with {HOST_GIB} GiB of host memory for"
+    log(f"planned by data sheets for {world_size} x {card} with {HOST_GIB} GiB of host memory for"
         f" each, in steps of {config.batch_size:,} rows{lengths}; nothing was measured")
-    say_plan(given, plan, limit, world_size)
-    say(f"it fits: {plan.bytes / 2**30:.1f} of {limit / 2**30:.1f} GiB on each GPU, predicted"
+    log_plan(user_config, plan, limit, world_size)
+    log(f"it fits: {plan.bytes / 2**30:.1f} of {limit / 2**30:.1f} GiB on each GPU, predicted"
         f" {1 / plan.token_seconds:,.0f} tokens/s per GPU")
 
 
-def say_plan(
-    given: Config, plan: Plan, limit: int, world_size: int, place: str = "GPU",
+def log_plan(
+    user_config: Config, plan: Plan, limit: int, world_size: int, place: str = "GPU",
     resident: float = 0,
 ) -> None:
     """Print the plan: the memory that it is predicted to take, and how the work is laid out.
     `resident`: bytes that the process has already, on a CPU, where they count."""
     notes = {
-        describe_copies(given, plan, world_size): True,
-        f"bins of at most {plan.bin_tokens:,} tokens, in which rows lie end to end": True,
+        describe_copies(user_config, plan, world_size): True,
+        f"bins of at most {plan.micro_batch_tokens:,} tokens, in which rows lie end to end": True,
         f"{plan.recomputed} of {plan.n_layers} layers recomputed in backward": True,
-        "these keep the sum after attention": plan.recomputed and plan.keep_middle,
-        f"{plan.n_mlp_kept} of these keep what their MLP needs": plan.n_mlp_kept,
-        "backward keeps dequantised weights for a second use": plan.hold_weights,
+        "these keep the sum after attention": plan.recomputed and plan.save_mid_residual,
+        f"{plan.n_mlp_saved} of these keep what their MLP needs": plan.n_mlp_saved,
+        "backward keeps dequantised weights for a second use": plan.reuse_dequantized,
         "gathered weights stay until backward": not plan.reshard_after_forward,
         "nothing to offload": plan.offload_activations and not plan.recomputed,
         "embeddings in host memory": plan.embedding_on_host,
         "CUDA graphs": plan.graphs,
         f"no CUDA graphs: {plan.why_no_graphs}": not plan.graphs,
-        f"{1 / plan.token_seconds:,.0f} tokens/s per {place} predicted": not given.plan_for}
-    say("plan: " + "; ".join(note for note, holds in notes.items() if holds))
+        f"{1 / plan.token_seconds:,.0f} tokens/s per {place} predicted": not user_config.plan_for}
+    log("plan: " + "; ".join(note for note, holds in notes.items() if holds))
     memory = {"the process so far": resident, **plan.memory}
     parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in memory.items()
                       if size > 2**30 / 200)
     of_limit = f" of {limit / 2**30:.2f} GiB" if limit else ""
     pinned = f", and {plan.host_bytes / 2**30:.2f} GiB of pinned host memory"
-    say(f"predicted peak {sum(memory.values()) / 2**30:.2f} GiB{of_limit}"
+    log(f"predicted peak {sum(memory.values()) / 2**30:.2f} GiB{of_limit}"
         f"{pinned if plan.host_bytes else ''}: {parts}")
 
 
-def describe_copies(given: Config, plan: Plan, n: int) -> str:
+def describe_copies(user_config: Config, plan: Plan, n: int) -> str:
     """On which of `n` processes the model is, and who has decided that."""
     shards = plan.shard_group_size
     if n == 1:
         return "the model on one process"
-    why = "as asked" if given.shard_group_size else "the fastest that fits"
-    if not given.shard_group_size and not given.model:
+    why = "as asked" if user_config.shard_group_size else "the fastest that fits"
+    if not user_config.shard_group_size and not user_config.model:
         why = "the demo's default"
     if shards == 1:
         return f"the model replicated on {n} processes ({why})"
@@ -320,7 +322,7 @@ def describe_copies(given: Config, plan: Plan, n: int) -> str:
     return f"the model sharded over {shards} processes{copies} ({why})"
 
 
-def say_examples(rows: Rows, tokenizer: PreTrainedTokenizerFast | None, n: int = 1) -> None:
+def log_examples(rows: Rows, tokenizer: PreTrainedTokenizerFast | None, n: int = 1) -> None:
     """Print the first row as the model sees it, or `n` rows of the whole data set, with what is not
     trained in brackets, if there is a tokenizer; of preferences both answers, or whether its answer
     is good."""
@@ -329,10 +331,10 @@ def say_examples(rows: Rows, tokenizer: PreTrainedTokenizerFast | None, n: int =
     for row in range(0, len(rows), math.ceil(len(rows) / n)):
         which, first = f"row {row + 1:,}" if row else "first row", row * rows.n_answers
         names = [", chosen", ", rejected"] if rows.n_answers == 2 else [""]
-        if rows.kind.is_judged:
+        if rows.kind.is_unpaired:
             names = [" (good)" if rows.desirable[first] else " (bad)"]
         for i, name in enumerate(names):
-            say(f"{which}{name}: {show_document(*rows.tokens(first + i), tokenizer)!r}")
+            log(f"{which}{name}: {show_document(*rows.tokens(first + i), tokenizer)!r}")
 
 
 def show_document(ids: torch.Tensor, labels: torch.Tensor,
@@ -366,14 +368,14 @@ def decode(ids: list[int], start: int, stop: int, tokenizer: PreTrainedTokenizer
     return whole[len(tokenizer.decode(before)) :]
 
 
-def say_speed(run: Run, records: list[dict[str, Any]]) -> None:
+def log_speed(run: Run, records: list[dict[str, Any]]) -> None:
     """Print the answer of a dry run: how fast, how much is computed, how much memory."""
     arch, plan, layers = run.model.arch, run.plan, run.model.layers
     rates = sorted(r["tokens_per_second_per_gpu"] for r in records[2:] or records[-1:])
     rate, peak = rates[len(rates) // 2], records[-1]["peak_memory_gib"]
     # forward 2 and backward 2 operations a weight and token, recomputation 2 more
-    weights = sum(layer.layout.token_weights() for layer in layers)
-    again = sum(layer.layout.recomputed_weights(layer.keeps) for layer in layers)
+    weights = sum(layer.spec.token_weights() for layer in layers)
+    again = sum(layer.spec.recomputed_weights(layer.keeps) for layer in layers)
     tflops = rate * (4 * (weights + arch.vocab_size * arch.hidden_size) + 2 * again) / 1e12
-    say(f"measured: {rate:,.0f} tokens/s per {place_of(run.device)}, {tflops:.1f} TFLOP/s, peak"
+    log(f"measured: {rate:,.0f} tokens/s per {place_of(run.device)}, {tflops:.1f} TFLOP/s, peak"
         f" {peak:.2f} GiB; predicted {1 / plan.token_seconds:,.0f} tokens/s")

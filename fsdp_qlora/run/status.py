@@ -42,14 +42,14 @@ import torch.distributed as dist
 from fsdp_qlora.files import read_json
 from fsdp_qlora.planner.machine import memory_gib
 from fsdp_qlora.ranks import (
-    AGAIN, BUG, EXITS, FROZEN, OUT_OF_MEMORY, SIGNALS, Stop, is_rank_0, print_error, tell_torchrun,
-    this_rank)
+    EXIT_BUG, EXIT_RESUMABLE, EXIT_STEP_TIMEOUT, EXITS, OUT_OF_MEMORY, SIGNALS, RunError, is_rank_0,
+    print_error, tell_torchrun, this_rank)
 
 if TYPE_CHECKING:
     from fsdp_qlora.planner.plan import Plan
     from train_fsdp_qlora import Config
 
-REQUESTS = (None, "save", "stop")  # of one rank to all; the last has precedence
+ACTIONS = (None, "save", "stop")  # of one rank to all; the last has precedence
 LOST = "another process of this run has ended"
 LOST_DIRECTORY = (".lock is not this run's any more: the directory was moved, removed or taken by"
                   " another run, and this one writes nothing more there")
@@ -91,7 +91,7 @@ class Status:
         `state`: the phase of a run that goes on (a key of EXITS), else stopped, failed, complete.
         Until the flags are known to be those of the run in the directory, only a stop is written.
         """
-        may_write = self.may_write or code == AGAIN
+        may_write = self.may_write or code == EXIT_RESUMABLE
         if self.directory is None or not may_write or not (is_rank_0() or code):
             return
         if self.has_lost_directory():
@@ -125,11 +125,11 @@ class Status:
             self.stop_reason = LOST_DIRECTORY
             raise OSError(LOST_DIRECTORY)
 
-    def stop_together(self, stop: Stop) -> int:
+    def stop_together(self, stop: RunError) -> int:
         """Say and write down why all ranks end. Returns the exit code."""
         code, self.is_ending = EXITS[self.phase] if stop.code is None else stop.code, True
         if is_rank_0():
-            self.say_end(code, str(stop))
+            self.log_end(code, str(stop))
         else:
             tell_torchrun(end_line(code, str(stop)))
         return code
@@ -143,24 +143,25 @@ class Status:
         elif isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and re.search(
             "connection |broken pipe|timed? ?out|unreachable|no route", str(error), re.I  # of gloo
         ):
-            code, text = AGAIN, f"{LOST}; {self.how_to_resume}"
+            code, text = EXIT_RESUMABLE, f"{LOST}; {self.how_to_resume}"
         else:
             traceback.print_exception(error)
-            code, text = BUG, f"has a bug: {type(error).__name__}: {error}: please report it"
-        self.say_end(code, text if code == AGAIN else f"{this_rank()} {text}")
+            code, text = EXIT_BUG, f"has a bug: {type(error).__name__}: {error}: please report it"
+        self.log_end(code, text if code == EXIT_RESUMABLE else f"{this_rank()} {text}")
         return code
 
-    def say_end(self, code: int, message: str) -> None:
+    def log_end(self, code: int, message: str) -> None:
         """Write down and print why the run ends. Where all ranks know, only rank 0 does."""
         line = end_line(code, message)
         with self.end_lock:  # both threads may come here at once
             # rank 0 may be what is lost; but where torchrun is, all ranks know
-            is_alone = code != AGAIN or message.startswith(LOST) and os.getppid() == self.parent
+            is_alone = code != EXIT_RESUMABLE or (
+                message.startswith(LOST) and os.getppid() == self.parent)
             if not self.has_said_end:
                 tell_torchrun(line)
             if (is_rank_0() or is_alone) and not self.has_said_end:
                 if code:  # 0: of a dry run, which writes nothing
-                    self.write("stopped" if code == AGAIN else "failed", code, message)
+                    self.write("stopped" if code == EXIT_RESUMABLE else "failed", code, message)
                 print_error(line)
             self.has_said_end = True
 
@@ -168,19 +169,20 @@ class Status:
         """End this process now, whatever its main thread does."""
         self.is_ending = True
         end_soon(code)
-        self.say_end(code, message)
+        self.log_end(code, message)
         os._exit(code)
 
     def leave_frozen(self) -> NoReturn:
         """Write the stacks of all threads to a file and end: some rank does nothing any more."""
-        end_soon(FROZEN)
+        end_soon(EXIT_STEP_TIMEOUT)
         path = self.directory / f"stacks-{os.environ.get('RANK', 0)}.txt"
         with contextlib.suppress(OSError), path.open("w") as file:
             faulthandler.dump_traceback(file, all_threads=True)
         time.sleep(2)  # all ranks come here at about the same time, before torchrun ends them
-        self.leave(FROZEN, f"{this_rank()} has waited too long {self.where}: is another process"
-                           f" frozen, or its node? See {self.directory}/stacks-*.txt, and"
-                           " --step_timeout_minutes")
+        self.leave(EXIT_STEP_TIMEOUT,
+                   f"{this_rank()} has waited too long {self.where}: is another process"
+                   f" frozen, or its node? See {self.directory}/stacks-*.txt, and"
+                   " --step_timeout_minutes")
 
     def on_signal(self, name: str) -> None:
         """Let the run save after this step and end; end it at once before training begins, or at a
@@ -189,7 +191,7 @@ class Status:
             return  # torchrun passes on what a terminal has sent to all
         if self.signal_time > 0 or self.phase not in ("training", "saving"):
             when = "again" if self.signal_time > 0 else "before training began"
-            self.leave(AGAIN, f"{name} {when}; {self.how_to_resume}")
+            self.leave(EXIT_RESUMABLE, f"{name} {when}; {self.how_to_resume}")
         self.stop_reason, self.signal_time = self.stop_reason or name, time.monotonic()
         if is_rank_0():
             print_error(f"{name}: what the run is at is finished and saved; again: it ends at once")
@@ -214,14 +216,14 @@ class Status:
 
 def end_line(code: int, message: str) -> str:
     """The last line that a process prints."""
-    return f"{ {0: 'done', AGAIN: 'stopped'}.get(code, 'error')}: {message}"
+    return f"{ {0: 'done', EXIT_RESUMABLE: 'stopped'}.get(code, 'error')}: {message}"
 
 
 def may_replace(before: str | None, state: str, code: int | None, message: str) -> bool:
     """Whether a state may replace the one `before` in status.json. Another rank may have written
     that, and a failure may be the cause of this rank's stop."""
     if before == "failed":
-        return code != AGAIN and state != "training"
+        return code != EXIT_RESUMABLE and state != "training"
     if before in ("stopped", "complete"):
         return not message.startswith(LOST)
     return True
@@ -314,7 +316,8 @@ def watch(receive: socket.socket, status: Status) -> None:
             is_lost = n_now < n_expected and os.getppid() == torchrun
             n_missing = n_missing + 1 if is_lost else 0
             if n_missing > 1:  # a second look, as torchrun may just be ending
-                status.leave(AGAIN, f"{LOST}; {status.how_to_resume}")  # NCCL would wait for it
+                # NCCL would wait for it
+                status.leave(EXIT_RESUMABLE, f"{LOST}; {status.how_to_resume}")
         if time.monotonic() > status.deadline:
             status.leave_frozen()
 

@@ -21,15 +21,15 @@ import transformers
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
-from fsdp_qlora.data.bins import make_bin
+from fsdp_qlora.data.packing import make_micro_batch
 from fsdp_qlora.data.rows import rows_of
-from fsdp_qlora.model.attention import REACHES, document_attention
+from fsdp_qlora.model.attention import ATTENTION_TYPES, document_attention
 from fsdp_qlora.model.head import scaled_logits
-from fsdp_qlora.model.layer import make_layouts
+from fsdp_qlora.model.layer import make_layer_specs
 from fsdp_qlora.model.recurrence import RECURRENCES, mixer_with_state
-from fsdp_qlora.model.mlp import MLPHalf
+from fsdp_qlora.model.mlp import MLPSublayer
 from fsdp_qlora.model.model import Model, measure_weight_norms
-from fsdp_qlora.model.offload import GPUStore
+from fsdp_qlora.model.offload import DeviceActivations
 from fsdp_qlora.model.shards import set_local
 from fsdp_qlora.planner.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture
@@ -172,17 +172,17 @@ def plain_model(
         lora_rank=CHECK_RANK, lora_alpha=CHECK_ALPHA, lora_dropout=0.0, adapter=kind or "lora")
     plan = Plan(
         compute_dtype="float32", n_layers=arch.n_layers, shard_group_size=1,
-        reshard_after_forward=True, bin_tokens=64, recomputed=arch.n_layers * recompute,
-        keep_middle=False, hold_weights=recompute, offload_activations=False, offload_params=False,
-        expert_ranges=3 if recompute else 1)
+        reshard_after_forward=True, micro_batch_tokens=64, recomputed=arch.n_layers * recompute,
+        save_mid_residual=False, reuse_dequantized=recompute, offload_activations=False,
+        offload_params=False, expert_ranges=3 if recompute else 1)
     adapted = {linear.name for linear in arch.all_linears()}
     if kind == "dora":
         adapted -= {linear.name for linear in arch.expert_gate_up + arch.expert_down}
-    layouts = make_layouts(arch, adapted if kind else (), config)
+    specs = make_layer_specs(arch, adapted if kind else (), config)
     if recompute:
-        layouts = [dataclasses.replace(x, mlp=dataclasses.replace(x.mlp, slice_tokens=25))
-                   if isinstance(x.mlp, MLPHalf) else x for x in layouts]
-    model, names = Model(arch, layouts, plan), tensor_names(arch, tensors)
+        specs = [dataclasses.replace(x, mlp=dataclasses.replace(x.mlp, slice_tokens=25))
+                   if isinstance(x.mlp, MLPSublayer) else x for x in specs]
+    model, names = Model(arch, specs, plan), tensor_names(arch, tensors)
     fill_model(model, names, functools.partial(rows_in_memory, tensors, names.sources), {},
                torch.device("cpu"))
     for layer in model.layers:
@@ -193,13 +193,13 @@ def plain_model(
 
 
 def plain_run(model: Model) -> Any:
-    """Stands for a Run on a CPU: has the fields that make_bin() reads."""
-    same: dict[str, Callable[..., Any]] = dict.fromkeys(REACHES, document_attention)
+    """Stands for a Run on a CPU: has the fields that make_micro_batch() reads."""
+    same: dict[str, Callable[..., Any]] = dict.fromkeys(ATTENTION_TYPES, document_attention)
     if mixer := mixer_with_state(model.arch):
         # chunks so small that each document has several
         same["recurrence"] = functools.partial(RECURRENCES[type(mixer)].plain, chunk=8)
-    return types.SimpleNamespace(device=torch.device("cpu"), store=GPUStore(), plan=model.plan,
-                                 kernels={"same": same, "any": same})
+    return types.SimpleNamespace(device=torch.device("cpu"), store=DeviceActivations(),
+                                 plan=model.plan, kernels={"same": same, "any": same})
 
 
 @torch.no_grad()
@@ -210,7 +210,7 @@ def read_weights(model: Model, names: TensorNames) -> dict[str, torch.Tensor]:
     if record := model.arch.per_layer:
         weights[names.of_model(record.projection)] = model.per_layer_projection
     for i, layer in enumerate(model.layers):
-        for fused in layer.layout.fused_linears:
+        for fused in layer.spec.fused_linears:
             weight = dequantise(layer, fused, layer.adapter)[:, : fused.in_features]
             for place in fused.places:
                 name = names.of_layer(i, f"{place.linear.name}.weight")
@@ -228,10 +228,10 @@ def random_adapter(model: Model, generator: torch.Generator) -> None:
     """Give all adapters random values, DoRA's magnitudes near the norms of the weights' rows."""
     for layer in model.layers:
         layer.adapter.normal_(0, 0.1, generator=generator)
-    if model.layers[0].layout.dora:
+    if model.layers[0].spec.dora:
         measure_weight_norms(model)
         for layer in model.layers:
-            for place in filter(lambda place: place.columns, layer.layout.places):
+            for place in filter(lambda place: place.columns, layer.spec.places):
                 layer.adapter[place.magnitude] += 1
                 layer.adapter[place.magnitude] *= layer.weight_norms[place.linear.name]
 
@@ -239,11 +239,12 @@ def random_adapter(model: Model, generator: torch.Generator) -> None:
 def results(model: Model, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """{name of a compared result: tensor} of the two documents in one bin."""
     arch, documents = model.arch, ids.split(LENGTHS)
-    bin = make_bin(rows_of([(x, x) for x in documents]), [[0, 1]], 0, None, plain_run(model))
+    rows = rows_of([(x, x) for x in documents])
+    micro_batch = make_micro_batch(rows, [[0, 1]], 0, None, plain_run(model))
     with torch.no_grad():
-        states = model(bin, wants_loss=False)
+        states = model(micro_batch, wants_loss=False)
         logits = scaled_logits(states @ model.head.t(), arch.logits_multiplier, arch.logits_softcap)
-    loss = model(bin).sum()
+    loss = model(micro_batch).sum()
     loss.backward()
     gradients = {f"gradient of adapter {i}": layer.adapter.grad
                  for i, layer in enumerate(model.layers)}
@@ -259,7 +260,7 @@ def reference_results(
     adapters, adapted = [], {}
     for i, layer in enumerate(model.layers):
         adapters.append(layer.adapter.detach().clone().requires_grad_())
-        for place in layer.layout.places:
+        for place in layer.spec.places:
             name = names.of_layer(i, f"{place.linear.name}.weight")
             weight = rows_in_memory(weights, names.sources, name).view(-1, place.linear.in_features)
             if place.columns:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from fsdp_qlora.data.bins import Bin, deal_rows, make_bin
+from fsdp_qlora.data.packing import MicroBatch, pack_rows, make_micro_batch
 from fsdp_qlora.model.loss import gather_documents
 from fsdp_qlora.ranks import gather_objects
 
@@ -35,13 +35,13 @@ def evaluation_batches(run: Run, rows: Rows,
         yield numbers, rows.select(numbers)
 
 
-def evaluation_bins(run: Run, batch: Rows) -> Iterator[tuple[Bin, list[list[int]]]]:
+def evaluation_micro_batches(run: Run, batch: Rows) -> Iterator[tuple[MicroBatch, list[list[int]]]]:
     """Yield this rank's Bin of each micro-batch of a few Rows, and the micro-batch. All ranks must
     call this, and use all of it."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    for micro_batch in deal_rows(
-            batch.lengths.tolist(), world_size, run.plan.bin_tokens, batch.n_answers):
-        yield make_bin(batch, micro_batch, rank, None, run), micro_batch
+    for packed in pack_rows(
+            batch.lengths.tolist(), world_size, run.plan.micro_batch_tokens, batch.n_answers):
+        yield make_micro_batch(batch, packed, rank, None, run), packed
 
 
 @torch.no_grad()
@@ -49,8 +49,8 @@ def document_losses(run: Run, batch: Rows) -> torch.Tensor:
     """The sum of the token losses of each document of a few Rows, fp64 [documents], the same on all
     ranks. All ranks must call this."""
     losses = torch.zeros(len(batch.lengths), dtype=torch.float64, device=run.device)
-    for bin, micro_batch in evaluation_bins(run, batch.as_documents()):
-        of_ranks = gather_documents(run.model(bin)).view(len(micro_batch), -1)
-        for documents, found in zip(micro_batch, of_ranks):
+    for micro_batch, packed in evaluation_micro_batches(run, batch.as_documents()):
+        of_ranks = gather_documents(run.model(micro_batch)).view(len(packed), -1)
+        for documents, found in zip(packed, of_ranks):
             losses[documents] = found[: len(documents)]
     return losses

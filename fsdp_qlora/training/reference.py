@@ -20,10 +20,11 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
-from fsdp_qlora.data.bins import step_rows
+from fsdp_qlora.data.packing import step_rows
 from fsdp_qlora.files import digest, text_digest, write_whole
 from fsdp_qlora.model.shards import reshard_all
-from fsdp_qlora.ranks import AGAIN, EXITS, Stop, gather_objects, is_rank_0, on_rank_0, say
+from fsdp_qlora.ranks import (
+    EXIT_RESUMABLE, EXITS, RunError, gather_objects, is_rank_0, log, on_rank_0)
 from fsdp_qlora.training.evaluation import document_losses, evaluation_batches
 
 if TYPE_CHECKING:
@@ -73,12 +74,12 @@ def measure(run: Run, needed: dict[str, tuple[Rows, torch.Tensor]],
         missing[name] = numbers[is_missing[numbers]]
     if not any(map(len, missing.values())):
         return
-    say("reference: the log-probabilities before the first step of"
+    log("reference: the log-probabilities before the first step of"
         f" {describe_missing(missing, needed)}")
     started = saved = time.monotonic()
     if run.saved_step:  # of a run that goes on with more rows, or whose file is lost
         if why := on_rank_0(why_no_start, run):
-            raise Stop(why, EXITS["checkpoint"])
+            raise RunError(why, EXITS["checkpoint"])
         weights = run.adapter.weights.data.clone()
         run.adapter.initialise(run.config)
     is_first = True  # else a run that is stopped at once would never get ahead
@@ -97,9 +98,9 @@ def measure(run: Run, needed: dict[str, tuple[Rows, torch.Tensor]],
     if is_rank_0():
         write_reference(run, found)
     if why := next(filter(None, gather_objects(run.status.stop_reason)), None):
-        raise Stop(f"{why}, before the reference was complete; what there is of it is in"
-                   f" {REFERENCE_FILE}; {run.status.how_to_resume}", AGAIN)
-    say(f"reference: computed in {time.monotonic() - started:.1f} s")
+        raise RunError(f"{why}, before the reference was complete; what there is of it is in"
+                   f" {REFERENCE_FILE}; {run.status.how_to_resume}", EXIT_RESUMABLE)
+    log(f"reference: computed in {time.monotonic() - started:.1f} s")
 
 
 def describe_missing(missing: dict[str, torch.Tensor],
@@ -120,7 +121,7 @@ def describe_missing(missing: dict[str, torch.Tensor],
 def values_of_all(run: Run, rows: Rows, batches: Iterable[Rows]) -> dict[str, Any]:
     """What Answers hold of all of these Rows, those of a step or an evaluation, for losses that
     read it. `batches` yields the Rows a few at a time. All ranks must call this."""
-    if rows.kind.is_judged:
+    if rows.kind.is_unpaired:
         return {"kl": estimate_kl(run, batches, len(rows))}
     if rows.kind.trains_prompt:
         n_tokens = int(rows.n_scored()[rows.desirable].sum())
@@ -160,7 +161,7 @@ def read_reference(run: Run, found: dict[str, torch.Tensor]) -> None:
     adapter, content = (said.pop(key, None) for key in ("init_adapter", "content"))
     if content != settings["content"] or said != {
             "format": "pt", **{name: tensor_digest(values) for name, values in kept.items()}}:
-        say(f"{path} is damaged, or of other rows or another model: it is computed again")
+        log(f"{path} is damaged, or of other rows or another model: it is computed again")
         return
     if adapter != settings["init_adapter"] and not run.saved_step:
         return  # the run begins with another adapter now
@@ -177,7 +178,7 @@ def write_reference(run: Run, found: dict[str, torch.Tensor]) -> None:
         run.status.check_lock()
         write_whole(run.directory / REFERENCE_FILE, found, {**identify_model(run), **digests})
     except (OSError, SafetensorError) as e:
-        say(f"{REFERENCE_FILE} could not be written: {e}; a resumed run computes it again")
+        log(f"{REFERENCE_FILE} could not be written: {e}; a resumed run computes it again")
 
 
 def identify_model(run: Run) -> dict[str, str]:

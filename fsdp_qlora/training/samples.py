@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fsdp_qlora.data.bins import deal_rows, make_bin
+from fsdp_qlora.data.packing import pack_rows, make_micro_batch
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.model.head import best_tokens
@@ -76,28 +76,28 @@ def write_answers(run: Run, prompts: list[list[int]], closing: set[int],
     """The tokens that the model writes after each prompt, up to the first one of `closing`; [] if
     the run was asked to stop, or where they would take longer than rank 0's `budget`, in seconds.
     All ranks must call this, and each computes the same."""
-    rooms = [min(SAMPLE_TOKENS, run.plan.bin_tokens - len(prompt)) for prompt in prompts]
+    rooms = [min(SAMPLE_TOKENS, run.plan.micro_batch_tokens - len(prompt)) for prompt in prompts]
     # what stands behind an answer's last token does not change it, as attention is causal: so the
     # shape of a bin stays
     padded = [prompt + [0] * room for prompt, room in zip(prompts, rooms)]
     rows, answers = rows_of([(ids, ids) for ids in padded]), [[] for _ in prompts]
-    micro_batches = deal_rows(rows.lengths.tolist(), 1, run.plan.bin_tokens)
-    for (numbers,) in micro_batches:
-        bin = make_bin(rows, [numbers], 0, None, run)
+    packing = pack_rows(rows.lengths.tolist(), 1, run.plan.micro_batch_tokens)
+    for (numbers,) in packing:
+        micro_batch = make_micro_batch(rows, [numbers], 0, None, run)
         ends = dict(zip(numbers, itertools.accumulate(len(padded[i]) for i in numbers)))
         waiting = numbers
         while waiting:
             begun = time.monotonic()
             run.status.extend_deadline(run.config, run.longest_step)
             last = [ends[i] - rooms[i] + len(answers[i]) - 1 for i in waiting]
-            states = run.model(bin, wants_loss=False)[last]
+            states = run.model(micro_batch, wants_loss=False)[last]
             for i, place, token in zip(waiting, last, best_tokens(run.model, states).tolist()):
                 answers[i].append(token)
                 if len(answers[i]) < rooms[i]:
-                    bin.input_ids[place + 1] = token
+                    micro_batch.input_ids[place + 1] = token
             waiting = [i for i in waiting
                        if len(answers[i]) < rooms[i] and answers[i][-1] not in closing]
-            expected = (time.monotonic() - begun) * SAMPLE_TOKENS * len(micro_batches)
+            expected = (time.monotonic() - begun) * SAMPLE_TOKENS * len(packing)
             is_second = max(map(len, answers)) == 2  # the first takes longer than all others
             state = waiting, expected > budget and is_second, run.status.stop_reason
             # rank 0 decides: another copy of the model may round in another way

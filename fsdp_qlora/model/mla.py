@@ -1,4 +1,4 @@
-"""Multi-head latent attention (MLA) of DeepSeek and its kin, as a mixing of MixingHalf.
+"""Multi-head latent attention (MLA) of DeepSeek and its kin, as a mixing of MixerSublayer.
 
 What that half's first product gives are two latents of each token; the products that make heads of
 them are here, and kernels of attention are those of attention.
@@ -17,18 +17,18 @@ from torch import Tensor
 from fsdp_qlora.model.attention import attend, document_attention, explicit_bytes, rotate
 from fsdp_qlora.model.elementwise import elementwise, norm_backward, normalise
 from fsdp_qlora.model.linears import FusedLinear
-from fsdp_qlora.model.products import add_a_gradient, product, product_backward
+from fsdp_qlora.model.lora_matmul import add_a_gradient, lora_matmul, lora_matmul_backward
 from fsdp_qlora.model.residual import last_columns
 from fsdp_qlora.pretrained.architecture import Architecture, LatentAttention
 
 if TYPE_CHECKING:
-    from fsdp_qlora.data.bins import Bin
+    from fsdp_qlora.data.batches import MicroBatch
     from fsdp_qlora.model.layer import LayerWork
     from fsdp_qlora.planner.plan import Plan
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class LatentMixing:
+class MLAMixer:
     """One layer's latent attention, see LatentAttention."""
 
     arch: Architecture
@@ -54,8 +54,8 @@ class LatentMixing:
         # without q_b the queries are in the same tensor: a view would keep them, too
         kept.kv_latent = kv_latent if self.q_b else kv_latent.clone()
         key_value, kept.kv_columns = self._heads(work, self.kv_b, self.mla.kv_norm, kv_latent)
-        heads = latent_heads(query, key_value, rotary_key, *work.bin.ropes[self.rope], self.arch,
-                             kernel_value_width(work.bin, self.arch), evaluation=work.evaluation)
+        heads = latent_heads(query, key_value, rotary_key, *work.batch.ropes[self.rope], self.arch,
+                             kernel_value_width(work.batch, self.arch), evaluation=work.evaluation)
         del query, key_value, kv_latent, rotary_key
         with torch.enable_grad():  # autograd records only this, to call the kernel's backward
             kept.heads = [part.detach().requires_grad_() for part in heads]
@@ -72,7 +72,7 @@ class LatentMixing:
         grads = torch.autograd.grad(kept.attended, kept.heads, grad)
         kept.attended = kept.heads = None
         query, key_value, rotary_key = latent_heads_backward(
-            *grads, *work.bin.ropes[self.rope], self.arch)
+            *grads, *work.batch.ropes[self.rope], self.arch)
         del grads, grad
         if self.q_b:
             query = self._heads_backward(work, self.q_b, self.mla.q_norm, kept.q_latent,
@@ -93,7 +93,7 @@ class LatentMixing:
     ) -> tuple[Tensor, Tensor]:
         """What `fused` makes of the norm of a latent, and what its backward needs besides."""
         inputs = self._normed(work, fused, norm, latent)
-        return product(work, fused, inputs), last_columns(inputs, fused)
+        return lora_matmul(work, fused, inputs), last_columns(inputs, fused)
 
     def _heads_backward(
         self, work: LayerWork, fused: FusedLinear, norm: str, latent: Tensor, columns: Tensor,
@@ -101,7 +101,7 @@ class LatentMixing:
     ) -> Tensor:
         """The gradient of the latent, from that of what _heads() gave."""
         normed = self._normed(work, fused, norm, latent)[:, : fused.in_features]
-        grad, grad_d = product_backward(work, fused, columns, grad, normed)
+        grad, grad_d = lora_matmul_backward(work, fused, columns, grad, normed)
         add_a_gradient(work, fused, normed, grad_d)
         return norm_backward(
             latent, grad, None, work.vector(norm), self.arch.norm, self.mla.norm_eps)
@@ -148,14 +148,14 @@ class LatentMixing:
         values += 2 * self.query_width
         if plan.plain_attention:
             values += 4 * self.query_width
-            others = explicit_bytes(self.arch, None, plan.bin_tokens)
-        return values * plan.bin_tokens * item + others
+            others = explicit_bytes(self.arch, None, plan.micro_batch_tokens)
+        return values * plan.micro_batch_tokens * item + others
 
 
-def kernel_value_width(bin: Bin, arch: Architecture) -> int:
+def kernel_value_width(batch: MicroBatch, arch: Architecture) -> int:
     """The width of a head's value for the kernel: plain torch takes it as it is, others want it as
     wide as the query."""
-    is_plain = bin.kernels["full"] is document_attention
+    is_plain = batch.kernels["full"] is document_attention
     width: int = arch.mla.value if is_plain else arch.head_dim
     return width
 

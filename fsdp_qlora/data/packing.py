@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 
 from fsdp_qlora.data.forms import IGNORE
-from fsdp_qlora.hashing import mix
+from fsdp_qlora.hashing import hash_ints
 from fsdp_qlora.model.loss import Answers
-from fsdp_qlora.model.offload import GPUStore, HostStore
+from fsdp_qlora.model.offload import DeviceActivations, OffloadedActivations
 from fsdp_qlora.model.recurrence import chunk_table
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass
-class Bin:
+class MicroBatch:
     """What a GPU works on at once: documents of Rows, end to end. Padding to a round length is
     documents of its own, no longer than the others."""
 
@@ -44,9 +44,9 @@ class Bin:
     answers: Answers | None  # of all ranks' bins of the micro-batch; None: --loss sft
     lengths: tuple[int, ...]  # of the documents, in tokens
     longest: int  # upper bound of `lengths`
-    # {one of REACHES: the attention to use; "recurrence": of a mixer with a state}
+    # {one of ATTENTION_TYPES: the attention to use; "recurrence": of a mixer with a state}
     kernels: dict[str, Callable]
-    store: GPUStore | HostStore  # where layers put what they keep
+    store: DeviceActivations | OffloadedActivations  # where layers put what they keep
     ropes: dict | None = None  # cos and sin, see rope_tables
     layer_inputs: torch.Tensor | None = None  # of all layers, see per_layer_inputs()
     # {window, None: without: what queries see}, of flex_document_attention() alone
@@ -66,7 +66,7 @@ def epoch_order(epoch: int, n_rows: int, seed: int) -> torch.Tensor:
     return torch.randperm(n_rows, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
 
 
-def deal_rows(lengths: list[int], processes: int, max_tokens: int,
+def pack_rows(lengths: list[int], processes: int, max_tokens: int,
               n_answers: int = 1) -> list[list[list[int]]]:
     """Deal documents of these lengths into micro-batches, each of one bin per process. Returns for
     each micro-batch a list of document numbers per process.
@@ -80,18 +80,20 @@ def deal_rows(lengths: list[int], processes: int, max_tokens: int,
     of_rows = [sum(lengths[i] for i in row) for row in rows]
     for n in range(fewest, len(rows) + 1):
         if n_answers == 1:
-            bins = deal(range(len(lengths)), lengths, n * processes)
-            dealt = [bins[i : i + processes] for i in range(0, len(bins), processes)]
+            micro_batches = balance(range(len(lengths)), lengths, n * processes)
+            packing = [micro_batches[i : i + processes]
+                       for i in range(0, len(micro_batches), processes)]
         else:
-            dealt = [deal([i for row in share for i in rows[row]], lengths, processes)
-                     for share in deal(range(len(rows)), of_rows, n)]
-        fullest = max(sum(lengths[i] for i in bin) for bins in dealt for bin in bins)
+            packing = [balance([i for row in share for i in rows[row]], lengths, processes)
+                     for share in balance(range(len(rows)), of_rows, n)]
+        fullest = max(sum(lengths[i] for i in documents)
+                      for packed in packing for documents in packed)
         if fullest <= max_tokens:
             break
-    return dealt
+    return packing
 
 
-def deal(items: Iterable[int], sizes: Sequence[int], n: int) -> list[list[int]]:
+def balance(items: Iterable[int], sizes: Sequence[int], n: int) -> list[list[int]]:
     """Deal `items`, numbers of `sizes`, into n lists that are filled evenly, the fullest first."""
     # a heap of (size, number, items): the emptiest list comes first
     lists = [(0, number, []) for number in range(n)]
@@ -111,14 +113,14 @@ def round_up(n: int, device: torch.device) -> int:
     return math.ceil(n / multiple) * multiple
 
 
-def make_bin(batch: Rows, micro_batch: list[list[int]], rank: int, step_key: torch.Tensor | None,
-             run: Run) -> Bin:
-    """This rank's Bin of a micro-batch of deal_rows(). `batch` are the Rows of the step, `step_key`
+def make_micro_batch(batch: Rows, packed: list[list[int]], rank: int, step_key: torch.Tensor | None,
+             run: Run) -> MicroBatch:
+    """This rank's Bin of a micro-batch of pack_rows(). `batch` are the Rows of the step, `step_key`
     seeds dropout; None: an evaluation. Of the Run it reads plan, device, kernels and store. All
     ranks pad to one shape, because they compute embedding and head together, and every rank waits
     for the longest bin anyway."""
-    n_tokens, n_labels, longest = shape_of_bins(batch, micro_batch, run)
-    documents = micro_batch[rank]
+    n_tokens, n_labels, longest = padded_shape(batch, packed, run)
+    documents = packed[rank]
     lengths = batch.lengths[documents].tolist()
     n_unpadded = torch.tensor([sum(lengths)])
     n_padding = n_tokens - sum(lengths)
@@ -131,9 +133,9 @@ def make_bin(batch: Rows, micro_batch: list[list[int]], rank: int, step_key: tor
     keys = None
     if step_key is not None:
         numbers = torch.tensor(documents + [-1] * (len(lengths) - len(documents)))
-        seeds = mix(step_key + numbers)[document_at]
-        keys = mix(seeds + position_ids)  # drop() adds a number for layer and site to each
-    n_documents = max(map(len, micro_batch))
+        seeds = hash_ints(step_key + numbers)[document_at]
+        keys = hash_ints(seeds + position_ids)  # drop() adds a number for layer and site to each
+    n_documents = max(map(len, packed))
     same = len(set(lengths)) == 1
     if run.plan.graphs:
         n_documents = power_of_2(n_documents)
@@ -152,15 +154,16 @@ def make_bin(batch: Rows, micro_batch: list[list[int]], rank: int, step_key: tor
         "cu_seqlens": starts.int(), "trained_at": F.pad(trained_at, padding),
         "labels": F.pad(labels, padding, value=IGNORE), "loss_bounds": bounds, "dropout_keys": keys,
         "chunks": chunks}
-    answers = find_answers(batch, micro_batch, n_documents, run) if batch.loss != "sft" else []
+    answers = find_answers(batch, packed, n_documents, run) if batch.loss != "sft" else []
     if run.device.type == "cuda":
         answers = [tensor.pin_memory().to(run.device, non_blocking=True) for tensor in answers]
         for name, tensor in tensors.items():
             if tensor is not None:
                 tensors[name] = tensor.pin_memory().to(run.device, non_blocking=True)
-    store = GPUStore() if step_key is None else run.store  # an evaluation has no backward
-    return Bin(**tensors, answers=Answers(*answers) if answers else None, lengths=tuple(lengths),
-               longest=longest, kernels=run.kernels["same" if same else "any"], store=store)
+    store = DeviceActivations() if step_key is None else run.store  # an evaluation has no backward
+    return MicroBatch(
+        **tensors, answers=Answers(*answers) if answers else None, lengths=tuple(lengths),
+        longest=longest, kernels=run.kernels["same" if same else "any"], store=store)
 
 
 def token_tensors(
@@ -188,21 +191,21 @@ def token_tensors(
     return ids, trained_at, labels[trained_at], bounds
 
 
-def find_answers(batch: Rows, micro_batch: list[list[int]], n_documents: int,
+def find_answers(batch: Rows, packed: list[list[int]], n_documents: int,
                  run: Run) -> list[torch.Tensor]:
     """The first four tensors of the Answers of a micro-batch, in whose bins there are, with
     padding, `n_documents` each."""
-    place = {document: rank * n_documents + i for rank, documents in enumerate(micro_batch)
+    place = {document: rank * n_documents + i for rank, documents in enumerate(packed)
              for i, document in enumerate(documents)}
     documents = torch.tensor(sorted(place)).view(-1, batch.n_answers)
     places = torch.tensor([place[i] for i in documents.flatten().tolist()]).view_as(documents)
     spare = power_of_2(len(documents)) - len(documents) if run.plan.graphs else 0
-    n_trained = batch.n_trained[documents].double()
-    reference = torch.zeros_like(n_trained)
+    n_trainable_tokens = batch.n_trainable_tokens[documents].double()
+    reference = torch.zeros_like(n_trainable_tokens)
     if batch.reference is not None:
         reference = batch.reference[documents]
     return [F.pad(tensor, (0, 0, 0, spare))
-            for tensor in (places, n_trained, reference, batch.desirable[documents])]
+            for tensor in (places, n_trainable_tokens, reference, batch.desirable[documents])]
 
 
 def power_of_2(n: int) -> int:
@@ -210,12 +213,13 @@ def power_of_2(n: int) -> int:
     return 2 ** (n - 1).bit_length()
 
 
-def shape_of_bins(batch: Rows, micro_batch: list[list[int]], run: Run) -> tuple[int, int, int]:
+def padded_shape(batch: Rows, packed: list[list[int]], run: Run) -> tuple[int, int, int]:
     """(tokens, trained tokens, longest document) to which all ranks pad their bin."""
-    lengths = [batch.lengths[documents].tolist() for documents in micro_batch]
+    lengths = [batch.lengths[documents].tolist() for documents in packed]
     all_lengths = {length for document_lengths in lengths for length in document_lengths}
     n_tokens = max(map(sum, lengths))
     if len(all_lengths) > 1:
-        n_tokens = min(round_up(n_tokens, run.device), run.plan.bin_tokens)  # no more than planned
-    n_scored = max(int(batch.n_scored()[documents].sum()) for documents in micro_batch)
+        # no more than planned
+        n_tokens = min(round_up(n_tokens, run.device), run.plan.micro_batch_tokens)
+    n_scored = max(int(batch.n_scored()[documents].sum()) for documents in packed)
     return n_tokens, round_up(n_scored, run.device), max(all_lengths)

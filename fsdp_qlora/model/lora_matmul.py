@@ -37,13 +37,13 @@ def fill_columns(work: LayerWork, fused: FusedLinear, inputs: Tensor) -> None:
         return
     x, columns = inputs[:, : fused.in_features], inputs[:, fused.in_features :]
     a = work.adapter[fused.lora_a].view(-1, fused.in_features)
-    dropped = work.drop(x, work.layout.dropout, fused.dropout_site)
+    dropped = work.drop(x, work.spec.dropout, fused.dropout_site)
     columns.zero_()  # torch 2.13 on a CPU reads what is there even with beta=0, and 0 * NaN is NaN
-    torch.addmm(a.new_zeros(()), dropped, a.t(), beta=0, alpha=work.layout.scaling,
+    torch.addmm(a.new_zeros(()), dropped, a.t(), beta=0, alpha=work.spec.scaling,
                 out=columns[:, : fused.n_columns])
 
 
-def product(work: LayerWork, fused: FusedLinear, inputs: Tensor) -> Tensor:
+def lora_matmul(work: LayerWork, fused: FusedLinear, inputs: Tensor) -> Tensor:
     """Outputs [n, out] of linears with their adapters; fills the last columns of inputs [n, width].
     """
     fill_columns(work, fused, inputs)
@@ -51,7 +51,7 @@ def product(work: LayerWork, fused: FusedLinear, inputs: Tensor) -> Tensor:
         return _one_product(work, fused, inputs)
     out = inputs.new_empty(len(inputs), fused.out_features)
     for one in fused.splits:
-        if inputs.is_cuda and one.bias is None and not work.layout.dora:
+        if inputs.is_cuda and one.bias is None and not work.spec.dora:
             torch.mm(inputs, work.weight(one).t(), out=out[:, one.outputs])  # without a copy
         else:
             out[:, one.outputs] = _one_product(work, one, inputs)
@@ -61,13 +61,13 @@ def product(work: LayerWork, fused: FusedLinear, inputs: Tensor) -> Tensor:
 def _one_product(work: LayerWork, fused: FusedLinear, inputs: Tensor) -> Tensor:
     bias = None if fused.bias is None else work.layer.vectors[fused.bias][fused.outputs]
     weight = work.weight(fused)
-    if not work.layout.dora or not fused.adapted:
+    if not work.spec.dora or not fused.adapted:
         return F.linear(inputs, weight, bias)
     factor, _ = dora_factors(work, fused, weight)
     return scale_columns(inputs @ weight.t(), factor, bias, evaluation=work.evaluation)
 
 
-def product_backward(
+def lora_matmul_backward(
     work: LayerWork, fused: FusedLinear, columns: Tensor, grad: Tensor, x: Tensor | None,
     needs_x: bool = True
 ) -> tuple[Tensor | Any, Tensor]:
@@ -78,10 +78,10 @@ def product_backward(
     `columns` [n, padded_columns] are last_columns() of product()'s inputs, which hold d; x is read
     for DoRA alone.
     """
-    n_in, layout, grad_inputs = fused.in_features, work.layout, None
+    n_in, spec, grad_inputs = fused.in_features, work.spec, None
     for one in fused.splits:
         weight, part = work.weight(one), grad[:, one.outputs]
-        if layout.dora and one.adapted:
+        if spec.dora and one.adapted:
             # y = c u + bias with c = m / norm; PEFT, too, treats the norm as a constant
             factor, norm = dora_factors(work, one, weight)
             u = torch.addmm(x @ weight[:, :n_in].t(), columns, weight[:, n_in:].t())
@@ -105,19 +105,19 @@ def product_backward(
     if not needs_x or not fused.n_columns:
         return grad_x if needs_x else None, grad_d
     a = work.adapter[fused.lora_a].view(-1, n_in)  # [n_columns, in]
-    if layout.dropout:
-        from_d = layout.scaling * (grad_d @ a)
-        return grad_x + work.drop(from_d, layout.dropout, fused.dropout_site), grad_d
-    return grad_x.addmm_(grad_d, a, alpha=layout.scaling), grad_d
+    if spec.dropout:
+        from_d = spec.scaling * (grad_d @ a)
+        return grad_x + work.drop(from_d, spec.dropout, fused.dropout_site), grad_d
+    return grad_x.addmm_(grad_d, a, alpha=spec.scaling), grad_d
 
 
 def add_a_gradient(work: LayerWork, fused: FusedLinear, x: Tensor, grad_d: Tensor) -> None:
-    """The second half of product_backward(): add the gradient of all A to work.grad_adapter, from
-    x [n, in] and the gradient of d [n, n_columns]."""
+    """The second half of lora_matmul_backward(): add the gradient of all A to work.grad_adapter,
+    from x [n, in] and the gradient of d [n, n_columns]."""
     if fused.n_columns:
-        dropped = work.drop(x, work.layout.dropout, fused.dropout_site)
+        dropped = work.drop(x, work.spec.dropout, fused.dropout_site)
         grad_a = work.grad_adapter[fused.lora_a].view(-1, fused.in_features)
-        grad_a.add_(fp32_product(grad_d.t(), dropped), alpha=work.layout.scaling)
+        grad_a.add_(fp32_product(grad_d.t(), dropped), alpha=work.spec.scaling)
 
 
 def dora_factors(work: LayerWork, fused: FusedLinear, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,7 +128,7 @@ def dora_factors(work: LayerWork, fused: FusedLinear, weight: Tensor) -> tuple[T
     ||W||^2 + 2 s B.(W A.T) + s^2 B.(B A A.T).
     """
     a = work.adapter[fused.lora_a].view(-1, fused.in_features)
-    w_a, scaling = fp32_product(weight[:, : fused.in_features], a.t()), work.layout.scaling
+    w_a, scaling = fp32_product(weight[:, : fused.in_features], a.t()), work.spec.scaling
     a, norm = a.float(), torch.ones(fused.out_features, device=weight.device)
     factor = norm.clone()
     for p in fused.adapted:

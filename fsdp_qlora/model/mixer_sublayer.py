@@ -1,7 +1,7 @@
 """The half of a layer that mixes tokens: x + out(mixing(in_proj(norm(x)))), forward and backward,
 and what it costs.
 
-The mixings are AttentionMixing of attention, LatentMixing of latent and RecordedMixing of mixers.
+The mixings are AttentionMixer of attention, MLAMixer of latent and AutogradMixer of mixers.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fsdp_qlora.model.elementwise import ATTENTION_SITE
 from fsdp_qlora.model.linears import FusedLinear
-from fsdp_qlora.model.products import (
-    add_a_gradient, fill_columns, product, product_backward, widen)
+from fsdp_qlora.model.lora_matmul import (
+    add_a_gradient, fill_columns, lora_matmul, lora_matmul_backward, widen)
 from fsdp_qlora.model.residual import (
     branch_gradient, end_branch, keep, keep_inputs, kept_inputs, last_columns, norm_gradient,
     norm_inputs, weight_bytes)
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fsdp_qlora.planner.plan import Plan
 
 
-class Mixing(Protocol):
+class TokenMixer(Protocol):
     """A function of all tokens of a bin, inside each document. The properties are for the plan:
     they count values per token."""
 
@@ -75,21 +75,21 @@ class Mixing(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class MixingHalf:
+class MixerSublayer:
     """One layer's norm, product, mixing, product and sum. The properties are for the plan: they
     count values per token, unless their names say bytes or weights."""
 
     arch: Architecture
     in_proj: FusedLinear  # of attention: q, k and v
     out: FusedLinear
-    mixing: Mixing
+    mixer: TokenMixer
     # a second (out, mixing), which reads the outputs of in_proj that `mixing` leaves; both add up
-    beside: tuple[FusedLinear, Mixing] | None = None
+    beside: tuple[FusedLinear, TokenMixer] | None = None
 
     @property
-    def paths(self) -> tuple[tuple[FusedLinear, Mixing], ...]:
+    def paths(self) -> tuple[tuple[FusedLinear, TokenMixer], ...]:
         """One or two (out, mixing), whose outputs are added."""
-        return ((self.out, self.mixing), *([self.beside] if self.beside else ()))
+        return ((self.out, self.mixer), *([self.beside] if self.beside else ()))
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
@@ -98,7 +98,7 @@ class MixingHalf:
     @property
     def between(self) -> tuple[FusedLinear, ...]:
         """Those of the mixings themselves."""
-        return tuple(fused for _, mixing in self.paths for fused in mixing.fused_linears)
+        return tuple(fused for _, mixer in self.paths for fused in mixer.fused_linears)
 
     def forward(
         self, work: LayerWork, x: Tensor, want_sum: bool = True
@@ -107,18 +107,18 @@ class MixingHalf:
         needs."""
         arch, kept = self.arch, keep(x=x)
         inputs = norm_inputs(work, arch.attention_norm, x, self.in_proj)
-        projected = product(work, self.in_proj, inputs)
+        projected = lora_matmul(work, self.in_proj, inputs)
         keep_inputs(work, kept, inputs, self.in_proj)
         del inputs
-        widths = [mixing.projected_width for _, mixing in self.paths]
+        widths = [mixer.projected_width for _, mixer in self.paths]
         kept.parts = [keep(projected=part) for part in projected.split(widths, 1)]
         del projected
         # the backward of the post norm reads the branch, too
         needs_branch, branch = want_sum or arch.attention_post_norm is not None, None
-        for (fused, mixing), part in zip(self.paths, kept.parts):
-            out_inputs = widen(mixing.forward(work, part), fused)
+        for (fused, mixer), part in zip(self.paths, kept.parts):
+            out_inputs = widen(mixer.forward(work, part), fused)
             if needs_branch:
-                added = product(work, fused, out_inputs)
+                added = lora_matmul(work, fused, out_inputs)
                 branch = added if branch is None else branch.add_(added)
             else:
                 fill_columns(work, fused, out_inputs)  # backward reads them
@@ -139,17 +139,17 @@ class MixingHalf:
         upstream = branch_gradient(
             work, kept.branch, grad, arch.attention_post_norm, ATTENTION_SITE)
         kept.branch = None
-        for (fused, mixing), part in zip(self.paths, kept.parts):
-            mixed = mixing.mixed(work, part)
-            grad, grad_d = product_backward(work, fused, part.out_columns, upstream, mixed)
+        for (fused, mixer), part in zip(self.paths, kept.parts):
+            mixed = mixer.mixed(work, part)
+            grad, grad_d = lora_matmul_backward(work, fused, part.out_columns, upstream, mixed)
             add_a_gradient(work, fused, mixed, grad_d)
             mixed = None
-            grads.append(mixing.backward(work, part, grad))
+            grads.append(mixer.backward(work, part, grad))
         del upstream
         grad = torch.cat(grads, 1) if len(grads) > 1 else grads[0]
         del grads
         inputs = kept_inputs(work, kept, arch.attention_norm, kept.x, self.in_proj)
-        grad, grad_d = product_backward(work, self.in_proj, kept.columns, grad, inputs, needs_x)
+        grad, grad_d = lora_matmul_backward(work, self.in_proj, kept.columns, grad, inputs, needs_x)
         add_a_gradient(work, self.in_proj, inputs, grad_d)
         if not needs_x:
             return None
@@ -159,36 +159,36 @@ class MixingHalf:
     def recomputed_values(self) -> int:
         """Values that are alive while forward() is computed again."""
         return self.in_proj.width + sum(
-            mixing.recomputed_values + out.width for out, mixing in self.paths)
+            mixer.recomputed_values + out.width for out, mixer in self.paths)
 
     @property
     def kept_values(self) -> int:
         """Values kept from forward to backward, if nothing is recomputed."""
         hidden = self.arch.hidden_size
         values = hidden + self.in_proj.padded_columns
-        values += sum(out.padded_columns + mixing.kept_values for out, mixing in self.paths)
-        if any(mixing.keeps_projected for _, mixing in self.paths):  # what others read lies there
-            values += sum(mixing.projected_width for _, mixing in self.paths
-                          if not mixing.keeps_projected)
+        values += sum(out.padded_columns + mixer.kept_values for out, mixer in self.paths)
+        if any(mixer.keeps_projected for _, mixer in self.paths):  # what others read lies there
+            values += sum(mixer.projected_width for _, mixer in self.paths
+                          if not mixer.keeps_projected)
         values += hidden * (self.arch.attention_post_norm is not None)
         return values
 
     @property
     def query_width(self) -> int:
         """See Mixing."""
-        return sum(mixing.query_width for _, mixing in self.paths)
+        return sum(mixer.query_width for _, mixer in self.paths)
 
     def live_bytes(self, plan: Plan, recomputed: bool) -> int:
         """The peak bytes of backward(), besides what is kept."""
         item = getattr(torch, plan.compute_dtype).itemsize
-        hold_weights = plan.hold_weights and recomputed
+        reuse_dequantized = plan.reuse_dequantized and recomputed
         values = self.recomputed_values if recomputed else 0
         values += self.in_proj.width + 2 * self.arch.hidden_size  # gradients: of x and of the sum
-        held = self.fused_linears if hold_weights else (self.in_proj, *self.between)
-        weights = [weight_bytes(fused, item, hold_weights) for fused in held]
-        others = sum(weights) if hold_weights else max(weights)
-        others += sum(mixing.live_bytes(plan) for _, mixing in self.paths)
-        return values * plan.bin_tokens * item + others
+        held = self.fused_linears if reuse_dequantized else (self.in_proj, *self.between)
+        weights = [weight_bytes(fused, item, reuse_dequantized) for fused in held]
+        others = sum(weights) if reuse_dequantized else max(weights)
+        others += sum(mixer.live_bytes(plan) for _, mixer in self.paths)
+        return values * plan.micro_batch_tokens * item + others
 
     def recomputed_weights(self, want_sum: bool) -> int:
         """Weights that are multiplied again when forward() is recomputed."""
@@ -199,4 +199,4 @@ class MixingHalf:
     def elementwise_values(self) -> int:
         """Values that elementwise work reads or writes, forward and backward; measured."""
         return 15 * self.arch.hidden_size + sum(
-            mixing.elementwise_values for _, mixing in self.paths)
+            mixer.elementwise_values for _, mixer in self.paths)

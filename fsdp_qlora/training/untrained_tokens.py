@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.data.chat import closing_tokens
-from fsdp_qlora.ranks import all_gather, say, together
+from fsdp_qlora.ranks import all_gather, log, raise_on_all_ranks
 
 if TYPE_CHECKING:
     from fsdp_qlora.data.rows import Rows
@@ -25,15 +25,16 @@ ZERO, SMALL = 1e-3, 0.1  # of the median over all tokens; random and trained row
 VALUES_AT_ONCE = 2**22  # labels or values looked at at once
 
 
-def check_head(model: Model, rows: Rows, tokenizer: PreTrainedTokenizerFast | None) -> None:
+def check_untrained_tokens(
+        model: Model, rows: Rows, tokenizer: PreTrainedTokenizerFast | None) -> None:
     """Stop if a token that ends answers in training has a row of zeros in the head, and say which
     other trained tokens the head has never learned. All ranks must call this."""
     if not tokenizer:
         return
     counts = count_trained(rows, model.arch.vocab_size)
-    zero, others = unlearned_rows(model)
+    zero, others = untrained_rows(model)
     closing = [*closing_tokens(tokenizer), tokenizer.eos_token]
-    with together():
+    with raise_on_all_ranks():
         for token in closing:
             i = tokenizer.convert_tokens_to_ids(token)
             if counts[i] and i in zero:
@@ -48,7 +49,7 @@ def check_head(model: Model, rows: Rows, tokenizer: PreTrainedTokenizerFast | No
         named = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)!r} ({reasons[i]}, trained"
                           f" {counts[i]:,} times)" for i in found[:5])
         more = f" and {len(found) - 5:,} more" if len(found) > 5 else ""
-        say(f"warning: the head, which stays frozen, has never learned {named}{more}: the model"
+        log(f"warning: the head, which stays frozen, has never learned {named}{more}: the model"
             " will hardly write them; take the instruct model, or a template of other tokens")
 
 
@@ -62,7 +63,7 @@ def count_trained(rows: Rows, vocab_size: int) -> np.ndarray:
     return counts
 
 
-def unlearned_rows(model: Model) -> tuple[set[int], dict[int, str]]:
+def untrained_rows(model: Model) -> tuple[set[int], dict[int, str]]:
     """The tokens whose rows of the head are zero; and others that were never trained, with what
     tells so: {token: words}. All ranks of model.group must call this."""
     vocab_size, head = model.arch.vocab_size, model.head

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fsdp_qlora.data.bins import deal_rows, make_bin
+from fsdp_qlora.data.packing import pack_rows, make_micro_batch
 from fsdp_qlora.model.shards import reshard_all
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 PROBE_ROWS, PROBE_TOKENS = 4, 64  # the first rows, and of each the first tokens
 
 
-class Probe:
+class MergeCheck:
     """A few rows, and what the head reads of them in the model without the adapter."""
 
     def __init__(self, rows: Rows) -> None:
@@ -50,10 +50,10 @@ class Probe:
         """
         found, rows = {}, self.rows
         with torch.compiler.set_stance("force_eager"):
-            for micro_batch in deal_rows(rows.lengths.tolist(), 1, run.plan.bin_tokens):
-                bin = make_bin(rows, micro_batch, 0, None, run)
-                states = run.model(bin, wants_loss=False).cpu().split(bin.lengths)
-                found.update(zip(micro_batch[0], states))  # padding is after the rows
+            for packed in pack_rows(rows.lengths.tolist(), 1, run.plan.micro_batch_tokens):
+                micro_batch = make_micro_batch(rows, packed, 0, None, run)
+                states = run.model(micro_batch, wants_loss=False).cpu().split(micro_batch.lengths)
+                found.update(zip(packed[0], states))  # padding is after the rows
         reshard_all(run.model)
         now = torch.cat([found[i] for i in range(len(rows))])
         return {"with_adapter": now, "without_adapter": self.without_adapter}
@@ -66,7 +66,7 @@ def no_adapter(adapter: Adapter) -> Iterator[None]:
     weights = adapter.weights.data.clone()
     for i, layer in enumerate(adapter.layers):
         values = {}
-        for (linear, key), (_, shape) in layer.layout.adapter_parts().items():
+        for (linear, key), (_, shape) in layer.spec.adapter_parts().items():
             is_norm = key == "lora_magnitude_vector"
             value = layer.weight_norms[linear].cpu() if is_norm else torch.zeros(shape)
             values[adapter.name(i, linear, key)] = value

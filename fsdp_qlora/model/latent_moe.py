@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from fsdp_qlora.model.linears import FusedLinear
-from fsdp_qlora.model.products import (
-    add_a_gradient, fill_columns, product, product_backward, widen)
+from fsdp_qlora.model.lora_matmul import (
+    add_a_gradient, fill_columns, lora_matmul, lora_matmul_backward, widen)
 from fsdp_qlora.model.residual import last_columns
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class ExpertLatent:
     def enter(self, work: LayerWork, kept: types.SimpleNamespace, x: Tensor) -> Tensor:
         """What the experts read [n, latent], of x [n, hidden]; also in kept.latent."""
         inputs = widen(x, self.entry)
-        kept.latent = product(work, self.entry, inputs)
+        kept.latent = lora_matmul(work, self.entry, inputs)
         kept.entry_columns, kept.exit_inputs = last_columns(inputs, self.entry), None
         latent: Tensor = kept.latent
         return latent
@@ -50,7 +50,7 @@ class ExpertLatent:
         if self.exit.n_columns:
             kept.exit_inputs = inputs
         if want_output:
-            return product(work, self.exit, inputs)
+            return lora_matmul(work, self.exit, inputs)
         fill_columns(work, self.exit, inputs)  # backward reads them
         return None
 
@@ -62,7 +62,7 @@ class ExpertLatent:
         if inputs is None:  # without an adapter it is not read
             inputs = grad.new_empty(0, self.exit.width)
         summed, columns = inputs.tensor_split([self.exit.in_features], 1)
-        grad, grad_d = product_backward(work, self.exit, columns, grad, summed)
+        grad, grad_d = lora_matmul_backward(work, self.exit, columns, grad, summed)
         add_a_gradient(work, self.exit, summed, grad_d)
         return grad
 
@@ -71,7 +71,7 @@ class ExpertLatent:
     ) -> Tensor:
         """The gradient of x, from that of what enter() returned."""
         kept.latent = None
-        grad, grad_d = product_backward(work, self.entry, kept.entry_columns, grad, x)
+        grad, grad_d = lora_matmul_backward(work, self.entry, kept.entry_columns, grad, x)
         add_a_gradient(work, self.entry, x, grad_d)
         return grad
 

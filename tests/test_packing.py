@@ -16,13 +16,13 @@ import torch
 from conftest import one_process, read_rows
 from transformers import AutoTokenizer
 
-from fsdp_qlora.data.bins import deal_rows, epoch_order, make_bin, round_up, step_rows
+from fsdp_qlora.data.packing import pack_rows, epoch_order, make_micro_batch, round_up, step_rows
 from fsdp_qlora.data.rows import random_rows, rows_of
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.model.elementwise import N_SITES, drop
 from fsdp_qlora.model.recurrence import chunk_table
-from fsdp_qlora.hashing import mix
-from train_fsdp_qlora import Config, deal_step
+from fsdp_qlora.hashing import hash_ints
+from train_fsdp_qlora import Config, next_step
 
 CPU = torch.device("cpu")
 
@@ -108,24 +108,24 @@ def test_every_row_is_in_one_bin_and_no_bin_is_too_full(most, processes):
     draw = random.Random(most)
     for n_rows in (1, 2, 5, 30, 300):
         lengths = [draw.randint(1, most) for _ in range(n_rows)]
-        dealt = deal_rows(lengths, processes, most)
+        dealt = pack_rows(lengths, processes, most)
         assert all(len(batch) == processes for batch in dealt)
-        rows = [i for batch in dealt for bin in batch for i in bin]
+        rows = [i for batch in dealt for micro_batch in batch for i in micro_batch]
         assert sorted(rows) == list(range(n_rows))
         sums = filled(lengths, dealt)
         assert max(sums) <= most
         assert len(dealt) >= math.ceil(sum(lengths) / (processes * most))
-        assert dealt == deal_rows(list(lengths), processes, most)
+        assert dealt == pack_rows(list(lengths), processes, most)
 
 
-def fits(lengths, bins, most):
+def fits(lengths, micro_batches, most):
     """Whether so many bins can hold all, trying every way there is."""
-    room = [most] * bins
+    room = [most] * micro_batches
 
     def place(at):
         if at == len(lengths):
             return True
-        for i in range(bins):
+        for i in range(micro_batches):
             if room[i] >= lengths[at] and room[i] not in room[:i]:
                 room[i] -= lengths[at]
                 if place(at + 1):
@@ -143,7 +143,7 @@ def test_number_of_micro_batches_is_as_good_as_the_least_one(processes):
     for _ in range(200):
         most = draw.choice((8, 20, 50))
         lengths = [draw.randint(1, most) for _ in range(draw.randint(1, 10))]
-        n = len(deal_rows(lengths, processes, most))
+        n = len(pack_rows(lengths, processes, most))
         longest_first = sorted(lengths, reverse=True)
         least = next(k for k in itertools.count(1) if fits(longest_first, k * processes, most))
         assert least <= n <= least + 1, (lengths, most)
@@ -158,7 +158,7 @@ def test_chat_rows_fill_their_bins(processes):
     draw = random.Random(processes)
     for _ in range(20):
         lengths = [min(2048, max(16, int(math.exp(draw.gauss(5.3, 0.9))))) for _ in range(64)]
-        dealt = deal_rows(lengths, processes, 4096)
+        dealt = pack_rows(lengths, processes, 4096)
         sums = filled(lengths, dealt)
         assert len(dealt) <= max(1, math.ceil(1.02 * sum(lengths) / (processes * 4096)))
         if len(sums) <= 8:  # of so many rows that their lengths even out
@@ -168,11 +168,11 @@ def test_chat_rows_fill_their_bins(processes):
 
 def test_rows_of_one_length_fill_every_bin_alike():
     for rows, processes, most in (16, 2, 200), (8, 4, 100), (8, 4, 200), (6, 1, 250):
-        micro_batches = deal_rows([100] * rows, processes, most)
+        micro_batches = pack_rows([100] * rows, processes, most)
         at_once = processes * (most // 100)
         assert len(micro_batches) == -(-rows // at_once)
         if rows % (len(micro_batches) * processes) == 0:
-            assert len({len(one) for bins in micro_batches for one in bins}) == 1
+            assert len({len(one) for micro_batches in micro_batches for one in micro_batches}) == 1
 
 
 def test_bins_of_uneven_rows_are_about_equally_full():
@@ -181,8 +181,8 @@ def test_bins_of_uneven_rows_are_about_equally_full():
     normal = torch.randn(64, generator=generator)
     lengths = (200 * (0.9 * normal).exp()).int().clamp(16, 2048).tolist()
     for processes, most in (2, 8192), (2, 4096), (4, 4096), (8, 2048):
-        for bins in deal_rows(lengths, processes, most):
-            sizes = [sum(lengths[i] for i in rows) for rows in bins]
+        for micro_batches in pack_rows(lengths, processes, most):
+            sizes = [sum(lengths[i] for i in rows) for rows in micro_batches]
             if max(lengths) < min(sizes):
                 assert min(sizes) > 0.95 * max(sizes)
 
@@ -190,18 +190,18 @@ def test_bins_of_uneven_rows_are_about_equally_full():
 def test_rows_are_balanced_over_processes():
     """Between bins of one micro-batch, for whose longest all wait."""
     lengths = [100, 10, 10, 10, 10, 10, 50, 50, 90, 60]
-    dealt = deal_rows(lengths, 2, 1000)
+    dealt = pack_rows(lengths, 2, 1000)
     assert len(dealt) == 1 and filled(lengths, dealt) == [200, 200]
-    dealt = deal_rows([5, 5], 4, 1000)  # fewer rows than processes
+    dealt = pack_rows([5, 5], 4, 1000)  # fewer rows than processes
     assert len(dealt) == 1 and sorted(map(len, dealt[0])) == [0, 0, 1, 1]
 
 
 def test_many_rows_are_dealt():
     draw = random.Random(0)
     lengths = [draw.randint(2, 4096) for _ in range(50_000)]
-    dealt = deal_rows(lengths, 8, 4096 * 2)
+    dealt = pack_rows(lengths, 8, 4096 * 2)
     assert sum(lengths) > 0.95 * 8 * 4096 * 2 * len(dealt)
-    assert sum(len(bin) for batch in dealt for bin in batch) == len(lengths)
+    assert sum(len(micro_batch) for batch in dealt for micro_batch in batch) == len(lengths)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -209,16 +209,16 @@ def test_many_rows_are_dealt():
 # ------------------------------------------------------------------------------------------------
 
 
-def make_run(bin_tokens):
-    plan = types.SimpleNamespace(graphs=False, bin_tokens=bin_tokens)
+def make_run(micro_batch_tokens):
+    plan = types.SimpleNamespace(graphs=False, micro_batch_tokens=micro_batch_tokens)
     kernels = {"same": {"full": "same"}, "any": {"full": "any"}}
     return types.SimpleNamespace(device=CPU, plan=plan, store=None, kernels=kernels)
 
 
-def naive_bin(rows, micro_batch, rank):
+def naive_micro_batch(rows, packed, rank):
     """What a Bin says it holds, one token at a time."""
-    bins = []
-    for mine in micro_batch:
+    micro_batches = []
+    for mine in packed:
         ids, position_ids, lengths, trained, labels = [], [], [], [], []
         for i in mine:
             row_ids, row_labels = (t.tolist() for t in rows[i])
@@ -229,10 +229,10 @@ def naive_bin(rows, micro_batch, rank):
                 ids.append(token)
                 position_ids.append(t)
             lengths.append(len(row_ids))
-        bins.append((ids, position_ids, lengths, trained, labels))
-    n_tokens, most = max(len(b[0]) for b in bins), max(len(b[3]) for b in bins)
-    longest = max(n for b in bins for n in b[2])
-    ids, position_ids, lengths, trained, labels = bins[rank]
+        micro_batches.append((ids, position_ids, lengths, trained, labels))
+    n_tokens, most = max(len(b[0]) for b in micro_batches), max(len(b[3]) for b in micro_batches)
+    longest = max(n for b in micro_batches for n in b[2])
+    ids, position_ids, lengths, trained, labels = micro_batches[rank]
     while len(ids) < n_tokens:  # documents that are no longer than the rows
         lengths.append(min(n_tokens - len(ids), longest))
         ids += [0] * lengths[-1]
@@ -248,13 +248,13 @@ def test_bin_equals_one_token_at_a_time(processes):
     for seed in range(10):
         rows = make_rows([draw.randint(2, 20) for _ in range(draw.randint(1, 24))], seed)
         for most in (20, 45, 400):
-            dealt = deal_rows([len(ids) for ids, _ in rows], processes, most)
-            for micro_batch in dealt:
+            dealt = pack_rows([len(ids) for ids, _ in rows], processes, most)
+            for packed in dealt:
                 for rank in range(processes):
                     batch, run = rows_of(rows), make_run(most)
-                    got = make_bin(batch, micro_batch, rank, torch.tensor(7), run)
-                    ids, position_ids, bounds, trained, labels, lengths = naive_bin(
-                        rows, micro_batch, rank
+                    got = make_micro_batch(batch, packed, rank, torch.tensor(7), run)
+                    ids, position_ids, bounds, trained, labels, lengths = naive_micro_batch(
+                        rows, packed, rank
                     )
                     assert got.input_ids.tolist() == ids
                     assert got.position_ids.tolist() == position_ids
@@ -287,46 +287,53 @@ def test_chunks_for_flash_linear_attention():
     for lengths in [70, 1, 64, 65], [100, 100], [64, 64, 72]:
         batch = rows_of(make_rows(lengths))
         for run.plan.graphs in False, True:
-            bin = make_bin(batch, [list(range(len(lengths)))], 0, torch.tensor(0), run)
+            micro_batch = make_micro_batch(
+                batch, [list(range(len(lengths)))], 0, torch.tensor(0), run
+            )
             real = [[i, k] for i, n in enumerate(lengths) for k in range(-(-n // 64))]
-            assert bin.chunks.dtype == torch.int32 and bin.chunks[: len(real)].tolist() == real
-            spare = bin.chunks[len(real) :]
+            assert (
+                micro_batch.chunks.dtype == torch.int32
+                and micro_batch.chunks[: len(real)].tolist() == real
+            )
+            spare = micro_batch.chunks[len(real) :]
             if run.plan.graphs and len(lengths) > 2:
-                tables.append(len(bin.chunks))
-                assert tables[-1] == 200 // 64 + len(bin.cu_seqlens) - 1
-                assert not spare[:, 1].any() and not bin.cu_seqlens.diff()[spare[:, 0]].any()
+                tables.append(len(micro_batch.chunks))
+                assert tables[-1] == 200 // 64 + len(micro_batch.cu_seqlens) - 1
+                assert (
+                    not spare[:, 1].any() and not micro_batch.cu_seqlens.diff()[spare[:, 0]].any()
+                )
             else:
                 assert not len(spare)
-    assert make_bin(batch, [[0]], 0, torch.tensor(0), make_run(200)).chunks is None
+    assert make_micro_batch(batch, [[0]], 0, torch.tensor(0), make_run(200)).chunks is None
     assert len(tables) == 2
 
 
 def test_first_token_is_never_trained():
     rows = [(ids, ids) for ids, _ in make_rows([5, 3])]
     batch = rows_of(rows)
-    got = make_bin(batch, [[0, 1]], 0, torch.tensor(0), make_run(8))
+    got = make_micro_batch(batch, [[0, 1]], 0, torch.tensor(0), make_run(8))
     assert got.trained_at.tolist() == [0, 1, 2, 3, 5, 6]
     assert got.labels.tolist() == [*rows[0][0][1:].tolist(), *rows[1][0][1:].tolist()]
-    assert batch.n_trained.tolist() == [4, 2]
+    assert batch.n_trainable_tokens.tolist() == [4, 2]
 
 
 def test_padding_is_no_longer_than_the_longest_document():
     """However much another process has: kernels are told how long a document may be."""
     batch = rows_of(make_rows([7, 7, 7, 4]))
-    got = make_bin(batch, [[0, 1, 2, 3], [], [3]], 1, torch.tensor(0), make_run(25))
+    got = make_micro_batch(batch, [[0, 1, 2, 3], [], [3]], 1, torch.tensor(0), make_run(25))
     assert got.lengths == (7, 7, 7, 4) and got.longest == 7
-    got = make_bin(batch, [[0, 1, 2, 3], [], [3]], 2, torch.tensor(0), make_run(25))
+    got = make_micro_batch(batch, [[0, 1, 2, 3], [], [3]], 2, torch.tensor(0), make_run(25))
     assert got.lengths == (4, 7, 7, 7) and got.cu_seqlens.tolist() == [0, 4, 11, 18, 25]
 
 
 def keys_of_rows(rows, most, processes, step):
     """{row: the dropout keys of its tokens}, however the rows are dealt."""
     keys, batch = {}, rows_of(rows)
-    for micro_batch in deal_rows(batch.lengths.tolist(), processes, most):
-        for rank, mine in enumerate(micro_batch):
-            key = mix(torch.tensor(step))
-            bin = make_bin(batch, micro_batch, rank, key, make_run(most))
-            parts = bin.dropout_keys.split(bin.lengths)
+    for packed in pack_rows(batch.lengths.tolist(), processes, most):
+        for rank, mine in enumerate(packed):
+            key = hash_ints(torch.tensor(step))
+            micro_batch = make_micro_batch(batch, packed, rank, key, make_run(most))
+            parts = micro_batch.dropout_keys.split(micro_batch.lengths)
             keys.update({i: part.tolist() for i, part in zip(mine, parts)})
     return keys
 
@@ -339,11 +346,11 @@ def test_seed_decides_order_and_dropout():
     rows, keys = rows_of(make_rows([5])), []
     for seed in 0, 0, 1:
         run = make_run(8)
-        run.plan.bin_tokens, run.rows = 8, rows
+        run.plan.micro_batch_tokens, run.rows = 8, rows
         run.config = Config(batch_size=1, seed=seed)
         with one_process():
-            _, (bin,) = deal_step(run, 1)
-        keys.append(bin.dropout_keys.tolist())
+            _, (micro_batch,) = next_step(run, 1)
+        keys.append(micro_batch.dropout_keys.tolist())
     assert keys[0] == keys[1] and not set(keys[0]) & set(keys[2])
 
 
@@ -366,11 +373,11 @@ def test_dropout_differs_between_rows_tokens_layers_places_and_steps():
     masks = {}
     for step in (1, 2):
         for row in (0, 1):
-            key = mix(mix(torch.tensor(step)) + row)
+            key = hash_ints(hash_ints(torch.tensor(step)) + row)
             for layer in (0, 1):
                 for place in range(4):
                     ones = torch.ones(n, width)
-                    keys = mix(key + torch.arange(n))
+                    keys = hash_ints(key + torch.arange(n))
                     out = drop(ones, keys, layer * N_SITES + place, p)
                     masks[step, row, layer, place] = out > 0
                     kept = 1 / (1 - p)
@@ -384,7 +391,7 @@ def test_dropout_differs_between_rows_tokens_layers_places_and_steps():
     (mask, *_) = masks.values()
     for shifted in mask[1:] == mask[:-1], mask[:, 1:] == mask[:, :-1]:  # tokens, columns
         assert abs(shifted.float().mean() - (p * p + (1 - p) ** 2)) < 0.03
-    keys = mix(mix(mix(torch.tensor(1))) + torch.arange(n))
+    keys = hash_ints(hash_ints(hash_ints(torch.tensor(1))) + torch.arange(n))
     again = drop(torch.ones(n, width), keys, 0, p) > 0
     assert torch.equal(again, mask)
 
@@ -447,7 +454,7 @@ def test_metrics_say_how_full_the_bins_are(two_data_sets, run_main, read_metrics
     rows = read_metrics("full")
     assert [row["rows"] for row in rows] == [5, 5]
     for row in rows:
-        assert row["bins"] >= row["tokens"] / 40 and 0.5 < row["bins_full"] <= 1
+        assert row["micro_batches"] >= row["tokens"] / 40 and 0.5 < row["packing_efficiency"] <= 1
 
 
 @pytest.mark.parametrize("epochs, steps", [("1", 3), ("2", 5), ("1.5", 4), ("0.4", 1), ("0.1", 1)])

@@ -11,7 +11,7 @@ from conftest import needs_ranks
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from fsdp_qlora.training.unlearned import unlearned_rows
+from fsdp_qlora.training.untrained_tokens import untrained_rows
 
 ASKED = [{"role": "user", "content": "What is 3 plus 4?"},
          {"role": "assistant", "content": "The answer is 7."}]
@@ -80,7 +80,7 @@ def test_rows_that_were_never_trained_are_found():
     head[10] = head.mean(0)
     model = types.SimpleNamespace(head=head.bfloat16(), shards=1, group=None,
                                   arch=types.SimpleNamespace(vocab_size=300))  # fmt: skip
-    zero, others = unlearned_rows(model)
+    zero, others = untrained_rows(model)
     assert zero == {8, 9}
     assert {i: words for i, words in others.items() if i not in zero} == {
         **dict.fromkeys(range(3, 7), "the same row as 3 of the others"), 7: "a tiny row",

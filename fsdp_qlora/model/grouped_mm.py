@@ -14,20 +14,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_qlora.model.products import fp32_product
+from fsdp_qlora.model.lora_matmul import fp32_product
 
 if TYPE_CHECKING:
-    from fsdp_qlora.model.experts import RoutedMLPHalf
+    from fsdp_qlora.model.experts import MoESublayer
     from fsdp_qlora.model.layer import LayerWork
     from fsdp_qlora.model.linears import FusedLinear
     from fsdp_qlora.model.router import Routing
 
 
 @functools.lru_cache(None)
-def cut_experts(half: RoutedMLPHalf, n_ranges: int) -> list[tuple[range, FusedLinear, FusedLinear]]:
+def cut_experts(half: MoESublayer, n_ranges: int) -> list[tuple[range, FusedLinear, FusedLinear]]:
     """[(range of experts, its part of expert_gate_up, its part of expert_down)]: each range is
     dequantised at once."""
-    n, found = half.arch.mixture.n_experts, []
+    n, found = half.arch.moe.n_experts, []
     for i in range(n_ranges):
         experts = range(n * i // n_ranges, n * (i + 1) // n_ranges)
         parts = []
@@ -98,7 +98,7 @@ def fill_expert_columns(work: LayerWork, fused: FusedLinear, inputs: Tensor, pas
         columns[:, fused.n_columns :] = 0
         a = expert_a(work, fused, passed)
         d = grouped(inputs[:, : fused.in_features], a.transpose(1, 2), passed)
-        columns[:, : fused.n_columns] = d * work.layout.scaling
+        columns[:, : fused.n_columns] = d * work.spec.scaling
 
 
 def split_columns(
@@ -111,7 +111,7 @@ def split_columns(
     grad_d = grad_inputs[:, fused.in_features : fused.in_features + fused.n_columns].contiguous()
     grad_x = grad_inputs[:, : fused.in_features]
     from_d = grouped(grad_d, expert_a(work, fused, passed), passed)
-    return torch.add(grad_x, from_d, alpha=work.layout.scaling), grad_d
+    return torch.add(grad_x, from_d, alpha=work.spec.scaling), grad_d
 
 
 def add_expert_gradients(
@@ -121,7 +121,7 @@ def add_expert_gradients(
     gradient of d [m, n_columns] and that of the outputs [m, out]. A row's weight must be
     multiplied either into x or into both gradients."""
     its, n = slice(passed.experts.start, passed.experts.stop), fused.n_experts
-    scaling, columns = work.layout.scaling, fused.n_columns
+    scaling, columns = work.spec.scaling, fused.n_columns
     grad_a = work.grad_adapter[fused.lora_a].view(n, columns, fused.in_features)[its]
     grad_a.add_(grouped_outer(grad_d, x, passed), alpha=scaling)
     d = grouped(x, expert_a(work, fused, passed).transpose(1, 2), passed) * scaling

@@ -1,6 +1,6 @@
 """What a layer of one half (Nemotron-H) has in the place of the other: halves that add nothing.
 
-They have the functions and properties of MixingHalf and MLPHalf.
+They have the functions and properties of MixerSublayer and MLPSublayer.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class _Absent:
         return 0
 
 
-class NoMixingHalf(_Absent):
-    """In the place of a MixingHalf."""
+class NoMixerSublayer(_Absent):
+    """In the place of a MixerSublayer."""
 
     def forward(
         self, work: LayerWork, x: Tensor, want_sum: bool = True
@@ -52,23 +52,23 @@ class NoMixingHalf(_Absent):
         return 0
 
 
-class NoMLPHalf(_Absent):
-    """In the place of a MLPHalf."""
+class NoMLPSublayer(_Absent):
+    """In the place of a MLPSublayer."""
 
     recomputed_weights = 0
 
     def forward(
-        self, work: LayerWork, middle: Tensor, source: Tensor
+        self, work: LayerWork, mid_residual: Tensor, source: Tensor
     ) -> tuple[Tensor, types.SimpleNamespace]:
-        return middle, keep()
+        return mid_residual, keep()
 
     def backward(self, work: LayerWork, kept: types.SimpleNamespace, grad: Tensor) -> Tensor:
         return grad
 
     def forward_to_recompute(
-        self, work: LayerWork, middle: Tensor, source: Tensor
+        self, work: LayerWork, mid_residual: Tensor, source: Tensor
     ) -> tuple[Tensor, None]:
-        return middle, None
+        return mid_residual, None
 
     def recomputed_backward(
         self, work: LayerWork, source: Tensor, grad: Tensor, choice: None
