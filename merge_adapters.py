@@ -6,8 +6,8 @@
     python merge_adapters.py --adapter_dir adapter --base_model DIR_OR_HUB_ID --output_dir merged
 
 The adapter was trained on NF4 weights, so it is added to those: W + scaling * B @ A in fp32, once
-rounded to bf16. W is the base's weight as training had it: quantised to NF4 and dequantised, or
-only dequantised where the base is in 4-bit already. DoRA scales each row of the sum to its
+rounded to bf16. W is the base's weight as training had it: quantized to NF4 and dequantized, or
+only dequantized where the base is in 4-bit already. DoRA scales each row of the sum to its
 magnitude. A linear of the decoder's layers without an adapter becomes W; all else stays the base's
 own. --output_dir appears when all is done and gives, for a few rows, what the trained model gave.
 
@@ -108,7 +108,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         help="run of train_fsdp_qlora.py or a checkpoint in it; with --base_model any PEFT adapter")
     add("--output_dir", required=True, help="where the merged model goes: a new directory")
     add("--base_model", help="Hub id or directory; default: the one that train_config.json names")
-    add("--device", choices=("cpu", "cuda"), help="quantises and checks; default: as in training")
+    add("--device", choices=("cpu", "cuda"), help="quantizes and checks; default: as in training")
     add("--allow_other_base", action="store_true", help="merge into another base, and never check")
     add("--check", action=argparse.BooleanOptionalAction, default=True, help="compare at the end")
     return parser.parse_args(argv)
@@ -198,7 +198,7 @@ def read_unchecked(args: argparse.Namespace, adapter_dir: Path) -> tuple[
     directory = model_directory(args.base_model, "weights", "--base_model")
     with explain(f"--base_model {directory}"):
         config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
-        require(not stored_format(config), "is quantised already")
+        require(not stored_format(config), "is quantized already")
     auto_class, files = AUTO_CLASSES[hasattr(config, "text_config")], weight_files(directory)
     print(f"WARNING: {adapter_dir} has no train_config.json: that it was trained on {directory} in"
           f" NF4 is taken on trust (its {path.name} names {settings['base_model_name_or_path']}),"
@@ -244,7 +244,7 @@ def linears_in_4bit(
     files: dict[str, Stored],
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Returns {bare_name() of a linear: its tensor's name in the files} of those that transformers
-    quantises with load_in_4bit, in the text model and outside of it, where the name may be "", not
+    quantizes with load_in_4bit, in the text model and outside of it, where the name may be "", not
     found. Raises ValueError for a mixture, of which that depends on the version of transformers."""
     with explain(f"--base_model {directory}: transformers does not load it"):
         with accelerate.init_empty_weights(include_buffers=False):
@@ -264,7 +264,7 @@ def linears_in_4bit(
         if isinstance(module, bnb.nn.Linear4bit):
             bare = bare_name(name)
             require(bare in stored or module not in of_text, f"--base_model {directory}: has no"
-                    f" {name}.weight, which transformers makes of other tensors and quantises: use"
+                    f" {name}.weight, which transformers makes of other tensors and quantizes: use"
                     " the adapter unmerged")
             (in_text if module in of_text else outside)[bare] = stored.get(bare, "")
     return in_text, outside
@@ -294,7 +294,7 @@ def read_base(name: str, quantization: dict[str, Any]) -> argparse.Namespace:
         arch, files = describe_model(model_config), weight_files(directory)
         names = tensor_names(arch, files)
         states = check_files(files, names, model_config, quantization["quantized_from_dtype"])
-        require(in_4bit == bool(states), f"is {'' if states else 'not '}quantised already; with"
+        require(in_4bit == bool(states), f"is {'' if states else 'not '}quantized already; with"
                 " --base_model name the one that was trained on")
         is_multimodal = text_config(model_config) is not model_config
         tensors, paths = merged_tensors(files, names, states, is_multimodal)
@@ -444,7 +444,7 @@ def read_part(base: argparse.Namespace, whole: str, part: str, index: Any,
 
 def trained_weight(weight: torch.Tensor, name: str, path: Path,
                    base: argparse.Namespace) -> torch.Tensor:
-    """Returns what training computed with: a weight of the decoder's layers in NF4, dequantised, or
+    """Returns what training computed with: a weight of the decoder's layers in NF4, dequantized, or
     one that was in MXFP4, as it is."""
     linear = base.names.linears.get(name)  # None: a router in NF4
     if linear and linear.mxfp4:
@@ -453,9 +453,9 @@ def trained_weight(weight: torch.Tensor, name: str, path: Path,
         parts = [f"{name}.{part}" for part in NF4_PARTS]
         parts = {part: read_tensor(base.files[part], part, content=base.sums.get(part))
                  for part in parts}
-        with explain(f"{path}: {name}: its quantisation is damaged"):
+        with explain(f"{path}: {name}: its quantization is damaged"):
             state = bnb.functional.QuantState.from_dict(parts, weight.device)
-        state.dtype = base.dtype  # of training, whatever it was quantised from
+        state.dtype = base.dtype  # of training, whatever it was quantized from
         packed = weight.view(torch.uint8)
     else:
         weight = finite(weight.to(base.dtype), f"{path}: {name}")  # NF4 may hide what is not

@@ -271,7 +271,8 @@ class Run:
     save_due: float = math.inf  # by the clock
     step_start: float = 0.0  # by the clock
     longest_step: float = 0.0  # seconds
-    prefetched: tuple[Rows, list[MicroBatch]] | None = None  # the next step's rows and bins
+    # the next step's rows and micro-batches
+    prefetched: tuple[Rows, list[MicroBatch]] | None = None
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -421,7 +422,8 @@ def find_weights(config: Config, base: Path, name: str, is_dry: bool) -> tuple[P
 def steps_done(config: Config, directory: Path, content: dict[str, str | None],
                saved_config: dict[str, Any], status: Status, is_dry: bool) -> int:
     """After how many steps the run in the directory goes on, by its newest whole checkpoint; 0: it
-    is new, or is only looked at. `begun` is its train_config.json. All ranks must call this."""
+    is new, or is only looked at. `saved_config` is its train_config.json. All ranks must call
+    this."""
     status.enter("checkpoint")
     if is_dry:
         on_rank_0(check_run, config, directory, content, saved_config)
@@ -437,7 +439,7 @@ def start_adapter(run: Run, done: int) -> None:
     """Give the adapter its first values, or those after `done` steps with the optimizer's state.
     All ranks must call this."""
     if not done:
-        run.adapter.initialise(run.config)
+        run.adapter.initialize(run.config)
         return
     run.status.enter("checkpoint")
     path = checkpoint_path(run.directory, done)
@@ -527,8 +529,8 @@ def join_processes() -> torch.device:
 
 
 def choose_attention(config: Config, arch: Architecture, device: torch.device) -> Kernels:
-    """The attention to use: {"same": for bins of rows of one length, "any": of other rows}, each
-    {one of ATTENTION_TYPES: kernel}. Raises ValueError.
+    """The attention to use: {"same": for micro-batches of rows of one length, "any": of other
+    rows}, each {one of ATTENTION_TYPES: kernel}. Raises ValueError.
 
     From Hopper on torch's SDPA (cuDNN) is the fastest for rows of one length, else Flash Attention
     2; where that is not installed, torch's own kernel for any lengths, and for what that does not
@@ -635,7 +637,7 @@ def shard_model(model: Model, mesh: DeviceMesh, plan: Plan) -> None:
 
 
 # ------------------------------------------------------------------------------------------------
-# Loading: files are checked and opened here; fill_model() of load quantises to NF4 what is read
+# Loading: files are checked and opened here; fill_model() of load quantizes to NF4 what is read
 # ------------------------------------------------------------------------------------------------
 
 
@@ -645,7 +647,7 @@ def load_model(model: Model, base: Path, model_config: transformers.PretrainedCo
     raises ValueError where one is not finite. All ranks must call this.
 
     Returns a namespace: `sums` {name in files: content_sum() as hex}, which tell one base from any
-    other; `prequantised`, whether its files are in 4 bits; `n_parameters`.
+    other; `prequantized`, whether its files are in 4 bits; `n_parameters`.
     """
     assert config.max_seq_len, "read_model_config() fills it in"
     arch, nf4_states, dtype = model.arch, {}, getattr(torch, config.compute_dtype)
@@ -692,7 +694,7 @@ def load_model(model: Model, base: Path, model_config: transformers.PretrainedCo
              " memory")
     log_memory("after loading", device)
     return types.SimpleNamespace(sums=dict(zip(sums, map(as_hex, totals.tolist()))),
-                                 prequantised=bool(nf4_states), n_parameters=names.n_parameters)
+                                 prequantized=bool(nf4_states), n_parameters=names.n_parameters)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -764,7 +766,7 @@ def train_step(run: Run, step: int) -> tuple[Record, str | None]:
     """One optimizer step. Returns its record of metrics, and what any rank requests of all: "save",
     "stop" or None. All ranks must call this.
 
-    The loss is the sum over the trained tokens, or over rows of preferences, divided by their
+    The loss is the sum over the trained tokens, or over preference data, divided by their
     number, both over all ranks, so it does not depend on how many ranks there are.
     """
     config, plan, world_size = run.config, run.plan, dist.get_world_size()
@@ -807,12 +809,12 @@ def train_step(run: Run, step: int) -> tuple[Record, str | None]:
 
 
 def next_step(run: Run, step: int) -> tuple[Rows, list[MicroBatch]]:
-    """The rows of a step, and this rank's bins of them."""
+    """The rows of a step, and this rank's micro-batches of them."""
     batch = run.rows.select(step_rows(step, len(run.rows), run.config))
-    packing = pack_rows(batch.lengths.tolist(), dist.get_world_size(), run.plan.micro_batch_tokens,
-                              batch.n_answers)
+    micro_steps = pack_rows(batch.lengths.tolist(), dist.get_world_size(),
+                            run.plan.micro_batch_tokens, batch.n_answers)
     step_key = hash_ints(torch.tensor(run.config.seed * 1_000_003 + step))
-    return batch, [make_micro_batch(batch, m, dist.get_rank(), step_key, run) for m in packing]
+    return batch, [make_micro_batch(batch, m, dist.get_rank(), step_key, run) for m in micro_steps]
 
 
 def forward_backward(run: Run, micro_batch: MicroBatch, scale: float) -> torch.Tensor:

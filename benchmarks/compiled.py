@@ -87,7 +87,7 @@ def calls(arch):
     yield attention.gate_heads, (query, query, "sigmoid")
     yield attention.gate_heads_backward, (query, query, query, "sigmoid")
     x, grad, weight = values(n, hidden), values(n, hidden), values(hidden)
-    yield elementwise.normalise, (values(n, hidden), x, weight, None, arch.norm, 1e-6)
+    yield elementwise.normalize, (values(n, hidden), x, weight, None, arch.norm, 1e-6)
     yield elementwise.norm_backward, (x, grad, x, weight, arch.norm, 1e-6)
     gate_up, product = values(n, 2 * inner), values(n, inner)
     weights, parts = values(n, dtype=torch.float32), gate_up.chunk(2, -1)

@@ -3,7 +3,7 @@
 
     python benchmarks/curves.py --out bench [--steps 200] [--gpus 2] [--dtypes float32]
 
-Plain: bitsandbytes' dequantisation, PEFT's formula, autograd's backward, nothing compiled. Loading,
+Plain: bitsandbytes' dequantization, PEFT's formula, autograd's backward, nothing compiled. Loading,
 sharding, data and optimizer are the script's in both, so that all that differs is the arithmetic of
 a decoder layer. Each in bf16 and fp32, on the built-in demo; a table of the gaps is the last thing
 printed. Without a GPU --gpus is the number of CPU processes.
@@ -25,11 +25,11 @@ sys.path.insert(0, str(ROOT))
 
 def plain_product(layer, fused, x):
     """The outputs of a fused linear's frozen weights, and what PEFT's formula adds to them."""
-    from fsdp_qlora.quant.nf4 import dequantise
+    from fsdp_qlora.quant.nf4 import dequantize
 
     adapter, parts = layer.adapter.to(x.dtype), layer.spec.adapter_parts()
     blank = torch.zeros_like(adapter, requires_grad=False)
-    weights = dequantise(layer, fused, blank)[:, : fused.in_features]
+    weights = dequantize(layer, fused, blank)[:, : fused.in_features]
     outputs = []
     for place in fused.places:
         outputs.append(F.linear(x, weights[place.outputs]))

@@ -115,11 +115,11 @@ def theirs(directory, rows, dtype, device):
     from peft import PeftModel, get_peft_model_state_dict
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    quantised = BitsAndBytesConfig(
+    quantized = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype)  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(
-        directory, quantization_config=quantised, dtype=dtype, device_map={"": device})
+        directory, quantization_config=quantized, dtype=dtype, device_map={"": device})
     model = PeftModel.from_pretrained(model, directory / "adapter", is_trainable=True).train()
     model.config.use_cache = False
     ids, labels = (torch.nn.utils.rnn.pad_sequence([row[i] for row in rows], True, padding)

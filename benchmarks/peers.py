@@ -8,7 +8,7 @@ Choose cases whose model in bf16 a disk can take: peers read a checkpoint, which
 run.py starts this file once for each of them, because Unsloth patches what it imports; nothing of a
 peer is imported elsewhere, and --peers_path, where they are installed, is on no other path.
 
-The same for all: random weights in NF4 with double quantisation, LoRA of rank 16 on all linears,
+The same for all: random weights in NF4 with double quantization, LoRA of rank 16 on all linears,
 bf16, rows of one length that are trained whole, as many a step and GPU as in the case and all of
 them at once, 8-bit AdamW with paged state. Recomputed is what the case recomputes: by TRL whole
 layers (nonreentrant), by Unsloth whole layers whose inputs are on the host ("unsloth"). What a
@@ -139,11 +139,11 @@ def trl(work, output, fsdp, liger, experts=False):
         use_liger_kernel=liger, ddp_find_unused_parameters=False, ddp_broadcast_buffers=False,
         **({"fsdp": True, "fsdp_config": sharded} if fsdp else {}),
     )  # fmt: skip
-    quantised = BitsAndBytesConfig(
+    quantized = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.bfloat16, bnb_4bit_quant_storage=torch.bfloat16,
     )  # fmt: skip
-    kind = {"quantization_config": quantised}
+    kind = {"quantization_config": quantized}
     if experts:
         kind = {"experts_implementation": "grouped_mm"}
     device = int(os.environ.get("LOCAL_RANK", 0)) if torch.cuda.is_available() else "cpu"

@@ -6,7 +6,7 @@ For each loss, on one process and on two that share the model, with all layers k
 the largest difference of loss, rewards and log-probabilities from TRL's (relative where they are
 above 1), and of the gradients of all adapter matrices, relative to their norms. The last two
 columns say whose rounding that is: how far our gradients and TRL's are from those in fp64, of
-transformers' model with the dequantised NF4 weights and of the formulas that are written down in
+transformers' model with the dequantized NF4 weights and of the formulas that are written down in
 tests/test_preferences.py.
 
 TRL 1.16 is no requirement of this project; without a GPU it takes a minute. What must be so that
@@ -51,11 +51,11 @@ def trl_results(loss, base):
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
-    quantisation = BitsAndBytesConfig(
+    quantization = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.float32)
     model = AutoModelForCausalLM.from_pretrained(
-        base / "model", quantization_config=quantisation, dtype=torch.float32,
+        base / "model", quantization_config=quantization, dtype=torch.float32,
         device_map={"": "cuda" if torch.cuda.is_available() else "cpu"})
     path = base / f"rows{'_judged' * (loss == 'kto')}.jsonl"
     rows = [json.loads(line) for line in path.open()]
@@ -141,7 +141,7 @@ def with_adapter(model):
 
 
 def exact_model(base):
-    """The model with its dequantised NF4 weights, all in fp64, also norms and softmax, which
+    """The model with its dequantized NF4 weights, all in fp64, also norms and softmax, which
     transformers else computes in fp32."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
     from transformers import AutoModelForCausalLM

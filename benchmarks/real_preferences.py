@@ -69,11 +69,11 @@ def make_pairs(n, n_held_out):
 
 def load(model, gpus):
     """The NF4 base and its tokenizer."""
-    quantisation = transformers.BitsAndBytesConfig(
+    quantization = transformers.BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.bfloat16)
     base = transformers.AutoModelForCausalLM.from_pretrained(
-        model, dtype=torch.bfloat16, quantization_config=quantisation,
+        model, dtype=torch.bfloat16, quantization_config=quantization,
         device_map={"": "cuda:0" if gpus else "cpu"})
     return base, transformers.AutoTokenizer.from_pretrained(model)
 

@@ -744,7 +744,7 @@ KINDS = (  # of kernels, by name; the first that fits
     ("NCCL", "nccl"),
     ("elementwise, other", "^triton_(?!tem)"),  # torch.compile names them after all that they fuse
     ("attention", "flash|fmha|sdpa|attention|cudnn"),  # before GEMM: flash-attn names cutlass types
-    ("dequantise", "dequant"),
+    ("dequantize", "dequant"),
     ("GEMM", "gemm|nvjet|cutlass|gemv|splitK|cublas|triton_tem"),
     ("elementwise, other", ""),
 )

@@ -60,7 +60,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":  # where bitsandbytes would compile its dequantisation: 2 s for each odd shape
+if DEVICE == "cpu":  # where bitsandbytes would compile its dequantization: 2 s for each odd shape
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 # gate, up and down hold 320 x 128 / 64 = 640 blocks, which 3 ranks cannot share evenly. For what 2

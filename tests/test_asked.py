@@ -100,7 +100,7 @@ def test_tokens_before_each_answer_are_those_of_the_prompt(name, thinking, qwen,
 
 
 def test_check_would_see_an_answer_that_begins_inside_a_token(qwen, tmp_path, monkeypatch):
-    """What is tokenised whole here has one token for the two line ends."""
+    """What is tokenized whole here has one token for the two line ends."""
     from fsdp_qlora.data import encode
 
     qwen = copy.deepcopy(qwen)

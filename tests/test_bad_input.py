@@ -26,7 +26,7 @@ from fsdp_qlora.pretrained.hub import read_model_config
 from train_fsdp_qlora import Config
 
 FLAGS, MODEL, DATA, DIVERGED, CHECKPOINT, OUT_OF_MEMORY = 2, 3, 4, 6, 7, 8  # exit codes
-LOADING = "load and quantise"  # the progress bar of the weights
+LOADING = "load and quantize"  # the progress bar of the weights
 
 
 def refused(want, result, *words):
@@ -170,7 +170,7 @@ def test_bins_below_the_longest_row_are_refused(start, model):
     longest = int(line.partition("the longest row has ")[2].split()[0])
     refused(MODEL, start(model, flag, longest - 1), f"{flag} {longest - 1}")
     code, out, err = start(model, flag, longest)
-    assert code == 0 and f"bins of at most {longest} tokens" in out, err
+    assert code == 0 and f"micro-batches of at most {longest} tokens" in out, err
 
 
 def test_more_recomputed_layers_than_there_are_are_refused(start, model):
@@ -385,9 +385,9 @@ def test_failed_check_at_start_ends_the_run_in_one_line(start, model, monkeypatc
     refused(MODEL, start(model), f"--model {model}", "check at start", "llama")
 
 
-def test_quantised_model_is_refused(start, model):
+def test_quantized_model_is_refused(start, model):
     edit_json(model / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
-    refused(MODEL, start(model), f"--model {model}", "quantised")
+    refused(MODEL, start(model), f"--model {model}", "quantized")
 
 
 def test_remote_code_is_neither_run_nor_asked_about(start, model, tmp_path, monkeypatch):

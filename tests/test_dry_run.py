@@ -81,7 +81,7 @@ def test_plan_for_other_cards_is_for_the_rows_of_the_data_set(base, run_main):
     code, short, err = run_main(*flags, "--dataset", base / "rows.jsonl", "--eval_dataset", 0.5)
     assert code == 0, err
     assert "12 rows, 12 messages" in short and "evaluation: " in short
-    micro_batches = [int(re.search("bins of at most ([0-9,]+)", out)[1].replace(",", ""))
+    micro_batches = [int(re.search("micro-batches of at most ([0-9,]+)", out)[1].replace(",", ""))
             for out in (full, short)]
     assert micro_batches[1] < micro_batches[0] and "in steps of 16 rows; nothing" in short
 

@@ -180,7 +180,7 @@ def test_samples_are_on_the_board(runs, read_metrics):
     (2, "gpt_oss", ["--micro_batch_tokens", 33])])  # fmt: skip
 def test_samples_are_those_of_one_document_alone(nproc, model, flags, demo_directory, run_jobs,
                                                  tmp_path):  # fmt: skip
-    """Of mixtures, on one process and sharded, and where some do not fit into one bin."""
+    """Of mixtures, on one process and sharded, and where some do not fit into one micro-batch."""
     write_base(model, tmp_path / "base", demo_directory)
     prompts = [[5, 9, 30, 7], [11, 8], [4] * 27]
     job = {"case": "samples", "model": str(tmp_path / "base"), "out": str(tmp_path / "out"),

@@ -96,7 +96,7 @@ def worst(name, again, monkeypatch, edit=None, ranges=1, torch_grouped=False, to
 
 
 def make_layers(model_config, arch, tensors, config):
-    """The house's model, for bins of the check's two documents."""
+    """The house's model, for micro-batches of the check's two documents."""
     plan = dataclasses.replace(make_plan(arch.n_layers), micro_batch_tokens=sum(check.LENGTHS))
     return make_model_of_layers(model_config, arch, tensors, config, plan)
 
@@ -225,7 +225,7 @@ FEW = {  # {which experts a token has: (family, settings)}
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("which", FEW)
 def test_few_experts_equal_transformers(which, again, ranges, monkeypatch):
-    """Also where there are fewer than are dequantised at once."""
+    """Also where there are fewer than are dequantized at once."""
     family, settings = FEW[which]
     monkeypatch.setitem(TINY, "few", tiny(family, **{"moe_intermediate_size": 64} | settings))
     monkeypatch.setattr("test_experts.shrunk_config", lambda config: config)
@@ -634,7 +634,7 @@ def test_int4_means_what_compressed_tensors_documents(scales):
 def test_fp8_or_int4_checkpoint_trains_as_the_bf16_one_of_its_values(
     write, name, run_main, demo_directory, read_metrics, tmp_path, monkeypatch
 ):
-    """The values that they and their scales mean, rounded to bf16, are quantised to NF4."""
+    """The values that they and their scales mean, rounded to bf16, are quantized to NF4."""
     tokenizer = AutoTokenizer.from_pretrained(demo_directory / "model")
     write(tmp_path / "scaled", TINY[name](len(tokenizer)), torch.bfloat16)
     (tmp_path / "scaled" / "whole").rename(tmp_path / "bf16")
@@ -757,7 +757,7 @@ def test_balance_of_experts_is_one_where_all_are_used_alike():
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe"])
 def test_balance_of_experts_counts_no_padding(name):
-    """A row alone in a bin, beside a longer one of another process, and before padding."""
+    """A row alone in a micro-batch, beside a longer one of another process, and before padding."""
     small = shrunk_config(TINY[name](320))
     arch, reference = describe_model(small), random_reference(small, seed())
     model = plain_model(small, arch, reference.state_dict(), 64, fill_model, "lora")
@@ -794,7 +794,7 @@ def autograd_gate(gate_up, activation):
     "silu", "relu2", (0.7, 1.702), LimitedActivation("silu", 0.7), LimitedActivation("silu", 0.5)],
     ids=["silu", "relu2", "clamp", "limit", "another limit"])  # fmt: skip
 def test_gates_of_experts_equal_autograd(activation, dtype, compiled):
-    """Also by torch's compiler, with lengths that change, as those of bins do."""
+    """Also by torch's compiler, with lengths that change, as those of micro-batches do."""
 
     def kernel(function):
         return torch.compile(function.__wrapped__) if compiled else function  # on GPUs always

@@ -266,8 +266,8 @@ def test_null_characters_alone_are_no_sign_of_utf_16(tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("name, content, words", [
-    ("a.jsonl", gzip.compress(b'{"text": "x"}\n'), "is gzip: name it a.jsonl.gz"),
-    ("a.csv", gzip.compress(b"prompt,completion\n"), "is gzip: name it a.csv.gz"),
+    ("a.jsonl", gzip.compress(b'{"text": "x"}\n', mtime=0), "is gzip: name it a.jsonl.gz"),
+    ("a.csv", gzip.compress(b"prompt,completion\n", mtime=0), "is gzip: name it a.csv.gz"),
     ("a.jsonl.gz", b'{"text": "x"}\n', "is not gzip: name it a.jsonl"),
     ("a.csv.gz", b"prompt,completion\n", "is not gzip: name it a.csv"),
     ("a.json", b"PK\3\4\x14\0", "is a zip archive: unpack it"),
@@ -567,7 +567,7 @@ def test_name_of_a_file_is_taken_as_it_is(name, tokenizer, tmp_path):
 @pytest.mark.parametrize(
     "name, content, words",
     [("bad.json", b"[1,", "bad.json row 1: is no JSON"),
-     ("bad.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 99)[:-9], "bad.jsonl.gz line ")],
+     ("bad.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 99, mtime=0)[:-9], "bad.jsonl.gz line ")],
     ids=["array", "torn"],
 )  # fmt: skip
 def test_bad_file_among_others_is_named_in_one_line(name, content, words, tokenizer, tmp_path):

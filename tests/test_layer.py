@@ -1,8 +1,8 @@
 """The decoder layer of every family against transformers and PEFT, and the check at start.
 
 A model here is the house's Model, with the linears of two small layers in NF4, and beside it
-transformers' own in fp32 with the same weights dequantised, in PEFT. Both get two documents, the
-house's model in one bin.
+transformers' own in fp32 with the same weights dequantized, in PEFT. Both get two documents, the
+house's model in one micro-batch.
 """
 
 import dataclasses
@@ -63,7 +63,7 @@ from train_fsdp_qlora import Config, fill_model
 LENGTHS = (24, 1, 5, 3)
 CONFIG = Config(model="test", lora_rank=4, lora_alpha=8)
 VOCABULARY = 320
-# What a layer keeps from forward to backward, whether its backward holds dequantised weights, and
+# What a layer keeps from forward to backward, whether its backward holds dequantized weights, and
 # how many tokens a slice of the MLP has
 SLICED = 7
 KEPT = {
@@ -90,7 +90,7 @@ def make_plan(n_layers, keeps="all", reuse_dequantized=False, compute_dtype="flo
 
 
 @pytest.fixture(autouse=True)
-def uninitialised_memory_is_nan():
+def uninitialized_memory_is_nan():
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills torch.empty()
     yield
     torch.use_deterministic_algorithms(False)
@@ -129,7 +129,7 @@ def adapter_names(model):
 
 
 def micro_batch_of(documents, model):
-    """A bin of these documents, all of whose tokens are trained."""
+    """A micro-batch of these documents, all of whose tokens are trained."""
     rows = rows_of([(ids, ids) for ids in documents])
     every = [*range(len(documents))]
     return make_micro_batch(rows, [every], 0, torch.tensor(0), plain_run(model))
@@ -315,8 +315,8 @@ def test_gate_of_attention_equals_autograd(linear, per_head, activation):
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "glm4", "youtu", "gemma4_e"])
 def test_gradients_are_the_same_whatever_is_kept_on_the_host(name):
-    """Bins of several lengths; the first layers keep x, or the sum after attention as well, the
-    last ones what their MLP needs."""
+    """Micro-batches of several lengths; the first layers keep x, or the sum after attention as
+    well, the last ones what their MLP needs."""
     pair = pair_and_expected(name)[0]
     model, n_layers, ids, got = pair.make(), pair.arch.n_layers, pair.ids, {}
     adapter_values(model, pair.values)
@@ -458,7 +458,7 @@ def test_gradient_with_dropout_is_that_of_the_loss(name, adapter, keeps):
     assert (losses[0] - losses[1]) / 2e-3 == pytest.approx(slope.item(), rel=1e-3)
 
 
-def test_weights_are_quantised_from_the_compute_dtype():
+def test_weights_are_quantized_from_the_compute_dtype():
     """Whatever dtype the files have."""
     pair, packed = Pair("llama"), []
     plan = make_plan(pair.arch.n_layers, compute_dtype="bfloat16")
@@ -559,7 +559,8 @@ def test_no_document_sees_another(name):
 
 
 def test_probe_is_in_the_order_of_the_rows():
-    """Whatever bins they are dealt into; rows and tokens beyond its first ones do not count."""
+    """Whatever micro-batches they are dealt into; rows and tokens beyond its first ones do not
+    count."""
     pair = pair_and_expected("llama")[0]
     model, generator = pair.make(), torch.Generator().manual_seed(0)
     adapter_values(model, pair.values)

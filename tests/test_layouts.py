@@ -148,7 +148,7 @@ def runs(request, tmp_path_factory, run_jobs, demo_directory):
 
 
 def nf4_and_back(weight, device):
-    """Quantised on this device: kernels round borders of two codes as they do."""
+    """Quantized on this device: kernels round borders of two codes as they do."""
     codes, state = bnb.functional.quantize_4bit(
         weight.detach().to(device).float().contiguous(), compress_statistics=True,
         quant_type="nf4", blocksize=64)  # fmt: skip
@@ -156,7 +156,7 @@ def nf4_and_back(weight, device):
 
 
 def experts_in_nf4(name, key, experts, device):
-    """transformers' tensor of all experts, each matrix [out, in] of it quantised by itself."""
+    """transformers' tensor of all experts, each matrix [out, in] of it quantized by itself."""
     if name == "gpt_oss":  # [experts, in, out], gate and up interleaved
         return torch.stack([nf4_and_back(matrix.t(), device).t() for matrix in experts])
     pairs = [matrix.chunk(2) if "gate_up" in key else [matrix] for matrix in experts]

@@ -164,16 +164,16 @@ def counted_kernels(arch, plan):
 
 
 def only_shape(layer, fused, adapter):
-    """In the place of dequantise()."""
+    """In the place of dequantize()."""
     return adapter.new_empty(fused.out_features, fused.width)
 
 
 @pytest.fixture
 def kernels_make_shapes_alone(monkeypatch):
-    """Products of experts, products in fp32, and dequantised weights."""
+    """Products of experts, products in fp32, and dequantized weights."""
     model = fsdp_qlora.model
     for module in (model.layer, model.experts):
-        monkeypatch.setattr(module, "dequantise", only_shape)
+        monkeypatch.setattr(module, "dequantize", only_shape)
     for module in (model.grouped_mm, model.experts):
         monkeypatch.setattr(module, "why_no_grouped_mm", lambda *_: "")
         monkeypatch.setattr(module, "grouped", lambda rows, weights, _: rows.new_empty(
@@ -437,7 +437,7 @@ def test_plan_counts_what_layers_have_in_common():
         micro_batch = fake_micro_batch(arch, plan, (1024, 1024))
         x, lent = torch.empty(2048, arch.hidden_size, dtype=torch.bfloat16), 0
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fsdp_qlora.model.layer, "dequantise", only_shape)
+            patch.setattr(fsdp_qlora.model.layer, "dequantize", only_shape)
             for i in {*arch.lenders} - {None}:
                 _, *parts = fake_layer(arch, layouts[i], i, plan)(x, micro_batch)
                 lent += sum(part.nbytes for part in parts)

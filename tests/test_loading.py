@@ -231,7 +231,7 @@ def test_file_cut_off_while_loading_ends_all_ranks(run_jobs, tiny_model, tmp_pat
 
 
 # ------------------------------------------------------------------------------------------------
-# Quantised already
+# Quantized already
 # ------------------------------------------------------------------------------------------------
 
 
@@ -349,12 +349,12 @@ def test_training_and_merging_equal_those_of_the_original(
     run_main, tiny_model, in_4bit, tmp_path, capsys
 ):
     losses, out, merged = run_and_merge(run_main, tiny_model("llama"), tmp_path / "base", capsys)
-    assert "quantised already" not in out and losses[0] != losses[1]
+    assert "quantized already" not in out and losses[0] != losses[1]
     for storage in "uint8", "bfloat16":
         got = run_and_merge(run_main, in_4bit(storage), tmp_path / storage, capsys)
         assert got[0][0] == losses[0]
-        assert "quantised already, loaded as it is: 21 linears" in got[1]
-        assert "dequantised to" not in got[1]
+        assert "quantized already, loaded as it is: 21 linears" in got[1]
+        assert "dequantized to" not in got[1]
         assert got[2].keys() == merged.keys()
         if DEVICE == "cpu":  # the attention's backward adds with atomics on a GPU, in any order
             assert got[0] == losses
@@ -364,8 +364,8 @@ def test_training_and_merging_equal_those_of_the_original(
 def test_model_in_4bit_from_another_dtype(run_main, in_4bit, tmp_path, capsys):
     model = in_4bit("float32", torch.float16)
     losses, out, merged = run_and_merge(run_main, model, tmp_path / "run", capsys)
-    assert "quantised from float16" in out and "dequantised to bfloat16" in out
-    # the merge's own check, against a model that dequantises to bfloat16 as well
+    assert "quantized from float16" in out and "dequantized to bfloat16" in out
+    # the merge's own check, against a model that dequantizes to bfloat16 as well
     assert "are 0.0" in out.partition("merged model's ")[2]
     tensors, adapter = stored_tensors(model), load_file(tmp_path / "run/adapter_model.safetensors")
     state = {k: v for k, v in tensors.items() if k.startswith(f"{LAYER}.")}
@@ -381,7 +381,7 @@ def test_model_in_4bit_from_another_dtype(run_main, in_4bit, tmp_path, capsys):
 
 def test_merge_wants_the_model_trained_on(run_main, in_4bit, tiny_model, tmp_path, capsys):
     bases = [str(tiny_model("llama")), str(in_4bit("uint8"))]
-    for base, other, words in zip(bases, bases[::-1], ["is quantised already", "not quantised"]):
+    for base, other, words in zip(bases, bases[::-1], ["is quantized already", "not quantized"]):
         run = tmp_path / Path(base).name
         run_and_merge(run_main, base, run, capsys)
         with pytest.raises(SystemExit, match="1"):
@@ -431,13 +431,13 @@ def edit_state(**values):
     return edit(NF4_STATE, change)
 
 
-def quantise_head(tensors):
+def quantize_head(tensors):
     tensors["lm_head.weight.absmax"] = torch.zeros(9, dtype=torch.uint8)
 
 
 WRONG_TENSORS = {
     "no state": (edit(NF4_STATE, lambda t: None), [LAYER, "can be in 4-bit, in NF4"]),
-    "head in 4-bit": (quantise_head, ["lm_head.weight"]),
+    "head in 4-bit": (quantize_head, ["lm_head.weight"]),
     "fp4": (edit_state(quant_type="fp4"), [LAYER, "quant_type fp4"]),
     "blocksize": (edit_state(blocksize=128), [LAYER, "blocksize 128"]),
     "nested blocksize": (edit_state(nested_blocksize=128), [LAYER, "nested_blocksize 128"]),
@@ -485,14 +485,14 @@ def refused(run_main, in_4bit, tmp_path):
      {"bnb_4bit_use_double_quant": False}, {"load_in_4bit": False}],
     ids=str,
 )  # fmt: skip
-def test_model_quantised_otherwise_is_refused(refused, settings):
+def test_model_quantized_otherwise_is_refused(refused, settings):
     ((key, value),) = settings.items()
-    refused("quantised already", f"{key} {value}", "the original model", settings=settings)
+    refused("quantized already", f"{key} {value}", "the original model", settings=settings)
 
 
 def test_fp8_of_other_blocks_is_refused(refused):
     settings = {"quant_method": "fp8", "weight_block_size": [64, 64]}
-    refused("quantised already", "weight_block_size [64, 64]; only [128, 128]", settings=settings)
+    refused("quantized already", "weight_block_size [64, 64]; only [128, 128]", settings=settings)
 
 
 @pytest.mark.parametrize("form, weights, words", [
@@ -504,7 +504,7 @@ def test_other_forms_of_compressed_tensors_are_refused(refused, form, weights, w
     int4 = {"num_bits": 4, "type": "int", "group_size": 32, "symmetric": True, **weights}
     settings = {"quant_method": "compressed-tensors", "format": form,
                 "config_groups": {"group_0": {"weights": int4}}}  # fmt: skip
-    refused("quantised already", words, settings=settings)
+    refused("quantized already", words, settings=settings)
 
 
 @pytest.mark.parametrize("case", WRONG_TENSORS)

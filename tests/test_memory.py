@@ -576,7 +576,7 @@ def test_graphs_of_mixers():
 
 
 def test_memory_of_graphs_by_how_many_shapes_the_bins_have():
-    """Where they differ, graphs reserve two more bins than where all have one shape."""
+    """Where they differ, graphs reserve two more micro-batches than where all have one shape."""
     _, arch, layouts = shapes_of("llama-3.2-1b", 16)
     one, several = (predicted(arch, layouts, graphs=True, graph_room=n) for n in (0, 2))
     of_a_bin = one.memory["kept by other layers"] + one.memory["live layer or head"]
@@ -585,7 +585,8 @@ def test_memory_of_graphs_by_how_many_shapes_the_bins_have():
     one = choose("llama-3-8b", 140, **short, uneven=False)
     assert one.graphs and one.graph_room == 0
     assert choose("llama-3-8b", 140, **short, uneven=True).graph_room == 2
-    odd = choose("llama-3-8b", 140, **short, uneven=False, batch_size=9)  # its last bin is shorter
+    # its last micro-batch is shorter
+    odd = choose("llama-3-8b", 140, **short, uneven=False, batch_size=9)
     assert odd.graphs and odd.graph_room == 2
 
 
@@ -666,7 +667,8 @@ def test_limits_of_a_container_count(tmp_path, monkeypatch):
 def test_offloading_more_than_the_host_has_is_refused():
     flags = {"offload_activations": True, "recompute": "all", "shard_group_size": 2}
     assert 4 * GIB < choose("llama-2-70b", 140, **flags).host_bytes < 64 * GIB
-    assert choose("llama-2-70b", 140, host_gib=4, **flags).host_bytes < 4 * GIB  # smaller bins
+    # smaller micro-batches
+    assert choose("llama-2-70b", 140, host_gib=4, **flags).host_bytes < 4 * GIB
     with pytest.raises(DoesNotFit, match="host memory"):
         choose("llama-2-70b", 140, host_gib=4, micro_batch_tokens=8192, **flags)
 
@@ -686,7 +688,7 @@ def test_as_much_host_memory_as_the_gpu_needs_may_be_pinned():
 
 
 def test_offloaded_weights_take_their_time_on_the_bus():
-    """All of them twice a bin, where the bus is what a step waits for."""
+    """All of them twice a micro-batch, where the bus is what a step waits for."""
     _, arch, layouts = shapes_of("llama-2-70b")
     plan, bus = predicted(arch, layouts, offload_params=True), 1e9
     slow = predict_time(plan, arch, layouts, dataclasses.replace(H200, host=bus), 2048)

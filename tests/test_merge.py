@@ -970,7 +970,7 @@ def make_huge(tensors):
 NORM, UP = "model.norm.weight", "model.layers.2.mlp.up_proj.weight"
 NOT_FINITE = {
     "copied": (edit_base(NORM, float("inf")), f"what {NORM} becomes"),
-    "quantised": (edit_base(UP, float("nan")), UP),
+    "quantized": (edit_base(UP, float("nan")), UP),
     "sum": (edit_adapter(make_huge), "what model.layers.0.mlp.down_proj.weight becomes"),
 }  # fmt: skip
 

@@ -111,7 +111,7 @@ def watch_sums(monkeypatch):
 
 
 def merged_weight(name, weight, adapter, nf4_and_back=nf4_and_back):
-    """What a tensor of the base becomes. Each matrix is quantised by itself."""
+    """What a tensor of the base becomes. Each matrix is quantized by itself."""
     if not re.fullmatch(LINEAR, name):
         return weight
     if weight.dim() == 3:  # gate and up of all experts, or down
@@ -127,7 +127,7 @@ def merged_weight(name, weight, adapter, nf4_and_back=nf4_and_back):
 
 
 def test_turned_experts_become_what_training_had(trained, run_main, tmp_path):
-    """gpt-oss's: [experts, in, out] in files, quantised as [out, in]."""
+    """gpt-oss's: [experts, in, out] in files, quantized as [out, in]."""
     run, out = trained("gpt_oss", run_main), tmp_path / "out"
     merge(run, out)
     base = load_file(run.parent / "base" / "model.safetensors")
@@ -155,11 +155,11 @@ def test_mixture_in_4bit_becomes_what_training_had(name, trained, run_main, tmp_
     assert result.keys() == base.keys()
     for key, weight in base.items():
         in_4bit = f"{key}.absmax" in stored
-        quantised = test_merge.nf4_and_back if in_4bit else nf4_and_back  # its file's was, on a CPU
-        want = merged_weight(key, weight, adapter, quantised)
+        quantized = test_merge.nf4_and_back if in_4bit else nf4_and_back  # its file's was, on a CPU
+        want = merged_weight(key, weight, adapter, quantized)
         if in_4bit and not re.fullmatch(LINEAR, key):
             assert re.search(r"gate\.weight|router", key) and not torch.equal(weight, result[key])
-            want = quantised(weight)
+            want = quantized(weight)
         assert result[key].dtype == torch.bfloat16 and torch.equal(result[key], want), key
     assert not adapter
 
@@ -388,7 +388,7 @@ def test_change_of_one_experts_slice_is_named(
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_what_load_in_4bit_quantises_is_what_training_does(name):
+def test_what_load_in_4bit_quantizes_is_what_training_does(name):
     """Of each family, so that PEFT's adapters are merged by the rule of the run's own; mixtures
     are refused, as the versions of transformers differ in their experts."""
     config = TINY[name](96)

@@ -31,7 +31,7 @@ import train_fsdp_qlora
 from minimal_fsdp_qlora import bare_name
 
 SCRIPT = ROOT / "minimal_fsdp_qlora.py"
-# inner widths in multiples of 64: bitsandbytes on a CPU dequantises rows that share a block wrongly
+# inner widths in multiples of 64: bitsandbytes on a CPU dequantizes rows that share a block wrongly
 SIZES = {
     "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.06,
@@ -130,10 +130,10 @@ def base(tmp_path_factory, demo_directory, wanted):
     (index.parent / json.loads(index.read_text())["weight_map"]["model.norm.weight"]).unlink()
     shutil.copytree(directory / "qwen3", directory / "twice")
     shutil.copy(directory / "twice/model.safetensors", directory / "twice/model-2.safetensors")
-    shutil.copytree(directory / "qwen3", directory / "quantised")
+    shutil.copytree(directory / "qwen3", directory / "quantized")
     config = json.loads((directory / "qwen3" / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    (directory / "quantised" / "config.json").write_text(json.dumps(config))
+    (directory / "quantized" / "config.json").write_text(json.dumps(config))
     draw, words = random.Random(3), "what is the answer to this plus minus times 1 2 3 4 5".split()
     texts = [" ".join(draw.choices(words, k=draw.randint(3, 30))) for _ in range(24)]
     rows = [{"text": text} for text in texts]
@@ -195,7 +195,7 @@ RUNS = {  # name: (processes, what the job has)
     "a norm is not read": (2, {"argv": flags("llama", "x"), "with": ["norm_is_not_read"]}),
     "moe": (2, {"argv": flags("mixtral", "x")}),
     "lacking": (2, {"argv": flags("lacking", "x")}),
-    "quantised": (2, {"argv": flags("quantised", "x")}),
+    "quantized": (2, {"argv": flags("quantized", "x")}),
     "twice": (2, {"argv": flags("twice", "x")}),
     "odd rows": (2, {"argv": flags("llama", "x", rows="odd.jsonl")}),
     "batch": (2, {"argv": flags("llama", "x", "--batch_size", 3)}),
@@ -433,7 +433,7 @@ def test_verify_finds(run, words, runs):
 @pytest.mark.parametrize("run,words", [
     ("moe", "--model mixtral: is a mixture of experts (0.mlp.experts.gate_up_proj); use "),
     ("lacking", "lacking: no model*.safetensors has layers.2."),
-    ("quantised", "--model quantised: is quantized already; name the original"),
+    ("quantized", "--model quantized: is quantized already; name the original"),
     ("twice", "twice: its files have two tensors "),
     ("no model", "--model none: no such directory, and not found on the Hub: "),
     ("a GGUF", "--model gguf: has no config.json; expected safetensors as on the Hub"),
@@ -572,7 +572,7 @@ def merge(*argv):
 
 @pytest.mark.parametrize("family", MERGED)
 def test_merged_weights_are_those_trained(family, base, runs, tmp_path, capsys):
-    """W as bitsandbytes dequantises it, with the adapter; all else as it was."""
+    """W as bitsandbytes dequantizes it, with the adapter; all else as it was."""
     runs(family)
     adapter = base / f"{family}-adapter"
     merge("--adapter_dir", adapter, "--base_model", base / family, "--output_dir", tmp_path / "out")
@@ -618,7 +618,7 @@ def test_merged_model_is_loaded(base, runs, tmp_path):
      "layers.0.self_attn.k_proj is no linear of the layers of qwen3_5_text: another base model?"),
     (["--base_model", "mixtral"],
      "mixtral: has experts: model.layers.0.mlp.experts.gate_up_proj is in NF4 or in bf16 depend"),
-    (["--base_model", "quantised"], "quantised: is quantised already"),
+    (["--base_model", "quantized"], "quantized: is quantized already"),
     ([], "another adapter of PEFT's is merged, unchecked, if --base_model is given"),
 ])  # fmt: skip
 def test_merge_refuses(argv, words, base, runs, tmp_path, capsys, monkeypatch):
@@ -631,7 +631,7 @@ def test_merge_refuses(argv, words, base, runs, tmp_path, capsys, monkeypatch):
 
 def save_peft(base, adapter, targets):
     """Save an adapter of PEFT's on a base that transformers loaded with load_in_4bit. Returns
-    {parameter: value} of the model that would be trained, merged and dequantised."""
+    {parameter: value} of the model that would be trained, merged and dequantized."""
     config = transformers.AutoConfig.from_pretrained(base)
     auto = (transformers.AutoModelForImageTextToText if hasattr(config, "vision_config")
             else AutoModelForCausalLM)  # fmt: skip
@@ -671,7 +671,7 @@ def merged_weights(directory, adapter, base):
     ("gemma3", r".*language_model.*\.[qv]_proj", False)])  # fmt: skip
 def test_adapter_of_some_linears_is_merged_into_what_peft_trained(
         family, targets, is_whole, base, tmp_path, capsys):
-    """All that transformers quantises goes through NF4, adapted or not; of a multimodal model the
+    """All that transformers quantizes goes through NF4, adapted or not; of a multimodal model the
     vision tower too if a linear of it is adapted, else it stays, which is said."""
     wanted = save_peft(base / family, tmp_path / "adapter", targets)
     found = merged_weights(tmp_path / "out", tmp_path / "adapter", base / family)

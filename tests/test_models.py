@@ -124,7 +124,8 @@ def test_layers_of_one_width_are_planned_for(train, tiny_model):
 
 
 def test_bins_are_never_rounded_above_the_plan(train, tiny_model, monkeypatch):
-    """On a GPU bins have round lengths; what is kept on the host has room for the plan's."""
+    """On a GPU micro-batches have round lengths; what is kept on the host has room for the
+    plan's."""
     flags = tiny_model("llama"), "--recompute", "all", "--micro_batch_tokens", 100
     want = train("plain", *flags)
     # as on a GPU; the check at start stays on the CPU

@@ -21,7 +21,7 @@ from fsdp_qlora.model.shards import OwnBlocks
 from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
 from fsdp_qlora.model.load import copy_mxfp4
 from fsdp_qlora.quant.blocks import BLOCK, NF4Blocks
-from fsdp_qlora.quant.nf4 import dequantise, mxfp4_values
+from fsdp_qlora.quant.nf4 import dequantize, mxfp4_values
 from fsdp_qlora.ranks import RunError
 from fsdp_qlora.pretrained.reader import weight_files
 from train_fsdp_qlora import Config, fill_model
@@ -62,12 +62,12 @@ def small_model(kind=None, again=False, inner=None):
     return model, reference, tensor_names(plain, reference.state_dict())
 
 
-def test_weights_are_dequantised_to_the_bit():
+def test_weights_are_dequantized_to_the_bit():
     model, reference, _ = small_model()
     for i, layer in enumerate(model.layers):
         adapter = layer.adapter.bfloat16()
         for key, fused in zip(("gate_up_proj", "down_proj"), layer.spec.mlp.fused_linears):
-            got = dequantise(layer, fused, adapter)[:, : fused.in_features]
+            got = dequantize(layer, fused, adapter)[:, : fused.in_features]
             want = reference.get_parameter(f"model.layers.{i}.mlp.experts.{key}").bfloat16()
             assert torch.equal(got.view(len(want), -1, fused.in_features), want.transpose(1, 2))
 
@@ -208,8 +208,8 @@ def test_scale_that_is_no_number_is_named(released, run_main, demo_directory, tm
 
 @pytest.mark.parametrize("name, words", [
     ("gpt_oss", "MXFP4 with rows of 64 and 96 weights is not supported, only with multiples of 64"),
-    ("mixtral", "is quantised already, with quant_method mxfp4; only bitsandbytes can"),
-    ("llama", "is quantised already, with quant_method mxfp4; only bitsandbytes can")])  # fmt: skip
+    ("mixtral", "is quantized already, with quant_method mxfp4; only bitsandbytes can"),
+    ("llama", "is quantized already, with quant_method mxfp4; only bitsandbytes can")])  # fmt: skip
 def test_model_that_cannot_be_in_mxfp4_is_refused(name, words, tmp_path):
     config = TINY[name](320)
     config.intermediate_size, config.quantization_config = 96, IN_MXFP4

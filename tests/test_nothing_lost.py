@@ -109,7 +109,7 @@ def undisturbed(start, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def preferred(start, data, tmp_path_factory):
-    """Function (loss): the same of a run with a loss of preferences, in fp32. Each set of rows of
+    """Function (loss): the same of a run with a preference loss, in fp32. Each set of rows of
     its reference is written as soon as it is known."""
     done = {}
 
@@ -133,7 +133,7 @@ def read_metrics(directory):
 
 
 def read_reference(directory):
-    """{name: bytes} of a run with a loss of preferences, in which NaN equals NaN, else {}."""
+    """{name: bytes} of a run with a preference loss, in which NaN equals NaN, else {}."""
     path = directory / "reference.safetensors"
     values = load_file(path) if path.exists() else {}
     return {name: value.numpy().tobytes() for name, value in values.items()}
@@ -230,7 +230,7 @@ def test_killed_at_random_times(kills, start, forks, undisturbed, tmp_path):
             cwd = None
 
 
-# {what is called in a start with a loss of preferences: how often}
+# {what is called in a start with a preference loss: how often}
 CALLS = {"document_losses": 4, "values_of_all": 9, "micro_batch_loss": 12, "optimizer_step": 9}
 SAMPLE_OF_KILLS = [  # in its reference, in a step, in a save
     {"slow": [["document_losses", 3, 0.3]]}, {"slow": [["micro_batch_loss", 4, 0.3]]},
@@ -624,7 +624,7 @@ def test_rank_that_runs_out_of_memory_says_so(start, undisturbed, tmp_path):
     run = start(tmp_path, out_of_memory=5)
     assert run.wait()[1] == OUT_OF_MEMORY, run.err
     (line,) = [line for line in last_words(run) if line.startswith("error: ")]
-    for words in ("rank 1 on", "out of memory at step 5, in bins of at most", "GiB",
+    for words in ("rank 1 on", "out of memory at step 5, in micro-batches of at most", "GiB",
                   "--recompute all, ", "a smaller --micro_batch_tokens, ",
                   "a shorter --max_seq_len"):  # fmt: skip
         assert words in line

@@ -1,4 +1,4 @@
-"""The numbers: what is gathered, computed and optimised equals what a reference gives.
+"""The numbers: what is gathered, computed and optimized equals what a reference gives.
 
 What one layer computes is in test_layer.py, whole steps are in test_step.py.
 """

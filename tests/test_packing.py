@@ -1,6 +1,7 @@
-"""Steps and bins: every row once an epoch, few micro-batches, and what the tensors of a bin hold.
+"""Steps and micro-batches: every row once an epoch, few micro-batches, and what the tensors of a
+micro-batch hold.
 
-What a bin must hold is made here one token at a time.
+What a micro-batch must hold is made here one token at a time.
 """
 
 import dataclasses
@@ -94,7 +95,7 @@ def test_random_rows_are_full_rows_that_depend_on_the_seed_alone():
 
 
 # ------------------------------------------------------------------------------------------------
-# Which rows share a bin
+# Which rows share a micro-batch
 # ------------------------------------------------------------------------------------------------
 
 
@@ -119,7 +120,7 @@ def test_every_row_is_in_one_bin_and_no_bin_is_too_full(most, processes):
 
 
 def fits(lengths, micro_batches, most):
-    """Whether so many bins can hold all, trying every way there is."""
+    """Whether so many micro-batches can hold all, trying every way there is."""
     room = [most] * micro_batches
 
     def place(at):
@@ -154,7 +155,7 @@ def test_number_of_micro_batches_is_as_good_as_the_least_one(processes):
 
 @pytest.mark.parametrize("processes", [1, 2, 8])
 def test_chat_rows_fill_their_bins(processes):
-    """Lengths as of chats: bins as few as their tokens ask for, and each about as full."""
+    """Lengths as of chats: micro-batches as few as their tokens ask for, and each about as full."""
     draw = random.Random(processes)
     for _ in range(20):
         lengths = [min(2048, max(16, int(math.exp(draw.gauss(5.3, 0.9))))) for _ in range(64)]
@@ -188,7 +189,7 @@ def test_bins_of_uneven_rows_are_about_equally_full():
 
 
 def test_rows_are_balanced_over_processes():
-    """Between bins of one micro-batch, for whose longest all wait."""
+    """Between micro-batches of one micro-batch, for whose longest all wait."""
     lengths = [100, 10, 10, 10, 10, 10, 50, 50, 90, 60]
     dealt = pack_rows(lengths, 2, 1000)
     assert len(dealt) == 1 and filled(lengths, dealt) == [200, 200]
@@ -205,7 +206,7 @@ def test_many_rows_are_dealt():
 
 
 # ------------------------------------------------------------------------------------------------
-# What a bin holds
+# What a micro-batch holds
 # ------------------------------------------------------------------------------------------------
 
 
@@ -216,7 +217,7 @@ def make_run(micro_batch_tokens):
 
 
 def naive_micro_batch(rows, packed, rank):
-    """What a Bin says it holds, one token at a time."""
+    """What a MicroBatch says it holds, one token at a time."""
     micro_batches = []
     for mine in packed:
         ids, position_ids, lengths, trained, labels = [], [], [], [], []
@@ -278,8 +279,8 @@ def test_bins_end_at_a_few_lengths_on_a_gpu():
 
 
 def test_chunks_for_flash_linear_attention():
-    """A bin of several lengths has, for CUDA graphs, as many chunks as any lengths can give; those
-    that are not there belong to an empty document."""
+    """A micro-batch of several lengths has, for CUDA graphs, as many chunks as any lengths can
+    give; those that are not there belong to an empty document."""
     assert chunk_table(torch.tensor([0, 70, 71, 135, 200])).tolist() == [
         [0, 0], [0, 1], [1, 0], [2, 0], [3, 0], [3, 1]]
     run, tables = make_run(200), []

@@ -54,7 +54,7 @@ def test_answer_names_layout_memory_and_speed(run_main, directory, tmp_path, mon
     gib, limit, speed = answer(out)
     assert 19 < gib < limit == 22.5 and 150 < speed < 400
     assert "2 x 4090 with 120 GiB of host memory for each, in steps of 16 rows of 2,048 tok" in out
-    assert "plan: the model sharded over 2 processes (the fastest that fits); bins of" in out
+    assert "plan: the model sharded over 2 processes (the fastest that fits); micro-batches" in out
     assert f"to {gib} GiB" in line and f"at {speed} tokens/s" in line
     assert list(tmp_path.iterdir()) == []
 
@@ -88,7 +88,7 @@ def test_flags_count_as_on_the_machine_itself(run_main, directory):
     argv = "--model", directory("llama-3-8b", 8), "--plan_for", "8xH100", "--max_seq_len", "4096"
     code, out, err = run_main(*argv, "--shard_group_size", "4", "--memory_limit_gib", "10")
     assert code == 0, err
-    assert "sharded over 4 processes, 2 copies (as asked); bins of" in out
+    assert "sharded over 4 processes, 2 copies (as asked); micro-batches of" in out
     assert answer(out)[1] == 10
     code, _, err = run_main(*argv, "--shard_group_size", "3")
     assert code == 2 and "does not divide 8 processes: use one of 1, 2, 4, 8" in err

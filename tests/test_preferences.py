@@ -53,7 +53,7 @@ LOSS_FLAGS = {
     "orpo": ["--loss", "orpo", "--beta", 0.4],
     "kto": ["--loss", "kto", "--beta", 0.3, "--undesirable_weight", 1.5],
 }  # fmt: skip
-# by the tokens of a bin: one document or one pair, or all
+# by the tokens of a micro-batch: one document or one pair, or all
 SMALL, PAIR, LARGE = (["--micro_batch_tokens", n] for n in (LENGTH, 2 * LENGTH, 2000))
 ALL = ["--recompute", "all"]
 STARTED = ["--init_adapter", "start"]
@@ -288,14 +288,14 @@ def test_loss_rewards_and_gradients_equal_the_reference(nproc, name, results, ex
         assert off < (2e-5 if "lora" in key else 1e-5), (key, off)
     assert len(got["reference"]) == (0 if loss in ("simpo", "orpo") else len(want["reference"]))
     assert 0 < want["rewards/accuracies"] <= 1
-    if "split" in name and loss != "kto":  # no bin holds two documents of full length
+    if "split" in name and loss != "kto":  # no micro-batch holds two documents of full length
         assert got["micro_batches"] >= 2 * 4
     assert {float(want[key].norm() > 0) for key in want if "lora" in key} == {1.0}
     assert loss != "kto" or max(want["kl"], want["eval_kl"]) > 0.1
 
 
 def test_answers_of_a_pair_may_be_in_bins_of_two_ranks():
-    """The bins are as small as the longest document; every pair is in one micro-batch."""
+    """The micro-batches are as small as the longest document; every pair is in one micro-batch."""
     draw = random.Random(1)
     lengths = [draw.randint(1, 64) for _ in range(80)]
     for processes, tokens in (1, 128), (2, 64), (2, 300), (3, 64), (4, 1000):

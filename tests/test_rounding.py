@@ -118,10 +118,10 @@ def norm_cases():
     for kind, weight in (("rms", torch.ones_like(FACTOR)), ("rms_fp32", FACTOR), ("layer", FACTOR),
                          ("rms_plus_one", plus_one), ("layer_plus_one", plus_one)):
         for x in X, X + 3:  # with a mean, too
-            yield elementwise.normalise, torch.zeros_like(x), x, weight, None, kind, 1e-3
+            yield elementwise.normalize, torch.zeros_like(x), x, weight, None, kind, 1e-3
             yield elementwise.norm_backward, x, ALIKE, None, weight, kind, 1e-3
             yield elementwise.norm_backward, x, GRAD, RESIDUAL, weight, kind, 1e-3
-    yield elementwise.normalise, torch.zeros_like(X), X + 3, FACTOR, FACTOR, "layer", 1e-3
+    yield elementwise.normalize, torch.zeros_like(X), X + 3, FACTOR, FACTOR, "layer", 1e-3
     yield router.router_norm_backward, ALIKE, X, FACTOR.float(), 1e-3
 
 
@@ -213,8 +213,8 @@ def latent_cases():
     sizes, heads = arch.mla, arch.n_heads
     cos, sin = COS[:, : sizes.rope // 2], SIN[:, : sizes.rope // 2]
     turns = [turn[:, : sizes.rope // 2] for turn in TURNS]
-    linears = [draw(N, heads * (sizes.nope + sizes.rope)), draw(N, heads * (sizes.nope + sizes.value)),
-               draw(N, sizes.rope)]
+    linears = [draw(N, heads * (sizes.nope + sizes.rope)),
+               draw(N, heads * (sizes.nope + sizes.value)), draw(N, sizes.rope)]
     grads = [draw(N, heads, sizes.nope + sizes.rope, seed=seed) for seed in range(3)]
     yield mla.latent_heads, *linears, cos, sin, None, arch, 24
     yield mla.latent_heads, *linears, *turns, TEMPERATURE, arch, 24
@@ -444,7 +444,8 @@ def test_doras_norms_and_magnitudes_are_fp32():
         weight, n_in = work.weight(fused), fused.in_features
         factor, norm = lora_matmul.dora_factors(work, fused, weight)
         x, grad = torch.eye(n_in).bfloat16(), draw(n_in, fused.out_features)  # picks columns of W
-        lora_matmul.lora_matmul_backward(work, fused, x.new_zeros(n_in, fused.padded_columns), grad, x)
+        lora_matmul.lora_matmul_backward(
+            work, fused, x.new_zeros(n_in, fused.padded_columns), grad, x)
         a, weight = work.adapter[fused.lora_a].view(-1, n_in).double(), weight[:, :n_in].double()
         for place in fused.adapted:
             b, rows = work.adapter[place.lora_b].view(-1, fused.lora_rank).double(), place.outputs

@@ -3,8 +3,8 @@
 The reference is transformers' model with bitsandbytes' 4-bit linears in PEFT: it takes the rows of
 a step one by one, sums loss and gradients, clips, and lets the script's optimizer update one vector
 laid out as a layer's adapter is. What the script must give is that, whatever the processes,
-groups, bins and memory flags: the losses and gradient norms of two steps, and the adapter after
-them.
+groups, micro-batches and memory flags: the losses and gradient norms of two steps, and the adapter
+after them.
 """
 
 import json
@@ -320,7 +320,7 @@ def test_speed_is_per_gpu(nproc, runs, read_metrics):
     for row in read_metrics(runs(nproc, "lora", next(iter(RUNS[nproc, "lora"])))):
         tokens = row["tokens_per_second_per_gpu"] * row["seconds"] * nproc
         assert tokens == pytest.approx(row["tokens"], rel=1e-9) and row["tokens"] > 20
-        assert 0.5 < row["packing_efficiency"] <= 1  # of the bins of all ranks
+        assert 0.5 < row["packing_efficiency"] <= 1  # of the micro-batches of all ranks
 
 
 def test_tensorboard_has_the_same_numbers_at_the_same_steps(runs, read_metrics):

@@ -33,7 +33,7 @@ from fsdp_qlora.model.linears import STATE_BLOCK
 from fsdp_qlora.planner.machine import host_memory
 from fsdp_qlora.model.shards import gathered, set_local
 from fsdp_qlora.quant.blocks import NF4Blocks
-from fsdp_qlora.quant.nf4 import dequantise
+from fsdp_qlora.quant.nf4 import dequantize
 from fsdp_qlora.model.offload import pinned_copy
 from fsdp_qlora.ranks import all_gather, on_rank_0
 from fsdp_qlora.model.head import LinearCrossEntropy, best_tokens, embed, shard_range
@@ -77,7 +77,7 @@ def sharded(*flags):
 
 
 def quantized(job, process):
-    """Every linear as a forward has it: gathered bytes, nested state, dequantised weight."""
+    """Every linear as a forward has it: gathered bytes, nested state, dequantized weight."""
 
     def look(run):
         out = {}
@@ -85,7 +85,7 @@ def quantized(job, process):
             with gathered(layer):
                 no_adapter = layer.vectors.new_zeros(len(layer.adapter))
                 for fused in layer.spec.fused_linears:
-                    weight = dequantise(layer, fused, no_adapter)
+                    weight = dequantize(layer, fused, no_adapter)
                     for place in fused.places:
                         name = f"model.layers.{i}.{place.linear.name}"
                         values = {

@@ -41,7 +41,7 @@ REFUSED = {key: why for why, keys in {  # of rows and messages
     "pairs of answers are trained by --loss dpo, ipo, simpo, orpo or kto, else give the good ones"
     " alone": ("chosen", "rejected", "chosen_response", "rejected_response", "preferred_output",
                "non_preferred_output"),
-    "judged answers are trained by --loss kto, else give the good ones alone":
+    "unpaired preference data are trained by --loss kto, else give the good ones alone":
         ("label", "kto_tag"),
     "judged steps of answers are not trained, give the good answers alone": ("completions",),
     "only text is trained": ("image", "images", "video", "videos", "audio", "audios"),

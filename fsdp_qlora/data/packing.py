@@ -1,6 +1,9 @@
-"""Which rows an optimizer step works on, their documents dealt into bins of equal work, and the
-tensors of a bin. It depends on forms.py for what is not trained; Rows are in rows.py, and what
-is computed of a bin is in the model.
+"""The rows of an optimizer step, packed into micro-batches of equal work, and the tensors of a
+micro-batch. It needs forms.py for what is not trained; Rows are in rows.py, and what is computed of
+a micro-batch is in model/.
+
+A micro-batch is what one GPU computes at once. The micro-batches that all ranks compute side by
+side are a micro-step.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ class MicroBatch:
     # also reads prompts those of its answer, then those of its prompt. All ranks have as many
     loss_bounds: torch.Tensor
     dropout_keys: torch.Tensor | None  # int64 [tokens], see drop(); None: no dropout
-    answers: Answers | None  # of all ranks' bins of the micro-batch; None: --loss sft
+    answers: Answers | None  # of all ranks in this micro-step; None: --loss sft
     lengths: tuple[int, ...]  # of the documents, in tokens
     longest: int  # upper bound of `lengths`
     # {one of ATTENTION_TYPES: the attention to use; "recurrence": of a mixer with a state}
@@ -68,12 +71,13 @@ def epoch_order(epoch: int, n_rows: int, seed: int) -> torch.Tensor:
 
 def pack_rows(lengths: list[int], processes: int, max_tokens: int,
               n_answers: int = 1) -> list[list[list[int]]]:
-    """Deal documents of these lengths into micro-batches, each of one bin per process. Returns for
-    each micro-batch a list of document numbers per process.
+    """Pack documents of these lengths into micro-steps. Returns for each of them the numbers of the
+    documents in each process's micro-batch.
 
-    They are the fewest micro-batches for which every bin, all filled evenly, stays within
-    `max_tokens`. The documents of a row, so many one after the other, are in one micro-batch, but
-    may be in bins of several processes. All ranks know all lengths, so that all get the same.
+    These are the fewest micro-steps for which every micro-batch, all filled evenly, stays within
+    `max_tokens`. The `n_answers` documents of a row, which are consecutive, are in the same
+    micro-step, but may be in micro-batches of several processes. All ranks know all lengths, so
+    that all get the same.
     """
     fewest = max(1, math.ceil(sum(lengths) / (processes * max_tokens)))
     rows = [range(i, i + n_answers) for i in range(0, len(lengths), n_answers)]
@@ -81,16 +85,16 @@ def pack_rows(lengths: list[int], processes: int, max_tokens: int,
     for n in range(fewest, len(rows) + 1):
         if n_answers == 1:
             micro_batches = balance(range(len(lengths)), lengths, n * processes)
-            packing = [micro_batches[i : i + processes]
+            micro_steps = [micro_batches[i : i + processes]
                        for i in range(0, len(micro_batches), processes)]
         else:
-            packing = [balance([i for row in share for i in rows[row]], lengths, processes)
+            micro_steps = [balance([i for row in share for i in rows[row]], lengths, processes)
                      for share in balance(range(len(rows)), of_rows, n)]
         fullest = max(sum(lengths[i] for i in documents)
-                      for packed in packing for documents in packed)
+                      for micro_step in micro_steps for documents in micro_step)
         if fullest <= max_tokens:
             break
-    return packing
+    return micro_steps
 
 
 def balance(items: Iterable[int], sizes: Sequence[int], n: int) -> list[list[int]]:
@@ -113,14 +117,14 @@ def round_up(n: int, device: torch.device) -> int:
     return math.ceil(n / multiple) * multiple
 
 
-def make_micro_batch(batch: Rows, packed: list[list[int]], rank: int, step_key: torch.Tensor | None,
-             run: Run) -> MicroBatch:
-    """This rank's Bin of a micro-batch of pack_rows(). `batch` are the Rows of the step, `step_key`
-    seeds dropout; None: an evaluation. Of the Run it reads plan, device, kernels and store. All
-    ranks pad to one shape, because they compute embedding and head together, and every rank waits
-    for the longest bin anyway."""
-    n_tokens, n_labels, longest = padded_shape(batch, packed, run)
-    documents = packed[rank]
+def make_micro_batch(batch: Rows, micro_step: list[list[int]], rank: int,
+                     step_key: torch.Tensor | None, run: Run) -> MicroBatch:
+    """This rank's MicroBatch of a micro-step of pack_rows(). `batch` are the Rows of the step,
+    `step_key` seeds dropout; None: an evaluation. Of the Run it reads plan, device, kernels and
+    store. All ranks pad to one shape, because they compute embedding and head together, and every
+    rank waits for the longest micro-batch anyway."""
+    n_tokens, n_labels, longest = padded_shape(batch, micro_step, run)
+    documents = micro_step[rank]
     lengths = batch.lengths[documents].tolist()
     n_unpadded = torch.tensor([sum(lengths)])
     n_padding = n_tokens - sum(lengths)
@@ -135,7 +139,7 @@ def make_micro_batch(batch: Rows, packed: list[list[int]], rank: int, step_key: 
         numbers = torch.tensor(documents + [-1] * (len(lengths) - len(documents)))
         seeds = hash_ints(step_key + numbers)[document_at]
         keys = hash_ints(seeds + position_ids)  # drop() adds a number for layer and site to each
-    n_documents = max(map(len, packed))
+    n_documents = max(map(len, micro_step))
     same = len(set(lengths)) == 1
     if run.plan.graphs:
         n_documents = power_of_2(n_documents)
@@ -154,7 +158,7 @@ def make_micro_batch(batch: Rows, packed: list[list[int]], rank: int, step_key: 
         "cu_seqlens": starts.int(), "trained_at": F.pad(trained_at, padding),
         "labels": F.pad(labels, padding, value=IGNORE), "loss_bounds": bounds, "dropout_keys": keys,
         "chunks": chunks}
-    answers = find_answers(batch, packed, n_documents, run) if batch.loss != "sft" else []
+    answers = find_answers(batch, micro_step, n_documents, run) if batch.loss != "sft" else []
     if run.device.type == "cuda":
         answers = [tensor.pin_memory().to(run.device, non_blocking=True) for tensor in answers]
         for name, tensor in tensors.items():
@@ -169,7 +173,7 @@ def make_micro_batch(batch: Rows, packed: list[list[int]], rank: int, step_key: 
 def token_tensors(
         batch: Rows, documents: list[int], lengths: list[int],
         n_documents: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A Bin's input_ids, its trained_at and labels without padding, and its loss_bounds.
+    """A MicroBatch's input_ids, its trained_at and labels without padding, and its loss_bounds.
     `lengths`: of the documents and then of padding."""
     n_tokens = sum(lengths)
     n_sums = 2 if batch.kind.trains_prompt else 1  # of a document: its answer's, then its prompt's
@@ -191,11 +195,11 @@ def token_tensors(
     return ids, trained_at, labels[trained_at], bounds
 
 
-def find_answers(batch: Rows, packed: list[list[int]], n_documents: int,
+def find_answers(batch: Rows, micro_step: list[list[int]], n_documents: int,
                  run: Run) -> list[torch.Tensor]:
-    """The first four tensors of the Answers of a micro-batch, in whose bins there are, with
-    padding, `n_documents` each."""
-    place = {document: rank * n_documents + i for rank, documents in enumerate(packed)
+    """The first four tensors of the Answers of a micro-batch, in whose micro-batches there are,
+    with padding, `n_documents` each."""
+    place = {document: rank * n_documents + i for rank, documents in enumerate(micro_step)
              for i, document in enumerate(documents)}
     documents = torch.tensor(sorted(place)).view(-1, batch.n_answers)
     places = torch.tensor([place[i] for i in documents.flatten().tolist()]).view_as(documents)
@@ -213,13 +217,13 @@ def power_of_2(n: int) -> int:
     return 2 ** (n - 1).bit_length()
 
 
-def padded_shape(batch: Rows, packed: list[list[int]], run: Run) -> tuple[int, int, int]:
-    """(tokens, trained tokens, longest document) to which all ranks pad their bin."""
-    lengths = [batch.lengths[documents].tolist() for documents in packed]
+def padded_shape(batch: Rows, micro_step: list[list[int]], run: Run) -> tuple[int, int, int]:
+    """(tokens, trained tokens, longest document) to which all ranks pad their micro-batch."""
+    lengths = [batch.lengths[documents].tolist() for documents in micro_step]
     all_lengths = {length for document_lengths in lengths for length in document_lengths}
     n_tokens = max(map(sum, lengths))
     if len(all_lengths) > 1:
         # no more than planned
         n_tokens = min(round_up(n_tokens, run.device), run.plan.micro_batch_tokens)
-    n_scored = max(int(batch.n_scored()[documents].sum()) for documents in packed)
+    n_scored = max(int(batch.n_scored()[documents].sum()) for documents in micro_step)
     return n_tokens, round_up(n_scored, run.device), max(all_lengths)

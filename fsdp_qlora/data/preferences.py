@@ -25,7 +25,7 @@ CONVERSATIONS = ("messages", "conversations")
 
 def parse_preference(row: Any, tokenizer: PreTrainedTokenizerFast, columns: Sequence[str],
                      loss: str) -> tuple[str, list[Document], list[bool]]:
-    """parse_row() of a row for this loss of preferences; and of each document, whether it is a good
+    """parse_row() of a row for this preference loss; and of each document, whether it is a good
     answer. Of two answers the better one comes first."""
     row = as_object(row, columns)
     is_unpaired = LOSSES[loss].is_unpaired
@@ -39,7 +39,7 @@ def parse_preference(row: Any, tokenizer: PreTrainedTokenizerFast, columns: Sequ
     if found and found[0] in PAIRS:
         return parse_pair(row, *found[0], tokenizer)
     if found:
-        return parse_labelled(row, found[0][0], tokenizer)
+        return parse_labeled(row, found[0][0], tokenizer)
     wanted = "label, true or false," if is_unpaired else "chosen and rejected"
     raise RefusedRow(f"has {', '.join(row) or 'no keys'}; --loss {loss} wants {wanted} beside what"
                      " is answered: rename keys by --columns OLD=NEW, or train such rows by --loss "
@@ -76,7 +76,7 @@ def parse_pair(row: dict[str, Any], better: str, worse: str,
     return f"pairs of {name}", chosen + rejected, [True, False]
 
 
-def parse_labelled(row: dict[str, Any], label: str,
+def parse_labeled(row: dict[str, Any], label: str,
                    tokenizer: PreTrainedTokenizerFast) -> tuple[str, list[Document], list[bool]]:
     """parse_preference() of a row with one answer, and in this key whether it is good."""
     is_good = row[label]

@@ -185,7 +185,7 @@ class Adapter:
             whole.view(-1)[where] = values[name].reshape(-1)
         self.by_layer(self.weights.data)[i] = whole[self.shard]
 
-    def initialise(self, config: Config) -> None:
+    def initialize(self, config: Config) -> None:
         """Set the values of --init_adapter, or PEFT's initial ones: A is random, the same on any
         number of ranks; B is zero; DoRA's magnitudes are the norms of the base weights' rows. All
         ranks must call this."""

@@ -148,8 +148,8 @@ def attend(
     work: LayerWork, arch: Architecture, window: int | None, query: Tensor, key: Tensor,
     value: Tensor
 ) -> Tensor:
-    """Causal attention inside each document of the bin, [n, heads, width of a value]. `window`:
-    a query sees this many keys; None: all."""
+    """Causal attention inside each document of the micro-batch, [n, heads, width of a value].
+    `window`: a query sees this many keys; None: all."""
     batch, attention_type = work.batch, "window" if window else "full"
     if window is not None and window >= batch.longest:
         window, attention_type = None, "within"
@@ -165,7 +165,7 @@ def rope_tables(
     arch: Architecture, frequencies: list[tuple[Tensor, float]], batch: MicroBatch,
     index: int | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(cos, sin, temperature) of the tokens of a bin.
+    """(cos, sin, temperature) of the tokens of a micro-batch.
 
     cos and sin are fp32 [tokens, rotary_dim / 2] by frequencies[index], see rope_frequencies();
     None where index is None. temperature is Ministral 3's factor on queries [tokens], or None.
@@ -355,12 +355,12 @@ def gate_heads_backward(
 
 # ---- kernels ----
 
-# Each is a function (query, key, value, sinks, bin, arch, window, layer's index) of [n, heads,
-# head_dim], with fewer heads for key and value: causal attention inside the documents of a bin. It
-# returns [n, heads, head_dim]. `sinks` are [heads] or None; a kernel that knows nothing of them is
-# not chosen, see kernel_matches(). `window` is how many keys a query sees, None: all. Layers differ
-# in their attention type, and with that perhaps in their heads; "within": a layer with a window
-# that is longer than all documents of the micro-batch.
+# Each is a function (query, key, value, sinks, micro-batch, arch, window, layer's index) of [n,
+# heads, head_dim], with fewer heads for key and value: causal attention inside the documents of a
+# micro-batch. It returns [n, heads, head_dim]. `sinks` are [heads] or None; a kernel that knows
+# nothing of them is not chosen, see kernel_matches(). `window` is how many keys a query sees, None:
+# all. Layers differ in their attention type, and with that perhaps in their heads; "within": a
+# layer with a window that is longer than all documents of the micro-batch.
 ATTENTION_TYPES = "full", "window", "within"
 
 
@@ -495,7 +495,7 @@ def explicit_attention(
 
 def explicit_bytes(arch: Architecture, window: int | None, n_tokens: int) -> int:
     """The most bytes of scores and the like that document_attention() has at once, forward or
-    backward, in bins of n_tokens."""
+    backward, in micro-batches of n_tokens."""
     scores = min(SCORES_BYTES, 4 * arch.n_heads * n_tokens**2)
     if arch.attention_dropout:
         return 11 * scores  # counted; the hash of dropout is in int64

@@ -1,7 +1,7 @@
 """Norms, activations, gates, dropout: what is computed of rows without a matrix product; and
 elementwise(), which makes one compiled kernel of each such function on a GPU, here and elsewhere.
 
-What needs a bin or a layer is not here.
+What needs a micro-batch or a layer is not here.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ _all_for_any_rows = False  # set by the next function alone
 
 def compile_for_any_rows() -> None:
     """Have all kernels from now on serve any number of rows: for a run whose rows differ in length.
-    Each would else be compiled twice, for its first bin and for any; that took Qwen3.5-9B's first
-    step from 34 to 51 s (H100)."""
+    Each would else be compiled twice, for its first micro-batch and for any; that took Qwen3.5-9B's
+    first step from 34 to 51 s (H100)."""
     global _all_for_any_rows
     _all_for_any_rows = True
 
@@ -122,7 +122,7 @@ def norm_grad_of(grad: Tensor, x: Tensor, weight: Tensor | None, kind: str, eps:
 
 
 @elementwise
-def normalise(
+def normalize(
     out: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, eps: float
 ) -> None:
     """Write the norm of x [n, width] into `out`; `bias` may be None."""
@@ -320,7 +320,7 @@ def drop_eager(x: Tensor, keys: Tensor, site: int, probability: float) -> Tensor
     """Dropout of x [n, width]: each value becomes 0 or is divided by 1 - probability.
 
     The choice depends only on the token's key [n], the site and the column. So it is the same when
-    it is computed again, in any bin and on any number of GPUs.
+    it is computed again, in any micro-batch and on any number of GPUs.
     """
     columns = torch.arange(x.shape[1], device=x.device, dtype=torch.int64)
     bits = hash_ints(hash_ints(keys + site)[:, None] + columns)

@@ -1,5 +1,5 @@
-"""The MLP half of a layer with experts: those that each token goes to, and perhaps a shared one,
-forward and backward, and what it costs.
+"""The MLP sublayer of a layer with experts: those that each token goes to, and perhaps a shared
+one, forward and backward, and what it costs.
 
 No token is dropped, however uneven the router is. Which models have experts is in families.
 """
@@ -30,7 +30,7 @@ from fsdp_qlora.model.residual import (
     norm_inputs, normed)
 from fsdp_qlora.model.router import Routing, add_balance, route, route_backward
 from fsdp_qlora.pretrained.architecture import Architecture, ExpertNorms, Limits
-from fsdp_qlora.quant.nf4 import dequantise
+from fsdp_qlora.quant.nf4 import dequantize
 
 if TYPE_CHECKING:
     from fsdp_qlora.model.layer import LayerWork
@@ -139,7 +139,7 @@ class MoESublayer:
         self, work: LayerWork, mid_residual: Tensor, source: Tensor
     ) -> tuple[Tensor, tuple[Tensor, list[int] | None]]:
         """Returns forward()'s sum, and the choice for recomputed_backward(): all that is kept."""
-        # not in slices of tokens, as without experts: each slice would dequantise all of them
+        # not in slices of tokens, as without experts: each slice would dequantize all of them
         out, kept = self.forward(work, mid_residual, source, keep_gate_ups=False)
         return out, kept.routing.choice
 
@@ -175,7 +175,7 @@ class MoESublayer:
             outputs = put_rows(outputs, rows, passed, len(routing.token))
             if keep_gate_ups:
                 kept.append(gate_up)
-            del gate_up, activated, rows, passed  # before the next range is dequantised
+            del gate_up, activated, rows, passed  # before the next range is dequantized
         out = add_expert_rows(outputs, routing.token_rows, routing.weights,
                               evaluation=work.evaluation)
         return out, kept or None
@@ -276,8 +276,8 @@ class MoESublayer:
                 first, stop = routing.bounds[experts.start], routing.bounds[experts.stop]
             weights = None
             for start in range(first, stop, most):
-                if weights is None:  # experts without a token are not dequantised
-                    weights = [dequantise(work.layer, part, work.adapter).view(
+                if weights is None:  # experts without a token are not dequantized
+                    weights = [dequantize(work.layer, part, work.adapter).view(
                         len(experts), -1, part.width) for part in parts]
                 yield Pass(experts, slice(start, min(start + most, stop)), routing, *weights)
 

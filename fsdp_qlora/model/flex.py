@@ -54,8 +54,9 @@ def flex_document_attention(
 
 
 def in_blocks(tensor: Tensor) -> Tensor:
-    """[n, ...] as [blocks, BLOCK_TOKENS, ...], zeros at the end. So one kernel serves bins of all
-    lengths (to compile it takes 10 s) and yet knows that no block is cut: it takes half the time.
+    """[n, ...] as [blocks, BLOCK_TOKENS, ...], zeros at the end. So one kernel serves micro-batches
+    of all lengths (to compile it takes 10 s) and yet knows that no block is cut: it takes half the
+    time.
     """
     if missing := -len(tensor) % BLOCK_TOKENS:
         tensor = torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
@@ -63,8 +64,8 @@ def in_blocks(tensor: Tensor) -> Tensor:
 
 
 def visible_blocks(position_ids: Tensor, window: int | None) -> tuple[Tensor, ...]:
-    """The mask of a bin, see above. What in_blocks() adds at its end has position 0: it sees
-    itself, as the softmax of a query without keys would be NaN."""
+    """The mask of a micro-batch, see above. What in_blocks() adds at its end has position 0: it
+    sees itself, as the softmax of a query without keys would be NaN."""
     position_ids = in_blocks(position_ids).flatten()
     tokens = torch.arange(len(position_ids), device=position_ids.device)
     first = tokens - position_ids

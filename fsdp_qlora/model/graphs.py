@@ -1,4 +1,5 @@
-"""CUDA graphs: forward and backward of a bin as one launch, where the host is too slow for more."""
+"""CUDA graphs: forward and backward of a micro-batch as one launch, where the host is too slow for
+more."""
 
 from __future__ import annotations
 
@@ -20,11 +21,11 @@ MAX_GRAPHS = 64  # each takes some GPU memory beside torch's, which the plan doe
 
 
 class Graphs:
-    """The CUDA graphs of a model, one for each shape of a bin."""
+    """The CUDA graphs of a model, one for each shape of a micro-batch."""
 
     def __init__(self, model: Model, config: Config, device: torch.device) -> None:
         self.model, self.config, self.device, self.pool = model, config, device, None
-        # {shape: (graph, Bin, factor, sums)}; None: no graph, seen once so far
+        # {shape: (graph, MicroBatch, factor, sums)}; None: no graph, seen once so far
         self.captured: dict[tuple, Any] = {}
 
     def sums(self, batch: MicroBatch, scale: float, is_even: bool) -> Tensor | None:
@@ -32,7 +33,7 @@ class Graphs:
 
         A shape is captured when it comes a second time: kernels are compiled and chosen outside of
         a capture. Returns None where the caller must do without a graph. `is_even`: all documents
-        of the bin have one length, for which attention is another.
+        of the micro-batch have one length, for which attention is another.
         """
         tensors = batch_tensors(batch)
         shape = (is_even and batch.lengths, batch.longest, *(tensor.shape for tensor in tensors))
@@ -50,8 +51,8 @@ class Graphs:
         return sums.clone()
 
     def capture(self, batch: MicroBatch) -> tuple[torch.cuda.CUDAGraph, MicroBatch, Tensor, Tensor]:
-        """A graph, and the tensors that it reads and writes: the Bin, the factor on the loss, the
-        sums."""
+        """A graph, and the tensors that it reads and writes: the MicroBatch, the factor on the
+        loss, the sums."""
         # fla keeps what it made of bounds that it has seen, by the tensor's identity
         static = dataclasses.replace(batch, cu_seqlens=batch.cu_seqlens.clone())
         factor = torch.ones((), device=self.device)
@@ -66,6 +67,6 @@ class Graphs:
 
 
 def batch_tensors(batch: MicroBatch) -> list[Tensor]:
-    """All tensors of a Bin and its Answers."""
+    """All tensors of a MicroBatch and its Answers."""
     fields = [*vars(batch).values(), *(vars(batch.answers).values() if batch.answers else ())]
     return [value for value in fields if isinstance(value, Tensor)]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @functools.lru_cache(None)
 def cut_experts(half: MoESublayer, n_ranges: int) -> list[tuple[range, FusedLinear, FusedLinear]]:
     """[(range of experts, its part of expert_gate_up, its part of expert_down)]: each range is
-    dequantised at once."""
+    dequantized at once."""
     n, found = half.arch.moe.n_experts, []
     for i in range(n_ranges):
         experts = range(n * i // n_ranges, n * (i + 1) // n_ranges)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_qlora.model.elementwise import elementwise, norm_backward, norm_of, normalise
+from fsdp_qlora.model.elementwise import elementwise, norm_backward, norm_of, normalize
 from fsdp_qlora.model.lora_matmul import fp32_product
 from fsdp_qlora.ranks import all_gather
 
@@ -146,8 +146,8 @@ def logits_gradient(
 
 class LinearCrossEntropy(torch.autograd.Function):
     """Final norm, head and cross-entropy of the trained tokens: from what the last layer returns
-    [tokens, hidden] to the sum of the token losses of each document of this rank's bin, fp64
-    [documents] (see Bin.loss_bounds).
+    [tokens, hidden] to the sum of the token losses of each document of this rank's micro-batch,
+    fp64 [documents] (see MicroBatch.loss_bounds).
 
     Each rank computes the logits of all ranks' tokens for its own rows of the vocabulary; for the
     softmax the ranks exchange three numbers a token. The head is never gathered, and the whole
@@ -174,7 +174,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         for chunk in (slice(i, i + size) for i in range(0, len(batch.labels), size)):
             part = x[batch.trained_at[chunk]]
             hidden = torch.empty_like(part)
-            normalise(hidden, part, model.norm, model.norm_bias, arch.final_norm_kind,
+            normalize(hidden, part, model.norm, model.norm_bias, arch.final_norm_kind,
                       arch.norm_eps, any_rows=True)
             logits = gather(hidden).flatten(0, 1) @ weight.t()
             labels = all_labels[:, chunk].flatten()

@@ -27,7 +27,7 @@ from fsdp_qlora.model.mixer_sublayer import TokenMixer, MixerSublayer
 from fsdp_qlora.model.mlp import MLPSublayer
 from fsdp_qlora.model.offload import put_all
 from fsdp_qlora.model.per_layer import PerLayerEnd
-from fsdp_qlora.quant.nf4 import Nested, NF4Blocks, dequantise
+from fsdp_qlora.quant.nf4 import Nested, NF4Blocks, dequantize
 
 if TYPE_CHECKING:
     from fsdp_qlora.data.batches import MicroBatch
@@ -96,7 +96,7 @@ class LayerSpec:
         return (2 * hidden if keeps == "middle" else hidden) + self.mlp.choice_values
 
     def live_bytes(self, plan: Plan, keeps: str) -> int:
-        """The most bytes that a layer's backward takes besides what is kept: gradients, dequantised
+        """The most bytes that a layer's backward takes besides what is kept: gradients, dequantized
         weights, and what is computed again."""
         item, n = getattr(torch, plan.compute_dtype).itemsize, plan.micro_batch_tokens
         live = max(self.mixer.live_bytes(plan, recomputed=keeps != "all"),
@@ -105,7 +105,7 @@ class LayerSpec:
             live += 2 * n * self.mixer.arch.hidden_size * item
         if self.mixer.arch.layer_scalar:  # the gradient before it is multiplied by that
             live += n * self.mixer.arch.hidden_size * item
-        if keeps == "x":  # the mixing half is computed again first, to come to the sum
+        if keeps == "x":  # the mixer sublayer is computed again first, to come to the sum
             live += n * (self.mixer.arch.hidden_size + self.mixer.recomputed_values) * item
         return live
 
@@ -315,7 +315,7 @@ class LayerFunction(torch.autograd.Function):
 
 class LayerWork:
     """What one forward or backward of a layer works with: the gathered adapter in the compute
-    dtype, dequantised weights, and in backward the adapter's gradient.
+    dtype, dequantized weights, and in backward the adapter's gradient.
 
     The gradient is summed in fp32; autograd casts it to the dtype of the parameter.
     """
@@ -330,7 +330,7 @@ class LayerWork:
         # whether autograd's graph of this forward is read: by the backward that runs it now, or
         # later, if the layer keeps all
         self.keeps_graph = backward or layer.keeps == "all" and not evaluation
-        self.tokens = slice(None)  # of the bin: those that the MLP works on
+        self.tokens = slice(None)  # of the micro-batch: those that the MLP works on
         # keys and values of its lender, which it reads; its own, where others read them; gradients
         self.borrowed = borrowed
         self.lent = self.grad_lent = self.grad_borrowed = tuple[Tensor, ...]()
@@ -345,7 +345,7 @@ class LayerWork:
         """[W, B] of a FusedLinear, [out, width]."""
         weight = self.held.get(fused)
         if weight is None:
-            weight = dequantise(self.layer, fused, self.adapter)
+            weight = dequantize(self.layer, fused, self.adapter)
         if self.hold:
             self.held[fused] = weight
         return weight

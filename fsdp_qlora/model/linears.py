@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fsdp_qlora.pretrained.architecture import Linear
     from train_fsdp_qlora import Config
 
-LARGE_WEIGHT = 2**28  # weights; a fused linear with more is dequantised one linear at a time
+LARGE_WEIGHT = 2**28  # weights; a fused linear with more is dequantized one linear at a time
 STATE_BLOCK = 256  # values of the adapter that share one scale in bitsandbytes' 8-bit AdamW
 
 
@@ -86,7 +86,7 @@ class FusedLinear:
 
     @functools.cached_property
     def splits(self) -> tuple[FusedLinear, ...]:
-        """The FusedLinears that are dequantised and multiplied at once: itself or, if it is large,
+        """The FusedLinears that are dequantized and multiplied at once: itself or, if it is large,
         one for each linear."""
         if self.out_features * self.in_features <= LARGE_WEIGHT:
             return (self,)

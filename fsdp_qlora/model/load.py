@@ -1,4 +1,4 @@
-"""How a weight gets from a file to NF4: read, quantised or copied, into this rank's shard.
+"""How a weight gets from a file to NF4: read, quantized or copied, into this rank's shard.
 
 What reads is given by load_model() of the script: read(name) returns this rank's rows of a tensor,
 flat.
@@ -47,7 +47,7 @@ def fill_model(
         linear = arch.per_layer.projection_linear(hidden, arch.n_layers)
         model.per_layer_table = table(
             names.of_model(arch.per_layer.table), linear.out_features, plan.embedding_on_host)
-        model.per_layer_projection = quantised_values(
+        model.per_layer_projection = quantized_values(
             read, names.of_model(linear.name), linear, nf4_states, dtype, device)
         model.per_layer_norm = read(
             names.of_model(arch.per_layer.projection_norm)).to(device, dtype)
@@ -57,7 +57,7 @@ def fill_model(
     shards = [None if plan.offload_params else zero_shard(model, i, device)
               for i in range(len(model.layers))]
     quiet = len(model.layers) < 3 or not (is_rank_0() and sys.stderr.isatty())
-    bar = tqdm(shards, "load and quantise", unit="layer", leave=False, disable=quiet)
+    bar = tqdm(shards, "load and quantize", unit="layer", leave=False, disable=quiet)
     for i, shard in enumerate(bar):
         if shard is None:
             shard = zero_shard(model, i, device)
@@ -85,7 +85,7 @@ def fill_layer(
     own_linears = [(own, names.of_layer(i, f"{own.place.linear.name}.weight"))
                    for own in own_blocks(layer, model.shard)]
     own_linears = copy_mxfp4(own_linears, shard, read)
-    layer.nested = quantise(own_linears, shard, read, names, nf4_states, dtype, model)
+    layer.nested = quantize(own_linears, shard, read, names, nf4_states, dtype, model)
     if model.plan.offload_params:
         shard = NF4Blocks(pinned_copy(shard.packed), pinned_copy(shard.scales), device)
     set_local(layer, "nf4", shard)
@@ -93,20 +93,20 @@ def fill_layer(
     for name, (where, _) in layer.spec.vectors.items():
         vectors.view(-1)[where] = read(names.of_layer(i, name)).to(device, dtype)
     set_local(layer, "vectors", vectors[model.shard].clone())
-    for name, shape in layer.spec.small_tensors.items():  # whole, not quantised
+    for name, shape in layer.spec.small_tensors.items():  # whole, not quantized
         tensor = whole_tensor(read, names.of_layer(i, name), nf4_states, dtype)
         layer.small_tensors[name] = tensor.to(device).view(shape)
 
 
-def quantise(
+def quantize(
     own_linears: list[tuple[OwnBlocks, str]], shard: NF4Blocks, read: Callable[[str], torch.Tensor],
     names: TensorNames, nf4_states: dict[str, dict[str, Any]], dtype: torch.dtype, model: Model,
 ) -> Nested:
-    """Quantise this rank's blocks of a layer to NF4 with double quantisation, into `shard`,
+    """Quantize this rank's blocks of a layer to NF4 with double quantization, into `shard`,
     NF4Blocks of zeros. Linears that are in NF4 in the files (in `nf4_states`) keep their bytes.
     Returns the layer's Nested. All ranks of the group must call this.
 
-    `own_linears` are (OwnBlocks, name in files), one a linear. Blocks of 64 weights are quantised
+    `own_linears` are (OwnBlocks, name in files), one a linear. Blocks of 64 weights are quantized
     independently, so they get the bytes that they would have in the whole tensor. The second level
     subtracts the mean absmax of the whole linear: all ranks gather the absmax, 4 bytes for 64
     weights, and compute the same second level.
@@ -181,7 +181,7 @@ def weight_rows(
     return scaled_weight(name, value, scales, rows.start % n_rows).flatten()
 
 
-def quantised_values(
+def quantized_values(
     read: Callable[[str], torch.Tensor], name: str, linear: Linear,
     states: dict[str, dict[str, Any]], dtype: torch.dtype, device: torch.device,
 ) -> torch.Tensor:
@@ -200,7 +200,7 @@ def whole_tensor(
     read: Callable[[str], torch.Tensor], name: str, states: dict[str, dict[str, Any]],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """A whole tensor, flat. If it is in NF4 in the files, see check_files(): dequantised by
+    """A whole tensor, flat. If it is in NF4 in the files, see check_files(): dequantized by
     bitsandbytes to `dtype`."""
     if name not in states:
         return read(name)

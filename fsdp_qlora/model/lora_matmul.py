@@ -1,6 +1,6 @@
 """A weight and its adapter in one product, forward and backward, with DoRA's scaling.
 
-Which values belong to a linear is in linears; `work` is a LayerWork of layer, which dequantises
+Which values belong to a linear is in linears; `work` is a LayerWork of layer, which dequantizes
 weights and collects the adapter's gradient.
 """
 

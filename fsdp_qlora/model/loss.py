@@ -1,10 +1,10 @@
-"""What is trained: the token losses of supervised fine-tuning, or a loss of preferences, which is a
+"""What is trained: the token losses of supervised fine-tuning, or a preference loss, which is a
 function of the log-probabilities of whole answers: DPO and its kin.
 
 LinearCrossEntropy in head.py gives the sum of the token losses of each document, and autograd does
 the rest. What a loss compares with, the model before the first step, is in training/reference.py.
 
-To add a loss of preferences, write a function like dpo() and its record in LOSSES: --loss takes its
+To add a preference loss, write a function like dpo() and its record in LOSSES: --loss takes its
 name, and its rows, its reference, its metrics and its evaluation follow from the record.
 """
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class Answers:
-    """What a loss of preferences reads: all rows of a micro-batch, which may lie in the bins of
-    several ranks. A row has two answers, the better one first, or one."""
+    """What a preference loss reads: all rows of a micro-batch, which may lie in the micro-batches
+    of several ranks. A row has two answers, the better one first, or one."""
 
     documents: torch.Tensor  # int64 [rows, answers], their numbers among the sums of all ranks
     n_trainable_tokens: torch.Tensor  # fp64 [rows, answers], trained tokens; 0: the row is padding
@@ -50,8 +50,8 @@ class Answers:
 
 
 def dpo(answers: Answers, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
-    """Direct preference optimisation; with --label_smoothing cDPO, for which so many of the pairs
-    are labelled the wrong way round."""
+    """Direct preference optimization; with --label_smoothing cDPO, for which so many of the pairs
+    are labeled the wrong way round."""
     rewards: torch.Tensor = config.beta * (answers.logps - answers.reference)
     margins = rewards[:, 0] - rewards[:, 1]
     wrong = config.label_smoothing
@@ -59,7 +59,7 @@ def dpo(answers: Answers, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def ipo(answers: Answers, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
-    """Identity preference optimisation: the margin per token is to be 1 / (2 beta)."""
+    """Identity preference optimization: the margin per token is to be 1 / (2 beta)."""
     scores = answers.logps - answers.reference
     margins = (scores / answers.n_trainable_tokens).diff(dim=1)[:, 0].neg()
     return (margins - 1 / (2 * config.beta)) ** 2, config.beta * scores

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 
 class TokenMixer(Protocol):
-    """A function of all tokens of a bin, inside each document. The properties are for the plan:
-    they count values per token."""
+    """A function of all tokens of a micro-batch, inside each document. The properties are for the
+    plan: they count values per token."""
 
     def forward(self, work: LayerWork, kept: types.SimpleNamespace) -> Tensor:
         """What the last product reads [n, out.in_features], of kept.projected [n,

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp_qlora.model.attention import attend, document_attention, explicit_bytes, rotate
-from fsdp_qlora.model.elementwise import elementwise, norm_backward, normalise
+from fsdp_qlora.model.elementwise import elementwise, norm_backward, normalize
 from fsdp_qlora.model.linears import FusedLinear
 from fsdp_qlora.model.lora_matmul import add_a_gradient, lora_matmul, lora_matmul_backward
 from fsdp_qlora.model.residual import last_columns
@@ -84,7 +84,7 @@ class MLAMixer:
     def _normed(self, work: LayerWork, fused: FusedLinear, norm: str, latent: Tensor) -> Tensor:
         """A new [n, fused.width] with the norm of a latent [n, rank] in its first columns."""
         inputs = latent.new_empty(len(latent), fused.width)
-        normalise(inputs[:, : fused.in_features], latent, work.vector(norm), None, self.arch.norm,
+        normalize(inputs[:, : fused.in_features], latent, work.vector(norm), None, self.arch.norm,
                   self.mla.norm_eps, evaluation=work.evaluation)
         return inputs
 

@@ -1,5 +1,5 @@
-"""The MLP half of a layer: x + down(act(gate) * up), in some families x + down(act(up)), forward
-and backward, and what it costs. What may follow that sum is in per_layer.
+"""The MLP sublayer of a layer: x + down(act(gate) * up), in some families x + down(act(up)),
+forward and backward, and what it costs. What may follow that sum is in per_layer.
 
 A recomputed MLP is computed a slice of tokens at a time, so that its widest tensors are short.
 """

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_qlora.model.attention import rope_tables
-from fsdp_qlora.model.elementwise import EMBEDDING_SITE, drop, normalise
+from fsdp_qlora.model.elementwise import EMBEDDING_SITE, drop, normalize
 from fsdp_qlora.model.head import LinearCrossEntropy, embed, shard_range
 from fsdp_qlora.model.layer import DecoderLayer, LayerSpec
 from fsdp_qlora.model.per_layer import per_layer_inputs
 from fsdp_qlora.model.shards import gathered, local_part
 from fsdp_qlora.quant.blocks import NF4Blocks
-from fsdp_qlora.quant.nf4 import dequantise
+from fsdp_qlora.quant.nf4 import dequantize
 from fsdp_qlora.ranks import RunError, log_each_rank
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Model(nn.Module):
         if wants_loss:
             return LinearCrossEntropy.apply(x, self, batch)
         normed = torch.empty_like(x)
-        normalise(normed, x, self.norm, self.norm_bias, arch.final_norm_kind, arch.norm_eps,
+        normalize(normed, x, self.norm, self.norm_bias, arch.final_norm_kind, arch.norm_eps,
                   evaluation=True)
         return normed
 
@@ -102,7 +102,7 @@ def measure_weight_norms(model: Model) -> None:
             no_adapter = layer.vectors.new_zeros(layer.spec.n_adapter)
             for fused in layer.spec.fused_linears:
                 if fused.n_columns:
-                    weight = dequantise(layer, fused, no_adapter)[:, : fused.in_features]
+                    weight = dequantize(layer, fused, no_adapter)[:, : fused.in_features]
                     norms = torch.cat([rows.float().norm(dim=1) for rows in weight.split(4096)])
                     for place in fused.adapted:
                         name, its = place.linear.name, norms[place.outputs]

@@ -63,11 +63,12 @@ class OffloadedActivations:
     def __init__(self, n_puts: int, micro_batch_tokens: int, device: torch.device) -> None:
         self.n_puts, self.micro_batch_tokens, self.device = n_puts, micro_batch_tokens, device
         self.stream = torch.cuda.Stream() if device.type == "cuda" else None
-        self.buffers = {}  # {i: pinned, uint8, long enough for the i-th put() of the longest bin}
+        # {i: pinned, uint8, long enough for the i-th put() of the longest micro-batch}
+        self.buffers = {}
         self.shapes = {}  # {i: (shape, dtype, bytes) of each tensor of this bin's i-th put()}
         self.leaving = []  # (tensors, event of their copy's end), whose GPU memory is not free yet
         self.here = {}  # {i: (tensors on the GPU, event to wait for or None)}
-        self.next = 0  # number of the next put() of this bin
+        self.next = 0  # number of the next put() of this micro-batch
 
     def copy(self, to: Sequence[Tensor], source: Sequence[Tensor]) -> torch.cuda.Event | None:
         """Start to copy tensors on the stream; returns the event of its end, None on a CPU."""
@@ -95,14 +96,14 @@ class OffloadedActivations:
         return [part.view(dtype).view(shape) for part, dtype, shape in zip(parts, dtypes, shapes)]
 
     def put(self, *tensors: Tensor) -> Any:
-        """Keep tensors of all tokens of a bin, [tokens, ..]; returns the key for take()."""
+        """Keep tensors of all tokens of a micro-batch, [tokens, ..]; returns the key for take()."""
         self.let_go(but=1)
         i, self.next = self.next, (self.next + 1) % self.n_puts
         if i == self.n_puts - 1:
             self.here[i] = tensors, None
             return i
         self.shapes[i] = [(t.shape, t.dtype, t.nbytes) for t in tensors]
-        if i not in self.buffers:  # for the longest bin
+        if i not in self.buffers:  # for the longest micro-batch
             of_token = sum(t.nbytes for t in tensors) // len(tensors[0])
             self.buffers[i] = pinned_empty(of_token * self.micro_batch_tokens, self.device)
         self.leaving.append((tensors, self.copy(self.views(i), tensors)))

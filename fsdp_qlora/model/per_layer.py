@@ -57,7 +57,7 @@ def gate_inputs_backward(grad: Tensor, gates: Tensor, inputs: Tensor, activation
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PerLayerEnd:
-    """The end of one layer's MLP half: x + norm(out(activation(gate(x)) * input)), forward and
+    """The end of one layer's MLP sublayer: x + norm(out(activation(gate(x)) * input)), forward and
     backward; and its costs, as MLPSublayer has them."""
 
     arch: Architecture

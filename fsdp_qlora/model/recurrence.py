@@ -30,7 +30,7 @@ STATE_CHUNK = 64  # tokens of a document that are computed at once; states go fr
 
 # ---- the gated delta rule ----
 
-# Each is a function (query, key, value, g, beta, bin), see DeltaNet, that returns q S
+# Each is a function (query, key, value, g, beta, micro-batch), see DeltaNet, that returns q S
 # [n, value heads, value_dim]. Query and key are [n, key heads, key_dim], of any length, value is
 # [n, value heads, value_dim], g, fp32, and beta are [n, value heads].
 
@@ -182,9 +182,9 @@ def plain_rule_bytes(mixer: DeltaNet) -> int:
 # ---- the scan of Mamba-2 ----
 
 
-# Each is a function (b, c, x, decay, step, bin), see Mamba2, that returns C S [n, heads, head_dim].
-# b and c are [n, groups, state], x is [n, heads, head_dim], decay, the logarithm of what is left of
-# the state, and step, both fp32, are [n, heads].
+# Each is a function (b, c, x, decay, step, micro-batch), see Mamba2, that returns C S [n, heads,
+# head_dim]. b and c are [n, groups, state], x is [n, heads, head_dim], decay, the logarithm of what
+# is left of the state, and step, both fp32, are [n, heads].
 
 
 def document_scan(

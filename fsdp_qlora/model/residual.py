@@ -1,4 +1,4 @@
-"""What the two halves of a layer share: the norm before them, and the residual sum after them.
+"""What the two sublayers of a layer share: the norm before them, and the residual sum after them.
 
 A half is x + norm(products(norm(x))), with each norm only where the family has one. What products()
 gives is the half's branch. `work` is a LayerWork of layer.
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fsdp_qlora.model.elementwise import norm_backward, normalise
+from fsdp_qlora.model.elementwise import norm_backward, normalize
 from fsdp_qlora.model.lora_matmul import fill_columns, lora_matmul, widen
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def norm_inputs(work: LayerWork, name: str | None, x: Tensor, fused: FusedLinear
     if name is None:
         return widen(x, fused)
     arch, inputs = work.arch, x.new_empty(len(x), fused.width)
-    normalise(inputs[:, : fused.in_features], x, work.vector(name), work.vector(name, "bias"),
+    normalize(inputs[:, : fused.in_features], x, work.vector(name), work.vector(name, "bias"),
               arch.norm, arch.norm_eps, evaluation=work.evaluation)
     return inputs
 
@@ -33,7 +33,7 @@ def norm_inputs(work: LayerWork, name: str | None, x: Tensor, fused: FusedLinear
 def normed(work: LayerWork, name: str, x: Tensor) -> Tensor:
     """The norm of x [n, hidden]."""
     arch, out = work.arch, torch.empty_like(x)
-    normalise(out, x, work.vector(name), work.vector(name, "bias"), arch.norm, arch.norm_eps,
+    normalize(out, x, work.vector(name), work.vector(name, "bias"), arch.norm, arch.norm_eps,
               evaluation=work.evaluation)
     return out
 
@@ -91,7 +91,7 @@ def end_branch(
     assert x is not None, "the sum needs it"
     if post_norm:
         added = torch.empty_like(branch)
-        normalise(added, branch, work.vector(post_norm), work.vector(post_norm, "bias"),
+        normalize(added, branch, work.vector(post_norm), work.vector(post_norm, "bias"),
                   arch.norm, arch.post_norm_eps, evaluation=work.evaluation)
     out = torch.add(x, added, alpha=arch.residual_multiplier)
     return out, branch if post_norm else None
@@ -121,6 +121,6 @@ def keep(**values: Any) -> types.SimpleNamespace:
 
 
 def weight_bytes(fused: FusedLinear, item: int, reuse_dequantized: bool) -> int:
-    """Bytes of the dequantised weights of a FusedLinear that are alive at once."""
+    """Bytes of the dequantized weights of a FusedLinear that are alive at once."""
     sizes = [one.out_features for one in fused.splits]
     return fused.width * (sum(sizes) if reuse_dequantized else max(sizes)) * item

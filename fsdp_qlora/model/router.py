@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class Routing:
-    """Where the tokens of a bin go. n tokens, k experts each, n * k rows sorted by expert."""
+    """Where the tokens of a micro-batch go. n tokens, k experts each, n * k rows sorted by
+    expert."""
 
     scores: Tensor  # fp32 [n, experts]
     chosen: Tensor  # int64 [n, k], experts
@@ -111,8 +112,9 @@ BALANCE = "load_balancing_loss", "busiest_expert"  # of metrics.jsonl
 def add_balance(layer: DecoderLayer, routing: Routing, n_unpadded: Tensor) -> None:
     """Add to layer.balance [3]: the auxiliary loss of Switch Transformers, which is 1 if all
     experts get the same number of tokens; the busiest expert's share of the tokens, times the
-    number of experts; and 1 for this bin. Only the first n_unpadded, int64 [1], of its tokens
-    count; a bin of padding alone adds 0. These numbers are logged, nothing is trained by them."""
+    number of experts; and 1 for this micro-batch. Only the first n_unpadded, int64 [1], of its
+    tokens count; a micro-batch of padding alone adds 0. These numbers are logged, nothing is
+    trained by them."""
     n, n_experts = routing.scores.shape
     counted = torch.arange(n, device=n_unpadded.device) < n_unpadded
     before = F.pad((routing.token < n_unpadded).cumsum(0), (1, 0))[routing.ends]
@@ -152,7 +154,7 @@ def chosen_weights(
     """The weights of the chosen experts before scaling, fp32 [n, k], their scores, and the sum
     [n, 1] by which these are divided, None where they are not."""
     picked, total = scores.gather(1, chosen), None
-    if moe.normalised:
+    if moe.normalized:
         total = picked.sum(-1, keepdim=True) + moe.sum_eps
     return picked if total is None else picked / total, picked, total
 

@@ -142,7 +142,7 @@ def lent_values(arch: Architecture) -> int:
 
 def kept_bytes(plan: Plan, layers: LayerTotals, value_bytes: int) -> tuple[int, int]:
     """The bytes that the recomputed layers and the others keep. `value_bytes`: the bytes of one
-    value of each token of a bin."""
+    value of each token of a micro-batch."""
     def of_layers(start: int, stop: int) -> int:  # all of which keep the same
         values = layers.kept_values[plan.keeps(start)]
         return (values[stop] - values[start]) * value_bytes
@@ -215,7 +215,7 @@ class Fit:
 
     # shares of what measure_machine() finds
     sustained: float = 0.77  # of its FLOP/s, over whole steps
-    dequantising: float = 0.65  # of its bandwidth, while weights are dequantised; measured, twice
+    dequantizing: float = 0.65  # of its bandwidth, while weights are dequantized; measured, twice
     # work of attention in units of its forward: that has 2 products, backward has 5; counted
     attention_passes: float = 3.5
     # times as long by flex_attention for heads of more than 256 values; measured: 41 ms for 8,192
@@ -225,9 +225,9 @@ class Fit:
     # dropout. From one row each
     score_bytes: float = 170
     dropped_score_bytes: float = 640
-    # share of a recomputed layer's weights that is dequantised a third time
-    dequantised_again: float = 1
-    held_dequantised_again: float = 0.5  # the same with reuse_dequantized
+    # share of a recomputed layer's weights that is dequantized a third time
+    dequantized_again: float = 1
+    held_dequantized_again: float = 0.5  # the same with reuse_dequantized
     # launches of a layer in both passes
     launches: float = 100  # of any layer
     recomputed_launches: float = 80  # more if it is recomputed
@@ -253,7 +253,7 @@ FIT = Fit()
 
 @dataclasses.dataclass(frozen=True)
 class LayerSeconds:
-    """The predicted time of a mean layer for one bin, in parts; some of them overlap."""
+    """The predicted time of a mean layer for one micro-batch, in parts; some of them overlap."""
 
     compute: float  # of products and memory, in both passes
     forward: float  # the part of `compute` that forward takes
@@ -287,9 +287,9 @@ def layer_seconds(
     flops += 2 * n * FIT.attention_passes * context * layers.mean_query_width
     # each use of a weight: 4 bits are read, a number is written; once in forward, in backward, and
     # for a share of the recomputed layers' weights
-    share = FIT.held_dequantised_again if plan.reuse_dequantized else FIT.dequantised_again
+    share = FIT.held_dequantized_again if plan.reuse_dequantized else FIT.dequantized_again
     uses = 2 * weights + again * share * token_weights
-    moved = (uses * (0.5 + item) / FIT.dequantising
+    moved = (uses * (0.5 + item) / FIT.dequantizing
              + n * layers.elementwise_values / n_layers * item)
     if plan.plain_attention:
         of_score = FIT.dropped_score_bytes if arch.attention_dropout else FIT.score_bytes
@@ -322,7 +322,7 @@ def layer_seconds(
 
 
 def head_seconds(plan: Plan, arch: Architecture, machine: Machine) -> float:
-    """The predicted time of the head and the loss for one bin."""
+    """The predicted time of the head and the loss for one micro-batch."""
     item = getattr(torch, plan.compute_dtype).itemsize
     logits = plan.micro_batch_tokens * arch.vocab_size
     speed = FIT.sustained * machine.flops

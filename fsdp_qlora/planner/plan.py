@@ -51,14 +51,14 @@ class Plan:
     n_layers: int
     shard_group_size: int  # processes that share one copy of the model
     reshard_after_forward: bool  # free a layer's gathered weights until its backward (FULL_SHARD)
-    micro_batch_tokens: int  # at most in one bin
+    micro_batch_tokens: int  # at most in one micro-batch
     recomputed: int  # how many layers, the first ones, are recomputed in backward
     save_mid_residual: bool  # recomputed layers also keep the sum after the mixing
-    reuse_dequantized: bool  # the backward of these keeps dequantised weights for a second use
+    reuse_dequantized: bool  # the backward of these keeps dequantized weights for a second use
     offload_activations: bool
     offload_params: bool
     n_mlp_saved: int = 0  # recomputed layers, the last ones, that keep what their MLP needs
-    expert_ranges: int = 1  # experts are dequantised in so many ranges, one after the other
+    expert_ranges: int = 1  # experts are dequantized in so many ranges, one after the other
     plain_attention: bool = False  # whether a layer's attention runs in plain torch
     plain_recurrence: bool = False  # the same of mixers with a state
     fused: bool = True  # whether elementwise work is compiled to one kernel each, as on a GPU
@@ -66,7 +66,7 @@ class Plan:
     state_bytes: float = 0.0  # of the optimizer's state in GPU memory, for each weight
     graphs: bool = False  # whether CUDA graphs are used
     why_no_graphs: str = ""
-    graph_room: int = 0  # memory that graphs reserve, in whole bins, see use_graphs()
+    graph_room: int = 0  # memory that graphs reserve, in whole micro-batches, see use_graphs()
     # {kind: bytes} at a step's peak
     memory: dict[str, int] = dataclasses.field(default_factory=dict)
     host_bytes: int = 0  # pinned, of one process
@@ -91,9 +91,9 @@ class Plan:
 
     @property
     def preference(self) -> tuple[int, ...]:
-        """Among plans of the same speed the lowest is chosen: small groups, small bins, few layers
-        recomputed whole, few expert ranges. It prefers freeing gathered weights, and otherwise
-        keeps the most activations and weights."""
+        """Among plans of the same speed the lowest is chosen: small groups, small micro-batches,
+        few layers recomputed whole, few expert ranges. It prefers freeing gathered weights, and
+        otherwise keeps the most activations and weights."""
         return (self.shard_group_size, self.micro_batch_tokens, self.recomputed - self.n_mlp_saved,
                 self.expert_ranges, not self.reshard_after_forward, not self.save_mid_residual,
                 not self.reuse_dequantized)
@@ -112,7 +112,8 @@ class Workload:
     """What a run gives its processes to do, as far as the plan depends on it."""
 
     tokens: int  # the most in one of the first 200 steps, over all processes
-    longest: int  # the fewest tokens that a bin must hold: those of the longest document, or pair
+    # the fewest tokens that a micro-batch must hold: those of the longest document, or pair
+    longest: int
     mean_document_tokens: float
     uneven: bool  # whether training rows differ in length or in their number of trained tokens
     world_size: int
@@ -178,7 +179,8 @@ def choose_plan(
         check_plan(plan, config, arch, specs, workload, limit, machine)
     if workload.device.type == "cpu":
         check_host(plan, machine)
-    # bins have several shapes if the rows have, or if a step's last bins hold fewer rows
+    # micro-batches have several shapes if the rows have, or if a step's last micro-batches hold
+    # fewer rows
     n_rows = workload.world_size * (plan.micro_batch_tokens // workload.longest)
     uneven_micro_batches = workload.uneven or config.batch_size % n_rows > 0
     bound = machine.host_bytes if is_by_host else limit
@@ -257,9 +259,9 @@ def use_graphs(
 ) -> Plan:
     """The plan, with CUDA graphs where the host is slower than the GPU, or why they are not used.
 
-    Graphs never free their memory. If bins have several shapes, it has gaps, and bins without a
-    graph need memory of their own: graph_room is 2 bins. If all bins have one shape, the memory of
-    what ran before the capture is free again.
+    Graphs never free their memory. If micro-batches have several shapes, it has gaps, and
+    micro-batches without a graph need memory of their own: graph_room is 2 micro-batches. If all
+    micro-batches have one shape, the memory of what ran before the capture is free again.
     """
     graphed = dataclasses.replace(plan, graphs=True, graph_room=2 if uneven_micro_batches else 0)
     graphed = predict_memory(graphed, arch, specs)
@@ -327,7 +329,7 @@ def way_out(
     order in which to try them, and the plan with them; all flags, where none of them suffices."""
     flags, n = "", workload.longest
     shorter: dict[str, Any] = {"micro_batch_tokens": n}
-    if plan.micro_batch_tokens <= n:  # a bin has the longest row alone: shorter rows
+    if plan.micro_batch_tokens <= n:  # a micro-batch has the longest row alone: shorter rows
         shorter = {"micro_batch_tokens": config.micro_batch_tokens and n // 2,
                    "max_seq_len": min(n, config.max_seq_len or n) // 2}
     for tried in ({"recompute": "all"}, {"offload_activations": True}, {"offload_params": True},
@@ -350,8 +352,8 @@ def way_out(
 
 
 def longest_in_a_micro_batch(rows: Rows, world_size: int) -> int:
-    """The fewest tokens that a bin must hold for these Rows: those of the longest document or, if
-    one process has both answers of a pair, of the longest pair."""
+    """The fewest tokens that a micro-batch must hold for these Rows: those of the longest document
+    or, if one process has both answers of a pair, of the longest pair."""
     n_joined = rows.n_answers if world_size == 1 else 1
     longest = int(rows.lengths.view(-1, n_joined).sum(1).max())
     return max(longest, longest_in_a_micro_batch(rows.mismatched, world_size)) if rows.mismatched \

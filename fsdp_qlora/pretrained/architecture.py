@@ -64,7 +64,7 @@ class MoE:
     group_best: int = 2
     groups_if: bool | FromConfig = True  # where a config can switch them off; True or
     #                                      "group_limited_greedy": on
-    normalised: bool | FromConfig = True  # weights are divided by their sum plus sum_eps
+    normalized: bool | FromConfig = True  # weights are divided by their sum plus sum_eps
     sum_eps: float = 0.0
     scale: float | FromConfig = 1.0  # multiplies the weights
     expert_scale: str | None = None  # a tensor [experts]: so do these
@@ -436,7 +436,7 @@ class Linear:
     out_features: int
     in_features: int
     bias: bool
-    mxfp4: bool = False  # in the files it is in MXFP4, and stays so; else it is quantised to NF4
+    mxfp4: bool = False  # in the files it is in MXFP4, and stays so; else it is quantized to NF4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -532,7 +532,7 @@ class Architecture(Family):
         return {"in_proj": in_proj + of_mixer, "out": out, "mixer_out": mixer_out}
 
     def mlp_groups(self, kind: LayerKind) -> dict[str, list[Linear]]:
-        """Those of fused_groups() that the MLP half has."""
+        """Those of fused_groups() that the MLP sublayer has."""
         if kind.halves == "mixer":
             return {"gate_up": [], "down": []}
         groups = {"gate_up": self.gate_up, "down": self.down}

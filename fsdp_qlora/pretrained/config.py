@@ -461,7 +461,7 @@ def shrunk_config(model_config: PreTrainedConfig) -> PreTrainedConfig:
     arch = describe_model(model_config)
     c = copy.deepcopy(text_config(model_config))
     c.per_layer_config = None  # that of the small layers is among the changes
-    vars(c).pop("quantization_config", None)  # its own weights are random, quantised to NF4 here
+    vars(c).pop("quantization_config", None)  # its own weights are random, quantized to NF4 here
     applies = {
         "always": lambda name: True,
         "if declared": lambda name: hasattr(c, name),
@@ -489,7 +489,7 @@ def shrinking_changes(
     record = FAMILIES[c.model_type]
     inner, eps = (str(name).removeprefix("config.")
                   for name in (record.intermediate_size, record.norm_eps))
-    # whole blocks of 64: bitsandbytes on a CPU dequantises others wrongly; square as the model is
+    # whole blocks of 64: bitsandbytes on a CPU dequantizes others wrongly; square as the model is
     hidden = 64 if arch.n_heads * arch.head_dim == arch.hidden_size else 128
     by_layer = {name: getattr(c, name, None)
                 for name in ("layer_types", "no_rope_layers", "layer_rope_theta", "mlp_layer_types",

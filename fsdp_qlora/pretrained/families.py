@@ -72,7 +72,7 @@ DEEPSEEK: dict[str, Any] = dict(
     shared_size="config.moe_intermediate_size", n_shared="config.n_shared_experts",
     shared="mlp.shared_experts", fp32_router=True, scores="sigmoid",
     correction="mlp.gate.e_score_correction_bias", n_groups="config.n_group",
-    top_groups="config.topk_group", normalised="config.norm_topk_prob",
+    top_groups="config.topk_group", normalized="config.norm_topk_prob",
     sum_eps=1e-20, scale="config.routed_scaling_factor", rounded_weights=False)
 MLA: dict[str, Any] = dict(
     mla=LatentAttention(), qkv_bias=False, out_bias=False, mlp_bias=False,
@@ -203,19 +203,19 @@ FAMILIES: dict[str, Family] = {
                 "linear_dt_init_floor")),
     # MoE models
     "qwen3_moe": Family(qk_norm="head", window="all", moe=MoE(
-        normalised="config.norm_topk_prob")),
+        normalized="config.norm_topk_prob")),
     "qwen2_moe": Family(qkv_bias="config.qkv_bias", window="layer_types", moe=MoE(
         shared_size="config.shared_expert_intermediate_size",
-        shared_gate="mlp.shared_expert_gate", normalised="config.norm_topk_prob",
+        shared_gate="mlp.shared_expert_gate", normalized="config.norm_topk_prob",
         adapters="parameters")),
     "mixtral": Family(window="all", moe=MoE(**MIXTRAL, rounded_weights=False)),
     "minimax_m2": Family(qk_norm="full", partial_rotary=True, moe=MoE(
         **MIXTRAL, scores="sigmoid", correction="mlp.e_score_correction_bias",
         rounded_weights=False)),
     "olmoe": Family(qk_norm="full", must_be={"clip_qkv": None}, moe=MoE(
-        expert_size="config.intermediate_size", normalised="config.norm_topk_prob")),
+        expert_size="config.intermediate_size", normalized="config.norm_topk_prob")),
     "flex_olmo": Family(**OLMO2, moe=MoE(
-        expert_size="config.intermediate_size", normalised="config.norm_topk_prob")),
+        expert_size="config.intermediate_size", normalized="config.norm_topk_prob")),
     "granitemoe": Family(**GRANITE, logits_divisor="config.logits_scaling",
                          moe=MoE(**GRANITE_EXPERTS)),
     "hunyuan_v1_moe": Family(**HUNYUAN, moe=MoE(
@@ -228,7 +228,7 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe_lite": Family(**MLA, moe=MoE(**DEEPSEEK)),
     "deepseek_v3": Family(**MLA, moe=MoE(**DEEPSEEK)),
     "deepseek_v2": Family(**MLA | dict(rotary_interleaved=True), moe=MoE(**DEEPSEEK | dict(
-        scores="softmax", correction=None, normalised=False, group_best=1,
+        scores="softmax", correction=None, normalized=False, group_best=1,
         groups_if="config.topk_method"))),
     "deepseek_v32": Family(**INDEXED, moe=MoE(**DEEPSEEK)),
     "glm_moe_dsa": Family(**INDEXED, moe=MoE(**DEEPSEEK)),
@@ -252,7 +252,7 @@ FAMILIES: dict[str, Family] = {
                  ("mlp.shared_experts.", "mlp.shared_mlp.")))),
     "mellum": Family(qk_norm="head", window="layer_types", ropes_by_layer_type=True,
                      unused=("mtp_layer_types", "mtp_mlp_layer_types"), moe=MoE(
-                         normalised="config.norm_topk_prob")),
+                         normalized="config.norm_topk_prob")),
     "qwen3_5_moe_text": Family(
         **QWEN3_NEXT, intermediate_size="config.moe_intermediate_size",
         prefixes=("model.", "model.language_model."),
@@ -261,12 +261,12 @@ FAMILIES: dict[str, Family] = {
     "qwen3_next": Family(
         **QWEN3_NEXT, mixers={"linear_attention": DeltaNet(
             in_projs=(("in_proj_qkvz", "qkvz"), ("in_proj_ba", "ba")), by_key_head=True)},
-        moe=MoE(**QWEN3_NEXT_EXPERTS, normalised="config.norm_topk_prob")),
+        moe=MoE(**QWEN3_NEXT_EXPERTS, normalized="config.norm_topk_prob")),
     "lfm2_moe": Family(**LFM2, must_be={"use_expert_bias": True}, moe=MoE(
         first_dense="config.num_dense_layers", experts="feed_forward.experts",
         router="feed_forward.gate", scores="sigmoid", rounded_scores=True,
         correction="feed_forward.expert_bias",
-        normalised="config.norm_topk_prob", sum_eps=1e-6, scale="config.routed_scaling_factor",
+        normalized="config.norm_topk_prob", sum_eps=1e-6, scale="config.routed_scaling_factor",
         adapters="parameters",
         # of experts, after their numbers: layers without experts have w1 wherever these are called
         renames=tuple((f"{digit}.{here}", f"{digit}.{there}") for digit in range(10) for here, there

@@ -120,10 +120,10 @@ def read_model_config(
         for group in settings.get("config_groups", {}).values():
             settings |= group["weights"]
     if arch.expert_down and arch.expert_down[0].mxfp4:
-        want = {}  # they stay in MXFP4, and nothing else is quantised
+        want = {}  # they stay in MXFP4, and nothing else is quantized
     for key, value in want.items():
         if settings and settings.get(key) != value:
-            raise ValueError(f"--model {config.model}: is quantised already, with {key}"
+            raise ValueError(f"--model {config.model}: is quantized already, with {key}"
                              f" {settings.get(key)}; only {value} can be read, so name the original"
                              " model")
     longest = longest_text(text_config(model_config))

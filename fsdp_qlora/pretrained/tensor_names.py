@@ -256,22 +256,22 @@ def check_files(
         if n_mxfp4:
             log(f"model: {n_mxfp4} linears of experts are in MXFP4, taken exactly as they are")
         return {}
-    states = check_prequantised(files, names, wanted)
+    states = check_prequantized(files, names, wanted)
     dtypes = sorted({state["dtype"] for state in states.values()})
     n = sum(name in states for name in names.linears)
     n_whole, n_gates = len(names.linears) - n, len(states) - n
-    log(f"model: quantised already, loaded as it is: {n} linears in NF4"
-        + f"; {n_whole} others, which are not, are quantised now" * (n_whole > 0)
-        + f"; {n_gates} tensors of routers and gates are dequantised" * (n_gates > 0))
+    log(f"model: quantized already, loaded as it is: {n} linears in NF4"
+        + f"; {n_whole} others, which are not, are quantized now" * (n_whole > 0)
+        + f"; {n_gates} tensors of routers and gates are dequantized" * (n_gates > 0))
     if dtypes not in ([], [compute_dtype]):
-        log(f"they were quantised from {', '.join(dtypes)}, to which bitsandbytes dequantises them;"
-            f" here they are dequantised to {compute_dtype}, so that some weights differ by its"
+        log(f"they were quantized from {', '.join(dtypes)}, to which bitsandbytes dequantizes them;"
+            f" here they are dequantized to {compute_dtype}, so that some weights differ by its"
             " rounding")
     return states
 
 
 def has_nf4(model_config: PreTrainedConfig) -> bool:
-    """Whether the files have linears that bitsandbytes quantised to 4 bits."""
+    """Whether the files have linears that bitsandbytes quantized to 4 bits."""
     method = stored_format(model_config).get("quant_method")
     return method not in (None, "fp8", "mxfp4", "compressed-tensors")
 
@@ -310,7 +310,7 @@ def check_tensors(files: Mapping[str, Stored], names: TensorNames, wanted: Wante
                              f" for {list(shape)}" + ": MXFP4 has one scale for 32 weights"
                              * name.endswith(MX_PARTS))
         if dtype not in dtypes:
-            hint = ": without double quantisation?" * name.endswith("absmax")
+            hint = ": without double quantization?" * name.endswith("absmax")
             if dtype == "F8_E4M3" and name in names.linears:
                 hint = f", and F8_E4M3 with its {name}_scale_inv"
             raise ValueError(f"{path.name}: {name} is {dtype}, which is not read;"
@@ -334,13 +334,13 @@ def same_bytes(one: Stored, other: Stored) -> bool:
         return all(a.read(size) == b.read(size) for size in sizes)
 
 
-def check_prequantised(
+def check_prequantized(
     files: Mapping[str, Stored], names: TensorNames, wanted: Wanted,
 ) -> dict[str, dict[str, Any]]:
-    """check_tensors() of files in which bitsandbytes has quantised linears, in the way of this
-    package. Not all linears need be quantised: transformers 5 leaves experts as they are,
-    transformers 4 also quantised routers. Adds the tensors that bitsandbytes stores to `wanted`.
-    Returns {name: the JSON object that bitsandbytes stored with it} of the quantised weights."""
+    """check_tensors() of files in which bitsandbytes has quantized linears, in the way of this
+    package. Not all linears need be quantized: transformers 5 leaves experts as they are,
+    transformers 4 also quantized routers. Adds the tensors that bitsandbytes stores to `wanted`.
+    Returns {name: the JSON object that bitsandbytes stored with it} of the quantized weights."""
     in_nf4 = [name for name in (*names.linears, *sorted(names.small_tensors))
               if f"{name}.{NF4_STATE}" in files and name in names.shapes]
     for name in files:
@@ -383,7 +383,7 @@ def _read_state(
             "nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32"}
     for key, value in want.items():
         if state.get(key) != value:
-            raise ValueError(f"{stored.path}: {name} was quantised with {key} {state.get(key)},"
+            raise ValueError(f"{stored.path}: {name} was quantized with {key} {state.get(key)},"
                              f" only {value} can be read")
     n_bytes = stored.stop - stored.start
     if n_bytes != math.prod(shape) // 2:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 BLOCK = 64  # weights that share one absmax; QLoRA's choice and bitsandbytes' default
 MX_BLOCK = 32  # weights that share one scale, a power of two, in MXFP4: half a block
-NESTED_BLOCK = 256  # absmax values that share one second-level absmax (double quantisation)
+NESTED_BLOCK = 256  # absmax values that share one second-level absmax (double quantization)
 # FSDP2 before torch 2.13 does not shard integers, so 4-bit codes are declared as bf16. If they were
 # also copied as bf16, they would be damaged without an error: CUDA rewrites NaN patterns, 0.08 % of
 # the words. The hooks of NF4Blocks make FSDP2 copy bytes.
@@ -122,7 +122,7 @@ class NF4Blocks(torch.Tensor):
 
 @dataclasses.dataclass
 class Nested:
-    """The second level of quantisation of a layer's linears: turns 8-bit codes into absmax.
+    """The second level of quantization of a layer's linears: turns 8-bit codes into absmax.
 
     It takes 4 bytes for 16,384 weights, so every rank has all of it.
     """

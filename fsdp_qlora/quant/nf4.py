@@ -1,4 +1,4 @@
-"""What 4-bit codes mean, and the kernel that dequantises them: NF4, and MXFP4, the format of
+"""What 4-bit codes mean, and the kernel that dequantizes them: NF4, and MXFP4, the format of
 gpt-oss's experts. How they are stored is in blocks.
 """
 
@@ -46,10 +46,10 @@ def mxfp4_code(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat([values, -values]).to(device), powers.to(device)
 
 
-def dequantise(layer: DecoderLayer, fused: FusedLinear, adapter: torch.Tensor) -> torch.Tensor:
+def dequantize(layer: DecoderLayer, fused: FusedLinear, adapter: torch.Tensor) -> torch.Tensor:
     """[W, B] of a FusedLinear, [out, width], in the dtype of `adapter`, the layer's whole adapter.
 
-    W are the weights of its linears, one below the other, bit for bit as bitsandbytes dequantises
+    W are the weights of its linears, one below the other, bit for bit as bitsandbytes dequantizes
     NF4 and transformers MXFP4. B of each linear is in its adapter's columns, which are 0 for the
     other linears. One kernel writes both: B takes no launch of its own.
     """
@@ -62,7 +62,7 @@ def dequantise(layer: DecoderLayer, fused: FusedLinear, adapter: torch.Tensor) -
         code, of_scales = mxfp4_code(weight.device)
         if not in_mxfp4:
             code, of_scales = nf4_code(weight.device), nested.code_values
-        launch_dequantise(
+        launch_dequantize(
             packed, scales, nested.absmax, nested.offsets, of_scales, code, adapter,
             place_table(fused, weight.device), weight, fused.in_features, fused.lora_rank,
             n_linears=len(fused.places), equal=equal_blocks(fused), in_mxfp4=in_mxfp4)
@@ -125,7 +125,7 @@ def equal_blocks(fused: FusedLinear) -> int:
     return sizes.pop()[0] if len(sizes) == 1 else 0
 
 
-def launch_dequantise(
+def launch_dequantize(
     packed: torch.Tensor, scales: torch.Tensor, nested_absmax: torch.Tensor, offsets: torch.Tensor,
     code_values: torch.Tensor, code: torch.Tensor, adapter: torch.Tensor, table: torch.Tensor,
     out: torch.Tensor, n_in: int, rank: int, *, n_linears: int, equal: int, in_mxfp4: bool,
@@ -153,7 +153,7 @@ if triton:
         BLOCK: tl.constexpr, NESTED_BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
         FIELDS: tl.constexpr,
     ):
-        """See dequantise(). The first n_tiles programs write BLOCKS blocks of W each, the others
+        """See dequantize(). The first n_tiles programs write BLOCKS blocks of W each, the others
         64 rows and COLUMNS columns of B each. `table` is place_table(); what 8-bit scales mean is
         in code_values, [linears, 256] or in MXFP4 [256]."""
         tile = tl.program_id(0)
@@ -244,7 +244,7 @@ def why_no_triton() -> str:
         (True, mx_scales, mx_powers, mx_code, mxfp4_values(packed, mx_scales).to(weight.dtype))):
         out = torch.empty_like(weight)
         try:
-            launch_dequantise(
+            launch_dequantize(
                 packed, scales, nested.absmax, state.offset, of_scales, code, weight, table, out,
                 256, 16, n_linears=1, equal=0, in_mxfp4=is_mx)
         except Exception as e:

@@ -261,8 +261,8 @@ def compared_flags(
 
 def refuse_other_run(config: Config, directory: Path, content: dict[str, str | None],
                      saved_config: dict[str, Any]) -> None:
-    """Raise ValueError if the run that `begun` describes cannot go on as this one: it has other
-    flags, data or base model."""
+    """Raise ValueError if the run that `saved_config` describes cannot go on as this one: it has
+    other flags, data or base model."""
     before, now = compared_flags(config, saved_config)
     changed = [f"--{name} {before.get(name)}, not {now[name]}" for name in MUST_MATCH
                if before.get(name) != now[name]]
@@ -279,8 +279,8 @@ def refuse_other_run(config: Config, directory: Path, content: dict[str, str | N
 
 def check_run(config: Config, directory: Path, content: dict[str, str | None],
               saved_config: dict[str, Any]) -> None:
-    """For a dry run: raise ValueError if the run in --output_dir, which `begun` describes, could
-    not go on as this one. Rank 0 only."""
+    """For a dry run: raise ValueError if the run in --output_dir, which `saved_config` describes,
+    could not go on as this one. Rank 0 only."""
     if saved_config:
         base = content["base_sha256"] or saved_config.get("base_sha256")
         refuse_other_run(config, directory, {**content, "base_sha256": base}, saved_config)

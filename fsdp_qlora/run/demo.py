@@ -73,7 +73,7 @@ def write_demo(directory: Path, loss: str = "sft") -> None:
 
 
 def unpaired(row: dict[str, str], loss: str, i: int) -> dict[str, Any]:
-    """The i-th of the demo's rows for a loss of preferences: its answer beside a wrong one, or one
+    """The i-th of the demo's rows for a preference loss: its answer beside a wrong one, or one
     of them in turn."""
     right = row["completion"]
     number = int(right.split()[-1].rstrip("."))

@@ -90,8 +90,8 @@ def open_output(config: Config, user_config: Config, status: Status) -> Iterator
 
 def claim_directory(config: Config, directory: Path, saved_config: dict[str, Any],
                     status: Status) -> tuple[str, list[str]]:
-    """Make and lock the directory; `begun` is its train_config.json, {} without. Returns who holds
-    it, as .lock says, and the directories that were made. Raises ValueError. Rank 0 only."""
+    """Make and lock the directory; `saved_config` is its train_config.json, {} without. Returns who
+    holds it, as .lock says, and the directories that were made. Raises ValueError. Rank 0 only."""
     made = [str(p) for p in (directory, *directory.parents) if not p.exists()]
     if not saved_config:
         refuse_inputs(config, directory)
@@ -105,9 +105,9 @@ def claim_directory(config: Config, directory: Path, saved_config: dict[str, Any
 
 def find_run(config: Config, user_config: Config, directory: Path,
              saved_config: dict[str, Any]) -> tuple[bool, bool]:
-    """Whether the run that `begun` describes is this one and complete, and whether status.json may
-    be written, as no other run's is there. Of one that is not complete, what is half written is
-    removed. Raises ValueError where the directory cannot be used. Rank 0 only."""
+    """Whether the run that `saved_config` describes is this one and complete, and whether
+    status.json may be written, as no other run's is there. Of one that is not complete, what is
+    half written is removed. Raises ValueError where the directory cannot be used. Rank 0 only."""
     used = [*directory.glob("adapter_*"), *directory.glob("checkpoint-*")]
     if used and not saved_config or saved_config and config.resume == "never":
         way_out = ("resume it by --resume must" if saved_config else "begin with its adapter by"
@@ -136,8 +136,8 @@ def refuse_inputs(config: Config, directory: Path) -> None:
 
 
 def has_adapter(directory: Path, saved_config: dict[str, Any]) -> bool:
-    """Whether a run's adapter is there, and is what train_config.json, `begun`, says that it was
-    when it was written; says if it is another."""
+    """Whether a run's adapter is there, and is what train_config.json, `saved_config`, says that it
+    was when it was written; says if it is another."""
     adapter = directory / "adapter_model.safetensors"
     if not all((directory / name).is_file() for name in ADAPTER_FILES):
         return False
@@ -227,7 +227,7 @@ def describe_run(run: Run, user_config: Config, base: Path, loaded: types.Simple
             "double_quant": True,
             "nested_blocksize": NESTED_BLOCK,
             "quantized_from_dtype": config.compute_dtype,
-            "prequantized": loaded.prequantised,  # the base's own bytes
+            "prequantized": loaded.prequantized,  # the base's own bytes
             "device": run.device.type,
             "tensor_sums": loaded.sums,  # {tensor: content_sum()}: tell bases apart
         },

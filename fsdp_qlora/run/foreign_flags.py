@@ -156,7 +156,7 @@ not needed, because LoRA on a 4-bit model is all that is trained
     use_peft use_lora lora finetuning_type train_type lora_task_type lora_fan_in_fan_out
     create_new_adapter full_finetuning
 
-not needed, because the base is always in NF4, with double quantisation
+not needed, because the base is always in NF4, with double quantization
     load_in_4bit load_in_8bit quantization_bit quantization_method quantize_base bnb_*
     use_bnb_nested_quant double_quantization quantization quant_method bnb_config_kwargs
     quantization_type gptq* load_in_16bit load_in_fp8 n_bits

@@ -287,11 +287,11 @@ def log_plan(
     `resident`: bytes that the process has already, on a CPU, where they count."""
     notes = {
         describe_copies(user_config, plan, world_size): True,
-        f"bins of at most {plan.micro_batch_tokens:,} tokens, in which rows lie end to end": True,
+        f"micro-batches of at most {plan.micro_batch_tokens:,} tokens, packed end to end": True,
         f"{plan.recomputed} of {plan.n_layers} layers recomputed in backward": True,
         "these keep the sum after attention": plan.recomputed and plan.save_mid_residual,
         f"{plan.n_mlp_saved} of these keep what their MLP needs": plan.n_mlp_saved,
-        "backward keeps dequantised weights for a second use": plan.reuse_dequantized,
+        "backward keeps dequantized weights for a second use": plan.reuse_dequantized,
         "gathered weights stay until backward": not plan.reshard_after_forward,
         "nothing to offload": plan.offload_activations and not plan.recomputed,
         "embeddings in host memory": plan.embedding_on_host,

@@ -50,10 +50,10 @@ class MergeCheck:
         """
         found, rows = {}, self.rows
         with torch.compiler.set_stance("force_eager"):
-            for packed in pack_rows(rows.lengths.tolist(), 1, run.plan.micro_batch_tokens):
-                micro_batch = make_micro_batch(rows, packed, 0, None, run)
+            for micro_step in pack_rows(rows.lengths.tolist(), 1, run.plan.micro_batch_tokens):
+                micro_batch = make_micro_batch(rows, micro_step, 0, None, run)
                 states = run.model(micro_batch, wants_loss=False).cpu().split(micro_batch.lengths)
-                found.update(zip(packed[0], states))  # padding is after the rows
+                found.update(zip(micro_step[0], states))  # padding is after the rows
         reshard_all(run.model)
         now = torch.cat([found[i] for i in range(len(rows))])
         return {"with_adapter": now, "without_adapter": self.without_adapter}

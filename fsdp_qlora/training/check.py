@@ -36,11 +36,12 @@ from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.config import describe_model, rope_frequencies, shrunk_config
 from fsdp_qlora.pretrained.reader import rows_in_memory
 from fsdp_qlora.pretrained.tensor_names import TensorNames, tensor_names
-from fsdp_qlora.quant.nf4 import dequantise
+from fsdp_qlora.quant.nf4 import dequantize
 from fsdp_qlora.ranks import explain
 
 KERNEL_PACKAGES = "fla", "causal_conv1d"
-LENGTHS = 24, 18  # tokens of two documents in one bin, for longrope a long one and a short one
+# tokens of two documents in one micro-batch, for longrope a long one and a short one
+LENGTHS = 24, 18
 CHECK_RANK, CHECK_ALPHA = 4, 8  # of the adapters
 CHECKED = ("lora", False), ("dora", True)  # kind of adapter, and whether layers are recomputed
 CHECK_LIMIT = 1e-4  # of a relative difference; another order of fp32 sums causes 1e-6
@@ -204,14 +205,14 @@ def plain_run(model: Model) -> Any:
 
 @torch.no_grad()
 def read_weights(model: Model, names: TensorNames) -> dict[str, torch.Tensor]:
-    """{transformers' name: W [out, in]} of each linear, dequantised from the model's NF4; experts
+    """{transformers' name: W [out, in]} of each linear, dequantized from the model's NF4; experts
     are one tensor, [experts, out, in]. `names`: the TensorNames of transformers' model."""
     weights = {}
     if record := model.arch.per_layer:
         weights[names.of_model(record.projection)] = model.per_layer_projection
     for i, layer in enumerate(model.layers):
         for fused in layer.spec.fused_linears:
-            weight = dequantise(layer, fused, layer.adapter)[:, : fused.in_features]
+            weight = dequantize(layer, fused, layer.adapter)[:, : fused.in_features]
             for place in fused.places:
                 name = names.of_layer(i, f"{place.linear.name}.weight")
                 if source := names.sources.get(name):
@@ -237,7 +238,7 @@ def random_adapter(model: Model, generator: torch.Generator) -> None:
 
 
 def results(model: Model, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """{name of a compared result: tensor} of the two documents in one bin."""
+    """{name of a compared result: tensor} of the two documents in one micro-batch."""
     arch, documents = model.arch, ids.split(LENGTHS)
     rows = rows_of([(x, x) for x in documents])
     micro_batch = make_micro_batch(rows, [[0, 1]], 0, None, plain_run(model))

@@ -1,5 +1,5 @@
-"""What the model gives for rows without training on them: bins without dropout, and the losses of
-documents.
+"""What the model gives for rows without training on them: micro-batches without dropout, and the
+losses of documents.
 
 `run` is the script's Run.
 """
@@ -36,12 +36,12 @@ def evaluation_batches(run: Run, rows: Rows,
 
 
 def evaluation_micro_batches(run: Run, batch: Rows) -> Iterator[tuple[MicroBatch, list[list[int]]]]:
-    """Yield this rank's Bin of each micro-batch of a few Rows, and the micro-batch. All ranks must
-    call this, and use all of it."""
+    """Yield this rank's MicroBatch of each micro-batch of a few Rows, and the micro-batch. All
+    ranks must call this, and use all of it."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    for packed in pack_rows(
+    for micro_step in pack_rows(
             batch.lengths.tolist(), world_size, run.plan.micro_batch_tokens, batch.n_answers):
-        yield make_micro_batch(batch, packed, rank, None, run), packed
+        yield make_micro_batch(batch, micro_step, rank, None, run), micro_step
 
 
 @torch.no_grad()
@@ -49,8 +49,8 @@ def document_losses(run: Run, batch: Rows) -> torch.Tensor:
     """The sum of the token losses of each document of a few Rows, fp64 [documents], the same on all
     ranks. All ranks must call this."""
     losses = torch.zeros(len(batch.lengths), dtype=torch.float64, device=run.device)
-    for micro_batch, packed in evaluation_micro_batches(run, batch.as_documents()):
-        of_ranks = gather_documents(run.model(micro_batch)).view(len(packed), -1)
-        for documents, found in zip(packed, of_ranks):
+    for micro_batch, micro_step in evaluation_micro_batches(run, batch.as_documents()):
+        of_ranks = gather_documents(run.model(micro_batch)).view(len(micro_step), -1)
+        for documents, found in zip(micro_step, of_ranks):
             losses[documents] = found[: len(documents)]
     return losses

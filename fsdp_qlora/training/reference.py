@@ -81,7 +81,7 @@ def measure(run: Run, needed: dict[str, tuple[Rows, torch.Tensor]],
         if why := on_rank_0(why_no_start, run):
             raise RunError(why, EXITS["checkpoint"])
         weights = run.adapter.weights.data.clone()
-        run.adapter.initialise(run.config)
+        run.adapter.initialize(run.config)
     is_first = True  # else a run that is stopped at once would never get ahead
     for name, numbers in ((name, numbers) for name, numbers in missing.items() if len(numbers)):
         rows, _ = needed[name]

@@ -78,11 +78,11 @@ def write_answers(run: Run, prompts: list[list[int]], closing: set[int],
     All ranks must call this, and each computes the same."""
     rooms = [min(SAMPLE_TOKENS, run.plan.micro_batch_tokens - len(prompt)) for prompt in prompts]
     # what stands behind an answer's last token does not change it, as attention is causal: so the
-    # shape of a bin stays
+    # shape of a micro-batch stays
     padded = [prompt + [0] * room for prompt, room in zip(prompts, rooms)]
     rows, answers = rows_of([(ids, ids) for ids in padded]), [[] for _ in prompts]
-    packing = pack_rows(rows.lengths.tolist(), 1, run.plan.micro_batch_tokens)
-    for (numbers,) in packing:
+    micro_steps = pack_rows(rows.lengths.tolist(), 1, run.plan.micro_batch_tokens)
+    for (numbers,) in micro_steps:
         micro_batch = make_micro_batch(rows, [numbers], 0, None, run)
         ends = dict(zip(numbers, itertools.accumulate(len(padded[i]) for i in numbers)))
         waiting = numbers
@@ -97,7 +97,7 @@ def write_answers(run: Run, prompts: list[list[int]], closing: set[int],
                     micro_batch.input_ids[place + 1] = token
             waiting = [i for i in waiting
                        if len(answers[i]) < rooms[i] and answers[i][-1] not in closing]
-            expected = (time.monotonic() - begun) * SAMPLE_TOKENS * len(packing)
+            expected = (time.monotonic() - begun) * SAMPLE_TOKENS * len(micro_steps)
             is_second = max(map(len, answers)) == 2  # the first takes longer than all others
             state = waiting, expected > budget and is_second, run.status.stop_reason
             # rank 0 decides: another copy of the model may round in another way
