@@ -24,7 +24,7 @@ from tqdm import tqdm
 from fsdp_qlora.files import source_digest
 
 if TYPE_CHECKING:
-    from train_fsdp_qlora import Config
+    from fsdp_qlora.config import Config
 
 # exit codes; 75 and 70 are EX_TEMPFAIL and EX_SOFTWARE of sysexits.h
 EXIT_RESUMABLE, EXIT_STEP_TIMEOUT, EXIT_BUG = 75, 9, 70

@@ -80,7 +80,4 @@ def check_each_model_once():
 
 def parse_config(argv):
     """The Config of a command line, or what the parser raises."""
-    import train_fsdp_qlora
-    from fsdp_qlora.run.flags import parse_flags
-
-    return parse_flags(train_fsdp_qlora.Config, train_fsdp_qlora.__doc__.splitlines()[0], argv)
+    return get("parse_flags")(argv)

@@ -15,7 +15,7 @@ from house import parse_config
 from fsdp_qlora.model import layer
 from fsdp_qlora.pretrained.hub import model_directory, read_model_config
 from fsdp_qlora.data.tokenizer import load_tokenizer
-from fsdp_qlora.run.flags import resolve_config
+from fsdp_qlora.run.resolve import resolve_config
 
 sys.path.insert(0, str(ROOT / "benchmarks"))  # as where run.py is started
 spec = importlib.util.spec_from_file_location("benchmark", ROOT / "benchmarks" / "run.py")

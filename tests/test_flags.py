@@ -7,6 +7,7 @@ import os
 import re
 import runpy
 import shutil
+import subprocess
 import sys
 
 import pytest
@@ -17,10 +18,11 @@ from short_runs import (
 
 from transformers import TrainingArguments
 
-from fsdp_qlora.run.flags import resolve_config
+from fsdp_qlora.config import VERSION, Config
 from fsdp_qlora.model.loss import LOSSES
 from fsdp_qlora.run.foreign_flags import VALUES, peer_answer, read_peers
-from train_fsdp_qlora import Config, join_processes
+from fsdp_qlora.run.resolve import resolve_config
+from train_fsdp_qlora import join_processes
 
 
 @pytest.fixture(scope="module")
@@ -350,3 +352,20 @@ def test_output_that_cannot_show_a_letter_ends_no_start(monkeypatch):
     with pytest.raises(SystemExit) as e:
         runpy.run_path(str(SCRIPT), run_name="__main__")
     assert e.value.code == 2 and b"arguments: --caf\\xe9" in shown["stderr"].buffer.getvalue()
+
+
+def test_losses_to_choose_are_those_there_are():
+    (field,) = [f for f in dataclasses.fields(Config) if f.name == "loss"]
+    assert field.metadata["choices"] == tuple(LOSSES)
+
+
+@pytest.mark.parametrize("argv, code, words", [
+    (["--help"], 0, "--max_seq_len"), (["--version"], 0, f"FSDP QLoRA {VERSION}"),
+    (["--learning_rte", "1"], 2, "do you mean --learning_rate?"),
+    (["--batch_size", "4k"], 2, "--batch_size 4k: must be a whole number; do you mean 4096?")])
+def test_flags_are_answered_before_torch_is_imported(argv, code, words):
+    command = [sys.executable, "-X", "importtime", ROOT / "train_fsdp_qlora.py", *argv]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code and words in done.stdout + done.stderr
+    imported = re.findall(r"^import time:.*\| +(\S+)$", done.stderr, re.M)
+    assert "fsdp_qlora.config" in imported and "torch" not in imported

@@ -32,7 +32,7 @@ from fsdp_qlora.planner import plan as planner
 from fsdp_qlora.planner.plan import DoesNotFit, Plan, Workload, check_host, pick_plan, use_graphs
 from fsdp_qlora.pretrained.hub import base_digest
 from fsdp_qlora.run.checkpoints import MUST_MATCH, SCHEDULE, find_checkpoint, refuse_other_run
-from fsdp_qlora.run.flags import resolve_config
+from fsdp_qlora.run.resolve import resolve_config
 from fsdp_qlora.run.logs import log_startup
 from fsdp_qlora.training import check, untrained_tokens
 from fsdp_qlora.training.check import check_family

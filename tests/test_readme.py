@@ -22,7 +22,7 @@ from transformers import CONFIG_MAPPING
 
 import merge_adapters
 from fsdp_qlora import ranks
-from fsdp_qlora.run.flags import resolve_config
+from fsdp_qlora.run.resolve import resolve_config
 from fsdp_qlora.data.encode import try_row
 from fsdp_qlora.data.forms import FORMS, OPTIONAL, REFUSED, SYNONYMS, TRAINED
 from fsdp_qlora.data.preferences import LABELS, PAIRS

@@ -25,7 +25,7 @@ from fsdp_qlora.model.elementwise import N_SITES, drop
 from fsdp_qlora.hashing import hash_ints
 from fsdp_qlora.pretrained.config import describe_model
 from fsdp_qlora.model.layer import make_layer_specs
-from fsdp_qlora.run.flags import resolve_steps
+from fsdp_qlora.run.resolve import resolve_steps
 from train_fsdp_qlora import Config, learning_rate, make_optimizer
 
 BATCH, RANK, ALPHA, PEAK, DROPOUT = 7, 4, 64, 1e-2, 0.3

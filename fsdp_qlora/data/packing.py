@@ -26,7 +26,8 @@ from fsdp_qlora.model.recurrence import chunk_table
 
 if TYPE_CHECKING:
     from fsdp_qlora.data.rows import Rows
-    from train_fsdp_qlora import Config, Run
+    from fsdp_qlora.config import Config
+    from train_fsdp_qlora import Run
 
 
 @dataclasses.dataclass

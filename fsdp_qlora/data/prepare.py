@@ -35,7 +35,7 @@ from fsdp_qlora.model.loss import LOSSES
 from fsdp_qlora.ranks import RunError, log, raise_on_all_ranks
 
 if TYPE_CHECKING:
-    from train_fsdp_qlora import Config
+    from fsdp_qlora.config import Config
 
 
 def prepare_data(config: Config, directory: Path, tokenizer: PreTrainedTokenizerFast | None,

@@ -20,7 +20,7 @@ from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.model.loss import LOSSES, Loss
 
 if TYPE_CHECKING:
-    from train_fsdp_qlora import Config
+    from fsdp_qlora.config import Config
 
 COLUMNS = "prompt_length", "n_trainable_tokens", "desirable", "digest"  # as Rows has them
 

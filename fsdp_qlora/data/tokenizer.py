@@ -28,7 +28,7 @@ from fsdp_qlora.ranks import explain, log
 
 if TYPE_CHECKING:
     from fsdp_qlora.data.rows import Rows
-    from train_fsdp_qlora import Config
+    from fsdp_qlora.config import Config
 
 PROBES = (  # where released tokenizers differ: spaces, lines, digits, case, scripts, normal forms
     "It is sunny and warm.", "  two spaces around  ", "one  two   three\ttabs\t\t.", "",

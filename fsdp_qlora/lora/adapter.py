@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from fsdp_qlora.model.layer import DecoderLayer, LayerSpec
     from fsdp_qlora.model.model import Model
     from fsdp_qlora.pretrained.architecture import Architecture
-    from train_fsdp_qlora import Config
+    from fsdp_qlora.config import Config
 
 
 def resolve_target_modules(

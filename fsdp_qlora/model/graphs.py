@@ -14,7 +14,7 @@ from fsdp_qlora.model.loss import micro_batch_loss
 if TYPE_CHECKING:
     from fsdp_qlora.data.batches import MicroBatch
     from fsdp_qlora.model.model import Model
-    from train_fsdp_qlora import Config
+    from fsdp_qlora.config import Config
 
 
 MAX_GRAPHS = 64  # each takes some GPU memory beside torch's, which the plan does not count

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from fsdp_qlora.data.batches import MicroBatch
     from fsdp_qlora.planner.plan import Plan
     from fsdp_qlora.pretrained.architecture import Architecture, LayerKind
-    from train_fsdp_qlora import Config
+    from fsdp_qlora.config import Config
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -23,7 +23,7 @@ from fsdp_qlora.quant.nf4 import LORA_COLUMNS
 
 if TYPE_CHECKING:
     from fsdp_qlora.pretrained.architecture import Linear
-    from train_fsdp_qlora import Config
+    from fsdp_qlora.config import Config
 
 LARGE_WEIGHT = 2**28  # weights; a fused linear with more is dequantized one linear at a time
 STATE_BLOCK = 256  # values of the adapter that share one scale in bitsandbytes' 8-bit AdamW

@@ -24,7 +24,7 @@ from fsdp_qlora.ranks import all_gather
 if TYPE_CHECKING:
     from fsdp_qlora.data.batches import MicroBatch
     from fsdp_qlora.data.rows import Rows
-    from train_fsdp_qlora import Config
+    from fsdp_qlora.config import Config
 
 
 @dataclasses.dataclass

@@ -22,7 +22,7 @@ from fsdp_qlora.quant.nf4 import why_no_triton
 from fsdp_qlora.ranks import gather_objects, log_each_rank, raise_on_all_ranks
 
 if TYPE_CHECKING:
-    from train_fsdp_qlora import Config
+    from fsdp_qlora.config import Config
 
 
 def limit_memory(config: Config, device: torch.device) -> int:

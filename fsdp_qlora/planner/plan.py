@@ -33,7 +33,7 @@ from fsdp_qlora.ranks import gather_objects, raise_on_all_ranks
 
 if TYPE_CHECKING:
     from fsdp_qlora.data.rows import Rows
-    from train_fsdp_qlora import Config
+    from fsdp_qlora.config import Config
 
 # the share of the GPU's memory that fragmentation takes: with 22.5 GiB a plan of 21.4 GiB ran, one
 # of 21.8 GiB did not

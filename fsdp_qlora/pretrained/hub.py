@@ -27,7 +27,7 @@ from fsdp_qlora.pretrained.reader import weight_files
 from fsdp_qlora.ranks import explain, log
 
 if TYPE_CHECKING:
-    from train_fsdp_qlora import Config
+    from fsdp_qlora.config import Config
 
 SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # of a model: all but its weights
 NOT_COPIED = "config.json", "adapter_config.json"  # by which transformers would load an adapter

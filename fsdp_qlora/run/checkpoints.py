@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from fsdp_qlora.data.rows import Rows
     from fsdp_qlora.lora.adapter import Adapter
     from fsdp_qlora.model.layer import LayerSpec
-    from train_fsdp_qlora import Config, Run
+    from fsdp_qlora.config import Config
+    from train_fsdp_qlora import Run
 
 MUST_MATCH = (  # flags that a resumed run cannot change, besides rows and base model
     "random_weights", "compute_dtype", "adapter", "lora_rank", "lora_alpha", "lora_dropout",

@@ -17,7 +17,7 @@ from fsdp_qlora.model.loss import LOSSES
 from fsdp_qlora.ranks import on_rank_0, log
 
 if TYPE_CHECKING:
-    from train_fsdp_qlora import Config
+    from fsdp_qlora.config import Config
 
 
 def make_demo(config: Config, directory: Path) -> None:

@@ -33,7 +33,8 @@ from fsdp_qlora.ranks import RunError, is_rank_0, on_rank_0, log, this_rank, rai
 
 if TYPE_CHECKING:
     from fsdp_qlora.run.status import Status
-    from train_fsdp_qlora import Config, Run
+    from fsdp_qlora.config import Config
+    from train_fsdp_qlora import Run
 
 ADAPTER_FILES = "adapter_config.json", "adapter_model.safetensors"
 PROBE_FILE = "probe.safetensors"  # what the model gives for a few rows, see probe

@@ -32,7 +32,8 @@ from fsdp_qlora.ranks import log
 if TYPE_CHECKING:
     from fsdp_qlora.data.rows import Rows
     from fsdp_qlora.planner.plan import Plan
-    from train_fsdp_qlora import Config, Run
+    from fsdp_qlora.config import Config
+    from train_fsdp_qlora import Run
 
 LOG_SECONDS = 2  # between lines of steps in the log
 HIGH_RATE = 0.02  # --learning_rate above it gets a line

@@ -47,7 +47,7 @@ from fsdp_qlora.ranks import (
 
 if TYPE_CHECKING:
     from fsdp_qlora.planner.plan import Plan
-    from train_fsdp_qlora import Config
+    from fsdp_qlora.config import Config
 
 ACTIONS = (None, "save", "stop")  # of one rank to all; the last has precedence
 LOST = "another process of this run has ended"
