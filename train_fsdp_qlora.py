@@ -62,7 +62,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from fsdp_qlora.config import VERSION, Config
+from fsdp_qlora.config import Config
 from fsdp_qlora.data.packing import MicroBatch, pack_rows, make_micro_batch, step_rows
 from fsdp_qlora.data.prepare import prepare_data
 from fsdp_qlora.data.rows import Rows, random_rows
@@ -122,7 +122,6 @@ from fsdp_qlora.training.untrained_tokens import check_untrained_tokens
 
 SCRIPT = Path(__file__)
 VERSIONS = {m.__name__: m.__version__ for m in (torch, transformers, peft, bnb)}
-VERSIONS["fsdp_qlora"] = VERSION
 TIMEOUT = timedelta(hours=12)  # one process may encode a large file while the others wait
 RETRY_SECONDS = 60  # after a save that failed
 DRY_EXAMPLES = 5  # rows that a dry run shows

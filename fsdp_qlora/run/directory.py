@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerFast
 
+from fsdp_qlora.config import VERSION
 from fsdp_qlora.data.tokenizer import generation_settings, write_tokenizer
 from fsdp_qlora.files import (
     as_json, digest, put_in_place, read_json, read_records, remove, text_digest, write_whole)
@@ -236,6 +237,7 @@ def describe_run(run: Run, user_config: Config, base: Path, loaded: types.Simple
         "date": template_date,
         "asked": [{"answers": n, "chat_template_kwargs": json.loads(way)}
                   for way, n in run.rows.asked.items()],  # see how_to_ask()
+        "version": VERSION,
         "versions": versions,
         **kept,
         "probe_input_ids": run.merge_check.input_ids}
