@@ -319,8 +319,8 @@ def run_out_of_memory(at):
     house.replace("train_step", step_or_fail)
 
 
-SAVES = ["save_checkpoint", "save_adapter", "describe_run", "write_reference", ("Log", "write"),
-         ("Log", "__init__")]  # fmt: skip
+SAVES = ["save_checkpoint", "save_adapter", "describe_run", "write_reference", ("MetricsWriter", "write"),
+         ("MetricsWriter", "__init__")]  # fmt: skip
 # by where they are found, as Path's mkdir, unlink and chmod are os's; what one calls of the others,
 # as rmtree does, is part of it
 OPERATIONS = {
@@ -451,7 +451,7 @@ def forget_state():
 
 def append_metrics():
     """metrics.jsonl keeps what a resumed run does again."""
-    log_class = house.get("Log")
+    log_class = house.get("MetricsWriter")
     begin = log_class.__init__
 
     def begin_behind(self, run, done):

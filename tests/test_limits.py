@@ -275,7 +275,7 @@ def test_start_says_what_is_unusual_and_what_the_process_has(rate, is_high, caps
     out = capsys.readouterr().out
     assert out.startswith("chosen: --max_steps 7 --target_modules q_proj v_proj\n")
     assert ("is far above what trains adapters" in out) == is_high
-    assert " tokens, in which rows lie end to end; " in out
+    assert " tokens, packed end to end; " in out
     assert "; 1 tokens/s per process predicted\n" in out
     with one_process():
         log_startup(chosen, chosen, plan_of(3 * GIB), {}, 0, device, {})
