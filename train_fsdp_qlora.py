@@ -11,7 +11,7 @@ The first command needs no files: it makes a small model and data set and trains
 run, resumes it, and does nothing once it is complete. There the run leaves the adapter in PEFT's
 format, tokenizer, metrics, checkpoint-NNNNNN/ for resuming, and train_config.json for merging.
 
-This file is the whole job, in the order in which it happens: main() and train(); processes;
+This file is the whole job, in the order in which it happens: main() and finetune(); processes;
 the choice of attention; the FSDP2 policy; loading to NF4; the adapter's optimizer; schedule, step,
 evaluation, loop; saving. docs/internals.md is the map of fsdp_qlora/, on which it stands.
 
@@ -137,7 +137,7 @@ Kernels = dict[str, dict[str, Callable]]  # see choose_attention
 
 @dataclasses.dataclass
 class Run:
-    """What train() has built and what the steps change."""
+    """What finetune() has built and what the steps change."""
 
     config: Config
     plan: Plan  # what is sharded, recomputed, offloaded
@@ -178,7 +178,7 @@ def main(argv: list[str] | None = None) -> int:
             if config.plan_for:
                 answer_plan_for(config, status)
             else:
-                train(config, device, status)
+                finetune(config, device, status)
             code = 0
         except RunError as e:
             code = status.stop_together(e)
@@ -194,7 +194,7 @@ def main(argv: list[str] | None = None) -> int:
     return code
 
 
-def train(user_config: Config, device: torch.device, status: Status) -> None:
+def finetune(user_config: Config, device: torch.device, status: Status) -> None:
     """The whole job, from the flags that were given to the adapter. All ranks must call this."""
     # 1. Agree: the same flags, source and versions on all ranks, one output directory
     check_same(user_config, SCRIPT, VERSIONS | {"python": "{}.{}".format(*sys.version_info)})
@@ -232,7 +232,7 @@ def train(user_config: Config, device: torch.device, status: Status) -> None:
         content = agree_on_content(config, rows, eval_rows, base_sha256)
         if config.init_adapter and not saved_config:
             on_rank_0(check_origin, config, base_sha256, tokenizer)
-        done = steps_done(config, directory, content, saved_config, status, is_dry)
+        start_step = find_start_step(config, directory, content, saved_config, status, is_dry)
         on_rank_0(check_room, config, directory, specs)
 
         # 4. Which attention, and the plan: what is sharded, recomputed, offloaded
@@ -267,8 +267,8 @@ def train(user_config: Config, device: torch.device, status: Status) -> None:
             config, plan, status, directory, device, rows, eval_rows, tokenizer, content,
             lora_config=lora_config, kernels=kernels, model=model, adapter=adapter,
             optimizer=optimizer, store=make_store(plan, device), merge_check=MergeCheck(rows),
-            graphs=plan.graphs and Graphs(model, config, device), saved_step=done)
-        start_adapter(run, done)
+            graphs=plan.graphs and Graphs(model, config, device), saved_step=start_step)
+        start_adapter(run, start_step)
         status.enter("saving")
         on_rank_0(describe_run, run, user_config, base.resolve(), loaded, template_date, VERSIONS)
         on_rank_0(save_tokenizer, directory, base, tokenizer)
@@ -280,7 +280,7 @@ def train(user_config: Config, device: torch.device, status: Status) -> None:
         status.enter("training")
         find_reference(run)
         run.merge_check.begin(run)
-        if records := training_loop(run, done):
+        if records := train(run, start_step):
             log_speed(run, records)
         finish_run(run)
 
@@ -312,7 +312,7 @@ def find_weights(config: Config, base: Path, name: str, is_dry: bool) -> tuple[P
     return base, base_digest(base)
 
 
-def steps_done(config: Config, directory: Path, content: dict[str, str | None],
+def find_start_step(config: Config, directory: Path, content: dict[str, str | None],
                saved_config: dict[str, Any], status: Status, is_dry: bool) -> int:
     """After how many steps the run in the directory goes on, by its newest whole checkpoint; 0: it
     is new, or is only looked at. `saved_config` is its train_config.json. All ranks must call
@@ -321,24 +321,24 @@ def steps_done(config: Config, directory: Path, content: dict[str, str | None],
     if is_dry:
         on_rank_0(check_run, config, directory, content, saved_config)
         return 0
-    done: int = on_rank_0(find_checkpoint, config, directory, content)
-    status.may_write, status.max_steps, status.step = True, config.max_steps, done
-    status.checkpoint = checkpoint_path(directory, done).name if done else None
-    log_extension(config, saved_config, done)
-    return done
+    start_step: int = on_rank_0(find_checkpoint, config, directory, content)
+    status.may_write, status.max_steps, status.step = True, config.max_steps, start_step
+    status.checkpoint = checkpoint_path(directory, start_step).name if start_step else None
+    log_extension(config, saved_config, start_step)
+    return start_step
 
 
-def start_adapter(run: Run, done: int) -> None:
-    """Give the adapter its first values, or those after `done` steps with the optimizer's state.
-    All ranks must call this."""
-    if not done:
+def start_adapter(run: Run, start_step: int) -> None:
+    """Set the adapter to its first values, or to those of checkpoint `start_step`, with the
+    optimizer's state. All ranks must call this."""
+    if not start_step:
         run.adapter.initialize(run.config)
         return
     run.status.enter("checkpoint")
-    path = checkpoint_path(run.directory, done)
+    path = checkpoint_path(run.directory, start_step)
     with raise_on_all_ranks():
         run.progress = load_checkpoint(path, run.adapter, run.optimizer)
-    log(f"resumed from {path}: {done} of {run.config.max_steps} steps are done")
+    log(f"resumed from {path}: {start_step} of {run.config.max_steps} steps are done")
 
 
 def answer_plan_for(user_config: Config, status: Status) -> None:
@@ -629,13 +629,14 @@ def optimizer_step(optimizer: Optimizer, adapter: Adapter, rate: float) -> None:
     adapter.weights.grad.zero_()
 
 
-def log_extension(config: Config, saved_config: dict[str, Any], done: int) -> None:
-    """Say what becomes of the rate where a run goes on that was complete after `done` steps, by its
-    train_config.json."""
-    if done and done == saved_config["config"]["max_steps"] < config.max_steps:
+def log_extension(config: Config, saved_config: dict[str, Any], start_step: int) -> None:
+    """Log what becomes of the rate where a run goes on that was complete after `start_step` steps,
+    by its train_config.json."""
+    if start_step and start_step == saved_config["config"]["max_steps"] < config.max_steps:
         last, next_rate = (learning_rate(step, dataclasses.replace(config, max_steps=n))
-                           for step, n in ((done, done), (done + 1, config.max_steps)))
-        log(f"the run was complete after {done} steps and goes on to {config.max_steps}: the"
+                           for step, n in ((start_step, start_step),
+                                           (start_step + 1, config.max_steps)))
+        log(f"the run was complete after {start_step} steps and goes on to {config.max_steps}: the"
             f" learning rate was {last:.1e} and is {next_rate:.1e} now; a new run with"
             " --init_adapter would begin with a warm-up")
 
@@ -645,8 +646,9 @@ def learning_rate(step: int, config: Config) -> float:
     warmup = max(1, round(config.warmup_fraction * config.max_steps))
     if step <= warmup:
         return config.learning_rate * step / warmup
-    done = (step - warmup) / (config.max_steps + 1 - warmup)
-    shapes = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done, "constant": 1.0}
+    progress = (step - warmup) / (config.max_steps + 1 - warmup)
+    shapes = {"cosine": 0.5 * (1 + math.cos(math.pi * progress)), "linear": 1 - progress,
+              "constant": 1.0}
     return config.learning_rate * shapes[config.lr_schedule]
 
 
@@ -669,7 +671,7 @@ def train_step(run: Run, step: int) -> tuple[Record, str | None]:
     local_sums: Any = 0
     n_micro_batches, capacity, of_all = 0, 0, values_of_all(run, batch, [batch])
     while micro_batches:
-        micro_batch = micro_batches.pop(0)  # not a for loop: a bin's memory is free once it is done
+        micro_batch = micro_batches.pop(0)  # not a for loop: its memory is free once it is done
         is_last = not micro_batches
         if micro_batch.answers:
             micro_batch.answers = dataclasses.replace(micro_batch.answers, **of_all)
@@ -837,7 +839,7 @@ def log_evaluation(run: Run, writer: MetricsWriter | None, step: int) -> tuple[b
 # ------------------------------------------------------------------------------------------------
 
 
-def training_loop(run: Run, done: int) -> list[Record]:
+def train(run: Run, start_step: int) -> list[Record]:
     """The training loop: steps, evaluations, metrics, checkpoints. With
     --random_weights it returns the records of metrics, one a step. All ranks must call this."""
     config, plan, status, records = run.config, run.plan, run.status, []
@@ -852,16 +854,16 @@ def training_loop(run: Run, done: int) -> list[Record]:
     if run.rows.lengths.min() != run.rows.lengths.max():
         compile_for_any_rows()
     with raise_on_all_ranks():
-        writer = MetricsWriter(run, done) if is_rank_0() else None
+        writer = MetricsWriter(run, start_step) if is_rank_0() else None
     save_steps, save_seconds = save_interval(config)
     run.step_start, run.save_due = clock(), clock() + save_seconds
     try:
-        # from `done`: a run that was stopped before the evaluation of that step does it now
-        for step in range(done, config.max_steps + 1):
+        # from `start_step`: a run that was stopped before the evaluation of that step does it now
+        for step in range(start_step, config.max_steps + 1):
             request, cut_short, is_best, is_last = None, False, False, step == config.max_steps
             status.extend_deadline(config, run.longest_step)
             status.step = step
-            if step > done:
+            if step > start_step:
                 status.where = (f"at step {step}, in micro-batches of at most"
                                 f" {plan.micro_batch_tokens} tokens")
                 record, request = train_step(run, step)
@@ -869,7 +871,7 @@ def training_loop(run: Run, done: int) -> list[Record]:
                     records.append(record)
                 if writer:
                     writer.step(record)
-            if step == done + 1:
+            if step == start_step + 1:
                 # freeze what exists by now: garbage collection would look through it again and
                 # again, on one rank at a time while the others wait
                 gc.collect()
@@ -885,7 +887,7 @@ def training_loop(run: Run, done: int) -> list[Record]:
             if evaluates or saves:
                 run.step_start = clock()  # they do not count as time of a step
             if request == "stop":
-                stop_run(run, step, cut_short, is_first=step == done)
+                stop_run(run, step, cut_short, is_first=step == start_step)
     finally:
         status.deadline = math.inf
         if writer:

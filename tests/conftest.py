@@ -9,7 +9,7 @@ session, since to start one takes longer than most runs; on a CPU it is forked f
 and forks four ranks, of which a job takes as many as it wants. A file's runs are made together, by
 a fixture, when its first test asks for them, and each test then reads what its own run has left: a
 case that goes wrong fails under its own name. Where files do not tell, a job is a case of
-worker.py, which looks at the run that train() has wired, in place of its steps. Computed in fp32
+worker.py, which looks at the run that finetune() has wired, in place of its steps. Computed in fp32
 and on a CPU, numbers equal the references to 1e-5; what must be the same bytes is compared by
 torch.equal. `make test` shares the files out to two processes, each with launches of its own.
 

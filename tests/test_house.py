@@ -22,7 +22,7 @@ from standalone import for_types
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ("train_fsdp_qlora", "merge_adapters")
-THE_JOB = ("train_fsdp_qlora", "train")  # may be longer than other functions
+THE_JOB = ("train_fsdp_qlora", "finetune")  # may be longer than other functions
 UPPER = {*SCRIPTS, "standalone", "tests", "benchmarks"}
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): path

@@ -615,7 +615,7 @@ def test_rank_is_frozen(function, rank, start, undisturbed, tmp_path):
     check_stopped(run, "failed", EXIT_STEP_TIMEOUT, f"rank {1 - rank} on")
     stacks = [path.name for path in (tmp_path / "run").glob("stacks-*.txt")]
     assert stacks == [f"stacks-{1 - rank}.txt"]
-    assert "training_loop" in (tmp_path / "run" / stacks[0]).read_text()
+    assert " in train\n" in (tmp_path / "run" / stacks[0]).read_text()
     finish(start, tmp_path, "--step_timeout_minutes", 0.05)
     assert differences(tmp_path, undisturbed.run) == []
 

@@ -2,8 +2,8 @@
 
 A job is {"case": a function below, "out": file, ...its inputs}; the results of rank 0, those of
 every rank where the case says so, go to the file as safetensors. What a case looks at is wired by
-the script's train() itself: training() runs it from flags to adapter, with a function of the
-test's in place of its steps. `process` is what train() wants besides flags: device and Status.
+the script's finetune() itself: training() runs it from flags to adapter, with a function of the
+test's in place of its steps. `process` is what finetune() wants besides flags: device and Status.
 """
 
 import math
@@ -43,8 +43,8 @@ from minimal_runs import minimal  # noqa: F401 - a case
 
 
 def training(job, process, model, flags, look):
-    """What `look(run)` returns where train() would do its steps. The data set and the tokenizer are
-    made where the job and the model have none."""
+    """What `look(run)` returns where finetune() would do its steps. The data set and the tokenizer
+    are made where the job and the model have none."""
     seen = {}
 
     def prepare():
@@ -64,10 +64,10 @@ def training(job, process, model, flags, look):
         (run.directory / "metrics.jsonl").touch()  # of no steps
         return []
 
-    house.replace("training_loop", training_loop)
+    house.replace("train", training_loop)
     dataset = job.get("dataset", f"{job['out']}.jsonl")
     argv = ["--model", model, "--dataset", dataset, "--output_dir", directory, *flags]
-    train_fsdp_qlora.train(house.parse_config([str(arg) for arg in argv]), *process)
+    train_fsdp_qlora.finetune(house.parse_config([str(arg) for arg in argv]), *process)
     return seen
 
 
@@ -314,8 +314,8 @@ def resumed(job, process):
         out["planned"] = torch.tensor(run.plan.memory.get("optimizer's state", 0))
         return []
 
-    house.replace("training_loop", training_loop)
-    train_fsdp_qlora.train(house.parse_config(job["argv"]), *process)
+    house.replace("train", training_loop)
+    train_fsdp_qlora.finetune(house.parse_config(job["argv"]), *process)
     return out
 
 

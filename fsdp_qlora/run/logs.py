@@ -43,32 +43,33 @@ SHOWN_TOKENS = {True: 60, False: 30}  # of the first row's long parts, trained o
 class MetricsWriter:
     """metrics.jsonl, the tracker that --report_to names, and a progress bar. Rank 0 only."""
 
-    def __init__(self, run: Run, done: int) -> None:
-        """Of a run that is resumed after step `done`, only earlier records stay."""
+    def __init__(self, run: Run, start_step: int) -> None:
+        """Of a run that is resumed after step `start_step`, only earlier records stay."""
         self.max_steps, self.status = run.config.max_steps, run.status
         self.place = place_of(run.device)
         self.first: tuple[int, float] | None = None  # step of this start, and when it was done
         self.pace: float | None = None  # seconds for each step since, with evaluations and saves
         self.path = run.directory / "metrics.jsonl"
-        write_whole(self.path, earlier_records(self.path, done, run.progress["evaluated"] or 0))
+        evaluated = run.progress["evaluated"] or 0
+        write_whole(self.path, earlier_records(self.path, start_step, evaluated))
         self.size, self.unwritten, self.is_failing = self.path.stat().st_size, b"", False
         self.bar, self.last_line = None, 0.0
         trackers = {"tensorboard": tensorboard, "wandb": wandb_run, "none": lambda *_: (None, None)}
         self.name = run.config.report_to
-        self.track, self.close_tracker = trackers[self.name](run, done)
+        self.track, self.close_tracker = trackers[self.name](run, start_step)
 
     def write(self) -> None:
         """Append what is unwritten. What the disk does not accept is kept for the next time, and
         written over what it accepted of it."""
         try:
             self.status.check_lock()
-            file, done = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666), 0
+            file, written = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666), 0
             try:
-                while done < len(self.unwritten):
-                    done += os.pwrite(file, self.unwritten[done:], self.size + done)
+                while written < len(self.unwritten):
+                    written += os.pwrite(file, self.unwritten[written:], self.size + written)
             finally:
                 os.close(file)  # NFS may report only here that the disk is full
-            self.size, self.unwritten, self.is_failing = self.size + done, b"", False
+            self.size, self.unwritten, self.is_failing = self.size + written, b"", False
         except OSError as e:
             self.why = getattr(e, "strerror", None) or e
             if not self.is_failing:
@@ -165,25 +166,26 @@ def describe_metrics(record: dict[str, Any], prefix: str = "") -> str:
     return "".join(f", {part}" for part in parts)
 
 
-def earlier_records(path: Path, done: int, evaluated: int) -> str:
-    """The lines of metrics.jsonl up to step `done`, of evaluations up to step `evaluated`, each
+def earlier_records(path: Path, start_step: int, evaluated: int) -> str:
+    """The lines of metrics.jsonl up to `start_step`, of evaluations up to step `evaluated`, each
     step once."""
     lines = {}
-    for record in read_records(path) if done and path.is_file() else []:
+    for record in read_records(path) if start_step and path.is_file() else []:
         is_evaluation = "eval_loss" in record
-        if record["step"] <= (evaluated if is_evaluation else done):
+        if record["step"] <= (evaluated if is_evaluation else start_step):
             lines[record["step"], is_evaluation] = json.dumps(record) + "\n"
     return "".join(lines.values())
 
 
-def tensorboard(run: Run, done: int) -> tuple[Callable[[dict[str, Any]], None], Callable[[], None]]:
+def tensorboard(
+        run: Run, start_step: int) -> tuple[Callable[[dict[str, Any]], None], Callable[[], None]]:
     """A function that tracks a record, and one that closes the tracker."""
     from torch.utils.tensorboard import SummaryWriter
 
     # its thread would print a traceback of a full disk, which the next add_scalar() raises
     threading.excepthook = lambda hook: (
         isinstance(hook.exc_value, OSError) or threading.__excepthook__(hook))
-    board = SummaryWriter(run.directory / "tensorboard", purge_step=done + 1)
+    board = SummaryWriter(run.directory / "tensorboard", purge_step=start_step + 1)
 
     def track(record: dict[str, Any]) -> None:
         for key, value in record.items():
@@ -195,7 +197,8 @@ def tensorboard(run: Run, done: int) -> tuple[Callable[[dict[str, Any]], None], 
     return track, board.close
 
 
-def wandb_run(run: Run, done: int) -> tuple[Callable[[dict[str, Any]], None], Callable[[], None]]:
+def wandb_run(
+        run: Run, start_step: int) -> tuple[Callable[[dict[str, Any]], None], Callable[[], None]]:
     """The same functions for Weights & Biases; raises ValueError if it cannot be reached."""
     import wandb
 
