@@ -713,7 +713,7 @@ def next_step(run: Run, step: int) -> tuple[Rows, list[MicroBatch]]:
 
 
 def forward_backward(run: Run, micro_batch: MicroBatch, scale: float) -> torch.Tensor:
-    """Add the gradient of `scale` times a bin's loss to the adapter's. Returns the sums of
+    """Add the gradient of `scale` times a micro-batch's loss to the adapter's. Returns the sums of
     micro_batch_loss(). All ranks must call this."""
     sums = None
     if run.graphs:

@@ -21,102 +21,120 @@ class Config:
     """Every flag of the script. None means: derived from the rest, and printed, or not used."""
 
     model: str | None = flag(
-        None, "Hub id or directory of safetensors; left out: a built-in demo; with --random_weights"
-        " or --plan_for also llama-2-7b, llama-2-70b, llama-3-8b, llama-3-70b, qwen2.5-32b")
+        None, "Hub id, or directory with safetensors. With --random_weights or --plan_for also a"
+        " built-in config: llama-2-7b, llama-2-70b, llama-3-8b, llama-3-70b, qwen2.5-32b (default:"
+        " a tiny built-in demo model)")
     dataset: tuple[str, ...] | None = flag(
-        None, "files (JSONL, JSON, Parquet, CSV, TSV, text, also .gz), patterns, directories, what"
-        " save_to_disk wrote, or a Hub id; after a directory or a Hub id may stand"
-        " ,split=train_sft, after a Hub id also ,name=CONFIGURATION ,revision=TAG; left out: the"
-        " demo's instructions")
+        None, "training data: files (JSONL, JSON, Parquet, CSV, TSV, text, also .gz), globs,"
+        " directories, output of save_to_disk(), or a Hub id. Append ,split=NAME to a directory or"
+        " Hub id, and ,name=CONFIG or ,revision=TAG to a Hub id (default: the demo's data)")
     eval_dataset: tuple[str, ...] | None = flag(
-        None, "the same for evaluation, or a fraction of the rows of --dataset: 0.02")
-    columns: tuple[str, ...] | None = flag(None, "new names for keys of rows: context=input")
+        None, "evaluation data: like --dataset, or a fraction of --dataset to hold out, as 0.02"
+        " (default: no evaluation)")
+    columns: tuple[str, ...] | None = flag(
+        None, "rename keys of the data, OLD=NEW, as context=input")
     max_seq_len: int | None = flag(
-        None, "tokens; longer rows are cut; left out: 2048, or what the model was made for if less")
+        None, "maximum sequence length in tokens; longer sequences are truncated (default: 2048,"
+        " or the model's limit if lower)")
     chat_template: str | None = flag(
-        None, "Jinja file, or JSON like chat_template.json, to use instead of the tokenizer's own")
-    output_dir: str | None = flag(None, "where results go; left out: a new directory below runs/")
+        None, "chat template: a Jinja file, or JSON like chat_template.json (default: the"
+        " tokenizer's)")
+    output_dir: str | None = flag(
+        None, "where to write the run (default: a new directory under runs/)")
     resume: str = flag(
-        "auto", "auto: resume the run in --output_dir, if there is one; never:"
-        " begin a new one; must, or no value: resume it, with the flags that it began with unless"
-        " others are given", choices=("auto", "never", "must"), nargs="?", const="must")
-    random_weights: bool = flag(False, "random weights: of the model, only config.json is read")
+        "auto", "auto: resume the run in --output_dir if there is one. never: start a new run, and"
+        " fail if there is one. must (or --resume alone): resume, with the run's own flags for all"
+        " that are not given here", choices=("auto", "never", "must"), nargs="?", const="must")
+    random_weights: bool = flag(
+        False, "use random weights and read only the model's config.json, to measure speed and"
+        " memory")
     loss: str = flag(
-        "sft", "what is trained: sft, text; dpo, ipo, simpo or orpo, a chosen answer rather than a"
-        " rejected one; kto, good answers rather than bad ones",
+        "sft", "training objective. sft: supervised fine-tuning. dpo, ipo, simpo, orpo: prefer the"
+        " chosen to the rejected answer of each pair. kto: good and bad answers, unpaired",
         choices=("sft", "dpo", "ipo", "simpo", "orpo", "kto"))
     beta: float | None = flag(
-        None, "of the other losses: how far the model may move from the reference, less the higher;"
-        " of simpo the scale of rewards (its authors take 2 to 10), of orpo the weight of the odds;"
-        " left out: 0.1")
-    label_smoothing: float = flag(0.0, "of dpo: the share of pairs that are the wrong way round")
-    simpo_gamma: float = flag(0.5, "of simpo: the margin between rewards")
-    desirable_weight: float = flag(1.0, "of kto: of the losses of good answers")
-    undesirable_weight: float = flag(1.0, "of kto: of the losses of bad answers")
-    batch_size: int = flag(16, "rows an optimizer step, over all GPUs")
-    num_epochs: float = flag(1.0, "passes over the data set; --max_steps overrides it")
+        None, "preference losses only. dpo, ipo, kto: strength of the pull towards the reference"
+        " model. simpo: scale of rewards (its authors use 2 to 10). orpo: weight of the odds ratio"
+        " (default: 0.1)")
+    label_smoothing: float = flag(0.0, "dpo only: assumed fraction of pairs with swapped labels")
+    simpo_gamma: float = flag(0.5, "simpo only: target reward margin")
+    desirable_weight: float = flag(1.0, "kto only: loss weight of good answers")
+    undesirable_weight: float = flag(1.0, "kto only: loss weight of bad answers")
+    batch_size: int = flag(
+        16, "sequences per optimizer step, over all GPUs (pairs, for a loss of pairs); gradient"
+        " accumulation is automatic")
+    num_epochs: float = flag(1.0, "number of passes over the data; ignored with --max_steps")
     max_steps: int | None = flag(
-        None, "optimizer steps; 0: a dry run, which reads and checks all but the weights and shows"
-        " what would be trained; left out: by --num_epochs, for the demo 300")
+        None, "number of optimizer steps; 0: a dry run, which reads and checks all but the weights"
+        " and shows what would be trained (default: by --num_epochs; demo: 300)")
     learning_rate: float | None = flag(
-        None, "peak; left out: 2e-4, of preferences 5e-6, for the demo 3e-3")
+        None, "peak learning rate (default: 2e-4; preference losses: 5e-6; demo: 3e-3)")
     lr_schedule: str = flag(
-        "cosine", "after the warm-up: to 0 as a cosine or linear, or constant",
+        "cosine", "schedule after the warm-up: cosine or linear decay to 0, or constant",
         choices=("cosine", "linear", "constant"))
-    warmup_fraction: float = flag(0.03, "of all steps, in which the rate rises to its peak")
-    weight_decay: float = flag(0.0, "of AdamW, on all of the adapter")
-    max_grad_norm: float = flag(1.0, "the adapter's whole gradient is scaled down to this norm")
+    warmup_fraction: float = flag(0.03, "fraction of all steps used for linear warm-up")
+    weight_decay: float = flag(0.0, "AdamW's weight decay, on all adapter weights")
+    max_grad_norm: float = flag(1.0, "clip the global gradient norm to this value")
     eval_every: int | None = flag(
-        None, "steps between evaluations, besides the one before the first step and the one at the"
-        " end; 0: only these two; left out: a tenth of all steps")
+        None, "evaluate every N steps, as well as before step 1 and at the end; 0: only those two"
+        " (default: a tenth of all steps)")
     eval_samples: int | None = flag(
-        None, "greedy answers to held-out rows that each evaluation shows beside what is wanted; 0:"
-        " none; left out: 2 where they take less than a hundredth of the time")
+        None, "number of held-out prompts to answer greedily and print at each evaluation; 0: none"
+        " (default: 2, if that costs under 1 percent of the time)")
     save_every: str = flag(
-        "5m", "between checkpoints: minutes, 5m, or steps, 100; 0: only at the end")
-    keep_checkpoints: int = flag(2, "the newest that stay, besides the one of the best evaluation")
+        "5m", "checkpoint interval: minutes (5m) or steps (100); 0: only at the end")
+    keep_checkpoints: int = flag(
+        2, "number of latest checkpoints to keep, in addition to the best one")
     max_minutes: float | None = flag(
-        None, "from the launch; then the run saves and ends, and the same command resumes it")
+        None, "time limit from the launch: save and exit with code 75; the same command resumes"
+        " (default: none)")
     step_timeout_minutes: float | None = flag(
-        None, "in which a step must end, else all ranks write down where they are and end; left"
-        " out: 20 times the longest step so far and at least 10 minutes, an hour for the first")
+        None, "abort a step that takes longer; every rank first writes its stack to stacks-*.txt"
+        " (default: 20 times the longest step so far, at least 10; 60 for the first step)")
     seed: int = flag(
-        0, "of the adapter's initial values, the data order, the rows held out, dropout, random"
+        0, "seed of the adapter's initial values, data order, held-out split, dropout and random"
         " weights")
     report_to: str = flag(
-        "tensorboard", "where metrics go besides metrics.jsonl; wandb must be installed",
+        "tensorboard", "metrics tracker, in addition to metrics.jsonl (wandb: install it first)",
         choices=("tensorboard", "wandb", "none"))
     adapter: str = flag(
-        "lora", "kind: lora; rslora, which scales by lora_alpha / sqrt(lora_rank); dora, which also"
-        " trains the norm of each weight's rows", choices=("lora", "rslora", "dora"))
-    lora_rank: int = flag(16, "rank of the adapter")
-    lora_alpha: int = flag(32, "scales the adapter, by lora_alpha / lora_rank; rslora: / its root")
+        "lora", "adapter type, on the 4-bit model. lora; rslora: LoRA scaled by lora_alpha /"
+        " sqrt(lora_rank); dora: also trains a magnitude per output feature",
+        choices=("lora", "rslora", "dora"))
+    lora_rank: int = flag(16, "LoRA rank")
+    lora_alpha: int = flag(
+        32, "LoRA alpha: the adapter is scaled by lora_alpha / lora_rank (rslora: /"
+        " sqrt(lora_rank))")
     lora_dropout: float = flag(0.0, "dropout on the adapter's input")
     target_modules: tuple[str, ...] = flag(
-        ("all-linear",), "linears that get an adapter, by name: q_proj v_proj; all-linear: all of"
-        " the decoder layers, of mixtures those of attention; experts: all experts, too")
+        ("all-linear",), "linear layers to adapt: names (q_proj v_proj); all-linear: every linear"
+        " in the decoder layers, in MoE models of the token mixers only; experts: all experts as"
+        " well")
     init_adapter: str | None = flag(
-        None, "directory of an adapter to begin with, of this script or of PEFT")
+        None, "start from this adapter (of a run of this script, or saved by PEFT)")
     micro_batch_tokens: int | None = flag(
-        None, "tokens a GPU works on at once, at least the longest row; left out: what is fastest"
-        " and fits")
+        None, "tokens per GPU in one forward and backward, at least the longest sequence (default:"
+        " the fastest that fits)")
     shard_group_size: int | None = flag(
-        None, "processes that share one copy of the model, for instance those of a node; every such"
-        " group holds one; left out: what is fastest and fits")
+        None, "number of GPUs that share one sharded copy of the model; 1: a full copy on each"
+        " GPU, as DDP; fewer than all: HSDP, as the GPUs of a node (default: the fastest that"
+        " fits)")
     recompute: str = flag(
-        "auto", "decoder layers recomputed in backward: all, none, a number, auto (fastest)")
+        "auto", "activation checkpointing: how many decoder layers to recompute in backward: all,"
+        " none, a number, or auto (the fastest that fits)")
     offload_activations: bool = flag(
-        False, "keep what recomputed layers need in pinned host memory until their backward")
+        False, "keep the saved activations of recomputed layers in pinned host memory")
     offload_params: bool = flag(
-        False, "keep the 4-bit weights in pinned host memory; each layer is copied when needed")
+        False, "keep the 4-bit weights in pinned host memory; each layer is copied to the GPU when"
+        " needed")
     memory_limit_gib: float | None = flag(
-        None, "GPU memory to plan for and never to exceed; left out: what is free")
+        None, "GPU memory limit in GiB (default: all that is free)")
     plan_for: str | None = flag(
-        None, "print the plan of this run on other GPUs and end: 4x4090, 8xH100, 2x24GB; needs no"
-        " GPU, and reads of the model only config.json")
+        None, "print the plan for other GPUs and exit, as 4x4090, 8xH100, 2x24GB; needs no GPU and"
+        " reads only the model's config.json")
     attn: str | None = flag(
-        None, "attention; left out: from Hopper on sdpa for rows of one length, else"
-        " flash_attention_2 where it is installed, else sdpa",
+        None, "attention implementation (default: sdpa for equal-length sequences on Hopper or"
+        " newer; else flash_attention_2 if installed, else sdpa)",
         choices=("flash_attention_2", "sdpa"))
     compute_dtype: str = flag(
-        "bfloat16", "dtype of activations and products", choices=("bfloat16", "float32"))
+        "bfloat16", "dtype of activations and matmuls", choices=("bfloat16", "float32"))

@@ -29,7 +29,8 @@ class Graphs:
         self.captured: dict[tuple, Any] = {}
 
     def sums(self, batch: MicroBatch, scale: float, is_even: bool) -> Tensor | None:
-        """The sums of micro_batch_loss(); adds the gradient of `scale` times the bin's loss.
+        """The sums of micro_batch_loss(); adds the gradient of `scale` times the micro-batch's
+        loss.
 
         A shape is captured when it comes a second time: kernels are compiled and chosen outside of
         a capture. Returns None where the caller must do without a graph. `is_even`: all documents

@@ -57,7 +57,8 @@ class OffloadedActivations:
 
     Its own stream copies, and fetches two puts ahead: a layer's while the backward of the layer
     after it runs. put() frees the GPU memory of all earlier puts but the latest, whose copy may
-    still run. The last of a bin's `n_puts` stays on the GPU, because its backward comes first.
+    still run. The last of a micro-batch's `n_puts` stays on the GPU, because its backward comes
+    first.
     """
 
     def __init__(self, n_puts: int, micro_batch_tokens: int, device: torch.device) -> None:
@@ -65,7 +66,8 @@ class OffloadedActivations:
         self.stream = torch.cuda.Stream() if device.type == "cuda" else None
         # {i: pinned, uint8, long enough for the i-th put() of the longest micro-batch}
         self.buffers = {}
-        self.shapes = {}  # {i: (shape, dtype, bytes) of each tensor of this bin's i-th put()}
+        # {i: (shape, dtype, bytes) of each tensor of this micro-batch's i-th put()}
+        self.shapes = {}
         self.leaving = []  # (tensors, event of their copy's end), whose GPU memory is not free yet
         self.here = {}  # {i: (tensors on the GPU, event to wait for or None)}
         self.next = 0  # number of the next put() of this micro-batch

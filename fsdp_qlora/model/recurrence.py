@@ -1,5 +1,5 @@
-"""What computes the states of mixers that have one, of a bin's documents: the gated delta rule, the
-scan of Mamba-2; each in plain torch and by flash-linear-attention (fla-core).
+"""What computes the states of mixers that have one, of a micro-batch's documents: the gated delta
+rule, the scan of Mamba-2; each in plain torch and by flash-linear-attention (fla-core).
 
 Which is used is decided in the script. No state goes from one document to the next.
 """

@@ -24,6 +24,11 @@ from fsdp_qlora.run.foreign_flags import peer_answer, peer_value
 
 DESCRIPTION = ("QLoRA fine-tuning on one or more GPUs: 4-bit NF4 base weights sharded by FSDP2,"
                " LoRA adapters on top.")
+EXAMPLES = """examples:
+  python train_fsdp_qlora.py --model Qwen/Qwen3-8B --dataset chat.jsonl --output_dir runs/8b
+  torchrun --nproc_per_node=2 train_fsdp_qlora.py ...   the same on two GPUs
+  python train_fsdp_qlora.py --resume must              go on with the latest run below runs/
+"""
 GROUPS = {"model": "model and data", "batch_size": "training", "adapter": "adapter",
           "micro_batch_tokens": "memory and speed"}  # the first flag of each group in --help
 SWITCHED = "true", "false", "yes", "no", "on", "off", "1", "0"  # values of switches elsewhere
@@ -43,7 +48,10 @@ def answer_at_once(argv: list[str]) -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     """A parser of the fields of Config that raises ValueError where argparse would exit."""
-    parser = argparse.ArgumentParser(description=DESCRIPTION, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [--flag value ...]", description=DESCRIPTION, epilog=EXAMPLES,
+        allow_abbrev=False, formatter_class=functools.partial(
+            argparse.RawDescriptionHelpFormatter, max_help_position=28, width=100))
 
     def fail(message: str) -> NoReturn:
         message = re.sub(r"^argument (--\w+): ", r"\1 ", message)
@@ -61,9 +69,12 @@ def make_parser() -> argparse.ArgumentParser:
         choices = options.pop("choices", ())
         if choices:
             options["metavar"] = f"{{{','.join(choices)}}}"
+        else:
+            options["metavar"] = {int: "N", float: "X", bool: None}.get(kind, "VALUE")
         if f.default is not None:
             options["help"] += " (default: %(default)s)"
         if kind is bool:
+            del options["metavar"]
             options["action"] = argparse.BooleanOptionalAction
         else:
             options["type"] = functools.partial(parse_value, f.name, kind, choices)
