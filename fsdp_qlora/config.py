@@ -50,8 +50,7 @@ class Config:
         " memory")
     loss: str = flag(
         "sft", "training objective. sft: supervised fine-tuning. dpo, ipo, simpo, orpo: prefer the"
-        " chosen to the rejected answer of each pair. kto: good and bad answers, unpaired",
-        choices=("sft", "dpo", "ipo", "simpo", "orpo", "kto"))
+        " chosen to the rejected answer of each pair. kto: good and bad answers, unpaired")
     beta: float | None = flag(
         None, "preference losses only. dpo, ipo, kto: strength of the pull towards the reference"
         " model. simpo: scale of rewards (its authors use 2 to 10). orpo: weight of the odds ratio"

@@ -238,7 +238,7 @@ def test_wrong_value_is_answered_by_the_one_that_is_meant(flag, value, meant, tm
     (tmp_path / "flags.yaml").write_text(f"{flag}: '{value}'")
     for argv in [f"--{flag}", value], ["--config", str(tmp_path / "flags.yaml")]:
         with pytest.raises(ValueError, match=f"^--{flag} {re.escape(value)}: must be ") as e:
-            parse_config(argv)
+            resolve_config(parse_config(argv), 1)
         guess = re.search(r"; do you mean (\S+)\?", str(e.value))
         assert (guess and guess[1]) == meant
         assert "\n" not in str(e.value)
@@ -354,9 +354,9 @@ def test_output_that_cannot_show_a_letter_ends_no_start(monkeypatch):
     assert e.value.code == 2 and b"arguments: --caf\\xe9" in shown["stderr"].buffer.getvalue()
 
 
-def test_losses_to_choose_are_those_there_are():
+def test_help_names_all_losses():
     (field,) = [f for f in dataclasses.fields(Config) if f.name == "loss"]
-    assert field.metadata["choices"] == tuple(LOSSES)
+    assert set(LOSSES) <= set(re.findall(r"\w+", field.metadata["help"]))
 
 
 @pytest.mark.parametrize("argv, code, words", [

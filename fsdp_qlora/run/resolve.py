@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import importlib.util
 import math
@@ -13,6 +14,7 @@ from typing import Any
 from fsdp_qlora.config import Config
 from fsdp_qlora.model.loss import LOSSES
 from fsdp_qlora.planner.gpu_specs import parse_cards
+from fsdp_qlora.run.flags import parse_value
 
 
 def save_interval(config: Config) -> tuple[int, float]:
@@ -23,7 +25,11 @@ def save_interval(config: Config) -> tuple[int, float]:
 
 
 def check_combinations(config: Config) -> None:
-    """Raise ValueError for flags that do not go together."""
+    """Raise ValueError for a loss that there is not, and for flags that do not go together."""
+    try:
+        parse_value("loss", str, [*LOSSES], config.loss)
+    except argparse.ArgumentTypeError as e:
+        raise ValueError(f"--loss {e} (see --help)")
     for f in dataclasses.fields(config):
         losses = [loss for loss, kind in LOSSES.items() if f.name in kind.flags]
         value = getattr(config, f.name)
