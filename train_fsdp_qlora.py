@@ -72,8 +72,8 @@ from fsdp_qlora.files import read_json, text_digest
 from fsdp_qlora.hashing import as_hex, content_sum, hash_ints
 from fsdp_qlora.lora.adapter import Adapter, check_origin, resolve_target_modules, read_adapter
 from fsdp_qlora.model.attention import (
-    architectures_by_attention_type, batched_attention, document_attention, flash_attention,
-    kernel_matches, varlen_attention)
+    Kernels, architectures_by_attention_type, batched_attention, document_attention,
+    flash_attention, kernel_matches, varlen_attention)
 from fsdp_qlora.model.elementwise import compile_for_any_rows
 from fsdp_qlora.model.flex import flex_document_attention
 from fsdp_qlora.model.graphs import Graphs
@@ -127,7 +127,6 @@ RETRY_SECONDS = 60  # after a save that failed
 DRY_EXAMPLES = 5  # rows that a dry run shows
 clock = time.monotonic  # seconds
 Record = dict[str, float]  # a line of metrics.jsonl
-Kernels = dict[str, dict[str, Callable]]  # see choose_attention
 
 
 # ------------------------------------------------------------------------------------------------
@@ -422,8 +421,7 @@ def join_processes() -> torch.device:
 
 
 def choose_attention(config: Config, arch: Architecture, device: torch.device) -> Kernels:
-    """The attention to use: {"same": for micro-batches of rows of one length, "any": of other
-    rows}, each {one of ATTENTION_TYPES: kernel}. Raises ValueError.
+    """The attention to use. Raises ValueError.
 
     From Hopper on torch's SDPA (cuDNN) is the fastest for rows of one length, else Flash Attention
     2; where that is not installed, torch's own kernel for any lengths, and for what that does not
@@ -450,13 +448,13 @@ def choose_attention(config: Config, arch: Architecture, device: torch.device) -
         works = (f for f in kernels if kernel_matches(f, arch, attention_type, device))
         return next(works, document_attention)
 
-    chosen: Kernels = {"same": {}, "any": {}}
+    chosen = Kernels({}, {})
     for attention_type, of_layers in architectures_by_attention_type(arch).items():
-        same = flash if attention_type == "window" else of_one_length
-        for lengths, first in ("any", flash), ("same", same):
-            chosen[lengths][attention_type] = first_that_works(
+        fastest = flash if attention_type == "window" else of_one_length
+        for kernels, first in (chosen.varlen, flash), (chosen.fixed_len, fastest):
+            kernels[attention_type] = first_that_works(
                 [*first, *of_any_lengths], of_layers, attention_type)
-    if config.attn == "flash_attention_2" and flash_attention not in chosen["any"].values():
+    if config.attn == "flash_attention_2" and flash_attention not in chosen.varlen.values():
         raise ValueError("--attn flash_attention_2: as installed it does not compute this model's"
                          " attention; use --attn sdpa")
     return chosen
@@ -478,7 +476,7 @@ def choose_recurrence(
                 f" kernels (`pip install fla-core einops`) are not used: {why}")
         else:
             rule = recurrence.fla
-    for kind in kernels.values():
+    for kind in kernels:
         kind["recurrence"] = rule
 
 
@@ -717,7 +715,7 @@ def forward_backward(run: Run, micro_batch: MicroBatch, scale: float) -> torch.T
     micro_batch_loss(). All ranks must call this."""
     sums = None
     if run.graphs:
-        is_even = micro_batch.kernels is run.kernels["same"]
+        is_even = micro_batch.kernels is run.kernels.fixed_len
         sums = run.graphs.sums(micro_batch, scale, is_even=is_even)
     if sums is None:
         loss, sums = micro_batch_loss(run.model(micro_batch), micro_batch, run.config)

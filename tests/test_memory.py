@@ -24,7 +24,7 @@ from fsdp_qlora.pretrained.config import describe_model
 from fsdp_qlora.planner.costs import (
     FIT, count_layers, layer_seconds, predict_memory, predict_time)
 from fsdp_qlora.pretrained.families import SHAPES
-from fsdp_qlora.model.attention import ATTENTION_TYPES
+from fsdp_qlora.model.attention import ATTENTION_TYPES, Kernels
 from fsdp_qlora.model.layer import make_layer_specs
 from fsdp_qlora.planner.machine import Machine, cgroup_free, host_share
 from fsdp_qlora.model.offload import pinned_copy
@@ -235,7 +235,7 @@ def held_bytes(arch, model, n_layers, n_tokens):
     kernel = {kind: lambda q, k, v, *_: CountedAttention.apply(q, k, v)
               for kind in ATTENTION_TYPES}  # fmt: skip
     run = plain_run(model)
-    run.kernels = {"same": kernel, "any": kernel}
+    run.kernels = Kernels(kernel, kernel)
     micro_batch = make_micro_batch(rows_of([(ids, ids)]), [[0]], 0, torch.tensor(0), run)
 
     def storages():

@@ -218,8 +218,8 @@ def test_on_a_gpu_no_model_runs_in_plain_torch(capability, kind, flex, monkeypat
     def kernels(arch=arch, **flags):
         chosen = choose_attention(Config(**flags), arch, torch.device("cuda"))
         return {
-            attention_type: {f[attention_type] for f in chosen.values()}
-            for attention_type in chosen["any"]
+            attention_type: {f[attention_type] for f in chosen}
+            for attention_type in chosen.varlen
         }
 
     found = kernels()

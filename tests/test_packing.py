@@ -17,6 +17,7 @@ import torch
 from conftest import one_process, read_rows
 from transformers import AutoTokenizer
 
+from fsdp_qlora.model.attention import Kernels
 from fsdp_qlora.data.packing import pack_rows, epoch_order, make_micro_batch, round_up, step_rows
 from fsdp_qlora.data.rows import random_rows, rows_of
 from fsdp_qlora.data.forms import IGNORE
@@ -212,7 +213,7 @@ def test_many_rows_are_dealt():
 
 def make_run(micro_batch_tokens):
     plan = types.SimpleNamespace(graphs=False, micro_batch_tokens=micro_batch_tokens)
-    kernels = {"same": {"full": "same"}, "any": {"full": "any"}}
+    kernels = Kernels({"full": "same"}, {"full": "any"})
     return types.SimpleNamespace(device=CPU, plan=plan, store=None, kernels=kernels)
 
 
@@ -284,7 +285,7 @@ def test_chunks_for_flash_linear_attention():
     assert chunk_table(torch.tensor([0, 70, 71, 135, 200])).tolist() == [
         [0, 0], [0, 1], [1, 0], [2, 0], [3, 0], [3, 1]]
     run, tables = make_run(200), []
-    run.kernels["any"]["recurrence"] = run.kernels["same"]["recurrence"] = None
+    run.kernels.varlen["recurrence"] = run.kernels.fixed_len["recurrence"] = None
     for lengths in [70, 1, 64, 65], [100, 100], [64, 64, 72]:
         batch = rows_of(make_rows(lengths))
         for run.plan.graphs in False, True:

@@ -149,7 +149,7 @@ def make_micro_batch(batch: Rows, micro_step: list[list[int]], rank: int,
         spare = 2 ** len(lengths).bit_length() - len(lengths)
         starts = F.pad(starts, (0, spare), value=n_tokens)
     chunks = None
-    if "recurrence" in run.kernels["any"]:
+    if "recurrence" in run.kernels.varlen:
         chunks = chunk_table(starts, of_any_lengths=several)
     ids, trained_at, labels, bounds = token_tensors(batch, documents, lengths, n_documents)
     assert n_labels >= len(labels), f"{len(labels)} labels, and room for {n_labels}"
@@ -168,7 +168,8 @@ def make_micro_batch(batch: Rows, micro_step: list[list[int]], rank: int,
     store = DeviceActivations() if step_key is None else run.store  # an evaluation has no backward
     return MicroBatch(
         **tensors, answers=Answers(*answers) if answers else None, lengths=tuple(lengths),
-        longest=longest, kernels=run.kernels["same" if same else "any"], store=store)
+        longest=longest, store=store,
+        kernels=run.kernels.fixed_len if same else run.kernels.varlen)
 
 
 def token_tensors(

@@ -13,7 +13,7 @@ import inspect
 import math
 import types
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -362,6 +362,16 @@ def gate_heads_backward(
 # all. Layers differ in their attention type, and with that perhaps in their heads; "within": a
 # layer with a window that is longer than all documents of the micro-batch.
 ATTENTION_TYPES = "full", "window", "within"
+
+
+class Kernels(NamedTuple):
+    """{one of ATTENTION_TYPES: the attention to use; "recurrence": of a mixer with a state}, by the
+    lengths of a micro-batch's documents."""
+
+    fixed_len: dict[str, Callable]  # all of one length
+    varlen: dict[str, Callable]  # any lengths
+
+
 
 
 def batched_attention(

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_qlora.data.packing import round_up, step_rows
-from fsdp_qlora.model.attention import document_attention
+from fsdp_qlora.model.attention import Kernels, document_attention
 from fsdp_qlora.model.head import shard_range
 from fsdp_qlora.model.layer import LayerSpec
 from fsdp_qlora.model.recurrence import RECURRENCES, mixer_with_state
@@ -391,7 +391,7 @@ def why_no_capture(
 
 def agree_on_plan(
     config: Config, arch: Architecture, specs: tuple[LayerSpec, ...], rows: Rows,
-    eval_rows: Rows | None, limit: int, device: torch.device, kernels: dict[str, dict[str, Any]],
+    eval_rows: Rows | None, limit: int, device: torch.device, kernels: Kernels,
     state_bytes: float = 0.0,
 ) -> Plan:
     """The plan of this run, rank 0's on all ranks. All ranks must call this."""
@@ -399,9 +399,9 @@ def agree_on_plan(
     if device.type == "cuda":  # so that reported peaks are those of training
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    plain = any(document_attention in pair.values() for pair in kernels.values())
+    plain = any(document_attention in pair.values() for pair in kernels)
     of_plain_torch = {recurrence.plain for recurrence in RECURRENCES.values()}
-    plain_recurrence = any(of_plain_torch & {*of_kind.values()} for of_kind in kernels.values())
+    plain_recurrence = any(of_plain_torch & {*of_kind.values()} for of_kind in kernels)
     workload = describe_work(config, rows, eval_rows, dist.get_world_size(), device,
                              why_no_capture(arch, machine, plain, plain_recurrence), plain,
                              state_bytes, plain_recurrence)

@@ -31,6 +31,7 @@ from fsdp_qlora.ranks import log
 
 if TYPE_CHECKING:
     from fsdp_qlora.data.rows import Rows
+    from fsdp_qlora.model.attention import Kernels
     from fsdp_qlora.planner.plan import Plan
     from fsdp_qlora.config import Config
     from train_fsdp_qlora import Run
@@ -242,7 +243,7 @@ def draw_losses(directory: Path) -> None:
 
 
 def log_startup(
-        user_config: Config, config: Config, plan: Plan, kernels: dict[str, dict[str, Callable]],
+        user_config: Config, config: Config, plan: Plan, kernels: Kernels,
         limit: int, device: torch.device, versions: dict[str, str]) -> None:
     """Print what this run is, before it begins: what it has chosen for flags that were not given,
     on what it runs, and the plan."""
@@ -260,7 +261,7 @@ def log_startup(
             " 1e-2: AdamW changes each value by about so much in every step")
     if device.type == "cuda" and why_no_triton():
         log(f"slower, without fused kernels: {why_no_triton()}")
-    used = {f.__name__ for kind in kernels.values() for f in kind.values()}
+    used = {f.__name__ for kind in kernels for f in kind.values()}
     log(f"attention: {', '.join(sorted(used))}")
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info()

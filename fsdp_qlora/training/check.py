@@ -23,7 +23,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreT
 
 from fsdp_qlora.data.packing import make_micro_batch
 from fsdp_qlora.data.rows import rows_of
-from fsdp_qlora.model.attention import ATTENTION_TYPES, document_attention
+from fsdp_qlora.model.attention import ATTENTION_TYPES, Kernels, document_attention
 from fsdp_qlora.model.head import scaled_logits
 from fsdp_qlora.model.layer import make_layer_specs
 from fsdp_qlora.model.recurrence import RECURRENCES, mixer_with_state
@@ -200,7 +200,7 @@ def plain_run(model: Model) -> Any:
         # chunks so small that each document has several
         same["recurrence"] = functools.partial(RECURRENCES[type(mixer)].plain, chunk=8)
     return types.SimpleNamespace(device=torch.device("cpu"), store=DeviceActivations(),
-                                 plan=model.plan, kernels={"same": same, "any": same})
+                                 plan=model.plan, kernels=Kernels(same, same))
 
 
 @torch.no_grad()
