@@ -232,9 +232,10 @@ def load_and_shard(
         for module in layer.modules():
             load_module(module, unloaded.pop(module), handles, device)
         shard_layer(layer, policy)
+    in_decoder = set(causal_lm.get_decoder().modules())
     for module, name in unloaded.items():  # embedding, final norm, lm_head
         load_module(module, name, handles, device)
-        if isinstance(module, nn.Linear) and not name.startswith("lm_head"):
+        if isinstance(module, nn.Linear) and module in in_decoder:
             round_to_nf4(module)
     causal_lm.tie_weights()
     fully_shard(model, **policy)  # the last unit: embedding, final norm, lm_head
