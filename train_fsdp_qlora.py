@@ -248,7 +248,7 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
             on_rank_0(check_family, model_config, config.model, fill_model)
         if is_dry:
             raise RunError(f"--max_steps 0: nothing was trained; the run has {config.max_steps:,}"
-                       f" steps of {config.batch_size:,} rows", 0)
+                           f" steps of {config.batch_size:,} rows", 0)
 
         # 5. The model: built on meta, sharded by FSDP2, then each rank loads its part in NF4
         mesh = make_mesh(plan.shard_group_size, device)
@@ -312,7 +312,7 @@ def find_weights(config: Config, base: Path, name: str, is_dry: bool) -> tuple[P
 
 
 def find_start_step(config: Config, directory: Path, content: dict[str, str | None],
-               saved_config: dict[str, Any], status: Status, is_dry: bool) -> int:
+                    saved_config: dict[str, Any], status: Status, is_dry: bool) -> int:
     """After how many steps the run in the directory goes on, by its newest whole checkpoint; 0: it
     is new, or is only looked at. `saved_config` is its train_config.json. All ranks must call
     this."""
@@ -392,7 +392,7 @@ def join_processes() -> torch.device:
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
             fail_before_init(f"rank on GPU {local_rank}, but there are {torch.cuda.device_count()}"
-                          " GPUs: lower --nproc_per_node")
+                             " GPUs: lower --nproc_per_node")
         device = torch.device("cuda", local_rank)
         options.update(backend="cpu:gloo,cuda:nccl", device_id=device)
         # tensors of all sizes come and go, and gaps between fixed segments cannot be joined
@@ -581,8 +581,8 @@ def load_model(model: Model, base: Path, model_config: transformers.PretrainedCo
     seconds, grown = clock() - started, (host_memory()[1] - memory_before[0]) / 2**30
     unit, size = ("GB", 1e9) if n_bytes > 1e9 else ("MB", 1e6)
     log_each_rank(f"weights loaded in {seconds:.2f} s", f"{n_bytes / size:.2f} {unit} at"
-             f" {n_bytes / size / seconds:.2f} {unit}/s with at most {grown:.2f} GiB more host"
-             " memory")
+                  f" {n_bytes / size / seconds:.2f} {unit}/s with at most {grown:.2f} GiB more host"
+                  " memory")
     log_memory("after loading", device)
     return types.SimpleNamespace(sums=dict(zip(sums, map(as_hex, totals.tolist()))),
                                  prequantized=bool(nf4_states), n_parameters=names.n_parameters)
@@ -898,7 +898,7 @@ def stop_run(run: Run, step: int, cut_short: bool, is_first: bool) -> NoReturn:
     why = next(filter(None, gather_objects(run.status.stop_reason)))
     if is_first and cut_short and why.startswith("--max_minutes"):
         raise RunError(f"{why} before the evaluation after step {step} was done, and so it would go"
-                   " again: give more, or evaluate fewer rows", EXITS["flags"])
+                       " again: give more, or evaluate fewer rows", EXITS["flags"])
     if why == LOST_DIRECTORY:  # this saves elsewhere, says where, and ends the run
         on_rank_0(save_adapter, run, run.adapter.gather_weights(), run.merge_check.states(run),
                   causes=DISK_ERRORS)

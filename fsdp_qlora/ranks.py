@@ -124,7 +124,7 @@ def explain(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def raise_on_all_ranks(causes: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
-    """If the `with` body fails on one rank, all ranks raise Stop with that rank's error.
+    """If the `with` body fails on one rank, all ranks raise RunError with that rank's error.
 
     The body must not use collectives. `causes` are the errors that may have a cause outside of this
     code: by default nearly all, as libraries raise all kinds of errors for what a user can cause.
@@ -149,16 +149,16 @@ def raise_on_all_ranks(causes: tuple[type[Exception], ...] = (Exception,)) -> It
 
 def on_rank_0(function: Callable[..., Any], *args: Any,
               causes: tuple[type[Exception], ...] = (Exception,)) -> Any:
-    """Run `function` on rank 0 alone; all get what it returns. Its errors: see together(). All
-    ranks must call this."""
+    """Run `function` on rank 0 alone; all get what it returns. Its errors: see
+    raise_on_all_ranks(). All ranks must call this."""
     with raise_on_all_ranks(causes):
         value = function(*args) if is_rank_0() else None
     return gather_objects(value)[0]
 
 
 def check_same(config: Config, script: Path, versions: dict[str, str]) -> None:
-    """Stop unless every rank runs the same source, versions {library: version} and flags. All ranks
-    must call this."""
+    """Raise RunError unless every rank runs the same source, versions {library: version} and flags.
+    All ranks must call this."""
     facts = [(f"runs source with SHA-256 {source_digest(script)}",
               f"another version of {script.name}, copy one to all nodes")]
     for library, version in versions.items():

@@ -54,6 +54,14 @@ def test_imports_form_no_cycle():
         pytest.fail(" imports ".join(reversed(e.args[1])))
 
 
+@pytest.mark.parametrize("name", SOURCES)
+def test_what_is_imported_is_there(name):
+    """For annotations alone, too: to mypy a module that is nowhere is one of any types."""
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("fsdp_qlora."):
+            assert node.module in MODULES, f"{name}, line {node.lineno}"
+
+
 def test_a_folder_imports_only_those_above_it_in_the_list_of_all_files():
     text = (ROOT / "docs" / "internals.md").read_text().partition("## All files")[2]
     named = re.findall(r"^fsdp_qlora/([\w/]+)\.py ", text, re.M)

@@ -87,10 +87,10 @@ def pack_rows(lengths: list[int], processes: int, max_tokens: int,
         if n_answers == 1:
             micro_batches = balance(range(len(lengths)), lengths, n * processes)
             micro_steps = [micro_batches[i : i + processes]
-                       for i in range(0, len(micro_batches), processes)]
+                           for i in range(0, len(micro_batches), processes)]
         else:
             micro_steps = [balance([i for row in share for i in rows[row]], lengths, processes)
-                     for share in balance(range(len(rows)), of_rows, n)]
+                           for share in balance(range(len(rows)), of_rows, n)]
         fullest = max(sum(lengths[i] for i in documents)
                       for micro_step in micro_steps for documents in micro_step)
         if fullest <= max_tokens:

@@ -77,7 +77,7 @@ def parse_pair(row: dict[str, Any], better: str, worse: str,
 
 
 def parse_labeled(row: dict[str, Any], label: str,
-                   tokenizer: PreTrainedTokenizerFast) -> tuple[str, list[Document], list[bool]]:
+                  tokenizer: PreTrainedTokenizerFast) -> tuple[str, list[Document], list[bool]]:
     """parse_preference() of a row with one answer, and in this key whether it is good."""
     is_good = row[label]
     if is_good is None:

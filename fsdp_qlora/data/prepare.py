@@ -79,8 +79,8 @@ def prepare_data(config: Config, directory: Path, tokenizer: PreTrainedTokenizer
     n_good = int(rows.desirable.sum())
     if rows.kind.is_unpaired and n_good in (0, len(rows)):
         raise RunError(f"--loss {config.loss} learns from good answers beside bad ones, and of"
-                   f" {len(rows):,} rows {n_good:,} have label true: --loss sft trains good answers"
-                   " alone")
+                       f" {len(rows):,} rows {n_good:,} have label true: --loss sft trains good"
+                       " answers alone")
     return with_mismatched(rows, config), eval_rows and with_mismatched(eval_rows, config)
 
 
@@ -102,7 +102,7 @@ def hold_out(rows: Rows, fraction: float, config: Config) -> tuple[Rows, Rows]:
     values = config.eval_dataset or ()
     if not 0 < n < len(sources) or len(values) > 1:
         raise RunError(f"--eval_dataset {' '.join(values)}: is {n} of {len(sources)} rows"
-                   ": give one fraction between 0 and 1, or files")
+                       ": give one fraction between 0 and 1, or files")
     order = torch.randperm(len(sources), generator=torch.Generator().manual_seed(config.seed))
     held_out = torch.isin(groups[:: rows.n_answers], sources[order[:n]])
     log(f"evaluation: {held_out.sum():,} of these rows, which are not trained on")

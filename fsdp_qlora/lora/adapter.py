@@ -244,7 +244,7 @@ def check_origin(config: Config, base_sha256: str,
     of the digest, "": not known; say it if it had another chat template. Rank 0 only."""
     directory = Path(str(config.init_adapter))
     saved_config = next((found for place in (directory, directory.resolve().parent)
-                  if (found := read_json(place / "train_config.json", {}))), {})
+                         if (found := read_json(place / "train_config.json", {}))), {})
     theirs = saved_config.get("base_sha256")
     if theirs and base_sha256 and theirs != base_sha256 and not config.random_weights:
         raise ValueError(f"--init_adapter {directory}: was trained on another base model,"

@@ -43,7 +43,7 @@ def file_parts(arch: Architecture, layer: int, linear: Linear, rank: int, kind: 
 
 def as_saved(arch: Architecture, settings: Mapping[str, Any],
              names: Iterable[str]) -> Architecture:
-    """`arch` with Mixture.adapters in the form in which an adapter with these settings and names of
+    """`arch` with MoE.adapters in the form in which an adapter with these settings and names of
     tensors is saved, which may not be today's."""
     if not arch.moe:
         return arch

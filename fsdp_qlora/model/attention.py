@@ -29,7 +29,7 @@ from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.quant.nf4 import why_no_triton
 
 if TYPE_CHECKING:
-    from fsdp_qlora.data.batches import MicroBatch
+    from fsdp_qlora.data.packing import MicroBatch
     from fsdp_qlora.model.layer import LayerWork
     from fsdp_qlora.planner.plan import Plan
 

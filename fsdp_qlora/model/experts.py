@@ -322,13 +322,13 @@ class MoESublayer:
             activated = grad.new_empty(len(grad), self.shared_down.in_features)
             gate(activated, kept.shared_gate_up, self._shared_activation, arch.gated)
         activated, grad_d = lora_matmul_backward(work, self.shared_down, kept.down_columns, grad,
-                                             activated)
+                                                 activated)
         gate_backward(activated, self._shared_activation, None,
                       *kept.shared_gate_up.chunk(1 + arch.gated, -1))
         add_a_gradient(work, self.shared_down, activated, grad_d)  # gate()'s result by now
         inputs = kept_inputs(work, kept, arch.mlp_norm, kept.source, self.shared_gate_up)
         grad_x, grad_d = lora_matmul_backward(work, self.shared_gate_up, kept.columns,
-                                          kept.shared_gate_up, inputs)
+                                              kept.shared_gate_up, inputs)
         add_a_gradient(work, self.shared_gate_up, inputs, grad_d)
         return grad_x + from_factor
 

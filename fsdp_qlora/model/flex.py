@@ -16,7 +16,7 @@ from torch import Tensor
 from fsdp_qlora.model.elementwise import compiled_copy
 
 if TYPE_CHECKING:
-    from fsdp_qlora.data.batches import MicroBatch
+    from fsdp_qlora.data.packing import MicroBatch
     from fsdp_qlora.pretrained.architecture import Architecture
 
 BLOCK_TOKENS = 128  # queries, and keys, of a block; torch's kernels divide it further

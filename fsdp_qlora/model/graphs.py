@@ -12,7 +12,7 @@ from torch import Tensor
 from fsdp_qlora.model.loss import micro_batch_loss
 
 if TYPE_CHECKING:
-    from fsdp_qlora.data.batches import MicroBatch
+    from fsdp_qlora.data.packing import MicroBatch
     from fsdp_qlora.model.model import Model
     from fsdp_qlora.config import Config
 

@@ -20,7 +20,7 @@ from fsdp_qlora.model.lora_matmul import fp32_product
 from fsdp_qlora.ranks import all_gather
 
 if TYPE_CHECKING:
-    from fsdp_qlora.data.batches import MicroBatch
+    from fsdp_qlora.data.packing import MicroBatch
     from fsdp_qlora.model.model import Model
 
 try:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ExpertLatent:
-    """One layer's two products around its experts, see Mixture.latent_size. The properties are for
+    """One layer's two products around its experts, see MoE.latent_size. The properties are for
     the plan: they count values per token."""
 
     entry: FusedLinear  # reads what router and shared expert read; gives what the experts read

@@ -1,6 +1,6 @@
 """A decoder layer: its parameters, its one autograd function, what it keeps for its backward.
 
-Layers of one model may differ: each has a Layout. What a layer is to keep is decided in plan.
+Layers of one model may differ: each has a LayerSpec. What a layer is to keep is decided in plan.py.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fsdp_qlora.model.per_layer import PerLayerEnd
 from fsdp_qlora.quant.nf4 import Nested, NF4Blocks, dequantize
 
 if TYPE_CHECKING:
-    from fsdp_qlora.data.batches import MicroBatch
+    from fsdp_qlora.data.packing import MicroBatch
     from fsdp_qlora.planner.plan import Plan
     from fsdp_qlora.pretrained.architecture import Architecture, LayerKind
     from fsdp_qlora.config import Config
@@ -131,7 +131,7 @@ class LayerSpec:
 def make_layer_specs(
     arch: Architecture, adapted: Collection[str], config: Config
 ) -> tuple[LayerSpec, ...]:
-    """The Layout of each layer; layers that are alike share one.
+    """The LayerSpec of each layer; layers that are alike share one.
 
     `adapted` are the names, in a layer, of the linears that get an adapter.
     """
@@ -183,7 +183,7 @@ def _make_halves(
         latent = (ExpertLatent(fused["latent_entry"], fused["latent_exit"])
                   if arch.expert_latent else None)
         mlp = MoESublayer(arch, fused.get("shared_gate_up"), fused.get("shared_down"), latent,
-                            fused["expert_gate_up"], fused["expert_down"], kind.limits)
+                          fused["expert_gate_up"], fused["expert_down"], kind.limits)
     elif kind.halves != "mixer":
         end = PerLayerEnd(arch, fused["end_gate"], fused["end_out"]) if arch.per_layer else None
         mlp = MLPSublayer(arch, fused["gate_up"], fused["down"], end, kind.limits.mlp)

@@ -153,7 +153,7 @@ def fuse_linears(
         n_nested = 0 if linear.mxfp4 else math.ceil(n_blocks / NESTED_BLOCK)
         nested = allocator.reserve("nested", n_nested)
         places.append(LinearSlices(linear, index, blocks, nested, slice(outputs, outputs + n_out),
-                                  columns, of_a, of_b, of_m))
+                                   columns, of_a, of_b, of_m))
         outputs += n_out
     bias = None
     if linears[0].bias:  # biases of a fused linear follow one another

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from fsdp_qlora.ranks import all_gather
 
 if TYPE_CHECKING:
-    from fsdp_qlora.data.batches import MicroBatch
+    from fsdp_qlora.data.packing import MicroBatch
     from fsdp_qlora.data.rows import Rows
     from fsdp_qlora.config import Config
 
@@ -126,7 +126,7 @@ METRICS = {
 
 
 def micro_batch_loss(document_losses: torch.Tensor, batch: MicroBatch,
-                  config: Config) -> tuple[torch.Tensor, torch.Tensor]:
+                     config: Config) -> tuple[torch.Tensor, torch.Tensor]:
     """From what LinearCrossEntropy returns of a micro-batch: its loss, a sum over tokens or rows,
     whose gradient is wanted; and this rank's share of the sums that metrics are the means of, fp64
     [k], the loss first. All ranks must call this."""

@@ -175,7 +175,7 @@ class MixerSublayer:
 
     @property
     def query_width(self) -> int:
-        """See Mixing."""
+        """See TokenMixer."""
         return sum(mixer.query_width for _, mixer in self.paths)
 
     def live_bytes(self, plan: Plan, recomputed: bool) -> int:

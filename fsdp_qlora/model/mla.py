@@ -22,7 +22,7 @@ from fsdp_qlora.model.residual import last_columns
 from fsdp_qlora.pretrained.architecture import Architecture, LatentAttention
 
 if TYPE_CHECKING:
-    from fsdp_qlora.data.batches import MicroBatch
+    from fsdp_qlora.data.packing import MicroBatch
     from fsdp_qlora.model.layer import LayerWork
     from fsdp_qlora.planner.plan import Plan
 

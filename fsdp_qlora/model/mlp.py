@@ -85,7 +85,7 @@ class MLPSublayer:
             activated = upstream.new_empty(len(upstream), self.down.in_features)
             gate(activated, kept.gate_up, self.activation(work), arch.gated)
         grad_activated, grad_d = lora_matmul_backward(work, self.down, kept.down_columns, upstream,
-                                                  activated)
+                                                      activated)
         del upstream, activated
         # in place; gate and up as two tensors, whose columns one kernel can read and write at once
         parts = kept.gate_up.chunk(1 + arch.gated, -1)
@@ -94,7 +94,7 @@ class MLPSublayer:
         del grad_activated, grad_d
         inputs = kept_inputs(work, kept, arch.mlp_norm, kept.source, self.gate_up)
         grad_inputs, grad_d = lora_matmul_backward(work, self.gate_up, kept.columns, kept.gate_up,
-                                               inputs)
+                                                   inputs)
         add_a_gradient(work, self.gate_up, inputs, grad_d)
         return norm_gradient(work, arch.mlp_norm, kept.source, grad_inputs, grad)
 

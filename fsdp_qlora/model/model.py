@@ -25,7 +25,7 @@ from fsdp_qlora.quant.nf4 import dequantize
 from fsdp_qlora.ranks import RunError, log_each_rank
 
 if TYPE_CHECKING:
-    from fsdp_qlora.data.batches import MicroBatch
+    from fsdp_qlora.data.packing import MicroBatch
     from fsdp_qlora.planner.plan import Plan
     from fsdp_qlora.pretrained.architecture import Architecture
 
@@ -85,7 +85,7 @@ class Model(nn.Module):
         if dropout and batch.dropout_keys is not None:
             x = drop(x, batch.dropout_keys, EMBEDDING_SITE, dropout)
         batch.ropes = {index: rope_tables(self.arch, self.frequencies, batch, index)
-                     for index in (None, *range(len(self.arch.ropes)))}
+                       for index in (None, *range(len(self.arch.ropes)))}
         batch.masks = {}
         lent: dict[int | None, list[Tensor]] = {None: []}  # keys and values of layers that lend
         for layer in self.layers:
@@ -95,7 +95,8 @@ class Model(nn.Module):
 
 @torch.no_grad()
 def measure_weight_norms(model: Model) -> None:
-    """For DoRA: compute the norms of the rows of all adapted weights, fp32. Raises Stop if a row is
+    """For DoRA: compute the norms of the rows of all adapted weights, fp32. Raises RunError if a
+    row is
     0. All ranks must call this."""
     for layer in model.layers:
         with gathered(layer):

@@ -91,7 +91,7 @@ class PerLayerEnd:
         activated = upstream.new_empty(len(upstream), self.out.in_features)
         self._activate(work, kept, activated)
         grad_gates, grad_d = lora_matmul_backward(work, self.out, kept.end_out_columns, upstream,
-                                              activated)
+                                                  activated)
         add_a_gradient(work, self.out, activated, grad_d)
         grad_gates = gate_inputs_backward(
             grad_gates, kept.end_gates, work.layer_input, self.arch.activation)

@@ -24,7 +24,7 @@ from fsdp_qlora.pretrained.architecture import Architecture, DeltaNet, Mamba2
 from fsdp_qlora.ranks import n_cores
 
 if TYPE_CHECKING:
-    from fsdp_qlora.data.batches import MicroBatch
+    from fsdp_qlora.data.packing import MicroBatch
 
 STATE_CHUNK = 64  # tokens of a document that are computed at once; states go from chunk to chunk
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from fsdp_qlora.data.batches import MicroBatch
+    from fsdp_qlora.data.packing import MicroBatch
     from fsdp_qlora.pretrained.architecture import Architecture
 
 # A kernel gives out and lse, the logarithm of the sum of a query's exp(score). With the sink that

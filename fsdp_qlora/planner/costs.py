@@ -44,7 +44,7 @@ class LayerTotals:
     largest_vectors: int
     adapter: int  # values of one layer, the same for all
     weights: int  # how many
-    # that one token is multiplied by; those of slow products count more, see Layout
+    # that one token is multiplied by; those of slow products count more, see LayerSpec
     token_weights: float
     # {what a layer keeps: weights that backward multiplies by once more, if all layers keep that};
     # here each counts as one, in slow products too: Fit was fitted to that
@@ -57,7 +57,7 @@ class LayerTotals:
 
 @functools.lru_cache(8)
 def count_layers(specs: tuple[LayerSpec, ...]) -> LayerTotals:
-    """The LayerTotals of these Layouts, a tuple."""
+    """The LayerTotals of these LayerSpecs, a tuple."""
     def running_sum(keeps: str) -> list[int]:
         values = {spec: spec.kept_values(keeps) for spec in set(specs)}
         return list(itertools.accumulate((values[x] for x in specs), initial=0))
@@ -83,7 +83,7 @@ def count_layers(specs: tuple[LayerSpec, ...]) -> LayerTotals:
             x.mixer.query_width * (FIT.wide_heads if x.mixer.arch.head_dim > 256 else 1)
             for x in specs) / len(specs),
         elementwise_values=sum(half.elementwise_values for spec in specs
-                          for half in (spec.mixer, spec.mlp)))
+                               for half in (spec.mixer, spec.mlp)))
 
 
 def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...]) -> Plan:

@@ -279,7 +279,7 @@ def use_graphs(
 
 class DoesNotFit(ValueError, MemoryError):
     """The run would need more memory than there is. It is a ValueError because the user's flags
-    cause it, and a MemoryError for the exit code, see together()."""
+    cause it, and a MemoryError for the exit code, see raise_on_all_ranks()."""
 
     def __init__(self, message: str, flags: str = "", plan: Plan | None = None) -> None:
         """`flags`: with these it fits, as `plan`; "": nothing was found."""

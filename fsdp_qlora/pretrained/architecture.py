@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 ACTIVATIONS = "silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu2", "xielu"
 XIELU = "mlp.act_fn"  # where a layer has the scalars of its xIELU
 XIELU_SHAPES: dict[str, tuple[int, ...]] = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
-FromConfig = Any  # "config.x" in a Family or Mixture; in an Architecture the value of that field
+FromConfig = Any  # "config.x" in a Family or MoE; in an Architecture the value of that field
 
 
 class ExpertNorms(NamedTuple):
@@ -361,7 +361,7 @@ class Family:
     mlp_in: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     mlp_out: str = "mlp.down_proj"
     intermediate_size: int | FromConfig = "config.intermediate_size"  # width of gate and up, each
-    mlp_limits: FromConfig = None  # as Mixture.limits; of the MLP and of the shared expert
+    mlp_limits: FromConfig = None  # as MoE.limits; of the MLP and of the shared expert
     # LFM2: two thirds of that, times a factor, up to a multiple; see mlp_width()
     two_thirds_wide: bool | FromConfig = False
     # so many of the last layers have no keys and values of their own: they read those of the last

@@ -361,6 +361,6 @@ MULTIMODAL: dict[str, tuple[str, ...]] = {
     "llava_next": ("llama", "mistral", "qwen2"), "llava_onevision": ("qwen2",),
     "idefics3": ("llama",), "smolvlm": ("llama",), "lfm2_vl": ("lfm2",),
     "muse_glimmer": ("muse_glimmer_text",), "step3p7": ("step3p5",)}
-# {outer model type: Mixture.adapters inside it}, where that is not the text model's alone
+# {outer model type: MoE.adapters inside it}, where that is not the text model's alone
 ADAPTERS_INSIDE = {"kimi_k25": "parameters", "qwen3_5_moe": "stacked"}
 TEXT_MODULES = {"idefics3": "text_model", "smolvlm": "text_model"}  # else "language_model"

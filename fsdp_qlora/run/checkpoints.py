@@ -59,8 +59,8 @@ def write_checkpoint(run: Run, step: int, weights: dict[str, torch.Tensor],
                      state_by_layer: dict[str, list[torch.Tensor]],
                      merge_check: dict[str, torch.Tensor]) -> None:
     """Write checkpoint-<step>, whole or not at all, from the gathered {PEFT's name: tensor} and
-    sharded_state() {name: a tensor for each layer}, and from Probe.states(). Raises DISK_ERRORS,
-    also where the directory is not this run's any more. Rank 0 only.
+    sharded_state() {name: a tensor for each layer}, and from MergeCheck.states(). Raises
+    DISK_ERRORS, also where the directory is not this run's any more. Rank 0 only.
 
     Everything goes into a hidden directory, which gets its name when all is written, synced and
     listed with its SHA-256: a directory with the right name is a whole checkpoint.
@@ -314,9 +314,9 @@ def agree_on_content(config: Config, rows: Rows, eval_rows: Rows | None,
 
 def save_adapter(run: Run, weights: dict[str, torch.Tensor],
                  merge_check: dict[str, torch.Tensor]) -> None:
-    """Write the trained adapter in PEFT's format and what Probe.states() gives, and their SHA-256
-    into train_config.json; if --output_dir cannot be written or is lost, the adapter beside it or
-    in the system's temporary directory, and OSError says where. Rank 0 only."""
+    """Write the trained adapter in PEFT's format and what MergeCheck.states() gives, and their
+    SHA-256 into train_config.json; if --output_dir cannot be written or is lost, the adapter beside
+    it or in the system's temporary directory, and OSError says where. Rank 0 only."""
     try:
         write_results(run, weights, merge_check)
         return

@@ -58,8 +58,8 @@ MERGEABLE = {  # what a merge takes of train_config.json: the JSON of each value
 def open_output(config: Config, user_config: Config, status: Status) -> Iterator[tuple[Path, bool]]:
     """Yields the output directory, locked, and whether the run in it is complete.
 
-    What this start has made is removed again, and nothing else, if the run ends by a Stop before
-    train_config.json is written. All ranks must call this and must see the directory.
+    What this start has made is removed again, and nothing else, if the run ends by a RunError
+    before train_config.json is written. All ranks must call this and must see the directory.
     """
     directory = Path(config.output_dir or "")
 

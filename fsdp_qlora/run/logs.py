@@ -163,7 +163,7 @@ def describe_metrics(record: dict[str, Any], prefix: str = "") -> str:
         if pair:
             parts.append(f"{name} {' '.join(pair)}")
     parts += [f"{name} {found[key]:.3f}" for name, key in (("margin", "rewards/margins"),
-                                                            ("kl", "kl")) if key in found]
+                                                           ("kl", "kl")) if key in found]
     return "".join(f", {part}" for part in parts)
 
 

@@ -1,16 +1,16 @@
 """How a run ends: signals, the end of torchrun, a step that never ends, errors; and status.json.
 
-What all ranks know of is a Stop, with which main() ends them together. What happens to one rank
+What all ranks know of is a RunError, with which main() ends them together. What happens to one rank
 alone goes to Status.end_alone(), and torchrun ends the others. The watching thread cannot wait for
 the main thread: it calls Status.leave().
 
     phase: flags -> model -> data -> checkpoint -> model -> saving -> training -> saving -> exit 0
 
-    main thread        a Stop, on all ranks             stop_together()   its code, or the phase's
+    main thread        a RunError, on all ranks         stop_together()   its code, or the phase's
                        any other error, of this rank    end_alone()       8, 70, or 75: LOST
     watching thread    a signal, or torchrun ends:
                          before training, or a second   leave()           75
-                         the first in training          stop_reason: a Stop follows after the step
+                         the first in training          stop_reason: RunError after the step
                        another process ends             leave()           75
                        the deadline is over             leave_frozen()    9
 

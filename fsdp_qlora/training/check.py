@@ -182,7 +182,7 @@ def plain_model(
     specs = make_layer_specs(arch, adapted if kind else (), config)
     if recompute:
         specs = [dataclasses.replace(x, mlp=dataclasses.replace(x.mlp, slice_tokens=25))
-                   if isinstance(x.mlp, MLPSublayer) else x for x in specs]
+                 if isinstance(x.mlp, MLPSublayer) else x for x in specs]
     model, names = Model(arch, specs, plan), tensor_names(arch, tensors)
     fill_model(model, names, functools.partial(rows_in_memory, tensors, names.sources), {},
                torch.device("cpu"))

@@ -99,7 +99,7 @@ def measure(run: Run, needed: dict[str, tuple[Rows, torch.Tensor]],
         write_reference(run, found)
     if why := next(filter(None, gather_objects(run.status.stop_reason)), None):
         raise RunError(f"{why}, before the reference was complete; what there is of it is in"
-                   f" {REFERENCE_FILE}; {run.status.how_to_resume}", EXIT_RESUMABLE)
+                       f" {REFERENCE_FILE}; {run.status.how_to_resume}", EXIT_RESUMABLE)
     log(f"reference: computed in {time.monotonic() - started:.1f} s")
 
 

@@ -27,8 +27,8 @@ VALUES_AT_ONCE = 2**22  # labels or values looked at at once
 
 def check_untrained_tokens(
         model: Model, rows: Rows, tokenizer: PreTrainedTokenizerFast | None) -> None:
-    """Stop if a token that ends answers in training has a row of zeros in the head, and say which
-    other trained tokens the head has never learned. All ranks must call this."""
+    """Raise RunError if a token that ends answers in training has a row of zeros in the head, and
+    log which other trained tokens the head has never learned. All ranks must call this."""
     if not tokenizer:
         return
     counts = count_trained(rows, model.arch.vocab_size)
