@@ -307,6 +307,19 @@ def launch(tmp_path_factory):
         one.end()
 
 
+@contextlib.contextmanager
+def small_disk(directory, size):
+    """In the `with` body `directory` is a disk of its own with so much room: "3m"."""
+    directory.mkdir(exist_ok=True)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", directory]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mount needs root")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", directory], check=True)
+
+
 def do_here(jobs, cwd):
     """The same in this process, which is one rank as well as any; a case leaves nothing behind."""
     import house

@@ -4,9 +4,9 @@ the room on the disk; and the plan for the rows of a data set.
 
 import re
 import shutil
-import subprocess
 
 import pytest
+from conftest import small_disk
 from rows import ASKED, REASONING, TALK, says, write_jsonl
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
@@ -136,16 +136,10 @@ def test_adapter_of_another_chat_template_is_told(base, first_run, run_main, tmp
 
 
 def test_disk_without_room_for_one_checkpoint_is_told_at_the_start(base, run_main, tmp_path):
-    (tmp_path / "small").mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", tmp_path / "small"]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mount needs root")
-    try:
+    with small_disk(tmp_path / "small", "300k"):
         code, _, err = run_main(*flags_of(base, "--output_dir", tmp_path / "small" / "run"))
         assert code == 7 and "for the adapter and checkpoints" in err and "make room" in err
         assert not (tmp_path / "small" / "run").exists()
-    finally:
-        subprocess.run(["umount", "-l", tmp_path / "small"], check=True)
 
 
 def test_complete_run_that_goes_on_says_what_becomes_of_the_rate_and_of_its_merge(

@@ -28,7 +28,7 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import DEVICE, ROOT, SCRIPT, SEVERAL, one_process, write_rows
+from conftest import DEVICE, ROOT, SCRIPT, SEVERAL, one_process, small_disk, write_rows
 from forks import Forks
 from house import parse_config
 from safetensors.torch import load_file, save_file
@@ -384,11 +384,7 @@ def test_faults_of_file_operations(how, sample, start, undisturbed, before_last_
 
 def test_full_disk_ends_no_training(start, undisturbed, tmp_path):
     """Between two saves nothing is left on it, and later there is room again."""
-    (tmp_path / "run").mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", tmp_path / "run"]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mount needs root")
-    try:
+    with small_disk(tmp_path / "run", "3m"):
         run = start(tmp_path, slow=[["train_step", 5, 0.5], ["train_step", 9, 0.5]])
         run.wait_for_slow("train_step", 5, [0, 1])
         with contextlib.suppress(OSError), (tmp_path / "run" / "filler").open("wb", 0) as filler:
@@ -403,8 +399,6 @@ def test_full_disk_ends_no_training(start, undisturbed, tmp_path):
         assert run.wait() == [0, 0], run.err
         assert last_words(run) == []
         assert differences(tmp_path, undisturbed.run) == []
-    finally:
-        subprocess.run(["umount", "-l", tmp_path / "run"], check=True)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1307,10 +1301,7 @@ def test_partial_directory_is_never_a_link(target, tmp_path):
 
 
 def test_end_is_told_by_status_on_a_full_disk(tmp_path):
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", tmp_path]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mount needs root")
-    try:
+    with small_disk(tmp_path, "64k"):
         status = Status()
         status.directory, status.may_write = tmp_path, True
         status.write("training")
@@ -1321,8 +1312,6 @@ def test_end_is_told_by_status_on_a_full_disk(tmp_path):
         status.write("failed", 5, "full")
         assert read_json(tmp_path / "status.json")["message"] == "full"
         assert {path.name for path in tmp_path.iterdir()} == {"filler", "status.json"}
-    finally:
-        subprocess.run(["umount", "-l", tmp_path], check=True)
 
 
 def test_metrics_that_cannot_be_written_to_the_end_are_told_there(begin, tmp_path, monkeypatch):
