@@ -55,7 +55,7 @@ from fsdp_qlora.data.template import how_to_ask
 from fsdp_qlora.data.tokenizer import complete_tokenizer
 from fsdp_qlora.files import read_json, sync_file, write_tensors
 from fsdp_qlora.lora.peft_names import as_saved, expert_parts, expert_settings, file_parts
-from fsdp_qlora.model.head import scaled_logits
+from fsdp_qlora.model.lm_head import scaled_logits
 from fsdp_qlora.pretrained.config import describe_model, stored_format, text_config
 from fsdp_qlora.pretrained.formats import (
     INT4_PACKED, INT4_SHAPE, MX_PARTS, NF4_PARTS, scaled_weight)

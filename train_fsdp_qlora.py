@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import importlib
 import logging
@@ -30,12 +31,11 @@ import os
 import signal
 import sys
 import time
-import types
 import warnings
 from datetime import timedelta
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 if __name__ == "__main__":
     gc.disable()  # until all is imported: collections would take a fifth of that time
@@ -63,46 +63,42 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fsdp_qlora.config import Config
-from fsdp_qlora.data.packing import MicroBatch, pack_rows, make_micro_batch, step_rows
+from fsdp_qlora.data.packing import make_micro_batch, pack_rows, step_rows
 from fsdp_qlora.data.prepare import prepare_data
 from fsdp_qlora.data.rows import Rows, random_rows
 from fsdp_qlora.data.template import how_to_ask
 from fsdp_qlora.data.tokenizer import check_tokenizer, load_tokenizer
 from fsdp_qlora.files import read_json, text_digest
-from fsdp_qlora.hashing import as_hex, content_sum, hash_ints
-from fsdp_qlora.lora.adapter import Adapter, check_origin, resolve_target_modules, read_adapter
-from fsdp_qlora.model.attention import (
+from fsdp_qlora.hashing import hash_ints
+from fsdp_qlora.kernels.attention import (
     Kernels, architectures_by_attention_type, batched_attention, document_attention,
     flash_attention, kernel_matches, varlen_attention)
-from fsdp_qlora.model.elementwise import compile_for_any_rows
-from fsdp_qlora.model.flex import flex_document_attention
+from fsdp_qlora.kernels.elementwise import compile_for_any_rows
+from fsdp_qlora.kernels.flex import flex_document_attention
+from fsdp_qlora.kernels.micro_batch import MicroBatch
+from fsdp_qlora.kernels.recurrence import RECURRENCES, mixer_with_state, why_no_fla
+from fsdp_qlora.layer.layer import make_layer_specs
+from fsdp_qlora.layer.linears import STATE_BLOCK
+from fsdp_qlora.layer.router import BALANCE
+from fsdp_qlora.lora.adapter import Adapter, check_origin, read_adapter, resolve_target_modules
+from fsdp_qlora.memory import limit_memory, log_memory, memory_gib
 from fsdp_qlora.model.graphs import Graphs
-from fsdp_qlora.model.layer import make_layer_specs
-from fsdp_qlora.model.linears import STATE_BLOCK
-from fsdp_qlora.model.load import fill_model
-from fsdp_qlora.model.loss import micro_batch_loss, mean_metrics, num_items_in_batch
+from fsdp_qlora.model.load import load_model
+from fsdp_qlora.model.loss import micro_batch_loss
 from fsdp_qlora.model.model import Model, measure_weight_norms, verify_model
-from fsdp_qlora.model.offload import DeviceActivations, OffloadedActivations, make_store
-from fsdp_qlora.model.recurrence import RECURRENCES, mixer_with_state, why_no_fla
-from fsdp_qlora.model.router import BALANCE, take_balance
-from fsdp_qlora.model.shards import reshard_all, weight_requests
+from fsdp_qlora.model.shards import reshard_all
+from fsdp_qlora.plan import Plan
 from fsdp_qlora.planner.gpu_specs import card_machine, parse_cards
-from fsdp_qlora.planner.machine import host_memory, limit_memory, memory_gib, log_memory
-from fsdp_qlora.planner.plan import (
-    Plan, agree_on_plan, choose_plan, describe_work, why_no_capture)
+from fsdp_qlora.planner.search import agree_on_plan, choose_plan, describe_work, why_no_capture
 from fsdp_qlora.pretrained.architecture import Architecture
-from fsdp_qlora.pretrained.config import rope_frequencies
 from fsdp_qlora.pretrained.hub import base_digest, model_directory, read_model_config
-from fsdp_qlora.pretrained.reader import (
-    RandomWeights, WeightReader, all_finite, rows_before, weight_files)
-from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
 from fsdp_qlora.quant.nf4 import why_no_triton
 from fsdp_qlora.ranks import (
-    DIVERGED, EXIT_RESUMABLE, EXITS, RunError, all_gather, check_same, fail_before_init,
-    gather_objects, is_rank_0, log, log_each_rank, n_cores, on_rank_0, raise_on_all_ranks)
+    DIVERGED, EXITS, EXIT_RESUMABLE, RunError, all_gather, check_same, fail_before_init,
+    gather_objects, is_rank_0, log, n_cores, on_rank_0, raise_on_all_ranks)
 from fsdp_qlora.run.checkpoints import (
-    DISK_ERRORS, agree_on_content, check_room, checkpoint_path, drop_checkpoints, find_checkpoint,
-    check_run, load_checkpoint, save_adapter, sharded_state, write_checkpoint)
+    DISK_ERRORS, agree_on_digests, check_room, check_run, checkpoint_path, drop_checkpoints,
+    find_checkpoint, load_checkpoint, save_adapter, sharded_state, write_checkpoint)
 from fsdp_qlora.run.demo import make_demo
 from fsdp_qlora.run.directory import (
     describe_run, losses_of, merge_command, open_output, save_tokenizer)
@@ -112,12 +108,14 @@ from fsdp_qlora.run.logs import (
     log_speed, log_startup)
 from fsdp_qlora.run.merge_check import MergeCheck
 from fsdp_qlora.run.resolve import resolve_config, resolve_steps, save_interval
-from fsdp_qlora.run.status import LOST_DIRECTORY, ACTIONS, Status, watch_process
+from fsdp_qlora.run.state import Run
+from fsdp_qlora.run.status import ACTIONS, LOST_DIRECTORY, Status, watch_process
 from fsdp_qlora.training.check import check_family
 from fsdp_qlora.training.divergence import why_diverged, why_worse
 from fsdp_qlora.training.evaluation import evaluation_batches, evaluation_micro_batches
 from fsdp_qlora.training.reference import find_reference, values_of_all
 from fsdp_qlora.training.samples import sample_answers
+from fsdp_qlora.training.step_stats import gather_step_stats, mean_metrics
 from fsdp_qlora.training.untrained_tokens import check_untrained_tokens
 
 SCRIPT = Path(__file__)
@@ -132,39 +130,6 @@ Record = dict[str, float]  # a line of metrics.jsonl
 # ------------------------------------------------------------------------------------------------
 # The whole job
 # ------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class Run:
-    """What finetune() has built and what the steps change."""
-
-    config: Config
-    plan: Plan  # what is sharded, recomputed, offloaded
-    status: Status  # signals, deadlines, status.json
-    directory: Path
-    device: torch.device
-    rows: Rows  # to train on
-    eval_rows: Rows | None  # to evaluate on
-    tokenizer: transformers.PreTrainedTokenizerFast | None  # None: there is no text
-    content: dict[str, str | None]  # digests of rows and base model, for checkpoints
-    lora_config: peft.LoraConfig
-    kernels: Kernels
-    model: Model
-    adapter: Adapter
-    optimizer: Optimizer
-    # where layers keep what they need when they are recomputed
-    store: DeviceActivations | OffloadedActivations
-    merge_check: MergeCheck
-    graphs: Graphs | Literal[False]
-    # all below changes; `progress` is saved in checkpoints
-    progress: dict[str, Any] = dataclasses.field(default_factory=lambda: dict.fromkeys(
-        ("evaluated", "best_loss", "best_step", "first_loss", "lowest_loss")))
-    saved_step: int = 0  # of the newest checkpoint
-    save_due: float = math.inf  # by the clock
-    step_start: float = 0.0  # by the clock
-    longest_step: float = 0.0  # seconds
-    # the next step's rows and micro-batches
-    prefetched: tuple[Rows, list[MicroBatch]] | None = None
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -228,10 +193,10 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
             if config.init_adapter and not saved_config:
                 read_adapter(config, arch, specs)
             base, base_sha256 = find_weights(config, base, name, is_dry)
-        content = agree_on_content(config, rows, eval_rows, base_sha256)
+        digests = agree_on_digests(config, rows, eval_rows, base_sha256)
         if config.init_adapter and not saved_config:
             on_rank_0(check_origin, config, base_sha256, tokenizer)
-        start_step = find_start_step(config, directory, content, saved_config, status, is_dry)
+        start_step = find_start_step(config, directory, digests, saved_config, status, is_dry)
         on_rank_0(check_room, config, directory, specs)
 
         # 4. Which attention, and the plan: what is sharded, recomputed, offloaded
@@ -245,16 +210,16 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         log_startup(user_config, config, plan, kernels, limit, device, VERSIONS)
         log_examples(rows, tokenizer, DRY_EXAMPLES if is_dry else 1)
         if not config.random_weights:
-            on_rank_0(check_family, model_config, config.model, fill_model)
+            on_rank_0(check_family, model_config, config.model)
         if is_dry:
             raise RunError(f"--max_steps 0: nothing was trained; the run has {config.max_steps:,}"
                            f" steps of {config.batch_size:,} rows", 0)
 
         # 5. The model: built on meta, sharded by FSDP2, then each rank loads its part in NF4
         mesh = make_mesh(plan.shard_group_size, device)
-        model = Model(arch, specs, plan, mesh.get_group("shard"))
+        model = Model(arch, specs, plan, kernels, device, mesh.get_group("shard"))
         shard_model(model, mesh, plan)
-        loaded = load_model(model, base, model_config, config, device)
+        loaded = load_model(model, base, model_config, config)
         check_untrained_tokens(model, rows, tokenizer)
 
         # 6. The adapter, new or from a checkpoint, and its optimizer
@@ -263,9 +228,9 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         if config.adapter == "dora":
             measure_weight_norms(model)
         run = Run(
-            config, plan, status, directory, device, rows, eval_rows, tokenizer, content,
-            lora_config=lora_config, kernels=kernels, model=model, adapter=adapter,
-            optimizer=optimizer, store=make_store(plan, device), merge_check=MergeCheck(rows),
+            config, plan, status, directory, device, rows, eval_rows, tokenizer, digests,
+            lora_config=lora_config, model=model, adapter=adapter, optimizer=optimizer,
+            merge_check=MergeCheck(rows),
             graphs=plan.graphs and Graphs(model, config, device), saved_step=start_step)
         start_adapter(run, start_step)
         status.enter("saving")
@@ -278,7 +243,8 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
         # 7. Loop and save
         status.enter("training")
         find_reference(run)
-        run.merge_check.begin(run)
+        status.extend_deadline()
+        run.merge_check.begin(model, adapter)
         if records := train(run, start_step):
             log_speed(run, records)
         finish_run(run)
@@ -311,17 +277,17 @@ def find_weights(config: Config, base: Path, name: str, is_dry: bool) -> tuple[P
     return base, base_digest(base)
 
 
-def find_start_step(config: Config, directory: Path, content: dict[str, str | None],
+def find_start_step(config: Config, directory: Path, digests: dict[str, str | None],
                     saved_config: dict[str, Any], status: Status, is_dry: bool) -> int:
     """After how many steps the run in the directory goes on, by its newest whole checkpoint; 0: it
     is new, or is only looked at. `saved_config` is its train_config.json. All ranks must call
     this."""
     status.enter("checkpoint")
     if is_dry:
-        on_rank_0(check_run, config, directory, content, saved_config)
+        on_rank_0(check_run, config, directory, digests, saved_config)
         return 0
-    start_step: int = on_rank_0(find_checkpoint, config, directory, content)
-    status.may_write, status.max_steps, status.step = True, config.max_steps, start_step
+    start_step: int = on_rank_0(find_checkpoint, config, directory, digests)
+    status.begin(config, start_step)
     status.checkpoint = checkpoint_path(directory, start_step).name if start_step else None
     log_extension(config, saved_config, start_step)
     return start_step
@@ -528,67 +494,6 @@ def shard_model(model: Model, mesh: DeviceMesh, plan: Plan) -> None:
 
 
 # ------------------------------------------------------------------------------------------------
-# Loading: files are checked and opened here; fill_model() of load quantizes to NF4 what is read
-# ------------------------------------------------------------------------------------------------
-
-
-def load_model(model: Model, base: Path, model_config: transformers.PretrainedConfig,
-               config: Config, device: torch.device) -> types.SimpleNamespace:
-    """Give the model all of its frozen weights, this rank's part of them, from the files in `base`;
-    raises ValueError where one is not finite. All ranks must call this.
-
-    Returns a namespace: `sums` {name in files: content_sum() as hex}, which tell one base from any
-    other; `prequantized`, whether its files are in 4 bits; `n_parameters`.
-    """
-    assert config.max_seq_len, "read_model_config() fills it in"
-    arch, nf4_states, dtype = model.arch, {}, getattr(torch, config.compute_dtype)
-    if config.random_weights:
-        names = tensor_names(arch, {})
-    else:
-        with raise_on_all_ranks():
-            files = weight_files(base)
-            names = tensor_names(arch, files)
-            nf4_states = check_files(files, names, model_config, config.compute_dtype)
-    requests = weight_requests(model, names, nf4_states)
-    n_before = rows_before(requests)
-    shares = {r.name: (r.rows, n_before[r.name]) for r in requests}
-    n_bytes, memory_before, started, finite, sums = 0, host_memory(), clock(), {}, {}
-    reader = (RandomWeights(requests, config.seed, dtype, device) if config.random_weights
-              else WeightReader(files, requests, device))
-
-    def read_checked(name: str) -> torch.Tensor:
-        nonlocal n_bytes
-        value = reader.read(name)
-        n_bytes += value.nbytes
-        sums[name] = content_sum(value, *shares[name])
-        if name not in nf4_states:
-            finite[name] = all_finite(value, name)
-        return value
-
-    fill_model(model, names, read_checked, nf4_states, device)
-    with raise_on_all_ranks():
-        reader.close()  # raises its error: until here all ranks go on
-        are_finite = torch.stack(list(finite.values())).tolist()
-        if not all(are_finite):
-            damaged = list(finite)[are_finite.index(False)]
-            raise ValueError(f"the model's {damaged} has values that are not finite: is its file"
-                             " damaged? Fetch it again")
-    dist.all_reduce(totals := torch.stack(list(sums.values())))
-    model.frequencies = [
-        (f.to(device), factor) for f, factor in
-        (rope_frequencies(rope, arch, config.max_seq_len, model_config) for rope in arch.ropes)]
-    torch.cuda.empty_cache()  # what loading used and training would use in other sizes
-    seconds, grown = clock() - started, (host_memory()[1] - memory_before[0]) / 2**30
-    unit, size = ("GB", 1e9) if n_bytes > 1e9 else ("MB", 1e6)
-    log_each_rank(f"weights loaded in {seconds:.2f} s", f"{n_bytes / size:.2f} {unit} at"
-                  f" {n_bytes / size / seconds:.2f} {unit}/s with at most {grown:.2f} GiB more host"
-                  " memory")
-    log_memory("after loading", device)
-    return types.SimpleNamespace(sums=dict(zip(sums, map(as_hex, totals.tolist()))),
-                                 prequantized=bool(nf4_states), n_parameters=names.n_parameters)
-
-
-# ------------------------------------------------------------------------------------------------
 # Optimizer and schedule
 # ------------------------------------------------------------------------------------------------
 
@@ -667,7 +572,7 @@ def train_step(run: Run, step: int) -> tuple[Record, str | None]:
     # every rank knows all rows' lengths, so that the global counts need no communication
     n_trainable_tokens, tokens = int(batch.n_trainable_tokens.sum()), int(batch.lengths.sum())
     local_sums: Any = 0
-    n_micro_batches, capacity, of_all = 0, 0, values_of_all(run, batch, [batch])
+    n_micro_batches, capacity, of_all = 0, 0, values_of_all(run.model, batch, [batch])
     while micro_batches:
         micro_batch = micro_batches.pop(0)  # not a for loop: its memory is free once it is done
         is_last = not micro_batches
@@ -678,9 +583,9 @@ def train_step(run: Run, step: int) -> tuple[Record, str | None]:
         if plan.uses_fsdp and plan.shard_group_size < world_size:
             # copies of the model exchange gradients once a step, not once a micro-batch
             run.model.set_requires_all_reduce(is_last)
-        local_sums += forward_backward(run, micro_batch, 1 / num_items_in_batch(batch))
+        local_sums += forward_backward(run, micro_batch, 1 / batch.num_items_in_batch)
     sum_gradient(run)
-    numbers = gather_step_stats(run, local_sums, pending_action(run))
+    numbers = gather_step_stats(run.model, run.adapter, local_sums, pending_action(run))
     clip_gradient(run, numbers.grad_norm)
     # on the host, while the GPU computes
     run.prefetched = next_step(run, step + 1) if step < config.max_steps else None
@@ -690,7 +595,7 @@ def train_step(run: Run, step: int) -> tuple[Record, str | None]:
     rate = learning_rate(step, config)
     optimizer_step(run.optimizer, run.adapter, rate)
     seconds, run.step_start = clock() - run.step_start, clock()
-    run.longest_step = max(run.longest_step, seconds)
+    run.status.longest_step = max(run.status.longest_step, seconds)
     record = {
         "step": step, **metrics, "learning_rate": rate, "grad_norm": norm, "rows": len(batch),
         "tokens": tokens, "trainable_tokens": n_trainable_tokens, "micro_batches": n_micro_batches,
@@ -707,7 +612,8 @@ def next_step(run: Run, step: int) -> tuple[Rows, list[MicroBatch]]:
     micro_steps = pack_rows(batch.lengths.tolist(), dist.get_world_size(),
                             run.plan.micro_batch_tokens, batch.n_answers)
     step_key = hash_ints(torch.tensor(run.config.seed * 1_000_003 + step))
-    return batch, [make_micro_batch(batch, m, dist.get_rank(), step_key, run) for m in micro_steps]
+    return batch, [make_micro_batch(batch, m, dist.get_rank(), step_key, run.model)
+                   for m in micro_steps]
 
 
 def forward_backward(run: Run, micro_batch: MicroBatch, scale: float) -> torch.Tensor:
@@ -715,8 +621,7 @@ def forward_backward(run: Run, micro_batch: MicroBatch, scale: float) -> torch.T
     micro_batch_loss(). All ranks must call this."""
     sums = None
     if run.graphs:
-        is_even = micro_batch.kernels is run.kernels.fixed_len
-        sums = run.graphs.sums(micro_batch, scale, is_even=is_even)
+        sums = run.graphs.sums(micro_batch, scale)
     if sums is None:
         loss, sums = micro_batch_loss(run.model(micro_batch), micro_batch, run.config)
         (loss * scale).backward()
@@ -725,42 +630,15 @@ def forward_backward(run: Run, micro_batch: MicroBatch, scale: float) -> torch.T
 
 def pending_action(run: Run) -> int:
     """What this rank asks of all ranks after the step, an index of REQUESTS."""
-    run.status.check_time(run.config, run.longest_step)
+    run.status.check_time()
     return ACTIONS.index(
         "stop" if run.status.stop_reason else "save" if clock() > run.save_due else None)
-
-
-class StepStats(NamedTuple):
-    """What all ranks know at the end of a step, in fp64."""
-
-    grad_norm: torch.Tensor  # [], of the whole gradient, before it is clipped
-    request: torch.Tensor  # [], the highest pending_action() of a rank
-    sums: torch.Tensor  # [k], over all ranks, see micro_batch_loss()
-    balance: torch.Tensor  # [2], how even experts are used, see BALANCE; [0] without experts
-
-    def on_host(self) -> StepStats:
-        """The same on the CPU, by one copy."""
-        values = torch.cat([number.view(-1) for number in self]).cpu()
-        parts = values.split([number.numel() for number in self])
-        return StepStats(*(part.view_as(number) for part, number in zip(parts, self)))
 
 
 def sum_gradient(run: Run) -> None:
     """Add up the gradient over copies of the model. All ranks must call this."""
     if dist.get_world_size() > run.adapter.shards and not run.plan.uses_fsdp:  # else FSDP2 has
         dist.all_reduce(run.adapter.weights.grad)
-
-
-def gather_step_stats(run: Run, local_sums: torch.Tensor, request: int) -> StepStats:
-    """The StepStats, from this rank's sums and request, by one exchange and without waiting for
-    the GPU. All ranks must call this."""
-    square = run.adapter.weights.grad.norm().double() ** 2  # of this rank's part of the gradient
-    local = (square[None], torch.full_like(local_sums[:1], request), local_sums,
-             take_balance(run.model))
-    squares, requests, sums, balance = all_gather(torch.cat(local)).split([*map(len, local)], 1)
-    norm = squares[: run.adapter.shards].sum().sqrt()  # other copies have the same gradients
-    routed, n_routed = balance.sum(0).tensor_split([2])
-    return StepStats(norm, requests.max(), sums.sum(0), routed / n_routed)
 
 
 def clip_gradient(run: Run, norm: torch.Tensor) -> None:
@@ -795,10 +673,11 @@ def evaluate(run: Run) -> Record | None:
     assert run.eval_rows, "there is nothing to evaluate on"
     sums: Any = 0
     rows, n_seen = run.eval_rows, 0
-    of_all = values_of_all(run, rows, (batch for _, batch in evaluation_batches(run, rows)))
-    for _, batch in evaluation_batches(run, rows):
+    batches = functools.partial(evaluation_batches, rows, run.config.batch_size, run.status)
+    of_all = values_of_all(run.model, rows, (batch for _, batch in batches()))
+    for _, batch in batches():
         n_seen += len(batch)
-        for micro_batch, _ in evaluation_micro_batches(run, batch):
+        for micro_batch, _ in evaluation_micro_batches(run.model, batch):
             if micro_batch.answers:
                 micro_batch.answers = dataclasses.replace(micro_batch.answers, **of_all)
             sums += micro_batch_loss(run.model(micro_batch), micro_batch, run.config)[1]
@@ -816,13 +695,14 @@ def log_evaluation(run: Run, writer: MetricsWriter | None, step: int) -> tuple[b
     if (found := evaluate(run)) is None:
         return True, False
     loss = found["eval_loss"]
-    is_best = progress["best_loss"] is None or loss < progress["best_loss"]
-    progress["evaluated"] = step
+    is_best = progress.best_loss is None or loss < progress.best_loss
+    progress.evaluated = step
     if is_best:
-        progress.update(best_loss=loss, best_step=step)
+        progress.best_loss, progress.best_step = loss, step
     seconds, best = clock() - started, ", the best so far" if is_best and step else ""
     log(f"evaluation after step {step}: loss {loss:.4f}{describe_metrics(found, 'eval_')}{best}")
-    samples = sample_answers(run, writer.pace if writer else None)
+    samples = sample_answers(run.model, run.tokenizer, run.eval_rows, run.config, run.status,
+                             writer.pace if writer else None)
     for sample in samples:
         log_sample(sample)
     if writer:
@@ -859,7 +739,7 @@ def train(run: Run, start_step: int) -> list[Record]:
         # from `start_step`: a run that was stopped before the evaluation of that step does it now
         for step in range(start_step, config.max_steps + 1):
             request, cut_short, is_best, is_last = None, False, False, step == config.max_steps
-            status.extend_deadline(config, run.longest_step)
+            status.extend_deadline()
             status.step = step
             if step > start_step:
                 status.where = (f"at step {step}, in micro-batches of at most"
@@ -875,7 +755,7 @@ def train(run: Run, start_step: int) -> list[Record]:
                 gc.collect()
                 gc.freeze()
             evaluates = step == 0 or is_last or config.eval_every and step % config.eval_every == 0
-            if (run.eval_rows and evaluates and run.progress["evaluated"] != step
+            if (run.eval_rows and evaluates and run.progress.evaluated != step
                     and request != "stop"):
                 cut_short, is_best = log_evaluation(run, writer, step)
                 request = "stop" if cut_short else request
@@ -900,8 +780,8 @@ def stop_run(run: Run, step: int, cut_short: bool, is_first: bool) -> NoReturn:
         raise RunError(f"{why} before the evaluation after step {step} was done, and so it would go"
                        " again: give more, or evaluate fewer rows", EXITS["flags"])
     if why == LOST_DIRECTORY:  # this saves elsewhere, says where, and ends the run
-        on_rank_0(save_adapter, run, run.adapter.gather_weights(), run.merge_check.states(run),
-                  causes=DISK_ERRORS)
+        on_rank_0(save_adapter, run, run.adapter.gather_weights(),
+                  run.merge_check.states(run.model), causes=DISK_ERRORS)
     newest = checkpoint_path(run.directory, run.saved_step).name
     if not run.saved_step:
         left = "no checkpoint is saved, and the same command begins anew"
@@ -920,10 +800,10 @@ def stop_run(run: Run, step: int, cut_short: bool, is_first: bool) -> NoReturn:
 def save_checkpoint(run: Run, step: int) -> None:
     """Gather adapter and optimizer state on rank 0, which writes checkpoint-<step>; if the disk
     does not take it, say so and try again later. All ranks must call this."""
-    run.status.extend_deadline(run.config, run.longest_step)
+    run.status.extend_deadline()
     started, name = clock(), checkpoint_path(run.directory, step).name
     torch.get_device_module(run.device).synchronize()  # no stream orders reads of paged state
-    weights, merge_check = run.adapter.gather_weights(), run.merge_check.states(run)
+    weights, merge_check = run.adapter.gather_weights(), run.merge_check.states(run.model)
     state_by_layer = {name: list(run.adapter.gather(value))
                       for name, value in sharded_state(run.optimizer).items()}
     try:
@@ -946,14 +826,14 @@ def finish_run(run: Run) -> None:
     next. All ranks must call this."""
     run.status.enter("saving")
     weights, directory = run.adapter.gather_weights(), run.directory
-    on_rank_0(save_adapter, run, weights, run.merge_check.states(run), causes=DISK_ERRORS)
+    on_rank_0(save_adapter, run, weights, run.merge_check.states(run.model), causes=DISK_ERRORS)
     on_rank_0(draw_losses, directory)
     if run.saved_step < run.config.max_steps:
         log("the checkpoint of the last step could not be saved, but its adapter is; the newest"
             f" checkpoint: {run.status.checkpoint or 'none'}")
-    if best := run.progress["best_step"]:
+    if best := run.progress.best_step:
         path = checkpoint_path(directory, best)
-        log(f"the best evaluation was after step {best}, loss {run.progress['best_loss']:.4f}:"
+        log(f"the best evaluation was after step {best}, loss {run.progress.best_loss:.4f}:"
             f" {path if path.is_dir() else 'its checkpoint could not be saved'}")
     log_memory("at the end", run.device)
     how = how_to_ask(run.rows.asked)

@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch._dynamo.utils import counters
 
-from fsdp_qlora.model.attention import document_attention, varlen_attention
-from fsdp_qlora.model.flex import flex_document_attention, flex_function
+from fsdp_qlora.kernels.attention import document_attention, varlen_attention
+from fsdp_qlora.kernels.flex import flex_document_attention, flex_function
 
 SHAPES = {  # heads, key/value heads, head_dim, soft cap, window, sinks
     "Gemma 2 27B": (32, 16, 128, 50.0, None, False),

@@ -24,12 +24,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from run import SHAPES, model_config
 
-from fsdp_qlora.model import attention
-from fsdp_qlora.model import elementwise
+from fsdp_qlora.config import Config
+from fsdp_qlora.kernels import heads
+from fsdp_qlora.kernels.elementwise import elementwise
+from fsdp_qlora.model import lm_head as vocabulary
 from fsdp_qlora.pretrained import families
-from fsdp_qlora.model import head as vocabulary
 from fsdp_qlora.pretrained.hub import read_model_config
-from train_fsdp_qlora import Config
 
 TOKENS, CHUNK, CLAMP = 4096, 512, (7.0, 1.702)  # of gpt-oss
 
@@ -81,11 +81,11 @@ def calls(arch):
     if arch.qk_norm:
         norm = values(head)
     normed = qkv if arch.qk_norm else None
-    yield attention.rotate_forward, (qkv, table, table, None, norm, norm, arch)
-    yield attention.rotate_backward, (
+    yield heads.rotate_forward, (qkv, table, table, None, norm, norm, arch)
+    yield heads.rotate_backward, (
         query, key, key, None, normed, table, table, None, norm, norm, arch)
-    yield attention.gate_heads, (query, query, "sigmoid")
-    yield attention.gate_heads_backward, (query, query, query, "sigmoid")
+    yield heads.gate_heads, (query, query, "sigmoid")
+    yield heads.gate_heads_backward, (query, query, query, "sigmoid")
     x, grad, weight = values(n, hidden), values(n, hidden), values(hidden)
     yield elementwise.normalize, (values(n, hidden), x, weight, None, arch.norm, 1e-6)
     yield elementwise.norm_backward, (x, grad, x, weight, arch.norm, 1e-6)

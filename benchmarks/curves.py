@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 def plain_product(layer, fused, x):
     """The outputs of a fused linear's frozen weights, and what PEFT's formula adds to them."""
-    from fsdp_qlora.quant.nf4 import dequantize
+    from fsdp_qlora.layer.dequantize import dequantize
 
     adapter, parts = layer.adapter.to(x.dtype), layer.spec.adapter_parts()
     blank = torch.zeros_like(adapter, requires_grad=False)
@@ -43,7 +43,7 @@ def plain_product(layer, fused, x):
 
 def plain_layer(layer, x, micro_batch):
     """A Llama decoder layer as one would write it, for autograd; with DoRA the script's own."""
-    from fsdp_qlora.model.layer import LayerFunction
+    from fsdp_qlora.layer.layer import LayerFunction
 
     if layer.spec.dora:  # of the check at start
         return LayerFunction.apply(x, layer.adapter, layer, micro_batch, torch.is_grad_enabled())
@@ -75,7 +75,7 @@ def plain_layer(layer, x, micro_batch):
 
 def driver(path, argv):
     import train_fsdp_qlora as script
-    from fsdp_qlora.model import elementwise
+    from fsdp_qlora.kernels.elementwise import elementwise
     from fsdp_qlora.model import layer
     from fsdp_qlora.run import logs
     from fsdp_qlora.quant import nf4

@@ -15,8 +15,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import run
-from fsdp_qlora.planner.plan import DoesNotFit
-from train_fsdp_qlora import Config, plan_elsewhere
+from fsdp_qlora.config import Config
+from fsdp_qlora.planner.search import DoesNotFit
+from train_fsdp_qlora import plan_elsewhere
 
 CARDS, GPUS = ("4090", "L40S", "H100", "H200"), (1, 2, 4, 8)
 MARKS = {"--offload_activations": "a", "--offload_activations --offload_params": "p"}

@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from fsdp_qlora.run.demo import write_demo  # noqa: E402
+from fsdp_qlora.run.demo import write_demo
 
 SHARD = 5e9  # bytes of a file
 BUFFER = 2**26  # bytes of random weights, written over and over; of a plain read

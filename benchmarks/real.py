@@ -46,12 +46,13 @@ from tokenizers import pre_tokenizers
 from torch.nn.utils.rnn import pad_sequence
 
 sys.path.insert(0, str(ROOT))
-from fsdp_qlora.data.tokenizer import load_tokenizer
-from fsdp_qlora.data.packing import step_rows
+from fsdp_qlora.config import Config
 from fsdp_qlora.data.encode import both_tokenizers, tokenize
-from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.data.forms import parse_row
-from train_fsdp_qlora import Config, learning_rate
+from fsdp_qlora.data.packing import step_rows
+from fsdp_qlora.data.rows import rows_of
+from fsdp_qlora.data.tokenizer import load_tokenizer
+from train_fsdp_qlora import learning_rate
 
 METHODS, MEASURED = ("ours", "nf4", "bf16"), ("before", "after", "seconds")
 ROWS, HELD_OUT, OF_A_FILE = 2000, 200, 4  # rows to make, and of one file at most

@@ -14,17 +14,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from tqdm import tqdm
 
+from fsdp_qlora.config import Config
 from fsdp_qlora.files import source_digest
 
-if TYPE_CHECKING:
-    from fsdp_qlora.config import Config
 
 # exit codes; 75 and 70 are EX_TEMPFAIL and EX_SOFTWARE of sysexits.h
 EXIT_RESUMABLE, EXIT_STEP_TIMEOUT, EXIT_BUG = 75, 9, 70

@@ -422,8 +422,8 @@ def write_in_place():
             shutil.rmtree(old)
         path.mkdir()
         described = {
-            "step": step, "progress": run.progress,
-            "config": dataclasses.asdict(run.config), **run.content}  # fmt: skip
+            "step": step, "progress": dataclasses.asdict(run.progress),
+            "config": dataclasses.asdict(run.config), **run.digests}  # fmt: skip
         (path / "checkpoint.json").write_text(json.dumps(described))
         save_file = house.get("save_file")
         save_file(weights, path / "adapter_model.safetensors")

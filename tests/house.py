@@ -62,17 +62,17 @@ def check_each_model_once():
             if not module.__name__.startswith(("train_", "fsdp_qlora.run"))
             for name, value in names.items() if not isinstance(value, bool)]  # what a run may set
 
-    def check_once(model_config, name, fill_model):
+    def check_once(model_config, name):
         is_replaced = any(vars(module)[key] is not value for module, key, value in code)
         try:
             shrunk = shrunk_config(model_config).to_json_string(use_diff=False)
         except Exception:
             is_replaced = True  # the check tells what is wrong
         if is_replaced:
-            return check(model_config, name, fill_model)
+            return check(model_config, name)
         passed = Path(os.environ["PASSED_CHECKS"], text_digest(shrunk))
         if not passed.exists():
-            check(model_config, name, fill_model)
+            check(model_config, name)
             passed.touch()
 
     train_fsdp_qlora.check_family = check_once

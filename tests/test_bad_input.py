@@ -16,14 +16,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_fsdp_qlora
-from fsdp_qlora.model import elementwise
-from fsdp_qlora.model import offload
+from fsdp_qlora.config import Config
 from fsdp_qlora.files import digest, read_json, text_digest
-from fsdp_qlora.run.status import watch_process
-from fsdp_qlora.run.directory import open_output
-from fsdp_qlora.ranks import RunError
+from fsdp_qlora.kernels import offload
+from fsdp_qlora.kernels.elementwise import elementwise
 from fsdp_qlora.pretrained.hub import read_model_config
-from train_fsdp_qlora import Config
+from fsdp_qlora.ranks import RunError
+from fsdp_qlora.run.directory import open_output
+from fsdp_qlora.run.status import watch_process
 
 FLAGS, MODEL, DATA, DIVERGED, CHECKPOINT, OUT_OF_MEMORY = 2, 3, 4, 6, 7, 8  # exit codes
 LOADING = "load and quantize"  # the progress bar of the weights

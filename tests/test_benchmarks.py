@@ -12,9 +12,9 @@ import pytest
 from conftest import ROOT, encode_file, one_process
 from house import parse_config
 
-from fsdp_qlora.model import layer
-from fsdp_qlora.pretrained.hub import model_directory, read_model_config
 from fsdp_qlora.data.tokenizer import load_tokenizer
+from fsdp_qlora.layer import layer
+from fsdp_qlora.pretrained.hub import model_directory, read_model_config
 from fsdp_qlora.run.resolve import resolve_config
 
 sys.path.insert(0, str(ROOT / "benchmarks"))  # as where run.py is started

@@ -13,10 +13,8 @@ import pytest
 from rows import CHATML, chat_tokenizer, prepare, refusal, write_jsonl
 from test_files import NESTED, write_kind
 
-from fsdp_qlora.data import cache, chat, encode, forms
-from fsdp_qlora.data import prepare as preparation
-from fsdp_qlora.data import rows as encoded_rows
-from fsdp_qlora.data import sources as files
+from fsdp_qlora.data import (
+    cache, chat, encode, forms, prepare as preparation, rows as encoded_rows, sources as files)
 from fsdp_qlora.files import digest
 
 

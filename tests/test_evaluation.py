@@ -23,16 +23,17 @@ from test_merge_experts import write_base
 from test_step import load_reference
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from fsdp_qlora.config import Config
+from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.data.prepare import prepare_data
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.files import text_digest
-from fsdp_qlora.run.checkpoints import checkpoint_path, drop_checkpoints, read_checkpoint
-from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.ranks import RunError
 from fsdp_qlora.run import logs
+from fsdp_qlora.run.checkpoints import checkpoint_path, drop_checkpoints, read_checkpoint
 from fsdp_qlora.run.logs import describe_time
+from fsdp_qlora.run.state import Progress
 from fsdp_qlora.training.samples import choose_prompts
-from train_fsdp_qlora import Config
 
 # (processes, name): flags of a run that is made with evaluation and without
 PAIRS = {
@@ -261,7 +262,7 @@ def test_resumed_run_equals_the_whole_one(nproc, name, how, runs, read_metrics):
     (1, 4, [1, 2, 3, 4, 5]), (2, 4, [2, 3, 4, 5]), (2, 9, [1, 2, 3, 4, 5])])  # fmt: skip
 def test_best_evaluations_checkpoint_is_kept_besides_the_newest(best, keeps, left, tmp_path):
     run = types.SimpleNamespace(directory=tmp_path, config=Config(keep_checkpoints=keeps),
-                                progress={"best_step": best})  # fmt: skip
+                                progress=Progress(best_step=best))  # fmt: skip
     for step in range(1, 6):
         state = {"step": step, "files": {}}
         checkpoint_path(tmp_path, step).mkdir()
@@ -310,7 +311,7 @@ def test_line_of_a_step_tells_how_long_the_rest_takes(tmp_path, capsys, monkeypa
     run = types.SimpleNamespace(
         config=Config(max_steps=106, report_to="none"), directory=tmp_path,
         status=types.SimpleNamespace(check_lock=lambda: None, write=lambda _: None),
-        progress={"evaluated": None}, device=torch.device("cpu"))  # fmt: skip
+        progress=Progress(), device=torch.device("cpu"))  # fmt: skip
     log = logs.MetricsWriter(run, 100)
     record = {"loss": 1.0, "learning_rate": 1e-4, "grad_norm": 1.0,
               "tokens_per_second_per_gpu": 1.0, "peak_memory_gib": 1.0}  # fmt: skip

@@ -36,33 +36,25 @@ from test_layer import make_plan
 from test_merge_experts import watch_sums
 from transformers import AutoTokenizer
 
-from fsdp_qlora.training import check
-from fsdp_qlora.model import elementwise
-from fsdp_qlora.model import experts
-from fsdp_qlora.model import grouped_mm
-from fsdp_qlora.model import router
-from fsdp_qlora.lora.adapter import Adapter, resolve_target_modules, read_adapter, write_adapter
-from fsdp_qlora.training.check import plain_model, random_adapter, random_reference, read_weights
-from fsdp_qlora.pretrained.config import describe_model, shrunk_config, text_config
-from fsdp_qlora.pretrained.families import FAMILIES
+from fsdp_qlora.config import Config
 from fsdp_qlora.data.packing import make_micro_batch
 from fsdp_qlora.data.rows import rows_of
-from fsdp_qlora.model.elementwise import (
-    LimitedActivation,
-    add_expert_rows,
-    clamped_gate_backward,
-    gate,
-    gate_backward,
-    gate_weight_gradients,
-)
-from fsdp_qlora.planner.plan import Plan
-from fsdp_qlora.pretrained.formats import scaled_weight
-from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
-from fsdp_qlora.model.load import weight_rows
+from fsdp_qlora.kernels import elementwise
+from fsdp_qlora.kernels.elementwise import (
+    LimitedActivation, add_expert_rows, clamped_gate_backward, gate, gate_backward,
+    gate_weight_gradients)
+from fsdp_qlora.layer import experts, grouped_mm, router
+from fsdp_qlora.lora.adapter import Adapter, read_adapter, resolve_target_modules, write_adapter
 from fsdp_qlora.lora.peft_names import expert_parts, stack_experts, unstack_experts
-from fsdp_qlora.pretrained.reader import (
-    Request, WeightReader, rows_in_memory, weight_files)
-from train_fsdp_qlora import Config, fill_model
+from fsdp_qlora.model.load import weight_rows
+from fsdp_qlora.plan import Plan
+from fsdp_qlora.pretrained.config import describe_model, shrunk_config, text_config
+from fsdp_qlora.pretrained.families import FAMILIES
+from fsdp_qlora.pretrained.formats import scaled_weight
+from fsdp_qlora.pretrained.reader import Request, WeightReader, rows_in_memory, weight_files
+from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
+from fsdp_qlora.training import check
+from fsdp_qlora.training.check import plain_model, random_adapter, random_reference, read_weights
 
 BAR = 1e-5  # of a relative difference in fp32
 MIXTURES = [name for name, make in TINY.items() if describe_model(make(320)).moe]
@@ -85,7 +77,7 @@ def worst(name, again, monkeypatch, edit=None, ranges=1, torch_grouped=False, to
     tensors = reference.state_dict()
     if edit:
         edit(tensors)
-    model = plain_model(small, arch, tensors, 24, fill_model, "lora", again)
+    model = plain_model(small, arch, tensors, 24, "lora", again)
     names = tensor_names(arch, tensors)
     weights = read_weights(model, names)
     random_adapter(model, seed(1))
@@ -547,7 +539,7 @@ def test_an_experts_bytes_are_bitsandbytes_own(width):
     small.moe_intermediate_size = width
     arch, reference = describe_model(small), random_reference(small, seed())
     tensors = dict(reference.state_dict())
-    model = plain_model(small, arch, tensors, 24, fill_model)
+    model = plain_model(small, arch, tensors, 24)
     names, layer = tensor_names(arch, tensors), model.layers[0]
     for place in layer.spec.places:
         name = names.of_layer(0, f"{place.linear.name}.weight")
@@ -566,7 +558,7 @@ def test_router_is_as_exact_as_in_the_files(monkeypatch):
     monkeypatch.setattr(check, "Plan", lambda **s: Plan(**s | {"compute_dtype": "bfloat16"}))
     small = shrunk_config(TINY["glm4_moe"](320))
     arch, tensors = describe_model(small), random_reference(small, seed()).state_dict()
-    model = plain_model(small, arch, tensors, 24, fill_model)
+    model = plain_model(small, arch, tensors, 24)
     assert model.layers[1].vectors.dtype == torch.bfloat16
     assert len(model.layers[1].small_tensors) == 2
     for name, tensor in model.layers[1].small_tensors.items():
@@ -751,7 +743,7 @@ def test_balance_of_experts_is_one_where_all_are_used_alike():
     balance_of(layer, *same, 0)
     assert layer.balance.tolist() == [1 + 8 / 2 + 1] * 2 + [3]
     model = types.SimpleNamespace(layers=[layer, layer], norm=torch.zeros(1))
-    assert router.take_balance(model).tolist() == [12, 12, 6]
+    assert router.take_balance(model.layers, torch.device("cpu")).tolist() == [12, 12, 6]
     assert layer.balance.tolist() == [0, 0, 0]
 
 
@@ -760,12 +752,12 @@ def test_balance_of_experts_counts_no_padding(name):
     """A row alone in a micro-batch, beside a longer one of another process, and before padding."""
     small = shrunk_config(TINY[name](320))
     arch, reference = describe_model(small), random_reference(small, seed())
-    model = plain_model(small, arch, reference.state_dict(), 64, fill_model, "lora")
+    model = plain_model(small, arch, reference.state_dict(), 64, "lora")
     rows = rows_of([(x, x) for x in torch.randint(3, 128, (45,), generator=seed(1)).split([9, 36])])
     found = []
     for packed in [[0]], [[0], [1]], [[], [1]]:
-        model(make_micro_batch(rows, packed, 0, None, check.plain_run(model)))
-        found.append(router.take_balance(model))
+        model(make_micro_batch(rows, packed, 0, None, model))
+        found.append(router.take_balance(model.layers, torch.device("cpu")))
     alone, padded, padding = found
     assert alone[2] == arch.layer_routed.count(True) and 1 < alone[1] / alone[2] < 8
     torch.testing.assert_close(padded, alone, rtol=1e-6, atol=0)

@@ -15,9 +15,9 @@ from rows import (
     AGAIN, ASKED, CHATML, TALK, THIRD, chat_tokenizer, encode_row, prepare, refusal, says, whole,
     write_jsonl)
 
+from fsdp_qlora.config import Config
 from fsdp_qlora.data import cache, sources
 from fsdp_qlora.data.prepare import prepare_data
-from train_fsdp_qlora import Config
 
 
 @pytest.fixture

@@ -21,14 +21,14 @@ from tokenizers import (
 from tokenizers.processors import ByteLevel, RobertaProcessing, Sequence, TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from fsdp_qlora.config import Config
 from fsdp_qlora.data import encode, forms
+from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.data.prepare import prepare_data
 from fsdp_qlora.data.sources import RefusedRow
-from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.data.tools import openai_calls
-from fsdp_qlora.run.logs import log_examples
 from fsdp_qlora.ranks import RunError
-from train_fsdp_qlora import Config
+from fsdp_qlora.run.logs import log_examples
 
 
 @pytest.fixture

@@ -24,39 +24,38 @@ from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state
 from test_released import CONFIGS
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
-from fsdp_qlora.model import attention
-from fsdp_qlora.model.identity_sublayers import NoMixerSublayer, NoMLPSublayer
-from fsdp_qlora.training import check
-from fsdp_qlora.pretrained import config as configs
-from fsdp_qlora.pretrained import families
-from fsdp_qlora.model import linears
-from fsdp_qlora.model import mixers, recurrence
-from fsdp_qlora.model import mixer_sublayer
-from fsdp_qlora.model import mlp
-from fsdp_qlora.lora.adapter import resolve_target_modules
-from fsdp_qlora.pretrained.architecture import AttentionGate, DeltaNet, Heads, Mamba2
-from fsdp_qlora.training.check import (
-    check_family, plain_run, random_reference, read_weights, text_model)
+from fsdp_qlora.config import Config
 from fsdp_qlora.data.packing import make_micro_batch
 from fsdp_qlora.data.rows import rows_of
-from fsdp_qlora.model.attention import AttentionMixer, document_attention, rope_tables
-from fsdp_qlora.model.elementwise import ATTENTION_SITE, elementwise, norm_of
-from fsdp_qlora.model.experts import MoESublayer
-from fsdp_qlora.pretrained.config import (
-    describe_model, rope_frequencies, shrunk_config, text_config)
-from fsdp_qlora.planner.costs import predict_memory
-from fsdp_qlora.model.mla import MLAMixer
-from fsdp_qlora.model.layer import make_layer_specs
+from fsdp_qlora.kernels import recurrence
+from fsdp_qlora.kernels.attention import document_attention
+from fsdp_qlora.kernels.elementwise import ATTENTION_SITE, elementwise, norm_of
+from fsdp_qlora.kernels.heads import (
+    gate_heads, gate_heads_backward, rope_tables, rotate_backward, split_projected)
+from fsdp_qlora.kernels.offload import make_store
+from fsdp_qlora.layer import linears, mixer_sublayer, mixers, mlp
+from fsdp_qlora.layer.attention import AttentionMixer, attend
+from fsdp_qlora.layer.experts import MoESublayer
+from fsdp_qlora.layer.identity_sublayers import NoMixerSublayer, NoMLPSublayer
+from fsdp_qlora.layer.layer import make_layer_specs
+from fsdp_qlora.layer.mla import MLAMixer
+from fsdp_qlora.lora.adapter import resolve_target_modules
+from fsdp_qlora.model.embedding import embed
+from fsdp_qlora.model.load import fill_model
 from fsdp_qlora.model.model import Model, measure_weight_norms
 from fsdp_qlora.model.shards import set_local
-from fsdp_qlora.model.offload import make_store
-from fsdp_qlora.planner.plan import Plan
-from fsdp_qlora.ranks import RunError
-from fsdp_qlora.run.merge_check import MergeCheck
-from fsdp_qlora.model.head import embed
+from fsdp_qlora.plan import Plan
+from fsdp_qlora.planner.costs import predict_memory
+from fsdp_qlora.pretrained import config as configs, families
+from fsdp_qlora.pretrained.architecture import AttentionGate, DeltaNet, Heads, Mamba2
+from fsdp_qlora.pretrained.config import (
+    describe_model, rope_frequencies, shrunk_config, text_config)
 from fsdp_qlora.pretrained.reader import rows_in_memory
 from fsdp_qlora.pretrained.tensor_names import tensor_names
-from train_fsdp_qlora import Config, fill_model
+from fsdp_qlora.ranks import RunError
+from fsdp_qlora.run.merge_check import MergeCheck
+from fsdp_qlora.training import check
+from fsdp_qlora.training.check import check_family, random_reference, read_weights, text_model
 
 # Of documents: a multiple of a chunk of states, which longrope takes for a long one; one token; as
 # many as a window; fewer than a convolution reads
@@ -100,10 +99,10 @@ def make_model(model_config, arch, tensors, config=CONFIG, plan=None):
     """The house's model of this process alone, from transformers' tensors; adapters are zero."""
     plan = plan or make_plan(arch.n_layers)
     _, adapted = resolve_target_modules(arch, config, "test")
-    model = Model(arch, make_layer_specs(arch, adapted, config), plan)
-    # the only process reads all rows
-    names, cpu = tensor_names(arch, tensors), torch.device("cpu")
-    fill_model(model, names, functools.partial(rows_in_memory, tensors, names.sources), {}, cpu)
+    model = Model(arch, make_layer_specs(arch, adapted, config), plan, check.plain_kernels(arch),
+                  torch.device("cpu"))
+    names = tensor_names(arch, tensors)  # the only process reads all rows
+    fill_model(model, names, functools.partial(rows_in_memory, tensors, names.sources), {})
     model.frequencies = [
         rope_frequencies(rope, arch, max(LENGTHS), model_config) for rope in arch.ropes
     ]
@@ -132,7 +131,7 @@ def micro_batch_of(documents, model):
     """A micro-batch of these documents, all of whose tokens are trained."""
     rows = rows_of([(ids, ids) for ids in documents])
     every = [*range(len(documents))]
-    return make_micro_batch(rows, [every], 0, torch.tensor(0), plain_run(model))
+    return make_micro_batch(rows, [every], 0, torch.tensor(0), model)
 
 
 class Pair:
@@ -302,13 +301,13 @@ def test_gate_of_attention_equals_autograd(linear, per_head, activation):
     grads_kv = torch.randn(2, 9, kv_heads, d, generator=generator)
     others = torch.stack([x.reshape(9, kv_heads, d) for x in (key, value)])
     torch.autograd.backward([want.flatten(1), others], [grad, grads_kv])
-    query, _, _, gates = attention.split_projected(arch, projected)
-    got = attention.gate_heads(query, gates, activation)
+    query, _, _, gates = split_projected(arch, projected)
+    got = gate_heads(query, gates, activation)
     torch.testing.assert_close(got, want.detach().flatten(1))
-    grad_query, grad_gates = attention.gate_heads_backward(
+    grad_query, grad_gates = gate_heads_backward(
         grad.view(9, heads, d), query, gates, activation)
     no_rotary = None, None, None, None, None
-    got = attention.rotate_backward(
+    got = rotate_backward(
         grad_query, *grads_kv, grad_gates, projected, *no_rotary, arch)
     torch.testing.assert_close(got, leaf.grad)
 
@@ -325,16 +324,15 @@ def test_gradients_are_the_same_whatever_is_kept_on_the_host(name):
                                    save_mid_residual=middle, offload_activations=bool(on_host))
         for layer in model.layers:
             layer.keeps, layer.adapter.grad = plan.keeps(layer.index), None
-        run = plain_run(model)
-        run.store = make_store(plan, run.device)
+        model.store = make_store(plan, model.device)
         for n in 9, 5, len(ids), len(ids) - 3:
             rows = rows_of([(ids[:n], ids[:n])])
-            model(make_micro_batch(rows, [[0]], 0, torch.tensor(0), run)).sum().backward()
+            model(make_micro_batch(rows, [[0]], 0, torch.tensor(0), model)).sum().backward()
         got[middle, n_mlp, on_host] = torch.cat([layer.adapter.grad for layer in model.layers])
         if on_host:
             layouts = tuple(layer.spec for layer in model.layers)
-            assert not run.store.here and len(run.store.buffers) == run.store.n_puts - 1
-            assert (sum(buffer.nbytes for buffer in run.store.buffers.values())
+            assert not model.store.here and len(model.store.buffers) == model.store.n_puts - 1
+            assert (sum(buffer.nbytes for buffer in model.store.buffers.values())
                     == predict_memory(plan, pair.arch, layouts).host_bytes > 0)
     first, *others = got.values()
     assert first.norm() > 0 and all(torch.equal(first, other) for other in others)
@@ -546,10 +544,9 @@ def test_no_document_sees_another(name):
                 (part, part if i == trained else torch.full_like(part, -100))
                 for i, part in enumerate(parts)
             ]
-            batch, run = rows_of(rows), plain_run(model)
-            yield (
-                model(make_micro_batch(batch, [[2, 0, 3, 1]], 0, torch.tensor(0), run)).sum().item()
-            )
+            micro_batch = make_micro_batch(
+                rows_of(rows), [[2, 0, 3, 1]], 0, torch.tensor(0), model)
+            yield model(micro_batch).sum().item()
 
     before, changed = list(losses(pair.ids)), pair.ids.clone()
     changed[23:27] = changed[23:27].flip(0)  # the third
@@ -565,13 +562,12 @@ def test_probe_is_in_the_order_of_the_rows():
     model, generator = pair.make(), torch.Generator().manual_seed(0)
     adapter_values(model, pair.values)
     parts = [torch.randint(3, VOCABULARY, (n,), generator=generator) for n in (9, 70, 4, 33, 5)]
-    run, found = plain_run(model), {}
-    run.model, probe = model, MergeCheck(rows_of([(part, part) for part in parts]))
+    found, probe = {}, MergeCheck(rows_of([(part, part) for part in parts]))
     assert probe.input_ids == [part[:64].tolist() for part in parts[:4]]
     for micro_batch_tokens in 64, 110:
-        run.plan = dataclasses.replace(model.plan, micro_batch_tokens=micro_batch_tokens)
-        found[micro_batch_tokens] = probe.states(run)["with_adapter"]
-    alone = torch.cat([MergeCheck(rows_of([(part, part)])).states(run)["with_adapter"]
+        model.plan = dataclasses.replace(model.plan, micro_batch_tokens=micro_batch_tokens)
+        found[micro_batch_tokens] = probe.states(model)["with_adapter"]
+    alone = torch.cat([MergeCheck(rows_of([(part, part)])).states(model)["with_adapter"]
                        for part in parts[:4]])  # fmt: skip
     for states in found.values():
         torch.testing.assert_close(states, alone, rtol=1e-5, atol=1e-5)
@@ -591,7 +587,7 @@ def test_check_at_start_passes(name):
     """Of the families that test_released.py does not check; the others by `make test-slow`."""
     model_config = TINY[name](VOCABULARY)
     state = torch.random.get_rng_state()
-    check_family(model_config, name, fill_model)
+    check_family(model_config, name)
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
@@ -638,7 +634,7 @@ def test_check_at_start_catches(error, monkeypatch):
     monkeypatch.setattr(configs, "check_model", lambda config: None)
     plant(monkeypatch, family, fields)
     with pytest.raises(ValueError, match=f"the check at start failed: {family} "):
-        check_family(model_config, name, fill_model)
+        check_family(model_config, name)
 
 
 @pytest.mark.parametrize("name", ["granite4_h", "falcon_h1", "lfm2", "qwen3_5"])
@@ -657,7 +653,7 @@ def test_check_at_start_catches_documents_end_to_end(name, monkeypatch):
     function = of_mixer.function
     monkeypatch.setitem(mixers.MIXINGS, kind, dataclasses.replace(of_mixer, function=all_as_one))
     with pytest.raises(ValueError, match="differs from transformers .*: logits by"):
-        check_family(model_config, name, fill_model)
+        check_family(model_config, name)
 
 
 # shorter and longer than a chunk of 64, one or two chunks, one more or less
@@ -866,10 +862,7 @@ WRONG_CODE = {
 @pytest.mark.parametrize("error", WRONG_CODE)
 def test_check_at_start_catches_wrong_code(error, monkeypatch):
     name, function, around = WRONG_CODE[error]
-    fill = fill_model
-    if function == "fill_model":
-        fill = around(fill_model)
-    elif "." in function:
+    if "." in function:
         owner, _, method = function.partition(".")
         owner = house.get(owner)
         monkeypatch.setattr(owner, method, around(getattr(owner, method)))
@@ -878,7 +871,7 @@ def test_check_at_start_catches_wrong_code(error, monkeypatch):
         for module in house.owners(function):
             monkeypatch.setattr(module, function, wrong)
     with pytest.raises(ValueError, match="the check at start failed: "):
-        check_family(TINY[name](VOCABULARY), name, fill)
+        check_family(TINY[name](VOCABULARY), name)
 
 
 STRAY = {
@@ -893,7 +886,7 @@ STRAY = {
 @pytest.mark.parametrize("name", ["llama", "granite", "olmo2"])
 @pytest.mark.parametrize("stray", STRAY)
 def test_check_at_start_takes_what_changes_no_output(stray, name):
-    check_family(tiny(name, None, **STRAY[stray])(VOCABULARY), name, fill_model)
+    check_family(tiny(name, None, **STRAY[stray])(VOCABULARY), name)
 
 
 GROUPED = dict(moe_intermediate_size=32, n_routed_experts=16, num_experts_per_tok=4, head_dim=24)
@@ -931,14 +924,14 @@ IMPOSSIBLE = {
 @pytest.mark.parametrize("what", UNUSUAL)
 def test_check_at_start_takes_what_transformers_computes(what):
     model_type, settings = UNUSUAL[what]
-    check_family(tiny(model_type, **settings)(VOCABULARY), model_type, fill_model)
+    check_family(tiny(model_type, **settings)(VOCABULARY), model_type)
 
 
 @pytest.mark.parametrize("what", IMPOSSIBLE)
 def test_check_at_start_names_the_model_whatever_goes_wrong(what):
     model_type, settings = IMPOSSIBLE[what]
     with pytest.raises(ValueError, match="^--model the-name: the check at start failed: "):
-        check_family(tiny(model_type, **settings)(VOCABULARY), "the-name", fill_model)
+        check_family(tiny(model_type, **settings)(VOCABULARY), "the-name")
 
 
 def test_field_that_no_record_knows_is_refused():
@@ -1036,11 +1029,11 @@ def test_document_as_long_as_longropes_limit_is_short(name):
 def test_truncate_of_yarn_is_obeyed_by_layer_type_too():
     """There transformers ignores it, so that the check at start refuses such a model."""
     yarn = YARN | dict(original_max_position_embeddings=64, beta_fast=8.0, truncate=False)
-    check_family(tiny("llama", rope_parameters=yarn)(VOCABULARY), "llama", fill_model)
+    check_family(tiny("llama", rope_parameters=yarn)(VOCABULARY), "llama")
     ropes = dict.fromkeys(("full_attention", "sliding_attention"), yarn)
     config = tiny("olmo3", None, sliding_window=7, rope_parameters=ropes)(VOCABULARY)
     with pytest.raises(ValueError, match="the check at start failed: olmo3 "):
-        check_family(config, "olmo3", fill_model)
+        check_family(config, "olmo3")
 
 
 @pytest.mark.parametrize("n, windowed", [(7, False), (8, True)])
@@ -1055,7 +1048,7 @@ def test_window_counts_from_the_first_document_that_is_longer(n, windowed):
     half = make_layer_specs(arch, (), CONFIG)[0].mixer.mixer
     work = types.SimpleNamespace(batch=micro_batch, layer=types.SimpleNamespace(index=0),
                                  vector=lambda name, part: None)  # fmt: skip
-    got = attention.attend(work, arch, half.window, None, None, None)
+    got = attend(work, arch, half.window, None, None, None)
     assert got == (("window", 7) if windowed else ("within", None))
     q, k, v = (torch.randn(n, heads, arch.head_dim) for heads in (4, 2, 2))
     got, full = (

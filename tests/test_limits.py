@@ -22,23 +22,25 @@ from safetensors.torch import save_file
 from test_layer import VOCABULARY
 from test_memory import H200, PLAN
 
+from fsdp_qlora.config import Config
 from fsdp_qlora.data import cache
 from fsdp_qlora.data.encode import check_tokens
 from fsdp_qlora.data.prepare import cache_key, prepare_rows
 from fsdp_qlora.data.rows import columns_of
 from fsdp_qlora.data.sources import RefusedRow
 from fsdp_qlora.files import digest
-from fsdp_qlora.planner import plan as planner
-from fsdp_qlora.planner.plan import DoesNotFit, Plan, Workload, check_host, pick_plan, use_graphs
+from fsdp_qlora.plan import Plan
+from fsdp_qlora.planner import search as planner
+from fsdp_qlora.planner.search import DoesNotFit, Workload, check_host, pick_plan, use_graphs
 from fsdp_qlora.pretrained.hub import base_digest
 from fsdp_qlora.run.checkpoints import MUST_MATCH, SCHEDULE, find_checkpoint, refuse_other_run
-from fsdp_qlora.run.resolve import resolve_config
 from fsdp_qlora.run.logs import log_startup
+from fsdp_qlora.run.resolve import resolve_config
+from fsdp_qlora.run.state import Progress
 from fsdp_qlora.training import check, untrained_tokens
 from fsdp_qlora.training.check import check_family
 from fsdp_qlora.training.divergence import why_diverged, why_worse
 from fsdp_qlora.training.untrained_tokens import untrained_rows
-from train_fsdp_qlora import Config, fill_model
 
 NAN = math.nan
 
@@ -73,9 +75,9 @@ def test_weights_may_differ_by_nf4s_rounding_alone(by, passes, monkeypatch):
 
 def check_is(passes, words):
     if passes:
-        return check_family(TINY["llama"](VOCABULARY), "m", fill_model)
+        return check_family(TINY["llama"](VOCABULARY), "m")
     with pytest.raises(ValueError, match=f"the check at start failed: .*{words}"):
-        check_family(TINY["llama"](VOCABULARY), "m", fill_model)
+        check_family(TINY["llama"](VOCABULARY), "m")
 
 
 @pytest.mark.parametrize("kind", ["norm", "distance"])
@@ -177,13 +179,13 @@ def test_host_memory_is_pinned_for_speed_up_to_a_bound(host_gib, allowed, monkey
     (61, NAN, 1, True), (1, math.inf, 1, True)])  # fmt: skip
 def test_run_that_learns_nothing_is_given_50_steps(step, loss, largest, ends):
     """After the warm-up, 10 steps here; the loss must come down to the first one."""
-    progress = {"first_loss": 3.0, "lowest_loss": None}
+    progress = Progress(first_loss=3.0)
     assert bool(why_diverged(step, loss, 1.0, 10, progress, lambda: largest)) == ends
 
 
 @pytest.mark.parametrize("largest, ends", [(1000, False), (1001, True)])
 def test_gradient_of_zero_ends_a_run_of_large_weights(largest, ends):
-    progress = {"first_loss": 3.0, "lowest_loss": None}
+    progress = Progress(first_loss=3.0)
     assert bool(why_diverged(2, 1.0, 0.0, 10, progress, lambda: largest, True)) == ends
 
 

@@ -17,17 +17,18 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import fsdp_qlora.model.experts
-import fsdp_qlora.model.grouped_mm
-import fsdp_qlora.model.layer
-from fsdp_qlora.model.attention import ATTENTION_TYPES, document_attention, rope_tables
-from fsdp_qlora.model.elementwise import gate
-from fsdp_qlora.model.head import LinearCrossEntropy
-from fsdp_qlora.model.layer import DecoderLayer, make_layer_specs
-from fsdp_qlora.model.offload import DeviceActivations
-from fsdp_qlora.model.recurrence import RECURRENCES, mixer_with_state
+import fsdp_qlora.layer.experts
+import fsdp_qlora.layer.grouped_mm
+import fsdp_qlora.layer.layer
+from fsdp_qlora.kernels.attention import ATTENTION_TYPES, document_attention
+from fsdp_qlora.kernels.elementwise import gate
+from fsdp_qlora.kernels.heads import rope_tables
+from fsdp_qlora.kernels.offload import DeviceActivations
+from fsdp_qlora.kernels.recurrence import RECURRENCES, mixer_with_state
+from fsdp_qlora.layer.layer import DecoderLayer, make_layer_specs
+from fsdp_qlora.model.lm_head import LinearCrossEntropy
+from fsdp_qlora.plan import Plan
 from fsdp_qlora.planner.costs import predict_memory
-from fsdp_qlora.planner.plan import Plan
 from fsdp_qlora.pretrained.architecture import rotary_dim
 
 
@@ -391,7 +392,7 @@ def test_plan_knows_the_heads_peak(
     n, dtype = 4096, torch.bfloat16
     plan = plan_of(arch, "all", micro_batch_tokens=n, fused=fused)
     if fused:  # a GPU's product makes no copies of what it reads
-        monkeypatch.setattr(fsdp_qlora.model.head, "fp32_product", lambda a, b: torch.empty(
+        monkeypatch.setattr(fsdp_qlora.model.lm_head, "fp32_product", lambda a, b: torch.empty(
             len(a), b.shape[1]))
     with FakeTensorMode():
         head, norm = torch.empty(arch.vocab_size, arch.hidden_size, dtype=dtype), torch.empty(
@@ -437,7 +438,7 @@ def test_plan_counts_what_layers_have_in_common():
         micro_batch = fake_micro_batch(arch, plan, (1024, 1024))
         x, lent = torch.empty(2048, arch.hidden_size, dtype=torch.bfloat16), 0
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fsdp_qlora.model.layer, "dequantize", only_shape)
+            patch.setattr(fsdp_qlora.layer.layer, "dequantize", only_shape)
             for i in {*arch.lenders} - {None}:
                 _, *parts = fake_layer(arch, layouts[i], i, plan)(x, micro_batch)
                 lent += sum(part.nbytes for part in parts)

@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, LlamaConfig
 
 import merge_adapters
-from fsdp_qlora.pretrained.hub import base_digest
+from fsdp_qlora.hashing import content_sum
 from fsdp_qlora.pretrained.formats import NF4_STATE
+from fsdp_qlora.pretrained.hub import base_digest
 from fsdp_qlora.pretrained.reader import (
-    DTYPES, RandomWeights, Request, WeightReader, content_sum, tensors_of, weight_files
-)  # fmt: skip
+    DTYPES, RandomWeights, Request, WeightReader, tensors_of, weight_files)
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))

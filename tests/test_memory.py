@@ -15,25 +15,24 @@ from families import TINY
 from test_benchmarks import bench
 from transformers import AutoModelForCausalLM
 
-from fsdp_qlora.lora.adapter import resolve_target_modules
-from fsdp_qlora.pretrained.hub import read_model_config
-from fsdp_qlora.training.check import plain_model, plain_run
+from fsdp_qlora.config import Config
 from fsdp_qlora.data.packing import make_micro_batch
 from fsdp_qlora.data.rows import rows_of
+from fsdp_qlora.kernels.attention import ATTENTION_TYPES, Kernels
+from fsdp_qlora.kernels.offload import pinned_copy
+from fsdp_qlora.layer.layer import make_layer_specs
+from fsdp_qlora.lora.adapter import resolve_target_modules
+from fsdp_qlora.memory import cgroup_free, host_share
+from fsdp_qlora.plan import GAPS, Plan
+from fsdp_qlora.planner.costs import FIT, count_layers, layer_seconds, predict_memory, predict_time
+from fsdp_qlora.planner.machine import Machine
+from fsdp_qlora.planner.search import (
+    DoesNotFit, Workload, agree_on_plan, choose_plan, possible_plans, use_graphs, why_no_capture)
 from fsdp_qlora.pretrained.config import describe_model
-from fsdp_qlora.planner.costs import (
-    FIT, count_layers, layer_seconds, predict_memory, predict_time)
 from fsdp_qlora.pretrained.families import SHAPES
-from fsdp_qlora.model.attention import ATTENTION_TYPES, Kernels
-from fsdp_qlora.model.layer import make_layer_specs
-from fsdp_qlora.planner.machine import Machine, cgroup_free, host_share
-from fsdp_qlora.model.offload import pinned_copy
-from fsdp_qlora.planner.plan import (
-    GAPS, DoesNotFit, Plan, Workload, agree_on_plan, choose_plan, possible_plans, use_graphs,
-    why_no_capture,
-)  # fmt: skip
+from fsdp_qlora.pretrained.hub import read_model_config
 from fsdp_qlora.pretrained.tensor_names import tensor_names
-from train_fsdp_qlora import Config, fill_model
+from fsdp_qlora.training.check import plain_model
 
 GIB = 2**30
 H200 = Machine(flops=7e14, bandwidth=4e12, link=3e11, host=5e10, host_bytes=64 * GIB)
@@ -226,7 +225,7 @@ def tiny_plain_model(family):
     model_config = TINY[family](128)
     tensors = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32).state_dict()
     arch = describe_model(model_config)
-    return arch, plain_model(model_config, arch, tensors, 64, fill_model)
+    return arch, plain_model(model_config, arch, tensors, 64)
 
 
 def held_bytes(arch, model, n_layers, n_tokens):
@@ -234,9 +233,8 @@ def held_bytes(arch, model, n_layers, n_tokens):
     ids = torch.arange(n_tokens) % 100
     kernel = {kind: lambda q, k, v, *_: CountedAttention.apply(q, k, v)
               for kind in ATTENTION_TYPES}  # fmt: skip
-    run = plain_run(model)
-    run.kernels = Kernels(kernel, kernel)
-    micro_batch = make_micro_batch(rows_of([(ids, ids)]), [[0]], 0, torch.tensor(0), run)
+    model.kernels = Kernels(kernel, kernel)
+    micro_batch = make_micro_batch(rows_of([(ids, ids)]), [[0]], 0, torch.tensor(0), model)
 
     def storages():
         # not NF4Blocks, whose inner tensors are found, nor what an earlier test's tracing has left
@@ -444,7 +442,7 @@ def test_choice_does_not_depend_on_the_order_of_plans(monkeypatch):
     cases = ("llama-3-8b", 60), ("llama-3-8b", 10), ("llama-2-70b", 55)
     want = [choose(*case) for case in cases]
     turned = lambda *args: reversed([*possible_plans(*args)])  # noqa: E731
-    monkeypatch.setattr("fsdp_qlora.planner.plan.possible_plans", turned)
+    monkeypatch.setattr("fsdp_qlora.planner.search.possible_plans", turned)
     assert [choose(*case) for case in cases] == want
 
 
@@ -659,7 +657,7 @@ def test_limits_of_a_container_count(tmp_path, monkeypatch):
     assert cgroup_free(root, own) == 200
     own.write_text("0::/\n")  # in a container of its own
     assert cgroup_free(root, own) == 200
-    monkeypatch.setattr("fsdp_qlora.planner.machine.cgroup_free", lambda: 800)
+    monkeypatch.setattr("fsdp_qlora.memory.cgroup_free", lambda: 800)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert host_share() == 400
 

@@ -15,15 +15,18 @@ from families import TINY, tiny, write_model
 from safetensors.torch import load_file, save_file
 
 import train_fsdp_qlora
-from fsdp_qlora.pretrained.config import describe_model
-from fsdp_qlora.model.attention import (
-    kernel_matches, batched_attention, document_attention, architectures_by_attention_type)
-from fsdp_qlora.model.flex import BLOCK_TOKENS, flex_document_attention, visible_blocks
+from fsdp_qlora.config import Config
+from fsdp_qlora.kernels.attention import (
+    architectures_by_attention_type, batched_attention, document_attention, kernel_matches)
+from fsdp_qlora.kernels.flex import BLOCK_TOKENS, flex_document_attention, visible_blocks
+from fsdp_qlora.kernels.sinks import SinkAttention
 from fsdp_qlora.model.model import Model
-from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
-from fsdp_qlora.model.sinks import SinkAttention
+from fsdp_qlora.plan import Plan
+from fsdp_qlora.pretrained.config import describe_model
 from fsdp_qlora.pretrained.reader import weight_files
-from train_fsdp_qlora import Config, choose_attention
+from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
+from fsdp_qlora.training.check import plain_kernels
+from train_fsdp_qlora import choose_attention
 
 DROPOUT = {  # tiny configs whose own dropout is in one place
     "residual": tiny("seed_oss", head_dim=24, residual_dropout=0.2, attention_dropout=0.0),
@@ -82,7 +85,7 @@ def test_models_own_dropout_is_the_same_when_recomputed_in_slices(
     train, model_with_dropout, monkeypatch
 ):
     kept = train("kept", model_with_dropout("both"), "--recompute", "none")
-    monkeypatch.setattr("fsdp_qlora.model.mlp.SLICE_TOKENS", 16)
+    monkeypatch.setattr("fsdp_qlora.layer.mlp.SLICE_TOKENS", 16)
     sliced = train("sliced", model_with_dropout("both"), "--recompute", "all")
     assert sliced == [pytest.approx(row, rel=1e-5) for row in kept]
 
@@ -100,7 +103,11 @@ def test_models_own_dropout_is_there_and_does_not_depend_on_bins(kind, train, mo
 
 def test_dropout_of_the_embedding_has_its_probability():
     arch = dataclasses.replace(describe_model(DROPOUT["embedding"](8)), ropes=[])
-    model, ids = Model(arch, (), None), torch.arange(800) % 8
+    plan = Plan(compute_dtype="float32", n_layers=0, shard_group_size=1, reshard_after_forward=True,
+                micro_batch_tokens=800, recomputed=0, save_mid_residual=False,
+                reuse_dequantized=False, offload_activations=False, offload_params=False)
+    model = Model(arch, (), plan, plain_kernels(arch), torch.device("cpu"))
+    ids = torch.arange(800) % 8
     model.embedding = torch.ones(8, arch.hidden_size)
     for keys, values in (None, [1]), (torch.arange(800) << 20, [0, 2]):
         micro_batch = types.SimpleNamespace(input_ids=ids, position_ids=ids, dropout_keys=keys)
@@ -114,7 +121,7 @@ def test_adapters_of_the_mlp_alone_are_sliced(train, tiny_model, monkeypatch, re
     """The first MLP's input then needs no gradient."""
     flags = tiny_model("llama"), "--target_modules", "gate_proj", "down_proj"
     want = train("whole", *flags, "--recompute", "none")
-    monkeypatch.setattr("fsdp_qlora.model.mlp.SLICE_TOKENS", 16)
+    monkeypatch.setattr("fsdp_qlora.layer.mlp.SLICE_TOKENS", 16)
     got = train("sliced", *flags, "--recompute", recompute)
     assert got == [pytest.approx(row, rel=1e-5) for row in want]
 
@@ -184,7 +191,7 @@ def test_kernel_that_computes_something_else_is_found_out(kind, attention_type, 
     wrong += [without_window] if attention_type == "window" else []
     wrong += [without_sinks] if arch.sinks else []
     for kernel in (right, *wrong):
-        monkeypatch.setattr("fsdp_qlora.model.attention.flash_attention", kernel)
+        monkeypatch.setattr("fsdp_qlora.kernels.attention.flash_attention", kernel)
         assert kernel_matches(kernel, arch, attention_type, cpu) == (kernel is right), (
             kernel.__name__
         )
@@ -329,7 +336,7 @@ def test_plain_attention_by_a_few_rows_is_that_of_all(kind, window, monkeypatch)
         return out.detach(), *torch.autograd.grad(out, inputs, grad)
 
     want = both()
-    monkeypatch.setattr("fsdp_qlora.model.attention.SCORES_BYTES", 4 * arch.n_heads * 40 * 7)
+    monkeypatch.setattr("fsdp_qlora.kernels.attention.SCORES_BYTES", 4 * arch.n_heads * 40 * 7)
     for got, whole in zip(both(), want):
         assert (got - whole).norm() < 1e-5 * whole.norm()
 

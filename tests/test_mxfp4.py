@@ -13,18 +13,19 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoTokenizer
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from fsdp_qlora.training import check
-from fsdp_qlora.pretrained.hub import read_model_config
-from fsdp_qlora.training.check import plain_model, random_adapter, random_reference, read_weights
-from fsdp_qlora.pretrained.config import describe_model, shrunk_config
-from fsdp_qlora.model.shards import OwnBlocks
-from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
+from fsdp_qlora.config import Config
+from fsdp_qlora.layer.dequantize import dequantize
 from fsdp_qlora.model.load import copy_mxfp4
-from fsdp_qlora.quant.blocks import BLOCK, NF4Blocks
-from fsdp_qlora.quant.nf4 import dequantize, mxfp4_values
-from fsdp_qlora.ranks import RunError
+from fsdp_qlora.model.shards import OwnBlocks
+from fsdp_qlora.pretrained.config import describe_model, shrunk_config
+from fsdp_qlora.pretrained.hub import read_model_config
 from fsdp_qlora.pretrained.reader import weight_files
-from train_fsdp_qlora import Config, fill_model
+from fsdp_qlora.pretrained.tensor_names import check_files, tensor_names
+from fsdp_qlora.quant.blocks import BLOCK, NF4Blocks
+from fsdp_qlora.quant.nf4 import mxfp4_values
+from fsdp_qlora.ranks import RunError
+from fsdp_qlora.training import check
+from fsdp_qlora.training.check import plain_model, random_adapter, random_reference, read_weights
 
 IN_MXFP4 = {"quant_method": "mxfp4"}
 
@@ -58,7 +59,7 @@ def small_model(kind=None, again=False, inner=None):
         tensors.pop(name).copy_(values)
     plain, small.quantization_config = describe_model(small), IN_MXFP4
     arch = describe_model(small)
-    model = plain_model(small, arch, tensors | packed, 24, fill_model, kind, again)
+    model = plain_model(small, arch, tensors | packed, 24, kind, again)
     return model, reference, tensor_names(plain, reference.state_dict())
 
 

@@ -16,8 +16,8 @@ import torch
 from conftest import DEVICE, ROOT, SCRIPT, SEVERAL, needs_ranks
 from safetensors.torch import load_file
 
+from fsdp_qlora.config import Config
 from fsdp_qlora.hashing import as_hex, content_sum
-from train_fsdp_qlora import Config
 
 FLAGS = ["--max_steps", "3", "--save_every", "2", "--batch_size", "8", "--micro_batch_tokens", "16",
          "--compute_dtype", "float32", "--learning_rate", "1e-3"]  # fmt: skip

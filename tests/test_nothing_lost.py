@@ -35,17 +35,16 @@ from safetensors.torch import load_file, save_file
 from test_preferences import write_preferences
 
 import train_fsdp_qlora
-from fsdp_qlora.run import checkpoints
-from fsdp_qlora.training import evaluation
-from fsdp_qlora.run import status as lifecycle
-from fsdp_qlora.run.checkpoints import MUST_MATCH, checkpoint_path, read_checkpoint
 from fsdp_qlora.files import digest, read_json, sync_file, write_whole
-from fsdp_qlora.run.status import LOST, Status, out_of_memory_text, watch_process
-from fsdp_qlora.training.divergence import why_diverged
-from fsdp_qlora.run.logs import MetricsWriter
+from fsdp_qlora.plan import Plan
+from fsdp_qlora.ranks import DIVERGED, EXIT_RESUMABLE, EXIT_STEP_TIMEOUT, OUT_OF_MEMORY
+from fsdp_qlora.run import checkpoints, status as lifecycle
+from fsdp_qlora.run.checkpoints import MUST_MATCH, checkpoint_path, read_checkpoint
 from fsdp_qlora.run.directory import open_partial
-from fsdp_qlora.planner.plan import Plan
-from fsdp_qlora.ranks import EXIT_RESUMABLE, DIVERGED, EXIT_STEP_TIMEOUT, OUT_OF_MEMORY
+from fsdp_qlora.run.logs import MetricsWriter
+from fsdp_qlora.run.status import LOST, Status, out_of_memory_text, watch_process
+from fsdp_qlora.training import evaluation
+from fsdp_qlora.training.divergence import why_diverged
 
 STEPS = 10
 TIMES = {"seconds", "eval_seconds", "tokens_per_second_per_gpu", "peak_memory_gib"}
@@ -1518,7 +1517,7 @@ def test_evaluations_and_saves_extend_the_deadline_and_are_no_time_of_a_step(
     begin, tmp_path, monkeypatch, passed
 ):
     """Each takes 400 seconds, of the 600 that a deadline gives."""
-    deadlines, select = [], evaluation.make_micro_batch
+    deadlines, statuses, select = [], [], evaluation.make_micro_batch
 
     def slow(name):
         function = getattr(train_fsdp_qlora, name)
@@ -1529,10 +1528,14 @@ def test_evaluations_and_saves_extend_the_deadline_and_are_no_time_of_a_step(
 
         monkeypatch.setattr(train_fsdp_qlora, name, work)
 
-    def watched(batch, packed, rank, step_key, run):
+    def watched(batch, packed, rank, step_key, model):
         if step_key is None:  # of an evaluation
-            deadlines.append(run.status.deadline - lifecycle.time.monotonic())
-        return select(batch, packed, rank, step_key, run)
+            deadlines.append(statuses[0].deadline - lifecycle.time.monotonic())
+        return select(batch, packed, rank, step_key, model)
+
+    enter = lifecycle.Status.enter
+    monkeypatch.setattr(lifecycle.Status, "enter", lambda status, phase: (
+        statuses.append(status), enter(status, phase)))
 
     slow("evaluate"), slow("write_checkpoint")
     monkeypatch.setattr(evaluation, "make_micro_batch", watched)

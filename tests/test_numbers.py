@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, BitsAndBytesConfig)
 
-from train_fsdp_qlora import Config, learning_rate, make_optimizer
+from fsdp_qlora.config import Config
+from train_fsdp_qlora import learning_rate, make_optimizer
 
 BLOCK, STATE_BLOCK = 64, 256
 # test_step.py has three as well, test_nodes.py four

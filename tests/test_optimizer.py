@@ -12,7 +12,8 @@ from conftest import DEVICE
 from safetensors.torch import load_file
 from short_runs import PEAK, adapter_of, make_base, make_peft_adapters, runs_of
 
-from train_fsdp_qlora import Config, make_optimizer, optimizer_step, state_bytes
+from fsdp_qlora.config import Config
+from train_fsdp_qlora import make_optimizer, optimizer_step, state_bytes
 
 SCHEDULED = ["--max_steps", 5, "--warmup_fraction", 0.4, "--batch_size", 1, "--lr_schedule"]
 INIT = ["--init_adapter", "peft", "--max_steps", 1]  # neither matrix of its adapter is 0

@@ -17,14 +17,15 @@ import torch
 from conftest import one_process, read_rows
 from transformers import AutoTokenizer
 
-from fsdp_qlora.model.attention import Kernels
-from fsdp_qlora.data.packing import pack_rows, epoch_order, make_micro_batch, round_up, step_rows
-from fsdp_qlora.data.rows import random_rows, rows_of
+from fsdp_qlora.config import Config
 from fsdp_qlora.data.forms import IGNORE
-from fsdp_qlora.model.elementwise import N_SITES, drop
-from fsdp_qlora.model.recurrence import chunk_table
+from fsdp_qlora.data.packing import epoch_order, make_micro_batch, pack_rows, round_up, step_rows
+from fsdp_qlora.data.rows import random_rows, rows_of
 from fsdp_qlora.hashing import hash_ints
-from train_fsdp_qlora import Config, next_step
+from fsdp_qlora.kernels.attention import Kernels
+from fsdp_qlora.kernels.elementwise import N_SITES, drop
+from fsdp_qlora.kernels.recurrence import chunk_table
+from train_fsdp_qlora import next_step
 
 CPU = torch.device("cpu")
 
@@ -211,7 +212,7 @@ def test_many_rows_are_dealt():
 # ------------------------------------------------------------------------------------------------
 
 
-def make_run(micro_batch_tokens):
+def make_model(micro_batch_tokens):
     plan = types.SimpleNamespace(graphs=False, micro_batch_tokens=micro_batch_tokens)
     kernels = Kernels({"full": "same"}, {"full": "any"})
     return types.SimpleNamespace(device=CPU, plan=plan, store=None, kernels=kernels)
@@ -253,8 +254,8 @@ def test_bin_equals_one_token_at_a_time(processes):
             dealt = pack_rows([len(ids) for ids, _ in rows], processes, most)
             for packed in dealt:
                 for rank in range(processes):
-                    batch, run = rows_of(rows), make_run(most)
-                    got = make_micro_batch(batch, packed, rank, torch.tensor(7), run)
+                    batch, model = rows_of(rows), make_model(most)
+                    got = make_micro_batch(batch, packed, rank, torch.tensor(7), model)
                     ids, position_ids, bounds, trained, labels, lengths = naive_micro_batch(
                         rows, packed, rank
                     )
@@ -284,13 +285,13 @@ def test_chunks_for_flash_linear_attention():
     give; those that are not there belong to an empty document."""
     assert chunk_table(torch.tensor([0, 70, 71, 135, 200])).tolist() == [
         [0, 0], [0, 1], [1, 0], [2, 0], [3, 0], [3, 1]]
-    run, tables = make_run(200), []
-    run.kernels.varlen["recurrence"] = run.kernels.fixed_len["recurrence"] = None
+    model, tables = make_model(200), []
+    model.kernels.varlen["recurrence"] = model.kernels.fixed_len["recurrence"] = None
     for lengths in [70, 1, 64, 65], [100, 100], [64, 64, 72]:
         batch = rows_of(make_rows(lengths))
-        for run.plan.graphs in False, True:
+        for model.plan.graphs in False, True:
             micro_batch = make_micro_batch(
-                batch, [list(range(len(lengths)))], 0, torch.tensor(0), run
+                batch, [list(range(len(lengths)))], 0, torch.tensor(0), model
             )
             real = [[i, k] for i, n in enumerate(lengths) for k in range(-(-n // 64))]
             assert (
@@ -298,7 +299,7 @@ def test_chunks_for_flash_linear_attention():
                 and micro_batch.chunks[: len(real)].tolist() == real
             )
             spare = micro_batch.chunks[len(real) :]
-            if run.plan.graphs and len(lengths) > 2:
+            if model.plan.graphs and len(lengths) > 2:
                 tables.append(len(micro_batch.chunks))
                 assert tables[-1] == 200 // 64 + len(micro_batch.cu_seqlens) - 1
                 assert (
@@ -306,14 +307,14 @@ def test_chunks_for_flash_linear_attention():
                 )
             else:
                 assert not len(spare)
-    assert make_micro_batch(batch, [[0]], 0, torch.tensor(0), make_run(200)).chunks is None
+    assert make_micro_batch(batch, [[0]], 0, torch.tensor(0), make_model(200)).chunks is None
     assert len(tables) == 2
 
 
 def test_first_token_is_never_trained():
     rows = [(ids, ids) for ids, _ in make_rows([5, 3])]
     batch = rows_of(rows)
-    got = make_micro_batch(batch, [[0, 1]], 0, torch.tensor(0), make_run(8))
+    got = make_micro_batch(batch, [[0, 1]], 0, torch.tensor(0), make_model(8))
     assert got.trained_at.tolist() == [0, 1, 2, 3, 5, 6]
     assert got.labels.tolist() == [*rows[0][0][1:].tolist(), *rows[1][0][1:].tolist()]
     assert batch.n_trainable_tokens.tolist() == [4, 2]
@@ -322,9 +323,9 @@ def test_first_token_is_never_trained():
 def test_padding_is_no_longer_than_the_longest_document():
     """However much another process has: kernels are told how long a document may be."""
     batch = rows_of(make_rows([7, 7, 7, 4]))
-    got = make_micro_batch(batch, [[0, 1, 2, 3], [], [3]], 1, torch.tensor(0), make_run(25))
+    got = make_micro_batch(batch, [[0, 1, 2, 3], [], [3]], 1, torch.tensor(0), make_model(25))
     assert got.lengths == (7, 7, 7, 4) and got.longest == 7
-    got = make_micro_batch(batch, [[0, 1, 2, 3], [], [3]], 2, torch.tensor(0), make_run(25))
+    got = make_micro_batch(batch, [[0, 1, 2, 3], [], [3]], 2, torch.tensor(0), make_model(25))
     assert got.lengths == (4, 7, 7, 7) and got.cu_seqlens.tolist() == [0, 4, 11, 18, 25]
 
 
@@ -334,7 +335,7 @@ def keys_of_rows(rows, most, processes, step):
     for packed in pack_rows(batch.lengths.tolist(), processes, most):
         for rank, mine in enumerate(packed):
             key = hash_ints(torch.tensor(step))
-            micro_batch = make_micro_batch(batch, packed, rank, key, make_run(most))
+            micro_batch = make_micro_batch(batch, packed, rank, key, make_model(most))
             parts = micro_batch.dropout_keys.split(micro_batch.lengths)
             keys.update({i: part.tolist() for i, part in zip(mine, parts)})
     return keys
@@ -347,9 +348,9 @@ def test_seed_decides_order_and_dropout():
     assert len(orders) == 16
     rows, keys = rows_of(make_rows([5])), []
     for seed in 0, 0, 1:
-        run = make_run(8)
-        run.plan.micro_batch_tokens, run.rows = 8, rows
-        run.config = Config(batch_size=1, seed=seed)
+        run = types.SimpleNamespace(
+            model=make_model(8), rows=rows, config=Config(batch_size=1, seed=seed))
+        run.plan = run.model.plan
         with one_process():
             _, (micro_batch,) = next_step(run, 1)
         keys.append(micro_batch.dropout_keys.tolist())

@@ -11,13 +11,14 @@ import torch
 from conftest import ROOT, one_process
 from test_benchmarks import bench
 
+from fsdp_qlora.config import Config
+from fsdp_qlora.layer.layer import make_layer_specs
 from fsdp_qlora.lora.adapter import resolve_target_modules
-from fsdp_qlora.model.layer import make_layer_specs
 from fsdp_qlora.planner.gpu_specs import CARDS, card_machine, parse_cards
 from fsdp_qlora.planner.machine import rounded
-from fsdp_qlora.planner.plan import Workload, choose_plan
+from fsdp_qlora.planner.search import Workload, choose_plan
 from fsdp_qlora.pretrained.hub import read_model_config
-from train_fsdp_qlora import Config, plan_elsewhere
+from train_fsdp_qlora import plan_elsewhere
 
 GIB = 2**30
 

@@ -27,19 +27,20 @@ from test_step import ALPHA, RANK, load_reference
 from transformers import PreTrainedTokenizerFast
 
 import train_fsdp_qlora
-from fsdp_qlora.data.packing import pack_rows
+from fsdp_qlora.config import Config
 from fsdp_qlora.data.encode import both_tokenizers, encode_pieces, tokenize
+from fsdp_qlora.data.forms import IGNORE
+from fsdp_qlora.data.packing import pack_rows
+from fsdp_qlora.data.preferences import parse_preference
 from fsdp_qlora.data.prepare import prepare_data, prepare_rows
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.data.sources import RefusedRow, find_pieces
-from fsdp_qlora.data.forms import IGNORE
-from fsdp_qlora.data.preferences import parse_preference
-from fsdp_qlora.model.loss import LOSSES, Answers, Loss, micro_batch_loss
+from fsdp_qlora.kernels.micro_batch import Answers
+from fsdp_qlora.model.loss import LOSSES, Loss, micro_batch_loss
 from fsdp_qlora.ranks import RunError
 from fsdp_qlora.run.status import Status
 from fsdp_qlora.training import evaluation, reference
 from fsdp_qlora.training.reference import read_reference, tensor_digest, write_reference
-from train_fsdp_qlora import Config
 
 LENGTH = 64
 FLAGS = ["--lora_rank", RANK, "--lora_alpha", ALPHA, "--compute_dtype", "float32", "--max_seq_len",

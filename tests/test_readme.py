@@ -22,15 +22,15 @@ from transformers import CONFIG_MAPPING
 
 import merge_adapters
 from fsdp_qlora import ranks
-from fsdp_qlora.run.resolve import resolve_config
+from fsdp_qlora.config import Config
 from fsdp_qlora.data.encode import try_row
 from fsdp_qlora.data.forms import FORMS, OPTIONAL, REFUSED, SYNONYMS, TRAINED
 from fsdp_qlora.data.preferences import LABELS, PAIRS
-from fsdp_qlora.model.router import BALANCE
+from fsdp_qlora.layer.router import BALANCE
+from fsdp_qlora.model.loss import LOSSES, METRICS
 from fsdp_qlora.pretrained import architecture
 from fsdp_qlora.pretrained.families import FAMILIES, MULTIMODAL
-from fsdp_qlora.model.loss import LOSSES, METRICS
-from train_fsdp_qlora import Config
+from fsdp_qlora.run.resolve import resolve_config
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {path.name: path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))}

@@ -20,18 +20,18 @@ from families import TINY
 from test_layer import Pair, adapter_values, make_model, make_plan
 
 import fsdp_qlora
+from fsdp_qlora.config import Config
 from fsdp_qlora.data.packing import make_micro_batch
 from fsdp_qlora.data.rows import rows_of
-from fsdp_qlora.model import (
-    attention, elementwise, experts, head, lora_matmul, mixers, mla, per_layer, recurrence,
-    residual, router)
-from fsdp_qlora.model.elementwise import LimitedActivation, ScaledActivation
-from fsdp_qlora.model.layer import LayerWork
-from fsdp_qlora.model.sinks import SinkAttention
+from fsdp_qlora.kernels import attention, elementwise, heads, recurrence
+from fsdp_qlora.kernels.elementwise import LimitedActivation, ScaledActivation
+from fsdp_qlora.kernels.sinks import SinkAttention
+from fsdp_qlora.layer import experts, lora_matmul, mixers, mla, per_layer, residual, router
+from fsdp_qlora.layer.call import LayerWork
+from fsdp_qlora.model import lm_head
 from fsdp_qlora.pretrained.architecture import DeltaNet, Mamba2
 from fsdp_qlora.pretrained.config import describe_model, shrunk_config
-from fsdp_qlora.training.check import plain_run, random_reference
-from train_fsdp_qlora import Config
+from fsdp_qlora.training.check import random_reference
 
 N, WIDTH, HEADS = 96, 128, 4
 MIXTURES = [name for name, make in TINY.items() if describe_model(make(320)).moe]
@@ -181,31 +181,31 @@ def attention_cases():
     for name in "llama", "glm4", "phi4_mini":  # halves, pairs, a part of each head
         arch = arch_of(name)
         tables = COS[:, : half], SIN[:, : half], None
-        yield attention.rotate_forward, projected_of(arch), *tables, None, None, arch
-        yield attention.rotate_backward, *heads_of(arch), None, None, *tables, None, None, arch
+        yield heads.rotate_forward, projected_of(arch), *tables, None, None, arch
+        yield heads.rotate_backward, *heads_of(arch), None, None, *tables, None, None, arch
     arch = arch_of("llama")
-    yield attention.rotate_forward, projected_of(arch), *TURNS, TEMPERATURE, None, None, arch
-    yield (attention.rotate_backward, *heads_of(arch), None, None, COS, SIN, TEMPERATURE, None,
+    yield heads.rotate_forward, projected_of(arch), *TURNS, TEMPERATURE, None, None, arch
+    yield (heads.rotate_backward, *heads_of(arch), None, None, COS, SIN, TEMPERATURE, None,
            None, arch)
     arch = arch_of("qwen3", head_dim=16)  # a norm before rotation
     weights = FACTOR[:16], FACTOR[16:32]
-    yield (attention.rotate_forward, projected_of(arch, signs), COS, SIN, None, *weights, arch)
-    yield (attention.rotate_backward, *heads_of(arch), None, projected_of(arch), COS, SIN, None,
+    yield (heads.rotate_forward, projected_of(arch, signs), COS, SIN, None, *weights, arch)
+    yield (heads.rotate_backward, *heads_of(arch), None, projected_of(arch), COS, SIN, None,
            *weights, arch)
     arch = arch_of("hunyuan")  # after it
     ones = torch.ones(16).bfloat16()
-    yield attention.rotate_forward, projected_of(arch), *TURNS, None, ones, ones, arch
-    yield (attention.rotate_backward, *heads_of(arch), None, projected_of(arch), *TURNS, None,
+    yield heads.rotate_forward, projected_of(arch), *TURNS, None, ones, ones, arch
+    yield (heads.rotate_backward, *heads_of(arch), None, projected_of(arch), *TURNS, None,
            *weights, arch)
     arch = arch_of("gemma4_text", head_dim=16, keys_are_values=True)  # values have one, too
-    yield attention.rotate_forward, projected_of(arch), *none, ones - 1, ones - 1, arch
-    yield (attention.rotate_backward, *heads_of(arch), None, projected_of(arch), COS, SIN, None,
+    yield heads.rotate_forward, projected_of(arch), *none, ones - 1, ones - 1, arch
+    yield (heads.rotate_backward, *heads_of(arch), None, projected_of(arch), COS, SIN, None,
            *weights, arch)
     grad, attended = (draw(N, HEADS, 32, seed=seed) for seed in range(2))
     for activation in "sigmoid", "softplus":
         for gates in draw(N, HEADS, 32, seed=2), draw(N, HEADS, 1):
-            yield attention.gate_heads, attended, gates, activation
-            yield attention.gate_heads_backward, grad, attended, gates, activation
+            yield heads.gate_heads, attended, gates, activation
+            yield heads.gate_heads_backward, grad, attended, gates, activation
 
 
 def latent_cases():
@@ -227,9 +227,9 @@ def head_cases():
     logits = 3 * X
     logits[torch.arange(48), targets[:48]] = 14  # of some tokens the model is nearly certain
     for multiplier, cap in (1.0, None), (0.3, 2.0):
-        log_sum = head.scaled_logits(logits, multiplier, cap).logsumexp(-1)
-        yield head.logits_statistics, logits, targets, multiplier, cap
-        yield head.logits_gradient, logits, log_sum, targets, targets < 0, multiplier, cap
+        log_sum = lm_head.scaled_logits(logits, multiplier, cap).logsumexp(-1)
+        yield lm_head.logits_statistics, logits, targets, multiplier, cap
+        yield lm_head.logits_gradient, logits, log_sum, targets, targets < 0, multiplier, cap
 
 
 CASES = [case for cases in (norm_cases, gate_cases, row_cases, mixer_cases, attention_cases,
@@ -250,8 +250,8 @@ def test_kernel_of_large_values_is_finite(case):
     function, *args = case
     given = [in_dtype(arg, torch.float32) if arg is XIELU else
              in_dtype(arg * 1000, torch.float32) if tensors_of(arg) else arg for arg in args]
-    if function is head.logits_gradient:
-        given[1] = head.scaled_logits(given[0], *given[-2:]).logsumexp(-1)
+    if function is lm_head.logits_gradient:
+        given[1] = lm_head.scaled_logits(given[0], *given[-2:]).logsumexp(-1)
     for result in tensors_of([function(*given), *given]):
         assert result.isfinite().all()
 
@@ -512,7 +512,7 @@ def test_gradients_of_experts_are_fp32(name, monkeypatch):
         layer.adapter.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(i))
     ids = torch.arange(3, 48)
     micro_batch = make_micro_batch(
-        rows_of([(ids, ids)]), [[0]], 0, torch.tensor(0), plain_run(model)
+        rows_of([(ids, ids)]), [[0]], 0, torch.tensor(0), model
     )
     model(micro_batch).sum().backward()
     assert len(seen) == arch.layer_routed.count(True) and all(map(has_fp32_values, seen))
@@ -556,12 +556,14 @@ def test_losses_of_documents_are_fp64_and_their_gradient_is_weighed_in_fp32():
     micro_batch = types.SimpleNamespace(labels=labels, trained_at=torch.arange(N),
                                 loss_bounds=torch.tensor([0, 30, N]))  # fmt: skip
     x = x.requires_grad_()
-    weights, sums = torch.tensor([1 / 3, 0.7]), head.LinearCrossEntropy.apply(x, model, micro_batch)
+    weights = torch.tensor([1 / 3, 0.7])
+    sums = lm_head.LinearCrossEntropy.apply(x, model, micro_batch)
     normed = elementwise.norm_of(x.detach(), model.norm, arch.final_norm_kind, arch.norm_eps)
     each = F.cross_entropy((normed @ weight.t()).double(), labels, reduction="none")
     want = torch.stack([part.sum() for part in each.split([30, N - 30])])
     torch.testing.assert_close(sums.detach(), want, rtol=1e-6, atol=0)
     (grad,) = torch.autograd.grad(sums, x, weights.double())
-    (of_one,) = torch.autograd.grad(head.LinearCrossEntropy.apply(x, model, micro_batch).sum(), x)
+    sums = lm_head.LinearCrossEntropy.apply(x, model, micro_batch)
+    (of_one,) = torch.autograd.grad(sums.sum(), x)
     of_tokens = weights.repeat_interleave(torch.tensor([30, N - 30]))
     check_rounding(grad, of_one.float() * of_tokens[:, None], "gradient")

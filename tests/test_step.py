@@ -21,12 +21,13 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoConfig, PreTrainedTokenizerFast, BitsAndBytesConfig
 
-from fsdp_qlora.model.elementwise import N_SITES, drop
+from fsdp_qlora.config import Config
 from fsdp_qlora.hashing import hash_ints
+from fsdp_qlora.kernels.elementwise import N_SITES, drop
+from fsdp_qlora.layer.layer import make_layer_specs
 from fsdp_qlora.pretrained.config import describe_model
-from fsdp_qlora.model.layer import make_layer_specs
 from fsdp_qlora.run.resolve import resolve_steps
-from train_fsdp_qlora import Config, learning_rate, make_optimizer
+from train_fsdp_qlora import learning_rate, make_optimizer
 
 BATCH, RANK, ALPHA, PEAK, DROPOUT = 7, 4, 64, 1e-2, 0.3
 STEPS = 2

@@ -23,12 +23,12 @@ from transformers import AutoTokenizer
 from transformers.models.auto import tokenization_auto
 
 import merge_adapters
+from fsdp_qlora.config import Config
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.data.tokenizer import (
     check_tokenizer, complete_tokenizer, load_tokenizer, name_class, read_sentencepiece,
     write_tokenizer)
 from fsdp_qlora.pretrained.hub import copy_small_files
-from train_fsdp_qlora import Config
 
 LINES = ["It is sunny and warm in Paris, isn't it? I'LL see; 2024, 1000, 12345 degrees.\n\n\n",
          "def f(x):\n    return x  # two  spaces\n\n\tnaïve café Straße 日本語 日本"]  # fmt: skip

@@ -23,20 +23,22 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import house
 import train_fsdp_qlora
-from fsdp_qlora.run.checkpoints import sharded_state
+from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.data.packing import make_micro_batch
 from fsdp_qlora.data.rows import rows_of
-from fsdp_qlora.data.forms import IGNORE
-from fsdp_qlora.run.demo import write_demo
-from fsdp_qlora.run.status import watch_process
-from fsdp_qlora.model.linears import STATE_BLOCK
-from fsdp_qlora.planner.machine import host_memory
+from fsdp_qlora.kernels.offload import pinned_copy
+from fsdp_qlora.layer.dequantize import dequantize
+from fsdp_qlora.layer.linears import STATE_BLOCK
+from fsdp_qlora.memory import host_memory
+from fsdp_qlora.model.embedding import embed
+from fsdp_qlora.model.lm_head import LinearCrossEntropy, best_tokens
+from fsdp_qlora.model.parameters import shard_range
 from fsdp_qlora.model.shards import gathered, set_local
 from fsdp_qlora.quant.blocks import NF4Blocks
-from fsdp_qlora.quant.nf4 import dequantize
-from fsdp_qlora.model.offload import pinned_copy
 from fsdp_qlora.ranks import all_gather, on_rank_0
-from fsdp_qlora.model.head import LinearCrossEntropy, best_tokens, embed, shard_range
+from fsdp_qlora.run.checkpoints import sharded_state
+from fsdp_qlora.run.demo import write_demo
+from fsdp_qlora.run.status import watch_process
 from fsdp_qlora.training.samples import sample_answers, write_answers
 
 from minimal_runs import minimal  # noqa: F401 - a case
@@ -120,7 +122,7 @@ def evaluations(job, process):
         for layer in run.model.layers:
             layer.set_reshard_after_forward(False)
         losses = [train_fsdp_qlora.evaluate(run)["eval_loss"]]
-        run.merge_check.states(run)
+        run.merge_check.states(run.model)
         with torch.no_grad():
             run.adapter.weights += 0.1
         return {"losses": torch.tensor([*losses, train_fsdp_qlora.evaluate(run)["eval_loss"]])}
@@ -135,7 +137,7 @@ def samples(job, process):
     def alone(run, prompt, n):
         ids = list(prompt)
         for _ in range(n):
-            micro_batch = make_micro_batch(rows_of([(ids, ids)]), [[0]], 0, None, run)
+            micro_batch = make_micro_batch(rows_of([(ids, ids)]), [[0]], 0, None, run.model)
             ids += best_tokens(run.model, run.model(micro_batch, wants_loss=False)[-1:]).tolist()
         return ids[len(prompt) :]
 
@@ -145,16 +147,17 @@ def samples(job, process):
         prompts, closing = job["prompts"], {job["n"] + 1000}
         for layer in run.model.layers if dist.get_world_size() > 1 else ():
             layer.set_reshard_after_forward(False)  # what is gathered stays unless it is freed
-        before = write_answers(run, prompts, closing, math.inf)
+        before = write_answers(run.model, run.status, prompts, closing, math.inf)
         generator = torch.Generator(run.device).manual_seed(dist.get_rank())
         run.adapter.weights.normal_(0, 0.2, generator=generator)
-        whole = write_answers(run, prompts, closing, math.inf)
-        cut = write_answers(run, prompts, {whole[1][2]}, math.inf)
-        out = {"dear": write_answers(run, prompts, closing, 0.0),
+        whole = write_answers(run.model, run.status, prompts, closing, math.inf)
+        cut = write_answers(run.model, run.status, prompts, {whole[1][2]}, math.inf)
+        out = {"dear": write_answers(run.model, run.status, prompts, closing, 0.0),
                "stopped": (run.status.__setattr__("stop_reason", "SIGTERM"),
-                           write_answers(run, prompts, closing, math.inf))[1]}
+                           write_answers(run.model, run.status, prompts, closing, math.inf))[1]}
         run.status.stop_reason = None
-        out["n_unasked"] = [len(sample_answers(run, pace)) for pace in (1e6, 1e-9, None)]
+        out["n_unasked"] = [len(sample_answers(run.model, run.tokenizer, run.eval_rows, run.config,
+                                               run.status, pace)) for pace in (1e6, 1e-9, None)]
         n = [min(job["n"], run.plan.micro_batch_tokens - len(prompt)) for prompt in prompts]
         out |= {f"whole {i}": ids for i, ids in enumerate(whole)}
         out |= {f"cut {i}": ids for i, ids in enumerate(cut)}

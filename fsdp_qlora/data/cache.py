@@ -18,16 +18,15 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import huggingface_hub
 import pyarrow
 
+from fsdp_qlora.data.sources import Piece
 from fsdp_qlora.files import digest, read_json
-from fsdp_qlora.ranks import n_cores, log
+from fsdp_qlora.ranks import log, n_cores
 
-if TYPE_CHECKING:
-    from fsdp_qlora.data.sources import Piece
 
 TOLD = ValueError, OSError, MemoryError  # that a process raises for another
 PARTS = "parts.json"  # the SHA-256 of each file of a table in order; written last

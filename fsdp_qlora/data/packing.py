@@ -8,54 +8,23 @@ side are a micro-step.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import heapq
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from fsdp_qlora.config import Config
 from fsdp_qlora.data.forms import IGNORE
+from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.hashing import hash_ints
-from fsdp_qlora.model.loss import Answers
-from fsdp_qlora.model.offload import DeviceActivations, OffloadedActivations
-from fsdp_qlora.model.recurrence import chunk_table
-
-if TYPE_CHECKING:
-    from fsdp_qlora.data.rows import Rows
-    from fsdp_qlora.config import Config
-    from train_fsdp_qlora import Run
-
-
-@dataclasses.dataclass
-class MicroBatch:
-    """What a GPU works on at once: documents of Rows, end to end. Padding to a round length is
-    documents of its own, no longer than the others."""
-
-    input_ids: torch.Tensor  # int64 [tokens]
-    n_unpadded: torch.Tensor  # int64 [1], the first so many are of rows, the others padding
-    position_ids: torch.Tensor  # int64 [tokens], 0 at the first token of each document
-    cu_seqlens: torch.Tensor  # int32 [documents + 1], where they begin and end
-    trained_at: torch.Tensor  # int64 [n], tokens whose next token is trained, padded with 0
-    labels: torch.Tensor  # int64 [n], these next tokens, padded with IGNORE
-    # int64 [sums + 1]: where in `labels` the tokens of each document begin and end; of a loss that
-    # also reads prompts those of its answer, then those of its prompt. All ranks have as many
-    loss_bounds: torch.Tensor
-    dropout_keys: torch.Tensor | None  # int64 [tokens], see drop(); None: no dropout
-    answers: Answers | None  # of all ranks in this micro-step; None: --loss sft
-    lengths: tuple[int, ...]  # of the documents, in tokens
-    longest: int  # upper bound of `lengths`
-    # {one of ATTENTION_TYPES: the attention to use; "recurrence": of a mixer with a state}
-    kernels: dict[str, Callable]
-    store: DeviceActivations | OffloadedActivations  # where layers put what they keep
-    ropes: dict | None = None  # cos and sin, see rope_tables
-    layer_inputs: torch.Tensor | None = None  # of all layers, see per_layer_inputs()
-    # {window, None: without: what queries see}, of flex_document_attention() alone
-    masks: dict[int | None, tuple[torch.Tensor, ...]] = dataclasses.field(default_factory=dict)
-    chunks: torch.Tensor | None = None  # see chunk_table(); None: no mixer has a state
+from fsdp_qlora.kernels.micro_batch import Answers, MicroBatch
+from fsdp_qlora.kernels.offload import DeviceActivations
+from fsdp_qlora.kernels.recurrence import chunk_table
+from fsdp_qlora.model.model import Model
 
 
 def step_rows(step: int, n_rows: int, config: Config) -> torch.Tensor:
@@ -119,12 +88,11 @@ def round_up(n: int, device: torch.device) -> int:
 
 
 def make_micro_batch(batch: Rows, micro_step: list[list[int]], rank: int,
-                     step_key: torch.Tensor | None, run: Run) -> MicroBatch:
+                     step_key: torch.Tensor | None, model: Model) -> MicroBatch:
     """This rank's MicroBatch of a micro-step of pack_rows(). `batch` are the Rows of the step,
-    `step_key` seeds dropout; None: an evaluation. Of the Run it reads plan, device, kernels and
-    store. All ranks pad to one shape, because they compute embedding and head together, and every
-    rank waits for the longest micro-batch anyway."""
-    n_tokens, n_labels, longest = padded_shape(batch, micro_step, run)
+    `step_key` seeds dropout; None: an evaluation. All ranks pad to one shape, because they
+    compute embedding and head together, and every rank waits for the longest one anyway."""
+    n_tokens, n_labels, longest = padded_shape(batch, micro_step, model)
     documents = micro_step[rank]
     lengths = batch.lengths[documents].tolist()
     n_unpadded = torch.tensor([sum(lengths)])
@@ -142,14 +110,14 @@ def make_micro_batch(batch: Rows, micro_step: list[list[int]], rank: int,
         keys = hash_ints(seeds + position_ids)  # drop() adds a number for layer and site to each
     n_documents = max(map(len, micro_step))
     same = len(set(lengths)) == 1
-    if run.plan.graphs:
+    if model.plan.graphs:
         n_documents = power_of_2(n_documents)
-    if several := run.plan.graphs and not same:  # one graph serves several numbers of documents
+    if several := model.plan.graphs and not same:  # one graph serves several numbers of documents
         longest = power_of_2(longest)
         spare = 2 ** len(lengths).bit_length() - len(lengths)
         starts = F.pad(starts, (0, spare), value=n_tokens)
     chunks = None
-    if "recurrence" in run.kernels.varlen:
+    if "recurrence" in model.kernels.varlen:
         chunks = chunk_table(starts, of_any_lengths=several)
     ids, trained_at, labels, bounds = token_tensors(batch, documents, lengths, n_documents)
     assert n_labels >= len(labels), f"{len(labels)} labels, and room for {n_labels}"
@@ -159,17 +127,18 @@ def make_micro_batch(batch: Rows, micro_step: list[list[int]], rank: int,
         "cu_seqlens": starts.int(), "trained_at": F.pad(trained_at, padding),
         "labels": F.pad(labels, padding, value=IGNORE), "loss_bounds": bounds, "dropout_keys": keys,
         "chunks": chunks}
-    answers = find_answers(batch, micro_step, n_documents, run) if batch.loss != "sft" else []
-    if run.device.type == "cuda":
-        answers = [tensor.pin_memory().to(run.device, non_blocking=True) for tensor in answers]
+    answers = find_answers(batch, micro_step, n_documents, model) if batch.loss != "sft" else []
+    if model.device.type == "cuda":
+        answers = [tensor.pin_memory().to(model.device, non_blocking=True) for tensor in answers]
         for name, tensor in tensors.items():
             if tensor is not None:
-                tensors[name] = tensor.pin_memory().to(run.device, non_blocking=True)
-    store = DeviceActivations() if step_key is None else run.store  # an evaluation has no backward
+                tensors[name] = tensor.pin_memory().to(model.device, non_blocking=True)
+    # an evaluation has no backward
+    store = DeviceActivations() if step_key is None else model.store
     return MicroBatch(
         **tensors, answers=Answers(*answers) if answers else None, lengths=tuple(lengths),
         longest=longest, store=store,
-        kernels=run.kernels.fixed_len if same else run.kernels.varlen)
+        kernels=model.kernels.fixed_len if same else model.kernels.varlen)
 
 
 def token_tensors(
@@ -198,14 +167,14 @@ def token_tensors(
 
 
 def find_answers(batch: Rows, micro_step: list[list[int]], n_documents: int,
-                 run: Run) -> list[torch.Tensor]:
+                 model: Model) -> list[torch.Tensor]:
     """The first four tensors of the Answers of a micro-batch, in whose micro-batches there are,
     with padding, `n_documents` each."""
     place = {document: rank * n_documents + i for rank, documents in enumerate(micro_step)
              for i, document in enumerate(documents)}
     documents = torch.tensor(sorted(place)).view(-1, batch.n_answers)
     places = torch.tensor([place[i] for i in documents.flatten().tolist()]).view_as(documents)
-    spare = power_of_2(len(documents)) - len(documents) if run.plan.graphs else 0
+    spare = power_of_2(len(documents)) - len(documents) if model.plan.graphs else 0
     n_trainable_tokens = batch.n_trainable_tokens[documents].double()
     reference = torch.zeros_like(n_trainable_tokens)
     if batch.reference is not None:
@@ -219,13 +188,13 @@ def power_of_2(n: int) -> int:
     return 2 ** (n - 1).bit_length()
 
 
-def padded_shape(batch: Rows, micro_step: list[list[int]], run: Run) -> tuple[int, int, int]:
+def padded_shape(batch: Rows, micro_step: list[list[int]], model: Model) -> tuple[int, int, int]:
     """(tokens, trained tokens, longest document) to which all ranks pad their micro-batch."""
     lengths = [batch.lengths[documents].tolist() for documents in micro_step]
     all_lengths = {length for document_lengths in lengths for length in document_lengths}
     n_tokens = max(map(sum, lengths))
     if len(all_lengths) > 1:
         # no more than planned
-        n_tokens = min(round_up(n_tokens, run.device), run.plan.micro_batch_tokens)
+        n_tokens = min(round_up(n_tokens, model.device), model.plan.micro_batch_tokens)
     n_scored = max(int(batch.n_scored()[documents].sum()) for documents in micro_step)
-    return n_tokens, round_up(n_scored, run.device), max(all_lengths)
+    return n_tokens, round_up(n_scored, model.device), max(all_lengths)

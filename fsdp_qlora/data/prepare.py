@@ -13,7 +13,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow
@@ -21,6 +21,7 @@ import torch
 import transformers
 from transformers import PreTrainedTokenizerFast
 
+from fsdp_qlora.config import Config
 from fsdp_qlora.data.cache import PARTS, has_table, open_cache, read_table, write_table
 from fsdp_qlora.data.chat import parse_chat
 from fsdp_qlora.data.encode import encode_batches, encode_pieces
@@ -33,9 +34,6 @@ from fsdp_qlora.data.tools import openai_calls
 from fsdp_qlora.files import digest, text_digest, write_whole
 from fsdp_qlora.model.loss import LOSSES
 from fsdp_qlora.ranks import RunError, log, raise_on_all_ranks
-
-if TYPE_CHECKING:
-    from fsdp_qlora.config import Config
 
 
 def prepare_data(config: Config, directory: Path, tokenizer: PreTrainedTokenizerFast | None,

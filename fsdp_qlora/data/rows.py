@@ -11,16 +11,15 @@ import bisect
 import dataclasses
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
+from fsdp_qlora.config import Config
 from fsdp_qlora.data.forms import IGNORE
 from fsdp_qlora.model.loss import LOSSES, Loss
 
-if TYPE_CHECKING:
-    from fsdp_qlora.config import Config
 
 COLUMNS = "prompt_length", "n_trainable_tokens", "desirable", "digest"  # as Rows has them
 
@@ -64,6 +63,11 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.starts) // self.n_answers
+
+    @property
+    def num_items_in_batch(self) -> int:
+        """How many losses the loss of these Rows is the mean of: trained tokens, or rows."""
+        return int(self.n_trainable_tokens.sum()) if self.loss == "sft" else len(self)
 
     def tokens(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(input_ids, labels) of document i, int64 [tokens]; labels are IGNORE where nothing is

@@ -14,21 +14,20 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tokenizers
 import transformers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from fsdp_qlora.config import Config
 from fsdp_qlora.data.chat import closing_tokens
+from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.data.template import read_template, set_template
 from fsdp_qlora.files import read_json, remove
 from fsdp_qlora.pretrained.hub import copy_small_files
 from fsdp_qlora.ranks import explain, log
 
-if TYPE_CHECKING:
-    from fsdp_qlora.data.rows import Rows
-    from fsdp_qlora.config import Config
 
 PROBES = (  # where released tokenizers differ: spaces, lines, digits, case, scripts, normal forms
     "It is sunny and warm.", "  two spaces around  ", "one  two   three\ttabs\t\t.", "",

@@ -20,25 +20,25 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_qlora.config import Config
 from fsdp_qlora.files import read_json, write_whole
+from fsdp_qlora.layer.layer import DecoderLayer, LayerSpec
 from fsdp_qlora.lora.peft_names import (
     as_saved, expert_parts, expert_settings, peft_name, stack_experts, unstack_experts)
+from fsdp_qlora.model.model import Model
 from fsdp_qlora.model.shards import local_part, set_local
+from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.tensor_names import renamed
 from fsdp_qlora.ranks import all_gather, is_rank_0, log, raise_on_all_ranks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 
 # of adapter_config.json: compared with flags, or without a meaning for the values
 READ_APART = set("""r lora_alpha use_dora use_rslora lora_dropout target_modules peft_version
     task_type base_model_name_or_path revision inference_mode auto_mapping layers_pattern
     megatron_core qalora_group_size eva_config""".split())
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
-    from fsdp_qlora.model.layer import DecoderLayer, LayerSpec
-    from fsdp_qlora.model.model import Model
-    from fsdp_qlora.pretrained.architecture import Architecture
-    from fsdp_qlora.config import Config
 
 
 def resolve_target_modules(

@@ -8,14 +8,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from fsdp_qlora.pretrained.architecture import Architecture, Linear
 from fsdp_qlora.pretrained.tensor_names import renamed
 
-if TYPE_CHECKING:
-    from fsdp_qlora.pretrained.architecture import Architecture, Linear
 
 Index = EllipsisType | slice | tuple[Any, ...]  # of a part of a tensor
 Parts = dict[str, tuple[str, tuple[int, ...], Index]]  # see expert_parts()

@@ -4,17 +4,15 @@ more."""
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fsdp_qlora.config import Config
+from fsdp_qlora.kernels.micro_batch import MicroBatch
 from fsdp_qlora.model.loss import micro_batch_loss
-
-if TYPE_CHECKING:
-    from fsdp_qlora.data.packing import MicroBatch
-    from fsdp_qlora.model.model import Model
-    from fsdp_qlora.config import Config
+from fsdp_qlora.model.model import Model
 
 
 MAX_GRAPHS = 64  # each takes some GPU memory beside torch's, which the plan does not count
@@ -28,16 +26,17 @@ class Graphs:
         # {shape: (graph, MicroBatch, factor, sums)}; None: no graph, seen once so far
         self.captured: dict[tuple, Any] = {}
 
-    def sums(self, batch: MicroBatch, scale: float, is_even: bool) -> Tensor | None:
+    def sums(self, batch: MicroBatch, scale: float) -> Tensor | None:
         """The sums of micro_batch_loss(); adds the gradient of `scale` times the micro-batch's
         loss.
 
         A shape is captured when it comes a second time: kernels are compiled and chosen outside of
-        a capture. Returns None where the caller must do without a graph. `is_even`: all documents
-        of the micro-batch have one length, for which attention is another.
+        a capture. Returns None where the caller must do without a graph.
         """
         tensors = batch_tensors(batch)
-        shape = (is_even and batch.lengths, batch.longest, *(tensor.shape for tensor in tensors))
+        is_fixed_len = batch.kernels is self.model.kernels.fixed_len  # for which attention differs
+        lengths = batch.lengths if is_fixed_len else ()
+        shape = lengths, batch.longest, *(tensor.shape for tensor in tensors)
         if self.captured.get(shape) is None:
             n_graphs = sum(graph is not None for graph in self.captured.values())
             if shape not in self.captured or n_graphs >= MAX_GRAPHS:

@@ -1,41 +1,113 @@
-"""How a weight gets from a file to NF4: read, quantized or copied, into this rank's shard.
+"""Load the base model: read each weight, quantize it to NF4 or copy it, into this rank's shard.
 
-What reads is given by load_model() of the script: read(name) returns this rank's rows of a tensor,
-flat.
+load_model() opens and checks the files. `read(name)` returns this rank's rows of a tensor as a flat
+vector.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import bitsandbytes as bnb
 import torch
+import torch.distributed as dist
+import transformers
 from tqdm import tqdm
 
-from fsdp_qlora.model.layer import DecoderLayer
+from fsdp_qlora.config import Config
+from fsdp_qlora.hashing import as_hex, content_sum
+from fsdp_qlora.kernels.offload import pinned_copy
+from fsdp_qlora.layer.layer import DecoderLayer
+from fsdp_qlora.memory import host_memory, log_memory
 from fsdp_qlora.model.model import Model
-from fsdp_qlora.model.offload import pinned_copy
-from fsdp_qlora.model.shards import OwnBlocks, local_part, own_blocks, set_local
+from fsdp_qlora.model.shards import OwnBlocks, local_part, own_blocks, set_local, weight_requests
 from fsdp_qlora.pretrained.architecture import Linear
+from fsdp_qlora.pretrained.config import rope_frequencies
 from fsdp_qlora.pretrained.formats import NF4_PARTS, scale_block, scaled_weight
-from fsdp_qlora.pretrained.tensor_names import TensorNames
-from fsdp_qlora.quant.blocks import (
-    BLOCK, MX_BLOCK, NESTED_BLOCK, QUANT_STORAGE, Nested, NF4Blocks)
+from fsdp_qlora.pretrained.reader import (
+    RandomWeights, WeightReader, all_finite, rows_before, weight_files)
+from fsdp_qlora.pretrained.tensor_names import TensorNames, check_files, tensor_names
+from fsdp_qlora.quant.blocks import BLOCK, MX_BLOCK, NESTED_BLOCK, QUANT_STORAGE, Nested, NF4Blocks
 from fsdp_qlora.quant.nf4 import dynamic_map
-from fsdp_qlora.ranks import all_gather, is_rank_0
+from fsdp_qlora.ranks import all_gather, is_rank_0, log_each_rank, raise_on_all_ranks
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """What train_config.json says of the weights that were loaded."""
+
+    sums: dict[str, str]  # {name in files: content_sum() as hex}: they tell one base from another
+    prequantized: bool  # whether the files are in 4 bits
+    n_parameters: int
+
+
+def load_model(model: Model, base: Path, model_config: transformers.PretrainedConfig,
+               config: Config) -> Loaded:
+    """Give the model all of its frozen weights, this rank's part of them, from the files in `base`;
+    raises ValueError where one is not finite. All ranks must call this."""
+    assert config.max_seq_len, "read_model_config() fills it in"
+    arch, device, nf4_states = model.arch, model.device, {}
+    dtype = getattr(torch, config.compute_dtype)
+    if config.random_weights:
+        names = tensor_names(arch, {})
+    else:
+        with raise_on_all_ranks():
+            files = weight_files(base)
+            names = tensor_names(arch, files)
+            nf4_states = check_files(files, names, model_config, config.compute_dtype)
+    requests = weight_requests(model, names, nf4_states)
+    n_before = rows_before(requests)
+    shares = {r.name: (r.rows, n_before[r.name]) for r in requests}
+    n_bytes, memory_before, started, finite, sums = 0, host_memory(), time.monotonic(), {}, {}
+    reader = (RandomWeights(requests, config.seed, dtype, device) if config.random_weights
+              else WeightReader(files, requests, device))
+
+    def read_checked(name: str) -> torch.Tensor:
+        nonlocal n_bytes
+        value = reader.read(name)
+        n_bytes += value.nbytes
+        sums[name] = content_sum(value, *shares[name])
+        if name not in nf4_states:
+            finite[name] = all_finite(value, name)
+        return value
+
+    fill_model(model, names, read_checked, nf4_states)
+    with raise_on_all_ranks():
+        reader.close()  # raises its error: until here all ranks go on
+        are_finite = torch.stack(list(finite.values())).tolist()
+        if not all(are_finite):
+            damaged = list(finite)[are_finite.index(False)]
+            raise ValueError(f"the model's {damaged} has values that are not finite: is its file"
+                             " damaged? Fetch it again")
+    dist.all_reduce(totals := torch.stack(list(sums.values())))
+    model.frequencies = [
+        (f.to(device), factor) for f, factor in
+        (rope_frequencies(rope, arch, config.max_seq_len, model_config) for rope in arch.ropes)]
+    torch.cuda.empty_cache()  # what loading used and training would use in other sizes
+    seconds, grown = time.monotonic() - started, (host_memory()[1] - memory_before[0]) / 2**30
+    unit, size = ("GB", 1e9) if n_bytes > 1e9 else ("MB", 1e6)
+    log_each_rank(f"weights loaded in {seconds:.2f} s", f"{n_bytes / size:.2f} {unit} at"
+                  f" {n_bytes / size / seconds:.2f} {unit}/s with at most {grown:.2f} GiB more host"
+                  " memory")
+    log_memory("after loading", device)
+    return Loaded(dict(zip(sums, map(as_hex, totals.tolist()))), bool(nf4_states),
+                  names.n_parameters)
 
 
 def fill_model(
     model: Model, names: TensorNames, read: Callable[[str], torch.Tensor],
-    nf4_states: dict[str, dict[str, Any]], device: torch.device,
+    nf4_states: dict[str, dict[str, Any]],
 ) -> None:
     """Give the model its embedding, layers, norm and head. read(name) returns this rank's rows of a
     tensor, flat; each is read once, in the order of weight_requests(), but MXFP4 first in a layer.
     `nf4_states` is what check_files() returns. All ranks of model.group must call this."""
-    plan, dtype = model.plan, getattr(torch, model.plan.compute_dtype)
+    plan, device, dtype = model.plan, model.device, getattr(torch, model.plan.compute_dtype)
 
     def table(name: str, width: int, on_host: bool = False) -> torch.Tensor:
         rows = read(name).view(-1, width).to(device, dtype)

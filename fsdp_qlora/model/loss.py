@@ -11,38 +11,15 @@ name, and its rows, its reference, its metrics and its evaluation follow from th
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from fsdp_qlora.config import Config
+from fsdp_qlora.kernels.micro_batch import Answers, MicroBatch
 from fsdp_qlora.ranks import all_gather
-
-if TYPE_CHECKING:
-    from fsdp_qlora.data.packing import MicroBatch
-    from fsdp_qlora.data.rows import Rows
-    from fsdp_qlora.config import Config
-
-
-@dataclasses.dataclass
-class Answers:
-    """What a preference loss reads: all rows of a micro-batch, which may lie in the micro-batches
-    of several ranks. A row has two answers, the better one first, or one."""
-
-    documents: torch.Tensor  # int64 [rows, answers], their numbers among the sums of all ranks
-    n_trainable_tokens: torch.Tensor  # fp64 [rows, answers], trained tokens; 0: the row is padding
-    reference: torch.Tensor  # fp64 [rows, answers], `logps` before the first step, see Rows
-    desirable: torch.Tensor  # bool [rows, answers]: is it a good answer?
-    # fp64 [], each of the whole step or evaluation, see values_of_all() in reference:
-    kl: torch.Tensor | None = None  # KTO's estimate of the KL divergence
-    rows_per_token: torch.Tensor | None = None  # ORPO's: rows / all tokens of chosen documents
-    # fp64 [rows, answers]: log-probability of each answer, the sum over its tokens or, where a
-    # loss is `per_token`, their mean
-    logps: torch.Tensor | None = None
-    prompt_losses: torch.Tensor | None = None  # fp64 [rows, answers]: sums of token losses
 
 
 # Each returns the loss of each row [rows], and the rewards [rows, answers] that are logged. They
@@ -176,23 +153,3 @@ def gather_documents(document_losses: torch.Tensor) -> torch.Tensor:
     parts = [*all_gather(document_losses.detach())]
     parts[dist.get_rank()] = document_losses
     return torch.cat(parts)
-
-
-def num_items_in_batch(rows: Rows) -> int:
-    """How many losses the loss of these Rows is the mean of: trained tokens, or rows."""
-    return int(rows.n_trainable_tokens.sum()) if rows.loss == "sft" else len(rows)
-
-
-def mean_metrics(sums: Sequence[float], rows: Rows, prefix: str = "") -> dict[str, float]:
-    """{name of a metric: its mean}, from the sums of micro_batch_loss() over all of these Rows. Of
-    KTO the means over good answers, or over bad ones, are left out where there are none."""
-    n_good = int(rows.desirable.sum())
-    counts = {"all": num_items_in_batch(rows), "good": n_good, "bad": len(rows.desirable) - n_good}
-    means = {prefix + name: total / counts[answers]
-             for (name, answers), total in zip(METRICS.items(), sums) if counts[answers]}
-    chosen, rejected = (means.get(f"{prefix}rewards/{answer}") for answer in ("chosen", "rejected"))
-    if chosen is not None and rejected is not None:
-        means[f"{prefix}rewards/margins"] = chosen - rejected
-    if rows.loss == "sft" and prefix:
-        means[f"{prefix}perplexity"] = math.exp(min(means[f"{prefix}loss"], 700))
-    return means

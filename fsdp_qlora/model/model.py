@@ -6,67 +6,28 @@ Which part of the weights a rank has is in shards; load fills them.
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp_qlora.model.attention import rope_tables
-from fsdp_qlora.model.elementwise import EMBEDDING_SITE, drop, normalize
-from fsdp_qlora.model.head import LinearCrossEntropy, embed, shard_range
-from fsdp_qlora.model.layer import DecoderLayer, LayerSpec
-from fsdp_qlora.model.per_layer import per_layer_inputs
+from fsdp_qlora.kernels.elementwise import EMBEDDING_SITE, drop, normalize
+from fsdp_qlora.kernels.heads import rope_tables
+from fsdp_qlora.kernels.micro_batch import MicroBatch
+from fsdp_qlora.layer.dequantize import dequantize
+from fsdp_qlora.model.embedding import embed
+from fsdp_qlora.model.lm_head import LinearCrossEntropy
+from fsdp_qlora.model.parameters import ModelParameters
+from fsdp_qlora.model.per_layer_inputs import per_layer_inputs
 from fsdp_qlora.model.shards import gathered, local_part
+from fsdp_qlora.plan import Plan
 from fsdp_qlora.quant.blocks import NF4Blocks
-from fsdp_qlora.quant.nf4 import dequantize
 from fsdp_qlora.ranks import RunError, log_each_rank
 
-if TYPE_CHECKING:
-    from fsdp_qlora.data.packing import MicroBatch
-    from fsdp_qlora.planner.plan import Plan
-    from fsdp_qlora.pretrained.architecture import Architecture
 
-
-class Model(nn.Module):
-    """Embedding, decoder layers, norm and head. Its forward of a MicroBatch returns the sums of
-    the token losses of its documents, see LinearCrossEntropy; without wants_loss what the head
-    reads, [tokens, hidden].
-
-    Of embedding, head and per_layer_table each rank has its own rows, outside of FSDP2, which would
-    gather them whole: 2.1 GB each for Llama-3-70B, and twice that while it copies.
-    """
-
-    layers: Sequence[DecoderLayer]  # an nn.ModuleList
-    # filled by fill_model() in load, None before; a tied head is the embedding
-    embedding: Tensor
-    norm: Tensor
-    norm_bias: Tensor | None
-    head: Tensor
-    # of models with an input for each layer: the table, the projection with the values of its NF4,
-    # the norm's weight
-    per_layer_table: Tensor
-    per_layer_projection: Tensor
-    per_layer_norm: Tensor
-    frequencies: list[tuple[Tensor, float]]  # of each of arch.ropes, see rope_frequencies()
-
-    def __init__(
-        self, arch: Architecture, specs: Sequence[LayerSpec], plan: Plan,
-        group: dist.ProcessGroup | None = None
-    ) -> None:
-        """`group`: of the processes that share one copy of the model; None: this process alone."""
-        super().__init__()
-        self.arch, self.group, self.plan = arch, group, plan
-        self.shard, self.shards = 0, 1
-        if group:
-            self.shard, self.shards = dist.get_rank(group), dist.get_world_size(group)
-        self.own_rows = shard_range(arch.vocab_size, self.shard, self.shards)  # of all tables
-        self.layers = nn.ModuleList(
-            DecoderLayer(arch, spec, i, plan) for i, spec in enumerate(specs))
-        self.embedding = self.norm = self.norm_bias = self.head = self.frequencies = None
-        self.per_layer_table = self.per_layer_projection = self.per_layer_norm = None
+class Model(ModelParameters):
+    """The forward of a MicroBatch returns the token losses of this rank, see LinearCrossEntropy;
+    without wants_loss what the head reads, [tokens, hidden]."""
 
     def forward(self, batch: MicroBatch, wants_loss: bool = True) -> Tensor:
         x, arch = self.hidden(batch), self.arch

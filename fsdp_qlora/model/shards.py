@@ -9,21 +9,18 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fsdp_qlora.model.layer import DecoderLayer
-from fsdp_qlora.model.linears import LinearSlices
+from fsdp_qlora.layer.layer import DecoderLayer
+from fsdp_qlora.layer.linears import LinearSlices
+from fsdp_qlora.model.parameters import ModelParameters
 from fsdp_qlora.pretrained.formats import NF4_PARTS, scale_block
 from fsdp_qlora.pretrained.reader import Request
+from fsdp_qlora.pretrained.tensor_names import TensorNames
 from fsdp_qlora.quant.blocks import BLOCK, MX_BLOCK
-
-if TYPE_CHECKING:
-    from fsdp_qlora.model.model import Model
-    from fsdp_qlora.pretrained.tensor_names import TensorNames
 
 
 def local_part(parameter: Tensor) -> Tensor:
@@ -80,7 +77,9 @@ def own_blocks(layer: DecoderLayer, shard: int) -> list[OwnBlocks]:
     return found
 
 
-def weight_requests(model: Model, names: TensorNames, nf4_states: Collection[str]) -> list[Request]:
+def weight_requests(
+    model: ModelParameters, names: TensorNames, nf4_states: Collection[str]
+) -> list[Request]:
     """The Requests for all that this rank reads, in the order in which it is used. `nf4_states`:
     the names of the weights that are in NF4 in the files, see check_files()."""
     arch, table = model.arch, (model.arch.vocab_size, model.arch.hidden_size)

@@ -10,20 +10,18 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
-from fsdp_qlora.model.head import CHUNK_BYTES
-from fsdp_qlora.model.layer import LayerSpec
-from fsdp_qlora.model.mlp import SLICE_TOKENS
-from fsdp_qlora.model.recurrence import mixer_with_state
+from fsdp_qlora.kernels.recurrence import mixer_with_state
+from fsdp_qlora.layer.layer import LayerSpec
+from fsdp_qlora.layer.mlp import SLICE_TOKENS
+from fsdp_qlora.model.embedding import CHUNK_BYTES
+from fsdp_qlora.plan import Plan
 from fsdp_qlora.planner.machine import Machine
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.quant.blocks import BLOCK
 
-if TYPE_CHECKING:
-    from fsdp_qlora.planner.plan import Plan
 
 KEEPS = "all", "mlp", "middle", "x"  # what a layer may keep, see LayerFunction
 

@@ -1,96 +1,18 @@
-"""What the machine has: memory of its GPUs and of the host, and how fast it computes and copies.
-
-plan decides how it is used; cards has the machines that are not here.
-"""
+"""Machine: how fast this machine computes and copies, measured at every start."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-import os
-import re
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from fsdp_qlora.model.grouped_mm import why_no_grouped_mm
+from fsdp_qlora.layer.grouped_mm import why_no_grouped_mm
+from fsdp_qlora.memory import host_share
 from fsdp_qlora.quant.nf4 import why_no_triton
-from fsdp_qlora.ranks import gather_objects, log_each_rank, raise_on_all_ranks
-
-if TYPE_CHECKING:
-    from fsdp_qlora.config import Config
-
-
-def limit_memory(config: Config, device: torch.device) -> int:
-    """The bytes that torch may allocate on each GPU: --memory_limit_gib, or what is free now on the
-    GPU with the least free memory; 0 on a CPU without that flag. CUDA and NCCL need about 1 GiB
-    more. All ranks must call this."""
-    limit = int((config.memory_limit_gib or 0) * 2**30)
-    with raise_on_all_ranks():
-        if device.type == "cuda":
-            free, total = torch.cuda.mem_get_info()
-            if limit > free:
-                raise ValueError(f"--memory_limit_gib {config.memory_limit_gib}: of this GPU's"
-                                 f" {total / 2**30:.1f} GiB only {free / 2**30:.1f} are free")
-            if limit:
-                torch.cuda.set_per_process_memory_fraction(limit / total)
-            limit = limit or free
-    return min(gather_objects(limit))
-
-
-def proc_bytes(file: str, name: str) -> float:
-    """A size in a file of /proc, in bytes; inf where there is no /proc, as on macOS."""
-    path = Path("/proc", file)
-    sizes = re.findall(rf"{name}:\s*(\d+) kB", path.read_text()) if path.is_file() else ["inf"]
-    return float(sizes[0]) * 2**10
-
-
-def host_memory() -> tuple[float, float]:
-    """This process's resident bytes now and at their peak."""
-    return proc_bytes("self/status", "VmRSS"), proc_bytes("self/status", "VmHWM")
-
-
-def cgroup_free(
-    root: str | Path = "/sys/fs/cgroup", own: str | Path = "/proc/self/cgroup",
-) -> float:
-    """Bytes that this process's container or job may still use (cgroup v2); inf without a limit."""
-    free, own = math.inf, Path(own)
-    inside = own.read_text().rpartition("0::/")[2].strip() if own.is_file() else ""
-    for group in Path(inside, "_").parents:  # the lowest limit of all levels counts
-        with contextlib.suppress(OSError, ValueError, KeyError):  # no limit, or "max": none
-            texts = {name: Path(root, group, f"memory.{name}").read_text()
-                     for name in ("max", "current", "stat")}
-            cached = dict(map(str.split, texts["stat"].splitlines()))["inactive_file"]
-            free = min(free, int(texts["max"]) - int(texts["current"]) + int(cached))
-    return free
-
-
-def host_share() -> float:
-    """Bytes of free host memory for each process of this machine."""
-    free = min(proc_bytes("meminfo", "MemAvailable"), cgroup_free())
-    return free / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-
-
-def memory_gib(device: torch.device, graphs: bool = False) -> tuple[float, float]:
-    """GiB now and at the peak: on a GPU what torch has allocated, or reserved with CUDA graphs,
-    whose memory does not count as allocated; on a CPU resident memory of the process."""
-    if graphs:
-        return torch.cuda.memory_reserved() / 2**30, torch.cuda.max_memory_reserved() / 2**30
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated() / 2**30, torch.cuda.max_memory_allocated() / 2**30
-    current, peak = host_memory()
-    return current / 2**30, peak / 2**30
-
-
-def log_memory(when: str, device: torch.device) -> None:
-    """Print each rank's memory now and at its peak. All ranks must call this."""
-    current, peak = memory_gib(device)
-    kind = "GPU memory" if device.type == "cuda" else "host memory"
-    log_each_rank(f"{kind} {when}", f"{current:.2f} GiB (peak {peak:.2f})")
+from fsdp_qlora.ranks import gather_objects
 
 
 @dataclasses.dataclass(frozen=True)

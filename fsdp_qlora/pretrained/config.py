@@ -20,7 +20,7 @@ from fsdp_qlora.pretrained.architecture import (
     ACTIVATIONS, LAYER_TYPES, Architecture, AttentionGate, DeltaNet, Family, Heads, LatentAttention,
     Limits, Linear, Mamba2, MoE, PerLayerInputs, ShortConv, rotary_dim)
 from fsdp_qlora.pretrained.families import ADAPTERS_INSIDE, FAMILIES, MULTIMODAL, TEXT_MODULES
-from fsdp_qlora.quant.nf4 import BLOCK
+from fsdp_qlora.quant.blocks import BLOCK
 
 ROPE_TYPES = {"default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"}
 # mrope's keys are allowed: with text alone its three positions are equal, as in ordinary rotary

@@ -10,8 +10,8 @@ import math
 from typing import Any
 
 from fsdp_qlora.pretrained.architecture import (
-    AttentionGate, DeltaNet, ExpertNorms, Family, LatentAttention, Mamba2, MoE,
-    PerLayerInputs, ShortConv)
+    AttentionGate, DeltaNet, ExpertNorms, Family, LatentAttention, Mamba2, MoE, PerLayerInputs,
+    ShortConv)
 
 SHAPES: dict[str, dict[str, Any]] = {  # what --random_weights knows without a config.json
     name: dict(

@@ -12,12 +12,12 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import huggingface_hub
 import numpy as np
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 
+from fsdp_qlora.config import Config
 from fsdp_qlora.files import read_json
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.config import describe_model, longest_text, stored_format, text_config
@@ -26,8 +26,6 @@ from fsdp_qlora.pretrained.formats import FP8_BLOCK, INT4_GROUP
 from fsdp_qlora.pretrained.reader import weight_files
 from fsdp_qlora.ranks import explain, log
 
-if TYPE_CHECKING:
-    from fsdp_qlora.config import Config
 
 SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # of a model: all but its weights
 NOT_COPIED = "config.json", "adapter_config.json"  # by which transformers would load an adapter

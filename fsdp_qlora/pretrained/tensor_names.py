@@ -19,10 +19,11 @@ from transformers import PreTrainedConfig
 from fsdp_qlora.pretrained.architecture import Architecture, Linear
 from fsdp_qlora.pretrained.config import stored_format, text_config
 from fsdp_qlora.pretrained.formats import (
-    FP8_BLOCK, INT4_PACKED, INT4_GROUP, INT4_SCALE, INT4_SHAPE, MX_PARTS, NF4_STATE, PER_INT32)
+    FP8_BLOCK, INT4_GROUP, INT4_PACKED, INT4_SCALE, INT4_SHAPE, MX_PARTS, NF4_STATE, PER_INT32)
 from fsdp_qlora.pretrained.reader import (
     DTYPES, FLOATS, READ_CHUNK, Request, Source, Stored, WeightReader)
-from fsdp_qlora.quant.nf4 import BLOCK, MX_BLOCK, NESTED_BLOCK, dynamic_map, nf4_code
+from fsdp_qlora.quant.blocks import BLOCK, MX_BLOCK, NESTED_BLOCK
+from fsdp_qlora.quant.nf4 import dynamic_map, nf4_code
 from fsdp_qlora.ranks import log
 
 # {name: (shape, or None for any, dtypes)} of tensors that the files must have

@@ -18,26 +18,23 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from fsdp_qlora.files import (
-    as_json, digest, read_json, remove, sync_file, text_digest, write_whole)
-from fsdp_qlora.lora.adapter import write_adapter
+from fsdp_qlora.config import Config
+from fsdp_qlora.data.rows import Rows
+from fsdp_qlora.files import as_json, digest, read_json, remove, sync_file, text_digest, write_whole
+from fsdp_qlora.layer.layer import LayerSpec
+from fsdp_qlora.lora.adapter import Adapter, write_adapter
 from fsdp_qlora.lora.peft_names import unstack_experts
 from fsdp_qlora.ranks import EXITS, RunError, gather_objects, log
 from fsdp_qlora.run.directory import ADAPTER_FILES, PROBE_FILE, RESULTS
+from fsdp_qlora.run.state import Progress, Run
 
-if TYPE_CHECKING:
-    from fsdp_qlora.data.rows import Rows
-    from fsdp_qlora.lora.adapter import Adapter
-    from fsdp_qlora.model.layer import LayerSpec
-    from fsdp_qlora.config import Config
-    from train_fsdp_qlora import Run
 
 MUST_MATCH = (  # flags that a resumed run cannot change, besides rows and base model
     "random_weights", "compute_dtype", "adapter", "lora_rank", "lora_alpha", "lora_dropout",
@@ -83,8 +80,8 @@ def write_checkpoint(run: Run, step: int, weights: dict[str, torch.Tensor],
         names = *ADAPTER_FILES, "optimizer.safetensors", PROBE_FILE
         state = {
             "step": step,
-            **run.content,
-            "progress": run.progress,
+            **run.digests,
+            "progress": dataclasses.asdict(run.progress),
             "config": dataclasses.asdict(run.config),
             "files": {name: digest(hidden / name) for name in names}}
         state["sha256"] = text_digest(state)
@@ -129,7 +126,7 @@ def sharded_state(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
 
 
 def load_checkpoint(path: Path, adapter: Adapter,
-                    optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+                    optimizer: torch.optim.Optimizer) -> Progress:
     """Set the adapter and the optimizer's state to those of a checkpoint, which any number of ranks
     may have saved. Returns the progress until then. Raises ValueError where another optimizer has
     saved it."""
@@ -152,7 +149,7 @@ def load_checkpoint(path: Path, adapter: Adapter,
     weights = unstack_experts(load_file(path / "adapter_model.safetensors"), adapter.expert_parts)
     for i in range(len(adapter.layers)):
         adapter.set_layer(i, weights)
-    return saved["progress"]
+    return Progress(**saved["progress"])
 
 
 def remove_at_once(path: Path) -> None:
@@ -177,7 +174,7 @@ def drop_checkpoints(run: Run, step: int) -> None:
     try:
         older = [(s, path) for s, path in checkpoints_of(run.directory) if s < step]
         older = [path for s, path in older[run.config.keep_checkpoints - 1 :]
-                 if s != run.progress["best_step"]]
+                 if s != run.progress.best_step]
         if older:
             read_checkpoint(checkpoint_path(run.directory, step))
         for path in older:
@@ -222,7 +219,7 @@ def newest_checkpoint(directory: Path) -> tuple[Path, dict[str, Any]] | tuple[No
     return None, None
 
 
-def find_checkpoint(config: Config, directory: Path, content: dict[str, str | None]) -> int:
+def find_checkpoint(config: Config, directory: Path, digests: dict[str, str | None]) -> int:
     """The step of the newest whole checkpoint in --output_dir, 0 if there is none. Raises
     ValueError if the run there has other flags, data or base model. Rank 0 only."""
     path, state = newest_checkpoint(directory)
@@ -233,7 +230,7 @@ def find_checkpoint(config: Config, directory: Path, content: dict[str, str | No
         raise ValueError(f"--output_dir {directory} holds a trained adapter, but no checkpoint to"
                          " resume from: name another directory; --init_adapter can begin with it")
     if saved_config:
-        refuse_other_run(config, directory, content, saved_config)
+        refuse_other_run(config, directory, digests, saved_config)
     if not path or not state:
         return 0
     before, now = compared_flags(config, state)
@@ -260,7 +257,7 @@ def compared_flags(
     return before, now
 
 
-def refuse_other_run(config: Config, directory: Path, content: dict[str, str | None],
+def refuse_other_run(config: Config, directory: Path, digests: dict[str, str | None],
                      saved_config: dict[str, Any]) -> None:
     """Raise ValueError if the run that `saved_config` describes cannot go on as this one: it has
     other flags, data or base model."""
@@ -274,17 +271,17 @@ def refuse_other_run(config: Config, directory: Path, content: dict[str, str | N
                                       " the tokenizer has changed"),
                       ("base_sha256", "another base model: its files or config.json have changed"),
                       ("eval_sha256", "other evaluation rows: --eval_dataset has changed")):
-        if saved_config.get(key) != content[key]:
+        if saved_config.get(key) != digests[key]:
             raise ValueError(f"--output_dir {directory} holds a run with {what}")
 
 
-def check_run(config: Config, directory: Path, content: dict[str, str | None],
+def check_run(config: Config, directory: Path, digests: dict[str, str | None],
               saved_config: dict[str, Any]) -> None:
     """For a dry run: raise ValueError if the run in --output_dir, which `saved_config` describes,
     could not go on as this one. Rank 0 only."""
     if saved_config:
-        base = content["base_sha256"] or saved_config.get("base_sha256")
-        refuse_other_run(config, directory, {**content, "base_sha256": base}, saved_config)
+        base = digests["base_sha256"] or saved_config.get("base_sha256")
+        refuse_other_run(config, directory, {**digests, "base_sha256": base}, saved_config)
 
 
 def set_aside(directory: Path, step: int) -> None:
@@ -296,20 +293,20 @@ def set_aside(directory: Path, step: int) -> None:
                 os.replace(path, path.with_name(f"{path.name}.broken-{time.time_ns()}"))
 
 
-def agree_on_content(config: Config, rows: Rows, eval_rows: Rows | None,
+def agree_on_digests(config: Config, rows: Rows, eval_rows: Rows | None,
                      base_sha256: str) -> dict[str, str | None]:
     """The digests of rows and base model, which must be the same on all ranks and at a resume. All
     ranks must call this."""
-    content = {"data_sha256": rows.sha256(), "base_sha256": base_sha256,
+    digests = {"data_sha256": rows.sha256(), "base_sha256": base_sha256,
                "eval_sha256": eval_rows.sha256() if eval_rows else None}
     flags = {"data_sha256": "dataset", "base_sha256": "model", "eval_sha256": "eval_dataset"}
-    for other in gather_objects(content):
+    for other in gather_objects(digests):
         for key, flag in flags.items():
-            if other[key] != content[key]:
+            if other[key] != digests[key]:
                 value = as_json(vars(config)[flag])
                 value = " ".join(value) if isinstance(value, list) else value
                 raise RunError(f"--{flag} {value}: not the same on all nodes", EXITS["data"])
-    return content
+    return digests
 
 
 def save_adapter(run: Run, weights: dict[str, torch.Tensor],

@@ -8,16 +8,14 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
 
+from fsdp_qlora.config import Config
 from fsdp_qlora.model.loss import LOSSES
-from fsdp_qlora.ranks import on_rank_0, log
-
-if TYPE_CHECKING:
-    from fsdp_qlora.config import Config
+from fsdp_qlora.ranks import log, on_rank_0
 
 
 def make_demo(config: Config, directory: Path) -> None:

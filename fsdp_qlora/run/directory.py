@@ -17,25 +17,23 @@ import shutil
 import socket
 import sys
 import time
-import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerFast
 
-from fsdp_qlora.config import VERSION
+from fsdp_qlora.config import VERSION, Config
 from fsdp_qlora.data.tokenizer import generation_settings, write_tokenizer
 from fsdp_qlora.files import (
     as_json, digest, put_in_place, read_json, read_records, remove, text_digest, write_whole)
+from fsdp_qlora.model.load import Loaded
 from fsdp_qlora.quant.blocks import BLOCK, NESTED_BLOCK
-from fsdp_qlora.ranks import RunError, is_rank_0, on_rank_0, log, this_rank, raise_on_all_ranks
+from fsdp_qlora.ranks import RunError, is_rank_0, log, on_rank_0, raise_on_all_ranks, this_rank
+from fsdp_qlora.run.state import Run
+from fsdp_qlora.run.status import Status
 
-if TYPE_CHECKING:
-    from fsdp_qlora.run.status import Status
-    from fsdp_qlora.config import Config
-    from train_fsdp_qlora import Run
 
 ADAPTER_FILES = "adapter_config.json", "adapter_model.safetensors"
 PROBE_FILE = "probe.safetensors"  # what the model gives for a few rows, see probe
@@ -200,7 +198,7 @@ def flags_of(user_config: Config) -> dict[str, Any]:
     return {name: value for name, value in flags.items() if name not in ("resume", "output_dir")}
 
 
-def describe_run(run: Run, user_config: Config, base: Path, loaded: types.SimpleNamespace,
+def describe_run(run: Run, user_config: Config, base: Path, loaded: Loaded,
                  template_date: str, versions: dict[str, str]) -> None:
     """Write train_config.json, which has all that a merge needs. Rank 0 only.
 
@@ -220,7 +218,7 @@ def describe_run(run: Run, user_config: Config, base: Path, loaded: types.Simple
     described = {
         "flags": flags_of(user_config),
         "config": dataclasses.asdict(config),
-        **run.content,
+        **run.digests,
         "plan": dataclasses.asdict(run.plan),
         "base_model": str(base) if Path(config.model or base).is_dir() else config.model,
         "quantization": {

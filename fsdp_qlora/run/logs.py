@@ -15,26 +15,25 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
+from fsdp_qlora.config import Config
 from fsdp_qlora.data.forms import IGNORE
+from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.files import put_in_place, read_records, text_digest, write_whole
+from fsdp_qlora.kernels.attention import Kernels
+from fsdp_qlora.memory import host_memory
+from fsdp_qlora.plan import Plan
 from fsdp_qlora.planner.gpu_specs import HOST_GIB, parse_cards
-from fsdp_qlora.planner.machine import host_memory
 from fsdp_qlora.quant.nf4 import why_no_triton
 from fsdp_qlora.ranks import log
+from fsdp_qlora.run.state import Run
 
-if TYPE_CHECKING:
-    from fsdp_qlora.data.rows import Rows
-    from fsdp_qlora.model.attention import Kernels
-    from fsdp_qlora.planner.plan import Plan
-    from fsdp_qlora.config import Config
-    from train_fsdp_qlora import Run
 
 LOG_SECONDS = 2  # between lines of steps in the log
 HIGH_RATE = 0.02  # --learning_rate above it gets a line
@@ -51,7 +50,7 @@ class MetricsWriter:
         self.first: tuple[int, float] | None = None  # step of this start, and when it was done
         self.pace: float | None = None  # seconds for each step since, with evaluations and saves
         self.path = run.directory / "metrics.jsonl"
-        evaluated = run.progress["evaluated"] or 0
+        evaluated = run.progress.evaluated or 0
         write_whole(self.path, earlier_records(self.path, start_step, evaluated))
         self.size, self.unwritten, self.is_failing = self.path.stat().st_size, b"", False
         self.bar, self.last_line = None, 0.0

@@ -1,7 +1,7 @@
 """The probe: what the model gives for a few tokens, by which a merge sees whether the merged model
 is the one that was trained.
 
-`run` is the script's Run. Who writes it is in checkpoints, who compares is merge_adapters.py.
+checkpoints.py writes it, merge_adapters.py compares.
 """
 
 from __future__ import annotations
@@ -9,17 +9,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 
-from fsdp_qlora.data.packing import pack_rows, make_micro_batch
+from fsdp_qlora.data.packing import make_micro_batch, pack_rows
+from fsdp_qlora.data.rows import Rows
+from fsdp_qlora.lora.adapter import Adapter
+from fsdp_qlora.model.model import Model
 from fsdp_qlora.model.shards import reshard_all
 
-if TYPE_CHECKING:
-    from fsdp_qlora.data.rows import Rows
-    from fsdp_qlora.lora.adapter import Adapter
-    from train_fsdp_qlora import Run
 
 PROBE_ROWS, PROBE_TOKENS = 4, 64  # the first rows, and of each the first tokens
 
@@ -34,14 +32,13 @@ class MergeCheck:
         self.input_ids = [self.rows.tokens(i)[0].tolist() for i in range(len(self.rows))]
         self.without_adapter = torch.empty(0)  # until begin()
 
-    def begin(self, run: Run) -> None:
+    def begin(self, model: Model, adapter: Adapter) -> None:
         """Note what the model gives without the adapter. All ranks must call this."""
-        run.status.extend_deadline(run.config, run.longest_step)
-        with no_adapter(run.adapter):
-            self.without_adapter = self.states(run)["with_adapter"]
+        with no_adapter(adapter):
+            self.without_adapter = self.states(model)["with_adapter"]
 
     @torch.no_grad()
-    def states(self, run: Run) -> dict[str, torch.Tensor]:
+    def states(self, model: Model) -> dict[str, torch.Tensor]:
         """What the head reads of all tokens, one row after the other, [tokens, hidden] on the CPU:
         {"with_adapter", as it is now, "without_adapter"}. All ranks must call this.
 
@@ -50,11 +47,11 @@ class MergeCheck:
         """
         found, rows = {}, self.rows
         with torch.compiler.set_stance("force_eager"):
-            for micro_step in pack_rows(rows.lengths.tolist(), 1, run.plan.micro_batch_tokens):
-                micro_batch = make_micro_batch(rows, micro_step, 0, None, run)
-                states = run.model(micro_batch, wants_loss=False).cpu().split(micro_batch.lengths)
+            for micro_step in pack_rows(rows.lengths.tolist(), 1, model.plan.micro_batch_tokens):
+                micro_batch = make_micro_batch(rows, micro_step, 0, None, model)
+                states = model(micro_batch, wants_loss=False).cpu().split(micro_batch.lengths)
                 found.update(zip(micro_step[0], states))  # padding is after the rows
-        reshard_all(run.model)
+        reshard_all(model)
         now = torch.cat([found[i] for i in range(len(rows))])
         return {"with_adapter": now, "without_adapter": self.without_adapter}
 

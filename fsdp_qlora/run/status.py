@@ -34,20 +34,19 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
+from fsdp_qlora.config import Config
 from fsdp_qlora.files import read_json
-from fsdp_qlora.planner.machine import memory_gib
+from fsdp_qlora.memory import memory_gib
+from fsdp_qlora.plan import Plan
 from fsdp_qlora.ranks import (
-    EXIT_BUG, EXIT_RESUMABLE, EXIT_STEP_TIMEOUT, EXITS, OUT_OF_MEMORY, SIGNALS, RunError, is_rank_0,
+    EXITS, EXIT_BUG, EXIT_RESUMABLE, EXIT_STEP_TIMEOUT, OUT_OF_MEMORY, SIGNALS, RunError, is_rank_0,
     print_error, tell_torchrun, this_rank)
 
-if TYPE_CHECKING:
-    from fsdp_qlora.planner.plan import Plan
-    from fsdp_qlora.config import Config
 
 ACTIONS = (None, "save", "stop")  # of one rank to all; the last has precedence
 LOST = "another process of this run has ended"
@@ -70,6 +69,9 @@ class Status:
         self.lock: os.stat_result | None = None
         self.step = 0
         self.max_steps: int | None = None
+        self.longest_step = 0.0  # seconds, of this start
+        self.max_minutes: float | None = None  # --max_minutes and --step_timeout_minutes
+        self.step_timeout_minutes: float | None = None
         self.checkpoint: str | None = None  # name of the newest
         self.plan: Plan | None = None  # None: not known yet
         self.where = "outside of the steps (loading or saving)"
@@ -79,6 +81,12 @@ class Status:
         self.stop_reason: str | None = None
         self.signal_time = -math.inf  # by the clock
         self.is_ending, self.has_said_end, self.end_lock = False, False, threading.Lock()
+
+    def begin(self, config: Config, start_step: int) -> None:
+        """From here on it is known that the run in the directory is the one of these flags."""
+        self.may_write, self.max_steps, self.step = True, config.max_steps, start_step
+        self.max_minutes, self.step_timeout_minutes = (
+            config.max_minutes, config.step_timeout_minutes)
 
     def enter(self, phase: str) -> None:
         """Begin a phase of the run: it decides the exit code of an error and what a signal does."""
@@ -196,21 +204,21 @@ class Status:
         if is_rank_0():
             print_error(f"{name}: what the run is at is finished and saved; again: it ends at once")
 
-    def extend_deadline(self, config: Config, longest_step: float) -> None:
+    def extend_deadline(self) -> None:
         """Give the step or the like that begins now --step_timeout_minutes; by default 20 times the
-        `longest_step` so far, in seconds, and at least 10 minutes; an hour until there is one."""
-        seconds = max(600, 20 * (longest_step or FIRST_STEP_SECONDS))
-        if config.step_timeout_minutes:
-            seconds = 60 * config.step_timeout_minutes
+        longest step so far and at least 10 minutes; an hour until there is one."""
+        seconds = max(600, 20 * (self.longest_step or FIRST_STEP_SECONDS))
+        if self.step_timeout_minutes:
+            seconds = 60 * self.step_timeout_minutes
         self.deadline = time.monotonic() + seconds
 
-    def check_time(self, config: Config, longest_step: float) -> None:
+    def check_time(self) -> None:
         """Ask to stop where --max_minutes are over, or would be after another step, or where the
         directory is lost."""
         with contextlib.suppress(OSError):
             self.check_lock()
-        minutes = config.max_minutes
-        if minutes and time.monotonic() + longest_step > self.started + 60 * minutes:
+        minutes = self.max_minutes
+        if minutes and time.monotonic() + self.longest_step > self.started + 60 * minutes:
             self.stop_reason = self.stop_reason or f"--max_minutes {minutes:g} are over"
 
 

@@ -23,20 +23,20 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreT
 
 from fsdp_qlora.data.packing import make_micro_batch
 from fsdp_qlora.data.rows import rows_of
-from fsdp_qlora.model.attention import ATTENTION_TYPES, Kernels, document_attention
-from fsdp_qlora.model.head import scaled_logits
-from fsdp_qlora.model.layer import make_layer_specs
-from fsdp_qlora.model.recurrence import RECURRENCES, mixer_with_state
-from fsdp_qlora.model.mlp import MLPSublayer
+from fsdp_qlora.kernels.attention import ATTENTION_TYPES, Kernels, document_attention
+from fsdp_qlora.kernels.recurrence import RECURRENCES, mixer_with_state
+from fsdp_qlora.layer.dequantize import dequantize
+from fsdp_qlora.layer.layer import make_layer_specs
+from fsdp_qlora.layer.mlp import MLPSublayer
+from fsdp_qlora.model.lm_head import scaled_logits
+from fsdp_qlora.model.load import fill_model
 from fsdp_qlora.model.model import Model, measure_weight_norms
-from fsdp_qlora.model.offload import DeviceActivations
 from fsdp_qlora.model.shards import set_local
-from fsdp_qlora.planner.plan import Plan
+from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.config import describe_model, rope_frequencies, shrunk_config
 from fsdp_qlora.pretrained.reader import rows_in_memory
 from fsdp_qlora.pretrained.tensor_names import TensorNames, tensor_names
-from fsdp_qlora.quant.nf4 import dequantize
 from fsdp_qlora.ranks import explain
 
 KERNEL_PACKAGES = "fla", "causal_conv1d"
@@ -49,12 +49,10 @@ CHECK_LIMIT = 1e-4  # of a relative difference; another order of fp32 sums cause
 NF4_ROUNDING = 0.2
 
 
-def check_family(
-    model_config: PreTrainedConfig, name: str, fill_model: Callable[..., None],
-) -> None:
+def check_family(model_config: PreTrainedConfig, name: str) -> None:
     """Compare weights, logits, loss and the adapter's gradient of a shrunk model, in fp32 on the
     CPU, with transformers'. Raises ValueError if they differ, or if transformers cannot compute the
-    model. `fill_model` is that of load. Rank 0 only."""
+    model. Rank 0 only."""
     with explain(f"--model {name}: the check at start failed"):
         small = shrunk_config(model_config)
         arch = describe_model(small)
@@ -64,7 +62,7 @@ def check_family(
         tensors = dict(reference.state_dict())
         names = tensor_names(arch, tensors)
         for kind, recompute in CHECKED:
-            model = plain_model(small, arch, tensors, max(LENGTHS), fill_model, kind, recompute)
+            model = plain_model(small, arch, tensors, max(LENGTHS), kind, recompute)
             weights = read_weights(model, names)
             random_adapter(model, generator)
             ours = results(model, ids)
@@ -163,8 +161,7 @@ class TextModel(nn.Module):
 
 def plain_model(
     model_config: PreTrainedConfig, arch: Architecture, tensors: Mapping[str, torch.Tensor],
-    max_seq_len: int, fill_model: Callable[..., None], kind: str | None = None,
-    recompute: bool = False,
+    max_seq_len: int, kind: str | None = None, recompute: bool = False,
 ) -> Model:
     """A Model of this process alone, in fp32 on the CPU, from {name in a checkpoint: tensor}.
     `kind` of adapter on all linears, None: no adapter; `recompute`: recompute all layers, in slices
@@ -183,9 +180,9 @@ def plain_model(
     if recompute:
         specs = [dataclasses.replace(x, mlp=dataclasses.replace(x.mlp, slice_tokens=25))
                  if isinstance(x.mlp, MLPSublayer) else x for x in specs]
-    model, names = Model(arch, specs, plan), tensor_names(arch, tensors)
-    fill_model(model, names, functools.partial(rows_in_memory, tensors, names.sources), {},
-               torch.device("cpu"))
+    model = Model(arch, specs, plan, plain_kernels(arch), torch.device("cpu"))
+    names = tensor_names(arch, tensors)
+    fill_model(model, names, functools.partial(rows_in_memory, tensors, names.sources), {})
     for layer in model.layers:
         set_local(layer, "adapter", torch.zeros(len(layer.adapter)))
     model.frequencies = [
@@ -193,14 +190,13 @@ def plain_model(
     return model
 
 
-def plain_run(model: Model) -> Any:
-    """Stands for a Run on a CPU: has the fields that make_micro_batch() reads."""
-    same: dict[str, Callable[..., Any]] = dict.fromkeys(ATTENTION_TYPES, document_attention)
-    if mixer := mixer_with_state(model.arch):
-        # chunks so small that each document has several
-        same["recurrence"] = functools.partial(RECURRENCES[type(mixer)].plain, chunk=8)
-    return types.SimpleNamespace(device=torch.device("cpu"), store=DeviceActivations(),
-                                 plan=model.plan, kernels=Kernels(same, same))
+def plain_kernels(arch: Architecture) -> Kernels:
+    """Attention in plain torch; and mixers with a state, in chunks so small that each document has
+    several."""
+    kernels: dict[str, Callable[..., Any]] = dict.fromkeys(ATTENTION_TYPES, document_attention)
+    if mixer := mixer_with_state(arch):
+        kernels["recurrence"] = functools.partial(RECURRENCES[type(mixer)].plain, chunk=8)
+    return Kernels(kernels, kernels)
 
 
 @torch.no_grad()
@@ -241,7 +237,7 @@ def results(model: Model, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """{name of a compared result: tensor} of the two documents in one micro-batch."""
     arch, documents = model.arch, ids.split(LENGTHS)
     rows = rows_of([(x, x) for x in documents])
-    micro_batch = make_micro_batch(rows, [[0, 1]], 0, None, plain_run(model))
+    micro_batch = make_micro_batch(rows, [[0, 1]], 0, None, model)
     with torch.no_grad():
         states = model(micro_batch, wants_loss=False)
         logits = scaled_logits(states @ model.head.t(), arch.logits_multiplier, arch.logits_softcap)

@@ -1,7 +1,7 @@
 """The reference: the log-probabilities of all answers before the first step, which losses of
 preferences compare with.
 
-`run` is the script's Run. With a new adapter, whose B is 0, these are those of the base model, with
+With a new adapter, whose B is 0, these are those of the base model, with
 --init_adapter those of that adapter. They are computed once, and kept in the run's directory, so
 that a resumed run goes on with the same numbers.
 """
@@ -14,22 +14,22 @@ import math
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 from fsdp_qlora.data.packing import step_rows
+from fsdp_qlora.data.rows import Rows
 from fsdp_qlora.files import digest, text_digest, write_whole
+from fsdp_qlora.model.model import Model
 from fsdp_qlora.model.shards import reshard_all
 from fsdp_qlora.ranks import (
-    EXIT_RESUMABLE, EXITS, RunError, gather_objects, is_rank_0, log, on_rank_0)
+    EXITS, EXIT_RESUMABLE, RunError, gather_objects, is_rank_0, log, on_rank_0)
+from fsdp_qlora.run.state import Run
 from fsdp_qlora.training.evaluation import document_losses, evaluation_batches
 
-if TYPE_CHECKING:
-    from fsdp_qlora.data.rows import Rows
-    from train_fsdp_qlora import Run
 
 REFERENCE_FILE = "reference.safetensors"
 SAVE_SECONDS = 60  # between two parts of it
@@ -51,7 +51,7 @@ def find_reference(run: Run) -> None:
     found = {name: torch.full((len(rows.lengths),), math.nan, dtype=torch.float64)
              for name, (rows, _) in needed.items()}  # NaN: not known yet
     if not run.saved_step:
-        run.progress["init_adapter"] = on_rank_0(identify_model, run)["init_adapter"]
+        run.progress.init_adapter = on_rank_0(identify_model, run)["init_adapter"]
     on_rank_0(read_reference, run, found)
     for values in found.values():
         dist.broadcast(values, 0)
@@ -85,10 +85,11 @@ def measure(run: Run, needed: dict[str, tuple[Rows, torch.Tensor]],
     is_first = True  # else a run that is stopped at once would never get ahead
     for name, numbers in ((name, numbers) for name, numbers in missing.items() if len(numbers)):
         rows, _ = needed[name]
-        for which, batch in evaluation_batches(run, rows.select(numbers), must_begin=is_first):
+        for which, batch in evaluation_batches(
+                rows.select(numbers), run.config.batch_size, run.status, must_begin=is_first):
             is_first = False
             documents = rows.documents_of(numbers[which])
-            found[name][documents] = -document_losses(run, batch).cpu()
+            found[name][documents] = -document_losses(run.model, batch).cpu()
             if is_rank_0() and time.monotonic() > saved + SAVE_SECONDS:
                 write_reference(run, found)
                 saved = time.monotonic()
@@ -118,31 +119,31 @@ def describe_missing(missing: dict[str, torch.Tensor],
     return " and ".join(texts)
 
 
-def values_of_all(run: Run, rows: Rows, batches: Iterable[Rows]) -> dict[str, Any]:
+def values_of_all(model: Model, rows: Rows, batches: Iterable[Rows]) -> dict[str, Any]:
     """What Answers hold of all of these Rows, those of a step or an evaluation, for losses that
     read it. `batches` yields the Rows a few at a time. All ranks must call this."""
     if rows.kind.is_unpaired:
-        return {"kl": estimate_kl(run, batches, len(rows))}
+        return {"kl": estimate_kl(model, batches, len(rows))}
     if rows.kind.trains_prompt:
         n_tokens = int(rows.n_scored()[rows.desirable].sum())
         return {"rows_per_token": torch.tensor(
-            len(rows) / n_tokens, dtype=torch.float64, device=run.device)}
+            len(rows) / n_tokens, dtype=torch.float64, device=model.device)}
     return {}
 
 
-def estimate_kl(run: Run, batches: Iterable[Rows], n_rows: int) -> torch.Tensor | None:
+def estimate_kl(model: Model, batches: Iterable[Rows], n_rows: int) -> torch.Tensor | None:
     """KTO's estimate of the KL divergence from the reference, fp64 []: the mean log-ratio of these
     rows' prompts with the answers of others, at least 0. None if the run was asked to stop. All
     ranks must call this."""
-    ratios = [(-document_losses(run, other) - other.reference.to(run.device)).sum()
+    ratios = [(-document_losses(model, other) - other.reference.to(model.device)).sum()
               for batch in batches if (other := batch.mismatched)]
-    reshard_all(run.model)
+    reshard_all(model)
     return (torch.stack(ratios).sum() / n_rows).clamp(min=0) if ratios else None
 
 
 def why_no_start(run: Run) -> str:
     """Why the adapter with which a resumed run began cannot be had again, or "". Rank 0 only."""
-    if run.progress.get("init_adapter") == identify_model(run)["init_adapter"]:
+    if run.progress.init_adapter == identify_model(run)["init_adapter"]:
         return ""
     return (f"--init_adapter {run.config.init_adapter}: is not there or has changed since this run"
             " began, and the reference of some rows must be computed with it")
@@ -184,7 +185,7 @@ def write_reference(run: Run, found: dict[str, torch.Tensor]) -> None:
 def identify_model(run: Run) -> dict[str, str]:
     """Digests of the rows and the base model, and of the adapter that the run begins with."""
     adapter = Path(run.config.init_adapter or "") / "adapter_model.safetensors"
-    return {"content": text_digest(run.content),
+    return {"content": text_digest(run.digests),
             "init_adapter": digest(adapter) if adapter.is_file() else "none"}
 
 

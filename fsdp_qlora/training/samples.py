@@ -1,9 +1,8 @@
 """Sample answers: what the model, as it is trained so far, writes after the prompts of a few held
 out rows.
 
-`run` is the script's Run. An answer is greedy, and each of its
-tokens costs one forward of all samples. There is no cache of keys and values: what answers is the
-model that trains, sharded, offloaded, with experts.
+An answer is greedy, and each of its tokens costs one forward of all samples. There is no cache of
+keys and values: what answers is the model that trains, sharded, offloaded, with experts.
 """
 
 from __future__ import annotations
@@ -11,32 +10,32 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from typing import TYPE_CHECKING
 
 import torch
+from transformers import PreTrainedTokenizerFast
 
-from fsdp_qlora.data.packing import pack_rows, make_micro_batch
-from fsdp_qlora.data.rows import rows_of
+from fsdp_qlora.config import Config
 from fsdp_qlora.data.forms import IGNORE
-from fsdp_qlora.model.head import best_tokens
+from fsdp_qlora.data.packing import make_micro_batch, pack_rows
+from fsdp_qlora.data.rows import Rows, rows_of
+from fsdp_qlora.model.lm_head import best_tokens
+from fsdp_qlora.model.model import Model
 from fsdp_qlora.model.shards import reshard_all
 from fsdp_qlora.ranks import gather_objects
 from fsdp_qlora.run.logs import beginning, ending
+from fsdp_qlora.run.status import Status
 
-if TYPE_CHECKING:
-    from fsdp_qlora.data.rows import Rows
-    from train_fsdp_qlora import Run
 
 SAMPLE_TOKENS = 64  # in an answer, at most
 N_SAMPLES, SHARE = 2, 0.01  # how many where --eval_samples is left out, and their share of the time
 LONGEST_TEXT = 1000  # characters of a prompt, its end, and of what was wanted
 
 
-def sample_answers(run: Run, pace: float | None) -> list[dict[str, str]]:
+def sample_answers(model: Model, tokenizer: PreTrainedTokenizerFast | None, rows: Rows | None,
+                   config: Config, status: Status, pace: float | None) -> list[dict[str, str]]:
     """{"prompt", "answer", "wanted"}, texts with their special tokens, of the first held-out rows;
     [] if the run was asked to stop, or where nobody asked for samples and they would take too long.
     `pace`: rank 0's seconds for a step so far, None: not known yet. All ranks must call this."""
-    config, tokenizer, rows = run.config, run.tokenizer, run.eval_rows
     n, budget = config.eval_samples, math.inf
     if n is None:
         n, budget = N_SAMPLES, SHARE * (pace or 0) * (config.eval_every or config.max_steps or 1)
@@ -44,7 +43,7 @@ def sample_answers(run: Run, pace: float | None) -> list[dict[str, str]]:
         return []
     prompts, wanted = choose_prompts(rows, n)
     closing = {ids[-1] for ids in wanted if ids} & tokenizer.added_tokens_decoder.keys()
-    answers = write_answers(run, prompts, closing | {tokenizer.eos_token_id}, budget)
+    answers = write_answers(model, status, prompts, closing | {tokenizer.eos_token_id}, budget)
     texts = [[tokenizer.decode(ids) for ids in some] for some in (prompts, answers, wanted)]
     return [{"prompt": ending(prompt, LONGEST_TEXT), "answer": answer,
              "wanted": beginning(want, LONGEST_TEXT)}
@@ -71,27 +70,27 @@ def choose_prompts(rows: Rows, n: int) -> tuple[list[list[int]], list[list[int]]
 
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")  # for so few tokens compiling would take longest
-def write_answers(run: Run, prompts: list[list[int]], closing: set[int],
+def write_answers(model: Model, status: Status, prompts: list[list[int]], closing: set[int],
                   budget: float) -> list[list[int]]:
     """The tokens that the model writes after each prompt, up to the first one of `closing`; [] if
     the run was asked to stop, or where they would take longer than rank 0's `budget`, in seconds.
     All ranks must call this, and each computes the same."""
-    rooms = [min(SAMPLE_TOKENS, run.plan.micro_batch_tokens - len(prompt)) for prompt in prompts]
+    rooms = [min(SAMPLE_TOKENS, model.plan.micro_batch_tokens - len(prompt)) for prompt in prompts]
     # what stands behind an answer's last token does not change it, as attention is causal: so the
     # shape of a micro-batch stays
     padded = [prompt + [0] * room for prompt, room in zip(prompts, rooms)]
     rows, answers = rows_of([(ids, ids) for ids in padded]), [[] for _ in prompts]
-    micro_steps = pack_rows(rows.lengths.tolist(), 1, run.plan.micro_batch_tokens)
+    micro_steps = pack_rows(rows.lengths.tolist(), 1, model.plan.micro_batch_tokens)
     for (numbers,) in micro_steps:
-        micro_batch = make_micro_batch(rows, [numbers], 0, None, run)
+        micro_batch = make_micro_batch(rows, [numbers], 0, None, model)
         ends = dict(zip(numbers, itertools.accumulate(len(padded[i]) for i in numbers)))
         waiting = numbers
         while waiting:
             begun = time.monotonic()
-            run.status.extend_deadline(run.config, run.longest_step)
+            status.extend_deadline()
             last = [ends[i] - rooms[i] + len(answers[i]) - 1 for i in waiting]
-            states = run.model(micro_batch, wants_loss=False)[last]
-            for i, place, token in zip(waiting, last, best_tokens(run.model, states).tolist()):
+            states = model(micro_batch, wants_loss=False)[last]
+            for i, place, token in zip(waiting, last, best_tokens(model, states).tolist()):
                 answers[i].append(token)
                 if len(answers[i]) < rooms[i]:
                     micro_batch.input_ids[place + 1] = token
@@ -99,11 +98,11 @@ def write_answers(run: Run, prompts: list[list[int]], closing: set[int],
                        if len(answers[i]) < rooms[i] and answers[i][-1] not in closing]
             expected = (time.monotonic() - begun) * SAMPLE_TOKENS * len(micro_steps)
             is_second = max(map(len, answers)) == 2  # the first takes longer than all others
-            state = waiting, expected > budget and is_second, run.status.stop_reason
+            state = waiting, expected > budget and is_second, status.stop_reason
             # rank 0 decides: another copy of the model may round in another way
             (waiting, is_dear, _), *_ = states = gather_objects(state)
             if is_dear or any(reason for *_, reason in states):
-                reshard_all(run.model)
+                reshard_all(model)
                 return []
-    reshard_all(run.model)
+    reshard_all(model)
     return answers

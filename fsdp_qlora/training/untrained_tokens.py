@@ -7,7 +7,6 @@ The script calls it before the first step.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,11 +14,10 @@ import torch.nn.functional as F
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.data.chat import closing_tokens
+from fsdp_qlora.data.rows import Rows
+from fsdp_qlora.model.model import Model
 from fsdp_qlora.ranks import all_gather, log, raise_on_all_ranks
 
-if TYPE_CHECKING:
-    from fsdp_qlora.data.rows import Rows
-    from fsdp_qlora.model.model import Model
 
 ZERO, SMALL = 1e-3, 0.1  # of the median over all tokens; random and trained rows are above 0.3
 VALUES_AT_ONCE = 2**22  # labels or values looked at at once

@@ -6,85 +6,38 @@ Layers of one model may differ: each has a LayerSpec. What a layer is to keep is
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fsdp_qlora.model.identity_sublayers import NoMixerSublayer, NoMLPSublayer
-from fsdp_qlora.model.attention import AttentionMixer
-from fsdp_qlora.model.elementwise import N_SITES, drop
-from fsdp_qlora.model.latent_moe import ExpertLatent
-from fsdp_qlora.model.experts import MoESublayer
-from fsdp_qlora.model.mla import MLAMixer
-from fsdp_qlora.model.linears import (
-    STATE_BLOCK, Allocator, FusedLinear, LinearSlices, fuse_linears)
-from fsdp_qlora.model.mixers import AutogradMixer
-from fsdp_qlora.model.mixer_sublayer import TokenMixer, MixerSublayer
-from fsdp_qlora.model.mlp import MLPSublayer
-from fsdp_qlora.model.offload import put_all
-from fsdp_qlora.model.per_layer import PerLayerEnd
-from fsdp_qlora.quant.nf4 import Nested, NF4Blocks, dequantize
-
-if TYPE_CHECKING:
-    from fsdp_qlora.data.packing import MicroBatch
-    from fsdp_qlora.planner.plan import Plan
-    from fsdp_qlora.pretrained.architecture import Architecture, LayerKind
-    from fsdp_qlora.config import Config
+from fsdp_qlora.config import Config
+from fsdp_qlora.kernels.micro_batch import MicroBatch
+from fsdp_qlora.kernels.offload import put_all
+from fsdp_qlora.layer.attention import AttentionMixer
+from fsdp_qlora.layer.call import LayerWork
+from fsdp_qlora.layer.experts import MoESublayer
+from fsdp_qlora.layer.identity_sublayers import NoMixerSublayer, NoMLPSublayer
+from fsdp_qlora.layer.latent_moe import ExpertLatent
+from fsdp_qlora.layer.linears import Allocator, FusedLinear, fuse_linears
+from fsdp_qlora.layer.mixer_sublayer import MixerSublayer, TokenMixer
+from fsdp_qlora.layer.mixers import AutogradMixer
+from fsdp_qlora.layer.mla import MLAMixer
+from fsdp_qlora.layer.mlp import MLPSublayer
+from fsdp_qlora.layer.parameters import LayerParameters, ParameterLayout
+from fsdp_qlora.layer.per_layer import PerLayerEnd
+from fsdp_qlora.plan import Plan
+from fsdp_qlora.pretrained.architecture import Architecture, LayerKind
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class LayerSpec:
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class LayerSpec(ParameterLayout):
     """What one layer computes, and what its three parameters hold."""
 
     mixer: MixerSublayer | NoMixerSublayer
     mlp: MLPSublayer | MoESublayer | NoMLPSublayer
-    # {name in the layer: (slice of `vectors`, shape)} of norms and biases
-    vectors: dict[str, tuple[slice, tuple[int, ...]]]
-    small_tensors: dict[str, tuple[int, ...]]  # {name in the layer: shape}
-    n_blocks: int  # of `nf4`
-    n_vectors: int  # values of `vectors`
-    n_adapter: int  # values of `adapter`, a multiple of STATE_BLOCK
-    scaling: float  # of B @ A
-    dropout: float  # on the adapters' input
-    dora: bool
-
-    @property
-    def fused_linears(self) -> tuple[FusedLinear, ...]:
-        return self.mixer.fused_linears + self.mlp.fused_linears
-
-    @functools.cached_property
-    def places(self) -> list[LinearSlices]:
-        """The LinearSlices of each linear."""
-        return [place for fused in self.fused_linears for place in fused.places]
-
-    @property
-    def n_scales(self) -> int:
-        """Of each block, in bytes, see NF4Blocks."""
-        return 2 if any(place.linear.mxfp4 for place in self.places) else 1
-
-    @functools.cached_property
-    def n_nested(self) -> int:
-        """Values of its Nested: those of all blocks' scales, an offset and a table of each linear.
-        """
-        of_blocks = [place.nested.stop - place.nested.start for place in self.places]
-        return sum(n + (1 + 256) * (n > 0) for n in of_blocks)
-
-    def adapter_parts(self) -> dict[tuple[str, str], tuple[slice, tuple[int, ...]]]:
-        """{(linear's name, PEFT's key): (slice of `adapter`, shape)}."""
-        parts: dict[tuple[str, str], tuple[slice, tuple[int, ...]]] = {}
-        for place in self.places:
-            if place.columns:
-                linear, rank = place.linear, place.columns.stop - place.columns.start
-                parts[linear.name, "lora_A.weight"] = place.lora_a, (rank, linear.in_features)
-                parts[linear.name, "lora_B.weight"] = place.lora_b, (linear.out_features, rank)
-            if place.magnitude:
-                key = place.linear.name, "lora_magnitude_vector"
-                parts[key] = place.magnitude, (place.linear.out_features,)
-        return parts
 
     def kept_values(self, keeps: str) -> int:
         """Values per token that a layer keeps from forward to backward, see LayerFunction."""
@@ -157,7 +110,8 @@ def _make_layer_spec(
     rank, counts = config.lora_rank, allocator.counts
     mixer, mlp = _make_halves(arch, kind, fused)
     return LayerSpec(
-        mixer=mixer, mlp=mlp, vectors=vectors, small_tensors=small_tensors,
+        mixer=mixer, mlp=mlp, fused_linears=mixer.fused_linears + mlp.fused_linears,
+        vectors=vectors, small_tensors=small_tensors,
         n_blocks=counts["blocks"], n_vectors=counts["vectors"], n_adapter=counts["adapter"],
         scaling=config.lora_alpha / (math.sqrt(rank) if config.adapter == "rslora" else rank),
         dropout=config.lora_dropout, dora=config.adapter == "dora")
@@ -190,39 +144,10 @@ def _make_halves(
     return mixer, mlp
 
 
-class DecoderLayer(nn.Module):
-    """One decoder layer.
+class DecoderLayer(LayerParameters):
+    """One decoder layer."""
 
-    It has three parameters only, because the work of FSDP2 on the host is by parameter: `nf4`, the
-    weights of all linears; `vectors`, norms and biases; `adapter`, which alone is trained.
-    """
-
-    def __init__(self, arch: Architecture, spec: LayerSpec, index: int, plan: Plan) -> None:
-        super().__init__()
-        self.arch, self.spec, self.index, self.plan = arch, spec, index, plan
-        self.keeps = plan.keeps(index)
-        self.lender = arch.lenders[index]  # whose keys and values it reads; None: it has its own
-        self.lends = index in arch.lenders
-        assert not arch.parallel or self.keeps in ("all", "x"), "the MLP of such a layer reads x"
-        self.nested: Nested | None = None  # whole on every rank
-        self.small_tensors: dict[str, Tensor] = {}  # by name in the layer; whole on every rank
-        self.balance: Tensor | None = None  # of its experts in this step, see add_balance()
-        # DoRA: {adapted linear's name: norms of the rows of W, fp32}
-        self.weight_norms: dict[str, Tensor] = {}
-
-        def parameter(
-            n: int, multiple: int, make: Callable[..., Tensor], trained: bool = False
-        ) -> nn.Parameter:
-            multiple *= plan.shard_group_size  # padded, so that FSDP2 shards evenly
-            n = math.ceil(n / multiple) * multiple
-            return nn.Parameter(make(n, device="meta"), requires_grad=trained)
-
-        dtype = getattr(torch, plan.compute_dtype)
-        # while the model loads, this rank's shard; while a layer works, the whole (FSDP2's hooks)
-        self.nf4 = parameter(spec.n_blocks, 1, functools.partial(
-            NF4Blocks.zeros, n_scales=spec.n_scales))
-        self.vectors = parameter(spec.n_vectors, 1, functools.partial(torch.empty, dtype=dtype))
-        self.adapter = parameter(spec.n_adapter, STATE_BLOCK, torch.empty, trained=True)
+    spec: LayerSpec
 
     def forward(self, x: Tensor, batch: MicroBatch, *borrowed: Tensor) -> tuple[Tensor, ...]:
         """What the layer returns; where it lends its keys and values, these too, [tokens, heads,
@@ -311,67 +236,3 @@ class LayerFunction(torch.autograd.Function):
         needs_x = ctx.needs_input_grad[0]
         grad_x = mixer.backward(work, mixer_kept, upstream, grad_mid_residual, needs_x)
         return grad_x, work.grad_adapter, None, None, None, *work.grad_borrowed
-
-
-class LayerWork:
-    """What one forward or backward of a layer works with: the gathered adapter in the compute
-    dtype, dequantized weights, and in backward the adapter's gradient.
-
-    The gradient is summed in fp32; autograd casts it to the dtype of the parameter.
-    """
-
-    def __init__(
-        self, layer: DecoderLayer, batch: MicroBatch, borrowed: tuple[Tensor, ...] = (),
-        backward: bool = False, evaluation: bool = False
-    ) -> None:
-        self.layer, self.batch, self.arch, self.spec = layer, batch, layer.arch, layer.spec
-        self.is_backward = backward
-        self.evaluation = evaluation  # whether no backward will follow
-        # whether autograd's graph of this forward is read: by the backward that runs it now, or
-        # later, if the layer keeps all
-        self.keeps_graph = backward or layer.keeps == "all" and not evaluation
-        self.tokens = slice(None)  # of the micro-batch: those that the MLP works on
-        # keys and values of its lender, which it reads; its own, where others read them; gradients
-        self.borrowed = borrowed
-        self.lent = self.grad_lent = self.grad_borrowed = tuple[Tensor, ...]()
-        self.adapter = layer.adapter.detach().to(layer.vectors.dtype)
-        # weights for a second use: a recomputed layer's backward runs forward() again first
-        self.held: dict[FusedLinear, Tensor] = {}
-        self.hold = backward and layer.plan.reuse_dequantized and layer.keeps in ("middle", "x")
-        if backward:
-            self.grad_adapter = torch.zeros_like(self.adapter, dtype=torch.float32)
-
-    def weight(self, fused: FusedLinear) -> Tensor:
-        """[W, B] of a FusedLinear, [out, width]."""
-        weight = self.held.get(fused)
-        if weight is None:
-            weight = dequantize(self.layer, fused, self.adapter)
-        if self.hold:
-            self.held[fused] = weight
-        return weight
-
-    def vector(self, name: str | None, part: str = "weight") -> Tensor | None:
-        """A norm's weight or bias, or attention's sinks, by the name in the layer; or None."""
-        if f"{name}.{part}" not in self.spec.vectors:
-            return None
-        where, shape = self.spec.vectors[f"{name}.{part}"]
-        return self.layer.vectors[where].view(shape)
-
-    @property
-    def layer_input(self) -> Tensor:
-        """The layer's own input of its tokens, see PerLayerInputs."""
-        inputs: Tensor = self.batch.layer_inputs[self.tokens, self.layer.index]
-        return inputs
-
-    def scaled(self, x: Tensor) -> Tensor:
-        """x times the layer's scalar, where the family has one."""
-        if not self.arch.layer_scalar:
-            return x
-        return x * self.layer.small_tensors[self.arch.layer_scalar].to(x.dtype)
-
-    def drop(self, x: Tensor, probability: float, site: int) -> Tensor:
-        """x [n, width] after dropout; the same values when it is computed again."""
-        if not probability or self.batch.dropout_keys is None:
-            return x
-        keys = self.batch.dropout_keys[self.tokens]
-        return drop(x, keys, self.layer.index * N_SITES + site, probability)

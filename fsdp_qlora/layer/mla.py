@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_qlora.model.attention import attend, document_attention, explicit_bytes, rotate
-from fsdp_qlora.model.elementwise import elementwise, norm_backward, normalize
-from fsdp_qlora.model.linears import FusedLinear
-from fsdp_qlora.model.lora_matmul import add_a_gradient, lora_matmul, lora_matmul_backward
-from fsdp_qlora.model.residual import last_columns
+from fsdp_qlora.kernels.attention import document_attention, explicit_bytes
+from fsdp_qlora.kernels.elementwise import elementwise, norm_backward, normalize
+from fsdp_qlora.kernels.heads import rotate
+from fsdp_qlora.kernels.micro_batch import MicroBatch
+from fsdp_qlora.layer.attention import attend
+from fsdp_qlora.layer.call import LayerWork
+from fsdp_qlora.layer.linears import FusedLinear
+from fsdp_qlora.layer.lora_matmul import add_a_gradient, lora_matmul, lora_matmul_backward
+from fsdp_qlora.layer.residual import last_columns
+from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture, LatentAttention
-
-if TYPE_CHECKING:
-    from fsdp_qlora.data.packing import MicroBatch
-    from fsdp_qlora.model.layer import LayerWork
-    from fsdp_qlora.planner.plan import Plan
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -16,14 +16,12 @@ import dataclasses
 import functools
 import math
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
 
+from fsdp_qlora.config import Config
+from fsdp_qlora.pretrained.architecture import Linear
 from fsdp_qlora.quant.blocks import BLOCK, NESTED_BLOCK
 from fsdp_qlora.quant.nf4 import LORA_COLUMNS
 
-if TYPE_CHECKING:
-    from fsdp_qlora.pretrained.architecture import Linear
-    from fsdp_qlora.config import Config
 
 LARGE_WEIGHT = 2**28  # weights; a fused linear with more is dequantized one linear at a time
 STATE_BLOCK = 256  # values of the adapter that share one scale in bitsandbytes' 8-bit AdamW

@@ -8,30 +8,28 @@ kind of product is one call. What is computed with it is in experts, where token
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_qlora.model.lora_matmul import fp32_product
-
-if TYPE_CHECKING:
-    from fsdp_qlora.model.experts import MoESublayer
-    from fsdp_qlora.model.layer import LayerWork
-    from fsdp_qlora.model.linears import FusedLinear
-    from fsdp_qlora.model.router import Routing
+from fsdp_qlora.layer.call import LayerWork
+from fsdp_qlora.layer.linears import FusedLinear
+from fsdp_qlora.layer.lora_matmul import fp32_product
+from fsdp_qlora.layer.router import Routing
 
 
 @functools.lru_cache(None)
-def cut_experts(half: MoESublayer, n_ranges: int) -> list[tuple[range, FusedLinear, FusedLinear]]:
-    """[(range of experts, its part of expert_gate_up, its part of expert_down)]: each range is
-    dequantized at once."""
-    n, found = half.arch.moe.n_experts, []
+def cut_experts(
+    gate_up: FusedLinear, down: FusedLinear, n_ranges: int
+) -> list[tuple[range, FusedLinear, FusedLinear]]:
+    """[(range of experts, its part of gate_up, its part of down)]: each range is dequantized at
+    once."""
+    n, found = gate_up.n_experts, []
     for i in range(n_ranges):
         experts = range(n * i // n_ranges, n * (i + 1) // n_ranges)
         parts = []
-        for fused in (half.expert_gate_up, half.expert_down):
+        for fused in (gate_up, down):
             each = len(fused.places) // n
             parts.append(fused.part(fused.places[experts.start * each : experts.stop * each]))
         if experts:

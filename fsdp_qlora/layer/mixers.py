@@ -10,20 +10,18 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from fsdp_qlora.model.elementwise import elementwise, norm_grad_of, norm_of
-from fsdp_qlora.model.recurrence import RECURRENCES, STATE_CHUNK
+from fsdp_qlora.kernels.elementwise import elementwise, norm_grad_of, norm_of
+from fsdp_qlora.kernels.recurrence import RECURRENCES, STATE_CHUNK
+from fsdp_qlora.layer.call import LayerWork
+from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture, DeltaNet, Mamba2, Mixer, ShortConv
-
-if TYPE_CHECKING:
-    from fsdp_qlora.model.layer import LayerWork
-    from fsdp_qlora.planner.plan import Plan
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -7,17 +7,15 @@ gives is the half's branch. `work` is a LayerWork of layer.
 from __future__ import annotations
 
 import types
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsdp_qlora.model.elementwise import norm_backward, normalize
-from fsdp_qlora.model.lora_matmul import fill_columns, lora_matmul, widen
-
-if TYPE_CHECKING:
-    from fsdp_qlora.model.layer import LayerWork
-    from fsdp_qlora.model.linears import FusedLinear
+from fsdp_qlora.kernels.elementwise import norm_backward, normalize
+from fsdp_qlora.layer.call import LayerWork
+from fsdp_qlora.layer.linears import FusedLinear
+from fsdp_qlora.layer.lora_matmul import fill_columns, lora_matmul, widen
 
 
 def norm_inputs(work: LayerWork, name: str | None, x: Tensor, fused: FusedLinear) -> Tensor:

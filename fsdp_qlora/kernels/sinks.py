@@ -7,14 +7,14 @@ With a sink s, one number for each head, a query's softmax has one more term, ex
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from fsdp_qlora.data.packing import MicroBatch
-    from fsdp_qlora.pretrained.architecture import Architecture
+from fsdp_qlora.kernels.micro_batch import MicroBatch
+from fsdp_qlora.pretrained.architecture import Architecture
+
 
 # A kernel gives out and lse, the logarithm of the sum of a query's exp(score). With the sink that
 # is lse' = logaddexp(lse, s), and out' = out * exp(lse - lse'). Its backward computes the weights

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from fsdp_qlora.model.linears import FusedLinear
-from fsdp_qlora.model.residual import keep
+from fsdp_qlora.layer.call import LayerWork
+from fsdp_qlora.layer.linears import FusedLinear
+from fsdp_qlora.layer.residual import keep
+from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture
-
-if TYPE_CHECKING:
-    from fsdp_qlora.model.layer import LayerWork
-    from fsdp_qlora.planner.plan import Plan
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsdp_qlora.model.elementwise import compiled_copy
+from fsdp_qlora.kernels.elementwise import compiled_copy
+from fsdp_qlora.kernels.micro_batch import MicroBatch
+from fsdp_qlora.pretrained.architecture import Architecture
 
-if TYPE_CHECKING:
-    from fsdp_qlora.data.packing import MicroBatch
-    from fsdp_qlora.pretrained.architecture import Architecture
 
 BLOCK_TOKENS = 128  # queries, and keys, of a block; torch's kernels divide it further
 # How they do so for heads of more than 256 values, of which torch's own choice does not fit into

@@ -1,101 +1,23 @@
-"""The vocabulary: embedding of tokens and the loss over them, both tables sharded by rows.
+"""The last projection and the loss over it; its table is sharded by rows.
 
-What is trained is a function of the losses of whole documents, see loss. To train another loss of a
-token, change logits_statistics(), logits_gradient(), LinearCrossEntropy.forward(), which uses both,
-and what they are compared with at the start, reference_results() in training/check.py.
-"""
+To train another loss of a token, change logits_statistics(), logits_gradient(),
+LinearCrossEntropy.forward(), which uses both, and what they are compared with at the start,
+reference_results() in training/check.py."""
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_qlora.model.elementwise import elementwise, norm_backward, norm_of, normalize
-from fsdp_qlora.model.lora_matmul import fp32_product
+from fsdp_qlora.kernels.elementwise import elementwise, norm_backward, normalize
+from fsdp_qlora.kernels.micro_batch import MicroBatch
+from fsdp_qlora.layer.lora_matmul import fp32_product
+from fsdp_qlora.model.embedding import CHUNK_BYTES
+from fsdp_qlora.model.parameters import ModelParameters
 from fsdp_qlora.ranks import all_gather
-
-if TYPE_CHECKING:
-    from fsdp_qlora.data.packing import MicroBatch
-    from fsdp_qlora.model.model import Model
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # comes with torch on CUDA alone
-    triton = None
-
-CHUNK_BYTES = 256 * 2**20  # of logits alive at once, and of embeddings before their sum
-
-
-def shard_range(n: int, shard: int, shards: int) -> range:
-    """The rows of `n` that FSDP2 gives to a shard, as torch.chunk does."""
-    size = math.ceil(n / shards)
-    return range(min(shard * size, n), min((shard + 1) * size, n))
-
-
-if triton:
-
-    @triton.jit
-    def look_up_kernel(ids, table, out, first, n_rows, width, COLUMNS: tl.constexpr):
-        """Rows `ids` - first of `table` [n_rows, width]; 0 for those that it does not have."""
-        token = tl.program_id(0).to(tl.int64)
-        row = tl.load(ids + token) - first
-        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        there = (column < width) & (row >= 0) & (row < n_rows)
-        values = tl.load(table + row * width + column, there, 0.0)
-        tl.store(out + token * width + column, values, column < width)
-
-
-def look_up(ids: Tensor, table: Tensor, first: int) -> Tensor:
-    """Embeddings [n, hidden] of ids [n] from `table` [rows, hidden], whose first row is of id
-    `first`; 0 for ids that it does not have. The GPU reads a table in pinned host memory directly.
-    """
-    if table.is_cpu and ids.is_cuda:
-        out = torch.empty(len(ids), table.shape[1], dtype=table.dtype, device=ids.device)
-        grid = (len(ids), triton.cdiv(table.shape[1], 1024))
-        look_up_kernel[grid](ids.contiguous(), table, out, first, len(table), table.shape[1], 1024)
-        return out
-    local = ids - first
-    absent = (local < 0) | (local >= len(table))
-    return F.embedding(local.masked_fill(absent, 0), table).masked_fill_(absent[:, None], 0)
-
-
-def embed(model: Model, ids: Tensor) -> Tensor:
-    """Embeddings [n, hidden] of ids [n]. All ranks of the group must call this, with the same n."""
-    out = look_up_sharded(model, ids, model.embedding)
-    arch, multiplier = model.arch, model.arch.embedding_multiplier
-    if arch.embedding_norm:
-        return norm_of(out, None, "rms", arch.norm_eps)
-    if multiplier == 1:
-        return out
-    if arch.rounded_multiplier:
-        return out * torch.tensor(multiplier, dtype=out.dtype)
-    return out * multiplier
-
-
-def look_up_sharded(model: Model, ids: Tensor, table: Tensor) -> Tensor:
-    """Rows [n, width] of ids [n] of a table, of which this rank has the rows model.own_rows. All
-    ranks of the group must call this, with the same n.
-
-    Only ids are gathered: each rank looks the tokens of all ranks up among its own rows, and each
-    gets the sum for its tokens, in which one term is not zero. Of a Llama-3-70B that is 0.1 GB for
-    4,096 tokens on 2 GPUs, instead of a weight of 2.1 GB.
-    """
-    shards, first = model.shards, model.own_rows.start
-    if shards == 1:
-        return look_up(ids, table, 0)
-    ids = all_gather(ids, model.group)  # [shards, n]
-    out = torch.empty(ids.shape[1], table.shape[1], dtype=table.dtype, device=ids.device)
-    size = max(1, CHUNK_BYTES // (shards * table[:1].nbytes))
-    for chunk in (slice(i, i + size) for i in range(0, len(out), size)):
-        rows = look_up(ids[:, chunk].flatten(), table, first)
-        dist.reduce_scatter_tensor(out[chunk], rows, group=model.group)
-    return out
 
 
 def scaled_logits(logits: Tensor, multiplier: float, cap: float | None) -> Tensor:
@@ -104,7 +26,7 @@ def scaled_logits(logits: Tensor, multiplier: float, cap: float | None) -> Tenso
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
-def best_tokens(model: Model, states: Tensor) -> Tensor:
+def best_tokens(model: ModelParameters, states: Tensor) -> Tensor:
     """The most probable next token after each of `states` [n, hidden], which are normed, int64 [n].
     All ranks of the group must call this, with the same states."""
     logits = scaled_logits(
@@ -159,7 +81,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, model: Model, batch: MicroBatch) -> Tensor:
+    def forward(ctx: Any, x: Tensor, model: ModelParameters, batch: MicroBatch) -> Tensor:
         arch, weight, shards = model.arch, model.head, model.shards
 
         def gather(tensor: Tensor) -> Tensor:

@@ -9,24 +9,23 @@ from __future__ import annotations
 import dataclasses
 import math
 import types
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsdp_qlora.model.elementwise import (
+from fsdp_qlora.kernels.elementwise import (
     MLP_SITE, PairedActivation, ScaledActivation, gate, gate_backward, limited)
-from fsdp_qlora.model.linears import FusedLinear
-from fsdp_qlora.model.per_layer import PerLayerEnd
-from fsdp_qlora.model.lora_matmul import add_a_gradient, lora_matmul, lora_matmul_backward
-from fsdp_qlora.model.residual import (
+from fsdp_qlora.layer.call import LayerWork
+from fsdp_qlora.layer.linears import FusedLinear
+from fsdp_qlora.layer.lora_matmul import add_a_gradient, lora_matmul, lora_matmul_backward
+from fsdp_qlora.layer.per_layer import PerLayerEnd
+from fsdp_qlora.layer.residual import (
     add_branch, branch_gradient, keep, keep_inputs, kept_inputs, last_columns, norm_gradient,
     norm_inputs, weight_bytes)
+from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import XIELU, XIELU_SHAPES, Architecture
 
-if TYPE_CHECKING:
-    from fsdp_qlora.model.layer import LayerWork
-    from fsdp_qlora.planner.plan import Plan
 
 SLICE_TOKENS = 4096  # of a recomputed MLP at once; fewer make its products slower
 

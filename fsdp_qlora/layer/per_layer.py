@@ -1,45 +1,18 @@
-"""Inputs that each layer has of its own (Gemma 4 E2B, E4B), see PerLayerInputs: how they are made,
-and what a layer adds for its one after the MLP.
-"""
+"""The end of a layer that has an input of its own (Gemma 4 E2B, E4B), after its MLP."""
 
 from __future__ import annotations
 
 import dataclasses
 import types
-from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
-from fsdp_qlora.model.elementwise import MLP_SITE, activation_pair, elementwise, norm_of
-from fsdp_qlora.model.head import look_up_sharded
-from fsdp_qlora.model.linears import FusedLinear
-from fsdp_qlora.model.lora_matmul import add_a_gradient, lora_matmul, lora_matmul_backward, widen
-from fsdp_qlora.model.residual import add_branch, branch_gradient, last_columns, weight_bytes
+from fsdp_qlora.kernels.elementwise import MLP_SITE, activation_pair, elementwise
+from fsdp_qlora.layer.call import LayerWork
+from fsdp_qlora.layer.linears import FusedLinear
+from fsdp_qlora.layer.lora_matmul import add_a_gradient, lora_matmul, lora_matmul_backward, widen
+from fsdp_qlora.layer.residual import add_branch, branch_gradient, last_columns, weight_bytes
 from fsdp_qlora.pretrained.architecture import Architecture
-
-if TYPE_CHECKING:
-    from fsdp_qlora.model.layer import LayerWork
-    from fsdp_qlora.model.model import Model
-
-
-def per_layer_inputs(model: Model, ids: Tensor, embeddings: Tensor) -> Tensor:
-    """The inputs of all layers [n, layers, size] of tokens `ids` [n] with these embeddings. All
-    ranks of the group must call this, with the same n."""
-    arch, shape = model.arch, (model.arch.n_layers, model.arch.per_layer.size)
-    looked_up = look_up_sharded(model, ids, model.per_layer_table)
-    # the factor is rounded to the table's dtype, as that of the embedding is
-    looked_up.mul_(torch.tensor(arch.per_layer.size**0.5, dtype=looked_up.dtype))
-    projected = embeddings @ model.per_layer_projection.t()
-    return add_inputs(projected.unflatten(1, shape), looked_up.unflatten(1, shape),
-                      model.per_layer_norm, arch, evaluation=not torch.is_grad_enabled())
-
-
-@elementwise
-def add_inputs(projected: Tensor, looked_up: Tensor, weight: Tensor, arch: Architecture) -> Tensor:
-    """What per_layer_inputs() returns, of its two parts."""
-    projected = norm_of(projected * arch.hidden_size**-0.5, weight, arch.norm, arch.norm_eps)
-    return (projected + looked_up) * 2**-0.5
 
 
 @elementwise

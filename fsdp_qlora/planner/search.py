@@ -16,95 +16,28 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from fsdp_qlora.config import Config
 from fsdp_qlora.data.packing import round_up, step_rows
-from fsdp_qlora.model.attention import Kernels, document_attention
-from fsdp_qlora.model.head import shard_range
-from fsdp_qlora.model.layer import LayerSpec
-from fsdp_qlora.model.recurrence import RECURRENCES, mixer_with_state
+from fsdp_qlora.data.rows import Rows
+from fsdp_qlora.kernels.attention import Kernels, document_attention
+from fsdp_qlora.kernels.recurrence import RECURRENCES, mixer_with_state
+from fsdp_qlora.layer.layer import LayerSpec
+from fsdp_qlora.model.parameters import shard_range
+from fsdp_qlora.plan import GAPS, Plan
 from fsdp_qlora.planner.costs import predict_memory, predict_time
 from fsdp_qlora.planner.machine import Machine, measure_machine
 from fsdp_qlora.pretrained.architecture import Architecture, Mamba2
 from fsdp_qlora.ranks import gather_objects, raise_on_all_ranks
 
-if TYPE_CHECKING:
-    from fsdp_qlora.data.rows import Rows
-    from fsdp_qlora.config import Config
 
-# the share of the GPU's memory that fragmentation takes: with 22.5 GiB a plan of 21.4 GiB ran, one
-# of 21.8 GiB did not
-GAPS = 0.04
 SPARE, AMPLE_SPARE = 0.07, 0.1  # shares that a plan must, and should, leave free, GAPS included
 SAME_TIME = 1.01  # predicted times that differ by this factor count as equal
 HOST_SPARE = 48 * 2**30  # bytes a process may pin for speed alone; pinning takes 0.2 s a GiB
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """How the work is laid out on the GPUs; the memory and time that it is predicted to take."""
-
-    compute_dtype: str
-    n_layers: int
-    shard_group_size: int  # processes that share one copy of the model
-    reshard_after_forward: bool  # free a layer's gathered weights until its backward (FULL_SHARD)
-    micro_batch_tokens: int  # at most in one micro-batch
-    recomputed: int  # how many layers, the first ones, are recomputed in backward
-    save_mid_residual: bool  # recomputed layers also keep the sum after the mixing
-    reuse_dequantized: bool  # the backward of these keeps dequantized weights for a second use
-    offload_activations: bool
-    offload_params: bool
-    n_mlp_saved: int = 0  # recomputed layers, the last ones, that keep what their MLP needs
-    expert_ranges: int = 1  # experts are dequantized in so many ranges, one after the other
-    plain_attention: bool = False  # whether a layer's attention runs in plain torch
-    plain_recurrence: bool = False  # the same of mixers with a state
-    fused: bool = True  # whether elementwise work is compiled to one kernel each, as on a GPU
-    embedding_on_host: bool = False  # the tables that no product reads
-    state_bytes: float = 0.0  # of the optimizer's state in GPU memory, for each weight
-    graphs: bool = False  # whether CUDA graphs are used
-    why_no_graphs: str = ""
-    graph_room: int = 0  # memory that graphs reserve, in whole micro-batches, see use_graphs()
-    # {kind: bytes} at a step's peak
-    memory: dict[str, int] = dataclasses.field(default_factory=dict)
-    host_bytes: int = 0  # pinned, of one process
-    token_seconds: float = 0.0  # of one GPU, predicted
-
-    @property
-    def uses_fsdp(self) -> bool:
-        """Whether FSDP2 gathers the weights: they are sharded, or offloaded to the host."""
-        return self.shard_group_size > 1 or self.offload_params
-
-    @property
-    def bytes(self) -> int:
-        return sum(self.memory.values())
-
-    def keeps(self, index: int) -> str:
-        """What a layer keeps from forward to backward, see LayerFunction."""
-        if index >= self.recomputed:
-            return "all"
-        if index >= self.recomputed - self.n_mlp_saved:
-            return "mlp"
-        return "middle" if self.save_mid_residual else "x"
-
-    @property
-    def preference(self) -> tuple[int, ...]:
-        """Among plans of the same speed the lowest is chosen: small groups, small micro-batches,
-        few layers recomputed whole, few expert ranges. It prefers freeing gathered weights, and
-        otherwise keeps the most activations and weights."""
-        return (self.shard_group_size, self.micro_batch_tokens, self.recomputed - self.n_mlp_saved,
-                self.expert_ranges, not self.reshard_after_forward, not self.save_mid_residual,
-                not self.reuse_dequantized)
-
-    def fits(self, limit: float, spare: float = GAPS) -> bool:
-        """Whether it leaves this share of `limit` bytes free; 0: there is no limit."""
-        return not limit or self.bytes <= (1 - spare) * limit
-
-    def fits_both(self, limit: float, machine: Machine) -> bool:
-        """Whether it fits on the GPU and, as far as it is offloaded, on the host."""
-        return self.fits(limit) and self.host_bytes <= machine.host_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +157,7 @@ def affordable_plans(
         # the same numbers, at the price of a copy of the tokens' rows for each micro-batch
         plans = [predict_memory(dataclasses.replace(plan, embedding_on_host=True), arch, specs)
                  for plan in plans]
-    runnable = [plan for plan in plans if plan.fits_both(limit, machine)]
+    runnable = [plan for plan in plans if plan.fits_both(limit, machine.host_bytes)]
     roomy = [plan for plan in runnable if plan.fits(limit, SPARE)]
     needed = min(plan.host_bytes for plan in roomy or runnable or plans)
     # beyond what is needed, host memory is pinned for speed alone
@@ -309,7 +242,8 @@ def check_plan(
     if plan.fits(limit):
         return
     flags, smaller = way_out(plan, config, arch, specs, workload, limit, machine)
-    size, is_enough = f"{smaller.bytes / 2**30:.1f} GiB", smaller.fits_both(limit, machine)
+    size = f"{smaller.bytes / 2**30:.1f} GiB"
+    is_enough = smaller.fits_both(limit, machine.host_bytes)
     if smaller.host_bytes:
         size += f" and {smaller.host_bytes / 2**30:.1f} GiB of host memory for each process"
     advice = (f"{flags} would bring it to {size}, at {1 / smaller.token_seconds:,.0f} tokens/s per"
@@ -346,7 +280,7 @@ def way_out(
         flags = " ".join([flags, *(f"--{name}" + ("" if value is True else f" {value}")
                                    for name, value in change.items())]).strip()
         plan = find_plan(config, arch, specs, workload, limit, machine)
-        if plan.fits_both(limit, machine):
+        if plan.fits_both(limit, machine.host_bytes):
             break
     return flags, plan
 

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from fsdp_qlora.model.linears import FusedLinear
-from fsdp_qlora.model.lora_matmul import (
+from fsdp_qlora.layer.call import LayerWork
+from fsdp_qlora.layer.linears import FusedLinear
+from fsdp_qlora.layer.lora_matmul import (
     add_a_gradient, fill_columns, lora_matmul, lora_matmul_backward, widen)
-from fsdp_qlora.model.residual import last_columns
-
-if TYPE_CHECKING:
-    from fsdp_qlora.model.layer import LayerWork
+from fsdp_qlora.layer.residual import last_columns
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

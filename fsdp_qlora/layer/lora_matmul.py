@@ -6,17 +6,16 @@ weights and collects the adapter's gradient.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_qlora.model.elementwise import scale_columns
+from fsdp_qlora.kernels.elementwise import scale_columns
+from fsdp_qlora.layer.call import LayerWork
+from fsdp_qlora.layer.linears import FusedLinear
 
-if TYPE_CHECKING:
-    from fsdp_qlora.model.layer import LayerWork
-    from fsdp_qlora.model.linears import FusedLinear
 
 # y = x W.T + s x A.T B.T is one product, [x, d] [W, B].T with d = s x A.T: the adapter costs a few
 # columns, not a pass over y. d [n, n_columns] is what A makes of x, for all linears side by side;

@@ -10,31 +10,30 @@ import dataclasses
 import math
 import types
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_qlora.model.elementwise import (
-    MLP_SITE, LimitedActivation, add_expert_rows, add_row_bias, clamped_gate_backward,
-    gate, gate_backward, gate_weight_gradients, limited, norm_backward)
-from fsdp_qlora.model.latent_moe import ExpertLatent
-from fsdp_qlora.model.grouped_mm import (
+from fsdp_qlora.kernels.elementwise import (
+    MLP_SITE, LimitedActivation, add_expert_rows, add_row_bias, clamped_gate_backward, gate,
+    gate_backward, gate_weight_gradients, limited, norm_backward)
+from fsdp_qlora.layer.call import LayerWork
+from fsdp_qlora.layer.dequantize import dequantize
+from fsdp_qlora.layer.grouped_mm import (
     Pass, add_expert_gradients, cut_experts, fill_expert_columns, grouped, put_rows, split_columns,
     why_no_grouped_mm)
-from fsdp_qlora.model.linears import FusedLinear
-from fsdp_qlora.model.lora_matmul import add_a_gradient, lora_matmul, lora_matmul_backward, widen
-from fsdp_qlora.model.residual import (
+from fsdp_qlora.layer.latent_moe import ExpertLatent
+from fsdp_qlora.layer.linears import FusedLinear
+from fsdp_qlora.layer.lora_matmul import add_a_gradient, lora_matmul, lora_matmul_backward, widen
+from fsdp_qlora.layer.residual import (
     branch_gradient, end_branch, keep, keep_inputs, kept_inputs, last_columns, norm_gradient,
     norm_inputs, normed)
-from fsdp_qlora.model.router import Routing, add_balance, route, route_backward
+from fsdp_qlora.layer.router import Routing, add_balance, route, route_backward
+from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture, ExpertNorms, Limits
-from fsdp_qlora.quant.nf4 import dequantize
 
-if TYPE_CHECKING:
-    from fsdp_qlora.model.layer import LayerWork
-    from fsdp_qlora.planner.plan import Plan
 
 GROUPED_SPEED = 0.66  # of grouped products, as a part of that of large ones; on an H200
 
@@ -268,7 +267,9 @@ class MoESublayer:
     def _passes(self, work: LayerWork, routing: Routing) -> Iterator[Pass]:
         """Yields what is multiplied at once: a range of experts with their weights, and at most an
         even share of the rows, so that memory does not depend on the router's choice."""
-        n_rows, ranges = len(routing.token), cut_experts(self, work.layer.plan.expert_ranges)
+        n_rows = len(routing.token)
+        ranges = cut_experts(
+            self.expert_gate_up, self.expert_down, work.layer.plan.expert_ranges)
         most = math.ceil(n_rows / len(ranges))
         for experts, *parts in ranges:
             first, stop = 0, n_rows

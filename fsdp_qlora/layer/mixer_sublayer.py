@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from fsdp_qlora.model.elementwise import ATTENTION_SITE
-from fsdp_qlora.model.linears import FusedLinear
-from fsdp_qlora.model.lora_matmul import (
+from fsdp_qlora.kernels.elementwise import ATTENTION_SITE
+from fsdp_qlora.layer.call import LayerWork
+from fsdp_qlora.layer.linears import FusedLinear
+from fsdp_qlora.layer.lora_matmul import (
     add_a_gradient, fill_columns, lora_matmul, lora_matmul_backward, widen)
-from fsdp_qlora.model.residual import (
+from fsdp_qlora.layer.residual import (
     branch_gradient, end_branch, keep, keep_inputs, kept_inputs, last_columns, norm_gradient,
     norm_inputs, weight_bytes)
+from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture
-
-if TYPE_CHECKING:
-    from fsdp_qlora.model.layer import LayerWork
-    from fsdp_qlora.planner.plan import Plan
 
 
 class TokenMixer(Protocol):

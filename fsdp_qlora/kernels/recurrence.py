@@ -14,17 +14,16 @@ import sys
 import types
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsdp_qlora.model.attention import recomputed
+from fsdp_qlora.kernels.attention import recomputed
+from fsdp_qlora.kernels.micro_batch import MicroBatch
 from fsdp_qlora.pretrained.architecture import Architecture, DeltaNet, Mamba2
 from fsdp_qlora.ranks import n_cores
 
-if TYPE_CHECKING:
-    from fsdp_qlora.data.packing import MicroBatch
 
 STATE_CHUNK = 64  # tokens of a document that are computed at once; states go from chunk to chunk
 

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_qlora.model.elementwise import elementwise, norm_grad_of, norm_of
-
-if TYPE_CHECKING:
-    from fsdp_qlora.model.layer import DecoderLayer, LayerWork
-    from fsdp_qlora.model.model import Model
-    from fsdp_qlora.pretrained.architecture import MoE
+from fsdp_qlora.kernels.elementwise import elementwise, norm_grad_of, norm_of
+from fsdp_qlora.layer.call import LayerWork
+from fsdp_qlora.layer.parameters import LayerParameters
+from fsdp_qlora.pretrained.architecture import MoE
 
 
 @dataclasses.dataclass
@@ -109,7 +107,7 @@ def weight_factor(work: LayerWork, chosen: Tensor) -> float | Tensor:
 BALANCE = "load_balancing_loss", "busiest_expert"  # of metrics.jsonl
 
 
-def add_balance(layer: DecoderLayer, routing: Routing, n_unpadded: Tensor) -> None:
+def add_balance(layer: LayerParameters, routing: Routing, n_unpadded: Tensor) -> None:
     """Add to layer.balance [3]: the auxiliary loss of Switch Transformers, which is 1 if all
     experts get the same number of tokens; the busiest expert's share of the tokens, times the
     number of experts; and 1 for this micro-batch. Only the first n_unpadded, int64 [1], of its
@@ -128,11 +126,13 @@ def add_balance(layer: DecoderLayer, routing: Routing, n_unpadded: Tensor) -> No
     layer.balance += torch.stack([*sums, counted[0].float()]).nan_to_num()  # 0 / 0 without a token
 
 
-def take_balance(model: Model) -> Tensor:
+def take_balance(layers: Iterable[LayerParameters], device: torch.device) -> Tensor:
     """Returns the sums of add_balance() over all layers, fp64 [3], and sets them to 0; empty
     without experts."""
-    sums = [layer.balance for layer in model.layers if layer.balance is not None]
-    total = torch.stack(sums).sum(0).double() if sums else model.norm.new_zeros(0).double()
+    sums = [layer.balance for layer in layers if layer.balance is not None]
+    if not sums:
+        return torch.zeros(0, dtype=torch.float64, device=device)
+    total = torch.stack(sums).sum(0).double()
     for balance in sums:
         balance.zero_()
     return total

@@ -8,13 +8,13 @@ from __future__ import annotations
 import mmap
 import types
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from fsdp_qlora.planner.plan import Plan
+from fsdp_qlora.plan import Plan
+
 
 PINNED: list[mmap.mmap] = []  # holds what is registered: its pages must not go back to the system
 

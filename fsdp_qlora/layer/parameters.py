@@ -1,0 +1,97 @@
+"""What a layer holds: three flat parameters, and what lies where in them.
+
+FSDP2's work on the host is by parameter, so a layer has three only, whatever it computes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_qlora.layer.linears import STATE_BLOCK, FusedLinear, LinearSlices
+from fsdp_qlora.plan import Plan
+from fsdp_qlora.pretrained.architecture import Architecture
+from fsdp_qlora.quant.blocks import Nested, NF4Blocks
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class ParameterLayout:
+    """What the three parameters of a layer hold."""
+
+    fused_linears: tuple[FusedLinear, ...]  # of `nf4` and `adapter`
+    # {name in the layer: (slice of `vectors`, shape)} of norms and biases
+    vectors: dict[str, tuple[slice, tuple[int, ...]]]
+    small_tensors: dict[str, tuple[int, ...]]  # {name in the layer: shape}
+    n_blocks: int  # of `nf4`
+    n_vectors: int  # values of `vectors`
+    n_adapter: int  # values of `adapter`, a multiple of STATE_BLOCK
+    scaling: float  # of B @ A
+    dropout: float  # on the adapters' input
+    dora: bool
+
+    @functools.cached_property
+    def places(self) -> list[LinearSlices]:
+        """The LinearSlices of each linear."""
+        return [place for fused in self.fused_linears for place in fused.places]
+
+    @property
+    def n_scales(self) -> int:
+        """Of each block, in bytes, see NF4Blocks."""
+        return 2 if any(place.linear.mxfp4 for place in self.places) else 1
+
+    @functools.cached_property
+    def n_nested(self) -> int:
+        """Values of its Nested: those of all blocks' scales, an offset and a table of each linear.
+        """
+        of_blocks = [place.nested.stop - place.nested.start for place in self.places]
+        return sum(n + (1 + 256) * (n > 0) for n in of_blocks)
+
+    def adapter_parts(self) -> dict[tuple[str, str], tuple[slice, tuple[int, ...]]]:
+        """{(linear's name, PEFT's key): (slice of `adapter`, shape)}."""
+        parts: dict[tuple[str, str], tuple[slice, tuple[int, ...]]] = {}
+        for place in self.places:
+            if place.columns:
+                linear, rank = place.linear, place.columns.stop - place.columns.start
+                parts[linear.name, "lora_A.weight"] = place.lora_a, (rank, linear.in_features)
+                parts[linear.name, "lora_B.weight"] = place.lora_b, (linear.out_features, rank)
+            if place.magnitude:
+                key = place.linear.name, "lora_magnitude_vector"
+                parts[key] = place.magnitude, (place.linear.out_features,)
+        return parts
+
+
+class LayerParameters(nn.Module):
+    """The tensors of one layer: `nf4`, the weights of all linears; `vectors`, norms and biases;
+    `adapter`, which alone is trained; and the small ones that every rank has whole."""
+
+    def __init__(self, arch: Architecture, spec: ParameterLayout, index: int, plan: Plan) -> None:
+        super().__init__()
+        self.arch, self.spec, self.index, self.plan = arch, spec, index, plan
+        self.keeps = plan.keeps(index)
+        self.lender = arch.lenders[index]  # whose keys and values it reads; None: it has its own
+        self.lends = index in arch.lenders
+        assert not arch.parallel or self.keeps in ("all", "x"), "the MLP of such a layer reads x"
+        self.nested: Nested | None = None  # whole on every rank
+        self.small_tensors: dict[str, Tensor] = {}  # by name in the layer; whole on every rank
+        self.balance: Tensor | None = None  # of its experts in this step, see add_balance()
+        # DoRA: {adapted linear's name: norms of the rows of W, fp32}
+        self.weight_norms: dict[str, Tensor] = {}
+
+        def parameter(
+            n: int, multiple: int, make: Callable[..., Tensor], trained: bool = False
+        ) -> nn.Parameter:
+            multiple *= plan.shard_group_size  # padded, so that FSDP2 shards evenly
+            n = math.ceil(n / multiple) * multiple
+            return nn.Parameter(make(n, device="meta"), requires_grad=trained)
+
+        dtype = getattr(torch, plan.compute_dtype)
+        # while the model loads, this rank's shard; while a layer works, the whole (FSDP2's hooks)
+        self.nf4 = parameter(spec.n_blocks, 1, functools.partial(
+            NF4Blocks.zeros, n_scales=spec.n_scales))
+        self.vectors = parameter(spec.n_vectors, 1, functools.partial(torch.empty, dtype=dtype))
+        self.adapter = parameter(spec.n_adapter, STATE_BLOCK, torch.empty, trained=True)

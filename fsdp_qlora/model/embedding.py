@@ -1,0 +1,81 @@
+"""Embedding of tokens; its table is sharded by rows."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from fsdp_qlora.kernels.elementwise import norm_of
+from fsdp_qlora.model.parameters import ModelParameters
+from fsdp_qlora.ranks import all_gather
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # comes with torch on CUDA alone
+    triton = None
+
+
+CHUNK_BYTES = 256 * 2**20  # of logits alive at once, and of embeddings before their sum
+
+
+if triton:
+
+    @triton.jit
+    def look_up_kernel(ids, table, out, first, n_rows, width, COLUMNS: tl.constexpr):
+        """Rows `ids` - first of `table` [n_rows, width]; 0 for those that it does not have."""
+        token = tl.program_id(0).to(tl.int64)
+        row = tl.load(ids + token) - first
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        there = (column < width) & (row >= 0) & (row < n_rows)
+        values = tl.load(table + row * width + column, there, 0.0)
+        tl.store(out + token * width + column, values, column < width)
+
+
+def look_up(ids: Tensor, table: Tensor, first: int) -> Tensor:
+    """Embeddings [n, hidden] of ids [n] from `table` [rows, hidden], whose first row is of id
+    `first`; 0 for ids that it does not have. The GPU reads a table in pinned host memory directly.
+    """
+    if table.is_cpu and ids.is_cuda:
+        out = torch.empty(len(ids), table.shape[1], dtype=table.dtype, device=ids.device)
+        grid = (len(ids), triton.cdiv(table.shape[1], 1024))
+        look_up_kernel[grid](ids.contiguous(), table, out, first, len(table), table.shape[1], 1024)
+        return out
+    local = ids - first
+    absent = (local < 0) | (local >= len(table))
+    return F.embedding(local.masked_fill(absent, 0), table).masked_fill_(absent[:, None], 0)
+
+
+def embed(model: ModelParameters, ids: Tensor) -> Tensor:
+    """Embeddings [n, hidden] of ids [n]. All ranks of the group must call this, with the same n."""
+    out = look_up_sharded(model, ids, model.embedding)
+    arch, multiplier = model.arch, model.arch.embedding_multiplier
+    if arch.embedding_norm:
+        return norm_of(out, None, "rms", arch.norm_eps)
+    if multiplier == 1:
+        return out
+    if arch.rounded_multiplier:
+        return out * torch.tensor(multiplier, dtype=out.dtype)
+    return out * multiplier
+
+
+def look_up_sharded(model: ModelParameters, ids: Tensor, table: Tensor) -> Tensor:
+    """Rows [n, width] of ids [n] of a table, of which this rank has the rows model.own_rows. All
+    ranks of the group must call this, with the same n.
+
+    Only ids are gathered: each rank looks the tokens of all ranks up among its own rows, and each
+    gets the sum for its tokens, in which one term is not zero. Of a Llama-3-70B that is 0.1 GB for
+    4,096 tokens on 2 GPUs, instead of a weight of 2.1 GB.
+    """
+    shards, first = model.shards, model.own_rows.start
+    if shards == 1:
+        return look_up(ids, table, 0)
+    ids = all_gather(ids, model.group)  # [shards, n]
+    out = torch.empty(ids.shape[1], table.shape[1], dtype=table.dtype, device=ids.device)
+    size = max(1, CHUNK_BYTES // (shards * table[:1].nbytes))
+    for chunk in (slice(i, i + size) for i in range(0, len(out), size)):
+        rows = look_up(ids[:, chunk].flatten(), table, first)
+        dist.reduce_scatter_tensor(out[chunk], rows, group=model.group)
+    return out

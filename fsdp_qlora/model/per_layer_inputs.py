@@ -1,0 +1,31 @@
+"""Inputs that each layer has of its own (Gemma 4 E2B, E4B), see PerLayerInputs: how they are made.
+layer/per_layer.py uses them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fsdp_qlora.kernels.elementwise import elementwise, norm_of
+from fsdp_qlora.model.embedding import look_up_sharded
+from fsdp_qlora.model.parameters import ModelParameters
+from fsdp_qlora.pretrained.architecture import Architecture
+
+
+def per_layer_inputs(model: ModelParameters, ids: Tensor, embeddings: Tensor) -> Tensor:
+    """The inputs of all layers [n, layers, size] of tokens `ids` [n] with these embeddings. All
+    ranks of the group must call this, with the same n."""
+    arch, shape = model.arch, (model.arch.n_layers, model.arch.per_layer.size)
+    looked_up = look_up_sharded(model, ids, model.per_layer_table)
+    # the factor is rounded to the table's dtype, as that of the embedding is
+    looked_up.mul_(torch.tensor(arch.per_layer.size**0.5, dtype=looked_up.dtype))
+    projected = embeddings @ model.per_layer_projection.t()
+    return add_inputs(projected.unflatten(1, shape), looked_up.unflatten(1, shape),
+                      model.per_layer_norm, arch, evaluation=not torch.is_grad_enabled())
+
+
+@elementwise
+def add_inputs(projected: Tensor, looked_up: Tensor, weight: Tensor, arch: Architecture) -> Tensor:
+    """What per_layer_inputs() returns, of its two parts."""
+    projected = norm_of(projected * arch.hidden_size**-0.5, weight, arch.norm, arch.norm_eps)
+    return (projected + looked_up) * 2**-0.5
