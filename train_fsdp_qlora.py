@@ -88,8 +88,8 @@ from fsdp_qlora.model.loss import micro_batch_loss
 from fsdp_qlora.model.model import Model, measure_weight_norms, verify_model
 from fsdp_qlora.model.shards import reshard_all
 from fsdp_qlora.plan import Plan
-from fsdp_qlora.planner.gpu_specs import card_machine, parse_cards
-from fsdp_qlora.planner.search import agree_on_plan, choose_plan, describe_work, why_no_capture
+from fsdp_qlora.planner.gpu_specs import gpu_machine, parse_gpus
+from fsdp_qlora.planner.search import agree_on_plan, choose_plan, describe_workload, why_no_capture
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.hub import base_digest, model_directory, read_model_config
 from fsdp_qlora.quant.nf4 import why_no_triton
@@ -329,15 +329,15 @@ def plan_elsewhere(config: Config, rows: Rows | None = None,
     """The plan of a run on the GPUs that --plan_for names, on these rows or on some of
     --max_seq_len tokens, which is filled in, and the bytes of each GPU. Of the model only
     config.json is read. Raises ValueError."""
-    world_size, _, card = parse_cards(config.plan_for or "")
-    limit, machine = int((config.memory_limit_gib or card.free) * 2**30), card_machine(card)
+    world_size, _, gpu = parse_gpus(config.plan_for or "")
+    limit, machine = int((config.memory_limit_gib or gpu.free) * 2**30), gpu_machine(gpu)
     base = model_directory(config.model or "", "config")
     config = dataclasses.replace(config, random_weights=True)
     config, _, arch = read_model_config(base, config)
     _, adapted = resolve_target_modules(arch, config, config.model or "")
     specs = make_layer_specs(arch, adapted, config)
     rows = rows or random_rows(arch.vocab_size, config)
-    work = describe_work(config, rows, eval_rows, world_size, torch.device("cuda"),
+    work = describe_workload(config, rows, eval_rows, world_size, torch.device("cuda"),
                          why_no_capture(arch, machine), state_bytes=state_bytes(config))
     return config, choose_plan(config, arch, specs, work, limit, machine), limit
 

@@ -21,7 +21,7 @@ from torch._dynamo.utils import counters
 from fsdp_qlora.kernels.attention import document_attention, varlen_attention
 from fsdp_qlora.kernels.flex import flex_document_attention, flex_function
 
-SHAPES = {  # heads, key/value heads, head_dim, soft cap, window, sinks
+BUILTIN_CONFIGS = {  # heads, key/value heads, head_dim, soft cap, window, sinks
     "Gemma 2 27B": (32, 16, 128, 50.0, None, False),
     "Gemma 2 27B, window of 512": (32, 16, 128, 50.0, 512, False),
     "Gemma 2 2B": (8, 4, 256, 50.0, None, False),
@@ -91,7 +91,7 @@ def main():
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}\n")
     print("| shape | compiled | flex, errors | ms | static, errors | ms | varlen, errors | ms |")
     print("|---" * 8 + "|")
-    for name, shape in SHAPES.items():
+    for name, shape in BUILTIN_CONFIGS.items():
         graphs = counters["stats"]["unique_graphs"]
         for lengths in LENGTHS:
             case = tensors, rest = make_case(lengths, *shape, "cuda")

@@ -22,7 +22,7 @@ from unittest.mock import patch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from run import SHAPES, model_config
+from run import BUILTIN_CONFIGS, model_config
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.kernels import heads
@@ -91,11 +91,11 @@ def calls(arch):
     yield elementwise.norm_backward, (x, grad, x, weight, arch.norm, 1e-6)
     gate_up, product = values(n, 2 * inner), values(n, inner)
     weights, parts = values(n, dtype=torch.float32), gate_up.chunk(2, -1)
-    yield elementwise.gate, (product, gate_up, arch.activation, True)
-    yield elementwise.gate_backward, (product, arch.activation, None, *parts)
-    yield elementwise.gate_backward, (product, arch.activation, weights, *parts)
-    yield elementwise.gate_weight_gradients, (product, gate_up, arch.activation, True)
-    yield elementwise.clamped_gate_backward, (product, weights, gate_up, *CLAMP)
+    yield elementwise.glu, (product, gate_up, arch.activation, True)
+    yield elementwise.glu_backward, (product, arch.activation, None, *parts)
+    yield elementwise.glu_backward, (product, arch.activation, weights, *parts)
+    yield elementwise.glu_weight_gradients, (product, gate_up, arch.activation, True)
+    yield elementwise.clamped_glu_backward, (product, weights, gate_up, *CLAMP)
     place, factors = torch.randperm(8 * n).view(n, 8), values(n, 8, dtype=torch.float32)
     yield elementwise.add_expert_rows, (values(8 * n, hidden), place, factors)
     logits, targets = values(CHUNK, arch.vocab_size), torch.randint(arch.vocab_size, (CHUNK,))
@@ -106,13 +106,13 @@ def calls(arch):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--model", choices=SHAPES, default="llama-3-8b")
+    parser.add_argument("--model", choices=BUILTIN_CONFIGS, default="llama-3-8b")
     parser.add_argument("--code", help="a function whose code is printed")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable()
     pretend_hopper()
-    families.SHAPES[args.model] = model_config(args.model)
+    families.BUILTIN_CONFIGS[args.model] = model_config(args.model)
     arch = read_model_config(Path(args.model), Config(model=args.model, random_weights=True))[2]
     print("| function | kernels: loads and stores | allocated |\n|---|---|---|")
     for function, arguments in calls(arch):

@@ -19,7 +19,7 @@ from fsdp_qlora.config import Config
 from fsdp_qlora.planner.search import DoesNotFit
 from train_fsdp_qlora import plan_elsewhere
 
-CARDS, GPUS = ("4090", "L40S", "H100", "H200"), (1, 2, 4, 8)
+GPU_SPECS, GPUS = ("4090", "L40S", "H100", "H200"), (1, 2, 4, 8)
 MARKS = {"--offload_activations": "a", "--offload_activations --offload_params": "p"}
 MODELS = {"8B": "llama-3-8b", "32B": "qwen2.5-32b", "Llama-3-70B": "llama-3-70b",
           "405B": "llama-3.1-405b", "Qwen3-30B-A3B": "qwen3-30b-a3b", "gpt-oss-20b": "gpt-oss-20b",
@@ -48,7 +48,7 @@ def cell(directory, card, gpus):
 def table(models=MODELS):
     """Yield the rows of the tables, card after card."""
     with tempfile.TemporaryDirectory() as folder:
-        for card in CARDS:
+        for card in GPU_SPECS:
             for short, name in models.items():
                 run.write_config(directory := Path(folder, name), name, None)
                 cells = " | ".join(cell(directory, card, gpus) for gpus in GPUS)

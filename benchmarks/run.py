@@ -46,7 +46,7 @@ from peers import PEERS
 
 ROOT = Path(__file__).resolve().parents[1]
 WARM_STEPS, PROFILED_STEPS = 4, 2
-SHAPES = {  # hidden, intermediate, layers, heads, key/value heads, vocabulary
+BUILTIN_CONFIGS = {  # hidden, intermediate, layers, heads, key/value heads, vocabulary
     "llama-2-70b": (8192, 28672, 80, 64, 8, 32000),
     "llama-3-8b": (4096, 14336, 32, 32, 8, 128256),
     "llama-3-8b-dropout": (4096, 14336, 32, 32, 8, 128256),
@@ -399,14 +399,14 @@ COLUMNS = {  # title: (key of a row, format)
 
 def products(model):
     """(how many, inputs, outputs) of a layer's matrix products: qkv, o, gate and up, down."""
-    hidden, intermediate, _, heads, kv_heads, _ = SHAPES[model]
+    hidden, intermediate, _, heads, kv_heads, _ = BUILTIN_CONFIGS[model]
     head_dim = HEAD_DIM.get(model, hidden // heads)
     return ((1, hidden, (heads + 2 * kv_heads) * head_dim), (1, heads * head_dim, hidden),
             (2, hidden, intermediate), (1, intermediate, hidden))  # fmt: skip
 
 
 def tflops(chosen, tokens_per_second):
-    hidden, _, layers, *_, vocab = SHAPES[chosen["model"]]
+    hidden, _, layers, *_, vocab = BUILTIN_CONFIGS[chosen["model"]]
     layer = sum(n * inputs * outputs for n, inputs, outputs in products(chosen["model"]))
     parameters = (chosen["layers"] or layers) * layer + hidden * vocab
     return 6 * parameters * tokens_per_second / 1e12
@@ -419,7 +419,7 @@ def shape_of(chosen):
 
 def model_config(model, layers=None):
     """What config.json says of a model with that many layers, None: its own."""
-    hidden, intermediate, whole, heads, kv_heads, vocab = SHAPES[model]
+    hidden, intermediate, whole, heads, kv_heads, vocab = BUILTIN_CONFIGS[model]
     own = {"qwen2.5": {"model_type": "qwen2"}, "qwen3": {"model_type": "qwen3"},
            "mistral": {"model_type": "mistral", "sliding_window": None},
            "llama-3-8b-dropout": {"model_type": "llama", "attention_dropout": 0.1}}  # fmt: skip

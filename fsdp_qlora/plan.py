@@ -48,13 +48,13 @@ class Plan:
     def bytes(self) -> int:
         return sum(self.memory.values())
 
-    def keeps(self, index: int) -> str:
+    def saves(self, index: int) -> str:
         """What a layer keeps from forward to backward, see LayerFunction."""
         if index >= self.recomputed:
             return "all"
         if index >= self.recomputed - self.n_mlp_saved:
             return "mlp"
-        return "middle" if self.save_mid_residual else "x"
+        return "mid_residual" if self.save_mid_residual else "input"
 
     @property
     def preference(self) -> tuple[int, ...]:

@@ -97,7 +97,7 @@ def parsed(name, directory):
 @pytest.mark.parametrize("name", [name for name, c in bench.CASES.items() if not c["minimal"]])
 def test_flags_are_the_scripts(name, tmp_path):
     chosen, config, arch = parsed(name, tmp_path)
-    hidden, inner, layers, heads, kv_heads, vocab = bench.SHAPES[chosen["model"]]
+    hidden, inner, layers, heads, kv_heads, vocab = bench.BUILTIN_CONFIGS[chosen["model"]]
     assert (arch.n_layers, arch.hidden_size, arch.intermediate_size, arch.n_heads,
             arch.n_kv_heads, arch.vocab_size) == (chosen["layers"] or layers, hidden, inner, heads,
                                                   kv_heads, vocab)  # fmt: skip
@@ -113,7 +113,7 @@ def test_flags_are_the_scripts(name, tmp_path):
 @pytest.mark.parametrize("name, words", [("fp32", "found in 0 layers"), (None, None)])
 def test_minimal_is_measured(name, words, tmp_path, monkeypatch):
     """On random weights, offloaded: its steps as a row, and the words that FSDP2 changes."""
-    monkeypatch.setitem(bench.SHAPES, "demo", (256, 512, 4, 4, 2, 384))
+    monkeypatch.setitem(bench.BUILTIN_CONFIGS, "demo", (256, 512, 4, 4, 2, 384))
     flags = "--offload" + (f" --words {name}" if name else "")
     case = bench.case("tiny", "demo", 3, 64, 2, flags, layers=1, gpus=1, chat=True, minimal=True)
     (row,) = bench.run_cases("minimal", [case], 0, tmp_path, 100)
@@ -206,7 +206,7 @@ def test_outcomes(result, code, text, steps):
 
 @pytest.mark.slow
 def test_cases_run_and_a_bad_one_stops_none(tmp_path, monkeypatch):
-    monkeypatch.setitem(bench.SHAPES, "demo", (256, 512, 4, 4, 2, 384))
+    monkeypatch.setitem(bench.BUILTIN_CONFIGS, "demo", (256, 512, 4, 4, 2, 384))
     cases = [
         bench.case("bad", "demo", 2, 64, 1, "--lora_rank 0", gpus=1, layers=1),
         bench.case("good", "demo", 2, 64, 4, bench.SHARED, layers=1, base="bad", graphs=False),
@@ -269,7 +269,7 @@ def test_unknown_peers_are_refused(words, capsys):
 @pytest.mark.slow
 def test_peer_that_fails_is_a_row(tmp_path, monkeypatch):
     """Its weights are whole, and Unsloth is not among what is installed for the tests."""
-    monkeypatch.setitem(bench.SHAPES, "demo", (256, 512, 4, 4, 2, 384))
+    monkeypatch.setitem(bench.BUILTIN_CONFIGS, "demo", (256, 512, 4, 4, 2, 384))
     case = bench.case("tiny", "demo", 2, 64, 4, bench.NONE, layers=1, gpus=1)
     rows = bench.run_cases("speed", [case], 0, tmp_path, 100, None, ["unsloth"], tmp_path)
     assert [(row["case"], row["result"]) for row in rows] == [
@@ -282,7 +282,7 @@ def test_peer_that_fails_is_a_row(tmp_path, monkeypatch):
 def test_trl_runs_with_ddp(tmp_path, monkeypatch):
     """It is not among what is installed for the tests. Before 1.16 its loss runs on GPUs only."""
     pytest.importorskip("trl", minversion="1.16")
-    monkeypatch.setitem(bench.SHAPES, "demo", (256, 512, 4, 4, 2, 384))
+    monkeypatch.setitem(bench.BUILTIN_CONFIGS, "demo", (256, 512, 4, 4, 2, 384))
     case = bench.case("tiny", "demo", 2, 64, 4, bench.ALL, layers=1)
     row = bench.run_beside("trl-ddp", case, 2, tmp_path, tmp_path, 200, tmp_path)
     assert row["result"] == "ok", (tmp_path / "trl-ddp-tiny.log").read_text()
@@ -365,7 +365,7 @@ def test_plain_curve_is_the_scripts(run_main, tmp_path, monkeypatch, read_metric
 @pytest.mark.slow
 def test_profile_of_chat_rows_runs(tmp_path, monkeypatch):
     """On a CPU there are no kernels, so that all of a step is idle."""
-    monkeypatch.setitem(bench.SHAPES, "demo", (256, 512, 4, 4, 2, 384))
+    monkeypatch.setitem(bench.BUILTIN_CONFIGS, "demo", (256, 512, 4, 4, 2, 384))
     case = bench.case(
         "tiny", "demo", 8, 64, 1, layers=1, gpus=1, at_once=0, chat=True, cache="cold"
     )

@@ -41,8 +41,8 @@ from fsdp_qlora.data.packing import make_micro_batch
 from fsdp_qlora.data.rows import rows_of
 from fsdp_qlora.kernels import elementwise
 from fsdp_qlora.kernels.elementwise import (
-    LimitedActivation, add_expert_rows, clamped_gate_backward, gate, gate_backward,
-    gate_weight_gradients)
+    LimitedActivation, add_expert_rows, clamped_glu_backward, glu, glu_backward,
+    glu_weight_gradients)
 from fsdp_qlora.layer import experts, grouped_mm, router
 from fsdp_qlora.lora.adapter import Adapter, read_adapter, resolve_target_modules, write_adapter
 from fsdp_qlora.lora.peft_names import expert_parts, stack_experts, unstack_experts
@@ -158,8 +158,8 @@ def test_bf16_routers_round_as_transformers(name):
         x[None] if name == "afmoe" else x, *(getattr(mlp, key) for key in arguments))
     chosen = first if last.is_floating_point() else last  # Granite's in transformers 5.17
     tensors = {key: layer.state_dict()[key] for key in arch.small_tensors(arch.layer_kinds[i])}
-    work = types.SimpleNamespace(arch=arch, layer=types.SimpleNamespace(small_tensors=tensors))
-    ours, order, theirs = router.route(work, x), chosen.argsort(), weights.float()
+    call = types.SimpleNamespace(arch=arch, layer=types.SimpleNamespace(small_tensors=tensors))
+    ours, order, theirs = router.route(call, x), chosen.argsort(), weights.float()
     if name in ("laguna", "step3p7"):  # there the output is scaled
         theirs = theirs * arch.moe.scale
     assert torch.equal(ours.chosen.sort()[0], chosen.gather(1, order))
@@ -182,11 +182,11 @@ def test_softmax_of_large_logits_is_finite(name):
     tensors[f"{moe.router}.weight"] *= 1000
     if moe.correction:  # else tokens go to experts of which they want nothing
         tensors[moe.correction].zero_()
-    work = types.SimpleNamespace(arch=arch, layer=types.SimpleNamespace(small_tensors=tensors))
+    call = types.SimpleNamespace(arch=arch, layer=types.SimpleNamespace(small_tensors=tensors))
     x = torch.randn(64, arch.hidden_size, generator=seed(1))
-    routing = router.route(work, x)
+    routing = router.route(call, x)
     torch.testing.assert_close(routing.scores.sum(-1), torch.ones(64))
-    grad = router.route_backward(work, routing, torch.ones_like(routing.weights), x)
+    grad = router.route_backward(call, routing, torch.ones_like(routing.weights), x)
     assert routing.weights.isfinite().all() and grad.isfinite().all()
 
 
@@ -285,12 +285,12 @@ def test_rows_at_once_are_an_even_share(monkeypatch):
     """However many tokens one expert has: memory is planned for no more."""
     seen = []
 
-    class Pass(experts.Pass):
+    class ExpertChunk(experts.ExpertChunk):
         def __init__(self, of, rows, routing, *weights):
             super().__init__(of, rows, routing, *weights)
             seen.append((rows.stop - rows.start, len(routing.token)))
 
-    monkeypatch.setattr(experts, "Pass", Pass)
+    monkeypatch.setattr(experts, "Pass", ExpertChunk)
     assert worst("qwen3_moe", True, monkeypatch, edit=one_for_all, ranges=4) < BAR
     assert seen and all(n <= -(-n_rows // 4) for n, n_rows in seen)
 
@@ -792,8 +792,8 @@ def test_gates_of_experts_equal_autograd(activation, dtype, compiled):
         return torch.compile(function.__wrapped__) if compiled else function  # on GPUs always
 
     gated, in_place = activation != "relu2", not isinstance(activation, tuple)
-    backward = kernel(gate_backward if in_place else clamped_gate_backward)
-    forward, sums = kernel(gate), kernel(gate_weight_gradients)
+    backward = kernel(glu_backward if in_place else clamped_glu_backward)
+    forward, sums = kernel(glu), kernel(glu_weight_gradients)
     for n in (24, 37, 51):
         grad, gate_up, weights = (
             torch.randn(shape, generator=seed(n)).to(DEVICE) for shape in (

@@ -65,25 +65,25 @@ VOCABULARY = 320
 # What a layer keeps from forward to backward, whether its backward holds dequantized weights, and
 # how many tokens a slice of the MLP has
 SLICED = 7
-KEPT = {
+SAVED = {
     "all": ("all", False, 4096),
     "mlp": ("mlp", True, 4096),
-    "middle": ("middle", False, 4096),
-    "middle, sliced, held": ("middle", True, SLICED),
-    "x, sliced": ("x", False, SLICED),
-    "x, held": ("x", True, 4096),
+    "mid_residual": ("mid_residual", False, 4096),
+    "middle, sliced, held": ("mid_residual", True, SLICED),
+    "x, sliced": ("input", False, SLICED),
+    "x, held": ("input", True, 4096),
 }
 QUICK = "all", "x, sliced"  # in each run of the tests; of these families all
 WHOLE = "llama", "gemma3", "cohere", "qwen3_moe", "gpt_oss"
 
 
-def make_plan(n_layers, keeps="all", reuse_dequantized=False, compute_dtype="float32"):
+def make_plan(n_layers, saves="all", reuse_dequantized=False, compute_dtype="float32"):
     """The plan of one process that keeps the same of every layer."""
     return Plan(
         compute_dtype=compute_dtype, n_layers=n_layers, shard_group_size=1,
         reshard_after_forward=True, micro_batch_tokens=sum(LENGTHS),
-        recomputed=0 if keeps == "all" else n_layers, save_mid_residual=keeps == "middle",
-        n_mlp_saved=n_layers if keeps == "mlp" else 0, reuse_dequantized=reuse_dequantized,
+        recomputed=0 if saves == "all" else n_layers, save_mid_residual=saves == "mid_residual",
+        n_mlp_saved=n_layers if saves == "mlp" else 0, reuse_dequantized=reuse_dequantized,
         offload_activations=False, offload_params=False,
     )  # fmt: skip
 
@@ -196,11 +196,11 @@ class Pair:
         grads = {n: p.grad for n, p in self.peft.named_parameters() if p.requires_grad}
         return loss.item(), get_peft_model_state_dict(self.peft, grads)
 
-    def computed(self, keeps, reuse_dequantized, compute_dtype="float32"):
+    def computed(self, saves, reuse_dequantized, compute_dtype="float32"):
         """The same by the house's model."""
-        if self.arch.parallel and keeps != "all" or self.arch.moe and keeps == "mlp":
-            keeps = "x"  # see LayerFunction
-        model = self.make(make_plan(self.arch.n_layers, keeps, reuse_dequantized, compute_dtype))
+        if self.arch.parallel and saves != "all" or self.arch.moe and saves == "mlp":
+            saves = "input"  # see LayerFunction
+        model = self.make(make_plan(self.arch.n_layers, saves, reuse_dequantized, compute_dtype))
         adapter_values(model, self.values)
         loss = model(micro_batch_of(self.ids.split(self.lengths), model)).sum()
         loss.backward()
@@ -217,12 +217,12 @@ def pair_and_expected(name, **settings):
 
 
 def assert_equal(kept, monkeypatch, name, **settings):
-    keeps, reuse_dequantized, slice_tokens = KEPT[kept]
+    saves, reuse_dequantized, slice_tokens = SAVED[kept]
     pair, (loss, grads) = pair_and_expected(name, **settings)
     monkeypatch.setattr(mlp, "SLICE_TOKENS", slice_tokens)
     if slice_tokens == SLICED:
         monkeypatch.setattr(linears, "LARGE_WEIGHT", 0)  # and each linear's weight by itself
-    got_loss, got = pair.computed(keeps, reuse_dequantized)
+    got_loss, got = pair.computed(saves, reuse_dequantized)
     assert abs(got_loss - loss) <= 1e-5 * loss
     assert got.keys() == grads.keys()
     for key, grad in grads.items():
@@ -232,14 +232,14 @@ def assert_equal(kept, monkeypatch, name, **settings):
 
 @pytest.mark.parametrize("name, kept", [
     pytest.param(name, kept, marks=[pytest.mark.slow] * (kept not in QUICK and name not in WHOLE))
-    for name in TINY for kept in KEPT])  # fmt: skip
+    for name in TINY for kept in SAVED])  # fmt: skip
 def test_every_family_equals_transformers_and_peft(name, kept, monkeypatch):
     assert_equal(kept, monkeypatch, name)
 
 
 # {shape that no model of families.py has: (model, fields of its small config, adapter's settings)}
 OF_VALUES = dict(target_modules=("v_proj", "o_proj"))  # one key has no rival: its query counts not
-SHAPES = {
+BUILTIN_CONFIGS = {
     "one head": ("llama", dict(num_attention_heads=1, num_key_value_heads=1), {}),
     "one head of keys beside gates": ("afmoe", dict(num_key_value_heads=1), {}),
     "one head of keys, gates in queries": ("qwen3_5", dict(num_key_value_heads=1), {}),
@@ -271,9 +271,9 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("kept", QUICK)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", BUILTIN_CONFIGS)
 def test_shapes_equal_transformers_and_peft(shape, kept, monkeypatch):
-    name, fields, settings = SHAPES[shape]
+    name, fields, settings = BUILTIN_CONFIGS[shape]
     assert_equal(kept, monkeypatch, name, fields=tuple(fields.items()), **settings)
 
 
@@ -323,7 +323,7 @@ def test_gradients_are_the_same_whatever_is_kept_on_the_host(name):
         plan = dataclasses.replace(model.plan, recomputed=n_layers, n_mlp_saved=n_mlp,
                                    save_mid_residual=middle, offload_activations=bool(on_host))
         for layer in model.layers:
-            layer.keeps, layer.adapter.grad = plan.keeps(layer.index), None
+            layer.saves, layer.adapter.grad = plan.saves(layer.index), None
         model.store = make_store(plan, model.device)
         for n in 9, 5, len(ids), len(ids) - 3:
             rows = rows_of([(ids[:n], ids[:n])])
@@ -346,35 +346,35 @@ def test_slices_of_tokens_are_all_of_them():
         assert max(part.stop - part.start for part in slices) <= most
 
 
-@pytest.mark.parametrize("keeps", ["all", "middle", "x"])
+@pytest.mark.parametrize("keeps", ["all", "mid_residual", "input"])
 @pytest.mark.parametrize("name", ["llama", "cohere", "glm4"])
-def test_what_is_computed_again_is_there_once(name, keeps, monkeypatch):
+def test_what_is_computed_again_is_there_once(name, saves, monkeypatch):
     """One slice of the MLP at a time; weights are held for their second use alone, and the
     attention's not beside the MLP's."""
     forward, slices, at_once = mlp.MLPSublayer.forward, [], []
 
-    def watched(half, work, *args, **settings):
+    def watched(half, call, *args, **settings):
         at_once.append(sum(ref() is not None for ref in slices))
-        out = forward(half, work, *args, **settings)
-        if keeps != "all":
+        out = forward(half, call, *args, **settings)
+        if saves != "all":
             slices.append(weakref.ref(out[1].gate_up))
-        assert {fused.dropout_site for fused in work.held} <= {2, 3}
-        assert bool(work.held) == (work.hold and keeps != "all")
+        assert {fused.dropout_site for fused in call.held} <= {2, 3}
+        assert bool(call.held) == (call.hold and saves != "all")
         return out
 
-    def then(half, work, *args):
-        assert {fused.dropout_site for fused in work.held} <= {0, 1}
-        return backward(half, work, *args)
+    def then(half, call, *args):
+        assert {fused.dropout_site for fused in call.held} <= {0, 1}
+        return backward(half, call, *args)
 
     pair, backward = pair_and_expected(name)[0], mixer_sublayer.MixerSublayer.backward
     monkeypatch.setattr(mixer_sublayer.MixerSublayer, "backward", then)
     monkeypatch.setattr(mlp.MLPSublayer, "forward", watched)
     monkeypatch.setattr(mlp, "SLICE_TOKENS", SLICED)
-    pair.computed(keeps, True)
-    assert len(at_once) > 4 * (keeps != "all") and set(at_once) == {0}
+    pair.computed(saves, True)
+    assert len(at_once) > 4 * (saves != "all") and set(at_once) == {0}
 
 
-@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize("kept", SAVED)
 @pytest.mark.parametrize("name", [
     "llama", "qwen2", "phi3", "cohere", "glm4", "arcee", "youtu", "gemma4_wide"])  # fmt: skip
 @pytest.mark.parametrize("adapter", ["rslora", "dora"])
@@ -392,7 +392,7 @@ def test_dora_is_refused_where_a_row_of_a_weight_is_0():
         measure_weight_norms(pair.make())
 
 
-@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize("kept", SAVED)
 @pytest.mark.parametrize("name, adapter", [("qwen2", "lora"), ("llama", "dora")])
 @pytest.mark.parametrize(
     "targets",
@@ -403,19 +403,19 @@ def test_adapters_of_some_linears_equal_peft(targets, name, adapter, kept, monke
     assert_equal(kept, monkeypatch, name, adapter=adapter, target_modules=targets)
 
 
-@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize("kept", SAVED)
 @pytest.mark.parametrize("name, adapter", [
     ("qwen3", "lora"), ("glm4", "lora"), ("llama", "dora"), ("minicpm3", "dora")])  # fmt: skip
 def test_bf16_reads_nothing_that_was_not_written(name, adapter, kept, monkeypatch):
     """Until a tensor is written it is NaN here, and products by 0 are no way to write it. With rows
     of whole cache lines CPUs take another path."""
-    keeps, reuse_dequantized, slice_tokens = KEPT[kept]
+    saves, reuse_dequantized, slice_tokens = SAVED[kept]
     pair, (loss, grads) = pair_and_expected(
         name, fields=(("intermediate_size", 171),), adapter=adapter)
     monkeypatch.setattr(mlp, "SLICE_TOKENS", slice_tokens)
     if slice_tokens == SLICED:
         monkeypatch.setattr(linears, "LARGE_WEIGHT", 0)  # and each linear's weight by itself
-    got_loss, got = pair.computed(keeps, reuse_dequantized, "bfloat16")
+    got_loss, got = pair.computed(saves, reuse_dequantized, "bfloat16")
     assert abs(got_loss - loss) <= 1e-2 * loss
     for key in grads:
         assert got[key].norm() > 0 and got[key].isfinite().all(), key
@@ -423,16 +423,16 @@ def test_bf16_reads_nothing_that_was_not_written(name, adapter, kept, monkeypatc
         assert not torch.equal(got[key], got[key].bfloat16().float()), key
 
 
-@pytest.mark.parametrize("keeps", ["all", "x"])
+@pytest.mark.parametrize("keeps", ["all", "input"])
 @pytest.mark.parametrize("name, adapter", [
     ("llama", "lora"), ("glm4", "lora"), ("qwen2", "dora"), ("youtu", "lora")])  # fmt: skip
-def test_gradient_with_dropout_is_that_of_the_loss(name, adapter, keeps):
+def test_gradient_with_dropout_is_that_of_the_loss(name, adapter, saves):
     """By the loss a little to both sides, for the first layer, which the second one's x leads to.
     With the model's own dropout too, and in glm4 a norm after it, as no released model has both.
     """
     pair = Pair(name, adapter=adapter, lora_dropout=0.5)
     pair.arch = dataclasses.replace(pair.arch, residual_dropout=0.3)
-    model = pair.make(make_plan(pair.arch.n_layers, keeps))
+    model = pair.make(make_plan(pair.arch.n_layers, saves))
     adapter_values(model, pair.values)
     micro_batch, weights = (
         micro_batch_of(pair.ids.split(pair.lengths), model),
@@ -640,11 +640,11 @@ def test_check_at_start_catches(error, monkeypatch):
 @pytest.mark.parametrize("name", ["granite4_h", "falcon_h1", "lfm2", "qwen3_5"])
 def test_check_at_start_catches_documents_end_to_end(name, monkeypatch):
     """Given to the convolution and the scan as if all were one document; attention is as ever."""
-    def all_as_one(work, projected, mixer):
+    def all_as_one(call, projected, mixer):
         n = len(projected)
-        micro_batch = dataclasses.replace(work.batch, position_ids=torch.arange(n), lengths=(n,))
+        micro_batch = dataclasses.replace(call.batch, position_ids=torch.arange(n), lengths=(n,))
         return function(
-            types.SimpleNamespace(layer=work.layer, batch=micro_batch), projected, mixer
+            types.SimpleNamespace(layer=call.layer, batch=micro_batch), projected, mixer
         )
 
     model_config = TINY[name](VOCABULARY)
@@ -706,10 +706,10 @@ def test_decays_of_large_values_are_finite(function):
     tensors = {key: torch.ones(shape) for key, shape in mixer.tensors(64).items()}
     micro_batch = types.SimpleNamespace(position_ids=torch.arange(n), kernels={
         "recurrence": lambda *args: seen.extend(args[:-1]) or torch.ones(n, 2, 3)})
-    work = types.SimpleNamespace(
+    call = types.SimpleNamespace(
         layer=types.SimpleNamespace(small_tensors=tensors), batch=micro_batch
     )
-    function(work, projected, mixer)
+    function(call, projected, mixer)
     steps = torch.tensor([0, 0.6931472, 1.3132617, 2.126928, 1001])  # log(1 + exp(1 + value))
     decay = next(x for x in seen if x.dim() == 2 and x.max() <= 0)
     torch.testing.assert_close(decay, -math.e * steps[:, None].expand(n, 2))
@@ -813,9 +813,9 @@ def always_long(frequencies):
 def forget_readers(backward):
     """That without the gradients of later layers."""
 
-    def wrong(mixer, work, *args):
-        work.grad_lent = tuple(map(torch.zeros_like, work.grad_lent))
-        return backward(mixer, work, *args)
+    def wrong(mixer, call, *args):
+        call.grad_kv_to_share = tuple(map(torch.zeros_like, call.grad_kv_to_share))
+        return backward(mixer, call, *args)
 
     return wrong
 
@@ -1046,9 +1046,9 @@ def test_window_counts_from_the_first_document_that_is_longer(n, windowed):
         )
     micro_batch = types.SimpleNamespace(longest=n, lengths=(n,), dropout_keys=None, kernels=kernels)
     half = make_layer_specs(arch, (), CONFIG)[0].mixer.mixer
-    work = types.SimpleNamespace(batch=micro_batch, layer=types.SimpleNamespace(index=0),
+    call = types.SimpleNamespace(batch=micro_batch, layer=types.SimpleNamespace(index=0),
                                  vector=lambda name, part: None)  # fmt: skip
-    got = attend(work, arch, half.window, None, None, None)
+    got = attend(call, arch, half.window, None, None, None)
     assert got == (("window", 7) if windowed else ("within", None))
     q, k, v = (torch.randn(n, heads, arch.head_dim) for heads in (4, 2, 2))
     got, full = (

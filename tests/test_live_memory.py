@@ -21,7 +21,7 @@ import fsdp_qlora.layer.experts
 import fsdp_qlora.layer.grouped_mm
 import fsdp_qlora.layer.layer
 from fsdp_qlora.kernels.attention import ATTENTION_TYPES, document_attention
-from fsdp_qlora.kernels.elementwise import gate
+from fsdp_qlora.kernels.elementwise import glu
 from fsdp_qlora.kernels.heads import rope_tables
 from fsdp_qlora.kernels.offload import DeviceActivations
 from fsdp_qlora.kernels.recurrence import RECURRENCES, mixer_with_state
@@ -44,7 +44,7 @@ class Storages(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.count((args, kwargs), is_made_here=False)
         out = function(*args, **kwargs or {})
-        frame, one_kernel = sys._getframe(), gate.__code__  # all elementwise functions have it
+        frame, one_kernel = sys._getframe(), glu.__code__  # all elementwise functions have it
         while frame and frame.f_code is not one_kernel:
             frame = frame.f_back
         self.count(out)
@@ -179,14 +179,14 @@ def kernels_make_shapes_alone(monkeypatch):
         monkeypatch.setattr(module, "why_no_grouped_mm", lambda *_: "")
         monkeypatch.setattr(module, "grouped", lambda rows, weights, _: rows.new_empty(
             len(rows), weights.shape[2]))
-    monkeypatch.setattr(model.grouped_mm, "grouped_outer", lambda a, b, passed: a.new_empty(
-        len(passed.experts), a.shape[1], b.shape[1], dtype=torch.float32))
+    monkeypatch.setattr(model.grouped_mm, "grouped_outer", lambda a, b, chunk: a.new_empty(
+        len(chunk.experts), a.shape[1], b.shape[1], dtype=torch.float32))
     monkeypatch.setattr(model.lora_matmul, "fp32_product", torch.mm)  # a GPU's reads bf16, too
     route = model.experts.route
 
-    def even_route(work, x, choice, needs_bounds):  # to each expert as many rows
-        routing = route(work, x, choice)
-        n, rows = work.arch.moe.n_experts, len(routing.token)
+    def even_route(call, x, choice, needs_bounds):  # to each expert as many rows
+        routing = route(call, x, choice)
+        n, rows = call.arch.moe.n_experts, len(routing.token)
         routing.bounds = [rows * i // n for i in range(n + 1)] if needs_bounds else None
         return routing
 
@@ -249,17 +249,17 @@ def measure(arch, layout, index, plan):
 
 def planned(layout, plan):
     """The same by the plan."""
-    item, keeps = getattr(torch, plan.compute_dtype).itemsize, plan.keeps(0)
-    kept = layout.kept_values(keeps) * plan.micro_batch_tokens * item
+    item, saves = getattr(torch, plan.compute_dtype).itemsize, plan.saves(0)
+    kept = layout.saved_values(saves) * plan.micro_batch_tokens * item
     # the adapter's gradient, and the adapter in the compute dtype
-    return kept, kept + layout.live_bytes(plan, keeps) + (4 + item) * layout.n_adapter
+    return kept, kept + layout.live_bytes(plan, saves) + (4 + item) * layout.n_adapter
 
 
-def plan_of(arch, keeps, **settings):
+def plan_of(arch, saves, **settings):
     """One whose layers all keep that."""
     n = arch.n_layers
-    of_layers = {"recomputed": n * (keeps != "all"), "save_mid_residual": keeps == "middle",
-                 "n_mlp_saved": n * (keeps == "mlp"), "micro_batch_tokens": 2048}
+    of_layers = {"recomputed": n * (saves != "all"), "save_mid_residual": saves == "mid_residual",
+                 "n_mlp_saved": n * (saves == "mlp"), "micro_batch_tokens": 2048}
     return Plan(**{**PLAN, "n_layers": n, **of_layers, **settings})
 
 
@@ -269,10 +269,10 @@ def layers_of(name, monkeypatch, **flags):
         own = dict(bench.MIXERS["nemotron-3-nano-30b"], n_routed_experts=512, mamba_num_heads=128,
                    num_experts_per_tok=22, moe_intermediate_size=2688, moe_latent_size=1024,
                    moe_shared_expert_intermediate_size=5376)
-        monkeypatch.setitem(bench.SHAPES, name, (4096, 5376, 52, 32, 2, 131072))
+        monkeypatch.setitem(bench.BUILTIN_CONFIGS, name, (4096, 5376, 52, 32, 2, 131072))
         monkeypatch.setitem(bench.MIXERS, name, own)
     if name == "gemma-4-e4b-narrow":  # what follows its MLP takes most
-        monkeypatch.setitem(bench.SHAPES, name, (2560, 256, 42, 1, 1, 262144))
+        monkeypatch.setitem(bench.BUILTIN_CONFIGS, name, (2560, 256, 42, 1, 1, 262144))
         monkeypatch.setitem(bench.MIXERS, name, bench.GEMMAS_4["gemma-4-e4b"])
     config, arch, layouts = shapes_of(name.replace("h1-plain", "h1-7b"), **flags)
     if name == "falcon-h1-plain":  # without its factors
@@ -307,73 +307,73 @@ def test_plan_counts_what_layers_of_real_sizes_keep(
 ):
     """To the byte for each token; beside these a layer keeps some numbers of each expert."""
     arch, layouts = layers_of(name, monkeypatch, **flags)
-    for (i, layout), keeps in itertools.product(layouts.items(), ("all", "x")):
-        if arch.lenders[i] is None:  # else it reads what another layer has
-            plan = plan_of(arch, keeps)
+    for (i, layout), saves in itertools.product(layouts.items(), ("all", "input")):
+        if arch.kv_sources[i] is None:  # else it reads what another layer has
+            plan = plan_of(arch, saves)
             got, want = (x[0] for x in (measure(arch, layout, i, plan), planned(layout, plan)))
-            print(f"{name}, layer {i}, {keeps}: {got / 2048} bytes a token, {want / 2048} planned")
-            assert 0 <= got - want < 2 * 2048, (i, keeps)  # less than one value a token
+            print(f"{name}, layer {i}, {saves}: {got / 2048} bytes a token, {want / 2048} planned")
+            assert 0 <= got - want < 2 * 2048, (i, saves)  # less than one value a token
 
 
 @pytest.mark.parametrize("name, index, keeps, settings, share", [
     ("llama-3-8b", 0, "all", NOTHING, 0.967),
-    ("llama-3-8b", 0, "middle", NOTHING, 0.899),
-    ("llama-3-8b", 0, "x", HELD, 0.890),
-    ("gemma-2-27b", 1, "x", NOTHING, 0.948),
+    ("llama-3-8b", 0, "mid_residual", NOTHING, 0.899),
+    ("llama-3-8b", 0, "input", HELD, 0.890),
+    ("gemma-2-27b", 1, "input", NOTHING, 0.948),
     ("gemma-2-27b", 1, "all", PLAIN_ATTENTION, 0.739),
     ("gemma-4-e4b", 0, "all", NOTHING, 0.940),
-    ("gemma-4-e4b", 0, "x", NOTHING, 0.954),
-    ("gemma-4-e4b", 0, "x", HELD, 0.970),
+    ("gemma-4-e4b", 0, "input", NOTHING, 0.954),
+    ("gemma-4-e4b", 0, "input", HELD, 0.970),
     ("gemma-4-e4b-narrow", 0, "all", NOTHING, 0.833),
-    ("gemma-4-e4b-narrow", 0, "x", NOTHING, 0.866),
+    ("gemma-4-e4b-narrow", 0, "input", NOTHING, 0.866),
     ("qwen3-30b-a3b", 0, "all", RANGES, 0.961),
-    ("qwen3-30b-a3b", 0, "x", RANGES, 0.959),
+    ("qwen3-30b-a3b", 0, "input", RANGES, 0.959),
     ("qwen3-30b-a3b", 0, "all", NOTHING, 0.986),
     ("gpt-oss-20b", 0, "all", RANGES, 0.928),
-    ("gpt-oss-20b", 0, "x", RANGES, 0.887),
+    ("gpt-oss-20b", 0, "input", RANGES, 0.887),
     ("gemma-4-26b-a4b", 0, "all", RANGES, 0.945),
-    ("gemma-4-26b-a4b", 0, "x", RANGES, 0.994),
+    ("gemma-4-26b-a4b", 0, "input", RANGES, 0.994),
     ("glm-4.7-flash", 0, "all", NOTHING, 0.866),
     ("glm-4.7-flash", 0, "all", PLAIN_ATTENTION, 0.741),
-    ("glm-4.7-flash", 1, "x", RANGES, 0.843),
-    ("granite-4-h-small", 5, "x", RANGES, 0.928),
+    ("glm-4.7-flash", 1, "input", RANGES, 0.843),
+    ("granite-4-h-small", 5, "input", RANGES, 0.928),
     ("nemotron-3-super", 1, "all", NARROW, 0.889),
-    ("nemotron-3-super", 1, "x", NARROW, 0.815),
+    ("nemotron-3-super", 1, "input", NARROW, 0.815),
     ("nemotron-3-super", 0, "all", NOTHING, 0.775),
-    ("nemotron-3-super", 0, "x", NOTHING, 0.615),
+    ("nemotron-3-super", 0, "input", NOTHING, 0.615),
     ("nemotron-3-super", 0, "all", PLAIN, 0.782),
     ("falcon-h1-7b", 0, "all", NOTHING, 0.812),
     ("lfm2-8b-a1b", 0, "all", NOTHING, 0.890),
     ("qwen3.5-9b", 0, "all", NOTHING, 0.784),
     ("qwen3.5-9b", 0, "all", PLAIN, 0.766),
     ("qwen3.5-9b", 3, "all", NOTHING, 0.909),
-    ("llama-2-70b", 0, "x", HELD, 0.924),
-    ("qwen3.5-9b", 0, "x", HELD, 0.779),
-    ("qwen3.5-9b", 3, "x", NOTHING, 0.836),
-    ("llama-3-8b", 0, "x", {"lora_rank": 256}, 0.913),
+    ("llama-2-70b", 0, "input", HELD, 0.924),
+    ("qwen3.5-9b", 0, "input", HELD, 0.779),
+    ("qwen3.5-9b", 3, "input", NOTHING, 0.836),
+    ("llama-3-8b", 0, "input", {"lora_rank": 256}, 0.913),
     ("gemma-3-12b", 0, "all", LONG, 0.689),
     ("llama-3-8b-dropout", 0, "all", PLAIN_ATTENTION, 0.775),
     ("qwen3-30b-a3b", 0, "all", RANGES | EXPERTS, 0.980),
-    ("qwen3-30b-a3b", 0, "x", RANGES | EXPERTS, 0.983),
+    ("qwen3-30b-a3b", 0, "input", RANGES | EXPERTS, 0.983),
     ("qwen3-30b-a3b", 0, "all", EXPERTS, 0.978),
     ("gpt-oss-20b", 0, "all", RANGES | EXPERTS, 0.964),
     ("gemma-4-26b-a4b", 0, "all", RANGES | EXPERTS, 0.962),
-    ("gemma-4-26b-a4b", 0, "x", RANGES | EXPERTS, 0.995),
+    ("gemma-4-26b-a4b", 0, "input", RANGES | EXPERTS, 0.995),
     ("nemotron-3-super", 1, "all", NARROW | EXPERTS, 0.938),
-    ("nemotron-3-super", 1, "x", NARROW | EXPERTS, 0.898),
+    ("nemotron-3-super", 1, "input", NARROW | EXPERTS, 0.898),
     ("nemotron-3-super", 1, "all", NARROW | AROUND, 0.884),
-    ("nemotron-3-super", 1, "x", NARROW | AROUND, 0.809),
+    ("nemotron-3-super", 1, "input", NARROW | AROUND, 0.809),
     ("glm-4.5-air", 1, "all", NARROW | SHARED, 0.949),
 ])  # fmt: skip
 def test_plan_is_no_less_than_a_layers_peak(
-    name, index, keeps, settings, share, kernels_make_shapes_alone, monkeypatch
+    name, index, saves, settings, share, kernels_make_shapes_alone, monkeypatch
 ):
     """`share`: what a layer takes of what is planned. It is less than 1 where the plan counts the
     most that a kernel may need, or counts tensors that are not there at the same time."""
     settings = dict(settings)
     flags = {key: settings.pop(key) for key in ("target_modules", "lora_rank") if key in settings}
     arch, layouts = layers_of(name, monkeypatch, **flags)
-    plan = plan_of(arch, keeps, **settings)
+    plan = plan_of(arch, saves, **settings)
     got = measure(arch, layouts[index], index, plan)[1]
     want = planned(layouts[index], plan)[1]
     print(f"{got / 2**20:.1f} MiB at the peak, {want / 2**20:.1f} planned: {got / want:.4f}")
@@ -436,15 +436,16 @@ def test_plan_counts_what_layers_have_in_common():
     plan = plan_of(arch, "all", state_bytes=2)
     with FakeTensorMode():
         micro_batch = fake_micro_batch(arch, plan, (1024, 1024))
-        x, lent = torch.empty(2048, arch.hidden_size, dtype=torch.bfloat16), 0
+        x, kv_to_share = torch.empty(2048, arch.hidden_size, dtype=torch.bfloat16), 0
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(fsdp_qlora.layer.layer, "dequantize", only_shape)
-            for i in {*arch.lenders} - {None}:
+            for i in {*arch.kv_sources} - {None}:
                 _, *parts = fake_layer(arch, layouts[i], i, plan)(x, micro_batch)
-                lent += sum(part.nbytes for part in parts)
+                kv_to_share += sum(part.nbytes for part in parts)
     memory = predict_memory(plan, arch, layouts).memory
     assert (
-        memory["inputs of all layers"] == micro_batch.layer_inputs.nbytes + 3 * lent > 3 * lent > 0
+        memory["inputs of all layers"]
+        == micro_batch.layer_inputs.nbytes + 3 * kv_to_share > 3 * kv_to_share > 0
     )
     n_adapter = sum(layout.n_adapter for layout in layouts)
     assert memory["optimizer's state"] == 2 * n_adapter

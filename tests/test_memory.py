@@ -29,7 +29,7 @@ from fsdp_qlora.planner.machine import Machine
 from fsdp_qlora.planner.search import (
     DoesNotFit, Workload, agree_on_plan, choose_plan, possible_plans, use_graphs, why_no_capture)
 from fsdp_qlora.pretrained.config import describe_model
-from fsdp_qlora.pretrained.families import SHAPES
+from fsdp_qlora.pretrained.families import BUILTIN_CONFIGS
 from fsdp_qlora.pretrained.hub import read_model_config
 from fsdp_qlora.pretrained.tensor_names import tensor_names
 from fsdp_qlora.training.check import plain_model
@@ -167,9 +167,9 @@ ON_H100 = [
 @functools.lru_cache(None)
 def shapes_of(name, layers=None, **flags):
     """(Config, Architecture, Layouts) of shapes that benchmarks/run.py or the script knows."""
-    shapes = {name: bench.model_config(name, layers)} if name in bench.SHAPES else {}
+    shapes = {name: bench.model_config(name, layers)} if name in bench.BUILTIN_CONFIGS else {}
     config = Config(model=name, random_weights=True, **flags)
-    with unittest.mock.patch.dict(SHAPES, shapes):
+    with unittest.mock.patch.dict(BUILTIN_CONFIGS, shapes):
         config, _, arch = read_model_config(Path(name), config)
     _, adapted = resolve_target_modules(arch, config, name)
     return config, arch, make_layer_specs(arch, adapted, config)
@@ -256,29 +256,29 @@ def held_bytes(arch, model, n_layers, n_tokens):
 
 @pytest.mark.parametrize(
     "family, keeps",
-    [(family, keeps) for family in (
+    [(family, saves) for family in (
         "llama", "phi3", "qwen3", "gemma2", "cohere", "olmo2", "glm4", "youtu", "minicpm3",
         "gemma4_text", "gemma4_wide")
-     for keeps in ("x", "middle", "mlp", "all")
-     if family != "cohere" or keeps in ("x", "all")],
+     for saves in ("input", "mid_residual", "mlp", "all")
+     if family != "cohere" or saves in ("input", "all")],
 )  # fmt: skip
-def test_plan_counts_what_a_layer_keeps_to_the_byte(family, keeps):
+def test_plan_counts_what_a_layer_keeps_to_the_byte(family, saves):
     """Of one layer more, and of one token more: what else is there is the same."""
     arch, model = tiny_plain_model(family)
     one = 4 if family == "gemma4_wide" else 1  # the next layer reads another's keys and values
     for layer in model.layers:
-        layer.keeps = keeps
+        layer.saves = saves
     held_bytes(arch, model, 1, 8)  # small tables are made at the first use
     held = {(n_layers, n): held_bytes(arch, model, n_layers, n)
             for n_layers in (one, one + 1) for n in (40, 56)}  # fmt: skip
 
     def planned(n_layers, n):
-        recomputed = 0 if keeps == "all" else n_layers
+        recomputed = 0 if saves == "all" else n_layers
         plan = predicted(
             dataclasses.replace(arch, n_layers=n_layers),
             tuple(layer.spec for layer in model.layers[:n_layers]), micro_batch_tokens=n,
-            recomputed=recomputed, save_mid_residual=keeps == "middle", compute_dtype="float32",
-            n_mlp_saved=n_layers if keeps == "mlp" else 0,
+            recomputed=recomputed, save_mid_residual=saves == "mid_residual", compute_dtype="float32",
+            n_mlp_saved=n_layers if saves == "mlp" else 0,
         )  # fmt: skip
         return sum(size for kind, size in plan.memory.items() if kind.startswith("kept by"))
 
@@ -732,7 +732,7 @@ def test_pinned_memory_holds_what_was_put_there():
 def test_shapes_have_the_parameters_of_their_names():
     published = {"llama-2-7b": 6738415616, "llama-2-70b": 68976648192, "llama-3-8b": 8030261248,
                  "llama-3-70b": 70553706496, "qwen2.5-32b": 32763876352}  # fmt: skip
-    assert published.keys() == SHAPES.keys()
+    assert published.keys() == BUILTIN_CONFIGS.keys()
     for name, want in published.items():
         _, arch, _ = shapes_of(name)
         assert sum(map(math.prod, tensor_names(arch, {}).shapes.values())) == want

@@ -71,7 +71,7 @@ def worked(base, run_jobs):
     """worked(nproc): makes the gradients of all models and SETTINGS on so many processes."""
     done = set()
 
-    def work(nproc):
+    def call(nproc):
         if nproc not in done:
             done.add(nproc)
             settings = {name: FLAGS + flags for name, flags in SETTINGS.items()}
@@ -80,7 +80,7 @@ def worked(base, run_jobs):
                  "adapter": str(base / f"{name}.adapter"), "dataset": str(base / "rows.jsonl"),
                  "out": str(base / f"{name} on {nproc}")} for name in NAMES], cwd=base)
 
-    return work
+    return call
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +181,7 @@ def test_run_evaluates_resumes_and_merges_to_what_peft_gives(
 @pytest.mark.parametrize("name, width, hidden, lent", [
     ("Gemma 4 E2B", 35 * 256, 1536, 2 * 256 + 2 * 512),
     ("Gemma 4 E4B", 42 * 256, 2560, 4 * 256 + 4 * 512)])  # fmt: skip
-def test_plan_counts_tables_and_shared_keys_and_values(name, width, hidden, lent, tmp_path):
+def test_plan_counts_tables_and_shared_keys_and_values(name, width, hidden, kv_to_share, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
     arch = describe_model(AutoConfig.from_pretrained(tmp_path))
     layouts = make_layer_specs(arch, arch.adapted(["all-linear"]), Config(model=name))
@@ -192,7 +192,7 @@ def test_plan_counts_tables_and_shared_keys_and_values(name, width, hidden, lent
     on_gpu, on_host = (
         predict_memory(dataclasses.replace(plan, embedding_on_host=flag), arch, layouts)
         for flag in (False, True))
-    assert on_gpu.memory["inputs of all layers"] == (width + 3 * lent) * 1024 * 2
+    assert on_gpu.memory["inputs of all layers"] == (width + 3 * kv_to_share) * 1024 * 2
     kind, table = "embedding, head, norms", 262144 * width * 2 // 2  # bf16, on two processes
     norms = sum(layout.n_vectors for layout in layouts) * 2 // 2
     every_rank = sum(4 * layout.n_nested + 2 * sum(map(math.prod, layout.small_tensors.values()))

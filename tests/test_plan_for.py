@@ -14,7 +14,7 @@ from test_benchmarks import bench
 from fsdp_qlora.config import Config
 from fsdp_qlora.layer.layer import make_layer_specs
 from fsdp_qlora.lora.adapter import resolve_target_modules
-from fsdp_qlora.planner.gpu_specs import CARDS, card_machine, parse_cards
+from fsdp_qlora.planner.gpu_specs import GPU_SPECS, gpu_machine, parse_gpus
 from fsdp_qlora.planner.machine import rounded
 from fsdp_qlora.planner.search import Workload, choose_plan
 from fsdp_qlora.pretrained.hub import read_model_config
@@ -79,7 +79,7 @@ def test_plan_is_that_of_a_run_there(directory):
     workload = Workload(
         tokens=32 * 1024, longest=1024, mean_document_tokens=1024, uneven=False, world_size=4,
         device=torch.device("cuda"), why_no_capture=plan.why_no_graphs)  # fmt: skip
-    machine = card_machine(CARDS["4090"])
+    machine = gpu_machine(GPU_SPECS["4090"])
     assert limit == int(22.5 * GIB)
     assert plan == choose_plan(config, arch, layouts, workload, limit, machine)
     assert "one by one" in plan.why_no_graphs
@@ -117,19 +117,19 @@ def test_of_a_hub_id_config_json_alone_is_fetched(run_main, directory, tmp_path,
     ("24GB", 1, "3090"), ("4x24gb", 4, "3090"), ("2x80GB", 2, "A100"), ("2x48 GB", 2, "L40S"),
 ])  # fmt: skip
 def test_cards_are_known_by_name_or_size(text, count, name):
-    assert parse_cards(text) == (count, name, CARDS[name])
+    assert parse_gpus(text) == (count, name, GPU_SPECS[name])
 
 
 @pytest.mark.parametrize("text", ["4xT4", "x", "0x4090", "4090x4", "2000xH100", "4x"])
 def test_other_cards_are_refused_with_those_that_are_known(text, run_main):
     code, _, err = run_main("--model", "llama-3-8b", "--plan_for", text)
-    assert code == 2 and f"--plan_for {text}: " in err and ", ".join(CARDS) in err
+    assert code == 2 and f"--plan_for {text}: " in err and ", ".join(GPU_SPECS) in err
 
 
 def test_card_measures_as_it_did():
     """What measure_machine() found on H100s and H200s, to which predict_time() was fitted."""
     for name, bandwidth in ("H100", 3e12), ("H200", 4e12):
-        machine = card_machine(CARDS[name])
+        machine = gpu_machine(GPU_SPECS[name])
         found = machine.flops, machine.bandwidth, machine.link, machine.host
         assert found == tuple(map(rounded, (8e14, bandwidth, 3e11, 5e10)))
     for figure in (7.4e13, 1e14, 9.6e14, 3.3e9):
@@ -143,9 +143,9 @@ def test_experts_one_by_one_take_the_host_longer(directory):
         speeds = []
         for grouped in (True, False):
             config = Config(model=str(directory(name, 4)), plan_for="H100", max_seq_len=512)
-            card = CARDS["H100"]._replace(groups=grouped)
+            card = GPU_SPECS["H100"]._replace(groups=grouped)
             with pytest.MonkeyPatch.context() as patch, one_process():
-                patch.setitem(CARDS, "H100", card)
+                patch.setitem(GPU_SPECS, "H100", card)
                 speeds.append(1 / plan_elsewhere(config)[1].token_seconds)
         assert (speeds[1] < 0.8 * speeds[0]) == is_slower, speeds
         assert is_slower or speeds[0] == speeds[1]

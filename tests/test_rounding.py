@@ -27,7 +27,7 @@ from fsdp_qlora.kernels import attention, elementwise, heads, recurrence
 from fsdp_qlora.kernels.elementwise import LimitedActivation, ScaledActivation
 from fsdp_qlora.kernels.sinks import SinkAttention
 from fsdp_qlora.layer import experts, lora_matmul, mixers, mla, per_layer, residual, router
-from fsdp_qlora.layer.call import LayerWork
+from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.model import lm_head
 from fsdp_qlora.pretrained.architecture import DeltaNet, Mamba2
 from fsdp_qlora.pretrained.config import describe_model, shrunk_config
@@ -130,16 +130,16 @@ def gate_cases():
     in_place += ScaledActivation("silu", 0.9, 0.4), XIELU
     out = torch.zeros_like(X)
     for activation in in_place:
-        yield elementwise.gate, out, GATE_UP, activation, True
-        yield elementwise.gate_backward, GRAD, activation, None, *GATE_UP.chunk(2, 1)
-        yield elementwise.gate_backward, GRAD, activation, OF_ROWS, *GATE_UP.chunk(2, 1)
-        yield elementwise.gate_weight_gradients, GRAD, GATE_UP, activation, True
+        yield elementwise.glu, out, GATE_UP, activation, True
+        yield elementwise.glu_backward, GRAD, activation, None, *GATE_UP.chunk(2, 1)
+        yield elementwise.glu_backward, GRAD, activation, OF_ROWS, *GATE_UP.chunk(2, 1)
+        yield elementwise.glu_weight_gradients, GRAD, GATE_UP, activation, True
     for activation in "relu2", XIELU:
-        yield elementwise.gate, out, X, activation, False
-        yield elementwise.gate_backward, GRAD, activation, OF_ROWS, X
-    yield elementwise.gate, out, GATE_UP, (0.7, 1.702), True
-    yield elementwise.gate_weight_gradients, GRAD, GATE_UP, (0.7, 1.702), True
-    yield elementwise.clamped_gate_backward, GRAD, OF_ROWS, GATE_UP, 0.7, 1.702
+        yield elementwise.glu, out, X, activation, False
+        yield elementwise.glu_backward, GRAD, activation, OF_ROWS, X
+    yield elementwise.glu, out, GATE_UP, (0.7, 1.702), True
+    yield elementwise.glu_weight_gradients, GRAD, GATE_UP, (0.7, 1.702), True
+    yield elementwise.clamped_glu_backward, GRAD, OF_ROWS, GATE_UP, 0.7, 1.702
     yield per_layer.gate_inputs, out, X, RESIDUAL, "gelu_pytorch_tanh"
     yield per_layer.gate_inputs_backward, GRAD, X, RESIDUAL, "gelu_pytorch_tanh"
 
@@ -265,7 +265,7 @@ def test_all_kernels_are_here():
     assert found == here | {*ELSEWHERE}
 
 
-KERNEL = elementwise.gate.__code__  # of what elementwise() returns
+KERNEL = elementwise.glu.__code__  # of what elementwise() returns
 
 
 # ------------------------------------------------------------------------------------------------
@@ -401,11 +401,11 @@ def test_sum_with_a_sink_is_fp32():
 
 def test_residual_sum_is_rounded_once():
     """With a multiplier, too; torch rounds that on a CPU, but for such a one."""
-    work = types.SimpleNamespace(arch=arch_of("granite", residual_multiplier=7 / 32),
+    call = types.SimpleNamespace(arch=arch_of("granite", residual_multiplier=7 / 32),
                                  drop=lambda x, *_: x)  # fmt: skip
-    assert_rounded_once(lambda x, branch: residual.end_branch(work, x, branch, None, 0, True),
+    assert_rounded_once(lambda x, branch: residual.end_branch(call, x, branch, None, 0, True),
                         X, GRAD)  # fmt: skip
-    assert_rounded_once(lambda grad: residual.branch_gradient(work, None, grad, None, 0), GRAD)
+    assert_rounded_once(lambda grad: residual.branch_gradient(call, None, grad, None, 0), GRAD)
 
 
 def bf16_work(name, **settings):
@@ -415,45 +415,45 @@ def bf16_work(name, **settings):
     adapter_values(model, pair.values)
     layer, micro_batch = model.layers[0], types.SimpleNamespace(dropout_keys=None)
     return [
-        (fused, LayerWork(layer, micro_batch, backward=True)) for fused in layer.spec.fused_linears
+        (fused, LayerCall(layer, micro_batch, backward=True)) for fused in layer.spec.fused_linears
     ]
 
 
 def test_adapters_gradients_are_summed_in_fp32():
     """Of several parts of a batch."""
-    for fused, work in bf16_work("llama"):
-        want_a, want_b, scaling = 0, dict.fromkeys(fused.adapted, 0), work.spec.scaling
+    for fused, call in bf16_work("llama"):
+        want_a, want_b, scaling = 0, dict.fromkeys(fused.adapted, 0), call.spec.scaling
         for seed in range(3):
             x, grad = draw(N, fused.in_features, seed=seed), draw(N, fused.out_features, seed=seed)
             columns = draw(N, fused.padded_columns, seed=seed)
-            _, grad_d = lora_matmul.lora_matmul_backward(work, fused, columns, grad, x)
-            lora_matmul.add_a_gradient(work, fused, x, grad_d)
-            of_b = work.weight(fused)[:, fused.in_features :].double()
+            _, grad_d = lora_matmul.lora_matmul_backward(call, fused, columns, grad, x)
+            lora_matmul.add_a_gradient(call, fused, x, grad_d)
+            of_b = call.weight(fused)[:, fused.in_features :].double()
             check_rounding(grad_d, (grad.double() @ of_b)[:, : fused.n_columns], "d")
             want_a = want_a + scaling * grad_d.double().t() @ x.double()
             for place in fused.adapted:
                 part = grad[:, place.outputs].double().t() @ columns[:, place.columns].double()
                 want_b[place] = want_b[place] + part
-        check_rounding(work.grad_adapter[fused.lora_a], want_a.flatten(), "A")
+        check_rounding(call.grad_adapter[fused.lora_a], want_a.flatten(), "A")
         for place, want in want_b.items():
-            check_rounding(work.grad_adapter[place.lora_b], want.flatten(), "B")
+            check_rounding(call.grad_adapter[place.lora_b], want.flatten(), "B")
 
 
 def test_doras_norms_and_magnitudes_are_fp32():
-    for fused, work in bf16_work("llama", adapter="dora"):
-        weight, n_in = work.weight(fused), fused.in_features
-        factor, norm = lora_matmul.dora_factors(work, fused, weight)
+    for fused, call in bf16_work("llama", adapter="dora"):
+        weight, n_in = call.weight(fused), fused.in_features
+        factor, norm = lora_matmul.dora_factors(call, fused, weight)
         x, grad = torch.eye(n_in).bfloat16(), draw(n_in, fused.out_features)  # picks columns of W
         lora_matmul.lora_matmul_backward(
-            work, fused, x.new_zeros(n_in, fused.padded_columns), grad, x)
-        a, weight = work.adapter[fused.lora_a].view(-1, n_in).double(), weight[:, :n_in].double()
+            call, fused, x.new_zeros(n_in, fused.padded_columns), grad, x)
+        a, weight = call.adapter[fused.lora_a].view(-1, n_in).double(), weight[:, :n_in].double()
         for place in fused.adapted:
-            b, rows = work.adapter[place.lora_b].view(-1, fused.lora_rank).double(), place.outputs
-            of_rows = (weight[rows] + work.spec.scaling * b @ a[place.columns]).norm(dim=1)
+            b, rows = call.adapter[place.lora_b].view(-1, fused.lora_rank).double(), place.outputs
+            of_rows = (weight[rows] + call.spec.scaling * b @ a[place.columns]).norm(dim=1)
             sums = (grad[:, rows].double() * weight[rows].t()).sum(0) / of_rows
             check_rounding(norm[rows], of_rows, "norms")
-            check_rounding(factor[rows], work.layer.adapter[place.magnitude] / of_rows, "factors")
-            check_rounding(work.grad_adapter[place.magnitude], sums, "gradient of magnitudes")
+            check_rounding(factor[rows], call.layer.adapter[place.magnitude] / of_rows, "factors")
+            check_rounding(call.grad_adapter[place.magnitude], sums, "gradient of magnitudes")
 
 
 @pytest.mark.parametrize("name", [
@@ -462,15 +462,15 @@ def test_gradient_through_a_router_is_rounded_for_its_product(name):
     arch = describe_model(TINY[name](320))
     moe, kind = arch.moe, arch.layer_kinds[arch.layer_routed.index(True)]
     tensors = {key: draw(*shape) for key, shape in arch.small_tensors(kind).items()}
-    work = types.SimpleNamespace(arch=arch, layer=types.SimpleNamespace(small_tensors=tensors))
+    call = types.SimpleNamespace(arch=arch, layer=types.SimpleNamespace(small_tensors=tensors))
     x, grad = (0.2 * draw(N, arch.hidden_size)).bfloat16(), draw(N, moe.top_k).float() / 3
-    routing = router.route(work, x)
-    got = router.route_backward(work, routing, grad, x)
+    routing = router.route(call, x)
+    got = router.route_backward(call, routing, grad, x)
     logits = routing.scores.double()  # such that these are their scores
     logits = (logits.logit() if moe.scores == "sigmoid" else logits.log()).requires_grad_()
     scores = logits.sigmoid() if moe.scores == "sigmoid" else logits.softmax(-1)
     weights = router.chosen_weights(scores, routing.chosen, moe)[0]
-    weights = weights * router.weight_factor(work, routing.chosen)
+    weights = weights * router.weight_factor(call, routing.chosen)
     (exact,) = torch.autograd.grad(weights, logits, grad.double())
     exact = exact if moe.fp32_router else exact.bfloat16().double()
     exact = exact @ tensors[f"{moe.router}.weight"].double()
@@ -486,8 +486,8 @@ def test_correction_of_scores_is_as_exact_as_in_the_files():
     moe, kind = arch.moe, arch.layer_kinds[0]
     tensors = {key: 0 * draw(*shape) for key, shape in arch.small_tensors(kind).items()}
     tensors[moe.correction] = torch.linspace(1, 1.001, moe.n_experts)
-    work = types.SimpleNamespace(arch=arch, layer=types.SimpleNamespace(small_tensors=tensors))
-    chosen = router.route(work, draw(N, arch.hidden_size)).chosen
+    call = types.SimpleNamespace(arch=arch, layer=types.SimpleNamespace(small_tensors=tensors))
+    chosen = router.route(call, draw(N, arch.hidden_size)).chosen
     want = torch.arange(moe.n_experts)[-moe.top_k :]
     assert torch.equal(chosen.sort()[0], want.expand(N, -1))
 
@@ -500,8 +500,8 @@ def has_fp32_values(tensor):
 def test_gradients_of_experts_are_fp32(name, monkeypatch):
     """Of the weights of a token's experts, and of the experts' adapters."""
     seen, true = [], router.route_backward
-    monkeypatch.setattr(experts, "route_backward", lambda work, routing, grad, x: (
-        seen.append(grad) or true(work, routing, grad, x)))
+    monkeypatch.setattr(experts, "route_backward", lambda call, routing, grad, x: (
+        seen.append(grad) or true(call, routing, grad, x)))
     small = shrunk_config(TINY[name](320))
     arch = describe_model(small)
     tensors = random_reference(small, torch.Generator().manual_seed(0)).state_dict()
@@ -537,10 +537,10 @@ def test_slope_of_a_shared_experts_gate_is_rounded_once():
     layer = model.layers[arch.layer_routed.index(True)]
     x, out, grad = (draw(N, arch.hidden_size, seed=seed) for seed in range(3))
     micro_batch = types.SimpleNamespace(dropout_keys=None, n_unpadded=torch.tensor([N]))
-    _, kept = layer.spec.mlp.forward(LayerWork(layer, micro_batch), x, x)
+    _, kept = layer.spec.mlp.forward(LayerCall(layer, micro_batch), x, x)
     factor, kept.shared_out = kept.shared_factor.double(), out
-    work = LayerWork(layer, micro_batch, backward=True)
-    got = layer.spec.mlp._shared_backward(work, kept, grad)
+    call = LayerCall(layer, micro_batch, backward=True)
+    got = layer.spec.mlp._shared_backward(call, kept, grad)
     sums = (grad.double() * out.double()).sum(-1, keepdim=True)
     check_rounding(got[:, :1], sums * factor * (1 - factor), "slope")
     assert not got[:, 1:].any()

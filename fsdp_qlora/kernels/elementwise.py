@@ -231,13 +231,13 @@ def gate_product(gate_up: Tensor, activation: Activation, gated: bool) -> Tensor
 
 
 @elementwise
-def gate(out: Tensor, gate_up: Tensor, activation: Activation, gated: bool) -> None:
+def glu(out: Tensor, gate_up: Tensor, activation: Activation, gated: bool) -> None:
     """Write gate_product() into `out` [n, inner]."""
     out.copy_(gate_product(gate_up, activation, gated))
 
 
 @elementwise
-def gate_backward(
+def glu_backward(
     grad: Tensor, activation: PairedActivation, weights: Tensor | None, *parts: Tensor
 ) -> None:
     """Replace `parts`, gates and ups or, where nothing is gated, ups alone, each [n, inner], by
@@ -270,7 +270,7 @@ def clamped_parts(
 
 
 @elementwise
-def clamped_gate_backward(
+def clamped_glu_backward(
     grad: Tensor, weights: Tensor, gate_up: Tensor, limit: float, alpha: float
 ) -> Tensor:
     """gate_backward() where the activation is (limit, alpha). Returns the gradient of gate_up, in
@@ -284,7 +284,7 @@ def clamped_gate_backward(
 
 
 @elementwise
-def gate_weight_gradients(
+def glu_weight_gradients(
     grad: Tensor, gate_up: Tensor, activation: Activation, gated: bool
 ) -> Tensor:
     """Returns the gradient of the weights of rows, fp32 [n]. `grad` is the gradient of gate()'s

@@ -6,7 +6,6 @@ What is kept of a layer is decided in plan, when it is read in layer.
 from __future__ import annotations
 
 import mmap
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -129,20 +128,17 @@ class OffloadedActivations:
         return tensors
 
 
-def put_all(
-    store: DeviceActivations | OffloadedActivations, kept: types.SimpleNamespace
-) -> Callable[[], types.SimpleNamespace]:
-    """Put the tensors of `kept`, a namespace of tensors and None, into a store; returns the
-    function that takes them from there, as such a namespace."""
-    names = [name for name, value in vars(kept).items() if value is not None]
-    every, key = tuple(vars(kept)), store.put(*(vars(kept)[name] for name in names))
-    return lambda: types.SimpleNamespace(
-        **dict.fromkeys(every) | dict(zip(names, store.take(key))))
+def put_record(store: DeviceActivations | OffloadedActivations, record: Any) -> Callable[[], Any]:
+    """Put the tensors of a dataclass of tensors and None into a store; returns the function that
+    takes them from there, as such a record."""
+    tensors = {name: value for name, value in vars(record).items() if value is not None}
+    key = store.put(*tensors.values())
+    return lambda: type(record)(**dict(zip(tensors, store.take(key))))
 
 
 def make_store(plan: Plan, device: torch.device) -> DeviceActivations | OffloadedActivations:
     """Where layers keep what they need when they are recomputed: on the GPU or in host memory."""
     if not plan.offload_activations or not plan.recomputed:
         return DeviceActivations()
-    n_puts = sum(1 if plan.keeps(i) == "x" else 2 for i in range(plan.recomputed))
+    n_puts = sum(1 if plan.saves(i) == "input" else 2 for i in range(plan.recomputed))
     return OffloadedActivations(n_puts, plan.micro_batch_tokens, device)

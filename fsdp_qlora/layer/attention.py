@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import types
 
 import torch
 from torch import Tensor
@@ -11,7 +10,8 @@ from torch import Tensor
 from fsdp_qlora.kernels.attention import explicit_bytes
 from fsdp_qlora.kernels.heads import (
     gate_heads, gate_heads_backward, rotate_backward, rotate_forward, split_heads, split_projected)
-from fsdp_qlora.layer.call import LayerWork
+from fsdp_qlora.layer.call import LayerCall
+from fsdp_qlora.layer.saved import SavedAttention
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture
 
@@ -24,24 +24,27 @@ class AttentionMixer:
     window: int | None  # a query sees this many keys; None: all
     rope: int | None  # index of arch.ropes; None: no rotary
 
-    def forward(self, work: LayerWork, kept: types.SimpleNamespace) -> Tensor:
+    saved = SavedAttention
+
+    def forward(self, call: LayerCall, saved: SavedAttention) -> Tensor:
         rotated = rotate_forward(
-            kept.projected, *self._rotate_arguments(work), evaluation=work.evaluation)
-        if not self.keeps_projected:
-            kept.projected = None
+            saved.projected, *self._rotate_arguments(call), evaluation=call.evaluation)
+        if not self.saves_projected:
+            saved.projected = None
         heads = split_heads(self.arch, rotated)
         del rotated
-        if work.borrowed:
-            heads = [heads[0], *work.borrowed]
-        elif work.layer.lends and not work.is_backward:
-            work.lent = tuple(part.clone() for part in heads[1:])  # a view would keep the queries
+        if call.shared_kv:
+            heads = [heads[0], *call.shared_kv]
+        elif call.layer.is_kv_source and not call.is_backward:
+            # a view would keep the queries
+            call.kv_to_share = tuple(part.clone() for part in heads[1:])
         with torch.enable_grad():  # autograd records only this, to call the kernel's backward
-            kept.heads = [part.detach().requires_grad_() for part in heads]
-            kept.attended = attend(work, self.arch, self.window, *kept.heads)
-        return self.mixed(work, kept)
+            saved.heads = [part.detach().requires_grad_() for part in heads]
+            saved.attended = attend(call, self.arch, self.window, *saved.heads)
+        return self.mixed(call, saved)
 
     @property
-    def keeps_projected(self) -> bool:
+    def saves_projected(self) -> bool:
         """Whether backward reads kept.projected: that of norms and of the gate does."""
         return bool(self.arch.qk_norm or self.arch.value_norm or self.arch.attention_gate)
 
@@ -52,40 +55,40 @@ class AttentionMixer:
         factor: float = self.arch.attention_in_multiplier * self.arch.attention_out_multiplier
         return factor
 
-    def mixed(self, work: LayerWork, kept: types.SimpleNamespace) -> Tensor:
-        attended: Tensor = kept.attended.detach()
+    def mixed(self, call: LayerCall, saved: SavedAttention) -> Tensor:
+        attended: Tensor = saved.attended.detach()
         if self._output_factor != 1:
             attended = attended * self._output_factor
         gate = self.arch.attention_gate
         if not gate:
             return attended.flatten(1)
-        gates = split_projected(self.arch, kept.projected)[3]
-        return gate_heads(attended, gates, gate.activation, evaluation=work.evaluation)
+        gates = split_projected(self.arch, saved.projected)[3]
+        return gate_heads(attended, gates, gate.activation, evaluation=call.evaluation)
 
-    def backward(self, work: LayerWork, kept: types.SimpleNamespace, grad: Tensor) -> Tensor:
-        grad, grad_gate = grad.reshape(kept.attended.shape), None
+    def backward(self, call: LayerCall, saved: SavedAttention, grad: Tensor) -> Tensor:
+        grad, grad_gate = grad.reshape(saved.attended.shape), None
         assert self._output_factor == 1 or not self.arch.attention_gate, "no family has both"
         if self._output_factor != 1:
             grad = grad * self._output_factor
         if gate := self.arch.attention_gate:
-            gates = split_projected(self.arch, kept.projected)[3]
-            grad, grad_gate = gate_heads_backward(grad, kept.attended.detach(), gates,
+            gates = split_projected(self.arch, saved.projected)[3]
+            grad, grad_gate = gate_heads_backward(grad, saved.attended.detach(), gates,
                                                   gate.activation)
-        grads = torch.autograd.grad(kept.attended, kept.heads, grad)
-        kept.attended = kept.heads = None
-        if work.borrowed:
-            work.grad_borrowed = grads[1:]
+        grads = torch.autograd.grad(saved.attended, saved.heads, grad)
+        saved.attended = saved.heads = None
+        if call.shared_kv:
+            call.grad_shared_kv = grads[1:]
             # this layer has projected no keys and values: the gradient has 0 heads of them
             grads = grads[0], *(x[:, :0] for x in grads[1:])
-        elif work.layer.lends:
-            grads = grads[0], *(own + lent for own, lent in zip(grads[1:], work.grad_lent))
-        return rotate_backward(*grads, grad_gate, kept.projected, *self._rotate_arguments(work))
+        elif call.layer.is_kv_source:
+            grads = grads[0], *map(torch.add, grads[1:], call.grad_kv_to_share)
+        return rotate_backward(*grads, grad_gate, saved.projected, *self._rotate_arguments(call))
 
-    def _rotate_arguments(self, work: LayerWork) -> tuple[Tensor | Architecture | None, ...]:
+    def _rotate_arguments(self, call: LayerCall) -> tuple[Tensor | Architecture | None, ...]:
         """(cos, sin, temperature, q_norm's weight, k_norm's weight, arch): the last arguments of
         rotate_forward() and rotate_backward()."""
-        norms = work.vector(self.arch.q_norm), work.vector(self.arch.k_norm)
-        return *work.batch.ropes[self.rope], *norms, self.arch
+        norms = call.vector(self.arch.q_norm), call.vector(self.arch.k_norm)
+        return *call.batch.ropes[self.rope], *norms, self.arch
 
     fused_linears = ()
     elementwise_values = 0  # MixerSublayer counts what norms take
@@ -103,10 +106,10 @@ class AttentionMixer:
         return sum(linear.out_features for linear in self.arch.attention_linears()[0])
 
     @property
-    def kept_values(self) -> int:
+    def saved_values(self) -> int:
         arch = self.arch
         values = self._qkv_width + self.query_width + 2 * arch.n_heads  # the kernel's sums, fp32
-        return values + self.projected_width * self.keeps_projected
+        return values + self.projected_width * self.saves_projected
 
     @property
     def recomputed_values(self) -> int:
@@ -127,14 +130,14 @@ class AttentionMixer:
 
 
 def attend(
-    work: LayerWork, arch: Architecture, window: int | None, query: Tensor, key: Tensor,
+    call: LayerCall, arch: Architecture, window: int | None, query: Tensor, key: Tensor,
     value: Tensor
 ) -> Tensor:
     """Causal attention inside each document of the micro-batch, [n, heads, width of a value].
     `window`: a query sees this many keys; None: all."""
-    batch, attention_type = work.batch, "window" if window else "full"
+    batch, attention_type = call.batch, "window" if window else "full"
     if window is not None and window >= batch.longest:
         window, attention_type = None, "within"
     kernel = batch.kernels[attention_type]
-    sinks = work.vector("self_attn", "sinks")
-    return kernel(query, key, value, sinks, batch, arch, window, work.layer.index)
+    sinks = call.vector("self_attn", "sinks")
+    return kernel(query, key, value, sinks, batch, arch, window, call.layer.index)

@@ -12,7 +12,7 @@ from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.parameters import LayerParameters
 
 
-class LayerWork:
+class LayerCall:
     """What one forward or backward of a layer works with: the gathered adapter in the compute
     dtype, dequantized weights, and in backward the adapter's gradient.
 
@@ -20,7 +20,7 @@ class LayerWork:
     """
 
     def __init__(
-        self, layer: LayerParameters, batch: MicroBatch, borrowed: tuple[Tensor, ...] = (),
+        self, layer: LayerParameters, batch: MicroBatch, shared_kv: tuple[Tensor, ...] = (),
         backward: bool = False, evaluation: bool = False
     ) -> None:
         self.layer, self.batch, self.arch, self.spec = layer, batch, layer.arch, layer.spec
@@ -28,25 +28,26 @@ class LayerWork:
         self.evaluation = evaluation  # whether no backward will follow
         # whether autograd's graph of this forward is read: by the backward that runs it now, or
         # later, if the layer keeps all
-        self.keeps_graph = backward or layer.keeps == "all" and not evaluation
+        self.saves_graph = backward or layer.saves == "all" and not evaluation
         self.tokens = slice(None)  # of the micro-batch: those that the MLP works on
         # keys and values of its lender, which it reads; its own, where others read them; gradients
-        self.borrowed = borrowed
-        self.lent = self.grad_lent = self.grad_borrowed = tuple[Tensor, ...]()
+        self.shared_kv = shared_kv
+        self.kv_to_share = self.grad_kv_to_share = self.grad_shared_kv = tuple[Tensor, ...]()
         self.adapter = layer.adapter.detach().to(layer.vectors.dtype)
         # weights for a second use: a recomputed layer's backward runs forward() again first
-        self.held: dict[FusedLinear, Tensor] = {}
-        self.hold = backward and layer.plan.reuse_dequantized and layer.keeps in ("middle", "x")
+        self.dequantized: dict[FusedLinear, Tensor] = {}
+        self.reuses_dequantized = (
+            backward and layer.plan.reuse_dequantized and layer.saves in ("mid_residual", "input"))
         if backward:
             self.grad_adapter = torch.zeros_like(self.adapter, dtype=torch.float32)
 
     def weight(self, fused: FusedLinear) -> Tensor:
         """[W, B] of a FusedLinear, [out, width]."""
-        weight = self.held.get(fused)
+        weight = self.dequantized.get(fused)
         if weight is None:
             weight = dequantize(self.layer, fused, self.adapter)
-        if self.hold:
-            self.held[fused] = weight
+        if self.reuses_dequantized:
+            self.dequantized[fused] = weight
         return weight
 
     def vector(self, name: str | None, part: str = "weight") -> Tensor | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,20 +16,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp_qlora.kernels.elementwise import (
-    MLP_SITE, LimitedActivation, add_expert_rows, add_row_bias, clamped_gate_backward, gate,
-    gate_backward, gate_weight_gradients, limited, norm_backward)
-from fsdp_qlora.layer.call import LayerWork
+    MLP_SITE, LimitedActivation, add_expert_rows, add_row_bias, clamped_glu_backward, glu,
+    glu_backward, glu_weight_gradients, limited, norm_backward)
+from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.dequantize import dequantize
 from fsdp_qlora.layer.grouped_mm import (
-    Pass, add_expert_gradients, cut_experts, fill_expert_columns, grouped, put_rows, split_columns,
-    why_no_grouped_mm)
+    ExpertChunk, add_expert_gradients, cut_experts, fill_expert_columns, grouped, put_rows,
+    split_columns, why_no_grouped_mm)
 from fsdp_qlora.layer.latent_moe import ExpertLatent
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import add_a_gradient, lora_matmul, lora_matmul_backward, widen
 from fsdp_qlora.layer.residual import (
-    branch_gradient, end_branch, keep, keep_inputs, kept_inputs, last_columns, norm_gradient,
-    norm_inputs, normed)
+    branch_gradient, end_branch, last_columns, norm_gradient, norm_inputs, normed, normed_inputs,
+    save_inputs)
 from fsdp_qlora.layer.router import Routing, add_balance, route, route_backward
+from fsdp_qlora.layer.saved import SavedMoE
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture, ExpertNorms, Limits
 
@@ -57,9 +57,9 @@ class MoESublayer:
         return *shared, *latent, self.expert_gate_up, self.expert_down
 
     def forward(
-        self, work: LayerWork, mid_residual: Tensor | None, source: Tensor, want_sum: bool = True,
-        choice: tuple[Tensor, list[int] | None] | None = None, keep_gate_ups: bool = True
-    ) -> tuple[Tensor | Any, types.SimpleNamespace]:
+        self, call: LayerCall, mid_residual: Tensor | None, source: Tensor, want_sum: bool = True,
+        choice: tuple[Tensor, list[int] | None] | None = None, save_gate_ups: bool = True
+    ) -> tuple[Tensor | Any, SavedMoE]:
         """Returns middle + MLP(norm(source)), None without want_sum, and what backward() needs.
 
         When forward() is computed again, `choice` is that of the first time: a tie must not be
@@ -67,88 +67,88 @@ class MoESublayer:
         again.
         """
         arch, norms, branch = self.arch, self.arch.moe.norms, None
-        kept = keep(source=source, branch=None, gate_ups=None)
+        saved = SavedMoE(source=source)
         # with columns for the shared expert's adapter, which product() fills
-        inputs = norm_inputs(work, arch.mlp_norm, source, self.fused_linears[0])
+        inputs = norm_inputs(call, arch.mlp_norm, source, self.fused_linears[0])
         x = inputs[:, : arch.hidden_size]
-        needs_bounds = work.layer.plan.expert_ranges > 1 or bool(
+        needs_bounds = call.layer.plan.expert_ranges > 1 or bool(
             why_no_grouped_mm(x.dtype, x.device))
-        kept.routing = route(work, source if norms else x, choice, needs_bounds)
-        if not (work.is_backward or work.evaluation):
-            add_balance(work.layer, kept.routing, work.batch.n_unpadded)
+        saved.routing = route(call, source if norms else x, choice, needs_bounds)
+        if not (call.is_backward or call.evaluation):
+            add_balance(call.layer, saved.routing, call.batch.n_unpadded)
         needs_branch = want_sum or arch.mlp_post_norm is not None
-        read = self.latent.enter(work, kept, x) if self.latent else x
+        read = self.latent.enter(call, saved, x) if self.latent else x
         if needs_branch or self.latent and self.latent.exit.n_columns:
-            read = normed(work, norms.before, source) if norms else read
-            branch, kept.gate_ups = self._experts_forward(work, kept.routing, read, keep_gate_ups)
+            read = normed(call, norms.before, source) if norms else read
+            branch, saved.gate_ups = self._experts_forward(call, saved.routing, read, save_gate_ups)
             if self.latent:
-                branch = self.latent.leave(work, kept, branch, needs_branch)
+                branch = self.latent.leave(call, saved, branch, needs_branch)
         if self.shared_gate_up:
-            shared = self._shared_forward(work, kept, inputs)
+            shared = self._shared_forward(call, saved, inputs)
             if norms:
                 assert branch is not None, "the norm after the half needs it"
-                kept.given, kept.shared_given = branch, shared
-                branch = normed(work, norms.after, branch)
-                shared = normed(work, norms.after_shared, shared)
+                saved.given, saved.shared_given = branch, shared
+                branch = normed(call, norms.after, branch)
+                shared = normed(call, norms.after_shared, shared)
             if needs_branch:
                 branch += shared
-        keep_inputs(work, kept, inputs, self.shared_gate_up)
+        save_inputs(call, saved, inputs, self.shared_gate_up)
         out = None
         if branch is not None:
-            out, kept.branch = end_branch(work, mid_residual, branch, arch.mlp_post_norm, MLP_SITE,
+            out, saved.branch = end_branch(call, mid_residual, branch, arch.mlp_post_norm, MLP_SITE,
                                           want_sum)
-        return out, kept
+        return out, saved
 
-    def backward(self, work: LayerWork, kept: types.SimpleNamespace, grad: Tensor) -> Tensor:
+    def backward(self, call: LayerCall, saved: SavedMoE, grad: Tensor) -> Tensor:
         """Returns the gradient of `middle`, which includes that of `source` through the MLP. `grad`
         is the gradient of forward()'s sum."""
         arch, norms = self.arch, self.arch.moe.norms
-        upstream = branch_gradient(work, kept.branch, grad, arch.mlp_post_norm, MLP_SITE)
-        kept.branch = None
+        upstream = branch_gradient(call, saved.branch, grad, arch.mlp_post_norm, MLP_SITE)
+        saved.branch = None
         if norms:
-            return self._apart_backward(work, kept, upstream, grad, norms)
-        of_given = self.latent.leave_backward(work, kept, upstream) if self.latent else upstream
-        grad_x, grad_weights = self._experts_backward(work, kept, of_given)
+            return self._apart_backward(call, saved, upstream, grad, norms)
+        of_given = self.latent.leave_backward(call, saved, upstream) if self.latent else upstream
+        grad_x, grad_weights = self._experts_backward(call, saved, of_given)
         if self.latent:
-            x = kept_inputs(work, kept, arch.mlp_norm, kept.source, self.fused_linears[0])
-            grad_x = self.latent.enter_backward(work, kept, grad_x, x)
-        grad_x += route_backward(work, kept.routing, grad_weights, grad_x)
+            x = normed_inputs(call, saved, arch.mlp_norm, saved.source, self.fused_linears[0])
+            grad_x = self.latent.enter_backward(call, saved, grad_x, x)
+        grad_x += route_backward(call, saved.routing, grad_weights, grad_x)
         if self.shared_gate_up:
-            grad_x += self._shared_backward(work, kept, upstream)
-        return norm_gradient(work, arch.mlp_norm, kept.source, grad_x, grad)
+            grad_x += self._shared_backward(call, saved, upstream)
+        return norm_gradient(call, arch.mlp_norm, saved.source, grad_x, grad)
 
     def _apart_backward(
-        self, work: LayerWork, kept: types.SimpleNamespace, upstream: Tensor, grad: Tensor,
+        self, call: LayerCall, saved: SavedMoE, upstream: Tensor, grad: Tensor,
         norms: ExpertNorms
     ) -> Tensor:
         """backward() where experts, router and shared expert have norms of their own. `upstream`:
         the gradient of the sum of what experts and shared expert give, normed."""
-        source, kind, eps = kept.source, self.arch.norm, self.arch.norm_eps
-        of_given = norm_backward(kept.given, upstream, None, work.vector(norms.after), kind, eps)
-        grad_x, grad_weights = self._experts_backward(work, kept, of_given)
-        grad = norm_gradient(work, norms.before, source, grad_x, grad)
-        grad += route_backward(work, kept.routing, grad_weights, source)
-        kept.given = of_given = None
+        source, kind, eps = saved.source, self.arch.norm, self.arch.norm_eps
+        of_given = norm_backward(saved.given, upstream, None, call.vector(norms.after), kind, eps)
+        grad_x, grad_weights = self._experts_backward(call, saved, of_given)
+        grad = norm_gradient(call, norms.before, source, grad_x, grad)
+        grad += route_backward(call, saved.routing, grad_weights, source)
+        saved.given = of_given = None
         of_shared = norm_backward(
-            kept.shared_given, upstream, None, work.vector(norms.after_shared), kind, eps)
-        grad_x, kept.shared_given = self._shared_backward(work, kept, of_shared), None
-        return norm_gradient(work, self.arch.mlp_norm, source, grad_x, grad)
+            saved.shared_given, upstream, None, call.vector(norms.after_shared), kind, eps)
+        grad_x, saved.shared_given = self._shared_backward(call, saved, of_shared), None
+        return norm_gradient(call, self.arch.mlp_norm, source, grad_x, grad)
 
     def forward_to_recompute(
-        self, work: LayerWork, mid_residual: Tensor, source: Tensor
+        self, call: LayerCall, mid_residual: Tensor, source: Tensor
     ) -> tuple[Tensor, tuple[Tensor, list[int] | None]]:
         """Returns forward()'s sum, and the choice for recomputed_backward(): all that is kept."""
         # not in slices of tokens, as without experts: each slice would dequantize all of them
-        out, kept = self.forward(work, mid_residual, source, keep_gate_ups=False)
-        return out, kept.routing.choice
+        out, saved = self.forward(call, mid_residual, source, save_gate_ups=False)
+        return out, saved.routing.choice
 
     def recomputed_backward(
-        self, work: LayerWork, source: Tensor, grad: Tensor, choice: tuple[Tensor, list[int] | None]
+        self, call: LayerCall, source: Tensor, grad: Tensor, choice: tuple[Tensor, list[int] | None]
     ) -> Tensor:
         """backward() with forward() computed again."""
-        kept = self.forward(work, None, source, False, choice, keep_gate_ups=False)[1]
-        grad = self.backward(work, kept, grad)
-        work.held.clear()
+        saved = self.forward(call, None, source, False, choice, save_gate_ups=False)[1]
+        grad = self.backward(call, saved, grad)
+        call.dequantized.clear()
         return grad
 
     # ---- the experts ----
@@ -158,51 +158,53 @@ class MoESublayer:
         return self.arch.moe.clamp or limited(self.arch.activation, self.limits.experts)
 
     def _experts_forward(
-        self, work: LayerWork, routing: Routing, x: Tensor, keep_gate_ups: bool
+        self, call: LayerCall, routing: Routing, x: Tensor, save_gate_ups: bool
     ) -> tuple[Tensor, list[Tensor] | None]:
         """The sum [n, hidden] of what each token's experts give, times its weights for them; and,
         with keep_gate_ups, gate and up of each pass."""
-        outputs, kept = None, []
-        for passed in self._passes(work, routing):
-            gate_up = self._expert_gate_up(work, routing, x, passed)
+        outputs, saved = None, []
+        for chunk in self._chunks(call, routing):
+            gate_up = self._expert_gate_up(call, routing, x, chunk)
             activated = gate_up.new_empty(len(gate_up), self.expert_down.width)
-            gate(activated[:, : self.expert_down.in_features], gate_up, self._activation,
-                 self.arch.gated, evaluation=work.evaluation)
-            fill_expert_columns(work, self.expert_down, activated, passed)
-            rows = grouped(activated, passed.down.transpose(1, 2), passed)
-            self._add_bias(work, "down_proj", rows, routing, passed)
-            outputs = put_rows(outputs, rows, passed, len(routing.token))
-            if keep_gate_ups:
-                kept.append(gate_up)
-            del gate_up, activated, rows, passed  # before the next range is dequantized
+            glu(activated[:, : self.expert_down.in_features], gate_up, self._activation,
+                 self.arch.gated, evaluation=call.evaluation)
+            fill_expert_columns(call, self.expert_down, activated, chunk)
+            rows = grouped(activated, chunk.down.transpose(1, 2), chunk)
+            self._add_bias(call, "down_proj", rows, routing, chunk)
+            outputs = put_rows(outputs, rows, chunk, len(routing.token))
+            if save_gate_ups:
+                saved.append(gate_up)
+            del gate_up, activated, rows, chunk  # before the next range is dequantized
         out = add_expert_rows(outputs, routing.token_rows, routing.weights,
-                              evaluation=work.evaluation)
-        return out, kept or None
+                              evaluation=call.evaluation)
+        return out, saved or None
 
-    def _expert_gate_up(self, work: LayerWork, routing: Routing, x: Tensor, passed: Pass) -> Tensor:
-        """gate and up of the rows of one pass, [m, 2 inner]."""
-        inputs = x[routing.token[passed.rows]]
+    def _expert_gate_up(
+        self, call: LayerCall, routing: Routing, x: Tensor, chunk: ExpertChunk
+    ) -> Tensor:
+        """gate and up of the rows of one chunk, [m, 2 inner]."""
+        inputs = x[routing.token[chunk.rows]]
         if self.expert_gate_up.n_columns:
             inputs = widen(inputs, self.expert_gate_up)
-            fill_expert_columns(work, self.expert_gate_up, inputs, passed)
-        gate_up = grouped(inputs, passed.gate_up.transpose(1, 2), passed)
-        self._add_bias(work, "gate_up_proj", gate_up, routing, passed)
+            fill_expert_columns(call, self.expert_gate_up, inputs, chunk)
+        gate_up = grouped(inputs, chunk.gate_up.transpose(1, 2), chunk)
+        self._add_bias(call, "gate_up_proj", gate_up, routing, chunk)
         return gate_up
 
-    def _bias(self, work: LayerWork, key: str) -> Tensor | None:
+    def _bias(self, call: LayerCall, key: str) -> Tensor | None:
         """[experts, out] of all experts' linears `key`; None where they have none."""
-        return work.layer.small_tensors.get(f"{self.arch.moe.experts}.{key}_bias")
+        return call.layer.small_tensors.get(f"{self.arch.moe.experts}.{key}_bias")
 
     def _add_bias(
-        self, work: LayerWork, key: str, rows: Tensor, routing: Routing, passed: Pass
+        self, call: LayerCall, key: str, rows: Tensor, routing: Routing, chunk: ExpertChunk
     ) -> None:
         """Add to the rows of a pass the bias of their experts' linears `key`, if any."""
-        bias = self._bias(work, key)
+        bias = self._bias(call, key)
         if bias is not None:
-            add_row_bias(rows, bias, routing.expert[passed.rows], evaluation=work.evaluation)
+            add_row_bias(rows, bias, routing.expert[chunk.rows], evaluation=call.evaluation)
 
     def _experts_backward(
-        self, work: LayerWork, kept: types.SimpleNamespace, grad: Tensor
+        self, call: LayerCall, saved: SavedMoE, grad: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The gradients of what the experts read [n, hidden] and of the weights, fp32 [n, k], from
         that of the experts' sum.
@@ -211,65 +213,66 @@ class MoESublayer:
         computed before the last product, as (grad W) . activated, so that this product is never
         computed again. Takes kept.gate_ups one by one, and writes over them.
         """
-        routing, x = kept.routing, None
-        if not kept.gate_ups or self.expert_gate_up.n_columns:  # to compute them; for A's gradient
+        routing, x = saved.routing, None
+        if not saved.gate_ups or self.expert_gate_up.n_columns:  # to compute them; for A's gradient
             if self.latent:
-                x = kept.latent
+                x = saved.latent
             elif norms := self.arch.moe.norms:
-                x = normed(work, norms.before, kept.source)
+                x = normed(call, norms.before, saved.source)
             else:
-                x = kept_inputs(work, kept, self.arch.mlp_norm, kept.source, self.fused_linears[0])
+                x = normed_inputs(
+                    call, saved, self.arch.mlp_norm, saved.source, self.fused_linears[0])
         grad_rows, n_rows = None, len(routing.token)
         grad_weights = torch.empty(n_rows, dtype=torch.float32, device=grad.device)
-        for passed in self._passes(work, routing):
-            if kept.gate_ups:
-                gate_up = kept.gate_ups.pop(0)
+        for chunk in self._chunks(call, routing):
+            if saved.gate_ups:
+                gate_up = saved.gate_ups.pop(0)
             else:
                 assert x is not None, "made above"
-                gate_up = self._expert_gate_up(work, routing, x, passed)
+                gate_up = self._expert_gate_up(call, routing, x, chunk)
             # grad_inner and grad_d are without the tokens' weights; grad_gate_up is with them
-            upstream = grad[routing.token[passed.rows]]
-            grad_inner = grouped(upstream, passed.down, passed)
-            grad_inner, grad_d = split_columns(work, self.expert_down, grad_inner, passed)
-            grad_weights[passed.rows] = gate_weight_gradients(
+            upstream = grad[routing.token[chunk.rows]]
+            grad_inner = grouped(upstream, chunk.down, chunk)
+            grad_inner, grad_d = split_columns(call, self.expert_down, grad_inner, chunk)
+            grad_weights[chunk.rows] = glu_weight_gradients(
                 grad_inner, gate_up, self._activation, self.arch.gated)
-            weights = routing.row_weights[passed.rows]
-            grad_gate_up = self._gate_backward(grad_inner, weights, gate_up)
+            weights = routing.row_weights[chunk.rows]
+            grad_gate_up = self._glu_backward(grad_inner, weights, gate_up)
             activated = grad_inner  # _gate_backward() wrote gate()'s result there
             if grad_d is not None:
                 weighted = activated * weights[:, None].to(activated.dtype)
-                add_expert_gradients(work, self.expert_down, weighted, grad_d, upstream, passed)
+                add_expert_gradients(call, self.expert_down, weighted, grad_d, upstream, chunk)
             del grad_inner, activated, upstream, gate_up
-            rows = grouped(grad_gate_up, passed.gate_up, passed)
-            rows, grad_d = split_columns(work, self.expert_gate_up, rows, passed)
+            rows = grouped(grad_gate_up, chunk.gate_up, chunk)
+            rows, grad_d = split_columns(call, self.expert_gate_up, rows, chunk)
             if grad_d is not None:
-                inputs = x[routing.token[passed.rows]]
+                inputs = x[routing.token[chunk.rows]]
                 add_expert_gradients(
-                    work, self.expert_gate_up, inputs, grad_d, grad_gate_up, passed)
-            grad_rows = put_rows(grad_rows, rows, passed, n_rows)
-            del grad_gate_up, rows, passed
+                    call, self.expert_gate_up, inputs, grad_d, grad_gate_up, chunk)
+            grad_rows = put_rows(grad_rows, rows, chunk, n_rows)
+            del grad_gate_up, rows, chunk
         x = None
         grad_x = add_expert_rows(grad_rows, routing.token_rows, None)
-        grad_weights, bias = grad_weights[routing.token_rows], self._bias(work, "down_proj")
+        grad_weights, bias = grad_weights[routing.token_rows], self._bias(call, "down_proj")
         if bias is not None:  # it is a part of what an expert gives
             grad_weights += F.linear(grad, bias.to(grad.dtype)).float().gather(1, routing.chosen)
         return grad_x, grad_weights
 
-    def _gate_backward(self, grad: Tensor, weights: Tensor, gate_up: Tensor) -> Tensor:
+    def _glu_backward(self, grad: Tensor, weights: Tensor, gate_up: Tensor) -> Tensor:
         """Returns the gradient of gate_up times `weights`: a new tensor, or gate_up, overwritten.
         Writes gate()'s result over `grad`, its gradient."""
         activation = self._activation
         if isinstance(activation, tuple):
-            return clamped_gate_backward(grad, weights, gate_up, *activation)
-        gate_backward(grad, activation, weights, *gate_up.chunk(1 + self.arch.gated, -1))
+            return clamped_glu_backward(grad, weights, gate_up, *activation)
+        glu_backward(grad, activation, weights, *gate_up.chunk(1 + self.arch.gated, -1))
         return gate_up
 
-    def _passes(self, work: LayerWork, routing: Routing) -> Iterator[Pass]:
+    def _chunks(self, call: LayerCall, routing: Routing) -> Iterator[ExpertChunk]:
         """Yields what is multiplied at once: a range of experts with their weights, and at most an
         even share of the rows, so that memory does not depend on the router's choice."""
         n_rows = len(routing.token)
         ranges = cut_experts(
-            self.expert_gate_up, self.expert_down, work.layer.plan.expert_ranges)
+            self.expert_gate_up, self.expert_down, call.layer.plan.expert_ranges)
         most = math.ceil(n_rows / len(ranges))
         for experts, *parts in ranges:
             first, stop = 0, n_rows
@@ -278,9 +281,9 @@ class MoESublayer:
             weights = None
             for start in range(first, stop, most):
                 if weights is None:  # experts without a token are not dequantized
-                    weights = [dequantize(work.layer, part, work.adapter).view(
+                    weights = [dequantize(call.layer, part, call.adapter).view(
                         len(experts), -1, part.width) for part in parts]
-                yield Pass(experts, slice(start, min(start + most, stop)), routing, *weights)
+                yield ExpertChunk(experts, slice(start, min(start + most, stop)), routing, *weights)
 
     # ---- the shared expert ----
 
@@ -289,48 +292,48 @@ class MoESublayer:
         return limited(self.arch.activation, self.limits.mlp)
 
     def _shared_forward(
-        self, work: LayerWork, kept: types.SimpleNamespace, inputs: Tensor
+        self, call: LayerCall, saved: SavedMoE, inputs: Tensor
     ) -> Tensor:
         """What the shared expert gives [n, hidden], times the sigmoid of its gate, if any."""
         assert self.shared_gate_up and self.shared_down, "asked for above"
-        kept.shared_gate_up = lora_matmul(work, self.shared_gate_up, inputs)
-        activated = kept.shared_gate_up.new_empty(len(inputs), self.shared_down.width)
-        gate(activated[:, : self.shared_down.in_features], kept.shared_gate_up,
-             self._shared_activation, self.arch.gated, evaluation=work.evaluation)
-        out = lora_matmul(work, self.shared_down, activated)
-        kept.down_columns = last_columns(activated, self.shared_down)
+        saved.shared_gate_up = lora_matmul(call, self.shared_gate_up, inputs)
+        activated = saved.shared_gate_up.new_empty(len(inputs), self.shared_down.width)
+        glu(activated[:, : self.shared_down.in_features], saved.shared_gate_up,
+             self._shared_activation, self.arch.gated, evaluation=call.evaluation)
+        out = lora_matmul(call, self.shared_down, activated)
+        saved.down_columns = last_columns(activated, self.shared_down)
         if name := self.arch.moe.shared_gate:
-            kept.shared_out = out
+            saved.shared_out = out
             x = inputs[:, : self.arch.hidden_size]
-            weight = work.layer.small_tensors[f"{name}.weight"].to(x.dtype)
-            kept.shared_factor = F.linear(x, weight).sigmoid()
-            out = out * kept.shared_factor
+            weight = call.layer.small_tensors[f"{name}.weight"].to(x.dtype)
+            saved.shared_factor = F.linear(x, weight).sigmoid()
+            out = out * saved.shared_factor
         return out
 
     def _shared_backward(
-        self, work: LayerWork, kept: types.SimpleNamespace, grad: Tensor
+        self, call: LayerCall, saved: SavedMoE, grad: Tensor
     ) -> Tensor:
         """The gradient of x [n, hidden] through the shared expert, from that of its output."""
         assert self.shared_gate_up and self.shared_down, "asked for above"
         arch, from_factor, activated = self.arch, 0, None
         if name := arch.moe.shared_gate:
-            factor = kept.shared_factor.float()
-            slope = (grad.float() * kept.shared_out.float()).sum(-1, keepdim=True)
+            factor = saved.shared_factor.float()
+            slope = (grad.float() * saved.shared_out.float()).sum(-1, keepdim=True)
             slope = (slope * factor * (1 - factor)).to(grad.dtype)
-            from_factor = slope @ work.layer.small_tensors[f"{name}.weight"].to(slope.dtype)
-            grad, kept.shared_out = grad * kept.shared_factor, None
-        if work.spec.dora:
+            from_factor = slope @ call.layer.small_tensors[f"{name}.weight"].to(slope.dtype)
+            grad, saved.shared_out = grad * saved.shared_factor, None
+        if call.spec.dora:
             activated = grad.new_empty(len(grad), self.shared_down.in_features)
-            gate(activated, kept.shared_gate_up, self._shared_activation, arch.gated)
-        activated, grad_d = lora_matmul_backward(work, self.shared_down, kept.down_columns, grad,
+            glu(activated, saved.shared_gate_up, self._shared_activation, arch.gated)
+        activated, grad_d = lora_matmul_backward(call, self.shared_down, saved.down_columns, grad,
                                                  activated)
-        gate_backward(activated, self._shared_activation, None,
-                      *kept.shared_gate_up.chunk(1 + arch.gated, -1))
-        add_a_gradient(work, self.shared_down, activated, grad_d)  # gate()'s result by now
-        inputs = kept_inputs(work, kept, arch.mlp_norm, kept.source, self.shared_gate_up)
-        grad_x, grad_d = lora_matmul_backward(work, self.shared_gate_up, kept.columns,
-                                              kept.shared_gate_up, inputs)
-        add_a_gradient(work, self.shared_gate_up, inputs, grad_d)
+        glu_backward(activated, self._shared_activation, None,
+                      *saved.shared_gate_up.chunk(1 + arch.gated, -1))
+        add_a_gradient(call, self.shared_down, activated, grad_d)  # gate()'s result by now
+        inputs = normed_inputs(call, saved, arch.mlp_norm, saved.source, self.shared_gate_up)
+        grad_x, grad_d = lora_matmul_backward(call, self.shared_gate_up, saved.columns,
+                                              saved.shared_gate_up, inputs)
+        add_a_gradient(call, self.shared_gate_up, inputs, grad_d)
         return grad_x + from_factor
 
     # ---- for the plan ----
@@ -348,7 +351,7 @@ class MoESublayer:
         return self.expert_gate_up.out_features // self.arch.moe.n_experts
 
     @property
-    def kept_values(self) -> int:
+    def saved_values(self) -> int:
         """Values kept from forward to backward, if nothing is recomputed; 2 bytes each."""
         arch, moe = self.arch, self.arch.moe
         values = moe.top_k * self._gate_up_size + arch.hidden_size * (not arch.parallel)
@@ -361,7 +364,7 @@ class MoESublayer:
         if moe.norms:  # what experts and shared expert give
             values += 2 * arch.hidden_size
         if self.latent:
-            values += self.latent.kept_values
+            values += self.latent.saved_values
         return values + arch.hidden_size * (arch.mlp_post_norm is not None)
 
     def live_bytes(self, plan: Plan, recomputed: bool) -> int:
@@ -385,7 +388,7 @@ class MoESublayer:
         if moe.norms:  # what experts read, also for A's gradient, and that of what they give
             values += n * hidden * (2 + 2 * recomputed + bool(up.n_columns))
         if self.latent:
-            values += n * (self.latent.live_values + recomputed * self.latent.kept_values)
+            values += n * (self.latent.live_values + recomputed * self.latent.saved_values)
             values += max(fused.out_features * fused.width for fused in self.latent.fused_linears)
         # of the router in fp32: four values a row, and three tensors like its scores
         return values * item + 4 * (4 * rows + 3 * n * moe.n_experts)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_qlora.layer.call import LayerWork
+from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import fp32_product
 from fsdp_qlora.layer.router import Routing
@@ -37,7 +37,7 @@ def cut_experts(
     return found
 
 
-class Pass:
+class ExpertChunk:
     """Rows of a range of experts that are multiplied at once, and these experts' weights."""
 
     def __init__(
@@ -56,22 +56,22 @@ class Pass:
             self.bounds = [min(max(bound, first), stop) - first for bound in bounds]
 
 
-def put_rows(whole: Tensor | None, rows: Tensor, passed: Pass, n_rows: int) -> Tensor:
+def put_rows(whole: Tensor | None, rows: Tensor, chunk: ExpertChunk, n_rows: int) -> Tensor:
     """Write the rows of one pass into `whole` [n_rows, width], None before the first pass, and
     return it. If one pass has all rows, return these themselves."""
-    if passed.is_all:
+    if chunk.is_all:
         return rows
     whole = rows.new_empty(n_rows, rows.shape[1]) if whole is None else whole
-    whole[passed.rows] = rows
+    whole[chunk.rows] = rows
     return whole
 
 
-def grouped(rows: Tensor, weights: Tensor, passed: Pass) -> Tensor:
+def grouped(rows: Tensor, weights: Tensor, chunk: ExpertChunk) -> Tensor:
     """rows [m, in], each times its expert's matrix of weights [experts, in, out]."""
-    if passed.bounds is None:
-        return F.grouped_mm(rows, weights, offs=passed.ends)
+    if chunk.bounds is None:
+        return F.grouped_mm(rows, weights, offs=chunk.ends)
     out = rows.new_empty(len(rows), weights.shape[2])
-    for weight, start, stop in zip(weights, passed.bounds, passed.bounds[1:]):
+    for weight, start, stop in zip(weights, chunk.bounds, chunk.bounds[1:]):
         if start < stop:
             torch.mm(rows[start:stop], weight, out=out[start:stop])
     return out
@@ -83,24 +83,26 @@ def grouped(rows: Tensor, weights: Tensor, passed: Pass) -> Tensor:
 # grouped_mm wants rows of whole 16 bytes, 8 values of bf16: hence ranks are multiples of 8.
 
 
-def expert_a(work: LayerWork, fused: FusedLinear, passed: Pass) -> Tensor:
+def expert_a(call: LayerCall, fused: FusedLinear, chunk: ExpertChunk) -> Tensor:
     """A of a pass's experts, [experts, n_columns, in], a view of the layer's adapter."""
-    every = work.adapter[fused.lora_a].view(fused.n_experts, -1, fused.in_features)
-    return every[passed.experts.start : passed.experts.stop]
+    every = call.adapter[fused.lora_a].view(fused.n_experts, -1, fused.in_features)
+    return every[chunk.experts.start : chunk.experts.stop]
 
 
-def fill_expert_columns(work: LayerWork, fused: FusedLinear, inputs: Tensor, passed: Pass) -> None:
+def fill_expert_columns(
+    call: LayerCall, fused: FusedLinear, inputs: Tensor, chunk: ExpertChunk
+) -> None:
     """Write d = s x A.T, by each row's own expert, into the last columns of inputs [m, width]."""
     if fused.n_columns:
         columns = inputs[:, fused.in_features :]
         columns[:, fused.n_columns :] = 0
-        a = expert_a(work, fused, passed)
-        d = grouped(inputs[:, : fused.in_features], a.transpose(1, 2), passed)
-        columns[:, : fused.n_columns] = d * work.spec.scaling
+        a = expert_a(call, fused, chunk)
+        d = grouped(inputs[:, : fused.in_features], a.transpose(1, 2), chunk)
+        columns[:, : fused.n_columns] = d * call.spec.scaling
 
 
 def split_columns(
-    work: LayerWork, fused: FusedLinear, grad_inputs: Tensor, passed: Pass
+    call: LayerCall, fused: FusedLinear, grad_inputs: Tensor, chunk: ExpertChunk
 ) -> tuple[Tensor, Tensor | None]:
     """The gradients of x [m, in] and of d [m, n_columns], from that of [x, d] [m, width]; x alone,
     and None, where no expert has an adapter."""
@@ -108,39 +110,39 @@ def split_columns(
         return grad_inputs, None
     grad_d = grad_inputs[:, fused.in_features : fused.in_features + fused.n_columns].contiguous()
     grad_x = grad_inputs[:, : fused.in_features]
-    from_d = grouped(grad_d, expert_a(work, fused, passed), passed)
-    return torch.add(grad_x, from_d, alpha=work.spec.scaling), grad_d
+    from_d = grouped(grad_d, expert_a(call, fused, chunk), chunk)
+    return torch.add(grad_x, from_d, alpha=call.spec.scaling), grad_d
 
 
 def add_expert_gradients(
-    work: LayerWork, fused: FusedLinear, x: Tensor, grad_d: Tensor, grad: Tensor, passed: Pass
+    call: LayerCall, fused: FusedLinear, x: Tensor, grad_d: Tensor, grad: Tensor, chunk: ExpertChunk
 ) -> None:
     """Add the gradients of A and B of a pass's experts to work.grad_adapter, from x [m, in], the
     gradient of d [m, n_columns] and that of the outputs [m, out]. A row's weight must be
     multiplied either into x or into both gradients."""
-    its, n = slice(passed.experts.start, passed.experts.stop), fused.n_experts
-    scaling, columns = work.spec.scaling, fused.n_columns
-    grad_a = work.grad_adapter[fused.lora_a].view(n, columns, fused.in_features)[its]
-    grad_a.add_(grouped_outer(grad_d, x, passed), alpha=scaling)
-    d = grouped(x, expert_a(work, fused, passed).transpose(1, 2), passed) * scaling
+    its, n = slice(chunk.experts.start, chunk.experts.stop), fused.n_experts
+    scaling, columns = call.spec.scaling, fused.n_columns
+    grad_a = call.grad_adapter[fused.lora_a].view(n, columns, fused.in_features)[its]
+    grad_a.add_(grouped_outer(grad_d, x, chunk), alpha=scaling)
+    d = grouped(x, expert_a(call, fused, chunk).transpose(1, 2), chunk) * scaling
     first, last = fused.places[0].lora_b, fused.places[-1].lora_b
-    grad_b = work.grad_adapter[first.start : last.stop].view(n, -1, fused.lora_rank)[its]
+    grad_b = call.grad_adapter[first.start : last.stop].view(n, -1, fused.lora_rank)[its]
     offset = 0
     for place in fused.places[: len(fused.places) // n]:  # of one expert
         stop = offset + place.linear.out_features
         part = grad[:, offset:stop].contiguous(), d[:, place.columns].contiguous()
-        grad_b[:, offset:stop] += grouped_outer(*part, passed)
+        grad_b[:, offset:stop] += grouped_outer(*part, chunk)
         offset = stop
 
 
-def grouped_outer(a: Tensor, b: Tensor, passed: Pass) -> Tensor:
+def grouped_outer(a: Tensor, b: Tensor, chunk: ExpertChunk) -> Tensor:
     """Returns a.T @ b of each expert's rows, a [m, p] and b [m, q]: fp32 [experts, p, q]."""
-    if passed.bounds is None:
-        out = F.grouped_mm(a.t(), b, offs=passed.ends).float()
-        empty = passed.ends == F.pad(passed.ends, (1, 0))[:-1]
+    if chunk.bounds is None:
+        out = F.grouped_mm(a.t(), b, offs=chunk.ends).float()
+        empty = chunk.ends == F.pad(chunk.ends, (1, 0))[:-1]
         return out.masked_fill_(empty[:, None, None], 0)  # rubbish on Blackwell, pytorch 172439
-    out = torch.zeros(len(passed.experts), a.shape[1], b.shape[1], device=a.device)
-    for i, (start, stop) in enumerate(zip(passed.bounds, passed.bounds[1:])):
+    out = torch.zeros(len(chunk.experts), a.shape[1], b.shape[1], device=a.device)
+    for i, (start, stop) in enumerate(zip(chunk.bounds, chunk.bounds[1:])):
         if start < stop:
             out[i] = fp32_product(a[start:stop].t(), b[start:stop])
     return out

@@ -6,13 +6,12 @@ They have the functions and properties of MixerSublayer and MLPSublayer.
 from __future__ import annotations
 
 import dataclasses
-import types
 
 from torch import Tensor
 
-from fsdp_qlora.layer.call import LayerWork
+from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
-from fsdp_qlora.layer.residual import keep
+from fsdp_qlora.layer.saved import SavedMixer, SavedMLP
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture
 
@@ -24,7 +23,7 @@ class _Absent:
     arch: Architecture
 
     fused_linears: tuple[FusedLinear, ...] = dataclasses.field(default=(), init=False)
-    kept_values = recomputed_values = elementwise_values = query_width = choice_values = 0
+    saved_values = recomputed_values = elementwise_values = query_width = choice_values = 0
     token_weights, product_speed = 0, 1
 
     def live_bytes(self, plan: Plan, recomputed: bool) -> int:
@@ -35,12 +34,12 @@ class NoMixerSublayer(_Absent):
     """In the place of a MixerSublayer."""
 
     def forward(
-        self, work: LayerWork, x: Tensor, want_sum: bool = True
-    ) -> tuple[Tensor, types.SimpleNamespace]:
-        return x, keep()
+        self, call: LayerCall, x: Tensor, want_sum: bool = True
+    ) -> tuple[Tensor, SavedMixer]:
+        return x, SavedMixer()
 
     def backward(
-        self, work: LayerWork, kept: types.SimpleNamespace, grad: Tensor, residual: Tensor,
+        self, call: LayerCall, saved: SavedMixer, grad: Tensor, residual: Tensor,
         needs_x: bool
     ) -> Tensor:
         return residual
@@ -55,19 +54,19 @@ class NoMLPSublayer(_Absent):
     recomputed_weights = 0
 
     def forward(
-        self, work: LayerWork, mid_residual: Tensor, source: Tensor
-    ) -> tuple[Tensor, types.SimpleNamespace]:
-        return mid_residual, keep()
+        self, call: LayerCall, mid_residual: Tensor, source: Tensor
+    ) -> tuple[Tensor, SavedMLP]:
+        return mid_residual, SavedMLP()
 
-    def backward(self, work: LayerWork, kept: types.SimpleNamespace, grad: Tensor) -> Tensor:
+    def backward(self, call: LayerCall, saved: SavedMLP, grad: Tensor) -> Tensor:
         return grad
 
     def forward_to_recompute(
-        self, work: LayerWork, mid_residual: Tensor, source: Tensor
+        self, call: LayerCall, mid_residual: Tensor, source: Tensor
     ) -> tuple[Tensor, None]:
         return mid_residual, None
 
     def recomputed_backward(
-        self, work: LayerWork, source: Tensor, grad: Tensor, choice: None
+        self, call: LayerCall, source: Tensor, grad: Tensor, choice: None
     ) -> Tensor:
         return grad

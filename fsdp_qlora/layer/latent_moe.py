@@ -7,15 +7,15 @@ Router and shared expert read the hidden states themselves.
 from __future__ import annotations
 
 import dataclasses
-import types
 
 from torch import Tensor
 
-from fsdp_qlora.layer.call import LayerWork
+from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import (
     add_a_gradient, fill_columns, lora_matmul, lora_matmul_backward, widen)
 from fsdp_qlora.layer.residual import last_columns
+from fsdp_qlora.layer.saved import SavedMoE
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -30,50 +30,50 @@ class ExpertLatent:
     def fused_linears(self) -> tuple[FusedLinear, ...]:
         return self.entry, self.exit
 
-    def enter(self, work: LayerWork, kept: types.SimpleNamespace, x: Tensor) -> Tensor:
+    def enter(self, call: LayerCall, saved: SavedMoE, x: Tensor) -> Tensor:
         """What the experts read [n, latent], of x [n, hidden]; also in kept.latent."""
         inputs = widen(x, self.entry)
-        kept.latent = lora_matmul(work, self.entry, inputs)
-        kept.entry_columns, kept.exit_inputs = last_columns(inputs, self.entry), None
-        latent: Tensor = kept.latent
+        saved.latent = lora_matmul(call, self.entry, inputs)
+        saved.entry_columns, saved.exit_inputs = last_columns(inputs, self.entry), None
+        latent: Tensor = saved.latent
         return latent
 
     def leave(
-        self, work: LayerWork, kept: types.SimpleNamespace, summed: Tensor, want_output: bool
+        self, call: LayerCall, saved: SavedMoE, summed: Tensor, want_output: bool
     ) -> Tensor | None:
         """What `exit` gives [n, hidden] of the experts' sum [n, latent]; None without want_output.
         """
         inputs = widen(summed, self.exit)
         if self.exit.n_columns:
-            kept.exit_inputs = inputs
+            saved.exit_inputs = inputs
         if want_output:
-            return lora_matmul(work, self.exit, inputs)
-        fill_columns(work, self.exit, inputs)  # backward reads them
+            return lora_matmul(call, self.exit, inputs)
+        fill_columns(call, self.exit, inputs)  # backward reads them
         return None
 
     def leave_backward(
-        self, work: LayerWork, kept: types.SimpleNamespace, grad: Tensor
+        self, call: LayerCall, saved: SavedMoE, grad: Tensor
     ) -> Tensor:
         """The gradient of the experts' sum, from that of what leave() returned."""
-        inputs, kept.exit_inputs = kept.exit_inputs, None
+        inputs, saved.exit_inputs = saved.exit_inputs, None
         if inputs is None:  # without an adapter it is not read
             inputs = grad.new_empty(0, self.exit.width)
         summed, columns = inputs.tensor_split([self.exit.in_features], 1)
-        grad, grad_d = lora_matmul_backward(work, self.exit, columns, grad, summed)
-        add_a_gradient(work, self.exit, summed, grad_d)
+        grad, grad_d = lora_matmul_backward(call, self.exit, columns, grad, summed)
+        add_a_gradient(call, self.exit, summed, grad_d)
         return grad
 
     def enter_backward(
-        self, work: LayerWork, kept: types.SimpleNamespace, grad: Tensor, x: Tensor
+        self, call: LayerCall, saved: SavedMoE, grad: Tensor, x: Tensor
     ) -> Tensor:
         """The gradient of x, from that of what enter() returned."""
-        kept.latent = None
-        grad, grad_d = lora_matmul_backward(work, self.entry, kept.entry_columns, grad, x)
-        add_a_gradient(work, self.entry, x, grad_d)
+        saved.latent = None
+        grad, grad_d = lora_matmul_backward(call, self.entry, saved.entry_columns, grad, x)
+        add_a_gradient(call, self.entry, x, grad_d)
         return grad
 
     @property
-    def kept_values(self) -> int:
+    def saved_values(self) -> int:
         """Kept from forward to backward, if nothing is recomputed."""
         of_exit = self.exit.width if self.exit.n_columns else 0
         return self.entry.out_features + self.entry.padded_columns + of_exit

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.kernels.micro_batch import MicroBatch
-from fsdp_qlora.kernels.offload import put_all
+from fsdp_qlora.kernels.offload import put_record
 from fsdp_qlora.layer.attention import AttentionMixer
-from fsdp_qlora.layer.call import LayerWork
+from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.experts import MoESublayer
 from fsdp_qlora.layer.identity_sublayers import NoMixerSublayer, NoMLPSublayer
 from fsdp_qlora.layer.latent_moe import ExpertLatent
@@ -39,26 +39,26 @@ class LayerSpec(ParameterLayout):
     mixer: MixerSublayer | NoMixerSublayer
     mlp: MLPSublayer | MoESublayer | NoMLPSublayer
 
-    def kept_values(self, keeps: str) -> int:
+    def saved_values(self, saves: str) -> int:
         """Values per token that a layer keeps from forward to backward, see LayerFunction."""
         hidden = self.mixer.arch.hidden_size  # the width of x, and of the sum after the mixing
-        if keeps == "all":
-            return self.mixer.kept_values + self.mlp.kept_values
-        if keeps == "mlp":
-            return hidden + self.mlp.kept_values
-        return (2 * hidden if keeps == "middle" else hidden) + self.mlp.choice_values
+        if saves == "all":
+            return self.mixer.saved_values + self.mlp.saved_values
+        if saves == "mlp":
+            return hidden + self.mlp.saved_values
+        return (2 * hidden if saves == "mid_residual" else hidden) + self.mlp.choice_values
 
-    def live_bytes(self, plan: Plan, keeps: str) -> int:
+    def live_bytes(self, plan: Plan, saves: str) -> int:
         """The most bytes that a layer's backward takes besides what is kept: gradients, dequantized
         weights, and what is computed again."""
         item, n = getattr(torch, plan.compute_dtype).itemsize, plan.micro_batch_tokens
-        live = max(self.mixer.live_bytes(plan, recomputed=keeps != "all"),
-                   self.mlp.live_bytes(plan, recomputed=keeps in ("middle", "x")))
-        if keeps != "all":  # x and the sum, where they are not counted as kept
+        live = max(self.mixer.live_bytes(plan, recomputed=saves != "all"),
+                   self.mlp.live_bytes(plan, recomputed=saves in ("mid_residual", "input")))
+        if saves != "all":  # x and the sum, where they are not counted as kept
             live += 2 * n * self.mixer.arch.hidden_size * item
         if self.mixer.arch.layer_scalar:  # the gradient before it is multiplied by that
             live += n * self.mixer.arch.hidden_size * item
-        if keeps == "x":  # the mixer sublayer is computed again first, to come to the sum
+        if saves == "input":  # the mixer sublayer is computed again first, to come to the sum
             live += n * (self.mixer.arch.hidden_size + self.mixer.recomputed_values) * item
         return live
 
@@ -72,13 +72,13 @@ class LayerSpec(ParameterLayout):
         return (sum(fused.n_weights for fused in self.mixer.fused_linears)
                 + self.mlp.token_weights / speed)
 
-    def recomputed_weights(self, keeps: str) -> float:
+    def recomputed_weights(self, saves: str) -> float:
         """Weights of the products that the backward of a layer computes again."""
-        if keeps == "all":
+        if saves == "all":
             return 0
-        want_sum = keeps == "x" and not self.mixer.arch.parallel
+        want_sum = saves == "input" and not self.mixer.arch.parallel
         weights = self.mixer.recomputed_weights(want_sum)
-        return weights if keeps == "mlp" else weights + self.mlp.recomputed_weights
+        return weights if saves == "mlp" else weights + self.mlp.recomputed_weights
 
 
 def make_layer_specs(
@@ -149,13 +149,13 @@ class DecoderLayer(LayerParameters):
 
     spec: LayerSpec
 
-    def forward(self, x: Tensor, batch: MicroBatch, *borrowed: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, x: Tensor, batch: MicroBatch, *shared_kv: Tensor) -> tuple[Tensor, ...]:
         """What the layer returns; where it lends its keys and values, these too, [tokens, heads,
         head_dim]. `borrowed`: those of its lender."""
         # is_grad_enabled() is always False inside LayerFunction.forward(), and needs_input_grad is
         # the same in an evaluation; the adapter is given so that autograd asks for its gradient
         out: tuple[Tensor, ...] = LayerFunction.apply(
-            x, self.adapter, self, batch, torch.is_grad_enabled(), *borrowed)
+            x, self.adapter, self, batch, torch.is_grad_enabled(), *shared_kv)
         return out
 
 
@@ -164,8 +164,8 @@ class LayerFunction(torch.autograd.Function):
     tokens, then the MLP. `middle` is the sum after the first.
 
     What it keeps from forward to backward is layer.keeps: "all"; "mlp", which is x and what the MLP
-    needs; "middle", which is x and the sum after the mixing; or "x". The rest is computed again,
-    but never which experts were chosen. A parallel layer, whose MLP reads x, keeps "all" or "x",
+    needs; "mid_residual", which is x and the sum after the mixing; or "input". The rest is computed again,
+    but never which experts were chosen. A parallel layer, whose MLP reads x, keeps "all" or "input",
     one with experts never "mlp". Backward reads the parameters from the layer, where FSDP2 has put
     the gathered ones back by then.
 
@@ -176,63 +176,63 @@ class LayerFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, adapter: Tensor, layer: DecoderLayer, batch: MicroBatch,
-        is_training: bool, *borrowed: Tensor
+        is_training: bool, *shared_kv: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.layer, ctx.batch, x = layer, batch, x.detach()
-        ctx.borrowed = tuple(part.detach() for part in borrowed)
-        work = LayerWork(layer, batch, ctx.borrowed, evaluation=not is_training)
+        ctx.shared_kv = tuple(part.detach() for part in shared_kv)
+        call = LayerCall(layer, batch, ctx.shared_kv, evaluation=not is_training)
         put = batch.store.put
         mixer, mlp = layer.spec.mixer, layer.spec.mlp
-        if layer.keeps == "all":
-            mid_residual, mixer_kept = mixer.forward(work, x)
+        if layer.saves == "all":
+            mid_residual, mixer_saved = mixer.forward(call, x)
             mlp_inputs = x if layer.arch.parallel else mid_residual
-            out, mlp_kept = mlp.forward(work, mid_residual, mlp_inputs)
-            ctx.kept = mixer_kept, mlp_kept
-            return work.scaled(out), *work.lent
+            out, mlp_saved = mlp.forward(call, mid_residual, mlp_inputs)
+            ctx.saved = mixer_saved, mlp_saved
+            return call.scaled(out), *call.kv_to_share
         # put() returns a key for take(): by them activations go to the host and back, if offloaded
         x_key = put(x)  # on its way while tokens are mixed
-        mid_residual = mixer.forward(work, x)[0]
-        if layer.keeps == "mlp":
-            out, mlp_kept = mlp.forward(work, mid_residual, mid_residual)
-            ctx.kept = x_key, put_all(batch.store, mlp_kept)
-            return work.scaled(out), *work.lent
-        mid_residual_key = put(mid_residual) if layer.keeps == "middle" else None
-        out, choice = mlp.forward_to_recompute(work, mid_residual,
+        mid_residual = mixer.forward(call, x)[0]
+        if layer.saves == "mlp":
+            out, mlp_saved = mlp.forward(call, mid_residual, mid_residual)
+            ctx.saved = x_key, put_record(batch.store, mlp_saved)
+            return call.scaled(out), *call.kv_to_share
+        mid_residual_key = put(mid_residual) if layer.saves == "mid_residual" else None
+        out, choice = mlp.forward_to_recompute(call, mid_residual,
                                                x if layer.arch.parallel else mid_residual)
-        ctx.kept = x_key, mid_residual_key, choice
-        return work.scaled(out), *work.lent
+        ctx.saved = x_key, mid_residual_key, choice
+        return call.scaled(out), *call.kv_to_share
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *grad_lent: Tensor) -> tuple[Tensor | None, ...]:
-        layer, batch, kept = ctx.layer, ctx.batch, ctx.kept
-        work, take = LayerWork(layer, batch, ctx.borrowed, backward=True), batch.store.take
-        ctx.kept, ctx.borrowed, work.grad_lent = None, (), grad_lent
+    def backward(ctx: Any, grad: Tensor, *grad_kv_to_share: Tensor) -> tuple[Tensor | None, ...]:
+        layer, batch, saved = ctx.layer, ctx.batch, ctx.saved
+        call, take = LayerCall(layer, batch, ctx.shared_kv, backward=True), batch.store.take
+        ctx.saved, ctx.shared_kv, call.grad_kv_to_share = None, (), grad_kv_to_share
         mixer, mlp, parallel = layer.spec.mixer, layer.spec.mlp, layer.arch.parallel
-        grad = work.scaled(grad)
-        if layer.keeps == "all":
-            mixer_kept, mlp_kept = kept
-            grad_mid_residual = mlp.backward(work, mlp_kept, grad)
-        elif layer.keeps in ("mlp", "middle"):
-            if layer.keeps == "mlp":
-                x_key, take_mlp_kept = kept
-                grad_mid_residual = mlp.backward(work, take_mlp_kept(), grad)
+        grad = call.scaled(grad)
+        if layer.saves == "all":
+            mixer_saved, mlp_saved = saved
+            grad_mid_residual = mlp.backward(call, mlp_saved, grad)
+        elif layer.saves in ("mlp", "mid_residual"):
+            if layer.saves == "mlp":
+                x_key, take_mlp_saved = saved
+                grad_mid_residual = mlp.backward(call, take_mlp_saved(), grad)
             else:
-                x_key, mid_residual_key, choice = kept
+                x_key, mid_residual_key, choice = saved
                 (mid_residual,) = take(mid_residual_key)
-                grad_mid_residual = mlp.recomputed_backward(work, mid_residual, grad, choice)
+                grad_mid_residual = mlp.recomputed_backward(call, mid_residual, grad, choice)
                 del mid_residual
             (x,) = take(x_key)  # it came back while the MLP ran
-            mixer_kept = mixer.forward(work, x, want_sum=False)[1]
+            mixer_saved = mixer.forward(call, x, want_sum=False)[1]
         else:
-            (x,), choice = take(kept[0]), kept[2]
-            mid_residual, mixer_kept = mixer.forward(work, x, want_sum=not parallel)
-            work.held.clear()  # room for the MLP's weights
+            (x,), choice = take(saved[0]), saved[2]
+            mid_residual, mixer_saved = mixer.forward(call, x, want_sum=not parallel)
+            call.dequantized.clear()  # room for the MLP's weights
             grad_mid_residual = mlp.recomputed_backward(
-                work, x if parallel else mid_residual, grad, choice)
+                call, x if parallel else mid_residual, grad, choice)
             del mid_residual
         # in a parallel layer the mixer gets the gradient of the layer's sum; grad_mid_residual then
         # has the gradient of x through the MLP already
         upstream = grad if parallel else grad_mid_residual
         needs_x = ctx.needs_input_grad[0]
-        grad_x = mixer.backward(work, mixer_kept, upstream, grad_mid_residual, needs_x)
-        return grad_x, work.grad_adapter, None, None, None, *work.grad_borrowed
+        grad_x = mixer.backward(call, mixer_saved, upstream, grad_mid_residual, needs_x)
+        return grad_x, call.grad_adapter, None, None, None, *call.grad_shared_kv

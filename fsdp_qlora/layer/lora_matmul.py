@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp_qlora.kernels.elementwise import scale_columns
-from fsdp_qlora.layer.call import LayerWork
+from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
 
 
@@ -30,44 +30,44 @@ def widen(x: Tensor, fused: FusedLinear) -> Tensor:
     return wide
 
 
-def fill_columns(work: LayerWork, fused: FusedLinear, inputs: Tensor) -> None:
+def fill_columns(call: LayerCall, fused: FusedLinear, inputs: Tensor) -> None:
     """Write d = s x A.T of all adapted linears into the last columns of inputs [n, width]."""
     if not fused.n_columns:
         return
     x, columns = inputs[:, : fused.in_features], inputs[:, fused.in_features :]
-    a = work.adapter[fused.lora_a].view(-1, fused.in_features)
-    dropped = work.drop(x, work.spec.dropout, fused.dropout_site)
+    a = call.adapter[fused.lora_a].view(-1, fused.in_features)
+    dropped = call.drop(x, call.spec.dropout, fused.dropout_site)
     columns.zero_()  # torch 2.13 on a CPU reads what is there even with beta=0, and 0 * NaN is NaN
-    torch.addmm(a.new_zeros(()), dropped, a.t(), beta=0, alpha=work.spec.scaling,
+    torch.addmm(a.new_zeros(()), dropped, a.t(), beta=0, alpha=call.spec.scaling,
                 out=columns[:, : fused.n_columns])
 
 
-def lora_matmul(work: LayerWork, fused: FusedLinear, inputs: Tensor) -> Tensor:
+def lora_matmul(call: LayerCall, fused: FusedLinear, inputs: Tensor) -> Tensor:
     """Outputs [n, out] of linears with their adapters; fills the last columns of inputs [n, width].
     """
-    fill_columns(work, fused, inputs)
+    fill_columns(call, fused, inputs)
     if len(fused.splits) == 1:
-        return _one_product(work, fused, inputs)
+        return _one_product(call, fused, inputs)
     out = inputs.new_empty(len(inputs), fused.out_features)
     for one in fused.splits:
-        if inputs.is_cuda and one.bias is None and not work.spec.dora:
-            torch.mm(inputs, work.weight(one).t(), out=out[:, one.outputs])  # without a copy
+        if inputs.is_cuda and one.bias is None and not call.spec.dora:
+            torch.mm(inputs, call.weight(one).t(), out=out[:, one.outputs])  # without a copy
         else:
-            out[:, one.outputs] = _one_product(work, one, inputs)
+            out[:, one.outputs] = _one_product(call, one, inputs)
     return out
 
 
-def _one_product(work: LayerWork, fused: FusedLinear, inputs: Tensor) -> Tensor:
-    bias = None if fused.bias is None else work.layer.vectors[fused.bias][fused.outputs]
-    weight = work.weight(fused)
-    if not work.spec.dora or not fused.adapted:
+def _one_product(call: LayerCall, fused: FusedLinear, inputs: Tensor) -> Tensor:
+    bias = None if fused.bias is None else call.layer.vectors[fused.bias][fused.outputs]
+    weight = call.weight(fused)
+    if not call.spec.dora or not fused.adapted:
         return F.linear(inputs, weight, bias)
-    factor, _ = dora_factors(work, fused, weight)
-    return scale_columns(inputs @ weight.t(), factor, bias, evaluation=work.evaluation)
+    factor, _ = dora_factors(call, fused, weight)
+    return scale_columns(inputs @ weight.t(), factor, bias, evaluation=call.evaluation)
 
 
 def lora_matmul_backward(
-    work: LayerWork, fused: FusedLinear, columns: Tensor, grad: Tensor, x: Tensor | None,
+    call: LayerCall, fused: FusedLinear, columns: Tensor, grad: Tensor, x: Tensor | None,
     needs_x: bool = True
 ) -> tuple[Tensor | Any, Tensor]:
     """Returns the gradients of x [n, in], None without needs_x, and of d [n, n_columns], from
@@ -77,16 +77,16 @@ def lora_matmul_backward(
     `columns` [n, padded_columns] are last_columns() of product()'s inputs, which hold d; x is read
     for DoRA alone.
     """
-    n_in, spec, grad_inputs = fused.in_features, work.spec, None
+    n_in, spec, grad_inputs = fused.in_features, call.spec, None
     for one in fused.splits:
-        weight, part = work.weight(one), grad[:, one.outputs]
+        weight, part = call.weight(one), grad[:, one.outputs]
         if spec.dora and one.adapted:
             # y = c u + bias with c = m / norm; PEFT, too, treats the norm as a constant
-            factor, norm = dora_factors(work, one, weight)
+            factor, norm = dora_factors(call, one, weight)
             u = torch.addmm(x @ weight[:, :n_in].t(), columns, weight[:, n_in:].t())
             sums = (part.float() * u.float()).sum(0) / norm
             for p in one.adapted:
-                work.grad_adapter[p.magnitude] += sums[one.local_outputs(p)]
+                call.grad_adapter[p.magnitude] += sums[one.local_outputs(p)]
             part = scale_columns(part, factor, None)
         used = weight if needs_x else weight[:, n_in:]
         if grad_inputs is not None:
@@ -97,47 +97,47 @@ def lora_matmul_backward(
             grad_inputs = fp32_product(part, used).to(part.dtype)
         del weight, used
         for p in one.adapted:
-            grad_b = work.grad_adapter[p.lora_b].view(-1, fused.lora_rank)
+            grad_b = call.grad_adapter[p.lora_b].view(-1, fused.lora_rank)
             grad_b += fp32_product(part[:, one.local_outputs(p)].t(), columns[:, p.columns])
     grad_x, grad_d = grad_inputs.split([n_in * needs_x, fused.width - n_in], 1)
     grad_d = grad_d[:, : fused.n_columns]
     if not needs_x or not fused.n_columns:
         return grad_x if needs_x else None, grad_d
-    a = work.adapter[fused.lora_a].view(-1, n_in)  # [n_columns, in]
+    a = call.adapter[fused.lora_a].view(-1, n_in)  # [n_columns, in]
     if spec.dropout:
         from_d = spec.scaling * (grad_d @ a)
-        return grad_x + work.drop(from_d, spec.dropout, fused.dropout_site), grad_d
+        return grad_x + call.drop(from_d, spec.dropout, fused.dropout_site), grad_d
     return grad_x.addmm_(grad_d, a, alpha=spec.scaling), grad_d
 
 
-def add_a_gradient(work: LayerWork, fused: FusedLinear, x: Tensor, grad_d: Tensor) -> None:
+def add_a_gradient(call: LayerCall, fused: FusedLinear, x: Tensor, grad_d: Tensor) -> None:
     """The second half of lora_matmul_backward(): add the gradient of all A to work.grad_adapter,
     from x [n, in] and the gradient of d [n, n_columns]."""
     if fused.n_columns:
-        dropped = work.drop(x, work.spec.dropout, fused.dropout_site)
-        grad_a = work.grad_adapter[fused.lora_a].view(-1, fused.in_features)
-        grad_a.add_(fp32_product(grad_d.t(), dropped), alpha=work.spec.scaling)
+        dropped = call.drop(x, call.spec.dropout, fused.dropout_site)
+        grad_a = call.grad_adapter[fused.lora_a].view(-1, fused.in_features)
+        grad_a.add_(fp32_product(grad_d.t(), dropped), alpha=call.spec.scaling)
 
 
-def dora_factors(work: LayerWork, fused: FusedLinear, weight: Tensor) -> tuple[Tensor, Tensor]:
+def dora_factors(call: LayerCall, fused: FusedLinear, weight: Tensor) -> tuple[Tensor, Tensor]:
     """DoRA's factors c = m / norm and the norms ||W + s B A||, both fp32 [out]. Outputs without an
     adapter have 1.
 
     The norm needs no [out, in] of its own: by row it is the root of
     ||W||^2 + 2 s B.(W A.T) + s^2 B.(B A A.T).
     """
-    a = work.adapter[fused.lora_a].view(-1, fused.in_features)
-    w_a, scaling = fp32_product(weight[:, : fused.in_features], a.t()), work.spec.scaling
+    a = call.adapter[fused.lora_a].view(-1, fused.in_features)
+    w_a, scaling = fp32_product(weight[:, : fused.in_features], a.t()), call.spec.scaling
     a, norm = a.float(), torch.ones(fused.out_features, device=weight.device)
     factor = norm.clone()
     for p in fused.adapted:
         a_p, outputs = a[p.columns], fused.local_outputs(p)
-        b_p = work.adapter[p.lora_b].view(-1, fused.lora_rank).float()
+        b_p = call.adapter[p.lora_b].view(-1, fused.lora_rank).float()
         cross = (b_p * w_a[outputs, p.columns]).sum(1)
         square = (b_p @ (a_p @ a_p.t()) * b_p).sum(1)
-        norm_w = work.layer.weight_norms[p.linear.name].square()
+        norm_w = call.layer.weight_norms[p.linear.name].square()
         norm[outputs] = (norm_w + 2 * scaling * cross + scaling * scaling * square).sqrt()
-        factor[outputs] = work.layer.adapter.detach()[p.magnitude].float() / norm[outputs]
+        factor[outputs] = call.layer.adapter.detach()[p.magnitude].float() / norm[outputs]
     return factor, norm
 
 

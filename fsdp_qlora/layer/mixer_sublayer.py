@@ -7,20 +7,20 @@ The mixings are AttentionMixer of attention, MLAMixer of latent and AutogradMixe
 from __future__ import annotations
 
 import dataclasses
-import types
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from fsdp_qlora.kernels.elementwise import ATTENTION_SITE
-from fsdp_qlora.layer.call import LayerWork
+from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import (
     add_a_gradient, fill_columns, lora_matmul, lora_matmul_backward, widen)
 from fsdp_qlora.layer.residual import (
-    branch_gradient, end_branch, keep, keep_inputs, kept_inputs, last_columns, norm_gradient,
-    norm_inputs, weight_bytes)
+    branch_gradient, end_branch, last_columns, norm_gradient, norm_inputs, normed_inputs,
+    save_inputs, weight_bytes)
+from fsdp_qlora.layer.saved import SavedMixer, SavedMixing
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture
 
@@ -29,14 +29,18 @@ class TokenMixer(Protocol):
     """A function of all tokens of a micro-batch, inside each document. The properties are for the
     plan: they count values per token."""
 
-    def forward(self, work: LayerWork, kept: types.SimpleNamespace) -> Tensor:
+    @property
+    def saved(self) -> type[SavedMixing]:
+        """The record of what it saves, which the functions below get."""
+
+    def forward(self, call: LayerCall, saved: Any) -> Tensor:
         """What the last product reads [n, out.in_features], of kept.projected [n,
         projected_width], which it may replace in `kept`; that holds what the others need."""
 
-    def mixed(self, work: LayerWork, kept: types.SimpleNamespace) -> Tensor:
+    def mixed(self, call: LayerCall, saved: Any) -> Tensor:
         """What forward() returned."""
 
-    def backward(self, work: LayerWork, kept: types.SimpleNamespace, grad: Tensor) -> Tensor:
+    def backward(self, call: LayerCall, saved: Any, grad: Tensor) -> Tensor:
         """The gradient of what was projected, from that of what forward() returned. Takes what it
         needs out of `kept`."""
 
@@ -49,7 +53,7 @@ class TokenMixer(Protocol):
         """How many of the outputs of in_proj it reads."""
 
     @property
-    def keeps_projected(self) -> bool:
+    def saves_projected(self) -> bool:
         """Whether that includes what it reads, in its place beside what others read."""
 
     @property
@@ -57,7 +61,7 @@ class TokenMixer(Protocol):
         """Of softmax attention, whose work grows with the length of documents; else 0."""
 
     @property
-    def kept_values(self) -> int:
+    def saved_values(self) -> int:
         """Kept from forward to backward, if nothing is recomputed."""
 
     @property
@@ -99,59 +103,61 @@ class MixerSublayer:
         return tuple(fused for _, mixer in self.paths for fused in mixer.fused_linears)
 
     def forward(
-        self, work: LayerWork, x: Tensor, want_sum: bool = True
-    ) -> tuple[Tensor | Any, types.SimpleNamespace]:
+        self, call: LayerCall, x: Tensor, want_sum: bool = True
+    ) -> tuple[Tensor | Any, SavedMixer]:
         """Returns x + the branch [tokens, hidden], None without want_sum, and what backward()
         needs."""
-        arch, kept = self.arch, keep(x=x)
-        inputs = norm_inputs(work, arch.attention_norm, x, self.in_proj)
-        projected = lora_matmul(work, self.in_proj, inputs)
-        keep_inputs(work, kept, inputs, self.in_proj)
+        arch, saved = self.arch, SavedMixer(x=x)
+        inputs = norm_inputs(call, arch.attention_norm, x, self.in_proj)
+        projected = lora_matmul(call, self.in_proj, inputs)
+        save_inputs(call, saved, inputs, self.in_proj)
         del inputs
         widths = [mixer.projected_width for _, mixer in self.paths]
-        kept.parts = [keep(projected=part) for part in projected.split(widths, 1)]
+        saved.mixers = [mixer.saved(projected=part) for (_, mixer), part in zip(
+            self.paths, projected.split(widths, 1))]
         del projected
         # the backward of the post norm reads the branch, too
         needs_branch, branch = want_sum or arch.attention_post_norm is not None, None
-        for (fused, mixer), part in zip(self.paths, kept.parts):
-            out_inputs = widen(mixer.forward(work, part), fused)
+        for (fused, mixer), part in zip(self.paths, saved.mixers):
+            out_inputs = widen(mixer.forward(call, part), fused)
             if needs_branch:
-                added = lora_matmul(work, fused, out_inputs)
+                added = lora_matmul(call, fused, out_inputs)
                 branch = added if branch is None else branch.add_(added)
             else:
-                fill_columns(work, fused, out_inputs)  # backward reads them
+                fill_columns(call, fused, out_inputs)  # backward reads them
             part.out_columns = last_columns(out_inputs, fused)
-        out, kept.branch = None, None
+        out, saved.branch = None, None
         if branch is not None:
-            out, kept.branch = end_branch(work, x, branch, arch.attention_post_norm,
+            out, saved.branch = end_branch(call, x, branch, arch.attention_post_norm,
                                           ATTENTION_SITE, want_sum)
-        return out, kept
+        return out, saved
 
     def backward(
-        self, work: LayerWork, kept: types.SimpleNamespace, grad: Tensor, residual: Tensor,
+        self, call: LayerCall, saved: SavedMixer, grad: Tensor, residual: Tensor,
         needs_x: bool
     ) -> Tensor | None:
         """Returns `residual` + the gradient of x through this half; None without needs_x. `grad` is
         the gradient of forward()'s sum."""
         arch, grads = self.arch, []
         upstream = branch_gradient(
-            work, kept.branch, grad, arch.attention_post_norm, ATTENTION_SITE)
-        kept.branch = None
-        for (fused, mixer), part in zip(self.paths, kept.parts):
-            mixed = mixer.mixed(work, part)
-            grad, grad_d = lora_matmul_backward(work, fused, part.out_columns, upstream, mixed)
-            add_a_gradient(work, fused, mixed, grad_d)
+            call, saved.branch, grad, arch.attention_post_norm, ATTENTION_SITE)
+        saved.branch = None
+        for (fused, mixer), part in zip(self.paths, saved.mixers):
+            mixed = mixer.mixed(call, part)
+            grad, grad_d = lora_matmul_backward(call, fused, part.out_columns, upstream, mixed)
+            add_a_gradient(call, fused, mixed, grad_d)
             mixed = None
-            grads.append(mixer.backward(work, part, grad))
+            grads.append(mixer.backward(call, part, grad))
         del upstream
         grad = torch.cat(grads, 1) if len(grads) > 1 else grads[0]
         del grads
-        inputs = kept_inputs(work, kept, arch.attention_norm, kept.x, self.in_proj)
-        grad, grad_d = lora_matmul_backward(work, self.in_proj, kept.columns, grad, inputs, needs_x)
-        add_a_gradient(work, self.in_proj, inputs, grad_d)
+        inputs = normed_inputs(call, saved, arch.attention_norm, saved.x, self.in_proj)
+        grad, grad_d = lora_matmul_backward(
+            call, self.in_proj, saved.columns, grad, inputs, needs_x)
+        add_a_gradient(call, self.in_proj, inputs, grad_d)
         if not needs_x:
             return None
-        return norm_gradient(work, arch.attention_norm, kept.x, grad, residual)
+        return norm_gradient(call, arch.attention_norm, saved.x, grad, residual)
 
     @property
     def recomputed_values(self) -> int:
@@ -160,14 +166,14 @@ class MixerSublayer:
             mixer.recomputed_values + out.width for out, mixer in self.paths)
 
     @property
-    def kept_values(self) -> int:
+    def saved_values(self) -> int:
         """Values kept from forward to backward, if nothing is recomputed."""
         hidden = self.arch.hidden_size
         values = hidden + self.in_proj.padded_columns
-        values += sum(out.padded_columns + mixer.kept_values for out, mixer in self.paths)
-        if any(mixer.keeps_projected for _, mixer in self.paths):  # what others read lies there
+        values += sum(out.padded_columns + mixer.saved_values for out, mixer in self.paths)
+        if any(mixer.saves_projected for _, mixer in self.paths):  # what others read lies there
             values += sum(mixer.projected_width for _, mixer in self.paths
-                          if not mixer.keeps_projected)
+                          if not mixer.saves_projected)
         values += hidden * (self.arch.attention_post_norm is not None)
         return values
 
@@ -182,8 +188,8 @@ class MixerSublayer:
         reuse_dequantized = plan.reuse_dequantized and recomputed
         values = self.recomputed_values if recomputed else 0
         values += self.in_proj.width + 2 * self.arch.hidden_size  # gradients: of x and of the sum
-        held = self.fused_linears if reuse_dequantized else (self.in_proj, *self.between)
-        weights = [weight_bytes(fused, item, reuse_dequantized) for fused in held]
+        dequantized = self.fused_linears if reuse_dequantized else (self.in_proj, *self.between)
+        weights = [weight_bytes(fused, item, reuse_dequantized) for fused in dequantized]
         others = sum(weights) if reuse_dequantized else max(weights)
         others += sum(mixer.live_bytes(plan) for _, mixer in self.paths)
         return values * plan.micro_batch_tokens * item + others

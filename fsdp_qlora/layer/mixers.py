@@ -8,7 +8,6 @@ bounds of documents.
 from __future__ import annotations
 
 import dataclasses
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from fsdp_qlora.kernels.elementwise import elementwise, norm_grad_of, norm_of
 from fsdp_qlora.kernels.recurrence import RECURRENCES, STATE_CHUNK
-from fsdp_qlora.layer.call import LayerWork
+from fsdp_qlora.layer.call import LayerCall
+from fsdp_qlora.layer.saved import SavedGraph
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture, DeltaNet, Mamba2, Mixer, ShortConv
 
@@ -31,23 +31,25 @@ class AutogradMixer:
     mixer: Mixer
     arch: Architecture
 
-    def forward(self, work: LayerWork, kept: types.SimpleNamespace) -> Tensor:
-        function = MIXINGS[type(self.mixer)].function
-        projected, kept.projected = kept.projected, None
-        with torch.set_grad_enabled(work.keeps_graph):
-            if work.keeps_graph:
-                projected = GraphStart.apply(torch.empty(0, requires_grad=True), projected)
-                kept.start = get_gradient_edge(projected)
-            kept.mixed = function(work, projected, self.mixer)
-        return self.mixed(work, kept)
+    saved = SavedGraph
 
-    def mixed(self, work: LayerWork, kept: types.SimpleNamespace) -> Tensor:
-        mixed: Tensor = kept.mixed.detach()
+    def forward(self, call: LayerCall, saved: SavedGraph) -> Tensor:
+        function = MIXINGS[type(self.mixer)].function
+        projected, saved.projected = saved.projected, None
+        with torch.set_grad_enabled(call.saves_graph):
+            if call.saves_graph:
+                projected = GraphStart.apply(torch.empty(0, requires_grad=True), projected)
+                saved.start = get_gradient_edge(projected)
+            saved.mixed = function(call, projected, self.mixer)
+        return self.mixed(call, saved)
+
+    def mixed(self, call: LayerCall, saved: SavedGraph) -> Tensor:
+        mixed: Tensor = saved.mixed.detach()
         return mixed
 
-    def backward(self, work: LayerWork, kept: types.SimpleNamespace, grad: Tensor) -> Tensor:
-        (grad,) = torch.autograd.grad(kept.mixed, kept.start, grad)
-        kept.mixed = kept.start = None
+    def backward(self, call: LayerCall, saved: SavedGraph, grad: Tensor) -> Tensor:
+        (grad,) = torch.autograd.grad(saved.mixed, saved.start, grad)
+        saved.mixed = saved.start = None
         return grad
 
     fused_linears = ()
@@ -58,18 +60,18 @@ class AutogradMixer:
         return sum(x.out_features for x in self.mixer.linears(self.arch.hidden_size)[0])
 
     @property
-    def keeps_projected(self) -> bool:
+    def saves_projected(self) -> bool:
         if isinstance(self.mixer, DeltaNet):
             return not self.mixer.by_key_head  # else it keeps copies of the parts
         return not (isinstance(self.mixer, Mamba2) and self.mixer.is_multiplied)
 
     @property
-    def kept_values(self) -> int:
-        return MIXINGS[type(self.mixer)].kept_values(self.mixer, self.arch.hidden_size)
+    def saved_values(self) -> int:
+        return MIXINGS[type(self.mixer)].saved_values(self.mixer, self.arch.hidden_size)
 
     @property
     def recomputed_values(self) -> int:
-        return self.kept_values
+        return self.saved_values
 
     def live_bytes(self, plan: Plan) -> int:
         item, n = getattr(torch, plan.compute_dtype).itemsize, plan.micro_batch_tokens
@@ -207,20 +209,20 @@ def gated_norm_backward(
 # ---- mixings ----
 
 
-def short_conv(work: LayerWork, projected: Tensor, mixer: ShortConv) -> Tensor:
+def short_conv(call: LayerCall, projected: Tensor, mixer: ShortConv) -> Tensor:
     """LFM2's, see ShortConv; b, c and x follow one another in `projected` [n, 3 x hidden]."""
-    tensors = work.layer.small_tensors
+    tensors = call.layer.small_tensors
     b, c, x = projected.chunk(3, 1)
     conv = CausalConv.apply(b * x, tensors["conv.conv.weight"], tensors.get("conv.conv.bias"),
-                            work.batch.position_ids, False)
+                            call.batch.position_ids, False)
     return c * conv
 
 
-def delta_net(work: LayerWork, projected: Tensor, mixer: DeltaNet) -> Tensor:
+def delta_net(call: LayerCall, projected: Tensor, mixer: DeltaNet) -> Tensor:
     """The gated delta net, see DeltaNet."""
     tensors = {name.removeprefix("linear_attn."): tensor
-               for name, tensor in work.layer.small_tensors.items()}
-    parts, positions = delta_parts(projected, mixer), work.batch.position_ids
+               for name, tensor in call.layer.small_tensors.items()}
+    parts, positions = delta_parts(projected, mixer), call.batch.position_ids
     weights = [tensors.get(f"{letter}_conv1d.weight") for letter in "qkv"]
     if not mixer.split_conv:
         weights = tensors["conv1d.weight"].split([mixer.widths[letter] for letter in "qkv"])
@@ -230,16 +232,16 @@ def delta_net(work: LayerWork, projected: Tensor, mixer: DeltaNet) -> Tensor:
             "qkv", weights, (mixer.key_heads, mixer.key_heads, mixer.value_heads)))
     beta = parts["b"].sigmoid() * (2 if mixer.double_beta else 1)
     g = -tensors["A_log"].float().exp() * F.softplus(parts["a"].float() + tensors["dt_bias"])
-    out = work.batch.kernels["recurrence"](query, key, value, g, beta, work.batch)
+    out = call.batch.kernels["recurrence"](query, key, value, g, beta, call.batch)
     z, weight = parts["z"].unflatten(1, (mixer.value_heads, -1)), tensors[f"{mixer.norm}.weight"]
     mixed: Tensor = GatedNorm.apply(out, z, weight, mixer.norm_eps)
     return mixed.flatten(1)
 
 
-def mamba2(work: LayerWork, projected: Tensor, mixer: Mamba2) -> Tensor:
+def mamba2(call: LayerCall, projected: Tensor, mixer: Mamba2) -> Tensor:
     """Mamba-2, see Mamba2."""
     tensors = {name.removeprefix(f"{mixer.stem}."): tensor
-               for name, tensor in work.layer.small_tensors.items()}
+               for name, tensor in call.layer.small_tensors.items()}
     widths, multipliers = mixer.widths, mixer.multipliers
     if mixer.is_multiplied:
         by_part = multipliers if isinstance(multipliers, list) else [multipliers] * len(widths)
@@ -248,14 +250,14 @@ def mamba2(work: LayerWork, projected: Tensor, mixer: Mamba2) -> Tensor:
     n_channels = widths["x"] + widths["B"] + widths["C"]
     z, before_conv, dt = projected.split([widths["z"], n_channels, widths["dt"]], 1)
     conv = CausalConv.apply(before_conv, tensors["conv1d.weight"], tensors.get("conv1d.bias"),
-                            work.batch.position_ids, True)
+                            call.batch.position_ids, True)
     x, b, c = conv.split([widths["x"], widths["B"], widths["C"]], 1)
     x, b, c = (part.unflatten(1, (heads, -1)) for part, heads in zip(
         (x, b, c), (mixer.heads, mixer.groups, mixer.groups)))
     low, high = mixer.step_limits
     step = F.softplus(dt.float() + tensors["dt_bias"].float()).clamp(max(low, mixer.min_step), high)
     decay = -tensors["A_log"].float().exp() * step
-    out = work.batch.kernels["recurrence"](b, c, x, decay, step, work.batch)
+    out = call.batch.kernels["recurrence"](b, c, x, decay, step, call.batch)
     out = (out + tensors["D"].float()[:, None] * x).to(x.dtype)
     out, z = (part.reshape(len(x), mixer.groups, -1) for part in (out, z))
     weight = tensors["norm.weight"].view(mixer.groups, -1) if mixer.norm else None
@@ -280,8 +282,8 @@ class RecordedFunction:
     """A function (work, projected [n, widths], mixer) -> what out reads [n, width], under autograd;
     and what it costs, in values per token."""
 
-    function: Callable[[LayerWork, Tensor, Any], Tensor]
-    kept_values: Callable[[Any, int], int]  # of (mixer, hidden): kept for its backward
+    function: Callable[[LayerCall, Tensor, Any], Tensor]
+    saved_values: Callable[[Any, int], int]  # of (mixer, hidden): kept for its backward
     live_values: Callable[[Any, int], int]  # alive at once in its backward, besides
     moved_values: Callable[[Any, int], int]  # read or written, forward and backward
 

@@ -7,7 +7,6 @@ them are here, and kernels of attention are those of attention.
 from __future__ import annotations
 
 import dataclasses
-import types
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +17,11 @@ from fsdp_qlora.kernels.elementwise import elementwise, norm_backward, normalize
 from fsdp_qlora.kernels.heads import rotate
 from fsdp_qlora.kernels.micro_batch import MicroBatch
 from fsdp_qlora.layer.attention import attend
-from fsdp_qlora.layer.call import LayerWork
+from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import add_a_gradient, lora_matmul, lora_matmul_backward
 from fsdp_qlora.layer.residual import last_columns
+from fsdp_qlora.layer.saved import SavedMLA
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import Architecture, LatentAttention
 
@@ -44,66 +44,68 @@ class MLAMixer:
     def fused_linears(self) -> tuple[FusedLinear, ...]:
         return (self.q_b, self.kv_b) if self.q_b else (self.kv_b,)
 
-    def forward(self, work: LayerWork, kept: types.SimpleNamespace) -> Tensor:
-        query, kv_latent, rotary_key = kept.projected.split(self._projected_widths, 1)
-        kept.projected, kept.q_latent = None, None
+    saved = SavedMLA
+
+    def forward(self, call: LayerCall, saved: SavedMLA) -> Tensor:
+        query, kv_latent, rotary_key = saved.projected.split(self._projected_widths, 1)
+        saved.projected, saved.q_latent = None, None
         if self.q_b:
-            kept.q_latent = query
-            query, kept.q_columns = self._heads(work, self.q_b, self.mla.q_norm, query)
+            saved.q_latent = query
+            query, saved.q_columns = self._heads(call, self.q_b, self.mla.q_norm, query)
         # without q_b the queries are in the same tensor: a view would keep them, too
-        kept.kv_latent = kv_latent if self.q_b else kv_latent.clone()
-        key_value, kept.kv_columns = self._heads(work, self.kv_b, self.mla.kv_norm, kv_latent)
-        heads = latent_heads(query, key_value, rotary_key, *work.batch.ropes[self.rope], self.arch,
-                             kernel_value_width(work.batch, self.arch), evaluation=work.evaluation)
+        saved.kv_latent = kv_latent if self.q_b else kv_latent.clone()
+        key_value, saved.kv_columns = self._heads(call, self.kv_b, self.mla.kv_norm, kv_latent)
+        heads = latent_heads(query, key_value, rotary_key, *call.batch.ropes[self.rope], self.arch,
+                             kernel_value_width(call.batch, self.arch), evaluation=call.evaluation)
         del query, key_value, kv_latent, rotary_key
         with torch.enable_grad():  # autograd records only this, to call the kernel's backward
-            kept.heads = [part.detach().requires_grad_() for part in heads]
-            kept.attended = attend(work, self.arch, None, *kept.heads)
-        return self.mixed(work, kept)
+            saved.heads = [part.detach().requires_grad_() for part in heads]
+            saved.attended = attend(call, self.arch, None, *saved.heads)
+        return self.mixed(call, saved)
 
-    def mixed(self, work: LayerWork, kept: types.SimpleNamespace) -> Tensor:
-        attended: Tensor = kept.attended.detach()
+    def mixed(self, call: LayerCall, saved: SavedMLA) -> Tensor:
+        attended: Tensor = saved.attended.detach()
         return attended[..., : self.mla.value].flatten(1)
 
-    def backward(self, work: LayerWork, kept: types.SimpleNamespace, grad: Tensor) -> Tensor:
+    def backward(self, call: LayerCall, saved: SavedMLA, grad: Tensor) -> Tensor:
         grad = grad.unflatten(1, (self.arch.n_heads, -1))
-        grad = F.pad(grad, (0, kept.attended.shape[2] - grad.shape[2]))
-        grads = torch.autograd.grad(kept.attended, kept.heads, grad)
-        kept.attended = kept.heads = None
+        grad = F.pad(grad, (0, saved.attended.shape[2] - grad.shape[2]))
+        grads = torch.autograd.grad(saved.attended, saved.heads, grad)
+        saved.attended = saved.heads = None
         query, key_value, rotary_key = latent_heads_backward(
-            *grads, *work.batch.ropes[self.rope], self.arch)
+            *grads, *call.batch.ropes[self.rope], self.arch)
         del grads, grad
         if self.q_b:
-            query = self._heads_backward(work, self.q_b, self.mla.q_norm, kept.q_latent,
-                                         kept.q_columns, query)
-        kv_latent = self._heads_backward(work, self.kv_b, self.mla.kv_norm, kept.kv_latent,
-                                         kept.kv_columns, key_value)
+            query = self._heads_backward(call, self.q_b, self.mla.q_norm, saved.q_latent,
+                                         saved.q_columns, query)
+        kv_latent = self._heads_backward(call, self.kv_b, self.mla.kv_norm, saved.kv_latent,
+                                         saved.kv_columns, key_value)
         return torch.cat([query, kv_latent, rotary_key], 1)
 
-    def _normed(self, work: LayerWork, fused: FusedLinear, norm: str, latent: Tensor) -> Tensor:
+    def _normed(self, call: LayerCall, fused: FusedLinear, norm: str, latent: Tensor) -> Tensor:
         """A new [n, fused.width] with the norm of a latent [n, rank] in its first columns."""
         inputs = latent.new_empty(len(latent), fused.width)
-        normalize(inputs[:, : fused.in_features], latent, work.vector(norm), None, self.arch.norm,
-                  self.mla.norm_eps, evaluation=work.evaluation)
+        normalize(inputs[:, : fused.in_features], latent, call.vector(norm), None, self.arch.norm,
+                  self.mla.norm_eps, evaluation=call.evaluation)
         return inputs
 
     def _heads(
-        self, work: LayerWork, fused: FusedLinear, norm: str, latent: Tensor
+        self, call: LayerCall, fused: FusedLinear, norm: str, latent: Tensor
     ) -> tuple[Tensor, Tensor]:
         """What `fused` makes of the norm of a latent, and what its backward needs besides."""
-        inputs = self._normed(work, fused, norm, latent)
-        return lora_matmul(work, fused, inputs), last_columns(inputs, fused)
+        inputs = self._normed(call, fused, norm, latent)
+        return lora_matmul(call, fused, inputs), last_columns(inputs, fused)
 
     def _heads_backward(
-        self, work: LayerWork, fused: FusedLinear, norm: str, latent: Tensor, columns: Tensor,
+        self, call: LayerCall, fused: FusedLinear, norm: str, latent: Tensor, columns: Tensor,
         grad: Tensor
     ) -> Tensor:
         """The gradient of the latent, from that of what _heads() gave."""
-        normed = self._normed(work, fused, norm, latent)[:, : fused.in_features]
-        grad, grad_d = lora_matmul_backward(work, fused, columns, grad, normed)
-        add_a_gradient(work, fused, normed, grad_d)
+        normed = self._normed(call, fused, norm, latent)[:, : fused.in_features]
+        grad, grad_d = lora_matmul_backward(call, fused, columns, grad, normed)
+        add_a_gradient(call, fused, normed, grad_d)
         return norm_backward(
-            latent, grad, None, work.vector(norm), self.arch.norm, self.mla.norm_eps)
+            latent, grad, None, call.vector(norm), self.arch.norm, self.mla.norm_eps)
 
     @property
     def _projected_widths(self) -> list[int]:
@@ -119,20 +121,20 @@ class MLAMixer:
         return self.arch.n_heads * self.arch.head_dim
 
     @property
-    def keeps_projected(self) -> bool:
+    def saves_projected(self) -> bool:
         return self.q_b is not None
 
     @property
-    def kept_values(self) -> int:
+    def saved_values(self) -> int:
         """Latents and adapters' columns; query, key, value and what attention gives, each as wide
         as queries; the kernel's sums, fp32."""
-        latents = self.projected_width if self.keeps_projected else self.mla.kv_rank
+        latents = self.projected_width if self.saves_projected else self.mla.kv_rank
         columns = sum(fused.padded_columns for fused in self.fused_linears)
         return latents + columns + 4 * self.query_width + 2 * self.arch.n_heads
 
     @property
     def recomputed_values(self) -> int:
-        return self.projected_width + self.kept_values + self.kv_b.out_features
+        return self.projected_width + self.saved_values + self.kv_b.out_features
 
     @property
     def elementwise_values(self) -> int:

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import types
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fsdp_qlora.kernels.elementwise import (
-    MLP_SITE, PairedActivation, ScaledActivation, gate, gate_backward, limited)
-from fsdp_qlora.layer.call import LayerWork
+    MLP_SITE, PairedActivation, ScaledActivation, glu, glu_backward, limited)
+from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import add_a_gradient, lora_matmul, lora_matmul_backward
 from fsdp_qlora.layer.per_layer import PerLayerEnd
 from fsdp_qlora.layer.residual import (
-    add_branch, branch_gradient, keep, keep_inputs, kept_inputs, last_columns, norm_gradient,
-    norm_inputs, weight_bytes)
+    add_branch, branch_gradient, last_columns, norm_gradient, norm_inputs, normed_inputs,
+    save_inputs, weight_bytes)
+from fsdp_qlora.layer.saved import SavedMLP
 from fsdp_qlora.plan import Plan
 from fsdp_qlora.pretrained.architecture import XIELU, XIELU_SHAPES, Architecture
 
@@ -51,80 +51,80 @@ class MLPSublayer:
         return self.gate_up, self.down, *(self.end.fused_linears if self.end else ())
 
     def forward(
-        self, work: LayerWork, mid_residual: Tensor | None, source: Tensor, want_sum: bool = True
-    ) -> tuple[Tensor | Any, types.SimpleNamespace]:
+        self, call: LayerCall, mid_residual: Tensor | None, source: Tensor, want_sum: bool = True
+    ) -> tuple[Tensor | Any, SavedMLP]:
         """Returns middle + MLP(norm(source)) of the tokens work.tokens and what `end` adds to that,
         None without want_sum; and what backward() needs."""
-        arch, kept = self.arch, keep(source=source)
-        inputs = norm_inputs(work, arch.mlp_norm, source, self.gate_up)
-        kept.gate_up = lora_matmul(work, self.gate_up, inputs)
-        keep_inputs(work, kept, inputs, self.gate_up)
+        arch, saved = self.arch, SavedMLP(source=source)
+        inputs = norm_inputs(call, arch.mlp_norm, source, self.gate_up)
+        saved.gate_up = lora_matmul(call, self.gate_up, inputs)
+        save_inputs(call, saved, inputs, self.gate_up)
         del inputs
-        activated = kept.gate_up.new_empty(len(source), self.down.width)
-        gate(activated[:, : self.down.in_features], kept.gate_up, self.activation(work), arch.gated,
-             evaluation=work.evaluation)
-        out, kept.branch = add_branch(work, mid_residual, self.down, activated, MLP_SITE,
+        activated = saved.gate_up.new_empty(len(source), self.down.width)
+        glu(activated[:, : self.down.in_features], saved.gate_up, self.activation(call), arch.gated,
+             evaluation=call.evaluation)
+        out, saved.branch = add_branch(call, mid_residual, self.down, activated, MLP_SITE,
                                       arch.mlp_post_norm, want_sum or self.end is not None)
-        kept.down_columns = last_columns(activated, self.down)
+        saved.down_columns = last_columns(activated, self.down)
         del activated
         if self.end:
             assert out is not None, "the end needs the sum"
-            out = self.end.forward(work, out, kept, want_sum)
-        return out, kept
+            out = self.end.forward(call, out, saved, want_sum)
+        return out, saved
 
-    def backward(self, work: LayerWork, kept: types.SimpleNamespace, grad: Tensor) -> Tensor:
+    def backward(self, call: LayerCall, saved: SavedMLP, grad: Tensor) -> Tensor:
         """Returns the gradient of `middle`, which includes that of `source` through the MLP. `grad`
         is the gradient of forward()'s sum."""
         arch, activated = self.arch, None
         if self.end:
-            grad = self.end.backward(work, kept, grad)
-        upstream = branch_gradient(work, kept.branch, grad, arch.mlp_post_norm, MLP_SITE)
-        kept.branch = None
-        if work.spec.dora:
+            grad = self.end.backward(call, saved, grad)
+        upstream = branch_gradient(call, saved.branch, grad, arch.mlp_post_norm, MLP_SITE)
+        saved.branch = None
+        if call.spec.dora:
             activated = upstream.new_empty(len(upstream), self.down.in_features)
-            gate(activated, kept.gate_up, self.activation(work), arch.gated)
-        grad_activated, grad_d = lora_matmul_backward(work, self.down, kept.down_columns, upstream,
+            glu(activated, saved.gate_up, self.activation(call), arch.gated)
+        grad_activated, grad_d = lora_matmul_backward(call, self.down, saved.down_columns, upstream,
                                                       activated)
         del upstream, activated
         # in place; gate and up as two tensors, whose columns one kernel can read and write at once
-        parts = kept.gate_up.chunk(1 + arch.gated, -1)
-        gate_backward(grad_activated, self.activation(work), None, *parts)
-        add_a_gradient(work, self.down, grad_activated, grad_d)  # it now holds gate()'s result
+        parts = saved.gate_up.chunk(1 + arch.gated, -1)
+        glu_backward(grad_activated, self.activation(call), None, *parts)
+        add_a_gradient(call, self.down, grad_activated, grad_d)  # it now holds gate()'s result
         del grad_activated, grad_d
-        inputs = kept_inputs(work, kept, arch.mlp_norm, kept.source, self.gate_up)
-        grad_inputs, grad_d = lora_matmul_backward(work, self.gate_up, kept.columns, kept.gate_up,
+        inputs = normed_inputs(call, saved, arch.mlp_norm, saved.source, self.gate_up)
+        grad_inputs, grad_d = lora_matmul_backward(call, self.gate_up, saved.columns, saved.gate_up,
                                                    inputs)
-        add_a_gradient(work, self.gate_up, inputs, grad_d)
-        return norm_gradient(work, arch.mlp_norm, kept.source, grad_inputs, grad)
+        add_a_gradient(call, self.gate_up, inputs, grad_d)
+        return norm_gradient(call, arch.mlp_norm, saved.source, grad_inputs, grad)
 
     def forward_to_recompute(
-        self, work: LayerWork, mid_residual: Tensor, source: Tensor
+        self, call: LayerCall, mid_residual: Tensor, source: Tensor
     ) -> tuple[Tensor, None]:
         """Returns forward()'s sum of all tokens, computed a slice at a time with nothing kept; and
         None, because an MLP without experts has no choice to repeat."""
         sums = []
         for tokens in token_slices(len(mid_residual), self.slice_tokens):
-            work.tokens = tokens
-            sums.append(self.forward(work, mid_residual[tokens], source[tokens])[0])
-        work.tokens = slice(None)
+            call.tokens = tokens
+            sums.append(self.forward(call, mid_residual[tokens], source[tokens])[0])
+        call.tokens = slice(None)
         return torch.cat(sums), None
 
     def recomputed_backward(
-        self, work: LayerWork, source: Tensor, grad: Tensor, choice: None
+        self, call: LayerCall, source: Tensor, grad: Tensor, choice: None
     ) -> Tensor:
         """backward() of all tokens, with forward() computed again, a slice at a time."""
         grads = []
         for tokens in token_slices(len(source), self.slice_tokens):
-            work.tokens = tokens
+            call.tokens = tokens
             mid_residual = source[tokens] if self.end else None  # they are the same then
-            kept = self.forward(work, mid_residual, source[tokens], want_sum=False)[1]
-            grads.append(self.backward(work, kept, grad[tokens]))
-            del kept  # before the next slice's
-        work.tokens = slice(None)
-        work.held.clear()
+            saved = self.forward(call, mid_residual, source[tokens], want_sum=False)[1]
+            grads.append(self.backward(call, saved, grad[tokens]))
+            del saved  # before the next slice's
+        call.tokens = slice(None)
+        call.dequantized.clear()
         return torch.cat(grads)
 
-    def activation(self, work: LayerWork) -> PairedActivation:
+    def activation(self, call: LayerCall) -> PairedActivation:
         """For gate() and gate_backward(): its name, with multipliers or a limit; or xIELU's
         scalars [4]."""
         if self.arch.mlp_multipliers != 1.0:
@@ -133,15 +133,15 @@ class MLPSublayer:
             return ScaledActivation(self.arch.activation, inner, outer)
         if self.arch.activation != "xielu":
             return limited(self.arch.activation, self.limit)
-        return torch.stack([work.vector(XIELU, part).view(()) for part in XIELU_SHAPES])
+        return torch.stack([call.vector(XIELU, part).view(()) for part in XIELU_SHAPES])
 
     @property
-    def kept_values(self) -> int:
+    def saved_values(self) -> int:
         """Values kept from forward to backward, if nothing is recomputed."""
         hidden, arch = self.arch.hidden_size, self.arch
         values = self.gate_up.out_features + self.gate_up.padded_columns + self.down.padded_columns
         values += hidden * (not arch.parallel)  # there its source is attention's
-        values += self.end.kept_values if self.end else 0
+        values += self.end.saved_values if self.end else 0
         return values + hidden * (arch.mlp_post_norm is not None)
 
     def live_bytes(self, plan: Plan, recomputed: bool) -> int:
@@ -162,7 +162,7 @@ class MLPSublayer:
         if recomputed:
             columns = up.padded_columns + down.padded_columns
             total += n * (up.out_features + up.width + columns) * item
-            total += n * self.end.kept_values * item if self.end else 0
+            total += n * self.end.saved_values * item if self.end else 0
         return total
 
     choice_values = 0  # per token, see MoESublayer

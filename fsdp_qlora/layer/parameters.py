@@ -72,10 +72,11 @@ class LayerParameters(nn.Module):
     def __init__(self, arch: Architecture, spec: ParameterLayout, index: int, plan: Plan) -> None:
         super().__init__()
         self.arch, self.spec, self.index, self.plan = arch, spec, index, plan
-        self.keeps = plan.keeps(index)
-        self.lender = arch.lenders[index]  # whose keys and values it reads; None: it has its own
-        self.lends = index in arch.lenders
-        assert not arch.parallel or self.keeps in ("all", "x"), "the MLP of such a layer reads x"
+        self.saves = plan.saves(index)
+        # the layer whose keys and values it reads; None: it has its own
+        self.kv_source = arch.kv_sources[index]
+        self.is_kv_source = index in arch.kv_sources
+        assert not arch.parallel or self.saves in ("all", "input"), "the MLP of such a layer reads x"
         self.nested: Nested | None = None  # whole on every rank
         self.small_tensors: dict[str, Tensor] = {}  # by name in the layer; whole on every rank
         self.balance: Tensor | None = None  # of its experts in this step, see add_balance()

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import types
 
 from torch import Tensor
 
 from fsdp_qlora.kernels.elementwise import MLP_SITE, activation_pair, elementwise
-from fsdp_qlora.layer.call import LayerWork
+from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import add_a_gradient, lora_matmul, lora_matmul_backward, widen
 from fsdp_qlora.layer.residual import add_branch, branch_gradient, last_columns, weight_bytes
+from fsdp_qlora.layer.saved import SavedEnd
 from fsdp_qlora.pretrained.architecture import Architecture
 
 
@@ -42,43 +42,43 @@ class PerLayerEnd:
         return self.gate, self.out
 
     def forward(
-        self, work: LayerWork, x: Tensor, kept: types.SimpleNamespace, want_sum: bool
+        self, call: LayerCall, x: Tensor, saved: SavedEnd, want_sum: bool
     ) -> Tensor | None:
         """Returns the sum, None without want_sum; adds to `kept` what backward() needs."""
-        inputs, kept.end_x = widen(x, self.gate), x
-        kept.end_gates = lora_matmul(work, self.gate, inputs)
-        kept.end_columns = last_columns(inputs, self.gate)
+        inputs, saved.end_x = widen(x, self.gate), x
+        saved.end_gates = lora_matmul(call, self.gate, inputs)
+        saved.end_columns = last_columns(inputs, self.gate)
         activated = x.new_empty(len(x), self.out.width)
-        self._activate(work, kept, activated[:, : self.out.in_features])
+        self._activate(call, saved, activated[:, : self.out.in_features])
         # the site is the MLP's: no such family has dropout of its own
-        out, kept.end_branch = add_branch(work, x, self.out, activated, MLP_SITE,
+        out, saved.end_branch = add_branch(call, x, self.out, activated, MLP_SITE,
                                           self.arch.per_layer.norm, want_sum)
-        kept.end_out_columns = last_columns(activated, self.out)
+        saved.end_out_columns = last_columns(activated, self.out)
         return out
 
-    def backward(self, work: LayerWork, kept: types.SimpleNamespace, grad: Tensor) -> Tensor:
+    def backward(self, call: LayerCall, saved: SavedEnd, grad: Tensor) -> Tensor:
         """The gradient of x from that of the sum."""
         upstream = branch_gradient(
-            work, kept.end_branch, grad, self.arch.per_layer.norm, MLP_SITE)
-        kept.end_branch = None
+            call, saved.end_branch, grad, self.arch.per_layer.norm, MLP_SITE)
+        saved.end_branch = None
         activated = upstream.new_empty(len(upstream), self.out.in_features)
-        self._activate(work, kept, activated)
-        grad_gates, grad_d = lora_matmul_backward(work, self.out, kept.end_out_columns, upstream,
+        self._activate(call, saved, activated)
+        grad_gates, grad_d = lora_matmul_backward(call, self.out, saved.end_out_columns, upstream,
                                                   activated)
-        add_a_gradient(work, self.out, activated, grad_d)
+        add_a_gradient(call, self.out, activated, grad_d)
         grad_gates = gate_inputs_backward(
-            grad_gates, kept.end_gates, work.layer_input, self.arch.activation)
+            grad_gates, saved.end_gates, call.layer_input, self.arch.activation)
         grad_x, grad_d = lora_matmul_backward(
-            work, self.gate, kept.end_columns, grad_gates, kept.end_x)
-        add_a_gradient(work, self.gate, kept.end_x, grad_d)
+            call, self.gate, saved.end_columns, grad_gates, saved.end_x)
+        add_a_gradient(call, self.gate, saved.end_x, grad_d)
         return grad + grad_x
 
-    def _activate(self, work: LayerWork, kept: types.SimpleNamespace, out: Tensor) -> None:
-        gate_inputs(out, kept.end_gates, work.layer_input, self.arch.activation,
-                    evaluation=work.evaluation)
+    def _activate(self, call: LayerCall, saved: SavedEnd, out: Tensor) -> None:
+        gate_inputs(out, saved.end_gates, call.layer_input, self.arch.activation,
+                    evaluation=call.evaluation)
 
     @property
-    def kept_values(self) -> int:
+    def saved_values(self) -> int:
         columns = sum(fused.padded_columns for fused in self.fused_linears)
         return 2 * self.arch.hidden_size + self.gate.out_features + columns
 

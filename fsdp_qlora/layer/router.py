@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp_qlora.kernels.elementwise import elementwise, norm_grad_of, norm_of
-from fsdp_qlora.layer.call import LayerWork
+from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.parameters import LayerParameters
 from fsdp_qlora.pretrained.architecture import MoE
 
@@ -42,16 +42,16 @@ class Routing:
 
 
 def route(
-    work: LayerWork, x: Tensor, choice: tuple[Tensor, list[int] | None] | None = None,
+    call: LayerCall, x: Tensor, choice: tuple[Tensor, list[int] | None] | None = None,
     needs_bounds: bool = False
 ) -> Routing:
     """The Routing of x [n, hidden]; `choice` is that of an earlier one of the same tokens. With
     needs_bounds it waits for the GPU, unless `choice` has them. With ExpertNorms x is not normed.
     """
-    moe: MoE = work.arch.moe
-    tensors = work.layer.small_tensors
+    moe: MoE = call.arch.moe
+    tensors = call.layer.small_tensors
     if moe.norms:
-        x = router_norm(x, tensors[moe.norms.router_scale], work.arch.norm_eps)
+        x = router_norm(x, tensors[moe.norms.router_scale], call.arch.norm_eps)
     weight = tensors[f"{moe.router}.weight"]
     x_of_router = x.float() if moe.fp32_router else x
     bias = tensors.get(f"{moe.router}.bias")
@@ -70,7 +70,7 @@ def route(
     weights = chosen_weights(scores, chosen, moe)[0]
     if moe.rounded_weights:
         weights = weights.to(x.dtype).float()
-    weights = weights * weight_factor(work, chosen)
+    weights = weights * weight_factor(call, chosen)
     experts, order = chosen.flatten().sort(stable=True)
     every = torch.arange(moe.n_experts, device=x.device)
     ends = torch.searchsorted(experts, every, right=True).int()  # without waiting for the GPU
@@ -95,13 +95,13 @@ def router_norm_backward(grad: Tensor, x: Tensor, scale: Tensor, eps: float) -> 
     return norm_grad_of(grad, x, None, "rms", eps).to(x.dtype)
 
 
-def weight_factor(work: LayerWork, chosen: Tensor) -> float | Tensor:
+def weight_factor(call: LayerCall, chosen: Tensor) -> float | Tensor:
     """What multiplies the weights of the chosen experts: a number, or fp32 [n, k]."""
-    moe: MoE = work.arch.moe
+    moe: MoE = call.arch.moe
     if not moe.expert_scale:
         scale: float = moe.scale
         return scale
-    return work.layer.small_tensors[moe.expert_scale].float()[chosen] * moe.scale
+    return call.layer.small_tensors[moe.expert_scale].float()[chosen] * moe.scale
 
 
 BALANCE = "load_balancing_loss", "busiest_expert"  # of metrics.jsonl
@@ -159,13 +159,13 @@ def chosen_weights(
     return picked if total is None else picked / total, picked, total
 
 
-def route_backward(work: LayerWork, routing: Routing, grad: Tensor, x: Tensor) -> Tensor:
+def route_backward(call: LayerCall, routing: Routing, grad: Tensor, x: Tensor) -> Tensor:
     """The gradient of route()'s x [n, hidden] through the weights, from theirs, fp32 [n, k]. Only
     with ExpertNorms x itself is read, else its dtype."""
-    moe: MoE = work.arch.moe
+    moe: MoE = call.arch.moe
     chosen = routing.chosen
     _, picked, total = chosen_weights(routing.scores, chosen, moe)
-    grad = grad * weight_factor(work, chosen)
+    grad = grad * weight_factor(call, chosen)
     if total is not None:
         grad = (grad - (grad * picked).sum(-1, keepdim=True) / total) / total
     grad = grad * picked
@@ -173,10 +173,10 @@ def route_backward(work: LayerWork, routing: Routing, grad: Tensor, x: Tensor) -
         grad = torch.zeros_like(routing.scores).scatter_(1, chosen, grad * (1 - picked))
     else:
         grad = (-grad.sum(-1, keepdim=True) * routing.scores).scatter_add_(1, chosen, grad)
-    weight = work.layer.small_tensors[f"{moe.router}.weight"]
+    weight = call.layer.small_tensors[f"{moe.router}.weight"]
     dtype_of_product = torch.float32 if moe.fp32_router else x.dtype
     grad = (grad.to(dtype_of_product) @ weight.to(dtype_of_product)).to(x.dtype)
     if moe.norms:
-        scale = work.layer.small_tensors[moe.norms.router_scale]
-        return router_norm_backward(grad, x, scale, work.arch.norm_eps)
+        scale = call.layer.small_tensors[moe.norms.router_scale]
+        return router_norm_backward(grad, x, scale, call.arch.norm_eps)
     return grad

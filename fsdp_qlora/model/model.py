@@ -48,9 +48,9 @@ class Model(ModelParameters):
         batch.ropes = {index: rope_tables(self.arch, self.frequencies, batch, index)
                        for index in (None, *range(len(self.arch.ropes)))}
         batch.masks = {}
-        lent: dict[int | None, list[Tensor]] = {None: []}  # keys and values of layers that lend
+        shared_kv: dict[int | None, list[Tensor]] = {None: []}  # of the layers that share theirs
         for layer in self.layers:
-            x, *lent[layer.index] = layer(x, batch, *lent[layer.lender])
+            x, *shared_kv[layer.index] = layer(x, batch, *shared_kv[layer.kv_source])
         return x
 
 

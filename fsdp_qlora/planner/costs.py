@@ -23,7 +23,7 @@ from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.quant.blocks import BLOCK
 
 
-KEEPS = "all", "mlp", "middle", "x"  # what a layer may keep, see LayerFunction
+SAVES = "all", "mlp", "mid_residual", "input"  # what a layer may keep, see LayerFunction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,7 @@ class LayerTotals:
 
     kinds: tuple[LayerSpec, ...]  # the different ones
     # {what a layer keeps: values per token of the first 0, 1, 2, .. layers}
-    kept_values: dict[str, list[int]]
+    saved_values: dict[str, list[int]]
     nf4_bytes: int
     largest_nf4: int  # bytes of one layer
     small: int  # values of the tensors that every rank has whole, see small_tensors()
@@ -56,15 +56,15 @@ class LayerTotals:
 @functools.lru_cache(8)
 def count_layers(specs: tuple[LayerSpec, ...]) -> LayerTotals:
     """The LayerTotals of these LayerSpecs, a tuple."""
-    def running_sum(keeps: str) -> list[int]:
-        values = {spec: spec.kept_values(keeps) for spec in set(specs)}
+    def running_sum(saves: str) -> list[int]:
+        values = {spec: spec.saved_values(saves) for spec in set(specs)}
         return list(itertools.accumulate((values[x] for x in specs), initial=0))
 
     bytes_each = [spec.n_blocks * (BLOCK // 2 + spec.n_scales) for spec in specs]
     vectors_each = [spec.n_vectors for spec in specs]
     return LayerTotals(
         kinds=tuple(dict.fromkeys(specs)),
-        kept_values={keeps: running_sum(keeps) for keeps in KEEPS},
+        saved_values={saves: running_sum(saves) for saves in SAVES},
         nf4_bytes=sum(bytes_each), largest_nf4=max(bytes_each),
         small=sum(math.prod(shape) for spec in specs
                   for shape in spec.small_tensors.values()),
@@ -74,9 +74,9 @@ def count_layers(specs: tuple[LayerSpec, ...]) -> LayerTotals:
         weights=sum(spec.n_weights for spec in specs),
         token_weights=sum(spec.token_weights(by_time=True) for spec in specs),
         recomputed_weights={
-            keeps: sum(spec.recomputed_weights(keeps) for spec in specs)
-            for keeps in KEEPS},
-        mlp_values=max(spec.mlp.kept_values for spec in specs),
+            saves: sum(spec.recomputed_weights(saves) for spec in specs)
+            for saves in SAVES},
+        mlp_values=max(spec.mlp.saved_values for spec in specs),
         mean_query_width=sum(
             x.mixer.query_width * (FIT.wide_heads if x.mixer.arch.head_dim > 256 else 1)
             for x in specs) / len(specs),
@@ -94,7 +94,7 @@ def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...])
     layer_inputs = arch.n_layers * arch.per_layer.size if arch.per_layer else 0
     # of the tables that no product reads, which can be on the host
     looked_up = table * (not arch.tied) + arch.vocab_size * layer_inputs * item / shards
-    kept = kept_bytes(plan, layers, value_bytes)
+    saved = saved_bytes(plan, layers, value_bytes)
     recomputed, others, live = activation_peak(plan, layers, value_bytes, arch.hidden_size)
     # beside x and its gradient: a chunk of logits, its gradient, and a quarter more; where that is
     # not one kernel, four tensors in fp32 (20 bytes with both), or the head and its product in fp32
@@ -127,22 +127,22 @@ def predict_memory(plan: Plan, arch: Architecture, specs: tuple[LayerSpec, ...])
     host = looked_up * plan.embedding_on_host + layers.nf4_bytes / shards * plan.offload_params
     if plan.offload_activations:  # all but what the last layer puts: it is taken back first
         last = layers.mlp_values if plan.n_mlp_saved else arch.hidden_size
-        host += max(0, kept[0] - last * value_bytes)
+        host += max(0, saved[0] - last * value_bytes)
     memory = {kind: int(size) for kind, size in memory.items() if size}
     return dataclasses.replace(plan, memory=memory, host_bytes=int(host))
 
 
 def lent_values(arch: Architecture) -> int:
     """Values per token of the keys and values that layers read of others."""
-    lent = [arch.layer_heads[i] for i in {*arch.lenders} - {None}]
-    return sum(2 * heads.n_kv * heads.dim for heads in lent)
+    kv_to_share = [arch.layer_heads[i] for i in {*arch.kv_sources} - {None}]
+    return sum(2 * heads.n_kv * heads.dim for heads in kv_to_share)
 
 
-def kept_bytes(plan: Plan, layers: LayerTotals, value_bytes: int) -> tuple[int, int]:
+def saved_bytes(plan: Plan, layers: LayerTotals, value_bytes: int) -> tuple[int, int]:
     """The bytes that the recomputed layers and the others keep. `value_bytes`: the bytes of one
     value of each token of a micro-batch."""
     def of_layers(start: int, stop: int) -> int:  # all of which keep the same
-        values = layers.kept_values[plan.keeps(start)]
+        values = layers.saved_values[plan.saves(start)]
         return (values[stop] - values[start]) * value_bytes
 
     first_mlp = plan.recomputed - plan.n_mlp_saved
@@ -156,15 +156,15 @@ def activation_peak(
     """The bytes on the GPU when activations take most: what recomputed layers keep, what others
     keep, and what a layer's backward takes besides. Layers that keep the same are next to one
     another, and backward frees what the others keep first."""
-    recomputed, others = kept_bytes(plan, layers, value_bytes)
+    recomputed, others = saved_bytes(plan, layers, value_bytes)
     peaks = []
-    for keeps in {plan.keeps(i) for i in (0, max(0, plan.recomputed - 1), plan.n_layers - 1)}:
-        live = max(spec.live_bytes(plan, keeps) for spec in layers.kinds)
+    for saves in {plan.saves(i) for i in (0, max(0, plan.recomputed - 1), plan.n_layers - 1)}:
+        live = max(spec.live_bytes(plan, saves) for spec in layers.kinds)
         on_gpu = recomputed
         if plan.offload_activations:  # x, and twice what a OffloadedActivations gets after it
-            second = layers.mlp_values if keeps == "mlp" else hidden
+            second = layers.mlp_values if saves == "mlp" else hidden
             on_gpu = min(recomputed, value_bytes * (hidden + 2 * second))
-        peaks.append((on_gpu, others if keeps == "all" else 0, live))
+        peaks.append((on_gpu, others if saves == "all" else 0, live))
     return max(peaks, key=sum)
 
 
@@ -186,7 +186,7 @@ def dora_bytes(plan: Plan, specs: Sequence[LayerSpec]) -> int:
         return 0
     widths = [fused.out_features for spec in specs for fused in spec.fused_linears]
     n, item = plan.micro_batch_tokens, getattr(torch, plan.compute_dtype).itemsize
-    if plan.keeps(plan.n_layers - 1) in ("middle", "x"):  # no layer's MLP has all tokens at once
+    if plan.saves(plan.n_layers - 1) in ("mid_residual", "input"):  # no layer's MLP has all tokens at once
         n = min(n, SLICE_TOKENS)
     # in the compute dtype, in fp32, and their gradient in fp32
     return 4 * sum(widths) + (item + 8) * n * max(widths)
@@ -278,7 +278,7 @@ def layer_seconds(
     n_layers = arch.n_layers
     weights, token_weights = layers.weights / n_layers, layers.token_weights / n_layers
     again = (plan.recomputed - plan.n_mlp_saved) / n_layers  # the share that is recomputed whole
-    weights_again = (again * layers.recomputed_weights[plan.keeps(0)]
+    weights_again = (again * layers.recomputed_weights[plan.saves(0)]
                      + plan.n_mlp_saved / n_layers * layers.recomputed_weights["mlp"]) / n_layers
     flops = 2 * n * (2 * token_weights + weights_again)
     context = min(n, mean_document_tokens)
@@ -303,7 +303,7 @@ def layer_seconds(
     gathers = gathered * (shards - 1) / shards / machine.link
     # each way: activations go to the host in forward and come back in backward, weights come twice
     copies = plan.offload_params * gathered / shards
-    copies += plan.offload_activations * kept_bytes(plan, layers, n * item)[0] / n_layers
+    copies += plan.offload_activations * saved_bytes(plan, layers, n * item)[0] / n_layers
     forward = compute * token_weights / (2 * token_weights + weights_again)
     of_ranges = FIT.range_launches + FIT.recomputed_range_launches * again
     launches = (FIT.launches + FIT.recomputed_launches * again + FIT.fsdp_launches * plan.uses_fsdp

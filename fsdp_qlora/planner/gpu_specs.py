@@ -8,7 +8,7 @@ from typing import NamedTuple
 from fsdp_qlora.planner.machine import Machine, rounded
 
 
-class Card(NamedTuple):
+class GPUSpec(NamedTuple):
     """Speeds are NVIDIA's: of the data sheets of A100, L40S, H100, H200 (SXM where there is one)
     and HGX B200, and of the whitepapers on GA102, Ada and RTX Blackwell."""
 
@@ -21,40 +21,41 @@ class Card(NamedTuple):
     groups: bool = False  # whether torch has grouped products for it, see why_no_grouped_mm()
 
 
-CARDS = {
-    "3090": Card(24, 22.5, 71, 936, 32, 32),
-    "4090": Card(24, 22.5, 165, 1008, 32, 32),
-    "5090": Card(32, 30, 209, 1792, 64, 64),
-    "L40S": Card(48, 43, 362, 864, 32, 32),
-    "A100": Card(80, 77.5, 312, 2039, 300, 32),
-    "H100": Card(80, 77.5, 989, 3350, 450, 64, groups=True),
-    "H200": Card(141, 138, 989, 4800, 450, 64, groups=True),
-    "B200": Card(180, 176, 2250, 7700, 900, 64, groups=True)}
+GPU_SPECS = {
+    "3090": GPUSpec(24, 22.5, 71, 936, 32, 32),
+    "4090": GPUSpec(24, 22.5, 165, 1008, 32, 32),
+    "5090": GPUSpec(32, 30, 209, 1792, 64, 64),
+    "L40S": GPUSpec(48, 43, 362, 864, 32, 32),
+    "A100": GPUSpec(80, 77.5, 312, 2039, 300, 32),
+    "H100": GPUSpec(80, 77.5, 989, 3350, 450, 64, groups=True),
+    "H200": GPUSpec(141, 138, 989, 4800, 450, 64, groups=True),
+    "B200": GPUSpec(180, 176, 2250, 7700, 900, 64, groups=True)}
 # The shares of these speeds that measure_machine() finds on H100s and H200s. No other card was
 # there to be measured: for all others the same is assumed.
 FLOPS, BANDWIDTH, LINK, BUS = 0.81, 0.85, 0.67, 0.78
 HOST_GIB = 120  # of host memory for each GPU
 
 
-def parse_cards(text: str) -> tuple[int, str, Card]:
+def parse_gpus(text: str) -> tuple[int, str, GPUSpec]:
     """The number of cards, their name and the Card of --plan_for: 4x4090; of 2x24GB the slowest of
     that size. Raises ValueError."""
     count, name = re.fullmatch(r"(?:(\d+) ?x ?)?(.*)", text.strip().lower()).groups()
-    names = {key.lower(): key for key in CARDS}
-    names |= {f"{card.size}gb": key for key, card in reversed(CARDS.items())}  # the slowest last
+    names = {key.lower(): key for key in GPU_SPECS}
+    names |= {f"{gpu.size}gb": key for key, gpu in reversed(GPU_SPECS.items())}  # the slowest last
     key = names.get(re.sub(r"nvidia|geforce|rtx|[\s_-]", "", name))
     if not key or count and not 1 <= int(count) <= 1024:
-        raise ValueError(f"--plan_for {text}: give a number of cards and one of {', '.join(CARDS)},"
-                         " as 4x4090, or the memory of one of them, as 2x24GB; for other cards one"
-                         " that is as fast, with their memory by --memory_limit_gib")
-    return int(count or 1), key, CARDS[key]
+        raise ValueError(f"--plan_for {text}: give a number of GPUs and one of"
+                         f" {', '.join(GPU_SPECS)}, as 4x4090, or the memory of one of them, as"
+                         " 2x24GB; for other GPUs one that is as fast, with their memory by"
+                         " --memory_limit_gib")
+    return int(count or 1), key, GPU_SPECS[key]
 
 
-def card_machine(card: Card) -> Machine:
+def gpu_machine(gpu: GPUSpec) -> Machine:
     """What measure_machine() would find where this card is."""
     flops, bandwidth, link, bus = (rounded(share * unit * speed) for share, unit, speed in (
-        (FLOPS, 1e12, card.flops), (BANDWIDTH, 1e9, card.bandwidth), (LINK, 1e9, card.link),
-        (BUS, 1e9, card.bus)))
+        (FLOPS, 1e12, gpu.flops), (BANDWIDTH, 1e9, gpu.bandwidth), (LINK, 1e9, gpu.link),
+        (BUS, 1e9, gpu.bus)))
     return Machine(
         flops, bandwidth, link, bus, host_bytes=HOST_GIB * 2**30,
-        why_no_grouped="" if card.groups else "torch multiplies experts one by one on this GPU")
+        why_no_grouped="" if gpu.groups else "torch multiplies experts one by one on this GPU")

@@ -79,12 +79,12 @@ def possible_plans(
     n_experts = arch.moe.n_experts if arch.moe else 1
     ranges = sorted({min(n, n_experts) for n in (1, 4, 16)})
     # if all layers are recomputed, they can also keep what their MLP needs, in host memory
-    can_keep_mlp = (config.offload_activations and config.recompute == "auto"
+    can_save_mlp = (config.offload_activations and config.recompute == "auto"
                     and not arch.moe and not arch.parallel)
     for shards, micro_batch_tokens, n in itertools.product(groups, sizes, counts):
         if shard_range(arch.vocab_size, shards - 1, shards):  # else a process has no rows
             reshards = [True] if shards == 1 or config.offload_params else [True, False]
-            mlp_counts = range(n + 1) if can_keep_mlp and n == arch.n_layers else (0,)
+            mlp_counts = range(n + 1) if can_save_mlp and n == arch.n_layers else (0,)
             for reshard, (mid_residual, hold), n_mlp_saved, n_ranges in itertools.product(
                 reshards, of_recomputed if n else of_recomputed[-1:], mlp_counts, ranges
             ):
@@ -294,7 +294,7 @@ def longest_in_a_micro_batch(rows: Rows, world_size: int) -> int:
         else longest
 
 
-def describe_work(
+def describe_workload(
     config: Config, rows: Rows, eval_rows: Rows | None, world_size: int, device: torch.device,
     why_no_capture: str, plain_attention: bool = False, state_bytes: float = 0.0,
     plain_recurrence: bool = False,
@@ -336,7 +336,7 @@ def agree_on_plan(
     plain = any(document_attention in pair.values() for pair in kernels)
     of_plain_torch = {recurrence.plain for recurrence in RECURRENCES.values()}
     plain_recurrence = any(of_plain_torch & {*of_kind.values()} for of_kind in kernels)
-    workload = describe_work(config, rows, eval_rows, dist.get_world_size(), device,
+    workload = describe_workload(config, rows, eval_rows, dist.get_world_size(), device,
                              why_no_capture(arch, machine, plain, plain_recurrence), plain,
                              state_bytes, plain_recurrence)
     with raise_on_all_ranks():

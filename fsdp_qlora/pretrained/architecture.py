@@ -468,7 +468,7 @@ class Architecture(Family):
     layer_halves: list[str]
     layer_limits: list[Limits]
     # of each layer, the number of the one whose keys and values it reads; None: it has its own
-    lenders: list[int | None]
+    kv_sources: list[int | None]
     tied: bool
     module_prefix: str  # module = module_prefix + f"layers.{i}." + name
     checkpoint_prefixes: list[str]  # the same in files; tried in turn

@@ -501,9 +501,9 @@ def shrinking_changes(
     # of one half one of each kind; where layers read others' keys and values, all that are read,
     # and the last that reads each of them
     layers = [kinds.index(kind) for kind in dict.fromkeys(kinds)] if record.one_half else [0, other]
-    lenders = {i: lender for i, lender in enumerate(arch.lenders) if lender is not None}
-    if lenders:
-        last = {lender: i for i, lender in lenders.items()}
+    kv_sources = {i: source for i, source in enumerate(arch.kv_sources) if source is not None}
+    if kv_sources:
+        last = {source: i for i, source in kv_sources.items()}
         layers = sorted([*last, *last.values()])
     return [
         ("if used", {name: values and [values[i] and SMALL_LIMITS.get(name, values[i])
@@ -531,8 +531,8 @@ def shrinking_changes(
                     "num_key_value_heads": {1: 1, arch.n_heads: 4}.get(arch.n_kv_heads, 2)}),
         ("always", {"hidden_size": hidden}),
         ("if declared", {"head_dim": 16}),
-        *heads_changes([arch.layer_heads[lenders.get(i, i)] for i in layers], record),
-        ("if used", {"num_kv_shared_layers": len({*lenders.values()})}),
+        *heads_changes([arch.layer_heads[kv_sources.get(i, i)] for i in layers], record),
+        ("if used", {"num_kv_shared_layers": len({*kv_sources.values()})}),
         ("if declared", {"hidden_size_per_layer_input": 64 if arch.per_layer else 0,
                          "vocab_size_per_layer_input": 128}),
         *latent_changes(arch, c),

@@ -13,7 +13,7 @@ from fsdp_qlora.pretrained.architecture import (
     AttentionGate, DeltaNet, ExpertNorms, Family, LatentAttention, Mamba2, MoE, PerLayerInputs,
     ShortConv)
 
-SHAPES: dict[str, dict[str, Any]] = {  # what --random_weights knows without a config.json
+BUILTIN_CONFIGS: dict[str, dict[str, Any]] = {  # what --random_weights knows without a config.json
     name: dict(
         zip(("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
              "num_attention_heads", "num_key_value_heads", "max_position_embeddings"), values),

@@ -21,7 +21,7 @@ from fsdp_qlora.config import Config
 from fsdp_qlora.files import read_json
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.config import describe_model, longest_text, stored_format, text_config
-from fsdp_qlora.pretrained.families import SHAPES
+from fsdp_qlora.pretrained.families import BUILTIN_CONFIGS
 from fsdp_qlora.pretrained.formats import FP8_BLOCK, INT4_GROUP
 from fsdp_qlora.pretrained.reader import weight_files
 from fsdp_qlora.ranks import explain, log
@@ -39,7 +39,7 @@ def model_directory(name: str, needs: str, flag: str = "--model") -> Path:
     "tokenizer" with it, or "weights" with both. Raises ValueError about `flag`, by which the user
     gave the name."""
     path = Path(name)
-    if needs != "weights" and name in SHAPES:
+    if needs != "weights" and name in BUILTIN_CONFIGS:
         return path
     if path.is_dir():
         if why := why_no_model(path, name, needs):
@@ -101,8 +101,8 @@ def read_model_config(
     With a loss that compares answers the Architecture has no dropout of the model's own, as in TRL.
     """
     with explain(f"--model {config.model}"):
-        if config.random_weights and config.model in SHAPES:
-            model_config = AutoConfig.for_model(**SHAPES[config.model])
+        if config.random_weights and config.model in BUILTIN_CONFIGS:
+            model_config = AutoConfig.for_model(**BUILTIN_CONFIGS[config.model])
         else:
             model_config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         arch = describe_model(model_config)

@@ -132,7 +132,7 @@ def tensor_names(arch: Architecture, files: Mapping[str, HasShape]) -> TensorNam
             names.shapes[source.name] = shape
         if arch.mla and arch.mla.index_topk:
             add_unread(names, names.of_layer(i, arch.mla.indexer), files)
-        if arch.lenders[i] is not None:  # released files have them all the same
+        if arch.kv_sources[i] is not None:  # released files have them all the same
             for key in "k_proj", "v_proj", "k_norm", "v_norm":
                 add_unread(names, names.of_layer(i, f"{arch.attention}.{key}."), files)
         vectors, small = arch.vectors(kind), arch.small_tensors(kind)

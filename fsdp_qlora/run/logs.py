@@ -29,7 +29,7 @@ from fsdp_qlora.files import put_in_place, read_records, text_digest, write_whol
 from fsdp_qlora.kernels.attention import Kernels
 from fsdp_qlora.memory import host_memory
 from fsdp_qlora.plan import Plan
-from fsdp_qlora.planner.gpu_specs import HOST_GIB, parse_cards
+from fsdp_qlora.planner.gpu_specs import HOST_GIB, parse_gpus
 from fsdp_qlora.quant.nf4 import why_no_triton
 from fsdp_qlora.ranks import log
 from fsdp_qlora.run.state import Run
@@ -274,9 +274,9 @@ def log_startup(
 
 def log_plan_elsewhere(user_config: Config, config: Config, plan: Plan, limit: int) -> None:
     """Print the answer of --plan_for, where the plan fits."""
-    world_size, card, _ = parse_cards(config.plan_for or "")
+    world_size, gpu, _ = parse_gpus(config.plan_for or "")
     lengths = "" if config.dataset else f" of {config.max_seq_len:,} tokens"
-    log(f"planned by data sheets for {world_size} x {card} with {HOST_GIB} GiB of host memory for"
+    log(f"planned by data sheets for {world_size} x {gpu} with {HOST_GIB} GiB of host memory for"
         f" each, in steps of {config.batch_size:,} rows{lengths}; nothing was measured")
     log_plan(user_config, plan, limit, world_size)
     log(f"it fits: {plan.bytes / 2**30:.1f} of {limit / 2**30:.1f} GiB on each GPU, predicted"
@@ -379,7 +379,7 @@ def log_speed(run: Run, records: list[dict[str, Any]]) -> None:
     rate, peak = rates[len(rates) // 2], records[-1]["peak_memory_gib"]
     # forward 2 and backward 2 operations a weight and token, recomputation 2 more
     weights = sum(layer.spec.token_weights() for layer in layers)
-    again = sum(layer.spec.recomputed_weights(layer.keeps) for layer in layers)
+    again = sum(layer.spec.recomputed_weights(layer.saves) for layer in layers)
     tflops = rate * (4 * (weights + arch.vocab_size * arch.hidden_size) + 2 * again) / 1e12
     log(f"measured: {rate:,.0f} tokens/s per {place_of(run.device)}, {tflops:.1f} TFLOP/s, peak"
         f" {peak:.2f} GiB; predicted {1 / plan.token_seconds:,.0f} tokens/s")

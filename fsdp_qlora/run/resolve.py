@@ -13,7 +13,7 @@ from typing import Any
 
 from fsdp_qlora.config import Config
 from fsdp_qlora.model.loss import LOSSES
-from fsdp_qlora.planner.gpu_specs import parse_cards
+from fsdp_qlora.planner.gpu_specs import parse_gpus
 from fsdp_qlora.run.flags import parse_value
 
 
@@ -56,7 +56,7 @@ def check_combinations(config: Config) -> None:
 def resolve_config(config: Config, world_size: int) -> Config:
     """The Config with what follows from the flags alone filled in. Raises ValueError."""
     if config.plan_for:
-        world_size = parse_cards(config.plan_for)[0]
+        world_size = parse_gpus(config.plan_for)[0]
     for name, value in vars(config).items():
         if value == "" or isinstance(value, tuple) and "" in value:
             raise ValueError(f"--{name} is empty: leave it out or give a value")
